@@ -1,0 +1,1 @@
+"""jzero: DeepSpeed for JAX."""

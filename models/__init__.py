@@ -1,0 +1,1 @@
+"""Models in plain Flax; nothing here knows of meshes or ZeRO."""
