@@ -1,1 +1,25 @@
-"""jzero: DeepSpeed for JAX."""
+"""jzero: data parallelism and ZeRO 1, 2, 3 for JAX, from one config and one compiled train step."""
+
+from jzero.config import Config
+from jzero.data import RepeatingLoader
+from jzero.engine import Engine, initialize
+from jzero.errors import ConfigError
+from jzero.mesh import make_mesh
+from jzero.model import from_flax
+from jzero.report import report
+from jzero.train_step import TrainState, TrainStep, make_train_step
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Engine",
+    "RepeatingLoader",
+    "TrainState",
+    "TrainStep",
+    "from_flax",
+    "initialize",
+    "make_mesh",
+    "make_train_step",
+    "report",
+]
+__version__ = "0.1.0"

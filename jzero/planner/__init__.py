@@ -1,0 +1,7 @@
+"""What a program will do on GPUs that are not there: its memory and its collectives."""
+
+from jzero.planner.gpus import GPUS, gpu, gpu_devices
+from jzero.planner.ledger import Collective, Ledger, collectives
+from jzero.planner.memory import Memory, memory
+
+__all__ = ["GPUS", "Collective", "Ledger", "Memory", "collectives", "gpu", "gpu_devices", "memory"]

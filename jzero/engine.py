@@ -1,0 +1,326 @@
+"""`initialize` and the DeepSpeed-shaped engine: a train step, its state, and the counters users ask for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from jzero import checkpoint
+from jzero.config import Config
+from jzero.data import ArrayLoader, RepeatingLoader
+from jzero.errors import ConfigError
+from jzero.model import Model
+from jzero.precision import check_stuck
+from jzero.report import report
+from jzero.train_step import Details, Metrics, TrainStep
+
+
+def initialize(
+    *,
+    model: Model,
+    config: Config | dict | str,
+    mesh: Mesh | None = None,
+    optimizer: optax.GradientTransformation | Callable[[optax.Schedule], optax.GradientTransformation] | None = None,
+    lr_scheduler: optax.Schedule | None = None,
+    training_data: Any = None,
+    rng: jax.Array | None = None,
+    resume: Any = None,
+) -> tuple[Engine, optax.GradientTransformation, ArrayLoader | None, Callable | None]:
+    """Build the engine, initialise its state sharded, and print the run report (process 0).
+
+    Args:
+      model, config, mesh, optimizer: as for `make_train_step`.
+      lr_scheduler: a function of the number of steps applied, instead of the config's `scheduler`.
+      training_data: arrays (a pytree with one leading sample dimension) or a sequence of samples.
+      rng: default `jax.random.key(config.seed)`.
+
+    Returns:
+      (engine, optimizer, loader, lr_schedule): the optax transformation in use, a loader of micro-batches (None
+      without training_data), the learning rate as a function of the steps applied (None if the optimizer keeps it).
+
+    Raises:
+      ConfigError: whatever does not fit, before the first compilation.
+    """
+    if resume is not None:
+        raise ConfigError(f"resume = {resume!r}: not yet: resuming on its own; call engine.load_checkpoint(dir)")
+    config = Config.load(config)
+    step = TrainStep(model, config, mesh=mesh, optimizer=optimizer, lr_scheduler=lr_scheduler)
+    loader = None
+    if training_data is not None:
+        loader = ArrayLoader(
+            training_data, size=step.micro_size, seed=config.seed, drop_last=config.dataloader_drop_last
+        )
+    engine = Engine(step, jax.random.key(config.seed) if rng is None else rng, loader)
+    if jax.process_index() == 0:
+        print(report(step))
+    return engine, step.tx, loader, step.schedule.lr if step.schedule else None
+
+
+class Loss:
+    """The loss of a micro-batch, computed when somebody looks at it.
+
+    The three-call loop runs the same compiled program as `train_batch`, at `step()`. A loss that is read after that
+    comes from it for free; one that is read before costs a forward pass of its own.
+    """
+
+    def __init__(self, compute: Callable[[], Any]):
+        self._compute, self._value = compute, None
+
+    @property
+    def value(self) -> jax.Array:
+        if self._value is None:
+            self._value = self._compute()
+        return self._value
+
+    def item(self) -> float:
+        return float(self.value)
+
+    __float__ = item
+
+    def __jax_array__(self) -> jax.Array:
+        return self.value
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.value, dtype)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec)
+
+    def __repr__(self) -> str:
+        return f"Loss({'not computed yet' if self._value is None else self.item()})"
+
+
+class Engine:
+    """A model in training: `loss = engine.train_batch(batch)`, or forward, backward, step. Made by `initialize`.
+
+    Attributes: `step_fn` (the TrainStep), `state` (the TrainState; yours to read and to replace), `mesh`, `config`.
+    """
+
+    def __init__(self, step_fn: TrainStep, rng: jax.Array, loader: ArrayLoader | None = None):
+        self.step_fn, self.config, self.mesh = step_fn, step_fn.config, step_fn.mesh
+        self.state = step_fn.init(rng)
+        self.training_dataloader = loader
+        self._batches = RepeatingLoader(loader) if loader else None
+        self._queue: list[tuple[Any, Loss]] = []  # micro-batches whose backward was called, in order
+        self._forward: tuple[Any, Loss] | None = None
+        self._training, self._syncing = True, True
+        self._boundary: bool | None = None
+        self._metrics: Metrics | None = None
+        self._details: Details | None = None
+        self.global_steps = self.global_samples = self.micro_steps = 0
+        self._clock = (time.perf_counter(), 0)
+
+    def __repr__(self) -> str:
+        return f"Engine({self.step_fn!r}, global step {self.global_steps})"
+
+    # ------------------------------------------------------------------ one call
+
+    def train_batch(self, batch: Any = None) -> jax.Array:
+        """One optimizer step on one global batch; its mean loss.
+
+        Args:
+          batch: a global batch (leading dimension `train_batch_size()`), an iterator of micro-batches (leading
+            dimension micro x replicas), of which `gradient_accumulation_steps()` are taken, or None: the training data.
+        """
+        self._check_no_pending("train_batch")
+        source = self._batches if batch is None else batch
+        if source is None:
+            raise ConfigError("train_batch() has no batch: pass one, or pass training_data to jzero.initialize")
+        if isinstance(source, Iterator):
+            parts = self._take(source)
+            done = self.step_fn.run_micro_batches(self.state, parts)
+        else:
+            done = self.step_fn.run(self.state, source)
+        self._finish(done, self.gradient_accumulation_steps())
+        return self._metrics["loss"]  # type: ignore[index]
+
+    def eval_batch(self, batch: Any) -> jax.Array:
+        """The loss of a batch (or an iterator of micro-batches) without dropout and without an update."""
+        if isinstance(batch, Iterator):
+            parts = self._take(batch)
+            batch = jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+        return self.step_fn.evaluate(self.state, batch)
+
+    def _take(self, source: Iterator[Any]) -> list[Any]:
+        accum, parts = self.gradient_accumulation_steps(), []
+        for part in source:
+            parts.append(part)
+            if len(parts) == accum:
+                return parts
+        raise ConfigError(
+            f"the iterator ended after {len(parts)} of {accum} micro-batches (gradient_accumulation_steps = {accum}); "
+            "jzero.RepeatingLoader starts a loader again"
+        )
+
+    # ------------------------------------------------------------------ three calls
+
+    def __call__(self, micro_batch: Any) -> Any:
+        """The loss of one micro-batch of all replicas (leading dimension micro x replicas)."""
+        if not self._training:
+            return self.step_fn.evaluate(self.state, micro_batch)
+        micro_batch, index, state = self.step_fn.place_micro_batch(micro_batch), len(self._queue), self.state
+        self._forward = (micro_batch, Loss(lambda: self.step_fn.micro_loss(state, micro_batch, index)))
+        return self._forward[1]
+
+    forward = __call__
+
+    def backward(self, loss: Loss) -> Loss:
+        """Take the micro-batch of `loss`, the last one that the engine returned, into this step's gradient."""
+        if self._forward is None or loss is not self._forward[1]:
+            raise ConfigError(
+                f"backward: {loss!r} is not the loss that the last engine(micro_batch) returned; what changes the "
+                "loss belongs into the model's loss function"
+            )
+        self._queue.append(self._forward)
+        self._forward = None
+        return loss
+
+    def step(self) -> None:
+        """At an accumulation boundary, update the parameters with the micro-batches since the last one; else count."""
+        if not self._syncing:
+            raise ConfigError("step() inside no_sync(): leave the context first")
+        if not self._queue:
+            raise ConfigError("step() without a backward(): call engine.backward(engine(micro_batch)) first")
+        if not self.is_gradient_accumulation_boundary():
+            return
+        queue, self._queue = self._queue, []
+        done = self.step_fn.run_micro_batches(self.state, [part for part, _ in queue])
+        self._finish(done, len(queue))
+        for i, (_, loss) in enumerate(queue):
+            if loss._value is None:
+                loss._compute = lambda losses=done[2].micro_losses, i=i: losses[i]  # type: ignore[misc]
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step()` updates: enough micro-batches, or as `set_gradient_accumulation_boundary` said."""
+        if self._boundary is not None:
+            return self._boundary
+        waiting = len(self._queue) + (self._forward is not None)
+        return not self.config.managed_gradient_accumulation or waiting >= self.gradient_accumulation_steps()
+
+    def set_gradient_accumulation_boundary(self, boundary: bool | None) -> None:
+        """Decide by hand whether `step()` updates; None goes back to counting. The loss is the mean over what came."""
+        self._boundary = boundary
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """No gradient reduction inside: as always here, where `step()` reduces once. Legal at every stage."""
+        if not self._syncing:
+            raise ConfigError("no_sync() inside no_sync(): one is enough")
+        self._syncing = False
+        try:
+            yield
+        finally:
+            self._syncing = True
+
+    def _check_no_pending(self, call: str) -> None:
+        if self._queue:
+            raise ConfigError(f"{call} with {len(self._queue)} micro-batches waiting for step(): call engine.step() first")
+
+    # ------------------------------------------------------------------ after a step
+
+    def _finish(self, done: tuple[Any, Metrics, Details], micro_batches: int) -> None:
+        if self._details is not None:  # of the step before: by now it has run, so the host does not wait
+            check_stuck(self._details.loss_scale, self.step_fn.trainable_names)
+        self.state, self._metrics, self._details = done
+        self.global_steps += 1
+        self.micro_steps += micro_batches
+        self.global_samples += micro_batches * self.step_fn.micro_size
+        every = self.config.steps_per_print
+        if every and self.global_steps % every == 0 and jax.process_index() == 0:
+            self._print_progress()
+
+    def _print_progress(self) -> None:
+        assert self._metrics is not None
+        m = {name: float(value) for name, value in self._metrics.items()}
+        now, (then, samples) = time.perf_counter(), self._clock
+        speed = f", {(self.global_samples - samples) / (now - then):.1f} samples/s"
+        self._clock = (now, self.global_samples)
+        scale = f", loss scale {m['loss_scale']:g}" if self.config.fp16.enabled else ""
+        print(
+            f"step {self.global_steps}: loss {m['loss']:.4f}, lr {m['lr']:.3e}, grad norm {m['grad_norm']:.3f}{scale}, "
+            f"skipped {self.skipped_steps}{speed if self.config.timers.throughput.enabled else ''}"
+        )
+
+    # ------------------------------------------------------------------ what users ask
+
+    def train(self, mode: bool = True) -> Engine:
+        """Training mode: `engine(micro_batch)` takes part in the next step."""
+        self._training = mode
+        return self
+
+    def eval(self) -> Engine:
+        """Evaluation mode: `engine(micro_batch)` is the loss without dropout, and nothing else."""
+        return self.train(False)
+
+    def train_batch_size(self) -> int:
+        return self.step_fn.batch_sizes.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self.step_fn.batch_sizes.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.step_fn.batch_sizes.accum
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def set_train_batch_size(self, size: int) -> None:
+        """Change the global batch by changing the accumulation; the next step compiles for it."""
+        self._check_no_pending("set_train_batch_size")
+        unit = self.step_fn.micro_size
+        if size < 1 or size % unit:
+            raise ConfigError(f"train_batch_size = {size}: must be a multiple of {unit} (micro-batch x replicas)")
+        self.step_fn.batch_sizes = self.step_fn.batch_sizes._replace(train=size, accum=size // unit)
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of the next step, as a list of one parameter group."""
+        return [float(self.step_fn.lr(self.state))]
+
+    def get_global_grad_norm(self) -> float | None:
+        """The last step's gradient norm over all parameters, before clipping; None before the first step."""
+        return None if self._metrics is None else float(self._metrics["grad_norm"])
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step changed the parameters."""
+        return self._metrics is not None and not bool(self._metrics["skipped"])
+
+    @property
+    def skipped_steps(self) -> int:
+        return int(self.state.loss_scale.skipped)
+
+    @property
+    def loss_scale(self) -> float:
+        return float(self.state.loss_scale.scale)
+
+    def zero_optimization_stage(self) -> int:
+        return self.config.zero_optimization.stage
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save_checkpoint(self, save_dir: str | os.PathLike, tag: str | None = None, client_state: Mapping | None = None) -> bool:
+        """Write the whole state to save_dir/tag (default `global_step{N}`) and name it in save_dir/latest."""
+        self._check_no_pending("save_checkpoint")
+        counters = {"global_steps": self.global_steps, "global_samples": self.global_samples, "micro_steps": self.micro_steps}
+        tag = tag or f"global_step{self.global_steps}"
+        checkpoint.save(self.state, save_dir, tag, {"engine": counters, "client": dict(client_state or {})})
+        return True
+
+    def load_checkpoint(self, load_dir: str | os.PathLike, tag: str | None = None) -> tuple[str, dict]:
+        """Read the state that any layout wrote; returns (path, client_state). Default tag: the one in `latest`."""
+        self._check_no_pending("load_checkpoint")
+        path, state, notes = checkpoint.restore(load_dir, tag, self.step_fn.state_shapes, self.step_fn.state_shardings)
+        self.state, self._details, self._metrics = state, None, None
+        for name, value in notes["engine"].items():
+            setattr(self, name, value)
+        return str(path), notes["client"]
+
+

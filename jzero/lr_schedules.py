@@ -1,0 +1,379 @@
+"""Learning-rate schedules: DeepSpeed's five by its formulas, any optax schedule by its name.
+
+DeepSpeed sets the rate once when the schedule is constructed and then calls it after every applied optimizer step, so
+the first step runs at the value of construction and step n at that of call k = n - 1. For the warm-up schedules both
+the first and the second step therefore run at the minimum. jzero keeps these numbers, and the notes say so. optax
+schedules have optax's own indexing: step n runs at `schedule(n)`.
+
+Source: deepspeed/runtime/lr_schedules.py of the DeepSpeed repository.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jzero.errors import ConfigError
+
+Curve = Callable[[Any], jax.Array]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A learning rate, and perhaps a momentum, as functions of the number of optimizer steps already applied.
+
+    Attributes:
+      lr: count (int or traced int32 scalar) -> float32 scalar.
+      momentum: the same for Adam's first beta (OneCycle with cycle_momentum), or None.
+      notes: what the run report should say.
+    """
+
+    lr: Curve
+    momentum: Curve | None = None
+    notes: tuple[str, ...] = ()
+
+
+def build(type: str | None, params: Mapping[str, Any], base_lr: float) -> Schedule:
+    """The schedule that a config's `scheduler` section asks for.
+
+    Args:
+      type: a DeepSpeed schedule, the exact name of an optax schedule, or None for a constant rate.
+      params: its parameters; a value "auto" counts as not given.
+      base_lr: the optimizer's own learning rate.
+
+    Raises:
+      ConfigError: unknown type; unknown, missing or bad parameters (all at once).
+
+    >>> warmup = build("WarmupLR", {"warmup_max_lr": 0.1, "warmup_num_steps": 10, "warmup_type": "linear"}, 1e-3)
+    >>> [round(float(warmup.lr(n)), 3) for n in (0, 1, 2, 6, 11, 50)]
+    [0.0, 0.0, 0.01, 0.05, 0.1, 0.1]
+    >>> build("WarmupLr", {}, 1e-3)
+    Traceback (most recent call last):
+        ...
+    jzero.errors.ConfigError: scheduler.type: 'WarmupLr' is unknown; did you mean 'WarmupLR'? Allowed: ...
+    """
+    if type is None:
+        return Schedule(_float32(lambda count: base_lr))
+    if type in _DEEPSPEED:
+        row = _DEEPSPEED[type]
+        values = read_params("scheduler.params", params, row.params)
+        return row.make(values, base_lr)
+    if type in _OPTAX:
+        return _optax_schedule(type, params, base_lr)
+    names = [*_DEEPSPEED, *_OPTAX]
+    raise ConfigError(f"scheduler.type: {type!r} is unknown{did_you_mean(type, names)} Allowed: {', '.join(names)}")
+
+
+def from_config(scheduler: Any, base_lr: float | None) -> Schedule | None:
+    """`build` for a config's `scheduler` section or None; None if neither it nor `base_lr` fixes a rate.
+
+    A schedule that needs the optimizer's rate where there is none (a client's optimizer) starts from 1e-3.
+    """
+    if scheduler is None:
+        return None if base_lr is None else build(None, {}, base_lr)
+    return build(scheduler.type, scheduler.params or {}, 1e-3 if base_lr is None else base_lr)
+
+
+# ------------------------------------------------------------------------------------------ checking parameters
+
+
+class Param(NamedTuple):
+    """One parameter: its default (`REQUIRED`: none), what is allowed in words, and the test for it."""
+
+    default: Any
+    allowed: str
+    ok: Callable[[Any], bool]
+
+
+REQUIRED: Any = object()
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def number(default: Any) -> Param:
+    return Param(default, "a number", is_number)
+
+
+def non_negative(default: Any) -> Param:
+    return Param(default, "a number >= 0", lambda value: is_number(value) and value >= 0)
+
+
+def fraction(default: Any) -> Param:
+    return Param(default, "a number in [0, 1)", lambda value: is_number(value) and 0 <= value < 1)
+
+
+def integer(default: Any, least: int) -> Param:
+    return Param(default, f"an integer >= {least}", lambda value: _is_integer(value) and value >= least)
+
+
+def boolean(default: Any) -> Param:
+    return Param(default, "true or false", lambda value: isinstance(value, bool))
+
+
+def one_of(default: Any, *choices: Any) -> Param:
+    return Param(default, " or ".join(map(repr, choices)), lambda value: value in choices)
+
+
+def did_you_mean(name: str, allowed: Iterable[str]) -> str:
+    """'; did you mean 'x'?' or ';'."""
+    known = {a.lower(): a for a in allowed}
+    close = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.6)
+    return f"; did you mean {known[close[0]]!r}?" if close else "."
+
+
+def param_problems(section: str, params: Mapping[str, Any], table: Mapping[str, Param]) -> list[str]:
+    """What is wrong with `params`: one line for each unknown, missing or bad one."""
+    problems = [
+        f"{section}.{name}: unknown parameter (value {params[name]!r}){did_you_mean(name, table)} "
+        f"Allowed: {', '.join(table) or 'none'}"
+        for name in params
+        if name not in table
+    ]
+    for name, param in table.items():
+        if name not in params:
+            if param.default is REQUIRED:
+                problems.append(f"{section}.{name}: missing; give {param.allowed}")
+        elif not (param.ok(params[name]) or (params[name] is None and param.default is None)):
+            problems.append(f"{section}.{name}: {params[name]!r} is not allowed; give {param.allowed}")
+    return problems
+
+
+def drop_auto(params: Mapping[str, Any]) -> dict[str, Any]:
+    """`params` without the ones left to jzero by the value "auto"."""
+    return {name: value for name, value in params.items() if not (isinstance(value, str) and value == "auto")}
+
+
+def read_params(section: str, params: Mapping[str, Any], table: Mapping[str, Param]) -> dict[str, Any]:
+    """`params` over the table's defaults, or a ConfigError with every problem."""
+    params = drop_auto(params)
+    if problems := param_problems(section, params, table):
+        raise ConfigError(*problems)
+    return {name: params.get(name, param.default) for name, param in table.items()}
+
+
+# ------------------------------------------------------------------------------------------ DeepSpeed's schedules
+
+
+def _float32(curve: Callable[[Any], Any]) -> Curve:
+    return lambda count: jnp.asarray(curve(count), jnp.float32)
+
+
+def _by_call(at_construction: float, at_call: Callable[[jax.Array], Any]) -> Curve:
+    """Step 0 has the value of construction, step n that of call k = n - 1."""
+
+    def curve(count: Any) -> jax.Array:
+        k = jnp.asarray(count, jnp.int32) - 1
+        return jnp.where(k < 0, at_construction, at_call(jnp.maximum(k, 0)))
+
+    return _float32(curve)
+
+
+def _ramp(p: dict[str, Any]) -> tuple[int, Callable[[jax.Array], jax.Array]]:
+    """(n, γ): the number of warm-up steps and the ramp from 0 to 1 over them."""
+    n = max(2, p["warmup_num_steps"])
+    if p["warmup_type"] == "log":
+        return n, lambda k: jnp.log(k + 1.0) / math.log(n)
+    return n, lambda k: k / n
+
+
+def _warmup(p: dict[str, Any], base_lr: float, gamma_after: Callable[[jax.Array, int], Any], name: str) -> Schedule:
+    """min + (max - min)·γ(k), with γ the ramp while k < n and then `gamma_after(k, n)`."""
+    n, ramp = _ramp(p)
+    low = p["warmup_min_lr"]
+    high = p["warmup_max_lr"]
+    notes = [f"{name}: as in DeepSpeed, the first two optimizer steps run at warmup_min_lr {low:g}"]
+    if high != base_lr:
+        notes.append(f"{name}: warmup_max_lr {high:g} overrides the optimizer's lr {base_lr:g}")
+    return Schedule(
+        _by_call(low, lambda k: low + (high - low) * jnp.where(k < n, ramp(k), gamma_after(k, n))),
+        notes=(*notes, *_short_total(p, n, name)),
+    )
+
+
+def _short_total(p: dict[str, Any], n: int, name: str) -> tuple[str, ...]:
+    total = p.get("total_num_steps", n)
+    return (f"{name}: total_num_steps {total} is less than warmup_num_steps {n}",) if total < n else ()
+
+
+def _warmup_lr(p: dict[str, Any], base_lr: float) -> Schedule:
+    return _warmup(p, base_lr, lambda k, n: 1.0, "WarmupLR")
+
+
+def _warmup_decay_lr(p: dict[str, Any], base_lr: float) -> Schedule:
+    total = p["total_num_steps"]
+    decay = lambda k, n: jnp.maximum(0.0, (total - k) / max(1, total - n))  # noqa: E731
+    return _warmup(p, base_lr, decay, "WarmupDecayLR")
+
+
+def _warmup_cosine_lr(p: dict[str, Any], base_lr: float) -> Schedule:
+    n, ramp = _ramp(p)
+    total, start, floor = p["total_num_steps"], p["warmup_min_ratio"], p["cos_min_ratio"]
+
+    def ratio(k: jax.Array) -> jax.Array:
+        progress = jnp.minimum(1.0, (k - n + 1) / max(1, total - n))
+        cosine = floor + (1 - floor) * (1 + jnp.cos(jnp.pi * progress)) / 2
+        return jnp.where(k < n, start + (1 - start) * ramp(k), cosine)
+
+    note = f"WarmupCosineLR: as in DeepSpeed, the first two optimizer steps run at 0 and {base_lr * start:g}"
+    return Schedule(_by_call(0.0, lambda k: base_lr * ratio(k)), notes=(note, *_short_total(p, n, "WarmupCosineLR")))
+
+
+def _lr_range_test(p: dict[str, Any], base_lr: float) -> Schedule:
+    low, size, rate = p["lr_range_test_min_lr"], p["lr_range_test_step_size"], p["lr_range_test_step_rate"]
+
+    def curve(count: Any) -> jax.Array:
+        count = jnp.asarray(count, jnp.int32)  # k + 1, and 0 at construction: one formula for both
+        x = count // size if p["lr_range_test_staircase"] else count / size
+        return low * (1 + rate * x)
+
+    note = f"LRRangeTest: the rate grows from lr_range_test_min_lr {low:g}; the optimizer's lr {base_lr:g} is not used"
+    return Schedule(_float32(curve), notes=(note,))
+
+
+def _one_cycle(p: dict[str, Any], base_lr: float) -> Schedule:
+    up = p["cycle_first_step_size"]
+    down = up if p["cycle_second_step_size"] is None else p["cycle_second_step_size"]
+    up_stairs = p["cycle_first_stair_count"]
+    down_stairs = up_stairs if p["cycle_second_stair_count"] is None else p["cycle_second_stair_count"]
+    if max(up * up_stairs, down * down_stairs) >= 2**31:
+        raise ConfigError(
+            f"scheduler.params.cycle_first_stair_count: {up_stairs} stairs over {up} steps (and {down_stairs} over "
+            f"{down}) are too many; their products must be below 2**31"
+        )
+    total, decay_step = up + down, p["decay_step_size"]
+
+    def height(k: jax.Array) -> jax.Array:
+        """0 at the ends of the cycle, 1 at its peak."""
+        side = lambda i, size, stairs: i * stairs // size / stairs if stairs else i / size  # noqa: E731
+        i = k + 1
+        return jnp.where(i <= up, side(i, up, up_stairs), side(total - i, down, down_stairs))
+
+    def growth(k: jax.Array, rate: float) -> Any:
+        """1 + rate · (steps since the cycle, counted from 1) / decay_step_size."""
+        return 1 + rate * (k - total + 1) / decay_step if decay_step else 1.0
+
+    low, high = p["cycle_min_lr"], p["cycle_max_lr"]
+    lr = _by_call(
+        low,
+        lambda k: jnp.where(k < total, low + (high - low) * height(k), low / growth(k, p["decay_lr_rate"])),
+    )
+    notes = [f"OneCycle: the rate runs {low:g} to {high:g} and back; the optimizer's lr {base_lr:g} is not used"]
+    if not p["cycle_momentum"]:
+        return Schedule(lr, notes=tuple(notes))
+    slow, fast = p["cycle_min_mom"], p["cycle_max_mom"]
+    momentum = _by_call(
+        slow,
+        lambda k: jnp.where(k < total, fast - (fast - slow) * height(k), fast * growth(k, p["decay_mom_rate"])),
+    )
+    notes.append(f"OneCycle: cycle_momentum moves the optimizer's first beta in {slow:g} to {fast:g} against the rate")
+    return Schedule(lr, momentum, tuple(notes))
+
+
+class _Row(NamedTuple):
+    params: dict[str, Param]
+    make: Callable[[dict[str, Any], float], Schedule]
+
+
+_START = {"last_batch_iteration": Param(-1, "-1: a resumed run takes its step from the checkpoint", lambda v: v == -1)}
+_RAMP = {"warmup_num_steps": integer(1000, 1), "warmup_type": one_of("log", "log", "linear"), **_START}
+_TOTAL = {"total_num_steps": integer(REQUIRED, 1)}
+
+_DEEPSPEED: dict[str, _Row] = {
+    "WarmupLR": _Row({"warmup_min_lr": non_negative(0.0), "warmup_max_lr": non_negative(0.001), **_RAMP}, _warmup_lr),
+    "WarmupDecayLR": _Row(
+        {**_TOTAL, "warmup_min_lr": non_negative(0.0), "warmup_max_lr": non_negative(0.001), **_RAMP},
+        _warmup_decay_lr,
+    ),
+    "WarmupCosineLR": _Row(
+        {**_TOTAL, "warmup_min_ratio": non_negative(0.0), "cos_min_ratio": non_negative(1e-4), **_RAMP},
+        _warmup_cosine_lr,
+    ),
+    "LRRangeTest": _Row(
+        {
+            "lr_range_test_min_lr": non_negative(1e-3),
+            "lr_range_test_step_size": integer(2000, 1),
+            "lr_range_test_step_rate": number(1.0),
+            "lr_range_test_staircase": boolean(False),
+            **_START,
+        },
+        _lr_range_test,
+    ),
+    "OneCycle": _Row(
+        {
+            "cycle_min_lr": non_negative(REQUIRED),
+            "cycle_max_lr": non_negative(REQUIRED),
+            "decay_lr_rate": non_negative(0.0),
+            "cycle_first_step_size": integer(2000, 1),
+            "cycle_second_step_size": integer(None, 1),
+            "cycle_first_stair_count": integer(0, 0),
+            "cycle_second_stair_count": integer(None, 0),
+            "decay_step_size": integer(0, 0),
+            "cycle_momentum": boolean(True),
+            "cycle_min_mom": fraction(0.8),
+            "cycle_max_mom": fraction(0.9),
+            "decay_mom_rate": number(0.0),
+            **_START,
+        },
+        _one_cycle,
+    ),
+}
+
+# ------------------------------------------------------------------------------------------ optax's schedules
+
+_OPTAX = (
+    "constant_schedule",
+    "cosine_decay_schedule",
+    "cosine_onecycle_schedule",
+    "exponential_decay",
+    "linear_onecycle_schedule",
+    "linear_schedule",
+    "piecewise_constant_schedule",
+    "piecewise_interpolate_schedule",
+    "polynomial_schedule",
+    "sgdr_schedule",
+    "warmup_constant_schedule",
+    "warmup_cosine_decay_schedule",
+    "warmup_exponential_decay_schedule",
+)
+
+
+def signature_params(function: Callable[..., Any]) -> dict[str, Param]:
+    """A Python function's parameters as a table; what is allowed follows from the default."""
+
+    def param(default: Any) -> Param:
+        if default is inspect.Parameter.empty:
+            return Param(REQUIRED, "a value", lambda value: True)
+        if isinstance(default, bool):
+            return boolean(default)
+        return number(default) if is_number(default) else Param(default, "a value", lambda value: True)
+
+    return {name: param(p.default) for name, p in inspect.signature(function).parameters.items()}
+
+
+def _optax_schedule(name: str, params: Mapping[str, Any], base_lr: float) -> Schedule:
+    function = getattr(optax, name)
+    given = drop_auto(params)
+    if problems := param_problems("scheduler.params", given, signature_params(function)):
+        raise ConfigError(*problems)
+    if isinstance(given.get("boundaries_and_scales"), dict):  # JSON keys are text
+        given["boundaries_and_scales"] = {int(k): v for k, v in given["boundaries_and_scales"].items()}
+    try:
+        curve = function(**given)
+        curve(0)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"scheduler.params: optax.{name} refuses {dict(params)!r}: {error}") from error
+    return Schedule(_float32(curve), notes=(f"optax.{name}: the optimizer's lr {base_lr:g} is not used",))

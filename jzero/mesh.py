@@ -1,0 +1,98 @@
+"""The device mesh: four named axes, the same names everywhere.
+
+| axis     | what lies on it                                                        |
+|----------|------------------------------------------------------------------------|
+| `pipe`   | pipeline stages: consecutive slices of the layer stack                 |
+| `data`   | replicas of a ZeRO group (DDP, MiCS, HSDP: the outer axis)             |
+| `zero`   | the ZeRO group: what the stage partitions is partitioned over this     |
+| `tensor` | tensor parallelism                                                     |
+
+The batch lies on (`data`, `zero`). An axis of size 1 appears in no spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jzero.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jzero.config import Config
+
+PIPE, DATA, ZERO, TENSOR = AXES = ("pipe", "data", "zero", "tensor")
+BATCH_AXES = (DATA, ZERO)
+
+
+def make_mesh(
+    config: Config | dict | str | None = None,
+    *,
+    pipe: int = 1,
+    data: int = 1,
+    zero: int = -1,
+    tensor: int = 1,
+    devices: Sequence[Any] | None = None,
+) -> Mesh:
+    """Lay the devices out as (`pipe`, `data`, `zero`, `tensor`).
+
+    Args:
+      config: takes the degrees from its `mesh` section (and from DeepSpeed's `mics_shard_size` or
+        `zero_hpz_partition_size`) instead of from the keywords.
+      pipe, data, zero, tensor: the degrees; at most one may be -1, which means the rest.
+      devices: default `jax.devices()`. They are taken in order of host, so that `tensor` and `zero`, the
+        inner axes, stay on a host's fast links and `pipe` and `data` go across.
+
+    Raises:
+      ConfigError: degrees that do not multiply to the number of devices.
+
+    >>> make_mesh(data=2).shape["zero"] == len(jax.devices()) // 2
+    True
+    """
+    from jzero.config import Config
+
+    # Device ids alone may interleave hosts.
+    devices = sorted(jax.devices() if devices is None else devices, key=lambda d: (d.process_index, d.id))
+    keywords = {PIPE: pipe, DATA: data, ZERO: zero, TENSOR: tensor}
+    if config is None:
+        config = Config.load({"mesh": keywords})
+    elif keywords != {PIPE: 1, DATA: 1, ZERO: -1, TENSOR: 1}:
+        raise ConfigError(f"make_mesh: give a config or degrees {keywords}, not both; put the degrees in `mesh`")
+    degrees = Config.load(config).mesh_degrees(len(devices))
+    shape = [degrees[axis] for axis in AXES]
+    return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def check_mesh(mesh: Mesh) -> None:
+    """Raise unless `mesh` has jzero's axes, so that a foreign mesh fails with a name and not deep inside XLA."""
+    if mesh.axis_names != AXES:
+        raise ConfigError(f"mesh axes are {mesh.axis_names}, jzero needs {AXES}: build it with jzero.make_mesh(...)")
+
+
+def present(mesh: Mesh, *axes: str) -> tuple[str, ...]:
+    """Those of `axes` whose size is more than one."""
+    return tuple(axis for axis in axes if mesh.shape[axis] > 1)
+
+
+def replicas(mesh: Mesh) -> int:
+    """The data-parallel degree W = |data| x |zero|."""
+    return mesh.shape[DATA] * mesh.shape[ZERO]
+
+
+def batch_spec(mesh: Mesh) -> PartitionSpec:
+    """How every leaf of a batch lies: its first dimension over (`data`, `zero`)."""
+    axes = present(mesh, *BATCH_AXES)
+    return PartitionSpec(axes) if axes else PartitionSpec()
+
+
+def shardings(mesh: Mesh, specs: Any) -> Any:
+    """A tree of PartitionSpecs as NamedShardings on `mesh`."""
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+
+
+def is_gpu(mesh: Mesh) -> bool:
+    """Whether the mesh's devices (there or only described) are GPUs."""
+    return mesh.devices.flat[0].platform in ("gpu", "cuda", "rocm")

@@ -1,0 +1,215 @@
+"""What a model is, and Flax modules as models.
+
+A model is anything with
+
+    init(rng) -> params                                a pytree of arrays
+    loss(params, batch, rng) -> scalar | (sum, count)  rng is None in evaluation: no dropout
+
+`(sum, count)` makes the loss of the global batch sum of sums over sum of counts, whatever the micro-batches
+hold; a scalar is averaged. The count may depend on the batch but not on the parameters.
+
+A model with a layer stack keeps its parameters as {"ends": ..., "stack": ...}, each leaf of the stack with a
+leading layer axis [L, ...], and also has
+
+    prefix(ends, batch, rng) -> x                      x: any pytree of arrays
+    block(layer, x, rng) -> x                          one layer: a slice of the stack
+    suffix(ends, x, batch, rng) -> scalar | (sum, count)
+
+which is what lets ZeRO-3 gather, activation checkpointing and the pipeline work layer by layer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+
+from jzero.errors import ConfigError
+
+ENDS, STACK = "ends", "stack"
+
+
+@runtime_checkable
+class Model(Protocol):
+    """Anything that can be initialised and has a loss; see the module's docstring."""
+
+    def init(self, rng: jax.Array) -> Any: ...
+    def loss(self, params: Any, batch: Any, rng: jax.Array | None) -> Any: ...
+
+
+@runtime_checkable
+class StackModel(Model, Protocol):
+    """A model that is prefix + layer stack + suffix."""
+
+    def prefix(self, ends: Any, batch: Any, rng: jax.Array | None) -> Any: ...
+    def block(self, layer: Any, x: Any, rng: jax.Array | None) -> Any: ...
+    def suffix(self, ends: Any, x: Any, batch: Any, rng: jax.Array | None) -> Any: ...
+
+
+def check_model(model: Any) -> None:
+    """Raise a ConfigError unless `model` follows the protocol."""
+    if not isinstance(model, Model):
+        raise ConfigError(
+            f"model is {type(model).__name__}, which has no init(rng) and loss(params, batch, rng): "
+            "wrap a Flax module with jzero.from_flax(module_fn, loss_fn)"
+        )
+
+
+def fold(rng: jax.Array | None, index: int | jax.Array) -> jax.Array | None:
+    """The `index`-th key below `rng`; None (evaluation) stays None."""
+    return None if rng is None else jax.random.fold_in(rng, index)
+
+
+def stack_loss(model: StackModel, params: Any, batch: Any, rng: jax.Array | None) -> Any:
+    """The loss of a stacked model with nothing parallel about it: prefix, then every block, then suffix."""
+    x = model.prefix(params[ENDS], batch, fold(rng, 0))
+    length = jax.tree.leaves(params[STACK])[0].shape[0]
+
+    def layer(x: Any, item: Any) -> tuple[Any, None]:
+        index, weights = item
+        return model.block(weights, x, fold(rng, index + 1)), None
+
+    x, _ = jax.lax.scan(layer, x, (jnp.arange(length), params[STACK]))
+    return model.suffix(params[ENDS], x, batch, fold(rng, length + 1))
+
+
+def from_flax(module: Any, loss_fn: Callable | None = None, *, example_batch: Any = None) -> Model:
+    """Make a model of a Flax module.
+
+    Args:
+      module: a function `rngs -> nnx.Module` (a class that takes `rngs` will do), or a Linen module.
+      loss_fn: `loss_fn(module, batch)` or `loss_fn(module, batch, rng)` -> scalar or (sum, count), where `module`
+        is the NNX module or the bound Linen module and rng is None in evaluation. An NNX module with a layer
+        stack needs none: it has `prefix(batch) -> x`, `stack` (one block whose parameters were stacked by
+        `nnx.vmap`; `stack(x)` is one layer) and `suffix(x, batch) -> loss`.
+      example_batch: for Linen, whose parameters' shapes follow from an input: a batch, or its ShapeDtypeStructs.
+
+    Raises:
+      ConfigError: state that training would have to carry along (batch statistics, caches), a missing `loss_fn`.
+
+    >>> model = from_flax(lambda rngs: nnx.Linear(3, 1, rngs=rngs), lambda m, b: (m(b["x"]) ** 2).mean())
+    >>> jax.tree.map(jnp.shape, model.init(jax.random.key(0)))
+    {'bias': (1,), 'kernel': (3, 1)}
+    """
+    if isinstance(module, linen.Module):
+        if loss_fn is None or example_batch is None:
+            raise ConfigError("from_flax: a Linen module needs loss_fn(module, batch) and example_batch=...")
+        return _Linen(module, _with_rng(loss_fn), example_batch)
+    if not callable(module):
+        raise ConfigError(f"from_flax: {type(module).__name__} is neither a function rngs -> nnx.Module nor a Linen module")
+    build = _builder(module)
+    abstract = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+    if all(hasattr(abstract, name) for name in ("prefix", "stack", "suffix")):
+        if loss_fn is not None:
+            raise ConfigError("from_flax: a module with prefix, stack and suffix computes its loss in suffix; drop loss_fn")
+        return _NNXStack(build, abstract)
+    if loss_fn is None:
+        raise ConfigError("from_flax: loss_fn(module, batch) is missing (only modules with prefix, stack, suffix need none)")
+    return _NNX(build, abstract, _with_rng(loss_fn))
+
+
+def _with_rng(loss_fn: Callable) -> Callable:
+    """`loss_fn` as a function of (module, batch, rng), whether or not it wants the rng."""
+    takes_rng = len(inspect.signature(loss_fn).parameters) >= 3
+    return loss_fn if takes_rng else lambda module, batch, rng: loss_fn(module, batch)
+
+
+def _builder(module_fn: Callable) -> Callable[[nnx.Rngs], nnx.Module]:
+    """`module_fn` as a function of rngs, by position or by keyword."""
+    function = module_fn.__init__ if isinstance(module_fn, type) else module_fn  # type: ignore[misc]
+    parameter = inspect.signature(function).parameters.get("rngs")
+    by_keyword = parameter is not None and parameter.kind is parameter.KEYWORD_ONLY
+    return lambda rngs: module_fn(rngs=rngs) if by_keyword else module_fn(rngs)
+
+
+class _Apply:
+    """An NNX module as a pure function of its parameters: `with_params(params, rng) -> module`."""
+
+    def __init__(self, abstract: nnx.Module):
+        self.graph, self.params, self.random, rest = nnx.split(abstract, nnx.Param, nnx.RngState, ...)
+        if others := [f"{'.'.join(map(str, path))} ({type(v).__name__})" for path, v in nnx.to_flat_state(rest)]:
+            raise ConfigError(
+                f"from_flax: {', '.join(others)} is state that is not a parameter; only nnx.Param and random state "
+                "are trained (use LayerNorm, RMSNorm or GroupNorm for BatchNorm)"
+            )
+
+    def __call__(self, params: Any, rng: jax.Array | None = None) -> Any:
+        state = jax.tree.map(lambda v: v, self.params)
+        nnx.replace_by_pure_dict(state, params)
+        keys, treedef = jax.tree.flatten(self.random)
+        base = jax.random.key(0) if rng is None else rng
+        fresh = [
+            jax.random.fold_in(base, i) if jnp.issubdtype(k.dtype, jax.dtypes.prng_key) else jnp.zeros((), k.dtype)
+            for i, k in enumerate(keys)
+        ]
+        module = nnx.merge(self.graph, state, jax.tree.unflatten(treedef, fresh))
+        module.eval() if rng is None else module.train()
+        return module
+
+
+class _NNX:
+    def __init__(self, build: Callable, abstract: nnx.Module, loss_fn: Callable):
+        self.build, self.module, self.loss_fn, self.name = build, _Apply(abstract), loss_fn, type(abstract).__name__
+
+    def __repr__(self) -> str:
+        return f"from_flax({self.name})"
+
+    def init(self, rng: jax.Array) -> Any:
+        return nnx.to_pure_dict(nnx.state(self.build(nnx.Rngs(rng)), nnx.Param))
+
+    def loss(self, params: Any, batch: Any, rng: jax.Array | None) -> Any:
+        return self.loss_fn(self.module(params, rng), batch, rng)
+
+
+class _NNXStack:
+    def __init__(self, build: Callable, abstract: Any):
+        self.build, self.name = build, repr(getattr(abstract, "config", type(abstract).__name__))
+        self.whole, self.layer = _Apply(abstract), _Apply(abstract.stack)
+        del abstract.stack
+        self.ends = _Apply(abstract)
+
+    def __repr__(self) -> str:
+        return f"from_flax({self.name})"
+
+    def module(self, params: Any, rng: jax.Array | None = None) -> Any:
+        return self.whole({**params[ENDS], STACK: params[STACK]}, rng)
+
+    def init(self, rng: jax.Array) -> Any:
+        params = nnx.to_pure_dict(nnx.state(self.build(nnx.Rngs(rng)), nnx.Param))
+        return {STACK: params.pop(STACK), ENDS: params}
+
+    def prefix(self, ends: Any, batch: Any, rng: jax.Array | None) -> Any:
+        return self.ends(ends, rng).prefix(batch)
+
+    def block(self, layer: Any, x: Any, rng: jax.Array | None) -> Any:
+        return self.layer(layer, rng)(x)
+
+    def suffix(self, ends: Any, x: Any, batch: Any, rng: jax.Array | None) -> Any:
+        return self.ends(ends, rng).suffix(x, batch)
+
+    def loss(self, params: Any, batch: Any, rng: jax.Array | None) -> Any:
+        return stack_loss(self, params, batch, rng)
+
+
+class _Linen:
+    def __init__(self, module: linen.Module, loss_fn: Callable, example_batch: Any):
+        self.module, self.loss_fn, self.example = module, loss_fn, example_batch
+
+    def __repr__(self) -> str:
+        return f"from_flax({type(self.module).__name__})"
+
+    def init(self, rng: jax.Array) -> Any:
+        example = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), x.dtype), self.example)
+        init = linen.init(lambda module, batch: self.loss_fn(module, batch, None), self.module)
+        variables = init({"params": rng}, example)
+        if others := sorted(set(variables) - {"params"}):
+            raise ConfigError(f"from_flax: variable collections {others} are not parameters and are not trained")
+        return variables["params"]
+
+    def loss(self, params: Any, batch: Any, rng: jax.Array | None) -> Any:
+        apply = linen.apply(lambda module, batch: self.loss_fn(module, batch, rng), self.module)
+        return apply({"params": params}, batch, rngs=None if rng is None else {"dropout": rng})

@@ -1,0 +1,196 @@
+"""GPUs that are not there: device descriptions from which XLA compiles real GPU programs on any machine."""
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+
+import jax
+from jax.experimental import topologies
+
+from jzero.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class GPU:
+    """What XLA's compiler asks about one kind of GPU. Sizes in bytes, bandwidth in bytes/s, clock in GHz.
+
+    The numbers are the device properties CUDA reports and agree with the target files in XLA's own sources
+    (openxla/xla, ``xla/backends/gpu/target_config/specs``). A field unknown to an older XLA is an error, so only
+    those that change the program are given: the rates per data type that those files list do not.
+    """
+
+    description: str
+    compute_capability: tuple[int, int]
+    memory: int
+    memory_bandwidth: int
+    l2_cache: int
+    cores: int  # streaming multiprocessors
+    fpus_per_core: int
+    clock: float
+    shared_memory_per_core: int
+    shared_memory_per_block: int  # the opt-in maximum
+    nvlinks: int
+
+    def text_proto(self) -> str:
+        """This GPU as the text form of XLA's ``GpuTargetConfigProto``."""
+        major, minor = self.compute_capability
+        feature = "ACCELERATED_FEATURES" if major >= 9 else "NONE"  # sm_90a, sm_100a
+        device = {
+            "name": f'"{self.description}"',
+            "device_vendor": '"NVIDIA Corporation"',
+            "cuda_compute_capability": f"{{ major: {major} minor: {minor} feature_extension: {feature} }}",
+            "device_memory_size": self.memory,
+            "memory_bandwidth": self.memory_bandwidth,
+            "l2_cache_size": self.l2_cache,
+            "clock_rate_ghz": self.clock,
+            "core_count": self.cores,
+            "fpus_per_core": self.fpus_per_core,
+            "shared_memory_per_core": self.shared_memory_per_core,
+            "shared_memory_per_block": 48 * 1024,
+            "shared_memory_per_block_optin": self.shared_memory_per_block,
+            # The same for every NVIDIA GPU since Volta.
+            "threads_per_warp": 32,
+            "threads_per_block_limit": 1024,
+            "threads_per_core_limit": 2048,
+            "registers_per_core_limit": 65536,
+            "registers_per_block_limit": 65536,
+            "thread_dim_limit_x": 1024,
+            "thread_dim_limit_y": 1024,
+            "thread_dim_limit_z": 64,
+            "block_dim_limit_x": 2**31 - 1,
+            "block_dim_limit_y": 65535,
+            "block_dim_limit_z": 65535,
+            "device_interconnect_info": f"{{ active_links: {self.nvlinks} }}",
+            # The software XLA may assume on the machine.
+            "driver_version": '"13.0.0"',
+            "runtime_version": '"12.8.0"',
+            "compile_time_toolkit_version": '"12.8.0"',
+            "dnn_version": '"9.10.0"',
+        }
+        fields = "\n".join(f"  {key}: {value}" for key, value in device.items())
+        return (
+            f"gpu_device_info {{\n{fields}\n}}\n"
+            'platform_name: "CUDA"\n'
+            "dnn_version_info { major: 9 minor: 10 }\n"
+            f'device_description_str: "{self.description}"\n'
+        )
+
+
+_A100 = GPU(
+    description="NVIDIA A100-SXM4-80GB",
+    compute_capability=(8, 0),
+    memory=85_100_068_864,
+    memory_bandwidth=2_039_040_000_000,
+    l2_cache=40 * 2**20,
+    cores=108,
+    fpus_per_core=64,
+    clock=1.41,
+    shared_memory_per_core=164 * 1024,
+    shared_memory_per_block=163 * 1024,
+    nvlinks=12,
+)
+_H100 = GPU(
+    description="NVIDIA H100 80GB HBM3",
+    compute_capability=(9, 0),
+    memory=84_942_979_072,
+    memory_bandwidth=3_352_320_000_000,
+    l2_cache=50 * 2**20,
+    cores=132,
+    fpus_per_core=128,
+    clock=1.98,
+    shared_memory_per_core=228 * 1024,
+    shared_memory_per_block=227 * 1024,
+    nvlinks=18,
+)
+_H200 = GPU(
+    description="NVIDIA H200",
+    compute_capability=(9, 0),
+    memory=151_397_597_184,
+    memory_bandwidth=4_800_000_000_000,
+    l2_cache=50 * 2**20,
+    cores=132,
+    fpus_per_core=128,
+    clock=1.98,
+    shared_memory_per_core=228 * 1024,
+    shared_memory_per_block=227 * 1024,
+    nvlinks=18,
+)
+_B200 = GPU(
+    description="NVIDIA B200",
+    compute_capability=(10, 0),
+    memory=191_514_411_008,
+    memory_bandwidth=7_672_320_000_000,
+    l2_cache=132_644_864,
+    cores=148,
+    fpus_per_core=128,
+    clock=1.965,
+    shared_memory_per_core=228 * 1024,
+    shared_memory_per_block=227 * 1024,
+    nvlinks=18,
+)
+
+GPUS: dict[str, GPU] = {"a100": _A100, "h100": _H100, "h200": _H200, "b200": _B200}
+"""The GPUs a plan can name. The A100 is the 80 GB SXM one."""
+
+
+def gpu(name: str) -> GPU:
+    """The table's row for ``name``. ``gpu("h100").memory`` is its device memory in bytes.
+
+    Raises:
+        ConfigError: the name is not in the table.
+    """
+    if name not in GPUS:
+        raise ConfigError(f"gpu: {name!r} is not a known GPU; allowed: {', '.join(GPUS)}")
+    return GPUS[name]
+
+
+def gpu_devices(name: str, count: int, *, per_host: int = 8) -> list[jax.Device]:
+    """``count`` GPUs to compile for: they go into a ``jax.sharding.Mesh`` but nothing runs on them.
+
+    Lower with ``jax.ShapeDtypeStruct`` arguments and compile; ``collectives`` and ``memory`` read the result. The
+    devices come in host order, ``per_host`` consecutive ones on each host. A second call returns the same devices,
+    so meshes built from them compare equal.
+
+    On a machine without a GPU, JAX must know before it starts that the CPU is its platform: set the environment
+    variable ``JAX_PLATFORMS=cpu`` or, as below, the option ``jax_platforms``.
+
+    Args:
+        name: a key of ``GPUS``.
+        count: number of GPUs: at most ``per_host``, or a multiple of it.
+        per_host: GPUs on one host.
+
+    Raises:
+        ConfigError: unknown name, a count that does not fill its hosts, or no CUDA compiler installed or loaded.
+
+    Example:
+        >>> jax.config.update("jax_platforms", "cpu")
+        >>> devices = gpu_devices("h100", 16)
+        >>> len(devices), devices[0].device_kind, devices[8].process_index
+        (16, 'NVIDIA H100 80GB HBM3', 1)
+    """
+    target = gpu(name)
+    if count < 1 or per_host < 1 or (count > per_host and count % per_host):
+        raise ConfigError(
+            f"count: {count} GPUs do not fill hosts of {per_host}; "
+            f"use 1 to {per_host}, a multiple of {per_host}, or another per_host"
+        )
+    return list(_topology(target, max(1, count // per_host), min(count, per_host)))
+
+
+@functools.cache
+def _topology(target: GPU, hosts: int, per_host: int) -> tuple[jax.Device, ...]:
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=target.text_proto(), topology=f"1x{hosts}x{per_host}"
+        )
+    except NotImplementedError as error:
+        if any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+            raise ConfigError(
+                "gpu: JAX's CUDA compiler is installed but JAX left it out, as it does when it looks for a GPU and "
+                "finds none; fix: set JAX_PLATFORMS=cpu, or jax.config.update('jax_platforms', 'cpu') before JAX starts"
+            ) from error
+        raise ConfigError(
+            "gpu: compiling for GPUs needs JAX's CUDA compiler, which is not installed; "
+            "fix: pip install 'jzero[plan]' (no GPU or driver is needed)"
+        ) from error
+    return tuple(topology.devices)

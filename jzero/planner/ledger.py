@@ -1,0 +1,366 @@
+"""Every collective of a compiled program: read from the optimized HLO, not guessed from the source.
+
+The reader walks the call graph from the entry: bodies of ``while`` loops (with their trip counts), branches of
+conditionals, calls, fusions and asynchronous wrappers. A computation reached twice counts twice.
+"""
+
+import functools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+
+from jzero.errors import ConfigError
+
+KINDS = (
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "collective-permute",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-broadcast",
+)
+_BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128, "f8e8m0fnu": 8, "f4e2m1fn": 4}
+_BITS |= {f"{sign}{bits}": bits for sign in "su" for bits in (1, 2, 4, 8, 16, 32, 64)}
+_BITS |= {f"f8{kind}": 8 for kind in ("e5m2", "e4m3", "e3m4", "e4m3fn", "e4m3b11fnuz", "e5m2fnuz", "e4m3fnuz")}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective operation of the program, or one dtype's part of it where an operation combines several.
+
+    Attributes:
+        kind: one of ``KINDS``.
+        dtype: HLO's name of the element type: "f32", "bf16", "s32".
+        operands: arrays that this one operation moves; more than one where the compiler combined operations.
+        bytes: size of the *full* buffers, summed over ``operands``, for one execution on one device. all-gather: the
+            gathered output; reduce-scatter and all-reduce: the unreduced input; collective-permute: the array sent;
+            all-to-all: the device's whole input, its own part included. Bytes on the wire follow from it and
+            ``group_size`` n: (n-1)/n of it sent per device for all-gather, reduce-scatter and all-to-all, twice that
+            for a ring all-reduce, all of it for collective-permute.
+        axes: names of the mesh axes whose coordinate varies inside a group, in mesh order; None with no mesh given.
+        group_size: devices that take part together; for collective-permute the longest ring or chain of its pairs.
+        loops: trip counts of the loops around it, outermost first; None where the compiler does not know one.
+        in_branch: under a conditional, so perhaps not executed.
+        op_name: the JAX name stack it came from; for a combined operation that of the first.
+    """
+
+    kind: str
+    dtype: str
+    operands: int
+    bytes: int
+    axes: tuple[str, ...] | None
+    group_size: int
+    loops: tuple[int | None, ...] = ()
+    in_branch: bool = False
+    op_name: str = ""
+
+    @property
+    def times(self) -> int:
+        """Executions per run of the program: the product of ``loops``; an unknown trip count is taken as 1."""
+        return math.prod(1 if trips is None else trips for trips in self.loops)
+
+
+@dataclass(frozen=True, repr=False)
+class Ledger:
+    """The collectives of one program. Iterate over it, ``select`` from it, print it.
+
+    A collective in a branch is in the totals as if it always executed; ``select(in_branch=False)`` leaves it out.
+    """
+
+    rows: tuple[Collective, ...]
+
+    def __iter__(self) -> Iterator[Collective]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Collective:
+        return self.rows[index]
+
+    @property
+    def launches(self) -> int:
+        """Collective operations executed per run of the program."""
+        return sum(row.times for row in self)
+
+    @property
+    def operands(self) -> int:
+        """Arrays moved per run: operands x times.
+
+        Combining all-gathers or reduce-scatters does not change it. XLA's GPU compiler joins all-reduces of one dtype
+        end to end into one array, which does; a combine threshold of 0 bytes keeps them apart.
+        """
+        return sum(row.operands * row.times for row in self)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of full buffers per run and device: bytes x times."""
+        return sum(row.bytes * row.times for row in self)
+
+    @property
+    def unknown_trips(self) -> bool:
+        """Some collective lies in a loop of unknown trip count, so the totals are lower bounds."""
+        return any(None in row.loops for row in self)
+
+    def select(
+        self,
+        *,
+        kind: str | None = None,
+        dtype: str | None = None,
+        axes: str | tuple[str, ...] | None = None,
+        loops: tuple[int | None, ...] | None = None,
+        in_loop: bool | None = None,
+        in_branch: bool | None = None,
+        op_name: str | None = None,
+    ) -> "Ledger":
+        """The rows that meet every condition given.
+
+        Args:
+            kind, dtype: as in ``Collective``.
+            axes: exactly these mesh axes, in any order; a string is one axis.
+            loops: exactly these trip counts, outermost first; ``()`` is outside every loop.
+            in_loop: inside some loop (True) or outside all (False).
+            in_branch: under a conditional or not.
+            op_name: a substring of the row's.
+
+        Raises:
+            ConfigError: a kind or dtype that does not exist, or ``axes`` on a ledger read without a mesh.
+        """
+        if kind is not None and kind not in KINDS:
+            raise ConfigError(f"kind: {kind!r} is no collective; allowed: {', '.join(KINDS)}")
+        if dtype is not None and dtype not in _BITS:
+            raise ConfigError(f"dtype: {dtype!r} is no HLO element type; use its short name, such as 'f32' or 'bf16'")
+        if axes is not None and any(row.axes is None for row in self):
+            raise ConfigError("axes: this ledger was read without a mesh; fix: collectives(compiled, mesh)")
+        wanted = None if axes is None else {axes} if isinstance(axes, str) else set(axes)
+        return Ledger(
+            tuple(
+                row
+                for row in self
+                if (kind is None or row.kind == kind)
+                and (dtype is None or row.dtype == dtype)
+                and (wanted is None or set(row.axes or ()) == wanted)
+                and (loops is None or row.loops == loops)
+                and (in_loop is None or bool(row.loops) == in_loop)
+                and (in_branch is None or row.in_branch == in_branch)
+                and (op_name is None or op_name in row.op_name)
+            )
+        )
+
+    def __repr__(self) -> str:
+        """A plain table; rows that differ in their name only are one line with their number in front."""
+        lines = [["n", "kind", "dtype", "operands", "MiB", "axes", "group", "loops", "branch", "MiB/run"]]
+        for row, n in Counter(replace(row, op_name="") for row in self).items():
+            axes = "?" if row.axes is None else ",".join(row.axes) or "-"
+            loops = " x ".join("?" if trips is None else str(trips) for trips in row.loops) or "-"
+            sizes = f"{row.bytes / 2**20:.3f}", f"{n * row.bytes * row.times / 2**20:.3f}"
+            branch = "yes" if row.in_branch else "-"
+            line = (n, row.kind, row.dtype, row.operands, sizes[0], axes, row.group_size, loops, branch, sizes[1])
+            lines.append([str(cell) for cell in line])
+        columns = []
+        for title, *cells in zip(*lines, strict=True):
+            width = max(map(len, (title, *cells)))
+            pad = str.rjust if title in ("n", "operands", "MiB", "group", "MiB/run") else str.ljust
+            columns.append([pad(cell, width) for cell in (title, *cells)])
+        table = ["  ".join(line) for line in zip(*columns, strict=True)]
+        flag = "; some trip counts unknown, taken as 1" if self.unknown_trips else ""
+        total = f"{self.launches} launches, {self.operands} operands, {self.bytes / 2**20:.3f} MiB per run{flag}"
+        return "\n".join([line.rstrip() for line in table] + [total])
+
+
+def collectives(compiled: jax.stages.Compiled | str, mesh: jax.sharding.Mesh | None = None) -> Ledger:
+    """Every collective in a compiled program.
+
+    Synchronous, ``-start``/``-done`` and wrapped asynchronous forms count once each. Trip counts are XLA's own
+    (``known_trip_count``: any ``lax.scan``, and ``fori_loop`` with constant bounds).
+
+    Args:
+        compiled: from ``jax.jit(f).lower(...).compile()``, or the text of its optimized HLO module.
+        mesh: the mesh the program was written for; without it ``axes`` stays None.
+
+    Raises:
+        ConfigError: the mesh has another number of devices than the program.
+        ValueError: HLO text of a form this reader does not know.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpy as np
+        >>> from jax.sharding import Mesh, PartitionSpec as P
+        >>> from jzero.planner import gpu_devices
+        >>> jax.config.update("jax_platforms", "cpu")
+        >>> mesh = Mesh(np.array(gpu_devices("h100", 8)), ("zero",))
+        >>> gather = lambda w: jax.lax.all_gather(w, "zero", tiled=True)
+        >>> step = jax.jit(jax.shard_map(gather, mesh=mesh, in_specs=P("zero"), out_specs=P(), check_vma=False))
+        >>> compiled = step.lower(jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16)).compile()
+        >>> collectives(compiled, mesh)
+        n  kind        dtype  operands    MiB  axes  group  loops  branch  MiB/run
+        1  all-gather  bf16          1  1.000  zero      8  -      -         1.000
+        1 launches, 1 operands, 1.000 MiB per run
+    """
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    if text is None:
+        raise ValueError("this backend does not show its optimized HLO")
+    return Ledger(_Module(text, mesh).rows())
+
+
+class _Module:
+    """An HLO module's text as computations, each a table from instruction name to the text right of its ``=``."""
+
+    def __init__(self, text: str, mesh: jax.sharding.Mesh | None):
+        header, *lines = text.splitlines()
+        counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)
+        self.devices = math.prod(map(int, counts))
+        self.mesh_shape = None if mesh is None else tuple(mesh.shape.items())
+        if mesh is not None and mesh.size != self.devices:
+            raise ConfigError(f"mesh: {mesh.size} devices, but the program was compiled for {self.devices}")
+        self.computations: dict[str, dict[str, str]] = {}
+        self.entry, current = "", None
+        for line in lines:
+            if current is None:
+                if start := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line):
+                    current = self.computations.setdefault(start[2], {})
+                    self.entry = start[2] if start[1] else self.entry
+            elif line.startswith("}"):
+                current = None
+            elif instruction := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)", line):
+                current[instruction[1]] = instruction[2]
+        if not self.entry:
+            raise ValueError(f"no ENTRY computation in what should be an HLO module: {header[:80]!r}")
+        self._rows: dict[str, tuple[Collective, ...]] = {}
+
+    def rows(self, computation: str = "") -> tuple[Collective, ...]:
+        """Collectives under ``computation`` (the entry by default); their loops are those below it."""
+        name = computation or self.entry
+        if name not in self._rows:
+            found: list[Collective] = []
+            for text in self.computations[name].values():
+                opcode = re.search(r" ([a-z][a-z0-9\-]*)\(", " " + text)
+                if opcode is None or opcode[1].endswith(("-done", "-update")):
+                    continue
+                kind = opcode[1].removesuffix("-start")
+                if kind in KINDS:
+                    found += self._collective(kind, text[opcode.end() - 1 :], self.computations[name])
+                else:
+                    found += self._called(kind, text)
+            self._rows[name] = tuple(found)
+        return self._rows[name]
+
+    def _called(self, opcode: str, text: str) -> Iterator[Collective]:
+        """Collectives of the computations that an instruction executes."""
+        if opcode == "while":
+            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', text)
+            loop = (int(trips[1]) if trips else None,)
+            for name in re.findall(r"\b(?:condition|body)=%?([\w.\-]+)", text):
+                yield from (replace(row, loops=loop + row.loops) for row in self.rows(name))
+        elif opcode == "conditional":
+            names = re.findall(r"\b(?:true|false)_computation=%?([\w.\-]+)", text)
+            for listed in re.findall(r"\bbranch_computations=\{([^}]*)\}", text):
+                names += [name.strip().lstrip("%") for name in listed.split(",")]
+            for name in names:
+                yield from (replace(row, in_branch=True) for row in self.rows(name))
+        else:  # to_apply of anything but a call is a scalar function
+            attribute = r"\b(?:to_apply|calls)=%?([\w.\-]+)" if opcode == "call" else r"\bcalls=%?([\w.\-]+)"
+            for name in re.findall(attribute, text):
+                yield from self.rows(name)
+
+    def _collective(self, kind: str, text: str, scope: dict[str, str]) -> list[Collective]:
+        """The rows of one collective; ``text`` starts after the opening parenthesis of its operands."""
+        arguments, attributes = text.split(")", 1)
+        names = re.findall(r"%([\w.\-]+)", arguments)
+        shapes = [shape for name in names for shape in _shapes(scope[name])]
+        members = re.search(r"replica_groups=(.*?)(?=, \w+=[^(]|$)|source_target_pairs=(\{\{.*?\}\})", attributes)
+        pairs = members is not None and members[2] is not None
+        group_text = "{}" if members is None else members[2] or members[1]
+        axes, group_size = _place(group_text, pairs, self.devices, self.mesh_shape)
+        parts = 1
+        if kind == "all-to-all" and "dimensions=" not in attributes:  # one operand for each peer
+            parts = group_size
+        elif kind == "ragged-all-to-all":  # the others are the output and the offsets
+            shapes = shapes[:1]
+        op_name = re.search(r'op_name="([^"]*)"', attributes)
+        size = Counter[str]()
+        for dtype, n_bytes in shapes:
+            size[dtype] += n_bytes * (group_size if kind == "all-gather" else 1)
+        count = Counter(dtype for dtype, _ in shapes)
+        row = Collective(kind, "", 0, 0, axes, group_size, op_name=op_name[1] if op_name else "")
+        return [replace(row, dtype=dtype, operands=count[dtype] // parts, bytes=size[dtype]) for dtype in count]
+
+
+def _shapes(instruction: str) -> list[tuple[str, int]]:
+    """(dtype, bytes) of each array in the type an instruction's text starts with; tokens are left out."""
+    opcode = re.search(r" [a-z][a-z0-9\-]*\(", instruction)
+    found = re.findall(r"([a-z]\w*)\[([\d,<=]*)\]", instruction[: opcode.start() if opcode else None])
+    sizes = [(dtype, [int(d.lstrip("<=")) for d in dims.split(",") if d]) for dtype, dims in found if dtype in _BITS]
+    return [(dtype, (math.prod(dims) * _BITS[dtype] + 7) // 8) for dtype, dims in sizes]
+
+
+@functools.lru_cache(maxsize=4096)
+def _place(
+    text: str, pairs: bool, devices: int, mesh_shape: tuple[tuple[str, int], ...] | None
+) -> tuple[tuple[str, ...] | None, int]:
+    """(mesh axes that vary inside a group, devices in a group) of replica groups or source-target pairs."""
+    groups = [np.array(group) for group in _groups(text, devices)]
+    group_size = _longest_chain(groups) if pairs else max(map(len, groups))
+    if mesh_shape is None:
+        return None, group_size
+    varies = np.zeros(len(mesh_shape), bool)
+    for group in groups:
+        coordinates = np.array(np.unravel_index(group, [size for _, size in mesh_shape]))
+        varies |= (coordinates != coordinates[:, :1]).any(1)
+    return tuple(name for (name, _), varying in zip(mesh_shape, varies, strict=True) if varying), group_size
+
+
+def _groups(text: str, devices: int) -> list[list[int]]:
+    """Replica groups as lists of device numbers (positions in the mesh), from any of the forms XLA prints."""
+    text = text.strip()
+    if text == "{}":
+        return [list(range(devices))]
+    if text.startswith("{{"):  # {{0,1},{2,3}}
+        return [_ints(group) for group in re.findall(r"\{([\d,\s]+)\}", text)]
+    if iota := re.match(r"(\[[\d,]+\])<=(\S+)$", text):  # [4,2]<=[2,4]T(1,0)
+        return _iota(iota[2]).reshape(_ints(iota[1])).tolist()
+    if named := re.match(r"mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}$", text):  # mesh['a'=2,'b'=4] {'b'}
+        sizes = {name: int(size) for name, size in re.findall(r"([^,=]+)=(\d+)", named[1])}
+        ids = _iota(f"[{devices}]") if named[2] is None else _iota(named[2])
+        shape: list[int] = []  # every axis, cut where a group takes only a part of it: 'a':(pre)size
+        inside: list[int] = []  # dimensions of `shape` that vary inside a group
+        parts = [re.fullmatch(r"(.*?)(?::\((\d+)\)(\d+))?", part.strip()) for part in named[3].split(",") if part]
+        for name, size in sizes.items():
+            cuts = sorted((int(p[2] or 1), int(p[3] or size)) for p in parts if p and p[1] == name)
+            done = 1
+            for before, taken in cuts:
+                shape += [before // done, taken]
+                inside.append(len(shape) - 1)
+                done = before * taken
+            shape.append(size // done)
+        outside = [d for d in range(len(shape)) if d not in inside]
+        return ids.reshape(shape).transpose(outside + inside).reshape(-1, math.prod(shape[d] for d in inside)).tolist()
+    raise ValueError(f"replica_groups of an unknown form: {text[:120]!r}")
+
+
+def _iota(text: str) -> np.ndarray:
+    """Device numbers from ``[8]``, ``[2,4]T(1,0)`` or a plain list ``0,2,1,3``."""
+    if counted := re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?$", text):
+        dims = _ints(counted[1])
+        ids = np.arange(math.prod(dims)).reshape(dims)
+        return (ids.transpose(_ints(counted[2])) if counted[2] else ids).reshape(-1)
+    return np.array(_ints(text))
+
+
+def _ints(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def _longest_chain(pairs: list[np.ndarray]) -> int:
+    """Devices in the largest set that the pairs connect."""
+    member: dict[int, set[int]] = {}
+    for pair in pairs:
+        source, target = map(int, pair)
+        joined = member.get(source, {source}) | member.get(target, {target})
+        member |= dict.fromkeys(joined, joined)
+    return max((len(group) for group in member.values()), default=1)

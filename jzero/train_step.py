@@ -1,0 +1,315 @@
+"""The functional API: one compiled step for every stage, precision and layout.
+
+    step = make_train_step(model, config)
+    state = step.init(jax.random.key(0))
+    state, metrics = step(state, batch)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jzero import lr_schedules, optimizers, zero
+from jzero.config import Config
+from jzero.errors import ConfigError
+from jzero.gradients import Gradients
+from jzero.mesh import batch_spec, check_mesh, is_gpu, make_mesh, replicas, shardings
+from jzero.model import Model, StackModel, check_model
+from jzero.precision import LossScale, Precision, cast
+
+# Measured on 4 x H200: larger combined collectives under the scheduler that overlaps them, +2.4 %.
+GPU_COMPILER_OPTIONS = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_all_gather_combine_threshold_bytes": 128 * 2**20,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 128 * 2**20,
+}
+
+Metrics = dict[str, jax.Array]
+
+
+class Details(NamedTuple):
+    """What a step tells besides its metrics: the loss of every micro-batch [accum], the loss scale after the step."""
+
+    micro_losses: jax.Array
+    loss_scale: LossScale
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything a run carries from step to step; a pytree, laid out by `TrainStep.state_shardings`.
+
+    `step` counts the calls of the train step; `loss_scale.skipped` those of them that changed nothing because a
+    gradient was not finite. `params` are the master weights. `rng` is the run's key, the step folds `step` into it.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    loss_scale: LossScale
+    rng: jax.Array
+
+    def __repr__(self) -> str:
+        leaves = jax.tree.leaves(self.params)
+        numbers = "" if isinstance(self.step, jax.ShapeDtypeStruct) else f"step={int(self.step)}, "
+        return f"TrainState({numbers}parameters={sum(x.size for x in leaves):,} in {len(leaves)} leaves)"
+
+
+def make_train_step(
+    model: Model,
+    config: Config | dict | str,
+    *,
+    mesh: Mesh | None = None,
+    optimizer: optax.GradientTransformation | Callable[[optax.Schedule], optax.GradientTransformation] | None = None,
+) -> TrainStep:
+    """Compile-ready train step of `model` under `config`.
+
+    Args:
+      model: `init(rng)` and `loss(params, batch, rng)`, see `jzero.model`; Flax modules by `jzero.from_flax`.
+      config: a `Config`, or whatever `Config.load` takes.
+      mesh: default `make_mesh(config)`.
+      optimizer: instead of the config's: an optax transformation, or a function of the config's learning-rate
+        schedule that makes one.
+
+    Raises:
+      ConfigError: a config that does not fit itself, the devices or the model, before anything is compiled.
+    """
+    return TrainStep(model, Config.load(config), mesh=mesh, optimizer=optimizer)
+
+
+class TrainStep:
+    """A train step bound to a mesh. Call it, or `lower` it for a machine that is not there.
+
+    Attributes:
+      mesh, config: as given or resolved.
+      batch_sizes: global batch, micro-batch per replica, accumulation.
+      leaves: the tree of `zero.Leaf`s, where every parameter lies.
+      state_shardings: the `TrainState`'s NamedShardings, for checkpoints. batch_sharding: every batch leaf's.
+      state_shapes: the `TrainState`'s shapes.
+    """
+
+    def __init__(
+        self, model: Model, config: Config, *, mesh: Mesh | None = None, optimizer: Any = None,
+        lr_scheduler: optax.Schedule | None = None,
+    ):  # fmt: skip
+        check_model(model)
+        self.model, self.config = model, config
+        self.mesh = make_mesh(config) if mesh is None else mesh
+        check_mesh(self.mesh)
+        self.replicas = replicas(self.mesh)
+        self.batch_sizes = config.batch(self.replicas)
+        self.precision = Precision.from_config(config)
+        abstract = jax.eval_shape(model.init, jax.random.key(0))
+        self.leaves = zero.layout(
+            abstract,
+            stage=config.zero_optimization.stage,
+            mesh=self.mesh,
+            persistence_threshold=config.zero_optimization.stage3_param_persistence_threshold,
+            has_stack=isinstance(model, StackModel),
+            frozen=config.frozen_parameters,
+        )
+        trainable = [leaf for leaf in jax.tree.leaves(self.leaves) if leaf.trainable]
+        if not trainable:
+            raise ConfigError("frozen_parameters: every parameter is frozen; there is nothing to train")
+        self.trainable_names = [leaf.name for leaf in trainable]
+        self.own_optimizer = optimizer is not None
+        self.schedule = self._choose_schedule(optimizer, lr_scheduler)
+        stacked, _ = zero.split(self.leaves, jax.tree.map(lambda leaf: leaf.stacked, self.leaves))
+        self.tx = optimizers.resolve(
+            optimizer, config.optimizer, self.schedule, stacked=stacked, state_dtype=self.precision.optimizer_state
+        )
+        self.gradients = Gradients(model, config, self.mesh, self.leaves, self.precision)
+        self._lay_out_state()
+        self._compile()
+
+    def __repr__(self) -> str:
+        degrees = " x ".join(f"{axis} {n}" for axis, n in self.mesh.shape.items() if n > 1) or "1 device"
+        b = self.batch_sizes
+        return (
+            f"TrainStep({self.model!r}, ZeRO-{self.config.zero_optimization.stage}, {self.config.precision}, mesh {degrees}, "
+            f"batch {b.train} = {b.micro} x {b.accum} x {self.replicas})"
+        )
+
+    def _choose_schedule(self, optimizer: Any, lr_scheduler: Any) -> lr_schedules.Schedule | None:
+        """The learning rate as a function of the steps applied; None if a client's optimizer keeps it to itself."""
+        own = isinstance(optimizer, optax.GradientTransformation)
+        if own and (lr_scheduler is not None or self.config.scheduler is not None):
+            raise ConfigError(
+                "scheduler: the optimizer passed in has its own learning rate, so this schedule would do nothing; pass a "
+                "function of the schedule instead (optimizer=lambda lr: optax.adamw(lr)), or drop the scheduler"
+            )
+        if own:
+            return None
+        if lr_scheduler is not None and not callable(lr_scheduler):
+            raise ConfigError(f"lr_scheduler: {lr_scheduler!r} is not a function from the step count to a learning rate")
+        if lr_scheduler is not None:
+            return lr_schedules.Schedule(lr_scheduler)
+        return lr_schedules.from_config(self.config.scheduler, optimizers.base_lr(self.config.optimizer))
+
+    # ------------------------------------------------------------------ state
+
+    def _new_state(self, rng: jax.Array) -> TrainState:
+        params = cast(self.model.init(rng), self.precision.master)
+        opt_state = self.tx.init(zero.split(self.leaves, params)[0])
+        loss_scale = self.precision.scaler.init(len(self.trainable_names))
+        return TrainState(jnp.zeros((), jnp.int32), params, opt_state, loss_scale, jax.random.fold_in(rng, 1))
+
+    def _lay_out_state(self) -> None:
+        self.state_shapes = shapes = jax.eval_shape(self._new_state, jax.random.key(0))
+        self.state_specs = dataclasses.replace(
+            jax.tree.map(lambda _: PartitionSpec(), shapes),
+            params=zero.specs(self.leaves),
+            opt_state=zero.optimizer_specs(shapes.opt_state, self.leaves),
+        )
+        self.state_shardings = shardings(self.mesh, self.state_specs)
+        self.batch_sharding = NamedSharding(self.mesh, batch_spec(self.mesh))
+
+    def init(self, rng: jax.Array) -> TrainState:
+        """A new state, born sharded: no device ever holds more than its part. `rng`: as from `jax.random.key(0)`."""
+        if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+            rng = jax.random.wrap_key_data(rng)
+        return self._init(rng)
+
+    # ------------------------------------------------------------------ programs
+
+    def _compile(self) -> None:
+        options = GPU_COMPILER_OPTIONS if is_gpu(self.mesh) else {}
+        jit = partial(jax.jit, compiler_options={**options, **self.config.compiler_options} or None)
+        state, batch = self.state_shardings, self.batch_sharding
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        self._init = jit(self._new_state, out_shardings=state)
+        self._step = jit(
+            self._update, in_shardings=(state, batch), out_shardings=(state, replicated, replicated), donate_argnums=0
+        )
+        self._evaluate = jit(self._map(self.gradients.evaluate, 0, PartitionSpec()))
+        self._micro_loss = jit(self._map(self.gradients.micro_loss, 2, PartitionSpec()))
+        spec = batch_spec(self.mesh)
+        self._concatenate = jit(
+            jax.shard_map(
+                lambda parts: jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts),
+                mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False,
+            )
+        )  # fmt: skip
+
+    def _map(self, f: Callable, n_rest: int, out_specs: Any) -> Callable:
+        """`f(params, batch, *rest)` over the mesh, manual on every axis; `rest` is replicated."""
+        specs = (self.state_specs.params, batch_spec(self.mesh), *[PartitionSpec()] * n_rest)
+        return jax.shard_map(f, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+
+    def _update(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics, Details]:
+        grad_specs, _ = zero.split(self.leaves, self.state_specs.params)
+        gradients = self._map(self.gradients, 2, (grad_specs, PartitionSpec(), PartitionSpec()))
+        scale = state.loss_scale.scale
+        grads, loss, micro_losses = gradients(state.params, batch, jax.random.fold_in(state.rng, state.step), scale)
+
+        # From here on arrays are global: norms, trust ratios and factored moments are right whatever the layout.
+        squares = jnp.stack([jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)])
+        norm = jnp.sqrt(squares.sum()) / scale
+        clip = self.config.gradient_clipping
+        factor = jnp.where(norm > clip, clip / norm, 1.0) / scale if clip else 1 / scale
+        grads = jax.tree.map(lambda g: g * factor, grads)
+        old, frozen = zero.split(self.leaves, state.params)
+        updates, opt_state = self.tx.update(grads, state.opt_state, old)
+        finite = jnp.isfinite(squares) | (not self.precision.check_overflow)
+        params, opt_state = jax.tree.map(
+            partial(jnp.where, finite.all()), (optax.apply_updates(old, updates), opt_state), (old, state.opt_state)
+        )
+        lr = self.lr(state)
+        state = dataclasses.replace(
+            state,
+            step=state.step + 1,
+            params=zero.join(self.leaves, params, frozen),
+            opt_state=opt_state,
+            loss_scale=self.precision.scaler.update(state.loss_scale, finite),
+        )
+        metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "loss_scale": scale, "skipped": ~finite.all()}
+        return state, metrics, Details(micro_losses, state.loss_scale)
+
+    def lr(self, state: TrainState) -> jax.Array:
+        """The learning rate of the next step; NaN if a client's optimizer keeps it to itself."""
+        if self.schedule is None:
+            return optimizers.lr_of(state.opt_state)
+        return jnp.float32(self.schedule.lr(state.step - state.loss_scale.skipped))
+
+    # ------------------------------------------------------------------ calls
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """One optimizer step on one global batch; `state` is donated.
+
+        Args:
+          batch: a pytree whose leaves have the leading dimension `batch_sizes.train`; NumPy or JAX arrays.
+
+        Returns:
+          The new state, and metrics: loss (mean over the global batch), grad_norm (global, before clipping),
+          lr, loss_scale, skipped (a gradient was not finite, and nothing changed).
+
+        Raises:
+          ConfigError: a batch of another size.
+        """
+        state, metrics, _ = self.run(state, batch)
+        return state, metrics
+
+    def run(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics, Details]:
+        """As calling the step, with its details."""
+        self.check_batch(batch, self.batch_sizes.train)
+        return self._step(state, self.place(batch))
+
+    def run_micro_batches(self, state: TrainState, parts: Sequence[Any]) -> tuple[TrainState, Metrics, Details]:
+        """As `run`, on micro-batches of all replicas (leading dimension micro x replicas), however many."""
+        parts = [self.place_micro_batch(part) for part in parts]
+        return self._step(state, self._concatenate(parts))
+
+    def evaluate(self, state: TrainState, batch: Any) -> jax.Array:
+        """The loss without dropout and without an update; the leading dimension is any multiple of micro x replicas."""
+        self.check_batch(batch, self.micro_size, multiples=True)
+        return self._evaluate(state.params, self.place(batch))
+
+    def micro_loss(self, state: TrainState, part: Any, index: int) -> jax.Array:
+        """The loss of micro-batch `index` of the next step, before that step: the same dropout, no gradient."""
+        rng = jax.random.fold_in(state.rng, state.step)
+        return self._micro_loss(state.params, self.place_micro_batch(part), rng, jnp.int32(index))
+
+    def lower(self, batch_shapes: Any) -> jax.stages.Lowered:
+        """The step lowered for the mesh's devices, which need not exist; `batch_shapes`: ShapeDtypeStructs or arrays."""
+        self.check_batch(batch_shapes, self.batch_sizes.train)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch_shapes)
+        return self._step.lower(self.state_shapes, shapes)
+
+    # ------------------------------------------------------------------ batches
+
+    @property
+    def micro_size(self) -> int:
+        """Rows of a micro-batch over all replicas."""
+        return self.batch_sizes.micro * self.replicas
+
+    def place(self, batch: Any) -> Any:
+        """A batch laid out over (`data`, `zero`)."""
+        return jax.device_put(batch, self.batch_sharding)
+
+    def place_micro_batch(self, part: Any) -> Any:
+        self.check_batch(part, self.micro_size)
+        return self.place(part)
+
+    def check_batch(self, batch: Any, size: int, multiples: bool = False) -> None:
+        """Raise a ConfigError unless every leaf's leading dimension is `size` (or a multiple of it)."""
+        b = self.batch_sizes
+        leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+        if not leaves:
+            raise ConfigError("batch: it holds no arrays")
+        for path, x in leaves:
+            shape = tuple(getattr(x, "shape", ()))
+            if not shape or not shape[0] or (shape[0] % size if multiples else shape[0] != size):
+                raise ConfigError(
+                    f"batch leaf {zero.path_name(path) or 'batch'!r} has shape {shape}: its leading dimension must be "
+                    f"{'a multiple of ' * multiples}{size} (train_batch_size {b.train} = micro-batch {b.micro} x "
+                    f"accumulation {b.accum} x {self.replicas} replicas)"
+                )

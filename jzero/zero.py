@@ -1,0 +1,219 @@
+"""ZeRO as a table: what each stage partitions, when it gathers, when it reduces.
+
+| stage | masters, moments | gather (compute dtype)      | gradients over `zero`                            |
+|-------|------------------|-----------------------------|--------------------------------------------------|
+| 0     | replicated       | -                           | summed locally, one all-reduce a step            |
+| 1     | `zero`           | once a step                 | summed locally, one reduce-scatter a step        |
+| 2     | `zero`           | once a step                 | reduce-scatter every micro-batch, summed sharded |
+| 3     | `zero`           | every layer, forward + back | reduce-scatter every micro-batch, summed sharded |
+
+Over `data` the gradients are all-reduced once a step, at every stage. (Rajbhandari et al., 2020, arXiv:1910.02054;
+with `data` > 1 this is MiCS / HSDP, arXiv:2205.00119.)
+
+Everything below the table runs inside one `jax.shard_map` that is manual over the whole mesh, so a parameter
+is a local shard, `all_gather` is the gather and its transpose is the reduce-scatter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jzero.errors import ConfigError
+from jzero.mesh import DATA, PIPE, ZERO, present
+from jzero.model import STACK
+from jzero.precision import Precision
+
+
+class Stage(NamedTuple):
+    """One row of the table."""
+
+    shards_state: bool
+    gather: Literal["step", "layer"] | None
+    scatter: Literal["step", "micro_batch"] | None
+
+
+STAGES = {
+    0: Stage(False, None, None),
+    1: Stage(True, "step", "step"),
+    2: Stage(True, "step", "micro_batch"),
+    3: Stage(True, "layer", "micro_batch"),
+}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Where one parameter lies, and the master, moments and reduced gradient with it.
+
+    `dim` is the dimension partitioned over `zero` (of the layer's slice if the leaf is stacked), None if the
+    leaf is replicated, and then `why` says for what reason. `stage` is the table's row that the leaf follows.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    spec: PartitionSpec
+    dim: int | None
+    stacked: bool
+    trainable: bool
+    stage: Stage
+    why: str = ""
+
+
+def layout(
+    params: Any, *, stage: int, mesh: Mesh, persistence_threshold: int = 0, has_stack: bool = False,
+    frozen: Iterable[str] = (),
+) -> Any:  # fmt: skip
+    """The tree of `Leaf`s for a tree of parameter shapes: the one place where a parameter's layout is decided.
+
+    Args:
+      params: shapes and dtypes, as from `jax.eval_shape(model.init, rng)`.
+      stage: 0, 1, 2 or 3.
+      persistence_threshold: stage 3 leaves smaller than this (elements, per layer) stay replicated.
+      has_stack: whether `params["stack"]` is a layer stack, with a leading layer axis that is never partitioned over `zero`.
+      frozen: regular expressions; a leaf whose name one of them finds is not trained.
+
+    Raises:
+      ConfigError: a `frozen` expression that finds no leaf.
+    """
+    patterns = {p: re.compile(p) for p in frozen}
+    unused = set(patterns)
+
+    def leaf(path: tuple, x: Any) -> Leaf:
+        name = path_name(path)
+        hits = {p for p, regex in patterns.items() if regex.search(name)}
+        unused.difference_update(hits)
+        stacked = has_stack and name.startswith(STACK + "/")
+        trainable = not hits and jnp.issubdtype(x.dtype, jnp.floating)
+        dim, why = _partitioned_dim(x.shape[stacked:], STAGES[stage], mesh, persistence_threshold)
+        axes: list[str | None] = [PIPE if stacked and present(mesh, PIPE) else None] * stacked
+        if dim is not None:
+            axes += [None] * dim + [ZERO]
+        spec = PartitionSpec(*axes) if any(axes) else PartitionSpec()
+        row = STAGES[stage if dim is not None else 0]
+        return Leaf(name, tuple(x.shape), spec, dim, stacked, trainable, row, why)
+
+    leaves = jax.tree_util.tree_map_with_path(leaf, params)
+    if unused:
+        known = ", ".join(leaf.name for leaf in jax.tree.leaves(leaves)[:8])
+        raise ConfigError(f"frozen_parameters: {sorted(unused)} match no parameter; the names are {known}, ...")
+    return leaves
+
+
+def _partitioned_dim(shape: tuple[int, ...], stage: Stage, mesh: Mesh, threshold: int) -> tuple[int | None, str]:
+    """The first dimension that `zero` divides (a gather along it copies least), or None and why not."""
+    group = mesh.shape[ZERO]
+    if not stage.shards_state or group == 1:
+        return None, ""
+    if stage.gather == "layer" and prod(shape) < threshold:
+        return None, f"under stage3_param_persistence_threshold {threshold}"
+    for dim, size in enumerate(shape):
+        if size and size % group == 0:
+            return dim, ""
+    return None, f"no dimension of {shape} is a multiple of {group}"
+
+
+def path_name(path: tuple) -> str:
+    """A key path as text: `stack/attention/wo/kernel`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def specs(leaves: Any) -> Any:
+    """The tree of PartitionSpecs of parameters, masters and reduced gradients."""
+    return jax.tree.map(lambda leaf: leaf.spec, leaves)
+
+
+def optimizer_specs(opt_state: Any, leaves: Any) -> Any:
+    """The optimizer state's specs: a leaf that belongs to a parameter lies as the parameter does.
+
+    It belongs to one if its key path ends with the parameter's and the shapes agree; whatever else there is (step
+    counters, factored moments) is replicated.
+    """
+    known = {tuple(leaf.name.split("/")): leaf for leaf in jax.tree.leaves(leaves)}
+
+    def spec(path: tuple, x: Any) -> PartitionSpec:
+        keys = tuple(path_name(path).split("/"))
+        for start in range(len(keys)):
+            leaf = known.get(keys[start:])
+            if leaf is not None:
+                return leaf.spec if leaf.shape == tuple(x.shape) else PartitionSpec()
+        return PartitionSpec()
+
+    return jax.tree_util.tree_map_with_path(spec, opt_state)
+
+
+def split(leaves: Any, tree: Any) -> tuple[Any, Any]:
+    """(trainable, frozen): the tree twice, with None in the other's places."""
+    trainable = jax.tree.map(lambda leaf, x: x if leaf.trainable else None, leaves, tree)
+    frozen = jax.tree.map(lambda leaf, x: None if leaf.trainable else x, leaves, tree)
+    return trainable, frozen
+
+
+def join(leaves: Any, trainable: Any, frozen: Any) -> Any:
+    """The inverse of `split`."""
+    return jax.tree.map(lambda leaf, t, f: t if leaf.trainable else f, leaves, trainable, frozen)
+
+
+# ---------------------------------------------------------------- inside the manual region, one leaf at a time
+#
+# A parameter in use is a pair (active, passive). The gradient is taken with respect to `active`; `passive` is carried
+# along: the gathered weight of stages 1 and 2's kind that is gathered once, or a frozen weight.
+
+
+def prepare(leaf: Leaf, master: jax.Array, precision: Precision) -> tuple[Any, Any]:
+    """Local master (or a layer's slice of it) -> (active, passive); gathers what is gathered once a step."""
+    if not jnp.issubdtype(master.dtype, jnp.floating):
+        return None, _gather(leaf, master) if leaf.stage.gather == "step" else master
+    shard = master.astype(precision.compute)
+    whole = _gather(leaf, shard) if leaf.stage.gather == "step" else shard
+    if not leaf.trainable:
+        return None, whole
+    if leaf.stage.scatter != "micro_batch":
+        return whole, None
+    # Its gradient arrives already reduced, so it has the dtype of the reduction.
+    return master.astype(precision.reduce), (whole if leaf.stage.gather == "step" else None)
+
+
+def fetch(leaf: Leaf, active: Any, passive: Any, precision: Precision) -> jax.Array:
+    """(active, passive) -> the whole weight, where it is used. Its transpose reduces as the table says."""
+    if not leaf.trainable:
+        return _gather(leaf, passive) if leaf.stage.gather == "layer" else passive
+    if leaf.stage.scatter != "micro_batch":
+        return active
+
+    @jax.custom_vjp
+    def use(shard: jax.Array, whole: jax.Array | None) -> jax.Array:
+        return _gather(leaf, shard.astype(precision.compute)) if whole is None else whole
+
+    def forward(shard: jax.Array, whole: jax.Array | None) -> tuple[jax.Array, None]:
+        return use(shard, whole), None
+
+    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array, None]:
+        return _scatter(leaf, gradient.astype(precision.reduce)), None
+
+    use.defvjp(forward, backward)
+    return use(active, passive)
+
+
+def reduce(leaf: Leaf, gradient: jax.Array, mesh: Mesh, precision: Precision) -> jax.Array:
+    """Accumulated gradient -> the gradient of the local master: the reductions that happen once a step."""
+    gradient = gradient.astype(precision.reduce)
+    if leaf.stage.scatter == "step":
+        gradient = _scatter(leaf, gradient)
+    axes = present(mesh, DATA) if leaf.stage.scatter else present(mesh, DATA, ZERO)
+    return lax.psum(gradient, axes) if axes else gradient
+
+
+def _gather(leaf: Leaf, shard: jax.Array) -> jax.Array:
+    return lax.all_gather(shard, ZERO, axis=leaf.dim, tiled=True)
+
+
+def _scatter(leaf: Leaf, gradient: jax.Array) -> jax.Array:
+    return lax.psum_scatter(gradient, ZERO, scatter_dimension=leaf.dim, tiled=True)

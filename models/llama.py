@@ -1,0 +1,188 @@
+"""A Llama-style decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases (Touvron et al., arXiv:2302.13971).
+
+B batch, S sequence, D model width, H query heads, K key-value heads, Q = H / K, C head width, F feed-forward
+width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+Attend = Literal["auto", "cudnn", "xla"]
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The shape of a decoder. `attention`: "auto" is cuDNN's fused kernel for half precision on GPUs, else XLA."""
+
+    num_layers: int
+    d_model: int
+    num_heads: int
+    num_kv_heads: int
+    d_ff: int
+    vocab_size: int = 32_000
+    tied: bool = False
+    rope_theta: float = 500_000.0
+    norm_eps: float = 1e-5
+    attention: Attend = "auto"
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.num_heads
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters, embedding and head included."""
+        return self.num_layers * self.layer_parameters + self.d_model * (1 + self.vocab_size * (1 if self.tied else 2))
+
+    @property
+    def layer_parameters(self) -> int:
+        heads = 2 * self.num_heads + 2 * self.num_kv_heads
+        return self.d_model * (heads * self.head_dim + 3 * self.d_ff + 2)
+
+    def flops_per_token(self, sequence: int) -> float:
+        """Model FLOPs of one training token, forward and backward, recomputation not counted.
+
+        6 per parameter outside the input embedding, and 6 * layers * width * sequence for causal attention.
+        """
+        used = self.num_layers * self.layer_parameters + self.d_model * (1 + self.vocab_size)
+        return 6.0 * used + 6.0 * self.num_layers * self.d_model * sequence
+
+
+PRESETS = {
+    "tiny": LlamaConfig(4, 128, 4, 2, 384, vocab_size=256),
+    "125m": LlamaConfig(12, 768, 12, 12, 2048, tied=True),
+    "1b": LlamaConfig(16, 2048, 32, 8, 8192),
+    "8b": LlamaConfig(32, 4096, 32, 8, 14336),
+    "70b": LlamaConfig(80, 8192, 64, 8, 28672),
+    "405b": LlamaConfig(126, 16384, 128, 8, 53248),
+}
+
+
+def preset(name: str, **changes) -> LlamaConfig:
+    """A preset by name, with changes: `preset("8b", vocab_size=128_256)`."""
+    if name not in PRESETS:
+        raise ValueError(f"Llama preset {name!r} is unknown; choose one of {', '.join(PRESETS)}")
+    return dataclasses.replace(PRESETS[name], **changes)
+
+
+def rope(x_BSHC: jax.Array, theta: float) -> jax.Array:
+    """Rotary position embedding, rotate-half convention, in float32 (Su et al., arXiv:2104.09864)."""
+    half = x_BSHC.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle_S1C = jnp.arange(x_BSHC.shape[1], dtype=jnp.float32)[:, None, None] * frequency
+    cos, sin = jnp.cos(angle_S1C), jnp.sin(angle_S1C)
+    a, b = jnp.split(x_BSHC.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSHC.dtype)
+
+
+def attention_kernel(choice: Attend, dtype: jnp.dtype) -> Literal["cudnn", "xla"]:
+    """What "auto" means here and now."""
+    if choice != "auto":
+        return choice
+    half = dtype in (jnp.bfloat16, jnp.float16)
+    return "cudnn" if half and jax.default_backend() == "gpu" else "xla"
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention; one product makes queries, keys and values."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.config = c = config
+        heads = c.num_heads + 2 * c.num_kv_heads
+        self.qkv = _linear(c.d_model, heads * c.head_dim, 0.02, rngs)
+        self.out = _linear(c.num_heads * c.head_dim, c.d_model, 0.02 / (2 * c.num_layers) ** 0.5, rngs)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        c = self.config
+        B, S, _ = x_BSD.shape
+        qkv = self.qkv(x_BSD).reshape(B, S, -1, c.head_dim)
+        q_BSHC, k_BSKC, v_BSKC = jnp.split(qkv, [c.num_heads, c.num_heads + c.num_kv_heads], axis=2)
+        q_BSHC, k_BSKC = rope(q_BSHC, c.rope_theta), rope(k_BSKC, c.rope_theta)
+        kernel = attention_kernel(c.attention, x_BSD.dtype)
+        o_BSHC = jax.nn.dot_product_attention(q_BSHC, k_BSKC, v_BSKC, is_causal=True, implementation=kernel)
+        return self.out(o_BSHC.reshape(B, S, -1))
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate(x)) * up(x)); one product makes gate and up."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        c = config
+        self.gate_up = _linear(c.d_model, 2 * c.d_ff, 0.02, rngs)
+        self.down = _linear(c.d_ff, c.d_model, 0.02 / (2 * c.num_layers) ** 0.5, rngs)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        gate_BSF, up_BSF = jnp.split(self.gate_up(x_BSD), 2, axis=-1)
+        return self.down(nnx.silu(gate_BSF) * up_BSF)
+
+
+class Block(nnx.Module):
+    """One decoder layer, pre-norm."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.attention_norm = nnx.RMSNorm(config.d_model, epsilon=config.norm_eps, rngs=rngs)
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp_norm = nnx.RMSNorm(config.d_model, epsilon=config.norm_eps, rngs=rngs)
+        self.mlp = SwiGLU(config, rngs=rngs)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD))
+        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
+
+
+class Llama(nnx.Module):
+    """The decoder as prefix (embedding), stack (blocks) and suffix (norm, head, loss).
+
+    A batch is {"inputs": [B, S] int32, "labels": [B, S] int32}; labels below zero count for nothing.
+    """
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.config = c = config
+        self.embed = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (c.vocab_size, c.d_model)))
+
+        @nnx.split_rngs(splits=c.num_layers)
+        @nnx.vmap
+        def blocks(rngs: nnx.Rngs) -> Block:
+            return Block(c, rngs=rngs)
+
+        self.stack = blocks(rngs)
+        self.norm = nnx.RMSNorm(c.d_model, epsilon=c.norm_eps, rngs=rngs)
+        if not c.tied:
+            self.head = _linear(c.d_model, c.vocab_size, 0.02, rngs)
+
+    def prefix(self, batch: dict[str, jax.Array]) -> jax.Array:
+        return self.embedding(batch["inputs"])
+
+    def suffix(self, x_BSD: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """(sum of the tokens' cross-entropies, number of tokens)."""
+        labels_BS = batch["labels"]
+        counted_BS = labels_BS >= 0
+        losses_BS = optax.softmax_cross_entropy_with_integer_labels(self.logits(x_BSD), jnp.maximum(labels_BS, 0))
+        return jnp.sum(losses_BS, where=counted_BS), counted_BS.sum()
+
+    def __call__(self, tokens_BS: jax.Array) -> jax.Array:
+        """Logits [B, S, V], float32."""
+        graph, layers = nnx.split(self.stack)
+        x_BSD, _ = jax.lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), self.embedding(tokens_BS), layers)
+        return self.logits(x_BSD)
+
+    def embedding(self, tokens_BS: jax.Array) -> jax.Array:
+        # In float32, so that the gradient, a sum over every occurrence of a token, is summed in float32.
+        return self.embed[...].astype(jnp.float32)[tokens_BS].astype(self.embed.dtype)
+
+    def logits(self, x_BSD: jax.Array) -> jax.Array:
+        x_BSD = self.norm(x_BSD)
+        logits_BSV = x_BSD @ self.embed[...].T if self.config.tied else self.head(x_BSD)
+        return logits_BSV.astype(jnp.float32)
+
+
+def _linear(d_in: int, d_out: int, std: float, rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(d_in, d_out, use_bias=False, kernel_init=nnx.initializers.normal(std), rngs=rngs)

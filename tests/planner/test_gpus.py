@@ -1,0 +1,109 @@
+"""Programs compiled for GPUs that are not there."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import topologies
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jzero.errors import ConfigError
+from jzero.planner import GPUS, Memory, collectives, gpu, gpu_devices, memory
+
+has_cuda_compiler = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+needs_cuda_compiler = pytest.mark.skipif(not has_cuda_compiler, reason="needs jzero[plan]")
+
+
+def test_device_memory():
+    assert {name: round(gpu(name).memory / 2**30) for name in GPUS} == {
+        "a100": 79,
+        "h100": 79,
+        "h200": 141,
+        "b200": 178,
+    }
+
+
+@needs_cuda_compiler
+@pytest.mark.parametrize("name", list(GPUS))
+def test_every_gpu_compiles(name):
+    (device,) = gpu_devices(name, 1)
+    assert device.device_kind == GPUS[name].description
+    x = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16, sharding=jax.sharding.SingleDeviceSharding(device))
+    compiled = jax.jit(lambda x: jnp.sin(x @ x), donate_argnums=0).lower(x).compile()
+    size = 128 * 128 * 2
+    assert (memory(compiled).arguments, memory(compiled).outputs, memory(compiled).aliased) == (size, size, size)
+
+
+@needs_cuda_compiler
+def test_two_hosts():
+    devices = gpu_devices("h100", 16)
+    assert [d.process_index for d in devices] == [0] * 8 + [1] * 8
+    assert [d.id for d in devices] == list(range(16))
+    assert gpu_devices("h100", 16) == devices
+    assert [d.process_index for d in gpu_devices("h100", 4, per_host=2)] == [0, 0, 1, 1]
+
+    mesh = Mesh(np.array(devices).reshape(2, 8), ("data", "zero"))
+    f = lambda x: lax.psum(jnp.sin(lax.psum_scatter(x, "zero", tiled=True)), "data")  # noqa: E731
+    mapped = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P("zero")))
+    ledger = collectives(mapped.lower(jax.ShapeDtypeStruct((64, 8), jnp.float32)).compile(), mesh)
+    assert [(row.kind, row.axes, row.group_size, row.bytes) for row in ledger] == [
+        ("reduce-scatter", ("zero",), 8, 64 * 8 * 4),
+        ("all-reduce", ("data",), 2, 8 * 8 * 4),
+    ]
+
+
+@needs_cuda_compiler
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_cudnn_attention(check_vma):
+    """Forward and backward, in a shard_map that is manual over every axis."""
+    mesh = Mesh(np.array(gpu_devices("h100", 8)).reshape(2, 4), ("data", "zero"))
+    batch = P(("data", "zero"))
+
+    def loss(q_BTHD, k_BTKD, v_BTKD):
+        out = jax.nn.dot_product_attention(q_BTHD, k_BTKD, v_BTKD, is_causal=True, implementation="cudnn")
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    def step(q, k, v):
+        value, gradients = jax.value_and_grad(loss, argnums=(0, 1, 2))(q, k, v)
+        return lax.psum(value, ("data", "zero")), gradients
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=batch, out_specs=(P(), batch), check_vma=check_vma)
+    q, kv = (jax.ShapeDtypeStruct((16, 256, heads, 128), jnp.bfloat16) for heads in (8, 2))
+    compiled = jax.jit(mapped).lower(q, kv, kv).compile()
+    text = compiled.as_text()
+    assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == 1
+    assert text.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == 1
+    assert [(row.kind, row.axes) for row in collectives(compiled, mesh)] == [("all-reduce", ("data", "zero"))]
+
+
+def test_mistakes():
+    with pytest.raises(ConfigError, match="h100, h200, b200"):
+        gpu_devices("h1000", 8)
+    with pytest.raises(ConfigError, match="multiple of 8"):
+        gpu_devices("h100", 12)
+    with pytest.raises(ConfigError, match="count"):
+        gpu_devices("h100", 0)
+
+
+@pytest.mark.parametrize(("installed", "fix"), [(None, r"pip install 'jzero\[plan\]'"), (True, "JAX_PLATFORMS=cpu")])
+def test_missing_compiler_says_the_fix(monkeypatch, installed, fix):
+    def missing(**_):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(topologies, "get_topology_desc", missing)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed)
+    with pytest.raises(ConfigError, match=fix):
+        gpu_devices("h100", 7)
+
+
+def test_memory_of_a_cpu_program():
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    found = memory(jax.jit(lambda x: x + 1).lower(x).compile())
+    assert (found.arguments, found.outputs, found.aliased) == (2**22, 2**22, 0)
+    assert found.peak == 2**23 + found.temps
+    donated = Memory(arguments=3 * 2**30, outputs=2**30, aliased=2**30, temps=2**29, code=0)
+    assert repr(donated) == "Memory(peak 3.500 GiB: arguments 3.000, outputs 1.000, aliased 1.000, temps 0.500)"

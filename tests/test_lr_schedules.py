@@ -1,0 +1,196 @@
+"""DeepSpeed's schedules against a plain-Python re-statement of its scheduler objects, called step by step."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jzero import lr_schedules
+from jzero.errors import ConfigError
+
+STEPS = 60
+
+
+def run(at_construction, at_call, steps=STEPS):
+    """The values in force at steps 0, 1, 2, ...: one set at construction, then one set after every step."""
+    values = [at_construction]
+    for k in range(steps - 1):
+        values.append(at_call(k))
+    return values
+
+
+def measured(curve, steps=STEPS):
+    return [float(x) for x in jax.jit(jax.vmap(curve))(jnp.arange(steps, dtype=jnp.int32))]
+
+
+def warmup(k, n, kind):
+    n = max(2, n)
+    if k >= n:
+        return None
+    return math.log(k + 1) / math.log(n) if kind == "log" else k / n
+
+
+@pytest.mark.parametrize("kind", ["log", "linear"])
+@pytest.mark.parametrize("n", [1, 2, 10, 100])
+def test_warmup_lr(kind, n):
+    def at_call(k):
+        gamma = warmup(k, n, kind)
+        return 0.01 + (0.2 - 0.01) * (1.0 if gamma is None else gamma)
+
+    params = {"warmup_min_lr": 0.01, "warmup_max_lr": 0.2, "warmup_num_steps": n, "warmup_type": kind}
+    got = measured(lr_schedules.build("WarmupLR", params, 0.5).lr)
+    assert got == pytest.approx(run(0.01, at_call), rel=2e-6)
+    assert got[0] == got[1] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("kind", ["log", "linear"])
+@pytest.mark.parametrize(("n", "total"), [(10, 40), (1, 20), (30, 20), (20, 20)])
+def test_warmup_decay_lr(kind, n, total):
+    def at_call(k):
+        gamma = warmup(k, n, kind)
+        if gamma is None:
+            gamma = max(0.0, (total - k) / max(1, total - max(2, n)))
+        return 0.001 + (0.1 - 0.001) * gamma
+
+    params = {"total_num_steps": total, "warmup_min_lr": 0.001, "warmup_max_lr": 0.1, "warmup_num_steps": n}
+    schedule = lr_schedules.build("WarmupDecayLR", {**params, "warmup_type": kind}, 0.1)
+    assert measured(schedule.lr) == pytest.approx(run(0.001, at_call), rel=1e-5)
+    assert any("is less than" in note for note in schedule.notes) == (total < n)
+
+
+@pytest.mark.parametrize("kind", ["log", "linear"])
+@pytest.mark.parametrize(("n", "total", "start"), [(10, 40, 0.0), (5, 200, 0.1), (30, 20, 0.5)])
+def test_warmup_cosine_lr(kind, n, total, start):
+    def at_call(k):
+        gamma = warmup(k, n, kind)
+        if gamma is not None:
+            return 0.3 * (start + (1 - start) * gamma)
+        progress = min(1.0, (k - n + 1) / max(1, total - n))
+        return 0.3 * (1e-3 + (1 - 1e-3) * (1 + math.cos(math.pi * progress)) / 2)
+
+    params = {"total_num_steps": total, "warmup_num_steps": n, "warmup_min_ratio": start, "cos_min_ratio": 1e-3}
+    schedule = lr_schedules.build("WarmupCosineLR", {**params, "warmup_type": kind}, 0.3)
+    assert measured(schedule.lr) == pytest.approx(run(0.0, at_call), rel=1e-5, abs=1e-7)
+
+
+@settings(deadline=None, max_examples=30)
+@given(size=st.integers(1, 30), rate=st.floats(0.1, 5), staircase=st.booleans())
+def test_lr_range_test(size, rate, staircase):
+    def at_call(k):
+        x = (k + 1) / size
+        return 1e-3 * (1 + rate * (math.floor(x) if staircase else x))
+
+    params = {"lr_range_test_step_size": size, "lr_range_test_step_rate": rate, "lr_range_test_staircase": staircase}
+    schedule = lr_schedules.build("LRRangeTest", params, 1.0)
+    assert measured(schedule.lr) == pytest.approx(run(1e-3, at_call), rel=1e-6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    up=st.integers(1, 20),
+    down=st.none() | st.integers(1, 20),
+    stairs=st.integers(0, 5),
+    more_stairs=st.none() | st.integers(0, 5),
+    decay_step=st.integers(0, 7),
+    decay_lr=st.sampled_from([0.0, 0.5]),
+    decay_mom=st.sampled_from([0.0, 0.01]),
+)
+def test_one_cycle(up, down, stairs, more_stairs, decay_step, decay_lr, decay_mom):
+    second = up if down is None else down
+    second_stairs = stairs if more_stairs is None else more_stairs
+    total = up + second
+
+    def height(k):
+        i = k + 1
+        if i <= up:
+            return i * stairs // up / stairs if stairs else i / up
+        return (total - i) * second_stairs // second / second_stairs if second_stairs else (total - i) / second
+
+    def growth(k, rate):
+        return 1 + rate * (k - total + 1) / decay_step if decay_step else 1
+
+    def lr(k):
+        return 0.1 + (1.0 - 0.1) * height(k) if k < total else 0.1 / growth(k, decay_lr)
+
+    def momentum(k):
+        return 0.95 - (0.95 - 0.7) * height(k) if k < total else 0.95 * growth(k, decay_mom)
+
+    params = {
+        "cycle_min_lr": 0.1,
+        "cycle_max_lr": 1.0,
+        "decay_lr_rate": decay_lr,
+        "cycle_first_step_size": up,
+        "cycle_second_step_size": down,
+        "cycle_first_stair_count": stairs,
+        "cycle_second_stair_count": more_stairs,
+        "decay_step_size": decay_step,
+        "cycle_min_mom": 0.7,
+        "cycle_max_mom": 0.95,
+        "decay_mom_rate": decay_mom,
+    }
+    schedule = lr_schedules.build("OneCycle", params, 1.0)
+    assert measured(schedule.lr) == pytest.approx(run(0.1, lr), rel=1e-5)
+    assert measured(schedule.momentum) == pytest.approx(run(0.7, momentum), rel=1e-5)
+
+
+def test_one_cycle_without_momentum():
+    params = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_momentum": False}
+    assert lr_schedules.build("OneCycle", params, 1.0).momentum is None
+
+
+def test_defaults_and_notes():
+    schedule = lr_schedules.build("WarmupLR", {"warmup_max_lr": "auto"}, 0.25)
+    assert float(schedule.lr(2000)) == np.float32(0.001)  # a missing warmup_max_lr is 0.001, not the optimizer's lr
+    assert len(schedule.notes) == 1
+    overriding = lr_schedules.build("WarmupLR", {"warmup_max_lr": 0.5}, 0.25)
+    assert "0.5 overrides the optimizer's lr 0.25" in overriding.notes[1]
+    decay = lr_schedules.build("WarmupDecayLR", {"total_num_steps": 10}, 0.25)
+    assert "0.001 overrides the optimizer's lr 0.25" in decay.notes[1]
+
+
+def test_constant_without_a_scheduler():
+    schedule = lr_schedules.build(None, {}, 0.125)
+    assert float(jax.jit(schedule.lr)(7)) == 0.125
+    assert schedule.notes == ()
+    assert schedule.lr(0).dtype == jnp.float32
+    assert lr_schedules.from_config(None, None) is None
+
+
+def test_optax_schedules_have_optax_indexing():
+    params = {"init_value": 0.0, "peak_value": 1.0, "warmup_steps": 5, "decay_steps": 50}
+    schedule = lr_schedules.build("warmup_cosine_decay_schedule", params, 1e-3)
+    reference = optax.warmup_cosine_decay_schedule(**params)
+    assert measured(schedule.lr) == pytest.approx([float(reference(n)) for n in range(STEPS)], rel=1e-5, abs=1e-7)
+    steps = lr_schedules.build(
+        "piecewise_constant_schedule", {"init_value": 1.0, "boundaries_and_scales": {"3": 0.5}}, 1e-3
+    )
+    assert measured(steps.lr, 5) == [1.0, 1.0, 1.0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("type", "params", "words"),
+    [
+        ("WarmupLr", {}, ["scheduler.type: 'WarmupLr'", "did you mean 'WarmupLR'", "cosine_decay_schedule"]),
+        ("StepLR", {}, ["scheduler.type: 'StepLR'", "Allowed: WarmupLR"]),
+        ("WarmupLR", {"warmup_num_step": 3}, ["scheduler.params.warmup_num_step", "(value 3)", "'warmup_num_steps'"]),
+        ("WarmupLR", {"warmup_num_steps": 0}, ["warmup_num_steps: 0", "an integer >= 1"]),
+        ("WarmupLR", {"warmup_type": "cubic"}, ["'cubic'", "'log' or 'linear'"]),
+        ("WarmupLR", {"warmup_max_lr": "1e-3"}, ["'1e-3'", "a number >= 0"]),
+        ("WarmupLR", {"last_batch_iteration": 5}, ["last_batch_iteration: 5", "checkpoint"]),
+        ("WarmupDecayLR", {"total_num_steps": "auto"}, ["total_num_steps: missing"]),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max": 1}, ["cycle_max_lr: missing", "did you mean 'cycle_max_lr'"]),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_first_stair_count": 2**30}, ["too many"]),
+        ("cosine_decay_schedule", {"init_value": 1.0}, ["decay_steps: missing"]),
+        ("cosine_decay_schedule", {"init_value": 1.0, "decay_steps": -1}, ["optax.cosine_decay_schedule refuses"]),
+        ("cosine_decay_schedule", {"init_value": 1.0, "decay_step": 9}, ["did you mean 'decay_steps'"]),
+    ],
+)
+def test_errors(type, params, words):
+    with pytest.raises(ConfigError) as error:
+        lr_schedules.build(type, params, 1e-3)
+    for word in words:
+        assert word in str(error.value)

@@ -1,0 +1,372 @@
+"""Every optimizer: layer stacks, state paths and dtypes, sharding; the arithmetic in closed form; the errors."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jzero import optimizers
+from jzero.errors import ConfigError
+from jzero.lr_schedules import Schedule, build
+from jzero.optimizers import base_lr, describe, lr_of, per_layer, resolve
+
+LAYERS, STEPS = 4, 3
+STACKED = {"embed": False, "stack": {"w": True, "up": True, "b": True}, "head": False}
+
+CASES = [
+    ("Adam", {"weight_decay": 0.1}),
+    ("Adam", {"weight_decay": 0.1, "adam_w_mode": False}),
+    ("AdamW", {"weight_decay": 0.1, "betas": [0.8, 0.95], "eps": 1e-6}),
+    ("AdamW", {"bias_correction": False}),
+    ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    ("SGD", {}),
+    ("Lamb", {"weight_decay": 0.1, "max_coeff": 100.0}),
+    ("Lion", {"weight_decay": 0.1}),
+    ("Adagrad", {"weight_decay": 0.1}),
+    ("Muon", {"weight_decay": 0.1, "muon_lr": 0.02, "adam_lr": 0.01}),
+    ("adafactor", {"min_dim_size_to_factor": 4}),
+    ("adafactor", {"min_dim_size_to_factor": 4, "momentum": 0.9}),
+    *((name, {}) for name in (*optimizers._PLAIN, *optimizers._WHOLE) if name not in ("adafactor", "noisy_sgd")),
+]
+IDS = ["-".join([name, *params]) for name, params in CASES]
+cases = pytest.mark.parametrize(("name", "params"), CASES, ids=IDS)
+
+
+def config(name, params):
+    return SimpleNamespace(type=name, params=params)
+
+
+def schedule():
+    return Schedule(lambda count: 0.01 * (1.0 + jnp.asarray(count, jnp.float32)))
+
+
+def make(name, params, stacked=STACKED, **more):
+    return optimizers.build(config(name, params), schedule(), stacked=stacked, **more)
+
+
+def tree(seed, dtype=jnp.float32):
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+    stack = {"w": normal(LAYERS, 8, 16), "up": normal(LAYERS, 16, 8), "b": normal(LAYERS, 16)}
+    return {"embed": normal(24, 8), "stack": stack, "head": normal(8, 24)}
+
+
+def unstack(params):
+    layers = [{name: x[i] for name, x in params["stack"].items()} for i in range(LAYERS)]
+    return {"embed": params["embed"], "layers": layers, "lm_head": params["head"]}
+
+
+def train(tx, params, grads):
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    for grad in grads:
+        updates, state = update(grad, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def assert_close(a, b, rtol=1e-6, atol=1e-6):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), a, b)
+
+
+@cases
+def test_a_stack_is_trained_as_its_layers_would_be(name, params):
+    grads = [tree(seed) for seed in range(1, STEPS)]
+    stacked, _ = train(make(name, params), tree(0), grads)
+    by_layer, _ = train(make(name, params, stacked=None), unstack(tree(0)), [unstack(g) for g in grads])
+    assert_close(unstack(stacked), by_layer)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(stacked))
+
+
+def owners(state, params):
+    """{state leaf's path: (state leaf, parameter)} for the state leaves that belong to a parameter."""
+    known = {tuple(map(str, path)): x for path, x in jax.tree_util.tree_flatten_with_path(params)[0]}
+    found = {}
+    for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
+        keys = tuple(map(str, path))
+        for suffix, param in known.items():
+            if keys[-len(suffix) :] == suffix:
+                found[keys] = (x, param)
+    return found
+
+
+@cases
+def test_state_leaves_end_with_their_parameters_path(name, params):
+    p = tree(0)
+    state = make(name, params).init(p)
+    found = owners(state, p)
+    total = sum(x.size for x in jax.tree.leaves(state))
+    owned = sum(x.size for x, _ in found.values())
+    if name != "sm3":  # whose accumulators, one vector for each axis, have paths that go on below the parameter's
+        assert total - owned <= 64  # what belongs to no parameter are counters and constants
+    if name not in ("adafactor", "novograd", "sm3"):
+        assert all(x.shape == param.shape for x, param in found.values())
+    if name in ("Adam", "AdamW", "Lamb"):
+        assert len(found) == 2 * len(jax.tree.leaves(p))
+
+
+@cases
+@pytest.mark.parametrize("state_dtype", [jnp.float32, jnp.bfloat16])
+def test_state_dtype_and_low_precision_parameters(name, params, state_dtype):
+    tx, p = make(name, params, state_dtype=state_dtype), tree(0, jnp.bfloat16)
+    state = jax.eval_shape(tx.init, p)
+    updates, after = jax.eval_shape(tx.update, p, state, p)
+    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
+    floating = [x for x, _ in owners(state, p).values() if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert {x.dtype for x in floating} <= {jnp.dtype(state_dtype)}
+    assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.float32)}
+
+
+@cases
+def test_sharded_equals_unsharded(name, params):
+    mesh = Mesh(np.array(jax.devices()).reshape(8), ("zero",))
+    specs = {
+        "embed": PartitionSpec("zero"),
+        "stack": {
+            "w": PartitionSpec(None, "zero"),
+            "up": PartitionSpec(None, "zero"),
+            "b": PartitionSpec(None, "zero"),
+        },
+        "head": PartitionSpec("zero"),
+    }
+    shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    tx, grads = make(name, params), [tree(seed) for seed in range(1, STEPS)]
+    expected, _ = train(tx, tree(0), grads)
+
+    p = jax.device_put(tree(0), shardings)
+    by_path = {tuple(map(str, path)): s for path, s in jax.tree_util.tree_flatten_with_path(shardings)[0]}
+    shapes = {tuple(map(str, path)): x.shape for path, x in jax.tree_util.tree_flatten_with_path(p)[0]}
+
+    def sharding(path, x):
+        keys = tuple(map(str, path))
+        for suffix, s in by_path.items():
+            if keys[-len(suffix) :] == suffix and x.shape == shapes[suffix]:
+                return s
+        return NamedSharding(mesh, PartitionSpec())
+
+    state_shardings = jax.tree_util.tree_map_with_path(sharding, jax.eval_shape(tx.init, p))
+    state = jax.jit(tx.init, out_shardings=state_shardings)(p)
+
+    @jax.jit
+    def step(p, state, grad):
+        updates, state = tx.update(grad, state, p)
+        p, state = optax.apply_updates(p, updates), state
+        return jax.lax.with_sharding_constraint((p, state), (shardings, state_shardings))
+
+    for grad in grads:
+        p, state = step(p, state, jax.device_put(grad, shardings))
+    assert_close(p, expected)
+
+
+# ---------------------------------------------------------------- arithmetic
+
+
+def adam_reference(w, grads, *, lr, b1, b2, eps, decay, decoupled, bias_correction=True):
+    """Adam in float64 NumPy, from the paper."""
+    w, m, v = np.asarray(w, np.float64), 0.0, 0.0
+    for t, g in enumerate(grads, start=1):
+        g = np.asarray(g, np.float64) + (0 if decoupled else decay * w)
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        m_hat, v_hat = (m / (1 - b1**t), v / (1 - b2**t)) if bias_correction else (m, v)
+        w = w - lr(t - 1) * (m_hat / (np.sqrt(v_hat) + eps) + (decay * w if decoupled else 0))
+    return w
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "decoupled"), [("Adam", True, True), ("Adam", False, False), ("AdamW", True, 1)]
+)
+@pytest.mark.parametrize("bias_correction", [True, False])
+def test_adam(name, mode, decoupled, bias_correction):
+    params = {"weight_decay": 0.1, "betas": [0.8, 0.95], "eps": 1e-6, "adam_w_mode": mode}
+    params["bias_correction"] = bias_correction
+    grads = [tree(seed) for seed in range(1, 6)]
+    trained, _ = train(make(name, params), tree(0), grads)
+    expected = adam_reference(
+        tree(0)["head"], [g["head"] for g in grads], lr=lambda n: 0.01 * (1 + n), b1=0.8, b2=0.95, eps=1e-6, decay=0.1,
+        decoupled=decoupled, bias_correction=bias_correction,
+    )  # fmt: skip
+    np.testing.assert_allclose(trained["head"], expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "reference"),
+    [
+        ("AdamW", {"weight_decay": 0.1}, lambda lr: optax.adamw(lr, weight_decay=0.1)),
+        ("Lion", {"weight_decay": 0.1}, lambda lr: optax.lion(lr, weight_decay=0.1)),
+        ("SGD", {"momentum": 0.9, "nesterov": True}, lambda lr: optax.sgd(lr, 0.9, nesterov=True)),
+        ("Lamb", {"max_coeff": 1e9, "min_coeff": 0.0, "eps": 1e-6}, optax.lamb),
+        ("RMSprop", {"decay": 0.8}, lambda lr: optax.rmsprop(lr, 0.8)),
+        ("sm3", {}, lambda lr: optax.chain(optax.sm3(1.0), optax.scale_by_schedule(lr))),
+    ],
+)
+def test_same_numbers_as_optax(name, params, reference):
+    grads = [tree(seed) for seed in range(1, STEPS)]
+    ours, _ = train(make(name, params, stacked=None), tree(0), grads)
+    theirs, _ = train(reference(schedule().lr), tree(0), grads)
+    assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_adagrad_is_torch_adagrad():
+    g = [1e-7, 2e-7]
+    w = jnp.zeros(1)
+    tx = optimizers.build(config("Adagrad", {}), Schedule(lambda count: 0.1), stacked=None)
+    trained, _ = train(tx, w, [jnp.array([x]) for x in g])
+    expected = -0.1 * (1e-7 / (1e-7 + 1e-10) + 2e-7 / (np.sqrt(5e-14) + 1e-10))
+    np.testing.assert_allclose(trained, [expected], rtol=1e-5)
+
+
+def test_lamb_bounds_the_trust_ratio():
+    tx = optimizers.build(config("Lamb", {"max_coeff": 2.0}), Schedule(lambda count: 0.1), stacked=None)
+    w = jnp.full(4, 100.0)
+    updates, _ = tx.update(jnp.ones(4), tx.init(w), w)
+    np.testing.assert_allclose(updates, -0.2 * np.ones(4), rtol=1e-5)
+
+
+def test_muon_orthogonalises_hidden_matrices_only():
+    lr = Schedule(lambda count: 0.1)
+    p, g = tree(0), tree(1)
+    tx = optimizers.build(config("Muon", {"lr": 0.1}), lr, stacked=STACKED)
+    updates, _ = tx.update(g, tx.init(p), p)
+    for layer in updates["stack"]["w"]:  # 8 x 16: singular values near 1, times sqrt(16 / 8)
+        singular = np.linalg.svd(layer / -0.1, compute_uv=False) / np.sqrt(2)
+        assert ((singular > 0.3) & (singular < 1.4)).all()
+    for layer in updates["stack"]["up"]:
+        singular = np.linalg.svd(layer / -0.1, compute_uv=False)
+        assert ((singular > 0.3) & (singular < 1.4)).all()
+    for end in (updates["embed"], updates["head"], updates["stack"]["b"]):  # Adam's first step is ± lr
+        np.testing.assert_allclose(np.abs(end), 0.1, rtol=1e-4)
+
+
+def test_muon_rates_keep_their_ratio_under_a_schedule():
+    p, g = tree(0), tree(1)
+    params = {"lr": 0.2, "muon_lr": 0.4, "adam_lr": 0.1}
+    assert base_lr(config("Muon", params)) == 0.2
+    tx = optimizers.build(config("Muon", params), Schedule(lambda count: 0.02), stacked=STACKED)
+    updates, _ = tx.update(g, tx.init(p), p)
+    np.testing.assert_allclose(np.abs(updates["head"]), 0.01, rtol=1e-4)
+    tx = optimizers.build(config("Muon", {"lr": 0.2}), Schedule(lambda count: 0.02), stacked=STACKED)
+    halved, _ = tx.update(g, tx.init(p), p)
+    assert_close(updates["stack"]["w"], 2 * halved["stack"]["w"])
+
+
+@pytest.mark.parametrize("name", ["Adam", "Lamb", "Lion", "Muon"])
+def test_one_cycle_momentum_drives_beta1(name):
+    moving = {"cycle_first_step_size": 4, "cycle_min_mom": 0.0, "cycle_max_mom": 0.99}
+    lr = build("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, **moving}, 0.1)
+    cycled = optimizers.build(config(name, {}), lr, stacked=STACKED)
+    # The momentum at steps 0, 1 is 0, 0.74: against a fixed 0 the first step agrees and the second does not.
+    fixed = optimizers.build(config(name, {"betas": [0.0, 0.99]}), Schedule(lr.lr), stacked=STACKED)
+    grads = [tree(seed) for seed in range(1, 4)]
+    assert_close(train(cycled, tree(0), grads[:1])[0], train(fixed, tree(0), grads[:1])[0])
+    moved, plain = train(cycled, tree(0), grads)[0], train(fixed, tree(0), grads)[0]
+    assert max(np.abs(x - y).max() for x, y in zip(*map(jax.tree.leaves, (moved, plain)), strict=True)) > 1e-4
+    assert any("beta1" in note for note in describe(config(name, {}), lr))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon", "adafactor"])
+@pytest.mark.parametrize("part", ["embed", "up"])
+def test_frozen_parameters_are_none(name, part):
+    def cut(t):
+        return {**t, "embed": None} if part == "embed" else {**t, "stack": {**t["stack"], "up": None}}
+
+    expected = train(make(name, {}), tree(0), [tree(1)])[0]
+    for stacked in (STACKED, cut(STACKED)):
+        assert_close(train(make(name, {}, stacked=stacked), cut(tree(0)), [cut(tree(1))])[0], cut(expected))
+
+
+# ---------------------------------------------------------------- reporting, clients
+
+
+def test_describe():
+    notes = describe(config("Adam", {"torch_adam": True, "weight_decay": 0.1}), schedule())
+    assert "this is AdamW" in notes[0]
+    assert "0.1" in notes[0]
+    assert "torch_adam" in notes[1]
+    assert describe(config("AdamW", {}), schedule()) == ()
+    cycle = build("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1}, 0.1)
+    assert describe(config("SGD", {}), cycle) == (
+        "SGD: OneCycle's cycle_momentum is not used, the optimizer has no betas",
+    )
+
+
+def test_base_lr():
+    assert base_lr(config("adamw", {"lr": 0.5})) == 0.5
+    assert base_lr(config("AdamW", {"lr": "auto"})) == 1e-3
+    assert base_lr(config("Adagrad", {})) == 1e-2
+    assert base_lr(config("adamax", {"learning_rate": 0.25})) == 0.25
+    assert base_lr(config("prodigy", {})) == 1.0
+    assert base_lr(None) is None
+
+
+def test_resolve():
+    own = optax.sgd(1.0)
+    assert resolve(own, None, None, stacked=None) is own
+    made = resolve(lambda rate: optax.sgd(rate), None, schedule(), stacked=None)
+    assert float(made.update(jnp.ones(1), made.init(jnp.ones(1)))[0][0]) == pytest.approx(-0.01)
+    built = resolve(None, config("SGD", {"lr": 0.5}), None, stacked=None)
+    assert float(built.update(jnp.ones(1), built.init(jnp.ones(1)), jnp.ones(1))[0][0]) == -0.5
+    for optimizer, words in ((None, "none given"), ("adam", "'adam' is neither"), (lambda rate: rate, "returned")):
+        with pytest.raises(ConfigError, match=words):
+            resolve(optimizer, None, schedule(), stacked=None)
+    with pytest.raises(ConfigError, match="needs one"):
+        resolve(optax.sgd, None, None, stacked=None)
+
+
+def test_lr_of():
+    tx = optax.chain(optax.clip(1.0), optax.inject_hyperparams(optax.adam)(learning_rate=schedule().lr))
+    p = jnp.ones(2)
+    state = tx.init(p)
+    assert float(jax.jit(lr_of)(state)) == pytest.approx(0.01)
+    _, state = tx.update(p, state, p)
+    _, state = tx.update(p, state, p)
+    assert float(lr_of(state)) == pytest.approx(0.02)
+    assert np.isnan(lr_of(optax.adam(0.1).init(p)))
+
+
+def test_per_layer_of_a_clients_transform():
+    tx = optax.scale_by_trust_ratio()
+    assert per_layer(tx, None) is tx
+    assert per_layer(tx, {"a": False}) is tx
+    p = {"stack": jnp.array([[3.0, 4.0], [0.6, 0.8]])}
+    layered = per_layer(tx, {"stack": True})
+    updates, _ = layered.update({"stack": jnp.ones((2, 2))}, layered.init(p), p)
+    np.testing.assert_allclose(updates["stack"], np.array([[5, 5], [1, 1]]) / np.sqrt(2), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "words"),
+    [
+        ("AdamWW", {}, ["optimizer.type: 'AdamWW'", "did you mean 'AdamW'", "Allowed: Adam, AdamW"]),
+        ("OneBitAdam", {}, ["not supported yet"]),
+        ("MuSGD", {}, ["not supported yet"]),
+        ("lbfgs", {}, ["line search"]),
+        ("AdamW", {"beta": [0.9, 0.9]}, ["optimizer.params.beta", "'betas'"]),
+        ("AdamW", {"betas": [0.9, 1.5]}, ["[0.9, 1.5]", "two numbers in [0, 1)"]),
+        ("AdamW", {"lr": "3e-4"}, ["lr: '3e-4'", "a number >= 0"]),
+        ("AdamW", {"amsgrad": True}, ["amsgrad: True", '"amsgrad"']),
+        ("AdamW", {"adam_w_mode": False}, ["adam_w_mode: False", '"Adam"']),
+        ("Adam", {"max_grad_norm": 1.0}, ["max_grad_norm", '"gradient_clipping": 1.0']),
+        ("SGD", {"dampening": 0.1}, ["dampening: 0.1"]),
+        ("SGD", {"nesterov": True}, ["nesterov: true needs a momentum"]),
+        ("Muon", {"ns_method": "polar"}, ["ns_method: 'polar'", "'gram' or 'standard'"]),
+        ("Muon", {"per_head_muon": True}, ["per_head_muon: True", "not supported yet"]),
+        ("adafactor", {"decay": 0.8}, ["optimizer.params.decay", "did you mean 'decay_rate'"]),
+        ("adafactor", {"decay_rate": "high"}, ["decay_rate: 'high'", "a number"]),
+        ("nadam", {"mu_dtype": "float12"}, ["nadam refuses"]),
+    ],
+)
+def test_errors(name, params, words):
+    with pytest.raises(ConfigError) as error:
+        make(name, params)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_all_problems_at_once():
+    with pytest.raises(ConfigError) as error:
+        make("Adam", {"lr": -1, "max_grad_norm": 1.0, "epsilon": 1e-8, "betas": 0.9})
+    assert len(error.value.problems) == 4

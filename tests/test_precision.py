@@ -1,0 +1,195 @@
+"""The loss scaler against a plain-Python re-statement of DeepSpeed's, and the dtype policy."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jzero.errors import ConfigError
+from jzero.precision import MAX_STUCK, NonFiniteError, Precision, Scaler, cast, check_stuck, finite_leaves
+
+
+class Reference:
+    """Section by section what the scaler has to do, one step at a time, in Python numbers."""
+
+    def __init__(self, settings):
+        self.s = settings
+        self.scale, self.hysteresis, self.iteration, self.last_overflow = settings.initial, settings.hysteresis, 0, -1
+        self.stuck, self.skipped, self.culprits = 0, 0, None
+
+    def step(self, finite):
+        overflow = not all(finite)
+        if overflow:
+            self.skipped += 1
+            self.culprits = [not f for f in finite] if self.culprits is None else self.culprits
+            at_minimum = not self.s.dynamic or self.scale <= self.s.minimum
+            self.stuck = self.stuck + 1 if at_minimum else 0
+            if self.s.dynamic:
+                if self.hysteresis == 1:
+                    self.scale = max(self.scale / 2, self.s.minimum)
+                else:
+                    self.hysteresis -= 1
+            self.last_overflow = self.iteration
+        else:
+            self.stuck, self.culprits = 0, None
+            if self.s.dynamic:
+                if self.s.consecutive:
+                    self.hysteresis = self.s.hysteresis
+                stable = (self.iteration - self.last_overflow) - 1
+                if stable > 0 and stable % self.s.window == 0:
+                    self.scale *= 2
+                    self.hysteresis = self.s.hysteresis
+        self.iteration += 1
+
+
+SCALERS = st.builds(
+    Scaler,
+    dynamic=st.booleans(),
+    initial=st.sampled_from([1.0, 4.0, 2.0**16, 3.0]),
+    window=st.integers(1, 6),
+    hysteresis=st.integers(1, 4),
+    consecutive=st.booleans(),
+    minimum=st.sampled_from([0.25, 1.0, 2.0]),
+)
+STEPS = st.lists(st.sampled_from([(True, True), (True, True), (False, True), (True, False)]), max_size=60)
+
+
+@settings(deadline=None, max_examples=200)
+@given(scaler=SCALERS, steps=STEPS)
+def test_scaler(scaler, steps):
+    reference, state = Reference(scaler), scaler.init(2)
+    for finite in steps:
+        reference.step(finite)
+        state = scaler.update(state, jnp.array(finite))
+        assert float(state.scale) == reference.scale
+        assert (int(state.iteration), int(state.last_overflow)) == (reference.iteration, reference.last_overflow)
+        assert (int(state.stuck), int(state.skipped)) == (reference.stuck, reference.skipped)
+        assert state.culprits.tolist() == (reference.culprits or [False, False])
+        if scaler.dynamic:
+            assert int(state.hysteresis) == reference.hysteresis
+
+
+def scales(scaler, finite):
+    """The scale after each step, in one compiled scan: the update keeps its state's structure and dtypes."""
+
+    def step(state, f):
+        state = scaler.update(state, f[None])
+        return state, state.scale
+
+    return jax.jit(lambda f: jax.lax.scan(step, scaler.init(1), f)[1])(jnp.array(finite)).tolist()
+
+
+def test_first_growth_after_window_plus_one_clean_steps():
+    scaler = Scaler(dynamic=True, initial=8.0, window=5)
+    assert scales(scaler, [True] * 11) == [8.0] * 5 + [16.0] * 5 + [32.0]
+
+
+def test_hysteresis_and_floor():
+    scaler = Scaler(dynamic=True, initial=8.0, hysteresis=2, minimum=2.0)
+    assert scales(scaler, [False] * 5) == [8.0, 4.0, 2.0, 2.0, 2.0]
+    assert scales(scaler, [False, True, False, True]) == [8.0, 8.0, 4.0, 4.0]
+    consecutive = Scaler(dynamic=True, initial=8.0, hysteresis=2, consecutive=True)
+    assert scales(consecutive, [False, True, False, True]) == [8.0] * 4
+
+
+def test_scale_never_becomes_infinite():
+    assert np.isfinite(scales(Scaler(dynamic=True, initial=2.0**126, window=1), [True] * 10)).all()
+
+
+def test_stuck_names_the_first_culprits():
+    scaler = Scaler(dynamic=True, initial=4.0, hysteresis=1)
+    update = jax.jit(scaler.update)
+    state = scaler.init(3)
+    for finite in [(True, False, True), (True, True, True)] + [(False, True, True)] + [(False, False, False)] * 25:
+        check_stuck(state, ["a", "b", "c"])
+        state = update(state, jnp.array(finite))
+        if int(state.stuck) == MAX_STUCK:
+            break
+    with pytest.raises(NonFiniteError, match=r"20 optimizer steps.*scale 1,.*First not finite: a\..*bf16") as error:
+        check_stuck(state, ["a", "b", "c"])
+    assert isinstance(error.value, FloatingPointError)
+    check_stuck(update(state, jnp.ones(3, bool)), ["a", "b", "c"])  # one good step, and all is well
+
+
+@pytest.mark.parametrize("scaler", [Scaler(), Scaler(initial=128.0)])
+def test_without_dynamic_scale_every_skip_counts(scaler):
+    state = scaler.init(1)
+    for _ in range(MAX_STUCK):
+        check_stuck(state, ["w"])
+        state = scaler.update(state, jnp.array([False]))
+    assert float(state.scale) == scaler.initial
+    with pytest.raises(NonFiniteError, match="First not finite: w"):
+        check_stuck(state, ["w"])
+
+
+def config(precision="fp32", accum=None, wire=None, **sections):
+    fp16 = {
+        "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2,
+        "consecutive_hysteresis": False, "min_loss_scale": 1, "fp16_master_weights_and_grads": False,
+    }  # fmt: skip
+    bf16 = {"check_grad_overflow": True, "bf16_master_weights_and_grads": False, "bf16_optimizer_states": False}
+    return SimpleNamespace(
+        precision=precision,
+        fp16=SimpleNamespace(**fp16 | sections.get("fp16", {})),
+        bf16=SimpleNamespace(**bf16 | sections.get("bf16", {})),
+        data_types=SimpleNamespace(grad_accum_dtype=accum),
+        communication_data_type=wire,
+    )
+
+
+def dtypes(policy):
+    names = (policy.compute, policy.master, policy.accum, policy.reduce, policy.optimizer_state)
+    return " ".join(str(name) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (config(), "float32 float32 float32 float32 float32"),
+        (config("bf16"), "bfloat16 float32 float32 bfloat16 float32"),
+        (config("fp16"), "float16 float32 float32 float16 float32"),
+        (config("bf16", accum="bf16", wire="fp32"), "bfloat16 float32 bfloat16 float32 float32"),
+        (config("bf16", bf16={"bf16_master_weights_and_grads": True}), "bfloat16 bfloat16 float32 bfloat16 float32"),
+        (config("fp16", fp16={"fp16_master_weights_and_grads": True}), "float16 float16 float32 float16 float32"),
+        (config("bf16", bf16={"bf16_optimizer_states": True}), "bfloat16 float32 float32 bfloat16 bfloat16"),
+        (config("fp32", bf16={"bf16_optimizer_states": True}), "float32 float32 float32 float32 float32"),
+    ],
+)
+def test_policy(made, expected):
+    assert dtypes(Precision.from_config(made)) == expected
+
+
+def test_overflow_check_and_scaler():
+    assert Precision.from_config(config()).check_overflow
+    assert Precision.from_config(config("bf16")).check_overflow
+    assert not Precision.from_config(config("bf16", bf16={"check_grad_overflow": False})).check_overflow
+    assert Precision.from_config(config("fp32", bf16={"check_grad_overflow": False})).check_overflow
+    assert Precision.from_config(config("bf16")).scaler == Scaler(dynamic=False, initial=1.0)
+    assert Precision.from_config(config("fp16")).scaler == Scaler(dynamic=True, initial=65536.0)
+    static = Precision.from_config(config("fp16", fp16={"loss_scale": 128})).scaler
+    assert (static.dynamic, static.initial) == (False, 128.0)
+
+
+def test_unknown_dtypes():
+    with pytest.raises(ConfigError, match=r"communication_data_type: 'fp8'.*bf16"):
+        Precision.from_config(config(wire="fp8"))
+    with pytest.raises(ConfigError, match=r"precision: 'fp8'"):
+        Precision.from_config(config("fp8"))
+
+
+def test_cast_leaves_integers_and_keys_alone():
+    tree = {"w": jnp.ones(2), "n": jnp.arange(2), "key": jax.random.key(0), "none": None}
+    low = cast(tree, jnp.bfloat16)
+    assert low["w"].dtype == jnp.bfloat16
+    assert low["n"].dtype == jnp.int32
+    assert low["key"].dtype == tree["key"].dtype
+
+
+def test_finite_leaves():
+    tree = {"a": jnp.array([1.0, jnp.nan]), "b": jnp.ones(2), "c": jnp.array([-jnp.inf])}
+    assert finite_leaves(tree).tolist() == [False, True, False]
+    assert finite_leaves({}).shape == (0,)
