@@ -50,7 +50,9 @@ def restore(directory: str | os.PathLike, tag: str | None, shapes: Any, sharding
     directory = Path(directory).absolute()
     if tag is None:
         if not (directory / _LATEST).exists():
-            raise ConfigError(f"{directory} holds no checkpoint (no file {_LATEST!r}); give the directory of save_checkpoint")
+            raise ConfigError(
+                f"{directory} holds no checkpoint (no file {_LATEST!r}): give save_checkpoint's directory"
+            )
         tag = (directory / _LATEST).read_text().strip()
     path = directory / tag
     if not (path / _NOTES).exists():

@@ -345,9 +345,11 @@ def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any
 
 FIELDS = dict(_fields(Config))
 KNOWN = (*FIELDS, *keys.REPLACED, *keys.REFUSED)
-_TABLE_SECTIONS = sorted({
-    ".".join(parts[:depth]) for parts in (key.split(".") for key in KNOWN) for depth in range(1, len(parts))
-} - set(FIELDS), key=lambda path: -path.count("."))  # deepest first
+_TABLE_SECTIONS = sorted(
+    {".".join(parts[:depth]) for parts in (key.split(".") for key in KNOWN) for depth in range(1, len(parts))}
+    - set(FIELDS),
+    key=lambda path: -path.count("."),
+)  # deepest first
 
 
 def _unknown(section: str, key: str, value: Any) -> str:
@@ -562,7 +564,8 @@ def _mesh_degrees(c: Config, num_devices: int) -> dict[str, int]:
     degrees |= {axis: num_devices // fixed for axis in rest}
     problems = [
         f"mesh.{axis} = -1 is {degrees[axis]} on {num_devices} devices: not yet: {what}; only 1 is accepted"
-        for axis, what in _AXES_TO_COME.items() if degrees[axis] > 1
+        for axis, what in _AXES_TO_COME.items()
+        if degrees[axis] > 1
     ]
     replicas = degrees["data"] * degrees["zero"]
     if c.data_parallel_size not in (None, replicas):

@@ -83,7 +83,7 @@ def instance(allowed: str, *types: type) -> Kind:
 
     def parse(value: Any) -> Any:
         if not isinstance(value, types):
-            raise ValueError('write it without quotes' if bool in types and value in ("true", "false") else "")
+            raise ValueError("write it without quotes" if bool in types and value in ("true", "false") else "")
         return value
 
     return Kind(allowed, parse)
@@ -178,7 +178,7 @@ REPLACED: dict[str, Row] = {
     **_replaced("", "optax: every optimizer works at every stage", FLAG, "zero_allow_untested_optimizer"),
     **_replaced("", "optax: one optimizer for every memory", FLAG, "zero_force_ds_cpu_optimizer"),
     **_replaced("", "XLA's command buffers (CUDA graphs), on by default", FLAG, "graph_harvesting"),
-    **_replaced("", "steps_per_print: the run report and the progress lines are all that is printed", TEXT, "log_level"),
+    **_replaced("", "steps_per_print: jzero prints the run report and progress lines", TEXT, "log_level"),
     **_replaced("", "the order of the mesh axes", FLAG, "use_data_before_expert_parallelism"),
     **_replaced("data_types", 'the "bf16" and "fp16" sections', _DTYPE, "param_dtype buffer_dtype"),
     **_replaced("optimizer", "jit: the update is one fused program", FLAG, "legacy_fusion"),
@@ -191,7 +191,9 @@ REPLACED: dict[str, Row] = {
         "contiguous_memory_optimization synchronize_checkpoint_boundary profile",
     ),
     **_replaced(
-        "activation_checkpointing", "the layer stack: every layer is a checkpoint", number(1, whole=True, none=True),
+        "activation_checkpointing",
+        "the layer stack: every layer is a checkpoint",
+        number(1, whole=True, none=True),
         "number_checkpoints",
     ),
     **_replaced("activation_checkpointing", "nothing: no tensor axis to partition over", FLAG, "partition_activations"),
@@ -227,8 +229,10 @@ REPLACED: dict[str, Row] = {
     **_replaced(_ZERO, _NO_HOOKS, COUNT, "stage3_module_granularity_threshold"),
     **_replaced(f"{_ZERO}.leaf_module", _NO_HOOKS, _NAMES, "classes names name_suffixes"),
     **_replaced(
-        _ZERO, _NO_HOOKS, FLAG, "memory_efficient_linear log_trace_cache_warnings override_module_apply"
-        " enable_sanity_checks"
+        _ZERO,
+        _NO_HOOKS,
+        FLAG,
+        "memory_efficient_linear log_trace_cache_warnings override_module_apply enable_sanity_checks",
     ),
     **_replaced(_ZERO, "autodiff: an unused parameter has gradient zero", FLAG, "ignore_unused_parameters"),
     **_replaced(_ZERO, "the sharded optimizer state", FLAG, "save_muon_momentum_buffer_in_memory"),
@@ -297,13 +301,18 @@ _PIN = "pin_memory nvme_path buffer_count"
 
 REFUSED: dict[str, Refused] = {
     "optimizer.params.max_grad_norm": Refused(_NothingEnabled(), _CLIP),
-    **{key: row._replace(text=_USE_BF16) for key, row in {
-        **_switched("torch_autocast", "", "dtype lower_precision_safe_modules"),
-        **_switched(
-            "amp", "", "opt_level cast_model_type patch_torch_functions keep_batchnorm_fp32 master_weights"
-            " cast_model_outputs num_losses verbosity min_loss_scale max_loss_scale loss_scale"
-        ),
-    }.items()},
+    **{
+        key: row._replace(text=_USE_BF16)
+        for key, row in {
+            **_switched("torch_autocast", "", "dtype lower_precision_safe_modules"),
+            **_switched(
+                "amp",
+                "",
+                "opt_level cast_model_type patch_torch_functions keep_batchnorm_fp32 master_weights"
+                " cast_model_outputs num_losses verbosity min_loss_scale max_loss_scale loss_scale",
+            ),
+        }.items()
+    },
     # precision, communication
     **_defaults("bf16", "updating gradients inside the backward pass", immediate_grad_update=False),
     **_defaults("", "sparse gradients; embeddings get dense ones", sparse_gradients=False),
@@ -312,54 +321,88 @@ REFUSED: dict[str, Refused] = {
     ),
     # ZeRO
     **_defaults(
-        _ZERO, "quantized collectives (ZeRO++)", zero_quantized_weights=False,
-        zero_quantized_nontrainable_weights=False, zero_quantized_gradients=False,
-        zeropp_loco_param__err_beta=None, zeropp_loco_param__reset_T=None,
+        _ZERO,
+        "quantized collectives (ZeRO++)",
+        zero_quantized_weights=False,
+        zero_quantized_nontrainable_weights=False,
+        zero_quantized_gradients=False,
+        zeropp_loco_param__err_beta=None,
+        zeropp_loco_param__reset_T=None,
     ),
     **_defaults(_ZERO, "a cap on the replicated parameters", stage3_model_persistence_threshold=2**63 - 1),
     **_switched(
-        f"{_ZERO}.offload_optimizer", "optimizer state outside the device", f"{_PIN} pipeline_read pipeline_write"
-        " pipeline fast_init ratio super_offload cpuadam_cores_perc", switch="device", off=("none",)
+        f"{_ZERO}.offload_optimizer",
+        "optimizer state outside the device",
+        f"{_PIN} pipeline_read pipeline_write pipeline fast_init ratio super_offload cpuadam_cores_perc",
+        switch="device",
+        off=("none",),
     ),
     **_switched(
-        f"{_ZERO}.offload_param", "parameters outside the device", f"{_PIN} buffer_size max_in_cpu",
-        switch="device", off=("none",),
+        f"{_ZERO}.offload_param",
+        "parameters outside the device",
+        f"{_PIN} buffer_size max_in_cpu",
+        switch="device",
+        off=("none",),
+    ),
+    **_defaults(_ZERO, "offload", cpu_offload=False, cpu_offload_params=False, cpu_offload_use_pin_memory=False),
+    **_defaults(
+        f"{_ZERO}.zenflow",
+        "ZenFlow offload",
+        **dict.fromkeys(
+            [
+                "topk_ratio",
+                "select_strategy",
+                "select_interval",
+                "update_interval",
+                "overlap_step",
+                "offload",
+                "auto_ratio",
+                "full_warm_up_rounds",
+                "pt_reserved_cores_perc",
+                "steps_per_epoch",
+            ]
+        ),
     ),
     **_defaults(
-        _ZERO, "offload", cpu_offload=False, cpu_offload_params=False, cpu_offload_use_pin_memory=False
-    ),
-    **_defaults(f"{_ZERO}.zenflow", "ZenFlow offload", **dict.fromkeys(
-        ["topk_ratio", "select_strategy", "select_interval", "update_interval", "overlap_step", "offload", "auto_ratio",
-         "full_warm_up_rounds", "pt_reserved_cores_perc", "steps_per_epoch"]
-    )),
-    **_defaults(
-        "aio", "NVMe offload", block_size=1048576, queue_depth=8, intra_op_parallelism=1, single_submit=False,
-        overlap_events=True, use_gds=False,
+        "aio",
+        "NVMe offload",
+        block_size=1048576,
+        queue_depth=8,
+        intra_op_parallelism=1,
+        single_submit=False,
+        overlap_events=True,
+        use_gds=False,
     ),
     **_defaults("compile", "offload", offload_activation=False, offload_opt_states=False, offload_parameters=False),
     **_defaults("compile", "a choice of compiler passes", passes=[]),
     # other ways to be parallel
     **_defaults("pipeline", "pipeline stages", stages=1, partition="best", activation_checkpoint_interval=0),
     **_switched(
-        "tensor_parallel", "tensor parallelism", "preset_model tp_overlap_comm partition_config tp_grain_size",
-        switch="autotp_size", off=(1, 0),
+        "tensor_parallel",
+        "tensor parallelism",
+        "preset_model tp_overlap_comm partition_config tp_grain_size",
+        switch="autotp_size",
+        off=(1, 0),
     ),
     **_switched("tensor_parallel.tp", "tensor parallelism", "tp_grain_size", switch="tp_size", off=(1,)),
     **_defaults("", "sequence parallelism", sequence_parallel_size=1),
     **_switched(
-        "expert_parallel", "expert parallelism", "autoep_size preset_model use_grouped_mm score_func top_k"
-        " moe_layer_pattern router_pattern expert_pattern"
+        "expert_parallel",
+        "expert parallelism",
+        "autoep_size preset_model use_grouped_mm score_func top_k moe_layer_pattern router_pattern expert_pattern",
     ),
     # what a run reports
     **_switched("tensorboard", "TensorBoard output", "output_path job_name"),
     **_switched("csv_monitor", "CSV output", "output_path job_name"),
     **_switched("wandb", "Weights & Biases output", "group team project"),
     **_switched(
-        "comet", "Comet output", "samples_log_interval project workspace api_key experiment_name experiment_key"
-        " online mode"
+        "comet",
+        "Comet output",
+        "samples_log_interval project workspace api_key experiment_name experiment_key online mode",
     ),
     **_switched(
-        "flops_profiler", "the FLOPS profiler",
+        "flops_profiler",
+        "the FLOPS profiler",
         "recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
     ),
     **_switched("comms_logger", "the collectives report", "prof_all prof_ops verbose debug"),
@@ -368,52 +411,91 @@ REFUSED: dict[str, Refused] = {
     **_defaults("", "the vocabulary check", vocabulary_size=None),
     # checkpoints
     **_defaults(
-        "checkpoint", "checkpoint settings", tag_validation="WARN", load_universal=False, use_node_local_storage=False,
-        parallel_write__pipeline_stage=False, checkpoint_serialization=True, writer__type=None,
-        writer__io_buffer_size=67108864, writer__io_buffer_double=True, writer__show_statistics=False,
-        writer__data_parallel=None, writer__decoupled=False, writer__io_multiplier=1,
+        "checkpoint",
+        "checkpoint settings",
+        tag_validation="WARN",
+        load_universal=False,
+        use_node_local_storage=False,
+        parallel_write__pipeline_stage=False,
+        checkpoint_serialization=True,
+        writer__type=None,
+        writer__io_buffer_size=67108864,
+        writer__io_buffer_double=True,
+        writer__show_statistics=False,
+        writer__data_parallel=None,
+        writer__decoupled=False,
+        writer__io_multiplier=1,
     ),
     **_switched(
-        "nebula", "asynchronous checkpoints", "persistent_storage_path persistent_time_interval"
-        " num_of_version_in_retention enable_nebula_load nebula_load_path"
+        "nebula",
+        "asynchronous checkpoints",
+        "persistent_storage_path persistent_time_interval"
+        " num_of_version_in_retention enable_nebula_load nebula_load_path",
     ),
     **_defaults("datastates_ckpt", "asynchronous checkpoints", host_cache_size=None, parser_threads=None),
     # elastic runs, tuning, data
     **_switched(
-        "elasticity", "elastic batch sizes", "max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time"
-        " prefer_larger_batch version ignore_non_elastic_batch_info num_gpus_per_node model_parallel_size"
+        "elasticity",
+        "elastic batch sizes",
+        "max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time"
+        " prefer_larger_batch version ignore_non_elastic_batch_info num_gpus_per_node model_parallel_size",
     ),
     **_switched(
-        "autotuning", "autotuning", "fast results_dir exps_dir overwrite metric start_profile_step end_profile_step"
+        "autotuning",
+        "autotuning",
+        "fast results_dir exps_dir overwrite metric start_profile_step end_profile_step"
         " tuner_type tuner_early_stopping tuner_num_trials mp_size num_tuning_micro_batch_sizes arg_mappings"
         " max_train_batch_size min_train_batch_size max_train_micro_batch_size_per_gpu"
-        " min_train_micro_batch_size_per_gpu model_info model_info_path metric_path"
+        " min_train_micro_batch_size_per_gpu model_info model_info_path metric_path",
     ),
     **_switched("data_efficiency", "data efficiency", "seed data_sampling data_routing"),
     **_switched(
-        "curriculum_learning", "curriculum learning",
+        "curriculum_learning",
+        "curriculum learning",
         "curriculum_type min_difficulty max_difficulty schedule_type schedule_config",
     ),
     # training methods
     **_switched("progressive_layer_drop", "progressive layer dropping", "theta gamma"),
     **_switched(
-        "hybrid_engine", "the hybrid engine", "max_out_tokens inference_tp_size release_inference_cache"
-        " pin_parameters tp_gather_partition_size enable_cuda_graph"
+        "hybrid_engine",
+        "the hybrid engine",
+        "max_out_tokens inference_tp_size release_inference_cache"
+        " pin_parameters tp_gather_partition_size enable_cuda_graph",
     ),
     **_switched(
         "eigenvalue", "eigenvalues", "verbose max_iter tol stability gas_boundary_resolution layer_name layer_num"
     ),
-    **_defaults("sparse_attention", "sparse attention", **dict.fromkeys(
-        ["mode", "block", "different_layout_per_head", "num_local_blocks", "num_global_blocks", "attention",
-         "horizontal_global_attention", "num_different_global_patterns", "num_random_blocks", "local_window_blocks",
-         "global_block_indices", "global_block_end_indices", "num_sliding_window_blocks"]
-    )),
-    **_nested(
-        "compression_training", "compression", "weight_quantization activation_quantization sparse_pruning row_pruning"
-        " head_pruning channel_pruning layer_reduction"
+    **_defaults(
+        "sparse_attention",
+        "sparse attention",
+        **dict.fromkeys(
+            [
+                "mode",
+                "block",
+                "different_layout_per_head",
+                "num_local_blocks",
+                "num_global_blocks",
+                "attention",
+                "horizontal_global_attention",
+                "num_different_global_patterns",
+                "num_random_blocks",
+                "local_window_blocks",
+                "global_block_indices",
+                "global_block_end_indices",
+                "num_sliding_window_blocks",
+            ]
+        ),
     ),
-    **{key: Refused(_NothingEnabled(), "not yet: quantized training; leave it out")
-       for key in ("weight_quantization", "quantize_training")},
+    **_nested(
+        "compression_training",
+        "compression",
+        "weight_quantization activation_quantization sparse_pruning row_pruning"
+        " head_pruning channel_pruning layer_reduction",
+    ),
+    **{
+        key: Refused(_NothingEnabled(), "not yet: quantized training; leave it out")
+        for key in ("weight_quantization", "quantize_training")
+    },
 }
 
 # An old key and the key that took its place: giving both is an error.

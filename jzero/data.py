@@ -24,7 +24,8 @@ class ArrayLoader:
     """
 
     def __init__(self, data: Any, *, size: int, seed: int, drop_last: bool = False):
-        if isinstance(data, list) or (hasattr(data, "__getitem__") and not isinstance(data, dict | tuple | np.ndarray | jax.Array)):
+        samples = hasattr(data, "__getitem__") and not isinstance(data, dict | tuple | np.ndarray | jax.Array)
+        if samples:
             data = jax.tree.map(lambda *xs: np.stack(xs), *[data[i] for i in range(len(data))])
         self.data = jax.tree.map(np.asarray, data)
         lengths = {len(x) for x in jax.tree.leaves(self.data)}

@@ -140,7 +140,7 @@ class Engine:
         else:
             done = self.step_fn.run(self.state, source)
         self._finish(done, self.gradient_accumulation_steps())
-        return self._metrics["loss"]  # type: ignore[index]
+        return done[1]["loss"]
 
     def eval_batch(self, batch: Any) -> jax.Array:
         """The loss of a batch (or an iterator of micro-batches) without dropout and without an update."""
@@ -222,7 +222,7 @@ class Engine:
 
     def _check_no_pending(self, call: str) -> None:
         if self._queue:
-            raise ConfigError(f"{call} with {len(self._queue)} micro-batches waiting for step(): call engine.step() first")
+            raise ConfigError(f"{call}: {len(self._queue)} micro-batches wait for step(); call engine.step() first")
 
     # ------------------------------------------------------------------ after a step
 
@@ -306,10 +306,12 @@ class Engine:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def save_checkpoint(self, save_dir: str | os.PathLike, tag: str | None = None, client_state: Mapping | None = None) -> bool:
+    def save_checkpoint(
+        self, save_dir: str | os.PathLike, tag: str | None = None, client_state: Mapping | None = None
+    ) -> bool:
         """Write the whole state to save_dir/tag (default `global_step{N}`) and name it in save_dir/latest."""
         self._check_no_pending("save_checkpoint")
-        counters = {"global_steps": self.global_steps, "global_samples": self.global_samples, "micro_steps": self.micro_steps}
+        counters = {name: getattr(self, name) for name in ("global_steps", "global_samples", "micro_steps")}
         tag = tag or f"global_step{self.global_steps}"
         checkpoint.save(self.state, save_dir, tag, {"engine": counters, "client": dict(client_state or {})})
         return True
@@ -322,5 +324,3 @@ class Engine:
         for name, value in notes["engine"].items():
             setattr(self, name, value)
         return str(path), notes["client"]
-
-

@@ -100,15 +100,15 @@ def from_flax(module: Any, loss_fn: Callable | None = None, *, example_batch: An
             raise ConfigError("from_flax: a Linen module needs loss_fn(module, batch) and example_batch=...")
         return _Linen(module, _with_rng(loss_fn), example_batch)
     if not callable(module):
-        raise ConfigError(f"from_flax: {type(module).__name__} is neither a function rngs -> nnx.Module nor a Linen module")
+        raise ConfigError(f"from_flax: {module!r} is neither a function rngs -> nnx.Module nor a Linen module")
     build = _builder(module)
     abstract = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
     if all(hasattr(abstract, name) for name in ("prefix", "stack", "suffix")):
         if loss_fn is not None:
-            raise ConfigError("from_flax: a module with prefix, stack and suffix computes its loss in suffix; drop loss_fn")
+            raise ConfigError("from_flax: a module with prefix, stack, suffix has its loss in suffix; drop loss_fn")
         return _NNXStack(build, abstract)
     if loss_fn is None:
-        raise ConfigError("from_flax: loss_fn(module, batch) is missing (only modules with prefix, stack, suffix need none)")
+        raise ConfigError("from_flax: loss_fn(module, batch) is missing; only prefix, stack, suffix need none")
     return _NNX(build, abstract, _with_rng(loss_fn))
 
 
@@ -130,7 +130,8 @@ class _Apply:
     """An NNX module as a pure function of its parameters: `with_params(params, rng) -> module`."""
 
     def __init__(self, abstract: nnx.Module):
-        self.graph, self.params, self.random, rest = nnx.split(abstract, nnx.Param, nnx.RngState, ...)
+        parts: Any = nnx.split(abstract, nnx.Param, nnx.RngState, ...)
+        self.graph, self.params, self.random, rest = parts
         if others := [f"{'.'.join(map(str, path))} ({type(v).__name__})" for path, v in nnx.to_flat_state(rest)]:
             raise ConfigError(
                 f"from_flax: {', '.join(others)} is state that is not a parameter; only nnx.Param and random state "

@@ -44,8 +44,8 @@ def _head(step: Any) -> str:
         f"jzero: {step.model!r}\n"
         f"mesh:  {degrees} = {devices.size} x {device}\n"
         f"batch: {b.train} = {b.micro} per device x {b.accum} accumulation x {step.replicas} replicas{inferred}\n"
-        f"ZeRO-{step.config.zero_optimization.stage}, {step.config.precision}: masters {step.precision.master}, gradients "
-        f"accumulated in {step.precision.accum}, reduced in {step.precision.reduce}"
+        f"ZeRO-{step.config.zero_optimization.stage}, {step.config.precision}: masters {step.precision.master}, "
+        f"gradients accumulated in {step.precision.accum}, reduced in {step.precision.reduce}"
     )
 
 

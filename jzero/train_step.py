@@ -1,8 +1,8 @@
 """The functional API: one compiled step for every stage, precision and layout.
 
-    step = make_train_step(model, config)
-    state = step.init(jax.random.key(0))
-    state, metrics = step(state, batch)
+step = make_train_step(model, config)
+state = step.init(jax.random.key(0))
+state, metrics = step(state, batch)
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class TrainStep:
         degrees = " x ".join(f"{axis} {n}" for axis, n in self.mesh.shape.items() if n > 1) or "1 device"
         b = self.batch_sizes
         return (
-            f"TrainStep({self.model!r}, ZeRO-{self.config.zero_optimization.stage}, {self.config.precision}, mesh {degrees}, "
-            f"batch {b.train} = {b.micro} x {b.accum} x {self.replicas})"
+            f"TrainStep({self.model!r}, ZeRO-{self.config.zero_optimization.stage}, {self.config.precision}, "
+            f"mesh {degrees}, batch {b.train} = {b.micro} x {b.accum} x {self.replicas})"
         )
 
     def _choose_schedule(self, optimizer: Any, lr_scheduler: Any) -> lr_schedules.Schedule | None:
@@ -144,13 +144,13 @@ class TrainStep:
         own = isinstance(optimizer, optax.GradientTransformation)
         if own and (lr_scheduler is not None or self.config.scheduler is not None):
             raise ConfigError(
-                "scheduler: the optimizer passed in has its own learning rate, so this schedule would do nothing; pass a "
-                "function of the schedule instead (optimizer=lambda lr: optax.adamw(lr)), or drop the scheduler"
+                "scheduler: the optimizer passed in has its own learning rate, so this schedule would do nothing; pass "
+                "a function of the schedule instead (optimizer=lambda lr: optax.adamw(lr)), or drop the scheduler"
             )
         if own:
             return None
         if lr_scheduler is not None and not callable(lr_scheduler):
-            raise ConfigError(f"lr_scheduler: {lr_scheduler!r} is not a function from the step count to a learning rate")
+            raise ConfigError(f"lr_scheduler: {lr_scheduler!r} is not a function from a step count to a learning rate")
         if lr_scheduler is not None:
             return lr_schedules.Schedule(lr_scheduler)
         return lr_schedules.from_config(self.config.scheduler, optimizers.base_lr(self.config.optimizer))
@@ -279,7 +279,7 @@ class TrainStep:
         return self._micro_loss(state.params, self.place_micro_batch(part), rng, jnp.int32(index))
 
     def lower(self, batch_shapes: Any) -> jax.stages.Lowered:
-        """The step lowered for the mesh's devices, which need not exist; `batch_shapes`: ShapeDtypeStructs or arrays."""
+        """The step lowered for the mesh's devices, which need not exist; the batch as ShapeDtypeStructs or arrays."""
         self.check_batch(batch_shapes, self.batch_sizes.train)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch_shapes)
         return self._step.lower(self.state_shapes, shapes)

@@ -77,7 +77,7 @@ def layout(
       params: shapes and dtypes, as from `jax.eval_shape(model.init, rng)`.
       stage: 0, 1, 2 or 3.
       persistence_threshold: stage 3 leaves smaller than this (elements, per layer) stay replicated.
-      has_stack: whether `params["stack"]` is a layer stack, with a leading layer axis that is never partitioned over `zero`.
+      has_stack: whether `params["stack"]` is a layer stack; its leading layer axis is never partitioned over `zero`.
       frozen: regular expressions; a leaf whose name one of them finds is not trained.
 
     Raises:

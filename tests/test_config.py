@@ -327,7 +327,7 @@ def test_rejected_values(path, value, parts):
         ("max_grad_norm", 'write "gradient_clipping" at the top level'),
         ("mesh.model", "the keys here are data, pipe, tensor, zero"),
         ("timers.throughput.synchronised", 'did you mean "synchronized"?'),
-        ("flops_profiler.step", 'the keys here are detailed'),
+        ("flops_profiler.step", "the keys here are detailed"),
         ("tensorboard.jobname", 'did you mean "job_name"?'),
         ("zero_optimization.offload_optimizer.pin_memry", 'did you mean "pin_memory"?'),
         ("checkpoint.writer.typ", 'did you mean "type"?'),
@@ -347,6 +347,7 @@ def test_keys_that_are_no_names():
 
 
 # ---- keys that something else does, keys to come --------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("path", config_keys.REPLACED)
 def test_every_replaced_key_loads_and_is_reported(path):
