@@ -1,8 +1,15 @@
 """Bytes of model state per device, from the specs alone: no device, no memory, no program.
 
 Two parts. What persists from step to step is exact: masters and optimizer state as they lie. What lives inside the
-step is the stage's promise: the parameters in the compute dtype and their gradients, as the ZeRO paper counts them
-(arXiv:1910.02054, section 3: 2 + 2 + 12 bytes per parameter under mixed precision).
+step is what the ZeRO paper counts beside them (arXiv:1910.02054, section 3; 2 + 2 + 12 bytes per parameter):
+
+- parameters in the compute dtype: whole where the stage gathers once a step, else as the masters lie. In fp32 only
+  gathered ones are a copy, the others are the masters themselves.
+- gradients of what is trained: in `data_types.grad_accum_dtype` the sum over the micro-batches; with an accumulation
+  of 1 the gradient itself, in the dtype in which the backward pass leaves it.
+
+Not here, because it comes and goes with the layers: the layer that stage 3 has gathered, the micro-batch's gradient
+on its way into the sum, activations. Of the whole program `jzero.planner.memory` has the peak.
 """
 
 from __future__ import annotations
@@ -12,20 +19,22 @@ from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jzero.mesh import ZERO
-from jzero.zero import STAGES
+from jzero.precision import Precision
+from jzero.zero import STAGES, Stage
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes per device. `formula` is the whole by the ZeRO paper's formula, without rounding, for comparison."""
+    """Bytes per device. `formula` is the total if every leaf were partitioned as the stage says, without rounding."""
 
     masters: int
     optimizer: int
-    parameters: float
-    gradients: float
+    parameters: int
+    gradients: int
     formula: float
 
     @property
@@ -34,7 +43,7 @@ class StateBytes:
         return self.masters + self.optimizer
 
     @property
-    def total(self) -> float:
+    def total(self) -> int:
         """With the compute-dtype parameters and gradients that live inside the step."""
         return self.persistent + self.parameters + self.gradients
 
@@ -54,27 +63,36 @@ def _local_size(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> int:
     return size
 
 
+def gradient_dtype(stage: Stage, precision: Precision, accumulation: int) -> Any:
+    """The dtype of the gradients that wait for the update: of their sum, or of the only micro-batch's."""
+    if accumulation > 1:
+        return jnp.dtype(precision.accum)
+    return jnp.dtype(precision.reduce if stage.scatter == "micro_batch" else precision.compute)
+
+
 def state_bytes(step: Any) -> StateBytes:
     """The model-state bytes per device of a `TrainStep`."""
-    mesh, group = step.mesh, step.mesh.shape[ZERO]
-    shapes, specs = step.state_shapes, step.state_specs
-    masters = bytes_per_device(shapes.params, specs.params, mesh)
-    optimizer = bytes_per_device(shapes.opt_state, specs.opt_state, mesh)
-    compute, stage = step.precision.compute.itemsize, STAGES[step.config.zero_optimization.stage]
-    parameters = gradients = whole = 0
-    for leaf in jax.tree.leaves(step.leaves):
-        size = prod(leaf.shape)
-        whole += size
-        parameters += compute * size // (group if leaf.stage.gather == "layer" else 1)
-        gradients += compute * size * leaf.trainable // (group if leaf.stage.scatter == "micro_batch" else 1)
+    shapes, specs, group = step.state_shapes, step.state_specs, step.mesh.shape[ZERO]
+    stage = STAGES[step.config.zero_optimization.stage if group > 1 else 0]
+
+    def inside(row: Stage, x: Any, trainable: bool) -> tuple[float, float]:
+        """Bytes of a leaf's compute copy and of its gradient under a row of the table."""
+        compute = jnp.dtype(step.precision.compute if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
+        copied = row.gather == "step" or compute != x.dtype
+        gradient = gradient_dtype(row, step.precision, step.batch_sizes.accum)
+        return (
+            copied * x.size * compute.itemsize / (group if row.gather == "layer" else 1),
+            trainable * x.size * gradient.itemsize / (group if row.scatter == "micro_batch" else 1),
+        )
+
+    leaves = list(zip(jax.tree.leaves(step.leaves), jax.tree.leaves(shapes.params), strict=True))
+    actual = [inside(leaf.stage, x, leaf.trainable) for leaf, x in leaves]
+    ideal = [inside(stage, x, leaf.trainable) for leaf, x in leaves]
     persistent = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((shapes.params, shapes.opt_state)))
-    formula = (
-        persistent / (group if stage.shards_state else 1)
-        + compute * whole / (group if stage.gather == "layer" else 1)
-        + compute * whole / (group if stage.scatter == "micro_batch" else 1)
+    return StateBytes(
+        masters=bytes_per_device(shapes.params, specs.params, step.mesh),
+        optimizer=bytes_per_device(shapes.opt_state, specs.opt_state, step.mesh),
+        parameters=int(sum(parameters for parameters, _ in actual)),
+        gradients=int(sum(gradients for _, gradients in actual)),
+        formula=persistent / (group if stage.shards_state else 1) + sum(map(sum, ideal)),
     )
-    # In fp32 the masters are the compute parameters: nothing is held twice.
-    if step.precision.compute == step.precision.master and stage.gather != "step":
-        formula -= compute * whole / (group if stage.gather == "layer" else 1)
-        parameters = 0
-    return StateBytes(masters, optimizer, parameters, gradients, formula)

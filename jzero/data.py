@@ -25,10 +25,12 @@ class ArrayLoader:
 
     def __init__(self, data: Any, *, size: int, seed: int, drop_last: bool = False):
         samples = hasattr(data, "__getitem__") and not isinstance(data, dict | tuple | np.ndarray | jax.Array)
-        if samples:
+        if samples and len(data):
             data = jax.tree.map(lambda *xs: np.stack(xs), *[data[i] for i in range(len(data))])
         self.data = jax.tree.map(np.asarray, data)
         lengths = {len(x) for x in jax.tree.leaves(self.data)}
+        if not any(lengths):
+            raise ConfigError("training_data: there are no samples in it")
         if len(lengths) != 1:
             raise ConfigError(f"training_data: its arrays have {sorted(lengths)} samples; they must all have as many")
         self.samples, self.size, self.seed, self.drop_last = lengths.pop(), size, seed, drop_last

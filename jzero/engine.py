@@ -167,7 +167,16 @@ class Engine:
         if not self._training:
             return self.step_fn.evaluate(self.state, micro_batch)
         micro_batch, index, state = self.step_fn.place_micro_batch(micro_batch), len(self._queue), self.state
-        self._forward = (micro_batch, Loss(lambda: self.step_fn.micro_loss(state, micro_batch, index)))
+
+        def compute() -> jax.Array:
+            if state.step.is_deleted():
+                raise ConfigError(
+                    "this loss was never computed, and a step that it had no part in has replaced its parameters: "
+                    "read it before that step, or pass it to engine.backward"
+                )
+            return self.step_fn.micro_loss(state, micro_batch, index)
+
+        self._forward = (micro_batch, Loss(compute))
         return self._forward[1]
 
     forward = __call__
@@ -227,12 +236,13 @@ class Engine:
     # ------------------------------------------------------------------ after a step
 
     def _finish(self, done: tuple[Any, Metrics, Details], micro_batches: int) -> None:
-        if self._details is not None:  # of the step before: by now it has run, so the host does not wait
-            check_stuck(self._details.loss_scale, self.step_fn.trainable_names)
+        before = self._details
         self.state, self._metrics, self._details = done
         self.global_steps += 1
         self.micro_steps += micro_batches
         self.global_samples += micro_batches * self.step_fn.micro_size
+        if before is not None:  # by now it has run, so the host does not wait
+            check_stuck(before.loss_scale, self.step_fn.trainable_names)
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0 and jax.process_index() == 0:
             self._print_progress()

@@ -147,7 +147,7 @@ class Gradients:
 
     def loss(self, active: Any, passive: Any, batch: Any, rng: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """(sum, count) of one micro-batch, every weight fetched where it is used."""
-        regather = self.config.zero_optimization.stage == 3
+        regather = any(leaf.stage.gather == "layer" for leaf in jax.tree.leaves(self.leaves))
         saving = partial(checkpointed, checkpointing=self.config.activation_checkpointing, regather=regather)
 
         def fetch(leaves: Any, pair: Any) -> Any:

@@ -16,10 +16,14 @@ leading layer axis [L, ...], and also has
     suffix(ends, x, batch, rng) -> scalar | (sum, count)
 
 which is what lets ZeRO-3 gather, activation checkpointing and the pipeline work layer by layer.
+
+Any model may also have `report_notes(dtype) -> list[str]`: lines of its own for the run report, given the compute
+dtype. A Flax module's method of that name is taken.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
@@ -113,16 +117,24 @@ def from_flax(module: Any, loss_fn: Callable | None = None, *, example_batch: An
 
 
 def _with_rng(loss_fn: Callable) -> Callable:
-    """`loss_fn` as a function of (module, batch, rng), whether or not it wants the rng."""
-    takes_rng = len(inspect.signature(loss_fn).parameters) >= 3
+    """`loss_fn` as a function of (module, batch, rng), whether or not it wants the rng: a third without a default."""
+    third = list(inspect.signature(loss_fn).parameters.values())[2:3]
+    takes_rng = any(p.default is p.empty or p.name == "rng" for p in third)
     return loss_fn if takes_rng else lambda module, batch, rng: loss_fn(module, batch)
+
+
+def _report_notes(module: Any) -> Callable[[Any], list[str]]:
+    return getattr(module, "report_notes", lambda dtype: [])
 
 
 def _builder(module_fn: Callable) -> Callable[[nnx.Rngs], nnx.Module]:
     """`module_fn` as a function of rngs, by position or by keyword."""
-    function = module_fn.__init__ if isinstance(module_fn, type) else module_fn  # type: ignore[misc]
+    function: Any = module_fn
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
     parameter = inspect.signature(function).parameters.get("rngs")
-    by_keyword = parameter is not None and parameter.kind is parameter.KEYWORD_ONLY
+    by_keyword = parameter is not None and parameter.kind is not parameter.POSITIONAL_ONLY
     return lambda rngs: module_fn(rngs=rngs) if by_keyword else module_fn(rngs)
 
 
@@ -155,6 +167,7 @@ class _Apply:
 class _NNX:
     def __init__(self, build: Callable, abstract: nnx.Module, loss_fn: Callable):
         self.build, self.module, self.loss_fn, self.name = build, _Apply(abstract), loss_fn, type(abstract).__name__
+        self.report_notes = _report_notes(abstract)
 
     def __repr__(self) -> str:
         return f"from_flax({self.name})"
@@ -170,6 +183,7 @@ class _NNXStack:
     def __init__(self, build: Callable, abstract: Any):
         self.build, self.name = build, repr(getattr(abstract, "config", type(abstract).__name__))
         self.whole, self.layer = _Apply(abstract), _Apply(abstract.stack)
+        self.report_notes = _report_notes(abstract)
         del abstract.stack
         self.ends = _Apply(abstract)
 
@@ -198,19 +212,25 @@ class _NNXStack:
 
 class _Linen:
     def __init__(self, module: linen.Module, loss_fn: Callable, example_batch: Any):
-        self.module, self.loss_fn, self.example = module, loss_fn, example_batch
+        self.linen, self.loss_fn, self.example = module, loss_fn, example_batch
+        self.report_notes = _report_notes(module)
 
     def __repr__(self) -> str:
-        return f"from_flax({type(self.module).__name__})"
+        return f"from_flax({type(self.linen).__name__})"
+
+    def module(self, params: Any, rng: jax.Array | None = None) -> Any:
+        return self.linen.bind({"params": params}, rngs=None if rng is None else {"dropout": rng})
 
     def init(self, rng: jax.Array) -> Any:
         example = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), x.dtype), self.example)
-        init = linen.init(lambda module, batch: self.loss_fn(module, batch, None), self.module)
+        init = linen.init(lambda module, batch: self.loss_fn(module, batch, None), self.linen)
         variables = init({"params": rng}, example)
         if others := sorted(set(variables) - {"params"}):
-            raise ConfigError(f"from_flax: variable collections {others} are not parameters and are not trained")
+            raise ConfigError(
+                f"from_flax: variable collections {others} are not parameters; only parameters are trained (use "
+                "LayerNorm, RMSNorm or GroupNorm for BatchNorm)"
+            )
         return variables["params"]
 
     def loss(self, params: Any, batch: Any, rng: jax.Array | None) -> Any:
-        apply = linen.apply(lambda module, batch: self.loss_fn(module, batch, rng), self.module)
-        return apply({"params": params}, batch, rngs=None if rng is None else {"dropout": rng})
+        return self.loss_fn(self.module(params, rng), batch, rng)

@@ -1,94 +1,151 @@
-"""The run report: what a run is about to do, as text to read once and to paste into a chat."""
+"""The run report: what a run is about to do, as plain text to read once and to paste into a chat."""
 
 from __future__ import annotations
 
-import io
-from itertools import groupby
+import json
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
 import jax
-from rich.console import Console
-from rich.table import Table
 
 from jzero import optimizers
-from jzero.accounting import state_bytes
+from jzero.accounting import gradient_dtype, state_bytes
 from jzero.mesh import AXES
-from jzero.zero import Leaf
+from jzero.zero import STAGES, Leaf
+
+WIDTH = 100
+MAX_ROWS = 12  # of the layout table
 
 
 def report(step: Any) -> str:
     """The run report of a `TrainStep`: mesh, batch, layout, bytes, defaults in effect, replaced keys, fallbacks."""
-    out = Console(file=io.StringIO(), width=110, force_terminal=False)
-    out.print(_head(step), highlight=False)
-    out.print(_layout_table(step))
-    out.print(_bytes_table(step))
-    for title, lines in (
-        ("In effect", _effective(step)),
-        ("Replaced keys", [f"{r.key} = {r.value}: {r.by}" for r in step.config.replaced]),
-        ("Fallbacks", _fallbacks(step)),
-    ):
-        if lines:
-            out.print(f"{title}:", markup=False)
-            for line in lines:
-                out.print(f"  - {line}", markup=False, highlight=False)
-    return "\n".join(line.rstrip() for line in out.file.getvalue().splitlines())  # type: ignore[attr-defined]
-
-
-def _head(step: Any) -> str:
-    devices, b = step.mesh.devices, step.batch_sizes
-    degrees = " x ".join(f"{axis} {step.mesh.shape[axis]}" for axis in AXES)
-    device = getattr(devices.flat[0], "device_kind", devices.flat[0].platform)
-    inferred = f" (inferred: {b.inferred})" if b.inferred else ""
-    return (
-        f"jzero: {step.model!r}\n"
-        f"mesh:  {degrees} = {devices.size} x {device}\n"
-        f"batch: {b.train} = {b.micro} per device x {b.accum} accumulation x {step.replicas} replicas{inferred}\n"
-        f"ZeRO-{step.config.zero_optimization.stage}, {step.config.precision}: masters {step.precision.master}, "
-        f"gradients accumulated in {step.precision.accum}, reduced in {step.precision.reduce}"
+    sections = (
+        ("jzero run report", _head(step)),
+        ("Layout", _layout(step)),
+        ("Model state per device", _model_state(step)),
+        ("In effect", _bullets(_effective(step))),
+        ("Replaced keys", _bullets(f"{r.key} = {_value(r.value)}: {r.by}" for r in step.config.replaced)),
+        ("Fallbacks", _bullets(_fallbacks(step))),
     )
+    return "\n\n".join("\n".join([title, *lines]) for title, lines in sections if lines)
 
 
-def _layout_table(step: Any) -> Table:
-    table = Table("parameters", "leaves", "elements", "spec", "note", title="Layout", title_justify="left")
-
-    def row(leaf: Leaf) -> tuple[str, str, str]:
-        return leaf.name.rsplit("/", 1)[0], str(leaf.spec), _note(leaf)
-
-    leaves = sorted(jax.tree.leaves(step.leaves), key=lambda leaf: (row(leaf), leaf.name))
-    for (name, spec, note), group in groupby(leaves, key=row):
-        members = list(group)
-        elements = sum(prod(leaf.shape) for leaf in members)
-        label = members[0].name if len(members) == 1 else f"{name}/*"
-        table.add_row(label, str(len(members)), f"{elements:,}", spec.removeprefix("Partition"), note)
-    return table
+# ---------------------------------------------------------------- text
 
 
-def _note(leaf: Leaf) -> str:
-    return ", ".join(filter(None, ["" if leaf.trainable else "frozen", f"replicated: {leaf.why}" if leaf.why else ""]))
+def _wrap(text: str, first: str, rest: str) -> list[str]:
+    options = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, **options)  # type: ignore[arg-type]
 
 
-def _bytes_table(step: Any) -> Table:
-    b = state_bytes(step)
-    table = Table("bytes per device", "GiB", title="Model state", title_justify="left")
-    for name, value in (
-        ("masters", b.masters),
-        ("optimizer state", b.optimizer),
-        ("= between steps", b.persistent),
-        (f"parameters in {step.precision.compute}, inside the step", b.parameters),
-        (f"gradients in {step.precision.compute}, inside the step", b.gradients),
-        ("= all model state", b.total),
-        ("  by the ZeRO formula, all leaves partitioned", b.formula),
-    ):
-        table.add_row(name, f"{value / 2**30:.4f}")
-    return table
+def _bullets(lines: Iterable[str]) -> list[str]:
+    return [part for line in lines for part in _wrap(line, "  - ", "    ")]
+
+
+def _table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
+    """Rows, the first of them the titles, in columns: `align` has "<" or ">" for each."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = [[f"{cell:{a}{w}}" for cell, a, w in zip(row, align, widths, strict=True)] for row in rows]
+    lines = ["  " + "  ".join(row).rstrip() for row in cells]
+    return [lines[0], "  " + "-" * (max(map(len, lines)) - 2), *lines[1:]]
+
+
+def _value(value: Any) -> str:
+    """As in the JSON file: `true`, `5e+08`, `"text"`."""
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value, default=repr)
+
+
+def _size(n_bytes: float) -> str:
+    """Bytes in the unit that leaves one to three digits before the point: `1.54 GiB`."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while n_bytes >= 1000 and len(units) > 1:
+        n_bytes /= 1024
+        units.pop(0)
+    digits = 0 if units[0] == "B" or n_bytes >= 100 else 1 if n_bytes >= 10 else 2
+    return f"{n_bytes:.{digits}f} {units[0]}"
+
+
+def _some(names: Sequence[str], most: int = 4) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+# ---------------------------------------------------------------- sections
+
+
+def _head(step: Any) -> list[str]:
+    devices, b, precision = step.mesh.devices, step.batch_sizes, step.precision
+    kind = getattr(devices.flat[0], "device_kind", devices.flat[0].platform)
+    degrees = " x ".join(f"{axis} {step.mesh.shape[axis]}" for axis in AXES)
+    inferred = f" ({b.inferred.replace(', ', ' and ')}: inferred)" if b.inferred else ""
+    rows = {
+        "model": repr(step.model),
+        "mesh": f"{devices.size} x {kind} = {degrees}",
+        "batch": f"{b.train} = {b.micro} per device x {b.accum} accumulation x {step.replicas} replicas{inferred}",
+        "ZeRO": _stage(step.config.zero_optimization.stage),
+        "precision": f"{step.config.precision}: masters {precision.master}, gradients reduced in {precision.reduce} "
+        f"and accumulated in {precision.accum}",
+    }
+    return [part for name, text in rows.items() for part in _wrap(text, f"  {name:<9}  ", " " * 13)]
+
+
+def _stage(stage: int) -> str:
+    row = STAGES[stage]
+    gather = {None: "replicated", "step": "gathered once a step", "layer": "gathered layer by layer"}[row.gather]
+    reduce, every = ("reduce-scattered", row.scatter) if row.scatter else ("all-reduced", "step")
+    when = "every micro-batch" if every == "micro_batch" else "once a step"
+    return f"stage {stage}: parameters {gather}, gradients {reduce} {when}"
+
+
+def _layout(step: Any) -> list[str]:
+    """The table leaf -> spec, leaves with a common beginning of their names together."""
+    leaves = sorted(jax.tree.leaves(step.leaves), key=lambda leaf: leaf.name)
+
+    def grouped(depth: int) -> dict[tuple[str, ...], list[Leaf]]:
+        groups: dict[tuple[str, ...], list[Leaf]] = {}
+        for leaf in leaves:
+            spec = f"P({', '.join(map(repr, leaf.spec))})"
+            note = ", ".join(["frozen"] * (not leaf.trainable) + ["replicated"] * bool(leaf.why))
+            groups.setdefault((*_numberless(leaf.name).split("/")[:-1][:depth], spec, note), []).append(leaf)
+        return groups
+
+    groups = next((g for depth in (2, 1) if len(g := grouped(depth)) <= MAX_ROWS), grouped(0))
+    rows = [["parameters", "leaves", "elements", "spec", ""]]
+    for (*begin, spec, note), members in groups.items():
+        names = {_numberless(leaf.name) for leaf in members}
+        name = names.pop() if len(names) == 1 else "/".join([*begin, "*"])
+        rows.append([name, f"{len(members)}", f"{sum(prod(leaf.shape) for leaf in members):,}", spec, note])
+    rows.append(["total", f"{len(leaves)}", f"{sum(prod(leaf.shape) for leaf in leaves):,}", "", ""])
+    return _table(rows, "<>><<")
+
+
+def _numberless(name: str) -> str:
+    """`layers_3/kernel` -> `layers_*/kernel`: layers of one kind under one name. `fc1` is a name of its own."""
+    return re.sub(r"(?<=[/_])\d+(?=[/_]|$)|^\d+(?=/|$)", "*", name)
+
+
+def _model_state(step: Any) -> list[str]:
+    b, precision = state_bytes(step), step.precision
+    gradient = gradient_dtype(STAGES[step.config.zero_optimization.stage], precision, step.batch_sizes.accum)
+    rows = [
+        ["part", "bytes", ""],
+        [f"masters, {precision.master}", _size(b.masters), ""],
+        ["optimizer state", _size(b.optimizer), ""],
+        ["= between steps", _size(b.persistent), ""],
+        [f"parameters, {precision.compute}", _size(b.parameters), "inside the step" if b.parameters else "the masters"],
+        [f"gradients, {gradient}", _size(b.gradients), "inside the step"],
+        ["= model state", _size(b.total), f"ZeRO formula, every leaf partitioned: {_size(b.formula)}"],
+    ]
+    return _table(rows, "<><")
 
 
 def _effective(step: Any) -> list[str]:
     config, schedule = step.config, step.schedule
     clip = config.gradient_clipping
     lines = [f"gradient_clipping {clip:g}: by global norm" if clip else "gradient_clipping 0: off"]
-    if config.precision != "fp32" and not config.bf16.check_grad_overflow:
+    if config.precision != "fp32" and not step.precision.check_overflow:
         lines.append("bf16.check_grad_overflow false: a gradient that is not finite reaches the parameters")
     else:
         lines.append("a step whose gradient is not finite is skipped")
@@ -96,11 +153,11 @@ def _effective(step: Any) -> list[str]:
         scaler = step.precision.scaler
         lines.append(f"loss scale {'dynamic' if scaler.dynamic else 'static'}, from {scaler.initial:g}")
     if config.optimizer and not step.own_optimizer:
-        lines.append(f"optimizer {config.optimizer.type} {dict(config.optimizer.params)}")
+        params = ", ".join(f"{name} {_value(value)}" for name, value in config.optimizer.params.items())
+        lines.append(f"optimizer {config.optimizer.type}: {params or 'its defaults'}")
         lines += optimizers.describe(config.optimizer, schedule)
     if schedule:
-        steps = (0, 1, 2, 10, 100, 1000, 10_000)
-        lines.append("learning rate at step " + ", ".join(f"{n}: {float(schedule.lr(n)):.3g}" for n in steps))
+        lines.append(_rates(schedule.lr))
         lines += schedule.notes
     if step.gradients.stacked:
         checkpointing = config.activation_checkpointing
@@ -108,14 +165,30 @@ def _effective(step: Any) -> list[str]:
             f"layer stack: {step.gradients.length} layers, {'unrolled' if step.gradients.unrolled else 'scanned'}; "
             f"activation checkpointing {checkpointing.policy if checkpointing else 'none'}"
         )
-    lines += getattr(step.model, "notes", lambda precision: [])(step.precision.compute)
-    return lines
+    small = [leaf for leaf in jax.tree.leaves(step.leaves) if leaf.why and not _fell_back(leaf)]
+    if small:
+        elements = sum(prod(leaf.shape) for leaf in small)
+        lines.append(f"replicated, {small[0].why}: {len(small)} leaves, {elements:,} elements")
+    return [*lines, *getattr(step.model, "report_notes", lambda dtype: [])(step.precision.compute)]
+
+
+def _rates(lr: Callable[[int], Any]) -> str:
+    """The first steps' learning rates, and some of the way."""
+    rates = {n: f"{float(lr(n)):.3g}" for n in (0, 1, 2, 10, 100, 1000, 10_000)}
+    if len(set(rates.values())) == 1:
+        return f"learning rate {rates[0]} at every step"
+    return "learning rate by step: " + ", ".join(f"{n}={rate}" for n, rate in rates.items())
+
+
+def _fell_back(leaf: Leaf) -> bool:
+    return leaf.why.startswith("no dimension")
 
 
 def _fallbacks(step: Any) -> list[str]:
-    lines = []
-    unpartitioned = [leaf for leaf in jax.tree.leaves(step.leaves) if leaf.why.startswith("no dimension")]
-    lines += [f"{leaf.name} is replicated: {leaf.why}" for leaf in unpartitioned]
+    names: dict[str, list[str]] = {}
+    for leaf in filter(_fell_back, jax.tree.leaves(step.leaves)):
+        names.setdefault(leaf.why, []).append(leaf.name)
+    lines = [f"replicated, {why}: {_some(leaves)}" for why, leaves in names.items()]
     if step.own_optimizer and step.config.optimizer:
         lines.append(f"optimizer section ({step.config.optimizer.type}) not used: an optimizer was passed in")
     if step.config.activation_checkpointing and not step.gradients.stacked:

@@ -168,6 +168,11 @@ class Llama(nnx.Module):
         losses_BS = optax.softmax_cross_entropy_with_integer_labels(self.logits(x_BSD), jnp.maximum(labels_BS, 0))
         return jnp.sum(losses_BS, where=counted_BS), counted_BS.sum()
 
+    def report_notes(self, dtype: jnp.dtype) -> list[str]:
+        """What the run report says about this model when it computes in `dtype`."""
+        asked = self.config.attention
+        return [f"attention kernel {attention_kernel(asked, dtype)} (attention={asked!r}, {dtype})"]
+
     def __call__(self, tokens_BS: jax.Array) -> jax.Array:
         """Logits [B, S, V], float32."""
         graph, layers = nnx.split(self.stack)

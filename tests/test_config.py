@@ -6,16 +6,14 @@ import doctest
 import json
 import math
 import pickle
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jzero import config as config_module
-from jzero import config_keys
-from jzero.config import Config
+from jzero.config import Config, keys, kinds, screen, suggest
+from jzero.config import config as config_class_module
 from jzero.errors import ConfigError
 
 
@@ -211,7 +209,7 @@ def test_missing_or_unreadable_file_names_the_path_and_the_alternatives(tmp_path
     message = problem(str(tmp_path / "none.json"))
     assert all(part in message for part in ("none.json", "no such file", "hjson", "dict", "base64"))
     assert "is a directory" in problem(tmp_path)
-    assert "json.loads" in problem('{"seed": 1}')
+    assert problem('{"seed": 1}').endswith("is JSON text, not a path; pass json.loads(text)")
     assert "got int" in problem(3)
     (tmp_path / "bad.json").write_text('{"seed": [1,')
     assert "neither JSON nor hjson" in problem(tmp_path / "bad.json")
@@ -277,17 +275,19 @@ def test_accepted_values(path, value, expected):
         ("gradient_clipping", -1, ["= -1", "non-negative number", "default 1.0"]),
         ("gradient_clipping", float("inf"), ["non-negative number"]),
         ("gradient_allreduce_op", "maen", ['"mean" or "sum"', 'did you mean "mean"']),
-        ("communication_data_type", "int8", ['"fp32" or "fp16" or "bf16" or null']),
+        ("communication_data_type", "int8", ['"fp32", "fp16", "bf16" or null']),
         ("zero_optimization.stage", 4, ["0, 1, 2 or 3"]),
         ("zero_optimization.stage", True, ["0, 1, 2 or 3"]),
         ("zero_optimization.mics_shard_size", 0, ["-1 or a positive integer"]),
         ("zero_optimization.stage3_param_persistence_threshold", -1, ["non-negative integer", "100000"]),
         ("zero_optimization.reduce_bucket_size", "big", ["non-negative integer", "combiner"]),
-        ("zero_optimization.overlap_comm", "yes", ["true, false or null"]),
+        ("zero_optimization.overlap_comm", "yes", ["true or false", "latency-hiding"]),
         ("fp16.enabled", "true", ["true or false", "without quotes", "default false"]),
         ("fp16.hysteresis", 0, ["positive integer", "default 2"]),
         ("fp16", True, ["must be a section", "loss_scale_window", '{"enabled": true}']),
-        ("optimizer", "Adam", ["must be a section", "params, type"]),
+        ("optimizer", "Adam", ["must be a section", "params, type", 'did you mean {"type": "Adam"}?']),
+        ("bf16", False, ["must be a section", 'did you mean {"enabled": false}?']),
+        ("optimizer", {"type": "Adam", "params": {"max_grad_norm": {}}}, ["max_grad_norm = {}", "gradient_clipping"]),
         ("optimizer.params", {"lr": 1}, ["optimizer.type: required", "AdamW"]),
         ("scheduler", {"type": "OneCycle", "params": [1]}, ["scheduler.params = [1]", "names and values"]),
         ("mesh.zero", 0, ["-1 or a positive integer"]),
@@ -307,6 +307,15 @@ def test_rejected_values(path, value, parts):
     assert message.startswith(path.split(".")[0])
     for part in parts:
         assert part in message
+
+
+def test_advice_fits_the_value():
+    assert "quotes" not in problem({"seed": "x"})
+    assert "quotes" in problem({"zero_optimization": {"stage": "3"}})
+    assert problem({"zero_optimization": 3}) == (
+        "zero_optimization = 3: must be a section {...} with the keys mics_shard_size, stage, "
+        "stage3_param_persistence_threshold, zero_hpz_partition_size"
+    )
 
 
 # ---- unknown keys ---------------------------------------------------------------------------------------------------
@@ -349,9 +358,9 @@ def test_keys_that_are_no_names():
 # ---- keys that something else does, keys to come --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", config_keys.REPLACED)
+@pytest.mark.parametrize("path", keys.REPLACED)
 def test_every_replaced_key_loads_and_is_reported(path):
-    row = config_keys.REPLACED[path]
+    row = keys.REPLACED[path]
     value = next(v for v in (True, 4, ["a"], "fp32", "info") if _parses(row.kind, v))
     required = {"type": "adam"} if path.startswith("optimizer.") else {}
     data = nest(path, value)
@@ -394,8 +403,8 @@ def _parses(kind, value) -> bool:
 )  # fmt: skip
 def test_key_to_come_is_refused_by_name(path, value):
     message = problem(nest(path, value))
-    assert message.startswith(f"{path} = {json.dumps(value)}: not yet: ")
-    assert "accepted" in message
+    assert message.startswith(f"{path} = {json.dumps(value)}: not yet supported: ")
+    assert message.endswith("leave it out")
 
 
 def test_nested_compression_is_refused():
@@ -436,8 +445,8 @@ def test_autocast_is_refused_with_the_fix(section):
 
 
 def test_no_row_hides_a_field_and_every_table_key_is_reachable():
-    assert not set(config_module.FIELDS) & (set(config_keys.REPLACED) | set(config_keys.REFUSED))
-    assert not set(config_keys.REPLACED) & set(config_keys.REFUSED)
+    assert not set(screen.FIELDS) & (set(keys.REPLACED) | set(keys.REFUSED))
+    assert not set(keys.REPLACED) & set(keys.REFUSED)
 
 
 # ---- contradictions -------------------------------------------------------------------------------------------------
@@ -500,6 +509,7 @@ def test_all_problems_come_at_once():
 def test_no_contradiction_is_invented_from_a_wrong_value():
     found = problem({"bf16": {"bf16_optimizer_states": True, "bf16_master_weights_and_grads": "yes"}})
     assert found.startswith("bf16.bf16_master_weights_and_grads")
+    assert problem({"zero_optimization": 3, "mesh": {"data": -1}}).startswith("zero_optimization = 3")
 
 
 def test_the_old_name_of_bf16_works():
@@ -565,7 +575,6 @@ def test_batch_error_prints_the_equation():
     message = str(error.value)
     assert message.startswith("train_batch_size = 33: must equal")
     assert f"{MICRO} 4 × {ACCUM} 4 (inferred) × 2 replicas = 32" in message
-    assert f"inferred: {ACCUM} = 4" in message
     assert "nearest valid: train_batch_size = 32 or 40" in message
 
 
@@ -613,23 +622,35 @@ def test_mesh_degrees_use_every_device_or_say_what_fits(devices, data, zero, mic
         assert math.prod(got.values()) == devices
         assert (got["data"], got["zero"]) == (outer or devices // fixed, shard or devices // fixed)
     else:
-        with pytest.raises(ConfigError, match=rf"the {devices} devices; (what fits|use axes)"):
+        with pytest.raises(ConfigError, match=rf"the {devices} devices; what fits: "):
             Config.load(source).mesh_degrees(devices)
 
 
 @pytest.mark.parametrize(
     ("given", "devices", "parts"),
     [
-        ({"mesh": {"data": 3}}, 8, ["mesh.data 3", "does not divide the 8 devices", "mesh.data = 1 or 2 or 4 or 8"]),
-        ({"mesh": {"data": 2, "zero": 2}}, 8, ["= 4 devices", "mesh.data = 4", "mesh.zero = 4"]),
-        ({"mesh": {"data": 3, "zero": 3}}, 8, ["= 9 devices", "whose product divides 8"]),
-        ({"zero_optimization": {"mics_shard_size": 3}}, 8, ["zero_optimization.mics_shard_size 3", "1 or 2 or 4 or 8"]),
+        ({"mesh": {"data": 3}}, 8, ["mesh.data = 3: must divide the 8 devices", "mesh.data = 1, 2, 4 or 8"]),
+        (
+            {"mesh": {"data": 2, "zero": 2}},
+            8,
+            ["mesh.data 2 × mesh.zero 2 = 4 devices: must equal", "mesh.data = 4", "mesh.zero = 4"],
+        ),
+        (
+            {"mesh": {"data": 3, "zero": 3}},
+            8,
+            ["mesh.data 3 × mesh.zero 3 = 9 devices: must equal", "whose product is 8"],
+        ),
+        ({"zero_optimization": {"mics_shard_size": 3}}, 8, ["zero_optimization.mics_shard_size = 3", "1, 2, 4 or 8"]),
         (
             {"zero_optimization": {"mics_shard_size": 4}, "mesh": {"data": 1}},
             8,
-            ["zero_optimization.mics_shard_size 4", "8 devices", "mesh.data = 2"],
+            ["zero_optimization.mics_shard_size = 4", "8 devices", "mesh.data = 2"],
         ),
-        ({"mesh": {"tensor": -1, "zero": 2}}, 8, ["mesh.tensor = -1 is 4", "not yet: tensor parallelism"]),
+        (
+            {"mesh": {"tensor": -1, "zero": 2}},
+            8,
+            ["mesh.tensor = -1: gives 4", "not yet supported: tensor parallelism"],
+        ),
         ({"data_parallel_size": 4}, 8, ["data_parallel_size = 4", "data 1 × zero 8 = 8"]),
         ({}, 0, ["num_devices = 0"]),
     ],
@@ -646,13 +667,8 @@ def test_mesh_errors(given, devices, parts):
 # ---- the module -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", [config_module, config_keys])
+@pytest.mark.parametrize("module", [config_module, config_class_module, kinds, suggest])
 def test_doctests(module):
     result = doctest.testmod(module)
     assert result.attempted > 0
     assert result.failed == 0
-
-
-def test_config_does_not_import_jax():
-    code = "import sys, jzero.config; sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,48 @@
+"""The config: one JSON file, as DeepSpeed writes it, read strictly.
+
+Every key is a field (`sections`), a key that something else replaces or a key that jzero refuses by name (`keys`);
+anything else is unknown, and the message says what it looks like. All problems of a config are reported together.
+
+>>> config = Config.load({"train_batch_size": 32, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}})
+>>> config
+Config(train_batch_size=32, bf16=BF16Config(enabled=True), zero_optimization=ZeroConfig(stage=3))
+>>> config.precision, config.batch(replicas=8).micro, config.mesh_degrees(8)
+('bf16', 4, {'pipe': 1, 'data': 1, 'zero': 8, 'tensor': 1})
+>>> Config.load({"zero_optimization": {"stge": 3}})
+Traceback (most recent call last):
+jzero.errors.ConfigError: zero_optimization.stge = 3: unknown key; did you mean "stage"?
+"""
+
+from jzero.config.config import Config
+from jzero.config.keys import Replaced
+from jzero.config.sections import (
+    ActivationCheckpointing,
+    BF16Config,
+    DataTypes,
+    FP16Config,
+    MeshConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    StackConfig,
+    ThroughputConfig,
+    TimersConfig,
+    ZeroConfig,
+)
+from jzero.config.sizes import BatchSizes
+
+__all__ = [
+    "ActivationCheckpointing",
+    "BF16Config",
+    "BatchSizes",
+    "Config",
+    "DataTypes",
+    "FP16Config",
+    "MeshConfig",
+    "OptimizerConfig",
+    "Replaced",
+    "SchedulerConfig",
+    "StackConfig",
+    "ThroughputConfig",
+    "TimersConfig",
+    "ZeroConfig",
+]

@@ -1,0 +1,76 @@
+"""Settings that are fine one by one and contradict each other."""
+
+from collections.abc import Callable, Collection, Iterator
+
+from jzero.config.sections import MeshConfig, Settings
+from jzero.config.sizes import AXES_TO_COME, HPZ, MICS, asked_degrees, zero_group
+
+Check = Callable[[Settings], Iterator[str]]
+_CHECKS: list[tuple[tuple[str, ...], Check]] = []
+_MESH = tuple(f"mesh.{axis}" for axis in MeshConfig.model_fields)
+
+
+def contradictions(settings: Settings, wrong: Collection[str]) -> Iterator[str]:
+    """The problems found by those checks that read none of the `wrong` keys (or of a wrong section's)."""
+    for reads, check in _CHECKS:
+        if not any(f"{key}.".startswith(f"{path}.") for key in reads for path in wrong):
+            yield from check(settings)
+
+
+def _reads(*keys: str) -> Callable[[Check], Check]:
+    def register(check: Check) -> Check:
+        _CHECKS.append((keys, check))
+        return check
+
+    return register
+
+
+@_reads("fp16.enabled", "bf16.enabled")
+def _two_precisions(s: Settings) -> Iterator[str]:
+    if s.fp16.enabled and s.bf16.enabled:
+        yield 'fp16.enabled = true and bf16.enabled = true: only one may be on; remove the "fp16" section to use bf16'
+
+
+@_reads("bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads")
+def _bf16_states(s: Settings) -> Iterator[str]:
+    if s.bf16.bf16_optimizer_states and not s.bf16.bf16_master_weights_and_grads:
+        yield "bf16.bf16_optimizer_states = true: needs bf16.bf16_master_weights_and_grads = true; set both or neither"
+
+
+@_reads(MICS, HPZ)
+def _two_groups(s: Settings) -> Iterator[str]:
+    mics, hpz = s.zero_optimization.mics_shard_size, s.zero_optimization.zero_hpz_partition_size
+    if mics > 0 and hpz > 1:
+        yield f"{MICS} = {mics} and {HPZ} = {hpz}: both set the size of a ZeRO group; keep one"
+
+
+@_reads(MICS, HPZ, "mesh.zero")
+def _group_against_mesh(s: Settings) -> Iterator[str]:
+    key, size = zero_group(s)
+    if size and "zero" in s.mesh.model_fields_set and s.mesh.zero not in (-1, size):
+        yield f"{key} = {size} and mesh.zero = {s.mesh.zero}: both set the size of a ZeRO group; keep one"
+
+
+@_reads(MICS, HPZ, *_MESH)
+def _one_rest(s: Settings) -> Iterator[str]:
+    rest = [f"mesh.{axis} = -1" for axis, degree in asked_degrees(s).items() if degree == -1]
+    if len(rest) > 1:
+        hint = "" if "zero" in s.mesh.model_fields_set else "; -1 is the default of mesh.zero: set that to a number"
+        yield f"{' and '.join(rest)}: -1 (the rest) is allowed on one axis only{hint}"
+
+
+@_reads(*_MESH)
+def _axes_to_come(s: Settings) -> Iterator[str]:
+    for axis, what in AXES_TO_COME.items():
+        if (degree := getattr(s.mesh, axis)) > 1:
+            yield f"mesh.{axis} = {degree}: not yet supported: {what}; only 1 is accepted, or leave it out"
+
+
+@_reads("activation_checkpointing.policy", "activation_checkpointing.cpu_checkpointing")
+def _no_policy(s: Settings) -> Iterator[str]:
+    remat = s.activation_checkpointing
+    if remat and remat.policy == "none" and remat.cpu_checkpointing:
+        yield (
+            'activation_checkpointing.cpu_checkpointing = true: does nothing with policy "none"; remove it or use '
+            'policy "full"'
+        )

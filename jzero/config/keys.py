@@ -1,0 +1,243 @@
+"""DeepSpeed's keys that are no settings of jzero: a key is a row.
+
+`REPLACED` keys have no meaning under XLA: they load, and `Config.replaced` says what does their work.
+`REFUSED` keys would change what the run does: they load at a value that asks for nothing, else they are errors.
+When a feature arrives its row leaves this file and becomes a field of `sections`.
+"""
+
+from collections.abc import Container, Mapping
+from typing import Any, NamedTuple
+
+from jzero.config.kinds import COUNT, DTYPE_OR_NULL, FLAG, NAMES, POSITIVE, TEXT, Kind, number, show
+
+
+def dotted(section: str, key: str) -> str:
+    """The key with its section; "" is the top level."""
+    return f"{section}.{key}" if section else key
+
+
+# ---- keys that something else replaces ----------------------------------------------------------------------------
+
+
+class Replaced(NamedTuple):
+    """A key the user gave that has no meaning under JAX, and what does its work."""
+
+    key: str
+    value: Any
+    by: str
+
+
+class Replacement(NamedTuple):
+    """What a replaced key may hold (null too), and what does its work."""
+
+    kind: Kind
+    by: str
+
+
+def _replaced(*rows: tuple[str, Kind, str, str]) -> dict[str, Replacement]:
+    return {dotted(section, key): Replacement(kind, by) for section, kind, by, keys in rows for key in keys.split()}
+
+
+_ZERO, _REMAT = "zero_optimization", "activation_checkpointing"
+_MEAN = "the mean over the global batch inside the compiled step"
+_ONE_STEP = "the compiled step: XLA fuses, combines and orders the collectives"
+_COMBINER = "XLA's collective combiner; its thresholds can be set in compiler_options"
+_SCHEDULER = "XLA's latency-hiding scheduler, which overlaps communication and compute at every stage"
+_LAYERWISE = "the layer stack: a layer's parameters are gathered where it runs and freed after it"
+_NO_HOOKS = "the compiled step: there are no module hooks to tune"
+_ANY_LAYOUT = "global arrays: a parameter always has its full shape and loads on any layout"
+_COMPILED = "jit: every step is one compiled XLA program"
+_PLANNER = "XLA's memory planner and the profiler"
+
+# fmt: off
+REPLACED: dict[str, Replacement] = _replaced(
+    ("", FLAG, _MEAN, "prescale_gradients"),
+    ("", number(), _MEAN, "gradient_predivide_factor"),
+    ("", FLAG, _ONE_STEP, "disable_allgather"),
+    ("", FLAG, "optax: every optimizer works at every stage", "zero_allow_untested_optimizer"),
+    ("", FLAG, "optax: one optimizer for every memory", "zero_force_ds_cpu_optimizer"),
+    ("", FLAG, "XLA's command buffers (CUDA graphs), on by default", "graph_harvesting"),
+    ("", TEXT, "steps_per_print: jzero prints the run report and progress lines", "log_level"),
+    ("", FLAG, "the order of the mesh axes", "use_data_before_expert_parallelism"),
+    ("data_types", DTYPE_OR_NULL, 'the "bf16" and "fp16" sections', "param_dtype buffer_dtype"),
+    ("optimizer", FLAG, "jit: the update is one fused program", "legacy_fusion"),
+    ("fp16", FLAG, "the dtype policy: floating batch leaves are cast to the compute dtype", "auto_cast"),
+    ("timers.throughput", FLAG, "steps are timed when their result is ready", "synchronized"),
+    (_REMAT, FLAG, _PLANNER, "contiguous_memory_optimization synchronize_checkpoint_boundary profile"),
+    (_REMAT, POSITIVE, "the layer stack: every layer is a checkpoint", "number_checkpoints"),
+    (_REMAT, FLAG, "the mesh: there is no tensor axis to partition over", "partition_activations"),
+    ("pipeline", FLAG, "random keys: each layer's key is folded from the seed", "seed_layers"),
+    ("pipeline", FLAG, "the mesh", "pipe_partitioned grad_partitioned"),
+    ("pipeline", FLAG, "jax.checkpoint", "use_reentrant"),
+    (_ZERO, FLAG, _ONE_STEP, "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions"
+        " round_robin_gradients legacy_stage1 mics_hierarchical_params_gather stage3_use_all_reduce_for_fetch_params"
+        " stage3_allgather_sequential"),
+    (_ZERO, COUNT, _COMBINER, "reduce_bucket_size allgather_bucket_size"),
+    (_ZERO, FLAG, _SCHEDULER, "overlap_comm"),
+    (_ZERO, POSITIVE, "one fused optimizer update, which needs no sub-groups", "sub_group_size"),
+    (_ZERO, COUNT, _LAYERWISE,
+        "stage3_prefetch_bucket_size stage3_max_live_parameters stage3_max_reuse_distance"),
+    (_ZERO, FLAG, _ANY_LAYOUT, "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint"
+        " stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save"),
+    (_ZERO, COUNT, _NO_HOOKS, "stage3_module_granularity_threshold"),
+    (f"{_ZERO}.leaf_module", NAMES, _NO_HOOKS, "classes names name_suffixes"),
+    (_ZERO, FLAG, _NO_HOOKS,
+        "memory_efficient_linear log_trace_cache_warnings override_module_apply enable_sanity_checks"),
+    (_ZERO, FLAG, "autodiff: an unused parameter has gradient zero", "ignore_unused_parameters"),
+    (_ZERO, FLAG, "the sharded optimizer state", "save_muon_momentum_buffer_in_memory"),
+    ("compile", FLAG, _COMPILED, "deepcompile free_activation double_buffer symmetric_memory debug_log"
+        " sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors"
+        " keep_all_input_tensors"),
+    ("compile", COUNT, _COMPILED, "free_activation_threshold"),
+)
+# fmt: on
+
+
+# ---- keys that are refused when they ask for something ------------------------------------------------------------
+
+
+class Refused(NamedTuple):
+    """`off` holds the values that ask for nothing; for any other value `text` says why not and what to do."""
+
+    off: Container[Any]
+    text: str
+
+
+class _Anything:
+    """The values of a detail key: it asks for nothing on its own, the section's switch does."""
+
+    def __contains__(self, value: Any) -> bool:
+        return True
+
+
+class _NothingEnabled:
+    """Nested sections in which no `enabled` is on."""
+
+    def __contains__(self, value: Any) -> bool:
+        if not isinstance(value, Mapping):
+            return value in (None, False)
+        return value.get("enabled", False) is False and all(v in self for v in value.values() if isinstance(v, Mapping))
+
+
+def _details(section: str, keys: str) -> dict[str, Refused]:
+    return {dotted(section, key): Refused(_Anything(), "") for key in keys.split()}
+
+
+def _later(section: str, what: str, details: str = "", **off: Any) -> dict[str, Refused]:
+    """A feature to come: the values (one, or a tuple) at which its keys ask for nothing, and its detail keys."""
+    rows = _details(section, details)
+    for key, value in off.items():
+        values = value if isinstance(value, tuple) else (value,)
+        fix = "leave it out" if values[-1] is None else f"only {show(values[-1])} is accepted, or leave it out"
+        rows[dotted(section, key)] = Refused((None, *values), f"not yet supported: {what}; {fix}")
+    return rows
+
+
+def _later_nested(section: str, what: str, keys: str) -> dict[str, Refused]:
+    text = f"not yet supported: {what}; leave it out"
+    return {dotted(section, key): Refused(_NothingEnabled(), text) for key in keys.split()}
+
+
+def _unset(keys: str) -> dict[str, Any]:
+    """Keys that ask for something whenever they are given."""
+    return dict.fromkeys(keys.split())
+
+
+_USE_BF16 = 'jzero casts by one dtype policy, not operation by operation; write "bf16": {"enabled": true} instead'
+_CLIP = 'clipping is no parameter of the optimizer; write "gradient_clipping" with this value at the top level'
+_PIN = "pin_memory nvme_path buffer_count"
+
+# fmt: off
+REFUSED: dict[str, Refused] = {
+    # precision, gradients, communication
+    "optimizer.params.max_grad_norm": Refused((None, 0), _CLIP),
+    "amp.enabled": Refused((None, False), _USE_BF16),
+    **_details("amp", "opt_level cast_model_type patch_torch_functions keep_batchnorm_fp32 master_weights"
+        " cast_model_outputs num_losses verbosity min_loss_scale max_loss_scale loss_scale"),
+    "torch_autocast.enabled": Refused((None, False), _USE_BF16),
+    **_details("torch_autocast", "dtype lower_precision_safe_modules"),
+    **_later("bf16", "updating gradients inside the backward pass", immediate_grad_update=False),
+    **_later("", "sparse gradients (embeddings get dense ones)", sparse_gradients=False),
+    **_later("", "a communication dtype for sequence parallelism",
+        seq_parallel_communication_data_type=("float32", "fp32")),
+    # ZeRO
+    **_later(_ZERO, "quantized collectives (ZeRO++)", zero_quantized_weights=False,
+        zero_quantized_nontrainable_weights=False, zero_quantized_gradients=False),
+    **_later(f"{_ZERO}.zeropp_loco_param", "quantized collectives (ZeRO++)", err_beta=None, reset_T=None),
+    **_later(_ZERO, "a cap on the replicated parameters", stage3_model_persistence_threshold=2**63 - 1),
+    **_later(f"{_ZERO}.offload_optimizer", "optimizer state outside the device",
+        f"{_PIN} pipeline_read pipeline_write pipeline fast_init ratio super_offload cpuadam_cores_perc",
+        device="none"),
+    **_later(f"{_ZERO}.offload_param", "parameters outside the device", f"{_PIN} buffer_size max_in_cpu",
+        device="none"),
+    **_later(_ZERO, "offload", cpu_offload=False, cpu_offload_params=False, cpu_offload_use_pin_memory=False),
+    **_later(f"{_ZERO}.zenflow", "ZenFlow offload", **_unset(
+        "topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio"
+        " full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch")),
+    **_later("aio", "NVMe offload", block_size=1048576, queue_depth=8, intra_op_parallelism=1, single_submit=False,
+        overlap_events=True, use_gds=False),
+    **_later("compile", "offload", offload_activation=False, offload_opt_states=False, offload_parameters=False),
+    **_later("compile", "a choice of compiler passes", passes=[]),
+    # other ways to be parallel
+    **_later("pipeline", "pipeline stages", stages=1, partition="best", activation_checkpoint_interval=0),
+    **_later("tensor_parallel", "tensor parallelism", "preset_model tp_overlap_comm partition_config tp_grain_size",
+        autotp_size=(1, 0)),
+    **_later("tensor_parallel.tp", "tensor parallelism", "tp_grain_size", tp_size=1),
+    **_later("", "sequence parallelism", sequence_parallel_size=1),
+    **_later("expert_parallel", "expert parallelism", "autoep_size preset_model use_grouped_mm score_func top_k"
+        " moe_layer_pattern router_pattern expert_pattern", enabled=False),
+    # what a run reports
+    **_later("tensorboard", "TensorBoard output", "output_path job_name", enabled=False),
+    **_later("csv_monitor", "CSV output", "output_path job_name", enabled=False),
+    **_later("wandb", "Weights & Biases output", "group team project", enabled=False),
+    **_later("comet", "Comet output",
+        "samples_log_interval project workspace api_key experiment_name experiment_key online mode", enabled=False),
+    **_later("flops_profiler", "the FLOPS profiler",
+        "recompute_fwd_factor profile_step module_depth top_modules detailed output_file", enabled=False),
+    **_later("comms_logger", "the collectives report", "prof_all prof_ops verbose debug", enabled=False),
+    **_later("", "breakdowns of a step", wall_clock_breakdown=False, memory_breakdown=False),
+    **_later("", "the state dump", dump_state=False),
+    **_later("", "the vocabulary check", vocabulary_size=None),
+    # checkpoints
+    **_later("checkpoint", "checkpoint settings", tag_validation="WARN", load_universal=False,
+        use_node_local_storage=False, checkpoint_serialization=True),
+    **_later("checkpoint.parallel_write", "checkpoint settings", pipeline_stage=False),
+    **_later("checkpoint.writer", "checkpoint settings", type=None, io_buffer_size=67108864, io_buffer_double=True,
+        show_statistics=False, data_parallel=None, decoupled=False, io_multiplier=1),
+    **_later("nebula", "asynchronous checkpoints", "persistent_storage_path persistent_time_interval"
+        " num_of_version_in_retention enable_nebula_load nebula_load_path", enabled=False),
+    **_later("datastates_ckpt", "asynchronous checkpoints", host_cache_size=None, parser_threads=None),
+    # elastic runs, tuning, data
+    **_later("elasticity", "elastic batch sizes", "max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time"
+        " prefer_larger_batch version ignore_non_elastic_batch_info num_gpus_per_node model_parallel_size",
+        enabled=False),
+    **_later("autotuning", "autotuning", "fast results_dir exps_dir overwrite metric start_profile_step"
+        " end_profile_step tuner_type tuner_early_stopping tuner_num_trials mp_size num_tuning_micro_batch_sizes"
+        " arg_mappings max_train_batch_size min_train_batch_size max_train_micro_batch_size_per_gpu"
+        " min_train_micro_batch_size_per_gpu model_info model_info_path metric_path", enabled=False),
+    **_later("data_efficiency", "data efficiency", "seed data_sampling data_routing", enabled=False),
+    **_later("curriculum_learning", "curriculum learning",
+        "curriculum_type min_difficulty max_difficulty schedule_type schedule_config", enabled=False),
+    # training methods
+    **_later("progressive_layer_drop", "progressive layer dropping", "theta gamma", enabled=False),
+    **_later("hybrid_engine", "the hybrid engine", "max_out_tokens inference_tp_size release_inference_cache"
+        " pin_parameters tp_gather_partition_size enable_cuda_graph", enabled=False),
+    **_later("eigenvalue", "eigenvalues",
+        "verbose max_iter tol stability gas_boundary_resolution layer_name layer_num", enabled=False),
+    **_later("sparse_attention", "sparse attention", **_unset(
+        "mode block different_layout_per_head num_local_blocks num_global_blocks attention horizontal_global_attention"
+        " num_different_global_patterns num_random_blocks local_window_blocks global_block_indices"
+        " global_block_end_indices num_sliding_window_blocks")),
+    **_later_nested("compression_training", "compression", "weight_quantization activation_quantization"
+        " sparse_pruning row_pruning head_pruning channel_pruning layer_reduction"),
+    **_later_nested("", "quantized training", "weight_quantization quantize_training"),
+}
+# fmt: on
+
+# An old key and the key that took its place: giving both is an error.
+DEPRECATED = {
+    "bfloat16": "bf16",
+    f"{_ZERO}.cpu_offload": f"{_ZERO}.offload_optimizer",
+    f"{_ZERO}.cpu_offload_params": f"{_ZERO}.offload_param",
+    f"{_ZERO}.stage3_gather_fp16_weights_on_model_save": f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
+}

@@ -1,0 +1,111 @@
+"""Screening: keys that are no fields are taken out of the dict, and every rejection becomes a sentence."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from jzero.config import keys
+from jzero.config.kinds import show
+from jzero.config.sections import Section, Settings
+from jzero.config.suggest import names, suggest
+
+MISSING: Any = object()
+
+
+def plain(node: Any, path: str = "") -> Any:
+    """A copy of the config as dicts, without the keys whose value is "auto" (XLA options keep theirs)."""
+    if isinstance(node, Section):
+        node = {key: getattr(node, key) for key in node.model_fields_set}
+    if not isinstance(node, Mapping) or path == "compiler_options.":
+        return node
+    return {str(k): plain(v, f"{path}{k}.") for k, v in node.items() if not (isinstance(v, str) and v == "auto")}
+
+
+def pop(data: Any, *sections_and_key: Any) -> Any:
+    """Remove a key and return its value; MISSING if it is not there."""
+    *sections, key = sections_and_key
+    for section in sections:
+        data = data.get(section) if isinstance(data, dict) else None
+    return data.pop(key, MISSING) if isinstance(data, dict) else MISSING
+
+
+def _get(data: Any, path: str) -> Any:
+    for key in path.split("."):
+        data = data.get(key) if isinstance(data, dict) else None
+    return data
+
+
+def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted key of the model, with its field."""
+    for name, field in model.model_fields.items():
+        yield prefix + name, field
+        for part in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(part, type) and issubclass(part, Section):
+                yield from _fields(part, f"{prefix}{name}.")
+
+
+FIELDS = dict(_fields(Settings))
+KNOWN = (*FIELDS, *keys.REPLACED, *keys.REFUSED)
+# Sections all of whose keys are replaced or refused, the inner ones first.
+_FOREIGN_SECTIONS = sorted(
+    {key.rsplit(".", depth)[0] for key in KNOWN for depth in range(1, key.count(".") + 1)} - set(FIELDS),
+    key=lambda path: -path.count("."),
+)
+
+
+def screen(data: dict[str, Any]) -> tuple[tuple[keys.Replaced, ...], list[str]]:
+    """Take the replaced, refused and old keys out of `data`; what is left is for the sections."""
+    replaced, problems = [], []
+    for old, new in keys.DEPRECATED.items():
+        if (value := _get(data, old)) is not None and _get(data, new) is not None:
+            problems.append(f"{old} = {show(value)}: is the deprecated name of {new}, also given; keep {new}")
+    if (old_bf16 := pop(data, "bfloat16")) is not MISSING:
+        data.setdefault("bf16", old_bf16)
+    if isinstance(stage := data.get("zero_optimization"), bool):
+        data["zero_optimization"] = {"stage": int(stage)}
+    for path, (kind, by) in keys.REPLACED.items():
+        if (value := pop(data, *path.split("."))) is MISSING or value is None:
+            continue
+        try:
+            kind(value)
+            replaced.append(keys.Replaced(path, value, by))
+        except ValueError as wrong:
+            problems.append(f"{path} = {show(value)}: {wrong}; or leave it out (replaced by {by})")
+    for path, (off, text) in keys.REFUSED.items():
+        if (value := pop(data, *path.split("."))) is not MISSING and value not in off:
+            problems.append(f"{path} = {show(value)}: {text}")
+    for path in _FOREIGN_SECTIONS:
+        section = pop(data, *path.split("."))
+        if isinstance(section, dict):
+            problems.extend(_unknown(path, key, value) for key, value in section.items())
+        elif section not in (MISSING, None, False):
+            problems.append(_no_section(path, section))
+    return tuple(replaced), problems
+
+
+def explain(path: str, value: Any, detail: Any) -> str:
+    """One pydantic error as a sentence with the key, its value, what is allowed and the fix."""
+    *sections, key = detail["loc"]
+    if detail["type"] == "extra_forbidden":
+        return _unknown(".".join(sections), key, value)
+    if detail["type"] == "missing":
+        return f'{path}: required; write for example "{key}": {show(FIELDS[path].examples[0])}'
+    if detail["type"] == "value_error":
+        wrong, field = detail["ctx"]["error"], FIELDS[path]
+        if field.is_required():
+            return f"{path} = {show(value)}: {wrong}"
+        default = "" if field.default is None else f" for the default {show(field.default)}"
+        return f"{path} = {show(value)}: {wrong}; or leave it out{default}"
+    return _no_section(path, value)
+
+
+def _unknown(section: str, key: str, value: Any) -> str:
+    return f"{keys.dotted(section, key)} = {show(value)}: unknown key; {suggest(section, key, FIELDS, KNOWN)}"
+
+
+def _no_section(path: str, value: Any) -> str:
+    inside = names(path, FIELDS) or names(path, KNOWN)
+    switch = "enabled" if isinstance(value, bool) else "type" if isinstance(value, str) else None
+    hint = f"; did you mean {show({switch: value})}?" if switch in inside else ""
+    return f"{path} = {show(value)}: must be a section {{...}} with the keys {', '.join(inside)}{hint}"

@@ -1,0 +1,150 @@
+"""The fields: every key that is a setting of jzero, with its type, its default and what it does."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator
+
+from jzero.config import kinds
+from jzero.config.kinds import Dtype, one_of
+
+Policy = Literal["none", "full", "matmuls"]
+Reduction = Literal["mean", "sum"]
+
+Flag = Annotated[bool, PlainValidator(kinds.FLAG)]
+Text = Annotated[str, PlainValidator(kinds.TEXT)]
+Count = Annotated[int, PlainValidator(kinds.COUNT)]
+Positive = Annotated[int, PlainValidator(kinds.POSITIVE)]
+PositiveOrNone = Annotated[int | None, PlainValidator(kinds.POSITIVE_OR_NULL)]
+PositiveOrRest = Annotated[int, PlainValidator(kinds.POSITIVE_OR_REST)]
+NonNegative = Annotated[float, PlainValidator(kinds.NON_NEGATIVE)]
+Params = Annotated[dict[str, Any], PlainValidator(kinds.PARAMS)]
+Options = Annotated[dict[str, bool | int | float | str], PlainValidator(kinds.OPTIONS)]
+Patterns = Annotated[tuple[str, ...], PlainValidator(kinds.PATTERNS)]
+
+
+class Section(BaseModel):
+    """A part of the config: frozen, strict, and printed as what differs from the defaults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
+        for name, field in type(self).model_fields.items():
+            if (value := getattr(self, name)) != field.get_default(call_default_factory=True):
+                yield name, value
+
+    def __str__(self) -> str:
+        return repr(self)
+
+
+class DataTypes(Section):
+    """The dtype in which gradients accumulate over micro-batches (DeepSpeed: the model's; here fp32)."""
+
+    grad_accum_dtype: Annotated[Dtype, PlainValidator(kinds.DTYPE)] = "fp32"
+
+
+class OptimizerConfig(Section):
+    """An optimizer by name, with its parameters."""
+
+    type: Text = Field(examples=["AdamW"])
+    params: Params = {}
+
+
+class SchedulerConfig(Section):
+    """A learning-rate schedule by name, with its parameters."""
+
+    type: Text = Field(examples=["WarmupLR"])
+    params: Params = {}
+
+
+class FP16Config(Section):
+    """float16 compute with loss scaling; `loss_scale` 0 is dynamic, anything else static."""
+
+    enabled: Flag = False
+    loss_scale: NonNegative = 0.0
+    initial_scale_power: Count = 16
+    loss_scale_window: Positive = 1000
+    hysteresis: Positive = 2
+    consecutive_hysteresis: Flag = False
+    min_loss_scale: NonNegative = 1.0
+    fp16_master_weights_and_grads: Flag = False
+
+
+class BF16Config(Section):
+    """bfloat16 compute."""
+
+    enabled: Flag = False
+    check_grad_overflow: Flag = True
+    bf16_master_weights_and_grads: Flag = False
+    bf16_optimizer_states: Flag = False
+
+
+class ZeroConfig(Section):
+    """What the `zero` axis of the mesh partitions: stage 1 optimizer state, 2 also gradients, 3 also parameters."""
+
+    stage: Annotated[int, PlainValidator(kinds.STAGE)] = 0
+    stage3_param_persistence_threshold: Count = 100_000
+    mics_shard_size: PositiveOrRest = -1
+    zero_hpz_partition_size: Positive = 1
+
+
+class ActivationCheckpointing(Section):
+    """What the backward pass recomputes: all of a layer, or what lies between its matrix products."""
+
+    policy: Annotated[Policy, PlainValidator(one_of(get_args(Policy)))] = "full"
+    cpu_checkpointing: Flag = False
+
+
+class MeshConfig(Section):
+    """Devices along each axis; -1 means the rest."""
+
+    pipe: PositiveOrRest = 1
+    data: PositiveOrRest = 1
+    zero: PositiveOrRest = -1
+    tensor: PositiveOrRest = 1
+
+
+class StackConfig(Section):
+    """How the layer stack runs: unrolled, as a scan, or "auto"."""
+
+    unroll: Annotated[bool | Literal["auto"], PlainValidator(kinds.UNROLL)] = "auto"
+
+
+class ThroughputConfig(Section):
+    """The samples-per-second line."""
+
+    enabled: Flag = True
+
+
+class TimersConfig(Section):
+    """Timers."""
+
+    throughput: ThroughputConfig = ThroughputConfig()
+
+
+class Settings(Section):
+    """The top level of a config file."""
+
+    train_batch_size: PositiveOrNone = None
+    train_micro_batch_size_per_gpu: PositiveOrNone = None
+    gradient_accumulation_steps: PositiveOrNone = None
+    managed_gradient_accumulation: Flag = True
+    steps_per_print: PositiveOrNone = None
+    gradient_clipping: NonNegative = 1.0
+    gradient_allreduce_op: Annotated[Reduction, PlainValidator(one_of(get_args(Reduction)))] = "mean"
+    communication_data_type: Annotated[Dtype | None, PlainValidator(kinds.DTYPE_OR_NULL)] = None
+    data_types: DataTypes = DataTypes()
+    optimizer: OptimizerConfig | None = None
+    scheduler: SchedulerConfig | None = None
+    fp16: FP16Config = FP16Config()
+    bf16: BF16Config = BF16Config()
+    zero_optimization: ZeroConfig = ZeroConfig()
+    activation_checkpointing: ActivationCheckpointing | None = None
+    mesh: MeshConfig = MeshConfig()
+    data_parallel_size: PositiveOrNone = None
+    frozen_parameters: Patterns = ()
+    stack: StackConfig = StackConfig()
+    compiler_options: Options = {}
+    seed: Count = 0
+    dataloader_drop_last: Flag = False
+    timers: TimersConfig = TimersConfig()

@@ -1,0 +1,144 @@
+"""Arithmetic: the three batch sizes on so many replicas, and the degrees of the mesh axes on so many devices."""
+
+import math
+from typing import NamedTuple
+
+from jzero.config.kinds import either
+from jzero.config.sections import Settings
+from jzero.errors import ConfigError
+
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+TRAIN, MICRO, ACCUM = BATCH
+MICS, HPZ = "zero_optimization.mics_shard_size", "zero_optimization.zero_hpz_partition_size"
+AXES_TO_COME = {"pipe": "pipeline stages", "tensor": "tensor parallelism"}
+
+
+def _divisors(n: int) -> list[int]:
+    return sorted({d for i in range(1, math.isqrt(n) + 1) if n % i == 0 for d in (i, n // i)})
+
+
+# ---- batch sizes --------------------------------------------------------------------------------------------------
+
+
+class BatchSizes(NamedTuple):
+    """train = micro × accum × replicas; `inferred` says which of them the config left out."""
+
+    train: int
+    micro: int
+    accum: int
+    inferred: str
+
+
+def batch(s: Settings, replicas: int) -> BatchSizes:
+    """See `Config.batch`."""
+    if replicas < 1:
+        raise ConfigError(f"replicas = {replicas}: must be a positive integer (the mesh's data × zero)")
+    train, micro, accum = s.train_batch_size, s.train_micro_batch_size_per_gpu, s.gradient_accumulation_steps
+    if accum is None:
+        accum = train // micro // replicas if train and micro else 1
+    if micro is None and train is not None:
+        micro = train // replicas // accum
+    if micro is None:
+        alone = f"; {ACCUM} = {accum} alone does not set one" if s.gradient_accumulation_steps else ""
+        raise ConfigError(
+            f"no batch size: give {TRAIN} or {MICRO} (a positive integer){alone};"
+            f" {TRAIN} = {MICRO} × {ACCUM} × {replicas} replicas"
+        )
+    if train is None:
+        train = micro * accum * replicas
+    if train != micro * accum * replicas:
+        raise ConfigError(_unequal(s, train, micro, accum, replicas))
+    sizes = zip(BATCH, (train, micro, accum), strict=True)
+    return BatchSizes(train, micro, accum, ", ".join(f"{k} = {v}" for k, v in sizes if getattr(s, k) is None))
+
+
+def _unequal(s: Settings, train: int, micro: int, accum: int, replicas: int) -> str:
+    """The equation that fails, and for each size the user gave the nearest values that solve it."""
+    own_micro, own_accum = s.train_micro_batch_size_per_gpu, s.gradient_accumulation_steps
+    unit = (own_micro or 1) * (own_accum or 1) * replicas
+    free = not (own_micro and own_accum)  # the size that was not given takes up what divides
+    totals = [k * unit for k in (train // unit, train // unit + 1) if k] if free else [unit]
+    fixes = [f"{TRAIN} = {_around(train, totals)}"]
+    for key, own, other in ((MICRO, own_micro, own_accum), (ACCUM, own_accum, own_micro)):
+        fits, remainder = divmod(train, replicas * (other or 1))
+        if own and not remainder:
+            fixes.append(f"{key} = {_around(own, _divisors(fits) if free else [fits])}")
+    inferred = {key: " (inferred)" if getattr(s, key) is None else "" for key in BATCH}
+    return (
+        f"{TRAIN} = {train}: must equal {MICRO} {micro}{inferred[MICRO]} × {ACCUM} {accum}{inferred[ACCUM]}"
+        f" × {replicas} replicas = {micro * accum * replicas}; nearest valid: {', or '.join(fixes)}"
+    )
+
+
+def _around(target: int, choices: list[int]) -> str:
+    """The choices next to the target, as text."""
+    below, above = [c for c in choices if c <= target], [c for c in choices if c > target]
+    return either(below[-1:] + above[:1])
+
+
+# ---- mesh degrees -------------------------------------------------------------------------------------------------
+
+
+def zero_group(s: Settings) -> tuple[str, int]:
+    """The key that sets the size of a ZeRO group, and the size; 0 if that is left to `mesh.zero`."""
+    zero = s.zero_optimization
+    if zero.mics_shard_size > 0:
+        return MICS, zero.mics_shard_size
+    return (HPZ, zero.zero_hpz_partition_size) if zero.zero_hpz_partition_size > 1 else ("mesh.zero", 0)
+
+
+def asked_degrees(s: Settings) -> dict[str, int]:
+    """The mesh as asked for; `checks` makes sure that at most one degree is -1, the rest."""
+    degrees = s.mesh.model_dump()
+    if size := zero_group(s)[1]:
+        degrees["zero"] = size
+        if "data" not in s.mesh.model_fields_set and -1 not in degrees.values():
+            degrees["data"] = -1
+    return degrees
+
+
+def mesh_degrees(s: Settings, num_devices: int) -> dict[str, int]:
+    """See `Config.mesh_degrees`."""
+    if num_devices < 1:
+        raise ConfigError(f"num_devices = {num_devices}: must be a positive integer")
+    degrees = asked_degrees(s)
+    fixed = math.prod(n for n in degrees.values() if n != -1)
+    rest = [axis for axis, n in degrees.items() if n == -1]
+    if num_devices % fixed if rest else num_devices != fixed:
+        raise ConfigError(_misfit(s, degrees, fixed, num_devices))
+    degrees |= {axis: num_devices // fixed for axis in rest}
+    problems = [
+        f"mesh.{axis} = -1: gives {degrees[axis]} on {num_devices} devices, not yet supported: {what}; set it to 1"
+        for axis, what in AXES_TO_COME.items()
+        if degrees[axis] > 1
+    ]
+    replicas = degrees["data"] * degrees["zero"]
+    if s.data_parallel_size not in (None, replicas):
+        problems.append(
+            f"data_parallel_size = {s.data_parallel_size}: must be data {degrees['data']} × zero {degrees['zero']}"
+            f" = {replicas} on this mesh; leave it out, or change the mesh section"
+        )
+    if problems:
+        raise ConfigError(*problems)
+    return degrees
+
+
+def _misfit(s: Settings, degrees: dict[str, int], fixed: int, num_devices: int) -> str:
+    """Degrees whose product is wrong, and for each the values that fit while the others stay."""
+    rest = -1 in degrees.values()
+    keys = {axis: zero_group(s)[0] if axis == "zero" else f"mesh.{axis}" for axis in degrees}
+    fits = []
+    for axis, n in degrees.items():
+        if n == -1 or axis in AXES_TO_COME or (rest and n == 1):
+            continue
+        others = fixed // n
+        if num_devices % others == 0:
+            choices = _divisors(num_devices // others) if rest else [num_devices // others]
+            fits.append(f"{keys[axis]} = {either(choices)}")
+    terms = [axis for axis, n in degrees.items() if n > 1] or ["data", "zero"]
+    product = " × ".join(f"{keys[axis]} {degrees[axis]}" for axis in terms) + f" = {fixed} devices"
+    if len(terms) == 1:
+        product = f"{keys[terms[0]]} = {fixed}"
+    must = f"must {'divide' if rest else 'equal'} the {num_devices} devices"
+    advice = "; ".join(fits) if fits else f"degrees whose product {'divides' if rest else 'is'} {num_devices}"
+    return f"{product}: {must}; what fits: {advice}"

@@ -1,0 +1,282 @@
+"""A user's mistake is a ConfigError with the key, its value, what is allowed and the fix, before anything compiles."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+
+import jzero
+from models.mlp import MLP, cross_entropy
+
+CONFIG = {"train_batch_size": 16, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
+IMAGES, LABELS = np.zeros((16, 784), np.float32), np.zeros(16, np.int32)
+FULL_BATCH = "train_batch_size 16 = micro-batch 2 x accumulation 1 x 8 replicas"
+ON = {"enabled": True}
+
+compilations = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, *_, **__: compilations.append(event) if event.endswith("backend_compile_duration") else None
+)
+
+
+def mlp():
+    return jzero.from_flax(MLP, cross_entropy)
+
+
+def make(changes=None, *, model=None, mesh=None, optimizer=None):
+    return jzero.make_train_step(model or mlp(), {**CONFIG, **(changes or {})}, mesh=mesh, optimizer=optimizer)
+
+
+def named(value):
+    """A test's name from the config it is about."""
+    return "-".join(map(str, value)) if isinstance(value, dict) else ""
+
+
+def refused(call, *parts):
+    """The call is a ConfigError with these parts in its text, and compiles nothing."""
+    jax.random.key(0)  # compiles a program of its own, the first time
+    compilations.clear()
+    with pytest.raises(jzero.ConfigError) as error:
+        call()
+    assert [part for part in parts if part not in str(error.value)] == [], str(error.value)
+    assert compilations == []
+
+
+def test_compilations_are_seen():
+    compilations.clear()
+    step = make()
+    assert compilations == []
+    step(step.init(jax.random.key(0)), (IMAGES, LABELS))
+    assert compilations
+
+
+# ---------------------------------------------------------------- mesh
+
+
+@pytest.mark.parametrize(
+    ("degrees", "parts"),
+    [
+        ({"zero": 3}, ["mesh.zero = 3", "the 8 devices", "mesh.zero = 8"]),
+        ({"data": 3}, ["mesh.data = 3", "the 8 devices", "mesh.data = 1, 2, 4 or 8"]),
+        ({"data": 4, "zero": 4}, ["mesh.data", "mesh.zero", "= 16", "the 8 devices", "mesh.data = 2", "mesh.zero = 2"]),
+        ({"zero": 0}, ["mesh.zero = 0", "-1 or a positive integer"]),
+        ({"zero": "4"}, ['mesh.zero = "4"', "positive integer", "without quotes"]),
+        ({"zero": 2.5}, ["mesh.zero = 2.5", "positive integer"]),
+        ({"data": -1}, ["mesh.data = -1", "mesh.zero = -1", "one axis only"]),
+        ({"pipe": 2}, ["mesh.pipe = 2", "not yet", "1"]),
+        ({"tensor": 2}, ["mesh.tensor = 2", "not yet", "1"]),
+    ],
+    ids=named,
+)
+def test_mesh_that_does_not_fit(degrees, parts):
+    refused(lambda: jzero.make_mesh(**degrees), *parts)
+    refused(lambda: make({"mesh": degrees}), *parts)
+
+
+def test_mesh_from_a_config_and_from_degrees():
+    refused(lambda: jzero.make_mesh({"mesh": {"data": 2}}, data=2), "not both", "'data': 2")
+    refused(
+        lambda: jzero.make_mesh({"zero_optimization": {"stage": 3, "mics_shard_size": 3}}),
+        "mics_shard_size = 3",
+        "the 8 devices",
+        "1, 2, 4 or 8",
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "parts"),
+    [
+        (("x", "y"), (2, 4), ["('x', 'y')", "('pipe', 'data', 'zero', 'tensor')", "jzero.make_mesh"]),
+        (("zero", "data", "pipe", "tensor"), (2, 4, 1, 1), ["('zero', 'data', 'pipe', 'tensor')", "jzero.make_mesh"]),
+        (("pipe", "data", "zero", "tensor"), (2, 1, 4, 1), ["'pipe' has size 2", "not yet", "only 1"]),
+        (("pipe", "data", "zero", "tensor"), (1, 1, 4, 2), ["'tensor' has size 2", "not yet", "only 1"]),
+    ],
+    ids=["foreign", "other-order", "pipe", "tensor"],
+)
+def test_foreign_mesh(names, shape, parts):
+    mesh = Mesh(np.array(jax.devices()).reshape(shape), names)
+    refused(lambda: make(mesh=mesh), *parts)
+
+
+def test_mesh_that_is_none():
+    refused(lambda: make(mesh={"zero": 8}), "{'zero': 8}", "jax.sharding.Mesh", "jzero.make_mesh")
+
+
+# ---------------------------------------------------------------- batch
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [
+        (
+            {"train_batch_size": 12},
+            ["train_batch_size = 12", "8 replicas", "nearest valid", "8 or 16"],
+        ),
+        ({"gradient_accumulation_steps": 3}, ["gradient_accumulation_steps 3", "8 replicas", "train_batch_size = 24"]),
+        ({"train_micro_batch_size_per_gpu": 3}, ["train_micro_batch_size_per_gpu 3", "train_batch_size = 24"]),
+        ({"train_batch_size": None}, ["no batch size", "train_batch_size or train_micro_batch_size_per_gpu"]),
+    ],
+    ids=named,
+)
+def test_batch_equation(sizes, parts):
+    refused(lambda: make(sizes), *parts)
+
+
+@pytest.mark.parametrize(
+    ("batch", "parts"),
+    [
+        ((IMAGES[:15], LABELS[:15]), ["'0'", "(15, 784)", "must be 16", FULL_BATCH]),
+        ((IMAGES, LABELS[:8]), ["'1'", "(8,)", "must be 16", FULL_BATCH]),
+        ({"x": {"y": IMAGES[:0]}}, ["'x/y'", "(0, 784)", "must be 16", FULL_BATCH]),
+        ((IMAGES, np.float32(1)), ["'1'", "shape ()", "must be 16"]),
+        ([1, 2], ["'0'", "shape ()", "must be 16"]),
+        (None, ["batch", "no arrays"]),
+        ({}, ["batch", "no arrays"]),
+    ],
+    ids=["15-rows", "leaves-disagree", "no-rows", "scalar", "list-of-numbers", "none", "empty"],
+)
+def test_batch_that_does_not_divide(batch, parts):
+    step = make()
+    refused(lambda: step(None, batch), *parts)
+    refused(lambda: step.lower(jax.tree.map(lambda x: x, batch)), *parts)
+
+
+def test_evaluation_batch_is_a_multiple():
+    step = make()
+    refused(lambda: step.evaluate(None, (IMAGES[:9], LABELS[:9])), "(9, 784)", "multiple of 16")
+
+
+def test_engine_and_loader():
+    engine, *_ = jzero.initialize(model=mlp(), config={**CONFIG, "gradient_accumulation_steps": 2})
+    half = (IMAGES[:8], LABELS[:8])
+    refused(lambda: engine.train_batch(half), "(8, 784)", "must be 16", "accumulation 2")
+    refused(lambda: engine.train_batch(iter([half])), "after 1 of 2 micro-batches", "RepeatingLoader")
+    refused(lambda: engine.train_batch(), "no batch", "training_data")
+    refused(lambda: engine((IMAGES, LABELS)), "(16, 784)", "must be 8")
+    refused(engine.step, "without a backward()")
+    refused(lambda: engine.backward(0.5), "0.5", "engine(micro_batch)")
+    refused(lambda: engine.set_train_batch_size(20), "train_batch_size = 20", "multiple of 8")
+    data = (IMAGES, LABELS[:9])
+    refused(lambda: jzero.initialize(model=mlp(), config=CONFIG, training_data=data), "training_data", "[9, 16]")
+
+
+# ---------------------------------------------------------------- parameters and model
+
+
+@pytest.mark.parametrize(
+    ("patterns", "parts"),
+    [
+        ([".*"], ["frozen_parameters", "every parameter is frozen"]),
+        (["fc9", "fc1"], ["frozen_parameters", "['fc9']", "match no parameter", "fc1/kernel"]),
+        ("fc1", ['frozen_parameters = "fc1"', "list of regular expressions", 'write ["fc1"]']),
+        (["("], ['frozen_parameters = ["("]', "does not compile"]),
+        ([1], ["frozen_parameters = [1]", "1 is not a string"]),
+    ],
+    ids=["everything", "nothing", "string", "no-regex", "number"],
+)
+def test_frozen_parameters(patterns, parts):
+    refused(lambda: make({"frozen_parameters": patterns}), *parts)
+
+
+class OnlyInit:
+    def init(self, rng):
+        return {"w": jnp.zeros(8)}
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(object(), "object"), (OnlyInit(), "OnlyInit"), (MLP(rngs=nnx.Rngs(0)), "MLP"), (cross_entropy, "function")],
+    ids=["object", "no-loss", "flax-module", "function"],
+)
+def test_model_without_the_protocol(model, name):
+    refused(lambda: make(model=model), f"model is {name}", "init(rng)", "loss(params, batch, rng)", "jzero.from_flax")
+
+
+def test_from_flax():
+    refused(lambda: jzero.from_flax(MLP), "loss_fn(module, batch) is missing")
+    refused(lambda: jzero.from_flax(3, cross_entropy), "3 is neither", "rngs -> nnx.Module")
+
+    class Normed(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = nnx.BatchNorm(8, rngs=rngs)
+
+    refused(lambda: jzero.from_flax(Normed, cross_entropy), "norm.mean (BatchStat)", "use LayerNorm")
+
+
+class NoParameters(OnlyInit):
+    def init(self, rng):
+        return {}
+
+    def loss(self, params, batch, rng):
+        return 0.0
+
+
+class VectorLoss(OnlyInit):
+    def loss(self, params, batch, rng):
+        return params["w"]
+
+
+@pytest.mark.xfail(raises=(AssertionError, TypeError), reason="says that every parameter is frozen")
+def test_model_without_parameters():
+    refused(lambda: make(model=NoParameters()), "no parameters")
+
+
+@pytest.mark.xfail(raises=TypeError, reason="jax.grad's own TypeError, while it traces the step")
+def test_loss_that_is_no_scalar():
+    step = make(model=VectorLoss())
+    refused(lambda: step.lower((IMAGES, LABELS)), "loss", "(8,)", "scalar")
+
+
+@pytest.mark.xfail(raises=pytest.fail.Exception, reason="the section is not looked at when a mesh is passed")
+def test_mesh_and_mesh_section_that_disagree():
+    refused(lambda: make({"mesh": {"data": 2}}, mesh=jzero.make_mesh()), "mesh.data", "2", "data 1")
+
+
+@pytest.mark.xfail(raises=AttributeError, reason="'int' object has no attribute 'dtype'")
+def test_key_that_is_a_number():
+    refused(lambda: make().init(0), "rng", "0", "jax.random.key(0)")
+
+
+# ---------------------------------------------------------------- precision, optimizer, types
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"fp16": ON, "bf16": ON}, ["fp16.enabled = true", "bf16.enabled = true", "only one", "remove"]),
+        (
+            {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "max_grad_norm": 1.0}}},
+            ["optimizer.params.max_grad_norm = 1.0", '"gradient_clipping"', "top level"],
+        ),
+        ({"optimizer": {"type": "Adamm"}}, ["optimizer.type", "'Adamm'", "did you mean 'Adam'", "AdamW, SGD"]),
+        ({"optimizer": {"type": "Adam", "params": {"lrr": 1}}}, ["optimizer.params.lrr", "1", "did you mean 'lr'"]),
+        ({"optimizer": {"type": "Adam", "params": {"lr": "1e-3"}}}, ["optimizer.params.lr", "'1e-3'", "number >= 0"]),
+        ({"optimizer": None}, ["optimizer: none given", '"type": "AdamW"', "optimizer=optax.adamw"]),
+        ({"scheduler": {"type": "WarmupLr"}}, ["scheduler.type", "'WarmupLr'", "did you mean 'WarmupLR'"]),
+        ({"train_batch_size": "16"}, ['train_batch_size = "16"', "positive integer", "without quotes"]),
+        ({"gradient_clipping": -1}, ["gradient_clipping = -1", "non-negative number"]),
+        ({"zero_optimization": {"stage": 4}}, ["zero_optimization.stage = 4", "0, 1, 2 or 3"]),
+        ({"zero_optimization": {"stge": 3}}, ["zero_optimization.stge = 3", "unknown key", 'did you mean "stage"']),
+        ({"bf16": True}, ["bf16 = true", "section", '{"enabled": true}']),
+        ({"stack": {"unroll": "yes"}}, ['stack.unroll = "yes"', 'true, false or "auto"']),
+        ({"communication_data_type": "int8"}, ['communication_data_type = "int8"', '"fp32"', '"fp16"', '"bf16"']),
+        ({"compiler_options": {"a": [1]}}, ["compiler_options", "a = [1]", "a number or a string"]),
+    ],
+    ids=named,
+)
+def test_config(changes, parts):
+    refused(lambda: make(changes), *parts)
+
+
+def test_every_problem_at_once():
+    changes = {"train_batch_size": "16", "fp16": {"enabled": "true"}, "zero_optimization": {"stage": 4}}
+    refused(lambda: make(changes), 'train_batch_size = "16"', 'fp16.enabled = "true"', "zero_optimization.stage = 4")
+
+
+def test_optimizer_and_config_of_a_wrong_type():
+    refused(lambda: make(optimizer="adam"), "'adam'", "optax.GradientTransformation")
+    refused(lambda: jzero.make_train_step(mlp(), None), "config = null", "a dict", "NoneType")
+    refused(lambda: jzero.make_train_step(mlp(), "nowhere.json"), '"nowhere.json"', "no such file")
+    refused(lambda: jzero.initialize(model=mlp(), config=CONFIG, resume="last"), "resume = 'last'", "load_checkpoint")

@@ -1,0 +1,249 @@
+"""The compiled H100 program holds the collectives of the ZeRO table (`jzero.zero`), and no others.
+
+What is expected is computed here, from the leaves' shapes and the table alone. It is compared as a multiset of
+(kind, dtype, axes, bytes, place) with the number of arrays moved, operands x loop trips, so that a loop that the
+compiler peels or pipelines (8 x 2 + 8 = 8 x 3) counts the same. Combining is switched off to count leaf by leaf.
+
+How often stage 3 gathers a leaf per micro-batch, by activation checkpointing:
+
+- A leaf of the layer stack: 2, for the forward and for the backward pass, under every policy. "full" and "matmuls"
+  recompute (parts of) the layer from the same second gather that its gradient needs; "none" gathers again because a
+  gathered weight is never kept. Every weight of a Llama layer takes part in the gradient of the layer's input, so
+  none is left out. The exception under "none" are the norms' scales: RMSNorm reshapes its scale, and
+  `stack.regathering` tells only weights used as they are from activations, so the scale, one vector, is kept as one.
+- A leaf of the ends: 1. It is fetched once, for prefix and suffix, forward and backward.
+- A model without a stack is one layer. With "none" only what its backward pass reads is gathered again: the
+  kernels of all linear layers but the first (the input's gradient is not asked for), no bias. With "full" all of it.
+
+Beside the table's there are these small ones, the same at every stage, all of them outside the micro-batch loop:
+
+- 1 all-reduce of f32[accumulation], the losses of the micro-batches, over (`data`, `zero`);
+- 1 more of the same size, their counts, where the loss is a (sum, count);
+- 1 all-reduce of a scalar over `zero` for each partitioned leaf: its part of the gradient's norm.
+"""
+
+import functools
+import importlib.util
+from collections import Counter
+from dataclasses import dataclass, replace
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jzero
+from jzero.planner import collectives, gpu_devices
+from models.llama import Llama, LlamaConfig
+from models.mlp import MLP, cross_entropy
+
+has_cuda_compiler = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+pytestmark = pytest.mark.skipif(not has_cuda_compiler, reason="needs jzero[plan]")
+
+LAYERS, SEQUENCE, MICRO = 3, 16, 2
+LLAMA = LlamaConfig(LAYERS, 64, 4, 2, 96, vocab_size=128, attention="xla")
+SEPARATE = {
+    f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in ("all_gather", "reduce_scatter", "all_reduce")
+}  # one operation per array
+SIZE = {"bf16": 2, "f32": 4, "f16": 2}
+HLO = {"bf16": "bf16", "fp32": "f32", "fp16": "f16"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One program, and its name as a test."""
+
+    stage: int
+    data: int = 1
+    zero: int = 8
+    accum: int = 8
+    unroll: bool = True
+    precision: str = "bf16"
+    policy: str = "none"
+    reduce: str | None = None  # communication_data_type
+    llama: bool = True
+    combine: bool = False  # the step's own combine thresholds
+
+    def __str__(self):
+        mesh = [f"{axis}{n}" for axis, n in (("data", self.data), ("zero", self.zero)) if n > 1]
+        stack = ("unrolled" if self.unroll else "scanned") if self.llama else "mlp"
+        parts = [f"zero{self.stage}", *mesh, f"acc{self.accum}", stack, self.precision]
+        parts += [self.policy] * (self.policy != "none") + [f"reduce_{self.reduce}"] * (self.reduce is not None)
+        return "-".join(parts)
+
+    @property
+    def batch_axes(self):
+        return tuple(axis for axis, n in (("data", self.data), ("zero", self.zero)) if n > 1)
+
+
+CASES = [
+    # Once a step, whatever the accumulation: stages 0 and 1.
+    Case(0, accum=1, unroll=False, precision="fp32"),
+    Case(0),
+    Case(0, data=2, zero=4, unroll=False),
+    Case(1, accum=1, unroll=False),
+    Case(1),
+    Case(1, data=2, zero=4, unroll=False, precision="fp32"),
+    # Gathered once a step, reduced every micro-batch: stage 2.
+    Case(2, accum=1, precision="fp32"),
+    Case(2, unroll=False),
+    Case(2, data=2, zero=4),
+    # Gathered layer by layer: stage 3.
+    Case(3, accum=1),
+    Case(3, accum=1, unroll=False, precision="fp32"),
+    Case(3),
+    Case(3, data=2, zero=4, unroll=False),
+    *[Case(3, accum=1 if unroll else 8, unroll=unroll, policy=p) for p in ("full", "matmuls") for unroll in (1, 0)],
+    # The reduction in another dtype.
+    Case(1, accum=1, unroll=False, reduce="fp32"),
+    Case(3, data=2, zero=4, unroll=False, reduce="fp32"),
+    # No layer stack, and a bias of 10 that nothing divides.
+    *[Case(stage, data=2, zero=4, llama=False) for stage in (0, 1, 2, 3)],
+    *[Case(stage, data=8, zero=1, llama=False, precision="fp32") for stage in (0, 1, 2, 3)],
+    Case(2, accum=1, llama=False, precision="fp16"),
+    Case(3, accum=1, llama=False, precision="fp16", policy="full"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_compilation_cache():
+    """What is compiled for a GPU that is not there cannot be read back from JAX's persistent cache."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    seconds = getattr(jax.config, name)
+    jax.config.update(name, 1e9)
+    yield
+    jax.config.update(name, seconds)
+
+
+@functools.cache
+def compile(case):
+    """(the program's ledger, the shapes of the parameters)."""
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": case.accum,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": case.stage, "stage3_param_persistence_threshold": 0},
+        "activation_checkpointing": {"policy": case.policy},
+        "stack": {"unroll": bool(case.unroll)},
+        "communication_data_type": case.reduce,
+        "compiler_options": {"xla_gpu_autotune_level": 0} | ({} if case.combine else SEPARATE),
+    }
+    if case.precision != "fp32":
+        config[case.precision] = {"enabled": True}
+    mesh = jzero.make_mesh(data=case.data, zero=case.zero, devices=gpu_devices("h100", case.data * case.zero))
+    rows = MICRO * case.accum * case.data * case.zero
+    if case.llama:
+        model = jzero.from_flax(lambda rngs: Llama(LLAMA, rngs=rngs))
+        tokens = jax.ShapeDtypeStruct((rows, SEQUENCE), jnp.int32)
+        batch = {"inputs": tokens, "labels": tokens}
+    else:
+        model = jzero.from_flax(MLP, cross_entropy)
+        batch = (jax.ShapeDtypeStruct((rows, 784), jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.int32))
+    compiled = jzero.make_train_step(model, config, mesh=mesh).lower(batch).compile()
+    return collectives(compiled, mesh), jax.eval_shape(model.init, jax.random.key(0))
+
+
+def leaves_of(case, params):
+    """(name, shape of one layer's leaf, layers, whether `zero` partitions it) of every parameter."""
+    for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        layers = LAYERS if name.startswith("stack/") else 1
+        shape = x.shape[1:] if layers > 1 else x.shape
+        divides = any(size % case.zero == 0 for size in shape)
+        yield name, shape, layers, case.stage > 0 and case.zero > 1 and divides
+
+
+def gathers_per_micro_batch(case, name):
+    """How often stage 3 gathers a leaf, see the module's docstring."""
+    if not case.llama:
+        return 2 if case.policy == "full" or name == "fc2/kernel" else 1
+    kept = case.policy == "none" and name.endswith("_norm/scale")
+    return 2 if name.startswith("stack/") and not kept else 1
+
+
+def expected(case, params):
+    """The table, as a Counter of (kind, dtype, axes, bytes, place) -> arrays moved."""
+    moved = Counter()
+    compute, wire = HLO[case.precision], HLO[case.reduce or case.precision]
+    inside = "micro-batch" if case.accum > 1 else "step"
+
+    def add(kind, dtype, axes, elements, place, times):
+        if axes:
+            moved[kind, dtype, axes, elements * SIZE[dtype], place] += times
+
+    for name, shape, layers, partitioned in leaves_of(case, params):
+        one = prod(shape)
+        # What happens once a step happens to a scanned stack's leaf as a whole, to an unrolled one's layer by layer.
+        times, elements = (layers, one) if case.unroll else (1, layers * one)
+        if not partitioned:
+            add("all-reduce", wire, case.batch_axes, elements, "step", times)
+            continue
+        if case.stage == 3:
+            add("all-gather", compute, ("zero",), one, inside,
+                gathers_per_micro_batch(case, name) * layers * case.accum)  # fmt: skip
+        else:
+            add("all-gather", compute, ("zero",), elements, "step", times)
+        if case.stage == 1:
+            add("reduce-scatter", wire, ("zero",), elements, "step", times)
+        else:
+            add("reduce-scatter", wire, ("zero",), one, inside, layers * case.accum)
+        add("all-reduce", wire, ("data",) * (case.data > 1), elements // case.zero, "step", times)
+        add("all-reduce", "f32", ("zero",), 1, "step", 1)  # the norm
+    add("all-reduce", "f32", case.batch_axes, case.accum, "step", 2 if case.llama else 1)  # losses, counts
+    return moved
+
+
+def found(case, ledger):
+    """The program's collectives in the same form."""
+    moved = Counter()
+    for row in ledger:
+        assert row.operands == 1, f"combined, so its parts cannot be told apart: {row}"
+        in_micro_batch = case.accum > 1 and row.loops[:1] == (case.accum,)
+        assert in_micro_batch or case.accum == 1 or not row.loops, f"in a loop that is not the micro-batches': {row}"
+        place = "micro-batch" if in_micro_batch else "step"
+        moved[row.kind, row.dtype, row.axes, row.bytes, place] += row.times
+    return moved
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_collectives_are_the_tables(case):
+    ledger, params = compile(case)
+    assert not ledger.unknown_trips
+    assert len(ledger.select(in_branch=True)) == 0
+    assert found(case, ledger) == expected(case, params)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bytes_on_the_wire(stage):
+    """The ZeRO paper's volumes: 2 parameters' worth a step at stages 0, 1, 2; 3 at stage 3, less 1 for the ends."""
+    case = next(c for c in CASES if c.stage == stage and c.llama and c.accum == 1 and c.zero == 8)
+    ledger, params = compile(case)
+    once = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}  # rings: an all-reduce is one of each
+    moved = sum(once[row.kind] * row.bytes * row.times for row in ledger)
+    sizes = {name: prod(shape) * layers for name, shape, layers, _ in leaves_of(case, params)}
+    ends = sum(size for name, size in sizes.items() if name.startswith("ends/"))
+    volume = {0: 2, 1: 2, 2: 2, 3: 3}[stage] * sum(sizes.values()) - (ends if stage == 3 else 0)
+    assert moved == pytest.approx(volume * SIZE[HLO[case.precision]], rel=0.01)
+
+
+def test_reduction_dtype_changes_nothing_else():
+    case = next(c for c in CASES if c.stage == 3 and c.reduce == "fp32")
+    wide = compile(case)[0]
+    narrow = compile(replace(case, reduce=None))[0]
+
+    def gathers(ledger):
+        rows = ledger.select(kind="all-gather")
+        return Counter((row.dtype, row.bytes) for row in rows for _ in range(row.times))
+
+    assert gathers(wide) == gathers(narrow)
+    assert {row.dtype for row in wide.select(kind="reduce-scatter")} == {"f32"}
+    assert {row.dtype for row in narrow.select(kind="reduce-scatter")} == {"bf16"}
+
+
+def test_combining_moves_the_same_bytes_in_fewer_operations():
+    apart = next(c for c in CASES if c.stage == 3 and c.llama and c.accum == 1 and c.unroll and c.policy == "none")
+    separate, combined = (compile(replace(apart, combine=combine))[0] for combine in (False, True))
+    for kind in ("all-gather", "reduce-scatter"):
+        ours, theirs = (ledger.select(kind=kind) for ledger in (separate, combined))
+        assert (ours.bytes, ours.operands) == (theirs.bytes, theirs.operands)
+        assert theirs.launches < ours.launches

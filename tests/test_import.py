@@ -1,0 +1,84 @@
+"""Importing jzero starts nothing, so a process may still fork, or say which devices it wants."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(program, tmp_path):
+    """The program's output, run as a script of its own with nothing of pytest's JAX settings."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(program))
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_"))}
+    done = subprocess.run(
+        [sys.executable, script], env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("module", ["jzero", "jzero.config", "jzero.planner", "models.llama", "models.mlp"])
+def test_import_starts_no_backend(module, tmp_path):
+    program = f"""
+        import {module}
+        import jax
+        from jax._src import xla_bridge
+
+        assert not xla_bridge.backends_are_initialized()
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", 3)  # an error once a backend has started
+        print(jax.device_count(), xla_bridge.backends_are_initialized())
+    """
+    assert run(program, tmp_path).split() == ["3", "True"]
+
+
+def test_public_names():
+    import jzero
+
+    assert [name for name in jzero.__all__ if not hasattr(jzero, name)] == []
+    assert sorted(jzero.__all__) == jzero.__all__
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_a_child_process_trains(method, tmp_path):
+    program = f"""
+        import multiprocessing
+
+        import jax
+        import numpy as np
+
+        import jzero
+        from models.mlp import MLP, cross_entropy
+
+        def train(loss):
+            jax.config.update("jax_platforms", "cpu")
+            jax.config.update("jax_num_cpu_devices", 2)
+            model = jzero.from_flax(MLP, cross_entropy)
+            adam = {{"type": "Adam", "params": {{"lr": 1e-3}}}}
+            config = {{"train_batch_size": 4, "optimizer": adam, "zero_optimization": {{"stage": 2}}}}
+            step = jzero.make_train_step(model, config)
+            batch = np.ones((4, 784), np.float32), np.zeros(4, np.int32)
+            state = step.init(jax.random.key(0))
+            for _ in range(2):
+                state, metrics = step(state, batch)
+                loss.append(float(metrics["loss"]))
+
+        if __name__ == "__main__":
+            context = multiprocessing.get_context("{method}")
+            with context.Manager() as manager:
+                loss = manager.list()
+                child = context.Process(target=train, args=(loss,))
+                child.start()
+                child.join(240)
+                assert child.exitcode == 0, child.exitcode
+                print(*loss)
+    """
+    first, second = map(float, run(program, tmp_path).split())
+    assert second < first

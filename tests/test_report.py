@@ -1,0 +1,238 @@
+"""The run report says what the run will do, and looks like it in 100 columns of plain text."""
+
+import dataclasses
+import re
+
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen, nnx
+
+import jzero
+from jzero.accounting import state_bytes
+from models.llama import Llama, LlamaConfig
+from models.mlp import MLP, cross_entropy
+
+TINY = LlamaConfig(3, 64, 4, 2, 96, vocab_size=256)
+ADAM = {"type": "Adam", "params": {"lr": 1e-3}}
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "optimizer": ADAM,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100},
+}
+
+
+def llama(**changes):
+    return jzero.from_flax(lambda rngs: Llama(dataclasses.replace(TINY, **changes), rngs=rngs))
+
+
+def mlp():
+    return jzero.from_flax(MLP, cross_entropy)
+
+
+def report_of(model, data=1, optimizer=None, **changes):
+    config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not None}
+    step = jzero.make_train_step(model, config, mesh=jzero.make_mesh(data=data), optimizer=optimizer)
+    return step, jzero.report(step)
+
+
+def section(text, title):
+    """A section's lines with their folds undone; [] if it is not there."""
+    found = re.search(rf"^{title}\n(.*?)(?:\n\n|\Z)", text, re.M | re.S)
+    return re.sub(r"\n    +", " ", found[1]).splitlines() if found else []
+
+
+def rows(text, title):
+    """A table's rows as {first cell: the other cells}."""
+    cells = [re.split(r"\s{2,}", line.strip()) for line in section(text, title)[2:]]
+    return {first: rest for first, *rest in cells}
+
+
+def test_head():
+    _, text = report_of(llama(), data=2)
+    head = " ".join(section(text, "jzero run report"))
+    assert "LlamaConfig(num_layers=3, d_model=64" in head
+    assert "8 x cpu = pipe 1 x data 2 x zero 4 x tensor 1" in head
+    assert "64 = 4 per device x 2 accumulation x 8 replicas (train_batch_size = 64: inferred)" in head
+    assert "bf16: masters float32, gradients reduced in bfloat16 and accumulated in float32" in head
+
+
+@pytest.mark.parametrize(
+    ("stage", "says"),
+    [
+        (0, "stage 0: parameters replicated, gradients all-reduced once a step"),
+        (1, "stage 1: parameters gathered once a step, gradients reduce-scattered once a step"),
+        (2, "stage 2: parameters gathered once a step, gradients reduce-scattered every micro-batch"),
+        (3, "stage 3: parameters gathered layer by layer, gradients reduce-scattered every micro-batch"),
+    ],
+)
+def test_stage(stage, says):
+    head = " ".join(section(report_of(mlp(), zero_optimization={"stage": stage})[1], "jzero run report"))
+    assert says in re.sub(r" +", " ", head)
+
+
+def test_layout_groups_leaves():
+    _, text = report_of(llama())
+    assert rows(text, "Layout") == {
+        "ends/embed": ["1", "16,384", "P('zero')"],
+        "ends/head/kernel": ["1", "16,384", "P('zero')"],
+        "ends/norm/scale": ["1", "64", "P()", "replicated"],
+        "stack/attention/*": ["2", f"{3 * (64 * 128 + 64 * 64):,}", "P(None, 'zero')"],
+        "stack/attention_norm/scale": ["1", "192", "P()", "replicated"],
+        "stack/mlp/*": ["2", f"{3 * 3 * 64 * 96:,}", "P(None, 'zero')"],
+        "stack/mlp_norm/scale": ["1", "192", "P()", "replicated"],
+        "total": ["9", f"{TINY.num_parameters:,}"],
+    }
+    assert any("under stage3_param_persistence_threshold 100: 3 leaves, 448 elements" in line
+               for line in section(text, "In effect"))  # fmt: skip
+
+
+class Deep(linen.Module):
+    """Twenty layers that are no layer stack."""
+
+    @linen.compact
+    def __call__(self, x):
+        for i in range(20):
+            x = linen.Dense(16, name=f"layers_{i}")(x)
+        return x
+
+
+def test_layout_of_many_layers_is_short():
+    example = {"x": jnp.zeros((32, 16))}
+    model = jzero.from_flax(Deep(), lambda m, batch: jnp.mean(m(batch["x"]) ** 2), example_batch=example)
+    _, text = report_of(model)
+    assert rows(text, "Layout") == {
+        "layers_*/kernel": ["20", "5,120", "P('zero')"],
+        "layers_*/bias": ["20", "320", "P()", "replicated"],
+        "total": ["40", "5,440"],
+    }
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_both_parts_of_the_model_state(stage):
+    step, text = report_of(llama(), zero_optimization={"stage": stage})
+    found, table = state_bytes(step), rows(text, "Model state per device")
+
+    def is_close(printed, n_bytes):
+        number, unit = printed.split()
+        return float(number) * 1024 ** ["B", "KiB", "MiB"].index(unit) == pytest.approx(n_bytes, rel=0.01)
+
+    assert is_close(table["masters, float32"][0], found.masters)
+    assert is_close(table["optimizer state"][0], found.optimizer)
+    assert is_close(table["= between steps"][0], found.persistent)
+    assert is_close(table["parameters, bfloat16"][0], found.parameters)
+    assert is_close(table["gradients, float32"][0], found.gradients)
+    assert is_close(table["= model state"][0], found.total)
+    formula = re.fullmatch(r"ZeRO formula, every leaf partitioned: (.*)", table["= model state"][1])
+    assert is_close(formula[1], found.formula)
+
+
+def test_fp32_parameters_are_the_masters():
+    table = rows(report_of(llama(), bf16=None, zero_optimization={"stage": 0})[1], "Model state per device")
+    assert table["parameters, float32"] == ["0 B", "the masters"]
+
+
+def test_effective_defaults():
+    scheduler = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-5, "warmup_max_lr": 1e-3, "warmup_num_steps": 10}}
+    _, text = report_of(llama(), scheduler=scheduler)
+    lines = section(text, "In effect")
+    for says in (
+        r"gradient_clipping 1: by global norm",
+        r"a step whose gradient is not finite is skipped",
+        r"optimizer Adam: lr 0.001",
+        r"Adam: adam_w_mode is true, as in DeepSpeed: this is AdamW",
+        r"WarmupLR: as in DeepSpeed, the first two optimizer steps run at warmup_min_lr 1e-05",
+        r"learning rate by step: 0=1e-05, 1=1e-05, 2=0\.000\d+, .*1000=0.001",
+        r"layer stack: 3 layers, unrolled; activation checkpointing none",
+        r"attention kernel xla \(attention='auto', bfloat16\)",
+    ):
+        assert any(re.search(says, line) for line in lines), (says, lines)
+
+
+def test_what_is_off_is_said_to_be_off():
+    unchecked = {"enabled": True, "check_grad_overflow": False}
+    lines = section(report_of(mlp(), gradient_clipping=0, bf16=unchecked)[1], "In effect")
+    assert "  - gradient_clipping 0: off" in lines
+    assert any("check_grad_overflow false" in line for line in lines)
+    assert not any("skipped" in line for line in lines)
+
+
+def test_fp16_loss_scale():
+    lines = section(report_of(mlp(), bf16=None, fp16={"enabled": True})[1], "In effect")
+    assert "  - loss scale dynamic, from 65536" in lines
+
+
+@pytest.mark.parametrize("kernel", ["xla", "cudnn"])
+def test_attention_kernel(kernel):
+    lines = section(report_of(llama(attention=kernel))[1], "In effect")
+    assert f"  - attention kernel {kernel} (attention='{kernel}', bfloat16)" in lines
+
+
+def test_every_flax_wrapper_forwards_the_models_notes():
+    class Plain(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+        def report_notes(self, dtype):
+            return [f"plain in {dtype}"]
+
+    class Flat(linen.Module):
+        def report_notes(self, dtype):
+            return [f"flat in {dtype}"]
+
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(8)(x)
+
+    def loss(module, batch):
+        return jnp.mean(getattr(module, "linear", module)(batch) ** 2)
+
+    assert "plain in bfloat16" in report_of(jzero.from_flax(Plain, loss))[1]
+    assert "flat in bfloat16" in report_of(jzero.from_flax(Flat(), loss, example_batch=jnp.zeros((4, 8))))[1]
+
+
+def test_replaced_keys():
+    zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8}
+    lines = section(report_of(mlp(), zero_optimization=zero)[1], "Replaced keys")
+    assert len(lines) == 2
+    assert any(line.startswith("  - zero_optimization.overlap_comm = true: XLA's latency-hiding") for line in lines)
+    assert any(line.startswith("  - zero_optimization.reduce_bucket_size = 5e+08: ") for line in lines)
+    assert section(report_of(mlp())[1], "Replaced keys") == []
+
+
+def test_fallbacks():
+    stage1 = {"zero_optimization": {"stage": 1}}
+    lines = section(report_of(mlp(), activation_checkpointing={}, **stage1)[1], "Fallbacks")
+    assert "  - replicated, no dimension of (10,) is a multiple of 8: fc2/bias" in lines
+    assert any("no layer stack" in line for line in lines)
+    _, text = report_of(llama())
+    assert section(text, "Fallbacks") == []
+    _, text = report_of(llama(), optimizer=optax.sgd(0.1))
+    assert "  - optimizer section (Adam) not used: an optimizer was passed in" in section(text, "Fallbacks")
+    assert "adam_w_mode" not in text
+
+
+def test_frozen_leaves_are_marked():
+    table = rows(report_of(mlp(), frozen_parameters=["fc1"], zero_optimization={"stage": 1})[1], "Layout")
+    assert table["fc1/*"] == ["2", "100,480", "P('zero')", "frozen"]
+    assert table["fc2/bias"] == ["1", "10", "P()", "replicated"]
+
+
+def test_fits_a_chat():
+    """Plain ASCII, at most 100 columns, no trailing blanks: also with a config full of DeepSpeed's own keys."""
+    zero_section = {
+        **{key: True for key in ("overlap_comm", "contiguous_gradients", "reduce_scatter", "round_robin_gradients")},
+        **{key: 5e8 for key in ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")},
+        **{key: 10**9 for key in ("stage3_max_live_parameters", "stage3_max_reuse_distance", "sub_group_size")},
+    }
+    others = {"zero_allow_untested_optimizer": True}
+    for model in (llama(), mlp()):
+        step, text = report_of(
+            model, zero_optimization={"stage": 3, **zero_section}, activation_checkpointing={"policy": "full"}, **others
+        )
+        assert len(step.config.replaced) == len(zero_section) + len(others)
+        assert text.isascii()
+        assert max(map(len, text.splitlines())) <= 100
+        assert not re.search(r"[ \t]$", text, re.M)
