@@ -72,7 +72,8 @@ class Loss:
     """
 
     def __init__(self, compute: Callable[[], Any]):
-        self._compute, self._value = compute, None
+        self._compute = compute
+        self._value: Any = None
 
     @property
     def value(self) -> jax.Array:
@@ -113,6 +114,7 @@ class Engine:
         self._forward: tuple[Any, Loss] | None = None
         self._training, self._syncing = True, True
         self._boundary: bool | None = None
+        self._steps_waiting = 0  # calls of step() since the last that updated
         self._metrics: Metrics | None = None
         self._details: Details | None = None
         self.global_steps = self.global_samples = self.micro_steps = 0
@@ -139,6 +141,7 @@ class Engine:
             done = self.step_fn.run_micro_batches(self.state, parts)
         else:
             done = self.step_fn.run(self.state, source)
+        self.micro_steps += self.gradient_accumulation_steps()
         self._finish(done, self.gradient_accumulation_steps())
         return done[1]["loss"]
 
@@ -188,6 +191,7 @@ class Engine:
                 f"backward: {loss!r} is not the loss that the last engine(micro_batch) returned; what changes the "
                 "loss belongs into the model's loss function"
             )
+        self.micro_steps += 1
         self._queue.append(self._forward)
         self._forward = None
         return loss
@@ -198,7 +202,9 @@ class Engine:
             raise ConfigError("step() inside no_sync(): leave the context first")
         if not self._queue:
             raise ConfigError("step() without a backward(): call engine.backward(engine(micro_batch)) first")
-        if not self.is_gradient_accumulation_boundary():
+        boundary = self.is_gradient_accumulation_boundary()
+        self._steps_waiting = 0 if boundary else self._steps_waiting + 1
+        if not boundary:
             return
         queue, self._queue = self._queue, []
         done = self.step_fn.run_micro_batches(self.state, [part for part, _ in queue])
@@ -208,10 +214,11 @@ class Engine:
                 loss._compute = lambda losses=done[2].micro_losses, i=i: losses[i]  # type: ignore[misc]
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step()` updates: enough micro-batches, or as `set_gradient_accumulation_boundary` said."""
+        """Whether the next `step()` updates: it is the last of gradient_accumulation_steps() calls, or that many
+        micro-batches wait (as after `no_sync`), or `set_gradient_accumulation_boundary` said so."""
         if self._boundary is not None:
             return self._boundary
-        waiting = len(self._queue) + (self._forward is not None)
+        waiting = max(self._steps_waiting + 1, len(self._queue) + (self._forward is not None))
         return not self.config.managed_gradient_accumulation or waiting >= self.gradient_accumulation_steps()
 
     def set_gradient_accumulation_boundary(self, boundary: bool | None) -> None:
@@ -239,7 +246,6 @@ class Engine:
         before = self._details
         self.state, self._metrics, self._details = done
         self.global_steps += 1
-        self.micro_steps += micro_batches
         self.global_samples += micro_batches * self.step_fn.micro_size
         if before is not None:  # by now it has run, so the host does not wait
             check_stuck(before.loss_scale, self.step_fn.trainable_names)
@@ -269,6 +275,17 @@ class Engine:
     def eval(self) -> Engine:
         """Evaluation mode: `engine(micro_batch)` is the loss without dropout, and nothing else."""
         return self.train(False)
+
+    def module(self) -> Any:
+        """The Flax module with the parameters as they are now, to call: `engine.module()(x)`."""
+        if not hasattr(self.step_fn.model, "module"):
+            raise ConfigError(f"{self.step_fn.model!r} was not made by jzero.from_flax; its parameters: state.params")
+        return self.step_fn.model.module(self.state.params)
+
+    @property
+    def metrics(self) -> Metrics:
+        """The last step's loss, grad_norm, lr, loss_scale, skipped, on the device; empty before the first step."""
+        return {} if self._metrics is None else self._metrics
 
     def train_batch_size(self) -> int:
         return self.step_fn.batch_sizes.train

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jzero import zero
 from jzero.config import Config
+from jzero.errors import ConfigError
 from jzero.mesh import BATCH_AXES, present, replicas
 from jzero.model import ENDS, STACK, Model, StackModel, fold
 from jzero.precision import Precision, cast
@@ -171,4 +172,8 @@ class Gradients:
 def _sum_and_count(loss: Any) -> tuple[jax.Array, jax.Array]:
     """A model's loss as float32 (sum, count); a mean counts as one."""
     total, count = loss if isinstance(loss, tuple) else (loss, 1.0)
+    if jnp.shape(total) or jnp.shape(count):
+        raise ConfigError(
+            f"the model's loss has the shape {jnp.shape(total)}: it must be a scalar, or (sum, count) of two scalars"
+        )
     return jnp.asarray(total, jnp.float32), jnp.asarray(count, jnp.float32)

@@ -28,7 +28,7 @@ from jzero.precision import LossScale, Precision, cast
 
 # Measured on 4 x H200 (experiments/benchmarks): cuBLAS instead of Triton matrix products +5 %, and larger combined
 # collectives under the scheduler that overlaps them +2 %.
-GPU_COMPILER_OPTIONS = {
+GPU_COMPILER_OPTIONS: dict[str, bool | int | float | str] = {
     "xla_gpu_enable_triton_gemm": False,
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_all_gather_combine_threshold_bytes": 128 * 2**20,
@@ -107,6 +107,7 @@ class TrainStep:
         self.model, self.config = model, config
         self.mesh = make_mesh(config) if mesh is None else mesh
         check_mesh(self.mesh)
+        self._check_mesh_section()
         self.replicas = replicas(self.mesh)
         self.batch_sizes = config.batch(self.replicas)
         self.precision = Precision.from_config(config)
@@ -120,8 +121,12 @@ class TrainStep:
             frozen=config.frozen_parameters,
         )
         trainable = [leaf for leaf in jax.tree.leaves(self.leaves) if leaf.trainable]
+        if not trainable and config.frozen_parameters:
+            raise ConfigError(
+                f"frozen_parameters = {list(config.frozen_parameters)}: every parameter is frozen; leave one to train"
+            )
         if not trainable:
-            raise ConfigError("frozen_parameters: every parameter is frozen; there is nothing to train")
+            raise ConfigError(f"{model!r} has no parameters to train: init(rng) returned no floating-point arrays")
         self.trainable_names = [leaf.name for leaf in trainable]
         self.own_optimizer = optimizer is not None
         self.schedule = self._choose_schedule(optimizer, lr_scheduler)
@@ -140,6 +145,21 @@ class TrainStep:
             f"TrainStep({self.model!r}, ZeRO-{self.config.zero_optimization.stage}, {self.config.precision}, "
             f"mesh {degrees}, batch {b.train} = {b.micro} x {b.accum} x {self.replicas})"
         )
+
+    def _check_mesh_section(self) -> None:
+        """Raise if a mesh was passed in and the config asks for another one."""
+        config, zero_config = self.config, self.config.zero_optimization
+        if (
+            "mesh" in config.model_fields_set
+            or zero_config.mics_shard_size > 0
+            or zero_config.zero_hpz_partition_size > 1
+        ):
+            for axis, degree in config.mesh_degrees(self.mesh.size).items():
+                if self.mesh.shape[axis] != degree:
+                    raise ConfigError(
+                        f"mesh.{axis} = {degree} in the config, but the mesh passed in has {axis} "
+                        f"{self.mesh.shape[axis]}: pass one of them, or jzero.make_mesh(config)"
+                    )
 
     def _choose_schedule(self, optimizer: Any, lr_scheduler: Any) -> lr_schedules.Schedule | None:
         """The learning rate as a function of the steps applied; None if a client's optimizer keeps it to itself."""
@@ -177,17 +197,26 @@ class TrainStep:
 
     def init(self, rng: jax.Array) -> TrainState:
         """A new state, born sharded: no device ever holds more than its part. `rng`: as from `jax.random.key(0)`."""
-        if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        dtype = getattr(rng, "dtype", None)
+        if dtype == jnp.uint32 and jnp.shape(rng) == (2,):  # a key of the older kind, jax.random.PRNGKey(0)
             rng = jax.random.wrap_key_data(rng)
+        elif dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            raise ConfigError(f"rng = {rng!r}: must be a key; write jax.random.key(0)")
         return self._init(rng)
 
     # ------------------------------------------------------------------ programs
 
     def _compile(self) -> None:
         options = GPU_COMPILER_OPTIONS if is_gpu(self.mesh) else {}
-        jit = partial(jax.jit, compiler_options={**options, **self.config.compiler_options} or None)
+        options = {**options, **self.config.compiler_options}
+        jit = partial(jax.jit, compiler_options=options or None)
         state, batch = self.state_shardings, self.batch_sharding
         replicated = NamedSharding(self.mesh, PartitionSpec())
+        if self.config.compiler_options:  # a wrong name is best found now, on the smallest program
+            try:
+                jit(lambda: 0.0, out_shardings=replicated).lower().compile()
+            except Exception as error:
+                raise ConfigError(f"compiler_options = {self.config.compiler_options}: XLA says {error}") from None
         self._init = jit(self._new_state, out_shardings=state)
         self._step = jit(
             self._update, in_shardings=(state, batch), out_shardings=(state, replicated, replicated), donate_argnums=0

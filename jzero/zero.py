@@ -102,8 +102,9 @@ def layout(
 
     leaves = jax.tree_util.tree_map_with_path(leaf, params)
     if unused:
-        known = ", ".join(leaf.name for leaf in jax.tree.leaves(leaves)[:8])
-        raise ConfigError(f"frozen_parameters: {sorted(unused)} match no parameter; the names are {known}, ...")
+        names = [leaf.name for leaf in jax.tree.leaves(leaves)]
+        known = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        raise ConfigError(f"frozen_parameters: {sorted(unused)} match no parameter; the names are {known}")
     return leaves
 
 
@@ -177,8 +178,9 @@ def prepare(leaf: Leaf, master: jax.Array, precision: Precision) -> tuple[Any, A
         return None, whole
     if leaf.stage.scatter != "micro_batch":
         return whole, None
-    # Its gradient arrives already reduced, so it has the dtype of the reduction.
-    return master.astype(precision.reduce), (whole if leaf.stage.gather == "step" else None)
+    # Its gradient arrives already reduced, so its dtype holds what the reduction gives, and the weights it is.
+    active = master.astype(jnp.promote_types(precision.compute, precision.reduce))
+    return active, (whole if leaf.stage.gather == "step" else None)
 
 
 def fetch(leaf: Leaf, active: Any, passive: Any, precision: Precision) -> jax.Array:
@@ -196,7 +198,7 @@ def fetch(leaf: Leaf, active: Any, passive: Any, precision: Precision) -> jax.Ar
         return use(shard, whole), None
 
     def backward(_: None, gradient: jax.Array) -> tuple[jax.Array, None]:
-        return _scatter(leaf, gradient.astype(precision.reduce)), None
+        return _scatter(leaf, gradient.astype(precision.reduce)).astype(active.dtype), None
 
     use.defvjp(forward, backward)
     return use(active, passive)

@@ -33,6 +33,14 @@ class LlamaConfig:
     norm_eps: float = 1e-5
     attention: Attend = "auto"
 
+    def __post_init__(self):
+        for name, whole, part in (
+            ("num_heads must divide d_model", self.d_model, self.num_heads),
+            ("num_kv_heads must divide num_heads", self.num_heads, self.num_kv_heads),
+        ):
+            if whole % part:
+                raise ValueError(f"LlamaConfig: {name}, but {part} does not divide {whole}")
+
     @property
     def head_dim(self) -> int:
         return self.d_model // self.num_heads
@@ -106,9 +114,11 @@ class Attention(nnx.Module):
         qkv = self.qkv(x_BSD).reshape(B, S, -1, c.head_dim)
         q_BSHC, k_BSKC, v_BSKC = jnp.split(qkv, [c.num_heads, c.num_heads + c.num_kv_heads], axis=2)
         q_BSHC, k_BSKC = rope(q_BSHC, c.rope_theta), rope(k_BSKC, c.rope_theta)
-        kernel = attention_kernel(c.attention, x_BSD.dtype)
+        kernel, dtype = attention_kernel(c.attention, x_BSD.dtype), x_BSD.dtype
+        if kernel == "xla" and dtype == jnp.float16:  # which XLA's own has no products for on CPUs
+            q_BSHC, k_BSKC, v_BSKC = (x.astype(jnp.float32) for x in (q_BSHC, k_BSKC, v_BSKC))
         o_BSHC = jax.nn.dot_product_attention(q_BSHC, k_BSKC, v_BSKC, is_causal=True, implementation=kernel)
-        return self.out(o_BSHC.reshape(B, S, -1))
+        return self.out(o_BSHC.reshape(B, S, -1).astype(dtype))
 
 
 class SwiGLU(nnx.Module):

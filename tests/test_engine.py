@@ -149,13 +149,14 @@ def test_no_sync_is_legal_at_every_stage(stage):
 
 def test_the_boundary_is_counted():
     e = engine()
-    seen, steps = [], []
+    seen, before, steps = [], [], []
     for micro_batch in parts(0) + parts(1):
+        before.append(e.is_gradient_accumulation_boundary())
         e.backward(e(micro_batch))
         seen.append(e.is_gradient_accumulation_boundary())
         e.step()
         steps.append(e.global_steps)
-    assert seen == [False, False, True] * 2
+    assert seen == before == [False, False, True] * 2
     assert steps == [0, 0, 1, 1, 1, 2]
 
 
@@ -536,3 +537,12 @@ def test_a_foreign_mesh():
     foreign = jax.make_mesh((4,), ("batch",), devices=jax.devices()[:4])
     with pytest.raises(jzero.ConfigError, match=r"mesh axes are \('batch',\).*make_mesh"):
         jzero.initialize(model=Net(), config=config(), mesh=foreign)
+
+
+def test_what_the_engine_shows():
+    e = engine()
+    assert e.metrics == {}
+    e.train_batch(iter(parts(0)))
+    assert set(e.metrics) == {"loss", "grad_norm", "lr", "loss_scale", "skipped"}
+    with pytest.raises(jzero.ConfigError, match="from_flax"):
+        e.module()

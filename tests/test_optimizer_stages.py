@@ -148,8 +148,9 @@ def test_sharding_stays_and_the_result_is_stage_0s(name, params):
     check_stages(name, params, Stack(), batches())
 
 
-# Not Muon: its five Newton-Schulz steps amplify the rounding of small singular values of a gradient up to 3.4**5 times,
-# and near its start a Llama's are small (7e-6 apart after three steps). The matrices above are better conditioned.
+# Not Muon: its Newton-Schulz steps amplify the rounding of small singular values of a gradient, and near its start a
+# Llama's are small. Weights perturbed by 1e-7 of themselves end 9e-6 of the movement apart at stage 0, stages 0 and 1
+# end 7e-6 apart (attention/out). The matrices above are better conditioned.
 @pytest.mark.parametrize("name", ["AdamW", "Lamb", "Lion"])
 def test_llama(name):
     config = LlamaConfig(LAYERS, 16, 2, 1, 24, vocab_size=32)

@@ -307,6 +307,21 @@ def test_bf16_reduced_in_fp32():
     assert dtypes() == {"bf16"}
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_dtype_of_the_reduction_is_not_the_weights(stage):
+    """A narrow reduction rounds gradients only: the first loss, before any, is that of wide weights."""
+    step, state = prepare("untied", Layout(stage, 8, 1), communication_data_type="bf16")
+    _, metrics = step(state, batches("untied")[0])
+    assert float(metrics["loss"]) == pytest.approx(reference("untied").losses[0], rel=1e-6)
+
+
+def test_llama_in_fp16_on_cpus():
+    step, state = prepare("untied", Layout(3, 8, 1, precision="fp16"))
+    for batch, loss in zip(batches("untied")[:3], reference("untied").losses, strict=False):
+        state, metrics = step(state, batch)
+        assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-2)
+
+
 # ------------------------------------------------------------------------------------------- what a step is
 
 DECODER = Layout(3, 4, 2, unroll=False)
