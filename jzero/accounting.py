@@ -86,7 +86,7 @@ def state_bytes(step: Any) -> StateBytes:
         )
 
     leaves = list(zip(jax.tree.leaves(step.leaves), jax.tree.leaves(shapes.params), strict=True))
-    actual = [inside(leaf.stage, x, leaf.trainable) for leaf, x in leaves]
+    actual = [inside(leaf.row, x, leaf.trainable) for leaf, x in leaves]
     ideal = [inside(stage, x, leaf.trainable) for leaf, x in leaves]
     persistent = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((shapes.params, shapes.opt_state)))
     return StateBytes(

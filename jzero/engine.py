@@ -72,13 +72,13 @@ class Loss:
     """
 
     def __init__(self, compute: Callable[[], Any]):
-        self._compute = compute
+        self._compute: Callable[[], Any] | None = compute
         self._value: Any = None
 
     @property
     def value(self) -> jax.Array:
-        if self._value is None:
-            self._value = self._compute()
+        if self._compute is not None:
+            self._value, self._compute = self._compute(), None  # and lets go of the micro-batch
         return self._value
 
     def item(self) -> float:
@@ -96,7 +96,7 @@ class Loss:
         return format(self.item(), spec)
 
     def __repr__(self) -> str:
-        return f"Loss({'not computed yet' if self._value is None else self.item()})"
+        return f"Loss({'not computed yet' if self._compute else self.item()})"
 
 
 class Engine:
@@ -202,6 +202,7 @@ class Engine:
             raise ConfigError("step() inside no_sync(): leave the context first")
         if not self._queue:
             raise ConfigError("step() without a backward(): call engine.backward(engine(micro_batch)) first")
+        self._forward = None  # a forward pass without a backward takes no part
         boundary = self.is_gradient_accumulation_boundary()
         self._steps_waiting = 0 if boundary else self._steps_waiting + 1
         if not boundary:
@@ -210,7 +211,7 @@ class Engine:
         done = self.step_fn.run_micro_batches(self.state, [part for part, _ in queue])
         self._finish(done, len(queue))
         for i, (_, loss) in enumerate(queue):
-            if loss._value is None:
+            if loss._compute:
                 loss._compute = lambda losses=done[2].micro_losses, i=i: losses[i]  # type: ignore[misc]
 
     def is_gradient_accumulation_boundary(self) -> bool:

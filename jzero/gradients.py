@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,15 @@ from jzero.mesh import BATCH_AXES, present, replicas
 from jzero.model import ENDS, STACK, Model, StackModel, fold
 from jzero.precision import Precision, cast
 from jzero.stack import checkpointed, run_stack, unrolls
+
+
+class Result(NamedTuple):
+    """Float32 `gradients` of the local masters times `unit`; the mean `loss` []; every micro-batch's loss [accum]."""
+
+    gradients: Any
+    unit: jax.Array
+    loss: jax.Array
+    micro_losses: jax.Array
 
 
 class Gradients:
@@ -33,13 +44,13 @@ class Gradients:
         self.leaves = self.used = leaves  # `used`: the leaves as the (active, passive) trees have them
         self.unrolled = False
         if self.stacked:
-            self.length = jax.tree.leaves(leaves[STACK])[0].shape[0]
+            self.length = zero.stack_length(leaves)
             self.unrolled = unrolls(config, self.length)
             if self.unrolled:
                 self.used = {ENDS: leaves[ENDS], STACK: [leaves[STACK]] * self.length}
 
-    def __call__(self, masters: Any, batch: Any, rng: jax.Array, scale: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
-        """One step's (gradients of the local masters times `scale`, loss [], loss of every micro-batch [accum]).
+    def __call__(self, masters: Any, batch: Any, rng: jax.Array, scale: jax.Array) -> Result:
+        """One step's gradients and losses.
 
         Args:
           masters: the local shards.
@@ -49,106 +60,94 @@ class Gradients:
         """
         active, passive = self.prepare(masters)
         batch = self.micro_batches(batch)
-        weights = self.weights(batch)
-        accum, total = len(weights), jnp.where(weights.sum() == 0, 1, weights.sum())
-        seed = scale / total * (self.replicas if self.config.gradient_allreduce_op == "sum" else 1)
+        accum = jax.tree.leaves(batch)[0].shape[0]
         rng = self.replica_key(rng)
 
         def micro(i: Any, part: Any) -> tuple[Any, jax.Array]:
+            """Gradients of scale * sum / (expected count of the step), and [sum, count, expected count]."""
+
             def scaled(active: Any) -> tuple[jax.Array, jax.Array]:
-                loss, _ = self.loss(active, passive, part, fold(rng, i))
-                return loss * seed, loss
+                loss = self.loss(active, passive, part, fold(rng, i))
+                total, count = _sum_and_count(loss)
+                expected = accum * self.replicas * _expected_count(loss, part)
+                return total * (scale / expected), jnp.stack([total, count, jnp.float32(expected)])
 
             return jax.grad(scaled, has_aux=True)(active)
 
         if accum == 1:
-            gradients, loss = micro(0, jax.tree.map(lambda x: x[0], batch))
-            losses = loss[None]
+            gradients, seen = micro(0, jax.tree.map(lambda x: x[0], batch))
+            seen = seen[None]
         else:
             empty = jax.tree.map(lambda x: jnp.zeros(x.shape, self.precision.accum), active)
 
             def body(summed: Any, item: Any) -> tuple[Any, jax.Array]:
-                gradients, loss = micro(*item)
-                return jax.tree.map(lambda s, g: s + g.astype(s.dtype), summed, gradients), loss
+                gradients, seen = micro(*item)
+                return jax.tree.map(lambda s, g: s + g.astype(s.dtype), summed, gradients), seen
 
-            gradients, losses = lax.scan(body, empty, (jnp.arange(accum), batch))
-        losses = self.all_reduce(losses)
-        return self.reduce(gradients), losses.sum() / total, losses / weights
+            gradients, seen = lax.scan(body, empty, (jnp.arange(accum), batch))
+        sums, counts = self.all_reduce(seen[:, :2]).T
+        total = _nonzero(counts.sum())
+        unit = scale * total / seen[0, 2]
+        if self.config.gradient_allreduce_op == "sum":
+            unit /= self.replicas
+        return Result(self.reduce(gradients), unit, sums.sum() / total, sums / _nonzero(counts))
 
     def evaluate(self, masters: Any, batch: Any) -> jax.Array:
         """The loss of the global batch without dropout (rng None)."""
         active, passive = self.prepare(masters)
         batch = self.micro_batches(batch)
-        sums, counts = lax.map(lambda part: self.loss(active, passive, part, None), batch)
+        sums, counts = lax.map(lambda part: _sum_and_count(self.loss(active, passive, part, None)), batch)
         total, count = self.all_reduce((sums.sum(), counts.sum()))
-        return total / count
+        return total / _nonzero(count)
 
     def micro_loss(self, masters: Any, batch: Any, rng: jax.Array, index: jax.Array) -> jax.Array:
         """The loss that `__call__` would report for this micro-batch."""
         active, passive = self.prepare(masters)
-        part = cast(batch, self.precision.compute)
-        total, count = self.all_reduce(self.loss(active, passive, part, fold(self.replica_key(rng), index)))
-        return total / count
+        part = jax.tree.map(lambda x: x[0], self.micro_batches(batch))
+        loss = self.loss(active, passive, part, fold(self.replica_key(rng), index))
+        total, count = self.all_reduce(_sum_and_count(loss))
+        return total / _nonzero(count)
 
     def replica_key(self, rng: jax.Array) -> jax.Array:
         """A key of its own for every replica, so that their dropout masks differ."""
         return jax.random.fold_in(rng, lax.axis_index(self.axes)) if self.axes else rng
 
     def micro_batches(self, batch: Any) -> Any:
-        """Local batch [accum * micro, ...] -> [accum, micro, ...], floats in the compute dtype."""
+        """Local batch [accum * micro, ...] -> [accum, micro, ...]; floats in half precision under `fp16.auto_cast`."""
+        if self.config.fp16.enabled and self.config.fp16.auto_cast:
+            batch = cast(batch, self.precision.compute)
         micro = self.config.batch(self.replicas).micro
-        return jax.tree.map(lambda x: x.reshape(-1, micro, *x.shape[1:]), cast(batch, self.precision.compute))
+        return jax.tree.map(lambda x: x.reshape(-1, micro, *x.shape[1:]), batch)
 
     def all_reduce(self, x: Any) -> Any:
         return lax.psum(x, self.axes) if self.axes else x
 
-    def weights(self, batch: Any) -> jax.Array:
-        """How much each micro-batch of the step weighs, over all replicas: its count, or 1 a replica. [accum] float32.
-
-        Known before the first forward pass, so every gradient is born with its final magnitude. A count does not
-        depend on the parameters: of the forward pass written here, on NaNs, the compiler keeps only the counting.
-        """
-        params = jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan, self.precision.compute), self.leaves)
-
-        def count(part: Any) -> jax.Array:
-            return _sum_and_count(self.model.loss(params, part, None))[1]
-
-        first = jax.tree.map(lambda x: x[0], batch)
-        if isinstance(jax.eval_shape(lambda part: self.model.loss(params, part, None), first), tuple):
-            return self.all_reduce(lax.map(count, batch))
-        return jnp.full(len(jax.tree.leaves(batch)[0]), self.replicas, jnp.float32)
-
     def prepare(self, masters: Any) -> tuple[Any, Any]:
         """Local masters -> (active, passive); gathers what is gathered once a step."""
-
-        def pair(leaf: zero.Leaf, master: jax.Array) -> tuple[Any, Any]:
-            each_layer = leaf.stacked and not self.unrolled
-            one = partial(zero.prepare, leaf, precision=self.precision)
-            return (jax.vmap(one) if each_layer else one)(master)
-
         if self.unrolled:
             layers = [jax.tree.map(lambda m, i=i: m[i], masters[STACK]) for i in range(self.length)]  # type: ignore[misc]
             masters = {ENDS: masters[ENDS], STACK: layers}
-        pairs = jax.tree.map(pair, self.used, masters)
+        prepare = self.per_layer(partial(zero.prepare, precision=self.precision))
+        pairs = jax.tree.map(prepare, self.used, masters)
         return tuple(jax.tree.map(lambda _, p, k=k: p[k], self.used, pairs) for k in (0, 1))  # type: ignore[misc, return-value]
 
     def reduce(self, gradients: Any) -> Any:
         """Accumulated gradients -> float32 gradients of the local masters; reduces what is reduced once a step."""
-
-        def reduced(leaf: zero.Leaf, gradient: Any) -> Any:
-            each_layer = leaf.stacked and not self.unrolled
-            one = partial(zero.reduce, leaf, mesh=self.mesh, precision=self.precision)
-            return None if gradient is None else (jax.vmap(one) if each_layer else one)(gradient)
-
-        gradients = cast(jax.tree.map(reduced, self.used, gradients), jnp.float32)
+        reduce = self.per_layer(partial(zero.reduce_gradient, mesh=self.mesh, precision=self.precision))
+        reduced = jax.tree.map(lambda leaf, g: None if g is None else reduce(leaf, g), self.used, gradients)
+        reduced = cast(reduced, jnp.float32)
         if self.unrolled:
-            stack = jax.tree.map(lambda *layers: jnp.stack(layers), *gradients[STACK])
-            gradients = {ENDS: gradients[ENDS], STACK: stack}
-        return gradients
+            stack = jax.tree.map(lambda *layers: jnp.stack(layers), *reduced[STACK])
+            reduced = {ENDS: reduced[ENDS], STACK: stack}
+        return reduced
 
-    def loss(self, active: Any, passive: Any, batch: Any, rng: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """(sum, count) of one micro-batch, every weight fetched where it is used."""
-        regather = any(leaf.stage.gather == "layer" for leaf in jax.tree.leaves(self.leaves))
+    def per_layer(self, f: Callable) -> Callable:
+        """`f(leaf, x)`, mapped over the layer axis where a scanned stack has one."""
+        return lambda leaf, x: (jax.vmap if leaf.stacked and not self.unrolled else lambda g: g)(partial(f, leaf))(x)
+
+    def loss(self, active: Any, passive: Any, batch: Any, rng: jax.Array | None) -> Any:
+        """The model's loss of one micro-batch, every weight fetched where it is used."""
+        regather = any(leaf.row.gather == "layer" for leaf in jax.tree.leaves(self.leaves))
         saving = partial(checkpointed, checkpointing=self.config.activation_checkpointing, regather=regather)
 
         def fetch(leaves: Any, pair: Any) -> Any:
@@ -156,7 +155,7 @@ class Gradients:
 
         if not self.stacked:
             whole = saving(partial(fetch, self.leaves), self.model.loss, unrolled=True)
-            return _sum_and_count(whole((active, passive), batch, rng))
+            return whole((active, passive), batch, rng)
 
         model: StackModel = self.model  # type: ignore[assignment]
         layer = saving(partial(fetch, self.leaves[STACK]), model.block, unrolled=self.unrolled)
@@ -166,7 +165,25 @@ class Gradients:
         ends = fetch(self.leaves[ENDS], (active[ENDS], passive[ENDS]))  # once, also where prefix and suffix are tied
         x = model.prefix(ends, batch, fold(rng, 0))
         x = run_stack(layer, layers, x, rng)
-        return _sum_and_count(model.suffix(ends, x, batch, fold(rng, self.length + 1)))
+        return model.suffix(ends, x, batch, fold(rng, self.length + 1))
+
+
+def _nonzero(count: jax.Array) -> jax.Array:
+    """The count to divide by; where nothing counted the sum is zero too."""
+    return jnp.where(count == 0, 1, count)
+
+
+def _expected_count(loss: Any, batch: Any) -> float:
+    """About how much one micro-batch counts, known before it has been counted; for a mean loss exactly 1.
+
+    Gradients are born divided by it, which keeps them in fp16's range; what it is off by is made good once the count
+    is known. A power of two, so that nothing is rounded: the elements of the largest integer leaf (tokens, labels).
+    """
+    if not isinstance(loss, tuple):
+        return 1.0
+    leaves = jax.tree.leaves(batch)
+    sizes = [x.size for x in leaves if jnp.issubdtype(x.dtype, jnp.integer)] or [len(leaves[0])]
+    return 2.0 ** round(math.log2(max(sizes)))
 
 
 def _sum_and_count(loss: Any) -> tuple[jax.Array, jax.Array]:

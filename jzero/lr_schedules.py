@@ -1,19 +1,18 @@
-"""Learning-rate schedules: DeepSpeed's five by its formulas, any optax schedule by its name.
+"""Learning-rate schedules: DeepSpeed's five by its formulas, optax's by their names.
 
 DeepSpeed sets the rate once when the schedule is constructed and then calls it after every applied optimizer step, so
 the first step runs at the value of construction and step n at that of call k = n - 1. For the warm-up schedules both
 the first and the second step therefore run at the minimum. jzero keeps these numbers, and the notes say so. optax
-schedules have optax's own indexing: step n runs at `schedule(n)`.
+schedules have optax's own indexing: step n runs at `schedule(n)`. All that a config can write are known; only
+`join_schedules`, which takes functions, is not among them (pass it as `lr_scheduler`).
 
 Source: deepspeed/runtime/lr_schedules.py of the DeepSpeed repository.
 """
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +21,8 @@ import jax.numpy as jnp
 import optax
 
 from jzero.errors import ConfigError
+from jzero.kinds import COUNT, FLAG, FRACTION, NON_NEGATIVE32, POSITIVE, number, one_of
+from jzero.params import REQUIRED, Param, did_you_mean, drop_auto, only, read_params, signature_params
 
 Curve = Callable[[Any], jax.Array]
 
@@ -62,14 +63,29 @@ def build(type: str | None, params: Mapping[str, Any], base_lr: float) -> Schedu
     """
     if type is None:
         return Schedule(_float32(lambda count: base_lr))
+    values, problems = _read(type, params)
+    if problems:
+        raise ConfigError(*problems)
     if type in _DEEPSPEED:
-        row = _DEEPSPEED[type]
-        values = read_params("scheduler.params", params, row.params)
-        return row.make(values, base_lr)
+        return _DEEPSPEED[type].make(values, base_lr)
+    return _optax_schedule(type, {name: values[name] for name in drop_auto(params)}, base_lr)
+
+
+def problems(scheduler: Any) -> list[str]:
+    """What is wrong with a config's `scheduler` section, as far as it shows before any array is made."""
+    return _read(scheduler.type, scheduler.params or {})[1]
+
+
+def _read(type: str, params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The parameters over the schedule's defaults, and every problem."""
+    params = drop_auto(params)
+    if type in _DEEPSPEED:
+        values, problems = read_params("scheduler.params", params, _DEEPSPEED[type].params)
+        return values, problems or list(_DEEPSPEED[type].check(values))
     if type in _OPTAX:
-        return _optax_schedule(type, params, base_lr)
+        return read_params("scheduler.params", params, signature_params(getattr(optax, type)))
     names = [*_DEEPSPEED, *_OPTAX]
-    raise ConfigError(f"scheduler.type: {type!r} is unknown{did_you_mean(type, names)} Allowed: {', '.join(names)}")
+    return {}, [f"scheduler.type: {type!r} is unknown{did_you_mean(type, names)} Allowed: {', '.join(names)}"]
 
 
 def from_config(scheduler: Any, base_lr: float | None) -> Schedule | None:
@@ -80,89 +96,6 @@ def from_config(scheduler: Any, base_lr: float | None) -> Schedule | None:
     if scheduler is None:
         return None if base_lr is None else build(None, {}, base_lr)
     return build(scheduler.type, scheduler.params or {}, 1e-3 if base_lr is None else base_lr)
-
-
-# ------------------------------------------------------------------------------------------ checking parameters
-
-
-class Param(NamedTuple):
-    """One parameter: its default (`REQUIRED`: none), what is allowed in words, and the test for it."""
-
-    default: Any
-    allowed: str
-    ok: Callable[[Any], bool]
-
-
-REQUIRED: Any = object()
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def number(default: Any) -> Param:
-    return Param(default, "a number", is_number)
-
-
-def non_negative(default: Any) -> Param:
-    return Param(default, "a number >= 0", lambda value: is_number(value) and value >= 0)
-
-
-def fraction(default: Any) -> Param:
-    return Param(default, "a number in [0, 1)", lambda value: is_number(value) and 0 <= value < 1)
-
-
-def integer(default: Any, least: int) -> Param:
-    return Param(default, f"an integer >= {least}", lambda value: _is_integer(value) and value >= least)
-
-
-def boolean(default: Any) -> Param:
-    return Param(default, "true or false", lambda value: isinstance(value, bool))
-
-
-def one_of(default: Any, *choices: Any) -> Param:
-    return Param(default, " or ".join(map(repr, choices)), lambda value: value in choices)
-
-
-def did_you_mean(name: str, allowed: Iterable[str]) -> str:
-    """'; did you mean 'x'?' or ';'."""
-    known = {a.lower(): a for a in allowed}
-    close = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.6)
-    return f"; did you mean {known[close[0]]!r}?" if close else "."
-
-
-def param_problems(section: str, params: Mapping[str, Any], table: Mapping[str, Param]) -> list[str]:
-    """What is wrong with `params`: one line for each unknown, missing or bad one."""
-    problems = [
-        f"{section}.{name}: unknown parameter (value {params[name]!r}){did_you_mean(name, table)} "
-        f"Allowed: {', '.join(table) or 'none'}"
-        for name in params
-        if name not in table
-    ]
-    for name, param in table.items():
-        if name not in params:
-            if param.default is REQUIRED:
-                problems.append(f"{section}.{name}: missing; give {param.allowed}")
-        elif not (param.ok(params[name]) or (params[name] is None and param.default is None)):
-            problems.append(f"{section}.{name}: {params[name]!r} is not allowed; give {param.allowed}")
-    return problems
-
-
-def drop_auto(params: Mapping[str, Any]) -> dict[str, Any]:
-    """`params` without the ones left to jzero by the value "auto"."""
-    return {name: value for name, value in params.items() if not (isinstance(value, str) and value == "auto")}
-
-
-def read_params(section: str, params: Mapping[str, Any], table: Mapping[str, Param]) -> dict[str, Any]:
-    """`params` over the table's defaults, or a ConfigError with every problem."""
-    params = drop_auto(params)
-    if problems := param_problems(section, params, table):
-        raise ConfigError(*problems)
-    return {name: params.get(name, param.default) for name, param in table.items()}
 
 
 # ------------------------------------------------------------------------------------------ DeepSpeed's schedules
@@ -244,16 +177,25 @@ def _lr_range_test(p: dict[str, Any], base_lr: float) -> Schedule:
     return Schedule(_float32(curve), notes=(note,))
 
 
-def _one_cycle(p: dict[str, Any], base_lr: float) -> Schedule:
-    up = p["cycle_first_step_size"]
-    down = up if p["cycle_second_step_size"] is None else p["cycle_second_step_size"]
-    up_stairs = p["cycle_first_stair_count"]
-    down_stairs = up_stairs if p["cycle_second_stair_count"] is None else p["cycle_second_stair_count"]
+def _cycle_sides(p: dict[str, Any]) -> tuple[int, int, int, int]:
+    """Steps and stairs on the way up and on the way down."""
+    up, stairs, down, down_stairs = (
+        p[f"cycle_{key}"] for key in ("first_step_size", "first_stair_count", "second_step_size", "second_stair_count")
+    )
+    return up, stairs, up if down is None else down, stairs if down_stairs is None else down_stairs
+
+
+def _check_stairs(p: dict[str, Any]) -> Iterator[str]:
+    up, up_stairs, down, down_stairs = _cycle_sides(p)
     if max(up * up_stairs, down * down_stairs) >= 2**31:
-        raise ConfigError(
+        yield (
             f"scheduler.params.cycle_first_stair_count: {up_stairs} stairs over {up} steps (and {down_stairs} over "
             f"{down}) are too many; their products must be below 2**31"
         )
+
+
+def _one_cycle(p: dict[str, Any], base_lr: float) -> Schedule:
+    up, up_stairs, down, down_stairs = _cycle_sides(p)
     total, decay_step = up + down, p["decay_step_size"]
 
     def height(k: jax.Array) -> jax.Array:
@@ -286,49 +228,47 @@ def _one_cycle(p: dict[str, Any], base_lr: float) -> Schedule:
 class _Row(NamedTuple):
     params: dict[str, Param]
     make: Callable[[dict[str, Any], float], Schedule]
+    check: Callable[[dict[str, Any]], Iterator[str]] = lambda p: iter(())
 
 
-_START = {"last_batch_iteration": Param(-1, "-1: a resumed run takes its step from the checkpoint", lambda v: v == -1)}
-_RAMP = {"warmup_num_steps": integer(1000, 1), "warmup_type": one_of("log", "log", "linear"), **_START}
-_TOTAL = {"total_num_steps": integer(REQUIRED, 1)}
+_START = {"last_batch_iteration": only(-1, "a resumed run takes its step from the checkpoint")}
+_RAMP = {"warmup_num_steps": Param(1000, POSITIVE), "warmup_type": Param("log", one_of(("log", "linear"))), **_START}
+_PEAK = {"warmup_min_lr": Param(0.0, NON_NEGATIVE32), "warmup_max_lr": Param(0.001, NON_NEGATIVE32), **_RAMP}
+_RATIOS = {"warmup_min_ratio": Param(0.0, NON_NEGATIVE32), "cos_min_ratio": Param(1e-4, NON_NEGATIVE32), **_RAMP}
+_TOTAL = {"total_num_steps": Param(REQUIRED, POSITIVE)}
 
 _DEEPSPEED: dict[str, _Row] = {
-    "WarmupLR": _Row({"warmup_min_lr": non_negative(0.0), "warmup_max_lr": non_negative(0.001), **_RAMP}, _warmup_lr),
-    "WarmupDecayLR": _Row(
-        {**_TOTAL, "warmup_min_lr": non_negative(0.0), "warmup_max_lr": non_negative(0.001), **_RAMP},
-        _warmup_decay_lr,
-    ),
-    "WarmupCosineLR": _Row(
-        {**_TOTAL, "warmup_min_ratio": non_negative(0.0), "cos_min_ratio": non_negative(1e-4), **_RAMP},
-        _warmup_cosine_lr,
-    ),
+    "WarmupLR": _Row(_PEAK, _warmup_lr),
+    "WarmupDecayLR": _Row({**_TOTAL, **_PEAK}, _warmup_decay_lr),
+    "WarmupCosineLR": _Row({**_TOTAL, **_RATIOS}, _warmup_cosine_lr),
     "LRRangeTest": _Row(
         {
-            "lr_range_test_min_lr": non_negative(1e-3),
-            "lr_range_test_step_size": integer(2000, 1),
-            "lr_range_test_step_rate": number(1.0),
-            "lr_range_test_staircase": boolean(False),
+            "lr_range_test_min_lr": Param(1e-3, NON_NEGATIVE32),
+            "lr_range_test_step_size": Param(2000, POSITIVE),
+            "lr_range_test_step_rate": Param(1.0, number()),
+            "lr_range_test_staircase": Param(False, FLAG),
             **_START,
         },
         _lr_range_test,
     ),
     "OneCycle": _Row(
         {
-            "cycle_min_lr": non_negative(REQUIRED),
-            "cycle_max_lr": non_negative(REQUIRED),
-            "decay_lr_rate": non_negative(0.0),
-            "cycle_first_step_size": integer(2000, 1),
-            "cycle_second_step_size": integer(None, 1),
-            "cycle_first_stair_count": integer(0, 0),
-            "cycle_second_stair_count": integer(None, 0),
-            "decay_step_size": integer(0, 0),
-            "cycle_momentum": boolean(True),
-            "cycle_min_mom": fraction(0.8),
-            "cycle_max_mom": fraction(0.9),
-            "decay_mom_rate": number(0.0),
+            "cycle_min_lr": Param(REQUIRED, NON_NEGATIVE32),
+            "cycle_max_lr": Param(REQUIRED, NON_NEGATIVE32),
+            "decay_lr_rate": Param(0.0, NON_NEGATIVE32),
+            "cycle_first_step_size": Param(2000, POSITIVE),
+            "cycle_second_step_size": Param(None, POSITIVE),
+            "cycle_first_stair_count": Param(0, COUNT),
+            "cycle_second_stair_count": Param(None, COUNT),
+            "decay_step_size": Param(0, COUNT),
+            "cycle_momentum": Param(True, FLAG),
+            "cycle_min_mom": Param(0.8, FRACTION),
+            "cycle_max_mom": Param(0.9, FRACTION),
+            "decay_mom_rate": Param(0.0, number()),
             **_START,
         },
         _one_cycle,
+        _check_stairs,
     ),
 }
 
@@ -351,28 +291,12 @@ _OPTAX = (
 )
 
 
-def signature_params(function: Callable[..., Any]) -> dict[str, Param]:
-    """A Python function's parameters as a table; what is allowed follows from the default."""
-
-    def param(default: Any) -> Param:
-        if default is inspect.Parameter.empty:
-            return Param(REQUIRED, "a value", lambda value: True)
-        if isinstance(default, bool):
-            return boolean(default)
-        return number(default) if is_number(default) else Param(default, "a value", lambda value: True)
-
-    return {name: param(p.default) for name, p in inspect.signature(function).parameters.items()}
-
-
 def _optax_schedule(name: str, params: Mapping[str, Any], base_lr: float) -> Schedule:
-    function = getattr(optax, name)
-    given = drop_auto(params)
-    if problems := param_problems("scheduler.params", given, signature_params(function)):
-        raise ConfigError(*problems)
-    if isinstance(given.get("boundaries_and_scales"), dict):  # JSON keys are text
-        given["boundaries_and_scales"] = {int(k): v for k, v in given["boundaries_and_scales"].items()}
+    given = dict(params)
     try:
-        curve = function(**given)
+        if isinstance(given.get("boundaries_and_scales"), dict):  # JSON keys are text
+            given["boundaries_and_scales"] = {int(k): v for k, v in given["boundaries_and_scales"].items()}
+        curve = getattr(optax, name)(**given)
         curve(0)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"scheduler.params: optax.{name} refuses {dict(params)!r}: {error}") from error

@@ -57,6 +57,8 @@ def make_mesh(
     # Device ids alone may interleave hosts.
     devices = sorted(jax.devices() if devices is None else devices, key=lambda d: (d.process_index, d.id))
     keywords = {PIPE: pipe, DATA: data, ZERO: zero, TENSOR: tensor}
+    if data == zero == -1:
+        raise ConfigError("make_mesh: data = -1 and zero = -1, its default: only one can be the rest; pass zero=1 too")
     if config is None:
         config = Config.load({"mesh": keywords})
     elif keywords != {PIPE: 1, DATA: 1, ZERO: -1, TENSOR: 1}:

@@ -6,7 +6,8 @@ A model is anything with
     loss(params, batch, rng) -> scalar | (sum, count)  rng is None in evaluation: no dropout
 
 `(sum, count)` makes the loss of the global batch sum of sums over sum of counts, whatever the micro-batches
-hold; a scalar is averaged. The count may depend on the batch but not on the parameters.
+hold; a scalar is averaged. Parameters arrive in the compute dtype, the batch as it was given: cast its floats where
+half precision is meant (`x.astype(self.kernel.dtype)`), or set `fp16.auto_cast`.
 
 A model with a layer stack keeps its parameters as {"ends": ..., "stack": ...}, each leaf of the stack with a
 leading layer axis [L, ...], and also has

@@ -15,8 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.errors import ConfigError
-
 MAX_STUCK = 20
 """Skipped steps in a row, at the minimum scale, before training is stopped: a batch or two may be bad, twenty are not
 chance, and at fp16's default start of 2**16 the way down to the minimum takes fewer."""
@@ -24,11 +22,7 @@ chance, and at fp16's default start of 2**16 the way down to the minimum takes f
 _FLOAT32 = np.dtype(np.float32)
 _LARGEST = float(np.finfo(np.float32).max)
 
-DTYPES = {
-    "fp32": jnp.float32, "float32": jnp.float32, "float": jnp.float32,
-    "fp16": jnp.float16, "float16": jnp.float16, "half": jnp.float16,
-    "bf16": jnp.bfloat16, "bfloat16": jnp.bfloat16,
-}  # fmt: skip
+_DTYPES = {name: np.dtype(t) for name, t in (("fp32", jnp.float32), ("fp16", jnp.float16), ("bf16", jnp.bfloat16))}
 
 
 class NonFiniteError(FloatingPointError):
@@ -144,22 +138,16 @@ class Precision:
 
     @classmethod
     def from_config(cls, config: Any) -> Precision:
-        """The policy of a config: its `precision`, `fp16`, `bf16`, `data_types` and `communication_data_type`.
-
-        Raises:
-          ConfigError: an unknown dtype name or precision.
-        """
-        if config.precision not in ("fp32", "fp16", "bf16"):
-            raise ConfigError(f"precision: {config.precision!r} is unknown; allowed: 'fp32', 'fp16', 'bf16'")
-        compute = np.dtype(DTYPES[config.precision])
+        """The policy of a `Config`: its `precision`, `fp16`, `bf16`, `data_types` and `communication_data_type`."""
+        compute, wire = _DTYPES[config.precision], config.communication_data_type
         fp16 = config.precision == "fp16" and config.fp16
         bf16 = config.precision == "bf16" and config.bf16
         low_masters = (fp16 and fp16.fp16_master_weights_and_grads) or (bf16 and bf16.bf16_master_weights_and_grads)
         return cls(
             compute=compute,
             master=compute if low_masters else _FLOAT32,
-            accum=_dtype("data_types.grad_accum_dtype", config.data_types.grad_accum_dtype, _FLOAT32),
-            reduce=_dtype("communication_data_type", config.communication_data_type, compute),
+            accum=_DTYPES[config.data_types.grad_accum_dtype],
+            reduce=_DTYPES[wire] if wire else compute,
             optimizer_state=compute if bf16 and bf16.bf16_optimizer_states else _FLOAT32,
             check_overflow=bool(bf16.check_grad_overflow) if bf16 else True,
             scaler=_scaler(fp16) if fp16 else Scaler(),
@@ -178,14 +166,6 @@ def _scaler(fp16: Any) -> Scaler:
     )
 
 
-def _dtype(key: str, name: Any, default: np.dtype) -> np.dtype:
-    if name is None:
-        return default
-    if isinstance(name, str) and name not in DTYPES:
-        raise ConfigError(f"{key}: {name!r} is no dtype known here; allowed: {', '.join(DTYPES)}")
-    return np.dtype(DTYPES[name] if isinstance(name, str) else name)
-
-
 def cast(tree: Any, dtype: Any) -> Any:
     """The tree with its floating-point leaves in `dtype`; the others as they are.
 
@@ -195,22 +175,12 @@ def cast(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
-def finite_leaves(tree: Any) -> jax.Array:
-    """bool[n]: for each leaf, in the order of `jax.tree.leaves`, whether all of it is finite.
-
-    >>> finite_leaves({"a": jnp.ones(3), "b": jnp.array([1.0, jnp.inf])}).tolist()
-    [True, False]
-    """
-    leaves = jax.tree.leaves(tree)
-    return jnp.stack([jnp.isfinite(x).all() for x in leaves]) if leaves else jnp.ones(0, bool)
-
-
 def check_stuck(state: LossScale, names: Sequence[str]) -> None:
     """Raises if training no longer moves. Waits for the device: call it where the host reads metrics anyway.
 
     Args:
       state: the state after a step.
-      names: the gradient leaves' names, in the order of `finite_leaves`.
+      names: the gradient leaves' names, in the order of `jax.tree.leaves`.
 
     Raises:
       NonFiniteError: `MAX_STUCK` or more steps in a row were skipped at the minimum scale.

@@ -163,7 +163,7 @@ def _effective(step: Any) -> list[str]:
         checkpointing = config.activation_checkpointing
         lines.append(
             f"layer stack: {step.gradients.length} layers, {'unrolled' if step.gradients.unrolled else 'scanned'}; "
-            f"activation checkpointing {checkpointing.policy if checkpointing else 'none'}"
+            f"activation checkpointing {checkpointing.kind if checkpointing else 'none'}"
         )
     small = [leaf for leaf in jax.tree.leaves(step.leaves) if leaf.why and not _fell_back(leaf)]
     if small:
@@ -191,6 +191,9 @@ def _fallbacks(step: Any) -> list[str]:
     lines = [f"replicated, {why}: {_some(leaves)}" for why, leaves in names.items()]
     if step.own_optimizer and step.config.optimizer:
         lines.append(f"optimizer section ({step.config.optimizer.type}) not used: an optimizer was passed in")
-    if step.config.activation_checkpointing and not step.gradients.stacked:
+    if any(leaf.row.gather == "layer" for leaf in jax.tree.leaves(step.leaves)) and not step.gradients.stacked:
+        lines.append("stage 3: the model has no layer stack, so it is gathered as a whole (see jzero/model.py)")
+    checkpointing = step.config.activation_checkpointing
+    if checkpointing and checkpointing.kind != "none" and not step.gradients.stacked:
         lines.append("activation_checkpointing: the model has no layer stack, so it is one checkpoint as a whole")
     return lines

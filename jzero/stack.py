@@ -44,7 +44,7 @@ def checkpointed(
     are gathered again), with "matmuls" all but products with weights and fused attention, with "full" all.
     What is kept goes to host memory with `cpu_checkpointing`.
     """
-    kind = checkpointing.policy if checkpointing else "none"
+    kind = checkpointing.kind if checkpointing else "none"
     offload = checkpointing is not None and checkpointing.cpu_checkpointing
     policies = jax.checkpoint_policies
     policy: Callable

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jzero import lr_schedules, optimizers, zero
 from jzero.config import Config
 from jzero.errors import ConfigError
-from jzero.gradients import Gradients
+from jzero.gradients import Gradients, Result
 from jzero.mesh import batch_spec, check_mesh, is_gpu, make_mesh, replicas, shardings
 from jzero.model import Model, StackModel, check_model
 from jzero.precision import LossScale, Precision, cast
@@ -36,6 +36,7 @@ GPU_COMPILER_OPTIONS: dict[str, bool | int | float | str] = {
 }
 
 Metrics = dict[str, jax.Array]
+RUN_KEY = 2**31 - 1  # folded into the key of `init` for the steps' own: no model draws that many parameters
 
 
 class Details(NamedTuple):
@@ -107,8 +108,8 @@ class TrainStep:
         self.model, self.config = model, config
         self.mesh = make_mesh(config) if mesh is None else mesh
         check_mesh(self.mesh)
-        self._check_mesh_section()
         self.replicas = replicas(self.mesh)
+        self._check_mesh_section()
         self.batch_sizes = config.batch(self.replicas)
         self.precision = Precision.from_config(config)
         abstract = jax.eval_shape(model.init, jax.random.key(0))
@@ -130,10 +131,11 @@ class TrainStep:
         self.trainable_names = [leaf.name for leaf in trainable]
         self.own_optimizer = optimizer is not None
         self.schedule = self._choose_schedule(optimizer, lr_scheduler)
-        stacked, _ = zero.split(self.leaves, jax.tree.map(lambda leaf: leaf.stacked, self.leaves))
-        self.tx = optimizers.resolve(
+        stacked, _ = zero.partition(self.leaves, jax.tree.map(lambda leaf: leaf.stacked, self.leaves))
+        tx = optimizers.resolve(
             optimizer, config.optimizer, self.schedule, stacked=stacked, state_dtype=self.precision.optimizer_state
         )
+        self.tx = optax.with_extra_args_support(tx)  # reduce_on_plateau wants the loss
         self.gradients = Gradients(model, config, self.mesh, self.leaves, self.precision)
         self._lay_out_state()
         self._compile()
@@ -148,18 +150,21 @@ class TrainStep:
 
     def _check_mesh_section(self) -> None:
         """Raise if a mesh was passed in and the config asks for another one."""
-        config, zero_config = self.config, self.config.zero_optimization
-        if (
-            "mesh" in config.model_fields_set
-            or zero_config.mics_shard_size > 0
-            or zero_config.zero_hpz_partition_size > 1
-        ):
-            for axis, degree in config.mesh_degrees(self.mesh.size).items():
-                if self.mesh.shape[axis] != degree:
-                    raise ConfigError(
-                        f"mesh.{axis} = {degree} in the config, but the mesh passed in has {axis} "
-                        f"{self.mesh.shape[axis]}: pass one of them, or jzero.make_mesh(config)"
-                    )
+        config, mesh = self.config, self.mesh
+        if config.data_parallel_size not in (None, self.replicas):
+            raise ConfigError(
+                f"data_parallel_size = {config.data_parallel_size} in the config, but the mesh passed in has "
+                f"data x zero = {self.replicas}: pass one of them, or jzero.make_mesh(config)"
+            )
+        grouped = config.zero_optimization.mics_shard_size > 0 or config.zero_optimization.zero_hpz_partition_size > 1
+        if not grouped and "mesh" not in config.model_fields_set:
+            return
+        for axis, degree in config.mesh_degrees(mesh.size).items():
+            if mesh.shape[axis] != degree:
+                raise ConfigError(
+                    f"mesh.{axis} = {degree} in the config, but the mesh passed in has {axis} {mesh.shape[axis]}: "
+                    "pass one of them, or jzero.make_mesh(config)"
+                )
 
     def _choose_schedule(self, optimizer: Any, lr_scheduler: Any) -> lr_schedules.Schedule | None:
         """The learning rate as a function of the steps applied; None if a client's optimizer keeps it to itself."""
@@ -181,9 +186,9 @@ class TrainStep:
 
     def _new_state(self, rng: jax.Array) -> TrainState:
         params = cast(self.model.init(rng), self.precision.master)
-        opt_state = self.tx.init(zero.split(self.leaves, params)[0])
+        opt_state = self.tx.init(zero.partition(self.leaves, params)[0])
         loss_scale = self.precision.scaler.init(len(self.trainable_names))
-        return TrainState(jnp.zeros((), jnp.int32), params, opt_state, loss_scale, jax.random.fold_in(rng, 1))
+        return TrainState(jnp.zeros((), jnp.int32), params, opt_state, loss_scale, jax.random.fold_in(rng, RUN_KEY))
 
     def _lay_out_state(self) -> None:
         self.state_shapes = shapes = jax.eval_shape(self._new_state, jax.random.key(0))
@@ -200,8 +205,8 @@ class TrainStep:
         dtype = getattr(rng, "dtype", None)
         if dtype == jnp.uint32 and jnp.shape(rng) == (2,):  # a key of the older kind, jax.random.PRNGKey(0)
             rng = jax.random.wrap_key_data(rng)
-        elif dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
-            raise ConfigError(f"rng = {rng!r}: must be a key; write jax.random.key(0)")
+        elif dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or jnp.shape(rng):
+            raise ConfigError(f"rng = {rng!r}: must be one key; write jax.random.key(0)")
         return self._init(rng)
 
     # ------------------------------------------------------------------ programs
@@ -237,20 +242,22 @@ class TrainStep:
         return jax.shard_map(f, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
 
     def _update(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics, Details]:
-        grad_specs, _ = zero.split(self.leaves, self.state_specs.params)
-        gradients = self._map(self.gradients, 2, (grad_specs, PartitionSpec(), PartitionSpec()))
+        grad_specs, _ = zero.partition(self.leaves, self.state_specs.params)
+        replicated: Any = PartitionSpec()
+        gradients = self._map(self.gradients, 2, Result(grad_specs, replicated, replicated, replicated))
         scale = state.loss_scale.scale
-        grads, loss, micro_losses = gradients(state.params, batch, jax.random.fold_in(state.rng, state.step), scale)
+        rng = jax.random.fold_in(state.rng, state.step)
+        grads, unit, loss, micro_losses = gradients(state.params, batch, rng, scale)
 
         # From here on arrays are global: norms, trust ratios and factored moments are right whatever the layout.
         squares = jnp.stack([jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)])
-        norm = jnp.sqrt(squares.sum()) / scale
+        norm = jnp.sqrt(squares.sum()) / unit
         clip = self.config.gradient_clipping
-        factor = jnp.where(norm > clip, clip / norm, 1.0) / scale if clip else 1 / scale
+        factor = jnp.where(norm > clip, clip / norm, 1.0) / unit if clip else 1 / unit
         grads = jax.tree.map(lambda g: g * factor, grads)
-        old, frozen = zero.split(self.leaves, state.params)
-        updates, opt_state = self.tx.update(grads, state.opt_state, old)
-        finite = jnp.isfinite(squares) | (not self.precision.check_overflow)
+        old, frozen = zero.partition(self.leaves, state.params)
+        updates, opt_state = self.tx.update(grads, state.opt_state, old, value=loss)
+        finite = (jnp.isfinite(squares) & jnp.isfinite(unit)) | (not self.precision.check_overflow)
         params, opt_state = jax.tree.map(
             partial(jnp.where, finite.all()), (optax.apply_updates(old, updates), opt_state), (old, state.opt_state)
         )
@@ -258,7 +265,7 @@ class TrainStep:
         state = dataclasses.replace(
             state,
             step=state.step + 1,
-            params=zero.join(self.leaves, params, frozen),
+            params=zero.combine(self.leaves, params, frozen),
             opt_state=opt_state,
             loss_scale=self.precision.scaler.update(state.loss_scale, finite),
         )

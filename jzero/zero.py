@@ -29,7 +29,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jzero.errors import ConfigError
 from jzero.mesh import DATA, PIPE, ZERO, present
-from jzero.model import STACK
+from jzero.model import ENDS, STACK
 from jzero.precision import Precision
 
 
@@ -38,7 +38,7 @@ class Stage(NamedTuple):
 
     shards_state: bool
     gather: Literal["step", "layer"] | None
-    scatter: Literal["step", "micro_batch"] | None
+    scatter: Literal["step", "micro_batch"] | None  # None: an all-reduce, once a step
 
 
 STAGES = {
@@ -54,7 +54,8 @@ class Leaf:
     """Where one parameter lies, and the master, moments and reduced gradient with it.
 
     `dim` is the dimension partitioned over `zero` (of the layer's slice if the leaf is stacked), None if the
-    leaf is replicated, and then `why` says for what reason. `stage` is the table's row that the leaf follows.
+    leaf is replicated, and then `why` says for what reason. `row` is the row of the table that the leaf follows: the
+    stage's if it is partitioned, row 0 if not.
     """
 
     name: str
@@ -63,7 +64,7 @@ class Leaf:
     dim: int | None
     stacked: bool
     trainable: bool
-    stage: Stage
+    row: Stage
     why: str = ""
 
 
@@ -91,6 +92,10 @@ def layout(
         hits = {p for p, regex in patterns.items() if regex.search(name)}
         unused.difference_update(hits)
         stacked = has_stack and name.startswith(STACK + "/")
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise ConfigError(
+                f"parameter {name!r} is {x.dtype}: only real parameters are trained; keep two real arrays"
+            )
         trainable = not hits and jnp.issubdtype(x.dtype, jnp.floating)
         dim, why = _partitioned_dim(x.shape[stacked:], STAGES[stage], mesh, persistence_threshold)
         axes: list[str | None] = [PIPE if stacked and present(mesh, PIPE) else None] * stacked
@@ -126,6 +131,24 @@ def path_name(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def stack_length(leaves: Any) -> int:
+    """The number of layers of a stacked model.
+
+    Raises:
+      ConfigError: no stack among the parameters, or leaves that disagree on its length.
+    """
+    if not isinstance(leaves, dict) or set(leaves) != {ENDS, STACK}:
+        found = sorted(leaves) if isinstance(leaves, dict) else type(leaves).__name__
+        raise ConfigError(
+            f"a model with prefix, block, suffix has params {{{ENDS!r}, {STACK!r}}}; init(rng) gave {found}"
+        )
+    lengths = {leaf.shape[:1]: leaf.name for leaf in jax.tree.leaves(leaves[STACK])}
+    if len(lengths) != 1 or () in lengths:
+        found = ", ".join(f"{name} {shape or 'a scalar'}" for shape, name in lengths.items())
+        raise ConfigError(f"params[{STACK!r}]: every leaf has the layer axis first, all of one length; found {found}")
+    return next(iter(lengths))[0]
+
+
 def specs(leaves: Any) -> Any:
     """The tree of PartitionSpecs of parameters, masters and reduced gradients."""
     return jax.tree.map(lambda leaf: leaf.spec, leaves)
@@ -137,11 +160,11 @@ def optimizer_specs(opt_state: Any, leaves: Any) -> Any:
     It belongs to one if its key path ends with the parameter's and the shapes agree; whatever else there is (step
     counters, factored moments) is replicated.
     """
-    known = {tuple(leaf.name.split("/")): leaf for leaf in jax.tree.leaves(leaves)}
+    known = {tuple(filter(None, leaf.name.split("/"))): leaf for leaf in jax.tree.leaves(leaves)}
 
     def spec(path: tuple, x: Any) -> PartitionSpec:
         keys = tuple(path_name(path).split("/"))
-        for start in range(len(keys)):
+        for start in range(len(keys) + 1):
             leaf = known.get(keys[start:])
             if leaf is not None:
                 return leaf.spec if leaf.shape == tuple(x.shape) else PartitionSpec()
@@ -150,44 +173,51 @@ def optimizer_specs(opt_state: Any, leaves: Any) -> Any:
     return jax.tree_util.tree_map_with_path(spec, opt_state)
 
 
-def split(leaves: Any, tree: Any) -> tuple[Any, Any]:
+def partition(leaves: Any, tree: Any) -> tuple[Any, Any]:
     """(trainable, frozen): the tree twice, with None in the other's places."""
     trainable = jax.tree.map(lambda leaf, x: x if leaf.trainable else None, leaves, tree)
     frozen = jax.tree.map(lambda leaf, x: None if leaf.trainable else x, leaves, tree)
     return trainable, frozen
 
 
-def join(leaves: Any, trainable: Any, frozen: Any) -> Any:
-    """The inverse of `split`."""
+def combine(leaves: Any, trainable: Any, frozen: Any) -> Any:
+    """The inverse of `partition`."""
     return jax.tree.map(lambda leaf, t, f: t if leaf.trainable else f, leaves, trainable, frozen)
 
 
 # ---------------------------------------------------------------- inside the manual region, one leaf at a time
 #
-# A parameter in use is a pair (active, passive). The gradient is taken with respect to `active`; `passive` is carried
-# along: the gathered weight of stages 1 and 2's kind that is gathered once, or a frozen weight.
+# A parameter in use is a pair (active, passive): the gradient is taken with respect to `active`, `passive` comes along.
+#
+#   row | active                  | passive                 | `fetch` gives, and its transpose does
+#   ----|-------------------------|-------------------------|------------------------------------------------------
+#   0   | the whole weight        | -                       | active
+#   1   | the whole weight        | -                       | active (reduced by `reduce_gradient`, after the sum)
+#   2   | the shard               | the whole weight        | passive; reduce-scatters into the shard's gradient
+#   3   | the shard               | -                       | a gather of active; reduce-scatters
+#   a frozen leaf: active None, passive the whole weight (rows 0 to 2) or the shard (row 3)
 
 
 def prepare(leaf: Leaf, master: jax.Array, precision: Precision) -> tuple[Any, Any]:
     """Local master (or a layer's slice of it) -> (active, passive); gathers what is gathered once a step."""
     if not jnp.issubdtype(master.dtype, jnp.floating):
-        return None, _gather(leaf, master) if leaf.stage.gather == "step" else master
+        return None, _gather(leaf, master) if leaf.row.gather == "step" else master
     shard = master.astype(precision.compute)
-    whole = _gather(leaf, shard) if leaf.stage.gather == "step" else shard
+    whole = _gather(leaf, shard) if leaf.row.gather == "step" else shard
     if not leaf.trainable:
         return None, whole
-    if leaf.stage.scatter != "micro_batch":
+    if leaf.row.scatter != "micro_batch":
         return whole, None
     # Its gradient arrives already reduced, so its dtype holds what the reduction gives, and the weights it is.
     active = master.astype(jnp.promote_types(precision.compute, precision.reduce))
-    return active, (whole if leaf.stage.gather == "step" else None)
+    return active, (whole if leaf.row.gather == "step" else None)
 
 
 def fetch(leaf: Leaf, active: Any, passive: Any, precision: Precision) -> jax.Array:
     """(active, passive) -> the whole weight, where it is used. Its transpose reduces as the table says."""
     if not leaf.trainable:
-        return _gather(leaf, passive) if leaf.stage.gather == "layer" else passive
-    if leaf.stage.scatter != "micro_batch":
+        return _gather(leaf, passive) if leaf.row.gather == "layer" else passive
+    if leaf.row.scatter != "micro_batch":
         return active
 
     @jax.custom_vjp
@@ -204,12 +234,12 @@ def fetch(leaf: Leaf, active: Any, passive: Any, precision: Precision) -> jax.Ar
     return use(active, passive)
 
 
-def reduce(leaf: Leaf, gradient: jax.Array, mesh: Mesh, precision: Precision) -> jax.Array:
+def reduce_gradient(leaf: Leaf, gradient: jax.Array, mesh: Mesh, precision: Precision) -> jax.Array:
     """Accumulated gradient -> the gradient of the local master: the reductions that happen once a step."""
     gradient = gradient.astype(precision.reduce)
-    if leaf.stage.scatter == "step":
+    if leaf.row.scatter == "step":
         gradient = _scatter(leaf, gradient)
-    axes = present(mesh, DATA) if leaf.stage.scatter else present(mesh, DATA, ZERO)
+    axes = present(mesh, DATA) if leaf.row.scatter else present(mesh, DATA, ZERO)
     return lax.psum(gradient, axes) if axes else gradient
 
 

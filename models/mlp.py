@@ -13,7 +13,8 @@ class MLP(nnx.Module):
         self.fc2 = nnx.Linear(d_hidden, d_out, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.fc2(nnx.relu(self.fc1(x.reshape(len(x), -1))))
+        x = x.reshape(len(x), -1).astype(self.fc1.kernel.dtype)  # half precision is the weights'; the batch has its own
+        return self.fc2(nnx.relu(self.fc1(x)))
 
 
 def cross_entropy(model: MLP, batch: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -17,8 +17,7 @@ How often stage 3 gathers a leaf per micro-batch, by activation checkpointing:
 
 Beside the table's there are these small ones, the same at every stage, all of them outside the micro-batch loop:
 
-- 1 all-reduce of f32[accumulation], the losses of the micro-batches, over (`data`, `zero`);
-- 1 more of the same size, their counts, where the loss is a (sum, count);
+- 1 all-reduce of f32[accumulation, 2], the losses and counts of the micro-batches, over (`data`, `zero`);
 - 1 all-reduce of a scalar over `zero` for each partitioned leaf: its part of the gradient's norm.
 """
 
@@ -189,7 +188,7 @@ def expected(case, params):
             add("reduce-scatter", wire, ("zero",), one, inside, layers * case.accum)
         add("all-reduce", wire, ("data",) * (case.data > 1), elements // case.zero, "step", times)
         add("all-reduce", "f32", ("zero",), 1, "step", 1)  # the norm
-    add("all-reduce", "f32", case.batch_axes, case.accum, "step", 2 if case.llama else 1)  # losses, counts
+    add("all-reduce", "f32", case.batch_axes, 2 * case.accum, "step", 1)  # the losses and counts of the micro-batches
     return moved
 
 

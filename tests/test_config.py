@@ -6,13 +6,15 @@ import doctest
 import json
 import math
 import pickle
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jzero import config as config_module
-from jzero.config import Config, keys, kinds, screen, suggest
+from jzero import kinds, optimizers, params
+from jzero.config import Config, keys, screen, suggest
 from jzero.config import config as config_class_module
 from jzero.errors import ConfigError
 
@@ -158,11 +160,12 @@ def test_fp16_dynamic_scale_config():
     config = Config.load(FP16_DYNAMIC)
     assert config.precision == "fp16"
     assert (config.fp16.initial_scale_power, config.fp16.loss_scale_window, config.fp16.loss_scale) == (12, 500, 0)
-    assert config.activation_checkpointing.policy == "full"
+    assert config.activation_checkpointing.policy is None
+    assert config.activation_checkpointing.kind == "full", "what cpu_checkpointing asks for"
     assert config.activation_checkpointing.cpu_checkpointing
     by = {r.key: r.by for r in config.replaced}
     assert "tensor axis" in by["activation_checkpointing.partition_activations"]
-    assert "cast" in by["fp16.auto_cast"]
+    assert config.fp16.auto_cast is False
     assert by.keys() >= {"prescale_gradients", "zero_allow_untested_optimizer", "activation_checkpointing.profile"}
     assert config.batch(16).accum == 8
 
@@ -182,6 +185,7 @@ def test_defaults():
     assert config.fp16.model_dump() == {
         "enabled": False, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2,
         "consecutive_hysteresis": False, "min_loss_scale": 1, "fp16_master_weights_and_grads": False,
+        "auto_cast": False,
     }  # fmt: skip
     assert config.bf16.model_dump() == {
         "enabled": False, "check_grad_overflow": True, "bf16_master_weights_and_grads": False,
@@ -250,6 +254,11 @@ def test_duplicate_keys_at_any_depth(tmp_path, comment):
         ("compiler_options", {"a": True, "b": 1, "c": 1.5, "d": "auto"}, {"a": True, "b": 1, "c": 1.5, "d": "auto"}),
         ("zero_optimization.mics_shard_size", -1, -1),
         ("activation_checkpointing.policy", "matmuls", "matmuls"),
+        ("activation_checkpointing.policy", None, None),
+        ("fp16.auto_cast", True, True),
+        ("fp16.initial_scale_power", 127, 127),
+        ("fp16.loss_scale", 3e38, 3e38),
+        ("fp16.min_loss_scale", 0.25, 0.25),
         ("timers.throughput.enabled", False, False),
         ("managed_gradient_accumulation", False, False),
     ],
@@ -283,7 +292,19 @@ def test_accepted_values(path, value, expected):
         ("zero_optimization.reduce_bucket_size", "big", ["non-negative integer", "combiner"]),
         ("zero_optimization.overlap_comm", "yes", ["true or false", "latency-hiding"]),
         ("fp16.enabled", "true", ["true or false", "without quotes", "default false"]),
-        ("fp16.hysteresis", 0, ["positive integer", "default 2"]),
+        ("fp16.hysteresis", 0, ["an integer >= 1 and <= 2147483647", "default 2"]),
+        ("fp16.loss_scale_window", 2**31, ["<= 2147483647", "default 1000"]),
+        ("fp16.initial_scale_power", 128, ["= 128", "an integer >= 0 and <= 127", "default 16"]),
+        ("fp16.initial_scale_power", -1, ["= -1", "an integer >= 0 and <= 127"]),
+        ("fp16.loss_scale", 1e39, ["1e+39", "a number >= 0 in float32's range"]),
+        ("fp16.loss_scale", -1, ["= -1", "a number >= 0 in float32's range"]),
+        ("fp16.min_loss_scale", 0, ["= 0", "a number > 0 in float32's range", "default 1.0"]),
+        ("fp16.min_loss_scale", 1e-46, ["1e-46", "a number > 0 in float32's range"]),
+        ("fp16.auto_cast", "yes", ["true or false", "default false"]),
+        ("optimizer", {"type": "Adamm"}, ["optimizer.type: 'Adamm'", "did you mean 'Adam'"]),
+        ("optimizer", {"type": "adamw", "params": {"lrr": 1}}, ["optimizer.params.lrr", "did you mean 'lr'"]),
+        ("scheduler", {"type": "WarmupLr"}, ["scheduler.type: 'WarmupLr'", "did you mean 'WarmupLR'"]),
+        ("scheduler", {"type": "OneCycle", "params": {"cycle_min_lr": 0}}, ["cycle_max_lr: missing"]),
         ("fp16", True, ["must be a section", "loss_scale_window", '{"enabled": true}']),
         ("optimizer", "Adam", ["must be a section", "params, type", 'did you mean {"type": "Adam"}?']),
         ("bf16", False, ["must be a section", 'did you mean {"enabled": false}?']),
@@ -333,7 +354,7 @@ def test_advice_fits_the_value():
         ("stge", "did you mean zero_optimization.stage?"),
         ("lr", "it belongs in optimizer.params"),
         ("warmup_num_steps", "it belongs in scheduler.params"),
-        ("max_grad_norm", 'write "gradient_clipping" at the top level'),
+        ("max_grad_norm", 'write "gradient_clipping" with this value at the top level'),
         ("mesh.model", "the keys here are data, pipe, tensor, zero"),
         ("timers.throughput.synchronised", 'did you mean "synchronized"?'),
         ("flops_profiler.step", "the keys here are detailed"),
@@ -506,6 +527,41 @@ def test_all_problems_come_at_once():
     assert len(error.value.problems) == 2, "the constructor checks like load"
 
 
+def test_the_optimizers_and_the_schedulers_problems_come_with_the_others():
+    wrong = {"optimizer": {"type": "Adamm"}, "scheduler": {"type": "X"}, "gradient_cliping": 1, "mesh": {"pipe": 2}}
+    found = problems(wrong)
+    starts = ["gradient_cliping = 1", "mesh.pipe = 2", "optimizer.type: 'Adamm'", "scheduler.type: 'X'"]
+    assert [start for start, line in zip(starts, sorted(found), strict=True) if not line.startswith(start)] == []
+    several = {
+        "optimizer": {"type": "SGD", "params": {"lr": -1, "max_grad_norm": 1.0, "epsilon": 1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0, "warmup_typ": "log"}},
+    }
+    keys_of = [re.match(r"[\w.]+", line)[0].split(".params.")[1] for line in problems(several)]
+    assert sorted(keys_of) == ["epsilon", "lr", "max_grad_norm", "warmup_num_steps", "warmup_typ"]
+
+
+@pytest.mark.parametrize("name", [*optimizers.table.DEEPSPEED, *optimizers._PLAIN, *optimizers._WHOLE])
+def test_an_optimizer_needs_nothing_but_its_type(name):
+    assert Config.load({"optimizer": {"type": name}}).optimizer.params == {}
+
+
+@pytest.mark.parametrize(
+    ("section", "kind"),
+    [
+        ({}, "none"),
+        ({"partition_activations": False, "cpu_checkpointing": False, "number_checkpoints": None}, "none"),
+        ({"partition_activations": True, "contiguous_memory_optimization": True, "profile": True}, "none"),
+        ({"cpu_checkpointing": True}, "full"),
+        ({"policy": "matmuls"}, "matmuls"),
+        ({"policy": "matmuls", "cpu_checkpointing": True}, "matmuls"),
+        ({"policy": "none"}, "none"),
+        ({"policy": "full"}, "full"),
+    ],
+)
+def test_only_what_asks_for_recomputation_gets_it(section, kind):
+    assert Config.load({"activation_checkpointing": section}).activation_checkpointing.kind == kind
+
+
 def test_no_contradiction_is_invented_from_a_wrong_value():
     found = problem({"bf16": {"bf16_optimizer_states": True, "bf16_master_weights_and_grads": "yes"}})
     assert found.startswith("bf16.bf16_master_weights_and_grads")
@@ -667,7 +723,7 @@ def test_mesh_errors(given, devices, parts):
 # ---- the module -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", [config_module, config_class_module, kinds, suggest])
+@pytest.mark.parametrize("module", [config_module, config_class_module, kinds, params, suggest])
 def test_doctests(module):
     result = doctest.testmod(module)
     assert result.attempted > 0

@@ -4,6 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from hypothesis import given, settings
@@ -145,7 +146,8 @@ def test_one_cycle_without_momentum():
 def test_defaults_and_notes():
     schedule = lr_schedules.build("WarmupLR", {"warmup_max_lr": "auto"}, 0.25)
     assert float(schedule.lr(2000)) == np.float32(0.001)  # a missing warmup_max_lr is 0.001, not the optimizer's lr
-    assert len(schedule.notes) == 1
+    assert "0.001 overrides the optimizer's lr 0.25" in schedule.notes[1]
+    assert len(lr_schedules.build("WarmupLR", {}, 0.001).notes) == 1
     overriding = lr_schedules.build("WarmupLR", {"warmup_max_lr": 0.5}, 0.25)
     assert "0.5 overrides the optimizer's lr 0.25" in overriding.notes[1]
     decay = lr_schedules.build("WarmupDecayLR", {"total_num_steps": 10}, 0.25)
@@ -158,6 +160,18 @@ def test_constant_without_a_scheduler():
     assert schedule.notes == ()
     assert schedule.lr(0).dtype == jnp.float32
     assert lr_schedules.from_config(None, None) is None
+
+
+def test_whole_numbers_may_be_written_as_floats():
+    as_float, as_int = (
+        lr_schedules.build("WarmupLR", {"warmup_num_steps": n, "warmup_type": "linear"}, 0.001) for n in (1e1, 10)
+    )
+    assert measured(as_float.lr, 20) == measured(as_int.lr, 20)
+
+
+def test_every_optax_schedule_but_the_one_that_takes_functions():
+    offered = {name for name in dir(optax) if name.endswith(("_schedule", "_schedules", "exponential_decay"))}
+    assert offered - {"scale_by_schedule"} == {*lr_schedules._OPTAX, "join_schedules"}
 
 
 def test_optax_schedules_have_optax_indexing():
@@ -177,13 +191,16 @@ def test_optax_schedules_have_optax_indexing():
         ("WarmupLr", {}, ["scheduler.type: 'WarmupLr'", "did you mean 'WarmupLR'", "cosine_decay_schedule"]),
         ("StepLR", {}, ["scheduler.type: 'StepLR'", "Allowed: WarmupLR"]),
         ("WarmupLR", {"warmup_num_step": 3}, ["scheduler.params.warmup_num_step", "(value 3)", "'warmup_num_steps'"]),
-        ("WarmupLR", {"warmup_num_steps": 0}, ["warmup_num_steps: 0", "an integer >= 1"]),
-        ("WarmupLR", {"warmup_type": "cubic"}, ["'cubic'", "'log' or 'linear'"]),
+        ("WarmupLR", {"warmup_num_steps": 0}, ["warmup_num_steps: 0", "a positive integer"]),
+        ("WarmupLR", {"warmup_type": "cubic"}, ["'cubic'", '"log" or "linear"']),
         ("WarmupLR", {"warmup_max_lr": "1e-3"}, ["'1e-3'", "a number >= 0"]),
         ("WarmupLR", {"last_batch_iteration": 5}, ["last_batch_iteration: 5", "checkpoint"]),
         ("WarmupDecayLR", {"total_num_steps": "auto"}, ["total_num_steps: missing"]),
         ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max": 1}, ["cycle_max_lr: missing", "did you mean 'cycle_max_lr'"]),
         ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_first_stair_count": 2**30}, ["too many"]),
+        ("OneCycle", {"cycle_min_lr": 1e39, "cycle_max_lr": 1.0}, ["cycle_min_lr: 1e+39", "float32's range"]),
+        ("join_schedules", {}, ["scheduler.type: 'join_schedules' is unknown"]),
+        ("piecewise_constant_schedule", {"init_value": 1.0, "boundaries_and_scales": {"x": 1}}, ["refuses", "'x'"]),
         ("cosine_decay_schedule", {"init_value": 1.0}, ["decay_steps: missing"]),
         ("cosine_decay_schedule", {"init_value": 1.0, "decay_steps": -1}, ["optax.cosine_decay_schedule refuses"]),
         ("cosine_decay_schedule", {"init_value": 1.0, "decay_step": 9}, ["did you mean 'decay_steps'"]),

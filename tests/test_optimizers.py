@@ -1,11 +1,13 @@
 """Every optimizer: layer stacks, state paths and dtypes, sharding; the arithmetic in closed form; the errors."""
 
+import inspect
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -15,6 +17,7 @@ from jzero.lr_schedules import Schedule, build
 from jzero.optimizers import base_lr, describe, lr_of, per_layer, resolve
 
 LAYERS, STEPS = 4, 3
+RATES = {"learning_rate", "max_learning_rate"}
 STACKED = {"embed": False, "stack": {"w": True, "up": True, "b": True}, "head": False}
 
 CASES = [
@@ -210,6 +213,40 @@ def test_same_numbers_as_optax(name, params, reference):
     assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize(
+    ("name", "theirs", "ours"),
+    [
+        ("adamw", {"learning_rate": 0.1, "b1": 0.8, "b2": 0.95}, {"lr": 0.1, "betas": [0.8, 0.95]}),
+        ("adam", {"b1": 0.8}, {"betas": [0.8, 0.999]}),
+        ("lion", {"b2": 0.9}, {"betas": [0.9, 0.9]}),
+        ("sgd", {"learning_rate": 0.1}, {"lr": 0.1}),
+        ("adamw", {"b1": "auto", "betas": [0.8, 0.95]}, {"betas": [0.8, 0.95]}),
+    ],
+)
+def test_optax_spellings_of_deepspeeds_optimizers(name, theirs, ours):
+    grads = [tree(seed) for seed in range(1, STEPS)]
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        train(make(name, theirs), tree(0), grads),
+        train(make(name, ours), tree(0), grads),
+    )
+    assert base_lr(config(name, theirs)) == base_lr(config(name, ours))
+
+
+def test_every_optax_optimizer_is_known_or_refused_with_a_reason():
+    public = {n: getattr(m, n) for m in (optax, optax.contrib) for n in dir(m) if not n.startswith(("_", "scale_by"))}
+    takes_a_rate = {
+        name
+        for name, function in public.items()
+        if inspect.isfunction(function) and inspect.signature(function).parameters.keys() & RATES
+    }
+    known = {n.lower() for n in optimizers.table.DEEPSPEED} | {*optimizers._PLAIN, *optimizers._WHOLE}
+    assert takes_a_rate - known - {"schedule_free"} <= optimizers.table.REFUSED.keys()  # that one wraps an optimizer
+    for name in optimizers.table.REFUSED:
+        with pytest.raises(ConfigError, match="is not supported: "):
+            make(name, {})
+
+
 def test_adagrad_is_torch_adagrad():
     g = [1e-7, 2e-7]
     w = jnp.zeros(1)
@@ -346,13 +383,17 @@ def test_per_layer_of_a_clients_transform():
         ("lbfgs", {}, ["line search"]),
         ("AdamW", {"beta": [0.9, 0.9]}, ["optimizer.params.beta", "'betas'"]),
         ("AdamW", {"betas": [0.9, 1.5]}, ["[0.9, 1.5]", "two numbers in [0, 1)"]),
-        ("AdamW", {"lr": "3e-4"}, ["lr: '3e-4'", "a number >= 0"]),
+        ("AdamW", {"lr": "3e-4"}, ["lr: '3e-4'", "a number >= 0 in float32's range", "without quotes"]),
+        ("AdamW", {"eps": 1e-50}, ["eps: 1e-50", "float32's range"]),
         ("AdamW", {"amsgrad": True}, ["amsgrad: True", '"amsgrad"']),
         ("AdamW", {"adam_w_mode": False}, ["adam_w_mode: False", '"Adam"']),
-        ("Adam", {"max_grad_norm": 1.0}, ["max_grad_norm", '"gradient_clipping": 1.0']),
+        ("AdamW", {"b1": 0.9, "betas": [0.9, 0.99]}, ["optimizer.params.b1: betas [0.9, 0.99] is given too"]),
+        ("AdamW", {"b2": 1.5}, ["optimizer.params.betas: [0.9, 1.5]", "two numbers in [0, 1)"]),
+        ("SGD", {"b1": 0.9}, ["optimizer.params.b1: unknown parameter"]),
+        ("adamax", {"learning_rate": 0.1, "lr": 0.1}, ["optimizer.params.learning_rate: lr 0.1 is given too"]),
         ("SGD", {"dampening": 0.1}, ["dampening: 0.1"]),
         ("SGD", {"nesterov": True}, ["nesterov: true needs a momentum"]),
-        ("Muon", {"ns_method": "polar"}, ["ns_method: 'polar'", "'gram' or 'standard'"]),
+        ("Muon", {"ns_method": "polar"}, ["ns_method: 'polar'", '"gram" or "standard"']),
         ("Muon", {"per_head_muon": True}, ["per_head_muon: True", "not supported yet"]),
         ("adafactor", {"decay": 0.8}, ["optimizer.params.decay", "did you mean 'decay_rate'"]),
         ("adafactor", {"decay_rate": "high"}, ["decay_rate: 'high'", "a number"]),
@@ -368,5 +409,5 @@ def test_errors(name, params, words):
 
 def test_all_problems_at_once():
     with pytest.raises(ConfigError) as error:
-        make("Adam", {"lr": -1, "max_grad_norm": 1.0, "epsilon": 1e-8, "betas": 0.9})
+        make("Adam", {"lr": -1, "torch_adam": 1.0, "epsilon": 1e-8, "betas": 0.9})
     assert len(error.value.problems) == 4

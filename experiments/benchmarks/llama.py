@@ -35,6 +35,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--remat", choices=["none", "matmuls", "full"], default="none")
     p.add_argument("--scan", action="store_true", help="scan the stack instead of unrolling it")
     p.add_argument("--reduce", choices=["fp32", "bf16"], default="bf16", help="dtype of the gradient reduction")
+    p.add_argument("--lr", type=float, default=3e-4)
     p.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="an XLA compiler option")
     p.add_argument("--tag", default="")
     p.add_argument("--plan", type=int, metavar="GPUS", help="only compile, for this many H200s that need not be there")
@@ -49,7 +50,7 @@ def config(args: argparse.Namespace) -> dict:
     return {
         "train_micro_batch_size_per_gpu": args.micro_batch,
         "gradient_accumulation_steps": args.accum,
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "communication_data_type": args.reduce,
@@ -134,7 +135,7 @@ def measure(step: jzero.TrainStep, compiled, args: argparse.Namespace, shape) ->
         "free_tokens_s_gpu": round(per_gpu / free),
         "model_tflops": round(per_gpu / median * flops / 1e12, 1),
         "peak_gib": round(max(d.memory_stats()["peak_bytes_in_use"] for d in step.mesh.devices.flat) / 2**30, 2),
-        "first_loss": round(float(losses[0]), 4),
+        "losses": [round(float(loss), 5) for loss in losses[:14]],
         "last_loss": round(float(losses[-1]), 4),
         "jax": jax.__version__,
         "device": step.mesh.devices.flat[0].device_kind,

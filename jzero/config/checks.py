@@ -1,7 +1,8 @@
-"""Settings that are fine one by one and contradict each other."""
+"""Settings that are fine one by one and contradict each other; the parameters of the optimizer and the scheduler."""
 
 from collections.abc import Callable, Collection, Iterator
 
+from jzero import lr_schedules, optimizers
 from jzero.config.sections import MeshConfig, Settings
 from jzero.config.sizes import AXES_TO_COME, HPZ, MICS, asked_degrees, zero_group
 
@@ -74,3 +75,15 @@ def _no_policy(s: Settings) -> Iterator[str]:
             'activation_checkpointing.cpu_checkpointing = true: does nothing with policy "none"; remove it or use '
             'policy "full"'
         )
+
+
+@_reads("optimizer.type", "optimizer.params")
+def _optimizer(s: Settings) -> Iterator[str]:
+    if s.optimizer:
+        yield from optimizers.problems(s.optimizer)
+
+
+@_reads("scheduler.type", "scheduler.params")
+def _scheduler(s: Settings) -> Iterator[str]:
+    if s.scheduler:
+        yield from lr_schedules.problems(s.scheduler)

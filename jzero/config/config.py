@@ -1,7 +1,7 @@
 """`Config`: the sections, read from a source, screened, checked against each other, and asked for sizes.
 
 The other files of this package, in the order in which a config passes them: `source` (file to dict), `screen` (keys
-that are no fields, with `keys` and `suggest`), `sections` (the fields, with `kinds`), `checks`, `sizes`.
+that are no fields, with `keys` and `suggest`), `sections` (the fields, with `jzero.kinds`), `checks`, `sizes`.
 """
 
 import os
@@ -13,11 +13,11 @@ from pydantic import PrivateAttr, ValidationError
 from jzero.config import sizes
 from jzero.config.checks import contradictions
 from jzero.config.keys import Replaced
-from jzero.config.kinds import Dtype
 from jzero.config.screen import MISSING, explain, plain, pop, screen
 from jzero.config.sections import Settings
 from jzero.config.source import read
 from jzero.errors import ConfigError
+from jzero.kinds import Dtype
 
 
 class Config(Settings):

@@ -8,7 +8,7 @@ When a feature arrives its row leaves this file and becomes a field of `sections
 from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
-from jzero.config.kinds import COUNT, DTYPE_OR_NULL, FLAG, NAMES, POSITIVE, TEXT, Kind, number, show
+from jzero.kinds import COUNT, DTYPE_OR_NULL, FLAG, NAMES, POSITIVE, TEXT, Kind, number, show
 
 
 def dotted(section: str, key: str) -> str:
@@ -61,7 +61,6 @@ REPLACED: dict[str, Replacement] = _replaced(
     ("", FLAG, "the order of the mesh axes", "use_data_before_expert_parallelism"),
     ("data_types", DTYPE_OR_NULL, 'the "bf16" and "fp16" sections', "param_dtype buffer_dtype"),
     ("optimizer", FLAG, "jit: the update is one fused program", "legacy_fusion"),
-    ("fp16", FLAG, "the dtype policy: floating batch leaves are cast to the compute dtype", "auto_cast"),
     ("timers.throughput", FLAG, "steps are timed when their result is ready", "synchronized"),
     (_REMAT, FLAG, _PLANNER, "contiguous_memory_optimization synchronize_checkpoint_boundary profile"),
     (_REMAT, POSITIVE, "the layer stack: every layer is a checkpoint", "number_checkpoints"),
@@ -144,13 +143,13 @@ def _unset(keys: str) -> dict[str, Any]:
 
 
 _USE_BF16 = 'jzero casts by one dtype policy, not operation by operation; write "bf16": {"enabled": true} instead'
-_CLIP = 'clipping is no parameter of the optimizer; write "gradient_clipping" with this value at the top level'
+CLIP = 'clipping is no parameter of the optimizer; write "gradient_clipping" with this value at the top level'
 _PIN = "pin_memory nvme_path buffer_count"
 
 # fmt: off
 REFUSED: dict[str, Refused] = {
     # precision, gradients, communication
-    "optimizer.params.max_grad_norm": Refused((None, 0), _CLIP),
+    "optimizer.params.max_grad_norm": Refused((None, 0), CLIP),
     "amp.enabled": Refused((None, False), _USE_BF16),
     **_details("amp", "opt_level cast_model_type patch_torch_functions keep_batchnorm_fp32 master_weights"
         " cast_model_outputs num_losses verbosity min_loss_scale max_loss_scale loss_scale"),

@@ -6,9 +6,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from jzero.config import keys
-from jzero.config.kinds import show
 from jzero.config.sections import Section, Settings
 from jzero.config.suggest import names, suggest
+from jzero.kinds import show
 
 MISSING: Any = object()
 

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
-from jzero.config import kinds
-from jzero.config.kinds import Dtype, one_of
+from jzero import kinds
+from jzero.kinds import Dtype, number, one_of
 
 Policy = Literal["none", "full", "matmuls"]
 Reduction = Literal["mean", "sum"]
@@ -15,6 +15,7 @@ Flag = Annotated[bool, PlainValidator(kinds.FLAG)]
 Text = Annotated[str, PlainValidator(kinds.TEXT)]
 Count = Annotated[int, PlainValidator(kinds.COUNT)]
 Positive = Annotated[int, PlainValidator(kinds.POSITIVE)]
+PositiveInt32 = Annotated[int, PlainValidator(kinds.INT32)]
 PositiveOrNone = Annotated[int | None, PlainValidator(kinds.POSITIVE_OR_NULL)]
 PositiveOrRest = Annotated[int, PlainValidator(kinds.POSITIVE_OR_REST)]
 NonNegative = Annotated[float, PlainValidator(kinds.NON_NEGATIVE)]
@@ -58,16 +59,20 @@ class SchedulerConfig(Section):
 
 
 class FP16Config(Section):
-    """float16 compute with loss scaling; `loss_scale` 0 is dynamic, anything else static."""
+    """float16 compute with loss scaling; `loss_scale` 0 is dynamic, anything else static.
+
+    `auto_cast` casts the floating leaves of the batch to float16.
+    """
 
     enabled: Flag = False
-    loss_scale: NonNegative = 0.0
-    initial_scale_power: Count = 16
-    loss_scale_window: Positive = 1000
-    hysteresis: Positive = 2
+    loss_scale: Annotated[float, PlainValidator(kinds.NON_NEGATIVE32)] = 0.0
+    initial_scale_power: Annotated[int, PlainValidator(number(0, most=127, whole=True))] = 16
+    loss_scale_window: PositiveInt32 = 1000
+    hysteresis: PositiveInt32 = 2
     consecutive_hysteresis: Flag = False
-    min_loss_scale: NonNegative = 1.0
+    min_loss_scale: Annotated[float, PlainValidator(number(above=0, float32=True))] = 1.0
     fp16_master_weights_and_grads: Flag = False
+    auto_cast: Flag = False
 
 
 class BF16Config(Section):
@@ -91,8 +96,13 @@ class ZeroConfig(Section):
 class ActivationCheckpointing(Section):
     """What the backward pass recomputes: all of a layer, or what lies between its matrix products."""
 
-    policy: Annotated[Policy, PlainValidator(one_of(get_args(Policy)))] = "full"
+    policy: Annotated[Policy | None, PlainValidator(one_of(get_args(Policy), none=None))] = None
     cpu_checkpointing: Flag = False
+
+    @property
+    def kind(self) -> Policy:
+        """The policy; without one "full" if `cpu_checkpointing` asks for something, else "none", as in DeepSpeed."""
+        return self.policy or ("full" if self.cpu_checkpointing else "none")
 
 
 class MeshConfig(Section):

@@ -3,9 +3,9 @@
 import math
 from typing import NamedTuple
 
-from jzero.config.kinds import either
 from jzero.config.sections import Settings
 from jzero.errors import ConfigError
+from jzero.kinds import either
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 TRAIN, MICRO, ACCUM = BATCH

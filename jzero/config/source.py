@@ -9,8 +9,8 @@ from typing import Any
 
 import hjson
 
-from jzero.config.kinds import show
 from jzero.errors import ConfigError
+from jzero.kinds import show
 
 ACCEPTED = "a path to a JSON or hjson file, a dict, a urlsafe-base64 string of JSON, or a Config"
 

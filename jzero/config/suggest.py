@@ -1,10 +1,9 @@
 """Advice for an unknown key: where it belongs, or what it looks like."""
 
-import difflib
 from collections.abc import Collection, Iterable
 
-from jzero.config.keys import dotted
-from jzero.config.kinds import either, show
+from jzero.config.keys import CLIP, dotted
+from jzero.kinds import closest, either, show
 
 # Parameters of an optimizer or schedule that people write one level too high.
 _PARAMS = {
@@ -12,7 +11,7 @@ _PARAMS = {
     "scheduler.params": "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type total_num_steps cos_min_ratio",
 }
 _ADVICE = {key: f"it belongs in {home}" for home, keys in _PARAMS.items() for key in keys.split()}
-_ADVICE["max_grad_norm"] = 'write "gradient_clipping" at the top level'
+_ADVICE["max_grad_norm"] = CLIP
 
 
 def names(section: str, keys: Iterable[str]) -> list[str]:
@@ -33,15 +32,12 @@ def suggest(section: str, key: str, working: Collection[str], known: Collection[
     """
     low = key.lower()
 
-    def like(choices: Iterable[str], cutoff: float) -> str | None:
-        return next(iter(difflib.get_close_matches(low, choices, n=1, cutoff=cutoff)), None)
-
     def homes(keys: Collection[str]) -> list[str]:
         return sorted({k.rpartition(".")[0] for k in keys if k.rpartition(".")[2] == low})
 
     if dotted(section, key) in known:
         return "write its dots as nested sections"
-    if close := like(names(section, known), 0.85):
+    if close := closest(key, names(section, known), 0.85):
         return f"did you mean {show(close)}?"
     if key in _ADVICE:
         return _ADVICE[key]
@@ -50,8 +46,8 @@ def suggest(section: str, key: str, working: Collection[str], known: Collection[
         return "it belongs at the top level"
     if 0 < len(places) <= 3:
         return f"it belongs in {either(places)}"
-    if close := like(names(section, known), 0.65):
+    if close := closest(key, names(section, known), 0.65):
         return f"did you mean {show(close)}?"
-    if close := like({k.rpartition(".")[2] for k in working}, 0.8):
+    if close := closest(key, {k.rpartition(".")[2] for k in working}, 0.8):
         return f"did you mean {either(k for k in working if k.rpartition('.')[2] == close)}?"
     return f"the keys here are {', '.join(names(section, working) or names(section, known))}"

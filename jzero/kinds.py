@@ -1,4 +1,4 @@
-"""The kinds of value a key may have: what is allowed, in words, and a parser to jzero's spelling."""
+"""The kinds of value a key or parameter may have: what is allowed, in words, and a parser to jzero's spelling."""
 
 import difflib
 import json
@@ -45,8 +45,26 @@ class Kind:
             raise ValueError(f"must be {self.allowed}" + (f"; {hint}" if str(hint) else "")) from None
 
 
-def number(least: float = -math.inf, *, whole: bool = False, none: bool = False, or_: float | None = None) -> Kind:
-    """A finite number >= `least` (0, 1 or no bound), or exactly `or_`; whole numbers may be written as 5e8."""
+LARGEST, SMALLEST = float.fromhex("0x1.fffffep127"), 2.0**-126
+"""float32's largest and smallest normal numbers."""
+
+
+def number(
+    least: float = -math.inf,
+    *,
+    above: float = -math.inf,
+    below: float = math.inf,
+    most: float = math.inf,
+    whole: bool = False,
+    float32: bool = False,
+    none: bool = False,
+    or_: float | None = None,
+) -> Kind:
+    """A finite number within bounds, or exactly `or_`; whole numbers may be written as 5e8.
+
+    >>> number(0, below=1).allowed, number(0, whole=True).allowed, number(above=0, float32=True).allowed
+    ('a number >= 0 and < 1', 'a non-negative integer', "a number > 0 in float32's range")
+    """
 
     def parse(value: Any) -> float | None:
         if value is None and none:
@@ -56,13 +74,20 @@ def number(least: float = -math.inf, *, whole: bool = False, none: bool = False,
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise ValueError
         result = (int(value) if isinstance(value, numbers.Integral) else int(float(value))) if whole else float(value)
-        if result != value or (result < least and result != or_):
+        if result != value or (not (result >= least and above < result < below and result <= most) and result != or_):
+            raise ValueError
+        if float32 and result and not SMALLEST <= abs(result) <= LARGEST:
             raise ValueError
         return result
 
-    sign = {-math.inf: "", 0: "non-negative ", 1: "positive "}[least]
-    choices = [str(or_)] * (or_ is not None) + [f"a {sign}{'integer' if whole else 'number'}"] + ["null"] * none
-    return Kind(either(choices), parse)
+    noun = "integer" if whole else "number"
+    limits = ((">=", least), (">", above), ("<=", most), ("<", below))
+    bounds = [f"{sign} {limit}" for sign, limit in limits if math.isfinite(limit)]
+    article = "an" if whole else "a"
+    words = {"": f"{article} {noun}", ">= 0": f"a non-negative {noun}", ">= 1": f"a positive {noun}"}
+    text = f"{article} {noun} {' and '.join(bounds)}".rstrip()
+    text = f"{text} in float32's range" if float32 else words.get(" and ".join(bounds), text)
+    return Kind(either([*[str(or_)] * (or_ is not None), text, *["null"] * none]), parse)
 
 
 def _is_number(text: str) -> bool:
@@ -70,6 +95,17 @@ def _is_number(text: str) -> bool:
         return math.isfinite(float(text))
     except ValueError:
         return False
+
+
+def closest(name: object, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The choice that looks most like `name`, whatever the case of its letters; None if none does.
+
+    >>> closest("adamm", ["SGD", "Adam"])
+    'Adam'
+    """
+    known = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=cutoff)
+    return known[close[0]] if close else None
 
 
 def one_of(choices: Collection[str], spellings: Mapping[str, str] | None = None, *, none: Any = ...) -> Kind:
@@ -82,8 +118,8 @@ def one_of(choices: Collection[str], spellings: Mapping[str, str] | None = None,
         if not isinstance(value, str):
             raise ValueError
         if value.lower() not in known:
-            close = difflib.get_close_matches(value.lower(), choices, n=1)
-            raise ValueError(f"did you mean {show(close[0])}?" if close else "")
+            close = closest(value, choices)
+            raise ValueError(f"did you mean {show(close)}?" if close else "")
         return known[value.lower()]
 
     return Kind(either([*map(show, choices), *["null"] * (none is None)]), parse)
@@ -140,7 +176,10 @@ COUNT = number(0, whole=True)
 POSITIVE = number(1, whole=True)
 POSITIVE_OR_NULL = number(1, whole=True, none=True)
 POSITIVE_OR_REST = number(1, whole=True, or_=-1)
+INT32 = number(1, most=2**31 - 1, whole=True)
 NON_NEGATIVE = number(0)
+NON_NEGATIVE32 = number(0, float32=True)
+FRACTION = number(0, below=1)
 STAGE = Kind("0, 1, 2 or 3", _stage)
 UNROLL = Kind('true, false or "auto"', lambda value: value if value == "auto" else FLAG.parse(value))
 NAMES = instance("a list of names", list, tuple)

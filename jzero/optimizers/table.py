@@ -1,0 +1,228 @@
+"""The optimizers of a config: a name is a row, with its parameters, how it is made and what is to say about it.
+
+DeepSpeed's seven (names in any case of letters), then those of `optax` and `optax.contrib` that are made from a
+learning rate and numbers, but for `REFUSED`. The names that both have are DeepSpeed's, with its defaults; optax's
+spellings `learning_rate`, `b1` and `b2` are read there too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import optax
+import optax.contrib
+
+from jzero.errors import ConfigError
+from jzero.kinds import FLAG, FRACTION, NON_NEGATIVE32, Kind, one_of
+from jzero.optimizers import transforms
+from jzero.optimizers.wrappers import Transform, per_layer
+from jzero.params import Param, did_you_mean, drop_auto, only, read_params, signature_params
+
+
+@dataclass(frozen=True)
+class Row:
+    """An optimizer: its parameters, how it is made, and what is worth saying about it, if a test on them holds.
+
+    `cycles`: it has betas, so OneCycle's momentum applies. `check`: the problems between its parameters.
+    """
+
+    params: dict[str, Param]
+    make: Callable[[transforms.Knobs, dict[str, Any]], Transform]
+    notes: tuple[tuple[Callable[[dict[str, Any]], bool], str], ...] = ()
+    cycles: bool = False
+    base: Callable[[dict[str, Any]], float] = lambda p: p["lr"]
+    check: Callable[[dict[str, Any]], Iterator[str]] = lambda p: iter(())
+
+
+def _two_fractions(value: Any) -> list[float]:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError
+    return [FRACTION.parse(beta) for beta in value]
+
+
+_BETAS = Kind("two numbers in [0, 1)", _two_fractions)
+
+
+def _momentum_for_nesterov(p: dict[str, Any]) -> Iterator[str]:
+    if p["nesterov"] and not p["momentum"]:
+        yield "optimizer.params.nesterov: true needs a momentum; give optimizer.params.momentum, e.g. 0.9"
+
+
+_LR_DECAY = {"lr": Param(1e-3, NON_NEGATIVE32), "weight_decay": Param(0.0, NON_NEGATIVE32)}
+_ADAM = {
+    **_LR_DECAY,
+    "betas": Param((0.9, 0.999), _BETAS),
+    "eps": Param(1e-8, NON_NEGATIVE32),
+    "bias_correction": Param(True, FLAG),
+    "amsgrad": only(False, 'with weight decay it is not supported; the type "amsgrad" is optax\'s, without'),
+}
+_TORCH_ADAM = {"torch_adam": Param(False, FLAG)}
+_NO_TORCH = (lambda p: p["torch_adam"], "{name}: torch_adam chooses a kernel in DeepSpeed and has no meaning here")
+
+DEEPSPEED: dict[str, Row] = {
+    "Adam": Row(
+        {**_ADAM, **_TORCH_ADAM, "adam_w_mode": Param(True, FLAG)},
+        transforms.adam,
+        (
+            (
+                lambda p: p["adam_w_mode"],
+                "{name}: adam_w_mode is true, as in DeepSpeed: this is AdamW, with decoupled weight decay "
+                "{weight_decay:g}; adam_w_mode false adds it to the gradient",
+            ),
+            _NO_TORCH,
+        ),
+        cycles=True,
+    ),
+    "AdamW": Row(
+        {**_ADAM, **_TORCH_ADAM, "adam_w_mode": only(True, 'the type "Adam" can have it false')},
+        transforms.adam,
+        (_NO_TORCH,),
+        cycles=True,
+    ),
+    "SGD": Row(
+        {
+            **_LR_DECAY,
+            "momentum": Param(0.0, FRACTION),
+            "nesterov": Param(False, FLAG),
+            "dampening": only(0, "other values are not supported"),
+        },
+        transforms.sgd,
+        check=_momentum_for_nesterov,
+    ),
+    "Lamb": Row(
+        {
+            **_ADAM,
+            "eps_inside_sqrt": only(False, "other values are not supported"),
+            "min_coeff": Param(0.01, NON_NEGATIVE32),
+            "max_coeff": Param(10.0, NON_NEGATIVE32),
+        },
+        transforms.lamb,
+        cycles=True,
+    ),
+    "Lion": Row({**_LR_DECAY, "betas": Param((0.9, 0.99), _BETAS)}, transforms.lion, cycles=True),
+    "Adagrad": Row(
+        {
+            **_LR_DECAY,
+            "lr": Param(1e-2, NON_NEGATIVE32),
+            "eps": Param(1e-10, NON_NEGATIVE32),
+            "initial_accumulator_value": Param(0.0, NON_NEGATIVE32),
+        },
+        transforms.adagrad,
+    ),
+    "Muon": Row(
+        {
+            "lr": Param(None, NON_NEGATIVE32),
+            "muon_lr": Param(None, NON_NEGATIVE32),
+            "adam_lr": Param(None, NON_NEGATIVE32),
+            "momentum": Param(0.95, FRACTION),
+            "betas": Param((0.9, 0.95), _BETAS),
+            "eps": Param(1e-10, NON_NEGATIVE32),
+            "weight_decay": Param(0.0, NON_NEGATIVE32),
+            "ns_method": Param("gram", one_of(("gram", "standard"))),
+            "per_head_muon": only(False, "per-head orthogonalisation is not supported yet"),
+        },
+        transforms.muon,
+        (
+            (lambda p: p["ns_method"] == "gram", "{name}: ns_method gram runs the standard iteration, the same values"),
+            (
+                lambda p: True,
+                "{name}: Muon on the matrices inside the layer stack (in a model without one: those not named embed or "
+                "lm_head), AdamW on the rest; muon_lr and adam_lr keep their ratio to lr under a schedule",
+            ),
+        ),
+        cycles=True,
+        base=lambda p: transforms.first(p["lr"], p["muon_lr"], 0.02),
+    ),
+}
+
+LATER = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD")
+
+# optax aliases whose update of an element depends on nothing else, or on all parameters at once: stacking is harmless.
+_PLAIN = (
+    "acprop", "adabelief", "adadelta", "adamax", "adamaxw", "adan", "ademamix", "adopt", "amsgrad", "cocob",
+    "dadapt_adamw", "dog", "dowg", "madgrad", "nadam", "nadamw", "noisy_sgd", "optimistic_adam_v2",
+    "optimistic_gradient_descent", "prodigy", "radam", "rmsprop", "sign_sgd", "signum", "simplified_ademamix", "yogi",
+)  # fmt: skip
+# Those that look at one whole parameter at a time.
+_WHOLE = ("adafactor", "fromage", "lars", "novograd", "sm3")
+REFUSED = {
+    "lbfgs": "its line search evaluates the loss",
+    "polyak_sgd": "its update needs the loss",
+    "momo": "its update needs the loss",
+    "momo_adam": "its update needs the loss",
+    "sophia": "its update needs the loss function",
+    "optimistic_adam": "it takes no schedule; optimistic_adam_v2 does",
+    "rprop": "it has step sizes of its own and takes no schedule",
+    "galore": "its projection is computed anew in every step when mapped over layers",
+    "dpsgd": "it needs the gradient of every example",
+    "schedule_free_adamw": "evaluation needs other parameters than training",
+    "schedule_free_sgd": "evaluation needs other parameters than training",
+}
+
+
+def _alias(name: str) -> Row:
+    """The row of an optax alias: its own parameter names, the learning rate also as `lr`."""
+    function = getattr(optax, name, None) or getattr(optax.contrib, name)
+    not_from_json = ("mask", "weight_decay_mask", "trust_ratio_mask", "key", "clip_value_fn")
+    params = signature_params(function)
+    own_lr = params.pop("learning_rate").default
+    params = {key: param for key, param in params.items() if key not in not_from_json}
+
+    def make(k: transforms.Knobs, p: dict[str, Any]) -> Transform:
+        arguments = {key: value for key, value in p.items() if key != "lr"}
+        try:
+            if name == "sm3":  # takes a constant rate only
+                tx = optax.chain(function(learning_rate=1.0, **arguments), optax.scale_by_schedule(k.lr))
+            else:
+                tx = function(learning_rate=k.lr, **arguments)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"optimizer.params: {name} refuses {arguments!r}: {error}") from error
+        return per_layer(tx, k.stacked) if name in _WHOLE else tx
+
+    lr = Param(own_lr if isinstance(own_lr, int | float) else 1e-3, NON_NEGATIVE32)
+    return Row({"lr": lr, **params}, make)
+
+
+def look_up(optimizer_config: Any) -> tuple[Row | None, dict[str, Any], list[str]]:
+    """The row of a config's optimizer, its parameters over the row's defaults, and every problem."""
+    name = str(optimizer_config.type).lower()
+    row = {n.lower(): row for n, row in DEEPSPEED.items()}.get(name)
+    if row is None and name in (*_PLAIN, *_WHOLE):
+        row = _alias(name)
+    if row is None:
+        return None, {}, [_no_such(str(optimizer_config.type))]
+    given, twice = _in_our_names(drop_auto(optimizer_config.params or {}), row.params)
+    values, problems = read_params("optimizer.params", given, row.params)
+    return row, values, [*twice, *(problems or row.check(values))]
+
+
+def _in_our_names(given: Mapping[str, Any], table: Mapping[str, Param]) -> tuple[dict[str, Any], list[str]]:
+    """optax's `learning_rate` as `lr`, and its `b1` and `b2` as `betas` where the table has those; not both."""
+    ours, problems = dict(given), []
+
+    def rename(theirs: str, name: str, value: Any) -> None:
+        if name in given:
+            problems.append(f"optimizer.params.{theirs}: {name} {given[name]!r} is given too, the same; keep one")
+        ours[name] = given.get(name, value)
+
+    if "learning_rate" in given:
+        rename("learning_rate", "lr", ours.pop("learning_rate"))
+    if "betas" in table and (found := {key: ours.pop(key) for key in ("b1", "b2") if key in given}):
+        b1, b2 = table["betas"].default
+        rename(" and ".join(found), "betas", [found.get("b1", b1), found.get("b2", b2)])
+    return ours, problems
+
+
+def _no_such(name: str) -> str:
+    names = [*DEEPSPEED, *_PLAIN, *_WHOLE]
+    allowed = ", ".join(names)
+    if name.lower() in (later.lower() for later in LATER):
+        return f"optimizer.type: {name!r} is not supported yet; allowed: {allowed}"
+    if name.lower() in REFUSED:
+        return f"optimizer.type: {name!r} is not supported: {REFUSED[name.lower()]}. Allowed: {allowed}"
+    return (
+        f"optimizer.type: {name!r} is unknown{did_you_mean(name, names)} Allowed: {allowed}; any other optax "
+        "optimizer can be passed as optimizer=..."
+    )

@@ -1,0 +1,95 @@
+"""Tables of named parameters: an optimizer's or a schedule's, as rows of a default and a kind of value."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from jzero.kinds import FLAG, Kind, closest, number, show
+
+
+class Param(NamedTuple):
+    """One parameter: its default (`REQUIRED`: none) and its kind; null is allowed where it is the default."""
+
+    default: Any
+    kind: Kind
+
+
+Table = Mapping[str, Param]
+
+REQUIRED: Any = object()
+
+
+def only(value: Any, why: str) -> Param:
+    """A parameter that takes no value but its default."""
+
+    def parse(given: Any) -> Any:
+        if given != value:
+            raise ValueError(why)
+        return value
+
+    return Param(value, Kind(show(value), parse))
+
+
+def did_you_mean(name: object, choices: Iterable[str]) -> str:
+    """The end of a sentence about an unknown name.
+
+    >>> did_you_mean("wd", ["lr"]), did_you_mean("lrr", ["lr"])
+    ('.', "; did you mean 'lr'?")
+    """
+    close = closest(name, choices)
+    return f"; did you mean {close!r}?" if close else "."
+
+
+def drop_auto(params: Mapping[str, Any]) -> dict[str, Any]:
+    """`params` without the ones left to jzero by the value "auto"."""
+    return {name: value for name, value in params.items() if not (isinstance(value, str) and value == "auto")}
+
+
+def read_params(section: str, given: Mapping[str, Any], table: Table) -> tuple[dict[str, Any], list[str]]:
+    """The table's values, the given ones over the defaults, and a line for each unknown, missing or bad one.
+
+    >>> read_params("optimizer.params", {"lr": "fast"}, {"lr": Param(0.1, number(0))})
+    ({'lr': 0.1}, ["optimizer.params.lr: 'fast' must be a non-negative number"])
+    """
+    values = {name: param.default for name, param in table.items()}
+    problems = []
+    for name, value in given.items():
+        if name not in table:
+            problems.append(
+                f"{section}.{name}: unknown parameter (value {value!r}){did_you_mean(name, table)} "
+                f"Allowed: {', '.join(table) or 'none'}"
+            )
+        elif value is not None or table[name].default is not None:
+            try:
+                values[name] = table[name].kind(value)
+            except ValueError as wrong:
+                problems.append(f"{section}.{name}: {value!r} {wrong}")
+    for name, param in table.items():
+        if param.default is REQUIRED and name not in given:
+            problems.append(f"{section}.{name}: missing; give {param.kind.allowed}")
+    return values, problems
+
+
+_ANYTHING = Kind("a value", lambda value: value)
+
+
+def _same_number(value: Any) -> Any:
+    number().parse(value)
+    return value
+
+
+_NUMBER = Kind("a number", _same_number)
+
+
+def signature_params(function: Callable[..., Any]) -> dict[str, Param]:
+    """A Python function's parameters as a table; what is allowed follows from the default."""
+
+    def param(default: Any) -> Param:
+        if default is inspect.Parameter.empty:
+            return Param(REQUIRED, _ANYTHING)
+        kind = FLAG if isinstance(default, bool) else _NUMBER if isinstance(default, int | float) else _ANYTHING
+        return Param(default, kind)
+
+    return {name: param(p.default) for name, p in inspect.signature(function).parameters.items()}
