@@ -58,7 +58,9 @@ def make_mesh(
     devices = sorted(jax.devices() if devices is None else devices, key=lambda d: (d.process_index, d.id))
     keywords = {PIPE: pipe, DATA: data, ZERO: zero, TENSOR: tensor}
     if data == zero == -1:
-        raise ConfigError("make_mesh: data = -1 and zero = -1, its default: only one can be the rest; pass zero=1 too")
+        raise ConfigError(
+            "mesh.data = -1 and mesh.zero = -1, its default: -1 (the rest) is allowed on one axis only; pass zero=1"
+        )
     if config is None:
         config = Config.load({"mesh": keywords})
     elif keywords != {PIPE: 1, DATA: 1, ZERO: -1, TENSOR: 1}:

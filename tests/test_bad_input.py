@@ -64,7 +64,7 @@ def test_compilations_are_seen():
         ({"zero": 0}, ["mesh.zero = 0", "-1 or a positive integer"]),
         ({"zero": "4"}, ['mesh.zero = "4"', "positive integer", "without quotes"]),
         ({"zero": 2.5}, ["mesh.zero = 2.5", "positive integer"]),
-        ({"data": -1}, ["data = -1", "zero = -1, its default", "pass zero=1"]),
+        ({"data": -1}, ["mesh.data = -1", "mesh.zero = -1", "one axis only"]),
         ({"pipe": 2}, ["mesh.pipe = 2", "not yet", "1"]),
         ({"tensor": 2}, ["mesh.tensor = 2", "not yet", "1"]),
     ],
