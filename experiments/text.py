@@ -80,4 +80,5 @@ def continuation(model, params, prompt: str, *, length: int, context: int, tempe
     params = jax.device_get(params)
     head = jnp.asarray(list(prompt.encode()[-context:]), jnp.int32)
     text = _sample(model, params, head, jax.random.key(seed), temperature, length, context)
-    return bytes(np.asarray(text, np.uint8)).decode(errors="replace")
+    text = bytes(np.asarray(text, np.uint8)).decode(errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

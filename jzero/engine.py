@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -88,6 +89,21 @@ class Loss:
 
     def __jax_array__(self) -> jax.Array:
         return self.value
+
+    # Arithmetic for running sums; what comes of it is no loss to call backward with.
+    def __add__(self, other: Any) -> jax.Array:
+        return self.value + jnp.asarray(other)
+
+    def __sub__(self, other: Any) -> jax.Array:
+        return self.value - jnp.asarray(other)
+
+    def __mul__(self, other: Any) -> jax.Array:
+        return self.value * jnp.asarray(other)
+
+    def __truediv__(self, other: Any) -> jax.Array:
+        return self.value / jnp.asarray(other)
+
+    __radd__, __rmul__ = __add__, __mul__
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.value, dtype)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
@@ -51,6 +52,10 @@ class Gradients:
 
     def __call__(self, masters: Any, batch: Any, rng: jax.Array, scale: jax.Array) -> Result:
         """One step's gradients and losses.
+
+        The gradient of the mean is that of the sum of sums, divided by the sum of counts, which is known only after the
+        last forward pass. So every micro-batch's gradient is born divided by the count that is expected (exactly 1 for
+        a mean loss), and `unit` holds what that is off by, and the loss scale.
 
         Args:
           masters: the local shards.
@@ -143,7 +148,12 @@ class Gradients:
 
     def per_layer(self, f: Callable) -> Callable:
         """`f(leaf, x)`, mapped over the layer axis where a scanned stack has one."""
-        return lambda leaf, x: (jax.vmap if leaf.stacked and not self.unrolled else lambda g: g)(partial(f, leaf))(x)
+
+        def each(leaf: zero.Leaf, x: Any) -> Any:
+            one = partial(f, leaf)
+            return jax.vmap(one)(x) if leaf.stacked and not self.unrolled else one(x)
+
+        return each
 
     def loss(self, active: Any, passive: Any, batch: Any, rng: jax.Array | None) -> Any:
         """The model's loss of one micro-batch, every weight fetched where it is used."""
@@ -188,9 +198,13 @@ def _expected_count(loss: Any, batch: Any) -> float:
 
 def _sum_and_count(loss: Any) -> tuple[jax.Array, jax.Array]:
     """A model's loss as float32 (sum, count); a mean counts as one."""
-    total, count = loss if isinstance(loss, tuple) else (loss, 1.0)
-    if jnp.shape(total) or jnp.shape(count):
-        raise ConfigError(
-            f"the model's loss has the shape {jnp.shape(total)}: it must be a scalar, or (sum, count) of two scalars"
-        )
+    parts = loss if isinstance(loss, tuple) else (loss, 1.0)
+    for part in parts if len(parts) == 2 else [loss]:
+        if not isinstance(part, jax.Array | np.ndarray | np.generic | float | int) or jnp.shape(part):
+            found = f"of shape {jnp.shape(part)}" if hasattr(part, "shape") else f"{type(part).__name__}"
+            raise ConfigError(
+                f"the model's loss is or holds a value {found}: it must be a scalar, or (sum, count) of two scalars; "
+                "there is no place for other outputs"
+            )
+    total, count = parts
     return jnp.asarray(total, jnp.float32), jnp.asarray(count, jnp.float32)

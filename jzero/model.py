@@ -87,7 +87,8 @@ def from_flax(module: Any, loss_fn: Callable | None = None, *, example_batch: An
 
     Args:
       module: a function `rngs -> nnx.Module` (a class that takes `rngs` will do), or a Linen module.
-      loss_fn: `loss_fn(module, batch)` or `loss_fn(module, batch, rng)` -> scalar or (sum, count), where `module`
+      loss_fn: `loss_fn(module, batch)` or `loss_fn(module, batch, rng)` -> scalar or (sum, count); a second value is
+        a count, not an auxiliary output; `module`
         is the NNX module or the bound Linen module and rng is None in evaluation. An NNX module with a layer
         stack needs none: it has `prefix(batch) -> x`, `stack` (one block whose parameters were stacked by
         `nnx.vmap`; `stack(x)` is one layer) and `suffix(x, batch) -> loss`.
@@ -104,6 +105,9 @@ def from_flax(module: Any, loss_fn: Callable | None = None, *, example_batch: An
         if loss_fn is None or example_batch is None:
             raise ConfigError("from_flax: a Linen module needs loss_fn(module, batch) and example_batch=...")
         return _Linen(module, _with_rng(loss_fn), example_batch)
+    if isinstance(module, nnx.Module):
+        name = type(module).__name__
+        raise ConfigError(f"from_flax: {name} is built already; pass lambda rngs: {name}(..., rngs=rngs), for init")
     if not callable(module):
         raise ConfigError(f"from_flax: {module!r} is neither a function rngs -> nnx.Module nor a Linen module")
     build = _builder(module)

@@ -84,16 +84,17 @@ def _head(step: Any) -> list[str]:
         "model": repr(step.model),
         "mesh": f"{devices.size} x {kind} = {degrees}",
         "batch": f"{b.train} = {b.micro} per device x {b.accum} accumulation x {step.replicas} replicas{inferred}",
-        "ZeRO": _stage(step.config.zero_optimization.stage),
+        "ZeRO": _stage(step.config.zero_optimization.stage, step.gradients.stacked),
         "precision": f"{step.config.precision}: masters {precision.master}, gradients reduced in {precision.reduce} "
         f"and accumulated in {precision.accum}",
     }
     return [part for name, text in rows.items() for part in _wrap(text, f"  {name:<9}  ", " " * 13)]
 
 
-def _stage(stage: int) -> str:
+def _stage(stage: int, stacked: bool) -> str:
     row = STAGES[stage]
-    gather = {None: "replicated", "step": "gathered once a step", "layer": "gathered layer by layer"}[row.gather]
+    layer = "gathered layer by layer" if stacked else "gathered where they are used"
+    gather = {None: "replicated", "step": "gathered once a step", "layer": layer}[row.gather]
     reduce, every = ("reduce-scattered", row.scatter) if row.scatter else ("all-reduced", "step")
     when = "every micro-batch" if every == "micro_batch" else "once a step"
     return f"stage {stage}: parameters {gather}, gradients {reduce} {when}"
@@ -156,6 +157,8 @@ def _effective(step: Any) -> list[str]:
         params = ", ".join(f"{name} {_value(value)}" for name, value in config.optimizer.params.items())
         lines.append(f"optimizer {config.optimizer.type}: {params or 'its defaults'}")
         lines += optimizers.describe(config.optimizer, schedule)
+    if config.autos:
+        lines.append(f'"auto", so the default: {", ".join(config.autos)}')
     if schedule:
         lines.append(_rates(schedule.lr))
         lines += schedule.notes

@@ -299,20 +299,24 @@ class TrainStep:
     def run(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics, Details]:
         """As calling the step, with its details."""
         self.check_batch(batch, self.batch_sizes.train)
+        _check_alive(state)
         return self._step(state, self.place(batch))
 
     def run_micro_batches(self, state: TrainState, parts: Sequence[Any]) -> tuple[TrainState, Metrics, Details]:
         """As `run`, on micro-batches of all replicas (leading dimension micro x replicas), however many."""
         parts = [self.place_micro_batch(part) for part in parts]
+        _check_alive(state)
         return self._step(state, self._concatenate(parts))
 
     def evaluate(self, state: TrainState, batch: Any) -> jax.Array:
         """The loss without dropout and without an update; the leading dimension is any multiple of micro x replicas."""
         self.check_batch(batch, self.micro_size, multiples=True)
+        _check_alive(state)
         return self._evaluate(state.params, self.place(batch))
 
     def micro_loss(self, state: TrainState, part: Any, index: int) -> jax.Array:
         """The loss of micro-batch `index` of the next step, before that step: the same dropout, no gradient."""
+        _check_alive(state)
         rng = jax.random.fold_in(state.rng, state.step)
         return self._micro_loss(state.params, self.place_micro_batch(part), rng, jnp.int32(index))
 
@@ -351,3 +355,11 @@ class TrainStep:
                     f"{'a multiple of ' * multiples}{size} (train_batch_size {b.train} = micro-batch {b.micro} x "
                     f"accumulation {b.accum} x {self.replicas} replicas)"
                 )
+
+
+def _check_alive(state: TrainState) -> None:
+    """Raise a ConfigError for a state that a step has consumed, before the runtime trips over its buffers."""
+    if state.step.is_deleted():
+        raise ConfigError(
+            "this state was given to an earlier step, which replaced it: write state, metrics = step(state, batch)"
+        )

@@ -145,7 +145,10 @@ def stack_length(leaves: Any) -> int:
     lengths = {leaf.shape[:1]: leaf.name for leaf in jax.tree.leaves(leaves[STACK])}
     if len(lengths) != 1 or () in lengths:
         found = ", ".join(f"{name} {shape or 'a scalar'}" for shape, name in lengths.items())
-        raise ConfigError(f"params[{STACK!r}]: every leaf has the layer axis first, all of one length; found {found}")
+        raise ConfigError(
+            f"params[{STACK!r}]: every leaf has the layer axis first, all of one length; found {found}; "
+            "stack the blocks with nnx.vmap, as models/llama.py does"
+        )
     return next(iter(lengths))[0]
 
 
@@ -208,7 +211,7 @@ def prepare(leaf: Leaf, master: jax.Array, precision: Precision) -> tuple[Any, A
         return None, whole
     if leaf.row.scatter != "micro_batch":
         return whole, None
-    # Its gradient arrives already reduced, so its dtype holds what the reduction gives, and the weights it is.
+    # Wide enough for the weight that is computed with and for the reduced gradient that comes back.
     active = master.astype(jnp.promote_types(precision.compute, precision.reduce))
     return active, (whole if leaf.row.gather == "step" else None)
 

@@ -186,6 +186,24 @@ def test_a_stack_that_is_none(params, message):
         make(Layers(params))
 
 
+@pytest.mark.parametrize(
+    "output",
+    [lambda x: (x, {"accuracy": x}), lambda x: {"loss": x}, lambda x: None, lambda x: (x, x, x), lambda x: x[None]],
+)
+def test_a_loss_with_other_outputs_is_refused(output):
+    with pytest.raises(jzero.ConfigError, match=r"must be a scalar, or \(sum, count\)"):
+        one_step(Linear(lambda p, b, rng: output(squares(p, b).mean())), batch())
+
+
+def test_a_state_that_a_step_has_consumed_is_refused():
+    step = make(Linear(lambda p, b, rng: squares(p, b).mean()))
+    state = step.init(jax.random.key(0))
+    step(state, batch())
+    for call in (step, step.evaluate):
+        with pytest.raises(jzero.ConfigError, match=r"state, metrics = step\(state, batch\)"):
+            call(state, batch())
+
+
 # ---------------------------------------------------------------- checkpoints
 
 

@@ -65,7 +65,7 @@ def test_head():
         (0, "stage 0: parameters replicated, gradients all-reduced once a step"),
         (1, "stage 1: parameters gathered once a step, gradients reduce-scattered once a step"),
         (2, "stage 2: parameters gathered once a step, gradients reduce-scattered every micro-batch"),
-        (3, "stage 3: parameters gathered layer by layer, gradients reduce-scattered every micro-batch"),
+        (3, "stage 3: parameters gathered where they are used, gradients reduce-scattered every micro-batch"),
     ],
 )
 def test_stage(stage, says):
@@ -236,3 +236,8 @@ def test_fits_a_chat():
         assert text.isascii()
         assert max(map(len, text.splitlines())) <= 100
         assert not re.search(r"[ \t]$", text, re.M)
+
+
+def test_auto_is_said():
+    _, text = report_of(mlp(), bf16={"enabled": "auto"}, fp16={"loss_scale": "auto"})
+    assert '"auto", so the default: bf16.enabled, fp16.loss_scale' in " ".join(text.split())

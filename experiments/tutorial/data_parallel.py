@@ -30,7 +30,7 @@ def main(epochs: int = 15) -> float:
             losses.append(loss)
         print(f"epoch {epoch:2}: loss {sum(map(float, losses)) / len(losses):.4f}")
 
-    accuracy = digits.accuracy(model.module(engine.state.params), test)
+    accuracy = digits.accuracy(engine.module(), test)
     print(f"test accuracy {accuracy:.1%}")
     return accuracy
 

@@ -29,7 +29,7 @@ def main(epochs: int = 15) -> float:
     held = sum(x.addressable_shards[0].data.nbytes for x in state)
     print(f"optimizer state: {sum(x.nbytes for x in state):,} bytes, of which the first device holds {held:,}")
 
-    accuracy = digits.accuracy(model.module(engine.state.params), test)
+    accuracy = digits.accuracy(engine.module(), test)
     print(f"test accuracy {accuracy:.1%}")
     return accuracy
 

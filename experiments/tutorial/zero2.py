@@ -27,7 +27,7 @@ def main(epochs: int = 15) -> float:
         losses = [float(engine.train_batch(micro_batches)) for _ in range(steps)]
         print(f"epoch {epoch:2}: loss {sum(losses) / len(losses):.4f}")
 
-    accuracy = digits.accuracy(model.module(engine.state.params), test)
+    accuracy = digits.accuracy(engine.module(), test)
     print(f"test accuracy {accuracy:.1%}")
     return accuracy
 

@@ -28,7 +28,7 @@ def main(epochs: int = 15) -> float:
     kernel = engine.state.params["fc1"]["kernel"]
     print(f"fc1/kernel: {kernel.shape}, of which the first device holds {kernel.addressable_shards[0].data.shape}")
 
-    accuracy = digits.accuracy(model.module(engine.state.params), test)
+    accuracy = digits.accuracy(engine.module(), test)
     print(f"test accuracy {accuracy:.1%}")
     return accuracy
 

@@ -24,9 +24,11 @@ class Config(Settings):
     """A whole config. `Config.load` reads it; the keywords of the constructor are its keys."""
 
     _replaced: tuple[Replaced, ...] = PrivateAttr(())
+    _autos: tuple[str, ...] = PrivateAttr(())
 
     def __init__(self, /, **given: Any):
-        data = plain(given)
+        autos: list[str] = []
+        data = plain(given, autos)
         replaced, problems = screen(data)
         wrong: set[str] = set()
         while True:  # what is wrong is reported and left out, so that the rest is still checked against itself
@@ -44,7 +46,7 @@ class Config(Settings):
         problems.extend(contradictions(self, wrong))
         if problems:
             raise ConfigError(*dict.fromkeys(problems))
-        self._replaced = replaced
+        self._replaced, self._autos = replaced, tuple(autos)
 
     @classmethod
     def load(cls, source: str | os.PathLike[str] | Mapping[str, Any] | Self) -> Self:
@@ -54,6 +56,11 @@ class Config(Settings):
           ConfigError: with every problem of the config in `.problems`.
         """
         return source if isinstance(source, cls) else cls(**read(source))
+
+    @property
+    def autos(self) -> tuple[str, ...]:
+        """The keys given as "auto", which have their defaults."""
+        return self._autos
 
     @property
     def replaced(self) -> tuple[Replaced, ...]:

@@ -13,13 +13,14 @@ from jzero.kinds import show
 MISSING: Any = object()
 
 
-def plain(node: Any, path: str = "") -> Any:
-    """A copy of the config as dicts, without the keys whose value is "auto" (XLA options keep theirs)."""
+def plain(node: Any, autos: list[str], path: str = "") -> Any:
+    """A copy of the config as dicts; keys whose value is "auto" go to `autos` (XLA options keep theirs)."""
     if isinstance(node, Section):
         node = {key: getattr(node, key) for key in node.model_fields_set}
     if not isinstance(node, Mapping) or path == "compiler_options.":
         return node
-    return {str(k): plain(v, f"{path}{k}.") for k, v in node.items() if not (isinstance(v, str) and v == "auto")}
+    autos += [f"{path}{k}" for k, v in node.items() if isinstance(v, str) and v == "auto"]
+    return {str(k): plain(v, autos, f"{path}{k}.") for k, v in node.items() if not (isinstance(v, str) and v == "auto")}
 
 
 def pop(data: Any, *sections_and_key: Any) -> Any:
