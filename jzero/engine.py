@@ -264,7 +264,7 @@ class Engine:
         self.state, self._metrics, self._details = done
         self.global_steps += 1
         self.global_samples += micro_batches * self.step_fn.micro_size
-        if before is not None:  # by now it has run, so the host does not wait
+        if before is not None:  # waits for that one only: the device has the new one to work on
             check_stuck(before.loss_scale, self.step_fn.trainable_names)
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0 and jax.process_index() == 0:
