@@ -42,7 +42,8 @@ def checkpointed(
 
     What is recomputed in the backward pass: with "none" nothing (`regather`: but the gathered parameters, which
     are gathered again), with "matmuls" all but products with weights and fused attention, with "full" all.
-    What is kept goes to host memory with `cpu_checkpointing`.
+    With `cpu_checkpointing` what is kept is the layer's input ("full") or the products ("matmuls", fused attention is
+    then recomputed), in host memory.
     """
     kind = checkpointing.kind if checkpointing else "none"
     offload = checkpointing is not None and checkpointing.cpu_checkpointing
