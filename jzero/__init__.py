@@ -1,4 +1,4 @@
-"""jzero: data parallelism and ZeRO 1, 2, 3 for JAX, from one config and one compiled train step."""
+"""jzero: data and pipeline parallelism and ZeRO 1, 2, 3 for JAX, from one config and one compiled train step."""
 
 from jzero.config import Config
 from jzero.data import RepeatingLoader
@@ -6,6 +6,7 @@ from jzero.engine import Engine, initialize
 from jzero.errors import ConfigError
 from jzero.mesh import make_mesh
 from jzero.model import from_flax
+from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
 from jzero.report import report
 from jzero.train_step import TrainState, TrainStep, make_train_step
 
@@ -13,7 +14,10 @@ __all__ = [
     "Config",
     "ConfigError",
     "Engine",
+    "LayerSpec",
+    "PipelineModule",
     "RepeatingLoader",
+    "TiedLayerSpec",
     "TrainState",
     "TrainStep",
     "from_flax",

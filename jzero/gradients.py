@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jzero import zero
-from jzero.config import Config
+from jzero.config import ActivationCheckpointing, Config
 from jzero.errors import ConfigError
 from jzero.mesh import BATCH_AXES, present, replicas
 from jzero.model import ENDS, STACK, Model, StackModel, fold
@@ -42,6 +42,11 @@ class Gradients:
         self.model, self.config, self.mesh, self.precision = model, config, mesh, precision
         self.axes, self.replicas = present(mesh, *BATCH_AXES), replicas(mesh)
         self.stacked = isinstance(model, StackModel)
+        self.interval = config.pipeline.activation_checkpoint_interval
+        self.interval = self.interval or getattr(model, "activation_checkpoint_interval", 0)
+        self.checkpointing = config.activation_checkpointing
+        if self.interval and (self.checkpointing is None or self.checkpointing.kind == "none"):
+            self.checkpointing = ActivationCheckpointing(policy="full")
         self.leaves = self.used = leaves  # `used`: the leaves as the (active, passive) trees have them
         self.unrolled = False
         if self.stacked:
@@ -49,6 +54,7 @@ class Gradients:
             self.unrolled = unrolls(config, self.length)
             if self.unrolled:
                 self.used = {ENDS: leaves[ENDS], STACK: [leaves[STACK]] * self.length}
+        self.layer_axis = not self.unrolled  # whether a stacked leaf in use still has a leading axis
 
     def __call__(self, masters: Any, batch: Any, rng: jax.Array, scale: jax.Array) -> Result:
         """One step's gradients and losses.
@@ -64,53 +70,59 @@ class Gradients:
           scale: the loss scale.
         """
         active, passive = self.prepare(masters)
-        batch = self.micro_batches(batch)
-        accum = jax.tree.leaves(batch)[0].shape[0]
-        rng = self.replica_key(rng)
-
-        def micro(i: Any, part: Any) -> tuple[Any, jax.Array]:
-            """Gradients of scale * sum / (expected count of the step), and [sum, count, expected count]."""
-
-            def scaled(active: Any) -> tuple[jax.Array, jax.Array]:
-                loss = self.loss(active, passive, part, fold(rng, i))
-                total, count = _sum_and_count(loss)
-                expected = accum * self.replicas * _expected_count(loss, part)
-                return total * (scale / expected), jnp.stack([total, count, jnp.float32(expected)])
-
-            return jax.grad(scaled, has_aux=True)(active)
-
-        if accum == 1:
-            gradients, seen = micro(0, jax.tree.map(lambda x: x[0], batch))
-            seen = seen[None]
-        else:
-            empty = jax.tree.map(lambda x: jnp.zeros(x.shape, self.precision.accum), active)
-
-            def body(summed: Any, item: Any) -> tuple[Any, jax.Array]:
-                gradients, seen = micro(*item)
-                return jax.tree.map(lambda s, g: s + g.astype(s.dtype), summed, gradients), seen
-
-            gradients, seen = lax.scan(body, empty, (jnp.arange(accum), batch))
+        gradients, seen = self.accumulate(active, passive, self.micro_batches(batch), self.replica_key(rng), scale)
         sums, counts = self.all_reduce(seen[:, :2]).T
         total = _nonzero(counts.sum())
-        unit = scale * total / seen[0, 2]
+        unit = scale * total / (len(seen) * seen[0, 2])
         if self.config.gradient_allreduce_op == "sum":
             unit /= self.replicas
         return Result(self.reduce(gradients), unit, sums.sum() / total, sums / _nonzero(counts))
 
+    def accumulate(self, active: Any, passive: Any, batch: Any, rng: jax.Array, scale: jax.Array) -> tuple[Any, Any]:
+        """The micro-batches' gradients, summed, and what `scaled` says of each [accum, 3]."""
+        accum = jax.tree.leaves(batch)[0].shape[0]
+
+        def micro(i: Any, part: Any) -> tuple[Any, jax.Array]:
+            def loss(active: Any) -> tuple[jax.Array, jax.Array]:
+                return self.scaled(self.loss(active, passive, part, fold(rng, i)), part, scale / accum)
+
+            return jax.grad(loss, has_aux=True)(active)
+
+        if accum == 1:
+            gradients, seen = micro(0, jax.tree.map(lambda x: x[0], batch))
+            return gradients, seen[None]
+        empty = jax.tree.map(lambda x: jnp.zeros(x.shape, self.precision.accum), active)
+
+        def body(summed: Any, item: Any) -> tuple[Any, jax.Array]:
+            gradients, seen = micro(*item)
+            return jax.tree.map(lambda s, g: s + g.astype(s.dtype), summed, gradients), seen
+
+        return lax.scan(body, empty, (jnp.arange(accum), batch))
+
+    def scaled(self, loss: Any, part: Any, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """A micro-batch's loss as what to differentiate, scale * sum / expected count, and [sum, count, expected]."""
+        total, count = sum_and_count(loss)
+        expected = self.replicas * _expected_count(loss, part)
+        return total * (scale / expected), jnp.stack([total, count, jnp.float32(expected)])
+
+    def losses(self, active: Any, passive: Any, batch: Any, rng: jax.Array | None, first: Any = 0) -> jax.Array:
+        """(sum, count) of each micro-batch [n, 2], the first of them being number `first` of the step."""
+
+        def loss(item: Any) -> jax.Array:
+            i, part = item
+            return jnp.stack(sum_and_count(self.loss(active, passive, part, fold(rng, first + i))))
+
+        return lax.map(loss, (jnp.arange(len(jax.tree.leaves(batch)[0])), batch))
+
     def evaluate(self, masters: Any, batch: Any) -> jax.Array:
         """The loss of the global batch without dropout (rng None)."""
-        active, passive = self.prepare(masters)
-        batch = self.micro_batches(batch)
-        sums, counts = lax.map(lambda part: _sum_and_count(self.loss(active, passive, part, None)), batch)
-        total, count = self.all_reduce((sums.sum(), counts.sum()))
+        total, count = self.all_reduce(self.losses(*self.prepare(masters), self.micro_batches(batch), None).sum(0))
         return total / _nonzero(count)
 
     def micro_loss(self, masters: Any, batch: Any, rng: jax.Array, index: jax.Array) -> jax.Array:
         """The loss that `__call__` would report for this micro-batch."""
-        active, passive = self.prepare(masters)
-        part = jax.tree.map(lambda x: x[0], self.micro_batches(batch))
-        loss = self.loss(active, passive, part, fold(self.replica_key(rng), index))
-        total, count = self.all_reduce(_sum_and_count(loss))
+        pairs, parts = self.prepare(masters), self.micro_batches(batch)
+        total, count = self.all_reduce(self.losses(*pairs, parts, self.replica_key(rng), index)[0])
         return total / _nonzero(count)
 
     def replica_key(self, rng: jax.Array) -> jax.Array:
@@ -129,36 +141,42 @@ class Gradients:
 
     def prepare(self, masters: Any) -> tuple[Any, Any]:
         """Local masters -> (active, passive); gathers what is gathered once a step."""
-        if self.unrolled:
-            layers = [jax.tree.map(lambda m, i=i: m[i], masters[STACK]) for i in range(self.length)]  # type: ignore[misc]
-            masters = {ENDS: masters[ENDS], STACK: layers}
         prepare = self.per_layer(partial(zero.prepare, precision=self.precision))
-        pairs = jax.tree.map(prepare, self.used, masters)
+        pairs = jax.tree.map(prepare, self.used, self.spread(masters))
         return tuple(jax.tree.map(lambda _, p, k=k: p[k], self.used, pairs) for k in (0, 1))  # type: ignore[misc, return-value]
 
     def reduce(self, gradients: Any) -> Any:
         """Accumulated gradients -> float32 gradients of the local masters; reduces what is reduced once a step."""
         reduce = self.per_layer(partial(zero.reduce_gradient, mesh=self.mesh, precision=self.precision))
         reduced = jax.tree.map(lambda leaf, g: None if g is None else reduce(leaf, g), self.used, gradients)
-        reduced = cast(reduced, jnp.float32)
-        if self.unrolled:
-            stack = jax.tree.map(lambda *layers: jnp.stack(layers), *reduced[STACK])
-            reduced = {ENDS: reduced[ENDS], STACK: stack}
-        return reduced
+        return cast(self.collect(reduced), jnp.float32)
+
+    def spread(self, masters: Any) -> Any:
+        """The masters as they are used: of an unrolled stack a list of layers."""
+        if not self.unrolled:
+            return masters
+        layers = [jax.tree.map(lambda m, i=i: m[i], masters[STACK]) for i in range(self.length)]  # type: ignore[misc]
+        return {ENDS: masters[ENDS], STACK: layers}
+
+    def collect(self, used: Any) -> Any:
+        """The inverse of `spread`."""
+        if not self.unrolled:
+            return used
+        return {ENDS: used[ENDS], STACK: jax.tree.map(lambda *layers: jnp.stack(layers), *used[STACK])}
 
     def per_layer(self, f: Callable) -> Callable:
         """`f(leaf, x)`, mapped over the layer axis where a scanned stack has one."""
 
         def each(leaf: zero.Leaf, x: Any) -> Any:
             one = partial(f, leaf)
-            return jax.vmap(one)(x) if leaf.stacked and not self.unrolled else one(x)
+            return jax.vmap(one)(x) if leaf.stacked and self.layer_axis else one(x)
 
         return each
 
     def loss(self, active: Any, passive: Any, batch: Any, rng: jax.Array | None) -> Any:
         """The model's loss of one micro-batch, every weight fetched where it is used."""
         regather = any(leaf.row.gather == "layer" for leaf in jax.tree.leaves(self.leaves))
-        saving = partial(checkpointed, checkpointing=self.config.activation_checkpointing, regather=regather)
+        saving = partial(checkpointed, checkpointing=self.checkpointing, regather=regather)
 
         def fetch(leaves: Any, pair: Any) -> Any:
             return jax.tree.map(partial(zero.fetch, precision=self.precision), leaves, *pair)
@@ -196,7 +214,7 @@ def _expected_count(loss: Any, batch: Any) -> float:
     return 2.0 ** round(math.log2(max(sizes)))
 
 
-def _sum_and_count(loss: Any) -> tuple[jax.Array, jax.Array]:
+def sum_and_count(loss: Any) -> tuple[jax.Array, jax.Array]:
     """A model's loss as float32 (sum, count); a mean counts as one."""
     parts = loss if isinstance(loss, tuple) else (loss, 1.0)
     for part in parts if len(parts) == 2 else [loss]:

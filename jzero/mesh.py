@@ -76,9 +76,8 @@ def check_mesh(mesh: Mesh) -> None:
         raise ConfigError(f"mesh is {mesh!r}, not a jax.sharding.Mesh: build it with jzero.make_mesh(...)")
     if mesh.axis_names != AXES:
         raise ConfigError(f"mesh axes are {mesh.axis_names}, jzero needs {AXES}: build it with jzero.make_mesh(...)")
-    for axis in (PIPE, TENSOR):
-        if mesh.shape[axis] > 1:
-            raise ConfigError(f"mesh axis {axis!r} has size {mesh.shape[axis]}: not yet; only 1 is accepted")
+    if mesh.shape[TENSOR] > 1:
+        raise ConfigError(f"mesh axis {TENSOR!r} has size {mesh.shape[TENSOR]}: not yet; only 1 is accepted")
 
 
 def present(mesh: Mesh, *axes: str) -> tuple[str, ...]:

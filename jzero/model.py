@@ -18,6 +18,9 @@ leading layer axis [L, ...], and also has
 
 which is what lets ZeRO-3 gather, activation checkpointing and the pipeline work layer by layer.
 
+Its `vocabulary: dict[str, int]` may name leaves of the ends, and the dimension that is their vocabulary's, of a model
+whose prefix and suffix use them through `jzero.vocabulary` alone: a pipeline divides those among its stages.
+
 Any model may also have `report_notes(dtype) -> list[str]`: lines of its own for the run report, given the compute
 dtype. A Flax module's method of that name is taken.
 """
@@ -189,6 +192,7 @@ class _NNXStack:
         self.build, self.name = build, repr(getattr(abstract, "config", type(abstract).__name__))
         self.whole, self.layer = _Apply(abstract), _Apply(abstract.stack)
         self.report_notes = _report_notes(abstract)
+        self.vocabulary = dict(getattr(abstract, "vocabulary", {}))
         del abstract.stack
         self.ends = _Apply(abstract)
 
@@ -235,7 +239,7 @@ class _Linen:
                 f"from_flax: variable collections {others} are not parameters; only parameters are trained (use "
                 "LayerNorm, RMSNorm or GroupNorm for BatchNorm)"
             )
-        return variables["params"]
+        return variables.get("params", {})
 
     def loss(self, params: Any, batch: Any, rng: jax.Array | None) -> Any:
         return self.loss_fn(self.module(params, rng), batch, rng)

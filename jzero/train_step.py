@@ -22,8 +22,9 @@ from jzero import lr_schedules, optimizers, zero
 from jzero.config import Config
 from jzero.errors import ConfigError
 from jzero.gradients import Gradients, Result
-from jzero.mesh import batch_spec, check_mesh, is_gpu, make_mesh, replicas, shardings
-from jzero.model import Model, StackModel, check_model
+from jzero.mesh import PIPE, batch_spec, check_mesh, is_gpu, make_mesh, replicas, shardings
+from jzero.model import ENDS, Model, StackModel, check_model
+from jzero.pipeline.gradients import pipeline_gradients
 from jzero.precision import LossScale, Precision, cast
 
 # Measured on 4 x H200 (experiments/benchmarks): cuBLAS instead of Triton matrix products +5 %, and larger combined
@@ -105,7 +106,7 @@ class TrainStep:
         lr_scheduler: optax.Schedule | None = None,
     ):  # fmt: skip
         check_model(model)
-        self.model, self.config = model, config
+        self.model, self.config = model, (config := _with_stages(config, model))
         self.mesh = make_mesh(config) if mesh is None else mesh
         check_mesh(self.mesh)
         self.replicas = replicas(self.mesh)
@@ -120,6 +121,8 @@ class TrainStep:
             persistence_threshold=config.zero_optimization.stage3_param_persistence_threshold,
             has_stack=isinstance(model, StackModel),
             frozen=config.frozen_parameters,
+            vocabulary=self._vocabulary(abstract),
+            gather_once=config.pipeline.gather == "step",
         )
         trainable = [leaf for leaf in jax.tree.leaves(self.leaves) if leaf.trainable]
         if not trainable and config.frozen_parameters:
@@ -136,7 +139,8 @@ class TrainStep:
             optimizer, config.optimizer, self.schedule, stacked=stacked, state_dtype=self.precision.optimizer_state
         )
         self.tx = optax.with_extra_args_support(tx)  # reduce_on_plateau wants the loss
-        self.gradients = Gradients(model, config, self.mesh, self.leaves, self.precision)
+        make_gradients = pipeline_gradients if self.mesh.shape[PIPE] > 1 else Gradients
+        self.gradients: Gradients = make_gradients(model, config, self.mesh, self.leaves, self.precision)
         self._lay_out_state()
         self._compile()
 
@@ -157,7 +161,7 @@ class TrainStep:
                 f"data x zero = {self.replicas}: pass one of them, or jzero.make_mesh(config)"
             )
         grouped = config.zero_optimization.mics_shard_size > 0 or config.zero_optimization.zero_hpz_partition_size > 1
-        if not grouped and "mesh" not in config.model_fields_set:
+        if not grouped and not config.pipeline.stages and "mesh" not in config.model_fields_set:
             return
         for axis, degree in config.mesh_degrees(mesh.size).items():
             if mesh.shape[axis] != degree:
@@ -165,6 +169,13 @@ class TrainStep:
                     f"mesh.{axis} = {degree} in the config, but the mesh passed in has {axis} {mesh.shape[axis]}: "
                     "pass one of them, or jzero.make_mesh(config)"
                 )
+
+    def _vocabulary(self, params: Any) -> dict[str, int]:
+        """name -> dimension of the leaves of the ends whose vocabulary the pipeline divides: all of them or none."""
+        stages = self.mesh.shape[PIPE]
+        shapes = {zero.path_name(path): x.shape for path, x in jax.tree_util.tree_flatten_with_path(params)[0]}
+        wanted = {f"{ENDS}/{name}": dim for name, dim in getattr(self.model, "vocabulary", {}).items()}
+        return wanted if all(shapes[name][dim] % stages == 0 for name, dim in wanted.items()) else {}
 
     def _choose_schedule(self, optimizer: Any, lr_scheduler: Any) -> lr_schedules.Schedule | None:
         """The learning rate as a function of the steps applied; None if a client's optimizer keeps it to itself."""
@@ -195,7 +206,7 @@ class TrainStep:
         self.state_specs = dataclasses.replace(
             jax.tree.map(lambda _: PartitionSpec(), shapes),
             params=zero.specs(self.leaves),
-            opt_state=zero.optimizer_specs(shapes.opt_state, self.leaves),
+            opt_state=zero.specs(zero.optimizer_leaves(shapes.opt_state, self.leaves)),
         )
         self.state_shardings = shardings(self.mesh, self.state_specs)
         self.batch_sharding = NamedSharding(self.mesh, batch_spec(self.mesh))
@@ -355,6 +366,17 @@ class TrainStep:
                     f"{'a multiple of ' * multiples}{size} (train_batch_size {b.train} = micro-batch {b.micro} x "
                     f"accumulation {b.accum} x {self.replicas} replicas)"
                 )
+
+
+def _with_stages(config: Config, model: Model) -> Config:
+    """The config with the number of stages that a `PipelineModule` was made for."""
+    stages, asked = getattr(model, "num_stages", None), config.pipeline.stages or config.mesh.pipe
+    if stages is None or asked in (stages, -1):
+        return config
+    if config.pipeline.stages or "pipe" in config.mesh.model_fields_set:
+        key = "pipeline.stages" if config.pipeline.stages else "mesh.pipe"
+        raise ConfigError(f"{key} = {asked}, but {model!r} has num_stages = {stages}: leave one of them out")
+    return config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"stages": stages})})
 
 
 def _check_alive(state: TrainState) -> None:

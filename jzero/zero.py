@@ -10,6 +10,9 @@
 Over `data` the gradients are all-reduced once a step, at every stage. (Rajbhandari et al., 2020, arXiv:1910.02054;
 with `data` > 1 this is MiCS / HSDP, arXiv:2205.00119.)
 
+`pipe` divides the layer stack, and the vocabulary of a language model's ends, so nothing is gathered over it. What it
+does not divide lies on every pipeline stage, and its gradient is all-reduced over `pipe` once a step.
+
 Everything below the table runs inside one `jax.shard_map` that is manual over the whole mesh, so a parameter
 is a local shard, `all_gather` is the gather and its transpose is the reduce-scatter.
 """
@@ -17,7 +20,7 @@ is a local shard, `all_gather` is the gather and its transpose is the reduce-sca
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -67,10 +70,15 @@ class Leaf:
     row: Stage
     why: str = ""
 
+    @property
+    def on_pipe(self) -> bool:
+        """Whether every pipeline stage has its own part."""
+        return any(PIPE in (axes if isinstance(axes, tuple) else (axes,)) for axes in self.spec)
+
 
 def layout(
     params: Any, *, stage: int, mesh: Mesh, persistence_threshold: int = 0, has_stack: bool = False,
-    frozen: Iterable[str] = (),
+    frozen: Iterable[str] = (), vocabulary: Mapping[str, int] | None = None, gather_once: bool = False,
 ) -> Any:  # fmt: skip
     """The tree of `Leaf`s for a tree of parameter shapes: the one place where a parameter's layout is decided.
 
@@ -80,6 +88,8 @@ def layout(
       persistence_threshold: stage 3 leaves smaller than this (elements, per layer) stay replicated.
       has_stack: whether `params["stack"]` is a layer stack; its leading layer axis is never partitioned over `zero`.
       frozen: regular expressions; a leaf whose name one of them finds is not trained.
+      vocabulary: name -> the dimension that `pipe` divides, for leaves of the ends.
+      gather_once: stage 3 gathers once a step all the same (as stage 2 does).
 
     Raises:
       ConfigError: a `frozen` expression that finds no leaf.
@@ -97,13 +107,19 @@ def layout(
                 f"parameter {name!r} is {x.dtype}: only real parameters are trained; keep two real arrays"
             )
         trainable = not hits and jnp.issubdtype(x.dtype, jnp.floating)
-        dim, why = _partitioned_dim(x.shape[stacked:], STAGES[stage], mesh, persistence_threshold)
-        axes: list[str | None] = [PIPE if stacked and present(mesh, PIPE) else None] * stacked
+        local: list[int] = list(x.shape)
+        axes: list[tuple[str, ...]] = [()] * x.ndim  # the mesh axes of every dimension
+        divided = 0 if stacked else (vocabulary or {}).get(name)
+        if divided is not None and present(mesh, PIPE):
+            local[divided] //= mesh.shape[PIPE]
+            axes[divided] = (PIPE,)
+        dim, why = _partitioned_dim(tuple(local[stacked:]), STAGES[stage], mesh, persistence_threshold)
         if dim is not None:
-            axes += [None] * dim + [ZERO]
-        spec = PartitionSpec(*axes) if any(axes) else PartitionSpec()
+            axes[stacked + dim] += (ZERO,)
         row = STAGES[stage if dim is not None else 0]
-        return Leaf(name, tuple(x.shape), spec, dim, stacked, trainable, row, why)
+        if row.gather and gather_once:
+            row = row._replace(gather="step")
+        return Leaf(name, tuple(x.shape), _spec(axes), dim, stacked, trainable, row, why)
 
     leaves = jax.tree_util.tree_map_with_path(leaf, params)
     if unused:
@@ -111,6 +127,13 @@ def layout(
         known = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         raise ConfigError(f"frozen_parameters: {sorted(unused)} match no parameter; the names are {known}")
     return leaves
+
+
+def _spec(axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
+    """The mesh axes of every dimension as a PartitionSpec, without what says nothing."""
+    while axes and not axes[-1]:
+        axes = axes[:-1]
+    return PartitionSpec(*(one if len(one) > 1 else one[0] if one else None for one in axes))
 
 
 def _partitioned_dim(shape: tuple[int, ...], stage: Stage, mesh: Mesh, threshold: int) -> tuple[int | None, str]:
@@ -152,28 +175,28 @@ def stack_length(leaves: Any) -> int:
     return next(iter(lengths))[0]
 
 
-def specs(leaves: Any) -> Any:
-    """The tree of PartitionSpecs of parameters, masters and reduced gradients."""
-    return jax.tree.map(lambda leaf: leaf.spec, leaves)
+def optimizer_leaves(opt_state: Any, leaves: Any) -> Any:
+    """For each leaf of the optimizer state the `Leaf` of the parameter that it belongs to, or False.
 
-
-def optimizer_specs(opt_state: Any, leaves: Any) -> Any:
-    """The optimizer state's specs: a leaf that belongs to a parameter lies as the parameter does.
-
-    It belongs to one if its key path ends with the parameter's and the shapes agree; whatever else there is (step
-    counters, factored moments) is replicated.
+    It belongs to one, and lies as that does, if its key path ends with the parameter's and the shapes agree; whatever
+    else there is (step counters, factored moments) is replicated.
     """
     known = {tuple(filter(None, leaf.name.split("/"))): leaf for leaf in jax.tree.leaves(leaves)}
 
-    def spec(path: tuple, x: Any) -> PartitionSpec:
+    def owner(path: tuple, x: Any) -> Leaf | Literal[False]:
         keys = tuple(path_name(path).split("/"))
         for start in range(len(keys) + 1):
             leaf = known.get(keys[start:])
             if leaf is not None:
-                return leaf.spec if leaf.shape == tuple(x.shape) else PartitionSpec()
-        return PartitionSpec()
+                return leaf if leaf.shape == tuple(x.shape) else False
+        return False
 
-    return jax.tree_util.tree_map_with_path(spec, opt_state)
+    return jax.tree_util.tree_map_with_path(owner, opt_state)
+
+
+def specs(leaves: Any) -> Any:
+    """The tree of PartitionSpecs of parameters, masters and reduced gradients, or of the optimizer's leaves."""
+    return jax.tree.map(lambda leaf: leaf.spec if leaf else PartitionSpec(), leaves)
 
 
 def partition(leaves: Any, tree: Any) -> tuple[Any, Any]:
@@ -239,11 +262,10 @@ def fetch(leaf: Leaf, active: Any, passive: Any, precision: Precision) -> jax.Ar
 
 def reduce_gradient(leaf: Leaf, gradient: jax.Array, mesh: Mesh, precision: Precision) -> jax.Array:
     """Accumulated gradient -> the gradient of the local master: the reductions that happen once a step."""
-    gradient = gradient.astype(precision.reduce)
     if leaf.row.scatter == "step":
-        gradient = _scatter(leaf, gradient)
-    axes = present(mesh, DATA) if leaf.row.scatter else present(mesh, DATA, ZERO)
-    return lax.psum(gradient, axes) if axes else gradient
+        gradient = _scatter(leaf, gradient.astype(precision.reduce))
+    axes = present(mesh, *[PIPE] * (not leaf.on_pipe), DATA, *[ZERO] * (not leaf.row.scatter))
+    return lax.psum(gradient.astype(precision.reduce), axes) if axes else gradient
 
 
 def _gather(leaf: Leaf, shard: jax.Array) -> jax.Array:

@@ -12,8 +12,9 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
+
+from jzero import vocabulary
 
 Attend = Literal["auto", "cudnn", "xla"]
 
@@ -169,14 +170,11 @@ class Llama(nnx.Module):
             self.head = _linear(c.d_model, c.vocab_size, 0.02, rngs)
 
     def prefix(self, batch: dict[str, jax.Array]) -> jax.Array:
-        return self.embedding(batch["inputs"])
+        return vocabulary.embed(self.embed[...], batch["inputs"])
 
     def suffix(self, x_BSD: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """(sum of the tokens' cross-entropies, number of tokens)."""
-        labels_BS = batch["labels"]
-        counted_BS = labels_BS >= 0
-        losses_BS = optax.softmax_cross_entropy_with_integer_labels(self.logits(x_BSD), jnp.maximum(labels_BS, 0))
-        return jnp.sum(losses_BS, where=counted_BS), counted_BS.sum()
+        return vocabulary.cross_entropy(self.norm(x_BSD), self.head_DV, batch["labels"])
 
     def report_notes(self, dtype: jnp.dtype) -> list[str]:
         """What the run report says about this model when it computes in `dtype`."""
@@ -186,17 +184,18 @@ class Llama(nnx.Module):
     def __call__(self, tokens_BS: jax.Array) -> jax.Array:
         """Logits [B, S, V], float32."""
         graph, layers = nnx.split(self.stack)
-        x_BSD, _ = jax.lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), self.embedding(tokens_BS), layers)
-        return self.logits(x_BSD)
+        x_BSD = vocabulary.embed(self.embed[...], tokens_BS)
+        x_BSD, _ = jax.lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), x_BSD, layers)
+        return (self.norm(x_BSD) @ self.head_DV).astype(jnp.float32)
 
-    def embedding(self, tokens_BS: jax.Array) -> jax.Array:
-        # In float32, so that the gradient, a sum over every occurrence of a token, is summed in float32.
-        return self.embed[...].astype(jnp.float32)[tokens_BS].astype(self.embed.dtype)
+    @property
+    def head_DV(self) -> jax.Array:
+        return self.embed[...].T if self.config.tied else self.head.kernel[...]
 
-    def logits(self, x_BSD: jax.Array) -> jax.Array:
-        x_BSD = self.norm(x_BSD)
-        logits_BSV = x_BSD @ self.embed[...].T if self.config.tied else self.head(x_BSD)
-        return logits_BSV.astype(jnp.float32)
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The parameters of the ends that have a vocabulary dimension, and which: what a pipeline divides."""
+        return {"embed": 0} if self.config.tied else {"embed": 0, "head/kernel": 1}
 
 
 def _linear(d_in: int, d_out: int, std: float, rngs: nnx.Rngs) -> nnx.Linear:

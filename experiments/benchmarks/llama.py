@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -32,6 +33,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--accum", type=int, default=1)
     p.add_argument("--sequence", type=int, default=4096)
     p.add_argument("--data", type=int, default=1, help="size of the data axis; the rest is zero")
+    p.add_argument("--pipe", type=int, default=1, help="pipeline stages")
+    p.add_argument("--schedule", choices=["gpipe", "1f1b", "interleaved", "zero_bubble"], default="1f1b")
+    p.add_argument("--chunks", type=int, default=1, help="chunks per stage")
+    p.add_argument("--gather", choices=["step", "micro_batch"], help="when a stage's parameters are gathered")
     p.add_argument("--remat", choices=["none", "matmuls", "full"], default="none")
     p.add_argument("--scan", action="store_true", help="scan the stack instead of unrolling it")
     p.add_argument("--reduce", choices=["fp32", "bf16"], default="bf16", help="dtype of the gradient reduction")
@@ -39,6 +44,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="an XLA compiler option")
     p.add_argument("--tag", default="")
     p.add_argument("--plan", type=int, metavar="GPUS", help="only compile, for this many H200s that need not be there")
+    p.add_argument("--hlo", metavar="FILE", help="write the optimized program")
     p.add_argument("--profile", help="write a profile of three steps to this directory")
     return p.parse_args(argv)
 
@@ -56,7 +62,8 @@ def config(args: argparse.Namespace) -> dict:
         "communication_data_type": args.reduce,
         "zero_optimization": {"stage": args.stage},
         "activation_checkpointing": {"policy": args.remat},
-        "mesh": {"data": args.data},
+        "mesh": {"pipe": args.pipe, "data": args.data},
+        "pipeline": {"schedule": args.schedule, "chunks": args.chunks, "gather": args.gather},
         "stack": {"unroll": not args.scan},
         "compiler_options": {k: value(v) for k, v in (option.split("=", 1) for option in args.option)},
     }
@@ -69,6 +76,7 @@ def main(argv: list[str] | None = None) -> None:
     settings = config(args)
     if args.plan:
         jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_enable_compilation_cache", False)  # cannot read back such programs
         devices = gpu_devices("h200", args.plan, per_host=min(8, args.plan))
     else:
         devices = jax.devices()
@@ -86,6 +94,8 @@ def main(argv: list[str] | None = None) -> None:
         "compile_s": round(time.perf_counter() - start, 1),
         "planned_gib": round(memory(compiled).peak / 2**30, 2),
     }
+    if args.hlo:
+        Path(args.hlo).write_text(compiled.as_text())
     if not args.plan:
         record |= measure(step, compiled, args, shape)
     print(json.dumps(record), flush=True)

@@ -60,6 +60,44 @@ def _one_rest(s: Settings) -> Iterator[str]:
         yield f"{' and '.join(rest)}: -1 (the rest) is allowed on one axis only{hint}"
 
 
+@_reads("pipeline.stages", "mesh.pipe")
+def _stages_against_mesh(s: Settings) -> Iterator[str]:
+    if s.pipeline.stages and "pipe" in s.mesh.model_fields_set and s.mesh.pipe not in (-1, s.pipeline.stages):
+        yield f"pipeline.stages = {s.pipeline.stages} and mesh.pipe = {s.mesh.pipe}: two names of one number; keep one"
+
+
+@_reads("pipeline.schedule", "pipeline.chunks")
+def _chunks(s: Settings) -> Iterator[str]:
+    schedule, chunks = s.pipeline.schedule, s.pipeline.chunks
+    if chunks > 1 and schedule in ("gpipe", "1f1b"):
+        yield (
+            f'pipeline.chunks = {chunks}: schedule "{schedule}" has one chunk per stage; set pipeline.schedule to '
+            '"interleaved" or "zero_bubble"'
+        )
+    if chunks == 1 and schedule == "interleaved":
+        yield 'pipeline.schedule = "interleaved": needs pipeline.chunks of 2 or more; one chunk per stage is "1f1b"'
+
+
+@_reads("pipeline.gather", "zero_optimization.stage")
+def _gather(s: Settings) -> Iterator[str]:
+    stage = s.zero_optimization.stage
+    if s.pipeline.gather == "micro_batch" and stage < 3:
+        yield (
+            f'pipeline.gather = "micro_batch" with zero_optimization.stage = {stage}: only stage 3 has parameters to '
+            "gather for every micro-batch; remove it or use stage 3"
+        )
+
+
+@_reads("pipeline.activation_checkpoint_interval", "activation_checkpointing.policy")
+def _interval(s: Settings) -> Iterator[str]:
+    remat, interval = s.activation_checkpointing, s.pipeline.activation_checkpoint_interval
+    if interval and remat and remat.policy == "none":
+        yield (
+            f"pipeline.activation_checkpoint_interval = {interval}: does nothing with activation_checkpointing.policy "
+            '"none"; use policy "full" or "matmuls", or remove one'
+        )
+
+
 @_reads(*_MESH)
 def _axes_to_come(s: Settings) -> Iterator[str]:
     for axis, what in AXES_TO_COME.items():

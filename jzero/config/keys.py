@@ -67,6 +67,7 @@ REPLACED: dict[str, Replacement] = _replaced(
     (_REMAT, FLAG, "the mesh: there is no tensor axis to partition over", "partition_activations"),
     ("pipeline", FLAG, "random keys: each layer's key is folded from the seed", "seed_layers"),
     ("pipeline", FLAG, "the mesh", "pipe_partitioned grad_partitioned"),
+    ("pipeline", TEXT, "PipelineModule's partition_method", "partition"),
     ("pipeline", FLAG, "jax.checkpoint", "use_reentrant"),
     (_ZERO, FLAG, _ONE_STEP, "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions"
         " round_robin_gradients legacy_stage1 mics_hierarchical_params_gather stage3_use_all_reduce_for_fetch_params"
@@ -178,7 +179,6 @@ REFUSED: dict[str, Refused] = {
     **_later("compile", "offload", offload_activation=False, offload_opt_states=False, offload_parameters=False),
     **_later("compile", "a choice of compiler passes", passes=[]),
     # other ways to be parallel
-    **_later("pipeline", "pipeline stages", stages=1, partition="best", activation_checkpoint_interval=0),
     **_later("tensor_parallel", "tensor parallelism", "preset_model tp_overlap_comm partition_config tp_grain_size",
         autotp_size=(1, 0)),
     **_later("tensor_parallel.tp", "tensor parallelism", "tp_grain_size", tp_size=1),

@@ -10,6 +10,8 @@ from jzero.kinds import Dtype, number, one_of
 
 Policy = Literal["none", "full", "matmuls"]
 Reduction = Literal["mean", "sum"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+Gather = Literal["step", "micro_batch"]
 
 Flag = Annotated[bool, PlainValidator(kinds.FLAG)]
 Text = Annotated[str, PlainValidator(kinds.TEXT)]
@@ -114,6 +116,21 @@ class MeshConfig(Section):
     tensor: PositiveOrRest = 1
 
 
+class PipelineConfig(Section):
+    """How the stages on the `pipe` axis work together.
+
+    `stages` is another name for `mesh.pipe`; `chunks` the slices of the layers on one stage. `gather` says when ZeRO-3
+    gathers a stage's parameters, by default for every micro-batch. `activation_checkpoint_interval` is the number of
+    layers in one activation checkpoint.
+    """
+
+    stages: PositiveOrNone = None
+    schedule: Annotated[ScheduleName, PlainValidator(one_of(get_args(ScheduleName)))] = "1f1b"
+    chunks: Positive = 1
+    gather: Annotated[Gather | None, PlainValidator(one_of(get_args(Gather), none=None))] = None
+    activation_checkpoint_interval: Count = 0
+
+
 class StackConfig(Section):
     """How the layer stack runs: unrolled, as a scan, or "auto"."""
 
@@ -151,6 +168,7 @@ class Settings(Section):
     zero_optimization: ZeroConfig = ZeroConfig()
     activation_checkpointing: ActivationCheckpointing | None = None
     mesh: MeshConfig = MeshConfig()
+    pipeline: PipelineConfig = PipelineConfig()
     data_parallel_size: PositiveOrNone = None
     frozen_parameters: Patterns = ()
     stack: StackConfig = StackConfig()

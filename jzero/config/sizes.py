@@ -10,7 +10,7 @@ from jzero.kinds import either
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 TRAIN, MICRO, ACCUM = BATCH
 MICS, HPZ = "zero_optimization.mics_shard_size", "zero_optimization.zero_hpz_partition_size"
-AXES_TO_COME = {"pipe": "pipeline stages", "tensor": "tensor parallelism"}
+AXES_TO_COME = {"tensor": "tensor parallelism"}
 
 
 def _divisors(n: int) -> list[int]:
@@ -90,6 +90,8 @@ def zero_group(s: Settings) -> tuple[str, int]:
 def asked_degrees(s: Settings) -> dict[str, int]:
     """The mesh as asked for; `checks` makes sure that at most one degree is -1, the rest."""
     degrees = s.mesh.model_dump()
+    if s.pipeline.stages:
+        degrees["pipe"] = s.pipeline.stages
     if size := zero_group(s)[1]:
         degrees["zero"] = size
         if "data" not in s.mesh.model_fields_set and -1 not in degrees.values():
@@ -126,10 +128,12 @@ def mesh_degrees(s: Settings, num_devices: int) -> dict[str, int]:
 def _misfit(s: Settings, degrees: dict[str, int], fixed: int, num_devices: int) -> str:
     """Degrees whose product is wrong, and for each the values that fit while the others stay."""
     rest = -1 in degrees.values()
-    keys = {axis: zero_group(s)[0] if axis == "zero" else f"mesh.{axis}" for axis in degrees}
+    keys = {axis: f"mesh.{axis}" for axis in degrees} | {"zero": zero_group(s)[0]}
+    if s.pipeline.stages:
+        keys["pipe"] = "pipeline.stages"
     fits = []
     for axis, n in degrees.items():
-        if n == -1 or axis in AXES_TO_COME or (rest and n == 1):
+        if n == -1 or axis in AXES_TO_COME or (n == 1 and (rest or axis == "pipe")):
             continue
         others = fixed // n
         if num_devices % others == 0:

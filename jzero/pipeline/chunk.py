@@ -1,0 +1,181 @@
+"""One chunk of layers as a forward and a backward program that run ticks apart.
+
+`jax.vjp` makes the two. What passes between them, the residuals, waits in a stash; two rules keep it small, both
+of them slices of a jaxpr:
+
+- What follows from the parameters alone (they themselves, casts, gathers; dropout masks too, which follow from keys) is
+  not stashed. The backward pass makes it again.
+- The backward pass can be split: what the gradient of the input needs runs first; the rest, which makes the
+  weights' gradient, some ticks later (Qi et al., arXiv:2401.10241).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Literal
+
+Arrays = list[jax.Array]
+_CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat2")  # what `_inlined` looks into
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "scan", "while")
+
+
+class Chunk:
+    """The programs of `y = f(weights, x, context)`, traced for arguments of these shapes.
+
+    Args:
+      f: a function whose result has the structure of `x`.
+      weights: (active, passive), any pytrees; the gradient is taken with respect to `active`.
+      x: any pytree; leaves that are not floating have no gradient.
+      context: what else `f` reads that does not depend on `x`: keys, indices.
+      split: whether to make `input_backward` and `weight_backward` instead of `backward`.
+    """
+
+    def __init__(self, f: Callable, weights: Any, x: Any, context: Any, *, split: bool = False):
+        def forward(weights: Any, x: Any, context: Any) -> tuple[Any, Arrays]:
+            (active, passive), (floats, others) = weights, partition(x)
+
+            def differentiable(active: Any, floats: Any) -> tuple[Any, Any]:
+                return partition(f((active, passive), combine(floats, others), context))
+
+            y, pullback, others = jax.vjp(differentiable, active, floats, has_aux=True)
+            residuals, self.pullback = jax.tree.flatten(pullback)
+            return combine(y, others), residuals
+
+        traced, (y, residuals) = jax.make_jaxpr(forward, return_shape=True)(weights, x, context)
+        self.program, self.y_tree = _Program(traced), jax.tree.structure(y)
+        self.n_y, start = len(jax.tree.leaves(y)), len(jax.tree.leaves(weights))
+        stop = start + len(jax.tree.leaves(x))
+        self.known = self.program.inputs[:start] + self.program.inputs[stop:]
+        self.residuals = self.program.outputs[self.n_y :]
+        depends = self.program.reached_from(self.program.inputs[start:stop])
+        self.stashed = list(dict.fromkeys(v for v in self.residuals if not isinstance(v, Literal) and v in depends))
+        self.stashed_shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.stashed]
+        self.rest_shapes: list[jax.ShapeDtypeStruct] = []
+        self.remake = self.program.needed(self.residuals, given=[*self.known, *self.stashed])
+        if split:
+            self._split([jax.ShapeDtypeStruct(r.shape, r.dtype) for r in residuals], partition(y)[0])
+
+    def forward(self, weights: Any, x: Any, context: Any) -> tuple[Any, Arrays]:
+        """(y, what to stash)."""
+        leaves = jax.tree.leaves((weights, x, context))
+        run = self.program.run(self.program.eqns, self.program.inputs, leaves)
+        return jax.tree.unflatten(self.y_tree, run(self.program.outputs[: self.n_y])), run(self.stashed)
+
+    def backward(self, weights: Any, context: Any, kept: Arrays, dy: Any) -> tuple[Any, Any]:
+        """(gradient of the active weights, dx); `dx` and `dy` have None where x is not floating."""
+        return jax.tree.unflatten(self.pullback, self._residuals(weights, context, kept))(dy)
+
+    def input_backward(self, weights: Any, context: Any, kept: Arrays, dy: Any) -> tuple[Any, Arrays]:
+        """(dx, what else to stash until `weight_backward`)."""
+        values = [*self._residuals(weights, context, kept), *jax.tree.leaves(dy)]
+        run = self.back.run(self.first, self.back.inputs, values)
+        return jax.tree.unflatten(self.dx_tree, run(self.dx)), run(self.crossing)
+
+    def weight_backward(self, weights: Any, context: Any, kept: Arrays, rest: Arrays) -> Any:
+        """The gradient of the active weights."""
+        values = self._residuals(weights, context, kept)
+        run = self.back.run(self.second, [*self.back.inputs[: len(values)], *self.crossing], [*values, *rest])
+        return jax.tree.unflatten(self.dw_tree, run(self.dw))
+
+    def _residuals(self, weights: Any, context: Any, kept: Arrays) -> Arrays:
+        values = [*jax.tree.leaves((weights, context)), *kept]
+        return self.program.run(self.remake, [*self.known, *self.stashed], values)(self.residuals)
+
+    def _split(self, residuals: Sequence[jax.ShapeDtypeStruct], dy: Any) -> None:
+        def backward(residuals: Any, dy: Any) -> Any:
+            return jax.tree.unflatten(self.pullback, residuals)(dy)
+
+        traced, (dw, dx) = jax.make_jaxpr(backward, return_shape=True)(residuals, dy)
+        flat = jax.make_jaxpr(lambda *values: _inlined(traced, values))(*jax.tree.leaves((residuals, dy)))
+        self.back, (self.dw_tree, self.dx_tree) = _Program(flat), (jax.tree.structure(dw), jax.tree.structure(dx))
+        n = len(jax.tree.leaves(dw))
+        self.dw, self.dx = self.back.outputs[:n], self.back.outputs[n:]
+        now = {v for eqn in self.back.needed(self.dx, given=self.back.inputs) for v in eqn.outvars}
+        # Later: the products that only the weights' gradient needs, and what follows from them. Their operands wait.
+        later = [e for e in self.back.needed(self.dw, given=[*self.back.inputs, *now]) if not now & set(e.outvars)]
+        products = {v for eqn in later if eqn.primitive.name in _PRODUCTS for v in eqn.outvars}
+        reached = self.back.reached_from(products)
+        self.second = [eqn for eqn in later if reached & set(eqn.outvars)]
+        made = {v for eqn in self.second for v in eqn.outvars} | set(self.back.inputs[: len(residuals)])
+        used = [v for eqn in self.second for v in eqn.invars] + self.dw
+        self.crossing = list(dict.fromkeys(v for v in used if not isinstance(v, Literal) and v not in made))
+        self.rest_shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.crossing]
+        self.first = self.back.needed([*self.dx, *self.crossing], given=self.back.inputs)
+
+
+class _Program:
+    """A jaxpr of which parts can be run."""
+
+    def __init__(self, closed: ClosedJaxpr):
+        self.eqns, self.inputs, self.outputs = closed.jaxpr.eqns, list(closed.jaxpr.invars), list(closed.jaxpr.outvars)
+        self.constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+
+    def reached_from(self, variables: Iterable[Any]) -> set[Any]:
+        """All variables that depend on these."""
+        reached = set(variables)
+        for eqn in self.eqns:
+            if any(not isinstance(v, Literal) and v in reached for v in eqn.invars):
+                reached.update(eqn.outvars)
+        return reached
+
+    def needed(self, wanted: Iterable[Any], given: Iterable[Any]) -> list[Any]:
+        """The equations that make the wanted variables of the given ones, in order."""
+        wanted, given, eqns = {v for v in wanted if not isinstance(v, Literal)}, set(given), []
+        for eqn in reversed(self.eqns):
+            if any(v in wanted and v not in given for v in eqn.outvars):
+                eqns.append(eqn)
+                wanted.update(v for v in eqn.invars if not isinstance(v, Literal))
+        return eqns[::-1]
+
+    def run(self, eqns: Iterable[Any], variables: Sequence[Any], values: Sequence[Any]) -> Callable:
+        """Run these equations; a function that reads variables from the result."""
+        known = self.constants | dict(zip(variables, values, strict=True))
+
+        def read(variables: Iterable[Any]) -> list[Any]:
+            return [v.val if isinstance(v, Literal) else known[v] for v in variables]
+
+        for eqn in eqns:
+            known |= zip(eqn.outvars, _bind(eqn, read(eqn.invars)), strict=True)
+        return read
+
+
+def _bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+    with eqn.ctx.manager:
+        out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return out if eqn.primitive.multiple_results else [out]
+
+
+def _inlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
+    """Run a jaxpr with its calls (jit, checkpoint) opened, so that their equations are separate ones."""
+    program = _Program(closed)
+    known = program.constants | dict(zip(program.inputs, values, strict=True))
+
+    def read(variables: Iterable[Any]) -> list[Any]:
+        return [v.val if isinstance(v, Literal) else known[v] for v in variables]
+
+    for eqn in program.eqns:
+        arguments = read(eqn.invars)
+        if eqn.primitive.name in _CALLS:
+            inner = eqn.params["jaxpr"]
+            inner = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
+            out: Sequence[Any] = _inlined(inner, arguments)
+        else:
+            out = _bind(eqn, arguments)
+        known |= zip(eqn.outvars, out, strict=True)
+    return read(program.outputs)
+
+
+def partition(x: Any) -> tuple[Any, Any]:
+    """(floating leaves, other leaves): the tree twice, with None in the other's places."""
+    floating = jax.tree.map(lambda v: jnp.issubdtype(v.dtype, jnp.floating), x)
+    floats = jax.tree.map(lambda v, keep: v if keep else None, x, floating)
+    return floats, jax.tree.map(lambda v, drop: None if drop else v, x, floating)
+
+
+def combine(floats: Any, others: Any) -> Any:
+    """The inverse of `partition`."""
+    return jax.tree.map(lambda a, b: b if a is None else a, floats, others, is_leaf=lambda v: v is None)

@@ -1,0 +1,179 @@
+"""Loss and gradients on a mesh with `pipe` > 1: what the stages hold, and the functions that a tick calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jzero import vocabulary, zero
+from jzero.errors import ConfigError
+from jzero.gradients import Gradients
+from jzero.mesh import PIPE
+from jzero.model import ENDS, STACK, fold
+from jzero.pipeline.executor import Run
+from jzero.pipeline.module import PipelineModule
+from jzero.pipeline.placement import from_chunks, to_chunks
+from jzero.pipeline.program import make_program
+from jzero.pipeline.schedules import Schedule, forward_only, make_schedule
+from jzero.pipeline.switch import switched
+from jzero.precision import cast
+from jzero.stack import checkpointed
+
+Functions = tuple[Callable, Callable, Callable]  # prefix, chunk, suffix
+
+
+def pipeline_gradients(model: Any, config: Any, mesh: Any, leaves: Any, precision: Any) -> PipelineGradients:
+    """The `PipelineGradients` for a model with a layer stack, or for a heterogeneous `PipelineModule`.
+
+    Raises:
+      ConfigError: a model that cannot be cut, or not into so many stages.
+    """
+    heterogeneous = isinstance(model, PipelineModule) and not model.stack
+    return (SwitchedGradients if heterogeneous else PipelineGradients)(model, config, mesh, leaves, precision)
+
+
+class PipelineGradients(Gradients):
+    """`Gradients` on a mesh with `pipe` > 1: the micro-batches go through the stages as the schedule says.
+
+    The stack in use is a list of the layers of a chunk; with several chunks a leaf has a leading axis for them.
+    """
+
+    def __init__(self, model: Any, config: Any, mesh: Any, leaves: Any, precision: Any):
+        super().__init__(model, config, mesh, leaves, precision)
+        self.stages, self.chunks = mesh.shape[PIPE], config.pipeline.chunks
+        self.parts = self.stages * self.chunks
+        self._cut()
+
+    def _cut(self) -> None:
+        if not self.stacked:
+            raise ConfigError(
+                f"mesh.pipe = {self.stages}: {self.model!r} has no layer stack to cut into stages; give it prefix, "
+                "block, suffix (see jzero/model.py), or write it as a jzero.PipelineModule"
+            )
+        if self.length % self.parts:
+            fit = [str(n) for n in range(2, self.length + 1) if self.length % (n * self.chunks) == 0]
+            raise ConfigError(
+                f"mesh.pipe = {self.stages} stages x pipeline.chunks = {self.chunks}: must divide the {self.length} "
+                f"layers of {self.model!r}; with {self.chunks} chunks per stage what fits: "
+                f"{', '.join(fit) or 'no number of stages'}"
+            )
+        self.depth, self.unrolled, self.layer_axis = self.length // self.parts, True, self.chunks > 1
+        self.used = {ENDS: self.leaves[ENDS], STACK: [self.leaves[STACK]] * self.depth}
+        self.vocabulary_axis = PIPE if any(leaf.on_pipe for leaf in jax.tree.leaves(self.used[ENDS])) else None
+
+    def schedule(self, micro_batches: int) -> Schedule:
+        return make_schedule(self.config.pipeline.schedule, self.stages, micro_batches, self.chunks)
+
+    def accumulate(self, active: Any, passive: Any, batch: Any, rng: jax.Array, scale: jax.Array) -> tuple[Any, Any]:
+        n = len(jax.tree.leaves(batch)[0])
+        program = make_program(self.schedule(n))
+        gradients, seen = Run(self, program, (active, passive), batch, rng, 0, scale / n).result()
+        # All stages computed the same for what lies on all of them: one of them counts.
+        is_first = lax.axis_index(PIPE) == 0
+
+        def once(leaf: zero.Leaf, g: Any) -> Any:
+            return g if g is None or leaf.on_pipe else jnp.where(is_first, g, 0)
+
+        return {**gradients, ENDS: jax.tree.map(once, self.used[ENDS], gradients[ENDS])}, seen
+
+    def losses(self, active: Any, passive: Any, batch: Any, rng: jax.Array | None, first: Any = 0) -> jax.Array:
+        program = make_program(forward_only(self.stages, len(jax.tree.leaves(batch)[0]), self.chunks))
+        return Run(self, program, (active, passive), batch, rng, first).result()[1]
+
+    def spread(self, masters: Any) -> Any:
+        stack, p = masters[STACK], self.precision
+        if self.layer_axis:  # in the widest dtype that is needed inside, which is often half of the masters'
+            stack = cast(stack, jnp.promote_types(p.compute, p.reduce))
+            stack = jax.tree.map(lambda m: to_chunks(m, self.stages, self.chunks).swapaxes(0, 1), stack)
+        layers = [jax.tree.map(lambda m, k=k: m[k], stack) for k in range(self.depth)]  # type: ignore[misc]
+        return {ENDS: masters[ENDS], STACK: layers}
+
+    def collect(self, used: Any) -> Any:
+        def stack(*layers: jax.Array) -> jax.Array:
+            if not self.layer_axis:
+                return jnp.stack(layers)
+            return from_chunks(jnp.stack(layers, axis=1).astype(self.precision.reduce), self.stages, self.chunks)
+
+        return {ENDS: used[ENDS], STACK: jax.tree.map(stack, *used[STACK])}
+
+    def fetch(self, leaves: Any, active: Any, passive: Any) -> Any:
+        return jax.tree.map(partial(zero.fetch, precision=self.precision), leaves, active, passive)
+
+    def functions(self, pairs: Any, part: Any) -> Functions:
+        """What a tick calls, for parameters and micro-batches of these shapes.
+
+        prefix(ends, batch, key) -> x; chunk(weights, x, context) -> x; suffix(ends, x, batch, key) -> loss. The weights
+        are (active, passive); a context is the micro-batch's key and which chunk of the whole model it is.
+        """
+        return self.prefix, self.chunk, self.suffix
+
+    def prefix(self, ends: Any, part: Any, key: Any) -> Any:
+        with vocabulary.parallel(self.vocabulary_axis):
+            return self.model.prefix(ends, part, fold(key, 0))  # type: ignore[attr-defined]
+
+    def suffix(self, ends: Any, x: Any, part: Any, key: Any) -> Any:
+        with vocabulary.parallel(self.vocabulary_axis):
+            return self.model.suffix(ends, x, part, fold(key, self.length + 1))  # type: ignore[attr-defined]
+
+    def chunk(self, weights: Any, x: Any, context: Any) -> Any:
+        key, number = context
+        pairs = list(zip(*weights, strict=True))
+        keys = [fold(key, number * self.depth + k + 1) for k in range(self.depth)]
+
+        def fetch(pairs: Any) -> list[Any]:
+            return [self.fetch(self.leaves[STACK], *pair) for pair in pairs]
+
+        def layers(weights: Any, x: Any, keys: Any) -> Any:
+            for layer, key in zip(weights, keys, strict=True):
+                x = self.model.block(layer, x, key)  # type: ignore[attr-defined]
+            return x
+
+        # Between the forward and the backward pass lies the stash, so nothing can be merged that is to be kept apart.
+        run = checkpointed(fetch, layers, self.checkpointing, regather=False, unrolled=False)
+        every = self.interval or 1
+        for k in range(0, self.depth, every):
+            x = run(pairs[k : k + every], x, keys[k : k + every])
+        return x
+
+
+class SwitchedGradients(PipelineGradients):
+    """Layers of different structure: every stage has all of them at hand and runs its own by a switch.
+
+    What that costs: the parameters, and the sum of their gradients, whole on every stage; activations padded to the
+    largest; a stage's forward pass again in its backward pass.
+    """
+
+    def _cut(self) -> None:
+        self.depth, self.layer_axis = 1, False
+        self.used = {ENDS: {}, STACK: [self.leaves]}
+        self.boundaries = self.model.boundaries(self.parts)  # type: ignore[attr-defined]
+
+    def spread(self, masters: Any) -> Any:
+        return {ENDS: {}, STACK: [masters]}
+
+    def collect(self, used: Any) -> Any:
+        return used[STACK][0]
+
+    def functions(self, pairs: Any, part: Any) -> Functions:
+        def whole(weights: Any) -> Any:
+            return self.fetch(self.leaves, *(tree[0] for tree in weights))
+
+        params = jax.eval_shape(lambda: whole([pair[STACK] for pair in pairs]))
+        pack, run, loss = switched(self.model, self.boundaries, params, part)  # type: ignore[arg-type]
+
+        def prefix(ends: Any, part: Any, key: Any) -> Any:
+            return pack(part)
+
+        def chunk(weights: Any, x: Any, context: Any) -> Any:
+            key, number = context
+            return run(whole(weights), x, number, key)
+
+        def suffix(ends: Any, x: Any, part: Any, key: Any) -> Any:
+            return loss(x, part, key)
+
+        return prefix, chunk, suffix

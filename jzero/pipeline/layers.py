@@ -1,0 +1,194 @@
+"""The layers of a `PipelineModule`: how a user says one, and each as pure functions of its parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from jzero.errors import ConfigError
+from jzero.model import from_flax
+
+
+class LayerSpec:
+    """A layer to be built when its parameters are wanted: `typename(*args, **kwargs)`, of nnx also with `rngs=rngs`.
+
+    Dropout is on in training only: an nnx module is put into `train()` or `eval()`; a Linen module is told by those of
+    the arguments `train`, `training` and `deterministic` that its `__call__` has.
+
+    >>> LayerSpec(nnx.Linear, 3, 8, use_bias=False)
+    LayerSpec(Linear, 3, 8, use_bias=False)
+    """
+
+    def __init__(self, typename: type, *args: Any, **kwargs: Any):
+        if not (isinstance(typename, type) and issubclass(typename, nnx.Module | linen.Module)):
+            raise ConfigError(
+                f"{type(self).__name__}: typename {typename!r} is no class of nnx or Linen modules: pass the class and "
+                "its arguments, as in LayerSpec(nnx.Linear, 3, 8); a function x -> x is a layer without LayerSpec"
+            )
+        self.typename, self.args, self.kwargs = typename, args, kwargs
+
+    def __repr__(self) -> str:
+        arguments = [self.typename.__name__, *map(repr, self.args), *(f"{k}={v!r}" for k, v in self.kwargs.items())]
+        return f"{type(self).__name__}({', '.join(arguments)})"
+
+    def build(self, **rngs: nnx.Rngs) -> Any:
+        """The module; `rngs` are passed where its `__init__` has a place for them."""
+        init = self.typename.__init__  # type: ignore[misc]
+        places = [] if init is object.__init__ else inspect.signature(init).parameters.values()
+        wanted = any(p.name == "rngs" or p.kind is p.VAR_KEYWORD for p in places)
+        return self.typename(*self.args, **self.kwargs, **(rngs if wanted else {}))
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer that shares parameters with the others of its `key`; they start as the first of these makes them.
+
+    Args:
+      key: the name of what is shared.
+      typename, args, kwargs: as in `LayerSpec`.
+      forward_fn: `forward_fn(module, x)` is called in place of `module(x)`.
+      tied_weight_attr: what is shared, "embedding" or ["mlp.kernel", ...]; the rest is the layer's own. None: all.
+    """
+
+    def __init__(
+        self, key: str, typename: type, *args: Any, forward_fn: Callable | None = None,
+        tied_weight_attr: str | list[str] | None = None, **kwargs: Any,
+    ):  # fmt: skip
+        super().__init__(typename, *args, **kwargs)
+        self.key, self.forward_fn = key, forward_fn
+        self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else tied_weight_attr
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """`init(rng) -> params` and `call(params, x, rng) -> x`.
+
+    `params` are the abstract ones. `structure` is equal for layers that differ in nothing but their parameters' values;
+    None: a function, or tied. `shared` are the names of the parameters that all layers with this `key` share.
+    """
+
+    name: str
+    init: Callable[[Any], Any]
+    call: Callable[[Any, Any, Any], Any]
+    params: Any
+    structure: Any
+    key: str | None = None
+    shared: frozenset[str] = frozenset()
+
+    def split(self, params: Any) -> tuple[Any, Any]:
+        """`params` as (own, shared)."""
+        if self.key is None:
+            return params, {}
+        own: dict[tuple, Any] = {}
+        shared: dict[tuple, Any] = {}
+        for path, leaf in flatten_dict(params).items():
+            (shared if _dotted(path) in self.shared else own)[path] = leaf
+        return unflatten_dict(own), unflatten_dict(shared)
+
+    def join(self, own: Any, shared: Any) -> Any:
+        """The params that `split` split."""
+        return own if self.key is None else unflatten_dict({**flatten_dict(own), **flatten_dict(shared)})
+
+
+def make_layer(item: Any, x: Any) -> Layer:
+    """The layer that `item` says; `x` is its abstract input, which only Linen needs."""
+    name = layer_name(item)
+    forward_fn = getattr(item, "forward_fn", None)
+    module: Any
+    if is_linen(item):
+        module = item.build() if isinstance(item, LayerSpec) else item
+        flags = inspect.signature(type(module).__call__).parameters.keys() & {"train", "training", "deterministic"}
+    elif isinstance(item, LayerSpec):
+        module, flags = (lambda rngs: item.build(rngs=rngs)), set()
+    elif isinstance(item, nnx.Module | type) or not callable(item):
+        raise ConfigError(
+            f"{item if isinstance(item, type) else name} is no layer: a layer is LayerSpec({name}, ...), so that jzero "
+            "can build it with keys of its own, or a Linen module, or a function x -> x"
+        )
+    else:
+        return Layer(name, lambda rng: {}, lambda params, x, rng: item(x), {}, None)
+
+    def forward(module: Any, x: Any, rng: jax.Array | None) -> Any:
+        if forward_fn:
+            return forward_fn(module, x)
+        return module(x, **{flag: (rng is None) == (flag == "deterministic") for flag in flags})
+
+    model: Any = from_flax(module, forward, example_batch=x)
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+    if isinstance(item, TiedLayerSpec):
+        shared = _shared(item, [_dotted(path) for path in flatten_dict(params)])
+        return Layer(name, model.init, model.loss, params, None, item.key, shared)
+    structure = (module if is_linen(item) else model.module.graph, signature(params))
+    return Layer(name, model.init, model.loss, params, structure)
+
+
+def _shared(spec: TiedLayerSpec, names: list[str]) -> frozenset[str]:
+    if spec.tied_weight_attr is None:
+        return frozenset(names)
+    found = {attr: [name for name in names if f"{name}.".startswith(f"{attr}.")] for attr in spec.tied_weight_attr}
+    if missing := [attr for attr, matches in found.items() if not matches]:
+        raise ConfigError(f"tied_weight_attr {', '.join(missing)}: the parameters are {', '.join(names) or 'none'}")
+    return frozenset(name for matches in found.values() for name in matches)
+
+
+def is_linen(item: Any) -> bool:
+    """Whether `item` is a Linen module or the spec of one."""
+    return isinstance(item, linen.Module) or issubclass(getattr(item, "typename", int), linen.Module)
+
+
+def layer_name(item: Any) -> str:
+    """The name of the class or function."""
+    item = getattr(item, "typename", getattr(item, "func", item))  # func: functools.partial's
+    return getattr(item, "__name__", type(item).__name__)
+
+
+def same_spec(a: Any, b: Any) -> bool:
+    """Whether two items say the same layer, neither of them tied."""
+    if not type(a) is type(b) is LayerSpec:
+        return False
+    try:
+        return (a.typename, a.args, a.kwargs) == (b.typename, b.args, b.kwargs)
+    except ValueError:  # two arrays do not compare to a bool
+        return False
+
+
+def signature(tree: Any) -> Any:
+    """Structure, shapes and dtypes of a tree of arrays, to compare."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
+
+
+def size(tree: Any) -> int:
+    """Number of elements."""
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def show(tree: Any) -> str:
+    """A tree of arrays in one line.
+
+    >>> show((jnp.zeros((2, 3)), jnp.zeros(3, bool)))
+    '(float32[2,3], bool[3])'
+    """
+    text = jax.tree.map(lambda v: f"{jnp.result_type(v)}[{','.join(map(str, jnp.shape(v)))}]", tree)
+    return str(text).replace("'", "")
+
+
+@contextmanager
+def saying(what: str) -> Iterator[None]:
+    """Turn any error into a ConfigError that starts with `what`."""
+    try:
+        yield
+    except Exception as error:
+        first = str(error).removeprefix("from_flax: ").partition("\n")[0]
+        raise ConfigError(f"{what}: {first}") from error
+
+
+def _dotted(path: tuple) -> str:
+    return ".".join(map(str, path))

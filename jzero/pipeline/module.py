@@ -1,0 +1,245 @@
+"""A model as a list of layers, as DeepSpeed has it: `PipelineModule([LayerSpec(...), ...], loss_fn=...)`.
+
+Most networks are one block many times over, with something before and after. Where such a run of layers holds at least
+half of the parameters, the module is prefix + layer stack + suffix as in `jzero.model`, and its parameters are
+
+    {"ends": {"layers": {"0": ...}, "tied": {key: ...}}, "stack": the run's, on a leading axis}
+
+Otherwise it is heterogeneous, {"layers": {"0": ..., "1": ...}, "tied": {key: ...}}: see `jzero.pipeline.switch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from itertools import groupby
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jzero.errors import ConfigError
+from jzero.model import ENDS, STACK, fold, stack_loss
+from jzero.pipeline.layers import (
+    Layer,
+    LayerSpec,
+    TiedLayerSpec,
+    is_linen,
+    layer_name,
+    make_layer,
+    same_spec,
+    saying,
+    show,
+    signature,
+    size,
+)  # fmt: skip
+from jzero.pipeline.partition import partition
+
+__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
+LAYERS, TIED = "layers", "tied"
+
+
+class PipelineModule:
+    """Layers one after the other, each taking what the one before gives (any pytree), and a loss of the last's output.
+
+    A batch is `(inputs, labels)`. It is a model as `jzero.model` has them: `init`, `loss` and, with a layer stack,
+    `prefix`, `block` and `suffix`, which a heterogeneous module does not have.
+
+    Args:
+      layers: any of `LayerSpec`, `TiedLayerSpec`, Linen modules, functions `x -> x`.
+      num_stages: the pipeline stages there will be: a run of layers is a stack only if it is a multiple of them.
+      loss_fn: `loss_fn(outputs, labels)` -> scalar or (sum, count).
+      partition_method: how `boundaries` cuts, see `jzero.pipeline.partition`.
+      activation_checkpoint_interval: the number of layers in one activation checkpoint; 0: what the config says.
+      example_batch: a batch, or its ShapeDtypeStructs. Linen layers need it, their parameters' shapes follow from an
+        input. With it layers that do not fit together are found here, without it in the first step.
+
+    Attributes:
+      stack: the layers in the stack, None in a heterogeneous module.
+
+    Raises:
+      ConfigError: something that is no layer, layers that do not fit together, stages that do not fit the layers.
+
+    >>> from flax import nnx
+    >>> block = LayerSpec(nnx.Linear, 8, 8)
+    >>> layers = [LayerSpec(nnx.Linear, 3, 8), block, block, block, nnx.relu, LayerSpec(nnx.Linear, 8, 1)]
+    >>> model = PipelineModule(layers, loss_fn=lambda outputs, labels: ((outputs - labels) ** 2).mean())
+    >>> model, model.stack
+    (PipelineModule(Linear, 3 x Linear, relu, Linear), range(1, 4))
+    >>> jax.tree.map(jnp.shape, model.init(jax.random.key(0))["stack"])
+    {'bias': (3, 8), 'kernel': (3, 8, 8)}
+    """
+
+    def __init__(
+        self, layers: Iterable[Any], num_stages: int | None = None, *, loss_fn: Callable | None = None,
+        partition_method: str = "parameters", activation_checkpoint_interval: int = 0, example_batch: Any = None,
+    ):  # fmt: skip
+        self.layers, self.num_stages, self.partition_method = list(layers), num_stages, partition_method
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        if not self.layers:
+            raise ConfigError("PipelineModule: layers is empty; give it at least one")
+        if loss_fn is None:
+            raise ConfigError("PipelineModule: loss_fn is missing; pass loss_fn=f with f(outputs, labels) -> loss")
+        if activation_checkpoint_interval < 0:
+            raise ConfigError(
+                f"PipelineModule: activation_checkpoint_interval = {activation_checkpoint_interval} must be a number "
+                "of layers, or 0 for what the config says"
+            )
+        self.loss_fn = loss_fn
+        self._layers: list[Layer] = []
+        inputs = self._make_layers(example_batch)
+        self._check_ties()
+        self.boundaries(1 if num_stages is None else num_stages)  # raises what it has to
+        self.stack: Any = self._find_stack(inputs)
+        if self.stack:
+            self.prefix, self.block, self.suffix = self._prefix, self._block, self._suffix
+
+    def __repr__(self) -> str:
+        groups = [list(group) for _, group in groupby(self._layers, lambda layer: (layer.name, layer.structure))]
+        return f"PipelineModule({', '.join(f'{len(g)} x {g[0].name}' if g[1:] else g[0].name for g in groups)})"
+
+    def boundaries(self, parts: int) -> list[int]:
+        """Where `partition_method` cuts the layers into `parts` [parts + 1]; a tied layer counts each time it runs."""
+        names, sizes = [layer.name for layer in self._layers], [size(layer.params) for layer in self._layers]
+        return partition(self.partition_method, names, sizes, parts)
+
+    def init(self, rng: jax.Array) -> Any:
+        """Parameters, layer i's from `fold_in(rng, i)`."""
+        ends: dict[str, Any] = {LAYERS: {}, TIED: {}}
+        stack = self.stack or range(0)
+        for i, layer in enumerate(self._layers):
+            if i not in stack:
+                own, shared = layer.split(layer.init(jax.random.fold_in(rng, i)))
+                if own:
+                    ends[LAYERS][str(i)] = own
+                if shared:
+                    ends[TIED].setdefault(layer.key, shared)
+        ends = {name: part for name, part in ends.items() if part}
+        if not stack:
+            return ends
+        keys, layers = [jax.random.fold_in(rng, i) for i in stack], [self._layers[i] for i in stack]
+        if all(layer is layers[0] for layer in layers):  # traced once
+            return {ENDS: ends, STACK: jax.vmap(layers[0].init)(jnp.stack(keys))}
+        each = [layer.init(key) for layer, key in zip(layers, keys, strict=True)]
+        return {ENDS: ends, STACK: jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)}
+
+    def loss(self, params: Any, batch: Any, rng: jax.Array | None) -> Any:
+        inputs, labels = pair(batch)
+        return self.loss_fn(self.module(params, rng)(inputs), labels)
+
+    def module(self, params: Any, rng: jax.Array | None = None) -> Callable[[Any], Any]:
+        """The layers as a function `inputs -> outputs`; rng None is evaluation."""
+        if not self.stack:
+            return lambda inputs: self.apply(params, 0, len(self._layers), inputs, rng)
+        without_loss: Any = SimpleNamespace(
+            prefix=self._prefix, block=self._block, suffix=lambda ends, x, batch, rng: self._after(ends, x, rng)
+        )
+        return lambda inputs: stack_loss(without_loss, params, (inputs, None), rng)
+
+    def apply(self, params: Any, start: int, stop: int, x: Any, rng: jax.Array | None) -> Any:
+        """x through the layers [start, stop), none of them of the stack; layer i draws from `fold(rng, i + 1)`.
+
+        `params`: a heterogeneous module's, or the ends of one with a stack.
+        """
+        own, tied = params.get(LAYERS, {}), params.get(TIED, {})
+        for i in range(start, stop):
+            layer = self._layers[i]
+            with self._fits(i, x):
+                x = layer.call(layer.join(own.get(str(i), {}), tied.get(layer.key, {})), x, fold(rng, i + 1))
+        return x
+
+    def _prefix(self, ends: Any, batch: Any, rng: jax.Array | None) -> Any:
+        return self.apply(ends, 0, self.stack.start, pair(batch)[0], rng)
+
+    def _block(self, layer: Any, x: Any, rng: jax.Array | None) -> Any:
+        first = self.stack.start
+        with self._fits(first, x):
+            y = self._layers[first].call(layer, x, rng)
+        if signature(y) != signature(x):
+            raise ConfigError(
+                f"layers[{first}:{self.stack.stop}] ({self._layers[first].name}) are alike and so are one stack, "
+                f"where each must give what it takes, but {show(x)} becomes {show(y)}: if it is the dtype, cast in a "
+                "function before them; if it is the shape, pass example_batch=(inputs, labels) and they are not stacked"
+            )
+        return y
+
+    def _suffix(self, ends: Any, x: Any, batch: Any, rng: jax.Array | None) -> Any:
+        return self.loss_fn(self._after(ends, x, rng), pair(batch)[1])
+
+    def _after(self, ends: Any, x: Any, rng: jax.Array | None) -> Any:
+        return self.apply(ends, self.stack.stop, len(self._layers), x, rng)
+
+    def _fits(self, i: int, x: Any) -> AbstractContextManager:
+        """Say what does not fit if layer i fails on x."""
+        giver = f"the output of layers[{i - 1}] ({layer_name(self.layers[i - 1])})" if i else "the batch's inputs"
+        return saying(f"layers[{i}] ({layer_name(self.layers[i])}) does not fit {show(x)}, {giver}")
+
+    def _make_layers(self, example: Any) -> list[Any]:
+        """The abstract inputs of every layer and the last one's output; None each without an example batch."""
+        x, labels = (None, None) if example is None else jax.eval_shape(lambda batch: batch, pair(example))
+        inputs = [x]
+        for i, item in enumerate(self.layers):
+            where = f"layers[{i}] ({layer_name(item)})"
+            if is_linen(item) and example is None:
+                raise ConfigError(
+                    f"{where} is a Linen module, whose parameters' shapes follow from its input: pass "
+                    "example_batch=(inputs, labels), arrays or ShapeDtypeStructs"
+                )
+            if i and same_spec(item, self.layers[i - 1]) and signature(inputs[-1]) == signature(inputs[-2]):
+                layer = self._layers[-1]
+            else:
+                with self._fits(i, x) if is_linen(item) else saying(where):
+                    layer = make_layer(item, x)
+            self._layers.append(layer)
+            if example is not None:
+                with self._fits(i, x):
+                    x = jax.eval_shape(lambda params, x, call=layer.call: call(params, x, None), layer.params, x)
+            inputs.append(x)
+        if example is not None:
+            with saying(f"loss_fn does not fit outputs {show(x)} and labels {show(labels)}"):
+                jax.eval_shape(self.loss_fn, x, labels)
+        return inputs
+
+    def _check_ties(self) -> None:
+        first: dict[str, tuple[int, Any]] = {}
+        for i, layer in enumerate(self._layers):
+            if layer.key is not None:
+                shared = layer.split(layer.params)[1]
+                j, other = first.setdefault(layer.key, (i, shared))
+                if signature(shared) != signature(other):
+                    raise ConfigError(
+                        f"layers[{j}] ({self._layers[j].name}) and layers[{i}] ({layer.name}) have the key "
+                        f"{layer.key!r} but cannot share {show(other)} and {show(shared)}: build them alike, or name "
+                        "in tied_weight_attr the attributes that they have in common"
+                    )
+
+    def _find_stack(self, inputs: list[Any]) -> range | None:
+        """The run of layers of one structure that keep the shape and hold half of the parameters, if there is one."""
+
+        def structure(i: int) -> Any:
+            stacks = self._layers[i].structure is not None and signature(inputs[i]) == signature(inputs[i + 1])
+            return self._layers[i].structure if stacks else object()
+
+        indices = range(len(self._layers))
+        runs = [list(run) for _, run in groupby(indices, structure)]
+        runs = [run for run in runs if len(run) > 1 and len(run) % (self.num_stages or 1) == 0]
+        sizes = [len(run) * size(self._layers[run[0]].params) for run in runs]
+        if not runs or not 0 < max(sizes) * 2 >= self._num_parameters():
+            return None
+        run = runs[sizes.index(max(sizes))]
+        return range(run[0], run[-1] + 1)
+
+    def _num_parameters(self) -> int:
+        """All parameters, tied ones once."""
+        splits = [layer.split(layer.params) for layer in self._layers]
+        tied = {layer.key: shared for layer, (_, shared) in zip(self._layers, splits, strict=True)}
+        return size([own for own, _ in splits]) + size(list(tied.values()))
+
+
+def pair(batch: Any) -> tuple[Any, Any]:
+    """(inputs, labels), if the batch is that."""
+    if not (isinstance(batch, tuple | list) and len(batch) == 2):
+        kind = f"{type(batch).__name__} of {len(batch)}" if hasattr(batch, "__len__") else type(batch).__name__
+        raise ConfigError(f"PipelineModule: a batch is (inputs, labels), but this is a {kind}")
+    return batch[0], batch[1]

@@ -1,0 +1,81 @@
+"""Cut a list of layers into consecutive parts, one for each pipeline stage or chunk of a stage."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import accumulate
+
+from jzero.errors import ConfigError
+
+
+def partition(method: str, names: Sequence[str], sizes: Sequence[int], parts: int) -> list[int]:
+    """The boundaries [parts + 1] of `parts` consecutive parts: part p is the layers [b[p], b[p + 1]), never empty.
+
+    Args:
+      method: "uniform": equal numbers of layers, the first parts getting the odd ones; "parameters", or "best": the
+        part with the most parameters has as few as possible; "type:regex": the same for the number of layers whose
+        class name matches, whatever the case of the letters.
+      names: the layers' class names.
+      sizes: the layers' numbers of parameters.
+      parts: how many.
+
+    Raises:
+      ConfigError: another method, a regex that matches no layer, more parts than layers.
+
+    >>> partition("uniform", ["Linear"] * 7, [1] * 7, 3)
+    [0, 3, 5, 7]
+    >>> partition("parameters", ["Embed", "Block", "Block", "Block", "Norm"], [7, 4, 4, 4, 1], 2)
+    [0, 2, 5]
+    >>> partition("type:block", ["Embed", "Block", "Block", "Block", "Block", "Norm"], [7, 4, 4, 4, 4, 1], 2)
+    [0, 3, 6]
+    """
+    layers, kind = len(names), str(method).lower()
+    if not 1 <= parts <= layers:
+        wrong = "exceed the layers" if parts > layers else "are too few"
+        raise ConfigError(
+            f"pipeline: {parts} parts (num_stages x chunks) {wrong}: there are {layers} layers, ask for 1 to {layers}"
+        )
+    if kind == "uniform":
+        return [part * (layers // parts) + min(part, layers % parts) for part in range(parts + 1)]
+    if kind in ("parameters", "best"):
+        return _balanced(sizes, parts)
+    if kind.startswith("type:"):
+        return _balanced(_matches(method, names), parts)
+    raise ConfigError(
+        f"partition_method {method!r} is unknown: allowed are 'parameters' (or 'best'), 'uniform' and 'type:regex', "
+        "which counts the layers whose class name matches"
+    )
+
+
+def _matches(method: str, names: Sequence[str]) -> list[int]:
+    """1 for each layer whose class name matches "type:regex", else 0."""
+    try:
+        regex = re.compile(method.partition(":")[2], re.IGNORECASE)
+    except re.error as error:
+        raise ConfigError(f"partition_method {method!r}: what follows 'type:' is no regex: {error}") from None
+    matches = [int(bool(regex.search(name))) for name in names]
+    if not any(matches):
+        raise ConfigError(
+            f"partition_method {method!r} matches no layer: the class names are {', '.join(dict.fromkeys(names))}"
+        )
+    return matches
+
+
+def _balanced(weights: Sequence[int], parts: int) -> list[int]:
+    """Boundaries that make the heaviest part as light as possible; among these even ones, cut late."""
+    total = [0, *accumulate(weights)]
+    best = {0: (0, 0, [0])}  # layers -> (heaviest part, sum of squares, boundaries) of their best cut into parts
+    for _ in range(parts):
+        previous, best = best, {}
+        least, most = min(previous), max(previous)
+        for stop in range(least + 1, len(weights) + 1):
+            for start in range(min(most, stop - 1), least - 1, -1):
+                weight = total[stop] - total[start]
+                if stop in best and weight > best[stop][0]:
+                    break  # and more so for every earlier start
+                heaviest, squares, boundaries = previous[start]
+                cost = max(heaviest, weight), squares + weight**2
+                if stop not in best or cost < best[stop][:2]:
+                    best[stop] = (*cost, [*boundaries, stop])
+    return best[len(weights)][2]

@@ -1,0 +1,63 @@
+"""Where the layers of an interleaved pipeline lie, between steps and inside a step.
+
+Between steps the layer stack lies on the stages in the model's order, stage s holding the s-th part, so that states and
+checkpoints are the same whatever the schedule. Inside a step stage s works on the slices s, S + s, 2S + s, ... of the
+S*V slices. Slice j goes from stage j // V to stage j % S: V permutes, in each of which every stage sends one slice.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jzero.mesh import PIPE
+
+
+class Round(NamedTuple):
+    """A permute: `pairs` (from, to) and, by stage, which of its slices a stage sends and where it puts what it gets."""
+
+    pairs: list[tuple[int, int]]
+    sends: np.ndarray
+    puts: np.ndarray
+
+
+def rounds(stages: int, chunks: int) -> list[Round]:
+    """The permutes from the model's order to the chunks' places.
+
+    In round r stage d sends its slice (r + d*g // S) mod V with g = gcd(V, S): d*V takes every multiple of g modulo S
+    once for each value of d*g // S, so that no two stages send to the same one.
+    """
+    result, stage = [], np.arange(stages)
+    for r in range(chunks):
+        sends = (r + stage * gcd(chunks, stages) // stages) % chunks
+        slices = stage * chunks + sends
+        puts = np.empty(stages, int)
+        puts[slices % stages] = slices // stages
+        result.append(Round(list(zip(stage.tolist(), (slices % stages).tolist(), strict=True)), sends, puts))
+    return result
+
+
+def to_chunks(x: jax.Array, stages: int, chunks: int) -> jax.Array:
+    """A stage's part of a stacked leaf in the model's order [V*K, ...] -> its chunks [V, K, ...]."""
+    x = x.reshape(chunks, -1, *x.shape[1:])
+    return _exchange(x, [(pairs, sends, puts) for pairs, sends, puts in rounds(stages, chunks)])
+
+
+def from_chunks(x: jax.Array, stages: int, chunks: int) -> jax.Array:
+    """The inverse of `to_chunks`."""
+    back = [([(b, a) for a, b in pairs], puts, sends) for pairs, sends, puts in rounds(stages, chunks)]
+    return _exchange(x, back).reshape(-1, *x.shape[2:])
+
+
+def _exchange(x: jax.Array, rounds: list) -> jax.Array:
+    stage, out = lax.axis_index(PIPE), jnp.zeros_like(x)
+    for pairs, sends, puts in rounds:
+        slice_ = lax.dynamic_index_in_dim(x, jnp.asarray(sends)[stage], keepdims=False)
+        got = lax.ppermute(slice_, PIPE, pairs)
+        out = lax.dynamic_update_index_in_dim(out, got, jnp.asarray(puts)[stage], 0)
+    return out

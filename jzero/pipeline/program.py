@@ -1,0 +1,130 @@
+"""A schedule as the executor runs it: which operations each tick has, and every stage's numbers for them.
+
+To the schedule's F, B, W come the ends, which all stages compute together, for one micro-batch:
+
+- E: the prefix, for the micro-batch that the first stage starts with at the next tick;
+- S: the suffix and its gradient, when the last stage begins a micro-batch's backward pass (in a table without backward
+  passes: ends its forward pass);
+- G: the prefix's gradient, for the micro-batch that the first stage's backward pass ended at the tick before.
+
+b and w are B and W at a tick at which some stage is idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from jzero.pipeline.schedules import Schedule, Work, slots
+
+Runs = Sequence["tuple[str, int] | tuple[Runs, int]"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What to run.
+
+    `runs` is a nested sequence of (operations of a tick, how many such ticks) and (runs, how many times over).
+    `columns` are the stages' numbers [ticks, stages], by name; idle stages have numbers that do no harm.
+    `stash` and `rest` are the sizes of the buffers between F and the last of B and W, and between B and W.
+    `turns` says that the last stage's B of a micro-batch comes in the tick of its F.
+    """
+
+    schedule: Schedule
+    runs: Runs
+    columns: dict[str, np.ndarray]
+    stash: int
+    rest: int
+    turns: bool
+
+
+def make_program(schedule: Schedule) -> Program:
+    """The program of a schedule: one tick more at either end, for E before the first and G after the last."""
+    end = np.full((1, schedule.stages), -1)
+
+    def pad(work: Work) -> Work:
+        return Work(*(np.vstack([end, x, end]) for x in work))
+
+    forward, backward = pad(schedule.forward), pad(schedule.backward)
+    last = pad(schedule.weight) if schedule.weight else backward
+    works = {"F": forward, "B": backward} | ({"W": last} if schedule.weight else {})
+    columns: dict[str, np.ndarray] = {}
+    operations: dict[str, Any] = {name: work.active.any(axis=1) for name, work in works.items()}
+    for name, work in works.items():
+        columns |= {f"{name}.chunk": np.maximum(work.chunk, 0), f"{name}.micro": np.maximum(work.micro, 0)}
+        columns[f"{name}.active"] = work.active
+
+    columns["F.slot"], columns["read"], stash = slots(forward, last)
+    columns["B.slot"], rest = columns["read"], 0
+    if last is not backward:
+        columns["B.slot"] = _reads(forward, backward, columns["F.slot"])
+        columns["W.slot"] = columns["read"]
+        columns["B.rest"], columns["W.rest"], rest = slots(backward, last)
+
+    evaluation = not backward.active.any()
+    ends = {
+        "E": np.roll(_at(forward, 0, 0), -1),
+        "S": _at(forward if evaluation else backward, -1, schedule.chunks - 1),
+        "G": np.roll(_at(backward, 0, 0), 1),
+    }
+    for name, micro in ends.items():
+        operations[name] = micro >= 0
+        columns[f"{name}.micro"] = np.repeat(np.maximum(micro, 0)[:, None], schedule.stages, axis=1)
+    for name in works.keys() & {"B", "W"}:
+        some, every = works[name].active.any(axis=1), works[name].active.all(axis=1)
+        operations[name], operations[name.lower()] = every, some & ~every
+    operations = {op: operations[op] for op in "EFSBbWwG" if op in operations}
+    ticks = ["".join(op for op, active in operations.items() if active[t]) for t in range(len(forward.micro))]
+    for t in range(
+        1, len(ticks)
+    ):  # one tick more or less with a select that is not needed is better than one more loop
+        if ticks[t] != ticks[t - 1] and ticks[t].replace("B", "b").replace("W", "w") == ticks[t - 1]:
+            ticks[t] = ticks[t - 1]
+    turns = bool((_at(forward, -1, schedule.chunks - 1) == ends["S"]).all())
+    return Program(
+        schedule, fold([(ops, len(list(same))) for ops, same in groupby(ticks)]), columns, stash, rest, turns
+    )
+
+
+def _at(work: Work, stage: int, chunk: int) -> np.ndarray:
+    """[ticks]: the micro-batch of which this stage runs this chunk, or -1."""
+    return np.where(work.chunk[:, stage] == chunk, work.micro[:, stage], -1)
+
+
+def _reads(first: Work, later: Work, written: np.ndarray) -> np.ndarray:
+    """[ticks, stages]: the slot that `first` wrote for what `later` works on."""
+    read = np.zeros_like(written)
+    for stage in range(written.shape[1]):
+        where = {
+            (c, m): slot
+            for c, m, slot in zip(first.chunk[:, stage], first.micro[:, stage], written[:, stage], strict=True)
+        }
+        for t in np.flatnonzero(later.active[:, stage]):
+            read[t, stage] = where[later.chunk[t, stage], later.micro[t, stage]]
+    return read
+
+
+def fold(runs: Runs) -> Runs:
+    """Runs in which what repeats is written once: a, b, a, b, a, b -> (a, b) three times."""
+    out: list[Any] = []
+    i = 0
+    while i < len(runs):
+        period, times = 1, 1
+        for p in range(1, (len(runs) - i) // 2 + 1):
+            n = 1
+            while runs[i + n * p : i + (n + 1) * p] == runs[i : i + p]:
+                n += 1
+            if n > 1 and n * p > period * times:
+                period, times = p, n
+        out += [(list(runs[i : i + period]), times)] if times > 1 else [runs[i]]
+        i += period * times
+    return out
+
+
+def count(runs: Runs) -> int:
+    """The ticks of a sequence of runs."""
+    return sum(times * (1 if isinstance(what, str) else count(what)) for what, times in runs)

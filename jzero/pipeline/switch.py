@@ -1,0 +1,93 @@
+"""Layers of different structure as one function, for a program that is the same on every stage of a pipeline.
+
+What goes from one stage to the next differs at every boundary. Here it is packed into buffers that are the same
+everywhere, zero padded, and a `lax.switch` runs the layers of one part. No branch has a collective in it: devices in
+different branches would wait for one another for ever. So all parameters come as an argument, gathered before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jzero.errors import ConfigError
+from jzero.pipeline.module import PipelineModule, pair
+
+Buffers = dict[str, jax.Array]  # "float" and "other", each [length], if there is any of it
+
+
+def switched(
+    model: PipelineModule, boundaries: Sequence[int], params: Any, batch: Any
+) -> tuple[Callable[[Any], Buffers], Callable[[Any, Buffers, Any, Any], Buffers], Callable[[Buffers, Any, Any], Any]]:
+    """A heterogeneous module as (prefix, chunk, suffix).
+
+    prefix(batch) -> x; chunk(params, x, part, rng) -> x; suffix(x, batch, rng) -> loss
+
+    `chunk` runs the layers [boundaries[part], boundaries[part + 1]); `part` is an int32 and may be traced. For the
+    backward pass it keeps its arguments alone: a switch on its own would keep what each of its branches wants kept.
+
+    Args:
+      params, batch: of one micro-batch, arrays or ShapeDtypeStructs, for their shapes.
+
+    Raises:
+      ConfigError: complex numbers or random keys between layers.
+    """
+    run = [partial(model.apply, start=start, stop=stop) for start, stop in pairwise(boundaries)]
+    trees = [jax.eval_shape(lambda inputs: inputs, pair(batch)[0])]
+    for layers in run:
+        trees.append(jax.eval_shape(lambda params, x, layers=layers: layers(params, x=x, rng=None), params, trees[-1]))
+    pack, unpack = _packing(trees)
+
+    @jax.checkpoint
+    def chunk(params: Any, x: Buffers, part: Any, rng: jax.Array | None) -> Buffers:
+        branches = [lambda p=p: pack(run[p](params, x=unpack(x, trees[p]), rng=rng)) for p in range(len(run))]
+        return jax.lax.switch(part, branches)
+
+    def suffix(x: Buffers, batch: Any, rng: jax.Array | None) -> Any:
+        return model.loss_fn(unpack(x, trees[-1]), pair(batch)[1])
+
+    return lambda batch: pack(pair(batch)[0]), chunk, suffix
+
+
+def _packing(trees: Sequence[Any]) -> tuple[Callable[[Any], Buffers], Callable[[Buffers, Any], Any]]:
+    """`pack(tree) -> buffers` and `unpack(buffers, shapes) -> tree`, with room for each of the abstract `trees`."""
+    layout: dict[str, tuple[Any, int]] = {}  # kind -> dtype, length
+    for kind in ("float", "other"):
+        leaves = [[leaf for leaf in jax.tree.leaves(tree) if _kind(leaf) == kind] for tree in trees]
+        if dtypes := {leaf.dtype for some in leaves for leaf in some}:
+            wide = jnp.int64 if any(dtype.itemsize > 4 for dtype in dtypes) else jnp.int32
+            dtype = reduce(jnp.promote_types, dtypes) if kind == "float" else wide
+            layout[kind] = dtype, max(sum(leaf.size for leaf in some) for some in leaves)
+
+    def pack(tree: Any) -> Buffers:
+        buffers = {}
+        for kind, (dtype, length) in layout.items():
+            flat = [leaf.astype(dtype).reshape(-1) for leaf in jax.tree.leaves(tree) if _kind(leaf) == kind]
+            buffers[kind] = jnp.concatenate([*flat, jnp.zeros(length - sum(map(len, flat)), dtype)])
+        return buffers
+
+    def unpack(buffers: Buffers, shapes: Any) -> Any:
+        used = dict.fromkeys(layout, 0)
+
+        def take(leaf: Any) -> jax.Array:
+            kind = _kind(leaf)
+            start = used[kind]
+            used[kind] += leaf.size
+            return buffers[kind][start : used[kind]].reshape(leaf.shape).astype(leaf.dtype)
+
+        return jax.tree.map(take, shapes)
+
+    return pack, unpack
+
+
+def _kind(leaf: Any) -> str:
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return "float"
+    if jnp.issubdtype(leaf.dtype, jnp.integer) or leaf.dtype == bool:
+        return "other"
+    raise ConfigError(f"pipeline: {leaf.dtype} cannot go from stage to stage; give floats, integers or bools")

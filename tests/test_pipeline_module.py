@@ -1,0 +1,514 @@
+"""PipelineModule against the same layers called by hand, and the switch against the module."""
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import jzero
+from jzero.model import StackModel, fold
+from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
+from jzero.pipeline.switch import switched
+
+X = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+Y = np.random.default_rng(1).normal(size=(4, 2)).astype(np.float32)
+KEY = jax.random.key(0)
+BLOCK = LayerSpec(nnx.Linear, 8, 8)
+
+
+def mean_square(outputs, labels):
+    return ((outputs - labels) ** 2).mean()
+
+
+def pipeline(*layers, **options):
+    return PipelineModule(layers, options.pop("num_stages", None), **{"loss_fn": mean_square, **options})
+
+
+def shapes(params):
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): x.shape for p, x in jax.tree.leaves_with_path(params)}
+
+
+def linear(params, x):
+    return x @ params["kernel"] + params["bias"]
+
+
+def close(a, b):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), a, b)
+
+
+# ------------------------------------------------------------------------------------------- with a stack
+
+
+def test_prefix_stack_suffix():
+    model = pipeline(LayerSpec(nnx.Linear, 3, 8), BLOCK, BLOCK, BLOCK, jnp.tanh, LayerSpec(nnx.Linear, 8, 2))
+    assert isinstance(model, StackModel)
+    assert model.stack == range(1, 4)
+    params = model.init(KEY)
+    assert shapes(params) == {
+        "ends/layers/0/bias": (8,), "ends/layers/0/kernel": (3, 8), "ends/layers/5/bias": (2,),
+        "ends/layers/5/kernel": (8, 2), "stack/bias": (3, 8), "stack/kernel": (3, 8, 8),
+    }  # fmt: skip
+    first, second, _ = params["stack"]["kernel"]
+    assert (first != second).any()
+    x = linear(params["ends"]["layers"]["0"], X)
+    for i in range(3):
+        x = linear(jax.tree.map(lambda w, i=i: w[i], params["stack"]), x)
+    outputs = linear(params["ends"]["layers"]["5"], jnp.tanh(x))
+    close(model.module(params)(X), outputs)
+    close(model.loss(params, (X, Y), None), mean_square(outputs, Y))
+    close(jax.jit(model.loss)(params, [X, Y], KEY), mean_square(outputs, Y))
+
+
+def test_every_layer_starts_as_its_own_spec_says():
+    constant = [LayerSpec(nnx.Linear, 8, 8, kernel_init=nnx.initializers.constant(c)) for c in (1.0, 2.0, 3.0)]
+    model = pipeline(*constant)
+    assert model.stack == range(3)
+    assert model.init(KEY)["stack"]["kernel"][:, 0, 0].tolist() == [1, 2, 3]
+    kernel = nnx.Linear(8, 8, rngs=nnx.Rngs(jax.random.fold_in(KEY, 1))).kernel[...]
+    for alike in ([BLOCK] * 3, [LayerSpec(nnx.Linear, 8, 8), LayerSpec(nnx.Linear, 8, out_features=8), BLOCK]):
+        model = pipeline(*alike)
+        assert model.stack == range(3)
+        np.testing.assert_allclose(model.init(KEY)["stack"]["kernel"][1], kernel, rtol=1e-6)
+
+
+class Residual(nnx.Module):
+    def __init__(self, width, rate, *, rngs):
+        self.linear, self.dropout = nnx.Linear(width, width, rngs=rngs), nnx.Dropout(rate, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.dropout(jnp.tanh(self.linear(x)))
+
+
+WIDE, THIN = LayerSpec(nnx.Linear, 8, 64), LayerSpec(nnx.Linear, 64, 8)
+CONV = LayerSpec(linen.Conv, 3, (3, 3), strides=2)
+
+
+@pytest.mark.parametrize(
+    ("layers", "options", "stack"),
+    [
+        ([BLOCK] * 4, {}, range(4)),
+        ([BLOCK] * 4, {"num_stages": 2}, range(4)),
+        ([BLOCK] * 4, {"num_stages": 3}, None),
+        ([BLOCK], {}, None),
+        ([WIDE, THIN, BLOCK, BLOCK], {}, None),  # less than half
+        ([LayerSpec(nnx.Linear, 2, 2)] * 3 + [LayerSpec(nnx.Linear, 2, 8), BLOCK, BLOCK], {}, range(4, 6)),
+        ([BLOCK, jnp.tanh, BLOCK, jnp.tanh], {}, None),
+        ([jnp.tanh] * 5, {}, None),
+        ([LayerSpec(nnx.Dropout, 0.5)] * 5, {}, None),  # no parameters
+        ([TiedLayerSpec("k", nnx.Linear, 8, 8)] * 4, {}, None),
+        ([TiedLayerSpec("k", nnx.Linear, 8, 8)] * 4 + [BLOCK] * 2, {}, range(4, 6)),  # tied parameters count once
+        ([LayerSpec(Residual, 8, 0.1), LayerSpec(Residual, 8, 0.2)], {}, None),  # another graph
+        ([LayerSpec(nnx.Linear, 8, 8, use_bias=False), BLOCK], {}, None),  # other parameters
+        ([LayerSpec(nnx.Linear, 8, 8, param_dtype=jnp.bfloat16), BLOCK], {}, None),
+        ([linen.Dense(8) for _ in range(3)], {"example_batch": (np.ones((4, 8)), np.ones(8))}, range(3)),
+        ([linen.Dense(8) for _ in range(3)], {"example_batch": (X, np.ones(8))}, range(1, 3)),
+        ([LayerSpec(linen.Dense, 8)] * 3, {"example_batch": (X, np.ones(8))}, range(1, 3)),
+        ([CONV] * 3, {"example_batch": (np.ones((1, 9, 9, 3)), np.ones(3))}, None),  # alike, but the shape changes
+    ],
+)  # fmt: skip
+def test_which_layers_are_the_stack(layers, options, stack):
+    model = pipeline(*layers, **options)
+    assert model.stack == stack
+    assert isinstance(model, StackModel) == (stack is not None)
+    assert hasattr(model, "prefix") == hasattr(model, "block") == hasattr(model, "suffix") == (stack is not None)
+
+
+def test_it_trains_under_zero_3():
+    batch = (np.tile(X, (2, 1)), np.tile(Y, (2, 1)))
+    config = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "compiler_options": {"xla_backend_optimization_level": 0},  # compiles faster
+    }
+    for layers in (
+        [LayerSpec(nnx.Linear, 3, 8), BLOCK, BLOCK, LayerSpec(nnx.Linear, 8, 2)],
+        [linen.Dense(8), WIDE, linen.Dense(2)],
+    ):
+        model = pipeline(*layers, example_batch=batch)
+        step = jzero.make_train_step(model, config, mesh=jzero.make_mesh(devices=jax.devices()[:2]))
+        state = step.init(KEY)
+        before = float(step.evaluate(state, batch))
+        np.testing.assert_allclose(before, model.loss(model.init(KEY), batch, None), rtol=1e-5)
+        for _ in range(5):
+            state, _ = step(state, batch)
+        assert float(step.evaluate(state, batch)) < 0.9 * before
+
+
+# ------------------------------------------------------------------------------------------- without
+
+
+def test_heterogeneous():
+    model = pipeline(LayerSpec(nnx.Linear, 3, 5), jax.nn.relu, LayerSpec(nnx.Linear, 5, 2), partial(jnp.multiply, 2))
+    params = model.init(KEY)
+    assert shapes(params) == {
+        "layers/0/bias": (5,), "layers/0/kernel": (3, 5), "layers/2/bias": (2,), "layers/2/kernel": (5, 2),
+    }  # fmt: skip
+    layers = params["layers"]
+    hidden = jax.nn.relu(linear(layers["0"], X))
+    close(model.apply(params, 0, 2, X, None), hidden)
+    outputs = 2 * linear(layers["2"], hidden)
+    close(model.apply(params, 2, 4, hidden, None), outputs)
+    close(model.module(params)(X), outputs)
+    close(model.loss(params, (X, Y), None), mean_square(outputs, Y))
+
+
+def test_sum_and_count_and_trees():
+    """Activations, inputs and labels may be any tree; the loss (sum, count)."""
+    double = lambda x: {"h": x["h"] * 2, "pair": (x["pair"][0], x["h"].sum())}  # noqa: E731
+    model = pipeline(
+        lambda x: {"h": x[0], "pair": (x[1], 0.0)}, double, double,
+        loss_fn=lambda outputs, labels: (outputs["pair"][1] - labels["a"], outputs["pair"][0].sum()),
+    )  # fmt: skip
+    total, count = model.loss(model.init(KEY), ((np.ones(3), np.arange(4)), {"a": np.float32(1)}), None)
+    assert (total, count) == (2 * 3 - 1, 6)
+
+
+def test_attributes_and_boundaries():
+    layers = [LayerSpec(nnx.Linear, 8, 64), jnp.tanh, LayerSpec(nnx.Linear, 64, 8), BLOCK]
+    model = pipeline(*layers, num_stages=2, activation_checkpoint_interval=3)
+    assert model.layers == layers
+    assert (model.num_stages, model.partition_method, model.activation_checkpoint_interval) == (2, "parameters", 3)
+    assert model.boundaries(2) == [0, 2, 4]
+    assert pipeline(*layers, partition_method="uniform").boundaries(3) == [0, 2, 3, 4]
+    assert pipeline(*layers, partition_method="type:tanh|linear").boundaries(4) == [0, 1, 2, 3, 4]
+
+
+def test_repr():
+    embed = TiedLayerSpec("embed", nnx.Embed, 16, 8)
+    block = LayerSpec(Residual, 8, 0.1)
+    assert repr(pipeline(embed, *[block] * 12, LayerSpec(nnx.RMSNorm, 8), jax.nn.relu, jax.nn.relu, embed)) == (
+        "PipelineModule(Embed, 12 x Residual, RMSNorm, 2 x relu, Embed)"
+    )
+    assert repr(LayerSpec(nnx.Linear, 3, 4, use_bias=False)) == "LayerSpec(Linear, 3, 4, use_bias=False)"
+
+
+def test_making_one_starts_no_backend():  # jax.distributed.initialize must come before it
+    code = """
+import numpy as np
+from flax import linen, nnx
+from jax._src import xla_bridge
+from jzero.pipeline.module import LayerSpec, PipelineModule
+layers = [LayerSpec(nnx.Linear, 3, 8), LayerSpec(nnx.Linear, 8, 8), LayerSpec(nnx.Linear, 8, 8), linen.Dense(1)]
+PipelineModule(layers, loss_fn=lambda o, l: (o - l).sum(), example_batch=(np.ones((2, 3)), np.ones((2, 1))))
+assert not xla_bridge.backends_are_initialized()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
+
+
+# ------------------------------------------------------------------------------------------- NNX and Linen
+
+
+class Bare(nnx.Module):
+    """No parameters, no `__init__`."""
+
+    def __call__(self, x):
+        return x.reshape(len(x), -1)
+
+
+class Options(nnx.Module):
+    def __init__(self, width, **options):
+        self.linear = nnx.Linear(width, width, **options)
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+def test_modules_with_and_without_a_place_for_rngs():
+    model = pipeline(LayerSpec(Bare), LayerSpec(Options, 3, use_bias=False))
+    params = model.init(KEY)
+    assert shapes(params) == {"layers/1/linear/kernel": (3, 3)}
+    close(model.module(params)(X[:, None]), X @ params["layers"]["1"]["linear"]["kernel"])
+
+
+class Noisy(linen.Module):
+    @linen.compact
+    def __call__(self, x, train=False):
+        return linen.Dropout(0.5, deterministic=not train)(linen.Dense(8)(x))
+
+
+EXAMPLE = {"arrays": (X, Y), "shapes": jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (X, Y))}
+
+
+@pytest.mark.parametrize("example", EXAMPLE.values(), ids=EXAMPLE)
+def test_linen(example):
+    model = pipeline(Noisy(), linen.Dropout(0.5), LayerSpec(linen.Dense, features=2), example_batch=example)
+    params = model.init(KEY)
+    assert shapes(params) == {
+        "layers/0/Dense_0/bias": (8,), "layers/0/Dense_0/kernel": (3, 8), "layers/2/bias": (2,),
+        "layers/2/kernel": (8, 2),
+    }  # fmt: skip
+    layers = params["layers"]
+    close(model.module(params)(X), linear(layers["2"], linear(layers["0"]["Dense_0"], X)))
+    zeros = [(np.asarray(model.apply(params, 1, 2, np.ones((64, 8)), key)) == 0).mean() for key in (None, KEY)]
+    assert zeros[0] == 0
+    assert 0.4 < zeros[1] < 0.6
+    assert model.loss(params, (X, Y), KEY) != model.loss(params, (X, Y), jax.random.key(1))
+
+
+def test_dropout_keys_follow_the_layer():
+    ones, drop, linear = np.ones((32, 8), np.float32), LayerSpec(nnx.Dropout, 0.5), LayerSpec(Residual, 8, 0.5)
+
+    def dropped(key):
+        return jzero.from_flax(drop.build, lambda m, x, rng: m(x)).loss({}, ones, key)
+
+    def block(params, x, key):
+        return jzero.from_flax(linear.build, lambda m, x, rng: m(x)).loss(params, x, key)
+
+    model = pipeline(drop, LayerSpec(nnx.Linear, 8, 2), drop)
+    masks = [model.apply({}, i, i + 1, ones, KEY) for i in (0, 2)]
+    close(masks, [dropped(fold(KEY, 1)), dropped(fold(KEY, 3))])
+    assert (masks[0] != masks[1]).any()
+
+    model = pipeline(drop, linear, linear, drop)
+    params = model.init(KEY)
+    x = dropped(fold(fold(KEY, 0), 1))
+    for i in range(2):
+        x = block(jax.tree.map(lambda w, i=i: w[i], params["stack"]), x, fold(KEY, i + 1))
+    close(model.module(params, KEY)(ones), x * dropped(fold(fold(KEY, 3), 4)))
+    close(model.module(params)(ones), model.module(params)(ones))
+
+
+# ------------------------------------------------------------------------------------------- ties
+
+
+def attend(module, x):
+    return module.attend(x)
+
+
+TOKENS = np.arange(8).reshape(2, 4)
+EMBED, HEAD = (TiedLayerSpec("e", nnx.Embed, 16, 8, forward_fn=f) for f in (None, attend))
+
+
+@pytest.mark.parametrize("middle", [[BLOCK] * 4, [LayerSpec(nnx.Linear, 8, 4), LayerSpec(nnx.Linear, 4, 8)]])
+def test_tied(middle):
+    model = pipeline(EMBED, *middle, HEAD, loss_fn=lambda logits, labels: (logits * labels).sum())
+    params = model.init(KEY)
+    ends = params["ends"] if model.stack else params
+    assert shapes(ends["tied"]) == {"e/embedding": (16, 8)}
+    assert set(ends.get("layers", {})) == (set() if model.stack else {"1", "2"})
+    np.testing.assert_array_equal(
+        ends["tied"]["e"]["embedding"], nnx.Embed(16, 8, rngs=nnx.Rngs(jax.random.fold_in(KEY, 0))).embedding[...]
+    )
+    labels = np.random.default_rng(0).normal(size=(2, 4, 16)).astype(np.float32)
+
+    def untied(first, last, params):
+        x = first[TOKENS]
+        layers = [jax.tree.map(lambda w, i=i: w[i], params["stack"]) for i in range(4)] if model.stack else None
+        for layer in layers or [params["layers"]["1"], params["layers"]["2"]]:
+            x = linear(layer, x)
+        return (x @ last.T * labels).sum()
+
+    loss, gradients = jax.value_and_grad(model.loss)(params, (TOKENS, labels), None)
+    e = ends["tied"]["e"]["embedding"]
+    expected, (first, last) = jax.value_and_grad(untied, (0, 1))(e, e, params)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        (gradients["ends"] if model.stack else gradients)["tied"]["e"]["embedding"], first + last, rtol=1e-4, atol=1e-4
+    )
+
+
+class Head(nnx.Module):
+    def __init__(self, *, rngs):
+        self.inner = nnx.Embed(16, 8, rngs=rngs)
+        self.bias = nnx.Param(jnp.ones(16))
+
+    def __call__(self, x):
+        return self.inner.attend(x) + self.bias[...]
+
+
+class Entry(nnx.Module):
+    def __init__(self, *, rngs):
+        self.inner, self.scale = nnx.Embed(16, 8, rngs=rngs), nnx.Param(jnp.full(8, 2.0))
+
+    def __call__(self, tokens):
+        return self.inner(tokens) * self.scale[...]
+
+
+@pytest.mark.parametrize("attr", ["inner.embedding", "inner", ["inner.embedding"]])
+def test_tied_weight_attr(attr):
+    model = pipeline(*(TiedLayerSpec("e", c, tied_weight_attr=attr) for c in (Entry, Head)))
+    params = model.init(KEY)
+    assert shapes(params) == {"layers/0/scale": (8,), "layers/1/bias": (16,), "tied/e/inner/embedding": (16, 8)}
+    table = params["tied"]["e"]["inner"]["embedding"]
+    close(model.module(params)(TOKENS), 2 * table[TOKENS] @ table.T + 1)
+
+
+def test_tied_linen():
+    layers = [TiedLayerSpec("e", linen.Embed, 16, 8, forward_fn=f) for f in (None, attend)]
+    model = pipeline(*layers, example_batch=(TOKENS, np.ones((2, 4, 16))))
+    params = model.init(KEY)
+    assert shapes(params) == {"tied/e/embedding": (16, 8)}
+    table = params["tied"]["e"]["embedding"]
+    close(model.module(params)(TOKENS), table[TOKENS] @ table.T)
+
+
+# ------------------------------------------------------------------------------------------- errors
+
+
+MISFIT = [LayerSpec(nnx.Linear, 3, 8), jnp.tanh, LayerSpec(nnx.Linear, 5, 2)]
+MISFIT_WORDS = (
+    r"layers\[2\] \(Linear\) does not fit float32\[4,8\], the output of layers\[1\] \(tanh\): .*\(8,\).*\(5,\)"
+)
+
+
+class Normed(nnx.Module):
+    def __init__(self, *, rngs):
+        self.norm = nnx.BatchNorm(3, rngs=rngs)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: pipeline(), "layers is empty"),
+        (lambda: pipeline(BLOCK, loss_fn=None), r"loss_fn is missing; pass loss_fn=f with f\(outputs, labels\)"),
+        (lambda: pipeline(BLOCK, num_stages=0), r"0 parts \(num_stages x chunks\) are too few"),
+        (lambda: pipeline(BLOCK, num_stages=2), "2 parts .* exceed the layers: there are 1 layers, ask for 1 to 1"),
+        (lambda: pipeline(BLOCK, partition_method="profile"), "partition_method 'profile' is unknown"),
+        (lambda: pipeline(BLOCK, partition_method="type:conv"), "matches no layer: the class names are Linear"),
+        (lambda: pipeline(BLOCK, activation_checkpoint_interval=-1), "activation_checkpoint_interval = -1 must be"),
+        (
+            lambda: pipeline(nnx.Linear(3, 2, rngs=nnx.Rngs(0))),
+            r"Linear is no layer: .* is LayerSpec\(Linear, \.\.\.\)",
+        ),
+        (lambda: pipeline(nnx.Linear), r"nnx.*Linear'> is no layer: .* is LayerSpec\(Linear, \.\.\.\)"),
+        (lambda: pipeline(3), "int is no layer"),
+        (lambda: LayerSpec(jnp.tanh), "typename .*tanh.* is no class of nnx or Linen modules: pass the class"),
+        (lambda: TiedLayerSpec("key", dict), "TiedLayerSpec: typename <class 'dict'> is no class"),
+        (lambda: pipeline(LayerSpec(nnx.Linear, 3)), r"layers\[0\] \(Linear\): .*missing.*out_features"),
+        (lambda: pipeline(BLOCK, LayerSpec(Normed)), r"layers\[1\] \(Normed\): norm\.mean \(BatchStat\).*LayerNorm"),
+        (lambda: pipeline(BLOCK, linen.Dense(2)), r"layers\[1\] \(Dense\) is a Linen module.*example_batch=\(inputs"),
+        (lambda: pipeline(BLOCK, example_batch={"x": X}), r"a batch is \(inputs, labels\), but this is a dict of 1"),
+        (lambda: pipeline(*MISFIT, example_batch=(X, Y)), MISFIT_WORDS),
+        (lambda: pipeline(BLOCK, example_batch=(X, Y)), r"layers\[0\] \(Linear\) does not fit .*, the batch's inputs"),
+        (
+            lambda: pipeline(linen.Dense(2), linen.Conv(3, (2, 2, 2)), example_batch=(X, Y)),
+            r"layers\[1\] \(Conv\) does not fit float32\[4,2\], the output of layers\[0\] \(Dense\)",
+        ),
+        (
+            lambda: pipeline(LayerSpec(nnx.Linear, 3, 5), example_batch=(X, Y)),
+            r"loss_fn does not fit outputs float32\[4,5\] and labels float32\[4,2\]",
+        ),
+        (
+            lambda: pipeline(EMBED, BLOCK, TiedLayerSpec("e", nnx.Embed, 17, 8)),
+            r"layers\[0\] \(Embed\) and layers\[2\] \(Embed\) have the key 'e' but cannot share "
+            r"{embedding: float32\[16,8\]} and {embedding: float32\[17,8\]}.*tied_weight_attr",
+        ),
+        (
+            lambda: pipeline(TiedLayerSpec("e", nnx.Embed, 16, 8, tied_weight_attr="weight")),
+            r"layers\[0\] \(Embed\): tied_weight_attr weight: the parameters are embedding",
+        ),
+    ],
+)
+def test_errors(make, words):
+    with pytest.raises(jzero.ConfigError, match=words):
+        make()
+
+
+def test_errors_of_the_first_step():
+    model = pipeline(*MISFIT)
+    with pytest.raises(jzero.ConfigError, match=MISFIT_WORDS):
+        jax.eval_shape(model.loss, model.init(KEY), (X, Y), None)
+    for batch in ({"x": X, "y": Y}, X, (X, Y, Y)):
+        with pytest.raises(jzero.ConfigError, match=r"a batch is \(inputs, labels\)"):
+            model.loss(model.init(KEY), batch, None)
+    model = pipeline(BLOCK, BLOCK)
+    with pytest.raises(jzero.ConfigError, match=r"layers\[0\] \(Linear\) does not fit float32\[4,3\], the batch's"):
+        model.loss(model.init(KEY), (X, Y), None)
+    half = jax.tree.map(lambda w: w.astype(jnp.bfloat16), model.init(KEY))
+    model = pipeline(*[LayerSpec(nnx.Linear, 8, 8, dtype=jnp.bfloat16)] * 2)
+    with pytest.raises(
+        jzero.ConfigError, match=r"layers\[0:2\] \(Linear\) are alike.*float32\[4,8\] becomes bfloat16\["
+    ):
+        model.loss(half, (np.ones((4, 8), np.float32), Y), None)
+
+
+# ------------------------------------------------------------------------------------------- the switch
+
+
+def start(x):
+    return {"h": x["x"].astype(jnp.float32), "mask": x["x"] > 0, "ids": x["ids"], "half": x["x"].astype(jnp.bfloat16)}
+
+
+class Wide(nnx.Module):
+    """Other shapes and another tree; integers and bools that must come through exactly."""
+
+    def __init__(self, d_in, d_out, *, rngs):
+        self.linear, self.dropout = nnx.Linear(d_in, d_out, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        h = self.dropout(jnp.tanh(self.linear(jnp.where(x["mask"].any(), x["h"], 0))))
+        return {**x, "h": h, "more": (x["ids"] // 2, h[:, :1] * x["half"][:, :1].astype(h.dtype))}
+
+
+def finish(x):
+    assert x["ids"].dtype == jnp.uint32
+    assert x["mask"].dtype == bool
+    return x["h"] + x["more"][1] + (x["ids"] == np.uint32(2**32 - 1))[:, None] + (x["more"][0] == 2**31 - 1)[:, None]
+
+
+INPUTS = {"x": X, "ids": np.array([2**32 - 1, 0, 1, 2**31], np.uint32)}
+
+
+def switch_model():
+    wide, thin = LayerSpec(Wide, 3, 16), LayerSpec(Wide, 16, 2)
+    return pipeline(start, wide, LayerSpec(Wide, 16, 16), thin, finish, num_stages=3)
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["evaluation", "dropout"])
+@pytest.mark.parametrize("boundaries", [[0, 1, 5], [0, 2, 3, 5], [0, 1, 2, 3, 4, 5], [0, 5]], ids=str)
+def test_switched_is_the_module(boundaries, key):
+    model, batch = switch_model(), (INPUTS, Y)
+    assert not model.stack
+    params = model.init(KEY)
+    prefix, chunk, suffix = switched(model, boundaries, *jax.eval_shape(lambda *args: args, params, batch))
+
+    @jax.jit
+    def loss(params):
+        body = lambda x, part: (chunk(params, x, part, key), None)  # noqa: E731
+        x, _ = jax.lax.scan(body, prefix(batch), jnp.arange(len(boundaries) - 1))
+        return suffix(x, batch, key)
+
+    expected = jax.jit(jax.value_and_grad(lambda params: model.loss(params, batch, key)))(params)
+    close(jax.value_and_grad(loss)(params), expected)
+    assert min(np.abs(g).max() for g in jax.tree.leaves(expected[1])) > 1e-3
+
+
+def test_switched_buffers():
+    model, params = switch_model(), switch_model().init(KEY)
+    prefix, chunk, _ = switched(model, [0, 2, 5], params, (INPUTS, Y))
+    x = prefix((INPUTS, Y))
+    longest = 4 * (16 + 1 + 3)  # h, more[1] and half
+    assert {kind: (v.shape, v.dtype) for kind, v in x.items()} == {
+        "float": ((longest,), jnp.float32), "other": ((4 * (3 + 1 + 1),), jnp.int32)
+    }  # fmt: skip
+    np.testing.assert_array_equal(x["float"], [*X.ravel(), *[0] * (longest - X.size)])
+    np.testing.assert_array_equal(x["other"].view(np.uint32), [*INPUTS["ids"], *[0] * 16])
+    assert set(chunk(params, x, jnp.int32(1), None)) == {"float", "other"}
+
+    model = pipeline(LayerSpec(nnx.Linear, 3, 2), jnp.tanh)
+    prefix, _, _ = switched(model, [0, 1, 2], model.init(KEY), (X, Y))
+    assert set(prefix((X, Y))) == {"float"}  # nothing else goes between the layers
+
+
+def test_switched_keeps_its_arguments_alone():
+    model, params = switch_model(), switch_model().init(KEY)
+    prefix, chunk, _ = switched(model, [0, 2, 5], params, (INPUTS, Y))
+    x = prefix((INPUTS, Y))
+    _, pullback = jax.vjp(lambda params, x: chunk(params, x, jnp.int32(1), KEY), params, x)
+    arguments = {(v.shape, v.dtype) for v in jax.tree.leaves((params, x, jnp.int32(1), KEY))}
+    kept = [(v.shape, v.dtype) for v in jax.tree.leaves(pullback)]
+    assert kept
+    assert set(kept) <= arguments
+
+
+def test_switched_refuses_what_it_cannot_pack():
+    model = pipeline(lambda x: x + 1j, jnp.abs)
+    with pytest.raises(jzero.ConfigError, match="complex64 cannot go from stage to stage"):
+        switched(model, [0, 1, 2], {}, (X, Y))

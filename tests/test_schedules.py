@@ -1,0 +1,286 @@
+"""Properties that every pipeline schedule has, and the numbers of the table in `jzero.pipeline.schedules`."""
+
+import sys
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jzero.errors import ConfigError
+from jzero.pipeline.schedules import NAMES, forward_only, make_schedule, slots
+
+costs = st.tuples(*[st.floats(0.1, 10)] * 3)
+
+
+@st.composite
+def schedules(draw, names=NAMES, stages=16, micro_batches=64, chunks=4, full=False):
+    """Any schedule; full: its micro-batches come in whole groups of S where it has chunks."""
+    name = draw(st.sampled_from(names))
+    S, V = draw(st.integers(1, stages)), draw(st.integers(1, 1 if name in ("gpipe", "1f1b") else chunks))
+    if full and V > 1:
+        M = S * draw(st.integers(1, max(1, micro_batches // S)))
+    else:
+        M = draw(st.integers(1, micro_batches))
+    return make_schedule(name, S, M, V)
+
+
+def sizes(schedule):
+    return schedule.stages, schedule.micro_batches, schedule.chunks
+
+
+def when(schedule, work):
+    """[slices of the layers, micro-batches]: the tick of a work, which every one of them has exactly once."""
+    S, M, V = sizes(schedule)
+    assert work.chunk.shape == work.micro.shape == (schedule.ticks, S)
+    ticks, stages = np.nonzero(work.active)
+    chunk, micro = work.chunk[ticks, stages], work.micro[ticks, stages]
+    at = np.full((V * S, M), -1)
+    at[chunk * S + stages, micro] = ticks
+    assert len(ticks) == at.size  # none twice, as none is missing
+    assert at.min() >= 0
+    assert (work.chunk[~work.active] == -1).all()
+    assert (work.micro[~work.active] == -1).all()
+    return at
+
+
+def most_in_flight(schedule, first, last):
+    """[stages]: the most chunks at a time from the tick of `first` to that of `last`, both included."""
+    S = schedule.stages
+    begin, end = when(schedule, first), when(schedule, last)
+    begin, end = (x.reshape(-1, S, x.shape[1]).swapaxes(0, 1).reshape(S, -1) for x in (begin, end))
+    ticks = np.arange(schedule.ticks)[:, None, None]
+    return ((begin <= ticks) & (ticks <= end)).sum(axis=2).max(axis=0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(schedules())
+def test_dependencies(schedule):
+    at = {letter: when(schedule, work) for letter, work in schedule.works.items()}
+    F, B = at["F"], at["B"]
+    # A message of one tick is used in the next one, and no later: no stage keeps one.
+    np.testing.assert_array_equal(F[1:], F[:-1] + 1)
+    np.testing.assert_array_equal(B[:-1], B[1:] + 1)
+    # Each tick does F before B before W. Only the last slice of all has F and B in the same tick; with gpipe none has.
+    assert (B[:-1] > F[:-1]).all()
+    if schedule.name == "gpipe":
+        assert F.max() < B.min()
+    else:
+        np.testing.assert_array_equal(B[-1], F[-1])
+    assert ("W" in at) == (schedule.name == "zero_bubble")
+    if "W" in at:
+        stage = np.arange(len(B)) % schedule.stages
+        np.testing.assert_array_equal(at["W"], B + stage[:, None])
+
+
+@settings(max_examples=150, deadline=None)
+@given(schedules())
+def test_in_flight(schedule):
+    S, M, V = sizes(schedule)
+    s = np.arange(S)
+    bound = {
+        "gpipe": np.full(S, M),
+        "1f1b": 2 * S - 1 - 2 * s,
+        "interleaved": S * V + S - 1 - 2 * s,
+        "zero_bubble": S * V + S - 1 - s,
+    }[schedule.name]
+    *_, last = schedule.works.values()
+    np.testing.assert_array_equal(schedule.in_flight, most_in_flight(schedule, schedule.forward, last))
+    assert (schedule.in_flight <= np.minimum(bound, M * V)).all()
+    if V == 1 or M % S == 0:
+        np.testing.assert_array_equal(schedule.in_flight, np.minimum(bound, M * V))
+
+
+@settings(max_examples=150, deadline=None)
+@given(schedules(full=True), costs)
+def test_phases_ticks_and_bubble_are_those_of_the_table(schedule, cost):
+    S, M, V = sizes(schedule)
+    F, B, W = cost
+    phases, bubble = {
+        "gpipe": ([("F", M + S - 1), ("B", M + S - 1)], (S - 1) / (M + S - 1)),
+        "1f1b": ([("F", S - 1), ("FB", M), ("B", S - 1)], (S - 1) / (M + S - 1)),
+        "interleaved": (
+            [("F", S * V - 1), ("FB", M * V + S - S * V), ("B", S * V - 1)],
+            (S - 1) / (M * V + S - 1),
+        ),
+        "zero_bubble": (
+            [("F", S * V - 1), ("FB", S - 1), ("FBW", M * V + 1 - S * V), ("BW", S * V - 1)],
+            (S - 1) * (F + B) / (M * V * (F + B + W) + (S - 1) * (F + B)),
+        ),
+    }[schedule.name]
+    assert schedule.bubble(F, B, W) == pytest.approx(bubble, abs=1e-12)
+    if schedule.name != "zero_bubble" or M >= S:
+        assert schedule.phases == [(works, ticks) for works, ticks in phases if ticks]
+    ticks = (M if V == 1 else M * V) + S - 1
+    assert [work.active.any(axis=1).sum() for work in schedule.works.values()][:2] == [ticks, ticks]
+
+
+@settings(max_examples=100, deadline=None)
+@given(schedules(), costs)
+def test_bubble_is_the_idle_part_of_every_stages_time(schedule, cost):
+    S, M, V = sizes(schedule)
+    price = dict(zip("FBW", cost, strict=True))
+    if "W" not in schedule.works:
+        price["B"] += price.pop("W")
+    used = {letter: work.active.any(axis=1) for letter, work in schedule.works.items()}
+    letters = ["".join(letter for letter in used if used[letter][tick]) for tick in range(schedule.ticks)]
+    assert letters == [works for works, ticks in schedule.phases for _ in range(ticks)]
+    assert all(letters)
+    assert all(a[0] != b[0] for a, b in zip(schedule.phases, schedule.phases[1:], strict=False))
+    time = sum(price[letter] for works in letters for letter in works)
+    for stage in range(S):
+        busy = sum(price[letter] * work.active[:, stage].sum() for letter, work in schedule.works.items())
+        assert schedule.bubble(*cost) == pytest.approx(1 - busy / time, abs=1e-12)
+    # A last group that is not full costs at most what a full one does.
+    assert schedule.ticks <= make_schedule(schedule.name, S, -(-M // S) * S, V).ticks
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules())
+def test_slots_keep_what_waits(schedule):
+    works = list(schedule.works.values())
+    for first, last in {(0, 1), (0, len(works) - 1), (1, len(works) - 1)} - {(1, 1)}:
+        check_slots(schedule, works[first], works[last])
+
+
+def check_slots(schedule, first, last):
+    write, read, size = slots(first, last)
+    assert 0 <= size - most_in_flight(schedule, first, last).max() <= 1
+    assert write.shape == read.shape == first.micro.shape
+    assert write.min() >= 0
+    assert read.min() >= 0
+    assert max(write.max(), read.max()) < size
+    stages = np.arange(schedule.stages)
+    buffer = np.full((size, schedule.stages, 2), -1)
+    for tick in range(schedule.ticks):  # idle stages write their -1 too, and must not hit what waits
+        buffer[write[tick], stages] = np.stack([first.chunk[tick], first.micro[tick]], axis=1)
+        found = buffer[read[tick], stages]
+        active = last.active[tick]
+        np.testing.assert_array_equal(found[active, 0], last.chunk[tick, active])
+        np.testing.assert_array_equal(found[active, 1], last.micro[tick, active])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 16), st.integers(1, 64), st.integers(1, 4), costs)
+def test_forward_only(S, M, V, cost):
+    schedule = forward_only(S, M, V)
+    assert list(schedule.works) == ["F"]
+    assert not schedule.backward.active.any()
+    assert schedule.backward.micro.shape == (schedule.ticks, S)
+    at = when(schedule, schedule.forward)
+    np.testing.assert_array_equal(at[1:], at[:-1] + 1)
+    assert schedule.phases == [("F", schedule.ticks)]
+    assert schedule.bubble(*cost) == pytest.approx(1 - M * V / schedule.ticks)
+    if V == 1 or M % S == 0:
+        assert schedule.ticks == M * V + S - 1
+    assert (schedule.in_flight == 1).all()
+
+
+def test_chunks_of_a_stage():
+    """Groups of S micro-batches go through all chunks, backwards from the last chunk to the first."""
+    schedule = make_schedule("interleaved", stages=2, micro_batches=4, chunks=2)
+    row = schedule.draw().splitlines()[1]
+    forward = [word for word in row.split() if word[0] == "F"]
+    backward = [word for word in row.split() if word[0] == "B"]
+    assert " ".join(forward) == "F0a F1a F0b F1b F2a F3a F2b F3b"
+    assert " ".join(backward) == "B0b B1b B0a B1a B2b B3b B2a B3a"
+
+
+def test_one_chunk_interleaved_is_1f1b():
+    one, other = (make_schedule(name, 4, 6) for name in ("1f1b", "interleaved"))
+    assert one.draw().splitlines()[1:] == other.draw().splitlines()[1:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problems"),
+    [
+        (("1F1B", 2, 2, 1), ["pipeline.schedule = '1F1B': choose one of gpipe, 1f1b, interleaved, zero_bubble"]),
+        (("1f1b", 0, 2, 1), ["stages = 0: must be a positive integer"]),
+        (("1f1b", 2, -1, 1), ["micro_batches = -1: must be a positive integer"]),
+        (("zero_bubble", 2, 2.0, 0), ["micro_batches = 2.0: must be a", "chunks = 0: must be a positive integer"]),
+        (("gpipe", 2, 2, 2), ["pipeline.chunks = 2: gpipe has one chunk per stage; use interleaved or zero_bubble"]),
+        (("1f1b", 2, 2, 3), ["pipeline.chunks = 3: 1f1b has one chunk per stage; use interleaved or zero_bubble"]),
+        ((None, 0, 1, 1), ["stages = 0: must be a positive integer", "pipeline.schedule = None: choose one of gpipe"]),
+    ],
+)
+def test_errors(arguments, problems):
+    with pytest.raises(ConfigError) as error:
+        make_schedule(*arguments)
+    assert len(error.value.problems) == len(problems)
+    for got, start in zip(error.value.problems, problems, strict=True):
+        assert got.startswith(start)
+    if arguments[0] == "1f1b" and arguments[3] == 1:
+        with pytest.raises(ConfigError, match=problems[0]):
+            forward_only(*arguments[1:])
+
+
+small = schedules(stages=5, micro_batches=13)
+
+
+def done(schedule):
+    return sum(int(work.active.sum()) for work in schedule.works.values())
+
+
+@settings(max_examples=40, deadline=None)
+@given(small)
+def test_draw_text(schedule):
+    S, M, V = sizes(schedule)
+    title, *rows, ticks, legend = schedule.draw().splitlines()
+    assert title == repr(schedule)
+    assert len(rows) == S
+    assert len({len(row) for row in [*rows, ticks]}) == 1
+    assert {tuple(i for i, c in enumerate(row) if c == "|") for row in [*rows, ticks]} == {
+        tuple(i for i, c in enumerate(ticks) if c == "|")
+    }
+    assert ticks.replace("|", "").split() == ["tick", *map(str, range(schedule.ticks))]
+    chunks = "abcd"[:V] if V > 1 else [""]
+    for stage, row in enumerate(rows):
+        assert row.startswith(f"stage {stage} |")
+        cells = [word for word in row.split("|", 1)[1].replace("|", "").split() if word != "·"]
+        assert sorted(cells) == sorted(
+            f"{work}{micro}{chunk}" for work in schedule.works for micro in range(M) for chunk in chunks
+        )
+    assert legend.startswith("F forward, B ")
+    assert ("W weight gradient" in legend) == ("W" in schedule.works)
+
+
+@settings(max_examples=20, deadline=None)
+@given(schedule=small)
+def test_draw_svg(schedule, tmp_path_factory):
+    path = tmp_path_factory.mktemp("draw") / "table.svg"
+    assert schedule.draw(path) == str(path)
+    root = ElementTree.parse(path).getroot()
+    shapes = root.findall(".//{*}rect[@class='cell']")
+    assert len(shapes) == done(schedule)
+    tips = [shape.find("{*}title").text for shape in shapes]
+    assert len(set(tips)) == len(tips)
+    places = {(float(shape.get("x")), float(shape.get("y"))) for shape in shapes}
+    assert len(places) == len(shapes)  # no cell on another
+    assert len({y for _, y in places}) == schedule.stages
+    # As wide as the time in lockstep: one column for every work of a tick.
+    assert len({x for x, _ in places}) == sum(len(works) * ticks for works, ticks in schedule.phases)
+    width, height = float(root.get("width")[:-2]), float(root.get("height")[:-2])
+    assert max(x for x, _ in places) < width
+    assert max(y for _, y in places) < height
+
+
+def test_draw_png(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "table.PNG"
+    assert make_schedule("zero_bubble", 2, 4, 2).draw(str(path)) == str(path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    forward_only(3, 2).draw(tmp_path / "forward.png")
+
+
+def test_draw_png_without_matplotlib(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"needs matplotlib; pip install 'jzero\[experiments\]', or draw an \.svg"):
+        make_schedule("1f1b", 2, 2).draw(tmp_path / "table.png")
+
+
+@pytest.mark.parametrize("name", ["table.pdf", "table"])
+def test_draw_another_suffix(name, tmp_path):
+    with pytest.raises(ConfigError, match=rf"{name}'\): a picture is an \.svg or a \.png"):
+        make_schedule("1f1b", 2, 2).draw(tmp_path / name)
+    assert not list(tmp_path.iterdir())
