@@ -66,7 +66,6 @@ def test_compilations_are_seen():
         ({"zero": 2.5}, ["mesh.zero = 2.5", "positive integer"]),
         ({"data": -1}, ["mesh.data = -1", "mesh.zero = -1", "one axis only"]),
         ({"tensor": 2}, ["mesh.tensor = 2", "not yet", "1"]),
-        ({"tensor": 2}, ["mesh.tensor = 2", "not yet", "1"]),
     ],
     ids=named,
 )

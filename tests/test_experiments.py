@@ -1,18 +1,120 @@
 """The programs a newcomer runs first: they learn, they leave what they promise, they refuse in one line."""
 
 import csv
+import importlib.util
 import json
+import re
 
+import jax
 import numpy as np
 import pytest
 
-from experiments import quickstart, text
-from experiments.tutorial import data_parallel, zero1, zero2, zero3
+from experiments import pretrain, quickstart, text
+from experiments.tutorial import data_parallel, pipeline, zero1, zero2, zero3
+
+has_cuda_compiler = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+PROGRAMS = [data_parallel, zero1, zero2, zero3, pipeline]
+SMALL = {"d_model": 64, "num_heads": 2, "num_kv_heads": 1, "d_ff": 96}
+LOSS = re.compile(r"^step +(\d+)   loss (\S+)", re.MULTILINE)
 
 
-@pytest.mark.parametrize("program", [data_parallel, zero1, zero2, zero3], ids=lambda p: p.__name__.rsplit(".", 1)[1])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__.rsplit(".", 1)[1])
 def test_tutorial_learns_the_digits(program):
     assert program.main() > 0.95
+
+
+def test_tutorial_pipeline_shows_its_stages(capsys):
+    pipeline.main(epochs=1)
+    printed = capsys.readouterr().out
+    assert "stage 0: [LayerSpec(SimpleLayer, 784, 128, relu=True)] on devices [0, 1, 2, 3]" in printed
+    assert "stage 1: [LayerSpec(SimpleLayer, 128, 10)] on devices [4, 5, 6, 7]" in printed
+    assert "stage 0 | F0 | F1 ·  | F2 B0 | F3 B1 | ·  B2 | B3 |" in printed
+
+
+@pytest.fixture
+def run_pretrain(monkeypatch, capsys):
+    """`run_pretrain(options)`: what a small Llama's run prints."""
+    monkeypatch.setattr(pretrain, "CORPUS", 300_000)
+    monkeypatch.setattr(pretrain, "HELD_OUT_BYTES", 1)  # one batch
+
+    def run(options):
+        shape = " ".join(f"--set {name}={value}" for name, value in SMALL.items())
+        pretrain.main(f"{shape} --sequence 32 {options}".split())
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_pretrain_goes_on_where_another_layout_stopped(run_pretrain, tmp_path):
+    """Six steps at once, and three on a pipeline and three without: the same losses, but for rounding."""
+    fp32 = "--override bf16.enabled=false --override gradient_accumulation_steps"
+    once = run_pretrain(f"{fp32}=2 --steps 6 --eval-every 4")
+    stages = "--override mesh.pipe=2 --override zero_optimization.stage=3"
+    first = run_pretrain(f"{fp32}=4 --steps 3 --save {tmp_path} {stages}")
+    rest = run_pretrain(f"{fp32}=2 --steps 6 --resume {tmp_path}")
+    expected, found = ({int(n): float(loss) for n, loss in LOSS.findall(out)} for out in (once, first + rest))
+    assert expected.keys() == found.keys() == {1, 2, 3, 4, 5, 6}
+    assert found == pytest.approx(expected, abs=2e-4)
+    assert expected[6] < expected[1] - 0.2
+    assert once.count("held-out loss") == 2
+    assert "model TFLOP/s per device" in once
+    assert "pipe 2 x data 1 x zero 4" in first
+    assert f"resumed from {tmp_path / 'global_step3'}" in rest
+
+
+def test_pretrain_on_random_tokens(run_pretrain):
+    printed = run_pretrain("--random --steps 1 --override bf16.enabled=false --override gradient_accumulation_steps=2")
+    ((_, loss),) = LOSS.findall(printed)
+    assert float(loss) == pytest.approx(np.log(256), abs=0.1)
+
+
+@pytest.fixture
+def no_compilation_cache():
+    """JAX asks once in a process whether there is one, so switching it off, as a plan does, is too late in tests."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    seconds = getattr(jax.config, name)
+    jax.config.update(name, 1e9)
+    yield
+    jax.config.update(name, seconds)
+    jax.config.update("jax_enable_compilation_cache", True)
+
+
+@pytest.mark.skipif(not has_cuda_compiler, reason="needs jzero[plan]")
+def test_pretrain_plans(run_pretrain, no_compilation_cache):
+    printed = run_pretrain("--plan 8 --override mesh.pipe=2 --override gradient_accumulation_steps=2")
+    assert "8 x NVIDIA H100" in printed
+    assert "attention kernel cudnn" in printed
+    assert re.search(r"collective-permute +bf16 .* pipe ", printed)
+    assert re.search(r"reduce-scatter +bf16 .* zero ", printed)
+    assert re.search(r"Memory\(peak \S+ GiB.*\n\d+% of the 79.1 GiB of H100\n$", printed)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("--set layers=3", "layers=3"),
+        ("--set num_layers=many", "num_layers=many"),
+        ("--set num_layers=0", "num_layers=0"),
+        ("--set num_heads=3", "num_heads must divide d_model"),
+        ("--set vocab_size=100", "vocab_size=100"),
+        ("--set num_layers", "--set"),
+        ("--preset 9b", "9b"),
+        ("--config no-such-file.json", "no-such-file.json"),
+        ("--override mesh.pip=2", '"pipe"'),
+        ("--override bf16.enabled.now=true", "bf16.enabled.now"),
+        ("--override mesh.pipe=3", "mesh.pipe = 3"),
+        ("--sequence 100000000", "--sequence"),
+        ("--plan 12", "12 GPUs"),
+    ],
+)
+def test_pretrain_refuses_in_one_line(options, named, capsys, monkeypatch):
+    monkeypatch.setattr(pretrain, "CORPUS", 100_000)
+    with pytest.raises(SystemExit) as stopped:
+        pretrain.main(options.split())
+    said = capsys.readouterr().err.removeprefix("usage: pretrain [options]\n")
+    assert stopped.value.code == 2
+    assert said.count("\n") == 1
+    assert named in said
 
 
 def test_quickstart_leaves_its_files(tmp_path, capsys):

@@ -109,6 +109,7 @@ class Run:
         new, y, dy = carry._asdict(), None, None
         idle = {name for name in "BW" if name.lower() in operations}
         operations = operations.upper()
+        backward = "B" in operations or "D" in operations
         if set("ESG") & set(operations):
             ends, reduce = jax.vjp(self.ends, self.active[ENDS])
         ends_gradients = []
@@ -128,7 +129,7 @@ class Run:
                 new["stash"] = _write(carry.stash, at["F.slot"], kept)
             new["inbox"] = self.send(y, +1)
 
-        if "B" in operations:
+        if backward:
             kept = _read(new["stash"], at["B.slot"])
             y, kept = (y, kept) if self.program.turns else (kept[-1], kept[:-1])
         if "S" in operations:
@@ -148,13 +149,13 @@ class Run:
                 gradient, dy = pullback(jnp.float32(1))
                 ends_gradients.append(gradient)
 
-        if "B" in operations:
+        if backward:
             if dy is None:
                 dy = carry.returned
             else:
                 dy = _select(self.is_last & (at["B.chunk"] == self.last_chunk), dy, carry.returned)
             weights, context = self.weights(at["B.chunk"], again=True), self.context(at["B.chunk"], at["B.micro"])
-            if self.program.rest:
+            if "D" in operations:
                 dx, rest = self.chunk.input_backward(weights, context, kept, dy)
                 new["rest"] = _write(carry.rest, at["B.rest"], rest)
             else:
@@ -231,7 +232,8 @@ def _zeros(shapes: Any) -> Any:
 
 
 def _buffer(slots: int, shapes: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), shapes)
+    """Slots for arrays of these shapes, with whatever the memory holds: what is read before it is written is dropped."""
+    return jax.tree.map(lambda x: lax.empty((slots, *x.shape), x.dtype), shapes)
 
 
 def _write(buffer: Any, slot: jax.Array, x: Any) -> Any:

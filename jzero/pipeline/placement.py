@@ -45,13 +45,21 @@ def rounds(stages: int, chunks: int) -> list[Round]:
 def to_chunks(x: jax.Array, stages: int, chunks: int) -> jax.Array:
     """A stage's part of a stacked leaf in the model's order [V*K, ...] -> its chunks [V, K, ...]."""
     x = x.reshape(chunks, -1, *x.shape[1:])
+    if chunks % stages == 0:  # every stage sends as much to every other: all rounds at once
+        x = x.reshape(-1, stages, *x.shape[1:])
+        return lax.all_to_all(x, PIPE, split_axis=1, concat_axis=0).reshape(chunks, *x.shape[2:])
     return _exchange(x, [(pairs, sends, puts) for pairs, sends, puts in rounds(stages, chunks)])
 
 
 def from_chunks(x: jax.Array, stages: int, chunks: int) -> jax.Array:
     """The inverse of `to_chunks`."""
-    back = [([(b, a) for a, b in pairs], puts, sends) for pairs, sends, puts in rounds(stages, chunks)]
-    return _exchange(x, back).reshape(-1, *x.shape[2:])
+    if chunks % stages == 0:
+        x = x.reshape(stages, -1, *x.shape[1:])
+        x = lax.all_to_all(x, PIPE, split_axis=0, concat_axis=1)
+    else:
+        x = _exchange(x, [([(b, a) for a, b in pairs], puts, sends) for pairs, sends, puts in rounds(stages, chunks)])
+        x = x[None]
+    return x.reshape(-1, *x.shape[3:])
 
 
 def _exchange(x: jax.Array, rounds: list) -> jax.Array:

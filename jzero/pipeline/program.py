@@ -7,7 +7,8 @@ To the schedule's F, B, W come the ends, which all stages compute together, for 
   passes: ends its forward pass);
 - G: the prefix's gradient, for the micro-batch that the first stage's backward pass ended at the tick before.
 
-b and w are B and W at a tick at which some stage is idle.
+Where the table splits the backward pass, B is the whole of it, at a tick at which every stage's W is that of its B; D is
+the gradient of the input alone. b and w are B and W at a tick at which some stage is idle.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Program:
 
     `runs` is a nested sequence of (operations of a tick, how many such ticks) and (runs, how many times over).
     `columns` are the stages' numbers [ticks, stages], by name; idle stages have numbers that do no harm.
-    `stash` and `rest` are the sizes of the buffers between F and the last of B and W, and between B and W.
+    `stash` and `rest` are the sizes of the buffers between F and the last of B and W, and between D and W.
     `turns` says that the last stage's B of a micro-batch comes in the tick of its F.
     """
 
@@ -53,7 +54,7 @@ def make_program(schedule: Schedule) -> Program:
     last = pad(schedule.weight) if schedule.weight else backward
     works = {"F": forward, "B": backward} | ({"W": last} if schedule.weight else {})
     columns: dict[str, np.ndarray] = {}
-    operations: dict[str, Any] = {name: work.active.any(axis=1) for name, work in works.items()}
+    operations: dict[str, Any] = {"F": forward.active.any(axis=1)}
     for name, work in works.items():
         columns |= {f"{name}.chunk": np.maximum(work.chunk, 0), f"{name}.micro": np.maximum(work.micro, 0)}
         columns[f"{name}.active"] = work.active
@@ -74,10 +75,12 @@ def make_program(schedule: Schedule) -> Program:
     for name, micro in ends.items():
         operations[name] = micro >= 0
         columns[f"{name}.micro"] = np.repeat(np.maximum(micro, 0)[:, None], schedule.stages, axis=1)
-    for name in works.keys() & {"B", "W"}:
-        some, every = works[name].active.any(axis=1), works[name].active.all(axis=1)
+    whole = (np.array(last) == np.array(backward)).all(axis=(0, 2))  # [ticks]
+    operations["D"] = backward.active.any(axis=1) & ~whole
+    for name, work, there in (("B", backward, whole), ("W", last, ~whole)):
+        some, every = work.active.any(axis=1) & there, work.active.all(axis=1) & there
         operations[name], operations[name.lower()] = every, some & ~every
-    operations = {op: operations[op] for op in "EFSBbWwG" if op in operations}
+    operations = {op: operations[op] for op in "EFSDBbWwG"}
     ticks = ["".join(op for op, active in operations.items() if active[t]) for t in range(len(forward.micro))]
     for t in range(
         1, len(ticks)

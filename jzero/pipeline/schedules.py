@@ -2,7 +2,7 @@
 
 Every stage does its work of one tick in lockstep with the others, then sends its output on. A tick has up to three
 works: F, the forward pass of one chunk of layers; B, its backward pass; and where the backward pass is split, B is the
-gradient of the chunk's input and W that of its weights, some ticks later.
+gradient of the chunk's input and W that of its weights, at the same tick or later.
 
 With S stages, V chunks per stage (chunk c of stage s is the c*S + s-th slice of the layers) and M micro-batches, a
 multiple of S where V > 1:
@@ -13,6 +13,9 @@ multiple of S where V > 1:
 | `1f1b`        | F: S-1, FB: M, B: S-1                                 | (S-1) / (M + S-1)                        |
 | `interleaved` | F: SV-1, FB: MV+S-SV, B: SV-1                         | (S-1) / (MV + S-1)                       |
 | `zero_bubble` | F: SV-1, FB: S-1, FBW: MV+1-SV, BW: SV-1 (for M >= S) | (S-1)(F+B) / (MV(F+B+W) + (S-1)(F+B))    |
+
+`zero_bubble` puts off only the W that would make a tick longer in which some stage has no B yet: of the first s chunks
+on stage s. They wait for the end, where there are ticks to fill; all others run with their B, as in `interleaved`.
 
 In flight on stage s, from a chunk's F until the end of its B or W, in chunks of 1/(SV) of the layers: `gpipe` M, `1f1b`
 2S-1 - 2s, `interleaved` SV+S-1 - 2s, `zero_bubble` SV+S-1 - s, and never more than all the MV.
@@ -154,7 +157,7 @@ def make_schedule(name: Name | str, stages: int, micro_batches: int, chunks: int
     backward = _work(stages, micro_batches, chunks, start, mirrored=True)
     weight = None
     if name == "zero_bubble":
-        weight = _work(stages, micro_batches, chunks, np.full(stages, first + stages - 1), mirrored=True)
+        weight = _work(stages, micro_batches, chunks, np.full(stages, start[0]), mirrored=True, turn=True)
     return _schedule(name, stages, micro_batches, chunks, forward, backward, weight)
 
 
@@ -176,8 +179,10 @@ def _bad_sizes(stages: int, micro_batches: int, chunks: int) -> list[str]:
     ]
 
 
-def _work(stages: int, micro_batches: int, chunks: int, start: np.ndarray, mirrored: bool = False) -> Work:
-    """One work: stage s does number i at tick start[s] + i.
+def _work(
+    stages: int, micro_batches: int, chunks: int, start: np.ndarray, mirrored: bool = False, turn: bool = False
+) -> Work:
+    """One work: stage s does number i at tick start[s] + i, or number (s + i) mod their number if they `turn`.
 
     Number i = g*S*V + c*S + k is chunk c (the mirrored: V-1-c) of micro-batch g*S + k. Without chunks that is the
     micro-batches in order; with chunks they go through in groups of S, and a last group that is not full leaves gaps.
@@ -189,7 +194,8 @@ def _work(stages: int, micro_batches: int, chunks: int, start: np.ndarray, mirro
     chunk = chunks - 1 - chunk if mirrored else chunk
     table = np.full((2, int(start.max()) + len(number), stages), -1)
     for stage, first in enumerate(start):
-        table[:, first : first + len(number), stage] = np.where(micro < micro_batches, (chunk, micro), -1)
+        items = np.where(micro < micro_batches, (chunk, micro), -1)
+        table[:, first : first + len(number), stage] = np.roll(items, -stage, axis=1) if turn else items
     return Work(*table)
 
 

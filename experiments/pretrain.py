@@ -1,0 +1,149 @@
+"""Pretrain a Llama: any shape, any config file, any layout, on text or random tokens; or plan that for GPUs elsewhere.
+
+    python -m experiments.pretrain --override mesh.pipe=2 --override zero_optimization.stage=2
+    python -m experiments.pretrain --preset 8b --sequence 4096 --plan 64 --gpu h200 --override mesh.pipe=4
+
+The text is the source of Python's standard library, as bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from argparse import ArgumentParser, Namespace, RawTextHelpFormatter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import jzero
+from experiments.quickstart import HELD_OUT_BYTES, positive
+from experiments.show import memory
+from experiments.text import BYTES, spread, standard_library, windows
+from jzero import planner
+from jzero.config.source import read
+from models.llama import PRESETS, Llama, LlamaConfig, preset
+
+CONFIG, CORPUS = Path(__file__).with_suffix(".json"), 16_000_000  # tokens
+
+
+def main(argv: list[str] | None = None) -> None:
+    p = ArgumentParser("pretrain", "%(prog)s [options]", __doc__, formatter_class=RawTextHelpFormatter)
+    many: dict[str, Any] = {"type": assignment, "action": "append", "default": []}
+    p.add_argument("--preset", choices=PRESETS, default="tiny", help="a shape of models/llama.py (default tiny)")
+    p.add_argument("--set", **many, metavar="FIELD=VALUE", help="change the shape: num_layers=8")
+    p.add_argument("--config", default=CONFIG, help="a config file (default experiments/pretrain.json)")
+    p.add_argument("--override", **many, metavar="KEY.PATH=VALUE", help="change the config: mesh.pipe=2")
+    p.add_argument("--random", action="store_true", help="random tokens instead of text")
+    p.add_argument("--sequence", type=positive, default=256, help="tokens per sequence (default 256)")
+    p.add_argument("--steps", type=positive, help="stop after this one (default: the scheduler's total_num_steps)")
+    p.add_argument("--eval-every", type=positive, metavar="STEPS", help="held-out loss (default: at the end)")
+    p.add_argument("--save", type=Path, metavar="DIR", help="leave a checkpoint at the end")
+    p.add_argument("--resume", type=Path, metavar="DIR", help="go on from a checkpoint, whatever its layout")
+    p.add_argument("--devices", type=positive, default=8, help="simulated ones, if there are no GPUs (default 8)")
+    p.add_argument("--plan", type=positive, metavar="GPUS", help="only compile, for so many GPUs that may be elsewhere")
+    p.add_argument("--gpu", choices=planner.GPUS, default="h100", help="the kind to plan for (default h100)")
+    args = p.parse_args(argv)
+    try:
+        config = settings(args)
+        (plan if args.plan else train)(args, config, changed_preset(args, config))
+    except (jzero.ConfigError, FloatingPointError) as error:
+        p.exit(2, f"pretrain: {error}\n")
+
+
+def train(args: Namespace, config: jzero.Config, shape: LlamaConfig) -> None:
+    jax.config.update("jax_num_cpu_devices", args.devices)  # simulated devices, for a machine without GPUs
+    steps = args.steps or (config.scheduler.params if config.scheduler else {}).get("total_num_steps", 100)
+    if args.save and (args.save / f"global_step{steps}").exists():
+        raise jzero.ConfigError(f"--save {args.save}: has a checkpoint of step {steps} already; name another directory")
+    text, held_out = data(args, shape)
+    model = jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs))
+    engine, _, loader, _ = jzero.initialize(model=model, config=config, training_data=text)
+    batch = engine.train_batch_size()
+    held_out = spread(held_out, max(1, HELD_OUT_BYTES // args.sequence // batch) * batch)
+    if args.resume:
+        print(f"resumed from {engine.load_checkpoint(args.resume)[0]}")
+    micro_batches = islice(jzero.RepeatingLoader(loader), engine.global_samples // engine.step_fn.micro_size, None)
+    said = first = engine.global_steps + 1
+    if first > steps:
+        raise jzero.ConfigError(f"--steps {steps}: the checkpoint is of step {first - 1} already; ask for more")
+    clock = time.perf_counter()
+    for step in range(first, steps + 1):
+        loss = engine.train_batch(micro_batches)
+        evaluates = step % (args.eval_every or steps) == 0 or step == steps
+        if evaluates or step == first or step % max(1, steps // 10) == 0:
+            line, seconds = f"step {step:5}   loss {float(loss):.4f}", time.perf_counter() - clock
+            speed = (step - said) * batch * args.sequence / seconds
+            tflops = speed * shape.flops_per_token(args.sequence) / engine.mesh.size / 1e12
+            rate = f"{speed:,.0f} tokens/s   {tflops:.3g} model TFLOP/s per device   {memory() / 2**30:.2f} GiB"
+            print(f"{line}   {rate if step > first else f'{seconds:.1f} s, with compilation'}", flush=True)
+            if evaluates:
+                print(f"step {step:5}   held-out loss {float(engine.eval_batch(held_out)):.4f}", flush=True)
+            said, clock = step, time.perf_counter()
+    if args.save:
+        engine.save_checkpoint(args.save)
+        print(f"saved in {args.save}: global_step{steps}")
+
+
+def plan(args: Namespace, config: jzero.Config, shape: LlamaConfig) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    mesh = jzero.make_mesh(config, devices=planner.gpu_devices(args.gpu, args.plan, per_host=min(8, args.plan)))
+    jax.config.update("jax_enable_compilation_cache", False)  # cannot read back such programs
+    step = jzero.make_train_step(jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs)), config, mesh=mesh)
+    print(jzero.report(step), flush=True)
+    tokens = jax.ShapeDtypeStruct((step.batch_sizes.train, args.sequence), np.int32)
+    compiled = step.lower({"inputs": tokens, "labels": tokens}).compile()
+    need, there = planner.memory(compiled), planner.gpu(args.gpu).memory
+    print(f"\nCollectives of a step\n{planner.collectives(compiled, mesh)}\n\n{need}")
+    print(f"{need.peak / there:.0%} of the {there / 2**30:.1f} GiB of {args.gpu.upper()}")
+
+
+def data(args: Namespace, shape: LlamaConfig) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    rng, sizes = np.random.default_rng(0), (CORPUS, CORPUS // 10)
+    random = [rng.integers(0, shape.vocab_size, size, np.int32) for size in sizes] if args.random else None
+    train, held_out = random or standard_library(CORPUS)
+    if args.sequence >= len(held_out):
+        raise jzero.ConfigError(f"--sequence {args.sequence}: there are {len(held_out)} held-out tokens")
+    return windows(train, args.sequence), windows(held_out, args.sequence)
+
+
+def settings(args: Namespace) -> jzero.Config:
+    config = read(args.config)
+    for key, value in args.override:
+        inside, (*sections, name) = config, key.split(".")
+        for section in sections:
+            inside = inside.setdefault(section, {})
+            if not isinstance(inside, dict):
+                raise jzero.ConfigError(f"--override {key}: {section} is no section there, but {inside!r}")
+        inside[name] = value
+    return jzero.Config.load(config)
+
+
+def changed_preset(args: Namespace, config: jzero.Config) -> LlamaConfig:
+    """The preset, with what the data and a plan ask for, with its changes."""
+    bytes_alone = not (args.random or args.plan)
+    shape = preset(args.preset, vocab_size=BYTES) if bytes_alone else preset(args.preset)
+    for name, value in args.set:
+        least = BYTES if bytes_alone and name == "vocab_size" else 1
+        if type(value) is not type(vars(shape).get(name, ...)) or (type(value) is int and value < least):
+            raise jzero.ConfigError(f"--set {name}={value}: does not fit in {shape}")
+    changes: dict[str, Any] = {"attention": "cudnn"} if args.plan and config.precision != "fp32" else {}
+    try:
+        return dataclasses.replace(shape, **changes | dict(args.set))
+    except ValueError as error:
+        raise jzero.ConfigError(f"--set: {error}") from None
+
+
+def assignment(text: str) -> tuple[str, Any]:
+    key, value = text.split("=", 1)
+    with contextlib.suppress(ValueError):
+        return key, json.loads(value)
+    return key, value
+
+
+if __name__ == "__main__":
+    main()

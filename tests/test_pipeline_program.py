@@ -1,0 +1,216 @@
+"""The compiled H100 program of a pipeline: its collectives, tick by tick, and memory that does not grow with the step.
+
+What is expected follows from the schedule's table (`jzero.pipeline.schedules`), the ZeRO table (`jzero.zero`) and the
+shapes, and is compared with the program as `test_collectives` does, as a multiset. For each
+
+- tick with F: 1 permute of the activations to the next stage; with B: 1 of their gradient to the previous one;
+- micro-batch, when it enters (E): 1 all-reduce over `pipe`, the embedding's, of which every stage has rows;
+- micro-batch, when it leaves (S): 2 all-reduces over `pipe` of the size of the activations, the last stage's output to
+  all of them and the head's gradient from all of them, and 2 small ones, the maximum and the two sums of the softmax;
+- micro-batch, when its gradient has come back (G, a tick later): 1 all-reduce over `pipe`, that gradient to all stages;
+- step, with V chunks to a stage: V permutes of every stacked leaf to the chunks' places, and V back; 1 all-to-all each
+  way where S divides V;
+
+and over `zero`, leaf by leaf, of a stage's layers
+
+- stage 1: a gather and a reduce-scatter once a step; stage 2: a gather once a step, a reduce-scatter in every tick with
+  B, or where the backward pass is split with W, but for what is no product's gradient, a bias's, which comes with the
+  gradient of the input;
+- stage 3: that reduce-scatter too, and a gather in every tick with F, and for what the gradient of a layer's input
+  needs, which is no bias, again in every tick with B. W needs no weights. With `gather` "step" it is stage 2.
+
+The ends do the same: what the suffix has is gathered and reduced with S, the embedding gathered with E and reduced with
+G, for which it is not gathered again. Of the ticks that are no loop's the compiler sees what is the same or unread:
+all their gathers of a leaf are one, and the last gradient of all is sent to nobody.
+"""
+
+import functools
+from collections import Counter
+from dataclasses import replace
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_collectives import SEPARATE, SIZE, no_compilation_cache, pytestmark  # noqa: F401
+from test_pipeline import Case, Decoder
+
+import jzero
+from jzero import vocabulary
+from jzero.pipeline.program import make_program
+from jzero.pipeline.schedules import make_schedule
+from jzero.planner import collectives, gpu_devices, memory
+from models.llama import Llama, LlamaConfig
+
+MICRO, SEQUENCE, WIDTH, VOCAB = 2, 4, 24, 64
+SEPARATE = SEPARATE | {"xla_gpu_collective_permute_combine_threshold_bytes": 0}
+
+
+class Scaled(Decoder):
+    """Ends of which the vocabulary is on `pipe`, and a scale that is not. No two leaves have the same size."""
+
+    def init(self, rng):
+        ends = {"embed": (VOCAB, WIDTH), "scale": (WIDTH,), "head": (WIDTH, 2 * VOCAB)}
+        stack = {
+            "w": (self.layers, WIDTH, 2 * WIDTH),
+            "v": (self.layers, 2 * WIDTH, 2 * WIDTH),
+            "b": (self.layers, 2 * WIDTH),
+        }
+        return jax.tree.map(jnp.ones, {"ends": ends, "stack": stack}, is_leaf=lambda x: isinstance(x, tuple))
+
+    def block(self, layer, x, rng):
+        return x + jnp.tanh(jnp.tanh(x @ layer["w"] + layer["b"]) @ layer["v"])[..., :WIDTH]
+
+    def suffix(self, ends, x, batch, rng):
+        return vocabulary.cross_entropy(x * ends["scale"], ends["head"], batch["labels"])
+
+
+def compile(case, model, rows, sequence, **options):
+    """(compiled step, mesh): micro-batches of so many rows, and compiler options."""
+    config = case.config(
+        train_micro_batch_size_per_gpu=rows,
+        optimizer={"type": "AdamW", "params": {"lr": 1e-3}},
+        bf16={"enabled": True},
+        compiler_options={"xla_gpu_autotune_level": 0, **options},
+    )
+    mesh = jzero.make_mesh(config, devices=gpu_devices("h100", case.stages * case.data * case.zero))
+    step = jzero.make_train_step(model, config, mesh=mesh)
+    tokens = jax.ShapeDtypeStruct((step.batch_sizes.train, sequence), jnp.int32)
+    return step.lower({"inputs": tokens, "labels": tokens}).compile(), mesh
+
+
+@functools.cache
+def ledger(case):
+    return collectives(*compile(case, Scaled(case.layers), MICRO, SEQUENCE, **SEPARATE))
+
+
+def ticks(table):
+    """work -> how many ticks have it. Where it is split, D is the input's part of the backward pass, W the weights'."""
+    backward, weight = table.backward, table.weight or table.backward
+    whole = (np.array(backward) == np.array(weight)).all(axis=(0, 2))
+    some = {name: work.active.any(axis=1) for name, work in (("F", table.forward), ("D", backward), ("W", weight))}
+    works = {"F": some["F"], "B": some["D"] & whole, "D": some["D"] & ~whole, "W": some["W"] & ~whole}
+    return {name: int(there.sum()) for name, there in works.items()} | dict.fromkeys("ESG", table.micro_batches)
+
+
+def expected(case):
+    """The tables of the module's docstring as a Counter of (kind, dtype, axes, bytes) -> arrays moved."""
+    moved, sizes = Counter(), {"pipe": case.stages, "data": case.data, "zero": case.zero}
+    table = make_schedule(case.schedule, case.stages, case.micro, case.chunks)
+    at, alone = ticks(table), [what for what, n in make_program(table).runs if isinstance(what, str) and n == 1]
+    depth, tokens = case.layers // case.stages // case.chunks, MICRO * SEQUENCE
+    gather = {0: None, 1: "step", 2: "step", 3: case.gather or "micro_batch"}[case.stage]
+
+    def add(kind, dtype, axes, elements, times):
+        axes = tuple(axis for axis in sizes if axis in axes and sizes[axis] > 1)
+        if axes and times:
+            moved[kind, dtype, axes, elements * SIZE[dtype]] += times
+
+    unread = any("b" in what and "S" not in what for what in alone)  # the last tick with B
+    add("collective-permute", "bf16", ["pipe"], tokens * WIDTH, at["F"] + at["B"] + at["D"] - unread)
+    add("all-reduce", "bf16", ["pipe"], tokens * WIDTH, at["E"] + 2 * at["S"] + at["G"])
+    add("all-reduce", "f32", ["pipe"], tokens, at["S"])
+    add("all-reduce", "f32", ["pipe"], 2 * tokens, at["S"])
+    add("all-reduce", "f32", ["data", "zero"], 2 * case.micro, 1)  # the losses and counts of the micro-batches
+
+    def gathers(works):
+        """In so many ticks any of these works; all of those that are no loop's are one."""
+        return sum(at[work] for work in works) - max(0, sum(bool(set(works) & set(what.upper())) for what in alone) - 1)
+
+    def leaf(shape, needed, reduced, on_pipe=True, layers=1, together=1):
+        """`needed`, `reduced`: in which ticks, by their works; `together`: that many are one array once a step."""
+        one, over_pipe = prod(shape), [] if on_pipe else ["pipe"]
+        add("all-reduce", "f32", [*["pipe"] * on_pipe, *["zero"] * (case.stage > 0)], 1, 1)  # the gradient's norm
+        if not case.stage:
+            add("all-reduce", "bf16", [*over_pipe, "data", "zero"], together * one, layers)
+            return
+        if gather == "step":
+            add("all-gather", "bf16", ["zero"], together * one, layers)
+        else:
+            add("all-gather", "bf16", ["zero"], one, layers * sum(map(gathers, needed)))
+        if case.stage == 1:
+            add("reduce-scatter", "bf16", ["zero"], together * one, layers)
+        else:
+            add("reduce-scatter", "bf16", ["zero"], one, layers * sum(at[work] for work in reduced))
+        add("all-reduce", "bf16", [*over_pipe, "data"], together * one // case.zero, layers)
+
+    shapes = jax.eval_shape(Scaled(case.layers).init, jax.random.key(0))
+    for name, x in shapes["stack"].items():
+        works = (["F"], "BD") if name == "b" else (["F", "BD"], "BW")
+        leaf(x.shape[1:], *works, layers=depth, together=case.chunks)
+        chunk = depth * prod(x.shape[1:]) // (case.zero if case.stage else 1)
+        if case.chunks % case.stages == 0:
+            add("all-to-all", "bf16", ["pipe"], case.chunks * chunk, 2)
+        elif case.chunks > 1:
+            add("collective-permute", "bf16", ["pipe"], chunk, 2 * case.chunks)
+    leaf((VOCAB // case.stages, WIDTH), ["E"], "G")
+    leaf((WIDTH,), ["S"], "S", on_pipe=False)
+    leaf((WIDTH, 2 * VOCAB // case.stages), ["S"], "S")
+    return moved
+
+
+def found(ledger):
+    moved = Counter()
+    for row in ledger:
+        assert row.operands == 1, f"combined, so its parts cannot be told apart: {row}"
+        moved[row.kind, row.dtype, row.axes, row.bytes] += row.times
+    return moved
+
+
+CASES = [
+    Case("gpipe", 4, 6, 0, 1, 2),
+    Case("interleaved", 4, 8, 1, 2, chunks=2),
+    Case("1f1b", 4, 8, 2, 2, 2),
+    Case("zero_bubble", 4, 8, 2, 2, chunks=2),
+    Case("gpipe", 4, 6, 3, 2),
+    Case("1f1b", 4, 8, 3, 2),
+    Case("interleaved", 4, 8, 3, 2, chunks=2),
+    Case("zero_bubble", 4, 8, 3, 2),
+    Case("interleaved", 2, 4, 3, 2, 2, chunks=2, gather="step"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_collectives_are_the_tables(case):
+    program = ledger(case)
+    assert not program.unknown_trips
+    assert len(program.select(in_branch=True)) == 0
+    assert found(program) == expected(case)
+    for row in program.select(kind="collective-permute"):
+        activations = row.bytes == MICRO * SEQUENCE * WIDTH * SIZE["bf16"]
+        assert row.axes == ("pipe",)
+        assert activations or row.loops == ()  # the layers go to their places and back once a step
+
+
+# ------------------------------------------------------------------------------------------------------- memory
+
+LLAMA = LlamaConfig(8, 256, 4, 2, 512, vocab_size=256, attention="xla")  # small next to its activations
+TOKENS = 1024
+
+
+@functools.cache
+def plan(schedule, chunks, micro):
+    """(planned memory, ledger) of a step of `micro` micro-batches on four stages."""
+    case = Case(schedule, 4, micro, chunks=chunks)
+    model = jzero.from_flax(lambda rngs: Llama(replace(LLAMA, num_layers=4 * chunks), rngs=rngs))
+    program, mesh = compile(case, model, 1, TOKENS)
+    return memory(program), collectives(program, mesh)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)])
+def test_memory_does_not_grow_with_the_micro_batches(schedule, chunks):
+    few, many = (plan(schedule, chunks, micro) for micro in (8, 64))
+    assert many[0].peak == pytest.approx(few[0].peak, rel=0.01)
+    # What 56 more micro-batches add is runs of a loop: in a tick of it one permute each way.
+    steady = [row for row in many[1].select(kind="collective-permute", dtype="bf16") if row.times == 56]
+    assert sum(row.operands for row in steady) == 2 * chunks
+    assert {row.bytes // row.operands for row in steady} == {TOKENS * LLAMA.d_model * SIZE["bf16"]}
+    assert many[1].select(kind="collective-permute").operands - few[1].select(kind="collective-permute").operands == (
+        2 * 56 * chunks
+    )
+
+
+def test_the_memory_of_gpipe_does():
+    few, many = (plan("gpipe", 1, micro)[0].peak for micro in (8, 64))
+    assert many - few > 56 * TOKENS * LLAMA.d_model * SIZE["bf16"]
