@@ -6,7 +6,9 @@ step is what the ZeRO paper counts beside them (arXiv:1910.02054, section 3; 2 +
 - parameters in the compute dtype: whole where the stage gathers once a step, else as the masters lie. In fp32 only
   gathered ones are a copy, the others are the masters themselves.
 - gradients of what is trained: in `data_types.grad_accum_dtype` the sum over the micro-batches; with an accumulation
-  of 1 the gradient itself, in the dtype in which the backward pass leaves it.
+  of 1 the gradient itself, in the dtype in which the backward pass leaves it. A pipeline always sums.
+
+What `pipe` divides (`Leaf.on_pipe`) counts for its part; the formula divides everything by `pipe`.
 
 Not here, because it comes and goes with the layers: the layer that stage 3 has gathered, the micro-batch's gradient
 on its way into the sum, activations. Of the whole program `jzero.planner.memory` has the peak.
@@ -22,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jzero.mesh import ZERO
+from jzero.mesh import PIPE, ZERO
 from jzero.precision import Precision
 from jzero.zero import STAGES, Stage
 
@@ -63,9 +65,9 @@ def _local_size(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> int:
     return size
 
 
-def gradient_dtype(stage: Stage, precision: Precision, accumulation: int) -> Any:
+def gradient_dtype(stage: Stage, precision: Precision, summed: bool) -> Any:
     """The dtype of the gradients that wait for the update: of their sum, or of the only micro-batch's."""
-    if accumulation > 1:
+    if summed:
         return jnp.dtype(precision.accum)
     return jnp.dtype(precision.reduce if stage.scatter == "micro_batch" else precision.compute)
 
@@ -73,26 +75,27 @@ def gradient_dtype(stage: Stage, precision: Precision, accumulation: int) -> Any
 def state_bytes(step: Any) -> StateBytes:
     """The model-state bytes per device of a `TrainStep`."""
     shapes, specs, group = step.state_shapes, step.state_specs, step.mesh.shape[ZERO]
-    stage = STAGES[step.config.zero_optimization.stage if group > 1 else 0]
+    stage, pipe = step.gradients.row if group > 1 else STAGES[0], step.mesh.shape[PIPE]
 
-    def inside(row: Stage, x: Any, trainable: bool) -> tuple[float, float]:
-        """Bytes of a leaf's compute copy and of its gradient under a row of the table."""
+    def inside(row: Stage, x: Any, trainable: bool, parts: int) -> tuple[float, float]:
+        """Bytes of a leaf's compute copy and of its gradient under a row of the table, of a pipeline's `parts`."""
         compute = jnp.dtype(step.precision.compute if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
         copied = row.gather == "step" or compute != x.dtype
-        gradient = gradient_dtype(row, step.precision, step.batch_sizes.accum)
+        gradient = gradient_dtype(row, step.precision, step.gradients.sums(step.batch_sizes.accum))
+        size = x.size / parts
         return (
-            copied * x.size * compute.itemsize / (group if row.gather == "layer" else 1),
-            trainable * x.size * gradient.itemsize / (group if row.scatter == "micro_batch" else 1),
+            copied * size * compute.itemsize / (group if row.gather == "layer" else 1),
+            trainable * size * gradient.itemsize / (group if row.scatter == "micro_batch" else 1),
         )
 
     leaves = list(zip(jax.tree.leaves(step.leaves), jax.tree.leaves(shapes.params), strict=True))
-    actual = [inside(leaf.row, x, leaf.trainable) for leaf, x in leaves]
-    ideal = [inside(stage, x, leaf.trainable) for leaf, x in leaves]
+    actual = [inside(leaf.row, x, leaf.trainable, pipe if leaf.on_pipe else 1) for leaf, x in leaves]
+    ideal = [inside(stage, x, leaf.trainable, pipe) for leaf, x in leaves]
     persistent = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((shapes.params, shapes.opt_state)))
     return StateBytes(
         masters=bytes_per_device(shapes.params, specs.params, step.mesh),
         optimizer=bytes_per_device(shapes.opt_state, specs.opt_state, step.mesh),
         parameters=int(sum(parameters for parameters, _ in actual)),
         gradients=int(sum(gradients for _, gradients in actual)),
-        formula=persistent / (group if stage.shards_state else 1) + sum(map(sum, ideal)),
+        formula=persistent / (group if stage.shards_state else 1) / pipe + sum(map(sum, ideal)),
     )

@@ -41,6 +41,7 @@ class Gradients:
     def __init__(self, model: Model, config: Config, mesh: Mesh, leaves: Any, precision: Precision):
         self.model, self.config, self.mesh, self.precision = model, config, mesh, precision
         self.axes, self.replicas = present(mesh, *BATCH_AXES), replicas(mesh)
+        self.row = zero.stage_row(config.zero_optimization.stage, config.pipeline.gather == "step")
         self.stacked = isinstance(model, StackModel)
         self.interval = config.pipeline.activation_checkpoint_interval
         self.interval = self.interval or getattr(model, "activation_checkpoint_interval", 0)
@@ -124,6 +125,15 @@ class Gradients:
         pairs, parts = self.prepare(masters), self.micro_batches(batch)
         total, count = self.all_reduce(self.losses(*pairs, parts, self.replica_key(rng), index)[0])
         return total / _nonzero(count)
+
+    @property
+    def interval_in_use(self) -> int:
+        """Layers in one activation checkpoint."""
+        return 1
+
+    def sums(self, micro_batches: int) -> bool:
+        """Whether the gradients of so many micro-batches are summed in `precision.accum`."""
+        return micro_batches > 1
 
     def replica_key(self, rng: jax.Array) -> jax.Array:
         """A key of its own for every replica, so that their dropout masks differ."""

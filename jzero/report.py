@@ -13,8 +13,8 @@ import jax
 
 from jzero import optimizers
 from jzero.accounting import gradient_dtype, state_bytes
-from jzero.mesh import AXES
-from jzero.zero import STAGES, Leaf
+from jzero.mesh import AXES, PIPE, ZERO
+from jzero.zero import Leaf, Stage
 
 WIDTH = 100
 MAX_ROWS = 12  # of the layout table
@@ -84,15 +84,15 @@ def _head(step: Any) -> list[str]:
         "model": repr(step.model),
         "mesh": f"{devices.size} x {kind} = {degrees}",
         "batch": f"{b.train} = {b.micro} per device x {b.accum} accumulation x {step.replicas} replicas{inferred}",
-        "ZeRO": _stage(step.config.zero_optimization.stage, step.gradients.stacked),
+        **({"pipeline": step.gradients.describe(b.accum)} if step.mesh.shape[PIPE] > 1 else {}),
+        "ZeRO": _stage(step.config.zero_optimization.stage, step.gradients.row, step.gradients.stacked),
         "precision": f"{step.config.precision}: masters {precision.master}, gradients reduced in {precision.reduce} "
         f"and accumulated in {precision.accum}",
     }
     return [part for name, text in rows.items() for part in _wrap(text, f"  {name:<9}  ", " " * 13)]
 
 
-def _stage(stage: int, stacked: bool) -> str:
-    row = STAGES[stage]
+def _stage(stage: int, row: Stage, stacked: bool) -> str:
     layer = "gathered layer by layer" if stacked else "gathered where they are used"
     gather = {None: "replicated", "step": "gathered once a step", "layer": layer}[row.gather]
     reduce, every = ("reduce-scattered", row.scatter) if row.scatter else ("all-reduced", "step")
@@ -129,7 +129,7 @@ def _numberless(name: str) -> str:
 
 def _model_state(step: Any) -> list[str]:
     b, precision = state_bytes(step), step.precision
-    gradient = gradient_dtype(STAGES[step.config.zero_optimization.stage], precision, step.batch_sizes.accum)
+    gradient = gradient_dtype(step.gradients.row, precision, step.gradients.sums(step.batch_sizes.accum))
     rows = [
         ["part", "bytes", ""],
         [f"masters, {precision.master}", _size(b.masters), ""],
@@ -163,16 +163,35 @@ def _effective(step: Any) -> list[str]:
         lines.append(_rates(schedule.lr))
         lines += schedule.notes
     if step.gradients.stacked:
-        checkpointing = config.activation_checkpointing
+        checkpointing, interval = step.gradients.checkpointing, step.gradients.interval
         lines.append(
             f"layer stack: {step.gradients.length} layers, {'unrolled' if step.gradients.unrolled else 'scanned'}; "
             f"activation checkpointing {checkpointing.kind if checkpointing else 'none'}"
+            + (f", {step.gradients.interval_in_use} layers at a time" if interval else "")
         )
+    if step.mesh.shape[PIPE] > 1 and config.zero_optimization.stage == 3:
+        lines.append(_gathers(step))
     small = [leaf for leaf in jax.tree.leaves(step.leaves) if leaf.why and not _fell_back(leaf)]
     if small:
         elements = sum(prod(leaf.shape) for leaf in small)
         lines.append(f"replicated, {small[0].why}: {len(small)} leaves, {elements:,} elements")
     return [*lines, *getattr(step.model, "report_notes", lambda dtype: [])(step.precision.compute)]
+
+
+def _gathers(step: Any) -> str:
+    """When a pipeline gathers, and what both ways keep of the parameters in the compute dtype."""
+    itemsize, pipe, group = step.precision.compute.itemsize, step.mesh.shape[PIPE], step.mesh.shape[ZERO]
+    leaves = jax.tree.leaves(step.leaves)
+    whole = sum(prod(leaf.shape) * itemsize // (pipe if leaf.on_pipe else 1) for leaf in leaves)
+    parts = sum(
+        prod(leaf.shape) * itemsize // (pipe if leaf.on_pipe else 1) // (1 if leaf.dim is None else group)
+        for leaf in leaves
+    )
+    asked = step.config.pipeline.gather or "micro_batch"
+    return (
+        f"pipeline.gather {asked}: micro_batch keeps {_size(parts)} of parameters per device and gathers them for "
+        f"every micro-batch, step keeps {_size(whole)} and gathers once"
+    )
 
 
 def _rates(lr: Callable[[int], Any]) -> str:

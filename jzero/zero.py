@@ -52,6 +52,12 @@ STAGES = {
 }
 
 
+def stage_row(stage: int, gather_once: bool = False) -> Stage:
+    """The row of a stage; `gather_once`: with stage 2's gather where the stage has a later one."""
+    row = STAGES[stage]
+    return row._replace(gather="step") if row.gather and gather_once else row
+
+
 @dataclass(frozen=True)
 class Leaf:
     """Where one parameter lies, and the master, moments and reduced gradient with it.
@@ -116,9 +122,7 @@ def layout(
         dim, why = _partitioned_dim(tuple(local[stacked:]), STAGES[stage], mesh, persistence_threshold)
         if dim is not None:
             axes[stacked + dim] += (ZERO,)
-        row = STAGES[stage if dim is not None else 0]
-        if row.gather and gather_once:
-            row = row._replace(gather="step")
+        row = STAGES[0] if dim is None else stage_row(stage, gather_once)
         return Leaf(name, tuple(x.shape), _spec(axes), dim, stacked, trainable, row, why)
 
     leaves = jax.tree_util.tree_map_with_path(leaf, params)

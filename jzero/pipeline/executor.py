@@ -232,7 +232,7 @@ def _zeros(shapes: Any) -> Any:
 
 
 def _buffer(slots: int, shapes: Any) -> Any:
-    """Slots for arrays of these shapes, with whatever the memory holds: what is read before it is written is dropped."""
+    """Slots for arrays of these shapes, holding anything: what is read before it is written is dropped."""
     return jax.tree.map(lambda x: lax.empty((slots, *x.shape), x.dtype), shapes)
 
 

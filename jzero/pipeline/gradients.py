@@ -62,12 +62,37 @@ class PipelineGradients(Gradients):
                 f"layers of {self.model!r}; with {self.chunks} chunks per stage what fits: "
                 f"{', '.join(fit) or 'no number of stages'}"
             )
+        if self.config.stack.unroll is False:
+            raise ConfigError(
+                f"stack.unroll = false with mesh.pipe = {self.stages}: the layers of a pipeline's chunk are always "
+                "unrolled (the ticks are a loop); leave it out"
+            )
         self.depth, self.unrolled, self.layer_axis = self.length // self.parts, True, self.chunks > 1
         self.used = {ENDS: self.leaves[ENDS], STACK: [self.leaves[STACK]] * self.depth}
         self.vocabulary_axis = PIPE if any(leaf.on_pipe for leaf in jax.tree.leaves(self.used[ENDS])) else None
 
+    def describe(self, micro_batches: int) -> str:
+        """The line of the run report."""
+        ends = "divided among the stages" if self.vocabulary_axis else "computed by all stages together"
+        return f"{self._summary(micro_batches)}; {self.depth} layers a chunk, prefix and suffix {ends}"
+
+    def _summary(self, micro_batches: int) -> str:
+        schedule = self.schedule(micro_batches)
+        chunks = f" x {self.chunks} chunks" if self.chunks > 1 else ""
+        return (
+            f"{self.stages} stages{chunks}, {schedule.name}: {schedule.ticks} ticks for {micro_batches} micro-batches, "
+            f"bubble {schedule.bubble():.1%}, at most {schedule.in_flight.max()} chunks in flight"
+        )
+
     def schedule(self, micro_batches: int) -> Schedule:
         return make_schedule(self.config.pipeline.schedule, self.stages, micro_batches, self.chunks)
+
+    @property
+    def interval_in_use(self) -> int:
+        return min(self.interval or 1, self.depth)
+
+    def sums(self, micro_batches: int) -> bool:
+        return True
 
     def accumulate(self, active: Any, passive: Any, batch: Any, rng: jax.Array, scale: jax.Array) -> tuple[Any, Any]:
         n = len(jax.tree.leaves(batch)[0])
@@ -135,7 +160,7 @@ class PipelineGradients(Gradients):
 
         # Between the forward and the backward pass lies the stash, so nothing can be merged that is to be kept apart.
         run = checkpointed(fetch, layers, self.checkpointing, regather=False, unrolled=False)
-        every = self.interval or 1
+        every = self.interval_in_use
         for k in range(0, self.depth, every):
             x = run(pairs[k : k + every], x, keys[k : k + every])
         return x
@@ -152,6 +177,12 @@ class SwitchedGradients(PipelineGradients):
         self.depth, self.layer_axis = 1, False
         self.used = {ENDS: {}, STACK: [self.leaves]}
         self.boundaries = self.model.boundaries(self.parts)  # type: ignore[attr-defined]
+
+    def describe(self, micro_batches: int) -> str:
+        return (
+            f"{self._summary(micro_batches)}; layers of different structure, cut at {self.boundaries}: every stage has "
+            "all parameters and the sum of their gradients, and runs its own layers, again in the backward pass"
+        )
 
     def spread(self, masters: Any) -> Any:
         return {ENDS: {}, STACK: [masters]}

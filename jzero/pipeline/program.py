@@ -7,8 +7,8 @@ To the schedule's F, B, W come the ends, which all stages compute together, for 
   passes: ends its forward pass);
 - G: the prefix's gradient, for the micro-batch that the first stage's backward pass ended at the tick before.
 
-Where the table splits the backward pass, B is the whole of it, at a tick at which every stage's W is that of its B; D is
-the gradient of the input alone. b and w are B and W at a tick at which some stage is idle.
+Where the table splits the backward pass, B is the whole of it, at a tick at which every stage's W is that of its B; D
+is the gradient of the input alone. b and w are B and W at a tick at which some stage is idle.
 """
 
 from __future__ import annotations
