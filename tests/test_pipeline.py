@@ -98,11 +98,20 @@ class Tree(Decoder):
         return total / (ROWS * SEQUENCE) * x["depth"]
 
 
+@jax.custom_vjp
+def normed_gradient(x):
+    return x
+
+
+normed_gradient.defvjp(lambda x: (x, None), lambda _, g: (g / jnp.linalg.norm(g),))
+
+
 class Fragile(Decoder):
-    """A layer that makes NaNs of zeros, in its value and in its gradient."""
+    """Layers that make NaNs of zeros, and of a gradient that is zero."""
 
     def block(self, layer, x, rng):
-        return x + jnp.tanh(x / jnp.linalg.norm(x, axis=-1, keepdims=True) @ layer["w"] + layer["b"])
+        h = normed_gradient(x) / jnp.linalg.norm(x, axis=-1, keepdims=True)
+        return normed_gradient(x + jnp.tanh(h @ layer["w"] + layer["b"]))
 
 
 @lru_cache
@@ -202,6 +211,10 @@ def run(model, case, batch=None, **more):
     before = by_name(jax.device_get(state.params))
     state, metrics, details = step.run(state, batch_of(case) if batch is None else batch)
     assert not metrics["skipped"]
+    for x in jax.tree.leaves(state.params):
+        parts = {}
+        for shard in x.addressable_shards:  # what lies on several devices is the same on all of them
+            np.testing.assert_array_equal(shard.data, parts.setdefault(str(shard.index), shard.data))
     after = by_name(jax.device_get(state.params))
     gradients = {name: (np.float64(x) - np.float64(after[name])) / LR for name, x in before.items()}
     return Done(float(metrics["loss"]), np.asarray(details.micro_losses), float(metrics["grad_norm"]), gradients)
@@ -376,12 +389,15 @@ def test_activations_with_integers_and_masks(case):
     ]
 )
 def test_stale_data_leaks_nothing(case, monkeypatch):
-    """What an idle stage computes is NaN here, from the zeros that it has, and from what its buffers hold at first."""
+    """What an idle stage makes is NaN here: of the zeros that it has at first or is sent, of what its buffers hold."""
     monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan if dtype == jnp.float32 else -1))
-    fragile = model(Fragile, case.layers)
+    fragile, batch = model(Fragile, case.layers), batch_of(case)
     layer = jax.tree.map(lambda w: w[0], fragile.init(jax.random.key(0))["stack"])
-    assert jnp.isnan(fragile.block(layer, jnp.zeros((1, WIDTH)), None)).all()
-    assert np.isfinite(check(fragile, case).norm)
+    for x, dy in ((0.0, 1.0), (1.0, 0.0)):
+        y, pullback = jax.vjp(lambda x: fragile.block(layer, x, None), jnp.full((1, WIDTH), x))
+        assert jnp.isnan(pullback(jnp.full(y.shape, dy))[0]).all()
+    batch["labels"][:, 0] = 1  # no micro-batch without any, whose gradient is zero
+    assert_close(run(fragile, case, batch), run(fragile, case.unpipelined, batch))
 
 
 # ----------------------------------------------------------------------------------------------- PipelineModule

@@ -52,45 +52,39 @@ def make_program(schedule: Schedule) -> Program:
 
     forward, backward = pad(schedule.forward), pad(schedule.backward)
     last = pad(schedule.weight) if schedule.weight else backward
-    works = {"F": forward, "B": backward} | ({"W": last} if schedule.weight else {})
+    whole = (np.array(last) == np.array(backward)).all(axis=(0, 2))  # [ticks]: every stage's W is that of its B
+    put_off = [Work(*np.where(whole[:, None], -1, work)) for work in (backward, last)]
+
     columns: dict[str, np.ndarray] = {}
-    operations: dict[str, Any] = {"F": forward.active.any(axis=1)}
-    for name, work in works.items():
+    for name, work in (("F", forward), ("B", backward), ("W", last)):
         columns |= {f"{name}.chunk": np.maximum(work.chunk, 0), f"{name}.micro": np.maximum(work.micro, 0)}
         columns[f"{name}.active"] = work.active
+    columns["F.slot"], columns["W.slot"], stash = slots(forward, last)
+    columns["B.slot"] = _reads(forward, backward, columns["F.slot"])
+    columns["B.rest"], columns["W.rest"], rest = slots(*put_off)
 
-    columns["F.slot"], columns["read"], stash = slots(forward, last)
-    columns["B.slot"], rest = columns["read"], 0
-    if last is not backward:
-        columns["B.slot"] = _reads(forward, backward, columns["F.slot"])
-        columns["W.slot"] = columns["read"]
-        columns["B.rest"], columns["W.rest"], rest = slots(backward, last)
-
-    evaluation = not backward.active.any()
     ends = {
         "E": np.roll(_at(forward, 0, 0), -1),
-        "S": _at(forward if evaluation else backward, -1, schedule.chunks - 1),
+        "S": _at(backward if backward.active.any() else forward, -1, schedule.chunks - 1),
         "G": np.roll(_at(backward, 0, 0), 1),
     }
-    for name, micro in ends.items():
-        operations[name] = micro >= 0
-        columns[f"{name}.micro"] = np.repeat(np.maximum(micro, 0)[:, None], schedule.stages, axis=1)
-    whole = (np.array(last) == np.array(backward)).all(axis=(0, 2))  # [ticks]
-    operations["D"] = backward.active.any(axis=1) & ~whole
+    columns |= {
+        f"{name}.micro": np.maximum(micro, 0)[:, None].repeat(schedule.stages, 1) for name, micro in ends.items()
+    }
+
+    operations: dict[str, Any] = {name: micro >= 0 for name, micro in ends.items()}
+    operations |= {"F": forward.active.any(axis=1), "D": backward.active.any(axis=1) & ~whole}
     for name, work, there in (("B", backward, whole), ("W", last, ~whole)):
-        some, every = work.active.any(axis=1) & there, work.active.all(axis=1) & there
-        operations[name], operations[name.lower()] = every, some & ~every
-    operations = {op: operations[op] for op in "EFSDBbWwG"}
-    ticks = ["".join(op for op, active in operations.items() if active[t]) for t in range(len(forward.micro))]
-    for t in range(
-        1, len(ticks)
-    ):  # one tick more or less with a select that is not needed is better than one more loop
-        if ticks[t] != ticks[t - 1] and ticks[t].replace("B", "b").replace("W", "w") == ticks[t - 1]:
+        every = work.active.all(axis=1)
+        operations |= {name: every & there, name.lower(): work.active.any(axis=1) & ~every & there}
+    ticks = ["".join(op for op in "EFSDBbWwG" if operations[op][t]) for t in range(len(whole))]
+    for t in range(1, len(ticks)):
+        # One more tick with a select that it does not need is better than one more loop.
+        if ticks[t].replace("B", "b").replace("W", "w") == ticks[t - 1]:
             ticks[t] = ticks[t - 1]
+    runs = fold([(ops, len(list(same))) for ops, same in groupby(ticks)])
     turns = bool((_at(forward, -1, schedule.chunks - 1) == ends["S"]).all())
-    return Program(
-        schedule, fold([(ops, len(list(same))) for ops, same in groupby(ticks)]), columns, stash, rest, turns
-    )
+    return Program(schedule, runs, columns, stash, rest if operations["D"].any() else 0, turns)
 
 
 def _at(work: Work, stage: int, chunk: int) -> np.ndarray:
@@ -102,10 +96,8 @@ def _reads(first: Work, later: Work, written: np.ndarray) -> np.ndarray:
     """[ticks, stages]: the slot that `first` wrote for what `later` works on."""
     read = np.zeros_like(written)
     for stage in range(written.shape[1]):
-        where = {
-            (c, m): slot
-            for c, m, slot in zip(first.chunk[:, stage], first.micro[:, stage], written[:, stage], strict=True)
-        }
+        places = zip(first.chunk[:, stage], first.micro[:, stage], written[:, stage], strict=True)
+        where = {(chunk, micro): slot for chunk, micro, slot in places}
         for t in np.flatnonzero(later.active[:, stage]):
             read[t, stage] = where[later.chunk[t, stage], later.micro[t, stage]]
     return read
