@@ -353,7 +353,7 @@ def test_llama(case):
         (Decoder, Case("interleaved", 2, 2, 1, 2, chunks=2)),
         (Decoder, Case("zero_bubble", 2, 2, 2, 2)),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_tied_ends(kind, case):
     """The embedding is the head too: what both ends add to its gradient, of different micro-batches, is all there."""
@@ -447,7 +447,7 @@ def layers(kind):
 @pytest.mark.parametrize("kind", ["alike", "different"])
 @named(
     [
-        Case("gpipe", 2, 3, 2, 2),
+        Case("gpipe", 2, 3),
         Case("1f1b", 4, 4),
         Case("interleaved", 2, 2, 3, 2, chunks=2),
         Case("zero_bubble", 2, 4),
@@ -468,15 +468,15 @@ def test_pipeline_module(kind, case):
 @pytest.mark.parametrize(
     ("kind", "schedule", "policy", "interval"),
     [
-        (Llama, "1f1b", "matmuls", 1),
+        (Llama, "1f1b", "matmuls", 0),
         (Llama, "zero_bubble", "full", 2),
         (Decoder, "1f1b", "none", 0),
         (Decoder, "1f1b", "matmuls", 2),
         (Decoder, "1f1b", "full", 0),
         (Decoder, "1f1b", "full", 1),
         (Decoder, "zero_bubble", "none", 0),
-        (Decoder, "zero_bubble", "matmuls", 0),
-        (Decoder, "zero_bubble", "full", 1),
+        (Decoder, "zero_bubble", "matmuls", 1),
+        (Decoder, "zero_bubble", "full", 0),
         (Decoder, "zero_bubble", None, 2),
     ],
 )
@@ -500,7 +500,7 @@ def test_what_an_interval_keeps():
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
 def test_recomputed_layers_draw_the_same_masks(schedule):
-    check(model(Dropout, 8), Case(schedule, 2, 2, chunks=2), activation_checkpointing={"policy": "full"})
+    check(model(Dropout, 4), Case(schedule, 2, 2, chunks=2), activation_checkpointing={"policy": "full"})
 
 
 # ---------------------------------------------------------------------------------- losses without a train step
