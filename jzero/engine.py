@@ -141,14 +141,16 @@ class Engine:
 
     # ------------------------------------------------------------------ one call
 
-    def train_batch(self, batch: Any = None) -> jax.Array:
+    def train_batch(self, batch: Any = None, *, data_iter: Iterator[Any] | None = None) -> jax.Array:
         """One optimizer step on one global batch; its mean loss.
 
         Args:
           batch: a global batch (leading dimension `train_batch_size()`), an iterator of micro-batches (leading
             dimension micro x replicas), of which `gradient_accumulation_steps()` are taken, or None: the training data.
+          data_iter: DeepSpeed's name for such an iterator.
         """
         self._check_no_pending("train_batch")
+        batch = data_iter if batch is None else batch
         source = self._batches if batch is None else batch
         if source is None:
             raise ConfigError("train_batch() has no batch: pass one, or pass training_data to jzero.initialize")

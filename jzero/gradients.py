@@ -232,7 +232,7 @@ def sum_and_count(loss: Any) -> tuple[jax.Array, jax.Array]:
             found = f"of shape {jnp.shape(part)}" if hasattr(part, "shape") else f"{type(part).__name__}"
             raise ConfigError(
                 f"the model's loss is or holds a value {found}: it must be a scalar, or (sum, count) of two scalars; "
-                "there is no place for other outputs"
+                "there is no place for other outputs (write loss.mean())"
             )
     total, count = parts
     return jnp.asarray(total, jnp.float32), jnp.asarray(count, jnp.float32)

@@ -180,8 +180,9 @@ class SwitchedGradients(PipelineGradients):
 
     def describe(self, micro_batches: int) -> str:
         return (
-            f"{self._summary(micro_batches)}; layers of different structure, cut at {self.boundaries}: every stage has "
-            "all parameters and the sum of their gradients, and runs its own layers, again in the backward pass"
+            f"{self._summary(micro_batches)}; no run of equal layers that the stages divide, so layers cut at "
+            f"{self.boundaries}: every stage has all parameters and the sum of their gradients, runs its own layers, "
+            "again in the backward pass"
         )
 
     def spread(self, masters: Any) -> Any:

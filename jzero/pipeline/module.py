@@ -240,6 +240,6 @@ class PipelineModule:
 def pair(batch: Any) -> tuple[Any, Any]:
     """(inputs, labels), if the batch is that."""
     if not (isinstance(batch, tuple | list) and len(batch) == 2):
-        kind = f"{type(batch).__name__} of {len(batch)}" if hasattr(batch, "__len__") else type(batch).__name__
+        kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, list | tuple | dict) else show(batch)
         raise ConfigError(f"PipelineModule: a batch is (inputs, labels), but this is a {kind}")
     return batch[0], batch[1]
