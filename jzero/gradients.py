@@ -46,6 +46,11 @@ class Gradients:
         self.interval = config.pipeline.activation_checkpoint_interval
         self.interval = self.interval or getattr(model, "activation_checkpoint_interval", 0)
         self.checkpointing = config.activation_checkpointing
+        if self.interval and self.checkpointing and self.checkpointing.policy == "none":
+            raise ConfigError(
+                f"activation_checkpoint_interval = {self.interval} of {model!r}: does nothing with "
+                'activation_checkpointing.policy "none"; use policy "full" or "matmuls", or remove one'
+            )
         if self.interval and (self.checkpointing is None or self.checkpointing.kind == "none"):
             self.checkpointing = ActivationCheckpointing(policy="full")
         self.leaves = self.used = leaves  # `used`: the leaves as the (active, passive) trees have them

@@ -216,6 +216,11 @@ def _fallbacks(step: Any) -> list[str]:
     if any(leaf.row.gather == "layer" for leaf in jax.tree.leaves(step.leaves)) and not step.gradients.stacked:
         lines.append("stage 3: the model has no layer stack, so it is gathered as a whole (see jzero/model.py)")
     checkpointing = step.config.activation_checkpointing
-    if checkpointing and checkpointing.kind != "none" and not step.gradients.stacked:
+    stages, pipeline = step.mesh.shape[PIPE], step.config.pipeline
+    if stages == 1 and pipeline.model_fields_set & {"schedule", "chunks"}:
+        lines.append("pipeline.schedule and pipeline.chunks: one stage, so no pipeline")
+    if stages == 1 and step.gradients.interval > 1:
+        lines.append("activation_checkpoint_interval: without a pipeline every layer is a checkpoint of its own")
+    if checkpointing and checkpointing.kind != "none" and not step.gradients.stacked and stages == 1:
         lines.append("activation_checkpointing: the model has no layer stack, so it is one checkpoint as a whole")
     return lines

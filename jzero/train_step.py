@@ -106,7 +106,7 @@ class TrainStep:
         lr_scheduler: optax.Schedule | None = None,
     ):  # fmt: skip
         check_model(model)
-        self.model, self.config = model, (config := _with_stages(config, model))
+        self.model, self.config = model, (config := _with_stages(config, model, mesh))
         self.mesh = make_mesh(config) if mesh is None else mesh
         check_mesh(self.mesh)
         self.replicas = replicas(self.mesh)
@@ -161,7 +161,12 @@ class TrainStep:
                 f"data x zero = {self.replicas}: pass one of them, or jzero.make_mesh(config)"
             )
         grouped = config.zero_optimization.mics_shard_size > 0 or config.zero_optimization.zero_hpz_partition_size > 1
-        if not grouped and not config.pipeline.stages and "mesh" not in config.model_fields_set:
+        if config.pipeline.stages not in (None, mesh.shape[PIPE]):
+            raise ConfigError(
+                f"pipeline.stages = {config.pipeline.stages} in the config, but the mesh passed in has pipe "
+                f"{mesh.shape[PIPE]}: pass one of them, or jzero.make_mesh(config)"
+            )
+        if not grouped and "mesh" not in config.model_fields_set:
             return
         for axis, degree in config.mesh_degrees(mesh.size).items():
             if mesh.shape[axis] != degree:
@@ -175,6 +180,10 @@ class TrainStep:
         stages = self.mesh.shape[PIPE]
         shapes = {zero.path_name(path): x.shape for path, x in jax.tree_util.tree_flatten_with_path(params)[0]}
         wanted = {f"{ENDS}/{name}": dim for name, dim in getattr(self.model, "vocabulary", {}).items()}
+        if unknown := sorted(wanted.keys() - shapes.keys()):
+            raise ConfigError(
+                f"{self.model!r}: vocabulary names {unknown}, no parameters; they are {', '.join(shapes)}"
+            )
         return wanted if all(shapes[name][dim] % stages == 0 for name, dim in wanted.items()) else {}
 
     def _choose_schedule(self, optimizer: Any, lr_scheduler: Any) -> lr_schedules.Schedule | None:
@@ -368,13 +377,17 @@ class TrainStep:
                 )
 
 
-def _with_stages(config: Config, model: Model) -> Config:
+def _with_stages(config: Config, model: Model, mesh: Mesh | None) -> Config:
     """The config with the number of stages that a `PipelineModule` was made for."""
-    stages, asked = getattr(model, "num_stages", None), config.pipeline.stages or config.mesh.pipe
-    if stages is None or asked in (stages, -1):
+    stages = getattr(model, "num_stages", None)
+    if stages is None:
         return config
-    if config.pipeline.stages or "pipe" in config.mesh.model_fields_set:
-        key = "pipeline.stages" if config.pipeline.stages else "mesh.pipe"
+    key = "pipeline.stages" if config.pipeline.stages else "mesh.pipe"
+    asked = config.pipeline.stages or (config.mesh.pipe if "pipe" in config.mesh.model_fields_set else -1)
+    if mesh is not None:
+        check_mesh(mesh)
+        key, asked = "the mesh passed in: pipe", mesh.shape[PIPE]
+    if asked not in (stages, -1):
         raise ConfigError(f"{key} = {asked}, but {model!r} has num_stages = {stages}: leave one of them out")
     return config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"stages": stages})})
 

@@ -10,24 +10,44 @@ T tokens, V vocabulary, D width.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextvars import ContextVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-_AXIS: ContextVar[str | None] = ContextVar("vocabulary_axis", default=None)
+from jzero.errors import ConfigError
+
+_AXIS: ContextVar[tuple[str | None, frozenset[int]]] = ContextVar("vocabulary_axis", default=(None, frozenset()))
 
 
 @contextlib.contextmanager
-def parallel(axis: str | None) -> Iterator[None]:
-    """Within, the tables that `embed` and `cross_entropy` are given are slices over this mesh axis; None: whole."""
-    token = _AXIS.set(axis)
+def parallel(axis: str | None, sizes: Collection[int] = ()) -> Iterator[None]:
+    """Within, `embed` and `cross_entropy` are given slices, over a mesh axis, of vocabularies of these sizes.
+
+    None: whole tables.
+    """
+    token = _AXIS.set((axis, frozenset(sizes)))
     try:
         yield
     finally:
         _AXIS.reset(token)
+
+
+def _axis_of(size: int) -> str | None:
+    """The mesh axis over which a table with so many local rows is sliced.
+
+    Raises:
+      ConfigError: a whole table where slices are expected.
+    """
+    axis, sizes = _AXIS.get()
+    if axis is not None and size * lax.psum(1, axis) not in sizes:
+        raise ConfigError(
+            f"a table of {size} rows is used through jzero.vocabulary, but the model's `vocabulary` does not name it: "
+            "name every parameter that embed and cross_entropy are given, or none"
+        )
+    return axis
 
 
 def embed(table_VD: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -38,9 +58,11 @@ def embed(table_VD: jax.Array, tokens: jax.Array) -> jax.Array:
     >>> embed(jnp.eye(3), jnp.array([2, 0])).tolist()
     [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
     """
-    axis, dtype, table_VD = _AXIS.get(), table_VD.dtype, table_VD.astype(jnp.float32)
+    axis, dtype, table_VD = _axis_of(len(table_VD)), table_VD.dtype, table_VD.astype(jnp.float32)
     if axis is None:
         return table_VD[tokens].astype(dtype)
+    size = len(table_VD) * lax.psum(1, axis)
+    tokens = jnp.clip(jnp.where(tokens < 0, tokens + size, tokens), 0, size - 1)  # as indexing does
     rows = tokens - _start(len(table_VD), axis)
     mine = (rows >= 0) & (rows < len(table_VD))
     found = jnp.where(mine[..., None], table_VD[jnp.where(mine, rows, 0)], 0)
@@ -58,7 +80,7 @@ def cross_entropy(x: jax.Array, head_DV: jax.Array, labels: jax.Array) -> tuple[
     >>> round(float(total), 4), int(count)
     (2.0794, 1)
     """
-    axis = _AXIS.get()
+    axis = _axis_of(head_DV.shape[1])
     logits = (x if axis is None else _copy(x, axis)) @ head_DV
     losses = _losses(logits, labels, axis)
     counted = labels >= 0
@@ -97,29 +119,30 @@ def _losses(logits: jax.Array, labels: jax.Array, axis: str | None) -> jax.Array
     The residuals are the logits as they are and one number per token.
     """
 
-    def hit(logits: jax.Array) -> jax.Array:
-        columns = lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
-        return columns == (labels - (0 if axis is None else _start(logits.shape[-1], axis)))[..., None]
+    def hit(logits: jax.Array, labels: jax.Array) -> jax.Array:
+        columns = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+        start = 0 if axis is None else _start(logits.shape[-1], axis)
+        return columns == (labels.astype(jnp.int32) - start)[..., None]
 
-    def forward(logits: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def forward(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         wide = logits.astype(jnp.float32)
         highest = wide.max(-1)
         if axis is not None:
             highest = lax.pmax(highest, axis)
-        sums = jnp.stack([jnp.exp(wide - highest[..., None]).sum(-1), jnp.where(hit(wide), wide, 0).sum(-1)])
+        sums = jnp.stack([jnp.exp(wide - highest[..., None]).sum(-1), jnp.where(hit(wide, labels), wide, 0).sum(-1)])
         if axis is not None:
             sums = lax.psum(sums, axis)
         normalizer = jnp.log(sums[0]) + highest
-        return normalizer - sums[1], (logits, normalizer)
+        return normalizer - sums[1], (logits, labels, normalizer)
 
-    def backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array]:
-        logits, normalizer = saved
+    def backward(saved: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array, None]:
+        logits, labels, normalizer = saved
         probabilities = jnp.exp(logits.astype(jnp.float32) - normalizer[..., None])
-        return (((probabilities - hit(logits)) * g[..., None]).astype(logits.dtype),)
+        return ((probabilities - hit(logits, labels)) * g[..., None]).astype(logits.dtype), None
 
     @jax.custom_vjp
-    def losses(logits: jax.Array) -> jax.Array:
-        return forward(logits)[0]
+    def losses(logits: jax.Array, labels: jax.Array) -> jax.Array:
+        return forward(logits, labels)[0]
 
     losses.defvjp(forward, backward)
-    return losses(logits)
+    return losses(logits, labels)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
 Arrays = list[jax.Array]
-_CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat2")  # what `_inlined` looks into
+_CALLS = ("jit", "closed_call", "remat2")  # what `_inlined` looks into
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "scan", "while")
 
 
@@ -36,14 +36,14 @@ class Chunk:
 
     def __init__(self, f: Callable, weights: Any, x: Any, context: Any, *, split: bool = False):
         def forward(weights: Any, x: Any, context: Any) -> tuple[Any, Arrays]:
-            (active, passive), (floats, others) = weights, partition(x)
+            (active, passive), (floats, others) = weights, split_floats(x)
 
             def differentiable(active: Any, floats: Any) -> tuple[Any, Any]:
-                return partition(f((active, passive), combine(floats, others), context))
+                return split_floats(f((active, passive), join_floats(floats, others), context))
 
             y, pullback, others = jax.vjp(differentiable, active, floats, has_aux=True)
             residuals, self.pullback = jax.tree.flatten(pullback)
-            return combine(y, others), residuals
+            return join_floats(y, others), residuals
 
         traced, (y, residuals) = jax.make_jaxpr(forward, return_shape=True)(weights, x, context)
         self.program, self.y_tree = _Program(traced), jax.tree.structure(y)
@@ -57,7 +57,7 @@ class Chunk:
         self.rest_shapes: list[jax.ShapeDtypeStruct] = []
         self.remake = self.program.needed(self.residuals, given=[*self.known, *self.stashed])
         if split:
-            self._split([jax.ShapeDtypeStruct(r.shape, r.dtype) for r in residuals], partition(y)[0])
+            self._split([jax.ShapeDtypeStruct(r.shape, r.dtype) for r in residuals], split_floats(y)[0])
 
     def forward(self, weights: Any, x: Any, context: Any) -> tuple[Any, Arrays]:
         """(y, what to stash)."""
@@ -169,13 +169,13 @@ def _inlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
     return read(program.outputs)
 
 
-def partition(x: Any) -> tuple[Any, Any]:
+def split_floats(x: Any) -> tuple[Any, Any]:
     """(floating leaves, other leaves): the tree twice, with None in the other's places."""
     floating = jax.tree.map(lambda v: jnp.issubdtype(v.dtype, jnp.floating), x)
     floats = jax.tree.map(lambda v, keep: v if keep else None, x, floating)
     return floats, jax.tree.map(lambda v, drop: None if drop else v, x, floating)
 
 
-def combine(floats: Any, others: Any) -> Any:
-    """The inverse of `partition`."""
+def join_floats(floats: Any, others: Any) -> Any:
+    """The inverse of `split_floats`."""
     return jax.tree.map(lambda a, b: b if a is None else a, floats, others, is_leaf=lambda v: v is None)

@@ -18,7 +18,7 @@ from jzero.errors import ConfigError
 from jzero.gradients import sum_and_count
 from jzero.mesh import PIPE
 from jzero.model import ENDS, STACK, fold
-from jzero.pipeline.chunk import Chunk, combine, partition
+from jzero.pipeline.chunk import Chunk, join_floats, split_floats
 from jzero.pipeline.program import Program, Runs, count
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ class Run:
         self.last_chunk = owner.chunks - 1
         self.gathers = any(leaf.row.gather == "layer" for leaf in jax.tree.leaves(owner.used[STACK]))
         part, key = self.micro_batch(0)
-        self.prefix, self.layers, self.suffix = owner.functions(pairs, part)
+        prefix, self.layers, self.suffix = owner.functions(pairs, part)
+        self.prefix = lambda *args: jax.tree.map(jnp.asarray, prefix(*args))
         self.x = jax.eval_shape(lambda: self.prefix(self.ends(self.active[ENDS]), part, key))
         weights, context = jax.eval_shape(self.weights, 0), jax.eval_shape(self.context, 0, 0)
         _check_chain(self.x, jax.eval_shape(self.layers, weights, self.x, context))
@@ -74,7 +75,7 @@ class Run:
 
     def start(self) -> Carry:
         x, m = _zeros(self.x), _length(self.batch)
-        floats = partition(x)[0]
+        floats = split_floats(x)[0]
         if self.scale is None:
             return Carry(x, x, None, None, None, None, None, jnp.zeros((m, 2)))
         accum = self.owner.precision.accum
@@ -135,10 +136,10 @@ class Run:
         if "S" in operations:
             part, key = self.micro_batch(at["S.micro"])
             y = self.from_stage(self.is_last, y)
-            floats, others = partition(y)
+            floats, others = split_floats(y)
 
             def loss(ends: Any, floats: Any) -> Any:
-                value = self.suffix(ends, combine(floats, others), part, key)
+                value = self.suffix(ends, join_floats(floats, others), part, key)
                 if self.scale is None:
                     return 0.0, jnp.stack(sum_and_count(value))
                 return self.owner.scaled(value, part, self.scale)
@@ -171,11 +172,11 @@ class Run:
 
         if "G" in operations:
             part, key = self.micro_batch(at["G.micro"])
-            _, pullback = jax.vjp(lambda ends: partition(self.prefix(ends, part, key))[0], ends)
+            _, pullback = jax.vjp(lambda ends: split_floats(self.prefix(ends, part, key))[0], ends)
             ends_gradients += pullback(self.from_stage(self.is_first, carry.leaving))
 
         if ends_gradients:
-            (gradient,) = reduce(jax.tree.map(lambda *gs: sum(gs[1:], gs[0]), *ends_gradients))
+            (gradient,) = reduce(jax.tree.map(_sum, *ends_gradients))
             summed = jax.tree.map(_add, new["gradients"][ENDS], gradient)
             new["gradients"] = {**new["gradients"], ENDS: summed}
         return Carry(**new)
@@ -232,8 +233,13 @@ def _zeros(shapes: Any) -> Any:
 
 
 def _buffer(slots: int, shapes: Any) -> Any:
-    """Slots for arrays of these shapes, holding anything: what is read before it is written is dropped."""
-    return jax.tree.map(lambda x: lax.empty((slots, *x.shape), x.dtype), shapes)
+    """Slots for arrays of these shapes. Floats hold anything: what is read before it is written is dropped."""
+
+    def buffer(x: Any) -> jax.Array:
+        make = lax.empty if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros
+        return make((slots, *x.shape), x.dtype)
+
+    return jax.tree.map(buffer, shapes)
 
 
 def _write(buffer: Any, slot: jax.Array, x: Any) -> Any:
@@ -248,12 +254,19 @@ def _select(condition: jax.Array, x: Any, y: Any) -> Any:
     return jax.tree.map(partial(jnp.where, condition), x, y)
 
 
+def _sum(*gs: jax.Array) -> jax.Array:
+    return gs[0] if gs[0].dtype == jax.dtypes.float0 else sum(gs[1:], gs[0])  # float0: of an integer parameter
+
+
 def _add(s: jax.Array, g: jax.Array) -> jax.Array:
     return s + g.astype(s.dtype)
 
 
 def _check_chain(x: Any, y: Any) -> None:
-    """Raise a ConfigError unless a block's output is like its input."""
+    """Raise a ConfigError unless a block's output is like its input, and can go from stage to stage."""
+    for v in jax.tree.leaves(x):
+        if not (jnp.issubdtype(v.dtype, jnp.floating) or jnp.issubdtype(v.dtype, jnp.integer) or v.dtype == bool):
+            raise ConfigError(f"pipeline: {v.dtype} cannot go from stage to stage; give floats, integers or bools")
 
     def form(x: Any) -> Any:
         return jax.tree.map(lambda v: f"{v.dtype.name}{list(v.shape)}", x)

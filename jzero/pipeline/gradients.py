@@ -49,7 +49,14 @@ class PipelineGradients(Gradients):
         self.parts = self.stages * self.chunks
         self._cut()
 
+    def _refuse(self, key: str, why: str) -> None:
+        raise ConfigError(f"{key} with mesh.pipe = {self.stages}: {why}; leave it out")
+
     def _cut(self) -> None:
+        if self.checkpointing and self.checkpointing.cpu_checkpointing:
+            self._refuse(
+                "activation_checkpointing.cpu_checkpointing = true", "not yet: a pipeline's stash is on the GPU"
+            )
         if not self.stacked:
             raise ConfigError(
                 f"mesh.pipe = {self.stages}: {self.model!r} has no layer stack to cut into stages; give it prefix, "
@@ -63,13 +70,12 @@ class PipelineGradients(Gradients):
                 f"{', '.join(fit) or 'no number of stages'}"
             )
         if self.config.stack.unroll is False:
-            raise ConfigError(
-                f"stack.unroll = false with mesh.pipe = {self.stages}: the layers of a pipeline's chunk are always "
-                "unrolled (the ticks are a loop); leave it out"
-            )
+            self._refuse("stack.unroll = false", "the layers of a pipeline's chunk are always unrolled")
         self.depth, self.unrolled, self.layer_axis = self.length // self.parts, True, self.chunks > 1
         self.used = {ENDS: self.leaves[ENDS], STACK: [self.leaves[STACK]] * self.depth}
-        self.vocabulary_axis = PIPE if any(leaf.on_pipe for leaf in jax.tree.leaves(self.used[ENDS])) else None
+        divided = [leaf for leaf in jax.tree.leaves(self.used[ENDS]) if leaf.on_pipe]
+        self.vocabulary_axis = PIPE if divided else None
+        self.vocabulary_sizes = {size for leaf in divided for size in leaf.shape}
 
     def describe(self, micro_batches: int) -> str:
         """The line of the run report."""
@@ -98,17 +104,22 @@ class PipelineGradients(Gradients):
         n = len(jax.tree.leaves(batch)[0])
         program = make_program(self.schedule(n))
         gradients, seen = Run(self, program, (active, passive), batch, rng, 0, scale / n).result()
-        # All stages computed the same for what lies on all of them: one of them counts.
-        is_first = lax.axis_index(PIPE) == 0
 
         def once(leaf: zero.Leaf, g: Any) -> Any:
-            return g if g is None or leaf.on_pipe else jnp.where(is_first, g, 0)
+            return g if g is None or leaf.on_pipe else self._first(g)
 
-        return {**gradients, ENDS: jax.tree.map(once, self.used[ENDS], gradients[ENDS])}, seen
+        return {**gradients, ENDS: jax.tree.map(once, self.used[ENDS], gradients[ENDS])}, self._agreed(seen)
+
+    def _first(self, x: jax.Array) -> jax.Array:
+        """x on the first stage, elsewhere zero: of what all stages computed one counts, so that they never differ."""
+        return jnp.where(lax.axis_index(PIPE) == 0, x, 0)
+
+    def _agreed(self, seen: jax.Array) -> jax.Array:
+        return lax.psum(self._first(seen), PIPE)
 
     def losses(self, active: Any, passive: Any, batch: Any, rng: jax.Array | None, first: Any = 0) -> jax.Array:
         program = make_program(forward_only(self.stages, len(jax.tree.leaves(batch)[0]), self.chunks))
-        return Run(self, program, (active, passive), batch, rng, first).result()[1]
+        return self._agreed(Run(self, program, (active, passive), batch, rng, first).result()[1])
 
     def spread(self, masters: Any) -> Any:
         stack, p = masters[STACK], self.precision
@@ -138,11 +149,11 @@ class PipelineGradients(Gradients):
         return self.prefix, self.chunk, self.suffix
 
     def prefix(self, ends: Any, part: Any, key: Any) -> Any:
-        with vocabulary.parallel(self.vocabulary_axis):
+        with vocabulary.parallel(self.vocabulary_axis, self.vocabulary_sizes):
             return self.model.prefix(ends, part, fold(key, 0))  # type: ignore[attr-defined]
 
     def suffix(self, ends: Any, x: Any, part: Any, key: Any) -> Any:
-        with vocabulary.parallel(self.vocabulary_axis):
+        with vocabulary.parallel(self.vocabulary_axis, self.vocabulary_sizes):
             return self.model.suffix(ends, x, part, fold(key, self.length + 1))  # type: ignore[attr-defined]
 
     def chunk(self, weights: Any, x: Any, context: Any) -> Any:
@@ -174,6 +185,12 @@ class SwitchedGradients(PipelineGradients):
     """
 
     def _cut(self) -> None:
+        why = "layers of different structure are always computed again in the backward pass"
+        remat = self.config.activation_checkpointing
+        if remat and (remat.cpu_checkpointing or remat.policy == "matmuls"):
+            self._refuse(f"activation_checkpointing = {remat}", why)
+        if self.config.stack.unroll is False:
+            self._refuse("stack.unroll = false", "the module has no layer stack")
         self.depth, self.layer_axis = 1, False
         self.used = {ENDS: {}, STACK: [self.leaves]}
         self.boundaries = self.model.boundaries(self.parts)  # type: ignore[attr-defined]

@@ -82,7 +82,7 @@ def make_program(schedule: Schedule) -> Program:
         # One more tick with a select that it does not need is better than one more loop.
         if ticks[t].replace("B", "b").replace("W", "w") == ticks[t - 1]:
             ticks[t] = ticks[t - 1]
-    runs = fold([(ops, len(list(same))) for ops, same in groupby(ticks)])
+    runs = compress([(ops, len(list(same))) for ops, same in groupby(ticks)])
     turns = bool((_at(forward, -1, schedule.chunks - 1) == ends["S"]).all())
     return Program(schedule, runs, columns, stash, rest if operations["D"].any() else 0, turns)
 
@@ -103,7 +103,7 @@ def _reads(first: Work, later: Work, written: np.ndarray) -> np.ndarray:
     return read
 
 
-def fold(runs: Runs) -> Runs:
+def compress(runs: Runs) -> Runs:
     """Runs in which what repeats is written once: a, b, a, b, a, b -> (a, b) three times."""
     out: list[Any] = []
     i = 0
