@@ -106,7 +106,11 @@ class Run:
     # ------------------------------------------------------------------ one tick
 
     def tick(self, operations: str, carry: Carry, at: Columns) -> Carry:
-        """One tick; `operations` as in `jzero.pipeline.program`, `at` this stage's numbers."""
+        """One tick; `operations` as in `jzero.pipeline.program`, `at` this stage's numbers.
+
+        What E makes is used at the next tick (`first`), and G works on what B left at the tick before (`leaving`):
+        their all-reduces then run beside the chunks and delay nobody.
+        """
         new, y, dy = carry._asdict(), None, None
         idle = {name for name in "BW" if name.lower() in operations}
         operations = operations.upper()
@@ -126,7 +130,7 @@ class Run:
                 y = self.layers(weights, x, context)
             else:
                 y, kept = self.chunk.forward(weights, x, context)
-                kept += [] if self.program.turns else [y]
+                kept += [] if self.program.turns else [y]  # gpipe's suffix comes later
                 new["stash"] = _write(carry.stash, at["F.slot"], kept)
             new["inbox"] = self.send(y, +1)
 

@@ -63,7 +63,7 @@ def make_program(schedule: Schedule) -> Program:
     columns["B.slot"] = _reads(forward, backward, columns["F.slot"])
     columns["B.rest"], columns["W.rest"], rest = slots(*put_off)
 
-    ends = {
+    ends = {  # no work is lost by the rolls: the first and the last tick are padding
         "E": np.roll(_at(forward, 0, 0), -1),
         "S": _at(backward if backward.active.any() else forward, -1, schedule.chunks - 1),
         "G": np.roll(_at(backward, 0, 0), 1),
