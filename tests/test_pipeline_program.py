@@ -10,8 +10,8 @@ shapes, and is compared with the program as `test_collectives` does, as a multis
 - micro-batch, when its gradient has come back (G, a tick later): 1 all-reduce over `pipe`, that gradient to all stages;
 - step, with V chunks to a stage: V permutes of every stacked leaf to the chunks' places, and V back; 1 all-to-all each
   way where S divides V;
-- step: 1 all-reduce over `pipe` of the losses, and of each gradient that `pipe` does not divide; over the batch axes what
-  `test_collectives` has;
+- step: 1 all-reduce over `pipe` of the losses, and of each gradient that `pipe` does not divide; over the batch axes
+  what `test_collectives` has;
 
 and over `zero`, leaf by leaf, of a stage's layers
 
