@@ -3,8 +3,23 @@
 import pathlib
 
 import jax
+import pytest
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parent / ".jax_cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+@pytest.fixture(scope="module")
+def no_compilation_cache():
+    """What is compiled for a GPU that is not there cannot be read back from JAX's persistent cache.
+
+    JAX asks once in a process whether there is one, so switching it off, as a plan does, is too late in tests.
+    """
+    name = "jax_persistent_cache_min_compile_time_secs"
+    seconds = getattr(jax.config, name)
+    jax.config.update(name, 1e9)
+    yield
+    jax.config.update(name, seconds)
+    jax.config.update("jax_enable_compilation_cache", True)

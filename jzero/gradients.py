@@ -188,24 +188,26 @@ class Gradients:
 
         return each
 
+    def fetch(self, leaves: Any, pair: Any) -> Any:
+        """(active, passive) -> the whole weights, where they are used."""
+        return jax.tree.map(partial(zero.fetch, precision=self.precision), leaves, *pair)
+
     def loss(self, active: Any, passive: Any, batch: Any, rng: jax.Array | None) -> Any:
         """The model's loss of one micro-batch, every weight fetched where it is used."""
         regather = any(leaf.row.gather == "layer" for leaf in jax.tree.leaves(self.leaves))
         saving = partial(checkpointed, checkpointing=self.checkpointing, regather=regather)
 
-        def fetch(leaves: Any, pair: Any) -> Any:
-            return jax.tree.map(partial(zero.fetch, precision=self.precision), leaves, *pair)
-
         if not self.stacked:
-            whole = saving(partial(fetch, self.leaves), self.model.loss, unrolled=True)
+            whole = saving(partial(self.fetch, self.leaves), self.model.loss, unrolled=True)
             return whole((active, passive), batch, rng)
 
         model: StackModel = self.model  # type: ignore[assignment]
-        layer = saving(partial(fetch, self.leaves[STACK]), model.block, unrolled=self.unrolled)
+        layer = saving(partial(self.fetch, self.leaves[STACK]), model.block, unrolled=self.unrolled)
         layers: Any = (active[STACK], passive[STACK])
         if self.unrolled:
             layers = list(zip(*layers, strict=True))
-        ends = fetch(self.leaves[ENDS], (active[ENDS], passive[ENDS]))  # once, also where prefix and suffix are tied
+        # Once, also where prefix and suffix are tied.
+        ends = self.fetch(self.leaves[ENDS], (active[ENDS], passive[ENDS]))
         x = model.prefix(ends, batch, fold(rng, 0))
         x = run_stack(layer, layers, x, rng)
         return model.suffix(ends, x, batch, fold(rng, self.length + 1))

@@ -37,7 +37,10 @@ from models.llama import Llama, LlamaConfig
 from models.mlp import MLP, cross_entropy
 
 has_cuda_compiler = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
-pytestmark = pytest.mark.skipif(not has_cuda_compiler, reason="needs jzero[plan]")
+pytestmark = [
+    pytest.mark.skipif(not has_cuda_compiler, reason="needs jzero[plan]"),
+    pytest.mark.usefixtures("no_compilation_cache"),
+]
 
 LAYERS, SEQUENCE, MICRO = 3, 16, 2
 LLAMA = LlamaConfig(LAYERS, 64, 4, 2, 96, vocab_size=128, attention="xla")
@@ -102,16 +105,6 @@ CASES = [
     Case(2, accum=1, llama=False, precision="fp16"),
     Case(3, accum=1, llama=False, precision="fp16", policy="full"),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_compilation_cache():
-    """What is compiled for a GPU that is not there cannot be read back from JAX's persistent cache."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    seconds = getattr(jax.config, name)
-    jax.config.update(name, 1e9)
-    yield
-    jax.config.update(name, seconds)
 
 
 @functools.cache

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import re
 
-import jax
 import numpy as np
 import pytest
 
@@ -66,17 +65,6 @@ def test_pretrain_on_random_tokens(run_pretrain):
     printed = run_pretrain("--random --steps 1 --override bf16.enabled=false --override gradient_accumulation_steps=2")
     ((_, loss),) = LOSS.findall(printed)
     assert float(loss) == pytest.approx(np.log(256), abs=0.1)
-
-
-@pytest.fixture
-def no_compilation_cache():
-    """JAX asks once in a process whether there is one, so switching it off, as a plan does, is too late in tests."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    seconds = getattr(jax.config, name)
-    jax.config.update(name, 1e9)
-    yield
-    jax.config.update(name, seconds)
-    jax.config.update("jax_enable_compilation_cache", True)
 
 
 @pytest.mark.skipif(not has_cuda_compiler, reason="needs jzero[plan]")

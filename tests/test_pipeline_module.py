@@ -310,7 +310,7 @@ def test_tied(middle):
     expected, (first, last) = jax.value_and_grad(untied, (0, 1))(e, e, params)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     np.testing.assert_allclose(
-        (gradients["ends"] if model.stack else gradients)["tied"]["e"]["embedding"], first + last, rtol=1e-4, atol=1e-4
+        (gradients["ends"] if model.stack else gradients)["tied"]["e"]["embedding"], first + last, rtol=1e-5, atol=1e-5
     )
 
 

@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_collectives import SEPARATE, SIZE, no_compilation_cache, pytestmark  # noqa: F401
+from test_collectives import SEPARATE, SIZE, pytestmark  # noqa: F401
 from test_pipeline import Case, Decoder
 
 import jzero

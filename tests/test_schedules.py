@@ -203,8 +203,8 @@ def test_one_chunk_interleaved_is_1f1b():
         (("1f1b", 0, 2, 1), ["stages = 0: must be a positive integer"]),
         (("1f1b", 2, -1, 1), ["micro_batches = -1: must be a positive integer"]),
         (("zero_bubble", 2, 2.0, 0), ["micro_batches = 2.0: must be a", "chunks = 0: must be a positive integer"]),
-        (("gpipe", 2, 2, 2), ["pipeline.chunks = 2: gpipe has one chunk per stage; use interleaved or zero_bubble"]),
-        (("1f1b", 2, 2, 3), ["pipeline.chunks = 3: 1f1b has one chunk per stage; use interleaved or zero_bubble"]),
+        (("gpipe", 2, 2, 2), ['pipeline.chunks = 2: schedule "gpipe" has one chunk per stage; set pipeline.sch']),
+        (("1f1b", 2, 2, 3), ['pipeline.chunks = 3: schedule "1f1b" has one chunk per stage; set pipeline.sch']),
         ((None, 0, 1, 1), ["stages = 0: must be a positive integer", "pipeline.schedule = None: choose one of gpipe"]),
     ],
 )

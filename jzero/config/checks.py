@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterator
 from jzero import lr_schedules, optimizers
 from jzero.config.sections import MeshConfig, Settings
 from jzero.config.sizes import AXES_TO_COME, HPZ, MICS, asked_degrees, zero_group
+from jzero.pipeline.schedules import too_many_chunks
 
 Check = Callable[[Settings], Iterator[str]]
 _CHECKS: list[tuple[tuple[str, ...], Check]] = []
@@ -69,11 +70,7 @@ def _stages_against_mesh(s: Settings) -> Iterator[str]:
 @_reads("pipeline.schedule", "pipeline.chunks")
 def _chunks(s: Settings) -> Iterator[str]:
     schedule, chunks = s.pipeline.schedule, s.pipeline.chunks
-    if chunks > 1 and schedule in ("gpipe", "1f1b"):
-        yield (
-            f'pipeline.chunks = {chunks}: schedule "{schedule}" has one chunk per stage; set pipeline.schedule to '
-            '"interleaved" or "zero_bubble"'
-        )
+    yield from too_many_chunks(schedule, chunks)
     if chunks == 1 and schedule == "interleaved":
         yield 'pipeline.schedule = "interleaved": needs pipeline.chunks of 2 or more; one chunk per stage is "1f1b"'
 

@@ -7,10 +7,10 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 from jzero import kinds
 from jzero.kinds import Dtype, number, one_of
+from jzero.pipeline import schedules
 
 Policy = Literal["none", "full", "matmuls"]
 Reduction = Literal["mean", "sum"]
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Gather = Literal["step", "micro_batch"]
 
 Flag = Annotated[bool, PlainValidator(kinds.FLAG)]
@@ -125,7 +125,7 @@ class PipelineConfig(Section):
     """
 
     stages: PositiveOrNone = None
-    schedule: Annotated[ScheduleName, PlainValidator(one_of(get_args(ScheduleName)))] = "1f1b"
+    schedule: Annotated[schedules.Name, PlainValidator(one_of(schedules.NAMES))] = "1f1b"
     chunks: Positive = 1
     gather: Annotated[Gather | None, PlainValidator(one_of(get_args(Gather), none=None))] = None
     activation_checkpoint_interval: Count = 0

@@ -131,15 +131,18 @@ class _Program:
                 wanted.update(v for v in eqn.invars if not isinstance(v, Literal))
         return eqns[::-1]
 
-    def run(self, eqns: Iterable[Any], variables: Sequence[Any], values: Sequence[Any]) -> Callable:
-        """Run these equations; a function that reads variables from the result."""
+    def run(
+        self, eqns: Iterable[Any], variables: Sequence[Any], values: Sequence[Any], bind: Callable | None = None
+    ) -> Callable:
+        """Run these equations, each by `bind`; a function that reads variables from the result."""
+        bind = bind or _bind
         known = self.constants | dict(zip(variables, values, strict=True))
 
         def read(variables: Iterable[Any]) -> list[Any]:
             return [v.val if isinstance(v, Literal) else known[v] for v in variables]
 
         for eqn in eqns:
-            known |= zip(eqn.outvars, _bind(eqn, read(eqn.invars)), strict=True)
+            known |= zip(eqn.outvars, bind(eqn, read(eqn.invars)), strict=True)
         return read
 
 
@@ -152,21 +155,14 @@ def _bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
 def _inlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
     """Run a jaxpr with its calls (jit, checkpoint) opened, so that their equations are separate ones."""
     program = _Program(closed)
-    known = program.constants | dict(zip(program.inputs, values, strict=True))
 
-    def read(variables: Iterable[Any]) -> list[Any]:
-        return [v.val if isinstance(v, Literal) else known[v] for v in variables]
+    def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+        if eqn.primitive.name not in _CALLS:
+            return _bind(eqn, values)
+        inner = eqn.params["jaxpr"]
+        return _inlined(inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ()), values)
 
-    for eqn in program.eqns:
-        arguments = read(eqn.invars)
-        if eqn.primitive.name in _CALLS:
-            inner = eqn.params["jaxpr"]
-            inner = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
-            out: Sequence[Any] = _inlined(inner, arguments)
-        else:
-            out = _bind(eqn, arguments)
-        known |= zip(eqn.outvars, out, strict=True)
-    return read(program.outputs)
+    return program.run(program.eqns, program.inputs, values, bind)(program.outputs)
 
 
 def split_floats(x: Any) -> tuple[Any, Any]:

@@ -196,7 +196,7 @@ class Run:
         return fold(self.rng, self.first + micro), chunk * self.owner.stages + self.stage
 
     def ends(self, active: Any) -> Any:
-        return self.owner.fetch(self.owner.used[ENDS], active, self.passive[ENDS])
+        return self.owner.fetch(self.owner.used[ENDS], (active, self.passive[ENDS]))
 
     def weights(self, chunk: Any, again: bool = False) -> Any:
         """(active, passive) of a chunk; `again`: what is gathered of them is gathered anew, not kept since F."""

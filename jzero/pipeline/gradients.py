@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -137,9 +136,6 @@ class PipelineGradients(Gradients):
 
         return {ENDS: used[ENDS], STACK: jax.tree.map(stack, *used[STACK])}
 
-    def fetch(self, leaves: Any, active: Any, passive: Any) -> Any:
-        return jax.tree.map(partial(zero.fetch, precision=self.precision), leaves, active, passive)
-
     def functions(self, pairs: Any, part: Any) -> Functions:
         """What a tick calls, for parameters and micro-batches of these shapes.
 
@@ -162,7 +158,7 @@ class PipelineGradients(Gradients):
         keys = [fold(key, number * self.depth + k + 1) for k in range(self.depth)]
 
         def fetch(pairs: Any) -> list[Any]:
-            return [self.fetch(self.leaves[STACK], *pair) for pair in pairs]
+            return [self.fetch(self.leaves[STACK], pair) for pair in pairs]
 
         def layers(weights: Any, x: Any, keys: Any) -> Any:
             for layer, key in zip(weights, keys, strict=True):
@@ -210,7 +206,7 @@ class SwitchedGradients(PipelineGradients):
 
     def functions(self, pairs: Any, part: Any) -> Functions:
         def whole(weights: Any) -> Any:
-            return self.fetch(self.leaves, *(tree[0] for tree in weights))
+            return self.fetch(self.leaves, [tree[0] for tree in weights])
 
         params = jax.eval_shape(lambda: whole([pair[STACK] for pair in pairs]))
         pack, run, loss = switched(self.model, self.boundaries, params, part)  # type: ignore[arg-type]

@@ -141,11 +141,7 @@ def make_schedule(name: Name | str, stages: int, micro_batches: int, chunks: int
     problems = _bad_sizes(stages, micro_batches, chunks)
     if name not in NAMES:
         problems.append(f"pipeline.schedule = {name!r}: choose one of {', '.join(NAMES)}")
-    if name in ("gpipe", "1f1b") and chunks != 1 and not problems:
-        problems.append(
-            f"pipeline.chunks = {chunks}: {name} has one chunk per stage; use interleaved or zero_bubble, or chunks = 1"
-        )
-    if problems:
+    if problems := problems or too_many_chunks(name, chunks):
         raise ConfigError(*problems)
     if name == "gpipe":
         forward = _work(stages, micro_batches, 1, start=np.arange(stages))
@@ -159,6 +155,16 @@ def make_schedule(name: Name | str, stages: int, micro_batches: int, chunks: int
     if name == "zero_bubble":
         weight = _work(stages, micro_batches, chunks, np.full(stages, start[0]), mirrored=True, turn=True)
     return _schedule(name, stages, micro_batches, chunks, forward, backward, weight)
+
+
+def too_many_chunks(name: str, chunks: int) -> list[str]:
+    """The problem of more chunks than the schedule has, if that is one."""
+    if name not in ("gpipe", "1f1b") or chunks == 1:
+        return []
+    return [
+        f'pipeline.chunks = {chunks}: schedule "{name}" has one chunk per stage; set pipeline.schedule to '
+        '"interleaved" or "zero_bubble", or chunks to 1'
+    ]
 
 
 def forward_only(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
