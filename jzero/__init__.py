@@ -2,6 +2,7 @@
 
 from jzero.config import Config
 from jzero.data import RepeatingLoader
+from jzero.distributed import get_local_rank, get_rank, get_world_size, init_distributed, log_dist
 from jzero.engine import Engine, initialize
 from jzero.errors import ConfigError
 from jzero.mesh import make_mesh
@@ -21,7 +22,12 @@ __all__ = [
     "TrainState",
     "TrainStep",
     "from_flax",
+    "get_local_rank",
+    "get_rank",
+    "get_world_size",
+    "init_distributed",
     "initialize",
+    "log_dist",
     "make_mesh",
     "make_train_step",
     "report",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ from jax.sharding import Mesh
 from jzero import checkpoint
 from jzero.config import Config
 from jzero.data import ArrayLoader, RepeatingLoader
+from jzero.distributed import agree, init_distributed
 from jzero.errors import ConfigError
 from jzero.model import Model
 from jzero.precision import check_stuck
@@ -50,6 +52,7 @@ def initialize(
     Raises:
       ConfigError: whatever does not fit, before the first compilation.
     """
+    init_distributed()
     if resume is not None:
         raise ConfigError(f"resume = {resume!r}: not yet: resuming on its own; call engine.load_checkpoint(dir)")
     config = Config.load(config)
@@ -171,15 +174,16 @@ class Engine:
         return self.step_fn.evaluate(self.state, batch)
 
     def _take(self, source: Iterator[Any]) -> list[Any]:
-        accum, parts = self.gradient_accumulation_steps(), []
-        for part in source:
-            parts.append(part)
-            if len(parts) == accum:
-                return parts
-        raise ConfigError(
-            f"the iterator ended after {len(parts)} of {accum} micro-batches (gradient_accumulation_steps = {accum}); "
-            "jzero.RepeatingLoader starts a loader again"
-        )
+        accum = self.gradient_accumulation_steps()
+        parts = list(itertools.islice(source, accum))
+        for rank, got in enumerate(agree("data", str(len(parts)))):  # or the others would wait for ever
+            if int(got) < accum:
+                of = f" of process {rank}" if jax.process_count() > 1 else ""
+                raise ConfigError(
+                    f"the iterator{of} ended after {got} of {accum} micro-batches (gradient_accumulation_steps = "
+                    f"{accum}); jzero.RepeatingLoader starts a loader again"
+                )
+        return parts
 
     # ------------------------------------------------------------------ three calls
 

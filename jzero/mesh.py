@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jzero.distributed import hosts, init_distributed
 from jzero.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ def make_mesh(
     """
     from jzero.config import Config
 
-    # Device ids alone may interleave hosts.
-    devices = sorted(jax.devices() if devices is None else devices, key=lambda d: (d.process_index, d.id))
+    init_distributed()
+    devices = sorted(jax.devices() if devices is None else devices, key=_by_host)
     keywords = {PIPE: pipe, DATA: data, ZERO: zero, TENSOR: tensor}
     if data == zero == -1:
         raise ConfigError(
@@ -68,6 +69,12 @@ def make_mesh(
     degrees = Config.load(config).mesh_degrees(len(devices))
     shape = [degrees[axis] for axis in AXES]
     return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _by_host(device: Any) -> tuple[int, int, int]:
+    """Ranks may go round the hosts, and ids alone may too."""
+    process, of_process = device.process_index, hosts()
+    return of_process[process] if process < len(of_process) else 0, process, device.id
 
 
 def check_mesh(mesh: Mesh) -> None:

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero import lr_schedules, optimizers, zero
+from jzero import batches, lr_schedules, optimizers, progress, zero
 from jzero.config import Config
+from jzero.distributed import check_same
 from jzero.errors import ConfigError
 from jzero.gradients import Gradients, Result
 from jzero.mesh import PIPE, batch_spec, check_mesh, is_gpu, make_mesh, replicas, shardings
@@ -140,6 +141,7 @@ class TrainStep:
         )
         self.tx = optax.with_extra_args_support(tx)  # reduce_on_plateau wants the loss
         make_gradients = pipeline_gradients if self.mesh.shape[PIPE] > 1 else Gradients
+        self._programs: set[tuple] = set()  # those that the processes have agreed on
         self.gradients: Gradients = make_gradients(model, config, self.mesh, self.leaves, self.precision)
         self._lay_out_state()
         self._compile()
@@ -318,21 +320,29 @@ class TrainStep:
 
     def run(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics, Details]:
         """As calling the step, with its details."""
-        self.check_batch(batch, self.batch_sizes.train)
+        self._check_batch(batch, self.batch_sizes.train)
         _check_alive(state)
-        return self._step(state, self.place(batch))
+        return self._run(state, self.place(batch))
 
     def run_micro_batches(self, state: TrainState, parts: Sequence[Any]) -> tuple[TrainState, Metrics, Details]:
         """As `run`, on micro-batches of all replicas (leading dimension micro x replicas), however many."""
         parts = [self.place_micro_batch(part) for part in parts]
         _check_alive(state)
-        return self._step(state, self._concatenate(parts))
+        return self._run(state, self._concatenate(parts))
+
+    def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics, Details]:
+        done = self._step(state, self._agreed("a step", batch))
+        progress.finished_when(done[1]["loss"])
+        return done
 
     def evaluate(self, state: TrainState, batch: Any) -> jax.Array:
         """The loss without dropout and without an update; the leading dimension is any multiple of micro x replicas."""
-        self.check_batch(batch, self.micro_size, multiples=True)
+        self._check_batch(batch, self.micro_size, multiples=True)
         _check_alive(state)
-        return self._evaluate(state.params, self.place(batch))
+        batch = batches.place(batch, self.batch_sharding, len(jax.tree.leaves(batch)[0]))
+        loss = self._evaluate(state.params, self._agreed("evaluate", batch))
+        progress.finished_when(loss)
+        return loss
 
     def micro_loss(self, state: TrainState, part: Any, index: int) -> jax.Array:
         """The loss of micro-batch `index` of the next step, before that step: the same dropout, no gradient."""
@@ -342,7 +352,7 @@ class TrainStep:
 
     def lower(self, batch_shapes: Any) -> jax.stages.Lowered:
         """The step lowered for the mesh's devices, which need not exist; the batch as ShapeDtypeStructs or arrays."""
-        self.check_batch(batch_shapes, self.batch_sizes.train)
+        self._check_batch(batch_shapes, self.batch_sizes.train)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch_shapes)
         return self._step.lower(self.state_shapes, shapes)
 
@@ -354,27 +364,36 @@ class TrainStep:
         return self.batch_sizes.micro * self.replicas
 
     def place(self, batch: Any) -> Any:
-        """A batch laid out over (`data`, `zero`)."""
-        return jax.device_put(batch, self.batch_sharding)
+        """A global batch laid out over (`data`, `zero`); of many processes each gives all of it or its own rows."""
+        return batches.place(batch, self.batch_sharding, self.batch_sizes.train)
 
     def place_micro_batch(self, part: Any) -> Any:
-        self.check_batch(part, self.micro_size)
-        return self.place(part)
+        """A micro-batch of all replicas, the same way."""
+        self._check_batch(part, self.micro_size)
+        return batches.place(part, self.batch_sharding, self.micro_size)
 
-    def check_batch(self, batch: Any, size: int, multiples: bool = False) -> None:
-        """Raise a ConfigError unless every leaf's leading dimension is `size` (or a multiple of it)."""
+    def _check_batch(self, batch: Any, rows: int, multiples: bool = False) -> None:
         b = self.batch_sizes
-        leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-        if not leaves:
-            raise ConfigError("batch: it holds no arrays")
-        for path, x in leaves:
-            shape = tuple(getattr(x, "shape", ()))
-            if not shape or not shape[0] or (shape[0] % size if multiples else shape[0] != size):
-                raise ConfigError(
-                    f"batch leaf {zero.path_name(path) or 'batch'!r} has shape {shape}: its leading dimension must be "
-                    f"{'a multiple of ' * multiples}{size} (train_batch_size {b.train} = micro-batch {b.micro} x "
-                    f"accumulation {b.accum} x {self.replicas} replicas)"
-                )
+        why = f"train_batch_size {b.train} = micro-batch {b.micro} x accumulation {b.accum} x {self.replicas} replicas"
+        here = rows if jax.process_count() == 1 else batches.rows_here(self.batch_sharding, rows)
+        batches.check(batch, rows, here, why, multiples)
+
+    def _agreed(self, call: str, batch: Any) -> Any:
+        """The batch, once all processes are known to run the same program on batches of these shapes."""
+        if jax.process_count() == 1:
+            return batch
+        shapes = {zero.path_name(path): f"{x.dtype}{list(x.shape)}" for path, x in jax.tree.leaves_with_path(batch)}
+        signature = call, tuple(shapes.items())
+        if signature not in self._programs:
+            self._programs.add(signature)
+            parameters = {leaf.name: f"{list(leaf.shape)} {leaf.spec}" for leaf in jax.tree.leaves(self.leaves)}
+            config = self.config.model_dump(mode="json", warnings=False)
+            program = {
+                "call": call, "config": config, "mesh": dict(self.mesh.shape), "batch": shapes,
+                "parameters": parameters, "jax": jax.__version__,
+            }  # fmt: skip
+            check_same("train step", program)
+        return batch
 
 
 def _with_stages(config: Config, model: Model, mesh: Mesh | None) -> Config:

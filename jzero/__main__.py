@@ -1,0 +1,7 @@
+"""`python -m jzero` is `jzero`."""
+
+import sys
+
+from jzero.cli import main
+
+sys.exit(main())

@@ -1,0 +1,50 @@
+"""Batches: their size, and how they come onto the devices of one process or of many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jzero import zero
+from jzero.errors import ConfigError
+
+
+def place(batch: Any, sharding: NamedSharding, rows: int) -> Any:
+    """A global batch of `rows` rows, laid out; of many processes each gives all rows, or its own.
+
+    Its own are those of its devices, in order: with one process per GPU and no pipeline the rank-th part.
+    """
+
+    def one(x: Any) -> jax.Array:
+        if jax.process_count() == 1 or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+            return jax.device_put(x, sharding)
+        x = np.asarray(x)
+        if len(x) == rows:
+            return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+        return jax.make_array_from_process_local_data(sharding, x, (rows, *x.shape[1:]))
+
+    return jax.tree.map(one, batch)
+
+
+def rows_here(sharding: NamedSharding, rows: int) -> int:
+    """How many of a global batch's rows lie on this process's devices."""
+    places = sharding.addressable_devices_indices_map((rows,)).values()
+    return sum(len(range(*index[0].indices(rows))) for index in {str(i): i for i in places if i}.values())
+
+
+def check(batch: Any, rows: int, also: int, why: str, multiples: bool = False) -> None:
+    """Raise a ConfigError unless every leaf has `rows` rows (or a multiple of that), or `also` rows; `why` so many."""
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    if not leaves:
+        raise ConfigError("batch: it holds no arrays")
+    for path, x in leaves:
+        shape = tuple(getattr(x, "shape", ()))
+        if not shape or not shape[0] or (shape[0] % rows if multiples else shape[0] not in (rows, also)):
+            here = f", or {also} on this process" if also != rows and not multiples else ""
+            raise ConfigError(
+                f"batch leaf {zero.path_name(path) or 'batch'!r} has shape {shape}: its leading dimension must be "
+                f"{'a multiple of ' * multiples}{rows}{here} ({why})"
+            )

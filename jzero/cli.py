@@ -1,0 +1,55 @@
+"""The command `jzero`: `jzero [run] [options] script ...`, `jzero report`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from jzero.errors import ConfigError
+from jzero.launcher import options, runner, transports
+from jzero.launcher.job import Job, make_job
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code; 2 where nothing was started because something does not fit."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    name, *rest = argv or ["--help"]
+    try:
+        if name == "report":
+            from jzero.launcher import report
+
+            return report.main(rest)
+        return launch(rest if name == "run" else argv)
+    except ConfigError as error:
+        print(f"jzero: {error}", file=sys.stderr)
+        return 2
+
+
+def launch(argv: Sequence[str]) -> int:
+    """Start a job and wait for its end."""
+    job = make_job(options.parse(argv), os.environ, os.getcwd())
+    if job.options.dry_run:
+        print(transports.dry_run(job))
+        return 0
+    with runner.pid_file(job.options.save_pid):
+        return hand_over(job) if job.options.launcher in transports.HANDOVERS else asyncio.run(runner.run(job))
+
+
+def hand_over(job: Job) -> int:
+    """Let another system run the job."""
+    (command,) = transports.commands(job)
+    env = os.environ | transports.handover_env(job)
+    manifest = json.dumps(transports.jobset(job)).encode() if job.options.launcher == "k8s" else None
+    try:
+        code = subprocess.run(command, env=env, input=manifest, check=False).returncode
+    except FileNotFoundError:
+        raise ConfigError(f"--launcher {job.options.launcher}: there is no {command[0]} on this machine") from None
+    return 128 - code if code < 0 else code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

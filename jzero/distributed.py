@@ -1,0 +1,266 @@
+"""The processes of a job: joining them, who is who, and agreeing on something.
+
+One process per GPU is started by the launcher, or by whatever sets one of these environments:
+
+| started by            | rank                   | of                     | on this host                 |
+|-----------------------|------------------------|------------------------|------------------------------|
+| `jzero`, `torchrun`   | `RANK`                 | `WORLD_SIZE`           | `LOCAL_RANK`                 |
+| `srun`                | `SLURM_PROCID`         | `SLURM_STEP_NUM_TASKS` | `SLURM_LOCALID`              |
+| `mpirun` (Open MPI)   | `OMPI_COMM_WORLD_RANK` | `OMPI_COMM_WORLD_SIZE` | `OMPI_COMM_WORLD_LOCAL_RANK` |
+
+The coordinator is `MASTER_ADDR`:`MASTER_PORT`; where Slurm does not say, the first host of the job. A Kubernetes job
+runs `jzero` in every pod, which sets the first row.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import os
+import re
+import socket
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+
+from jzero import progress
+from jzero.errors import ConfigError
+from jzero.rendezvous import meet
+
+DEFAULT_PORT = 29500
+DEFAULT_TIMEOUT = 120.0
+
+
+class Place(NamedTuple):
+    """This process among the others."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    coordinator: str = ""
+
+
+def find_place(env: Mapping[str, str]) -> Place:
+    """Read the table above.
+
+    Raises:
+      ConfigError: an environment that says half of it.
+    """
+    if "WORLD_SIZE" in env:
+        port = _number(env, "MASTER_PORT", DEFAULT_PORT)
+        if "TORCHELASTIC_RUN_ID" in env:  # torchrun itself listens on MASTER_PORT
+            port += 1
+        local = _number(env, "LOCAL_SIZE", _number(env, "LOCAL_WORLD_SIZE", 1))
+        place = Place(_number(env, "RANK"), _number(env, "WORLD_SIZE"), _number(env, "LOCAL_RANK", 0), local)
+    elif "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
+        port = _number(env, "MASTER_PORT", 49152 + _number(env, "SLURM_JOB_ID", 0) % 16384)
+        tasks = env.get("SLURM_STEP_TASKS_PER_NODE", "1")
+        place = Place(
+            _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS"), _number(env, "SLURM_LOCALID", 0),
+            max(int(n) for n in re.findall(r"\d+(?!\d*\))", tasks)),
+        )  # fmt: skip
+    elif "OMPI_COMM_WORLD_RANK" in env:
+        port = _number(env, "MASTER_PORT", DEFAULT_PORT)
+        place = Place(
+            _number(env, "OMPI_COMM_WORLD_RANK"), _number(env, "OMPI_COMM_WORLD_SIZE"),
+            _number(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0), _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", 1),
+        )  # fmt: skip
+    else:
+        return Place()
+    address = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", ""))
+    if place.size > 1 and not address:
+        raise ConfigError(f"process {place.rank} of {place.size}: MASTER_ADDR is not set; set it to process 0's host")
+    if not 0 <= place.rank < place.size:
+        raise ConfigError(f"rank = {place.rank} of {place.size} processes: ranks are 0 to {place.size - 1}")
+    return place._replace(coordinator=f"{address}:{port}")
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name, default)
+    if text is None or not re.fullmatch(r"\d+", str(text)):
+        raise ConfigError(f"{name} = {text!r} in the environment: must be a number; the launcher sets it")
+    return int(text)
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm list.
+
+    >>> first_host("gpu[07-09,12],login1")
+    'gpu07'
+    """
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", nodelist)[0])
+
+
+def init_distributed(timeout: float | None = None) -> None:
+    """Join the other processes of the job; for one process, or a second time, nothing.
+
+    `initialize`, `make_train_step` and `make_mesh` call it. Call it yourself before any use of JAX in a script that
+    wants, say, `jax.devices()` first.
+
+    Args:
+      timeout: seconds to wait for the last process; default `JZERO_TIMEOUT`, or DeepSpeed's `DEEPSPEED_TIMEOUT` (in
+        minutes), or 120.
+
+    Raises:
+      ConfigError: the processes that never came; JAX was used before.
+    """
+    place = find_place(os.environ)
+    if place.size == 1 or jax.distributed.is_initialized():
+        return
+    from jax._src import xla_bridge
+
+    if xla_bridge.backends_are_initialized():
+        raise ConfigError(
+            f"process {place.rank} of {place.size} used JAX before it joined the others: call jzero.init_distributed() "
+            "at the top of the script"
+        )
+    if timeout is None:
+        minutes = float(os.environ.get("DEEPSPEED_TIMEOUT", DEFAULT_TIMEOUT / 60))
+        timeout = float(os.environ.get("JZERO_TIMEOUT", 60 * minutes))
+    meet(place.coordinator, place.rank, place.size, timeout, os.environ.get("JZERO_JOB_ID", ""))
+    # JAX would take SIGTERM from the script.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        place.coordinator, place.size, place.rank,
+        local_device_ids=_devices(place, os.environ),
+        cluster_detection_method="deactivate",
+        heartbeat_timeout_seconds=int(os.environ.get("JZERO_HEARTBEAT_SECONDS", 100)),
+    )  # fmt: skip
+    _leave_at_once_on_errors()
+    progress.start()
+
+
+def _devices(place: Place, env: Mapping[str, str]) -> list[int] | None:
+    """Which of the host's visible GPUs are this process's; None: all."""
+    if place.local_size == 1:
+        return None
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    return [0] if visible and "," not in visible else [place.local_rank]
+
+
+def _leave_at_once_on_errors() -> None:
+    """An exception ends this process: at exit JAX would wait minutes for processes that wait for this one."""
+    failed, before = threading.Event(), sys.excepthook
+
+    def hook(*what: Any) -> None:
+        failed.set()
+        before(*what)
+
+    def leave() -> None:
+        if failed.is_set():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    sys.excepthook = hook
+    atexit.register(leave)  # runs before JAX's, which was registered earlier
+
+
+# ---------------------------------------------------------------- who is who
+
+
+def get_rank() -> int:
+    """This process's number; 0 if it is alone."""
+    return find_place(os.environ).rank
+
+
+def get_world_size() -> int:
+    """The number of processes."""
+    return find_place(os.environ).size
+
+
+def get_local_rank() -> int:
+    """This process's number on its host."""
+    return find_place(os.environ).local_rank
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None) -> None:
+    """Print on these ranks: by default on rank 0, for [-1] on all, with the rank before it."""
+    ranks = [0] if ranks is None else ranks
+    if (rank := get_rank()) in ranks or -1 in ranks:
+        print(message if ranks == [0] else f"[rank {rank}] {message}", flush=True)
+
+
+@cache
+def hosts() -> list[int]:
+    """For every process the number of its host, in the order in which the processes meet them. Shared with all."""
+    if jax.process_count() == 1:
+        return [0]
+    names = agree("hosts", os.environ.get("CROSS_RANK") or socket.gethostname())
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return [numbers[name] for name in names]
+
+
+# ---------------------------------------------------------------- agreeing
+
+_asked: dict[str, int] = {}
+
+
+def agree(what: str, mine: str, timeout: float = 600.0) -> list[str]:
+    """Every process's text, by rank. All processes call it, in the same order for the same `what`.
+
+    Args:
+      timeout: seconds to wait for the last process.
+
+    Raises:
+      ConfigError: processes that did not ask for the same.
+    """
+    size = jax.process_count()
+    if size == 1:
+        return [mine]
+    from jax._src import distributed
+
+    client: Any = distributed.global_state.client
+    _asked[what] = turn = _asked.get(what, 0) + 1
+    prefix = f"jzero/{what}/{turn}"
+    client.key_value_set(f"{prefix}/{jax.process_index()}", mine)
+    try:
+        client.wait_at_barrier(prefix, int(1000 * timeout))
+    except Exception as error:
+        came = {key.rpartition("/")[2] for key, _ in client.key_value_dir_get(prefix)}
+        missing = ", ".join(str(rank) for rank in range(size) if str(rank) not in came) or "none"
+        raise ConfigError(
+            f"{what}: process {jax.process_index()} waited {timeout:g} s for all processes to do the same; missing: "
+            f"{missing}; every process must run the same calls in the same order ({str(error)[:200]})"
+        ) from None
+    texts = {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(prefix)}
+    return [texts[rank] for rank in range(size)]
+
+
+def check_same(what: str, mine: dict[str, Any]) -> None:
+    """Raise, on every process, a ConfigError with the differences unless all processes say the same.
+
+    Args:
+      what: what it is about, for the message.
+      mine: what JSON can hold.
+    """
+    text = json.dumps(mine, sort_keys=True, default=str)
+    if len(set(agree(what, hashlib.sha256(text.encode()).hexdigest()))) == 1:
+        return
+    said = [_flat(json.loads(text)) for text in agree(f"{what} differs", text)]
+    problems = []
+    for key in sorted(set().union(*said)):
+        values: dict[str, list[int]] = {}
+        for rank, one in enumerate(said):
+            values.setdefault(one.get(key, "nothing"), []).append(rank)
+        if len(values) > 1:
+            each = "; ".join(f"{value} on rank {_ranks(ranks)}" for value, ranks in values.items())
+            problems.append(f"{what}: the processes differ in {key}: {each}")
+    raise ConfigError(*problems)
+
+
+def _flat(tree: Any, path: str = "") -> dict[str, str]:
+    if isinstance(tree, dict) and tree:
+        parts = [_flat(value, f"{path}.{key}" if path else key) for key, value in tree.items()]
+        return {key: value for part in parts for key, value in part.items()}
+    return {path: json.dumps(tree)}
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -1,0 +1,236 @@
+"""What runs on a host for a job: it starts the processes there, watches them, and leaves none behind.
+
+The command sends this file to a Python on every host, this machine included, through ssh's standard input; so it needs
+nothing installed, uses only the standard library, and is the same everywhere. Then both sides talk in JSON lines. Where
+the command falls silent, or ends, everything here is killed.
+
+From the command: {"listen": PORT, "explicit": BOOL}, {"connect": [[HOST, PORT], ...]}, {"start": {...}},
+{"signal": N}, {"dump": true}, {"stop": SECONDS}, {"sweep": JOB}, {"ping": true}.
+To the command: {"hello": {...}}, {"bound": PORT or null, "why": TEXT}, {"reached": [INDEX, ...]},
+{"out": [RANK, 1 or 2, LINE]}, {"exit": [RANK, CODE]}, {"status": {RANK: [STEPS, STATE]}}, {"swept": true}.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import fcntl
+import glob
+import importlib.metadata
+import json
+import os
+import shutil
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import time
+
+SILENCE = 8.0  # seconds without a word from the command
+
+
+def hello():
+    """What this host is: versions, devices, addresses."""
+    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in ("jzero", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    with contextlib.suppress(OSError), open("/proc/driver/nvidia/version") as file:
+        words = file.readline().split()
+        versions["driver"] = next((word for word in words if word[:1].isdigit() and "." in word), "?")
+    gpus = [path for path in glob.glob("/dev/nvidia*") if path[len("/dev/nvidia") :].isdigit()]
+    return {"versions": versions, "gpus": len(gpus), "hostname": socket.gethostname(), "addresses": addresses()}
+
+
+def addresses():
+    """The IPv4 addresses of this host's interfaces, loopback last."""
+    found = []
+    for _, name in socket.if_nameindex():
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s, contextlib.suppress(OSError):
+            packed = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+            found.append(socket.inet_ntoa(packed[20:24]))
+    return sorted(found, key=lambda address: address.startswith("127."))
+
+
+def die_with_me():
+    """In a child: the kernel kills it when this process dies, however that may come."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def of_job(job):
+    """The pids of all processes of the job, whoever their parents are now: those with its id in their environment."""
+    mark, found = f"JZERO_JOB_ID={job}".encode(), []
+    for path in glob.glob("/proc/[0-9]*/environ"):
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            if mark in file.read().split(b"\0"):
+                found.append(int(path.split("/")[2]))
+    return found
+
+
+def sweep(job):
+    """Kill all processes of the job."""
+    for _ in range(20):
+        pids = of_job(job)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not pids:
+            return
+        time.sleep(0.05)
+
+
+def state_of(pid):
+    """R running, S sleeping, T stopped, ...; ? if it is not there."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
+    return "?"
+
+
+class Agent:
+    def __init__(self, argv):
+        self.argv, self.processes, self.tasks = argv, {}, []
+        self.job, self.folder, self.server = None, "", None
+        self.heard = time.monotonic()
+
+    def say(self, **message):
+        data = (json.dumps(message) + "\n").encode()
+        while data:
+            data = data[os.write(1, data) :]
+
+    async def run(self):
+        reader = asyncio.StreamReader(limit=2**26)
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(0, "rb"))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the command decides; it hears them too
+            loop.add_signal_handler(number, lambda: None)
+        self.tasks.append(asyncio.create_task(self.watch()))
+        try:
+            self.say(hello=hello())
+            while line := await reader.readline():
+                self.heard = time.monotonic()
+                for name, value in json.loads(line).items():
+                    if name in ("listen", "connect", "start", "signal", "dump", "stop", "sweep"):
+                        await getattr(self, name)(value)
+        finally:
+            self.end()
+
+    def end(self):
+        """Leave nothing behind."""
+        if self.job:
+            sweep(self.job)
+            shutil.rmtree(self.folder, ignore_errors=True)
+        sys.stdout.flush()
+        os._exit(0)
+
+    async def watch(self):
+        while True:
+            await asyncio.sleep(1)
+            if time.monotonic() - self.heard > SILENCE:
+                self.end()
+            try:
+                self.say(status={rank: self.status(rank) for rank in self.processes})
+            except OSError:
+                self.end()
+
+    def status(self, rank):
+        steps = -1
+        with contextlib.suppress(OSError, ValueError), open(f"{self.folder}/{rank}") as file:
+            steps = int(file.read())
+        return [steps, state_of(self.processes[rank].pid)]
+
+    async def listen(self, port):
+        why = ""
+        for candidate in [port["port"]] if port["explicit"] else [port["port"], 0]:
+            try:
+                if socket.has_dualstack_ipv6():
+                    self.server = socket.create_server(("", candidate), family=socket.AF_INET6, dualstack_ipv6=True)
+                else:
+                    self.server = socket.create_server(("", candidate))
+                return self.say(bound=self.server.getsockname()[1], why="")
+            except OSError as error:
+                why = error.strerror
+        self.say(bound=None, why=why)
+
+    async def connect(self, places):
+        async def reach(index, host, port):
+            try:
+                _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), 3)
+            except (TimeoutError, OSError):
+                return None
+            writer.close()
+            return index
+
+        found = await asyncio.gather(*(reach(i, host, port) for i, (host, port) in enumerate(places)))
+        self.say(reached=[index for index in found if index is not None])
+
+    async def start(self, what):
+        if self.server:
+            self.server.close()
+        self.job, self.folder = what["job"], tempfile.mkdtemp(prefix="jzero-")
+        for process in what["processes"]:
+            rank = process["rank"]
+            env = os.environ | process["env"] | {"JZERO_JOB_ID": self.job, "JZERO_PROGRESS": f"{self.folder}/{rank}"}
+            argv = self.argv[: what["first"]] + process["flag"] + self.argv[what["first"] :]
+            log = None
+            if what["logs"]:
+                os.makedirs(what["logs"], exist_ok=True)
+                log = open(os.path.join(what["logs"], f"{what['time']}_rank{rank}.log"), "wb", buffering=0)  # noqa: SIM115
+            try:
+                child = await asyncio.create_subprocess_exec(
+                    *argv, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.PIPE, env=env, cwd=what["cwd"], start_new_session=True,
+                    preexec_fn=die_with_me,
+                )  # fmt: skip
+            except OSError as error:
+                self.say(out=[rank, 2, f"{argv[0]}: {error.strerror}\n"])
+                self.say(exit=[rank, 127])
+                continue
+            self.processes[rank] = child
+            self.tasks.append(asyncio.create_task(self.follow(rank, child, log)))
+
+    async def follow(self, rank, child, log):
+        pumps = [asyncio.create_task(self.pump(rank, n, s, log)) for n, s in ((1, child.stdout), (2, child.stderr))]
+        code = await child.wait()
+        await asyncio.wait(pumps, timeout=0.5)  # its children may hold the pipes open
+        self.say(exit=[rank, code])
+        del self.processes[rank]
+
+    async def pump(self, rank, number, stream, log):
+        rest = b""
+        while data := await stream.read(65536):
+            if log:
+                log.write(data)
+            *lines, rest = (rest + data).replace(b"\r", b"\n").split(b"\n")
+            for line in lines:
+                self.say(out=[rank, number, line.decode(errors="replace")])
+            if len(rest) > 65536:
+                self.say(out=[rank, number, rest.decode(errors="replace")])
+                rest = b""
+        if rest:
+            self.say(out=[rank, number, rest.decode(errors="replace")])
+
+    async def signal(self, number):
+        """To every process with its children, as a terminal does."""
+        for child in self.processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, number)
+
+    async def dump(self, _):
+        for rank, child in self.processes.items():
+            if os.path.exists(f"{self.folder}/{rank}"):  # it listens to that signal
+                child.send_signal(signal.SIGUSR2)
+
+    async def stop(self, grace):
+        await self.signal(signal.SIGTERM)
+        end = time.monotonic() + grace
+        while self.processes and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        sweep(self.job)
+
+    async def sweep(self, job):
+        sweep(job)
+        self.say(swept=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(Agent(sys.argv[1:]).run())

@@ -1,0 +1,58 @@
+"""Which environment variables go along to the other hosts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from jzero.errors import ConfigError
+
+PREFIXES = ("NCCL", "PYTHON", "MV2", "UCX", "MLFLOW", "JAX_", "JZERO_", "XLA_", "TF_", "CUDA_", "HF_", "WANDB_")
+NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "TMPDIR")
+# What a process's place, or its own host, decides.
+OWN = ("CUDA_VISIBLE_DEVICES", "JZERO_JOB_ID", "JZERO_PROGRESS")
+
+
+def propagated(env: Mapping[str, str], cwd: str, home: str, export: Iterable[str] = ()) -> dict[str, str]:
+    """The variables for every process: those of `env` by name, the files', and `--export`, later ones first in rank.
+
+    Files, where they exist, in this order: `.deepspeed_env` (or what `DS_ENV_FILE` names), then `.jzero_env`, each in
+    `home` and then in `cwd`: lines NAME=VALUE, empty ones and # comments allowed. `cwd` comes first in PYTHONPATH.
+
+    Raises:
+      ConfigError: every line that is none of these; an `--export` of a variable that is not set.
+    """
+    chosen = {k: v for k, v in env.items() if (k in NAMES or k.startswith(PREFIXES)) and k not in OWN}
+    problems: list[str] = []
+    for name in (env.get("DS_ENV_FILE", ".deepspeed_env"), ".jzero_env"):
+        for folder in dict.fromkeys((home, cwd)):
+            path = Path(folder, name)
+            if path.is_file():
+                chosen |= _read(path, problems)
+    for item in export:
+        name, given, value = item.partition("=")
+        if not re.fullmatch(r"\w+", name):
+            problems.append(f"--export = {item!r}: must be NAME or NAME=VALUE")
+        elif given or name in env:
+            chosen[name] = value if given else env[name]
+        else:
+            problems.append(f"--export = {item!r}: {name} is not set here; write {name}=VALUE")
+    if problems:
+        raise ConfigError(*problems)
+    chosen["PYTHONPATH"] = ":".join(dict.fromkeys(filter(None, [cwd, *chosen.get("PYTHONPATH", "").split(":")])))
+    return chosen
+
+
+def _read(path: Path, problems: list[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        line = line.strip().removeprefix("export ")
+        if not line or line.startswith("#"):
+            continue
+        name, given, value = line.partition("=")
+        if not given or not re.fullmatch(r"\w+", name.strip()):
+            problems.append(f"{path}, line {number}: {line!r}: must be NAME=VALUE, or a comment after #")
+        else:
+            found[name.strip()] = value
+    return found

@@ -1,0 +1,139 @@
+"""Which hosts and which of their devices take part: the hostfile, the filters, what is visible here."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from jzero.errors import ConfigError
+
+Devices = list[int | str]  # ids, or UUIDs from CUDA_VISIBLE_DEVICES
+Hosts = dict[str, Devices]
+LOCAL = "localhost"
+
+
+def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
+    """host -> slots, in the file's order, of lines `host slots=N`; empty lines and # comments are allowed.
+
+    Raises:
+      ConfigError: every line that is wrong, by its number; a file that holds no host.
+    """
+    slots: dict[str, int] = {}
+    problems: list[str] = []
+    first: dict[str, int] = {}
+    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+        line = line.partition("#")[0].strip()
+        if not line:
+            continue
+        where = f"{path}, line {number}: {line!r}"
+        match = re.fullmatch(r"(\S+)\s+slots\s*=\s*(\S+)", line)
+        if not match or not re.fullmatch(r"\d+", match[2]):
+            problems.append(f"{where}: must be `HOST slots=N`, as in `worker-1 slots=8`")
+        elif int(match[2]) == 0:
+            problems.append(f"{where}: 0 slots; give it at least 1, or remove the line")
+        elif match[1].startswith("-"):
+            problems.append(f"{where}: a host's name does not begin with -")
+        elif match[1] in slots:
+            problems.append(f"{where}: {match[1]} is in line {first[match[1]]} already; keep one of them")
+        else:
+            slots[match[1]], first[match[1]] = int(match[2]), number
+    if problems:
+        raise ConfigError(*problems)
+    if not slots:
+        raise ConfigError(f"{path}: it holds no host; write one `HOST slots=N` a line")
+    return slots
+
+
+def parse_filter(text: str, option: str) -> dict[str, list[int] | None]:
+    """`host@host:0,2` -> {host: None (all of it) or its ids}.
+
+    >>> parse_filter("a@b:1,0", "--include")
+    {'a': None, 'b': [1, 0]}
+    """
+    chosen: dict[str, list[int] | None] = {}
+    for part in text.split("@"):
+        match = re.fullmatch(r"\s*([^:\s]+|\[[^\]]+\])\s*(?::\s*(\d+(?:\s*,\s*\d+)*))?\s*", part)
+        if not match:
+            raise ConfigError(f"{option} = {text!r}: {part!r} must be HOST or HOST:ID,ID, parts joined by @")
+        ids = [int(number) for number in match[2].split(",")] if match[2] else None
+        if match[1] in chosen or (ids and len(set(ids)) < len(ids)):
+            raise ConfigError(f"{option} = {text!r}: {part!r} names something twice; name it once")
+        chosen[match[1]] = ids
+    return chosen
+
+
+def choose(
+    hosts: Mapping[str, Sequence[int | str]], *, include: str = "", exclude: str = "", num_nodes: int = -1,
+    num_gpus: int = -1,
+) -> Hosts:  # fmt: skip
+    """Those of the hosts, and of their devices, that the options leave, in the order of `hosts`.
+
+    Raises:
+      ConfigError: filters together with each other or with counts; a host or device that is not there; nothing left.
+    """
+    counts = [f"--{name} {n}" for name, n in (("num_nodes", num_nodes), ("num_gpus", num_gpus)) if n != -1]
+    filters = [f"{name} {text}" for name, text in (("--include", include), ("--exclude", exclude)) if text]
+    if len(filters) > 1 or (filters and counts):
+        raise ConfigError(f"{' and '.join(filters + counts)}: give --include, or --exclude, or --num_nodes/--num_gpus")
+    for option, n in (("--num_nodes", num_nodes), ("--num_gpus", num_gpus)):
+        if n != -1 and n < 1:
+            raise ConfigError(f"{option} = {n}: must be at least 1; leave it out to use all")
+    if num_nodes > len(hosts):
+        raise ConfigError(f"--num_nodes = {num_nodes}: there are {len(hosts)}: {', '.join(hosts)}")
+    left: Hosts = {host: list(ids) for host, ids in hosts.items()}
+    if num_nodes != -1:
+        left = dict(list(left.items())[:num_nodes])
+    if num_gpus != -1:
+        if problems := [
+            f"--num_gpus = {num_gpus}: {host} has {len(ids)}: {_ids(ids)}; ask for fewer, or raise its slots"
+            for host, ids in left.items()
+            if num_gpus > len(ids)
+        ]:
+            raise ConfigError(*problems)
+        left = {host: ids[:num_gpus] for host, ids in left.items()}
+    option, text = ("--include", include) if include else ("--exclude", exclude)
+    if text:
+        named = parse_filter(text, option)
+        problems = [
+            f"{option} = {text!r}: no host {host!r}; the hosts are {', '.join(hosts)}"
+            for host in named
+            if host not in hosts
+        ]
+        problems += [
+            f"{option} = {text!r}: {host} has no device {id}; it has {_ids(hosts[host])}"
+            for host, ids in named.items()
+            for id in ids or ()
+            if host in hosts and id not in hosts[host]
+        ]
+        if problems:
+            raise ConfigError(*problems)
+        everything = {host: hosts[host] if ids is None else ids for host, ids in named.items()}
+        for host, ids in left.items():
+            left[host] = [id for id in ids if (id in everything.get(host, ())) == bool(include)]
+        left = {host: ids for host, ids in left.items() if ids}
+        if not left:
+            raise ConfigError(f"{option} = {text!r}: leaves no device of {', '.join(hosts)}")
+    return left
+
+
+def visible_devices(env: Mapping[str, str]) -> Devices | None:
+    """The ids or UUIDs of CUDA_VISIBLE_DEVICES, in its order; None where it is not set."""
+    text = env.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return None
+    return [int(part) if part.strip().isdigit() else part.strip() for part in text.split(",") if part.strip()]
+
+
+def devices_here(env: Mapping[str, str]) -> Devices:
+    """The visible GPUs of this machine, found without starting CUDA."""
+    visible = visible_devices(env)
+    if visible is not None:
+        return visible
+    found = (re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def _ids(ids: Sequence[int | str]) -> str:
+    return ", ".join(map(str, ids)) or "none"

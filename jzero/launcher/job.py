@@ -1,0 +1,229 @@
+"""What would be started where: a plan, made of options and environment alone."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jzero.distributed import DEFAULT_PORT
+from jzero.errors import ConfigError
+from jzero.launcher import environment, hostfile
+from jzero.launcher.hostfile import LOCAL, Hosts
+
+HOSTFILE = "/job/hostfile"
+
+
+@dataclass(frozen=True)
+class Process:
+    """One rank: `env` is what it gets on top of the host's environment."""
+
+    rank: int
+    local_rank: int
+    host: str
+    device_ids: hostfile.Devices
+    env: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Job:
+    """The plan. `argv` is the script's command line without `--local_rank`; `first` is where that goes in it."""
+
+    options: argparse.Namespace
+    hosts: Hosts
+    address: str
+    port: int
+    processes: list[Process]
+    argv: list[str]
+    first: int
+    cwd: str
+
+    @property
+    def remote(self) -> bool:
+        """Whether any host is reached by ssh."""
+        return not self.options.no_ssh and any(not self.is_here(host) for host in self.hosts)
+
+    def is_here(self, host: str) -> bool:
+        """Whether the host is this machine."""
+        return not self.options.force_multi and is_this_machine(host)
+
+    def of(self, host: str) -> list[Process]:
+        return [process for process in self.processes if process.host == host]
+
+    def at(self, address: str, port: int) -> dict[str, str]:
+        """The variables that say where the coordinator is."""
+        return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+
+    def flag(self, process: Process) -> list[str]:
+        """What the script is told on its command line."""
+        passed = not self.options.no_local_rank and not self.options.no_python
+        return [f"--local_rank={process.local_rank}"] if passed else []
+
+    def as_json(self, commands: list[list[str]]) -> dict[str, Any]:
+        """What `--dry_run` prints."""
+        return {
+            "hosts": self.hosts,
+            "coordinator": f"{self.address}:{self.port}",
+            "processes": [vars(process) for process in self.processes],
+            "commands": commands,
+        }
+
+
+def make_job(options: argparse.Namespace, env: Mapping[str, str], cwd: str) -> Job:
+    """The plan for these options.
+
+    Raises:
+      ConfigError: options, a hostfile or a script that do not fit.
+    """
+    _check(options)
+    argv, first = _script(options, env)
+    hosts = _hosts(options, env)
+    port = options.master_port or DEFAULT_PORT
+    names = list(hosts)
+    alone = len(hosts) == 1 and (options.no_ssh or is_this_machine(names[0])) and not options.force_multi
+    address = options.master_addr or ("127.0.0.1" if alone else names[0])
+    shared = environment.propagated(env, cwd, env.get("HOME", cwd), options.export)
+    processes: list[Process] = []
+    counts = [1 if options.one_process_per_node else len(ids) for ids in hosts.values()]
+    for node, (host, ids) in enumerate(hosts.items()):
+        for local in range(counts[node]):
+            mine = ids if options.one_process_per_node else [ids[local]]
+            place = {
+                "RANK": len(processes), "WORLD_SIZE": sum(counts),
+                "LOCAL_RANK": local, "LOCAL_SIZE": counts[node],
+                "CROSS_RANK": node, "CROSS_SIZE": len(hosts),
+                "MASTER_ADDR": address, "MASTER_PORT": port,
+            }  # fmt: skip
+            if options.platform == "cpu":
+                place |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": len(mine)}
+            else:
+                place |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ids))}
+            if options.no_ssh and len(hosts) > 1:  # nobody sees all hosts, so the processes watch each other
+                place |= {"JZERO_HEARTBEAT_SECONDS": 8}
+            text = {name: str(value) for name, value in place.items()}
+            processes.append(Process(len(processes), local, host, mine, shared | text))
+    return Job(options, hosts, address, port, processes, argv, first, cwd)
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether a name or address is this machine's own."""
+    if host in (LOCAL, "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn()):
+        return True
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return any(_is_own(str(address)) for address in found)
+
+
+def _is_own(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as s:
+        try:
+            s.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _check(options: argparse.Namespace) -> None:
+    problems = []
+    if options.no_python and options.module:
+        problems.append("--no_python and --module: the script is a program or a module; keep one")
+    if options.no_ssh and options.node_rank < 0:
+        problems.append(f"--no_ssh: needs --node_rank (found {options.node_rank}): this host's number, from 0")
+    if options.no_ssh and not options.master_addr and options.num_nodes != 1:
+        problems.append("--no_ssh: needs --master_addr: where host number 0 is reached")
+    if options.no_ssh and options.launcher != "ssh":
+        problems.append(f"--no_ssh and --launcher {options.launcher}: keep one")
+    if options.node_rank >= 0 and not options.no_ssh:
+        problems.append(f"--node_rank = {options.node_rank}: is for --no_ssh; add that, or leave it out")
+    if options.master_port is not None and not 0 < options.master_port < 65536:
+        problems.append(f"--master_port = {options.master_port}: must be 1 to 65535")
+    if options.max_restarts < 0:
+        problems.append(f"--max_restarts = {options.max_restarts}: must be 0 or more")
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _script(options: argparse.Namespace, env: Mapping[str, str]) -> tuple[list[str], int]:
+    script = options.script
+    if options.module:
+        head = [sys.executable, "-u", "-m", script]
+    elif options.no_python:
+        if not shutil.which(script, path=env.get("PATH")):
+            raise ConfigError(f"{script}: no such program, or it may not be executed")
+        head = [script]
+    elif not Path(script).is_file():
+        module = f"; for a module write --module {script}" if "/" not in script and not script.endswith(".py") else ""
+        raise ConfigError(f"{script}: no such file in {os.getcwd()}{module}")
+    else:
+        head = [sys.executable, "-u", script]
+    return [*head, *options.script_args], len(head)
+
+
+def _hosts(options: argparse.Namespace, env: Mapping[str, str]) -> Hosts:
+    filters = {"include": options.include, "exclude": options.exclude}
+    path = options.hostfile or HOSTFILE
+    if options.hostfile and not Path(path).is_file():
+        raise ConfigError(f"--hostfile = {path}: no such file")
+    if Path(path).is_file():
+        everywhere = {host: list[int | str](range(n)) for host, n in hostfile.read_hostfile(path).items()}
+        hosts = hostfile.choose(everywhere, **filters, num_nodes=options.num_nodes, num_gpus=options.num_gpus)
+        return _visible(hosts, env) if options.platform == "gpu" else hosts
+    if options.no_ssh:  # the hosts' names do not matter
+        count, per_host = max(options.num_nodes, 1), options.num_gpus
+        ids = _devices(options, env, per_host)
+        return {f"node{n}": ids for n in range(count)}
+    if options.launcher in ("slurm", "k8s", "openmpi") and options.num_nodes > 0:
+        if options.num_gpus < 1 or options.include or options.exclude:
+            raise ConfigError(
+                f"--launcher {options.launcher} without a hostfile: needs --num_nodes and --num_gpus (found "
+                f"{options.num_nodes} and {options.num_gpus}), and no filter"
+            )
+        return {f"node{n}": list[int | str](range(options.num_gpus)) for n in range(options.num_nodes)}
+    if options.num_nodes > 1:
+        raise ConfigError(
+            f"--num_nodes = {options.num_nodes}: there is no hostfile {path} that names them; write one and pass "
+            "--hostfile FILE, or start each host's part with --no_ssh --node_rank R --master_addr HOST"
+        )
+    ids = _devices(options, env, options.num_gpus)
+    chosen = hostfile.choose({LOCAL: ids}, **filters, num_gpus=options.num_gpus)
+    return chosen
+
+
+def _devices(options: argparse.Namespace, env: Mapping[str, str], wanted: int) -> hostfile.Devices:
+    if options.platform == "cpu":
+        named = hostfile.parse_filter(options.include, "--include") if options.include else {}
+        return list(range(max([wanted, 1, *(i + 1 for ids in named.values() for i in ids or ())])))
+    ids = hostfile.devices_here(env)
+    if not ids:
+        raise ConfigError(
+            "no GPU is visible on this machine: pass --platform cpu for processes without, or a hostfile; "
+            f"CUDA_VISIBLE_DEVICES = {env.get('CUDA_VISIBLE_DEVICES')!r}"
+        )
+    return ids
+
+
+def _visible(hosts: Hosts, env: Mapping[str, str]) -> Hosts:
+    """On this machine only what CUDA_VISIBLE_DEVICES leaves, in its order."""
+    visible = hostfile.visible_devices(env)
+    if visible is None:
+        return hosts
+    result = {}
+    for host, ids in hosts.items():
+        if is_this_machine(host):
+            ids = [id for id in visible if id in ids or isinstance(id, str)][: len(ids)]
+            if len(ids) < len(hosts[host]):
+                raise ConfigError(
+                    f"{host}: {len(hosts[host])} devices {hosts[host]} are asked for, and CUDA_VISIBLE_DEVICES = "
+                    f"{env['CUDA_VISIBLE_DEVICES']!r} leaves {ids}; unset it, or ask for those with --include"
+                )
+        result[host] = ids
+    return result

@@ -1,0 +1,58 @@
+"""Faults of hosts, found before any script starts, and shown all at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+SAME = ("python", "jzero", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "driver")
+
+
+def faults(hellos: Mapping[str, dict[str, Any]], wanted: Mapping[str, int]) -> dict[str, list[str]]:
+    """host -> what is wrong there.
+
+    Args:
+      hellos: host -> what its agent said, or {"error": why it said nothing}.
+      wanted: host -> how many GPUs it must have.
+    """
+    found: dict[str, list[str]] = {}
+    heard = {host: hello for host, hello in hellos.items() if "error" not in hello}
+    for host, hello in hellos.items():
+        if "error" in hello:
+            found.setdefault(host, []).append(hello["error"])
+    for name in SAME:
+        versions = {host: hello["versions"].get(name, "none") for host, hello in heard.items()}
+        if len(set(versions.values())) > 1:
+            usual, times = Counter(versions.values()).most_common(1)[0]
+            if times == 1:
+                usual = next(iter(versions.values()))  # as on the first host
+            for host, version in versions.items():
+                if version != usual:
+                    found.setdefault(host, []).append(f"{name} {version}, elsewhere {usual}: install the same")
+    for host, hello in heard.items():
+        if "jax" not in hello["versions"]:
+            found.setdefault(host, []).append(f"no jax for {hello['python']}: install jzero there, at the same path")
+        if hello["gpus"] < wanted[host]:
+            found.setdefault(host, []).append(f"{hello['gpus']} GPUs, {wanted[host]} are wanted: correct its slots")
+    return found
+
+
+def table(hellos: Mapping[str, dict[str, Any]], found: Mapping[str, list[str]]) -> str:
+    """A row per host: versions, devices, and what is wrong."""
+    used = [n for n in SAME if any(n in hello.get("versions", {}) for hello in hellos.values())]
+    rows = Table(box=box.ASCII2, title="hosts", title_justify="left")
+    for name in ("host", *used, "GPUs", "wrong"):
+        rows.add_column(name, overflow="fold")
+    for host, hello in hellos.items():
+        versions = hello.get("versions", {})
+        cells = [versions.get(name, "") for name in used]
+        rows.add_row(host, *cells, str(hello.get("gpus", "")), "; ".join(found.get(host, [])) or "-")
+    console = Console(width=max(120, min(200, 60 + 12 * len(used))), color_system=None)
+    with console.capture() as capture:
+        console.print(rows)
+    return capture.get()

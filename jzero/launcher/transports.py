@@ -1,0 +1,147 @@
+"""The command lines that start a job on other hosts: ssh and an agent, or a system that has its own."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from jzero.errors import ConfigError
+from jzero.launcher.job import Job
+
+OWN = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "CUDA_VISIBLE_DEVICES",
+)  # fmt: skip
+# Reads the agent from standard input, up to a zero byte. What follows on the command line is the script's.
+BOOT = (
+    "import os; s = b''\n"
+    "while s[-1:] != b'\\0':\n"
+    " d = os.read(0, 65536); s += d or exit(1)\n"
+    "exec(compile(s[:-1], 'jzero agent', 'exec'))"
+)
+
+
+def agent_command(job: Job, host: str) -> list[str]:
+    """The command that starts an agent on a host: here, or there by ssh."""
+    o = job.options
+    agent = [sys.executable, "-u", "-c", BOOT, *job.argv]
+    source = f". {shlex.quote(o.venv_script)} && " if o.venv_script else ""
+    line = f"cd {shlex.quote(job.cwd)} && {source}exec {shlex.join(agent)}"
+    if o.no_ssh or job.is_here(host):
+        return ["bash", "-c", line] if source else agent
+    port = ["-p", str(o.ssh_port)] if o.ssh_port else []
+    quiet = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=3"]
+    return ["ssh", "-T", *quiet, *port, *shlex.split(o.launcher_args), host, line]
+
+
+def srun_command(job: Job) -> list[str]:
+    """Slurm starts the processes and ends them all when one fails; they find their place in its environment."""
+    per_host = _per_host(job)
+    named = ["--nodelist", ",".join(job.hosts)] if job.options.hostfile else []
+    return [
+        "srun", "--nodes", str(len(job.hosts)), "--ntasks", str(len(job.processes)),
+        "--ntasks-per-node", str(per_host), *named, "--export=ALL", "--kill-on-bad-exit=1",
+        *shlex.split(job.options.launcher_args), *job.argv,
+    ]  # fmt: skip
+
+
+def mpirun_command(job: Job) -> list[str]:
+    """Open MPI starts the processes and ends them all when one fails."""
+    hosts = ",".join(f"{host}:{len(job.of(host))}" for host in job.hosts)
+    coordinator = {"MASTER_ADDR": job.address, "MASTER_PORT": str(job.port)}
+    exported = [word for name, value in (handover_env(job) | coordinator).items() for word in ("-x", f"{name}={value}")]
+    command = ["mpirun", "-n", str(len(job.processes)), "--host", hosts, *exported]
+    return [*command, *shlex.split(job.options.launcher_args), *job.argv]
+
+
+def handover_env(job: Job) -> dict[str, str]:
+    """The variables for srun or mpirun itself; a process's place is theirs to say."""
+    env = {name: value for name, value in job.processes[0].env.items() if name not in OWN}
+    given = {"MASTER_ADDR": job.options.master_addr, "MASTER_PORT": str(job.options.master_port or "")}
+    return env | {name: value for name, value in given.items() if value}
+
+
+def kubectl_command(job: Job) -> list[str]:
+    return ["kubectl", "apply", "-f", "-"]
+
+
+def jobset(job: Job) -> dict[str, Any]:
+    """The JobSet (jobset.sigs.k8s.io) of a job: a pod per host, in which `jzero --no_ssh` starts its part.
+
+    `--launcher_args` say "image=IMAGE [name=NAME] [namespace=NAMESPACE]".
+    """
+    given = dict(word.partition("=")[::2] for word in shlex.split(job.options.launcher_args))
+    if unknown := given.keys() - {"image", "name", "namespace"}:
+        raise ConfigError(
+            f"--launcher_args = {job.options.launcher_args!r}: {sorted(unknown)}: allowed are image, name, namespace"
+        )
+    if not given.get("image"):
+        raise ConfigError('--launcher k8s: needs an image that has jzero and the script: --launcher_args "image=IMAGE"')
+    name, o, per_host = given.get("name", "jzero"), job.options, _per_host(job, devices=True)
+    flags = [
+        f"--{flag}" for flag in ("one_process_per_node", "module", "no_python", "no_local_rank") if getattr(o, flag)
+    ]
+    args = [
+        "-m", "jzero", "--no_ssh", "--node_rank", "$(JOB_COMPLETION_INDEX)", "--num_nodes", str(len(job.hosts)),
+        "--num_gpus", str(per_host), "--platform", o.platform, "--master_addr", f"{name}-node-0-0.{name}",
+        "--master_port", str(job.port), "--hang_timeout", f"{o.hang_timeout:g}", "--grace", f"{o.grace:g}", *flags,
+        *(word.replace("$(", "$$(") for word in (o.script, *o.script_args)),
+    ]  # fmt: skip
+    container: dict[str, Any] = {"name": "jzero", "image": given["image"], "command": ["python"], "args": args}
+    container["workingDir"] = job.cwd
+    container["env"] = [
+        {"name": key, "value": value} for item in o.export for key, _, value in [item.partition("=")] if value
+    ]
+    if o.platform == "gpu":
+        container["resources"] = {"limits": {"nvidia.com/gpu": per_host}}
+    pods = {
+        "parallelism": len(job.hosts), "completions": len(job.hosts), "completionMode": "Indexed", "backoffLimit": 0,
+        "template": {"spec": {
+            "restartPolicy": "Never", "terminationGracePeriodSeconds": int(o.grace) + 10, "containers": [container],
+        }},
+    }  # fmt: skip
+    meta = {"name": name} | ({"namespace": given["namespace"]} if "namespace" in given else {})
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": meta,
+        "spec": {
+            "failurePolicy": {"maxRestarts": o.max_restarts},
+            "network": {"enableDNSHostnames": True},
+            "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": pods}}],
+        },
+    }
+
+
+def _per_host(job: Job, devices: bool = False) -> int:
+    counts = {len(ids) if devices else len(job.of(host)) for host, ids in job.hosts.items()}
+    if len(counts) > 1:
+        each = ", ".join(f"{host} {len(ids)}" for host, ids in job.hosts.items())
+        raise ConfigError(f"--launcher {job.options.launcher}: needs the same number of devices on every host: {each}")
+    return counts.pop()
+
+
+HANDOVERS: dict[str, Callable[[Job], list[str]]] = {
+    "slurm": srun_command,
+    "openmpi": mpirun_command,
+    "k8s": kubectl_command,
+}
+
+
+def commands(job: Job) -> list[list[str]]:
+    """What this machine runs to start the job."""
+    handover = HANDOVERS.get(job.options.launcher)
+    if handover:
+        return [handover(job)]
+    here = [list(job.hosts)[job.options.node_rank]] if job.options.no_ssh else list(job.hosts)
+    return [agent_command(job, host) for host in here]
+
+
+def dry_run(job: Job) -> str:
+    plan = job.as_json(commands(job))
+    if job.options.launcher == "k8s":
+        plan["manifest"] = jobset(job)
+    return json.dumps(plan, indent=2)
