@@ -16,8 +16,8 @@ from jzero.launcher.job import Job, make_job
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code; 2 where nothing was started because something does not fit."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    name, *rest = argv or ["--help"]
+    argv = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    name, *rest = argv
     try:
         if name == "report":
             from jzero.launcher import report

@@ -63,7 +63,7 @@ def find_place(env: Mapping[str, str]) -> Place:
         tasks = env.get("SLURM_STEP_TASKS_PER_NODE", "1")
         place = Place(
             _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS"), _number(env, "SLURM_LOCALID", 0),
-            max(int(n) for n in re.findall(r"\d+(?!\d*\))", tasks)),
+            max(map(int, re.findall(r"\d+(?!\d*\))", tasks)), default=1),
         )  # fmt: skip
     elif "OMPI_COMM_WORLD_RANK" in env:
         port = _number(env, "MASTER_PORT", DEFAULT_PORT)
@@ -123,7 +123,7 @@ def init_distributed(timeout: float | None = None) -> None:
     if timeout is None:
         minutes = float(os.environ.get("DEEPSPEED_TIMEOUT", DEFAULT_TIMEOUT / 60))
         timeout = float(os.environ.get("JZERO_TIMEOUT", 60 * minutes))
-    meet(place.coordinator, place.rank, place.size, timeout, os.environ.get("JZERO_JOB_ID", ""))
+    meet(place.coordinator, place.rank, place.size, timeout, os.environ.get("JZERO_MEETING", ""))
     # JAX would take SIGTERM from the script.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(

@@ -7,6 +7,7 @@ service will, until all have come; a timeout says who is missing, on every proce
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 
@@ -36,8 +37,8 @@ def _listen(host: str, port: int, rank: int, size: int, timeout: float, job: str
             server = stack.enter_context(_server(port))
         except OSError as error:
             raise ConfigError(
-                f"process 0 cannot listen on port {port}: {error.strerror}: another job may have it; pass another "
-                "--master_port (or MASTER_PORT), or leave it out"
+                f"process 0 cannot listen on port {port}: {os.strerror(error.errno or 0)}: another job may have it; "
+                "pass another --master_port (or MASTER_PORT), or leave it out"
             ) from None
         while len(came) < size - 1 and (left := deadline - time.monotonic()) > 0:
             server.settimeout(left)

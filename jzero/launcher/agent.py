@@ -4,13 +4,14 @@ The command sends this file to a Python on every host, this machine included, th
 nothing installed, uses only the standard library, and is the same everywhere. Then both sides talk in JSON lines. Where
 the command falls silent, or ends, everything here is killed.
 
-From the command: {"listen": PORT, "explicit": BOOL}, {"connect": [[HOST, PORT], ...]}, {"start": {...}},
+From the command: {"listen": PORT or 0}, {"connect": [[HOST, PORT], ...]}, {"start": {...}},
 {"signal": N}, {"dump": true}, {"stop": SECONDS}, {"sweep": JOB}, {"ping": true}.
 To the command: {"hello": {...}}, {"bound": PORT or null, "why": TEXT}, {"reached": [INDEX, ...]},
 {"out": [RANK, 1 or 2, LINE]}, {"exit": [RANK, CODE]}, {"status": {RANK: [STEPS, STATE]}}, {"swept": true}.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import ctypes
 import fcntl
@@ -22,6 +23,7 @@ import shutil
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import tempfile
 import time
@@ -32,14 +34,25 @@ SILENCE = 8.0  # seconds without a word from the command
 def hello():
     """What this host is: versions, devices, addresses."""
     versions = {"python": ".".join(map(str, sys.version_info[:3]))}
-    for name in ("jzero", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin"):
+    names = ["jzero", "jax", "jaxlib"]
+    for name in (*names, "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     with contextlib.suppress(OSError), open("/proc/driver/nvidia/version") as file:
         words = file.readline().split()
         versions["driver"] = next((word for word in words if word[:1].isdigit() and "." in word), "?")
+    models = []
+    for path in glob.glob("/proc/driver/nvidia/gpus/*/information"):
+        with contextlib.suppress(OSError), open(path) as file:
+            models += [line.partition(":")[2].strip() for line in file if line.startswith("Model:")]
     gpus = [path for path in glob.glob("/dev/nvidia*") if path[len("/dev/nvidia") :].isdigit()]
-    return {"versions": versions, "gpus": len(gpus), "hostname": socket.gethostname(), "addresses": addresses()}
+    return {
+        "versions": versions,
+        "gpus": len(gpus),
+        "models": sorted(set(models)),
+        "hostname": socket.gethostname(),
+        "addresses": addresses(),
+    }
 
 
 def addresses():
@@ -139,17 +152,14 @@ class Agent:
         return [steps, state_of(self.processes[rank].pid)]
 
     async def listen(self, port):
-        why = ""
-        for candidate in [port["port"]] if port["explicit"] else [port["port"], 0]:
-            try:
-                if socket.has_dualstack_ipv6():
-                    self.server = socket.create_server(("", candidate), family=socket.AF_INET6, dualstack_ipv6=True)
-                else:
-                    self.server = socket.create_server(("", candidate))
-                return self.say(bound=self.server.getsockname()[1], why="")
-            except OSError as error:
-                why = error.strerror
-        self.say(bound=None, why=why)
+        try:
+            if socket.has_dualstack_ipv6():
+                self.server = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+            else:
+                self.server = socket.create_server(("", port))
+            self.say(bound=self.server.getsockname()[1], why="")
+        except OSError as error:
+            self.say(bound=None, why=os.strerror(error.errno or 0))
 
     async def connect(self, places):
         async def reach(index, host, port):
@@ -167,6 +177,8 @@ class Agent:
         if self.server:
             self.server.close()
         self.job, self.folder = what["job"], tempfile.mkdtemp(prefix="jzero-")
+        threads = concurrent.futures.ThreadPoolExecutor(len(what["processes"]))
+        asyncio.get_running_loop().set_default_executor(threads)  # each waits for one process
         for process in what["processes"]:
             rank = process["rank"]
             env = os.environ | process["env"] | {"JZERO_JOB_ID": self.job, "JZERO_PROGRESS": f"{self.folder}/{rank}"}
@@ -176,10 +188,9 @@ class Agent:
                 os.makedirs(what["logs"], exist_ok=True)
                 log = open(os.path.join(what["logs"], f"{what['time']}_rank{rank}.log"), "wb", buffering=0)  # noqa: SIM115
             try:
-                child = await asyncio.create_subprocess_exec(
-                    *argv, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.PIPE, env=env, cwd=what["cwd"], start_new_session=True,
-                    preexec_fn=die_with_me,
+                child = subprocess.Popen(
+                    argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env,
+                    cwd=what["cwd"], start_new_session=True, preexec_fn=die_with_me,
                 )  # fmt: skip
             except OSError as error:
                 self.say(out=[rank, 2, f"{argv[0]}: {error.strerror}\n"])
@@ -189,14 +200,16 @@ class Agent:
             self.tasks.append(asyncio.create_task(self.follow(rank, child, log)))
 
     async def follow(self, rank, child, log):
+        # Not asyncio's own processes: their end may come only with that of all who hold the pipes.
         pumps = [asyncio.create_task(self.pump(rank, n, s, log)) for n, s in ((1, child.stdout), (2, child.stderr))]
-        code = await child.wait()
+        code = await asyncio.to_thread(child.wait)
         await asyncio.wait(pumps, timeout=0.5)  # its children may hold the pipes open
         self.say(exit=[rank, code])
         del self.processes[rank]
 
-    async def pump(self, rank, number, stream, log):
-        rest = b""
+    async def pump(self, rank, number, pipe, log):
+        stream, rest = asyncio.StreamReader(), b""
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
         while data := await stream.read(65536):
             if log:
                 log.write(data)

@@ -26,14 +26,15 @@ def propagated(env: Mapping[str, str], cwd: str, home: str, export: Iterable[str
     chosen = {k: v for k, v in env.items() if (k in NAMES or k.startswith(PREFIXES)) and k not in OWN}
     problems: list[str] = []
     for name in (env.get("DS_ENV_FILE", ".deepspeed_env"), ".jzero_env"):
-        for folder in dict.fromkeys((home, cwd)):
-            path = Path(folder, name)
+        for path in dict.fromkeys(Path(folder, name) for folder in (home, cwd)):
             if path.is_file():
                 chosen |= _read(path, problems)
     for item in export:
         name, given, value = item.partition("=")
         if not re.fullmatch(r"\w+", name):
             problems.append(f"--export = {item!r}: must be NAME or NAME=VALUE")
+        elif name in OWN:
+            problems.append(f"--export = {item!r}: {_own(name)}")
         elif given or name in env:
             chosen[name] = value if given else env[name]
         else:
@@ -53,6 +54,13 @@ def _read(path: Path, problems: list[str]) -> dict[str, str]:
         name, given, value = line.partition("=")
         if not given or not re.fullmatch(r"\w+", name.strip()):
             problems.append(f"{path}, line {number}: {line!r}: must be NAME=VALUE, or a comment after #")
+        elif name.strip() in OWN:
+            problems.append(f"{path}, line {number}: {line!r}: {_own(name.strip())}")
         else:
             found[name.strip()] = value
     return found
+
+
+def _own(name: str) -> str:
+    hint = "; choose devices by --include" if name == "CUDA_VISIBLE_DEVICES" else ""
+    return f"jzero sets {name} for each host; leave it out{hint}"

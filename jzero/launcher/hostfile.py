@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from jzero.errors import ConfigError
@@ -119,11 +120,15 @@ def choose(
 
 
 def visible_devices(env: Mapping[str, str]) -> Devices | None:
-    """The ids or UUIDs of CUDA_VISIBLE_DEVICES, in its order; None where it is not set."""
+    """The ids or UUIDs of CUDA_VISIBLE_DEVICES, in its order, up to the first that is none, as CUDA reads it.
+
+    None where it is not set.
+    """
     text = env.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return None
-    return [int(part) if part.strip().isdigit() else part.strip() for part in text.split(",") if part.strip()]
+    parts = takewhile(re.compile(r"\d+|(GPU|MIG)-\S+").fullmatch, map(str.strip, text.split(",")))
+    return [int(part) if part.isdigit() else part for part in parts]
 
 
 def devices_here(env: Mapping[str, str]) -> Devices:

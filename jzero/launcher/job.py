@@ -56,10 +56,6 @@ class Job:
     def of(self, host: str) -> list[Process]:
         return [process for process in self.processes if process.host == host]
 
-    def at(self, address: str, port: int) -> dict[str, str]:
-        """The variables that say where the coordinator is."""
-        return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-
     def flag(self, process: Process) -> list[str]:
         """What the script is told on its command line."""
         passed = not self.options.no_local_rank and not self.options.no_python
@@ -86,6 +82,8 @@ def make_job(options: argparse.Namespace, env: Mapping[str, str], cwd: str) -> J
     hosts = _hosts(options, env)
     port = options.master_port or DEFAULT_PORT
     names = list(hosts)
+    if options.node_rank >= len(hosts):
+        raise ConfigError(f"--node_rank = {options.node_rank}: there are {len(hosts)} hosts, numbered from 0")
     alone = len(hosts) == 1 and (options.no_ssh or is_this_machine(names[0])) and not options.force_multi
     address = options.master_addr or ("127.0.0.1" if alone else names[0])
     shared = environment.propagated(env, cwd, env.get("HOME", cwd), options.export)
@@ -146,8 +144,20 @@ def _check(options: argparse.Namespace) -> None:
         problems.append(f"--node_rank = {options.node_rank}: is for --no_ssh; add that, or leave it out")
     if options.master_port is not None and not 0 < options.master_port < 65536:
         problems.append(f"--master_port = {options.master_port}: must be 1 to 65535")
-    if options.max_restarts < 0:
-        problems.append(f"--max_restarts = {options.max_restarts}: must be 0 or more")
+    if options.ssh_port is not None and not 0 < options.ssh_port < 65536:
+        problems.append(f"--ssh_port = {options.ssh_port}: must be 1 to 65535")
+    for name in ("max_restarts", "hang_timeout", "grace"):
+        if not (value := getattr(options, name)) >= 0:
+            problems.append(f"--{name} = {value}: must be 0 or more")
+    system = f"--launcher {options.launcher}"
+    if options.launcher != "ssh" and ":" in options.include + options.exclude:
+        problems.append(f"{system}: chooses devices itself; name only hosts in --include and --exclude")
+    if options.launcher in ("slurm", "openmpi"):
+        for name in ("venv_script", "enable_each_rank_log", "max_restarts", "ssh_port"):
+            if getattr(options, name):
+                problems.append(
+                    f"--{name}: is not for {system}; leave it out, and use that system's own (--launcher_args)"
+                )
     if problems:
         raise ConfigError(*problems)
 
@@ -169,19 +179,25 @@ def _script(options: argparse.Namespace, env: Mapping[str, str]) -> tuple[list[s
 
 
 def _hosts(options: argparse.Namespace, env: Mapping[str, str]) -> Hosts:
-    filters = {"include": options.include, "exclude": options.exclude}
+    choice = {name: getattr(options, name) for name in ("include", "exclude", "num_nodes", "num_gpus")}
     path = options.hostfile or HOSTFILE
     if options.hostfile and not Path(path).is_file():
         raise ConfigError(f"--hostfile = {path}: no such file")
     if Path(path).is_file():
         everywhere = {host: list[int | str](range(n)) for host, n in hostfile.read_hostfile(path).items()}
-        hosts = hostfile.choose(everywhere, **filters, num_nodes=options.num_nodes, num_gpus=options.num_gpus)
-        return _visible(hosts, env) if options.platform == "gpu" else hosts
+        if options.platform == "gpu":
+            everywhere = _visible(everywhere, env, options.no_ssh)
+        hosts = hostfile.choose(everywhere, **choice)
+        if bare := [host for host, ids in hosts.items() if not ids]:
+            raise ConfigError(
+                f"{', '.join(bare)}: CUDA_VISIBLE_DEVICES = {env['CUDA_VISIBLE_DEVICES']!r} leaves none of its slots; "
+                "unset it, or --exclude that host"
+            )
+        return hosts
     if options.no_ssh:  # the hosts' names do not matter
-        count, per_host = max(options.num_nodes, 1), options.num_gpus
-        ids = _devices(options, env, per_host)
-        return {f"node{n}": ids for n in range(count)}
-    if options.launcher in ("slurm", "k8s", "openmpi") and options.num_nodes > 0:
+        ids = _devices(options, env)
+        return hostfile.choose({f"node{n}": ids for n in range(max(options.num_nodes, 1))}, **choice)
+    if options.launcher in ("slurm", "k8s") and options.num_nodes > 0:  # those name the hosts
         if options.num_gpus < 1 or options.include or options.exclude:
             raise ConfigError(
                 f"--launcher {options.launcher} without a hostfile: needs --num_nodes and --num_gpus (found "
@@ -193,15 +209,13 @@ def _hosts(options: argparse.Namespace, env: Mapping[str, str]) -> Hosts:
             f"--num_nodes = {options.num_nodes}: there is no hostfile {path} that names them; write one and pass "
             "--hostfile FILE, or start each host's part with --no_ssh --node_rank R --master_addr HOST"
         )
-    ids = _devices(options, env, options.num_gpus)
-    chosen = hostfile.choose({LOCAL: ids}, **filters, num_gpus=options.num_gpus)
-    return chosen
+    return hostfile.choose({LOCAL: _devices(options, env)}, **choice)
 
 
-def _devices(options: argparse.Namespace, env: Mapping[str, str], wanted: int) -> hostfile.Devices:
+def _devices(options: argparse.Namespace, env: Mapping[str, str]) -> hostfile.Devices:
     if options.platform == "cpu":
         named = hostfile.parse_filter(options.include, "--include") if options.include else {}
-        return list(range(max([wanted, 1, *(i + 1 for ids in named.values() for i in ids or ())])))
+        return list(range(max([options.num_gpus, 1, *(i + 1 for ids in named.values() for i in ids or ())])))
     ids = hostfile.devices_here(env)
     if not ids:
         raise ConfigError(
@@ -211,19 +225,24 @@ def _devices(options: argparse.Namespace, env: Mapping[str, str], wanted: int) -
     return ids
 
 
-def _visible(hosts: Hosts, env: Mapping[str, str]) -> Hosts:
-    """On this machine only what CUDA_VISIBLE_DEVICES leaves, in its order."""
+def _visible(hosts: Hosts, env: Mapping[str, str], all_of_it: bool) -> Hosts:
+    """On this machine only what CUDA_VISIBLE_DEVICES leaves, in its order.
+
+    Raises:
+      ConfigError: with `all_of_it`, where the other hosts cannot know of it, if it leaves less.
+    """
     visible = hostfile.visible_devices(env)
     if visible is None:
         return hosts
     result = {}
-    for host, ids in hosts.items():
+    for host, slots in hosts.items():
+        ids = slots
         if is_this_machine(host):
-            ids = [id for id in visible if id in ids or isinstance(id, str)][: len(ids)]
-            if len(ids) < len(hosts[host]):
-                raise ConfigError(
-                    f"{host}: {len(hosts[host])} devices {hosts[host]} are asked for, and CUDA_VISIBLE_DEVICES = "
-                    f"{env['CUDA_VISIBLE_DEVICES']!r} leaves {ids}; unset it, or ask for those with --include"
-                )
+            ids = [id for id in visible if id in slots or isinstance(id, str)][: len(slots)]
+        if all_of_it and len(ids) < len(slots):
+            raise ConfigError(
+                f"{host}: CUDA_VISIBLE_DEVICES = {env['CUDA_VISIBLE_DEVICES']!r} leaves {len(ids)} of {len(slots)} "
+                "slots, which the other hosts do not know with --no_ssh: unset it"
+            )
         result[host] = ids
     return result

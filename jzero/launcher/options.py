@@ -30,9 +30,13 @@ def parser() -> argparse.ArgumentParser:
 
     how = p.add_argument_group("how they find each other")
     how.add_argument("--master_addr", default="", metavar="HOST", help="where the coordinator listens (default: found)")
-    how.add_argument("--master_port", type=int, metavar="PORT", help="its port (default: 29500, or a free one)")
+    how.add_argument(
+        "--master_port", type=int, metavar="PORT", help="its port (default: a free one; 29500 with --no_ssh)"
+    )
     how.add_argument("--launcher", choices=LAUNCHERS, default="ssh", help="what starts processes on other hosts")
-    how.add_argument("--launcher_args", default="", metavar="ARGS", help="options for ssh, srun, mpirun or the JobSet")
+    how.add_argument(
+        "--launcher_args", default="", metavar="ARGS", help="for ssh, srun, mpirun, JobSet, as in --launcher_args='-A'"
+    )
     how.add_argument("--ssh_port", type=int, metavar="PORT")
     how.add_argument("--force_multi", action="store_true", help="ssh for one host too, this one included")
     how.add_argument("--no_ssh", action="store_true", help="start this host's part only; call it once on every host")

@@ -10,7 +10,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-SAME = ("python", "jzero", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "driver")
+SAME = (
+    "python",
+    "jzero",
+    "jax",
+    "jaxlib",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
+    "driver",
+)
 
 
 def faults(hellos: Mapping[str, dict[str, Any]], wanted: Mapping[str, int]) -> dict[str, list[str]]:
@@ -28,15 +38,14 @@ def faults(hellos: Mapping[str, dict[str, Any]], wanted: Mapping[str, int]) -> d
     for name in SAME:
         versions = {host: hello["versions"].get(name, "none") for host, hello in heard.items()}
         if len(set(versions.values())) > 1:
-            usual, times = Counter(versions.values()).most_common(1)[0]
-            if times == 1:
-                usual = next(iter(versions.values()))  # as on the first host
+            usual = Counter(versions.values()).most_common(1)[0][0]  # in a tie the first host's
             for host, version in versions.items():
                 if version != usual:
                     found.setdefault(host, []).append(f"{name} {version}, elsewhere {usual}: install the same")
     for host, hello in heard.items():
         if "jax" not in hello["versions"]:
-            found.setdefault(host, []).append(f"no jax for {hello['python']}: install jzero there, at the same path")
+            python = hello["versions"]["python"]
+            found.setdefault(host, []).append(f"no jax for Python {python}: install jzero there, at the same path")
         if hello["gpus"] < wanted[host]:
             found.setdefault(host, []).append(f"{hello['gpus']} GPUs, {wanted[host]} are wanted: correct its slots")
     return found
@@ -51,8 +60,13 @@ def table(hellos: Mapping[str, dict[str, Any]], found: Mapping[str, list[str]]) 
     for host, hello in hellos.items():
         versions = hello.get("versions", {})
         cells = [versions.get(name, "") for name in used]
-        rows.add_row(host, *cells, str(hello.get("gpus", "")), "; ".join(found.get(host, [])) or "-")
-    console = Console(width=max(120, min(200, 60 + 12 * len(used))), color_system=None)
+        rows.add_row(
+            host,
+            *cells,
+            " ".join(map(str, [hello.get("gpus", ""), *hello.get("models", [])])),
+            "; ".join(found.get(host, [])) or "-",
+        )
+    console = Console(width=max(120, min(200, 60 + 12 * len(used))), color_system=None, markup=False, emoji=False)
     with console.capture() as capture:
         console.print(rows)
     return capture.get()

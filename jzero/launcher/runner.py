@@ -159,8 +159,7 @@ class Attempt:
     async def find_coordinator(self, hellos: Mapping[str, Any]) -> dict[str, list[str]]:
         """A free port on the first host, and the address by which all others reach it; or what is wrong."""
         o, (first, *others) = self.job.options, self.links.values()
-        explicit = o.master_port is not None or o.no_ssh
-        first.tell(listen={"port": self.port, "explicit": explicit})
+        first.tell(listen=self.port if o.master_port or o.no_ssh else 0)
         bound = await first.answer("bound", 10)
         if bound.get("error") or bound["bound"] is None:
             why = bound.get("error") or f"port {self.port}: {bound['why']}"
@@ -184,7 +183,8 @@ class Attempt:
     def start(self) -> None:
         o = self.job.options
         for host, link in self.links.items():
-            at = self.job.at(self.address, self.port)
+            at = {"MASTER_ADDR": self.address, "MASTER_PORT": str(self.port)}
+            at |= {} if o.no_ssh else {"JZERO_MEETING": self.id}  # no other job's processes
             processes = [{"rank": p.rank, "env": p.env | at, "flag": self.job.flag(p)} for p in self.job.of(host)]
             link.tell(
                 start={
@@ -298,6 +298,7 @@ class Attempt:
         for host in lost:
             with contextlib.suppress(OSError):
                 link = await Link.to(self.job, host)
+                await link.answer("hello", 3)
                 link.tell(sweep=self.id)
                 await link.answer("swept", 3)
                 link.close()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from jzero.errors import ConfigError
-from jzero.launcher.job import Job
+from jzero.launcher.job import HOSTFILE, Job
 
 OWN = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -27,8 +29,8 @@ BOOT = (
 def agent_command(job: Job, host: str) -> list[str]:
     """The command that starts an agent on a host: here, or there by ssh."""
     o = job.options
-    agent = [sys.executable, "-u", "-c", BOOT, *job.argv]
-    source = f". {shlex.quote(o.venv_script)} && " if o.venv_script else ""
+    agent = [sys.executable, "-uP", "-c", BOOT, *job.argv]  # -P: no module of the script's may hide one of Python's
+    source = f". {shlex.quote(os.path.join(job.cwd, o.venv_script))} && " if o.venv_script else ""
     line = f"cd {shlex.quote(job.cwd)} && {source}exec {shlex.join(agent)}"
     if o.no_ssh or job.is_here(host):
         return ["bash", "-c", line] if source else agent
@@ -40,7 +42,7 @@ def agent_command(job: Job, host: str) -> list[str]:
 def srun_command(job: Job) -> list[str]:
     """Slurm starts the processes and ends them all when one fails; they find their place in its environment."""
     per_host = _per_host(job)
-    named = ["--nodelist", ",".join(job.hosts)] if job.options.hostfile else []
+    named = ["--nodelist", ",".join(job.hosts)] if Path(job.options.hostfile or HOSTFILE).is_file() else []
     return [
         "srun", "--nodes", str(len(job.hosts)), "--ntasks", str(len(job.processes)),
         "--ntasks-per-node", str(per_host), *named, "--export=ALL", "--kill-on-bad-exit=1",
@@ -84,17 +86,18 @@ def jobset(job: Job) -> dict[str, Any]:
     flags = [
         f"--{flag}" for flag in ("one_process_per_node", "module", "no_python", "no_local_rank") if getattr(o, flag)
     ]
+    files = ("venv_script", "enable_each_rank_log")
+    flags += [f"--{flag}={_literal(value)}" for flag in files if (value := getattr(o, flag))]
     args = [
         "-m", "jzero", "--no_ssh", "--node_rank", "$(JOB_COMPLETION_INDEX)", "--num_nodes", str(len(job.hosts)),
         "--num_gpus", str(per_host), "--platform", o.platform, "--master_addr", f"{name}-node-0-0.{name}",
         "--master_port", str(job.port), "--hang_timeout", f"{o.hang_timeout:g}", "--grace", f"{o.grace:g}", *flags,
-        *(word.replace("$(", "$$(") for word in (o.script, *o.script_args)),
+        *map(_literal, (o.script, *o.script_args)),
     ]  # fmt: skip
     container: dict[str, Any] = {"name": "jzero", "image": given["image"], "command": ["python"], "args": args}
     container["workingDir"] = job.cwd
-    container["env"] = [
-        {"name": key, "value": value} for item in o.export for key, _, value in [item.partition("=")] if value
-    ]
+    exported = dict.fromkeys(item.partition("=")[0] for item in o.export)
+    container["env"] = [{"name": name, "value": _literal(job.processes[0].env[name])} for name in exported]
     if o.platform == "gpu":
         container["resources"] = {"limits": {"nvidia.com/gpu": per_host}}
     pods = {
@@ -114,6 +117,11 @@ def jobset(job: Job) -> dict[str, Any]:
             "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": pods}}],
         },
     }
+
+
+def _literal(word: str) -> str:
+    """Kubernetes replaces $(NAME), and $$ by $."""
+    return word.replace("$", "$$")
 
 
 def _per_host(job: Job, devices: bool = False) -> int:

@@ -1,0 +1,16 @@
+import pytest
+from jobs import Command
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a job; whatever is left of it after the test is killed."""
+    commands = []
+
+    def start(*arguments, **keywords):
+        commands.append(Command(*arguments, cwd=tmp_path, **keywords))
+        return commands[-1]
+
+    yield start
+    for command in commands:
+        command.end()

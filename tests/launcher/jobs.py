@@ -1,0 +1,93 @@
+"""Real jobs for tests: the command as a process, and what it leaves in the process table."""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+class Command:
+    """`jzero` with these arguments, running. Its processes are those with its token on their command line."""
+
+    def __init__(self, *arguments, cwd, env=None, prefix=()):
+        self.token = f"token-{secrets.token_hex(6)}"
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "JZERO_")) and k != "RANK"}
+        self.out, self.err = cwd / f"{self.token}.out", cwd / f"{self.token}.err"
+        self.started = time.monotonic()
+        with self.out.open("w") as out, self.err.open("w") as err:
+            self.process = subprocess.Popen(
+                [*prefix, sys.executable, "-m", "jzero", *map(str, arguments), self.token],
+                cwd=cwd, env=clean | {"PYTHONPATH": str(ROOT)} | (env or {}), stdout=out, stderr=err,
+                stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+
+    def wait(self, seconds=60):
+        """The exit code."""
+        return self.process.wait(seconds)
+
+    @property
+    def output(self):
+        return self.out.read_text()
+
+    @property
+    def errors(self):
+        return self.err.read_text()
+
+    def until(self, text, seconds=40):
+        """Wait until the output has the text so many times."""
+        wanted, times = text if isinstance(text, tuple) else (text, 1)
+        wait_for(lambda: self.output.count(wanted) >= times, seconds, lambda: f"{self.output}\n{self.errors}")
+        return self
+
+    def processes(self, having=""):
+        """pid -> command line of what the job has running, those with `having` on it; zombies are not running."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (path / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+                state = (path / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if self.token in words and having in words and state != "Z":
+                found[int(path.name)] = words
+        return found
+
+    def rank(self, number):
+        """The pid of a rank."""
+        (pid,) = [pid for pid, words in self.processes("worker.py").items() if f"--local_rank={number}" in words]
+        return pid
+
+    def agents(self):
+        return [pid for pid, words in self.processes("os.read(0").items() if "ssh -T" not in words]
+
+    def gone(self, seconds=10):
+        """Wait until nothing is left of the job, its command included."""
+        wait_for(lambda: not self.processes(), seconds, lambda: str(self.processes()))
+
+    def kill(self, pid, number=signal.SIGKILL):
+        os.kill(pid, number)
+        self.killed = time.monotonic()
+
+    def took(self):
+        """Seconds from the kill until now."""
+        return time.monotonic() - self.killed
+
+    def end(self):
+        for pid in self.processes():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait(5)
+
+
+def wait_for(condition, seconds, say):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, say()
+        time.sleep(0.05)

@@ -1,0 +1,47 @@
+"""Plans for tests: what `--dry_run` prints, in a folder of its own, of hosts that are not this machine."""
+
+import json
+import os
+
+from jzero import cli
+
+A, B, C = "198.51.100.1", "198.51.100.2", "198.51.100.3"  # of documentation: nobody's
+
+
+class Here:
+    """A folder with a script `train.py`, where no hostfile is found and no GPU set is visible."""
+
+    def __init__(self, tmp_path, monkeypatch, capsys):
+        self.path, self.capsys, self.setenv = tmp_path, capsys, monkeypatch.setenv
+        monkeypatch.chdir(tmp_path)
+        for module in ("job", "transports"):
+            monkeypatch.setattr(f"jzero.launcher.{module}.HOSTFILE", str(tmp_path / "none"))
+        for name in [*os.environ]:
+            if name.startswith(("CUDA_", "DS_", "JZERO_")):
+                monkeypatch.delenv(name)
+        (tmp_path / "home").mkdir()
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        (tmp_path / "train.py").write_text("")
+
+    def write(self, name, *lines):
+        """The file's path."""
+        (self.path / name).write_text("".join(f"{line}\n" for line in lines))
+        return str(self.path / name)
+
+    def hosts(self, *lines):
+        return self.write("hosts", *lines)
+
+    def dry(self, *words):
+        """The plan."""
+        assert cli.main(["--dry_run", *map(str, words)]) == 0
+        out, err = self.capsys.readouterr()
+        assert err == ""
+        return json.loads(out)
+
+    def refused(self, *words):
+        """The message."""
+        assert cli.main(["--dry_run", *map(str, words)]) == 2
+        out, err = self.capsys.readouterr()
+        assert out == ""
+        assert err.startswith("jzero: ")
+        return err

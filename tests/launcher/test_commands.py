@@ -1,0 +1,301 @@
+"""The command lines of a plan: what is quoted, what goes along in the environment, what other systems are told."""
+
+import os
+import re
+import shlex
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planning import A, B, Here
+
+from jzero import cli
+from jzero.errors import ConfigError
+from jzero.launcher import options
+from jzero.launcher.environment import propagated
+from jzero.launcher.job import make_job
+from jzero.launcher.transports import BOOT, agent_command
+
+NASTY = [
+    "it's",
+    '"two"',
+    "$HOME",
+    "$(id)",
+    "$$",
+    "`id`",
+    "a;b",
+    "a\nb",
+    "*",
+    "",
+    "a b",
+    "\\",
+    "é",
+    "~",
+    "#",
+    "!x",
+    "&&",
+]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, capsys):
+    return Here(tmp_path, monkeypatch, capsys)
+
+
+# ---------------------------------------------------------------- what is started
+
+
+@pytest.mark.parametrize(
+    ("words", "argv", "flags"),
+    [
+        (["train.py"], [sys.executable, "-u", "train.py"], True),
+        (["--module", "train.py"], [sys.executable, "-u", "-m", "train.py"], True),
+        (["--no_local_rank", "train.py"], [sys.executable, "-u", "train.py"], False),
+        (["--no_python", "sh"], ["sh"], False),
+    ],
+)
+def test_script(here, words, argv, flags):
+    words = ["--platform", "cpu", "--num_gpus", "2", *words, "--lr", "1"]
+    (command,) = here.dry(*words)["commands"]
+    assert command[0] == sys.executable
+    assert command[command.index(BOOT) + 1 :] == [*argv, "--lr", "1"]
+    job = make_job(options.parse(words), os.environ, os.getcwd())
+    started = [job.argv[: job.first] + job.flag(process) + job.argv[job.first :] for process in job.processes]
+    assert started == [[*argv, *([f"--local_rank={k}"] if flags else []), "--lr", "1"] for k in (0, 1)]
+
+
+def line_of(command):
+    """The words that a shell makes of the last word of an ssh command."""
+    cd, folder, and_, *words = shlex.split(command[-1])
+    assert (cd, folder, and_) == ("cd", os.getcwd(), "&&")
+    return words
+
+
+def test_ssh(here):
+    path = here.hosts(f"{A} slots=1", "localhost slots=1", f"{B} slots=1")
+    words = ["--ssh_port", 2222, "--launcher_args=-i 'my key' -A", "train.py", *NASTY]
+    first, local, last = here.dry("--hostfile", path, *words)["commands"]
+    assert local[local.index("-c") :] == ["-c", BOOT, sys.executable, "-u", "train.py", *NASTY]
+    for command, host in ((first, A), (last, B)):
+        assert command[:2] == ["ssh", "-T"]
+        assert "BatchMode=yes" in command
+        assert command[-7:-1] == ["-p", "2222", "-i", "my key", "-A", host]
+        assert line_of(command) == ["exec", *local]
+
+
+def test_ssh_is_for_other_hosts(here):
+    one = ["--hostfile", here.hosts("localhost slots=1"), "train.py"]
+    assert [command[0] for command in here.dry(*one)["commands"]] == [sys.executable]
+    assert [command[0] for command in here.dry("--force_multi", *one)["commands"]] == ["ssh"]
+    (command,) = here.dry("--hostfile", here.hosts("localhost slots=1", f"{A} slots=1"), "-i", A, "train.py")[
+        "commands"
+    ]
+    assert (command[0], command[-2]) == ("ssh", A)
+
+
+@pytest.mark.parametrize("script", ["my venv/activate", "/opt/a'b"])
+def test_venv_script(here, script):
+    words = ["--platform", "cpu", "--venv_script", script, "train.py"]
+    sourced = [".", os.path.join(os.getcwd(), script), "&&", "exec", sys.executable]
+    ((bash, c, line),) = here.dry(*words)["commands"]
+    assert (bash, c) == ("bash", "-c")
+    assert line_of([line])[:5] == sourced
+    (command,) = here.dry("--force_multi", *words)["commands"]
+    assert line_of(command)[:5] == sourced
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))))
+def test_quoting(tmp_path_factory, words):
+    path = tmp_path_factory.getbasetemp() / "quoted"
+    path.write_text(f"{A} slots=1\n")
+    parsed = options.parse(["--hostfile", str(path), "--module", "m"])
+    parsed.script_args = words
+    line = shlex.split(agent_command(make_job(parsed, {}, "/a b"), A)[-1])
+    assert line[:3] == ["cd", "/a b", "&&"]
+    assert line[-len(words) - 1 :] == ["m", *words]
+
+
+# ---------------------------------------------------------------- other systems
+
+
+def test_srun(here):
+    path = here.hosts(f"{A} slots=2", f"{B} slots=2")
+    words = ["--launcher", "slurm", "--launcher_args", "-p 'my gpus'", "train.py", *NASTY]
+    start = ["srun", "--nodes", "2", "--ntasks", "4", "--ntasks-per-node", "2"]
+    end = ["--export=ALL", "--kill-on-bad-exit=1", "-p", "my gpus", sys.executable, "-u", "train.py", *NASTY]
+    assert here.dry("-H", path, *words)["commands"] == [[*start, "--nodelist", f"{A},{B}", *end]]
+    assert here.dry("--num_nodes", 2, "--num_gpus", 2, *words)["commands"] == [[*start, *end]]
+    (command,) = here.dry("-H", path, "--one_process_per_node", *words)["commands"]
+    assert command[1:7] == ["--nodes", "2", "--ntasks", "2", "--ntasks-per-node", "1"]
+
+
+def test_mpirun(here):
+    path = here.hosts(f"{A} slots=2", f"{B} slots=3")
+    words = ["--launcher", "openmpi", "--launcher_args", "--mca btl ^openib", "--export", "X=a b", "train.py", *NASTY]
+    (command,) = here.dry("-H", path, *words)["commands"]
+    assert command[:5] == ["mpirun", "-n", "5", "--host", f"{A}:2,{B}:3"]
+    end = ["--mca", "btl", "^openib", sys.executable, "-u", "train.py", *NASTY]
+    assert command[-len(end) :] == end
+    flags = command[5 : -len(end)]
+    assert set(flags[::2]) == {"-x"}
+    exported = dict(word.split("=", 1) for word in flags[1::2])
+    assert exported["X"] == "a b"
+    assert (exported["MASTER_ADDR"], exported["MASTER_PORT"]) == (A, "29500")
+    assert exported.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "CROSS_RANK", "CUDA_VISIBLE_DEVICES"} == set()
+
+
+def expanded(word, env):
+    """What Kubernetes makes of an argument."""
+    return re.sub(r"\$\$|\$\((\w+)\)", lambda m: env.get(m[1], m[0]) if m[1] else "$", word)
+
+
+def test_jobset(here):
+    here.setenv("SEEN", "$(X)")
+    words = ["--num_nodes", 2, "--num_gpus", 4, "--grace", 20, "--export", "SEEN", "--export", "SET=b=c"]
+    for_k8s = ["--launcher", "k8s", "--launcher_args", "image=here/is:1 name=run namespace=us", "--max_restarts", 3]
+    plan = here.dry(*for_k8s, *words, "train.py", *NASTY, "$$(X)", "$(SEEN)")
+    assert plan["commands"] == [["kubectl", "apply", "-f", "-"]]
+    manifest = plan["manifest"]
+    assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert manifest["metadata"] == {"name": "run", "namespace": "us"}
+    assert manifest["spec"]["failurePolicy"] == {"maxRestarts": 3}
+    (job,) = manifest["spec"]["replicatedJobs"]
+    pods = job["template"]["spec"]
+    assert (job["name"], job["replicas"]) == ("node", 1)
+    assert (pods["parallelism"], pods["completions"], pods["completionMode"]) == (2, 2, "Indexed")
+    assert pods["backoffLimit"] == 0
+    pod = pods["template"]["spec"]
+    assert (pod["restartPolicy"], pod["terminationGracePeriodSeconds"]) == ("Never", 30)
+    (container,) = pod["containers"]
+    assert (container["image"], container["workingDir"]) == ("here/is:1", os.getcwd())
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 4}}
+    assert {e["name"]: expanded(e["value"], {"X": "wrong"}) for e in container["env"]} == {"SEEN": "$(X)", "SET": "b=c"}
+
+    here.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    for node in (0, 1):  # what each pod makes of it
+        env = {"JOB_COMPLETION_INDEX": str(node), "SEEN": "wrong"}
+        python, m, name, *args = container["command"] + [expanded(word, env) for word in container["args"]]
+        assert (python, m, name) == ("python", "-m", "jzero")
+        parsed = options.parse(args)
+        assert (parsed.node_rank, parsed.grace) == (node, 20)
+        assert parsed.script_args == [*NASTY, "$$(X)", "$(SEEN)"]
+        part = here.dry(*args)
+        assert part["coordinator"] == "run-node-0-0.run:29500"
+        for theirs, ours in zip(part["processes"], plan["processes"], strict=True):
+            assert [theirs[k] for k in ("rank", "local_rank", "device_ids")] == [
+                ours[k] for k in ("rank", "local_rank", "device_ids")
+            ]
+
+
+def test_jobset_passes_options_on(here):
+    words = ["--one_process_per_node", "--module", "--no_local_rank", "--venv_script=a b", "--enable_each_rank_log=/l$"]
+    cpu = ["--platform", "cpu", "--launcher", "k8s", "--launcher_args", "image=i", "--num_nodes", 3, "--num_gpus", 2]
+    plan = here.dry(*cpu, *words, "--hang_timeout", 60, "--master_port", 1234, "m")
+    (container,) = plan["manifest"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    assert "resources" not in container
+    args = [expanded(word, {"JOB_COMPLETION_INDEX": "2"}) for word in container["args"][2:]]
+    theirs, ours = vars(options.parse(args)), vars(options.parse([*map(str, cpu), *words, "m"]))
+    same = ("one_process_per_node", "module", "no_local_rank", "venv_script", "enable_each_rank_log", "platform")
+    assert [theirs[name] for name in same] == [ours[name] for name in same]
+    assert [theirs[name] for name in ("hang_timeout", "master_port", "num_nodes", "num_gpus")] == [60, 1234, 3, 2]
+
+
+@pytest.mark.parametrize("system", ["slurm", "openmpi"])
+def test_system_that_is_not_there(here, capsys, system):
+    here.setenv("PATH", str(here.path))
+    assert cli.main(["--launcher", system, "--platform", "cpu", "train.py"]) == 2
+    command = {"slurm": "srun", "openmpi": "mpirun"}[system]
+    assert capsys.readouterr().err == f"jzero: --launcher {system}: there is no {command} on this machine\n"
+
+
+# ---------------------------------------------------------------- the environment
+
+
+@pytest.fixture
+def folders(tmp_path):
+    for name in ("home", "cwd"):
+        (tmp_path / name).mkdir()
+    return str(tmp_path / "cwd"), str(tmp_path / "home")
+
+
+def lines(folder, name, *lines):
+    path = os.path.join(folder, name)
+    with open(path, "w") as file:
+        file.write("\n".join(lines))
+    return path
+
+
+def test_what_goes_along(folders):
+    along = ["NCCL_DEBUG", "PYTHONHASHSEED", "MV2_X", "UCX_TLS", "MLFLOW_RUN", "JAX_PLATFORMS", "JZERO_TIMEOUT",
+             "XLA_FLAGS", "TF_X", "CUDA_HOME", "HF_HOME", "WANDB_MODE", "PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV",
+             "TMPDIR"]  # fmt: skip
+    alone = ["CUDA_VISIBLE_DEVICES", "JZERO_JOB_ID", "JZERO_PROGRESS", "HOME", "HOSTNAME", "MY_JAX_X", "PATHS", "RANK"]
+    found = propagated({name: "x" for name in along + alone}, *folders)
+    assert found == {**{name: "x" for name in along}, "PYTHONPATH": folders[0]}
+
+
+@pytest.mark.parametrize(("before", "after"), [("", []), ("/a:/b", ["/a", "/b"]), ("/a::{cwd}:/a", ["/a"])])
+def test_cwd_comes_first_in_pythonpath(folders, before, after):
+    found = propagated({"PYTHONPATH": before.format(cwd=folders[0])}, *folders)
+    assert found["PYTHONPATH"].split(":") == [folders[0], *after]
+
+
+def test_files(folders):
+    cwd, home = folders
+    lines(home, ".deepspeed_env", "# of all jobs", "", "A=home", "B=home", "  C=a b=$c # not a comment  ", "D=")
+    lines(cwd, ".deepspeed_env", "B=cwd", "export E='quoted'", "   ", "\t# F=1")
+    lines(home, ".jzero_env", "NCCL_DEBUG=file")
+    found = propagated({"NCCL_DEBUG": "shell"}, cwd, home)
+    assert found.pop("PYTHONPATH") == cwd
+    assert found == {
+        "A": "home", "B": "cwd", "C": "a b=$c # not a comment", "D": "", "E": "'quoted'", "NCCL_DEBUG": "file",
+    }  # fmt: skip
+
+
+def test_order(folders):
+    """Shell, .deepspeed_env, .jzero_env, each at home and then here, --export."""
+    cwd, home = folders
+    env, found = {"NCCL_X": "shell"}, []
+    for folder, name in ((home, ".deepspeed_env"), (cwd, ".deepspeed_env"), (home, ".jzero_env"), (cwd, ".jzero_env")):
+        found.append(propagated(env, cwd, home)["NCCL_X"])
+        lines(folder, name, f"NCCL_X={os.path.basename(folder)}/{name}")
+    found.append(propagated(env, cwd, home)["NCCL_X"])
+    found.append(propagated(env, cwd, home, ["NCCL_X=a=b"])["NCCL_X"])
+    files = ["home/.deepspeed_env", "cwd/.deepspeed_env", "home/.jzero_env", "cwd/.jzero_env"]
+    assert found == ["shell", *files, "a=b"]
+    assert propagated(env, cwd, home, ["NCCL_X"])["NCCL_X"] == "shell"
+
+
+def test_named_file(folders, tmp_path):
+    lines(folders[0], ".deepspeed_env", "A=1")
+    path = lines(str(tmp_path), "mine", "B=2", "wrong")
+    lines(folders[1], "mine", "C=3")
+    assert propagated({"DS_ENV_FILE": "mine"}, *folders) == {"C": "3", "PYTHONPATH": folders[0]}
+    with pytest.raises(ConfigError) as error:
+        propagated({"DS_ENV_FILE": path}, *folders)
+    assert error.value.problems == (f"{path}, line 2: 'wrong': must be NAME=VALUE, or a comment after #",)
+
+
+def test_all_bad_lines_at_once(folders):
+    cwd, home = folders
+    first = lines(home, ".deepspeed_env", "A=1", "A 1", "", "=x")
+    second = lines(cwd, ".jzero_env", "A-B=1", "CUDA_VISIBLE_DEVICES=0")
+    with pytest.raises(ConfigError) as error:
+        propagated({}, cwd, home, ["=1", "MISSING", "CUDA_VISIBLE_DEVICES=1", "OK=1"])
+    places = [f"{first}, line 2", f"{first}, line 4", f"{second}, line 1", f"{second}, line 2"]
+    exports = ["--export = '=1'", "--export = 'MISSING'", "--export = 'CUDA_VISIBLE_DEVICES=1'"]
+    assert [problem.partition(": ")[0] for problem in error.value.problems] == places + exports
+    assert "write MISSING=VALUE" in error.value.problems[5]
+    assert "choose devices by --include" in error.value.problems[3]
+    assert "choose devices by --include" in error.value.problems[6]
+
+
+def test_every_process_gets_it(here):
+    """On one node as well."""
+    here.write("home/.deepspeed_env", "", "# comment", "A=home")
+    here.write(".jzero_env", "B=here")
+    plan = here.dry("--platform", "cpu", "--num_gpus", 2, "--export", "C=x y", "train.py")
+    for process in plan["processes"]:
+        assert [process["env"][name] for name in "ABC"] == ["home", "here", "x y"]
+        assert process["env"]["PYTHONPATH"].split(":")[0] == os.getcwd()

@@ -1,0 +1,238 @@
+"""Which hosts and devices take part: the hostfile, the filters, CUDA_VISIBLE_DEVICES."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jzero.errors import ConfigError
+from jzero.launcher.hostfile import choose, devices_here, parse_filter, read_hostfile, visible_devices
+
+names = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)
+hostfiles = st.dictionaries(names, st.integers(1, 9), min_size=1, max_size=6)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text):
+        (tmp_path / "hosts").write_text(text)
+        return tmp_path / "hosts"
+
+    return write
+
+
+def refused(call, *arguments, **keywords):
+    with pytest.raises(ConfigError) as error:
+        call(*arguments, **keywords)
+    return error.value.problems
+
+
+def devices(slots):
+    return {host: list(range(n)) for host, n in slots.items()}
+
+
+# ---------------------------------------------------------------- the hostfile
+
+
+@pytest.mark.parametrize(
+    ("text", "slots"),
+    [
+        ("worker-1 slots=8\nworker-0 slots=2\n", {"worker-1": 8, "worker-0": 2}),
+        ("# all\n\n  a slots=4  # the first\n\t\nb\tslots=1", {"a": 4, "b": 1}),
+        ("a slots = 4\r\nb   slots=16\r\n", {"a": 4, "b": 16}),
+        ("10.0.0.7 slots=1\nroot@gpu.example.com slots=08\n", {"10.0.0.7": 1, "root@gpu.example.com": 8}),
+    ],
+)
+def test_reads(write, text, slots):
+    read = read_hostfile(write(text))
+    assert list(read.items()) == list(slots.items())
+
+
+MALFORMED = ["a", "a 8", "a slots", "a slots=", "a slots=x", "a slots=-1", "a slots=2.5", "a slots=2 max=4", "slots=4",
+             "a gpus=4", "a:4", "a slots=4 b slots=4"]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", MALFORMED)
+def test_malformed_line(write, line):
+    path = write(f"# comment\nok slots=1\n{line}\n")
+    (problem,) = refused(read_hostfile, path)
+    assert problem == f"{path}, line 3: {line!r}: must be `HOST slots=N`, as in `worker-1 slots=8`"
+
+
+def test_all_bad_lines_at_once(write):
+    path = write("a slots=1\nb slots=0\n\na slots=2\nc 4\n-oProxyCommand=sh slots=1\na slots=1 # again\n")
+    problems = refused(read_hostfile, path)
+    assert [problem.partition(": ")[0] for problem in problems] == [f"{path}, line {n}" for n in (2, 4, 5, 6, 7)]
+    for problem, why in zip(
+        problems, ["0 slots", "a is in line 1 already", "must be `HOST", "begin with -", "a is in line 1 already"],
+        strict=True,
+    ):  # fmt: skip
+        assert why in problem
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "# a slots=4\n"])
+def test_no_host(write, text):
+    (problem,) = refused(read_hostfile, write(text))
+    assert "holds no host" in problem
+
+
+@given(hostfiles)
+def test_reads_back(tmp_path_factory, slots):
+    path = tmp_path_factory.getbasetemp() / "written"
+    path.write_text("".join(f"{host} slots={n}\n" for host, n in slots.items()))
+    assert list(read_hostfile(path).items()) == list(slots.items())
+
+
+# ---------------------------------------------------------------- filters
+
+
+@pytest.mark.parametrize(
+    ("text", "chosen"),
+    [
+        ("a", {"a": None}),
+        ("b@a", {"b": None, "a": None}),
+        ("a:0,2@b", {"a": [0, 2], "b": None}),
+        (" a : 3, 1 @ b:0 ", {"a": [3, 1], "b": [0]}),
+        ("worker-1.x:11", {"worker-1.x": [11]}),
+        ("[::1]:0,1", {"[::1]": [0, 1]}),
+    ],
+)
+def test_filter(text, chosen):
+    assert parse_filter(text, "--include") == chosen
+
+
+@pytest.mark.parametrize("text", ["", "@", "a@", "@a", "a:", "a:x", "a:0-3", "a:0,", "a:,0", "a:-1", "a:0:1", "a b"])
+def test_malformed_filter(text):
+    (problem,) = refused(parse_filter, text, "--exclude")
+    assert problem.startswith(f"--exclude = {text!r}: ")
+    assert "must be HOST or HOST:ID,ID, parts joined by @" in problem
+
+
+@pytest.mark.parametrize("text", ["a@a", "a:0@a:1", "a@b:0@a", "a:1,1", "a:1,01"])
+def test_named_twice(text):
+    (problem,) = refused(parse_filter, text, "--include")
+    assert "twice" in problem
+
+
+# ---------------------------------------------------------------- choosing
+
+HOSTS = {"b": [0, 1, 2, 3], "a": [0, 1], "c": [0, 1, 2, 3]}
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ({}, HOSTS),
+        ({"num_nodes": 1}, {"b": [0, 1, 2, 3]}),
+        ({"num_nodes": 2}, {"b": [0, 1, 2, 3], "a": [0, 1]}),
+        ({"num_gpus": 2}, {"b": [0, 1], "a": [0, 1], "c": [0, 1]}),
+        ({"num_nodes": 1, "num_gpus": 3}, {"b": [0, 1, 2]}),
+        ({"include": "c@b"}, {"b": [0, 1, 2, 3], "c": [0, 1, 2, 3]}),
+        ({"include": "c:2,0@a"}, {"a": [0, 1], "c": [0, 2]}),
+        ({"exclude": "b"}, {"a": [0, 1], "c": [0, 1, 2, 3]}),
+        ({"exclude": "b:0,3@c"}, {"b": [1, 2], "a": [0, 1]}),
+        ({"exclude": "a:1,0"}, {"b": [0, 1, 2, 3], "c": [0, 1, 2, 3]}),
+    ],
+)
+def test_choice(options, left):
+    assert list(choose(HOSTS, **options).items()) == list(left.items())
+
+
+def test_order_of_visible_devices_is_kept():
+    visible = {"localhost": [3, 1, "GPU-8", 0]}
+    assert choose(visible, num_gpus=3) == {"localhost": [3, 1, "GPU-8"]}
+    assert choose(visible, include="localhost:0,1,3") == {"localhost": [3, 1, 0]}
+    assert choose(visible, exclude="localhost:1") == {"localhost": [3, "GPU-8", 0]}
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"include": "a", "exclude": "b"}, ["--include a and --exclude b"]),
+        ({"include": "a", "num_nodes": 1}, ["--include a and --num_nodes 1"]),
+        ({"exclude": "a", "num_gpus": 2}, ["--exclude a and --num_gpus 2"]),
+        ({"num_nodes": 0}, ["--num_nodes = 0: must be at least 1"]),
+        ({"num_gpus": 0}, ["--num_gpus = 0: must be at least 1"]),
+        ({"num_gpus": -2}, ["--num_gpus = -2: must be at least 1"]),
+        ({"num_nodes": 4}, ["--num_nodes = 4: there are 3: b, a, c"]),
+        ({"num_gpus": 3}, ["--num_gpus = 3: a has 2: 0, 1; ask for fewer"]),
+        ({"include": "d"}, ["no host 'd'; the hosts are b, a, c"]),
+        ({"exclude": "a:2"}, ["a has no device 2; it has 0, 1"]),
+        ({"exclude": "a@b@c"}, ["leaves no device of b, a, c"]),
+    ],
+)
+def test_refused(options, parts):
+    (problem,) = refused(choose, HOSTS, **options)
+    assert [part for part in parts if part not in problem] == [], problem
+
+
+def test_all_at_once():
+    problems = refused(choose, HOSTS, include="d@a:0,2,3@e:1@b:4")
+    assert [problem.partition(": ")[2] for problem in problems] == [
+        "no host 'd'; the hosts are b, a, c",
+        "no host 'e'; the hosts are b, a, c",
+        "a has no device 2; it has 0, 1",
+        "a has no device 3; it has 0, 1",
+        "b has no device 4; it has 0, 1, 2, 3",
+    ]
+    assert len(refused(choose, HOSTS, num_gpus=5)) == 3
+
+
+@given(hostfiles)
+def test_include_all(slots):
+    hosts = devices(slots)
+    for text in ("@".join(hosts), "@".join(f"{host}:{','.join(map(str, ids))}" for host, ids in hosts.items())):
+        assert choose(hosts, include=text) == hosts
+
+
+@given(hostfiles, st.data())
+def test_include_and_exclude_are_complements(slots, data):
+    hosts = devices(slots)
+    every = [(host, id) for host, ids in hosts.items() for id in ids]
+    some = data.draw(st.sets(st.sampled_from(every), min_size=1))
+    text = "@".join(
+        f"{host}:{','.join(str(id) for h, id in some if h == host)}"
+        for host in data.draw(st.permutations(sorted({host for host, _ in some})))
+    )
+    kept = choose(hosts, include=text)
+    assert _flat(kept) == [pair for pair in every if pair in some]  # in the hostfile's order
+    if len(some) == len(every):
+        refused(choose, hosts, exclude=text)
+    else:
+        assert _flat(choose(hosts, exclude=text)) == [pair for pair in every if pair not in some]
+
+
+def _flat(hosts):
+    return [(host, id) for host, ids in hosts.items() for id in ids]
+
+
+@given(hostfiles, st.data())
+def test_counts(slots, data):
+    nodes = data.draw(st.integers(1, len(slots)))
+    gpus = data.draw(st.integers(1, min(list(slots.values())[:nodes])))
+    chosen = choose(devices(slots), num_nodes=nodes, num_gpus=gpus)
+    assert list(chosen.items()) == [(host, list(range(gpus))) for host in list(slots)[:nodes]]
+
+
+# ---------------------------------------------------------------- what is visible
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ("0", [0]),
+        ("3,1", [3, 1]),
+        (" 2 , 0,", [2, 0]),
+        ("GPU-8a1f,MIG-3c,5", ["GPU-8a1f", "MIG-3c", 5]),
+        ("1,-1,2", [1]),
+        ("-1", []),
+        ("", []),
+        ("NoDevFiles", []),
+    ],
+)
+def test_visible(text, ids):
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": text}) == ids
+    assert devices_here({"CUDA_VISIBLE_DEVICES": text}) == ids
+
+
+def test_visible_not_set():
+    assert visible_devices({}) is None

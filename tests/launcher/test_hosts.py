@@ -1,0 +1,204 @@
+"""Jobs over ssh on two hosts, each with its own address, name, process table and sshd."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hosts import NEEDS, Hosts, can_run
+from jobs import ROOT
+from test_run import WORKER
+
+pytestmark = pytest.mark.skipif(not can_run(), reason=NEEDS)
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory, worker_id):
+    made = Hosts(tmp_path_factory.mktemp("hosts"), 99 if worker_id == "master" else int(worker_id[2:]))
+    yield made
+    made.remove()
+
+
+@pytest.fixture
+def launch(start, hosts, tmp_path):
+    """Start a job on both hosts, two processes each."""
+    (tmp_path / "hostfile").write_text("".join(f"{name} slots=2\n" for name in hosts.names.values()))
+    (tmp_path / "worker.py").write_text(WORKER)
+
+    def launch(*arguments, on="a", **keywords):
+        common = ("--hostfile", "hostfile", "--platform", "cpu", "--launcher_args", hosts.options)
+        return start(*common, *arguments, prefix=hosts.on(on), **keywords)
+
+    return launch
+
+
+TRAIN = """
+import json, sys
+import jax, numpy as np, jzero
+from models.llama import Llama, LlamaConfig
+
+jzero.init_distributed()
+shape = LlamaConfig(4, 32, 4, 2, 48, vocab_size=64, attention="xla")
+model = jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs))
+common = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+for own in (
+    {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
+    {"mesh": {"pipe": 2, "data": 2, "zero": 1}, "gradient_accumulation_steps": 2},
+):
+    engine, *_ = jzero.initialize(model=model, config=common | own)
+    text = np.random.default_rng(0).integers(0, 64, (8, 17), dtype=np.int32)
+    batch = {"inputs": text[:, :-1], "labels": text[:, 1:]}
+    rows, size = 8 // jax.process_count(), jax.process_count()
+    mine = jax.tree.map(lambda x: x[jax.process_index() * rows :][:rows], batch)
+    part = lambda k: jax.tree.map(lambda x: x[4 * k :][:4], batch)
+    batches = [batch, mine if "mesh" not in own else iter([part(0), part(1)]), batch]
+    jzero.log_dist("losses " + json.dumps([float(engine.train_batch(b)) for b in batches]))
+    jzero.log_dist("evaluated " + json.dumps(float(engine.eval_batch(batch))))
+    hosts = [[jzero.distributed.hosts()[d.process_index] for d in engine.mesh.devices.flat], engine.mesh.shape["pipe"]]
+    jzero.log_dist("hosts " + json.dumps(hosts))
+"""
+
+
+def test_losses_equal_one_process_s(launch, tmp_path):
+    (tmp_path / "worker.py").write_text(TRAIN)
+    job = launch("worker.py")
+    one = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4", "PYTHONPATH": str(ROOT)}
+    alone = subprocess.run(
+        [sys.executable, "worker.py"], cwd=tmp_path, env=os.environ | one, capture_output=True, text=True, check=True
+    )
+    assert job.wait(150) == 0, job.errors
+
+    def said(text):
+        lines = re.findall(r"^(?:\[0\] )?(?:losses|evaluated) (.*)$", text, re.M)
+        return np.concatenate([np.atleast_1d(eval(line)) for line in lines])
+
+    assert len(said(job.output)) == 8
+    np.testing.assert_allclose(said(job.output), said(alone.stdout), rtol=1e-6)
+    # zero stays on a host; pipe goes across
+    assert re.findall(r"^\[0\] hosts (.*)$", job.output, re.M) == ["[[0, 0, 1, 1], 1]", "[[0, 0, 1, 1], 2]"]
+
+
+def test_ranks_go_through_the_hosts(launch, hosts):
+    job = launch("worker.py", "show")
+    assert job.wait(30) == 0, job.errors
+    lines = [line for line in job.output.splitlines() if '"RANK"' in line]
+    found = {re.search(r'"RANK": "(\d)"', line)[1]: re.search(r'"CROSS_RANK": "(\d)"', line)[1] for line in lines}
+    assert found == {"0": "0", "1": "0", "2": "1", "3": "1"}
+    assert all(f'"MASTER_ADDR": "{hosts.names["a"]}"' in line for line in lines)
+
+
+@pytest.mark.parametrize("what", ["", "children", "deaf"])
+def test_kill_a_rank_there(launch, hosts, what):
+    job = launch("worker.py", what).until(("ready", 4))
+    (victim,) = [p for p in job.processes("--local_rank=1") if host_of(p) == hosts.names["b"] and is_rank(job, p)]
+    job.kill(victim)
+    assert job.wait(10) == 128 + signal.SIGKILL
+    job.gone(10 - job.took())
+    assert f"rank 3 on {hosts.names['b']} was killed by signal 9 (SIGKILL) first" in job.errors
+
+
+@pytest.mark.parametrize("host", ["a", "b"])
+def test_kill_an_agent(launch, hosts, host):
+    job = launch("worker.py", "children").until(("ready", 4))
+    (agent,) = [pid for pid in job.agents() if host_of(pid) == hosts.names[host]]
+    job.kill(agent)
+    assert job.wait(10) != 0
+    job.gone(10 - job.took())
+    assert f"lost {hosts.names[host]}" in job.errors
+
+
+def test_kill_the_command(launch):
+    job = launch("worker.py", "children").until(("ready", 4))
+    job.kill(command_of(job))
+    job.gone(10)
+
+
+def test_the_network_ends(launch, hosts):
+    job = launch("worker.py", "children").until(("ready", 4))
+    hosts.link("down")
+    try:
+        assert job.wait(15) != 0
+        job.gone(5)
+    finally:
+        hosts.link("up")
+    assert f"lost {hosts.names['b']}" in job.errors
+
+
+def test_signals_go_through(launch):
+    job = launch("worker.py", "save").until(("ready", 4))
+    job.kill(command_of(job), signal.SIGTERM)
+    assert job.wait(15) == 128 + signal.SIGTERM
+    assert job.output.count("saved") == 4
+    job.gone(2)
+
+
+def test_one_host_that_is_not_this_one(launch, hosts):
+    job = launch("--include", hosts.names["b"], "--no_python", "sh", "-c", "hostname; echo $0")
+    assert job.wait(30) == 0
+    assert sorted(line[4:] for line in job.output.splitlines()).count(hosts.names["b"]) == 2
+
+
+def test_a_host_with_another_jaxlib(launch, hosts, tmp_path):
+    other = tmp_path / "other" / "jaxlib-0.1.2.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: jaxlib\nVersion: 0.1.2\n")
+    hosts.serve("b", f"SetEnv PYTHONPATH={tmp_path}/other")
+    try:
+        job = launch("worker.py", "show")
+        assert job.wait(30) == 2
+    finally:
+        hosts.serve("b")
+    assert "jaxlib 0.1.2, elsewhere" in " ".join(job.errors.split())
+    assert job.output == ""
+    job.gone(1)
+
+
+def test_a_host_that_is_not_there(launch, hosts, tmp_path):
+    (tmp_path / "hostfile").write_text(f"{hosts.names['a']} slots=1\n{hosts.names['b']} slots=1\nnowhere slots=1\n")
+    job = launch("worker.py", "show")
+    assert job.wait(30) == 2
+    assert "nowhere" in job.errors
+    assert "resolve" in job.errors
+    job.gone(1)
+
+
+def test_without_ssh(launch, start, hosts, tmp_path):
+    """A command on every host; that of a rank that dies ends, and so does the other."""
+    waits = "import time\nprint('ready', flush=True)\ntime.sleep(1000)\n"
+    (tmp_path / "worker.py").write_text(f"import jzero\njzero.init_distributed()\n{waits}")
+    jobs = [
+        start(
+            "--platform", "cpu", "--no_ssh", "--num_nodes", 2, "--num_gpus", 1, "--node_rank", rank, "--master_addr",
+            hosts.names["a"], "--no_local_rank", "worker.py", prefix=hosts.on("ab"[rank]),
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    for job in jobs:
+        job.until("ready", 60)
+    (victim,) = [pid for pid in jobs[1].processes("worker.py") if is_rank(jobs[1], pid)]
+    jobs[1].kill(victim)
+    assert jobs[1].wait(10) == 137
+    assert jobs[0].wait(20) != 0
+    for job in jobs:
+        job.gone(2)
+
+
+def host_of(pid):
+    """The name of the host that a process runs on."""
+    return subprocess.run(
+        ["nsenter", "--uts", "--target", str(pid), "hostname"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def is_rank(job, pid):
+    words = job.processes().get(pid, "")
+    return "worker.py" in words and " -c " not in words and "-m jzero" not in words and "ssh" not in words
+
+
+def command_of(job):
+    """The pid of the command itself, behind what runs it on a host."""
+    (pid,) = [pid for pid, words in job.processes("-m jzero").items() if words.split()[0].endswith("python")]
+    return pid

@@ -1,0 +1,112 @@
+"""What is wrong with hosts, said before anything starts."""
+
+import pytest
+
+from jzero.launcher import agent
+from jzero.launcher.preflight import SAME, faults, table
+
+
+def hello(gpus=8, **versions):
+    """What a host says that has these versions; None: not installed."""
+    changed = {name.replace("_", "-"): version for name, version in versions.items()}
+    installed = {"python": "3.12.1", "jzero": "0.1.0", "jax": "0.11.2", "jaxlib": "0.11.2", "driver": "570.1"} | changed
+    return {"versions": {name: version for name, version in installed.items() if version}, "gpus": gpus}
+
+
+def wanted(hellos, gpus=8):
+    return dict.fromkeys(hellos, gpus)
+
+
+def test_a_host_says_what_is_compared():
+    said = agent.hello()
+    assert said["versions"].keys() >= {"python", "jax", "jaxlib"}
+    assert said["versions"].keys() <= set(SAME)
+    assert faults({"a": said, "b": said}, {"a": said["gpus"], "b": 0}) == {}
+
+
+def test_same_hosts():
+    assert faults({"a": hello(), "b": hello(), "c": hello(gpus=9)}, wanted("abc")) == {}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_one_differs(name):
+    hellos = {"a": hello(**{name: "2"}), "b": hello(**{name: "1"}), "c": hello(**{name: "1"})}
+    assert faults(hellos, wanted(hellos)) == {"a": [f"{name} 2, elsewhere 1: install the same"]}
+
+
+def test_no_majority_goes_by_the_first_host():
+    hellos = {"b": hello(jaxlib="1"), "a": hello(jaxlib="2"), "c": hello(jaxlib="3")}
+    assert faults(hellos, wanted(hellos)) == {
+        host: [f"jaxlib {version}, elsewhere 1: install the same"] for host, version in (("a", "2"), ("c", "3"))
+    }
+
+
+def test_plugin_is_missing_on_one():
+    hellos = {"a": hello(jax_cuda12_plugin="0.11.2"), "b": hello(jax_cuda12_plugin="0.11.2"), "c": hello()}
+    assert faults(hellos, wanted(hellos)) == {"c": ["jax-cuda12-plugin none, elsewhere 0.11.2: install the same"]}
+
+
+@pytest.mark.parametrize("hosts", ["a", "ab"])
+def test_no_jax(hosts):
+    hellos = {host: hello(jax=None) for host in hosts}
+    problem = "no jax for Python 3.12.1: install jzero there, at the same path"
+    assert faults(hellos, wanted(hellos)) == {host: [problem] for host in hosts}
+
+
+def test_too_few_gpus():
+    hellos = {"a": hello(gpus=3), "b": hello(gpus=4), "c": hello(gpus=0)}
+    assert faults(hellos, {"a": 4, "b": 4, "c": 0}) == {"a": ["3 GPUs, 4 are wanted: correct its slots"]}
+
+
+ALL = {
+    "good-1": hello(),
+    "good-2": hello(),
+    "deaf": {"error": "ssh: [preauth] no route [/etc/ssh] :key: (exit code 255)"},
+    "old": hello(gpus=1, python="3.11.7", jax=None),
+}
+
+
+def test_all_at_once():
+    assert faults(ALL, wanted(ALL)) == {
+        "deaf": [ALL["deaf"]["error"]],
+        "old": [
+            "python 3.11.7, elsewhere 3.12.1: install the same",
+            "jax none, elsewhere 0.11.2: install the same",
+            "no jax for Python 3.11.7: install jzero there, at the same path",
+            "1 GPUs, 8 are wanted: correct its slots",
+        ],
+    }
+
+
+def test_nobody_is_heard():
+    hellos = {"a": {"error": "x"}, "b": {"error": "y"}}
+    assert faults(hellos, wanted(hellos)) == {"a": ["x"], "b": ["y"]}
+    assert cells(table(hellos, faults(hellos, wanted(hellos)))) == [
+        ["host", "GPUs", "wrong"], ["a", "", "x"], ["b", "", "y"]
+    ]  # fmt: skip
+
+
+def test_table():
+    header, *rows = cells(table(ALL, faults(ALL, wanted(ALL))))
+    assert header == ["host", "python", "jzero", "jax", "jaxlib", "driver", "GPUs", "wrong"]
+    versions = ["3.12.1", "0.1.0", "0.11.2", "0.11.2", "570.1", "8"]
+    assert rows[:3] == [
+        ["good-1", *versions, "-"],
+        ["good-2", *versions, "-"],
+        ["deaf", *[""] * 6, ALL["deaf"]["error"]],  # no markup: as it was said
+    ]
+    assert rows[3][:-1] == ["old", "3.11.7", "0.1.0", "", "0.11.2", "570.1", "1"]
+    assert rows[3][-1] == "; ".join(faults(ALL, wanted(ALL))["old"])
+
+
+def cells(text):
+    """The table's rows, with what was folded in one again."""
+    rows = []
+    for line in text.splitlines():
+        if line.startswith("|"):
+            words = [cell.strip() for cell in line.strip("|").split("|")]
+            if words[0]:
+                rows.append(words)
+            else:
+                rows[-1] = [" ".join(filter(None, pair)) for pair in zip(rows[-1], words, strict=True)]
+    return rows

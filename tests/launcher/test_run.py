@@ -1,0 +1,253 @@
+"""Jobs of several processes on this machine: what they get, and that nothing of them is left, however they end."""
+
+import json
+import os
+import signal
+import socket
+
+import pytest
+from jobs import wait_for
+
+WORKER = """
+import json, os, signal, subprocess, sys, time
+
+rank, what = os.environ["RANK"], sys.argv[2] if len(sys.argv) > 2 else ""
+if what == "show":
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR"]
+    print(json.dumps([sys.argv[1:-1], {name: os.environ[name] for name in names}, os.environ.get("SEEN")]))
+    sys.exit()
+if what == "lines":
+    for i in range(3000):
+        print(f"{rank}:{i}")
+    print("x" * 200_000, file=sys.stderr)
+    print("a\\rb\\rc", end="")
+    sys.exit()
+if what == "children":
+    for i in range(2):  # one of them leaves the process group
+        wait = [sys.executable, "-c", "import time; time.sleep(1000)", sys.argv[-1]]
+        subprocess.Popen(wait, start_new_session=i == 1)
+if what == "save":
+    def save(number, frame):
+        print("saved", rank, number, flush=True)
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, save)
+    signal.signal(signal.SIGINT, save)
+if what == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+print("ready", rank, flush=True)
+if what == "raise" and rank == "1":
+    raise ValueError("a fault of rank 1")
+if what == "code":
+    sys.exit(7 if rank == "2" else 0)
+if what == "once" and not os.path.exists("tried"):
+    time.sleep(0.5)
+    open("tried", "w").close()
+    sys.exit(3)
+if what == "once":
+    sys.exit(0)
+time.sleep(1000)
+"""
+
+CPU = ("--platform", "cpu", "--num_gpus")
+
+
+@pytest.fixture
+def worker(tmp_path):
+    path = tmp_path / "worker.py"
+    path.write_text(WORKER)
+    return path.name
+
+
+NASTY = ['a "b" c', "it's", "$HOME `id` ; rm -rf x", "two\nlines", "", "*", "\\", "é ü"]
+
+
+def test_arguments_and_environment_arrive(start, worker):
+    done = start(*CPU, 2, "--export", "SEEN=a b;$c", worker, "show", *NASTY)
+    assert done.wait() == 0, done.errors
+    said = dict(line[1:].split("] ", 1) for line in done.output.splitlines())
+    for rank in "01":
+        arguments, env, seen = json.loads(said[rank])
+        assert arguments == [f"--local_rank={rank}", "show", *NASTY]
+        assert seen == "a b;$c"
+        assert env == {
+            "RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_SIZE": "2", "CROSS_RANK": "0",
+            "CROSS_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+        }  # fmt: skip
+    done.gone()
+
+
+def test_output_is_whole(start, worker, tmp_path):
+    done = start(*CPU, 2, "--enable_each_rank_log", tmp_path / "logs", worker, "lines")
+    assert done.wait() == 0
+    lines = done.output.splitlines()
+    for rank in "01":
+        mine = [line[4:] for line in lines if line.startswith(f"[{rank}] ")]
+        assert mine == [*(f"{rank}:{i}" for i in range(3000)), "a", "b", "c"]
+        (log,) = (tmp_path / "logs").glob(f"*_rank{rank}.log")
+        assert log.read_text().count(f"{rank}:") == 3000
+    assert done.errors.count("x") >= 400_000
+
+
+def test_a_rank_that_raises(start, worker):
+    job = start(*CPU, 3, worker, "raise")
+    assert job.wait(30) == 1
+    assert "rank 1 exited with code 1 first" in job.errors
+    assert job.errors.rstrip().endswith("ValueError: a fault of rank 1")
+    job.gone(1)
+
+
+def test_a_rank_s_exit_code(start, worker):
+    job = start(*CPU, 3, worker, "code")
+    assert job.wait(30) == 7
+    job.gone(1)
+
+
+@pytest.mark.parametrize("what", ["", "children", "deaf"])
+def test_kill_a_rank(start, worker, what):
+    job = start(*CPU, 3, worker, what).until(("ready", 3))
+    assert len(job.processes("worker.py")) >= 3
+    job.kill(job.rank(2))
+    assert job.wait(10) == 128 + signal.SIGKILL
+    job.gone(10 - job.took())
+    assert "rank 2 was killed by signal 9 (SIGKILL) first" in job.errors
+
+
+@pytest.mark.parametrize("what", ["children", "deaf"])
+def test_kill_the_agent(start, worker, what):
+    job = start(*CPU, 2, worker, what).until(("ready", 2))
+    (agent,) = job.agents()
+    job.kill(agent)
+    assert job.wait(10) not in (0, None)
+    job.gone(10 - job.took())
+    assert "lost localhost" in job.errors
+
+
+@pytest.mark.parametrize("what", ["children", "deaf"])
+def test_kill_the_command(start, worker, what):
+    job = start(*CPU, 2, worker, what).until(("ready", 2))
+    job.kill(job.process.pid)
+    job.wait()
+    job.gone(10 - job.took())
+
+
+def test_a_command_that_is_stopped(start, worker):
+    job = start(*CPU, 2, worker).until(("ready", 2))
+    job.kill(job.process.pid, signal.SIGSTOP)
+    try:
+        wait_for(lambda: set(job.processes()) == {job.process.pid}, 12, lambda: str(job.processes()))
+    finally:
+        os.kill(job.process.pid, signal.SIGCONT)
+    assert job.wait(10) != 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_go_through(start, worker, number):
+    job = start(*CPU, 2, worker, "save").until(("ready", 2))
+    job.kill(job.process.pid, number)
+    assert job.wait(10) == 128 + number
+    assert sorted(line[4:] for line in job.output.splitlines() if "saved" in line) == [
+        f"saved 0 {number}",
+        f"saved 1 {number}",
+    ]
+    job.gone(1)
+
+
+def test_a_second_signal_ends_it(start, worker):
+    job = start(*CPU, 2, worker, "deaf").until(("ready", 2))
+    job.kill(job.process.pid, signal.SIGINT)
+    with pytest.raises(Exception, match="timed out"):
+        job.wait(2)
+    job.kill(job.process.pid, signal.SIGINT)
+    assert job.wait(5) == 128 + signal.SIGINT
+    job.gone(5)
+
+
+def test_grace_ends(start, worker):
+    job = start(*CPU, 2, "--grace", 1, worker, "deaf").until(("ready", 2))
+    job.kill(job.process.pid, signal.SIGTERM)
+    assert job.wait(8) == 128 + signal.SIGTERM
+    job.gone(5)
+
+
+def test_restarts(start, worker, tmp_path):
+    job = start(*CPU, 2, "--max_restarts", 1, worker, "once")
+    assert job.wait(30) == 0
+    assert "restart 1 of 1" in job.errors
+    (tmp_path / "tried").unlink()
+    assert start(*CPU, 2, worker, "once").wait(30) == 3
+
+
+def test_two_jobs(start, worker):
+    """Without --master_port a job finds a free port; with one that is taken it does not start."""
+    with socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) as taken:
+        port = taken.getsockname()[1]
+        second = start(*CPU, 2, "--master_port", port, worker, "show")
+        assert second.wait(30) == 2
+        assert f"port {port}: Address already in use" in " ".join(second.errors.split())
+        assert second.output == ""
+        second.gone(1)
+
+
+def test_programs_and_modules(start, tmp_path):
+    (tmp_path / "one.py").write_text("import sys; print(__name__, sys.argv[1:-1])")
+    module = start(*CPU, 1, "--module", "one", "x")
+    assert module.wait(30) == 0
+    assert module.output == "__main__ ['--local_rank=0', 'x']\n"
+    (tmp_path / "source").write_text("export SEEN=sourced")
+    program = start(*CPU, 1, "--venv_script", "./source", "--no_python", "sh", "-c", "echo $SEEN $0 $JZERO_JOB_ID")
+    assert program.wait(30) == 0
+    assert program.output.startswith("sourced token-")
+
+
+def test_pid_file(start, worker, tmp_path):
+    job = start(*CPU, 1, "--save_pid", worker, env={"TMPDIR": str(tmp_path)}).until("ready")
+    path = tmp_path / f"{job.process.pid}.jzero"
+    assert path.read_text() == f"{job.process.pid}\n"
+    job.kill(job.process.pid, signal.SIGTERM)
+    assert job.wait(10) == 143
+    assert not path.exists()
+
+
+TRAIN = """
+import os, time
+import jax, numpy as np, jzero
+from models.mlp import MLP, cross_entropy
+
+config = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
+model = jzero.from_flax(lambda rngs: MLP(8, 8, 2, rngs=rngs), cross_entropy)
+engine, *_ = jzero.initialize(model=model, config=config)
+for i in range(10_000):
+    loss = float(engine.train_batch((np.ones((4, 8), "float32"), np.zeros(4, "int32"))))
+    if i == 5 and os.environ.get("RAISE") == os.environ["RANK"]:
+        raise ValueError("a fault of rank 1")
+    if i == 3:
+        print("ready", flush=True)
+"""
+
+
+def test_a_rank_that_hangs(start, tmp_path):
+    (tmp_path / "worker.py").write_text(TRAIN)
+    job = start(*CPU, 2, "--hang_timeout", 10, "worker.py").until(("ready", 2), 60)
+    job.kill(job.rank(1), signal.SIGSTOP)
+    assert job.wait(40) == 124
+    job.gone(5)
+    assert "no step has finished for 10 s" in job.errors
+    assert "look at rank 1 first" in job.errors
+    assert "(stopped)" in job.errors
+    assert "[0]   File" in job.errors  # rank 0's stack
+
+
+def test_a_rank_that_raises_among_collectives(start, tmp_path):
+    """The others wait for it in a collective, and JAX would wait for them at its exit."""
+    (tmp_path / "worker.py").write_text(TRAIN)
+    job = start(*CPU, 2, "worker.py", env={"RAISE": "1"}).until(("ready", 2), 60)
+    assert job.wait(15) == 1
+    job.gone(1)
+
+
+def test_interrupted_before_it_starts(start, worker):
+    job = start(*CPU, 1, worker)
+    job.kill(job.process.pid, signal.SIGTERM)
+    assert job.wait(20) != 0
+    job.gone()

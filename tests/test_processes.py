@@ -1,0 +1,113 @@
+"""Programs of several real processes: what they agree on, and what they say instead of hanging."""
+
+import re
+import sys
+
+import pytest
+
+sys.path.insert(0, "tests/launcher")
+from jobs import Command
+
+HEAD = """
+import os, sys, time
+import jax, numpy as np
+import jzero
+from models.mlp import MLP, cross_entropy
+
+rank = jzero.get_rank()
+
+def engine(hidden=8, batch=4, **config):
+    config = {"train_batch_size": batch, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}} | config
+    model = jzero.from_flax(lambda rngs: MLP(8, hidden, 2, rngs=rngs), cross_entropy)
+    return jzero.initialize(model=model, config=config)[0]
+
+def rows(n):
+    return np.ones((n, 8), "float32"), np.zeros(n, "int32")
+
+def tried(name, f):
+    try:
+        print(f"{name}: {f()}")
+    except jzero.ConfigError as error:
+        print(f"{name}: error: {error}")
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The lines that each rank prints of a program: rank -> {name: text}."""
+
+    def run(program, size=2, **env):
+        (tmp_path / "worker.py").write_text(HEAD + program)
+        job = Command("--platform", "cpu", "--num_gpus", size, "worker.py", cwd=tmp_path, env=env)
+        try:
+            job.code = job.wait(120)
+        finally:
+            job.end()
+        found = re.findall(r"^\[(\d)\] (\w+): (.*)$", job.output, re.M)
+        return job, {r: {name: text for number, name, text in found if number == str(r)} for r in range(size)}
+
+    return run
+
+
+def test_processes_that_differ(run):
+    job, said = run("""
+tried("lr", lambda: engine(optimizer={"type": "Adam", "params": {"lr": 1e-3 * (1 + rank)}}).train_batch(rows(4)))
+tried("mesh", lambda: engine(mesh={"data": 1 + rank, "zero": 2 - rank}).train_batch(rows(4)))
+tried("model", lambda: engine(hidden=8 + rank).train_batch(rows(4)))
+tried("shape", lambda: engine().eval_batch(rows(4 * (1 + rank))))
+one = engine()
+tried("good", lambda: float(one.train_batch(rows(4))) == float(one.train_batch(rows(4))))
+tried("mine", lambda: float(one.train_batch(rows(2))) > 0)
+tried("size", lambda: one.train_batch(rows(3)))
+""")
+    assert job.code == 0, job.errors
+    assert said[0].keys() == said[1].keys()
+    for name, words in {
+        "lr": "the processes differ in config.optimizer.params.lr: 0.001 on rank 0; 0.002 on rank 1",
+        "mesh": "- train step: the processes differ in config.mesh.data: 1 on rank 0; 2 on rank 1",
+        "shape": "the processes differ in batch.0",
+    }.items():
+        for rank in (0, 1):
+            assert words in said[rank][name]
+    for rank in (0, 1):
+        assert "parameters.fc1/" in job.output
+        assert said[rank]["good"] == "False"
+        assert said[rank]["mine"] == "True"
+        assert "its leading dimension must be 4, or 2 on this process" in said[rank]["size"]
+
+
+def test_data_that_ends(run):
+    job, said = run("""
+one = engine(gradient_accumulation_steps=2)
+data = iter([rows(2)] * (4 if rank == 0 else 3))
+tried("first", lambda: float(one.train_batch(data)) > 0)
+tried("second", lambda: one.train_batch(data))
+""")
+    assert job.code == 0, job.errors
+    for rank in (0, 1):
+        assert said[rank]["first"] == "True"
+        assert "the iterator of process 1 ended after 1 of 2 micro-batches" in said[rank]["second"]
+
+
+def test_a_process_that_never_comes(run):
+    job, said = run(
+        """
+if rank == 2:
+    time.sleep(8)
+tried("joined", jzero.init_distributed)
+""",
+        size=3,
+        JZERO_TIMEOUT="3",
+    )
+    for rank in (0, 1):
+        assert said[rank]["joined"].startswith("error: of 3 processes 2 never came to 127.0.0.1:")
+    assert "waited 3 s for process 0" in said[2]["joined"]
+
+
+def test_jax_that_was_used_before(run):
+    job, said = run("""
+jax.devices()
+tried("joined", jzero.init_distributed)
+""")
+    for rank in (0, 1):
+        assert "call jzero.init_distributed() at the top of the script" in said[rank]["joined"]
