@@ -52,7 +52,7 @@ def find_place(env: Mapping[str, str]) -> Place:
     Raises:
       ConfigError: an environment that says half of it.
     """
-    if "WORLD_SIZE" in env:
+    if "RANK" in env and "WORLD_SIZE" in env:
         port = _number(env, "MASTER_PORT", DEFAULT_PORT)
         if "TORCHELASTIC_RUN_ID" in env:  # torchrun itself listens on MASTER_PORT
             port += 1
@@ -71,9 +71,11 @@ def find_place(env: Mapping[str, str]) -> Place:
             _number(env, "OMPI_COMM_WORLD_RANK"), _number(env, "OMPI_COMM_WORLD_SIZE"),
             _number(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0), _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", 1),
         )  # fmt: skip
+    elif _number(env, "WORLD_SIZE", 1) > 1:
+        raise ConfigError(f"WORLD_SIZE = {env['WORLD_SIZE']} and RANK is not set: set both, or start this with jzero")
     else:
         return Place()
-    address = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", ""))
+    address = env.get("MASTER_ADDR") or next(iter(slurm_hosts(env.get("SLURM_STEP_NODELIST", ""))), "")
     if place.size > 1 and not address:
         raise ConfigError(f"process {place.rank} of {place.size}: MASTER_ADDR is not set; set it to process 0's host")
     if not 0 <= place.rank < place.size:
@@ -88,13 +90,25 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
     return int(text)
 
 
-def first_host(nodelist: str) -> str:
-    """The first host of a Slurm list.
+def slurm_hosts(nodelist: str) -> list[str]:
+    """The hosts of a Slurm list.
 
-    >>> first_host("gpu[07-09,12],login1")
-    'gpu07'
+    >>> slurm_hosts("gpu[08-10,12],login1")
+    ['gpu08', 'gpu09', 'gpu10', 'gpu12', 'login1']
     """
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", nodelist)[0])
+    hosts: list[str] = []
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
+        names = [""]
+        for text, inside in re.findall(r"([^\[]+)|\[([^\]]*)\]", part):
+            names = [name + piece for name in names for piece in ([text] if text else _numbers(inside))]
+        hosts += names
+    return hosts
+
+
+def _numbers(text: str) -> list[str]:
+    """`08-10,12` -> 08, 09, 10, 12."""
+    ends = [piece.partition("-")[::2] for piece in text.split(",")]
+    return [f"{n:0{len(first)}}" for first, last in ends for n in range(int(first), int(last or first) + 1)]
 
 
 def init_distributed(timeout: float | None = None) -> None:

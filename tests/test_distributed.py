@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from jzero.distributed import Place, find_place, first_host, get_local_rank, get_rank, get_world_size, log_dist
+from jzero.distributed import Place, find_place, get_local_rank, get_rank, get_world_size, log_dist, slurm_hosts
 from jzero.errors import ConfigError
 from jzero.rendezvous import meet
 
@@ -60,7 +60,7 @@ def test_slurm_port_is_a_port(job):
 @pytest.mark.parametrize(
     ("env", "parts"),
     [
-        ({"WORLD_SIZE": "2", "MASTER_ADDR": "a"}, ["RANK = None in the environment: must be a number"]),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "a"}, ["WORLD_SIZE = 2 and RANK is not set"]),
         (RUN | {"WORLD_SIZE": ""}, ["WORLD_SIZE = ''"]),
         (RUN | {"RANK": "-1"}, ["RANK = '-1'"]),
         (RUN | {"LOCAL_RANK": "x"}, ["LOCAL_RANK = 'x'"]),
@@ -91,8 +91,8 @@ def test_half_of_a_place(env, parts):
         ("", ""),
     ],
 )
-def test_first_host(nodelist, host):
-    assert first_host(nodelist) == host
+def test_slurm_hosts(nodelist, host):
+    assert slurm_hosts(nodelist)[:1] == [host][: bool(host)]
 
 
 def test_who_am_i(monkeypatch, capsys):

@@ -90,7 +90,7 @@ tried("second", lambda: one.train_batch(data))
 
 
 def test_a_process_that_never_comes(run):
-    job, said = run(
+    _, said = run(
         """
 if rank == 2:
     time.sleep(8)
@@ -105,7 +105,7 @@ tried("joined", jzero.init_distributed)
 
 
 def test_jax_that_was_used_before(run):
-    job, said = run("""
+    _, said = run("""
 jax.devices()
 tried("joined", jzero.init_distributed)
 """)

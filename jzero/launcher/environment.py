@@ -11,7 +11,10 @@ from jzero.errors import ConfigError
 PREFIXES = ("NCCL", "PYTHON", "MV2", "UCX", "MLFLOW", "JAX_", "JZERO_", "XLA_", "TF_", "CUDA_", "HF_", "WANDB_")
 NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "TMPDIR")
 # What a process's place, or its own host, decides.
-OWN = ("CUDA_VISIBLE_DEVICES", "JZERO_JOB_ID", "JZERO_PROGRESS")
+OWN = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "CUDA_VISIBLE_DEVICES", "JZERO_JOB_ID", "JZERO_MEETING", "JZERO_PROGRESS",
+)  # fmt: skip
 
 
 def propagated(env: Mapping[str, str], cwd: str, home: str, export: Iterable[str] = ()) -> dict[str, str]:
@@ -62,5 +65,6 @@ def _read(path: Path, problems: list[str]) -> dict[str, str]:
 
 
 def _own(name: str) -> str:
-    hint = "; choose devices by --include" if name == "CUDA_VISIBLE_DEVICES" else ""
-    return f"jzero sets {name} for each host; leave it out{hint}"
+    options = {"CUDA_VISIBLE_DEVICES": "--include", "MASTER_ADDR": "--master_addr", "MASTER_PORT": "--master_port"}
+    hint = f", and use {options[name]}" if name in options else ""
+    return f"jzero sets {name} for each process; leave it out{hint}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jzero.distributed import DEFAULT_PORT
+from jzero.distributed import DEFAULT_PORT, slurm_hosts
 from jzero.errors import ConfigError
 from jzero.launcher import environment, hostfile
 from jzero.launcher.hostfile import LOCAL, Hosts
@@ -58,8 +58,7 @@ class Job:
 
     def flag(self, process: Process) -> list[str]:
         """What the script is told on its command line."""
-        passed = not self.options.no_local_rank and not self.options.no_python
-        return [f"--local_rank={process.local_rank}"] if passed else []
+        return [] if self.options.no_local_rank else [f"--local_rank={process.local_rank}"]
 
     def as_json(self, commands: list[list[str]]) -> dict[str, Any]:
         """What `--dry_run` prints."""
@@ -204,6 +203,13 @@ def _hosts(options: argparse.Namespace, env: Mapping[str, str]) -> Hosts:
                 f"{options.num_nodes} and {options.num_gpus}), and no filter"
             )
         return {f"node{n}": list[int | str](range(options.num_gpus)) for n in range(options.num_nodes)}
+    if allocated := slurm_hosts(env.get("SLURM_JOB_NODELIST", "")):
+        slots = max(options.num_gpus, 1)
+        if options.platform == "gpu":
+            slots = int(env.get("SLURM_GPUS_ON_NODE", options.num_gpus))
+        if slots < 1:
+            raise ConfigError("--num_gpus: needed in this Slurm job, which has no GPUs of its own (SLURM_GPUS_ON_NODE)")
+        return hostfile.choose({host: range(slots) for host in allocated}, **choice)
     if options.num_nodes > 1:
         raise ConfigError(
             f"--num_nodes = {options.num_nodes}: there is no hostfile {path} that names them; write one and pass "

@@ -11,17 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from jzero.errors import ConfigError
+from jzero.launcher import environment
 from jzero.launcher.job import HOSTFILE, Job
 
-OWN = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT",
-    "CUDA_VISIBLE_DEVICES",
-)  # fmt: skip
 # Reads the agent from standard input, up to a zero byte. What follows on the command line is the script's.
 BOOT = (
-    "import os; s = b''\n"
-    "while s[-1:] != b'\\0':\n"
-    " d = os.read(0, 65536); s += d or exit(1)\n"
+    "exec('import os; s = b\"\"\\nwhile s[-1:] != bytes(1):\\n d = os.read(0, 65536); s += d or exit(1)'); "
     "exec(compile(s[:-1], 'jzero agent', 'exec'))"
 )
 
@@ -61,7 +56,7 @@ def mpirun_command(job: Job) -> list[str]:
 
 def handover_env(job: Job) -> dict[str, str]:
     """The variables for srun or mpirun itself; a process's place is theirs to say."""
-    env = {name: value for name, value in job.processes[0].env.items() if name not in OWN}
+    env = {name: value for name, value in job.processes[0].env.items() if name not in environment.OWN}
     given = {"MASTER_ADDR": job.options.master_addr, "MASTER_PORT": str(job.options.master_port or "")}
     return env | {name: value for name, value in given.items() if value}
 

@@ -195,7 +195,8 @@ def test_programs_and_modules(start, tmp_path):
     assert module.wait(30) == 0
     assert module.output == "__main__ ['--local_rank=0', 'x']\n"
     (tmp_path / "source").write_text("export SEEN=sourced")
-    program = start(*CPU, 1, "--venv_script", "./source", "--no_python", "sh", "-c", "echo $SEEN $0 $JZERO_JOB_ID")
+    own = ("--venv_script", "./source", "--no_python", "--no_local_rank")
+    program = start(*CPU, 1, *own, "sh", "-c", "echo $SEEN $0 $JZERO_JOB_ID")
     assert program.wait(30) == 0
     assert program.output.startswith("sourced token-")
 
