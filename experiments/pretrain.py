@@ -56,7 +56,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(args: Namespace, config: jzero.Config, shape: LlamaConfig) -> None:
-    jax.config.update("jax_num_cpu_devices", args.devices)  # simulated devices, for a machine without GPUs
+    if jzero.get_world_size() == 1:
+        jax.config.update("jax_num_cpu_devices", args.devices)  # simulated devices, for a machine without GPUs
     steps = args.steps or (config.scheduler.params if config.scheduler else {}).get("total_num_steps", 100)
     if args.save and (args.save / f"global_step{steps}").exists():
         raise jzero.ConfigError(f"--save {args.save}: has a checkpoint of step {steps} already; name another directory")
@@ -66,7 +67,7 @@ def train(args: Namespace, config: jzero.Config, shape: LlamaConfig) -> None:
     batch = engine.train_batch_size()
     held_out = spread(held_out, max(1, HELD_OUT_BYTES // args.sequence // batch) * batch)
     if args.resume:
-        print(f"resumed from {engine.load_checkpoint(args.resume)[0]}")
+        jzero.log_dist(f"resumed from {engine.load_checkpoint(args.resume)[0]}")
     micro_batches = islice(jzero.RepeatingLoader(loader), engine.global_samples // engine.step_fn.micro_size, None)
     said = first = engine.global_steps + 1
     if first > steps:
@@ -80,13 +81,13 @@ def train(args: Namespace, config: jzero.Config, shape: LlamaConfig) -> None:
             speed = (step - said) * batch * args.sequence / seconds
             tflops = speed * shape.flops_per_token(args.sequence) / engine.mesh.size / 1e12
             rate = f"{speed:,.0f} tokens/s   {tflops:.3g} model TFLOP/s per device   {memory() / 2**30:.2f} GiB"
-            print(f"{line}   {rate if step > first else f'{seconds:.1f} s, with compilation'}", flush=True)
+            jzero.log_dist(f"{line}   {rate if step > first else f'{seconds:.1f} s, with compilation'}")
             if evaluates:
-                print(f"step {step:5}   held-out loss {float(engine.eval_batch(held_out)):.4f}", flush=True)
+                jzero.log_dist(f"step {step:5}   held-out loss {float(engine.eval_batch(held_out)):.4f}")
             said, clock = step, time.perf_counter()
     if args.save:
         engine.save_checkpoint(args.save)
-        print(f"saved in {args.save}: global_step{steps}")
+        jzero.log_dist(f"saved in {args.save}: global_step{steps}")
 
 
 def plan(args: Namespace, config: jzero.Config, shape: LlamaConfig) -> None:

@@ -1,6 +1,7 @@
-"""Training speed of one Llama case: one process, one JSON line.
+"""Training speed of one Llama case, one JSON line: one process for all GPUs, or one per GPU.
 
     python -m experiments.benchmarks.llama --preset 1b --stage 3 --micro-batch 4
+    jzero --no_local_rank --module experiments.benchmarks.llama --preset 1b --stage 3 --micro-batch 4
 
 The contract is the one under which FSDP2 and DeepSpeed were measured: random tokens with a fixed seed, bf16 compute
 over fp32 masters, AdamW (betas .9/.95, weight decay .1), clip 1.0, cross-entropy in fp32, 4 warm-up steps, then the
@@ -79,6 +80,7 @@ def main(argv: list[str] | None = None) -> None:
         jax.config.update("jax_enable_compilation_cache", False)  # cannot read back such programs
         devices = gpu_devices("h200", args.plan, per_host=min(8, args.plan))
     else:
+        jzero.init_distributed()
         devices = jax.devices()
     step = jzero.make_train_step(model, settings, mesh=jzero.make_mesh(settings, devices=devices))
     rows = step.batch_sizes.train
@@ -88,6 +90,7 @@ def main(argv: list[str] | None = None) -> None:
     record = {
         "tag": args.tag,
         "gpus": len(devices),
+        "processes": jzero.get_world_size(),
         **{k: v for k, v in vars(args).items() if k not in ("tag", "plan")},
     }
     record |= {
@@ -98,7 +101,7 @@ def main(argv: list[str] | None = None) -> None:
         Path(args.hlo).write_text(compiled.as_text())
     if not args.plan:
         record |= measure(step, compiled, args, shape)
-    print(json.dumps(record), flush=True)
+    jzero.log_dist(json.dumps(record))
 
 
 def measure(step: jzero.TrainStep, compiled, args: argparse.Namespace, shape) -> dict:
@@ -144,7 +147,7 @@ def measure(step: jzero.TrainStep, compiled, args: argparse.Namespace, shape) ->
         "tokens_s_gpu": round(per_gpu / median),
         "free_tokens_s_gpu": round(per_gpu / free),
         "model_tflops": round(per_gpu / median * flops / 1e12, 1),
-        "peak_gib": round(max(d.memory_stats()["peak_bytes_in_use"] for d in step.mesh.devices.flat) / 2**30, 2),
+        "peak_gib": round(max(d.memory_stats()["peak_bytes_in_use"] for d in jax.local_devices()) / 2**30, 2),
         "losses": [round(float(loss), 5) for loss in losses[:14]],
         "last_loss": round(float(losses[-1]), 4),
         "jax": jax.__version__,
