@@ -87,6 +87,29 @@ def check_mesh(mesh: Mesh) -> None:
         raise ConfigError(f"mesh axis {TENSOR!r} has size {mesh.shape[TENSOR]}: not yet; only 1 is accepted")
 
 
+def check_against(config: Config, mesh: Mesh) -> None:
+    """Raise a ConfigError if the config asks for another mesh than the one passed in."""
+    if config.data_parallel_size not in (None, replicas(mesh)):
+        raise ConfigError(
+            f"data_parallel_size = {config.data_parallel_size} in the config, but the mesh passed in has "
+            f"data x zero = {replicas(mesh)}: pass one of them, or jzero.make_mesh(config)"
+        )
+    grouped = config.zero_optimization.mics_shard_size > 0 or config.zero_optimization.zero_hpz_partition_size > 1
+    if config.pipeline.stages not in (None, mesh.shape[PIPE]):
+        raise ConfigError(
+            f"pipeline.stages = {config.pipeline.stages} in the config, but the mesh passed in has pipe "
+            f"{mesh.shape[PIPE]}: pass one of them, or jzero.make_mesh(config)"
+        )
+    if not grouped and "mesh" not in config.model_fields_set:
+        return
+    for axis, degree in config.mesh_degrees(mesh.size).items():
+        if mesh.shape[axis] != degree:
+            raise ConfigError(
+                f"mesh.{axis} = {degree} in the config, but the mesh passed in has {axis} {mesh.shape[axis]}: "
+                "pass one of them, or jzero.make_mesh(config)"
+            )
+
+
 def present(mesh: Mesh, *axes: str) -> tuple[str, ...]:
     """Those of `axes` whose size is more than one."""
     return tuple(axis for axis in axes if mesh.shape[axis] > 1)

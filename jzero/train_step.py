@@ -23,7 +23,7 @@ from jzero.config import Config
 from jzero.distributed import check_same
 from jzero.errors import ConfigError
 from jzero.gradients import Gradients, Result
-from jzero.mesh import PIPE, batch_spec, check_mesh, is_gpu, make_mesh, replicas, shardings
+from jzero.mesh import PIPE, batch_spec, check_against, check_mesh, is_gpu, make_mesh, replicas, shardings
 from jzero.model import ENDS, Model, StackModel, check_model
 from jzero.pipeline.gradients import pipeline_gradients
 from jzero.precision import LossScale, Precision, cast
@@ -111,7 +111,7 @@ class TrainStep:
         self.mesh = make_mesh(config) if mesh is None else mesh
         check_mesh(self.mesh)
         self.replicas = replicas(self.mesh)
-        self._check_mesh_section()
+        check_against(config, self.mesh)
         self.batch_sizes = config.batch(self.replicas)
         self.precision = Precision.from_config(config)
         abstract = jax.eval_shape(model.init, jax.random.key(0))
@@ -153,29 +153,6 @@ class TrainStep:
             f"TrainStep({self.model!r}, ZeRO-{self.config.zero_optimization.stage}, {self.config.precision}, "
             f"mesh {degrees}, batch {b.train} = {b.micro} x {b.accum} x {self.replicas})"
         )
-
-    def _check_mesh_section(self) -> None:
-        """Raise if a mesh was passed in and the config asks for another one."""
-        config, mesh = self.config, self.mesh
-        if config.data_parallel_size not in (None, self.replicas):
-            raise ConfigError(
-                f"data_parallel_size = {config.data_parallel_size} in the config, but the mesh passed in has "
-                f"data x zero = {self.replicas}: pass one of them, or jzero.make_mesh(config)"
-            )
-        grouped = config.zero_optimization.mics_shard_size > 0 or config.zero_optimization.zero_hpz_partition_size > 1
-        if config.pipeline.stages not in (None, mesh.shape[PIPE]):
-            raise ConfigError(
-                f"pipeline.stages = {config.pipeline.stages} in the config, but the mesh passed in has pipe "
-                f"{mesh.shape[PIPE]}: pass one of them, or jzero.make_mesh(config)"
-            )
-        if not grouped and "mesh" not in config.model_fields_set:
-            return
-        for axis, degree in config.mesh_degrees(mesh.size).items():
-            if mesh.shape[axis] != degree:
-                raise ConfigError(
-                    f"mesh.{axis} = {degree} in the config, but the mesh passed in has {axis} {mesh.shape[axis]}: "
-                    "pass one of them, or jzero.make_mesh(config)"
-                )
 
     def _vocabulary(self, params: Any) -> dict[str, int]:
         """name -> dimension of the leaves of the ends whose vocabulary the pipeline divides: all of them or none."""

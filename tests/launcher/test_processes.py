@@ -1,11 +1,8 @@
 """Programs of several real processes: what they agree on, and what they say instead of hanging."""
 
 import re
-import sys
 
 import pytest
-
-sys.path.insert(0, "tests/launcher")
 from jobs import Command
 
 HEAD = """
