@@ -1,4 +1,4 @@
-"""The processes of a job: joining them, who is who, and agreeing on something.
+"""The processes of a job: joining them, and who is who.
 
 One process per GPU is started by the launcher, or by whatever sets one of these environments:
 
@@ -15,20 +15,18 @@ runs `jzero` in every pod, which sets the first row.
 from __future__ import annotations
 
 import atexit
-import hashlib
-import json
 import os
 import re
 import socket
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 
 from jzero import progress
+from jzero.agreement import agree
 from jzero.errors import ConfigError
 from jzero.rendezvous import meet
 
@@ -159,20 +157,24 @@ def _devices(place: Place, env: Mapping[str, str]) -> list[int] | None:
 
 
 def _leave_at_once_on_errors() -> None:
-    """An exception ends this process: at exit JAX would wait minutes for processes that wait for this one."""
-    failed, before = threading.Event(), sys.excepthook
+    """An exception or sys.exit(n) ends this process at once: JAX would wait minutes for those that wait for it."""
+    code, on_exception, on_exit = [0], sys.excepthook, sys.exit
 
     def hook(*what: Any) -> None:
-        failed.set()
-        before(*what)
+        code[0] = 1
+        on_exception(*what)
+
+    def leaving(status: Any = None) -> NoReturn:
+        code[0] = status if isinstance(status, int) else int(status is not None)
+        on_exit(status)
 
     def leave() -> None:
-        if failed.is_set():
+        if code[0]:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)
+            os._exit(code[0])
 
-    sys.excepthook = hook
+    sys.excepthook, sys.exit = hook, leaving  # type: ignore[assignment]
     atexit.register(leave)  # runs before JAX's, which was registered earlier
 
 
@@ -209,72 +211,3 @@ def hosts() -> list[int]:
     names = agree("hosts", os.environ.get("CROSS_RANK") or socket.gethostname())
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return [numbers[name] for name in names]
-
-
-# ---------------------------------------------------------------- agreeing
-
-_asked: dict[str, int] = {}
-
-
-def agree(what: str, mine: str, timeout: float = 600.0) -> list[str]:
-    """Every process's text, by rank. All processes call it, in the same order for the same `what`.
-
-    Args:
-      timeout: seconds to wait for the last process.
-
-    Raises:
-      ConfigError: processes that did not ask for the same.
-    """
-    size = jax.process_count()
-    if size == 1:
-        return [mine]
-    from jax._src import distributed
-
-    client: Any = distributed.global_state.client
-    _asked[what] = turn = _asked.get(what, 0) + 1
-    prefix = f"jzero/{what}/{turn}"
-    client.key_value_set(f"{prefix}/{jax.process_index()}", mine)
-    try:
-        client.wait_at_barrier(prefix, int(1000 * timeout))
-    except Exception as error:
-        came = {key.rpartition("/")[2] for key, _ in client.key_value_dir_get(prefix)}
-        missing = ", ".join(str(rank) for rank in range(size) if str(rank) not in came) or "none"
-        raise ConfigError(
-            f"{what}: process {jax.process_index()} waited {timeout:g} s for all processes to do the same; missing: "
-            f"{missing}; every process must run the same calls in the same order ({str(error)[:200]})"
-        ) from None
-    texts = {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(prefix)}
-    return [texts[rank] for rank in range(size)]
-
-
-def check_same(what: str, mine: dict[str, Any]) -> None:
-    """Raise, on every process, a ConfigError with the differences unless all processes say the same.
-
-    Args:
-      what: what it is about, for the message.
-      mine: what JSON can hold.
-    """
-    text = json.dumps(mine, sort_keys=True, default=str)
-    if len(set(agree(what, hashlib.sha256(text.encode()).hexdigest()))) == 1:
-        return
-    said = [_flat(json.loads(text)) for text in agree(f"{what} differs", text)]
-    problems = []
-    for key in sorted(set().union(*said)):
-        values: dict[str, list[int]] = {}
-        for rank, one in enumerate(said):
-            values.setdefault(one.get(key, "nothing"), []).append(rank)
-        if len(values) > 1:
-            each = "; ".join(f"{value} on rank {_ranks(ranks)}" for value, ranks in values.items())
-            problems.append(f"{what}: the processes differ in {key}: {each}")
-    raise ConfigError(*problems)
-
-
-def _flat(tree: Any, path: str = "") -> dict[str, str]:
-    if isinstance(tree, dict) and tree:
-        parts = [_flat(value, f"{path}.{key}" if path else key) for key, value in tree.items()]
-        return {key: value for part in parts for key, value in part.items()}
-    return {path: json.dumps(tree)}
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

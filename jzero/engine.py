@@ -16,9 +16,10 @@ import optax
 from jax.sharding import Mesh
 
 from jzero import checkpoint
+from jzero.agreement import anyone
 from jzero.config import Config
 from jzero.data import ArrayLoader, RepeatingLoader
-from jzero.distributed import agree, init_distributed
+from jzero.distributed import init_distributed
 from jzero.errors import ConfigError
 from jzero.model import Model
 from jzero.precision import check_stuck
@@ -176,13 +177,15 @@ class Engine:
     def _take(self, source: Iterator[Any]) -> list[Any]:
         accum = self.gradient_accumulation_steps()
         parts = list(itertools.islice(source, accum))
-        for rank, got in enumerate(agree("data", str(len(parts)))):  # or the others would wait for ever
-            if int(got) < accum:
-                of = f" of process {rank}" if jax.process_count() > 1 else ""
-                raise ConfigError(
-                    f"the iterator{of} ended after {got} of {accum} micro-batches (gradient_accumulation_steps = "
-                    f"{accum}); jzero.RepeatingLoader starts a loader again"
-                )
+        short = None
+        if len(parts) < accum:
+            of = f" of process {jax.process_index()}" if jax.process_count() > 1 else ""
+            short = (
+                f"the iterator{of} ended after {len(parts)} of {accum} micro-batches (gradient_accumulation_steps = "
+                f"{accum}); jzero.RepeatingLoader starts a loader again"
+            )
+        if short := anyone("the data's end", short):  # or the others would wait for ever
+            raise ConfigError(short)
         return parts
 
     # ------------------------------------------------------------------ three calls

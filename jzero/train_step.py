@@ -19,8 +19,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero import batches, lr_schedules, optimizers, progress, zero
+from jzero.agreement import check_same
 from jzero.config import Config
-from jzero.distributed import check_same
 from jzero.errors import ConfigError
 from jzero.gradients import Gradients, Result
 from jzero.mesh import PIPE, batch_spec, check_against, check_mesh, is_gpu, make_mesh, replicas, shardings

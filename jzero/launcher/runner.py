@@ -214,7 +214,12 @@ class Attempt:
 
     def show(self, rank: int, number: int, line: str) -> None:
         self.lines[rank].append(line)
-        print(f"[{rank}] {line}" if self.prefixed else line, file=sys.stdout if number == 1 else sys.stderr, flush=True)
+        where = sys.stdout if number == 1 else sys.stderr
+        try:
+            print(f"[{rank}] {line}" if self.prefixed else line, file=where, flush=True)
+        except BrokenPipeError:  # as of `jzero train.py | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), where.fileno())
+            self.fail(128 + signal.SIGPIPE, "the output is read by nobody any more")
 
     def note(self, status: Mapping[int, tuple[int, str]]) -> None:
         for rank, (steps, state) in status.items():

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import sys
 
 import pytest
 from jobs import wait_for
@@ -220,8 +221,8 @@ model = jzero.from_flax(lambda rngs: MLP(8, 8, 2, rngs=rngs), cross_entropy)
 engine, *_ = jzero.initialize(model=model, config=config)
 for i in range(10_000):
     loss = float(engine.train_batch((np.ones((4, 8), "float32"), np.zeros(4, "int32"))))
-    if i == 5 and os.environ.get("RAISE") == os.environ["RANK"]:
-        raise ValueError("a fault of rank 1")
+    if i == 5 and os.environ["RANK"] == "1":
+        exec(os.environ.get("DO", ""))
     if i == 3:
         print("ready", flush=True)
 """
@@ -239,12 +240,47 @@ def test_a_rank_that_hangs(start, tmp_path):
     assert "[0]   File" in job.errors  # rank 0's stack
 
 
-def test_a_rank_that_raises_among_collectives(start, tmp_path):
+@pytest.mark.parametrize(("what", "code"), [("raise ValueError", 1), ("import sys; sys.exit(3)", 3)])
+def test_a_rank_that_leaves_among_collectives(start, tmp_path, what, code):
     """The others wait for it in a collective, and JAX would wait for them at its exit."""
     (tmp_path / "worker.py").write_text(TRAIN)
-    job = start(*CPU, 2, "worker.py", env={"RAISE": "1"}).until(("ready", 2), 60)
-    assert job.wait(15) == 1
+    job = start(*CPU, 2, "worker.py", env={"DO": what}).until(("ready", 2), 60)
+    assert job.wait(15) == code
     job.gone(1)
+
+
+def test_output_that_nobody_reads(start, worker, tmp_path):
+    job = start(*CPU, 2, worker, "lines", prefix=["sh", "-c", '"$@" | head -1; echo ended', "sh"])
+    assert job.wait(20) == 0
+    assert job.output.endswith("ended\n")
+    assert "read by nobody" in job.errors
+    job.gone(10)
+
+
+SHIMS = {  # what the systems set for their processes
+    "srun": "SLURM_PROCID={r} SLURM_LOCALID={r} SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE='2' "
+    "SLURM_STEP_NODELIST=localhost SLURM_JOB_ID=7{port}",
+    "mpirun": "OMPI_COMM_WORLD_RANK={r} OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK={r} "
+    "OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=2{port}",
+}
+
+
+@pytest.mark.parametrize(("launcher", "program"), [("slurm", "srun"), ("openmpi", "mpirun")])
+def test_processes_of_another_system(start, tmp_path, launcher, program):
+    """A stand-in for the system's command starts the processes with its variables; they find each other."""
+    (tmp_path / "worker.py").write_text("import jax, jzero\njzero.init_distributed()\nprint(jax.process_count())\n")
+    (tmp_path / "hostfile").write_text("localhost slots=2\n")
+    port = os.getpid() % 1000 + 9000
+    starts = [f'{SHIMS[program].format(r=r, port=port)} "$@" &' for r in (0, 1)]
+    shim = tmp_path / program
+    skip = f'until [ "$1" = "{sys.executable}" ]; do shift; done'
+    shim.write_text("\n".join(["#!/bin/sh", skip, *starts, "wait"]))
+    shim.chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    job = start("--platform", "cpu", "--hostfile", "hostfile", "--launcher", launcher, "worker.py", env=path)
+    assert job.wait(60) == 0
+    assert job.output.split() == ["2", "2"], job.errors
+    job.gone(2)
 
 
 def test_interrupted_before_it_starts(start, worker):

@@ -1,0 +1,104 @@
+"""What processes tell each other outside of the devices, through the service that started JAX on all of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jzero.errors import ConfigError
+
+
+def agree(what: str, mine: str, timeout: float = 600.0) -> list[str]:
+    """Every process's text, by rank. All processes call it, in the same order for the same `what`.
+
+    Args:
+      timeout: seconds to wait for the last process.
+
+    Raises:
+      ConfigError: processes that did not call it.
+    """
+    if jax.process_count() == 1:
+        return [mine]
+    client = _client()
+    client.key_value_set(f"jzero/{what}/{jax.process_index()}", mine, allow_overwrite=True)
+    _wait_for_all(what, timeout)
+    texts = {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(f"jzero/{what}")}
+    _wait_for_all(what, timeout)  # nobody overwrites what somebody has not read
+    return [texts[rank] for rank in range(jax.process_count())]
+
+
+def anyone(what: str, mine: str | None, timeout: float = 600.0) -> str | None:
+    """The text of a process that gives one, the same on all; None if all give None, which is quick enough for a step.
+
+    Raises:
+      ConfigError: processes that did not call it.
+    """
+    if jax.process_count() == 1:
+        return mine
+    client, key = _client(), f"jzero/{what}"
+    if mine is not None:
+        client.key_value_set(key, mine, allow_overwrite=True)
+    _wait_for_all(what, timeout)
+    try:
+        said = client.key_value_try_get(key)
+    except jax.errors.JaxRuntimeError:  # there is none
+        return None
+    _wait_for_all(what, timeout)
+    if mine is not None:
+        client.key_value_delete(key)
+    return said
+
+
+def _client() -> Any:
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def _wait_for_all(what: str, timeout: float) -> None:
+    try:
+        _client().wait_at_barrier(f"jzero/{what}", int(1000 * timeout))
+    except jax.errors.JaxRuntimeError as error:
+        late = re.search(r"task names:((?:\s+\d+)+)", str(error))
+        raise ConfigError(
+            f"{what}: process {jax.process_index()} waited {timeout:g} s for all processes to do the same, in vain for "
+            f"{', '.join(late[1].split()) if late else 'some'}; every process must make the same calls, in one order"
+        ) from error
+
+
+def check_same(what: str, mine: dict[str, Any]) -> None:
+    """Raise, on every process, a ConfigError with the differences unless all processes say the same.
+
+    Args:
+      what: what it is about, for the message.
+      mine: what JSON can hold.
+    """
+    text = json.dumps(mine, sort_keys=True, default=str)
+    if len(set(agree(what, hashlib.sha256(text.encode()).hexdigest()))) == 1:
+        return
+    said = [_flat(json.loads(text)) for text in agree(f"{what} differs", text)]
+    problems = []
+    for key in sorted(set().union(*said)):
+        values: dict[str, list[int]] = {}
+        for rank, one in enumerate(said):
+            values.setdefault(one.get(key, "nothing"), []).append(rank)
+        if len(values) > 1:
+            each = "; ".join(f"{value} on rank {_ranks(ranks)}" for value, ranks in values.items())
+            problems.append(f"{what}: the processes differ in {key}: {each}")
+    raise ConfigError(*problems)
+
+
+def _flat(tree: Any, path: str = "") -> dict[str, str]:
+    if isinstance(tree, dict) and tree:
+        parts = [_flat(value, f"{path}.{key}" if path else key) for key, value in tree.items()]
+        return {key: value for part in parts for key, value in part.items()}
+    return {path: json.dumps(tree)}
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
