@@ -12,8 +12,10 @@ import jax
 
 from jzero.errors import ConfigError
 
+_turns: dict[str, int] = {}
 
-def agree(what: str, mine: str, timeout: float = 600.0) -> list[str]:
+
+def agree(what: str, mine: str, timeout: float = 3600.0) -> list[str]:
     """Every process's text, by rank. All processes call it, in the same order for the same `what`.
 
     Args:
@@ -32,7 +34,7 @@ def agree(what: str, mine: str, timeout: float = 600.0) -> list[str]:
     return [texts[rank] for rank in range(jax.process_count())]
 
 
-def anyone(what: str, mine: str | None, timeout: float = 600.0) -> str | None:
+def anyone(what: str, mine: str | None, timeout: float = 3600.0) -> str | None:
     """The text of a process that gives one, the same on all; None if all give None, which is quick enough for a step.
 
     Raises:
@@ -40,18 +42,17 @@ def anyone(what: str, mine: str | None, timeout: float = 600.0) -> str | None:
     """
     if jax.process_count() == 1:
         return mine
-    client, key = _client(), f"jzero/{what}"
+    _turns[what] = turn = _turns.get(what, 0) + 1
+    client, key = _client(), f"jzero/{what}/{turn}"  # of this turn, which a slow process may still be reading
     if mine is not None:
         client.key_value_set(key, mine, allow_overwrite=True)
     _wait_for_all(what, timeout)
     try:
-        said = client.key_value_try_get(key)
-    except jax.errors.JaxRuntimeError:  # there is none
+        return client.key_value_try_get(key)
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" not in str(error):
+            raise
         return None
-    _wait_for_all(what, timeout)
-    if mine is not None:
-        client.key_value_delete(key)
-    return said
 
 
 def _client() -> Any:
@@ -79,9 +80,12 @@ def check_same(what: str, mine: dict[str, Any]) -> None:
       mine: what JSON can hold.
     """
     text = json.dumps(mine, sort_keys=True, default=str)
-    if len(set(agree(what, hashlib.sha256(text.encode()).hexdigest()))) == 1:
+    hashes = agree(what, hashlib.sha256(text.encode()).hexdigest())
+    if len(set(hashes)) == 1:
         return
-    said = [_flat(json.loads(text)) for text in agree(f"{what} differs", text)]
+    first = [hashes.index(one) for one in hashes]  # only one of those that say the same sends all of it
+    texts = agree(f"{what} differs", text if first[jax.process_index()] == jax.process_index() else "")
+    said = [_flat(json.loads(texts[rank])) for rank in first]
     problems = []
     for key in sorted(set().union(*said)):
         values: dict[str, list[int]] = {}

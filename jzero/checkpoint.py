@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from jzero import progress
+from jzero.agreement import agree, anyone
 from jzero.errors import ConfigError
 from jzero.zero import path_name
 
@@ -30,17 +32,21 @@ def save(state: Any, directory: str | os.PathLike, tag: str, notes: Mapping[str,
     if Path(tag).name != tag:
         raise ConfigError(f"tag = {tag!r}: must be a name without separators")
     path = Path(directory).absolute() / tag
-    if (path / _NOTES).exists():
-        raise ConfigError(f"checkpoint {path} exists already: choose another tag or directory, or remove it")
+    there = f"checkpoint {path} exists already: choose another tag or directory, or remove it"
+    if problem := anyone("a checkpoint", there if (path / _NOTES).exists() else None):
+        raise ConfigError(problem)
     try:
         text = json.dumps(notes)
     except TypeError as error:
         raise ConfigError(f"client_state is not JSON: {error}") from None
+    progress.begin()
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path / _STATE, state, force=True)
     if jax.process_index() == 0:
         _write(path / _NOTES, text)
         _write(path.parent / _LATEST, tag)
+    progress.finished_when(None)
+    agree("a checkpoint's end", tag)  # no process reads what is not there yet
     return path
 
 

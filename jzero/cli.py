@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return report.main(rest)
         return launch(rest if name == "run" else argv)
     except ConfigError as error:
-        print(f"jzero: {error}", file=sys.stderr)
+        several = "several things do not fit:\n" if error.problems[1:] else ""
+        print(f"jzero: {several}{error}", file=sys.stderr)
         return 2
 
 
@@ -40,15 +41,15 @@ def launch(argv: Sequence[str]) -> int:
 
 
 def hand_over(job: Job) -> int:
-    """Let another system run the job."""
+    """Let another system run the job: srun and mpirun in this process's place, so that signals go to them."""
     (command,) = transports.commands(job)
-    env = os.environ | transports.handover_env(job)
-    manifest = json.dumps(transports.jobset(job)).encode() if job.options.launcher == "k8s" else None
     try:
-        code = subprocess.run(command, env=env, input=manifest, check=False).returncode
+        if job.options.launcher == "k8s":
+            manifest = json.dumps(transports.jobset(job)).encode()
+            return subprocess.run(command, input=manifest, check=False).returncode
+        os.execvpe(command[0], command, os.environ | transports.handover_env(job))
     except FileNotFoundError:
         raise ConfigError(f"--launcher {job.options.launcher}: there is no {command[0]} on this machine") from None
-    return 128 - code if code < 0 else code
 
 
 if __name__ == "__main__":

@@ -123,6 +123,7 @@ def init_distributed(timeout: float | None = None) -> None:
       ConfigError: the processes that never came; JAX was used before.
     """
     place = find_place(os.environ)
+    progress.start()
     if place.size == 1 or jax.distributed.is_initialized():
         return
     from jax._src import xla_bridge
@@ -145,7 +146,6 @@ def init_distributed(timeout: float | None = None) -> None:
         heartbeat_timeout_seconds=int(os.environ.get("JZERO_HEARTBEAT_SECONDS", 100)),
     )  # fmt: skip
     _leave_at_once_on_errors()
-    progress.start()
 
 
 def _devices(place: Place, env: Mapping[str, str]) -> list[int] | None:
@@ -158,23 +158,19 @@ def _devices(place: Place, env: Mapping[str, str]) -> list[int] | None:
 
 def _leave_at_once_on_errors() -> None:
     """An exception or sys.exit(n) ends this process at once: JAX would wait minutes for those that wait for it."""
-    code, on_exception, on_exit = [0], sys.excepthook, sys.exit
-
-    def hook(*what: Any) -> None:
-        code[0] = 1
-        on_exception(*what)
+    code, on_exit = [0], sys.exit
 
     def leaving(status: Any = None) -> NoReturn:
         code[0] = status if isinstance(status, int) else int(status is not None)
         on_exit(status)
 
     def leave() -> None:
-        if code[0]:
+        if failed := hasattr(sys, "last_type") or code[0]:  # an exception that nothing caught
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(code[0])
+            os._exit(code[0] or failed)
 
-    sys.excepthook, sys.exit = hook, leaving  # type: ignore[assignment]
+    sys.exit = leaving  # type: ignore[assignment]
     atexit.register(leave)  # runs before JAX's, which was registered earlier
 
 
@@ -200,7 +196,8 @@ def log_dist(message: str, ranks: Sequence[int] | None = None) -> None:
     """Print on these ranks: by default on rank 0, for [-1] on all, with the rank before it."""
     ranks = [0] if ranks is None else ranks
     if (rank := get_rank()) in ranks or -1 in ranks:
-        print(message if ranks == [0] else f"[rank {rank}] {message}", flush=True)
+        marked = ranks == [0] or "JZERO_JOB_ID" in os.environ  # by the launcher
+        print(message if marked else f"[rank {rank}] {message}", flush=True)
 
 
 @cache

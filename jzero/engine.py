@@ -19,7 +19,7 @@ from jzero import checkpoint
 from jzero.agreement import anyone
 from jzero.config import Config
 from jzero.data import ArrayLoader, RepeatingLoader
-from jzero.distributed import init_distributed
+from jzero.distributed import get_local_rank, get_rank, get_world_size, init_distributed
 from jzero.errors import ConfigError
 from jzero.model import Model
 from jzero.precision import check_stuck
@@ -312,6 +312,18 @@ class Engine:
     def metrics(self) -> Metrics:
         """The last step's loss, grad_norm, lr, loss_scale, skipped, on the device; empty before the first step."""
         return {} if self._metrics is None else self._metrics
+
+    @property
+    def global_rank(self) -> int:
+        return get_rank()
+
+    @property
+    def local_rank(self) -> int:
+        return get_local_rank()
+
+    @property
+    def world_size(self) -> int:
+        return get_world_size()
 
     def train_batch_size(self) -> int:
         return self.step_fn.batch_sizes.train

@@ -9,9 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import time
+from collections.abc import Iterable
 
 from jzero.errors import ConfigError
+
+PATIENCE = 20.0  # seconds until process 0 says whom it waits for
 
 
 def meet(coordinator: str, rank: int, size: int, timeout: float, job: str = "") -> None:
@@ -40,8 +44,12 @@ def _listen(host: str, port: int, rank: int, size: int, timeout: float, job: str
                 f"process 0 cannot listen on port {port}: {os.strerror(error.errno or 0)}: another job may have it; "
                 "pass another --master_port (or MASTER_PORT), or leave it out"
             ) from None
+        patience = time.monotonic() + PATIENCE
         while len(came) < size - 1 and (left := deadline - time.monotonic()) > 0:
-            server.settimeout(left)
+            if time.monotonic() > patience:
+                patience = deadline
+                print(f"waiting for rank {_missing(came, size)} of {size} at port {port}", file=sys.stderr, flush=True)
+            server.settimeout(min(left, 1))
             with contextlib.suppress(OSError, ValueError):
                 connection, _ = server.accept()
                 stack.enter_context(connection)
@@ -51,8 +59,8 @@ def _listen(host: str, port: int, rank: int, size: int, timeout: float, job: str
                     connection.sendall(f"{answer}\n".encode())
                     continue
                 came[int(number)] = connection
-        missing = sorted(set(range(1, size)) - came.keys())
-        answer = f"missing {' '.join(map(str, missing))}" if missing else "go"
+        missing = _missing(came, size)
+        answer = f"missing {missing}" if missing else "go"
         for connection in came.values():
             with contextlib.suppress(OSError):
                 connection.sendall(f"{answer}\n".encode())
@@ -74,7 +82,7 @@ def _call(host: str, port: int, rank: int, size: int, timeout: float, job: str) 
         if not answer:
             time.sleep(0.1)
     if answer.startswith("missing"):
-        raise _never_came([int(number) for number in answer.split()[1:]], size, timeout, host, port)
+        raise _never_came(answer.removeprefix("missing "), size, timeout, host, port)
     if answer != "go":
         raise ConfigError(
             f"process {rank} of {size} waited {timeout:g} s for process 0 at {host}:{port}: {answer or why}; start it, "
@@ -88,8 +96,12 @@ def _server(port: int) -> socket.socket:
     return socket.create_server(("", port), backlog=4096)
 
 
-def _never_came(missing: list[int], size: int, timeout: float, host: str, port: int) -> ConfigError:
+def _missing(came: Iterable[int], size: int) -> str:
+    return ", ".join(map(str, sorted(set(range(1, size)) - set(came))))
+
+
+def _never_came(missing: str, size: int, timeout: float, host: str, port: int) -> ConfigError:
     return ConfigError(
-        f"of {size} processes {', '.join(map(str, missing))} never came to {host}:{port} in {timeout:g} s: see their "
+        f"rank {missing} of {size} never came to {host}:{port} in {timeout:g} s: see their "
         "output, or raise JZERO_TIMEOUT (seconds)"
     )

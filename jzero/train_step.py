@@ -19,10 +19,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero import batches, lr_schedules, optimizers, progress, zero
-from jzero.agreement import check_same
 from jzero.config import Config
 from jzero.errors import ConfigError
 from jzero.gradients import Gradients, Result
+from jzero.guard import Guard
 from jzero.mesh import PIPE, batch_spec, check_against, check_mesh, is_gpu, make_mesh, replicas, shardings
 from jzero.model import ENDS, Model, StackModel, check_model
 from jzero.pipeline.gradients import pipeline_gradients
@@ -141,9 +141,9 @@ class TrainStep:
         )
         self.tx = optax.with_extra_args_support(tx)  # reduce_on_plateau wants the loss
         make_gradients = pipeline_gradients if self.mesh.shape[PIPE] > 1 else Gradients
-        self._programs: set[tuple] = set()  # those that the processes have agreed on
         self.gradients: Gradients = make_gradients(model, config, self.mesh, self.leaves, self.precision)
         self._lay_out_state()
+        self._guard = Guard(self.mesh, config, self.leaves)
         self._compile()
 
     def __repr__(self) -> str:
@@ -299,25 +299,31 @@ class TrainStep:
         """As calling the step, with its details."""
         self._check_batch(batch, self.batch_sizes.train)
         _check_alive(state)
-        return self._run(state, self.place(batch))
+        batch = self.place(batch)
+        self._guard.check("a step", batch)
+        return self._run(state, batch)
 
     def run_micro_batches(self, state: TrainState, parts: Sequence[Any]) -> tuple[TrainState, Metrics, Details]:
         """As `run`, on micro-batches of all replicas (leading dimension micro x replicas), however many."""
         parts = [self.place_micro_batch(part) for part in parts]
         _check_alive(state)
+        self._guard.check("a step", parts[0], len(parts))
         return self._run(state, self._concatenate(parts))
 
     def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics, Details]:
-        done = self._step(state, self._agreed("a step", batch))
+        progress.begin()
+        done = self._step(state, batch)
         progress.finished_when(done[1]["loss"])
         return done
 
     def evaluate(self, state: TrainState, batch: Any) -> jax.Array:
-        """The loss without dropout and without an update; the leading dimension is any multiple of micro x replicas."""
+        """The loss, without dropout or update, of a global batch whose rows are any multiple of micro x replicas."""
         self._check_batch(batch, self.micro_size, multiples=True)
         _check_alive(state)
         batch = batches.place(batch, self.batch_sharding, len(jax.tree.leaves(batch)[0]))
-        loss = self._evaluate(state.params, self._agreed("evaluate", batch))
+        self._guard.check("evaluation", batch)
+        progress.begin()
+        loss = self._evaluate(state.params, batch)
         progress.finished_when(loss)
         return loss
 
@@ -325,7 +331,9 @@ class TrainStep:
         """The loss of micro-batch `index` of the next step, before that step: the same dropout, no gradient."""
         _check_alive(state)
         rng = jax.random.fold_in(state.rng, state.step)
-        return self._micro_loss(state.params, self.place_micro_batch(part), rng, jnp.int32(index))
+        part = self.place_micro_batch(part)
+        self._guard.check("a micro-batch's loss", part)
+        return self._micro_loss(state.params, part, rng, jnp.int32(index))
 
     def lower(self, batch_shapes: Any) -> jax.stages.Lowered:
         """The step lowered for the mesh's devices, which need not exist; the batch as ShapeDtypeStructs or arrays."""
@@ -354,23 +362,6 @@ class TrainStep:
         why = f"train_batch_size {b.train} = micro-batch {b.micro} x accumulation {b.accum} x {self.replicas} replicas"
         here = rows if jax.process_count() == 1 else batches.rows_here(self.batch_sharding, rows)
         batches.check(batch, rows, here, why, multiples)
-
-    def _agreed(self, call: str, batch: Any) -> Any:
-        """The batch, once all processes are known to run the same program on batches of these shapes."""
-        if jax.process_count() == 1:
-            return batch
-        shapes = {zero.path_name(path): f"{x.dtype}{list(x.shape)}" for path, x in jax.tree.leaves_with_path(batch)}
-        signature = call, tuple(shapes.items())
-        if signature not in self._programs:
-            self._programs.add(signature)
-            parameters = {leaf.name: f"{list(leaf.shape)} {leaf.spec}" for leaf in jax.tree.leaves(self.leaves)}
-            config = self.config.model_dump(mode="json", warnings=False)
-            program = {
-                "call": call, "config": config, "mesh": dict(self.mesh.shape), "batch": shapes,
-                "parameters": parameters, "jax": jax.__version__,
-            }  # fmt: skip
-            check_same("train step", program)
-        return batch
 
 
 def _with_stages(config: Config, model: Model, mesh: Mesh | None) -> Config:

@@ -151,7 +151,7 @@ def test_everyone_hears_who_is_missing(port, missing):
     said, seconds = met(port, [(rank, 5, 0.5, "") for rank in range(5) if rank not in missing])
     ranks = ", ".join(map(str, missing))
     assert len(set(said)) == 1
-    assert said[0].startswith(f"of 5 processes {ranks} never came to 127.0.0.1:{port} in 0.5 s: see their output")
+    assert said[0].startswith(f"rank {ranks} of 5 never came to 127.0.0.1:{port} in 0.5 s: see their output")
     assert max(seconds) < 5
 
 
@@ -167,7 +167,7 @@ def test_another_jobs_process_is_turned_away(port, other):
     """At once, and it does not count."""
     said, seconds = met(port, [(0, 3, 1, "job"), (1, 3, 1, "job"), other])
     assert said[0] == said[1]
-    assert said[0].startswith("of 3 processes 2 never came")
+    assert said[0].startswith("rank 2 of 3 never came")
     assert f"process 0 at 127.0.0.1:{port}: another job" in said[2]
     assert seconds[2] < 5
 

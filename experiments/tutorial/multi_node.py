@@ -29,8 +29,8 @@ def main(epochs: int = 15) -> float:
         jzero.log_dist(f"epoch {epoch:2}: loss {sum(losses) / len(losses):.4f}")
 
     kernel = engine.state.params["fc1"]["kernel"]
-    held = {shard.device.id: shard.data.shape for shard in kernel.addressable_shards}
-    jzero.log_dist(f"of fc1/kernel {kernel.shape} it holds, by device, {held}", ranks=[-1])
+    held = [shard.data.shape for shard in kernel.addressable_shards]
+    jzero.log_dist(f"of fc1/kernel {kernel.shape} its devices hold {held}", ranks=[-1])
 
     loss = float(engine.eval_batch(tuple(x[:320] for x in test)))
     jzero.log_dist(f"test loss {loss:.4f}")

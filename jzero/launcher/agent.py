@@ -7,7 +7,8 @@ the command falls silent, or ends, everything here is killed.
 From the command: {"listen": PORT or 0}, {"connect": [[HOST, PORT], ...]}, {"start": {...}},
 {"signal": N}, {"dump": true}, {"stop": SECONDS}, {"sweep": JOB}, {"ping": true}.
 To the command: {"hello": {...}}, {"bound": PORT or null, "why": TEXT}, {"reached": [INDEX, ...]},
-{"out": [RANK, 1 or 2, LINE]}, {"exit": [RANK, CODE]}, {"status": {RANK: [STEPS, STATE]}}, {"swept": true}.
+{"out": [RANK, 1 or 2, LINE]}, {"died": [RANK, CODE]} at once, {"exit": [RANK, CODE]} after its last output,
+{"status": {RANK: [FINISHED, BEGUN, STATE]}}, {"swept": true}.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 
 SILENCE = 8.0  # seconds without a word from the command
 
@@ -117,28 +119,36 @@ class Agent:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the command decides; it hears them too
             loop.add_signal_handler(number, lambda: None)
         self.tasks.append(asyncio.create_task(self.watch()))
+        code = 1
         try:
+            os.write(1, b"\n")  # a greeting of the shell's may have no end
             self.say(hello=hello())
             while line := await reader.readline():
                 self.heard = time.monotonic()
                 for name, value in json.loads(line).items():
                     if name in ("listen", "connect", "start", "signal", "dump", "stop", "sweep"):
                         await getattr(self, name)(value)
+            code = 0
+        except Exception:
+            traceback.print_exc()
         finally:
-            self.end()
+            self.end(code)
 
-    def end(self):
+    def end(self, code=0):
         """Leave nothing behind."""
         if self.job:
             sweep(self.job)
             shutil.rmtree(self.folder, ignore_errors=True)
-        sys.stdout.flush()
-        os._exit(0)
+        sys.stderr.flush()
+        os._exit(code)
 
     async def watch(self):
+        late = 0
         while True:
             await asyncio.sleep(1)
-            if time.monotonic() - self.heard > SILENCE:
+            # Twice, so that one that was held up itself reads first what has come.
+            late = late + 1 if time.monotonic() - self.heard > SILENCE else 0
+            if late == 2:
                 self.end()
             try:
                 self.say(status={rank: self.status(rank) for rank in self.processes})
@@ -146,10 +156,10 @@ class Agent:
                 self.end()
 
     def status(self, rank):
-        steps = -1
+        finished, begun = -1, -1
         with contextlib.suppress(OSError, ValueError), open(f"{self.folder}/{rank}") as file:
-            steps = int(file.read())
-        return [steps, state_of(self.processes[rank].pid)]
+            finished, begun = map(int, file.read().split())
+        return [finished, begun, state_of(self.processes[rank].pid)]
 
     async def listen(self, port):
         try:
@@ -184,16 +194,17 @@ class Agent:
             env = os.environ | process["env"] | {"JZERO_JOB_ID": self.job, "JZERO_PROGRESS": f"{self.folder}/{rank}"}
             argv = self.argv[: what["first"]] + process["flag"] + self.argv[what["first"] :]
             log = None
-            if what["logs"]:
-                os.makedirs(what["logs"], exist_ok=True)
-                log = open(os.path.join(what["logs"], f"{what['time']}_rank{rank}.log"), "wb", buffering=0)  # noqa: SIM115
             try:
+                if what["logs"]:
+                    os.makedirs(what["logs"], exist_ok=True)
+                    path = os.path.join(what["logs"], f"{what['time']}_rank{rank}.log")
+                    log = open(path, "wb", buffering=0)  # noqa: SIM115
                 child = subprocess.Popen(
                     argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env,
                     cwd=what["cwd"], start_new_session=True, preexec_fn=die_with_me,
                 )  # fmt: skip
             except OSError as error:
-                self.say(out=[rank, 2, f"{argv[0]}: {error.strerror}\n"])
+                self.say(out=[rank, 2, f"{error.filename or argv[0]}: {error.strerror}\n"])
                 self.say(exit=[rank, 127])
                 continue
             self.processes[rank] = child
@@ -203,6 +214,7 @@ class Agent:
         # Not asyncio's own processes: their end may come only with that of all who hold the pipes.
         pumps = [asyncio.create_task(self.pump(rank, n, s, log)) for n, s in ((1, child.stdout), (2, child.stderr))]
         code = await asyncio.to_thread(child.wait)
+        self.say(died=[rank, code])
         await asyncio.wait(pumps, timeout=0.5)  # its children may hold the pipes open
         self.say(exit=[rank, code])
         del self.processes[rank]
@@ -211,9 +223,10 @@ class Agent:
         stream, rest = asyncio.StreamReader(), b""
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
         while data := await stream.read(65536):
-            if log:
-                log.write(data)
-            *lines, rest = (rest + data).replace(b"\r", b"\n").split(b"\n")
+            with contextlib.suppress(OSError):  # a full disk stops no training
+                if log:
+                    log.write(data)
+            *lines, rest = (rest + data).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
             for line in lines:
                 self.say(out=[rank, number, line.decode(errors="replace")])
             if len(rest) > 65536:

@@ -9,7 +9,7 @@ from pathlib import Path
 from jzero.errors import ConfigError
 
 PREFIXES = ("NCCL", "PYTHON", "MV2", "UCX", "MLFLOW", "JAX_", "JZERO_", "XLA_", "TF_", "CUDA_", "HF_", "WANDB_")
-NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "TMPDIR")
+NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 # What a process's place, or its own host, decides.
 OWN = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT",

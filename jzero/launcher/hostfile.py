@@ -24,7 +24,11 @@ def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
     slots: dict[str, int] = {}
     problems: list[str] = []
     first: dict[str, int] = {}
-    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}; it must be text, `HOST slots=N` a line") from None
+    for number, line in enumerate(lines, 1):
         line = line.partition("#")[0].strip()
         if not line:
             continue
@@ -136,8 +140,8 @@ def devices_here(env: Mapping[str, str]) -> Devices:
     visible = visible_devices(env)
     if visible is not None:
         return visible
-    found = (re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*"))
-    return sorted(int(match[1]) for match in found if match)
+    found = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    return list(range(len(found)))  # CUDA counts from 0, also in a container that has the host's last two
 
 
 def _ids(ids: Sequence[int | str]) -> str:

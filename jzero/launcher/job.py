@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,13 @@ from jzero.distributed import DEFAULT_PORT, slurm_hosts
 from jzero.errors import ConfigError
 from jzero.launcher import environment, hostfile
 from jzero.launcher.hostfile import LOCAL, Hosts
+from jzero.launcher.options import parser
 
 HOSTFILE = "/job/hostfile"
+NOT_HANDED_OVER = (
+    "venv_script", "enable_each_rank_log", "max_restarts", "ssh_port", "hang_timeout", "grace", "force_multi",
+    "save_pid",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,11 +49,6 @@ class Job:
     argv: list[str]
     first: int
     cwd: str
-
-    @property
-    def remote(self) -> bool:
-        """Whether any host is reached by ssh."""
-        return not self.options.no_ssh and any(not self.is_here(host) for host in self.hosts)
 
     def is_here(self, host: str) -> bool:
         """Whether the host is this machine."""
@@ -108,6 +109,7 @@ def make_job(options: argparse.Namespace, env: Mapping[str, str], cwd: str) -> J
     return Job(options, hosts, address, port, processes, argv, first, cwd)
 
 
+@cache
 def is_this_machine(host: str) -> bool:
     """Whether a name or address is this machine's own."""
     if host in (LOCAL, "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn()):
@@ -152,8 +154,8 @@ def _check(options: argparse.Namespace) -> None:
     if options.launcher != "ssh" and ":" in options.include + options.exclude:
         problems.append(f"{system}: chooses devices itself; name only hosts in --include and --exclude")
     if options.launcher in ("slurm", "openmpi"):
-        for name in ("venv_script", "enable_each_rank_log", "max_restarts", "ssh_port"):
-            if getattr(options, name):
+        for name in NOT_HANDED_OVER:
+            if getattr(options, name) != parser().get_default(name):
                 problems.append(
                     f"--{name}: is not for {system}; leave it out, and use that system's own (--launcher_args)"
                 )
@@ -223,10 +225,13 @@ def _devices(options: argparse.Namespace, env: Mapping[str, str]) -> hostfile.De
         named = hostfile.parse_filter(options.include, "--include") if options.include else {}
         return list(range(max([options.num_gpus, 1, *(i + 1 for ids in named.values() for i in ids or ())])))
     ids = hostfile.devices_here(env)
+    if not ids and options.dry_run and options.num_gpus > 0:  # a plan for another machine
+        return list(range(options.num_gpus))
     if not ids:
+        visible = env.get("CUDA_VISIBLE_DEVICES")
         raise ConfigError(
-            "no GPU is visible on this machine: pass --platform cpu for processes without, or a hostfile; "
-            f"CUDA_VISIBLE_DEVICES = {env.get('CUDA_VISIBLE_DEVICES')!r}"
+            "no GPU is visible on this machine: pass --platform cpu for processes without, or a hostfile"
+            + (f"; CUDA_VISIBLE_DEVICES = {visible!r}" if visible is not None else "")
         )
     return ids
 

@@ -5,13 +5,25 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
+
+from jzero.kinds import closest
 
 LAUNCHERS = ("ssh", "slurm", "openmpi", "k8s")
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        known = [name for action in self._actions for name in action.option_strings]
+        for word in message.split() if "unrecognized" in message else ():
+            if word.startswith("--") and (close := closest(word, known)):
+                message += f"; did you mean {close}?"
+        super().error(message)
+
+
 def parser() -> argparse.ArgumentParser:
     """`jzero [options] script [options of the script]`: what stands before the script is the launcher's."""
-    p = argparse.ArgumentParser(
+    p = _Parser(
         prog="jzero",
         description="Start a script once per GPU, on one host or many, and stop all of it when one process dies.",
         epilog="Also: `jzero report`: versions, devices and what is wrong, here or on all hosts of a hostfile.",

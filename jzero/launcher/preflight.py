@@ -47,7 +47,8 @@ def faults(hellos: Mapping[str, dict[str, Any]], wanted: Mapping[str, int]) -> d
             python = hello["versions"]["python"]
             found.setdefault(host, []).append(f"no jax for Python {python}: install jzero there, at the same path")
         if hello["gpus"] < wanted[host]:
-            found.setdefault(host, []).append(f"{hello['gpus']} GPUs, {wanted[host]} are wanted: correct its slots")
+            wrong = f"{hello['gpus']} GPUs, {wanted[host]} are wanted"
+            found.setdefault(host, []).append(f"{wrong}: correct --num_gpus, CUDA_VISIBLE_DEVICES or its slots")
     return found
 
 

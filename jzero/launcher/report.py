@@ -12,7 +12,7 @@ from typing import Any
 
 from jzero.launcher import hostfile, options, preflight
 from jzero.launcher.job import Job, make_job
-from jzero.launcher.runner import Link
+from jzero.launcher.link import Link
 
 
 def main(argv: Sequence[str]) -> int:

@@ -4,96 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
+import resource
 import secrets
 import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jzero.errors import ConfigError
 from jzero.launcher import preflight
 from jzero.launcher.job import Job, Process
-from jzero.launcher.transports import agent_command
+from jzero.launcher.link import Link
+from jzero.launcher.printer import Printer
 
 SILENCE = 8.0  # seconds without a word from an agent
+QUIET = 20.0  # seconds until the command says what it waits for
 GRACE = 4.0  # seconds between SIGTERM and SIGKILL after a failure
 HUNG = 124  # the exit code after --hang_timeout, timeout(1)'s
-
-
-class Link:
-    """The connection to one host's agent."""
-
-    def __init__(self, host: str, process: asyncio.subprocess.Process):
-        self.host, self.process = host, process
-        self.heard, self.errors = time.monotonic(), deque[str](maxlen=5)
-        self.said: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
-        self.open, self.lost = True, False  # lost: it ended by itself
-        self.tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._read_errors())]
-
-    @classmethod
-    async def to(cls, job: Job, host: str) -> Link:
-        command = agent_command(job, host)
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=pipe, stdout=pipe, stderr=pipe, limit=2**26, start_new_session=True
-        )
-        link = cls(host, process)
-        assert process.stdin is not None
-        process.stdin.write(Path(__file__).with_name("agent.py").read_bytes() + b"\0")
-        return link
-
-    def tell(self, **message: Any) -> None:
-        if self.open and self.process.stdin:
-            with contextlib.suppress(OSError, RuntimeError):
-                self.process.stdin.write((json.dumps(message) + "\n").encode())
-
-    async def answer(self, kind: str, timeout: float) -> Any:
-        """What the agent says of this kind, or {"error": why nothing}."""
-        end = time.monotonic() + timeout
-        while (left := end - time.monotonic()) > 0:
-            try:
-                said, value = await asyncio.wait_for(self.said.get(), left)
-            except TimeoutError:
-                break
-            if said == kind:
-                return value
-            if said == "end":
-                return {"error": self.why(value)}
-        return {"error": f"no answer in {timeout:g} s"}
-
-    def why(self, code: int) -> str:
-        text = " ".join(" ".join(self.errors).split())
-        return f"{text or 'its agent ended'} (exit code {code})"
-
-    def close(self) -> None:
-        """The agent sees the end of its input and kills what it has."""
-        self.open = False
-        if self.process.stdin:
-            self.process.stdin.close()
-
-    async def _read(self) -> None:
-        assert self.process.stdout is not None
-        while line := await self.process.stdout.readline():
-            self.heard = time.monotonic()
-            try:
-                message = json.loads(line)
-            except ValueError:  # a greeting of that host's shell
-                continue
-            for kind, value in message.items() if isinstance(message, dict) else ():
-                await self.said.put((kind, message if kind == "bound" else value))
-        await self.tasks[1]
-        self.lost, self.open = self.open, False
-        await self.said.put(("end", await self.process.wait()))
-
-    async def _read_errors(self) -> None:
-        assert self.process.stderr is not None
-        while line := await self.process.stderr.readline():
-            self.errors.append(line.decode(errors="replace").strip())
 
 
 class Attempt:
@@ -107,8 +38,12 @@ class Attempt:
         self.left: dict[int, Process] = {p.rank: p for host in self.hosts for p in job.of(host)}
         self.prefixed = len(job.processes) > 1
         self.lines: dict[int, deque[str]] = {rank: deque(maxlen=20) for rank in self.left}
-        self.steps: dict[int, tuple[int, str]] = {}
+        self.steps: dict[int, tuple[int, int, str]] = {}  # finished, begun, the process's state
+        self.ended = self.started  # when a rank last ended well
+        self.told = False
         self.moved = time.monotonic()
+        self.printer = Printer(lambda: self.fail(128 + signal.SIGPIPE, "the output is read by nobody any more"))
+        self.first: int | None = None  # the first rank that died
         self.failure: tuple[int, str] | None = None  # exit code, what happened
         self.signalled: int | None = None
         self.deadline: float | None = None  # when what is left is killed
@@ -117,10 +52,18 @@ class Attempt:
         """The exit code: 0, the first failing rank's, 128 + n for signal n."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self.interrupt, number)
+            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                loop.add_signal_handler(number, self.interrupt, number)
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # stopped, it would fall silent
         try:
-            await self.connect()
+            connecting = asyncio.create_task(self.connect())
+            while not connecting.done() and not self.signalled:
+                await asyncio.wait([connecting], timeout=0.2)
+                self.ping()
+            if self.signalled:
+                connecting.cancel()
+                return self.verdict()
+            connecting.result()
             self.start()
             listeners = [asyncio.create_task(self.listen(link)) for link in self.links.values()]
             while self.left and any(link.open for link in self.links.values()):
@@ -134,6 +77,7 @@ class Attempt:
         finally:
             for link in self.links.values():
                 link.close()
+            self.printer.end()
         return self.verdict()
 
     # ------------------------------------------------------------------ before
@@ -144,9 +88,9 @@ class Attempt:
         Raises:
           ConfigError: all that is wrong, as a table.
         """
-        started = await asyncio.gather(*(Link.to(self.job, host) for host in self.hosts))
-        self.links = dict(zip(self.hosts, started, strict=True))
-        said = await asyncio.gather(*(link.answer("hello", 20) for link in started))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))  # three pipes for each host
+        said = await asyncio.gather(*map(self.greet, self.hosts))
         hellos = dict(zip(self.hosts, said, strict=True))
         gpus = self.job.options.platform == "gpu"
         found = preflight.faults(hellos, {host: len(self.job.hosts[host]) * gpus for host in self.hosts})
@@ -156,9 +100,17 @@ class Attempt:
         if found:
             raise ConfigError("nothing was started:\n" + preflight.table(hellos, found))
 
+    async def greet(self, host: str) -> Any:
+        """What the host's agent says first, or why it does not."""
+        try:
+            self.links[host] = await Link.to(self.job, host)
+        except OSError as error:
+            return {"error": f"{error.filename or 'its agent'}: {error.strerror}"}
+        return await self.links[host].answer("hello", 20)
+
     async def find_coordinator(self, hellos: Mapping[str, Any]) -> dict[str, list[str]]:
         """A free port on the first host, and the address by which all others reach it; or what is wrong."""
-        o, (first, *others) = self.job.options, self.links.values()
+        o, (first, *others) = self.job.options, [self.links[host] for host in self.hosts]
         first.tell(listen=self.port if o.master_port or o.no_ssh else 0)
         bound = await first.answer("bound", 10)
         if bound.get("error") or bound["bound"] is None:
@@ -203,7 +155,9 @@ class Attempt:
             if kind == "out":
                 self.show(*value)
             elif kind == "status":
-                self.note({int(rank): (steps, state) for rank, (steps, state) in value.items()})
+                self.note({int(rank): tuple(said) for rank, said in value.items()})
+            elif kind == "died" and value[1] and self.first is None:
+                self.first = value[0]
             elif kind == "exit":
                 self.exited(*value)
             elif kind == "end":
@@ -214,24 +168,23 @@ class Attempt:
 
     def show(self, rank: int, number: int, line: str) -> None:
         self.lines[rank].append(line)
-        where = sys.stdout if number == 1 else sys.stderr
-        try:
-            print(f"[{rank}] {line}" if self.prefixed else line, file=where, flush=True)
-        except BrokenPipeError:  # as of `jzero train.py | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), where.fileno())
-            self.fail(128 + signal.SIGPIPE, "the output is read by nobody any more")
+        self.printer.put(f"[{rank}] {line}" if self.prefixed else line, number)
 
-    def note(self, status: Mapping[int, tuple[int, str]]) -> None:
-        for rank, (steps, state) in status.items():
-            if steps > self.steps.get(rank, (-1, ""))[0]:
+    def note(self, status: Mapping[int, tuple[int, int, str]]) -> None:
+        for rank, said in status.items():
+            if said[0] > self.steps.get(rank, (-1, -1, ""))[0]:
                 self.moved = time.monotonic()
-            self.steps[rank] = steps, state
+            self.steps[rank] = said
 
     def exited(self, rank: int, code: int) -> None:
-        process = self.left.pop(rank, None)
+        process, self.ended = self.left.pop(rank, None), time.monotonic()
         if process is None or code == 0 or self.failure or self.signalled:
             return
+        if self.first != rank and self.first in self.left:  # its last output is still to come
+            return
         last = "".join(f"\n    {line}" for line in self.lines[rank]) or " none"
+        if any("unrecognized arguments: --local_rank" in line for line in self.lines[rank]):
+            last += "\n  the script knows no --local_rank: add it, or pass --no_local_rank before the script"
         how = f"was killed by {_name(-code)}" if code < 0 else f"exited with code {code}"
         where = f" on {process.host}" if len(self.job.hosts) > 1 else ""
         self.fail(code, f"rank {rank}{where} {how} first, after {self.age():.0f} s; its last lines:{last}")
@@ -249,41 +202,61 @@ class Attempt:
 
     def interrupt(self, number: int) -> None:
         """The first signal goes to the scripts, which have --grace seconds; the second ends them."""
-        if self.signalled is None:
-            self.signalled, grace = number, self.job.options.grace
-            print(f"jzero: {_name(number)}: the scripts have {grace:g} s; once more ends them now", file=sys.stderr)
-            for link in self.links.values():
-                link.tell(signal=number)
-            self.deadline = time.monotonic() + grace
-        else:
+        if self.signalled is not None:
             self.deadline = time.monotonic()
+            return
+        self.signalled, grace = number, self.job.options.grace
+        for link in self.links.values():
+            link.tell(signal=number)
+        self.ended, self.told, self.deadline = time.monotonic(), False, time.monotonic() + grace
+        self.printer.put(f"jzero: {_name(number)}: the scripts have {grace:g} s; once more ends them now", 2)
+
+    def ping(self) -> None:
+        for link in self.links.values():
+            link.tell(ping=True)
 
     def look(self) -> None:
         """What time alone brings: pings, silence, hangs, deadlines."""
         now = time.monotonic()
+        self.ping()
         for link in self.links.values():
-            link.tell(ping=True)
             if link.open and now - link.heard > SILENCE:
-                self.fail(1, f"lost {link.host}: not a word in {SILENCE:g} s")
+                self.fail(1, f"lost {link.host}: not a word in {SILENCE:g} s", grace=1)
                 link.process.kill()
         limit = self.job.options.hang_timeout
         counting = {rank: s for rank, s in self.steps.items() if s[0] >= 0 and rank in self.left}
         if limit and counting and now - self.moved > limit and not self.failure and not self.signalled:
             self.hang(counting, limit)
+        some = len(self.left) < len(self.lines)
+        if self.left and (some or self.signalled) and now - self.ended > (5 if self.signalled else QUIET):
+            self.tell_once(f"still running: rank {_list(self.left)}" + " (the others have ended well)" * some)
         if self.deadline and now > self.deadline:
+            if self.signalled:
+                self.printer.put(f"jzero: killed: rank {_list(self.left)}", 2)
             self.deadline = now + 60
             for link in self.links.values():
                 link.close()
 
-    def hang(self, counting: Mapping[int, tuple[int, str]], limit: float) -> None:
-        stopped = [rank for rank, (_, state) in counting.items() if state in "Tt"]
-        fewest = min(steps for steps, _ in counting.values())
-        behind = stopped or [rank for rank, (steps, _) in counting.items() if steps == fewest]
-        each = ", ".join(f"rank {rank} {n}{' (stopped)' * (s in 'Tt')}" for rank, (n, s) in sorted(counting.items()))
+    def tell_once(self, text: str) -> None:
+        if not self.told and not self.failure:
+            self.told = True
+            self.printer.put(f"jzero: {text}", 2)
+
+    def hang(self, counting: Mapping[int, tuple[int, int, str]], limit: float) -> None:
+        """Name the ranks that are stopped, or have begun fewest steps: the others wait for them."""
+        stopped = [rank for rank, (*_, state) in counting.items() if state in "Tt"]
+        fewest = min(begun for _, begun, _ in counting.values())
+        behind = stopped or [rank for rank, (_, begun, _) in counting.items() if begun == fewest]
+        each = ", ".join(
+            f"rank {rank} {finished} of {begun}{' (stopped)' * (state in 'Tt')}"
+            for rank, (finished, begun, state) in sorted(counting.items())
+        )
         for link in self.links.values():
             link.tell(dump=True)
-        ranks = ", ".join(map(str, behind))
-        what = f"no step has finished for {limit:g} s; finished: {each}; look at rank {ranks} first (stacks above)"
+        what = (
+            f"no step has finished for {limit:g} s; finished, of those begun: {each}; look at rank {_list(behind)} "
+            "first (stacks above)"
+        )
         asyncio.get_running_loop().call_later(1.5, self.fail, HUNG, what)
         self.moved = time.monotonic() + 3600  # once
 
@@ -300,19 +273,25 @@ class Attempt:
         waits = [link.process.wait() for link in self.links.values()]
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(asyncio.gather(*waits), 3)
-        for host in lost:
-            with contextlib.suppress(OSError):
-                link = await Link.to(self.job, host)
-                await link.answer("hello", 3)
-                link.tell(sweep=self.id)
-                await link.answer("swept", 3)
-                link.close()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*map(self.sweep, lost)), 6)
+
+    async def sweep(self, host: str) -> None:
+        """Kill what a lost agent may have left, if its host can be reached."""
+        with contextlib.suppress(OSError):
+            link = await Link.to(self.job, host)
+            await link.answer("hello", 5)
+            link.tell(sweep=self.id)
+            await link.answer("swept", 5)
+            link.close()
 
     def verdict(self) -> int:
-        if self.failure and not self.signalled:
-            print(f"jzero: {self.failure[1]}", file=sys.stderr, flush=True)
-            return self.failure[0]
-        return 128 + self.signalled if self.signalled else 0
+        if self.failure:
+            with contextlib.suppress(OSError):
+                print(f"jzero: {self.failure[1]}", file=sys.stderr, flush=True)
+        if self.signalled:
+            return 128 + self.signalled
+        return self.failure[0] if self.failure else 0
 
 
 async def run(job: Job) -> int:
@@ -338,6 +317,10 @@ def pid_file(wanted: bool) -> Any:
     finally:
         if wanted:
             path.unlink(missing_ok=True)
+
+
+def _list(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
 
 
 def _name(number: int) -> str:

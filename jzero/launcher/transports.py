@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from jzero.errors import ConfigError
 from jzero.launcher import environment
-from jzero.launcher.job import HOSTFILE, Job
+from jzero.launcher.job import Job
 
 # Reads the agent from standard input, up to a zero byte. What follows on the command line is the script's.
 BOOT = (
@@ -37,10 +37,11 @@ def agent_command(job: Job, host: str) -> list[str]:
 def srun_command(job: Job) -> list[str]:
     """Slurm starts the processes and ends them all when one fails; they find their place in its environment."""
     per_host = _per_host(job)
-    named = ["--nodelist", ",".join(job.hosts)] if Path(job.options.hostfile or HOSTFILE).is_file() else []
+    invented = list(job.hosts) == [f"node{n}" for n in range(len(job.hosts))]
+    named = [] if invented and not job.options.hostfile else ["--nodelist", ",".join(job.hosts)]
     return [
         "srun", "--nodes", str(len(job.hosts)), "--ntasks", str(len(job.processes)),
-        "--ntasks-per-node", str(per_host), *named, "--export=ALL", "--kill-on-bad-exit=1",
+        "--ntasks-per-node", str(per_host), *named, "--export=ALL", "--kill-on-bad-exit=1", "--label",
         *shlex.split(job.options.launcher_args), *job.argv,
     ]  # fmt: skip
 
@@ -48,8 +49,7 @@ def srun_command(job: Job) -> list[str]:
 def mpirun_command(job: Job) -> list[str]:
     """Open MPI starts the processes and ends them all when one fails."""
     hosts = ",".join(f"{host}:{len(job.of(host))}" for host in job.hosts)
-    coordinator = {"MASTER_ADDR": job.address, "MASTER_PORT": str(job.port)}
-    exported = [word for name, value in (handover_env(job) | coordinator).items() for word in ("-x", f"{name}={value}")]
+    exported = [word for name in handover_env(job) for word in ("-x", name)]  # values may be secret
     command = ["mpirun", "-n", str(len(job.processes)), "--host", hosts, *exported]
     return [*command, *shlex.split(job.options.launcher_args), *job.argv]
 
@@ -58,6 +58,8 @@ def handover_env(job: Job) -> dict[str, str]:
     """The variables for srun or mpirun itself; a process's place is theirs to say."""
     env = {name: value for name, value in job.processes[0].env.items() if name not in environment.OWN}
     given = {"MASTER_ADDR": job.options.master_addr, "MASTER_PORT": str(job.options.master_port or "")}
+    if job.options.launcher == "openmpi":  # Slurm says itself who is first
+        given = {"MASTER_ADDR": job.address, "MASTER_PORT": str(job.port)}
     return env | {name: value for name, value in given.items() if value}
 
 
@@ -147,4 +149,6 @@ def dry_run(job: Job) -> str:
     plan = job.as_json(commands(job))
     if job.options.launcher == "k8s":
         plan["manifest"] = jobset(job)
-    return json.dumps(plan, indent=2)
+    scalar = r'(?:"(?:[^"\\]|\\.)*"|-?\d+)'
+    lists = re.compile(rf"\[\s+{scalar}(?:,\s+{scalar})*\s+\]")  # on one line each
+    return lists.sub(lambda found: re.sub(r"\n\s*", " ", found[0]), json.dumps(plan, indent=2))

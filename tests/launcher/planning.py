@@ -14,8 +14,7 @@ class Here:
     def __init__(self, tmp_path, monkeypatch, capsys):
         self.path, self.capsys, self.setenv = tmp_path, capsys, monkeypatch.setenv
         monkeypatch.chdir(tmp_path)
-        for module in ("job", "transports"):
-            monkeypatch.setattr(f"jzero.launcher.{module}.HOSTFILE", str(tmp_path / "none"))
+        monkeypatch.setattr("jzero.launcher.job.HOSTFILE", str(tmp_path / "none"))
         for name in [*os.environ]:
             if name.startswith(("CUDA_", "DS_", "JZERO_")):
                 monkeypatch.delenv(name)

@@ -15,7 +15,7 @@ from jzero.errors import ConfigError
 from jzero.launcher import options
 from jzero.launcher.environment import propagated
 from jzero.launcher.job import make_job
-from jzero.launcher.transports import BOOT, agent_command
+from jzero.launcher.transports import BOOT, agent_command, handover_env
 
 NASTY = [
     "it's",
@@ -123,7 +123,7 @@ def test_srun(here):
     path = here.hosts(f"{A} slots=2", f"{B} slots=2")
     words = ["--launcher", "slurm", "--launcher_args", "-p 'my gpus'", "train.py", *NASTY]
     start = ["srun", "--nodes", "2", "--ntasks", "4", "--ntasks-per-node", "2"]
-    end = ["--export=ALL", "--kill-on-bad-exit=1", "-p", "my gpus", sys.executable, "-u", "train.py", *NASTY]
+    end = ["--export=ALL", "--kill-on-bad-exit=1", "--label", "-p", "my gpus", sys.executable, "-u", "train.py", *NASTY]
     assert here.dry("-H", path, *words)["commands"] == [[*start, "--nodelist", f"{A},{B}", *end]]
     assert here.dry("--num_nodes", 2, "--num_gpus", 2, *words)["commands"] == [[*start, *end]]
     (command,) = here.dry("-H", path, "--one_process_per_node", *words)["commands"]
@@ -139,10 +139,12 @@ def test_mpirun(here):
     assert command[-len(end) :] == end
     flags = command[5 : -len(end)]
     assert set(flags[::2]) == {"-x"}
-    exported = dict(word.split("=", 1) for word in flags[1::2])
-    assert exported["X"] == "a b"
-    assert (exported["MASTER_ADDR"], exported["MASTER_PORT"]) == (A, "29500")
-    assert exported.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "CROSS_RANK", "CUDA_VISIBLE_DEVICES"} == set()
+    job = make_job(options.parse(["-H", path, *words]), os.environ, os.getcwd())
+    env = handover_env(job)
+    assert sorted(flags[1::2]) == sorted(env)
+    assert env["X"] == "a b"
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == (A, "29500")
+    assert env.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "CROSS_RANK", "CUDA_VISIBLE_DEVICES"} == set()
 
 
 def expanded(word, env):
@@ -228,8 +230,7 @@ def lines(folder, name, *lines):
 
 def test_what_goes_along(folders):
     along = ["NCCL_DEBUG", "PYTHONHASHSEED", "MV2_X", "UCX_TLS", "MLFLOW_RUN", "JAX_PLATFORMS", "JZERO_TIMEOUT",
-             "XLA_FLAGS", "TF_X", "CUDA_HOME", "HF_HOME", "WANDB_MODE", "PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV",
-             "TMPDIR"]  # fmt: skip
+             "XLA_FLAGS", "TF_X", "CUDA_HOME", "HF_HOME", "WANDB_MODE", "PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV"]  # fmt: skip
     alone = ["CUDA_VISIBLE_DEVICES", "JZERO_JOB_ID", "JZERO_PROGRESS", "HOME", "HOSTNAME", "MY_JAX_X", "PATHS", "RANK"]
     found = propagated({name: "x" for name in along + alone}, *folders)
     assert found == {**{name: "x" for name in along}, "PYTHONPATH": folders[0]}

@@ -190,8 +190,7 @@ def test_platform_cpu_needs_no_count(here):
 
 def test_default_hostfile(here, monkeypatch):
     path = here.hosts(f"{A} slots=2")
-    for module in ("job", "transports"):
-        monkeypatch.setattr(f"jzero.launcher.{module}.HOSTFILE", path)
+    monkeypatch.setattr("jzero.launcher.job.HOSTFILE", path)
     assert here.dry("train.py")["hosts"] == {A: [0, 1]}
     assert here.dry("--launcher", "slurm", "train.py")["commands"][0][7:9] == ["--nodelist", A]
 

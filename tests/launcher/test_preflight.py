@@ -5,6 +5,8 @@ import pytest
 from jzero.launcher import agent
 from jzero.launcher.preflight import SAME, faults, table
 
+CORRECT = "correct --num_gpus, CUDA_VISIBLE_DEVICES or its slots"
+
 
 def hello(gpus=8, **versions):
     """What a host says that has these versions; None: not installed."""
@@ -55,7 +57,7 @@ def test_no_jax(hosts):
 
 def test_too_few_gpus():
     hellos = {"a": hello(gpus=3), "b": hello(gpus=4), "c": hello(gpus=0)}
-    assert faults(hellos, {"a": 4, "b": 4, "c": 0}) == {"a": ["3 GPUs, 4 are wanted: correct its slots"]}
+    assert faults(hellos, {"a": 4, "b": 4, "c": 0}) == {"a": [f"3 GPUs, 4 are wanted: {CORRECT}"]}
 
 
 ALL = {
@@ -73,7 +75,7 @@ def test_all_at_once():
             "python 3.11.7, elsewhere 3.12.1: install the same",
             "jax none, elsewhere 0.11.2: install the same",
             "no jax for Python 3.11.7: install jzero there, at the same path",
-            "1 GPUs, 8 are wanted: correct its slots",
+            "1 GPUs, 8 are wanted: " + CORRECT,
         ],
     }
 

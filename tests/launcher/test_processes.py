@@ -97,7 +97,7 @@ tried("joined", jzero.init_distributed)
         JZERO_TIMEOUT="3",
     )
     for rank in (0, 1):
-        assert said[rank]["joined"].startswith("error: of 3 processes 2 never came to 127.0.0.1:")
+        assert said[rank]["joined"].startswith("error: rank 2 of 3 never came to 127.0.0.1:")
     assert "waited 3 s for process 0" in said[2]["joined"]
 
 

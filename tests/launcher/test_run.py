@@ -257,6 +257,50 @@ def test_output_that_nobody_reads(start, worker, tmp_path):
     job.gone(10)
 
 
+def test_a_reader_that_pauses(start, worker):
+    """For longer than the agent waits for a word: the job goes on."""
+    pause = 'mkfifo pipe; "$@" > pipe & exec 3< pipe; sleep 12; cat <&3'
+    job = start(*CPU, 2, worker, "lines", prefix=["sh", "-c", pause, "sh"])
+    assert job.wait(30) == 0
+    assert len(job.output.splitlines()) == 2 * 3003, job.errors
+
+
+def test_the_first_to_fail_is_named(start, tmp_path):
+    """Also where its children hold its output, and another fails of it."""
+    (tmp_path / "worker.py").write_text(
+        "import os, subprocess, sys, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)', sys.argv[-1]])\n"
+        "    open('failed', 'w').close()\n"
+        "    raise ValueError('the cause')\n"
+        "while not os.path.exists('failed'):\n"
+        "    time.sleep(0.01)\n"
+        "time.sleep(0.2)\n"
+        "sys.exit(9)\n"
+    )
+    job = start(*CPU, 2, "worker.py")
+    assert job.wait(20) == 1
+    assert "rank 1 exited with code 1 first" in job.errors
+    assert "the cause" in job.errors.split("first")[-1]
+    job.gone(5)
+
+
+def test_interrupted_in_the_preflight(start, worker, tmp_path):
+    (tmp_path / "slow").write_text("sleep 15")
+    job = start(*CPU, 1, "--venv_script", "./slow", worker)
+    wait_for(lambda: job.processes(". ./slow &&"), 20, lambda: str(job.processes()))
+    job.kill(job.process.pid, signal.SIGTERM)
+    assert job.wait(5) == 143
+    job.gone(20)
+
+
+def test_a_program_that_cannot_start(start, worker, tmp_path):
+    (tmp_path / "file").write_text("")
+    job = start(*CPU, 1, "--enable_each_rank_log", tmp_path / "file" / "logs", worker)
+    assert job.wait(20) == 127
+    assert "Not a directory" in job.errors
+
+
 SHIMS = {  # what the systems set for their processes
     "srun": "SLURM_PROCID={r} SLURM_LOCALID={r} SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE='2' "
     "SLURM_STEP_NODELIST=localhost SLURM_JOB_ID=7{port}",
@@ -279,7 +323,7 @@ def test_processes_of_another_system(start, tmp_path, launcher, program):
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     job = start("--platform", "cpu", "--hostfile", "hostfile", "--launcher", launcher, "worker.py", env=path)
     assert job.wait(60) == 0
-    assert job.output.split() == ["2", "2"], job.errors
+    assert sorted(job.output) == ["\n", "\n", "2", "2"], job.errors
     job.gone(2)
 
 

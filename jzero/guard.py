@@ -1,0 +1,39 @@
+"""Processes that would run different programs stop, with the difference, instead of waiting for each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jzero.agreement import check_same
+from jzero.config import Config
+from jzero.zero import path_name
+
+
+class Guard:
+    """Compares config, mesh and parameters of a train step now, and every new program before it first runs.
+
+    Raises:
+      ConfigError: on all processes, what differs, and on which ranks.
+    """
+
+    def __init__(self, mesh: Mesh, config: Config, leaves: Any):
+        self.shared = any(device.process_index != jax.process_index() for device in mesh.devices.flat)
+        self.agreed: set[tuple] = set()
+        if self.shared and jax.process_count() > 1:
+            settings = config.model_dump(mode="json", warnings=False)
+            parameters = {leaf.name: f"{list(leaf.shape)} {leaf.spec}" for leaf in jax.tree.leaves(leaves)}
+            versions = {"jax": jax.__version__, "mesh": dict(mesh.shape)}
+            check_same("train step", {"config": settings, "parameters": parameters} | versions)
+
+    def check(self, call: str, batch: Any, times: int = 1) -> None:
+        """`call` runs on `times` batches of these shapes."""
+        if not self.shared:
+            return
+        shapes = {path_name(path): f"{x.dtype}{list(x.shape)}" for path, x in jax.tree.leaves_with_path(batch)}
+        program = call, times, tuple(shapes.items())
+        if program not in self.agreed:
+            check_same("train step", {"call": call, "batches": times, "batch": shapes})
+            self.agreed.add(program)

@@ -1,0 +1,47 @@
+"""The output of a job, written by a thread, so that a reader who pauses (`| less`) does not stop the job."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+
+
+class Printer:
+    """Lines for stdout (1) and stderr (2); `closed` is called, in the thread of the event loop, once nobody reads."""
+
+    def __init__(self, closed: Callable[[], None]):
+        self._closed, self._lines = closed, queue.SimpleQueue[tuple[str, int] | None]()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._write, daemon=True)
+
+    def put(self, line: str, number: int) -> None:
+        """Write a line to stdout (1) or stderr (2)."""
+        if not self._thread.is_alive() and self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._thread.start()
+        self._lines.put((line, number))
+
+    def end(self) -> None:
+        """Write what is left; give up on a reader who does not read."""
+        self._lines.put(None)
+        if self._loop:
+            self._thread.join(5)
+
+    def _write(self) -> None:
+        streams = {1: sys.stdout, 2: sys.stderr}
+        for stream in streams.values():
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="backslashreplace")
+        while item := self._lines.get():
+            line, number = item
+            try:
+                print(line, file=streams[number], flush=True)
+            except OSError:
+                streams[number] = open(os.devnull, "w")  # noqa: SIM115
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    self._loop.call_soon_threadsafe(self._closed)  # type: ignore[union-attr]
