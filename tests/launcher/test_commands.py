@@ -230,7 +230,8 @@ def lines(folder, name, *lines):
 
 def test_what_goes_along(folders):
     along = ["NCCL_DEBUG", "PYTHONHASHSEED", "MV2_X", "UCX_TLS", "MLFLOW_RUN", "JAX_PLATFORMS", "JZERO_TIMEOUT",
-             "XLA_FLAGS", "TF_X", "CUDA_HOME", "HF_HOME", "WANDB_MODE", "PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV"]  # fmt: skip
+             "XLA_FLAGS", "TF_X", "CUDA_HOME", "HF_HOME", "WANDB_MODE", "PATH", "LD_LIBRARY_PATH",
+             "VIRTUAL_ENV"]  # fmt: skip
     alone = ["CUDA_VISIBLE_DEVICES", "JZERO_JOB_ID", "JZERO_PROGRESS", "HOME", "HOSTNAME", "MY_JAX_X", "PATHS", "RANK"]
     found = propagated({name: "x" for name in along + alone}, *folders)
     assert found == {**{name: "x" for name in along}, "PYTHONPATH": folders[0]}

@@ -288,7 +288,7 @@ def test_the_first_to_fail_is_named(start, tmp_path):
 def test_interrupted_in_the_preflight(start, worker, tmp_path):
     (tmp_path / "slow").write_text("sleep 15")
     job = start(*CPU, 1, "--venv_script", "./slow", worker)
-    wait_for(lambda: job.processes(". ./slow &&"), 20, lambda: str(job.processes()))
+    wait_for(lambda: job.processes("/slow &&"), 20, lambda: str(job.processes()))
     job.kill(job.process.pid, signal.SIGTERM)
     assert job.wait(5) == 143
     job.gone(20)
