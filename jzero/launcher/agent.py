@@ -20,6 +20,7 @@ import glob
 import importlib.metadata
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -110,7 +111,10 @@ class Agent:
     def say(self, **message):
         data = (json.dumps(message) + "\n").encode()
         while data:
-            data = data[os.write(1, data) :]
+            try:
+                data = data[os.write(1, data) :]
+            except BlockingIOError:  # sshd may give one socket for both directions, and reading made it non-blocking
+                select.select([], [1], [])
 
     async def run(self):
         reader = asyncio.StreamReader(limit=2**26)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -69,7 +70,8 @@ def this_host(hello: Mapping[str, Any]) -> list[str]:
         if "plugin" in name and version != versions.get("jaxlib"):
             wrong.append(f"{name} {version} with jaxlib {versions.get('jaxlib')}: install the same version of both")
     if hello["gpus"] > 1 and shutil.which("nvidia-smi"):
-        print(subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False).stdout)
+        topology = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False).stdout
+        print(re.sub(r"\x1b\[[0-9;]*m", "", topology))
     shared = os.statvfs("/dev/shm")
     if hello["gpus"] > 1 and shared.f_bavail * shared.f_frsize < 2**30:
         wrong.append("/dev/shm has less than 1 GiB free, which NCCL may need: raise it (docker: --shm-size=8g)")

@@ -90,6 +90,15 @@ def test_ranks_go_through_the_hosts(launch, hosts):
     assert all(f'"MASTER_ADDR": "{hosts.names["a"]}"' in line for line in lines)
 
 
+def test_output_is_whole(launch):
+    job = launch("worker.py", "lines")
+    assert job.wait(60) == 0, job.errors
+    for rank in range(4):
+        mine = [line[4:] for line in job.output.splitlines() if line.startswith(f"[{rank}] ")]
+        assert mine == [*(f"{rank}:{i}" for i in range(3000)), "a", "b", "c"]
+    assert job.errors.count("x") >= 4 * 200_000
+
+
 @pytest.mark.parametrize("what", ["", "children", "deaf"])
 def test_kill_a_rank_there(launch, hosts, what):
     job = launch("worker.py", what).until(("ready", 4))
