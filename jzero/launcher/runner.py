@@ -222,6 +222,7 @@ class Attempt:
         for link in self.links.values():
             if link.open and now - link.heard > SILENCE:
                 self.fail(1, f"lost {link.host}: not a word in {SILENCE:g} s", grace=1)
+                link.close()  # and not lost: there is no way to it
                 link.process.kill()
         limit = self.job.options.hang_timeout
         counting = {rank: s for rank, s in self.steps.items() if s[0] >= 0 and rank in self.left}
