@@ -5,10 +5,10 @@ nothing installed, uses only the standard library, and is the same everywhere. T
 the command falls silent, or ends, everything here is killed.
 
 From the command: {"listen": PORT or 0}, {"connect": [[HOST, PORT], ...]}, {"start": {...}},
-{"signal": N}, {"dump": true}, {"stop": SECONDS}, {"sweep": JOB}, {"ping": true}.
+{"signal": N}, {"dump": true}, {"stop": SECONDS}, {"sweep": JOB}, {"topology": true}, {"ping": true}.
 To the command: {"hello": {...}}, {"bound": PORT or null, "why": TEXT}, {"reached": [INDEX, ...]},
 {"out": [RANK, 1 or 2, LINE]}, {"died": [RANK, CODE]} at once, {"exit": [RANK, CODE]} after its last output,
-{"status": {RANK: [FINISHED, BEGUN, STATE]}}, {"swept": true}.
+{"status": {RANK: [FINISHED, BEGUN, STATE]}}, {"swept": true}, {"topology": TEXT}.
 """
 
 import asyncio
@@ -48,13 +48,14 @@ def hello():
     for path in glob.glob("/proc/driver/nvidia/gpus/*/information"):
         with contextlib.suppress(OSError), open(path) as file:
             models += [line.partition(":")[2].strip() for line in file if line.startswith("Model:")]
+    shared = os.statvfs("/dev/shm")
     gpus = [path for path in glob.glob("/dev/nvidia*") if path[len("/dev/nvidia") :].isdigit()]
     return {
         "versions": versions,
         "gpus": len(gpus),
         "models": sorted(set(models)),
-        "hostname": socket.gethostname(),
         "addresses": addresses(),
+        "shared_memory": shared.f_bavail * shared.f_frsize,
     }
 
 
@@ -130,7 +131,7 @@ class Agent:
             while line := await reader.readline():
                 self.heard = time.monotonic()
                 for name, value in json.loads(line).items():
-                    if name in ("listen", "connect", "start", "signal", "dump", "stop", "sweep"):
+                    if name in ("listen", "connect", "start", "signal", "dump", "stop", "sweep", "topology"):
                         await getattr(self, name)(value)
             code = 0
         except Exception:
@@ -260,6 +261,13 @@ class Agent:
     async def sweep(self, job):
         sweep(job)
         self.say(swept=True)
+
+    async def topology(self, _):
+        """How the GPUs are connected, as the driver's tool prints it."""
+        text = ""
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            text = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=15).stdout
+        self.say(topology=text)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,49 +29,66 @@ def main(argv: Sequence[str]) -> int:
     )
     hellos = asyncio.run(ask(job))
     found = preflight.faults(hellos, {host: len(ids) * gpus for host, ids in job.hosts.items()})
+    for host, hello in hellos.items():
+        found.setdefault(host, []).extend(weak_points(hello) if "error" not in hello else [])
     print(preflight.table(hellos, found))
-    here = next((hello for host, hello in hellos.items() if job.is_here(host) and "error" not in hello), None)
-    wrong = this_host(here) if here else []
-    for text in wrong:
-        print(f"wrong: {text}")
-    return 1 if found or wrong else 0
+    for host, hello in hellos.items():
+        if hello.get("topology"):
+            print(f"{host}\n{hello['topology']}")
+    wrong = this_host() if any(map(job.is_here, job.hosts)) else ""
+    return 1 if wrong or any(found.values()) else 0
 
 
 async def ask(job: Job) -> dict[str, Any]:
     """host -> what its agent says of it."""
-    links = await asyncio.gather(*(Link.to(job, host) for host in job.hosts))
-    said = await asyncio.gather(*(link.answer("hello", 20) for link in links))
-    for link in links:
+
+    async def one(host: str) -> Any:
+        try:
+            link = await Link.to(job, host)
+        except OSError as error:
+            return {"error": f"{error.filename or 'its agent'}: {error.strerror}"}
+        hello = await link.answer("hello", 20)
+        if hello.get("gpus", 0) > 1:
+            link.tell(topology=True)
+            text = await link.answer("topology", 20)
+            hello["topology"] = re.sub(r"\x1b\[[0-9;]*m", "", text if isinstance(text, str) else "")
         link.close()
-    await asyncio.gather(*(link.process.wait() for link in links))
-    return dict(zip(job.hosts, said, strict=True))
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(link.process.wait(), 5)
+        return hello
+
+    return dict(zip(job.hosts, await asyncio.gather(*map(one, job.hosts)), strict=True))
 
 
-def this_host(hello: Mapping[str, Any]) -> list[str]:
-    """Print what JAX sees here and how the GPUs are connected; what is wrong with it."""
+def weak_points(hello: Mapping[str, Any]) -> list[str]:
+    """What would trouble a job on this host, though it may start."""
+    versions, gpus, found = hello["versions"], hello["gpus"], []
+    plugins = {name: version for name, version in versions.items() if name.endswith("-plugin")}
+    if gpus and not plugins:
+        found.append(f"{gpus} GPUs and no CUDA plugin: install 'jzero[cuda12]' or 'jzero[cuda13]'")
+    for name, version in plugins.items():
+        if version != versions.get("jaxlib"):
+            found.append(f"{name} {version} with jaxlib {versions.get('jaxlib')}: install the same version of both")
+    if gpus > 1 and hello["shared_memory"] < 2**30:
+        found.append("/dev/shm has less than 1 GiB free, which NCCL may need: raise it (docker: --shm-size=8g)")
+    return found
+
+
+def this_host() -> str:
+    """Print what JAX sees here; what is wrong with that, printed too."""
     import jax
 
-    versions, wrong = hello["versions"], []
-    if not hello["gpus"] and "JAX_PLATFORMS" not in os.environ:
+    if not hostfile.devices_here(os.environ) and "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")  # or a plugin complains
     try:
         devices = jax.devices()
-        print(f"JAX sees {len(devices)} x {devices[0].device_kind} ({jax.default_backend()})")
-        if hello["gpus"] and jax.default_backend() != "gpu":
-            plugin = "with it" if any("plugin" in name for name in versions) else "without a CUDA plugin"
-            wrong.append(
-                f"{hello['gpus']} GPUs, and JAX {plugin} uses {jax.default_backend()}: install 'jzero[cuda12]' or "
-                f"'jzero[cuda13]', and see JAX_PLATFORMS = {os.environ.get('JAX_PLATFORMS')!r}"
-            )
     except RuntimeError as error:
-        wrong.append(f"JAX finds no device: {error}")
-    for name, version in versions.items():
-        if "plugin" in name and version != versions.get("jaxlib"):
-            wrong.append(f"{name} {version} with jaxlib {versions.get('jaxlib')}: install the same version of both")
-    if hello["gpus"] > 1 and shutil.which("nvidia-smi"):
-        topology = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False).stdout
-        print(re.sub(r"\x1b\[[0-9;]*m", "", topology))
-    shared = os.statvfs("/dev/shm")
-    if hello["gpus"] > 1 and shared.f_bavail * shared.f_frsize < 2**30:
-        wrong.append("/dev/shm has less than 1 GiB free, which NCCL may need: raise it (docker: --shm-size=8g)")
+        wrong = f"JAX finds no device: {error}"
+    else:
+        print(f"JAX sees {len(devices)} x {devices[0].device_kind} ({jax.default_backend()})")
+        idle = hostfile.devices_here(os.environ) and jax.default_backend() != "gpu"
+        asked = f", as JAX_PLATFORMS = {os.environ['JAX_PLATFORMS']!r} says" if "JAX_PLATFORMS" in os.environ else ""
+        wrong = f"JAX does not use this machine's GPUs{asked}: see its plugin and driver in the table" if idle else ""
+    if wrong:
+        print(f"wrong: {wrong}")
     return wrong

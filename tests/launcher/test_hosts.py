@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 from hosts import NEEDS, Hosts, can_run
@@ -129,7 +130,7 @@ def test_the_network_ends(launch, hosts):
     job = launch("worker.py", "children").until(("ready", 4))
     hosts.link("down")
     try:
-        assert job.wait(15) != 0
+        assert job.wait(30) != 0
         job.gone(5)
     finally:
         hosts.link("up")
@@ -163,6 +164,23 @@ def test_a_host_with_another_jaxlib(launch, hosts, tmp_path):
     assert "jaxlib 0.1.2, elsewhere" in " ".join(job.errors.split())
     assert job.output == ""
     job.gone(1)
+
+
+def test_report_on_all_hosts(hosts, tmp_path):
+    names = [*hosts.names.values(), "nowhere"]
+    (tmp_path / "hostfile").write_text("".join(f"{name} slots=1\n" for name in names))
+    words = [sys.executable, "-m", "jzero", "report", "--hostfile", "hostfile", "--launcher_args", hosts.options]
+    done = subprocess.run(
+        [*hosts.on("a"), *words], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    rows = {name: next(line for line in done.stdout.splitlines() if line.startswith(f"| {name}")) for name in names}
+    for name in hosts.names.values():
+        assert jax.__version__ in rows[name]
+        assert "0 GPUs, 1 are wanted" in rows[name]
+    assert "resolve" in done.stdout
+    assert "JAX sees 1 x cpu (cpu)" in done.stdout
 
 
 def test_a_host_that_is_not_there(launch, hosts, tmp_path):

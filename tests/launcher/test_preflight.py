@@ -4,6 +4,7 @@ import pytest
 
 from jzero.launcher import agent
 from jzero.launcher.preflight import SAME, faults, table
+from jzero.launcher.report import weak_points
 
 CORRECT = "correct --num_gpus, CUDA_VISIBLE_DEVICES or its slots"
 
@@ -112,3 +113,19 @@ def cells(text):
             else:
                 rows[-1] = [" ".join(filter(None, pair)) for pair in zip(rows[-1], words, strict=True)]
     return rows
+
+
+@pytest.mark.parametrize(
+    ("said", "problems"),
+    [
+        ({}, ["8 GPUs and no CUDA plugin"]),
+        ({"gpus": 0}, []),
+        ({"jax_cuda12_plugin": "0.11.2"}, []),
+        ({"jax_cuda13_plugin": "0.11.1"}, ["jax-cuda13-plugin 0.11.1 with jaxlib 0.11.2: install the same"]),
+    ],
+)
+def test_weak_points(said, problems):
+    found = weak_points(hello(**said) | {"shared_memory": 2**31})
+    assert [text[: len(start)] for text, start in zip(found, problems, strict=True)] == problems
+    little = weak_points(hello(**said) | {"shared_memory": 2**20})
+    assert any("/dev/shm has less than 1 GiB" in text for text in little) == (said.get("gpus") != 0)
