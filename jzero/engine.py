@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -21,10 +20,22 @@ from jzero.config import Config
 from jzero.data import ArrayLoader, RepeatingLoader
 from jzero.distributed import get_local_rank, get_rank, get_world_size, init_distributed
 from jzero.errors import ConfigError
+from jzero.loss import Loss
 from jzero.model import Model
 from jzero.precision import check_stuck
 from jzero.report import report
 from jzero.train_step import Details, Metrics, TrainStep
+
+_INSTEAD = {  # of DeepSpeed's arguments
+    "args": "pass config=args.deepspeed_config",
+    "model_parameters": "leave it out: the model makes its own; frozen_parameters in the config leaves some untrained",
+    "config_params": "write config=",
+    "dist_init_required": "leave it out: the processes join by themselves",
+    "distributed_port": "leave it out: jzero --master_port, or MASTER_PORT",
+    "mpu": "pass mesh=jzero.make_mesh(...), or the config's mesh section",
+    "mesh_param": "pass mesh=jzero.make_mesh(...), or the config's mesh section",
+    "collate_fn": "give training_data as arrays, or call train_batch with batches of your own loader",
+}
 
 
 def initialize(
@@ -37,6 +48,7 @@ def initialize(
     training_data: Any = None,
     rng: jax.Array | None = None,
     resume: Any = None,
+    **deepspeed: Any,
 ) -> tuple[Engine, optax.GradientTransformation, ArrayLoader | None, Callable | None]:
     """Build the engine, initialise its state sharded, and print the run report (process 0).
 
@@ -45,6 +57,7 @@ def initialize(
       lr_scheduler: a function of the number of steps applied, instead of the config's `scheduler`.
       training_data: arrays (a pytree with one leading sample dimension) or a sequence of samples.
       rng: default `jax.random.key(config.seed)`.
+      deepspeed: its other arguments, which have no meaning here: an error that says what to write instead.
 
     Returns:
       (engine, optimizer, loader, lr_schedule): the optax transformation in use, a loader of micro-batches (None
@@ -53,6 +66,8 @@ def initialize(
     Raises:
       ConfigError: whatever does not fit, before the first compilation.
     """
+    if deepspeed:
+        raise ConfigError(*(f"initialize({name}=...): {_INSTEAD.get(name, 'unknown argument')}" for name in deepspeed))
     init_distributed()
     if resume is not None:
         raise ConfigError(f"resume = {resume!r}: not yet: resuming on its own; call engine.load_checkpoint(dir)")
@@ -67,56 +82,6 @@ def initialize(
     if jax.process_index() == 0:
         print(report(step))
     return engine, step.tx, loader, step.schedule.lr if step.schedule else None
-
-
-class Loss:
-    """The loss of a micro-batch, computed when somebody looks at it.
-
-    The three-call loop runs the same compiled program as `train_batch`, at `step()`. A loss that is read after that
-    comes from it for free; one that is read before costs a forward pass of its own.
-    """
-
-    def __init__(self, compute: Callable[[], Any]):
-        self._compute: Callable[[], Any] | None = compute
-        self._value: Any = None
-
-    @property
-    def value(self) -> jax.Array:
-        if self._compute is not None:
-            self._value, self._compute = self._compute(), None  # and lets go of the micro-batch
-        return self._value
-
-    def item(self) -> float:
-        return float(self.value)
-
-    __float__ = item
-
-    def __jax_array__(self) -> jax.Array:
-        return self.value
-
-    # Arithmetic for running sums; what comes of it is no loss to call backward with.
-    def __add__(self, other: Any) -> jax.Array:
-        return self.value + jnp.asarray(other)
-
-    def __sub__(self, other: Any) -> jax.Array:
-        return self.value - jnp.asarray(other)
-
-    def __mul__(self, other: Any) -> jax.Array:
-        return self.value * jnp.asarray(other)
-
-    def __truediv__(self, other: Any) -> jax.Array:
-        return self.value / jnp.asarray(other)
-
-    __radd__, __rmul__ = __add__, __mul__
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self.value, dtype)
-
-    def __format__(self, spec: str) -> str:
-        return format(self.item(), spec)
-
-    def __repr__(self) -> str:
-        return f"Loss({'not computed yet' if self._compute else self.item()})"
 
 
 class Engine:

@@ -525,6 +525,9 @@ def test_a_loss_that_no_step_took_says_so():
         ({}, {"frozen_parameters": [".*"]}, "every parameter is frozen"),
         ({}, {"frozen_parameters": ["nowhere"]}, "match no parameter; the names are ends/out, stack/w"),
         ({"model": object()}, {}, "wrap a Flax module with jzero.from_flax"),
+        ({"model_parameters": []}, {}, "initialize(model_parameters=...): leave it out: the model makes its own"),
+        ({"args": None}, {}, "initialize(args=...): pass config=args.deepspeed_config"),
+        ({"modle": None}, {}, "initialize(modle=...): unknown argument"),
     ],
 )
 def test_what_initialize_refuses(arguments, more, words):
@@ -541,6 +544,7 @@ def test_a_foreign_mesh():
 
 def test_what_the_engine_shows():
     e = engine()
+    assert (e.global_rank, e.local_rank, e.world_size) == (0, 0, 1)
     assert e.metrics == {}
     e.train_batch(iter(parts(0)))
     assert set(e.metrics) == {"loss", "grad_norm", "lr", "loss_scale", "skipped"}
