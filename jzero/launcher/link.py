@@ -71,10 +71,12 @@ class Link:
             self.heard = time.monotonic()
             try:
                 message = json.loads(line)
-            except ValueError:  # a greeting of that host's shell
+            except ValueError:
                 continue
-            self.ready = True
-            for kind, value in message.items() if isinstance(message, dict) else ():
+            if not isinstance(message, dict):  # as the line before: a greeting of that host's shell
+                continue
+            self.ready = self.ready or "hello" in message
+            for kind, value in message.items():
                 await self.said.put((kind, message if kind == "bound" else value))
         await self.tasks[1]
         self.lost, self.open = self.open, False
