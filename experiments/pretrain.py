@@ -1,9 +1,10 @@
 """Pretrain a Llama: any shape, any config file, any layout, on text or random tokens; or plan that for GPUs elsewhere.
 
     python -m experiments.pretrain --override mesh.pipe=2 --override zero_optimization.stage=2
+    python -m experiments.pretrain --data runs/tokens/tokens.npy --pack --sequence 512
     python -m experiments.pretrain --preset 8b --sequence 4096 --plan 64 --gpu h200 --override mesh.pipe=4
 
-The text is the source of Python's standard library, as bytes.
+The text is the source of Python's standard library, as bytes, or what experiments.tokens made of yours.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import dataclasses
 import json
 import time
 from argparse import ArgumentParser, Namespace, RawTextHelpFormatter
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ import numpy as np
 import jzero
 from experiments.quickstart import HELD_OUT_BYTES, positive
 from experiments.show import memory
-from experiments.text import BYTES, spread, standard_library, windows
+from experiments.text import BYTES, standard_library
 from jzero import planner
 from jzero.config.source import read
+from jzero.data import Packed, TokenFile
+from jzero.data.tokens import open_tokens, token_facts
 from models.llama import PRESETS, Llama, LlamaConfig, preset
 
 CONFIG, CORPUS = Path(__file__).with_suffix(".json"), 16_000_000  # tokens
@@ -39,11 +41,14 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--config", default=CONFIG, help="a config file (default experiments/pretrain.json)")
     p.add_argument("--override", **many, metavar="KEY.PATH=VALUE", help="change the config: mesh.pipe=2")
     p.add_argument("--random", action="store_true", help="random tokens instead of text")
+    p.add_argument("--data", type=Path, metavar="FILE", help="a file of tokens instead; its last tenth is held out")
+    p.add_argument("--pack", action="store_true", help="its documents whole, packed into rows, apart from each other")
     p.add_argument("--sequence", type=positive, default=256, help="tokens per sequence (default 256)")
     p.add_argument("--steps", type=positive, help="stop after this one (default: the scheduler's total_num_steps)")
     p.add_argument("--eval-every", type=positive, metavar="STEPS", help="held-out loss (default: at the end)")
     p.add_argument("--save", type=Path, metavar="DIR", help="leave a checkpoint at the end")
-    p.add_argument("--resume", type=Path, metavar="DIR", help="go on from a checkpoint, whatever its layout")
+    p.add_argument("--save-every", type=positive, metavar="STEPS", help="and so often before")
+    p.add_argument("--resume", type=Path, metavar="DIR", help="go on from the newest checkpoint there, of any layout")
     p.add_argument("--devices", type=positive, default=8, help="simulated ones, if there are no GPUs (default 8)")
     p.add_argument("--plan", type=positive, metavar="GPUS", help="only compile, for so many GPUs that may be elsewhere")
     p.add_argument("--gpu", choices=planner.GPUS, default="h100", help="the kind to plan for (default h100)")
@@ -59,22 +64,20 @@ def train(args: Namespace, config: jzero.Config, shape: LlamaConfig) -> None:
     if jzero.get_world_size() == 1:
         jax.config.update("jax_num_cpu_devices", args.devices)  # simulated devices, for a machine without GPUs
     steps = args.steps or (config.scheduler.params if config.scheduler else {}).get("total_num_steps", 100)
-    if args.save and (args.save / f"global_step{steps}").exists():
-        raise jzero.ConfigError(f"--save {args.save}: has a checkpoint of step {steps} already; name another directory")
-    text, held_out = data(args, shape)
+    if args.save_every and not args.save:
+        raise jzero.ConfigError("--save-every: needs --save DIR")
+    training, held_out = data(args, shape)
     model = jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs))
-    engine, _, loader, _ = jzero.initialize(model=model, config=config, training_data=text)
+    engine, *_ = jzero.initialize(model=model, config=config, training_data=training, resume=args.resume)
     batch = engine.train_batch_size()
-    held_out = spread(held_out, max(1, HELD_OUT_BYTES // args.sequence // batch) * batch)
-    if args.resume:
-        jzero.log_dist(f"resumed from {engine.load_checkpoint(args.resume)[0]}")
-    micro_batches = islice(jzero.RepeatingLoader(loader), engine.global_samples // engine.step_fn.micro_size, None)
+    rows = max(1, HELD_OUT_BYTES // args.sequence // batch) * batch
+    evaluation = held_out.rows(np.linspace(0, len(held_out) - 1, rows).astype(int))
     said = first = engine.global_steps + 1
     if first > steps:
         raise jzero.ConfigError(f"--steps {steps}: the checkpoint is of step {first - 1} already; ask for more")
     clock = time.perf_counter()
     for step in range(first, steps + 1):
-        loss = engine.train_batch(micro_batches)
+        loss = engine.train_batch()
         evaluates = step % (args.eval_every or steps) == 0 or step == steps
         if evaluates or step == first or step % max(1, steps // 10) == 0:
             line, seconds = f"step {step:5}   loss {float(loss):.4f}", time.perf_counter() - clock
@@ -83,11 +86,12 @@ def train(args: Namespace, config: jzero.Config, shape: LlamaConfig) -> None:
             rate = f"{speed:,.0f} tokens/s   {tflops:.3g} model TFLOP/s per device   {memory() / 2**30:.2f} GiB"
             jzero.log_dist(f"{line}   {rate if step > first else f'{seconds:.1f} s, with compilation'}")
             if evaluates:
-                jzero.log_dist(f"step {step:5}   held-out loss {float(engine.eval_batch(held_out)):.4f}")
+                jzero.log_dist(f"step {step:5}   held-out loss {float(engine.eval_batch(evaluation)):.4f}")
             said, clock = step, time.perf_counter()
+        if args.save and (step == steps or step % (args.save_every or steps) == 0):
+            under_way = engine.save_checkpoint(args.save)
     if args.save:
-        engine.save_checkpoint(args.save)
-        jzero.log_dist(f"saved in {args.save}: global_step{steps}")
+        jzero.log_dist(f"saved in {args.save}: {under_way.wait().name}")
 
 
 def plan(args: Namespace, config: jzero.Config, shape: LlamaConfig) -> None:
@@ -103,13 +107,25 @@ def plan(args: Namespace, config: jzero.Config, shape: LlamaConfig) -> None:
     print(f"{need.peak / there:.0%} of the {there / 2**30:.1f} GiB of {args.gpu.upper()}")
 
 
-def data(args: Namespace, shape: LlamaConfig) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    rng, sizes = np.random.default_rng(0), (CORPUS, CORPUS // 10)
-    random = [rng.integers(0, shape.vocab_size, size, np.int32) for size in sizes] if args.random else None
-    train, held_out = random or standard_library(CORPUS)
+def data(args: Namespace, shape: LlamaConfig) -> tuple[TokenFile | Packed, TokenFile]:
+    """(training data, held-out data)."""
+    if args.pack and not args.data:
+        raise jzero.ConfigError("--pack: needs --data, a file of tokens in which documents end")
+    if args.data:
+        tokens, _ = open_tokens(args.data, shape.vocab_size)
+        train, held_out = np.split(tokens, [len(tokens) - min(CORPUS, len(tokens)) // 10])
+    elif args.random:
+        rng = np.random.default_rng(0)
+        train, held_out = (rng.integers(0, shape.vocab_size, size, np.int32) for size in (CORPUS, CORPUS // 10))
+    else:
+        train, held_out = standard_library(CORPUS)
     if args.sequence >= len(held_out):
         raise jzero.ConfigError(f"--sequence {args.sequence}: there are {len(held_out)} held-out tokens")
-    return windows(train, args.sequence), windows(held_out, args.sequence)
+    held_out = TokenFile(held_out, args.sequence, shape.vocab_size)
+    if args.pack:
+        end = token_facts(args.data).get("end")
+        return Packed(train, args.sequence, end=end, vocab_size=shape.vocab_size), held_out
+    return TokenFile(train, args.sequence, shape.vocab_size), held_out
 
 
 def settings(args: Namespace) -> jzero.Config:
@@ -126,8 +142,9 @@ def settings(args: Namespace) -> jzero.Config:
 
 def changed_preset(args: Namespace, config: jzero.Config) -> LlamaConfig:
     """The preset, with what the data and a plan ask for, with its changes."""
-    bytes_alone = not (args.random or args.plan)
-    shape = preset(args.preset, vocab_size=BYTES) if bytes_alone else preset(args.preset)
+    bytes_alone = not (args.random or args.plan or args.data)
+    known = token_facts(args.data).get("vocab_size") if args.data else BYTES if bytes_alone else None
+    shape = preset(args.preset, vocab_size=-(-known // 64) * 64) if known else preset(args.preset)  # stages divide that
     for name, value in args.set:
         least = BYTES if bytes_alone and name == "vocab_size" else 1
         if type(value) is not type(vars(shape).get(name, ...)) or (type(value) is int and value < least):

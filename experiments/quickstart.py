@@ -93,7 +93,7 @@ def run(args: argparse.Namespace, size: Size) -> None:
     )
     print(f"\na continuation of {PROMPT!r}, sampled at temperature {TEMPERATURE}:\n\n{PROMPT}{sample}\n")
 
-    engine.save_checkpoint(args.out / "checkpoint")
+    engine.save_checkpoint(args.out / "checkpoint").wait()
     (args.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     bar.write_csv(args.out / "metrics.csv")
     title = (

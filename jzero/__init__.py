@@ -1,10 +1,11 @@
 """jzero: data and pipeline parallelism and ZeRO 1, 2, 3 for JAX, from one config and one compiled train step."""
 
+from jzero import checkpoint
 from jzero.config import Config
 from jzero.data import RepeatingLoader
 from jzero.distributed import get_local_rank, get_rank, get_world_size, init_distributed, log_dist
 from jzero.engine import Engine, initialize
-from jzero.errors import ConfigError
+from jzero.errors import CheckpointError, ConfigError
 from jzero.mesh import make_mesh
 from jzero.model import from_flax
 from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
@@ -12,6 +13,7 @@ from jzero.report import report
 from jzero.train_step import TrainState, TrainStep, make_train_step
 
 __all__ = [
+    "CheckpointError",
     "Config",
     "ConfigError",
     "Engine",
@@ -21,6 +23,7 @@ __all__ = [
     "TiedLayerSpec",
     "TrainState",
     "TrainStep",
+    "checkpoint",
     "from_flax",
     "get_local_rank",
     "get_rank",

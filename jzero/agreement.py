@@ -26,7 +26,7 @@ def agree(what: str, mine: str, timeout: float = 3600.0) -> list[str]:
     """
     if jax.process_count() == 1:
         return [mine]
-    client = _client()
+    client = service()
     client.key_value_set(f"jzero/{what}/{jax.process_index()}", mine, allow_overwrite=True)
     _wait_for_all(what, timeout)
     texts = {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(f"jzero/{what}")}
@@ -43,7 +43,7 @@ def anyone(what: str, mine: str | None, timeout: float = 3600.0) -> str | None:
     if jax.process_count() == 1:
         return mine
     _turns[what] = turn = _turns.get(what, 0) + 1
-    client, key = _client(), f"jzero/{what}/{turn}"  # of this turn, which a slow process may still be reading
+    client, key = service(), f"jzero/{what}/{turn}"  # of this turn, which a slow process may still be reading
     if mine is not None:
         client.key_value_set(key, mine, allow_overwrite=True)
     _wait_for_all(what, timeout)
@@ -55,7 +55,8 @@ def anyone(what: str, mine: str | None, timeout: float = 3600.0) -> str | None:
         return None
 
 
-def _client() -> Any:
+def service() -> Any:
+    """The service's, if there are several processes."""
     from jax._src import distributed
 
     return distributed.global_state.client
@@ -63,7 +64,7 @@ def _client() -> Any:
 
 def _wait_for_all(what: str, timeout: float) -> None:
     try:
-        _client().wait_at_barrier(f"jzero/{what}", int(1000 * timeout))
+        service().wait_at_barrier(f"jzero/{what}", int(1000 * timeout))
     except jax.errors.JaxRuntimeError as error:
         late = re.search(r"task names:((?:\s+\d+)+)", str(error))
         raise ConfigError(

@@ -19,6 +19,8 @@ def place(batch: Any, sharding: NamedSharding, rows: int) -> Any:
     """
 
     def one(x: Any) -> jax.Array:
+        if isinstance(x, jax.Array) and x.sharding == sharding:
+            return x
         if jax.process_count() == 1 or (isinstance(x, jax.Array) and not x.is_fully_addressable):
             return jax.device_put(x, sharding)
         x = np.asarray(x)
@@ -29,10 +31,10 @@ def place(batch: Any, sharding: NamedSharding, rows: int) -> Any:
     return jax.tree.map(one, batch)
 
 
-def rows_here(sharding: NamedSharding, rows: int) -> int:
-    """How many of a global batch's rows lie on this process's devices."""
+def my_rows(sharding: NamedSharding, rows: int) -> np.ndarray:
+    """Which of a global batch's rows lie on this process's devices, in order."""
     places = sharding.addressable_devices_indices_map((rows,)).values()
-    return sum(len(range(*index[0].indices(rows))) for index in {str(i): i for i in places if i}.values())
+    return np.unique(np.concatenate([np.arange(rows)[place or ...] for place in places]))
 
 
 def check(batch: Any, rows: int, also: int, why: str, multiples: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The command `jzero`: `jzero [run] [options] script ...`, `jzero report`."""
+"""The command `jzero`: `jzero [run] [options] script ...`, `jzero report`, `jzero export DIR OUT`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from jzero.launcher import report
 
             return report.main(rest)
+        if name == "export":
+            from jzero.weights.export import main as export
+
+            return export(rest)
         return launch(rest if name == "run" else argv)
     except ConfigError as error:
         several = "several things do not fit:\n" if error.problems[1:] else ""

@@ -5,20 +5,25 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jzero import checkpoint
-from jzero.agreement import anyone
+from jzero import checkpoint, preemption, weights
+from jzero import resume as resuming
+from jzero.agreement import anyone, check_same
+from jzero.checkpoint.directory import DEFAULT_TAG
 from jzero.config import Config
-from jzero.data import ArrayLoader, RepeatingLoader
-from jzero.distributed import get_local_rank, get_rank, get_world_size, init_distributed
+from jzero.data import DataLoader, RepeatingLoader
+from jzero.distributed import get_local_rank, get_rank, get_world_size, init_distributed, log_dist
 from jzero.errors import ConfigError
 from jzero.loss import Loss
 from jzero.model import Model
@@ -47,16 +52,19 @@ def initialize(
     lr_scheduler: optax.Schedule | None = None,
     training_data: Any = None,
     rng: jax.Array | None = None,
-    resume: Any = None,
+    resume: str | os.PathLike | Literal[False] | None = None,
     **deepspeed: Any,
-) -> tuple[Engine, optax.GradientTransformation, ArrayLoader | None, Callable | None]:
+) -> tuple[Engine, optax.GradientTransformation, DataLoader | None, Callable | None]:
     """Build the engine, initialise its state sharded, and print the run report (process 0).
 
     Args:
       model, config, mesh, optimizer: as for `make_train_step`.
       lr_scheduler: a function of the number of steps applied, instead of the config's `scheduler`.
-      training_data: arrays (a pytree with one leading sample dimension) or a sequence of samples.
+      training_data: arrays, a sequence of samples, a Hugging Face dataset, an iterable, ...: see `jzero.data`.
       rng: default `jax.random.key(config.seed)`.
+      resume: go on from the newest checkpoint in this directory that can be read; "auto": in the config's
+        `checkpoint.dir`. Then SIGTERM makes all processes save there after the same step and exit with code 75.
+        Default: "auto" if the job was started by `jzero --resume`, which False forbids.
       deepspeed: its other arguments, which have no meaning here: an error that says what to write instead.
 
     Returns:
@@ -69,16 +77,19 @@ def initialize(
     if deepspeed:
         raise ConfigError(*(f"initialize({name}=...): {_INSTEAD.get(name, 'unknown argument')}" for name in deepspeed))
     init_distributed()
-    if resume is not None:
-        raise ConfigError(f"resume = {resume!r}: not yet: resuming on its own; call engine.load_checkpoint(dir)")
     config = Config.load(config)
+    resume = os.environ.get("JZERO_RESUME") if resume is None else None if resume is False else resume
+    if not isinstance(resume, str | os.PathLike | None) or resume == "":
+        raise ConfigError(f'resume = {resume!r}: must be a directory, or "auto" for the config\'s checkpoint.dir')
+    if resume == "auto" and not config.checkpoint.dir:
+        raise ConfigError('resume = "auto": where? Put checkpoint.dir into the config, or pass resume="DIRECTORY"')
+    resume = config.checkpoint.dir if resume == "auto" else resume
     step = TrainStep(model, config, mesh=mesh, optimizer=optimizer, lr_scheduler=lr_scheduler)
     loader = None
     if training_data is not None:
-        loader = ArrayLoader(
-            training_data, size=step.micro_size, seed=config.seed, drop_last=config.dataloader_drop_last
-        )
-    engine = Engine(step, jax.random.key(config.seed) if rng is None else rng, loader)
+        loader = DataLoader(training_data, step, seed=config.seed, drop_last=config.dataloader_drop_last)
+        check_same("training_data", {"data": repr(loader)})
+    engine = Engine(step, jax.random.key(config.seed) if rng is None else rng, loader, resume)
     if jax.process_index() == 0:
         print(report(step))
     return engine, step.tx, loader, step.schedule.lr if step.schedule else None
@@ -87,14 +98,20 @@ def initialize(
 class Engine:
     """A model in training: `loss = engine.train_batch(batch)`, or forward, backward, step. Made by `initialize`.
 
-    Attributes: `step_fn` (the TrainStep), `state` (the TrainState; yours to read and to replace), `mesh`, `config`.
+    Attributes: `step_fn` (the TrainStep), `state` (the TrainState; yours to read and to replace), `mesh`, `config`;
+    `global_steps`, `global_samples`, `micro_steps`: done so far, those before a resume included; `client_state`: what
+    the last save was given, or the checkpoint held that was resumed.
     """
 
-    def __init__(self, step_fn: TrainStep, rng: jax.Array, loader: ArrayLoader | None = None):
+    def __init__(
+        self, step_fn: TrainStep, rng: jax.Array, loader: DataLoader | None = None,
+        resume: str | os.PathLike | None = None,
+    ):  # fmt: skip
         self.step_fn, self.config, self.mesh = step_fn, step_fn.config, step_fn.mesh
-        self.state = step_fn.init(rng)
+        self._rng = rng
         self.training_dataloader = loader
-        self._batches = RepeatingLoader(loader) if loader else None
+        self.client_state: dict = {}
+        self._batches = None if loader is None else RepeatingLoader(loader)
         self._queue: list[tuple[Any, Loss]] = []  # micro-batches whose backward was called, in order
         self._forward: tuple[Any, Loss] | None = None
         self._training, self._syncing = True, True
@@ -103,7 +120,14 @@ class Engine:
         self._metrics: Metrics | None = None
         self._details: Details | None = None
         self.global_steps = self.global_samples = self.micro_steps = 0
-        self._clock = (time.perf_counter(), 0)
+        self.restart_clock()
+        self._home = Path(resume).absolute() if resume else None  # where SIGTERM saves
+        self.state: Any = None
+        if self._home:
+            resuming.start(self, self._home, rng)
+            preemption.listen()
+        else:
+            self.state = step_fn.init(rng)
 
     def __repr__(self) -> str:
         return f"Engine({self.step_fn!r}, global step {self.global_steps})"
@@ -145,9 +169,12 @@ class Engine:
         short = None
         if len(parts) < accum:
             of = f" of process {jax.process_index()}" if jax.process_count() > 1 else ""
+            again = "jzero.RepeatingLoader starts a loader again"
+            if source is self._batches:
+                again = "training_data was an iterator, which is used up: give a function that makes one"
             short = (
                 f"the iterator{of} ended after {len(parts)} of {accum} micro-batches (gradient_accumulation_steps = "
-                f"{accum}); jzero.RepeatingLoader starts a loader again"
+                f"{accum}); {again}"
             )
         if short := anyone("the data's end", short):  # or the others would wait for ever
             raise ConfigError(short)
@@ -243,6 +270,17 @@ class Engine:
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0 and jax.process_index() == 0:
             self._print_progress()
+        if self._home and preemption.reached():
+            checkpoint.forgive()  # an earlier save that failed: this one is the last
+            path = self.save_checkpoint(self._home, client_state=self.client_state).wait()
+            log_dist(f"jzero: SIGTERM: saved {path}; exit code {preemption.EXIT_CODE}")
+            if jax.process_count() > 1:
+                jax.distributed.shutdown()  # together: process 0 serves the others until they know what it knows
+            sys.exit(preemption.EXIT_CODE)
+
+    def restart_clock(self) -> None:
+        """Samples per second are counted from here."""
+        self._clock = (time.perf_counter(), self.global_samples)
 
     def _print_progress(self) -> None:
         assert self._metrics is not None
@@ -309,7 +347,7 @@ class Engine:
         unit = self.step_fn.micro_size
         if size < 1 or size % unit:
             raise ConfigError(f"train_batch_size = {size}: must be a multiple of {unit} (micro-batch x replicas)")
-        self.step_fn.batch_sizes = self.step_fn.batch_sizes._replace(train=size, accum=size // unit)
+        self.step_fn.batch_sizes = self.step_fn.batch_sizes._replace(train=size, accum=size // unit, inferred="")
 
     def get_lr(self) -> list[float]:
         """The learning rate of the next step, as a list of one parameter group."""
@@ -337,20 +375,90 @@ class Engine:
     # ------------------------------------------------------------------ checkpoints
 
     def save_checkpoint(
-        self, save_dir: str | os.PathLike, tag: str | None = None, client_state: Mapping | None = None
-    ) -> bool:
-        """Write the whole state to save_dir/tag (default `global_step{N}`) and name it in save_dir/latest."""
+        self, save_dir: str | os.PathLike | None = None, tag: str | None = None, client_state: Mapping | None = None,
+        save_latest: bool = True, exclude_frozen_parameters: bool = False,
+    ) -> checkpoint.Save:  # fmt: skip
+        """Save the whole state as save_dir/tag while training goes on; all processes call it.
+
+        Args:
+          save_dir: default: where the run resumed, or the config's `checkpoint.dir`.
+          tag: default `global_step{N}`.
+          client_state: what JSON can hold, for `load_checkpoint` to give back, and for `engine.client_state` after a
+            resume. SIGTERM saves the last one.
+          save_latest: name it in save_dir/latest.
+          exclude_frozen_parameters: leave out the parameters that are not trained.
+
+        Returns:
+          The save under way: `.wait()` waits until it is complete. Another save, a load and the program's end wait too.
+
+        Raises:
+          ConfigError, CheckpointError: see `jzero.checkpoint.save`.
+        """
         self._check_no_pending("save_checkpoint")
-        counters = {name: getattr(self, name) for name in ("global_steps", "global_samples", "micro_steps")}
-        tag = tag or f"global_step{self.global_steps}"
-        checkpoint.save(self.state, save_dir, tag, {"engine": counters, "client": dict(client_state or {})})
+        self.client_state = dict(client_state or {})
+        return resuming.save(
+            self, save_dir or self._home or self.config.checkpoint.dir,
+            DEFAULT_TAG.format(self.global_steps) if tag is None else tag, self.client_state,
+            latest=save_latest, without_frozen=exclude_frozen_parameters,
+        )  # fmt: skip
+
+    def load_checkpoint(
+        self, load_dir: str | os.PathLike | None = None, tag: str | None = None, load_module_strict: bool = True,
+        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
+        custom_load_fn: None = None,
+    ) -> tuple[str, dict]:  # fmt: skip
+        """Read a checkpoint that any layout wrote; (path, client_state). All processes call it.
+
+        The engine's former state is given up before the new one is read, so that there is room for it.
+
+        Args:
+          load_dir: default: where the run resumed, or the config's `checkpoint.dir`.
+          tag: default: the one in load_dir/latest.
+          load_module_strict: False: take what fits, and keep the rest as it is.
+          load_optimizer_states: False: keep the optimizer's state.
+          load_lr_scheduler_states: False: the schedule goes on from where it is.
+          load_module_only: take the parameters alone, no counters and no position in the data.
+
+        Raises:
+          ConfigError: no checkpoint there, or one of another model or optimizer: which leaves differ.
+          CheckpointError: it is damaged.
+        """
+        self._check_no_pending("load_checkpoint")
+        if custom_load_fn is not None:
+            raise ConfigError("custom_load_fn: read with jzero.checkpoint.restore and set engine.state instead")
+        unwanted = [] if load_optimizer_states else ["opt_state/"]
+        unwanted += [] if load_lr_scheduler_states else ["step", "loss_scale/skipped"]
+        wanted = ("params/",) if load_module_only else ("",)
+        found = checkpoint.Checkpoint.find(load_dir or self._home or self.config.checkpoint.dir, tag)
+        self._forward = None
+        resuming.load(
+            self, found, strict=load_module_strict, counters=not load_module_only,
+            wants=lambda name: name.startswith(wanted) and not name.startswith(tuple(unwanted)),
+        )  # fmt: skip
+        self._details, self._metrics = None, None
+        return str(found.path), found.notes.get("client", {})
+
+    def save_16bit_model(self, save_dir: str | os.PathLike, save_filename: str = "model.safetensors") -> bool:
+        """Write the parameters in half precision to save_dir/save_filename, one safetensors file; see `weights.save`.
+
+        In float16 if the config enables fp16, else in bfloat16. Works at every stage; all processes call it.
+        """
+        dtype = np.dtype(np.float16) if self.config.fp16.enabled else np.dtype(jnp.bfloat16)
+        weights.save(self.state.params, self.step_fn, save_dir, save_filename, dtype)
         return True
 
-    def load_checkpoint(self, load_dir: str | os.PathLike, tag: str | None = None) -> tuple[str, dict]:
-        """Read the state that any layout wrote; returns (path, client_state). Default tag: the one in `latest`."""
-        self._check_no_pending("load_checkpoint")
-        path, state, notes = checkpoint.restore(load_dir, tag, self.step_fn.state_shapes, self.step_fn.state_shardings)
-        self.state, self._details, self._metrics = state, None, None
-        for name, value in notes["engine"].items():
-            setattr(self, name, value)
-        return str(path), notes["client"]
+    def load_weights(self, directory: str | os.PathLike) -> None:
+        """Begin anew from the parameters in a directory's safetensors, see `weights.load`: step 0, fresh optimizer."""
+        self._check_no_pending("load_weights")
+        if self._home and self.global_steps:
+            raise ConfigError(
+                f"load_weights: this run was resumed at step {self.global_steps} and would begin anew: call it only "
+                "if not engine.global_steps"
+            )
+        params, self.state = weights.load(directory, self.step_fn), None  # makes room
+        self.state = self.step_fn.init(self._rng, params)
+        self.global_steps = self.global_samples = self.micro_steps = 0
+        self._details, self._metrics, self._forward, self._steps_waiting = None, None, None, 0
+        if self.training_dataloader is not None:
+            self.training_dataloader.seek({"epoch": 0, "samples": 0})
+        self.restart_clock()

@@ -1,4 +1,4 @@
-"""The one exception a user's mistake raises."""
+"""The exceptions: a user's mistake, and a checkpoint that cannot be written or read."""
 
 
 class ConfigError(ValueError):
@@ -11,3 +11,7 @@ class ConfigError(ValueError):
     def __init__(self, *problems: str):
         self.problems = problems
         super().__init__("\n".join(problems) if len(problems) == 1 else "\n".join(f"- {p}" for p in problems))
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that could not be written, is incomplete, or does not hold what was saved."""

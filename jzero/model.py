@@ -22,7 +22,8 @@ Its `vocabulary: dict[str, int]` may name leaves of the ends, and the dimension 
 whose prefix and suffix use them through `jzero.vocabulary` alone: a pipeline divides those among its stages.
 
 Any model may also have `report_notes(dtype) -> list[str]`: lines of its own for the run report, given the compute
-dtype. A Flax module's method of that name is taken.
+dtype; and `weights_layout() -> dict`: what its parameters are called elsewhere (`jzero.weights.layout`). A Flax
+module's methods of those names are taken.
 """
 
 from __future__ import annotations
@@ -131,8 +132,16 @@ def _with_rng(loss_fn: Callable) -> Callable:
     return loss_fn if takes_rng else lambda module, batch, rng: loss_fn(module, batch)
 
 
-def _report_notes(module: Any) -> Callable[[Any], list[str]]:
-    return getattr(module, "report_notes", lambda dtype: [])
+def weights_layout(model: Any) -> dict[str, Any] | None:
+    """What the model's parameters are called elsewhere; None if it does not say."""
+    return getattr(model, "weights_layout", lambda: None)()
+
+
+def _take_methods(model: Any, module: Any) -> None:
+    """The methods of a module that say something about it are the model's."""
+    for name in ("report_notes", "weights_layout"):
+        if hasattr(module, name):
+            setattr(model, name, getattr(module, name))
 
 
 def _builder(module_fn: Callable) -> Callable[[nnx.Rngs], nnx.Module]:
@@ -175,7 +184,7 @@ class _Apply:
 class _NNX:
     def __init__(self, build: Callable, abstract: nnx.Module, loss_fn: Callable):
         self.build, self.module, self.loss_fn, self.name = build, _Apply(abstract), loss_fn, type(abstract).__name__
-        self.report_notes = _report_notes(abstract)
+        _take_methods(self, abstract)
 
     def __repr__(self) -> str:
         return f"from_flax({self.name})"
@@ -191,7 +200,7 @@ class _NNXStack:
     def __init__(self, build: Callable, abstract: Any):
         self.build, self.name = build, repr(getattr(abstract, "config", type(abstract).__name__))
         self.whole, self.layer = _Apply(abstract), _Apply(abstract.stack)
-        self.report_notes = _report_notes(abstract)
+        _take_methods(self, abstract)
         self.vocabulary = dict(getattr(abstract, "vocabulary", {}))
         del abstract.stack
         self.ends = _Apply(abstract)
@@ -222,7 +231,7 @@ class _NNXStack:
 class _Linen:
     def __init__(self, module: linen.Module, loss_fn: Callable, example_batch: Any):
         self.linen, self.loss_fn, self.example = module, loss_fn, example_batch
-        self.report_notes = _report_notes(module)
+        _take_methods(self, module)
 
     def __repr__(self) -> str:
         return f"from_flax({type(self.linen).__name__})"

@@ -184,7 +184,9 @@ class TrainStep:
     # ------------------------------------------------------------------ state
 
     def _new_state(self, rng: jax.Array) -> TrainState:
-        params = cast(self.model.init(rng), self.precision.master)
+        return self._state_of(cast(self.model.init(rng), self.precision.master), rng)
+
+    def _state_of(self, params: Any, rng: jax.Array) -> TrainState:
         opt_state = self.tx.init(zero.partition(self.leaves, params)[0])
         loss_scale = self.precision.scaler.init(len(self.trainable_names))
         return TrainState(jnp.zeros((), jnp.int32), params, opt_state, loss_scale, jax.random.fold_in(rng, RUN_KEY))
@@ -199,14 +201,49 @@ class TrainStep:
         self.state_shardings = shardings(self.mesh, self.state_specs)
         self.batch_sharding = NamedSharding(self.mesh, batch_spec(self.mesh))
 
-    def init(self, rng: jax.Array) -> TrainState:
-        """A new state, born sharded: no device ever holds more than its part. `rng`: as from `jax.random.key(0)`."""
+    def init(self, rng: jax.Array, params: Any = None) -> TrainState:
+        """A new state, born sharded: no device ever holds more than its part.
+
+        Args:
+          rng: as from `jax.random.key(0)`.
+          params: instead of the model's `init(rng)`; laid out by `state_shardings.params` they are taken as they are.
+
+        Raises:
+          ConfigError: an rng that is no key, params of another model.
+        """
         dtype = getattr(rng, "dtype", None)
         if dtype == jnp.uint32 and jnp.shape(rng) == (2,):  # a key of the older kind, jax.random.PRNGKey(0)
             rng = jax.random.wrap_key_data(rng)
         elif dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or jnp.shape(rng):
             raise ConfigError(f"rng = {rng!r}: must be one key; write jax.random.key(0)")
-        return self._init(rng)
+        if params is None:
+            return self._init(rng)
+        params = self._fit(params)
+        return dataclasses.replace(self._init_around(params, rng), params=params)
+
+    def _fit(self, params: Any) -> Any:
+        """Parameters laid out as this step's, in the masters' dtypes."""
+
+        def described(tree: Any) -> dict[str, tuple[int, ...]]:
+            return {zero.path_name(path): x.shape for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+        own = self.state_shapes.params
+        here, there = described(own), described(params)
+        wrong = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+        if wrong:
+            each = [f"{name} is {there.get(name, 'missing')}, not {here.get(name, 'there')}" for name in wrong[:8]]
+            raise ConfigError(f"init(rng, params): the params are another model's: {'; '.join(each)}")
+        return jax.tree.map(
+            lambda x, like, to: jax.device_put(x.astype(like.dtype), to), params, own, self.state_shardings.params
+        )
+
+    def new_loss_scale(self, skipped: jax.Array) -> LossScale:
+        """A loss scale as at the start, after so many skipped steps: for a state of another precision."""
+        new = jax.jit(
+            lambda skipped: dataclasses.replace(self.precision.scaler.init(len(self.trainable_names)), skipped=skipped),
+            out_shardings=self.state_shardings.loss_scale,
+        )
+        return new(skipped)
 
     # ------------------------------------------------------------------ programs
 
@@ -222,6 +259,10 @@ class TrainStep:
             except Exception as error:
                 raise ConfigError(f"compiler_options = {self.config.compiler_options}: XLA says {error}") from None
         self._init = jit(self._new_state, out_shardings=state)
+        self._init_around = jit(
+            lambda params, rng: dataclasses.replace(self._state_of(params, rng), params=None),
+            out_shardings=dataclasses.replace(state, params=None),
+        )
         self._step = jit(
             self._update, in_shardings=(state, batch), out_shardings=(state, replicated, replicated), donate_argnums=0
         )
@@ -298,7 +339,7 @@ class TrainStep:
     def run(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics, Details]:
         """As calling the step, with its details."""
         self._check_batch(batch, self.batch_sizes.train)
-        _check_alive(state)
+        check_alive(state)
         batch = self.place(batch)
         self._guard.check("a step", batch)
         return self._run(state, batch)
@@ -306,7 +347,7 @@ class TrainStep:
     def run_micro_batches(self, state: TrainState, parts: Sequence[Any]) -> tuple[TrainState, Metrics, Details]:
         """As `run`, on micro-batches of all replicas (leading dimension micro x replicas), however many."""
         parts = [self.place_micro_batch(part) for part in parts]
-        _check_alive(state)
+        check_alive(state)
         self._guard.check("a step", parts[0], len(parts))
         return self._run(state, self._concatenate(parts))
 
@@ -319,7 +360,7 @@ class TrainStep:
     def evaluate(self, state: TrainState, batch: Any) -> jax.Array:
         """The loss, without dropout or update, of a global batch whose rows are any multiple of micro x replicas."""
         self._check_batch(batch, self.micro_size, multiples=True)
-        _check_alive(state)
+        check_alive(state)
         batch = batches.place(batch, self.batch_sharding, len(jax.tree.leaves(batch)[0]))
         self._guard.check("evaluation", batch)
         progress.begin()
@@ -329,7 +370,7 @@ class TrainStep:
 
     def micro_loss(self, state: TrainState, part: Any, index: int) -> jax.Array:
         """The loss of micro-batch `index` of the next step, before that step: the same dropout, no gradient."""
-        _check_alive(state)
+        check_alive(state)
         rng = jax.random.fold_in(state.rng, state.step)
         part = self.place_micro_batch(part)
         self._guard.check("a micro-batch's loss", part)
@@ -360,7 +401,7 @@ class TrainStep:
     def _check_batch(self, batch: Any, rows: int, multiples: bool = False) -> None:
         b = self.batch_sizes
         why = f"train_batch_size {b.train} = micro-batch {b.micro} x accumulation {b.accum} x {self.replicas} replicas"
-        here = rows if jax.process_count() == 1 else batches.rows_here(self.batch_sharding, rows)
+        here = rows if jax.process_count() == 1 else len(batches.my_rows(self.batch_sharding, rows))
         batches.check(batch, rows, here, why, multiples)
 
 
@@ -379,8 +420,10 @@ def _with_stages(config: Config, model: Model, mesh: Mesh | None) -> Config:
     return config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"stages": stages})})
 
 
-def _check_alive(state: TrainState) -> None:
+def check_alive(state: TrainState | None) -> None:
     """Raise a ConfigError for a state that a step has consumed, before the runtime trips over its buffers."""
+    if state is None:
+        raise ConfigError("there is no state: reading a checkpoint into its place failed; load another one")
     if state.step.is_deleted():
         raise ConfigError(
             "this state was given to an earlier step, which replaced it: write state, metrics = step(state, batch)"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from flax import nnx
 from jzero import vocabulary
 
 Attend = Literal["auto", "cudnn", "xla"]
+Hidden = jax.Array | tuple[jax.Array, jax.Array]  # x_BSD, or with the segments_BS that it is divided into
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,11 @@ def attention_kernel(choice: Attend, dtype: jnp.dtype) -> Literal["cudnn", "xla"
 
 
 class Attention(nnx.Module):
-    """Causal grouped-query attention; one product makes queries, keys and values."""
+    """Causal grouped-query attention; one product makes queries, keys and values.
+
+    A token sees those of its own segment. (Their distance is what RoPE tells, so positions need not begin anew.) cuDNN
+    takes segments as a bias: 2 x 4,096 tokens, 32 heads of 64, both ways on an H200 in 2.24 ms, without them in 1.39.
+    """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = c = config
@@ -109,7 +114,7 @@ class Attention(nnx.Module):
         self.qkv = _linear(c.d_model, heads * c.head_dim, 0.02, rngs)
         self.out = _linear(c.num_heads * c.head_dim, c.d_model, 0.02 / (2 * c.num_layers) ** 0.5, rngs)
 
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+    def __call__(self, x_BSD: jax.Array, segments_BS: jax.Array | None = None) -> jax.Array:
         c = self.config
         B, S, _ = x_BSD.shape
         qkv = self.qkv(x_BSD).reshape(B, S, -1, c.head_dim)
@@ -118,7 +123,10 @@ class Attention(nnx.Module):
         kernel, dtype = attention_kernel(c.attention, x_BSD.dtype), x_BSD.dtype
         if kernel == "xla" and dtype == jnp.float16:  # which XLA's own has no products for on CPUs
             q_BSHC, k_BSKC, v_BSKC = (x.astype(jnp.float32) for x in (q_BSHC, k_BSKC, v_BSKC))
-        o_BSHC = jax.nn.dot_product_attention(q_BSHC, k_BSKC, v_BSKC, is_causal=True, implementation=kernel)
+        mask_B1SS = None if segments_BS is None else (segments_BS[:, :, None] == segments_BS[:, None, :])[:, None]
+        o_BSHC = jax.nn.dot_product_attention(
+            q_BSHC, k_BSKC, v_BSKC, mask=mask_B1SS, is_causal=True, implementation=kernel
+        )
         return self.out(o_BSHC.reshape(B, S, -1).astype(dtype))
 
 
@@ -144,15 +152,18 @@ class Block(nnx.Module):
         self.mlp_norm = nnx.RMSNorm(config.d_model, epsilon=config.norm_eps, rngs=rngs)
         self.mlp = SwiGLU(config, rngs=rngs)
 
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD))
-        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
+    def __call__(self, x: Hidden) -> Hidden:
+        x_BSD, segments_BS = x if isinstance(x, tuple) else (x, None)
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), segments_BS)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD if segments_BS is None else (x_BSD, segments_BS)
 
 
 class Llama(nnx.Module):
     """The decoder as prefix (embedding), stack (blocks) and suffix (norm, head, loss).
 
-    A batch is {"inputs": [B, S] int32, "labels": [B, S] int32}; labels below zero count for nothing.
+    A batch is {"inputs": [B, S] int32, "labels": [B, S] int32}; labels below zero count for nothing. With "segments"
+    [B, S] int32, as `jzero.data.Packed` gives them, tokens see those of their own segment only.
     """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
@@ -169,11 +180,13 @@ class Llama(nnx.Module):
         if not c.tied:
             self.head = _linear(c.d_model, c.vocab_size, 0.02, rngs)
 
-    def prefix(self, batch: dict[str, jax.Array]) -> jax.Array:
-        return vocabulary.embed(self.embed[...], batch["inputs"])
+    def prefix(self, batch: dict[str, jax.Array]) -> Hidden:
+        x_BSD = vocabulary.embed(self.embed[...], batch["inputs"])
+        return (x_BSD, batch["segments"]) if "segments" in batch else x_BSD
 
-    def suffix(self, x_BSD: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def suffix(self, x: Hidden, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """(sum of the tokens' cross-entropies, number of tokens)."""
+        x_BSD = x[0] if isinstance(x, tuple) else x
         return vocabulary.cross_entropy(self.norm(x_BSD), self.head_DV, batch["labels"])
 
     def report_notes(self, dtype: jnp.dtype) -> list[str]:
@@ -181,11 +194,16 @@ class Llama(nnx.Module):
         asked = self.config.attention
         return [f"attention kernel {attention_kernel(asked, dtype)} (attention={asked!r}, {dtype})"]
 
-    def __call__(self, tokens_BS: jax.Array) -> jax.Array:
+    def weights_layout(self) -> dict[str, Any]:
+        """The names that Hugging Face's `LlamaForCausalLM` has for the parameters, see `jzero.weights.layout`."""
+        return huggingface(self.config)
+
+    def __call__(self, tokens_BS: jax.Array, segments_BS: jax.Array | None = None) -> jax.Array:
         """Logits [B, S, V], float32."""
         graph, layers = nnx.split(self.stack)
-        x_BSD = vocabulary.embed(self.embed[...], tokens_BS)
-        x_BSD, _ = jax.lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), x_BSD, layers)
+        x = self.prefix({"inputs": tokens_BS} | ({} if segments_BS is None else {"segments": segments_BS}))
+        x, _ = jax.lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), x, layers)
+        x_BSD = x[0] if isinstance(x, tuple) else x
         return (self.norm(x_BSD) @ self.head_DV).astype(jnp.float32)
 
     @property
@@ -196,6 +214,56 @@ class Llama(nnx.Module):
     def vocabulary(self) -> dict[str, int]:
         """The parameters of the ends that have a vocabulary dimension, and which: what a pipeline divides."""
         return {"embed": 0} if self.config.tied else {"embed": 0, "head/kernel": 1}
+
+
+def huggingface(config: LlamaConfig) -> dict[str, Any]:
+    """The parameters of a config as the `transformers` library has them, versions 4 and 5."""
+    c, layer = config, "model.layers.{layer}."
+    kv, q = c.num_kv_heads * c.head_dim, c.d_model
+
+    def matrix(name: str, leaf: str, columns: list[int] | None = None) -> dict[str, Any]:
+        return {"name": f"{name}.weight", "leaf": f"{leaf}/kernel", "columns": columns, "transposed": True}
+
+    return {
+        "config": {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": c.d_model,
+            "intermediate_size": c.d_ff,
+            "num_hidden_layers": c.num_layers,
+            "num_attention_heads": c.num_heads,
+            "num_key_value_heads": c.num_kv_heads,
+            "head_dim": c.head_dim,
+            "vocab_size": c.vocab_size,
+            "tie_word_embeddings": c.tied,
+            "hidden_act": "silu",
+            "rms_norm_eps": c.norm_eps,
+            "rope_theta": c.rope_theta,  # version 4
+            "rope_scaling": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},  # version 5
+            "attention_bias": False,
+            "mlp_bias": False,
+            "max_position_embeddings": 4096,  # RoPE itself has no limit
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+        "may_differ": ["architectures", "max_position_embeddings", "bos_token_id", "eos_token_id", "rope_parameters"],
+        "absent": {"rope_theta": 10_000.0},
+        "tensors": [
+            {"name": "model.embed_tokens.weight", "leaf": "ends/embed"},
+            {"name": layer + "input_layernorm.weight", "leaf": "stack/attention_norm/scale"},
+            matrix(layer + "self_attn.q_proj", "stack/attention/qkv", [0, q]),
+            matrix(layer + "self_attn.k_proj", "stack/attention/qkv", [q, q + kv]),
+            matrix(layer + "self_attn.v_proj", "stack/attention/qkv", [q + kv, q + 2 * kv]),
+            matrix(layer + "self_attn.o_proj", "stack/attention/out"),
+            {"name": layer + "post_attention_layernorm.weight", "leaf": "stack/mlp_norm/scale"},
+            matrix(layer + "mlp.gate_proj", "stack/mlp/gate_up", [0, c.d_ff]),
+            matrix(layer + "mlp.up_proj", "stack/mlp/gate_up", [c.d_ff, 2 * c.d_ff]),
+            matrix(layer + "mlp.down_proj", "stack/mlp/down"),
+            {"name": "model.norm.weight", "leaf": "ends/norm/scale"},
+            *([] if c.tied else [matrix("lm_head", "ends/head")]),
+        ],
+    }
 
 
 def _linear(d_in: int, d_out: int, std: float, rngs: nnx.Rngs) -> nnx.Linear:

@@ -274,4 +274,4 @@ def test_optimizer_and_config_of_a_wrong_type():
     refused(lambda: make(optimizer="adam"), "'adam'", "optax.GradientTransformation")
     refused(lambda: jzero.make_train_step(mlp(), None), "config = null", "a dict", "NoneType")
     refused(lambda: jzero.make_train_step(mlp(), "nowhere.json"), '"nowhere.json"', "no such file")
-    refused(lambda: jzero.initialize(model=mlp(), config=CONFIG, resume="last"), "resume = 'last'", "load_checkpoint")
+    refused(lambda: jzero.initialize(model=mlp(), config=CONFIG, resume=7), "resume = 7", "must be a directory")

@@ -319,33 +319,88 @@ def test_set_train_batch_size():
 # ------------------------------------------------------------------------------------------- data
 
 
+def numbered(n):
+    samples = rows(0, n)
+    samples["y"][:, 0] = np.arange(n)
+    return samples
+
+
+def numbers(micro_batches):
+    return np.concatenate([np.asarray(b["y"][:, 0]) for b in micro_batches]).astype(int).tolist()
+
+
 def test_training_data():
-    samples = rows(0, 5 * UNIT)
-    samples["y"][:, 0] = np.arange(5 * UNIT)
-    e, _, loader, _ = build(training_data=samples, more={"gradient_accumulation_steps": 2})
-    assert len(loader) == 5
+    """An epoch is whole global batches: of 5 micro-batches of samples and 2 of accumulation, 6."""
+    e, _, loader, _ = build(training_data=numbered(5 * UNIT), more={"gradient_accumulation_steps": 2})
+    assert len(loader) == 6
     assert e.training_dataloader is loader
-    for _ in range(5):  # two epochs
+    for _ in range(6):  # two epochs
         e.train_batch()
-    assert e.global_samples == 10 * UNIT
-    epochs = [np.concatenate([b["y"][:, 0] for b in loader]) for _ in range(2)]
-    assert all(sorted(epoch) == list(range(5 * UNIT)) for epoch in epochs)
-    assert (epochs[0] != epochs[1]).any()
+    assert e.global_samples == 12 * UNIT
+    assert loader.position == {"epoch": 2, "samples": 0}
+    epochs = [numbers(loader) for _ in range(2)]
+    assert all(sorted(epoch[: 5 * UNIT]) == list(range(5 * UNIT)) for epoch in epochs)
+    assert all(epoch[5 * UNIT :] == epoch[:UNIT] for epoch in epochs)
+    assert epochs[0] != epochs[1]
+
+
+def test_the_position_is_the_engines():
+    """Two runs over the same data: the second one goes on where the first was, in other global batches."""
+    samples = numbered(7 * UNIT)
+    straight, _, loader, _ = build(training_data=samples)
+    assert loader.position == {"epoch": 0, "samples": 0}
+    losses = [float(straight.train_batch())]
+    saved = loader.position
+    assert saved == {"epoch": 0, "samples": TRAIN}
+    straight.set_train_batch_size(2 * UNIT)
+    losses += [float(straight.train_batch()) for _ in range(4)]
+    assert loader.position == {"epoch": 1, "samples": 4 * UNIT}  # 3 + 2 x 2 micro-batches, then the next epoch
+    more = {"gradient_accumulation_steps": 2}
+    again, _, loader, _ = build(training_data=samples, more=more)
+    first = again.train_batch()
+    again.training_dataloader.seek({"epoch": 0, "samples": 0})
+    fresh, _, other, _ = build(training_data=samples, more=more)
+    assert float(first) == float(fresh.train_batch())
+    again.state, fresh.state = (jax.tree.map(jnp.copy, fresh.state) for _ in range(2))
+    for loader in (again.training_dataloader, other):
+        loader.seek(saved)
+    assert [float(again.train_batch()) for _ in range(4)] == [float(fresh.train_batch()) for _ in range(4)]
+    assert other.position == straight.training_dataloader.position
+    assert len(set(losses)) == 5
+
+
+def test_what_the_loader_gives_is_not_copied():
+    e, _, loader, _ = build(training_data=rows(0))
+    micro_batch = next(iter(loader))
+    placed = e.step_fn.place_micro_batch(micro_batch)
+    assert all(a is b for a, b in zip(jax.tree.leaves(placed), jax.tree.leaves(micro_batch), strict=True))
 
 
 def test_training_data_as_samples():
-    whole = rows(0, UNIT + 1)
+    whole, one = rows(0, UNIT + 1), {"gradient_accumulation_steps": 1}
     samples = [jax.tree.map(lambda x, i=i: x[i], whole) for i in range(UNIT + 1)]
-    _, _, loader, _ = build(training_data=samples)
+    _, _, loader, _ = build(training_data=samples, more=one)
     assert [b["x"].shape for b in loader] == [(UNIT, FEATURES)] * 2  # the last one filled up
-    _, _, loader, _ = build(training_data=samples, more={"dataloader_drop_last": True})
+    _, _, loader, _ = build(training_data=samples, more={"dataloader_drop_last": True, **one})
     assert len(loader) == len(list(loader)) == 1
+
+
+def test_training_data_that_ends():
+    """An iterator of samples, which no epoch follows; a user's own iterator of micro-batches stays possible."""
+    whole = rows(0, TRAIN + 1)
+    e, *_ = build(training_data=(jax.tree.map(lambda x, i=i: x[i], whole) for i in range(TRAIN + 1)))
+    e.train_batch(iter(parts(0)))
+    e.train_batch()
+    e.train_batch()
+    with pytest.raises(jzero.ConfigError, match=r"ended after 0 of 3 micro-batches.*give a function that makes one"):
+        e.train_batch()
+    assert e.global_steps == 3
 
 
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (rows(0, UNIT - 1), "7 samples do not fill one micro-batch of 8"),
+        (rows(0, UNIT - 1), "7 samples do not fill one global batch of 24"),
         ({**rows(0), "y": np.zeros((3, 2))}, "have .3, 24. samples"),
         (rows(0, 0), "training_data: there are no samples"),
         ([], "training_data: there are no samples"),
@@ -372,7 +427,7 @@ def test_any_checkpoint_loads_on_any_layout(tmp_path, stage, zero, data):
     saved = engine(2)
     for seed in range(2):
         saved.train_batch(rows(seed))
-    assert saved.save_checkpoint(tmp_path, client_state={"epoch": 7})
+    assert saved.save_checkpoint(tmp_path, client_state={"epoch": 7}).wait() == tmp_path / "global_step2"
     assert (tmp_path / "latest").read_text() == "global_step2"
     batch = {"train_micro_batch_size_per_gpu": None, "gradient_accumulation_steps": 1, "train_batch_size": TRAIN}
     loaded, *_ = build(stage, zero=zero, data=data, more=batch, rng=jax.random.key(5))
@@ -407,9 +462,6 @@ def test_checkpoint_mistakes(tmp_path):
         e.load_checkpoint(tmp_path, tag="no")
     with pytest.raises(jzero.ConfigError, match="client_state is not JSON"):
         e.save_checkpoint(tmp_path, client_state={"x": object()})
-    e.save_checkpoint(tmp_path, tag="a")
-    with pytest.raises(jzero.ConfigError, match="exists already"):
-        e.save_checkpoint(tmp_path, tag="a")
     e.backward(e(parts(0)[0]))
     for call in (lambda: e.save_checkpoint(tmp_path), lambda: e.load_checkpoint(tmp_path)):
         with pytest.raises(jzero.ConfigError, match="1 micro-batches wait for step"):
@@ -515,7 +567,8 @@ def test_a_loss_that_no_step_took_says_so():
 @pytest.mark.parametrize(
     ("arguments", "more", "words"),
     [
-        ({"resume": "latest"}, {}, "resume = 'latest': not yet"),
+        ({"resume": True}, {}, "resume = True: must be a directory"),
+        ({"resume": "auto"}, {}, 'resume = "auto": where? Put checkpoint.dir into the config'),
         ({"optimizer": optax.sgd(0.1)}, {"scheduler": {"type": "WarmupLR"}}, "scheduler: the optimizer passed in has"),
         ({"optimizer": optax.sgd(0.1), "lr_scheduler": lambda n: 0.1}, {}, "scheduler: the optimizer passed in has"),
         ({"lr_scheduler": 0.1}, {}, "lr_scheduler: 0.1 is not a function"),

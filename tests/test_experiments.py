@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from experiments import pretrain, quickstart, text
+from experiments import pretrain, quickstart, text, tokens
 from experiments.tutorial import data_parallel, pipeline, zero1, zero2, zero3
 
 has_cuda_compiler = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
@@ -42,6 +42,39 @@ def run_pretrain(monkeypatch, capsys):
         return capsys.readouterr().out
 
     return run
+
+
+@pytest.mark.parametrize("options", ["", "--pack"])
+def test_pretrain_on_text_files(options, run_pretrain, tmp_path, capsys):
+    """Files to tokens to a model that learns; stopped, and gone on with on a pipeline."""
+    pytest.importorskip("tokenizers")
+    for i in range(12):
+        (tmp_path / f"{i}.txt").write_text(text.__doc__ * (1 + i % 3))
+    tokens.main([str(tmp_path), "--bpe", "280", "--out", str(tmp_path)])
+    assert re.search(
+        r"tokens.npy: [\d,]+ tokens of 280 kinds\n12 documents, \d\.\d\d bytes a token", capsys.readouterr().out
+    )
+    options += f" --data {tmp_path / 'tokens.npy'} --override bf16.enabled=false"
+    accumulation = "--override gradient_accumulation_steps"
+    once = run_pretrain(f"{options} {accumulation}=1 --steps 8")
+    assert "vocab_size=320" in once
+    first = run_pretrain(f"{options} {accumulation}=1 --steps 5 --save {tmp_path}")
+    rest = run_pretrain(f"{options} {accumulation}=2 --steps 8 --resume {tmp_path} --override mesh.pipe=2")
+    expected, found = ({int(n): float(loss) for n, loss in LOSS.findall(out)} for out in (once, first + rest))
+    assert found == pytest.approx(expected, abs=2e-4)
+    assert expected[8] < expected[1] - 0.1
+
+
+def test_tokens_refuses(tmp_path, capsys):
+    for arguments, words in (
+        ([tmp_path], "has no files like --files *.txt"),
+        ([tmp_path / "none.txt"], "No such file"),
+        ([__file__, "--bpe", "7"], "vocab_size = 7: must be at least 257"),
+    ):
+        with pytest.raises(SystemExit) as error:
+            tokens.main([str(argument) for argument in arguments] + ["--out", str(tmp_path)])
+        assert error.value.code == 2
+        assert words in capsys.readouterr().err
 
 
 def test_pretrain_goes_on_where_another_layout_stopped(run_pretrain, tmp_path):

@@ -224,17 +224,3 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         engine(width=16).load_checkpoint(tmp_path)
     with pytest.raises(jzero.ConfigError, match=r"another model or optimizer: missing opt_state/.*mu/w"):
         engine(optimizer="Adam").load_checkpoint(tmp_path)
-
-
-def test_what_an_interrupted_save_left_is_replaced(tmp_path):
-    first = engine()
-    first.save_checkpoint(tmp_path, tag="a")
-    (tmp_path / "a" / "notes.json").unlink()  # written last
-    with pytest.raises(jzero.ConfigError, match="not complete"):
-        first.load_checkpoint(tmp_path)
-    first.save_checkpoint(tmp_path, tag="a")
-    first.load_checkpoint(tmp_path)
-    with pytest.raises(jzero.ConfigError, match="exists already"):
-        first.save_checkpoint(tmp_path, tag="a")
-    with pytest.raises(jzero.ConfigError, match="without separators"):
-        first.save_checkpoint(tmp_path, tag="a/b")

@@ -46,6 +46,7 @@ _SCHEDULER = "XLA's latency-hiding scheduler, which overlaps communication and c
 _LAYERWISE = "the layer stack: a layer's parameters are gathered where it runs and freed after it"
 _NO_HOOKS = "the compiled step: there are no module hooks to tune"
 _ANY_LAYOUT = "global arrays: a parameter always has its full shape and loads on any layout"
+_ORBAX = "Orbax, from a thread while training goes on"
 _COMPILED = "jit: every step is one compiled XLA program"
 _PLANNER = "XLA's memory planner and the profiler"
 
@@ -85,6 +86,13 @@ REPLACED: dict[str, Replacement] = _replaced(
         "memory_efficient_linear log_trace_cache_warnings override_module_apply enable_sanity_checks"),
     (_ZERO, FLAG, "autodiff: an unused parameter has gradient zero", "ignore_unused_parameters"),
     (_ZERO, FLAG, "the sharded optimizer state", "save_muon_momentum_buffer_in_memory"),
+    ("checkpoint", TEXT, "the processes' agreement: a tag that differs between them is an error", "tag_validation"),
+    ("checkpoint", FLAG, _ANY_LAYOUT, "load_universal"),
+    ("checkpoint", FLAG, _ORBAX, "checkpoint_serialization"),
+    ("checkpoint.parallel_write", FLAG, "every process writes its part", "pipeline_stage"),
+    ("checkpoint.writer", TEXT, _ORBAX, "type data_parallel"),
+    ("checkpoint.writer", FLAG, _ORBAX, "io_buffer_double show_statistics decoupled"),
+    ("checkpoint.writer", POSITIVE, _ORBAX, "io_buffer_size io_multiplier"),
     ("compile", FLAG, _COMPILED, "deepcompile free_activation double_buffer symmetric_memory debug_log"
         " sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors"
         " keep_all_input_tensors"),
@@ -198,14 +206,12 @@ REFUSED: dict[str, Refused] = {
     **_later("", "the state dump", dump_state=False),
     **_later("", "the vocabulary check", vocabulary_size=None),
     # checkpoints
-    **_later("checkpoint", "checkpoint settings", tag_validation="WARN", load_universal=False,
-        use_node_local_storage=False, checkpoint_serialization=True),
-    **_later("checkpoint.parallel_write", "checkpoint settings", pipeline_stage=False),
-    **_later("checkpoint.writer", "checkpoint settings", type=None, io_buffer_size=67108864, io_buffer_double=True,
-        show_statistics=False, data_parallel=None, decoupled=False, io_multiplier=1),
-    **_later("nebula", "asynchronous checkpoints", "persistent_storage_path persistent_time_interval"
-        " num_of_version_in_retention enable_nebula_load nebula_load_path", enabled=False),
-    **_later("datastates_ckpt", "asynchronous checkpoints", host_cache_size=None, parser_threads=None),
+    **_later("checkpoint", "checkpoints on disks that not all hosts see", use_node_local_storage=False),
+    **_later("nebula", "Nebula; checkpoints are asynchronous without it (checkpoint.dir, checkpoint.max_to_keep)",
+        "persistent_storage_path persistent_time_interval num_of_version_in_retention enable_nebula_load"
+        " nebula_load_path", enabled=False),
+    **_later("datastates_ckpt", "DataStates; checkpoints are asynchronous without it", host_cache_size=None,
+        parser_threads=None),
     # elastic runs, tuning, data
     **_later("elasticity", "elastic batch sizes", "max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time"
         " prefer_larger_batch version ignore_non_elastic_batch_info num_gpus_per_node model_parallel_size",

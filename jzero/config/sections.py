@@ -137,6 +137,13 @@ class StackConfig(Section):
     unroll: Annotated[bool | Literal["auto"], PlainValidator(kinds.UNROLL)] = "auto"
 
 
+class CheckpointConfig(Section):
+    """Where checkpoints go and resuming looks (`dir`), and how many of those with default tags are kept."""
+
+    dir: Annotated[str | None, PlainValidator(kinds.TEXT_OR_NULL)] = None
+    max_to_keep: PositiveOrNone = None
+
+
 class ThroughputConfig(Section):
     """The samples-per-second line."""
 
@@ -169,6 +176,7 @@ class Settings(Section):
     activation_checkpointing: ActivationCheckpointing | None = None
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     data_parallel_size: PositiveOrNone = None
     frozen_parameters: Patterns = ()
     stack: StackConfig = StackConfig()

@@ -87,6 +87,8 @@ def make_job(options: argparse.Namespace, env: Mapping[str, str], cwd: str) -> J
     alone = len(hosts) == 1 and (options.no_ssh or is_this_machine(names[0])) and not options.force_multi
     address = options.master_addr or ("127.0.0.1" if alone else names[0])
     shared = environment.propagated(env, cwd, env.get("HOME", cwd), options.export)
+    if options.resume:
+        shared["JZERO_RESUME"] = "auto"
     processes: list[Process] = []
     counts = [1 if options.one_process_per_node else len(ids) for ids in hosts.values()]
     for node, (host, ids) in enumerate(hosts.items()):

@@ -26,7 +26,8 @@ def parser() -> argparse.ArgumentParser:
     p = _Parser(
         prog="jzero",
         description="Start a script once per GPU, on one host or many, and stop all of it when one process dies.",
-        epilog="Also: `jzero report`: versions, devices and what is wrong, here or on all hosts of a hostfile.",
+        epilog="Also: `jzero report`: versions, devices and what is wrong, here or on all hosts of a hostfile; "
+        "`jzero export DIR OUT`: a checkpoint's weights as safetensors.",
         allow_abbrev=False,
     )
     which = p.add_argument_group("hosts and devices")
@@ -63,6 +64,11 @@ def parser() -> argparse.ArgumentParser:
 
     while_ = p.add_argument_group("while it runs")
     while_.add_argument("--max_restarts", type=int, default=0, metavar="N", help="start again after a failure")
+    while_.add_argument(
+        "--resume",
+        action="store_true",
+        help="initialize goes on from the newest checkpoint in the config's checkpoint.dir",
+    )
     while_.add_argument(
         "--hang_timeout", type=float, default=1800, metavar="SECONDS",
         help="end the job, with all stacks, when no step has finished for so long; 0: never (default: 1800)",

@@ -20,6 +20,7 @@ from jzero.launcher import preflight
 from jzero.launcher.job import Job, Process
 from jzero.launcher.link import Link
 from jzero.launcher.printer import Printer
+from jzero.preemption import EXIT_CODE as SAVED
 
 SILENCE = 8.0  # seconds without a word from an agent
 QUIET = 20.0  # seconds until the command says what it waits for
@@ -41,6 +42,7 @@ class Attempt:
         self.steps: dict[int, tuple[int, int, str]] = {}  # finished, begun, the process's state
         self.ended = self.started  # when a rank last ended well
         self.told = False
+        self.saved = 0  # ranks that a SIGTERM made save
         self.moved = time.monotonic()
         self.printer = Printer(lambda: self.fail(128 + signal.SIGPIPE, "the output is read by nobody any more"))
         self.first: int | None = None  # the first rank that died
@@ -49,7 +51,7 @@ class Attempt:
         self.deadline: float | None = None  # when what is left is killed
 
     async def run(self) -> int:
-        """The exit code: 0, the first failing rank's, 128 + n for signal n."""
+        """The exit code: 0, the first failing rank's, 128 + n for signal n; 75 if all have saved after it."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
@@ -178,9 +180,13 @@ class Attempt:
 
     def exited(self, rank: int, code: int) -> None:
         process, self.ended = self.left.pop(rank, None), time.monotonic()
+        self.saved += code == SAVED
         if process is None or code == 0 or self.failure or self.signalled:
             return
         if self.first != rank and self.first in self.left:  # its last output is still to come
+            return
+        if code == SAVED:
+            self.fail(code, f"rank {rank} was told to stop and has saved, as the others will", self.job.options.grace)
             return
         last = "".join(f"\n    {line}" for line in self.lines[rank]) or " none"
         if any("unrecognized arguments: --local_rank" in line for line in self.lines[rank]):
@@ -291,7 +297,7 @@ class Attempt:
             with contextlib.suppress(OSError):
                 print(f"jzero: {self.failure[1]}", file=sys.stderr, flush=True)
         if self.signalled:
-            return 128 + self.signalled
+            return SAVED if self.saved == len(self.lines) else 128 + self.signalled
         return self.failure[0] if self.failure else 0
 
 

@@ -40,6 +40,7 @@ FROZEN = [
     ("--export", []),
     ("--venv_script", None),
     ("--max_restarts", 0),
+    ("--resume", False),
     ("--hang_timeout", 1800),
     ("--grace", 30),
     ("--enable_each_rank_log", None),

@@ -1,0 +1,190 @@
+"""A directory of checkpoints, and how one comes to be in it whole or not at all.
+
+DIR/latest            the tag of the last save
+DIR/TAG/state/        the arrays, as Orbax writes them
+DIR/TAG/notes.json    everything else, with a checksum of itself
+DIR/TAG.saving/       one that is being written, or what a killed job left of it
+DIR/TAG.replaced/     the former one of a tag that is being saved again
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+from jzero.errors import CheckpointError, ConfigError
+
+LATEST, STATE, NOTES = "latest", "state", "notes.json"
+SAVING, REPLACED = ".saving", ".replaced"
+DEFAULT_TAG = "global_step{}"  # DeepSpeed's
+
+
+def place(directory: str | os.PathLike | None, tag: str) -> Path:
+    """Where a tag's checkpoint lies.
+
+    Raises:
+      ConfigError: no directory, or a tag that is no name.
+    """
+    if not directory or not isinstance(directory, str | os.PathLike):
+        raise ConfigError(f"the directory for checkpoints is {directory!r}: give one, or checkpoint.dir in the config")
+    reserved = ("", ".", "..", LATEST)
+    if not isinstance(tag, str) or Path(tag).name != tag or tag.endswith((SAVING, REPLACED)) or tag in reserved:
+        raise ConfigError(
+            f"tag = {tag!r}: must be a name without separators, neither {LATEST!r} nor with the ending {SAVING!r} or "
+            f"{REPLACED!r}"
+        )
+    return Path(directory).absolute() / tag
+
+
+def draft_of(path: Path) -> Path:
+    """Where the checkpoint `path` is written before it is complete."""
+    return path.with_name(path.name + SAVING)
+
+
+def find(directory: str | os.PathLike | None, tag: str | None = None) -> Path:
+    """The checkpoint of that tag, or the one that directory/latest names.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    path = place(directory, "any" if tag is None else tag)
+    root = path.parent
+    if tag is None:
+        named = latest(root)
+        if named is None:
+            raise ConfigError(f"{root} holds no checkpoint (no file {LATEST!r}): {_hint(root)}")
+        path = named
+    if not path.is_dir():
+        raise ConfigError(f"checkpoint {path} does not exist: {_hint(root)}")
+    return path
+
+
+def _hint(root: Path) -> str:
+    if (root / NOTES).exists():
+        return f"it is a checkpoint itself; give the directory {root.parent}, and tag={root.name!r}"
+    tags = [path.name for path, _ in complete(root)]
+    return f"pass tag=, one of {', '.join(tags)}" if tags else "give save_checkpoint's directory"
+
+
+def check_home(root: Path) -> None:
+    """Raise a ConfigError unless `root` is a directory for checkpoints, or may become one."""
+    if root.exists() and (not root.is_dir() or (root / NOTES).exists()):
+        what = f"is a checkpoint itself; give its directory, {root.parent}" if root.is_dir() else "is no directory"
+        raise ConfigError(f"resume = {str(root)!r}: {what}")
+
+
+def recover(root: Path) -> None:
+    """Finish what a kill between two renames left: a tag's former checkpoint without the new one."""
+    for former in root.glob(f"*{REPLACED}"):
+        path = former.with_name(former.name.removesuffix(REPLACED))
+        if path.exists():
+            shutil.rmtree(former, ignore_errors=True)
+        else:
+            os.replace(former, path)
+
+
+def begin(path: Path) -> None:
+    """Make room for a new draft; what killed jobs left of theirs goes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    recover(path.parent)
+    for left in path.parent.glob(f"*{SAVING}"):
+        shutil.rmtree(left)
+    (draft_of(path) / STATE).mkdir(parents=True)
+
+
+def commit(path: Path, notes: dict[str, Any], names_latest: bool, max_to_keep: int | None) -> None:
+    """Make the draft the checkpoint: from one rename on it is there.
+
+    Raises:
+      OSError: with a text that says whether it is there.
+    """
+    write(draft_of(path) / NOTES, _seal(notes))
+    former = path.with_name(path.name + REPLACED)
+    if path.exists():
+        shutil.rmtree(former, ignore_errors=True)
+        os.replace(path, former)
+    os.replace(draft_of(path), path)
+    shutil.rmtree(former, ignore_errors=True)
+    try:
+        if names_latest:
+            write(path.parent / LATEST, path.name)
+    except OSError as error:
+        raise OSError(f"it is complete, but {path.parent / LATEST} cannot be written: {error.strerror}") from None
+    if max_to_keep:
+        keep = [path, latest(path.parent)]
+        for old in _numbered(path.parent)[max_to_keep:]:
+            if old not in keep:
+                with contextlib.suppress(OSError):
+                    os.replace(old, draft_of(old))  # or a kill would leave half of it
+                    shutil.rmtree(draft_of(old))
+
+
+def write(file: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    new = file.with_name(file.name + ".new")
+    with new.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(new, file)
+
+
+def _numbered(directory: Path) -> list[Path]:
+    """The checkpoints with default tags, the last saved first. Those that the user named are the user's to remove."""
+    return [path for path, _ in complete(directory) if re.fullmatch(DEFAULT_TAG.format(r"\d+"), path.name)]
+
+
+def complete(directory: Path) -> list[tuple[Path, dict[str, Any] | CheckpointError]]:
+    """Every checkpoint in a directory with its notes, the last saved first; or with why they cannot be read, last."""
+    found: list[tuple[float, Path, Any]] = []
+    for path in directory.iterdir() if directory.is_dir() else ():
+        there = (path / STATE).is_dir() or (path / NOTES).exists()
+        if there and not path.name.endswith((SAVING, REPLACED)):
+            try:
+                notes = read_notes(path)
+                found.append((notes["saved"], path, notes))
+            except CheckpointError as error:
+                found.append((float("-inf"), path, error))
+    return [(path, notes) for _, path, notes in sorted(found, key=lambda one: one[0], reverse=True)]
+
+
+def latest(directory: Path) -> Path | None:
+    """The checkpoint that DIR/latest names; None without that file."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if tag := (directory / LATEST).read_text().strip():
+            return directory / tag
+    return None
+
+
+def read_notes(path: Path) -> dict[str, Any]:
+    """A checkpoint's notes.
+
+    Raises:
+      CheckpointError: they are missing or damaged, so the checkpoint is.
+    """
+    if path.is_dir() and not (path / STATE).is_dir():
+        raise CheckpointError(f"checkpoint {path} is not complete: it has no {STATE}")
+    try:
+        text = (path / NOTES).read_text()
+        sealed = json.loads(text)
+        notes = sealed["notes"]
+        whole = _seal(notes) == text
+    except OSError as error:
+        what = f"is not complete: {NOTES}: {error.strerror}" if path.is_dir() else "does not exist"
+        raise CheckpointError(f"checkpoint {path} {what}") from None
+    except (ValueError, KeyError, TypeError):
+        whole = False
+    if not whole:
+        raise CheckpointError(f"checkpoint {path} is damaged: {NOTES} is not what was written")
+    return notes
+
+
+def _seal(notes: dict[str, Any]) -> str:
+    text = json.dumps(notes)
+    return json.dumps({"crc32": zlib.crc32(text.encode()), "notes": notes}) + "\n"

@@ -1,0 +1,164 @@
+"""Reading: a checkpoint straight into buffers of any layout, compared with the checksums of what was saved."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from jzero.agreement import agree, anyone
+from jzero.checkpoint import directory as files
+from jzero.checkpoint import writer
+from jzero.checkpoint.leaves import checksums, is_key, named, nest
+from jzero.errors import CheckpointError, ConfigError
+
+
+class Checkpoint:
+    """A complete checkpoint on disk.
+
+    Attributes:
+      path, notes: as given to `save`. shapes, dtypes: of the leaves, by name, as stored.
+      without: name -> checksum of the leaves that were left out.
+    """
+
+    def __init__(self, path: Path):
+        said = files.read_notes(path)
+        self.path, self.notes, self.keys = path, said["notes"], said["keys"]
+        self.shapes = {name: tuple(shape) for name, (_, shape, _) in said["leaves"].items()}
+        self.dtypes = {name: dtype for name, (dtype, _, _) in said["leaves"].items()}
+        self.without = {name: checksum for name, (_, _, checksum) in said["without"].items()}
+        self._sums = {name: checksum for name, (_, _, checksum) in said["leaves"].items()}
+
+    def __repr__(self) -> str:
+        size = sum(prod(shape) * jnp.dtype(self.dtypes[name]).itemsize for name, shape in self.shapes.items())
+        return f"Checkpoint({str(self.path)!r}, {len(self.shapes)} leaves, {size / 2**30:.2f} GiB)"
+
+    @classmethod
+    def find(cls, directory: str | os.PathLike | None, tag: str | None = None) -> Checkpoint:
+        """The one of that tag, or the one that directory/latest names. The same on all processes.
+
+        Raises:
+          ConfigError: there is none.
+          CheckpointError: it is not complete, or damaged.
+        """
+        writer.settle()
+        mistake, path = None, Path()
+        try:
+            if jax.process_index() == 0 and directory and Path(directory).is_dir():
+                files.recover(Path(directory))
+            path = files.find(directory, tag)
+        except (ConfigError, OSError) as error:
+            mistake = str(error)
+        if mistake := anyone("reading a checkpoint", mistake):
+            raise ConfigError(mistake)
+        path = path.with_name(agree("the checkpoint to read", path.name)[0])  # where `latest` is not seen by all alike
+        return _all_or_none("reading a checkpoint's notes", lambda: cls(path))
+
+    def check_fit(self, shapes: Mapping[str, tuple[int, ...] | None], ours: Iterable[str] | None = None) -> None:
+        """Raise a ConfigError that names the leaves in which it and a state (name -> shape, None: any) differ.
+
+        `ours`: the names of those of its leaves that are compared; default: all.
+        """
+        there = {name: self.shapes[name] for name in (self.shapes if ours is None else ours)}
+        problems = [f"missing {name}" for name in sorted(shapes.keys() - there.keys())]
+        problems += [f"extra {name}" for name in sorted(there.keys() - shapes.keys())]
+        problems += [
+            f"{name} is {there[name]}, not {shape}"
+            for name, shape in sorted(shapes.items())
+            if shape is not None and name in there and there[name] != shape
+        ]
+        if problems:
+            more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+            raise ConfigError(
+                f"checkpoint {self.path} is of another model or optimizer: {', '.join(problems[:8])}{more}"
+            )
+
+    def read(self, shardings: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """Some of its leaves, by name, each laid out by its sharding and compared with its checksum.
+
+        Raises:
+          CheckpointError: files that are missing or damaged, with the leaves that are not what was saved.
+        """
+        read = _all_or_none(f"reading {self.path}", lambda: self._read(shardings))
+        wrong = [n for n, s in zip(sorted(read), np.asarray(checksums(read)), strict=True) if int(s) != self._sums[n]]
+        if wrong:
+            raise CheckpointError(
+                f"checkpoint {self.path} is damaged: {', '.join(wrong)} "
+                f"{'are' if wrong[1:] else 'is'} not what was saved (checksums differ)"
+            )
+        keys = {name: jax.random.wrap_key_data(read[name], impl=self.keys[name]) for name in read if name in self.keys}
+        return read | keys
+
+    def _read(self, shardings: Mapping[str, Any]) -> dict[str, jax.Array]:
+        handler = ocp.PyTreeCheckpointHandler()
+        target = {name: shardings.get(name, ocp.PLACEHOLDER) for name in self.shapes}
+        arguments = {
+            name: ocp.ArrayRestoreArgs(sharding=sharding) if name in shardings else ocp.RestoreArgs()
+            for name, sharding in target.items()
+        }
+        tree = handler.restore(
+            epath.Path(self.path) / files.STATE,
+            args=ocp.args.PyTreeRestore(item=nest(target), restore_args=nest(arguments)),
+        )
+        found = named(tree)
+        return {name: found[name] for name in shardings}
+
+
+def restore(directory: str | os.PathLike, shardings: Any, *, tag: str | None = None, shapes: Any = None) -> Any:
+    """The state of a checkpoint, laid out by `shardings`, whatever layout it was saved from.
+
+    Args:
+      directory, tag: as given to `save`; without a tag the one that directory/latest names.
+      shardings: a tree, as `TrainStep.state_shardings`.
+      shapes: the same tree of arrays or ShapeDtypeStructs, as `TrainStep.state_shapes`: what must fit is compared
+        first, and leaves are cast to its dtypes. Without it they have the shapes and dtypes that were saved.
+
+    Raises:
+      ConfigError: there is none, or it is of another model or optimizer: which leaves are missing, extra or of another
+        shape.
+      CheckpointError: it is damaged, and how. Both on all processes.
+    """
+    checkpoint = Checkpoint.find(directory, tag)
+    wanted = named(shapes) if shapes is not None else {}
+    places = named(shardings)
+    checkpoint.check_fit({name: stored_shape(wanted[name]) if wanted else None for name in places})
+    read = checkpoint.read(places)
+    return jax.tree.unflatten(jax.tree.structure(shardings), cast(read, wanted).values())
+
+
+def stored_shape(x: Any) -> tuple[int, ...]:
+    """The shape in which a leaf is stored: a random key as its numbers."""
+    return tuple(jax.eval_shape(jax.random.key_data, x).shape if is_key(x) else x.shape)
+
+
+def cast(leaves: Mapping[str, jax.Array], wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """The leaves in the dtypes of `wanted`, where the precision is another one."""
+    return {
+        n: x if n not in wanted or x.dtype == wanted[n].dtype else _cast(x, wanted[n].dtype) for n, x in leaves.items()
+    }
+
+
+_cast = jax.jit(lambda x, dtype: x.astype(dtype), static_argnums=1)
+
+
+def _all_or_none(what: str, work: Callable[[], Any]) -> Any:
+    """What `work` gives, if it raises on no process; else a CheckpointError on all, so that nobody waits in vain."""
+    result, problem = None, None
+    try:
+        result = work()
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(" [")[0]  # tensorstore's specs
+        problem = str(error) if isinstance(error, CheckpointError) else f"{what}: {first[:500]}"
+        if jax.process_count() > 1:
+            problem += f" (process {jax.process_index()})"
+    if problem := anyone(what, problem):
+        raise CheckpointError(problem)
+    return result

@@ -1,0 +1,194 @@
+"""An engine's checkpoints: what is kept beside the state, what is taken of one, and going on from the newest."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jzero import checkpoint
+from jzero.agreement import agree
+from jzero.checkpoint.directory import SAVING, check_home, complete, recover
+from jzero.checkpoint.leaves import checksums, named
+from jzero.checkpoint.reader import Checkpoint, cast, stored_shape
+from jzero.checkpoint.writer import settle
+from jzero.distributed import log_dist
+from jzero.errors import CheckpointError, ConfigError
+from jzero.model import weights_layout
+from jzero.precision import Scaler
+from jzero.train_step import check_alive
+
+if TYPE_CHECKING:
+    from jzero.engine import Engine
+
+COUNTERS = ("global_steps", "global_samples", "micro_steps")
+
+
+def save(
+    engine: Engine, directory: str | os.PathLike | None, tag: str, client_state: Mapping[str, Any], *, latest: bool,
+    without_frozen: bool,
+) -> checkpoint.Save:  # fmt: skip
+    """Save the engine's state, and beside it what `load` takes up."""
+    step, loader = engine.step_fn, engine.training_dataloader
+    check_alive(engine.state)
+    names = [f"params/{leaf.name}" for leaf in jax.tree.leaves(step.leaves) if not leaf.trainable]
+    notes = {
+        "engine": {name: getattr(engine, name) for name in COUNTERS},
+        "batch": {"train": engine.train_batch_size(), "replicas": step.replicas},
+        "loss_scale": _scaling(step.precision.scaler),
+        "data": getattr(loader, "position", None),
+        "client": dict(client_state),
+        "weights": weights_layout(step.model),  # for jzero export
+    }
+    return checkpoint.save(
+        engine.state, directory or "", tag, notes=notes, latest=latest, without=names if without_frozen else (),
+        max_to_keep=engine.config.checkpoint.max_to_keep,
+    )  # fmt: skip
+
+
+def load(
+    engine: Engine,
+    source: Checkpoint,
+    *,
+    strict: bool = True,
+    wants: Callable[[str], bool] | None = None,
+    counters: bool = True,
+) -> None:
+    """Put a checkpoint's leaves into the engine's state, those whose names `wants` asks for; None: all.
+
+    Args:
+      strict: every leaf that is wanted must be there, in its shape, and no others; else what fits is taken.
+      counters: take the counters and the position in the data too.
+
+    Raises:
+      ConfigError: a checkpoint of another model or optimizer.
+      CheckpointError: it is damaged.
+    """
+    step = engine.step_fn
+    shapes, shardings = named(step.state_shapes), named(step.state_shardings)
+    wanted = {name: stored_shape(x) for name, x in shapes.items() if wants is None or wants(name)}
+    if strict:
+        expected = {name: shape for name, shape in wanted.items() if name not in source.without}
+        source.check_fit(expected, [name for name in source.shapes if wants is None or wants(name)])
+    taken = [name for name, shape in wanted.items() if source.shapes.get(name) == shape]
+    if engine.state is None and len(taken) < len(shapes):
+        check_alive(None)
+    kept = {name: x for name, x in named(engine.state).items() if name not in taken}
+    _check_kept(source, kept)
+    if counters:
+        _check_fits(engine, source.notes)
+    engine.state = None  # what is replaced makes room
+    read = cast(source.read({name: shardings[name] for name in taken}), shapes)
+    state = jax.tree.unflatten(jax.tree.structure(step.state_shapes), [(kept | read)[name] for name in shapes])
+    if "loss_scale/scale" in read and source.notes.get("loss_scale") not in (None, _scaling(step.precision.scaler)):
+        state = dataclasses.replace(state, loss_scale=step.new_loss_scale(state.loss_scale.skipped))
+    engine.state = state
+    if not strict:
+        others = sorted(source.shapes.keys() - set(taken))
+        log_dist(
+            f"taken: {len(taken)} leaves; kept: {', '.join(kept) or 'none'}; not used: {', '.join(others) or 'none'}"
+        )
+    if counters:
+        _go_on(engine, source.notes)
+
+
+def _check_kept(source: Checkpoint, kept: dict[str, Any]) -> None:
+    """The leaves that the checkpoint was saved without must be those that the run had."""
+    mine = {name: x for name, x in kept.items() if name in source.without}
+    sums = zip(sorted(mine), checksums(mine), strict=True) if mine else ()
+    if others := [name for name, checksum in sums if int(checksum) != source.without[name]]:
+        raise ConfigError(
+            f"checkpoint {source.path} was saved without {', '.join(others)}, and the engine's are not those of that "
+            "run: load these first (engine.load_weights), then engine.load_checkpoint"
+        )
+
+
+def _check_fits(engine: Engine, notes: Mapping[str, Any]) -> None:
+    """Change the global batch and the position in the data, or raise before anything is lost."""
+    if "engine" not in notes:
+        return
+    train, loader = notes["batch"]["train"], engine.training_dataloader
+    if train != engine.train_batch_size():
+        if engine.config.train_batch_size is None and notes["batch"]["replicas"] != engine.step_fn.replicas:
+            try:
+                engine.set_train_batch_size(train)  # the same global batch on more or fewer devices, by accumulation
+            except ConfigError as error:
+                raise ConfigError(f"the checkpoint's {error}; or give train_batch_size in the config") from None
+            log_dist(
+                f"train_batch_size {train} as in the checkpoint: {engine.gradient_accumulation_steps()} micro-batches"
+            )
+        else:
+            log_dist(f"the checkpoint's train_batch_size was {train}; from here on it is {engine.train_batch_size()}")
+    if loader is not None and notes["data"] is not None:
+        loader.seek(notes["data"])
+
+
+def _go_on(engine: Engine, notes: Mapping[str, Any]) -> None:
+    """The counters."""
+    step = int(engine.state.step)  # all there is of a state that `checkpoint.save` saved
+    samples, accum = step * engine.train_batch_size(), engine.gradient_accumulation_steps()
+    counters = notes.get("engine", dict(zip(COUNTERS, (step, samples, step * accum), strict=True)))
+    for name in COUNTERS:
+        setattr(engine, name, counters[name])
+    engine.client_state = notes.get("client", {})
+    engine.restart_clock()
+
+
+def _scaling(scaler: Scaler) -> dict[str, Any]:
+    """What must be the same for a loss scale to be taken over."""
+    return {"dynamic": scaler.dynamic, "static": None if scaler.dynamic else scaler.initial}
+
+
+def start(engine: Engine, directory: str | os.PathLike, rng: jax.Array) -> None:
+    """The engine's first state: of the newest checkpoint in the directory that can be read, else a new one.
+
+    Raises:
+      ConfigError: the newest is of another model or optimizer.
+      CheckpointError: there are checkpoints, and none can be read. A run never starts from scratch in silence.
+    """
+    root, problems = Path(directory).absolute(), []
+    check_home(root)
+    for name, problem in _candidates(root):
+        if not problem:
+            try:
+                source = Checkpoint.find(root, name)
+                if source.without:
+                    engine.state = engine.step_fn.init(rng)
+                load(engine, source)
+                log_dist(f"resumed from {source.path}: step {engine.global_steps}")
+                return
+            except CheckpointError as error:
+                problem = str(error)
+        problems.append(problem)
+        _warn(f"skipped: {problem}")
+    if problems:
+        raise CheckpointError(
+            f"resume: none of the {len(problems)} checkpoints in {root} can be read: {problems[0]}; name another "
+            "directory, or remove them, to start from step 0"
+        )
+    log_dist(f"no checkpoint in {root} yet: starting at step 0")
+    engine.state = engine.step_fn.init(rng)
+
+
+def _candidates(root: Path) -> list[tuple[str, str]]:
+    """(tag, what is known to be wrong with it), the newest first, as process 0 sees them."""
+    found = []
+    settle()
+    if jax.process_index() == 0:
+        if root.is_dir():
+            recover(root)
+        for left in sorted(root.glob(f"*{SAVING}")):
+            _warn(f"skipped: {left} was not finished")
+        found = [(p.name, str(about) if isinstance(about, CheckpointError) else "") for p, about in complete(root)]
+    return json.loads(agree("the checkpoints to resume from", json.dumps(found))[0])
+
+
+def _warn(text: str) -> None:
+    if jax.process_index() == 0:
+        print(f"jzero: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,51 @@
+"""The parameters of a running program, gathered from all devices a layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jzero.mesh import PIPE
+from jzero.weights.layout import Box, dotted
+from jzero.zero import Leaf
+
+
+def gather(params: Any, leaves: Any, mesh: Mesh, dtype: np.dtype) -> Iterator[tuple[str, Box, np.ndarray]]:
+    """(dotted name, box, values) of all parameters, of a stacked leaf a layer at a time, which then is on every device.
+
+    Every process takes all of it, in the same order.
+
+    Args:
+      params, leaves: trees of arrays and of their `zero.Leaf`s.
+      dtype: of what is floating-point; cast before it is gathered.
+    """
+    for leaf, x in zip(jax.tree.leaves(leaves), jax.tree.leaves(params), strict=True):
+        to = dtype if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
+        part = _part(leaf, mesh, to)
+        for i in range(leaf.shape[0] if leaf.stacked else 1):
+            values = np.asarray(part(x, jnp.int32(i)).addressable_data(0))
+            box = tuple(slice(0, n) for n in leaf.shape)
+            yield dotted(leaf.name), (slice(i, i + 1), *box[1:]) if leaf.stacked else box, values
+
+
+def _part(leaf: Leaf, mesh: Mesh, dtype: Any) -> Any:
+    """The program that gathers layer i of a leaf [1, ...], or the whole leaf if it is not stacked."""
+
+    def layer(x: jax.Array, i: jax.Array) -> jax.Array:
+        if not leaf.stacked:
+            return x.astype(dtype)
+        i = i - lax.axis_index(PIPE) * len(x) if leaf.on_pipe else i
+        here = lax.dynamic_slice_in_dim(x, jnp.clip(i, 0, len(x) - 1), 1).astype(dtype)
+        if not leaf.on_pipe:
+            return here
+        return lax.psum(jnp.where((i >= 0) & (i < len(x)), here, jnp.zeros_like(here)), PIPE)
+
+    spec = PartitionSpec(None, *leaf.spec[1:]) if leaf.stacked else leaf.spec
+    mapped = jax.shard_map(layer, mesh=mesh, in_specs=(leaf.spec, PartitionSpec()), out_specs=spec, check_vma=False)
+    return jax.jit(mapped, out_shardings=NamedSharding(mesh, PartitionSpec()))

@@ -1,0 +1,176 @@
+"""What a model's parameters are called in files: a table.
+
+A model's leaves (`stack.attention.qkv.kernel`, with the layer axis first) are one set of arrays, the tensors of a file
+(`model.layers.3.self_attn.q_proj.weight`) another. A model may have `weights_layout()`, a table that JSON can hold:
+
+    {"config": {...}, "may_differ": [keys of it], "absent": {...}, "tensors": [
+        {"name": "model.layers.{layer}.self_attn.q_proj.weight", "leaf": "stack/attention/qkv/kernel",
+         "columns": [0, 2048], "transposed": true}, ...]}
+
+A row with `{layer}` in its name is one tensor for every layer; `columns` is a range of the leaf's last dimension,
+by default all of it; a transposed tensor is stored as [columns, rows]. `config` goes into config.json; files whose
+config.json says otherwise are of another model, but for the keys in `may_differ` (what is in a dictionary there is also
+compared by itself); `absent` is what one without these keys means. Without a table a tensor is a leaf.
+
+Exporting and importing are the same thing in two directions: for a box of a leaf, which part of which tensor it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import tree_flatten_with_path
+
+from jzero.errors import ConfigError
+from jzero.zero import path_name
+
+Box = tuple[slice, ...]  # part of an array: start and stop in every dimension
+KEYS = {"name", "leaf", "columns", "transposed"}
+
+
+class Array(NamedTuple):
+    """A leaf's shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a file, and the part of a leaf that it is: `leaf[layer][..., columns]`, transposed or not.
+
+    >>> q = Tensor("q", "stack.qkv", (4, 8), np.dtype("f4"), layer=2, columns=(0, 4), transposed=True)
+    >>> q.overlap((slice(2, 4), slice(6, 8), slice(1, 9)))  # rows 1 to 3 and columns 6 and 7 of q
+    ((slice(1, 4, None), slice(6, 8, None)), (0, slice(0, 2, None), slice(0, 3, None), Ellipsis))
+    >>> q.overlap((slice(3, 4), slice(0, 8), slice(0, 12)))
+    """
+
+    name: str
+    leaf: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    layer: int | None = None
+    columns: tuple[int, int] | None = None
+    transposed: bool = False
+
+    def overlap(self, box: Box) -> tuple[Box, tuple] | None:
+        """(where it is in the tensor, where it is in the box) of what both have; None if that is nothing.
+
+        An array of the box's shape, indexed with the second and `oriented`, has the shape of the first.
+        """
+        inner: tuple[Any, ...] = ()
+        if self.layer is not None:
+            if not box[0].start <= self.layer < box[0].stop:
+                return None
+            inner, box = (self.layer - box[0].start,), box[1:]
+        own = list(box)
+        local = [slice(0, s.stop - s.start) for s in box]
+        if self.columns is not None:
+            first, last = self.columns
+            start, stop = max(first, box[-1].start), min(last, box[-1].stop)
+            own[-1], local[-1] = slice(start - first, stop - first), slice(start - box[-1].start, stop - box[-1].start)
+        if any(s.stop <= s.start for s in own):
+            return None
+        return tuple(own[::-1] if self.transposed else own), (*inner, *local, ...)
+
+    def oriented(self, values: np.ndarray) -> np.ndarray:
+        """A view of part of the leaf that lies as the tensor does."""
+        return values.T if self.transposed else values
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def assign(target: np.ndarray, source: np.ndarray) -> None:
+    """target[...] = source; transposing sixteen rows at a time, which is four times as fast as NumPy's all at once."""
+    if target.ndim != 2 or all(x.strides[1] == x.itemsize for x in (target, source)):
+        target[...] = source
+        return
+    for i in range(0, len(target), 16):
+        target[i : i + 16] = source[i : i + 16]
+
+
+def dotted(name: str) -> str:
+    """A leaf's name in checkpoints and files: `stack/mlp/down/kernel` -> `stack.mlp.down.kernel`."""
+    return name.replace("/", ".") or "params"
+
+
+def leaves_of(params: Any) -> dict[str, Array]:
+    """dotted name -> shape and dtype of a tree of arrays or of their shapes."""
+    return {dotted(path_name(key)): Array(x.shape, x.dtype) for key, x in tree_flatten_with_path(params)[0]}
+
+
+def tensors(leaves: Mapping[str, Array], table: Mapping[str, Any] | None) -> list[Tensor]:
+    """The tensors of a model with these leaves (by dotted name), layer by layer; without a table the leaves.
+
+    Raises:
+      ConfigError: a table that does not fit the leaves: what it names is not there, or what is there it leaves out.
+    """
+    if table is None:
+        return [Tensor(name, name, x.shape, x.dtype) for name, x in leaves.items()]
+    rows = [_Row.read(row, leaves) for row in table["tensors"]]
+    made: list[Tensor] = []
+    for layers, group in groupby(rows, lambda row: row.layers):
+        some = list(group)
+        made += [row.tensor(layer) for layer in (range(layers) if layers is not None else [None]) for row in some]
+    covered = dict.fromkeys(leaves, 0)
+    for tensor in made:
+        covered[tensor.leaf] += prod(tensor.shape)
+    if wrong := [name for name, x in leaves.items() if covered[name] != prod(x.shape)]:
+        raise ConfigError(f"weights_layout: its rows are not all of, or more than, {some_of(wrong)}")
+    return made
+
+
+class _Row(NamedTuple):
+    name: str
+    leaf: str
+    array: Array
+    layers: int | None
+    columns: tuple[int, int] | None
+    transposed: bool
+
+    @classmethod
+    def read(cls, row: Mapping[str, Any], leaves: Mapping[str, Array]) -> _Row:
+        leaf, stacked = dotted(row["leaf"]), "{layer}" in row["name"]
+        if unknown := row.keys() - KEYS:
+            raise ConfigError(f"weights_layout: {row['name']} has {sorted(unknown)}; a row has {sorted(KEYS)}")
+        if leaf not in leaves:
+            raise ConfigError(f"weights_layout: {row['name']} is of {leaf}, but the leaves are {some_of(leaves)}")
+        shape, columns, transposed = leaves[leaf].shape, row.get("columns"), row.get("transposed", False)
+        if len(shape) - stacked < (2 if transposed else 1 if columns else 0):
+            raise ConfigError(f"weights_layout: {row['name']} wants more dimensions than {leaf} {shape} has")
+        fits = columns is None or 0 <= columns[0] < columns[1] <= shape[-1]
+        if not fits:
+            raise ConfigError(f"weights_layout: {row['name']} is columns {columns} of {leaf} {shape}")
+        layers = shape[0] if stacked else None
+        return cls(row["name"], leaf, leaves[leaf], layers, tuple(columns) if columns else None, transposed)
+
+    def tensor(self, layer: int | None) -> Tensor:
+        shape = self.array.shape if layer is None else self.array.shape[1:]
+        if self.columns:
+            shape = (*shape[:-1], self.columns[1] - self.columns[0])
+        shape = shape[::-1] if self.transposed else shape
+        name = self.name if layer is None else self.name.format(layer=layer)
+        return Tensor(name, self.leaf, shape, self.array.dtype, layer, self.columns, self.transposed)
+
+
+def cast(some: Iterable[Tensor], dtype: np.dtype | None) -> list[Tensor]:
+    """The tensors, those of floating point in `dtype`; None leaves them."""
+    return [
+        dataclasses.replace(t, dtype=dtype) if dtype is not None and jnp.issubdtype(t.dtype, jnp.floating) else t
+        for t in some
+    ]
+
+
+def some_of(names: Iterable[str], most: int = 8) -> str:
+    """The first names, and how many more there are."""
+    listed = list(names)
+    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")

@@ -1,0 +1,165 @@
+"""Weights from safetensors files straight into sharded arrays: every process reads its own slices."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jzero.agreement import anyone
+from jzero.errors import ConfigError
+from jzero.model import weights_layout
+from jzero.weights.layout import Array, Tensor, assign, dotted, leaves_of, some_of, tensors
+from jzero.weights.safetensors import File
+from jzero.zero import path_name
+
+TORCH = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def load(directory: str | os.PathLike, step: Any) -> Any:
+    """The parameters of a `TrainStep`'s model from safetensors, laid out as its masters and in their dtype.
+
+    The names are those of the model's `weights_layout`, as in a directory that `transformers` wrote, or the leaves'
+    own, as `jzero export` writes them for a model without one. A process reads the bytes of its own slices; in its
+    memory is one leaf's part at a time besides the result.
+
+    Args:
+      directory: of a model.safetensors, a model.safetensors.index.json or any *.safetensors; or such a file.
+      step: of any mesh and stage.
+
+    Returns:
+      What `step.init(rng, params)` takes.
+
+    Raises:
+      ConfigError: no such files, files of another model (which tensors are missing, extra, of another shape; what of
+        config.json is different), or files cut short. On all processes, if it happens to one.
+
+    >>> state = step.init(jax.random.key(0), load("Llama-2-7b-hf", step))  # doctest: +SKIP
+    """
+    shapes, shardings = step.state_shapes.params, step.state_shardings.params
+    problem, of_leaf = None, {}
+    try:
+        of_leaf = _find(Path(directory), leaves_of(shapes), weights_layout(step.model))
+    except ConfigError as error:
+        problem = str(error)
+    if problem := anyone("load_weights", problem):
+        raise ConfigError(problem)
+
+    def read(path: tuple, shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.Array:
+        parts = of_leaf[dotted(path_name(path))]
+        known: dict[str, np.ndarray] = {}  # replicas of a slice are read once
+
+        def part(index: Any) -> np.ndarray:
+            if str(index) not in known:
+                known[str(index)] = _read(parts, index, shape)
+            return known[str(index)]
+
+        array = jax.make_array_from_callback(shape.shape, sharding, part)
+        return array.block_until_ready()  # before the next leaf is read
+
+    return jax.tree_util.tree_map_with_path(read, shapes, shardings)
+
+
+def _read(parts: list[tuple[File, Tensor]], index: tuple, leaf: Any) -> np.ndarray:
+    """A slice of a leaf, in its dtype."""
+    box = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, leaf.shape, strict=True))
+    values = np.empty([s.stop - s.start for s in box], leaf.dtype)
+    for file, tensor in parts:
+        if (both := tensor.overlap(box)) is None:
+            continue
+        own, inner = both
+        target = tensor.oriented(values[inner])
+        for part, view in file.windows(tensor.name, own):
+            assign(target[part], view)
+    return values
+
+
+def _find(path: Path, leaves: Mapping[str, Array], table: dict | None) -> dict[str, list[tuple[File, Tensor]]]:
+    """leaf -> where it is.
+
+    Raises:
+      ConfigError: files that do not fit.
+    """
+    files = [File.open(file) for file in _files(path)]
+    where = {name: file for file in files for name in file.entries}
+    if len(where) != sum(len(file.entries) for file in files):
+        raise ConfigError(f"{path}: some tensors are in two of {some_of(file.path.name for file in files)}")
+    if where.keys() & leaves.keys():
+        table = None  # the leaves' own names
+    wanted = tensors(leaves, table)
+    problems = _differences(path.parent if path.is_file() else path, table) + _misfits(where, wanted)
+    if problems:
+        raise ConfigError(f"{path} is of another model: {some_of(problems)}")
+    of_leaf: dict[str, list[tuple[File, Tensor]]] = {}
+    for tensor in wanted:
+        of_leaf.setdefault(tensor.leaf, []).append((where[tensor.name], tensor))
+    return of_leaf
+
+
+def _files(path: Path) -> list[Path]:
+    """The safetensors files that `path` means, as transformers would choose."""
+    if path.is_file() and path.suffix == ".safetensors":
+        return [path]
+    if not path.is_dir():
+        raise ConfigError(f"{path}: there is no such directory, nor such a .safetensors file")
+    if (path / "model.safetensors").is_file():
+        return [path / "model.safetensors"]
+    if (index := path / "model.safetensors.index.json").is_file():
+        try:
+            return [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{index} is not an index of safetensors files: {error!r}") from None
+    if found := sorted(path.glob("*.safetensors")):
+        return found
+    if torch := sorted(file.name for pattern in TORCH for file in path.glob(pattern)):
+        raise ConfigError(
+            f"{path} holds {some_of(torch)}, which jzero does not read: convert it to safetensors first, as "
+            "transformers' AutoModelForCausalLM.from_pretrained(this).save_pretrained(other) does"
+        )
+    raise ConfigError(f"{path} holds no weights (no *.safetensors): give the directory of an export or a download")
+
+
+def _differences(directory: Path, table: dict | None) -> list[str]:
+    """What a config.json beside the files says that the model is not."""
+    if table is None or not (directory / "config.json").is_file():
+        return []
+    try:
+        there = {**table.get("absent", {}), **_opened(json.loads((directory / "config.json").read_text()))}
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{directory / 'config.json'} is not a JSON object: {error}") from None
+    here = _opened(table["config"])
+    same = here.keys() - set(table.get("may_differ", ()))
+    return [
+        f"config.json has {key} = {json.dumps(there[key])}, not {json.dumps(here[key])}"
+        for key in sorted(same & there.keys())
+        if there[key] != here[key]
+    ]
+
+
+def _opened(config: dict[str, Any]) -> dict[str, Any]:
+    """With what is inside its dictionaries beside them."""
+    inside = {key: value for part in config.values() if isinstance(part, dict) for key, value in part.items()}
+    return {**inside, **config}
+
+
+def _misfits(where: Mapping[str, File], wanted: list[Tensor]) -> list[str]:
+    """The tensors that are missing, extra, of another shape or of another kind of number."""
+    expected = {t.name: t for t in wanted}
+    problems = [f"missing {name}" for name in expected if name not in where]
+    problems += [f"extra {name}" for name in sorted(where.keys() - expected.keys())]
+    for name, tensor in expected.items():
+        if name not in where:
+            continue
+        dtype, shape, _ = where[name].entries[name]
+        if shape != tensor.shape:
+            problems.append(f"{name} is {shape}, not {tensor.shape}")
+        floats = [jnp.issubdtype(x, jnp.floating) and x.itemsize > 1 for x in (dtype, tensor.dtype)]
+        if dtype != tensor.dtype and not all(floats):
+            problems.append(f"{name} is {dtype}, not {tensor.dtype}")
+    return problems

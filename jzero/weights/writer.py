@@ -1,0 +1,65 @@
+"""Tensors into safetensors files, from parts of leaves that come in any order."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jzero.errors import ConfigError
+from jzero.weights.layout import Box, Tensor, assign
+from jzero.weights.safetensors import File
+
+
+class Writer:
+    """Files with room for their tensors; `write` fills in a part of a leaf, `close` waits for the disk.
+
+    Args:
+      files: path -> its tensors.
+
+    Raises:
+      OSError: a place that cannot be written, or too little of it.
+    """
+
+    def __init__(self, files: Mapping[Path, Sequence[Tensor]]):
+        self._of_leaf: dict[str, list[tuple[File, Tensor]]] = {}
+        self._files = []
+        for path, tensors in files.items():
+            file = File.create(path, {t.name: (t.dtype, t.shape) for t in tensors})
+            self._files.append(file)
+            for t in tensors:
+                self._of_leaf.setdefault(t.leaf, []).append((file, t))
+
+    def write(self, leaf: str, box: Box, values: np.ndarray) -> None:
+        """Write what the tensors have of this box of the leaf, in their dtypes.
+
+        Raises:
+          ConfigError: finite values that are infinite in the tensor's dtype.
+        """
+        for file, tensor in self._of_leaf[leaf]:
+            if (both := tensor.overlap(box)) is None:
+                continue
+            own, inner = both
+            source = tensor.oriented(values[inner])
+            for part, view in file.windows(tensor.name, own):
+                try:
+                    with np.errstate(over="raise"):
+                        assign(view, source[part])
+                except FloatingPointError:
+                    raise ConfigError(
+                        f"{tensor.name} has values beyond the range of {tensor.dtype}: choose bfloat16 or float32"
+                    ) from None
+
+    def close(self) -> None:
+        """Wait until the disk has everything."""
+        for file in self._files:
+            file.sync()
+
+
+def unwritable(path: str | os.PathLike, error: OSError) -> ConfigError:
+    """The error that says why nothing was written there."""
+    full = " (there is too little room)" if error.errno == errno.ENOSPC else ""
+    return ConfigError(f"{path} cannot be written: {error.strerror or error}{full}")

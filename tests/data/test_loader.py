@@ -1,0 +1,466 @@
+"""The loader: which samples come when, whatever the layout; its position; what a process reads; its thread."""
+
+import gc
+import itertools
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+
+import jzero
+from jzero.batches import my_rows
+from jzero.data import DataLoader, RepeatingLoader, order
+from jzero.data.order import Position, shuffled
+from jzero.data.sources import as_source
+from jzero.data.stream import Plan, draw, walk
+from jzero.mesh import batch_spec
+
+ROOT = Path(__file__).parents[2]
+KINDS = ["arrays", "sequence", "source", "function", "iterable", "hugging face"]
+
+
+class Sizes(SimpleNamespace):
+    """What a loader asks of a TrainStep."""
+
+    def __init__(self, micro, replicas, accum):
+        mesh = jzero.make_mesh(devices=jax.devices()[:replicas])
+        super().__init__(replicas=replicas, batch_sharding=NamedSharding(mesh, batch_spec(mesh)), micro=micro)
+        self.accumulate(accum)
+
+    def accumulate(self, accum):
+        self.batch_sizes = SimpleNamespace(train=self.micro_size * accum)
+
+    @property
+    def micro_size(self):
+        return self.micro * self.replicas
+
+
+class Passes:
+    """Samples without a length, again and again."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(self.samples)
+
+
+class Rows:
+    """A source of its own kind, which counts what is read."""
+
+    def __init__(self, n):
+        self.n, self.read = n, []
+
+    def __len__(self):
+        return self.n
+
+    def rows(self, indices):
+        self.read += indices.tolist()
+        return {"x": indices.astype(np.int32), "y": np.stack([indices, -indices], 1).astype(np.float32)}
+
+
+def samples(n):
+    return [{"x": np.int32(i), "y": np.float32([i, -i])} for i in range(n)]
+
+
+def data(kind, n):
+    if kind == "hugging face":
+        datasets = pytest.importorskip("datasets")
+        return datasets.Dataset.from_dict({"x": list(range(n)), "y": [[i, -i] for i in range(n)]})
+    if kind == "arrays":
+        return Rows(n).rows(np.arange(n))
+    one = {"sequence": samples, "source": Rows, "function": lambda n: lambda: iter(samples(n))}
+    return one.get(kind, lambda n: Passes(samples(n)))(n)
+
+
+def numbers(batches):
+    """The samples in the batches, checked that their two arrays belong together."""
+    found = []
+    for batch in batches:
+        x, y = np.asarray(batch["x"]), np.asarray(batch["y"])
+        np.testing.assert_array_equal(y, np.stack([x, -x], 1))
+        found += x.tolist()
+    return found
+
+
+def take(loader, samples):
+    """So many samples of any epochs."""
+    return numbers(itertools.islice(RepeatingLoader(loader), samples // loader.step.micro_size))
+
+
+# ------------------------------------------------------------------------------------------- the order
+
+
+@pytest.mark.parametrize("kind", ["arrays", "function"])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_order_is_not_the_layouts(kind, drop_last):
+    """However a global batch of 24 is cut, the same stream, over three epochs of 100 samples."""
+    per_epoch = 96 if drop_last else 120
+    cuts = [(24, 1, 1), (2, 4, 3), (1, 8, 3), (3, 2, 4), (1, 1, 24), (12, 2, 1)]
+    streams = [
+        take(DataLoader(data(kind, 100), Sizes(*cut), seed=5, drop_last=drop_last), 3 * per_epoch) for cut in cuts
+    ]
+    assert all(stream == streams[0] for stream in streams)
+    epochs = np.reshape(streams[0], (3, per_epoch))
+    for epoch in epochs:
+        assert len(set(epoch[:100].tolist())) == min(per_epoch, 100)
+        assert epoch[100:].tolist() == epoch[: max(0, per_epoch - 100)].tolist()
+    assert (epochs[0] != epochs[1]).any() == (kind == "arrays")  # samples without a length come as they come
+    assert (epochs[0][:96].tolist() == list(range(96))) == (kind == "function")
+
+
+def test_the_order_is_the_seeds():
+    def stream(**options):
+        return take(DataLoader(data("arrays", 100), Sizes(4, 1, 1), **options), 200)
+
+    assert stream(seed=1) == stream(seed=1) != stream(seed=2)
+    assert stream(shuffle=False) == [*range(100), *range(100)]
+    assert stream(seed=1)[:100] != stream(seed=0)[100:]  # as it would be if the epoch were added to the seed
+
+
+@settings(max_examples=20, deadline=None)
+@given(length=st.integers(0, 3000), small=st.booleans(), seed=st.integers(0, 2**40), epoch=st.integers(0, 1000))
+def test_a_shuffle_is_a_permutation(length, small, seed, epoch):
+    """Also by index_shuffle, which takes over where a permutation is large."""
+    length += 1 if small else 2**15
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(order, "SMALL", 2**20 if small else 0)
+        assert sorted(shuffled(np.arange(length), length, seed, epoch).tolist()) == list(range(length))
+
+
+def test_every_place_is_as_likely():
+    counts = np.zeros((6, 6))
+    for epoch in range(3000):
+        counts[np.arange(6), shuffled(np.arange(6), 6, 0, epoch)] += 1
+    assert abs(counts - 500).max() < 100  # five standard deviations
+
+
+def test_a_shuffle_of_10_to_the_9_is_quick():
+    chosen = shuffled(np.arange(10**9 - 64, 10**9), 10**9, 0, 0)  # no array of 8 GB
+    assert len(set(chosen.tolist())) == 64
+    assert 0 <= chosen.min() < chosen.max() < 10**9
+
+
+# ------------------------------------------------------------------------------------------- epochs and position
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    length=st.integers(1, 60), micro=st.integers(1, 5), accum=st.integers(1, 4),
+    other=st.tuples(st.integers(1, 5), st.integers(1, 4)), taken=st.integers(0, 40),
+    drop_last=st.booleans(), sized=st.booleans(),
+)  # fmt: skip
+def test_seek_goes_on_exactly(length, micro, accum, other, taken, drop_last, sized):
+    """From any position: the same layout to the end of the next epoch; another one until this epoch's samples end."""
+    source = as_source(np.arange(length) if sized else lambda: iter(range(length)))
+    make = draw if sized else walk
+
+    def stream(micro, accum, start=None):
+        plan = Plan(source, 3, drop_last, micro, micro * accum, np.arange(micro), lambda rows: rows.tolist())
+        return make(plan, start or Position())
+
+    if drop_last and length < max(micro * accum, other[0] * other[1]):
+        return
+    straight = stream(micro, accum)
+    at = [Position(), *(at for _, at in itertools.islice(straight, taken))][-1]
+    at = Position.load(at.dump())
+    rest = [batch for batch, _ in itertools.islice(straight, 2 * (length // micro + accum))]
+    again = [batch for batch, _ in itertools.islice(stream(micro, accum, at), len(rest))]
+    assert again == rest
+
+    def order(epoch):
+        return shuffled(np.arange(length), length, 3, epoch).tolist() if sized else list(range(length))
+
+    (micro, accum), first = other, order(at.epoch)
+    left, size = first[at.samples :], micro * accum
+    if at.begun == 0:  # the end of a step, so what is left is whole global batches, then comes the next epoch
+        short = -len(left) % size
+        left = left[: len(left) // size * size] if drop_last else left + [first[i % length] for i in range(short)]
+        left += order(at.epoch + 1)[:size]
+    elif drop_last:
+        return
+    batches = itertools.islice(stream(micro, accum, at), -(-len(left) // micro))
+    assert [row for batch, _ in batches for row in batch][: len(left)] == left
+
+
+@settings(max_examples=80, deadline=None)
+@given(length=st.integers(1, 200), train=st.integers(1, 30), drop_last=st.booleans())
+def test_each_sample_once_an_epoch(length, train, drop_last):
+    end = Position().end(length, train, drop_last)
+    if end == 0:
+        return
+    plan = Plan(as_source(np.arange(length)), 1, drop_last, 1, train, np.arange(1), lambda rows: rows[0])
+    epoch, ends = zip(*itertools.islice(draw(plan, Position()), end), strict=True)
+    assert [at.epoch for at in ends] == [0] * (end - 1) + [1]
+    assert end % train == 0
+    once = epoch[:length]
+    assert len(set(once)) == len(once) == min(length, end)
+    assert epoch[length:] == (once * train)[: end - len(once)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_data_gives_the_same(kind):
+    """In its own order, over two epochs, and from a position in the second on another layout."""
+    loader = DataLoader(data(kind, 50), Sizes(2, 4, 2), shuffle=False)
+    expected = [*range(50), *range(14)]
+    assert [numbers(loader), numbers(loader)] == [expected] * 2
+    assert loader.position == {"epoch": 2, "samples": 0}
+    loader.seek({"epoch": 1, "samples": 32})
+    assert numbers(loader) == expected[32:]
+    smaller = DataLoader(data(kind, 50), Sizes(1, 2, 3), shuffle=False)
+    smaller.seek({"epoch": 1, "samples": 32})
+    assert numbers(smaller) == [*range(32, 50)]
+    assert numbers(smaller) == [*range(50), *range(4)]
+    batch = next(iter(loader))
+    assert {name: x.shape for name, x in batch.items()} == {"x": (8,), "y": (8, 2)}
+    assert all(x.sharding == loader.step.batch_sharding for x in batch.values())
+
+
+def test_what_was_read_ahead_does_not_count():
+    source = Rows(100)
+    loader = DataLoader(source, Sizes(2, 2, 2), seed=1)
+    assert loader.position == {"epoch": 0, "samples": 0}
+    batches = iter(loader)
+    given = numbers(next(batches) for _ in range(4))
+    while len(source.read) < 24:  # the thread goes on
+        assert threading.active_count() > 1
+    assert loader.position == {"epoch": 0, "samples": 16}
+    next(batches)
+    assert loader.position == {"epoch": 0, "samples": 20, "begun": 4}
+    other = DataLoader(Rows(100), Sizes(8, 1, 1), seed=1)
+    other.seek({"epoch": 0, "samples": 16})
+    assert sorted(given + numbers(other)[:84]) == list(range(100))
+
+
+def test_iterating_again_is_the_next_epoch():
+    loader = DataLoader(Rows(16), Sizes(4, 1, 1), seed=1)
+    whole = [numbers(loader) for _ in range(4)]
+    loader.seek({"epoch": 1, "samples": 8})
+    assert numbers(loader) == whole[1][8:]
+    for _ in loader:
+        assert loader.position == {"epoch": 2, "samples": 4}
+        break
+    assert numbers(loader) == whole[3]  # not the rest of that one
+    running = RepeatingLoader(loader)
+    assert loader.position == {"epoch": 4, "samples": 0}
+    next(running)
+    loader.seek({"epoch": 0, "samples": 12})
+    assert numbers([next(running), next(running)]) == whole[0][12:] + whole[1][:4]
+
+
+@pytest.mark.parametrize("kind", ["arrays", "iterable"])
+def test_the_global_batch_changes_under_way(kind):
+    """What is left of the epoch, and every later one, is whole global batches of the new size."""
+    sizes = Sizes(2, 1, 5)
+    loader = DataLoader(data(kind, 23), sizes, shuffle=False)
+    batches = iter(loader)
+    given = numbers(next(batches) for _ in range(5))
+    sizes.accumulate(4)
+    assert len(loader) == 12 if kind == "arrays" else True
+    assert given + numbers(batches) == [*range(23), *range(3)]  # 10 + 2 x 8
+    assert numbers(loader) == [*range(23), 0]
+    sizes.accumulate(1)
+    assert numbers(loader) == [*range(23), 0]
+
+
+# ------------------------------------------------------------------------------------------- one process of many
+
+
+@pytest.mark.parametrize(("pipe", "local"), [(1, 2), (2, 4), (1, 8)])
+def test_a_process_reads_its_own_rows_alone(pipe, local):
+    """As process after process would: `local` devices each, of a mesh of 8; what they hold together is the batch."""
+    mesh = jzero.make_mesh(pipe=pipe, data=2)
+    sharding = NamedSharding(mesh, batch_spec(mesh))
+    micro, train = 8, 16
+
+    def rows_of(process):
+        here = jax.devices()[process * local : (process + 1) * local]
+        every = sharding.devices_indices_map((micro,))
+        part = SimpleNamespace(addressable_devices_indices_map=lambda shape: {d: every[d] for d in here})
+        return my_rows(part, micro)
+
+    def stream(source, mine, make):
+        plan = Plan(source, 1, False, micro, train, mine, lambda rows: rows["x"].tolist())
+        return [batch for batch, _ in itertools.islice(make(plan, Position()), 4)]
+
+    whole, everything = stream(Rows(30), np.arange(micro), draw), as_source(lambda: iter(samples(30)))
+    walked = stream(everything, np.arange(micro), walk)
+    held = {}
+    for process in range(8 // local):
+        source, mine = Rows(30), rows_of(process)
+        assert len(mine) == min(micro, micro * pipe * local // 8)
+        parts = stream(source, mine, draw)
+        assert source.read == [*itertools.chain(*parts)]
+        for row, *values in zip(mine.tolist(), *parts, strict=True):
+            assert held.setdefault(row, values) == values
+        of_all = stream(everything, mine, walk)
+        assert of_all == [[batch[i] for i in mine] for batch in walked]
+    assert [list(batch) for batch in zip(*[held[row] for row in range(micro)], strict=True)] == whole
+
+
+# ------------------------------------------------------------------------------------------- the thread
+
+
+class Broken(list):
+    def __getitem__(self, i):
+        try:
+            return list.__getitem__(self, i)
+        except IndexError as error:
+            raise OSError("the disk is gone") from error
+
+    def __len__(self):
+        return 40
+
+
+def test_an_error_in_reading_reaches_the_consumer():
+    loader = DataLoader(Broken(samples(20)), Sizes(4, 1, 1), shuffle=False)
+    batches = iter(loader)
+    assert numbers(next(batches) for _ in range(5)) == list(range(20))
+    with pytest.raises(OSError, match="the disk is gone") as error:
+        next(batches)
+    assert isinstance(error.value.__cause__, IndexError)
+    assert "while reading sample 20 of training_data" in error.value.__notes__
+    assert loader.position == {"epoch": 0, "samples": 20}
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(iter(RepeatingLoader(loader)))
+
+    def generator():
+        yield 1.0
+        raise OSError("the line is cut")
+
+    with pytest.raises(OSError, match="the line is cut") as error:
+        next(iter(DataLoader(generator, Sizes(2, 1, 1))))
+    assert "while reading sample 1 of training_data" in error.value.__notes__
+
+
+def test_the_thread_ends_with_the_loader():
+    before = set(threading.enumerate())
+    loader = DataLoader(Rows(100), Sizes(2, 1, 1))
+    batches = iter(loader)
+    next(batches)
+    assert set(threading.enumerate()) > before
+    del loader, batches
+    gc.collect()
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("end", ["", "raise RuntimeError('of its own')"])
+def test_a_program_ends_while_the_thread_reads(end):
+    """Well, or with its own error alone: a thread that Python's end finds inside of C++ would abort it."""
+    program = f"""
+import jax, numpy as np
+from types import SimpleNamespace
+import jzero
+from jax.sharding import NamedSharding, PartitionSpec
+
+sharding = NamedSharding(jzero.make_mesh(devices=jax.devices()[:1]), PartitionSpec())
+step = SimpleNamespace(batch_sharding=sharding, micro_size=4096, batch_sizes=SimpleNamespace(train=4096))
+loader = jzero.data.DataLoader(np.zeros(2**20 + 1, "int8"), step)
+next(iter(loader))
+{end}
+"""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == bool(end), done.stderr
+    assert done.stderr.count("Traceback") == bool(end), done.stderr
+
+
+def test_an_iterator_is_read_once():
+    loader = DataLoader(iter(samples(11)), Sizes(2, 1, 2))
+    loader.seek({"epoch": 0, "samples": 4})
+    assert numbers(loader) == [*range(4, 11), 0]
+    assert numbers(loader) == []
+    with pytest.raises(StopIteration):
+        next(RepeatingLoader(loader))
+    loader.seek({"epoch": 0, "samples": 0})
+    with pytest.raises(jzero.ConfigError, match=r"an iterator, which is read once: give a function"):
+        next(iter(loader))
+
+
+# ------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("position", "words"),
+    [
+        (None, "position = None: must be"),
+        ({"epoch": 1}, "must be"),
+        ({"epoch": 0, "samples": 1, "rank": 2}, "must be"),
+        ({"epoch": 0, "samples": -4}, "whole numbers from 0"),
+        ({"epoch": 0.0, "samples": 4}, "whole numbers from 0"),
+        ({"epoch": 0, "samples": 4, "begun": 6}, "begun must be at most samples"),
+        ({"epoch": 0, "samples": 100}, "training_data has 20 samples an epoch; the position is of other data"),
+    ],
+)
+def test_positions_that_do_not_fit(position, words):
+    for kind in ("arrays", "function"):
+        loader = DataLoader(data(kind, 20), Sizes(4, 1, 1))
+        with pytest.raises(jzero.ConfigError, match=words):
+            next(iter(loader.seek(position) or loader))
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ([], "there are no samples"),
+        (np.zeros((0, 3)), "there are no samples"),
+        ({}, "there are no samples"),
+        (lambda: iter(()), "there are no samples"),
+        ({"x": np.zeros(4), "y": np.zeros(3)}, r"have \[3, 4\] samples"),
+        ({"train": [1, 2]}, r"training_data\['train'\]\[0\] is int, no array of samples"),
+        (np.float32(1), "training_data is float32: must be a pytree"),
+        (np.array(1), "no array of samples"),
+        (7, "training_data is int: must be a pytree"),
+        (np.array(["a", "b"]), r"it holds <U1, no numbers"),
+        ([np.zeros(2), np.zeros(3)] * 2, r"2 forms, such as \(2,\) and \(3,\).*Packed"),
+        ([{"x": 1.0}, {"y": 1.0}], "2 forms"),
+        (["a", "b"], "holds <U1, no numbers"),
+        (SimpleNamespace(rows=lambda indices: np.zeros(7), __len__=None), "training_data is SimpleNamespace"),
+    ],
+)
+def test_bad_data(bad, words):
+    with pytest.raises(jzero.ConfigError, match=words):
+        next(iter(DataLoader(bad, Sizes(2, 1, 1))))
+
+
+def test_a_source_that_gives_something_else():
+    source = Rows(8)
+    source.rows = lambda indices: np.zeros(7)
+    with pytest.raises(jzero.ConfigError, match=r"gave a leaf of shape \(7,\) for 2 indices"):
+        next(iter(DataLoader(source, Sizes(2, 1, 1))))
+
+
+@pytest.mark.parametrize("kind", ["arrays", "function"])
+def test_too_few_samples(kind):
+    with pytest.raises(jzero.ConfigError, match="7 samples do not fill one global batch of 8"):
+        next(iter(DataLoader(data(kind, 7), Sizes(2, 2, 2), drop_last=True)))
+    assert numbers(DataLoader(data(kind, 3), Sizes(2, 2, 2), shuffle=False)) == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+def test_hugging_face_columns():
+    datasets = pytest.importorskip("datasets")
+    mixed = datasets.Dataset.from_dict({"x": [1, 2], "text": ["a", "b"]})
+    with pytest.raises(jzero.ConfigError, match=r"text holds <U1, no numbers; choose columns .*select_columns"):
+        next(iter(DataLoader(mixed, Sizes(2, 1, 1))))
+    with pytest.raises(jzero.ConfigError, match="ragged holds object, no numbers"):
+        next(iter(DataLoader(datasets.Dataset.from_dict({"ragged": [[1], [1, 2]]}), Sizes(2, 1, 1))))
+    with pytest.raises(jzero.ConfigError, match=r"is DatasetDict, no array of samples.*splits choose one"):
+        DataLoader(datasets.DatasetDict({"train": mixed}), Sizes(2, 1, 1))
+    doubled = mixed.with_transform(lambda batch: {"x": [np.float32(2 * x) for x in batch["x"]]})
+    assert np.asarray(next(iter(DataLoader(doubled, Sizes(2, 1, 1), shuffle=False)))["x"]).tolist() == [2, 4]
+    streamed = datasets.Dataset.from_dict({"x": list(range(20))}).to_iterable_dataset().shuffle(seed=1, buffer_size=20)
+    loader = DataLoader(streamed, Sizes(2, 1, 1))
+    first, second = ([int(x) for batch in loader for x in batch["x"]] for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert first != second

@@ -1,0 +1,218 @@
+"""Documents packed into rows: nothing is lost, and attention cannot tell a packed document from one alone."""
+
+import dataclasses
+import importlib.util
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jzero
+from jzero.data import Bytes, Packed, write_tokens
+from jzero.data.sources import Source
+from jzero.planner import gpu_devices
+from models.llama import Llama, LlamaConfig
+
+has_cuda_compiler = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+TINY = LlamaConfig(4, 32, 4, 2, 48, vocab_size=64, attention="xla")
+LENGTH = 24
+
+
+def documents(n, longest=LENGTH, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, TINY.vocab_size, rng.integers(1, longest + 1)).astype(np.int32) for _ in range(n)]
+
+
+def unpacked(rows):
+    """The pieces of the rows, each (inputs, labels)."""
+    found = []
+    for inputs, labels, segments in zip(*(rows[name] for name in ("inputs", "labels", "segments")), strict=True):
+        last = segments.max()
+        assert np.unique(segments).tolist() in (list(range(last + 1)), list(range(1, last + 1)))
+        assert (np.diff(segments) >= 0).all() or segments.argmin() > segments.argmax()  # padding comes last
+        assert (labels[segments == 0] == -1).all()
+        found += [(inputs[segments == s].tolist(), labels[segments == s].tolist()) for s in range(1, last + 1)]
+    return found
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=st.lists(st.integers(0, 60), min_size=1, max_size=80), length=st.integers(2, 30))
+def test_every_token_once(sizes, length):
+    """Each document is there, in pieces if it is long; a label is the next token of the document, at its end none."""
+    if not sum(sizes):
+        return
+    start = np.cumsum(sizes) - sizes
+    docs = [np.arange(a, a + n) for a, n in zip(start, sizes, strict=True)]
+    packed = Packed(docs, length)
+    assert isinstance(packed, Source)
+    rows = packed.rows(np.arange(len(packed)))
+    assert all(x.shape == (len(packed), length) and x.dtype == np.int32 for x in rows.values())
+    pieces = sorted(unpacked(rows))
+    expected = []
+    for doc in docs:
+        labels = [*doc[1:].tolist(), -1]
+        cuts = range(0, len(doc), length)
+        expected += [(doc[i : i + length].tolist(), labels[i : i + length]) for i in cuts]
+    assert pieces == sorted(expected)
+    again = Packed(docs, length)
+    np.testing.assert_array_equal(packed.pieces, again.pieces)
+    one = rows["inputs"][[len(packed) - 1]]
+    np.testing.assert_array_equal(packed.rows(np.array([len(packed) - 1]))["inputs"], one)
+    # Greedy, longest first: never more rows than documents, and no two rows that one could hold.
+    filled = (rows["segments"] > 0).sum(axis=1)
+    assert len(packed) == 1 or np.sort(filled)[:2].sum() > length
+
+
+def test_rows_are_full():
+    sizes = np.random.default_rng(0).lognormal(5, 1, 20_000).astype(int) + 1
+    packed = Packed([np.zeros(n, np.uint16) for n in sizes], 2048)
+    assert sizes.sum() / (len(packed) * 2048) > 0.99
+    assert (
+        repr(packed)
+        == f"Packed(20000 documents in {len(packed)} rows of 2048, {sizes.sum() / len(packed) / 20.48:.1f}% filled)"
+    )
+
+
+def test_a_token_file_is_packed(tmp_path):
+    texts = ["a document", "", "another one, which is longer than a row is", "x"]
+    write_tokens(texts, tmp_path / "t.npy", Bytes())
+    packed = Packed(tmp_path / "t.npy", 16)
+    pieces = unpacked(packed.rows(np.arange(len(packed))))
+    assert sum(len(inputs) for inputs, _ in pieces) == len(np.load(tmp_path / "t.npy"))
+    assert ([*b"a document", 256], [*b" document", 256, -1]) in pieces
+    assert ([256], [-1]) in pieces
+    assert ([*b"another one, whi"], [*b"nother one, whic"]) in pieces
+    open_ended = Packed(np.array([1, 2, 0, 3, 4]), 4, end=0)  # the last has no end token
+    assert sorted(unpacked(open_ended.rows(np.arange(len(open_ended))))) == [([1, 2, 0], [2, 0, -1]), ([3, 4], [4, -1])]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Packed([], 8), "there are no tokens"),
+        (lambda: Packed([np.zeros(0, int)], 8), "there are no tokens"),
+        (lambda: Packed([np.zeros(3)], 8), "holds float64"),
+        (lambda: Packed([np.arange(3)], 1), "length = 1: a row has at least 2 tokens"),
+        (lambda: Packed(np.arange(8), 8), "end: must say which token ends a document"),
+        (lambda: Packed([np.arange(3)], 8, end=2), "end = 2: does nothing for documents that are arrays"),
+        (lambda: Packed([np.arange(9)], 8, vocab_size=8).rows(np.array([0])), "token 8 is not in a vocabulary of 8"),
+    ],
+)
+def test_bad_documents(make, words):
+    with pytest.raises(jzero.ConfigError, match=words):
+        make()
+
+
+# ------------------------------------------------------------------------------------------- attention
+
+
+def llama(**changes):
+    return jzero.from_flax(lambda rngs: Llama(dataclasses.replace(TINY, **changes), rngs=rngs))
+
+
+def test_packed_documents_do_not_see_each_other():
+    """Their logits, and the gradient of their summed loss, are those of each document alone."""
+    docs = documents(14, longest=10)
+    packed = Packed(docs, LENGTH)
+    rows = packed.rows(np.arange(len(packed)))
+    assert rows["segments"].max() > 2
+    model = llama()
+    params = model.init(jax.random.key(0))
+    logits = model.module(params)(jnp.asarray(rows["inputs"]), jnp.asarray(rows["segments"]))
+    run = jax.jit(lambda tokens: model.module(params)(tokens[None])[0])
+
+    def alone(tokens):
+        """With what a causal model does not see after it, so that one program does for all lengths."""
+        return run(np.pad(tokens, (0, LENGTH - len(tokens))))[: len(tokens)]
+
+    checked = 0
+    for r in range(len(packed)):
+        for segment in range(1, rows["segments"][r].max() + 1):
+            here = rows["segments"][r] == segment
+            np.testing.assert_allclose(logits[r][here], alone(rows["inputs"][r][here]), rtol=1e-5, atol=1e-5)
+            checked += here.sum()
+    assert checked == sum(map(len, docs))
+    together = model.module(params)(jnp.asarray(rows["inputs"]))
+    assert abs(together - logits)[rows["segments"] > 1].max() > 1e-2  # what the segments keep out
+
+    def loss(params, inputs, labels, *segments):
+        batch = {"inputs": inputs[None], "labels": labels[None]} | ({"segments": segments[0][None]} if segments else {})
+        return model.loss(params, batch, None)[0]
+
+    gradient = jax.jit(jax.grad(loss))
+
+    def total(batches):
+        return jax.tree.map(lambda *g: sum(g), *[gradient(params, *map(jnp.asarray, b)) for b in batches])
+
+    ours = total(zip(rows["inputs"], rows["labels"], rows["segments"], strict=True))
+    after = [np.pad(np.append(doc[1:], -1), (0, LENGTH - len(doc)), constant_values=-1) for doc in docs]
+    theirs = total(zip((np.pad(doc, (0, LENGTH - len(doc))) for doc in docs), after, strict=True))
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * abs(np.asarray(b)).max())
+
+
+@pytest.mark.skipif(not has_cuda_compiler, reason="needs jzero[plan]")
+@pytest.mark.usefixtures("no_compilation_cache")
+def test_segments_under_cudnn():
+    """The fused kernel takes them: in the H100's program attention stays one call each way, and S x S no gradient."""
+    step = jzero.make_train_step(
+        llama(attention="cudnn", d_model=256, num_layers=1),
+        {"train_batch_size": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}} | SGD,
+        mesh=jzero.make_mesh(devices=gpu_devices("h100", 2)),
+    )
+    tokens = jax.ShapeDtypeStruct((8, 512), np.int32)
+    plain, packed = (
+        step.lower({"inputs": tokens, "labels": tokens} | more).compile().as_text()
+        for more in ({}, {"segments": tokens})
+    )
+    kernels = re.compile(r"__cudnn\$fmha\w*")
+    assert sorted(set(kernels.findall(plain))) == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+    found = sorted(set(kernels.findall(packed)))
+    assert found == ["__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"], found
+
+
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+
+
+def train(mesh, stage, rows, more=None):
+    config = {
+        "train_batch_size": 8, "gradient_accumulation_steps": 4, "mesh": mesh, "seed": 3,
+        "gradient_clipping": 0, **SGD,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "compiler_options": {"xla_backend_optimization_level": 0},
+    } | (more or {})  # fmt: skip
+    degrees = np.prod([n for n in mesh.values()])
+    step = jzero.make_train_step(llama(), config, mesh=jzero.make_mesh({"mesh": mesh}, devices=jax.devices()[:degrees]))
+    state, metrics = step(step.init(jax.random.key(1)), rows)
+    return metrics["loss"], jax.device_get(state.params)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stage", "more"),
+    [
+        ({"zero": 2}, 3, {}),
+        ({"zero": 2}, 3, {"activation_checkpointing": {"policy": "full"}, "stack": {"unroll": False}}),
+        ({"zero": 2}, 2, {"activation_checkpointing": {"policy": "matmuls"}}),
+        ({"pipe": 2, "zero": 1}, 1, {}),
+        ({"pipe": 2, "zero": 2}, 3, {"pipeline": {"schedule": "zero_bubble"}}),
+        ({"pipe": 2, "zero": 1}, 1, {"pipeline": {"schedule": "interleaved", "chunks": 2}}),
+        (
+            {"pipe": 4, "zero": 1},
+            1,
+            {"pipeline": {"schedule": "gpipe"}, "activation_checkpointing": {"policy": "full"}},
+        ),
+    ],
+    ids=["zero3", "zero3-full-scanned", "zero2-matmuls", "1f1b", "zero_bubble-zero3", "interleaved", "gpipe-full"],
+)
+def test_segments_go_with_every_layout(mesh, stage, more):
+    packed = Packed(documents(40), LENGTH)
+    rows = packed.rows(np.arange(8))
+    expected = train({"zero": 1}, 0, rows)
+    loss, params = train(mesh, stage, rows, more)
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(expected[1]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

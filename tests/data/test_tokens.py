@@ -1,0 +1,123 @@
+"""Text to tokens to windows and back; what is no file of tokens."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+import jzero
+from jzero.data import BPE, Bytes, TokenFile, train_bpe, write_tokens
+from jzero.data.sources import Source
+
+TEXTS = ["To be, or not to be: that is the question.\n" * 3, "", "Größe <|end|> \N{SNOWMAN} tab\tand\nline" * 5, "a"]
+
+
+def tokenizer(kind):
+    if kind == "bytes":
+        return Bytes()
+    pytest.importorskip("tokenizers")
+    return train_bpe(TEXTS, 300)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_round_trip(kind, tmp_path):
+    """Every document comes back, and ends with the end token, which no text makes."""
+    made = tokenizer(kind)
+    count = write_tokens(iter(TEXTS), tmp_path / "tokens.npy", made)
+    tokens = np.load(tmp_path / "tokens.npy")
+    assert tokens.dtype == np.uint16
+    assert len(tokens) == count
+    documents = np.split(tokens, np.flatnonzero(tokens == made.end) + 1)
+    assert len(documents.pop()) == 0
+    assert [made.decode(document[:-1]) for document in documents] == TEXTS
+    facts = json.loads((tmp_path / "tokens.npy.json").read_text())
+    assert facts == {"tokens": count, "documents": 4, "vocab_size": made.vocab_size, "end": made.end}
+    assert made.vocab_size == (257 if kind == "bytes" else 300)
+    assert (count < sum(len(text.encode()) for text in TEXTS)) == (kind == "bpe")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tokens.npy", "tokens.npy.json"]
+
+
+def test_a_trained_tokenizer_is_saved(tmp_path):
+    made = tokenizer("bpe")
+    made.save(tmp_path / "bpe.json")
+    loaded = BPE.load(tmp_path / "bpe.json")
+    assert (loaded.vocab_size, loaded.end) == (made.vocab_size, made.end)
+    assert list(loaded.encode(TEXTS[2])) == list(made.encode(TEXTS[2]))
+    with pytest.raises(jzero.ConfigError, match=r"end = '</s>': the tokenizer has no such token"):
+        BPE(made.tokenizer, end="</s>")
+    (tmp_path / "bpe.json").write_text("{}")
+    with pytest.raises(jzero.ConfigError, match="is no tokenizer of the tokenizers library"):
+        BPE.load(tmp_path / "bpe.json")
+    with pytest.raises(jzero.ConfigError, match="vocab_size = 256: must be at least 257"):
+        train_bpe(TEXTS, 256)
+
+
+def test_without_the_library(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(jzero.ConfigError, match=r"pip install 'jzero\[data\]'"):
+        train_bpe(TEXTS, 300)
+
+
+def test_documents_are_written_one_by_one(tmp_path):
+    """A writer that stops half-way leaves no file that looks whole."""
+
+    def texts():
+        for i in range(3):
+            yield "x" * 100_000
+            assert (tmp_path / "tokens.unfinished").stat().st_size > 200_000 * i
+        raise OSError("no more")
+
+    with pytest.raises(OSError, match="no more"):
+        write_tokens(texts(), tmp_path / "tokens.npy", Bytes())
+    assert not (tmp_path / "tokens.npy").exists()
+    with pytest.raises(jzero.ConfigError, match="texts is one string"):
+        write_tokens("one text", tmp_path / "tokens.npy", Bytes())
+    assert write_tokens(["ab"], tmp_path / "new" / "tokens.npy", Bytes()) == 3
+    with pytest.raises(jzero.ConfigError, match=r"tokens.bin': must end with .npy"):
+        write_tokens([], tmp_path / "tokens.bin", Bytes())
+
+
+def test_windows(tmp_path):
+    np.save(tmp_path / "t.npy", np.arange(70_000, dtype=np.uint32))
+    source = TokenFile(tmp_path / "t.npy", 1000)
+    assert isinstance(source, Source)
+    assert isinstance(source.tokens, np.memmap)
+    assert len(source) == 69
+    rows = source.rows(np.array([68, 0, 68]))
+    assert {name: (x.shape, x.dtype) for name, x in rows.items()} == dict.fromkeys(
+        ["inputs", "labels"], ((3, 1000), np.dtype(np.int32))
+    )
+    assert rows["inputs"][:, 0].tolist() == [68_000, 0, 68_000]
+    np.testing.assert_array_equal(rows["labels"], rows["inputs"] + 1)
+    assert len(TokenFile(np.arange(11), 5)) == 2  # the last label is there
+    assert len(TokenFile(np.arange(10), 5)) == 1
+
+
+@pytest.mark.parametrize(
+    ("array", "sequence", "vocabulary", "words"),
+    [
+        (np.zeros(9, np.float32), 4, None, r"holds float32 of shape \(9,\); tokens are whole numbers in one dimension"),
+        (np.zeros((3, 3), int), 4, None, r"holds int64 of shape \(3, 3\)"),
+        (np.arange(9), 9, None, "sequence = 9: must be from 1 to 8"),
+        (np.arange(9), 0, None, "sequence = 0: must be from 1 to 8"),
+        (np.arange(9), 4, 8, "token 8 is not in a vocabulary of 8: vocab_size must be larger"),
+        (np.arange(-1, 8), 4, 8, "token -1 is not in a vocabulary of 8"),
+    ],
+)
+def test_what_is_no_tokens(array, sequence, vocabulary, words, tmp_path):
+    np.save(tmp_path / "t.npy", array)
+    for given in (array, tmp_path / "t.npy"):
+        with pytest.raises(jzero.ConfigError, match=words):
+            TokenFile(given, sequence, vocabulary).rows(np.array([0, 1]))
+
+
+def test_what_is_no_file_of_tokens(tmp_path):
+    (tmp_path / "t.npy").write_text("tokens")
+    for name in ("t.npy", "none.npy"):
+        with pytest.raises(jzero.ConfigError, match=rf"{name}: is no .npy file of tokens"):
+            TokenFile(tmp_path / name, 4)
+    write_tokens(["some text"], tmp_path / "b.npy", Bytes())
+    assert TokenFile(tmp_path / "b.npy", 4, vocab_size=257).vocab_size == TokenFile(tmp_path / "b.npy", 4).vocab_size
+    with pytest.raises(jzero.ConfigError, match="has tokens up to 256, vocab_size = 256 has not; raise it to 257"):
+        TokenFile(tmp_path / "b.npy", 4, vocab_size=256)

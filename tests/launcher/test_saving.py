@@ -1,0 +1,353 @@
+"""Checkpoints of several real processes: from and to any layout, killed at any moment, told to stop."""
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jobs import ROOT, Command, wait_for
+
+sys.path.append(str(ROOT / "tests"))
+import layouts as runs
+
+import jzero
+
+STEPS = 12
+
+WORKER = f"""
+import json, os, signal, sys, time
+sys.path += [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+import jax, numpy as np
+import jzero, layouts as runs
+from jzero.checkpoint import reader, writer
+
+rank, (what, layout, directory) = jzero.get_rank(), sys.argv[2:5]
+jax.config.update("jax_num_cpu_devices", 4 // jzero.get_world_size())
+layout = runs.SHARED[layout]
+
+def slow(module, name, words, at):
+    # the at-th call says so and does not come back, until the job is started again
+    fast, calls = getattr(module, name), []
+    def f(*args, **keywords):
+        calls.append(name)
+        if not os.path.exists("started again") and os.environ["SLOW"] == name and len(calls) == at:
+            print(words, flush=True)
+            time.sleep(1000)
+        return fast(*args, **keywords)
+    setattr(module, name, f)
+
+def tried(name, f):
+    try:
+        print(f"{{name}}: {{f()}}", flush=True)
+    except (jzero.ConfigError, jzero.CheckpointError) as error:
+        print(f"{{name}}: {{type(error).__name__}}: {{error}}", flush=True)
+
+def train(engine):
+    while engine.global_steps < {STEPS}:
+        loss = float(engine.train_batch(runs.batch(engine.global_steps)))
+        print(f"step {{engine.global_steps}} {{loss.hex()}}", flush=True)
+        if engine.global_steps % 2 == 0:
+            engine.save_checkpoint()
+        time.sleep(float(os.environ.get("PACE", 0)))
+    jzero.checkpoint.wait()
+"""
+TRAIN = """
+if "SLOW" in os.environ:
+    slow(writer, "_check_shared", "writing", 2)
+    slow(writer, "commit", "committing", 2)
+    slow(reader.Checkpoint, "_read", "reading", 1)
+engine = runs.build(layout, resume="auto", checkpoint={"dir": directory, "max_to_keep": 3})
+train(engine)
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Start a worker's program: `job(program, ..., options=[...])`."""
+    started = []
+
+    def job(program, *arguments, options=(), processes=2, **env):
+        (tmp_path / "worker.py").write_text(WORKER + program)
+        command = ["--platform", "cpu", "--num_gpus", processes, *options, "worker.py", *arguments]
+        started.append(Command(*command, cwd=tmp_path, env=env))
+        return started[-1]
+
+    yield job
+    for command in started:
+        command.end()
+
+
+def losses(output, rank=0):
+    """step -> loss; a step that was done again gave the same."""
+    found = {}
+    for step, loss in re.findall(rf"^\[{rank}\] step (\d+) (\S+)$", output, re.M):
+        assert found.setdefault(int(step), loss) == loss, f"step {step} gave {found[int(step)]} and {loss}"
+    return found
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The losses of a run that nothing happens to, by layout."""
+    made = {}
+
+    def run(layout):
+        if layout not in made:
+            path = tmp_path_factory.mktemp("straight")
+            (path / "worker.py").write_text(WORKER + TRAIN)
+            done = Command("--platform", "cpu", "--num_gpus", 2, "worker.py", "train", layout, path / "runs", cwd=path)
+            assert done.wait(120) == 0, done.errors
+            made[layout] = losses(done.output)
+            assert list(made[layout]) == list(range(1, STEPS + 1))
+        return made[layout]
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------- layouts
+
+
+def test_layouts_of_two_processes_and_of_one(job, tmp_path):
+    """From each of one process's layouts to each of two processes', and what those write in one process: 50 and 50."""
+    for name, layout in runs.LAYOUTS.items():
+        engine = runs.build(layout)
+        for step in range(3):
+            engine.train_batch(runs.batch(step))
+        engine.save_checkpoint(tmp_path / "runs", tag=name).wait()
+    names = list(runs.LAYOUTS)
+    expected = [float(engine.train_batch(runs.batch(3 + step))) for step in range(5)]
+    done = job(
+        """
+for name, layout in runs.SHARED.items():
+    engine = runs.build(layout)
+    for source in json.loads(what):
+        engine.load_checkpoint(directory, tag=source)
+        engine.save_checkpoint(directory, tag=f"{name} from {source}", save_latest=False)
+        print(json.dumps([name, source, [float(engine.train_batch(runs.batch(3 + i))) for i in range(5)]]), flush=True)
+jzero.checkpoint.wait()
+""",
+        json.dumps(names), "stage3 x 2", tmp_path / "runs",
+    )  # fmt: skip
+    assert done.wait(300) == 0, done.errors
+    said = [json.loads(line[4:]) for line in done.output.splitlines() if line.startswith('[0] ["')]
+    assert len(said) == len(runs.SHARED) * len(names)
+    for name, source, found in said:
+        np.testing.assert_allclose(found, expected, rtol=1e-6, err_msg=f"{source} -> {name}")
+    engines = {name: runs.build(layout) for name, layout in list(runs.LAYOUTS.items())[::2]}
+    for number, (name, source, _) in enumerate(said):  # what two processes wrote is what one had written
+        back = list(engines.values())[number % len(engines)]
+        back.load_checkpoint(tmp_path / "runs", tag=f"{name} from {source}")
+        places = back.step_fn.state_shardings
+        runs.assert_same(back.state, jzero.checkpoint.restore(tmp_path / "runs", places, tag=source))
+        found = [float(back.train_batch(runs.batch(3 + step))) for step in range(5)]
+        np.testing.assert_allclose(found, expected, rtol=1e-6, err_msg=f"{name} -> {back}")
+
+
+# ------------------------------------------------------------------------------------------- kills
+
+
+@pytest.mark.parametrize("victims", ["one", "all"])
+@pytest.mark.parametrize(
+    ("moment", "layout"),
+    [("step 5", "stage3 x 2"), ("writing", "stage1 x 2"), ("committing", "pipe x 2"), ("reading", "stage2 x 2")],
+)
+def test_a_killed_job_goes_on_by_itself(job, tmp_path, straight, moment, layout, victims):
+    """At a step, while arrays are written, before the rename, while one is read; `--max_restarts` starts it again."""
+    slow = {"writing": "_check_shared", "committing": "commit", "reading": "_read"}
+    directory = tmp_path / "runs"
+    if moment == "reading":  # there is one to read
+        begun = job(TRAIN, "train", layout, directory, PACE="0.3").until("step 5")
+        begun.kill(begun.process.pid)
+        begun.gone()
+    running = job(
+        TRAIN, "train", layout, directory, options=["--max_restarts", 1], SLOW=slow.get(moment, ""), PACE="0.2"
+    )
+    running.until(moment, 60)
+    (tmp_path / "started again").touch()
+    for rank in (1,) if victims == "one" else (0, 1):
+        running.kill(running.rank(rank))
+    assert running.wait(120) == 0, running.errors
+    running.gone()
+    assert "restart 1 of 1" in running.errors
+    found = losses(running.output)
+    assert found == {step: loss for step, loss in straight(layout).items() if step in found}
+    assert max(found) == STEPS
+    resumed = re.findall(r"resumed from .*: step (\d+)|(no checkpoint in)", running.output)
+    # a save under way is lost, the one before it is not
+    assert resumed[-1] in ([("4", ""), ("2", "")] if moment in ("step 5", "reading") else [("2", "")])
+    left = {p.name for p in directory.iterdir()}
+    assert left == {"global_step8", "global_step10", "global_step12", "latest"}
+
+
+def test_a_job_killed_at_random_again_and_again(job, tmp_path, straight):
+    """Five minutes in CI, one elsewhere: any process, at any moment; the losses are the straight run's."""
+    layout, directory, chance = "stage3 x 2", tmp_path / "runs", random.Random(7)
+    end, kills, outputs = time.monotonic() + (300 if os.environ.get("CI") else 45), 0, []
+    while True:
+        more = time.monotonic() < end
+        running = job(TRAIN, "train", layout, directory, PACE="0.4" if more else "0")
+        moment, killed = time.monotonic() + chance.uniform(1, 12), False
+        while more and running.process.poll() is None and time.monotonic() < moment:
+            time.sleep(0.02)
+        if more and running.process.poll() is None and (processes := running.processes()):
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                running.kill(chance.choice(sorted(processes)))
+                killed = True
+        code = running.wait(120)
+        running.gone()
+        kills += killed
+        outputs.append(running.output)
+        assert killed or code == 0, running.errors
+        if "step 12" in running.output and not code:  # it came to its end
+            found = losses("\n".join(outputs))
+            assert found == {step: loss for step, loss in straight(layout).items() if step in found}
+            outputs.clear()
+            if not more:
+                break
+            shutil.rmtree(directory)  # from the start again: a kill may still hit anything
+    print(f"{kills} kills")
+    assert kills >= 3
+
+
+# ------------------------------------------------------------------------------------------- SIGTERM
+
+
+@pytest.mark.parametrize("told", ["command", "rank 0", "rank 1"])
+def test_sigterm_saves_at_one_step_on_all(job, tmp_path, straight, told):
+    layout = "stage2 x 2"
+    running = job(TRAIN, "train", layout, tmp_path / "runs", PACE="0.3").until(("step 3", 2))
+    running.kill(running.process.pid if told == "command" else running.rank(int(told[-1])), signal.SIGTERM)
+    assert running.wait(40) == jzero.preemption.EXIT_CODE == 75, running.errors
+    running.gone()
+    assert running.took() < 30
+    (step,) = re.findall(r"SIGTERM: saved .*/global_step(\d+); exit code 75", running.output)
+    assert losses(running.output, 0).keys() - losses(running.output, 1).keys() <= {int(step)}
+    again = job(TRAIN, "train", layout, tmp_path / "runs")
+    assert again.wait(60) == 0, again.errors
+    assert f"resumed from {tmp_path}/runs/global_step{step}: step {step}" in again.output
+    assert list(losses(again.output)) == list(range(int(step) + 1, STEPS + 1))
+    found = losses(running.output) | losses(again.output)
+    expected = straight(layout)
+    assert found == {n: loss for n, loss in expected.items() if n != int(step) or n in found}
+
+
+def test_sigterm_of_one_process_alone(tmp_path):
+    """Without the launcher."""
+    (tmp_path / "worker.py").write_text(WORKER + TRAIN)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "JZERO_"))} | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-u", tmp_path / "worker.py", "x", "train", "stage3 x 2", tmp_path / "runs"]
+    running = subprocess.Popen(command, env=env | {"PACE": "0.3"}, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    for line in running.stdout:
+        if line.startswith("step 3"):
+            running.terminate()
+            break
+    assert "SIGTERM: saved" in running.stdout.read()
+    assert running.wait(30) == 75
+    assert jzero.checkpoint.Checkpoint.find(tmp_path / "runs").notes["engine"]["global_steps"] in (3, 4)
+
+
+# ------------------------------------------------------------------------------------------- mistakes
+
+
+def said(output):
+    found = re.findall(r"^\[(\d)\] (\w+): (.*)$", output, re.M)
+    return [{name: text for number, name, text in found if number == rank} for rank in "01"]
+
+
+def test_mistakes_are_errors_on_all_ranks(job, tmp_path):
+    done = job(
+        """
+engine = runs.build(layout)
+engine.train_batch(runs.batch(0))
+tried("tag", lambda: engine.save_checkpoint(directory, tag=f"tag{rank}"))
+tried("directory", lambda: engine.save_checkpoint(directory + "x" * rank))
+tried("json", lambda: engine.save_checkpoint(directory, client_state={"x": object() if rank else 1}))
+tried("place", lambda: engine.save_checkpoint("/proc/none"))
+tried("nothing", lambda: engine.load_checkpoint(directory))
+tried("good", lambda: engine.save_checkpoint(directory, tag="good").wait())
+tried("absent", lambda: engine.load_checkpoint(directory, tag="good" if rank else "bad"))
+os.environ["JZERO_TIMEOUT"] = "3"
+jax.block_until_ready(engine.state)
+if rank == 0:
+    tried("alone", lambda: engine.save_checkpoint(directory))
+time.sleep(4 * rank)
+del os.environ["JZERO_TIMEOUT"]
+tried("again", lambda: float(engine.train_batch(runs.batch(1))) > 0)
+""",
+        "x", "stage3 x 2", tmp_path / "runs",
+    )  # fmt: skip
+    assert done.wait(120) == 0, done.errors
+    for rank, texts in enumerate(said(done.output)):
+        assert "tag must be the same on all processes, but is 'tag0' on rank 0, 'tag1' on rank 1" in texts["tag"]
+        assert "directory must be the same on all processes" in texts["directory"]
+        assert "ConfigError: client_state is not JSON" in texts["json"]
+        assert "CheckpointError: checkpoint /proc/none/global_step1 cannot be written" in texts["place"]
+        assert "ConfigError: " in texts["nothing"]
+        assert "holds no checkpoint" in texts["nothing"]
+        assert texts["good"] == str(tmp_path / "runs" / "good")
+        assert "ConfigError: checkpoint " in texts["absent"]
+        assert "bad does not exist" in texts["absent"]
+        assert texts["again"] == "True"
+        if rank == 0:
+            assert "in vain for 1; every process must make the same calls" in texts["alone"]
+
+
+def test_a_file_that_one_process_cannot_read(job, tmp_path):
+    done = job(
+        """
+engine = runs.build(layout)
+engine.save_checkpoint(directory, tag="a").wait()
+if rank == 1:
+    def broken(*args):
+        raise OSError("the disk has gone")
+    reader.Checkpoint._read = broken
+tried("read", lambda: engine.load_checkpoint(directory))
+tried("after", lambda: engine.train_batch(runs.batch(1)))
+""",
+        "x", "stage3 x 2", tmp_path / "runs",
+    )  # fmt: skip
+    assert done.wait(60) == 0, done.errors
+    for texts in said(done.output):
+        assert "the disk has gone (process 1)" in texts["read"]
+        assert "reading a checkpoint into its place failed" in texts["after"]
+
+
+def test_a_disk_that_is_full_for_one_process(job, tmp_path):
+    """The save fails on all, the checkpoint before it is read, and training goes on."""
+    done = job(
+        """
+from jzero.checkpoint import leaves
+engine = runs.build(layout)
+engine.train_batch(runs.batch(0))
+engine.save_checkpoint(directory).wait()
+before = writer._check_shared
+def full(*args):
+    raise OSError("No space left on device")
+if rank == 1:
+    writer._check_shared = full
+engine.train_batch(runs.batch(1))
+under_way = engine.save_checkpoint(directory)
+tried("step", lambda: float(engine.train_batch(runs.batch(2))) > 0)
+tried("save", under_way.wait)
+writer._check_shared = before
+tried("load", lambda: engine.load_checkpoint(directory)[0])
+tried("good", lambda: engine.save_checkpoint(directory, tag="good").wait())
+""",
+        "x", "stage3 x 2", tmp_path / "runs",
+    )  # fmt: skip
+    assert done.wait(60) == 0, done.errors
+    for texts in said(done.output):
+        assert texts["step"] == "True"
+        assert "global_step2 was not written: No space left on device (process 1)" in texts["save"]
+        assert texts["load"] == str(tmp_path / "runs" / "global_step1")
+        assert texts["good"] == str(tmp_path / "runs" / "good")
+    assert {p.name for p in Path(tmp_path / "runs").iterdir()} == {"global_step1", "good", "latest"}
+    wait_for(lambda: not done.processes(), 10, lambda: "processes left")

@@ -1,0 +1,392 @@
+"""A checkpoint is there whole or not at all, and what is read is what was written; or an error says why."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jzero
+from jzero.checkpoint import Checkpoint, directory, leaves, restore, save, wait, writer
+
+ROWS = 24
+
+
+def mesh():
+    return jzero.make_mesh(zero=8)
+
+
+def state(seed=0):
+    """Leaves of many kinds, some of them partitioned, one of them all zeros."""
+    split, whole = (NamedSharding(mesh(), spec) for spec in (PartitionSpec("zero"), PartitionSpec()))
+    w = jax.random.normal(jax.random.key(seed), (ROWS, 16))
+    return {
+        "params": {"w": jax.device_put(w, split), "half": jax.device_put(w.astype(jnp.bfloat16), whole)},
+        "zeros": jax.device_put(jnp.zeros((ROWS, 8)), split),
+        "step": jax.device_put(jnp.int32(7 + seed), whole),
+        "flags": jax.device_put(w[0] > 0, whole),
+        "bytes": jax.device_put(jnp.arange(5, dtype=jnp.int8), whole),
+        "rng": jax.device_put(jax.random.key(seed + 1), whole),
+    }
+
+
+def shardings(of):
+    return jax.tree.map(lambda x: x.sharding, of)
+
+
+def plain(tree):
+    return jax.tree.map(lambda x: np.asarray(jax.random.key_data(x) if leaves.is_key(x) else x), tree)
+
+
+def assert_same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, plain(a), plain(b))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_over():
+    yield
+    writer.settle()
+    writer._last = None
+
+
+# ------------------------------------------------------------------------------------------- save and restore
+
+
+def test_what_is_read_is_what_was_saved(tmp_path):
+    saved = state()
+    under_way = save(saved, tmp_path, "a", notes={"epoch": np.int64(3), "best": jnp.float32(0.5)})
+    assert under_way.wait() == tmp_path / "a"
+    assert repr(under_way) == f"Save('{tmp_path}/a', complete)"
+    replicated = jax.tree.map(lambda x: NamedSharding(mesh(), PartitionSpec()), saved)
+    for places in (shardings(saved), replicated):
+        read = restore(tmp_path, places)
+        assert_same(read, saved)
+        assert shardings(read) == places
+        assert jax.tree.map(lambda x: x.dtype, read) == jax.tree.map(lambda x: x.dtype, saved)
+    found = Checkpoint.find(tmp_path)
+    assert found.notes == {"epoch": 3, "best": 0.5}
+    assert found.shapes["params/w"] == (ROWS, 16)
+    assert "7 leaves" in repr(found)
+    read = found.read({"params/w": replicated["params"]["w"]})  # one leaf alone
+    assert_same(read, {"params/w": saved["params"]["w"]})
+
+
+def test_a_save_keeps_what_was_there_when_it_was_called(tmp_path):
+    saved = state()
+    expected = plain(saved)
+    save(saved, tmp_path, "a")
+    jax.tree.map(lambda x: x.delete(), saved)  # as a step does that takes the buffers
+    assert_same(restore(tmp_path, shardings(state())), expected)
+
+
+def test_the_caller_goes_on_while_it_is_written(tmp_path, monkeypatch):
+    going_on, commit = threading.Event(), writer.commit
+
+    def slow(*args):
+        assert going_on.wait(30)
+        commit(*args)
+
+    monkeypatch.setattr(writer, "commit", slow)
+    under_way = save(state(), tmp_path, "a")
+    assert not under_way.done
+    assert "being written" in repr(under_way)
+    assert directory.latest(tmp_path) is None
+    assert not (tmp_path / "a").exists()
+    going_on.set()
+    assert save(state(1), tmp_path, "b").wait()  # waits for the first
+    assert under_way.done
+    assert directory.latest(tmp_path) == tmp_path / "b"
+
+
+def test_a_tag_again_replaces_it(tmp_path):
+    for seed in (0, 1):
+        save(state(seed), tmp_path, "a").wait()
+    assert_same(restore(tmp_path, shardings(state())), state(1))
+    assert {p.name for p in tmp_path.iterdir()} == {"a", "latest"}
+
+
+def test_the_default_tag_and_latest(tmp_path):
+    trained = jzero.make_train_step(
+        type("M", (), {"init": lambda s, r: {"w": jnp.ones(8)}, "loss": lambda s, p, b, r: (p["w"] * b).mean()})(),
+        {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
+    )
+    now, _ = trained(trained.init(jax.random.key(0)), np.ones((8, 8), np.float32))
+    assert save(now, tmp_path).wait().name == "global_step1"
+    save(now, tmp_path, "other", latest=False).wait()
+    assert (tmp_path / "latest").read_text() == "global_step1"
+    read = restore(tmp_path, trained.state_shardings, shapes=trained.state_shapes)
+    assert_same(vars(read)["params"], vars(now)["params"])
+
+
+def test_a_kill_between_two_renames(tmp_path):
+    """What is left then is the former checkpoint of the tag, and the new one's draft."""
+    for seed in (0, 1):
+        save(state(seed), tmp_path, "a").wait()
+    (tmp_path / "a").rename(tmp_path / "a.replaced")
+    (tmp_path / "a.saving" / "state").mkdir(parents=True)
+    assert_same(restore(tmp_path, shardings(state())), state(1))
+    (tmp_path / "a.replaced").mkdir()  # a kill before the former one was removed
+    save(state(2), tmp_path, "b").wait()
+    assert {p.name for p in tmp_path.iterdir()} == {"a", "b", "latest"}
+
+
+def test_what_is_kept_is_the_newest_and_the_latest(tmp_path):
+    for step in (1, 2, 3):
+        save(state(), tmp_path, f"global_step{step}", max_to_keep=1, latest=step < 3).wait()
+        os.utime(tmp_path / f"global_step{step}" / "notes.json", (2e9 - step, 2e9 - step))  # another host's clock
+    assert {p.name for p in tmp_path.iterdir()} == {"global_step2", "global_step3", "latest"}
+
+
+@pytest.mark.parametrize("end", ["", "raise ValueError", "import sys; sys.exit(3)"])
+def test_a_program_ends_when_its_save_is_complete(tmp_path, end):
+    script = tmp_path / "script.py"
+    saving = f"jzero.checkpoint.save({{'x': jnp.ones(1 << 22)}}, {str(tmp_path)!r}, 'a')"
+    script.write_text(f"import jax.numpy as jnp, jzero\n{saving}\n{end}")
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, check=False)
+    if (3, 12) <= sys.version_info < (3, 12, 2) and done.returncode:
+        assert "call jzero.checkpoint.wait() at the script's end" in done.stderr
+        return
+    assert done.returncode == {"": 0, "raise ValueError": 1}.get(end, 3), done.stderr
+    assert Checkpoint.find(tmp_path).shapes == {"x": (1 << 22,)}
+
+
+def test_max_to_keep(tmp_path):
+    for step in (1, 2, 10, 3):  # back to an older one, and on
+        save(state(), tmp_path, f"global_step{step}", max_to_keep=2).wait()
+    save(state(), tmp_path, "best", max_to_keep=2).wait()
+    assert {p.name for p in tmp_path.iterdir()} == {"global_step10", "global_step3", "best", "latest"}
+
+
+def test_copies_are_spread_over_the_axes_of_replicas():
+    grid = jzero.make_mesh(data=2, zero=4)
+
+    def spread(spec, shape):
+        x = jax.device_put(jnp.ones(shape), NamedSharding(grid, PartitionSpec(*spec)))
+        parts = list(leaves.spread(x).spec)
+        while parts and parts[-1] is None:
+            parts.pop()
+        return PartitionSpec(*parts)
+
+    assert spread((), (8, 3)) == PartitionSpec(("data", "zero"))
+    assert spread((), (3, 16)) == PartitionSpec(None, ("data", "zero"))
+    assert spread(("zero",), (8, 3)) == PartitionSpec(("zero", "data"))
+    assert spread((None, "zero"), (3, 8)) == PartitionSpec(None, ("zero", "data"))
+    assert spread((("data", "zero"),), (8,)) == PartitionSpec(("data", "zero"))
+    assert spread((), (3, 5)) == PartitionSpec()
+    assert spread((), ()) == PartitionSpec()
+
+
+# ------------------------------------------------------------------------------------------- checksums
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 1000), data=st.data())
+def test_a_checksum_sees_every_change(seed, data):
+    dtype = data.draw(st.sampled_from(["float32", "bfloat16", "int32", "int8", "bool"]))
+    x = np.random.default_rng(seed).integers(0, 2, (4, 6)).astype(dtype)
+    bits = x.view(np.uint8).copy()
+    place = data.draw(st.integers(0, bits.size - 1))
+    flipped = bits.copy()
+    flipped.reshape(-1)[place] ^= 1 if dtype == "bool" else 1 << data.draw(st.integers(0, 7))
+    one, other = (int(leaves.checksums({"x": jnp.asarray(b.view(x.dtype))})[0]) for b in (bits, flipped))
+    assert one != other
+
+
+def test_a_checksum_sees_the_order_and_not_the_layout():
+    x = jax.random.normal(jax.random.key(0), (16, 8))
+    specs = [PartitionSpec(), PartitionSpec("zero"), PartitionSpec(None, "zero")]
+    sums = {int(leaves.checksums({"x": jax.device_put(x, NamedSharding(mesh(), spec))})[0]) for spec in specs}
+    assert len(sums) == 1
+    others = [x[::-1], x[:, ::-1], x.T.reshape(16, 8), x.at[0].set(x[1]).at[1].set(x[0]), -x]
+    assert len(sums | {int(leaves.checksums({"x": other})[0]) for other in others}) == 6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "float64"])
+def test_a_checksum_in_parts_by_numpy(dtype, monkeypatch):
+    x = np.random.default_rng(0).normal(size=(6, 5, 4)).astype(jnp.dtype(dtype))
+    monkeypatch.setattr(leaves, "BLOCK", 7)
+    parts = [(x[i : i + 4, :, j : j + 3], (i, 0, j)) for i in (0, 4) for j in (0, 3)]
+    total = sum(leaves.part_of_checksum(part, start, x.shape) for part, start in parts) % 2**32
+    with jax.enable_x64(True):
+        assert total == int(leaves.checksums({"x": jnp.asarray(x)})[0])
+
+
+# ------------------------------------------------------------------------------------------- damage
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """A directory with two checkpoints, and the states in them."""
+    path = tmp_path_factory.mktemp("two")
+    for seed, tag in enumerate(("good", "bad")):
+        save(state(seed), path, tag).wait()
+    return path
+
+
+def files(path):
+    return sorted(p.relative_to(path) for p in path.rglob("*") if p.is_file())
+
+
+def damage_of(how, file):
+    whole = file.read_bytes()
+    if how == "deleted":
+        file.unlink()
+    elif how == "truncated":
+        file.write_bytes(whole[: len(whole) // 2])
+    else:
+        spots = np.linspace(0, len(whole) - 1, 12).astype(int)
+        flipped = bytearray(whole)
+        flipped[spots[how % len(spots)]] ^= 1 << (how % 8)
+        file.write_bytes(bytes(flipped))
+
+
+@pytest.mark.parametrize("how", ["deleted", "truncated", *range(12)])
+def test_damage_is_found_and_the_checkpoint_before_it_is_read(tmp_path, two, how):
+    """Every file in turn: an error that names the checkpoint, or what was saved; never something else."""
+    expected, harmless, said = state(1), [], []
+    for file in files(two / "bad"):
+        shutil.rmtree(tmp_path / "here", ignore_errors=True)
+        here = shutil.copytree(two, tmp_path / "here")
+        damage_of(how, here / "bad" / file)
+        try:
+            read = restore(here, shardings(expected))
+        except jzero.CheckpointError as error:
+            said.append(str(error))
+        else:
+            assert_same(read, expected)
+            harmless.append(str(file))
+        assert_same(restore(here, shardings(expected), tag="good"), state(0))
+    assert all(str(tmp_path / "here" / "bad") in text for text in said)
+    assert "notes.json" not in harmless
+    if how in ("deleted", "truncated"):  # a flipped bit may hit what nothing refers to any more
+        assert not [name for name in harmless if name.startswith(("state/d/", "state/manifest"))]
+
+
+def test_a_leaf_that_is_not_what_was_saved_is_named(tmp_path):
+    save(state(), tmp_path, "a").wait()
+    notes = tmp_path / "a" / "notes.json"
+    said = json.loads(notes.read_text())["notes"]
+    said["leaves"]["params/w"][2] ^= 1
+    notes.write_text(directory._seal(said))
+    with pytest.raises(jzero.CheckpointError, match=r"a is damaged: params/w is not what was saved"):
+        restore(tmp_path, shardings(state()))
+
+
+def test_changed_notes_are_noticed(tmp_path):
+    save(state(), tmp_path, "a", notes={"samples": 1000}).wait()
+    notes = tmp_path / "a" / "notes.json"
+    notes.write_text(notes.read_text().replace("1000", "2000"))
+    with pytest.raises(jzero.CheckpointError, match=r"a is damaged: notes\.json is not what was written"):
+        restore(tmp_path, shardings(state()))
+
+
+# ------------------------------------------------------------------------------------------- places to write
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 256 KiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    if (
+        os.geteuid()
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", path], check=False).returncode
+    ):
+        pytest.skip("mounting needs root")
+    yield path
+    writer.settle()
+    subprocess.run(["umount", "-l", path], check=True)
+
+
+def test_a_full_disk(small_disk, capfd):
+    saved = state()
+    save(saved, small_disk, "a").wait()
+    large = saved | {"large": jax.device_put(jnp.ones((ROWS, 1 << 12)), saved["zeros"].sharding)}
+    under_way = save(large, small_disk, "a")
+    with pytest.raises(jzero.CheckpointError, match=r"disk/a was not written: .*No space left on device") as error:
+        under_way.wait()
+    assert str(error.value) in capfd.readouterr().err
+    assert_same(restore(small_disk, shardings(saved)), saved)  # the one before, of the same tag
+    save(saved, small_disk, "b").wait()  # what was left has made room
+
+
+def test_a_failure_that_nobody_waited_for_is_told_at_the_next_save(small_disk):
+    save({"large": jnp.ones(1 << 18)}, small_disk, "a")
+    with pytest.raises(jzero.CheckpointError, match="No space left"):
+        save(state(), small_disk, "b")
+    save(state(), small_disk, "b").wait()
+
+
+def test_a_program_whose_last_save_failed_does_not_end_well(small_disk, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import jax.numpy as jnp, jzero\njzero.checkpoint.save({{'x': jnp.ones(1 << 18)}}, {str(small_disk)!r}, 'a')\n"
+    )
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "was not written" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [("file/below", "Not a directory"), ("read-only", "Read-only file system"), ("/proc/none", "cannot be written")],
+)
+def test_a_place_that_cannot_be_written(tmp_path, place, words):
+    (tmp_path / "file").write_text("")
+    if place == "read-only":
+        (tmp_path / place).mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", "ro", "none", tmp_path / place]
+        if os.geteuid() or subprocess.run(mount, check=False).returncode:
+            pytest.skip("mounting needs root")
+    try:
+        with pytest.raises(jzero.CheckpointError, match=words):
+            save(state(), tmp_path / place, "a")
+    finally:
+        if place == "read-only":
+            subprocess.run(["umount", tmp_path / place], check=True)
+
+
+# ------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize("tag", ["a/b", "", "..", "latest", "a.saving", "a.replaced", 7])
+def test_tags_that_are_no_names(tmp_path, tag):
+    for call in (lambda: save(state(), tmp_path, tag), lambda: restore(tmp_path, shardings(state()), tag=tag or "a/")):
+        with pytest.raises(jzero.ConfigError, match="tag = "):
+            call()
+
+
+def test_other_mistakes(tmp_path):
+    places = shardings(state())
+    with pytest.raises(jzero.ConfigError, match=r"client_state is not JSON: <object object at .*> is of type object"):
+        save(state(), tmp_path, "a", notes={"x": object()})
+    with pytest.raises(
+        jzero.ConfigError, match=r"holds no checkpoint \(no file 'latest'\): give save_checkpoint's dir"
+    ):
+        restore(tmp_path, places)
+    save(state(), tmp_path, "a", latest=False).wait()
+    with pytest.raises(jzero.ConfigError, match=r"no file 'latest'\): pass tag=, one of a"):
+        restore(tmp_path, places)
+    with pytest.raises(jzero.ConfigError, match="b does not exist"):
+        restore(tmp_path, places, tag="b")
+    with pytest.raises(jzero.ConfigError, match="the directory for checkpoints is None"):
+        restore(None, places)
+    more = places | {"more": places["step"]}
+    del more["zeros"]
+    with pytest.raises(jzero.ConfigError, match="another model or optimizer: missing more, extra zeros"):
+        restore(tmp_path, more, tag="a")
+    other = jax.eval_shape(lambda: state() | {"step": jnp.zeros(3)})
+    with pytest.raises(jzero.ConfigError, match=r"step is \(\), not \(3,\)"):
+        restore(tmp_path, places, tag="a", shapes=other)
+    wait()

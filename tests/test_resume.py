@@ -1,0 +1,309 @@
+"""A resumed run is the run: bit for bit on its own layout, to rounding on any other."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from layouts import LAYOUTS, TRAIN, assert_same, batch, build, data
+
+import jzero
+
+STEPS, SAVED, NEXT = 7, 3, 5
+
+
+@pytest.fixture(autouse=True)
+def no_signal_handler(monkeypatch):
+    """SIGTERM stays pytest's."""
+    monkeypatch.setattr(jzero.preemption, "listen", lambda: None)
+
+
+# ------------------------------------------------------------------------------------------- bit for bit
+
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 2, "loss_scale_window": 2}}
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [(name, {}) for name in LAYOUTS]
+    + [("stage0", FP16), ("stage3", FP16), ("interleaved", FP16), ("stage2", {"bf16": {"enabled": True}})],
+    ids=[*LAYOUTS, "stage0-fp16", "stage3-fp16", "interleaved-fp16", "stage2-bf16"],
+)
+def test_a_resumed_run_is_the_straight_one(tmp_path, layout, more):
+    layout = LAYOUTS[layout]
+    straight = build(layout, noise=True, training_data=data(), **more)
+    expected = [straight.train_batch() for _ in range(STEPS)]
+
+    stopped = build(layout, noise=True, training_data=data(), **more)
+    losses = [stopped.train_batch() for _ in range(SAVED)]
+    stopped.save_checkpoint(tmp_path, client_state={"note": "here"})
+    lost = [stopped.train_batch() for _ in range(2)]  # buffers that the snapshot was taken from
+    resumed = build(layout, noise=True, training_data=data(), resume=tmp_path, **more)
+    assert resumed.client_state == {"note": "here"}
+    assert (resumed.global_steps, resumed.global_samples) == (SAVED, SAVED * TRAIN)
+    losses += [resumed.train_batch() for _ in range(STEPS - SAVED)]
+    np.testing.assert_array_equal(losses, expected)
+    np.testing.assert_array_equal(lost, expected[SAVED : SAVED + 2])
+    assert_same(resumed.state, straight.state)
+    assert resumed.get_lr() == straight.get_lr()
+    assert resumed.training_dataloader.position == straight.training_dataloader.position
+    if more is FP16:  # the scaler is in the middle of something: it has skipped, halved and doubled
+        assert stopped.skipped_steps > 0
+        assert len({float(resumed.loss_scale), 2.0**24}) == 2
+
+
+def test_the_three_calls_resume_too(tmp_path):
+    def train(engine, steps):
+        losses = []
+        loader = jzero.RepeatingLoader(engine.training_dataloader)
+        for _ in range(steps * engine.gradient_accumulation_steps()):
+            losses.append(engine(next(loader)))
+            engine.backward(losses[-1])
+            engine.step()
+        return [float(loss) for loss in losses]
+
+    layout = LAYOUTS["stage1"]
+    straight, stopped = (build(layout, noise=True, training_data=data()) for _ in range(2))
+    expected = train(straight, 6)
+    losses = train(stopped, 2)
+    stopped.save_checkpoint(tmp_path)
+    assert losses + train(build(layout, noise=True, training_data=data(), resume=tmp_path), 4) == expected
+
+
+# ------------------------------------------------------------------------------------------- any layout to any other
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """name -> (an engine after `SAVED` steps, the losses of the `NEXT` ones, where it was saved)."""
+    directory, made = tmp_path_factory.mktemp("layouts"), {}
+
+    def run(name):
+        if name not in made:
+            engine = build(LAYOUTS[name])
+            for step in range(SAVED):
+                engine.train_batch(batch(step))
+            engine.save_checkpoint(directory, tag=name).wait()
+            saved = jax.tree.map(jnp.copy, engine.state)
+            losses = [float(engine.train_batch(batch(SAVED + step))) for step in range(NEXT)]
+            made[name] = engine, saved, losses, directory
+        return made[name]
+
+    return run
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_every_layout_loads_on_every_other(runs, source, target):
+    """90 pairs, and each layout on itself."""
+    _, saved, expected, directory = runs(source)
+    loaded, *_ = runs(target)
+    loaded.load_checkpoint(directory, tag=source)
+    assert_same(loaded.state, saved)
+    assert jax.tree.map(lambda x: x.sharding, loaded.state) == loaded.step_fn.state_shardings
+    losses = [float(loaded.train_batch(batch(SAVED + step))) for step in range(NEXT)]
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+
+
+def test_fewer_devices_keep_the_global_batch(tmp_path):
+    """The config says micro-batch and accumulation, so the global batch would shrink with the devices."""
+    sizes = {"train_batch_size": None, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    eight = build((2, {"zero": 8}, 2, {}), training_data=data(), **sizes)
+    straight = [float(eight.train_batch()) for _ in range(2)]
+    eight.save_checkpoint(tmp_path)
+    straight += [float(eight.train_batch()) for _ in range(4)]
+    for zero in (4, 2, 1):
+        fewer = build((2, {"zero": zero}, 2, {}), training_data=data(), resume=tmp_path, **sizes)
+        assert fewer.train_batch_size() == 32
+        assert fewer.gradient_accumulation_steps() == 16 // zero
+        np.testing.assert_allclose([float(fewer.train_batch()) for _ in range(4)], straight[2:], rtol=1e-6)
+    with pytest.raises(jzero.ConfigError, match="train_batch_size = 32: must be a multiple of 24"):
+        build((0, {"data": 3}, 8, {}), resume=tmp_path, **sizes | {"train_micro_batch_size_per_gpu": 8})
+
+
+def test_another_precision(tmp_path):
+    """fp16 with a scale of 2**24 goes on in bf16 and fp32 without a scale, and with masters of half the size."""
+    first = build(LAYOUTS["stage2"], **FP16)
+    for step in range(SAVED):
+        first.train_batch(batch(step))
+    first.save_checkpoint(tmp_path)
+    for more in ({}, {"bf16": {"enabled": True}}):
+        other = build(LAYOUTS["stage3"], resume=tmp_path, **more)
+        jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(e.state.params) for e in (other, first)))
+        assert other.loss_scale == 1
+        assert other.skipped_steps == first.skipped_steps > 0
+        assert other.get_lr() == first.get_lr()
+        other.train_batch(batch(9))
+    low = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+    half = build(LAYOUTS["stage3"], resume=tmp_path, **low)
+    rounded = jax.tree.map(lambda x: np.asarray(x.astype(jnp.bfloat16)), first.state.params)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(half.state.params), rounded)
+    half.train_batch(batch(9))
+    half.save_checkpoint(tmp_path)
+    again = build(LAYOUTS["one"], resume=tmp_path)
+    assert {x.dtype for x in jax.tree.leaves(again.state.params)} == {jnp.dtype("float32")}
+
+
+# ------------------------------------------------------------------------------------------- parts of a checkpoint
+
+
+def test_parts_of_a_checkpoint(tmp_path):
+    saved = build(LAYOUTS["stage1"])
+    for step in range(SAVED):
+        saved.train_batch(batch(step))
+    saved.save_checkpoint(tmp_path)
+
+    def loaded(**how):
+        engine = build(LAYOUTS["stage1"])
+        engine.train_batch(batch(8))
+        before = jax.device_get((engine.state.opt_state, engine.state.step))
+        path, _ = engine.load_checkpoint(tmp_path, **how)
+        assert path == str(tmp_path / "global_step3")
+        jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(e.state.params) for e in (engine, saved)))
+        same = [
+            all(map(np.array_equal, jax.tree.leaves(jax.device_get(now)), jax.tree.leaves(then)))
+            for now, then in zip((engine.state.opt_state, engine.state.step), before, strict=True)
+        ]
+        engine.train_batch(batch(9))
+        return same, engine.global_steps
+
+    assert loaded() == ([False, False], 4)
+    assert loaded(load_optimizer_states=False) == ([True, False], 4)
+    assert loaded(load_lr_scheduler_states=False) == ([False, True], 4)
+    assert loaded(load_module_only=True) == ([True, True], 2)
+    with pytest.raises(jzero.ConfigError, match=r"custom_load_fn: read with jzero\.checkpoint\.restore"):
+        saved.load_checkpoint(tmp_path, custom_load_fn=print)
+
+
+def test_a_checkpoint_without_the_frozen_parameters(tmp_path):
+    frozen = {"frozen_parameters": ["first"]}
+    saved = build(LAYOUTS["stage3"], **frozen)
+    saved.train_batch(batch(0))
+    saved.save_checkpoint(tmp_path, exclude_frozen_parameters=True).wait()
+    assert "params/ends/first" not in jzero.checkpoint.Checkpoint.find(tmp_path).shapes
+    other = build(LAYOUTS["one"], **frozen)
+    ends = other.state.params["ends"] | {"first": 2 * other.state.params["ends"]["first"]}
+    other.state = dataclasses.replace(other.state, params=other.state.params | {"ends": ends})
+    with pytest.raises(jzero.ConfigError, match="was saved without params/ends/first, and the engine's are not those"):
+        other.load_checkpoint(tmp_path)
+    for resume in (tmp_path, None):
+        engine = build(LAYOUTS["stage1"], resume=resume, **frozen)
+        if not resume:
+            engine.load_checkpoint(tmp_path)
+        assert_same(engine.state, saved.state)
+
+
+def test_what_fits_of_another_model(tmp_path):
+    """load_module_strict=False: fine-tuning with another head."""
+    saved = build(LAYOUTS["stage1"])
+    saved.train_batch(batch(0))
+    saved.save_checkpoint(tmp_path)
+
+    class Other(type(saved.step_fn.model)):
+        def init(self, rng):
+            params = super().init(rng)
+            return params | {"ends": params["ends"] | {"last": jnp.ones((8, 8, 1))}}
+
+        def suffix(self, ends, x, batch, rng):
+            return super().suffix(ends | {"last": ends["last"][..., 0]}, x, batch, rng)
+
+    engine, *_ = jzero.initialize(model=Other(), config=saved.config, mesh=saved.mesh)
+    with pytest.raises(
+        jzero.ConfigError, match=r"another model or optimizer: .*params/ends/last is \(8, 8\), not \(8, 8, 1\)"
+    ):
+        engine.load_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path, load_module_strict=False)
+    np.testing.assert_array_equal(engine.state.params["stack"]["w"], saved.state.params["stack"]["w"])
+    np.testing.assert_array_equal(engine.state.params["ends"]["last"], np.ones((8, 8, 1)))
+    engine.train_batch(batch(1))
+
+
+# ------------------------------------------------------------------------------------------- choosing one
+
+
+def test_the_newest_that_can_be_read(tmp_path, capfd):
+    engine = build(LAYOUTS["one"], resume=tmp_path)
+    assert f"no checkpoint in {tmp_path} yet: starting at step 0" in capfd.readouterr().out
+    for step in range(4):
+        engine.train_batch(batch(step))
+        engine.save_checkpoint(tmp_path)
+    jzero.checkpoint.wait()
+    (tmp_path / "global_step3" / "notes.json").write_text("{")
+    (tmp_path / "global_step4" / "state" / "manifest.ocdbt").write_bytes(b"")
+    (tmp_path / "global_step9.saving").mkdir()
+    resumed = build(LAYOUTS["one"], resume=tmp_path)
+    out, said = capfd.readouterr()
+    assert resumed.global_steps == 2
+    assert f"resumed from {tmp_path}/global_step2: step 2" in out
+    for words in ("global_step9.saving was not finished", f"skipped: reading {tmp_path}/global_step4: "):
+        assert words in said
+    assert said.count("skipped: ") == 2
+
+    for tag in ("global_step1", "global_step2"):
+        (tmp_path / tag / "notes.json").unlink()
+    with pytest.raises(jzero.CheckpointError, match=r"none of the 4 checkpoints in .* can be read"):
+        build(LAYOUTS["one"], resume=tmp_path)
+
+
+def test_no_run_starts_from_scratch_in_silence(tmp_path):
+    engine = build(LAYOUTS["one"])
+    engine.save_checkpoint(tmp_path / "runs").wait()
+    with pytest.raises(jzero.ConfigError, match=r"is a checkpoint itself; give its directory, .*/runs$"):
+        build(LAYOUTS["one"], resume=tmp_path / "runs" / "global_step0")
+    (tmp_path / "file").touch()
+    with pytest.raises(jzero.ConfigError, match="is no directory"):
+        build(LAYOUTS["one"], resume=tmp_path / "file")
+    shutil.rmtree(tmp_path / "runs" / "global_step0" / "state")
+    with pytest.raises(jzero.CheckpointError, match="is not complete: it has no state"):
+        build(LAYOUTS["one"], resume=tmp_path / "runs")
+    engine.state = None
+    with pytest.raises(jzero.ConfigError, match="there is no state: reading a checkpoint into its place failed"):
+        engine.save_checkpoint(tmp_path / "runs")
+
+
+def test_load_weights_does_not_undo_a_resume(tmp_path):
+    engine = build(LAYOUTS["one"])
+    engine.train_batch(batch(0))
+    engine.save_checkpoint(tmp_path, client_state={"best": 2}).wait()
+    resumed = build(LAYOUTS["one"], resume=tmp_path)
+    assert resumed.client_state == {"best": 2}
+    with pytest.raises(jzero.ConfigError, match="this run was resumed at step 1 and would begin anew"):
+        resumed.load_weights(tmp_path)
+
+
+def test_the_directory_of_the_config(tmp_path, monkeypatch):
+    section = {"checkpoint": {"dir": str(tmp_path / "runs"), "max_to_keep": 2}}
+    engine = build(LAYOUTS["one"], resume="auto", **section)
+    for step in range(4):
+        engine.train_batch(batch(step))
+        engine.save_checkpoint()
+    engine.save_checkpoint(tag="mine").wait()
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["global_step3", "global_step4", "latest", "mine"]
+    monkeypatch.setenv("JZERO_RESUME", "auto")  # by `jzero --resume`
+    assert build(LAYOUTS["one"], **section).global_steps == 4
+    assert build(LAYOUTS["one"], resume=False, **section).global_steps == 0
+    assert engine.load_checkpoint()[0] == str(tmp_path / "runs" / "mine")
+
+
+def test_another_model_is_an_error_and_not_skipped(tmp_path):
+    engine = build(LAYOUTS["one"])
+    engine.save_checkpoint(tmp_path)
+    with pytest.raises(jzero.ConfigError, match="another model or optimizer: missing opt_state"):
+        build(LAYOUTS["one"], resume=tmp_path, optimizer={"type": "Adagrad", "params": {"lr": 0.1}})
+
+
+def test_a_functional_checkpoint_in_an_engine_and_back(tmp_path):
+    engine = build(LAYOUTS["stage2"])
+    engine.train_batch(batch(0))
+    jzero.checkpoint.save(engine.state, tmp_path / "functional")
+    loaded = build(LAYOUTS["stage3"], resume=tmp_path / "functional")
+    assert_same(loaded.state, engine.state)
+    assert loaded.global_steps == 1
+    engine.save_checkpoint(tmp_path / "engine")
+    step = loaded.step_fn
+    loaded.state = jzero.checkpoint.restore(tmp_path / "engine", step.state_shardings)
+    assert_same(loaded.state, engine.state)
+    assert json.loads((tmp_path / "engine" / "global_step1" / "notes.json").read_text())["notes"]["notes"]["engine"]

@@ -1,0 +1,71 @@
+"""A small Llama in many layouts, for the tests of weights."""
+
+from functools import partial
+
+import jax
+import numpy as np
+
+import jzero
+from jzero.model import stack_loss
+from models.llama import Llama, LlamaConfig
+
+GROUPED = LlamaConfig(4, 32, 4, 2, 48, vocab_size=64, rope_theta=1234.0)
+TIED = LlamaConfig(2, 32, 4, 4, 48, vocab_size=64, tied=True, norm_eps=1e-6)
+TOKENS = np.random.default_rng(0).integers(0, 64, (2, 16))
+
+
+class Net:
+    """A model without a table, with a stack."""
+
+    def init(self, rng):
+        w, v = (0.3 * jax.random.normal(key, (2, 8, 8)) for key in jax.random.split(rng))
+        return {"ends": {"out": v[0], "scale": v[0, 0, 0]}, "stack": {"w": w}}
+
+    def prefix(self, ends, batch, rng):
+        return batch
+
+    def block(self, layer, x, rng):
+        return x + x @ layer["w"]
+
+    def suffix(self, ends, x, batch, rng):
+        return ((x @ ends["out"] * ends["scale"]) ** 2).mean()
+
+    def loss(self, params, batch, rng):
+        return stack_loss(self, params, batch, rng)
+
+
+def model(shape=GROUPED):
+    return jzero.from_flax(partial(lambda shape, rngs: Llama(shape, rngs=rngs), shape))
+
+
+def step(made=None, stage=0, *, more=None, **axes):
+    """A train step; a mesh with these axes, by default of one device."""
+    axes = {"zero": 1, **axes}
+    count = int(np.prod(list(axes.values())))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": axes.get("pipe", 1),
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "compiler_options": {"xla_backend_optimization_level": 0},
+        **(more or {}),
+    }
+    return jzero.make_train_step(made or model(), config, mesh=jzero.make_mesh(devices=jax.devices()[:count], **axes))
+
+
+def engine(*arguments, seed=0, **keywords):
+    return jzero.Engine(step(*arguments, **keywords), jax.random.key(seed))
+
+
+def logits(made, params, tokens=TOKENS):
+    """Float32 logits, computed on one device."""
+    return np.asarray(made.module(jax.device_get(params))(tokens))
+
+
+def same(a, b):
+    """Whether two trees are bit-equal."""
+
+    def plain(x):
+        return np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+
+    return jax.tree.all(jax.tree.map(lambda x, y: bool((plain(x) == plain(y)).all()), a, b))

@@ -1,0 +1,202 @@
+"""`jzero export`: what transformers and safetensors read in it, and what it refuses."""
+
+import json
+import os
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from llamas import GROUPED, TIED, TOKENS, Net, engine, logits, model, same
+from safetensors.numpy import load_file
+
+import jzero
+from jzero import weights
+from jzero.cli import main
+from jzero.weights.export import parse_size
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """(directory of a checkpoint, its engine): written by 8 devices."""
+    path = tmp_path_factory.mktemp("saved")
+    made = engine(stage=3, pipe=2, zero=4)
+    made.save_checkpoint(path).wait()
+    return path, made
+
+
+def torch_logits(directory):
+    torch = pytest.importorskip("torch")
+    made = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(directory)
+    with torch.no_grad():
+        return made(torch.tensor(TOKENS)).logits.float().numpy(), made
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("shape", [GROUPED, TIED], ids=["grouped", "tied"])
+def test_transformers_computes_the_same_logits(tmp_path, shape, stage, capsys):
+    made = engine(model(shape), stage, zero=4)
+    made.save_checkpoint(tmp_path / "ckpt").wait()
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out")]) == 0
+    assert "in model.safetensors" in capsys.readouterr().out
+    there, torch_model = torch_logits(tmp_path / "out")
+    here = logits(model(shape), made.state.params)
+    assert abs(here).max() > 0.1
+    np.testing.assert_allclose(there, here, atol=1e-5, rtol=0)
+    assert str(torch_model.dtype) == "torch.float32"
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_shards(tmp_path, saved):
+    path, made = saved
+    assert main(["export", str(path), str(tmp_path / "out"), "--max_shard_size", "20KB"]) == 0
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert [f.name for f in files] == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
+    assert len(files) > 2
+    found = {f.name: load_file(f) for f in files}
+    assert {t: name for name, some in found.items() for t in some} == index["weight_map"]
+    sizes = {name: sum(x.nbytes for x in some.values()) for name, some in found.items()}
+    assert sum(sizes.values()) == index["metadata"]["total_size"]
+    assert max(sizes.values()) <= 20_000
+    np.testing.assert_allclose(torch_logits(tmp_path / "out")[0], logits(model(), made.state.params), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_dtypes(tmp_path, saved, dtype):
+    path, made = saved
+    assert main(["export", str(path), str(tmp_path / "out"), "--dtype", dtype]) == 0
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    qkv = made.state.params["stack"]["attention"]["qkv"]["kernel"].astype(dtype)
+    here = found["model.layers.3.self_attn.k_proj.weight"]
+    assert here.dtype == jnp.dtype(dtype)
+    np.testing.assert_array_equal(here, np.asarray(qkv[3, :, 32:48].T))
+    assert str(torch_logits(tmp_path / "out")[1].dtype) == f"torch.{dtype}"
+
+
+def test_a_model_without_a_table_keeps_its_names(tmp_path):
+    for name, made in {"net": Net(), "pipeline": pipeline_module()}.items():
+        saved = engine(made, 3, zero=2)
+        saved.save_checkpoint(tmp_path / name).wait()
+        weights.export(tmp_path / name, tmp_path / f"{name}-out")
+        found = load_file(tmp_path / f"{name}-out" / "model.safetensors")
+        there = {
+            jax.tree_util.keystr(path, simple=True, separator="."): x
+            for path, x in jax.tree_util.tree_flatten_with_path(saved.state.params)[0]
+        }
+        assert found.keys() == there.keys()
+        assert same(found, there)
+        loaded = engine(made, 1, seed=1, zero=2)
+        assert not same(loaded.state.params, saved.state.params)
+        loaded.load_weights(tmp_path / f"{name}-out")
+        assert same(loaded.state.params, saved.state.params)
+
+
+def pipeline_module():
+    from flax import nnx
+
+    block = jzero.LayerSpec(nnx.Linear, 8, 8)
+    layers = [jzero.LayerSpec(nnx.Linear, 4, 8), block, block, block, nnx.relu, jzero.LayerSpec(nnx.Linear, 8, 2)]
+    return jzero.PipelineModule(layers, loss_fn=lambda outputs, labels: ((outputs - labels) ** 2).mean())
+
+
+# ------------------------------------------------------------------------------------------- mistakes
+
+
+def refused(capsys, *arguments):
+    assert main(["export", *map(str, arguments)]) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    return said
+
+
+def test_what_is_no_checkpoint(tmp_path, saved, capsys):
+    path, _ = saved
+    out = tmp_path / "out"
+    assert "holds no checkpoint (no file 'latest')" in refused(capsys, tmp_path, out)
+    assert "holds no checkpoint" in refused(capsys, tmp_path / "nowhere", out)
+    assert "global_step9 does not exist" in refused(capsys, path, out, "--tag", "global_step9")
+    broken = tmp_path / "broken"
+    (broken / "a").mkdir(parents=True)
+    (broken / "latest").write_text("a")
+    assert "not complete" in refused(capsys, broken, out)
+    (broken / "a" / "state").mkdir()
+    (broken / "a" / "notes.json").write_text("{}")
+    assert "a is damaged: notes.json" in refused(capsys, broken, out)
+    shutil.copy(path / (path / "latest").read_text() / "notes.json", broken / "a" / "notes.json")
+    assert "cannot be read" in refused(capsys, broken, out)
+    assert not out.exists()
+
+
+def test_damaged_data(tmp_path, capsys):
+    made = engine(zero=2)
+    made.save_checkpoint(tmp_path / "ckpt").wait()
+    for file in (tmp_path / "ckpt").glob("*/state/ocdbt.process_0/d/*"):
+        file.write_bytes(file.read_bytes()[:1])  # an export reads the parameters alone, wherever in the file they are
+    assert "cannot be read" in refused(capsys, tmp_path / "ckpt", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_place_to_write(tmp_path, saved, capsys):
+    path, _ = saved
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "mine").write_text("x")
+    assert f"{full} is not empty" in refused(capsys, path, full)
+    (tmp_path / "file").write_text("x")
+    assert "file cannot be written: Not a directory" in refused(capsys, path, tmp_path / "file")
+    assert "cannot be written: Not a directory" in refused(capsys, path, tmp_path / "file" / "out")
+    assert "cannot be written" in refused(capsys, path, "/proc/out")
+    assert [p.name for p in full.iterdir()] == ["mine"]
+
+
+def test_no_room_on_the_disk(tmp_path, saved, capsys, monkeypatch):
+    def fallocate(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "No space left on device" in refused(capsys, saved[0], empty)
+    assert [*empty.iterdir()] == []
+
+
+def test_an_interrupted_export_is_not_taken_for_one(tmp_path, saved, monkeypatch):
+    """It leaves nothing; one that was killed leaves what nobody reads, and the next one goes on."""
+    path, _ = saved
+    out = tmp_path / "out"
+    read = weights.stored.Checkpoint.read
+
+    def interrupted(self, name):
+        if name.startswith("stack"):
+            raise KeyboardInterrupt
+        return read(self, name)
+
+    with monkeypatch.context() as m:
+        m.setattr(weights.stored.Checkpoint, "read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            weights.export(path, out)
+        assert not out.exists()
+        m.setattr("shutil.rmtree", lambda *_, **__: None)  # as if killed
+        with pytest.raises(KeyboardInterrupt):
+            weights.export(path, out)
+    with pytest.raises(jzero.ConfigError, match="holds no weights"):
+        weights.load(out, saved[1].step_fn)
+    weights.export(path, out)
+    assert sorted(p.name for p in out.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_sizes_and_ranges(tmp_path, saved, capsys):
+    assert "max_shard_size = '5 bananas'" in refused(
+        capsys, saved[0], tmp_path / "out", "--max_shard_size", "5 bananas"
+    )
+    for size in ("0", "-1GB", "GB"):
+        with pytest.raises(jzero.ConfigError, match="must be a size such as 5GB"):
+            parse_size(size)
+    large = engine(Net())
+    large.state.params["stack"]["w"] = large.state.params["stack"]["w"].at[0, 0, 0].set(1e6)
+    large.save_checkpoint(tmp_path / "large").wait()
+    said = refused(capsys, tmp_path / "large", tmp_path / "out", "--dtype", "float16")
+    assert "stack.w has values beyond the range of float16: choose bfloat16" in said
+    assert not (tmp_path / "out").exists()

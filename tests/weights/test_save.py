@@ -1,0 +1,158 @@
+"""`engine.save_16bit_model`: the same file as an export, at any stage and of any number of processes."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from llamas import TIED, Net, engine, model
+from safetensors.numpy import load_file
+
+import jzero
+from jzero import weights
+
+sys.path.append(str(Path(__file__).parents[1] / "launcher"))
+from jobs import Command
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"stage": 0, "zero": 4}, {"stage": 3, "zero": 8}, {"stage": 3, "zero": 2, "data": 2},
+     {"stage": 1, "pipe": 4, "zero": 2}, {"stage": 3, "pipe": 2, "zero": 4}],
+    ids=str,
+)  # fmt: skip
+def test_it_is_the_export_in_bfloat16(tmp_path, layout):
+    made = engine(**layout)
+    made.save_checkpoint(tmp_path / "ckpt").wait()
+    weights.export(tmp_path / "ckpt", tmp_path / "out", dtype="bfloat16")
+    assert made.save_16bit_model(tmp_path / "new" / "saved") is True
+    assert sorted(p.name for p in (tmp_path / "new" / "saved").iterdir()) == ["config.json", "model.safetensors"]
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "new" / "saved" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+
+
+def test_names_dtypes_and_what_is_there_already(tmp_path):
+    made = engine(model(TIED), zero=2)
+    (tmp_path / "config.json").write_text("mine")
+    (tmp_path / "a.safetensors").write_text("old")
+    made.save_16bit_model(tmp_path, "a.safetensors")
+    assert (tmp_path / "config.json").read_text() == "mine"
+    assert load_file(tmp_path / "a.safetensors")["model.norm.weight"].dtype == jnp.bfloat16
+    half = engine(Net(), zero=2, more={"fp16": {"enabled": True}})
+    half.save_16bit_model(tmp_path, "half.safetensors")
+    found = load_file(tmp_path / "half.safetensors")
+    assert {x.dtype for x in found.values()} == {np.dtype("float16")}
+    np.testing.assert_array_equal(found["stack.w"], half.state.params["stack"]["w"].astype("float16"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.safetensors", "config.json", "half.safetensors"]
+
+
+def test_a_layer_at_a_time_is_gathered(monkeypatch):
+    """Also where the layers are divided among pipeline stages."""
+    made = engine(stage=3, pipe=2, zero=2)
+    shapes = [x.shape for _, _, x in weights.gathered.gather(
+        made.state.params, made.step_fn.leaves, made.mesh, np.dtype("float32"))]  # fmt: skip
+    assert shapes.count((1, 32, 96)) == 4
+    gate_up = next(leaf for leaf in jax.tree.leaves(made.step_fn.leaves) if leaf.name == "stack/mlp/gate_up/kernel")
+    part = weights.gathered._part(gate_up, made.mesh, np.dtype("float32"))
+    x = made.state.params["stack"]["mlp"]["gate_up"]["kernel"]
+    text = part.lower(x, jnp.int32(0)).compile().as_text()
+    gathered = {tuple(map(int, m.split(","))) for m in re.findall(r"f32\[([\d,]+)\]\S* all-gather", text)}
+    assert gathered == {(1, 32, 96)}
+
+
+def test_mistakes(tmp_path, monkeypatch):
+    made = engine(zero=2)
+    for name in ("pytorch_model.bin", "a/b.safetensors"):
+        with pytest.raises(jzero.ConfigError, match=f"save_filename = '{name}': must be a name that ends"):
+            made.save_16bit_model(tmp_path, name)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(jzero.ConfigError, match="cannot be written: File exists"):
+        made.save_16bit_model(tmp_path / "file")
+
+    def fallocate(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    with pytest.raises(jzero.ConfigError, match=r"model.safetensors cannot be written: No space left on device"):
+        made.save_16bit_model(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+PROGRAM = """
+import sys
+sys.path.append({here!r})
+import jax
+import numpy as np
+import jzero
+jzero.init_distributed()
+from llamas import GROUPED, TOKENS, model
+from jzero import weights
+
+config = {{"train_micro_batch_size_per_gpu": 1, "optimizer": {{"type": "Adam", "params": {{"lr": 1e-3}}}},
+          "zero_optimization": {{"stage": 3, "stage3_param_persistence_threshold": 0}}}}
+engine = jzero.initialize(model=model(), config=config)[0]
+rank = jzero.get_rank()
+engine.save_checkpoint("ckpt").wait()
+engine.save_16bit_model("saved")
+if rank == 0:
+    weights.export("ckpt", "out", dtype="bfloat16")
+    weights.export("ckpt", "fp32")
+
+def tried(name, f):
+    try:
+        print(f"{{name}}: {{f()}}")
+    except jzero.ConfigError as error:
+        print(f"{{name}}: error: {{error}}")
+
+jzero.agreement.agree("exported", "")
+sizes = []
+windows = weights.safetensors.File.windows
+def spy(self, name, box):
+    for part, view in windows(self, name, box):
+        sizes.append(view.nbytes)
+        yield part, view
+weights.safetensors.File.windows = spy
+before = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), engine.state.params)
+engine.load_weights("fp32")
+after = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), engine.state.params)
+tried("same", lambda: jax.tree.all(jax.tree.map(np.array_equal, before, after)))
+tried("read", lambda: sum(sizes) == sum(x.nbytes for x in jax.tree.leaves(after)))
+tried("half", lambda: sum(sizes) * 2 == sum(x.nbytes for x in jax.tree.leaves(engine.state.params)))
+tried("there", lambda: engine.load_weights("fp32" if rank == 0 else "nowhere"))
+tried("place", lambda: engine.save_16bit_model("/proc/nowhere"))
+def full():
+    if rank == 0:
+        write, count = weights.writer.Writer.write, []
+        def failing(self, *part):
+            if count.append(0) or len(count) > 3:
+                raise OSError(28, "No space left on device")
+            write(self, *part)
+        weights.writer.Writer.write = failing
+    engine.save_16bit_model("room")
+tried("room", full)
+"""
+
+
+def test_two_processes(tmp_path):
+    (tmp_path / "worker.py").write_text(PROGRAM.format(here=str(Path(__file__).parent)))
+    job = Command("--platform", "cpu", "--num_gpus", 2, "worker.py", cwd=tmp_path)
+    try:
+        assert job.wait(120) == 0, job.errors
+    finally:
+        job.end()
+    found = re.findall(r"^\[(\d)\] (\w+): (.*)$", job.output, re.M)
+    said = [{name: text for number, name, text in found if number == rank} for rank in "01"]
+    assert load_file(tmp_path / "saved" / "model.safetensors")
+    assert [p.read_bytes() for p in sorted((tmp_path / "saved").iterdir())] == [
+        p.read_bytes() for p in sorted((tmp_path / "out").iterdir())
+    ]
+    for one in said:
+        assert (one["same"], one["read"], one["half"]) == ("True", "True", "True")
+        assert one["there"] == "error: nowhere: there is no such directory, nor such a .safetensors file"
+        assert re.match(r"error: /proc/nowhere/model.safetensors cannot be written: ", one["place"])
+        assert "room/model.safetensors cannot be written: No space left on device" in one["room"]
+    assert [*(tmp_path / "room").iterdir()] == []
