@@ -180,11 +180,11 @@ class Gradients:
         return {ENDS: used[ENDS], STACK: jax.tree.map(lambda *layers: jnp.stack(layers), *used[STACK])}
 
     def per_layer(self, f: Callable) -> Callable:
-        """`f(leaf, x)`, mapped over the layer axis where a scanned stack has one."""
+        """`f(leaf, *xs)`, mapped over the layer axis where a stack in use has one."""
 
-        def each(leaf: zero.Leaf, x: Any) -> Any:
+        def each(leaf: zero.Leaf, *xs: Any) -> Any:
             one = partial(f, leaf)
-            return jax.vmap(one)(x) if leaf.stacked and self.layer_axis else one(x)
+            return jax.vmap(one)(*xs) if leaf.stacked and self.layer_axis else one(*xs)
 
         return each
 

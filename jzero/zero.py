@@ -115,7 +115,9 @@ def layout(
         trainable = not hits and jnp.issubdtype(x.dtype, jnp.floating)
         local: list[int] = list(x.shape)
         axes: list[tuple[str, ...]] = [()] * x.ndim  # the mesh axes of every dimension
-        divided = 0 if stacked else (vocabulary or {}).get(name)
+        divided = (vocabulary or {}).get(name)
+        if stacked and x.shape and x.shape[0] % mesh.shape[PIPE] == 0:  # else it lies whole on every stage
+            divided = 0
         if divided is not None and present(mesh, PIPE):
             local[divided] //= mesh.shape[PIPE]
             axes[divided] = (PIPE,)
@@ -156,6 +158,11 @@ def _partitioned_dim(shape: tuple[int, ...], stage: Stage, mesh: Mesh, threshold
 def path_name(path: tuple) -> str:
     """A key path as text: `stack/attention/wo/kernel`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """name -> leaf, in the tree's order."""
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
 def stack_length(leaves: Any) -> int:

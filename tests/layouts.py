@@ -91,9 +91,9 @@ def make_mesh(layout):
     return jzero.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))])
 
 
-def build(layout, *, noise=False, training_data=None, resume=None, **more):
+def build(layout, *, noise=False, model=None, training_data=None, resume=None, **more):
     return jzero.initialize(
-        model=Net(noise), config=settings(layout, **more), mesh=make_mesh(layout), training_data=training_data,
+        model=model or Net(noise), config=settings(layout, **more), mesh=make_mesh(layout), training_data=training_data,
         resume=resume, rng=jax.random.key(0),
     )[0]  # fmt: skip
 

@@ -432,13 +432,15 @@ def mean_cross_entropy(logits, labels):
 
 @lru_cache
 def layers(kind):
-    """With dropout, tied ends around four layers alike; or five that are not, with integers and masks between them."""
-    if kind == "alike":
-        return pipeline(EMBED, *[jzero.LayerSpec(Residual, 8, 0.5)] * 4, HEAD, loss_fn=mean_cross_entropy)
+    """With dropout, tied ends around four layers alike, or five, which no stages divide; or five that are not alike,
+    with integers and masks between them."""
+    if kind != "different":
+        alike = [jzero.LayerSpec(Residual, 8, 0.5)] * {"four": 4, "five": 5}[kind]
+        return pipeline(EMBED, *alike, HEAD, loss_fn=mean_cross_entropy)
     return pipeline(start, *(jzero.LayerSpec(Wide, *size) for size in ((3, 16), (16, 16), (16, 2))), finish)
 
 
-@pytest.mark.parametrize("kind", ["alike", "different"])
+@pytest.mark.parametrize("kind", ["four", "five", "different"])
 @named(
     [
         Case("gpipe", 2, 3),

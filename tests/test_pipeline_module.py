@@ -94,7 +94,7 @@ CONV = LayerSpec(linen.Conv, 3, (3, 3), strides=2)
     [
         ([BLOCK] * 4, {}, range(4)),
         ([BLOCK] * 4, {"num_stages": 2}, range(4)),
-        ([BLOCK] * 4, {"num_stages": 3}, None),
+        ([BLOCK] * 4, {"num_stages": 3}, range(4)),
         ([BLOCK], {}, None),
         ([WIDE, THIN, BLOCK, BLOCK], {}, None),  # less than half
         ([LayerSpec(nnx.Linear, 2, 2)] * 3 + [LayerSpec(nnx.Linear, 2, 8), BLOCK, BLOCK], {}, range(4, 6)),

@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import shutil
+from itertools import product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from layouts import LAYOUTS, TRAIN, assert_same, batch, build, data
 
 import jzero
@@ -122,6 +124,31 @@ def test_fewer_devices_keep_the_global_batch(tmp_path):
         np.testing.assert_allclose([float(fewer.train_batch()) for _ in range(4)], straight[2:], rtol=1e-6)
     with pytest.raises(jzero.ConfigError, match="train_batch_size = 32: must be a multiple of 24"):
         build((0, {"data": 3}, 8, {}), resume=tmp_path, **sizes | {"train_micro_batch_size_per_gpu": 8})
+
+
+def test_a_list_of_layers_that_the_stages_divide_or_not(tmp_path):
+    """Three layers alike: cut by three stages, not by two, which switch between the layers; the leaves are the same."""
+    layouts = {
+        "one": (0, {}, 8, {}), "stage3": (3, {"zero": 4}, 4, {}), "cut": (1, {"pipe": 3, "zero": 2}, 4, {}),
+        "switched": (3, {"pipe": 2, "zero": 4}, 2, {"schedule": "interleaved", "chunks": 2}),
+    }  # fmt: skip
+    layer, engines, expected = jzero.LayerSpec(nnx.Linear, 8, 8), {}, {}
+    for name, layout in layouts.items():
+        layers = [jzero.LayerSpec(nnx.Linear, 8, 8, use_bias=False), layer, layer, layer, jnp.tanh]
+        model = jzero.PipelineModule(
+            layers, layout[1].get("pipe"), loss_fn=lambda y, labels: ((y - labels) ** 2).mean()
+        )
+        engines[name] = engine = build(layout, model=model)
+        train = [float(engine.train_batch(tuple(batch(step).values()))) for step in range(SAVED)]
+        engine.save_checkpoint(tmp_path, tag=name).wait()
+        expected[name] = train + [float(engine.train_batch(tuple(batch(SAVED + n).values()))) for n in range(NEXT)]
+    for source, target in product(layouts, layouts):
+        engine = engines[target]
+        engine.load_checkpoint(tmp_path, tag=source)
+        assert_same(engine.state, jzero.checkpoint.restore(tmp_path, engine.step_fn.state_shardings, tag=source))
+        losses = [float(engine.train_batch(tuple(batch(SAVED + n).values()))) for n in range(NEXT)]
+        np.testing.assert_allclose(losses, expected[source][SAVED:], rtol=1e-6, err_msg=f"{source} -> {target}")
+        np.testing.assert_allclose(expected[source], expected[target], rtol=1e-6)
 
 
 def test_another_precision(tmp_path):

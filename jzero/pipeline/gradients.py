@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,13 +28,13 @@ Functions = tuple[Callable, Callable, Callable]  # prefix, chunk, suffix
 
 
 def pipeline_gradients(model: Any, config: Any, mesh: Any, leaves: Any, precision: Any) -> PipelineGradients:
-    """The `PipelineGradients` for a model with a layer stack, or for a heterogeneous `PipelineModule`.
+    """The `PipelineGradients` for a model with a layer stack, or for a `PipelineModule` without one to divide.
 
     Raises:
       ConfigError: a model that cannot be cut, or not into so many stages.
     """
-    heterogeneous = isinstance(model, PipelineModule) and not model.stack
-    return (SwitchedGradients if heterogeneous else PipelineGradients)(model, config, mesh, leaves, precision)
+    switches = isinstance(model, PipelineModule) and (not model.stack or len(model.stack) % mesh.shape[PIPE])
+    return (SwitchedGradients if switches else PipelineGradients)(model, config, mesh, leaves, precision)
 
 
 class PipelineGradients(Gradients):
@@ -45,7 +46,7 @@ class PipelineGradients(Gradients):
     def __init__(self, model: Any, config: Any, mesh: Any, leaves: Any, precision: Any):
         super().__init__(model, config, mesh, leaves, precision)
         self.stages, self.chunks = mesh.shape[PIPE], config.pipeline.chunks
-        self.parts = self.stages * self.chunks
+        self.parts, self.chunk_axis = self.stages * self.chunks, self.chunks > 1
         self._cut()
 
     def _refuse(self, key: str, why: str) -> None:
@@ -70,7 +71,7 @@ class PipelineGradients(Gradients):
             )
         if self.config.stack.unroll is False:
             self._refuse("stack.unroll = false", "the layers of a pipeline's chunk are always unrolled")
-        self.depth, self.unrolled, self.layer_axis = self.length // self.parts, True, self.chunks > 1
+        self.depth, self.unrolled, self.layer_axis = self.length // self.parts, True, self.chunk_axis
         self.used = {ENDS: self.leaves[ENDS], STACK: [self.leaves[STACK]] * self.depth}
         divided = [leaf for leaf in jax.tree.leaves(self.used[ENDS]) if leaf.on_pipe]
         self.vocabulary_axis = PIPE if divided else None
@@ -122,7 +123,7 @@ class PipelineGradients(Gradients):
 
     def spread(self, masters: Any) -> Any:
         stack, p = masters[STACK], self.precision
-        if self.layer_axis:  # in the widest dtype that is needed inside, which is often half of the masters'
+        if self.chunk_axis:  # in the widest dtype that is needed inside, which is often half of the masters'
             stack = cast(stack, jnp.promote_types(p.compute, p.reduce))
             stack = jax.tree.map(lambda m: to_chunks(m, self.stages, self.chunks).swapaxes(0, 1), stack)
         layers = [jax.tree.map(lambda m, k=k: m[k], stack) for k in range(self.depth)]  # type: ignore[misc]
@@ -130,7 +131,7 @@ class PipelineGradients(Gradients):
 
     def collect(self, used: Any) -> Any:
         def stack(*layers: jax.Array) -> jax.Array:
-            if not self.layer_axis:
+            if not self.chunk_axis:
                 return jnp.stack(layers)
             return from_chunks(jnp.stack(layers, axis=1).astype(self.precision.reduce), self.stages, self.chunks)
 
@@ -187,7 +188,7 @@ class SwitchedGradients(PipelineGradients):
             self._refuse(f"activation_checkpointing = {remat}", why)
         if self.config.stack.unroll is False:
             self._refuse("stack.unroll = false", "the module has no layer stack")
-        self.depth, self.layer_axis = 1, False
+        self.depth, self.stacked, self.layer_axis, self.chunk_axis = 1, False, True, False
         self.used = {ENDS: {}, STACK: [self.leaves]}
         self.boundaries = self.model.boundaries(self.parts)  # type: ignore[attr-defined]
 
@@ -205,8 +206,10 @@ class SwitchedGradients(PipelineGradients):
         return used[STACK][0]
 
     def functions(self, pairs: Any, part: Any) -> Functions:
+        fetch = self.per_layer(partial(zero.fetch, precision=self.precision))
+
         def whole(weights: Any) -> Any:
-            return self.fetch(self.leaves, [tree[0] for tree in weights])
+            return jax.tree.map(fetch, self.leaves, *(tree[0] for tree in weights))
 
         params = jax.eval_shape(lambda: whole([pair[STACK] for pair in pairs]))
         pack, run, loss = switched(self.model, self.boundaries, params, part)  # type: ignore[arg-type]

@@ -5,7 +5,8 @@ half of the parameters, the module is prefix + layer stack + suffix as in `jzero
 
     {"ends": {"layers": {"0": ...}, "tied": {key: ...}}, "stack": the run's, on a leading axis}
 
-Otherwise it is heterogeneous, {"layers": {"0": ..., "1": ...}, "tied": {key: ...}}: see `jzero.pipeline.switch`.
+Otherwise it is heterogeneous, {"layers": {"0": ..., "1": ...}, "tied": {key: ...}}. A pipeline cuts the stack; where
+there is none, or the stages do not divide it, it cuts the list of layers: see `jzero.pipeline.switch`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class PipelineModule:
 
     Args:
       layers: any of `LayerSpec`, `TiedLayerSpec`, Linen modules, functions `x -> x`.
-      num_stages: the pipeline stages there will be: a run of layers is a stack only if it is a multiple of them.
+      num_stages: the pipeline stages, as `mesh.pipe` in the config; the parameters do not depend on it.
       loss_fn: `loss_fn(outputs, labels)` -> scalar or (sum, count).
       partition_method: how `boundaries` cuts, see `jzero.pipeline.partition`.
       activation_checkpoint_interval: the number of layers in one activation checkpoint; 0: what the config says.
@@ -138,19 +139,28 @@ class PipelineModule:
         return lambda inputs: stack_loss(without_loss, params, (inputs, None), rng)
 
     def apply(self, params: Any, start: int, stop: int, x: Any, rng: jax.Array | None) -> Any:
-        """x through the layers [start, stop), none of them of the stack; layer i draws from `fold(rng, i + 1)`.
-
-        `params`: a heterogeneous module's, or the ends of one with a stack.
-        """
-        own, tied = params.get(LAYERS, {}), params.get(TIED, {})
+        """x through the layers [start, stop), of the stack or not, with the noise that `loss` draws."""
+        stack, ends = self.stack or range(0), params[ENDS] if self.stack else params
         for i in range(start, stop):
+            if i in stack:
+                layer = jax.tree.map(lambda w, k=i - stack.start: w[k], params[STACK])  # type: ignore[misc]
+                x = self._block(layer, x, fold(rng, i - stack.start + 1))
+            else:
+                part = 0 if i < stack.start else len(stack) + 1  # of the keys in `stack_loss`
+                x = self._through(ends, [i], x, fold(rng, part) if stack else rng)
+        return x
+
+    def _through(self, ends: Any, indices: Iterable[int], x: Any, rng: jax.Array | None) -> Any:
+        """x through layers that are not of the stack; layer i draws from `fold(rng, i + 1)`."""
+        own, tied = ends.get(LAYERS, {}), ends.get(TIED, {})
+        for i in indices:
             layer = self._layers[i]
             with self._fits(i, x):
                 x = layer.call(layer.join(own.get(str(i), {}), tied.get(layer.key, {})), x, fold(rng, i + 1))
         return x
 
     def _prefix(self, ends: Any, batch: Any, rng: jax.Array | None) -> Any:
-        return self.apply(ends, 0, self.stack.start, pair(batch)[0], rng)
+        return self._through(ends, range(self.stack.start), pair(batch)[0], rng)
 
     def _block(self, layer: Any, x: Any, rng: jax.Array | None) -> Any:
         first = self.stack.start
@@ -168,7 +178,7 @@ class PipelineModule:
         return self.loss_fn(self._after(ends, x, rng), pair(batch)[1])
 
     def _after(self, ends: Any, x: Any, rng: jax.Array | None) -> Any:
-        return self.apply(ends, self.stack.stop, len(self._layers), x, rng)
+        return self._through(ends, range(self.stack.stop, len(self._layers)), x, rng)
 
     def _fits(self, i: int, x: Any) -> AbstractContextManager:
         """Say what does not fit if layer i fails on x."""
@@ -223,7 +233,7 @@ class PipelineModule:
 
         indices = range(len(self._layers))
         runs = [list(run) for _, run in groupby(indices, structure)]
-        runs = [run for run in runs if len(run) > 1 and len(run) % (self.num_stages or 1) == 0]
+        runs = [run for run in runs if len(run) > 1]
         sizes = [len(run) * size(self._layers[run[0]].params) for run in runs]
         if not runs or not 0 < max(sizes) * 2 >= self._num_parameters():
             return None
