@@ -39,14 +39,14 @@ def my_rows(sharding: NamedSharding, rows: int) -> np.ndarray:
 
 def check(batch: Any, rows: int, also: int, why: str, multiples: bool = False) -> None:
     """Raise a ConfigError unless every leaf has `rows` rows (or a multiple of that), or `also` rows; `why` so many."""
-    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    leaves = zero.named(batch)
     if not leaves:
         raise ConfigError("batch: it holds no arrays")
-    for path, x in leaves:
+    for name, x in leaves.items():
         shape = tuple(getattr(x, "shape", ()))
         if not shape or not shape[0] or (shape[0] % rows if multiples else shape[0] not in (rows, also)):
             here = f", or {also} on this process" if also != rows and not multiples else ""
             raise ConfigError(
-                f"batch leaf {zero.path_name(path) or 'batch'!r} has shape {shape}: its leading dimension must be "
+                f"batch leaf {name or 'batch'!r} has shape {shape}: its leading dimension must be "
                 f"{'a multiple of ' * multiples}{rows}{here} ({why})"
             )

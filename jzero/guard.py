@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jzero.agreement import check_same
 from jzero.config import Config
-from jzero.zero import path_name
+from jzero.zero import named
 
 
 class Guard:
@@ -32,7 +32,7 @@ class Guard:
         """`call` runs on `times` batches of these shapes."""
         if not self.shared:
             return
-        shapes = {path_name(path): f"{x.dtype}{list(x.shape)}" for path, x in jax.tree.leaves_with_path(batch)}
+        shapes = {name: f"{x.dtype}{list(x.shape)}" for name, x in named(batch).items()}
         program = call, times, tuple(shapes.items())
         if program not in self.agreed:
             check_same("train step", {"call": call, "batches": times, "batch": shapes})

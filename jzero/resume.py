@@ -15,7 +15,7 @@ import jax
 from jzero import checkpoint
 from jzero.agreement import agree
 from jzero.checkpoint.directory import SAVING, check_home, complete, recover
-from jzero.checkpoint.leaves import checksums, named
+from jzero.checkpoint.leaves import checksums
 from jzero.checkpoint.reader import Checkpoint, cast, stored_shape
 from jzero.checkpoint.writer import settle
 from jzero.distributed import log_dist
@@ -23,6 +23,7 @@ from jzero.errors import CheckpointError, ConfigError
 from jzero.model import weights_layout
 from jzero.precision import Scaler
 from jzero.train_step import check_alive
+from jzero.zero import named
 
 if TYPE_CHECKING:
     from jzero.engine import Engine

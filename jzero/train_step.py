@@ -157,13 +157,11 @@ class TrainStep:
     def _vocabulary(self, params: Any) -> dict[str, int]:
         """name -> dimension of the leaves of the ends whose vocabulary the pipeline divides: all of them or none."""
         stages = self.mesh.shape[PIPE]
-        shapes = {zero.path_name(path): x.shape for path, x in jax.tree_util.tree_flatten_with_path(params)[0]}
+        known = zero.named(params)
         wanted = {f"{ENDS}/{name}": dim for name, dim in getattr(self.model, "vocabulary", {}).items()}
-        if unknown := sorted(wanted.keys() - shapes.keys()):
-            raise ConfigError(
-                f"{self.model!r}: vocabulary names {unknown}, no parameters; they are {', '.join(shapes)}"
-            )
-        return wanted if all(shapes[name][dim] % stages == 0 for name, dim in wanted.items()) else {}
+        if unknown := sorted(wanted.keys() - known.keys()):
+            raise ConfigError(f"{self.model!r}: vocabulary names {unknown}, no parameters; they are {', '.join(known)}")
+        return wanted if all(known[name].shape[dim] % stages == 0 for name, dim in wanted.items()) else {}
 
     def _choose_schedule(self, optimizer: Any, lr_scheduler: Any) -> lr_schedules.Schedule | None:
         """The learning rate as a function of the steps applied; None if a client's optimizer keeps it to itself."""
@@ -223,12 +221,8 @@ class TrainStep:
 
     def _fit(self, params: Any) -> Any:
         """Parameters laid out as this step's, in the masters' dtypes."""
-
-        def described(tree: Any) -> dict[str, tuple[int, ...]]:
-            return {zero.path_name(path): x.shape for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
-
         own = self.state_shapes.params
-        here, there = described(own), described(params)
+        here, there = ({name: x.shape for name, x in zero.named(tree).items()} for tree in (own, params))
         wrong = [name for name in {**here, **there} if here.get(name) != there.get(name)]
         if wrong:
             each = [f"{name} is {there.get(name, 'missing')}, not {here.get(name, 'there')}" for name in wrong[:8]]

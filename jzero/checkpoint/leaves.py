@@ -13,13 +13,6 @@ from flax.traverse_util import unflatten_dict
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jzero.zero import path_name
-
-
-def named(tree: Any) -> dict[str, Any]:
-    """name -> leaf, in the tree's order."""
-    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
-
 
 def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Named leaves as nested dicts, which is how Orbax stores them."""

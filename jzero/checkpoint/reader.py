@@ -17,8 +17,9 @@ from etils import epath
 from jzero.agreement import agree, anyone
 from jzero.checkpoint import directory as files
 from jzero.checkpoint import writer
-from jzero.checkpoint.leaves import checksums, is_key, named, nest
+from jzero.checkpoint.leaves import checksums, is_key, nest
 from jzero.errors import CheckpointError, ConfigError
+from jzero.zero import named
 
 
 class Checkpoint:

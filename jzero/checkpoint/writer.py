@@ -21,8 +21,9 @@ from etils import epath
 from jzero import progress
 from jzero.agreement import agree, anyone
 from jzero.checkpoint.directory import DEFAULT_TAG, STATE, begin, commit, draft_of, place
-from jzero.checkpoint.leaves import has_room, key_names, named, nest, snapshot, to_host
+from jzero.checkpoint.leaves import has_room, key_names, nest, snapshot, to_host
 from jzero.errors import CheckpointError, ConfigError
+from jzero.zero import named
 
 TIMEOUT = 300.0  # seconds in which all processes have to call save; or JZERO_TIMEOUT
 CHUNK = 64 * 2**20  # bytes: what a reader of a part of a leaf has to hold at least

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from jzero.errors import ConfigError
-from jzero.zero import path_name
+from jzero.zero import named
 
 
 @runtime_checkable
@@ -176,11 +176,10 @@ def stack(samples: Sequence[Any]) -> Any:
 
 def check_numbers(batch: Any, fix: str = "; give arrays of numbers") -> None:
     """Raise a ConfigError for leaves that no device can hold."""
-    for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
+    for name, x in named(batch).items():
         dtype = getattr(x, "dtype", None)
         if dtype is None or not any(jax.dtypes.issubdtype(dtype, kind) for kind in (np.number, np.bool_)):
-            name, found = path_name(path) or "it", dtype or type(x).__name__
-            raise ConfigError(f"training_data: {name} holds {found}, no numbers{fix}")
+            raise ConfigError(f"training_data: {name or 'it'} holds {dtype or type(x).__name__}, no numbers{fix}")
 
 
 def too_few(samples: int, train: int) -> str:

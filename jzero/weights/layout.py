@@ -26,10 +26,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import tree_flatten_with_path
 
 from jzero.errors import ConfigError
-from jzero.zero import path_name
+from jzero.zero import named
 
 Box = tuple[slice, ...]  # part of an array: start and stop in every dimension
 KEYS = {"name", "leaf", "columns", "transposed"}
@@ -105,7 +104,7 @@ def dotted(name: str) -> str:
 
 def leaves_of(params: Any) -> dict[str, Array]:
     """dotted name -> shape and dtype of a tree of arrays or of their shapes."""
-    return {dotted(path_name(key)): Array(x.shape, x.dtype) for key, x in tree_flatten_with_path(params)[0]}
+    return {dotted(name): Array(x.shape, x.dtype) for name, x in named(params).items()}
 
 
 def tensors(leaves: Mapping[str, Array], table: Mapping[str, Any] | None) -> list[Tensor]:
