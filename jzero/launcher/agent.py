@@ -167,6 +167,8 @@ class Agent:
         return [finished, begun, state_of(self.processes[rank].pid)]
 
     async def listen(self, port):
+        if self.server:
+            self.server.close()
         try:
             if socket.has_dualstack_ipv6():
                 self.server = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)

@@ -7,9 +7,9 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from jzero.launcher.options import parser
 
 HOSTFILE = "/job/hostfile"
 NOT_HANDED_OVER = (
-    "venv_script", "enable_each_rank_log", "max_restarts", "ssh_port", "hang_timeout", "grace", "force_multi",
-    "save_pid",
+    "venv_script", "enable_each_rank_log", "max_restarts", "min_nodes", "ssh_port", "hang_timeout", "grace",
+    "force_multi", "save_pid",
 )  # fmt: skip
 
 
@@ -39,16 +39,56 @@ class Process:
 
 @dataclass(frozen=True)
 class Job:
-    """The plan. `argv` is the script's command line without `--local_rank`; `first` is where that goes in it."""
+    """The plan. `argv` is the script's command line without `--local_rank`; `first` is where that goes in it.
+
+    `shared`: what all processes get on top of their host's environment.
+    """
 
     options: argparse.Namespace
     hosts: Hosts
-    address: str
-    port: int
-    processes: list[Process]
     argv: list[str]
     first: int
     cwd: str
+    shared: dict[str, str]
+
+    @property
+    def port(self) -> int:
+        return self.options.master_port or DEFAULT_PORT
+
+    @property
+    def address(self) -> str:
+        """Where the coordinator listens, as far as it is known before the hosts are asked."""
+        o, first = self.options, next(iter(self.hosts))
+        alone = len(self.hosts) == 1 and (o.no_ssh or is_this_machine(first)) and not o.force_multi
+        return o.master_addr or ("127.0.0.1" if alone else first)
+
+    @cached_property
+    def processes(self) -> list[Process]:
+        """All ranks, host by host."""
+        o, result = self.options, list[Process]()
+        counts = [1 if o.one_process_per_node else len(ids) for ids in self.hosts.values()]
+        for node, (host, ids) in enumerate(self.hosts.items()):
+            for local in range(counts[node]):
+                mine = ids if o.one_process_per_node else [ids[local]]
+                place = {
+                    "RANK": len(result), "WORLD_SIZE": sum(counts),
+                    "LOCAL_RANK": local, "LOCAL_SIZE": counts[node],
+                    "CROSS_RANK": node, "CROSS_SIZE": len(self.hosts),
+                    "MASTER_ADDR": self.address, "MASTER_PORT": self.port,
+                }  # fmt: skip
+                if o.platform == "cpu":
+                    place |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": len(mine)}
+                else:
+                    place |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ids))}
+                if o.no_ssh and len(self.hosts) > 1:  # nobody sees all hosts, so the processes watch each other
+                    place |= {"JZERO_HEARTBEAT_SECONDS": 8}
+                text = {name: str(value) for name, value in place.items()}
+                result.append(Process(len(result), local, host, mine, self.shared | text))
+        return result
+
+    def without(self, hosts: Collection[str]) -> Job:
+        """The plan for the other hosts."""
+        return replace(self, hosts={host: ids for host, ids in self.hosts.items() if host not in hosts})
 
     def is_here(self, host: str) -> bool:
         """Whether the host is this machine."""
@@ -80,35 +120,12 @@ def make_job(options: argparse.Namespace, env: Mapping[str, str], cwd: str) -> J
     _check(options)
     argv, first = _script(options, env)
     hosts = _hosts(options, env)
-    port = options.master_port or DEFAULT_PORT
-    names = list(hosts)
     if options.node_rank >= len(hosts):
         raise ConfigError(f"--node_rank = {options.node_rank}: there are {len(hosts)} hosts, numbered from 0")
-    alone = len(hosts) == 1 and (options.no_ssh or is_this_machine(names[0])) and not options.force_multi
-    address = options.master_addr or ("127.0.0.1" if alone else names[0])
+    if options.min_nodes > len(hosts):
+        raise ConfigError(f"--min_nodes = {options.min_nodes}: there are {len(hosts)}: {', '.join(hosts)}")
     shared = environment.propagated(env, cwd, env.get("HOME", cwd), options.export)
-    if options.resume:
-        shared["JZERO_RESUME"] = "auto"
-    processes: list[Process] = []
-    counts = [1 if options.one_process_per_node else len(ids) for ids in hosts.values()]
-    for node, (host, ids) in enumerate(hosts.items()):
-        for local in range(counts[node]):
-            mine = ids if options.one_process_per_node else [ids[local]]
-            place = {
-                "RANK": len(processes), "WORLD_SIZE": sum(counts),
-                "LOCAL_RANK": local, "LOCAL_SIZE": counts[node],
-                "CROSS_RANK": node, "CROSS_SIZE": len(hosts),
-                "MASTER_ADDR": address, "MASTER_PORT": port,
-            }  # fmt: skip
-            if options.platform == "cpu":
-                place |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": len(mine)}
-            else:
-                place |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ids))}
-            if options.no_ssh and len(hosts) > 1:  # nobody sees all hosts, so the processes watch each other
-                place |= {"JZERO_HEARTBEAT_SECONDS": 8}
-            text = {name: str(value) for name, value in place.items()}
-            processes.append(Process(len(processes), local, host, mine, shared | text))
-    return Job(options, hosts, address, port, processes, argv, first, cwd)
+    return Job(options, hosts, argv, first, cwd, shared | ({"JZERO_RESUME": "auto"} if options.resume else {}))
 
 
 @cache
@@ -149,6 +166,12 @@ def _check(options: argparse.Namespace) -> None:
         problems.append(f"--master_port = {options.master_port}: must be 1 to 65535")
     if options.ssh_port is not None and not 0 < options.ssh_port < 65536:
         problems.append(f"--ssh_port = {options.ssh_port}: must be 1 to 65535")
+    if options.min_nodes != -1 and options.min_nodes < 1:
+        problems.append(f"--min_nodes = {options.min_nodes}: must be at least 1; leave it out to need all")
+    if options.min_nodes != -1 and (options.no_ssh or options.launcher == "k8s"):
+        problems.append("--min_nodes: is for hosts that are reached over ssh; leave it out")
+    if options.min_nodes != -1 and options.master_addr:
+        problems.append("--min_nodes and --master_addr: that host may be left out; leave the address to be found")
     for name in ("max_restarts", "hang_timeout", "grace"):
         if not (value := getattr(options, name)) >= 0:
             problems.append(f"--{name} = {value}: must be 0 or more")

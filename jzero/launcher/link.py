@@ -65,6 +65,12 @@ class Link:
         if self.process.stdin:
             self.process.stdin.close()
 
+    def give_up(self) -> None:
+        """Close it, and end an ssh that cannot reach its host."""
+        self.close()
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+
     async def _read(self) -> None:
         assert self.process.stdout is not None
         while line := await self.process.stdout.readline():

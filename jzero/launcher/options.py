@@ -65,6 +65,11 @@ def parser() -> argparse.ArgumentParser:
     while_ = p.add_argument_group("while it runs")
     while_.add_argument("--max_restarts", type=int, default=0, metavar="N", help="start again after a failure")
     while_.add_argument(
+        "--min_nodes", type=int, default=-1, metavar="N",
+        help="start, also after a failure, without hosts that do not answer or do not fit, if N are left "
+        "(default: all are needed)",
+    )  # fmt: skip
+    while_.add_argument(
         "--resume",
         action="store_true",
         help="initialize goes on from the newest checkpoint in the config's checkpoint.dir",

@@ -32,13 +32,9 @@ class Attempt:
     """One start of a job."""
 
     def __init__(self, job: Job):
-        self.job, self.id, self.started = job, secrets.token_hex(8), time.monotonic()
-        names = list(job.hosts)
-        self.hosts = [names[job.options.node_rank]] if job.options.no_ssh else names
+        self.id, self.started = secrets.token_hex(8), time.monotonic()
         self.links: dict[str, Link] = {}
-        self.left: dict[int, Process] = {p.rank: p for host in self.hosts for p in job.of(host)}
-        self.prefixed = len(job.processes) > 1
-        self.lines: dict[int, deque[str]] = {rank: deque(maxlen=20) for rank in self.left}
+        self.take(job)
         self.steps: dict[int, tuple[int, int, str]] = {}  # finished, begun, the process's state
         self.ended = self.started  # when a rank last ended well
         self.told = False
@@ -49,6 +45,14 @@ class Attempt:
         self.failure: tuple[int, str] | None = None  # exit code, what happened
         self.signalled: int | None = None
         self.deadline: float | None = None  # when what is left is killed
+
+    def take(self, job: Job) -> None:
+        """This is the job."""
+        self.job, names = job, list(job.hosts)
+        self.hosts = [names[job.options.node_rank]] if job.options.no_ssh else names
+        self.left: dict[int, Process] = {p.rank: p for host in self.hosts for p in job.of(host)}
+        self.prefixed = len(job.processes) > 1
+        self.lines: dict[int, deque[str]] = {rank: deque(maxlen=20) for rank in self.left}
 
     async def run(self) -> int:
         """The exit code: 0, the first failing rank's, 128 + n for signal n; 75 if all have saved after it."""
@@ -85,7 +89,7 @@ class Attempt:
     # ------------------------------------------------------------------ before
 
     async def connect(self) -> None:
-        """Agents on all hosts, which then find the coordinator's address.
+        """Agents on all hosts, which then find the coordinator's address; with `--min_nodes` on those that are well.
 
         Raises:
           ConfigError: all that is wrong, as a table.
@@ -94,13 +98,28 @@ class Attempt:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))  # three pipes for each host
         said = await asyncio.gather(*map(self.greet, self.hosts))
         hellos = dict(zip(self.hosts, said, strict=True))
-        gpus = self.job.options.platform == "gpu"
-        found = preflight.faults(hellos, {host: len(self.job.hosts[host]) * gpus for host in self.hosts})
+        while found := await self.faults(hellos):
+            table = preflight.table(hellos, found)
+            well = [host for host in self.hosts if host not in found]
+            if not well or not 0 < self.job.options.min_nodes <= len(well):
+                hint = f"--min_nodes {len(well)} starts the others" * bool(well and not self.job.options.no_ssh)
+                raise ConfigError(f"nothing was started:\n{table}{hint}")
+            self.printer.put(f"jzero: going on without {', '.join(found)}:\n{table}", 2)
+            for host in found:
+                if link := self.links.pop(host, None):
+                    link.give_up()
+            self.take(self.job.without(found))
+            hellos = {host: hellos[host] for host in well}
+
+    async def faults(self, hellos: Mapping[str, Any]) -> dict[str, list[str]]:
+        """host -> what is wrong there; else the coordinator is found."""
+        o = self.job.options
+        wanted = {host: len(ids) * (o.platform == "gpu") for host, ids in self.job.hosts.items()}
+        found = preflight.faults(hellos, wanted)
         self.address, self.port = self.job.address, self.job.port
-        if not found and (not self.job.options.no_ssh or self.job.options.node_rank == 0):
+        if not found and (not o.no_ssh or o.node_rank == 0):
             found = await self.find_coordinator(hellos)
-        if found:
-            raise ConfigError("nothing was started:\n" + preflight.table(hellos, found))
+        return found
 
     async def greet(self, host: str) -> Any:
         """What the host's agent says first, or why it does not."""
@@ -228,8 +247,7 @@ class Attempt:
         for link in self.links.values():
             if link.open and now - link.heard > SILENCE:
                 self.fail(1, f"lost {link.host}: not a word in {SILENCE:g} s", grace=1)
-                link.close()  # and not lost: there is no way to it
-                link.process.kill()
+                link.give_up()  # and not lost: there is no way to it
         limit = self.job.options.hang_timeout
         counting = {rank: s for rank, s in self.steps.items() if s[0] >= 0 and rank in self.left}
         if limit and counting and now - self.moved > limit and not self.failure and not self.signalled:

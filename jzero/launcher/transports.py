@@ -81,7 +81,9 @@ def jobset(job: Job) -> dict[str, Any]:
         raise ConfigError('--launcher k8s: needs an image that has jzero and the script: --launcher_args "image=IMAGE"')
     name, o, per_host = given.get("name", "jzero"), job.options, _per_host(job, devices=True)
     flags = [
-        f"--{flag}" for flag in ("one_process_per_node", "module", "no_python", "no_local_rank") if getattr(o, flag)
+        f"--{flag}"
+        for flag in ("one_process_per_node", "module", "no_python", "no_local_rank", "resume")
+        if getattr(o, flag)
     ]
     files = ("venv_script", "enable_each_rank_log")
     flags += [f"--{flag}={_literal(value)}" for flag in files if (value := getattr(o, flag))]

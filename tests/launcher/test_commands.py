@@ -191,14 +191,15 @@ def test_jobset(here):
 
 
 def test_jobset_passes_options_on(here):
-    words = ["--one_process_per_node", "--module", "--no_local_rank", "--venv_script=a b", "--enable_each_rank_log=/l$"]
+    flags = ["one_process_per_node", "module", "no_local_rank", "resume"]
+    words = [*(f"--{flag}" for flag in flags), "--venv_script=a b", "--enable_each_rank_log=/l$"]
     cpu = ["--platform", "cpu", "--launcher", "k8s", "--launcher_args", "image=i", "--num_nodes", 3, "--num_gpus", 2]
     plan = here.dry(*cpu, *words, "--hang_timeout", 60, "--master_port", 1234, "m")
     (container,) = plan["manifest"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
     assert "resources" not in container
     args = [expanded(word, {"JOB_COMPLETION_INDEX": "2"}) for word in container["args"][2:]]
     theirs, ours = vars(options.parse(args)), vars(options.parse([*map(str, cpu), *words, "m"]))
-    same = ("one_process_per_node", "module", "no_local_rank", "venv_script", "enable_each_rank_log", "platform")
+    same = [*flags, "venv_script", "enable_each_rank_log", "platform"]
     assert [theirs[name] for name in same] == [ours[name] for name in same]
     assert [theirs[name] for name in ("hang_timeout", "master_port", "num_nodes", "num_gpus")] == [60, 1234, 3, 2]
 

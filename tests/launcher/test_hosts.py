@@ -137,6 +137,51 @@ def test_the_network_ends(launch, hosts):
     assert f"lost {hosts.names['b']}" in job.errors
 
 
+GOES_ON = """
+import os, time
+import jzero, layouts
+mesh = {"mesh": {}, "train_batch_size": None, "gradient_accumulation_steps": 2, "checkpoint": {"dir": "runs"}}
+engine = jzero.initialize(model=layouts.Net(), config=layouts.settings(layouts.SHARED["stage3 x 2"], **mesh))[0]
+while engine.global_steps < 10:
+    loss = float(engine.train_batch(layouts.batch(engine.global_steps)))
+    jzero.log_dist(f"step {engine.global_steps} {loss:.9g}, {engine.get_batch_info()}")
+    engine.save_checkpoint().wait()
+    time.sleep(float(os.environ["PACE"]))
+"""
+
+
+@pytest.mark.parametrize("on", ["a", "b"])
+def test_a_job_goes_on_without_a_lost_host(launch, hosts, tmp_path, on):
+    """By itself, from its checkpoint, with the same global batch; also where the first host is the one that is lost."""
+    (tmp_path / "worker.py").write_text(GOES_ON)
+    exported = ["--export", f"PYTHONPATH={ROOT}:{ROOT}/tests", "--export", "PACE=0.5"]
+    job = launch("--max_restarts", 1, "--min_nodes", 1, "--resume", *exported, "worker.py", on=on)
+    job.until("step 4", 90)
+    lost = hosts.names["b" if on == "a" else "a"]
+    hosts.link("down")
+    try:
+        assert job.wait(150) == 0, job.errors
+        job.gone(15)
+    finally:
+        hosts.link("up")
+    assert f"lost {lost}" in job.errors
+    assert f"going on without {lost}" in job.errors
+    assert job.errors.count("restart 1 of 1") == 1
+    said = re.findall(r"^\[\d\] step (\d+) (\S+), (.*)$", job.output, re.M)
+    assert {sizes for _, _, sizes in said} == {"(32, 4, 2)", "(32, 4, 4)"}
+    again = job.output.partition("resumed from")[2]
+    assert all(sizes == "(32, 4, 4)" for sizes in re.findall(r"step \d+ \S+, (.*)$", again, re.M))
+    one = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4", "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "PACE": "0"}
+    (tmp_path / "alone").mkdir()
+    alone = subprocess.run(
+        [sys.executable, "../worker.py"], cwd=tmp_path / "alone", env=os.environ | one, capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
+    straight = dict(re.findall(r"^step (\d+) (\S+),", alone.stdout, re.M))
+    assert {int(n) for n, *_ in said} == set(range(1, 11))
+    np.testing.assert_allclose([float(x) for _, x, _ in said], [float(straight[n]) for n, *_ in said], rtol=1e-6)
+
+
 def test_signals_go_through(launch):
     job = launch("worker.py", "save").until(("ready", 4))
     job.kill(command_of(job), signal.SIGTERM)
@@ -159,11 +204,17 @@ def test_a_host_with_another_jaxlib(launch, hosts, tmp_path):
     try:
         job = launch("worker.py", "show")
         assert job.wait(30) == 2
+        without = launch("--min_nodes", 1, "worker.py", "show")
+        assert without.wait(30) == 0
     finally:
         hosts.serve("b")
     assert "jaxlib 0.1.2, elsewhere" in " ".join(job.errors.split())
+    assert "--min_nodes 1 starts the others" in job.errors
     assert job.output == ""
     job.gone(1)
+    assert f"going on without {hosts.names['b']}" in without.errors
+    assert without.output.count('"WORLD_SIZE": "2"') == 2
+    without.gone(1)
 
 
 def test_report_on_all_hosts(hosts, tmp_path):
