@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from jzero.errors import ConfigError
+from jzero.errors import ConfigError, some_of
 
 _turns: dict[str, int] = {}
 
@@ -93,7 +92,7 @@ def check_same(what: str, mine: dict[str, Any]) -> None:
         for rank, one in enumerate(said):
             values.setdefault(one.get(key, "nothing"), []).append(rank)
         if len(values) > 1:
-            each = "; ".join(f"{value} on rank {_ranks(ranks)}" for value, ranks in values.items())
+            each = "; ".join(f"{value} on rank {some_of(ranks)}" for value, ranks in values.items())
             problems.append(f"{what}: the processes differ in {key}: {each}")
     raise ConfigError(*problems)
 
@@ -103,7 +102,3 @@ def _flat(tree: Any, path: str = "") -> dict[str, str]:
         parts = [_flat(value, f"{path}.{key}" if path else key) for key, value in tree.items()]
         return {key: value for part in parts for key, value in part.items()}
     return {path: json.dumps(tree)}
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

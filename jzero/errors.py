@@ -1,5 +1,7 @@
 """The exceptions: a user's mistake, and a checkpoint that cannot be written or read."""
 
+from collections.abc import Iterable
+
 
 class ConfigError(ValueError):
     """A config, model or call that jzero cannot honour.
@@ -15,3 +17,9 @@ class ConfigError(ValueError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint that could not be written, is incomplete, or does not hold what was saved."""
+
+
+def some_of(names: Iterable[object], most: int = 8) -> str:
+    """The first names, and how many more there are."""
+    listed = [str(name) for name in names]
+    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")

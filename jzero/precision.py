@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jzero.errors import some_of
+
 MAX_STUCK = 20
 """Skipped steps in a row, at the minimum scale, before training is stopped: a batch or two may be bad, twenty are not
 chance, and at fp16's default start of 2**16 the way down to the minimum takes fewer."""
@@ -188,10 +190,9 @@ def check_stuck(state: LossScale, names: Sequence[str]) -> None:
     if int(state.stuck) < MAX_STUCK:
         return
     first = [name for name, bad in zip(names, np.asarray(state.culprits), strict=True) if bad]
-    more = f" and {len(first) - 10} more" if len(first) > 10 else ""
     raise NonFiniteError(
         f"{int(state.stuck)} optimizer steps in a row were skipped because the gradients were not finite, at loss "
-        f"scale {float(state.scale):g}, which cannot go lower. First not finite: {', '.join(first[:10])}{more}. "
+        f"scale {float(state.scale):g}, which cannot go lower. First not finite: {some_of(first, 10)}. "
         'With fp16, train in bf16 ("bf16": {"enabled": true}), which has the range of fp32 and needs no loss scale; '
         "otherwise look at the data and the learning rate of these steps."
     )

@@ -13,6 +13,7 @@ import jax
 
 from jzero import optimizers
 from jzero.accounting import gradient_dtype, state_bytes
+from jzero.errors import some_of
 from jzero.mesh import AXES, PIPE, ZERO
 from jzero.zero import Leaf, Stage
 
@@ -66,10 +67,6 @@ def _size(n_bytes: float) -> str:
         units.pop(0)
     digits = 0 if units[0] == "B" or n_bytes >= 100 else 1 if n_bytes >= 10 else 2
     return f"{n_bytes:.{digits}f} {units[0]}"
-
-
-def _some(names: Sequence[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 # ---------------------------------------------------------------- sections
@@ -210,7 +207,7 @@ def _fallbacks(step: Any) -> list[str]:
     names: dict[str, list[str]] = {}
     for leaf in filter(_fell_back, jax.tree.leaves(step.leaves)):
         names.setdefault(leaf.why, []).append(leaf.name)
-    lines = [f"replicated, {why}: {_some(leaves)}" for why, leaves in names.items()]
+    lines = [f"replicated, {why}: {some_of(leaves, 4)}" for why, leaves in names.items()]
     if step.own_optimizer and step.config.optimizer:
         lines.append(f"optimizer section ({step.config.optimizer.type}) not used: an optimizer was passed in")
     if any(leaf.row.gather == "layer" for leaf in jax.tree.leaves(step.leaves)) and not step.gradients.stacked:

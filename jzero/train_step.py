@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero import batches, lr_schedules, optimizers, progress, zero
 from jzero.config import Config
-from jzero.errors import ConfigError
+from jzero.errors import ConfigError, some_of
 from jzero.gradients import Gradients, Result
 from jzero.guard import Guard
 from jzero.mesh import PIPE, batch_spec, check_against, check_mesh, is_gpu, make_mesh, replicas, shardings
@@ -223,10 +223,8 @@ class TrainStep:
         """Parameters laid out as this step's, in the masters' dtypes."""
         own = self.state_shapes.params
         here, there = ({name: x.shape for name, x in zero.named(tree).items()} for tree in (own, params))
-        wrong = [name for name in {**here, **there} if here.get(name) != there.get(name)]
-        if wrong:
-            each = [f"{name} is {there.get(name, 'missing')}, not {here.get(name, 'there')}" for name in wrong[:8]]
-            raise ConfigError(f"init(rng, params): the params are another model's: {'; '.join(each)}")
+        if problems := zero.differences(there, here):
+            raise ConfigError(f"init(rng, params): the params are another model's: {some_of(problems)}")
         return jax.tree.map(
             lambda x, like, to: jax.device_put(x.astype(like.dtype), to), params, own, self.state_shardings.params
         )

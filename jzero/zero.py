@@ -165,6 +165,22 @@ def named(tree: Any) -> dict[str, Any]:
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
+def differences(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...] | None]) -> list[str]:
+    """How named shapes differ from what is wanted (None: any shape), to say so.
+
+    >>> differences({"a": (4,), "b": (2, 3)}, {"a": (8,), "c": (2, 3)})
+    ['missing c (2, 3)', 'extra b (2, 3)', 'a is (4,), not (8,)']
+    """
+    missing = [f"missing {name} {shape or ''}".rstrip() for name, shape in wanted.items() if name not in found]
+    extra = [f"extra {name} {shape}" for name, shape in sorted(found.items()) if name not in wanted]
+    others = [
+        f"{name} is {found[name]}, not {shape}"
+        for name, shape in wanted.items()
+        if shape is not None and found.get(name, shape) != shape
+    ]
+    return missing + extra + others
+
+
 def stack_length(leaves: Any) -> int:
     """The number of layers of a stacked model.
 

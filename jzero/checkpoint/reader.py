@@ -18,8 +18,8 @@ from jzero.agreement import agree, anyone
 from jzero.checkpoint import directory as files
 from jzero.checkpoint import writer
 from jzero.checkpoint.leaves import checksums, is_key, nest
-from jzero.errors import CheckpointError, ConfigError
-from jzero.zero import named
+from jzero.errors import CheckpointError, ConfigError, some_of
+from jzero.zero import differences, named
 
 
 class Checkpoint:
@@ -69,18 +69,8 @@ class Checkpoint:
         `ours`: the names of those of its leaves that are compared; default: all.
         """
         there = {name: self.shapes[name] for name in (self.shapes if ours is None else ours)}
-        problems = [f"missing {name}" for name in sorted(shapes.keys() - there.keys())]
-        problems += [f"extra {name}" for name in sorted(there.keys() - shapes.keys())]
-        problems += [
-            f"{name} is {there[name]}, not {shape}"
-            for name, shape in sorted(shapes.items())
-            if shape is not None and name in there and there[name] != shape
-        ]
-        if problems:
-            more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-            raise ConfigError(
-                f"checkpoint {self.path} is of another model or optimizer: {', '.join(problems[:8])}{more}"
-            )
+        if problems := differences(there, shapes):
+            raise ConfigError(f"checkpoint {self.path} is of another model or optimizer: {some_of(problems)}")
 
     def read(self, shardings: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Some of its leaves, by name, each laid out by its sharding and compared with its checksum.

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.errors import ConfigError
+from jzero.errors import ConfigError, some_of
 from jzero.zero import named
 
 Box = tuple[slice, ...]  # part of an array: start and stop in every dimension
@@ -167,9 +167,3 @@ def cast(some: Iterable[Tensor], dtype: np.dtype | None) -> list[Tensor]:
         dataclasses.replace(t, dtype=dtype) if dtype is not None and jnp.issubdtype(t.dtype, jnp.floating) else t
         for t in some
     ]
-
-
-def some_of(names: Iterable[str], most: int = 8) -> str:
-    """The first names, and how many more there are."""
-    listed = list(names)
-    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.agreement import anyone
-from jzero.errors import ConfigError
+from jzero.errors import ConfigError, some_of
 from jzero.model import weights_layout
-from jzero.weights.layout import Array, Tensor, assign, dotted, leaves_of, some_of, tensors
+from jzero.weights.layout import Array, Tensor, assign, dotted, leaves_of, tensors
 from jzero.weights.safetensors import File
-from jzero.zero import path_name
+from jzero.zero import differences, path_name
 
 TORCH = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -151,14 +151,10 @@ def _opened(config: dict[str, Any]) -> dict[str, Any]:
 def _misfits(where: Mapping[str, File], wanted: list[Tensor]) -> list[str]:
     """The tensors that are missing, extra, of another shape or of another kind of number."""
     expected = {t.name: t for t in wanted}
-    problems = [f"missing {name}" for name in expected if name not in where]
-    problems += [f"extra {name}" for name in sorted(where.keys() - expected.keys())]
+    found = {name: file.entries[name] for name, file in where.items()}
+    problems = differences({n: shape for n, (_, shape, _) in found.items()}, {n: t.shape for n, t in expected.items()})
     for name, tensor in expected.items():
-        if name not in where:
-            continue
-        dtype, shape, _ = where[name].entries[name]
-        if shape != tensor.shape:
-            problems.append(f"{name} is {shape}, not {tensor.shape}")
+        dtype = found[name][0] if name in found else tensor.dtype
         floats = [jnp.issubdtype(x, jnp.floating) and x.itemsize > 1 for x in (dtype, tensor.dtype)]
         if dtype != tensor.dtype and not all(floats):
             problems.append(f"{name} is {dtype}, not {tensor.dtype}")

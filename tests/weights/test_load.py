@@ -181,7 +181,7 @@ def test_tensors_of_another_model(copy):
     before = made.state
     rewrite(copy, change)
     words = (
-        "is of another model: missing model.layers.2.self_attn.q_proj.weight, extra model.norm.bias",
+        "is of another model: missing model.layers.2.self_attn.q_proj.weight (32, 32), extra model.norm.bias (32,)",
         "lm_head.weight is (63, 32), not (64, 32)",
         "model.layers.1.mlp.up_proj.weight is int32, not float32",
     )
@@ -253,5 +253,7 @@ def test_params_of_another_model_for_init():
     made = step()
     params = made.init(jax.random.key(0)).params
     params["ends"] = {"embed": params["ends"]["embed"][1:], "norm": params["ends"]["norm"]}
-    with pytest.raises(jzero.ConfigError, match=r"embed is \(63, 32\), not \(64, 32\); ends/head/kernel is missing"):
+    with pytest.raises(
+        jzero.ConfigError, match=r"missing ends/head/kernel \(32, 64\), ends/embed is \(63, 32\), not \(64, 32\)"
+    ):
         made.init(jax.random.key(0), params)
