@@ -4,13 +4,15 @@ from jzero import checkpoint
 from jzero.config import Config
 from jzero.data import RepeatingLoader
 from jzero.distributed import get_local_rank, get_rank, get_world_size, init_distributed, log_dist
-from jzero.engine import Engine, initialize
+from jzero.engine import Engine
 from jzero.errors import CheckpointError, ConfigError
+from jzero.initialize import initialize
 from jzero.mesh import make_mesh
 from jzero.model import from_flax
 from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
 from jzero.report import report
-from jzero.train_step import TrainState, TrainStep, make_train_step
+from jzero.state import TrainState
+from jzero.train_step import TrainStep, make_train_step
 
 __all__ = [
     "CheckpointError",

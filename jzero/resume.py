@@ -22,7 +22,7 @@ from jzero.distributed import log_dist
 from jzero.errors import CheckpointError, ConfigError
 from jzero.model import weights_layout
 from jzero.precision import Scaler
-from jzero.train_step import check_alive
+from jzero.state import check_alive
 from jzero.zero import named
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,13 +19,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero import batches, lr_schedules, optimizers, progress, zero
 from jzero.config import Config
-from jzero.errors import ConfigError, some_of
+from jzero.errors import ConfigError
 from jzero.gradients import Gradients, Result
 from jzero.guard import Guard
-from jzero.mesh import PIPE, batch_spec, check_against, check_mesh, is_gpu, make_mesh, replicas, shardings
+from jzero.mesh import PIPE, batch_spec, check_against, check_mesh, is_gpu, make_mesh, replicas
 from jzero.model import ENDS, Model, StackModel, check_model
 from jzero.pipeline.gradients import pipeline_gradients
-from jzero.precision import LossScale, Precision, cast
+from jzero.precision import LossScale, Precision
+from jzero.state import States, TrainState, check_alive
 
 # Measured on 4 x H200 (experiments/benchmarks): cuBLAS instead of Triton matrix products +5 %, and larger combined
 # collectives under the scheduler that overlaps them +2 %.
@@ -38,7 +38,6 @@ GPU_COMPILER_OPTIONS: dict[str, bool | int | float | str] = {
 }
 
 Metrics = dict[str, jax.Array]
-RUN_KEY = 2**31 - 1  # folded into the key of `init` for the steps' own: no model draws that many parameters
 
 
 class Details(NamedTuple):
@@ -46,27 +45,6 @@ class Details(NamedTuple):
 
     micro_losses: jax.Array
     loss_scale: LossScale
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TrainState:
-    """Everything a run carries from step to step; a pytree, laid out by `TrainStep.state_shardings`.
-
-    `step` counts the calls of the train step; `loss_scale.skipped` those of them that changed nothing because a
-    gradient was not finite. `params` are the master weights. `rng` is the run's key, the step folds `step` into it.
-    """
-
-    step: jax.Array
-    params: Any
-    opt_state: Any
-    loss_scale: LossScale
-    rng: jax.Array
-
-    def __repr__(self) -> str:
-        leaves = jax.tree.leaves(self.params)
-        numbers = "" if isinstance(self.step, jax.ShapeDtypeStruct) else f"step={int(self.step)}, "
-        return f"TrainState({numbers}parameters={sum(x.size for x in leaves):,} in {len(leaves)} leaves)"
 
 
 def make_train_step(
@@ -142,9 +120,12 @@ class TrainStep:
         self.tx = optax.with_extra_args_support(tx)  # reduce_on_plateau wants the loss
         make_gradients = pipeline_gradients if self.mesh.shape[PIPE] > 1 else Gradients
         self.gradients: Gradients = make_gradients(model, config, self.mesh, self.leaves, self.precision)
-        self._lay_out_state()
         self._guard = Guard(self.mesh, config, self.leaves)
-        self._compile()
+        jit = _jit(config, self.mesh)
+        self._states = states = States(model, self.tx, self.leaves, self.mesh, self.precision, jit)
+        self.state_shapes, self.state_specs, self.state_shardings = states.shapes, states.specs, states.shardings
+        self.batch_sharding = NamedSharding(self.mesh, batch_spec(self.mesh))
+        self._compile(jit)
 
     def __repr__(self) -> str:
         degrees = " x ".join(f"{axis} {n}" for axis, n in self.mesh.shape.items() if n > 1) or "1 device"
@@ -181,24 +162,6 @@ class TrainStep:
 
     # ------------------------------------------------------------------ state
 
-    def _new_state(self, rng: jax.Array) -> TrainState:
-        return self._state_of(cast(self.model.init(rng), self.precision.master), rng)
-
-    def _state_of(self, params: Any, rng: jax.Array) -> TrainState:
-        opt_state = self.tx.init(zero.partition(self.leaves, params)[0])
-        loss_scale = self.precision.scaler.init(len(self.trainable_names))
-        return TrainState(jnp.zeros((), jnp.int32), params, opt_state, loss_scale, jax.random.fold_in(rng, RUN_KEY))
-
-    def _lay_out_state(self) -> None:
-        self.state_shapes = shapes = jax.eval_shape(self._new_state, jax.random.key(0))
-        self.state_specs = dataclasses.replace(
-            jax.tree.map(lambda _: PartitionSpec(), shapes),
-            params=zero.specs(self.leaves),
-            opt_state=zero.specs(zero.optimizer_leaves(shapes.opt_state, self.leaves)),
-        )
-        self.state_shardings = shardings(self.mesh, self.state_specs)
-        self.batch_sharding = NamedSharding(self.mesh, batch_spec(self.mesh))
-
     def init(self, rng: jax.Array, params: Any = None) -> TrainState:
         """A new state, born sharded: no device ever holds more than its part.
 
@@ -209,52 +172,17 @@ class TrainStep:
         Raises:
           ConfigError: an rng that is no key, params of another model.
         """
-        dtype = getattr(rng, "dtype", None)
-        if dtype == jnp.uint32 and jnp.shape(rng) == (2,):  # a key of the older kind, jax.random.PRNGKey(0)
-            rng = jax.random.wrap_key_data(rng)
-        elif dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or jnp.shape(rng):
-            raise ConfigError(f"rng = {rng!r}: must be one key; write jax.random.key(0)")
-        if params is None:
-            return self._init(rng)
-        params = self._fit(params)
-        return dataclasses.replace(self._init_around(params, rng), params=params)
-
-    def _fit(self, params: Any) -> Any:
-        """Parameters laid out as this step's, in the masters' dtypes."""
-        own = self.state_shapes.params
-        here, there = ({name: x.shape for name, x in zero.named(tree).items()} for tree in (own, params))
-        if problems := zero.differences(there, here):
-            raise ConfigError(f"init(rng, params): the params are another model's: {some_of(problems)}")
-        return jax.tree.map(
-            lambda x, like, to: jax.device_put(x.astype(like.dtype), to), params, own, self.state_shardings.params
-        )
+        return self._states.init(rng, params)
 
     def new_loss_scale(self, skipped: jax.Array) -> LossScale:
         """A loss scale as at the start, after so many skipped steps: for a state of another precision."""
-        new = jax.jit(
-            lambda skipped: dataclasses.replace(self.precision.scaler.init(len(self.trainable_names)), skipped=skipped),
-            out_shardings=self.state_shardings.loss_scale,
-        )
-        return new(skipped)
+        return self._states.new_loss_scale(skipped)
 
     # ------------------------------------------------------------------ programs
 
-    def _compile(self) -> None:
-        options = GPU_COMPILER_OPTIONS if is_gpu(self.mesh) else {}
-        options = {**options, **self.config.compiler_options}
-        jit = partial(jax.jit, compiler_options=options or None)
+    def _compile(self, jit: Callable) -> None:
         state, batch = self.state_shardings, self.batch_sharding
         replicated = NamedSharding(self.mesh, PartitionSpec())
-        if self.config.compiler_options:  # a wrong name is best found now, on the smallest program
-            try:
-                jit(lambda: 0.0, out_shardings=replicated).lower().compile()
-            except Exception as error:
-                raise ConfigError(f"compiler_options = {self.config.compiler_options}: XLA says {error}") from None
-        self._init = jit(self._new_state, out_shardings=state)
-        self._init_around = jit(
-            lambda params, rng: dataclasses.replace(self._state_of(params, rng), params=None),
-            out_shardings=dataclasses.replace(state, params=None),
-        )
         self._step = jit(
             self._update, in_shardings=(state, batch), out_shardings=(state, replicated, replicated), donate_argnums=0
         )
@@ -412,11 +340,13 @@ def _with_stages(config: Config, model: Model, mesh: Mesh | None) -> Config:
     return config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"stages": stages})})
 
 
-def check_alive(state: TrainState | None) -> None:
-    """Raise a ConfigError for a state that a step has consumed, before the runtime trips over its buffers."""
-    if state is None:
-        raise ConfigError("there is no state: reading a checkpoint into its place failed; load another one")
-    if state.step.is_deleted():
-        raise ConfigError(
-            "this state was given to an earlier step, which replaced it: write state, metrics = step(state, batch)"
-        )
+def _jit(config: Config, mesh: Mesh) -> Callable:
+    """`jax.jit` with the compiler options of the devices and the config."""
+    options = {**(GPU_COMPILER_OPTIONS if is_gpu(mesh) else {}), **config.compiler_options}
+    jit = partial(jax.jit, compiler_options=options or None)
+    if config.compiler_options:  # a wrong name is best found now, on the smallest program
+        try:
+            jit(lambda: 0.0, out_shardings=NamedSharding(mesh, PartitionSpec())).lower().compile()
+        except Exception as error:
+            raise ConfigError(f"compiler_options = {config.compiler_options}: XLA says {error}") from None
+    return jit

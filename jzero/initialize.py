@@ -1,0 +1,84 @@
+"""`initialize`: DeepSpeed's way in, from a model and a config to an engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from jzero.agreement import check_same
+from jzero.config import Config
+from jzero.data import DataLoader
+from jzero.distributed import init_distributed
+from jzero.engine import Engine
+from jzero.errors import ConfigError
+from jzero.model import Model
+from jzero.report import report
+from jzero.train_step import TrainStep
+
+_INSTEAD = {  # of DeepSpeed's arguments
+    "args": "pass config=args.deepspeed_config",
+    "model_parameters": "leave it out: the model makes its own; frozen_parameters in the config leaves some untrained",
+    "config_params": "write config=",
+    "dist_init_required": "leave it out: the processes join by themselves",
+    "distributed_port": "leave it out: jzero --master_port, or MASTER_PORT",
+    "mpu": "pass mesh=jzero.make_mesh(...), or the config's mesh section",
+    "mesh_param": "pass mesh=jzero.make_mesh(...), or the config's mesh section",
+    "collate_fn": "give training_data as arrays, or call train_batch with batches of your own loader",
+}
+
+
+def initialize(
+    *,
+    model: Model,
+    config: Config | dict | str,
+    mesh: Mesh | None = None,
+    optimizer: optax.GradientTransformation | Callable[[optax.Schedule], optax.GradientTransformation] | None = None,
+    lr_scheduler: optax.Schedule | None = None,
+    training_data: Any = None,
+    rng: jax.Array | None = None,
+    resume: str | os.PathLike | Literal[False] | None = None,
+    **deepspeed: Any,
+) -> tuple[Engine, optax.GradientTransformation, DataLoader | None, Callable | None]:
+    """Build the engine, initialise its state sharded, and print the run report (process 0).
+
+    Args:
+      model, config, mesh, optimizer: as for `make_train_step`.
+      lr_scheduler: a function of the number of steps applied, instead of the config's `scheduler`.
+      training_data: arrays, a sequence of samples, a Hugging Face dataset, an iterable, ...: see `jzero.data`.
+      rng: default `jax.random.key(config.seed)`.
+      resume: go on from the newest checkpoint in this directory that can be read; "auto": in the config's
+        `checkpoint.dir`. Then SIGTERM makes all processes save there after the same step and exit with code 75.
+        Default: "auto" if the job was started by `jzero --resume`, which False forbids.
+      deepspeed: its other arguments, which have no meaning here: an error that says what to write instead.
+
+    Returns:
+      (engine, optimizer, loader, lr_schedule): the optax transformation in use, a loader of micro-batches (None
+      without training_data), the learning rate as a function of the steps applied (None if the optimizer keeps it).
+
+    Raises:
+      ConfigError: whatever does not fit, before the first compilation.
+    """
+    if deepspeed:
+        raise ConfigError(*(f"initialize({name}=...): {_INSTEAD.get(name, 'unknown argument')}" for name in deepspeed))
+    init_distributed()
+    config = Config.load(config)
+    resume = os.environ.get("JZERO_RESUME") if resume is None else None if resume is False else resume
+    if not isinstance(resume, str | os.PathLike | None) or resume == "":
+        raise ConfigError(f'resume = {resume!r}: must be a directory, or "auto" for the config\'s checkpoint.dir')
+    if resume == "auto" and not config.checkpoint.dir:
+        raise ConfigError('resume = "auto": where? Put checkpoint.dir into the config, or pass resume="DIRECTORY"')
+    resume = config.checkpoint.dir if resume == "auto" else resume
+    step = TrainStep(model, config, mesh=mesh, optimizer=optimizer, lr_scheduler=lr_scheduler)
+    loader = None
+    if training_data is not None:
+        loader = DataLoader(training_data, step, seed=config.seed, drop_last=config.dataloader_drop_last)
+        check_same("training_data", {"data": repr(loader)})
+    engine = Engine(step, jax.random.key(config.seed) if rng is None else rng, loader, resume)
+    if jax.process_index() == 0:
+        print(report(step))
+    return engine, step.tx, loader, step.schedule.lr if step.schedule else None

@@ -1,0 +1,119 @@
+"""The state of a run: what it holds, where it lies, and how it begins."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from jzero import zero
+from jzero.errors import ConfigError, some_of
+from jzero.mesh import shardings
+from jzero.model import Model
+from jzero.precision import LossScale, Precision, cast
+
+RUN_KEY = 2**31 - 1  # folded into the key of `init` for the steps' own: no model draws that many parameters
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything a run carries from step to step; a pytree, laid out by `TrainStep.state_shardings`.
+
+    `step` counts the calls of the train step; `loss_scale.skipped` those of them that changed nothing because a
+    gradient was not finite. `params` are the master weights. `rng` is the run's key, the step folds `step` into it.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    loss_scale: LossScale
+    rng: jax.Array
+
+    def __repr__(self) -> str:
+        leaves = jax.tree.leaves(self.params)
+        numbers = "" if isinstance(self.step, jax.ShapeDtypeStruct) else f"step={int(self.step)}, "
+        return f"TrainState({numbers}parameters={sum(x.size for x in leaves):,} in {len(leaves)} leaves)"
+
+
+def check_alive(state: TrainState | None) -> None:
+    """Raise a ConfigError for a state that a step has consumed, before the runtime trips over its buffers."""
+    if state is None:
+        raise ConfigError("there is no state: reading a checkpoint into its place failed; load another one")
+    if state.step.is_deleted():
+        raise ConfigError(
+            "this state was given to an earlier step, which replaced it: write state, metrics = step(state, batch)"
+        )
+
+
+class States:
+    """Makes the states of a train step. Attributes: `shapes`, `specs` and `shardings` of a `TrainState`.
+
+    `leaves` is the tree of `zero.Leaf`s, `jit` is `jax.jit` with the step's compiler options.
+    """
+
+    def __init__(
+        self, model: Model, tx: optax.GradientTransformation, leaves: Any, mesh: Mesh, precision: Precision,
+        jit: Callable,
+    ):  # fmt: skip
+        self._model, self._tx, self._leaves, self._precision = model, tx, leaves, precision
+        self.shapes = jax.eval_shape(self._new, jax.random.key(0))
+        self.specs = dataclasses.replace(
+            jax.tree.map(lambda _: PartitionSpec(), self.shapes),
+            params=zero.specs(leaves),
+            opt_state=zero.specs(zero.optimizer_leaves(self.shapes.opt_state, leaves)),
+        )
+        self.shardings = shardings(mesh, self.specs)
+        self._init = jit(self._new, out_shardings=self.shardings)
+        self._init_around = jit(
+            lambda params, rng: dataclasses.replace(self._around(params, rng), params=None),
+            out_shardings=dataclasses.replace(self.shardings, params=None),
+        )
+
+    def _new(self, rng: jax.Array) -> TrainState:
+        return self._around(cast(self._model.init(rng), self._precision.master), rng)
+
+    def _around(self, params: Any, rng: jax.Array) -> TrainState:
+        opt_state = self._tx.init(zero.partition(self._leaves, params)[0])
+        return TrainState(
+            jnp.zeros((), jnp.int32), params, opt_state, self._loss_scale(), jax.random.fold_in(rng, RUN_KEY)
+        )
+
+    def _loss_scale(self) -> LossScale:
+        return self._precision.scaler.init(sum(leaf.trainable for leaf in jax.tree.leaves(self._leaves)))
+
+    def init(self, rng: jax.Array, params: Any = None) -> TrainState:
+        """See `TrainStep.init`."""
+        dtype = getattr(rng, "dtype", None)
+        if dtype == jnp.uint32 and jnp.shape(rng) == (2,):  # a key of the older kind, jax.random.PRNGKey(0)
+            rng = jax.random.wrap_key_data(rng)
+        elif dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or jnp.shape(rng):
+            raise ConfigError(f"rng = {rng!r}: must be one key; write jax.random.key(0)")
+        if params is None:
+            return self._init(rng)
+        params = self._fit(params)
+        return dataclasses.replace(self._init_around(params, rng), params=params)
+
+    def _fit(self, params: Any) -> Any:
+        """Parameters laid out as this step's, in the masters' dtypes."""
+        own = self.shapes.params
+        here, there = ({name: x.shape for name, x in zero.named(tree).items()} for tree in (own, params))
+        if problems := zero.differences(there, here):
+            raise ConfigError(f"init(rng, params): the params are another model's: {some_of(problems)}")
+        return jax.tree.map(
+            lambda x, like, to: jax.device_put(x.astype(like.dtype), to), params, own, self.shardings.params
+        )
+
+    def new_loss_scale(self, skipped: jax.Array) -> LossScale:
+        """See `TrainStep.new_loss_scale`."""
+        new = jax.jit(
+            lambda skipped: dataclasses.replace(self._loss_scale(), skipped=skipped),
+            out_shardings=self.shardings.loss_scale,
+        )
+        return new(skipped)
