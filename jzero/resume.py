@@ -44,6 +44,7 @@ def save(
         "batch": {"train": engine.train_batch_size(), "replicas": step.replicas},
         "loss_scale": _scaling(step.precision.scaler),
         "data": getattr(loader, "position", None),
+        "order": getattr(loader, "order", None),
         "client": dict(client_state),
         "weights": weights_layout(step.model),  # for jzero export
     }
@@ -128,6 +129,11 @@ def _check_fits(engine: Engine, notes: Mapping[str, Any]) -> None:
             log_dist(f"the checkpoint's train_batch_size was {train}; from here on it is {engine.train_batch_size()}")
     if loader is not None and notes["data"] is not None:
         loader.seek(notes["data"])
+        others = [
+            f"{name} was {x}, is {loader.order[name]}" for name, x in notes["order"].items() if loader.order[name] != x
+        ]
+        if others:
+            _warn(f"other data than the checkpoint's, or in another order from here on: {', '.join(others)}")
 
 
 def _go_on(engine: Engine, notes: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jzero.errors import ConfigError
+from jzero.errors import ConfigError, some_of
 from jzero.mesh import DATA, PIPE, ZERO, present
 from jzero.model import ENDS, STACK
 from jzero.precision import Precision
@@ -129,8 +129,7 @@ def layout(
 
     leaves = jax.tree_util.tree_map_with_path(leaf, params)
     if unused:
-        names = [leaf.name for leaf in jax.tree.leaves(leaves)]
-        known = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        known = some_of(leaf.name for leaf in jax.tree.leaves(leaves))
         raise ConfigError(f"frozen_parameters: {sorted(unused)} match no parameter; the names are {known}")
     return leaves
 

@@ -291,6 +291,18 @@ def test_no_run_starts_from_scratch_in_silence(tmp_path):
         engine.save_checkpoint(tmp_path / "runs")
 
 
+def test_another_order_of_the_data_is_said(tmp_path, capfd):
+    layout = LAYOUTS["stage1"]
+    saved = build(layout, training_data=data())
+    saved.train_batch()
+    saved.save_checkpoint(tmp_path)
+    build(layout, training_data=data(), resume=tmp_path)
+    assert "other data" not in capfd.readouterr().err
+    build(layout, training_data=data(101), resume=tmp_path, seed=3)
+    said = "other data than the checkpoint's, or in another order from here on: samples was 100, is 101, seed was "
+    assert said in capfd.readouterr().err
+
+
 def test_load_weights_does_not_undo_a_resume(tmp_path):
     engine = build(LAYOUTS["one"])
     engine.train_batch(batch(0))
