@@ -132,6 +132,11 @@ class Gradients:
         return total / _nonzero(count)
 
     @property
+    def layer_by_layer(self) -> bool:
+        """Whether stage 3 gathers that much at a time."""
+        return self.stacked
+
+    @property
     def interval_in_use(self) -> int:
         """Layers in one activation checkpoint."""
         return 1
@@ -180,11 +185,11 @@ class Gradients:
         return {ENDS: used[ENDS], STACK: jax.tree.map(lambda *layers: jnp.stack(layers), *used[STACK])}
 
     def per_layer(self, f: Callable) -> Callable:
-        """`f(leaf, *xs)`, mapped over the layer axis where a stack in use has one."""
+        """`f(leaf, x)`, mapped over the layer axis where a stack in use has one."""
 
-        def each(leaf: zero.Leaf, *xs: Any) -> Any:
+        def each(leaf: zero.Leaf, x: Any) -> Any:
             one = partial(f, leaf)
-            return jax.vmap(one)(*xs) if leaf.stacked and self.layer_axis else one(*xs)
+            return jax.vmap(one)(x) if leaf.stacked and self.layer_axis else one(x)
 
         return each
 

@@ -15,6 +15,7 @@ from jzero import optimizers
 from jzero.accounting import gradient_dtype, state_bytes
 from jzero.errors import some_of
 from jzero.mesh import AXES, PIPE, ZERO
+from jzero.pipeline.gradients import SwitchedGradients
 from jzero.zero import Leaf, Stage
 
 WIDTH = 100
@@ -82,15 +83,15 @@ def _head(step: Any) -> list[str]:
         "mesh": f"{devices.size} x {kind} = {degrees}",
         "batch": f"{b.train} = {b.micro} per device x {b.accum} accumulation x {step.replicas} replicas{inferred}",
         **({"pipeline": step.gradients.describe(b.accum)} if step.mesh.shape[PIPE] > 1 else {}),
-        "ZeRO": _stage(step.config.zero_optimization.stage, step.gradients.row, step.gradients.stacked),
+        "ZeRO": _stage(step.config.zero_optimization.stage, step.gradients.row, step.gradients.layer_by_layer),
         "precision": f"{step.config.precision}: masters {precision.master}, gradients reduced in {precision.reduce} "
         f"and accumulated in {precision.accum}",
     }
     return [part for name, text in rows.items() for part in _wrap(text, f"  {name:<9}  ", " " * 13)]
 
 
-def _stage(stage: int, row: Stage, stacked: bool) -> str:
-    layer = "gathered layer by layer" if stacked else "gathered where they are used"
+def _stage(stage: int, row: Stage, layer_by_layer: bool) -> str:
+    layer = "gathered layer by layer" if layer_by_layer else "gathered where they are used"
     gather = {None: "replicated", "step": "gathered once a step", "layer": layer}[row.gather]
     reduce, every = ("reduce-scattered", row.scatter) if row.scatter else ("all-reduced", "step")
     when = "every micro-batch" if every == "micro_batch" else "once a step"
@@ -210,8 +211,12 @@ def _fallbacks(step: Any) -> list[str]:
     lines = [f"replicated, {why}: {some_of(leaves, 4)}" for why, leaves in names.items()]
     if step.own_optimizer and step.config.optimizer:
         lines.append(f"optimizer section ({step.config.optimizer.type}) not used: an optimizer was passed in")
-    if any(leaf.row.gather == "layer" for leaf in jax.tree.leaves(step.leaves)) and not step.gradients.stacked:
-        lines.append("stage 3: the model has no layer stack, so it is gathered as a whole (see jzero/model.py)")
+    if isinstance(step.gradients, SwitchedGradients):
+        lines.append(step.gradients.fallback())
+    if any(leaf.row.gather == "layer" for leaf in jax.tree.leaves(step.leaves)) and not step.gradients.layer_by_layer:
+        why = "for the same reason" if step.gradients.stacked else "the model has no layer stack, so"
+        see = "" if step.gradients.stacked else " (see jzero/model.py)"
+        lines.append(f"stage 3: {why} it is gathered as a whole{see}")
     checkpointing = step.config.activation_checkpointing
     stages, pipeline = step.mesh.shape[PIPE], step.config.pipeline
     if stages == 1 and pipeline.model_fields_set & {"schedule", "chunks"}:

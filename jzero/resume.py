@@ -129,11 +129,6 @@ def _check_fits(engine: Engine, notes: Mapping[str, Any]) -> None:
             log_dist(f"the checkpoint's train_batch_size was {train}; from here on it is {engine.train_batch_size()}")
     if loader is not None and notes["data"] is not None:
         loader.seek(notes["data"])
-        others = [
-            f"{name} was {x}, is {loader.order[name]}" for name, x in notes["order"].items() if loader.order[name] != x
-        ]
-        if others:
-            _warn(f"other data than the checkpoint's, or in another order from here on: {', '.join(others)}")
 
 
 def _go_on(engine: Engine, notes: Mapping[str, Any]) -> None:
@@ -145,6 +140,22 @@ def _go_on(engine: Engine, notes: Mapping[str, Any]) -> None:
         setattr(engine, name, counters[name])
     engine.client_state = notes.get("client", {})
     engine.restart_clock()
+    if problem := _other_data(engine.training_dataloader, notes, step):
+        _warn(problem)
+
+
+def _other_data(loader: Any, notes: Mapping[str, Any], step: int) -> str:
+    """In what the run's data go on otherwise than the straight run's would."""
+    position, order, said = notes.get("data"), notes.get("order") or {}, ""
+    if loader is None and any((position or {}).values()):
+        said = "the checkpoint has a position in training_data, and this run no training_data"
+    elif loader is not None and position is None and step:
+        said = f"the checkpoint is of step {step} but has no position in training_data, which begins at its start"
+    elif loader is not None:
+        others = [f"{name} was {order[name]}, is {x}" for name, x in loader.order.items() if order.get(name, x) != x]
+        head = "other data than the checkpoint's, or in another order from here on: "
+        said = head * bool(others) + ", ".join(others)
+    return said
 
 
 def _scaling(scaler: Scaler) -> dict[str, Any]:

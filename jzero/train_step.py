@@ -99,6 +99,7 @@ class TrainStep:
             mesh=self.mesh,
             persistence_threshold=config.zero_optimization.stage3_param_persistence_threshold,
             has_stack=isinstance(model, StackModel),
+            chunks=config.pipeline.chunks,
             frozen=config.frozen_parameters,
             vocabulary=self._vocabulary(abstract),
             gather_once=config.pipeline.gather == "step",

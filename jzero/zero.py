@@ -84,7 +84,7 @@ class Leaf:
 
 def layout(
     params: Any, *, stage: int, mesh: Mesh, persistence_threshold: int = 0, has_stack: bool = False,
-    frozen: Iterable[str] = (), vocabulary: Mapping[str, int] | None = None, gather_once: bool = False,
+    chunks: int = 1, frozen: Iterable[str] = (), vocabulary: Mapping[str, int] | None = None, gather_once: bool = False,
 ) -> Any:  # fmt: skip
     """The tree of `Leaf`s for a tree of parameter shapes: the one place where a parameter's layout is decided.
 
@@ -93,6 +93,7 @@ def layout(
       stage: 0, 1, 2 or 3.
       persistence_threshold: stage 3 leaves smaller than this (elements, per layer) stay replicated.
       has_stack: whether `params["stack"]` is a layer stack; its leading layer axis is never partitioned over `zero`.
+      chunks: of the stack on each pipeline stage; a stack that they do not divide lies whole on every stage.
       frozen: regular expressions; a leaf whose name one of them finds is not trained.
       vocabulary: name -> the dimension that `pipe` divides, for leaves of the ends.
       gather_once: stage 3 gathers once a step all the same (as stage 2 does).
@@ -116,7 +117,7 @@ def layout(
         local: list[int] = list(x.shape)
         axes: list[tuple[str, ...]] = [()] * x.ndim  # the mesh axes of every dimension
         divided = (vocabulary or {}).get(name)
-        if stacked and x.shape and x.shape[0] % mesh.shape[PIPE] == 0:  # else it lies whole on every stage
+        if stacked and x.shape and x.shape[0] % (mesh.shape[PIPE] * chunks) == 0:
             divided = 0
         if divided is not None and present(mesh, PIPE):
             local[divided] //= mesh.shape[PIPE]
@@ -160,8 +161,16 @@ def path_name(path: tuple) -> str:
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """name -> leaf, in the tree's order."""
-    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    """name -> leaf, in the tree's order.
+
+    Raises:
+      ConfigError: two leaves of one name, as of {"a/b": ..., "a": {"b": ...}}.
+    """
+    leaves = [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    if len(result := dict(leaves)) < len(leaves):
+        twice = sorted({name for name, _ in leaves if [n for n, _ in leaves].count(name) > 1})
+        raise ConfigError(f"two leaves have the name {some_of(twice)}: a key must not hold a /")
+    return result
 
 
 def differences(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...] | None]) -> list[str]:
@@ -170,7 +179,11 @@ def differences(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple
     >>> differences({"a": (4,), "b": (2, 3)}, {"a": (8,), "c": (2, 3)})
     ['missing c (2, 3)', 'extra b (2, 3)', 'a is (4,), not (8,)']
     """
-    missing = [f"missing {name} {shape or ''}".rstrip() for name, shape in wanted.items() if name not in found]
+    missing = [
+        f"missing {name}" + (f" {shape}" if shape is not None else "")
+        for name, shape in wanted.items()
+        if name not in found
+    ]
     extra = [f"extra {name} {shape}" for name, shape in sorted(found.items()) if name not in wanted]
     others = [
         f"{name} is {found[name]}, not {shape}"

@@ -26,6 +26,7 @@ import jzero
 from jzero import vocabulary
 from jzero.model import stack_loss
 from jzero.planner import memory
+from jzero.report import report
 from models.llama import Llama, LlamaConfig
 
 LR, BOUND = 1e4, 1e-6
@@ -456,6 +457,40 @@ def test_pipeline_module(kind, case):
         x, targets = rng.normal(size=(rows, 3)), np.full((rows, 2), 9, np.float32)  # far off: no loss that cancels
         tokens = {"x": x.astype(np.float32), "ids": rng.integers(0, 2**32, rows, np.uint32)}
     assert_close(*(run(layers(kind), c, (tokens, targets)) for c in (case, case.unpipelined)))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_stack_that_the_stages_do_not_divide(stage):
+    """With frozen leaves, and leaves under the persistence threshold; the optimizer sees layers, not a stack."""
+    case = Case("1f1b", 2, 2, stage, 2)
+    rng, rows = np.random.default_rng(0), ROWS * case.micro * case.zero
+    batch = tuple(rng.integers(0, 16, (2, rows, SEQUENCE)).astype(np.int32))
+    more = {
+        "frozen_parameters": ["tied/.*", "bias"],
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20},
+    }
+    assert_close(*(run(layers("five"), c, batch, **more) for c in (case, case.unpipelined)))
+    if stage < 3:
+        return
+    lamb, params = {"optimizer": {"type": "Lamb", "params": {"lr": 0.1}}}, []
+    for c in (case, case.unpipelined):
+        step = c.step(layers("five"), **lamb)
+        params.append(by_name(jax.device_get(step.run(step.init(jax.random.key(0)), batch)[0].params)))
+    for name, x in params[0].items():
+        np.testing.assert_allclose(x, params[1][name], rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+def test_the_report_says_what_a_switch_costs():
+    case = Case("1f1b", 2, 2, 3)
+    text = report(case.step(layers("five"), pipeline={"activation_checkpoint_interval": 2}))
+    assert "stages x chunks = 2 does not divide the 5 equal layers" in " ".join(text.split())
+    assert "in one piece whatever activation_checkpoint_interval says" in " ".join(text.split())
+    assert "layer stack: 5 layers, unrolled; activation checkpointing full" in text
+    text = " ".join(report(case.step(layers("different"))).split())
+    assert "no run of equal layers holds half of the parameters" in text
+    for policy in ("none", "matmuls"):
+        step = lambda p=policy: case.step(layers("five"), activation_checkpointing={"policy": p})  # noqa: E731
+        refused(step, "activation_checkpointing", "always recomputed")
 
 
 # ------------------------------------------------------------------------------------- activation checkpointing

@@ -17,6 +17,12 @@ import jzero
 STEPS, SAVED, NEXT = 7, 3, 5
 
 
+def samples():
+    """Data without a length."""
+    whole = data()
+    return ({name: x[i] for name, x in whole.items()} for i in range(100))
+
+
 @pytest.fixture(autouse=True)
 def no_signal_handler(monkeypatch):
     """SIGTERM stays pytest's."""
@@ -291,16 +297,28 @@ def test_no_run_starts_from_scratch_in_silence(tmp_path):
         engine.save_checkpoint(tmp_path / "runs")
 
 
-def test_another_order_of_the_data_is_said(tmp_path, capfd):
+@pytest.mark.parametrize(
+    ("before", "now", "seed", "words"),
+    [
+        (data(), data(), 0, ""),
+        (data(), data(101), 0, "or in another order from here on: samples was 100, is 101"),
+        (data(), data(), 3, "or in another order from here on: seed was 0, is 3"),
+        (samples, samples, 3, ""),  # in their own order
+        (data(), None, 0, "has a position in training_data, and this run no training_data"),
+        (None, data(), 0, "is of step 1 but has no position in training_data, which begins at its start"),
+        (None, None, 3, ""),
+    ],
+    ids=["same", "samples", "seed", "iterable", "none now", "none before", "none"],
+)
+def test_other_data_are_said(tmp_path, capfd, before, now, seed, words):
     layout = LAYOUTS["stage1"]
-    saved = build(layout, training_data=data())
-    saved.train_batch()
+    saved = build(layout, training_data=before)
+    saved.train_batch(*[batch(0)] * (before is None))
     saved.save_checkpoint(tmp_path)
-    build(layout, training_data=data(), resume=tmp_path)
-    assert "other data" not in capfd.readouterr().err
-    build(layout, training_data=data(101), resume=tmp_path, seed=3)
-    said = "other data than the checkpoint's, or in another order from here on: samples was 100, is 101, seed was "
-    assert said in capfd.readouterr().err
+    build(layout, training_data=now, resume=tmp_path, seed=seed)
+    said = capfd.readouterr().err
+    assert words in said
+    assert ("training_data" in said or "another order" in said) == bool(words)
 
 
 def test_load_weights_does_not_undo_a_resume(tmp_path):

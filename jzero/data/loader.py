@@ -76,8 +76,10 @@ class DataLoader:
     @property
     def order(self) -> dict[str, Any]:
         """What a position supposes, for JSON: with other values another sample is at the same place."""
-        length = None if isinstance(self.source, Samples) else len(self.source)
-        return {"samples": length, "seed": self.seed, "shuffle": self.shuffle, "drop_last": self.drop_last}
+        if isinstance(self.source, Samples):  # in their own
+            return {"samples": None, "seed": None, "drop_last": self.drop_last}
+        seed = self.seed if self.shuffle else None
+        return {"samples": len(self.source), "seed": seed, "drop_last": self.drop_last}
 
     def seek(self, position: dict[str, int]) -> None:
         """Go on from `position`, whatever layout and batch size it is from; running iterators do too.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import signal
 import time
 from collections import deque
 from pathlib import Path
@@ -66,10 +68,12 @@ class Link:
             self.process.stdin.close()
 
     def give_up(self) -> None:
-        """Close it, and end an ssh that cannot reach its host."""
+        """Close it, and end what would not end by itself: an ssh whose host does not answer, and what that started."""
         self.close()
+        for task in self.tasks:
+            task.cancel()
         with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     async def _read(self) -> None:
         assert self.process.stdout is not None

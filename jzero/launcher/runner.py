@@ -25,6 +25,7 @@ from jzero.preemption import EXIT_CODE as SAVED
 SILENCE = 8.0  # seconds without a word from an agent
 QUIET = 20.0  # seconds until the command says what it waits for
 GRACE = 4.0  # seconds between SIGTERM and SIGKILL after a failure
+PAUSE = 15.0  # seconds until hosts that were not well are asked again
 HUNG = 124  # the exit code after --hang_timeout, timeout(1)'s
 
 
@@ -63,10 +64,10 @@ class Attempt:
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # stopped, it would fall silent
         try:
             connecting = asyncio.create_task(self.connect())
-            while not connecting.done() and not self.signalled:
+            while not connecting.done() and not self.signalled and not self.failure:
                 await asyncio.wait([connecting], timeout=0.2)
                 self.ping()
-            if self.signalled:
+            if self.signalled or self.failure:
                 connecting.cancel()
                 return self.verdict()
             connecting.result()
@@ -82,7 +83,9 @@ class Attempt:
                 listener.cancel()
         finally:
             for link in self.links.values():
-                link.close()
+                link.close() if link.ready else link.give_up()
+            if ends := [asyncio.create_task(link.process.wait()) for link in self.links.values() if not link.ready]:
+                await asyncio.wait(ends, timeout=1)
             self.printer.end()
         return self.verdict()
 
@@ -101,9 +104,8 @@ class Attempt:
         while found := await self.faults(hellos):
             table = preflight.table(hellos, found)
             well = [host for host in self.hosts if host not in found]
-            if not well or not 0 < self.job.options.min_nodes <= len(well):
-                hint = f"--min_nodes {len(well)} starts the others" * bool(well and not self.job.options.no_ssh)
-                raise ConfigError(f"nothing was started:\n{table}{hint}")
+            if not 0 < self.job.options.min_nodes <= len(well):
+                raise ConfigError(f"nothing was started:\n{table}")
             self.printer.put(f"jzero: going on without {', '.join(found)}:\n{table}", 2)
             for host in found:
                 if link := self.links.pop(host, None):
@@ -135,8 +137,10 @@ class Attempt:
         first.tell(listen=self.port if o.master_port or o.no_ssh else 0)
         bound = await first.answer("bound", 10)
         if bound.get("error") or bound["bound"] is None:
-            why = bound.get("error") or f"port {self.port}: {bound['why']}"
-            return {first.host: [f"{why}; another job may have it: pass another --master_port, or none"]}
+            if bound.get("error"):
+                return {first.host: [bound["error"]]}
+            why = f"port {self.port}: {bound['why']}; another job may have it: pass another --master_port, or none"
+            raise ConfigError("nothing was started:\n" + preflight.table(hellos, {first.host: [why]}))
         self.port = bound["bound"]
         if o.no_ssh or not others:
             return {}
@@ -149,9 +153,11 @@ class Attempt:
             if all(isinstance(r, list) and index in r for r in reached):
                 self.address = address
                 return {}
-        wrong = f"reaches {first.host} by none of {', '.join(candidates)} (port {self.port}): pass --master_addr"
-        deaf = {link.host: [wrong] for link, r in zip(others, reached, strict=True) if not isinstance(r, list) or not r}
-        return deaf or {first.host: [f"no address of {', '.join(candidates)} is reached by all: pass --master_addr"]}
+        places = f"{', '.join(candidates)} (port {self.port}): pass --master_addr"
+        deaf = [link.host for link, r in zip(others, reached, strict=True) if not isinstance(r, list) or not r]
+        if not deaf or len(deaf) > max(1, len(others) / 2):  # then it is the first host that is wrong
+            return {first.host: [f"is not reached by {', '.join(deaf) or 'all others'} by one of {places}"]}
+        return {host: [f"reaches {first.host} by none of {places}"] for host in deaf}
 
     def start(self) -> None:
         o = self.job.options
@@ -305,10 +311,12 @@ class Attempt:
         """Kill what a lost agent may have left, if its host can be reached."""
         with contextlib.suppress(OSError):
             link = await Link.to(self.job, host)
-            await link.answer("hello", 5)
-            link.tell(sweep=self.id)
-            await link.answer("swept", 5)
-            link.close()
+            try:
+                await link.answer("hello", 5)
+                link.tell(sweep=self.id)
+                await link.answer("swept", 5)
+            finally:
+                link.give_up()
 
     def verdict(self) -> int:
         if self.failure:
@@ -320,15 +328,30 @@ class Attempt:
 
 
 async def run(job: Job) -> int:
-    """Run the job, again after a failure if `--max_restarts` says so; the exit code."""
-    restarts = job.options.max_restarts
+    """Run the job, again after a failure if `--max_restarts` says so; the exit code.
+
+    A restart for which too few hosts are well counts as one, and the next waits for them a while.
+    """
+    restarts, code = job.options.max_restarts, 0
     for number in range(restarts + 1):
-        attempt = Attempt(job)
-        code = await attempt.run()
-        if not attempt.failure or attempt.signalled or number == restarts:
-            return code
-        print(f"jzero: restart {number + 1} of {restarts}", file=sys.stderr, flush=True)
-    raise AssertionError
+        attempt, pause = Attempt(job), 0.0
+        try:
+            code = await attempt.run()
+            if not attempt.failure or attempt.signalled:
+                return code
+        except ConfigError as error:
+            if not number:
+                raise
+            pause = PAUSE
+            print(f"jzero: {error}", file=sys.stderr, flush=True)
+        if number < restarts:
+            end = time.monotonic() + pause
+            while time.monotonic() < end:
+                await asyncio.sleep(0.2)
+                if attempt.signalled:
+                    return 128 + attempt.signalled
+            print(f"jzero: restart {number + 1} of {restarts}", file=sys.stderr, flush=True)
+    return code
 
 
 @contextlib.contextmanager

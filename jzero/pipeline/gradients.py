@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jzero import vocabulary, zero
+from jzero.config import ActivationCheckpointing
 from jzero.errors import ConfigError
 from jzero.gradients import Gradients
 from jzero.mesh import PIPE
@@ -33,7 +33,8 @@ def pipeline_gradients(model: Any, config: Any, mesh: Any, leaves: Any, precisio
     Raises:
       ConfigError: a model that cannot be cut, or not into so many stages.
     """
-    switches = isinstance(model, PipelineModule) and (not model.stack or len(model.stack) % mesh.shape[PIPE])
+    parts = mesh.shape[PIPE] * config.pipeline.chunks
+    switches = isinstance(model, PipelineModule) and (not model.stack or len(model.stack) % parts)
     return (SwitchedGradients if switches else PipelineGradients)(model, config, mesh, leaves, precision)
 
 
@@ -175,41 +176,52 @@ class PipelineGradients(Gradients):
 
 
 class SwitchedGradients(PipelineGradients):
-    """Layers of different structure: every stage has all of them at hand and runs its own by a switch.
+    """Layers that are no stack, or one that the stages do not divide: each has all at hand and switches to its own.
 
     What that costs: the parameters, and the sum of their gradients, whole on every stage; activations padded to the
-    largest; a stage's forward pass again in its backward pass.
+    largest; a stage's forward pass again in its backward pass. The parameters in use are one tree, a stack a list.
     """
 
+    @property
+    def layer_by_layer(self) -> bool:
+        return False
+
     def _cut(self) -> None:
-        why = "layers of different structure are always computed again in the backward pass"
         remat = self.config.activation_checkpointing
-        if remat and (remat.cpu_checkpointing or remat.policy == "matmuls"):
-            self._refuse(f"activation_checkpointing = {remat}", why)
+        if remat and (remat.cpu_checkpointing or remat.policy in ("matmuls", "none")):
+            self._refuse(f"activation_checkpointing = {remat}", "no stack that the stages divide is always recomputed")
         if self.config.stack.unroll is False:
-            self._refuse("stack.unroll = false", "the module has no layer stack")
-        self.depth, self.stacked, self.layer_axis, self.chunk_axis = 1, False, True, False
-        self.used = {ENDS: {}, STACK: [self.leaves]}
+            self._refuse("stack.unroll = false", "the layers of a pipeline are always unrolled")
+        self.checkpointing, self.depth, self.layer_axis = ActivationCheckpointing(policy="full"), 1, False
+        self.unrolled, self.chunk_axis, whole = self.stacked, False, self.leaves
+        if self.stacked:
+            whole = {ENDS: self.leaves[ENDS], STACK: [self.leaves[STACK]] * self.length}
+        self.used = {ENDS: {}, STACK: [whole]}
         self.boundaries = self.model.boundaries(self.parts)  # type: ignore[attr-defined]
 
     def describe(self, micro_batches: int) -> str:
+        return f"{self._summary(micro_batches)}; layers cut at {self.boundaries}, each stage switches to its own"
+
+    def fallback(self) -> str:
+        """What the report says of it."""
+        why = "no run of equal layers holds half of the parameters"
+        if self.stacked:
+            why = f"stages x chunks = {self.parts} does not divide the {self.length} equal layers"
+        interval = ", in one piece whatever activation_checkpoint_interval says" if self.interval > 1 else ""
         return (
-            f"{self._summary(micro_batches)}; no run of equal layers that the stages divide, so layers cut at "
-            f"{self.boundaries}: every stage has all parameters and the sum of their gradients, runs its own layers, "
-            "again in the backward pass"
+            f"pipeline: {why}, so every stage has all parameters and the sum of their gradients, and computes its "
+            f"layers again in the backward pass{interval}"
         )
 
     def spread(self, masters: Any) -> Any:
-        return {ENDS: {}, STACK: [masters]}
+        return {ENDS: {}, STACK: [Gradients.spread(self, masters)]}
 
     def collect(self, used: Any) -> Any:
-        return used[STACK][0]
+        return Gradients.collect(self, used[STACK][0])
 
     def functions(self, pairs: Any, part: Any) -> Functions:
-        fetch = self.per_layer(partial(zero.fetch, precision=self.precision))
-
         def whole(weights: Any) -> Any:
-            return jax.tree.map(fetch, self.leaves, *(tree[0] for tree in weights))
+            return self.fetch(self.used[STACK][0], [tree[0] for tree in weights])
 
         params = jax.eval_shape(lambda: whole([pair[STACK] for pair in pairs]))
         pack, run, loss = switched(self.model, self.boundaries, params, part)  # type: ignore[arg-type]

@@ -139,12 +139,12 @@ class PipelineModule:
         return lambda inputs: stack_loss(without_loss, params, (inputs, None), rng)
 
     def apply(self, params: Any, start: int, stop: int, x: Any, rng: jax.Array | None) -> Any:
-        """x through the layers [start, stop), of the stack or not, with the noise that `loss` draws."""
+        """x through the layers [start, stop), with the noise that `loss` draws; `params`' stack is a list of layers."""
         stack, ends = self.stack or range(0), params[ENDS] if self.stack else params
         for i in range(start, stop):
             if i in stack:
-                layer = jax.tree.map(lambda w, k=i - stack.start: w[k], params[STACK])  # type: ignore[misc]
-                x = self._block(layer, x, fold(rng, i - stack.start + 1))
+                k = i - stack.start
+                x = self._block(params[STACK][k], x, fold(rng, k + 1))
             else:
                 part = 0 if i < stack.start else len(stack) + 1  # of the keys in `stack_loss`
                 x = self._through(ends, [i], x, fold(rng, part) if stack else rng)

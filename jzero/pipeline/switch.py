@@ -1,4 +1,4 @@
-"""Layers of different structure as one function, for a program that is the same on every stage of a pipeline.
+"""Layers that are no stack to cut as one function, for a program that is the same on every stage of a pipeline.
 
 What goes from one stage to the next differs at every boundary. Here it is packed into buffers that are the same
 everywhere, zero padded, and a `lax.switch` runs the layers of one part. No branch has a collective in it: devices in
@@ -24,7 +24,7 @@ Buffers = dict[str, jax.Array]  # "float" and "other", each [length], if there i
 def switched(
     model: PipelineModule, boundaries: Sequence[int], params: Any, batch: Any
 ) -> tuple[Callable[[Any], Buffers], Callable[[Any, Buffers, Any, Any], Buffers], Callable[[Buffers, Any, Any], Any]]:
-    """A heterogeneous module as (prefix, chunk, suffix).
+    """A list of layers, alike or not, as (prefix, chunk, suffix).
 
     prefix(batch) -> x; chunk(params, x, part, rng) -> x; suffix(x, batch, rng) -> loss
 
@@ -32,7 +32,7 @@ def switched(
     backward pass it keeps its arguments alone: a switch on its own would keep what each of its branches wants kept.
 
     Args:
-      params, batch: of one micro-batch, arrays or ShapeDtypeStructs, for their shapes.
+      params: as `PipelineModule.apply` takes them; `batch`: one micro-batch. Arrays or ShapeDtypeStructs, for shapes.
 
     Raises:
       ConfigError: complex numbers or random keys between layers.

@@ -261,6 +261,7 @@ REFUSED = [
     ([*TWO, "--min_nodes", "3"], [f"--min_nodes = 3: there are 2: {A}, localhost"]),
     (["--no_ssh", "--node_rank", "0", "--num_nodes", "1", "--min_nodes", "1"], ["--min_nodes: is for hosts that are"]),
     ([*TWO, "--min_nodes", "1", "--master_addr", A], ["--min_nodes and --master_addr: that host may be left out"]),
+    (["--launcher", "k8s", "--min_nodes", "1"], ["--min_nodes: is for hosts that are reached over ssh"]),
     (["--launcher", "openmpi", "--min_nodes", "1"], ["--min_nodes: is not for --launcher openmpi"]),
     (["--hang_timeout", "-1"], ["--hang_timeout = -1.0: must be 0 or more"]),
     (["--grace", "nan"], ["--grace = nan: must be 0 or more"]),

@@ -1,10 +1,15 @@
 """What is wrong with hosts, said before anything starts."""
 
+import asyncio
+
 import pytest
 
-from jzero.launcher import agent
+from jzero import ConfigError
+from jzero.launcher import agent, options
+from jzero.launcher.job import make_job
 from jzero.launcher.preflight import SAME, faults, table
 from jzero.launcher.report import weak_points
+from jzero.launcher.runner import Attempt
 
 CORRECT = "correct --num_gpus, CUDA_VISIBLE_DEVICES or its slots"
 
@@ -129,3 +134,59 @@ def test_weak_points(said, problems):
     assert [text[: len(start)] for text, start in zip(found, problems, strict=True)] == problems
     little = weak_points(hello(**said) | {"shared_memory": 2**20})
     assert any("/dev/shm has less than 1 GiB" in text for text in little) == (said.get("gpus") != 0)
+
+
+# ---------------------------------------------------------------- who the coordinator is
+
+
+class Host:
+    """What the link to a host says; `reaches`: the first hosts that it can connect to."""
+
+    def __init__(self, host, reaches):
+        self.host, self.reaches, self.ready = host, reaches, True
+
+    def tell(self, connect=(), **message):
+        self.asked = [host for host, port in connect]
+
+    async def answer(self, kind, timeout):
+        if kind == "bound":
+            return {"bound": 1234, "why": ""}
+        return [i for i, host in enumerate(self.asked) if host in self.reaches]
+
+    def give_up(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("min_nodes", "reaches", "hosts"),
+    [
+        (1, {"a": "abcd", "b": "abcd", "c": "abcd", "d": "abcd"}, "abcd"),
+        (2, {"a": "abcd", "b": "bcd", "c": "bcd", "d": "bcd"}, "bcd"),  # nobody reaches the first
+        (2, {"a": "abcd", "b": "abcd", "c": "abcd", "d": "d"}, "abc"),
+        (1, {"a": "ab", "b": "b"}, "a"),
+        (2, {"a": "ab", "b": "b"}, None),
+        (-1, {"a": "abcd", "b": "bcd", "c": "bcd", "d": "bcd"}, None),
+    ],
+)
+def test_a_host_that_others_do_not_reach(tmp_path, monkeypatch, min_nodes, reaches, hosts):
+    async def greet(attempt, host):
+        attempt.links[host] = Host(host, reaches[host])
+        return hello(0) | {"addresses": []}
+
+    monkeypatch.setattr(Attempt, "greet", greet)
+    (tmp_path / "hostfile").write_text("".join(f"{host} slots=1\n" for host in reaches))
+    words = ["--platform", "cpu", "-H", f"{tmp_path}/hostfile", "--min_nodes", f"{min_nodes}", "--no_python", "true"]
+
+    async def connect():
+        attempt = Attempt(make_job(options.parse(words), {}, "/"))
+        await attempt.connect()
+        return attempt
+
+    if hosts is None:
+        with pytest.raises(ConfigError, match="nothing was started"):
+            asyncio.run(connect())
+    else:
+        attempt = asyncio.run(connect())
+        assert attempt.hosts == list(hosts) == list(attempt.links)
+        assert attempt.address == hosts[0]
+        assert [process.env["WORLD_SIZE"] for process in attempt.left.values()] == [str(len(hosts))] * len(hosts)

@@ -179,6 +179,67 @@ def test_restarts(start, worker, tmp_path):
     assert start(*CPU, 2, worker, "once").wait(30) == 3
 
 
+SSH = """#!/bin/sh
+# Hosts that are this machine by another name; good2 is away once, after the first failure; silent never answers.
+for word; do host=$command command=$word; done
+case $host in
+    silent) sh -c 'sleep 1000; :' "$command" & wait ;;
+    good2) if [ -e tried ] && ! [ -e away ]; then touch away; echo no route to host >&2; exit 255; fi ;;
+esac
+exec sh -c "$command"
+"""
+
+
+@pytest.fixture
+def named_hosts(start, worker, tmp_path):
+    """Start a job on hosts of these names, a process each."""
+
+    def launch(*names):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / "ssh").write_text(SSH)
+        (tmp_path / "bin" / "ssh").chmod(0o755)
+        hostfile = tmp_path / "-".join(names)
+        hostfile.write_text("".join(f"{name} slots=1\n" for name in names))
+        path = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+        return lambda *words: start("--platform", "cpu", "--hostfile", hostfile, *words, env=path)
+
+    return launch
+
+
+def test_a_host_that_does_not_answer(named_hosts, worker):
+    hosts = named_hosts("good1", "silent", "good2")
+    all_of_them, others = hosts(worker, "show"), hosts("--min_nodes", 2, worker, "show")
+    assert all_of_them.wait(60) == 2
+    assert "no answer in 20 s" in " ".join(all_of_them.errors.split())
+    assert all_of_them.output == ""
+    assert others.wait(60) == 0
+    assert "going on without silent" in others.errors
+    assert others.output.count('"WORLD_SIZE": "2"') == 2
+    for job in (all_of_them, others):
+        job.gone(2)
+        assert "Traceback" not in job.errors
+        assert "Exception ignored" not in job.errors
+
+
+@pytest.mark.parametrize(("restarts", "code"), [(1, 3), (2, 0)])
+def test_a_restart_for_which_a_host_is_away(named_hosts, worker, restarts, code):
+    """It counts, the next one waits for the host, and the exit code is the job's own."""
+    job = named_hosts("good1", "good2")("--max_restarts", restarts, worker, "once")
+    assert job.wait(60) == code
+    assert "no route to host" in job.errors
+    assert job.errors.count("nothing was started") == 1
+    assert f"restart {restarts} of {restarts}" in job.errors
+    job.gone(2)
+
+
+def test_ctrl_c_between_restarts(named_hosts, worker):
+    job = named_hosts("good1", "good2")("--max_restarts", 2, worker, "once")
+    wait_for(lambda: "no route to host" in job.errors, 40, lambda: job.errors)
+    job.kill(job.process.pid, signal.SIGINT)
+    assert job.wait(5) == 128 + signal.SIGINT
+    job.gone(2)
+
+
 def test_two_jobs(start, worker):
     """Without --master_port a job finds a free port; with one that is taken it does not start."""
     with socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) as taken:
