@@ -59,7 +59,7 @@ class Engine:
             resuming.start(self, self._home, rng)
             preemption.listen()
         else:
-            self.state = step_fn.init(rng)
+            resuming.begin(self, rng)
 
     def __repr__(self) -> str:
         return f"Engine({self.step_fn!r}, global step {self.global_steps})"

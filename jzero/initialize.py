@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from jzero.agreement import check_same
+from jzero.checkpoint.directory import check_writable
 from jzero.config import Config
 from jzero.data import DataLoader
 from jzero.distributed import init_distributed
@@ -73,6 +74,8 @@ def initialize(
     if resume == "auto" and not config.checkpoint.dir:
         raise ConfigError('resume = "auto": where? Put checkpoint.dir into the config, or pass resume="DIRECTORY"')
     resume = config.checkpoint.dir if resume == "auto" else resume
+    if config.checkpoint.dir:
+        check_writable(config.checkpoint.dir)
     step = TrainStep(model, config, mesh=mesh, optimizer=optimizer, lr_scheduler=lr_scheduler)
     loader = None
     if training_data is not None:

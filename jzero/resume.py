@@ -14,12 +14,12 @@ import jax
 
 from jzero import checkpoint
 from jzero.agreement import agree
-from jzero.checkpoint.directory import SAVING, check_home, complete, recover
+from jzero.checkpoint.directory import LATEST, SAVING, check_home, complete, latest, recover
 from jzero.checkpoint.leaves import checksums
 from jzero.checkpoint.reader import Checkpoint, cast, stored_shape
 from jzero.checkpoint.writer import settle
 from jzero.distributed import log_dist
-from jzero.errors import CheckpointError, ConfigError
+from jzero.errors import CheckpointError, ConfigError, some_of
 from jzero.model import weights_layout
 from jzero.precision import Scaler
 from jzero.state import check_alive
@@ -179,7 +179,9 @@ def start(engine: Engine, directory: str | os.PathLike, rng: jax.Array) -> None:
                 if source.without:
                     engine.state = engine.step_fn.init(rng)
                 load(engine, source)
-                log_dist(f"resumed from {source.path}: step {engine.global_steps}")
+                named = latest(root)
+                other = f" ({LATEST} names {named.name})" if named and named.name != name else ""
+                log_dist(f"resumed from {source.path}: step {engine.global_steps}{other}")
                 return
             except CheckpointError as error:
                 problem = str(error)
@@ -194,6 +196,17 @@ def start(engine: Engine, directory: str | os.PathLike, rng: jax.Array) -> None:
     engine.state = engine.step_fn.init(rng)
 
 
+def begin(engine: Engine, rng: jax.Array) -> None:
+    """The first state of a run that does not resume."""
+    engine.state = engine.step_fn.init(rng)
+    home = engine.config.checkpoint.dir if jax.process_index() == 0 else None
+    if home and (others := [path.name for path, _ in complete(Path(home).absolute())]):
+        _warn(
+            f"starting at step 0, though {home} holds {some_of(others)}: jzero --resume, or resume="
+            '"auto", goes on from the newest'
+        )
+
+
 def _candidates(root: Path) -> list[tuple[str, str]]:
     """(tag, what is known to be wrong with it), the newest first, as process 0 sees them."""
     found = []
@@ -204,6 +217,8 @@ def _candidates(root: Path) -> list[tuple[str, str]]:
         for left in sorted(root.glob(f"*{SAVING}")):
             _warn(f"skipped: {left} was not finished")
         found = [(p.name, str(about) if isinstance(about, CheckpointError) else "") for p, about in complete(root)]
+        if (named := latest(root)) and not named.exists():
+            found.insert(0, (named.name, f"checkpoint {named} does not exist, and {LATEST} names it"))
     return json.loads(agree("the checkpoints to resume from", json.dumps(found))[0])
 
 

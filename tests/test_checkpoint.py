@@ -164,7 +164,16 @@ def test_max_to_keep(tmp_path):
     for step in (1, 2, 10, 3):  # back to an older one, and on
         save(state(), tmp_path, f"global_step{step}", max_to_keep=2).wait()
     save(state(), tmp_path, "best", max_to_keep=2).wait()
-    assert {p.name for p in tmp_path.iterdir()} == {"global_step10", "global_step3", "best", "latest"}
+    left = {p.name for p in tmp_path.iterdir()}
+    assert left == {
+        "global_step10",
+        "global_step2",
+        "global_step3",
+        "best",
+        "latest",
+    }  # a later step is not its to remove
+    save(state(), tmp_path, "global_step11", max_to_keep=2).wait()
+    assert {p.name for p in tmp_path.iterdir()} == {"global_step3", "global_step11", "best", "latest"}
 
 
 def test_copies_are_spread_over_the_axes_of_replicas():

@@ -271,14 +271,52 @@ def test_the_newest_that_can_be_read(tmp_path, capfd):
     out, said = capfd.readouterr()
     assert resumed.global_steps == 2
     assert f"resumed from {tmp_path}/global_step2: step 2" in out
-    for words in ("global_step9.saving was not finished", f"skipped: reading {tmp_path}/global_step4: "):
+    damaged = f"skipped: checkpoint {tmp_path}/global_step3 is damaged: notes.json"
+    for words in ("global_step9.saving was not finished", f"skipped: reading {tmp_path}/global_step4: ", damaged):
         assert words in said
-    assert said.count("skipped: ") == 2
+    assert said.count("skipped: ") == 3
+    (tmp_path / "global_step4" / "notes.json").unlink()  # a known fault is said too, though it is not tried
+    shutil.rmtree(tmp_path / "global_step3")
+    (tmp_path / "latest").write_text("global_step3")
+    assert build(LAYOUTS["one"], resume=tmp_path).global_steps == 2
+    out, said = capfd.readouterr()
+    for words in ("global_step3 does not exist, and latest names it", "global_step4 is not complete: notes.json"):
+        assert f"skipped: checkpoint {tmp_path}/{words}" in said
+    (tmp_path / "latest").write_text("global_step1")
+    build(LAYOUTS["one"], resume=tmp_path)
+    assert "global_step2: step 2 (latest names global_step1)" in capfd.readouterr().out
 
     for tag in ("global_step1", "global_step2"):
         (tmp_path / tag / "notes.json").unlink()
-    with pytest.raises(jzero.CheckpointError, match=r"none of the 4 checkpoints in .* can be read"):
+    with pytest.raises(jzero.CheckpointError, match=r"none of the 3 checkpoints in .* can be read"):
         build(LAYOUTS["one"], resume=tmp_path)
+    for path in tmp_path.glob("global_step*"):
+        shutil.rmtree(path)
+    with pytest.raises(jzero.CheckpointError, match="global_step1 does not exist, and latest names it"):
+        build(LAYOUTS["one"], resume=tmp_path)
+
+
+def test_a_run_that_does_not_resume_beside_checkpoints(tmp_path, capfd):
+    """It says so, and does not remove what it did not write."""
+    section = {"checkpoint": {"dir": str(tmp_path / "runs"), "max_to_keep": 2}}
+    first = build(LAYOUTS["one"], **section)
+    for step in range(4):
+        first.train_batch(batch(step))
+        first.save_checkpoint()
+    jzero.checkpoint.wait()
+    assert "starting at step 0, though" not in capfd.readouterr().err
+    again = build(LAYOUTS["one"], **section)
+    words = f"starting at step 0, though {tmp_path}/runs holds global_step4, global_step3: jzero --resume, or resume="
+    assert words in capfd.readouterr().err
+    for step in range(2):
+        again.train_batch(batch(step))
+        again.save_checkpoint().wait()
+    left = {path.name for path in (tmp_path / "runs").iterdir()}
+    assert left == {"latest", "global_step1", "global_step2", "global_step3", "global_step4"}
+    (tmp_path / "file").touch()
+    for place in ("file", "file/runs"):
+        with pytest.raises(jzero.ConfigError, match=r"checkpoint.dir = .*/file is no directory that can be written to"):
+            build(LAYOUTS["one"], checkpoint={"dir": str(tmp_path / place)})
 
 
 def test_no_run_starts_from_scratch_in_silence(tmp_path):

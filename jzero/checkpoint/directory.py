@@ -79,6 +79,14 @@ def check_home(root: Path) -> None:
         raise ConfigError(f"resume = {str(root)!r}: {what}")
 
 
+def check_writable(directory: str | os.PathLike) -> None:
+    """Raise a ConfigError if checkpoints cannot be written there: better before the first step than after hours."""
+    root = Path(directory).absolute()
+    there = next(path for path in (root, *root.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError(f"checkpoint.dir = {str(directory)!r}: {there} is no directory that can be written to")
+
+
 def recover(root: Path) -> None:
     """Finish what a kill between two renames left: a tag's former checkpoint without the new one."""
     for former in root.glob(f"*{REPLACED}"):
@@ -116,9 +124,9 @@ def commit(path: Path, notes: dict[str, Any], names_latest: bool, max_to_keep: i
             write(path.parent / LATEST, path.name)
     except OSError as error:
         raise OSError(f"it is complete, but {path.parent / LATEST} cannot be written: {error.strerror}") from None
-    if max_to_keep:
+    if max_to_keep and (number := _number(path)) is not None:
         keep = [path, latest(path.parent)]
-        for old in _numbered(path.parent)[max_to_keep:]:
+        for old in _up_to(path.parent, number)[max_to_keep:]:
             if old not in keep:
                 with contextlib.suppress(OSError):
                     os.replace(old, draft_of(old))  # or a kill would leave half of it
@@ -135,13 +143,23 @@ def write(file: Path, text: str) -> None:
     os.replace(new, file)
 
 
-def _numbered(directory: Path) -> list[Path]:
-    """The checkpoints with default tags, the last saved first. Those that the user named are the user's to remove."""
-    return [path for path, _ in complete(directory) if re.fullmatch(DEFAULT_TAG.format(r"\d+"), path.name)]
+def _number(path: Path) -> int | None:
+    """The step in a default tag. Other checkpoints the user named, and they are the user's to remove."""
+    match = re.fullmatch(DEFAULT_TAG.format(r"(\d+)"), path.name)
+    return int(match[1]) if match else None
+
+
+def _up_to(directory: Path, step: int) -> list[Path]:
+    """The checkpoints with default tags, the last saved first, what cannot be read last.
+
+    Those of later steps are another run's, in whose directory this one began from scratch: not this one's to remove.
+    """
+    found = [(path, notes) for path, notes in complete(directory) if (n := _number(path)) is not None and n <= step]
+    return [path for path, _ in sorted(found, key=lambda one: isinstance(one[1], CheckpointError))]
 
 
 def complete(directory: Path) -> list[tuple[Path, dict[str, Any] | CheckpointError]]:
-    """Every checkpoint in a directory with its notes, the last saved first; or with why they cannot be read, last."""
+    """Every checkpoint in a directory with its notes, or why they cannot be read; the last saved first."""
     found: list[tuple[float, Path, Any]] = []
     for path in directory.iterdir() if directory.is_dir() else ():
         there = (path / STATE).is_dir() or (path / NOTES).exists()
@@ -150,7 +168,7 @@ def complete(directory: Path) -> list[tuple[Path, dict[str, Any] | CheckpointErr
                 notes = read_notes(path)
                 found.append((notes["saved"], path, notes))
             except CheckpointError as error:
-                found.append((float("-inf"), path, error))
+                found.append((path.stat().st_mtime, path, error))
     return [(path, notes) for _, path, notes in sorted(found, key=lambda one: one[0], reverse=True)]
 
 

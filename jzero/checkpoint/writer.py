@@ -108,7 +108,7 @@ def save(
       tag: default `global_step{state.step}`, which waits for that step.
       notes: what JSON can hold, to be read back from `Checkpoint.notes`.
       latest: name it in directory/latest.
-      max_to_keep: remove the oldest checkpoints with default tags, so that there are at most so many of these.
+      max_to_keep: remove the oldest checkpoints with default tags up to this step, so that at most so many are left.
       without: names of leaves to leave out; their checksums are kept.
 
     Returns:
