@@ -23,3 +23,8 @@ def some_of(names: Iterable[object], most: int = 8) -> str:
     """The first names, and how many more there are."""
     listed = [str(name) for name in names]
     return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
+
+
+def in_a_line(error: Exception) -> str:
+    """What an exception says, without the specifications that tensorstore adds."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].partition(" [")[0][:500]

@@ -18,7 +18,7 @@ from jzero.agreement import agree, anyone
 from jzero.checkpoint import directory as files
 from jzero.checkpoint import writer
 from jzero.checkpoint.leaves import checksums, is_key, nest
-from jzero.errors import CheckpointError, ConfigError, some_of
+from jzero.errors import CheckpointError, ConfigError, in_a_line, some_of
 from jzero.zero import differences, named
 
 
@@ -146,8 +146,7 @@ def _all_or_none(what: str, work: Callable[[], Any]) -> Any:
     try:
         result = work()
     except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(" [")[0]  # tensorstore's specs
-        problem = str(error) if isinstance(error, CheckpointError) else f"{what}: {first[:500]}"
+        problem = str(error) if isinstance(error, CheckpointError) else f"{what}: {in_a_line(error)}"
         if jax.process_count() > 1:
             problem += f" (process {jax.process_index()})"
     if problem := anyone(what, problem):

@@ -22,7 +22,7 @@ from jzero import progress
 from jzero.agreement import agree, anyone
 from jzero.checkpoint.directory import DEFAULT_TAG, STATE, begin, commit, draft_of, place
 from jzero.checkpoint.leaves import has_room, key_names, nest, snapshot, to_host
-from jzero.errors import CheckpointError, ConfigError
+from jzero.errors import CheckpointError, ConfigError, in_a_line
 from jzero.zero import named
 
 TIMEOUT = 300.0  # seconds in which all processes have to call save; or JZERO_TIMEOUT
@@ -216,10 +216,10 @@ def _failure(work: Callable[[], None]) -> str | None:
     try:
         work()
     except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        if "interpreter shutdown" in first:
-            first += " (this Python starts no thread then: call jzero.checkpoint.wait() at the script's end)"
-        return f"{first[:500]} (process {jax.process_index()})" if jax.process_count() > 1 else first[:500]
+        said = in_a_line(error)
+        if "interpreter shutdown" in said:
+            said += " (this Python starts no thread then: call jzero.checkpoint.wait() at the script's end)"
+        return f"{said} (process {jax.process_index()})" if jax.process_count() > 1 else said
     return None
 
 
