@@ -74,6 +74,7 @@ class Link:
             task.cancel()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        self.process._transport.close()  # type: ignore[attr-defined]  # or it complains when the loop has ended
 
     async def _read(self) -> None:
         assert self.process.stdout is not None
