@@ -84,8 +84,8 @@ class Attempt:
         finally:
             for link in self.links.values():
                 link.close() if link.ready else link.give_up()
-            if ends := [asyncio.create_task(link.process.wait()) for link in self.links.values() if not link.ready]:
-                await asyncio.wait(ends, timeout=1)
+            if ends := [asyncio.create_task(link.process.wait()) for link in self.links.values()]:
+                await asyncio.wait(ends, timeout=3)
             self.printer.end()
         return self.verdict()
 
