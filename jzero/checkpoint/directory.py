@@ -84,7 +84,9 @@ def check_writable(directory: str | os.PathLike) -> None:
     root = Path(directory).absolute()
     there = next(path for path in (root, *root.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ConfigError(f"checkpoint.dir = {str(directory)!r}: {there} is no directory that can be written to")
+        raise ConfigError(
+            f"checkpoint.dir = {str(directory)!r}: {there} is no directory that can be written to; name one"
+        )
 
 
 def recover(root: Path) -> None:

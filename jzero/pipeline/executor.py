@@ -201,7 +201,7 @@ class Run:
     def weights(self, chunk: Any, again: bool = False) -> Any:
         """(active, passive) of a chunk; `again`: what is gathered of them is gathered anew, not kept since F."""
         pair = self.active[STACK], self.passive[STACK]
-        if self.owner.chunk_axis:
+        if self.owner.layer_axis:
             pair = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, chunk, keepdims=False), pair)
         return lax.optimization_barrier(pair) if again and self.gathers else pair
 
@@ -213,7 +213,7 @@ class Run:
 
         def add(s: jax.Array, g: jax.Array) -> jax.Array:
             g = g.astype(s.dtype) if active is False else jnp.where(active, g.astype(s.dtype), 0)
-            return s.at[chunk].add(g) if self.owner.chunk_axis else s + g
+            return s.at[chunk].add(g) if self.owner.layer_axis else s + g
 
         return {**summed, STACK: jax.tree.map(add, summed[STACK], gradient)}
 

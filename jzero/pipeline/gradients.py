@@ -47,7 +47,7 @@ class PipelineGradients(Gradients):
     def __init__(self, model: Any, config: Any, mesh: Any, leaves: Any, precision: Any):
         super().__init__(model, config, mesh, leaves, precision)
         self.stages, self.chunks = mesh.shape[PIPE], config.pipeline.chunks
-        self.parts, self.chunk_axis = self.stages * self.chunks, self.chunks > 1
+        self.parts = self.stages * self.chunks
         self._cut()
 
     def _refuse(self, key: str, why: str) -> None:
@@ -72,7 +72,7 @@ class PipelineGradients(Gradients):
             )
         if self.config.stack.unroll is False:
             self._refuse("stack.unroll = false", "the layers of a pipeline's chunk are always unrolled")
-        self.depth, self.unrolled, self.layer_axis = self.length // self.parts, True, self.chunk_axis
+        self.depth, self.unrolled, self.layer_axis = self.length // self.parts, True, self.chunks > 1
         self.used = {ENDS: self.leaves[ENDS], STACK: [self.leaves[STACK]] * self.depth}
         divided = [leaf for leaf in jax.tree.leaves(self.used[ENDS]) if leaf.on_pipe]
         self.vocabulary_axis = PIPE if divided else None
@@ -124,7 +124,7 @@ class PipelineGradients(Gradients):
 
     def spread(self, masters: Any) -> Any:
         stack, p = masters[STACK], self.precision
-        if self.chunk_axis:  # in the widest dtype that is needed inside, which is often half of the masters'
+        if self.layer_axis:  # in the widest dtype that is needed inside, which is often half of the masters'
             stack = cast(stack, jnp.promote_types(p.compute, p.reduce))
             stack = jax.tree.map(lambda m: to_chunks(m, self.stages, self.chunks).swapaxes(0, 1), stack)
         layers = [jax.tree.map(lambda m, k=k: m[k], stack) for k in range(self.depth)]  # type: ignore[misc]
@@ -132,7 +132,7 @@ class PipelineGradients(Gradients):
 
     def collect(self, used: Any) -> Any:
         def stack(*layers: jax.Array) -> jax.Array:
-            if not self.chunk_axis:
+            if not self.layer_axis:
                 return jnp.stack(layers)
             return from_chunks(jnp.stack(layers, axis=1).astype(self.precision.reduce), self.stages, self.chunks)
 
@@ -189,11 +189,13 @@ class SwitchedGradients(PipelineGradients):
     def _cut(self) -> None:
         remat = self.config.activation_checkpointing
         if remat and (remat.cpu_checkpointing or remat.policy in ("matmuls", "none")):
-            self._refuse(f"activation_checkpointing = {remat}", "no stack that the stages divide is always recomputed")
+            self._refuse(
+                f"activation_checkpointing = {remat}", "layers in no stack that the stages divide are always recomputed"
+            )
         if self.config.stack.unroll is False:
             self._refuse("stack.unroll = false", "the layers of a pipeline are always unrolled")
         self.checkpointing, self.depth, self.layer_axis = ActivationCheckpointing(policy="full"), 1, False
-        self.unrolled, self.chunk_axis, whole = self.stacked, False, self.leaves
+        self.unrolled, whole = self.stacked, self.leaves
         if self.stacked:
             whole = {ENDS: self.leaves[ENDS], STACK: [self.leaves[STACK]] * self.length}
         self.used = {ENDS: {}, STACK: [whole]}
