@@ -1,5 +1,10 @@
+import signal
+
 import pytest
 from jobs import Command
+
+# A shell's background job ignores Ctrl-C, and so would the commands that these tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
