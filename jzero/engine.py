@@ -347,8 +347,8 @@ class Engine:
           load_dir: default: where the run resumed, or the config's `checkpoint.dir`.
           tag: default: the one in load_dir/latest.
           load_module_strict: False: take what fits, and keep the rest as it is.
-          load_optimizer_states: False: keep the optimizer's state.
-          load_lr_scheduler_states: False: the schedule goes on from where it is.
+          load_optimizer_states: False: keep the optimizer's state, but for its place in the schedule.
+          load_lr_scheduler_states: False: the learning rate goes on from where it is in its schedule.
           load_module_only: take the parameters alone, no counters and no position in the data.
 
         Raises:
@@ -358,15 +358,13 @@ class Engine:
         self._check_no_pending("load_checkpoint")
         if custom_load_fn is not None:
             raise ConfigError("custom_load_fn: read with jzero.checkpoint.restore and set engine.state instead")
-        unwanted = [] if load_optimizer_states else ["opt_state/"]
-        unwanted += [] if load_lr_scheduler_states else ["step", "loss_scale/skipped"]
-        wanted = ("params/",) if load_module_only else ("",)
         found = checkpoint.Checkpoint.find(load_dir or self._home or self.config.checkpoint.dir, tag)
         self._forward = None
-        resuming.load(
-            self, found, strict=load_module_strict, counters=not load_module_only,
-            wants=lambda name: name.startswith(wanted) and not name.startswith(tuple(unwanted)),
+        wants = resuming.choice(
+            self.step_fn, module_only=load_module_only, optimizer=load_optimizer_states,
+            schedule=load_lr_scheduler_states,
         )  # fmt: skip
+        resuming.load(self, found, strict=load_module_strict, counters=not load_module_only, wants=wants)
         self._details, self._metrics = None, None
         return str(found.path), found.notes.get("client", {})
 
@@ -390,7 +388,7 @@ class Engine:
         params, self.state = weights.load(directory, self.step_fn), None  # makes room
         self.state = self.step_fn.init(self._rng, params)
         self.global_steps = self.global_samples = self.micro_steps = 0
-        self._details, self._metrics, self._forward, self._steps_waiting = None, None, None, 0
+        self._details, self._metrics, self._forward = None, None, None
         if self.training_dataloader is not None:
             self.training_dataloader.seek({"epoch": 0, "samples": 0})
         self.restart_clock()

@@ -74,8 +74,8 @@ def initialize(
     if resume == "auto" and not config.checkpoint.dir:
         raise ConfigError('resume = "auto": where? Put checkpoint.dir into the config, or pass resume="DIRECTORY"')
     resume = config.checkpoint.dir if resume == "auto" else resume
-    if config.checkpoint.dir:
-        check_writable(config.checkpoint.dir)
+    if home := resume or config.checkpoint.dir:
+        check_writable(home, "checkpoint.dir" if home == config.checkpoint.dir else "resume")
     step = TrainStep(model, config, mesh=mesh, optimizer=optimizer, lr_scheduler=lr_scheduler)
     loader = None
     if training_data is not None:

@@ -16,17 +16,20 @@ from jzero import checkpoint
 from jzero.agreement import agree
 from jzero.checkpoint.directory import LATEST, SAVING, check_home, complete, latest, recover
 from jzero.checkpoint.leaves import checksums
-from jzero.checkpoint.reader import Checkpoint, cast, stored_shape
+from jzero.checkpoint.reader import Checkpoint, all_or_none, cast, expected_shape
 from jzero.checkpoint.writer import settle
 from jzero.distributed import log_dist
 from jzero.errors import CheckpointError, ConfigError, some_of
 from jzero.model import weights_layout
+from jzero.optimizers import schedule_counts
 from jzero.precision import Scaler
 from jzero.state import check_alive
 from jzero.zero import named
 
 if TYPE_CHECKING:
+    from jzero.config import Config
     from jzero.engine import Engine
+    from jzero.train_step import TrainStep
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps")
 
@@ -41,7 +44,11 @@ def save(
     names = [f"params/{leaf.name}" for leaf in jax.tree.leaves(step.leaves) if not leaf.trainable]
     notes = {
         "engine": {name: getattr(engine, name) for name in COUNTERS},
-        "batch": {"train": engine.train_batch_size(), "replicas": step.replicas},
+        "batch": {
+            "train": engine.train_batch_size(),
+            "replicas": step.replicas,
+            "per_replica": _per_replica(engine.config),
+        },
         "loss_scale": _scaling(step.precision.scaler),
         "data": getattr(loader, "position", None),
         "order": getattr(loader, "order", None),
@@ -74,11 +81,12 @@ def load(
     """
     step = engine.step_fn
     shapes, shardings = named(step.state_shapes), named(step.state_shardings)
-    wanted = {name: stored_shape(x) for name, x in shapes.items() if wants is None or wants(name)}
+    wanted = {name: expected_shape(x) for name, x in shapes.items() if wants is None or wants(name)}
     if strict:
         expected = {name: shape for name, shape in wanted.items() if name not in source.without}
         source.check_fit(expected, [name for name in source.shapes if wants is None or wants(name)])
-    taken = [name for name, shape in wanted.items() if source.shapes.get(name) == shape]
+    there = source.shapes
+    taken = [name for name, shape in wanted.items() if name in there and shape in (None, there[name])]
     if engine.state is None and len(taken) < len(shapes):
         check_alive(None)
     kept = {name: x for name, x in named(engine.state).items() if name not in taken}
@@ -88,7 +96,8 @@ def load(
     engine.state = None  # what is replaced makes room
     read = cast(source.read({name: shardings[name] for name in taken}), shapes)
     state = jax.tree.unflatten(jax.tree.structure(step.state_shapes), [(kept | read)[name] for name in shapes])
-    if "loss_scale/scale" in read and source.notes.get("loss_scale") not in (None, _scaling(step.precision.scaler)):
+    scale = read.get("loss_scale/scale")
+    if scale is not None and not _of_scaler(step.precision.scaler, source.notes.get("loss_scale"), float(scale)):
         state = dataclasses.replace(state, loss_scale=step.new_loss_scale(state.loss_scale.skipped))
     engine.state = state
     if not strict:
@@ -98,6 +107,20 @@ def load(
         )
     if counters:
         _go_on(engine, source.notes)
+
+
+def choice(step: TrainStep, *, module_only: bool, optimizer: bool, schedule: bool) -> Callable[[str], bool]:
+    """Which leaves `load_checkpoint`'s options ask for. The schedule counts in the optimizer's state, too."""
+    counts = {f"opt_state/{name}" for name in schedule_counts(step.state_shapes.opt_state)}
+
+    def wants(name: str) -> bool:
+        if module_only:
+            return name.startswith("params/")
+        if name in counts | {"step", "loss_scale/skipped"}:
+            return schedule
+        return optimizer or not name.startswith("opt_state/")
+
+    return wants
 
 
 def _check_kept(source: Checkpoint, kept: dict[str, Any]) -> None:
@@ -115,9 +138,10 @@ def _check_fits(engine: Engine, notes: Mapping[str, Any]) -> None:
     """Change the global batch and the position in the data, or raise before anything is lost."""
     if "engine" not in notes:
         return
-    train, loader = notes["batch"]["train"], engine.training_dataloader
-    if train != engine.train_batch_size():
-        if engine.config.train_batch_size is None and notes["batch"]["replicas"] != engine.step_fn.replicas:
+    then, loader = notes["batch"], engine.training_dataloader
+    if (train := then["train"]) != engine.train_batch_size():
+        changed = then["per_replica"] != _per_replica(engine.config) and then["replicas"] == engine.step_fn.replicas
+        if engine.config.train_batch_size is None and not changed:
             try:
                 engine.set_train_batch_size(train)  # the same global batch on more or fewer devices, by accumulation
             except ConfigError as error:
@@ -158,9 +182,21 @@ def _other_data(loader: Any, notes: Mapping[str, Any], step: int) -> str:
     return said
 
 
+def _per_replica(config: Config) -> int | None:
+    """Samples of a step in a replica, if the config says these and not the global batch."""
+    return config.batch(replicas=1).train if config.train_batch_size is None else None
+
+
 def _scaling(scaler: Scaler) -> dict[str, Any]:
     """What must be the same for a loss scale to be taken over."""
     return {"dynamic": scaler.dynamic, "static": None if scaler.dynamic else scaler.initial}
+
+
+def _of_scaler(scaler: Scaler, said: Any, scale: float) -> bool:
+    """Whether a stored loss scale is one of this scaler's: as the notes say, or, if they say nothing, by its value."""
+    if said is not None:
+        return said == _scaling(scaler)
+    return scale != 1 if scaler.dynamic else scale == scaler.initial
 
 
 def start(engine: Engine, directory: str | os.PathLike, rng: jax.Array) -> None:
@@ -209,17 +245,21 @@ def begin(engine: Engine, rng: jax.Array) -> None:
 
 def _candidates(root: Path) -> list[tuple[str, str]]:
     """(tag, what is known to be wrong with it), the newest first, as process 0 sees them."""
-    found = []
     settle()
-    if jax.process_index() == 0:
-        if root.is_dir():
-            recover(root)
-        for left in sorted(root.glob(f"*{SAVING}")):
-            _warn(f"skipped: {left} was not finished")
-        found = [(p.name, str(about) if isinstance(about, CheckpointError) else "") for p, about in complete(root)]
-        if (named := latest(root)) and not named.exists():
-            found.insert(0, (named.name, f"checkpoint {named} does not exist, and {LATEST} names it"))
+    found = all_or_none(f"looking for checkpoints in {root}", lambda: _found(root) if jax.process_index() == 0 else [])
     return json.loads(agree("the checkpoints to resume from", json.dumps(found))[0])
+
+
+def _found(root: Path) -> list[tuple[str, str]]:
+    if root.is_dir():
+        recover(root)
+    for left in sorted(root.glob(f"*{SAVING}")):
+        _warn(f"skipped: {left} was not finished")
+    found = [(p.name, str(about) if isinstance(about, CheckpointError) else "") for p, about in complete(root)]
+    if (named := latest(root)) and named.name not in [name for name, _ in found]:
+        what = "is no checkpoint of jzero's" if named.exists() else "does not exist"
+        found.insert(0, (named.name, f"checkpoint {named} {what}, and {LATEST} names it"))
+    return found
 
 
 def _warn(text: str) -> None:

@@ -249,6 +249,7 @@ def huggingface(config: LlamaConfig) -> dict[str, Any]:
         },
         "may_differ": ["architectures", "max_position_embeddings", "bos_token_id", "eos_token_id", "rope_parameters"],
         "absent": {"rope_theta": 10_000.0},
+        "ignored": ["model.layers.*.self_attn.rotary_emb.inv_freq"],  # of rope_theta; older downloads have them
         "tensors": [
             {"name": "model.embed_tokens.weight", "leaf": "ends/embed"},
             {"name": layer + "input_layernorm.weight", "leaf": "stack/attention_norm/scale"},

@@ -91,10 +91,10 @@ def make_mesh(layout):
     return jzero.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))])
 
 
-def build(layout, *, noise=False, model=None, training_data=None, resume=None, **more):
+def build(layout, *, noise=False, model=None, training_data=None, resume=None, rng=None, **more):
     return jzero.initialize(
         model=model or Net(noise), config=settings(layout, **more), mesh=make_mesh(layout), training_data=training_data,
-        resume=resume, rng=jax.random.key(0),
+        resume=resume, rng=jax.random.key(0) if rng is None else rng,
     )[0]  # fmt: skip
 
 

@@ -134,6 +134,10 @@ def test_a_kill_between_two_renames(tmp_path):
     (tmp_path / "a").rename(tmp_path / "a.replaced")
     (tmp_path / "a.saving" / "state").mkdir(parents=True)
     assert_same(restore(tmp_path, shardings(state())), state(1))
+    assert {p.name for p in tmp_path.iterdir()} == {"a.replaced", "a.saving", "latest"}  # who reads does not write
+    save(state(2), tmp_path, "b", latest=False).wait()
+    assert_same(restore(tmp_path, shardings(state())), state(1))
+    assert {p.name for p in tmp_path.iterdir()} == {"a", "b", "latest"}
     (tmp_path / "a.replaced").mkdir()  # a kill before the former one was removed
     save(state(2), tmp_path, "b").wait()
     assert {p.name for p in tmp_path.iterdir()} == {"a", "b", "latest"}
@@ -331,9 +335,11 @@ def test_a_full_disk(small_disk, capfd):
 
 def test_a_failure_that_nobody_waited_for_is_told_at_the_next_save(small_disk):
     save({"large": jnp.ones(1 << 18)}, small_disk, "a")
-    with pytest.raises(jzero.CheckpointError, match="No space left"):
+    with pytest.raises(jzero.CheckpointError, match=r"disk/a was not written: .*No space left.*disk/b, the one after"):
         save(state(), small_disk, "b")
-    save(state(), small_disk, "b").wait()
+    jzero.checkpoint.wait()
+    assert_same(restore(small_disk, shardings(state())), state())
+    save(state(), small_disk, "c").wait()
 
 
 def test_a_program_whose_last_save_failed_does_not_end_well(small_disk, tmp_path):

@@ -13,6 +13,8 @@ from flax import nnx
 from layouts import LAYOUTS, TRAIN, assert_same, batch, build, data
 
 import jzero
+from jzero.optimizers import schedule_counts
+from jzero.zero import named
 
 STEPS, SAVED, NEXT = 7, 3, 5
 
@@ -127,7 +129,18 @@ def test_fewer_devices_keep_the_global_batch(tmp_path):
         fewer = build((2, {"zero": zero}, 2, {}), training_data=data(), resume=tmp_path, **sizes)
         assert fewer.train_batch_size() == 32
         assert fewer.gradient_accumulation_steps() == 16 // zero
-        np.testing.assert_allclose([float(fewer.train_batch()) for _ in range(4)], straight[2:], rtol=1e-6)
+        losses = [float(fewer.train_batch())]
+        fewer.save_checkpoint(tmp_path / f"{zero}")
+        for _ in range(3):  # and restarted there, once and again
+            again = build((2, {"zero": zero}, 2, {}), training_data=data(), resume=tmp_path / f"{zero}", **sizes)
+            assert again.train_batch_size() == 32
+            losses.append(float(again.train_batch()))
+            again.save_checkpoint()
+        np.testing.assert_allclose(losses, straight[2:], rtol=1e-6)
+    changed = sizes | {"gradient_accumulation_steps": 4}
+    assert build((2, {"zero": 8}, 2, {}), resume=tmp_path, **changed).train_batch_size() == 64
+    given = sizes | {"train_batch_size": 16, "gradient_accumulation_steps": 4}
+    assert build((2, {"zero": 2}, 2, {}), resume=tmp_path, **given).train_batch_size() == 16
     with pytest.raises(jzero.ConfigError, match="train_batch_size = 32: must be a multiple of 24"):
         build((0, {"data": 3}, 8, {}), resume=tmp_path, **sizes | {"train_micro_batch_size_per_gpu": 8})
 
@@ -200,11 +213,17 @@ def test_parts_of_a_checkpoint(tmp_path):
             all(map(np.array_equal, jax.tree.leaves(jax.device_get(now)), jax.tree.leaves(then)))
             for now, then in zip((engine.state.opt_state, engine.state.step), before, strict=True)
         ]
+        applied = int(engine.state.step)
+        if not how.get("load_module_only"):
+            (counts,) = schedule_counts(engine.state.opt_state)
+            assert (
+                named(engine.state)[f"opt_state/{counts}"] == applied
+            )  # the rate that is said is the rate that is used
         engine.train_batch(batch(9))
         return same, engine.global_steps
 
     assert loaded() == ([False, False], 4)
-    assert loaded(load_optimizer_states=False) == ([True, False], 4)
+    assert loaded(load_optimizer_states=False) == ([False, False], 4)  # its place in the schedule
     assert loaded(load_lr_scheduler_states=False) == ([False, True], 4)
     assert loaded(load_module_only=True) == ([True, True], 2)
     with pytest.raises(jzero.ConfigError, match=r"custom_load_fn: read with jzero\.checkpoint\.restore"):
@@ -319,13 +338,64 @@ def test_a_run_that_does_not_resume_beside_checkpoints(tmp_path, capfd):
             build(LAYOUTS["one"], checkpoint={"dir": str(tmp_path / place)})
 
 
+def test_what_others_left_is_neither_taken_nor_removed(tmp_path, capfd):
+    """A directory of DeepSpeed's checkpoints, and other jobs' files."""
+    theirs = tmp_path / "global_step1" / "mp_rank_00_model_states.pt"
+    for file in (theirs, tmp_path / "x.saving" / "theirs", tmp_path / "y.replaced" / "theirs"):
+        file.parent.mkdir()
+        file.touch()
+    (tmp_path / "latest").write_text("global_step1")
+    with pytest.raises(jzero.CheckpointError, match="global_step1 is no checkpoint of jzero's, and latest names it"):
+        build(LAYOUTS["one"], resume=tmp_path)
+    engine = build(LAYOUTS["one"])
+    engine.train_batch(batch(0))
+    with pytest.raises(jzero.ConfigError, match="global_step1 is there, and no checkpoint of jzero's: choose another"):
+        engine.save_checkpoint(tmp_path)
+    (tmp_path / "empty").mkdir()
+    engine.save_checkpoint(tmp_path, tag="empty").wait()
+    assert theirs.exists()
+    assert (tmp_path / "x.saving" / "theirs").exists()
+    assert (tmp_path / "y.replaced" / "theirs").exists()
+    assert build(LAYOUTS["one"], resume=tmp_path).global_steps == 1
+    (tmp_path / "latest").write_bytes(b"global_\xff\x00")  # damaged, and not needed
+    capfd.readouterr()
+    assert build(LAYOUTS["one"], resume=tmp_path).global_steps == 1
+    assert "does not exist, and latest names it" in capfd.readouterr().err
+
+
+def test_addresses_are_no_directories():
+    for more in ({"resume": "gs://bucket/runs"}, {"checkpoint": {"dir": "s3://bucket/runs"}}):
+        with pytest.raises(
+            jzero.ConfigError, match="bucket/runs': must be a directory of a file system that all hosts"
+        ):
+            build(LAYOUTS["one"], **more)
+    with pytest.raises(jzero.ConfigError, match="the directory for checkpoints = 'gs://b': must be a directory"):
+        build(LAYOUTS["one"]).save_checkpoint("gs://b")
+
+
+def test_any_kind_of_random_key(tmp_path):
+    def built(seed, kind, **more):
+        return build(LAYOUTS["stage1"], noise=True, rng=jax.random.key(seed, impl=kind), **more)
+
+    straight, stopped = (built(3, "rbg") for _ in range(2))
+    for step in range(2):
+        straight.train_batch(batch(step))
+        stopped.train_batch(batch(step))
+    stopped.save_checkpoint(tmp_path)
+    for kind in ("rbg", "threefry2x32"):
+        resumed = built(4, kind, resume=tmp_path)
+        assert_same(resumed.state, stopped.state)
+        assert str(jax.random.key_impl(resumed.state.rng)) == "rbg"
+    assert float(resumed.train_batch(batch(2))) == float(straight.train_batch(batch(2)))
+
+
 def test_no_run_starts_from_scratch_in_silence(tmp_path):
     engine = build(LAYOUTS["one"])
     engine.save_checkpoint(tmp_path / "runs").wait()
     with pytest.raises(jzero.ConfigError, match=r"is a checkpoint itself; give its directory, .*/runs$"):
         build(LAYOUTS["one"], resume=tmp_path / "runs" / "global_step0")
     (tmp_path / "file").touch()
-    with pytest.raises(jzero.ConfigError, match="is no directory"):
+    with pytest.raises(jzero.ConfigError, match="is no directory that can be written to"):
         build(LAYOUTS["one"], resume=tmp_path / "file")
     shutil.rmtree(tmp_path / "runs" / "global_step0" / "state")
     with pytest.raises(jzero.CheckpointError, match="is not complete: it has no state"):
@@ -397,6 +467,11 @@ def test_a_functional_checkpoint_in_an_engine_and_back(tmp_path):
     loaded = build(LAYOUTS["stage3"], resume=tmp_path / "functional")
     assert_same(loaded.state, engine.state)
     assert loaded.global_steps == 1
+    half = build(LAYOUTS["stage3"], resume=tmp_path / "functional", fp16={"enabled": True})
+    assert (half.loss_scale, half.global_steps) == (2.0**16, 1)  # its own: that was of no scaler
+    jzero.checkpoint.save(half.state, tmp_path / "half")
+    again = build(LAYOUTS["stage1"], resume=tmp_path / "half", fp16={"enabled": True})
+    assert_same(again.state, half.state)
     engine.save_checkpoint(tmp_path / "engine")
     step = loaded.step_fn
     loaded.state = jzero.checkpoint.restore(tmp_path / "engine", step.state_shardings)

@@ -33,18 +33,33 @@ def place(directory: str | os.PathLike | None, tag: str) -> Path:
     """
     if not directory or not isinstance(directory, str | os.PathLike):
         raise ConfigError(f"the directory for checkpoints is {directory!r}: give one, or checkpoint.dir in the config")
+    root = local(directory, "the directory for checkpoints")
     reserved = ("", ".", "..", LATEST)
     if not isinstance(tag, str) or Path(tag).name != tag or tag.endswith((SAVING, REPLACED)) or tag in reserved:
         raise ConfigError(
             f"tag = {tag!r}: must be a name without separators, neither {LATEST!r} nor with the ending {SAVING!r} or "
             f"{REPLACED!r}"
         )
-    return Path(directory).absolute() / tag
+    return root / tag
+
+
+def local(directory: str | os.PathLike, key: str) -> Path:
+    """The directory's absolute path; a ConfigError for an address as gs://bucket."""
+    if re.match(r"\w+:/", str(directory)):
+        raise ConfigError(
+            f"{key} = {str(directory)!r}: must be a directory of a file system that all hosts see; mount the bucket"
+        )
+    return Path(directory).absolute()
 
 
 def draft_of(path: Path) -> Path:
     """Where the checkpoint `path` is written before it is complete."""
     return path.with_name(path.name + SAVING)
+
+
+def former_of(path: Path) -> Path:
+    """Where the tag's former checkpoint lies while a new one takes its place."""
+    return path.with_name(path.name + REPLACED)
 
 
 def find(directory: str | os.PathLike | None, tag: str | None = None) -> Path:
@@ -60,6 +75,8 @@ def find(directory: str | os.PathLike | None, tag: str | None = None) -> Path:
         if named is None:
             raise ConfigError(f"{root} holds no checkpoint (no file {LATEST!r}): {_hint(root)}")
         path = named
+    if not path.is_dir() and former_of(path).is_dir():
+        return former_of(path)  # a kill between two renames left it, or a save is between them now
     if not path.is_dir():
         raise ConfigError(f"checkpoint {path} does not exist: {_hint(root)}")
     return path
@@ -79,19 +96,17 @@ def check_home(root: Path) -> None:
         raise ConfigError(f"resume = {str(root)!r}: {what}")
 
 
-def check_writable(directory: str | os.PathLike) -> None:
+def check_writable(directory: str | os.PathLike, key: str) -> None:
     """Raise a ConfigError if checkpoints cannot be written there: better before the first step than after hours."""
-    root = Path(directory).absolute()
+    root = local(directory, key)
     there = next(path for path in (root, *root.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ConfigError(
-            f"checkpoint.dir = {str(directory)!r}: {there} is no directory that can be written to; name one"
-        )
+    if not there.is_dir() or not os.access(there, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(f"{key} = {str(directory)!r}: {there} is no directory that can be written to; name one")
 
 
 def recover(root: Path) -> None:
     """Finish what a kill between two renames left: a tag's former checkpoint without the new one."""
-    for former in root.glob(f"*{REPLACED}"):
+    for former in filter(_ours, root.glob(f"*{REPLACED}")):
         path = former.with_name(former.name.removesuffix(REPLACED))
         if path.exists():
             shutil.rmtree(former, ignore_errors=True)
@@ -100,12 +115,24 @@ def recover(root: Path) -> None:
 
 
 def begin(path: Path) -> None:
-    """Make room for a new draft; what killed jobs left of theirs goes."""
+    """Make room for a new draft; what killed jobs left of theirs goes.
+
+    Raises:
+      ConfigError: where the checkpoint should lie, something else does.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     recover(path.parent)
-    for left in path.parent.glob(f"*{SAVING}"):
+    for there in (path, draft_of(path)):
+        if there.exists() and not _ours(there):
+            raise ConfigError(f"{there} is there, and no checkpoint of jzero's: choose another directory, or tag=")
+    for left in filter(_ours, path.parent.glob(f"*{SAVING}")):
         shutil.rmtree(left)
     (draft_of(path) / STATE).mkdir(parents=True)
+
+
+def _ours(path: Path) -> bool:
+    """Whether that is a checkpoint, whole or in part: nothing else is ever moved or removed."""
+    return path.is_dir() and ((path / STATE).is_dir() or (path / NOTES).exists() or not any(path.iterdir()))
 
 
 def commit(path: Path, notes: dict[str, Any], names_latest: bool, max_to_keep: int | None) -> None:
@@ -115,7 +142,7 @@ def commit(path: Path, notes: dict[str, Any], names_latest: bool, max_to_keep: i
       OSError: with a text that says whether it is there.
     """
     write(draft_of(path) / NOTES, _seal(notes))
-    former = path.with_name(path.name + REPLACED)
+    former = former_of(path)
     if path.exists():
         shutil.rmtree(former, ignore_errors=True)
         os.replace(path, former)
@@ -177,7 +204,7 @@ def complete(directory: Path) -> list[tuple[Path, dict[str, Any] | CheckpointErr
 def latest(directory: Path) -> Path | None:
     """The checkpoint that DIR/latest names; None without that file."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        if tag := (directory / LATEST).read_text().strip():
+        if tag := (directory / LATEST).read_text(errors="replace").strip():
             return directory / tag
     return None
 

@@ -53,15 +53,13 @@ class Checkpoint:
         writer.settle()
         mistake, path = None, Path()
         try:
-            if jax.process_index() == 0 and directory and Path(directory).is_dir():
-                files.recover(Path(directory))
             path = files.find(directory, tag)
         except (ConfigError, OSError) as error:
             mistake = str(error)
         if mistake := anyone("reading a checkpoint", mistake):
             raise ConfigError(mistake)
         path = path.with_name(agree("the checkpoint to read", path.name)[0])  # where `latest` is not seen by all alike
-        return _all_or_none("reading a checkpoint's notes", lambda: cls(path))
+        return all_or_none("reading a checkpoint's notes", lambda: cls(path))
 
     def check_fit(self, shapes: Mapping[str, tuple[int, ...] | None], ours: Iterable[str] | None = None) -> None:
         """Raise a ConfigError that names the leaves in which it and a state (name -> shape, None: any) differ.
@@ -78,7 +76,7 @@ class Checkpoint:
         Raises:
           CheckpointError: files that are missing or damaged, with the leaves that are not what was saved.
         """
-        read = _all_or_none(f"reading {self.path}", lambda: self._read(shardings))
+        read = all_or_none(f"reading {self.path}", lambda: self._read(shardings))
         wrong = [n for n, s in zip(sorted(read), np.asarray(checksums(read)), strict=True) if int(s) != self._sums[n]]
         if wrong:
             raise CheckpointError(
@@ -112,6 +110,9 @@ def restore(directory: str | os.PathLike, shardings: Any, *, tag: str | None = N
       shapes: the same tree of arrays or ShapeDtypeStructs, as `TrainStep.state_shapes`: what must fit is compared
         first, and leaves are cast to its dtypes. Without it they have the shapes and dtypes that were saved.
 
+    The loss scale is the one that was saved. A run of another precision than the saved one's begins with its own:
+    `dataclasses.replace(state, loss_scale=step.new_loss_scale(state.loss_scale.skipped))`.
+
     Raises:
       ConfigError: there is none, or it is of another model or optimizer: which leaves are missing, extra or of another
         shape.
@@ -120,27 +121,28 @@ def restore(directory: str | os.PathLike, shardings: Any, *, tag: str | None = N
     checkpoint = Checkpoint.find(directory, tag)
     wanted = named(shapes) if shapes is not None else {}
     places = named(shardings)
-    checkpoint.check_fit({name: stored_shape(wanted[name]) if wanted else None for name in places})
+    checkpoint.check_fit({name: expected_shape(wanted[name]) if wanted else None for name in places})
     read = checkpoint.read(places)
     return jax.tree.unflatten(jax.tree.structure(shardings), cast(read, wanted).values())
 
 
-def stored_shape(x: Any) -> tuple[int, ...]:
-    """The shape in which a leaf is stored: a random key as its numbers."""
-    return tuple(jax.eval_shape(jax.random.key_data, x).shape if is_key(x) else x.shape)
+def expected_shape(x: Any) -> tuple[int, ...] | None:
+    """What a leaf's stored shape must be; None: any, as a random key's numbers are as many as its kind has."""
+    return None if is_key(x) else tuple(x.shape)
 
 
 def cast(leaves: Mapping[str, jax.Array], wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """The leaves in the dtypes of `wanted`, where the precision is another one."""
+    """The leaves in the dtypes of `wanted`, where the precision is another one; random keys stay of their kind."""
     return {
-        n: x if n not in wanted or x.dtype == wanted[n].dtype else _cast(x, wanted[n].dtype) for n, x in leaves.items()
+        n: x if n not in wanted or is_key(x) or x.dtype == wanted[n].dtype else _cast(x, wanted[n].dtype)
+        for n, x in leaves.items()
     }
 
 
 _cast = jax.jit(lambda x, dtype: x.astype(dtype), static_argnums=1)
 
 
-def _all_or_none(what: str, work: Callable[[], Any]) -> Any:
+def all_or_none(what: str, work: Callable[[], Any]) -> Any:
     """What `work` gives, if it raises on no process; else a CheckpointError on all, so that nobody waits in vain."""
     result, problem = None, None
     try:

@@ -25,7 +25,7 @@ from jzero.checkpoint.leaves import has_room, key_names, nest, snapshot, to_host
 from jzero.errors import CheckpointError, ConfigError, in_a_line
 from jzero.zero import named
 
-TIMEOUT = 300.0  # seconds in which all processes have to call save; or JZERO_TIMEOUT
+TIMEOUT = 1800.0  # seconds in which all processes have to call save
 CHUNK = 64 * 2**20  # bytes: what a reader of a part of a leaf has to hold at least
 
 _last: Save | None = None
@@ -116,10 +116,12 @@ def save(
 
     Raises:
       ConfigError: a tag that is no name or not the same on all processes, notes that are not JSON.
-      CheckpointError: the directory cannot be written to, or the save before this one failed. On all processes.
+      CheckpointError: the directory cannot be written to, or the save before this one failed, which is raised when
+        this one is under way. On all processes.
     """
     global _last
-    wait()
+    settle()
+    earlier = _last.error if _last and not _last.reported else None
     leaves = named(state)
     if tag is None:
         if not hasattr(state, "step"):
@@ -142,6 +144,8 @@ def save(
     _last.thread = threading.Thread(target=_write, args=(_last, copies, end), name="jzero checkpoint")
     _last.thread.start()
     progress.finished_when(None)
+    if earlier:
+        raise CheckpointError(f"{earlier}. {path}, the one after it, is being written")
     return _last
 
 
@@ -160,8 +164,7 @@ def _agreed_place(directory: str | os.PathLike, tag: str, notes: Any, room: bool
         said["mistake"] = f"client_state is not JSON: {error}"
     except OSError as error:
         said["problem"] = f"checkpoint {path} cannot be written: {error.strerror}: {error.filename}"
-    timeout = float(os.environ.get("JZERO_TIMEOUT", TIMEOUT))
-    all_said = [json.loads(text) for text in agree("saving a checkpoint", json.dumps(said), timeout)]
+    all_said = [json.loads(text) for text in agree("saving a checkpoint", json.dumps(said), TIMEOUT)]
     if jax.process_index() == 0 and len({str(one | {"room": 0}) for one in all_said}) > 1:
         shutil.rmtree(draft_of(path), ignore_errors=True)
     for key, error_type in (("mistake", ConfigError), ("problem", CheckpointError)):

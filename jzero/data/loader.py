@@ -100,14 +100,14 @@ class DataLoader:
         if self._at.samples and not self._resumes:
             self._stop()
             self._at = Position(self._at.epoch + 1)
-        epoch = self._at.epoch
-        while self._resumes or self._at.epoch == epoch:
-            epoch = self._at.epoch
+        while True:
             try:
                 batch = self._next()
             except StopIteration:
                 return
             yield batch
+            if not self._at.samples and not self._resumes:
+                return
 
     def _next(self) -> Any:
         """The next micro-batch of any epoch."""

@@ -131,7 +131,9 @@ class Agent:
             while line := await reader.readline():
                 self.heard = time.monotonic()
                 for name, value in json.loads(line).items():
-                    if name in ("listen", "connect", "start", "signal", "dump", "stop", "sweep", "topology"):
+                    if name == "stop":  # which lasts, and the pings go on
+                        self.tasks.append(asyncio.create_task(self.stop(value)))
+                    elif name in ("listen", "connect", "start", "signal", "dump", "sweep", "topology"):
                         await getattr(self, name)(value)
             code = 0
         except Exception:

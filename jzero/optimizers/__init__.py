@@ -21,8 +21,11 @@ from jzero.lr_schedules import Schedule, from_config
 from jzero.optimizers.table import _PLAIN, _WHOLE, Row, look_up
 from jzero.optimizers.transforms import Knobs
 from jzero.optimizers.wrappers import Transform, in_fp32, per_layer
+from jzero.zero import path_name
 
-__all__ = ["_PLAIN", "_WHOLE", "base_lr", "build", "describe", "lr_of", "per_layer", "problems", "resolve"]
+__all__ = [
+    "_PLAIN", "_WHOLE", "base_lr", "build", "describe", "lr_of", "per_layer", "problems", "resolve", "schedule_counts",
+]  # fmt: skip
 
 
 def build(optimizer_config: Any, lr: Schedule, *, stacked: Any, state_dtype: Any = jnp.float32) -> Transform:
@@ -131,6 +134,26 @@ def describe(optimizer_config: Any, lr: Schedule | None) -> tuple[str, ...]:
         else:
             notes.append(f"{name}: OneCycle's cycle_momentum is not used, the optimizer has no betas")
     return tuple(notes)
+
+
+def schedule_counts(opt_state: Any) -> list[str]:
+    """The names of an optimizer state's leaves that say where it is in the schedule of its learning rate.
+
+    >>> schedule_counts(optax.adam(lambda count: 0.1).init({"w": jnp.ones(2)}))
+    ['1/count']
+    >>> schedule_counts(optax.inject_hyperparams(optax.sgd)(0.1).init({"w": jnp.ones(2)}))
+    ['count', 'hyperparams/learning_rate']
+    """
+
+    def counts(node: Any) -> bool:
+        return isinstance(node, optax.ScaleByScheduleState) or hasattr(node, "hyperparams")
+
+    found = []
+    for path, node in jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=counts)[0]:
+        if counts(node):
+            own = node._replace(inner_state=()) if hasattr(node, "inner_state") else node
+            found += [path_name((*path, *more)) for more, _ in jax.tree_util.tree_flatten_with_path(own)[0]]
+    return found
 
 
 def lr_of(opt_state: Any) -> jax.Array:

@@ -15,7 +15,7 @@ import numpy as np
 
 from jzero.errors import ConfigError
 from jzero.weights.layout import Tensor, cast, tensors
-from jzero.weights.stored import Checkpoint
+from jzero.weights.stored import Parameters
 from jzero.weights.writer import Writer, unwritable
 
 DTYPES = {
@@ -37,6 +37,8 @@ def main(argv: Sequence[str]) -> int:
     files = export(a.checkpoint, a.out, tag=a.tag, dtype=a.dtype, max_shard_size=a.max_shard_size)
     total = sum(t.nbytes for some in files.values() for t in some)
     print(f"{a.out}: {sum(map(len, files.values()))} tensors, {total / 1e9:.3g} GB, in {', '.join(files)}")
+    if not (Path(a.out) / "config.json").exists():
+        print("named as the leaves are: the model has no weights_layout, or jzero.checkpoint.save wrote without one")
     return 0
 
 
@@ -46,9 +48,10 @@ def export(
 ) -> dict[str, list[Tensor]]:  # fmt: skip
     """Write a checkpoint's parameters to `out`, chunk by chunk; returns file name -> its tensors.
 
-    The names are those of the model's `weights_layout` if it has one, and config.json is written with them; else the
-    leaves' own. `out` has the files once all of them are whole. Host memory: two chunks of a leaf and a window of 32
-    MiB, where a chunk is what one device wrote of it.
+    The names are those of the model's `weights_layout` if it has one and an engine saved the checkpoint (or `save` was
+    given notes={"weights": model.weights_layout()}), and config.json is written with them; else the leaves' own. `out`
+    has the files once all of them are whole. Host memory: two chunks of a leaf and a window of 32 MiB, where a chunk is
+    what one device wrote of it.
 
     Args:
       dtype: "float32", "bfloat16" or "float16"; default: as stored.
@@ -58,7 +61,7 @@ def export(
       ConfigError: no checkpoint there, `out` not empty or not writable, a size that is none.
     """
     limit = parse_size(max_shard_size)
-    checkpoint = Checkpoint(directory, tag)
+    checkpoint = Parameters(directory, tag)
     table = checkpoint.notes.get("weights")
     files = shards(cast(tensors(checkpoint.leaves, table), DTYPES[dtype] if dtype else None), limit)
     out = Path(out)

@@ -16,17 +16,17 @@ from jzero.weights.layout import Box, dotted
 from jzero.zero import Leaf
 
 
-def gather(params: Any, leaves: Any, mesh: Mesh, dtype: np.dtype) -> Iterator[tuple[str, Box, np.ndarray]]:
+def gather(params: Any, leaves: Any, mesh: Mesh, dtype: np.dtype | None) -> Iterator[tuple[str, Box, np.ndarray]]:
     """(dotted name, box, values) of all parameters, of a stacked leaf a layer at a time, which then is on every device.
 
     Every process takes all of it, in the same order.
 
     Args:
       params, leaves: trees of arrays and of their `zero.Leaf`s.
-      dtype: of what is floating-point; cast before it is gathered.
+      dtype: of what is floating-point, cast before it is gathered; None: as it is.
     """
     for leaf, x in zip(jax.tree.leaves(leaves), jax.tree.leaves(params), strict=True):
-        to = dtype if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
+        to = dtype if dtype is not None and jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
         part = _part(leaf, mesh, to)
         for i in range(leaf.shape[0] if leaf.stacked else 1):
             values = np.asarray(part(x, jnp.int32(i)).addressable_data(0))

@@ -3,14 +3,15 @@
 A model's leaves (`stack.attention.qkv.kernel`, with the layer axis first) are one set of arrays, the tensors of a file
 (`model.layers.3.self_attn.q_proj.weight`) another. A model may have `weights_layout()`, a table that JSON can hold:
 
-    {"config": {...}, "may_differ": [keys of it], "absent": {...}, "tensors": [
+    {"config": {...}, "may_differ": [keys of it], "absent": {...}, "ignored": [patterns], "tensors": [
         {"name": "model.layers.{layer}.self_attn.q_proj.weight", "leaf": "stack/attention/qkv/kernel",
          "columns": [0, 2048], "transposed": true}, ...]}
 
 A row with `{layer}` in its name is one tensor for every layer; `columns` is a range of the leaf's last dimension,
 by default all of it; a transposed tensor is stored as [columns, rows]. `config` goes into config.json; files whose
 config.json says otherwise are of another model, but for the keys in `may_differ` (what is in a dictionary there is also
-compared by itself); `absent` is what one without these keys means. Without a table a tensor is a leaf.
+compared by itself); `absent` is what one without these keys means. Tensors with a name like one of `ignored` (* for
+anything) are not read. Without a table a tensor is a leaf.
 
 Exporting and importing are the same thing in two directions: for a box of a leaf, which part of which tensor it is.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,8 @@ def _find(path: Path, leaves: Mapping[str, Array], table: dict | None) -> dict[s
         raise ConfigError(f"{path}: some tensors are in two of {some_of(file.path.name for file in files)}")
     if where.keys() & leaves.keys():
         table = None  # the leaves' own names
+    ignored = table.get("ignored", ()) if table else ()
+    where = {name: file for name, file in where.items() if not any(fnmatchcase(name, pattern) for pattern in ignored)}
     wanted = tensors(leaves, table)
     problems = _differences(path.parent if path.is_file() else path, table) + _misfits(where, wanted)
     if problems:

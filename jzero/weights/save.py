@@ -31,7 +31,7 @@ def save(params: Any, step: Any, directory: str | os.PathLike, filename: str, dt
       params, step: a state's parameters and their `TrainStep`.
 
     Raises:
-      ConfigError: on all processes: a place that cannot be written, another kind of file.
+      ConfigError: on all processes: a place that cannot be written, another kind of file, values beyond float16.
     """
     if Path(filename).name != filename or Path(filename).suffix != ".safetensors":
         raise ConfigError(f"save_filename = {filename!r}: must be a name that ends in .safetensors")
@@ -68,7 +68,8 @@ def save(params: Any, step: Any, directory: str | os.PathLike, filename: str, dt
         if said := anyone("save_16bit_model", problem):
             raise ConfigError(said)
         progress.begin()
-        for part in gather(params, step.leaves, step.mesh, dtype):
+        # The writer casts to float16, as it sees what is beyond its range; bfloat16 has float32's.
+        for part in gather(params, step.leaves, step.mesh, None if dtype == np.float16 else dtype):
             on_first(lambda part: writer.write(*part), part)
         on_first(finish)
         progress.finished_when(None)

@@ -23,8 +23,8 @@ SMALL = 32 * 2**20  # bytes of a leaf that is read at once
 PARAMS = "params/"
 
 
-class Checkpoint:
-    """A complete checkpoint. Attributes: `path`, `notes`, `leaves` (dotted name -> Array).
+class Parameters:
+    """Those of a complete checkpoint. Attributes: `path`, `notes`, `leaves` (dotted name -> Array).
 
     Raises:
       ConfigError: no checkpoint there, one that is not complete or without all parameters, or one that cannot be read.

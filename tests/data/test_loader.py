@@ -272,6 +272,19 @@ def test_the_global_batch_changes_under_way(kind):
     assert numbers(loader) == [*range(23), 0]
 
 
+@pytest.mark.parametrize("kind", ["arrays", "iterable"])
+def test_an_epoch_that_a_larger_batch_ends_at_once(kind):
+    """What is left fills no batch of the new size: the next epoch is whole."""
+    sizes = Sizes(2, 1, 2)
+    loader = DataLoader(data(kind, 23), sizes, shuffle=False, drop_last=True)
+    given = numbers(itertools.islice(loader, 8))
+    sizes.accumulate(5)
+    loader.seek(loader.position)
+    assert given + numbers(loader) == [*range(16), *range(20)]
+    assert loader.position == {"epoch": 2, "samples": 0}
+    assert numbers(loader) == [*range(20)]
+
+
 # ------------------------------------------------------------------------------------------- one process of many
 
 

@@ -33,6 +33,15 @@ if what == "save":
         sys.exit(0)
     signal.signal(signal.SIGTERM, save)
     signal.signal(signal.SIGINT, save)
+if what == "slow":
+    def save(number, frame):
+        time.sleep(12)
+        print("saved", rank, flush=True)
+        sys.exit(75)
+    signal.signal(signal.SIGTERM, save)
+    if rank == "0":
+        time.sleep(1)
+        sys.exit(75)
 if what == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -152,6 +161,13 @@ def test_signals_go_through(start, worker, number):
         f"saved 1 {number}",
     ]
     job.gone(1)
+
+
+def test_saving_may_take_the_grace(start, worker):
+    """One rank was told to stop and has saved; the others have longer than an agent that hears nothing waits."""
+    job = start(*CPU, 2, "--grace", 20, worker, "slow")
+    assert job.wait(40) == 75
+    assert "saved 1" in job.output
 
 
 def test_a_second_signal_ends_it(start, worker):

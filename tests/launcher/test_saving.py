@@ -274,12 +274,11 @@ tried("place", lambda: engine.save_checkpoint("/proc/none"))
 tried("nothing", lambda: engine.load_checkpoint(directory))
 tried("good", lambda: engine.save_checkpoint(directory, tag="good").wait())
 tried("absent", lambda: engine.load_checkpoint(directory, tag="good" if rank else "bad"))
-os.environ["JZERO_TIMEOUT"] = "3"
+jzero.checkpoint.writer.TIMEOUT = 3
 jax.block_until_ready(engine.state)
 if rank == 0:
     tried("alone", lambda: engine.save_checkpoint(directory))
 time.sleep(4 * rank)
-del os.environ["JZERO_TIMEOUT"]
 tried("again", lambda: float(engine.train_batch(runs.batch(1))) > 0)
 """,
         "x", "stage3 x 2", tmp_path / "runs",

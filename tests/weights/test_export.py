@@ -93,6 +93,18 @@ def test_a_model_without_a_table_keeps_its_names(tmp_path):
         assert same(loaded.state.params, saved.state.params)
 
 
+def test_a_functional_checkpoint_says_no_names(tmp_path, capsys):
+    made = engine()
+    jzero.checkpoint.save(made.state, tmp_path / "bare").wait()
+    assert main(["export", str(tmp_path / "bare"), str(tmp_path / "out")]) == 0
+    assert "named as the leaves are" in capsys.readouterr().out
+    table = made.step_fn.model.weights_layout()
+    jzero.checkpoint.save(made.state, tmp_path / "named", notes={"weights": table}).wait()
+    assert main(["export", str(tmp_path / "named"), str(tmp_path / "named-out")]) == 0
+    assert "named as the leaves are" not in capsys.readouterr().out
+    assert "model.norm.weight" in load_file(tmp_path / "named-out" / "model.safetensors")
+
+
 def pipeline_module():
     from flax import nnx
 
@@ -166,7 +178,7 @@ def test_an_interrupted_export_is_not_taken_for_one(tmp_path, saved, monkeypatch
     """It leaves nothing; one that was killed leaves what nobody reads, and the next one goes on."""
     path, _ = saved
     out = tmp_path / "out"
-    read = weights.stored.Checkpoint.read
+    read = weights.stored.Parameters.read
 
     def interrupted(self, name):
         if name.startswith("stack"):
@@ -174,7 +186,7 @@ def test_an_interrupted_export_is_not_taken_for_one(tmp_path, saved, monkeypatch
         return read(self, name)
 
     with monkeypatch.context() as m:
-        m.setattr(weights.stored.Checkpoint, "read", interrupted)
+        m.setattr(weights.stored.Parameters, "read", interrupted)
         with pytest.raises(KeyboardInterrupt):
             weights.export(path, out)
         assert not out.exists()

@@ -47,6 +47,15 @@ def test_what_transformers_saved(tmp_path, shape, options):
     np.testing.assert_allclose(logits(model(shape), made.state.params), there, atol=1e-5, rtol=0)
 
 
+def test_tables_of_older_downloads(copy):
+    """Llama 1 and 2 had the rotary frequencies beside the weights."""
+    frequencies = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for i in range(4)}
+    rewrite(copy, lambda found: found | frequencies)
+    weights.load(copy, step())
+    rewrite(copy, lambda found: found | {"model.layers.0.rotary": np.ones(4, np.float32)}, index=False)
+    refused(copy, "extra model.layers.0.rotary (4,)")
+
+
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     """(an export, the engine of its checkpoint)."""
@@ -159,13 +168,13 @@ def refused(path, *words, made=None):
     assert [word for word in words if word not in str(error.value)] == [], str(error.value)
 
 
-def rewrite(directory, change):
+def rewrite(directory, change, index=True):
     """All tensors through `change`, in one file."""
     found = {}
     for file in sorted(directory.glob("*.safetensors")):
         found |= load_file(file)
         file.unlink()
-    (directory / "model.safetensors.index.json").unlink()
+    (directory / "model.safetensors.index.json").unlink(missing_ok=not index)
     save_file(change(found), directory / "model.safetensors")
 
 

@@ -1,5 +1,6 @@
 """`engine.save_16bit_model`: the same file as an export, at any stage and of any number of processes."""
 
+import dataclasses
 import os
 import re
 import sys
@@ -48,6 +49,16 @@ def test_names_dtypes_and_what_is_there_already(tmp_path):
     assert {x.dtype for x in found.values()} == {np.dtype("float16")}
     np.testing.assert_array_equal(found["stack.w"], half.state.params["stack"]["w"].astype("float16"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.safetensors", "config.json", "half.safetensors"]
+
+
+def test_values_beyond_float16(tmp_path):
+    made = engine(Net(), zero=2, more={"fp16": {"enabled": True}})
+    params = made.state.params
+    w = params["stack"]["w"].at[1].set(1e5)
+    made.state = dataclasses.replace(made.state, params=params | {"stack": params["stack"] | {"w": w}})
+    with pytest.raises(jzero.ConfigError, match=r"stack\.w has values beyond the range of float16: choose bfloat16"):
+        made.save_16bit_model(tmp_path)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_layer_at_a_time_is_gathered(monkeypatch):
