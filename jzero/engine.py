@@ -274,7 +274,10 @@ class Engine:
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def set_train_batch_size(self, size: int) -> None:
-        """Change the global batch by changing the accumulation; the next step compiles for it."""
+        """Change the global batch by changing the accumulation; the next step compiles for it.
+
+        A checkpoint brings the one that it was saved with, unless the config says another: call this after loading.
+        """
         self._check_no_pending("set_train_batch_size")
         unit = self.step_fn.micro_size
         if size < 1 or size % unit:
@@ -360,11 +363,10 @@ class Engine:
             raise ConfigError("custom_load_fn: read with jzero.checkpoint.restore and set engine.state instead")
         found = checkpoint.Checkpoint.find(load_dir or self._home or self.config.checkpoint.dir, tag)
         self._forward = None
-        wants = resuming.choice(
-            self.step_fn, module_only=load_module_only, optimizer=load_optimizer_states,
+        resuming.load(
+            self, found, strict=load_module_strict, only_module=load_module_only, optimizer=load_optimizer_states,
             schedule=load_lr_scheduler_states,
         )  # fmt: skip
-        resuming.load(self, found, strict=load_module_strict, counters=not load_module_only, wants=wants)
         self._details, self._metrics = None, None
         return str(found.path), found.notes.get("client", {})
 

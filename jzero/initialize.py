@@ -10,7 +10,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jzero.agreement import check_same
+from jzero.agreement import anyone, check_same
 from jzero.checkpoint.directory import check_writable
 from jzero.config import Config
 from jzero.data import DataLoader
@@ -52,9 +52,9 @@ def initialize(
       lr_scheduler: a function of the number of steps applied, instead of the config's `scheduler`.
       training_data: arrays, a sequence of samples, a Hugging Face dataset, an iterable, ...: see `jzero.data`.
       rng: default `jax.random.key(config.seed)`.
-      resume: go on from the newest checkpoint in this directory that can be read; "auto": in the config's
-        `checkpoint.dir`. Then SIGTERM makes all processes save there after the same step and exit with code 75.
-        Default: "auto" if the job was started by `jzero --resume`, which False forbids.
+      resume: go on from the newest checkpoint in this directory that can be read, and save there; "auto": in the
+        config's `checkpoint.dir`. Then SIGTERM makes all processes save there after the same step and exit with code
+        75. Default: "auto" if the job was started by `jzero --resume`, which False forbids.
       deepspeed: its other arguments, which have no meaning here: an error that says what to write instead.
 
     Returns:
@@ -74,8 +74,15 @@ def initialize(
     if resume == "auto" and not config.checkpoint.dir:
         raise ConfigError('resume = "auto": where? Put checkpoint.dir into the config, or pass resume="DIRECTORY"')
     resume = config.checkpoint.dir if resume == "auto" else resume
-    if home := resume or config.checkpoint.dir:
-        check_writable(home, "checkpoint.dir" if home == config.checkpoint.dir else "resume")
+    problem = None
+    try:
+        for key, place in (("checkpoint.dir", config.checkpoint.dir), ("resume", resume)):
+            if place:
+                check_writable(place, key)
+    except ConfigError as error:
+        problem = str(error)
+    if problem := anyone("initialize", problem):  # a directory that one host does not see
+        raise ConfigError(problem)
     step = TrainStep(model, config, mesh=mesh, optimizer=optimizer, lr_scheduler=lr_scheduler)
     loader = None
     if training_data is not None:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from jzero.checkpoint.writer import settle
 from jzero.distributed import log_dist
 from jzero.errors import CheckpointError, ConfigError, some_of
 from jzero.model import weights_layout
-from jzero.optimizers import schedule_counts
+from jzero.optimizers import at_step
 from jzero.precision import Scaler
 from jzero.state import check_alive
 from jzero.zero import named
@@ -29,7 +29,6 @@ from jzero.zero import named
 if TYPE_CHECKING:
     from jzero.config import Config
     from jzero.engine import Engine
-    from jzero.train_step import TrainStep
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps")
 
@@ -66,32 +65,40 @@ def load(
     source: Checkpoint,
     *,
     strict: bool = True,
-    wants: Callable[[str], bool] | None = None,
-    counters: bool = True,
+    only_module: bool = False,
+    optimizer: bool = True,
+    schedule: bool = True,
 ) -> None:
-    """Put a checkpoint's leaves into the engine's state, those whose names `wants` asks for; None: all.
+    """Put a checkpoint into the engine's state.
 
     Args:
       strict: every leaf that is wanted must be there, in its shape, and no others; else what fits is taken.
-      counters: take the counters and the position in the data too.
+      only_module: take the parameters alone, no counters and no position in the data.
+      optimizer, schedule: take the optimizer's state; the place in the learning rate's schedule.
 
     Raises:
       ConfigError: a checkpoint of another model or optimizer.
       CheckpointError: it is damaged.
     """
+
+    def wants(name: str) -> bool:
+        if only_module:
+            return name.startswith("params/")
+        return schedule if name in ("step", "loss_scale/skipped") else optimizer or not name.startswith("opt_state/")
+
     step = engine.step_fn
     shapes, shardings = named(step.state_shapes), named(step.state_shardings)
-    wanted = {name: expected_shape(x) for name, x in shapes.items() if wants is None or wants(name)}
+    wanted = {name: expected_shape(x) for name, x in shapes.items() if wants(name)}
     if strict:
         expected = {name: shape for name, shape in wanted.items() if name not in source.without}
-        source.check_fit(expected, [name for name in source.shapes if wants is None or wants(name)])
+        source.check_fit(expected, filter(wants, source.shapes))
     there = source.shapes
     taken = [name for name, shape in wanted.items() if name in there and shape in (None, there[name])]
     if engine.state is None and len(taken) < len(shapes):
         check_alive(None)
     kept = {name: x for name, x in named(engine.state).items() if name not in taken}
     _check_kept(source, kept)
-    if counters:
+    if not only_module:
         _check_fits(engine, source.notes)
     engine.state = None  # what is replaced makes room
     read = cast(source.read({name: shardings[name] for name in taken}), shapes)
@@ -99,28 +106,20 @@ def load(
     scale = read.get("loss_scale/scale")
     if scale is not None and not _of_scaler(step.precision.scaler, source.notes.get("loss_scale"), float(scale)):
         state = dataclasses.replace(state, loss_scale=step.new_loss_scale(state.loss_scale.skipped))
+    if optimizer != schedule and not only_module:
+        move = jax.jit(
+            lambda s: dataclasses.replace(s, opt_state=at_step(s.opt_state, s.step - s.loss_scale.skipped)),
+            out_shardings=step.state_shardings, donate_argnums=0,
+        )  # fmt: skip
+        state = move(state)
     engine.state = state
     if not strict:
         others = sorted(source.shapes.keys() - set(taken))
         log_dist(
             f"taken: {len(taken)} leaves; kept: {', '.join(kept) or 'none'}; not used: {', '.join(others) or 'none'}"
         )
-    if counters:
+    if not only_module:
         _go_on(engine, source.notes)
-
-
-def choice(step: TrainStep, *, module_only: bool, optimizer: bool, schedule: bool) -> Callable[[str], bool]:
-    """Which leaves `load_checkpoint`'s options ask for. The schedule counts in the optimizer's state, too."""
-    counts = {f"opt_state/{name}" for name in schedule_counts(step.state_shapes.opt_state)}
-
-    def wants(name: str) -> bool:
-        if module_only:
-            return name.startswith("params/")
-        if name in counts | {"step", "loss_scale/skipped"}:
-            return schedule
-        return optimizer or not name.startswith("opt_state/")
-
-    return wants
 
 
 def _check_kept(source: Checkpoint, kept: dict[str, Any]) -> None:
@@ -140,7 +139,7 @@ def _check_fits(engine: Engine, notes: Mapping[str, Any]) -> None:
         return
     then, loader = notes["batch"], engine.training_dataloader
     if (train := then["train"]) != engine.train_batch_size():
-        changed = then["per_replica"] != _per_replica(engine.config) and then["replicas"] == engine.step_fn.replicas
+        changed = then.get("per_replica") != _per_replica(engine.config) and then["replicas"] == engine.step_fn.replicas
         if engine.config.train_batch_size is None and not changed:
             try:
                 engine.set_train_batch_size(train)  # the same global batch on more or fewer devices, by accumulation

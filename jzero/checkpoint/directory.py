@@ -75,7 +75,7 @@ def find(directory: str | os.PathLike | None, tag: str | None = None) -> Path:
         if named is None:
             raise ConfigError(f"{root} holds no checkpoint (no file {LATEST!r}): {_hint(root)}")
         path = named
-    if not path.is_dir() and former_of(path).is_dir():
+    if not path.is_dir() and _ours(former_of(path)):
         return former_of(path)  # a kill between two renames left it, or a save is between them now
     if not path.is_dir():
         raise ConfigError(f"checkpoint {path} does not exist: {_hint(root)}")
@@ -90,10 +90,9 @@ def _hint(root: Path) -> str:
 
 
 def check_home(root: Path) -> None:
-    """Raise a ConfigError unless `root` is a directory for checkpoints, or may become one."""
-    if root.exists() and (not root.is_dir() or (root / NOTES).exists()):
-        what = f"is a checkpoint itself; give its directory, {root.parent}" if root.is_dir() else "is no directory"
-        raise ConfigError(f"resume = {str(root)!r}: {what}")
+    """Raise a ConfigError if `root` is not a directory for checkpoints but one of them."""
+    if (root / NOTES).exists():
+        raise ConfigError(f"resume = {str(root)!r}: is a checkpoint itself; give its directory, {root.parent}")
 
 
 def check_writable(directory: str | os.PathLike, key: str) -> None:
@@ -122,7 +121,7 @@ def begin(path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     recover(path.parent)
-    for there in (path, draft_of(path)):
+    for there in (path, draft_of(path), former_of(path)):
         if there.exists() and not _ours(there):
             raise ConfigError(f"{there} is there, and no checkpoint of jzero's: choose another directory, or tag=")
     for left in filter(_ours, path.parent.glob(f"*{SAVING}")):
@@ -131,8 +130,9 @@ def begin(path: Path) -> None:
 
 
 def _ours(path: Path) -> bool:
-    """Whether that is a checkpoint, whole or in part: nothing else is ever moved or removed."""
-    return path.is_dir() and ((path / STATE).is_dir() or (path / NOTES).exists() or not any(path.iterdir()))
+    """Whether that is a checkpoint, whole or in part: no other directory is ever moved or removed."""
+    parts = {STATE, NOTES + ".new"}
+    return path.is_dir() and ((path / NOTES).exists() or {part.name for part in path.iterdir()} <= parts)
 
 
 def commit(path: Path, notes: dict[str, Any], names_latest: bool, max_to_keep: int | None) -> None:

@@ -127,7 +127,7 @@ def save(
         if not hasattr(state, "step"):
             raise ConfigError("saving a checkpoint: this state has no `step` that a default tag could say; pass tag=")
         tag = DEFAULT_TAG.format(int(state.step))
-    path, room = _agreed_place(directory, tag, notes, has_room(leaves))
+    path, room, earlier = _agreed_place(directory, tag, notes, has_room(leaves), earlier)
     progress.begin()
     copies, sums = snapshot(leaves, room)
     described = {name: [str(copies[name].dtype), list(copies[name].shape)] for name in sorted(copies)}
@@ -149,15 +149,21 @@ def save(
     return _last
 
 
-def _agreed_place(directory: str | os.PathLike, tag: str, notes: Any, room: bool) -> tuple[Path, bool]:
-    """(where to save, with a place made for it; whether there is room for copies), as all processes see it."""
-    path = Path()
-    said = {"directory": str(directory), "tag": tag, "room": room, "mistake": "", "problem": ""}
+def _agreed_place(
+    directory: str | os.PathLike, tag: str, notes: Any, room: bool, earlier: str | None
+) -> tuple[Path, bool, str | None]:
+    """(where to save, with a place made for it; whether there is room for copies; what became of the save before), as
+    all processes see it."""
+    path, made = Path(), False
+    said = {
+        "directory": str(directory), "tag": tag, "room": room, "earlier": earlier, "mistake": "", "problem": ""
+    }  # fmt: skip
     try:
         path = place(directory, tag)
         json.dumps(notes, default=_number)
         if jax.process_index() == 0:
             begin(path)
+            made = True
     except ConfigError as error:
         said["mistake"] = str(error)
     except (TypeError, ValueError) as error:
@@ -165,17 +171,19 @@ def _agreed_place(directory: str | os.PathLike, tag: str, notes: Any, room: bool
     except OSError as error:
         said["problem"] = f"checkpoint {path} cannot be written: {error.strerror}: {error.filename}"
     all_said = [json.loads(text) for text in agree("saving a checkpoint", json.dumps(said), TIMEOUT)]
-    if jax.process_index() == 0 and len({str(one | {"room": 0}) for one in all_said}) > 1:
-        shutil.rmtree(draft_of(path), ignore_errors=True)
+    errors: list[ConfigError | CheckpointError] = []
     for key, error_type in (("mistake", ConfigError), ("problem", CheckpointError)):
-        for one in all_said:
-            if one[key]:
-                raise error_type(one[key])
+        errors += [error_type(one[key]) for one in all_said if one[key]]
     for key in ("directory", "tag"):
         if len({one[key] for one in all_said}) > 1:
             each = ", ".join(f"{one[key]!r} on rank {rank}" for rank, one in enumerate(all_said))
-            raise ConfigError(f"saving a checkpoint: {key} must be the same on all processes, but is {each}")
-    return path, all(one["room"] for one in all_said)
+            errors.append(ConfigError(f"saving a checkpoint: {key} must be the same on all processes, but is {each}"))
+    if errors:
+        if made:
+            shutil.rmtree(draft_of(path), ignore_errors=True)
+        raise errors[0]
+    failed = [one["earlier"] for one in all_said if one["earlier"]]
+    return path, all(one["room"] for one in all_said), failed[0] if failed else None
 
 
 def _number(x: Any) -> Any:

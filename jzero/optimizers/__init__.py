@@ -21,10 +21,9 @@ from jzero.lr_schedules import Schedule, from_config
 from jzero.optimizers.table import _PLAIN, _WHOLE, Row, look_up
 from jzero.optimizers.transforms import Knobs
 from jzero.optimizers.wrappers import Transform, in_fp32, per_layer
-from jzero.zero import path_name
 
 __all__ = [
-    "_PLAIN", "_WHOLE", "base_lr", "build", "describe", "lr_of", "per_layer", "problems", "resolve", "schedule_counts",
+    "_PLAIN", "_WHOLE", "at_step", "base_lr", "build", "describe", "lr_of", "per_layer", "problems", "resolve",
 ]  # fmt: skip
 
 
@@ -136,24 +135,24 @@ def describe(optimizer_config: Any, lr: Schedule | None) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def schedule_counts(opt_state: Any) -> list[str]:
-    """The names of an optimizer state's leaves that say where it is in the schedule of its learning rate.
+def at_step(opt_state: Any, count: Any) -> Any:
+    """An optimizer's state whose schedules have come to this step. A state that is a count alone is a schedule's.
 
-    >>> schedule_counts(optax.adam(lambda count: 0.1).init({"w": jnp.ones(2)}))
-    ['1/count']
-    >>> schedule_counts(optax.inject_hyperparams(optax.sgd)(0.1).init({"w": jnp.ones(2)}))
-    ['count', 'hyperparams/learning_rate']
+    Optimizers that look up the rate by their own count (optax's madgrad, prodigy and dadapt_adamw), and Adam's first
+    beta under OneCycle's cycle_momentum, keep it: it corrects their moments too.
+
+    >>> state = at_step(optax.adam(lambda count: 0.1).init({"w": jnp.ones(2)}), 7)
+    >>> int(state[0].count), int(state[1].count)
+    (0, 7)
     """
 
-    def counts(node: Any) -> bool:
-        return isinstance(node, optax.ScaleByScheduleState) or hasattr(node, "hyperparams")
+    def alone(node: Any) -> bool:
+        return getattr(node, "_fields", ()) == ("count",)
 
-    found = []
-    for path, node in jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=counts)[0]:
-        if counts(node):
-            own = node._replace(inner_state=()) if hasattr(node, "inner_state") else node
-            found += [path_name((*path, *more)) for more, _ in jax.tree_util.tree_flatten_with_path(own)[0]]
-    return found
+    def moved(node: Any) -> Any:
+        return node._replace(count=jnp.full_like(node.count, count)) if alone(node) else node
+
+    return jax.tree.map(moved, opt_state, is_leaf=alone)
 
 
 def lr_of(opt_state: Any) -> jax.Array:

@@ -50,7 +50,7 @@ class Writer:
                         assign(view, source[part])
                 except FloatingPointError:
                     raise ConfigError(
-                        f"{tensor.name} has values beyond the range of {tensor.dtype}: choose bfloat16 or float32"
+                        f"{tensor.name} has values beyond the range of {tensor.dtype}: jzero export --dtype bfloat16"
                     ) from None
 
     def close(self) -> None:

@@ -263,6 +263,9 @@ def said(output):
 
 
 def test_mistakes_are_errors_on_all_ranks(job, tmp_path):
+    theirs = tmp_path / "runs" / "theirs.saving" / "file"
+    theirs.parent.mkdir(parents=True)
+    theirs.touch()
     done = job(
         """
 engine = runs.build(layout)
@@ -272,6 +275,7 @@ tried("directory", lambda: engine.save_checkpoint(directory + "x" * rank))
 tried("json", lambda: engine.save_checkpoint(directory, client_state={"x": object() if rank else 1}))
 tried("place", lambda: engine.save_checkpoint("/proc/none"))
 tried("nothing", lambda: engine.load_checkpoint(directory))
+tried("theirs", lambda: engine.save_checkpoint(directory, tag="theirs"))
 tried("good", lambda: engine.save_checkpoint(directory, tag="good").wait())
 tried("absent", lambda: engine.load_checkpoint(directory, tag="good" if rank else "bad"))
 jzero.checkpoint.writer.TIMEOUT = 3
@@ -284,11 +288,13 @@ tried("again", lambda: float(engine.train_batch(runs.batch(1))) > 0)
         "x", "stage3 x 2", tmp_path / "runs",
     )  # fmt: skip
     assert done.wait(120) == 0, done.errors
+    assert theirs.exists()
     for rank, texts in enumerate(said(done.output)):
         assert "tag must be the same on all processes, but is 'tag0' on rank 0, 'tag1' on rank 1" in texts["tag"]
         assert "directory must be the same on all processes" in texts["directory"]
         assert "ConfigError: client_state is not JSON" in texts["json"]
         assert "CheckpointError: checkpoint /proc/none/global_step1 cannot be written" in texts["place"]
+        assert "theirs.saving is there, and no checkpoint of jzero's" in texts["theirs"]
         assert "ConfigError: " in texts["nothing"]
         assert "holds no checkpoint" in texts["nothing"]
         assert texts["good"] == str(tmp_path / "runs" / "good")

@@ -210,5 +210,5 @@ def test_sizes_and_ranges(tmp_path, saved, capsys):
     large.state.params["stack"]["w"] = large.state.params["stack"]["w"].at[0, 0, 0].set(1e6)
     large.save_checkpoint(tmp_path / "large").wait()
     said = refused(capsys, tmp_path / "large", tmp_path / "out", "--dtype", "float16")
-    assert "stack.w has values beyond the range of float16: choose bfloat16" in said
+    assert "stack.w has values beyond the range of float16: jzero export --dtype bfloat16" in said
     assert not (tmp_path / "out").exists()

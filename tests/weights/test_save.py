@@ -56,7 +56,9 @@ def test_values_beyond_float16(tmp_path):
     params = made.state.params
     w = params["stack"]["w"].at[1].set(1e5)
     made.state = dataclasses.replace(made.state, params=params | {"stack": params["stack"] | {"w": w}})
-    with pytest.raises(jzero.ConfigError, match=r"stack\.w has values beyond the range of float16: choose bfloat16"):
+    with pytest.raises(
+        jzero.ConfigError, match=r"stack\.w has values beyond the range of float16: jzero export --dtype bfloat16"
+    ):
         made.save_16bit_model(tmp_path)
     assert [*tmp_path.iterdir()] == []
 
