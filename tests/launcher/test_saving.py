@@ -275,6 +275,7 @@ tried("directory", lambda: engine.save_checkpoint(directory + "x" * rank))
 tried("json", lambda: engine.save_checkpoint(directory, client_state={"x": object() if rank else 1}))
 tried("place", lambda: engine.save_checkpoint("/proc/none"))
 tried("nothing", lambda: engine.load_checkpoint(directory))
+tried("home", lambda: runs.build(layout, resume=__file__ if rank else directory))
 tried("theirs", lambda: engine.save_checkpoint(directory, tag="theirs"))
 tried("good", lambda: engine.save_checkpoint(directory, tag="good").wait())
 tried("absent", lambda: engine.load_checkpoint(directory, tag="good" if rank else "bad"))
@@ -294,6 +295,7 @@ tried("again", lambda: float(engine.train_batch(runs.batch(1))) > 0)
         assert "directory must be the same on all processes" in texts["directory"]
         assert "ConfigError: client_state is not JSON" in texts["json"]
         assert "CheckpointError: checkpoint /proc/none/global_step1 cannot be written" in texts["place"]
+        assert "worker.py is no directory that can be written to; name one" in texts["home"]
         assert "theirs.saving is there, and no checkpoint of jzero's" in texts["theirs"]
         assert "ConfigError: " in texts["nothing"]
         assert "holds no checkpoint" in texts["nothing"]
