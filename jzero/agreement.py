@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -52,6 +53,18 @@ def anyone(what: str, mine: str | None, timeout: float = 3600.0) -> str | None:
         if "NOT_FOUND" not in str(error):
             raise
         return None
+
+
+def together(what: str, work: Callable[[], Any]) -> Any:
+    """What `work` gives; a mistake or a fault of files that it meets on one process is a ConfigError on all."""
+    result, problem = None, None
+    try:
+        result = work()
+    except (ConfigError, OSError) as error:
+        problem = str(error)
+    if problem := anyone(what, problem):
+        raise ConfigError(problem)
+    return result
 
 
 def service() -> Any:

@@ -10,8 +10,8 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jzero.agreement import anyone, check_same
-from jzero.checkpoint.directory import check_writable
+from jzero.agreement import check_same, together
+from jzero.checkpoint.directory import check_home
 from jzero.config import Config
 from jzero.data import DataLoader
 from jzero.distributed import init_distributed
@@ -74,15 +74,13 @@ def initialize(
     if resume == "auto" and not config.checkpoint.dir:
         raise ConfigError('resume = "auto": where? Put checkpoint.dir into the config, or pass resume="DIRECTORY"')
     resume = config.checkpoint.dir if resume == "auto" else resume
-    problem = None
-    try:
+
+    def check_homes() -> None:
         for key, place in (("checkpoint.dir", config.checkpoint.dir), ("resume", resume)):
             if place:
-                check_writable(place, key)
-    except ConfigError as error:
-        problem = str(error)
-    if problem := anyone("initialize", problem):  # a directory that one host does not see
-        raise ConfigError(problem)
+                check_home(place, key)
+
+    together("initialize", check_homes)
     step = TrainStep(model, config, mesh=mesh, optimizer=optimizer, lr_scheduler=lr_scheduler)
     loader = None
     if training_data is not None:

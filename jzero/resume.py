@@ -14,7 +14,7 @@ import jax
 
 from jzero import checkpoint
 from jzero.agreement import agree
-from jzero.checkpoint.directory import LATEST, SAVING, check_home, complete, latest, recover
+from jzero.checkpoint.directory import LATEST, SAVING, complete, latest, recover
 from jzero.checkpoint.leaves import checksums
 from jzero.checkpoint.reader import Checkpoint, all_or_none, cast, expected_shape
 from jzero.checkpoint.writer import settle
@@ -206,7 +206,6 @@ def start(engine: Engine, directory: str | os.PathLike, rng: jax.Array) -> None:
       CheckpointError: there are checkpoints, and none can be read. A run never starts from scratch in silence.
     """
     root, problems = Path(directory).absolute(), []
-    check_home(root)
     for name, problem in _candidates(root):
         if not problem:
             try:

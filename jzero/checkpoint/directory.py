@@ -89,15 +89,11 @@ def _hint(root: Path) -> str:
     return f"pass tag=, one of {', '.join(tags)}" if tags else "give save_checkpoint's directory"
 
 
-def check_home(root: Path) -> None:
-    """Raise a ConfigError if `root` is not a directory for checkpoints but one of them."""
-    if (root / NOTES).exists():
-        raise ConfigError(f"resume = {str(root)!r}: is a checkpoint itself; give its directory, {root.parent}")
-
-
-def check_writable(directory: str | os.PathLike, key: str) -> None:
+def check_home(directory: str | os.PathLike, key: str) -> None:
     """Raise a ConfigError if checkpoints cannot be written there: better before the first step than after hours."""
     root = local(directory, key)
+    if (root / NOTES).exists():
+        raise ConfigError(f"{key} = {str(directory)!r}: is a checkpoint itself; give its directory, {root.parent}")
     there = next(path for path in (root, *root.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.R_OK | os.W_OK | os.X_OK):
         raise ConfigError(f"{key} = {str(directory)!r}: {there} is no directory that can be written to; name one")

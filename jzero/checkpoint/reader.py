@@ -14,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jzero.agreement import agree, anyone
+from jzero.agreement import agree, anyone, together
 from jzero.checkpoint import directory as files
 from jzero.checkpoint import writer
 from jzero.checkpoint.leaves import checksums, is_key, nest
@@ -51,13 +51,7 @@ class Checkpoint:
           CheckpointError: it is not complete, or damaged.
         """
         writer.settle()
-        mistake, path = None, Path()
-        try:
-            path = files.find(directory, tag)
-        except (ConfigError, OSError) as error:
-            mistake = str(error)
-        if mistake := anyone("reading a checkpoint", mistake):
-            raise ConfigError(mistake)
+        path = together("reading a checkpoint", lambda: files.find(directory, tag))
         path = path.with_name(agree("the checkpoint to read", path.name)[0])  # where `latest` is not seen by all alike
         return all_or_none("reading a checkpoint's notes", lambda: cls(path))
 

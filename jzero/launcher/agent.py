@@ -131,9 +131,7 @@ class Agent:
             while line := await reader.readline():
                 self.heard = time.monotonic()
                 for name, value in json.loads(line).items():
-                    if name == "stop":  # which lasts, and the pings go on
-                        self.tasks.append(asyncio.create_task(self.stop(value)))
-                    elif name in ("listen", "connect", "start", "signal", "dump", "sweep", "topology"):
+                    if name in ("listen", "connect", "start", "signal", "dump", "stop", "sweep", "topology"):
                         await getattr(self, name)(value)
             code = 0
         except Exception:
@@ -256,6 +254,9 @@ class Agent:
                 child.send_signal(signal.SIGUSR2)
 
     async def stop(self, grace):
+        self.tasks.append(asyncio.create_task(self.stopping(grace)))  # it lasts, and the pings go on
+
+    async def stopping(self, grace):
         await self.signal(signal.SIGTERM)
         end = time.monotonic() + grace
         while self.processes and time.monotonic() < end:

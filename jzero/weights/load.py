@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.agreement import anyone
+from jzero.agreement import together
 from jzero.errors import ConfigError, some_of
 from jzero.model import weights_layout
 from jzero.weights.layout import Array, Tensor, assign, dotted, leaves_of, tensors
@@ -44,13 +44,7 @@ def load(directory: str | os.PathLike, step: Any) -> Any:
     >>> state = step.init(jax.random.key(0), load("Llama-2-7b-hf", step))  # doctest: +SKIP
     """
     shapes, shardings = step.state_shapes.params, step.state_shardings.params
-    problem, of_leaf = None, {}
-    try:
-        of_leaf = _find(Path(directory), leaves_of(shapes), weights_layout(step.model))
-    except ConfigError as error:
-        problem = str(error)
-    if problem := anyone("load_weights", problem):
-        raise ConfigError(problem)
+    of_leaf = together("load_weights", lambda: _find(Path(directory), leaves_of(shapes), weights_layout(step.model)))
 
     def read(path: tuple, shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.Array:
         parts = of_leaf[dotted(path_name(path))]
