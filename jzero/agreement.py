@@ -43,7 +43,7 @@ def anyone(what: str, mine: str | None, timeout: float = 3600.0) -> str | None:
     if jax.process_count() == 1:
         return mine
     _turns[what] = turn = _turns.get(what, 0) + 1
-    client, key = service(), f"jzero/{what}/{turn}"  # of this turn, which a slow process may still be reading
+    client, key = service(), f"jzero/one of {what}/{turn}"  # of this turn, which a slow process may still be reading
     if mine is not None:
         client.key_value_set(key, mine, allow_overwrite=True)
     _wait_for_all(what, timeout)

@@ -91,8 +91,7 @@ class Engine:
     def eval_batch(self, batch: Any) -> jax.Array:
         """The loss of a batch (or an iterator of micro-batches) without dropout and without an update."""
         if isinstance(batch, Iterator):
-            parts = self._take(batch)
-            batch = jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+            batch = self.step_fn.join(self._take(batch))
         return self.step_fn.evaluate(self.state, batch)
 
     def _take(self, source: Iterator[Any]) -> list[Any]:
@@ -330,12 +329,17 @@ class Engine:
           ConfigError, CheckpointError: see `jzero.checkpoint.save`.
         """
         self._check_no_pending("save_checkpoint")
-        self.client_state = dict(client_state or {})
-        return resuming.save(
-            self, save_dir or self._home or self.config.checkpoint.dir,
-            DEFAULT_TAG.format(self.global_steps) if tag is None else tag, self.client_state,
-            latest=save_latest, without_frozen=exclude_frozen_parameters,
-        )  # fmt: skip
+        former = self.client_state
+        self.client_state = dict(client_state) if isinstance(client_state, Mapping) else client_state or {}
+        try:
+            return resuming.save(
+                self, save_dir or self._home or self.config.checkpoint.dir,
+                DEFAULT_TAG.format(self.global_steps) if tag is None else tag,
+                latest=save_latest, without_frozen=exclude_frozen_parameters,
+            )  # fmt: skip
+        except ConfigError:
+            self.client_state = former
+            raise
 
     def load_checkpoint(
         self, load_dir: str | os.PathLike | None = None, tag: str | None = None, load_module_strict: bool = True,

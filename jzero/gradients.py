@@ -38,8 +38,8 @@ class Gradients:
     list of layers in both, so that its gradients come out layer by layer.
     """
 
-    def __init__(self, model: Model, config: Config, mesh: Mesh, leaves: Any, precision: Precision):
-        self.model, self.config, self.mesh, self.precision = model, config, mesh, precision
+    def __init__(self, model: Model, config: Config, mesh: Mesh, leaves: Any, precision: Precision, micro: int):
+        self.model, self.config, self.mesh, self.precision, self.micro = model, config, mesh, precision, micro
         self.axes, self.replicas = present(mesh, *BATCH_AXES), replicas(mesh)
         self.row = zero.stage_row(config.zero_optimization.stage, config.pipeline.gather == "step")
         self.stacked = isinstance(model, StackModel)
@@ -153,8 +153,7 @@ class Gradients:
         """Local batch [accum * micro, ...] -> [accum, micro, ...]; floats in half precision under `fp16.auto_cast`."""
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             batch = cast(batch, self.precision.compute)
-        micro = self.config.batch(self.replicas).micro
-        return jax.tree.map(lambda x: x.reshape(-1, micro, *x.shape[1:]), batch)
+        return jax.tree.map(lambda x: x.reshape(-1, self.micro, *x.shape[1:]), batch)
 
     def all_reduce(self, x: Any) -> Any:
         return lax.psum(x, self.axes) if self.axes else x

@@ -19,6 +19,7 @@ from jzero.engine import Engine
 from jzero.errors import ConfigError
 from jzero.model import Model
 from jzero.report import report
+from jzero.resume import former_batch
 from jzero.train_step import TrainStep
 
 _INSTEAD = {  # of DeepSpeed's arguments
@@ -81,7 +82,9 @@ def initialize(
                 check_home(place, key)
 
     together("initialize", check_homes)
-    step = TrainStep(model, config, mesh=mesh, optimizer=optimizer, lr_scheduler=lr_scheduler)
+    check_same("initialize", {"resume": resume and str(resume)})
+    former = former_batch(resume) if resume else None
+    step = TrainStep(model, config, mesh=mesh, optimizer=optimizer, lr_scheduler=lr_scheduler, former=former)
     loader = None
     if training_data is not None:
         loader = DataLoader(training_data, step, seed=config.seed, drop_last=config.dataloader_drop_last)

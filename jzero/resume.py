@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from jzero.checkpoint.directory import LATEST, SAVING, complete, latest, recover
 from jzero.checkpoint.leaves import checksums
 from jzero.checkpoint.reader import Checkpoint, all_or_none, cast, expected_shape
 from jzero.checkpoint.writer import settle
+from jzero.config.sizes import given
 from jzero.distributed import log_dist
 from jzero.errors import CheckpointError, ConfigError, some_of
 from jzero.model import weights_layout
@@ -27,16 +28,14 @@ from jzero.state import check_alive
 from jzero.zero import named
 
 if TYPE_CHECKING:
-    from jzero.config import Config
     from jzero.engine import Engine
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps")
 
 
 def save(
-    engine: Engine, directory: str | os.PathLike | None, tag: str, client_state: Mapping[str, Any], *, latest: bool,
-    without_frozen: bool,
-) -> checkpoint.Save:  # fmt: skip
+    engine: Engine, directory: str | os.PathLike | None, tag: str, *, latest: bool, without_frozen: bool
+) -> checkpoint.Save:
     """Save the engine's state, and beside it what `load` takes up."""
     step, loader = engine.step_fn, engine.training_dataloader
     check_alive(engine.state)
@@ -45,13 +44,14 @@ def save(
         "engine": {name: getattr(engine, name) for name in COUNTERS},
         "batch": {
             "train": engine.train_batch_size(),
+            "micro": engine.train_micro_batch_size_per_gpu(),
             "replicas": step.replicas,
-            "per_replica": _per_replica(engine.config),
+            "given": given(engine.config),
         },
         "loss_scale": _scaling(step.precision.scaler),
         "data": getattr(loader, "position", None),
         "order": getattr(loader, "order", None),
-        "client": dict(client_state),
+        "client": engine.client_state,
         "weights": weights_layout(step.model),  # for jzero export
     }
     return checkpoint.save(
@@ -83,7 +83,7 @@ def load(
 
     def wants(name: str) -> bool:
         if only_module:
-            return name.startswith("params/")
+            return name == "params" or name.startswith("params/")  # which may be one array
         return schedule if name in ("step", "loss_scale/skipped") else optimizer or not name.startswith("opt_state/")
 
     step = engine.step_fn
@@ -94,6 +94,8 @@ def load(
         source.check_fit(expected, filter(wants, source.shapes))
     there = source.shapes
     taken = [name for name, shape in wanted.items() if name in there and shape in (None, there[name])]
+    if not taken:
+        raise ConfigError(f"checkpoint {source.path} has nothing for this model: its leaves are {some_of(there)}")
     if engine.state is None and len(taken) < len(shapes):
         check_alive(None)
     kept = {name: x for name, x in named(engine.state).items() if name not in taken}
@@ -139,12 +141,8 @@ def _check_fits(engine: Engine, notes: Mapping[str, Any]) -> None:
         return
     then, loader = notes["batch"], engine.training_dataloader
     if (train := then["train"]) != engine.train_batch_size():
-        changed = then.get("per_replica") != _per_replica(engine.config) and then["replicas"] == engine.step_fn.replicas
-        if engine.config.train_batch_size is None and not changed:
-            try:
-                engine.set_train_batch_size(train)  # the same global batch on more or fewer devices, by accumulation
-            except ConfigError as error:
-                raise ConfigError(f"the checkpoint's {error}; or give train_batch_size in the config") from None
+        if engine.config.batch(engine.step_fn.replicas, then).train == train:
+            engine.set_train_batch_size(train)
             log_dist(
                 f"train_batch_size {train} as in the checkpoint: {engine.gradient_accumulation_steps()} micro-batches"
             )
@@ -179,11 +177,6 @@ def _other_data(loader: Any, notes: Mapping[str, Any], step: int) -> str:
         head = "other data than the checkpoint's, or in another order from here on: "
         said = head * bool(others) + ", ".join(others)
     return said
-
-
-def _per_replica(config: Config) -> int | None:
-    """Samples of a step in a replica, if the config says these and not the global batch."""
-    return config.batch(replicas=1).train if config.train_batch_size is None else None
 
 
 def _scaling(scaler: Scaler) -> dict[str, Any]:
@@ -233,27 +226,44 @@ def start(engine: Engine, directory: str | os.PathLike, rng: jax.Array) -> None:
 def begin(engine: Engine, rng: jax.Array) -> None:
     """The first state of a run that does not resume."""
     engine.state = engine.step_fn.init(rng)
-    home = engine.config.checkpoint.dir if jax.process_index() == 0 else None
-    if home and (others := [path.name for path, _ in complete(Path(home).absolute())]):
+    home = engine.config.checkpoint.dir
+    if home is None:
+        return
+    if others := _process_0("looking for checkpoints", lambda: [p.name for p, _ in complete(Path(home).absolute())]):
         _warn(
             f"starting at step 0, though {home} holds {some_of(others)}: jzero --resume, or resume="
             '"auto", goes on from the newest'
         )
 
 
+def former_batch(directory: str | os.PathLike) -> dict[str, Any] | None:
+    """What `save` noted of the batch in the newest checkpoint there; None if there is none, or it does not say."""
+
+    def newest() -> dict[str, Any] | None:
+        recover(root := Path(directory).absolute())
+        said = [about["notes"] for _, about in complete(root) if not isinstance(about, CheckpointError)]
+        return said[0].get("batch") if said else None
+
+    return _process_0("looking for the run that goes on", newest)
+
+
+def _process_0(what: str, work: Callable[[], Any]) -> Any:
+    """What work gives on process 0, which JSON can hold; an error there is a CheckpointError on all."""
+    settle()
+    found = all_or_none(what, lambda: work() if jax.process_index() == 0 else None)
+    return json.loads(agree(what, json.dumps(found))[0])
+
+
 def _candidates(root: Path) -> list[tuple[str, str]]:
     """(tag, what is known to be wrong with it), the newest first, as process 0 sees them."""
-    settle()
-    found = all_or_none(f"looking for checkpoints in {root}", lambda: _found(root) if jax.process_index() == 0 else [])
-    return json.loads(agree("the checkpoints to resume from", json.dumps(found))[0])
+    return _process_0(f"looking for checkpoints in {root}", lambda: _found(root))
 
 
 def _found(root: Path) -> list[tuple[str, str]]:
-    if root.is_dir():
-        recover(root)
+    recover(root)
+    found = [(p.name, str(about) if isinstance(about, CheckpointError) else "") for p, about in complete(root)]
     for left in sorted(root.glob(f"*{SAVING}")):
         _warn(f"skipped: {left} was not finished")
-    found = [(p.name, str(about) if isinstance(about, CheckpointError) else "") for p, about in complete(root)]
     if (named := latest(root)) and named.name not in [name for name, _ in found]:
         what = "is no checkpoint of jzero's" if named.exists() else "does not exist"
         found.insert(0, (named.name, f"checkpoint {named} {what}, and {LATEST} names it"))

@@ -8,7 +8,7 @@ state, metrics = step(state, batch)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -78,11 +78,13 @@ class TrainStep:
       leaves: the tree of `zero.Leaf`s, where every parameter lies.
       state_shardings: the `TrainState`'s NamedShardings, for checkpoints. batch_sharding: every batch leaf's.
       state_shapes: the `TrainState`'s shapes.
+
+    `former`: the batch of a run that goes on, see `Config.batch`.
     """
 
     def __init__(
         self, model: Model, config: Config, *, mesh: Mesh | None = None, optimizer: Any = None,
-        lr_scheduler: optax.Schedule | None = None,
+        lr_scheduler: optax.Schedule | None = None, former: Mapping[str, Any] | None = None,
     ):  # fmt: skip
         check_model(model)
         self.model, self.config = model, (config := _with_stages(config, model, mesh))
@@ -90,7 +92,7 @@ class TrainStep:
         check_mesh(self.mesh)
         self.replicas = replicas(self.mesh)
         check_against(config, self.mesh)
-        self.batch_sizes = config.batch(self.replicas)
+        self.batch_sizes = config.batch(self.replicas, former)
         self.precision = Precision.from_config(config)
         abstract = jax.eval_shape(model.init, jax.random.key(0))
         self.leaves = zero.layout(
@@ -120,7 +122,9 @@ class TrainStep:
         )
         self.tx = optax.with_extra_args_support(tx)  # reduce_on_plateau wants the loss
         make_gradients = pipeline_gradients if self.mesh.shape[PIPE] > 1 else Gradients
-        self.gradients: Gradients = make_gradients(model, config, self.mesh, self.leaves, self.precision)
+        self.gradients: Gradients = make_gradients(
+            model, config, self.mesh, self.leaves, self.precision, self.batch_sizes.micro
+        )
         self._guard = Guard(self.mesh, config, self.leaves)
         jit = _jit(config, self.mesh)
         self._states = states = States(model, self.tx, self.leaves, self.mesh, self.precision, jit)
@@ -277,6 +281,10 @@ class TrainStep:
         done = self._step(state, batch)
         progress.finished_when(done[1]["loss"])
         return done
+
+    def join(self, parts: Sequence[Any]) -> Any:
+        """Micro-batches of all replicas as one batch on the devices, its rows in another order."""
+        return self._concatenate([self.place_micro_batch(part) for part in parts])
 
     def evaluate(self, state: TrainState, batch: Any) -> jax.Array:
         """The loss, without dropout or update, of a global batch whose rows are any multiple of micro x replicas."""

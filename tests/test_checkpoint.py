@@ -6,6 +6,8 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -148,6 +150,36 @@ def test_what_is_kept_is_the_newest_and_the_latest(tmp_path):
         save(state(), tmp_path, f"global_step{step}", max_to_keep=1, latest=step < 3).wait()
         os.utime(tmp_path / f"global_step{step}" / "notes.json", (2e9 - step, 2e9 - step))  # another host's clock
     assert {p.name for p in tmp_path.iterdir()} == {"global_step2", "global_step3", "latest"}
+
+
+def test_a_clock_that_goes_back(tmp_path, monkeypatch):
+    """The last saved is the newest, whatever the clocks of the hosts that saved said."""
+    now = time.time()
+    for step, late in ((100, 3600), (200, 0), (300, 60)):
+        monkeypatch.setattr(time, "time", lambda late=late: now + late)
+        save(state(), tmp_path, f"global_step{step}", max_to_keep=2).wait()
+    assert [path.name for path, _ in directory.complete(tmp_path)] == ["global_step300", "global_step200"]
+
+
+def test_a_directory_that_nobody_may_look_into(tmp_path, monkeypatch):
+    """Such as lost+found. A checkpoint that another user's umask hides is not passed over in silence."""
+    stat, hidden = Path.stat, {"lost+found"}
+
+    def denied(self, **how):
+        if hidden & set(self.parent.parts):
+            raise PermissionError(13, "Permission denied", str(self))
+        return stat(self, **how)
+
+    save(state(), tmp_path, "global_step1").wait()
+    for name in ("lost+found", "global_step2"):
+        (tmp_path / name / "state").mkdir(parents=True)
+    monkeypatch.setattr(Path, "stat", denied)
+    save(state(), tmp_path, "global_step3", max_to_keep=1).wait()
+    assert [path.name for path, _ in directory.complete(tmp_path)] == ["global_step3"]
+    assert {p.name for p in tmp_path.iterdir()} == {"global_step3", "latest", "lost+found"}
+    hidden.add("global_step3")
+    (_, problem) = directory.complete(tmp_path)[0]
+    assert str(problem) == f"checkpoint {tmp_path}/global_step3: Permission denied"
 
 
 @pytest.mark.parametrize("end", ["", "raise ValueError", "import sys; sys.exit(3)"])

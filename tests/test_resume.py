@@ -117,9 +117,13 @@ def test_every_layout_loads_on_every_other(runs, source, target):
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 
-def test_fewer_devices_keep_the_global_batch(tmp_path):
-    """The config says micro-batch and accumulation, so the global batch would shrink with the devices."""
-    sizes = {"train_batch_size": None, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@pytest.mark.parametrize("sizes", [(None, 2, 2), (32, 2, 2), (32, None, 2), (32, 2, None)], ids=str)
+def test_fewer_devices_keep_the_global_batch(tmp_path, sizes):
+    """And the micro-batch, though by the config alone one of them would change, or they would not fit."""
+    sizes = dict(zip(SIZES, sizes, strict=True))
     eight = build((2, {"zero": 8}, 2, {}), training_data=data(), **sizes)
     straight = [float(eight.train_batch()) for _ in range(2)]
     eight.save_checkpoint(tmp_path)
@@ -127,21 +131,36 @@ def test_fewer_devices_keep_the_global_batch(tmp_path):
     for zero in (4, 2, 1):
         fewer = build((2, {"zero": zero}, 2, {}), training_data=data(), resume=tmp_path, **sizes)
         assert fewer.train_batch_size() == 32
-        assert fewer.gradient_accumulation_steps() == 16 // zero
+        assert fewer.get_batch_info() == (32, 2, 16 // zero)
         losses = [float(fewer.train_batch())]
         fewer.save_checkpoint(tmp_path / f"{zero}")
         for _ in range(3):  # and restarted there, once and again
             again = build((2, {"zero": zero}, 2, {}), training_data=data(), resume=tmp_path / f"{zero}", **sizes)
-            assert again.train_batch_size() == 32
+            assert again.get_batch_info() == (32, 2, 16 // zero)
             losses.append(float(again.train_batch()))
             again.save_checkpoint()
         np.testing.assert_allclose(losses, straight[2:], rtol=1e-6)
+
+
+def test_the_config_says_another_batch_by_now(tmp_path):
+    sizes = dict(zip(SIZES, (None, 2, 2), strict=True))
+    build((2, {"zero": 8}, 2, {}), **sizes).save_checkpoint(tmp_path)
     changed = sizes | {"gradient_accumulation_steps": 4}
     assert build((2, {"zero": 8}, 2, {}), resume=tmp_path, **changed).train_batch_size() == 64
     given = sizes | {"train_batch_size": 16, "gradient_accumulation_steps": 4}
     assert build((2, {"zero": 2}, 2, {}), resume=tmp_path, **given).train_batch_size() == 16
     with pytest.raises(jzero.ConfigError, match="train_batch_size = 32: must be a multiple of 24"):
         build((0, {"data": 3}, 8, {}), resume=tmp_path, **sizes | {"train_micro_batch_size_per_gpu": 8})
+    full = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    with pytest.raises(jzero.ConfigError, match=r"train_batch_size = 32: must equal .* 2 × .* 2 × 4 replicas"):
+        build((2, {"zero": 4}, 2, {}), resume=tmp_path, **full)  # all three, and other ones than the checkpoint's
+    few = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": None, "gradient_accumulation_steps": 4}
+    build((2, {"zero": 2}, 4, {}), **few).save_checkpoint(tmp_path)
+    more = build((2, {"zero": 8}, 4, {}), resume=tmp_path, **few)
+    assert more.get_batch_info() == (32, 4, 1)
+    few["train_micro_batch_size_per_gpu"], few["gradient_accumulation_steps"] = None, 2
+    build((0, {}, 4, {}), **few).save_checkpoint(tmp_path)  # micro-batches of 16, which 8 replicas have no room for
+    assert build((2, {"zero": 8}, 4, {}), resume=tmp_path, **few).get_batch_info() == (32, 2, 2)
 
 
 def test_a_list_of_layers_that_the_stages_divide_or_not(tmp_path):
@@ -288,6 +307,10 @@ def test_what_fits_of_another_model(tmp_path):
     np.testing.assert_array_equal(engine.state.params["stack"]["w"], saved.state.params["stack"]["w"])
     np.testing.assert_array_equal(engine.state.params["ends"]["last"], np.ones((8, 8, 1)))
     engine.train_batch(batch(1))
+    jzero.checkpoint.save({"something": jnp.ones(3)}, tmp_path, "else").wait()
+    with pytest.raises(jzero.ConfigError, match="else has nothing for this model: its leaves are something"):
+        engine.load_checkpoint(tmp_path, "else", load_module_strict=False)
+    engine.train_batch(batch(1))  # its state is still there
 
 
 # ------------------------------------------------------------------------------------------- choosing one
@@ -375,7 +398,19 @@ def test_what_others_left_is_neither_taken_nor_removed(tmp_path, capfd):
         engine.load_checkpoint(tmp_path, "y")
     (tmp_path / "empty").mkdir()
     engine.save_checkpoint(tmp_path, tag="empty").wait()
+    (tmp_path / "global_step0" / "state").mkdir(parents=True)
+    others += [tmp_path / "global_step0" / "theirs", tmp_path / "w" / "notes.json"]
+    for file in others[-2:]:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("{}")
+    with pytest.raises(jzero.ConfigError, match="w is there, and no checkpoint of jzero's: choose another"):
+        engine.save_checkpoint(tmp_path, "w")
+    jzero.checkpoint.save(engine.state, tmp_path, "global_step1000", max_to_keep=1).wait()
+    shutil.rmtree(tmp_path / "global_step1000")
+    (tmp_path / "notes.json").write_text("[]")
     assert all(file.exists() for file in (theirs, *others))
+    (tmp_path / "latest").write_text("global_step1")
+    shutil.rmtree(tmp_path / "w")
     assert build(LAYOUTS["one"], resume=tmp_path).global_steps == 1
     (tmp_path / "latest").write_bytes(b"global_\xff\x00")  # damaged, and not needed
     capfd.readouterr()

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def find(directory: str | os.PathLike | None, tag: str | None = None) -> Path:
 
 
 def _hint(root: Path) -> str:
-    if (root / NOTES).exists():
+    if _is_checkpoint(root):
         return f"it is a checkpoint itself; give the directory {root.parent}, and tag={root.name!r}"
     tags = [path.name for path, _ in complete(root)]
     return f"pass tag=, one of {', '.join(tags)}" if tags else "give save_checkpoint's directory"
@@ -92,7 +93,7 @@ def _hint(root: Path) -> str:
 def check_home(directory: str | os.PathLike, key: str) -> None:
     """Raise a ConfigError if checkpoints cannot be written there: better before the first step than after hours."""
     root = local(directory, key)
-    if (root / NOTES).exists():
+    if _is_checkpoint(root):
         raise ConfigError(f"{key} = {str(directory)!r}: is a checkpoint itself; give its directory, {root.parent}")
     there = next(path for path in (root, *root.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.R_OK | os.W_OK | os.X_OK):
@@ -127,8 +128,15 @@ def begin(path: Path) -> None:
 
 def _ours(path: Path) -> bool:
     """Whether that is a checkpoint, whole or in part: no other directory is ever moved or removed."""
-    parts = {STATE, NOTES + ".new"}
-    return path.is_dir() and ((path / NOTES).exists() or {part.name for part in path.iterdir()} <= parts)
+    with contextlib.suppress(OSError):
+        parts = {part.name for part in path.iterdir()}
+        nothing_else = parts <= {STATE, NOTES, NOTES + ".new"}
+        return (nothing_else and (STATE in parts or NOTES not in parts)) or _unsealed(path) is not None
+    return False
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / NOTES).exists() and (path / STATE).is_dir()
 
 
 def commit(path: Path, notes: dict[str, Any], names_latest: bool, max_to_keep: int | None) -> None:
@@ -137,7 +145,9 @@ def commit(path: Path, notes: dict[str, Any], names_latest: bool, max_to_keep: i
     Raises:
       OSError: with a text that says whether it is there.
     """
-    write(draft_of(path) / NOTES, _seal(notes))
+    before = [about["saved"] for _, about in complete(path.parent) if not isinstance(about, CheckpointError)]
+    saved = max([time.time(), *(1e-3 + other for other in before)])  # though another host's clock was ahead
+    write(draft_of(path) / NOTES, _seal({"saved": saved} | notes))
     former = former_of(path)
     if path.exists():
         shutil.rmtree(former, ignore_errors=True)
@@ -152,7 +162,7 @@ def commit(path: Path, notes: dict[str, Any], names_latest: bool, max_to_keep: i
     if max_to_keep and (number := _number(path)) is not None:
         keep = [path, latest(path.parent)]
         for old in _up_to(path.parent, number)[max_to_keep:]:
-            if old not in keep:
+            if old not in keep and _ours(old):
                 with contextlib.suppress(OSError):
                     os.replace(old, draft_of(old))  # or a kill would leave half of it
                     shutil.rmtree(draft_of(old))
@@ -187,14 +197,24 @@ def complete(directory: Path) -> list[tuple[Path, dict[str, Any] | CheckpointErr
     """Every checkpoint in a directory with its notes, or why they cannot be read; the last saved first."""
     found: list[tuple[float, Path, Any]] = []
     for path in directory.iterdir() if directory.is_dir() else ():
-        there = (path / STATE).is_dir() or (path / NOTES).exists()
-        if there and not path.name.endswith((SAVING, REPLACED)):
-            try:
-                notes = read_notes(path)
-                found.append((notes["saved"], path, notes))
-            except CheckpointError as error:
-                found.append((path.stat().st_mtime, path, error))
+        try:
+            if path.name.endswith((SAVING, REPLACED)) or not ((path / STATE).is_dir() or (path / NOTES).exists()):
+                continue
+            notes = read_notes(path)
+            found.append((notes["saved"], path, notes))
+        except CheckpointError as error:
+            found.append((_changed(path), path, error))
+        except OSError as error:  # some other directory, as lost+found; or a checkpoint of another user's
+            if _number(path) is not None:
+                found.append((_changed(path), path, CheckpointError(f"checkpoint {path}: {error.strerror}")))
     return [(path, notes) for _, path, notes in sorted(found, key=lambda one: one[0], reverse=True)]
+
+
+def _changed(path: Path) -> float:
+    """When; 0 if it has gone, as another job may just have removed it."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
 
 
 def latest(directory: Path) -> Path | None:
@@ -214,18 +234,22 @@ def read_notes(path: Path) -> dict[str, Any]:
     if path.is_dir() and not (path / STATE).is_dir():
         raise CheckpointError(f"checkpoint {path} is not complete: it has no {STATE}")
     try:
-        text = (path / NOTES).read_text()
-        sealed = json.loads(text)
-        notes = sealed["notes"]
-        whole = _seal(notes) == text
+        notes = _unsealed(path)
     except OSError as error:
         what = f"is not complete: {NOTES}: {error.strerror}" if path.is_dir() else "does not exist"
         raise CheckpointError(f"checkpoint {path} {what}") from None
-    except (ValueError, KeyError, TypeError):
-        whole = False
-    if not whole:
+    if notes is None:
         raise CheckpointError(f"checkpoint {path} is damaged: {NOTES} is not what was written")
     return notes
+
+
+def _unsealed(path: Path) -> dict[str, Any] | None:
+    """What the notes say; None if they are not what was written."""
+    text = (path / NOTES).read_text(errors="replace")
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        notes = json.loads(text)["notes"]
+        return notes if _seal(notes) == text else None
+    return None
 
 
 def _seal(notes: dict[str, Any]) -> str:

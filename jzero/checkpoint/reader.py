@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from pathlib import Path
@@ -14,7 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jzero.agreement import agree, anyone, together
+from jzero.agreement import agree, anyone, check_same, together
 from jzero.checkpoint import directory as files
 from jzero.checkpoint import writer
 from jzero.checkpoint.leaves import checksums, is_key, nest
@@ -33,6 +35,7 @@ class Checkpoint:
     def __init__(self, path: Path):
         said = files.read_notes(path)
         self.path, self.notes, self.keys = path, said["notes"], said["keys"]
+        self._print = zlib.crc32(json.dumps(said).encode())
         self.shapes = {name: tuple(shape) for name, (_, shape, _) in said["leaves"].items()}
         self.dtypes = {name: dtype for name, (dtype, _, _) in said["leaves"].items()}
         self.without = {name: checksum for name, (_, _, checksum) in said["without"].items()}
@@ -47,13 +50,17 @@ class Checkpoint:
         """The one of that tag, or the one that directory/latest names. The same on all processes.
 
         Raises:
-          ConfigError: there is none.
-          CheckpointError: it is not complete, or damaged.
+          ConfigError: there is none, or another directory or tag on another process.
+          CheckpointError: it is not complete, or damaged, or another one on another host.
         """
         writer.settle()
+        check_same("reading a checkpoint", {"directory": str(directory), "tag": tag})
         path = together("reading a checkpoint", lambda: files.find(directory, tag))
         path = path.with_name(agree("the checkpoint to read", path.name)[0])  # where `latest` is not seen by all alike
-        return all_or_none("reading a checkpoint's notes", lambda: cls(path))
+        found = all_or_none("reading a checkpoint's notes", lambda: cls(path))
+        if len(set(agree("a checkpoint's notes", str(found._print)))) > 1:
+            raise CheckpointError(f"checkpoint {path} is another one on another host: all must see the same directory")
+        return found
 
     def check_fit(self, shapes: Mapping[str, tuple[int, ...] | None], ours: Iterable[str] | None = None) -> None:
         """Raise a ConfigError that names the leaves in which it and a state (name -> shape, None: any) differ.

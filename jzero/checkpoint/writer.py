@@ -138,7 +138,7 @@ def save(
         all_of_it = {n: [*what, int(s)] for (n, what), s in zip(described.items(), np.asarray(sums), strict=True)}
         stored = {name: said for name, said in all_of_it.items() if name not in without}
         left_out = {name: said for name, said in all_of_it.items() if name in without}
-        commit(path, {"saved": time.time(), "leaves": stored, "without": left_out, **about}, latest, max_to_keep)
+        commit(path, {"leaves": stored, "without": left_out, **about}, latest, max_to_keep)
 
     _last = Save(path)
     _last.thread = threading.Thread(target=_write, args=(_last, copies, end), name="jzero checkpoint")
@@ -160,7 +160,7 @@ def _agreed_place(
     }  # fmt: skip
     try:
         path = place(directory, tag)
-        json.dumps(notes, default=_number)
+        _check_notes(notes or {})
         if jax.process_index() == 0:
             begin(path)
             made = True
@@ -184,6 +184,20 @@ def _agreed_place(
         raise errors[0]
     failed = [one["earlier"] for one in all_said if one["earlier"]]
     return path, all(one["room"] for one in all_said), failed[0] if failed else None
+
+
+def _check_notes(notes: Mapping[str, Any]) -> None:
+    """Raise a TypeError or ValueError for what would not come back from JSON, or not as it is."""
+    json.dumps(notes, default=_number)
+    if not isinstance(client := notes.get("client", {}), Mapping):
+        raise TypeError(f"{client!r} is no dictionary")
+    queue: list[Any] = [client]
+    while queue:
+        x = queue.pop()
+        for key in x if isinstance(x, Mapping) else ():
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r} would come back as a string")
+        queue += x.values() if isinstance(x, Mapping) else x if isinstance(x, list | tuple) else ()
 
 
 def _number(x: Any) -> Any:

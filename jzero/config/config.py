@@ -72,13 +72,16 @@ class Config(Settings):
         """The compute dtype."""
         return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
 
-    def batch(self, replicas: int) -> sizes.BatchSizes:
+    def batch(self, replicas: int, former: Mapping[str, Any] | None = None) -> sizes.BatchSizes:
         """The three batch sizes on `replicas` data-parallel replicas (|data| × |zero|), inferring what is not given.
+
+        `former`: those of a run that goes on (`batch` in a checkpoint's notes), whose global batch is kept by
+        accumulation, with the micro-batch it had if the config names none, unless the config was changed since.
 
         >>> Config.load({"train_batch_size": 32, "gradient_accumulation_steps": 2}).batch(4)
         BatchSizes(train=32, micro=4, accum=2, inferred='train_micro_batch_size_per_gpu = 4')
         """
-        return sizes.batch(self, replicas)
+        return sizes.batch(self, replicas, former)
 
     def mesh_degrees(self, num_devices: int) -> dict[str, int]:
         """Devices along each mesh axis, outermost first, on `num_devices` devices.

@@ -1,7 +1,8 @@
 """Arithmetic: the three batch sizes on so many replicas, and the degrees of the mesh axes on so many devices."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from jzero.config.sections import Settings
 from jzero.errors import ConfigError
@@ -21,7 +22,7 @@ def _divisors(n: int) -> list[int]:
 
 
 class BatchSizes(NamedTuple):
-    """train = micro × accum × replicas; `inferred` says which of them the config left out."""
+    """train = micro × accum × replicas; `inferred` says which of them are not as the config gives them."""
 
     train: int
     micro: int
@@ -29,10 +30,12 @@ class BatchSizes(NamedTuple):
     inferred: str
 
 
-def batch(s: Settings, replicas: int) -> BatchSizes:
+def batch(s: Settings, replicas: int, former: Mapping[str, Any] | None = None) -> BatchSizes:
     """See `Config.batch`."""
     if replicas < 1:
         raise ConfigError(f"replicas = {replicas}: must be a positive integer (the mesh's data × zero)")
+    if former and (kept := _kept(s, replicas, former)):
+        return kept
     train, micro, accum = s.train_batch_size, s.train_micro_batch_size_per_gpu, s.gradient_accumulation_steps
     if accum is None:
         accum = train // micro // replicas if train and micro else 1
@@ -48,8 +51,33 @@ def batch(s: Settings, replicas: int) -> BatchSizes:
         train = micro * accum * replicas
     if train != micro * accum * replicas:
         raise ConfigError(_unequal(s, train, micro, accum, replicas))
-    sizes = zip(BATCH, (train, micro, accum), strict=True)
-    return BatchSizes(train, micro, accum, ", ".join(f"{k} = {v}" for k, v in sizes if getattr(s, k) is None))
+    return _sizes(s, train, micro, accum)
+
+
+def _sizes(s: Settings, train: int, micro: int, accum: int) -> BatchSizes:
+    said = zip(BATCH, given(s), (train, micro, accum), strict=True)
+    inferred = ", ".join(f"{key} = {size}" for key, own, size in said if own != size)
+    return BatchSizes(train, micro, accum, inferred)
+
+
+def given(s: Settings) -> list[int | None]:
+    """The three sizes as the config has them."""
+    return [getattr(s, key) for key in BATCH]
+
+
+def _kept(s: Settings, replicas: int, former: Mapping[str, Any]) -> BatchSizes | None:
+    """The global batch of the run that goes on, by accumulation; None if the config's own sizes count."""
+    if former.get("given") != given(s) and (s.train_batch_size or former["replicas"] == replicas):
+        return None  # they were changed
+    train, micro = former["train"], s.train_micro_batch_size_per_gpu or former["micro"]
+    if train % (micro * replicas) == 0:
+        return _sizes(s, train, micro, train // (micro * replicas))
+    if s.train_batch_size == train:
+        return None
+    raise ConfigError(
+        f"the checkpoint's train_batch_size = {train}: must be a multiple of {micro * replicas} (micro-batch x "
+        f"replicas); or give {TRAIN} in the config"
+    )
 
 
 def _unequal(s: Settings, train: int, micro: int, accum: int, replicas: int) -> str:

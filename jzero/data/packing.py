@@ -43,11 +43,15 @@ class Packed:
         self.length = length
         if isinstance(documents, str | os.PathLike) or getattr(documents, "ndim", 0) == 1:
             self.tokens, self.vocab_size = open_tokens(documents, vocab_size)
-            if end is None and isinstance(documents, str | os.PathLike):
-                end = token_facts(documents).get("end")
+            noted = token_facts(documents).get("end", end) if isinstance(documents, str | os.PathLike) else end
+            end = noted if end is None else end
             if end is None:
                 raise ConfigError("end: must say which token ends a document; there is no note of it beside the file")
+            if end != noted:
+                raise ConfigError(f"end = {end}: the note beside {documents} says {noted}; leave it out")
             ends = _ends(self.tokens, end)
+            if len(ends) == 1 and len(self.tokens) and self.tokens[-1] != end:
+                raise ConfigError(f"end = {end}: no token is that; say which one ends a document")
         else:
             if end is not None:
                 raise ConfigError(f"end = {end}: does nothing for documents that are arrays of their own; leave it out")

@@ -111,7 +111,7 @@ class HuggingFace:
     """A Hugging Face `Dataset`: the columns it has now, each of numbers, and of one shape in all samples."""
 
     def __init__(self, data: Any):
-        self.data = data.with_format("numpy")
+        self.data = data.with_format("numpy", columns=data.format["columns"])
 
     def __len__(self) -> int:
         return len(self.data)

@@ -27,7 +27,9 @@ from jzero.stack import checkpointed
 Functions = tuple[Callable, Callable, Callable]  # prefix, chunk, suffix
 
 
-def pipeline_gradients(model: Any, config: Any, mesh: Any, leaves: Any, precision: Any) -> PipelineGradients:
+def pipeline_gradients(
+    model: Any, config: Any, mesh: Any, leaves: Any, precision: Any, micro: int
+) -> PipelineGradients:
     """The `PipelineGradients` for a model with a layer stack, or for a `PipelineModule` without one to divide.
 
     Raises:
@@ -35,7 +37,7 @@ def pipeline_gradients(model: Any, config: Any, mesh: Any, leaves: Any, precisio
     """
     parts = mesh.shape[PIPE] * config.pipeline.chunks
     switches = isinstance(model, PipelineModule) and (not model.stack or len(model.stack) % parts)
-    return (SwitchedGradients if switches else PipelineGradients)(model, config, mesh, leaves, precision)
+    return (SwitchedGradients if switches else PipelineGradients)(model, config, mesh, leaves, precision, micro)
 
 
 class PipelineGradients(Gradients):
@@ -44,8 +46,8 @@ class PipelineGradients(Gradients):
     The stack in use is a list of the layers of a chunk; with several chunks a leaf has a leading axis for them.
     """
 
-    def __init__(self, model: Any, config: Any, mesh: Any, leaves: Any, precision: Any):
-        super().__init__(model, config, mesh, leaves, precision)
+    def __init__(self, model: Any, config: Any, mesh: Any, leaves: Any, precision: Any, micro: int):
+        super().__init__(model, config, mesh, leaves, precision, micro)
         self.stages, self.chunks = mesh.shape[PIPE], config.pipeline.chunks
         self.parts = self.stages * self.chunks
         self._cut()

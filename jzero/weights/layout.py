@@ -19,6 +19,7 @@ Exporting and importing are the same thing in two directions: for a box of a lea
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -121,11 +122,14 @@ def tensors(leaves: Mapping[str, Array], table: Mapping[str, Any] | None) -> lis
     for layers, group in groupby(rows, lambda row: row.layers):
         some = list(group)
         made += [row.tensor(layer) for layer in (range(layers) if layers is not None else [None]) for row in some]
-    covered = dict.fromkeys(leaves, 0)
-    for tensor in made:
-        covered[tensor.leaf] += prod(tensor.shape)
-    if wrong := [name for name, x in leaves.items() if covered[name] != prod(x.shape)]:
-        raise ConfigError(f"weights_layout: its rows are not all of, or more than, {some_of(wrong)}")
+    for leaf, x in leaves.items():
+        width = x.shape[-1] if x.shape else 1
+        parts = sorted(row.columns or (0, width) for row in rows if row.leaf == leaf)
+        if [0, *(stop for _, stop in parts)] != [*(start for start, _ in parts), width]:
+            raise ConfigError(f"weights_layout: its rows leave out, or name twice, a part of {leaf} {x.shape}")
+    names = Counter(tensor.name for tensor in made)
+    if twice := [name for name, times in names.items() if times > 1]:
+        raise ConfigError(f"weights_layout: two tensors are called {some_of(twice)}")
     return made
 
 

@@ -42,11 +42,13 @@ class Parameters:
                 "export one that has all parameters"
             )
         self.notes, self._context = said["notes"], ts.Context()
-        mine = {name.removeprefix(PARAMS): about for name, about in said["leaves"].items() if name.startswith(PARAMS)}
+        mine = {name: about for name, about in said["leaves"].items() if f"{name}/".startswith(PARAMS)}
         if not mine:
             raise ConfigError(f"checkpoint {self.path} holds no parameters")
-        self.leaves = {dotted(name): Array(tuple(shape), np.dtype(dtype)) for name, (dtype, shape, _) in mine.items()}
-        self._sums = {dotted(name): checksum for name, (_, _, checksum) in mine.items()}
+        self._stored = {dotted(name.removeprefix("params").removeprefix("/")): dotted(name) for name in mine}
+        about = dict(zip(self._stored, mine.values(), strict=True))
+        self.leaves = {name: Array(tuple(shape), np.dtype(dtype)) for name, (dtype, shape, _) in about.items()}
+        self._sums = {name: checksum for name, (_, _, checksum) in about.items()}
 
     def read(self, name: str) -> Iterator[tuple[Box, np.ndarray]]:
         """A leaf as (box, its values): chunk by chunk, so that no chunk is decoded twice and no two lie in memory.
@@ -56,7 +58,7 @@ class Parameters:
         """
         shape, dtype = self.leaves[name]
         store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{self.path / files.STATE}/"}}
-        spec = {"driver": "zarr", "kvstore": {**store, "path": f"{dotted(PARAMS)}{name}/"}}
+        spec = {"driver": "zarr", "kvstore": {**store, "path": f"{self._stored[name]}/"}}
         total = 0
         try:
             array = ts.open(spec, open=True, context=self._context).result()

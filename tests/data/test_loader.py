@@ -1,6 +1,7 @@
 """The loader: which samples come when, whatever the layout; its position; what a process reads; its thread."""
 
 import gc
+import importlib.util
 import itertools
 import os
 import subprocess
@@ -470,6 +471,8 @@ def test_hugging_face_columns():
         next(iter(DataLoader(datasets.Dataset.from_dict({"ragged": [[1], [1, 2]]}), Sizes(2, 1, 1))))
     with pytest.raises(jzero.ConfigError, match=r"is DatasetDict, no array of samples.*splits choose one"):
         DataLoader(datasets.DatasetDict({"train": mixed}), Sizes(2, 1, 1))
+    chosen = mixed.with_format("torch" if importlib.util.find_spec("torch") else "numpy", columns=["x"])
+    assert np.asarray(next(iter(DataLoader(chosen, Sizes(2, 1, 1), shuffle=False)))["x"]).tolist() == [1, 2]
     doubled = mixed.with_transform(lambda batch: {"x": [np.float32(2 * x) for x in batch["x"]]})
     assert np.asarray(next(iter(DataLoader(doubled, Sizes(2, 1, 1), shuffle=False)))["x"]).tolist() == [2, 4]
     streamed = datasets.Dataset.from_dict({"x": list(range(20))}).to_iterable_dataset().shuffle(seed=1, buffer_size=20)

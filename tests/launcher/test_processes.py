@@ -86,6 +86,24 @@ tried("second", lambda: one.train_batch(data))
         assert "the iterator of process 1 ended after 1 of 2 micro-batches" in said[rank]["second"]
 
 
+def test_evaluation_of_micro_batches(run):
+    """Each process gives its own rows, or jzero's loader the rows of all."""
+    job, said = run("""
+x, y = np.arange(64.0, dtype="float32").reshape(8, 8) / 64, np.arange(8, dtype="int32") % 2
+one = engine(batch=8, gradient_accumulation_steps=2)
+step, loader = one.step_fn, None
+whole = float(one.eval_batch((x, y)))
+mine = [(x[i : i + 2], y[i : i + 2]) for i in (2 * rank, 4 + 2 * rank)]
+tried("own", lambda: abs(float(one.eval_batch(iter(mine))) / whole - 1) < 1e-6)
+tried("alike", lambda: abs(float(one.eval_batch(iter([(x[:4], y[:4]), (x[4:], y[4:])]))) / whole - 1) < 1e-6)
+loader = jzero.data.DataLoader((x, y), step)
+tried("loader", lambda: abs(float(one.eval_batch(iter(loader))) / whole - 1) < 1e-6)
+""")
+    assert job.code == 0, job.errors
+    for rank in (0, 1):
+        assert said[rank] == {"own": "True", "alike": "True", "loader": "True"}
+
+
 def test_a_process_that_never_comes(run):
     _, said = run(
         """

@@ -24,7 +24,7 @@ import jzero
 STEPS = 12
 
 WORKER = f"""
-import json, os, signal, sys, time
+import json, os, shutil, signal, sys, time
 sys.path += [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 import jax, numpy as np
 import jzero, layouts as runs
@@ -53,7 +53,7 @@ def tried(name, f):
 
 def train(engine):
     while engine.global_steps < {STEPS}:
-        loss = float(engine.train_batch(runs.batch(engine.global_steps)))
+        loss = float(engine.train_batch())
         print(f"step {{engine.global_steps}} {{loss.hex()}}", flush=True)
         if engine.global_steps % 2 == 0:
             engine.save_checkpoint()
@@ -65,7 +65,8 @@ if "SLOW" in os.environ:
     slow(writer, "_check_shared", "writing", 2)
     slow(writer, "commit", "committing", 2)
     slow(reader.Checkpoint, "_read", "reading", 1)
-engine = runs.build(layout, resume="auto", checkpoint={"dir": directory, "max_to_keep": 3})
+section = {"dir": directory, "max_to_keep": 3}
+engine = runs.build(layout, resume="auto", training_data=runs.data(), checkpoint=section)
 train(engine)
 """
 
@@ -278,7 +279,19 @@ tried("nothing", lambda: engine.load_checkpoint(directory))
 tried("home", lambda: runs.build(layout, resume=__file__ if rank else directory))
 tried("theirs", lambda: engine.save_checkpoint(directory, tag="theirs"))
 tried("good", lambda: engine.save_checkpoint(directory, tag="good").wait())
-tried("absent", lambda: engine.load_checkpoint(directory, tag="good" if rank else "bad"))
+tried("client", lambda: engine.save_checkpoint(directory, client_state=5 if rank else None))
+tried("keys", lambda: engine.save_checkpoint(directory, client_state={"best": {1: 0.5}}))
+tried("absent", lambda: engine.load_checkpoint(directory, tag="bad"))
+tried("tags", lambda: engine.load_checkpoint(directory, tag="good" if rank else None))
+tried("resumes", lambda: runs.build(layout, resume=directory if rank else None))
+for n in range(2):
+    engine.save_checkpoint(directory, tag=f"here{n}", client_state={"n": n}).wait()
+mine = os.path.join(directory, f"host{rank}")
+shutil.copytree(os.path.join(directory, f"here{rank}"), os.path.join(mine, "a"))
+work = os.getcwd()
+os.chdir(mine)
+tried("hosts", lambda: engine.load_checkpoint(".", tag="a"))
+os.chdir(work)
 jzero.checkpoint.writer.TIMEOUT = 3
 jax.block_until_ready(engine.state)
 if rank == 0:
@@ -300,8 +313,13 @@ tried("again", lambda: float(engine.train_batch(runs.batch(1))) > 0)
         assert "ConfigError: " in texts["nothing"]
         assert "holds no checkpoint" in texts["nothing"]
         assert texts["good"] == str(tmp_path / "runs" / "good")
+        assert "ConfigError: client_state is not JSON: 5 is no dictionary" in texts["client"]
+        assert "the key 1 would come back as a string" in texts["keys"]
         assert "ConfigError: checkpoint " in texts["absent"]
         assert "bad does not exist" in texts["absent"]
+        assert 'the processes differ in tag: null on rank 0; "good" on rank 1' in texts["tags"]
+        assert "initialize: the processes differ in resume: null on rank 0" in texts["resumes"]
+        assert "a is another one on another host: all must see the same directory" in texts["hosts"]
         assert texts["again"] == "True"
         if rank == 0:
             assert "in vain for 1; every process must make the same calls" in texts["alone"]
@@ -325,6 +343,35 @@ tried("after", lambda: engine.train_batch(runs.batch(1)))
     for texts in said(done.output):
         assert "the disk has gone (process 1)" in texts["read"]
         assert "reading a checkpoint into its place failed" in texts["after"]
+
+
+def test_a_disk_that_is_full(job, tmp_path):
+    """While Orbax writes, on a file system of 256 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "none", disk]
+    if os.geteuid() or subprocess.run(mount, check=False).returncode:
+        pytest.skip("mounting needs root")
+    try:
+        done = job(
+            """
+engine = runs.build(layout)
+engine.save_checkpoint(directory).wait()
+large = jax.device_put(np.random.default_rng(0).normal(size=(4, 1 << 18)).astype("f4"), engine.step_fn.batch_sharding)
+tried("large", lambda: jzero.checkpoint.save({"large": large}, directory, "large").wait())
+tried("load", lambda: engine.load_checkpoint(directory)[0])
+tried("good", lambda: engine.save_checkpoint(directory, tag="good").wait())
+""",
+            "x", "stage3 x 2", disk,
+        )  # fmt: skip
+        assert done.wait(60) == 0, done.errors
+        for texts in said(done.output):
+            assert "CheckpointError" in texts["large"]
+            assert "No space left on device" in texts["large"]
+            assert texts["load"] == str(disk / "global_step0")
+            assert texts["good"] == str(disk / "good")
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
 
 
 def test_a_disk_that_is_full_for_one_process(job, tmp_path):

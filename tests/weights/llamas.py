@@ -34,6 +34,16 @@ class Net:
         return stack_loss(self, params, batch, rng)
 
 
+class One:
+    """A model whose parameters are one array."""
+
+    def init(self, rng):
+        return jax.random.normal(rng, (8, 8))
+
+    def loss(self, params, batch, rng):
+        return ((batch @ params) ** 2).mean()
+
+
 def model(shape=GROUPED):
     return jzero.from_flax(partial(lambda shape, rngs: Llama(shape, rngs=rngs), shape))
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from llamas import GROUPED, TIED, TOKENS, Net, engine, logits, model, same
+from llamas import GROUPED, TIED, TOKENS, Net, One, engine, logits, model, same
 from safetensors.numpy import load_file
 
 import jzero
@@ -76,13 +76,13 @@ def test_dtypes(tmp_path, saved, dtype):
 
 
 def test_a_model_without_a_table_keeps_its_names(tmp_path):
-    for name, made in {"net": Net(), "pipeline": pipeline_module()}.items():
+    for name, made in {"net": Net(), "pipeline": pipeline_module(), "one array": One()}.items():
         saved = engine(made, 3, zero=2)
         saved.save_checkpoint(tmp_path / name).wait()
         weights.export(tmp_path / name, tmp_path / f"{name}-out")
         found = load_file(tmp_path / f"{name}-out" / "model.safetensors")
         there = {
-            jax.tree_util.keystr(path, simple=True, separator="."): x
+            jax.tree_util.keystr(path, simple=True, separator=".") or "params": x
             for path, x in jax.tree_util.tree_flatten_with_path(saved.state.params)[0]
         }
         assert found.keys() == there.keys()
@@ -91,6 +91,9 @@ def test_a_model_without_a_table_keeps_its_names(tmp_path):
         assert not same(loaded.state.params, saved.state.params)
         loaded.load_weights(tmp_path / f"{name}-out")
         assert same(loaded.state.params, saved.state.params)
+        other = engine(made, 1, seed=1, zero=2)
+        other.load_checkpoint(tmp_path / name, load_module_only=True)
+        assert same(other.state.params, saved.state.params)
 
 
 def test_a_functional_checkpoint_says_no_names(tmp_path, capsys):
