@@ -372,7 +372,7 @@ class Engine:
             schedule=load_lr_scheduler_states,
         )  # fmt: skip
         self._details, self._metrics = None, None
-        return str(found.path), found.notes.get("client", {})
+        return str(found.path), resuming.client_state(found.notes)
 
     def save_16bit_model(self, save_dir: str | os.PathLike, save_filename: str = "model.safetensors") -> bool:
         """Write the parameters in half precision to save_dir/save_filename, one safetensors file; see `weights.save`.

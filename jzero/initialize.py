@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -82,7 +83,7 @@ def initialize(
                 check_home(place, key)
 
     together("initialize", check_homes)
-    check_same("initialize", {"resume": resume and str(resume)})
+    check_same("initialize", {"resume": resume and str(Path(resume).absolute())})
     former = former_batch(resume) if resume else None
     step = TrainStep(model, config, mesh=mesh, optimizer=optimizer, lr_scheduler=lr_scheduler, former=former)
     loader = None

@@ -18,7 +18,7 @@ from jzero.checkpoint.directory import LATEST, SAVING, complete, latest, recover
 from jzero.checkpoint.leaves import checksums
 from jzero.checkpoint.reader import Checkpoint, all_or_none, cast, expected_shape
 from jzero.checkpoint.writer import settle
-from jzero.config.sizes import given
+from jzero.config.sizes import given, kept
 from jzero.distributed import log_dist
 from jzero.errors import CheckpointError, ConfigError, some_of
 from jzero.model import weights_layout
@@ -139,15 +139,14 @@ def _check_fits(engine: Engine, notes: Mapping[str, Any]) -> None:
     """Change the global batch and the position in the data, or raise before anything is lost."""
     if "engine" not in notes:
         return
-    then, loader = notes["batch"], engine.training_dataloader
-    if (train := then["train"]) != engine.train_batch_size():
-        if engine.config.batch(engine.step_fn.replicas, then).train == train:
-            engine.set_train_batch_size(train)
-            log_dist(
-                f"train_batch_size {train} as in the checkpoint: {engine.gradient_accumulation_steps()} micro-batches"
-            )
-        else:
-            log_dist(f"the checkpoint's train_batch_size was {train}; from here on it is {engine.train_batch_size()}")
+    then, loader, replicas = notes["batch"], engine.training_dataloader, engine.step_fn.replicas
+    train, before = then["train"], engine.train_batch_size()
+    if train != before and kept(engine.config, replicas, then):
+        engine.set_train_batch_size(train)
+    if train != engine.train_batch_size():
+        log_dist(f"the checkpoint's train_batch_size was {train}; from here on it is {before}")
+    elif train != before or then["replicas"] != replicas:
+        log_dist(f"train_batch_size {train} as in the checkpoint: {engine.gradient_accumulation_steps()} micro-batches")
     if loader is not None and notes["data"] is not None:
         loader.seek(notes["data"])
 
@@ -159,10 +158,15 @@ def _go_on(engine: Engine, notes: Mapping[str, Any]) -> None:
     counters = notes.get("engine", dict(zip(COUNTERS, (step, samples, step * accum), strict=True)))
     for name in COUNTERS:
         setattr(engine, name, counters[name])
-    engine.client_state = notes.get("client", {})
+    engine.client_state = client_state(notes)
     engine.restart_clock()
     if problem := _other_data(engine.training_dataloader, notes, step):
         _warn(problem)
+
+
+def client_state(notes: Mapping[str, Any]) -> dict[str, Any]:
+    """What the user gave `save_checkpoint`; {} of a checkpoint that no engine saved."""
+    return notes["client"] if "engine" in notes else {}
 
 
 def _other_data(loader: Any, notes: Mapping[str, Any], step: int) -> str:
@@ -242,7 +246,7 @@ def former_batch(directory: str | os.PathLike) -> dict[str, Any] | None:
     def newest() -> dict[str, Any] | None:
         recover(root := Path(directory).absolute())
         said = [about["notes"] for _, about in complete(root) if not isinstance(about, CheckpointError)]
-        return said[0].get("batch") if said else None
+        return said[0]["batch"] if said and "engine" in said[0] else None
 
     return _process_0("looking for the run that goes on", newest)
 
@@ -256,7 +260,7 @@ def _process_0(what: str, work: Callable[[], Any]) -> Any:
 
 def _candidates(root: Path) -> list[tuple[str, str]]:
     """(tag, what is known to be wrong with it), the newest first, as process 0 sees them."""
-    return _process_0(f"looking for checkpoints in {root}", lambda: _found(root))
+    return _process_0("looking for checkpoints to resume from", lambda: _found(root))
 
 
 def _found(root: Path) -> list[tuple[str, str]]:

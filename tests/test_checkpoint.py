@@ -152,6 +152,16 @@ def test_what_is_kept_is_the_newest_and_the_latest(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"global_step2", "global_step3", "latest"}
 
 
+def test_a_link_is_not_ours_to_remove(tmp_path):
+    save(state(), tmp_path / "other", "global_step1").wait()
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "global_step1").symlink_to(tmp_path / "other" / "global_step1")
+    for step in (2, 3, 4):
+        save(state(), tmp_path / "runs", f"global_step{step}", max_to_keep=1).wait()
+    assert {p.name for p in (tmp_path / "runs").iterdir()} == {"global_step1", "global_step4", "latest"}
+    assert_same(restore(tmp_path / "runs", shardings(state()), tag="global_step1"), state())
+
+
 def test_a_clock_that_goes_back(tmp_path, monkeypatch):
     """The last saved is the newest, whatever the clocks of the hosts that saved said."""
     now = time.time()

@@ -163,6 +163,23 @@ def test_the_config_says_another_batch_by_now(tmp_path):
     assert build((2, {"zero": 8}, 4, {}), resume=tmp_path, **few).get_batch_info() == (32, 2, 2)
 
 
+def test_the_batch_was_changed_in_the_run(tmp_path, capfd):
+    """A config that names the global batch is right, one that does not has the checkpoint's."""
+    for sizes, now in (((32, 2, None), 32), ((None, 2, 2), 48)):
+        said = dict(zip(SIZES, sizes, strict=True))
+        engine = build((2, {"zero": 8}, 2, {}), **said)
+        engine.set_train_batch_size(48)
+        engine.save_checkpoint(tmp_path / str(now))
+        assert build((2, {"zero": 8}, 2, {}), resume=tmp_path / str(now), **said).train_batch_size() == now
+    full = dict(zip(SIZES, (32, 2, 2), strict=True))
+    build((2, {"zero": 8}, 2, {}), **full).save_checkpoint(tmp_path)
+    fewer = build((2, {"zero": 4}, 2, {}), resume=tmp_path, **full)
+    assert "train_batch_size 32 as in the checkpoint: 4 micro-batches" in capfd.readouterr().out
+    fewer.load_checkpoint(tmp_path / "48")
+    assert "the checkpoint's train_batch_size was 48; from here on it is 32" in capfd.readouterr().out
+    assert fewer.get_batch_info() == (32, 2, 4)
+
+
 def test_a_list_of_layers_that_the_stages_divide_or_not(tmp_path):
     """Three layers alike: cut by three stages, not by two, which switch between the layers; the leaves are the same."""
     layouts = {
@@ -518,10 +535,11 @@ def test_another_model_is_an_error_and_not_skipped(tmp_path):
 def test_a_functional_checkpoint_in_an_engine_and_back(tmp_path):
     engine = build(LAYOUTS["stage2"])
     engine.train_batch(batch(0))
-    jzero.checkpoint.save(engine.state, tmp_path / "functional")
+    own = {"batch": 64, "client": "me"}  # what these words mean to whoever saves so
+    jzero.checkpoint.save(engine.state, tmp_path / "functional", notes=own)
     loaded = build(LAYOUTS["stage3"], resume=tmp_path / "functional")
     assert_same(loaded.state, engine.state)
-    assert loaded.global_steps == 1
+    assert (loaded.global_steps, loaded.client_state) == (1, {})
     half = build(LAYOUTS["stage3"], resume=tmp_path / "functional", fp16={"enabled": True})
     assert (half.loss_scale, half.global_steps) == (2.0**16, 1)  # its own: that was of no scaler
     jzero.checkpoint.save(half.state, tmp_path / "half")

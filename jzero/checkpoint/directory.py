@@ -127,7 +127,9 @@ def begin(path: Path) -> None:
 
 
 def _ours(path: Path) -> bool:
-    """Whether that is a checkpoint, whole or in part: no other directory is ever moved or removed."""
+    """Whether that is a checkpoint, whole or in part: no other directory, and no link, is ever moved or removed."""
+    if path.is_symlink():
+        return False
     with contextlib.suppress(OSError):
         parts = {part.name for part in path.iterdir()}
         nothing_else = parts <= {STATE, NOTES, NOTES + ".new"}

@@ -77,7 +77,7 @@ class Checkpoint:
         Raises:
           CheckpointError: files that are missing or damaged, with the leaves that are not what was saved.
         """
-        read = all_or_none(f"reading {self.path}", lambda: self._read(shardings))
+        read = all_or_none("reading", lambda: self._read(shardings), self.path)
         wrong = [n for n, s in zip(sorted(read), np.asarray(checksums(read)), strict=True) if int(s) != self._sums[n]]
         if wrong:
             raise CheckpointError(
@@ -143,13 +143,16 @@ def cast(leaves: Mapping[str, jax.Array], wanted: Mapping[str, Any]) -> dict[str
 _cast = jax.jit(lambda x, dtype: x.astype(dtype), static_argnums=1)
 
 
-def all_or_none(what: str, work: Callable[[], Any]) -> Any:
-    """What `work` gives, if it raises on no process; else a CheckpointError on all, so that nobody waits in vain."""
+def all_or_none(what: str, work: Callable[[], Any], of: object = "") -> Any:
+    """What `work` gives, if it raises on no process; else a CheckpointError on all, so that nobody waits in vain.
+
+    `what` is the same on all processes, `of` may differ.
+    """
     result, problem = None, None
     try:
         result = work()
     except Exception as error:
-        problem = str(error) if isinstance(error, CheckpointError) else f"{what}: {in_a_line(error)}"
+        problem = str(error) if isinstance(error, CheckpointError) else f"{f'{what} {of}'.strip()}: {in_a_line(error)}"
         if jax.process_count() > 1:
             problem += f" (process {jax.process_index()})"
     if problem := anyone(what, problem):

@@ -75,8 +75,9 @@ class Config(Settings):
     def batch(self, replicas: int, former: Mapping[str, Any] | None = None) -> sizes.BatchSizes:
         """The three batch sizes on `replicas` data-parallel replicas (|data| × |zero|), inferring what is not given.
 
-        `former`: those of a run that goes on (`batch` in a checkpoint's notes), whose global batch is kept by
-        accumulation, with the micro-batch it had if the config names none, unless the config was changed since.
+        `former`: those of a run that goes on (`batch` in a checkpoint's notes). Its global batch is kept, by
+        accumulation, with its micro-batch if the config names none, unless the config names another global batch or,
+        on as many replicas, other sizes than it did.
 
         >>> Config.load({"train_batch_size": 32, "gradient_accumulation_steps": 2}).batch(4)
         BatchSizes(train=32, micro=4, accum=2, inferred='train_micro_batch_size_per_gpu = 4')

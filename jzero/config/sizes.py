@@ -34,8 +34,8 @@ def batch(s: Settings, replicas: int, former: Mapping[str, Any] | None = None) -
     """See `Config.batch`."""
     if replicas < 1:
         raise ConfigError(f"replicas = {replicas}: must be a positive integer (the mesh's data × zero)")
-    if former and (kept := _kept(s, replicas, former)):
-        return kept
+    if former and (sizes := kept(s, replicas, former)):
+        return sizes
     train, micro, accum = s.train_batch_size, s.train_micro_batch_size_per_gpu, s.gradient_accumulation_steps
     if accum is None:
         accum = train // micro // replicas if train and micro else 1
@@ -65,14 +65,17 @@ def given(s: Settings) -> list[int | None]:
     return [getattr(s, key) for key in BATCH]
 
 
-def _kept(s: Settings, replicas: int, former: Mapping[str, Any]) -> BatchSizes | None:
+def kept(s: Settings, replicas: int, former: Mapping[str, Any]) -> BatchSizes | None:
     """The global batch of the run that goes on, by accumulation; None if the config's own sizes count."""
-    if former.get("given") != given(s) and (s.train_batch_size or former["replicas"] == replicas):
+    train, own, micro = former["train"], s.train_batch_size, s.train_micro_batch_size_per_gpu
+    if own not in (None, train) or not (own or micro):
+        return None
+    if former.get("given") != given(s) and (own or former["replicas"] == replicas):
         return None  # they were changed
-    train, micro = former["train"], s.train_micro_batch_size_per_gpu or former["micro"]
+    micro = micro or former["micro"]
     if train % (micro * replicas) == 0:
         return _sizes(s, train, micro, train // (micro * replicas))
-    if s.train_batch_size == train:
+    if own:
         return None
     raise ConfigError(
         f"the checkpoint's train_batch_size = {train}: must be a multiple of {micro * replicas} (micro-batch x "

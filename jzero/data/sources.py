@@ -111,7 +111,8 @@ class HuggingFace:
     """A Hugging Face `Dataset`: the columns it has now, each of numbers, and of one shape in all samples."""
 
     def __init__(self, data: Any):
-        self.data = data.with_format("numpy", columns=data.format["columns"])
+        some = None if data.format["output_all_columns"] else data.format["columns"]
+        self.data = data.with_format("numpy", columns=some)
 
     def __len__(self) -> int:
         return len(self.data)

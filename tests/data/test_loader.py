@@ -473,6 +473,8 @@ def test_hugging_face_columns():
         DataLoader(datasets.DatasetDict({"train": mixed}), Sizes(2, 1, 1))
     chosen = mixed.with_format("torch" if importlib.util.find_spec("torch") else "numpy", columns=["x"])
     assert np.asarray(next(iter(DataLoader(chosen, Sizes(2, 1, 1), shuffle=False)))["x"]).tolist() == [1, 2]
+    whole = datasets.Dataset.from_dict({"x": [1, 2], "y": [3, 4]}).with_format(columns=["x"], output_all_columns=True)
+    assert next(iter(DataLoader(whole, Sizes(2, 1, 1)))).keys() == {"x", "y"}
     doubled = mixed.with_transform(lambda batch: {"x": [np.float32(2 * x) for x in batch["x"]]})
     assert np.asarray(next(iter(DataLoader(doubled, Sizes(2, 1, 1), shuffle=False)))["x"]).tolist() == [2, 4]
     streamed = datasets.Dataset.from_dict({"x": list(range(20))}).to_iterable_dataset().shuffle(seed=1, buffer_size=20)

@@ -292,6 +292,7 @@ work = os.getcwd()
 os.chdir(mine)
 tried("hosts", lambda: engine.load_checkpoint(".", tag="a"))
 os.chdir(work)
+tried("nested", lambda: [runs.build(layout, resume=place).global_steps for place in (f"{directory}/new", directory)])
 jzero.checkpoint.writer.TIMEOUT = 3
 jax.block_until_ready(engine.state)
 if rank == 0:
@@ -320,6 +321,7 @@ tried("again", lambda: float(engine.train_batch(runs.batch(1))) > 0)
         assert 'the processes differ in tag: null on rank 0; "good" on rank 1' in texts["tags"]
         assert "initialize: the processes differ in resume: null on rank 0" in texts["resumes"]
         assert "a is another one on another host: all must see the same directory" in texts["hosts"]
+        assert texts["nested"] == "[0, 1]"
         assert texts["again"] == "True"
         if rank == 0:
             assert "in vain for 1; every process must make the same calls" in texts["alone"]
