@@ -1,6 +1,8 @@
 """Eight simulated CPU devices for every test and doctest, set before JAX starts."""
 
+import os
 import pathlib
+import subprocess
 
 import jax
 import pytest
@@ -23,3 +25,18 @@ def no_compilation_cache():
     yield
     jax.config.update(name, seconds)
     jax.config.update("jax_enable_compilation_cache", True)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 256 KiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "none", path]
+    if os.geteuid() or subprocess.run(mount, check=False).returncode:
+        pytest.skip("mounting needs root")
+    yield path
+    from jzero.checkpoint import writer
+
+    writer.settle()
+    subprocess.run(["umount", "-l", path], check=True)

@@ -246,7 +246,7 @@ def former_batch(directory: str | os.PathLike) -> dict[str, Any] | None:
     def newest() -> dict[str, Any] | None:
         recover(root := Path(directory).absolute())
         said = [about["notes"] for _, about in complete(root) if not isinstance(about, CheckpointError)]
-        return said[0]["batch"] if said and "engine" in said[0] else None
+        return said[0].get("batch") if said and "engine" in said[0] else None
 
     return _process_0("looking for the run that goes on", newest)
 

@@ -348,21 +348,6 @@ def test_changed_notes_are_noticed(tmp_path):
 # ------------------------------------------------------------------------------------------- places to write
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 256 KiB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    if (
-        os.geteuid()
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", path], check=False).returncode
-    ):
-        pytest.skip("mounting needs root")
-    yield path
-    writer.settle()
-    subprocess.run(["umount", "-l", path], check=True)
-
-
 def test_a_full_disk(small_disk, capfd):
     saved = state()
     save(saved, small_disk, "a").wait()

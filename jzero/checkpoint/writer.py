@@ -189,7 +189,7 @@ def _agreed_place(
 def _check_notes(notes: Mapping[str, Any]) -> None:
     """Raise a TypeError or ValueError for what JSON cannot hold, and for an engine's client state with other keys."""
     json.dumps(notes, default=_number)
-    if not isinstance(client := notes["client"] if "engine" in notes else {}, Mapping):
+    if not isinstance(client := notes.get("client", {}) if "engine" in notes else {}, Mapping):
         raise TypeError(f"{client!r} is no dictionary")
     queue: list[Any] = [client]
     while queue:
