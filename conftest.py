@@ -29,10 +29,10 @@ def no_compilation_cache():
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 256 KiB."""
+    """A file system of 1 MiB: room for several small checkpoints, whose size varies with the order of their writes."""
     path = tmp_path / "disk"
     path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "none", path]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", path]
     if os.geteuid() or subprocess.run(mount, check=False).returncode:
         pytest.skip("mounting needs root")
     yield path

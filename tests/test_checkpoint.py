@@ -351,7 +351,7 @@ def test_changed_notes_are_noticed(tmp_path):
 def test_a_full_disk(small_disk, capfd):
     saved = state()
     save(saved, small_disk, "a").wait()
-    large = saved | {"large": jax.device_put(jnp.ones((ROWS, 1 << 12)), saved["zeros"].sharding)}
+    large = saved | {"large": jax.device_put(jnp.ones((ROWS, 1 << 16)), saved["zeros"].sharding)}
     under_way = save(large, small_disk, "a")
     with pytest.raises(jzero.CheckpointError, match=r"disk/a was not written: .*No space left on device") as error:
         under_way.wait()
@@ -361,7 +361,7 @@ def test_a_full_disk(small_disk, capfd):
 
 
 def test_a_failure_that_nobody_waited_for_is_told_at_the_next_save(small_disk):
-    save({"large": jnp.ones(1 << 18)}, small_disk, "a")
+    save({"large": jnp.ones(1 << 20)}, small_disk, "a")
     with pytest.raises(jzero.CheckpointError, match=r"disk/a was not written: .*No space left.*disk/b, the one after"):
         save(state(), small_disk, "b")
     jzero.checkpoint.wait()
@@ -372,7 +372,7 @@ def test_a_failure_that_nobody_waited_for_is_told_at_the_next_save(small_disk):
 def test_a_program_whose_last_save_failed_does_not_end_well(small_disk, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        f"import jax.numpy as jnp, jzero\njzero.checkpoint.save({{'x': jnp.ones(1 << 18)}}, {str(small_disk)!r}, 'a')\n"
+        f"import jax.numpy as jnp, jzero\njzero.checkpoint.save({{'x': jnp.ones(1 << 20)}}, {str(small_disk)!r}, 'a')\n"
     )
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()}
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, check=False)
