@@ -4,9 +4,11 @@ import os
 import pathlib
 import subprocess
 
+import hypothesis
 import jax
 import pytest
 
+hypothesis.settings.load_profile("ci")  # no deadlines: a busy machine is no failure
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parent / ".jax_cache"))

@@ -396,7 +396,7 @@ def test_a_place_that_cannot_be_written(tmp_path, place, words):
             save(state(), tmp_path / place, "a")
     finally:
         if place == "read-only":
-            subprocess.run(["umount", tmp_path / place], check=True)
+            subprocess.run(["umount", "-l", tmp_path / place], check=True)
 
 
 # ------------------------------------------------------------------------------------------- mistakes

@@ -134,7 +134,7 @@ def met(port, calls):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(90)
     assert None not in said
     return [text for text, _ in said], [seconds for _, seconds in said]
 
@@ -148,28 +148,28 @@ def test_all_come(port, size, job):
 
 @pytest.mark.parametrize("missing", [[2], [1, 3]])
 def test_everyone_hears_who_is_missing(port, missing):
-    said, seconds = met(port, [(rank, 5, 0.5, "") for rank in range(5) if rank not in missing])
+    said, seconds = met(port, [(rank, 5, 3, "") for rank in range(5) if rank not in missing])
     ranks = ", ".join(map(str, missing))
     assert len(set(said)) == 1
-    assert said[0].startswith(f"rank {ranks} of 5 never came to 127.0.0.1:{port} in 0.5 s: see their output")
-    assert max(seconds) < 5
+    assert said[0].startswith(f"rank {ranks} of 5 never came to 127.0.0.1:{port} in 3 s: see their output")
+    assert max(seconds) < 15
 
 
 def test_nobody_listens(port):
     (said,), (seconds,) = met(port, [(1, 2, 0.3, "")])
     assert said.startswith(f"process 1 of 2 waited 0.3 s for process 0 at 127.0.0.1:{port}: Connection refused")
     assert "check MASTER_ADDR and MASTER_PORT" in said
-    assert 0.3 <= seconds < 3
+    assert 0.3 <= seconds < 20
 
 
-@pytest.mark.parametrize("other", [(2, 3, 10, "other"), (2, 4, 10, "job")])
+@pytest.mark.parametrize("other", [(2, 3, 60, "other"), (2, 4, 60, "job")])
 def test_another_jobs_process_is_turned_away(port, other):
     """At once, and it does not count."""
-    said, seconds = met(port, [(0, 3, 1, "job"), (1, 3, 1, "job"), other])
+    said, seconds = met(port, [(0, 3, 4, "job"), (1, 3, 4, "job"), other])
     assert said[0] == said[1]
     assert said[0].startswith("rank 2 of 3 never came")
     assert f"process 0 at 127.0.0.1:{port}: another job" in said[2]
-    assert seconds[2] < 5
+    assert seconds[2] < 30
 
 
 def test_strangers_do_no_harm(port):

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+PATIENCE = 180  # seconds for what starts processes: a busy machine is no failure
 
 
 class Command:
@@ -26,7 +27,7 @@ class Command:
                 stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
 
-    def wait(self, seconds=60):
+    def wait(self, seconds=PATIENCE):
         """The exit code."""
         return self.process.wait(seconds)
 
@@ -38,7 +39,7 @@ class Command:
     def errors(self):
         return self.err.read_text()
 
-    def until(self, text, seconds=40):
+    def until(self, text, seconds=PATIENCE):
         """Wait until the output has the text so many times."""
         wanted, times = text if isinstance(text, tuple) else (text, 1)
         wait_for(lambda: self.output.count(wanted) >= times, seconds, lambda: f"{self.output}\n{self.errors}")

@@ -57,7 +57,7 @@ def test_two_processes_train_as_one(tmp_path):
     (tmp_path / "worker.py").write_text(f"{PROGRAM}\n{last}\n")
     job = Command("--platform", "cpu", "--num_gpus", 2, "worker.py", cwd=tmp_path)
     try:
-        assert job.wait(180) == 0, job.errors
+        assert job.wait() == 0, job.errors
     finally:
         job.end()
     said = [json.loads(text) for text in re.findall(r"^\[\d\] (\[\[.*)$", job.output, re.M)]

@@ -37,7 +37,7 @@ def run(tmp_path):
         (tmp_path / "worker.py").write_text(HEAD + program)
         job = Command("--platform", "cpu", "--num_gpus", size, "worker.py", cwd=tmp_path, env=env)
         try:
-            job.code = job.wait(120)
+            job.code = job.wait()
         finally:
             job.end()
         found = re.findall(r"^\[(\d)\] (\w+): (.*)$", job.output, re.M)
@@ -108,11 +108,14 @@ def test_a_process_that_never_comes(run):
     _, said = run(
         """
 if rank == 2:
-    time.sleep(8)
+    while not (os.path.exists("gave up 0") and os.path.exists("gave up 1")):
+        time.sleep(0.1)
+    os.environ["JZERO_TIMEOUT"] = "3"
 tried("joined", jzero.init_distributed)
+open(f"gave up {rank}", "w").close()
 """,
         size=3,
-        JZERO_TIMEOUT="3",
+        JZERO_TIMEOUT="15",
     )
     for rank in (0, 1):
         assert said[rank]["joined"].startswith("error: rank 2 of 3 never came to 127.0.0.1:")

@@ -40,7 +40,7 @@ def slow(module, name, words, at):
     def f(*args, **keywords):
         calls.append(name)
         if not os.path.exists("started again") and os.environ["SLOW"] == name and len(calls) == at:
-            print(words, flush=True)
+            print(words + "\\n", end="", flush=True)  # in one piece
             time.sleep(1000)
         return fast(*args, **keywords)
     setattr(module, name, f)
@@ -54,7 +54,7 @@ def tried(name, f):
 def train(engine):
     while engine.global_steps < {STEPS}:
         loss = float(engine.train_batch())
-        print(f"step {{engine.global_steps}} {{loss.hex()}}", flush=True)
+        print(f"step {{engine.global_steps}} {{loss.hex()}}\\n", end="", flush=True)
         if engine.global_steps % 2 == 0:
             engine.save_checkpoint()
         time.sleep(float(os.environ.get("PACE", 0)))
@@ -105,7 +105,7 @@ def straight(tmp_path_factory):
             path = tmp_path_factory.mktemp("straight")
             (path / "worker.py").write_text(WORKER + TRAIN)
             done = Command("--platform", "cpu", "--num_gpus", 2, "worker.py", "train", layout, path / "runs", cwd=path)
-            assert done.wait(120) == 0, done.errors
+            assert done.wait() == 0, done.errors
             made[layout] = losses(done.output)
             assert list(made[layout]) == list(range(1, STEPS + 1))
         return made[layout]
@@ -171,11 +171,12 @@ def test_a_killed_job_goes_on_by_itself(job, tmp_path, straight, moment, layout,
     running = job(
         TRAIN, "train", layout, directory, options=["--max_restarts", 1], SLOW=slow.get(moment, ""), PACE="0.2"
     )
-    running.until(moment, 60)
+    running.until(moment)
     (tmp_path / "started again").touch()
-    for rank in (1,) if victims == "one" else (0, 1):
-        running.kill(running.rank(rank))
-    assert running.wait(120) == 0, running.errors
+    for pid in [running.rank(rank) for rank in ((1,) if victims == "one" else (0, 1))]:
+        with contextlib.suppress(ProcessLookupError):  # the other one's death has ended it
+            running.kill(pid)
+    assert running.wait() == 0, running.errors
     running.gone()
     assert "restart 1 of 1" in running.errors
     found = losses(running.output)
@@ -183,7 +184,9 @@ def test_a_killed_job_goes_on_by_itself(job, tmp_path, straight, moment, layout,
     assert max(found) == STEPS
     resumed = re.findall(r"resumed from .*: step (\d+)|(no checkpoint in)", running.output)
     # a save under way is lost, the one before it is not
-    assert resumed[-1] in ([("4", ""), ("2", "")] if moment in ("step 5", "reading") else [("2", "")])
+    before = begun if moment == "reading" else running
+    done = max(losses(before.output.partition("resumed from")[0])) // 2 * 2
+    assert resumed[-1] in ([(str(done), ""), (str(done - 2), "")] if moment in ("step 5", "reading") else [("2", "")])
     left = {p.name for p in directory.iterdir()}
     assert left == {"global_step8", "global_step10", "global_step12", "latest"}
 
@@ -202,7 +205,7 @@ def test_a_job_killed_at_random_again_and_again(job, tmp_path, straight):
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 running.kill(chance.choice(sorted(processes)))
                 killed = True
-        code = running.wait(120)
+        code = running.wait()
         running.gone()
         kills += killed
         outputs.append(running.output)
@@ -224,7 +227,7 @@ def test_a_job_killed_at_random_again_and_again(job, tmp_path, straight):
 @pytest.mark.parametrize("told", ["command", "rank 0", "rank 1"])
 def test_sigterm_saves_at_one_step_on_all(job, tmp_path, straight, told):
     layout = "stage2 x 2"
-    running = job(TRAIN, "train", layout, tmp_path / "runs", PACE="0.3").until(("step 3", 2))
+    running = job(TRAIN, "train", layout, tmp_path / "runs", PACE="1").until(("step 3", 2))
     running.kill(running.process.pid if told == "command" else running.rank(int(told[-1])), signal.SIGTERM)
     assert running.wait(40) == jzero.preemption.EXIT_CODE == 75, running.errors
     running.gone()
@@ -232,7 +235,7 @@ def test_sigterm_saves_at_one_step_on_all(job, tmp_path, straight, told):
     (step,) = re.findall(r"SIGTERM: saved .*/global_step(\d+); exit code 75", running.output)
     assert losses(running.output, 0).keys() - losses(running.output, 1).keys() <= {int(step)}
     again = job(TRAIN, "train", layout, tmp_path / "runs")
-    assert again.wait(60) == 0, again.errors
+    assert again.wait() == 0, again.errors
     assert f"resumed from {tmp_path}/runs/global_step{step}: step {step}" in again.output
     assert list(losses(again.output)) == list(range(int(step) + 1, STEPS + 1))
     found = losses(running.output) | losses(again.output)
@@ -245,14 +248,16 @@ def test_sigterm_of_one_process_alone(tmp_path):
     (tmp_path / "worker.py").write_text(WORKER + TRAIN)
     env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "JZERO_"))} | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-u", tmp_path / "worker.py", "x", "train", "stage3 x 2", tmp_path / "runs"]
-    running = subprocess.Popen(command, env=env | {"PACE": "0.3"}, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    running = subprocess.Popen(command, env=env | {"PACE": "1"}, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
     for line in running.stdout:
         if line.startswith("step 3"):
             running.terminate()
             break
-    assert "SIGTERM: saved" in running.stdout.read()
+    rest = running.stdout.read()
+    assert "SIGTERM: saved" in rest
     assert running.wait(30) == 75
-    assert jzero.checkpoint.Checkpoint.find(tmp_path / "runs").notes["engine"]["global_steps"] in (3, 4)
+    last = max([3, *map(int, re.findall(r"^step (\d+)", rest, re.M))])
+    assert jzero.checkpoint.Checkpoint.find(tmp_path / "runs").notes["engine"]["global_steps"] in (last, last + 1)
 
 
 # ------------------------------------------------------------------------------------------- mistakes
@@ -302,7 +307,7 @@ tried("again", lambda: float(engine.train_batch(runs.batch(1))) > 0)
 """,
         "x", "stage3 x 2", tmp_path / "runs",
     )  # fmt: skip
-    assert done.wait(120) == 0, done.errors
+    assert done.wait() == 0, done.errors
     assert theirs.exists()
     for rank, texts in enumerate(said(done.output)):
         assert "tag must be the same on all processes, but is 'tag0' on rank 0, 'tag1' on rank 1" in texts["tag"]
@@ -341,7 +346,7 @@ tried("after", lambda: engine.train_batch(runs.batch(1)))
 """,
         "x", "stage3 x 2", tmp_path / "runs",
     )  # fmt: skip
-    assert done.wait(60) == 0, done.errors
+    assert done.wait() == 0, done.errors
     for texts in said(done.output):
         assert "the disk has gone (process 1)" in texts["read"]
         assert "reading a checkpoint into its place failed" in texts["after"]
@@ -360,7 +365,7 @@ tried("good", lambda: engine.save_checkpoint(directory, tag="good").wait())
 """,
         "x", "stage3 x 2", small_disk,
     )  # fmt: skip
-    assert done.wait(60) == 0, done.errors
+    assert done.wait() == 0, done.errors
     for texts in said(done.output):
         assert "CheckpointError" in texts["large"]
         assert "No space left on device" in texts["large"]
@@ -391,7 +396,7 @@ tried("good", lambda: engine.save_checkpoint(directory, tag="good").wait())
 """,
         "x", "stage3 x 2", tmp_path / "runs",
     )  # fmt: skip
-    assert done.wait(60) == 0, done.errors
+    assert done.wait() == 0, done.errors
     for texts in said(done.output):
         assert texts["step"] == "True"
         assert "global_step2 was not written: No space left on device (process 1)" in texts["save"]
