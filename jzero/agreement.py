@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jzero.errors import ConfigError, some_of
+
+NOTICE = 30.0  # seconds after which a process says for whom it waits
 
 _turns: dict[str, int] = {}
 
@@ -26,11 +30,18 @@ def agree(what: str, mine: str, timeout: float = 3600.0) -> list[str]:
     """
     if jax.process_count() == 1:
         return [mine]
-    client = service()
-    client.key_value_set(f"jzero/{what}/{jax.process_index()}", mine, allow_overwrite=True)
-    _wait_for_all(what, timeout)
+    client, key = service(), f"jzero/{what}/{jax.process_index()}"
+    client.key_value_set(key, mine, allow_overwrite=True)
+    notice = threading.Timer(NOTICE, _say_who_is_late, (what,))
+    notice.daemon = True
+    notice.start()
+    try:
+        _wait_for_all(what, timeout)
+    finally:
+        notice.cancel()
     texts = {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(f"jzero/{what}")}
-    _wait_for_all(what, timeout)  # nobody overwrites what somebody has not read
+    _wait_for_all(what, timeout)  # nobody removes what somebody has not read
+    client.key_value_delete(key)
     return [texts[rank] for rank in range(jax.process_count())]
 
 
@@ -72,6 +83,15 @@ def service() -> Any:
     from jax._src import distributed
 
     return distributed.global_state.client
+
+
+def _say_who_is_late(what: str) -> None:
+    there = {int(key.rpartition("/")[2]) for key, _ in service().key_value_dir_get(f"jzero/{what}")}
+    if late := sorted(set(range(jax.process_count())) - there):
+        print(
+            f"jzero: process {jax.process_index()} waits for process {some_of(late)} ({what}): all must make this call",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
 
 
 def _wait_for_all(what: str, timeout: float) -> None:

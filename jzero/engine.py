@@ -309,8 +309,8 @@ class Engine:
     # ------------------------------------------------------------------ checkpoints
 
     def save_checkpoint(
-        self, save_dir: str | os.PathLike | None = None, tag: str | None = None, client_state: Mapping | None = None,
-        save_latest: bool = True, exclude_frozen_parameters: bool = False,
+        self, save_dir: str | os.PathLike | None = None, tag: str | float | None = None,
+        client_state: Mapping | None = None, save_latest: bool = True, exclude_frozen_parameters: bool = False,
     ) -> checkpoint.Save:  # fmt: skip
         """Save the whole state as save_dir/tag while training goes on; all processes call it.
 
@@ -342,9 +342,9 @@ class Engine:
             raise
 
     def load_checkpoint(
-        self, load_dir: str | os.PathLike | None = None, tag: str | None = None, load_module_strict: bool = True,
-        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
-        custom_load_fn: None = None,
+        self, load_dir: str | os.PathLike | None = None, tag: str | float | None = None,
+        load_module_strict: bool = True, load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False, custom_load_fn: None = None,
     ) -> tuple[str, dict]:  # fmt: skip
         """Read a checkpoint that any layout wrote; (path, client_state). All processes call it.
 

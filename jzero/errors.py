@@ -1,5 +1,6 @@
 """The exceptions: a user's mistake, and a checkpoint that cannot be written or read."""
 
+import re
 from collections.abc import Iterable
 
 
@@ -27,4 +28,8 @@ def some_of(names: Iterable[object], most: int = 8) -> str:
 
 def in_a_line(error: Exception) -> str:
     """What an exception says, without the specifications that tensorstore adds."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].partition(" [")[0][:500]
+    if type(error) is Exception and isinstance(error.__cause__, Exception):  # Orbax's: all of the specification
+        error = error.__cause__
+    line = re.split(r" \[\w+=", (str(error).strip().splitlines() or [""])[0])[0][:500]
+    plain = type(error) is ValueError or isinstance(error, OSError | RuntimeError)
+    return line if line and plain else f"{type(error).__name__}: {line}"

@@ -34,7 +34,7 @@ COUNTERS = ("global_steps", "global_samples", "micro_steps")
 
 
 def save(
-    engine: Engine, directory: str | os.PathLike | None, tag: str, *, latest: bool, without_frozen: bool
+    engine: Engine, directory: str | os.PathLike | None, tag: str | float, *, latest: bool, without_frozen: bool
 ) -> checkpoint.Save:
     """Save the engine's state, and beside it what `load` takes up."""
     step, loader = engine.step_fn, engine.training_dataloader

@@ -305,6 +305,7 @@ def damage_of(how, file):
         file.write_bytes(bytes(flipped))
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # no tracebacks beside it
 @pytest.mark.parametrize("how", ["deleted", "truncated", *range(12)])
 def test_damage_is_found_and_the_checkpoint_before_it_is_read(tmp_path, two, how):
     """Every file in turn: an error that names the checkpoint, or what was saved; never something else."""
@@ -402,11 +403,18 @@ def test_a_place_that_cannot_be_written(tmp_path, place, words):
 # ------------------------------------------------------------------------------------------- mistakes
 
 
-@pytest.mark.parametrize("tag", ["a/b", "", "..", "latest", "a.saving", "a.replaced", 7])
+@pytest.mark.parametrize("tag", ["a/b", "", "..", "latest", "a.saving", "a.replaced", b"a"])
 def test_tags_that_are_no_names(tmp_path, tag):
     for call in (lambda: save(state(), tmp_path, tag), lambda: restore(tmp_path, shardings(state()), tag=tag or "a/")):
         with pytest.raises(jzero.ConfigError, match="tag = "):
             call()
+
+
+def test_a_number_is_a_tag(tmp_path):
+    for tag in (7, 0.25):
+        save(state(), tmp_path, tag).wait()
+        assert_same(restore(tmp_path, shardings(state()), tag=tag), state())
+    assert {p.name for p in tmp_path.iterdir()} == {"7", "0.25", "latest"}
 
 
 def test_other_mistakes(tmp_path):
@@ -414,11 +422,12 @@ def test_other_mistakes(tmp_path):
     with pytest.raises(jzero.ConfigError, match=r"client_state is not JSON: <object object at .*> is of type object"):
         save(state(), tmp_path, "a", notes={"x": object()})
     with pytest.raises(
-        jzero.ConfigError, match=r"holds no checkpoint \(no file 'latest'\): give save_checkpoint's dir"
+        jzero.ConfigError,
+        match=r"holds no checkpoint to take by default \(no file 'latest'\): give save_checkpoint's dir",
     ):
         restore(tmp_path, places)
     save(state(), tmp_path, "a", latest=False).wait()
-    with pytest.raises(jzero.ConfigError, match=r"no file 'latest'\): pass tag=, one of a"):
+    with pytest.raises(jzero.ConfigError, match=r"no file 'latest'\): choose a tag: a"):
         restore(tmp_path, places)
     with pytest.raises(jzero.ConfigError, match="b does not exist"):
         restore(tmp_path, places, tag="b")

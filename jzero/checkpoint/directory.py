@@ -26,8 +26,8 @@ SAVING, REPLACED = ".saving", ".replaced"
 DEFAULT_TAG = "global_step{}"  # DeepSpeed's
 
 
-def place(directory: str | os.PathLike | None, tag: str) -> Path:
-    """Where a tag's checkpoint lies.
+def place(directory: str | os.PathLike | None, tag: str | float) -> Path:
+    """Where a tag's checkpoint lies. A number is a tag too, as in DeepSpeed.
 
     Raises:
       ConfigError: no directory, or a tag that is no name.
@@ -36,10 +36,12 @@ def place(directory: str | os.PathLike | None, tag: str) -> Path:
         raise ConfigError(f"the directory for checkpoints is {directory!r}: give one, or checkpoint.dir in the config")
     root = local(directory, "the directory for checkpoints")
     reserved = ("", ".", "..", LATEST)
+    if isinstance(tag, int | float):
+        tag = str(tag)
     if not isinstance(tag, str) or Path(tag).name != tag or tag.endswith((SAVING, REPLACED)) or tag in reserved:
         raise ConfigError(
-            f"tag = {tag!r}: must be a name without separators, neither {LATEST!r} nor with the ending {SAVING!r} or "
-            f"{REPLACED!r}"
+            f"tag = {tag!r}: must be a number or a name without separators, neither {LATEST!r} nor with the ending "
+            f"{SAVING!r} or {REPLACED!r}"
         )
     return root / tag
 
@@ -63,7 +65,7 @@ def former_of(path: Path) -> Path:
     return path.with_name(path.name + REPLACED)
 
 
-def find(directory: str | os.PathLike | None, tag: str | None = None) -> Path:
+def find(directory: str | os.PathLike | None, tag: str | float | None = None) -> Path:
     """The checkpoint of that tag, or the one that directory/latest names.
 
     Raises:
@@ -74,7 +76,8 @@ def find(directory: str | os.PathLike | None, tag: str | None = None) -> Path:
     if tag is None:
         named = latest(root)
         if named is None:
-            raise ConfigError(f"{root} holds no checkpoint (no file {LATEST!r}): {_hint(root)}")
+            what = "nothing in its file" if (root / LATEST).exists() else "no file"
+            raise ConfigError(f"{root} holds no checkpoint to take by default ({what} {LATEST!r}): {_hint(root)}")
         path = named
     if not path.is_dir() and _ours(former_of(path)):
         return former_of(path)  # a kill between two renames left it, or a save is between them now
@@ -85,9 +88,9 @@ def find(directory: str | os.PathLike | None, tag: str | None = None) -> Path:
 
 def _hint(root: Path) -> str:
     if _is_checkpoint(root):
-        return f"it is a checkpoint itself; give the directory {root.parent}, and tag={root.name!r}"
+        return f"it is a checkpoint itself; give the directory {root.parent}, and the tag {root.name!r}"
     tags = [path.name for path, _ in complete(root)]
-    return f"pass tag=, one of {', '.join(tags)}" if tags else "give save_checkpoint's directory"
+    return f"choose a tag: {', '.join(tags)}" if tags else "give save_checkpoint's directory"
 
 
 def check_home(directory: str | os.PathLike, key: str) -> None:

@@ -19,6 +19,7 @@ from etils import epath
 from jzero.agreement import agree, anyone, check_same, together
 from jzero.checkpoint import directory as files
 from jzero.checkpoint import writer
+from jzero.checkpoint.late import drop_late_answers
 from jzero.checkpoint.leaves import checksums, is_key, nest
 from jzero.errors import CheckpointError, ConfigError, in_a_line, some_of
 from jzero.zero import differences, named
@@ -46,7 +47,7 @@ class Checkpoint:
         return f"Checkpoint({str(self.path)!r}, {len(self.shapes)} leaves, {size / 2**30:.2f} GiB)"
 
     @classmethod
-    def find(cls, directory: str | os.PathLike | None, tag: str | None = None) -> Checkpoint:
+    def find(cls, directory: str | os.PathLike | None, tag: str | float | None = None) -> Checkpoint:
         """The one of that tag, or the one that directory/latest names. The same on all processes.
 
         Raises:
@@ -69,7 +70,10 @@ class Checkpoint:
         """
         there = {name: self.shapes[name] for name in (self.shapes if ours is None else ours)}
         if problems := differences(there, shapes):
-            raise ConfigError(f"checkpoint {self.path} is of another model or optimizer: {some_of(problems)}")
+            raise ConfigError(
+                f"checkpoint {self.path} is of another model or optimizer: {some_of(problems)}. To take the parameters "
+                "alone: engine.load_checkpoint(..., load_module_only=True); what fits: load_module_strict=False"
+            )
 
     def read(self, shardings: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Some of its leaves, by name, each laid out by its sharding and compared with its checksum.
@@ -88,6 +92,7 @@ class Checkpoint:
         return read | keys
 
     def _read(self, shardings: Mapping[str, Any]) -> dict[str, jax.Array]:
+        drop_late_answers()
         handler = ocp.PyTreeCheckpointHandler()
         target = {name: shardings.get(name, ocp.PLACEHOLDER) for name in self.shapes}
         arguments = {
@@ -102,7 +107,7 @@ class Checkpoint:
         return {name: found[name] for name in shardings}
 
 
-def restore(directory: str | os.PathLike, shardings: Any, *, tag: str | None = None, shapes: Any = None) -> Any:
+def restore(directory: str | os.PathLike, shardings: Any, *, tag: str | float | None = None, shapes: Any = None) -> Any:
     """The state of a checkpoint, laid out by `shardings`, whatever layout it was saved from.
 
     Args:

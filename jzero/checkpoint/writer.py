@@ -21,6 +21,7 @@ from etils import epath
 from jzero import progress
 from jzero.agreement import agree, anyone
 from jzero.checkpoint.directory import DEFAULT_TAG, STATE, begin, commit, draft_of, place
+from jzero.checkpoint.late import drop_late_answers
 from jzero.checkpoint.leaves import has_room, key_names, nest, snapshot, to_host
 from jzero.errors import CheckpointError, ConfigError, in_a_line
 from jzero.zero import named
@@ -91,7 +92,7 @@ def wait() -> None:
 def save(
     state: Any,
     directory: str | os.PathLike,
-    tag: str | None = None,
+    tag: str | float | None = None,
     *,
     notes: Mapping[str, Any] | None = None,
     latest: bool = True,
@@ -108,7 +109,8 @@ def save(
       tag: default `global_step{state.step}`, which waits for that step.
       notes: what JSON can hold, to be read back from `Checkpoint.notes`.
       latest: name it in directory/latest.
-      max_to_keep: remove the oldest checkpoints with default tags up to this step, so that at most so many are left.
+      max_to_keep: remove the oldest checkpoints with default tags up to this step, so that at most so many are left;
+        those that somebody named stay.
       without: names of leaves to leave out; their checksums are kept.
 
     Returns:
@@ -150,7 +152,7 @@ def save(
 
 
 def _agreed_place(
-    directory: str | os.PathLike, tag: str, notes: Any, room: bool, earlier: str | None
+    directory: str | os.PathLike, tag: str | float, notes: Any, room: bool, earlier: str | None
 ) -> tuple[Path, bool, str | None]:
     """(where to save, with a place made for it; whether there is room for copies; what became of the save before), as
     all processes see it."""
@@ -170,7 +172,7 @@ def _agreed_place(
         said["mistake"] = f"client_state is not JSON: {error}"
     except OSError as error:
         said["problem"] = f"checkpoint {path} cannot be written: {error.strerror}: {error.filename}"
-    all_said = [json.loads(text) for text in agree("saving a checkpoint", json.dumps(said), TIMEOUT)]
+    all_said = [json.loads(text) for text in agree("saving a checkpoint", json.dumps(said, default=str), TIMEOUT)]
     errors: list[ConfigError | CheckpointError] = []
     for key, error_type in (("mistake", ConfigError), ("problem", CheckpointError)):
         errors += [error_type(one[key]) for one in all_said if one[key]]
@@ -211,6 +213,7 @@ def _write(save: Save, copies: dict[str, jax.Array], end: Callable[[], None]) ->
     """Write this process's part of the arrays; when all have, process 0 makes it the checkpoint."""
     draft = draft_of(save.path)
     try:
+        drop_late_answers()
         handler = ocp.PyTreeCheckpointHandler(use_compression=False)  # floats do not become much smaller
 
         def arrays() -> None:

@@ -67,7 +67,10 @@ class Position(NamedTuple):
 
 def other_data(at: Position, samples: int) -> str:
     """What to say of a position that data with so many samples do not have."""
-    return f"position = {at.dump()}: training_data has {samples} samples an epoch; the position is of other data"
+    return (
+        f"position = {at.dump()}: training_data has {samples} samples an epoch; the position is of other data: give "
+        "those, or take the parameters alone (engine.load_checkpoint(..., load_module_only=True)) and begin with these"
+    )
 
 
 SMALL = 2**20  # samples

@@ -55,7 +55,7 @@ def as_source(data: Any) -> Source | Samples:
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         source = Sampled(data)
     elif isinstance(data, Iterable) or callable(data):
-        return Samples(data)
+        return Samples(data.with_format("numpy") if hasattr(data, "with_format") else data)
     else:
         raise ConfigError(
             f"training_data is {type(data).__name__}: must be a pytree of arrays, a sequence of samples, a Hugging "
@@ -158,21 +158,26 @@ def noted(number: int, read: Callable[[], Any]) -> Any:
 
 
 def stack(samples: Sequence[Any]) -> Any:
-    """A batch of samples of one structure and shape.
+    """A batch of samples of one structure and shape; a list of numbers is an array.
 
     Raises:
       ConfigError: of several.
     """
     try:
+        samples = [jax.tree.map(np.asarray, x, is_leaf=_is_numbers) for x in samples]
         batch = jax.tree.map(lambda *xs: np.stack(xs), *samples)
     except ValueError:
-        forms = {str(jax.tree.map(np.shape, x)) for x in samples}
+        forms = {str(jax.tree.map(np.shape, x))[:200] for x in samples}
         raise ConfigError(
             f"training_data: samples of {len(forms)} forms, such as {' and '.join(sorted(forms)[:2])}: all must have "
             "one structure and shape; pad or cut them, or pack documents into rows with jzero.data.Packed"
         ) from None
     check_numbers(batch)
     return batch
+
+
+def _is_numbers(x: Any) -> bool:
+    return isinstance(x, list) and all(isinstance(one, int | float) or _is_numbers(one) for one in x)
 
 
 def check_numbers(batch: Any, fix: str = "; give arrays of numbers") -> None:

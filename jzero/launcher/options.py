@@ -79,8 +79,9 @@ def parser() -> argparse.ArgumentParser:
         help="end the job, with all stacks, when no step has finished for so long; 0: never (default: 1800)",
     )  # fmt: skip
     while_.add_argument(
-        "--grace", type=float, default=30, metavar="SECONDS", help="for scripts to save after Ctrl-C or SIGTERM"
-    )
+        "--grace", type=float, default=30, metavar="SECONDS",
+        help="for scripts to end after Ctrl-C, or to save and end after SIGTERM",
+    )  # fmt: skip
     while_.add_argument("--enable_each_rank_log", metavar="DIR", help="also write each rank's output to a file there")
     while_.add_argument("--save_pid", action="store_true", help="write this command's pid to /tmp/PID.jzero")
     while_.add_argument("--dry_run", action="store_true", help="start nothing; print what would be, as JSON")

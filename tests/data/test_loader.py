@@ -483,3 +483,16 @@ def test_hugging_face_columns():
     first, second = ([int(x) for batch in loader for x in batch["x"]] for _ in range(2))
     assert sorted(first) == sorted(second) == list(range(20))
     assert first != second
+    streamed = data("hugging face", 6).to_iterable_dataset()
+    assert numbers(DataLoader(streamed, Sizes(2, 1, 1))) == list(range(6))
+
+
+def test_lists_of_numbers_are_arrays():
+    lists = [{"x": i, "y": [float(i), -i], "image": [[i, 1], [2, True]]} for i in range(4)]
+    for source in (lists, lambda: iter(lists)):
+        (batch,) = DataLoader(source, Sizes(4, 1, 1), shuffle=False)
+        assert numbers([batch]) == [0, 1, 2, 3]
+        assert np.asarray(batch["image"]).tolist() == [[[i, 1], [2, 1]] for i in range(4)]
+    for ragged in ([[1, 2], [3]], [[[1], [2, 3]]] * 2):
+        with pytest.raises(jzero.ConfigError, match=r"samples of \d forms"):
+            next(iter(DataLoader(ragged, Sizes(2, 1, 1))))

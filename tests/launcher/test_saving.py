@@ -298,7 +298,7 @@ os.chdir(mine)
 tried("hosts", lambda: engine.load_checkpoint(".", tag="a"))
 os.chdir(work)
 tried("nested", lambda: [runs.build(layout, resume=place).global_steps for place in (f"{directory}/new", directory)])
-jzero.checkpoint.writer.TIMEOUT = 3
+jzero.checkpoint.writer.TIMEOUT, jzero.agreement.NOTICE = 3, 1
 jax.block_until_ready(engine.state)
 if rank == 0:
     tried("alone", lambda: engine.save_checkpoint(directory))
@@ -309,6 +309,7 @@ tried("again", lambda: float(engine.train_batch(runs.batch(1))) > 0)
     )  # fmt: skip
     assert done.wait() == 0, done.errors
     assert theirs.exists()
+    assert "jzero: process 0 waits for process 1 (saving a checkpoint): all must make this call" in done.errors
     for rank, texts in enumerate(said(done.output)):
         assert "tag must be the same on all processes, but is 'tag0' on rank 0, 'tag1' on rank 1" in texts["tag"]
         assert "directory must be the same on all processes" in texts["directory"]

@@ -129,7 +129,7 @@ def refused(capsys, *arguments):
 def test_what_is_no_checkpoint(tmp_path, saved, capsys):
     path, _ = saved
     out = tmp_path / "out"
-    assert "holds no checkpoint (no file 'latest')" in refused(capsys, tmp_path, out)
+    assert "(no file 'latest')" in refused(capsys, tmp_path, out)
     assert "holds no checkpoint" in refused(capsys, tmp_path / "nowhere", out)
     assert "global_step9 does not exist" in refused(capsys, path, out, "--tag", "global_step9")
     broken = tmp_path / "broken"

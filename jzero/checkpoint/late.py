@@ -1,0 +1,25 @@
+"""What Orbax and TensorStore still say after a file could not be read or written, of which the error tells all."""
+
+import functools
+import logging
+import re
+import sys
+from typing import Any
+
+
+@functools.cache
+def drop_late_answers() -> None:
+    """Print no traceback for each, in this process from now on.
+
+    Orbax closes its event loop at the first error. TensorStore then answers to it what else was under way, and tasks
+    and coroutines that were abandoned complain of that.
+    """
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if str(error) != "Event loop is closed" and not isinstance(getattr(error, "__cause__", None), GeneratorExit):
+            before(unraisable)
+
+    sys.unraisablehook = hook
+    logging.getLogger("asyncio").addFilter(lambda record: not re.search("orbax|tensorstore", record.getMessage()))
