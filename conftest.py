@@ -8,7 +8,9 @@ import hypothesis
 import jax
 import pytest
 
-hypothesis.settings.load_profile("ci")  # no deadlines: a busy machine is no failure
+if not os.environ.get("CI"):  # where Hypothesis has a profile of its own, without deadlines too
+    hypothesis.settings.register_profile("patient", deadline=None)  # a busy machine is no failure
+    hypothesis.settings.load_profile("patient")
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parent / ".jax_cache"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -39,7 +40,7 @@ def agree(what: str, mine: str, timeout: float = 3600.0) -> list[str]:
         _wait_for_all(what, timeout)
     finally:
         notice.cancel()
-    texts = {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(f"jzero/{what}")}
+    texts = {int(name.rpartition("/")[2]): text for name, text in client.key_value_dir_get(f"jzero/{what}")}
     _wait_for_all(what, timeout)  # nobody removes what somebody has not read
     client.key_value_delete(key)
     return [texts[rank] for rank in range(jax.process_count())]
@@ -86,12 +87,12 @@ def service() -> Any:
 
 
 def _say_who_is_late(what: str) -> None:
-    there = {int(key.rpartition("/")[2]) for key, _ in service().key_value_dir_get(f"jzero/{what}")}
-    if late := sorted(set(range(jax.process_count())) - there):
-        print(
-            f"jzero: process {jax.process_index()} waits for process {some_of(late)} ({what}): all must make this call",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service has gone: the waiting ends with that error
+        there = {int(name.rpartition("/")[2]) for name, _ in service().key_value_dir_get(f"jzero/{what}")}
+        late = sorted(set(range(jax.process_count())) - there)
+        if late and jax.process_index() == min(there, default=None):
+            who = f"process {jax.process_index()} waits for process {some_of(late)}"
+            print(f"jzero: {who} ({what}): all must make this call", file=sys.stderr, flush=True)
 
 
 def _wait_for_all(what: str, timeout: float) -> None:

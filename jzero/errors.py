@@ -30,6 +30,6 @@ def in_a_line(error: Exception) -> str:
     """What an exception says, without the specifications that tensorstore adds."""
     if type(error) is Exception and isinstance(error.__cause__, Exception):  # Orbax's: all of the specification
         error = error.__cause__
-    line = re.split(r" \[\w+=", (str(error).strip().splitlines() or [""])[0])[0][:500]
+    line = re.split(r" \[[\w ]+='", (str(error).strip().splitlines() or [""])[0])[0][:500]
     plain = type(error) is ValueError or isinstance(error, OSError | RuntimeError)
-    return line if line and plain else f"{type(error).__name__}: {line}"
+    return line if line and plain else f"{type(error).__name__}: {line}".removesuffix(": ")

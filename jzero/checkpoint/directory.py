@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import numbers
 import os
 import re
 import shutil
@@ -36,7 +37,7 @@ def place(directory: str | os.PathLike | None, tag: str | float) -> Path:
         raise ConfigError(f"the directory for checkpoints is {directory!r}: give one, or checkpoint.dir in the config")
     root = local(directory, "the directory for checkpoints")
     reserved = ("", ".", "..", LATEST)
-    if isinstance(tag, int | float):
+    if isinstance(tag, numbers.Real):
         tag = str(tag)
     if not isinstance(tag, str) or Path(tag).name != tag or tag.endswith((SAVING, REPLACED)) or tag in reserved:
         raise ConfigError(

@@ -6,6 +6,8 @@ import re
 import sys
 from typing import Any
 
+OF_TASKS = re.compile("(Task|Future) .*(orbax|tensorstore)", re.DOTALL)
+
 
 @functools.cache
 def drop_late_answers() -> None:
@@ -18,8 +20,10 @@ def drop_late_answers() -> None:
 
     def hook(unraisable: Any) -> None:
         error = unraisable.exc_value
-        if str(error) != "Event loop is closed" and not isinstance(getattr(error, "__cause__", None), GeneratorExit):
+        late = type(error) is RuntimeError and str(error) == "Event loop is closed"
+        abandoned = type(error) is Exception and isinstance(error.__cause__, GeneratorExit)
+        if not late and not abandoned:
             before(unraisable)
 
     sys.unraisablehook = hook
-    logging.getLogger("asyncio").addFilter(lambda record: not re.search("orbax|tensorstore", record.getMessage()))
+    logging.getLogger("asyncio").addFilter(lambda record: not OF_TASKS.match(record.getMessage()))

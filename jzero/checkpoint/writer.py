@@ -158,7 +158,7 @@ def _agreed_place(
     all processes see it."""
     path, made = Path(), False
     said = {
-        "directory": str(directory), "tag": tag, "room": room, "earlier": earlier, "mistake": "", "problem": ""
+        "directory": str(directory), "tag": str(tag), "room": room, "earlier": earlier, "mistake": "", "problem": ""
     }  # fmt: skip
     try:
         path = place(directory, tag)
@@ -172,7 +172,7 @@ def _agreed_place(
         said["mistake"] = f"client_state is not JSON: {error}"
     except OSError as error:
         said["problem"] = f"checkpoint {path} cannot be written: {error.strerror}: {error.filename}"
-    all_said = [json.loads(text) for text in agree("saving a checkpoint", json.dumps(said, default=str), TIMEOUT)]
+    all_said = [json.loads(text) for text in agree("saving a checkpoint", json.dumps(said), TIMEOUT)]
     errors: list[ConfigError | CheckpointError] = []
     for key, error_type in (("mistake", ConfigError), ("problem", CheckpointError)):
         errors += [error_type(one[key]) for one in all_said if one[key]]

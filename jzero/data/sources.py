@@ -8,6 +8,8 @@
 | anything with `__len__` and `__getitem__` (a list, PyTorch's map-style datasets) | sample by sample, stacked |
 | a function that makes an iterator; what can be iterated over (an `IterableDataset`) | sample by sample, in its order |
 | an iterator | the same, once |
+
+A list of numbers in a sample is an array.
 """
 
 from __future__ import annotations
@@ -167,17 +169,23 @@ def stack(samples: Sequence[Any]) -> Any:
         samples = [jax.tree.map(np.asarray, x, is_leaf=_is_numbers) for x in samples]
         batch = jax.tree.map(lambda *xs: np.stack(xs), *samples)
     except ValueError:
-        forms = {str(jax.tree.map(np.shape, x))[:200] for x in samples}
+        forms = sorted({str(jax.tree.map(np.shape, x)) for x in samples})
+        what = f"of {len(forms)} forms" if forms[1:] else "with lists of uneven length"
         raise ConfigError(
-            f"training_data: samples of {len(forms)} forms, such as {' and '.join(sorted(forms)[:2])}: all must have "
-            "one structure and shape; pad or cut them, or pack documents into rows with jzero.data.Packed"
+            f"training_data: samples {what}, such as {' and '.join(form[:200] for form in forms[:2])}: all must "
+            "have one structure and shape; pad or cut them, or pack documents into rows with jzero.data.Packed"
         ) from None
     check_numbers(batch)
     return batch
 
 
 def _is_numbers(x: Any) -> bool:
-    return isinstance(x, list) and all(isinstance(one, int | float) or _is_numbers(one) for one in x)
+    if not isinstance(x, list):
+        return False
+    kinds = set(map(type, x))
+    if kinds == {list}:
+        return all(map(_is_numbers, x))
+    return all(issubclass(kind, int | float | np.number | np.bool_) for kind in kinds)
 
 
 def check_numbers(batch: Any, fix: str = "; give arrays of numbers") -> None:

@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def export(
-    directory: str | Path, out: str | Path, *, tag: str | None = None, dtype: str | None = None,
+    directory: str | Path, out: str | Path, *, tag: str | float | None = None, dtype: str | None = None,
     max_shard_size: str | int = "5GB",
 ) -> dict[str, list[Tensor]]:  # fmt: skip
     """Write a checkpoint's parameters to `out`, chunk by chunk; returns file name -> its tensors.

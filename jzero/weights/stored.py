@@ -30,7 +30,7 @@ class Parameters:
       ConfigError: no checkpoint there, one that is not complete or without all parameters, or one that cannot be read.
     """
 
-    def __init__(self, directory: str | os.PathLike, tag: str | None = None):
+    def __init__(self, directory: str | os.PathLike, tag: str | float | None = None):
         self.path = files.find(directory, tag)
         try:
             said = files.read_notes(self.path)

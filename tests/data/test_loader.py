@@ -493,6 +493,6 @@ def test_lists_of_numbers_are_arrays():
         (batch,) = DataLoader(source, Sizes(4, 1, 1), shuffle=False)
         assert numbers([batch]) == [0, 1, 2, 3]
         assert np.asarray(batch["image"]).tolist() == [[[i, 1], [2, 1]] for i in range(4)]
-    for ragged in ([[1, 2], [3]], [[[1], [2, 3]]] * 2):
-        with pytest.raises(jzero.ConfigError, match=r"samples of \d forms"):
+    for ragged, words in (([[1, 2], [3]], "of 2 forms"), ([[[1], [2, 3]]] * 2, "with lists of uneven length")):
+        with pytest.raises(jzero.ConfigError, match=f"samples {words}"):
             next(iter(DataLoader(ragged, Sizes(2, 1, 1))))

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+import time
 
 import pytest
 from jobs import PATIENCE, wait_for
@@ -153,7 +154,7 @@ def test_a_command_that_is_stopped(start, worker):
     job = start(*CPU, 2, worker).until(("ready", 2))
     job.kill(job.process.pid, signal.SIGSTOP)
     try:
-        wait_for(lambda: set(job.processes()) == {job.process.pid}, 30, lambda: str(job.processes()))
+        wait_for(lambda: set(job.processes()) == {job.process.pid}, 20, lambda: str(job.processes()))
     finally:
         os.kill(job.process.pid, signal.SIGCONT)
     assert job.wait(10) != 0
@@ -369,6 +370,7 @@ def test_the_first_to_fail_is_named(start, tmp_path):
     )
     job = start(*CPU, 2, "worker.py")
     assert job.wait() == 1
+    assert time.time() - (tmp_path / "failed").stat().st_mtime < 20
     assert "rank 1 exited with code 1 first" in job.errors
     assert "the cause" in job.errors.split("first")[-1]
     job.gone(5)
