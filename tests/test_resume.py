@@ -279,8 +279,25 @@ def test_parts_of_a_checkpoint(tmp_path):
     assert loaded(load_optimizer_states=False) == ([False, False], 4)  # its place in the schedule
     assert loaded(load_lr_scheduler_states=False) == ([False, True], 4)
     assert loaded(load_module_only=True) == ([True, True], 2)
+    other = build(LAYOUTS["stage1"], optimizer={"type": "SGD", "params": {"lr": 1e-2}})
+    with pytest.raises(jzero.ConfigError, match=r"another model or optimizer: .* load_module_only=True"):
+        other.load_checkpoint(tmp_path)
+    other.load_checkpoint(tmp_path, load_module_only=True)
+    jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(e.state.params) for e in (other, saved)))
     with pytest.raises(jzero.ConfigError, match=r"custom_load_fn: read with jzero\.checkpoint\.restore"):
         saved.load_checkpoint(tmp_path, custom_load_fn=print)
+
+
+def test_the_parameters_for_other_data(tmp_path):
+    first = build(LAYOUTS["stage1"], training_data=data())
+    first.train_batch()
+    first.save_checkpoint(tmp_path)
+    fewer = build(LAYOUTS["stage1"], training_data=data(8))
+    with pytest.raises(jzero.ConfigError, match=r"position is of other data: .* load_module_only=True"):
+        fewer.load_checkpoint(tmp_path)
+    fewer.load_checkpoint(tmp_path, load_module_only=True)
+    jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(e.state.params) for e in (first, fewer)))
+    fewer.train_batch()
 
 
 def test_a_checkpoint_without_the_frozen_parameters(tmp_path):

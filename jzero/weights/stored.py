@@ -16,7 +16,7 @@ import tensorstore as ts
 
 from jzero.checkpoint import directory as files
 from jzero.checkpoint.leaves import part_of_checksum
-from jzero.errors import CheckpointError, ConfigError
+from jzero.errors import CheckpointError, ConfigError, in_a_line
 from jzero.weights.layout import Array, Box, dotted
 
 SMALL = 32 * 2**20  # bytes of a leaf that is read at once
@@ -70,6 +70,6 @@ class Parameters:
                 total += part_of_checksum(values, corner, shape)
                 yield box, values
         except (ValueError, OSError) as error:
-            raise ConfigError(f"checkpoint {self.path}: {name} cannot be read: {error}") from None
+            raise ConfigError(f"checkpoint {self.path}: {name} cannot be read: {in_a_line(error)}") from None
         if total % 2**32 != self._sums[name]:
             raise ConfigError(f"checkpoint {self.path} is damaged: {name} is not what was saved (checksums differ)")

@@ -147,9 +147,13 @@ def test_what_is_no_checkpoint(tmp_path, saved, capsys):
 def test_damaged_data(tmp_path, capsys):
     made = engine(zero=2)
     made.save_checkpoint(tmp_path / "ckpt").wait()
-    for file in (tmp_path / "ckpt").glob("*/state/ocdbt.process_0/d/*"):
-        file.write_bytes(file.read_bytes()[:1])  # an export reads the parameters alone, wherever in the file they are
-    assert "cannot be read" in refused(capsys, tmp_path / "ckpt", tmp_path / "out")
+    # an export reads the parameters alone, wherever in the values' file they are, and the list of what is where
+    for damaged in ("ocdbt.process_0/d", "d"):
+        for file in (tmp_path / "ckpt").glob(f"*/state/{damaged}/*"):
+            file.write_bytes(file.read_bytes()[:1])
+        said = refused(capsys, tmp_path / "ckpt", tmp_path / "out")
+        assert "cannot be read" in said
+        assert "tensorstore_spec" not in said
     assert not (tmp_path / "out").exists()
 
 
