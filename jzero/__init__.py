@@ -1,18 +1,51 @@
-"""jzero: data and pipeline parallelism and ZeRO 1, 2, 3 for JAX, from one config and one compiled train step."""
+"""jzero: data and pipeline parallelism and ZeRO 1, 2, 3 for JAX, from one config and one compiled train step.
 
-from jzero import checkpoint
-from jzero.config import Config
-from jzero.data import RepeatingLoader
-from jzero.distributed import get_local_rank, get_rank, get_world_size, init_distributed, log_dist
-from jzero.engine import Engine
-from jzero.errors import CheckpointError, ConfigError
-from jzero.initialize import initialize
-from jzero.mesh import make_mesh
-from jzero.model import from_flax
-from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
-from jzero.report import report
-from jzero.state import TrainState
-from jzero.train_step import TrainStep, make_train_step
+Names are imported on first use, so that the `jzero` command answers without loading JAX.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jzero import checkpoint, weights
+    from jzero.adapters.from_flax import from_flax
+    from jzero.config import Config
+    from jzero.data import RepeatingLoader
+    from jzero.distributed.joining import get_local_rank, get_rank, get_world_size, init_distributed, log_dist
+    from jzero.engine.engine import Engine
+    from jzero.engine.initialize import initialize
+    from jzero.engine.run_report import report
+    from jzero.errors import CheckpointError, ConfigError
+    from jzero.mesh import make_mesh
+    from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
+    from jzero.state import TrainState
+    from jzero.train_step import TrainStep, make_train_step
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "CheckpointError": "errors",
+    "Config": "config",
+    "ConfigError": "errors",
+    "Engine": "engine.engine",
+    "LayerSpec": "pipeline.module",
+    "PipelineModule": "pipeline.module",
+    "RepeatingLoader": "data",
+    "TiedLayerSpec": "pipeline.module",
+    "TrainState": "state",
+    "TrainStep": "train_step",
+    "from_flax": "adapters.from_flax",
+    "get_local_rank": "distributed.joining",
+    "get_rank": "distributed.joining",
+    "get_world_size": "distributed.joining",
+    "init_distributed": "distributed.joining",
+    "initialize": "engine.initialize",
+    "log_dist": "distributed.joining",
+    "make_mesh": "mesh",
+    "make_train_step": "train_step",
+    "report": "engine.run_report",
+}
+_ROOMS = ("checkpoint", "config", "data", "distributed", "engine", "optimizers", "pipeline", "planner", "weights")
 
 __all__ = [
     "CheckpointError",
@@ -36,5 +69,19 @@ __all__ = [
     "make_mesh",
     "make_train_step",
     "report",
+    "weights",
 ]
-__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(f"jzero.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
+    if name in _ROOMS:
+        return importlib.import_module(f"jzero.{name}")
+    raise AttributeError(f"module 'jzero' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_ROOMS})

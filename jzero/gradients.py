@@ -13,13 +13,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from jzero import zero
+from jzero import sharding, zero
 from jzero.config import ActivationCheckpointing, Config
 from jzero.errors import ConfigError
 from jzero.mesh import BATCH_AXES, present, replicas
 from jzero.model import ENDS, STACK, Model, StackModel, fold
 from jzero.precision import Precision, cast
-from jzero.stack import checkpointed, run_stack, unrolls
+from jzero.remat import checkpointed
+from jzero.stack import run_stack, unrolls
 
 
 class Result(NamedTuple):
@@ -56,7 +57,7 @@ class Gradients:
         self.leaves = self.used = leaves  # `used`: the leaves as the (active, passive) trees have them
         self.unrolled = False
         if self.stacked:
-            self.length = zero.stack_length(leaves)
+            self.length = sharding.stack_length(leaves)
             self.unrolled = unrolls(config, self.length)
             if self.unrolled:
                 self.used = {ENDS: leaves[ENDS], STACK: [leaves[STACK]] * self.length}

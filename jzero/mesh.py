@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jzero.distributed import hosts, init_distributed
+from jzero.distributed.joining import hosts, init_distributed
 from jzero.errors import ConfigError
 
 if TYPE_CHECKING:

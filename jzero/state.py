@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from jzero import zero
+from jzero import sharding
 from jzero.errors import ConfigError, some_of
+from jzero.loss_scale import LossScale
 from jzero.mesh import shardings
 from jzero.model import Model
-from jzero.precision import LossScale, Precision, cast
+from jzero.precision import Precision, cast
+from jzero.tree import differences, named, partition
 
 RUN_KEY = 2**31 - 1  # folded into the key of `init` for the steps' own: no model draws that many parameters
 
@@ -66,8 +68,8 @@ class States:
         self.shapes = jax.eval_shape(self._new, jax.random.key(0))
         self.specs = dataclasses.replace(
             jax.tree.map(lambda _: PartitionSpec(), self.shapes),
-            params=zero.specs(leaves),
-            opt_state=zero.specs(zero.optimizer_leaves(self.shapes.opt_state, leaves)),
+            params=sharding.specs(leaves),
+            opt_state=sharding.specs(sharding.optimizer_leaves(self.shapes.opt_state, leaves)),
         )
         self.shardings = shardings(mesh, self.specs)
         self._init = jit(self._new, out_shardings=self.shardings)
@@ -80,7 +82,7 @@ class States:
         return self._around(cast(self._model.init(rng), self._precision.master), rng)
 
     def _around(self, params: Any, rng: jax.Array) -> TrainState:
-        opt_state = self._tx.init(zero.partition(self._leaves, params)[0])
+        opt_state = self._tx.init(partition(self._leaves, params)[0])
         return TrainState(
             jnp.zeros((), jnp.int32), params, opt_state, self._loss_scale(), jax.random.fold_in(rng, RUN_KEY)
         )
@@ -103,8 +105,8 @@ class States:
     def _fit(self, params: Any) -> Any:
         """Parameters laid out as this step's, in the masters' dtypes."""
         own = self.shapes.params
-        here, there = ({name: x.shape for name, x in zero.named(tree).items()} for tree in (own, params))
-        if problems := zero.differences(there, here):
+        here, there = ({name: x.shape for name, x in named(tree).items()} for tree in (own, params))
+        if problems := differences(there, here):
             raise ConfigError(f"init(rng, params): the params are another model's: {some_of(problems)}")
         return jax.tree.map(
             lambda x, like, to: jax.device_put(x.astype(like.dtype), to), params, own, self.shardings.params

@@ -17,16 +17,21 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero import batches, lr_schedules, optimizers, progress, zero
+from jzero import optimizers, sharding
+from jzero.batch import check_batch, place_batch, rows_of_this_process
 from jzero.config import Config
+from jzero.distributed import heartbeat
+from jzero.distributed.consistency import Guard
 from jzero.errors import ConfigError
 from jzero.gradients import Gradients, Result
-from jzero.guard import Guard
+from jzero.loss_scale import LossScale
 from jzero.mesh import PIPE, batch_spec, check_against, check_mesh, is_gpu, make_mesh, replicas
 from jzero.model import ENDS, Model, StackModel, check_model
-from jzero.pipeline.gradients import pipeline_gradients
-from jzero.precision import LossScale, Precision
+from jzero.optimizers import lr_schedules
+from jzero.pipeline.stages import pipeline_gradients
+from jzero.precision import Precision
 from jzero.state import States, TrainState, check_alive
+from jzero.tree import combine, named, partition
 
 # Measured on 4 x H200 (experiments/benchmarks): cuBLAS instead of Triton matrix products +5 %, and larger combined
 # collectives under the scheduler that overlaps them +2 %.
@@ -95,7 +100,7 @@ class TrainStep:
         self.batch_sizes = config.batch(self.replicas, former)
         self.precision = Precision.from_config(config)
         abstract = jax.eval_shape(model.init, jax.random.key(0))
-        self.leaves = zero.layout(
+        self.leaves = sharding.layout(
             abstract,
             stage=config.zero_optimization.stage,
             mesh=self.mesh,
@@ -116,7 +121,7 @@ class TrainStep:
         self.trainable_names = [leaf.name for leaf in trainable]
         self.own_optimizer = optimizer is not None
         self.schedule = self._choose_schedule(optimizer, lr_scheduler)
-        stacked, _ = zero.partition(self.leaves, jax.tree.map(lambda leaf: leaf.stacked, self.leaves))
+        stacked, _ = partition(self.leaves, jax.tree.map(lambda leaf: leaf.stacked, self.leaves))
         tx = optimizers.resolve(
             optimizer, config.optimizer, self.schedule, stacked=stacked, state_dtype=self.precision.optimizer_state
         )
@@ -143,7 +148,7 @@ class TrainStep:
     def _vocabulary(self, params: Any) -> dict[str, int]:
         """name -> dimension of the leaves of the ends whose vocabulary the pipeline divides: all of them or none."""
         stages = self.mesh.shape[PIPE]
-        known = zero.named(params)
+        known = named(params)
         wanted = {f"{ENDS}/{name}": dim for name, dim in getattr(self.model, "vocabulary", {}).items()}
         if unknown := sorted(wanted.keys() - known.keys()):
             raise ConfigError(f"{self.model!r}: vocabulary names {unknown}, no parameters; they are {', '.join(known)}")
@@ -207,7 +212,7 @@ class TrainStep:
         return jax.shard_map(f, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
 
     def _update(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics, Details]:
-        grad_specs, _ = zero.partition(self.leaves, self.state_specs.params)
+        grad_specs, _ = partition(self.leaves, self.state_specs.params)
         replicated: Any = PartitionSpec()
         gradients = self._map(self.gradients, 2, Result(grad_specs, replicated, replicated, replicated))
         scale = state.loss_scale.scale
@@ -220,7 +225,7 @@ class TrainStep:
         clip = self.config.gradient_clipping
         factor = jnp.where(norm > clip, clip / norm, 1.0) / unit if clip else 1 / unit
         grads = jax.tree.map(lambda g: g * factor, grads)
-        old, frozen = zero.partition(self.leaves, state.params)
+        old, frozen = partition(self.leaves, state.params)
         updates, opt_state = self.tx.update(grads, state.opt_state, old, value=loss)
         finite = (jnp.isfinite(squares) & jnp.isfinite(unit)) | (not self.precision.check_overflow)
         params, opt_state = jax.tree.map(
@@ -230,7 +235,7 @@ class TrainStep:
         state = dataclasses.replace(
             state,
             step=state.step + 1,
-            params=zero.combine(self.leaves, params, frozen),
+            params=combine(self.leaves, params, frozen),
             opt_state=opt_state,
             loss_scale=self.precision.scaler.update(state.loss_scale, finite),
         )
@@ -277,9 +282,9 @@ class TrainStep:
         return self._run(state, self._concatenate(parts))
 
     def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics, Details]:
-        progress.begin()
+        heartbeat.begin()
         done = self._step(state, batch)
-        progress.finished_when(done[1]["loss"])
+        heartbeat.finished_when(done[1]["loss"])
         return done
 
     def join(self, parts: Sequence[Any]) -> Any:
@@ -290,11 +295,11 @@ class TrainStep:
         """The loss, without dropout or update, of a global batch whose rows are any multiple of micro x replicas."""
         self._check_batch(batch, self.micro_size, multiples=True)
         check_alive(state)
-        batch = batches.place(batch, self.batch_sharding, len(jax.tree.leaves(batch)[0]))
+        batch = place_batch(batch, self.batch_sharding, len(jax.tree.leaves(batch)[0]))
         self._guard.check("evaluation", batch)
-        progress.begin()
+        heartbeat.begin()
         loss = self._evaluate(state.params, batch)
-        progress.finished_when(loss)
+        heartbeat.finished_when(loss)
         return loss
 
     def micro_loss(self, state: TrainState, part: Any, index: int) -> jax.Array:
@@ -320,18 +325,18 @@ class TrainStep:
 
     def place(self, batch: Any) -> Any:
         """A global batch laid out over (`data`, `zero`); of many processes each gives all of it or its own rows."""
-        return batches.place(batch, self.batch_sharding, self.batch_sizes.train)
+        return place_batch(batch, self.batch_sharding, self.batch_sizes.train)
 
     def place_micro_batch(self, part: Any) -> Any:
         """A micro-batch of all replicas, the same way."""
         self._check_batch(part, self.micro_size)
-        return batches.place(part, self.batch_sharding, self.micro_size)
+        return place_batch(part, self.batch_sharding, self.micro_size)
 
     def _check_batch(self, batch: Any, rows: int, multiples: bool = False) -> None:
         b = self.batch_sizes
         why = f"train_batch_size {b.train} = micro-batch {b.micro} x accumulation {b.accum} x {self.replicas} replicas"
-        here = rows if jax.process_count() == 1 else len(batches.my_rows(self.batch_sharding, rows))
-        batches.check(batch, rows, here, why, multiples)
+        here = rows if jax.process_count() == 1 else len(rows_of_this_process(self.batch_sharding, rows))
+        check_batch(batch, rows, here, why, multiples)
 
 
 def _with_stages(config: Config, model: Model, mesh: Mesh | None) -> Config:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jzero import vocabulary
+from jzero.pipeline import vocab_parallel
 
 Attend = Literal["auto", "cudnn", "xla"]
 Hidden = jax.Array | tuple[jax.Array, jax.Array]  # x_BSD, or with the segments_BS that it is divided into
@@ -181,13 +181,13 @@ class Llama(nnx.Module):
             self.head = _linear(c.d_model, c.vocab_size, 0.02, rngs)
 
     def prefix(self, batch: dict[str, jax.Array]) -> Hidden:
-        x_BSD = vocabulary.embed(self.embed[...], batch["inputs"])
+        x_BSD = vocab_parallel.embed(self.embed[...], batch["inputs"])
         return (x_BSD, batch["segments"]) if "segments" in batch else x_BSD
 
     def suffix(self, x: Hidden, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """(sum of the tokens' cross-entropies, number of tokens)."""
         x_BSD = x[0] if isinstance(x, tuple) else x
-        return vocabulary.cross_entropy(self.norm(x_BSD), self.head_DV, batch["labels"])
+        return vocab_parallel.cross_entropy(self.norm(x_BSD), self.head_DV, batch["labels"])
 
     def report_notes(self, dtype: jnp.dtype) -> list[str]:
         """What the run report says about this model when it computes in `dtype`."""

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jzero import config as config_module
-from jzero import kinds, optimizers, params
+from jzero import optimizers
 from jzero.config import Config, keys, screen, suggest
 from jzero.config import config as config_class_module
 from jzero.errors import ConfigError
+from jzero.values import kinds, tables
 
 
 def problems(source) -> tuple[str, ...]:
@@ -724,7 +725,7 @@ def test_mesh_errors(given, devices, parts):
 # ---- the module -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", [config_module, config_class_module, kinds, params, suggest])
+@pytest.mark.parametrize("module", [config_module, config_class_module, kinds, tables, suggest])
 def test_doctests(module):
     result = doctest.testmod(module)
     assert result.attempted > 0

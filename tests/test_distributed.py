@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from jzero.distributed import Place, find_place, get_local_rank, get_rank, get_world_size, log_dist, slurm_hosts
+from jzero.distributed.joining import Place, find_place, get_local_rank, get_rank, get_world_size, log_dist, slurm_hosts
+from jzero.distributed.rendezvous import meet
 from jzero.errors import ConfigError
-from jzero.rendezvous import meet
 
 RUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}
 SLURM = {

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jzero import lr_schedules
 from jzero.errors import ConfigError
+from jzero.optimizers import lr_schedules
 
 STEPS = 60
 

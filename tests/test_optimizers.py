@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero import optimizers
 from jzero.errors import ConfigError
-from jzero.lr_schedules import Schedule, build
 from jzero.optimizers import base_lr, describe, lr_of, per_layer, resolve
+from jzero.optimizers.lr_schedules import Schedule, build
 
 LAYERS, STEPS = 4, 3
 RATES = {"learning_rate", "max_learning_rate"}

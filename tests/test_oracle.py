@@ -16,8 +16,8 @@ import optax
 import pytest
 
 import jzero
+from jzero.loss_scale import NonFiniteError
 from jzero.model import stack_loss
-from jzero.precision import NonFiniteError
 from models.llama import Llama, LlamaConfig
 from models.mlp import MLP, cross_entropy
 

@@ -23,10 +23,10 @@ from test_oracle import ADAMW, FAST, assert_bitwise, place
 from test_pipeline_module import EMBED, HEAD, Residual, Wide, finish, pipeline, start
 
 import jzero
-from jzero import vocabulary
+from jzero.engine.run_report import report
 from jzero.model import stack_loss
+from jzero.pipeline import vocab_parallel
 from jzero.planner import memory
-from jzero.report import report
 from models.llama import Llama, LlamaConfig
 
 LR, BOUND = 1e4, 1e-6
@@ -55,13 +55,13 @@ class Decoder:
         return {"ends": {"embed": normal(keys[0], self.vocab, WIDTH), **head}, "stack": stack}
 
     def prefix(self, ends, batch, rng):
-        return vocabulary.embed(ends["embed"], batch["inputs"])
+        return vocab_parallel.embed(ends["embed"], batch["inputs"])
 
     def block(self, layer, x, rng):
         return x + jnp.tanh(x @ layer["w"] + layer["b"])
 
     def suffix(self, ends, x, batch, rng):
-        return vocabulary.cross_entropy(x, ends["embed"].T if self.tied else ends["head"], batch["labels"])
+        return vocab_parallel.cross_entropy(x, ends["embed"].T if self.tied else ends["head"], batch["labels"])
 
     def loss(self, params, batch, rng):
         return stack_loss(self, params, batch, rng)
@@ -127,7 +127,7 @@ class Integers(Decoder):
         }
 
     def prefix(self, ends, batch, rng):
-        return vocabulary.embed(ends["embed"], (batch["inputs"] + ends["shift"]) % VOCAB)
+        return vocab_parallel.embed(ends["embed"], (batch["inputs"] + ends["shift"]) % VOCAB)
 
     def block(self, layer, x, rng):
         return x + layer["sign"] * jnp.tanh(x @ layer["w"] + layer["b"])

@@ -13,8 +13,8 @@ from flax import linen, nnx
 
 import jzero
 from jzero.model import StackModel, fold
+from jzero.pipeline.layer_switch import switched
 from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
-from jzero.pipeline.switch import switched
 
 X = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
 Y = np.random.default_rng(1).normal(size=(4, 2)).astype(np.float32)

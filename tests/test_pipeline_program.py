@@ -39,7 +39,7 @@ from test_collectives import SEPARATE, SIZE, pytestmark  # noqa: F401
 from test_pipeline import Case, Decoder
 
 import jzero
-from jzero import vocabulary
+from jzero.pipeline import vocab_parallel
 from jzero.pipeline.program import make_program
 from jzero.pipeline.schedules import make_schedule
 from jzero.planner import collectives, gpu_devices, memory
@@ -65,7 +65,7 @@ class Scaled(Decoder):
         return x + jnp.tanh(jnp.tanh(x @ layer["w"] + layer["b"]) @ layer["v"])[..., :WIDTH]
 
     def suffix(self, ends, x, batch, rng):
-        return vocabulary.cross_entropy(x * ends["scale"], ends["head"], batch["labels"])
+        return vocab_parallel.cross_entropy(x * ends["scale"], ends["head"], batch["labels"])
 
 
 def compile(case, model, rows, sequence, **options):

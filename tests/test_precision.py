@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jzero.config import Config
-from jzero.precision import MAX_STUCK, NonFiniteError, Precision, Scaler, cast, check_stuck
+from jzero.loss_scale import MAX_STUCK, NonFiniteError, Scaler, check_stuck
+from jzero.precision import Precision, cast
 
 
 class Reference:

@@ -9,7 +9,7 @@ import pytest
 from flax import linen, nnx
 
 import jzero
-from jzero.accounting import state_bytes
+from jzero.planner.state_bytes import state_bytes
 from models.llama import Llama, LlamaConfig
 from models.mlp import MLP, cross_entropy
 

@@ -27,7 +27,7 @@ def samples():
 @pytest.fixture(autouse=True)
 def no_signal_handler(monkeypatch):
     """SIGTERM stays pytest's."""
-    monkeypatch.setattr(jzero.preemption, "listen", lambda: None)
+    monkeypatch.setattr(jzero.distributed.preemption, "listen", lambda: None)
 
 
 # ------------------------------------------------------------------------------------------- bit for bit

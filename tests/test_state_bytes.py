@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import jzero
-from jzero.accounting import bytes_per_device, state_bytes
 from jzero.planner import gpu_devices
+from jzero.planner.state_bytes import bytes_per_device, state_bytes
 from models.llama import Llama, LlamaConfig, preset
 from models.mlp import MLP, cross_entropy
 

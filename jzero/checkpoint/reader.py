@@ -16,13 +16,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jzero.agreement import agree, anyone, check_same, together
 from jzero.checkpoint import directory as files
 from jzero.checkpoint import writer
 from jzero.checkpoint.late import drop_late_answers
 from jzero.checkpoint.leaves import checksums, is_key, nest
+from jzero.distributed.host_collectives import agree, anyone, check_same, together
 from jzero.errors import CheckpointError, ConfigError, in_a_line, some_of
-from jzero.zero import differences, named
+from jzero.tree import differences, named
 
 
 class Checkpoint:

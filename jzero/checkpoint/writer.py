@@ -18,13 +18,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jzero import progress
-from jzero.agreement import agree, anyone
 from jzero.checkpoint.directory import DEFAULT_TAG, STATE, begin, commit, draft_of, place
 from jzero.checkpoint.late import drop_late_answers
 from jzero.checkpoint.leaves import has_room, key_names, nest, snapshot, to_host
+from jzero.distributed import heartbeat
+from jzero.distributed.host_collectives import agree, anyone
 from jzero.errors import CheckpointError, ConfigError, in_a_line
-from jzero.zero import named
+from jzero.tree import named
 
 TIMEOUT = 1800.0  # seconds in which all processes have to call save
 CHUNK = 64 * 2**20  # bytes: what a reader of a part of a leaf has to hold at least
@@ -130,7 +130,7 @@ def save(
             raise ConfigError("saving a checkpoint: this state has no `step` that a default tag could say; pass tag=")
         tag = DEFAULT_TAG.format(int(state.step))
     path, room, earlier = _agreed_place(directory, tag, notes, has_room(leaves), earlier)
-    progress.begin()
+    heartbeat.begin()
     copies, sums = snapshot(leaves, room)
     described = {name: [str(copies[name].dtype), list(copies[name].shape)] for name in sorted(copies)}
     copies = {name: x for name, x in copies.items() if name not in without}
@@ -145,7 +145,7 @@ def save(
     _last = Save(path)
     _last.thread = threading.Thread(target=_write, args=(_last, copies, end), name="jzero checkpoint")
     _last.thread.start()
-    progress.finished_when(None)
+    heartbeat.finished_when(None)
     if earlier:
         raise CheckpointError(f"{earlier}. {path}, the one after it, is being written")
     return _last

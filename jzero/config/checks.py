@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Collection, Iterator
 
-from jzero import lr_schedules, optimizers
+from jzero import optimizers
 from jzero.config.sections import MeshConfig, Settings
 from jzero.config.sizes import AXES_TO_COME, HPZ, MICS, asked_degrees, zero_group
+from jzero.optimizers import lr_schedules
 from jzero.pipeline.schedules import too_many_chunks
 
 Check = Callable[[Settings], Iterator[str]]

@@ -1,7 +1,7 @@
 """`Config`: the sections, read from a source, screened, checked against each other, and asked for sizes.
 
 The other files of this package, in the order in which a config passes them: `source` (file to dict), `screen` (keys
-that are no fields, with `keys` and `suggest`), `sections` (the fields, with `jzero.kinds`), `checks`, `sizes`.
+that are no fields, with `keys` and `suggest`), `sections` (the fields, with `jzero.values.kinds`), `checks`, `sizes`.
 """
 
 import os
@@ -17,7 +17,7 @@ from jzero.config.screen import MISSING, explain, plain, pop, screen
 from jzero.config.sections import Settings
 from jzero.config.source import read
 from jzero.errors import ConfigError
-from jzero.kinds import Dtype
+from jzero.values.kinds import Dtype
 
 
 class Config(Settings):

@@ -8,7 +8,7 @@ When a feature arrives its row leaves this file and becomes a field of `sections
 from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
-from jzero.kinds import COUNT, DTYPE_OR_NULL, FLAG, NAMES, POSITIVE, TEXT, Kind, number, show
+from jzero.values.kinds import COUNT, DTYPE_OR_NULL, FLAG, NAMES, POSITIVE, TEXT, Kind, number, show
 
 
 def dotted(section: str, key: str) -> str:

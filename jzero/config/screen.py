@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from jzero.config import keys
 from jzero.config.sections import Section, Settings
 from jzero.config.suggest import names, suggest
-from jzero.kinds import show
+from jzero.values.kinds import show
 
 MISSING: Any = object()
 

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
-from jzero import kinds
-from jzero.kinds import Dtype, number, one_of
 from jzero.pipeline import schedules
+from jzero.values import kinds
+from jzero.values.kinds import Dtype, number, one_of
 
 Policy = Literal["none", "full", "matmuls"]
 Reduction = Literal["mean", "sum"]

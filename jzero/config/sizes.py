@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from jzero.config.sections import Settings
 from jzero.errors import ConfigError
-from jzero.kinds import either
+from jzero.values.kinds import either
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 TRAIN, MICRO, ACCUM = BATCH

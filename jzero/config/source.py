@@ -10,7 +10,7 @@ from typing import Any
 import hjson
 
 from jzero.errors import ConfigError
-from jzero.kinds import show
+from jzero.values.kinds import show
 
 ACCEPTED = "a path to a JSON or hjson file, a dict, a urlsafe-base64 string of JSON, or a Config"
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable
 
 from jzero.config.keys import CLIP, dotted
-from jzero.kinds import closest, either, show
+from jzero.values.kinds import closest, either, show
 
 # Parameters of an optimizer or schedule that people write one level too high.
 _PARAMS = {

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from jzero import batches
+from jzero.batch import place_batch, rows_of_this_process
 from jzero.data.order import Position, other_data
 from jzero.data.sources import Samples, as_source, too_few
 from jzero.errors import ConfigError
@@ -129,13 +129,16 @@ class DataLoader:
         return batch
 
     def _start(self, micro: int, train: int) -> None:
-        from jzero.data.stream import Plan, stream  # imports grain, which takes a second
+        from jzero.data.stream import (
+            Plan,
+            stream,  # imports grain, which takes a second
+        )
 
         self._stop()
         sharding = self.step.batch_sharding
         plan = Plan(
             self.source, self.seed if self.shuffle else None, self.drop_last, micro, train,
-            mine=batches.my_rows(sharding, micro), put=lambda rows: batches.place(rows, sharding, micro),
+            mine=rows_of_this_process(sharding, micro), put=lambda rows: place_batch(rows, sharding, micro),
         )  # fmt: skip
         self._streams, self._sizes = [stream(plan, self._at)], (micro, train)
         # With the loader, or when Python ends: a thread that is then inside of C++ would abort the process.

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from jzero.errors import ConfigError
-from jzero.zero import named
+from jzero.tree import named
 
 
 @runtime_checkable

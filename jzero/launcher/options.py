@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jzero.kinds import closest
+from jzero.values.kinds import closest
 
 LAUNCHERS = ("ssh", "slurm", "openmpi", "k8s")
 

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jzero.distributed.preemption import EXIT_CODE as SAVED
 from jzero.errors import ConfigError
 from jzero.launcher import preflight
 from jzero.launcher.job import Job, Process
 from jzero.launcher.link import Link
 from jzero.launcher.printer import Printer
-from jzero.preemption import EXIT_CODE as SAVED
 
 SILENCE = 8.0  # seconds without a word from an agent
 QUIET = 20.0  # seconds until the command says what it waits for

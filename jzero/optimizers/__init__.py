@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from jzero.errors import ConfigError
-from jzero.lr_schedules import Schedule, from_config
+from jzero.optimizers.lr_schedules import Schedule, from_config
 from jzero.optimizers.table import _PLAIN, _WHOLE, Row, look_up
 from jzero.optimizers.transforms import Knobs
 from jzero.optimizers.wrappers import Transform, in_fp32, per_layer

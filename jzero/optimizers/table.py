@@ -15,10 +15,10 @@ import optax
 import optax.contrib
 
 from jzero.errors import ConfigError
-from jzero.kinds import FLAG, FRACTION, NON_NEGATIVE32, Kind, one_of
 from jzero.optimizers import transforms
 from jzero.optimizers.wrappers import Transform, per_layer
-from jzero.params import Param, did_you_mean, drop_auto, only, read_params, signature_params
+from jzero.values.kinds import FLAG, FRACTION, NON_NEGATIVE32, Kind, one_of
+from jzero.values.tables import Param, did_you_mean, drop_auto, only, read_params, signature_params
 
 
 @dataclass(frozen=True)

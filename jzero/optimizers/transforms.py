@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from jzero.lr_schedules import Schedule
+from jzero.optimizers.lr_schedules import Schedule
 from jzero.optimizers.wrappers import Transform, labels, per_layer
 
 

@@ -18,11 +18,11 @@ from jzero.errors import ConfigError
 from jzero.gradients import sum_and_count
 from jzero.mesh import PIPE
 from jzero.model import ENDS, STACK, fold
-from jzero.pipeline.chunk import Chunk, join_floats, split_floats
 from jzero.pipeline.program import Program, Runs, count
+from jzero.pipeline.split_backward import Chunk, join_floats, split_floats
 
 if TYPE_CHECKING:
-    from jzero.pipeline.gradients import PipelineGradients
+    from jzero.pipeline.stages import PipelineGradients
 
 Columns = dict[str, jax.Array]
 

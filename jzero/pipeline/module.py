@@ -6,7 +6,7 @@ half of the parameters, the module is prefix + layer stack + suffix as in `jzero
     {"ends": {"layers": {"0": ...}, "tied": {key: ...}}, "stack": the run's, on a leading axis}
 
 Otherwise it is heterogeneous, {"layers": {"0": ..., "1": ...}, "tied": {key: ...}}. A pipeline cuts the stack; where
-there is none, or the stages do not divide it, it cuts the list of layers: see `jzero.pipeline.switch`.
+there is none, or the stages do not divide it, it cuts the list of layers: see `jzero.pipeline.layer_switch`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from jzero.errors import ConfigError
 from jzero.model import ENDS, STACK, fold, stack_loss
-from jzero.pipeline.layers import (
+from jzero.pipeline.layer_spec import (
     Layer,
     LayerSpec,
     TiedLayerSpec,
@@ -33,8 +33,8 @@ from jzero.pipeline.layers import (
     saying,
     show,
     signature,
-    size,
-)  # fmt: skip
+    size,  # fmt: skip
+)
 from jzero.pipeline.partition import partition
 
 __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.errors import ConfigError, some_of
-from jzero.zero import named
+from jzero.tree import named
 
 Box = tuple[slice, ...]  # part of an array: start and stop in every dimension
 KEYS = {"name", "leaf", "columns", "transposed"}

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.agreement import together
+from jzero.distributed.host_collectives import together
 from jzero.errors import ConfigError, some_of
 from jzero.model import weights_layout
+from jzero.tree import differences, path_name
 from jzero.weights.layout import Array, Tensor, assign, dotted, leaves_of, tensors
 from jzero.weights.safetensors import File
-from jzero.zero import differences, path_name
 
 TORCH = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 

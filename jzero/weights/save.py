@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jzero import progress
-from jzero.agreement import anyone
+from jzero.distributed import heartbeat
+from jzero.distributed.host_collectives import anyone
 from jzero.errors import ConfigError
 from jzero.model import weights_layout
 from jzero.weights.export import config_json, write_json
@@ -67,12 +67,12 @@ def save(params: Any, step: Any, directory: str | os.PathLike, filename: str, dt
         writer = on_first(begin)
         if said := anyone("save_16bit_model", problem):
             raise ConfigError(said)
-        progress.begin()
+        heartbeat.begin()
         # The writer casts to float16, as it sees what is beyond its range; bfloat16 has float32's.
         for part in gather(params, step.leaves, step.mesh, None if dtype == np.float16 else dtype):
             on_first(lambda part: writer.write(*part), part)
         on_first(finish)
-        progress.finished_when(None)
+        heartbeat.finished_when(None)
         if said := anyone("save_16bit_model", problem):
             raise ConfigError(said)
     finally:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
 import jzero
-from jzero.batches import my_rows
+from jzero.batch import my_rows
 from jzero.data import DataLoader, RepeatingLoader, order
 from jzero.data.order import Position, shuffled
 from jzero.data.sources import as_source

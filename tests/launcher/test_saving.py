@@ -232,7 +232,7 @@ def test_sigterm_saves_at_one_step_on_all(job, tmp_path, straight, told):
     layout = "stage2 x 2"
     running = job(TRAIN, "train", layout, tmp_path / "runs", PACE="1").until(("step 3", 2))
     running.kill(running.process.pid if told == "command" else running.rank(int(told[-1])), signal.SIGTERM)
-    assert running.wait(40) == jzero.preemption.EXIT_CODE == 75, running.errors
+    assert running.wait(40) == jzero.distributed.preemption.EXIT_CODE == 75, running.errors
     running.gone()
     assert running.took() < 30
     (step,) = re.findall(r"SIGTERM: saved .*/global_step(\d+); exit code 75", running.output)
@@ -301,7 +301,7 @@ os.chdir(mine)
 tried("hosts", lambda: engine.load_checkpoint(".", tag="a"))
 os.chdir(work)
 tried("nested", lambda: [runs.build(layout, resume=place).global_steps for place in (f"{directory}/new", directory)])
-jzero.checkpoint.writer.TIMEOUT, jzero.agreement.NOTICE = 3, 1
+jzero.checkpoint.writer.TIMEOUT, jzero.distributed.host_collectives.NOTICE = 3, 1
 jax.block_until_ready(engine.state)
 if rank == 0:
     tried("alone", lambda: engine.save_checkpoint(directory))

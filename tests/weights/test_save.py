@@ -121,7 +121,7 @@ def tried(name, f):
     except jzero.ConfigError as error:
         print(f"{{name}}: error: {{error}}")
 
-jzero.agreement.agree("exported", "")
+jzero.distributed.host_collectives.agree("exported", "")
 sizes = []
 windows = weights.safetensors.File.windows
 def spy(self, name, box):

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jzero.agreement import check_same
 from jzero.config import Config
-from jzero.zero import named
+from jzero.distributed.host_collectives import check_same
+from jzero.tree import named
 
 
 class Guard:

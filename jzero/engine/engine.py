@@ -15,15 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero import checkpoint, preemption, weights
-from jzero import resume as resuming
-from jzero.agreement import anyone
+from jzero import checkpoint, weights
 from jzero.checkpoint.directory import DEFAULT_TAG
 from jzero.data import DataLoader, RepeatingLoader
-from jzero.distributed import get_local_rank, get_rank, get_world_size, log_dist
+from jzero.distributed import preemption
+from jzero.distributed.host_collectives import anyone
+from jzero.distributed.joining import get_local_rank, get_rank, get_world_size, log_dist
+from jzero.engine import restore as resuming
+from jzero.engine.deferred_loss import Loss
 from jzero.errors import ConfigError
-from jzero.loss import Loss
-from jzero.precision import check_stuck
+from jzero.loss_scale import check_stuck
 from jzero.train_step import Details, Metrics, TrainStep
 
 

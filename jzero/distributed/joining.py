@@ -25,10 +25,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 
-from jzero import progress
-from jzero.agreement import agree
+from jzero.distributed import heartbeat
+from jzero.distributed.host_collectives import agree
+from jzero.distributed.rendezvous import meet
 from jzero.errors import ConfigError
-from jzero.rendezvous import meet
 
 DEFAULT_PORT = 29500
 DEFAULT_TIMEOUT = 120.0
@@ -123,7 +123,7 @@ def init_distributed(timeout: float | None = None) -> None:
       ConfigError: the processes that never came; JAX was used before.
     """
     place = find_place(os.environ)
-    progress.start()
+    heartbeat.start()
     if place.size == 1 or jax.distributed.is_initialized():
         return
     from jax._src import xla_bridge

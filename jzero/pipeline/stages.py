@@ -9,20 +9,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jzero import vocabulary, zero
+from jzero import zero
 from jzero.config import ActivationCheckpointing
 from jzero.errors import ConfigError
 from jzero.gradients import Gradients
 from jzero.mesh import PIPE
 from jzero.model import ENDS, STACK, fold
+from jzero.pipeline import vocab_parallel
+from jzero.pipeline.chunk_placement import from_chunks, to_chunks
 from jzero.pipeline.executor import Run
+from jzero.pipeline.layer_switch import switched
 from jzero.pipeline.module import PipelineModule
-from jzero.pipeline.placement import from_chunks, to_chunks
 from jzero.pipeline.program import make_program
 from jzero.pipeline.schedules import Schedule, forward_only, make_schedule
-from jzero.pipeline.switch import switched
 from jzero.precision import cast
-from jzero.stack import checkpointed
+from jzero.remat import checkpointed
 
 Functions = tuple[Callable, Callable, Callable]  # prefix, chunk, suffix
 
@@ -149,11 +150,11 @@ class PipelineGradients(Gradients):
         return self.prefix, self.chunk, self.suffix
 
     def prefix(self, ends: Any, part: Any, key: Any) -> Any:
-        with vocabulary.parallel(self.vocabulary_axis, self.vocabulary_sizes):
+        with vocab_parallel.parallel(self.vocabulary_axis, self.vocabulary_sizes):
             return self.model.prefix(ends, part, fold(key, 0))  # type: ignore[attr-defined]
 
     def suffix(self, ends: Any, x: Any, part: Any, key: Any) -> Any:
-        with vocabulary.parallel(self.vocabulary_axis, self.vocabulary_sizes):
+        with vocab_parallel.parallel(self.vocabulary_axis, self.vocabulary_sizes):
             return self.model.suffix(ends, x, part, fold(key, self.length + 1))  # type: ignore[attr-defined]
 
     def chunk(self, weights: Any, x: Any, context: Any) -> Any:

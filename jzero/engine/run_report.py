@@ -12,10 +12,10 @@ from typing import Any
 import jax
 
 from jzero import optimizers
-from jzero.accounting import gradient_dtype, state_bytes
 from jzero.errors import some_of
 from jzero.mesh import AXES, PIPE, ZERO
-from jzero.pipeline.gradients import SwitchedGradients
+from jzero.pipeline.stages import SwitchedGradients
+from jzero.planner.state_bytes import gradient_dtype, state_bytes
 from jzero.zero import Leaf, Stage
 
 WIDTH = 100

@@ -14,7 +14,7 @@ import threading
 
 import jax
 
-from jzero.agreement import agree, service
+from jzero.distributed.host_collectives import agree, service
 
 EXIT_CODE = 75  # "saved; start me again": sysexits.h's EX_TEMPFAIL
 PATIENCE = 60.0  # seconds for all processes to answer

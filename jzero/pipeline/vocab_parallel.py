@@ -44,7 +44,8 @@ def _axis_of(size: int) -> str | None:
     axis, sizes = _AXIS.get()
     if axis is not None and size * lax.psum(1, axis) not in sizes:
         raise ConfigError(
-            f"a table of {size} rows is used through jzero.vocabulary, but the model's `vocabulary` does not name it: "
+            f"a table of {size} rows is used through jzero.pipeline.vocab_parallel, but the model's "
+            f"`vocabulary` does not name it: "
             "name every parameter that embed and cross_entropy are given, or none"
         )
     return axis

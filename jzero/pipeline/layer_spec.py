@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import linen, nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jzero.adapters.from_flax import from_flax
 from jzero.errors import ConfigError
-from jzero.model import from_flax
 
 
 class LayerSpec:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from jzero.kinds import FLAG, Kind, closest, number, show
+from jzero.values.kinds import FLAG, Kind, closest, number, show
 
 
 class Param(NamedTuple):

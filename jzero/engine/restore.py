@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jzero import checkpoint
-from jzero.agreement import agree
 from jzero.checkpoint.directory import LATEST, SAVING, complete, latest, recover
 from jzero.checkpoint.leaves import checksums
 from jzero.checkpoint.reader import Checkpoint, all_or_none, cast, expected_shape
 from jzero.checkpoint.writer import settle
 from jzero.config.sizes import given, kept
-from jzero.distributed import log_dist
+from jzero.distributed.host_collectives import agree
+from jzero.distributed.joining import log_dist
 from jzero.errors import CheckpointError, ConfigError, some_of
+from jzero.loss_scale import Scaler
 from jzero.model import weights_layout
 from jzero.optimizers import at_step
-from jzero.precision import Scaler
 from jzero.state import check_alive
-from jzero.zero import named
+from jzero.tree import named
 
 if TYPE_CHECKING:
-    from jzero.engine import Engine
+    from jzero.engine.engine import Engine
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps")
 

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jzero import zero
 from jzero.errors import ConfigError
+from jzero.tree import named
 
 
-def place(batch: Any, sharding: NamedSharding, rows: int) -> Any:
+def place_batch(batch: Any, sharding: NamedSharding, rows: int) -> Any:
     """A global batch of `rows` rows, laid out; of many processes each gives all rows, or its own.
 
     Its own are those of its devices, in order: with one process per GPU and no pipeline the rank-th part.
@@ -31,15 +31,15 @@ def place(batch: Any, sharding: NamedSharding, rows: int) -> Any:
     return jax.tree.map(one, batch)
 
 
-def my_rows(sharding: NamedSharding, rows: int) -> np.ndarray:
+def rows_of_this_process(sharding: NamedSharding, rows: int) -> np.ndarray:
     """Which of a global batch's rows lie on this process's devices, in order."""
     places = sharding.addressable_devices_indices_map((rows,)).values()
     return np.unique(np.concatenate([np.arange(rows)[place or ...] for place in places]))
 
 
-def check(batch: Any, rows: int, also: int, why: str, multiples: bool = False) -> None:
+def check_batch(batch: Any, rows: int, also: int, why: str, multiples: bool = False) -> None:
     """Raise a ConfigError unless every leaf has `rows` rows (or a multiple of that), or `also` rows; `why` so many."""
-    leaves = zero.named(batch)
+    leaves = named(batch)
     if not leaves:
         raise ConfigError("batch: it holds no arrays")
     for name, x in leaves.items():

@@ -11,16 +11,16 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jzero.agreement import check_same, together
 from jzero.checkpoint.directory import check_home
 from jzero.config import Config
 from jzero.data import DataLoader
-from jzero.distributed import init_distributed
-from jzero.engine import Engine
+from jzero.distributed.host_collectives import check_same, together
+from jzero.distributed.joining import init_distributed
+from jzero.engine.engine import Engine
+from jzero.engine.restore import former_batch
+from jzero.engine.run_report import report
 from jzero.errors import ConfigError
 from jzero.model import Model
-from jzero.report import report
-from jzero.resume import former_batch
 from jzero.train_step import TrainStep
 
 _INSTEAD = {  # of DeepSpeed's arguments

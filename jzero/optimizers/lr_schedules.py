@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import optax
 
 from jzero.errors import ConfigError
-from jzero.kinds import COUNT, FLAG, FRACTION, NON_NEGATIVE32, POSITIVE, number, one_of
-from jzero.params import REQUIRED, Param, did_you_mean, drop_auto, only, read_params, signature_params
+from jzero.values.kinds import COUNT, FLAG, FRACTION, NON_NEGATIVE32, POSITIVE, number, one_of
+from jzero.values.tables import REQUIRED, Param, did_you_mean, drop_auto, only, read_params, signature_params
 
 Curve = Callable[[Any], jax.Array]
 
