@@ -3,66 +3,108 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jzero.config import ActivationCheckpointing
+from jzero.config import ActivationCheckpointing, Config
+from jzero.errors import ConfigError
 
-Fetch = Callable[[Any], Any]  # (active, passive) -> weights
-
-
-Block = Callable[[Any, Any, Any], Any]  # (weights or pair, x, key) -> x
-
+Fetch = Callable[[Any], Any]  # (diff, nondiff) -> weights
+Block = Callable[[Any, Any, Any], Any]  # (weights or (diff, nondiff), x, key) -> x
 
 # Outputs worth keeping: products with weights (no batch dimension) and fused attention.
 _MATMULS = ("ragged_dot", "conv_general_dilated", "dot_product_attention_fwd_wrapper", "dot_product_attention_fwd")
 
 
-def _keep_matmuls(primitive: Any, *args: Any, **params: Any) -> bool:
-    if primitive.name == "dot_general":
-        return not params["dimension_numbers"][1][0]  # no batch dimensions: a product with a weight
-    return primitive.name in _MATMULS
+@dataclass(frozen=True)
+class Remat:
+    """The activation checkpointing in effect.
 
-
-def checkpointed(
-    fetch: Fetch, block: Block, checkpointing: ActivationCheckpointing | None, *, regather: bool, unrolled: bool
-) -> Block:
-    """`run(pair, x, key) = block(fetch(pair), x, key)`, with the activation checkpointing of the config.
-
-    What is recomputed in the backward pass: with "none" nothing (`regather`: but the gathered parameters, which
-    are gathered again), with "matmuls" all but products with weights and fused attention, with "full" all.
-    With `cpu_checkpointing` what is kept is the layer's input ("full") or the products ("matmuls", fused attention is
-    then recomputed), in host memory.
+    Attributes:
+      section: the config's, or `full` where an interval alone asks for checkpoints; None: none.
+      interval: layers in one checkpoint, as asked by the config or a `PipelineModule`; 0: not asked.
+      regather: whether the backward pass gathers the weights again instead of keeping them (ZeRO-3).
     """
-    kind = checkpointing.kind if checkpointing else "none"
-    offload = checkpointing is not None and checkpointing.cpu_checkpointing
+
+    section: ActivationCheckpointing | None
+    interval: int
+    regather: bool
+
+    @classmethod
+    def resolve(cls, config: Config, model: Any, regather: bool) -> Remat:
+        """Combine the config's section with the interval of the config or the model.
+
+        Raises:
+          ConfigError: an interval with the policy "none".
+        """
+        section = config.activation_checkpointing
+        interval = config.pipeline.activation_checkpoint_interval
+        interval = interval or getattr(model, "activation_checkpoint_interval", 0)
+        if interval and section and section.policy == "none":
+            raise ConfigError(
+                f"activation_checkpoint_interval = {interval} of {model!r}: does nothing with "
+                'activation_checkpointing.policy "none"; use policy "full" or "matmuls", or remove one'
+            )
+        if interval and (section is None or section.kind == "none"):
+            section = ActivationCheckpointing(policy="full")
+        return cls(section, interval, regather)
+
+    @property
+    def kind(self) -> str:
+        """The policy in effect: "none", "matmuls" or "full"."""
+        return self.section.kind if self.section else "none"
+
+    @property
+    def offload(self) -> bool:
+        """Whether kept activations lie in host memory."""
+        return self.section is not None and self.section.cpu_checkpointing
+
+    def without_regather(self) -> Remat:
+        return replace(self, regather=False)
+
+
+def checkpointed(fetch: Fetch, block: Block, remat: Remat, *, unrolled: bool) -> Block:
+    """Make `run(pair, x, key) = block(fetch(pair), x, key)` with activation checkpointing.
+
+    The backward pass recomputes: under "none" nothing (with `regather` it gathers the weights again), under "matmuls"
+    everything but products with weights and fused attention, under "full" everything. `cpu_checkpointing` keeps the
+    layer's input ("full") or the products ("matmuls"; fused attention is then recomputed) in host memory.
+    """
     policies = jax.checkpoint_policies
     policy: Callable
-    if kind == "none":
-        return regathering(fetch, block) if regather else lambda pair, x, key: block(fetch(pair), x, key)
-    if kind == "matmuls":
-        policy = policies.offload_dot_with_no_batch_dims("device", "pinned_host") if offload else _keep_matmuls
+    if remat.kind == "none":
+        return regathering(fetch, block) if remat.regather else lambda pair, x, key: block(fetch(pair), x, key)
+    if remat.kind == "matmuls":
+        policy = policies.offload_dot_with_no_batch_dims("device", "pinned_host") if remat.offload else _keep_matmuls
     else:
         policy = policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[], names_which_can_be_offloaded=["layer_input"] if offload else [],
+            names_which_can_be_saved=[], names_which_can_be_offloaded=["layer_input"] if remat.offload else [],
             offload_src="device", offload_dst="pinned_host",
         )  # fmt: skip
 
     def run(pair: Any, x: Any, key: jax.Array | None) -> Any:
         return block(fetch(pair), jax.tree.map(lambda v: checkpoint_name(v, "layer_input"), x), key)
 
-    # In a scan the loop itself keeps forward and backward apart; unrolled, only the barrier does.
+    # XLA would merge the recomputation with the forward pass. A scan keeps the two apart by itself; unrolled layers
+    # need the barrier that prevent_cse inserts.
     return jax.checkpoint(run, policy=policy, prevent_cse=unrolled)  # type: ignore[attr-defined]
+
+
+def _keep_matmuls(primitive: Any, *args: Any, **params: Any) -> bool:
+    """Policy: keep products with weights and fused attention. A batched product is attention's, and is recomputed."""
+    if primitive.name == "dot_general":
+        return not params["dimension_numbers"][1][0]  # no batch dimensions
+    return primitive.name in _MATMULS
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["pair", "kept"], meta_fields=["treedef", "holes"])
 @dataclass(frozen=True)
 class _Residuals:
-    """A pullback's residuals without the weights: `holes[i]` says which weight residual i was, None if none."""
+    """The residuals of a pullback without the weights: `holes[i]` is the weight that residual i was, None if none."""
 
     pair: Any
     kept: list[Any]
@@ -71,10 +113,11 @@ class _Residuals:
 
 
 def regathering(fetch: Fetch, block: Block) -> Block:
-    """`block(fetch(pair), x, key)` whose backward pass fetches the weights again and recomputes nothing else.
+    """Make `run(pair, x, key) = block(fetch(pair), x, key)` whose backward pass fetches the weights again.
 
-    The residuals of `block` are kept but for those that are the fetched weights themselves (by identity: a weight
-    that the block casts or transposes before its use is kept).
+    `jax.checkpoint` cannot say this: a policy that drops the gathered weights also drops what was computed from them
+    and recomputes the block. Here the residuals of `block` are kept, except those that *are* fetched weights (by
+    identity: a weight that the block casts or transposes before its use is kept).
     """
 
     @jax.custom_vjp
@@ -91,9 +134,9 @@ def regathering(fetch: Fetch, block: Block) -> Block:
         return y, _Residuals(pair, kept, treedef, holes)
 
     def backward(saved: _Residuals, gradient: Any) -> tuple[tuple[Any, None], Any, None]:
-        # The barrier makes this fetch another one than the forward pass's, which would be kept alive till here.
-        (active, passive), kept = jax.lax.optimization_barrier(saved.pair), iter(saved.kept)
-        weights, reduce = jax.vjp(lambda active: fetch((active, passive)), active)
+        # Without the barrier XLA merges this gather with the forward pass's, and keeps the weights alive in between.
+        (diff, nondiff), kept = jax.lax.optimization_barrier(saved.pair), iter(saved.kept)
+        weights, reduce = jax.vjp(lambda diff: fetch((diff, nondiff)), diff)
         leaves = jax.tree.leaves(weights)
         residuals = [next(kept) if hole is None else leaves[hole] for hole in saved.holes]
         weight_gradients, x_gradient = jax.tree.unflatten(saved.treedef, residuals)(gradient)

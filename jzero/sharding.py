@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,41 +14,44 @@ from jax.sharding import Mesh, PartitionSpec
 from jzero.errors import ConfigError, some_of
 from jzero.mesh import PIPE, ZERO, present
 from jzero.model import ENDS, STACK
-from jzero.tree import path_name
-from jzero.zero import STAGES, Leaf, Stage, stage_row
+from jzero.tree import PyTree, path_name
+from jzero.zero import RULES, ParamLayout, Rule, stage_rule
 
 
-def layout(
-    params: Any, *, stage: int, mesh: Mesh, persistence_threshold: int = 0, has_stack: bool = False,
+def param_layouts(
+    params: PyTree, *, stage: int, mesh: Mesh, persistence_threshold: int = 0, has_stack: bool = False,
     chunks: int = 1, frozen: Iterable[str] = (), vocabulary: Mapping[str, int] | None = None, gather_once: bool = False,
-) -> Any:  # fmt: skip
-    """The tree of `Leaf`s for a tree of parameter shapes: the one place where a parameter's layout is decided.
+) -> PyTree:  # fmt: skip
+    """Decide the `ParamLayout` of every parameter; nothing else decides where a parameter lies.
 
     Args:
       params: shapes and dtypes, as from `jax.eval_shape(model.init, rng)`.
-      stage: 0, 1, 2 or 3.
-      persistence_threshold: stage 3 leaves smaller than this (elements, per layer) stay replicated.
-      has_stack: whether `params["stack"]` is a layer stack; its leading layer axis is never partitioned over `zero`.
-      chunks: of the stack on each pipeline stage; a stack that they do not divide lies whole on every stage.
-      frozen: regular expressions; a leaf whose name one of them finds is not trained.
-      vocabulary: name -> the dimension that `pipe` divides, for leaves of the ends.
-      gather_once: stage 3 gathers once a step all the same (as stage 2 does).
+      stage: the ZeRO stage, 0 to 3.
+      persistence_threshold: parameters with fewer elements (per layer) stay replicated under stage 3.
+      has_stack: whether `params["stack"]` is a layer stack; `zero` never partitions its layer axis.
+      chunks: of the stack on each pipeline stage; a stack that stages x chunks do not divide lies whole on every stage.
+      frozen: regular expressions; a parameter whose name matches one (`re.search`) is not trained.
+      vocabulary: name -> the dimension that `pipe` divides, for parameters outside the stack.
+      gather_once: stage 3 gathers once a step, as stage 2 does.
+
+    Returns:
+      A tree of `ParamLayout`s with the structure of `params`.
 
     Raises:
-      ConfigError: a `frozen` expression that finds no leaf.
+      ConfigError: a `frozen` expression that matches nothing, a complex parameter.
     """
     patterns = {p: re.compile(p) for p in frozen}
     unused = set(patterns)
 
-    def leaf(path: tuple, x: Any) -> Leaf:
+    def layout(path: tuple, x: Any) -> ParamLayout:
         name = path_name(path)
         hits = {p for p, regex in patterns.items() if regex.search(name)}
         unused.difference_update(hits)
-        stacked = has_stack and name.startswith(STACK + "/")
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             raise ConfigError(
                 f"parameter {name!r} is {x.dtype}: only real parameters are trained; keep two real arrays"
             )
+        stacked = has_stack and name.startswith(STACK + "/")
         trainable = not hits and jnp.issubdtype(x.dtype, jnp.floating)
         local: list[int] = list(x.shape)
         axes: list[tuple[str, ...]] = [()] * x.ndim  # the mesh axes of every dimension
@@ -58,32 +61,32 @@ def layout(
         if divided is not None and present(mesh, PIPE):
             local[divided] //= mesh.shape[PIPE]
             axes[divided] = (PIPE,)
-        dim, why = _partitioned_dim(tuple(local[stacked:]), STAGES[stage], mesh, persistence_threshold)
+        dim, why = _partitioned_dim(tuple(local[stacked:]), RULES[stage], mesh, persistence_threshold)
         if dim is not None:
             axes[stacked + dim] += (ZERO,)
-        row = STAGES[0] if dim is None else stage_row(stage, gather_once)
-        return Leaf(name, tuple(x.shape), _spec(axes), dim, stacked, trainable, row, why)
+        rule = RULES[0] if dim is None else stage_rule(stage, gather_once)
+        return ParamLayout(name, tuple(x.shape), _spec(axes), dim, stacked, trainable, rule, why)
 
-    leaves = jax.tree_util.tree_map_with_path(leaf, params)
+    layouts = jax.tree_util.tree_map_with_path(layout, params)
     if unused:
-        known = some_of(leaf.name for leaf in jax.tree.leaves(leaves))
+        known = some_of(layout.name for layout in jax.tree.leaves(layouts))
         raise ConfigError(f"frozen_parameters: {sorted(unused)} match no parameter; the names are {known}")
-    return leaves
+    return layouts
 
 
 def _spec(axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
-    """The mesh axes of every dimension as a PartitionSpec, without what says nothing."""
+    """Make a PartitionSpec of the mesh axes of every dimension, with trailing empty entries dropped."""
     while axes and not axes[-1]:
         axes = axes[:-1]
     return PartitionSpec(*(one if len(one) > 1 else one[0] if one else None for one in axes))
 
 
-def _partitioned_dim(shape: tuple[int, ...], stage: Stage, mesh: Mesh, threshold: int) -> tuple[int | None, str]:
-    """The first dimension that `zero` divides (a gather along it copies least), or None and why not."""
+def _partitioned_dim(shape: tuple[int, ...], rule: Rule, mesh: Mesh, threshold: int) -> tuple[int | None, str]:
+    """Choose the first dimension that `zero` divides (a gather along it copies least), or None and the reason."""
     group = mesh.shape[ZERO]
-    if not stage.shards_state or group == 1:
+    if not rule.shards_state or group == 1:
         return None, ""
-    if stage.gather == "layer" and prod(shape) < threshold:
+    if rule.gather == "layer" and prod(shape) < threshold:
         return None, f"under stage3_param_persistence_threshold {threshold}"
     for dim, size in enumerate(shape):
         if size and size % group == 0:
@@ -91,18 +94,18 @@ def _partitioned_dim(shape: tuple[int, ...], stage: Stage, mesh: Mesh, threshold
     return None, f"no dimension of {shape} is a multiple of {group}"
 
 
-def stack_length(leaves: Any) -> int:
-    """The number of layers of a stacked model.
+def stack_length(layouts: PyTree) -> int:
+    """Count the layers of a model with a layer stack.
 
     Raises:
       ConfigError: no stack among the parameters, or leaves that disagree on its length.
     """
-    if not isinstance(leaves, dict) or set(leaves) != {ENDS, STACK}:
-        found = sorted(leaves) if isinstance(leaves, dict) else type(leaves).__name__
+    if not isinstance(layouts, dict) or set(layouts) != {ENDS, STACK}:
+        found = sorted(layouts) if isinstance(layouts, dict) else type(layouts).__name__
         raise ConfigError(
-            f"a model with prefix, block, suffix has params {{{ENDS!r}, {STACK!r}}}; init(rng) gave {found}"
+            f"a model with prefix, block, suffix has params {{{ENDS!r}, {STACK!r}}}; init(rng) returned {found}"
         )
-    lengths = {leaf.shape[:1]: leaf.name for leaf in jax.tree.leaves(leaves[STACK])}
+    lengths = {layout.shape[:1]: layout.name for layout in jax.tree.leaves(layouts[STACK])}
     if len(lengths) != 1 or () in lengths:
         found = ", ".join(f"{name} {shape or 'a scalar'}" for shape, name in lengths.items())
         raise ConfigError(
@@ -112,25 +115,27 @@ def stack_length(leaves: Any) -> int:
     return next(iter(lengths))[0]
 
 
-def optimizer_leaves(opt_state: Any, leaves: Any) -> Any:
-    """For each leaf of the optimizer state the `Leaf` of the parameter that it belongs to, or False.
+def trainable(layouts: PyTree) -> PyTree:
+    """Map every layout to whether its parameter is trained: the tree of bools for `tree.partition`."""
+    return jax.tree.map(lambda layout: layout.trainable, layouts)
 
-    It belongs to one, and lies as that does, if its key path ends with the parameter's and the shapes agree; whatever
-    else there is (step counters, factored moments) is replicated.
+
+def specs(layouts: PyTree) -> PyTree:
+    """Map every layout to the PartitionSpec of the parameter, its master and its reduced gradient."""
+    return jax.tree.map(lambda layout: layout.spec, layouts)
+
+
+def optimizer_specs(opt_state: PyTree, layouts: PyTree) -> PyTree:
+    """Find the PartitionSpecs of an optimizer's state: a moment lies as its parameter does.
+
+    A leaf belongs to a parameter if its key path ends with the parameter's name and the shapes agree. All other leaves
+    (step counters, factored moments) are replicated.
     """
-    known = {tuple(filter(None, leaf.name.split("/"))): leaf for leaf in jax.tree.leaves(leaves)}
+    known = {tuple(filter(None, layout.name.split("/"))): layout for layout in jax.tree.leaves(layouts)}
 
-    def owner(path: tuple, x: Any) -> Leaf | Literal[False]:
+    def spec(path: tuple, x: Any) -> PartitionSpec:
         keys = tuple(path_name(path).split("/"))
-        for start in range(len(keys) + 1):
-            leaf = known.get(keys[start:])
-            if leaf is not None:
-                return leaf if leaf.shape == tuple(x.shape) else False
-        return False
+        owner = next((known[keys[i:]] for i in range(len(keys) + 1) if keys[i:] in known), None)
+        return owner.spec if owner is not None and owner.shape == tuple(x.shape) else PartitionSpec()
 
-    return jax.tree_util.tree_map_with_path(owner, opt_state)
-
-
-def specs(leaves: Any) -> Any:
-    """The tree of PartitionSpecs of parameters, masters and reduced gradients, or of the optimizer's leaves."""
-    return jax.tree.map(lambda leaf: leaf.spec if leaf else PartitionSpec(), leaves)
+    return jax.tree_util.tree_map_with_path(spec, opt_state)

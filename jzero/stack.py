@@ -1,18 +1,75 @@
-"""Run a layer stack: unrolled or scanned, rematerialised, each layer's weights fetched as its ZeRO stage says."""
+"""The layer stack: how its parameters lie inside the step, and how a batch runs through it.
+
+Between steps a stacked parameter is one array with a leading layer axis. Inside the step it takes one of several forms:
+scanned (as it is), unrolled (a list of layers), or cut into the chunks of a pipeline stage. A `StackView` is a form.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jzero import zero
 from jzero.config import Config
-from jzero.model import fold
+from jzero.model import ENDS, STACK, fold
+from jzero.precision import Precision
 from jzero.remat import Block
+from jzero.sharding import stack_length
+from jzero.tree import PyTree
+from jzero.zero import ParamLayout
 
 # Unrolling wins 5-18 % of the step on GPUs; past this many layers its compile time is no longer small.
 UNROLL_LIMIT = 48
+
+
+@dataclass(frozen=True)
+class StackView:
+    """The form in which the step uses the parameters, and the way there and back.
+
+    Attributes:
+      layouts: the parameters' layouts in that form.
+      split: local parameters, as between steps -> that form.
+      merge: the inverse, for gradients.
+      layer_axis: whether stacked leaves still have a leading axis in that form.
+    """
+
+    layouts: PyTree
+    split: Callable[[PyTree], PyTree] = lambda params: params
+    merge: Callable[[PyTree], PyTree] = lambda gradients: gradients
+    layer_axis: bool = True
+
+    def per_layer(self, f: Callable) -> Callable:
+        """Map `f(layout, x)` over the leading axis that stacked leaves have here."""
+
+        def each(layout: ParamLayout, x: Any) -> Any:
+            one = partial(f, layout)
+            return jax.vmap(one)(x) if layout.stacked and self.layer_axis else one(x)
+
+        return each
+
+
+def scanned(layouts: PyTree) -> StackView:
+    """View the parameters as they are: a stack with its layer axis, or a model without a stack."""
+    return StackView(layouts)
+
+
+def unrolled(layouts: PyTree) -> StackView:
+    """View the stack as a list of layers, so that its gradients come out layer by layer too."""
+    length = stack_length(layouts)
+
+    def split(params: PyTree) -> PyTree:
+        layers = [jax.tree.map(lambda w, i=i: w[i], params[STACK]) for i in range(length)]  # type: ignore[misc]
+        return {ENDS: params[ENDS], STACK: layers}
+
+    def merge(gradients: PyTree) -> PyTree:
+        return {ENDS: gradients[ENDS], STACK: jax.tree.map(lambda *layers: jnp.stack(layers), *gradients[STACK])}
+
+    return StackView({ENDS: layouts[ENDS], STACK: [layouts[STACK]] * length}, split, merge, layer_axis=False)
 
 
 def unrolls(config: Config, length: int) -> bool:
@@ -20,8 +77,13 @@ def unrolls(config: Config, length: int) -> bool:
     return length <= UNROLL_LIMIT if config.stack.unroll == "auto" else bool(config.stack.unroll)
 
 
+def fetch(layouts: PyTree, pair: tuple[PyTree, PyTree], precision: Precision) -> PyTree:
+    """Turn trees (diff, nondiff) into the tree of whole weights, where they are used; see `zero.fetch`."""
+    return jax.tree.map(partial(zero.fetch, precision=precision), layouts, *pair)
+
+
 def run_stack(layer: Block, weights: Any, x: Any, rng: jax.Array | None) -> Any:
-    """x through every layer: `layer(weights_l, x, key_l) -> x`.
+    """Run x through every layer: `layer(weights_l, x, key_l) -> x`.
 
     `weights` is a list with one tree per layer (unrolled), or one tree whose leaves have a leading layer axis
     (scanned). The keys are those of `model.stack_loss`: layer l draws from `fold(rng, l + 1)`.

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from jzero import sharding
 from jzero.errors import ConfigError, some_of
 from jzero.loss_scale import LossScale
 from jzero.mesh import shardings
 from jzero.model import Model
 from jzero.precision import Precision, cast
+from jzero.sharding import optimizer_specs, specs, trainable
 from jzero.tree import differences, named, partition
 
 RUN_KEY = 2**31 - 1  # folded into the key of `init` for the steps' own: no model draws that many parameters
@@ -57,19 +57,19 @@ def check_alive(state: TrainState | None) -> None:
 class States:
     """Makes the states of a train step. Attributes: `shapes`, `specs` and `shardings` of a `TrainState`.
 
-    `leaves` is the tree of `zero.Leaf`s, `jit` is `jax.jit` with the step's compiler options.
+    `layouts` is the tree of `ParamLayout`s, `jit` is `jax.jit` with the step's compiler options.
     """
 
     def __init__(
-        self, model: Model, tx: optax.GradientTransformation, leaves: Any, mesh: Mesh, precision: Precision,
+        self, model: Model, tx: optax.GradientTransformation, layouts: Any, mesh: Mesh, precision: Precision,
         jit: Callable,
     ):  # fmt: skip
-        self._model, self._tx, self._leaves, self._precision = model, tx, leaves, precision
+        self._model, self._tx, self._layouts, self._precision = model, tx, layouts, precision
         self.shapes = jax.eval_shape(self._new, jax.random.key(0))
         self.specs = dataclasses.replace(
             jax.tree.map(lambda _: PartitionSpec(), self.shapes),
-            params=sharding.specs(leaves),
-            opt_state=sharding.specs(sharding.optimizer_leaves(self.shapes.opt_state, leaves)),
+            params=specs(layouts),
+            opt_state=optimizer_specs(self.shapes.opt_state, layouts),
         )
         self.shardings = shardings(mesh, self.specs)
         self._init = jit(self._new, out_shardings=self.shardings)
@@ -82,13 +82,13 @@ class States:
         return self._around(cast(self._model.init(rng), self._precision.master), rng)
 
     def _around(self, params: Any, rng: jax.Array) -> TrainState:
-        opt_state = self._tx.init(partition(self._leaves, params)[0])
+        opt_state = self._tx.init(partition(params, trainable(self._layouts))[0])
         return TrainState(
             jnp.zeros((), jnp.int32), params, opt_state, self._loss_scale(), jax.random.fold_in(rng, RUN_KEY)
         )
 
     def _loss_scale(self) -> LossScale:
-        return self._precision.scaler.init(sum(leaf.trainable for leaf in jax.tree.leaves(self._leaves)))
+        return self._precision.scaler.init(sum(layout.trainable for layout in jax.tree.leaves(self._layouts)))
 
     def init(self, rng: jax.Array, params: Any = None) -> TrainState:
         """See `TrainStep.init`."""

@@ -1,4 +1,4 @@
-"""Pytrees by name: the leaves' names, how two trees differ, and splitting a tree in two."""
+"""Pytrees by name: the names of leaves, differences between two trees, and splitting one tree into two."""
 
 from __future__ import annotations
 
@@ -9,27 +9,30 @@ import jax
 
 from jzero.errors import ConfigError, some_of
 
+PyTree = Any
+"""Any nesting of dicts, lists, tuples and registered dataclasses with arrays (or layouts, specs, ...) as leaves."""
+
 
 def path_name(path: tuple) -> str:
-    """A key path as text: `stack/attention/wo/kernel`."""
+    """Render a key path as text: `stack/attention/wo/kernel`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def named(tree: Any) -> dict[str, Any]:
-    """name -> leaf, in the tree's order.
+def named(tree: PyTree) -> dict[str, Any]:
+    """Map the name of every leaf to the leaf, in the tree's order.
 
     Raises:
-      ConfigError: two leaves of one name, as of {"a/b": ..., "a": {"b": ...}}.
+      ConfigError: two leaves share a name, as in {"a/b": ..., "a": {"b": ...}}.
     """
     leaves = [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
     if len(result := dict(leaves)) < len(leaves):
         twice = sorted({name for name, _ in leaves if [n for n, _ in leaves].count(name) > 1})
-        raise ConfigError(f"two leaves have the name {some_of(twice)}: a key must not hold a /")
+        raise ConfigError(f"two leaves have the name {some_of(twice)}: a key must not contain a /")
     return result
 
 
 def differences(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...] | None]) -> list[str]:
-    """How named shapes differ from what is wanted (None: any shape), to say so.
+    """List how named shapes differ from the wanted ones (None: any shape), one line each.
 
     >>> differences({"a": (4,), "b": (2, 3)}, {"a": (8,), "c": (2, 3)})
     ['missing c (2, 3)', 'extra b (2, 3)', 'a is (4,), not (8,)']
@@ -48,13 +51,21 @@ def differences(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple
     return missing + extra + others
 
 
-def partition(leaves: Any, tree: Any) -> tuple[Any, Any]:
-    """(trainable, frozen): the tree twice, with None in the other's places."""
-    trainable = jax.tree.map(lambda leaf, x: x if leaf.trainable else None, leaves, tree)
-    frozen = jax.tree.map(lambda leaf, x: None if leaf.trainable else x, leaves, tree)
-    return trainable, frozen
+def partition(tree: PyTree, keep: PyTree) -> tuple[PyTree, PyTree]:
+    """Split a tree into (kept, rest) by a tree of bools; each has None in the other's places.
+
+    >>> partition({"w": 1, "ids": 2}, {"w": True, "ids": False})
+    ({'ids': None, 'w': 1}, {'ids': 2, 'w': None})
+    """
+    kept = jax.tree.map(lambda keep, x: x if keep else None, keep, tree)
+    rest = jax.tree.map(lambda keep, x: None if keep else x, keep, tree)
+    return kept, rest
 
 
-def combine(leaves: Any, trainable: Any, frozen: Any) -> Any:
-    """The inverse of `partition`."""
-    return jax.tree.map(lambda leaf, t, f: t if leaf.trainable else f, leaves, trainable, frozen)
+def combine(kept: PyTree, rest: PyTree) -> PyTree:
+    """Invert `partition`.
+
+    >>> combine({"w": 1, "ids": None}, {"w": None, "ids": 2})
+    {'ids': 2, 'w': 1}
+    """
+    return jax.tree.map(lambda a, b: b if a is None else a, kept, rest, is_leaf=lambda x: x is None)

@@ -10,11 +10,11 @@
 Over `data` the gradients are all-reduced once a step, at every stage. (Rajbhandari et al., 2020, arXiv:1910.02054;
 with `data` > 1 this is MiCS / HSDP, arXiv:2205.00119.)
 
-`pipe` divides the layer stack, and the vocabulary of a language model's ends, so nothing is gathered over it. What it
-does not divide lies on every pipeline stage, and its gradient is all-reduced over `pipe` once a step.
+`pipe` divides the layer stack and the vocabulary of a language model's ends, so nothing is gathered over it. A
+parameter that `pipe` does not divide lies on every pipeline stage; its gradient is all-reduced over `pipe` once a step.
 
-Everything below the table runs inside one `jax.shard_map` that is manual over the whole mesh, so a parameter
-is a local shard, `all_gather` is the gather and its transpose is the reduce-scatter.
+The three functions below the table do this to ONE parameter. They run inside one `jax.shard_map` that is manual over
+the whole mesh, so a parameter is a local shard, `all_gather` is the gather and its transpose is the reduce-scatter.
 """
 
 from __future__ import annotations
@@ -31,35 +31,41 @@ from jzero.mesh import DATA, PIPE, ZERO, present
 from jzero.precision import Precision
 
 
-class Stage(NamedTuple):
-    """One row of the table."""
+class Rule(NamedTuple):
+    """One row of the table: how a stage treats a parameter."""
 
     shards_state: bool
     gather: Literal["step", "layer"] | None
     scatter: Literal["step", "micro_batch"] | None  # None: an all-reduce, once a step
 
 
-STAGES = {
-    0: Stage(False, None, None),
-    1: Stage(True, "step", "step"),
-    2: Stage(True, "step", "micro_batch"),
-    3: Stage(True, "layer", "micro_batch"),
+RULES = {
+    0: Rule(False, None, None),
+    1: Rule(True, "step", "step"),
+    2: Rule(True, "step", "micro_batch"),
+    3: Rule(True, "layer", "micro_batch"),
 }
 
 
-def stage_row(stage: int, gather_once: bool = False) -> Stage:
-    """The row of a stage; `gather_once`: with stage 2's gather where the stage has a later one."""
-    row = STAGES[stage]
-    return row._replace(gather="step") if row.gather and gather_once else row
+def stage_rule(stage: int, gather_once: bool = False) -> Rule:
+    """The rule of a ZeRO stage; with `gather_once` stage 3 gathers once a step, as stage 2 does."""
+    rule = RULES[stage]
+    return rule._replace(gather="step") if rule.gather and gather_once else rule
 
 
 @dataclass(frozen=True)
-class Leaf:
-    """Where one parameter lies, and the master, moments and reduced gradient with it.
+class ParamLayout:
+    """Where one parameter lies; its master, moments and reduced gradient lie the same way.
 
-    `dim` is the dimension partitioned over `zero` (of the layer's slice if the leaf is stacked), None if the
-    leaf is replicated, and then `why` says for what reason. `row` is the row of the table that the leaf follows: the
-    stage's if it is partitioned, row 0 if not.
+    Attributes:
+      name: as in `tree.named`.
+      shape: global.
+      spec: over the mesh.
+      dim: the dimension that `zero` partitions (of one layer's slice if the parameter is stacked); None: replicated.
+      stacked: whether the leading dimension is the layer axis of a layer stack.
+      trainable: whether it has a gradient.
+      rule: the stage's rule if the parameter is partitioned, rule 0 if it is replicated.
+      why: the reason why the stage's rule does not apply; empty if it does.
     """
 
     name: str
@@ -68,75 +74,77 @@ class Leaf:
     dim: int | None
     stacked: bool
     trainable: bool
-    row: Stage
+    rule: Rule
     why: str = ""
 
     @property
     def on_pipe(self) -> bool:
-        """Whether every pipeline stage has its own part."""
+        """Whether every pipeline stage holds its own part."""
         return any(PIPE in (axes if isinstance(axes, tuple) else (axes,)) for axes in self.spec)
 
 
-# ---------------------------------------------------------------- inside the manual region, one leaf at a time
+# Inside the step a parameter is a pair (diff, nondiff): the gradient is taken with respect to `diff`, `nondiff` is
+# carried along. The rule says what the two are:
 #
-# A parameter in use is a pair (active, passive): the gradient is taken with respect to `active`, `passive` comes along.
+#   rule | diff             | nondiff          | `fetch` returns, and what its transpose does to the gradient
+#   -----|------------------|------------------|----------------------------------------------------------------
+#   0    | the whole weight | -                | diff; nothing
+#   1    | the whole weight | -                | diff; nothing (`reduce_gradient` reduce-scatters the sum)
+#   2    | the shard        | the whole weight | nondiff; reduce-scatters into the shard's gradient
+#   3    | the shard        | -                | diff, gathered; reduce-scatters
 #
-#   row | active                  | passive                 | `fetch` gives, and its transpose does
-#   ----|-------------------------|-------------------------|------------------------------------------------------
-#   0   | the whole weight        | -                       | active
-#   1   | the whole weight        | -                       | active (reduced by `reduce_gradient`, after the sum)
-#   2   | the shard               | the whole weight        | passive; reduce-scatters into the shard's gradient
-#   3   | the shard               | -                       | a gather of active; reduce-scatters
-#   a frozen leaf: active None, passive the whole weight (rows 0 to 2) or the shard (row 3)
+# A frozen parameter has no diff; nondiff is the whole weight (rules 0 to 2) or the shard (rule 3).
 
 
-def prepare(leaf: Leaf, master: jax.Array, precision: Precision) -> tuple[Any, Any]:
-    """Local master (or a layer's slice of it) -> (active, passive); gathers what is gathered once a step."""
+def prepare(layout: ParamLayout, master: jax.Array, precision: Precision) -> tuple[Any, Any]:
+    """Turn a local master (or one layer's slice of it) into (diff, nondiff); gathers if that is due once a step."""
     if not jnp.issubdtype(master.dtype, jnp.floating):
-        return None, _gather(leaf, master) if leaf.row.gather == "step" else master
+        return None, _gather(layout, master) if layout.rule.gather == "step" else master
     shard = master.astype(precision.compute)
-    whole = _gather(leaf, shard) if leaf.row.gather == "step" else shard
-    if not leaf.trainable:
+    whole = _gather(layout, shard) if layout.rule.gather == "step" else shard
+    if not layout.trainable:
         return None, whole
-    if leaf.row.scatter != "micro_batch":
+    if layout.rule.scatter != "micro_batch":
         return whole, None
-    # Wide enough for the weight that is computed with and for the reduced gradient that comes back.
-    active = master.astype(jnp.promote_types(precision.compute, precision.reduce))
-    return active, (whole if leaf.row.gather == "step" else None)
+    # The gradient has diff's dtype: it must hold the weight that is computed with and the reduced gradient.
+    diff = master.astype(jnp.promote_types(precision.compute, precision.reduce))
+    return diff, (whole if layout.rule.gather == "step" else None)
 
 
-def fetch(leaf: Leaf, active: Any, passive: Any, precision: Precision) -> jax.Array:
-    """(active, passive) -> the whole weight, where it is used. Its transpose reduces as the table says."""
-    if not leaf.trainable:
-        return _gather(leaf, passive) if leaf.row.gather == "layer" else passive
-    if leaf.row.scatter != "micro_batch":
-        return active
+def fetch(layout: ParamLayout, diff: Any, nondiff: Any, precision: Precision) -> jax.Array:
+    """Return the whole weight where the model uses it; the transpose reduces its gradient as the rule says."""
+    if not layout.trainable:
+        return _gather(layout, nondiff) if layout.rule.gather == "layer" else nondiff
+    if layout.rule.scatter != "micro_batch":
+        return diff
 
+    # Not the transpose that JAX derives: the gradient is reduced in `precision.reduce`, whatever the weight's dtype,
+    # and rule 2 takes the value from one array and gives the gradient to another.
     @jax.custom_vjp
     def use(shard: jax.Array, whole: jax.Array | None) -> jax.Array:
-        return _gather(leaf, shard.astype(precision.compute)) if whole is None else whole
+        return _gather(layout, shard.astype(precision.compute)) if whole is None else whole
 
     def forward(shard: jax.Array, whole: jax.Array | None) -> tuple[jax.Array, None]:
         return use(shard, whole), None
 
     def backward(_: None, gradient: jax.Array) -> tuple[jax.Array, None]:
-        return _scatter(leaf, gradient.astype(precision.reduce)).astype(active.dtype), None
+        return _scatter(layout, gradient.astype(precision.reduce)).astype(diff.dtype), None
 
     use.defvjp(forward, backward)
-    return use(active, passive)
+    return use(diff, nondiff)
 
 
-def reduce_gradient(leaf: Leaf, gradient: jax.Array, mesh: Mesh, precision: Precision) -> jax.Array:
-    """Accumulated gradient -> the gradient of the local master: the reductions that happen once a step."""
-    if leaf.row.scatter == "step":
-        gradient = _scatter(leaf, gradient.astype(precision.reduce))
-    axes = present(mesh, *[PIPE] * (not leaf.on_pipe), DATA, *[ZERO] * (not leaf.row.scatter))
+def reduce_gradient(layout: ParamLayout, gradient: jax.Array, mesh: Mesh, precision: Precision) -> jax.Array:
+    """Turn an accumulated gradient into the gradient of the local master: the reductions that happen once a step."""
+    if layout.rule.scatter == "step":
+        gradient = _scatter(layout, gradient.astype(precision.reduce))
+    axes = present(mesh, *[PIPE] * (not layout.on_pipe), DATA, *[ZERO] * (not layout.rule.scatter))
     return lax.psum(gradient.astype(precision.reduce), axes) if axes else gradient
 
 
-def _gather(leaf: Leaf, shard: jax.Array) -> jax.Array:
-    return lax.all_gather(shard, ZERO, axis=leaf.dim, tiled=True)
+def _gather(layout: ParamLayout, shard: jax.Array) -> jax.Array:
+    return lax.all_gather(shard, ZERO, axis=layout.dim, tiled=True)
 
 
-def _scatter(leaf: Leaf, gradient: jax.Array) -> jax.Array:
-    return lax.psum_scatter(gradient, ZERO, scatter_dimension=leaf.dim, tiled=True)
+def _scatter(layout: ParamLayout, gradient: jax.Array) -> jax.Array:
+    return lax.psum_scatter(gradient, ZERO, scatter_dimension=layout.dim, tiled=True)

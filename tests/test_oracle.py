@@ -289,10 +289,10 @@ def test_leaves_under_the_persistence_threshold_stay_replicated(threshold, unrol
     section = {"stage": 3, "stage3_param_persistence_threshold": threshold}
     check_against_reference("untied", layout, zero_optimization=section)
     step, _ = prepare("untied", layout, zero_optimization=section)
-    for leaf in jax.tree.leaves(step.leaves):
+    for leaf in jax.tree.leaves(step.layouts):
         elements = np.prod(leaf.shape[leaf.stacked :])
         assert (leaf.dim is None) == (elements < threshold), leaf
-    assert {leaf.dim is None for leaf in jax.tree.leaves(step.leaves)} == {True, False}
+    assert {leaf.dim is None for leaf in jax.tree.leaves(step.layouts)} == {True, False}
 
 
 def test_bf16_reduced_in_fp32():

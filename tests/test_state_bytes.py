@@ -84,7 +84,7 @@ def test_leaves_that_stay_replicated(devices):
     assert whole == 2048 * (2 * 16 + 1)
     assert found.persistent == 12 * whole + 12 * rest // devices + COUNTERS
     assert (found.parameters, found.gradients) == (2 * whole + 2 * rest // devices,) * 2
-    stated = [leaf for leaf in jax.tree.leaves(step.leaves) if "stage3_param_persistence_threshold" in leaf.why]
+    stated = [leaf for leaf in jax.tree.leaves(step.layouts) if "stage3_param_persistence_threshold" in leaf.why]
     assert sum(prod(leaf.shape) for leaf in stated) == whole
     assert found.formula == pytest.approx(16 * (whole + rest) / devices, abs=COUNTERS)
 

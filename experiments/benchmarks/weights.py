@@ -55,7 +55,7 @@ def main() -> None:
     else:
         params = weights.load(a.directory / "export", step)
         result = sum(x.nbytes for x in jax.tree.leaves(params))
-    leaves = jax.tree.leaves(step.leaves)
+    leaves = jax.tree.leaves(step.layouts)
     largest = max(leaves, key=lambda leaf: prod(leaf.shape))
     size = 4 * prod(largest.shape) / 2**20
     found = {

@@ -93,4 +93,4 @@ def initialize(
     engine = Engine(step, jax.random.key(config.seed) if rng is None else rng, loader, resume)
     if jax.process_index() == 0:
         print(report(step))
-    return engine, step.tx, loader, step.schedule.lr if step.schedule else None
+    return engine, step.setup.tx, loader, step.setup.schedule.lr if step.setup.schedule else None

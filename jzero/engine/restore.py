@@ -39,7 +39,7 @@ def save(
     """Save the engine's state, and beside it what `load` takes up."""
     step, loader = engine.step_fn, engine.training_dataloader
     check_alive(engine.state)
-    names = [f"params/{leaf.name}" for leaf in jax.tree.leaves(step.leaves) if not leaf.trainable]
+    names = [f"params/{leaf.name}" for leaf in jax.tree.leaves(step.layouts) if not leaf.trainable]
     notes = {
         "engine": {name: getattr(engine, name) for name in COUNTERS},
         "batch": {

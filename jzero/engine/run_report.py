@@ -14,9 +14,8 @@ import jax
 from jzero import optimizers
 from jzero.errors import some_of
 from jzero.mesh import AXES, PIPE, ZERO
-from jzero.pipeline.stages import SwitchedGradients
-from jzero.planner.state_bytes import gradient_dtype, state_bytes
-from jzero.zero import Leaf, Stage
+from jzero.planner.state_bytes import gradient_dtype, state_bytes, sums_gradients
+from jzero.zero import ParamLayout, Rule
 
 WIDTH = 100
 MAX_ROWS = 12  # of the layout table
@@ -82,15 +81,15 @@ def _head(step: Any) -> list[str]:
         "model": repr(step.model),
         "mesh": f"{devices.size} x {kind} = {degrees}",
         "batch": f"{b.train} = {b.micro} per device x {b.accum} accumulation x {step.replicas} replicas{inferred}",
-        **({"pipeline": step.gradients.describe(b.accum)} if step.mesh.shape[PIPE] > 1 else {}),
-        "ZeRO": _stage(step.config.zero_optimization.stage, step.gradients.row, step.gradients.layer_by_layer),
+        **({"pipeline": step.setup.passes.facts.pipeline} if step.mesh.shape[PIPE] > 1 else {}),
+        "ZeRO": _stage(step.config.zero_optimization.stage, step.setup.rule, step.setup.passes.facts.by_layer),
         "precision": f"{step.config.precision}: masters {precision.master}, gradients reduced in {precision.reduce} "
         f"and accumulated in {precision.accum}",
     }
     return [part for name, text in rows.items() for part in _wrap(text, f"  {name:<9}  ", " " * 13)]
 
 
-def _stage(stage: int, row: Stage, layer_by_layer: bool) -> str:
+def _stage(stage: int, row: Rule, layer_by_layer: bool) -> str:
     layer = "gathered layer by layer" if layer_by_layer else "gathered where they are used"
     gather = {None: "replicated", "step": "gathered once a step", "layer": layer}[row.gather]
     reduce, every = ("reduce-scattered", row.scatter) if row.scatter else ("all-reduced", "step")
@@ -100,10 +99,10 @@ def _stage(stage: int, row: Stage, layer_by_layer: bool) -> str:
 
 def _layout(step: Any) -> list[str]:
     """The table leaf -> spec, leaves with a common beginning of their names together."""
-    leaves = sorted(jax.tree.leaves(step.leaves), key=lambda leaf: leaf.name)
+    leaves = sorted(jax.tree.leaves(step.layouts), key=lambda leaf: leaf.name)
 
-    def grouped(depth: int) -> dict[tuple[str, ...], list[Leaf]]:
-        groups: dict[tuple[str, ...], list[Leaf]] = {}
+    def grouped(depth: int) -> dict[tuple[str, ...], list[ParamLayout]]:
+        groups: dict[tuple[str, ...], list[ParamLayout]] = {}
         for leaf in leaves:
             spec = f"P({', '.join(map(repr, leaf.spec))})"
             note = ", ".join(["frozen"] * (not leaf.trainable) + ["replicated"] * bool(leaf.why))
@@ -127,7 +126,7 @@ def _numberless(name: str) -> str:
 
 def _model_state(step: Any) -> list[str]:
     b, precision = state_bytes(step), step.precision
-    gradient = gradient_dtype(step.gradients.row, precision, step.gradients.sums(step.batch_sizes.accum))
+    gradient = gradient_dtype(step.setup.rule, precision, sums_gradients(step))
     rows = [
         ["part", "bytes", ""],
         [f"masters, {precision.master}", _size(b.masters), ""],
@@ -141,7 +140,7 @@ def _model_state(step: Any) -> list[str]:
 
 
 def _effective(step: Any) -> list[str]:
-    config, schedule = step.config, step.schedule
+    config, schedule, facts = step.config, step.setup.schedule, step.setup.passes.facts
     clip = config.gradient_clipping
     lines = [f"gradient_clipping {clip:g}: by global norm" if clip else "gradient_clipping 0: off"]
     if config.precision != "fp32" and not step.precision.check_overflow:
@@ -151,7 +150,7 @@ def _effective(step: Any) -> list[str]:
     if config.fp16.enabled:
         scaler = step.precision.scaler
         lines.append(f"loss scale {'dynamic' if scaler.dynamic else 'static'}, from {scaler.initial:g}")
-    if config.optimizer and not step.own_optimizer:
+    if config.optimizer and not step.setup.own_optimizer:
         params = ", ".join(f"{name} {_value(value)}" for name, value in config.optimizer.params.items())
         lines.append(f"optimizer {config.optimizer.type}: {params or 'its defaults'}")
         lines += optimizers.describe(config.optimizer, schedule)
@@ -160,16 +159,15 @@ def _effective(step: Any) -> list[str]:
     if schedule:
         lines.append(_rates(schedule.lr))
         lines += schedule.notes
-    if step.gradients.stacked:
-        checkpointing, interval = step.gradients.checkpointing, step.gradients.interval
+    if facts.layers:
         lines.append(
-            f"layer stack: {step.gradients.length} layers, {'unrolled' if step.gradients.unrolled else 'scanned'}; "
-            f"activation checkpointing {checkpointing.kind if checkpointing else 'none'}"
-            + (f", {step.gradients.interval_in_use} layers at a time" if interval else "")
+            f"layer stack: {facts.layers} layers, {'unrolled' if facts.unrolled else 'scanned'}; "
+            f"activation checkpointing {facts.remat.kind}"
+            + (f", {facts.layers_per_checkpoint} layers at a time" if facts.remat.interval else "")
         )
     if step.mesh.shape[PIPE] > 1 and config.zero_optimization.stage == 3:
         lines.append(_gathers(step))
-    small = [leaf for leaf in jax.tree.leaves(step.leaves) if leaf.why and not _fell_back(leaf)]
+    small = [leaf for leaf in jax.tree.leaves(step.layouts) if leaf.why and not _fell_back(leaf)]
     if small:
         elements = sum(prod(leaf.shape) for leaf in small)
         lines.append(f"replicated, {small[0].why}: {len(small)} leaves, {elements:,} elements")
@@ -179,7 +177,7 @@ def _effective(step: Any) -> list[str]:
 def _gathers(step: Any) -> str:
     """When a pipeline gathers, and what both ways keep of the parameters in the compute dtype."""
     itemsize, pipe, group = step.precision.compute.itemsize, step.mesh.shape[PIPE], step.mesh.shape[ZERO]
-    leaves = jax.tree.leaves(step.leaves)
+    leaves = jax.tree.leaves(step.layouts)
     whole = sum(prod(leaf.shape) * itemsize // (pipe if leaf.on_pipe else 1) for leaf in leaves)
     parts = sum(
         prod(leaf.shape) * itemsize // (pipe if leaf.on_pipe else 1) // (1 if leaf.dim is None else group)
@@ -200,29 +198,30 @@ def _rates(lr: Callable[[int], Any]) -> str:
     return "learning rate by step: " + ", ".join(f"{n}={rate}" for n, rate in rates.items())
 
 
-def _fell_back(leaf: Leaf) -> bool:
+def _fell_back(leaf: ParamLayout) -> bool:
     return leaf.why.startswith("no dimension")
 
 
 def _fallbacks(step: Any) -> list[str]:
     names: dict[str, list[str]] = {}
-    for leaf in filter(_fell_back, jax.tree.leaves(step.leaves)):
+    for leaf in filter(_fell_back, jax.tree.leaves(step.layouts)):
         names.setdefault(leaf.why, []).append(leaf.name)
     lines = [f"replicated, {why}: {some_of(leaves, 4)}" for why, leaves in names.items()]
-    if step.own_optimizer and step.config.optimizer:
+    if step.setup.own_optimizer and step.config.optimizer:
         lines.append(f"optimizer section ({step.config.optimizer.type}) not used: an optimizer was passed in")
-    if isinstance(step.gradients, SwitchedGradients):
-        lines.append(step.gradients.fallback())
-    if any(leaf.row.gather == "layer" for leaf in jax.tree.leaves(step.leaves)) and not step.gradients.layer_by_layer:
-        why = "for the same reason" if step.gradients.stacked else "the model has no layer stack, so"
-        see = "" if step.gradients.stacked else " (see jzero/model.py)"
+    facts = step.setup.passes.facts
+    if facts.fallback:
+        lines.append(facts.fallback)
+    if any(leaf.rule.gather == "layer" for leaf in jax.tree.leaves(step.layouts)) and not facts.by_layer:
+        why = "for the same reason" if facts.layers else "the model has no layer stack, so"
+        see = "" if facts.layers else " (see jzero/model.py)"
         lines.append(f"stage 3: {why} it is gathered as a whole{see}")
     checkpointing = step.config.activation_checkpointing
     stages, pipeline = step.mesh.shape[PIPE], step.config.pipeline
     if stages == 1 and pipeline.model_fields_set & {"schedule", "chunks"}:
         lines.append("pipeline.schedule and pipeline.chunks: one stage, so no pipeline")
-    if stages == 1 and step.gradients.interval > 1:
+    if stages == 1 and facts.remat.interval > 1:
         lines.append("activation_checkpoint_interval: without a pipeline every layer is a checkpoint of its own")
-    if checkpointing and checkpointing.kind != "none" and not step.gradients.stacked and stages == 1:
+    if checkpointing and checkpointing.kind != "none" and not facts.layers and stages == 1:
         lines.append("activation_checkpointing: the model has no layer stack, so it is one checkpoint as a whole")
     return lines

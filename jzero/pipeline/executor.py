@@ -7,24 +7,47 @@ computes on stale data, and what comes of it is dropped by a select. So no colle
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jzero.errors import ConfigError
-from jzero.gradients import sum_and_count
+from jzero.gradients import scaled, sum_and_count
 from jzero.mesh import PIPE
 from jzero.model import ENDS, STACK, fold
 from jzero.pipeline.program import Program, Runs, count
 from jzero.pipeline.split_backward import Chunk, join_floats, split_floats
-
-if TYPE_CHECKING:
-    from jzero.pipeline.stages import PipelineGradients
+from jzero.precision import Precision
+from jzero.stack import StackView, fetch
 
 Columns = dict[str, jax.Array]
+Functions = tuple[Callable, Callable, Callable]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What the executor needs to know of the stages.
+
+    Attributes:
+      stages, chunks: pipeline stages, and chunks of layers on each.
+      view: the form of the parameters in use; its stack is a list, with several chunks a leaf has a leading axis.
+      functions: (pairs, micro-batch), for their shapes -> prefix(ends, batch, key) -> x, chunk(weights, x, context)
+        -> x, suffix(ends, x, batch, key) -> loss. The weights are (diff, nondiff); a context is the micro-batch's key
+        and the chunk's number in the whole model.
+      replicas: the data-parallel degree.
+    """
+
+    stages: int
+    chunks: int
+    view: StackView
+    precision: Precision
+    functions: Callable[[Any, Any], Functions]
+    replicas: int
 
 
 class Carry(NamedTuple):
@@ -49,26 +72,26 @@ class Run:
     """One run of a program over the micro-batches of a batch; without a `scale` forward only."""
 
     def __init__(
-        self, owner: PipelineGradients, program: Program, pairs: Any, batch: Any, rng: Any, first: Any,
+        self, stages: Stages, program: Program, pairs: Any, batch: Any, rng: Any, first: Any,
         scale: jax.Array | None = None,
     ):  # fmt: skip
-        self.owner, self.program, self.batch, self.scale = owner, program, batch, scale
-        (self.active, self.passive), self.rng, self.first = pairs, rng, first
+        self.stages, self.program, self.batch, self.scale = stages, program, batch, scale
+        (self.diff, self.nondiff), self.rng, self.first = pairs, rng, first
         self.stage = lax.axis_index(PIPE)
-        self.is_first, self.is_last = self.stage == 0, self.stage == owner.stages - 1
-        self.last_chunk = owner.chunks - 1
-        self.gathers = any(leaf.row.gather == "layer" for leaf in jax.tree.leaves(owner.used[STACK]))
+        self.is_first, self.is_last = self.stage == 0, self.stage == stages.stages - 1
+        self.last_chunk = stages.chunks - 1
+        self.gathers = any(layout.rule.gather == "layer" for layout in jax.tree.leaves(stages.view.layouts[STACK]))
         part, key = self.micro_batch(0)
-        prefix, self.layers, self.suffix = owner.functions(pairs, part)
+        prefix, self.layers, self.suffix = stages.functions(pairs, part)
         self.prefix = lambda *args: jax.tree.map(jnp.asarray, prefix(*args))
-        self.x = jax.eval_shape(lambda: self.prefix(self.ends(self.active[ENDS]), part, key))
+        self.x = jax.eval_shape(lambda: self.prefix(self.ends(self.diff[ENDS]), part, key))
         weights, context = jax.eval_shape(self.weights, 0), jax.eval_shape(self.context, 0, 0)
         _check_chain(self.x, jax.eval_shape(self.layers, weights, self.x, context))
         if scale is not None:
             self.chunk = Chunk(self.layers, weights, self.x, context, split=program.rest > 0)
 
     def result(self) -> tuple[Any, jax.Array]:
-        """(gradients of the active weights, [M, ...] of what is known of the losses)."""
+        """(gradients of the differentiated weights, [M, ...] of what is known of the losses)."""
         columns = {name: jnp.asarray(column)[:, self.stage] for name, column in self.program.columns.items()}
         carry = self.execute(self.program.runs, self.start(), columns)
         return carry.gradients, carry.seen
@@ -78,11 +101,11 @@ class Run:
         floats = split_floats(x)[0]
         if self.scale is None:
             return Carry(x, x, None, None, None, None, None, jnp.zeros((m, 2)))
-        accum = self.owner.precision.accum
+        accum = self.stages.precision.accum
         stash = _buffer(self.program.stash, self.chunk.stashed_shapes)
         stash += [] if self.program.turns else [_buffer(self.program.stash, x)]
         rest = _buffer(self.program.rest, self.chunk.rest_shapes)
-        gradients = jax.tree.map(lambda w: jnp.zeros(w.shape, accum), self.active)
+        gradients = jax.tree.map(lambda w: jnp.zeros(w.shape, accum), self.diff)
         return Carry(x, x, floats, floats, stash, rest, gradients, jnp.zeros((m, 3)))
 
     def execute(self, runs: Runs, carry: Carry, columns: Columns) -> Carry:
@@ -116,7 +139,7 @@ class Run:
         operations = operations.upper()
         backward = "B" in operations or "D" in operations
         if set("ESG") & set(operations):
-            ends, reduce = jax.vjp(self.ends, self.active[ENDS])
+            ends, reduce = jax.vjp(self.ends, self.diff[ENDS])
         ends_gradients = []
 
         if "E" in operations:
@@ -146,7 +169,7 @@ class Run:
                 value = self.suffix(ends, join_floats(floats, others), part, key)
                 if self.scale is None:
                     return 0.0, jnp.stack(sum_and_count(value))
-                return self.owner.scaled(value, part, self.scale)
+                return scaled(value, part, self.scale, self.stages.replicas)
 
             _, pullback, seen = jax.vjp(loss, ends, floats, has_aux=True)
             new["seen"] = carry.seen.at[at["S.micro"]].set(seen)
@@ -193,15 +216,15 @@ class Run:
         return part, fold(self.rng, self.first + index)
 
     def context(self, chunk: Any, micro: Any) -> Any:
-        return fold(self.rng, self.first + micro), chunk * self.owner.stages + self.stage
+        return fold(self.rng, self.first + micro), chunk * self.stages.stages + self.stage
 
-    def ends(self, active: Any) -> Any:
-        return self.owner.fetch(self.owner.used[ENDS], (active, self.passive[ENDS]))
+    def ends(self, diff: Any) -> Any:
+        return fetch(self.stages.view.layouts[ENDS], (diff, self.nondiff[ENDS]), self.stages.precision)
 
     def weights(self, chunk: Any, again: bool = False) -> Any:
-        """(active, passive) of a chunk; `again`: what is gathered of them is gathered anew, not kept since F."""
-        pair = self.active[STACK], self.passive[STACK]
-        if self.owner.layer_axis:
+        """(diff, nondiff) of a chunk; `again`: what is gathered of them is gathered anew, not kept since F."""
+        pair = self.diff[STACK], self.nondiff[STACK]
+        if self.stages.view.layer_axis:
             pair = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, chunk, keepdims=False), pair)
         return lax.optimization_barrier(pair) if again and self.gathers else pair
 
@@ -213,14 +236,14 @@ class Run:
 
         def add(s: jax.Array, g: jax.Array) -> jax.Array:
             g = g.astype(s.dtype) if active is False else jnp.where(active, g.astype(s.dtype), 0)
-            return s.at[chunk].add(g) if self.owner.layer_axis else s + g
+            return s.at[chunk].add(g) if self.stages.view.layer_axis else s + g
 
         return {**summed, STACK: jax.tree.map(add, summed[STACK], gradient)}
 
     def send(self, x: Any, step: int) -> Any:
         """x to the next stage (+1) or the previous one (-1); with several chunks the last is before the first."""
-        n = self.owner.stages
-        pairs = [(s, (s + step) % n) for s in range(n) if self.owner.chunks > 1 or 0 <= s + step < n]
+        n = self.stages.stages
+        pairs = [(s, (s + step) % n) for s in range(n) if self.stages.chunks > 1 or 0 <= s + step < n]
         return jax.tree.map(lambda x: lax.ppermute(x, PIPE, pairs), x)
 
     def from_stage(self, mine: jax.Array, x: Any) -> Any:

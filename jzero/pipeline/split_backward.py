@@ -28,7 +28,7 @@ class Chunk:
 
     Args:
       f: a function whose result has the structure of `x`.
-      weights: (active, passive), any pytrees; the gradient is taken with respect to `active`.
+      weights: (diff, nondiff), any pytrees; the gradient is taken with respect to `diff`.
       x: any pytree; leaves that are not floating have no gradient.
       context: what else `f` reads that does not depend on `x`: keys, indices.
       split: whether to make `input_backward` and `weight_backward` instead of `backward`.
@@ -36,12 +36,12 @@ class Chunk:
 
     def __init__(self, f: Callable, weights: Any, x: Any, context: Any, *, split: bool = False):
         def forward(weights: Any, x: Any, context: Any) -> tuple[Any, Arrays]:
-            (active, passive), (floats, others) = weights, split_floats(x)
+            (diff, nondiff), (floats, others) = weights, split_floats(x)
 
-            def differentiable(active: Any, floats: Any) -> tuple[Any, Any]:
-                return split_floats(f((active, passive), join_floats(floats, others), context))
+            def differentiable(diff: Any, floats: Any) -> tuple[Any, Any]:
+                return split_floats(f((diff, nondiff), join_floats(floats, others), context))
 
-            y, pullback, others = jax.vjp(differentiable, active, floats, has_aux=True)
+            y, pullback, others = jax.vjp(differentiable, diff, floats, has_aux=True)
             residuals, self.pullback = jax.tree.flatten(pullback)
             return join_floats(y, others), residuals
 
@@ -66,7 +66,7 @@ class Chunk:
         return jax.tree.unflatten(self.y_tree, run(self.program.outputs[: self.n_y])), run(self.stashed)
 
     def backward(self, weights: Any, context: Any, kept: Arrays, dy: Any) -> tuple[Any, Any]:
-        """(gradient of the active weights, dx); `dx` and `dy` have None where x is not floating."""
+        """(gradient of the differentiated weights, dx); `dx` and `dy` have None where x is not floating."""
         return jax.tree.unflatten(self.pullback, self._residuals(weights, context, kept))(dy)
 
     def input_backward(self, weights: Any, context: Any, kept: Arrays, dy: Any) -> tuple[Any, Arrays]:
@@ -76,7 +76,7 @@ class Chunk:
         return jax.tree.unflatten(self.dx_tree, run(self.dx)), run(self.crossing)
 
     def weight_backward(self, weights: Any, context: Any, kept: Arrays, rest: Arrays) -> Any:
-        """The gradient of the active weights."""
+        """The gradient of the differentiated weights."""
         values = self._residuals(weights, context, kept)
         run = self.back.run(self.second, [*self.back.inputs[: len(values)], *self.crossing], [*values, *rest])
         return jax.tree.unflatten(self.dw_tree, run(self.dw))

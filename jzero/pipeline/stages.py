@@ -1,244 +1,250 @@
-"""Loss and gradients on a mesh with `pipe` > 1: what the stages hold, and the functions that a tick calls."""
+"""What a pipeline stage holds and computes: the passes of a mesh with `pipe` > 1.
+
+Two kinds of stages. `_stack_stages` cuts a layer stack: every stage holds its own chunks of layers. `_switched_stages`
+is for layers that are no stack, or one that the stages do not divide: every stage holds all parameters and switches to
+its own layers. It costs the parameters and the sum of their gradients, whole on every stage; activations padded to the
+largest; and a stage's forward pass again in its backward pass.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
-from jzero import zero
-from jzero.config import ActivationCheckpointing
+from jzero.config import ActivationCheckpointing, Config
 from jzero.errors import ConfigError
-from jzero.gradients import Gradients
-from jzero.mesh import PIPE
-from jzero.model import ENDS, STACK, fold
+from jzero.gradients import Facts, Passes
+from jzero.mesh import PIPE, replicas
+from jzero.model import ENDS, STACK, StackModel, fold
 from jzero.pipeline import vocab_parallel
 from jzero.pipeline.chunk_placement import from_chunks, to_chunks
-from jzero.pipeline.executor import Run
+from jzero.pipeline.executor import Functions, Run, Stages
 from jzero.pipeline.layer_switch import switched
 from jzero.pipeline.module import PipelineModule
 from jzero.pipeline.program import make_program
-from jzero.pipeline.schedules import Schedule, forward_only, make_schedule
-from jzero.precision import cast
-from jzero.remat import checkpointed
+from jzero.pipeline.schedules import forward_only, make_schedule
+from jzero.precision import Precision, cast
+from jzero.remat import Remat, checkpointed
+from jzero.sharding import stack_length
+from jzero.stack import StackView, fetch, scanned, unrolled
+from jzero.tree import PyTree
+from jzero.zero import ParamLayout
 
-Functions = tuple[Callable, Callable, Callable]  # prefix, chunk, suffix
+
+@dataclass(frozen=True)
+class _Cut:
+    """A model cut into stages: the form of its parameters, what a tick calls, and the words of the report."""
+
+    view: StackView
+    functions: Callable[[Any, PyTree], Functions]
+    facts: Facts
+    summary: str
 
 
-def pipeline_gradients(
-    model: Any, config: Any, mesh: Any, leaves: Any, precision: Any, micro: int
-) -> PipelineGradients:
-    """The `PipelineGradients` for a model with a layer stack, or for a `PipelineModule` without one to divide.
+def pipelined(model: Any, config: Config, mesh: Mesh, layouts: PyTree, precision: Precision, accum: int) -> Passes:
+    """Make the passes that send the micro-batches through the stages as the schedule says.
+
+    Args:
+      model: with a layer stack, or a `PipelineModule`.
+      accum: micro-batches in a step, for the report.
 
     Raises:
-      ConfigError: a model that cannot be cut, or not into so many stages.
+      ConfigError: a model that cannot be cut, or not into this number of stages.
     """
-    parts = mesh.shape[PIPE] * config.pipeline.chunks
+    n_stages, chunks = mesh.shape[PIPE], config.pipeline.chunks
+    parts = n_stages * chunks
     switches = isinstance(model, PipelineModule) and (not model.stack or len(model.stack) % parts)
-    return (SwitchedGradients if switches else PipelineGradients)(model, config, mesh, leaves, precision, micro)
+    cut = (_switched_stages if switches else _stack_stages)(model, config, mesh, layouts, precision)
+    stages = Stages(n_stages, chunks, cut.view, precision, cut.functions, replicas(mesh))
 
+    def schedule(micro_batches: int) -> Any:
+        return make_schedule(config.pipeline.schedule, n_stages, micro_batches, chunks)
 
-class PipelineGradients(Gradients):
-    """`Gradients` on a mesh with `pipe` > 1: the micro-batches go through the stages as the schedule says.
-
-    The stack in use is a list of the layers of a chunk; with several chunks a leaf has a leading axis for them.
-    """
-
-    def __init__(self, model: Any, config: Any, mesh: Any, leaves: Any, precision: Any, micro: int):
-        super().__init__(model, config, mesh, leaves, precision, micro)
-        self.stages, self.chunks = mesh.shape[PIPE], config.pipeline.chunks
-        self.parts = self.stages * self.chunks
-        self._cut()
-
-    def _refuse(self, key: str, why: str) -> None:
-        raise ConfigError(f"{key} with mesh.pipe = {self.stages}: {why}; leave it out")
-
-    def _cut(self) -> None:
-        if self.checkpointing and self.checkpointing.cpu_checkpointing:
-            self._refuse(
-                "activation_checkpointing.cpu_checkpointing = true", "not yet: a pipeline's stash is on the GPU"
-            )
-        if not self.stacked:
-            raise ConfigError(
-                f"mesh.pipe = {self.stages}: {self.model!r} has no layer stack to cut into stages; give it prefix, "
-                "block, suffix (see jzero/model.py), or write it as a jzero.PipelineModule"
-            )
-        if self.length % self.parts:
-            fit = [str(n) for n in range(2, self.length + 1) if self.length % (n * self.chunks) == 0]
-            raise ConfigError(
-                f"mesh.pipe = {self.stages} stages x pipeline.chunks = {self.chunks}: must divide the {self.length} "
-                f"layers of {self.model!r}; with {self.chunks} chunks per stage what fits: "
-                f"{', '.join(fit) or 'no number of stages'}"
-            )
-        if self.config.stack.unroll is False:
-            self._refuse("stack.unroll = false", "the layers of a pipeline's chunk are always unrolled")
-        self.depth, self.unrolled, self.layer_axis = self.length // self.parts, True, self.chunks > 1
-        self.used = {ENDS: self.leaves[ENDS], STACK: [self.leaves[STACK]] * self.depth}
-        divided = [leaf for leaf in jax.tree.leaves(self.used[ENDS]) if leaf.on_pipe]
-        self.vocabulary_axis = PIPE if divided else None
-        self.vocabulary_sizes = {size for leaf in divided for size in leaf.shape}
-
-    def describe(self, micro_batches: int) -> str:
-        """The line of the run report."""
-        ends = "divided among the stages" if self.vocabulary_axis else "computed by all stages together"
-        return f"{self._summary(micro_batches)}; {self.depth} layers a chunk, prefix and suffix {ends}"
-
-    def _summary(self, micro_batches: int) -> str:
-        schedule = self.schedule(micro_batches)
-        chunks = f" x {self.chunks} chunks" if self.chunks > 1 else ""
-        return (
-            f"{self.stages} stages{chunks}, {schedule.name}: {schedule.ticks} ticks for {micro_batches} micro-batches, "
-            f"bubble {schedule.bubble():.1%}, at most {schedule.in_flight.max()} chunks in flight"
-        )
-
-    def schedule(self, micro_batches: int) -> Schedule:
-        return make_schedule(self.config.pipeline.schedule, self.stages, micro_batches, self.chunks)
-
-    @property
-    def interval_in_use(self) -> int:
-        return min(self.interval or 1, self.depth)
-
-    def sums(self, micro_batches: int) -> bool:
-        return True
-
-    def accumulate(self, active: Any, passive: Any, batch: Any, rng: jax.Array, scale: jax.Array) -> tuple[Any, Any]:
+    def gradients(diff: PyTree, nondiff: PyTree, batch: PyTree, key: jax.Array, scale: jax.Array) -> Any:
         n = len(jax.tree.leaves(batch)[0])
-        program = make_program(self.schedule(n))
-        gradients, seen = Run(self, program, (active, passive), batch, rng, 0, scale / n).result()
+        program = make_program(schedule(n))
+        summed, seen = Run(stages, program, (diff, nondiff), batch, key, 0, scale / n).result()
 
-        def once(leaf: zero.Leaf, g: Any) -> Any:
-            return g if g is None or leaf.on_pipe else self._first(g)
+        # All stages compute the ends' gradients; that of the first counts, so that no two differ.
+        def once(layout: ParamLayout, g: Any) -> Any:
+            return g if g is None or layout.on_pipe else _first(g)
 
-        return {**gradients, ENDS: jax.tree.map(once, self.used[ENDS], gradients[ENDS])}, self._agreed(seen)
+        return {**summed, ENDS: jax.tree.map(once, cut.view.layouts[ENDS], summed[ENDS])}, _agreed(seen)
 
-    def _first(self, x: jax.Array) -> jax.Array:
-        """x on the first stage, elsewhere zero: of what all stages computed one counts, so that they never differ."""
-        return jnp.where(lax.axis_index(PIPE) == 0, x, 0)
+    def losses(diff: PyTree, nondiff: PyTree, batch: PyTree, key: jax.Array | None, first: Any = 0) -> jax.Array:
+        program = make_program(forward_only(n_stages, len(jax.tree.leaves(batch)[0]), chunks))
+        return _agreed(Run(stages, program, (diff, nondiff), batch, key, first).result()[1])
 
-    def _agreed(self, seen: jax.Array) -> jax.Array:
-        return lax.psum(self._first(seen), PIPE)
+    made = schedule(accum)
+    line = (
+        f"{n_stages} stages{f' x {chunks} chunks' if chunks > 1 else ''}, {made.name}: {made.ticks} ticks for {accum} "
+        f"micro-batches, bubble {made.bubble():.1%}, at most {made.in_flight.max()} chunks in flight; {cut.summary}"
+    )
+    return Passes(cut.view, replace(cut.facts, always_sums=True, pipeline=line), gradients, losses)
 
-    def losses(self, active: Any, passive: Any, batch: Any, rng: jax.Array | None, first: Any = 0) -> jax.Array:
-        program = make_program(forward_only(self.stages, len(jax.tree.leaves(batch)[0]), self.chunks))
-        return self._agreed(Run(self, program, (active, passive), batch, rng, first).result()[1])
 
-    def spread(self, masters: Any) -> Any:
-        stack, p = masters[STACK], self.precision
-        if self.layer_axis:  # in the widest dtype that is needed inside, which is often half of the masters'
-            stack = cast(stack, jnp.promote_types(p.compute, p.reduce))
-            stack = jax.tree.map(lambda m: to_chunks(m, self.stages, self.chunks).swapaxes(0, 1), stack)
-        layers = [jax.tree.map(lambda m, k=k: m[k], stack) for k in range(self.depth)]  # type: ignore[misc]
-        return {ENDS: masters[ENDS], STACK: layers}
+def _first(x: jax.Array) -> jax.Array:
+    """Keep x on the first stage, zero it on the others."""
+    return jnp.where(lax.axis_index(PIPE) == 0, x, 0)
 
-    def collect(self, used: Any) -> Any:
-        def stack(*layers: jax.Array) -> jax.Array:
-            if not self.layer_axis:
-                return jnp.stack(layers)
-            return from_chunks(jnp.stack(layers, axis=1).astype(self.precision.reduce), self.stages, self.chunks)
 
-        return {ENDS: used[ENDS], STACK: jax.tree.map(stack, *used[STACK])}
+def _agreed(seen: jax.Array) -> jax.Array:
+    """Give every stage the first one's x."""
+    return lax.psum(_first(seen), PIPE)
 
-    def functions(self, pairs: Any, part: Any) -> Functions:
-        """What a tick calls, for parameters and micro-batches of these shapes.
 
-        prefix(ends, batch, key) -> x; chunk(weights, x, context) -> x; suffix(ends, x, batch, key) -> loss. The weights
-        are (active, passive); a context is the micro-batch's key and which chunk of the whole model it is.
-        """
-        return self.prefix, self.chunk, self.suffix
+def _refuse(key: str, stages: int, why: str) -> None:
+    raise ConfigError(f"{key} with mesh.pipe = {stages}: {why}; leave it out")
 
-    def prefix(self, ends: Any, part: Any, key: Any) -> Any:
-        with vocab_parallel.parallel(self.vocabulary_axis, self.vocabulary_sizes):
-            return self.model.prefix(ends, part, fold(key, 0))  # type: ignore[attr-defined]
 
-    def suffix(self, ends: Any, x: Any, part: Any, key: Any) -> Any:
-        with vocab_parallel.parallel(self.vocabulary_axis, self.vocabulary_sizes):
-            return self.model.suffix(ends, x, part, fold(key, self.length + 1))  # type: ignore[attr-defined]
+# ------------------------------------------------------------------ a stack that the stages divide
 
-    def chunk(self, weights: Any, x: Any, context: Any) -> Any:
+
+def _stack_stages(model: StackModel, config: Config, mesh: Mesh, layouts: PyTree, precision: Precision) -> _Cut:
+    stages, chunks = mesh.shape[PIPE], config.pipeline.chunks
+    remat = Remat.resolve(config, model, regather=False)
+    _check_stack(model, config, layouts, stages, remat)
+    length = stack_length(layouts)
+    depth = length // (stages * chunks)
+    view = _chunk_view(layouts, stages, chunks, depth, precision)
+    divided = [layout for layout in jax.tree.leaves(layouts[ENDS]) if layout.on_pipe]
+    vocabulary = PIPE if divided else None, {size for layout in divided for size in layout.shape}
+    every = min(remat.interval or 1, depth)
+
+    def prefix(ends: PyTree, part: PyTree, key: Any) -> Any:
+        with vocab_parallel.parallel(*vocabulary):
+            return model.prefix(ends, part, fold(key, 0))
+
+    def suffix(ends: PyTree, x: Any, part: PyTree, key: Any) -> Any:
+        with vocab_parallel.parallel(*vocabulary):
+            return model.suffix(ends, x, part, fold(key, length + 1))
+
+    def fetch_layers(pairs: Any) -> list[Any]:
+        return [fetch(layouts[STACK], pair, precision) for pair in pairs]
+
+    def layers(weights: Any, x: Any, keys: Any) -> Any:
+        for layer, key in zip(weights, keys, strict=True):
+            x = model.block(layer, x, key)
+        return x
+
+    # The stash lies between the forward and the backward pass, so there is nothing that XLA could merge.
+    run = checkpointed(fetch_layers, layers, remat, unrolled=False)
+
+    def chunk(weights: Any, x: Any, context: Any) -> Any:
         key, number = context
         pairs = list(zip(*weights, strict=True))
-        keys = [fold(key, number * self.depth + k + 1) for k in range(self.depth)]
-
-        def fetch(pairs: Any) -> list[Any]:
-            return [self.fetch(self.leaves[STACK], pair) for pair in pairs]
-
-        def layers(weights: Any, x: Any, keys: Any) -> Any:
-            for layer, key in zip(weights, keys, strict=True):
-                x = self.model.block(layer, x, key)  # type: ignore[attr-defined]
-            return x
-
-        # Between the forward and the backward pass lies the stash, so nothing can be merged that is to be kept apart.
-        run = checkpointed(fetch, layers, self.checkpointing, regather=False, unrolled=False)
-        every = self.interval_in_use
-        for k in range(0, self.depth, every):
+        keys = [fold(key, number * depth + k + 1) for k in range(depth)]
+        for k in range(0, depth, every):
             x = run(pairs[k : k + every], x, keys[k : k + every])
         return x
 
+    ends = "divided among the stages" if divided else "computed by all stages together"
+    facts = Facts(remat, length, unrolled=True, by_layer=True, layers_per_checkpoint=every)
+    summary = f"{depth} layers a chunk, prefix and suffix {ends}"
+    return _Cut(view, lambda pairs, part: (prefix, chunk, suffix), facts, summary)
 
-class SwitchedGradients(PipelineGradients):
-    """Layers that are no stack, or one that the stages do not divide: each has all at hand and switches to its own.
 
-    What that costs: the parameters, and the sum of their gradients, whole on every stage; activations padded to the
-    largest; a stage's forward pass again in its backward pass. The parameters in use are one tree, a stack a list.
-    """
-
-    @property
-    def layer_by_layer(self) -> bool:
-        return False
-
-    def _cut(self) -> None:
-        remat = self.config.activation_checkpointing
-        if remat and (remat.cpu_checkpointing or remat.policy in ("matmuls", "none")):
-            self._refuse(
-                f"activation_checkpointing = {remat}", "layers in no stack that the stages divide are always recomputed"
-            )
-        if self.config.stack.unroll is False:
-            self._refuse("stack.unroll = false", "the layers of a pipeline are always unrolled")
-        self.checkpointing, self.depth, self.layer_axis = ActivationCheckpointing(policy="full"), 1, False
-        self.unrolled, whole = self.stacked, self.leaves
-        if self.stacked:
-            whole = {ENDS: self.leaves[ENDS], STACK: [self.leaves[STACK]] * self.length}
-        self.used = {ENDS: {}, STACK: [whole]}
-        self.boundaries = self.model.boundaries(self.parts)  # type: ignore[attr-defined]
-
-    def describe(self, micro_batches: int) -> str:
-        return f"{self._summary(micro_batches)}; layers cut at {self.boundaries}, each stage switches to its own"
-
-    def fallback(self) -> str:
-        """What the report says of it."""
-        why = "no run of equal layers holds half of the parameters"
-        if self.stacked:
-            why = f"stages x chunks = {self.parts} does not divide the {self.length} equal layers"
-        interval = ", in one piece whatever activation_checkpoint_interval says" if self.interval > 1 else ""
-        return (
-            f"pipeline: {why}, so every stage has all parameters and the sum of their gradients, and computes its "
-            f"layers again in the backward pass{interval}"
+def _check_stack(model: Any, config: Config, layouts: PyTree, stages: int, remat: Remat) -> None:
+    """Raise a ConfigError for a model or an option that stages of a stack cannot honour."""
+    chunks = config.pipeline.chunks
+    if remat.offload:
+        _refuse(
+            "activation_checkpointing.cpu_checkpointing = true", stages, "not yet: a pipeline's stash is on the GPU"
         )
+    if not isinstance(model, StackModel):
+        raise ConfigError(
+            f"mesh.pipe = {stages}: {model!r} has no layer stack to cut into stages; give it prefix, "
+            "block, suffix (see jzero/model.py), or write it as a jzero.PipelineModule"
+        )
+    length = stack_length(layouts)
+    if length % (stages * chunks):
+        fit = [str(n) for n in range(2, length + 1) if length % (n * chunks) == 0]
+        raise ConfigError(
+            f"mesh.pipe = {stages} stages x pipeline.chunks = {chunks}: must divide the {length} "
+            f"layers of {model!r}; with {chunks} chunks per stage what fits: "
+            f"{', '.join(fit) or 'no number of stages'}"
+        )
+    if config.stack.unroll is False:
+        _refuse("stack.unroll = false", stages, "the layers of a pipeline's chunk are always unrolled")
 
-    def spread(self, masters: Any) -> Any:
-        return {ENDS: {}, STACK: [Gradients.spread(self, masters)]}
 
-    def collect(self, used: Any) -> Any:
-        return Gradients.collect(self, used[STACK][0])
+def _chunk_view(layouts: PyTree, stages: int, chunks: int, depth: int, precision: Precision) -> StackView:
+    """View a stage's part of the stack as a list of the layers of a chunk.
 
-    def functions(self, pairs: Any, part: Any) -> Functions:
-        def whole(weights: Any) -> Any:
-            return self.fetch(self.used[STACK][0], [tree[0] for tree in weights])
+    With several chunks a leaf keeps a leading axis for them, and the layers move between stages: see `chunk_placement`.
+    """
+    several = chunks > 1
 
-        params = jax.eval_shape(lambda: whole([pair[STACK] for pair in pairs]))
-        pack, run, loss = switched(self.model, self.boundaries, params, part)  # type: ignore[arg-type]
+    def split(params: PyTree) -> PyTree:
+        stack = params[STACK]
+        if several:  # moved in the widest dtype that is needed inside, which often is half of the masters'
+            stack = cast(stack, jnp.promote_types(precision.compute, precision.reduce))
+            stack = jax.tree.map(lambda m: to_chunks(m, stages, chunks).swapaxes(0, 1), stack)
+        layers = [jax.tree.map(lambda m, k=k: m[k], stack) for k in range(depth)]  # type: ignore[misc]
+        return {ENDS: params[ENDS], STACK: layers}
 
-        def prefix(ends: Any, part: Any, key: Any) -> Any:
-            return pack(part)
+    def merge(gradients: PyTree) -> PyTree:
+        def stack(*layers: jax.Array) -> jax.Array:
+            if not several:
+                return jnp.stack(layers)
+            return from_chunks(jnp.stack(layers, axis=1).astype(precision.reduce), stages, chunks)
+
+        return {ENDS: gradients[ENDS], STACK: jax.tree.map(stack, *gradients[STACK])}
+
+    in_use = {ENDS: layouts[ENDS], STACK: [layouts[STACK]] * depth}
+    return StackView(in_use, split, merge, layer_axis=several)
+
+
+# ------------------------------------------------------------------ other layers
+
+
+def _switched_stages(model: PipelineModule, config: Config, mesh: Mesh, layouts: PyTree, precision: Precision) -> _Cut:
+    stages, chunks = mesh.shape[PIPE], config.pipeline.chunks
+    section = config.activation_checkpointing
+    asked = Remat.resolve(config, model, regather=False)
+    if section and (section.cpu_checkpointing or section.policy in ("matmuls", "none")):
+        why = "layers in no stack that the stages divide are always recomputed"
+        _refuse(f"activation_checkpointing = {section}", stages, why)
+    if config.stack.unroll is False:
+        _refuse("stack.unroll = false", stages, "the layers of a pipeline are always unrolled")
+    remat = Remat(ActivationCheckpointing(policy="full"), asked.interval, regather=False)
+    stacked = isinstance(model, StackModel)
+    whole = unrolled(layouts) if stacked else scanned(layouts)
+    view = StackView(  # one tree, where the executor expects a list of layers
+        {ENDS: {}, STACK: [whole.layouts]},
+        lambda params: {ENDS: {}, STACK: [whole.split(params)]},
+        lambda gradients: whole.merge(gradients[STACK][0]),
+        layer_axis=False,
+    )
+    boundaries = model.boundaries(stages * chunks)
+
+    def functions(pairs: Any, part: PyTree) -> Functions:
+        def everything(weights: Any) -> Any:
+            return fetch(whole.layouts, tuple(tree[0] for tree in weights), precision)  # type: ignore[arg-type]
+
+        params = jax.eval_shape(lambda: everything([pair[STACK] for pair in pairs]))
+        pack, run, loss = switched(model, boundaries, params, part)
 
         def chunk(weights: Any, x: Any, context: Any) -> Any:
             key, number = context
-            return run(whole(weights), x, number, key)
+            return run(everything(weights), x, number, key)
 
-        def suffix(ends: Any, x: Any, part: Any, key: Any) -> Any:
-            return loss(x, part, key)
+        return (lambda ends, part, key: pack(part)), chunk, (lambda ends, x, part, key: loss(x, part, key))
 
-        return prefix, chunk, suffix
+    length = stack_length(layouts) if stacked else 0
+    why = "no run of equal layers holds half of the parameters"
+    if stacked:
+        why = f"stages x chunks = {stages * chunks} does not divide the {length} equal layers"
+    interval = ", in one piece whatever activation_checkpoint_interval says" if asked.interval > 1 else ""
+    fallback = (
+        f"pipeline: {why}, so every stage has all parameters and the sum of their gradients, and computes its "
+        f"layers again in the backward pass{interval}"
+    )
+    facts = Facts(remat, length, unrolled=stacked, fallback=fallback)
+    return _Cut(view, functions, facts, f"layers cut at {boundaries}, each stage switches to its own")

@@ -8,7 +8,7 @@ step is what the ZeRO paper counts beside them (arXiv:1910.02054, section 3; 2 +
 - gradients of what is trained: in `data_types.grad_accum_dtype` the sum over the micro-batches; with an accumulation
   of 1 the gradient itself, in the dtype in which the backward pass leaves it. A pipeline always sums.
 
-What `pipe` divides (`Leaf.on_pipe`) counts for its part; the formula divides everything by `pipe`.
+What `pipe` divides (`ParamLayout.on_pipe`) counts for its part; the formula divides everything by `pipe`.
 
 Not here, because it comes and goes with the layers: the layer that stage 3 has gathered, the micro-batch's gradient
 on its way into the sum, activations. Of the whole program `jzero.planner.memory` has the peak.
@@ -26,7 +26,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jzero.mesh import PIPE, ZERO
 from jzero.precision import Precision
-from jzero.zero import STAGES, Stage
+from jzero.zero import RULES, Rule
 
 
 @dataclass(frozen=True)
@@ -65,31 +65,36 @@ def _local_size(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> int:
     return size
 
 
-def gradient_dtype(stage: Stage, precision: Precision, summed: bool) -> Any:
+def gradient_dtype(stage: Rule, precision: Precision, summed: bool) -> Any:
     """The dtype of the gradients that wait for the update: of their sum, or of the only micro-batch's."""
     if summed:
         return jnp.dtype(precision.accum)
     return jnp.dtype(precision.reduce if stage.scatter == "micro_batch" else precision.compute)
 
 
+def sums_gradients(step: Any) -> bool:
+    """Whether gradients wait for the update in a sum: a pipeline always sums, otherwise several micro-batches do."""
+    return step.setup.passes.facts.always_sums or step.batch_sizes.accum > 1
+
+
 def state_bytes(step: Any) -> StateBytes:
     """The model-state bytes per device of a `TrainStep`."""
     shapes, specs, group = step.state_shapes, step.state_specs, step.mesh.shape[ZERO]
-    stage, pipe = step.gradients.row if group > 1 else STAGES[0], step.mesh.shape[PIPE]
+    stage, pipe = step.setup.rule if group > 1 else RULES[0], step.mesh.shape[PIPE]
 
-    def inside(row: Stage, x: Any, trainable: bool, parts: int) -> tuple[float, float]:
+    def inside(row: Rule, x: Any, trainable: bool, parts: int) -> tuple[float, float]:
         """Bytes of a leaf's compute copy and of its gradient under a row of the table, of a pipeline's `parts`."""
         compute = jnp.dtype(step.precision.compute if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
         copied = row.gather == "step" or compute != x.dtype
-        gradient = gradient_dtype(row, step.precision, step.gradients.sums(step.batch_sizes.accum))
+        gradient = gradient_dtype(row, step.precision, sums_gradients(step))
         size = x.size / parts
         return (
             copied * size * compute.itemsize / (group if row.gather == "layer" else 1),
             trainable * size * gradient.itemsize / (group if row.scatter == "micro_batch" else 1),
         )
 
-    leaves = list(zip(jax.tree.leaves(step.leaves), jax.tree.leaves(shapes.params), strict=True))
-    actual = [inside(leaf.row, x, leaf.trainable, pipe if leaf.on_pipe else 1) for leaf, x in leaves]
+    leaves = list(zip(jax.tree.leaves(step.layouts), jax.tree.leaves(shapes.params), strict=True))
+    actual = [inside(leaf.rule, x, leaf.trainable, pipe if leaf.on_pipe else 1) for leaf, x in leaves]
     ideal = [inside(stage, x, leaf.trainable, pipe) for leaf, x in leaves]
     persistent = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((shapes.params, shapes.opt_state)))
     return StateBytes(

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.mesh import PIPE
 from jzero.weights.layout import Box, dotted
-from jzero.zero import Leaf
+from jzero.zero import ParamLayout
 
 
 def gather(params: Any, leaves: Any, mesh: Mesh, dtype: np.dtype | None) -> Iterator[tuple[str, Box, np.ndarray]]:
@@ -22,7 +22,7 @@ def gather(params: Any, leaves: Any, mesh: Mesh, dtype: np.dtype | None) -> Iter
     Every process takes all of it, in the same order.
 
     Args:
-      params, leaves: trees of arrays and of their `zero.Leaf`s.
+      params, leaves: trees of arrays and of their `ParamLayout`s.
       dtype: of what is floating-point, cast before it is gathered; None: as it is.
     """
     for leaf, x in zip(jax.tree.leaves(leaves), jax.tree.leaves(params), strict=True):
@@ -34,7 +34,7 @@ def gather(params: Any, leaves: Any, mesh: Mesh, dtype: np.dtype | None) -> Iter
             yield dotted(leaf.name), (slice(i, i + 1), *box[1:]) if leaf.stacked else box, values
 
 
-def _part(leaf: Leaf, mesh: Mesh, dtype: Any) -> Any:
+def _part(leaf: ParamLayout, mesh: Mesh, dtype: Any) -> Any:
     """The program that gathers layer i of a leaf [1, ...], or the whole leaf if it is not stacked."""
 
     def layer(x: jax.Array, i: jax.Array) -> jax.Array:

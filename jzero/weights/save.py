@@ -69,7 +69,7 @@ def save(params: Any, step: Any, directory: str | os.PathLike, filename: str, dt
             raise ConfigError(said)
         heartbeat.begin()
         # The writer casts to float16, as it sees what is beyond its range; bfloat16 has float32's.
-        for part in gather(params, step.leaves, step.mesh, None if dtype == np.float16 else dtype):
+        for part in gather(params, step.layouts, step.mesh, None if dtype == np.float16 else dtype):
             on_first(lambda part: writer.write(*part), part)
         on_first(finish)
         heartbeat.finished_when(None)

@@ -67,9 +67,9 @@ def test_a_layer_at_a_time_is_gathered(monkeypatch):
     """Also where the layers are divided among pipeline stages."""
     made = engine(stage=3, pipe=2, zero=2)
     shapes = [x.shape for _, _, x in weights.gathered.gather(
-        made.state.params, made.step_fn.leaves, made.mesh, np.dtype("float32"))]  # fmt: skip
+        made.state.params, made.step_fn.layouts, made.mesh, np.dtype("float32"))]  # fmt: skip
     assert shapes.count((1, 32, 96)) == 4
-    gate_up = next(leaf for leaf in jax.tree.leaves(made.step_fn.leaves) if leaf.name == "stack/mlp/gate_up/kernel")
+    gate_up = next(leaf for leaf in jax.tree.leaves(made.step_fn.layouts) if leaf.name == "stack/mlp/gate_up/kernel")
     part = weights.gathered._part(gate_up, made.mesh, np.dtype("float32"))
     x = made.state.params["stack"]["mlp"]["gate_up"]["kernel"]
     text = part.lower(x, jnp.int32(0)).compile().as_text()

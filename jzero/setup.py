@@ -1,0 +1,180 @@
+"""A config resolved for a model and devices: everything that is decided before a program is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jzero import optimizers, sharding
+from jzero.config import Config
+from jzero.config.sizes import BatchSizes
+from jzero.errors import ConfigError
+from jzero.gradients import Passes, sequential
+from jzero.mesh import PIPE, check_against, check_mesh, is_gpu, make_mesh, replicas
+from jzero.model import ENDS, Model, StackModel, check_model
+from jzero.optimizers import lr_schedules
+from jzero.pipeline.stages import pipelined
+from jzero.precision import Precision
+from jzero.tree import PyTree, named, partition
+from jzero.zero import Rule, stage_rule
+
+# Measured on 4 x H200 (experiments/benchmarks): cuBLAS instead of Triton matrix products +5 %, and larger combined
+# collectives under the scheduler that overlaps them +2 %.
+GPU_COMPILER_OPTIONS: dict[str, bool | int | float | str] = {
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_all_gather_combine_threshold_bytes": 128 * 2**20,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 128 * 2**20,
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a config means for one model on one mesh.
+
+    Attributes:
+      batch_sizes: global batch, micro-batch per replica, accumulation.
+      layouts: the tree of `ParamLayout`s.
+      schedule: the learning rate over the applied steps; None if a caller's optimizer keeps it to itself.
+      tx: the optimizer.
+      own_optimizer: whether the caller passed it in.
+      passes: how the forward and backward passes run.
+    """
+
+    model: Model
+    config: Config
+    mesh: Mesh
+    batch_sizes: BatchSizes
+    precision: Precision
+    layouts: PyTree
+    schedule: Any
+    tx: optax.GradientTransformationExtraArgs
+    own_optimizer: bool
+    passes: Passes
+
+    @property
+    def rule(self) -> Rule:
+        """The ZeRO rule of the stage, as the pipeline's `gather` modifies it."""
+        return stage_rule(self.config.zero_optimization.stage, self.config.pipeline.gather == "step")
+
+    @property
+    def jit(self) -> Callable:
+        """`jax.jit` with the compiler options of the devices and the config."""
+        options = {**(GPU_COMPILER_OPTIONS if is_gpu(self.mesh) else {}), **self.config.compiler_options}
+        return partial(jax.jit, compiler_options=options or None)
+
+
+def resolve(
+    model: Model, config: Config, *, mesh: Mesh | None = None, optimizer: Any = None,
+    lr_scheduler: optax.Schedule | None = None, former: Mapping[str, Any] | None = None,
+) -> Setup:  # fmt: skip
+    """Resolve a config; see `make_train_step` for the arguments, `Config.batch` for `former`.
+
+    Raises:
+      ConfigError: a config that does not fit the model, the devices or itself.
+    """
+    check_model(model)
+    config = _with_stages(config, model, mesh)
+    mesh = make_mesh(config) if mesh is None else mesh
+    check_mesh(mesh)
+    check_against(config, mesh)
+    _check_compiler_options(config, mesh)
+    batch_sizes = config.batch(replicas(mesh), former)
+    precision = Precision.from_config(config)
+    layouts = _layouts(model, config, mesh)
+    schedule = _schedule(config, optimizer, lr_scheduler)
+    stacked, _ = partition(jax.tree.map(lambda layout: layout.stacked, layouts), sharding.trainable(layouts))
+    tx = optimizers.resolve(
+        optimizer, config.optimizer, schedule, stacked=stacked, state_dtype=precision.optimizer_state
+    )
+    if mesh.shape[PIPE] > 1:
+        passes = pipelined(model, config, mesh, layouts, precision, batch_sizes.accum)
+    else:
+        passes = sequential(model, config, mesh, layouts, precision)
+    return Setup(
+        model, config, mesh, batch_sizes, precision, layouts, schedule,
+        optax.with_extra_args_support(tx),  # reduce_on_plateau takes the loss
+        optimizer is not None, passes,
+    )  # fmt: skip
+
+
+def _with_stages(config: Config, model: Model, mesh: Mesh | None) -> Config:
+    """Set the config's number of stages to the one that a `PipelineModule` was made for."""
+    stages = getattr(model, "num_stages", None)
+    if stages is None:
+        return config
+    key = "pipeline.stages" if config.pipeline.stages else "mesh.pipe"
+    asked = config.pipeline.stages or (config.mesh.pipe if "pipe" in config.mesh.model_fields_set else -1)
+    if mesh is not None:
+        check_mesh(mesh)
+        key, asked = "the mesh passed in: pipe", mesh.shape[PIPE]
+    if asked not in (stages, -1):
+        raise ConfigError(f"{key} = {asked}, but {model!r} has num_stages = {stages}: leave one of them out")
+    return config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"stages": stages})})
+
+
+def _check_compiler_options(config: Config, mesh: Mesh) -> None:
+    """Raise a ConfigError for options that XLA refuses: on the smallest program, before a large one is traced."""
+    if not config.compiler_options:
+        return
+    try:
+        jit = partial(jax.jit, compiler_options=config.compiler_options)
+        jit(lambda: 0.0, out_shardings=NamedSharding(mesh, PartitionSpec())).lower().compile()
+    except Exception as error:
+        raise ConfigError(f"compiler_options = {config.compiler_options}: XLA refuses them: {error}") from None
+
+
+def _layouts(model: Model, config: Config, mesh: Mesh) -> PyTree:
+    abstract = jax.eval_shape(model.init, jax.random.key(0))
+    layouts = sharding.param_layouts(
+        abstract,
+        stage=config.zero_optimization.stage,
+        mesh=mesh,
+        persistence_threshold=config.zero_optimization.stage3_param_persistence_threshold,
+        has_stack=isinstance(model, StackModel),
+        chunks=config.pipeline.chunks,
+        frozen=config.frozen_parameters,
+        vocabulary=_vocabulary(model, abstract, mesh.shape[PIPE]),
+        gather_once=config.pipeline.gather == "step",
+    )
+    if not any(layout.trainable for layout in jax.tree.leaves(layouts)):
+        if config.frozen_parameters:
+            raise ConfigError(
+                f"frozen_parameters = {list(config.frozen_parameters)}: every parameter is frozen; leave one to train"
+            )
+        raise ConfigError(f"{model!r} has no parameters to train: init(rng) returned no floating-point arrays")
+    return layouts
+
+
+def _vocabulary(model: Model, params: PyTree, stages: int) -> dict[str, int]:
+    """Map the names of the parameters whose vocabulary the pipeline divides to that dimension: all of them or none."""
+    known = named(params)
+    wanted = {f"{ENDS}/{name}": dim for name, dim in getattr(model, "vocabulary", {}).items()}
+    if unknown := sorted(wanted.keys() - known.keys()):
+        raise ConfigError(
+            f"{model!r}: vocabulary names {unknown}, which are not parameters; the names are {', '.join(known)}"
+        )
+    return wanted if all(known[name].shape[dim] % stages == 0 for name, dim in wanted.items()) else {}
+
+
+def _schedule(config: Config, optimizer: Any, lr_scheduler: Any) -> lr_schedules.Schedule | None:
+    """Choose the learning-rate schedule: the caller's, the config's, or None if the caller's optimizer has its own."""
+    own = isinstance(optimizer, optax.GradientTransformation)
+    if own and (lr_scheduler is not None or config.scheduler is not None):
+        raise ConfigError(
+            "scheduler: the optimizer passed in has its own learning rate, so this schedule would do nothing; pass "
+            "a function of the schedule instead (optimizer=lambda lr: optax.adamw(lr)), or drop the scheduler"
+        )
+    if own:
+        return None
+    if lr_scheduler is not None and not callable(lr_scheduler):
+        raise ConfigError(f"lr_scheduler: {lr_scheduler!r} is not a function from a step count to a learning rate")
+    if lr_scheduler is not None:
+        return lr_schedules.Schedule(lr_scheduler)
+    return lr_schedules.from_config(config.scheduler, optimizers.base_lr(config.optimizer))

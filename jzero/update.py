@@ -1,0 +1,66 @@
+"""The update: clip the gradients, run the optimizer, skip the step if a gradient is not finite.
+
+Outside the manual region arrays are global, so norms, trust ratios and factored moments are right in every layout; XLA
+inserts the few small collectives that they need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jzero import optimizers
+from jzero.gradients import Result
+from jzero.setup import Setup
+from jzero.sharding import trainable
+from jzero.state import TrainState
+from jzero.tree import combine, partition
+
+Metrics = dict[str, jax.Array]
+
+
+def update(setup: Setup, state: TrainState, result: Result) -> tuple[TrainState, Metrics]:
+    """Apply one step's gradients to a state.
+
+    Args:
+      setup: the optimizer, the layouts and the clipping.
+      state: as before the step.
+      result: the gradients and losses at its parameters.
+
+    Returns:
+      The new state; the old one, with `step` and `loss_scale` counted on, if a gradient was not finite. And metrics:
+      loss, grad_norm (global, before clipping), lr, loss_scale, skipped.
+    """
+    grads, unit, loss, _ = result
+    squares = jnp.stack([jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)])
+    norm = jnp.sqrt(squares.sum()) / unit
+    clip = setup.config.gradient_clipping
+    factor = jnp.where(norm > clip, clip / norm, 1.0) / unit if clip else 1 / unit
+    grads = jax.tree.map(lambda g: g * factor, grads)
+    old, frozen = partition(state.params, trainable(setup.layouts))
+    updates, opt_state = setup.tx.update(grads, state.opt_state, old, value=loss)
+    finite = (jnp.isfinite(squares) & jnp.isfinite(unit)) | (not setup.precision.check_overflow)
+    params, opt_state = jax.tree.map(
+        partial(jnp.where, finite.all()), (optax.apply_updates(old, updates), opt_state), (old, state.opt_state)
+    )
+    metrics = {"loss": loss, "grad_norm": norm, "lr": learning_rate(setup, state), "loss_scale": state.loss_scale.scale}
+    state = dataclasses.replace(
+        state,
+        step=state.step + 1,
+        params=combine(params, frozen),
+        opt_state=opt_state,
+        loss_scale=setup.precision.scaler.update(state.loss_scale, finite),
+    )
+    metrics["skipped"] = ~finite.all()
+    return state, metrics
+
+
+def learning_rate(setup: Setup, state: TrainState) -> jax.Array:
+    """Look up the learning rate of the next step; NaN if a caller's optimizer keeps it to itself."""
+    if setup.schedule is None:
+        return optimizers.lr_of(state.opt_state)
+    return jnp.float32(setup.schedule.lr(state.step - state.loss_scale.skipped))
