@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,13 +9,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
 from jzero import micro_batches, zero
 from jzero.config import Config
-from jzero.errors import ConfigError
+from jzero.loss import counter, nonzero, sum_and_count
 from jzero.mesh import BATCH_AXES, present, replicas
 from jzero.model import ENDS, STACK, Model, StackModel, fold
 from jzero.precision import Precision, cast
@@ -27,10 +25,9 @@ from jzero.tree import PyTree
 
 
 class Result(NamedTuple):
-    """Float32 `gradients` of the local masters times `unit`; the mean `loss` []; every micro-batch's loss [accum]."""
+    """Float32 `gradients` of the local masters; the mean `loss` []; every micro-batch's loss [accum]."""
 
     gradients: PyTree
-    unit: jax.Array
     loss: jax.Array
     micro_losses: jax.Array
 
@@ -63,8 +60,8 @@ class Passes(NamedTuple):
     """The forward and backward passes over a device's micro-batches: in sequence here, interleaved in a pipeline.
 
     Attributes:
-      gradients: (diff, nondiff, batch [accum, micro, ...], key, scale) -> (gradients of diff, summed over the
-        micro-batches; what `scaled` returns of each micro-batch [accum, 3]).
+      gradients: (diff, nondiff, batch [accum, micro, ...], key, seed) -> (gradient of seed * sum of the losses'
+        sums with respect to diff; [accum, 2], each loss as (sum, count)).
       losses: (diff, nondiff, batch, key or None, index of the first) -> [accum, 2], each loss as (sum, count).
     """
 
@@ -84,14 +81,12 @@ def sequential(model: Model, config: Config, mesh: Mesh, layouts: PyTree, precis
     make_loss: Callable = _stack_loss if stack else _whole_loss
     loss = make_loss(model, layouts, view, remat, precision)
 
-    def gradients(diff: PyTree, nondiff: PyTree, batch: PyTree, key: jax.Array, scale: jax.Array) -> Any:
-        accum = jax.tree.leaves(batch)[0].shape[0]
-
+    def gradients(diff: PyTree, nondiff: PyTree, batch: PyTree, key: jax.Array, seed: jax.Array) -> Any:
         def micro(i: Any, part: PyTree) -> tuple[PyTree, jax.Array]:
-            def scaled_loss(diff: PyTree) -> tuple[jax.Array, jax.Array]:
-                return scaled(loss(diff, nondiff, part, fold(key, i)), part, scale / accum, replicas(mesh))
+            def seeded_loss(diff: PyTree) -> tuple[jax.Array, jax.Array]:
+                return seeded(loss(diff, nondiff, part, fold(key, i)), seed)
 
-            return jax.grad(scaled_loss, has_aux=True)(diff)
+            return jax.grad(seeded_loss, has_aux=True)(diff)
 
         return micro_batches.accumulate(micro, batch, diff, precision.accum)
 
@@ -134,6 +129,8 @@ def _stack_loss(model: StackModel, layouts: PyTree, view: StackView, remat: Rema
 class ManualRegion:
     """The functions that `jax.shard_map` maps over the mesh: local masters and local batch in, local gradients out."""
 
+    model: Model
+    weights: PyTree  # shapes of the whole weights, in the compute dtype
     passes: Passes
     config: Config
     mesh: Mesh
@@ -154,13 +151,27 @@ class ManualRegion:
           scale: the loss scale.
         """
         diff, nondiff = self.prepare(masters)
-        gradients, seen = self.passes.gradients(diff, nondiff, self.split(batch), self.replica_key(rng), scale)
-        sums, counts = self.all_reduce(seen[:, :2]).T
-        total = nonzero(counts.sum())
-        unit = scale * total / (len(seen) * seen[0, 2])
+        batch, key = self.split(batch), self.replica_key(rng)
+        seed = scale / self.total_count(diff, nondiff, batch, key)
         if self.config.gradient_allreduce_op == "sum":
-            unit /= replicas(self.mesh)
-        return Result(self.reduce(gradients), unit, sums.sum() / total, sums / nonzero(counts))
+            seed *= replicas(self.mesh)
+        summed, seen = self.passes.gradients(diff, nondiff, batch, key, seed)
+        # Divided even by 1: gradients under a scale that is not finite must not be finite either.
+        gradients = jax.tree.map(lambda g: g / scale, self.reduce(summed))
+        sums, counts = self.all_reduce(seen).T
+        return Result(gradients, sums.sum() / nonzero(counts.sum()), sums / nonzero(counts))
+
+    def total_count(self, diff: PyTree, nondiff: PyTree, batch: PyTree, key: jax.Array) -> jax.Array | float:
+        """Count what the losses of all micro-batches and replicas count, before any gradient is computed."""
+        accum = jax.tree.leaves(batch)[0].shape[0]
+        count = counter(self.model, self.weights, jax.tree.map(lambda x: x[0], batch), key)
+        if isinstance(count, float):
+            return count * accum * replicas(self.mesh)
+        if count is None:  # it depends on the parameters: one more forward pass
+            counts = self.passes.losses(diff, nondiff, batch, key)[:, 1]
+        else:
+            counts = lax.map(lambda item: count(item[1], fold(key, item[0])), (jnp.arange(accum), batch))
+        return nonzero(self.all_reduce(counts.sum()))
 
     def evaluate(self, masters: PyTree, batch: PyTree) -> jax.Array:
         """Compute the loss of the global batch without dropout (rng None)."""
@@ -202,39 +213,7 @@ class ManualRegion:
         return lax.psum(x, self.axes) if self.axes else x
 
 
-def scaled(loss: Any, part: Any, scale: jax.Array, n_replicas: int) -> tuple[jax.Array, jax.Array]:
-    """A micro-batch's loss as what to differentiate, scale * sum / expected count, and [sum, count, expected]."""
+def seeded(loss: Any, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Turn a micro-batch's loss into (seed * sum, to differentiate; float32 [sum, count])."""
     total, count = sum_and_count(loss)
-    expected = n_replicas * _expected_count(loss, part)
-    return total * (scale / expected), jnp.stack([total, count, jnp.float32(expected)])
-
-
-def nonzero(count: jax.Array) -> jax.Array:
-    """The count to divide by: 1 where nothing counted, since the sum is zero too."""
-    return jnp.where(count == 0, 1, count)
-
-
-def _expected_count(loss: Any, batch: Any) -> float:
-    if not isinstance(loss, tuple):
-        return 1.0
-    leaves = jax.tree.leaves(batch)
-    sizes = [x.size for x in leaves if jnp.issubdtype(x.dtype, jnp.integer)] or [len(leaves[0])]
-    return 2.0 ** round(math.log2(max(sizes)))
-
-
-def sum_and_count(loss: Any) -> tuple[jax.Array, jax.Array]:
-    """Read a model's loss as float32 (sum, count); a mean has count 1.
-
-    Raises:
-      ConfigError: a loss that is neither a scalar nor a pair of scalars.
-    """
-    parts = loss if isinstance(loss, tuple) else (loss, 1.0)
-    for part in parts if len(parts) == 2 else [loss]:
-        if not isinstance(part, jax.Array | np.ndarray | np.generic | float | int) or jnp.shape(part):
-            found = f"of shape {jnp.shape(part)}" if hasattr(part, "shape") else f"{type(part).__name__}"
-            raise ConfigError(
-                f"the model's loss is or holds a value {found}: it must be a scalar, or (sum, count) of two scalars; "
-                "there is no place for other outputs (write loss.mean())"
-            )
-    total, count = parts
-    return jnp.asarray(total, jnp.float32), jnp.asarray(count, jnp.float32)
+    return total * seed, jnp.stack([total, count])

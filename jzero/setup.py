@@ -20,7 +20,7 @@ from jzero.mesh import PIPE, check_against, check_mesh, is_gpu, make_mesh, repli
 from jzero.model import ENDS, Model, StackModel, check_model
 from jzero.optimizers import lr_schedules
 from jzero.pipeline.stages import pipelined
-from jzero.precision import Precision
+from jzero.precision import Precision, cast
 from jzero.tree import PyTree, named, partition
 from jzero.zero import Rule, stage_rule
 
@@ -41,6 +41,7 @@ class Setup:
     Attributes:
       batch_sizes: global batch, micro-batch per replica, accumulation.
       layouts: the tree of `ParamLayout`s.
+      weights: shapes of the parameters, in the compute dtype.
       schedule: the learning rate over the applied steps; None if a caller's optimizer keeps it to itself.
       tx: the optimizer.
       own_optimizer: whether the caller passed it in.
@@ -53,6 +54,7 @@ class Setup:
     batch_sizes: BatchSizes
     precision: Precision
     layouts: PyTree
+    weights: PyTree
     schedule: Any
     tx: optax.GradientTransformationExtraArgs
     own_optimizer: bool
@@ -87,7 +89,9 @@ def resolve(
     _check_compiler_options(config, mesh)
     batch_sizes = config.batch(replicas(mesh), former)
     precision = Precision.from_config(config)
-    layouts = _layouts(model, config, mesh)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    layouts = _layouts(model, shapes, config, mesh)
+    weights = jax.eval_shape(lambda params: cast(params, precision.compute), shapes)
     schedule = _schedule(config, optimizer, lr_scheduler)
     stacked, _ = partition(jax.tree.map(lambda layout: layout.stacked, layouts), sharding.trainable(layouts))
     tx = optimizers.resolve(
@@ -98,7 +102,7 @@ def resolve(
     else:
         passes = sequential(model, config, mesh, layouts, precision)
     return Setup(
-        model, config, mesh, batch_sizes, precision, layouts, schedule,
+        model, config, mesh, batch_sizes, precision, layouts, weights, schedule,
         optax.with_extra_args_support(tx),  # reduce_on_plateau takes the loss
         optimizer is not None, passes,
     )  # fmt: skip
@@ -130,17 +134,16 @@ def _check_compiler_options(config: Config, mesh: Mesh) -> None:
         raise ConfigError(f"compiler_options = {config.compiler_options}: XLA refuses them: {error}") from None
 
 
-def _layouts(model: Model, config: Config, mesh: Mesh) -> PyTree:
-    abstract = jax.eval_shape(model.init, jax.random.key(0))
+def _layouts(model: Model, shapes: PyTree, config: Config, mesh: Mesh) -> PyTree:
     layouts = sharding.param_layouts(
-        abstract,
+        shapes,
         stage=config.zero_optimization.stage,
         mesh=mesh,
         persistence_threshold=config.zero_optimization.stage3_param_persistence_threshold,
         has_stack=isinstance(model, StackModel),
         chunks=config.pipeline.chunks,
         frozen=config.frozen_parameters,
-        vocabulary=_vocabulary(model, abstract, mesh.shape[PIPE]),
+        vocabulary=_vocabulary(model, shapes, mesh.shape[PIPE]),
         gather_once=config.pipeline.gather == "step",
     )
     if not any(layout.trainable for layout in jax.tree.leaves(layouts)):

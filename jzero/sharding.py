@@ -61,10 +61,13 @@ def param_layouts(
         if divided is not None and present(mesh, PIPE):
             local[divided] //= mesh.shape[PIPE]
             axes[divided] = (PIPE,)
-        dim, why = _partitioned_dim(tuple(local[stacked:]), RULES[stage], mesh, persistence_threshold)
+        rule, asked = stage_rule(stage, gather_once), RULES[stage]
+        if not trainable and rule.gather == "step":
+            asked = RULES[0]  # needed whole at every step: a shard beside it would be a second copy
+        dim, why = _partitioned_dim(tuple(local[stacked:]), asked, mesh, persistence_threshold)
         if dim is not None:
             axes[stacked + dim] += (ZERO,)
-        rule = RULES[0] if dim is None else stage_rule(stage, gather_once)
+        rule = RULES[0] if dim is None else rule
         return ParamLayout(name, tuple(x.shape), _spec(axes), dim, stacked, trainable, rule, why)
 
     layouts = jax.tree_util.tree_map_with_path(layout, params)

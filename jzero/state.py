@@ -18,7 +18,7 @@ from jzero.mesh import shardings
 from jzero.model import Model
 from jzero.precision import Precision, cast
 from jzero.sharding import optimizer_specs, specs, trainable
-from jzero.tree import differences, named, partition
+from jzero.tree import PyTree, combine, differences, named, partition
 
 RUN_KEY = 2**31 - 1  # folded into the key of `init` for the steps' own: no model draws that many parameters
 
@@ -55,13 +55,18 @@ def check_alive(state: TrainState | None) -> None:
 
 
 class States:
-    """Makes the states of a train step. Attributes: `shapes`, `specs` and `shardings` of a `TrainState`.
+    """Makes the states of a train step.
 
-    `layouts` is the tree of `ParamLayout`s, `jit` is `jax.jit` with the step's compiler options.
+    Attributes:
+      shapes, specs, shardings: of a `TrainState`.
+
+    Args:
+      layouts: the tree of `ParamLayout`s.
+      jit: `jax.jit` with the step's compiler options.
     """
 
     def __init__(
-        self, model: Model, tx: optax.GradientTransformation, layouts: Any, mesh: Mesh, precision: Precision,
+        self, model: Model, tx: optax.GradientTransformation, layouts: PyTree, mesh: Mesh, precision: Precision,
         jit: Callable,
     ):  # fmt: skip
         self._model, self._tx, self._layouts, self._precision = model, tx, layouts, precision
@@ -79,9 +84,15 @@ class States:
         )
 
     def _new(self, rng: jax.Array) -> TrainState:
-        return self._around(cast(self._model.init(rng), self._precision.master), rng)
+        return self._around(self._stored(self._model.init(rng)), rng)
 
-    def _around(self, params: Any, rng: jax.Array) -> TrainState:
+    def _stored(self, params: PyTree) -> PyTree:
+        """Cast trained parameters to the dtype of the masters, frozen ones to the compute dtype."""
+        masters, frozen = partition(params, trainable(self._layouts))
+        return combine(cast(masters, self._precision.master), cast(frozen, self._precision.compute))
+
+    def _around(self, params: PyTree, rng: jax.Array) -> TrainState:
+        """Make a new state around these parameters."""
         opt_state = self._tx.init(partition(params, trainable(self._layouts))[0])
         return TrainState(
             jnp.zeros((), jnp.int32), params, opt_state, self._loss_scale(), jax.random.fold_in(rng, RUN_KEY)
@@ -90,7 +101,7 @@ class States:
     def _loss_scale(self) -> LossScale:
         return self._precision.scaler.init(sum(layout.trainable for layout in jax.tree.leaves(self._layouts)))
 
-    def init(self, rng: jax.Array, params: Any = None) -> TrainState:
+    def init(self, rng: jax.Array, params: PyTree = None, donate: bool = False) -> TrainState:
         """See `TrainStep.init`."""
         dtype = getattr(rng, "dtype", None)
         if dtype == jnp.uint32 and jnp.shape(rng) == (2,):  # a key of the older kind, jax.random.PRNGKey(0)
@@ -99,18 +110,22 @@ class States:
             raise ConfigError(f"rng = {rng!r}: must be one key; write jax.random.key(0)")
         if params is None:
             return self._init(rng)
-        params = self._fit(params)
+        params = self._fit(params, donate)
         return dataclasses.replace(self._init_around(params, rng), params=params)
 
-    def _fit(self, params: Any) -> Any:
-        """Parameters laid out as this step's, in the masters' dtypes."""
+    def _fit(self, params: PyTree, donate: bool) -> PyTree:
+        """Lay parameters out as this step's, in the state's dtypes; as copies unless `donate`."""
         own = self.shapes.params
         here, there = ({name: x.shape for name, x in named(tree).items()} for tree in (own, params))
         if problems := differences(there, here):
             raise ConfigError(f"init(rng, params): the params are another model's: {some_of(problems)}")
-        return jax.tree.map(
-            lambda x, like, to: jax.device_put(x.astype(like.dtype), to), params, own, self.shardings.params
-        )
+
+        def fit(x: Any, like: Any, to: Any) -> jax.Array:
+            # The first step deletes the state's buffers: without a copy also the caller's, NumPy's memory included.
+            alias = {"donate": True} if donate else {"may_alias": False}
+            return jax.device_put(x if x.dtype == like.dtype else x.astype(like.dtype), to, **alias)
+
+        return jax.tree.map(fit, params, own, self.shardings.params)
 
     def new_loss_scale(self, skipped: jax.Array) -> LossScale:
         """See `TrainStep.new_loss_scale`."""

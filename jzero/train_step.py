@@ -99,17 +99,19 @@ class TrainStep:
 
     # ------------------------------------------------------------------ state
 
-    def init(self, rng: jax.Array, params: PyTree = None) -> TrainState:
+    def init(self, rng: jax.Array, params: PyTree = None, *, donate: bool = False) -> TrainState:
         """Make a new state, born sharded: no device ever holds more than its part.
 
         Args:
           rng: as from `jax.random.key(0)`.
-          params: instead of the model's `init(rng)`; laid out by `state_shardings.params` they are taken as they are.
+          params: instead of the model's `init(rng)`, in any layout and dtype. They are copied.
+          donate: give `params` up instead: those laid out by `state_shardings.params` are taken as they are, and the
+            first step deletes them.
 
         Raises:
           ConfigError: an rng that is not a key, params of another model.
         """
-        return self._states.init(rng, params)
+        return self._states.init(rng, params, donate)
 
     def new_loss_scale(self, skipped: jax.Array) -> LossScale:
         """Make a loss scale as at the start that has counted `skipped` steps: for a state of another precision."""
@@ -124,10 +126,12 @@ class TrainStep:
     def _compile(self, jit: Callable) -> None:
         """Make the four programs; each is compiled when it is first called."""
         setup, mesh = self.setup, self.mesh
-        region = ManualRegion(setup.passes, self.config, mesh, self.precision, self.batch_sizes.micro)
+        region = ManualRegion(
+            setup.model, setup.weights, setup.passes, self.config, mesh, self.precision, self.batch_sizes.micro
+        )
         replicated: Any = PartitionSpec()
         grad_specs, _ = partition(self.state_specs.params, trainable(self.layouts))
-        gradients = self._manual(region.gradients, 2, Result(grad_specs, replicated, replicated, replicated))
+        gradients = self._manual(region.gradients, 2, Result(grad_specs, replicated, replicated))
 
         def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics, Details]:
             rng = jax.random.fold_in(state.rng, state.step)

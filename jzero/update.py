@@ -35,15 +35,16 @@ def update(setup: Setup, state: TrainState, result: Result) -> tuple[TrainState,
       The new state; the old one, with `step` and `loss_scale` counted on, if a gradient was not finite. And metrics:
       loss, grad_norm (global, before clipping), lr, loss_scale, skipped.
     """
-    grads, unit, loss, _ = result
+    grads, loss, _ = result
     squares = jnp.stack([jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)])
-    norm = jnp.sqrt(squares.sum()) / unit
+    norm = jnp.sqrt(squares.sum())
     clip = setup.config.gradient_clipping
-    factor = jnp.where(norm > clip, clip / norm, 1.0) / unit if clip else 1 / unit
-    grads = jax.tree.map(lambda g: g * factor, grads)
+    if clip:
+        factor = jnp.where(norm > clip, clip / norm, 1.0)
+        grads = jax.tree.map(lambda g: g * factor, grads)
     old, frozen = partition(state.params, trainable(setup.layouts))
     updates, opt_state = setup.tx.update(grads, state.opt_state, old, value=loss)
-    finite = (jnp.isfinite(squares) & jnp.isfinite(unit)) | (not setup.precision.check_overflow)
+    finite = jnp.isfinite(squares) | (not setup.precision.check_overflow)
     params, opt_state = jax.tree.map(
         partial(jnp.where, finite.all()), (optax.apply_updates(old, updates), opt_state), (old, state.opt_state)
     )

@@ -64,7 +64,8 @@ class ParamLayout:
       dim: the dimension that `zero` partitions (of one layer's slice if the parameter is stacked); None: replicated.
       stacked: whether the leading dimension is the layer axis of a layer stack.
       trainable: whether it has a gradient.
-      rule: the stage's rule if the parameter is partitioned, rule 0 if it is replicated.
+      rule: the stage's rule if the parameter is partitioned, rule 0 if it is replicated. A frozen parameter follows
+        rule 3 or rule 0.
       why: the reason why the stage's rule does not apply; empty if it does.
     """
 
@@ -93,17 +94,16 @@ class ParamLayout:
 #   2    | the shard        | the whole weight | nondiff; reduce-scatters into the shard's gradient
 #   3    | the shard        | -                | diff, gathered; reduce-scatters
 #
-# A frozen parameter has no diff; nondiff is the whole weight (rules 0 to 2) or the shard (rule 3).
+# A frozen parameter has no diff; it is kept in the compute dtype, and nondiff is the weight as it lies: whole (rule 0)
+# or the shard (rule 3).
 
 
 def prepare(layout: ParamLayout, master: jax.Array, precision: Precision) -> tuple[Any, Any]:
     """Turn a local master (or one layer's slice of it) into (diff, nondiff); gathers if that is due once a step."""
-    if not jnp.issubdtype(master.dtype, jnp.floating):
-        return None, _gather(layout, master) if layout.rule.gather == "step" else master
+    if not layout.trainable:
+        return None, master
     shard = master.astype(precision.compute)
     whole = _gather(layout, shard) if layout.rule.gather == "step" else shard
-    if not layout.trainable:
-        return None, whole
     if layout.rule.scatter != "micro_batch":
         return whole, None
     # The gradient has diff's dtype: it must hold the weight that is computed with and the reduced gradient.

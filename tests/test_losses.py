@@ -176,7 +176,7 @@ class Layers:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"ends": {}, "layers": {"w": jnp.ones((2, 8, 8))}}, r"'ends', 'stack'.*init\(rng\) returned \['ends', 'layers'\]"),
+        ({"ends": {}, "layers": {"w": jnp.ones((2, 8, 8))}}, r"'ends', 'stack'.*returned \['ends', 'layers'\]"),
         ({"ends": {}, "stack": {"w": jnp.ones((2, 8)), "v": jnp.ones((3, 8))}}, r"stack/v \(3,\).*stack/w \(2,\)"),
         ({"ends": {}, "stack": {"w": jnp.ones((2, 8)), "v": jnp.ones(())}}, "stack/v a scalar"),
     ],

@@ -146,15 +146,22 @@ def test_gradients_are_in_the_dtype_they_wait_in(accum, more, size):
     assert found.gradients == size * held(shapes_of(llama(TINY)), 8)
 
 
-def test_frozen_leaves_have_no_gradient_and_no_moments():
-    step = train_step(llama(TINY), 2, jzero.make_mesh(), frozen_parameters=["^ends/"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_frozen_parameter_is_there_once_in_the_compute_dtype(stage):
+    """LoRA's base weights: 2 bytes each (2 / N under stage 3), no gradient, no moments, no second copy."""
+    step = train_step(llama(TINY), stage, jzero.make_mesh(), frozen_parameters=["^ends/"])
     found, shapes = state_bytes(step), list(shapes_of(llama(TINY)))
     trained = [leaf for leaf in shapes if leaf[0].startswith("stack/")]
-    assert 0 < held(trained, 8) < held(shapes, 8)
-    assert found.masters == 4 * held(shapes, 8)
-    assert found.optimizer == 8 * held(trained, 8) + COUNTERS
-    assert found.gradients == 2 * held(trained, 8)
-    assert found.parameters == 2 * held(shapes, 1)
+    frozen = [leaf for leaf in shapes if leaf[0].startswith("ends/")]
+    group = 8 if stage else 1
+    assert found.masters == 4 * held(trained, group) + 2 * held(frozen, 8 if stage == 3 else 1)
+    assert found.optimizer == 8 * held(trained, group) + COUNTERS
+    assert found.gradients == 2 * held(trained, 8 if stage >= 2 else 1)
+    assert found.parameters == 2 * held(trained, 8 if stage == 3 else 1)
+    state = step.init(jax.random.key(0))
+    here = [s.data.nbytes for x in jax.tree.leaves(state.params) for s in x.addressable_shards if s.device.id == 0]
+    assert sum(here) == found.masters
+    assert {x.dtype for x in jax.tree.leaves(state.params["ends"])} == {jnp.dtype(jnp.bfloat16)}
 
 
 @pytest.mark.parametrize("data", [1, 2])

@@ -393,7 +393,7 @@ class Engine:
                 "if not engine.global_steps"
             )
         params, self.state = weights.load(directory, self.step_fn), None  # makes room
-        self.state = self.step_fn.init(self._rng, params)
+        self.state = self.step_fn.init(self._rng, params, donate=True)
         self.global_steps = self.global_samples = self.micro_steps = 0
         self._details, self._metrics, self._forward = None, None, None
         if self.training_dataloader is not None:

@@ -17,13 +17,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jzero.errors import ConfigError
-from jzero.gradients import scaled, sum_and_count
+from jzero.gradients import seeded
+from jzero.loss import sum_and_count
 from jzero.mesh import PIPE
 from jzero.model import ENDS, STACK, fold
 from jzero.pipeline.program import Program, Runs, count
-from jzero.pipeline.split_backward import Chunk, join_floats, split_floats
+from jzero.pipeline.split_backward import Chunk, split_floats
 from jzero.precision import Precision
 from jzero.stack import StackView, fetch
+from jzero.tree import combine
 
 Columns = dict[str, jax.Array]
 Functions = tuple[Callable, Callable, Callable]
@@ -39,7 +41,6 @@ class Stages:
       functions: (pairs, micro-batch), for their shapes -> prefix(ends, batch, key) -> x, chunk(weights, x, context)
         -> x, suffix(ends, x, batch, key) -> loss. The weights are (diff, nondiff); a context is the micro-batch's key
         and the chunk's number in the whole model.
-      replicas: the data-parallel degree.
     """
 
     stages: int
@@ -47,7 +48,6 @@ class Stages:
     view: StackView
     precision: Precision
     functions: Callable[[Any, Any], Functions]
-    replicas: int
 
 
 class Carry(NamedTuple):
@@ -69,13 +69,13 @@ class Carry(NamedTuple):
 
 
 class Run:
-    """One run of a program over the micro-batches of a batch; without a `scale` forward only."""
+    """One run of a program over the micro-batches of a batch; without a `seed` forward only."""
 
     def __init__(
         self, stages: Stages, program: Program, pairs: Any, batch: Any, rng: Any, first: Any,
-        scale: jax.Array | None = None,
+        seed: jax.Array | None = None,
     ):  # fmt: skip
-        self.stages, self.program, self.batch, self.scale = stages, program, batch, scale
+        self.stages, self.program, self.batch, self.seed = stages, program, batch, seed
         (self.diff, self.nondiff), self.rng, self.first = pairs, rng, first
         self.stage = lax.axis_index(PIPE)
         self.is_first, self.is_last = self.stage == 0, self.stage == stages.stages - 1
@@ -87,7 +87,7 @@ class Run:
         self.x = jax.eval_shape(lambda: self.prefix(self.ends(self.diff[ENDS]), part, key))
         weights, context = jax.eval_shape(self.weights, 0), jax.eval_shape(self.context, 0, 0)
         _check_chain(self.x, jax.eval_shape(self.layers, weights, self.x, context))
-        if scale is not None:
+        if seed is not None:
             self.chunk = Chunk(self.layers, weights, self.x, context, split=program.rest > 0)
 
     def result(self) -> tuple[Any, jax.Array]:
@@ -99,14 +99,14 @@ class Run:
     def start(self) -> Carry:
         x, m = _zeros(self.x), _length(self.batch)
         floats = split_floats(x)[0]
-        if self.scale is None:
+        if self.seed is None:
             return Carry(x, x, None, None, None, None, None, jnp.zeros((m, 2)))
         accum = self.stages.precision.accum
         stash = _buffer(self.program.stash, self.chunk.stashed_shapes)
         stash += [] if self.program.turns else [_buffer(self.program.stash, x)]
         rest = _buffer(self.program.rest, self.chunk.rest_shapes)
         gradients = jax.tree.map(lambda w: jnp.zeros(w.shape, accum), self.diff)
-        return Carry(x, x, floats, floats, stash, rest, gradients, jnp.zeros((m, 3)))
+        return Carry(x, x, floats, floats, stash, rest, gradients, jnp.zeros((m, 2)))
 
     def execute(self, runs: Runs, carry: Carry, columns: Columns) -> Carry:
         start = 0
@@ -149,7 +149,7 @@ class Run:
         if "F" in operations:
             x = _select(self.is_first & (at["F.chunk"] == 0), carry.first, carry.inbox)
             weights, context = self.weights(at["F.chunk"]), self.context(at["F.chunk"], at["F.micro"])
-            if self.scale is None:
+            if self.seed is None:
                 y = self.layers(weights, x, context)
             else:
                 y, kept = self.chunk.forward(weights, x, context)
@@ -166,14 +166,14 @@ class Run:
             floats, others = split_floats(y)
 
             def loss(ends: Any, floats: Any) -> Any:
-                value = self.suffix(ends, join_floats(floats, others), part, key)
-                if self.scale is None:
+                value = self.suffix(ends, combine(floats, others), part, key)
+                if self.seed is None:
                     return 0.0, jnp.stack(sum_and_count(value))
-                return scaled(value, part, self.scale, self.stages.replicas)
+                return seeded(value, self.seed)
 
             _, pullback, seen = jax.vjp(loss, ends, floats, has_aux=True)
             new["seen"] = carry.seen.at[at["S.micro"]].set(seen)
-            if self.scale is not None:
+            if self.seed is not None:
                 gradient, dy = pullback(jnp.float32(1))
                 ends_gradients.append(gradient)
 

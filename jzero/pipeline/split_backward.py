@@ -11,15 +11,17 @@ of them slices of a jaxpr:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import Literal
+
+from jzero.jaxpr import Program, inlined
+from jzero.tree import PyTree, combine, partition
 
 Arrays = list[jax.Array]
-_CALLS = ("jit", "closed_call", "remat2")  # what `_inlined` looks into
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "scan", "while")
 
 
@@ -39,14 +41,14 @@ class Chunk:
             (diff, nondiff), (floats, others) = weights, split_floats(x)
 
             def differentiable(diff: Any, floats: Any) -> tuple[Any, Any]:
-                return split_floats(f((diff, nondiff), join_floats(floats, others), context))
+                return split_floats(f((diff, nondiff), combine(floats, others), context))
 
             y, pullback, others = jax.vjp(differentiable, diff, floats, has_aux=True)
             residuals, self.pullback = jax.tree.flatten(pullback)
-            return join_floats(y, others), residuals
+            return combine(y, others), residuals
 
         traced, (y, residuals) = jax.make_jaxpr(forward, return_shape=True)(weights, x, context)
-        self.program, self.y_tree = _Program(traced), jax.tree.structure(y)
+        self.program, self.y_tree = Program(traced), jax.tree.structure(y)
         self.n_y, start = len(jax.tree.leaves(y)), len(jax.tree.leaves(weights))
         stop = start + len(jax.tree.leaves(x))
         self.known = self.program.inputs[:start] + self.program.inputs[stop:]
@@ -90,8 +92,8 @@ class Chunk:
             return jax.tree.unflatten(self.pullback, residuals)(dy)
 
         traced, (dw, dx) = jax.make_jaxpr(backward, return_shape=True)(residuals, dy)
-        flat = jax.make_jaxpr(lambda *values: _inlined(traced, values))(*jax.tree.leaves((residuals, dy)))
-        self.back, (self.dw_tree, self.dx_tree) = _Program(flat), (jax.tree.structure(dw), jax.tree.structure(dx))
+        flat = jax.make_jaxpr(lambda *values: inlined(traced, values))(*jax.tree.leaves((residuals, dy)))
+        self.back, (self.dw_tree, self.dx_tree) = Program(flat), (jax.tree.structure(dw), jax.tree.structure(dx))
         n = len(jax.tree.leaves(dw))
         self.dw, self.dx = self.back.outputs[:n], self.back.outputs[n:]
         now = {v for eqn in self.back.needed(self.dx, given=self.back.inputs) for v in eqn.outvars}
@@ -107,71 +109,6 @@ class Chunk:
         self.first = self.back.needed([*self.dx, *self.crossing], given=self.back.inputs)
 
 
-class _Program:
-    """A jaxpr of which parts can be run."""
-
-    def __init__(self, closed: ClosedJaxpr):
-        self.eqns, self.inputs, self.outputs = closed.jaxpr.eqns, list(closed.jaxpr.invars), list(closed.jaxpr.outvars)
-        self.constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-
-    def reached_from(self, variables: Iterable[Any]) -> set[Any]:
-        """All variables that depend on these."""
-        reached = set(variables)
-        for eqn in self.eqns:
-            if any(not isinstance(v, Literal) and v in reached for v in eqn.invars):
-                reached.update(eqn.outvars)
-        return reached
-
-    def needed(self, wanted: Iterable[Any], given: Iterable[Any]) -> list[Any]:
-        """The equations that make the wanted variables of the given ones, in order."""
-        wanted, given, eqns = {v for v in wanted if not isinstance(v, Literal)}, set(given), []
-        for eqn in reversed(self.eqns):
-            if any(v in wanted and v not in given for v in eqn.outvars):
-                eqns.append(eqn)
-                wanted.update(v for v in eqn.invars if not isinstance(v, Literal))
-        return eqns[::-1]
-
-    def run(
-        self, eqns: Iterable[Any], variables: Sequence[Any], values: Sequence[Any], bind: Callable | None = None
-    ) -> Callable:
-        """Run these equations, each by `bind`; a function that reads variables from the result."""
-        bind = bind or _bind
-        known = self.constants | dict(zip(variables, values, strict=True))
-
-        def read(variables: Iterable[Any]) -> list[Any]:
-            return [v.val if isinstance(v, Literal) else known[v] for v in variables]
-
-        for eqn in eqns:
-            known |= zip(eqn.outvars, bind(eqn, read(eqn.invars)), strict=True)
-        return read
-
-
-def _bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
-    with eqn.ctx.manager:
-        out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-    return out if eqn.primitive.multiple_results else [out]
-
-
-def _inlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
-    """Run a jaxpr with its calls (jit, checkpoint) opened, so that their equations are separate ones."""
-    program = _Program(closed)
-
-    def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
-        if eqn.primitive.name not in _CALLS:
-            return _bind(eqn, values)
-        inner = eqn.params["jaxpr"]
-        return _inlined(inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ()), values)
-
-    return program.run(program.eqns, program.inputs, values, bind)(program.outputs)
-
-
-def split_floats(x: Any) -> tuple[Any, Any]:
-    """(floating leaves, other leaves): the tree twice, with None in the other's places."""
-    floating = jax.tree.map(lambda v: jnp.issubdtype(v.dtype, jnp.floating), x)
-    floats = jax.tree.map(lambda v, keep: v if keep else None, x, floating)
-    return floats, jax.tree.map(lambda v, drop: None if drop else v, x, floating)
-
-
-def join_floats(floats: Any, others: Any) -> Any:
-    """The inverse of `split_floats`."""
-    return jax.tree.map(lambda a, b: b if a is None else a, floats, others, is_leaf=lambda v: v is None)
+def split_floats(x: PyTree) -> tuple[PyTree, PyTree]:
+    """Split a tree into (floating leaves, other leaves); invert with `tree.combine`."""
+    return partition(x, jax.tree.map(lambda v: jnp.issubdtype(v.dtype, jnp.floating), x))

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jzero.config import ActivationCheckpointing, Config
 from jzero.errors import ConfigError
 from jzero.gradients import Facts, Passes
-from jzero.mesh import PIPE, replicas
+from jzero.mesh import PIPE
 from jzero.model import ENDS, STACK, StackModel, fold
 from jzero.pipeline import vocab_parallel
 from jzero.pipeline.chunk_placement import from_chunks, to_chunks
@@ -61,15 +61,15 @@ def pipelined(model: Any, config: Config, mesh: Mesh, layouts: PyTree, precision
     parts = n_stages * chunks
     switches = isinstance(model, PipelineModule) and (not model.stack or len(model.stack) % parts)
     cut = (_switched_stages if switches else _stack_stages)(model, config, mesh, layouts, precision)
-    stages = Stages(n_stages, chunks, cut.view, precision, cut.functions, replicas(mesh))
+    stages = Stages(n_stages, chunks, cut.view, precision, cut.functions)
 
     def schedule(micro_batches: int) -> Any:
         return make_schedule(config.pipeline.schedule, n_stages, micro_batches, chunks)
 
-    def gradients(diff: PyTree, nondiff: PyTree, batch: PyTree, key: jax.Array, scale: jax.Array) -> Any:
+    def gradients(diff: PyTree, nondiff: PyTree, batch: PyTree, key: jax.Array, seed: jax.Array) -> Any:
         n = len(jax.tree.leaves(batch)[0])
         program = make_program(schedule(n))
-        summed, seen = Run(stages, program, (diff, nondiff), batch, key, 0, scale / n).result()
+        summed, seen = Run(stages, program, (diff, nondiff), batch, key, 0, seed).result()
 
         # All stages compute the ends' gradients; that of the first counts, so that no two differ.
         def once(layout: ParamLayout, g: Any) -> Any:

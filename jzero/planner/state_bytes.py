@@ -85,7 +85,7 @@ def state_bytes(step: Any) -> StateBytes:
     def inside(row: Rule, x: Any, trainable: bool, parts: int) -> tuple[float, float]:
         """Bytes of a leaf's compute copy and of its gradient under a row of the table, of a pipeline's `parts`."""
         compute = jnp.dtype(step.precision.compute if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
-        copied = row.gather == "step" or compute != x.dtype
+        copied = trainable and (row.gather == "step" or compute != x.dtype)  # a frozen parameter is there once
         gradient = gradient_dtype(row, step.precision, sums_gradients(step))
         size = x.size / parts
         return (
@@ -97,10 +97,12 @@ def state_bytes(step: Any) -> StateBytes:
     actual = [inside(leaf.rule, x, leaf.trainable, pipe if leaf.on_pipe else 1) for leaf, x in leaves]
     ideal = [inside(stage, x, leaf.trainable, pipe) for leaf, x in leaves]
     persistent = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((shapes.params, shapes.opt_state)))
+    frozen = sum(x.size * x.dtype.itemsize for leaf, x in leaves if not leaf.trainable)
+    whole = 0 if stage.gather == "layer" else frozen  # frozen weights are partitioned under stage 3 alone
     return StateBytes(
         masters=bytes_per_device(shapes.params, specs.params, step.mesh),
         optimizer=bytes_per_device(shapes.opt_state, specs.opt_state, step.mesh),
         parameters=int(sum(parameters for parameters, _ in actual)),
         gradients=int(sum(gradients for _, gradients in actual)),
-        formula=persistent / (group if stage.shards_state else 1) / pipe + sum(map(sum, ideal)),
+        formula=((persistent - whole) / (group if stage.shards_state else 1) + whole) / pipe + sum(map(sum, ideal)),
     )

@@ -41,7 +41,7 @@ def load(directory: str | os.PathLike, step: Any) -> Any:
       ConfigError: no such files, files of another model (which tensors are missing, extra, of another shape; what of
         config.json is different), or files cut short. On all processes, if it happens to one.
 
-    >>> state = step.init(jax.random.key(0), load("Llama-2-7b-hf", step))  # doctest: +SKIP
+    >>> state = step.init(jax.random.key(0), load("Llama-2-7b-hf", step), donate=True)  # doctest: +SKIP
     """
     shapes, shardings = step.state_shapes.params, step.state_shardings.params
     of_leaf = together("load_weights", lambda: _find(Path(directory), leaves_of(shapes), weights_layout(step.model)))

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import chex
 import jax
 import numpy as np
 import optax
@@ -266,3 +267,19 @@ def test_params_of_another_model_for_init():
         jzero.ConfigError, match=r"missing ends/head/kernel \(32, 64\), ends/embed is \(63, 32\), not \(64, 32\)"
     ):
         made.init(jax.random.key(0), params)
+
+
+@pytest.mark.parametrize("kind", ["laid out as the state", "NumPy"])
+def test_init_copies_the_params_unless_they_are_given_up(kind):
+    """The first step deletes the state's buffers: the caller's arrays live on, unless `donate`."""
+    made = step()
+    params = made.init(jax.random.key(0)).params
+    if kind == "NumPy":
+        params = jax.tree.map(np.array, params)
+    before = jax.tree.map(np.array, params)
+    batch = {name: np.zeros((made.batch_sizes.train, 8), np.int32) for name in ("inputs", "labels")}
+    made(made.init(jax.random.key(1), params), batch)
+    chex.assert_trees_all_equal(jax.tree.map(np.array, params), before)
+    if kind != "NumPy":
+        made(made.init(jax.random.key(1), params, donate=True), batch)
+        assert all(x.is_deleted() for x in jax.tree.leaves(params))

@@ -1,0 +1,71 @@
+"""Slices of a traced function: run the part of a jaxpr that some of its outputs need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Literal
+
+_CALLS = ("jit", "closed_call", "remat2")  # the primitives that `inlined` opens
+
+
+class Program:
+    """A jaxpr as a list of equations, any subset of which can be run."""
+
+    def __init__(self, closed: ClosedJaxpr):
+        self.eqns, self.inputs, self.outputs = closed.jaxpr.eqns, list(closed.jaxpr.invars), list(closed.jaxpr.outvars)
+        self.constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+
+    def reached_from(self, variables: Iterable[Any]) -> set[Any]:
+        """Collect all variables that depend on these."""
+        reached = set(variables)
+        for eqn in self.eqns:
+            if any(not isinstance(v, Literal) and v in reached for v in eqn.invars):
+                reached.update(eqn.outvars)
+        return reached
+
+    def needed(self, wanted: Iterable[Any], given: Iterable[Any]) -> list[Any]:
+        """List the equations that compute the wanted variables from the given ones, in order.
+
+        An effect (a print, a callback) does not keep an equation.
+        """
+        wanted, given, eqns = {v for v in wanted if not isinstance(v, Literal)}, set(given), []
+        for eqn in reversed(self.eqns):
+            if any(v in wanted and v not in given for v in eqn.outvars):
+                eqns.append(eqn)
+                wanted.update(v for v in eqn.invars if not isinstance(v, Literal))
+        return eqns[::-1]
+
+    def run(
+        self, eqns: Iterable[Any], variables: Sequence[Any], values: Sequence[Any], bind: Callable | None = None
+    ) -> Callable:
+        """Run these equations, each by `bind`, and return a function that reads variables from the result."""
+        bind = bind or _bind
+        known = self.constants | dict(zip(variables, values, strict=True))
+
+        def read(variables: Iterable[Any]) -> list[Any]:
+            return [v.val if isinstance(v, Literal) else known[v] for v in variables]
+
+        for eqn in eqns:
+            known |= zip(eqn.outvars, bind(eqn, read(eqn.invars)), strict=True)
+        return read
+
+
+def inlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
+    """Run a jaxpr with its calls (jit, checkpoint) opened; traced again, their equations are separate ones."""
+    program = Program(closed)
+
+    def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+        if eqn.primitive.name not in _CALLS:
+            return _bind(eqn, values)
+        inner = eqn.params["jaxpr"]
+        return inlined(inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ()), values)
+
+    return program.run(program.eqns, program.inputs, values, bind)(program.outputs)
+
+
+def _bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+    with eqn.ctx.manager:
+        out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return out if eqn.primitive.multiple_results else [out]

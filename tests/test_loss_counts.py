@@ -1,0 +1,170 @@
+"""A loss of (sum, count) has the range of a mean, whatever the batch contains. Oracle: plain JAX with a mean."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jzero
+from jzero.pipeline.vocab_parallel import cross_entropy
+
+SCALE = 2.0**16  # fp16's default start
+
+
+class Pixels:
+    """Predict `y` from `x` for every element; per-channel weights."""
+
+    def __init__(self, mean: bool, width: int):
+        self.mean, self.width = mean, width
+
+    def init(self, rng):
+        return {"w": jax.random.normal(rng, (self.width, self.width)) / self.width}
+
+    def loss(self, params, batch, rng):
+        x = batch["x"].astype(params["w"].dtype) / (255 if batch["x"].dtype == jnp.uint8 else 1)
+        squares = (x @ params["w"] - batch["y"].astype(x.dtype)) ** 2
+        return squares.mean(dtype=jnp.float32) if self.mean else (squares.sum(dtype=jnp.float32), squares.size)
+
+
+def keep_gradients() -> optax.GradientTransformation:
+    """Do not train; the state is the last gradient."""
+    return optax.GradientTransformation(
+        lambda params: params, lambda g, state, params=None: (jax.tree.map(jnp.zeros_like, g), g)
+    )
+
+
+def make(model, rows, devices: int = 2, optimizer=None, **more):
+    config = {
+        "train_batch_size": rows,
+        "gradient_clipping": 0,
+        "fp16": {"enabled": True},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 2},
+        **more,
+    }
+    return jzero.make_train_step(
+        model, config, optimizer=optimizer, mesh=jzero.make_mesh(devices=jax.devices()[:devices])
+    )
+
+
+def test_a_regression_on_fields_trains():
+    """1.6 million floats a micro-batch, no integers: the count cannot be guessed from the batch."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(8, 90, 180, 8)).astype(np.float32)
+    batch = {"x": x, "y": (x @ (np.eye(8) * 0.5)).astype(np.float32)}
+    step = make(Pixels(False, 8), 8)
+    state = step.init(jax.random.key(0))
+    params, losses = Pixels(True, 8).init(jax.random.key(0)), []
+    gradient = jax.jit(jax.value_and_grad(lambda params: Pixels(True, 8).loss(params, batch, None)))
+    for _ in range(20):
+        state, metrics = step(state, batch)
+        loss, grads = gradient(params)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        assert not metrics["skipped"]
+        losses.append((float(metrics["loss"]), float(loss)))
+    np.testing.assert_allclose(*np.array(losses).T, rtol=1e-2)
+    assert losses[-1][0] < losses[0][0] * 0.9
+
+
+def test_no_gradient_underflows_on_images():
+    """Bytes, 224 x 224 x 3, and a count of images: a guess from the largest integer leaf would divide by the pixels."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 3, size=(4, 224, 224, 3)).astype(np.uint8)  # dark: small gradients
+    batch = {"x": x, "y": np.zeros((4, 1, 1, 3), np.float32)}
+
+    class Images(Pixels):
+        def loss(self, params, batch, rng):
+            return 4 * super().loss(params, batch, rng), 4.0
+
+    model = Images(True, 3)
+    step = make(model, 4, devices=1, optimizer=keep_gradients())
+    state, metrics = step(step.init(jax.random.key(0)), batch)
+    params = model.init(jax.random.key(0))
+    half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
+    plain = jax.grad(lambda p: Pixels(True, 3).loss(p, batch, None) * SCALE)(half)["w"].astype(jnp.float32) / SCALE
+    assert not metrics["skipped"]
+    found = np.asarray(state.opt_state["w"])
+    assert (found == 0).sum() == (np.asarray(plain) == 0).sum() == 0
+    np.testing.assert_allclose(found, plain, rtol=1e-3)
+
+
+class Tokens:
+    """Prefix, one block, suffix; counts the labels that are not negative."""
+
+    def init(self, rng):
+        a, b = jax.random.split(rng)
+        return {
+            "ends": {"table": jax.random.normal(a, (32, 16))},
+            "stack": {"w": jax.random.normal(b, (4, 16, 16)) / 4},
+        }
+
+    def prefix(self, ends, batch, rng):
+        return ends["table"][batch["inputs"]]
+
+    def block(self, layer, x, rng):
+        return x + jnp.tanh(x @ layer["w"])
+
+    def suffix(self, ends, x, batch, rng):
+        return cross_entropy(x, ends["table"].T, batch["labels"])
+
+    def loss(self, params, batch, rng):
+        x = self.prefix(params["ends"], batch, rng)
+        for i in range(4):
+            x = self.block({"w": params["stack"]["w"][i]}, x, rng)
+        return self.suffix(params["ends"], x, batch, rng)
+
+
+@pytest.mark.parametrize("pipe", [1, 2])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_unequal_counts_are_one_mean(pipe, reduction):
+    """Micro-batches and replicas with 0 to all labels: the gradient is that of the global mean."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 32, size=(16, 9))
+    labels = np.where(rng.random((16, 8)) < np.linspace(0, 1, 16)[:, None], tokens[:, 1:], -1)
+    batch = {"inputs": tokens[:, :-1], "labels": labels}
+    config = {
+        "train_batch_size": 16,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0,
+        "gradient_allreduce_op": reduction,
+        "mesh": {"pipe": pipe, "zero": 2},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 2},
+    }
+    mesh = jzero.make_mesh(pipe=pipe, zero=2, devices=jax.devices()[: 2 * pipe])
+    step = jzero.make_train_step(Tokens(), config, mesh=mesh, optimizer=keep_gradients())
+    state, metrics = step(step.init(jax.random.key(0)), batch)
+
+    def mean(params):
+        total, count = Tokens().loss(params, batch, None)
+        return total / count
+
+    loss, plain = jax.value_and_grad(mean)(Tokens().init(jax.random.key(0)))
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-6)
+    factor = 2 if reduction == "sum" else 1
+    for ours, theirs in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(ours, factor * theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_count_that_depends_on_the_parameters():
+    """Only confident rows count: known after a forward pass alone."""
+
+    class Confident(Pixels):
+        def loss(self, params, batch, rng):
+            y = batch["x"] @ params["w"]
+            counted = jnp.abs(y) > 0.5
+            return jnp.sum(y**2, where=counted), counted.sum()
+
+    x = np.random.default_rng(0).normal(size=(8, 64, 4)).astype(np.float32)
+    model = Confident(False, 4)
+    step = make(model, 8, gradient_accumulation_steps=2, fp16={"enabled": False}, optimizer=keep_gradients())
+    state, metrics = step(step.init(jax.random.key(0)), {"x": x})
+
+    def mean(params):
+        total, count = model.loss(params, {"x": x}, None)
+        return total / count
+
+    loss, plain = jax.value_and_grad(mean)(model.init(jax.random.key(0)))
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-6)
+    np.testing.assert_allclose(state.opt_state["w"], plain["w"], rtol=1e-5)
