@@ -18,6 +18,7 @@ How often stage 3 gathers a leaf per micro-batch, by activation checkpointing:
 Beside the table's there are these small ones, the same at every stage, all of them outside the micro-batch loop:
 
 - 1 all-reduce of f32[accumulation, 2], the losses and counts of the micro-batches, over (`data`, `zero`);
+- 1 all-reduce of a scalar over the same, what a loss of (sum, count) counts in the whole step, before any gradient;
 - 1 all-reduce of a scalar over `zero` for each partitioned leaf: its part of the gradient's norm.
 """
 
@@ -182,6 +183,8 @@ def expected(case, params):
         add("all-reduce", wire, ("data",) * (case.data > 1), elements // case.zero, "step", times)
         add("all-reduce", "f32", ("zero",), 1, "step", 1)  # the norm
     add("all-reduce", "f32", case.batch_axes, 2 * case.accum, "step", 1)  # the losses and counts of the micro-batches
+    if case.llama:
+        add("all-reduce", "f32", case.batch_axes, 1, "step", 1)  # the total count, which the gradients are divided by
     return moved
 
 

@@ -10,8 +10,8 @@ shapes, and is compared with the program as `test_collectives` does, as a multis
 - micro-batch, when its gradient has come back (G, a tick later): 1 all-reduce over `pipe`, that gradient to all stages;
 - step, with V chunks to a stage: V permutes of every stacked leaf to the chunks' places, and V back; 1 all-to-all each
   way where S divides V;
-- step: 1 all-reduce over `pipe` of the losses, and of each gradient that `pipe` does not divide; over the batch axes
-  what `test_collectives` has;
+- step: 1 all-reduce over `pipe` and the batch axes of the losses; 1 over `pipe` of each gradient that `pipe` does not
+  divide; over the batch axes what `test_collectives` has;
 
 and over `zero`, leaf by leaf, of a stage's layers
 
@@ -114,8 +114,10 @@ def expected(case):
     add("all-reduce", "bf16", ["pipe"], tokens * WIDTH, at["E"] + 2 * at["S"] + at["G"])
     add("all-reduce", "f32", ["pipe"], tokens, at["S"])
     add("all-reduce", "f32", ["pipe"], 2 * tokens, at["S"])
-    add("all-reduce", "f32", ["pipe"], 3 * case.micro, 1)  # what the first stage knows of the micro-batches' losses
-    add("all-reduce", "f32", ["data", "zero"], 2 * case.micro, 1)  # their sums and counts
+    # The first stage's sums and counts of the micro-batches' losses, to all stages and over the replicas: XLA makes one
+    # all-reduce of the two.
+    add("all-reduce", "f32", ["pipe", "data", "zero"], 2 * case.micro, 1)
+    add("all-reduce", "f32", ["data", "zero"], 1, 1)  # the total count, which the gradients are divided by
 
     def gathers(works):
         """In so many ticks any of these works; all of those that are no loop's are one."""
