@@ -1,4 +1,4 @@
-"""Batches: their size, and how they come onto the devices of one process or of many."""
+"""Global batches: checking their size, and laying them out on the devices of one or several processes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from jzero.tree import named
 
 
 def place_batch(batch: Any, sharding: NamedSharding, rows: int) -> Any:
-    """A global batch of `rows` rows, laid out; of many processes each gives all rows, or its own.
+    """Lay out a global batch.
 
-    Its own are those of its devices, in order: with one process per GPU and no pipeline the rank-th part.
+    Args:
+      batch: leaves with `rows` rows; with several processes each passes all rows or its own. Its own are those of its
+        devices, in order: with one process per GPU and no pipeline the rank-th part.
+      sharding: of every leaf.
+      rows: of the global batch.
     """
 
     def one(x: Any) -> jax.Array:
@@ -32,16 +36,26 @@ def place_batch(batch: Any, sharding: NamedSharding, rows: int) -> Any:
 
 
 def rows_of_this_process(sharding: NamedSharding, rows: int) -> np.ndarray:
-    """Which of a global batch's rows lie on this process's devices, in order."""
+    """List the rows of a global batch that lie on this process's devices, in order."""
     places = sharding.addressable_devices_indices_map((rows,)).values()
     return np.unique(np.concatenate([np.arange(rows)[place or ...] for place in places]))
 
 
 def check_batch(batch: Any, rows: int, also: int, why: str, multiples: bool = False) -> None:
-    """Raise a ConfigError unless every leaf has `rows` rows (or a multiple of that), or `also` rows; `why` so many."""
+    """Check the leading dimension of every leaf.
+
+    Args:
+      rows: the expected number.
+      also: another number that is right, as of a process that passes its own rows only.
+      why: the arithmetic behind `rows`, for the message.
+      multiples: whether multiples of `rows` are right.
+
+    Raises:
+      ConfigError: a leaf with another number of rows.
+    """
     leaves = named(batch)
     if not leaves:
-        raise ConfigError("batch: it holds no arrays")
+        raise ConfigError("batch: it contains no arrays; pass a pytree of arrays")
     for name, x in leaves.items():
         shape = tuple(getattr(x, "shape", ()))
         if not shape or not shape[0] or (shape[0] % rows if multiples else shape[0] not in (rows, also)):

@@ -1,4 +1,9 @@
-"""TODO"""
+"""The loss scaler of every stage: DeepSpeed's dynamic one with its hysteresis, as a pytree and pure functions.
+
+The device decides whether a step is skipped; nothing waits for the host. The scale never falls below its minimum; after
+`MAX_STUCK` skipped steps in a row there, `check_stuck` raises and names the parameters that went first.
+Source: deepspeed/runtime/fp16/loss_scaler.py.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +17,8 @@ import numpy as np
 from jzero.errors import some_of
 
 MAX_STUCK = 20
-"""Skipped steps in a row, at the minimum scale, before training is stopped: a batch or two may be bad, twenty are not
-chance, and at fp16's default start of 2**16 the way down to the minimum takes fewer."""
-
+"""Skipped steps in a row, at the minimum scale, before training stops: a batch or two may be bad, twenty are not.
+From fp16's default start of 2**16 the scale reaches its minimum in fewer."""
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -26,10 +30,10 @@ class NonFiniteError(FloatingPointError):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossScale:
-    """The scaler's state. Scalars, and one flag per gradient leaf.
+    """The state of the scaler: scalars, and one flag per gradient leaf.
 
     Attributes:
-      scale: float32, what the loss is multiplied by in this iteration.
+      scale: float32, the factor of the loss in this iteration.
       hysteresis: int32, overflows left to tolerate, plus one, before the scale halves.
       iteration: int32, steps so far, skipped ones included.
       last_overflow: int32, the iteration of the last overflow, -1 before any.
@@ -49,7 +53,7 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Scaler:
-    """The loss scaler's settings, and its two pure functions.
+    """The settings of the scaler, and its two pure functions.
 
     >>> scaler = Scaler(dynamic=True, initial=2.0**16, window=2, hysteresis=1)
     >>> state = scaler.init(1)
@@ -69,7 +73,7 @@ class Scaler:
     minimum: float = 1.0
 
     def init(self, n_leaves: int) -> LossScale:
-        """The state before the first step, for a gradient of `n_leaves` leaves."""
+        """Make the state before the first step, for a gradient of `n_leaves` leaves."""
         return LossScale(
             scale=jnp.asarray(self.initial, jnp.float32),
             hysteresis=jnp.asarray(self.hysteresis, jnp.int32),
@@ -81,7 +85,7 @@ class Scaler:
         )
 
     def update(self, state: LossScale, finite_leaves: jax.Array) -> LossScale:
-        """The state after a step, skipped if any of `finite_leaves` (bool[n]) is False."""
+        """Compute the state after a step, which is skipped if any of `finite_leaves` (bool[n]) is False."""
         overflow = ~jnp.all(finite_leaves)
         at_minimum = state.scale <= self.minimum if self.dynamic else True
         running = jnp.any(state.culprits)
@@ -102,14 +106,14 @@ class Scaler:
         double = ~overflow & (stable > 0) & (stable % self.window == 0)
         refill = ~overflow if self.consecutive else double
         halved = jnp.maximum(state.scale / 2, self.minimum)
-        doubled = jnp.minimum(state.scale * 2, _LARGEST)  # never inf, from where no halving leads back
+        doubled = jnp.minimum(state.scale * 2, _LARGEST)  # never inf: half of inf is inf
         scale = jnp.where(halve, halved, jnp.where(double, doubled, state.scale))
         spent = jnp.where(overflow & ~halve, state.hysteresis - 1, state.hysteresis)
         return LossScale(**{**vars(counted), "scale": scale, "hysteresis": jnp.where(refill, self.hysteresis, spent)})
 
 
 def check_stuck(state: LossScale, names: Sequence[str]) -> None:
-    """Raises if training no longer moves. Waits for the device: call it where the host reads metrics anyway.
+    """Raise if training no longer moves. Waits for the device: call it where the host reads metrics anyway.
 
     Args:
       state: the state after a step.

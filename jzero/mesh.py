@@ -72,13 +72,13 @@ def make_mesh(
 
 
 def _by_host(device: Any) -> tuple[int, int, int]:
-    """Ranks may go round the hosts, and ids alone may too."""
+    """Sort key: host first. Neither ranks nor device ids need be consecutive on a host."""
     process, of_process = device.process_index, hosts()
     return of_process[process] if process < len(of_process) else 0, process, device.id
 
 
 def check_mesh(mesh: Mesh) -> None:
-    """Raise unless `mesh` has jzero's axes, so that a foreign mesh fails with a name and not deep inside XLA."""
+    """Raise a ConfigError unless `mesh` has jzero's axes: a foreign mesh would fail deep inside XLA."""
     if not isinstance(mesh, Mesh):
         raise ConfigError(f"mesh is {mesh!r}, not a jax.sharding.Mesh: build it with jzero.make_mesh(...)")
     if mesh.axis_names != AXES:
@@ -111,26 +111,26 @@ def check_against(config: Config, mesh: Mesh) -> None:
 
 
 def present(mesh: Mesh, *axes: str) -> tuple[str, ...]:
-    """Those of `axes` whose size is more than one."""
+    """Select the axes whose size is more than one."""
     return tuple(axis for axis in axes if mesh.shape[axis] > 1)
 
 
 def replicas(mesh: Mesh) -> int:
-    """The data-parallel degree W = |data| x |zero|."""
+    """Compute the data-parallel degree |data| x |zero|."""
     return mesh.shape[DATA] * mesh.shape[ZERO]
 
 
 def batch_spec(mesh: Mesh) -> PartitionSpec:
-    """How every leaf of a batch lies: its first dimension over (`data`, `zero`)."""
+    """Make the PartitionSpec of every leaf of a batch: the first dimension over (`data`, `zero`)."""
     axes = present(mesh, *BATCH_AXES)
     return PartitionSpec(axes) if axes else PartitionSpec()
 
 
 def shardings(mesh: Mesh, specs: Any) -> Any:
-    """A tree of PartitionSpecs as NamedShardings on `mesh`."""
+    """Turn a tree of PartitionSpecs into NamedShardings on `mesh`."""
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
 
 
 def is_gpu(mesh: Mesh) -> bool:
-    """Whether the mesh's devices (there or only described) are GPUs."""
+    """Whether the devices of the mesh, real or only described, are GPUs."""
     return mesh.devices.flat[0].platform in ("gpu", "cuda", "rocm")

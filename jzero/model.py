@@ -1,13 +1,14 @@
-"""What a model is, and Flax modules as models.
+"""The protocols that a model follows.
 
 A model is anything with
 
     init(rng) -> params                                a pytree of arrays
     loss(params, batch, rng) -> scalar | (sum, count)  rng is None in evaluation: no dropout
 
-`(sum, count)` makes the loss of the global batch sum of sums over sum of counts, whatever the micro-batches
-hold; a scalar is averaged. Parameters arrive in the compute dtype, the batch as it was given: cast its floats where
-half precision is meant (`x.astype(self.kernel.dtype)`), or set `fp16.auto_cast`.
+A scalar loss is averaged over micro-batches and replicas. With `(sum, count)` the loss of the global batch is the sum
+of sums over the sum of counts, however the micro-batches are cut; a count that depends on the parameters costs one more
+forward pass. Parameters arrive in the compute dtype, the batch as it was passed: cast its floats for half precision
+(`x.astype(self.kernel.dtype)`), or set `fp16.auto_cast`.
 
 A model with a layer stack keeps its parameters as {"ends": ..., "stack": ...}, each leaf of the stack with a
 leading layer axis [L, ...], and also has
@@ -16,15 +17,14 @@ leading layer axis [L, ...], and also has
     block(layer, x, rng) -> x                          one layer: a slice of the stack
     suffix(ends, x, batch, rng) -> scalar | (sum, count)
 
-which is what lets ZeRO-3 gather, activation checkpointing and the pipeline work layer by layer.
+With these ZeRO-3 gathers, activation checkpointing recomputes and the pipeline cuts layer by layer.
 
-Its `vocabulary: dict[str, int]` may name leaves of the ends, and the dimension that is their vocabulary's, of a model
-whose prefix and suffix use them through `jzero.pipeline.vocab_parallel` alone: a pipeline divides those among its
-stages.
+Its `vocabulary: dict[str, int]` may map leaves of the ends to their vocabulary dimension. A pipeline divides them
+among its stages; prefix and suffix must use them through `jzero.pipeline.vocab_parallel` alone.
 
-Any model may also have `report_notes(dtype) -> list[str]`: lines of its own for the run report, given the compute
-dtype; and `weights_layout() -> dict`: what its parameters are called elsewhere (`jzero.weights.layout`). A Flax
-module's methods of those names are taken.
+Any model may also have `report_notes(dtype) -> list[str]`, lines for the run report, given the compute dtype; and
+`weights_layout() -> dict`, the names of its parameters in other libraries (`jzero.weights.layout`). `from_flax` takes a
+module's methods of these names.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ def check_model(model: Any) -> None:
 
 
 def fold(rng: jax.Array | None, index: int | jax.Array) -> jax.Array | None:
-    """The `index`-th key below `rng`; None (evaluation) stays None."""
+    """Derive the `index`-th key below `rng`; None (evaluation) stays None."""
     return None if rng is None else jax.random.fold_in(rng, index)
 
 
 def stack_loss(model: StackModel, params: Any, batch: Any, rng: jax.Array | None) -> Any:
-    """The loss of a stacked model with nothing parallel about it: prefix, then every block, then suffix."""
+    """Compute the loss of a model with a stack in the plain way: prefix, then every block, then suffix."""
     x = model.prefix(params[ENDS], batch, fold(rng, 0))
     length = jax.tree.leaves(params[STACK])[0].shape[0]
 
@@ -84,5 +84,5 @@ def stack_loss(model: StackModel, params: Any, batch: Any, rng: jax.Array | None
 
 
 def weights_layout(model: Any) -> dict[str, Any] | None:
-    """What the model's parameters are called elsewhere; None if it does not say."""
+    """Look up the names of the model's parameters in other libraries; None if the model has no table."""
     return getattr(model, "weights_layout", lambda: None)()

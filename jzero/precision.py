@@ -1,9 +1,4 @@
-"""Which dtype each quantity has, and the one loss scaler of every stage.
-
-The scaler is DeepSpeed's dynamic one with its hysteresis (deepspeed/runtime/fp16/loss_scaler.py), as a pytree and pure
-functions: whether a step is skipped is decided on the device, nothing waits for the host. At the minimum scale it
-stays there, and after `MAX_STUCK` skipped steps in a row `check_stuck` names the parameters that went first.
-"""
+"""The dtype of each quantity in a train step."""
 
 from __future__ import annotations
 
@@ -27,7 +22,7 @@ class Precision:
 
     Attributes:
       compute: parameters and activations in the model.
-      master: the parameters that the optimizer updates.
+      master: the parameters that the optimizer updates; frozen parameters are kept in `compute`.
       accum: the sum of the micro-batches' gradients.
       reduce: gradients on the wire.
       optimizer_state: moments.
@@ -45,7 +40,7 @@ class Precision:
 
     @classmethod
     def from_config(cls, config: Any) -> Precision:
-        """The policy of a `Config`: its `precision`, `fp16`, `bf16`, `data_types` and `communication_data_type`."""
+        """Read the policy from a `Config`: `precision`, `fp16`, `bf16`, `data_types` and `communication_data_type`."""
         compute, wire = _DTYPES[config.precision], config.communication_data_type
         fp16 = config.precision == "fp16" and config.fp16
         bf16 = config.precision == "bf16" and config.bf16
@@ -74,7 +69,7 @@ def _scaler(fp16: Any) -> Scaler:
 
 
 def cast(tree: Any, dtype: Any) -> Any:
-    """The tree with its floating-point leaves in `dtype`; the others as they are.
+    """Cast the floating-point leaves of a tree; the others stay as they are.
 
     >>> cast({"w": jnp.ones(2), "ids": jnp.arange(2)}, jnp.bfloat16)["w"].dtype
     dtype(bfloat16)

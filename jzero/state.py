@@ -1,4 +1,4 @@
-"""The state of a run: what it holds, where it lies, and how it begins."""
+"""The state of a run: its contents, its layout, its beginning."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TrainState:
 
 
 def check_alive(state: TrainState | None) -> None:
-    """Raise a ConfigError for a state that a step has consumed, before the runtime trips over its buffers."""
+    """Raise a ConfigError for a state that a step has consumed: the runtime would only name a deleted buffer."""
     if state is None:
         raise ConfigError("there is no state: reading a checkpoint into its place failed; load another one")
     if state.step.is_deleted():

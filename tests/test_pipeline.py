@@ -366,8 +366,8 @@ def test_tied_ends(kind, case):
 @named([Case("1f1b", 4, 3), Case("zero_bubble", 4, 4, 2, 2)])
 def test_a_vocabulary_that_the_stages_do_not_divide_lies_on_all_of_them(case, tied):
     odd = model(Decoder, case.layers, tied=tied, vocab=VOCAB + 1)
-    assert not any(leaf.on_pipe for leaf in jax.tree.leaves(case.step(odd).leaves["ends"]))
-    assert all(leaf.on_pipe for leaf in jax.tree.leaves(case.step(model(Decoder, 4, tied=tied)).leaves["ends"]))
+    assert not any(leaf.on_pipe for leaf in jax.tree.leaves(case.step(odd).layouts["ends"]))
+    assert all(leaf.on_pipe for leaf in jax.tree.leaves(case.step(model(Decoder, 4, tied=tied)).layouts["ends"]))
     check(odd, case)
 
 

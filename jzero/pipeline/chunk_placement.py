@@ -1,4 +1,4 @@
-"""Where the layers of an interleaved pipeline lie, between steps and inside a step.
+"""The places of an interleaved pipeline's layers, between steps and inside a step.
 
 Between steps the layer stack lies on the stages in the model's order, stage s holding the s-th part, so that states and
 checkpoints are the same whatever the schedule. Inside a step stage s works on the slices s, S + s, 2S + s, ... of the
@@ -19,7 +19,7 @@ from jzero.mesh import PIPE
 
 
 class Round(NamedTuple):
-    """A permute: `pairs` (from, to) and, by stage, which of its slices a stage sends and where it puts what it gets."""
+    """A permute: `pairs` (from, to), and by stage the slice it sends and the place of the slice it receives."""
 
     pairs: list[tuple[int, int]]
     sends: np.ndarray
@@ -27,7 +27,7 @@ class Round(NamedTuple):
 
 
 def rounds(stages: int, chunks: int) -> list[Round]:
-    """The permutes from the model's order to the chunks' places.
+    """List the permutes from the model's order to the chunks' places.
 
     In round r stage d sends its slice (r + d*g // S) mod V with g = gcd(V, S): d*V takes every multiple of g modulo S
     once for each value of d*g // S, so that no two stages send to the same one.
@@ -43,7 +43,7 @@ def rounds(stages: int, chunks: int) -> list[Round]:
 
 
 def to_chunks(x: jax.Array, stages: int, chunks: int) -> jax.Array:
-    """A stage's part of a stacked leaf in the model's order [V*K, ...] -> its chunks [V, K, ...]."""
+    """Turn a stage's part of a stacked leaf, in the model's order [V*K, ...], into its chunks [V, K, ...]."""
     x = x.reshape(chunks, -1, *x.shape[1:])
     if chunks % stages == 0:  # every stage sends as much to every other: all rounds at once
         x = x.reshape(-1, stages, *x.shape[1:])
@@ -52,7 +52,7 @@ def to_chunks(x: jax.Array, stages: int, chunks: int) -> jax.Array:
 
 
 def from_chunks(x: jax.Array, stages: int, chunks: int) -> jax.Array:
-    """The inverse of `to_chunks`."""
+    """Invert `to_chunks`."""
     if chunks % stages == 0:
         x = x.reshape(stages, -1, *x.shape[1:])
         x = lax.all_to_all(x, PIPE, split_axis=0, concat_axis=1)

@@ -1,8 +1,9 @@
-"""The pipeline: one executor for every schedule, inside the manual region of the train step.
+"""The pipeline executor: runs any schedule, inside the manual region of the train step.
 
-Every stage runs the same program on its own numbers. A tick is at most one forward and one backward pass of a chunk of
-layers, then a permute each way; the ticks with the same operations are one `lax.scan`. A stage that is idle at a tick
-computes on stale data, and what comes of it is dropped by a select. So no collective lies under a branch.
+All stages run the same program, each on its own numbers (SPMD). A tick is at most one forward and one backward pass of
+a chunk of layers, then a permute each way. Consecutive ticks with the same operations are one `lax.scan`. A stage that
+is idle in a tick computes on stale data and a select drops the result: with a branch instead, the stages would meet
+different collectives and deadlock; with a multiplication by zero, 0 * NaN would be NaN.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from jzero.pipeline.program import Program, Runs, count
 from jzero.pipeline.split_backward import Chunk, split_floats
 from jzero.precision import Precision
 from jzero.stack import StackView, fetch
-from jzero.tree import combine
+from jzero.tree import PyTree, combine
 
-Columns = dict[str, jax.Array]
-Functions = tuple[Callable, Callable, Callable]
+Columns = dict[str, jax.Array]  # this stage's numbers by name, see `program.Program.columns`
+Functions = tuple[Callable, Callable, Callable]  # prefix, chunk, suffix
 
 
 @dataclass(frozen=True)
 class Stages:
-    """What the executor needs to know of the stages.
+    """The stages as the executor sees them.
 
     Attributes:
       stages, chunks: pipeline stages, and chunks of layers on each.
-      view: the form of the parameters in use; its stack is a list, with several chunks a leaf has a leading axis.
+      view: the form of the parameters in use; its stack is a list, and with several chunks a leaf has an axis for them.
       functions: (pairs, micro-batch), for their shapes -> prefix(ends, batch, key) -> x, chunk(weights, x, context)
         -> x, suffix(ends, x, batch, key) -> loss. The weights are (diff, nondiff); a context is the micro-batch's key
         and the chunk's number in the whole model.
@@ -47,15 +48,21 @@ class Stages:
     chunks: int
     view: StackView
     precision: Precision
-    functions: Callable[[Any, Any], Functions]
+    functions: Callable[[Any, PyTree], Functions]
 
 
 class Carry(NamedTuple):
-    """What a stage carries from tick to tick.
+    """The values that a stage carries from tick to tick; M micro-batches.
 
-    first: the prefix's output for the next tick. inbox: the output of the stage before. returned: the gradient from the
-    stage after. leaving: the gradient of this stage's last input. stash, rest: buffers [slots, ...], see `program`.
-    gradients: summed so far. seen: [M, ...], what is known of each micro-batch's loss.
+    Attributes:
+      first: the prefix's output, for the first stage's next forward pass.
+      inbox: the output of the stage before.
+      returned: the gradient from the stage after.
+      leaving: the gradient of this stage's last input.
+      stash: residuals between F and B or W, [slots, ...] each.
+      rest: operands of the weights' gradient between D and W, [slots, ...] each.
+      gradients: summed so far.
+      seen: each micro-batch's loss as (sum, count), [M, 2].
     """
 
     first: Any
@@ -72,7 +79,7 @@ class Run:
     """One run of a program over the micro-batches of a batch; without a `seed` forward only."""
 
     def __init__(
-        self, stages: Stages, program: Program, pairs: Any, batch: Any, rng: Any, first: Any,
+        self, stages: Stages, program: Program, pairs: Any, batch: PyTree, rng: Any, first: Any,
         seed: jax.Array | None = None,
     ):  # fmt: skip
         self.stages, self.program, self.batch, self.seed = stages, program, batch, seed
@@ -90,13 +97,14 @@ class Run:
         if seed is not None:
             self.chunk = Chunk(self.layers, weights, self.x, context, split=program.rest > 0)
 
-    def result(self) -> tuple[Any, jax.Array]:
-        """(gradients of the differentiated weights, [M, ...] of what is known of the losses)."""
+    def result(self) -> tuple[PyTree, jax.Array]:
+        """Run the program: (gradients of diff, each loss as (sum, count) [M, 2])."""
         columns = {name: jnp.asarray(column)[:, self.stage] for name, column in self.program.columns.items()}
         carry = self.execute(self.program.runs, self.start(), columns)
         return carry.gradients, carry.seen
 
     def start(self) -> Carry:
+        """Make the carry before the first tick."""
         x, m = _zeros(self.x), _length(self.batch)
         floats = split_floats(x)[0]
         if self.seed is None:
@@ -109,6 +117,7 @@ class Run:
         return Carry(x, x, floats, floats, stash, rest, gradients, jnp.zeros((m, 2)))
 
     def execute(self, runs: Runs, carry: Carry, columns: Columns) -> Carry:
+        """Run nested runs of ticks, each repeated run as one scan over its rows of the columns."""
         start = 0
         for what, times in runs:
             n = 1 if isinstance(what, str) else count(what)
@@ -129,125 +138,159 @@ class Run:
     # ------------------------------------------------------------------ one tick
 
     def tick(self, operations: str, carry: Carry, at: Columns) -> Carry:
-        """One tick; `operations` as in `jzero.pipeline.program`, `at` this stage's numbers.
+        """Run one tick.
 
-        What E makes is used at the next tick (`first`), and G works on what B left at the tick before (`leaving`):
-        their all-reduces then run beside the chunks and delay nobody.
+        The output of E is used in the next tick (`first`), and G works on what B left in the tick before (`leaving`):
+        their all-reduces then run beside the chunks and delay no stage.
+
+        Args:
+          operations: the letters of `jzero.pipeline.program`; lower case: some stage is idle.
+          at: this stage's numbers for this tick: micro-batches, chunks, slots.
         """
-        new, y, dy = carry._asdict(), None, None
         idle = {name for name in "BW" if name.lower() in operations}
-        operations = operations.upper()
-        backward = "B" in operations or "D" in operations
-        if set("ESG") & set(operations):
+        work = set(operations.upper())
+        new, y, dy, ends_gradients = carry._asdict(), None, None, []
+        if work & set("ESG"):
+            # E, S and G share one fetch of the ends, and one transpose reduces the sum of their gradients.
             ends, reduce = jax.vjp(self.ends, self.diff[ENDS])
-        ends_gradients = []
 
-        if "E" in operations:
-            part, key = self.micro_batch(at["E.micro"])
-            new["first"] = self.prefix(ends, part, key)
+        if "E" in work:
+            new["first"] = self.prefix(ends, *self.micro_batch(at["E.micro"]))
 
-        if "F" in operations:
-            x = _select(self.is_first & (at["F.chunk"] == 0), carry.first, carry.inbox)
-            weights, context = self.weights(at["F.chunk"]), self.context(at["F.chunk"], at["F.micro"])
-            if self.seed is None:
-                y = self.layers(weights, x, context)
-            else:
-                y, kept = self.chunk.forward(weights, x, context)
-                kept += [] if self.program.turns else [y]  # gpipe's suffix comes later
-                new["stash"] = _write(carry.stash, at["F.slot"], kept)
-            new["inbox"] = self.send(y, +1)
+        if "F" in work:
+            y = self.forward(new, carry, at)
 
-        if backward:
+        kept = None
+        if work & set("BD"):
+            # Read after F wrote: the last stage begins B in the tick of its F, with the residuals of that F.
             kept = _read(new["stash"], at["B.slot"])
-            y, kept = (y, kept) if self.program.turns else (kept[-1], kept[:-1])
-        if "S" in operations:
-            part, key = self.micro_batch(at["S.micro"])
-            y = self.from_stage(self.is_last, y)
-            floats, others = split_floats(y)
+            if not self.program.turns:  # gpipe: the suffix runs long after F, on the output that F stashed last
+                y, kept = kept[-1], kept[:-1]
 
-            def loss(ends: Any, floats: Any) -> Any:
-                value = self.suffix(ends, combine(floats, others), part, key)
-                if self.seed is None:
-                    return 0.0, jnp.stack(sum_and_count(value))
-                return seeded(value, self.seed)
+        if "S" in work:
+            gradient, dy = self.leave(new, ends, y, at)
+            ends_gradients += gradient
 
-            _, pullback, seen = jax.vjp(loss, ends, floats, has_aux=True)
-            new["seen"] = carry.seen.at[at["S.micro"]].set(seen)
-            if self.seed is not None:
-                gradient, dy = pullback(jnp.float32(1))
-                ends_gradients.append(gradient)
+        if work & set("BD"):
+            self.backward(new, carry, kept, dy, at, split="D" in work, may_idle="B" in idle)
 
-        if backward:
-            if dy is None:
-                dy = carry.returned
-            else:
-                dy = _select(self.is_last & (at["B.chunk"] == self.last_chunk), dy, carry.returned)
-            weights, context = self.weights(at["B.chunk"], again=True), self.context(at["B.chunk"], at["B.micro"])
-            if "D" in operations:
-                dx, rest = self.chunk.input_backward(weights, context, kept, dy)
-                new["rest"] = _write(carry.rest, at["B.rest"], rest)
-            else:
-                gradient, dx = self.chunk.backward(weights, context, kept, dy)
-                new["gradients"] = self.add(new["gradients"], gradient, at["B.chunk"], "B" in idle and at["B.active"])
-            new["leaving"], new["returned"] = dx, self.send(dx, -1)
-
-        if "W" in operations:
+        if "W" in work:
             weights, context = self.weights(at["W.chunk"], again=True), self.context(at["W.chunk"], at["W.micro"])
-            kept, rest = _read(new["stash"], at["W.slot"]), _read(new["rest"], at["W.rest"])
-            gradient = self.chunk.weight_backward(weights, context, kept, rest)
-            new["gradients"] = self.add(new["gradients"], gradient, at["W.chunk"], "W" in idle and at["W.active"])
+            stashed, rest = _read(new["stash"], at["W.slot"]), _read(new["rest"], at["W.rest"])
+            gradient = self.chunk.weight_backward(weights, context, stashed, rest)
+            self.add(new, gradient, at["W.chunk"], "W" in idle and at["W.active"])
 
-        if "G" in operations:
+        if "G" in work:
             part, key = self.micro_batch(at["G.micro"])
             _, pullback = jax.vjp(lambda ends: split_floats(self.prefix(ends, part, key))[0], ends)
             ends_gradients += pullback(self.from_stage(self.is_first, carry.leaving))
 
         if ends_gradients:
             (gradient,) = reduce(jax.tree.map(_sum, *ends_gradients))
-            summed = jax.tree.map(_add, new["gradients"][ENDS], gradient)
-            new["gradients"] = {**new["gradients"], ENDS: summed}
+            new["gradients"] = {**new["gradients"], ENDS: jax.tree.map(_add, new["gradients"][ENDS], gradient)}
         return Carry(**new)
+
+    def forward(self, new: dict[str, Any], carry: Carry, at: Columns) -> Any:
+        """F: a chunk's forward pass; stashes its residuals and sends its output on. Returns the output."""
+        # Chunk 0 of the first stage begins a micro-batch; everything else continues what the stage before sent.
+        x = _select(self.is_first & (at["F.chunk"] == 0), carry.first, carry.inbox)
+        weights, context = self.weights(at["F.chunk"]), self.context(at["F.chunk"], at["F.micro"])
+        if self.seed is None:
+            y = self.layers(weights, x, context)
+        else:
+            y, kept = self.chunk.forward(weights, x, context)
+            kept += [] if self.program.turns else [y]
+            new["stash"] = _write(carry.stash, at["F.slot"], kept)
+        new["inbox"] = self.send(y, +1)
+        return y
+
+    def leave(self, new: dict[str, Any], ends: Any, y: Any, at: Columns) -> tuple[list[Any], Any]:
+        """S: the suffix on the last stage's output, and its backward pass: ([gradient of the ends], gradient of y).
+
+        All stages compute it: in lockstep they would wait anyway, and a vocabulary is divided among them.
+        """
+        part, key = self.micro_batch(at["S.micro"])
+        floats, others = split_floats(self.from_stage(self.is_last, y))
+
+        def loss(ends: Any, floats: Any) -> Any:
+            value = self.suffix(ends, combine(floats, others), part, key)
+            if self.seed is None:
+                return 0.0, jnp.stack(sum_and_count(value))
+            return seeded(value, self.seed)
+
+        _, pullback, seen = jax.vjp(loss, ends, floats, has_aux=True)
+        new["seen"] = new["seen"].at[at["S.micro"]].set(seen)
+        if self.seed is None:
+            return [], None
+        gradient, dy = pullback(jnp.float32(1))
+        return [gradient], dy
+
+    def backward(
+        self, new: dict[str, Any], carry: Carry, kept: Any, dy: Any, at: Columns, *, split: bool, may_idle: bool
+    ) -> None:
+        """B or, if `split`, D: a chunk's backward pass, whole or of its input alone; sends the input's gradient back.
+
+        `dy` is the suffix's gradient, if S ran in this tick: the last chunk of the last stage begins with it.
+        """
+        if dy is None:
+            dy = carry.returned
+        else:
+            dy = _select(self.is_last & (at["B.chunk"] == self.last_chunk), dy, carry.returned)
+        weights, context = self.weights(at["B.chunk"], again=True), self.context(at["B.chunk"], at["B.micro"])
+        if split:
+            dx, rest = self.chunk.input_backward(weights, context, kept, dy)
+            new["rest"] = _write(carry.rest, at["B.rest"], rest)
+        else:
+            gradient, dx = self.chunk.backward(weights, context, kept, dy)
+            self.add(new, gradient, at["B.chunk"], may_idle and at["B.active"])
+        new["leaving"], new["returned"] = dx, self.send(dx, -1)
 
     # ------------------------------------------------------------------ parts of it
 
-    def micro_batch(self, index: Any) -> tuple[Any, Any]:
-        """(batch, key) of a micro-batch."""
+    def micro_batch(self, index: Any) -> tuple[PyTree, Any]:
+        """Take (batch, key) of a micro-batch."""
         part = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), self.batch)
         return part, fold(self.rng, self.first + index)
 
     def context(self, chunk: Any, micro: Any) -> Any:
+        """Pair a micro-batch's key with the number that this stage's chunk has in the whole model."""
         return fold(self.rng, self.first + micro), chunk * self.stages.stages + self.stage
 
-    def ends(self, diff: Any) -> Any:
+    def ends(self, diff: PyTree) -> PyTree:
+        """Fetch the weights of prefix and suffix."""
         return fetch(self.stages.view.layouts[ENDS], (diff, self.nondiff[ENDS]), self.stages.precision)
 
     def weights(self, chunk: Any, again: bool = False) -> Any:
-        """(diff, nondiff) of a chunk; `again`: what is gathered of them is gathered anew, not kept since F."""
+        """Take (diff, nondiff) of a chunk.
+
+        With `again`, XLA must gather anew: without the barrier it would keep the forward pass's gathered weights alive.
+        """
         pair = self.diff[STACK], self.nondiff[STACK]
         if self.stages.view.layer_axis:
             pair = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, chunk, keepdims=False), pair)
         return lax.optimization_barrier(pair) if again and self.gathers else pair
 
-    def add(self, summed: Any, gradient: Any, chunk: Any, active: jax.Array | Literal[False]) -> Any:
-        """The sums with a chunk's gradient in them, unless this stage was idle; `active` False: none is.
+    def add(self, new: dict[str, Any], gradient: PyTree, chunk: Any, active: jax.Array | Literal[False]) -> None:
+        """Add a chunk's gradient to the sums, unless this stage is idle; `active` is False if no stage is.
 
-        Without the select a matrix product adds to the sum by itself.
+        Without the select XLA lets the matrix product accumulate into the sum by itself.
         """
 
         def add(s: jax.Array, g: jax.Array) -> jax.Array:
             g = g.astype(s.dtype) if active is False else jnp.where(active, g.astype(s.dtype), 0)
             return s.at[chunk].add(g) if self.stages.view.layer_axis else s + g
 
-        return {**summed, STACK: jax.tree.map(add, summed[STACK], gradient)}
+        summed = new["gradients"]
+        new["gradients"] = {**summed, STACK: jax.tree.map(add, summed[STACK], gradient)}
 
     def send(self, x: Any, step: int) -> Any:
-        """x to the next stage (+1) or the previous one (-1); with several chunks the last is before the first."""
+        """Send x to the next stage (+1) or the previous one (-1); with several chunks the last precedes the first."""
         n = self.stages.stages
         pairs = [(s, (s + step) % n) for s in range(n) if self.stages.chunks > 1 or 0 <= s + step < n]
         return jax.tree.map(lambda x: lax.ppermute(x, PIPE, pairs), x)
 
     def from_stage(self, mine: jax.Array, x: Any) -> Any:
-        """On every stage the x of the one where `mine` is true."""
+        """Give every stage the x of the one where `mine` is true."""
         return jax.tree.map(lambda x: lax.psum(jnp.where(mine, x, jnp.zeros((), x.dtype)), PIPE).astype(x.dtype), x)
 
 
@@ -260,7 +303,7 @@ def _zeros(shapes: Any) -> Any:
 
 
 def _buffer(slots: int, shapes: Any) -> Any:
-    """Slots for arrays of these shapes. Floats hold anything: what is read before it is written is dropped."""
+    """Make slots for arrays of these shapes. Floats stay uninitialised: a value read too early is dropped."""
 
     def buffer(x: Any) -> jax.Array:
         make = lax.empty if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros

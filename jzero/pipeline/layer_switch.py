@@ -1,8 +1,8 @@
-"""Layers that are no stack to cut as one function, for a program that is the same on every stage of a pipeline.
+"""Layers of different structure as one function: the same program on every stage of a pipeline.
 
-What goes from one stage to the next differs at every boundary. Here it is packed into buffers that are the same
-everywhere, zero padded, and a `lax.switch` runs the layers of one part. No branch has a collective in it: devices in
-different branches would wait for one another for ever. So all parameters come as an argument, gathered before.
+The values between two layers have another shape at every boundary. They are packed into zero-padded buffers that have
+the same shape everywhere, and a `lax.switch` runs the layers of one part. A branch must not contain a collective, as
+devices in different branches would wait for each other for ever: so all parameters are arguments, gathered before.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import jax.numpy as jnp
 from jzero.errors import ConfigError
 from jzero.pipeline.module import PipelineModule, pair
 
-Buffers = dict[str, jax.Array]  # "float" and "other", each [length], if there is any of it
+Buffers = dict[str, jax.Array]  # "float" and "other", each [length], where there are values of the kind
 
 
 def switched(
     model: PipelineModule, boundaries: Sequence[int], params: Any, batch: Any
 ) -> tuple[Callable[[Any], Buffers], Callable[[Any, Buffers, Any, Any], Buffers], Callable[[Buffers, Any, Any], Any]]:
-    """A list of layers, alike or not, as (prefix, chunk, suffix).
+    """Turn a list of layers, equal or not, into (prefix, chunk, suffix).
 
     prefix(batch) -> x; chunk(params, x, part, rng) -> x; suffix(x, batch, rng) -> loss
 
-    `chunk` runs the layers [boundaries[part], boundaries[part + 1]); `part` is an int32 and may be traced. For the
-    backward pass it keeps its arguments alone: a switch on its own would keep what each of its branches wants kept.
+    `chunk` runs the layers [boundaries[part], boundaries[part + 1]); `part` is an int32 and may be traced. It keeps
+    only its arguments for the backward pass: a bare switch would keep the residuals of all its branches.
 
     Args:
       params: as `PipelineModule.apply` takes them; `batch`: one micro-batch. Arrays or ShapeDtypeStructs, for shapes.
@@ -55,7 +55,7 @@ def switched(
 
 
 def _packing(trees: Sequence[Any]) -> tuple[Callable[[Any], Buffers], Callable[[Buffers, Any], Any]]:
-    """`pack(tree) -> buffers` and `unpack(buffers, shapes) -> tree`, with room for each of the abstract `trees`."""
+    """Make `pack(tree) -> buffers` and `unpack(buffers, shapes) -> tree`, with room for any of the `trees`."""
     layout: dict[str, tuple[Any, int]] = {}  # kind -> dtype, length
     for kind in ("float", "other"):
         leaves = [[leaf for leaf in jax.tree.leaves(tree) if _kind(leaf) == kind] for tree in trees]

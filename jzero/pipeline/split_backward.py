@@ -1,12 +1,11 @@
-"""One chunk of layers as a forward and a backward program that run ticks apart.
+"""A chunk of layers as a forward and a backward program that run ticks apart.
 
-`jax.vjp` makes the two. What passes between them, the residuals, waits in a stash; two rules keep it small, both
-of them slices of a jaxpr:
+`jax.vjp` makes the two, and its residuals wait in a stash between them. Slicing the jaxpr keeps the stash small:
 
-- What follows from the parameters alone (they themselves, casts, gathers; dropout masks too, which follow from keys) is
-  not stashed. The backward pass makes it again.
-- The backward pass can be split: what the gradient of the input needs runs first; the rest, which makes the
-  weights' gradient, some ticks later (Qi et al., arXiv:2401.10241).
+- A residual that follows from the parameters alone (a weight, its cast, its gather) or from keys (a dropout mask) is
+  not stashed. The backward pass computes it again.
+- The backward pass can be split in two. The gradient of the input runs first, since the stage before waits for it; the
+  gradient of the weights runs some ticks later, where the stage would be idle (Qi et al., arXiv:2401.10241).
 """
 
 from __future__ import annotations
@@ -22,17 +21,18 @@ from jzero.jaxpr import Program, inlined
 from jzero.tree import PyTree, combine, partition
 
 Arrays = list[jax.Array]
+# The operations worth putting off: all others cost little, and their operands would have to wait in a buffer.
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "scan", "while")
 
 
 class Chunk:
-    """The programs of `y = f(weights, x, context)`, traced for arguments of these shapes.
+    """The forward and backward programs of `y = f(weights, x, context)`, traced for arguments of these shapes.
 
     Args:
-      f: a function whose result has the structure of `x`.
+      f: its result has the structure of `x`.
       weights: (diff, nondiff), any pytrees; the gradient is taken with respect to `diff`.
       x: any pytree; leaves that are not floating have no gradient.
-      context: what else `f` reads that does not depend on `x`: keys, indices.
+      context: other arguments that do not depend on `x`: keys, indices.
       split: whether to make `input_backward` and `weight_backward` instead of `backward`.
     """
 
@@ -53,6 +53,7 @@ class Chunk:
         stop = start + len(jax.tree.leaves(x))
         self.known = self.program.inputs[:start] + self.program.inputs[stop:]
         self.residuals = self.program.outputs[self.n_y :]
+        # Only residuals that depend on x go into the stash; `remake` computes the others from weights and context.
         depends = self.program.reached_from(self.program.inputs[start:stop])
         self.stashed = list(dict.fromkeys(v for v in self.residuals if not isinstance(v, Literal) and v in depends))
         self.stashed_shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.stashed]
@@ -62,23 +63,23 @@ class Chunk:
             self._split([jax.ShapeDtypeStruct(r.shape, r.dtype) for r in residuals], split_floats(y)[0])
 
     def forward(self, weights: Any, x: Any, context: Any) -> tuple[Any, Arrays]:
-        """(y, what to stash)."""
+        """Compute (y, residuals to stash)."""
         leaves = jax.tree.leaves((weights, x, context))
         run = self.program.run(self.program.eqns, self.program.inputs, leaves)
         return jax.tree.unflatten(self.y_tree, run(self.program.outputs[: self.n_y])), run(self.stashed)
 
     def backward(self, weights: Any, context: Any, kept: Arrays, dy: Any) -> tuple[Any, Any]:
-        """(gradient of the differentiated weights, dx); `dx` and `dy` have None where x is not floating."""
+        """Compute (gradient of diff, dx); `dx` and `dy` have None where x is not floating."""
         return jax.tree.unflatten(self.pullback, self._residuals(weights, context, kept))(dy)
 
     def input_backward(self, weights: Any, context: Any, kept: Arrays, dy: Any) -> tuple[Any, Arrays]:
-        """(dx, what else to stash until `weight_backward`)."""
+        """Compute (dx, operands to keep until `weight_backward`)."""
         values = [*self._residuals(weights, context, kept), *jax.tree.leaves(dy)]
         run = self.back.run(self.first, self.back.inputs, values)
         return jax.tree.unflatten(self.dx_tree, run(self.dx)), run(self.crossing)
 
     def weight_backward(self, weights: Any, context: Any, kept: Arrays, rest: Arrays) -> Any:
-        """The gradient of the differentiated weights."""
+        """Compute the gradient of diff."""
         values = self._residuals(weights, context, kept)
         run = self.back.run(self.second, [*self.back.inputs[: len(values)], *self.crossing], [*values, *rest])
         return jax.tree.unflatten(self.dw_tree, run(self.dw))
@@ -97,7 +98,8 @@ class Chunk:
         n = len(jax.tree.leaves(dw))
         self.dw, self.dx = self.back.outputs[:n], self.back.outputs[n:]
         now = {v for eqn in self.back.needed(self.dx, given=self.back.inputs) for v in eqn.outvars}
-        # Later: the products that only the weights' gradient needs, and what follows from them. Their operands wait.
+        # Put off the products that only the weights' gradient needs, and everything computed from them. Equations that
+        # feed them run now, so that `crossing`, the operands that wait, is as narrow as possible.
         later = [e for e in self.back.needed(self.dw, given=[*self.back.inputs, *now]) if not now & set(e.outvars)]
         products = {v for eqn in later if eqn.primitive.name in _PRODUCTS for v in eqn.outvars}
         reached = self.back.reached_from(products)
