@@ -156,8 +156,9 @@ class ManualRegion:
         if self.config.gradient_allreduce_op == "sum":
             seed *= replicas(self.mesh)
         summed, seen = self.passes.gradients(diff, nondiff, batch, key, seed)
-        # Divided even by 1: gradients under a scale that is not finite must not be finite either.
-        gradients = jax.tree.map(lambda g: g / scale, self.reduce(summed))
+        # Under a scale that is not finite the gradients must not be finite either (inf * 0 is NaN).
+        unscale = 1 / scale
+        gradients = jax.tree.map(lambda g: g * unscale, self.reduce(summed))
         sums, counts = self.all_reduce(seen).T
         return Result(gradients, sums.sum() / nonzero(counts.sum()), sums / nonzero(counts))
 
