@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from helpers.sampling import keep
 
 ROOT = Path(__file__).parent.parent
 
@@ -46,7 +47,8 @@ def test_public_names():
     assert sorted(jzero.__all__) == jzero.__all__
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+@pytest.mark.processes
+@pytest.mark.parametrize("method", keep(["spawn", "fork", "forkserver"], ["fork"]))
 def test_a_child_process_trains(method, tmp_path):
     program = f"""
         import multiprocessing

@@ -9,7 +9,9 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from helpers.sampling import keep
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from test_optimizer_stages import KINDS
 
 from jzero import optimizers
 from jzero.errors import ConfigError
@@ -37,6 +39,7 @@ CASES = [
 ]
 IDS = ["-".join([name, *params]) for name, params in CASES]
 cases = pytest.mark.parametrize(("name", "params"), CASES, ids=IDS)
+kinds = pytest.mark.parametrize(("name", "params"), keep(CASES, [c for c in CASES if c[0] in KINDS]), ids=IDS)
 
 
 def config(name, params):
@@ -76,7 +79,7 @@ def assert_close(a, b, rtol=1e-6, atol=1e-6):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), a, b)
 
 
-@cases
+@kinds
 def test_a_stack_is_trained_as_its_layers_would_be(name, params):
     grads = [tree(seed) for seed in range(1, STEPS)]
     stacked, _ = train(make(name, params), tree(0), grads)
@@ -124,7 +127,7 @@ def test_state_dtype_and_low_precision_parameters(name, params, state_dtype):
     assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.float32)}
 
 
-@cases
+@kinds
 def test_sharded_equals_unsharded(name, params):
     mesh = Mesh(np.array(jax.devices()).reshape(8), ("zero",))
     specs = {

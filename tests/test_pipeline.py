@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.sampling import keep, sample
 from jax import lax
 from test_bad_input import mlp, refused
 from test_engine import three_calls
@@ -133,6 +134,19 @@ class Integers(Decoder):
         return x + layer["sign"] * jnp.tanh(x @ layer["w"] + layer["b"])
 
 
+class Everything(Tree, Integers):
+    """What Dropout, Tree and Integers do, at once."""
+
+    def prefix(self, ends, batch, rng):
+        h = drop(Integers.prefix(self, ends, batch, rng), rng)
+        return {"h": h, "depth": 0, "mask": batch["labels"] >= 0}
+
+    def block(self, layer, x, rng):
+        h = jnp.tanh(x["h"] @ layer["w"] + layer["b"]) * x["mask"][..., None] / (1 + x["depth"])
+        mask = jnp.roll(x["mask"], 1, axis=1)
+        return {"h": x["h"] + layer["sign"] * drop(h, rng), "depth": x["depth"] + 1, "mask": mask}
+
+
 @lru_cache
 def model(kind, layers, **options):
     if kind is Llama:
@@ -155,12 +169,14 @@ class Case(NamedTuple):
     data: int = 1
     chunks: int = 1
     gather: str | None = None
+    tied: bool = False
 
     def __str__(self):
         chunks = f"x{self.chunks}" if self.chunks > 1 else ""
         gather = f"_{self.gather}" if self.gather else ""
+        tied = "-tied" if self.tied else ""
         mesh = f"pipe{self.stages}-data{self.data}-n{self.zero}"
-        return f"{self.schedule}{chunks}-{mesh}-acc{self.micro}-zero{self.stage}{gather}"
+        return f"{self.schedule}{chunks}-{mesh}-acc{self.micro}-zero{self.stage}{gather}{tied}"
 
     @property
     def layers(self):
@@ -282,21 +298,28 @@ def layouts():
         data = 2 if (k + z) % 4 == 0 or (stages == 4 and not stage) else 1
         zero = 8 // stages // data if data == 2 else 2
         micro = (stages, 2 * stages, 3)[(k + z) % 3]  # 3: more than the stages, or fewer
-        yield Case(schedule, stages, micro, stage, zero, data, chunks, gather)
+        tied = (k // 2 + z + k * z) % 2 == 0
+        yield Case(schedule, stages, micro, stage, zero, data, chunks, gather, tied)
 
 
 LAYOUTS = list(layouts())
 
 
+def settings(case):
+    """What the default run combines in pairs."""
+    size = {1: "S", 2: "2S"}.get(case.micro / case.stages, "other")
+    return case.schedule, case.stages, size, case.stage, case.tied
+
+
 def test_the_layouts_are_a_covering_set():
     levels = {
-        "kind": KINDS, "stages": (2, 4), "micro": ("S", "2S", "other"), "zero": ZEROS, "data": (1, 2)
+        "kind": KINDS, "stages": (2, 4), "micro": ("S", "2S", "other"), "zero": ZEROS, "data": (1, 2),
+        "tied": (False, True),
     }  # fmt: skip
-    sizes = {1: "S", 2: "2S"}
     rows = [
         {
             "kind": (case.schedule, case.chunks), "stages": case.stages, "zero": (case.stage, case.gather),
-            "micro": sizes.get(case.micro / case.stages, "other"), "data": case.data,
+            "micro": settings(case)[2], "data": case.data, "tied": case.tied,
         }
         for case in LAYOUTS
     ]  # fmt: skip
@@ -305,9 +328,9 @@ def test_the_layouts_are_a_covering_set():
         assert not missing, (a, b, missing)
 
 
-@named(LAYOUTS)
+@named(sample(LAYOUTS, settings))
 def test_layouts(case):
-    check(model(Decoder, case.layers), case)
+    check(model(Decoder, case.layers, **{"tied": True} if case.tied else {}), case)
 
 
 def test_one_stage_is_the_step_without_a_pipeline():
@@ -320,40 +343,47 @@ def test_one_stage_is_the_step_without_a_pipeline():
     check(model(Decoder, 4), case._replace(gather="step"))  # which is for that step too
 
 
-@named([Case("1f1b", 2, 1, 1, 2), Case("interleaved", 2, 1, chunks=2), Case("zero_bubble", 4, 1)])
+ONE = [Case("1f1b", 2, 1, 1, 2), Case("interleaved", 2, 1, chunks=2), Case("zero_bubble", 4, 1)]
+
+
+@named(keep(ONE, ONE[2:]))
 def test_one_micro_batch(case):
     check(model(Decoder, case.layers), case)
 
 
-def test_two_layers_in_each_of_two_chunks():
-    for schedule in ("interleaved", "zero_bubble"):
-        check(model(Decoder, 8), Case(schedule, 2, 4, chunks=2))
+@pytest.mark.parametrize("schedule", keep(["interleaved", "zero_bubble"], ["interleaved"]))
+def test_two_layers_in_each_of_two_chunks(schedule):
+    check(model(Decoder, 8), Case(schedule, 2, 4, chunks=2))
 
 
 # ------------------------------------------------------------------------------------------ every kind of model
 
 
-@named(
-    [
-        Case("gpipe", 4, 4, 2, 2),
-        Case("1f1b", 2, 4, 1, 2, 2),
-        Case("interleaved", 2, 4, 3, 2, chunks=2),
-        Case("zero_bubble", 4, 6),
-    ]
-)
+LLAMAS = [
+    Case("gpipe", 4, 4, 2, 2),
+    Case("1f1b", 2, 4, 1, 2, 2),
+    Case("interleaved", 2, 4, 3, 2, chunks=2),
+    Case("zero_bubble", 4, 6),
+]
+
+
+@named(keep(LLAMAS, LLAMAS[3:]))
 def test_llama(case):
     check(model(Llama, case.layers), case)
 
 
 @pytest.mark.parametrize(
     ("kind", "case"),
-    [
-        (Llama, Case("1f1b", 2, 2)),
-        (Decoder, Case("gpipe", 2, 3)),
-        (Decoder, Case("1f1b", 4, 4, 3, 2)),
-        (Decoder, Case("interleaved", 2, 2, 1, 2, chunks=2)),
-        (Decoder, Case("zero_bubble", 2, 2, 2, 2)),
-    ],
+    keep(  # the others' schedules and stages: the tied ones of LAYOUTS
+        [
+            (Llama, Case("1f1b", 2, 2)),
+            (Decoder, Case("gpipe", 2, 3)),
+            (Decoder, Case("1f1b", 4, 4, 3, 2)),
+            (Decoder, Case("interleaved", 2, 2, 1, 2, chunks=2)),
+            (Decoder, Case("zero_bubble", 2, 2, 2, 2)),
+        ],
+        [(Decoder, Case("zero_bubble", 2, 2, 2, 2))],
+    ),
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_tied_ends(kind, case):
@@ -362,8 +392,11 @@ def test_tied_ends(kind, case):
     assert "ends/head" not in ours.gradients
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@named([Case("1f1b", 4, 3), Case("zero_bubble", 4, 4, 2, 2)])
+@pytest.mark.parametrize(
+    ("case", "tied"),
+    sample(product([Case("1f1b", 4, 3), Case("zero_bubble", 4, 4, 2, 2)], (False, True)), strength=1),
+    ids=str,
+)
 def test_a_vocabulary_that_the_stages_do_not_divide_lies_on_all_of_them(case, tied):
     odd = model(Decoder, case.layers, tied=tied, vocab=VOCAB + 1)
     assert not any(leaf.on_pipe for leaf in jax.tree.leaves(case.step(odd).layouts["ends"]))
@@ -371,14 +404,24 @@ def test_a_vocabulary_that_the_stages_do_not_divide_lies_on_all_of_them(case, ti
     check(odd, case)
 
 
-@pytest.mark.parametrize("frozen", [("stack/b", "embed"), ("stack",), ("ends",)], ids=str)
-@named([Case("1f1b", 2, 3, 3, 2), Case("interleaved", 2, 2, 1, 2, chunks=2), Case("zero_bubble", 2, 3, 2, 2)])
+FROZEN = [("stack/b", "embed"), ("stack",), ("ends",)]
+FREEZING = [Case("1f1b", 2, 3, 3, 2), Case("interleaved", 2, 2, 1, 2, chunks=2), Case("zero_bubble", 2, 3, 2, 2)]
+
+
+@pytest.mark.parametrize(("case", "frozen"), sample(product(FREEZING, FROZEN), strength=1), ids=str)
 def test_frozen_parameters(case, frozen):
     ours = check(model(Decoder, case.layers), case, frozen_parameters=list(frozen))
     for name, gradient in ours.gradients.items():
         assert (np.abs(gradient).max() == 0) == any(pattern in name for pattern in frozen), name
 
 
+@named([Case("gpipe", 2, 3), Case("1f1b", 4, 3), Case("interleaved", 2, 2, 3, 2, chunks=2), Case("zero_bubble", 2, 3)])
+def test_a_model_with_everything(case):
+    """Dropout, integers and masks between the layers, parameters that are integers; each alone is a slow test."""
+    check(model(Everything, case.layers), case)
+
+
+@pytest.mark.slow
 @named(
     [
         Case("gpipe", 2, 3),
@@ -393,25 +436,28 @@ def test_the_dropout_masks_are_those_of_the_unpipelined_step(case):
     assert abs(check(noisy, case).loss / unpipelined(model(Decoder, case.layers), case.unpipelined).loss - 1) > 1e-3
 
 
+@pytest.mark.slow
 @named([Case("gpipe", 2, 3), Case("1f1b", 2, 4, 1, 2), Case("interleaved", 2, 4, chunks=2), Case("zero_bubble", 4, 4)])
 def test_activations_with_integers_and_masks(case):
     check(model(Tree, case.layers), case)
 
 
+@pytest.mark.slow
 @named([Case("1f1b", 2, 3, 2, 2), Case("interleaved", 2, 2, 3, 2, chunks=2), Case("zero_bubble", 2, 3)])
 def test_parameters_that_are_integers(case):
     check(model(Integers, case.layers), case)
 
 
-@named(
-    [
-        Case("gpipe", 4, 3),
-        Case("1f1b", 4, 4),
-        Case("interleaved", 2, 3, chunks=2),
-        Case("zero_bubble", 4, 3),
-        Case("zero_bubble", 2, 3, chunks=2),
-    ]
-)
+STALE = [
+    Case("gpipe", 4, 3),
+    Case("1f1b", 4, 4),
+    Case("interleaved", 2, 3, chunks=2),
+    Case("zero_bubble", 4, 3),
+    Case("zero_bubble", 2, 3, chunks=2),
+]
+
+
+@named(keep(STALE, (STALE[1], STALE[4])))
 def test_stale_data_leaks_nothing(case, monkeypatch):
     """What an idle stage makes is NaN here: of the zeros that it has at first or is sent, of what its buffers hold."""
     monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan if dtype == jnp.float32 else -1))
@@ -441,14 +487,21 @@ def layers(kind):
     return pipeline(start, *(jzero.LayerSpec(Wide, *size) for size in ((3, 16), (16, 16), (16, 2))), finish)
 
 
-@pytest.mark.parametrize("kind", ["four", "five", "different"])
-@named(
-    [
-        Case("gpipe", 2, 3),
-        Case("1f1b", 4, 4),
-        Case("interleaved", 2, 2, 3, 2, chunks=2),
-        Case("zero_bubble", 2, 4),
-    ]
+MODULES = [
+    Case("gpipe", 2, 3),
+    Case("1f1b", 4, 4),
+    Case("interleaved", 2, 2, 3, 2, chunks=2),
+    Case("zero_bubble", 2, 4),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    keep(
+        product(MODULES, ["four", "five", "different"]),
+        [(MODULES[1], "four"), (MODULES[2], "five"), (MODULES[3], "different")],
+    ),
+    ids=str,
 )
 def test_pipeline_module(kind, case):
     rng, rows = np.random.default_rng(0), ROWS * case.micro * case.data * case.zero
@@ -459,7 +512,7 @@ def test_pipeline_module(kind, case):
     assert_close(*(run(layers(kind), c, (tokens, targets)) for c in (case, case.unpipelined)))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", keep([1, 2, 3], [2]))
 def test_a_stack_that_the_stages_do_not_divide(stage):
     """With frozen leaves, and leaves under the persistence threshold; the optimizer sees layers, not a stack."""
     case = Case("1f1b", 2, 2, stage, 2)
@@ -498,18 +551,26 @@ def test_the_report_says_what_a_switch_costs():
 
 @pytest.mark.parametrize(
     ("kind", "schedule", "policy", "interval"),
-    [
-        (Llama, "1f1b", "matmuls", 0),
-        (Llama, "zero_bubble", "full", 2),
-        (Decoder, "1f1b", "none", 0),
-        (Decoder, "1f1b", "matmuls", 2),
-        (Decoder, "1f1b", "full", 0),
-        (Decoder, "1f1b", "full", 1),
-        (Decoder, "zero_bubble", "none", 0),
-        (Decoder, "zero_bubble", "matmuls", 1),
-        (Decoder, "zero_bubble", "full", 0),
-        (Decoder, "zero_bubble", None, 2),
-    ],
+    keep(
+        [
+            (Llama, "1f1b", "matmuls", 0),
+            (Llama, "zero_bubble", "full", 2),
+            (Decoder, "1f1b", "none", 0),
+            (Decoder, "1f1b", "matmuls", 2),
+            (Decoder, "1f1b", "full", 0),
+            (Decoder, "1f1b", "full", 1),
+            (Decoder, "zero_bubble", "none", 0),
+            (Decoder, "zero_bubble", "matmuls", 1),
+            (Decoder, "zero_bubble", "full", 0),
+            (Decoder, "zero_bubble", None, 2),
+        ],
+        [
+            (Decoder, "1f1b", "none", 0),
+            (Decoder, "1f1b", "full", 0),
+            (Decoder, "zero_bubble", "matmuls", 1),
+            (Decoder, "zero_bubble", None, 2),
+        ],
+    ),
 )
 def test_activation_checkpointing(kind, schedule, policy, interval):
     """Two layers to a stage; the unpipelined step recomputes nothing. An interval alone is policy "full"."""
@@ -529,7 +590,7 @@ def test_what_an_interval_keeps():
     assert peaks[0] - peaks[1] == pytest.approx(3 * (4 - 1) * ROWS * 4096 * WIDTH * 4, rel=0.01)
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
+@pytest.mark.parametrize("schedule", keep(["interleaved", "zero_bubble"], ["zero_bubble"]))
 def test_recomputed_layers_draw_the_same_masks(schedule):
     check(model(Dropout, 4), Case(schedule, 2, 2, chunks=2), activation_checkpointing={"policy": "full"})
 
@@ -539,7 +600,7 @@ def test_recomputed_layers_draw_the_same_masks(schedule):
 FORWARD = [Case("1f1b", 2, 3, 3, 2), Case("gpipe", 4, 2), *[Case("zero_bubble", s, 2, chunks=2) for s in (2, 4)]]
 
 
-@named(FORWARD)
+@named(keep(FORWARD, FORWARD[::3]))
 def test_evaluate_and_micro_loss(case):
     """Any number of micro-batches; without dropout, and with that of a micro-batch of the next step."""
     noisy, losses = model(Dropout, case.layers), []
@@ -562,7 +623,10 @@ def test_micro_loss_is_the_steps():
     np.testing.assert_allclose(before, step.run(state, batch)[2].micro_losses, rtol=BOUND)
 
 
-@named([Case("1f1b", 2, 3, 1, 2), Case("interleaved", 2, 2, 3, 2, chunks=2)])
+THREE = [Case("1f1b", 2, 3, 1, 2), Case("interleaved", 2, 2, 3, 2, chunks=2)]
+
+
+@named(keep(THREE, THREE[:1]))
 def test_the_three_call_loop_is_train_batch(case, capsys):
     noisy, config, engines = model(Dropout, case.layers), case.config(optimizer=ADAMW), []
     for _ in range(2):
@@ -590,15 +654,23 @@ def train(model, case, steps, **more):
     return metrics
 
 
-@named([Case("1f1b", 2, 4, 2, 2), Case("interleaved", 2, 4, 3, 2, chunks=2)])
-def test_ten_steps_in_bf16_stay_together(case):
-    runs = [train(model(Llama, case.layers), c, 10, bf16={"enabled": True}) for c in (case, case.unpipelined)]
+TEN = list(product((Decoder, Llama), [Case("1f1b", 2, 4, 2, 2), Case("interleaved", 2, 4, 3, 2, chunks=2)]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"), keep(TEN, TEN[1:2]), ids=lambda value: getattr(value, "__name__", str(value))
+)
+def test_ten_steps_in_bf16_stay_together(kind, case):
+    runs = [train(model(kind, case.layers), c, 10, bf16={"enabled": True}) for c in (case, case.unpipelined)]
     ours, theirs = ([m["loss"] for m in metrics] for metrics in runs)
     np.testing.assert_allclose(ours, theirs, rtol=1e-2)
     assert not any(m["skipped"] for m in runs[0])
 
 
-@named([Case("1f1b", 2, 3, 1, 2), Case("zero_bubble", 2, 2, chunks=2)])
+FP16 = [Case("1f1b", 2, 3, 1, 2), Case("zero_bubble", 2, 2, chunks=2)]
+
+
+@named(keep(FP16, FP16[:1]))
 def test_fp16(case):
     """From a loss scale at which the gradients overflow down to one at which they do not, as without a pipeline."""
     fp16 = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}

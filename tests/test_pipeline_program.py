@@ -35,6 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.sampling import keep
 from test_collectives import SEPARATE, SIZE, pytestmark  # noqa: F401
 from test_pipeline import Case, Decoder
 
@@ -176,7 +177,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# Two schedules, one of which splits the backward pass, two stages of ZeRO; a layer that moves to its chunk.
+@pytest.mark.parametrize("case", keep(CASES, [CASES[1], CASES[7]]), ids=str)
 def test_collectives_are_the_tables(case):
     program = ledger(case)
     assert not program.unknown_trips
@@ -203,7 +205,9 @@ def plan(schedule, chunks, micro):
     return memory(program), collectives(program, mesh)
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), keep([("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)], [("1f1b", 1)])
+)
 def test_memory_does_not_grow_with_the_micro_batches(schedule, chunks):
     few, many = (plan(schedule, chunks, micro) for micro in (8, 64))
     assert many[0].peak == pytest.approx(few[0].peak, rel=0.01)
@@ -216,6 +220,7 @@ def test_memory_does_not_grow_with_the_micro_batches(schedule, chunks):
     )
 
 
+@pytest.mark.slow
 def test_the_memory_of_gpipe_does():
     few, many = (plan("gpipe", 1, micro)[0].peak for micro in (8, 64))
     assert many - few > 56 * TOKENS * LLAMA.d_model * SIZE["bf16"]

@@ -5,6 +5,8 @@ import re
 import pytest
 from jobs import Command
 
+pytestmark = pytest.mark.processes
+
 HEAD = """
 import os, sys, time
 import jax, numpy as np
@@ -104,6 +106,7 @@ tried("loader", lambda: abs(float(one.eval_batch(iter(loader))) / whole - 1) < 1
         assert said[rank] == {"own": "True", "alike": "True", "loader": "True"}
 
 
+@pytest.mark.slow
 def test_a_process_that_never_comes(run):
     _, said = run(
         """

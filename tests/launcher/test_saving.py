@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.sampling import keep
 from jobs import ROOT, Command, wait_for
 
 sys.path.append(str(ROOT / "tests"))
@@ -21,6 +22,7 @@ import layouts as runs
 
 import jzero
 
+pytestmark = pytest.mark.processes
 STEPS = 12
 
 WORKER = f"""
@@ -116,33 +118,42 @@ def straight(tmp_path_factory):
 # ------------------------------------------------------------------------------------------- layouts
 
 
-def test_layouts_of_two_processes_and_of_one(job, tmp_path):
-    """From each of one process's layouts to each of two processes', and what those write in one process: 50 and 50."""
-    for name, layout in runs.LAYOUTS.items():
+@pytest.mark.parametrize("sources", keep(["all", "three"], ["three"]))
+def test_layouts_of_two_processes_and_of_one(job, tmp_path, sources):
+    """From each of one process's layouts to each of two processes', and what those write in one process: 50 and 50.
+
+    In the default run from three layouts to two.
+    """
+    layouts, shared = runs.LAYOUTS, list(runs.SHARED)
+    if sources == "three":
+        layouts = {name: layouts[name] for name in ("one", "hsdp", "interleaved")}
+        shared = ["stage1 x 2", "pipe x 2"]
+    for name, layout in layouts.items():
         engine = runs.build(layout)
         for step in range(3):
             engine.train_batch(runs.batch(step))
         engine.save_checkpoint(tmp_path / "runs", tag=name).wait()
-    names = list(runs.LAYOUTS)
+    names = list(layouts)
     expected = [float(engine.train_batch(runs.batch(3 + step))) for step in range(5)]
     done = job(
         """
-for name, layout in runs.SHARED.items():
-    engine = runs.build(layout)
-    for source in json.loads(what):
+names, shared = json.loads(what)
+for name in shared:
+    engine = runs.build(runs.SHARED[name])
+    for source in names:
         engine.load_checkpoint(directory, tag=source)
         engine.save_checkpoint(directory, tag=f"{name} from {source}", save_latest=False)
         print(json.dumps([name, source, [float(engine.train_batch(runs.batch(3 + i))) for i in range(5)]]), flush=True)
 jzero.checkpoint.wait()
 """,
-        json.dumps(names), "stage3 x 2", tmp_path / "runs",
+        json.dumps([names, shared]), "stage3 x 2", tmp_path / "runs",
     )  # fmt: skip
     assert done.wait(300) == 0, done.errors
     said = [json.loads(line[4:]) for line in done.output.splitlines() if line.startswith('[0] ["')]
-    assert len(said) == len(runs.SHARED) * len(names)
+    assert len(said) == len(shared) * len(names)
     for name, source, found in said:
         np.testing.assert_allclose(found, expected, rtol=1e-6, err_msg=f"{source} -> {name}")
-    engines = {name: runs.build(layout) for name, layout in list(runs.LAYOUTS.items())[::2]}
+    engines = {name: runs.build(layout) for name, layout in list(layouts.items())[::2]}
     for number, (name, source, _) in enumerate(said):  # what two processes wrote is what one had written
         back = list(engines.values())[number % len(engines)]
         back.load_checkpoint(tmp_path / "runs", tag=f"{name} from {source}")
@@ -155,11 +166,16 @@ jzero.checkpoint.wait()
 # ------------------------------------------------------------------------------------------- kills
 
 
-@pytest.mark.parametrize("victims", ["one", "all"])
-@pytest.mark.parametrize(
-    ("moment", "layout"),
-    [("step 5", "stage3 x 2"), ("writing", "stage1 x 2"), ("committing", "pipe x 2"), ("reading", "stage2 x 2")],
-)
+KILLS = [
+    (moment, layout, victims)
+    for moment, layout in (
+        ("step 5", "stage3 x 2"), ("writing", "stage1 x 2"), ("committing", "pipe x 2"), ("reading", "stage2 x 2")
+    )
+    for victims in ("one", "all")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("moment", "layout", "victims"), keep(KILLS, [KILLS[2], KILLS[5]]))
 def test_a_killed_job_goes_on_by_itself(job, tmp_path, straight, moment, layout, victims):
     """At a step, while arrays are written, before the rename, while one is read; `--max_restarts` starts it again."""
     slow = {"writing": "_check_shared", "committing": "commit", "reading": "_read"}
@@ -194,10 +210,11 @@ def test_a_killed_job_goes_on_by_itself(job, tmp_path, straight, moment, layout,
     assert left == {"global_step8", "global_step10", "global_step12", "latest"}
 
 
-def test_a_job_killed_at_random_again_and_again(job, tmp_path, straight):
-    """Five minutes in CI, one elsewhere: any process, at any moment; the losses are the straight run's."""
+@pytest.mark.parametrize("seconds", keep([45, 240], [45]))
+def test_a_job_killed_at_random_again_and_again(job, tmp_path, straight, seconds):
+    """Any process, at any moment; the losses are the straight run's."""
     layout, directory, chance = "stage3 x 2", tmp_path / "runs", random.Random(7)
-    end, kills, outputs = time.monotonic() + (300 if os.environ.get("CI") else 45), 0, []
+    end, kills, outputs = time.monotonic() + seconds, 0, []
     while True:
         more = time.monotonic() < end
         running = job(TRAIN, "train", layout, directory, PACE="0.4" if more else "0")
@@ -227,7 +244,7 @@ def test_a_job_killed_at_random_again_and_again(job, tmp_path, straight):
 # ------------------------------------------------------------------------------------------- SIGTERM
 
 
-@pytest.mark.parametrize("told", ["command", "rank 0", "rank 1"])
+@pytest.mark.parametrize("told", keep(["command", "rank 0", "rank 1"], ["rank 1"]))
 def test_sigterm_saves_at_one_step_on_all(job, tmp_path, straight, told):
     layout = "stage2 x 2"
     running = job(TRAIN, "train", layout, tmp_path / "runs", PACE="1").until(("step 3", 2))

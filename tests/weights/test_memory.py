@@ -31,6 +31,7 @@ def phase(tmp_path_factory):
     return phase
 
 
+@pytest.mark.slow
 def test_host_memory(phase):
     """Exporting takes two times what one device wrote of a leaf; loading takes a leaf besides the result."""
     found = phase("export")
