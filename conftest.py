@@ -1,12 +1,31 @@
 """Eight simulated CPU devices for every test and doctest, set before JAX starts."""
 
+import contextlib
 import os
 import pathlib
 import subprocess
 
 import hypothesis
-import jax
 import pytest
+
+
+@contextlib.contextmanager
+def quiet():
+    """Send what libraries write to file descriptor 2 to nowhere."""
+    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)
+
+
+# JAX's CUDA plugin logs that there is no driver, before any setting of a log level counts. From a worker of xdist these
+# lines would come after pytest's last one.
+with quiet():
+    import jax
 
 if not os.environ.get("CI"):  # where Hypothesis has a profile of its own, without deadlines too
     hypothesis.settings.register_profile("patient", deadline=None)  # a busy machine is no failure
@@ -15,6 +34,16 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parent / ".jax_cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    """Give each worker of `-n` a half of the files, so that a module's fixtures and compiled steps are made once.
+
+    A worker that has finished its half takes over from the other one's end.
+    """
+    if getattr(config.option, "dist", "no") == "load":
+        config.option.dist = "worksteal"
 
 
 @pytest.fixture(scope="module")
