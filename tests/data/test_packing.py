@@ -159,6 +159,7 @@ def test_packed_documents_do_not_see_each_other():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * abs(np.asarray(b)).max())
 
 
+@pytest.mark.gpu_compile
 @pytest.mark.skipif(not has_cuda_compiler, reason="needs jzero[plan]")
 @pytest.mark.usefixtures("no_compilation_cache")
 def test_segments_under_cudnn():

@@ -7,6 +7,8 @@ import jax
 import pytest
 from jobs import Command
 
+pytestmark = pytest.mark.processes
+
 PROGRAM = """
 import json, sys
 import jax, numpy as np

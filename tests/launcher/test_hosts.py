@@ -9,11 +9,12 @@ import sys
 import jax
 import numpy as np
 import pytest
+from helpers.sampling import keep
 from hosts import NEEDS, Hosts, can_run
 from jobs import ROOT
 from test_run import WORKER
 
-pytestmark = pytest.mark.skipif(not can_run(), reason=NEEDS)
+pytestmark = [pytest.mark.processes, pytest.mark.skipif(not can_run(), reason=NEEDS)]
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +92,7 @@ def test_ranks_go_through_the_hosts(launch, hosts):
     assert all(f'"MASTER_ADDR": "{hosts.names["a"]}"' in line for line in lines)
 
 
+@pytest.mark.slow
 def test_output_is_whole(launch):
     job = launch("worker.py", "lines")
     assert job.wait() == 0, job.errors
@@ -100,7 +102,7 @@ def test_output_is_whole(launch):
     assert job.errors.count("x") >= 4 * 200_000
 
 
-@pytest.mark.parametrize("what", ["", "children", "deaf"])
+@pytest.mark.parametrize("what", keep(["", "children", "deaf"], ["children"]))
 def test_kill_a_rank_there(launch, hosts, what):
     job = launch("worker.py", what).until(("ready", 4))
     (victim,) = [p for p in job.processes("--local_rank=1") if host_of(p) == hosts.names["b"] and is_rank(job, p)]
@@ -110,6 +112,7 @@ def test_kill_a_rank_there(launch, hosts, what):
     assert f"rank 3 on {hosts.names['b']} was killed by signal 9 (SIGKILL) first" in job.errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["a", "b"])
 def test_kill_an_agent(launch, hosts, host):
     job = launch("worker.py", "children").until(("ready", 4))
@@ -126,6 +129,7 @@ def test_kill_the_command(launch):
     job.gone(10)
 
 
+@pytest.mark.slow
 def test_the_network_ends(launch, hosts):
     job = launch("worker.py", "children").until(("ready", 4))
     hosts.link("down")
@@ -150,7 +154,7 @@ while engine.global_steps < 10:
 """
 
 
-@pytest.mark.parametrize("on", ["a", "b"])
+@pytest.mark.parametrize("on", keep(["a", "b"], ["b"]))
 def test_a_job_goes_on_without_a_lost_host(launch, hosts, tmp_path, on):
     """By itself, from its checkpoint, with the same global batch; also where the first host is the one that is lost."""
     (tmp_path / "worker.py").write_text(GOES_ON)
@@ -190,12 +194,14 @@ def test_signals_go_through(launch):
     job.gone(2)
 
 
+@pytest.mark.slow
 def test_one_host_that_is_not_this_one(launch, hosts):
     job = launch("--include", hosts.names["b"], "--no_python", "--no_local_rank", "sh", "-c", "hostname; echo $0")
     assert job.wait() == 0
     assert sorted(line[4:] for line in job.output.splitlines()).count(hosts.names["b"]) == 2
 
 
+@pytest.mark.slow
 def test_a_host_with_another_jaxlib(launch, hosts, tmp_path):
     other = tmp_path / "other" / "jaxlib-0.1.2.dist-info"
     other.mkdir(parents=True)
@@ -233,6 +239,7 @@ def test_report_on_all_hosts(hosts, tmp_path):
     assert "JAX sees 1 x cpu (cpu)" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_host_that_is_not_there(launch, hosts, tmp_path):
     (tmp_path / "hostfile").write_text(f"{hosts.names['a']} slots=1\n{hosts.names['b']} slots=1\nnowhere slots=1\n")
     job = launch("worker.py", "show")
@@ -242,6 +249,7 @@ def test_a_host_that_is_not_there(launch, hosts, tmp_path):
     job.gone(1)
 
 
+@pytest.mark.slow
 def test_without_ssh(launch, start, hosts, tmp_path):
     """A command on every host; that of a rank that dies ends, and so does the other."""
     waits = "import time\nprint('ready', flush=True)\ntime.sleep(1000)\n"

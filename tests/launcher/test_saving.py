@@ -373,6 +373,7 @@ tried("after", lambda: engine.train_batch(runs.batch(1)))
         assert "reading a checkpoint into its place failed" in texts["after"]
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full(job, small_disk):
     """While Orbax writes."""
     done = job(

@@ -14,7 +14,8 @@ from jzero.errors import ConfigError
 from jzero.planner import collectives, gpu_devices
 
 has_cuda_compiler = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
-h100 = pytest.param("h100", marks=pytest.mark.skipif(not has_cuda_compiler, reason="needs jzero[plan]"))
+needs_cuda_compiler = pytest.mark.skipif(not has_cuda_compiler, reason="needs jzero[plan]")
+h100 = pytest.param("h100", marks=[pytest.mark.gpu_compile, needs_cuda_compiler])
 REPLICATED = P()
 SEPARATE = {
     f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in ("all_gather", "reduce_scatter", "all_reduce")

@@ -150,6 +150,7 @@ tried("room", full)
 """
 
 
+@pytest.mark.processes
 def test_two_processes(tmp_path):
     (tmp_path / "worker.py").write_text(PROGRAM.format(here=str(Path(__file__).parent)))
     job = Command("--platform", "cpu", "--num_gpus", 2, "worker.py", cwd=tmp_path)
