@@ -9,6 +9,7 @@ from functools import lru_cache
 from itertools import combinations, product
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -376,6 +377,21 @@ def test_frozen_leaves(stage):
         expected.append(numbers)
     np.testing.assert_allclose(losses, [loss for loss, _ in expected], rtol=1e-6)
     np.testing.assert_allclose(norms, [norm for _, norm in expected], rtol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_model_is_traced_once(stage):
+    """The second step compiles nothing, though its state comes from the first one; other rows are another program."""
+    chex.clear_trace_counter()
+
+    class Once(Decoder):
+        suffix = chex.assert_max_traces(Decoder.suffix, n=1)
+
+    layout = DECODER._replace(stage=stage)
+    step = jzero.make_train_step(Once(), layout.config(), mesh=layout.mesh)
+    _, _, state = train(step, step.init(jax.random.key(0)), batches("decoder")[:3])
+    with pytest.raises(AssertionError, match="traced > 1 times"):
+        step.evaluate(state, batches("decoder")[0])
 
 
 def test_two_runs_are_the_same_bit_for_bit():

@@ -6,6 +6,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +42,7 @@ def linear(params, x):
 
 
 def close(a, b):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), a, b)
+    chex.assert_trees_all_close(a, b, rtol=1e-6, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------------- with a stack

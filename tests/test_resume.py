@@ -5,6 +5,7 @@ import json
 import shutil
 from itertools import product
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -224,7 +225,7 @@ def test_another_precision(tmp_path):
     first.save_checkpoint(tmp_path)
     for more in ({}, {"bf16": {"enabled": True}}):
         other = build(LAYOUTS["stage3"], resume=tmp_path, **more)
-        jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(e.state.params) for e in (other, first)))
+        chex.assert_trees_all_equal(*(jax.device_get(e.state.params) for e in (other, first)))
         assert other.loss_scale == 1
         assert other.skipped_steps == first.skipped_steps > 0
         assert other.get_lr() == first.get_lr()
@@ -232,7 +233,7 @@ def test_another_precision(tmp_path):
     low = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
     half = build(LAYOUTS["stage3"], resume=tmp_path, **low)
     rounded = jax.tree.map(lambda x: np.asarray(x.astype(jnp.bfloat16)), first.state.params)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(half.state.params), rounded)
+    chex.assert_trees_all_equal(jax.device_get(half.state.params), rounded)
     half.train_batch(batch(9))
     half.save_checkpoint(tmp_path)
     again = build(LAYOUTS["one"], resume=tmp_path)
@@ -277,7 +278,7 @@ def test_parts_of_a_checkpoint(tmp_path):
         before = jax.device_get((engine.state.opt_state, engine.state.step))
         path, _ = engine.load_checkpoint(tmp_path, **how)
         assert path == str(tmp_path / "global_step3")
-        jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(e.state.params) for e in (engine, saved)))
+        chex.assert_trees_all_equal(*(jax.device_get(e.state.params) for e in (engine, saved)))
         same = [
             all(map(np.array_equal, jax.tree.leaves(jax.device_get(now)), jax.tree.leaves(then)))
             for now, then in zip((engine.state.opt_state, engine.state.step), before, strict=True)
@@ -294,7 +295,7 @@ def test_parts_of_a_checkpoint(tmp_path):
     with pytest.raises(jzero.ConfigError, match=r"another model or optimizer: .* load_module_only=True"):
         other.load_checkpoint(tmp_path)
     other.load_checkpoint(tmp_path, load_module_only=True)
-    jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(e.state.params) for e in (other, saved)))
+    chex.assert_trees_all_equal(*(jax.device_get(e.state.params) for e in (other, saved)))
     with pytest.raises(jzero.ConfigError, match=r"custom_load_fn: read with jzero\.checkpoint\.restore"):
         saved.load_checkpoint(tmp_path, custom_load_fn=print)
 
@@ -307,7 +308,7 @@ def test_the_parameters_for_other_data(tmp_path):
     with pytest.raises(jzero.ConfigError, match=r"position is of other data: .* load_module_only=True"):
         fewer.load_checkpoint(tmp_path)
     fewer.load_checkpoint(tmp_path, load_module_only=True)
-    jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(e.state.params) for e in (first, fewer)))
+    chex.assert_trees_all_equal(*(jax.device_get(e.state.params) for e in (first, fewer)))
     fewer.train_batch()
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -222,5 +223,4 @@ def test_segments_go_with_every_layout(mesh, stage, more):
     expected = train({"zero": 1}, 0, rows)
     loss, params = train(mesh, stage, rows, more)
     np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
-    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(expected[1]), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(params, expected[1], rtol=1e-5, atol=1e-6)
