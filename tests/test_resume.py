@@ -16,6 +16,7 @@ from helpers.sampling import keep
 from layouts import LAYOUTS, TRAIN, assert_same, batch, build, data
 
 import jzero
+from jzero.distributed import preemption
 
 STEPS, SAVED, NEXT = 7, 3, 5
 
@@ -29,7 +30,7 @@ def samples():
 @pytest.fixture(autouse=True)
 def no_signal_handler(monkeypatch):
     """SIGTERM stays pytest's."""
-    monkeypatch.setattr(jzero.distributed.preemption, "listen", lambda: None)
+    monkeypatch.setattr(preemption, "listen", lambda: None)
 
 
 # ------------------------------------------------------------------------------------------- bit for bit
