@@ -32,9 +32,9 @@ CASES = [
     *((name, {}) for name in (*optimizers._PLAIN, *optimizers._WHOLE) if name not in ("adafactor", "adagrad", "adamw")),
 ]
 IDS = ["-".join([name, *params]) for name, params in CASES]
-# One of each kind: moments by element, momentum, a norm by leaf, a sign, a sum, a matrix, factors, a moment by layer,
-# an estimate over all parameters.
-KINDS = ("AdamW", "SGD", "Lamb", "Lion", "Adagrad", "Muon", "adafactor", "novograd", "prodigy")
+# One of each kind: moments by element, momentum, a norm by leaf, a sign, a matrix, factors, a moment by layer, an
+# estimate over all parameters.
+KINDS = ("AdamW", "SGD", "Lamb", "Lion", "Muon", "adafactor", "novograd", "prodigy")
 
 
 class Stack:

@@ -298,7 +298,7 @@ def layouts():
         data = 2 if (k + z) % 4 == 0 or (stages == 4 and not stage) else 1
         zero = 8 // stages // data if data == 2 else 2
         micro = (stages, 2 * stages, 3)[(k + z) % 3]  # 3: more than the stages, or fewer
-        tied = (k // 2 + z + k * z) % 2 == 0
+        tied = (k + z // 2) % 2 == 0
         yield Case(schedule, stages, micro, stage, zero, data, chunks, gather, tied)
 
 
