@@ -202,7 +202,7 @@ def found(case, ledger):
     return moved
 
 
-# Each stage, scanned and not, with `data` and without, in three dtypes, with activation checkpointing, without a stack.
+# Each stage, scanned and not, with `data` and without, in two dtypes, with activation checkpointing, without a stack.
 SAMPLE = [
     Case(0, accum=1, unroll=False, precision="fp32"),
     Case(1, data=2, zero=4, unroll=False, precision="fp32"),
@@ -211,9 +211,7 @@ SAMPLE = [
     Case(3, data=2, zero=4, unroll=False),
     Case(3, data=2, zero=4, unroll=False, reduce="fp32"),
     Case(3, accum=8, unroll=0, policy="full"),
-    Case(3, accum=1, unroll=1, policy="matmuls"),
     Case(3, data=2, zero=4, llama=False),
-    Case(2, accum=1, llama=False, precision="fp16"),
 ]
 
 
