@@ -147,7 +147,10 @@ def check_stages(name, params, model, data):
         assert_same_training(stage, jax.device_get(after.params), end, jax.device_get(start.params))
 
 
-@pytest.mark.parametrize(("name", "params"), keep(CASES, [case for case in CASES if case[0] in KINDS]), ids=IDS)
+@pytest.mark.parametrize(
+    # What looks at one element at a time is here once: its layout cannot change its result.
+    ("name", "params"), keep(CASES, [case for case in CASES if case[0] in set(KINDS) - {"SGD", "Lion"}]), ids=IDS
+)  # fmt: skip
 def test_sharding_stays_and_the_result_is_stage_0s(name, params):
     check_stages(name, params, Stack(), batches())
 

@@ -499,7 +499,7 @@ MODULES = [
     ("case", "kind"),
     keep(
         product(MODULES, ["four", "five", "different"]),
-        [(MODULES[1], "four"), (MODULES[2], "five"), (MODULES[3], "different")],
+        [(MODULES[1], "four"), (MODULES[3], "different")],  # "five" has a test of its own
     ),
     ids=str,
 )
@@ -614,6 +614,7 @@ def test_evaluate_and_micro_loss(case):
     assert abs(losses[0][1] / losses[0][2] - 1) > 1e-3
 
 
+@pytest.mark.slow
 def test_micro_loss_is_the_steps():
     case, noisy = Case("interleaved", 2, 4, chunks=2), model(Dropout, 4)
     step = case.step(noisy)
