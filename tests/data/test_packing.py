@@ -125,9 +125,10 @@ def test_packed_documents_do_not_see_each_other():
     packed = Packed(docs, LENGTH)
     rows = packed.rows(np.arange(len(packed)))
     assert rows["segments"].max() > 2
-    model = llama()
+    model = llama(num_layers=2)
     params = model.init(jax.random.key(0))
-    logits = model.module(params)(jnp.asarray(rows["inputs"]), jnp.asarray(rows["segments"]))
+    forward = jax.jit(lambda *batch: model.module(params)(*batch))
+    logits = forward(rows["inputs"], rows["segments"])
     run = jax.jit(lambda tokens: model.module(params)(tokens[None])[0])
 
     def alone(tokens):
@@ -141,7 +142,7 @@ def test_packed_documents_do_not_see_each_other():
             np.testing.assert_allclose(logits[r][here], alone(rows["inputs"][r][here]), rtol=1e-5, atol=1e-5)
             checked += here.sum()
     assert checked == sum(map(len, docs))
-    together = model.module(params)(jnp.asarray(rows["inputs"]))
+    together = forward(rows["inputs"])
     assert abs(together - logits)[rows["segments"] > 1].max() > 1e-2  # what the segments keep out
 
     def loss(params, inputs, labels, *segments):
@@ -214,7 +215,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(
     ("mesh", "stage", "more"),
-    keep(LAYOUTS, [LAYOUTS[1], LAYOUTS[4]]),
+    keep(LAYOUTS, [LAYOUTS[1], LAYOUTS[3]]),
     ids=["zero3", "zero3-full-scanned", "zero2-matmuls", "1f1b", "zero_bubble-zero3", "interleaved", "gpipe-full"],
 )
 def test_segments_go_with_every_layout(mesh, stage, more):
