@@ -45,7 +45,8 @@ def run_pretrain(monkeypatch, capsys):
     return run
 
 
-@pytest.mark.parametrize("options", keep(["", "--pack"], ["--pack"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["", "--pack"])
 def test_pretrain_on_text_files(options, run_pretrain, tmp_path, capsys):
     """Files to tokens to a model that learns; stopped, and gone on with on a pipeline."""
     pytest.importorskip("tokenizers")
