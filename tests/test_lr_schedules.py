@@ -1,15 +1,19 @@
-"""DeepSpeed's schedules against a plain-Python re-statement of its scheduler objects, called step by step."""
+"""DeepSpeed's schedules against a port of its scheduler objects in plain Python, called step by step.
+
+Source of the port: deepspeed/runtime/lr_schedules.py of deepspeed 0.19.8 (`LRRangeTest` at line 313, `OneCycle` at 414,
+`WarmupLR` at 703, `WarmupDecayLR` at 791, `WarmupCosineLR` at 842).
+"""
 
 import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jzero.config import Config
 from jzero.errors import ConfigError
 from jzero.optimizers import lr_schedules
 
@@ -43,7 +47,7 @@ def test_warmup_lr(kind, n):
         return 0.01 + (0.2 - 0.01) * (1.0 if gamma is None else gamma)
 
     params = {"warmup_min_lr": 0.01, "warmup_max_lr": 0.2, "warmup_num_steps": n, "warmup_type": kind}
-    got = measured(lr_schedules.build("WarmupLR", params, 0.5).lr)
+    got = measured(lr_schedules.make_lr_schedule("WarmupLR", params, 0.5).lr)
     assert got == pytest.approx(run(0.01, at_call), rel=2e-6)
     assert got[0] == got[1] == pytest.approx(0.01)
 
@@ -58,7 +62,7 @@ def test_warmup_decay_lr(kind, n, total):
         return 0.001 + (0.1 - 0.001) * gamma
 
     params = {"total_num_steps": total, "warmup_min_lr": 0.001, "warmup_max_lr": 0.1, "warmup_num_steps": n}
-    schedule = lr_schedules.build("WarmupDecayLR", {**params, "warmup_type": kind}, 0.1)
+    schedule = lr_schedules.make_lr_schedule("WarmupDecayLR", {**params, "warmup_type": kind}, 0.1)
     assert measured(schedule.lr) == pytest.approx(run(0.001, at_call), rel=1e-5)
     assert any("is less than" in note for note in schedule.notes) == (total < n)
 
@@ -74,7 +78,7 @@ def test_warmup_cosine_lr(kind, n, total, start):
         return 0.3 * (1e-3 + (1 - 1e-3) * (1 + math.cos(math.pi * progress)) / 2)
 
     params = {"total_num_steps": total, "warmup_num_steps": n, "warmup_min_ratio": start, "cos_min_ratio": 1e-3}
-    schedule = lr_schedules.build("WarmupCosineLR", {**params, "warmup_type": kind}, 0.3)
+    schedule = lr_schedules.make_lr_schedule("WarmupCosineLR", {**params, "warmup_type": kind}, 0.3)
     assert measured(schedule.lr) == pytest.approx(run(0.0, at_call), rel=1e-5, abs=1e-7)
 
 
@@ -86,7 +90,7 @@ def test_lr_range_test(size, rate, staircase):
         return 1e-3 * (1 + rate * (math.floor(x) if staircase else x))
 
     params = {"lr_range_test_step_size": size, "lr_range_test_step_rate": rate, "lr_range_test_staircase": staircase}
-    schedule = lr_schedules.build("LRRangeTest", params, 1.0)
+    schedule = lr_schedules.make_lr_schedule("LRRangeTest", params, 1.0)
     assert measured(schedule.lr) == pytest.approx(run(1e-3, at_call), rel=1e-6)
 
 
@@ -133,29 +137,54 @@ def test_one_cycle(up, down, stairs, more_stairs, decay_step, decay_lr, decay_mo
         "cycle_max_mom": 0.95,
         "decay_mom_rate": decay_mom,
     }
-    schedule = lr_schedules.build("OneCycle", params, 1.0)
+    schedule = lr_schedules.make_lr_schedule("OneCycle", params, 1.0)
     assert measured(schedule.lr) == pytest.approx(run(0.1, lr), rel=1e-5)
     assert measured(schedule.momentum) == pytest.approx(run(0.7, momentum), rel=1e-5)
 
 
 def test_one_cycle_without_momentum():
     params = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_momentum": False}
-    assert lr_schedules.build("OneCycle", params, 1.0).momentum is None
+    assert lr_schedules.make_lr_schedule("OneCycle", params, 1.0).momentum is None
 
 
-def test_defaults_and_notes():
-    schedule = lr_schedules.build("WarmupLR", {"warmup_max_lr": "auto"}, 0.25)
-    assert float(schedule.lr(2000)) == np.float32(0.001)  # a missing warmup_max_lr is 0.001, not the optimizer's lr
-    assert "0.001 overrides the optimizer's lr 0.25" in schedule.notes[1]
-    assert len(lr_schedules.build("WarmupLR", {}, 0.001).notes) == 1
-    overriding = lr_schedules.build("WarmupLR", {"warmup_max_lr": 0.5}, 0.25)
+LEFT_OUT = object()
+
+
+@pytest.mark.parametrize("given", [LEFT_OUT, None, "auto"])
+@pytest.mark.parametrize("type", ["WarmupLR", "WarmupDecayLR"])
+def test_the_peak_of_a_warm_up_that_does_not_give_one(type, given):
+    """lr_schedules.py, lines 728 and 738: no maximum, or null, is the optimizer's rate; WarmupDecayLR's line 818 has
+    the default 0.001 instead, and hands a null on to WarmupLR. "auto" is not DeepSpeed's: the Hugging Face Trainer
+    replaces it with its learning rate, which is the optimizer's too.
+    """
+    lr, n, total = 3e-5, 10, 40
+    peak = 0.001 if type == "WarmupDecayLR" and given is LEFT_OUT else lr
+
+    def at_call(k):
+        gamma = warmup(k, n, "log")
+        if gamma is None:
+            gamma = max(0.0, (total - k) / (total - n)) if type == "WarmupDecayLR" else 1.0
+        return peak * gamma
+
+    params = {"warmup_num_steps": n} | ({"total_num_steps": total} if type == "WarmupDecayLR" else {})
+    scheduler = {"type": type, "params": params | ({} if given is LEFT_OUT else {"warmup_max_lr": given})}
+    expected = pytest.approx(run(0.0, at_call), rel=2e-6, abs=1e-12)
+    assert measured(lr_schedules.make_lr_schedule(type, scheduler["params"], lr).lr) == expected
+    config = Config.load({"scheduler": scheduler})
+    assert measured(lr_schedules.from_config(config.scheduler, lr).lr) == expected
+    assert config.autos == (("scheduler.params.warmup_max_lr",) if given == "auto" else ())
+
+
+def test_a_peak_that_overrides_the_optimizers_rate_is_reported():
+    assert len(lr_schedules.make_lr_schedule("WarmupLR", {}, 0.25).notes) == 1
+    overriding = lr_schedules.make_lr_schedule("WarmupLR", {"warmup_max_lr": 0.5}, 0.25)
     assert "0.5 overrides the optimizer's lr 0.25" in overriding.notes[1]
-    decay = lr_schedules.build("WarmupDecayLR", {"total_num_steps": 10}, 0.25)
+    decay = lr_schedules.make_lr_schedule("WarmupDecayLR", {"total_num_steps": 10}, 0.25)
     assert "0.001 overrides the optimizer's lr 0.25" in decay.notes[1]
 
 
 def test_constant_without_a_scheduler():
-    schedule = lr_schedules.build(None, {}, 0.125)
+    schedule = lr_schedules.make_lr_schedule(None, {}, 0.125)
     assert float(jax.jit(schedule.lr)(7)) == 0.125
     assert schedule.notes == ()
     assert schedule.lr(0).dtype == jnp.float32
@@ -164,7 +193,8 @@ def test_constant_without_a_scheduler():
 
 def test_whole_numbers_may_be_written_as_floats():
     as_float, as_int = (
-        lr_schedules.build("WarmupLR", {"warmup_num_steps": n, "warmup_type": "linear"}, 0.001) for n in (1e1, 10)
+        lr_schedules.make_lr_schedule("WarmupLR", {"warmup_num_steps": n, "warmup_type": "linear"}, 0.001)
+        for n in (1e1, 10)
     )
     assert measured(as_float.lr, 20) == measured(as_int.lr, 20)
 
@@ -176,10 +206,10 @@ def test_every_optax_schedule_but_the_one_that_takes_functions():
 
 def test_optax_schedules_have_optax_indexing():
     params = {"init_value": 0.0, "peak_value": 1.0, "warmup_steps": 5, "decay_steps": 50}
-    schedule = lr_schedules.build("warmup_cosine_decay_schedule", params, 1e-3)
+    schedule = lr_schedules.make_lr_schedule("warmup_cosine_decay_schedule", params, 1e-3)
     reference = optax.warmup_cosine_decay_schedule(**params)
     assert measured(schedule.lr) == pytest.approx([float(reference(n)) for n in range(STEPS)], rel=1e-5, abs=1e-7)
-    steps = lr_schedules.build(
+    steps = lr_schedules.make_lr_schedule(
         "piecewise_constant_schedule", {"init_value": 1.0, "boundaries_and_scales": {"3": 0.5}}, 1e-3
     )
     assert measured(steps.lr, 5) == [1.0, 1.0, 1.0, 0.5, 0.5]
@@ -208,6 +238,6 @@ def test_optax_schedules_have_optax_indexing():
 )
 def test_errors(type, params, words):
     with pytest.raises(ConfigError) as error:
-        lr_schedules.build(type, params, 1e-3)
+        lr_schedules.make_lr_schedule(type, params, 1e-3)
     for word in words:
         assert word in str(error.value)

@@ -116,10 +116,10 @@ def _no_policy(s: Settings) -> Iterator[str]:
 @_reads("optimizer.type", "optimizer.params")
 def _optimizer(s: Settings) -> Iterator[str]:
     if s.optimizer:
-        yield from optimizers.problems(s.optimizer)
+        yield from optimizers.optimizer_problems(s.optimizer)
 
 
 @_reads("scheduler.type", "scheduler.params")
 def _scheduler(s: Settings) -> Iterator[str]:
     if s.scheduler:
-        yield from lr_schedules.problems(s.scheduler)
+        yield from lr_schedules.scheduler_problems(s.scheduler)

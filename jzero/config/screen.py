@@ -14,13 +14,19 @@ MISSING: Any = object()
 
 
 def plain(node: Any, autos: list[str], path: str = "") -> Any:
-    """A copy of the config as dicts; keys whose value is "auto" go to `autos` (XLA options keep theirs)."""
+    """Copy the config as dicts, without the keys whose value is "auto"; those go to `autos`.
+
+    XLA options keep the word, which may be one of their values, and so do the scheduler's parameters: what it means
+    depends on the schedule.
+    """
     if isinstance(node, Section):
         node = {key: getattr(node, key) for key in node.model_fields_set}
     if not isinstance(node, Mapping) or path == "compiler_options.":
         return node
-    autos += [f"{path}{k}" for k, v in node.items() if isinstance(v, str) and v == "auto"]
-    return {str(k): plain(v, autos, f"{path}{k}.") for k, v in node.items() if not (isinstance(v, str) and v == "auto")}
+    auto = {k for k, v in node.items() if isinstance(v, str) and v == "auto"}
+    autos += [f"{path}{k}" for k in node if k in auto]
+    dropped = set() if path == "scheduler.params." else auto
+    return {str(k): plain(v, autos, f"{path}{k}.") for k, v in node.items() if k not in dropped}
 
 
 def pop(data: Any, *sections_and_key: Any) -> Any:

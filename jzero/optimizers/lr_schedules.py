@@ -1,12 +1,12 @@
 """Learning-rate schedules: DeepSpeed's five by its formulas, optax's by their names.
 
 DeepSpeed sets the rate once when the schedule is constructed and then calls it after every applied optimizer step, so
-the first step runs at the value of construction and step n at that of call k = n - 1. For the warm-up schedules both
-the first and the second step therefore run at the minimum. jzero keeps these numbers, and the notes say so. optax
-schedules have optax's own indexing: step n runs at `schedule(n)`. All that a config can write are known; only
-`join_schedules`, which takes functions, is not among them (pass it as `lr_scheduler`).
+the first step runs at the value of construction and step n at that of call k = n - 1. Both the first and the second
+step of a warm-up therefore run at the minimum. jzero keeps these numbers and reports them. optax schedules keep optax's
+indexing: step n runs at `schedule(n)`. Every optax schedule that JSON can describe is available; `join_schedules` takes
+functions, so pass it as `lr_scheduler`.
 
-Source: deepspeed/runtime/lr_schedules.py of the DeepSpeed repository.
+Source: deepspeed/runtime/lr_schedules.py of DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Curve = Callable[[Any], jax.Array]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LRSchedule:
     """A learning rate, and perhaps a momentum, as functions of the number of optimizer steps already applied.
 
     Attributes:
       lr: count (int or traced int32 scalar) -> float32 scalar.
       momentum: the same for Adam's first beta (OneCycle with cycle_momentum), or None.
-      notes: what the run report should say.
+      notes: lines for the run report.
     """
 
     lr: Curve
@@ -42,27 +42,31 @@ class Schedule:
     notes: tuple[str, ...] = ()
 
 
-def build(type: str | None, params: Mapping[str, Any], base_lr: float) -> Schedule:
-    """The schedule that a config's `scheduler` section asks for.
+def make_lr_schedule(type: str | None, params: Mapping[str, Any], base_lr: float) -> LRSchedule:
+    """Make the schedule of a config's `scheduler` section.
 
     Args:
       type: a DeepSpeed schedule, the exact name of an optax schedule, or None for a constant rate.
-      params: its parameters; a value "auto" counts as not given.
+      params: its parameters. "auto" leaves a parameter at its default, except `warmup_max_lr`: there it means
+        `base_lr`.
       base_lr: the optimizer's own learning rate.
+
+    Returns:
+      The schedule, with a note for each number that may surprise.
 
     Raises:
       ConfigError: unknown type; unknown, missing or bad parameters (all at once).
 
-    >>> warmup = build("WarmupLR", {"warmup_max_lr": 0.1, "warmup_num_steps": 10, "warmup_type": "linear"}, 1e-3)
+    >>> warmup = make_lr_schedule("WarmupLR", {"warmup_num_steps": 10, "warmup_type": "linear"}, base_lr=0.1)
     >>> [round(float(warmup.lr(n)), 3) for n in (0, 1, 2, 6, 11, 50)]
     [0.0, 0.0, 0.01, 0.05, 0.1, 0.1]
-    >>> build("WarmupLr", {}, 1e-3)
+    >>> make_lr_schedule("WarmupLr", {}, 1e-3)
     Traceback (most recent call last):
         ...
     jzero.errors.ConfigError: scheduler.type: 'WarmupLr' is unknown; did you mean 'WarmupLR'? Allowed: ...
     """
     if type is None:
-        return Schedule(_float32(lambda count: base_lr))
+        return LRSchedule(_float32(lambda count: base_lr))
     values, problems = _read(type, params)
     if problems:
         raise ConfigError(*problems)
@@ -71,13 +75,17 @@ def build(type: str | None, params: Mapping[str, Any], base_lr: float) -> Schedu
     return _optax_schedule(type, {name: values[name] for name in drop_auto(params)}, base_lr)
 
 
-def problems(scheduler: Any) -> list[str]:
-    """What is wrong with a config's `scheduler` section, as far as it shows before any array is made."""
+def scheduler_problems(scheduler: Any) -> list[str]:
+    """List the problems of a config's `scheduler` section that show before any array is made."""
     return _read(scheduler.type, scheduler.params or {})[1]
 
 
 def _read(type: str, params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The parameters over the schedule's defaults, and every problem."""
+    # "auto" is not DeepSpeed's. The Hugging Face Trainer reads it and writes its own learning rate, which is also the
+    # optimizer's; null asks DeepSpeed for the same.
+    if type in _DEEPSPEED and params.get("warmup_max_lr") == "auto":
+        params = {**params, "warmup_max_lr": None}
     params = drop_auto(params)
     if type in _DEEPSPEED:
         values, problems = read_params("scheduler.params", params, _DEEPSPEED[type].params)
@@ -88,14 +96,23 @@ def _read(type: str, params: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
     return {}, [f"scheduler.type: {type!r} is unknown{did_you_mean(type, names)} Allowed: {', '.join(names)}"]
 
 
-def from_config(scheduler: Any, base_lr: float | None) -> Schedule | None:
-    """`build` for a config's `scheduler` section or None; None if neither it nor `base_lr` fixes a rate.
+def from_config(scheduler: Any, base_lr: float | None) -> LRSchedule | None:
+    """Make the schedule of a config's `scheduler` section, or a constant one where there is no section.
 
-    A schedule that needs the optimizer's rate where there is none (a client's optimizer) starts from 1e-3.
+    Args:
+      scheduler: the section (`type` and `params`), or None.
+      base_lr: the optimizer's own learning rate; None for an optimizer from user code, for which schedules that need
+        a rate start from 1e-3.
+
+    Returns:
+      The schedule; None if neither argument fixes a rate.
+
+    Raises:
+      ConfigError: as `make_lr_schedule`.
     """
     if scheduler is None:
-        return None if base_lr is None else build(None, {}, base_lr)
-    return build(scheduler.type, scheduler.params or {}, 1e-3 if base_lr is None else base_lr)
+        return None if base_lr is None else make_lr_schedule(None, {}, base_lr)
+    return make_lr_schedule(scheduler.type, scheduler.params or {}, 1e-3 if base_lr is None else base_lr)
 
 
 # ------------------------------------------------------------------------------------------ DeepSpeed's schedules
@@ -106,7 +123,7 @@ def _float32(curve: Callable[[Any], Any]) -> Curve:
 
 
 def _by_call(at_construction: float, at_call: Callable[[jax.Array], Any]) -> Curve:
-    """Step 0 has the value of construction, step n that of call k = n - 1."""
+    """A curve with the value of construction at step 0 and that of call k = n - 1 at step n."""
 
     def curve(count: Any) -> jax.Array:
         k = jnp.asarray(count, jnp.int32) - 1
@@ -117,42 +134,43 @@ def _by_call(at_construction: float, at_call: Callable[[jax.Array], Any]) -> Cur
 
 def _ramp(p: dict[str, Any]) -> tuple[int, Callable[[jax.Array], jax.Array]]:
     """(n, γ): the number of warm-up steps and the ramp from 0 to 1 over them."""
-    n = max(2, p["warmup_num_steps"])
+    n = max(2, p["warmup_num_steps"])  # DeepSpeed's bound: log(1) = 0 would be a divisor
     if p["warmup_type"] == "log":
         return n, lambda k: jnp.log(k + 1.0) / math.log(n)
     return n, lambda k: k / n
 
 
-def _warmup(p: dict[str, Any], base_lr: float, gamma_after: Callable[[jax.Array, int], Any], name: str) -> Schedule:
-    """min + (max - min)·γ(k), with γ the ramp while k < n and then `gamma_after(k, n)`."""
+def _warmup(p: dict[str, Any], base_lr: float, gamma_after: Callable[[jax.Array, int], Any], name: str) -> LRSchedule:
+    """min + (max - min)·γ(k), where γ is the ramp while k < n and `gamma_after(k, n)` from there."""
     n, ramp = _ramp(p)
     low = p["warmup_min_lr"]
-    high = p["warmup_max_lr"]
+    high = base_lr if p["warmup_max_lr"] is None else p["warmup_max_lr"]
     notes = [f"{name}: as in DeepSpeed, the first two optimizer steps run at warmup_min_lr {low:g}"]
     if high != base_lr:
         notes.append(f"{name}: warmup_max_lr {high:g} overrides the optimizer's lr {base_lr:g}")
-    return Schedule(
+    return LRSchedule(
         _by_call(low, lambda k: low + (high - low) * jnp.where(k < n, ramp(k), gamma_after(k, n))),
         notes=(*notes, *_short_total(p, n, name)),
     )
 
 
 def _short_total(p: dict[str, Any], n: int, name: str) -> tuple[str, ...]:
+    """A note if the decay has no steps; DeepSpeed warns too and goes on."""
     total = p.get("total_num_steps", n)
     return (f"{name}: total_num_steps {total} is less than warmup_num_steps {n}",) if total < n else ()
 
 
-def _warmup_lr(p: dict[str, Any], base_lr: float) -> Schedule:
+def _warmup_lr(p: dict[str, Any], base_lr: float) -> LRSchedule:
     return _warmup(p, base_lr, lambda k, n: 1.0, "WarmupLR")
 
 
-def _warmup_decay_lr(p: dict[str, Any], base_lr: float) -> Schedule:
+def _warmup_decay_lr(p: dict[str, Any], base_lr: float) -> LRSchedule:
     total = p["total_num_steps"]
     decay = lambda k, n: jnp.maximum(0.0, (total - k) / max(1, total - n))  # noqa: E731
     return _warmup(p, base_lr, decay, "WarmupDecayLR")
 
 
-def _warmup_cosine_lr(p: dict[str, Any], base_lr: float) -> Schedule:
+def _warmup_cosine_lr(p: dict[str, Any], base_lr: float) -> LRSchedule:
     n, ramp = _ramp(p)
     total, start, floor = p["total_num_steps"], p["warmup_min_ratio"], p["cos_min_ratio"]
 
@@ -162,10 +180,10 @@ def _warmup_cosine_lr(p: dict[str, Any], base_lr: float) -> Schedule:
         return jnp.where(k < n, start + (1 - start) * ramp(k), cosine)
 
     note = f"WarmupCosineLR: as in DeepSpeed, the first two optimizer steps run at 0 and {base_lr * start:g}"
-    return Schedule(_by_call(0.0, lambda k: base_lr * ratio(k)), notes=(note, *_short_total(p, n, "WarmupCosineLR")))
+    return LRSchedule(_by_call(0.0, lambda k: base_lr * ratio(k)), notes=(note, *_short_total(p, n, "WarmupCosineLR")))
 
 
-def _lr_range_test(p: dict[str, Any], base_lr: float) -> Schedule:
+def _lr_range_test(p: dict[str, Any], base_lr: float) -> LRSchedule:
     low, size, rate = p["lr_range_test_min_lr"], p["lr_range_test_step_size"], p["lr_range_test_step_rate"]
 
     def curve(count: Any) -> jax.Array:
@@ -174,18 +192,20 @@ def _lr_range_test(p: dict[str, Any], base_lr: float) -> Schedule:
         return low * (1 + rate * x)
 
     note = f"LRRangeTest: the rate grows from lr_range_test_min_lr {low:g}; the optimizer's lr {base_lr:g} is not used"
-    return Schedule(_float32(curve), notes=(note,))
+    return LRSchedule(_float32(curve), notes=(note,))
 
 
 def _cycle_sides(p: dict[str, Any]) -> tuple[int, int, int, int]:
-    """Steps and stairs on the way up and on the way down."""
+    """(steps up, stairs up, steps down, stairs down)."""
     up, stairs, down, down_stairs = (
         p[f"cycle_{key}"] for key in ("first_step_size", "first_stair_count", "second_step_size", "second_stair_count")
     )
+    # The way down is like the way up unless given; 0 stairs are given, and mean a straight line.
     return up, stairs, up if down is None else down, stairs if down_stairs is None else down_stairs
 
 
 def _check_stairs(p: dict[str, Any]) -> Iterator[str]:
+    """`height` multiplies steps by stairs in int32, where a larger product would wrap to a negative rate."""
     up, up_stairs, down, down_stairs = _cycle_sides(p)
     if max(up * up_stairs, down * down_stairs) >= 2**31:
         yield (
@@ -194,7 +214,7 @@ def _check_stairs(p: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _one_cycle(p: dict[str, Any], base_lr: float) -> Schedule:
+def _one_cycle(p: dict[str, Any], base_lr: float) -> LRSchedule:
     up, up_stairs, down, down_stairs = _cycle_sides(p)
     total, decay_step = up + down, p["decay_step_size"]
 
@@ -205,7 +225,7 @@ def _one_cycle(p: dict[str, Any], base_lr: float) -> Schedule:
         return jnp.where(i <= up, side(i, up, up_stairs), side(total - i, down, down_stairs))
 
     def growth(k: jax.Array, rate: float) -> Any:
-        """1 + rate · (steps since the cycle, counted from 1) / decay_step_size."""
+        """1 + rate · (steps since the cycle, counted from 1) / decay_step_size; no decay for a size of 0."""
         return 1 + rate * (k - total + 1) / decay_step if decay_step else 1.0
 
     low, high = p["cycle_min_lr"], p["cycle_max_lr"]
@@ -215,33 +235,37 @@ def _one_cycle(p: dict[str, Any], base_lr: float) -> Schedule:
     )
     notes = [f"OneCycle: the rate runs {low:g} to {high:g} and back; the optimizer's lr {base_lr:g} is not used"]
     if not p["cycle_momentum"]:
-        return Schedule(lr, notes=tuple(notes))
+        return LRSchedule(lr, notes=tuple(notes))
     slow, fast = p["cycle_min_mom"], p["cycle_max_mom"]
     momentum = _by_call(
         slow,
         lambda k: jnp.where(k < total, fast - (fast - slow) * height(k), fast * growth(k, p["decay_mom_rate"])),
     )
     notes.append(f"OneCycle: cycle_momentum moves the optimizer's first beta in {slow:g} to {fast:g} against the rate")
-    return Schedule(lr, momentum, tuple(notes))
+    return LRSchedule(lr, momentum, tuple(notes))
 
 
-class _Row(NamedTuple):
+class _ScheduleRow(NamedTuple):
+    """A schedule: its parameters, a function that makes it from them and the base rate, and their joint problems."""
+
     params: dict[str, Param]
-    make: Callable[[dict[str, Any], float], Schedule]
+    make: Callable[[dict[str, Any], float], LRSchedule]
     check: Callable[[dict[str, Any]], Iterator[str]] = lambda p: iter(())
 
 
 _START = {"last_batch_iteration": only(-1, "a resumed run takes its step from the checkpoint")}
 _RAMP = {"warmup_num_steps": Param(1000, POSITIVE), "warmup_type": Param("log", one_of(("log", "linear"))), **_START}
-_PEAK = {"warmup_min_lr": Param(0.0, NON_NEGATIVE32), "warmup_max_lr": Param(0.001, NON_NEGATIVE32), **_RAMP}
+_FLOOR = {"warmup_min_lr": Param(0.0, NON_NEGATIVE32), **_RAMP}
+_PEAK_KIND = number(0, float32=True, none=True)  # null: the optimizer's rate
 _RATIOS = {"warmup_min_ratio": Param(0.0, NON_NEGATIVE32), "cos_min_ratio": Param(1e-4, NON_NEGATIVE32), **_RAMP}
 _TOTAL = {"total_num_steps": Param(REQUIRED, POSITIVE)}
 
-_DEEPSPEED: dict[str, _Row] = {
-    "WarmupLR": _Row(_PEAK, _warmup_lr),
-    "WarmupDecayLR": _Row({**_TOTAL, **_PEAK}, _warmup_decay_lr),
-    "WarmupCosineLR": _Row({**_TOTAL, **_RATIOS}, _warmup_cosine_lr),
-    "LRRangeTest": _Row(
+_DEEPSPEED: dict[str, _ScheduleRow] = {
+    # The two defaults differ in DeepSpeed too (pull request 7360 changed WarmupLR's alone).
+    "WarmupLR": _ScheduleRow({**_FLOOR, "warmup_max_lr": Param(None, _PEAK_KIND)}, _warmup_lr),
+    "WarmupDecayLR": _ScheduleRow({**_TOTAL, **_FLOOR, "warmup_max_lr": Param(0.001, _PEAK_KIND)}, _warmup_decay_lr),
+    "WarmupCosineLR": _ScheduleRow({**_TOTAL, **_RATIOS}, _warmup_cosine_lr),
+    "LRRangeTest": _ScheduleRow(
         {
             "lr_range_test_min_lr": Param(1e-3, NON_NEGATIVE32),
             "lr_range_test_step_size": Param(2000, POSITIVE),
@@ -251,7 +275,7 @@ _DEEPSPEED: dict[str, _Row] = {
         },
         _lr_range_test,
     ),
-    "OneCycle": _Row(
+    "OneCycle": _ScheduleRow(
         {
             "cycle_min_lr": Param(REQUIRED, NON_NEGATIVE32),
             "cycle_max_lr": Param(REQUIRED, NON_NEGATIVE32),
@@ -291,7 +315,7 @@ _OPTAX = (
 )
 
 
-def _optax_schedule(name: str, params: Mapping[str, Any], base_lr: float) -> Schedule:
+def _optax_schedule(name: str, params: Mapping[str, Any], base_lr: float) -> LRSchedule:
     given = dict(params)
     try:
         if isinstance(given.get("boundaries_and_scales"), dict):  # JSON keys are text
@@ -300,4 +324,4 @@ def _optax_schedule(name: str, params: Mapping[str, Any], base_lr: float) -> Sch
         curve(0)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"scheduler.params: optax.{name} refuses {dict(params)!r}: {error}") from error
-    return Schedule(_float32(curve), notes=(f"optax.{name}: the optimizer's lr {base_lr:g} is not used",))
+    return LRSchedule(_float32(curve), notes=(f"optax.{name}: the optimizer's lr {base_lr:g} is not used",))
