@@ -94,9 +94,10 @@ def resolve(
     weights = jax.eval_shape(lambda params: cast(params, precision.compute), shapes)
     schedule = _schedule(config, optimizer, lr_scheduler)
     stacked, _ = partition(jax.tree.map(lambda layout: layout.stacked, layouts), sharding.trainable(layouts))
-    tx = optimizers.resolve(
-        optimizer, config.optimizer, schedule, stacked=stacked, state_dtype=precision.optimizer_state
-    )
+    tx = optimizers.choose_optimizer(
+        optimizer, config.optimizer, schedule, stacked=stacked, fused=optimizers.fused_matrices(model, layouts),
+        state_dtype=precision.optimizer_state,
+    )  # fmt: skip
     if mesh.shape[PIPE] > 1:
         passes = pipelined(model, config, mesh, layouts, precision, batch_sizes.accum)
     else:
@@ -166,7 +167,7 @@ def _vocabulary(model: Model, params: PyTree, stages: int) -> dict[str, int]:
     return wanted if all(known[name].shape[dim] % stages == 0 for name, dim in wanted.items()) else {}
 
 
-def _schedule(config: Config, optimizer: Any, lr_scheduler: Any) -> lr_schedules.Schedule | None:
+def _schedule(config: Config, optimizer: Any, lr_scheduler: Any) -> lr_schedules.LRSchedule | None:
     """Choose the learning-rate schedule: the caller's, the config's, or None if the caller's optimizer has its own."""
     own = isinstance(optimizer, optax.GradientTransformation)
     if own and (lr_scheduler is not None or config.scheduler is not None):
@@ -179,5 +180,5 @@ def _schedule(config: Config, optimizer: Any, lr_scheduler: Any) -> lr_schedules
     if lr_scheduler is not None and not callable(lr_scheduler):
         raise ConfigError(f"lr_scheduler: {lr_scheduler!r} is not a function from a step count to a learning rate")
     if lr_scheduler is not None:
-        return lr_schedules.Schedule(lr_scheduler)
+        return lr_schedules.LRSchedule(lr_scheduler)
     return lr_schedules.from_config(config.scheduler, optimizers.base_lr(config.optimizer))

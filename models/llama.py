@@ -215,6 +215,13 @@ class Llama(nnx.Module):
         """The parameters of the ends that have a vocabulary dimension, and which: what a pipeline divides."""
         return {"embed": 0} if self.config.tied else {"embed": 0, "head/kernel": 1}
 
+    @property
+    def fused_matrices(self) -> dict[str, tuple[int, ...]]:
+        """The widths of the matrices that share one parameter; Muon orthogonalises each for itself."""
+        c = self.config
+        kv = c.num_kv_heads * c.head_dim
+        return {"stack/attention/qkv/kernel": (c.d_model, kv, kv), "stack/mlp/gate_up/kernel": (c.d_ff, c.d_ff)}
+
 
 def huggingface(config: LlamaConfig) -> dict[str, Any]:
     """The parameters of a config as the `transformers` library has them, versions 4 and 5."""

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jzero import config as config_module
-from jzero import optimizers
 from jzero.config import Config, keys, screen, suggest
 from jzero.config import config as config_class_module
 from jzero.errors import ConfigError
+from jzero.optimizers import table
 from jzero.values import kinds, tables
 
 
@@ -542,7 +542,7 @@ def test_the_optimizers_and_the_schedulers_problems_come_with_the_others():
     assert sorted(keys_of) == ["epsilon", "lr", "max_grad_norm", "warmup_num_steps", "warmup_typ"]
 
 
-@pytest.mark.parametrize("name", [*optimizers.table.DEEPSPEED, *optimizers._PLAIN, *optimizers._WHOLE])
+@pytest.mark.parametrize("name", [*table.DEEPSPEED, *table.OPTAX_ELEMENTWISE, *table.OPTAX_PER_PARAMETER])
 def test_an_optimizer_needs_nothing_but_its_type(name):
     assert Config.load({"optimizer": {"type": name}}).optimizer.params == {}
 

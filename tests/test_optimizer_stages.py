@@ -13,7 +13,7 @@ import pytest
 from helpers.sampling import keep
 
 import jzero
-from jzero import optimizers
+from jzero.optimizers import table
 from models.llama import Llama, LlamaConfig
 
 DEVICES, LAYERS, STEPS = 8, 2, 3
@@ -29,7 +29,11 @@ CASES = [
     ("Adagrad", {}),
     ("Muon", {"weight_decay": 0.1, "muon_lr": 0.02, "adam_lr": 0.01}),
     ("adafactor", {"min_dim_size_to_factor": 4, "momentum": 0.9}),
-    *((name, {}) for name in (*optimizers._PLAIN, *optimizers._WHOLE) if name not in ("adafactor", "adagrad", "adamw")),
+    *(
+        (name, {})
+        for name in (*table.OPTAX_ELEMENTWISE, *table.OPTAX_PER_PARAMETER)
+        if name not in ("adafactor", "adagrad", "adamw")
+    ),
 ]
 IDS = ["-".join([name, *params]) for name, params in CASES]
 # One of each kind: moments by element, momentum, a norm by leaf, a sign, a matrix, factors, a moment by layer, an
@@ -165,3 +169,43 @@ def test_llama(name):
     tokens = np.random.default_rng(0).integers(0, 32, (STEPS, 8, 9)).astype(np.int32)
     model = jzero.from_flax(lambda rngs: Llama(config, rngs=rngs))
     check_stages(name, {"lr": 0.01}, model, [{"inputs": x[:, :-1], "labels": x[:, 1:]} for x in tokens])
+
+
+def test_muon_orthogonalises_a_llamas_fused_matrices_each_for_itself():
+    config = LlamaConfig(LAYERS, 16, 2, 1, 24, vocab_size=32)
+    tokens = np.random.default_rng(0).integers(0, 32, (8, 9)).astype(np.int32)
+    batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
+    model = jzero.from_flax(lambda rngs: Llama(config, rngs=rngs))
+    step = make("Muon", {"lr": 0.125}, 3, model, len(tokens))
+    state = step.init(jax.random.key(0))
+    start = jax.device_get(state.params)
+
+    def mean_loss(params):
+        total, count = model.loss(params, batch, None)
+        return total / count
+
+    gradients = jax.device_get(jax.grad(mean_loss)(start))
+    clip = min(1.0, 1 / np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in jax.tree.leaves(gradients))))
+    first_blend = (1 - 0.95**2) * clip  # the first momentum is 0.05 g, and the blend 0.05 g + 0.95 * 0.05 g
+    end = jax.device_get(run(step, state, [batch]).params)["stack"]
+    for path, widths in ((("attention", "qkv"), (16, 8, 8)), (("mlp", "gate_up"), (24, 24)), (("mlp", "down"), (16,))):
+        before, after, gradient = (
+            tree[path[0]][path[1]]["kernel"].astype(np.float64) for tree in (start["stack"], end, gradients["stack"])
+        )
+        for i in range(LAYERS):
+            blends = np.split(first_blend * gradient[i], np.cumsum(widths)[:-1], axis=1)
+            moved = np.split((before[i] - after[i]) / 0.125, np.cumsum(widths)[:-1], axis=1)
+            for ours, blend in zip(moved, blends, strict=True):
+                theirs = newton_schulz(blend) * max(1, blend.shape[1] / blend.shape[0]) ** 0.5
+                assert np.linalg.norm(ours - theirs) < 1e-4 * np.linalg.norm(theirs), path
+
+
+def newton_schulz(g):
+    """DeepSpeed 0.19.8, deepspeed/runtime/zero/muon/original_muon.py, `zeropower_via_newtonschulz5` (line 51)."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = g.T if g.shape[0] > g.shape[1] else g
+    x = x / (np.linalg.norm(x) + 1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if g.shape[0] > g.shape[1] else x

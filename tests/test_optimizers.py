@@ -15,8 +15,8 @@ from test_optimizer_stages import KINDS
 
 from jzero import optimizers
 from jzero.errors import ConfigError
-from jzero.optimizers import base_lr, describe, lr_of, per_layer, resolve
-from jzero.optimizers.lr_schedules import Schedule, build
+from jzero.optimizers import base_lr, choose_optimizer, describe, fused_matrices, lr_of, per_layer, table
+from jzero.optimizers.lr_schedules import LRSchedule, make_lr_schedule
 
 LAYERS, STEPS = 4, 3
 RATES = {"learning_rate", "max_learning_rate"}
@@ -35,7 +35,11 @@ CASES = [
     ("Muon", {"weight_decay": 0.1, "muon_lr": 0.02, "adam_lr": 0.01}),
     ("adafactor", {"min_dim_size_to_factor": 4}),
     ("adafactor", {"min_dim_size_to_factor": 4, "momentum": 0.9}),
-    *((name, {}) for name in (*optimizers._PLAIN, *optimizers._WHOLE) if name not in ("adafactor", "noisy_sgd")),
+    *(
+        (name, {})
+        for name in (*table.OPTAX_ELEMENTWISE, *table.OPTAX_PER_PARAMETER)
+        if name not in ("adafactor", "noisy_sgd")
+    ),
 ]
 IDS = ["-".join([name, *params]) for name, params in CASES]
 cases = pytest.mark.parametrize(("name", "params"), CASES, ids=IDS)
@@ -47,11 +51,11 @@ def config(name, params):
 
 
 def schedule():
-    return Schedule(lambda count: 0.01 * (1.0 + jnp.asarray(count, jnp.float32)))
+    return LRSchedule(lambda count: 0.01 * (1.0 + jnp.asarray(count, jnp.float32)))
 
 
 def make(name, params, stacked=STACKED, **more):
-    return optimizers.build(config(name, params), schedule(), stacked=stacked, **more)
+    return optimizers.make_optimizer(config(name, params), schedule(), stacked=stacked, **more)
 
 
 def tree(seed, dtype=jnp.float32):
@@ -204,7 +208,7 @@ def test_adam(name, mode, decoupled, bias_correction):
         ("AdamW", {"weight_decay": 0.1}, lambda lr: optax.adamw(lr, weight_decay=0.1)),
         ("Lion", {"weight_decay": 0.1}, lambda lr: optax.lion(lr, weight_decay=0.1)),
         ("SGD", {"momentum": 0.9, "nesterov": True}, lambda lr: optax.sgd(lr, 0.9, nesterov=True)),
-        ("Lamb", {"max_coeff": 1e9, "min_coeff": 0.0, "eps": 1e-6}, optax.lamb),
+        ("optax.lamb", {}, optax.lamb),
         ("RMSprop", {"decay": 0.8}, lambda lr: optax.rmsprop(lr, 0.8)),
         ("sm3", {}, lambda lr: optax.chain(optax.sm3(1.0), optax.scale_by_schedule(lr))),
     ],
@@ -243,9 +247,9 @@ def test_every_optax_optimizer_is_known_or_refused_with_a_reason():
         for name, function in public.items()
         if inspect.isfunction(function) and inspect.signature(function).parameters.keys() & RATES
     }
-    known = {n.lower() for n in optimizers.table.DEEPSPEED} | {*optimizers._PLAIN, *optimizers._WHOLE}
-    assert takes_a_rate - known - {"schedule_free"} <= optimizers.table.REFUSED.keys()  # that one wraps an optimizer
-    for name in optimizers.table.REFUSED:
+    known = {n.lower() for n in table.DEEPSPEED} | {*table.OPTAX_ELEMENTWISE, *table.OPTAX_PER_PARAMETER}
+    assert takes_a_rate - known - {"schedule_free"} <= table.REFUSED.keys()  # that one wraps an optimizer
+    for name in table.REFUSED:
         with pytest.raises(ConfigError, match="is not supported: "):
             make(name, {})
 
@@ -253,23 +257,98 @@ def test_every_optax_optimizer_is_known_or_refused_with_a_reason():
 def test_adagrad_is_torch_adagrad():
     g = [1e-7, 2e-7]
     w = jnp.zeros(1)
-    tx = optimizers.build(config("Adagrad", {}), Schedule(lambda count: 0.1), stacked=None)
+    tx = optimizers.make_optimizer(config("Adagrad", {}), LRSchedule(lambda count: 0.1), stacked=None)
     trained, _ = train(tx, w, [jnp.array([x]) for x in g])
     expected = -0.1 * (1e-7 / (1e-7 + 1e-10) + 2e-7 / (np.sqrt(5e-14) + 1e-10))
     np.testing.assert_allclose(trained, [expected], rtol=1e-5)
 
 
-def test_lamb_bounds_the_trust_ratio():
-    tx = optimizers.build(config("Lamb", {"max_coeff": 2.0}), Schedule(lambda count: 0.1), stacked=None)
-    w = jnp.full(4, 100.0)
-    updates, _ = tx.update(jnp.ones(4), tx.init(w), w)
-    np.testing.assert_allclose(updates, -0.2 * np.ones(4), rtol=1e-5)
+def lamb_reference(w, grads, *, lr, b1, b2, eps, decay, low, high):
+    """DeepSpeed 0.19.8, csrc/lamb/fused_lamb_cuda_kernel.cu: kernel parts 1 and 3, and `step_size` (line 367)."""
+    m = v = 0.0
+    for step, g in enumerate(grads, start=1):
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        update = m / (np.sqrt(v) + eps) + decay * w
+        w_norm, u_norm = np.sqrt((w * w).sum()), np.sqrt((update * update).sum())
+        coeff = min(max(w_norm / u_norm, low), high) if w_norm != 0 and u_norm != 0 else 1.0
+        w = w - lr * np.sqrt(1 - b2**step) / (1 - b1**step) * coeff * update
+    return w
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0, 1e-4, 1e3], ids=["between", "zero", "low", "high"])
+def test_lamb_is_deepspeeds(scale):
+    w, *grads = (np.random.default_rng(seed).normal(size=(8, 16)) for seed in range(6))
+    hyper = {"betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.1, "min_coeff": 0.05, "max_coeff": 5.0}
+    with jax.enable_x64(True):
+        tx = optimizers.make_optimizer(config("Lamb", hyper), LRSchedule(lambda count: 0.125), stacked=None)
+        trained, _ = train(tx, jnp.asarray(scale * w), [jnp.asarray(g) for g in grads])
+    expected = lamb_reference(scale * w, grads, lr=0.125, b1=0.8, b2=0.95, eps=1e-6, decay=0.1, low=0.05, high=5.0)
+    np.testing.assert_allclose(trained, expected, rtol=1e-12, atol=1e-12)
+
+
+def newton_schulz(g):
+    """DeepSpeed 0.19.8, deepspeed/runtime/zero/muon/original_muon.py, `zeropower_via_newtonschulz5` (line 51)."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = g.T if g.shape[0] > g.shape[1] else g
+    x = x / (np.linalg.norm(x) + 1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if g.shape[0] > g.shape[1] else x
+
+
+def muon_reference(w, grads, *, lr, beta, decay):
+    """original_muon.py, `muon_update` (line 190), and muon_optimizer.py, `step` (line 57); torch weights are [out, in].
+
+    The ZeRO-2 path (stage_1_and_2.py, line 2865) calls the same `muon_update` on the accumulated gradient.
+    """
+    momentum = 0.0
+    for g in grads:
+        momentum = momentum + (1 - beta) * (g - momentum)
+        update = g + beta * (momentum - g)
+        rows, columns = g.shape
+        w = w * (1 - lr * decay) - lr * newton_schulz(update) * np.sqrt(max(1, rows / columns))
+    return w
+
+
+def weights(seed, *shape, count=4):
+    return [np.random.default_rng([seed, i]).normal(size=shape) for i in range(count)]
+
+
+def in_torch(kernel, widths=None):
+    """The torch weights [out, in] of a kernel [in, out]: one for each of the fused `widths`."""
+    return np.split(kernel.T, np.cumsum(widths)[:-1]) if widths else [kernel.T]
+
+
+@pytest.mark.parametrize(
+    ("shape", "widths"),
+    [((8, 16), None), ((16, 8), None), ((8, 8), None), ((8, 24), (12, 6, 6)), ((4, 12), (6, 6))],
+    ids=["wide", "tall", "square", "fused qkv", "fused gate and up"],
+)
+@pytest.mark.parametrize("layers", [None, 3], ids=["one", "stacked"])
+def test_muon_is_deepspeeds(shape, widths, layers):
+    hyper = {"weight_decay": 0.1, "momentum": 0.9}
+    series = weights(0, *([layers] if layers else []), *shape)
+    with jax.enable_x64(True):
+        tx = optimizers.make_optimizer(
+            config("Muon", hyper), LRSchedule(lambda count: 0.125), stacked=layers and {"mlp": {"kernel": True}},
+            fused={"mlp/kernel": widths} if widths else {},
+        )  # fmt: skip
+        w, *grads = ({"mlp": {"kernel": jnp.asarray(x)}} for x in series)
+        trained = train(tx, w, grads)[0]["mlp"]["kernel"]
+    for i in range(layers or 1):
+        ours, mine = (trained[i], [x[i] for x in series]) if layers else (trained, series)
+        for part, (w, *grads) in zip(
+            in_torch(np.asarray(ours), widths), zip(*(in_torch(x, widths) for x in mine), strict=True), strict=True
+        ):
+            expected = muon_reference(w, grads, lr=0.125, beta=0.9, decay=0.1)
+            np.testing.assert_allclose(part, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_muon_orthogonalises_hidden_matrices_only():
-    lr = Schedule(lambda count: 0.1)
+    lr = LRSchedule(lambda count: 0.1)
     p, g = tree(0), tree(1)
-    tx = optimizers.build(config("Muon", {"lr": 0.1}), lr, stacked=STACKED)
+    tx = optimizers.make_optimizer(config("Muon", {"lr": 0.1}), lr, stacked=STACKED)
     updates, _ = tx.update(g, tx.init(p), p)
     for layer in updates["stack"]["w"]:  # 8 x 16: singular values near 1, times sqrt(16 / 8)
         singular = np.linalg.svd(layer / -0.1, compute_uv=False) / np.sqrt(2)
@@ -285,10 +364,10 @@ def test_muon_rates_keep_their_ratio_under_a_schedule():
     p, g = tree(0), tree(1)
     params = {"lr": 0.2, "muon_lr": 0.4, "adam_lr": 0.1}
     assert base_lr(config("Muon", params)) == 0.2
-    tx = optimizers.build(config("Muon", params), Schedule(lambda count: 0.02), stacked=STACKED)
+    tx = optimizers.make_optimizer(config("Muon", params), LRSchedule(lambda count: 0.02), stacked=STACKED)
     updates, _ = tx.update(g, tx.init(p), p)
     np.testing.assert_allclose(np.abs(updates["head"]), 0.01, rtol=1e-4)
-    tx = optimizers.build(config("Muon", {"lr": 0.2}), Schedule(lambda count: 0.02), stacked=STACKED)
+    tx = optimizers.make_optimizer(config("Muon", {"lr": 0.2}), LRSchedule(lambda count: 0.02), stacked=STACKED)
     halved, _ = tx.update(g, tx.init(p), p)
     assert_close(updates["stack"]["w"], 2 * halved["stack"]["w"])
 
@@ -296,10 +375,10 @@ def test_muon_rates_keep_their_ratio_under_a_schedule():
 @pytest.mark.parametrize("name", ["Adam", "Lamb", "Lion", "Muon"])
 def test_one_cycle_momentum_drives_beta1(name):
     moving = {"cycle_first_step_size": 4, "cycle_min_mom": 0.0, "cycle_max_mom": 0.99}
-    lr = build("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, **moving}, 0.1)
-    cycled = optimizers.build(config(name, {}), lr, stacked=STACKED)
+    lr = make_lr_schedule("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, **moving}, 0.1)
+    cycled = optimizers.make_optimizer(config(name, {}), lr, stacked=STACKED)
     # The momentum at steps 0, 1 is 0, 0.74: against a fixed 0 the first step agrees and the second does not.
-    fixed = optimizers.build(config(name, {"betas": [0.0, 0.99]}), Schedule(lr.lr), stacked=STACKED)
+    fixed = optimizers.make_optimizer(config(name, {"betas": [0.0, 0.99]}), LRSchedule(lr.lr), stacked=STACKED)
     grads = [tree(seed) for seed in range(1, 4)]
     assert_close(train(cycled, tree(0), grads[:1])[0], train(fixed, tree(0), grads[:1])[0])
     moved, plain = train(cycled, tree(0), grads)[0], train(fixed, tree(0), grads)[0]
@@ -327,7 +406,7 @@ def test_describe():
     assert "0.1" in notes[0]
     assert "torch_adam" in notes[1]
     assert describe(config("AdamW", {}), schedule()) == ()
-    cycle = build("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1}, 0.1)
+    cycle = make_lr_schedule("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1}, 0.1)
     assert describe(config("SGD", {}), cycle) == (
         "SGD: OneCycle's cycle_momentum is not used, the optimizer has no betas",
     )
@@ -342,18 +421,18 @@ def test_base_lr():
     assert base_lr(None) is None
 
 
-def test_resolve():
+def test_choose_optimizer():
     own = optax.sgd(1.0)
-    assert resolve(own, None, None, stacked=None) is own
-    made = resolve(lambda rate: optax.sgd(rate), None, schedule(), stacked=None)
+    assert choose_optimizer(own, None, None, stacked=None) is own
+    made = choose_optimizer(lambda rate: optax.sgd(rate), None, schedule(), stacked=None)
     assert float(made.update(jnp.ones(1), made.init(jnp.ones(1)))[0][0]) == pytest.approx(-0.01)
-    built = resolve(None, config("SGD", {"lr": 0.5}), None, stacked=None)
+    built = choose_optimizer(None, config("SGD", {"lr": 0.5}), None, stacked=None)
     assert float(built.update(jnp.ones(1), built.init(jnp.ones(1)), jnp.ones(1))[0][0]) == -0.5
     for optimizer, words in ((None, "none given"), ("adam", "'adam' is neither"), (lambda rate: rate, "returned")):
         with pytest.raises(ConfigError, match=words):
-            resolve(optimizer, None, schedule(), stacked=None)
+            choose_optimizer(optimizer, None, schedule(), stacked=None)
     with pytest.raises(ConfigError, match="needs one"):
-        resolve(optax.sgd, None, None, stacked=None)
+        choose_optimizer(optax.sgd, None, None, stacked=None)
 
 
 def test_lr_of():
@@ -414,3 +493,15 @@ def test_all_problems_at_once():
     with pytest.raises(ConfigError) as error:
         make("Adam", {"lr": -1, "torch_adam": 1.0, "epsilon": 1e-8, "betas": 0.9})
     assert len(error.value.problems) == 4
+
+
+def test_fused_matrices_of_a_model():
+    params = {"mlp": {"kernel": jax.ShapeDtypeStruct((4, 12), jnp.float32)}}
+    read = lambda **fused: fused_matrices(SimpleNamespace(fused_matrices=fused), params)  # noqa: E731
+    assert fused_matrices(object(), params) == {}
+    assert read(**{"mlp/kernel": [6, 6]}) == {"mlp/kernel": (6, 6)}
+    with pytest.raises(ConfigError) as error:
+        read(**{"mlp/kernel": [6, 8], "mlp/up": [12]})
+    adds, unknown = error.value.problems
+    assert "fused_matrices['mlp/kernel'] = [6, 8]: must add up to the last axis of the parameter, (4, 12)" in adds
+    assert "fused_matrices['mlp/up'] = [12]: no such parameter; they are mlp/kernel" in unknown

@@ -63,7 +63,7 @@ def _with_rng(loss_fn: Callable) -> Callable:
 
 def _take_methods(model: Any, module: Any) -> None:
     """The methods of a module that say something about it are the model's."""
-    for name in ("report_notes", "weights_layout"):
+    for name in ("report_notes", "weights_layout", "fused_matrices"):
         if hasattr(module, name):
             setattr(model, name, getattr(module, name))
 

@@ -1,15 +1,18 @@
-"""Optimizers: DeepSpeed's by its names, parameters and defaults; optax's by theirs, but for those in `table.REFUSED`.
+"""Optimizers: DeepSpeed's by its names, parameters and defaults; optax's by theirs, except `table.REFUSED`.
 
-`transforms` has the arithmetic, `wrappers` what goes around it: an optimizer that looks at a whole parameter (Lamb's
-trust ratio, Muon's orthogonalisation, Adafactor's factored moments) sees each layer of a layer stack as a parameter of
-its own. The state keeps the parameters' key paths: a state leaf that belongs to a parameter has a path that ends with
-the parameter's, and for elementwise state its shape, so sharding specs can be assigned by that rule.
+Read `table` (a name is a row), then `transforms` and `muon` (the arithmetic), then `wrappers`. An optimizer that looks
+at a whole parameter (Lamb's trust ratio, Muon's orthogonalisation, Adafactor's factored moments) sees each layer of a
+layer stack as a parameter of its own. The state keeps the parameters' key paths: a state leaf that belongs to a
+parameter has a path that ends with the parameter's, and for elementwise state its shape. Sharding specs are assigned by
+that rule.
 
-The arithmetic and the state are fp32 whatever the parameters' dtype, unless `state_dtype` says otherwise.
+The arithmetic and the state are fp32 whatever the parameters' dtype, unless `state_dtype` changes the state's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -17,25 +20,35 @@ import jax.numpy as jnp
 import optax
 
 from jzero.errors import ConfigError
-from jzero.optimizers.lr_schedules import Schedule, from_config
-from jzero.optimizers.table import _PLAIN, _WHOLE, Row, look_up
+from jzero.optimizers.lr_schedules import LRSchedule, from_config
+from jzero.optimizers.muon import fused_matrices
+from jzero.optimizers.table import Row, look_up
 from jzero.optimizers.transforms import Knobs
 from jzero.optimizers.wrappers import Transform, in_fp32, per_layer
 
 __all__ = [
-    "_PLAIN", "_WHOLE", "at_step", "base_lr", "build", "describe", "lr_of", "per_layer", "problems", "resolve",
+    "at_step", "base_lr", "choose_optimizer", "describe", "fused_matrices", "lr_of", "make_optimizer",
+    "optimizer_problems", "per_layer",
 ]  # fmt: skip
 
 
-def build(optimizer_config: Any, lr: Schedule, *, stacked: Any, state_dtype: Any = jnp.float32) -> Transform:
-    """The optimizer of a config's `optimizer` section.
+def make_optimizer(
+    optimizer_config: Any,
+    lr: LRSchedule,
+    *,
+    stacked: Any,
+    fused: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    state_dtype: Any = jnp.float32,
+) -> Transform:
+    """Make the optimizer of a config's `optimizer` section.
 
     Args:
-      optimizer_config: has `type` (any case of letters) and `params`; a value "auto" counts as not given.
+      optimizer_config: has `type` (in any letter case) and `params`; a value "auto" counts as not given.
       lr: the schedule, built on `base_lr(optimizer_config)`.
       stacked: a tree of bool over the parameters (or a prefix of it), True where the leading axis is the layer axis;
         None for a model without a layer stack.
-      state_dtype: of the moments; the arithmetic is fp32 in any case.
+      fused: the widths of the matrices that lie side by side in a parameter, see `fused_matrices`.
+      state_dtype: dtype of the moments; the arithmetic is fp32 in any case.
 
     Returns:
       A transformation whose `update` needs the parameters. Apply its updates with `optax.apply_updates`.
@@ -45,28 +58,37 @@ def build(optimizer_config: Any, lr: Schedule, *, stacked: Any, state_dtype: Any
 
     >>> from types import SimpleNamespace
     >>> config = SimpleNamespace(type="AdamW", params={"lr": 0.1, "betas": [0.9, 0.95]})
-    >>> tx = build(config, Schedule(lambda count: 0.1), stacked=None)
+    >>> tx = make_optimizer(config, LRSchedule(lambda count: 0.1), stacked=None)
     >>> params = {"w": jnp.ones(2)}
     >>> updates, state = tx.update({"w": jnp.array([1.0, -2.0])}, tx.init(params), params)
     >>> [round(u, 4) for u in updates["w"].tolist()]
     [-0.1, 0.1]
     """
     row, params = _read(optimizer_config)
-    return in_fp32(row.make(Knobs(lr, float(row.base(params)), stacked), params), state_dtype)
+    return in_fp32(row.make(Knobs(lr, float(row.base(params)), stacked, fused), params), state_dtype)
 
 
-def resolve(
-    optimizer: Any, optimizer_config: Any, lr: Schedule | None, *, stacked: Any, state_dtype: Any = jnp.float32
+def choose_optimizer(
+    optimizer: Any,
+    optimizer_config: Any,
+    lr: LRSchedule | None,
+    *,
+    stacked: Any,
+    fused: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    state_dtype: Any = jnp.float32,
 ) -> Transform:
-    """The client's optimizer if there is one, else the config's.
+    """Choose the optimizer from user code if there is one, else make the config's.
 
     Args:
-      optimizer: None, an `optax.GradientTransformation` (taken as it is: its own learning rate, its own view of layer
-        stacks, see `per_layer`), or a function from the schedule (count -> learning rate) to one.
-      optimizer_config, lr, stacked, state_dtype: as for `build`.
+      optimizer: None, an `optax.GradientTransformation` (used unchanged: with its own learning rate and its own view
+        of layer stacks, see `per_layer`), or a function from the schedule (count -> learning rate) to one.
+      optimizer_config, lr, stacked, fused, state_dtype: as for `make_optimizer`.
+
+    Returns:
+      The transformation.
 
     Raises:
-      ConfigError: no optimizer at all, or something else than the above.
+      ConfigError: no optimizer at all, or an object that is none of the above.
     """
     if isinstance(optimizer, optax.GradientTransformation):
         return optimizer
@@ -91,11 +113,11 @@ def resolve(
         )
     lr = from_config(None, base_lr(optimizer_config)) if lr is None else lr
     assert lr is not None
-    return build(optimizer_config, lr, stacked=stacked, state_dtype=state_dtype)
+    return make_optimizer(optimizer_config, lr, stacked=stacked, fused=fused, state_dtype=state_dtype)
 
 
-def problems(optimizer_config: Any) -> list[str]:
-    """What is wrong with a config's `optimizer` section, as far as it shows before any array is made."""
+def optimizer_problems(optimizer_config: Any) -> list[str]:
+    """List the problems of a config's `optimizer` section that show before any array is made."""
     return look_up(optimizer_config)[2]
 
 
@@ -108,9 +130,16 @@ def _read(optimizer_config: Any) -> tuple[Row, dict[str, Any]]:
 
 
 def base_lr(optimizer_config: Any) -> float | None:
-    """The optimizer's own learning rate, the one that schedules start from: its `lr`, or the type's default.
+    """Return the learning rate that schedules start from: the optimizer's `lr`, or the type's default.
 
-    None without an `optimizer` section.
+    Args:
+      optimizer_config: the section, or None.
+
+    Returns:
+      The rate; None without a section.
+
+    Raises:
+      ConfigError: as `make_optimizer`.
 
     >>> from types import SimpleNamespace
     >>> base_lr(SimpleNamespace(type="AdamW", params={}))
@@ -122,8 +151,8 @@ def base_lr(optimizer_config: Any) -> float | None:
     return float(row.base(params))
 
 
-def describe(optimizer_config: Any, lr: Schedule | None) -> tuple[str, ...]:
-    """What the run report says about the config's optimizer: where it is not what its name suggests."""
+def describe(optimizer_config: Any, lr: LRSchedule | None) -> tuple[str, ...]:
+    """List the run report's notes on the config's optimizer: where it differs from what its name suggests."""
     row, params = _read(optimizer_config)
     name = optimizer_config.type
     notes = [note.format(name=name, **params) for when, note in row.notes if when(params)]
@@ -136,27 +165,35 @@ def describe(optimizer_config: Any, lr: Schedule | None) -> tuple[str, ...]:
 
 
 def at_step(opt_state: Any, count: Any) -> Any:
-    """An optimizer's state whose schedules have come to this step. A state that is a count alone is a schedule's.
+    """Move the schedules in an optimizer's state to a step; the moments keep their own counts.
 
-    Optimizers that look up the rate by their own count (optax's madgrad, prodigy and dadapt_adamw), and Adam's first
-    beta under OneCycle's cycle_momentum, keep it: it corrects their moments too.
+    A state whose only field is `count` is a schedule's. Some optimizers look up the rate by the count that also
+    corrects their moments (optax's madgrad, prodigy and dadapt_adamw; Adam's first beta under OneCycle's
+    cycle_momentum): they keep theirs.
+
+    Args:
+      opt_state: an optax state.
+      count: optimizer steps applied so far.
+
+    Returns:
+      The state with those counts replaced.
 
     >>> state = at_step(optax.adam(lambda count: 0.1).init({"w": jnp.ones(2)}), 7)
     >>> int(state[0].count), int(state[1].count)
     (0, 7)
     """
 
-    def alone(node: Any) -> bool:
+    def is_schedule(node: Any) -> bool:
         return getattr(node, "_fields", ()) == ("count",)
 
     def moved(node: Any) -> Any:
-        return node._replace(count=jnp.full_like(node.count, count)) if alone(node) else node
+        return node._replace(count=jnp.full_like(node.count, count)) if is_schedule(node) else node
 
-    return jax.tree.map(moved, opt_state, is_leaf=alone)
+    return jax.tree.map(moved, opt_state, is_leaf=is_schedule)
 
 
 def lr_of(opt_state: Any) -> jax.Array:
-    """The learning rate of a client's optimizer built with `optax.inject_hyperparams`; nan for any other.
+    """Read the learning rate from the state of an `optax.inject_hyperparams` optimizer; nan for any other.
 
     >>> tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.25)
     >>> float(lr_of(tx.init({"w": jnp.ones(2)}))), float(lr_of(optax.sgd(0.25).init({"w": jnp.ones(2)})))

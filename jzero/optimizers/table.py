@@ -1,8 +1,9 @@
-"""The optimizers of a config: a name is a row, with its parameters, how it is made and what is to say about it.
+"""The optimizers of a config: a name is a row, with its parameters, how it is made and its notes for the run report.
 
-DeepSpeed's seven (names in any case of letters), then those of `optax` and `optax.contrib` that are made from a
-learning rate and numbers, but for `REFUSED`. The names that both have are DeepSpeed's, with its defaults; optax's
-spellings `learning_rate`, `b1` and `b2` are read there too.
+DeepSpeed's seven (names in any letter case), then those of `optax` and `optax.contrib` that are made from a learning
+rate and numbers, except `REFUSED`. A name that both have is DeepSpeed's, with its defaults and arithmetic; optax's own
+are `optax.lamb`, `optax.muon` and `optax.adagrad` where the numbers differ. The spellings `learning_rate`, `b1` and
+`b2` are read everywhere.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import optax
 import optax.contrib
 
 from jzero.errors import ConfigError
-from jzero.optimizers import transforms
+from jzero.optimizers import muon, transforms
 from jzero.optimizers.wrappers import Transform, per_layer
 from jzero.values.kinds import FLAG, FRACTION, NON_NEGATIVE32, Kind, one_of
 from jzero.values.tables import Param, did_you_mean, drop_auto, only, read_params, signature_params
@@ -23,9 +24,15 @@ from jzero.values.tables import Param, did_you_mean, drop_auto, only, read_param
 
 @dataclass(frozen=True)
 class Row:
-    """An optimizer: its parameters, how it is made, and what is worth saying about it, if a test on them holds.
+    """One optimizer.
 
-    `cycles`: it has betas, so OneCycle's momentum applies. `check`: the problems between its parameters.
+    Attributes:
+      params: name of a parameter -> its default and kind.
+      make: the transformation, from the knobs and the parameters' values.
+      notes: (test on the parameters, text) pairs; the run report prints the text where the test holds.
+      cycles: whether it has betas, to which OneCycle's momentum applies.
+      base: the learning rate that schedules start from.
+      check: the problems between its parameters.
     """
 
     params: dict[str, Param]
@@ -113,6 +120,7 @@ DEEPSPEED: dict[str, Row] = {
     ),
     "Muon": Row(
         {
+            # Without a rate of its own, each half takes `lr`, else its default: 0.02 for Muon, 3e-4 for Adam.
             "lr": Param(None, NON_NEGATIVE32),
             "muon_lr": Param(None, NON_NEGATIVE32),
             "adam_lr": Param(None, NON_NEGATIVE32),
@@ -120,17 +128,28 @@ DEEPSPEED: dict[str, Row] = {
             "betas": Param((0.9, 0.95), _BETAS),
             "eps": Param(1e-10, NON_NEGATIVE32),
             "weight_decay": Param(0.0, NON_NEGATIVE32),
+            **_TORCH_ADAM,
+            "adam_w_mode": Param(True, FLAG),
             "ns_method": Param("gram", one_of(("gram", "standard"))),
             "per_head_muon": only(False, "per-head orthogonalisation is not supported yet"),
         },
-        transforms.muon,
+        muon.muon,
         (
-            (lambda p: p["ns_method"] == "gram", "{name}: ns_method gram runs the standard iteration, the same values"),
+            (
+                lambda p: p["ns_method"] == "gram",
+                "{name}: ns_method gram and standard give the same values; jzero runs the standard iteration, in fp32",
+            ),
             (
                 lambda p: True,
                 "{name}: Muon on the matrices inside the layer stack (in a model without one: those not named embed or "
                 "lm_head), AdamW on the rest; muon_lr and adam_lr keep their ratio to lr under a schedule",
             ),
+            (
+                lambda p: True,
+                "{name}: gradient_clipping clips the gradients; DeepSpeed's ZeRO clips the orthogonalised updates, "
+                "which shortens its steps",
+            ),
+            _NO_TORCH,
         ),
         cycles=True,
         base=lambda p: transforms.first(p["lr"], p["muon_lr"], 0.02),
@@ -139,14 +158,15 @@ DEEPSPEED: dict[str, Row] = {
 
 LATER = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD")
 
-# optax aliases whose update of an element depends on nothing else, or on all parameters at once: stacking is harmless.
-_PLAIN = (
+# optax's by their names there. An element's update depends on nothing else, or on all parameters at once: a layer stack
+# changes nothing.
+OPTAX_ELEMENTWISE = (
     "acprop", "adabelief", "adadelta", "adamax", "adamaxw", "adan", "ademamix", "adopt", "amsgrad", "cocob",
-    "dadapt_adamw", "dog", "dowg", "madgrad", "nadam", "nadamw", "noisy_sgd", "optimistic_adam_v2",
+    "dadapt_adamw", "dog", "dowg", "madgrad", "nadam", "nadamw", "noisy_sgd", "optax.adagrad", "optimistic_adam_v2",
     "optimistic_gradient_descent", "prodigy", "radam", "rmsprop", "sign_sgd", "signum", "simplified_ademamix", "yogi",
 )  # fmt: skip
-# Those that look at one whole parameter at a time.
-_WHOLE = ("adafactor", "fromage", "lars", "novograd", "sm3")
+# An update depends on one whole parameter: each layer of a stack must be one.
+OPTAX_PER_PARAMETER = ("adafactor", "fromage", "lars", "novograd", "optax.lamb", "optax.muon", "sm3")
 REFUSED = {
     "lbfgs": "its line search evaluates the loss",
     "polyak_sgd": "its update needs the loss",
@@ -163,8 +183,10 @@ REFUSED = {
 
 
 def _alias(name: str) -> Row:
-    """The row of an optax alias: its own parameter names, the learning rate also as `lr`."""
-    function = getattr(optax, name, None) or getattr(optax.contrib, name)
+    """The row of an optax function: its own parameter names, the learning rate also as `lr`."""
+    own_name = name.removeprefix("optax.")
+    function = getattr(optax, own_name, None) or getattr(optax.contrib, own_name)
+    # functions and arrays, which JSON has not
     not_from_json = ("mask", "weight_decay_mask", "trust_ratio_mask", "key", "clip_value_fn")
     params = signature_params(function)
     own_lr = params.pop("learning_rate").default
@@ -173,13 +195,13 @@ def _alias(name: str) -> Row:
     def make(k: transforms.Knobs, p: dict[str, Any]) -> Transform:
         arguments = {key: value for key, value in p.items() if key != "lr"}
         try:
-            if name == "sm3":  # takes a constant rate only
+            if name == "sm3":  # takes a constant rate only, and needs no other: its update is linear in the rate
                 tx = optax.chain(function(learning_rate=1.0, **arguments), optax.scale_by_schedule(k.lr))
             else:
                 tx = function(learning_rate=k.lr, **arguments)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"optimizer.params: {name} refuses {arguments!r}: {error}") from error
-        return per_layer(tx, k.stacked) if name in _WHOLE else tx
+        return per_layer(tx, k.stacked) if name in OPTAX_PER_PARAMETER else tx
 
     lr = Param(own_lr if isinstance(own_lr, int | float) else 1e-3, NON_NEGATIVE32)
     return Row({"lr": lr, **params}, make)
@@ -189,7 +211,7 @@ def look_up(optimizer_config: Any) -> tuple[Row | None, dict[str, Any], list[str
     """The row of a config's optimizer, its parameters over the row's defaults, and every problem."""
     name = str(optimizer_config.type).lower()
     row = {n.lower(): row for n, row in DEEPSPEED.items()}.get(name)
-    if row is None and name in (*_PLAIN, *_WHOLE):
+    if row is None and name in (*OPTAX_ELEMENTWISE, *OPTAX_PER_PARAMETER):
         row = _alias(name)
     if row is None:
         return None, {}, [_no_such(str(optimizer_config.type))]
@@ -199,12 +221,18 @@ def look_up(optimizer_config: Any) -> tuple[Row | None, dict[str, Any], list[str
 
 
 def _in_our_names(given: Mapping[str, Any], table: Mapping[str, Param]) -> tuple[dict[str, Any], list[str]]:
-    """optax's `learning_rate` as `lr`, and its `b1` and `b2` as `betas` where the table has those; not both."""
+    """Rename optax's `learning_rate` to `lr`, and `b1` and `b2` to `betas` where the table has that.
+
+    Returns:
+      The renamed parameters, and a problem for each one given under both names.
+    """
     ours, problems = dict(given), []
 
     def rename(theirs: str, name: str, value: Any) -> None:
         if name in given:
-            problems.append(f"optimizer.params.{theirs}: {name} {given[name]!r} is given too, the same; keep one")
+            problems.append(
+                f"optimizer.params.{theirs}: {name} {given[name]!r} is given too; they are one parameter, keep one"
+            )
         ours[name] = given.get(name, value)
 
     if "learning_rate" in given:
@@ -216,7 +244,7 @@ def _in_our_names(given: Mapping[str, Any], table: Mapping[str, Param]) -> tuple
 
 
 def _no_such(name: str) -> str:
-    names = [*DEEPSPEED, *_PLAIN, *_WHOLE]
+    names = [*DEEPSPEED, *OPTAX_ELEMENTWISE, *OPTAX_PER_PARAMETER]
     allowed = ", ".join(names)
     if name.lower() in (later.lower() for later in LATER):
         return f"optimizer.type: {name!r} is not supported yet; allowed: {allowed}"

@@ -1,4 +1,4 @@
-"""What goes around any transformation: one parameter per layer of a stack, and arithmetic in fp32."""
+"""Wrappers around any transformation: one parameter per layer of a stack, and arithmetic in fp32."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ Transform: TypeAlias = optax.GradientTransformation
 
 
 def per_layer(tx: Transform, stacked: Any) -> Transform:
-    """`tx` that treats each layer of a stacked leaf as its own parameter: it is mapped over the leading axis.
+    """Map `tx` over the layer axis of stacked leaves, so that each layer is a parameter of its own.
 
-    For transformations that look at one whole leaf at a time. Stacks must all have the same number of layers.
+    For transformations that look at one whole leaf at a time. All stacks must have the same number of layers, since one
+    `vmap` runs over them together; state with no layer axis of its own, a step count, becomes one per layer.
 
     Args:
       tx: any transformation.
-      stacked: a tree of bool over the parameters (or a prefix of it), or None: `tx` as it is.
+      stacked: a tree of bool over the parameters (or a prefix of it); None returns `tx` unchanged.
+
+    Returns:
+      The mapped transformation, with `tx` itself on the leaves that are not stacked.
 
     >>> clip = per_layer(optax.clip_by_block_rms(1.0), {"stack": True, "end": False})
     >>> x = {"stack": jnp.array([[4.0, 4.0], [0.5, 0.5]]), "end": jnp.array([2.0, 2.0])}
@@ -39,40 +43,55 @@ def per_layer(tx: Transform, stacked: Any) -> Transform:
     return optax.partition({"layers": layered, "rest": tx}, partial(labels, stacked, lambda s, p: which[s]))
 
 
-def labels(stacked: Any, label: Callable[[bool, Any], str], params: Any) -> Any:
+def labels(stacked: Any, label: Callable[[bool, Any], Any], params: Any) -> Any:
     """label(is stacked, leaf) for each parameter; `stacked` may be a prefix, or None for nothing stacked."""
     stacked = False if stacked is None else stacked
     return jax.tree.map(lambda s, part: jax.tree.map(lambda p: label(bool(s), p), part), stacked, params)
 
 
+def map_layers(function: Callable[..., Any], stacked: Any, *trees: Any) -> Any:
+    """`function` of the trees' leaves, and of each layer of a stacked leaf; `stacked` as in `labels`."""
+    stacked = False if stacked is None else stacked
+    layered = jax.vmap(function)
+    return jax.tree.map(lambda s, *parts: jax.tree.map(layered if s else function, *parts), stacked, *trees)
+
+
 def in_fp32(tx: Transform, state_dtype: Any) -> Transform:
-    """`tx` computing in fp32 for parameters of any dtype, its per-parameter state kept in `state_dtype`."""
+    """Run `tx` in fp32 for parameters of any dtype, and keep its per-parameter state in `state_dtype`.
+
+    Each update loads low-precision state to fp32, computes, and rounds once, instead of at every operation. State that
+    belongs to no parameter (counts, scalars) keeps its dtype.
+    """
     tx = optax.with_extra_args_support(tx)
     low = jnp.dtype(state_dtype) != jnp.float32
 
     def up(tree: Any) -> Any:
-        return jax.tree.map(lambda x: _as_floating(x, jnp.promote_types(x.dtype, jnp.float32)), tree)
+        # float64 parameters stay float64
+        return jax.tree.map(lambda x: _cast_floating(x, jnp.promote_types(x.dtype, jnp.float32)), tree)
 
     def store(state: Any, params: Any) -> Any:
-        return _map_owned(lambda x: _as_floating(x, state_dtype), state, params) if low else state
+        return _map_owned(lambda x: _cast_floating(x, state_dtype), state, params) if low else state
 
     def init(params: Any) -> Any:
         return store(tx.init(up(params)), params)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        loaded = _map_owned(lambda x: _as_floating(x, jnp.float32), state, updates) if low else state
+        loaded = _map_owned(lambda x: _cast_floating(x, jnp.float32), state, updates) if low else state
         new_updates, new_state = tx.update(up(updates), loaded, None if params is None else up(params), **extra)
         return new_updates, store(new_state, updates)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _as_floating(x: Any, dtype: Any) -> Any:
+def _cast_floating(x: Any, dtype: Any) -> Any:
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _map_owned(function: Callable[[Any], Any], state: Any, params: Any) -> Any:
-    """`function` on the state leaves that belong to a parameter: whose key path ends with the parameter's."""
+    """`function` on the state leaves that belong to a parameter: whose key path ends with the parameter's.
+
+    Paths are tuples of keys, so the suffixes of each state leaf are looked up, one for each length of parameter path.
+    """
     owners = {path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]}
     lengths = {len(path) for path in owners}
 
