@@ -41,8 +41,8 @@ def make_mesh(
     """Lay the devices out as (`pipe`, `data`, `zero`, `tensor`).
 
     Args:
-      config: takes the degrees from its `mesh` section (and from DeepSpeed's `mics_shard_size` or
-        `zero_hpz_partition_size`) instead of from the keywords.
+      config: takes the degrees from its `mesh` section (and from DeepSpeed's `mics_shard_size`) instead of
+        from the keywords.
       pipe, data, zero, tensor: the degrees; at most one may be -1, which means the rest.
       devices: default `jax.devices()`. They are taken in order of host, so that `tensor` and `zero`, the
         inner axes, stay on a host's fast links and `pipe` and `data` go across.
@@ -94,7 +94,7 @@ def check_against(config: Config, mesh: Mesh) -> None:
             f"data_parallel_size = {config.data_parallel_size} in the config, but the mesh passed in has "
             f"data x zero = {replicas(mesh)}: pass one of them, or jzero.make_mesh(config)"
         )
-    grouped = config.zero_optimization.mics_shard_size > 0 or config.zero_optimization.zero_hpz_partition_size > 1
+    grouped = config.zero_optimization.mics_shard_size > 0
     if config.pipeline.stages not in (None, mesh.shape[PIPE]):
         raise ConfigError(
             f"pipeline.stages = {config.pipeline.stages} in the config, but the mesh passed in has pipe "

@@ -336,7 +336,7 @@ def test_advice_fits_the_value():
     assert "quotes" in problem({"zero_optimization": {"stage": "3"}})
     assert problem({"zero_optimization": 3}) == (
         "zero_optimization = 3: must be a section {...} with the keys mics_shard_size, stage, "
-        "stage3_param_persistence_threshold, zero_hpz_partition_size"
+        "stage3_param_persistence_threshold"
     )
 
 
@@ -429,6 +429,21 @@ def test_key_to_come_is_refused_by_name(path, value):
     assert message.endswith("leave it out")
 
 
+def test_a_secondary_copy_of_the_weights_is_refused_with_the_way_out():
+    """DeepSpeed 0.19.8, runtime/zero/partition_parameters.py, line 1307: hpZ keeps a second partition of the weights
+    inside a group (2 bytes per parameter over its n devices), and the first, with all other state, over all N devices.
+    """
+    message = problem({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}})
+    assert message.startswith("zero_optimization.zero_hpz_partition_size = 2: not yet supported: ")
+    for part in ("16/N + 2/n bytes", '"mics_shard_size": n', '"mesh": {"data": N/n, "zero": n}', "16/n bytes", "16/N"):
+        assert part in message
+    for nothing in (0, 1, None, "auto"):
+        config = Config.load({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": nothing}})
+        assert config.mesh_degrees(8)["zero"] == 8
+    for instead in ({"zero_optimization": {"mics_shard_size": 2}}, {"mesh": {"data": 4, "zero": 2}}):
+        assert Config.load(instead).mesh_degrees(8) == {"pipe": 1, "data": 4, "zero": 2, "tensor": 1}
+
+
 def test_nested_compression_is_refused():
     section = {"weight_quantization": {"shared_parameters": {"enabled": False}, "different_groups": {}}}
     assert Config.load({"compression_training": section}) == Config()
@@ -481,10 +496,6 @@ def test_no_row_hides_a_field_and_every_table_key_is_reachable():
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["fp16.enabled = true and bf16.enabled = true"]),
         ({"bf16": {"bf16_optimizer_states": True}}, ["needs bf16.bf16_master_weights_and_grads"]),
         ({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, ["bfloat16", "deprecated name of bf16"]),
-        (
-            {"zero_optimization": {"mics_shard_size": 2, "zero_hpz_partition_size": 2}},
-            ["mics_shard_size = 2", "zero_hpz_partition_size = 2", "keep one"],
-        ),
         ({"zero_optimization": {"mics_shard_size": 2}, "mesh": {"zero": 4}}, ["mics_shard_size = 2", "mesh.zero = 4"]),
         ({"mesh": {"data": -1}}, ["mesh.data = -1 and mesh.zero = -1", "one axis only", "default of mesh.zero"]),
         ({"mesh": {"data": -1, "zero": -1}}, ["mesh.data = -1 and mesh.zero = -1", "one axis only"]),
@@ -655,10 +666,10 @@ def test_mesh_degrees_resolve_the_rest(data, zero, rest):
     assert list(got) == ["pipe", "data", "zero", "tensor"]
 
 
-@given(st.integers(1, 12), st.integers(2, 12), st.sampled_from(["mics_shard_size", "zero_hpz_partition_size"]))
-def test_a_shard_size_sets_zero_and_leaves_the_rest_to_data(groups, shard, key):
+@given(st.integers(1, 12), st.integers(2, 12))
+def test_a_shard_size_sets_zero_and_leaves_the_rest_to_data(groups, shard):
     for mesh in ({}, {"zero": -1}, {"zero": shard}, {"data": -1}, {"data": groups}):
-        config = Config.load({"zero_optimization": {key: shard}, "mesh": mesh})
+        config = Config.load({"zero_optimization": {"mics_shard_size": shard}, "mesh": mesh})
         assert config.mesh_degrees(groups * shard) == {"pipe": 1, "data": groups, "zero": shard, "tensor": 1}
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from jzero import optimizers
 from jzero.config.sections import MeshConfig, Settings
-from jzero.config.sizes import AXES_TO_COME, HPZ, MICS, asked_degrees, zero_group
+from jzero.config.sizes import AXES_TO_COME, MICS, asked_degrees, zero_group
 from jzero.optimizers import lr_schedules
 from jzero.pipeline.schedules import too_many_chunks
 
@@ -40,21 +40,14 @@ def _bf16_states(s: Settings) -> Iterator[str]:
         yield "bf16.bf16_optimizer_states = true: needs bf16.bf16_master_weights_and_grads = true; set both or neither"
 
 
-@_reads(MICS, HPZ)
-def _two_groups(s: Settings) -> Iterator[str]:
-    mics, hpz = s.zero_optimization.mics_shard_size, s.zero_optimization.zero_hpz_partition_size
-    if mics > 0 and hpz > 1:
-        yield f"{MICS} = {mics} and {HPZ} = {hpz}: both set the size of a ZeRO group; keep one"
-
-
-@_reads(MICS, HPZ, "mesh.zero")
+@_reads(MICS, "mesh.zero")
 def _group_against_mesh(s: Settings) -> Iterator[str]:
     key, size = zero_group(s)
     if size and "zero" in s.mesh.model_fields_set and s.mesh.zero not in (-1, size):
         yield f"{key} = {size} and mesh.zero = {s.mesh.zero}: both set the size of a ZeRO group; keep one"
 
 
-@_reads(MICS, HPZ, *_MESH)
+@_reads(MICS, *_MESH)
 def _one_rest(s: Settings) -> Iterator[str]:
     rest = [f"mesh.{axis} = -1" for axis, degree in asked_degrees(s).items() if degree == -1]
     if len(rest) > 1:

@@ -92,7 +92,6 @@ class ZeroConfig(Section):
     stage: Annotated[int, PlainValidator(kinds.STAGE)] = 0
     stage3_param_persistence_threshold: Count = 100_000
     mics_shard_size: PositiveOrRest = -1
-    zero_hpz_partition_size: Positive = 1
 
 
 class ActivationCheckpointing(Section):

@@ -10,7 +10,7 @@ from jzero.values.kinds import either
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 TRAIN, MICRO, ACCUM = BATCH
-MICS, HPZ = "zero_optimization.mics_shard_size", "zero_optimization.zero_hpz_partition_size"
+MICS = "zero_optimization.mics_shard_size"
 AXES_TO_COME = {"tensor": "tensor parallelism"}
 
 
@@ -111,11 +111,9 @@ def _around(target: int, choices: list[int]) -> str:
 
 
 def zero_group(s: Settings) -> tuple[str, int]:
-    """The key that sets the size of a ZeRO group, and the size; 0 if that is left to `mesh.zero`."""
-    zero = s.zero_optimization
-    if zero.mics_shard_size > 0:
-        return MICS, zero.mics_shard_size
-    return (HPZ, zero.zero_hpz_partition_size) if zero.zero_hpz_partition_size > 1 else ("mesh.zero", 0)
+    """The key that sets the size of the ZeRO groups, and the size; 0 where `mesh.zero` sets it."""
+    size = s.zero_optimization.mics_shard_size
+    return (MICS, size) if size > 0 else ("mesh.zero", 0)
 
 
 def asked_degrees(s: Settings) -> dict[str, int]:
