@@ -1,5 +1,6 @@
 """jzero.config: what loads, what each mistake says, and the arithmetic of batch sizes and mesh degrees."""
 
+import ast
 import base64
 import copy
 import doctest
@@ -7,6 +8,7 @@ import json
 import math
 import pickle
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -150,7 +152,8 @@ def test_hugging_face_auto_config():
     assert given == HF_AUTO, "load must not change the caller's dict"
     assert config.precision == "fp32"
     assert config.gradient_clipping == 1.0
-    assert config.optimizer.params == config.scheduler.params == {}
+    assert config.optimizer.params == {}
+    assert config.scheduler.params == HF_AUTO["scheduler"]["params"], "what the word means depends on the schedule"
     assert config.zero_optimization.stage3_param_persistence_threshold == 100_000
     assert "zero_optimization.reduce_bucket_size" not in {r.key for r in config.replaced}  # "auto" gives nothing
     with pytest.raises(ConfigError, match="no batch size"):
@@ -731,6 +734,25 @@ def test_mesh_errors(given, devices, parts):
     for part in parts:
         assert part in str(error.value)
     assert "mesh.pipe = 2" not in str(error.value), "no advice for what was not asked for"
+
+
+# ---- the imports ----------------------------------------------------------------------------------------------------
+
+ROOMS = ("errors", "tree", "values", "optimizers", "config")  # in import order: none imports a later one
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_point_one_way(room):
+    package = Path(config_module.__file__).parents[1]
+    files = sorted(package.glob(f"{room}/*.py")) or [package / f"{room}.py"]
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else names
+            names = [f"jzero.{alias.name}" for alias in node.names] if names == ["jzero"] else names
+            for name in names:
+                if name.startswith("jzero"):
+                    assert name.split(".")[1] in ROOMS[: ROOMS.index(room) + 1], f"{file.name} imports {name}"
 
 
 # ---- the module -----------------------------------------------------------------------------------------------------

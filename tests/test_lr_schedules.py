@@ -175,6 +175,13 @@ def test_the_peak_of_a_warm_up_that_does_not_give_one(type, given):
     assert config.autos == (("scheduler.params.warmup_max_lr",) if given == "auto" else ())
 
 
+def test_auto_for_a_parameter_that_the_schedule_does_not_have():
+    params = {"total_num_steps": 40, "warmup_max_lr": "auto"}
+    assert float(lr_schedules.make_lr_schedule("WarmupCosineLR", params, 0.25).lr(1)) == 0.0
+    params = {"value": 0.5, "warmup_max_lr": "auto"}
+    assert float(lr_schedules.make_lr_schedule("constant_schedule", params, 1.0).lr(1)) == 0.5
+
+
 def test_a_peak_that_overrides_the_optimizers_rate_is_reported():
     assert len(lr_schedules.make_lr_schedule("WarmupLR", {}, 0.25).notes) == 1
     overriding = lr_schedules.make_lr_schedule("WarmupLR", {"warmup_max_lr": 0.5}, 0.25)

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Collection, Iterator
 
 from jzero import optimizers
+from jzero.config.pipeline_schedules import chunk_problems
 from jzero.config.sections import MeshConfig, Settings
 from jzero.config.sizes import AXES_TO_COME, MICS, asked_degrees, zero_group
 from jzero.optimizers import lr_schedules
-from jzero.pipeline.schedules import too_many_chunks
 
 Check = Callable[[Settings], Iterator[str]]
 _CHECKS: list[tuple[tuple[str, ...], Check]] = []
@@ -64,7 +64,7 @@ def _stages_against_mesh(s: Settings) -> Iterator[str]:
 @_reads("pipeline.schedule", "pipeline.chunks")
 def _chunks(s: Settings) -> Iterator[str]:
     schedule, chunks = s.pipeline.schedule, s.pipeline.chunks
-    yield from too_many_chunks(schedule, chunks)
+    yield from chunk_problems(schedule, chunks)
     if chunks == 1 and schedule == "interleaved":
         yield 'pipeline.schedule = "interleaved": needs pipeline.chunks of 2 or more; one chunk per stage is "1f1b"'
 

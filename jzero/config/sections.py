@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
-from jzero.pipeline import schedules
+from jzero.config.pipeline_schedules import PIPELINE_SCHEDULES, PipelineSchedule
 from jzero.values import kinds
 from jzero.values.kinds import Dtype, number, one_of
 
@@ -124,7 +124,7 @@ class PipelineConfig(Section):
     """
 
     stages: PositiveOrNone = None
-    schedule: Annotated[schedules.Name, PlainValidator(one_of(schedules.NAMES))] = "1f1b"
+    schedule: Annotated[PipelineSchedule, PlainValidator(one_of(PIPELINE_SCHEDULES))] = "1f1b"
     chunks: Positive = 1
     gather: Annotated[Gather | None, PlainValidator(one_of(get_args(Gather), none=None))] = None
     activation_checkpoint_interval: Count = 0

@@ -84,7 +84,7 @@ def _read(type: str, params: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
     """The parameters over the schedule's defaults, and every problem."""
     # "auto" is not DeepSpeed's. The Hugging Face Trainer reads it and writes its own learning rate, which is also the
     # optimizer's; null asks DeepSpeed for the same.
-    if type in _DEEPSPEED and params.get("warmup_max_lr") == "auto":
+    if params.get("warmup_max_lr") == "auto" and type in ("WarmupLR", "WarmupDecayLR"):
         params = {**params, "warmup_max_lr": None}
     params = drop_auto(params)
     if type in _DEEPSPEED:

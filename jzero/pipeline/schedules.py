@@ -31,14 +31,12 @@ from functools import cached_property
 from heapq import heappop, heappush
 from itertools import groupby
 from os import PathLike
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 
+from jzero.config.pipeline_schedules import PIPELINE_SCHEDULES, PipelineSchedule, chunk_problems
 from jzero.errors import ConfigError
-
-Name = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
-NAMES: tuple[Name, ...] = get_args(Name)
 
 
 class Work(NamedTuple):
@@ -124,7 +122,7 @@ class Schedule:
         )
 
 
-def make_schedule(name: Name | str, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+def make_schedule(name: PipelineSchedule | str, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
     """The table of a schedule.
 
     Args:
@@ -139,9 +137,9 @@ def make_schedule(name: Name | str, stages: int, micro_batches: int, chunks: int
     Schedule(1f1b, 4 stages, 16 micro-batches: 22 ticks, bubble 15.8%, at most 7 in flight)
     """
     problems = _bad_sizes(stages, micro_batches, chunks)
-    if name not in NAMES:
-        problems.append(f"pipeline.schedule = {name!r}: choose one of {', '.join(NAMES)}")
-    if problems := problems or too_many_chunks(name, chunks):
+    if name not in PIPELINE_SCHEDULES:
+        problems.append(f"pipeline.schedule = {name!r}: choose one of {', '.join(PIPELINE_SCHEDULES)}")
+    if problems := problems or list(chunk_problems(name, chunks)):
         raise ConfigError(*problems)
     if name == "gpipe":
         forward = _work(stages, micro_batches, 1, start=np.arange(stages))
@@ -155,16 +153,6 @@ def make_schedule(name: Name | str, stages: int, micro_batches: int, chunks: int
     if name == "zero_bubble":
         weight = _work(stages, micro_batches, chunks, np.full(stages, start[0]), mirrored=True, turn=True)
     return _schedule(name, stages, micro_batches, chunks, forward, backward, weight)
-
-
-def too_many_chunks(name: str, chunks: int) -> list[str]:
-    """The problem of more chunks than the schedule has, if that is one."""
-    if name not in ("gpipe", "1f1b") or chunks == 1:
-        return []
-    return [
-        f'pipeline.chunks = {chunks}: schedule "{name}" has one chunk per stage; set pipeline.schedule to '
-        '"interleaved" or "zero_bubble", or chunks to 1'
-    ]
 
 
 def forward_only(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:

@@ -1,0 +1,19 @@
+"""The names of the pipeline schedules, and the number of chunks that each allows.
+
+They live in the config, which is checked before a pipeline exists; `jzero.pipeline.schedules` makes the tables.
+"""
+
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+PIPELINE_SCHEDULES: tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)
+
+
+def chunk_problems(schedule: str, chunks: int) -> Iterator[str]:
+    """Yield a problem if the schedule does not have this number of chunks per stage."""
+    if schedule in ("gpipe", "1f1b") and chunks > 1:
+        yield (
+            f'pipeline.chunks = {chunks}: schedule "{schedule}" has one chunk per stage; set pipeline.schedule to '
+            '"interleaved" or "zero_bubble", or chunks to 1'
+        )
