@@ -19,7 +19,7 @@ from jzero.config import Config, keys, screen, suggest
 from jzero.config import config as config_class_module
 from jzero.errors import ConfigError
 from jzero.optimizers import table
-from jzero.values import kinds, tables
+from jzero.values import kinds, parameters
 
 
 def problems(source) -> tuple[str, ...]:
@@ -758,7 +758,7 @@ def test_imports_point_one_way(room):
 # ---- the module -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", [config_module, config_class_module, kinds, tables, suggest])
+@pytest.mark.parametrize("module", [config_module, config_class_module, kinds, parameters, suggest])
 def test_doctests(module):
     result = doctest.testmod(module)
     assert result.attempted > 0

@@ -1,7 +1,7 @@
-"""The config: one JSON file, as DeepSpeed writes it, read strictly.
+"""The config: DeepSpeed's JSON file, read strictly.
 
-Every key is a field (`sections`), a key that something else replaces or a key that jzero refuses by name (`keys`);
-anything else is unknown, and the message says what it looks like. All problems of a config are reported together.
+Every key is a field (`sections`), a key whose work something else does, or a key that jzero refuses by name (`keys`).
+Any other key is unknown, and the message suggests the nearest known one. All problems are reported together.
 
 >>> config = Config.load({"train_batch_size": 32, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}})
 >>> config

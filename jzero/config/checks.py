@@ -1,4 +1,4 @@
-"""Settings that are fine one by one and contradict each other; the parameters of the optimizer and the scheduler."""
+"""Checks between settings that are each valid alone; the parameters of the optimizer and the scheduler."""
 
 from collections.abc import Callable, Collection, Iterator
 
@@ -14,7 +14,10 @@ _MESH = tuple(f"mesh.{axis}" for axis in MeshConfig.model_fields)
 
 
 def contradictions(settings: Settings, wrong: Collection[str]) -> Iterator[str]:
-    """The problems found by those checks that read none of the `wrong` keys (or of a wrong section's)."""
+    """Yield the problems between settings, without the checks that read a `wrong` key or a key of a wrong section.
+
+    A wrong value was replaced by its default, about which a check would invent a contradiction.
+    """
     for reads, check in _CHECKS:
         if not any(f"{key}.".startswith(f"{path}.") for key in reads for path in wrong):
             yield from check(settings)
@@ -58,7 +61,7 @@ def _one_rest(s: Settings) -> Iterator[str]:
 @_reads("pipeline.stages", "mesh.pipe")
 def _stages_against_mesh(s: Settings) -> Iterator[str]:
     if s.pipeline.stages and "pipe" in s.mesh.model_fields_set and s.mesh.pipe not in (-1, s.pipeline.stages):
-        yield f"pipeline.stages = {s.pipeline.stages} and mesh.pipe = {s.mesh.pipe}: two names of one number; keep one"
+        yield f"pipeline.stages = {s.pipeline.stages} and mesh.pipe = {s.mesh.pipe}: both are the stages; keep one"
 
 
 @_reads("pipeline.schedule", "pipeline.chunks")

@@ -1,7 +1,7 @@
-"""`Config`: the sections, read from a source, screened, checked against each other, and asked for sizes.
+"""`Config`: reads a source, screens its keys, validates the fields, checks them against each other, computes sizes.
 
-The other files of this package, in the order in which a config passes them: `source` (file to dict), `screen` (keys
-that are no fields, with `keys` and `suggest`), `sections` (the fields, with `jzero.values.kinds`), `checks`, `sizes`.
+A config passes the other files of this package in this order: `source` (file to dict), `screen` (keys that are not
+fields, with `keys` and `suggest`), `sections` (the fields, with `jzero.values.kinds`), `checks`, `sizes`.
 """
 
 import os
@@ -31,7 +31,10 @@ class Config(Settings):
         data = plain(given, autos)
         replaced, problems = screen(data)
         wrong: set[str] = set()
-        while True:  # what is wrong is reported and left out, so that the rest is still checked against itself
+        # pydantic builds nothing from bad values, but the rest must be checked against itself too, so that the user sees
+        # every problem at once. So each round drops the bad values and validates again, and `contradictions` skips the
+        # checks that read one of them.
+        while True:
             try:
                 super().__init__(**data)
                 break
@@ -41,7 +44,7 @@ class Config(Settings):
                     value = pop(data, *detail["loc"])
                     wrong.add(path)
                     problems.append(explain(path, value, detail))
-                    if value is MISSING:  # a required key is missing: its section goes
+                    if value is MISSING:  # a required key: without it the section cannot be built
                         pop(data, *detail["loc"][:-1])
         problems.extend(contradictions(self, wrong))
         if problems:
@@ -50,7 +53,13 @@ class Config(Settings):
 
     @classmethod
     def load(cls, source: str | os.PathLike[str] | Mapping[str, Any] | Self) -> Self:
-        """Read a config from a JSON or hjson file, a dict, a urlsafe-base64 string of JSON, or another Config.
+        """Read a config.
+
+        Args:
+          source: path to a JSON or hjson file, dict, urlsafe-base64 string of JSON, or a Config, returned unchanged.
+
+        Returns:
+          The frozen config.
 
         Raises:
           ConfigError: with every problem of the config in `.problems`.
@@ -59,12 +68,12 @@ class Config(Settings):
 
     @property
     def autos(self) -> tuple[str, ...]:
-        """The keys given as "auto", which have their defaults."""
+        """The keys given as "auto": they take their defaults, `warmup_max_lr` the optimizer's learning rate."""
         return self._autos
 
     @property
     def replaced(self) -> tuple[Replaced, ...]:
-        """The keys the user gave that have no meaning under JAX, each with what replaces it."""
+        """The given keys that have no meaning under JAX, each with its replacement."""
         return self._replaced
 
     @property
@@ -73,11 +82,19 @@ class Config(Settings):
         return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
 
     def batch(self, replicas: int, former: Mapping[str, Any] | None = None) -> sizes.BatchSizes:
-        """The three batch sizes on `replicas` data-parallel replicas (|data| × |zero|), inferring what is not given.
+        """Resolve the three batch sizes, inferring those that are not given.
 
-        `former`: those of a run that goes on (`batch` in a checkpoint's notes). Its global batch is kept, by
-        accumulation, with its micro-batch if the config names none, unless the config names another global batch or,
-        on as many replicas, other sizes than it did.
+        Args:
+          replicas: data-parallel replicas, |data| × |zero|.
+          former: the sizes of the run that resumes (`batch` in a checkpoint's notes). Its global batch stays, by
+            accumulation, unless the config has changed: to another global batch, or to other sizes on the same number
+            of replicas. Its micro-batch stays too unless the config gives one.
+
+        Returns:
+          Global batch, micro-batch per replica, accumulation steps, and the sizes that were inferred.
+
+        Raises:
+          ConfigError: no size at all, or sizes that do not multiply to the global batch; with the nearest valid ones.
 
         >>> Config.load({"train_batch_size": 32, "gradient_accumulation_steps": 2}).batch(4)
         BatchSizes(train=32, micro=4, accum=2, inferred='train_micro_batch_size_per_gpu = 4')
@@ -85,7 +102,10 @@ class Config(Settings):
         return sizes.batch(self, replicas, former)
 
     def mesh_degrees(self, num_devices: int) -> dict[str, int]:
-        """Devices along each mesh axis, outermost first, on `num_devices` devices.
+        """Resolve the number of devices along each mesh axis, outermost first.
+
+        Raises:
+          ConfigError: degrees whose product does not fit `num_devices`, with those that would.
 
         >>> Config.load({"zero_optimization": {"stage": 3, "mics_shard_size": 4}}).mesh_degrees(16)
         {'pipe': 1, 'data': 4, 'zero': 4, 'tensor': 1}

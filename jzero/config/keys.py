@@ -1,26 +1,26 @@
-"""DeepSpeed's keys that are no settings of jzero: a key is a row.
+"""DeepSpeed's keys that are not settings of jzero: a key is a row.
 
-`REPLACED` keys have no meaning under XLA: they load, and `Config.replaced` says what does their work.
-`REFUSED` keys would change what the run does: they load at a value that asks for nothing, else they are errors.
-When a feature arrives its row leaves this file and becomes a field of `sections`.
+`REPLACED` keys have no meaning under XLA: they load, and `Config.replaced` lists them with their replacement.
+`REFUSED` keys would change the run: they load at a value that turns the feature off, else they are errors.
+When a feature arrives, its row leaves this file and becomes a field of `sections`.
 """
 
 from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
-from jzero.values.kinds import COUNT, DTYPE_OR_NULL, FLAG, NAMES, POSITIVE, TEXT, Kind, number, show
+from jzero.values.kinds import COUNT, DTYPE_OR_NULL, FLAG, NAME_LIST, POSITIVE, TEXT, Kind, as_json, number
 
 
-def dotted(section: str, key: str) -> str:
-    """The key with its section; "" is the top level."""
+def dotted_key(section: str, key: str) -> str:
+    """Join a section ("" is the top level) and a key."""
     return f"{section}.{key}" if section else key
 
 
-# ---- keys that something else replaces ----------------------------------------------------------------------------
+# ---- keys whose work something else does ----------------------------------------------------------------------------
 
 
 class Replaced(NamedTuple):
-    """A key the user gave that has no meaning under JAX, and what does its work."""
+    """A given key that has no meaning under JAX, and its replacement in words."""
 
     key: str
     value: Any
@@ -28,14 +28,14 @@ class Replaced(NamedTuple):
 
 
 class Replacement(NamedTuple):
-    """What a replaced key may hold (null too), and what does its work."""
+    """The kind of value of a replaced key (null is allowed too), and its replacement in words."""
 
     kind: Kind
     by: str
 
 
 def _replaced(*rows: tuple[str, Kind, str, str]) -> dict[str, Replacement]:
-    return {dotted(section, key): Replacement(kind, by) for section, kind, by, keys in rows for key in keys.split()}
+    return {dotted_key(section, key): Replacement(kind, by) for section, kind, by, keys in rows for key in keys.split()}
 
 
 _ZERO, _REMAT = "zero_optimization", "activation_checkpointing"
@@ -81,7 +81,7 @@ REPLACED: dict[str, Replacement] = _replaced(
     (_ZERO, FLAG, _ANY_LAYOUT, "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint"
         " stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save"),
     (_ZERO, COUNT, _NO_HOOKS, "stage3_module_granularity_threshold"),
-    (f"{_ZERO}.leaf_module", NAMES, _NO_HOOKS, "classes names name_suffixes"),
+    (f"{_ZERO}.leaf_module", NAME_LIST, _NO_HOOKS, "classes names name_suffixes"),
     (_ZERO, FLAG, _NO_HOOKS,
         "memory_efficient_linear log_trace_cache_warnings override_module_apply enable_sanity_checks"),
     (_ZERO, FLAG, "autodiff: an unused parameter has gradient zero", "ignore_unused_parameters"),
@@ -105,21 +105,21 @@ REPLACED: dict[str, Replacement] = _replaced(
 
 
 class Refused(NamedTuple):
-    """`off` holds the values that ask for nothing; for any other value `text` says why not and what to do."""
+    """`off` contains the values that leave the feature off; any other value is an error with `text`, reason and fix."""
 
     off: Container[Any]
     text: str
 
 
 class _Anything:
-    """The values of a detail key: it asks for nothing on its own, the section's switch does."""
+    """Contains every value: for the detail keys of a section whose switch alone turns the feature on."""
 
     def __contains__(self, value: Any) -> bool:
         return True
 
 
 class _NothingEnabled:
-    """Nested sections in which no `enabled` is on."""
+    """Contains the nested sections in which no `enabled` is true."""
 
     def __contains__(self, value: Any) -> bool:
         if not isinstance(value, Mapping):
@@ -128,31 +128,38 @@ class _NothingEnabled:
 
 
 def _details(section: str, keys: str) -> dict[str, Refused]:
-    return {dotted(section, key): Refused(_Anything(), "") for key in keys.split()}
+    return {dotted_key(section, key): Refused(_Anything(), "") for key in keys.split()}
 
 
 def _later(section: str, what: str, details: str = "", **off: Any) -> dict[str, Refused]:
-    """A feature to come: the values (one, or a tuple) at which its keys ask for nothing, and its detail keys."""
+    """The rows of a future feature.
+
+    Args:
+      section: the section of all its keys.
+      what: the feature in words.
+      details: keys that are accepted at any value, since the feature's switch decides.
+      off: key -> the value (or a tuple of values) that leaves it off; the message names the last one.
+    """
     rows = _details(section, details)
     for key, value in off.items():
         values = value if isinstance(value, tuple) else (value,)
-        fix = "leave it out" if values[-1] is None else f"only {show(values[-1])} is accepted, or leave it out"
-        rows[dotted(section, key)] = Refused((None, *values), f"not yet supported: {what}; {fix}")
+        fix = "leave it out" if values[-1] is None else f"only {as_json(values[-1])} is accepted, or leave it out"
+        rows[dotted_key(section, key)] = Refused((None, *values), f"not yet supported: {what}; {fix}")
     return rows
 
 
 def _later_nested(section: str, what: str, keys: str) -> dict[str, Refused]:
     text = f"not yet supported: {what}; leave it out"
-    return {dotted(section, key): Refused(_NothingEnabled(), text) for key in keys.split()}
+    return {dotted_key(section, key): Refused(_NothingEnabled(), text) for key in keys.split()}
 
 
 def _unset(keys: str) -> dict[str, Any]:
-    """Keys that ask for something whenever they are given."""
+    """Keys that turn a feature on by being given."""
     return dict.fromkeys(keys.split())
 
 
 _USE_BF16 = 'jzero casts by one dtype policy, not operation by operation; write "bf16": {"enabled": true} instead'
-CLIP = 'clipping is no parameter of the optimizer; write "gradient_clipping" with this value at the top level'
+CLIP = 'the optimizer does not clip; write "gradient_clipping" with this value at the top level'
 _HPZ = (
     "not yet supported: a second copy of the weights inside groups of n devices (ZeRO++), with all other state "
     "partitioned over all N devices: 16/N + 2/n bytes per parameter and device. For smaller groups of everything write "
@@ -245,7 +252,7 @@ REFUSED: dict[str, Refused] = {
 }
 # fmt: on
 
-# An old key and the key that took its place: giving both is an error.
+# Old key -> its new name; giving both is an error.
 DEPRECATED = {
     "bfloat16": "bf16",
     f"{_ZERO}.cpu_offload": f"{_ZERO}.offload_optimizer",

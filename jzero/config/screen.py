@@ -1,4 +1,4 @@
-"""Screening: keys that are no fields are taken out of the dict, and every rejection becomes a sentence."""
+"""Screening: removes the keys that are not fields from the dict, and words every rejection."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,8 +7,8 @@ from pydantic import BaseModel
 
 from jzero.config import keys
 from jzero.config.sections import Section, Settings
-from jzero.config.suggest import names, suggest
-from jzero.values.kinds import show
+from jzero.config.suggest import names_inside, suggest
+from jzero.values.kinds import as_json
 
 MISSING: Any = object()
 
@@ -30,7 +30,7 @@ def plain(node: Any, autos: list[str], path: str = "") -> Any:
 
 
 def pop(data: Any, *sections_and_key: Any) -> Any:
-    """Remove a key and return its value; MISSING if it is not there."""
+    """Remove a key and return its value; MISSING if it is absent."""
     *sections, key = sections_and_key
     for section in sections:
         data = data.get(section) if isinstance(data, dict) else None
@@ -44,7 +44,7 @@ def _get(data: Any, path: str) -> Any:
 
 
 def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted key of the model, with its field."""
+    """Yield every dotted key of the model with its field."""
     for name, field in model.model_fields.items():
         yield prefix + name, field
         for part in (field.annotation, *getattr(field.annotation, "__args__", ())):
@@ -54,7 +54,8 @@ def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any
 
 FIELDS = dict(_fields(Settings))
 KNOWN = (*FIELDS, *keys.REPLACED, *keys.REFUSED)
-# Sections all of whose keys are replaced or refused, the inner ones first.
+# Sections that have only replaced or refused keys. Inner ones come first, so that an outer one is empty when its turn
+# comes and whatever it still holds is unknown.
 _FOREIGN_SECTIONS = sorted(
     {key.rsplit(".", depth)[0] for key in KNOWN for depth in range(1, key.count(".") + 1)} - set(FIELDS),
     key=lambda path: -path.count("."),
@@ -62,11 +63,15 @@ _FOREIGN_SECTIONS = sorted(
 
 
 def screen(data: dict[str, Any]) -> tuple[tuple[keys.Replaced, ...], list[str]]:
-    """Take the replaced, refused and old keys out of `data`; what is left is for the sections."""
+    """Remove the replaced, refused and old keys from `data`, which then holds keys for the sections alone.
+
+    Returns:
+      The replaced keys, and the problems.
+    """
     replaced, problems = [], []
     for old, new in keys.DEPRECATED.items():
         if (value := _get(data, old)) is not None and _get(data, new) is not None:
-            problems.append(f"{old} = {show(value)}: is the deprecated name of {new}, also given; keep {new}")
+            problems.append(f"{old} = {as_json(value)}: is the deprecated name of {new}, also given; keep {new}")
     if (old_bf16 := pop(data, "bfloat16")) is not MISSING:
         data.setdefault("bf16", old_bf16)
     if isinstance(stage := data.get("zero_optimization"), bool):
@@ -78,10 +83,10 @@ def screen(data: dict[str, Any]) -> tuple[tuple[keys.Replaced, ...], list[str]]:
             kind(value)
             replaced.append(keys.Replaced(path, value, by))
         except ValueError as wrong:
-            problems.append(f"{path} = {show(value)}: {wrong}; or leave it out (replaced by {by})")
+            problems.append(f"{path} = {as_json(value)}: {wrong}; or leave it out (replaced by {by})")
     for path, (off, text) in keys.REFUSED.items():
         if (value := pop(data, *path.split("."))) is not MISSING and value not in off:
-            problems.append(f"{path} = {show(value)}: {text}")
+            problems.append(f"{path} = {as_json(value)}: {text}")
     for path in _FOREIGN_SECTIONS:
         section = pop(data, *path.split("."))
         if isinstance(section, dict):
@@ -92,27 +97,27 @@ def screen(data: dict[str, Any]) -> tuple[tuple[keys.Replaced, ...], list[str]]:
 
 
 def explain(path: str, value: Any, detail: Any) -> str:
-    """One pydantic error as a sentence with the key, its value, what is allowed and the fix."""
+    """Word one pydantic error: the key, its value, the allowed values and the fix."""
     *sections, key = detail["loc"]
     if detail["type"] == "extra_forbidden":
         return _unknown(".".join(sections), key, value)
     if detail["type"] == "missing":
-        return f'{path}: required; write for example "{key}": {show(FIELDS[path].examples[0])}'
+        return f'{path}: required; write for example "{key}": {as_json(FIELDS[path].examples[0])}'
     if detail["type"] == "value_error":
         wrong, field = detail["ctx"]["error"], FIELDS[path]
         if field.is_required():
-            return f"{path} = {show(value)}: {wrong}"
-        default = "" if field.default is None else f" for the default {show(field.default)}"
-        return f"{path} = {show(value)}: {wrong}; or leave it out{default}"
+            return f"{path} = {as_json(value)}: {wrong}"
+        default = "" if field.default is None else f" for the default {as_json(field.default)}"
+        return f"{path} = {as_json(value)}: {wrong}; or leave it out{default}"
     return _no_section(path, value)
 
 
 def _unknown(section: str, key: str, value: Any) -> str:
-    return f"{keys.dotted(section, key)} = {show(value)}: unknown key; {suggest(section, key, FIELDS, KNOWN)}"
+    return f"{keys.dotted_key(section, key)} = {as_json(value)}: unknown key; {suggest(section, key, FIELDS, KNOWN)}"
 
 
 def _no_section(path: str, value: Any) -> str:
-    inside = names(path, FIELDS) or names(path, KNOWN)
+    inside = names_inside(path, FIELDS) or names_inside(path, KNOWN)
     switch = "enabled" if isinstance(value, bool) else "type" if isinstance(value, str) else None
-    hint = f"; did you mean {show({switch: value})}?" if switch in inside else ""
-    return f"{path} = {show(value)}: must be a section {{...}} with the keys {', '.join(inside)}{hint}"
+    hint = f"; did you mean {as_json({switch: value})}?" if switch in inside else ""
+    return f"{path} = {as_json(value)}: must be a section {{...}} with the keys {', '.join(inside)}{hint}"

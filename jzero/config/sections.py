@@ -1,4 +1,4 @@
-"""The fields: every key that is a setting of jzero, with its type, its default and what it does."""
+"""The fields: every key that is a setting of jzero, with its type, its default and its effect."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args
@@ -27,7 +27,7 @@ Patterns = Annotated[tuple[str, ...], PlainValidator(kinds.PATTERNS)]
 
 
 class Section(BaseModel):
-    """A part of the config: frozen, strict, and printed as what differs from the defaults."""
+    """A part of the config: frozen, strict, and printed without its defaults."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -61,9 +61,9 @@ class SchedulerConfig(Section):
 
 
 class FP16Config(Section):
-    """float16 compute with loss scaling; `loss_scale` 0 is dynamic, anything else static.
+    """float16 compute with loss scaling; `loss_scale` 0 is dynamic, any other value static.
 
-    `auto_cast` casts the floating leaves of the batch to float16.
+    `auto_cast` casts the floating-point arrays of the batch to float16.
     """
 
     enabled: Flag = False
@@ -87,7 +87,11 @@ class BF16Config(Section):
 
 
 class ZeroConfig(Section):
-    """What the `zero` axis of the mesh partitions: stage 1 optimizer state, 2 also gradients, 3 also parameters."""
+    """What the `zero` axis of the mesh partitions: stage 1 optimizer state, 2 also gradients, 3 also parameters.
+
+    `mics_shard_size` sets the size of that axis, and leaves the other devices to the `data` axis. Stage 3 keeps
+    parameters with fewer elements per layer than `stage3_param_persistence_threshold` whole on every device.
+    """
 
     stage: Annotated[int, PlainValidator(kinds.STAGE)] = 0
     stage3_param_persistence_threshold: Count = 100_000
@@ -95,19 +99,19 @@ class ZeroConfig(Section):
 
 
 class ActivationCheckpointing(Section):
-    """What the backward pass recomputes: all of a layer, or what lies between its matrix products."""
+    """Recomputation in the backward pass: of a whole layer, or of the operations between its matrix products."""
 
     policy: Annotated[Policy | None, PlainValidator(one_of(get_args(Policy), none=None))] = None
     cpu_checkpointing: Flag = False
 
     @property
     def kind(self) -> Policy:
-        """The policy; without one "full" if `cpu_checkpointing` asks for something, else "none", as in DeepSpeed."""
+        """The policy; without one "full" if `cpu_checkpointing` is true, else "none", as in DeepSpeed."""
         return self.policy or ("full" if self.cpu_checkpointing else "none")
 
 
 class MeshConfig(Section):
-    """Devices along each axis; -1 means the rest."""
+    """Devices along each axis; -1 means all that remain."""
 
     pipe: PositiveOrRest = 1
     data: PositiveOrRest = 1
@@ -118,9 +122,9 @@ class MeshConfig(Section):
 class PipelineConfig(Section):
     """How the stages on the `pipe` axis work together.
 
-    `stages` is another name for `mesh.pipe`; `chunks` the slices of the layers on one stage. `gather` says when ZeRO-3
-    gathers a stage's parameters, by default for every micro-batch. `activation_checkpoint_interval` is the number of
-    layers in one activation checkpoint.
+    `stages` is another name for `mesh.pipe`; `chunks` is the number of slices of the layers on one stage. `gather`
+    chooses when ZeRO-3 gathers a stage's parameters, by default for every micro-batch. One activation checkpoint spans
+    `activation_checkpoint_interval` layers.
     """
 
     stages: PositiveOrNone = None
@@ -137,7 +141,7 @@ class StackConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Where checkpoints go and resuming looks (`dir`), and how many of those with default tags are kept."""
+    """Directory of the checkpoints, to save and to resume, and how many with default tags are kept."""
 
     dir: Annotated[str | None, PlainValidator(kinds.TEXT_OR_NULL)] = None
     max_to_keep: PositiveOrNone = None

@@ -1,4 +1,4 @@
-"""Arithmetic: the three batch sizes on so many replicas, and the degrees of the mesh axes on so many devices."""
+"""Arithmetic: the three batch sizes for a number of replicas, the degrees of the mesh axes for a number of devices."""
 
 import math
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ def _divisors(n: int) -> list[int]:
 
 
 class BatchSizes(NamedTuple):
-    """train = micro × accum × replicas; `inferred` says which of them are not as the config gives them."""
+    """train = micro × accum × replicas; `inferred` lists, as text, those that the config does not give."""
 
     train: int
     micro: int
@@ -31,7 +31,11 @@ class BatchSizes(NamedTuple):
 
 
 def batch(s: Settings, replicas: int, former: Mapping[str, Any] | None = None) -> BatchSizes:
-    """See `Config.batch`."""
+    """Resolve the batch sizes, see `Config.batch`.
+
+    Any two sizes determine the third; one alone means one accumulation step. Integer divisions below may leave a
+    remainder, which the last check reports.
+    """
     if replicas < 1:
         raise ConfigError(f"replicas = {replicas}: must be a positive integer (the mesh's data × zero)")
     if former and (sizes := kept(s, replicas, former)):
@@ -55,23 +59,27 @@ def batch(s: Settings, replicas: int, former: Mapping[str, Any] | None = None) -
 
 
 def _sizes(s: Settings, train: int, micro: int, accum: int) -> BatchSizes:
-    said = zip(BATCH, given(s), (train, micro, accum), strict=True)
-    inferred = ", ".join(f"{key} = {size}" for key, own, size in said if own != size)
+    rows = zip(BATCH, given(s), (train, micro, accum), strict=True)
+    inferred = ", ".join(f"{key} = {size}" for key, own, size in rows if own != size)
     return BatchSizes(train, micro, accum, inferred)
 
 
 def given(s: Settings) -> list[int | None]:
-    """The three sizes as the config has them."""
+    """The three sizes as the config gives them, None where it does not."""
     return [getattr(s, key) for key in BATCH]
 
 
 def kept(s: Settings, replicas: int, former: Mapping[str, Any]) -> BatchSizes | None:
-    """The global batch of the run that goes on, by accumulation; None if the config's own sizes count."""
+    """Keep the global batch of the run that resumes, by accumulation; None if the config's own sizes count.
+
+    Learning rate and schedule were tuned for that global batch, and more or fewer replicas are no reason to change it.
+    A config that the user has edited is.
+    """
     train, own, micro = former["train"], s.train_batch_size, s.train_micro_batch_size_per_gpu
     if own not in (None, train) or not (own or micro):
         return None
     if former.get("given") != given(s) and (own or former["replicas"] == replicas):
-        return None  # they were changed
+        return None  # the user edited the sizes
     micro = micro or former["micro"]
     if train % (micro * replicas) == 0:
         return _sizes(s, train, micro, train // (micro * replicas))
@@ -84,10 +92,12 @@ def kept(s: Settings, replicas: int, former: Mapping[str, Any]) -> BatchSizes | 
 
 
 def _unequal(s: Settings, train: int, micro: int, accum: int, replicas: int) -> str:
-    """The equation that fails, and for each size the user gave the nearest values that solve it."""
+    """Word the equation that fails, with the nearest values that solve it for each size the config gives."""
     own_micro, own_accum = s.train_micro_batch_size_per_gpu, s.gradient_accumulation_steps
     unit = (own_micro or 1) * (own_accum or 1) * replicas
-    free = not (own_micro and own_accum)  # the size that was not given takes up what divides
+    # A size that is not given can be any divisor, so every multiple of `unit` is a valid global batch; with both given
+    # only `unit` itself is.
+    free = not (own_micro and own_accum)
     totals = [k * unit for k in (train // unit, train // unit + 1) if k] if free else [unit]
     fixes = [f"{TRAIN} = {_around(train, totals)}"]
     for key, own, other in ((MICRO, own_micro, own_accum), (ACCUM, own_accum, own_micro)):
@@ -102,7 +112,7 @@ def _unequal(s: Settings, train: int, micro: int, accum: int, replicas: int) -> 
 
 
 def _around(target: int, choices: list[int]) -> str:
-    """The choices next to the target, as text."""
+    """The choices next to the target on either side, as text."""
     below, above = [c for c in choices if c <= target], [c for c in choices if c > target]
     return either(below[-1:] + above[:1])
 
@@ -117,19 +127,19 @@ def zero_group(s: Settings) -> tuple[str, int]:
 
 
 def asked_degrees(s: Settings) -> dict[str, int]:
-    """The mesh as asked for; `checks` makes sure that at most one degree is -1, the rest."""
+    """The degrees that the config asks for; `checks` allows -1, the rest, on one axis at most."""
     degrees = s.mesh.model_dump()
     if s.pipeline.stages:
         degrees["pipe"] = s.pipeline.stages
     if size := zero_group(s)[1]:
         degrees["zero"] = size
         if "data" not in s.mesh.model_fields_set and -1 not in degrees.values():
-            degrees["data"] = -1
+            degrees["data"] = -1  # the groups are replicas of each other
     return degrees
 
 
 def mesh_degrees(s: Settings, num_devices: int) -> dict[str, int]:
-    """See `Config.mesh_degrees`."""
+    """Resolve the degrees of the mesh, see `Config.mesh_degrees`."""
     if num_devices < 1:
         raise ConfigError(f"num_devices = {num_devices}: must be a positive integer")
     degrees = asked_degrees(s)
@@ -155,13 +165,14 @@ def mesh_degrees(s: Settings, num_devices: int) -> dict[str, int]:
 
 
 def _misfit(s: Settings, degrees: dict[str, int], fixed: int, num_devices: int) -> str:
-    """Degrees whose product is wrong, and for each the values that fit while the others stay."""
+    """Word a product that is wrong, with the values of each axis that fit while the others stay."""
     rest = -1 in degrees.values()
     keys = {axis: f"mesh.{axis}" for axis in degrees} | {"zero": zero_group(s)[0]}
     if s.pipeline.stages:
         keys["pipe"] = "pipeline.stages"
     fits = []
     for axis, n in degrees.items():
+        # Give no advice about an axis that the user did not ask for: a pipeline, or another axis beside a -1.
         if n == -1 or axis in AXES_TO_COME or (n == 1 and (rest or axis == "pipe")):
             continue
         others = fixed // n

@@ -1,4 +1,4 @@
-"""Reading a source: a JSON or hjson file, a dict or a base64 string becomes one dict with distinct keys."""
+"""Sources: reads a JSON or hjson file, a dict or a base64 string as one dict with distinct keys."""
 
 import base64
 import json
@@ -10,19 +10,23 @@ from typing import Any
 import hjson
 
 from jzero.errors import ConfigError
-from jzero.values.kinds import show
+from jzero.values.kinds import as_json
 
 ACCEPTED = "a path to a JSON or hjson file, a dict, a urlsafe-base64 string of JSON, or a Config"
 
 
 def read(source: object) -> dict[str, Any]:
-    """The config as a dict, its values not yet looked at; ConfigError if there is nothing to read."""
+    """Read the config as a dict, without a look at its values.
+
+    Raises:
+      ConfigError: no such file, text that is neither JSON nor hjson, a key given twice.
+    """
     if isinstance(source, Mapping):
         return {str(key): value for key, value in source.items()}
     if not isinstance(source, str | os.PathLike):
-        raise ConfigError(f"config = {show(source)}: must be {ACCEPTED}; got {type(source).__name__}")
+        raise ConfigError(f"config = {as_json(source)}: must be {ACCEPTED}; got {type(source).__name__}")
     path = Path(source)
-    name = show(str(path), 400)
+    name = as_json(str(path), 400)
     if os.path.isfile(path):
         try:
             return _parse(path.read_text(encoding="utf-8"), str(path))
@@ -31,13 +35,13 @@ def read(source: object) -> dict[str, Any]:
     if isinstance(source, str) and (text := _base64(source)):
         return _parse(text, "the base64 config")
     if isinstance(source, str) and source.lstrip().startswith("{"):
-        raise ConfigError(f"config = {show(source)}: is JSON text, not a path; pass json.loads(text)")
+        raise ConfigError(f"config = {as_json(source)}: is JSON text, not a path; pass json.loads(text)")
     what = "is a directory" if os.path.isdir(path) else "no such file"
     raise ConfigError(f"config = {name}: {what}; must be {ACCEPTED}")
 
 
 def _base64(source: str) -> str | None:
-    """The JSON object that the string encodes, as text; None if it is something else."""
+    """Decode a base64 string to the text of a JSON object; None if it is not one."""
     try:
         text = base64.b64decode(source + "=" * (-len(source) % 4), altchars=b"-_", validate=True).decode()
     except ValueError:
@@ -46,7 +50,7 @@ def _base64(source: str) -> str | None:
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """A JSON object before its keys are known to be distinct."""
+    """A JSON object as pairs: a dict would keep the last of two equal keys without an error."""
 
 
 def _parse(text: str, name: str) -> dict[str, Any]:
@@ -59,7 +63,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
             both = f"as JSON: {not_json}; as hjson: {not_hjson}"
             raise ConfigError(f"{name}: is neither JSON nor hjson; {both}") from None
     if not isinstance(tree, _Pairs):
-        raise ConfigError(f"{name} = {show(tree)}: must be a JSON object {{...}} of config keys")
+        raise ConfigError(f"{name} = {as_json(tree)}: must be a JSON object {{...}} of config keys")
     twice: list[str] = []
     data = _distinct(tree, "", twice)
     if twice:
@@ -68,7 +72,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
 
 
 def _distinct(node: Any, path: str, twice: list[str]) -> Any:
-    """Pairs to dicts; dotted keys that occur twice go to `twice`."""
+    """Turn pairs into dicts; dotted keys that occur twice go to `twice`."""
     if isinstance(node, _Pairs):
         data: dict[str, Any] = {}
         for key, value in node:

@@ -1,11 +1,11 @@
-"""Advice for an unknown key: where it belongs, or what it looks like."""
+"""Advice for an unknown key: the section it belongs in, or the known key that resembles it."""
 
 from collections.abc import Collection, Iterable
 
-from jzero.config.keys import CLIP, dotted
-from jzero.values.kinds import closest, either, show
+from jzero.config.keys import CLIP, dotted_key
+from jzero.values.kinds import as_json, closest, either
 
-# Parameters of an optimizer or schedule that people write one level too high.
+# Parameters of an optimizer or schedule that users write one level too high.
 _PARAMS = {
     "optimizer.params": "lr betas eps weight_decay momentum bias_correction",
     "scheduler.params": "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type total_num_steps cos_min_ratio",
@@ -14,10 +14,10 @@ _ADVICE = {key: f"it belongs in {home}" for home, keys in _PARAMS.items() for ke
 _ADVICE["max_grad_norm"] = CLIP
 
 
-def names(section: str, keys: Iterable[str]) -> list[str]:
-    """The names directly inside a section ("" is the top level), given dotted keys.
+def names_inside(section: str, keys: Iterable[str]) -> list[str]:
+    """List the names directly inside a section ("" is the top level) of dotted keys.
 
-    >>> names("fp16", ["fp16.enabled", "bf16.enabled"])
+    >>> names_inside("fp16", ["fp16.enabled", "bf16.enabled"])
     ['enabled']
     """
     inside = f"{section}." if section else ""
@@ -25,7 +25,16 @@ def names(section: str, keys: Iterable[str]) -> list[str]:
 
 
 def suggest(section: str, key: str, working: Collection[str], known: Collection[str]) -> str:
-    """Where the unknown key belongs or what it looks like, given the dotted `working` keys and all `known` ones.
+    """Advise on an unknown key, most certain advice first.
+
+    Args:
+      section, key: of the unknown key.
+      working: the dotted keys of fields.
+      known: those, and the replaced and refused ones.
+
+    Returns:
+      A clause for the error message. The cutoffs are similarity ratios of difflib: near-identical names in the same
+      section beat a known home elsewhere, which beats a loose resemblance.
 
     >>> suggest("zero_optimization", "gradient_clipping", ["gradient_clipping"], ["zero_optimization.stage"])
     'it belongs at the top level'
@@ -35,10 +44,10 @@ def suggest(section: str, key: str, working: Collection[str], known: Collection[
     def homes(keys: Collection[str]) -> list[str]:
         return sorted({k.rpartition(".")[0] for k in keys if k.rpartition(".")[2] == low})
 
-    if dotted(section, key) in known:
+    if dotted_key(section, key) in known:
         return "write its dots as nested sections"
-    if close := closest(key, names(section, known), 0.85):
-        return f"did you mean {show(close)}?"
+    if close := closest(key, names_inside(section, known), 0.85):
+        return f"did you mean {as_json(close)}?"
     if key in _ADVICE:
         return _ADVICE[key]
     places = homes(working) or homes(known)
@@ -46,8 +55,8 @@ def suggest(section: str, key: str, working: Collection[str], known: Collection[
         return "it belongs at the top level"
     if 0 < len(places) <= 3:
         return f"it belongs in {either(places)}"
-    if close := closest(key, names(section, known), 0.65):
-        return f"did you mean {show(close)}?"
+    if close := closest(key, names_inside(section, known), 0.65):
+        return f"did you mean {as_json(close)}?"
     if close := closest(key, {k.rpartition(".")[2] for k in working}, 0.8):
         return f"did you mean {either(k for k in working if k.rpartition('.')[2] == close)}?"
-    return f"the keys here are {', '.join(names(section, working) or names(section, known))}"
+    return f"the keys here are {', '.join(names_inside(section, working) or names_inside(section, known))}"

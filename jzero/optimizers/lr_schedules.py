@@ -22,7 +22,7 @@ import optax
 
 from jzero.errors import ConfigError
 from jzero.values.kinds import COUNT, FLAG, FRACTION, NON_NEGATIVE32, POSITIVE, number, one_of
-from jzero.values.tables import REQUIRED, Param, did_you_mean, drop_auto, only, read_params, signature_params
+from jzero.values.parameters import REQUIRED, Param, did_you_mean, drop_auto, only, read_params, signature_params
 
 Curve = Callable[[Any], jax.Array]
 

@@ -19,7 +19,7 @@ from jzero.errors import ConfigError
 from jzero.optimizers import muon, transforms
 from jzero.optimizers.wrappers import Transform, per_layer
 from jzero.values.kinds import FLAG, FRACTION, NON_NEGATIVE32, Kind, one_of
-from jzero.values.tables import Param, did_you_mean, drop_auto, only, read_params, signature_params
+from jzero.values.parameters import Param, did_you_mean, drop_auto, only, read_params, signature_params
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The kinds of value a key or parameter may have: what is allowed, in words, and a parser to jzero's spelling."""
+"""The kinds of value of a key or parameter: the allowed values in words, and a parser to jzero's spelling."""
 
 import difflib
 import json
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 
-def show(value: object, width: int = 70) -> str:
-    """The value as one would write it in the JSON file, cut to one readable line."""
+def as_json(value: object, width: int = 70) -> str:
+    """Write the value as in the JSON file, cut to `width` characters."""
     text = json.dumps(value, default=repr, ensure_ascii=False)
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def either(choices: Iterable[object]) -> str:
-    """The choices as prose.
+    """Join the choices as prose.
 
     >>> either([1, 2, 4])
     '1, 2 or 4'
@@ -28,7 +28,11 @@ def either(choices: Iterable[object]) -> str:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of value: `parse` returns the value in jzero's spelling or raises ValueError (its text is a hint).
+    """A kind of value.
+
+    Attributes:
+      allowed: the allowed values in words, to follow "must be".
+      parse: returns the value in jzero's spelling, or raises ValueError with a hint, or with no text.
 
     >>> number(1, whole=True)("8")
     Traceback (most recent call last):
@@ -46,7 +50,7 @@ class Kind:
 
 
 LARGEST, SMALLEST = float.fromhex("0x1.fffffep127"), 2.0**-126
-"""float32's largest and smallest normal numbers."""
+"""float32's largest and smallest normal numbers: beyond them a value turns into inf or 0 inside the compiled step."""
 
 
 def number(
@@ -60,7 +64,14 @@ def number(
     none: bool = False,
     or_: float | None = None,
 ) -> Kind:
-    """A finite number within bounds, or exactly `or_`; whole numbers may be written as 5e8.
+    """The kind of a finite number within bounds.
+
+    Args:
+      least, above, below, most: the bounds; `above` and `below` exclude the bound itself.
+      whole: only whole numbers, which may be written as 5e8.
+      float32: only 0 and float32's normal numbers.
+      none: null too.
+      or_: one more value, outside the bounds.
 
     >>> number(0, below=1).allowed, number(0, whole=True).allowed, number(above=0, float32=True).allowed
     ('a number >= 0 and < 1', 'a non-negative integer', "a number > 0 in float32's range")
@@ -98,7 +109,7 @@ def _is_number(text: str) -> bool:
 
 
 def closest(name: object, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The choice that looks most like `name`, whatever the case of its letters; None if none does.
+    """Find the choice that resembles `name` most, in any letter case; None below the similarity `cutoff`.
 
     >>> closest("adamm", ["SGD", "Adam"])
     'Adam'
@@ -109,7 +120,13 @@ def closest(name: object, choices: Iterable[str], cutoff: float = 0.6) -> str | 
 
 
 def one_of(choices: Collection[str], spellings: Mapping[str, str] | None = None, *, none: Any = ...) -> Kind:
-    """One of `choices`, in any letter case; `spellings` are accepted too, and null means `none` where it is given."""
+    """The kind of one of `choices`, in any letter case.
+
+    Args:
+      choices: the allowed words.
+      spellings: other word -> choice, accepted silently.
+      none: the choice that null means; without it null is an error.
+    """
     known = {**{c: c for c in choices}, **(spellings or {})}
 
     def parse(value: Any) -> str | None:
@@ -119,17 +136,18 @@ def one_of(choices: Collection[str], spellings: Mapping[str, str] | None = None,
             raise ValueError
         if value.lower() not in known:
             close = closest(value, choices)
-            raise ValueError(f"did you mean {show(close)}?" if close else "")
+            raise ValueError(f"did you mean {as_json(close)}?" if close else "")
         return known[value.lower()]
 
-    return Kind(either([*map(show, choices), *["null"] * (none is None)]), parse)
+    return Kind(either([*map(as_json, choices), *["null"] * (none is None)]), parse)
 
 
 def instance(allowed: str, *types: type) -> Kind:
-    """A value of one of the Python types, as it is."""
+    """The kind of a value of one of the Python types, kept unchanged."""
 
     def parse(value: Any) -> Any:
         if not isinstance(value, types):
+            # "true" in quotes is a common mistake where a flag is meant
             raise ValueError("write it without quotes" if bool in types and value in ("true", "false") else "")
         return value
 
@@ -141,20 +159,20 @@ def _options(value: Any) -> dict[str, Any]:
         raise ValueError
     for name, option in value.items():
         if not isinstance(option, bool | int | float | str):
-            raise ValueError(f"{name} = {show(option)} must be true, false, a number or a string")
+            raise ValueError(f"{name} = {as_json(option)} must be true, false, a number or a string")
     return dict(value)
 
 
 def _patterns(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list | tuple):
-        raise ValueError(f"write [{show(value)}]" if isinstance(value, str) else "")
+        raise ValueError(f"write [{as_json(value)}]" if isinstance(value, str) else "")
     for pattern in value:
         if not isinstance(pattern, str):
-            raise ValueError(f"{show(pattern)} is not a string")
+            raise ValueError(f"{as_json(pattern)} is not a string")
         try:
             re.compile(pattern)
         except re.error as wrong:
-            raise ValueError(f"{show(pattern)} does not compile: {wrong}") from None
+            raise ValueError(f"{as_json(pattern)} does not compile: {wrong}") from None
     return tuple(value)
 
 
@@ -183,7 +201,7 @@ NON_NEGATIVE32 = number(0, float32=True)
 FRACTION = number(0, below=1)
 STAGE = Kind("0, 1, 2 or 3", _stage)
 UNROLL = Kind('true, false or "auto"', lambda value: value if value == "auto" else FLAG.parse(value))
-NAMES = instance("a list of names", list, tuple)
+NAME_LIST = instance("a list of names", list, tuple)
 PATTERNS = Kind("a list of regular expressions", _patterns)
 PARAMS = instance("an object of names and values", dict)
 OPTIONS = Kind("an object of XLA option names and values", _options)

@@ -1,4 +1,4 @@
-"""Tables of named parameters: an optimizer's or a schedule's, as rows of a default and a kind of value."""
+"""Tables of named parameters, an optimizer's or a schedule's: each row has a default and a kind of value."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from jzero.values.kinds import FLAG, Kind, closest, number, show
+from jzero.values.kinds import FLAG, Kind, as_json, closest, number
 
 
 class Param(NamedTuple):
-    """One parameter: its default (`REQUIRED`: none) and its kind; null is allowed where it is the default."""
+    """A parameter's default (`REQUIRED` if there is none) and kind; null is allowed where it is the default."""
 
     default: Any
     kind: Kind
 
 
-Table = Mapping[str, Param]
+ParamTable = Mapping[str, Param]
 
 REQUIRED: Any = object()
 
 
 def only(value: Any, why: str) -> Param:
-    """A parameter that takes no value but its default."""
+    """A parameter that allows its default alone; `why` explains the error for any other value."""
 
     def parse(given: Any) -> Any:
         if given != value:
             raise ValueError(why)
         return value
 
-    return Param(value, Kind(show(value), parse))
+    return Param(value, Kind(as_json(value), parse))
 
 
 def did_you_mean(name: object, choices: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name.
+    """End a sentence about an unknown name, with the choice that resembles it.
 
     >>> did_you_mean("wd", ["lr"]), did_you_mean("lrr", ["lr"])
     ('.', "; did you mean 'lr'?")
@@ -43,12 +43,20 @@ def did_you_mean(name: object, choices: Iterable[str]) -> str:
 
 
 def drop_auto(params: Mapping[str, Any]) -> dict[str, Any]:
-    """`params` without the ones left to jzero by the value "auto"."""
+    """Copy `params` without those that have the value "auto"."""
     return {name: value for name, value in params.items() if not (isinstance(value, str) and value == "auto")}
 
 
-def read_params(section: str, given: Mapping[str, Any], table: Table) -> tuple[dict[str, Any], list[str]]:
-    """The table's values, the given ones over the defaults, and a line for each unknown, missing or bad one.
+def read_params(section: str, given: Mapping[str, Any], table: ParamTable) -> tuple[dict[str, Any], list[str]]:
+    """Read parameters by a table.
+
+    Args:
+      section: their section in the config, for the messages.
+      given: name -> value.
+      table: the allowed parameters.
+
+    Returns:
+      The value of each parameter of the table, given or default, and a line for each unknown, missing or bad one.
 
     >>> read_params("optimizer.params", {"lr": "fast"}, {"lr": Param(0.1, number(0))})
     ({'lr': 0.1}, ["optimizer.params.lr: 'fast' must be a non-negative number"])
@@ -76,6 +84,7 @@ _ANYTHING = Kind("a value", lambda value: value)
 
 
 def _same_number(value: Any) -> Any:
+    """Check a number and keep its type: optax counts with whole ones."""
     number().parse(value)
     return value
 
@@ -84,7 +93,11 @@ _NUMBER = Kind("a number", _same_number)
 
 
 def signature_params(function: Callable[..., Any]) -> dict[str, Param]:
-    """A Python function's parameters as a table; what is allowed follows from the default."""
+    """Make a table of a Python function's parameters; the kind follows from the default.
+
+    optax documents types in prose only, so a parameter that has no number or flag as its default takes any value and
+    optax itself refuses it.
+    """
 
     def param(default: Any) -> Param:
         if default is inspect.Parameter.empty:
