@@ -31,9 +31,9 @@ class Config(Settings):
         data = plain(given, autos)
         replaced, problems = screen(data)
         wrong: set[str] = set()
-        # pydantic builds nothing from bad values, but the rest must be checked against itself too, so that the user sees
-        # every problem at once. So each round drops the bad values and validates again, and `contradictions` skips the
-        # checks that read one of them.
+        # pydantic builds nothing from bad values, but the user should see every problem at once, contradictions between
+        # the good values included. So each round drops the bad values and validates again, and `contradictions` skips
+        # the checks that read one of them.
         while True:
             try:
                 super().__init__(**data)
@@ -94,7 +94,8 @@ class Config(Settings):
           Global batch, micro-batch per replica, accumulation steps, and the sizes that were inferred.
 
         Raises:
-          ConfigError: no size at all, or sizes that do not multiply to the global batch; with the nearest valid ones.
+          ConfigError: no size at all, or a global batch that is not the product; the message gives the nearest valid
+            sizes.
 
         >>> Config.load({"train_batch_size": 32, "gradient_accumulation_steps": 2}).batch(4)
         BatchSizes(train=32, micro=4, accum=2, inferred='train_micro_batch_size_per_gpu = 4')
@@ -105,7 +106,7 @@ class Config(Settings):
         """Resolve the number of devices along each mesh axis, outermost first.
 
         Raises:
-          ConfigError: degrees whose product does not fit `num_devices`, with those that would.
+          ConfigError: the product of the degrees does not fit `num_devices`; the message gives degrees that do.
 
         >>> Config.load({"zero_optimization": {"stage": 3, "mics_shard_size": 4}}).mesh_degrees(16)
         {'pipe': 1, 'data': 4, 'zero': 4, 'tensor': 1}

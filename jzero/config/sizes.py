@@ -22,7 +22,7 @@ def _divisors(n: int) -> list[int]:
 
 
 class BatchSizes(NamedTuple):
-    """train = micro × accum × replicas; `inferred` lists, as text, those that the config does not give."""
+    """train = micro × accum × replicas; `inferred` lists, as text, the sizes that the config does not give."""
 
     train: int
     micro: int

@@ -122,7 +122,7 @@ def optimizer_problems(optimizer_config: Any) -> list[str]:
 
 
 def _read(optimizer_config: Any) -> tuple[Row, dict[str, Any]]:
-    """The row of a config's optimizer and its parameters, or a ConfigError with every problem."""
+    """The row of a config's optimizer and its parameters; a ConfigError lists every problem."""
     row, params, wrong = look_up(optimizer_config)
     if row is None or wrong:
         raise ConfigError(*wrong)

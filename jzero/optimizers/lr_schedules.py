@@ -200,7 +200,7 @@ def _cycle_sides(p: dict[str, Any]) -> tuple[int, int, int, int]:
     up, stairs, down, down_stairs = (
         p[f"cycle_{key}"] for key in ("first_step_size", "first_stair_count", "second_step_size", "second_stair_count")
     )
-    # The way down is like the way up unless given; 0 stairs are given, and mean a straight line.
+    # The way down defaults to the way up. 0 stairs is a value, a straight line, so `or` would not do.
     return up, stairs, up if down is None else down, stairs if down_stairs is None else down_stairs
 
 

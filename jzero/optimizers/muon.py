@@ -27,9 +27,9 @@ FUSED = "fused_matrices"  # the model's attribute
 
 
 def fused_matrices(model: Any, params: Any) -> dict[str, tuple[int, ...]]:
-    """Read which parameters of a model hold several matrices side by side, as one product for q, k and v does.
+    """Read which parameters of a model contain several matrices side by side, such as one weight for q, k and v.
 
-    Muon orthogonalises each of them for itself, as it would separate weights.
+    Muon orthogonalises each matrix on its own, as it does separate weights.
 
     Args:
       model: may have an attribute `fused_matrices`: name of a parameter -> widths of its matrices along the last axis.
@@ -88,7 +88,7 @@ def _muon_labels(stacked: Any, params: Any) -> Any:
         return labels(stacked, lambda s, p: "muon" if s and p.ndim >= 3 else "adam", params)
 
     def label(path: tuple, p: Any) -> str:
-        name = jax.tree_util.keystr(path).lower()
+        name = path_name(path).lower()
         return "muon" if p.ndim >= 2 and "embed" not in name and "lm_head" not in name else "adam"
 
     return jax.tree_util.tree_map_with_path(label, params)

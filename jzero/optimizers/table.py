@@ -63,7 +63,7 @@ _ADAM = {
     "betas": Param((0.9, 0.999), _BETAS),
     "eps": Param(1e-8, NON_NEGATIVE32),
     "bias_correction": Param(True, FLAG),
-    "amsgrad": only(False, 'with weight decay it is not supported; the type "amsgrad" is optax\'s, without'),
+    "amsgrad": only(False, 'AMSGrad with weight decay is not supported; type "amsgrad" is optax\'s, without decay'),
 }
 _TORCH_ADAM = {"torch_adam": Param(False, FLAG)}
 _NO_TORCH = (lambda p: p["torch_adam"], "{name}: torch_adam chooses a kernel in DeepSpeed and has no meaning here")
@@ -83,7 +83,7 @@ DEEPSPEED: dict[str, Row] = {
         cycles=True,
     ),
     "AdamW": Row(
-        {**_ADAM, **_TORCH_ADAM, "adam_w_mode": only(True, 'the type "Adam" can have it false')},
+        {**_ADAM, **_TORCH_ADAM, "adam_w_mode": only(True, 'only type "Adam" can have false')},
         transforms.adam,
         (_NO_TORCH,),
         cycles=True,
@@ -158,14 +158,14 @@ DEEPSPEED: dict[str, Row] = {
 
 LATER = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD")
 
-# optax's by their names there. An element's update depends on nothing else, or on all parameters at once: a layer stack
-# changes nothing.
+# optax's, by its names. In these an element's update depends on that element alone, or on all parameters at once, so a
+# layer stack changes nothing.
 OPTAX_ELEMENTWISE = (
     "acprop", "adabelief", "adadelta", "adamax", "adamaxw", "adan", "ademamix", "adopt", "amsgrad", "cocob",
     "dadapt_adamw", "dog", "dowg", "madgrad", "nadam", "nadamw", "noisy_sgd", "optax.adagrad", "optimistic_adam_v2",
     "optimistic_gradient_descent", "prodigy", "radam", "rmsprop", "sign_sgd", "signum", "simplified_ademamix", "yogi",
 )  # fmt: skip
-# An update depends on one whole parameter: each layer of a stack must be one.
+# In these it depends on the whole parameter, so each layer of a stack must be a parameter of its own.
 OPTAX_PER_PARAMETER = ("adafactor", "fromage", "lars", "novograd", "optax.lamb", "optax.muon", "sm3")
 REFUSED = {
     "lbfgs": "its line search evaluates the loss",
@@ -186,7 +186,7 @@ def _alias(name: str) -> Row:
     """The row of an optax function: its own parameter names, the learning rate also as `lr`."""
     own_name = name.removeprefix("optax.")
     function = getattr(optax, own_name, None) or getattr(optax.contrib, own_name)
-    # functions and arrays, which JSON has not
+    # JSON has no functions or arrays
     not_from_json = ("mask", "weight_decay_mask", "trust_ratio_mask", "key", "clip_value_fn")
     params = signature_params(function)
     own_lr = params.pop("learning_rate").default
@@ -208,7 +208,11 @@ def _alias(name: str) -> Row:
 
 
 def look_up(optimizer_config: Any) -> tuple[Row | None, dict[str, Any], list[str]]:
-    """The row of a config's optimizer, its parameters over the row's defaults, and every problem."""
+    """Find the row of a config's optimizer.
+
+    Returns:
+      The row (None for an unknown type), the parameters over the row's defaults, and every problem.
+    """
     name = str(optimizer_config.type).lower()
     row = {n.lower(): row for n, row in DEEPSPEED.items()}.get(name)
     if row is None and name in (*OPTAX_ELEMENTWISE, *OPTAX_PER_PARAMETER):

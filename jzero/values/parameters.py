@@ -43,7 +43,7 @@ def did_you_mean(name: object, choices: Iterable[str]) -> str:
 
 
 def drop_auto(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy `params` without those that have the value "auto"."""
+    """Copy `params` without the values "auto"."""
     return {name: value for name, value in params.items() if not (isinstance(value, str) and value == "auto")}
 
 
