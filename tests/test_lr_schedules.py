@@ -182,8 +182,9 @@ def test_auto_for_a_parameter_that_the_schedule_does_not_have():
     assert float(lr_schedules.make_lr_schedule("constant_schedule", params, 1.0).lr(1)) == 0.5
 
 
-def test_a_peak_that_overrides_the_optimizers_rate_is_reported():
-    assert len(lr_schedules.make_lr_schedule("WarmupLR", {}, 0.25).notes) == 1
+def test_the_peak_is_reported_where_it_may_surprise():
+    assert "warms up to the optimizer's lr 0.25" in lr_schedules.make_lr_schedule("WarmupLR", {}, 0.25).notes[1]
+    assert len(lr_schedules.make_lr_schedule("WarmupLR", {"warmup_max_lr": 0.25}, 0.25).notes) == 1
     overriding = lr_schedules.make_lr_schedule("WarmupLR", {"warmup_max_lr": 0.5}, 0.25)
     assert "0.5 overrides the optimizer's lr 0.25" in overriding.notes[1]
     decay = lr_schedules.make_lr_schedule("WarmupDecayLR", {"total_num_steps": 10}, 0.25)

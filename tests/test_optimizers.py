@@ -209,6 +209,8 @@ def test_adam(name, mode, decoupled, bias_correction):
         ("Lion", {"weight_decay": 0.1}, lambda lr: optax.lion(lr, weight_decay=0.1)),
         ("SGD", {"momentum": 0.9, "nesterov": True}, lambda lr: optax.sgd(lr, 0.9, nesterov=True)),
         ("optax.lamb", {}, optax.lamb),
+        ("optax.adagrad", {}, optax.adagrad),
+        ("optax.muon", {"beta": 0.9}, lambda lr: optax.contrib.muon(lr, beta=0.9)),
         ("RMSprop", {"decay": 0.8}, lambda lr: optax.rmsprop(lr, 0.8)),
         ("sm3", {}, lambda lr: optax.chain(optax.sm3(1.0), optax.scale_by_schedule(lr))),
     ],

@@ -146,7 +146,9 @@ def _warmup(p: dict[str, Any], base_lr: float, gamma_after: Callable[[jax.Array,
     low = p["warmup_min_lr"]
     high = base_lr if p["warmup_max_lr"] is None else p["warmup_max_lr"]
     notes = [f"{name}: as in DeepSpeed, the first two optimizer steps run at warmup_min_lr {low:g}"]
-    if high != base_lr:
+    if p["warmup_max_lr"] is None:
+        notes.append(f"{name}: warmup_max_lr is not given, so the rate warms up to the optimizer's lr {base_lr:g}")
+    elif high != base_lr:
         notes.append(f"{name}: warmup_max_lr {high:g} overrides the optimizer's lr {base_lr:g}")
     return LRSchedule(
         _by_call(low, lambda k: low + (high - low) * jnp.where(k < n, ramp(k), gamma_after(k, n))),
