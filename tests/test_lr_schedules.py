@@ -209,7 +209,7 @@ def test_whole_numbers_may_be_written_as_floats():
 
 def test_every_optax_schedule_but_the_one_that_takes_functions():
     offered = {name for name in dir(optax) if name.endswith(("_schedule", "_schedules", "exponential_decay"))}
-    assert offered - {"scale_by_schedule"} == {*lr_schedules._OPTAX, "join_schedules"}
+    assert offered - {"scale_by_schedule"} == {*lr_schedules.OPTAX_SCHEDULES, "join_schedules"}
 
 
 def test_optax_schedules_have_optax_indexing():

@@ -11,7 +11,7 @@ import optax.contrib
 import pytest
 from helpers.sampling import keep
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from test_optimizer_stages import KINDS
+from test_optimizer_stages import KINDS, newton_schulz
 
 from jzero import optimizers
 from jzero.errors import ConfigError
@@ -286,17 +286,6 @@ def test_lamb_is_deepspeeds(scale):
         trained, _ = train(tx, jnp.asarray(scale * w), [jnp.asarray(g) for g in grads])
     expected = lamb_reference(scale * w, grads, lr=0.125, b1=0.8, b2=0.95, eps=1e-6, decay=0.1, low=0.05, high=5.0)
     np.testing.assert_allclose(trained, expected, rtol=1e-12, atol=1e-12)
-
-
-def newton_schulz(g):
-    """DeepSpeed 0.19.8, deepspeed/runtime/zero/muon/original_muon.py, `zeropower_via_newtonschulz5` (line 51)."""
-    a, b, c = 3.4445, -4.7750, 2.0315
-    x = g.T if g.shape[0] > g.shape[1] else g
-    x = x / (np.linalg.norm(x) + 1e-7)
-    for _ in range(5):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.T if g.shape[0] > g.shape[1] else x
 
 
 def muon_reference(w, grads, *, lr, beta, decay):

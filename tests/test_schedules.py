@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jzero.config.pipeline_schedules import PIPELINE_SCHEDULES
+from jzero.config.schedule_names import SCHEDULE_NAMES
 from jzero.errors import ConfigError
 from jzero.pipeline.schedules import forward_only, make_schedule, slots
 
@@ -16,7 +16,7 @@ costs = st.tuples(*[st.floats(0.1, 10)] * 3)
 
 
 @st.composite
-def schedules(draw, names=PIPELINE_SCHEDULES, stages=16, micro_batches=64, chunks=4, full=False):
+def schedules(draw, names=SCHEDULE_NAMES, stages=16, micro_batches=64, chunks=4, full=False):
     """Any schedule; full: its micro-batches come in whole groups of S where it has chunks."""
     name = draw(st.sampled_from(names))
     S, V = draw(st.integers(1, stages)), draw(st.integers(1, 1 if name in ("gpipe", "1f1b") else chunks))

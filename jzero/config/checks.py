@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterator
 
 from jzero import optimizers
-from jzero.config.pipeline_schedules import chunk_problems
+from jzero.config.schedule_names import chunk_problems
 from jzero.config.sections import MeshConfig, Settings
 from jzero.config.sizes import AXES_TO_COME, MICS, asked_degrees, zero_group
 from jzero.optimizers import lr_schedules

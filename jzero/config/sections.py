@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
-from jzero.config.pipeline_schedules import PIPELINE_SCHEDULES, PipelineSchedule
+from jzero.config.schedule_names import SCHEDULE_NAMES, ScheduleName
 from jzero.values import kinds
 from jzero.values.kinds import Dtype, number, one_of
 
@@ -128,7 +128,7 @@ class PipelineConfig(Section):
     """
 
     stages: PositiveOrNone = None
-    schedule: Annotated[PipelineSchedule, PlainValidator(one_of(PIPELINE_SCHEDULES))] = "1f1b"
+    schedule: Annotated[ScheduleName, PlainValidator(one_of(SCHEDULE_NAMES))] = "1f1b"
     chunks: Positive = 1
     gather: Annotated[Gather | None, PlainValidator(one_of(get_args(Gather), none=None))] = None
     activation_checkpoint_interval: Count = 0

@@ -90,9 +90,9 @@ def _read(type: str, params: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
     if type in _DEEPSPEED:
         values, problems = read_params("scheduler.params", params, _DEEPSPEED[type].params)
         return values, problems or list(_DEEPSPEED[type].check(values))
-    if type in _OPTAX:
+    if type in OPTAX_SCHEDULES:
         return read_params("scheduler.params", params, signature_params(getattr(optax, type)))
-    names = [*_DEEPSPEED, *_OPTAX]
+    names = [*_DEEPSPEED, *OPTAX_SCHEDULES]
     return {}, [f"scheduler.type: {type!r} is unknown{did_you_mean(type, names)} Allowed: {', '.join(names)}"]
 
 
@@ -300,7 +300,7 @@ _DEEPSPEED: dict[str, _ScheduleRow] = {
 
 # ------------------------------------------------------------------------------------------ optax's schedules
 
-_OPTAX = (
+OPTAX_SCHEDULES = (
     "constant_schedule",
     "cosine_decay_schedule",
     "cosine_onecycle_schedule",

@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jzero.config.pipeline_schedules import PIPELINE_SCHEDULES, PipelineSchedule, chunk_problems
+from jzero.config.schedule_names import SCHEDULE_NAMES, ScheduleName, chunk_problems
 from jzero.errors import ConfigError
 
 
@@ -122,7 +122,7 @@ class Schedule:
         )
 
 
-def make_schedule(name: PipelineSchedule | str, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+def make_schedule(name: ScheduleName | str, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
     """The table of a schedule.
 
     Args:
@@ -137,8 +137,8 @@ def make_schedule(name: PipelineSchedule | str, stages: int, micro_batches: int,
     Schedule(1f1b, 4 stages, 16 micro-batches: 22 ticks, bubble 15.8%, at most 7 in flight)
     """
     problems = _bad_sizes(stages, micro_batches, chunks)
-    if name not in PIPELINE_SCHEDULES:
-        problems.append(f"pipeline.schedule = {name!r}: choose one of {', '.join(PIPELINE_SCHEDULES)}")
+    if name not in SCHEDULE_NAMES:
+        problems.append(f"pipeline.schedule = {name!r}: choose one of {', '.join(SCHEDULE_NAMES)}")
     if problems := problems or list(chunk_problems(name, chunks)):
         raise ConfigError(*problems)
     if name == "gpipe":

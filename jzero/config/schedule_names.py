@@ -6,8 +6,8 @@ They live in the config, which is checked before a pipeline exists; `jzero.pipel
 from collections.abc import Iterator
 from typing import Literal, get_args
 
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
-PIPELINE_SCHEDULES: tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 
 def chunk_problems(schedule: str, chunks: int) -> Iterator[str]:
