@@ -86,7 +86,6 @@ def resolve(
     mesh = make_mesh(config) if mesh is None else mesh
     check_mesh(mesh)
     check_against(config, mesh)
-    _check_compiler_options(config, mesh)
     batch_sizes = config.batch(replicas(mesh), former)
     precision = Precision.from_config(config)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
@@ -102,6 +101,7 @@ def resolve(
         passes = pipelined(model, config, mesh, layouts, precision, batch_sizes.accum)
     else:
         passes = sequential(model, config, mesh, layouts, precision)
+    _check_compiler_options(config, mesh)  # last: it compiles
     return Setup(
         model, config, mesh, batch_sizes, precision, layouts, weights, schedule,
         optax.with_extra_args_support(tx),  # reduce_on_plateau takes the loss
