@@ -11,6 +11,7 @@ from flax import nnx
 
 import jzero
 from experiments.tutorial import digits
+from jzero.pipeline.draw import draw_text
 from jzero.pipeline.schedules import make_schedule
 
 CONFIG = Path(__file__).with_name("ds_config_pipeline.json")
@@ -42,9 +43,8 @@ def main(epochs: int = 15) -> float:
         mine = layers[boundaries[stage] : boundaries[stage + 1]]
         print(f"stage {stage}: {mine} on devices {[device.id for device in devices.flat]}")
     micro_batches = engine.gradient_accumulation_steps()
-    print(
-        make_schedule(config.pipeline.schedule, engine.mesh.shape["pipe"], micro_batches, config.pipeline.chunks).draw()
-    )
+    pipeline = engine.config.pipeline
+    print(draw_text(make_schedule(pipeline.schedule, 2, micro_batches, pipeline.chunks)))
     print(f"forward, untrained: loss {engine.eval_batch(tuple(x[:64] for x in test)):.4f}")
 
     for epoch in range(1, epochs + 1):

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from jzero.pipeline.schedules import Schedule, Work, slots
+from jzero.pipeline.schedules import PipelineSchedule, Work, slots
 
 Runs = Sequence["tuple[str, int] | tuple[Runs, int]"]
 
@@ -36,7 +36,7 @@ class Program:
       turns: whether the last stage runs B of a micro-batch in the tick of its F.
     """
 
-    schedule: Schedule
+    schedule: PipelineSchedule
     runs: Runs
     columns: dict[str, np.ndarray]
     stash: int
@@ -44,7 +44,7 @@ class Program:
     turns: bool
 
 
-def make_program(schedule: Schedule) -> Program:
+def make_program(schedule: PipelineSchedule) -> Program:
     """Make the program of a schedule: one more tick at either end, for E before the first and G after the last."""
     end = np.full((1, schedule.stages), -1)
 
