@@ -27,7 +27,7 @@ from experiments.text import BYTES, standard_library
 from jzero import planner
 from jzero.config.source import read
 from jzero.data import Packed, TokenFile
-from jzero.data.tokens import open_tokens, token_facts
+from jzero.data.tokens import open_tokens, token_note
 from models.llama import PRESETS, Llama, LlamaConfig, preset
 
 CONFIG, CORPUS = Path(__file__).with_suffix(".json"), 16_000_000  # tokens
@@ -123,7 +123,7 @@ def data(args: Namespace, shape: LlamaConfig) -> tuple[TokenFile | Packed, Token
         raise jzero.ConfigError(f"--sequence {args.sequence}: there are {len(held_out)} held-out tokens")
     held_out = TokenFile(held_out, args.sequence, shape.vocab_size)
     if args.pack:
-        end = token_facts(args.data).get("end")
+        end = token_note(args.data).get("end")
         return Packed(train, args.sequence, end=end, vocab_size=shape.vocab_size), held_out
     return TokenFile(train, args.sequence, shape.vocab_size), held_out
 
@@ -143,7 +143,7 @@ def settings(args: Namespace) -> jzero.Config:
 def changed_preset(args: Namespace, config: jzero.Config) -> LlamaConfig:
     """The preset, with what the data and a plan ask for, with its changes."""
     bytes_alone = not (args.random or args.plan or args.data)
-    known = token_facts(args.data).get("vocab_size") if args.data else BYTES if bytes_alone else None
+    known = token_note(args.data).get("vocab_size") if args.data else BYTES if bytes_alone else None
     shape = preset(args.preset, vocab_size=-(-known // 64) * 64) if known else preset(args.preset)  # stages divide that
     for name, value in args.set:
         least = BYTES if bytes_alone and name == "vocab_size" else 1

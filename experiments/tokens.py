@@ -1,9 +1,9 @@
-"""Text files to a file of tokens for experiments.pretrain: each file is a document.
+"""Encode text files into a file of tokens for experiments.pretrain; each file is a document.
 
     python -m experiments.tokens my_texts/ --bpe 8192 --out runs/tokens
     python -m experiments.pretrain --data runs/tokens/tokens.npy --pack
 
-Leaves tokens.npy, what is known of it in tokens.npy.json, and with --bpe the tokenizer in tokenizer.json.
+Writes tokens.npy, a note about it in tokens.npy.json, and with --bpe the tokenizer in tokenizer.json.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jzero
-from jzero.data import BPE, Bytes, train_bpe, write_tokens
+from experiments.tokenizers import BPE, Bytes, train_bpe
+from jzero.data import write_tokens
 
 
 def main(argv: list[str] | None = None) -> None:
     p = ArgumentParser("tokens", "%(prog)s PATH... [options]", __doc__, formatter_class=RawTextHelpFormatter)
-    p.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="text files, and directories of them")
-    p.add_argument("--files", default="*.txt", metavar="PATTERN", help="which ones of a directory (default *.txt)")
-    p.add_argument("--bpe", type=int, metavar="SIZE", help="train a BPE of so many tokens (default: bytes)")
-    p.add_argument("--out", type=Path, default=Path("runs/tokens"), help="directory (default runs/tokens)")
+    p.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="text files, or directories of text files")
+    p.add_argument("--files", default="*.txt", metavar="PATTERN", help="files to take from a directory (default *.txt)")
+    p.add_argument("--bpe", type=int, metavar="SIZE", help="train a BPE with at most SIZE tokens (default: bytes)")
+    p.add_argument("--out", type=Path, default=Path("runs/tokens"), help="output directory (default runs/tokens)")
     args = p.parse_args(argv)
     try:
         files = [file for path in args.paths for file in _files(path, args.files)]
@@ -33,12 +34,12 @@ def main(argv: list[str] | None = None) -> None:
     except (jzero.ConfigError, OSError) as error:
         p.exit(2, f"tokens: {error}\n")
     size = sum(file.stat().st_size for file in files)
-    print(f"{args.out / 'tokens.npy'}: {count:,} tokens of {tokenizer.vocab_size:,} kinds")
-    print(f"{len(files):,} documents, {size / count:.2f} bytes a token")
+    print(f"{args.out / 'tokens.npy'}: {count:,} tokens, vocabulary {tokenizer.vocab_size:,}")
+    print(f"{len(files):,} documents, {size / count:.2f} bytes per token")
 
 
 def texts(files: list[Path]) -> Iterator[str]:
-    """The files' texts, one at a time; what is no UTF-8 is replaced."""
+    """Read the files one at a time; invalid UTF-8 is replaced."""
     return (file.read_text(errors="replace") for file in files)
 
 
@@ -47,7 +48,7 @@ def _files(path: Path, pattern: str) -> list[Path]:
         return [path]
     found = sorted(file for file in path.rglob(pattern) if file.is_file())
     if not found:
-        raise jzero.ConfigError(f"{path}: has no files like --files {pattern}")
+        raise jzero.ConfigError(f"{path} contains no files that match --files {pattern}")
     return found
 
 

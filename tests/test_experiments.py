@@ -54,7 +54,7 @@ def test_pretrain_on_text_files(options, run_pretrain, tmp_path, capsys):
         (tmp_path / f"{i}.txt").write_text(text.__doc__ * (1 + i % 3))
     tokens.main([str(tmp_path), "--bpe", "280", "--out", str(tmp_path)])
     assert re.search(
-        r"tokens.npy: [\d,]+ tokens of 280 kinds\n12 documents, \d\.\d\d bytes a token", capsys.readouterr().out
+        r"tokens.npy: [\d,]+ tokens, vocabulary 280\n12 documents, \d\.\d\d bytes per token", capsys.readouterr().out
     )
     options += f" --data {tmp_path / 'tokens.npy'} --override bf16.enabled=false"
     accumulation = "--override gradient_accumulation_steps"
@@ -69,7 +69,7 @@ def test_pretrain_on_text_files(options, run_pretrain, tmp_path, capsys):
 
 def test_tokens_refuses(tmp_path, capsys):
     for arguments, words in (
-        ([tmp_path], "has no files like --files *.txt"),
+        ([tmp_path], "contains no files that match --files *.txt"),
         ([tmp_path / "none.txt"], "No such file"),
         ([__file__, "--bpe", "7"], "vocab_size = 7: must be at least 257"),
     ):

@@ -1,22 +1,12 @@
-"""Data: what it may be (`sources`), in what order it comes (`order`), and the loader that feeds it to a step.
+"""Training data: its kinds (`sources`), its order (`order`), and the loader that feeds it to a train step (`loader`).
 
-`jzero.initialize(training_data=...)` makes the loader. `write_tokens` makes a file of tokens of text; `TokenFile` and
-`Packed` make training data of that, in windows and in rows of whole documents.
+`jzero.initialize(training_data=...)` makes the loader. `write_tokens` encodes text into a file of tokens; `TokenFile`
+(windows) and `Packed` (rows of whole documents) turn that file into training data.
 """
 
 from jzero.data.loader import DataLoader, RepeatingLoader
 from jzero.data.packing import Packed
 from jzero.data.sources import Source
-from jzero.data.tokens import BPE, Bytes, TokenFile, train_bpe, write_tokens
+from jzero.data.tokens import TokenFile, Tokenizer, write_tokens
 
-__all__ = [
-    "BPE",
-    "Bytes",
-    "DataLoader",
-    "Packed",
-    "RepeatingLoader",
-    "Source",
-    "TokenFile",
-    "train_bpe",
-    "write_tokens",
-]
+__all__ = ["DataLoader", "Packed", "RepeatingLoader", "Source", "TokenFile", "Tokenizer", "write_tokens"]

@@ -1,4 +1,4 @@
-"""The loader: micro-batches of all replicas, on the devices in advance, at a position that can be saved."""
+"""The data loader: puts micro-batches on the devices ahead of time, and has a position that can be saved."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jzero.batch import place_batch, rows_of_this_process
 from jzero.data.order import Position, other_data
-from jzero.data.sources import Samples, as_source, too_few
+from jzero.data.sources import IterableStyle, as_source, too_few
 from jzero.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 
 class DataLoader:
-    """Micro-batches of all replicas (leading dimension micro x replicas), laid out as the step wants them.
+    """Iterates over micro-batches of all replicas (leading dimension micro x replicas), sharded as the step expects.
 
-    Iterating it is one epoch, a whole number of global batches, in a new order every time; `for` after a `break` begins
-    the next one. Each process reads its own rows only (of samples without a length all, and keeps its own), a thread
-    `jzero.data.stream.PREFETCH` micro-batches ahead. Which samples come when follows from the seed, the epoch and the
-    sample's number in it: not from the layout, not from the number of processes.
+    One iteration is one epoch, a whole number of global batches, in a new order each time; a `for` after a `break`
+    starts the next epoch. Each process reads only its own rows (or, of data without a length, all rows), in a thread
+    that runs `jzero.data.stream.PREFETCH` micro-batches ahead. The seed, the epoch and the sample's index determine
+    the order; the layout and the number of processes do not affect it.
 
     Args:
       data: see `jzero.data.sources`.
-      step: the `TrainStep` to feed; its batch sizes are followed when they change.
-      seed: of the order.
-      shuffle: False for the data's own order, which samples without a length always come in.
-      drop_last: leave out the samples that fill no global batch, instead of filling it up from the epoch's start.
+      step: the `TrainStep` to feed; when its batch sizes change, the loader uses the new ones.
+      seed: of the shuffle.
+      shuffle: False keeps the data's own order. Data without a length is never shuffled.
+      drop_last: skip samples that do not fill a global batch, instead of filling it with the epoch's first samples.
 
     Raises:
-      ConfigError: data that does not fit. Errors in reading come out of the iteration, which then can go on there.
+      ConfigError: unsuitable data. Errors in reading are raised by the iteration, which can then be retried.
 
     >>> import jax, jzero, numpy as np
     >>> from flax import nnx
@@ -49,54 +49,54 @@ class DataLoader:
         self.source, self.step = as_source(data), step
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self._at, self._resumes, self._ended = Position(), True, False
-        self._streams: list[Any] = []  # one, or none before the first batch and after `seek`
-        self._sizes = (0, 0)  # of the stream: samples of a micro-batch, of a global batch
-        if not isinstance(self.source, Samples) and not len(self):
+        self._streams: list[Any] = []  # the running one; empty before the first batch and after `seek`
+        self._sizes = (0, 0)  # of the stream: samples per micro-batch, per global batch
+        if not isinstance(self.source, IterableStyle) and not len(self):
             raise ConfigError(too_few(len(self.source), step.batch_sizes.train))
 
     def __len__(self) -> int:
-        """Micro-batches of an epoch."""
-        if isinstance(self.source, Samples):
+        """The number of micro-batches in an epoch."""
+        if isinstance(self.source, IterableStyle):
             raise TypeError("this training data has no length")
         return Position().end(len(self.source), self.step.batch_sizes.train, self.drop_last) // self.step.micro_size
 
     def __repr__(self) -> str:
-        samples = "samples" if isinstance(self.source, Samples) else f"{len(self.source)} samples"
+        samples = "samples" if isinstance(self.source, IterableStyle) else f"{len(self.source)} samples"
         of = f"{self.step.batch_sizes.train} in micro-batches of {self.step.micro_size}"
         return f"DataLoader({samples}, global batches of {of}, at {self.position})"
 
     @property
     def position(self) -> dict[str, int]:
-        """What has been given out, for JSON: {"epoch", "samples"}; what was read ahead does not count.
+        """The position after the last batch returned, for JSON: {"epoch", "samples"}. Prefetched batches do not count.
 
-        Between the micro-batches of a step it also says how many of its samples were given ("begun").
+        Inside a global batch it also has "begun": how many samples of that batch were returned.
         """
-        return self._at.dump()
+        return self._at.to_json()
 
     @property
     def order(self) -> dict[str, Any]:
-        """What a position supposes, for JSON: with other values another sample is at the same place."""
-        if isinstance(self.source, Samples):  # in their own
+        """The settings a position depends on, for JSON: under other values it would point at another sample."""
+        if isinstance(self.source, IterableStyle):  # never shuffled, so the seed does not matter
             return {"samples": None, "seed": None, "drop_last": self.drop_last}
         seed = self.seed if self.shuffle else None
         return {"samples": len(self.source), "seed": seed, "drop_last": self.drop_last}
 
     def seek(self, position: dict[str, int]) -> None:
-        """Go on from `position`, whatever layout and batch size it is from; running iterators do too.
+        """Continue from `position`, which may be from any layout and batch size; running iterators continue there too.
 
-        Samples without a length are read and skipped up to there.
+        Data without a length is read and skipped up to the position.
 
         Raises:
-          ConfigError: what is no position, or not in this data.
+          ConfigError: not a position, or a position outside this data.
         """
-        at = Position.load(position)
-        if not isinstance(self.source, Samples) and (at.samples - at.begun) >= max(1, len(self.source)):
+        at = Position.from_json(position)
+        if not isinstance(self.source, IterableStyle) and (at.samples - at.begun) >= max(1, len(self.source)):
             raise ConfigError(other_data(at, len(self.source)))
         self._stop()
         self._at, self._resumes, self._ended = at, True, False
 
     def __iter__(self) -> Iterator[Any]:
-        """One epoch: the rest of this one at first and after `seek`, otherwise the next."""
+        """Iterate over one epoch: the rest of the current one at first and after `seek`, else the next."""
         if self._at.samples and not self._resumes:
             self._stop()
             self._at = Position(self._at.epoch + 1)
@@ -110,7 +110,7 @@ class DataLoader:
                 return
 
     def _next(self) -> Any:
-        """The next micro-batch of any epoch."""
+        """The next micro-batch, from this epoch or the next."""
         sizes = self.step.micro_size, self.step.batch_sizes.train
         if self._ended:
             raise StopIteration
@@ -129,19 +129,16 @@ class DataLoader:
         return batch
 
     def _start(self, micro: int, train: int) -> None:
-        from jzero.data.stream import (
-            Plan,
-            stream,  # imports grain, which takes a second
-        )
+        from jzero.data.stream import StreamSpec, stream  # here, because importing grain takes a second
 
         self._stop()
         sharding = self.step.batch_sharding
-        plan = Plan(
+        spec = StreamSpec(
             self.source, self.seed if self.shuffle else None, self.drop_last, micro, train,
             mine=rows_of_this_process(sharding, micro), put=lambda rows: place_batch(rows, sharding, micro),
         )  # fmt: skip
-        self._streams, self._sizes = [stream(plan, self._at)], (micro, train)
-        # With the loader, or when Python ends: a thread that is then inside of C++ would abort the process.
+        self._streams, self._sizes = [stream(spec, self._at)], (micro, train)
+        # Stop the thread with the loader or at Python's exit: a thread inside C++ at exit aborts the process.
         self._end = weakref.finalize(self, _end, self._streams)
 
     def _stop(self) -> None:
@@ -155,7 +152,7 @@ def _end(streams: list[Any]) -> None:
 
 
 class RepeatingLoader:
-    """An iterator that starts its loader again whenever it ends.
+    """An endless iterator: restarts its loader whenever it ends.
 
     >>> loader = RepeatingLoader([1, 2])
     >>> [next(loader) for _ in range(5)]

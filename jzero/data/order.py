@@ -1,7 +1,7 @@
-"""In what order an epoch's samples come, and where a run is in it: functions of numbers, of no layout.
+"""The order of an epoch's samples and the position in it: pure functions of numbers, independent of the layout.
 
-An epoch is a whole number of global batches. Without drop_last the last one is filled up from the start of the epoch's
-order, as PyTorch's DistributedSampler does; with it the rest of the samples is left out.
+An epoch is a whole number of global batches. Without drop_last the last batch is filled with the epoch's first samples,
+as PyTorch's DistributedSampler does; with drop_last the remaining samples are skipped.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from jzero.errors import ConfigError
 
 
 class Position(NamedTuple):
-    """What has been given: whole epochs, samples of this one, and those of them whose global batch is not complete."""
+    """How far the loader is: whole epochs, samples of this epoch, and those of them in an unfinished global batch."""
 
     epoch: int = 0
     samples: int = 0
     begun: int = 0
 
     @staticmethod
-    def load(position: Any) -> Position:
-        """From what `dump` made.
+    def from_json(position: Any) -> Position:
+        """Read a position that `to_json` returned.
 
         Raises:
-          ConfigError: what is no position.
+          ConfigError: not a position.
         """
-        wanted = '{"epoch": ..., "samples": ...}, whole numbers from 0, as loader.position gave them'
+        wanted = '{"epoch": ..., "samples": ...}, whole numbers from 0, as loader.position returned them'
         if not isinstance(position, dict) or not {"epoch", "samples"} <= position.keys() <= set(Position._fields):
             raise ConfigError(f"position = {position!r}: must be {wanted}")
         if not all(type(n) is int and n >= 0 for n in position.values()):
@@ -38,17 +38,23 @@ class Position(NamedTuple):
             raise ConfigError(f"position = {position!r}: begun must be at most samples")
         return made
 
-    def dump(self) -> dict[str, int]:
-        """As JSON holds it; between two steps {"epoch", "samples"}."""
+    def to_json(self) -> dict[str, int]:
+        """{"epoch", "samples"}, and "begun" inside a global batch."""
         return {name: n for name, n in self._asdict().items() if n or name != "begun"}
 
     def aligned(self, micro: int, train: int) -> Position:
-        """The same place for batches of these sizes: inside a global batch only where they have micro-batches end."""
+        """This position for other batch sizes.
+
+        `begun` survives only if a micro-batch of the new size ends there; else a new global batch starts here.
+        """
         begun = self.begun % train
         return self._replace(begun=0 if begun % micro else begun)
 
     def end(self, length: int, train: int, drop_last: bool) -> int:
-        """Where this epoch ends, of `length` samples in global batches of `train`, counted from this one's start.
+        """The value of `samples` at which this epoch ends, for `length` samples in global batches of `train`.
+
+        Counted from the start of the current global batch, so that a batch size that changed in mid-epoch still gives
+        whole batches.
 
         >>> Position(0, 4).end(10, 4, drop_last=False), Position(0, 4).end(10, 4, drop_last=True)
         (12, 8)
@@ -58,7 +64,7 @@ class Position(NamedTuple):
         return start + (rest // train if drop_last else -(-rest // train)) * train
 
     def after(self, micro: int, train: int, end: int) -> Position:
-        """One micro-batch further in an epoch with this end."""
+        """The position one micro-batch later, in an epoch that ends at `end`."""
         samples = self.samples + micro
         return (
             Position(self.epoch + 1) if samples >= end else Position(self.epoch, samples, (self.begun + micro) % train)
@@ -66,10 +72,10 @@ class Position(NamedTuple):
 
 
 def other_data(at: Position, samples: int) -> str:
-    """What to say of a position that data with so many samples do not have."""
+    """The error message for a position beyond data of `samples` samples."""
     return (
-        f"position = {at.dump()}: training_data has {samples} samples an epoch; the position is of other data: give "
-        "those, or take the parameters alone (engine.load_checkpoint(..., load_module_only=True)) and begin with these"
+        f"position = {at.to_json()}: training_data has {samples} samples per epoch, so the position belongs to other "
+        "data; use that data, or load only the parameters (engine.load_checkpoint(..., load_module_only=True))"
     )
 
 
@@ -77,11 +83,11 @@ SMALL = 2**20  # samples
 
 
 def shuffled(numbers: np.ndarray, length: int, seed: int, epoch: int) -> np.ndarray:
-    """Which samples are these numbers of the epoch's random order.
+    """The samples at positions `numbers` of the epoch's random order.
 
-    Of up to `SMALL` samples a permutation is made once an epoch (8 MB). Of more, grain's index_shuffle says each in
-    constant memory: 2 to 9 us a sample for 10^6 to 5 x 10^9 of them; but 25 us for 1,000 and 6,500 us for 6, as its
-    smallest block has 16 bits.
+    Up to `SMALL` samples, one permutation per epoch (8 MB) is computed and cached. Above, grain's index_shuffle
+    computes each sample in constant memory, in 2 to 9 us for 10^6 to 5 x 10^9 samples. It is slow for small data
+    (25 us for 1,000 samples, 6,500 us for 6), because its smallest block has 16 bits.
     """
     if length <= SMALL:
         return _permutation(length, seed, epoch)[numbers]
@@ -93,5 +99,5 @@ def shuffled(numbers: np.ndarray, length: int, seed: int, epoch: int) -> np.ndar
 
 @lru_cache(maxsize=2)
 def _permutation(length: int, seed: int, epoch: int) -> np.ndarray:
-    """Of raw random numbers, which unlike those of a Generator stay the same in every version of NumPy."""
+    # Raw PCG64 output is the same in every NumPy version, a Generator's is not; a resumed run needs the same order.
     return np.argsort(np.random.PCG64((seed, epoch)).random_raw(length), kind="stable")

@@ -1,9 +1,7 @@
-"""Whole documents in rows of one length, with segment ids that keep them apart.
+"""Packs whole documents into rows of one length, with segment ids that keep them apart.
 
-The plan, which document lies where, is made once from the documents' lengths alone, so a row is read at random and a
-position in the data stays one number. Longest first: a row begins with the longest document that is left, and takes the
-longest that still fits until none does; of a histogram of lengths, so that it takes as long for a million documents
-as for a thousand (Krell et al., arXiv:2107.02027).
+The packing is computed once, from the documents' lengths alone. Rows can therefore be read in any order, and a position
+in the data is still one number.
 """
 
 from __future__ import annotations
@@ -13,24 +11,24 @@ from typing import Any
 
 import numpy as np
 
-from jzero.data.tokens import check_tokens, open_tokens, token_facts
+from jzero.data.tokens import check_tokens, open_tokens, token_note
 from jzero.errors import ConfigError
 
 BLOCK = 2**24  # tokens
 
 
 class Packed:
-    """Documents as training data: {"inputs", "labels", "segments"}, each [length] int32.
+    """Training data of packed documents: {"inputs", "labels", "segments"}, each [length] int32.
 
-    Labels are the next token of the same document, -1 (which counts for nothing) at its last token and in the padding.
-    Segments count the documents of a row from 1; 0 is padding. A document longer than a row is cut.
+    A label is the next token of the same document, or -1 (ignored by the loss) at its last token and in padding.
+    Segments number the documents of a row from 1; 0 is padding. A document longer than a row is cut into pieces.
 
     Args:
-      documents: a file of tokens (see `jzero.data.tokens`) or a one-dimensional array in which `end` ends every
-        document, or a sequence of one-dimensional arrays, each a document, which are copied into one.
-      length: tokens of a row.
-      end: the token at the end of a document; default what `write_tokens` noted.
-      vocab_size: the model's: every token that is read is checked; default what `write_tokens` noted.
+      documents: a file of tokens (see `jzero.data.tokens`) or a one-dimensional array, with `end` after every document;
+        or a sequence of one-dimensional arrays, one per document, which are copied into one array.
+      length: tokens per row.
+      end: the token that ends a document. Default: from `write_tokens`' note.
+      vocab_size: the model's; every token that is read is checked against it. Default: from `write_tokens`' note.
 
     >>> packed = Packed([np.array([5, 6, 7]), np.array([8, 9])], length=6)
     >>> {name: x.tolist() for name, x in packed.rows(np.array([0])).items()}  # doctest: +NORMALIZE_WHITESPACE
@@ -39,32 +37,34 @@ class Packed:
 
     def __init__(self, documents: Any, length: int, *, end: int | None = None, vocab_size: int | None = None):
         if length < 2:
-            raise ConfigError(f"length = {length}: a row has at least 2 tokens")
+            raise ConfigError(f"length = {length}: must be at least 2 tokens per row")
         self.length = length
         if isinstance(documents, str | os.PathLike) or getattr(documents, "ndim", 0) == 1:
             self.tokens, self.vocab_size = open_tokens(documents, vocab_size)
-            noted = token_facts(documents).get("end", end) if isinstance(documents, str | os.PathLike) else end
+            noted = token_note(documents).get("end", end) if isinstance(documents, str | os.PathLike) else end
             end = noted if end is None else end
             if end is None:
-                raise ConfigError("end: must say which token ends a document; there is no note of it beside the file")
+                raise ConfigError("end = None: name the token that ends a document; there is no note beside the file")
             if end != noted:
-                raise ConfigError(f"end = {end}: the note beside {documents} says {noted}; leave it out")
+                raise ConfigError(f"end = {end}: the note beside {documents} has end = {noted}; omit this argument")
             ends = _ends(self.tokens, end)
             if len(ends) == 1 and len(self.tokens) and self.tokens[-1] != end:
-                raise ConfigError(f"end = {end}: no token is that; say which one ends a document")
+                raise ConfigError(f"end = {end}: does not occur in the tokens; name the token that ends a document")
         else:
             if end is not None:
-                raise ConfigError(f"end = {end}: does nothing for documents that are arrays of their own; leave it out")
+                raise ConfigError(
+                    f"end = {end}: has no effect on documents given as separate arrays; omit this argument"
+                )
             parts = [open_tokens(document)[0] for document in documents] or [np.zeros(0, np.int32)]
             self.tokens, self.vocab_size = np.concatenate(parts), vocab_size
             ends = np.cumsum([len(part) for part in parts])
         if not len(self.tokens):
-            raise ConfigError("documents: there are no tokens in them")
+            raise ConfigError("documents contain no tokens")
         sizes = np.diff(ends, prepend=0)
         self.documents = int((sizes > 0).sum())
         self.starts, self.sizes = _cut(ends - sizes, sizes, length)
-        self.ends = np.isin(self.starts + self.sizes, ends)  # whether a piece is its document's last
-        self.pieces, self.offsets = plan(self.sizes, length)
+        self.ends = np.isin(self.starts + self.sizes, ends)  # whether a piece is the last of its document
+        self.pieces, self.offsets = pack(self.sizes, length)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -81,6 +81,7 @@ class Packed:
             sizes = self.sizes[pieces]
             stops = np.cumsum(sizes)
             total = int(stops[-1])
+            # The token of every column: each piece's start in the file, less its column in the row, plus the column.
             at = np.repeat(self.starts[pieces] - (stops - sizes), sizes) + np.arange(total)
             inputs[row, :total] = self._read(at)
             labels[row, :total] = self._read(np.minimum(at + 1, len(self.tokens) - 1))
@@ -95,7 +96,7 @@ class Packed:
 
 
 def _ends(tokens: np.ndarray, end: int) -> np.ndarray:
-    """Where each document ends; what comes after the last end token is a document too."""
+    """The end of each document; tokens after the last end token are a document too."""
     blocks = range(0, len(tokens), BLOCK)
     found = [start + 1 + np.flatnonzero(tokens[start : start + BLOCK] == end) for start in blocks]
     ends = np.concatenate(found) if found else np.zeros(0, np.int64)
@@ -103,26 +104,38 @@ def _ends(tokens: np.ndarray, end: int) -> np.ndarray:
 
 
 def _cut(starts: np.ndarray, sizes: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, sizes) of pieces no longer than `length`, in the documents' order."""
+    """Cut documents into pieces of at most `length` tokens: (starts, sizes), in order."""
     counts = -(-sizes // length)
-    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of a piece in its document
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of the piece within its document
     rest = np.repeat(sizes, counts) - number * length
     return np.repeat(starts, counts) + number * length, np.minimum(rest, length)
 
 
-def plan(sizes: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which pieces lie in which row: row r holds pieces[offsets[r] : offsets[r + 1]], in that order.
+def pack(sizes: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Assign pieces to rows: row r holds pieces[offsets[r] : offsets[r + 1]], in that order.
 
-    >>> pieces, offsets = plan(np.array([2, 5, 3, 4]), length=6)
+    Longest-pack-first over a histogram of sizes (Krell et al., arXiv:2107.02027): a row takes the longest piece left,
+    then the longest piece that still fits, until none fits. Equal rows are made at once, so the time depends on the
+    number of distinct sizes and hardly on the number of pieces.
+
+    Args:
+      sizes: [pieces], each at most `length`.
+      length: tokens per row.
+
+    Returns:
+      (indices into `sizes` [pieces], offsets [rows + 1])
+
+    >>> pieces, offsets = pack(np.array([2, 5, 3, 4]), length=6)
     >>> pieces.tolist(), offsets.tolist()
     ([1, 3, 0, 2], [0, 1, 3, 4])
     """
-    left = np.bincount(sizes, minlength=length + 1)
+    left = np.bincount(sizes, minlength=length + 1)  # how many pieces of each size are still to be packed
     by_size = np.argsort(sizes, kind="stable")
-    taken = np.cumsum(left) - left  # in by_size, where the pieces of each size that are left begin
+    taken = np.cumsum(left) - left  # index into by_size of the first piece left of each size
     blocks, widths = [], []
     while left.any():
-        room, size, pattern = length, length + 1, []  # [(size, how many)]: what such a row holds
+        # One row's pattern of (size, count), then as many rows of this pattern as the pieces left allow.
+        room, size, pattern = length, length + 1, []
         while len(fitting := np.flatnonzero(left[: min(room + 1, size)])):
             size = int(fitting[-1])
             number = min(int(left[size]), room // size)

@@ -1,15 +1,15 @@
-"""What training data may be, behind one protocol: a length and rows; or, without a length, samples one by one.
+"""The kinds of training data, behind one protocol: a length and `rows`; or, without a length, an iterator of samples.
 
 | data | how it is read |
 |---|---|
-| a pytree of arrays, one leading sample dimension | a micro-batch by one fancy index per array |
-| anything with `__len__` and `rows(indices) -> batch` (a `Source`: `TokenFile`, `Packed`, your own) | as it likes |
-| a Hugging Face `Dataset` | its batched access, as NumPy |
-| anything with `__len__` and `__getitem__` (a list, PyTorch's map-style datasets) | sample by sample, stacked |
-| a function that makes an iterator; what can be iterated over (an `IterableDataset`) | sample by sample, in its order |
+| a pytree of arrays with one leading sample dimension | a micro-batch by one fancy index per array |
+| anything with `__len__` and `rows(indices) -> batch` (a `Source`: `TokenFile`, `Packed`, your own) | by `rows` |
+| a Hugging Face `Dataset` | by its batched access, as NumPy |
+| anything with `__len__` and `__getitem__` (a list, a PyTorch map-style dataset) | sample by sample, stacked |
+| a function that returns an iterator; an iterable (an `IterableDataset`) | sample by sample, in its order |
 | an iterator | the same, once |
 
-A list of numbers in a sample is an array.
+A list of numbers in a sample becomes an array.
 """
 
 from __future__ import annotations
@@ -28,64 +28,68 @@ from jzero.tree import named
 
 @runtime_checkable
 class Source(Protocol):
-    """Samples that are read by number, many at once."""
+    """Data with a length whose samples are read by index, many at once."""
 
     def __len__(self) -> int: ...
     def rows(self, indices: np.ndarray) -> Any:
-        """The batch [len(indices), ...] of these samples, a pytree of NumPy arrays. Called from one other thread."""
+        """Read samples as a batch: a pytree of NumPy arrays [len(indices), ...]. The prefetch thread calls it."""
         ...
 
 
-def as_source(data: Any) -> Source | Samples:
-    """See the table above.
+def as_source(data: Any) -> Source | IterableStyle:
+    """Wrap training data of any kind in the table above.
 
     Raises:
-      ConfigError: data in which there is nothing, arrays of different length, or what is none of the above.
+      ConfigError: empty data, arrays of different lengths, or an unsupported kind.
     """
     if isinstance(data, str | os.PathLike):
         raise ConfigError(
-            f"training_data = {str(data)!r}: a file is read by jzero.data.TokenFile(path, sequence) or Packed"
+            f"training_data = {str(data)!r}: to read a file of tokens, pass jzero.data.TokenFile(path, sequence) or "
+            "jzero.data.Packed(path, length)"
         )
     if isinstance(data, Source):
         source: Source = data
     elif isinstance(data, Iterator):
-        return Samples(data)
+        return IterableStyle(data)
     elif hasattr(data, "with_format") and hasattr(data, "format") and hasattr(data, "__len__"):
-        source = HuggingFace(data) if data.format["type"] != "custom" else Sampled(data)
+        source = HuggingFace(data) if data.format["type"] != "custom" else MapStyle(data)
     elif isinstance(data, dict | tuple | np.ndarray | jax.Array) or _is_node(data):
         source = Arrays(data)
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-        source = Sampled(data)
+        source = MapStyle(data)
     elif isinstance(data, Iterable) or callable(data):
-        return Samples(data.with_format("numpy") if hasattr(data, "with_format") else data)
+        return IterableStyle(data.with_format("numpy") if hasattr(data, "with_format") else data)
     else:
         raise ConfigError(
             f"training_data is {type(data).__name__}: must be a pytree of arrays, a sequence of samples, a Hugging "
-            "Face dataset, something to iterate over, or a function that makes an iterator"
+            "Face dataset, an iterable, or a function that returns an iterator"
         )
     if not len(source):
-        raise ConfigError("training_data: there are no samples in it")
+        raise ConfigError("training_data contains no samples")
     return source
 
 
 def _is_node(data: Any) -> bool:
+    """Whether JAX sees `data` as a pytree with children, such as a registered dataclass."""
     return not isinstance(data, list) and not jax.tree.all(jax.tree.map(lambda x: x is data, data))
 
 
 class Arrays:
-    """A pytree of arrays (memory-mapped ones too) with one leading sample dimension."""
+    """A pytree of arrays, memory-mapped or not, with one leading sample dimension."""
 
     def __init__(self, data: Any):
         for path, x in jax.tree_util.tree_flatten_with_path(data)[0]:
             if not hasattr(x, "shape") or not hasattr(x, "dtype") or not x.shape:
                 raise ConfigError(
-                    f"training_data{jax.tree_util.keystr(path)} is {type(x).__name__}, no array of samples: give "
-                    "arrays with one leading sample dimension (of a dict of splits choose one)"
+                    f"training_data{jax.tree_util.keystr(path)} is {type(x).__name__}; expected an array with a "
+                    "leading sample dimension (if this is a dict of splits, pass one split)"
                 )
         self.data = jax.tree.map(np.asarray, data)
         lengths = {len(x) for x in jax.tree.leaves(self.data)}
         if len(lengths) > 1:
-            raise ConfigError(f"training_data: its arrays have {sorted(lengths)} samples; they must all have as many")
+            raise ConfigError(
+                f"training_data: its arrays have {sorted(lengths)} samples; all must have the same number"
+            )
         self.length = max(lengths, default=0)
         check_numbers(self.data)
 
@@ -96,8 +100,8 @@ class Arrays:
         return jax.tree.map(lambda x: x[indices], self.data)
 
 
-class Sampled:
-    """A sequence of samples, each a pytree of arrays of one shape."""
+class MapStyle:
+    """A sequence of samples; every sample is a pytree of arrays with the same structure and shapes."""
 
     def __init__(self, data: Any):
         self.data = data
@@ -106,11 +110,11 @@ class Sampled:
         return len(self.data)
 
     def rows(self, indices: np.ndarray) -> Any:
-        return stack([noted(i, partial(self.data.__getitem__, i)) for i in indices.tolist()])
+        return collate([read_sample(i, partial(self.data.__getitem__, i)) for i in indices.tolist()])
 
 
 class HuggingFace:
-    """A Hugging Face `Dataset`: the columns it has now, each of numbers, and of one shape in all samples."""
+    """A Hugging Face `Dataset`: its selected columns, which must hold numbers and have one shape in all samples."""
 
     def __init__(self, data: Any):
         some = None if data.format["output_all_columns"] else data.format["columns"]
@@ -122,36 +126,36 @@ class HuggingFace:
     def rows(self, indices: np.ndarray) -> Any:
         batch = self.data[indices.tolist()]
         check_numbers(
-            batch, "; choose columns of numbers (dataset.select_columns), each of one length (pad, cut, pack)"
+            batch, "; select columns of numbers (dataset.select_columns) of one length (pad, truncate or pack)"
         )
         return batch
 
 
-class Samples:
-    """Samples of which only the next can be read. Every process reads all of them and keeps its own."""
+class IterableStyle:
+    """Data without a length: an iterable, an iterator or a function. Every process reads all samples, keeps its own."""
 
     def __init__(self, data: Any):
         self.data, self.once, self.started = data, isinstance(data, Iterator), False
 
     def start(self, epoch: int) -> Iterator[Any]:
-        """The samples of an epoch, from the first on.
+        """Start an epoch at its first sample.
 
         Raises:
-          ConfigError: an iterator, for the second time.
+          ConfigError: the data is an iterator and was already started.
         """
         if self.once and self.started:
             raise ConfigError(
-                "training_data is an iterator, which is read once: give a function that makes one (or an object that "
-                "can be iterated over again) to go back in it, or to change the batch size"
+                "training_data is an iterator, which can be read only once: to go back or to change the batch size, "
+                "pass a function that returns an iterator, or an iterable"
             )
         self.started = True
-        if hasattr(self.data, "set_epoch"):  # Hugging Face's: another order
+        if hasattr(self.data, "set_epoch"):  # Hugging Face's IterableDataset shuffles by epoch
             self.data.set_epoch(epoch)
         return iter(self.data() if callable(self.data) and not isinstance(self.data, Iterable) else self.data)
 
 
-def noted(number: int, read: Callable[[], Any]) -> Any:
-    """read(), of whose errors it is said which sample they are about."""
+def read_sample(number: int, read: Callable[[], Any]) -> Any:
+    """Call `read`; an exception gets a note with the sample's number."""
     try:
         return read()
     except Exception as error:
@@ -159,21 +163,21 @@ def noted(number: int, read: Callable[[], Any]) -> Any:
         raise
 
 
-def stack(samples: Sequence[Any]) -> Any:
-    """A batch of samples of one structure and shape; a list of numbers is an array.
+def collate(samples: Sequence[Any]) -> Any:
+    """Stack samples into a batch; a list of numbers becomes an array.
 
     Raises:
-      ConfigError: of several.
+      ConfigError: the samples differ in structure or shape.
     """
     try:
         samples = [jax.tree.map(np.asarray, x, is_leaf=_is_numbers) for x in samples]
         batch = jax.tree.map(lambda *xs: np.stack(xs), *samples)
     except ValueError:
         forms = sorted({str(jax.tree.map(np.shape, x)) for x in samples})
-        what = f"of {len(forms)} forms" if forms[1:] else "with lists of uneven length"
+        what = f"{len(forms)} shapes" if forms[1:] else "lists of uneven length"
         raise ConfigError(
-            f"training_data: samples {what}, such as {' and '.join(form[:200] for form in forms[:2])}: all must "
-            "have one structure and shape; pad or cut them, or pack documents into rows with jzero.data.Packed"
+            f"training_data: samples have {what}, such as {' and '.join(form[:200] for form in forms[:2])}; all must "
+            "have the same structure and shape: pad or truncate them, or pack documents with jzero.data.Packed"
         ) from None
     check_numbers(batch)
     return batch
@@ -188,19 +192,20 @@ def _is_numbers(x: Any) -> bool:
     return all(issubclass(kind, int | float | np.number | np.bool_) for kind in kinds)
 
 
-def check_numbers(batch: Any, fix: str = "; give arrays of numbers") -> None:
-    """Raise a ConfigError for leaves that no device can hold."""
+def check_numbers(batch: Any, fix: str = "") -> None:
+    """Raise a ConfigError for leaves whose dtype no device supports, such as strings and objects."""
     for name, x in named(batch).items():
         dtype = getattr(x, "dtype", None)
         if dtype is None or not any(jax.dtypes.issubdtype(dtype, kind) for kind in (np.number, np.bool_)):
-            raise ConfigError(f"training_data: {name or 'it'} holds {dtype or type(x).__name__}, no numbers{fix}")
+            where = f"training_data[{name!r}]" if name else "training_data"
+            raise ConfigError(f"{where} has dtype {dtype or type(x).__name__}; expected numbers{fix}")
 
 
 def too_few(samples: int, train: int) -> str:
-    """What to say of an epoch without a global batch."""
+    """The error message for an epoch without a single global batch."""
     if not samples:
-        return "training_data: there are no samples in it"
+        return "training_data contains no samples"
     return (
         f"training_data: {samples} samples do not fill one global batch of {train} (train_batch_size) and "
-        "dataloader_drop_last is true; add data or make the batch smaller"
+        "dataloader_drop_last is true; add data, use a smaller batch or set dataloader_drop_last to false"
     )

@@ -14,7 +14,7 @@ multiple of S where V > 1:
 | `interleaved` | F: SV-1, FB: MV+S-SV, B: SV-1                         | (S-1) / (MV + S-1)                       |
 | `zero_bubble` | F: SV-1, FB: S-1, FBW: MV+1-SV, BW: SV-1 (for M >= S) | (S-1)(F+B) / (MV(F+B+W) + (S-1)(F+B))    |
 
-`zero_bubble` delays a W only if it would lengthen a tick in which some other stage has no B yet: on stage s the W of the
+`zero_bubble` delays a W only if it would lengthen a tick in which another stage has no B yet: on stage s the W of the
 first s chunks. The delayed W fill the idle ticks at the end; every other W runs with its B.
 
 Chunks in flight on stage s, from a chunk's F until the end of its B or W, in chunks of 1/(SV) of the layers: `gpipe` M,

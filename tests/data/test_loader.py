@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
 import jzero
-from jzero.batch import my_rows
+from jzero.batch import rows_of_this_process
 from jzero.data import DataLoader, RepeatingLoader, order
 from jzero.data.order import Position, shuffled
 from jzero.data.sources import as_source
-from jzero.data.stream import Plan, draw, walk
+from jzero.data.stream import StreamSpec, indexed_batches, sequential_batches
 from jzero.mesh import batch_spec
 
 ROOT = Path(__file__).parents[2]
@@ -163,17 +163,17 @@ def test_a_shuffle_of_10_to_the_9_is_quick():
 def test_seek_goes_on_exactly(length, micro, accum, other, taken, drop_last, sized):
     """From any position: the same layout to the end of the next epoch; another one until this epoch's samples end."""
     source = as_source(np.arange(length) if sized else lambda: iter(range(length)))
-    make = draw if sized else walk
+    make = indexed_batches if sized else sequential_batches
 
     def stream(micro, accum, start=None):
-        plan = Plan(source, 3, drop_last, micro, micro * accum, np.arange(micro), lambda rows: rows.tolist())
-        return make(plan, start or Position())
+        spec = StreamSpec(source, 3, drop_last, micro, micro * accum, np.arange(micro), lambda rows: rows.tolist())
+        return make(spec, start or Position())
 
     if drop_last and length < max(micro * accum, other[0] * other[1]):
         return
     straight = stream(micro, accum)
     at = [Position(), *(at for _, at in itertools.islice(straight, taken))][-1]
-    at = Position.load(at.dump())
+    at = Position.from_json(at.to_json())
     rest = [batch for batch, _ in itertools.islice(straight, 2 * (length // micro + accum))]
     again = [batch for batch, _ in itertools.islice(stream(micro, accum, at), len(rest))]
     assert again == rest
@@ -199,8 +199,8 @@ def test_each_sample_once_an_epoch(length, train, drop_last):
     end = Position().end(length, train, drop_last)
     if end == 0:
         return
-    plan = Plan(as_source(np.arange(length)), 1, drop_last, 1, train, np.arange(1), lambda rows: rows[0])
-    epoch, ends = zip(*itertools.islice(draw(plan, Position()), end), strict=True)
+    spec = StreamSpec(as_source(np.arange(length)), 1, drop_last, 1, train, np.arange(1), lambda rows: rows[0])
+    epoch, ends = zip(*itertools.islice(indexed_batches(spec, Position()), end), strict=True)
     assert [at.epoch for at in ends] == [0] * (end - 1) + [1]
     assert end % train == 0
     once = epoch[:length]
@@ -300,23 +300,23 @@ def test_a_process_reads_its_own_rows_alone(pipe, local):
         here = jax.devices()[process * local : (process + 1) * local]
         every = sharding.devices_indices_map((micro,))
         part = SimpleNamespace(addressable_devices_indices_map=lambda shape: {d: every[d] for d in here})
-        return my_rows(part, micro)
+        return rows_of_this_process(part, micro)
 
     def stream(source, mine, make):
-        plan = Plan(source, 1, False, micro, train, mine, lambda rows: rows["x"].tolist())
-        return [batch for batch, _ in itertools.islice(make(plan, Position()), 4)]
+        spec = StreamSpec(source, 1, False, micro, train, mine, lambda rows: rows["x"].tolist())
+        return [batch for batch, _ in itertools.islice(make(spec, Position()), 4)]
 
-    whole, everything = stream(Rows(30), np.arange(micro), draw), as_source(lambda: iter(samples(30)))
-    walked = stream(everything, np.arange(micro), walk)
+    whole, everything = stream(Rows(30), np.arange(micro), indexed_batches), as_source(lambda: iter(samples(30)))
+    walked = stream(everything, np.arange(micro), sequential_batches)
     held = {}
     for process in range(8 // local):
         source, mine = Rows(30), rows_of(process)
         assert len(mine) == min(micro, micro * pipe * local // 8)
-        parts = stream(source, mine, draw)
+        parts = stream(source, mine, indexed_batches)
         assert source.read == [*itertools.chain(*parts)]
         for row, *values in zip(mine.tolist(), *parts, strict=True):
             assert held.setdefault(row, values) == values
-        of_all = stream(everything, mine, walk)
+        of_all = stream(everything, mine, sequential_batches)
         assert of_all == [[batch[i] for i in mine] for batch in walked]
     assert [list(batch) for batch in zip(*[held[row] for row in range(micro)], strict=True)] == whole
 
@@ -399,7 +399,7 @@ def test_an_iterator_is_read_once():
     with pytest.raises(StopIteration):
         next(RepeatingLoader(loader))
     loader.seek({"epoch": 0, "samples": 0})
-    with pytest.raises(jzero.ConfigError, match=r"an iterator, which is read once: give a function"):
+    with pytest.raises(jzero.ConfigError, match=r"an iterator, which can be read only once: .*pass a function"):
         next(iter(loader))
 
 
@@ -415,7 +415,7 @@ def test_an_iterator_is_read_once():
         ({"epoch": 0, "samples": -4}, "whole numbers from 0"),
         ({"epoch": 0.0, "samples": 4}, "whole numbers from 0"),
         ({"epoch": 0, "samples": 4, "begun": 6}, "begun must be at most samples"),
-        ({"epoch": 0, "samples": 100}, "training_data has 20 samples an epoch; the position is of other data"),
+        ({"epoch": 0, "samples": 100}, "training_data has 20 samples per epoch, so the position belongs to other data"),
     ],
 )
 def test_positions_that_do_not_fit(position, words):
@@ -428,19 +428,19 @@ def test_positions_that_do_not_fit(position, words):
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        ([], "there are no samples"),
-        (np.zeros((0, 3)), "there are no samples"),
-        ({}, "there are no samples"),
-        (lambda: iter(()), "there are no samples"),
+        ([], "training_data contains no samples"),
+        (np.zeros((0, 3)), "training_data contains no samples"),
+        ({}, "training_data contains no samples"),
+        (lambda: iter(()), "training_data contains no samples"),
         ({"x": np.zeros(4), "y": np.zeros(3)}, r"have \[3, 4\] samples"),
-        ({"train": [1, 2]}, r"training_data\['train'\]\[0\] is int, no array of samples"),
+        ({"train": [1, 2]}, r"training_data\['train'\]\[0\] is int; expected an array"),
         (np.float32(1), "training_data is float32: must be a pytree"),
-        (np.array(1), "no array of samples"),
+        (np.array(1), "is ndarray; expected an array with a leading sample dimension"),
         (7, "training_data is int: must be a pytree"),
-        (np.array(["a", "b"]), r"it holds <U1, no numbers"),
-        ([np.zeros(2), np.zeros(3)] * 2, r"2 forms, such as \(2,\) and \(3,\).*Packed"),
-        ([{"x": 1.0}, {"y": 1.0}], "2 forms"),
-        (["a", "b"], "holds <U1, no numbers"),
+        (np.array(["a", "b"]), "training_data has dtype <U1; expected numbers"),
+        ([np.zeros(2), np.zeros(3)] * 2, r"2 shapes, such as \(2,\) and \(3,\).*Packed"),
+        ([{"x": 1.0}, {"y": 1.0}], "have 2 shapes"),
+        (["a", "b"], "training_data has dtype <U1; expected numbers"),
         (SimpleNamespace(rows=lambda indices: np.zeros(7), __len__=None), "training_data is SimpleNamespace"),
     ],
 )
@@ -452,7 +452,7 @@ def test_bad_data(bad, words):
 def test_a_source_that_gives_something_else():
     source = Rows(8)
     source.rows = lambda indices: np.zeros(7)
-    with pytest.raises(jzero.ConfigError, match=r"gave a leaf of shape \(7,\) for 2 indices"):
+    with pytest.raises(jzero.ConfigError, match=r"returned a leaf of shape \(7,\) for 2 indices"):
         next(iter(DataLoader(source, Sizes(2, 1, 1))))
 
 
@@ -466,11 +466,13 @@ def test_too_few_samples(kind):
 def test_hugging_face_columns():
     datasets = pytest.importorskip("datasets")
     mixed = datasets.Dataset.from_dict({"x": [1, 2], "text": ["a", "b"]})
-    with pytest.raises(jzero.ConfigError, match=r"text holds <U1, no numbers; choose columns .*select_columns"):
+    with pytest.raises(
+        jzero.ConfigError, match=r"\['text'\] has dtype <U1; expected numbers; select columns .*select_columns"
+    ):
         next(iter(DataLoader(mixed, Sizes(2, 1, 1))))
-    with pytest.raises(jzero.ConfigError, match="ragged holds object, no numbers"):
+    with pytest.raises(jzero.ConfigError, match=r"training_data\['ragged'\] has dtype object; expected numbers"):
         next(iter(DataLoader(datasets.Dataset.from_dict({"ragged": [[1], [1, 2]]}), Sizes(2, 1, 1))))
-    with pytest.raises(jzero.ConfigError, match=r"is DatasetDict, no array of samples.*splits choose one"):
+    with pytest.raises(jzero.ConfigError, match=r"is DatasetDict; expected an array .*dict of splits, pass one split"):
         DataLoader(datasets.DatasetDict({"train": mixed}), Sizes(2, 1, 1))
     chosen = mixed.with_format("torch" if importlib.util.find_spec("torch") else "numpy", columns=["x"])
     assert np.asarray(next(iter(DataLoader(chosen, Sizes(2, 1, 1), shuffle=False)))["x"]).tolist() == [1, 2]
@@ -493,6 +495,6 @@ def test_lists_of_numbers_are_arrays():
         (batch,) = DataLoader(source, Sizes(4, 1, 1), shuffle=False)
         assert numbers([batch]) == [0, 1, 2, 3]
         assert np.asarray(batch["image"]).tolist() == [[[i, 1], [2, 1]] for i in range(4)]
-    for ragged, words in (([[1, 2], [3]], "of 2 forms"), ([[[1], [2, 3]]] * 2, "with lists of uneven length")):
+    for ragged, words in (([[1, 2], [3]], "have 2 shapes"), ([[[1], [2, 3]]] * 2, "have lists of uneven length")):
         with pytest.raises(jzero.ConfigError, match=f"samples {words}"):
             next(iter(DataLoader(ragged, Sizes(2, 1, 1))))

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jzero
-from jzero.data import Bytes, Packed, write_tokens
+from experiments.tokenizers import Bytes
+from jzero.data import Packed, write_tokens
 from jzero.data.sources import Source
 from jzero.planner import gpu_devices
 from models.llama import Llama, LlamaConfig
@@ -88,7 +89,7 @@ def test_a_token_file_is_packed(tmp_path):
     assert ([*b"a document", 256], [*b" document", 256, -1]) in pieces
     assert ([256], [-1]) in pieces
     assert ([*b"another one, whi"], [*b"nother one, whic"]) in pieces
-    with pytest.raises(jzero.ConfigError, match=r"end = 0: the note beside .*t\.npy says 256; leave it out"):
+    with pytest.raises(jzero.ConfigError, match=r"end = 0: the note beside .*t\.npy has end = 256; omit this argument"):
         Packed(tmp_path / "t.npy", 16, end=0)
     open_ended = Packed(np.array([1, 2, 0, 3, 4]), 4, end=0)  # the last has no end token
     assert sorted(unpacked(open_ended.rows(np.arange(len(open_ended))))) == [([1, 2, 0], [2, 0, -1]), ([3, 4], [4, -1])]
@@ -97,14 +98,14 @@ def test_a_token_file_is_packed(tmp_path):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Packed([], 8), "there are no tokens"),
-        (lambda: Packed([np.zeros(0, int)], 8), "there are no tokens"),
-        (lambda: Packed([np.zeros(3)], 8), "holds float64"),
-        (lambda: Packed([np.arange(3)], 1), "length = 1: a row has at least 2 tokens"),
-        (lambda: Packed(np.arange(8), 8), "end: must say which token ends a document"),
-        (lambda: Packed(np.arange(1, 8), 8, end=0), "end = 0: no token is that"),
-        (lambda: Packed([np.arange(3)], 8, end=2), "end = 2: does nothing for documents that are arrays"),
-        (lambda: Packed([np.arange(9)], 8, vocab_size=8).rows(np.array([0])), "token 8 is not in a vocabulary of 8"),
+        (lambda: Packed([], 8), "documents contain no tokens"),
+        (lambda: Packed([np.zeros(0, int)], 8), "documents contain no tokens"),
+        (lambda: Packed([np.zeros(3)], 8), "tokens has dtype float64"),
+        (lambda: Packed([np.arange(3)], 1), "length = 1: must be at least 2 tokens per row"),
+        (lambda: Packed(np.arange(8), 8), "end = None: name the token that ends a document"),
+        (lambda: Packed(np.arange(1, 8), 8, end=0), "end = 0: does not occur in the tokens"),
+        (lambda: Packed([np.arange(3)], 8, end=2), "end = 2: has no effect on documents given as separate arrays"),
+        (lambda: Packed([np.arange(9)], 8, vocab_size=8).rows(np.array([0])), "token 8 is outside a vocabulary of 8"),
     ],
 )
 def test_bad_documents(make, words):

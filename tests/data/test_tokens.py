@@ -2,12 +2,14 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import jzero
-from jzero.data import BPE, Bytes, TokenFile, train_bpe, write_tokens
+from experiments.tokenizers import BPE, Bytes, train_bpe
+from jzero.data import TokenFile, write_tokens
 from jzero.data.sources import Source
 
 TEXTS = ["To be, or not to be: that is the question.\n" * 3, "", "Größe <|end|> \N{SNOWMAN} tab\tand\nline" * 5, "a"]
@@ -47,7 +49,7 @@ def test_a_trained_tokenizer_is_saved(tmp_path):
     with pytest.raises(jzero.ConfigError, match=r"end = '</s>': the tokenizer has no such token"):
         BPE(made.tokenizer, end="</s>")
     (tmp_path / "bpe.json").write_text("{}")
-    with pytest.raises(jzero.ConfigError, match="is no tokenizer of the tokenizers library"):
+    with pytest.raises(jzero.ConfigError, match="not a tokenizer of the tokenizers library"):
         BPE.load(tmp_path / "bpe.json")
     with pytest.raises(jzero.ConfigError, match="vocab_size = 256: must be at least 257"):
         train_bpe(TEXTS, 256)
@@ -55,7 +57,7 @@ def test_a_trained_tokenizer_is_saved(tmp_path):
 
 def test_without_the_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(jzero.ConfigError, match=r"pip install 'jzero\[data\]'"):
+    with pytest.raises(jzero.ConfigError, match="pip install tokenizers"):
         train_bpe(TEXTS, 300)
 
 
@@ -78,6 +80,18 @@ def test_documents_are_written_one_by_one(tmp_path):
         write_tokens([], tmp_path / "tokens.bin", Bytes())
 
 
+def test_any_object_with_encode_is_a_tokenizer(tmp_path):
+    """The protocol asks for encode, vocab_size and end; the tokens take two bytes only where they fit."""
+    for size, dtype in ((2**16, np.uint16), (2**16 + 1, np.uint32)):
+        lengths = SimpleNamespace(
+            vocab_size=size, end=size - 1, encode=lambda text: [len(word) for word in text.split()]
+        )
+        assert write_tokens(["to be or", "not"], tmp_path / "t.npy", lengths) == 6
+        tokens = np.load(tmp_path / "t.npy")
+        assert tokens.dtype == dtype
+        assert tokens.tolist() == [2, 2, 2, size - 1, 3, size - 1]
+
+
 def test_windows(tmp_path):
     np.save(tmp_path / "t.npy", np.arange(70_000, dtype=np.uint32))
     source = TokenFile(tmp_path / "t.npy", 1000)
@@ -97,12 +111,12 @@ def test_windows(tmp_path):
 @pytest.mark.parametrize(
     ("array", "sequence", "vocabulary", "words"),
     [
-        (np.zeros(9, np.float32), 4, None, r"holds float32 of shape \(9,\); tokens are whole numbers in one dimension"),
-        (np.zeros((3, 3), int), 4, None, r"holds int64 of shape \(3, 3\)"),
+        (np.zeros(9, np.float32), 4, None, r"has dtype float32 and shape \(9,\); expected integers in one"),
+        (np.zeros((3, 3), int), 4, None, r"has dtype int64 and shape \(3, 3\)"),
         (np.arange(9), 9, None, "sequence = 9: must be from 1 to 8"),
         (np.arange(9), 0, None, "sequence = 0: must be from 1 to 8"),
-        (np.arange(9), 4, 8, "token 8 is not in a vocabulary of 8: vocab_size must be larger"),
-        (np.arange(-1, 8), 4, 8, "token -1 is not in a vocabulary of 8"),
+        (np.arange(9), 4, 8, "token 8 is outside a vocabulary of 8: vocab_size must be larger"),
+        (np.arange(-1, 8), 4, 8, "token -1 is outside a vocabulary of 8"),
     ],
 )
 def test_what_is_no_tokens(array, sequence, vocabulary, words, tmp_path):
@@ -115,9 +129,9 @@ def test_what_is_no_tokens(array, sequence, vocabulary, words, tmp_path):
 def test_what_is_no_file_of_tokens(tmp_path):
     (tmp_path / "t.npy").write_text("tokens")
     for name in ("t.npy", "none.npy"):
-        with pytest.raises(jzero.ConfigError, match=rf"{name}: is no .npy file of tokens"):
+        with pytest.raises(jzero.ConfigError, match=rf"{name}: not a .npy file of tokens"):
             TokenFile(tmp_path / name, 4)
     write_tokens(["some text"], tmp_path / "b.npy", Bytes())
     assert TokenFile(tmp_path / "b.npy", 4, vocab_size=257).vocab_size == TokenFile(tmp_path / "b.npy", 4).vocab_size
-    with pytest.raises(jzero.ConfigError, match="has tokens up to 256, vocab_size = 256 has not; raise it to 257"):
+    with pytest.raises(jzero.ConfigError, match=r"vocab_size = 256: .*b.npy has tokens up to 256; use at least 257"):
         TokenFile(tmp_path / "b.npy", 4, vocab_size=256)
