@@ -69,7 +69,7 @@ def small_disk(tmp_path):
     if os.geteuid() or subprocess.run(mount, check=False).returncode:
         pytest.skip("mounting needs root")
     yield path
-    from jzero.checkpoint import writer
+    from jzero.checkpoint.async_save import settle
 
-    writer.settle()
+    settle()
     subprocess.run(["umount", "-l", path], check=True)

@@ -195,7 +195,7 @@ class Llama(nnx.Module):
         return [f"attention kernel {attention_kernel(asked, dtype)} (attention={asked!r}, {dtype})"]
 
     def weights_layout(self) -> dict[str, Any]:
-        """The names that Hugging Face's `LlamaForCausalLM` has for the parameters, see `jzero.weights.layout`."""
+        """The names that Hugging Face's `LlamaForCausalLM` has for the parameters, see `jzero.weights.name_map`."""
         return huggingface(self.config)
 
     def __call__(self, tokens_BS: jax.Array, segments_BS: jax.Array | None = None) -> jax.Array:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
-from jzero.checkpoint import Checkpoint, directory, leaves, restore, save, wait, writer
+from jzero.checkpoint import Checkpoint, async_save, checksums, directory, leaves, restore, save, snapshot, wait
 
 ROWS = 24
 
@@ -56,8 +56,8 @@ def assert_same(a, b):
 @pytest.fixture(autouse=True)
 def nothing_left_over():
     yield
-    writer.settle()
-    writer._last = None
+    async_save.settle()
+    async_save._last = None
 
 
 # ------------------------------------------------------------------------------------------- save and restore
@@ -91,13 +91,13 @@ def test_a_save_keeps_what_was_there_when_it_was_called(tmp_path):
 
 
 def test_the_caller_goes_on_while_it_is_written(tmp_path, monkeypatch):
-    going_on, commit = threading.Event(), writer.commit
+    going_on, commit = threading.Event(), async_save.commit
 
     def slow(*args):
         assert going_on.wait(30)
         commit(*args)
 
-    monkeypatch.setattr(writer, "commit", slow)
+    monkeypatch.setattr(async_save, "commit", slow)
     under_way = save(state(), tmp_path, "a")
     assert not under_way.done
     assert "being written" in repr(under_way)
@@ -168,7 +168,7 @@ def test_a_clock_that_goes_back(tmp_path, monkeypatch):
     for step, late in ((100, 3600), (200, 0), (300, 60)):
         monkeypatch.setattr(time, "time", lambda late=late: now + late)
         save(state(), tmp_path, f"global_step{step}", max_to_keep=2).wait()
-    assert [path.name for path, _ in directory.complete(tmp_path)] == ["global_step300", "global_step200"]
+    assert [path.name for path, _ in directory.list_checkpoints(tmp_path)] == ["global_step300", "global_step200"]
 
 
 def test_a_directory_that_nobody_may_look_into(tmp_path, monkeypatch):
@@ -185,10 +185,10 @@ def test_a_directory_that_nobody_may_look_into(tmp_path, monkeypatch):
         (tmp_path / name / "state").mkdir(parents=True)
     monkeypatch.setattr(Path, "stat", denied)
     save(state(), tmp_path, "global_step3", max_to_keep=1).wait()
-    assert [path.name for path, _ in directory.complete(tmp_path)] == ["global_step3"]
+    assert [path.name for path, _ in directory.list_checkpoints(tmp_path)] == ["global_step3"]
     assert {p.name for p in tmp_path.iterdir()} == {"global_step3", "latest", "lost+found"}
     hidden.add("global_step3")
-    (_, problem) = directory.complete(tmp_path)[0]
+    (_, problem) = directory.list_checkpoints(tmp_path)[0]
     assert str(problem) == f"checkpoint {tmp_path}/global_step3: Permission denied"
 
 
@@ -227,7 +227,7 @@ def test_copies_are_spread_over_the_axes_of_replicas():
 
     def spread(spec, shape):
         x = jax.device_put(jnp.ones(shape), NamedSharding(grid, PartitionSpec(*spec)))
-        parts = list(leaves.spread(x).spec)
+        parts = list(snapshot.copy_sharding(x).spec)
         while parts and parts[-1] is None:
             parts.pop()
         return PartitionSpec(*parts)
@@ -253,27 +253,27 @@ def test_a_checksum_sees_every_change(seed, data):
     place = data.draw(st.integers(0, bits.size - 1))
     flipped = bits.copy()
     flipped.reshape(-1)[place] ^= 1 if dtype == "bool" else 1 << data.draw(st.integers(0, 7))
-    one, other = (int(leaves.checksums({"x": jnp.asarray(b.view(x.dtype))})[0]) for b in (bits, flipped))
+    one, other = (int(checksums.checksums({"x": jnp.asarray(b.view(x.dtype))})[0]) for b in (bits, flipped))
     assert one != other
 
 
 def test_a_checksum_sees_the_order_and_not_the_layout():
     x = jax.random.normal(jax.random.key(0), (16, 8))
     specs = [PartitionSpec(), PartitionSpec("zero"), PartitionSpec(None, "zero")]
-    sums = {int(leaves.checksums({"x": jax.device_put(x, NamedSharding(mesh(), spec))})[0]) for spec in specs}
+    sums = {int(checksums.checksums({"x": jax.device_put(x, NamedSharding(mesh(), spec))})[0]) for spec in specs}
     assert len(sums) == 1
     others = [x[::-1], x[:, ::-1], x.T.reshape(16, 8), x.at[0].set(x[1]).at[1].set(x[0]), -x]
-    assert len(sums | {int(leaves.checksums({"x": other})[0]) for other in others}) == 6
+    assert len(sums | {int(checksums.checksums({"x": other})[0]) for other in others}) == 6
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "float64"])
 def test_a_checksum_in_parts_by_numpy(dtype, monkeypatch):
     x = np.random.default_rng(0).normal(size=(6, 5, 4)).astype(jnp.dtype(dtype))
-    monkeypatch.setattr(leaves, "BLOCK", 7)
+    monkeypatch.setattr(checksums, "BLOCK", 7)
     parts = [(x[i : i + 4, :, j : j + 3], (i, 0, j)) for i in (0, 4) for j in (0, 3)]
-    total = sum(leaves.part_of_checksum(part, start, x.shape) for part, start in parts) % 2**32
+    total = sum(checksums.part_of_checksum(part, start, x.shape) for part, start in parts) % 2**32
     with jax.enable_x64(True):
-        assert total == int(leaves.checksums({"x": jnp.asarray(x)})[0])
+        assert total == int(checksums.checksums({"x": jnp.asarray(x)})[0])
 
 
 # ------------------------------------------------------------------------------------------- damage
@@ -334,7 +334,7 @@ def test_a_leaf_that_is_not_what_was_saved_is_named(tmp_path):
     said = json.loads(notes.read_text())["notes"]
     said["leaves"]["params/w"][2] ^= 1
     notes.write_text(directory._seal(said))
-    with pytest.raises(jzero.CheckpointError, match=r"a is damaged: params/w is not what was saved"):
+    with pytest.raises(jzero.CheckpointError, match=r"a is damaged: wrong checksum of params/w"):
         restore(tmp_path, shardings(state()))
 
 
@@ -342,7 +342,7 @@ def test_changed_notes_are_noticed(tmp_path):
     save(state(), tmp_path, "a", notes={"samples": 1000}).wait()
     notes = tmp_path / "a" / "notes.json"
     notes.write_text(notes.read_text().replace("1000", "2000"))
-    with pytest.raises(jzero.CheckpointError, match=r"a is damaged: notes\.json is not what was written"):
+    with pytest.raises(jzero.CheckpointError, match=r"a is damaged: notes\.json does not match its checksum"):
         restore(tmp_path, shardings(state()))
 
 
@@ -363,7 +363,10 @@ def test_a_full_disk(small_disk, capfd):
 
 def test_a_failure_that_nobody_waited_for_is_told_at_the_next_save(small_disk):
     save({"large": jnp.ones(1 << 20)}, small_disk, "a")
-    with pytest.raises(jzero.CheckpointError, match=r"disk/a was not written: .*No space left.*disk/b, the one after"):
+    with pytest.raises(
+        jzero.CheckpointError,
+        match=r"disk/a was not written: .*No space left.*The next checkpoint, .*disk/b, is being written",
+    ):
         save(state(), small_disk, "b")
     jzero.checkpoint.wait()
     assert_same(restore(small_disk, shardings(state())), state())
@@ -419,11 +422,11 @@ def test_a_number_is_a_tag(tmp_path):
 
 def test_other_mistakes(tmp_path):
     places = shardings(state())
-    with pytest.raises(jzero.ConfigError, match=r"client_state is not JSON: <object object at .*> is of type object"):
+    with pytest.raises(jzero.ConfigError, match=r"client_state is not JSON: <object object at .*> has type object"):
         save(state(), tmp_path, "a", notes={"x": object()})
     with pytest.raises(
         jzero.ConfigError,
-        match=r"holds no checkpoint to take by default \(no file 'latest'\): give save_checkpoint's dir",
+        match=r"has no default checkpoint \(it has no file 'latest'\): pass the directory",
     ):
         restore(tmp_path, places)
     save(state(), tmp_path, "a", latest=False).wait()
@@ -431,7 +434,7 @@ def test_other_mistakes(tmp_path):
         restore(tmp_path, places)
     with pytest.raises(jzero.ConfigError, match="b does not exist"):
         restore(tmp_path, places, tag="b")
-    with pytest.raises(jzero.ConfigError, match="the directory for checkpoints is None"):
+    with pytest.raises(jzero.ConfigError, match="the checkpoint directory is None"):
         restore(None, places)
     more = places | {"more": places["step"]}
     del more["zeros"]

@@ -421,7 +421,7 @@ def test_a_run_that_does_not_resume_beside_checkpoints(tmp_path, capfd):
     assert left == {"latest", "global_step1", "global_step2", "global_step3", "global_step4"}
     (tmp_path / "file").touch()
     for place in ("file", "file/runs"):
-        with pytest.raises(jzero.ConfigError, match=r"checkpoint.dir = .*/file is no directory that can be written to"):
+        with pytest.raises(jzero.ConfigError, match=r"checkpoint.dir = .*/file is not a writable directory"):
             build(LAYOUTS["one"], checkpoint={"dir": str(tmp_path / place)})
 
 
@@ -434,12 +434,12 @@ def test_what_others_left_is_neither_taken_nor_removed(tmp_path, capfd):
         file.touch()
     (tmp_path / "z" / "state").mkdir()
     (tmp_path / "latest").write_text("global_step1")
-    with pytest.raises(jzero.CheckpointError, match="global_step1 is no checkpoint of jzero's, and latest names it"):
+    with pytest.raises(jzero.CheckpointError, match="global_step1 is not a jzero checkpoint, and latest names it"):
         build(LAYOUTS["one"], resume=tmp_path)
     engine = build(LAYOUTS["one"])
     engine.train_batch(batch(0))
     for tag, place in (("global_step1",) * 2, ("x", r"x\.saving"), ("y", r"y\.replaced"), ("z", "z")):
-        with pytest.raises(jzero.ConfigError, match=f"{place} is there, and no checkpoint of jzero's: choose another"):
+        with pytest.raises(jzero.ConfigError, match=f"{place} exists and is not a jzero checkpoint: choose another"):
             engine.save_checkpoint(tmp_path, tag)
     with pytest.raises(jzero.ConfigError, match=r"checkpoint .*/y does not exist"):
         engine.load_checkpoint(tmp_path, "y")
@@ -450,7 +450,7 @@ def test_what_others_left_is_neither_taken_nor_removed(tmp_path, capfd):
     for file in others[-2:]:
         file.parent.mkdir(exist_ok=True)
         file.write_text("{}")
-    with pytest.raises(jzero.ConfigError, match="w is there, and no checkpoint of jzero's: choose another"):
+    with pytest.raises(jzero.ConfigError, match="w exists and is not a jzero checkpoint: choose another"):
         engine.save_checkpoint(tmp_path, "w")
     jzero.checkpoint.save(engine.state, tmp_path, "global_step1000", max_to_keep=1).wait()
     shutil.rmtree(tmp_path / "global_step1000")
@@ -468,10 +468,10 @@ def test_what_others_left_is_neither_taken_nor_removed(tmp_path, capfd):
 def test_addresses_are_no_directories():
     for more in ({"resume": "gs://bucket/runs"}, {"checkpoint": {"dir": "s3://bucket/runs"}}):
         with pytest.raises(
-            jzero.ConfigError, match="bucket/runs': must be a directory of a file system that all hosts"
+            jzero.ConfigError, match="bucket/runs': must be a directory on a file system that all hosts"
         ):
             build(LAYOUTS["one"], **more)
-    with pytest.raises(jzero.ConfigError, match="the directory for checkpoints = 'gs://b': must be a directory"):
+    with pytest.raises(jzero.ConfigError, match="the checkpoint directory = 'gs://b': must be a directory"):
         build(LAYOUTS["one"]).save_checkpoint("gs://b")
 
 
@@ -494,10 +494,10 @@ def test_any_kind_of_random_key(tmp_path):
 def test_no_run_starts_from_scratch_in_silence(tmp_path):
     engine = build(LAYOUTS["one"])
     engine.save_checkpoint(tmp_path / "runs").wait()
-    with pytest.raises(jzero.ConfigError, match=r"is a checkpoint itself; give its directory, .*/runs$"):
+    with pytest.raises(jzero.ConfigError, match=r"is itself a checkpoint; use its parent, .*/runs$"):
         build(LAYOUTS["one"], resume=tmp_path / "runs" / "global_step0")
     (tmp_path / "file").touch()
-    with pytest.raises(jzero.ConfigError, match="is no directory that can be written to"):
+    with pytest.raises(jzero.ConfigError, match="is not a writable directory"):
         build(LAYOUTS["one"], resume=tmp_path / "file")
     shutil.rmtree(tmp_path / "runs" / "global_step0" / "state")
     with pytest.raises(jzero.CheckpointError, match="is not complete: it has no state"):

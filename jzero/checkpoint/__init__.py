@@ -1,14 +1,14 @@
-"""Checkpoints: written while training goes on, there whole or not at all, read by any layout.
+"""Checkpoints: written in the background, complete or absent, readable by any layout.
 
     jzero.checkpoint.save(state, "runs/first")
     state = jzero.checkpoint.restore("runs/first", step.state_shardings)
 
-What is stored are global arrays (a layer stack as a stack), in Orbax's format, so the mesh, the stage, the number of
-processes and the pipeline's schedule may be others when it is read. A checksum of every leaf, the same for every
-layout, is stored too and compared after reading.
+A checkpoint contains global arrays (a layer stack as one stack) in Orbax's format. The mesh, the ZeRO stage, the number
+of processes and the pipeline schedule may therefore differ when it is read. It also contains a checksum of every leaf
+that does not depend on the layout; reading compares it.
 """
 
+from jzero.checkpoint.async_save import Save, forgive, save, wait
 from jzero.checkpoint.reader import Checkpoint, restore
-from jzero.checkpoint.writer import Save, forgive, save, wait
 
 __all__ = ["Checkpoint", "Save", "forgive", "restore", "save", "wait"]

@@ -1,10 +1,22 @@
-"""A directory of checkpoints, and how one comes to be in it whole or not at all.
+"""The directory layout of checkpoints, and the order of writes that makes each one complete or absent.
 
 DIR/latest            the tag of the last save
-DIR/TAG/state/        the arrays, as Orbax writes them
+DIR/TAG/state/        the arrays, in Orbax's format
 DIR/TAG/notes.json    everything else, with a checksum of itself
-DIR/TAG.saving/       one that is being written, or what a killed job left of it
-DIR/TAG.replaced/     the former one of a tag that is being saved again
+DIR/TAG.saving/       a draft: being written, or left by a killed job
+DIR/TAG.replaced/     the previous checkpoint of a tag that is being saved again
+
+A save writes the arrays into the draft, then `commit` runs on process 0:
+
+1. notes.json goes into the draft last, so a draft without it is never taken for a checkpoint.
+2. If the tag exists, it is renamed to TAG.replaced. A directory cannot be renamed onto one that is not empty.
+3. The draft is renamed to TAG. From here on the new checkpoint exists.
+4. TAG.replaced is deleted, `latest` is rewritten, old checkpoints are deleted.
+
+A kill between 2 and 3 leaves only TAG.replaced: `find_checkpoint` then reads it, and the next save renames it back
+(`recover`). `latest` is written after 3, so it never names a checkpoint that was not complete.
+
+jzero never replaces or deletes a directory that it did not write.
 """
 
 from __future__ import annotations
@@ -27,61 +39,61 @@ SAVING, REPLACED = ".saving", ".replaced"
 DEFAULT_TAG = "global_step{}"  # DeepSpeed's
 
 
-def place(directory: str | os.PathLike | None, tag: str | float) -> Path:
-    """Where a tag's checkpoint lies. A number is a tag too, as in DeepSpeed.
+def checkpoint_path(directory: str | os.PathLike | None, tag: str | float) -> Path:
+    """The path of a tag's checkpoint. A tag may be a number, as in DeepSpeed.
 
     Raises:
-      ConfigError: no directory, or a tag that is no name.
+      ConfigError: no directory, or a tag that is not a valid name.
     """
     if not directory or not isinstance(directory, str | os.PathLike):
-        raise ConfigError(f"the directory for checkpoints is {directory!r}: give one, or checkpoint.dir in the config")
-    root = local(directory, "the directory for checkpoints")
+        raise ConfigError(f"the checkpoint directory is {directory!r}: pass one, or set checkpoint.dir in the config")
+    root = local_path(directory, "the checkpoint directory")
     reserved = ("", ".", "..", LATEST)
     if isinstance(tag, numbers.Real):
         tag = str(tag)
     if not isinstance(tag, str) or Path(tag).name != tag or tag.endswith((SAVING, REPLACED)) or tag in reserved:
         raise ConfigError(
-            f"tag = {tag!r}: must be a number or a name without separators, neither {LATEST!r} nor with the ending "
-            f"{SAVING!r} or {REPLACED!r}"
+            f"tag = {tag!r}: must be a number or a name without separators; {LATEST!r} and names that end with "
+            f"{SAVING!r} or {REPLACED!r} are reserved"
         )
     return root / tag
 
 
-def local(directory: str | os.PathLike, key: str) -> Path:
-    """The directory's absolute path; a ConfigError for an address as gs://bucket."""
+def local_path(directory: str | os.PathLike, key: str) -> Path:
+    """The directory's absolute path; a ConfigError for a URL such as gs://bucket."""
     if re.match(r"\w+:/", str(directory)):
         raise ConfigError(
-            f"{key} = {str(directory)!r}: must be a directory of a file system that all hosts see; mount the bucket"
+            f"{key} = {str(directory)!r}: must be a directory on a file system that all hosts share; mount the bucket"
         )
     return Path(directory).absolute()
 
 
-def draft_of(path: Path) -> Path:
-    """Where the checkpoint `path` is written before it is complete."""
+def draft_path(path: Path) -> Path:
+    """The directory in which the checkpoint `path` is written until it is complete."""
     return path.with_name(path.name + SAVING)
 
 
-def former_of(path: Path) -> Path:
-    """Where the tag's former checkpoint lies while a new one takes its place."""
+def replaced_path(path: Path) -> Path:
+    """The directory that holds the tag's previous checkpoint while a new one replaces it."""
     return path.with_name(path.name + REPLACED)
 
 
-def find(directory: str | os.PathLike | None, tag: str | float | None = None) -> Path:
-    """The checkpoint of that tag, or the one that directory/latest names.
+def find_checkpoint(directory: str | os.PathLike | None, tag: str | float | None = None) -> Path:
+    """Find the checkpoint of a tag; without a tag, the one that directory/latest names.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: it does not exist.
     """
-    path = place(directory, "any" if tag is None else tag)
+    path = checkpoint_path(directory, "any" if tag is None else tag)
     root = path.parent
     if tag is None:
         named = latest(root)
         if named is None:
-            what = "nothing in its file" if (root / LATEST).exists() else "no file"
-            raise ConfigError(f"{root} holds no checkpoint to take by default ({what} {LATEST!r}): {_hint(root)}")
+            reason = f"its file {LATEST!r} is empty" if (root / LATEST).exists() else f"it has no file {LATEST!r}"
+            raise ConfigError(f"{root} has no default checkpoint ({reason}): {_hint(root)}")
         path = named
-    if not path.is_dir() and _ours(former_of(path)):
-        return former_of(path)  # a kill between two renames left it, or a save is between them now
+    if not path.is_dir() and _written_by_jzero(replaced_path(path)):
+        return replaced_path(path)  # a job was killed between the two renames, or a save is between them now
     if not path.is_dir():
         raise ConfigError(f"checkpoint {path} does not exist: {_hint(root)}")
     return path
@@ -89,55 +101,58 @@ def find(directory: str | os.PathLike | None, tag: str | float | None = None) ->
 
 def _hint(root: Path) -> str:
     if _is_checkpoint(root):
-        return f"it is a checkpoint itself; give the directory {root.parent}, and the tag {root.name!r}"
-    tags = [path.name for path, _ in complete(root)]
-    return f"choose a tag: {', '.join(tags)}" if tags else "give save_checkpoint's directory"
+        return f"it is itself a checkpoint; pass the directory {root.parent} and the tag {root.name!r}"
+    tags = [path.name for path, _ in list_checkpoints(root)]
+    return f"choose a tag: {', '.join(tags)}" if tags else "pass the directory that was given to save_checkpoint"
 
 
 def check_home(directory: str | os.PathLike, key: str) -> None:
-    """Raise a ConfigError if checkpoints cannot be written there: better before the first step than after hours."""
-    root = local(directory, key)
+    """Raise a ConfigError if checkpoints cannot be written there: before the first step rather than after hours."""
+    root = local_path(directory, key)
     if _is_checkpoint(root):
-        raise ConfigError(f"{key} = {str(directory)!r}: is a checkpoint itself; give its directory, {root.parent}")
+        raise ConfigError(f"{key} = {str(directory)!r}: is itself a checkpoint; use its parent, {root.parent}")
     there = next(path for path in (root, *root.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(f"{key} = {str(directory)!r}: {there} is no directory that can be written to; name one")
+        raise ConfigError(f"{key} = {str(directory)!r}: {there} is not a writable directory; name one that is")
 
 
 def recover(root: Path) -> None:
-    """Finish what a kill between two renames left: a tag's former checkpoint without the new one."""
-    for former in filter(_ours, root.glob(f"*{REPLACED}")):
-        path = former.with_name(former.name.removesuffix(REPLACED))
+    """Undo or finish the renames of a save that was killed between them."""
+    for replaced in filter(_written_by_jzero, root.glob(f"*{REPLACED}")):
+        path = replaced.with_name(replaced.name.removesuffix(REPLACED))
         if path.exists():
-            shutil.rmtree(former, ignore_errors=True)
+            shutil.rmtree(replaced, ignore_errors=True)
         else:
-            os.replace(former, path)
+            os.replace(replaced, path)
 
 
-def begin(path: Path) -> None:
-    """Make room for a new draft; what killed jobs left of theirs goes.
+def begin_draft(path: Path) -> None:
+    """Make an empty draft for the checkpoint `path`; delete the drafts of killed jobs.
 
     Raises:
-      ConfigError: where the checkpoint should lie, something else does.
+      ConfigError: a directory that jzero did not write is in the way.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     recover(path.parent)
-    for there in (path, draft_of(path), former_of(path)):
-        if there.exists() and not _ours(there):
-            raise ConfigError(f"{there} is there, and no checkpoint of jzero's: choose another directory, or tag=")
-    for left in filter(_ours, path.parent.glob(f"*{SAVING}")):
-        shutil.rmtree(left)
-    (draft_of(path) / STATE).mkdir(parents=True)
+    for there in (path, draft_path(path), replaced_path(path)):
+        if there.exists() and not _written_by_jzero(there):
+            raise ConfigError(f"{there} exists and is not a jzero checkpoint: choose another directory or tag=")
+    for abandoned in filter(_written_by_jzero, path.parent.glob(f"*{SAVING}")):
+        shutil.rmtree(abandoned)
+    (draft_path(path) / STATE).mkdir(parents=True)
 
 
-def _ours(path: Path) -> bool:
-    """Whether that is a checkpoint, whole or in part: no other directory, and no link, is ever moved or removed."""
+def _written_by_jzero(path: Path) -> bool:
+    """Whether the directory is a jzero checkpoint, complete or not: only these are ever moved or deleted.
+
+    A symbolic link is not, because its target may belong to another run.
+    """
     if path.is_symlink():
         return False
     with contextlib.suppress(OSError):
         parts = {part.name for part in path.iterdir()}
         nothing_else = parts <= {STATE, NOTES, NOTES + ".new"}
-        return (nothing_else and (STATE in parts or NOTES not in parts)) or _unsealed(path) is not None
+        return (nothing_else and (STATE in parts or NOTES not in parts)) or _unseal(path) is not None
     return False
 
 
@@ -146,36 +161,43 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def commit(path: Path, notes: dict[str, Any], names_latest: bool, max_to_keep: int | None) -> None:
-    """Make the draft the checkpoint: from one rename on it is there.
+    """Turn the draft into the checkpoint, in the order that the module's docstring explains.
 
     Raises:
-      OSError: with a text that says whether it is there.
+      OSError: the message tells if the checkpoint is complete nevertheless.
     """
-    before = [about["saved"] for _, about in complete(path.parent) if not isinstance(about, CheckpointError)]
-    saved = max([time.time(), *(1e-3 + other for other in before)])  # though another host's clock was ahead
-    write(draft_of(path) / NOTES, _seal({"saved": saved} | notes))
-    former = former_of(path)
+    others = list_checkpoints(path.parent)
+    before = [other["saved"] for _, other in others if not isinstance(other, CheckpointError)]
+    # Newer than every other save, even if the clock of the host that wrote one was ahead: the times order checkpoints.
+    saved = max([time.time(), *(1e-3 + other for other in before)])
+    write_atomically(draft_path(path) / NOTES, _seal({"saved": saved} | notes))
+    replaced = replaced_path(path)
     if path.exists():
-        shutil.rmtree(former, ignore_errors=True)
-        os.replace(path, former)
-    os.replace(draft_of(path), path)
-    shutil.rmtree(former, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.replace(path, replaced)
+    os.replace(draft_path(path), path)
+    shutil.rmtree(replaced, ignore_errors=True)
     try:
         if names_latest:
-            write(path.parent / LATEST, path.name)
+            write_atomically(path.parent / LATEST, path.name)
     except OSError as error:
-        raise OSError(f"it is complete, but {path.parent / LATEST} cannot be written: {error.strerror}") from None
+        raise OSError(
+            f"the checkpoint is complete, but {path.parent / LATEST} cannot be written: {error.strerror}"
+        ) from None
     if max_to_keep and (number := _number(path)) is not None:
         keep = [path, latest(path.parent)]
-        for old in _up_to(path.parent, number)[max_to_keep:]:
-            if old not in keep and _ours(old):
+        for old in _prunable(path.parent, number)[max_to_keep:]:
+            if old not in keep and _written_by_jzero(old):
                 with contextlib.suppress(OSError):
-                    os.replace(old, draft_of(old))  # or a kill would leave half of it
-                    shutil.rmtree(draft_of(old))
+                    os.replace(old, draft_path(old))  # a kill during rmtree then leaves a draft, not half a checkpoint
+                    shutil.rmtree(draft_path(old))
 
 
-def write(file: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+def write_atomically(file: Path, text: str) -> None:
+    """Write a file completely or not at all.
+
+    The fsync comes before the rename: after a power failure a rename may have reached the disk before the contents.
+    """
     new = file.with_name(file.name + ".new")
     with new.open("w") as stream:
         stream.write(text)
@@ -185,22 +207,24 @@ def write(file: Path, text: str) -> None:
 
 
 def _number(path: Path) -> int | None:
-    """The step in a default tag. Other checkpoints the user named, and they are the user's to remove."""
+    """The step in a default tag; None for a tag that the user chose, which jzero never deletes."""
     match = re.fullmatch(DEFAULT_TAG.format(r"(\d+)"), path.name)
     return int(match[1]) if match else None
 
 
-def _up_to(directory: Path, step: int) -> list[Path]:
-    """The checkpoints with default tags, the last saved first, what cannot be read last.
+def _prunable(directory: Path, step: int) -> list[Path]:
+    """The checkpoints with default tags up to `step`: the last saved first, unreadable ones last.
 
-    Those of later steps are another run's, in whose directory this one began from scratch: not this one's to remove.
+    Checkpoints of later steps stay: they belong to an earlier run in the same directory.
     """
-    found = [(path, notes) for path, notes in complete(directory) if (n := _number(path)) is not None and n <= step]
+    found = [
+        (path, notes) for path, notes in list_checkpoints(directory) if (n := _number(path)) is not None and n <= step
+    ]
     return [path for path, _ in sorted(found, key=lambda one: isinstance(one[1], CheckpointError))]
 
 
-def complete(directory: Path) -> list[tuple[Path, dict[str, Any] | CheckpointError]]:
-    """Every checkpoint in a directory with its notes, or why they cannot be read; the last saved first."""
+def list_checkpoints(directory: Path) -> list[tuple[Path, dict[str, Any] | CheckpointError]]:
+    """Every checkpoint in a directory with its notes, or the error in reading them; the last saved first."""
     found: list[tuple[float, Path, Any]] = []
     for path in directory.iterdir() if directory.is_dir() else ():
         try:
@@ -209,22 +233,22 @@ def complete(directory: Path) -> list[tuple[Path, dict[str, Any] | CheckpointErr
             notes = read_notes(path)
             found.append((notes["saved"], path, notes))
         except CheckpointError as error:
-            found.append((_changed(path), path, error))
-        except OSError as error:  # some other directory, as lost+found; or a checkpoint of another user's
+            found.append((_modified(path), path, error))
+        except OSError as error:  # not a checkpoint, as lost+found, or a checkpoint that another user's umask hides
             if _number(path) is not None:
-                found.append((_changed(path), path, CheckpointError(f"checkpoint {path}: {error.strerror}")))
+                found.append((_modified(path), path, CheckpointError(f"checkpoint {path}: {error.strerror}")))
     return [(path, notes) for _, path, notes in sorted(found, key=lambda one: one[0], reverse=True)]
 
 
-def _changed(path: Path) -> float:
-    """When; 0 if it has gone, as another job may just have removed it."""
+def _modified(path: Path) -> float:
+    """The modification time; 0 if another job has just deleted the directory."""
     with contextlib.suppress(OSError):
         return path.stat().st_mtime
     return 0.0
 
 
 def latest(directory: Path) -> Path | None:
-    """The checkpoint that DIR/latest names; None without that file."""
+    """The checkpoint that DIR/latest names; None if the file is missing or empty."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         if tag := (directory / LATEST).read_text(errors="replace").strip():
             return directory / tag
@@ -232,25 +256,25 @@ def latest(directory: Path) -> Path | None:
 
 
 def read_notes(path: Path) -> dict[str, Any]:
-    """A checkpoint's notes.
+    """Read a checkpoint's notes.
 
     Raises:
-      CheckpointError: they are missing or damaged, so the checkpoint is.
+      CheckpointError: the checkpoint is incomplete or damaged, or does not exist.
     """
     if path.is_dir() and not (path / STATE).is_dir():
         raise CheckpointError(f"checkpoint {path} is not complete: it has no {STATE}")
     try:
-        notes = _unsealed(path)
+        notes = _unseal(path)
     except OSError as error:
-        what = f"is not complete: {NOTES}: {error.strerror}" if path.is_dir() else "does not exist"
-        raise CheckpointError(f"checkpoint {path} {what}") from None
+        reason = f"is not complete: {NOTES}: {error.strerror}" if path.is_dir() else "does not exist"
+        raise CheckpointError(f"checkpoint {path} {reason}") from None
     if notes is None:
-        raise CheckpointError(f"checkpoint {path} is damaged: {NOTES} is not what was written")
+        raise CheckpointError(f"checkpoint {path} is damaged: {NOTES} does not match its checksum")
     return notes
 
 
-def _unsealed(path: Path) -> dict[str, Any] | None:
-    """What the notes say; None if they are not what was written."""
+def _unseal(path: Path) -> dict[str, Any] | None:
+    """The contents of the notes; None if they do not match their checksum."""
     text = (path / NOTES).read_text(errors="replace")
     with contextlib.suppress(ValueError, KeyError, TypeError):
         notes = json.loads(text)["notes"]
@@ -259,5 +283,6 @@ def _unsealed(path: Path) -> dict[str, Any] | None:
 
 
 def _seal(notes: dict[str, Any]) -> str:
+    """The text of notes.json: the notes and their checksum."""
     text = json.dumps(notes)
     return json.dumps({"crc32": zlib.crc32(text.encode()), "notes": notes}) + "\n"

@@ -1,4 +1,4 @@
-"""Reading: a checkpoint straight into buffers of any layout, compared with the checksums of what was saved."""
+"""Reads a checkpoint directly into arrays of any sharding and compares their checksums."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jzero.checkpoint import directory as files
-from jzero.checkpoint import writer
-from jzero.checkpoint.late import drop_late_answers
-from jzero.checkpoint.leaves import checksums, is_key, nest
+from jzero.checkpoint.async_save import settle
+from jzero.checkpoint.checksums import checksums
+from jzero.checkpoint.directory import STATE, find_checkpoint, read_notes
+from jzero.checkpoint.leaves import is_key, nest
+from jzero.checkpoint.orbax_noise import silence_orbax
 from jzero.distributed.host_collectives import agree, anyone, check_same, together
 from jzero.errors import CheckpointError, ConfigError, in_a_line, some_of
 from jzero.tree import differences, named
@@ -29,18 +30,21 @@ class Checkpoint:
     """A complete checkpoint on disk.
 
     Attributes:
-      path, notes: as given to `save`. shapes, dtypes: of the leaves, by name, as stored.
-      without: name -> checksum of the leaves that were left out.
+      path: of its directory.
+      notes: as given to `save`.
+      shapes, dtypes: of the leaves, by name, as stored.
+      keys: name -> implementation of the leaves that are random keys.
+      without: name -> checksum of the leaves that were omitted.
     """
 
     def __init__(self, path: Path):
-        said = files.read_notes(path)
-        self.path, self.notes, self.keys = path, said["notes"], said["keys"]
-        self._print = zlib.crc32(json.dumps(said).encode())
-        self.shapes = {name: tuple(shape) for name, (_, shape, _) in said["leaves"].items()}
-        self.dtypes = {name: dtype for name, (dtype, _, _) in said["leaves"].items()}
-        self.without = {name: checksum for name, (_, _, checksum) in said["without"].items()}
-        self._sums = {name: checksum for name, (_, _, checksum) in said["leaves"].items()}
+        notes = read_notes(path)
+        self.path, self.notes, self.keys = path, notes["notes"], notes["keys"]
+        self._fingerprint = zlib.crc32(json.dumps(notes).encode())
+        self.shapes = {name: tuple(shape) for name, (_, shape, _) in notes["leaves"].items()}
+        self.dtypes = {name: dtype for name, (dtype, _, _) in notes["leaves"].items()}
+        self.without = {name: checksum for name, (_, _, checksum) in notes["without"].items()}
+        self._sums = {name: checksum for name, (_, _, checksum) in notes["leaves"].items()}
 
     def __repr__(self) -> str:
         size = sum(prod(shape) * jnp.dtype(self.dtypes[name]).itemsize for name, shape in self.shapes.items())
@@ -48,51 +52,55 @@ class Checkpoint:
 
     @classmethod
     def find(cls, directory: str | os.PathLike | None, tag: str | float | None = None) -> Checkpoint:
-        """The one of that tag, or the one that directory/latest names. The same on all processes.
+        """Find the checkpoint of a tag; without a tag, the one that directory/latest names. All processes call it.
 
         Raises:
-          ConfigError: there is none, or another directory or tag on another process.
-          CheckpointError: it is not complete, or damaged, or another one on another host.
+          ConfigError: it does not exist, or processes pass different arguments.
+          CheckpointError: it is incomplete or damaged, or hosts see different checkpoints.
         """
-        writer.settle()
+        settle()
         check_same("reading a checkpoint", {"directory": str(directory), "tag": tag})
-        path = together("reading a checkpoint", lambda: files.find(directory, tag))
-        path = path.with_name(agree("the checkpoint to read", path.name)[0])  # where `latest` is not seen by all alike
+        path = together("reading a checkpoint", lambda: find_checkpoint(directory, tag))
+        # A network file system may show hosts different contents of `latest`: process 0 decides.
+        path = path.with_name(agree("the checkpoint to read", path.name)[0])
         found = all_or_none("reading a checkpoint's notes", lambda: cls(path))
-        if len(set(agree("a checkpoint's notes", str(found._print)))) > 1:
-            raise CheckpointError(f"checkpoint {path} is another one on another host: all must see the same directory")
+        if len(set(agree("a checkpoint's notes", str(found._fingerprint)))) > 1:
+            raise CheckpointError(f"checkpoint {path} differs between hosts: all hosts must share the directory")
         return found
 
     def check_fit(self, shapes: Mapping[str, tuple[int, ...] | None], ours: Iterable[str] | None = None) -> None:
-        """Raise a ConfigError that names the leaves in which it and a state (name -> shape, None: any) differ.
+        """Raise a ConfigError that names the leaves in which the checkpoint and a state differ.
 
-        `ours`: the names of those of its leaves that are compared; default: all.
+        Args:
+          shapes: of the state: name -> shape, or None for any shape.
+          ours: names of the checkpoint's leaves to compare; default: all.
         """
         there = {name: self.shapes[name] for name in (self.shapes if ours is None else ours)}
         if problems := differences(there, shapes):
             raise ConfigError(
-                f"checkpoint {self.path} is of another model or optimizer: {some_of(problems)}. To take the parameters "
-                "alone: engine.load_checkpoint(..., load_module_only=True); what fits: load_module_strict=False"
+                f"checkpoint {self.path} belongs to another model or optimizer: {some_of(problems)}. To load only the "
+                "parameters: engine.load_checkpoint(..., load_module_only=True); only those that fit: "
+                "load_module_strict=False"
             )
 
     def read(self, shardings: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Some of its leaves, by name, each laid out by its sharding and compared with its checksum.
+        """Read leaves by name, each with the given sharding, and compare their checksums.
+
+        Every process reads only what its own devices need. The checksums are computed over the global arrays, so every
+        process also learns of damage in parts that others read.
 
         Raises:
-          CheckpointError: files that are missing or damaged, with the leaves that are not what was saved.
+          CheckpointError: missing or damaged files; the message names the damaged leaves.
         """
         read = all_or_none("reading", lambda: self._read(shardings), self.path)
         wrong = [n for n, s in zip(sorted(read), np.asarray(checksums(read)), strict=True) if int(s) != self._sums[n]]
         if wrong:
-            raise CheckpointError(
-                f"checkpoint {self.path} is damaged: {', '.join(wrong)} "
-                f"{'are' if wrong[1:] else 'is'} not what was saved (checksums differ)"
-            )
+            raise CheckpointError(f"checkpoint {self.path} is damaged: wrong checksum of {', '.join(wrong)}")
         keys = {name: jax.random.wrap_key_data(read[name], impl=self.keys[name]) for name in read if name in self.keys}
         return read | keys
 
     def _read(self, shardings: Mapping[str, Any]) -> dict[str, jax.Array]:
-        drop_late_answers()
+        silence_orbax()
         handler = ocp.PyTreeCheckpointHandler()
         target = {name: shardings.get(name, ocp.PLACEHOLDER) for name in self.shapes}
         arguments = {
@@ -100,7 +108,7 @@ class Checkpoint:
             for name, sharding in target.items()
         }
         tree = handler.restore(
-            epath.Path(self.path) / files.STATE,
+            epath.Path(self.path) / STATE,
             args=ocp.args.PyTreeRestore(item=nest(target), restore_args=nest(arguments)),
         )
         found = named(tree)
@@ -108,50 +116,53 @@ class Checkpoint:
 
 
 def restore(directory: str | os.PathLike, shardings: Any, *, tag: str | float | None = None, shapes: Any = None) -> Any:
-    """The state of a checkpoint, laid out by `shardings`, whatever layout it was saved from.
+    """Read a state with the given shardings, from a checkpoint of any layout. All processes call it.
 
-    Args:
-      directory, tag: as given to `save`; without a tag the one that directory/latest names.
-      shardings: a tree, as `TrainStep.state_shardings`.
-      shapes: the same tree of arrays or ShapeDtypeStructs, as `TrainStep.state_shapes`: what must fit is compared
-        first, and leaves are cast to its dtypes. Without it they have the shapes and dtypes that were saved.
-
-    The loss scale is the one that was saved. A run of another precision than the saved one's begins with its own:
+    The loss scale is the saved one. To restore into another precision, start with a new loss scale:
     `dataclasses.replace(state, loss_scale=step.new_loss_scale(state.loss_scale.skipped))`.
 
+    Args:
+      directory, tag: as given to `save`; without a tag, the checkpoint that directory/latest names.
+      shardings: a tree, such as `TrainStep.state_shardings`.
+      shapes: the same tree of arrays or ShapeDtypeStructs, such as `TrainStep.state_shapes`. Shapes are compared before
+        reading, and leaves are cast to these dtypes. Default: the shapes and dtypes that were saved.
+
     Raises:
-      ConfigError: there is none, or it is of another model or optimizer: which leaves are missing, extra or of another
-        shape.
-      CheckpointError: it is damaged, and how. Both on all processes.
+      ConfigError: no checkpoint, or one of another model or optimizer; the message names the leaves that are missing,
+        extra or of another shape. Raised on all processes.
+      CheckpointError: the checkpoint is damaged. Raised on all processes.
     """
     checkpoint = Checkpoint.find(directory, tag)
     wanted = named(shapes) if shapes is not None else {}
     places = named(shardings)
     checkpoint.check_fit({name: expected_shape(wanted[name]) if wanted else None for name in places})
     read = checkpoint.read(places)
-    return jax.tree.unflatten(jax.tree.structure(shardings), cast(read, wanted).values())
+    return jax.tree.unflatten(jax.tree.structure(shardings), match_dtypes(read, wanted).values())
 
 
 def expected_shape(x: Any) -> tuple[int, ...] | None:
-    """What a leaf's stored shape must be; None: any, as a random key's numbers are as many as its kind has."""
+    """The shape that a leaf must have in the checkpoint; None (any) for random keys, whose data has another shape."""
     return None if is_key(x) else tuple(x.shape)
 
 
-def cast(leaves: Mapping[str, jax.Array], wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """The leaves in the dtypes of `wanted`, where the precision is another one; random keys stay of their kind."""
+def match_dtypes(leaves: Mapping[str, jax.Array], wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Cast the leaves to the dtypes of `wanted`; random keys keep theirs."""
     return {
-        n: x if n not in wanted or is_key(x) or x.dtype == wanted[n].dtype else _cast(x, wanted[n].dtype)
+        n: x if n not in wanted or is_key(x) or x.dtype == wanted[n].dtype else _astype(x, wanted[n].dtype)
         for n, x in leaves.items()
     }
 
 
-_cast = jax.jit(lambda x, dtype: x.astype(dtype), static_argnums=1)
+_astype = jax.jit(lambda x, dtype: x.astype(dtype), static_argnums=1)
 
 
 def all_or_none(what: str, work: Callable[[], Any], of: object = "") -> Any:
-    """What `work` gives, if it raises on no process; else a CheckpointError on all, so that nobody waits in vain.
+    """Run `work` on every process; if it raises on any process, every process raises a CheckpointError.
 
-    `what` is the same on all processes, `of` may differ.
+    Args:
+      what: the name of the work, the same on all processes.
+      work: called once.
+      of: what it works on; may differ between processes.
     """
     result, problem = None, None
     try:

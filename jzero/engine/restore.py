@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jzero import checkpoint
-from jzero.checkpoint.directory import LATEST, SAVING, complete, latest, recover
-from jzero.checkpoint.leaves import checksums
-from jzero.checkpoint.reader import Checkpoint, all_or_none, cast, expected_shape
-from jzero.checkpoint.writer import settle
+from jzero.checkpoint.async_save import settle
+from jzero.checkpoint.checksums import checksums
+from jzero.checkpoint.directory import LATEST, SAVING, latest, list_checkpoints, recover
+from jzero.checkpoint.reader import Checkpoint, all_or_none, expected_shape, match_dtypes
 from jzero.config.sizes import given, kept
 from jzero.distributed.host_collectives import agree
 from jzero.distributed.joining import log_dist
@@ -103,7 +103,7 @@ def load(
     if not only_module:
         _check_fits(engine, source.notes)
     engine.state = None  # what is replaced makes room
-    read = cast(source.read({name: shardings[name] for name in taken}), shapes)
+    read = match_dtypes(source.read({name: shardings[name] for name in taken}), shapes)
     state = jax.tree.unflatten(jax.tree.structure(step.state_shapes), [(kept | read)[name] for name in shapes])
     scale = read.get("loss_scale/scale")
     if scale is not None and not _of_scaler(step.precision.scaler, source.notes.get("loss_scale"), float(scale)):
@@ -233,7 +233,9 @@ def begin(engine: Engine, rng: jax.Array) -> None:
     home = engine.config.checkpoint.dir
     if home is None:
         return
-    if others := _process_0("looking for checkpoints", lambda: [p.name for p, _ in complete(Path(home).absolute())]):
+    if others := _process_0(
+        "looking for checkpoints", lambda: [p.name for p, _ in list_checkpoints(Path(home).absolute())]
+    ):
         _warn(
             f"starting at step 0, though {home} holds {some_of(others)}: jzero --resume, or resume="
             '"auto", goes on from the newest'
@@ -245,7 +247,7 @@ def former_batch(directory: str | os.PathLike) -> dict[str, Any] | None:
 
     def newest() -> dict[str, Any] | None:
         recover(root := Path(directory).absolute())
-        said = [about["notes"] for _, about in complete(root) if not isinstance(about, CheckpointError)]
+        said = [about["notes"] for _, about in list_checkpoints(root) if not isinstance(about, CheckpointError)]
         return said[0].get("batch") if said and "engine" in said[0] else None
 
     return _process_0("looking for the run that goes on", newest)
@@ -265,11 +267,11 @@ def _candidates(root: Path) -> list[tuple[str, str]]:
 
 def _found(root: Path) -> list[tuple[str, str]]:
     recover(root)
-    found = [(p.name, str(about) if isinstance(about, CheckpointError) else "") for p, about in complete(root)]
+    found = [(p.name, str(about) if isinstance(about, CheckpointError) else "") for p, about in list_checkpoints(root)]
     for left in sorted(root.glob(f"*{SAVING}")):
         _warn(f"skipped: {left} was not finished")
     if (named := latest(root)) and named.name not in [name for name, _ in found]:
-        what = "is no checkpoint of jzero's" if named.exists() else "does not exist"
+        what = "is not a jzero checkpoint" if named.exists() else "does not exist"
         found.insert(0, (named.name, f"checkpoint {named} {what}, and {LATEST} names it"))
     return found
 

@@ -14,9 +14,9 @@ import ml_dtypes
 import numpy as np
 
 from jzero.errors import ConfigError
-from jzero.weights.layout import Tensor, cast, tensors
-from jzero.weights.stored import Parameters
-from jzero.weights.writer import Writer, unwritable
+from jzero.weights.name_map import Tensor, cast, tensors
+from jzero.weights.checkpoint_parameters import Parameters
+from jzero.weights.tensor_writer import Writer, unwritable
 
 DTYPES = {
     "float32": np.dtype("float32"), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype("float16")

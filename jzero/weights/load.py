@@ -17,7 +17,7 @@ from jzero.distributed.host_collectives import together
 from jzero.errors import ConfigError, some_of
 from jzero.model import weights_layout
 from jzero.tree import differences, path_name
-from jzero.weights.layout import Array, Tensor, assign, dotted, leaves_of, tensors
+from jzero.weights.name_map import Array, Tensor, assign, dotted, leaves_of, tensors
 from jzero.weights.safetensors import File
 
 TORCH = ("*.bin", "*.pt", "*.pth", "*.ckpt")

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from jzero.errors import ConfigError
-from jzero.weights.layout import Box
+from jzero.weights.name_map import Box
 
 DTYPES = {
     "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16),

@@ -16,9 +16,9 @@ from jzero.distributed.host_collectives import anyone
 from jzero.errors import ConfigError
 from jzero.model import weights_layout
 from jzero.weights.export import config_json, write_json
-from jzero.weights.gathered import gather
-from jzero.weights.layout import cast, leaves_of, tensors
-from jzero.weights.writer import Writer, unwritable
+from jzero.weights.gather import gather
+from jzero.weights.name_map import cast, leaves_of, tensors
+from jzero.weights.tensor_writer import Writer, unwritable
 
 
 def save(params: Any, step: Any, directory: str | os.PathLike, filename: str, dtype: np.dtype) -> None:

@@ -30,7 +30,7 @@ import json, os, shutil, signal, sys, time
 sys.path += [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 import jax, numpy as np
 import jzero, layouts as runs
-from jzero.checkpoint import reader, writer
+from jzero.checkpoint import async_save, reader
 
 rank, (what, layout, directory) = jzero.get_rank(), sys.argv[2:5]
 jax.config.update("jax_num_cpu_devices", 4 // jzero.get_world_size())
@@ -64,8 +64,8 @@ def train(engine):
 """
 TRAIN = """
 if "SLOW" in os.environ:
-    slow(writer, "_check_shared", "writing", 2)
-    slow(writer, "commit", "committing", 2)
+    slow(async_save, "_check_shared", "writing", 2)
+    slow(async_save, "commit", "committing", 2)
     slow(reader.Checkpoint, "_read", "reading", 1)
 section = {"dir": directory, "max_to_keep": 3}
 engine = runs.build(layout, resume="auto", training_data=runs.data(), checkpoint=section)
@@ -318,7 +318,7 @@ os.chdir(mine)
 tried("hosts", lambda: engine.load_checkpoint(".", tag="a"))
 os.chdir(work)
 tried("nested", lambda: [runs.build(layout, resume=place).global_steps for place in (f"{directory}/new", directory)])
-jzero.checkpoint.writer.TIMEOUT, jzero.distributed.host_collectives.NOTICE = 3, 1
+jzero.checkpoint.async_save.TIMEOUT, jzero.distributed.host_collectives.NOTICE = 3, 1
 jax.block_until_ready(engine.state)
 if rank == 0:
     tried("alone", lambda: engine.save_checkpoint(directory))
@@ -331,22 +331,22 @@ tried("again", lambda: float(engine.train_batch(runs.batch(1))) > 0)
     assert theirs.exists()
     assert "jzero: process 0 waits for process 1 (saving a checkpoint): all must make this call" in done.errors
     for rank, texts in enumerate(said(done.output)):
-        assert "tag must be the same on all processes, but is 'tag0' on rank 0, 'tag1' on rank 1" in texts["tag"]
+        assert "tag must be the same on all processes; it is 'tag0' on rank 0, 'tag1' on rank 1" in texts["tag"]
         assert "directory must be the same on all processes" in texts["directory"]
         assert "ConfigError: client_state is not JSON" in texts["json"]
         assert "CheckpointError: checkpoint /proc/none/global_step1 cannot be written" in texts["place"]
-        assert "worker.py is no directory that can be written to; name one" in texts["home"]
-        assert "theirs.saving is there, and no checkpoint of jzero's" in texts["theirs"]
+        assert "worker.py is not a writable directory; name one" in texts["home"]
+        assert "theirs.saving exists and is not a jzero checkpoint" in texts["theirs"]
         assert "ConfigError: " in texts["nothing"]
-        assert "holds no checkpoint" in texts["nothing"]
+        assert "has no default checkpoint" in texts["nothing"]
         assert texts["good"] == str(tmp_path / "runs" / "good")
-        assert "ConfigError: client_state is not JSON: 5 is no dictionary" in texts["client"]
-        assert "the key 1 would come back as a string" in texts["keys"]
+        assert "ConfigError: client_state is not JSON: 5 is not a dictionary" in texts["client"]
+        assert "the key 1 would be read back as a string" in texts["keys"]
         assert "ConfigError: checkpoint " in texts["absent"]
         assert "bad does not exist" in texts["absent"]
         assert 'the processes differ in tag: null on rank 0; "good" on rank 1' in texts["tags"]
         assert "initialize: the processes differ in resume: null on rank 0" in texts["resumes"]
-        assert "a is another one on another host: all must see the same directory" in texts["hosts"]
+        assert "a differs between hosts: all hosts must share the directory" in texts["hosts"]
         assert texts["nested"] == "[0, 1]"
         assert texts["again"] == "True"
         if rank == 0:
@@ -400,20 +400,19 @@ def test_a_disk_that_is_full_for_one_process(job, tmp_path):
     """The save fails on all, the checkpoint before it is read, and training goes on."""
     done = job(
         """
-from jzero.checkpoint import leaves
 engine = runs.build(layout)
 engine.train_batch(runs.batch(0))
 engine.save_checkpoint(directory).wait()
-before = writer._check_shared
+before = async_save._check_shared
 def full(*args):
     raise OSError("No space left on device")
 if rank == 1:
-    writer._check_shared = full
+    async_save._check_shared = full
 engine.train_batch(runs.batch(1))
 under_way = engine.save_checkpoint(directory)
 tried("step", lambda: float(engine.train_batch(runs.batch(2))) > 0)
 tried("save", under_way.wait)
-writer._check_shared = before
+async_save._check_shared = before
 tried("load", lambda: engine.load_checkpoint(directory)[0])
 tried("good", lambda: engine.save_checkpoint(directory, tag="good").wait())
 """,

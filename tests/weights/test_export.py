@@ -129,8 +129,8 @@ def refused(capsys, *arguments):
 def test_what_is_no_checkpoint(tmp_path, saved, capsys):
     path, _ = saved
     out = tmp_path / "out"
-    assert "(no file 'latest')" in refused(capsys, tmp_path, out)
-    assert "holds no checkpoint" in refused(capsys, tmp_path / "nowhere", out)
+    assert "(it has no file 'latest')" in refused(capsys, tmp_path, out)
+    assert "has no default checkpoint" in refused(capsys, tmp_path / "nowhere", out)
     assert "global_step9 does not exist" in refused(capsys, path, out, "--tag", "global_step9")
     broken = tmp_path / "broken"
     (broken / "a").mkdir(parents=True)
@@ -185,7 +185,7 @@ def test_an_interrupted_export_is_not_taken_for_one(tmp_path, saved, monkeypatch
     """It leaves nothing; one that was killed leaves what nobody reads, and the next one goes on."""
     path, _ = saved
     out = tmp_path / "out"
-    read = weights.stored.Parameters.read
+    read = weights.checkpoint_parameters.Parameters.read
 
     def interrupted(self, name):
         if name.startswith("stack"):
@@ -193,7 +193,7 @@ def test_an_interrupted_export_is_not_taken_for_one(tmp_path, saved, monkeypatch
         return read(self, name)
 
     with monkeypatch.context() as m:
-        m.setattr(weights.stored.Parameters, "read", interrupted)
+        m.setattr(weights.checkpoint_parameters.Parameters, "read", interrupted)
         with pytest.raises(KeyboardInterrupt):
             weights.export(path, out)
         assert not out.exists()

@@ -66,11 +66,11 @@ def test_values_beyond_float16(tmp_path):
 def test_a_layer_at_a_time_is_gathered(monkeypatch):
     """Also where the layers are divided among pipeline stages."""
     made = engine(stage=3, pipe=2, zero=2)
-    shapes = [x.shape for _, _, x in weights.gathered.gather(
+    shapes = [x.shape for _, _, x in weights.gather.gather(
         made.state.params, made.step_fn.layouts, made.mesh, np.dtype("float32"))]  # fmt: skip
     assert shapes.count((1, 32, 96)) == 4
     gate_up = next(leaf for leaf in jax.tree.leaves(made.step_fn.layouts) if leaf.name == "stack/mlp/gate_up/kernel")
-    part = weights.gathered._part(gate_up, made.mesh, np.dtype("float32"))
+    part = weights.gather._part(gate_up, made.mesh, np.dtype("float32"))
     x = made.state.params["stack"]["mlp"]["gate_up"]["kernel"]
     text = part.lower(x, jnp.int32(0)).compile().as_text()
     gathered = {tuple(map(int, m.split(","))) for m in re.findall(r"f32\[([\d,]+)\]\S* all-gather", text)}
@@ -139,12 +139,12 @@ tried("there", lambda: engine.load_weights("fp32" if rank == 0 else "nowhere"))
 tried("place", lambda: engine.save_16bit_model("/proc/nowhere"))
 def full():
     if rank == 0:
-        write, count = weights.writer.Writer.write, []
+        write, count = weights.tensor_writer.Writer.write, []
         def failing(self, *part):
             if count.append(0) or len(count) > 3:
                 raise OSError(28, "No space left on device")
             write(self, *part)
-        weights.writer.Writer.write = failing
+        weights.tensor_writer.Writer.write = failing
     engine.save_16bit_model("room")
 tried("room", full)
 """

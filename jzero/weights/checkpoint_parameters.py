@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from jzero.checkpoint import directory as files
-from jzero.checkpoint.leaves import part_of_checksum
+from jzero.checkpoint.checksums import part_of_checksum
+from jzero.checkpoint.directory import STATE, find_checkpoint, read_notes
 from jzero.errors import CheckpointError, ConfigError, in_a_line
-from jzero.weights.layout import Array, Box, dotted
+from jzero.weights.name_map import Array, Box, dotted
 
 SMALL = 32 * 2**20  # bytes of a leaf that is read at once
 PARAMS = "params/"
@@ -31,9 +31,9 @@ class Parameters:
     """
 
     def __init__(self, directory: str | os.PathLike, tag: str | float | None = None):
-        self.path = files.find(directory, tag)
+        self.path = find_checkpoint(directory, tag)
         try:
-            said = files.read_notes(self.path)
+            said = read_notes(self.path)
         except CheckpointError as error:
             raise ConfigError(str(error)) from None
         if said["without"]:
@@ -57,7 +57,7 @@ class Parameters:
           ConfigError: a damaged chunk; at the end, a leaf that is not what was saved.
         """
         shape, dtype = self.leaves[name]
-        store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{self.path / files.STATE}/"}}
+        store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{self.path / STATE}/"}}
         spec = {"driver": "zarr", "kvstore": {**store, "path": f"{self._stored[name]}/"}}
         total = 0
         try:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from jzero.errors import ConfigError
-from jzero.weights.layout import Box, Tensor, assign
+from jzero.weights.name_map import Box, Tensor, assign
 from jzero.weights.safetensors import File
 
 

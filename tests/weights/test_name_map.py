@@ -11,9 +11,9 @@ from safetensors.numpy import load_file, save_file
 
 import jzero
 from jzero.weights import safetensors
-from jzero.weights.layout import Array, assign, leaves_of, tensors
+from jzero.weights.name_map import Array, assign, leaves_of, tensors
 from jzero.weights.safetensors import File
-from jzero.weights.writer import Writer
+from jzero.weights.tensor_writer import Writer
 
 TABLE = {
     "config": {},

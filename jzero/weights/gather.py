@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.mesh import PIPE
-from jzero.weights.layout import Box, dotted
+from jzero.weights.name_map import Box, dotted
 from jzero.zero import ParamLayout
 
 

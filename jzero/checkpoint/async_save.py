@@ -1,0 +1,289 @@
+"""Asynchronous saves: a snapshot now, the files in a thread while training continues.
+
+Several processes commit in two phases. In the first, every process writes its part of the arrays into the shared draft.
+Then all exchange errors (`anyone`, which is a barrier too). Only if no process failed does process 0 run the second
+phase: merge Orbax's metadata, add the notes, rename the draft. A second exchange tells all processes the outcome, so a
+save succeeds on every process or fails on every process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from jzero.checkpoint.directory import DEFAULT_TAG, STATE, begin_draft, checkpoint_path, commit, draft_path
+from jzero.checkpoint.leaves import key_names, nest
+from jzero.checkpoint.orbax_noise import silence_orbax
+from jzero.checkpoint.snapshot import has_room, snapshot, to_host
+from jzero.distributed import heartbeat
+from jzero.distributed.host_collectives import agree, anyone
+from jzero.errors import CheckpointError, ConfigError, in_a_line
+from jzero.tree import named
+
+TIMEOUT = 1800.0  # seconds that a process waits for the others to call save
+CHUNK = 64 * 2**20  # bytes: the least that a reader of part of a leaf must decode
+
+_last: Save | None = None
+
+
+class Save:
+    """A running or finished save.
+
+    Attributes:
+      path: of the checkpoint.
+      error: the reason if it failed, else None.
+      reported: whether the caller has been told about the error.
+      thread: writes the files.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.reported = path, False
+        self.error: str | None = None
+        self.thread: threading.Thread | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.thread is not None and not self.thread.is_alive()
+
+    def __repr__(self) -> str:
+        return f"Save({str(self.path)!r}, {'failed' if self.error else 'complete' if self.done else 'being written'})"
+
+    def wait(self) -> Path:
+        """Wait until the checkpoint is complete; returns its path.
+
+        Raises:
+          CheckpointError: it could not be written; raised on all processes.
+        """
+        assert self.thread is not None
+        self.thread.join()
+        if self.error:
+            self.reported = True
+            raise CheckpointError(self.error)
+        return self.path
+
+
+def settle() -> None:
+    """Wait for the running save, if any; do not raise its error."""
+    if _last and _last.thread:
+        _last.thread.join()
+
+
+def forgive() -> None:
+    """Wait for the last save and do not raise its error, which has been printed."""
+    settle()
+    if _last:
+        _last.reported = True
+
+
+def wait() -> None:
+    """Wait until the last save is complete.
+
+    Raises:
+      CheckpointError: it could not be written, and no earlier call has raised the error.
+    """
+    if _last and not _last.reported:
+        _last.wait()
+
+
+def save(
+    state: Any,
+    directory: str | os.PathLike,
+    tag: str | float | None = None,
+    *,
+    notes: Mapping[str, Any] | None = None,
+    latest: bool = True,
+    max_to_keep: int | None = None,
+    without: Collection[str] = (),
+) -> Save:
+    """Save `state` as directory/tag; the files are written in a thread. All processes call it.
+
+    One save runs at a time: the next save, `restore` and the program's exit wait for it. A checkpoint is complete or
+    absent, and a tag's previous checkpoint exists until the new one replaces it.
+
+    Args:
+      state: a tree of arrays, such as a `TrainState`. A train step may donate its buffers immediately.
+      directory: shared by all hosts.
+      tag: default `global_step{state.step}`; reading the step waits for the devices.
+      notes: JSON data, available as `Checkpoint.notes`.
+      latest: whether to write the tag to directory/latest.
+      max_to_keep: keep this many checkpoints with default tags up to this step and delete older ones. Checkpoints with
+        tags that you chose are never deleted.
+      without: names of leaves to omit; their checksums are recorded.
+
+    Returns:
+      The save; `.wait()` waits until it is complete.
+
+    Raises:
+      ConfigError: an invalid tag, a tag or directory that differs between processes, or notes that are not JSON.
+      CheckpointError: the directory cannot be written, or the previous save failed (this save is running nevertheless).
+        Raised on all processes.
+    """
+    global _last
+    settle()
+    earlier = _last.error if _last and not _last.reported else None
+    leaves = named(state)
+    if tag is None:
+        if not hasattr(state, "step"):
+            raise ConfigError("saving a checkpoint: this state has no `step` for the default tag; pass tag=")
+        tag = DEFAULT_TAG.format(int(state.step))
+    path, room, earlier = _agree_on_path(directory, tag, notes, has_room(leaves), earlier)
+    heartbeat.begin()
+    copies, sums = snapshot(leaves, room)
+    described = {name: [str(copies[name].dtype), list(copies[name].shape)] for name in sorted(copies)}
+    copies = {name: x for name, x in copies.items() if name not in without}
+    about = {"keys": key_names(leaves), "notes": json.loads(json.dumps(notes or {}, default=_number))}
+
+    def finish() -> None:
+        entries = {n: [*kind, int(s)] for (n, kind), s in zip(described.items(), np.asarray(sums), strict=True)}
+        stored = {name: entry for name, entry in entries.items() if name not in without}
+        omitted = {name: entry for name, entry in entries.items() if name in without}
+        commit(path, {"leaves": stored, "without": omitted, **about}, latest, max_to_keep)
+
+    _last = Save(path)
+    _last.thread = threading.Thread(target=_write, args=(_last, copies, finish), name="jzero checkpoint")
+    _last.thread.start()
+    heartbeat.finished_when(None)
+    if earlier:
+        raise CheckpointError(f"{earlier}. The next checkpoint, {path}, is being written")
+    return _last
+
+
+def _agree_on_path(
+    directory: str | os.PathLike, tag: str | float, notes: Any, room: bool, earlier: str | None
+) -> tuple[Path, bool, str | None]:
+    """Make the draft and compare the arguments of all processes.
+
+    Every process reports its errors instead of raising them, because a process that raised alone would leave the others
+    waiting. One exchange then decides for all.
+
+    Returns:
+      (the checkpoint's path, whether every process has room for copies, the previous save's error)
+    """
+    path, made = Path(), False
+    mine = {
+        "directory": str(directory), "tag": str(tag), "room": room, "earlier": earlier, "mistake": "", "problem": ""
+    }  # fmt: skip
+    try:
+        path = checkpoint_path(directory, tag)
+        _check_notes(notes or {})
+        if jax.process_index() == 0:
+            begin_draft(path)
+            made = True
+    except ConfigError as error:
+        mine["mistake"] = str(error)
+    except (TypeError, ValueError) as error:
+        mine["mistake"] = f"client_state is not JSON: {error}"
+    except OSError as error:
+        mine["problem"] = f"checkpoint {path} cannot be written: {error.strerror}: {error.filename}"
+    reports = [json.loads(text) for text in agree("saving a checkpoint", json.dumps(mine), TIMEOUT)]
+    errors: list[ConfigError | CheckpointError] = []
+    for key, error_type in (("mistake", ConfigError), ("problem", CheckpointError)):
+        errors += [error_type(one[key]) for one in reports if one[key]]
+    for key in ("directory", "tag"):
+        if len({one[key] for one in reports}) > 1:
+            each = ", ".join(f"{one[key]!r} on rank {rank}" for rank, one in enumerate(reports))
+            errors.append(ConfigError(f"saving a checkpoint: {key} must be the same on all processes; it is {each}"))
+    if errors:
+        if made:
+            shutil.rmtree(draft_path(path), ignore_errors=True)
+        raise errors[0]
+    failed = [one["earlier"] for one in reports if one["earlier"]]
+    return path, all(one["room"] for one in reports), failed[0] if failed else None
+
+
+def _check_notes(notes: Mapping[str, Any]) -> None:
+    """Raise a TypeError or ValueError for notes that JSON cannot represent, or would return with other keys."""
+    json.dumps(notes, default=_number)
+    if not isinstance(client := notes.get("client", {}) if "engine" in notes else {}, Mapping):
+        raise TypeError(f"{client!r} is not a dictionary")
+    queue: list[Any] = [client]
+    while queue:
+        x = queue.pop()
+        for key in x if isinstance(x, Mapping) else ():
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r} would be read back as a string")
+        queue += x.values() if isinstance(x, Mapping) else x if isinstance(x, list | tuple) else ()
+
+
+def _number(x: Any) -> Any:
+    """A NumPy or JAX scalar as a Python number."""
+    if getattr(x, "shape", None) == ():
+        return x.item()
+    raise TypeError(f"{x!r} has type {type(x).__name__}")
+
+
+def _write(save: Save, copies: dict[str, jax.Array], finish: Callable[[], None]) -> None:
+    """Write this process's part of the arrays; once all processes have, process 0 completes the checkpoint."""
+    draft = draft_path(save.path)
+    try:
+        silence_orbax()
+        handler = ocp.PyTreeCheckpointHandler(use_compression=False)  # floats hardly compress
+
+        def arrays() -> None:
+            host = jax.block_until_ready(to_host(copies))
+            copies.clear()  # frees the copies on the devices
+            _check_shared(draft)
+            chunks = {name: ocp.SaveArgs(chunk_byte_size=CHUNK) for name in host}
+            handler.save(epath.Path(draft) / STATE, args=ocp.args.PyTreeSave(nest(host), nest(chunks)))
+
+        def complete() -> None:
+            handler.finalize(epath.Path(draft) / STATE)
+            finish()
+
+        error = anyone("a checkpoint's arrays", _failure(arrays))
+        if not error:
+            error = anyone("a checkpoint's end", _failure(complete) if jax.process_index() == 0 else None)
+    except Exception as unreachable:  # a process did not call save, or the coordination service is gone
+        error = str(unreachable)
+    if error:
+        save.error = f"checkpoint {save.path} was not written: {error}"
+        if jax.process_index() == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+            print(f"jzero: {save.error}", file=sys.stderr, flush=True)
+
+
+def _failure(work: Callable[[], None]) -> str | None:
+    """Run `work`; return its exception as one line, or None."""
+    try:
+        work()
+    except Exception as error:
+        line = in_a_line(error)
+        if "interpreter shutdown" in line:
+            line += " (this Python cannot start threads at exit: call jzero.checkpoint.wait() at the script's end)"
+        return f"{line} (process {jax.process_index()})" if jax.process_count() > 1 else line
+    return None
+
+
+def _check_shared(draft: Path, patience: float = 10.0) -> None:
+    """Raise an OSError unless this host sees the draft that process 0 made; network file systems may be slow."""
+    end = time.monotonic() + patience
+    while not (draft / STATE).is_dir():
+        if time.monotonic() > end:
+            raise OSError(f"{draft} does not exist on this host: all hosts must share the directory")
+        time.sleep(0.1)
+
+
+# Wait for the running save before Python joins threads at exit, because from then on Orbax cannot start threads and
+# executors. (Python 3.12.0 and 3.12.1 do not allow it even here.)
+threading._register_atexit(settle)  # type: ignore[attr-defined]
+
+
+@atexit.register
+def _exit_with_error() -> None:
+    """Exit with status 1 if the last save failed and no call has raised its error."""
+    if _last and _last.error and not _last.reported:
+        sys.stdout.flush()
+        os._exit(1)

@@ -1,0 +1,29 @@
+"""Silences messages of Orbax and TensorStore that repeat an error which jzero has already raised."""
+
+import functools
+import logging
+import re
+import sys
+from typing import Any
+
+ORBAX_TASK = re.compile("(Task|Future) .*(orbax|tensorstore)", re.DOTALL)
+
+
+@functools.cache
+def silence_orbax() -> None:
+    """Drop the tracebacks that follow a failed read or write, in this process from now on.
+
+    Orbax closes its event loop at the first error. Every other file operation in flight then fails with "Event loop is
+    closed", and Python reports each abandoned task and coroutine: hundreds of tracebacks for one damaged file.
+    """
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        error = unraisable.exc_value
+        late = type(error) is RuntimeError and str(error) == "Event loop is closed"
+        abandoned = type(error) is Exception and isinstance(error.__cause__, GeneratorExit)
+        if not late and not abandoned:
+            before(unraisable)
+
+    sys.unraisablehook = hook
+    logging.getLogger("asyncio").addFilter(lambda record: not ORBAX_TASK.match(record.getMessage()))

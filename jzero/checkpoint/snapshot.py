@@ -1,0 +1,77 @@
+"""A copy of a state's leaves that training cannot overwrite, on the devices or on the way to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jzero.checkpoint.checksums import checksums
+from jzero.checkpoint.leaves import is_key, key_data
+
+
+def copy_sharding(x: jax.Array) -> Any:
+    """The sharding of a leaf's copy: also over the mesh axes on which the leaf is replicated, if a dimension divides.
+
+    Every device then transfers its own part to the host and every process writes its own part, instead of one replica
+    doing all the work. None for random keys and for arrays without a mesh.
+    """
+    if is_key(x) or not isinstance(x.sharding, NamedSharding):
+        return None
+    mesh, spec = x.sharding.mesh, [*x.sharding.spec] + [None] * (x.ndim - len(x.sharding.spec))
+    axes = [() if part is None else part if isinstance(part, tuple) else (part,) for part in spec]
+    more = tuple(name for name, n in mesh.shape.items() if n > 1 and not any(name in part for part in axes))
+    for dim, size in enumerate(x.shape):
+        if size and size % prod(mesh.shape[name] for name in axes[dim] + more) == 0:
+            axes[dim] += more
+            return NamedSharding(mesh, PartitionSpec(*axes))
+    return x.sharding
+
+
+def has_room(leaves: Mapping[str, jax.Array]) -> bool:
+    """Whether this process's devices have memory for the copies on top of what a train step needs.
+
+    The peak so far tells what a step needs. A peak below 1.2 times the copies means that no step has run yet: False.
+    CPU devices report no statistics: True.
+    """
+    size = 0
+    for x in leaves.values():
+        size += prod(to.shard_shape(x.shape)) * x.dtype.itemsize if (to := copy_sharding(x)) else 0
+    devices: Any = next(iter(leaves.values())).sharding.addressable_devices
+    for device in devices:
+        if stats := device.memory_stats():
+            peak = stats["peak_bytes_in_use"]
+            if peak < 1.2 * size or peak + size > 0.98 * stats["bytes_limit"]:
+                return False
+    return True
+
+
+def snapshot(leaves: Mapping[str, jax.Array], room: bool) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Copy the leaves: (copies in buffers of their own, checksums). Does not wait for the devices.
+
+    With `room`, the copies are on the devices (0.9 ms per GiB on an H200, a hundredth of the transfer to the host).
+    Otherwise they are on the way to the host, and a train step that takes the leaves' buffers waits for the transfer.
+    """
+    leaves = dict(leaves)
+    sums = checksums(leaves)
+    if not room:
+        keys = {name: x for name, x in leaves.items() if is_key(x)}
+        # Random keys cannot be transferred as such, so their data is copied first.
+        return to_host(leaves | (jax.jit(_copies)(keys) if keys else {})), sums
+    return jax.jit(_copies, out_shardings={name: copy_sharding(x) for name, x in leaves.items()})(leaves), sums
+
+
+def to_host(copies: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Transfer the copies to pinned host memory, the fastest transfer from a GPU."""
+    device: Any = next(iter(next(iter(copies.values())).sharding.device_set))
+    if device.platform == "cpu":
+        return dict(copies)
+    return jax.device_put(dict(copies), {n: x.sharding.with_memory_kind("pinned_host") for n, x in copies.items()})
+
+
+def _copies(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: jnp.copy(key_data(x)) for name, x in leaves.items()}
