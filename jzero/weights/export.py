@@ -14,8 +14,8 @@ import ml_dtypes
 import numpy as np
 
 from jzero.errors import ConfigError
-from jzero.weights.name_map import Tensor, cast, tensors
 from jzero.weights.checkpoint_parameters import Parameters
+from jzero.weights.name_map import Tensor, cast, tensors
 from jzero.weights.tensor_writer import Writer, unwritable
 
 DTYPES = {
