@@ -1,4 +1,4 @@
-"""Weights in and out: safetensors files of a checkpoint, of a run's parameters, and back."""
+"""Safetensors files: from a checkpoint (`export`), from a running program (`save`), and back (`load`)."""
 
 from jzero.weights.export import export
 from jzero.weights.load import load

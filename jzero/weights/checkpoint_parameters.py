@@ -1,7 +1,7 @@
-"""The parameters in a checkpoint, read without the model, the mesh or JAX's devices, a part at a time.
+"""Reads a checkpoint's parameters in parts, without the model, the mesh or JAX devices.
 
-A checkpoint's arrays are zarr arrays in an OCDBT store (Orbax's format), named by their path in the TrainState:
-`params.stack.attention.qkv.kernel`. Each is divided into chunks.
+Orbax stores every array as chunks of a zarr array in an OCDBT store, named by its path in the TrainState:
+`params.stack.attention.qkv.kernel`.
 """
 
 from __future__ import annotations
@@ -17,44 +17,53 @@ import tensorstore as ts
 from jzero.checkpoint.checksums import part_of_checksum
 from jzero.checkpoint.directory import STATE, find_checkpoint, read_notes
 from jzero.errors import CheckpointError, ConfigError, in_a_line
-from jzero.weights.name_map import Array, Box, dotted
+from jzero.weights.name_map import Box, ShapeDtype, dotted
 
-SMALL = 32 * 2**20  # bytes of a leaf that is read at once
+SMALL = 32 * 2**20  # bytes: smaller leaves are read at once
 PARAMS = "params/"
 
 
-class Parameters:
-    """Those of a complete checkpoint. Attributes: `path`, `notes`, `leaves` (dotted name -> Array).
+class CheckpointParameters:
+    """The parameters of a complete checkpoint.
+
+    Attributes:
+      path: of the checkpoint.
+      notes: as given to `jzero.checkpoint.save`.
+      leaves: dotted name -> ShapeDtype.
 
     Raises:
-      ConfigError: no checkpoint there, one that is not complete or without all parameters, or one that cannot be read.
+      ConfigError: no checkpoint, an incomplete or unreadable one, or one without all parameters.
     """
 
     def __init__(self, directory: str | os.PathLike, tag: str | float | None = None):
         self.path = find_checkpoint(directory, tag)
         try:
-            said = read_notes(self.path)
+            notes = read_notes(self.path)
         except CheckpointError as error:
             raise ConfigError(str(error)) from None
-        if said["without"]:
+        if notes["without"]:
             raise ConfigError(
-                f"checkpoint {self.path} was saved without {', '.join(said['without'])} (exclude_frozen_parameters): "
-                "export one that has all parameters"
+                f"checkpoint {self.path} was saved without {', '.join(notes['without'])} (exclude_frozen_parameters): "
+                "export a checkpoint with all parameters"
             )
-        self.notes, self._context = said["notes"], ts.Context()
-        mine = {name: about for name, about in said["leaves"].items() if f"{name}/".startswith(PARAMS)}
+        self.notes, self._context = notes["notes"], ts.Context()
+        mine = {name: about for name, about in notes["leaves"].items() if f"{name}/".startswith(PARAMS)}
         if not mine:
-            raise ConfigError(f"checkpoint {self.path} holds no parameters")
+            raise ConfigError(f"checkpoint {self.path} contains no parameters")
         self._stored = {dotted(name.removeprefix("params").removeprefix("/")): dotted(name) for name in mine}
         about = dict(zip(self._stored, mine.values(), strict=True))
-        self.leaves = {name: Array(tuple(shape), np.dtype(dtype)) for name, (dtype, shape, _) in about.items()}
+        self.leaves = {name: ShapeDtype(tuple(shape), np.dtype(dtype)) for name, (dtype, shape, _) in about.items()}
         self._sums = {name: checksum for name, (_, _, checksum) in about.items()}
 
     def read(self, name: str) -> Iterator[tuple[Box, np.ndarray]]:
-        """A leaf as (box, its values): chunk by chunk, so that no chunk is decoded twice and no two lie in memory.
+        """Yield a leaf as (box, values), one chunk at a time.
+
+        The boxes are the stored chunks, because reading half a chunk decodes all of it. The checksum is accumulated on
+        the way, since the leaf is never in memory as a whole; it is known, and compared, after the last chunk. A caller
+        must not publish what it made of the values before the iteration ends.
 
         Raises:
-          ConfigError: a damaged chunk; at the end, a leaf that is not what was saved.
+          ConfigError: a damaged chunk, or (at the end) a wrong checksum.
         """
         shape, dtype = self.leaves[name]
         store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{self.path / STATE}/"}}
@@ -72,4 +81,4 @@ class Parameters:
         except (ValueError, OSError) as error:
             raise ConfigError(f"checkpoint {self.path}: {name} cannot be read: {in_a_line(error)}") from None
         if total % 2**32 != self._sums[name]:
-            raise ConfigError(f"checkpoint {self.path} is damaged: {name} is not what was saved (checksums differ)")
+            raise ConfigError(f"checkpoint {self.path} is damaged: wrong checksum of {name}")

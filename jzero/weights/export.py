@@ -1,4 +1,4 @@
-"""`jzero export DIR OUT`: a checkpoint's parameters as safetensors, for `transformers` if the model says how."""
+"""`jzero export DIR OUT`: write a checkpoint's parameters as safetensors, for `transformers` where possible."""
 
 from __future__ import annotations
 
@@ -14,31 +14,36 @@ import ml_dtypes
 import numpy as np
 
 from jzero.errors import ConfigError
-from jzero.weights.checkpoint_parameters import Parameters
-from jzero.weights.name_map import Tensor, cast, tensors
-from jzero.weights.tensor_writer import Writer, unwritable
+from jzero.weights.checkpoint_parameters import CheckpointParameters
+from jzero.weights.name_map import Tensor, tensors, with_dtype
+from jzero.weights.tensor_writer import TensorWriter, unwritable
 
 DTYPES = {
     "float32": np.dtype("float32"), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype("float16")
 }  # fmt: skip
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-UNFINISHED = "unfinished"  # the directory in OUT in which the files are until all of them are whole
+UNFINISHED = "unfinished"  # directory in OUT that contains the files until all of them are complete
 
 
 def main(argv: Sequence[str]) -> int:
-    """Export and say what was written."""
+    """Run `jzero export` and print what it wrote."""
     p = argparse.ArgumentParser(prog="jzero export", description=__doc__)
     p.add_argument("checkpoint", metavar="DIR", help="save_checkpoint's directory")
     p.add_argument("out", metavar="OUT", help="a new or empty directory")
-    p.add_argument("--tag", help="which checkpoint of DIR; default: the last")
-    p.add_argument("--dtype", choices=DTYPES, help="default: the one it has")
-    p.add_argument("--max_shard_size", default="5GB", metavar="SIZE", help="of a file, as 5GB or 500MB (default: 5GB)")
+    p.add_argument("--tag", help="tag of the checkpoint in DIR; default: the last")
+    p.add_argument("--dtype", choices=DTYPES, help="default: as stored")
+    p.add_argument(
+        "--max_shard_size",
+        default="5GB",
+        metavar="SIZE",
+        help="maximum size of a file, such as 5GB or 500MB (default: 5GB)",
+    )
     a = p.parse_args(argv)
     files = export(a.checkpoint, a.out, tag=a.tag, dtype=a.dtype, max_shard_size=a.max_shard_size)
     total = sum(t.nbytes for some in files.values() for t in some)
     print(f"{a.out}: {sum(map(len, files.values()))} tensors, {total / 1e9:.3g} GB, in {', '.join(files)}")
     if not (Path(a.out) / "config.json").exists():
-        print("named as the leaves are: the model has no weights_layout, or jzero.checkpoint.save wrote without one")
+        print("tensors have the names of the leaves: the checkpoint contains no weights_layout")
     return 0
 
 
@@ -46,37 +51,44 @@ def export(
     directory: str | Path, out: str | Path, *, tag: str | float | None = None, dtype: str | None = None,
     max_shard_size: str | int = "5GB",
 ) -> dict[str, list[Tensor]]:  # fmt: skip
-    """Write a checkpoint's parameters to `out`, chunk by chunk; returns file name -> its tensors.
+    """Write a checkpoint's parameters to `out` as safetensors, one chunk at a time.
 
-    The names are those of the model's `weights_layout` if it has one and an engine saved the checkpoint (or `save` was
-    given notes={"weights": model.weights_layout()}), and config.json is written with them; else the leaves' own. `out`
-    has the files once all of them are whole. Host memory: two chunks of a leaf and a window of 32 MiB, where a chunk is
-    what one device wrote of it.
+    If the model has a `weights_layout` and an engine saved the checkpoint (or `save` got notes={"weights":
+    model.weights_layout()}), the tensors have its names and a config.json is written. Otherwise they have the names of
+    the leaves. The files appear in `out` once all of them are complete.
+
+    Host memory: two chunks of a leaf (a chunk is the part that one device wrote) and a file window of 32 MiB.
 
     Args:
+      directory: the directory that was given to `save_checkpoint`.
+      out: a new or empty directory.
+      tag: of the checkpoint; default: the last.
       dtype: "float32", "bfloat16" or "float16"; default: as stored.
-      max_shard_size: a file holds no more, but for a tensor that alone is more.
+      max_shard_size: maximum size of a file; a single larger tensor still gets a file.
+
+    Returns:
+      file name -> its tensors
 
     Raises:
-      ConfigError: no checkpoint there, `out` not empty or not writable, a size that is none.
+      ConfigError: no checkpoint, `out` is not empty or not writable, or an invalid size.
     """
     limit = parse_size(max_shard_size)
-    checkpoint = Parameters(directory, tag)
+    checkpoint = CheckpointParameters(directory, tag)
     table = checkpoint.notes.get("weights")
-    files = shards(cast(tensors(checkpoint.leaves, table), DTYPES[dtype] if dtype else None), limit)
+    files = shards(with_dtype(tensors(checkpoint.leaves, table), DTYPES[dtype] if dtype else None), limit)
     out = Path(out)
-    draft, ours = out / UNFINISHED, not out.exists()
+    draft, is_new = out / UNFINISHED, not out.exists()
     try:
-        if not ours and any(path.name != UNFINISHED for path in out.iterdir()):
-            raise ConfigError(f"{out} is not empty: give a new or an empty directory")
-        shutil.rmtree(draft, ignore_errors=True)  # what an interrupted export left
+        if not is_new and any(path.name != UNFINISHED for path in out.iterdir()):
+            raise ConfigError(f"{out} is not empty: choose a new or empty directory")
+        shutil.rmtree(draft, ignore_errors=True)  # left by an interrupted export
         draft.mkdir(parents=True)
         try:
-            writer = Writer({draft / name: some for name, some in files.items()})
+            writer = TensorWriter({draft / name: some for name, some in files.items()})
             for leaf in checkpoint.leaves:
                 for box, values in checkpoint.read(leaf):
                     writer.write(leaf, box, values)
-                    del values  # before the next is read
+                    del values  # free the chunk before the next one is read
             writer.close()
             names = [*files]
             if len(files) > 1:
@@ -89,7 +101,7 @@ def export(
                 (draft / name).rename(out / name)
             draft.rmdir()
         except BaseException:
-            shutil.rmtree(out if ours else draft, ignore_errors=True)
+            shutil.rmtree(out if is_new else draft, ignore_errors=True)
             raise
     except OSError as error:
         raise unwritable(out, error) from None
@@ -97,7 +109,7 @@ def export(
 
 
 def parse_size(size: str | int) -> int:
-    """A number of bytes.
+    """Convert a size to bytes.
 
     >>> parse_size("5GB"), parse_size("1.5 MiB"), parse_size(4096)
     (5000000000, 1572864, 4096)
@@ -109,7 +121,7 @@ def parse_size(size: str | int) -> int:
 
 
 def shards(some: Iterable[Tensor], limit: int) -> dict[str, list[Tensor]]:
-    """file name -> tensors of at most `limit` bytes together, in order; a single file is called model.safetensors."""
+    """Divide tensors into files of at most `limit` bytes, in order; the names are those that transformers uses."""
     groups: list[list[Tensor]] = [[]]
     room = limit
     for tensor in some:
@@ -124,13 +136,13 @@ def shards(some: Iterable[Tensor], limit: int) -> dict[str, list[Tensor]]:
 
 
 def index(files: dict[str, list[Tensor]]) -> dict[str, Any]:
-    """model.safetensors.index.json."""
+    """The contents of model.safetensors.index.json."""
     where = {tensor.name: name for name, some in files.items() for tensor in some}
     return {"metadata": {"total_size": sum(t.nbytes for some in files.values() for t in some)}, "weight_map": where}
 
 
 def config_json(table: dict[str, Any], files: dict[str, list[Tensor]]) -> dict[str, Any]:
-    """The table's config with the dtype of its files, under the name that transformers 4 and 5 read."""
+    """The contents of config.json: the table's config and the dtype, under the key that transformers 4 and 5 read."""
     dtype = next(iter(files.values()))[0].dtype
     return {**table["config"], "torch_dtype": dtype.name}
 

@@ -1,4 +1,4 @@
-"""The parameters of a running program, gathered from all devices a layer at a time."""
+"""Gathers the parameters of a running program from all devices, one layer at a time."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.mesh import PIPE
+from jzero.tree import PyTree
 from jzero.weights.name_map import Box, dotted
 from jzero.zero import ParamLayout
 
 
-def gather(params: Any, leaves: Any, mesh: Mesh, dtype: np.dtype | None) -> Iterator[tuple[str, Box, np.ndarray]]:
-    """(dotted name, box, values) of all parameters, of a stacked leaf a layer at a time, which then is on every device.
+def gather(params: PyTree, leaves: PyTree, mesh: Mesh, dtype: np.dtype | None) -> Iterator[tuple[str, Box, np.ndarray]]:
+    """Yield (dotted name, box, values) for all parameters; a stacked leaf comes one layer at a time.
 
-    Every process takes all of it, in the same order.
+    All processes must exhaust the iterator, because every gather is a collective. Device memory: one layer, gathered on
+    every device.
 
     Args:
-      params, leaves: trees of arrays and of their `ParamLayout`s.
-      dtype: of what is floating-point, cast before it is gathered; None: as it is.
+      params: a tree of arrays.
+      leaves: the tree of their `ParamLayout`s.
+      mesh: of the parameters.
+      dtype: for floating-point parameters, cast before the gather so that fewer bytes move; None keeps theirs.
     """
     for leaf, x in zip(jax.tree.leaves(leaves), jax.tree.leaves(params), strict=True):
         to = dtype if dtype is not None and jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
@@ -35,7 +39,7 @@ def gather(params: Any, leaves: Any, mesh: Mesh, dtype: np.dtype | None) -> Iter
 
 
 def _part(leaf: ParamLayout, mesh: Mesh, dtype: Any) -> Any:
-    """The program that gathers layer i of a leaf [1, ...], or the whole leaf if it is not stacked."""
+    """Compile the function that gathers layer i of a leaf [1, ...], or the whole leaf if it is not stacked."""
 
     def layer(x: jax.Array, i: jax.Array) -> jax.Array:
         if not leaf.stacked:
@@ -44,6 +48,7 @@ def _part(leaf: ParamLayout, mesh: Mesh, dtype: Any) -> Any:
         here = lax.dynamic_slice_in_dim(x, jnp.clip(i, 0, len(x) - 1), 1).astype(dtype)
         if not leaf.on_pipe:
             return here
+        # Only the stage that has layer i contributes. A select drops the others' values, because 0 * NaN is NaN.
         return lax.psum(jnp.where((i >= 0) & (i < len(x)), here, jnp.zeros_like(here)), PIPE)
 
     spec = PartitionSpec(None, *leaf.spec[1:]) if leaf.stacked else leaf.spec

@@ -1,4 +1,4 @@
-"""Weights from safetensors files straight into sharded arrays: every process reads its own slices."""
+"""Loads safetensors files directly into sharded arrays; every process reads only its own slices."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from jzero.distributed.host_collectives import together
 from jzero.errors import ConfigError, some_of
 from jzero.model import weights_layout
 from jzero.tree import differences, path_name
-from jzero.weights.name_map import Array, Tensor, assign, dotted, leaves_of, tensors
+from jzero.weights.name_map import ShapeDtype, Tensor, assign, dotted, leaves_of, tensors
 from jzero.weights.safetensors import File
 
 TORCH = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def load(directory: str | os.PathLike, step: Any) -> Any:
-    """The parameters of a `TrainStep`'s model from safetensors, laid out as its masters and in their dtype.
+    """Load the parameters of a model from safetensors files, with the sharding and dtype of the step's master weights.
 
-    The names are those of the model's `weights_layout`, as in a directory that `transformers` wrote, or the leaves'
-    own, as `jzero export` writes them for a model without one. A process reads the bytes of its own slices; in its
-    memory is one leaf's part at a time besides the result.
+    The tensors have the names of the model's `weights_layout`, as `transformers` writes them, or the names of the
+    leaves, as `jzero export` writes them for a model without one. Host memory: one leaf's local part at a time, besides
+    the result.
 
     Args:
-      directory: of a model.safetensors, a model.safetensors.index.json or any *.safetensors; or such a file.
-      step: of any mesh and stage.
+      directory: with model.safetensors, model.safetensors.index.json or any *.safetensors; or a .safetensors file.
+      step: a `TrainStep` of any mesh and stage.
 
     Returns:
-      What `step.init(rng, params)` takes.
+      Parameters for `step.init(rng, params)`.
 
     Raises:
-      ConfigError: no such files, files of another model (which tensors are missing, extra, of another shape; what of
-        config.json is different), or files cut short. On all processes, if it happens to one.
+      ConfigError: no such files, truncated files, or files of another model; the message names the tensors that are
+        missing, extra or of another shape, and differences in config.json. Raised on all processes.
 
     >>> state = step.init(jax.random.key(0), load("Llama-2-7b-hf", step), donate=True)  # doctest: +SKIP
     """
@@ -48,7 +48,7 @@ def load(directory: str | os.PathLike, step: Any) -> Any:
 
     def read(path: tuple, shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.Array:
         parts = of_leaf[dotted(path_name(path))]
-        known: dict[str, np.ndarray] = {}  # replicas of a slice are read once
+        known: dict[str, np.ndarray] = {}  # replicas of a slice are read only once
 
         def part(index: Any) -> np.ndarray:
             if str(index) not in known:
@@ -56,13 +56,13 @@ def load(directory: str | os.PathLike, step: Any) -> Any:
             return known[str(index)]
 
         array = jax.make_array_from_callback(shape.shape, sharding, part)
-        return array.block_until_ready()  # before the next leaf is read
+        return array.block_until_ready()  # frees the host copies before the next leaf is read
 
     return jax.tree_util.tree_map_with_path(read, shapes, shardings)
 
 
 def _read(parts: list[tuple[File, Tensor]], index: tuple, leaf: Any) -> np.ndarray:
-    """A slice of a leaf, in its dtype."""
+    """Read a slice of a leaf, in the leaf's dtype."""
     box = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, leaf.shape, strict=True))
     values = np.empty([s.stop - s.start for s in box], leaf.dtype)
     for file, tensor in parts:
@@ -75,24 +75,24 @@ def _read(parts: list[tuple[File, Tensor]], index: tuple, leaf: Any) -> np.ndarr
     return values
 
 
-def _find(path: Path, leaves: Mapping[str, Array], table: dict | None) -> dict[str, list[tuple[File, Tensor]]]:
-    """leaf -> where it is.
+def _find(path: Path, leaves: Mapping[str, ShapeDtype], table: dict | None) -> dict[str, list[tuple[File, Tensor]]]:
+    """Map every leaf to the (file, tensor) pairs that contain its parts.
 
     Raises:
-      ConfigError: files that do not fit.
+      ConfigError: the files do not fit the model.
     """
     files = [File.open(file) for file in _files(path)]
     where = {name: file for file in files for name in file.entries}
     if len(where) != sum(len(file.entries) for file in files):
         raise ConfigError(f"{path}: some tensors are in two of {some_of(file.path.name for file in files)}")
     if where.keys() & leaves.keys():
-        table = None  # the leaves' own names
+        table = None  # the files use the names of the leaves
     ignored = table.get("ignored", ()) if table else ()
     where = {name: file for name, file in where.items() if not any(fnmatchcase(name, pattern) for pattern in ignored)}
     wanted = tensors(leaves, table)
-    problems = _differences(path.parent if path.is_file() else path, table) + _misfits(where, wanted)
+    problems = _config_differences(path.parent if path.is_file() else path, table) + _misfits(where, wanted)
     if problems:
-        raise ConfigError(f"{path} is of another model: {some_of(problems)}")
+        raise ConfigError(f"{path} belongs to another model: {some_of(problems)}")
     of_leaf: dict[str, list[tuple[File, Tensor]]] = {}
     for tensor in wanted:
         of_leaf.setdefault(tensor.leaf, []).append((where[tensor.name], tensor))
@@ -100,11 +100,11 @@ def _find(path: Path, leaves: Mapping[str, Array], table: dict | None) -> dict[s
 
 
 def _files(path: Path) -> list[Path]:
-    """The safetensors files that `path` means, as transformers would choose."""
+    """The safetensors files of `path`, chosen in the order that transformers uses."""
     if path.is_file() and path.suffix == ".safetensors":
         return [path]
     if not path.is_dir():
-        raise ConfigError(f"{path}: there is no such directory, nor such a .safetensors file")
+        raise ConfigError(f"{path}: no such directory or .safetensors file")
     if (path / "model.safetensors").is_file():
         return [path / "model.safetensors"]
     if (index := path / "model.safetensors.index.json").is_file():
@@ -116,21 +116,21 @@ def _files(path: Path) -> list[Path]:
         return found
     if torch := sorted(file.name for pattern in TORCH for file in path.glob(pattern)):
         raise ConfigError(
-            f"{path} holds {some_of(torch)}, which jzero does not read: convert it to safetensors first, as "
-            "transformers' AutoModelForCausalLM.from_pretrained(this).save_pretrained(other) does"
+            f"{path} contains {some_of(torch)}, which jzero does not read: convert it to safetensors first, with "
+            "transformers: AutoModelForCausalLM.from_pretrained(this).save_pretrained(other)"
         )
-    raise ConfigError(f"{path} holds no weights (no *.safetensors): give the directory of an export or a download")
+    raise ConfigError(f"{path} contains no *.safetensors: pass the directory of an export or a download")
 
 
-def _differences(directory: Path, table: dict | None) -> list[str]:
-    """What a config.json beside the files says that the model is not."""
+def _config_differences(directory: Path, table: dict | None) -> list[str]:
+    """The entries of a config.json beside the files that contradict the model."""
     if table is None or not (directory / "config.json").is_file():
         return []
     try:
-        there = {**table.get("absent", {}), **_opened(json.loads((directory / "config.json").read_text()))}
+        there = {**table.get("absent", {}), **_flattened(json.loads((directory / "config.json").read_text()))}
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{directory / 'config.json'} is not a JSON object: {error}") from None
-    here = _opened(table["config"])
+    here = _flattened(table["config"])
     same = here.keys() - set(table.get("may_differ", ()))
     return [
         f"config.json has {key} = {json.dumps(there[key])}, not {json.dumps(here[key])}"
@@ -139,14 +139,14 @@ def _differences(directory: Path, table: dict | None) -> list[str]:
     ]
 
 
-def _opened(config: dict[str, Any]) -> dict[str, Any]:
-    """With what is inside its dictionaries beside them."""
+def _flattened(config: dict[str, Any]) -> dict[str, Any]:
+    """Add the entries of nested dictionaries, which transformers versions nest differently, to the top level."""
     inside = {key: value for part in config.values() if isinstance(part, dict) for key, value in part.items()}
     return {**inside, **config}
 
 
 def _misfits(where: Mapping[str, File], wanted: list[Tensor]) -> list[str]:
-    """The tensors that are missing, extra, of another shape or of another kind of number."""
+    """The tensors that are missing, extra, of another shape, or of a dtype that is not cast (only wide floats are)."""
     expected = {t.name: t for t in wanted}
     found = {name: file.entries[name] for name, file in where.items()}
     problems = differences({n: shape for n, (_, shape, _) in found.items()}, {n: t.shape for n, t in expected.items()})

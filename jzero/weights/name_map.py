@@ -1,19 +1,24 @@
-"""What a model's parameters are called in files: a table.
+"""Maps a model's leaves to the tensors of a file and back, by a table.
 
-A model's leaves (`stack.attention.qkv.kernel`, with the layer axis first) are one set of arrays, the tensors of a file
-(`model.layers.3.self_attn.q_proj.weight`) another. A model may have `weights_layout()`, a table that JSON can hold:
+A model's leaves (`stack.attention.qkv.kernel`, with the layer axis first) and the tensors of a file
+(`model.layers.3.self_attn.q_proj.weight`) divide the same numbers differently. A model may have a method
+`weights_layout()` that returns the mapping as JSON data:
 
     {"config": {...}, "may_differ": [keys of it], "absent": {...}, "ignored": [patterns], "tensors": [
         {"name": "model.layers.{layer}.self_attn.q_proj.weight", "leaf": "stack/attention/qkv/kernel",
          "columns": [0, 2048], "transposed": true}, ...]}
 
-A row with `{layer}` in its name is one tensor for every layer; `columns` is a range of the leaf's last dimension,
-by default all of it; a transposed tensor is stored as [columns, rows]. `config` goes into config.json; files whose
-config.json says otherwise are of another model, but for the keys in `may_differ` (what is in a dictionary there is also
-compared by itself); `absent` is what one without these keys means. Tensors with a name like one of `ignored` (* for
-anything) are not read. Without a table a tensor is a leaf.
+tensors   A row with `{layer}` in its name describes one tensor per layer. `columns` is a range of the leaf's last
+          dimension (default: all of it). A transposed tensor is stored as [columns, rows].
+config    Written to config.json. Files whose config.json differs belong to another model, except for the keys in
+          `may_differ`. Entries of nested dictionaries are compared individually too.
+absent    The values that missing keys of config.json stand for.
+ignored   Name patterns (* matches anything) of tensors that are not read.
 
-Exporting and importing are the same thing in two directions: for a box of a leaf, which part of which tensor it is.
+Without a table, every leaf is one tensor of the same name.
+
+Export and import are one operation in two directions: `Tensor.overlap` finds, for a box of a leaf, the part of each
+tensor that it contains. Neither direction ever needs a whole leaf or tensor in memory.
 """
 
 from __future__ import annotations
@@ -30,14 +35,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.errors import ConfigError, some_of
-from jzero.tree import named
+from jzero.tree import PyTree, named
 
 Box = tuple[slice, ...]  # part of an array: start and stop in every dimension
 KEYS = {"name", "leaf", "columns", "transposed"}
 
 
-class Array(NamedTuple):
-    """A leaf's shape and dtype."""
+class ShapeDtype(NamedTuple):
+    """The shape and dtype of a leaf."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -45,7 +50,7 @@ class Array(NamedTuple):
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a file, and the part of a leaf that it is: `leaf[layer][..., columns]`, transposed or not.
+    """One tensor of a file, which is the part `leaf[layer][..., columns]` of a leaf, transposed or not.
 
     >>> q = Tensor("q", "stack.qkv", (4, 8), np.dtype("f4"), layer=2, columns=(0, 4), transposed=True)
     >>> q.overlap((slice(2, 4), slice(6, 8), slice(1, 9)))  # rows 1 to 3 and columns 6 and 7 of q
@@ -62,9 +67,11 @@ class Tensor:
     transposed: bool = False
 
     def overlap(self, box: Box) -> tuple[Box, tuple] | None:
-        """(where it is in the tensor, where it is in the box) of what both have; None if that is nothing.
+        """Intersect the tensor with a box of its leaf; None if they do not meet.
 
-        An array of the box's shape, indexed with the second and `oriented`, has the shape of the first.
+        Returns:
+          (box of the tensor, index into an array of the box's values); that array, indexed and `oriented`, has the
+          shape of the tensor's box.
         """
         inner: tuple[Any, ...] = ()
         if self.layer is not None:
@@ -82,7 +89,7 @@ class Tensor:
         return tuple(own[::-1] if self.transposed else own), (*inner, *local, ...)
 
     def oriented(self, values: np.ndarray) -> np.ndarray:
-        """A view of part of the leaf that lies as the tensor does."""
+        """A view of part of the leaf in the tensor's orientation."""
         return values.T if self.transposed else values
 
     @property
@@ -91,7 +98,7 @@ class Tensor:
 
 
 def assign(target: np.ndarray, source: np.ndarray) -> None:
-    """target[...] = source; transposing sixteen rows at a time, which is four times as fast as NumPy's all at once."""
+    """Copy source to target. A transposing copy goes sixteen rows at a time, four times as fast as NumPy's own."""
     if target.ndim != 2 or all(x.strides[1] == x.itemsize for x in (target, source)):
         target[...] = source
         return
@@ -100,20 +107,24 @@ def assign(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def dotted(name: str) -> str:
-    """A leaf's name in checkpoints and files: `stack/mlp/down/kernel` -> `stack.mlp.down.kernel`."""
+    """The name of a leaf in checkpoints and files: `stack/mlp/down/kernel` -> `stack.mlp.down.kernel`."""
     return name.replace("/", ".") or "params"
 
 
-def leaves_of(params: Any) -> dict[str, Array]:
-    """dotted name -> shape and dtype of a tree of arrays or of their shapes."""
-    return {dotted(name): Array(x.shape, x.dtype) for name, x in named(params).items()}
+def leaves_of(params: PyTree) -> dict[str, ShapeDtype]:
+    """Map dotted names to shapes and dtypes, for a tree of arrays or ShapeDtypeStructs."""
+    return {dotted(name): ShapeDtype(x.shape, x.dtype) for name, x in named(params).items()}
 
 
-def tensors(leaves: Mapping[str, Array], table: Mapping[str, Any] | None) -> list[Tensor]:
-    """The tensors of a model with these leaves (by dotted name), layer by layer; without a table the leaves.
+def tensors(leaves: Mapping[str, ShapeDtype], table: Mapping[str, Any] | None) -> list[Tensor]:
+    """List the tensors of a model, layer by layer; without a table, one per leaf.
+
+    Args:
+      leaves: by dotted name.
+      table: the model's `weights_layout()`.
 
     Raises:
-      ConfigError: a table that does not fit the leaves: what it names is not there, or what is there it leaves out.
+      ConfigError: the table names a leaf that does not exist, omits part of a leaf or names a part twice.
     """
     if table is None:
         return [Tensor(name, name, x.shape, x.dtype) for name, x in leaves.items()]
@@ -126,34 +137,38 @@ def tensors(leaves: Mapping[str, Array], table: Mapping[str, Any] | None) -> lis
         width = x.shape[-1] if x.shape else 1
         parts = sorted(row.columns or (0, width) for row in rows if row.leaf == leaf)
         if [0, *(stop for _, stop in parts)] != [*(start for start, _ in parts), width]:
-            raise ConfigError(f"weights_layout: its rows leave out, or name twice, a part of {leaf} {x.shape}")
+            raise ConfigError(f"weights_layout: its rows omit, or name twice, a part of {leaf} {x.shape}")
     names = Counter(tensor.name for tensor in made)
     if twice := [name for name, times in names.items() if times > 1]:
-        raise ConfigError(f"weights_layout: two tensors are called {some_of(twice)}")
+        raise ConfigError(f"weights_layout: two tensors have the name {some_of(twice)}")
     return made
 
 
 class _Row(NamedTuple):
     name: str
     leaf: str
-    array: Array
+    array: ShapeDtype
     layers: int | None
     columns: tuple[int, int] | None
     transposed: bool
 
     @classmethod
-    def read(cls, row: Mapping[str, Any], leaves: Mapping[str, Array]) -> _Row:
+    def read(cls, row: Mapping[str, Any], leaves: Mapping[str, ShapeDtype]) -> _Row:
         leaf, stacked = dotted(row["leaf"]), "{layer}" in row["name"]
         if unknown := row.keys() - KEYS:
-            raise ConfigError(f"weights_layout: {row['name']} has {sorted(unknown)}; a row has {sorted(KEYS)}")
+            raise ConfigError(
+                f"weights_layout: {row['name']} has unknown keys {sorted(unknown)}; allowed: {sorted(KEYS)}"
+            )
         if leaf not in leaves:
-            raise ConfigError(f"weights_layout: {row['name']} is of {leaf}, but the leaves are {some_of(leaves)}")
+            raise ConfigError(
+                f"weights_layout: {row['name']} names the leaf {leaf}, but the leaves are {some_of(leaves)}"
+            )
         shape, columns, transposed = leaves[leaf].shape, row.get("columns"), row.get("transposed", False)
         if len(shape) - stacked < (2 if transposed else 1 if columns else 0):
-            raise ConfigError(f"weights_layout: {row['name']} wants more dimensions than {leaf} {shape} has")
+            raise ConfigError(f"weights_layout: {row['name']} needs more dimensions than {leaf} {shape} has")
         fits = columns is None or 0 <= columns[0] < columns[1] <= shape[-1]
         if not fits:
-            raise ConfigError(f"weights_layout: {row['name']} is columns {columns} of {leaf} {shape}")
+            raise ConfigError(f"weights_layout: {row['name']} has columns {columns}, outside {leaf} {shape}")
         layers = shape[0] if stacked else None
         return cls(row["name"], leaf, leaves[leaf], layers, tuple(columns) if columns else None, transposed)
 
@@ -166,8 +181,8 @@ class _Row(NamedTuple):
         return Tensor(name, self.leaf, shape, self.array.dtype, layer, self.columns, self.transposed)
 
 
-def cast(some: Iterable[Tensor], dtype: np.dtype | None) -> list[Tensor]:
-    """The tensors, those of floating point in `dtype`; None leaves them."""
+def with_dtype(some: Iterable[Tensor], dtype: np.dtype | None) -> list[Tensor]:
+    """Replace the dtype of floating-point tensors; None keeps all dtypes."""
     return [
         dataclasses.replace(t, dtype=dtype) if dtype is not None and jnp.issubdtype(t.dtype, jnp.floating) else t
         for t in some

@@ -1,6 +1,7 @@
-"""The safetensors format: a length (8 bytes, little-endian), a JSON header of that length, then the tensors' bytes.
+"""Reads and writes parts of safetensors files.
 
-The header gives every tensor's dtype, shape and place, so tensors can be written and read in any order and in parts.
+The format is a length (8 bytes, little-endian), a JSON header of that length, then the tensors' bytes. The header gives
+the dtype, shape and offset of every tensor, so tensors can be read and written in any order and in parts.
 (https://huggingface.co/docs/safetensors/index#format)
 """
 
@@ -27,11 +28,11 @@ DTYPES = {
     "BOOL": np.dtype("bool"),
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-WINDOW = 32 * 2**20  # bytes of a file that are in memory at a time
+WINDOW = 32 * 2**20  # bytes of a file that are mapped at a time
 
 
 class Entry(NamedTuple):
-    """A tensor of a file: `start` is its first byte's place in the file."""
+    """A tensor of a file; `start` is the offset of its first byte."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -39,25 +40,32 @@ class Entry(NamedTuple):
 
 
 class File:
-    """A safetensors file of which parts are mapped into memory, a window at a time: `create` or `open` one."""
+    """A safetensors file, made by `create` or `open`.
+
+    Parts are mapped into memory one window at a time, so that at most one window counts as this process's memory.
+    """
 
     def __init__(self, path: Path, entries: dict[str, Entry], mode: Any):
         self.path, self.entries, self.mode = path, entries, mode
 
     @classmethod
     def create(cls, path: Path, arrays: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> File:
-        """A new file with room for these tensors, on the disk too: one that is full says so here.
+        """Create a file with space for tensors.
+
+        The space is allocated on the disk, so that a full disk raises an error here. A write through a memory map of a
+        sparse file would kill the process with SIGBUS instead.
 
         Raises:
-          OSError: a place that cannot be written.
-          ConfigError: a dtype that the format has not.
+          OSError: the file cannot be written or the disk is full.
+          ConfigError: safetensors does not support a dtype.
         """
         if unknown := [name for name, (dtype, _) in arrays.items() if dtype not in NAMES]:
-            raise ConfigError(f"{unknown[0]} is {arrays[unknown[0]][0]}, which safetensors files do not have")
+            raise ConfigError(f"{unknown[0]} has dtype {arrays[unknown[0]][0]}, which safetensors files do not support")
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        places, end = {}, 0
-        for name, (dtype, shape) in sorted(arrays.items(), key=lambda item: -item[1][0].itemsize):  # aligned
-            places[name], start = (dtype, shape, end), end
+        offsets, end = {}, 0
+        # Largest elements first, so that every tensor starts at a multiple of its element size.
+        for name, (dtype, shape) in sorted(arrays.items(), key=lambda item: -item[1][0].itemsize):
+            offsets[name], start = (dtype, shape, end), end
             end += prod(shape) * dtype.itemsize
             header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
         text = json.dumps(header).encode()
@@ -70,15 +78,15 @@ class File:
                 os.posix_fallocate(file.fileno(), 0, size)
             else:
                 file.truncate(size)
-        entries = {name: Entry(dtype, shape, 8 + len(text) + at) for name, (dtype, shape, at) in places.items()}
+        entries = {name: Entry(dtype, shape, 8 + len(text) + at) for name, (dtype, shape, at) in offsets.items()}
         return cls(path, entries, "r+")
 
     @classmethod
     def open(cls, path: Path) -> File:
-        """An existing file.
+        """Open an existing file.
 
         Raises:
-          ConfigError: a file that cannot be read, is not of this format, or is cut short.
+          ConfigError: the file cannot be read, has another format, or is truncated.
         """
         try:
             size = path.stat().st_size
@@ -91,21 +99,27 @@ class File:
             entries, end = {}, 0
             for name, entry in header.items():
                 if entry["dtype"] not in DTYPES:
-                    raise ValueError(f"{name} is {entry['dtype']}, of which jzero knows nothing")
+                    raise ValueError(
+                        f"{name} has the unsupported dtype {entry['dtype']}; supported: {', '.join(DTYPES)}"
+                    )
                 dtype, shape, (start, stop) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
                 if stop - start != prod(shape) * dtype.itemsize:
-                    raise ValueError(f"{name} has {stop - start} bytes, which are not {entry['dtype']} {shape}")
+                    raise ValueError(f"{name} has {stop - start} bytes, which does not match {entry['dtype']} {shape}")
                 entries[name], end = Entry(dtype, shape, 8 + length + start), max(end, 8 + length + stop)
             if size < end:
-                raise ValueError(f"it has {size} bytes, and its header speaks of {end}: it is cut short")
+                raise ValueError(f"it has {size} bytes but its header describes {end}: it is truncated")
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{path} is not a whole safetensors file: {error}") from None
+            raise ConfigError(f"{path} is not a complete safetensors file: {error}") from None
         return cls(path, entries, "r")
 
     def windows(self, name: str, box: Box) -> Iterator[tuple[tuple, np.ndarray]]:
-        """A box of a tensor, as (index into an array of the box's shape, the file's values, to read or to write)."""
+        """Yield a box of a tensor in windows: (index into an array of the box's shape, memory-mapped values).
+
+        Assigning to the values writes to the file. The first axis whose stride fits into a window is cut into ranges of
+        rows; the axes before it are iterated index by index.
+        """
         dtype, shape, start = self.entries[name]
         if 0 in shape:
             return
@@ -127,10 +141,10 @@ class File:
         return np.asarray(np.memmap(self.path, dtype, self.mode, at, shape))
 
     def sync(self) -> None:
-        """Wait until the disk has it.
+        """Wait until the file is on the disk.
 
         Raises:
-          OSError: what it could not write.
+          OSError: it could not be written.
         """
         with self.path.open("rb") as file:
             os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""The parameters of a running program as one file: `engine.save_16bit_model`."""
+"""Writes the parameters of a running program to one file: `engine.save_16bit_model`."""
 
 from __future__ import annotations
 
@@ -15,34 +15,40 @@ from jzero.distributed import heartbeat
 from jzero.distributed.host_collectives import anyone
 from jzero.errors import ConfigError
 from jzero.model import weights_layout
+from jzero.tree import PyTree
 from jzero.weights.export import config_json, write_json
 from jzero.weights.gather import gather
-from jzero.weights.name_map import cast, leaves_of, tensors
-from jzero.weights.tensor_writer import Writer, unwritable
+from jzero.weights.name_map import leaves_of, tensors, with_dtype
+from jzero.weights.tensor_writer import TensorWriter, unwritable
 
 
-def save(params: Any, step: Any, directory: str | os.PathLike, filename: str, dtype: np.dtype) -> None:
-    """Write the parameters, the floating-point ones in `dtype`, to directory/filename: at any stage, on any mesh.
+def save(params: PyTree, step: Any, directory: str | os.PathLike, filename: str, dtype: np.dtype) -> None:
+    """Write the parameters to directory/filename, for any ZeRO stage and mesh.
 
-    All processes call it; process 0 writes. The file is there when it is whole. If the model has a `weights_layout`
-    the names are those, and a directory without a config.json gets one. A layer at a time is gathered.
+    All processes call it and process 0 writes. Layers are gathered one at a time. The file appears once it is complete.
+    If the model has a `weights_layout`, the tensors have its names, and a directory without config.json gets one.
 
     Args:
-      params, step: a state's parameters and their `TrainStep`.
+      params: of a state.
+      step: its `TrainStep`.
+      directory: made if it does not exist.
+      filename: must end with .safetensors.
+      dtype: of the floating-point tensors.
 
     Raises:
-      ConfigError: on all processes: a place that cannot be written, another kind of file, values beyond float16.
+      ConfigError: the file cannot be written, has another suffix, or a value overflows float16. Raised on all
+        processes.
     """
     if Path(filename).name != filename or Path(filename).suffix != ".safetensors":
         raise ConfigError(f"save_filename = {filename!r}: must be a name that ends in .safetensors")
     directory = Path(directory)
     path, draft = directory / filename, directory / f"{filename}.tmp"
     table = weights_layout(step.model)
-    some = cast(tensors(leaves_of(step.state_shapes.params), table), dtype)
+    some = with_dtype(tensors(leaves_of(step.state_shapes.params), table), dtype)
     problem: str | None = None
 
-    def on_first(do: Callable[..., Any], *arguments: Any) -> Any:
-        """What process 0 does; after a problem nothing, but it goes on to gather, as the others do."""
+    def on_process_0(do: Callable[..., Any], *arguments: Any) -> Any:
+        """Run `do` on process 0, unless it failed before. A failed process 0 still joins the gathers of the others."""
         nonlocal problem
         if jax.process_index() or problem:
             return None
@@ -53,9 +59,9 @@ def save(params: Any, step: Any, directory: str | os.PathLike, filename: str, dt
         except ConfigError as error:
             problem = str(error)
 
-    def begin() -> Writer:
+    def begin() -> TensorWriter:
         directory.mkdir(parents=True, exist_ok=True)
-        return Writer({draft: some})
+        return TensorWriter({draft: some})
 
     def finish() -> None:
         writer.close()
@@ -64,17 +70,18 @@ def save(params: Any, step: Any, directory: str | os.PathLike, filename: str, dt
             write_json(directory / "config.json", config_json(table, {filename: some}))
 
     try:
-        writer = on_first(begin)
-        if said := anyone("save_16bit_model", problem):
-            raise ConfigError(said)
+        writer = on_process_0(begin)
+        if error := anyone("save_16bit_model", problem):
+            raise ConfigError(error)
         heartbeat.begin()
-        # The writer casts to float16, as it sees what is beyond its range; bfloat16 has float32's.
+        # A cast on the device would turn large values into infinities without an error, so the writer casts to float16.
+        # bfloat16 has the range of float32.
         for part in gather(params, step.layouts, step.mesh, None if dtype == np.float16 else dtype):
-            on_first(lambda part: writer.write(*part), part)
-        on_first(finish)
+            on_process_0(lambda part: writer.write(*part), part)
+        on_process_0(finish)
         heartbeat.finished_when(None)
-        if said := anyone("save_16bit_model", problem):
-            raise ConfigError(said)
+        if error := anyone("save_16bit_model", problem):
+            raise ConfigError(error)
     finally:
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):

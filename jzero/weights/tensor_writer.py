@@ -1,4 +1,4 @@
-"""Tensors into safetensors files, from parts of leaves that come in any order."""
+"""Writes tensors into safetensors files, from parts of leaves in any order."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from jzero.weights.name_map import Box, Tensor, assign
 from jzero.weights.safetensors import File
 
 
-class Writer:
-    """Files with room for their tensors; `write` fills in a part of a leaf, `close` waits for the disk.
+class TensorWriter:
+    """Creates files with space for their tensors; `write` fills in part of a leaf, `close` waits for the disk.
 
     Args:
       files: path -> its tensors.
 
     Raises:
-      OSError: a place that cannot be written, or too little of it.
+      OSError: a file cannot be written, or the disk is full.
     """
 
     def __init__(self, files: Mapping[Path, Sequence[Tensor]]):
@@ -34,10 +34,10 @@ class Writer:
                 self._of_leaf.setdefault(t.leaf, []).append((file, t))
 
     def write(self, leaf: str, box: Box, values: np.ndarray) -> None:
-        """Write what the tensors have of this box of the leaf, in their dtypes.
+        """Write a box of a leaf into all tensors that contain part of it, in their dtypes.
 
         Raises:
-          ConfigError: finite values that are infinite in the tensor's dtype.
+          ConfigError: a finite value overflows the tensor's dtype.
         """
         for file, tensor in self._of_leaf[leaf]:
             if (both := tensor.overlap(box)) is None:
@@ -54,12 +54,12 @@ class Writer:
                     ) from None
 
     def close(self) -> None:
-        """Wait until the disk has everything."""
+        """Wait until everything is on the disk."""
         for file in self._files:
             file.sync()
 
 
 def unwritable(path: str | os.PathLike, error: OSError) -> ConfigError:
-    """The error that says why nothing was written there."""
-    full = " (there is too little room)" if error.errno == errno.ENOSPC else ""
+    """The ConfigError for an OSError while writing `path`."""
+    full = " (the disk is full)" if error.errno == errno.ENOSPC else ""
     return ConfigError(f"{path} cannot be written: {error.strerror or error}{full}")

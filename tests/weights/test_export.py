@@ -100,11 +100,11 @@ def test_a_functional_checkpoint_says_no_names(tmp_path, capsys):
     made = engine()
     jzero.checkpoint.save(made.state, tmp_path / "bare").wait()
     assert main(["export", str(tmp_path / "bare"), str(tmp_path / "out")]) == 0
-    assert "named as the leaves are" in capsys.readouterr().out
+    assert "tensors have the names of the leaves" in capsys.readouterr().out
     table = made.step_fn.model.weights_layout()
     jzero.checkpoint.save(made.state, tmp_path / "named", notes={"weights": table}).wait()
     assert main(["export", str(tmp_path / "named"), str(tmp_path / "named-out")]) == 0
-    assert "named as the leaves are" not in capsys.readouterr().out
+    assert "tensors have the names of the leaves" not in capsys.readouterr().out
     assert "model.norm.weight" in load_file(tmp_path / "named-out" / "model.safetensors")
 
 
@@ -185,7 +185,7 @@ def test_an_interrupted_export_is_not_taken_for_one(tmp_path, saved, monkeypatch
     """It leaves nothing; one that was killed leaves what nobody reads, and the next one goes on."""
     path, _ = saved
     out = tmp_path / "out"
-    read = weights.checkpoint_parameters.Parameters.read
+    read = weights.checkpoint_parameters.CheckpointParameters.read
 
     def interrupted(self, name):
         if name.startswith("stack"):
@@ -193,14 +193,14 @@ def test_an_interrupted_export_is_not_taken_for_one(tmp_path, saved, monkeypatch
         return read(self, name)
 
     with monkeypatch.context() as m:
-        m.setattr(weights.checkpoint_parameters.Parameters, "read", interrupted)
+        m.setattr(weights.checkpoint_parameters.CheckpointParameters, "read", interrupted)
         with pytest.raises(KeyboardInterrupt):
             weights.export(path, out)
         assert not out.exists()
         m.setattr("shutil.rmtree", lambda *_, **__: None)  # as if killed
         with pytest.raises(KeyboardInterrupt):
             weights.export(path, out)
-    with pytest.raises(jzero.ConfigError, match="holds no weights"):
+    with pytest.raises(jzero.ConfigError, match="contains no"):
         weights.load(out, saved[1].step_fn)
     weights.export(path, out)
     assert sorted(p.name for p in out.iterdir()) == ["config.json", "model.safetensors"]

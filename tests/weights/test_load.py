@@ -191,7 +191,7 @@ def test_tensors_of_another_model(copy):
     before = made.state
     rewrite(copy, change)
     words = (
-        "is of another model: missing model.layers.2.self_attn.q_proj.weight (32, 32), extra model.norm.bias (32,)",
+        "another model: missing model.layers.2.self_attn.q_proj.weight (32, 32), extra model.norm.bias (32,)",
         "lm_head.weight is (63, 32), not (64, 32)",
         "model.layers.1.mlp.up_proj.weight is int32, not float32",
     )
@@ -224,19 +224,19 @@ def test_a_config_of_another_model(copy, change, words):
 
 
 def test_what_holds_no_weights(tmp_path, copy):
-    refused(tmp_path / "nowhere", "there is no such directory")
+    refused(tmp_path / "nowhere", "no such directory or .safetensors file")
     empty = tmp_path / "empty"
     empty.mkdir()
-    refused(empty, "holds no weights (no *.safetensors)")
+    refused(empty, "contains no *.safetensors")
     (empty / "pytorch_model.bin").write_bytes(b"x")
-    refused(empty, "holds pytorch_model.bin, which jzero does not read: convert it to safetensors")
+    refused(empty, "contains pytorch_model.bin, which jzero does not read: convert it to safetensors")
     first = min(copy.glob("model-*.safetensors"))
     data = first.read_bytes()
     for broken, words in {
-        data[:-1]: "it is cut short",
+        data[:-1]: "it is truncated",
         data[:20]: "its header is longer than the file",
-        b"\x02" + bytes(7) + b"{}"[:1] + b"x": "is not a whole safetensors file",
-        b"": "is not a whole safetensors file",
+        b"\x02" + bytes(7) + b"{}"[:1] + b"x": "is not a complete safetensors file",
+        b"": "is not a complete safetensors file",
     }.items():
         first.write_bytes(broken)
         refused(copy, words)

@@ -11,9 +11,9 @@ from safetensors.numpy import load_file, save_file
 
 import jzero
 from jzero.weights import safetensors
-from jzero.weights.name_map import Array, assign, leaves_of, tensors
+from jzero.weights.name_map import ShapeDtype, assign, leaves_of, tensors
 from jzero.weights.safetensors import File
-from jzero.weights.tensor_writer import Writer
+from jzero.weights.tensor_writer import TensorWriter
 
 TABLE = {
     "config": {},
@@ -29,7 +29,7 @@ VALUES = {
     "stack.norm": np.arange(6, dtype="f4").reshape(3, 2),
     "scale": np.float32(3).reshape(()),
 }
-LEAVES = {name: Array(x.shape, x.dtype) for name, x in VALUES.items()}
+LEAVES = {name: ShapeDtype(x.shape, x.dtype) for name, x in VALUES.items()}
 
 
 @st.composite
@@ -56,7 +56,7 @@ def test_boxes_into_files_and_back(tmp_path_factory, table, data, window):
     before, safetensors.WINDOW = safetensors.WINDOW, window
     try:
         some = tensors(LEAVES, table)
-        writer = Writer({path: some})
+        writer = TensorWriter({path: some})
         for name, values in VALUES.items():
             for box in data.draw(boxes(values.shape)):
                 writer.write(name, box, values[box])
@@ -88,14 +88,17 @@ def test_layers_come_together():
     [
         (
             {"name": "q.{layer}", "leaf": "stack/wq"},
-            "q.{layer} is of stack.wq, but the leaves are stack.qk, stack.norm",
+            "q.{layer} names the leaf stack.wq, but the leaves are stack.qk, stack.norm",
         ),
-        ({"name": "q.{layer}", "leaf": "stack/qk", "columns": [4, 8]}, "columns [4, 8] of stack.qk (3, 5, 7)"),
-        ({"name": "q.{layer}", "leaf": "stack/qk", "columns": [0, 3]}, "leave out, or name twice, a part of stack.qk"),
-        ({"name": "q.{layer}", "leaf": "stack/qk", "columns": [3, 7]}, "leave out, or name twice, a part of stack.qk"),
-        ({"name": "k.{layer}", "leaf": "stack/qk", "columns": [0, 4]}, "two tensors are called k.0, k.1, k.2"),
-        ({"name": "q.{layer}", "leaf": "stack/norm", "transposed": True}, "wants more dimensions than stack.norm"),
-        ({"name": "q", "leaf": "stack/qk", "transpose": True}, "q has ['transpose']; a row has ['columns', 'leaf'"),
+        ({"name": "q.{layer}", "leaf": "stack/qk", "columns": [4, 8]}, "columns [4, 8], outside stack.qk (3, 5, 7)"),
+        ({"name": "q.{layer}", "leaf": "stack/qk", "columns": [0, 3]}, "omit, or name twice, a part of stack.qk"),
+        ({"name": "q.{layer}", "leaf": "stack/qk", "columns": [3, 7]}, "omit, or name twice, a part of stack.qk"),
+        ({"name": "k.{layer}", "leaf": "stack/qk", "columns": [0, 4]}, "two tensors have the name k.0, k.1, k.2"),
+        ({"name": "q.{layer}", "leaf": "stack/norm", "transposed": True}, "needs more dimensions than stack.norm"),
+        (
+            {"name": "q", "leaf": "stack/qk", "transpose": True},
+            "q has unknown keys ['transpose']; allowed: ['columns', 'leaf'",
+        ),
     ],
 )
 def test_a_table_that_does_not_fit(row, words):
@@ -108,8 +111,8 @@ def test_a_table_that_does_not_fit(row, words):
 def test_every_dtype_is_read_as_it_was_written(tmp_path, dtype):
     kind = safetensors.DTYPES[dtype]
     values = np.arange(6).reshape(2, 3).astype(kind)
-    array = {"a": Array((2, 3), kind), "empty": Array((0, 4), kind), "odd": Array((3,), np.dtype("u1"))}
-    writer = Writer({tmp_path / "a": tensors(array, None)})
+    array = {"a": ShapeDtype((2, 3), kind), "empty": ShapeDtype((0, 4), kind), "odd": ShapeDtype((3,), np.dtype("u1"))}
+    writer = TensorWriter({tmp_path / "a": tensors(array, None)})
     writer.write("a", (slice(0, 2), slice(0, 3)), values)
     writer.write("empty", (slice(0, 0), slice(0, 4)), np.zeros((0, 4), kind))
     if not dtype.startswith("F8"):  # which the library has not for NumPy
@@ -119,8 +122,8 @@ def test_every_dtype_is_read_as_it_was_written(tmp_path, dtype):
         save_file({"a": values}, tmp_path / "b")
         (_, view), = File.open(tmp_path / "b").windows("a", (slice(0, 2), slice(0, 3)))  # fmt: skip
         np.testing.assert_array_equal(view, values)
-    with pytest.raises(jzero.ConfigError, match="x is int4, which safetensors files do not have"):
-        Writer({tmp_path / "c": tensors({"x": Array((2,), np.dtype(ml_dtypes.int4))}, None)})
+    with pytest.raises(jzero.ConfigError, match="x has dtype int4, which safetensors files do not support"):
+        TensorWriter({tmp_path / "c": tensors({"x": ShapeDtype((2,), np.dtype(ml_dtypes.int4))}, None)})
 
 
 def test_names():
