@@ -1,10 +1,10 @@
-"""Pretrain a Llama: any shape, any config file, any layout, on text or random tokens; or plan that for GPUs elsewhere.
+"""Pretrain a Llama of any shape with any config and layout, on text or random tokens; or plan it for other GPUs.
 
     python -m experiments.pretrain --override mesh.pipe=2 --override zero_optimization.stage=2
     python -m experiments.pretrain --data runs/tokens/tokens.npy --pack --sequence 512
     python -m experiments.pretrain --preset 8b --sequence 4096 --plan 64 --gpu h200 --override mesh.pipe=4
 
-The text is the source of Python's standard library, as bytes, or what experiments.tokens made of yours.
+The text is the source of Python's standard library, as bytes, or your text encoded by experiments.tokens.
 """
 
 from __future__ import annotations
@@ -40,18 +40,22 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--set", **many, metavar="FIELD=VALUE", help="change the shape: num_layers=8")
     p.add_argument("--config", default=CONFIG, help="a config file (default experiments/pretrain.json)")
     p.add_argument("--override", **many, metavar="KEY.PATH=VALUE", help="change the config: mesh.pipe=2")
-    p.add_argument("--random", action="store_true", help="random tokens instead of text")
-    p.add_argument("--data", type=Path, metavar="FILE", help="a file of tokens instead; its last tenth is held out")
-    p.add_argument("--pack", action="store_true", help="its documents whole, packed into rows, apart from each other")
+    p.add_argument("--random", action="store_true", help="train on random tokens instead of text")
+    p.add_argument("--data", type=Path, metavar="FILE", help="train on a file of tokens; its last tenth is held out")
+    p.add_argument("--pack", action="store_true", help="pack whole documents into rows; attention keeps them apart")
     p.add_argument("--sequence", type=positive, default=256, help="tokens per sequence (default 256)")
-    p.add_argument("--steps", type=positive, help="stop after this one (default: the scheduler's total_num_steps)")
-    p.add_argument("--eval-every", type=positive, metavar="STEPS", help="held-out loss (default: at the end)")
-    p.add_argument("--save", type=Path, metavar="DIR", help="leave a checkpoint at the end")
-    p.add_argument("--save-every", type=positive, metavar="STEPS", help="and so often before")
-    p.add_argument("--resume", type=Path, metavar="DIR", help="go on from the newest checkpoint there, of any layout")
-    p.add_argument("--devices", type=positive, default=8, help="simulated ones, if there are no GPUs (default 8)")
-    p.add_argument("--plan", type=positive, metavar="GPUS", help="only compile, for so many GPUs that may be elsewhere")
-    p.add_argument("--gpu", choices=planner.GPUS, default="h100", help="the kind to plan for (default h100)")
+    p.add_argument("--steps", type=positive, help="the last step (default: the scheduler's total_num_steps)")
+    p.add_argument(
+        "--eval-every", type=positive, metavar="STEPS", help="steps between held-out losses (default: at the end)"
+    )
+    p.add_argument("--save", type=Path, metavar="DIR", help="save a checkpoint at the end")
+    p.add_argument(
+        "--save-every", type=positive, metavar="STEPS", help="steps between checkpoints (default: at the end)"
+    )
+    p.add_argument("--resume", type=Path, metavar="DIR", help="resume from the newest checkpoint there, of any layout")
+    p.add_argument("--devices", type=positive, default=8, help="number of simulated devices without GPUs (default 8)")
+    p.add_argument("--plan", type=positive, metavar="GPUS", help="only compile, for this number of GPUs")
+    p.add_argument("--gpu", choices=planner.GPUS, default="h100", help="the GPU to plan for (default h100)")
     args = p.parse_args(argv)
     try:
         config = settings(args)
@@ -65,29 +69,29 @@ def train(args: Namespace, config: jzero.Config, shape: LlamaConfig) -> None:
         jax.config.update("jax_num_cpu_devices", args.devices)  # simulated devices, for a machine without GPUs
     steps = args.steps or (config.scheduler.params if config.scheduler else {}).get("total_num_steps", 100)
     if args.save_every and not args.save:
-        raise jzero.ConfigError("--save-every: needs --save DIR")
+        raise jzero.ConfigError("--save-every: requires --save DIR")
     training, held_out = data(args, shape)
     model = jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs))
     engine, *_ = jzero.initialize(model=model, config=config, training_data=training, resume=args.resume)
     batch = engine.train_batch_size()
     rows = max(1, HELD_OUT_BYTES // args.sequence // batch) * batch
     evaluation = held_out.rows(np.linspace(0, len(held_out) - 1, rows).astype(int))
-    said = first = engine.global_steps + 1
+    reported = first = engine.global_steps + 1
     if first > steps:
-        raise jzero.ConfigError(f"--steps {steps}: the checkpoint is of step {first - 1} already; ask for more")
+        raise jzero.ConfigError(f"--steps {steps}: the checkpoint is at step {first - 1}; use a larger number")
     clock = time.perf_counter()
     for step in range(first, steps + 1):
         loss = engine.train_batch()
         evaluates = step % (args.eval_every or steps) == 0 or step == steps
         if evaluates or step == first or step % max(1, steps // 10) == 0:
             line, seconds = f"step {step:5}   loss {float(loss):.4f}", time.perf_counter() - clock
-            speed = (step - said) * batch * args.sequence / seconds
+            speed = (step - reported) * batch * args.sequence / seconds
             tflops = speed * shape.flops_per_token(args.sequence) / engine.mesh.size / 1e12
             rate = f"{speed:,.0f} tokens/s   {tflops:.3g} model TFLOP/s per device   {memory() / 2**30:.2f} GiB"
             jzero.log_dist(f"{line}   {rate if step > first else f'{seconds:.1f} s, with compilation'}")
             if evaluates:
                 jzero.log_dist(f"step {step:5}   held-out loss {float(engine.eval_batch(evaluation)):.4f}")
-            said, clock = step, time.perf_counter()
+            reported, clock = step, time.perf_counter()
         if args.save and (step == steps or step % (args.save_every or steps) == 0):
             under_way = engine.save_checkpoint(args.save)
     if args.save:
@@ -97,7 +101,7 @@ def train(args: Namespace, config: jzero.Config, shape: LlamaConfig) -> None:
 def plan(args: Namespace, config: jzero.Config, shape: LlamaConfig) -> None:
     jax.config.update("jax_platforms", "cpu")
     mesh = jzero.make_mesh(config, devices=planner.gpu_devices(args.gpu, args.plan, per_host=min(8, args.plan)))
-    jax.config.update("jax_enable_compilation_cache", False)  # cannot read back such programs
+    jax.config.update("jax_enable_compilation_cache", False)  # it cannot read back programs for absent GPUs
     step = jzero.make_train_step(jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs)), config, mesh=mesh)
     print(jzero.report(step), flush=True)
     tokens = jax.ShapeDtypeStruct((step.batch_sizes.train, args.sequence), np.int32)
@@ -108,9 +112,9 @@ def plan(args: Namespace, config: jzero.Config, shape: LlamaConfig) -> None:
 
 
 def data(args: Namespace, shape: LlamaConfig) -> tuple[TokenFile | Packed, TokenFile]:
-    """(training data, held-out data)."""
+    """Make (training data, held-out data)."""
     if args.pack and not args.data:
-        raise jzero.ConfigError("--pack: needs --data, a file of tokens in which documents end")
+        raise jzero.ConfigError("--pack: requires --data, a file of tokens with an end token after every document")
     if args.data:
         tokens, _ = open_tokens(args.data, shape.vocab_size)
         train, held_out = np.split(tokens, [len(tokens) - min(CORPUS, len(tokens)) // 10])
@@ -120,7 +124,7 @@ def data(args: Namespace, shape: LlamaConfig) -> tuple[TokenFile | Packed, Token
     else:
         train, held_out = standard_library(CORPUS)
     if args.sequence >= len(held_out):
-        raise jzero.ConfigError(f"--sequence {args.sequence}: there are {len(held_out)} held-out tokens")
+        raise jzero.ConfigError(f"--sequence {args.sequence}: must be less than the {len(held_out)} held-out tokens")
     held_out = TokenFile(held_out, args.sequence, shape.vocab_size)
     if args.pack:
         end = token_note(args.data).get("end")
@@ -135,20 +139,21 @@ def settings(args: Namespace) -> jzero.Config:
         for section in sections:
             inside = inside.setdefault(section, {})
             if not isinstance(inside, dict):
-                raise jzero.ConfigError(f"--override {key}: {section} is no section there, but {inside!r}")
+                raise jzero.ConfigError(f"--override {key}: {section} is not a section but {inside!r}")
         inside[name] = value
     return jzero.Config.load(config)
 
 
 def changed_preset(args: Namespace, config: jzero.Config) -> LlamaConfig:
-    """The preset, with what the data and a plan ask for, with its changes."""
+    """The preset with the vocabulary of the data, the attention of a plan, and the changes of --set."""
     bytes_alone = not (args.random or args.plan or args.data)
     known = token_note(args.data).get("vocab_size") if args.data else BYTES if bytes_alone else None
-    shape = preset(args.preset, vocab_size=-(-known // 64) * 64) if known else preset(args.preset)  # stages divide that
+    # A multiple of 64, because pipeline stages divide the vocabulary.
+    shape = preset(args.preset, vocab_size=-(-known // 64) * 64) if known else preset(args.preset)
     for name, value in args.set:
         least = BYTES if bytes_alone and name == "vocab_size" else 1
         if type(value) is not type(vars(shape).get(name, ...)) or (type(value) is int and value < least):
-            raise jzero.ConfigError(f"--set {name}={value}: does not fit in {shape}")
+            raise jzero.ConfigError(f"--set {name}={value}: not a field or value of {shape}")
     changes: dict[str, Any] = {"attention": "cudnn"} if args.plan and config.precision != "fp32" else {}
     try:
         return dataclasses.replace(shape, **changes | dict(args.set))

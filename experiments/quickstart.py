@@ -1,10 +1,10 @@
-"""Train a byte-level Llama on the source of Python's standard library, with ZeRO-3, on whatever is here.
+"""Train a byte-level Llama on the source of Python's standard library, with ZeRO-3, on GPUs or simulated devices.
 
     python -m experiments.quickstart
 
-GPUs if there are any, else eight simulated CPU devices. Shows the run report and a live bar, ends with the held-out
-loss beside a bigram model's and a sampled continuation, and leaves a directory with a checkpoint, the config, the
-metrics and the loss curve.
+Without GPUs it runs on eight simulated CPU devices. It prints the run report and a live progress bar, then the held-out
+loss beside a bigram model's and a sampled continuation. It writes a checkpoint, the config, the metrics and the loss
+curve to a new directory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jax
 
 import jzero
 from experiments.show import TrainingBar, loss_curve
-from experiments.text import BYTES, bigram_loss, continuation, spread, standard_library, windows
+from experiments.text import BYTES, bigram_loss, continuation, sample_rows, standard_library, windows
 from models.llama import PRESETS, Llama, LlamaConfig, preset
 
 HELD_OUT_BYTES = 2**16
@@ -30,7 +30,7 @@ TEMPERATURE = 0.7
 
 
 class Size(NamedTuple):
-    """How much model, text and training suits the machine."""
+    """Model, text and number of steps that suit a machine."""
 
     model: LlamaConfig
     sequence: int
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace, size: Size) -> None:
             bar.advance(loss=float(loss), grad_norm=engine.get_global_grad_norm())
 
     batch = engine.train_batch_size()
-    held_out = spread(windows(held_out_text, sequence), max(1, HELD_OUT_BYTES // sequence // batch) * batch)
+    held_out = sample_rows(windows(held_out_text, sequence), max(1, HELD_OUT_BYTES // sequence // batch) * batch)
     loss, bigram = float(engine.eval_batch(held_out)), bigram_loss(text, **held_out)
     print(f"\nheld-out loss {loss:.3f} nats/byte; a bigram model of the same training text: {bigram:.3f}")
     sample = continuation(
@@ -111,7 +111,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=positive, help="number of layers")
     parser.add_argument("--sequence", type=positive, help="bytes per sequence")
     parser.add_argument("--stage", type=int, choices=range(4), default=3, help="ZeRO stage (default 3)")
-    parser.add_argument("--config", type=sections, default={}, help="JSON or a JSON file: sections that replace ours")
+    parser.add_argument(
+        "--config", type=sections, default={}, help="JSON or a JSON file: config sections that replace the defaults"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=new_directory, default=f"runs/quickstart-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     return parser.parse_args(argv)
@@ -123,7 +125,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def fail(message: str) -> NoReturn:
-    """A user's mistake: say what it is, without a traceback."""
+    """Print an error in the user's input without a traceback, and exit."""
     print("quickstart:", message, sep="\n" if "\n" in message else " ", file=sys.stderr)
     sys.exit(2)
 

@@ -1,4 +1,4 @@
-"""What a person watching a run wants to see: a live bar as it trains, its metrics as a table, its loss as a curve."""
+"""Shows a training run: a live progress bar, the metrics as a CSV file, the loss as a curve."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLUE, GREY, ORANGE = "#1f5fbf", "#777777", "#d9730d"
 
 
 def memory() -> int:
-    """Bytes: the most that this process's first GPU held so far; without GPUs, that this process held."""
+    """Peak memory in bytes: of this process's first GPU or, without GPUs, of this process."""
     stats = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"]
@@ -28,9 +28,9 @@ def memory() -> int:
 
 
 class TrainingBar:
-    """A progress bar with loss, tokens/s and memory, which remembers every step.
+    """A progress bar with loss, tokens/s and memory, which records every step.
 
-    On a terminal it is live; ten lines along the way stay, there and in a log file.
+    The bar is live on a terminal. Ten lines in the course of the run remain, on the terminal and in a log file.
     """
 
     def __init__(self, steps: int, tokens_per_step: int):
@@ -49,9 +49,9 @@ class TrainingBar:
         self.progress.stop()
 
     def advance(self, loss: float, **metrics: float) -> None:
-        """One step is done."""
+        """Record one finished step."""
         self.clock.append(time.perf_counter())
-        recent = self.clock[1:][-20:]  # the first step compiles, so its time is no measure of speed
+        recent = self.clock[1:][-20:]  # without the first step, which compiles
         speed = self.tokens_per_step * (len(recent) - 1) / (recent[-1] - recent[0]) if len(recent) > 1 else 0.0
         gib, step = memory() / 2**30, len(self.rows) + 1
         self.rows.append({"step": step, "loss": loss, **metrics, "tokens_per_s": round(speed), "memory_gib": gib})
@@ -67,7 +67,7 @@ class TrainingBar:
 
 
 def loss_curve(path: Path, losses: list[float], held_out: float, bigram: float, title: str) -> None:
-    """Draw the training loss, its running mean, the held-out loss and the bigram's, in nats per byte, as a PNG."""
+    """Plot the training loss, its running mean, the held-out loss and a bigram model's loss, in nats per byte."""
     steps = np.arange(1, len(losses) + 1)
     half = len(losses) // 80
     mean = [np.mean(losses[max(0, i - half) : i + half + 1]) for i in range(len(losses))]

@@ -1,4 +1,4 @@
-"""Real text that every machine has: the source of Python's standard library, as bytes; and a bigram to beat on it."""
+"""Text that every machine has, the source of Python's standard library as bytes, and a bigram model as a baseline."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import numpy as np
 
 BYTES = 256
 
-# Installed packages are not the same everywhere; tests are repetitive, code tables are no language.
+# Installed packages differ between machines; tests are repetitive; code tables are not text.
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
 def standard_library(size: int, held_out: float = 0.1) -> tuple[np.ndarray, np.ndarray]:
-    """(training text, held-out text): about `size` bytes of whole files, no file in both.
+    """Read about `size` bytes of whole files: (training text, held-out text), with no file in both.
 
-    Files come in the order of a checksum of their names: mixed, and the same on every run and machine.
+    The files are ordered by a checksum of their names, which mixes them in the same way on every machine.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
@@ -34,26 +34,28 @@ def standard_library(size: int, held_out: float = 0.1) -> tuple[np.ndarray, np.n
         splits[checksum % 1000 < 1000 * held_out].append(text)
         total += len(text)
     if not all(splits):
-        raise FileNotFoundError(f"{root} holds too little Python source; is this Python's standard library zipped?")
+        raise FileNotFoundError(
+            f"{root} contains too little Python source; is the standard library of this Python zipped?"
+        )
     train, test = (np.frombuffer(b"".join(files), np.uint8) for files in splits)
     return train, test
 
 
 def windows(text: np.ndarray, length: int) -> dict[str, np.ndarray]:
-    """The text cut into rows of `length` bytes, with the byte that follows each as its label: two [rows, length]."""
+    """Cut the text into rows of `length` bytes; labels are the following bytes: two arrays [rows, length]."""
     rows = (len(text) - 1) // length
     cut = text[: rows * length + 1].astype(np.int32)
     return {"inputs": cut[:-1].reshape(rows, length), "labels": cut[1:].reshape(rows, length)}
 
 
-def spread(batch: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
-    """`rows` of the batch's rows, evenly spread."""
+def sample_rows(batch: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
+    """Take `rows` evenly spaced rows of the batch."""
     chosen = np.linspace(0, len(batch["inputs"]) - 1, rows).astype(int)
     return {name: x[chosen] for name, x in batch.items()}
 
 
 def bigram_loss(train: np.ndarray, inputs: np.ndarray, labels: np.ndarray) -> float:
-    """Mean loss in nats per byte of a bigram model of `train`, counts smoothed by adding one, on the given bytes."""
+    """Mean loss in nats per byte of a bigram model of `train`, with add-one smoothing, on the given bytes."""
     pairs = train[:-1].astype(np.int64) * BYTES + train[1:]
     counts = np.bincount(pairs, minlength=BYTES * BYTES).reshape(BYTES, BYTES) + 1.0
     probability = counts / counts.sum(axis=1, keepdims=True)
@@ -67,7 +69,9 @@ def _sample(model, params, prompt: jax.Array, rng: jax.Array, temperature: float
 
     def one(i, text):
         start = jnp.maximum(i - context, 0)
-        window = jax.lax.dynamic_slice(text, (start,), (context,))  # what lies after byte i - 1 has no influence
+        window = jax.lax.dynamic_slice(
+            text, (start,), (context,)
+        )  # attention is causal, so bytes after i - 1 do not matter
         logits = module(window[None])[0, i - 1 - start]
         byte = jax.random.categorical(jax.random.fold_in(rng, i), logits / temperature)
         return text.at[i].set(byte)
@@ -76,7 +80,7 @@ def _sample(model, params, prompt: jax.Array, rng: jax.Array, temperature: float
 
 
 def continuation(model, params, prompt: str, *, length: int, context: int, temperature: float, seed: int) -> str:
-    """`length` bytes sampled after `prompt`, each from the `context` bytes before it, as text on one device."""
+    """Sample `length` bytes after `prompt` on one device, each from the `context` bytes before it; returns text."""
     params = jax.device_get(params)
     head = jnp.asarray(list(prompt.encode()[-context:]), jnp.int32)
     text = _sample(model, params, head, jax.random.key(seed), temperature, length, context)

@@ -1,4 +1,4 @@
-"""The programs a newcomer runs first: they learn, they leave what they promise, they refuse in one line."""
+"""The example programs learn, write their files, and report a user's mistake in one line."""
 
 import csv
 import importlib.util
@@ -33,7 +33,7 @@ def test_tutorial_pipeline_shows_its_stages(capsys):
 
 @pytest.fixture
 def run_pretrain(monkeypatch, capsys):
-    """`run_pretrain(options)`: what a small Llama's run prints."""
+    """`run_pretrain(options)` trains a small Llama and returns its output."""
     monkeypatch.setattr(pretrain, "CORPUS", 300_000)
     monkeypatch.setattr(pretrain, "HELD_OUT_BYTES", 1)  # one batch
 
@@ -48,7 +48,7 @@ def run_pretrain(monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", ["", "--pack"])
 def test_pretrain_on_text_files(options, run_pretrain, tmp_path, capsys):
-    """Files to tokens to a model that learns; stopped, and gone on with on a pipeline."""
+    """From text files to tokens to a model that learns, interrupted and resumed on a pipeline."""
     pytest.importorskip("tokenizers")
     for i in range(12):
         (tmp_path / f"{i}.txt").write_text(text.__doc__ * (1 + i % 3))
@@ -81,7 +81,7 @@ def test_tokens_refuses(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_pretrain_goes_on_where_another_layout_stopped(run_pretrain, tmp_path):
-    """Six steps at once, and three on a pipeline and three without: the same losses, but for rounding."""
+    """Six steps in one run, or three on a pipeline and three without one: the same losses up to rounding."""
     fp32 = "--override bf16.enabled=false --override gradient_accumulation_steps"
     once = run_pretrain(f"{fp32}=2 --steps 6 --eval-every 4")
     stages = "--override mesh.pipe=2 --override zero_optimization.stage=3"

@@ -1,4 +1,4 @@
-"""What a program will do on GPUs that are not there: its memory and its collectives."""
+"""Plans a program for GPUs that this machine does not have: compiles it, reads its memory and its collectives."""
 
 from jzero.planner.gpus import GPUS, gpu, gpu_devices
 from jzero.planner.ledger import Collective, Ledger, collectives

@@ -1,4 +1,4 @@
-"""GPUs that are not there: device descriptions from which XLA compiles real GPU programs on any machine."""
+"""Device descriptions from which XLA compiles real GPU programs on a machine without a GPU."""
 
 import functools
 import importlib.util
@@ -12,11 +12,11 @@ from jzero.errors import ConfigError
 
 @dataclass(frozen=True)
 class GPU:
-    """What XLA's compiler asks about one kind of GPU. Sizes in bytes, bandwidth in bytes/s, clock in GHz.
+    """The properties of a GPU that XLA's compiler uses. Sizes in bytes, bandwidth in bytes/s, clock in GHz.
 
     The numbers are the device properties CUDA reports and agree with the target files in XLA's own sources
-    (openxla/xla, ``xla/backends/gpu/target_config/specs``). A field unknown to an older XLA is an error, so only
-    those that change the program are given: the rates per data type that those files list do not.
+    (openxla/xla, ``xla/backends/gpu/target_config/specs``). An older XLA rejects unknown fields, so only fields that
+    change the program are given; the rates per data type in those files do not change it.
     """
 
     description: str
@@ -32,7 +32,7 @@ class GPU:
     nvlinks: int
 
     def text_proto(self) -> str:
-        """This GPU as the text form of XLA's ``GpuTargetConfigProto``."""
+        """Render the text form of XLA's ``GpuTargetConfigProto``."""
         major, minor = self.compute_capability
         feature = "ACCELERATED_FEATURES" if major >= 9 else "NONE"  # sm_90a, sm_100a
         device = {
@@ -61,7 +61,7 @@ class GPU:
             "block_dim_limit_y": 65535,
             "block_dim_limit_z": 65535,
             "device_interconnect_info": f"{{ active_links: {self.nvlinks} }}",
-            # The software XLA may assume on the machine.
+            # The software versions that XLA may assume.
             "driver_version": '"13.0.0"',
             "runtime_version": '"12.8.0"',
             "compile_time_toolkit_version": '"12.8.0"',
@@ -130,22 +130,22 @@ _B200 = GPU(
 )
 
 GPUS: dict[str, GPU] = {"a100": _A100, "h100": _H100, "h200": _H200, "b200": _B200}
-"""The GPUs a plan can name. The A100 is the 80 GB SXM one."""
+"""The GPUs that a plan can name. The A100 is the 80 GB SXM model."""
 
 
 def gpu(name: str) -> GPU:
-    """The table's row for ``name``. ``gpu("h100").memory`` is its device memory in bytes.
+    """Look up a GPU by name. ``gpu("h100").memory`` is its device memory in bytes.
 
     Raises:
         ConfigError: the name is not in the table.
     """
     if name not in GPUS:
-        raise ConfigError(f"gpu: {name!r} is not a known GPU; allowed: {', '.join(GPUS)}")
+        raise ConfigError(f"gpu = {name!r}: unknown GPU; allowed: {', '.join(GPUS)}")
     return GPUS[name]
 
 
 def gpu_devices(name: str, count: int, *, per_host: int = 8) -> list[jax.Device]:
-    """``count`` GPUs to compile for: they go into a ``jax.sharding.Mesh`` but nothing runs on them.
+    """Make ``count`` GPUs to compile for: they go into a ``jax.sharding.Mesh``, but nothing runs on them.
 
     Lower with ``jax.ShapeDtypeStruct`` arguments and compile; ``collectives`` and ``memory`` read the result. The
     devices come in host order, ``per_host`` consecutive ones on each host. A second call returns the same devices,
@@ -160,7 +160,7 @@ def gpu_devices(name: str, count: int, *, per_host: int = 8) -> list[jax.Device]
         per_host: GPUs on one host.
 
     Raises:
-        ConfigError: unknown name, a count that does not fill its hosts, or no CUDA compiler installed or loaded.
+        ConfigError: unknown name, a count that does not fill its hosts, or no CUDA compiler.
 
     Example:
         >>> jax.config.update("jax_platforms", "cpu")
@@ -171,7 +171,7 @@ def gpu_devices(name: str, count: int, *, per_host: int = 8) -> list[jax.Device]
     target = gpu(name)
     if count < 1 or per_host < 1 or (count > per_host and count % per_host):
         raise ConfigError(
-            f"count: {count} GPUs do not fill hosts of {per_host}; "
+            f"count = {count}: {count} GPUs do not fill hosts of {per_host}; "
             f"use 1 to {per_host}, a multiple of {per_host}, or another per_host"
         )
     return list(_topology(target, max(1, count // per_host), min(count, per_host)))
@@ -186,8 +186,8 @@ def _topology(target: GPU, hosts: int, per_host: int) -> tuple[jax.Device, ...]:
     except NotImplementedError as error:
         if any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
             raise ConfigError(
-                "gpu: JAX's CUDA compiler is installed but JAX left it out, as it does when it looks for a GPU and "
-                "finds none; fix: set JAX_PLATFORMS=cpu, or jax.config.update('jax_platforms', 'cpu') before JAX starts"
+                "gpu: JAX's CUDA compiler is installed, but JAX did not load it because it found no GPU; "
+                "fix: set JAX_PLATFORMS=cpu, or jax.config.update('jax_platforms', 'cpu') before JAX starts"
             ) from error
         raise ConfigError(
             "gpu: compiling for GPUs needs JAX's CUDA compiler, which is not installed; "

@@ -1,7 +1,11 @@
-"""Every collective of a compiled program: read from the optimized HLO, not guessed from the source.
+"""Lists every collective of a compiled program, read from its optimized HLO.
 
-The reader walks the call graph from the entry: bodies of ``while`` loops (with their trip counts), branches of
-conditionals, calls, fusions and asynchronous wrappers. A computation reached twice counts twice.
+The optimized HLO is the program that runs, after XLA has combined, split, hoisted or made asynchronous the collectives
+of the source. The reader walks the call graph from the entry: bodies of ``while`` loops (with their trip counts),
+branches of conditionals, calls, fusions and asynchronous wrappers. A computation that is reached twice counts twice.
+
+Each line of a computation is one instruction: ``%name = type opcode(%operand, ...), attribute=value, ...``. Operands
+may be printed without types, so their shapes are looked up by name in the same computation.
 """
 
 import functools
@@ -37,17 +41,17 @@ class Collective:
     Attributes:
         kind: one of ``KINDS``.
         dtype: HLO's name of the element type: "f32", "bf16", "s32".
-        operands: arrays that this one operation moves; more than one where the compiler combined operations.
+        operands: number of arrays that the operation moves; more than one if the compiler combined operations.
         bytes: size of the *full* buffers, summed over ``operands``, for one execution on one device. all-gather: the
             gathered output; reduce-scatter and all-reduce: the unreduced input; collective-permute: the array sent;
-            all-to-all: the device's whole input, its own part included. Bytes on the wire follow from it and
-            ``group_size`` n: (n-1)/n of it sent per device for all-gather, reduce-scatter and all-to-all, twice that
-            for a ring all-reduce, all of it for collective-permute.
-        axes: names of the mesh axes whose coordinate varies inside a group, in mesh order; None with no mesh given.
-        group_size: devices that take part together; for collective-permute the longest ring or chain of its pairs.
-        loops: trip counts of the loops around it, outermost first; None where the compiler does not know one.
-        in_branch: under a conditional, so perhaps not executed.
-        op_name: the JAX name stack it came from; for a combined operation that of the first.
+            all-to-all: the device's whole input, including its own part. The bytes that a device sends follow from it
+            and ``group_size`` n: (n-1)/n of it for all-gather, reduce-scatter and all-to-all, twice that for a ring
+            all-reduce, all of it for collective-permute.
+        axes: names of the mesh axes whose coordinate varies inside a group, in mesh order; None without a mesh.
+        group_size: devices in a group; for collective-permute the longest ring or chain of its pairs.
+        loops: trip counts of the enclosing loops, outermost first; None for a count that the compiler does not know.
+        in_branch: under a conditional, so it may not be executed.
+        op_name: the JAX name stack of the operation; for a combined operation, of its first part.
     """
 
     kind: str
@@ -62,7 +66,7 @@ class Collective:
 
     @property
     def times(self) -> int:
-        """Executions per run of the program: the product of ``loops``; an unknown trip count is taken as 1."""
+        """Executions per run of the program: the product of ``loops``, with 1 for an unknown trip count."""
         return math.prod(1 if trips is None else trips for trips in self.loops)
 
 
@@ -70,7 +74,7 @@ class Collective:
 class Ledger:
     """The collectives of one program. Iterate over it, ``select`` from it, print it.
 
-    A collective in a branch is in the totals as if it always executed; ``select(in_branch=False)`` leaves it out.
+    The totals count a collective in a branch as if it always executed; ``select(in_branch=False)`` excludes it.
     """
 
     rows: tuple[Collective, ...]
@@ -93,8 +97,8 @@ class Ledger:
     def operands(self) -> int:
         """Arrays moved per run: operands x times.
 
-        Combining all-gathers or reduce-scatters does not change it. XLA's GPU compiler joins all-reduces of one dtype
-        end to end into one array, which does; a combine threshold of 0 bytes keeps them apart.
+        Combining all-gathers or reduce-scatters does not change it. Combining all-reduces does: XLA's GPU compiler
+        concatenates those of one dtype into one array. A combine threshold of 0 bytes keeps them apart.
         """
         return sum(row.operands * row.times for row in self)
 
@@ -105,7 +109,7 @@ class Ledger:
 
     @property
     def unknown_trips(self) -> bool:
-        """Some collective lies in a loop of unknown trip count, so the totals are lower bounds."""
+        """Whether a collective is in a loop of unknown trip count; the totals are lower bounds then."""
         return any(None in row.loops for row in self)
 
     def select(
@@ -119,7 +123,7 @@ class Ledger:
         in_branch: bool | None = None,
         op_name: str | None = None,
     ) -> "Ledger":
-        """The rows that meet every condition given.
+        """Select the rows that meet every given condition.
 
         Args:
             kind, dtype: as in ``Collective``.
@@ -133,11 +137,11 @@ class Ledger:
             ConfigError: a kind or dtype that does not exist, or ``axes`` on a ledger read without a mesh.
         """
         if kind is not None and kind not in KINDS:
-            raise ConfigError(f"kind: {kind!r} is no collective; allowed: {', '.join(KINDS)}")
+            raise ConfigError(f"kind = {kind!r}: unknown collective; allowed: {', '.join(KINDS)}")
         if dtype is not None and dtype not in _BITS:
-            raise ConfigError(f"dtype: {dtype!r} is no HLO element type; use its short name, such as 'f32' or 'bf16'")
+            raise ConfigError(f"dtype = {dtype!r}: unknown HLO element type; use a short name such as 'f32' or 'bf16'")
         if axes is not None and any(row.axes is None for row in self):
-            raise ConfigError("axes: this ledger was read without a mesh; fix: collectives(compiled, mesh)")
+            raise ConfigError(f"axes = {axes!r}: this ledger was read without a mesh; fix: collectives(compiled, mesh)")
         wanted = None if axes is None else {axes} if isinstance(axes, str) else set(axes)
         return Ledger(
             tuple(
@@ -154,7 +158,7 @@ class Ledger:
         )
 
     def __repr__(self) -> str:
-        """A plain table; rows that differ in their name only are one line with their number in front."""
+        """A plain table; rows that differ only in op_name share a line that starts with their number."""
         lines = [["n", "kind", "dtype", "operands", "MiB", "axes", "group", "loops", "branch", "MiB/run"]]
         for row, n in Counter(replace(row, op_name="") for row in self).items():
             axes = "?" if row.axes is None else ",".join(row.axes) or "-"
@@ -175,18 +179,18 @@ class Ledger:
 
 
 def collectives(compiled: jax.stages.Compiled | str, mesh: jax.sharding.Mesh | None = None) -> Ledger:
-    """Every collective in a compiled program.
+    """List every collective of a compiled program.
 
     Synchronous, ``-start``/``-done`` and wrapped asynchronous forms count once each. Trip counts are XLA's own
-    (``known_trip_count``: any ``lax.scan``, and ``fori_loop`` with constant bounds).
+    (``known_trip_count``: of any ``lax.scan``, and of a ``fori_loop`` with constant bounds).
 
     Args:
         compiled: from ``jax.jit(f).lower(...).compile()``, or the text of its optimized HLO module.
-        mesh: the mesh the program was written for; without it ``axes`` stays None.
+        mesh: of the program; without it, ``axes`` is None.
 
     Raises:
-        ConfigError: the mesh has another number of devices than the program.
-        ValueError: HLO text of a form this reader does not know.
+        ConfigError: the mesh and the program have different numbers of devices.
+        ValueError: the HLO text has a form that this reader does not know.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np
@@ -204,7 +208,7 @@ def collectives(compiled: jax.stages.Compiled | str, mesh: jax.sharding.Mesh | N
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     if text is None:
-        raise ValueError("this backend does not show its optimized HLO")
+        raise ValueError("this backend does not provide its optimized HLO")
     return Ledger(_Module(text, mesh).rows())
 
 
@@ -217,7 +221,7 @@ class _Module:
         self.devices = math.prod(map(int, counts))
         self.mesh_shape = None if mesh is None else tuple(mesh.shape.items())
         if mesh is not None and mesh.size != self.devices:
-            raise ConfigError(f"mesh: {mesh.size} devices, but the program was compiled for {self.devices}")
+            raise ConfigError(f"mesh has {mesh.size} devices, but the program was compiled for {self.devices}")
         self.computations: dict[str, dict[str, str]] = {}
         self.entry, current = "", None
         for line in lines:
@@ -230,16 +234,20 @@ class _Module:
             elif instruction := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)", line):
                 current[instruction[1]] = instruction[2]
         if not self.entry:
-            raise ValueError(f"no ENTRY computation in what should be an HLO module: {header[:80]!r}")
+            raise ValueError(f"not an HLO module, it has no ENTRY computation: {header[:80]!r}")
         self._rows: dict[str, tuple[Collective, ...]] = {}
 
     def rows(self, computation: str = "") -> tuple[Collective, ...]:
-        """Collectives under ``computation`` (the entry by default); their loops are those below it."""
+        """The collectives that ``computation`` (default: the entry) executes, with the loops inside it.
+
+        Cached by computation, because several instructions may call the same one.
+        """
         name = computation or self.entry
         if name not in self._rows:
             found: list[Collective] = []
             for text in self.computations[name].values():
                 opcode = re.search(r" ([a-z][a-z0-9\-]*)\(", " " + text)
+                # The -start half of an asynchronous pair has the operands and counts; the other halves do not.
                 if opcode is None or opcode[1].endswith(("-done", "-update")):
                     continue
                 kind = opcode[1].removesuffix("-start")
@@ -251,7 +259,7 @@ class _Module:
         return self._rows[name]
 
     def _called(self, opcode: str, text: str) -> Iterator[Collective]:
-        """Collectives of the computations that an instruction executes."""
+        """Yield the collectives of the computations that an instruction executes."""
         if opcode == "while":
             trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', text)
             loop = (int(trips[1]) if trips else None,)
@@ -263,25 +271,26 @@ class _Module:
                 names += [name.strip().lstrip("%") for name in listed.split(",")]
             for name in names:
                 yield from (replace(row, in_branch=True) for row in self.rows(name))
-        else:  # to_apply of anything but a call is a scalar function
+        else:
+            # Only a call executes its to_apply; elsewhere (reduce, sort, all-reduce) it is a scalar function.
             attribute = r"\b(?:to_apply|calls)=%?([\w.\-]+)" if opcode == "call" else r"\bcalls=%?([\w.\-]+)"
             for name in re.findall(attribute, text):
                 yield from self.rows(name)
 
     def _collective(self, kind: str, text: str, scope: dict[str, str]) -> list[Collective]:
-        """The rows of one collective; ``text`` starts after the opening parenthesis of its operands."""
+        """The rows of one collective, one per dtype; ``text`` starts after the opening parenthesis of its operands."""
         arguments, attributes = text.split(")", 1)
         names = re.findall(r"%([\w.\-]+)", arguments)
         shapes = [shape for name in names for shape in _shapes(scope[name])]
         members = re.search(r"replica_groups=(.*?)(?=, \w+=[^(]|$)|source_target_pairs=(\{\{.*?\}\})", attributes)
         pairs = members is not None and members[2] is not None
         group_text = "{}" if members is None else members[2] or members[1]
-        axes, group_size = _place(group_text, pairs, self.devices, self.mesh_shape)
+        axes, group_size = _group_axes(group_text, pairs, self.devices, self.mesh_shape)
         parts = 1
-        if kind == "all-to-all" and "dimensions=" not in attributes:  # one operand for each peer
-            parts = group_size
-        elif kind == "ragged-all-to-all":  # the others are the output and the offsets
-            shapes = shapes[:1]
+        if kind == "all-to-all" and "dimensions=" not in attributes:
+            parts = group_size  # the tuple form has one operand per peer
+        elif kind == "ragged-all-to-all":
+            shapes = shapes[:1]  # the other operands are the output and the offsets
         op_name = re.search(r'op_name="([^"]*)"', attributes)
         size = Counter[str]()
         for dtype, n_bytes in shapes:
@@ -292,7 +301,7 @@ class _Module:
 
 
 def _shapes(instruction: str) -> list[tuple[str, int]]:
-    """(dtype, bytes) of each array in the type an instruction's text starts with; tokens are left out."""
+    """(dtype, bytes) of each array in the type at the start of an instruction's text, without tokens."""
     opcode = re.search(r" [a-z][a-z0-9\-]*\(", instruction)
     found = re.findall(r"([a-z]\w*)\[([\d,<=]*)\]", instruction[: opcode.start() if opcode else None])
     sizes = [(dtype, [int(d.lstrip("<=")) for d in dims.split(",") if d]) for dtype, dims in found if dtype in _BITS]
@@ -300,10 +309,10 @@ def _shapes(instruction: str) -> list[tuple[str, int]]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _place(
+def _group_axes(
     text: str, pairs: bool, devices: int, mesh_shape: tuple[tuple[str, int], ...] | None
 ) -> tuple[tuple[str, ...] | None, int]:
-    """(mesh axes that vary inside a group, devices in a group) of replica groups or source-target pairs."""
+    """(mesh axes that vary inside a group, devices per group) of replica groups or source-target pairs."""
     groups = [np.array(group) for group in _groups(text, devices)]
     group_size = _longest_chain(groups) if pairs else max(map(len, groups))
     if mesh_shape is None:
@@ -316,7 +325,7 @@ def _place(
 
 
 def _groups(text: str, devices: int) -> list[list[int]]:
-    """Replica groups as lists of device numbers (positions in the mesh), from any of the forms XLA prints."""
+    """Parse replica groups, in any form that XLA prints, into lists of device numbers (positions in the mesh)."""
     text = text.strip()
     if text == "{}":
         return [list(range(devices))]
@@ -327,7 +336,7 @@ def _groups(text: str, devices: int) -> list[list[int]]:
     if named := re.match(r"mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}$", text):  # mesh['a'=2,'b'=4] {'b'}
         sizes = {name: int(size) for name, size in re.findall(r"([^,=]+)=(\d+)", named[1])}
         ids = _iota(f"[{devices}]") if named[2] is None else _iota(named[2])
-        shape: list[int] = []  # every axis, cut where a group takes only a part of it: 'a':(pre)size
+        shape: list[int] = []  # every axis, divided where a group takes part of it: 'a':(pre)size
         inside: list[int] = []  # dimensions of `shape` that vary inside a group
         parts = [re.fullmatch(r"(.*?)(?::\((\d+)\)(\d+))?", part.strip()) for part in named[3].split(",") if part]
         for name, size in sizes.items():
@@ -340,11 +349,11 @@ def _groups(text: str, devices: int) -> list[list[int]]:
             shape.append(size // done)
         outside = [d for d in range(len(shape)) if d not in inside]
         return ids.reshape(shape).transpose(outside + inside).reshape(-1, math.prod(shape[d] for d in inside)).tolist()
-    raise ValueError(f"replica_groups of an unknown form: {text[:120]!r}")
+    raise ValueError(f"replica_groups have an unknown form: {text[:120]!r}")
 
 
 def _iota(text: str) -> np.ndarray:
-    """Device numbers from ``[8]``, ``[2,4]T(1,0)`` or a plain list ``0,2,1,3``."""
+    """Parse device numbers from ``[8]``, ``[2,4]T(1,0)`` or a plain list ``0,2,1,3``."""
     if counted := re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?$", text):
         dims = _ints(counted[1])
         ids = np.arange(math.prod(dims)).reshape(dims)
@@ -357,7 +366,7 @@ def _ints(text: str) -> list[int]:
 
 
 def _longest_chain(pairs: list[np.ndarray]) -> int:
-    """Devices in the largest set that the pairs connect."""
+    """The size of the largest set of devices that the pairs connect."""
     member: dict[int, set[int]] = {}
     for pair in pairs:
         source, target = map(int, pair)

@@ -1,4 +1,4 @@
-"""Device memory of a compiled program."""
+"""The device memory of a compiled program."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """arguments + outputs - aliased + temps, in bytes: what must be free on the device."""
+        """arguments + outputs - aliased + temps: the bytes that must be free on the device."""
         return self.arguments + self.outputs - self.aliased + self.temps
 
     def __repr__(self) -> str:
@@ -27,12 +27,12 @@ class Memory:
 
 
 def memory(compiled: jax.stages.Compiled) -> Memory:
-    """The compiler's own account of a program's device memory, per device.
+    """Read the compiler's memory analysis of a program, per device.
 
-    Donate the state, or its old and its new copy both count.
+    Donate the state; otherwise its old and its new copy both count.
 
     Raises:
-        ValueError: the backend that compiled the program gives no account.
+        ValueError: the backend that compiled the program reports no memory analysis.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -1,17 +1,18 @@
-"""Bytes of model state per device, from the specs alone: no device, no memory, no program.
+"""Computes the bytes of model state per device from the PartitionSpecs alone, without devices or a program.
 
-Two parts. What persists from step to step is exact: masters and optimizer state as they lie. What lives inside the
-step is what the ZeRO paper counts beside them (arXiv:1910.02054, section 3; 2 + 2 + 12 bytes per parameter):
+Master parameters and optimizer state persist between steps; their bytes are exact. Inside a step the ZeRO paper adds
+(arXiv:1910.02054, section 3; 2 + 2 + 12 bytes per parameter):
 
-- parameters in the compute dtype: whole where the stage gathers once a step, else as the masters lie. In fp32 only
-  gathered ones are a copy, the others are the masters themselves.
-- gradients of what is trained: in `data_types.grad_accum_dtype` the sum over the micro-batches; with an accumulation
-  of 1 the gradient itself, in the dtype in which the backward pass leaves it. A pipeline always sums.
+- parameters in the compute dtype: full size if the stage gathers once per step, else sharded like the masters. In fp32
+  only gathered parameters are a copy; the others are the masters themselves.
+- gradients of trainable parameters: the sum over micro-batches in `data_types.grad_accum_dtype`; without accumulation
+  the gradient in the dtype of the backward pass. A pipeline always sums.
 
-What `pipe` divides (`ParamLayout.on_pipe`) counts for its part; the formula divides everything by `pipe`.
+A parameter divided by `pipe` (`ParamLayout.on_pipe`) counts with its local part; the formula divides everything by
+`pipe`.
 
-Not here, because it comes and goes with the layers: the layer that stage 3 has gathered, the micro-batch's gradient
-on its way into the sum, activations. Of the whole program `jzero.planner.memory` has the peak.
+Not included, because it changes from layer to layer: the layer that stage 3 has gathered, the gradient of the current
+micro-batch, activations. `jzero.planner.memory` gives the peak of the whole program.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from jzero.zero import RULES, Rule
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes per device. `formula` is the total if every leaf were partitioned as the stage says, without rounding."""
+    """Bytes per device. `formula` is the total if the stage could shard every leaf, without rounding."""
 
     masters: int
     optimizer: int
@@ -41,17 +42,17 @@ class StateBytes:
 
     @property
     def persistent(self) -> int:
-        """What stays on the device between steps."""
+        """Bytes that stay on the device between steps."""
         return self.masters + self.optimizer
 
     @property
     def total(self) -> int:
-        """With the compute-dtype parameters and gradients that live inside the step."""
+        """Persistent bytes plus the compute parameters and gradients inside a step."""
         return self.persistent + self.parameters + self.gradients
 
 
 def bytes_per_device(shapes: Any, specs: Any, mesh: Mesh) -> int:
-    """Bytes that one device holds of a tree of shapes laid out by a tree of PartitionSpecs."""
+    """Bytes per device of a tree of shapes that is sharded by a tree of PartitionSpecs."""
     leaves = jax.tree.leaves(shapes)
     flat = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
     return sum(_local_size(x.shape, spec, mesh) * x.dtype.itemsize for x, spec in zip(leaves, flat, strict=True))
@@ -66,31 +67,31 @@ def _local_size(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> int:
 
 
 def gradient_dtype(stage: Rule, precision: Precision, summed: bool) -> Any:
-    """The dtype of the gradients that wait for the update: of their sum, or of the only micro-batch's."""
+    """The dtype of the gradients that the update reads: of their sum, or of the only micro-batch."""
     if summed:
         return jnp.dtype(precision.accum)
     return jnp.dtype(precision.reduce if stage.scatter == "micro_batch" else precision.compute)
 
 
 def sums_gradients(step: Any) -> bool:
-    """Whether gradients wait for the update in a sum: a pipeline always sums, otherwise several micro-batches do."""
+    """Whether gradients are summed before the update: in a pipeline always, else with several micro-batches."""
     return step.setup.passes.facts.always_sums or step.batch_sizes.accum > 1
 
 
 def state_bytes(step: Any) -> StateBytes:
-    """The model-state bytes per device of a `TrainStep`."""
+    """Compute the model-state bytes per device of a `TrainStep`."""
     shapes, specs, group = step.state_shapes, step.state_specs, step.mesh.shape[ZERO]
     stage, pipe = step.setup.rule if group > 1 else RULES[0], step.mesh.shape[PIPE]
 
-    def inside(row: Rule, x: Any, trainable: bool, parts: int) -> tuple[float, float]:
-        """Bytes of a leaf's compute copy and of its gradient under a row of the table, of a pipeline's `parts`."""
+    def inside(rule: Rule, x: Any, trainable: bool, parts: int) -> tuple[float, float]:
+        """(bytes of a leaf's compute copy, bytes of its gradient) under a rule, for 1/`parts` of the leaf."""
         compute = jnp.dtype(step.precision.compute if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
-        copied = trainable and (row.gather == "step" or compute != x.dtype)  # a frozen parameter is there once
-        gradient = gradient_dtype(row, step.precision, sums_gradients(step))
+        copied = trainable and (rule.gather == "step" or compute != x.dtype)  # a frozen parameter is there once
+        gradient = gradient_dtype(rule, step.precision, sums_gradients(step))
         size = x.size / parts
         return (
-            copied * size * compute.itemsize / (group if row.gather == "layer" else 1),
-            trainable * size * gradient.itemsize / (group if row.scatter == "micro_batch" else 1),
+            copied * size * compute.itemsize / (group if rule.gather == "layer" else 1),
+            trainable * size * gradient.itemsize / (group if rule.scatter == "micro_batch" else 1),
         )
 
     leaves = list(zip(jax.tree.leaves(step.layouts), jax.tree.leaves(shapes.params), strict=True))

@@ -190,7 +190,7 @@ def test_mistakes(mesh):
         collectives(text).select(axes="zero")
     with pytest.raises(ConfigError, match="8"):
         collectives(text, Mesh(mesh.devices[0], ("zero",)))
-    with pytest.raises(ValueError, match="unknown form"):
+    with pytest.raises(ValueError, match="an unknown form"):
         collectives(text.replace("{{0,1},{2,3},{4,5},{6,7}}", "<new>"))
 
 
