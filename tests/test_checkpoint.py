@@ -1,4 +1,4 @@
-"""A checkpoint is there whole or not at all, and what is read is what was written; or an error says why."""
+"""A checkpoint is complete or absent; a read returns what was saved or raises an error that names the reason."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def mesh():
 
 
 def state(seed=0):
-    """Leaves of many kinds, some of them partitioned, one of them all zeros."""
+    """Leaves of many kinds: some sharded, one of zeros only."""
     split, whole = (NamedSharding(mesh(), spec) for spec in (PartitionSpec("zero"), PartitionSpec()))
     w = jax.random.normal(jax.random.key(seed), (ROWS, 16))
     return {
@@ -86,7 +86,7 @@ def test_a_save_keeps_what_was_there_when_it_was_called(tmp_path):
     saved = state()
     expected = plain(saved)
     save(saved, tmp_path, "a")
-    jax.tree.map(lambda x: x.delete(), saved)  # as a step does that takes the buffers
+    jax.tree.map(lambda x: x.delete(), saved)  # as a train step that donates the buffers
     assert_same(restore(tmp_path, shardings(state())), expected)
 
 
@@ -130,17 +130,17 @@ def test_the_default_tag_and_latest(tmp_path):
 
 
 def test_a_kill_between_two_renames(tmp_path):
-    """What is left then is the former checkpoint of the tag, and the new one's draft."""
+    """It leaves the tag's previous checkpoint and the new one's draft."""
     for seed in (0, 1):
         save(state(seed), tmp_path, "a").wait()
     (tmp_path / "a").rename(tmp_path / "a.replaced")
     (tmp_path / "a.saving" / "state").mkdir(parents=True)
     assert_same(restore(tmp_path, shardings(state())), state(1))
-    assert {p.name for p in tmp_path.iterdir()} == {"a.replaced", "a.saving", "latest"}  # who reads does not write
+    assert {p.name for p in tmp_path.iterdir()} == {"a.replaced", "a.saving", "latest"}  # reading changes nothing
     save(state(2), tmp_path, "b", latest=False).wait()
     assert_same(restore(tmp_path, shardings(state())), state(1))
     assert {p.name for p in tmp_path.iterdir()} == {"a", "b", "latest"}
-    (tmp_path / "a.replaced").mkdir()  # a kill before the former one was removed
+    (tmp_path / "a.replaced").mkdir()  # a kill before the replaced one was deleted
     save(state(2), tmp_path, "b").wait()
     assert {p.name for p in tmp_path.iterdir()} == {"a", "b", "latest"}
 
@@ -152,7 +152,7 @@ def test_what_is_kept_is_the_newest_and_the_latest(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"global_step2", "global_step3", "latest"}
 
 
-def test_a_link_is_not_ours_to_remove(tmp_path):
+def test_a_link_is_never_removed(tmp_path):
     save(state(), tmp_path / "other", "global_step1").wait()
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "global_step1").symlink_to(tmp_path / "other" / "global_step1")
@@ -163,7 +163,7 @@ def test_a_link_is_not_ours_to_remove(tmp_path):
 
 
 def test_a_clock_that_goes_back(tmp_path, monkeypatch):
-    """The last saved is the newest, whatever the clocks of the hosts that saved said."""
+    """The last save counts as the newest even if the hosts' clocks disagree."""
     now = time.time()
     for step, late in ((100, 3600), (200, 0), (300, 60)):
         monkeypatch.setattr(time, "time", lambda late=late: now + late)
@@ -171,8 +171,8 @@ def test_a_clock_that_goes_back(tmp_path, monkeypatch):
     assert [path.name for path, _ in directory.list_checkpoints(tmp_path)] == ["global_step300", "global_step200"]
 
 
-def test_a_directory_that_nobody_may_look_into(tmp_path, monkeypatch):
-    """Such as lost+found. A checkpoint that another user's umask hides is not passed over in silence."""
+def test_unreadable_directories(tmp_path, monkeypatch):
+    """lost+found is skipped; a checkpoint that another user's umask hides is reported."""
     stat, hidden = Path.stat, {"lost+found"}
 
     def denied(self, **how):
@@ -207,7 +207,7 @@ def test_a_program_ends_when_its_save_is_complete(tmp_path, end):
 
 
 def test_max_to_keep(tmp_path):
-    for step in (1, 2, 10, 3):  # back to an older one, and on
+    for step in (1, 2, 10, 3):  # resumes from an older step
         save(state(), tmp_path, f"global_step{step}", max_to_keep=2).wait()
     save(state(), tmp_path, "best", max_to_keep=2).wait()
     left = {p.name for p in tmp_path.iterdir()}
@@ -217,7 +217,7 @@ def test_max_to_keep(tmp_path):
         "global_step3",
         "best",
         "latest",
-    }  # a later step is not its to remove
+    }  # a later step belongs to another run and stays
     save(state(), tmp_path, "global_step11", max_to_keep=2).wait()
     assert {p.name for p in tmp_path.iterdir()} == {"global_step3", "global_step11", "best", "latest"}
 
@@ -281,7 +281,7 @@ def test_a_checksum_in_parts_by_numpy(dtype, monkeypatch):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """A directory with two checkpoints, and the states in them."""
+    """A directory with two checkpoints."""
     path = tmp_path_factory.mktemp("two")
     for seed, tag in enumerate(("good", "bad")):
         save(state(seed), path, tag).wait()
@@ -305,10 +305,10 @@ def damage_of(how, file):
         file.write_bytes(bytes(flipped))
 
 
-@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # no tracebacks beside it
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # one error, no further tracebacks
 @pytest.mark.parametrize("how", ["deleted", "truncated", *range(12)])
 def test_damage_is_found_and_the_checkpoint_before_it_is_read(tmp_path, two, how):
-    """Every file in turn: an error that names the checkpoint, or what was saved; never something else."""
+    """For every file in turn: reading raises an error that names the checkpoint, or returns what was saved."""
     expected, harmless, said = state(1), [], []
     for file in files(two / "bad"):
         shutil.rmtree(tmp_path / "here", ignore_errors=True)
@@ -324,7 +324,7 @@ def test_damage_is_found_and_the_checkpoint_before_it_is_read(tmp_path, two, how
         assert_same(restore(here, shardings(expected), tag="good"), state(0))
     assert all(str(tmp_path / "here" / "bad") in text for text in said)
     assert "notes.json" not in harmless
-    if how in ("deleted", "truncated"):  # a flipped bit may hit what nothing refers to any more
+    if how in ("deleted", "truncated"):  # a flipped bit may be in unused bytes
         assert not [name for name in harmless if name.startswith(("state/d/", "state/manifest"))]
 
 
@@ -357,11 +357,11 @@ def test_a_full_disk(small_disk, capfd):
     with pytest.raises(jzero.CheckpointError, match=r"disk/a was not written: .*No space left on device") as error:
         under_way.wait()
     assert str(error.value) in capfd.readouterr().err
-    assert_same(restore(small_disk, shardings(saved)), saved)  # the one before, of the same tag
-    save(saved, small_disk, "b").wait()  # what was left has made room
+    assert_same(restore(small_disk, shardings(saved)), saved)  # the previous one of the same tag
+    save(saved, small_disk, "b").wait()  # the failed draft was deleted
 
 
-def test_a_failure_that_nobody_waited_for_is_told_at_the_next_save(small_disk):
+def test_the_next_save_raises_an_unreported_failure(small_disk):
     save({"large": jnp.ones(1 << 20)}, small_disk, "a")
     with pytest.raises(
         jzero.CheckpointError,
@@ -373,7 +373,7 @@ def test_a_failure_that_nobody_waited_for_is_told_at_the_next_save(small_disk):
     save(state(), small_disk, "c").wait()
 
 
-def test_a_program_whose_last_save_failed_does_not_end_well(small_disk, tmp_path):
+def test_a_program_whose_last_save_failed_exits_with_an_error(small_disk, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         f"import jax.numpy as jnp, jzero\njzero.checkpoint.save({{'x': jnp.ones(1 << 20)}}, {str(small_disk)!r}, 'a')\n"
@@ -407,7 +407,7 @@ def test_a_place_that_cannot_be_written(tmp_path, place, words):
 
 
 @pytest.mark.parametrize("tag", ["a/b", "", "..", "latest", "a.saving", "a.replaced", b"a"])
-def test_tags_that_are_no_names(tmp_path, tag):
+def test_invalid_tags(tmp_path, tag):
     for call in (lambda: save(state(), tmp_path, tag), lambda: restore(tmp_path, shardings(state()), tag=tag or "a/")):
         with pytest.raises(jzero.ConfigError, match="tag = "):
             call()

@@ -1,4 +1,4 @@
-"""Properties that every pipeline schedule has, and the numbers of the table in `jzero.pipeline.schedules`."""
+"""Properties of every pipeline schedule, and the numbers of the table in `jzero.pipeline.schedules`."""
 
 import sys
 
@@ -17,7 +17,7 @@ costs = st.tuples(*[st.floats(0.1, 10)] * 3)
 
 @st.composite
 def schedules(draw, names=SCHEDULE_NAMES, stages=16, micro_batches=64, chunks=4, full=False):
-    """Any schedule; full: its micro-batches come in whole groups of S where it has chunks."""
+    """Any schedule; with `full` and chunks, the number of micro-batches is a multiple of S."""
     name = draw(st.sampled_from(names))
     S, V = draw(st.integers(1, stages)), draw(st.integers(1, 1 if name in ("gpipe", "1f1b") else chunks))
     if full and V > 1:
@@ -32,14 +32,14 @@ def sizes(schedule):
 
 
 def when(schedule, work):
-    """[slices of the layers, micro-batches]: the tick of a work, which every one of them has exactly once."""
+    """[slices of the layers, micro-batches]: the tick of an operation; checks that each occurs exactly once."""
     S, M, V = sizes(schedule)
     assert work.chunk.shape == work.micro.shape == (schedule.ticks, S)
     ticks, stages = np.nonzero(work.active)
     chunk, micro = work.chunk[ticks, stages], work.micro[ticks, stages]
     at = np.full((V * S, M), -1)
     at[chunk * S + stages, micro] = ticks
-    assert len(ticks) == at.size  # none twice, as none is missing
+    assert len(ticks) == at.size  # with no tick missing below, none occurs twice
     assert at.min() >= 0
     assert (work.chunk[~work.active] == -1).all()
     assert (work.micro[~work.active] == -1).all()
@@ -47,7 +47,7 @@ def when(schedule, work):
 
 
 def most_in_flight(schedule, first, last):
-    """[stages]: the most chunks at a time from the tick of `first` to that of `last`, both included."""
+    """[stages]: the maximum number of chunks between the ticks of `first` and `last`, inclusive."""
     S = schedule.stages
     begin, end = when(schedule, first), when(schedule, last)
     begin, end = (x.reshape(-1, S, x.shape[1]).swapaxes(0, 1).reshape(S, -1) for x in (begin, end))
@@ -60,10 +60,10 @@ def most_in_flight(schedule, first, last):
 def test_dependencies(schedule):
     at = {letter: when(schedule, work) for letter, work in schedule.works.items()}
     F, B = at["F"], at["B"]
-    # A message of one tick is used in the next one, and no later: no stage keeps one.
+    # A message is used exactly one tick later, so no stage stores messages.
     np.testing.assert_array_equal(F[1:], F[:-1] + 1)
     np.testing.assert_array_equal(B[:-1], B[1:] + 1)
-    # Each tick does F before B before W. Only the last slice of all has F and B in the same tick; with gpipe none has.
+    # A tick runs F before B before W. Only the last slice has F and B in one tick, and none in gpipe.
     assert (B[:-1] > F[:-1]).all()
     if schedule.name == "gpipe":
         assert F.max() < B.min()
@@ -71,7 +71,7 @@ def test_dependencies(schedule):
         np.testing.assert_array_equal(B[-1], F[-1])
     assert ("W" in at) == (schedule.name == "zero_bubble")
     if "W" in at:
-        # A stage does W with B, but puts off at most as many as there are stages before it, until it has no B left.
+        # A stage runs W with B, except at most one per preceding stage, which it delays until it has no B left.
         for stage in range(schedule.stages):
             b, w = B[stage :: schedule.stages], at["W"][stage :: schedule.stages]
             assert (w >= b).all()
@@ -137,7 +137,7 @@ def test_bubble_is_the_idle_part_of_every_stages_time(schedule, cost):
     for stage in range(S):
         busy = sum(price[letter] * work.active[:, stage].sum() for letter, work in schedule.works.items())
         assert schedule.bubble(*cost) == pytest.approx(1 - busy / time, abs=1e-12)
-    # A last group that is not full costs at most what a full one does.
+    # An incomplete last group costs at most as much as a full one.
     assert schedule.ticks <= make_schedule(schedule.name, S, -(-M // S) * S, V).ticks
 
 
@@ -158,7 +158,7 @@ def check_slots(schedule, first, last):
     assert max(write.max(), read.max()) < size
     stages = np.arange(schedule.stages)
     buffer = np.full((size, schedule.stages, 2), -1)
-    for tick in range(schedule.ticks):  # idle stages write their -1 too, and must not hit what waits
+    for tick in range(schedule.ticks):  # idle stages write -1 too and must not overwrite a used slot
         buffer[write[tick], stages] = np.stack([first.chunk[tick], first.micro[tick]], axis=1)
         found = buffer[read[tick], stages]
         active = last.active[tick]
@@ -257,7 +257,7 @@ def test_draw_figure(schedule):
     (axes,) = draw_figure(schedule).axes
     assert axes.get_title(loc="left") == repr(schedule)
     corners = {(round(patch.get_x()), round(patch.get_y())) for patch in axes.patches}
-    assert len(corners) == len(axes.patches) == len(axes.texts) == done(schedule)  # no cell on another
+    assert len(corners) == len(axes.patches) == len(axes.texts) == done(schedule)  # no two cells overlap
     # As wide as the time in lockstep: one column for every operation of a tick.
     width = sum(len(letters) * ticks for letters, ticks in schedule.phases)
     assert {x for x, _ in corners} == set(range(width))

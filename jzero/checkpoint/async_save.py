@@ -31,7 +31,7 @@ from jzero.checkpoint.snapshot import has_room, snapshot, to_host
 from jzero.distributed import heartbeat
 from jzero.distributed.host_collectives import agree, anyone
 from jzero.errors import CheckpointError, ConfigError, in_a_line
-from jzero.tree import named
+from jzero.tree import PyTree, named
 
 TIMEOUT = 1800.0  # seconds that a process waits for the others to call save
 CHUNK = 64 * 2**20  # bytes: the least that a reader of part of a leaf must decode
@@ -99,7 +99,7 @@ def wait() -> None:
 
 
 def save(
-    state: Any,
+    state: PyTree,
     directory: str | os.PathLike,
     tag: str | float | None = None,
     *,
@@ -162,7 +162,7 @@ def save(
 
 
 def _agree_on_path(
-    directory: str | os.PathLike, tag: str | float, notes: Any, room: bool, earlier: str | None
+    directory: str | os.PathLike, tag: str | float, notes: Mapping[str, Any] | None, room: bool, earlier: str | None
 ) -> tuple[Path, bool, str | None]:
     """Make the draft and compare the arguments of all processes.
 
@@ -218,7 +218,7 @@ def _check_notes(notes: Mapping[str, Any]) -> None:
         queue += x.values() if isinstance(x, Mapping) else x if isinstance(x, list | tuple) else ()
 
 
-def _number(x: Any) -> Any:
+def _number(x: Any) -> int | float | bool:
     """A NumPy or JAX scalar as a Python number."""
     if getattr(x, "shape", None) == ():
         return x.item()

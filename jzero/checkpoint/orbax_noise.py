@@ -4,7 +4,6 @@ import functools
 import logging
 import re
 import sys
-from typing import Any
 
 ORBAX_TASK = re.compile("(Task|Future) .*(orbax|tensorstore)", re.DOTALL)
 
@@ -18,7 +17,7 @@ def silence_orbax() -> None:
     """
     before = sys.unraisablehook
 
-    def hook(unraisable: Any) -> None:
+    def hook(unraisable: "sys.UnraisableHookArgs") -> None:
         error = unraisable.exc_value
         late = type(error) is RuntimeError and str(error) == "Event loop is closed"
         abandoned = type(error) is Exception and isinstance(error.__cause__, GeneratorExit)

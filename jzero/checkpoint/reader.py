@@ -8,13 +8,14 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.sharding import Sharding
 
 from jzero.checkpoint.async_save import settle
 from jzero.checkpoint.checksums import checksums
@@ -23,7 +24,9 @@ from jzero.checkpoint.leaves import is_key, nest
 from jzero.checkpoint.orbax_noise import silence_orbax
 from jzero.distributed.host_collectives import agree, anyone, check_same, together
 from jzero.errors import CheckpointError, ConfigError, in_a_line, some_of
-from jzero.tree import differences, named
+from jzero.tree import PyTree, differences, named
+
+T = TypeVar("T")
 
 
 class Checkpoint:
@@ -83,7 +86,7 @@ class Checkpoint:
                 "load_module_strict=False"
             )
 
-    def read(self, shardings: Mapping[str, Any]) -> dict[str, jax.Array]:
+    def read(self, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
         """Read leaves by name, each with the given sharding, and compare their checksums.
 
         Every process reads only what its own devices need. The checksums are computed over the global arrays, so every
@@ -99,7 +102,7 @@ class Checkpoint:
         keys = {name: jax.random.wrap_key_data(read[name], impl=self.keys[name]) for name in read if name in self.keys}
         return read | keys
 
-    def _read(self, shardings: Mapping[str, Any]) -> dict[str, jax.Array]:
+    def _read(self, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
         silence_orbax()
         handler = ocp.PyTreeCheckpointHandler()
         target = {name: shardings.get(name, ocp.PLACEHOLDER) for name in self.shapes}
@@ -115,7 +118,9 @@ class Checkpoint:
         return {name: found[name] for name in shardings}
 
 
-def restore(directory: str | os.PathLike, shardings: Any, *, tag: str | float | None = None, shapes: Any = None) -> Any:
+def restore(
+    directory: str | os.PathLike, shardings: PyTree, *, tag: str | float | None = None, shapes: PyTree = None
+) -> PyTree:
     """Read a state with the given shardings, from a checkpoint of any layout. All processes call it.
 
     The loss scale is the saved one. To restore into another precision, start with a new loss scale:
@@ -156,7 +161,7 @@ def match_dtypes(leaves: Mapping[str, jax.Array], wanted: Mapping[str, Any]) -> 
 _astype = jax.jit(lambda x, dtype: x.astype(dtype), static_argnums=1)
 
 
-def all_or_none(what: str, work: Callable[[], Any], of: object = "") -> Any:
+def all_or_none(what: str, work: Callable[[], T], of: object = "") -> T:
     """Run `work` on every process; if it raises on any process, every process raises a CheckpointError.
 
     Args:
@@ -164,7 +169,8 @@ def all_or_none(what: str, work: Callable[[], Any], of: object = "") -> Any:
       work: called once.
       of: what it works on; may differ between processes.
     """
-    result, problem = None, None
+    result: T | None = None
+    problem: str | None = None
     try:
         result = work()
     except Exception as error:
@@ -173,4 +179,4 @@ def all_or_none(what: str, work: Callable[[], Any], of: object = "") -> Any:
             problem += f" (process {jax.process_index()})"
     if problem := anyone(what, problem):
         raise CheckpointError(problem)
-    return result
+    return cast(T, result)

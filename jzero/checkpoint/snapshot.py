@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jzero.checkpoint.checksums import checksums
 from jzero.checkpoint.leaves import is_key, key_data
 
 
-def copy_sharding(x: jax.Array) -> Any:
+def copy_sharding(x: jax.Array) -> Sharding | None:
     """The sharding of a leaf's copy: also over the mesh axes on which the leaf is replicated, if a dimension divides.
 
     Every device then transfers its own part to the host and every process writes its own part, instead of one replica

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from jzero.batch import place_batch, rows_of_this_process
 from jzero.data.order import Position, other_data
 from jzero.data.sources import IterableStyle, as_source, too_few
 from jzero.errors import ConfigError
+from jzero.tree import PyTree
 
 if TYPE_CHECKING:
+    from grain import DatasetIterator
+
     from jzero.train_step import TrainStep
 
 
@@ -49,7 +52,7 @@ class DataLoader:
         self.source, self.step = as_source(data), step
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self._at, self._resumes, self._ended = Position(), True, False
-        self._streams: list[Any] = []  # the running one; empty before the first batch and after `seek`
+        self._streams: list[DatasetIterator] = []  # the running one; empty before the first batch and after `seek`
         self._sizes = (0, 0)  # of the stream: samples per micro-batch, per global batch
         if not isinstance(self.source, IterableStyle) and not len(self):
             raise ConfigError(too_few(len(self.source), step.batch_sizes.train))
@@ -95,7 +98,7 @@ class DataLoader:
         self._stop()
         self._at, self._resumes, self._ended = at, True, False
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[PyTree]:
         """Iterate over one epoch: the rest of the current one at first and after `seek`, else the next."""
         if self._at.samples and not self._resumes:
             self._stop()
@@ -109,7 +112,7 @@ class DataLoader:
             if not self._at.samples and not self._resumes:
                 return
 
-    def _next(self) -> Any:
+    def _next(self) -> PyTree:
         """The next micro-batch, from this epoch or the next."""
         sizes = self.step.micro_size, self.step.batch_sizes.train
         if self._ended:
@@ -146,7 +149,7 @@ class DataLoader:
             self._end()
 
 
-def _end(streams: list[Any]) -> None:
+def _end(streams: list[DatasetIterator]) -> None:
     while streams:
         streams.pop().close()
 
@@ -159,13 +162,13 @@ class RepeatingLoader:
     [1, 2, 1, 2, 1]
     """
 
-    def __init__(self, loader: Any):
+    def __init__(self, loader: Iterable[PyTree]):
         self.loader, self.iterator = loader, iter(loader)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[PyTree]:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> PyTree:
         try:
             return next(self.iterator)
         except StopIteration:

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from jzero.errors import ConfigError
-from jzero.tree import named
+from jzero.tree import PyTree, named
 
 
 @runtime_checkable
@@ -31,7 +31,7 @@ class Source(Protocol):
     """Data with a length whose samples are read by index, many at once."""
 
     def __len__(self) -> int: ...
-    def rows(self, indices: np.ndarray) -> Any:
+    def rows(self, indices: np.ndarray) -> PyTree:
         """Read samples as a batch: a pytree of NumPy arrays [len(indices), ...]. The prefetch thread calls it."""
         ...
 
@@ -96,7 +96,7 @@ class Arrays:
     def __len__(self) -> int:
         return self.length
 
-    def rows(self, indices: np.ndarray) -> Any:
+    def rows(self, indices: np.ndarray) -> PyTree:
         return jax.tree.map(lambda x: x[indices], self.data)
 
 
@@ -109,7 +109,7 @@ class MapStyle:
     def __len__(self) -> int:
         return len(self.data)
 
-    def rows(self, indices: np.ndarray) -> Any:
+    def rows(self, indices: np.ndarray) -> PyTree:
         return collate([read_sample(i, partial(self.data.__getitem__, i)) for i in indices.tolist()])
 
 
@@ -123,7 +123,7 @@ class HuggingFace:
     def __len__(self) -> int:
         return len(self.data)
 
-    def rows(self, indices: np.ndarray) -> Any:
+    def rows(self, indices: np.ndarray) -> PyTree:
         batch = self.data[indices.tolist()]
         check_numbers(
             batch, "; select columns of numbers (dataset.select_columns) of one length (pad, truncate or pack)"
@@ -137,7 +137,7 @@ class IterableStyle:
     def __init__(self, data: Any):
         self.data, self.once, self.started = data, isinstance(data, Iterator), False
 
-    def start(self, epoch: int) -> Iterator[Any]:
+    def start(self, epoch: int) -> Iterator[PyTree]:
         """Start an epoch at its first sample.
 
         Raises:
@@ -154,7 +154,7 @@ class IterableStyle:
         return iter(self.data() if callable(self.data) and not isinstance(self.data, Iterable) else self.data)
 
 
-def read_sample(number: int, read: Callable[[], Any]) -> Any:
+def read_sample(number: int, read: Callable[[], PyTree]) -> PyTree:
     """Call `read`; an exception gets a note with the sample's number."""
     try:
         return read()
@@ -163,7 +163,7 @@ def read_sample(number: int, read: Callable[[], Any]) -> Any:
         raise
 
 
-def collate(samples: Sequence[Any]) -> Any:
+def collate(samples: Sequence[PyTree]) -> PyTree:
     """Stack samples into a batch; a list of numbers becomes an array.
 
     Raises:
@@ -192,7 +192,7 @@ def _is_numbers(x: Any) -> bool:
     return all(issubclass(kind, int | float | np.number | np.bool_) for kind in kinds)
 
 
-def check_numbers(batch: Any, fix: str = "") -> None:
+def check_numbers(batch: PyTree, fix: str = "") -> None:
     """Raise a ConfigError for leaves whose dtype no device supports, such as strings and objects."""
     for name, x in named(batch).items():
         dtype = getattr(x, "dtype", None)

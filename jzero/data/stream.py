@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any
 
 import grain
 import jax
@@ -20,6 +19,7 @@ from grain.experimental import ThreadPrefetchIterDataset
 from jzero.data.order import Position, other_data, shuffled
 from jzero.data.sources import IterableStyle, Source, collate, read_sample, too_few
 from jzero.errors import ConfigError
+from jzero.tree import PyTree
 
 PREFETCH = 2  # micro-batches
 
@@ -44,7 +44,7 @@ class StreamSpec:
     micro: int
     train: int
     mine: np.ndarray
-    put: Callable[[Any], Any]
+    put: Callable[[PyTree], PyTree]
 
 
 def stream(spec: StreamSpec, start: Position, prefetch: int = PREFETCH) -> grain.DatasetIterator:
@@ -74,7 +74,7 @@ class _Iterator(grain.DatasetIterator):
         make = sequential_batches if isinstance(spec.source, IterableStyle) else indexed_batches
         self._batches = make(spec, start)
 
-    def __next__(self) -> Any:
+    def __next__(self) -> PyTree:
         batch, self._position = next(self._batches)
         return batch
 
@@ -85,7 +85,7 @@ class _Iterator(grain.DatasetIterator):
         raise NotImplementedError("start a new stream at the position instead")
 
 
-def indexed_batches(spec: StreamSpec, at: Position) -> Iterator[tuple[Any, Position]]:
+def indexed_batches(spec: StreamSpec, at: Position) -> Iterator[tuple[PyTree, Position]]:
     """Yield (micro-batch, position after it) of data with a length; reads only this process's rows."""
     length, at = len(spec.source), at.aligned(spec.micro, spec.train)  # type: ignore[arg-type]
     while True:
@@ -110,7 +110,7 @@ def indexed_batches(spec: StreamSpec, at: Position) -> Iterator[tuple[Any, Posit
             at = Position(at.epoch + 1)
 
 
-def sequential_batches(spec: StreamSpec, at: Position) -> Iterator[tuple[Any, Position]]:
+def sequential_batches(spec: StreamSpec, at: Position) -> Iterator[tuple[PyTree, Position]]:
     """Yield (micro-batch, position after it) of data without a length; reads all samples, keeps this process's."""
     source: IterableStyle = spec.source  # type: ignore[assignment]
     for epoch in count(at.epoch):
@@ -120,11 +120,11 @@ def sequential_batches(spec: StreamSpec, at: Position) -> Iterator[tuple[Any, Po
         yield from _sequential_epoch(spec, start, source.start(epoch))
 
 
-def _sequential_epoch(spec: StreamSpec, at: Position, samples: Iterator[Any]) -> Iterator[tuple[Any, Position]]:
-    head: list[Any] = []  # the first global batch, kept because it fills up the last one
+def _sequential_epoch(spec: StreamSpec, at: Position, samples: Iterator[PyTree]) -> Iterator[tuple[PyTree, Position]]:
+    head: list[PyTree] = []  # the first global batch, kept because it fills up the last one
     kept = set(spec.mine.tolist())
 
-    def read() -> Iterator[Any]:
+    def read() -> Iterator[PyTree]:
         for number in count():
             if (sample := read_sample(number, lambda: next(samples, _END))) is _END:
                 return
@@ -132,7 +132,7 @@ def _sequential_epoch(spec: StreamSpec, at: Position, samples: Iterator[Any]) ->
                 head.append(sample)
             yield sample
 
-    def global_batch() -> list[Any]:
+    def global_batch() -> list[PyTree]:
         """The next global batch, None in place of other processes' samples; the last one may be short or empty."""
         batch = [x if i % spec.micro in kept else None for i, x in enumerate(islice(rest, spec.train))]
         return [] if spec.drop_last and len(batch) < spec.train else batch

@@ -19,15 +19,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jzero.mesh import PIPE, ZERO
 from jzero.precision import Precision
+from jzero.tree import PyTree
 from jzero.zero import RULES, Rule
+
+if TYPE_CHECKING:
+    from jzero.train_step import TrainStep
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class StateBytes:
         return self.persistent + self.parameters + self.gradients
 
 
-def bytes_per_device(shapes: Any, specs: Any, mesh: Mesh) -> int:
+def bytes_per_device(shapes: PyTree, specs: PyTree, mesh: Mesh) -> int:
     """Bytes per device of a tree of shapes that is sharded by a tree of PartitionSpecs."""
     leaves = jax.tree.leaves(shapes)
     flat = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
@@ -66,24 +71,24 @@ def _local_size(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> int:
     return size
 
 
-def gradient_dtype(stage: Rule, precision: Precision, summed: bool) -> Any:
+def gradient_dtype(stage: Rule, precision: Precision, summed: bool) -> np.dtype:
     """The dtype of the gradients that the update reads: of their sum, or of the only micro-batch."""
     if summed:
         return jnp.dtype(precision.accum)
     return jnp.dtype(precision.reduce if stage.scatter == "micro_batch" else precision.compute)
 
 
-def sums_gradients(step: Any) -> bool:
+def sums_gradients(step: TrainStep) -> bool:
     """Whether gradients are summed before the update: in a pipeline always, else with several micro-batches."""
     return step.setup.passes.facts.always_sums or step.batch_sizes.accum > 1
 
 
-def state_bytes(step: Any) -> StateBytes:
+def state_bytes(step: TrainStep) -> StateBytes:
     """Compute the model-state bytes per device of a `TrainStep`."""
     shapes, specs, group = step.state_shapes, step.state_specs, step.mesh.shape[ZERO]
     stage, pipe = step.setup.rule if group > 1 else RULES[0], step.mesh.shape[PIPE]
 
-    def inside(rule: Rule, x: Any, trainable: bool, parts: int) -> tuple[float, float]:
+    def inside(rule: Rule, x: jax.ShapeDtypeStruct, trainable: bool, parts: int) -> tuple[float, float]:
         """(bytes of a leaf's compute copy, bytes of its gradient) under a rule, for 1/`parts` of the leaf."""
         compute = jnp.dtype(step.precision.compute if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
         copied = trainable and (rule.gather == "step" or compute != x.dtype)  # a frozen parameter is there once

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +37,7 @@ def gather(params: PyTree, leaves: PyTree, mesh: Mesh, dtype: np.dtype | None) -
             yield dotted(leaf.name), (slice(i, i + 1), *box[1:]) if leaf.stacked else box, values
 
 
-def _part(leaf: ParamLayout, mesh: Mesh, dtype: Any) -> Any:
+def _part(leaf: ParamLayout, mesh: Mesh, dtype: np.dtype) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Compile the function that gathers layer i of a leaf [1, ...], or the whole leaf if it is not stacked."""
 
     def layer(x: jax.Array, i: jax.Array) -> jax.Array:

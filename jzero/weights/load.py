@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,17 @@ import numpy as np
 from jzero.distributed.host_collectives import together
 from jzero.errors import ConfigError, some_of
 from jzero.model import weights_layout
-from jzero.tree import differences, path_name
+from jzero.tree import PyTree, differences, path_name
 from jzero.weights.name_map import ShapeDtype, Tensor, assign, dotted, leaves_of, tensors
 from jzero.weights.safetensors import File
+
+if TYPE_CHECKING:
+    from jzero.train_step import TrainStep
 
 TORCH = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
-def load(directory: str | os.PathLike, step: Any) -> Any:
+def load(directory: str | os.PathLike, step: TrainStep) -> PyTree:
     """Load the parameters of a model from safetensors files, with the sharding and dtype of the step's master weights.
 
     The tensors have the names of the model's `weights_layout`, as `transformers` writes them, or the names of the
@@ -61,7 +64,7 @@ def load(directory: str | os.PathLike, step: Any) -> Any:
     return jax.tree_util.tree_map_with_path(read, shapes, shardings)
 
 
-def _read(parts: list[tuple[File, Tensor]], index: tuple, leaf: Any) -> np.ndarray:
+def _read(parts: list[tuple[File, Tensor]], index: tuple[slice, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
     """Read a slice of a leaf, in the leaf's dtype."""
     box = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, leaf.shape, strict=True))
     values = np.empty([s.stop - s.start for s in box], leaf.dtype)

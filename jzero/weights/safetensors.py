@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -45,7 +45,7 @@ class File:
     Parts are mapped into memory one window at a time, so that at most one window counts as this process's memory.
     """
 
-    def __init__(self, path: Path, entries: dict[str, Entry], mode: Any):
+    def __init__(self, path: Path, entries: dict[str, Entry], mode: Literal["r", "r+"]):
         self.path, self.entries, self.mode = path, entries, mode
 
     @classmethod

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -21,8 +21,11 @@ from jzero.weights.gather import gather
 from jzero.weights.name_map import leaves_of, tensors, with_dtype
 from jzero.weights.tensor_writer import TensorWriter, unwritable
 
+if TYPE_CHECKING:
+    from jzero.train_step import TrainStep
 
-def save(params: PyTree, step: Any, directory: str | os.PathLike, filename: str, dtype: np.dtype) -> None:
+
+def save(params: PyTree, step: TrainStep, directory: str | os.PathLike, filename: str, dtype: np.dtype) -> None:
     """Write the parameters to directory/filename, for any ZeRO stage and mesh.
 
     All processes call it and process 0 writes. Layers are gathered one at a time. The file appears once it is complete.

@@ -1,4 +1,4 @@
-"""The loader: which samples come when, whatever the layout; its position; what a process reads; its thread."""
+"""The loader: an order independent of the layout, its position, the rows that a process reads, its thread."""
 
 import gc
 import importlib.util
@@ -30,7 +30,7 @@ KINDS = ["arrays", "sequence", "source", "function", "iterable", "hugging face"]
 
 
 class Sizes(SimpleNamespace):
-    """What a loader asks of a TrainStep."""
+    """The attributes of a TrainStep that a loader uses."""
 
     def __init__(self, micro, replicas, accum):
         mesh = jzero.make_mesh(devices=jax.devices()[:replicas])
@@ -46,7 +46,7 @@ class Sizes(SimpleNamespace):
 
 
 class Passes:
-    """Samples without a length, again and again."""
+    """An iterable without a length."""
 
     def __init__(self, samples):
         self.samples = samples
@@ -56,7 +56,7 @@ class Passes:
 
 
 class Rows:
-    """A source of its own kind, which counts what is read."""
+    """A custom source that records the indices it reads."""
 
     def __init__(self, n):
         self.n, self.read = n, []
@@ -84,7 +84,7 @@ def data(kind, n):
 
 
 def numbers(batches):
-    """The samples in the batches, checked that their two arrays belong together."""
+    """The samples in the batches; checks that the two arrays of each belong together."""
     found = []
     for batch in batches:
         x, y = np.asarray(batch["x"]), np.asarray(batch["y"])
@@ -94,7 +94,7 @@ def numbers(batches):
 
 
 def take(loader, samples):
-    """So many samples of any epochs."""
+    """The next samples, across epochs."""
     return numbers(itertools.islice(RepeatingLoader(loader), samples // loader.step.micro_size))
 
 
@@ -104,7 +104,7 @@ def take(loader, samples):
 @pytest.mark.parametrize("kind", ["arrays", "function"])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_the_order_is_not_the_layouts(kind, drop_last):
-    """However a global batch of 24 is cut, the same stream, over three epochs of 100 samples."""
+    """Every division of a global batch of 24 gives the same stream, over three epochs of 100 samples."""
     per_epoch = 96 if drop_last else 120
     cuts = [(24, 1, 1), (2, 4, 3), (1, 8, 3), (3, 2, 4), (1, 1, 24), (12, 2, 1)]
     streams = [
@@ -115,7 +115,7 @@ def test_the_order_is_not_the_layouts(kind, drop_last):
     for epoch in epochs:
         assert len(set(epoch[:100].tolist())) == min(per_epoch, 100)
         assert epoch[100:].tolist() == epoch[: max(0, per_epoch - 100)].tolist()
-    assert (epochs[0] != epochs[1]).any() == (kind == "arrays")  # samples without a length come as they come
+    assert (epochs[0] != epochs[1]).any() == (kind == "arrays")  # data without a length is never shuffled
     assert (epochs[0][:96].tolist() == list(range(96))) == (kind == "function")
 
 
@@ -125,13 +125,13 @@ def test_the_order_is_the_seeds():
 
     assert stream(seed=1) == stream(seed=1) != stream(seed=2)
     assert stream(shuffle=False) == [*range(100), *range(100)]
-    assert stream(seed=1)[:100] != stream(seed=0)[100:]  # as it would be if the epoch were added to the seed
+    assert stream(seed=1)[:100] != stream(seed=0)[100:]  # would be equal if the epoch were added to the seed
 
 
 @settings(max_examples=20, deadline=None)
 @given(length=st.integers(0, 3000), small=st.booleans(), seed=st.integers(0, 2**40), epoch=st.integers(0, 1000))
 def test_a_shuffle_is_a_permutation(length, small, seed, epoch):
-    """Also by index_shuffle, which takes over where a permutation is large."""
+    """Both by a stored permutation and by index_shuffle, which serves large data."""
     length += 1 if small else 2**15
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(order, "SMALL", 2**20 if small else 0)
@@ -161,7 +161,7 @@ def test_a_shuffle_of_10_to_the_9_is_quick():
     drop_last=st.booleans(), sized=st.booleans(),
 )  # fmt: skip
 def test_seek_goes_on_exactly(length, micro, accum, other, taken, drop_last, sized):
-    """From any position: the same layout to the end of the next epoch; another one until this epoch's samples end."""
+    """From any position: the same layout agrees to the end of the next epoch, another layout to the end of this one."""
     source = as_source(np.arange(length) if sized else lambda: iter(range(length)))
     make = indexed_batches if sized else sequential_batches
 
@@ -183,7 +183,7 @@ def test_seek_goes_on_exactly(length, micro, accum, other, taken, drop_last, siz
 
     (micro, accum), first = other, order(at.epoch)
     left, size = first[at.samples :], micro * accum
-    if at.begun == 0:  # the end of a step, so what is left is whole global batches, then comes the next epoch
+    if at.begun == 0:  # between steps: the rest is whole global batches, then the next epoch
         short = -len(left) % size
         left = left[: len(left) // size * size] if drop_last else left + [first[i % length] for i in range(short)]
         left += order(at.epoch + 1)[:size]
@@ -210,7 +210,7 @@ def test_each_sample_once_an_epoch(length, train, drop_last):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_data_gives_the_same(kind):
-    """In its own order, over two epochs, and from a position in the second on another layout."""
+    """Unshuffled, over two epochs, and from a position in the second epoch on another layout."""
     loader = DataLoader(data(kind, 50), Sizes(2, 4, 2), shuffle=False)
     expected = [*range(50), *range(14)]
     assert [numbers(loader), numbers(loader)] == [expected] * 2
@@ -232,7 +232,7 @@ def test_what_was_read_ahead_does_not_count():
     assert loader.position == {"epoch": 0, "samples": 0}
     batches = iter(loader)
     given = numbers(next(batches) for _ in range(4))
-    while len(source.read) < 24:  # the thread goes on
+    while len(source.read) < 24:  # the thread reads ahead
         assert threading.active_count() > 1
     assert loader.position == {"epoch": 0, "samples": 16}
     next(batches)
@@ -250,7 +250,7 @@ def test_iterating_again_is_the_next_epoch():
     for _ in loader:
         assert loader.position == {"epoch": 2, "samples": 4}
         break
-    assert numbers(loader) == whole[3]  # not the rest of that one
+    assert numbers(loader) == whole[3]  # not the rest of the interrupted epoch
     running = RepeatingLoader(loader)
     assert loader.position == {"epoch": 4, "samples": 0}
     next(running)
@@ -260,7 +260,7 @@ def test_iterating_again_is_the_next_epoch():
 
 @pytest.mark.parametrize("kind", ["arrays", "iterable"])
 def test_the_global_batch_changes_under_way(kind):
-    """What is left of the epoch, and every later one, is whole global batches of the new size."""
+    """The rest of the epoch and every later epoch are whole global batches of the new size."""
     sizes = Sizes(2, 1, 5)
     loader = DataLoader(data(kind, 23), sizes, shuffle=False)
     batches = iter(loader)
@@ -275,7 +275,7 @@ def test_the_global_batch_changes_under_way(kind):
 
 @pytest.mark.parametrize("kind", ["arrays", "iterable"])
 def test_an_epoch_that_a_larger_batch_ends_at_once(kind):
-    """What is left fills no batch of the new size: the next epoch is whole."""
+    """The rest does not fill a batch of the new size, so the next epoch starts."""
     sizes = Sizes(2, 1, 2)
     loader = DataLoader(data(kind, 23), sizes, shuffle=False, drop_last=True)
     given = numbers(itertools.islice(loader, 8))
@@ -291,7 +291,7 @@ def test_an_epoch_that_a_larger_batch_ends_at_once(kind):
 
 @pytest.mark.parametrize(("pipe", "local"), [(1, 2), (2, 4), (1, 8)])
 def test_a_process_reads_its_own_rows_alone(pipe, local):
-    """As process after process would: `local` devices each, of a mesh of 8; what they hold together is the batch."""
+    """Simulates processes of `local` devices each on a mesh of 8; together their rows are the batch."""
     mesh = jzero.make_mesh(pipe=pipe, data=2)
     sharding = NamedSharding(mesh, batch_spec(mesh))
     micro, train = 8, 16
@@ -370,7 +370,7 @@ def test_the_thread_ends_with_the_loader():
 
 @pytest.mark.parametrize("end", ["", "raise RuntimeError('of its own')"])
 def test_a_program_ends_while_the_thread_reads(end):
-    """Well, or with its own error alone: a thread that Python's end finds inside of C++ would abort it."""
+    """It exits normally or with its own error only; a thread inside C++ at exit would abort it."""
     program = f"""
 import jax, numpy as np
 from types import SimpleNamespace

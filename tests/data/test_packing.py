@@ -1,4 +1,4 @@
-"""Documents packed into rows: nothing is lost, and attention cannot tell a packed document from one alone."""
+"""Packing loses no token, and a packed document has the logits of the document alone."""
 
 import dataclasses
 import importlib.util
@@ -45,7 +45,7 @@ def unpacked(rows):
 @settings(max_examples=100, deadline=None)
 @given(sizes=st.lists(st.integers(0, 60), min_size=1, max_size=80), length=st.integers(2, 30))
 def test_every_token_once(sizes, length):
-    """Each document is there, in pieces if it is long; a label is the next token of the document, at its end none."""
+    """Every document occurs, cut if it is long; labels are its next tokens, -1 at its end."""
     if not sum(sizes):
         return
     start = np.cumsum(sizes) - sizes
@@ -121,7 +121,7 @@ def llama(**changes):
 
 
 def test_packed_documents_do_not_see_each_other():
-    """Their logits, and the gradient of their summed loss, are those of each document alone."""
+    """The logits and the gradient of the summed loss equal those of each document alone."""
     docs = documents(14, longest=10)
     packed = Packed(docs, LENGTH)
     rows = packed.rows(np.arange(len(packed)))
@@ -132,7 +132,7 @@ def test_packed_documents_do_not_see_each_other():
     run = jax.jit(lambda tokens: model.module(params)(tokens[None])[0])
 
     def alone(tokens):
-        """With what a causal model does not see after it, so that one program does for all lengths."""
+        """Padded after the document, which a causal model does not see, so that one program serves all lengths."""
         return run(np.pad(tokens, (0, LENGTH - len(tokens))))[: len(tokens)]
 
     checked = 0
@@ -143,7 +143,7 @@ def test_packed_documents_do_not_see_each_other():
             checked += here.sum()
     assert checked == sum(map(len, docs))
     together = model.module(params)(jnp.asarray(rows["inputs"]))
-    assert abs(together - logits)[rows["segments"] > 1].max() > 1e-2  # what the segments keep out
+    assert abs(together - logits)[rows["segments"] > 1].max() > 1e-2  # without segments the documents interact
 
     def loss(params, inputs, labels, *segments):
         batch = {"inputs": inputs[None], "labels": labels[None]} | ({"segments": segments[0][None]} if segments else {})
@@ -165,7 +165,7 @@ def test_packed_documents_do_not_see_each_other():
 @pytest.mark.skipif(not has_cuda_compiler, reason="needs jzero[plan]")
 @pytest.mark.usefixtures("no_compilation_cache")
 def test_segments_under_cudnn():
-    """The fused kernel takes them: in the H100's program attention stays one call each way, and S x S no gradient."""
+    """The H100 program keeps one fused attention call each way and no S x S gradient."""
     step = jzero.make_train_step(
         llama(attention="cudnn", d_model=256, num_layers=1),
         {"train_batch_size": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}} | SGD,

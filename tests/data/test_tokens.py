@@ -1,4 +1,4 @@
-"""Text to tokens to windows and back; what is no file of tokens."""
+"""Text to tokens to windows and back; errors for other files."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ def tokenizer(kind):
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 def test_round_trip(kind, tmp_path):
-    """Every document comes back, and ends with the end token, which no text makes."""
+    """Every document decodes to its text and ends with the end token, which no text encodes to."""
     made = tokenizer(kind)
     count = write_tokens(iter(TEXTS), tmp_path / "tokens.npy", made)
     tokens = np.load(tmp_path / "tokens.npy")
@@ -62,7 +62,7 @@ def test_without_the_library(monkeypatch):
 
 
 def test_documents_are_written_one_by_one(tmp_path):
-    """A writer that stops half-way leaves no file that looks whole."""
+    """An interrupted write leaves no file that looks complete."""
 
     def texts():
         for i in range(3):
@@ -81,7 +81,7 @@ def test_documents_are_written_one_by_one(tmp_path):
 
 
 def test_any_object_with_encode_is_a_tokenizer(tmp_path):
-    """The protocol asks for encode, vocab_size and end; the tokens take two bytes only where they fit."""
+    """The protocol has encode, vocab_size and end; tokens take two bytes if the vocabulary fits, else four."""
     for size, dtype in ((2**16, np.uint16), (2**16 + 1, np.uint32)):
         lengths = SimpleNamespace(
             vocab_size=size, end=size - 1, encode=lambda text: [len(word) for word in text.split()]
@@ -104,7 +104,7 @@ def test_windows(tmp_path):
     )
     assert rows["inputs"][:, 0].tolist() == [68_000, 0, 68_000]
     np.testing.assert_array_equal(rows["labels"], rows["inputs"] + 1)
-    assert len(TokenFile(np.arange(11), 5)) == 2  # the last label is there
+    assert len(TokenFile(np.arange(11), 5)) == 2  # the eleventh token is the last label
     assert len(TokenFile(np.arange(10), 5)) == 1
 
 
@@ -119,14 +119,14 @@ def test_windows(tmp_path):
         (np.arange(-1, 8), 4, 8, "token -1 is outside a vocabulary of 8"),
     ],
 )
-def test_what_is_no_tokens(array, sequence, vocabulary, words, tmp_path):
+def test_invalid_tokens(array, sequence, vocabulary, words, tmp_path):
     np.save(tmp_path / "t.npy", array)
     for given in (array, tmp_path / "t.npy"):
         with pytest.raises(jzero.ConfigError, match=words):
             TokenFile(given, sequence, vocabulary).rows(np.array([0, 1]))
 
 
-def test_what_is_no_file_of_tokens(tmp_path):
+def test_invalid_files(tmp_path):
     (tmp_path / "t.npy").write_text("tokens")
     for name in ("t.npy", "none.npy"):
         with pytest.raises(jzero.ConfigError, match=rf"{name}: not a .npy file of tokens"):

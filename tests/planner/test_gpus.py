@@ -1,4 +1,4 @@
-"""Programs compiled for GPUs that are not there."""
+"""Programs compiled for GPUs that this machine does not have."""
 
 import importlib.util
 

@@ -128,7 +128,7 @@ def test_variadic_all_reduce():
 @pytest.mark.parametrize(("options", "operations"), [(None, [2]), (SEPARATE, [1, 1])])
 @pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter"])
 def test_combined_operations(gpu_mesh, kind, options, operations):
-    """Combining changes the number of operations, not that of operands or bytes."""
+    """Combining changes the number of operations but not the operands or the bytes."""
 
     def f(x, y):
         gathered = [lax.all_gather(leaf, "zero", tiled=True) for leaf in (x, y)]

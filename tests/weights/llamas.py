@@ -49,7 +49,7 @@ def model(shape=GROUPED):
 
 
 def step(made=None, stage=0, *, more=None, **axes):
-    """A train step; a mesh with these axes, by default of one device."""
+    """A train step on a mesh with these axes; default: one device."""
     axes = {"zero": 1, **axes}
     count = int(np.prod(list(axes.values())))
     config = {

@@ -1,4 +1,4 @@
-"""`jzero export`: what transformers and safetensors read in it, and what it refuses."""
+"""transformers and safetensors read the files of `jzero export`; mistakes are one-line errors."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from jzero.weights.export import parse_size
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """(directory of a checkpoint, its engine): written by 8 devices."""
+    """(directory of a checkpoint that 8 devices wrote, its engine)."""
     path = tmp_path_factory.mktemp("saved")
     made = engine(stage=3, pipe=2, zero=4)
     made.save_checkpoint(path).wait()
@@ -147,7 +147,7 @@ def test_what_is_no_checkpoint(tmp_path, saved, capsys):
 def test_damaged_data(tmp_path, capsys):
     made = engine(zero=2)
     made.save_checkpoint(tmp_path / "ckpt").wait()
-    # an export reads the parameters alone, wherever in the values' file they are, and the list of what is where
+    # an export reads only the parameters, wherever they are in the data file, and the manifest
     for damaged in ("ocdbt.process_0/d", "d"):
         for file in (tmp_path / "ckpt").glob(f"*/state/{damaged}/*"):
             file.write_bytes(file.read_bytes()[:1])
@@ -182,7 +182,7 @@ def test_no_room_on_the_disk(tmp_path, saved, capsys, monkeypatch):
 
 
 def test_an_interrupted_export_is_not_taken_for_one(tmp_path, saved, monkeypatch):
-    """It leaves nothing; one that was killed leaves what nobody reads, and the next one goes on."""
+    """An interrupted export leaves nothing; a killed one leaves a directory that the next export replaces."""
     path, _ = saved
     out = tmp_path / "out"
     read = weights.checkpoint_parameters.CheckpointParameters.read
@@ -197,7 +197,7 @@ def test_an_interrupted_export_is_not_taken_for_one(tmp_path, saved, monkeypatch
         with pytest.raises(KeyboardInterrupt):
             weights.export(path, out)
         assert not out.exists()
-        m.setattr("shutil.rmtree", lambda *_, **__: None)  # as if killed
+        m.setattr("shutil.rmtree", lambda *_, **__: None)  # as after a kill
         with pytest.raises(KeyboardInterrupt):
             weights.export(path, out)
     with pytest.raises(jzero.ConfigError, match="contains no"):

@@ -1,4 +1,4 @@
-"""Loading safetensors: equal logits, on any layout, own slices only; what it refuses."""
+"""Loading safetensors gives equal logits on any layout and reads only local slices; mistakes are errors."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ LAYOUTS = [
 
 
 def hugging_face(directory, shape=GROUPED, **options):
-    """A Llama that transformers made and saved; its logits."""
+    """(directory of a Llama that transformers made and saved, its logits)."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ def test_what_transformers_saved(tmp_path, shape, options):
 
 
 def test_tables_of_older_downloads(copy):
-    """Llama 1 and 2 had the rotary frequencies beside the weights."""
+    """Files of Llama 1 and 2 contain the rotary frequencies too."""
     frequencies = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for i in range(4)}
     rewrite(copy, lambda found: found | frequencies)
     weights.load(copy, step())
@@ -69,7 +69,7 @@ def exported(tmp_path_factory):
 
 @pytest.fixture
 def copy(tmp_path, exported):
-    """A copy to spoil."""
+    """A copy that a test may change."""
     return shutil.copytree(exported[0], tmp_path / "copy")
 
 
@@ -101,7 +101,7 @@ def test_a_loaded_run_is_a_new_run_from_these_weights(exported):
 
 
 def test_an_optimizer_that_keeps_the_parameters(exported):
-    """It keeps the loaded ones, in buffers of its own: the step donates both."""
+    """Its copy of the loaded parameters has buffers of its own, because the step donates both."""
     path, saved = exported
     keeps = optax.GradientTransformation(lambda params: {"first": params}, lambda grads, state, params: (grads, state))
     made = jzero.make_train_step(model(), step().config, mesh=step().mesh, optimizer=keeps)
@@ -122,7 +122,7 @@ def test_half_precision_files_become_masters(tmp_path, exported):
 
 @pytest.fixture
 def read(monkeypatch):
-    """The sizes of what is read of files."""
+    """The sizes in bytes of all reads."""
     sizes, windows = [], File.windows
 
     def spy(self, name, box):
@@ -136,14 +136,14 @@ def read(monkeypatch):
 
 @pytest.mark.parametrize("layout", [{"zero": 8}, {"zero": 4, "data": 2}, {"pipe": 2}], ids=str)
 def test_every_slice_is_read_once(exported, read, layout):
-    """By a process that has all devices: the bytes of the parameters, whatever the replicas."""
+    """A process with all devices reads the bytes of the parameters once, regardless of replicas."""
     made = step(stage=3, **layout)
     params = weights.load(exported[0], made)
     assert sum(read) == sum(x.nbytes for x in jax.tree.leaves(params))
 
 
 def test_a_process_reads_its_own_slices(exported, read, monkeypatch):
-    """As one of two processes would: the other's devices ask for nothing."""
+    """Simulates one of two processes: the other's devices request nothing."""
     made = step(stage=3, zero=8)
     make = jax.make_array_from_callback
 
@@ -170,7 +170,7 @@ def refused(path, *words, made=None):
 
 
 def rewrite(directory, change):
-    """All tensors through `change`, in one file."""
+    """Apply `change` to all tensors and write them to one file."""
     found = {}
     for file in sorted(directory.glob("*.safetensors")):
         found |= load_file(file)
@@ -209,12 +209,12 @@ def test_tensors_of_another_model(copy):
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling = {"),
         ({"num_attention_heads": 8}, "num_attention_heads = 8, not 4"),
         ({"model_type": "mistral"}, 'model_type = "mistral", not "llama"'),
-        ({"rope_theta": ..., "rope_parameters": ...}, "rope_theta = 10000.0, not 1234.0"),  # what an old file means
+        ({"rope_theta": ..., "rope_parameters": ...}, "rope_theta = 10000.0, not 1234.0"),  # the default of old files
         ({"eos_token_id": 2, "max_position_embeddings": 8192, "unknown": 1}, None),
     ],
 )
 def test_a_config_of_another_model(copy, change, words):
-    """Shapes do not tell; the logits would be wrong."""
+    """The shapes are equal, but the logits would be wrong."""
     config = json.loads((copy / "config.json").read_text()) | change
     (copy / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
     if words:
@@ -223,7 +223,7 @@ def test_a_config_of_another_model(copy, change, words):
         weights.load(copy, step())
 
 
-def test_what_holds_no_weights(tmp_path, copy):
+def test_missing_and_damaged_files(tmp_path, copy):
     refused(tmp_path / "nowhere", "no such directory or .safetensors file")
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -246,7 +246,7 @@ def test_what_holds_no_weights(tmp_path, copy):
     refused(copy, "is not an index of safetensors files")
 
 
-def test_a_config_that_is_none(copy):
+def test_an_invalid_config_json(copy):
     for text in ("{", "[]"):
         (copy / "config.json").write_text(text)
         refused(copy, "config.json is not a JSON object")

@@ -1,4 +1,4 @@
-"""Host memory of exporting and loading a model that is mostly one leaf: far from two of it."""
+"""Host memory of export and load for a model dominated by one leaf: well below two copies of the leaf."""
 
 import json
 import os
@@ -10,12 +10,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LEAF = 384  # MiB
-FIXED = 64  # MiB: a mapped window of a file, and whatever a process allocates besides
+FIXED = 64  # MiB: a mapped window of a file and the process's other allocations
 
 
 @pytest.fixture(scope="module")
 def phase(tmp_path_factory):
-    """What a phase of experiments/benchmarks/weights.py says of a 4-layer Llama with a large vocabulary."""
+    """The report of a phase of experiments/benchmarks/weights.py, on a 4-layer Llama with a large vocabulary."""
     path = tmp_path_factory.mktemp("large")
 
     def phase(name, devices=4):
@@ -33,7 +33,7 @@ def phase(tmp_path_factory):
 
 @pytest.mark.slow
 def test_host_memory(phase):
-    """Exporting takes two times what one device wrote of a leaf; loading takes a leaf besides the result."""
+    """Export needs two chunks of a leaf (one device's part each); load needs one leaf besides the result."""
     found = phase("export")
     assert found["largest_leaf"] == LEAF
     assert found["largest_part"] == LEAF / 4

@@ -1,4 +1,4 @@
-"""The table, and windows of files: any boxes that make up a leaf make up its tensors, whatever the window."""
+"""Any partition of a leaf into boxes gives its tensors, for any table and any window size."""
 
 import itertools
 
@@ -34,7 +34,7 @@ LEAVES = {name: ShapeDtype(x.shape, x.dtype) for name, x in VALUES.items()}
 
 @st.composite
 def boxes(draw, shape):
-    """A grid of boxes that make up an array."""
+    """A grid of boxes that partitions an array."""
     cuts = [sorted({0, n, *draw(st.lists(st.integers(1, n), max_size=2))}) for n in shape]
     return [tuple(slice(*edge) for edge in box) for box in itertools.product(*(itertools.pairwise(c) for c in cuts))]
 
@@ -115,7 +115,7 @@ def test_every_dtype_is_read_as_it_was_written(tmp_path, dtype):
     writer = TensorWriter({tmp_path / "a": tensors(array, None)})
     writer.write("a", (slice(0, 2), slice(0, 3)), values)
     writer.write("empty", (slice(0, 0), slice(0, 4)), np.zeros((0, 4), kind))
-    if not dtype.startswith("F8"):  # which the library has not for NumPy
+    if not dtype.startswith("F8"):  # the safetensors library does not support these for NumPy
         found = load_file(tmp_path / "a")
         assert (found["a"].dtype, found["empty"].shape) == (kind, (0, 4))
         np.testing.assert_array_equal(found["a"], values)

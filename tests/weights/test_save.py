@@ -1,4 +1,4 @@
-"""`engine.save_16bit_model`: the same file as an export, at any stage and of any number of processes."""
+"""`engine.save_16bit_model` writes the same file as an export, at any stage and for any number of processes."""
 
 import dataclasses
 import os
@@ -166,7 +166,7 @@ def test_two_processes(tmp_path):
     ]
     for one in said:
         assert (one["same"], one["read"], one["half"]) == ("True", "True", "True")
-        assert one["there"] == "error: nowhere: there is no such directory, nor such a .safetensors file"
+        assert one["there"] == "error: nowhere: no such directory or .safetensors file"
         assert re.match(r"error: /proc/nowhere/model.safetensors cannot be written: ", one["place"])
         assert "room/model.safetensors cannot be written: No space left on device" in one["room"]
     assert [*(tmp_path / "room").iterdir()] == []
