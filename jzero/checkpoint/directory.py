@@ -182,7 +182,7 @@ def commit(path: Path, notes: dict[str, Any], names_latest: bool, max_to_keep: i
             write_atomically(path.parent / LATEST, path.name)
     except OSError as error:
         raise OSError(
-            f"the checkpoint is complete, but {path.parent / LATEST} cannot be written: {error.strerror}"
+            f"its files are complete, but {path.parent / LATEST} cannot be written: {error.strerror}"
         ) from None
     if max_to_keep and (number := _number(path)) is not None:
         keep = [path, latest(path.parent)]

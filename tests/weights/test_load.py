@@ -155,7 +155,7 @@ def test_a_process_reads_its_own_slices(exported, read, monkeypatch):
 
     monkeypatch.setattr(jax, "make_array_from_callback", mine)
     weights.load(exported[0], made)
-    leaves = jax.tree.leaves(made.leaves)
+    leaves = jax.tree.leaves(made.layouts)
     expected = sum(4 * np.prod(leaf.shape) // (2 if leaf.dim is not None else 1) for leaf in leaves)
     assert sum(read) == expected
 
