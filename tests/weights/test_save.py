@@ -139,12 +139,12 @@ tried("there", lambda: engine.load_weights("fp32" if rank == 0 else "nowhere"))
 tried("place", lambda: engine.save_16bit_model("/proc/nowhere"))
 def full():
     if rank == 0:
-        write, count = weights.tensor_writer.Writer.write, []
+        write, count = weights.tensor_writer.TensorWriter.write, []
         def failing(self, *part):
             if count.append(0) or len(count) > 3:
                 raise OSError(28, "No space left on device")
             write(self, *part)
-        weights.tensor_writer.Writer.write = failing
+        weights.tensor_writer.TensorWriter.write = failing
     engine.save_16bit_model("room")
 tried("room", full)
 """
