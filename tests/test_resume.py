@@ -306,7 +306,7 @@ def test_the_parameters_for_other_data(tmp_path):
     first.train_batch()
     first.save_checkpoint(tmp_path)
     fewer = build(LAYOUTS["stage1"], training_data=data(8))
-    with pytest.raises(jzero.ConfigError, match=r"position is of other data: .* load_module_only=True"):
+    with pytest.raises(jzero.ConfigError, match=r"position belongs to other data; .*load_module_only=True"):
         fewer.load_checkpoint(tmp_path)
     fewer.load_checkpoint(tmp_path, load_module_only=True)
     chex.assert_trees_all_equal(*(jax.device_get(e.state.params) for e in (first, fewer)))
