@@ -23,8 +23,8 @@ Its `vocabulary: dict[str, int]` may map leaves of the ends to their vocabulary 
 among its stages; prefix and suffix must use them through `jzero.pipeline.vocab_parallel` alone.
 
 Any model may also have `report_notes(dtype) -> list[str]`, lines for the run report, given the compute dtype; and
-`weights_layout() -> dict`, the names of its parameters in other libraries (`jzero.weights.name_map`). `from_flax` takes a
-module's methods of these names.
+`weights_layout() -> dict`, the names of its parameters in other libraries (`jzero.weights.name_map`). `from_flax` takes
+a module's methods of these names.
 """
 
 from __future__ import annotations
