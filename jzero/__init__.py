@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from jzero.adapters.from_flax import from_flax
     from jzero.config import Config
     from jzero.data import RepeatingLoader
-    from jzero.distributed.joining import get_local_rank, get_rank, get_world_size, init_distributed, log_dist
+    from jzero.distributed.joining import init_distributed
+    from jzero.distributed.place import get_local_rank, get_rank, get_world_size, log_dist
     from jzero.engine.engine import Engine
     from jzero.engine.initialize import initialize
     from jzero.engine.run_report import report
@@ -35,12 +36,12 @@ _HOME = {
     "TrainState": "state",
     "TrainStep": "train_step",
     "from_flax": "adapters.from_flax",
-    "get_local_rank": "distributed.joining",
-    "get_rank": "distributed.joining",
-    "get_world_size": "distributed.joining",
+    "get_local_rank": "distributed.place",
+    "get_rank": "distributed.place",
+    "get_world_size": "distributed.place",
     "init_distributed": "distributed.joining",
     "initialize": "engine.initialize",
-    "log_dist": "distributed.joining",
+    "log_dist": "distributed.place",
     "make_mesh": "mesh",
     "make_train_step": "train_step",
     "report": "engine.run_report",

@@ -1,51 +1,58 @@
-"""The command `jzero`: `jzero [run] [options] script ...`, `jzero report`, `jzero export DIR OUT`."""
+"""The command `jzero`: `jzero [run] [options] script ...`, `jzero report`, `jzero export DIR OUT`.
+
+Help and `--dry_run` answer without JAX, NumPy or any other third-party module: each command imports its own modules
+after it has parsed its options.
+"""
 
 from __future__ import annotations
 
-import asyncio
+import argparse
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from jzero.errors import ConfigError
-from jzero.launcher import options, runner, transports
+from jzero.launcher import options, transports
 from jzero.launcher.job import Job, make_job
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code; 2 where nothing was started because something does not fit."""
+    """Run the command and return its exit code; 2 after a ConfigError."""
     argv = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     name, *rest = argv
     try:
         if name == "report":
-            from jzero.launcher import report
+            from jzero.launcher import machine_check
 
-            return report.main(rest)
+            return machine_check.main(rest)
         if name == "export":
-            from jzero.weights.export import main as export
-
             return export(rest)
         return launch(rest if name == "run" else argv)
     except ConfigError as error:
-        several = "several things do not fit:\n" if error.problems[1:] else ""
+        several = f"{len(error.problems)} problems:\n" if error.problems[1:] else ""
         print(f"jzero: {several}{error}", file=sys.stderr)
         return 2
 
 
 def launch(argv: Sequence[str]) -> int:
-    """Start a job and wait for its end."""
+    """Start a job and wait for its end; with --dry_run, print it."""
     job = make_job(options.parse(argv), os.environ, os.getcwd())
     if job.options.dry_run:
         print(transports.dry_run(job))
         return 0
+    import asyncio
+
+    from jzero.launcher import runner
+
     with runner.pid_file(job.options.save_pid):
         return hand_over(job) if job.options.launcher in transports.HANDOVERS else asyncio.run(runner.run(job))
 
 
 def hand_over(job: Job) -> int:
-    """Let another system run the job: srun and mpirun in this process's place, so that signals go to them."""
+    """Let another system run the job. srun and mpirun replace this process, so that they receive its signals."""
     (command,) = transports.commands(job)
     try:
         if job.options.launcher == "k8s":
@@ -54,6 +61,31 @@ def hand_over(job: Job) -> int:
         os.execvpe(command[0], command, os.environ | transports.handover_env(job))
     except FileNotFoundError:
         raise ConfigError(f"--launcher {job.options.launcher}: there is no {command[0]} on this machine") from None
+
+
+def export(argv: Sequence[str]) -> int:
+    """Write a checkpoint's parameters as safetensors, and print the files."""
+    p = argparse.ArgumentParser(
+        prog="jzero export",
+        description="Write a checkpoint's parameters as safetensors, in the layout of `transformers` if the model "
+        "defines one (weights_layout).",
+    )
+    p.add_argument("checkpoint", metavar="DIR", help="save_checkpoint's directory")
+    p.add_argument("out", metavar="OUT", help="a new or empty directory")
+    p.add_argument("--tag", help="the checkpoint in DIR (default: the latest)")
+    p.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as stored")
+    p.add_argument(
+        "--max_shard_size", default="5GB", metavar="SIZE", help="of one file, as 5GB or 500MB (default: 5GB)"
+    )
+    a = p.parse_args(argv)
+    from jzero import weights
+
+    files = weights.export(a.checkpoint, a.out, tag=a.tag, dtype=a.dtype, max_shard_size=a.max_shard_size)
+    total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
+    print(f"{a.out}: {sum(map(len, files.values()))} tensors, {total / 1e9:.3g} GB, in {', '.join(files)}")
+    if not (Path(a.out) / "config.json").exists():
+        print("named as the leaves are: the model has no weights_layout, or jzero.checkpoint.save wrote without one")
+    return 0
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from jzero._compat import before_threads_end
 from jzero.checkpoint.directory import DEFAULT_TAG, STATE, begin_draft, checkpoint_path, commit, draft_path
 from jzero.checkpoint.leaves import key_names, nest
 from jzero.checkpoint.orbax_noise import silence_orbax
@@ -276,9 +277,8 @@ def _check_shared(draft: Path, patience: float = 10.0) -> None:
         time.sleep(0.1)
 
 
-# Wait for the running save before Python joins threads at exit, because from then on Orbax cannot start threads and
-# executors. (Python 3.12.0 and 3.12.1 do not allow it even here.)
-threading._register_atexit(settle)  # type: ignore[attr-defined]
+# Orbax starts threads, which Python forbids once it joins threads at the program's end.
+before_threads_end(settle)
 
 
 @atexit.register

@@ -1,4 +1,4 @@
-"""Processes that would run different programs stop, with the difference, instead of waiting for each other."""
+"""Compare the programs of all processes, so that a difference is an error and not a hang in a collective."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jzero.tree import named
 
 
 class Guard:
-    """Compares config, mesh and parameters of a train step now, and every new program before it first runs.
+    """Compares config, mesh and parameters of a train step now, and every new program before its first run.
 
     Raises:
-      ConfigError: on all processes, what differs, and on which ranks.
+      ConfigError: on all processes, with the values that differ and their ranks.
     """
 
     def __init__(self, mesh: Mesh, config: Config, leaves: Any):
@@ -29,7 +29,7 @@ class Guard:
             check_same("train step", {"config": settings, "parameters": parameters} | versions)
 
     def check(self, call: str, batch: Any, times: int = 1) -> None:
-        """`call` runs on `times` batches of these shapes."""
+        """Compare the shapes of `batch` once per program; `call` runs on `times` batches of these shapes."""
         if not self.shared:
             return
         shapes = {name: f"{x.dtype}{list(x.shape)}" for name, x in named(batch).items()}

@@ -1,7 +1,7 @@
-"""Telling the launcher how many steps this process's devices have finished, and how many it has begun.
+"""Report to the launcher how many steps this process has begun, and how many its devices have finished.
 
-The launcher names a file in `JZERO_PROGRESS`. Where it sees no step finish for long, it has every process print its
-stacks (SIGUSR2) and ends the job; the process that has begun fewest is the one that the others wait for.
+The launcher names a file in `JZERO_PROGRESS`. If no step finishes for --hang_timeout seconds, it makes every process
+print its stacks (SIGUSR2) and ends the job; the others wait for the process that has begun the fewest steps.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _begun = 0
 
 
 def start() -> None:
-    """Begin to count, in a thread, so that nothing waits for the devices; without a launcher, nothing."""
+    """Start counting in a thread, so that training never waits for the devices. Does nothing without the launcher."""
     global _waiting
     path = os.environ.get("JZERO_PROGRESS")
     if path and _waiting is None:
-        faulthandler.register(signal.SIGUSR2, all_threads=True)
+        faulthandler.register(signal.SIGUSR2, all_threads=True)  # C code prints the stacks, even if Python is blocked
         _waiting = deque()
         threading.Thread(target=_count, args=(path, _waiting), daemon=True, name="jzero progress").start()
 
 
 def begin() -> None:
-    """A step begins."""
+    """Count a step that begins."""
     global _begun
     _begun += 1
 
 
 def finished_when(x: jax.Array | None) -> None:
-    """It has been finished once `x` is there; None: now."""
+    """Count the step as finished once `x` is ready; None: now."""
     if _waiting is not None:
         _waiting.append(x)
 
@@ -51,8 +51,8 @@ def _count(path: str, waiting: deque[Any]) -> None:
             finished += 1
         if before != (finished, _begun):
             before = finished, _begun
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # a full disk must not end the training
                 with open(f"{path}.new", "w") as file:
                     file.write(f"{finished} {_begun}")
-                os.replace(f"{path}.new", path)  # a reader never sees half of it
+                os.replace(f"{path}.new", path)  # the launcher never reads a file that is half written
         time.sleep(0.2)

@@ -1,4 +1,9 @@
-"""What processes tell each other outside of the devices, through the service that started JAX on all of them."""
+"""Collectives among hosts: processes exchange short texts through JAX's coordination service, not the devices.
+
+They work before the devices run a common program and after one of them has failed, and they name the process that is
+missing. Each call has a topic. The service keeps one value per topic and process, so all processes must call with the
+same topics in the same order.
+"""
 
 from __future__ import annotations
 
@@ -13,52 +18,55 @@ from typing import Any
 
 import jax
 
+from jzero._compat import coordination_service
 from jzero.errors import ConfigError, some_of
 
-NOTICE = 30.0  # seconds after which a process says for whom it waits
+NOTICE = 30.0  # seconds after which a waiting process prints the processes that are missing
 
 _turns: dict[str, int] = {}
 
 
-def agree(what: str, mine: str, timeout: float = 3600.0) -> list[str]:
-    """Every process's text, by rank. All processes call it, in the same order for the same `what`.
+def agree(topic: str, text: str, timeout: float = 3600.0) -> list[str]:
+    """Gather every process's text, by rank. All processes must call it, in the same order for the same topic.
 
     Args:
-      timeout: seconds to wait for the last process.
+      timeout: seconds to wait for the last process. An hour by default: another process may compile, or write a large
+        checkpoint, before it calls.
 
     Raises:
-      ConfigError: processes that did not call it.
+      ConfigError: names the processes that did not call in time.
     """
     if jax.process_count() == 1:
-        return [mine]
-    client, key = service(), f"jzero/{what}/{jax.process_index()}"
-    client.key_value_set(key, mine, allow_overwrite=True)
-    notice = threading.Timer(NOTICE, _say_who_is_late, (what,))
+        return [text]
+    client, key = coordination_service(), f"jzero/{topic}/{jax.process_index()}"
+    client.key_value_set(key, text, allow_overwrite=True)
+    notice = threading.Timer(NOTICE, _print_who_is_late, (topic,))
     notice.daemon = True
     notice.start()
     try:
-        _wait_for_all(what, timeout)
+        _wait_for_all(topic, timeout)
     finally:
         notice.cancel()
-    texts = {int(name.rpartition("/")[2]): text for name, text in client.key_value_dir_get(f"jzero/{what}")}
-    _wait_for_all(what, timeout)  # nobody removes what somebody has not read
+    texts = {int(name.rpartition("/")[2]): text for name, text in client.key_value_dir_get(f"jzero/{topic}")}
+    _wait_for_all(topic, timeout)  # no process deletes its text before all have read it
     client.key_value_delete(key)
     return [texts[rank] for rank in range(jax.process_count())]
 
 
-def anyone(what: str, mine: str | None, timeout: float = 3600.0) -> str | None:
-    """The text of a process that gives one, the same on all; None if all give None, which is quick enough for a step.
+def anyone(topic: str, text: str | None, timeout: float = 3600.0) -> str | None:
+    """Return one process's text, the same on all; None if all give None. Fast enough to call every step.
 
     Raises:
-      ConfigError: processes that did not call it.
+      ConfigError: names the processes that did not call in time.
     """
     if jax.process_count() == 1:
-        return mine
-    _turns[what] = turn = _turns.get(what, 0) + 1
-    client, key = service(), f"jzero/one of {what}/{turn}"  # of this turn, which a slow process may still be reading
-    if mine is not None:
-        client.key_value_set(key, mine, allow_overwrite=True)
-    _wait_for_all(what, timeout)
+        return text
+    _turns[topic] = turn = _turns.get(topic, 0) + 1
+    # A key per turn, because a slow process may still be reading the previous one.
+    client, key = coordination_service(), f"jzero/one of {topic}/{turn}"
+    if text is not None:
+        client.key_value_set(key, text, allow_overwrite=True)
+    _wait_for_all(topic, timeout)
     try:
         return client.key_value_try_get(key)
     except jax.errors.JaxRuntimeError as error:
@@ -67,67 +75,39 @@ def anyone(what: str, mine: str | None, timeout: float = 3600.0) -> str | None:
         return None
 
 
-def together(what: str, work: Callable[[], Any]) -> Any:
-    """What `work` gives; a mistake or a fault of files that it meets on one process is a ConfigError on all."""
+def together(topic: str, work: Callable[[], Any]) -> Any:
+    """Return `work()`. If it raises a ConfigError or OSError on any process, every process raises a ConfigError."""
     result, problem = None, None
     try:
         result = work()
     except (ConfigError, OSError) as error:
         problem = str(error)
-    if problem := anyone(what, problem):
+    if problem := anyone(topic, problem):
         raise ConfigError(problem)
     return result
 
 
-def service() -> Any:
-    """The service's, if there are several processes."""
-    from jax._src import distributed
+def check_same(topic: str, values: dict[str, Any]) -> None:
+    """Compare values, which must fit JSON, between all processes.
 
-    return distributed.global_state.client
-
-
-def _say_who_is_late(what: str) -> None:
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service has gone: the waiting ends with that error
-        there = {int(name.rpartition("/")[2]) for name, _ in service().key_value_dir_get(f"jzero/{what}")}
-        late = sorted(set(range(jax.process_count())) - there)
-        if late and jax.process_index() == min(there, default=None):
-            who = f"process {jax.process_index()} waits for process {some_of(late)}"
-            print(f"jzero: {who} ({what}): all must make this call", file=sys.stderr, flush=True)
-
-
-def _wait_for_all(what: str, timeout: float) -> None:
-    try:
-        service().wait_at_barrier(f"jzero/{what}", int(1000 * timeout))
-    except jax.errors.JaxRuntimeError as error:
-        late = re.search(r"task names:((?:\s+\d+)+)", str(error))
-        raise ConfigError(
-            f"{what}: process {jax.process_index()} waited {timeout:g} s for all processes to do the same, in vain for "
-            f"{', '.join(late[1].split()) if late else 'some'}; every process must make the same calls, in one order"
-        ) from error
-
-
-def check_same(what: str, mine: dict[str, Any]) -> None:
-    """Raise, on every process, a ConfigError with the differences unless all processes say the same.
-
-    Args:
-      what: what it is about, for the message.
-      mine: what JSON can hold.
+    Raises:
+      ConfigError: on every process, with each key that differs and its values by rank.
     """
-    text = json.dumps(mine, sort_keys=True, default=str)
-    hashes = agree(what, hashlib.sha256(text.encode()).hexdigest())
+    text = json.dumps(values, sort_keys=True, default=str)
+    hashes = agree(topic, hashlib.sha256(text.encode()).hexdigest())
     if len(set(hashes)) == 1:
         return
-    first = [hashes.index(one) for one in hashes]  # only one of those that say the same sends all of it
-    texts = agree(f"{what} differs", text if first[jax.process_index()] == jax.process_index() else "")
-    said = [_flat(json.loads(texts[rank])) for rank in first]
+    first = [hashes.index(one) for one in hashes]  # one process per distinct text sends all of it
+    texts = agree(f"{topic} differs", text if first[jax.process_index()] == jax.process_index() else "")
+    flat = [_flat(json.loads(texts[rank])) for rank in first]
     problems = []
-    for key in sorted(set().union(*said)):
-        values: dict[str, list[int]] = {}
-        for rank, one in enumerate(said):
-            values.setdefault(one.get(key, "nothing"), []).append(rank)
-        if len(values) > 1:
-            each = "; ".join(f"{value} on rank {some_of(ranks)}" for value, ranks in values.items())
-            problems.append(f"{what}: the processes differ in {key}: {each}")
+    for key in sorted(set().union(*flat)):
+        ranks: dict[str, list[int]] = {}
+        for rank, one in enumerate(flat):
+            ranks.setdefault(one.get(key, "nothing"), []).append(rank)
+        if len(ranks) > 1:
+            each = "; ".join(f"{value} on rank {some_of(some)}" for value, some in ranks.items())
+            problems.append(f"{topic}: the processes differ in {key}: {each}")
     raise ConfigError(*problems)
 
 
@@ -136,3 +116,27 @@ def _flat(tree: Any, path: str = "") -> dict[str, str]:
         parts = [_flat(value, f"{path}.{key}" if path else key) for key, value in tree.items()]
         return {key: value for part in parts for key, value in part.items()}
     return {path: json.dumps(tree)}
+
+
+def _print_who_is_late(topic: str) -> None:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service has gone; the barrier raises that error
+        arrived = {
+            int(name.rpartition("/")[2]) for name, _ in coordination_service().key_value_dir_get(f"jzero/{topic}")
+        }
+        late = sorted(set(range(jax.process_count())) - arrived)
+        if late and jax.process_index() == min(arrived, default=None):  # one process prints for all
+            who = f"process {jax.process_index()} waits for process {some_of(late)}"
+            print(f"jzero: {who} ({topic}): all processes must make this call", file=sys.stderr, flush=True)
+
+
+def _wait_for_all(topic: str, timeout: float) -> None:
+    try:
+        coordination_service().wait_at_barrier(f"jzero/{topic}", int(1000 * timeout))
+    except jax.errors.JaxRuntimeError as error:
+        # The service lists the missing processes only in its message: "... task names:\n 1\n 3".
+        late = re.search(r"task names:((?:\s+\d+)+)", str(error))
+        raise ConfigError(
+            f"{topic}: process {jax.process_index()} timed out after {timeout:g} s waiting for "
+            f"{'process ' + ', '.join(late[1].split()) if late else 'other processes'}; all processes must make the "
+            "same calls in the same order"
+        ) from error

@@ -1,7 +1,8 @@
-"""SIGTERM: every process stops after the same step, whichever of them it came to.
+"""SIGTERM: every process stops after the same step, whichever process received the signal.
 
-A process that is told, or hears in the key-value service that another was, says which step it has begun, and begins no
-other until all have said theirs; the highest of these numbers is the step after which all stop.
+A process that receives SIGTERM sets a flag in the coordination service, which the others poll. Every process then
+publishes the number of the step that it has begun, and begins no other until all have published. The highest number is
+the last step: all processes still run it, so that none waits in a collective for one that has stopped.
 """
 
 from __future__ import annotations
@@ -14,44 +15,45 @@ import threading
 
 import jax
 
-from jzero.distributed.host_collectives import agree, service
+from jzero import _compat
+from jzero.distributed.host_collectives import agree
 
-EXIT_CODE = 75  # "saved; start me again": sysexits.h's EX_TEMPFAIL
 PATIENCE = 60.0  # seconds for all processes to answer
-_NOTICE = "jzero/stop"
+_FLAG = "jzero/stop"  # the key in the coordination service
 
-_told, _ending = threading.Event(), threading.Event()
+_signalled, _ending = threading.Event(), threading.Event()
 _lock = threading.Lock()
-_begun = 1  # the number of the step that is being done, of those since the start; guarded by _lock, as is
+_begun = 1  # the number of the current step since the start; guarded by _lock, as is
 _last: int | None = None  # the step after which all stop
 _listening = False
 
 
 def listen() -> None:
-    """Take SIGTERM, unless the script has taken it, and listen for other processes'."""
+    """Handle SIGTERM, unless the script has a handler of its own, and listen for that of other processes."""
     global _listening
     if _listening:
         return
     _listening = True
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda *_: _told.set())
+        # The handler only sets a flag: a save in the middle of a step would store a state that is half updated.
+        signal.signal(signal.SIGTERM, lambda *_: _signalled.set())
     if jax.process_count() > 1:
         thread = threading.Thread(target=_agree_on_the_last, daemon=True, name="jzero preemption")
         thread.start()
-        threading._register_atexit(_end, thread)  # type: ignore[attr-defined]
+        _compat.before_threads_end(_end, thread)
 
 
 def _end(thread: threading.Thread) -> None:
-    """A thread that comes back from C++ when Python has ended would abort the process."""
+    """Wait for the thread: if it returned from C++ after Python has ended, it would abort the process."""
     _ending.set()
     thread.join(PATIENCE)
 
 
 def reached() -> bool:
-    """Whether to stop now that a step is done: after the same one on every process. Call it after every step."""
+    """Count a finished step, and return whether to stop after it; the same on every process."""
     global _begun
     if jax.process_count() == 1:
-        return _told.is_set()
+        return _signalled.is_set()
     with _lock:
         done, _begun = _begun, _begun + 1
         return _last is not None and done >= _last
@@ -59,22 +61,23 @@ def reached() -> bool:
 
 def _agree_on_the_last() -> None:
     global _last
-    while not (_told.is_set() or _noticed()):
+    while not (_signalled.is_set() or _flag_is_set()):
         if _ending.wait(1.0):
             return
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the others have gone
-        service().key_value_set(_NOTICE, "", allow_overwrite=True)
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the other processes have gone
+        _compat.coordination_service().key_value_set(_FLAG, "", allow_overwrite=True)
+        # The lock stops `reached`, and so the training loop, until all processes have published their step.
         with _lock:
             try:
                 _last = max(map(int, agree("the last step", str(_begun), PATIENCE)))
-            except ValueError as error:  # then nobody can wait for them either
+            except ValueError as error:  # a process is stuck, and would hang the save too
                 print(f"jzero: SIGTERM: stopping without a checkpoint: {error}", file=sys.stderr, flush=True)
                 os._exit(128 + signal.SIGTERM)
 
 
-def _noticed() -> bool:
+def _flag_is_set() -> bool:
     try:
-        service().key_value_try_get(_NOTICE)
-    except jax.errors.JaxRuntimeError:  # not there, or not to be had just now
+        _compat.coordination_service().key_value_try_get(_FLAG)
+    except jax.errors.JaxRuntimeError:  # no such key, or the service does not answer now
         return False
     return True

@@ -1,7 +1,8 @@
-"""Processes wait for each other before JAX starts, so that one that never comes is named.
+"""Processes wait for each other before JAX starts, so that the error names the process that is missing.
 
-JAX's own runtime ends a process that waits in vain from inside, without saying for whom. Process 0 listens where its
-service will, until all have come; a timeout says who is missing, on every process.
+JAX's own runtime aborts a process that waits in vain, without naming the missing one. Here process 0 listens on the
+coordinator's port, before JAX's service does, until all have come; after a timeout every process reports who is
+missing. Each line of the protocol is text: "JOB RANK SIZE" to process 0; "go", "missing 1, 3" or "another job" back.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from collections.abc import Iterable
 
 from jzero.errors import ConfigError
 
-PATIENCE = 20.0  # seconds until process 0 says whom it waits for
+PATIENCE = 20.0  # seconds until process 0 prints which processes are missing
 
 
 def meet(coordinator: str, rank: int, size: int, timeout: float, job: str = "") -> None:
     """Return once `size` processes have come to `coordinator`, "host:port"; process 0 listens there.
 
     Args:
-      rank: this process's number, from 0.
-      timeout: seconds to wait for the last of them.
-      job: its processes meet no other job's.
+      rank: this process's rank.
+      timeout: seconds to wait for the last process.
+      job: the job's id; processes with another id are turned away.
 
     Raises:
-      ConfigError: the processes that did not come, the same list on all that did; or nobody listens.
+      ConfigError: processes are missing (all that came report the same ones), or process 0 does not answer.
     """
     host, _, port = coordinator.rpartition(":")
     (_listen if rank == 0 else _call)(host.strip("[]"), int(port), rank, size, timeout, job)
@@ -35,35 +36,34 @@ def meet(coordinator: str, rank: int, size: int, timeout: float, job: str = "") 
 
 def _listen(host: str, port: int, rank: int, size: int, timeout: float, job: str) -> None:
     deadline, came = time.monotonic() + timeout, dict[int, socket.socket]()
-    answer = "another job"
     with contextlib.ExitStack() as stack:
         try:
             server = stack.enter_context(_server(port))
         except OSError as error:
             raise ConfigError(
-                f"process 0 cannot listen on port {port}: {os.strerror(error.errno or 0)}: another job may have it; "
+                f"process 0 cannot listen on port {port}: {os.strerror(error.errno or 0)}: another job may use it; "
                 "pass another --master_port (or MASTER_PORT), or leave it out"
             ) from None
         patience = time.monotonic() + PATIENCE
         while len(came) < size - 1 and (left := deadline - time.monotonic()) > 0:
             if time.monotonic() > patience:
-                patience = deadline
+                patience = deadline  # print once
                 print(f"waiting for rank {_missing(came, size)} of {size} at port {port}", file=sys.stderr, flush=True)
             server.settimeout(min(left, 1))
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):  # ValueError: not a line of the protocol, as a port scan's
                 connection, _ = server.accept()
                 stack.enter_context(connection)
-                connection.settimeout(min(left, 5))
+                connection.settimeout(min(left, 5))  # a stranger that says nothing must not block the others for long
                 name, number, number_of = connection.makefile().readline().rstrip("\n").rsplit(" ", 2)
                 if (name, int(number_of)) != (job, size):
-                    connection.sendall(f"{answer}\n".encode())
+                    connection.sendall(b"another job\n")
                     continue
                 came[int(number)] = connection
         missing = _missing(came, size)
-        answer = f"missing {missing}" if missing else "go"
+        answer = f"missing {missing}\n" if missing else "go\n"
         for connection in came.values():
             with contextlib.suppress(OSError):
-                connection.sendall(f"{answer}\n".encode())
+                connection.sendall(answer.encode())
     if missing:
         raise _never_came(missing, size, timeout, host, port)
 
@@ -74,7 +74,7 @@ def _call(host: str, port: int, rank: int, size: int, timeout: float, job: str) 
     while not answer and (left := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection((host, port), timeout=left) as connection:
-                connection.settimeout(left + 5)  # process 0 may have started to wait later
+                connection.settimeout(left + 5)  # process 0 may have started later, and its timeout with it
                 connection.sendall(f"{job} {rank} {size}\n".encode())
                 answer = connection.makefile().readline().strip()
         except OSError as error:
@@ -83,10 +83,15 @@ def _call(host: str, port: int, rank: int, size: int, timeout: float, job: str) 
             time.sleep(0.1)
     if answer.startswith("missing"):
         raise _never_came(answer.removeprefix("missing "), size, timeout, host, port)
+    if answer == "another job":
+        raise ConfigError(
+            f"process {rank} of {size}: process 0 at {host}:{port} belongs to another job; pass another --master_port "
+            "(or MASTER_PORT)"
+        )
     if answer != "go":
         raise ConfigError(
-            f"process {rank} of {size} waited {timeout:g} s for process 0 at {host}:{port}: {answer or why}; start it, "
-            "check MASTER_ADDR and MASTER_PORT, or raise JZERO_TIMEOUT (seconds)"
+            f"process {rank} of {size} timed out after {timeout:g} s waiting for process 0 at {host}:{port}: "
+            f"{answer or why}; start process 0, check MASTER_ADDR and MASTER_PORT, or raise JZERO_TIMEOUT (seconds)"
         )
 
 
@@ -102,6 +107,6 @@ def _missing(came: Iterable[int], size: int) -> str:
 
 def _never_came(missing: str, size: int, timeout: float, host: str, port: int) -> ConfigError:
     return ConfigError(
-        f"rank {missing} of {size} never came to {host}:{port} in {timeout:g} s: see their "
-        "output, or raise JZERO_TIMEOUT (seconds)"
+        f"rank {missing} of {size} did not come to {host}:{port} within {timeout:g} s: see its output, or raise "
+        "JZERO_TIMEOUT (seconds)"
     )

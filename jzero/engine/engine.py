@@ -19,8 +19,9 @@ from jzero import checkpoint, weights
 from jzero.checkpoint.directory import DEFAULT_TAG
 from jzero.data import DataLoader, RepeatingLoader
 from jzero.distributed import preemption
+from jzero.distributed.exit_codes import SAVED
 from jzero.distributed.host_collectives import anyone
-from jzero.distributed.joining import get_local_rank, get_rank, get_world_size, log_dist
+from jzero.distributed.place import get_local_rank, get_rank, get_world_size, log_dist
 from jzero.engine import restore as resuming
 from jzero.engine.deferred_loss import Loss
 from jzero.errors import ConfigError
@@ -205,10 +206,10 @@ class Engine:
         if self._home and preemption.reached():
             checkpoint.forgive()  # an earlier save that failed: this one is the last
             path = self.save_checkpoint(self._home, client_state=self.client_state).wait()
-            log_dist(f"jzero: SIGTERM: saved {path}; exit code {preemption.EXIT_CODE}")
+            log_dist(f"jzero: SIGTERM: saved {path}; exit code {SAVED}")
             if jax.process_count() > 1:
                 jax.distributed.shutdown()  # together: process 0 serves the others until they know what it knows
-            sys.exit(preemption.EXIT_CODE)
+            sys.exit(SAVED)
 
     def restart_clock(self) -> None:
         """Samples per second are counted from here."""

@@ -19,7 +19,7 @@ from jzero.checkpoint.directory import LATEST, SAVING, latest, list_checkpoints,
 from jzero.checkpoint.reader import Checkpoint, all_or_none, expected_shape, match_dtypes
 from jzero.config.sizes import given, kept
 from jzero.distributed.host_collectives import agree
-from jzero.distributed.joining import log_dist
+from jzero.distributed.place import log_dist
 from jzero.errors import CheckpointError, ConfigError, some_of
 from jzero.loss_scale import Scaler
 from jzero.model import weights_layout

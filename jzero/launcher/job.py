@@ -13,7 +13,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from jzero.distributed.joining import DEFAULT_PORT, slurm_hosts
+from jzero.distributed.place import DEFAULT_PORT, slurm_hosts
 from jzero.errors import ConfigError
 from jzero.launcher import environment, hostfile
 from jzero.launcher.hostfile import LOCAL, Hosts

@@ -1,4 +1,4 @@
-"""Faults of hosts, found before any script starts, and shown all at once."""
+"""Find the faults of all hosts before any script starts, and show them in one table."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-SAME = (
+SAME = (  # versions that must be the same on all hosts
     "python",
     "jzero",
     "jax",
@@ -24,11 +20,11 @@ SAME = (
 
 
 def faults(hellos: Mapping[str, dict[str, Any]], wanted: Mapping[str, int]) -> dict[str, list[str]]:
-    """host -> what is wrong there.
+    """host -> its faults; hosts without a fault are left out.
 
     Args:
-      hellos: host -> what its agent said, or {"error": why it said nothing}.
-      wanted: host -> how many GPUs it must have.
+      hellos: host -> its agent's hello, or {"error": why it does not answer}.
+      wanted: host -> the number of GPUs it must have.
     """
     found: dict[str, list[str]] = {}
     heard = {host: hello for host, hello in hellos.items() if "error" not in hello}
@@ -38,7 +34,7 @@ def faults(hellos: Mapping[str, dict[str, Any]], wanted: Mapping[str, int]) -> d
     for name in SAME:
         versions = {host: hello["versions"].get(name, "none") for host, hello in heard.items()}
         if len(set(versions.values())) > 1:
-            usual = Counter(versions.values()).most_common(1)[0][0]  # in a tie the first host's
+            usual = Counter(versions.values()).most_common(1)[0][0]  # in a tie, the first host's
             for host, version in versions.items():
                 if version != usual:
                     found.setdefault(host, []).append(f"{name} {version}, elsewhere {usual}: install the same")
@@ -53,7 +49,11 @@ def faults(hellos: Mapping[str, dict[str, Any]], wanted: Mapping[str, int]) -> d
 
 
 def table(hellos: Mapping[str, dict[str, Any]], found: Mapping[str, list[str]]) -> str:
-    """A row per host: versions, devices, and what is wrong."""
+    """Draw one row per host: versions, devices and faults."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
     used = [n for n in SAME if any(n in hello.get("versions", {}) for hello in hellos.values())]
     rows = Table(box=box.ASCII2, title="hosts", title_justify="left")
     for name in ("host", *used, "GPUs", "wrong"):
@@ -67,6 +67,7 @@ def table(hellos: Mapping[str, dict[str, Any]], found: Mapping[str, list[str]]) 
             " ".join(map(str, [hello.get("gpus", ""), *hello.get("models", [])])),
             "; ".join(found.get(host, [])) or "-",
         )
+    # Not the terminal's width: a table in a log file, or read over ssh, must be complete.
     console = Console(width=max(120, min(200, 60 + 12 * len(used))), color_system=None, markup=False, emoji=False)
     with console.capture() as capture:
         console.print(rows)

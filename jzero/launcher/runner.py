@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jzero.distributed.preemption import EXIT_CODE as SAVED
+from jzero.distributed.exit_codes import HUNG, SAVED
 from jzero.errors import ConfigError
 from jzero.launcher import preflight
 from jzero.launcher.job import Job, Process
@@ -26,7 +26,6 @@ SILENCE = 8.0  # seconds without a word from an agent
 QUIET = 20.0  # seconds until the command says what it waits for
 GRACE = 4.0  # seconds between SIGTERM and SIGKILL after a failure
 PAUSE = 15.0  # seconds until hosts that were not well are asked again
-HUNG = 124  # the exit code after --hang_timeout, timeout(1)'s
 
 
 class Attempt:

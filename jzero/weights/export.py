@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +22,6 @@ DTYPES = {
 }  # fmt: skip
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 UNFINISHED = "unfinished"  # directory in OUT that contains the files until all of them are complete
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run `jzero export` and print what it wrote."""
-    p = argparse.ArgumentParser(prog="jzero export", description=__doc__)
-    p.add_argument("checkpoint", metavar="DIR", help="save_checkpoint's directory")
-    p.add_argument("out", metavar="OUT", help="a new or empty directory")
-    p.add_argument("--tag", help="tag of the checkpoint in DIR; default: the last")
-    p.add_argument("--dtype", choices=DTYPES, help="default: as stored")
-    p.add_argument(
-        "--max_shard_size",
-        default="5GB",
-        metavar="SIZE",
-        help="maximum size of a file, such as 5GB or 500MB (default: 5GB)",
-    )
-    a = p.parse_args(argv)
-    files = export(a.checkpoint, a.out, tag=a.tag, dtype=a.dtype, max_shard_size=a.max_shard_size)
-    total = sum(t.nbytes for some in files.values() for t in some)
-    print(f"{a.out}: {sum(map(len, files.values()))} tensors, {total / 1e9:.3g} GB, in {', '.join(files)}")
-    if not (Path(a.out) / "config.json").exists():
-        print("tensors have the names of the leaves: the checkpoint contains no weights_layout")
-    return 0
 
 
 def export(

@@ -40,6 +40,7 @@ def launch(start, hosts, tmp_path):
 TRAIN = """
 import json, sys
 import jax, numpy as np, jzero
+from jzero.distributed import joining
 from models.llama import Llama, LlamaConfig
 
 jzero.init_distributed()
@@ -59,7 +60,7 @@ for own in (
     batches = [batch, mine if "mesh" not in own else iter([part(0), part(1)]), batch]
     jzero.log_dist("losses " + json.dumps([float(engine.train_batch(b)) for b in batches]))
     jzero.log_dist("evaluated " + json.dumps(float(engine.eval_batch(batch))))
-    hosts = [[jzero.distributed.hosts()[d.process_index] for d in engine.mesh.devices.flat], engine.mesh.shape["pipe"]]
+    hosts = [[joining.hosts()[d.process_index] for d in engine.mesh.devices.flat], engine.mesh.shape["pipe"]]
     jzero.log_dist("hosts " + json.dumps(hosts))
 """
 

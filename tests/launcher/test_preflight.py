@@ -7,8 +7,8 @@ import pytest
 from jzero import ConfigError
 from jzero.launcher import agent, options
 from jzero.launcher.job import make_job
+from jzero.launcher.machine_check import weak_points
 from jzero.launcher.preflight import SAME, faults, table
-from jzero.launcher.report import weak_points
 from jzero.launcher.runner import Attempt
 
 CORRECT = "correct --num_gpus, CUDA_VISIBLE_DEVICES or its slots"

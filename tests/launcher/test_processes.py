@@ -121,8 +121,8 @@ open(f"gave up {rank}", "w").close()
         JZERO_TIMEOUT="15",
     )
     for rank in (0, 1):
-        assert said[rank]["joined"].startswith("error: rank 2 of 3 never came to 127.0.0.1:")
-    assert "waited 3 s for process 0" in said[2]["joined"]
+        assert said[rank]["joined"].startswith("error: rank 2 of 3 did not come to 127.0.0.1:")
+    assert "timed out after 3 s waiting for process 0" in said[2]["joined"]
 
 
 def test_jax_that_was_used_before(run):

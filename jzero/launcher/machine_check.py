@@ -1,4 +1,4 @@
-"""`jzero report`: what every host is, what JAX sees on this one, and what is wrong."""
+"""`jzero report`: versions and devices of every host, what JAX finds on this one, and what is wrong."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from jzero.launcher.link import Link
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the report; 0 if nothing is wrong, else 1."""
+    """Print the table of hosts; return 0 if nothing is wrong, else 1."""
     p = argparse.ArgumentParser(prog="jzero report", description=__doc__)
-    p.add_argument("-H", "--hostfile", metavar="FILE", help="lines `host slots=N`: report on all of them")
+    p.add_argument("-H", "--hostfile", metavar="FILE", help="lines `host slots=N`: check all of these hosts")
     p.add_argument("--ssh_port", metavar="PORT")
     p.add_argument("--launcher_args", default="", metavar="ARGS", help="options for ssh")
     given = {name: value for name, value in vars(p.parse_args(argv)).items() if value}
     gpus = bool(given.get("hostfile") or hostfile.devices_here(os.environ))
     flags = [f"--{name}={value}" for name, value in given.items()]
+    # A job that is never started: it knows the hosts, and how to reach them.
     job = make_job(
         options.parse([*flags, "--platform", "gpu" if gpus else "cpu", "--no_python", "true"]), os.environ, os.getcwd()
     )
@@ -35,12 +36,12 @@ def main(argv: Sequence[str]) -> int:
     for host, hello in hellos.items():
         if hello.get("topology"):
             print(f"{host}\n{hello['topology']}")
-    wrong = this_host() if any(map(job.is_here, job.hosts)) else ""
+    wrong = check_jax_here() if any(map(job.is_here, job.hosts)) else ""
     return 1 if wrong or any(found.values()) else 0
 
 
 async def ask(job: Job) -> dict[str, Any]:
-    """host -> what its agent says of it."""
+    """host -> its agent's hello, with the GPUs' topology if there are several, or {"error": why it does not answer}."""
 
     async def one(host: str) -> Any:
         try:
@@ -51,7 +52,7 @@ async def ask(job: Job) -> dict[str, Any]:
         if hello.get("gpus", 0) > 1:
             link.tell(topology=True)
             text = await link.answer("topology", 20)
-            hello["topology"] = re.sub(r"\x1b\[[0-9;]*m", "", text if isinstance(text, str) else "")
+            hello["topology"] = re.sub(r"\x1b\[[0-9;]*m", "", text if isinstance(text, str) else "")  # colours
         link.close()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(link.process.wait(), 5)
@@ -61,7 +62,7 @@ async def ask(job: Job) -> dict[str, Any]:
 
 
 def weak_points(hello: Mapping[str, Any]) -> list[str]:
-    """What would trouble a job on this host, though it may start."""
+    """Faults that a job can start with, but that slow or break it later."""
     versions, gpus, found = hello["versions"], hello["gpus"], []
     plugins = {name: version for name, version in versions.items() if name.endswith("-plugin")}
     if gpus and not plugins:
@@ -74,12 +75,12 @@ def weak_points(hello: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def this_host() -> str:
-    """Print what JAX sees here; what is wrong with that, printed too."""
+def check_jax_here() -> str:
+    """Print the devices that JAX finds on this machine; print and return what is wrong with them, "" if nothing."""
     import jax
 
     if not hostfile.devices_here(os.environ) and "JAX_PLATFORMS" not in os.environ:
-        jax.config.update("jax_platforms", "cpu")  # or a plugin complains
+        jax.config.update("jax_platforms", "cpu")  # a CUDA plugin without a GPU prints an error
     try:
         devices = jax.devices()
     except RuntimeError as error:
@@ -87,8 +88,8 @@ def this_host() -> str:
     else:
         print(f"JAX sees {len(devices)} x {devices[0].device_kind} ({jax.default_backend()})")
         idle = hostfile.devices_here(os.environ) and jax.default_backend() != "gpu"
-        asked = f", as JAX_PLATFORMS = {os.environ['JAX_PLATFORMS']!r} says" if "JAX_PLATFORMS" in os.environ else ""
-        wrong = f"JAX does not use this machine's GPUs{asked}: see its plugin and driver in the table" if idle else ""
+        setting = f" (JAX_PLATFORMS = {os.environ['JAX_PLATFORMS']!r})" if "JAX_PLATFORMS" in os.environ else ""
+        wrong = f"JAX does not use this machine's GPUs{setting}: see its plugin and driver in the table" if idle else ""
     if wrong:
         print(f"wrong: {wrong}")
     return wrong

@@ -1,0 +1,127 @@
+"""Which process this is: rank, number of processes and coordinator, read from the environment.
+
+One process per GPU is started by the launcher, or by another system that sets one of these rows:
+
+| started by            | rank                   | number of processes    | rank on this host            |
+|-----------------------|------------------------|------------------------|------------------------------|
+| `jzero`, `torchrun`   | `RANK`                 | `WORLD_SIZE`           | `LOCAL_RANK`                 |
+| `srun`                | `SLURM_PROCID`         | `SLURM_STEP_NUM_TASKS` | `SLURM_LOCALID`              |
+| `mpirun` (Open MPI)   | `OMPI_COMM_WORLD_RANK` | `OMPI_COMM_WORLD_SIZE` | `OMPI_COMM_WORLD_LOCAL_RANK` |
+
+The coordinator is `MASTER_ADDR`:`MASTER_PORT`; under Slurm it defaults to the job's first host. A Kubernetes job runs
+`jzero` in every pod, which sets the first row. This module imports no JAX, because the launcher uses it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from jzero.errors import ConfigError
+
+DEFAULT_PORT = 29500
+
+
+class Place(NamedTuple):
+    """This process among the others. `coordinator` is "host:port", or "" for a process that is alone."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    coordinator: str = ""
+
+
+def find_place(env: Mapping[str, str]) -> Place:
+    """Read the table above.
+
+    Raises:
+      ConfigError: the environment sets only part of a row, or a value that is not a number.
+    """
+    if "RANK" in env and "WORLD_SIZE" in env:
+        port = _number(env, "MASTER_PORT", DEFAULT_PORT)
+        if "TORCHELASTIC_RUN_ID" in env:  # torchrun itself listens on MASTER_PORT
+            port += 1
+        local = _number(env, "LOCAL_SIZE", _number(env, "LOCAL_WORLD_SIZE", 1))
+        place = Place(_number(env, "RANK"), _number(env, "WORLD_SIZE"), _number(env, "LOCAL_RANK", 0), local)
+    elif "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
+        # Jobs that share a host must not share a port; 49152 to 65535 are IANA's dynamic ports.
+        port = _number(env, "MASTER_PORT", 49152 + _number(env, "SLURM_JOB_ID", 0) % 16384)
+        tasks = env.get("SLURM_STEP_TASKS_PER_NODE", "1")  # as 2(x3),1: three hosts with two tasks, one with one
+        place = Place(
+            _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS"), _number(env, "SLURM_LOCALID", 0),
+            max(map(int, re.findall(r"\d+(?!\d*\))", tasks)), default=1),
+        )  # fmt: skip
+    elif "OMPI_COMM_WORLD_RANK" in env:
+        port = _number(env, "MASTER_PORT", DEFAULT_PORT)
+        place = Place(
+            _number(env, "OMPI_COMM_WORLD_RANK"), _number(env, "OMPI_COMM_WORLD_SIZE"),
+            _number(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0), _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", 1),
+        )  # fmt: skip
+    elif _number(env, "WORLD_SIZE", 1) > 1:
+        raise ConfigError(f"WORLD_SIZE = {env['WORLD_SIZE']} and RANK is not set: set both, or start this with jzero")
+    else:
+        return Place()
+    address = env.get("MASTER_ADDR") or next(iter(slurm_hosts(env.get("SLURM_STEP_NODELIST", ""))), "")
+    if place.size > 1 and not address:
+        raise ConfigError(f"process {place.rank} of {place.size}: MASTER_ADDR is not set; set it to process 0's host")
+    if not 0 <= place.rank < place.size:
+        raise ConfigError(f"rank = {place.rank} of {place.size} processes: ranks are 0 to {place.size - 1}")
+    return place._replace(coordinator=f"{address}:{port}")
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name, default)
+    if text is None or not re.fullmatch(r"\d+", str(text)):
+        raise ConfigError(f"{name} = {text!r} in the environment: must be a number; the launcher sets it")
+    return int(text)
+
+
+def slurm_hosts(nodelist: str) -> list[str]:
+    """The hosts of a Slurm node list.
+
+    >>> slurm_hosts("gpu[08-10,12],login1")
+    ['gpu08', 'gpu09', 'gpu10', 'gpu12', 'login1']
+    """
+    hosts: list[str] = []
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
+        names = [""]
+        for text, inside in re.findall(r"([^\[]+)|\[([^\]]*)\]", part):
+            names = [name + piece for name in names for piece in ([text] if text else _numbers(inside))]
+        hosts += names
+    return hosts
+
+
+def _numbers(text: str) -> list[str]:
+    """`08-10,12` -> 08, 09, 10, 12."""
+    ends = [piece.partition("-")[::2] for piece in text.split(",")]
+    return [f"{n:0{len(first)}}" for first, last in ends for n in range(int(first), int(last or first) + 1)]
+
+
+def get_rank() -> int:
+    """This process's rank; 0 for a process that is alone."""
+    return find_place(os.environ).rank
+
+
+def get_world_size() -> int:
+    """The number of processes."""
+    return find_place(os.environ).size
+
+
+def get_local_rank() -> int:
+    """This process's rank among those on its host."""
+    return find_place(os.environ).local_rank
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None) -> None:
+    """Print a message on some ranks.
+
+    Args:
+      ranks: default: rank 0; [-1]: all ranks. The rank is printed before the message, unless the launcher does that.
+    """
+    ranks = [0] if ranks is None else ranks
+    if (rank := get_rank()) in ranks or -1 in ranks:
+        marked = ranks == [0] or "JZERO_JOB_ID" in os.environ  # the launcher marks lines with their rank
+        print(message if marked else f"[rank {rank}] {message}", flush=True)

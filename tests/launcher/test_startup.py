@@ -1,0 +1,63 @@
+"""Help and plans load no third-party module: neither JAX's import time nor its log lines reach a user who only asks."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from jobs import ROOT
+from planning import A, B
+
+from jzero import cli
+from jzero.weights.export import DTYPES
+
+COMMAND = """
+import atexit, json, runpy, sys
+before = set(sys.modules)
+atexit.register(lambda: print("", json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - before}))))
+runpy.run_module("jzero", run_name="__main__", alter_sys=True)
+"""
+ANSWERS = {
+    "help": ["--help"],
+    "report": ["report", "--help"],
+    "export": ["export", "--help"],
+    "ssh": ["--dry_run", "--hostfile", "hosts", "train.py"],
+    "slurm": ["--dry_run", "--hostfile", "hosts", "--launcher", "slurm", "train.py"],
+    "openmpi": ["--dry_run", "--hostfile", "hosts", "--launcher", "openmpi", "train.py"],
+    "k8s": ["--dry_run", "--hostfile", "hosts", "--launcher", "k8s", "--launcher_args", "image=i", "train.py"],
+    "no_ssh": ["--dry_run", "--platform", "cpu", "--no_ssh", "--node_rank", "0", "--num_nodes", "1", "train.py"],
+    "refused": ["--dry_run", "--hostfile", "nowhere", "train.py"],
+}
+
+
+def loaded(words, folder):
+    """The names of the third-party modules that `python -m jzero` with these words imports, and its stderr."""
+    (folder / "hosts").write_text(f"{A} slots=2\n{B} slots=2\n")
+    (folder / "train.py").write_text("")
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, *words], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    names = set(json.loads(done.stdout.splitlines()[-1]))
+    assert "jzero" in names
+    return names - {"jzero"} - sys.stdlib_module_names, done.stderr
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_no_third_party_module_is_imported(tmp_path, answer):
+    others, errors = loaded(ANSWERS[answer], tmp_path)
+    assert others == set()
+    assert errors == ("jzero: --hostfile = nowhere: no such file\n" if answer == "refused" else "")
+
+
+def test_a_job_s_command_does_not_import_jax(tmp_path):
+    """The machine that starts a job may have no GPU, and its command outlives every restart."""
+    others, _ = loaded(["--platform", "cpu", "--no_python", "--no_local_rank", "true"], tmp_path)
+    assert others & {"jax", "jaxlib", "numpy", "pydantic"} == set()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_export_offers_every_dtype(capsys, dtype):
+    assert cli.main(["export", "nowhere", "out", "--dtype", dtype]) == 2
+    assert "nowhere" in capsys.readouterr().err
