@@ -52,21 +52,24 @@ def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
 
 
 def parse_filter(text: str, option: str) -> dict[str, list[int] | None]:
-    """`host@host:0,2` -> {host: None (all of it) or its ids}.
+    """`host@host:0,2` -> {host: None (all devices) or its ids}. As in DeepSpeed, an id that stands there twice counts once.
 
-    >>> parse_filter("a@b:1,0", "--include")
-    {'a': None, 'b': [1, 0]}
+    Raises:
+      ConfigError: malformed parts; a host that stands there both whole and with ids.
+
+    >>> parse_filter("a@b:1,0@b:1,2", "--include")
+    {'a': None, 'b': [0, 1, 2]}
     """
-    chosen: dict[str, list[int] | None] = {}
+    chosen: dict[str, set[int]] = {}  # of a whole host the empty set
     for part in text.split("@"):
         match = re.fullmatch(r"\s*([^:\s]+|\[[^\]]+\])\s*(?::\s*(\d+(?:\s*,\s*\d+)*))?\s*", part)
         if not match:
             raise ConfigError(f"{option} = {text!r}: {part!r} must be HOST or HOST:ID,ID, parts joined by @")
-        ids = [int(number) for number in match[2].split(",")] if match[2] else None
-        if match[1] in chosen or (ids and len(set(ids)) < len(ids)):
-            raise ConfigError(f"{option} = {text!r}: {part!r} names something twice; name it once")
-        chosen[match[1]] = ids
-    return chosen
+        host, ids = match[1], {int(number) for number in match[2].split(",")} if match[2] else set()
+        if host in chosen and bool(chosen[host]) != bool(ids):
+            raise ConfigError(f"{option} = {text!r}: {host} stands there both whole and with devices; keep one of them")
+        chosen[host] = chosen.get(host, set()) | ids
+    return {host: sorted(ids) or None for host, ids in chosen.items()}
 
 
 def choose(

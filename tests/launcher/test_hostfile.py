@@ -1,5 +1,7 @@
 """Which hosts and devices take part: the hostfile, the filters, CUDA_VISIBLE_DEVICES."""
 
+from collections import defaultdict
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -91,7 +93,7 @@ def test_reads_back(tmp_path_factory, slots):
         ("a", {"a": None}),
         ("b@a", {"b": None, "a": None}),
         ("a:0,2@b", {"a": [0, 2], "b": None}),
-        (" a : 3, 1 @ b:0 ", {"a": [3, 1], "b": [0]}),
+        (" a : 3, 1 @ b:0 ", {"a": [1, 3], "b": [0]}),
         ("worker-1.x:11", {"worker-1.x": [11]}),
         ("[::1]:0,1", {"[::1]": [0, 1]}),
     ],
@@ -107,10 +109,25 @@ def test_malformed_filter(text):
     assert "must be HOST or HOST:ID,ID, parts joined by @" in problem
 
 
-@pytest.mark.parametrize("text", ["a@a", "a:0@a:1", "a@b:0@a", "a:1,1", "a:1,01"])
-def test_named_twice(text):
-    (problem,) = refused(parse_filter, text, "--include")
-    assert "twice" in problem
+@pytest.mark.parametrize(
+    ("text", "chosen"),
+    [
+        ("a:1,1", {"a": [1]}),
+        ("a:1,01,0", {"a": [0, 1]}),
+        ("a:3@b@a:1,3", {"a": [1, 3], "b": None}),
+        ("a@b:0@a", {"a": None, "b": [0]}),
+    ],
+)
+def test_what_is_named_twice_counts_once(text, chosen):
+    """As in DeepSpeed, which scripts that build their filters rely on."""
+    assert parse_filter(text, "--include") == chosen
+
+
+@pytest.mark.parametrize("text", ["a@a:0", "a:0@a", "b@a:1@a:2@a"])
+def test_a_host_that_is_named_both_whole_and_in_part(text):
+    """DeepSpeed takes the part, silently; a reader may mean either."""
+    (problem,) = refused(parse_filter, text, "--exclude")
+    assert problem == f"--exclude = {text!r}: a stands there both whole and with devices; keep one of them"
 
 
 # ---------------------------------------------------------------- choosing
@@ -203,6 +220,41 @@ def test_include_and_exclude_are_complements(slots, data):
 
 def _flat(hosts):
     return [(host, id) for host, ids in hosts.items() for id in ids]
+
+
+def deepspeed_filter(host_info, include_str="", exclude_str=""):
+    """DeepSpeed 0.19.8's parse_resource_filter with its parse_node_config_list (deepspeed/launcher/runner.py)."""
+    node_configs = defaultdict(list)
+    for node_config in (include_str or exclude_str).split("@"):
+        hostname, _, slots = node_config.partition(":")
+        node_configs[hostname] += [int(x) for x in slots.split(",")] if slots else []
+    filtered_hosts = {} if include_str else {host: list(slots) for host, slots in host_info.items()}
+    for hostname, slots in {k: sorted(set(v)) for k, v in node_configs.items()}.items():
+        if include_str:
+            filtered_hosts[hostname] = slots or host_info[hostname]
+        elif slots:
+            for slot in slots:
+                filtered_hosts[hostname].remove(slot)
+        else:
+            filtered_hosts[hostname] = []
+    return {host: filtered_hosts[host] for host in host_info if filtered_hosts.get(host)}
+
+
+@given(hostfiles, st.data())
+@pytest.mark.parametrize("option", ["include", "exclude"])
+def test_filters_choose_as_deepspeed_does(option, slots, data):
+    hosts = devices(slots)
+    whole = data.draw(st.dictionaries(st.sampled_from(sorted(hosts)), st.booleans(), min_size=1))
+    parts = []
+    for _ in range(data.draw(st.integers(1, 6))):
+        host = data.draw(st.sampled_from(sorted(whole)))
+        ids = data.draw(st.lists(st.sampled_from(hosts[host]), min_size=1, max_size=4))
+        parts.append(host if whole[host] else f"{host}:{','.join(map(str, ids))}")
+    expected = deepspeed_filter(hosts, **{f"{option}_str": "@".join(parts)})
+    if expected:
+        assert list(choose(hosts, **{option: "@".join(parts)}).items()) == list(expected.items())
+    else:
+        refused(choose, hosts, **{option: "@".join(parts)})
 
 
 @given(hostfiles, st.data())
