@@ -12,6 +12,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from jzero._compat import close_transport
 from jzero.launcher.job import Job
 from jzero.launcher.transports import agent_command
 
@@ -74,7 +75,7 @@ class Link:
             task.cancel()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process._transport.close()  # type: ignore[attr-defined]  # or it complains when the loop has ended
+        close_transport(self.process)
 
     async def _read(self) -> None:
         assert self.process.stdout is not None

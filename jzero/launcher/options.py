@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from jzero._compat import option_names
 from jzero.values.kinds import closest
 
 LAUNCHERS = ("ssh", "slurm", "openmpi", "k8s")
@@ -14,7 +15,7 @@ LAUNCHERS = ("ssh", "slurm", "openmpi", "k8s")
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        known = [name for action in self._actions for name in action.option_strings]
+        known = option_names(self)
         for word in message.split() if "unrecognized" in message else ():
             if word.startswith("--") and (close := closest(word, known)):
                 message += f"; did you mean {close}?"
@@ -95,7 +96,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options; warns of launcher options that stand after the script, where they are the script's."""
     p = parser()
     options = p.parse_args(argv)
-    known = {name for action in p._actions for name in action.option_strings if name.startswith("--")} - {"--help"}
+    known = {name for name in option_names(p) if name.startswith("--")} - {"--help"}
     for word in options.script_args:
         if word.partition("=")[0] in known:
             print(

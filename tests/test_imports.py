@@ -1,0 +1,182 @@
+"""Imports between jzero's modules point one way, from the rooms that know much to those that know little.
+
+The source is read, not run, so that imports inside functions and under TYPE_CHECKING count too.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "jzero"
+
+# A module may import from its own line and from those above it.
+ORDER = """
+errors tree _compat
+values
+optimizers
+config
+distributed
+mesh model precision loss_scale
+zero sharding remat stack micro_batches gradients
+pipeline adapters
+state batch train_step
+data planner
+checkpoint
+weights
+engine
+launcher cli
+__init__ __main__
+"""
+RANK = {room: rank for rank, line in enumerate(ORDER.split("\n")) for room in line.split()}
+
+# importer -> imported: why it is still so. Each must exist, so that the list only shrinks.
+KNOWN = {}
+KNOWN_CIRCLES: list[list[str]] = []
+
+
+def modules():
+    """Dotted name inside jzero -> its file; a package has the name of its directory, jzero itself "__init__"."""
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)] = path
+    return found
+
+
+def imports(source, name, is_package, known):
+    """The modules inside jzero that a module's source imports.
+
+    `from jzero.data import order` imports jzero.data.order; `from jzero.data import DataLoader` imports jzero.data.
+    """
+    found = set()
+    here = ["jzero", *name.split(".")] if name != "__init__" else ["jzero"]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: len(here) - node.level + is_package] if node.level else []
+            start = ".".join([*base, *([node.module] if node.module else [])])
+            targets = [f"{start}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for words in (target.split(".") for target in targets):
+            if words[0] == "jzero":
+                inside = ".".join(words[1:]) or "__init__"
+                found.add(inside if inside in known else ".".join(words[1:-1]) or "__init__")
+    return found - {name}
+
+
+@pytest.fixture(scope="module")
+def graph():
+    """module -> the modules that it imports."""
+    known = modules()
+    return {name: imports(p.read_text(), name, p.name == "__init__.py", known) for name, p in known.items()}
+
+
+def room(name):
+    return name.partition(".")[0]
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import jzero.mesh, os", {"mesh"}),
+        ("from jzero.mesh import make_mesh as m", {"mesh"}),
+        ("from jzero import mesh, data", {"mesh", "data"}),
+        ("from jzero import Config", {"__init__"}),
+        ("from jzero.data import order, Loader", {"data.order", "data"}),
+        ("def f():\n    from . import order\n    from ..mesh import x", {"data.order", "mesh"}),
+        ("if TYPE_CHECKING:\n    import jzero", {"__init__"}),
+        ("from flax import nnx\nimport jzeroes.mesh", set()),
+    ],
+)
+def test_reader_of_imports(source, found):
+    assert imports(source, "data.loader", False, {"mesh", "data", "data.order", "__init__"}) == found
+
+
+def test_every_room_has_a_rank(graph):
+    assert {room(name) for name in graph} - RANK.keys() == set()
+
+
+def test_imports_point_one_way(graph):
+    wrong = {f"{name} -> {other}" for name in graph for other in graph[name] if RANK[room(other)] > RANK[room(name)]}
+    assert sorted(wrong - KNOWN.keys()) == []
+    assert sorted(KNOWN.keys() - wrong) == [], "these are mended: take them out of KNOWN"
+
+
+def circles(graph):
+    """The largest groups of modules that all reach each other.
+
+    >>> circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()})
+    [['b', 'c']]
+    """
+    reached = {name: set(others) for name, others in graph.items()}
+    for middle in graph:  # Warshall's transitive closure
+        for name in graph:
+            if middle in reached[name]:
+                reached[name] |= reached[middle]
+    groups = {frozenset(other for other in reached[name] if name in reached[other]) for name in graph}
+    return sorted(sorted(group) for group in groups if group)
+
+
+def test_no_circle(graph):
+    found = circles({name: {x for x in others if f"{name} -> {x}" not in KNOWN} for name, others in graph.items()})
+    assert [group for group in found if group not in KNOWN_CIRCLES] == []
+    assert [group for group in KNOWN_CIRCLES if group not in found] == [], "these are mended: take them out"
+
+
+# ---------------------------------------------------------------- private names of other projects
+
+PUBLIC = {"os._exit"}  # documented, in spite of its name
+
+
+def private_names(source):
+    """The private names of other packages in a module's source: imports, and attributes of imported modules.
+
+    jax.extend, jax.interpreters and jax.lib count: JAX promises no compatibility for them.
+    """
+    tree, found, imported = ast.parse(source), set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+            imported |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            imported |= {alias.asname or alias.name for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).partition(".")[0] in imported:
+            found.add(ast.unparse(node))
+    return {name for name in found if is_private(name)} - PUBLIC
+
+
+def is_private(name):
+    words = name.split(".")
+    unstable = words[0] == "jax" and words[1:2] in (["extend"], ["interpreters"], ["lib"])
+    return words[0] != "jzero" and (unstable or any(w.startswith("_") and not w.endswith("__") for w in words))
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from jax._src import xla_bridge", {"jax._src.xla_bridge"}),
+        ("def f():\n    import jax._src.core as core", {"jax._src.core"}),
+        ("import threading\nthreading._register_atexit(f)", {"threading._register_atexit"}),
+        ("import jax\njax._src.core.x", {"jax._src", "jax._src.core", "jax._src.core.x"}),
+        ("from jax.extend.core import Literal", {"jax.extend.core.Literal"}),
+        ("from concurrent.futures import thread\nthread._shutdown", {"thread._shutdown"}),
+        ("from __future__ import annotations\nimport os\nos._exit(1)\nself._x\nfrom jzero import _compat", set()),
+    ],
+)
+def test_reader_of_private_names(source, found):
+    assert private_names(source) == found
+
+
+PRIVATE = {  # module -> its private names that are still to move to _compat
+    "pipeline.split_backward": {"jax.extend.core.ClosedJaxpr", "jax.extend.core.Literal"},
+}
+
+
+def test_private_names_are_in_compat_alone():
+    found = {name: private_names(path.read_text()) for name, path in modules().items() if name != "_compat"}
+    assert {name: names for name, names in found.items() if names} == PRIVATE
