@@ -52,7 +52,7 @@ def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
 
 
 def parse_filter(text: str, option: str) -> dict[str, list[int] | None]:
-    """`host@host:0,2` -> {host: None (all devices) or its ids}. As in DeepSpeed, an id that stands there twice counts once.
+    """`host@host:0,2` -> {host: None (all devices) or its ids}; repeated ids count once, as in DeepSpeed.
 
     Raises:
       ConfigError: malformed parts; a host that stands there both whole and with ids.
