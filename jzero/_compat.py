@@ -1,7 +1,8 @@
 """Private APIs of JAX and CPython: one function each, with the reason that no public one serves.
 
-No other module of jzero uses a private name of JAX or CPython (tests/test_import_order.py checks it). All of them exist in
-Python 3.11 and 3.12 and in jax 0.10.2 and 0.11.2. JAX is imported on first use, because the launcher works without it.
+No other module of jzero uses a private name of JAX or CPython (tests/test_import_order.py checks it). All of these
+exist in Python 3.11 and 3.12 and in jax 0.10.2 and 0.11.2. JAX is imported on first use, because the launcher works
+without it.
 """
 
 from __future__ import annotations

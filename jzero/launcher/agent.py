@@ -1,8 +1,9 @@
-"""What runs on a host for a job: it starts the processes there, watches them, and leaves none behind.
+"""The agent starts a job's processes on one host, watches them, and leaves none behind.
 
-The command sends this file to a Python on every host, this machine included, through ssh's standard input; so it needs
-nothing installed, uses only the standard library, and is the same everywhere. Then both sides talk in JSON lines. Where
-the command falls silent, or ends, everything here is killed.
+The command sends this file through ssh's standard input to a Python on every host, this machine included. So the agent
+uses only the standard library, needs nothing installed, and has the command's version. Then both sides exchange lines
+of JSON. If the command ends, or sends nothing for SILENCE seconds, the agent kills all processes of the job: it cannot
+know whether the command, the network or this host failed, and surviving processes would keep GPUs and ports.
 
 From the command: {"listen": PORT or 0}, {"connect": [[HOST, PORT], ...]}, {"start": {...}},
 {"signal": N}, {"dump": true}, {"stop": SECONDS}, {"sweep": JOB}, {"topology": true}, {"ping": true}.
@@ -31,11 +32,11 @@ import tempfile
 import time
 import traceback
 
-SILENCE = 8.0  # seconds without a word from the command
+SILENCE = 8.0  # seconds without a message from the command
 
 
 def hello():
-    """What this host is: versions, devices, addresses."""
+    """This host's versions, devices and addresses."""
     versions = {"python": ".".join(map(str, sys.version_info[:3]))}
     names = ["jzero", "jax", "jaxlib"]
     for name in (*names, "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
@@ -70,12 +71,15 @@ def addresses():
 
 
 def die_with_me():
-    """In a child: the kernel kills it when this process dies, however that may come."""
+    """Runs in a child: have the kernel kill it when the agent dies, even by SIGKILL."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def of_job(job):
-    """The pids of all processes of the job, whoever their parents are now: those with its id in their environment."""
+    """The pids of the job's processes, found by the job's id in their environment.
+
+    A process group is not enough: a data loader's workers may have left it, and their parent may be dead.
+    """
     mark, found = f"JZERO_JOB_ID={job}".encode(), []
     for path in glob.glob("/proc/[0-9]*/environ"):
         with contextlib.suppress(OSError), open(path, "rb") as file:
@@ -86,7 +90,7 @@ def of_job(job):
 
 def sweep(job):
     """Kill all processes of the job."""
-    for _ in range(20):
+    for _ in range(20):  # again, because one may have forked since the list was made
         pids = of_job(job)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -97,36 +101,40 @@ def sweep(job):
 
 
 def state_of(pid):
-    """R running, S sleeping, T stopped, ...; ? if it is not there."""
+    """A process's state: R running, S sleeping, T stopped, ...; ? if there is no such process."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0]
     return "?"
 
 
 class Agent:
+    """Handles the command's messages; a message's name is its method's."""
+
     def __init__(self, argv):
         self.argv, self.processes, self.tasks = argv, {}, []
         self.job, self.folder, self.server = None, "", None
         self.heard = time.monotonic()
 
     def say(self, **message):
+        """Send a message to the command."""
         data = (json.dumps(message) + "\n").encode()
         while data:
             try:
                 data = data[os.write(1, data) :]
-            except BlockingIOError:  # sshd may give one socket for both directions, and reading made it non-blocking
+            except BlockingIOError:  # sshd may use one socket both ways; asyncio made it non-blocking
                 select.select([], [1], [])
 
     async def run(self):
         reader = asyncio.StreamReader(limit=2**26)
         loop = asyncio.get_running_loop()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(0, "rb"))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the command decides; it hears them too
+        # A terminal or a batch system may signal the agent too. Only the command decides what the processes receive.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, lambda: None)
         self.tasks.append(asyncio.create_task(self.watch()))
         code = 1
         try:
-            os.write(1, b"\n")  # a greeting of the shell's may have no end
+            os.write(1, b"\n")  # ends a line that the shell's profile may have left open
             self.say(hello=hello())
             while line := await reader.readline():
                 self.heard = time.monotonic()
@@ -140,7 +148,7 @@ class Agent:
             self.end(code)
 
     def end(self, code=0):
-        """Leave nothing behind."""
+        """Kill the job's processes and end, without waiting for threads or tasks that may be blocked."""
         if self.job:
             sweep(self.job)
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -148,10 +156,11 @@ class Agent:
         os._exit(code)
 
     async def watch(self):
+        """Report the processes' status every second, and end when the command is silent."""
         late = 0
         while True:
             await asyncio.sleep(1)
-            # Twice, so that one that was held up itself reads first what has come.
+            # Twice in a row: an agent that was itself suspended must first read the messages that have come meanwhile.
             late = late + 1 if time.monotonic() - self.heard > SILENCE else 0
             if late == 2:
                 self.end()
@@ -161,12 +170,14 @@ class Agent:
                 self.end()
 
     def status(self, rank):
+        """Steps finished, steps begun (-1 if the process does not count steps) and the process's state."""
         finished, begun = -1, -1
         with contextlib.suppress(OSError, ValueError), open(f"{self.folder}/{rank}") as file:
             finished, begun = map(int, file.read().split())
         return [finished, begun, state_of(self.processes[rank].pid)]
 
     async def listen(self, port):
+        """Reserve the coordinator's port (0: any free one) until the processes start."""
         if self.server:
             self.server.close()
         try:
@@ -179,6 +190,8 @@ class Agent:
             self.say(bound=None, why=os.strerror(error.errno or 0))
 
     async def connect(self, places):
+        """Try to reach the first host at each [HOST, PORT]."""
+
         async def reach(index, host, port):
             try:
                 _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), 3)
@@ -191,15 +204,16 @@ class Agent:
         self.say(reached=[index for index in found if index is not None])
 
     async def start(self, what):
+        """Start this host's processes."""
         if self.server:
             self.server.close()
         self.job, self.folder = what["job"], tempfile.mkdtemp(prefix="jzero-")
         threads = concurrent.futures.ThreadPoolExecutor(len(what["processes"]))
-        asyncio.get_running_loop().set_default_executor(threads)  # each waits for one process
+        asyncio.get_running_loop().set_default_executor(threads)  # follow() blocks one thread per process
         for process in what["processes"]:
             rank = process["rank"]
             env = os.environ | process["env"] | {"JZERO_JOB_ID": self.job, "JZERO_PROGRESS": f"{self.folder}/{rank}"}
-            argv = self.argv[: what["first"]] + process["flag"] + self.argv[what["first"] :]
+            argv = self.argv[: what["flag_at"]] + process["flag"] + self.argv[what["flag_at"] :]
             log = None
             try:
                 if what["logs"]:
@@ -218,19 +232,22 @@ class Agent:
             self.tasks.append(asyncio.create_task(self.follow(rank, child, log)))
 
     async def follow(self, rank, child, log):
-        # Not asyncio's own processes: their end may come only with that of all who hold the pipes.
+        """Report the process's end once its output has been read."""
+        # subprocess and not asyncio's: asyncio reports an end only when the pipes are closed, and the process's own
+        # children may hold them for hours.
         pumps = [asyncio.create_task(self.pump(rank, n, s, log)) for n, s in ((1, child.stdout), (2, child.stderr))]
         code = await asyncio.to_thread(child.wait)
         self.say(died=[rank, code])
-        await asyncio.wait(pumps, timeout=0.5)  # its children may hold the pipes open
+        await asyncio.wait(pumps, timeout=0.5)  # then give up on pipes that its children hold
         self.say(exit=[rank, code])
         del self.processes[rank]
 
     async def pump(self, rank, number, pipe, log):
+        """Send a process's output line by line; a line over 64 KiB is cut."""
         stream, rest = asyncio.StreamReader(), b""
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
         while data := await stream.read(65536):
-            with contextlib.suppress(OSError):  # a full disk stops no training
+            with contextlib.suppress(OSError):  # a full disk must not stop the training
                 if log:
                     log.write(data)
             *lines, rest = (rest + data).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
@@ -243,18 +260,20 @@ class Agent:
             self.say(out=[rank, number, rest.decode(errors="replace")])
 
     async def signal(self, number):
-        """To every process with its children, as a terminal does."""
+        """Signal every process group, so children too, as a terminal does."""
         for child in self.processes.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, number)
 
     async def dump(self, _):
+        """Make the processes print their stacks."""
         for rank, child in self.processes.items():
-            if os.path.exists(f"{self.folder}/{rank}"):  # it listens to that signal
+            if os.path.exists(f"{self.folder}/{rank}"):  # it counts steps, so it handles this signal (heartbeat.py)
                 child.send_signal(signal.SIGUSR2)
 
     async def stop(self, grace):
-        self.tasks.append(asyncio.create_task(self.stopping(grace)))  # it lasts, and the pings go on
+        """Send SIGTERM now and SIGKILL after `grace` seconds."""
+        self.tasks.append(asyncio.create_task(self.stopping(grace)))  # a task, so that pings are still read
 
     async def stopping(self, grace):
         await self.signal(signal.SIGTERM)
@@ -264,11 +283,12 @@ class Agent:
         sweep(self.job)
 
     async def sweep(self, job):
+        """Kill the processes that an earlier agent of the job left."""
         sweep(job)
         self.say(swept=True)
 
     async def topology(self, _):
-        """How the GPUs are connected, as the driver's tool prints it."""
+        """Send the connections between the GPUs, as nvidia-smi prints them."""
         text = ""
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             text = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=15).stdout

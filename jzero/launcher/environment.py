@@ -1,4 +1,4 @@
-"""Which environment variables go along to the other hosts."""
+"""Choose the environment variables that jzero passes to processes on other hosts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jzero.errors import ConfigError
 
 PREFIXES = ("NCCL", "PYTHON", "MV2", "UCX", "MLFLOW", "JAX_", "JZERO_", "XLA_", "TF_", "CUDA_", "HF_", "WANDB_")
 NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-# What a process's place, or its own host, decides.
+# jzero sets these for each process, from its rank and its host.
 OWN = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "CUDA_VISIBLE_DEVICES", "JZERO_JOB_ID", "JZERO_MEETING", "JZERO_PROGRESS",
@@ -18,13 +18,13 @@ OWN = (
 
 
 def propagated(env: Mapping[str, str], cwd: str, home: str, export: Iterable[str] = ()) -> dict[str, str]:
-    """The variables for every process: those of `env` by name, the files', and `--export`, later ones first in rank.
+    """The variables for every process: chosen names of `env`, then files, then `--export`; the last value wins.
 
-    Files, where they exist, in this order: `.deepspeed_env` (or what `DS_ENV_FILE` names), then `.jzero_env`, each in
-    `home` and then in `cwd`: lines NAME=VALUE, empty ones and # comments allowed. `cwd` comes first in PYTHONPATH.
+    The files are `.deepspeed_env` (or the name in `DS_ENV_FILE`) and then `.jzero_env`, each in `home` and then in
+    `cwd`. They contain lines NAME=VALUE, empty lines and # comments. `cwd` comes first in PYTHONPATH.
 
     Raises:
-      ConfigError: every line that is none of these; an `--export` of a variable that is not set.
+      ConfigError: malformed lines, all at once; an `--export` of a variable that is not set.
     """
     chosen = {k: v for k, v in env.items() if (k in NAMES or k.startswith(PREFIXES)) and k not in OWN}
     problems: list[str] = []

@@ -1,4 +1,4 @@
-"""Which hosts and which of their devices take part: the hostfile, the filters, what is visible here."""
+"""Choose hosts and devices: the hostfile, the filters, and the GPUs that are visible on this machine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ LOCAL = "localhost"
 
 
 def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
-    """host -> slots, in the file's order, of lines `host slots=N`; empty lines and # comments are allowed.
+    """Read lines `host slots=N` to host -> N, in the file's order; empty lines and # comments are allowed.
 
     Raises:
-      ConfigError: every line that is wrong, by its number; a file that holds no host.
+      ConfigError: all malformed lines, by number; a file without a host.
     """
     slots: dict[str, int] = {}
     problems: list[str] = []
@@ -27,7 +27,9 @@ def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}; it must be text, `HOST slots=N` a line") from None
+        raise ConfigError(
+            f"{path}: cannot be read: {error}; it must be a text file with lines `HOST slots=N`"
+        ) from None
     for number, line in enumerate(lines, 1):
         line = line.partition("#")[0].strip()
         if not line:
@@ -39,15 +41,15 @@ def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
         elif int(match[2]) == 0:
             problems.append(f"{where}: 0 slots; give it at least 1, or remove the line")
         elif match[1].startswith("-"):
-            problems.append(f"{where}: a host's name does not begin with -")
+            problems.append(f"{where}: a host's name cannot begin with -")
         elif match[1] in slots:
-            problems.append(f"{where}: {match[1]} is in line {first[match[1]]} already; keep one of them")
+            problems.append(f"{where}: {match[1]} is already in line {first[match[1]]}; keep one of them")
         else:
             slots[match[1]], first[match[1]] = int(match[2]), number
     if problems:
         raise ConfigError(*problems)
     if not slots:
-        raise ConfigError(f"{path}: it holds no host; write one `HOST slots=N` a line")
+        raise ConfigError(f"{path}: contains no host; write lines `HOST slots=N`")
     return slots
 
 
@@ -55,19 +57,19 @@ def parse_filter(text: str, option: str) -> dict[str, list[int] | None]:
     """`host@host:0,2` -> {host: None (all devices) or its ids}; repeated ids count once, as in DeepSpeed.
 
     Raises:
-      ConfigError: malformed parts; a host that stands there both whole and with ids.
+      ConfigError: malformed parts; a host that is named both whole and with ids.
 
     >>> parse_filter("a@b:1,0@b:1,2", "--include")
     {'a': None, 'b': [0, 1, 2]}
     """
-    chosen: dict[str, set[int]] = {}  # of a whole host the empty set
+    chosen: dict[str, set[int]] = {}  # the empty set: the whole host
     for part in text.split("@"):
         match = re.fullmatch(r"\s*([^:\s]+|\[[^\]]+\])\s*(?::\s*(\d+(?:\s*,\s*\d+)*))?\s*", part)
         if not match:
             raise ConfigError(f"{option} = {text!r}: {part!r} must be HOST or HOST:ID,ID, parts joined by @")
         host, ids = match[1], {int(number) for number in match[2].split(",")} if match[2] else set()
         if host in chosen and bool(chosen[host]) != bool(ids):
-            raise ConfigError(f"{option} = {text!r}: {host} stands there both whole and with devices; keep one of them")
+            raise ConfigError(f"{option} = {text!r}: {host} is named both whole and with devices; keep one of them")
         chosen[host] = chosen.get(host, set()) | ids
     return {host: sorted(ids) or None for host, ids in chosen.items()}
 
@@ -76,10 +78,10 @@ def choose(
     hosts: Mapping[str, Sequence[int | str]], *, include: str = "", exclude: str = "", num_nodes: int = -1,
     num_gpus: int = -1,
 ) -> Hosts:  # fmt: skip
-    """Those of the hosts, and of their devices, that the options leave, in the order of `hosts`.
+    """Apply filters or counts to host -> device ids, keeping the order of hosts and ids.
 
     Raises:
-      ConfigError: filters together with each other or with counts; a host or device that is not there; nothing left.
+      ConfigError: filters combined with each other or with counts; an unknown host or device; nothing left.
     """
     counts = [f"--{name} {n}" for name, n in (("num_nodes", num_nodes), ("num_gpus", num_gpus)) if n != -1]
     filters = [f"{name} {text}" for name, text in (("--include", include), ("--exclude", exclude)) if text]
@@ -89,7 +91,7 @@ def choose(
         if n != -1 and n < 1:
             raise ConfigError(f"{option} = {n}: must be at least 1; leave it out to use all")
     if num_nodes > len(hosts):
-        raise ConfigError(f"--num_nodes = {num_nodes}: there are {len(hosts)}: {', '.join(hosts)}")
+        raise ConfigError(f"--num_nodes = {num_nodes}: there are {len(hosts)} hosts: {', '.join(hosts)}")
     left: Hosts = {host: list(ids) for host, ids in hosts.items()}
     if num_nodes != -1:
         left = dict(list(left.items())[:num_nodes])
@@ -127,9 +129,9 @@ def choose(
 
 
 def visible_devices(env: Mapping[str, str]) -> Devices | None:
-    """The ids or UUIDs of CUDA_VISIBLE_DEVICES, in its order, up to the first that is none, as CUDA reads it.
+    """The ids or UUIDs of CUDA_VISIBLE_DEVICES in its order, up to the first malformed one, as CUDA reads it.
 
-    None where it is not set.
+    None if the variable is not set.
     """
     text = env.get("CUDA_VISIBLE_DEVICES")
     if text is None:
@@ -139,12 +141,12 @@ def visible_devices(env: Mapping[str, str]) -> Devices | None:
 
 
 def devices_here(env: Mapping[str, str]) -> Devices:
-    """The visible GPUs of this machine, found without starting CUDA."""
+    """The visible GPUs of this machine, found without starting CUDA, which would take memory on every GPU."""
     visible = visible_devices(env)
     if visible is not None:
         return visible
     found = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
-    return list(range(len(found)))  # CUDA counts from 0, also in a container that has the host's last two
+    return list(range(len(found)))  # CUDA counts from 0, even in a container with nvidia6 and 7
 
 
 def _ids(ids: Sequence[int | str]) -> str:

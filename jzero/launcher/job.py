@@ -1,4 +1,4 @@
-"""What would be started where: a plan, made of options and environment alone."""
+"""The plan of a job: its processes on their hosts, made from options, hostfile and environment. Starts nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOT_HANDED_OVER = (
 
 @dataclass(frozen=True)
 class Process:
-    """One rank: `env` is what it gets on top of the host's environment."""
+    """One rank; `env` is added to its host's environment."""
 
     rank: int
     local_rank: int
@@ -39,15 +39,19 @@ class Process:
 
 @dataclass(frozen=True)
 class Job:
-    """The plan. `argv` is the script's command line without `--local_rank`; `first` is where that goes in it.
+    """The plan.
 
-    `shared`: what all processes get on top of their host's environment.
+    Attributes:
+      hosts: host -> device ids.
+      argv: the script's command line without `--local_rank`.
+      flag_at: the index in `argv` at which `--local_rank` is inserted.
+      shared: the variables that every process gets, whatever its rank.
     """
 
     options: argparse.Namespace
     hosts: Hosts
     argv: list[str]
-    first: int
+    flag_at: int
     cwd: str
     shared: dict[str, str]
 
@@ -57,7 +61,7 @@ class Job:
 
     @property
     def address(self) -> str:
-        """Where the coordinator listens, as far as it is known before the hosts are asked."""
+        """The coordinator's host, as far as it is known before the hosts are asked (runner.find_coordinator)."""
         o, first = self.options, next(iter(self.hosts))
         alone = len(self.hosts) == 1 and (o.no_ssh or is_this_machine(first)) and not o.force_multi
         return o.master_addr or ("127.0.0.1" if alone else first)
@@ -80,14 +84,14 @@ class Job:
                     place |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": len(mine)}
                 else:
                     place |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ids))}
-                if o.no_ssh and len(self.hosts) > 1:  # nobody sees all hosts, so the processes watch each other
+                if o.no_ssh and len(self.hosts) > 1:  # no command sees all hosts, so JAX must notice a lost process
                     place |= {"JZERO_HEARTBEAT_SECONDS": 8}
                 text = {name: str(value) for name, value in place.items()}
                 result.append(Process(len(result), local, host, mine, self.shared | text))
         return result
 
     def without(self, hosts: Collection[str]) -> Job:
-        """The plan for the other hosts."""
+        """The plan without these hosts; ranks are counted anew."""
         return replace(self, hosts={host: ids for host, ids in self.hosts.items() if host not in hosts})
 
     def is_here(self, host: str) -> bool:
@@ -95,14 +99,15 @@ class Job:
         return not self.options.force_multi and is_this_machine(host)
 
     def of(self, host: str) -> list[Process]:
+        """The processes on a host."""
         return [process for process in self.processes if process.host == host]
 
     def flag(self, process: Process) -> list[str]:
-        """What the script is told on its command line."""
+        """The words that jzero adds to the script's command line."""
         return [] if self.options.no_local_rank else [f"--local_rank={process.local_rank}"]
 
     def as_json(self, commands: list[list[str]]) -> dict[str, Any]:
-        """What `--dry_run` prints."""
+        """The plan as `--dry_run` prints it."""
         return {
             "hosts": self.hosts,
             "coordinator": f"{self.address}:{self.port}",
@@ -112,25 +117,25 @@ class Job:
 
 
 def make_job(options: argparse.Namespace, env: Mapping[str, str], cwd: str) -> Job:
-    """The plan for these options.
+    """Make the plan.
 
     Raises:
-      ConfigError: options, a hostfile or a script that do not fit.
+      ConfigError: options that exclude each other, a malformed hostfile, a missing script or device.
     """
     _check(options)
-    argv, first = _script(options, env)
+    argv, flag_at = _script(options, env)
     hosts = _hosts(options, env)
     if options.node_rank >= len(hosts):
         raise ConfigError(f"--node_rank = {options.node_rank}: there are {len(hosts)} hosts, numbered from 0")
     if options.min_nodes > len(hosts):
-        raise ConfigError(f"--min_nodes = {options.min_nodes}: there are {len(hosts)}: {', '.join(hosts)}")
+        raise ConfigError(f"--min_nodes = {options.min_nodes}: there are {len(hosts)} hosts: {', '.join(hosts)}")
     shared = environment.propagated(env, cwd, env.get("HOME", cwd), options.export)
-    return Job(options, hosts, argv, first, cwd, shared | ({"JZERO_RESUME": "auto"} if options.resume else {}))
+    return Job(options, hosts, argv, flag_at, cwd, shared | ({"JZERO_RESUME": "auto"} if options.resume else {}))
 
 
 @cache
 def is_this_machine(host: str) -> bool:
-    """Whether a name or address is this machine's own."""
+    """Whether a name or address belongs to this machine."""
     if host in (LOCAL, "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn()):
         return True
     try:
@@ -141,6 +146,7 @@ def is_this_machine(host: str) -> bool:
 
 
 def _is_own(address: str) -> bool:
+    """Whether an address is one of this machine's: only those can be bound."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as s:
         try:
@@ -157,32 +163,36 @@ def _check(options: argparse.Namespace) -> None:
     if options.no_ssh and options.node_rank < 0:
         problems.append(f"--no_ssh: needs --node_rank (found {options.node_rank}): this host's number, from 0")
     if options.no_ssh and not options.master_addr and options.num_nodes != 1:
-        problems.append("--no_ssh: needs --master_addr: where host number 0 is reached")
+        problems.append("--no_ssh: needs --master_addr: the address of host number 0")
     if options.no_ssh and options.launcher != "ssh":
         problems.append(f"--no_ssh and --launcher {options.launcher}: keep one")
     if options.node_rank >= 0 and not options.no_ssh:
-        problems.append(f"--node_rank = {options.node_rank}: is for --no_ssh; add that, or leave it out")
+        problems.append(f"--node_rank = {options.node_rank}: needs --no_ssh; add it, or leave --node_rank out")
     if options.master_port is not None and not 0 < options.master_port < 65536:
         problems.append(f"--master_port = {options.master_port}: must be 1 to 65535")
     if options.ssh_port is not None and not 0 < options.ssh_port < 65536:
         problems.append(f"--ssh_port = {options.ssh_port}: must be 1 to 65535")
     if options.min_nodes != -1 and options.min_nodes < 1:
-        problems.append(f"--min_nodes = {options.min_nodes}: must be at least 1; leave it out to need all")
+        problems.append(f"--min_nodes = {options.min_nodes}: must be at least 1; leave it out to need all hosts")
     if options.min_nodes != -1 and (options.no_ssh or options.launcher == "k8s"):
-        problems.append("--min_nodes: is for hosts that are reached over ssh; leave it out")
+        problems.append("--min_nodes: works only over ssh; leave it out")
     if options.min_nodes != -1 and options.master_addr:
-        problems.append("--min_nodes and --master_addr: that host may be left out; leave the address to be found")
+        problems.append(
+            "--min_nodes and --master_addr: the job may go on without that host; leave --master_addr out, and jzero "
+            "finds an address"
+        )
     for name in ("max_restarts", "hang_timeout", "grace"):
         if not (value := getattr(options, name)) >= 0:
             problems.append(f"--{name} = {value}: must be 0 or more")
     system = f"--launcher {options.launcher}"
     if options.launcher != "ssh" and ":" in options.include + options.exclude:
-        problems.append(f"{system}: chooses devices itself; name only hosts in --include and --exclude")
+        problems.append(f"{system}: that system chooses devices itself; name only hosts in --include and --exclude")
     if options.launcher in ("slurm", "openmpi"):
         for name in NOT_HANDED_OVER:
             if getattr(options, name) != parser().get_default(name):
                 problems.append(
-                    f"--{name}: is not for {system}; leave it out, and use that system's own (--launcher_args)"
+                    f"--{name}: does not work with {system}; leave it out, and use that system's own option "
+                    "(--launcher_args)"
                 )
     if problems:
         raise ConfigError(*problems)
@@ -194,7 +204,7 @@ def _script(options: argparse.Namespace, env: Mapping[str, str]) -> tuple[list[s
         head = [sys.executable, "-u", "-m", script]
     elif options.no_python:
         if not shutil.which(script, path=env.get("PATH")):
-            raise ConfigError(f"{script}: no such program, or it may not be executed")
+            raise ConfigError(f"{script}: no such program, or it is not executable")
         head = [script]
     elif not Path(script).is_file():
         module = f"; for a module write --module {script}" if "/" not in script and not script.endswith(".py") else ""
@@ -220,10 +230,10 @@ def _hosts(options: argparse.Namespace, env: Mapping[str, str]) -> Hosts:
                 "unset it, or --exclude that host"
             )
         return hosts
-    if options.no_ssh:  # the hosts' names do not matter
+    if options.no_ssh:  # each host starts its own processes, so any names will do
         ids = _devices(options, env)
         return hostfile.choose({f"node{n}": ids for n in range(max(options.num_nodes, 1))}, **choice)
-    if options.launcher in ("slurm", "k8s") and options.num_nodes > 0:  # those name the hosts
+    if options.launcher in ("slurm", "k8s") and options.num_nodes > 0:  # Slurm or Kubernetes chooses the hosts
         if options.num_gpus < 1 or options.include or options.exclude:
             raise ConfigError(
                 f"--launcher {options.launcher} without a hostfile: needs --num_nodes and --num_gpus (found "
@@ -235,12 +245,12 @@ def _hosts(options: argparse.Namespace, env: Mapping[str, str]) -> Hosts:
         if options.platform == "gpu":
             slots = int(env.get("SLURM_GPUS_ON_NODE", options.num_gpus))
         if slots < 1:
-            raise ConfigError("--num_gpus: needed in this Slurm job, which has no GPUs of its own (SLURM_GPUS_ON_NODE)")
+            raise ConfigError("--num_gpus: needed in this Slurm job, which sets no SLURM_GPUS_ON_NODE")
         return hostfile.choose({host: range(slots) for host in allocated}, **choice)
     if options.num_nodes > 1:
         raise ConfigError(
             f"--num_nodes = {options.num_nodes}: there is no hostfile {path} that names them; write one and pass "
-            "--hostfile FILE, or start each host's part with --no_ssh --node_rank R --master_addr HOST"
+            "--hostfile FILE, or run on each host with --no_ssh --node_rank R --master_addr HOST"
         )
     return hostfile.choose({LOCAL: _devices(options, env)}, **choice)
 
@@ -250,22 +260,22 @@ def _devices(options: argparse.Namespace, env: Mapping[str, str]) -> hostfile.De
         named = hostfile.parse_filter(options.include, "--include") if options.include else {}
         return list(range(max([options.num_gpus, 1, *(i + 1 for ids in named.values() for i in ids or ())])))
     ids = hostfile.devices_here(env)
-    if not ids and options.dry_run and options.num_gpus > 0:  # a plan for another machine
+    if not ids and options.dry_run and options.num_gpus > 0:  # plan for another machine
         return list(range(options.num_gpus))
     if not ids:
         visible = env.get("CUDA_VISIBLE_DEVICES")
         raise ConfigError(
-            "no GPU is visible on this machine: pass --platform cpu for processes without, or a hostfile"
+            "no GPU is visible on this machine: pass --platform cpu for processes without GPUs, or a hostfile"
             + (f"; CUDA_VISIBLE_DEVICES = {visible!r}" if visible is not None else "")
         )
     return ids
 
 
-def _visible(hosts: Hosts, env: Mapping[str, str], all_of_it: bool) -> Hosts:
-    """On this machine only what CUDA_VISIBLE_DEVICES leaves, in its order.
+def _visible(hosts: Hosts, env: Mapping[str, str], no_ssh: bool) -> Hosts:
+    """Keep only this machine's devices that CUDA_VISIBLE_DEVICES lists, in its order.
 
     Raises:
-      ConfigError: with `all_of_it`, where the other hosts cannot know of it, if it leaves less.
+      ConfigError: with --no_ssh, if it lists fewer than the hostfile: the other hosts would number ranks differently.
     """
     visible = hostfile.visible_devices(env)
     if visible is None:
@@ -275,10 +285,10 @@ def _visible(hosts: Hosts, env: Mapping[str, str], all_of_it: bool) -> Hosts:
         ids = slots
         if is_this_machine(host):
             ids = [id for id in visible if id in slots or isinstance(id, str)][: len(slots)]
-        if all_of_it and len(ids) < len(slots):
+        if no_ssh and len(ids) < len(slots):
             raise ConfigError(
                 f"{host}: CUDA_VISIBLE_DEVICES = {env['CUDA_VISIBLE_DEVICES']!r} leaves {len(ids)} of {len(slots)} "
-                "slots, which the other hosts do not know with --no_ssh: unset it"
+                "slots, which the other hosts cannot see with --no_ssh: unset it"
             )
         result[host] = ids
     return result

@@ -18,19 +18,28 @@ from jzero.launcher.transports import agent_command
 
 
 class Link:
-    """What is said to an agent and what it says; `lost`: it ended by itself."""
+    """Messages to and from one agent, as lines of JSON over its standard input and output.
+
+    Attributes:
+      inbox: the messages, as (kind, value), that nobody has taken yet; ("end", exit code) is the last.
+      heard: the time of the last message.
+      ready: the agent runs and reads messages.
+      lost: the agent ended by itself.
+    """
 
     def __init__(self, host: str, process: asyncio.subprocess.Process):
         self.host, self.process = host, process
         self.heard, self.errors = time.monotonic(), deque[str](maxlen=5)
-        self.said: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
+        self.inbox: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
         self.ready, self.open, self.lost = False, True, False
         self.tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._read_errors())]
 
     @classmethod
     async def to(cls, job: Job, host: str) -> Link:
+        """Start the agent on a host; its source goes through its standard input."""
         command = agent_command(job, host)
         pipe = asyncio.subprocess.PIPE
+        # A session of its own: the terminal's Ctrl-C must reach only this command, which decides what the scripts get.
         process = await asyncio.create_subprocess_exec(
             *command, stdin=pipe, stdout=pipe, stderr=pipe, limit=2**26, start_new_session=True
         )
@@ -40,36 +49,38 @@ class Link:
         return link
 
     def tell(self, **message: Any) -> None:
-        if self.ready and self.open and self.process.stdin:  # before it is ready the agent itself is being read
+        """Send a message, if the agent can receive it."""
+        if self.ready and self.open and self.process.stdin:  # until then the input is the agent's source
             with contextlib.suppress(OSError, RuntimeError):
                 self.process.stdin.write((json.dumps(message) + "\n").encode())
 
     async def answer(self, kind: str, timeout: float) -> Any:
-        """What the agent says of this kind, or {"error": why nothing}."""
+        """Drop messages until one is of this kind; return its value, or {"error": why there is none}."""
         end = time.monotonic() + timeout
         while (left := end - time.monotonic()) > 0:
             try:
-                said, value = await asyncio.wait_for(self.said.get(), left)
+                received, value = await asyncio.wait_for(self.inbox.get(), left)
             except TimeoutError:
                 break
-            if said == kind:
+            if received == kind:
                 return value
-            if said == "end":
+            if received == "end":
                 return {"error": self.why(value)}
         return {"error": f"no answer in {timeout:g} s"}
 
     def why(self, code: int) -> str:
+        """Why the agent ended: its last lines on stderr, which are also ssh's."""
         text = " ".join(" ".join(self.errors).split())
         return f"{text or 'its agent ended'} (exit code {code})"
 
     def close(self) -> None:
-        """The agent sees the end of its input and kills what it has."""
+        """Close the agent's input, upon which it kills its processes and ends."""
         self.open = False
         if self.process.stdin:
             self.process.stdin.close()
 
     def give_up(self) -> None:
-        """Close it, and end what would not end by itself: an ssh whose host does not answer, and what that started."""
+        """Close the link and kill the local process: an ssh whose host does not answer may never end by itself."""
         self.close()
         for task in self.tasks:
             task.cancel()
@@ -85,14 +96,14 @@ class Link:
                 message = json.loads(line)
             except ValueError:
                 continue
-            if not isinstance(message, dict):  # as the line before: a greeting of that host's shell
+            if not isinstance(message, dict):  # no message either: a shell's profile prints lines of its own
                 continue
             self.ready = self.ready or "hello" in message
             for kind, value in message.items():
-                await self.said.put((kind, message if kind == "bound" else value))
+                await self.inbox.put((kind, message if kind == "bound" else value))
         await self.tasks[1]
         self.lost, self.open = self.open, False
-        await self.said.put(("end", await self.process.wait()))
+        await self.inbox.put(("end", await self.process.wait()))
 
     async def _read_errors(self) -> None:
         assert self.process.stderr is not None

@@ -1,4 +1,4 @@
-"""The output of a job, written by a thread, so that a reader who pauses (`| less`) does not stop the job."""
+"""Write the output of a job in a thread, so that a reader that pauses (`| less`) does not block the job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 
 class Printer:
-    """Lines for stdout (1) and stderr (2); `closed` is called, in the thread of the event loop, once nobody reads."""
+    """Writes lines to stdout (1) and stderr (2); calls `closed` in the event loop's thread when the reader has gone."""
 
     def __init__(self, closed: Callable[[], None]):
         self._closed, self._lines = closed, queue.SimpleQueue[tuple[str, int] | None]()
@@ -27,7 +27,7 @@ class Printer:
         self._lines.put((line, number))
 
     def end(self) -> None:
-        """Write what is left; give up on a reader who does not read."""
+        """Write the remaining lines; give up after 5 s on a reader that does not read."""
         self._lines.put(None)
         if self._loop:
             self._thread.join(5)
@@ -42,6 +42,6 @@ class Printer:
             try:
                 print(line, file=streams[number], flush=True)
             except OSError:
-                streams[number] = open(os.devnull, "w")  # noqa: SIM115
+                streams[number] = open(os.devnull, "w")  # noqa: SIM115  # the following lines must not fail too
                 with contextlib.suppress(RuntimeError):  # the loop has ended
                     self._loop.call_soon_threadsafe(self._closed)  # type: ignore[union-attr]

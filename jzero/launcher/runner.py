@@ -1,4 +1,8 @@
-"""A job from its start to its end: agents on all hosts, what they say, and what follows from it."""
+"""Run a job: start an agent on every host, check the hosts, start the processes, and end all when one fails.
+
+The command and its agents send each other something every second. That is how each side notices within SILENCE seconds
+that the other, or the network between them, has gone; the agent then kills its processes.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +26,10 @@ from jzero.launcher.job import Job, Process
 from jzero.launcher.link import Link
 from jzero.launcher.printer import Printer
 
-SILENCE = 8.0  # seconds without a word from an agent
-QUIET = 20.0  # seconds until the command says what it waits for
-GRACE = 4.0  # seconds between SIGTERM and SIGKILL after a failure
-PAUSE = 15.0  # seconds until hosts that were not well are asked again
+SILENCE = 8.0  # seconds without a message from an agent after which its host counts as lost
+NOTICE = 20.0  # seconds after a rank has ended well until the command prints which still run
+FAILURE_GRACE = 4.0  # seconds between SIGTERM and SIGKILL after a failure; after a signal --grace holds
+PAUSE = 15.0  # seconds until hosts with a fault are asked again
 
 
 class Attempt:
@@ -34,20 +38,20 @@ class Attempt:
     def __init__(self, job: Job):
         self.id, self.started = secrets.token_hex(8), time.monotonic()
         self.links: dict[str, Link] = {}
-        self.take(job)
-        self.steps: dict[int, tuple[int, int, str]] = {}  # finished, begun, the process's state
+        self.use(job)
+        self.steps: dict[int, tuple[int, int, str]] = {}  # rank -> steps finished, steps begun, process state
         self.ended = self.started  # when a rank last ended well
-        self.told = False
-        self.saved = 0  # ranks that a SIGTERM made save
-        self.moved = time.monotonic()
-        self.printer = Printer(lambda: self.fail(128 + signal.SIGPIPE, "the output is read by nobody any more"))
+        self.notice_printed = False  # the command has printed which ranks still run
+        self.saved = 0  # ranks that saved after SIGTERM
+        self.moved = time.monotonic()  # when a step last finished anywhere
+        self.printer = Printer(lambda: self.fail(128 + signal.SIGPIPE, "nobody reads the output any more"))
         self.first: int | None = None  # the first rank that died
-        self.failure: tuple[int, str] | None = None  # exit code, what happened
+        self.failure: tuple[int, str] | None = None  # exit code, message
         self.signalled: int | None = None
-        self.deadline: float | None = None  # when what is left is killed
+        self.deadline: float | None = None  # when the remaining processes are killed
 
-    def take(self, job: Job) -> None:
-        """This is the job."""
+    def use(self, job: Job) -> None:
+        """Set the plan; again when hosts are left out."""
         self.job, names = job, list(job.hosts)
         self.hosts = [names[job.options.node_rank]] if job.options.no_ssh else names
         self.left: dict[int, Process] = {p.rank: p for host in self.hosts for p in job.of(host)}
@@ -55,12 +59,14 @@ class Attempt:
         self.lines: dict[int, deque[str]] = {rank: deque(maxlen=20) for rank in self.left}
 
     async def run(self) -> int:
-        """The exit code: 0, the first failing rank's, 128 + n for signal n; 75 if all have saved after it."""
+        """Return the exit code: 0, that of the first rank that failed, or 128 + n for signal n; 75 if all saved."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP; keep it so
                 loop.add_signal_handler(number, self.interrupt, number)
-        signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # stopped, it would fall silent
+        signal.signal(
+            signal.SIGTSTP, signal.SIG_IGN
+        )  # a command stopped by Ctrl-Z sends no pings, and the agents would end the job
         try:
             connecting = asyncio.create_task(self.connect())
             while not connecting.done() and not self.signalled and not self.failure:
@@ -75,8 +81,8 @@ class Attempt:
             while self.left and any(link.open for link in self.links.values()):
                 done, _ = await asyncio.wait(listeners, timeout=0.2, return_when=asyncio.FIRST_EXCEPTION)
                 for listener in done:
-                    listener.result()  # raises what it raised
-                self.look()
+                    listener.result()  # raise its exception, if any
+                self.check_clocks()
             await self.clean_up()
             for listener in listeners:
                 listener.cancel()
@@ -91,16 +97,16 @@ class Attempt:
     # ------------------------------------------------------------------ before
 
     async def connect(self) -> None:
-        """Agents on all hosts, which then find the coordinator's address; with `--min_nodes` on those that are well.
+        """Start agents on all hosts and find the coordinator's address; with `--min_nodes`, drop hosts with a fault.
 
         Raises:
-          ConfigError: all that is wrong, as a table.
+          ConfigError: hosts have faults; the message is a table of them.
         """
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))  # three pipes for each host
-        said = await asyncio.gather(*map(self.greet, self.hosts))
-        hellos = dict(zip(self.hosts, said, strict=True))
-        while found := await self.faults(hellos):
+        answers = await asyncio.gather(*map(self.greet, self.hosts))
+        hellos = dict(zip(self.hosts, answers, strict=True))
+        while found := await self.check_hosts(hellos):
             table = preflight.table(hellos, found)
             well = [host for host in self.hosts if host not in found]
             if not 0 < self.job.options.min_nodes <= len(well):
@@ -109,11 +115,11 @@ class Attempt:
             for host in found:
                 if link := self.links.pop(host, None):
                     link.give_up()
-            self.take(self.job.without(found))
+            self.use(self.job.without(found))
             hellos = {host: hellos[host] for host in well}
 
-    async def faults(self, hellos: Mapping[str, Any]) -> dict[str, list[str]]:
-        """host -> what is wrong there; else the coordinator is found."""
+    async def check_hosts(self, hellos: Mapping[str, Any]) -> dict[str, list[str]]:
+        """Return host -> faults; if there are none, the coordinator's address and port are set."""
         o = self.job.options
         wanted = {host: len(ids) * (o.platform == "gpu") for host, ids in self.job.hosts.items()}
         found = preflight.faults(hellos, wanted)
@@ -123,7 +129,7 @@ class Attempt:
         return found
 
     async def greet(self, host: str) -> Any:
-        """What the host's agent says first, or why it does not."""
+        """Start a host's agent; return its hello, or {"error": why there is none}."""
         try:
             self.links[host] = await Link.to(self.job, host)
         except OSError as error:
@@ -131,14 +137,18 @@ class Attempt:
         return await self.links[host].answer("hello", 20)
 
     async def find_coordinator(self, hellos: Mapping[str, Any]) -> dict[str, list[str]]:
-        """A free port on the first host, and the address by which all others reach it; or what is wrong."""
+        """Find a free port on the first host and an address of it that all other hosts reach; return host -> faults.
+
+        The agents try it with real connections: a host's name may resolve to an address that only it can reach, and
+        firewalls differ by network interface.
+        """
         o, (first, *others) = self.job.options, [self.links[host] for host in self.hosts]
         first.tell(listen=self.port if o.master_port or o.no_ssh else 0)
         bound = await first.answer("bound", 10)
         if bound.get("error") or bound["bound"] is None:
             if bound.get("error"):
                 return {first.host: [bound["error"]]}
-            why = f"port {self.port}: {bound['why']}; another job may have it: pass another --master_port, or none"
+            why = f"port {self.port}: {bound['why']}; another job may use it: pass another --master_port, or none"
             raise ConfigError("nothing was started:\n" + preflight.table(hellos, {first.host: [why]}))
         self.port = bound["bound"]
         if o.no_ssh or not others:
@@ -154,19 +164,20 @@ class Attempt:
                 return {}
         places = f"{', '.join(candidates)} (port {self.port}): pass --master_addr"
         deaf = [link.host for link, r in zip(others, reached, strict=True) if not isinstance(r, list) or not r]
-        if not deaf or len(deaf) > max(1, len(others) / 2):  # then it is the first host that is wrong
-            return {first.host: [f"is not reached by {', '.join(deaf) or 'all others'} by one of {places}"]}
-        return {host: [f"reaches {first.host} by none of {places}"] for host in deaf}
+        if not deaf or len(deaf) > max(1, len(others) / 2):  # more likely the first host has the fault
+            return {first.host: [f"{', '.join(deaf) or 'the other hosts'} cannot reach it at {places}"]}
+        return {host: [f"cannot reach {first.host} at {places}"] for host in deaf}
 
     def start(self) -> None:
+        """Send every agent its processes."""
         o = self.job.options
         for host, link in self.links.items():
             at = {"MASTER_ADDR": self.address, "MASTER_PORT": str(self.port)}
-            at |= {} if o.no_ssh else {"JZERO_MEETING": self.id}  # no other job's processes
+            at |= {} if o.no_ssh else {"JZERO_MEETING": self.id}  # the rendezvous turns other jobs' processes away
             processes = [{"rank": p.rank, "env": p.env | at, "flag": self.job.flag(p)} for p in self.job.of(host)]
             link.tell(
                 start={
-                    "job": self.id, "cwd": self.job.cwd, "first": self.job.first, "processes": processes,
+                    "job": self.id, "cwd": self.job.cwd, "flag_at": self.job.flag_at, "processes": processes,
                     "logs": o.enable_each_rank_log, "time": time.strftime("%Y%m%d%H%M%S"),
                 }
             )  # fmt: skip
@@ -176,12 +187,13 @@ class Attempt:
     # ------------------------------------------------------------------ while it runs
 
     async def listen(self, link: Link) -> None:
+        """Handle an agent's messages until it ends."""
         while True:
-            kind, value = await link.said.get()
+            kind, value = await link.inbox.get()
             if kind == "out":
                 self.show(*value)
             elif kind == "status":
-                self.note({int(rank): tuple(said) for rank, said in value.items()})
+                self.note({int(rank): tuple(status) for rank, status in value.items()})
             elif kind == "died" and value[1] and self.first is None:
                 self.first = value[0]
             elif kind == "exit":
@@ -197,69 +209,76 @@ class Attempt:
         self.printer.put(f"[{rank}] {line}" if self.prefixed else line, number)
 
     def note(self, status: Mapping[int, tuple[int, int, str]]) -> None:
-        for rank, said in status.items():
-            if said[0] > self.steps.get(rank, (-1, -1, ""))[0]:
+        """Record the ranks' steps."""
+        for rank, new in status.items():
+            if new[0] > self.steps.get(rank, (-1, -1, ""))[0]:
                 self.moved = time.monotonic()
-            self.steps[rank] = said
+            self.steps[rank] = new
 
     def exited(self, rank: int, code: int) -> None:
+        """Record the end of a rank; the first failure ends the job."""
         process, self.ended = self.left.pop(rank, None), time.monotonic()
         self.saved += code == SAVED
         if process is None or code == 0 or self.failure or self.signalled:
             return
-        if self.first != rank and self.first in self.left:  # its last output is still to come
+        if (
+            self.first != rank and self.first in self.left
+        ):  # that one failed first, and its last lines are still to come
             return
         if code == SAVED:
-            self.fail(code, f"rank {rank} was told to stop and has saved, as the others will", self.job.options.grace)
+            self.fail(code, f"rank {rank} received SIGTERM and saved; the others follow", self.job.options.grace)
             return
         last = "".join(f"\n    {line}" for line in self.lines[rank]) or " none"
         if any("unrecognized arguments: --local_rank" in line for line in self.lines[rank]):
-            last += "\n  the script knows no --local_rank: add it, or pass --no_local_rank before the script"
+            last += "\n  the script has no option --local_rank: add it, or pass --no_local_rank before the script"
         how = f"was killed by {_name(-code)}" if code < 0 else f"exited with code {code}"
         where = f" on {process.host}" if len(self.job.hosts) > 1 else ""
         self.fail(code, f"rank {rank}{where} {how} first, after {self.age():.0f} s; its last lines:{last}")
 
-    def fail(self, code: int, what: str, grace: float = GRACE) -> None:
-        """Take the whole job down."""
+    def fail(self, code: int, what: str, grace: float = FAILURE_GRACE) -> None:
+        """End the whole job; the first failure is the one that is reported."""
         if self.failure is None:
             self.failure = (128 - code if code < 0 else code), what
             self.stop(grace)
 
     def stop(self, grace: float) -> None:
+        """Make all agents send SIGTERM, and after `grace` seconds SIGKILL."""
         for link in self.links.values():
             link.tell(stop=grace)
         self.deadline = time.monotonic() + grace + 2
 
     def interrupt(self, number: int) -> None:
-        """The first signal goes to the scripts, which have --grace seconds; the second ends them."""
+        """Pass the first signal to the scripts, which then have --grace seconds; the second one kills them."""
         if self.signalled is not None:
             self.deadline = time.monotonic()
             return
         self.signalled, grace = number, self.job.options.grace
         for link in self.links.values():
             link.tell(signal=number)
-        self.ended, self.told, self.deadline = time.monotonic(), False, time.monotonic() + grace
-        self.printer.put(f"jzero: {_name(number)}: the scripts have {grace:g} s; once more ends them now", 2)
+        self.ended, self.notice_printed, self.deadline = time.monotonic(), False, time.monotonic() + grace
+        self.printer.put(
+            f"jzero: {_name(number)}: the scripts have {grace:g} s to end; send it again to kill them now", 2
+        )
 
     def ping(self) -> None:
         for link in self.links.values():
             link.tell(ping=True)
 
-    def look(self) -> None:
-        """What time alone brings: pings, silence, hangs, deadlines."""
+    def check_clocks(self) -> None:
+        """Send pings, and act on silence, hangs and deadlines."""
         now = time.monotonic()
         self.ping()
         for link in self.links.values():
             if link.open and now - link.heard > SILENCE:
-                self.fail(1, f"lost {link.host}: not a word in {SILENCE:g} s", grace=1)
-                link.give_up()  # and not lost: there is no way to it
+                self.fail(1, f"lost {link.host}: no message for {SILENCE:g} s", grace=1)
+                link.give_up()  # `lost` stays False: no other agent could reach the host to clean up
         limit = self.job.options.hang_timeout
         counting = {rank: s for rank, s in self.steps.items() if s[0] >= 0 and rank in self.left}
         if limit and counting and now - self.moved > limit and not self.failure and not self.signalled:
             self.hang(counting, limit)
         some = len(self.left) < len(self.lines)
-        if self.left and (some or self.signalled) and now - self.ended > (5 if self.signalled else QUIET):
-            self.tell_once(f"still running: rank {_list(self.left)}" + " (the others have ended well)" * some)
+        if self.left and (some or self.signalled) and now - self.ended > (5 if self.signalled else NOTICE):
+            self.print_once(f"still running: rank {_list(self.left)}" + " (the others have ended well)" * some)
         if self.deadline and now > self.deadline:
             if self.signalled:
                 self.printer.put(f"jzero: killed: rank {_list(self.left)}", 2)
@@ -267,13 +286,13 @@ class Attempt:
             for link in self.links.values():
                 link.close()
 
-    def tell_once(self, text: str) -> None:
-        if not self.told and not self.failure:
-            self.told = True
+    def print_once(self, text: str) -> None:
+        if not self.notice_printed and not self.failure:
+            self.notice_printed = True
             self.printer.put(f"jzero: {text}", 2)
 
     def hang(self, counting: Mapping[int, tuple[int, int, str]], limit: float) -> None:
-        """Name the ranks that are stopped, or have begun fewest steps: the others wait for them."""
+        """Print all stacks, and fail with the ranks that are stopped or have begun the fewest steps."""
         stopped = [rank for rank, (*_, state) in counting.items() if state in "Tt"]
         fewest = min(begun for _, begun, _ in counting.values())
         behind = stopped or [rank for rank, (_, begun, _) in counting.items() if begun == fewest]
@@ -284,19 +303,20 @@ class Attempt:
         for link in self.links.values():
             link.tell(dump=True)
         what = (
-            f"no step has finished for {limit:g} s; finished, of those begun: {each}; look at rank {_list(behind)} "
-            "first (stacks above)"
+            f"no step has finished for {limit:g} s; steps finished of those begun: {each}; look at rank "
+            f"{_list(behind)} first (stacks above)"
         )
-        asyncio.get_running_loop().call_later(1.5, self.fail, HUNG, what)
-        self.moved = time.monotonic() + 3600  # once
+        asyncio.get_running_loop().call_later(1.5, self.fail, HUNG, what)  # the stacks come first
+        self.moved = time.monotonic() + 3600  # report it once
 
     def age(self) -> float:
+        """Seconds since the start."""
         return time.monotonic() - self.started
 
     # ------------------------------------------------------------------ after
 
     async def clean_up(self) -> None:
-        """Let all agents end; where one died, another kills what it left."""
+        """Wait for the agents to end; where one died, start another that kills the processes it left."""
         lost = [link.host for link in self.links.values() if link.lost]
         for link in self.links.values():
             link.close()
@@ -307,7 +327,7 @@ class Attempt:
             await asyncio.wait_for(asyncio.gather(*map(self.sweep, lost)), 6)
 
     async def sweep(self, host: str) -> None:
-        """Kill what a lost agent may have left, if its host can be reached."""
+        """Kill the processes that a lost agent may have left, if its host can be reached."""
         with contextlib.suppress(OSError):
             link = await Link.to(self.job, host)
             try:
@@ -318,6 +338,7 @@ class Attempt:
                 link.give_up()
 
     def verdict(self) -> int:
+        """Print the failure, if any, and return the exit code."""
         if self.failure:
             with contextlib.suppress(OSError):
                 print(f"jzero: {self.failure[1]}", file=sys.stderr, flush=True)
@@ -327,9 +348,9 @@ class Attempt:
 
 
 async def run(job: Job) -> int:
-    """Run the job, again after a failure if `--max_restarts` says so; the exit code.
+    """Run the job, with up to `--max_restarts` restarts after failures, and return the exit code.
 
-    A restart for which too few hosts are well counts as one, and the next waits for them a while.
+    An attempt that finds too few hosts without a fault counts as a restart; the next one waits PAUSE seconds for them.
     """
     restarts, code = job.options.max_restarts, 0
     for number in range(restarts + 1):
@@ -355,7 +376,7 @@ async def run(job: Job) -> int:
 
 @contextlib.contextmanager
 def pid_file(wanted: bool) -> Any:
-    """`/tmp/PID.jzero` with this command's pid, while it runs."""
+    """Keep this command's pid in `/tmp/PID.jzero` while it runs."""
     path = Path(os.environ.get("TMPDIR", "/tmp"), f"{os.getpid()}.jzero")
     if wanted:
         path.write_text(f"{os.getpid()}\n")

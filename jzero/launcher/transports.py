@@ -1,4 +1,4 @@
-"""The command lines that start a job on other hosts: ssh and an agent, or a system that has its own."""
+"""The commands that start a job on other hosts: ssh with an agent, or Slurm, Open MPI or Kubernetes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from jzero.errors import ConfigError
 from jzero.launcher import environment
 from jzero.launcher.job import Job
 
-# Reads the agent from standard input, up to a zero byte. What follows on the command line is the script's.
+# Reads the agent's source from standard input, up to a zero byte, without buffering what follows it. The script's
+# command line comes after it.
 BOOT = (
     "exec('import os; s = b\"\"\\nwhile s[-1:] != bytes(1):\\n d = os.read(0, 65536); s += d or exit(1)'); "
     "exec(compile(s[:-1], 'jzero agent', 'exec'))"
@@ -22,9 +23,9 @@ BOOT = (
 
 
 def agent_command(job: Job, host: str) -> list[str]:
-    """The command that starts an agent on a host: here, or there by ssh."""
+    """The command that starts an agent on a host, by ssh unless it is this machine."""
     o = job.options
-    agent = [sys.executable, "-uP", "-c", BOOT, *job.argv]  # -P: no module of the script's may hide one of Python's
+    agent = [sys.executable, "-uP", "-c", BOOT, *job.argv]  # -P: json.py beside the script must not shadow Python's
     source = f". {shlex.quote(os.path.join(job.cwd, o.venv_script))} && " if o.venv_script else ""
     line = f"cd {shlex.quote(job.cwd)} && {source}exec {shlex.join(agent)}"
     if o.no_ssh or job.is_here(host):
@@ -35,10 +36,10 @@ def agent_command(job: Job, host: str) -> list[str]:
 
 
 def srun_command(job: Job) -> list[str]:
-    """Slurm starts the processes and ends them all when one fails; they find their place in its environment."""
+    """Slurm starts the processes, ends all when one fails, and sets the variables of distributed/place.py."""
     per_host = _per_host(job)
-    invented = list(job.hosts) == [f"node{n}" for n in range(len(job.hosts))]
-    named = [] if invented and not job.options.hostfile else ["--nodelist", ",".join(job.hosts)]
+    unnamed = list(job.hosts) == [f"node{n}" for n in range(len(job.hosts))]
+    named = [] if unnamed and not job.options.hostfile else ["--nodelist", ",".join(job.hosts)]
     return [
         "srun", "--nodes", str(len(job.hosts)), "--ntasks", str(len(job.processes)),
         "--ntasks-per-node", str(per_host), *named, "--export=ALL", "--kill-on-bad-exit=1", "--label",
@@ -49,16 +50,18 @@ def srun_command(job: Job) -> list[str]:
 def mpirun_command(job: Job) -> list[str]:
     """Open MPI starts the processes and ends them all when one fails."""
     hosts = ",".join(f"{host}:{len(job.of(host))}" for host in job.hosts)
-    exported = [word for name in handover_env(job) for word in ("-x", name)]  # values may be secret
+    exported = [
+        word for name in handover_env(job) for word in ("-x", name)
+    ]  # names only: others can read a command line, and values may be secret
     command = ["mpirun", "-n", str(len(job.processes)), "--host", hosts, *exported]
     return [*command, *shlex.split(job.options.launcher_args), *job.argv]
 
 
 def handover_env(job: Job) -> dict[str, str]:
-    """The variables for srun or mpirun itself; a process's place is theirs to say."""
+    """The variables for srun or mpirun itself, without those that they set for each process."""
     env = {name: value for name, value in job.processes[0].env.items() if name not in environment.OWN}
     given = {"MASTER_ADDR": job.options.master_addr, "MASTER_PORT": str(job.options.master_port or "")}
-    if job.options.launcher == "openmpi":  # Slurm says itself who is first
+    if job.options.launcher == "openmpi":  # under Slurm each process finds the first host itself
         given = {"MASTER_ADDR": job.address, "MASTER_PORT": str(job.port)}
     return env | {name: value for name, value in given.items() if value}
 
@@ -68,9 +71,9 @@ def kubectl_command(job: Job) -> list[str]:
 
 
 def jobset(job: Job) -> dict[str, Any]:
-    """The JobSet (jobset.sigs.k8s.io) of a job: a pod per host, in which `jzero --no_ssh` starts its part.
+    """The JobSet (jobset.sigs.k8s.io) of a job: one pod per host, where `jzero --no_ssh` starts the host's processes.
 
-    `--launcher_args` say "image=IMAGE [name=NAME] [namespace=NAMESPACE]".
+    `--launcher_args` has the form "image=IMAGE [name=NAME] [namespace=NAMESPACE]".
     """
     given = dict(word.partition("=")[::2] for word in shlex.split(job.options.launcher_args))
     if unknown := given.keys() - {"image", "name", "namespace"}:
@@ -78,7 +81,9 @@ def jobset(job: Job) -> dict[str, Any]:
             f"--launcher_args = {job.options.launcher_args!r}: {sorted(unknown)}: allowed are image, name, namespace"
         )
     if not given.get("image"):
-        raise ConfigError('--launcher k8s: needs an image that has jzero and the script: --launcher_args "image=IMAGE"')
+        raise ConfigError(
+            '--launcher k8s: needs an image that contains jzero and the script: --launcher_args "image=IMAGE"'
+        )
     name, o, per_host = given.get("name", "jzero"), job.options, _per_host(job, devices=True)
     flags = [
         f"--{flag}"
@@ -119,7 +124,7 @@ def jobset(job: Job) -> dict[str, Any]:
 
 
 def _literal(word: str) -> str:
-    """Kubernetes replaces $(NAME), and $$ by $."""
+    """Escape a word, because Kubernetes expands $(NAME), and $$ to $."""
     return word.replace("$", "$$")
 
 
@@ -139,7 +144,7 @@ HANDOVERS: dict[str, Callable[[Job], list[str]]] = {
 
 
 def commands(job: Job) -> list[list[str]]:
-    """What this machine runs to start the job."""
+    """The commands that this machine runs to start the job."""
     handover = HANDOVERS.get(job.options.launcher)
     if handover:
         return [handover(job)]
@@ -148,9 +153,10 @@ def commands(job: Job) -> list[list[str]]:
 
 
 def dry_run(job: Job) -> str:
+    """The plan and its commands as JSON, with each list of scalars on one line."""
     plan = job.as_json(commands(job))
     if job.options.launcher == "k8s":
         plan["manifest"] = jobset(job)
     scalar = r'(?:"(?:[^"\\]|\\.)*"|-?\d+)'
-    lists = re.compile(rf"\[\s+{scalar}(?:,\s+{scalar})*\s+\]")  # on one line each
+    lists = re.compile(rf"\[\s+{scalar}(?:,\s+{scalar})*\s+\]")
     return lists.sub(lambda found: re.sub(r"\n\s*", " ", found[0]), json.dumps(plan, indent=2))

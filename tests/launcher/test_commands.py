@@ -61,7 +61,7 @@ def test_script(here, words, argv, flags):
     assert command[0] == sys.executable
     assert command[command.index(BOOT) + 1 :] == [*argv, "--lr", "1"]
     job = make_job(options.parse(words), os.environ, os.getcwd())
-    started = [job.argv[: job.first] + job.flag(process) + job.argv[job.first :] for process in job.processes]
+    started = [job.argv[: job.flag_at] + job.flag(process) + job.argv[job.flag_at :] for process in job.processes]
     assert started == [[*argv, *([f"--local_rank={k}"] if flags else []), "--lr", "1"] for k in (0, 1)]
 
 

@@ -65,7 +65,7 @@ def test_all_bad_lines_at_once(write):
     problems = refused(read_hostfile, path)
     assert [problem.partition(": ")[0] for problem in problems] == [f"{path}, line {n}" for n in (2, 4, 5, 6, 7)]
     for problem, why in zip(
-        problems, ["0 slots", "a is in line 1 already", "must be `HOST", "begin with -", "a is in line 1 already"],
+        problems, ["0 slots", "a is already in line 1", "must be `HOST", "begin with -", "a is already in line 1"],
         strict=True,
     ):  # fmt: skip
         assert why in problem
@@ -74,7 +74,7 @@ def test_all_bad_lines_at_once(write):
 @pytest.mark.parametrize("text", ["", "\n\n", "# a slots=4\n"])
 def test_no_host(write, text):
     (problem,) = refused(read_hostfile, write(text))
-    assert "holds no host" in problem
+    assert "contains no host" in problem
 
 
 @given(hostfiles)
@@ -127,7 +127,7 @@ def test_what_is_named_twice_counts_once(text, chosen):
 def test_a_host_that_is_named_both_whole_and_in_part(text):
     """DeepSpeed takes the part, silently; a reader may mean either."""
     (problem,) = refused(parse_filter, text, "--exclude")
-    assert problem == f"--exclude = {text!r}: a stands there both whole and with devices; keep one of them"
+    assert problem == f"--exclude = {text!r}: a is named both whole and with devices; keep one of them"
 
 
 # ---------------------------------------------------------------- choosing
@@ -170,7 +170,7 @@ def test_order_of_visible_devices_is_kept():
         ({"num_nodes": 0}, ["--num_nodes = 0: must be at least 1"]),
         ({"num_gpus": 0}, ["--num_gpus = 0: must be at least 1"]),
         ({"num_gpus": -2}, ["--num_gpus = -2: must be at least 1"]),
-        ({"num_nodes": 4}, ["--num_nodes = 4: there are 3: b, a, c"]),
+        ({"num_nodes": 4}, ["--num_nodes = 4: there are 3 hosts: b, a, c"]),
         ({"num_gpus": 3}, ["--num_gpus = 3: a has 2: 0, 1; ask for fewer"]),
         ({"include": "d"}, ["no host 'd'; the hosts are b, a, c"]),
         ({"exclude": "a:2"}, ["a has no device 2; it has 0, 1"]),

@@ -241,7 +241,7 @@ REFUSED = [
     ([*TWO, "-e", f"{A}:2"], [f"{A} has no device 2; it has 0, 1"]),
     ([*TWO, "-e", f"{A}@localhost"], ["leaves no device"]),
     ([*TWO, "--num_gpus", "3"], [f"{A} has 2: 0, 1", "localhost has 2: 0, 1"]),
-    ([*TWO, "--num_nodes", "3"], ["--num_nodes = 3: there are 2"]),
+    ([*TWO, "--num_nodes", "3"], ["--num_nodes = 3: there are 2 hosts"]),
     (["--num_nodes", "0"], ["--num_nodes = 0: must be at least 1"]),
     (["--num_gpus", "0"], ["--num_gpus = 0: must be at least 1"]),
     (["--num_gpus", "3"], ["--num_gpus = 3: localhost has 2: 0, 1"]),
@@ -249,7 +249,7 @@ REFUSED = [
     (["--num_nodes", "2"], ["there is no hostfile ", "/none that names them", "--hostfile FILE", "--no_ssh"]),
     (["--num_nodes", "2", "--launcher", "openmpi"], ["there is no hostfile"]),
     (["--num_nodes", "2", "--launcher", "slurm"], ["needs --num_nodes and --num_gpus (found 2 and -1)"]),
-    (["--node_rank", "0"], ["--node_rank = 0: is for --no_ssh"]),
+    (["--node_rank", "0"], ["--node_rank = 0: needs --no_ssh"]),
     (["--no_ssh", "--num_nodes", "2"], ["needs --node_rank (found -1)", "needs --master_addr"]),
     ([*TWO, "--no_ssh", "--node_rank", "2", "--master_addr", A], ["--node_rank = 2: there are 2 hosts"]),
     (["--no_ssh", "--node_rank", "0", "--num_nodes", "1", "--num_gpus", "3"], ["--num_gpus = 3: node0 has 2"]),
@@ -258,19 +258,19 @@ REFUSED = [
     (["--ssh_port", "65536"], ["--ssh_port = 65536: must be 1 to 65535"]),
     (["--max_restarts", "-1"], ["--max_restarts = -1: must be 0 or more"]),
     ([*TWO, "--min_nodes", "0"], ["--min_nodes = 0: must be at least 1; leave it out"]),
-    ([*TWO, "--min_nodes", "3"], [f"--min_nodes = 3: there are 2: {A}, localhost"]),
-    (["--no_ssh", "--node_rank", "0", "--num_nodes", "1", "--min_nodes", "1"], ["--min_nodes: is for hosts that are"]),
-    ([*TWO, "--min_nodes", "1", "--master_addr", A], ["--min_nodes and --master_addr: that host may be left out"]),
-    (["--launcher", "k8s", "--min_nodes", "1"], ["--min_nodes: is for hosts that are reached over ssh"]),
-    (["--launcher", "openmpi", "--min_nodes", "1"], ["--min_nodes: is not for --launcher openmpi"]),
+    ([*TWO, "--min_nodes", "3"], [f"--min_nodes = 3: there are 2 hosts: {A}, localhost"]),
+    (["--no_ssh", "--node_rank", "0", "--num_nodes", "1", "--min_nodes", "1"], ["--min_nodes: works only over ssh"]),
+    ([*TWO, "--min_nodes", "1", "--master_addr", A], ["--min_nodes and --master_addr: the job may go on without"]),
+    (["--launcher", "k8s", "--min_nodes", "1"], ["--min_nodes: works only over ssh"]),
+    (["--launcher", "openmpi", "--min_nodes", "1"], ["--min_nodes: does not work with --launcher openmpi"]),
     (["--hang_timeout", "-1"], ["--hang_timeout = -1.0: must be 0 or more"]),
     (["--grace", "nan"], ["--grace = nan: must be 0 or more"]),
     (["--export", "A-B=1"], ["--export = 'A-B=1': must be NAME or NAME=VALUE"]),
     (["--launcher", "k8s"], ['--launcher_args "image=IMAGE"']),
     (["--launcher", "k8s", "--launcher_args", "image=i nme=x"], ["['nme']: allowed are image, name, namespace"]),
-    (["--launcher", "slurm", "-i", "localhost:0"], ["--launcher slurm: chooses devices itself"]),
-    (["--launcher", "openmpi", "--venv_script", "x"], ["--venv_script: is not for --launcher openmpi"]),
-    (["--launcher", "slurm", "--max_restarts", "1"], ["--max_restarts: is not for --launcher slurm"]),
+    (["--launcher", "slurm", "-i", "localhost:0"], ["--launcher slurm: that system chooses devices itself"]),
+    (["--launcher", "openmpi", "--venv_script", "x"], ["--venv_script: does not work with --launcher openmpi"]),
+    (["--launcher", "slurm", "--max_restarts", "1"], ["--max_restarts: does not work with --launcher slurm"]),
     (["--hostfile", "uneven", "--launcher", "slurm"], [f"same number of devices on every host: {A} 1, {B} 2"]),
 ]  # fmt: skip
 
@@ -281,7 +281,7 @@ REFUSED = [
         (["nowhere.py"], "nowhere.py: no such file in "),
         (["models"], "; for a module write --module models"),
         (["--no_python", "nowhere"], "nowhere: no such program"),
-        (["--no_python", "./train.py"], "./train.py: no such program, or it may not be executed"),
+        (["--no_python", "./train.py"], "./train.py: no such program, or it is not executable"),
     ],
 )
 def test_no_script(here, words, message):
@@ -313,4 +313,4 @@ def test_fewer_visible_than_slots_without_ssh(here):
     here.setenv("CUDA_VISIBLE_DEVICES", "0")
     path = here.hosts(f"{A} slots=2", "localhost slots=2")
     message = here.refused("-H", path, "--no_ssh", "--node_rank", 1, "--master_addr", A, "train.py")
-    assert "leaves 1 of 2 slots, which the other hosts do not know with --no_ssh: unset it" in message
+    assert "leaves 1 of 2 slots, which the other hosts cannot see with --no_ssh: unset it" in message
