@@ -1,6 +1,6 @@
 """jzero: data and pipeline parallelism and ZeRO 1, 2, 3 for JAX, from one config and one compiled train step.
 
-Names are imported on first use, so that the `jzero` command answers without loading JAX.
+Names are imported on first use, so that the `jzero` command starts without loading JAX.
 """
 
 import importlib

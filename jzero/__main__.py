@@ -1,4 +1,4 @@
-"""`python -m jzero` is `jzero`."""
+"""Run the command `jzero` as `python -m jzero`."""
 
 import sys
 

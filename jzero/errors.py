@@ -1,4 +1,4 @@
-"""The exceptions: a user's mistake, and a checkpoint that cannot be written or read."""
+"""The exceptions, and how to write names and other exceptions into their messages."""
 
 import re
 from collections.abc import Iterable
@@ -7,8 +7,12 @@ from collections.abc import Iterable
 class ConfigError(ValueError):
     """A config, model or call that jzero cannot honour.
 
-    Each problem names the key, its value, what is allowed and the fix; all problems of a config are
-    reported together.
+    Each problem names the key, its value, the allowed values and the fix. All problems of a config are reported
+    together.
+
+    >>> print(ConfigError("steps = -1: must be positive", "size = 0: must be positive"))
+    - steps = -1: must be positive
+    - size = 0: must be positive
     """
 
     def __init__(self, *problems: str):
@@ -17,18 +21,22 @@ class ConfigError(ValueError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written, is incomplete, or does not hold what was saved."""
+    """A checkpoint that could not be written, is incomplete, or differs from the state that was saved."""
 
 
 def some_of(names: Iterable[object], most: int = 8) -> str:
-    """The first names, and how many more there are."""
+    """The first names as prose, and the number of the others.
+
+    >>> some_of(range(10), most=3)
+    '0, 1, 2 and 7 more'
+    """
     listed = [str(name) for name in names]
     return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
 
 
 def in_a_line(error: Exception) -> str:
-    """What an exception says, without the specifications that tensorstore adds."""
-    if type(error) is Exception and isinstance(error.__cause__, Exception):  # Orbax's: all of the specification
+    """An exception's message in one line, without the specifications that TensorStore appends."""
+    if type(error) is Exception and isinstance(error.__cause__, Exception):  # Orbax repeats the whole specification
         error = error.__cause__
     line = re.split(r" \[[\w ]+='", (str(error).strip().splitlines() or [""])[0])[0][:500]
     plain = type(error) is ValueError or isinstance(error, OSError | RuntimeError)

@@ -18,7 +18,7 @@ import jax
 from jzero import _compat
 from jzero.distributed.host_collectives import agree
 
-PATIENCE = 60.0  # seconds for all processes to answer
+TIMEOUT = 60.0  # seconds for all processes to answer
 _FLAG = "jzero/stop"  # the key in the coordination service
 
 _signalled, _ending = threading.Event(), threading.Event()
@@ -46,7 +46,7 @@ def listen() -> None:
 def _end(thread: threading.Thread) -> None:
     """Wait for the thread: if it returned from C++ after Python has ended, it would abort the process."""
     _ending.set()
-    thread.join(PATIENCE)
+    thread.join(TIMEOUT)
 
 
 def reached() -> bool:
@@ -69,7 +69,7 @@ def _agree_on_the_last() -> None:
         # The lock stops `reached`, and so the training loop, until all processes have published their step.
         with _lock:
             try:
-                _last = max(map(int, agree("the last step", str(_begun), PATIENCE)))
+                _last = max(map(int, agree("the last step", str(_begun), TIMEOUT)))
             except ValueError as error:  # a process is stuck, and would hang the save too
                 print(f"jzero: SIGTERM: stopping without a checkpoint: {error}", file=sys.stderr, flush=True)
                 os._exit(128 + signal.SIGTERM)

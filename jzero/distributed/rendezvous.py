@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from jzero.errors import ConfigError
 
-PATIENCE = 20.0  # seconds until process 0 prints which processes are missing
+NOTICE = 20.0  # seconds until process 0 prints which processes are missing
 
 
 def meet(coordinator: str, rank: int, size: int, timeout: float, job: str = "") -> None:
@@ -44,10 +44,10 @@ def _listen(host: str, port: int, rank: int, size: int, timeout: float, job: str
                 f"process 0 cannot listen on port {port}: {os.strerror(error.errno or 0)}: another job may use it; "
                 "pass another --master_port (or MASTER_PORT), or leave it out"
             ) from None
-        patience = time.monotonic() + PATIENCE
+        notice = time.monotonic() + NOTICE
         while len(came) < size - 1 and (left := deadline - time.monotonic()) > 0:
-            if time.monotonic() > patience:
-                patience = deadline  # print once
+            if time.monotonic() > notice:
+                notice = deadline  # print once
                 print(f"waiting for rank {_missing(came, size)} of {size} at port {port}", file=sys.stderr, flush=True)
             server.settimeout(min(left, 1))
             with contextlib.suppress(OSError, ValueError):  # ValueError: not a line of the protocol, as a port scan's

@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.skipif(not can_run(), reason=NE
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory, worker_id):
-    made = Hosts(tmp_path_factory.mktemp("hosts"), 99 if worker_id == "master" else int(worker_id[2:]))
+def hosts(tmp_path_factory):
+    made = Hosts(tmp_path_factory.mktemp("hosts"), int(os.environ.get("PYTEST_XDIST_WORKER", "gw99")[2:]))
     yield made
     made.remove()
 
