@@ -61,7 +61,7 @@ class Job:
 
     @property
     def address(self) -> str:
-        """The coordinator's host, as far as it is known before the hosts are asked (runner.find_coordinator)."""
+        """The coordinator's host, as far as it is known before the hosts are asked (coordinator.py)."""
         o, first = self.options, next(iter(self.hosts))
         alone = len(self.hosts) == 1 and (o.no_ssh or is_this_machine(first)) and not o.force_multi
         return o.master_addr or ("127.0.0.1" if alone else first)

@@ -22,6 +22,7 @@ from typing import Any
 from jzero.distributed.exit_codes import HUNG, SAVED
 from jzero.errors import ConfigError
 from jzero.launcher import preflight
+from jzero.launcher.coordinator import Faults, candidates, common_address, reserve_port
 from jzero.launcher.job import Job, Process
 from jzero.launcher.link import Link
 from jzero.launcher.printer import Printer
@@ -118,14 +119,19 @@ class Attempt:
             self.use(self.job.without(found))
             hellos = {host: hellos[host] for host in well}
 
-    async def check_hosts(self, hellos: Mapping[str, Any]) -> dict[str, list[str]]:
+    async def check_hosts(self, hellos: Mapping[str, Any]) -> Faults:
         """Return host -> faults; if there are none, the coordinator's address and port are set."""
         o = self.job.options
         wanted = {host: len(ids) * (o.platform == "gpu") for host, ids in self.job.hosts.items()}
         found = preflight.faults(hellos, wanted)
         self.address, self.port = self.job.address, self.job.port
-        if not found and (not o.no_ssh or o.node_rank == 0):
-            found = await self.find_coordinator(hellos)
+        if found or (o.no_ssh and o.node_rank != 0):
+            return found
+        first, *others = [self.links[host] for host in self.hosts]
+        self.port, found = await reserve_port(first, self.port if o.master_port or o.no_ssh else 0)
+        if others and not found:
+            tries = candidates(o.master_addr, first.host, hellos[first.host])
+            self.address, found = await common_address(first, others, tries, self.port)
         return found
 
     async def greet(self, host: str) -> Any:
@@ -135,38 +141,6 @@ class Attempt:
         except OSError as error:
             return {"error": f"{error.filename or 'its agent'}: {error.strerror}"}
         return await self.links[host].answer("hello", 20)
-
-    async def find_coordinator(self, hellos: Mapping[str, Any]) -> dict[str, list[str]]:
-        """Find a free port on the first host and an address of it that all other hosts reach; return host -> faults.
-
-        The agents try it with real connections: a host's name may resolve to an address that only it can reach, and
-        firewalls differ by network interface.
-        """
-        o, (first, *others) = self.job.options, [self.links[host] for host in self.hosts]
-        first.tell(listen=self.port if o.master_port or o.no_ssh else 0)
-        bound = await first.answer("bound", 10)
-        if bound.get("error") or bound["bound"] is None:
-            if bound.get("error"):
-                return {first.host: [bound["error"]]}
-            why = f"port {self.port}: {bound['why']}; another job may use it: pass another --master_port, or none"
-            raise ConfigError("nothing was started:\n" + preflight.table(hellos, {first.host: [why]}))
-        self.port = bound["bound"]
-        if o.no_ssh or not others:
-            return {}
-        own = [a for a in hellos[first.host]["addresses"] if not a.startswith("127.")]
-        candidates = [o.master_addr] if o.master_addr else list(dict.fromkeys([first.host, *own]))
-        for link in others:
-            link.tell(connect=[[address, self.port] for address in candidates])
-        reached = await asyncio.gather(*(link.answer("reached", 10) for link in others))
-        for index, address in enumerate(candidates):
-            if all(isinstance(r, list) and index in r for r in reached):
-                self.address = address
-                return {}
-        places = f"{', '.join(candidates)} (port {self.port}): pass --master_addr"
-        deaf = [link.host for link, r in zip(others, reached, strict=True) if not isinstance(r, list) or not r]
-        if not deaf or len(deaf) > max(1, len(others) / 2):  # more likely the first host has the fault
-            return {first.host: [f"{', '.join(deaf) or 'the other hosts'} cannot reach it at {places}"]}
-        return {host: [f"cannot reach {first.host} at {places}"] for host in deaf}
 
     def start(self) -> None:
         """Send every agent its processes."""
@@ -221,9 +195,7 @@ class Attempt:
         self.saved += code == SAVED
         if process is None or code == 0 or self.failure or self.signalled:
             return
-        if (
-            self.first != rank and self.first in self.left
-        ):  # that one failed first, and its last lines are still to come
+        if self.first != rank and self.first in self.left:  # that rank failed first; its last lines are still to come
             return
         if code == SAVED:
             self.fail(code, f"rank {rank} received SIGTERM and saved; the others follow", self.job.options.grace)
