@@ -1,4 +1,4 @@
-"""A process finds its place in the environment, and meets the others."""
+"""A process reads its place from the environment and meets the other processes."""
 
 import contextlib
 import socket
@@ -52,7 +52,7 @@ def test_slurm_tasks_on_a_host(tasks, most):
 
 @pytest.mark.parametrize("job", ["1", "16383", "16384", "4294967295"])
 def test_slurm_port_is_a_port(job):
-    """The same for all of a job, and of the dynamic ones."""
+    """It is one of the dynamic ports, whatever the job's number."""
     _, _, port = find_place(SLURM | {"SLURM_JOB_ID": job}).coordinator.rpartition(":")
     assert 49152 <= int(port) < 65536
 
@@ -119,7 +119,7 @@ def port():
 
 
 def met(port, calls):
-    """What each call (rank, size, timeout, job) said, all at the same time, "" or its error; and its seconds."""
+    """Make all calls (rank, size, timeout, job) at the same time; return their errors ("": none) and their seconds."""
     said = [None] * len(calls)
 
     def one(index, call):
@@ -166,7 +166,7 @@ def test_nobody_listens(port):
 
 @pytest.mark.parametrize("other", [(2, 3, 60, "other"), (2, 4, 60, "job")])
 def test_another_jobs_process_is_turned_away(port, other):
-    """At once, and it does not count."""
+    """It is refused at once, and does not count as present."""
     said, seconds = met(port, [(0, 3, 4, "job"), (1, 3, 4, "job"), other])
     assert said[0] == said[1]
     assert said[0].startswith("rank 2 of 3 did not come")
@@ -175,7 +175,7 @@ def test_another_jobs_process_is_turned_away(port, other):
 
 
 def test_strangers_do_no_harm(port):
-    """What connects and leaves, or says something else."""
+    """Connections that close at once, or send something else, are ignored."""
     said = []
     listening = threading.Thread(target=lambda: said.extend(met(port, [(0, 2, 10, "")])[0]), daemon=True)
     listening.start()

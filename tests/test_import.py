@@ -1,4 +1,4 @@
-"""Importing jzero starts nothing, so a process may still fork, or say which devices it wants."""
+"""Importing jzero does not start JAX's devices, so a process can still fork or configure them."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def run(program, tmp_path):
-    """The program's output, run as a script of its own with nothing of pytest's JAX settings."""
+    """Run a program as a script, without the JAX settings of pytest's process; return its output."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(program))
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_"))}

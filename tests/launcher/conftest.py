@@ -3,13 +3,13 @@ import signal
 import pytest
 from jobs import Command
 
-# A shell's background job ignores Ctrl-C, and so would the commands that these tests start and interrupt.
+# A background job of a shell ignores Ctrl-C, and the commands that these tests interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a job; whatever is left of it after the test is killed."""
+    """Start a job; kill what is left of it after the test."""
     commands = []
 
     def start(*arguments, **keywords):

@@ -19,11 +19,11 @@ def sh(*words):
 
 
 class Hosts:
-    """Hosts a and b; commands are run on a. `options` are for ssh."""
+    """Hosts a and b; commands run on a. `options` are for ssh."""
 
     def __init__(self, folder: Path, number: int):
         self.folder, self.servers = folder, {}
-        self.names = {h: f"jz{number}{h}" for h in "ab"}  # of the namespaces, and of the hosts
+        self.names = {h: f"jz{number}{h}" for h in "ab"}  # of both the namespaces and the hosts
         self.addresses = {"a": f"10.{100 + number}.0.1", "b": f"10.{100 + number}.0.2"}
         self.options = f"-F {folder}/config"
         folder.chmod(0o700)
@@ -50,7 +50,7 @@ class Hosts:
             self.serve(host)
 
     def serve(self, host, set_env=""):
-        """Start the host's sshd, if need be in place of the one before."""
+        """Start or replace the host's sshd."""
         if host in self.servers:
             self.stop(host)
         config = self.folder / f"sshd_{host}"
@@ -73,7 +73,7 @@ class Hosts:
         return ["ssh", *self.options.split(), self.names[host]]
 
     def on(self, host):
-        """A prefix that runs a command in the network and under the name of this host."""
+        """A command prefix that runs a command in this host's network and under its name."""
         name = self.names[host]
         return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", f'hostname {name}; exec "$@"', "sh"]
 

@@ -1,4 +1,4 @@
-"""Real jobs for tests: the command as a process, and what it leaves in the process table."""
+"""Real jobs for tests: the command as a process, and the processes it leaves."""
 
 import os
 import secrets
@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 180  # seconds for what starts processes: a busy machine is no failure
+PATIENCE = 180  # seconds to start processes; a busy machine is slow
 
 
 class Command:
-    """`jzero` with these arguments, running. Its processes are those with its token on their command line."""
+    """A running `jzero` with these arguments. Its processes have its token on their command line."""
 
     def __init__(self, *arguments, cwd, env=None, prefix=()):
         self.token = f"token-{secrets.token_hex(6)}"
@@ -28,7 +28,7 @@ class Command:
             )  # fmt: skip
 
     def wait(self, seconds=PATIENCE):
-        """The exit code."""
+        """Wait for the end; return the exit code."""
         return self.process.wait(seconds)
 
     @property
@@ -40,13 +40,13 @@ class Command:
         return self.err.read_text()
 
     def until(self, text, seconds=PATIENCE):
-        """Wait until the output has the text so many times."""
+        """Wait until the output contains a text, or (text, n) n times."""
         wanted, times = text if isinstance(text, tuple) else (text, 1)
         wait_for(lambda: self.output.count(wanted) >= times, seconds, lambda: f"{self.output}\n{self.errors}")
         return self
 
     def processes(self, having=""):
-        """pid -> command line of what the job has running, those with `having` on it; zombies are not running."""
+        """pid -> command line of the job's running processes that contain `having`; zombies do not count."""
         found = {}
         for path in Path("/proc").glob("[0-9]*"):
             try:

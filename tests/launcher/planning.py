@@ -1,15 +1,19 @@
-"""Plans for tests: what `--dry_run` prints, in a folder of its own, of hosts that are not this machine."""
+"""Plans for tests: the output of `--dry_run` in a folder of its own, for hosts that are not this machine."""
 
 import json
 import os
 
 from jzero import cli
 
-A, B, C = "198.51.100.1", "198.51.100.2", "198.51.100.3"  # of documentation: nobody's
+A, B, C = (
+    "198.51.100.1",
+    "198.51.100.2",
+    "198.51.100.3",
+)  # reserved for documentation (RFC 5737), so no machine has them
 
 
 class Here:
-    """A folder with a script `train.py`, where no hostfile is found and no GPU set is visible."""
+    """A folder with a script `train.py`, without a hostfile and without CUDA_VISIBLE_DEVICES."""
 
     def __init__(self, tmp_path, monkeypatch, capsys):
         self.path, self.capsys, self.setenv = tmp_path, capsys, monkeypatch.setenv
@@ -23,7 +27,7 @@ class Here:
         (tmp_path / "train.py").write_text("")
 
     def write(self, name, *lines):
-        """The file's path."""
+        """Write a file; return its path."""
         (self.path / name).write_text("".join(f"{line}\n" for line in lines))
         return str(self.path / name)
 
@@ -31,14 +35,14 @@ class Here:
         return self.write("hosts", *lines)
 
     def dry(self, *words):
-        """The plan."""
+        """Return the plan."""
         assert cli.main(["--dry_run", *map(str, words)]) == 0
         out, err = self.capsys.readouterr()
         assert err == ""
         return json.loads(out)
 
     def refused(self, *words):
-        """The message."""
+        """Return the error message."""
         assert cli.main(["--dry_run", *map(str, words)]) == 2
         out, err = self.capsys.readouterr()
         assert out == ""

@@ -1,4 +1,4 @@
-"""The command lines of a plan: what is quoted, what goes along in the environment, what other systems are told."""
+"""The commands of a plan: quoting, the environment, and the commands for Slurm, Open MPI and Kubernetes."""
 
 import os
 import re
@@ -66,7 +66,7 @@ def test_script(here, words, argv, flags):
 
 
 def line_of(command):
-    """The words that a shell makes of the last word of an ssh command."""
+    """Split the last word of an ssh command as a shell does."""
     cd, folder, and_, *words = shlex.split(command[-1])
     assert (cd, folder, and_) == ("cd", os.getcwd(), "&&")
     return words
@@ -148,7 +148,7 @@ def test_mpirun(here):
 
 
 def expanded(word, env):
-    """What Kubernetes makes of an argument."""
+    """Expand an argument as Kubernetes does."""
     return re.sub(r"\$\$|\$\((\w+)\)", lambda m: env.get(m[1], m[0]) if m[1] else "$", word)
 
 
@@ -175,7 +175,7 @@ def test_jobset(here):
     assert {e["name"]: expanded(e["value"], {"X": "wrong"}) for e in container["env"]} == {"SEEN": "$(X)", "SET": "b=c"}
 
     here.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    for node in (0, 1):  # what each pod makes of it
+    for node in (0, 1):  # each pod reads it
         env = {"JOB_COMPLETION_INDEX": str(node), "SEEN": "wrong"}
         python, m, name, *args = container["command"] + [expanded(word, env) for word in container["args"]]
         assert (python, m, name) == ("python", "-m", "jzero")
@@ -257,7 +257,7 @@ def test_files(folders):
 
 
 def test_order(folders):
-    """Shell, .deepspeed_env, .jzero_env, each at home and then here, --export."""
+    """The order is: shell, .deepspeed_env, .jzero_env (each at home, then here), --export."""
     cwd, home = folders
     env, found = {"NCCL_X": "shell"}, []
     for folder, name in ((home, ".deepspeed_env"), (cwd, ".deepspeed_env"), (home, ".jzero_env"), (cwd, ".jzero_env")):
@@ -295,7 +295,7 @@ def test_all_bad_lines_at_once(folders):
 
 
 def test_every_process_gets_it(here):
-    """On one node as well."""
+    """Also on a single host."""
     here.write("home/.deepspeed_env", "", "# comment", "A=home")
     here.write(".jzero_env", "B=here")
     plan = here.dry("--platform", "cpu", "--num_gpus", 2, "--export", "C=x y", "train.py")

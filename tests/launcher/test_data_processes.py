@@ -1,4 +1,4 @@
-"""The loader in a real job of two processes: the losses of one process, from half of the rows each."""
+"""The loader in a job of two processes: each reads half of the rows, and the losses are those of one process."""
 
 import json
 import re
@@ -43,7 +43,7 @@ def train(devices=None):
         model = jzero.from_flax(lambda rngs: MLP(8, 16, 2, rngs=rngs), cross_entropy)
         mesh = jzero.make_mesh(devices=devices)
         engine, _, loader, _ = jzero.initialize(model=model, config=config, mesh=mesh, training_data=training_data)
-        losses += [float(engine.train_batch()) for _ in range(5)]  # over the end of the epoch
+        losses += [float(engine.train_batch()) for _ in range(5)]  # past the end of the epoch
         loader.seek({"epoch": 0, "samples": 32})
         losses += [float(engine.train_batch()) for _ in range(3)]
         assert loader.position == {"epoch": 1, "samples": 16}, loader
@@ -66,5 +66,5 @@ def test_two_processes_train_as_one(tmp_path):
     assert len(said) == 2
     assert said[0][0] == said[1][0] == pytest.approx(expected, rel=1e-6)
     assert read >= 16 * 8
-    assert all(8 * 8 <= mine <= 8 * 8 + 40 for _, mine in said)  # half, but for what was read ahead
+    assert all(8 * 8 <= mine <= 8 * 8 + 40 for _, mine in said)  # half, and what was read ahead
     assert len(set(expected)) == len(expected)

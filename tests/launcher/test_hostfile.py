@@ -1,4 +1,4 @@
-"""Which hosts and devices take part: the hostfile, the filters, CUDA_VISIBLE_DEVICES."""
+"""The choice of hosts and devices: the hostfile, the filters, CUDA_VISIBLE_DEVICES."""
 
 from collections import defaultdict
 
@@ -119,13 +119,13 @@ def test_malformed_filter(text):
     ],
 )
 def test_what_is_named_twice_counts_once(text, chosen):
-    """As in DeepSpeed, which scripts that build their filters rely on."""
+    """As in DeepSpeed; scripts that build their filters rely on it."""
     assert parse_filter(text, "--include") == chosen
 
 
 @pytest.mark.parametrize("text", ["a@a:0", "a:0@a", "b@a:1@a:2@a"])
 def test_a_host_that_is_named_both_whole_and_in_part(text):
-    """DeepSpeed takes the part, silently; a reader may mean either."""
+    """DeepSpeed silently takes the part; the user may mean either."""
     (problem,) = refused(parse_filter, text, "--exclude")
     assert problem == f"--exclude = {text!r}: a is named both whole and with devices; keep one of them"
 
@@ -223,7 +223,7 @@ def _flat(hosts):
 
 
 def deepspeed_filter(host_info, include_str="", exclude_str=""):
-    """DeepSpeed 0.19.8's parse_resource_filter with its parse_node_config_list (deepspeed/launcher/runner.py)."""
+    """Port of parse_resource_filter and parse_node_config_list of DeepSpeed 0.19.8, deepspeed/launcher/runner.py."""
     node_configs = defaultdict(list)
     for node_config in (include_str or exclude_str).split("@"):
         hostname, _, slots = node_config.partition(":")

@@ -80,7 +80,7 @@ def test_losses_equal_one_process_s(launch, tmp_path):
 
     assert len(said(job.output)) == 8
     np.testing.assert_allclose(said(job.output), said(alone.stdout), rtol=1e-6)
-    # zero stays on a host; pipe goes across
+    # `zero` stays within a host, `pipe` spans hosts
     assert re.findall(r"^\[0\] hosts (.*)$", job.output, re.M) == ["[[0, 0, 1, 1], 1]", "[[0, 0, 1, 1], 2]"]
 
 
@@ -157,7 +157,7 @@ while engine.global_steps < 10:
 
 @pytest.mark.parametrize("on", keep(["a", "b"], ["b"]))
 def test_a_job_goes_on_without_a_lost_host(launch, hosts, tmp_path, on):
-    """By itself, from its checkpoint, with the same global batch; also where the first host is the one that is lost."""
+    """It resumes from its checkpoint with the same global batch, even if the first host is lost."""
     (tmp_path / "worker.py").write_text(GOES_ON)
     exported = ["--export", f"PYTHONPATH={ROOT}:{ROOT}/tests", "--export", "PACE=0.5"]
     job = launch("--max_restarts", 1, "--min_nodes", 1, "--resume", *exported, "worker.py", on=on)
@@ -252,7 +252,7 @@ def test_a_host_that_is_not_there(launch, hosts, tmp_path):
 
 @pytest.mark.slow
 def test_without_ssh(launch, start, hosts, tmp_path):
-    """A command on every host; that of a rank that dies ends, and so does the other."""
+    """One command per host; when a rank dies, its own command and the other one end."""
     waits = "import time\nprint('ready', flush=True)\ntime.sleep(1000)\n"
     (tmp_path / "worker.py").write_text(f"import jzero\njzero.init_distributed()\n{waits}")
     jobs = [
@@ -273,7 +273,7 @@ def test_without_ssh(launch, start, hosts, tmp_path):
 
 
 def host_of(pid):
-    """The name of the host that a process runs on."""
+    """The name of a process's host."""
     return subprocess.run(
         ["nsenter", "--uts", "--target", str(pid), "hostname"], capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -285,6 +285,6 @@ def is_rank(job, pid):
 
 
 def command_of(job):
-    """The pid of the command itself, behind what runs it on a host."""
+    """The pid of the command itself, without the prefix that runs it on a host."""
     (pid,) = [pid for pid, words in job.processes("-m jzero").items() if words.split()[0].endswith("python")]
     return pid

@@ -1,4 +1,4 @@
-"""The plan: the options, and what `--dry_run` prints of ranks, environment and devices for them."""
+"""The plan: the options, and the ranks, environment and devices that `--dry_run` prints."""
 
 import argparse
 import json
@@ -135,7 +135,7 @@ def test_choice_of_hosts(here, words, hosts):
     assert [(p["host"], p["device_ids"]) for p in plan["processes"]] == [
         (h, [i]) for h, ids in hosts.items() for i in ids
     ]
-    assert plan["coordinator"].startswith(f"{next(iter(hosts))}:")  # never this machine's address for another
+    assert plan["coordinator"].startswith(f"{next(iter(hosts))}:")  # never 127.0.0.1 for another machine
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_choice_of_hosts(here, words, hosts):
 )
 @pytest.mark.parametrize("named", [False, True])
 def test_visible_devices_of_this_machine(here, visible, words, ids, named):
-    """Without a hostfile, and with one that names this machine."""
+    """Without a hostfile, and with one that contains this machine."""
     here.setenv("CUDA_VISIBLE_DEVICES", visible)
     where = ["--hostfile", here.hosts("localhost slots=8")] if named else []
     plan = here.dry(*where, *words, "train.py")
@@ -309,7 +309,7 @@ def test_no_gpu(here, visible):
 
 
 def test_fewer_visible_than_slots_without_ssh(here):
-    """The other hosts would count other ranks."""
+    """The other hosts would number ranks differently."""
     here.setenv("CUDA_VISIBLE_DEVICES", "0")
     path = here.hosts(f"{A} slots=2", "localhost slots=2")
     message = here.refused("-H", path, "--no_ssh", "--node_rank", 1, "--master_addr", A, "train.py")

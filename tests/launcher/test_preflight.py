@@ -1,4 +1,4 @@
-"""What is wrong with hosts, said before anything starts."""
+"""The faults of hosts, found before a script starts."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ CORRECT = "correct --num_gpus, CUDA_VISIBLE_DEVICES or its slots"
 
 
 def hello(gpus=8, **versions):
-    """What a host says that has these versions; None: not installed."""
+    """The hello of a host with these versions; None: not installed."""
     changed = {name.replace("_", "-"): version for name, version in versions.items()}
     installed = {"python": "3.12.1", "jzero": "0.1.0", "jax": "0.11.2", "jaxlib": "0.11.2", "driver": "570.1"} | changed
     return {"versions": {name: version for name, version in installed.items() if version}, "gpus": gpus}
@@ -101,14 +101,14 @@ def test_table():
     assert rows[:3] == [
         ["good-1", *versions, "-"],
         ["good-2", *versions, "-"],
-        ["deaf", *[""] * 6, ALL["deaf"]["error"]],  # no markup: as it was said
+        ["deaf", *[""] * 6, ALL["deaf"]["error"]],  # printed as it is: rich must not read [preauth] as markup
     ]
     assert rows[3][:-1] == ["old", "3.11.7", "0.1.0", "", "0.11.2", "570.1", "1"]
     assert rows[3][-1] == "; ".join(faults(ALL, wanted(ALL))["old"])
 
 
 def cells(text):
-    """The table's rows, with what was folded in one again."""
+    """The table's rows, with folded cells joined."""
     rows = []
     for line in text.splitlines():
         if line.startswith("|"):
@@ -140,7 +140,7 @@ def test_weak_points(said, problems):
 
 
 class Host:
-    """What the link to a host says; `reaches`: the first hosts that it can connect to."""
+    """A link to a host without the host; `reaches`: the coordinators that it can connect to."""
 
     def __init__(self, host, reaches):
         self.host, self.reaches, self.ready = host, reaches, True
@@ -161,7 +161,7 @@ class Host:
     ("min_nodes", "reaches", "hosts"),
     [
         (1, {"a": "abcd", "b": "abcd", "c": "abcd", "d": "abcd"}, "abcd"),
-        (2, {"a": "abcd", "b": "bcd", "c": "bcd", "d": "bcd"}, "bcd"),  # nobody reaches the first
+        (2, {"a": "abcd", "b": "bcd", "c": "bcd", "d": "bcd"}, "bcd"),  # no host reaches the first
         (2, {"a": "abcd", "b": "abcd", "c": "abcd", "d": "d"}, "abc"),
         (1, {"a": "ab", "b": "b"}, "a"),
         (2, {"a": "ab", "b": "b"}, None),

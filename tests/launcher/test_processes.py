@@ -1,4 +1,4 @@
-"""Programs of several real processes: what they agree on, and what they say instead of hanging."""
+"""Programs of several real processes: they agree, or raise the same error instead of hanging."""
 
 import re
 
@@ -33,7 +33,7 @@ def tried(name, f):
 
 @pytest.fixture
 def run(tmp_path):
-    """The lines that each rank prints of a program: rank -> {name: text}."""
+    """Run a program; return the job and the lines that each rank prints: rank -> {name: text}."""
 
     def run(program, size=2, **env):
         (tmp_path / "worker.py").write_text(HEAD + program)
@@ -89,7 +89,7 @@ tried("second", lambda: one.train_batch(data))
 
 
 def test_evaluation_of_micro_batches(run):
-    """Each process gives its own rows, or jzero's loader the rows of all."""
+    """Each process passes its own rows, or jzero's loader passes the rows of all."""
     job, said = run("""
 x, y = np.arange(64.0, dtype="float32").reshape(8, 8) / 64, np.arange(8, dtype="int32") % 2
 one = engine(batch=8, gradient_accumulation_steps=2)

@@ -1,4 +1,4 @@
-"""Jobs of several processes on this machine: what they get, and that nothing of them is left, however they end."""
+"""Jobs of several processes on this machine: their arguments and environment, and that no process survives."""
 
 import json
 import os
@@ -27,7 +27,7 @@ if what == "lines":
     print("x" * 200_000, file=sys.stderr)
     print("a\rb\rc", end="")
     sys.exit()
-if what == "much":  # more than a pipe holds, until somebody has read
+if what == "much":  # more than a pipe holds until it is read
     for i in range(3000):
         print("x" * 100)
     while not os.path.exists("read"):
@@ -177,7 +177,7 @@ def test_signals_go_through(start, worker, number):
 
 @pytest.mark.slow
 def test_saving_may_take_the_grace(start, worker):
-    """One rank was told to stop and has saved; the others have longer than an agent that hears nothing waits."""
+    """One rank received SIGTERM and saved; the others may take longer than an agent waits for a silent command."""
     job = start(*CPU, 2, "--grace", 20, worker, "slow")
     assert job.wait() == 75
     assert "saved 1" in job.output
@@ -209,7 +209,7 @@ def test_restarts(start, worker, tmp_path):
 
 
 SSH = """#!/bin/sh
-# Hosts that are this machine by another name; good2 is away once, after the first failure; silent never answers.
+# Other names for this machine. good2 is unreachable once, after the first failure; silent never answers.
 for word; do host=$command command=$word; done
 case $host in
     silent) sh -c 'sleep 1000; :' "$command" & wait ;;
@@ -221,7 +221,7 @@ exec sh -c "$command"
 
 @pytest.fixture
 def named_hosts(start, worker, tmp_path):
-    """Start a job on hosts of these names, a process each."""
+    """Start a job on hosts with these names, one process each."""
 
     def launch(*names):
         (tmp_path / "bin").mkdir(exist_ok=True)
@@ -253,7 +253,7 @@ def test_a_host_that_does_not_answer(named_hosts, worker):
 
 @pytest.mark.parametrize(("restarts", "code"), keep([(1, 3), (2, 0)], [(1, 3)]))
 def test_a_restart_for_which_a_host_is_away(named_hosts, worker, restarts, code):
-    """It counts, the next one waits for the host, and the exit code is the job's own."""
+    """It counts as a restart, the next one waits for the host, and the exit code is the script's."""
     job = named_hosts("good1", "good2")("--max_restarts", restarts, worker, "once")
     assert job.wait() == code
     assert "no route to host" in job.errors
@@ -270,8 +270,8 @@ def test_ctrl_c_between_restarts(named_hosts, worker):
     job.gone(2)
 
 
-def test_two_jobs(start, worker):
-    """Without --master_port a job finds a free port; with one that is taken it does not start."""
+def test_a_port_that_is_taken(start, worker):
+    """A job whose --master_port is taken does not start."""
     with socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) as taken:
         port = taken.getsockname()[1]
         second = start(*CPU, 2, "--master_port", port, worker, "show")
@@ -322,7 +322,7 @@ for i in range(10_000):
 @pytest.mark.slow
 def test_a_rank_that_hangs(start, tmp_path):
     (tmp_path / "worker.py").write_text(TRAIN)
-    # Compiling the first step counts, and on a busy machine takes long.
+    # The timeout includes compiling the first step, which is slow on a busy machine.
     job = start(*CPU, 2, "--hang_timeout", 40, "worker.py").until(("ready", 2))
     job.kill(job.rank(1), signal.SIGSTOP)
     assert job.wait(90) == 124
@@ -338,7 +338,7 @@ def test_a_rank_that_hangs(start, tmp_path):
     keep([("raise ValueError", 1), ("import sys; sys.exit(3)", 3)], [("raise ValueError", 1)]),
 )
 def test_a_rank_that_leaves_among_collectives(start, tmp_path, what, code):
-    """The others wait for it in a collective, and JAX would wait for them at its exit."""
+    """The others wait for it in a collective, and JAX's exit would wait for the others."""
     (tmp_path / "worker.py").write_text(TRAIN)
     job = start(*CPU, 2, "worker.py", env={"DO": what}).until(("ready", 2))
     assert job.wait(15) == code
@@ -355,7 +355,7 @@ def test_output_that_nobody_reads(start, worker, tmp_path):
 
 @pytest.mark.slow
 def test_a_reader_that_pauses(start, worker):
-    """For longer than the agent waits for a word: the job goes on."""
+    """A reader that pauses for longer than SILENCE does not end the job."""
     pause = 'mkfifo pipe; "$@" > pipe & exec 3< pipe; sleep 12; touch read; cat <&3'
     job = start(*CPU, 2, worker, "much", prefix=["sh", "-c", pause, "sh"])
     assert job.wait() == 0
@@ -363,7 +363,7 @@ def test_a_reader_that_pauses(start, worker):
 
 
 def test_the_first_to_fail_is_named(start, tmp_path):
-    """Also where its children hold its output, and another fails of it."""
+    """Even if its children keep its output open, and another rank fails because of it."""
     (tmp_path / "worker.py").write_text(
         "import os, subprocess, sys, time\n"
         "if os.environ['RANK'] == '1':\n"
@@ -402,7 +402,7 @@ def test_a_program_that_cannot_start(start, worker, tmp_path):
     assert "Not a directory" in job.errors
 
 
-SHIMS = {  # what the systems set for their processes
+SHIMS = {  # the variables that each system sets for its processes
     "srun": "SLURM_PROCID={r} SLURM_LOCALID={r} SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE='2' "
     "SLURM_STEP_NODELIST=localhost SLURM_JOB_ID=7{port}",
     "mpirun": "OMPI_COMM_WORLD_RANK={r} OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK={r} "

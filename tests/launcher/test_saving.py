@@ -1,4 +1,4 @@
-"""Checkpoints of several real processes: from and to any layout, killed at any moment, told to stop."""
+"""Checkpoints of several real processes: any layout to any other, kills at any moment, SIGTERM."""
 
 import contextlib
 import json
@@ -37,12 +37,12 @@ jax.config.update("jax_num_cpu_devices", 4 // jzero.get_world_size())
 layout = runs.SHARED[layout]
 
 def slow(module, name, words, at):
-    # the at-th call says so and does not come back, until the job is started again
+    # the at-th call prints `words` and blocks, unless the job was started again
     fast, calls = getattr(module, name), []
     def f(*args, **keywords):
         calls.append(name)
         if not os.path.exists("started again") and os.environ["SLOW"] == name and len(calls) == at:
-            print(words + "\\n", end="", flush=True)  # in one piece
+            print(words + "\\n", end="", flush=True)  # one write, so that other ranks' lines do not split it
             time.sleep(1000)
         return fast(*args, **keywords)
     setattr(module, name, f)
@@ -75,7 +75,7 @@ train(engine)
 
 @pytest.fixture
 def job(tmp_path):
-    """Start a worker's program: `job(program, ..., options=[...])`."""
+    """Start a worker with a program: `job(program, ..., options=[...])`."""
     started = []
 
     def job(program, *arguments, options=(), processes=2, **env):
@@ -90,7 +90,7 @@ def job(tmp_path):
 
 
 def losses(output, rank=0):
-    """step -> loss; a step that was done again gave the same."""
+    """step -> loss; a step that ran twice must give the same loss."""
     found = {}
     for step, loss in re.findall(rf"^\[{rank}\] step (\d+) (\S+)$", output, re.M):
         assert found.setdefault(int(step), loss) == loss, f"step {step} gave {found[int(step)]} and {loss}"
@@ -99,7 +99,7 @@ def losses(output, rank=0):
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """The losses of a run that nothing happens to, by layout."""
+    """The losses of an uninterrupted run, by layout."""
     made = {}
 
     def run(layout):
@@ -177,10 +177,10 @@ KILLS = [
 
 @pytest.mark.parametrize(("moment", "layout", "victims"), keep(KILLS, [("writing", "stage3 x 2", "one")]))
 def test_a_killed_job_goes_on_by_itself(job, tmp_path, straight, moment, layout, victims):
-    """At a step, while arrays are written, before the rename, while one is read; `--max_restarts` starts it again."""
+    """Killed at a step, while arrays are written, before the rename, or while it reads; `--max_restarts` helps."""
     slow = {"writing": "_check_shared", "committing": "commit", "reading": "_read"}
     directory = tmp_path / "runs"
-    if moment == "reading":  # there is one to read
+    if moment == "reading":  # write a checkpoint to read
         begun = job(TRAIN, "train", layout, directory, PACE="0.3").until("step 5")
         begun.kill(begun.process.pid)
         begun.gone()
@@ -191,7 +191,7 @@ def test_a_killed_job_goes_on_by_itself(job, tmp_path, straight, moment, layout,
     running.until(moment)
     (tmp_path / "started again").touch()
     for pid in [running.rank(rank) for rank in ((1,) if victims == "one" else (0, 1))]:
-        with contextlib.suppress(ProcessLookupError):  # the other one's death has ended it
+        with contextlib.suppress(ProcessLookupError):  # it ended with the other process
             running.kill(pid)
     assert running.wait() == 0, running.errors
     running.gone()
@@ -200,8 +200,8 @@ def test_a_killed_job_goes_on_by_itself(job, tmp_path, straight, moment, layout,
     assert found == {step: loss for step, loss in straight(layout).items() if step in found}
     assert max(found) == STEPS
     resumed = re.findall(r"resumed from .*: step (\d+)|(no checkpoint in)", running.output)
-    # a save under way is lost, the one before it is not
-    if moment == "step 5":  # or later, if the machine is busy; the save before the last two steps has ended
+    # the kill loses the save under way, but not the one before it
+    if moment == "step 5":  # or later on a busy machine; the save two steps earlier has ended
         last = max(losses(running.output.partition("resumed from")[0]))
         assert int(resumed[-1][0]) in range((last - 3) // 2 * 2, last + 1, 2)
     else:
@@ -230,13 +230,13 @@ def test_a_job_killed_at_random_again_and_again(job, tmp_path, straight, seconds
         kills += killed
         outputs.append(running.output)
         assert killed or code == 0, running.errors
-        if "step 12" in running.output and not code:  # it came to its end
+        if "step 12" in running.output and not code:  # the run is complete
             found = losses("\n".join(outputs))
             assert found == {step: loss for step, loss in straight(layout).items() if step in found}
             outputs.clear()
             if not more:
                 break
-            shutil.rmtree(directory)  # from the start again: a kill may still hit anything
+            shutil.rmtree(directory)  # start over: kills may still hit every phase
     print(f"{kills} kills")
     assert kills >= 3
 
@@ -381,7 +381,7 @@ tried("after", lambda: engine.train_batch(runs.batch(1)))
 
 @pytest.mark.slow
 def test_a_disk_that_is_full(job, small_disk):
-    """While Orbax writes."""
+    """It becomes full while Orbax writes."""
     done = job(
         """
 engine = runs.build(layout)
@@ -402,7 +402,7 @@ tried("good", lambda: engine.save_checkpoint(directory, tag="good").wait())
 
 
 def test_a_disk_that_is_full_for_one_process(job, tmp_path):
-    """The save fails on all, the checkpoint before it is read, and training goes on."""
+    """The save fails on all processes, the checkpoint before it can be read, and training goes on."""
     done = job(
         """
 engine = runs.build(layout)

@@ -1,4 +1,4 @@
-"""Help and plans load no third-party module: neither JAX's import time nor its log lines reach a user who only asks."""
+"""Help and `--dry_run` import no third-party module, so they take no time to load JAX and print none of its logs."""
 
 import json
 import os
@@ -32,7 +32,7 @@ ANSWERS = {
 
 
 def loaded(words, folder):
-    """The names of the third-party modules that `python -m jzero` with these words imports, and its stderr."""
+    """Run `python -m jzero` with these words; return the third-party modules it imports, and its stderr."""
     (folder / "hosts").write_text(f"{A} slots=2\n{B} slots=2\n")
     (folder / "train.py").write_text("")
     done = subprocess.run(
@@ -52,7 +52,7 @@ def test_no_third_party_module_is_imported(tmp_path, answer):
 
 
 def test_a_job_s_command_does_not_import_jax(tmp_path):
-    """The machine that starts a job may have no GPU, and its command outlives every restart."""
+    """The command starts a job faster, and uses less memory beside the processes that it waits for."""
     others, _ = loaded(["--platform", "cpu", "--no_python", "--no_local_rank", "true"], tmp_path)
     assert others & {"jax", "jaxlib", "numpy", "pydantic"} == set()
 
