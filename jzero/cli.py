@@ -84,7 +84,7 @@ def export(argv: Sequence[str]) -> int:
     total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
     print(f"{a.out}: {sum(map(len, files.values()))} tensors, {total / 1e9:.3g} GB, in {', '.join(files)}")
     if not (Path(a.out) / "config.json").exists():
-        print("named as the leaves are: the model has no weights_layout, or jzero.checkpoint.save wrote without one")
+        print("tensors have the names of the leaves: the checkpoint contains no weights_layout")
     return 0
 
 

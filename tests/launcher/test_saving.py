@@ -177,7 +177,7 @@ KILLS = [
 
 @pytest.mark.parametrize(("moment", "layout", "victims"), keep(KILLS, [("writing", "stage3 x 2", "one")]))
 def test_a_killed_job_goes_on_by_itself(job, tmp_path, straight, moment, layout, victims):
-    """Killed at a step, while arrays are written, before the rename, or while it reads; `--max_restarts` helps."""
+    """At a step, while arrays are written, before the rename, while one is read; `--max_restarts` starts it again."""
     slow = {"writing": "_check_shared", "committing": "commit", "reading": "_read"}
     directory = tmp_path / "runs"
     if moment == "reading":  # write a checkpoint to read
