@@ -14,10 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from jzero.errors import ConfigError
-from jzero.jaxpr import Program, inlined
+from jzero.jaxpr import Literal, Program, inlined
 from jzero.model import ENDS, STACK, Model, StackModel, fold
 from jzero.tree import PyTree
 

@@ -32,13 +32,9 @@ __init__ __main__
 RANK = {room: rank for rank, line in enumerate(ORDER.split("\n")) for room in line.split()}
 
 # What is still wrong, and why. Each entry must exist, so that the lists only shrink.
-KNOWN = {
-    "config.checks -> pipeline.schedules": "the schedule's chunks are checked where schedules are made",
-    "config.sections -> pipeline.schedules": "the names of the schedules are defined there",
-}
+KNOWN: dict[str, str] = {}
 KNOWN_CIRCLES = [
     ["engine.engine", "engine.restore"],  # restore assigns the engine's attributes
-    ["pipeline.draw", "pipeline.schedules"],  # Schedule.draw
 ]
 
 
@@ -182,12 +178,7 @@ def test_reader_of_private_names(source, found):
     assert private_names(source) == found
 
 
-PRIVATE = {  # module -> its private names that are still to move to _compat
-    "checkpoint.writer": {"threading._register_atexit"},
-    "jaxpr": {"jax.extend.core.ClosedJaxpr", "jax.extend.core.Literal"},
-    "loss": {"jax.extend.core.Literal"},
-    "pipeline.split_backward": {"jax.extend.core.Literal"},
-}
+PRIVATE = {"jaxpr": {"jax.extend.core.ClosedJaxpr", "jax.extend.core.Literal"}}  # slices jaxprs: its one purpose
 
 
 def test_private_names_are_in_compat_alone():

@@ -15,9 +15,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
-from jzero.jaxpr import Program, inlined
+from jzero.jaxpr import Literal, Program, inlined
 from jzero.tree import PyTree, combine, partition
 
 Arrays = list[jax.Array]
