@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jzero.state import TrainState
     from jzero.train_step import TrainStep, make_train_step
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "CheckpointError": "errors",
