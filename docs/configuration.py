@@ -1,0 +1,115 @@
+"""Writes the tables of docs/configuration.md from the schema: `python docs/configuration.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jzero.config import keys
+from jzero.config.screen import FIELDS
+from jzero.config.sections import Section, Settings
+from jzero.optimizers import lr_schedules, table
+from jzero.values.kinds import Kind, show
+from jzero.values.tables import REQUIRED, Param
+
+PAGE = Path(__file__).with_name("configuration.md")
+MARK = "<!-- Everything below is written by docs/configuration.py -->\n"
+
+
+def main() -> None:
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def page(text: str) -> str:
+    """The page with everything below the mark written anew."""
+    by_hand, mark, _ = text.partition(MARK)
+    if not mark:
+        raise ValueError(f"{PAGE} lacks the line {MARK!r}")
+    return by_hand + mark + "\n" + "\n".join(generated()) + "\n"
+
+
+def generated() -> Iterator[str]:
+    yield "## Honoured keys\n"
+    for section in _sections():
+        yield from _fields_of(section)
+    yield "## Optimizers\n"
+    yield "The names are case-insensitive. `auto` is the default.\n"
+    for name, optimizer in table.DEEPSPEED.items():
+        yield from _params(name, optimizer.params)
+    yield f"From optax, with optax's parameters: {_names((*table._PLAIN, *table._WHOLE))}.\n"
+    yield f"Refused: {_names(sorted(table.REFUSED))}.\n"
+    yield "## Schedulers\n"
+    for name, schedule in lr_schedules._DEEPSPEED.items():
+        yield from _params(name, schedule.params)
+    yield f"From optax, with optax's parameters: {_names(lr_schedules._OPTAX)}.\n"
+    yield "## Keys that something else replaces\n"
+    yield "These keys have no meaning under XLA. They load, and the run report names what does their work.\n"
+    replaced = ((f"`{key}`", row.kind.allowed, row.by) for key, row in keys.REPLACED.items())
+    yield from _table(("key", "allowed", "replaced by"), replaced)
+    yield "## Refused keys\n"
+    yield "These keys would change the run. They load at a value that asks for nothing; any other value is an error.\n"
+    refused = ((f"`{key}`", row.text) for key, row in keys.REFUSED.items() if row.text)
+    yield from _table(("key", "reason and fix"), refused)
+    details = [f"`{key}`" for key, row in keys.REFUSED.items() if not row.text]
+    yield f"Accepted while their section's switch is off: {', '.join(details)}.\n"
+    yield "## Old names\n"
+    yield from _table(("old", "new"), ((f"`{old}`", f"`{new}`") for old, new in keys.DEPRECATED.items()))
+
+
+def _sections() -> Iterator[str]:
+    yield ""
+    yield from (path for path, field in FIELDS.items() if _section(field))
+
+
+def _section(field: Any) -> type[Section] | None:
+    parts = (field.annotation, *getattr(field.annotation, "__args__", ()))
+    return next((part for part in parts if isinstance(part, type) and issubclass(part, Section)), None)
+
+
+def _fields_of(section: str) -> Iterator[str]:
+    model = _section(FIELDS[section]) if section else Settings
+    assert model is not None
+    rows = []
+    for name in model.model_fields:
+        path = keys.dotted(section, name)
+        if kind := _kind(FIELDS[path]):
+            rows.append((f"`{path}`", kind.allowed, _default(FIELDS[path])))
+    if rows:
+        yield f"### {section or 'Top level'}\n"
+        yield (model.__doc__ or "").replace("\n    ", "\n").strip() + "\n"
+        yield from _table(("key", "allowed", "default"), rows)
+
+
+def _kind(field: Any) -> Kind | None:
+    kinds = [item.func for item in field.metadata if isinstance(getattr(item, "func", None), Kind)]
+    return kinds[0] if kinds else None
+
+
+def _default(field: Any) -> str:
+    return "required" if field.is_required() else f"`{show(field.default)}`"
+
+
+def _params(name: str, params: Mapping[str, Param]) -> Iterator[str]:
+    yield f"### {name}\n"
+    rows = (
+        (f"`{key}`", param.kind.allowed, "required" if param.default is REQUIRED else f"`{show(param.default)}`")
+        for key, param in params.items()
+    )
+    yield from _table(("parameter", "allowed", "default"), rows)
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield "|" + "---|" * len(head)
+    for row in rows:
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+    yield ""
+
+
+if __name__ == "__main__":
+    main()
