@@ -3,7 +3,7 @@
 jzero --platform cpu --num_gpus 4 experiments/tutorial/multi_node.py     four processes on this machine, no GPU needed
 jzero --hostfile hostfile experiments/tutorial/multi_node.py             every GPU of every host in the file
 
-By Slurm, MPI, Kubernetes and in Colab: multi_node.md beside this file.
+By Slurm, MPI, Kubernetes and in Colab: docs/clusters.md.
 """
 
 import argparse
