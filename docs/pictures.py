@@ -12,7 +12,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from jzero.pipeline.schedules import make_schedule
 
 IMAGES = Path(__file__).with_name("images")
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2}  # name: chunks per stage
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}  # name: chunks per stage
 SHARDS = ("#1f5fbf", "#23804a", "#d9730d", "#8a4fbf")
 INK, PALE, WHITE = "#333333", "#e8eaee", "#ffffff"
 

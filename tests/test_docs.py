@@ -1,0 +1,205 @@
+"""The README and the pages: every block runs, the README keeps its limits, what is generated is current."""
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import pytest
+
+import jzero
+from jzero.config import keys, screen
+from jzero.launcher import options
+
+ROOT = Path(__file__).parent.parent
+README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
+FOREIGN = ('title="DeepSpeed"', 'title="transformers"')  # other libraries' code: it must parse
+
+
+class Block(NamedTuple):
+    language: str
+    rest: str
+    text: str
+    line: int
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found = re.finditer(r"^```(\w*) *([^\n]*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [Block(m[1], m[2], m[3], text.count("\n", 0, m.start()) + 2) for m in found]
+
+
+def named(pages):
+    return [pytest.param(page, id=page.name) for page in pages]
+
+
+@pytest.fixture
+def empty_directory(tmp_path, monkeypatch):
+    """A working directory with nothing but the experiments, whose configs the pages name."""
+    (tmp_path / "experiments").symlink_to(ROOT / "experiments")
+    monkeypatch.chdir(tmp_path)
+
+
+# ---- blocks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", named(p for p in PAGES if any(b.language == "python" for b in blocks(p))))
+def test_python_blocks_run(page, empty_directory, capsys):
+    """The blocks of a page are one program: a block may use names of the blocks before it."""
+    if "jzero.models" in page.read_text(encoding="utf-8") and importlib.util.find_spec("jzero.models") is None:
+        assert not os.environ.get("CI")
+        pytest.skip("jzero is not installed: pip install -e .")
+    variables = {"__name__": "page"}
+    for block in blocks(page):
+        if block.language == "python":
+            # The line of the page, for tracebacks.
+            tree = ast.increment_lineno(ast.parse(block.text, str(page)), block.line - 1)
+            if block.rest not in FOREIGN:
+                exec(compile(tree, str(page), "exec"), variables)
+    assert "jzero" in variables
+
+
+@pytest.mark.parametrize("page", named(p for p in PAGES if any(b.language == "json" for b in blocks(p))))
+def test_json_blocks_are_configs(page):
+    for block in blocks(page):
+        if block.language == "json":
+            jzero.Config.load(json.loads(block.text))
+
+
+@pytest.mark.parametrize("page", named(p for p in PAGES if any(b.language == "bash" for b in blocks(p))))
+def test_commands_exist_and_know_their_options(page, capsys):
+    for block in blocks(page):
+        if block.language == "bash":
+            for line in block.text.replace("\\\n", " ").splitlines():
+                for command in re.split(r"&&", line):
+                    check_command(shlex.split(command, comments=True))
+
+
+def check_command(words: list[str]) -> None:
+    if not words:
+        return
+    program, *rest = words
+    match Path(program).name, rest:
+        case "jzero", ["report", *_]:
+            assert not {w for w in rest if w.startswith("--")} - {"--hostfile"}
+        case "jzero", ["export", *arguments]:
+            source = (ROOT / "jzero/weights/export.py").read_text()
+            assert all(f'"{word}"' in source for word in arguments if word.startswith("--")), words
+        case "jzero", arguments:
+            options.parse(arguments)
+        case "python" | "python3", ["-m", "pip" | "venv" | "build", *_]:
+            pass
+        case "python", ["-m", "pytest", *arguments]:
+            assert all((ROOT / word).exists() for word in arguments if word.startswith("tests"))
+        case "python", ["-m", module, *arguments]:
+            source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+            assert all(f'"{word}"' in source for word in arguments if word.startswith("--")), words
+        case "python", [script, *_] if (ROOT / script).exists():
+            pass
+        case "pip", ["install", *arguments]:
+            check_install(arguments)
+        case "git" | "ruff" | "mypy" | "mkdocs" | "pre-commit", _:
+            pass
+        case "sbatch" | "srun" | "mpirun", _:
+            pass
+        case _:
+            raise AssertionError(f"unknown command {shlex.join(words)}")
+
+
+def check_install(arguments: list[str]) -> None:
+    extras = re.search(r"\[([\w,]*)\]$", arguments[-1])
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    for extra in extras[1].split(",") if extras else ():
+        assert re.search(rf"^{extra} = \[", pyproject, re.MULTILINE), f"no extra {extra}"
+    assert "-c" not in arguments or (ROOT / arguments[arguments.index("-c") + 1]).exists()
+
+
+def test_a_wrong_command_is_found(capsys):
+    for command in ("jzero --nodes 2 train.py", "python -m experiments.pretrain --stpes 3", "pip install -e '.[gpu]'"):
+        with pytest.raises((AssertionError, SystemExit)):
+            check_command(shlex.split(command))
+
+
+# ---- the README -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", [README, CHINESE])
+def test_readme_is_short(page):
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    assert [line for line in lines if len(line) > 120] == []
+
+
+def test_the_chinese_readme_mirrors_the_english_one():
+    def outline(page):
+        text = page.read_text(encoding="utf-8")
+        headings = [len(m) for m in re.findall(r"^(#+) ", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.M)]
+        tables = [line.count("|") for line in text.splitlines() if line.startswith("|")]
+        links = re.findall(r"\]\(([^)]*)\)", text)
+        return headings, tables, [link for link in links if not link.startswith("README")]
+
+    assert outline(CHINESE) == outline(README)
+    assert [b.text for b in blocks(CHINESE)] == [b.text for b in blocks(README)]
+
+
+@pytest.mark.parametrize("page", named([README, CHINESE, *PAGES[1:]]))
+def test_links_lead_to_files(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        assert link.startswith("https://") or (page.parent / link).exists(), link
+
+
+# ---- what is generated ----------------------------------------------------------------------------------------------
+
+
+def load_script(name):
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_configuration_page_is_current():
+    script = load_script("configuration")
+    text = script.PAGE.read_text(encoding="utf-8")
+    assert script.page(text) == text, "run python docs/configuration.py"
+    assert script.page(text.replace("`train_batch_size`", "`batch`")) != text.replace("`train_batch_size`", "`batch`")
+
+
+def test_every_key_is_on_the_configuration_page():
+    settings = [key for key, field in screen.FIELDS.items() if field.metadata]
+    text = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    assert len(settings) > 40
+    assert [key for key in (*settings, *keys.REPLACED, *keys.REFUSED) if f"`{key}`" not in text] == []
+
+
+def test_the_tree_names_every_room():
+    text = (ROOT / "jzero/README.md").read_text()
+    rooms = [path.parent.name + "/" for path in (ROOT / "jzero").glob("*/__init__.py")]
+    files = [path.name for path in (ROOT / "jzero").glob("*.py") if not path.name.startswith("_")]
+    assert [name for name in [*rooms, *files] if name not in text] == []
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_library_and_the_models(tmp_path):
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path, ROOT], check=True, timeout=300
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    ours = {str(path.relative_to(ROOT)) for path in (ROOT / "jzero").rglob("*.py")}
+    assert ours | {"jzero/models/llama.py", "jzero/models/mlp.py", "jzero/py.typed"} <= names
+    assert {name.split("/")[0] for name in names} == {"jzero", f"jzero-{jzero.__version__}.dist-info"}
+
+
+def test_pages_run_on_eight_simulated_devices():
+    assert jax.device_count() == 8
