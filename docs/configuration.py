@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,6 @@ from jzero.config import keys
 from jzero.config.screen import FIELDS
 from jzero.config.sections import Section, Settings
 from jzero.optimizers import lr_schedules, table
-from jzero.values.kinds import Kind, show
-from jzero.values.tables import REQUIRED, Param
 
 PAGE = Path(__file__).with_name("configuration.md")
 MARK = "<!-- Everything below is written by docs/configuration.py -->\n"
@@ -72,7 +71,7 @@ def _fields_of(section: str) -> Iterator[str]:
     assert model is not None
     rows = []
     for name in model.model_fields:
-        path = keys.dotted(section, name)
+        path = f"{section}.{name}" if section else name
         if kind := _kind(FIELDS[path]):
             rows.append((f"`{path}`", kind.allowed, _default(FIELDS[path])))
     if rows:
@@ -81,19 +80,23 @@ def _fields_of(section: str) -> Iterator[str]:
         yield from _table(("key", "allowed", "default"), rows)
 
 
-def _kind(field: Any) -> Kind | None:
-    kinds = [item.func for item in field.metadata if isinstance(getattr(item, "func", None), Kind)]
-    return kinds[0] if kinds else None
+def _kind(field: Any) -> Any:
+    """The kind of value that a field's validator knows; None for a section."""
+    return next((item.func for item in field.metadata if hasattr(getattr(item, "func", None), "allowed")), None)
 
 
 def _default(field: Any) -> str:
-    return "required" if field.is_required() else f"`{show(field.default)}`"
+    return "required" if field.is_required() else _json(field.default)
 
 
-def _params(name: str, params: Mapping[str, Param]) -> Iterator[str]:
+def _json(value: Any) -> str:
+    return f"`{json.dumps(value, default=repr)}`"
+
+
+def _params(name: str, params: Mapping[str, Any]) -> Iterator[str]:
     yield f"### {name}\n"
-    rows = (
-        (f"`{key}`", param.kind.allowed, "required" if param.default is REQUIRED else f"`{show(param.default)}`")
+    rows = (  # a required parameter's default is a bare object
+        (f"`{key}`", param.kind.allowed, "required" if type(param.default) is object else _json(param.default))
         for key, param in params.items()
     )
     yield from _table(("parameter", "allowed", "default"), rows)
