@@ -38,8 +38,11 @@ def blocks(page: Path) -> list[Block]:
     return [Block(m[1], m[2], m[3], text.count("\n", 0, m.start()) + 2) for m in found]
 
 
-def named(pages):
-    return [pytest.param(page, id=page.name) for page in pages]
+LONG = ("from-deepspeed.md", "getting-started.md")  # a dozen programs to compile
+
+
+def named(pages, long=()):
+    return [pytest.param(page, id=page.name, marks=[pytest.mark.slow] * (page.name in long)) for page in pages]
 
 
 @pytest.fixture
@@ -52,7 +55,7 @@ def empty_directory(tmp_path, monkeypatch):
 # ---- blocks ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", named(p for p in PAGES if any(b.language == "python" for b in blocks(p))))
+@pytest.mark.parametrize("page", named((p for p in PAGES if any(b.language == "python" for b in blocks(p))), LONG))
 def test_python_blocks_run(page, empty_directory, capsys):
     """The blocks of a page are one program: a block may use names of the blocks before it."""
     if "jzero.models" in page.read_text(encoding="utf-8") and importlib.util.find_spec("jzero.models") is None:
