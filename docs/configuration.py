@@ -36,12 +36,12 @@ def generated() -> Iterator[str]:
     yield "The names are case-insensitive. `auto` is the default.\n"
     for name, optimizer in table.DEEPSPEED.items():
         yield from _params(name, optimizer.params)
-    yield f"From optax, with optax's parameters: {_names((*table._PLAIN, *table._WHOLE))}.\n"
+    yield f"From optax, with optax's parameters: {_names((*table.OPTAX_ELEMENTWISE, *table.OPTAX_PER_PARAMETER))}.\n"
     yield f"Refused: {_names(sorted(table.REFUSED))}.\n"
     yield "## Schedulers\n"
     for name, schedule in lr_schedules._DEEPSPEED.items():
         yield from _params(name, schedule.params)
-    yield f"From optax, with optax's parameters: {_names(lr_schedules._OPTAX)}.\n"
+    yield f"From optax, with optax's parameters: {_names(lr_schedules.OPTAX_SCHEDULES)}.\n"
     yield "## Keys that something else replaces\n"
     yield "These keys have no meaning under XLA. They load, and the run report names what does their work.\n"
     replaced = ((f"`{key}`", row.kind.allowed, row.by) for key, row in keys.REPLACED.items())

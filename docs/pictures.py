@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
+from jzero.pipeline.draw import draw_figure
 from jzero.pipeline.schedules import make_schedule
 
 IMAGES = Path(__file__).with_name("images")
@@ -23,7 +24,7 @@ matplotlib.rcParams.update({"svg.hashsalt": "jzero", "svg.fonttype": "none", "fo
 def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     for name, chunks in SCHEDULES.items():
-        make_schedule(name, stages=4, micro_batches=8, chunks=chunks).draw(IMAGES / f"{name}.svg")
+        save(draw_figure(make_schedule(name, stages=4, micro_batches=8, chunks=chunks)), name)
     save(mesh(), "mesh")
     save(zero(), "zero")
 
