@@ -60,6 +60,7 @@ def embed(table_VD: jax.Array, tokens: jax.Array) -> jax.Array:
     [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
     """
     axis, dtype, table_VD = _axis_of(len(table_VD)), table_VD.dtype, table_VD.astype(jnp.float32)
+    tokens = tokens.astype(jnp.int32)  # int8 cannot hold a row count of 256: it would wrap around
     if axis is None:
         return table_VD[tokens].astype(dtype)
     size = len(table_VD) * lax.psum(1, axis)

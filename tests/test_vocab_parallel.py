@@ -1,0 +1,114 @@
+"""Embedding and cross-entropy divided over a mesh axis, against NumPy, for every integer dtype that tokens come in."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jzero
+from jzero.model import stack_loss
+from jzero.pipeline import vocab_parallel
+
+STAGES, WIDTH = 2, 4
+# Vocabularies with more rows than the tokens' dtype can count: arithmetic in that dtype wraps around.
+NARROW = [("uint8", 264), ("int8", 256), ("int16", 50_304), ("uint16", 65_664)]
+TYPES = [*NARROW, ("int32", 264), ("uint32", 264)]
+
+
+def tokens_of(dtype, rows, *, negative):
+    """48 tokens from one end of the dtype, or of the vocabulary, to the other, as int64."""
+    info = np.iinfo(dtype)
+    first = max(info.min, -rows) if negative else 0
+    return np.linspace(first, min(info.max, rows - 1), 48).astype(np.int64)
+
+
+def divided(function, in_specs, rows):
+    """`function` on two devices, each of which holds half of a vocabulary of `rows`."""
+    mesh = jax.sharding.Mesh(jax.devices()[:STAGES], "pipe")
+
+    def inside(*args):
+        with vocab_parallel.parallel("pipe", {rows}):
+            return function(*args)
+
+    return jax.jit(jax.shard_map(inside, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=False))
+
+
+@pytest.mark.parametrize(("dtype", "rows"), TYPES)
+def test_embed_takes_the_rows_that_numpy_takes(dtype, rows):
+    table = np.random.default_rng(0).normal(size=(rows, WIDTH)).astype(np.float32)
+    tokens = tokens_of(dtype, rows, negative=True)
+    expected, narrow = table[tokens], tokens.astype(dtype)
+    np.testing.assert_array_equal(vocab_parallel.embed(jnp.asarray(table), jnp.asarray(narrow)), expected)
+    embed = divided(vocab_parallel.embed, (P("pipe"), P()), rows)
+    np.testing.assert_array_equal(embed(table, narrow), expected)
+
+
+@pytest.mark.parametrize(("dtype", "rows"), TYPES)
+def test_cross_entropy_counts_the_labels_that_numpy_counts(dtype, rows):
+    rng = np.random.default_rng(0)
+    x, head = rng.normal(size=(48, WIDTH)).astype(np.float32), rng.normal(size=(WIDTH, rows)).astype(np.float32)
+    labels = tokens_of(dtype, rows, negative=True)
+    logits = x.astype(np.float64) @ head
+    losses = np.log(np.exp(logits).sum(-1)) - logits[np.arange(48), labels]
+    expected = losses[labels >= 0].sum(), (labels >= 0).sum()
+    narrow = labels.astype(dtype)
+    np.testing.assert_allclose(vocab_parallel.cross_entropy(x, head, narrow), expected, rtol=1e-6)
+    cross_entropy = divided(vocab_parallel.cross_entropy, (P(), P(None, "pipe"), P()), rows)
+    np.testing.assert_allclose(cross_entropy(x, head, narrow), expected, rtol=1e-6)
+
+
+class Decoder:
+    """Vocabulary-parallel ends around two layers."""
+
+    vocabulary = {"embed": 0, "head": 1}
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def init(self, rng):
+        keys = jax.random.split(rng, 3)
+        ends = {
+            "embed": jax.random.normal(keys[0], (self.rows, WIDTH)),
+            "head": jax.random.normal(keys[1], (WIDTH, self.rows)),
+        }
+        return {"ends": ends, "stack": {"w": jax.random.normal(keys[2], (2, WIDTH, WIDTH))}}
+
+    def prefix(self, ends, batch, rng):
+        return vocab_parallel.embed(ends["embed"], batch["inputs"])
+
+    def block(self, layer, x, rng):
+        return x + jnp.tanh(x @ layer["w"])
+
+    def suffix(self, ends, x, batch, rng):
+        return vocab_parallel.cross_entropy(x, ends["head"], batch["labels"])
+
+    def loss(self, params, batch, rng):
+        return stack_loss(self, params, batch, rng)
+
+
+@pytest.mark.parametrize(("dtype", "rows"), NARROW)
+def test_a_pipeline_trains_on_narrow_tokens(dtype, rows):
+    """The step's loss, against the formula in NumPy."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "mesh": {"pipe": STAGES},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "compiler_options": {"xla_backend_optimization_level": 0},
+    }
+    mesh = jzero.make_mesh(config, devices=jax.devices()[:STAGES])
+    step = jzero.make_train_step(Decoder(rows), config, mesh=mesh)
+    state = step.init(jax.random.key(0))
+    params = jax.tree.map(np.float64, jax.device_get(state.params))
+    tokens = np.random.default_rng(0).permutation(tokens_of(dtype, rows, negative=False)).reshape(4, 12)
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+
+    x = params["ends"]["embed"][inputs]
+    for w in params["stack"]["w"]:
+        x = x + np.tanh(x @ w)
+    logits = x @ params["ends"]["head"]
+    losses = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, labels[..., None], -1)[..., 0]
+
+    _, metrics = step(state, {"inputs": inputs.astype(dtype), "labels": labels.astype(dtype)})
+    np.testing.assert_allclose(metrics["loss"], losses.mean(), rtol=1e-6)
