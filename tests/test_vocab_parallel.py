@@ -61,10 +61,8 @@ def test_cross_entropy_counts_the_labels_that_numpy_counts(dtype, rows):
 class Decoder:
     """Vocabulary-parallel ends around two layers."""
 
-    vocabulary = {"embed": 0, "head": 1}
-
     def __init__(self, rows):
-        self.rows = rows
+        self.rows, self.vocabulary = rows, {"embed": 0, "head": 1}
 
     def init(self, rng):
         keys = jax.random.split(rng, 3)
