@@ -125,7 +125,7 @@ def make_layer(item: Any, x: Any) -> Layer:
     if isinstance(item, TiedLayerSpec):
         shared = _shared(item, [_dotted(path) for path in flatten_dict(params)])
         return Layer(name, model.init, model.loss, params, None, item.key, shared)
-    structure = (module if is_linen(item) else model.module.graph, signature(params))
+    structure = (module if is_linen(item) else model.module.structure, signature(params))
     return Layer(name, model.init, model.loss, params, structure)
 
 

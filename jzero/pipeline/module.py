@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jzero.adapters.constants import shapes_only
 from jzero.errors import ConfigError
 from jzero.model import ENDS, STACK, fold, stack_loss
 from jzero.pipeline.layer_spec import (
@@ -203,7 +204,7 @@ class PipelineModule:
                     layer = make_layer(item, x)
             self._layers.append(layer)
             if example is not None:
-                with self._fits(i, x):
+                with self._fits(i, x), shapes_only():
                     x = jax.eval_shape(lambda params, x, call=layer.call: call(params, x, None), layer.params, x)
             inputs.append(x)
         if example is not None:

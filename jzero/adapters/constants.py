@@ -1,0 +1,66 @@
+"""The constants of a Flax module: arrays that it holds beside its parameters, such as masks and rotary tables."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import numpy as np
+
+_SHAPES_ONLY: ContextVar[bool] = ContextVar("shapes_only", default=False)
+
+
+@contextlib.contextmanager
+def shapes_only() -> Iterator[None]:
+    """Within, constants are traced like everything else: for `jax.eval_shape` before a JAX backend may start."""
+    token = _SHAPES_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _SHAPES_ONLY.reset(token)
+
+
+class Constants:
+    """The arrays that a function builds from nothing.
+
+    Args:
+      build: builds a module and returns {name: array} of its constants.
+    """
+
+    def __init__(self, build: Callable[[], dict[str, Any]]):
+        self.build = build
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """{name: array}; NumPy arrays stay NumPy, because users index Python lists with them."""
+        return self.build() if _SHAPES_ONLY.get() else self._values
+
+    @functools.cached_property
+    def _values(self) -> dict[str, Any]:
+        """The values, computed when they are first wanted.
+
+        A model is made before its process joins the others, and no JAX backend may start before that. When the values
+        are wanted, a trace is active, but a function that is compiled ahead of time runs all the same. Only the
+        constants leave it, so XLA drops the initialisation of the parameters, which need not fit into memory.
+        """
+        of_numpy: dict[str, np.ndarray] = {}
+        made = jax.jit(lambda: self._split(of_numpy)).lower().compile()()
+        return of_numpy | made
+
+    @functools.cached_property
+    def fingerprint(self) -> Any:
+        """Equal only if the values are; read off the program that computes them, so that no backend starts."""
+        of_numpy: dict[str, np.ndarray] = {}
+        program = jax.make_jaxpr(lambda: self._split(of_numpy))()
+        closed_over = [*of_numpy.values(), *program.consts]
+        return str(program.jaxpr), [(np.shape(x), np.asarray(x).tobytes()) for x in closed_over]
+
+    def _split(self, of_numpy: dict[str, np.ndarray]) -> dict[str, Any]:
+        """Build, and put NumPy's arrays into `of_numpy`; the others."""
+        arrays = self.build()
+        of_numpy.update({name: x for name, x in arrays.items() if isinstance(x, np.ndarray)})
+        return {name: x for name, x in arrays.items() if name not in of_numpy}

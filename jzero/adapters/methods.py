@@ -1,0 +1,12 @@
+"""The methods and properties by which a Flax module describes itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def take_methods(model: Any, module: Any) -> None:
+    """Give the model its module's `report_notes`, `weights_layout` and `fused_matrices`, if it has them; see `jzero.model`."""
+    for name in ("report_notes", "weights_layout", "fused_matrices"):
+        if hasattr(module, name):
+            setattr(model, name, getattr(module, name))

@@ -1,0 +1,213 @@
+"""NNX modules as models: a module becomes a pure function of its parameters."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jzero.adapters.constants import Constants
+from jzero.adapters.methods import take_methods
+from jzero.errors import ConfigError
+from jzero.model import ENDS, STACK, stack_loss
+
+Build = Callable[[nnx.Rngs], nnx.Module]
+MODES = ("deterministic", "use_running_average")  # what nnx.Module.train and eval set
+
+
+def builder(module_fn: Callable) -> Build:
+    """`module_fn` as a function of rngs, by position or by keyword."""
+    function: Any = module_fn
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
+    parameter = inspect.signature(function).parameters.get("rngs")
+    by_keyword = parameter is not None and parameter.kind is not parameter.POSITIONAL_ONLY
+
+    def build(rngs: nnx.Rngs) -> nnx.Module:
+        # Flax would place annotated parameters on a mesh of its own while they are made; jzero lays them out.
+        with nnx.use_eager_sharding(False):
+            return module_fn(rngs=rngs) if by_keyword else module_fn(rngs)
+
+    return build
+
+
+def abstract_module(build: Build) -> Any:
+    """The module with ShapeDtypeStructs for arrays."""
+    _register_tracers()
+    return nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+
+
+@functools.cache
+def _register_tracers() -> None:
+    """Make Flax take traced arrays for arrays, as it takes concrete ones.
+
+    Flax 0.12 tests attributes against a `typing.Union` that contains jax.Array, which on Python 3.11 compares classes
+    and misses tracers. It then takes a constant for a static attribute: the tracer outlives its trace, and nnx.vmap
+    does not stack it.
+    """
+
+    def register(x: jax.Array) -> jax.Array:
+        nnx.register_data_type(type(x))
+        return x
+
+    jax.eval_shape(lambda x: register(jax.vmap(register)(x)), jax.ShapeDtypeStruct((1,), jnp.float32))
+
+
+def constants_of(build: Build) -> Constants:
+    """The array attributes of a module that are not nnx.Variables, as they are under `nnx.Rngs(0)`."""
+
+    def arrays() -> dict[str, Any]:
+        parts: Any = nnx.split(build(nnx.Rngs(0)), nnx.Variable, ...)
+        return {_dotted(path): x for path, x in nnx.to_flat_state(parts[2])}
+
+    return Constants(arrays)
+
+
+class Apply:
+    """An NNX module as a pure function of its parameters: `apply(params, rng) -> module`.
+
+    `nnx.split` divides a module into its graph (static: classes, hyperparameters, modes) and its state: parameters,
+    which the caller passes; random state, made from `rng` in each call; constants, which are closed over. Merging them
+    is cheap and happens under the caller's trace, so the module that comes out is an ordinary one.
+
+    Args:
+      abstract: as `abstract_module` gives it, or a part of that.
+      constants: those of the whole module.
+      stack: the name of the part, a stack; `params` are one layer's. Random state and constants lose the layer axis.
+    """
+
+    def __init__(self, abstract: nnx.Module, constants: Constants, stack: str | None = None):
+        self.graph, self.evaluation = _graphs(abstract)
+        parts: Any = nnx.split(abstract, nnx.Param, nnx.RngState, nnx.Variable, ...)
+        _, self.params, random, rest, plain = parts
+        if others := [f"{_dotted(path)} ({type(v).__name__})" for path, v in nnx.to_flat_state(rest)]:
+            raise ConfigError(
+                f"from_flax: {', '.join(others)} is state that is not a parameter; only nnx.Param and random state "
+                "are trained (use LayerNorm, RMSNorm or GroupNorm for BatchNorm)"
+            )
+        self.random, self.random_tree = jax.tree.flatten(random)
+        if stack:
+            self.random = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in self.random]
+        self.paths, self.constants, self.stack = [path for path, _ in nnx.to_flat_state(plain)], constants, stack
+
+    def __call__(self, params: Any, rng: jax.Array | None = None) -> Any:
+        state = jax.tree.map(lambda v: v, self.params)
+        nnx.replace_by_pure_dict(state, params)
+        base = jax.random.key(0) if rng is None else rng
+        random = [_random(base, i, x) for i, x in enumerate(self.random)]
+        graph = self.evaluation if rng is None else self.graph
+        return nnx.merge(graph, state, jax.tree.unflatten(self.random_tree, random), self._merged_constants())
+
+    def _merged_constants(self) -> Any:
+        """This part's constants as nnx.merge takes them."""
+        if not self.paths:
+            return nnx.State({})
+        values = self.constants.values
+        if self.stack is None:
+            return nnx.from_flat_state({path: values[_dotted(path)] for path in self.paths})
+        names = {path: _dotted((self.stack, *path)) for path in self.paths}
+        return nnx.from_flat_state({path: _of_one_layer(name, values[name]) for path, name in names.items()})
+
+    @property
+    def structure(self) -> Any:
+        """Equal for modules that differ in nothing but their parameters' values."""
+        return self.graph, self.constants.fingerprint if self.paths else None
+
+
+def _graphs(module: nnx.Module) -> tuple[Any, Any]:
+    """The module's graph in training and in evaluation.
+
+    `nnx.Module.train` switches everything on. What the constructor switched off (`deterministic=True`) stays off.
+    """
+    nodes = [node for _, node in nnx.iter_modules(module)]
+    off = [(node, name) for node in nodes for name in MODES if getattr(node, name, None) is True]
+    module.eval()
+    evaluation = nnx.graphdef(module)
+    module.train()
+    for node, name in off:
+        setattr(node, name, True)
+    return nnx.graphdef(module), evaluation
+
+
+def _random(base: jax.Array, i: int, like: Any) -> jax.Array:
+    """The i-th leaf of the random state: a key below `base`, split to the shape that nnx.vmap gave it, or a count."""
+    if not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jnp.zeros(like.shape, like.dtype)
+    key = jax.random.fold_in(base, i)
+    return jax.random.split(key, like.shape) if like.shape else key
+
+
+def _of_one_layer(name: str, constant: Any) -> Any:
+    """A stack's constant without its layer axis. A block is one program, so all layers must have the same."""
+    if isinstance(constant, jax.core.Tracer):  # only shapes are wanted
+        return constant[0]
+    with jax.ensure_compile_time_eval():
+        if not bool(((constant == constant[:1]) | (constant != constant)).all()):  # so that NaN equals NaN
+            raise ConfigError(
+                f"from_flax: the constant {name} {constant.dtype}{list(constant.shape)} differs between the layers: "
+                "make it an nnx.Param and name it in frozen_parameters"
+            )
+        return constant[0]
+
+
+def _dotted(path: tuple) -> str:
+    return ".".join(map(str, path))
+
+
+class NNXModel:
+    """An NNX module and a loss function as a model."""
+
+    def __init__(self, build: Build, abstract: nnx.Module, loss_fn: Callable):
+        self.build, self.loss_fn, self.name = build, loss_fn, type(abstract).__name__
+        self.module = Apply(abstract, constants_of(build))
+        take_methods(self, abstract)
+
+    def __repr__(self) -> str:
+        return f"from_flax({self.name})"
+
+    def init(self, rng: jax.Array) -> Any:
+        return nnx.to_pure_dict(nnx.state(self.build(nnx.Rngs(rng)), nnx.Param))
+
+    def loss(self, params: Any, batch: Any, rng: jax.Array | None) -> Any:
+        return self.loss_fn(self.module(params, rng), batch, rng)
+
+
+class NNXStackModel:
+    """An NNX module with `prefix`, `stack` and `suffix` as a model with a layer stack."""
+
+    def __init__(self, build: Build, abstract: Any):
+        self.build, self.name = build, repr(getattr(abstract, "config", type(abstract).__name__))
+        constants = constants_of(build)
+        self.whole, self.layer = Apply(abstract, constants), Apply(abstract.stack, constants, STACK)
+        take_methods(self, abstract)
+        self.vocabulary = dict(getattr(abstract, "vocabulary", {}))
+        del abstract.stack
+        self.ends = Apply(abstract, constants)
+
+    def __repr__(self) -> str:
+        return f"from_flax({self.name})"
+
+    def module(self, params: Any, rng: jax.Array | None = None) -> Any:
+        return self.whole({**params[ENDS], STACK: params[STACK]}, rng)
+
+    def init(self, rng: jax.Array) -> Any:
+        params = nnx.to_pure_dict(nnx.state(self.build(nnx.Rngs(rng)), nnx.Param))
+        return {STACK: params.pop(STACK), ENDS: params}
+
+    def prefix(self, ends: Any, batch: Any, rng: jax.Array | None) -> Any:
+        return self.ends(ends, rng).prefix(batch)
+
+    def block(self, layer: Any, x: Any, rng: jax.Array | None) -> Any:
+        return self.layer(layer, rng)(x)
+
+    def suffix(self, ends: Any, x: Any, batch: Any, rng: jax.Array | None) -> Any:
+        return self.ends(ends, rng).suffix(x, batch)
+
+    def loss(self, params: Any, batch: Any, rng: jax.Array | None) -> Any:
+        return stack_loss(self, params, batch, rng)
