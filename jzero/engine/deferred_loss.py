@@ -6,15 +6,19 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+
+COMPARISONS = ("lt", "le", "eq", "ne", "gt", "ge")
+ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow")
+CONVERSIONS = ("neg", "pos", "abs", "bool", "int", "float", "complex", "round")
 
 
 class Loss:
-    """The loss of a micro-batch, computed when somebody looks at it.
+    """The loss of a micro-batch, computed when it is first read; otherwise like a JAX scalar.
 
-    The three-call loop runs the same compiled program as `train_batch`, at `step()`. A loss that is read after that
-    comes from it for free; one that is read before costs a forward pass of its own.
+    The three-call loop runs the program of `train_batch`, at `step()`. A loss read after that comes from it for free. A
+    loss read before costs a forward pass of its own. The result of arithmetic is an array, which `engine.backward` does
+    not take.
     """
 
     def __init__(self, compute: Callable[[], Any]):
@@ -24,31 +28,26 @@ class Loss:
     @property
     def value(self) -> jax.Array:
         if self._compute is not None:
-            self._value, self._compute = self._compute(), None  # and lets go of the micro-batch
+            self._value, self._compute = self._compute(), None  # frees the micro-batch that it closes over
         return self._value
+
+    def replace(self, compute: Callable[[], Any]) -> None:
+        """Read the loss from `compute()`, if it has not been computed before."""
+        if self._compute is not None:
+            self._compute = compute
 
     def item(self) -> float:
         return float(self.value)
 
-    __float__ = item
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # protocols (copy, pickle, ...) ask for these, and must not start a forward pass
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.value, name)
+
+    __hash__ = object.__hash__  # __eq__ below would remove it
 
     def __jax_array__(self) -> jax.Array:
         return self.value
-
-    # Arithmetic for running sums; what comes of it is no loss to call backward with.
-    def __add__(self, other: Any) -> jax.Array:
-        return self.value + jnp.asarray(other)
-
-    def __sub__(self, other: Any) -> jax.Array:
-        return self.value - jnp.asarray(other)
-
-    def __mul__(self, other: Any) -> jax.Array:
-        return self.value * jnp.asarray(other)
-
-    def __truediv__(self, other: Any) -> jax.Array:
-        return self.value / jnp.asarray(other)
-
-    __radd__, __rmul__ = __add__, __mul__
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.value, dtype)
@@ -58,3 +57,18 @@ class Loss:
 
     def __repr__(self) -> str:
         return f"Loss({'not computed yet' if self._compute else self.item()})"
+
+
+def _delegate(name: str) -> Callable:
+    def method(self: Loss, *others: Any) -> Any:
+        return getattr(self.value, name)(*(x.value if isinstance(x, Loss) else x for x in others))
+
+    return method
+
+
+# Python looks operators up on the class, so __getattr__ does not see them.
+for _name in (*COMPARISONS, *ARITHMETIC, *(f"r{name}" for name in ARITHMETIC), *CONVERSIONS):
+    setattr(Loss, f"__{_name}__", _delegate(f"__{_name}__"))
+
+# jnp's functions are jitted, and jit flattens its arguments: as a tree, a loss is its value.
+jax.tree_util.register_pytree_node(Loss, lambda loss: ((loss.value,), None), lambda _, leaves: leaves[0])

@@ -161,8 +161,7 @@ class Engine:
         done = self.step_fn.run_micro_batches(self.state, [part for part, _ in queue])
         self._finish(done, len(queue))
         for i, (_, loss) in enumerate(queue):
-            if loss._compute:
-                loss._compute = lambda losses=done[2].micro_losses, i=i: losses[i]  # type: ignore[misc]
+            loss.replace(lambda losses=done[2].micro_losses, i=i: losses[i])  # type: ignore[misc]
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step()` updates: it is the last of gradient_accumulation_steps() calls, or that many
