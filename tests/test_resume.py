@@ -537,7 +537,7 @@ def test_load_weights_does_not_undo_a_resume(tmp_path):
     engine.save_checkpoint(tmp_path, client_state={"best": 2}).wait()
     resumed = build(LAYOUTS["one"], resume=tmp_path)
     assert resumed.client_state == {"best": 2}
-    with pytest.raises(jzero.ConfigError, match="this run was resumed at step 1 and would begin anew"):
+    with pytest.raises(jzero.ConfigError, match="this run was resumed at step 1 and would start at step 0 again"):
         resumed.load_weights(tmp_path)
 
 

@@ -1,12 +1,10 @@
-"""The DeepSpeed-shaped engine: a train step, its state, and the counters users ask for."""
+"""The engine: DeepSpeed's methods around a train step, its state and its counters."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,22 +17,27 @@ from jzero import checkpoint, weights
 from jzero.checkpoint.directory import DEFAULT_TAG
 from jzero.data import DataLoader, RepeatingLoader
 from jzero.distributed import preemption
-from jzero.distributed.exit_codes import SAVED
-from jzero.distributed.host_collectives import anyone
-from jzero.distributed.place import get_local_rank, get_rank, get_world_size, log_dist
-from jzero.engine import restore as resuming
+from jzero.distributed.joining import get_local_rank, get_rank, get_world_size, log_dist
+from jzero.engine import progress, restore
+from jzero.engine.accumulation import Accumulation
 from jzero.engine.deferred_loss import Loss
+from jzero.engine.newest import resume_from, warn, warn_if_not_resumed
+from jzero.engine.restore import Selection
+from jzero.engine.take import take
 from jzero.errors import ConfigError
 from jzero.loss_scale import check_stuck
+from jzero.state import check_alive
 from jzero.train_step import Details, Metrics, TrainStep
 
 
 class Engine:
-    """A model in training: `loss = engine.train_batch(batch)`, or forward, backward, step. Made by `initialize`.
+    """Train a model: `loss = engine.train_batch(batch)`, or forward, backward, step. `initialize` makes an engine.
 
-    Attributes: `step_fn` (the TrainStep), `state` (the TrainState; yours to read and to replace), `mesh`, `config`;
-    `global_steps`, `global_samples`, `micro_steps`: done so far, those before a resume included; `client_state`: what
-    the last save was given, or the checkpoint held that was resumed.
+    Attributes:
+      step_fn: the TrainStep. mesh, config: the step's.
+      state: the TrainState; read or replace it freely.
+      global_steps, global_samples, micro_steps: counts since step 0, across resumes.
+      client_state: the notes of the last save, or of the checkpoint that was resumed.
     """
 
     def __init__(
@@ -46,22 +49,21 @@ class Engine:
         self.training_dataloader = loader
         self.client_state: dict = {}
         self._batches = None if loader is None else RepeatingLoader(loader)
-        self._queue: list[tuple[Any, Loss]] = []  # micro-batches whose backward was called, in order
-        self._forward: tuple[Any, Loss] | None = None
-        self._training, self._syncing = True, True
-        self._boundary: bool | None = None
-        self._steps_waiting = 0  # calls of step() since the last that updated
+        self._accumulation = Accumulation(self.config.managed_gradient_accumulation)
+        self._training = True
         self._metrics: Metrics | None = None
         self._details: Details | None = None
         self.global_steps = self.global_samples = self.micro_steps = 0
-        self.restart_clock()
+        self._clock = progress.Clock()
         self._home = Path(resume).absolute() if resume else None  # where SIGTERM saves
         self.state: Any = None
         if self._home:
-            resuming.start(self, self._home, rng)
+            self._resume(self._home)
             preemption.listen()
-        else:
-            resuming.begin(self, rng)
+        elif self.config.checkpoint.dir:
+            warn_if_not_resumed(self.config.checkpoint.dir)
+        if self.state is None:
+            self.state = step_fn.init(rng)
 
     def __repr__(self) -> str:
         return f"Engine({self.step_fn!r}, global step {self.global_steps})"
@@ -69,20 +71,21 @@ class Engine:
     # ------------------------------------------------------------------ one call
 
     def train_batch(self, batch: Any = None, *, data_iter: Iterator[Any] | None = None) -> jax.Array:
-        """One optimizer step on one global batch; its mean loss.
+        """Run one optimizer step on one global batch; return its mean loss.
 
         Args:
-          batch: a global batch (leading dimension `train_batch_size()`), an iterator of micro-batches (leading
-            dimension micro x replicas), of which `gradient_accumulation_steps()` are taken, or None: the training data.
+          batch: a global batch (leading dimension `train_batch_size()`); or an iterator of micro-batches (leading
+            dimension micro x replicas), from which the engine takes `gradient_accumulation_steps()`; or None: the
+            training data.
           data_iter: DeepSpeed's name for such an iterator.
         """
-        self._check_no_pending("train_batch")
+        self._accumulation.check_empty("train_batch")
         batch = data_iter if batch is None else batch
         source = self._batches if batch is None else batch
         if source is None:
             raise ConfigError("train_batch() has no batch: pass one, or pass training_data to jzero.initialize")
         if isinstance(source, Iterator):
-            parts = self._take(source)
+            parts = take(source, self.gradient_accumulation_steps(), ours=source is self._batches)
             done = self.step_fn.run_micro_batches(self.state, parts)
         else:
             done = self.step_fn.run(self.state, source)
@@ -91,161 +94,103 @@ class Engine:
         return done[1]["loss"]
 
     def eval_batch(self, batch: Any) -> jax.Array:
-        """The loss of a batch (or an iterator of micro-batches) without dropout and without an update."""
+        """Compute the loss of a batch (or an iterator of micro-batches) without dropout and without an update."""
         if isinstance(batch, Iterator):
-            batch = self.step_fn.join(self._take(batch))
+            batch = self.step_fn.join(take(batch, self.gradient_accumulation_steps(), ours=batch is self._batches))
         return self.step_fn.evaluate(self.state, batch)
 
-    def _take(self, source: Iterator[Any]) -> list[Any]:
-        accum = self.gradient_accumulation_steps()
-        parts = list(itertools.islice(source, accum))
-        short = None
-        if len(parts) < accum:
-            of = f" of process {jax.process_index()}" if jax.process_count() > 1 else ""
-            again = "jzero.RepeatingLoader starts a loader again"
-            if source is self._batches:
-                again = "training_data was an iterator, which is used up: give a function that makes one"
-            short = (
-                f"the iterator{of} ended after {len(parts)} of {accum} micro-batches (gradient_accumulation_steps = "
-                f"{accum}); {again}"
-            )
-        if short := anyone("the data's end", short):  # or the others would wait for ever
-            raise ConfigError(short)
-        return parts
-
-    # ------------------------------------------------------------------ three calls
-
     def __call__(self, micro_batch: Any) -> Any:
-        """The loss of one micro-batch of all replicas (leading dimension micro x replicas)."""
+        """Compute the loss of one micro-batch of all replicas (leading dimension micro x replicas)."""
         if not self._training:
             return self.step_fn.evaluate(self.state, micro_batch)
-        micro_batch, index, state = self.step_fn.place_micro_batch(micro_batch), len(self._queue), self.state
+        micro_batch, state = self.step_fn.place_micro_batch(micro_batch), self.state
+        index = len(self._accumulation.queue)
 
         def compute() -> jax.Array:
             if state.step.is_deleted():
                 raise ConfigError(
-                    "this loss was never computed, and a step that it had no part in has replaced its parameters: "
-                    "read it before that step, or pass it to engine.backward"
+                    "this loss was not computed before a later step replaced its parameters: read it before that "
+                    "step, or pass it to engine.backward"
                 )
             return self.step_fn.micro_loss(state, micro_batch, index)
 
-        self._forward = (micro_batch, Loss(compute))
-        return self._forward[1]
+        loss = Loss(compute)
+        self._accumulation.forward = (micro_batch, loss)
+        return loss
 
     forward = __call__
 
     def backward(self, loss: Loss) -> Loss:
-        """Take the micro-batch of `loss`, the last one that the engine returned, into this step's gradient."""
-        if self._forward is None or loss is not self._forward[1]:
-            raise ConfigError(
-                f"backward: {loss!r} is not the loss that the last engine(micro_batch) returned; what changes the "
-                "loss belongs into the model's loss function"
-            )
+        """Add the micro-batch of `loss`, the last loss that the engine returned, to this step's gradient."""
+        self._accumulation.add(loss)
         self.micro_steps += 1
-        self._queue.append(self._forward)
-        self._forward = None
         return loss
 
     def step(self) -> None:
-        """At an accumulation boundary, update the parameters with the micro-batches since the last one; else count."""
-        if not self._syncing:
-            raise ConfigError("step() inside no_sync(): leave the context first")
-        if not self._queue:
-            raise ConfigError("step() without a backward(): call engine.backward(engine(micro_batch)) first")
-        self._forward = None  # a forward pass without a backward takes no part
-        boundary = self.is_gradient_accumulation_boundary()
-        self._steps_waiting = 0 if boundary else self._steps_waiting + 1
-        if not boundary:
+        """At an accumulation boundary, update the parameters with the micro-batches since the last; else count."""
+        queue = self._accumulation.finish(self.gradient_accumulation_steps())
+        if not queue:
             return
-        queue, self._queue = self._queue, []
         done = self.step_fn.run_micro_batches(self.state, [part for part, _ in queue])
         self._finish(done, len(queue))
         for i, (_, loss) in enumerate(queue):
             loss.replace(lambda losses=done[2].micro_losses, i=i: losses[i])  # type: ignore[misc]
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step()` updates: it is the last of gradient_accumulation_steps() calls, or that many
-        micro-batches wait (as after `no_sync`), or `set_gradient_accumulation_boundary` said so."""
-        if self._boundary is not None:
-            return self._boundary
-        waiting = max(self._steps_waiting + 1, len(self._queue) + (self._forward is not None))
-        return not self.config.managed_gradient_accumulation or waiting >= self.gradient_accumulation_steps()
+        """Whether the next `step()` updates.
+
+        It does at the last of gradient_accumulation_steps() calls, when as many micro-batches wait (after `no_sync`),
+        or as `set_gradient_accumulation_boundary` decides.
+        """
+        return self._accumulation.is_boundary(self.gradient_accumulation_steps())
 
     def set_gradient_accumulation_boundary(self, boundary: bool | None) -> None:
-        """Decide by hand whether `step()` updates; None goes back to counting. The loss is the mean over what came."""
-        self._boundary = boundary
+        """Decide by hand whether `step()` updates, with the mean over the micro-batches that wait; None: count."""
+        self._accumulation.boundary = boundary
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """No gradient reduction inside: as always here, where `step()` reduces once. Legal at every stage."""
-        if not self._syncing:
-            raise ConfigError("no_sync() inside no_sync(): one is enough")
-        self._syncing = False
-        try:
-            yield
-        finally:
-            self._syncing = True
-
-    def _check_no_pending(self, call: str) -> None:
-        if self._queue:
-            raise ConfigError(f"{call}: {len(self._queue)} micro-batches wait for step(); call engine.step() first")
-
-    # ------------------------------------------------------------------ after a step
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Reduce no gradient inside: as always here, where `step()` reduces once. Legal at every stage."""
+        return self._accumulation.no_sync()
 
     def _finish(self, done: tuple[Any, Metrics, Details], micro_batches: int) -> None:
         before = self._details
         self.state, self._metrics, self._details = done
         self.global_steps += 1
         self.global_samples += micro_batches * self.step_fn.micro_size
-        if before is not None:  # waits for that one only: the device has the new one to work on
+        if before is not None:  # waits for the previous step only; the device works on the new one meanwhile
             check_stuck(before.loss_scale, self.step_fn.trainable_names)
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0 and jax.process_index() == 0:
-            self._print_progress()
+            speed = self._clock.speed(self.global_samples)
+            print(progress.line(self.global_steps, self.metrics, self.skipped_steps, speed, self.config))
         if self._home and preemption.reached():
-            checkpoint.forgive()  # an earlier save that failed: this one is the last
+            checkpoint.forgive()  # the error of an earlier save must not stop the last one
             path = self.save_checkpoint(self._home, client_state=self.client_state).wait()
-            log_dist(f"jzero: SIGTERM: saved {path}; exit code {SAVED}")
+            log_dist(f"jzero: SIGTERM: saved {path}; exit code {preemption.EXIT_CODE}")
             if jax.process_count() > 1:
-                jax.distributed.shutdown()  # together: process 0 serves the others until they know what it knows
-            sys.exit(SAVED)
-
-    def restart_clock(self) -> None:
-        """Samples per second are counted from here."""
-        self._clock = (time.perf_counter(), self.global_samples)
-
-    def _print_progress(self) -> None:
-        assert self._metrics is not None
-        m = {name: float(value) for name, value in self._metrics.items()}
-        now, (then, samples) = time.perf_counter(), self._clock
-        speed = f", {(self.global_samples - samples) / (now - then):.1f} samples/s"
-        self._clock = (now, self.global_samples)
-        scale = f", loss scale {m['loss_scale']:g}" if self.config.fp16.enabled else ""
-        print(
-            f"step {self.global_steps}: loss {m['loss']:.4f}, lr {m['lr']:.3e}, grad norm {m['grad_norm']:.3f}{scale}, "
-            f"skipped {self.skipped_steps}{speed if self.config.timers.throughput.enabled else ''}"
-        )
+                jax.distributed.shutdown()  # waits for all: if process 0 exited first, the others would see a crash
+            sys.exit(preemption.EXIT_CODE)
 
     # ------------------------------------------------------------------ what users ask
 
     def train(self, mode: bool = True) -> Engine:
-        """Training mode: `engine(micro_batch)` takes part in the next step."""
+        """Switch to training mode: `engine(micro_batch)` takes part in the next step."""
         self._training = mode
         return self
 
     def eval(self) -> Engine:
-        """Evaluation mode: `engine(micro_batch)` is the loss without dropout, and nothing else."""
+        """Switch to evaluation mode: `engine(micro_batch)` only computes the loss, without dropout."""
         return self.train(False)
 
     def module(self) -> Any:
-        """The Flax module with the parameters as they are now, to call: `engine.module()(x)`."""
+        """Return the Flax module with the current parameters, in evaluation mode: `engine.module()(x)`."""
         if not hasattr(self.step_fn.model, "module"):
             raise ConfigError(f"{self.step_fn.model!r} was not made by jzero.from_flax; its parameters: state.params")
         return self.step_fn.model.module(self.state.params)
 
     @property
     def metrics(self) -> Metrics:
-        """The last step's loss, grad_norm, lr, loss_scale, skipped, on the device; empty before the first step."""
+        """The last step's loss, grad_norm, lr, loss_scale and skipped, on the device; empty before the first step."""
         return {} if self._metrics is None else self._metrics
 
     @property
@@ -276,9 +221,9 @@ class Engine:
     def set_train_batch_size(self, size: int) -> None:
         """Change the global batch by changing the accumulation; the next step compiles for it.
 
-        A checkpoint brings the one that it was saved with, unless the config says another: call this after loading.
+        Call it after `load_checkpoint`, which restores the checkpoint's global batch unless the config names another.
         """
-        self._check_no_pending("set_train_batch_size")
+        self._accumulation.check_empty("set_train_batch_size")
         unit = self.step_fn.micro_size
         if size < 1 or size % unit:
             raise ConfigError(f"train_batch_size = {size}: must be a multiple of {unit} (micro-batch x replicas)")
@@ -318,25 +263,30 @@ class Engine:
         Args:
           save_dir: default: where the run resumed, or the config's `checkpoint.dir`.
           tag: default `global_step{N}`.
-          client_state: what JSON can hold, for `load_checkpoint` to give back, and for `engine.client_state` after a
-            resume. SIGTERM saves the last one.
-          save_latest: name it in save_dir/latest.
+          client_state: JSON values; `load_checkpoint` returns them, and a resume puts them in `engine.client_state`.
+            SIGTERM saves the last ones.
+          save_latest: write the tag to save_dir/latest.
           exclude_frozen_parameters: leave out the parameters that are not trained.
 
         Returns:
-          The save under way: `.wait()` waits until it is complete. Another save, a load and the program's end wait too.
+          The save in progress: `.wait()` waits until it is complete. Another save, a load and the program's end wait.
 
         Raises:
           ConfigError, CheckpointError: see `jzero.checkpoint.save`.
         """
-        self._check_no_pending("save_checkpoint")
+        self._accumulation.check_empty("save_checkpoint")
+        check_alive(self.state)
         former = self.client_state
         self.client_state = dict(client_state) if isinstance(client_state, Mapping) else client_state or {}
+        step, counters = self.step_fn, {name: getattr(self, name) for name in progress.COUNTERS}
+        frozen = [f"params/{layout.name}" for layout in jax.tree.leaves(step.layouts) if not layout.trainable]
         try:
-            return resuming.save(
-                self, save_dir or self._home or self.config.checkpoint.dir,
+            return checkpoint.save(
+                self.state, save_dir or self._home or self.config.checkpoint.dir or "",
                 DEFAULT_TAG.format(self.global_steps) if tag is None else tag,
-                latest=save_latest, without_frozen=exclude_frozen_parameters,
+                notes=progress.make_notes(step, self.training_dataloader, counters, self.client_state),
+                latest=save_latest, without=frozen if exclude_frozen_parameters else (),
+                max_to_keep=self.config.checkpoint.max_to_keep,
             )  # fmt: skip
         except ConfigError:
             self.client_state = former
@@ -347,55 +297,102 @@ class Engine:
         load_module_strict: bool = True, load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
         load_module_only: bool = False, custom_load_fn: None = None,
     ) -> tuple[str, dict]:  # fmt: skip
-        """Read a checkpoint that any layout wrote; (path, client_state). All processes call it.
+        """Read a checkpoint of any layout; return (path, client_state). All processes call it.
 
-        The engine's former state is given up before the new one is read, so that there is room for it.
+        The engine drops its former state before it reads the new one, so that both need not fit into memory.
 
         Args:
           load_dir: default: where the run resumed, or the config's `checkpoint.dir`.
           tag: default: the one in load_dir/latest.
-          load_module_strict: False: take what fits, and keep the rest as it is.
-          load_optimizer_states: False: keep the optimizer's state, but for its place in the schedule.
-          load_lr_scheduler_states: False: the learning rate goes on from where it is in its schedule.
-          load_module_only: take the parameters alone, no counters and no position in the data.
+          load_module_strict: False: read what fits, and keep the rest as it is.
+          load_optimizer_states: False: keep the optimizer's state, except for its position in the schedule.
+          load_lr_scheduler_states: False: keep the current position in the learning-rate schedule.
+          load_module_only: read the parameters alone, without counters or the position in the data.
 
         Raises:
-          ConfigError: no checkpoint there, or one of another model or optimizer: which leaves differ.
-          CheckpointError: it is damaged.
+          ConfigError: there is no checkpoint, or it is of another model or optimizer; the error names the leaves that
+            differ.
+          CheckpointError: the checkpoint is damaged.
         """
-        self._check_no_pending("load_checkpoint")
+        self._accumulation.check_empty("load_checkpoint")
         if custom_load_fn is not None:
             raise ConfigError("custom_load_fn: read with jzero.checkpoint.restore and set engine.state instead")
         found = checkpoint.Checkpoint.find(load_dir or self._home or self.config.checkpoint.dir, tag)
-        self._forward = None
-        resuming.load(
-            self, found, strict=load_module_strict, only_module=load_module_only, optimizer=load_optimizer_states,
-            schedule=load_lr_scheduler_states,
-        )  # fmt: skip
+        self._accumulation.forward = None
+        self._load(
+            found, Selection(load_module_strict, load_module_only, load_optimizer_states, load_lr_scheduler_states)
+        )
         self._details, self._metrics = None, None
-        return str(found.path), resuming.client_state(found.notes)
+        return str(found.path), progress.client_state(found.notes)
+
+    def _load(self, source: checkpoint.Checkpoint, selection: Selection) -> None:
+        """Replace the state with a checkpoint's.
+
+        The order matters. First come the checks, so that an error leaves the engine whole. Then the engine drops its
+        state, because two may not fit into memory. Then it reads the new one.
+        """
+        plan = restore.plan(source, self.step_fn, self.state, selection)
+        if not selection.only_module:
+            self._take_position(source.notes)
+        self.state = None
+        self.state = plan.read()
+        if not selection.only_module:
+            self._take_counters(source.notes)
+
+    def _take_position(self, notes: Mapping[str, Any]) -> None:
+        """Set the global batch and the position in the data to the checkpoint's."""
+        if not progress.written_by_engine(notes):
+            return
+        train, remark = progress.global_batch(notes, self.step_fn)
+        if train != self.train_batch_size():
+            self.set_train_batch_size(train)
+        if remark:
+            log_dist(remark)
+        if self.training_dataloader is not None and notes["data"] is not None:
+            self.training_dataloader.seek(notes["data"])
+
+    def _take_counters(self, notes: Mapping[str, Any]) -> None:
+        """Set the counters and the user's notes to the checkpoint's; warn if the data are other data."""
+        step = int(self.state.step)  # the one counter in a checkpoint that no engine wrote
+        counters = progress.counters(notes, step, self.gradient_accumulation_steps(), self.train_batch_size())
+        self.global_steps, self.global_samples, self.micro_steps = (counters[name] for name in progress.COUNTERS)
+        self.client_state = progress.client_state(notes)
+        self._clock.restart(self.global_samples)
+        if problem := progress.other_data(self.training_dataloader, notes, step):
+            warn(problem)
+
+    def _resume(self, home: Path) -> None:
+        """Take the newest readable checkpoint, if there is one."""
+
+        def load(source: checkpoint.Checkpoint) -> int:
+            if source.without:  # the frozen parameters come from the model
+                self.state = self.step_fn.init(self._rng)
+            self._load(source, Selection())
+            return self.global_steps
+
+        resume_from(home, load)
 
     def save_16bit_model(self, save_dir: str | os.PathLike, save_filename: str = "model.safetensors") -> bool:
-        """Write the parameters in half precision to save_dir/save_filename, one safetensors file; see `weights.save`.
+        """Write the parameters in half precision to one safetensors file; see `weights.save`.
 
-        In float16 if the config enables fp16, else in bfloat16. Works at every stage; all processes call it.
+        The dtype is float16 if the config enables fp16, else bfloat16. Works at every stage; all processes call it.
         """
         dtype = np.dtype(np.float16) if self.config.fp16.enabled else np.dtype(jnp.bfloat16)
         weights.save(self.state.params, self.step_fn, save_dir, save_filename, dtype)
         return True
 
     def load_weights(self, directory: str | os.PathLike) -> None:
-        """Begin anew from the parameters in a directory's safetensors, see `weights.load`: step 0, fresh optimizer."""
-        self._check_no_pending("load_weights")
+        """Start at step 0 with the parameters in a directory's safetensors and a new optimizer; see `weights.load`."""
+        self._accumulation.check_empty("load_weights")
         if self._home and self.global_steps:
             raise ConfigError(
-                f"load_weights: this run was resumed at step {self.global_steps} and would begin anew: call it only "
-                "if not engine.global_steps"
+                f"load_weights: this run was resumed at step {self.global_steps} and would start at step 0 again: call "
+                "it only if not engine.global_steps"
             )
-        params, self.state = weights.load(directory, self.step_fn), None  # makes room
+        params, self.state = weights.load(directory, self.step_fn), None  # frees the memory before `init` needs it
         self.state = self.step_fn.init(self._rng, params, donate=True)
         self.global_steps = self.global_samples = self.micro_steps = 0
-        self._details, self._metrics, self._forward = None, None, None
+        self._details, self._metrics, self._accumulation.forward = None, None, None
         if self.training_dataloader is not None:
             self.training_dataloader.seek({"epoch": 0, "samples": 0})
-        self.restart_clock()
+        self._clock.restart(self.global_samples)

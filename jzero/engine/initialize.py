@@ -17,7 +17,7 @@ from jzero.data import DataLoader
 from jzero.distributed.host_collectives import check_same, together
 from jzero.distributed.joining import init_distributed
 from jzero.engine.engine import Engine
-from jzero.engine.restore import former_batch
+from jzero.engine.newest import former_batch
 from jzero.engine.run_report import report
 from jzero.errors import ConfigError
 from jzero.model import Model

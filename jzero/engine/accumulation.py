@@ -1,0 +1,80 @@
+"""The three-call loop's bookkeeping: which micro-batches wait for the next update, and when it is due."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from jzero.engine.deferred_loss import Loss
+from jzero.errors import ConfigError
+
+Held = tuple[Any, Loss]  # a micro-batch on the devices, and its loss
+
+
+class Accumulation:
+    """The micro-batches of a step, collected call by call.
+
+    Args:
+      managed: count the calls of `step()`; False: every call updates.
+
+    Attributes:
+      queue: the micro-batches whose backward was called, in order.
+      forward: the last forward pass, until its backward.
+      boundary: whether the next `step()` updates, if the user decides; None: it is counted.
+    """
+
+    def __init__(self, managed: bool):
+        self.managed = managed
+        self.queue: list[Held] = []
+        self.forward: Held | None = None
+        self.boundary: bool | None = None
+        self._syncing = True
+        self._calls = 0  # of step() since the last update
+
+    def add(self, loss: Loss) -> None:
+        """Queue the micro-batch of the last forward pass, whose loss this must be."""
+        if self.forward is None or loss is not self.forward[1]:
+            raise ConfigError(
+                f"backward: {loss!r} is not the loss that the last engine(micro_batch) returned; what changes the "
+                "loss belongs into the model's loss function"
+            )
+        self.queue.append(self.forward)
+        self.forward = None
+
+    def is_boundary(self, accum: int) -> bool:
+        """Whether the next `step()` updates, with `accum` micro-batches per update."""
+        if self.boundary is not None:
+            return self.boundary
+        waiting = max(self._calls + 1, len(self.queue) + (self.forward is not None))
+        return not self.managed or waiting >= accum
+
+    def finish(self, accum: int) -> list[Held]:
+        """Count a call of `step()`; the micro-batches to update with, none before the boundary."""
+        if not self._syncing:
+            raise ConfigError("step() inside no_sync(): leave the context first")
+        if not self.queue:
+            raise ConfigError("step() without a backward(): call engine.backward(engine(micro_batch)) first")
+        self.forward = None  # a forward pass without a backward takes no part
+        boundary = self.is_boundary(accum)
+        self._calls = 0 if boundary else self._calls + 1
+        if not boundary:
+            return []
+        queue, self.queue = self.queue, []
+        return queue
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forbid `step()` inside."""
+        if not self._syncing:
+            raise ConfigError("no_sync() inside no_sync(): one is enough")
+        self._syncing = False
+        try:
+            yield
+        finally:
+            self._syncing = True
+
+    def check_empty(self, call: str) -> None:
+        """Raise a ConfigError if micro-batches wait; `call` is the method that they are in the way of."""
+        if self.queue:
+            raise ConfigError(f"{call}: {len(self.queue)} micro-batches wait for step(); call engine.step() first")

@@ -1,0 +1,98 @@
+"""Finding the checkpoint that a run resumes from. Process 0 looks; all processes get its answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jzero.checkpoint.directory import LATEST, SAVING, complete, latest, recover
+from jzero.checkpoint.reader import Checkpoint, all_or_none
+from jzero.checkpoint.writer import settle
+from jzero.distributed.host_collectives import agree
+from jzero.distributed.joining import log_dist
+from jzero.engine.progress import written_by_engine
+from jzero.errors import CheckpointError, some_of
+
+
+def resume_from(root: Path, load: Callable[[Checkpoint], int]) -> None:
+    """Load the newest readable checkpoint in a directory, if the directory holds one.
+
+    Args:
+      load: loads a checkpoint and returns its step. If it raises a CheckpointError (damage shows only when all bytes
+        are read), the next older checkpoint is tried.
+
+    Raises:
+      ConfigError: the newest is of another model or optimizer.
+      CheckpointError: there are checkpoints, and none is readable. A run never starts from scratch in silence.
+    """
+    problems = []
+    for name, problem in _on_process_0("looking for checkpoints to resume from", lambda: _candidates(root)):
+        if not problem:
+            try:
+                source = Checkpoint.find(root, name)
+                step = load(source)
+                named = latest(root)
+                remark = f" ({LATEST} names {named.name})" if named and named.name != name else ""
+                log_dist(f"resumed from {source.path}: step {step}{remark}")
+                return
+            except CheckpointError as error:
+                problem = str(error)
+        problems.append(problem)
+        warn(f"skipped: {problem}")
+    if problems:
+        raise CheckpointError(
+            f"resume: none of the {len(problems)} checkpoints in {root} can be read: {problems[0]}; name another "
+            "directory, or remove them, to start from step 0"
+        )
+    log_dist(f"no checkpoint in {root} yet: starting at step 0")
+
+
+def warn_if_not_resumed(home: str) -> None:
+    """Warn that a run starts from scratch in a directory with checkpoints."""
+    if others := _on_process_0("looking for checkpoints", lambda: [p.name for p, _ in complete(Path(home).absolute())]):
+        warn(
+            f"starting at step 0, though {home} holds {some_of(others)}: jzero --resume, or resume="
+            '"auto", resumes from the newest'
+        )
+
+
+def former_batch(directory: str | os.PathLike) -> dict[str, Any] | None:
+    """The batch sizes in the notes of the newest checkpoint; None if there is none, or no engine wrote it."""
+
+    def newest() -> dict[str, Any] | None:
+        recover(root := Path(directory).absolute())
+        notes = [about["notes"] for _, about in complete(root) if not isinstance(about, CheckpointError)]
+        return notes[0].get("batch") if notes and written_by_engine(notes[0]) else None
+
+    return _on_process_0("looking for the run to resume", newest)
+
+
+def warn(text: str) -> None:
+    """Print a warning on process 0."""
+    if jax.process_index() == 0:
+        print(f"jzero: {text}", file=sys.stderr, flush=True)
+
+
+def _on_process_0(task: str, work: Callable[[], Any]) -> Any:
+    """Return the result of `work` on process 0, a JSON value; if it raises there, every process raises."""
+    settle()
+    found = all_or_none(task, lambda: work() if jax.process_index() == 0 else None)
+    return json.loads(agree(task, json.dumps(found))[0])
+
+
+def _candidates(root: Path) -> list[tuple[str, str]]:
+    """(tag, a known problem or ""), the newest first."""
+    recover(root)
+    found = [(p.name, str(about) if isinstance(about, CheckpointError) else "") for p, about in complete(root)]
+    for draft in sorted(root.glob(f"*{SAVING}")):
+        warn(f"skipped: {draft} was not finished")
+    if (named := latest(root)) and named.name not in [name for name, _ in found]:
+        problem = "is not a jzero checkpoint" if named.exists() else "does not exist"
+        found.insert(0, (named.name, f"checkpoint {named} {problem}, and {LATEST} names it"))
+    return found

@@ -1,0 +1,110 @@
+"""How far a run is: the notes in its checkpoints, and their meaning for the run that resumes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from jzero.config import Config
+from jzero.config.sizes import given, kept
+from jzero.engine.restore import scaling_of
+from jzero.model import weights_layout
+from jzero.train_step import TrainStep
+
+COUNTERS = ("global_steps", "global_samples", "micro_steps")
+
+
+class Clock:
+    """Measures samples per second."""
+
+    def __init__(self):
+        self.restart(0)
+
+    def restart(self, samples: int) -> None:
+        """Measure from now on; the run has seen `samples`."""
+        self._start = (time.perf_counter(), samples)
+
+    def speed(self, samples: int) -> float:
+        """Samples per second since the last call or restart."""
+        now, (then, before) = time.perf_counter(), self._start
+        self.restart(samples)
+        return (samples - before) / (now - then)
+
+
+def make_notes(step: TrainStep, loader: Any, counters: Mapping[str, int], client: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the notes that a checkpoint holds beside the state.
+
+    Args:
+      loader: the DataLoader of the training data, or None.
+      counters: {name: count} of COUNTERS.
+      client: the user's own notes.
+    """
+    sizes = step.batch_sizes
+    return {
+        "engine": dict(counters),
+        "batch": {
+            "train": sizes.train,
+            "micro": sizes.micro,
+            "replicas": step.replicas,
+            "given": given(step.config),
+        },
+        "loss_scale": scaling_of(step.precision.scaler),
+        "data": getattr(loader, "position", None),
+        "order": getattr(loader, "order", None),
+        "client": client,
+        "weights": weights_layout(step.model),  # for jzero export
+    }
+
+
+def line(step: int, metrics: Mapping[str, Any], skipped: int, speed: float, config: Config) -> str:
+    """One line on a finished step; `speed` is in samples per second."""
+    m = {name: float(value) for name, value in metrics.items()}
+    scale = f", loss scale {m['loss_scale']:g}" if config.fp16.enabled else ""
+    rate = f", {speed:.1f} samples/s" if config.timers.throughput.enabled else ""
+    return (
+        f"step {step}: loss {m['loss']:.4f}, lr {m['lr']:.3e}, grad norm {m['grad_norm']:.3f}{scale}, "
+        f"skipped {skipped}{rate}"
+    )
+
+
+def written_by_engine(notes: Mapping[str, Any]) -> bool:
+    """Whether an engine wrote the notes; `checkpoint.save` takes any others from its caller."""
+    return "engine" in notes
+
+
+def client_state(notes: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's own notes; {} if no engine wrote the checkpoint."""
+    return notes["client"] if written_by_engine(notes) else {}
+
+
+def counters(notes: Mapping[str, Any], step: int, accum: int, train: int) -> dict[str, int]:
+    """{name: count}; for a checkpoint that no engine wrote, counted from its step."""
+    if written_by_engine(notes):
+        return {name: notes["engine"][name] for name in COUNTERS}
+    return dict(zip(COUNTERS, (step, step * train, step * accum), strict=True))
+
+
+def global_batch(notes: Mapping[str, Any], step: TrainStep) -> tuple[int, str]:
+    """(the global batch to resume with, a line for the log): the checkpoint's, unless the config names another."""
+    then, now = notes["batch"], step.batch_sizes.train
+    train = then["train"]
+    if train != now and not kept(step.config, step.replicas, then):
+        return now, f"the checkpoint's train_batch_size was {train}; from here on it is {now}"
+    if train == now and then["replicas"] == step.replicas:
+        return now, ""
+    return train, f"train_batch_size {train} as in the checkpoint: {train // step.micro_size} micro-batches"
+
+
+def other_data(loader: Any, notes: Mapping[str, Any], step: int) -> str:
+    """Describe how the data differ from those that the run would have read without a stop; "" if they do not."""
+    position, order = notes.get("data"), notes.get("order") or {}
+    if loader is None:
+        lost = any((position or {}).values())
+        return "the checkpoint has a position in training_data, but this run has no training_data" if lost else ""
+    if position is None:
+        start = f"the checkpoint is of step {step} but has no position in training_data, which begins at its start"
+        return start if step else ""
+    others = [f"{name} was {order[name]}, is {x}" for name, x in loader.order.items() if order.get(name, x) != x]
+    head = "other data than the checkpoint's, or in another order from here on: "
+    return head + ", ".join(others) if others else ""

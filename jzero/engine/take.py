@@ -1,0 +1,34 @@
+"""Taking the micro-batches of a step from an iterator."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jzero.distributed.host_collectives import anyone
+from jzero.errors import ConfigError
+
+
+def take(source: Iterator[Any], accum: int, *, ours: bool) -> list[Any]:
+    """Take the next `accum` micro-batches; `ours`: from the training_data that `initialize` was given.
+
+    Raises:
+      ConfigError: the iterator ended before, on this process or on another, which would otherwise wait for ever.
+    """
+    parts = list(itertools.islice(source, accum))
+    problem = None
+    if len(parts) < accum:
+        of = f" of process {jax.process_index()}" if jax.process_count() > 1 else ""
+        fix = "jzero.RepeatingLoader starts a loader again"
+        if ours:
+            fix = "training_data was an iterator, which is used up: give a function that makes one"
+        problem = (
+            f"the iterator{of} ended after {len(parts)} of {accum} micro-batches (gradient_accumulation_steps = "
+            f"{accum}); {fix}"
+        )
+    if problem := anyone("the data's end", problem):
+        raise ConfigError(problem)
+    return parts
