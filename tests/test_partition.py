@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jzero
-from jzero.pipeline.partition import partition
+from jzero.pipeline.partition import partition_layers
 
 METHODS = ["uniform", "parameters", "best", "type:a"]
 NAMES = st.sampled_from(["Embed", "Block", "Attention", "relu"])
@@ -27,7 +27,7 @@ def lightest_possible(weights, parts):
 def test_every_layer_once_in_order_and_no_part_empty(layers, data, method):
     names, sizes = zip(*[("Attention", 1), *layers], strict=True)  # one that type:a matches
     parts = data.draw(st.integers(1, len(names)))
-    boundaries = partition(method, names, sizes, parts)
+    boundaries = partition_layers(method, names, sizes, parts)
     assert len(boundaries) == parts + 1
     assert (boundaries[0], boundaries[-1]) == (0, len(names))
     assert all(a < b for a, b in pairwise(boundaries))
@@ -38,37 +38,37 @@ def test_no_cut_is_better_balanced(layers, data):
     names, sizes = zip(*[("Attention", 1), *layers], strict=True)
     parts = data.draw(st.integers(1, len(names)))
     for method, weights in [("parameters", sizes), ("type:^A", [int(name == "Attention") for name in names])]:
-        assert heaviest(weights, partition(method, names, sizes, parts)) == lightest_possible(weights, parts)
+        assert heaviest(weights, partition_layers(method, names, sizes, parts)) == lightest_possible(weights, parts)
 
 
 @given(st.integers(1, 40), st.data())
 def test_uniform(layers, data):
     parts = data.draw(st.integers(1, layers))
-    lengths = [b - a for a, b in pairwise(partition("uniform", ["x"] * layers, [1] * layers, parts))]
+    lengths = [b - a for a, b in pairwise(partition_layers("uniform", ["x"] * layers, [1] * layers, parts))]
     assert lengths == [layers // parts + 1] * (layers % parts) + [layers // parts] * (parts - layers % parts)
 
 
 @given(st.integers(1, 30), st.data())
 def test_equal_layers_are_spread_evenly(layers, data):
     parts = data.draw(st.integers(1, layers))
-    lengths = [b - a for a, b in pairwise(partition("parameters", ["x"] * layers, [7] * layers, parts))]
+    lengths = [b - a for a, b in pairwise(partition_layers("parameters", ["x"] * layers, [7] * layers, parts))]
     assert max(lengths) - min(lengths) <= 1
 
 
 def test_by_hand():
     names = ["Embed", "Linear", "relu", "Linear", "relu", "Linear"]
     sizes = [100, 10, 0, 10, 0, 10]
-    assert partition("parameters", names, sizes, 2) == [0, 1, 6]
-    assert partition("best", names, sizes, 2) == [0, 1, 6]
-    assert partition("UNIFORM", names, sizes, 2) == [0, 3, 6]
-    assert partition("type:linear", names, sizes, 3) == [0, 3, 5, 6]  # an activation stays with what it follows
-    assert partition("type:lin|emb", names, sizes, 2) == [0, 3, 6]
-    assert partition("type:^LINEAR$", names, sizes, 3) == partition("type:linear", names, sizes, 3)
+    assert partition_layers("parameters", names, sizes, 2) == [0, 1, 6]
+    assert partition_layers("best", names, sizes, 2) == [0, 1, 6]
+    assert partition_layers("UNIFORM", names, sizes, 2) == [0, 3, 6]
+    assert partition_layers("type:linear", names, sizes, 3) == [0, 3, 5, 6]  # an activation stays with what it follows
+    assert partition_layers("type:lin|emb", names, sizes, 2) == [0, 3, 6]
+    assert partition_layers("type:^LINEAR$", names, sizes, 3) == partition_layers("type:linear", names, sizes, 3)
 
 
 def test_hundreds_of_layers():
     sizes = [1_000, *[i % 7 for i in range(198)], 1_000]
-    assert heaviest(sizes, partition("parameters", ["x"] * 200, sizes, 32)) == 1_000
+    assert heaviest(sizes, partition_layers("parameters", ["x"] * 200, sizes, 32)) == 1_000
 
 
 @pytest.mark.parametrize(
@@ -77,11 +77,11 @@ def test_hundreds_of_layers():
         ("profile", 2, "partition_method 'profile' is unknown.*'parameters'.*'best'.*'uniform'.*'type:regex'"),
         (None, 2, "partition_method None is unknown"),
         ("type:conv", 2, "'type:conv' matches no layer: the class names are Embed, Block$"),
-        ("type:(", 2, "no regex: "),
+        ("type:(", 2, "is not a regex: "),
         ("uniform", 4, r"4 parts \(num_stages x chunks\) exceed the layers: there are 3 layers, ask for 1 to 3"),
         ("parameters", 0, r"0 parts .* are too few: there are 3 layers, ask for 1 to 3"),
     ],
 )
 def test_errors(method, parts, words):
     with pytest.raises(jzero.ConfigError, match=words):
-        partition(method, ["Embed", "Block", "Block"], [1, 2, 2], parts)
+        partition_layers(method, ["Embed", "Block", "Block"], [1, 2, 2], parts)

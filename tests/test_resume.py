@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import weakref
 from itertools import product
 
 import chex
@@ -322,13 +323,28 @@ def test_a_checkpoint_without_the_frozen_parameters(tmp_path):
     other = build(LAYOUTS["one"], **frozen)
     ends = other.state.params["ends"] | {"first": 2 * other.state.params["ends"]["first"]}
     other.state = dataclasses.replace(other.state, params=other.state.params | {"ends": ends})
-    with pytest.raises(jzero.ConfigError, match="was saved without params/ends/first, and the engine's are not those"):
+    with pytest.raises(jzero.ConfigError, match="was saved without params/ends/first, and this engine holds other"):
         other.load_checkpoint(tmp_path)
     for resume in (tmp_path, None):
         engine = build(LAYOUTS["stage1"], resume=resume, **frozen)
         if not resume:
             engine.load_checkpoint(tmp_path)
         assert_same(engine.state, saved.state)
+
+
+def test_the_former_state_makes_room_for_the_new_one(tmp_path, monkeypatch):
+    engine = build(LAYOUTS["stage1"])
+    engine.save_checkpoint(tmp_path).wait()
+    former, read, alive = [weakref.ref(x) for x in jax.tree.leaves(engine.state)], jzero.checkpoint.Checkpoint.read, []
+
+    def counted(self, shardings):
+        alive.append(sum(x() is not None for x in former))
+        return read(self, shardings)
+
+    monkeypatch.setattr(jzero.checkpoint.Checkpoint, "read", counted)
+    engine.load_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path, load_optimizer_states=False)
+    assert alive == [0, 0]
 
 
 def test_what_fits_of_another_model(tmp_path):
@@ -514,7 +530,7 @@ def test_no_run_starts_from_scratch_in_silence(tmp_path):
         (data(), data(101), 0, "or in another order from here on: samples was 100, is 101"),
         (data(), data(), 3, "or in another order from here on: seed was 0, is 3"),
         (samples, samples, 3, ""),  # in their own order
-        (data(), None, 0, "has a position in training_data, and this run no training_data"),
+        (data(), None, 0, "has a position in training_data, but this run has no training_data"),
         (None, data(), 0, "is of step 1 but has no position in training_data, which begins at its start"),
         (None, None, 3, ""),
     ],

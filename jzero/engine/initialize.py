@@ -1,4 +1,4 @@
-"""`initialize`: DeepSpeed's way in, from a model and a config to an engine."""
+"""`initialize`: DeepSpeed's entry point, from a model and a config to an engine."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from jzero.errors import ConfigError
 from jzero.model import Model
 from jzero.train_step import TrainStep
 
-_INSTEAD = {  # of DeepSpeed's arguments
+_INSTEAD = {  # what replaces DeepSpeed's other arguments
     "args": "pass config=args.deepspeed_config",
-    "model_parameters": "leave it out: the model makes its own; frozen_parameters in the config leaves some untrained",
+    "model_parameters": "leave it out: the model makes its own; the config's frozen_parameters are not trained",
     "config_params": "write config=",
     "dist_init_required": "leave it out: the processes join by themselves",
     "distributed_port": "leave it out: jzero --master_port, or MASTER_PORT",
@@ -47,24 +47,24 @@ def initialize(
     resume: str | os.PathLike | Literal[False] | None = None,
     **deepspeed: Any,
 ) -> tuple[Engine, optax.GradientTransformation, DataLoader | None, Callable | None]:
-    """Build the engine, initialise its state sharded, and print the run report (process 0).
+    """Build the engine, initialise its state sharded, and print the run report on process 0.
 
     Args:
       model, config, mesh, optimizer: as for `make_train_step`.
       lr_scheduler: a function of the number of steps applied, instead of the config's `scheduler`.
       training_data: arrays, a sequence of samples, a Hugging Face dataset, an iterable, ...: see `jzero.data`.
       rng: default `jax.random.key(config.seed)`.
-      resume: go on from the newest checkpoint in this directory that can be read, and save there; "auto": in the
-        config's `checkpoint.dir`. Then SIGTERM makes all processes save there after the same step and exit with code
-        75. Default: "auto" if the job was started by `jzero --resume`, which False forbids.
-      deepspeed: its other arguments, which have no meaning here: an error that says what to write instead.
+      resume: a directory: resume from its newest readable checkpoint, and save there. "auto": the config's
+        `checkpoint.dir`. On SIGTERM all processes save there after the same step and exit with code 75. Default: "auto"
+        if `jzero --resume` started the job; False: do not resume even then.
+      deepspeed: DeepSpeed's other arguments: an error that names the replacement.
 
     Returns:
       (engine, optimizer, loader, lr_schedule): the optax transformation in use, a loader of micro-batches (None
       without training_data), the learning rate as a function of the steps applied (None if the optimizer keeps it).
 
     Raises:
-      ConfigError: whatever does not fit, before the first compilation.
+      ConfigError: the arguments do not fit each other, the devices or the model; before the first compilation.
     """
     if deepspeed:
         raise ConfigError(*(f"initialize({name}=...): {_INSTEAD.get(name, 'unknown argument')}" for name in deepspeed))

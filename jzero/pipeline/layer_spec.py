@@ -1,4 +1,4 @@
-"""The layers of a `PipelineModule`: how a user says one, and each as pure functions of its parameters."""
+"""The layers of a `PipelineModule`: their specs, and each layer as pure functions of its parameters."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from jzero.errors import ConfigError
 
 
 class LayerSpec:
-    """A layer to be built when its parameters are wanted: `typename(*args, **kwargs)`, of nnx also with `rngs=rngs`.
+    """Describe a layer, to be built when its parameters are needed: `typename(*args, **kwargs)`.
 
-    Dropout is on in training only: an nnx module is put into `train()` or `eval()`; a Linen module is told by those of
-    the arguments `train`, `training` and `deterministic` that its `__call__` has.
+    An nnx module also gets `rngs=rngs`. Dropout is on in training only: jzero switches nnx modules between `train()`
+    and `eval()`, and passes a Linen module's `__call__` the arguments `train`, `training` and `deterministic` if it has
+    them.
 
     >>> LayerSpec(nnx.Linear, 3, 8, use_bias=False)
     LayerSpec(Linear, 3, 8, use_bias=False)
@@ -30,8 +31,8 @@ class LayerSpec:
     def __init__(self, typename: type, *args: Any, **kwargs: Any):
         if not (isinstance(typename, type) and issubclass(typename, nnx.Module | linen.Module)):
             raise ConfigError(
-                f"{type(self).__name__}: typename {typename!r} is no class of nnx or Linen modules: pass the class and "
-                "its arguments, as in LayerSpec(nnx.Linear, 3, 8); a function x -> x is a layer without LayerSpec"
+                f"{type(self).__name__}: typename {typename!r} is not a class of nnx or Linen modules: pass the class "
+                "and its arguments, as in LayerSpec(nnx.Linear, 3, 8); a function x -> x is a layer without LayerSpec"
             )
         self.typename, self.args, self.kwargs = typename, args, kwargs
 
@@ -40,7 +41,7 @@ class LayerSpec:
         return f"{type(self).__name__}({', '.join(arguments)})"
 
     def build(self, **rngs: nnx.Rngs) -> Any:
-        """The module; `rngs` are passed where its `__init__` has a place for them."""
+        """Build the module, with `rngs` if its `__init__` takes them."""
         init = self.typename.__init__  # type: ignore[misc]
         places = [] if init is object.__init__ else inspect.signature(init).parameters.values()
         wanted = any(p.name == "rngs" or p.kind is p.VAR_KEYWORD for p in places)
@@ -48,13 +49,14 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that shares parameters with the others of its `key`; they start as the first of these makes them.
+    """Describe a layer that shares parameters with the others of its `key`; the first of them initialises these.
 
     Args:
-      key: the name of what is shared.
+      key: the name of the shared parameters.
       typename, args, kwargs: as in `LayerSpec`.
-      forward_fn: `forward_fn(module, x)` is called in place of `module(x)`.
-      tied_weight_attr: what is shared, "embedding" or ["mlp.kernel", ...]; the rest is the layer's own. None: all.
+      forward_fn: `forward_fn(module, x)` is called instead of `module(x)`.
+      tied_weight_attr: the shared parameters, "embedding" or ["mlp.kernel", ...]; the others are the layer's own.
+        None: all are shared.
     """
 
     def __init__(
@@ -68,10 +70,13 @@ class TiedLayerSpec(LayerSpec):
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """`init(rng) -> params` and `call(params, x, rng) -> x`.
+    """A layer as pure functions.
 
-    `params` are the abstract ones. `structure` is equal for layers that differ in nothing but their parameters' values;
-    None: a function, or tied. `shared` are the names of the parameters that all layers with this `key` share.
+    Attributes:
+      init: `init(rng) -> params`. call: `call(params, x, rng) -> x`.
+      params: ShapeDtypeStructs.
+      structure: equal for layers that differ only in their parameters' values; None for a function or a tied layer.
+      key: of a tied layer. shared: the names of the parameters that all layers with this key share.
     """
 
     name: str
@@ -83,7 +88,7 @@ class Layer:
     shared: frozenset[str] = frozenset()
 
     def split(self, params: Any) -> tuple[Any, Any]:
-        """`params` as (own, shared)."""
+        """Split `params` into (own, shared)."""
         if self.key is None:
             return params, {}
         own: dict[tuple, Any] = {}
@@ -93,12 +98,12 @@ class Layer:
         return unflatten_dict(own), unflatten_dict(shared)
 
     def join(self, own: Any, shared: Any) -> Any:
-        """The params that `split` split."""
+        """Undo `split`."""
         return own if self.key is None else unflatten_dict({**flatten_dict(own), **flatten_dict(shared)})
 
 
 def make_layer(item: Any, x: Any) -> Layer:
-    """The layer that `item` says; `x` is its abstract input, which only Linen needs."""
+    """Make the layer that `item` describes; `x` is its abstract input, which only Linen needs."""
     name = layer_name(item)
     forward_fn = getattr(item, "forward_fn", None)
     module: Any
@@ -109,8 +114,8 @@ def make_layer(item: Any, x: Any) -> Layer:
         module, flags = (lambda rngs: item.build(rngs=rngs)), set()
     elif isinstance(item, nnx.Module | type) or not callable(item):
         raise ConfigError(
-            f"{item if isinstance(item, type) else name} is no layer: a layer is LayerSpec({name}, ...), so that jzero "
-            "can build it with keys of its own, or a Linen module, or a function x -> x"
+            f"{item if isinstance(item, type) else name} is not a layer: a layer is LayerSpec({name}, ...), so that "
+            "jzero can build it with keys of its own, or a Linen module, or a function x -> x"
         )
     else:
         return Layer(name, lambda rng: {}, lambda params, x, rng: item(x), {}, None)
@@ -150,28 +155,28 @@ def layer_name(item: Any) -> str:
 
 
 def same_spec(a: Any, b: Any) -> bool:
-    """Whether two items say the same layer, neither of them tied."""
+    """Whether two items describe the same layer, neither of them tied."""
     if not type(a) is type(b) is LayerSpec:
         return False
     try:
         return (a.typename, a.args, a.kwargs) == (b.typename, b.args, b.kwargs)
-    except ValueError:  # two arrays do not compare to a bool
+    except ValueError:  # comparing arrays does not give a bool
         return False
 
 
 def signature(tree: Any) -> Any:
-    """Structure, shapes and dtypes of a tree of arrays, to compare."""
+    """Return the structure, shapes and dtypes of a tree of arrays, to compare."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
 
 
 def size(tree: Any) -> int:
-    """Number of elements."""
+    """Count the elements of a tree of arrays."""
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
 def show(tree: Any) -> str:
-    """A tree of arrays in one line.
+    """Show a tree of arrays in one line.
 
     >>> show((jnp.zeros((2, 3)), jnp.zeros(3, bool)))
     '(float32[2,3], bool[3])'
@@ -181,7 +186,7 @@ def show(tree: Any) -> str:
 
 
 @contextmanager
-def saying(what: str) -> Iterator[None]:
+def prefixed_errors(what: str) -> Iterator[None]:
     """Turn any error into a ConfigError that starts with `what`."""
     try:
         yield

@@ -1,12 +1,13 @@
-"""A model as a list of layers, as DeepSpeed has it: `PipelineModule([LayerSpec(...), ...], loss_fn=...)`.
+"""A model as a list of layers, like DeepSpeed's: `PipelineModule([LayerSpec(...), ...], loss_fn=...)`.
 
-Most networks are one block many times over, with something before and after. Where such a run of layers holds at least
-half of the parameters, the module is prefix + layer stack + suffix as in `jzero.model`, and its parameters are
+Most networks repeat one block many times, with other layers before and after it. If such a run of layers holds at
+least half of the parameters, the module is prefix + layer stack + suffix as in `jzero.model`, and its parameters are
 
     {"ends": {"layers": {"0": ...}, "tied": {key: ...}}, "stack": the run's, on a leading axis}
 
-Otherwise it is heterogeneous, {"layers": {"0": ..., "1": ...}, "tied": {key: ...}}. A pipeline cuts the stack; where
-there is none, or the stages do not divide it, it cuts the list of layers: see `jzero.pipeline.layer_switch`.
+Otherwise the module is heterogeneous, with parameters {"layers": {"0": ..., "1": ...}, "tied": {key: ...}}. A pipeline
+cuts the stack. If there is none, or the stages do not divide it, the pipeline cuts the list of layers: see
+`jzero.pipeline.layer_switch`.
 """
 
 from __future__ import annotations
@@ -30,38 +31,38 @@ from jzero.pipeline.layer_spec import (
     is_linen,
     layer_name,
     make_layer,
+    prefixed_errors,
     same_spec,
-    saying,
     show,
     signature,
     size,  # fmt: skip
 )
-from jzero.pipeline.partition import partition
+from jzero.pipeline.partition import partition_layers
 
 __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
 LAYERS, TIED = "layers", "tied"
 
 
 class PipelineModule:
-    """Layers one after the other, each taking what the one before gives (any pytree), and a loss of the last's output.
+    """Run layers one after the other, each on the output of the one before (any pytree), then a loss.
 
-    A batch is `(inputs, labels)`. It is a model as `jzero.model` has them: `init`, `loss` and, with a layer stack,
-    `prefix`, `block` and `suffix`, which a heterogeneous module does not have.
+    A batch is `(inputs, labels)`. The module is a model in the sense of `jzero.model`: it has `init` and `loss`, and
+    with a layer stack also `prefix`, `block` and `suffix`.
 
     Args:
       layers: any of `LayerSpec`, `TiedLayerSpec`, Linen modules, functions `x -> x`.
-      num_stages: the pipeline stages, as `mesh.pipe` in the config; the parameters do not depend on it.
+      num_stages: the number of pipeline stages, like `mesh.pipe` in the config; the parameters do not depend on it.
       loss_fn: `loss_fn(outputs, labels)` -> scalar or (sum, count).
       partition_method: how `boundaries` cuts, see `jzero.pipeline.partition`.
-      activation_checkpoint_interval: the number of layers in one activation checkpoint; 0: what the config says.
-      example_batch: a batch, or its ShapeDtypeStructs. Linen layers need it, their parameters' shapes follow from an
-        input. With it layers that do not fit together are found here, without it in the first step.
+      activation_checkpoint_interval: the number of layers in one activation checkpoint; 0: the config decides.
+      example_batch: a batch, or its ShapeDtypeStructs. Linen layers need it, because their parameters take their
+        shapes from an input. With it, layers that do not fit together are an error here; without it, in the first step.
 
     Attributes:
-      stack: the layers in the stack, None in a heterogeneous module.
+      stack: the range of the layers in the stack; None in a heterogeneous module.
 
     Raises:
-      ConfigError: something that is no layer, layers that do not fit together, stages that do not fit the layers.
+      ConfigError: an item that is not a layer, layers that do not fit together, stages that do not fit the layers.
 
     >>> from flax import nnx
     >>> block = LayerSpec(nnx.Linear, 8, 8)
@@ -86,13 +87,13 @@ class PipelineModule:
         if activation_checkpoint_interval < 0:
             raise ConfigError(
                 f"PipelineModule: activation_checkpoint_interval = {activation_checkpoint_interval} must be a number "
-                "of layers, or 0 for what the config says"
+                "of layers, or 0 to let the config decide"
             )
         self.loss_fn = loss_fn
         self._layers: list[Layer] = []
         inputs = self._make_layers(example_batch)
         self._check_ties()
-        self.boundaries(1 if num_stages is None else num_stages)  # raises what it has to
+        self.boundaries(1 if num_stages is None else num_stages)  # raises if they do not fit
         self.stack: Any = self._find_stack(inputs)
         if self.stack:
             self.prefix, self.block, self.suffix = self._prefix, self._block, self._suffix
@@ -102,12 +103,12 @@ class PipelineModule:
         return f"PipelineModule({', '.join(f'{len(g)} x {g[0].name}' if g[1:] else g[0].name for g in groups)})"
 
     def boundaries(self, parts: int) -> list[int]:
-        """Where `partition_method` cuts the layers into `parts` [parts + 1]; a tied layer counts each time it runs."""
+        """Cut the layers into `parts`; return the boundaries [parts + 1]. A tied layer counts each time it runs."""
         names, sizes = [layer.name for layer in self._layers], [size(layer.params) for layer in self._layers]
-        return partition(self.partition_method, names, sizes, parts)
+        return partition_layers(self.partition_method, names, sizes, parts)
 
     def init(self, rng: jax.Array) -> Any:
-        """Parameters, layer i's from `fold_in(rng, i)`."""
+        """Make the parameters; layer i's come from `fold_in(rng, i)`."""
         ends: dict[str, Any] = {LAYERS: {}, TIED: {}}
         stack = self.stack or range(0)
         for i, layer in enumerate(self._layers):
@@ -121,7 +122,7 @@ class PipelineModule:
         if not stack:
             return ends
         keys, layers = [jax.random.fold_in(rng, i) for i in stack], [self._layers[i] for i in stack]
-        if all(layer is layers[0] for layer in layers):  # traced once
+        if all(layer is layers[0] for layer in layers):  # vmap traces one initialisation, however many layers
             return {ENDS: ends, STACK: jax.vmap(layers[0].init)(jnp.stack(keys))}
         each = [layer.init(key) for layer, key in zip(layers, keys, strict=True)]
         return {ENDS: ends, STACK: jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)}
@@ -131,7 +132,7 @@ class PipelineModule:
         return self.loss_fn(self.module(params, rng)(inputs), labels)
 
     def module(self, params: Any, rng: jax.Array | None = None) -> Callable[[Any], Any]:
-        """The layers as a function `inputs -> outputs`; rng None is evaluation."""
+        """Return the layers as a function `inputs -> outputs`; rng None is evaluation."""
         if not self.stack:
             return lambda inputs: self.apply(params, 0, len(self._layers), inputs, rng)
         without_loss: Any = SimpleNamespace(
@@ -140,19 +141,19 @@ class PipelineModule:
         return lambda inputs: stack_loss(without_loss, params, (inputs, None), rng)
 
     def apply(self, params: Any, start: int, stop: int, x: Any, rng: jax.Array | None) -> Any:
-        """x through the layers [start, stop), with the noise that `loss` draws; `params`' stack is a list of layers."""
+        """Run x through the layers [start, stop), with the random numbers of `loss`; the stack is a list of layers."""
         stack, ends = self.stack or range(0), params[ENDS] if self.stack else params
         for i in range(start, stop):
             if i in stack:
                 k = i - stack.start
                 x = self._block(params[STACK][k], x, fold(rng, k + 1))
             else:
-                part = 0 if i < stack.start else len(stack) + 1  # of the keys in `stack_loss`
+                part = 0 if i < stack.start else len(stack) + 1  # as `stack_loss` numbers the keys
                 x = self._through(ends, [i], x, fold(rng, part) if stack else rng)
         return x
 
     def _through(self, ends: Any, indices: Iterable[int], x: Any, rng: jax.Array | None) -> Any:
-        """x through layers that are not of the stack; layer i draws from `fold(rng, i + 1)`."""
+        """Run x through layers outside the stack; layer i draws from `fold(rng, i + 1)`."""
         own, tied = ends.get(LAYERS, {}), ends.get(TIED, {})
         for i in indices:
             layer = self._layers[i]
@@ -169,9 +170,10 @@ class PipelineModule:
             y = self._layers[first].call(layer, x, rng)
         if signature(y) != signature(x):
             raise ConfigError(
-                f"layers[{first}:{self.stack.stop}] ({self._layers[first].name}) are alike and so are one stack, "
-                f"where each must give what it takes, but {show(x)} becomes {show(y)}: if it is the dtype, cast in a "
-                "function before them; if it is the shape, pass example_batch=(inputs, labels) and they are not stacked"
+                f"layers[{first}:{self.stack.stop}] ({self._layers[first].name}) are alike and form one stack, in "
+                f"which each layer must keep its input's shape and dtype, but {show(x)} becomes {show(y)}: for a "
+                "dtype, cast in a function before them; for a shape, pass example_batch=(inputs, labels): then they "
+                "are not stacked"
             )
         return y
 
@@ -182,12 +184,12 @@ class PipelineModule:
         return self._through(ends, range(self.stack.stop, len(self._layers)), x, rng)
 
     def _fits(self, i: int, x: Any) -> AbstractContextManager:
-        """Say what does not fit if layer i fails on x."""
+        """Name layer i, its input and the giver of that in any error inside."""
         giver = f"the output of layers[{i - 1}] ({layer_name(self.layers[i - 1])})" if i else "the batch's inputs"
-        return saying(f"layers[{i}] ({layer_name(self.layers[i])}) does not fit {show(x)}, {giver}")
+        return prefixed_errors(f"layers[{i}] ({layer_name(self.layers[i])}) does not fit {show(x)}, {giver}")
 
     def _make_layers(self, example: Any) -> list[Any]:
-        """The abstract inputs of every layer and the last one's output; None each without an example batch."""
+        """Make `_layers`; return each layer's abstract input and the last output, all None without an example batch."""
         x, labels = (None, None) if example is None else jax.eval_shape(lambda batch: batch, pair(example))
         inputs = [x]
         for i, item in enumerate(self.layers):
@@ -200,7 +202,7 @@ class PipelineModule:
             if i and same_spec(item, self.layers[i - 1]) and signature(inputs[-1]) == signature(inputs[-2]):
                 layer = self._layers[-1]
             else:
-                with self._fits(i, x) if is_linen(item) else saying(where):
+                with self._fits(i, x) if is_linen(item) else prefixed_errors(where):
                     layer = make_layer(item, x)
             self._layers.append(layer)
             if example is not None:
@@ -208,7 +210,7 @@ class PipelineModule:
                     x = jax.eval_shape(lambda params, x, call=layer.call: call(params, x, None), layer.params, x)
             inputs.append(x)
         if example is not None:
-            with saying(f"loss_fn does not fit outputs {show(x)} and labels {show(labels)}"):
+            with prefixed_errors(f"loss_fn does not fit outputs {show(x)} and labels {show(labels)}"):
                 jax.eval_shape(self.loss_fn, x, labels)
         return inputs
 
@@ -222,11 +224,11 @@ class PipelineModule:
                     raise ConfigError(
                         f"layers[{j}] ({self._layers[j].name}) and layers[{i}] ({layer.name}) have the key "
                         f"{layer.key!r} but cannot share {show(other)} and {show(shared)}: build them alike, or name "
-                        "in tied_weight_attr the attributes that they have in common"
+                        "the attributes that they have in common in tied_weight_attr"
                     )
 
     def _find_stack(self, inputs: list[Any]) -> range | None:
-        """The run of layers of one structure that keep the shape and hold half of the parameters, if there is one."""
+        """Find the run of equal layers that keep the shape and hold half of the parameters, if there is one."""
 
         def structure(i: int) -> Any:
             stacks = self._layers[i].structure is not None and signature(inputs[i]) == signature(inputs[i + 1])
@@ -242,14 +244,14 @@ class PipelineModule:
         return range(run[0], run[-1] + 1)
 
     def _num_parameters(self) -> int:
-        """All parameters, tied ones once."""
+        """Count all parameters, tied ones once."""
         splits = [layer.split(layer.params) for layer in self._layers]
         tied = {layer.key: shared for layer, (_, shared) in zip(self._layers, splits, strict=True)}
         return size([own for own, _ in splits]) + size(list(tied.values()))
 
 
 def pair(batch: Any) -> tuple[Any, Any]:
-    """(inputs, labels), if the batch is that."""
+    """Return the batch as (inputs, labels)."""
     if not (isinstance(batch, tuple | list) and len(batch) == 2):
         kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, list | tuple | dict) else show(batch)
         raise ConfigError(f"PipelineModule: a batch is (inputs, labels), but this is a {kind}")

@@ -1,4 +1,4 @@
-"""Cut a list of layers into consecutive parts, one for each pipeline stage or chunk of a stage."""
+"""Cutting a list of layers into consecutive parts, one for each pipeline stage or chunk of a stage."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ from itertools import accumulate
 from jzero.errors import ConfigError
 
 
-def partition(method: str, names: Sequence[str], sizes: Sequence[int], parts: int) -> list[int]:
-    """The boundaries [parts + 1] of `parts` consecutive parts: part p is the layers [b[p], b[p + 1]), never empty.
+def partition_layers(method: str, names: Sequence[str], sizes: Sequence[int], parts: int) -> list[int]:
+    """Cut layers into parts; return the boundaries [parts + 1]: part p is the layers [b[p], b[p + 1]), never empty.
+
+    The methods are DeepSpeed's (`PipelineModule._partition_layers`).
 
     Args:
-      method: "uniform": equal numbers of layers, the first parts getting the odd ones; "parameters", or "best": the
-        part with the most parameters has as few as possible; "type:regex": the same for the number of layers whose
-        class name matches, whatever the case of the letters.
+      method: "uniform": equal numbers of layers, with the remainder in the first parts. "parameters", or "best":
+        minimize the parameters of the largest part. "type:regex": minimize the layers whose class name matches (the
+        case of the letters does not matter).
       names: the layers' class names.
       sizes: the layers' numbers of parameters.
-      parts: how many.
+      parts: the number of parts.
 
     Raises:
-      ConfigError: another method, a regex that matches no layer, more parts than layers.
+      ConfigError: an unknown method, a regex that matches no layer, more parts than layers.
 
-    >>> partition("uniform", ["Linear"] * 7, [1] * 7, 3)
+    >>> partition_layers("uniform", ["Linear"] * 7, [1] * 7, 3)
     [0, 3, 5, 7]
-    >>> partition("parameters", ["Embed", "Block", "Block", "Block", "Norm"], [7, 4, 4, 4, 1], 2)
+    >>> partition_layers("parameters", ["Embed", "Block", "Block", "Block", "Norm"], [7, 4, 4, 4, 1], 2)
     [0, 2, 5]
-    >>> partition("type:block", ["Embed", "Block", "Block", "Block", "Block", "Norm"], [7, 4, 4, 4, 4, 1], 2)
+    >>> partition_layers("type:block", ["Embed", "Block", "Block", "Block", "Block", "Norm"], [7, 4, 4, 4, 4, 1], 2)
     [0, 3, 6]
     """
     layers, kind = len(names), str(method).lower()
@@ -53,7 +55,7 @@ def _matches(method: str, names: Sequence[str]) -> list[int]:
     try:
         regex = re.compile(method.partition(":")[2], re.IGNORECASE)
     except re.error as error:
-        raise ConfigError(f"partition_method {method!r}: what follows 'type:' is no regex: {error}") from None
+        raise ConfigError(f"partition_method {method!r}: the text after 'type:' is not a regex: {error}") from None
     matches = [int(bool(regex.search(name))) for name in names]
     if not any(matches):
         raise ConfigError(
@@ -63,7 +65,10 @@ def _matches(method: str, names: Sequence[str]) -> list[int]:
 
 
 def _balanced(weights: Sequence[int], parts: int) -> list[int]:
-    """Boundaries that make the heaviest part as light as possible; among these even ones, cut late."""
+    """Return the boundaries that make the heaviest part as light as possible, by dynamic programming over the parts.
+
+    Among equally good ones it takes the most even (the least sum of squares), and of these the one that cuts late.
+    """
     total = [0, *accumulate(weights)]
     best = {0: (0, 0, [0])}  # layers -> (heaviest part, sum of squares, boundaries) of their best cut into parts
     for _ in range(parts):
@@ -73,7 +78,7 @@ def _balanced(weights: Sequence[int], parts: int) -> list[int]:
             for start in range(min(most, stop - 1), least - 1, -1):
                 weight = total[stop] - total[start]
                 if stop in best and weight > best[stop][0]:
-                    break  # and more so for every earlier start
+                    break  # an earlier start makes this part only heavier
                 heaviest, squares, boundaries = previous[start]
                 cost = max(heaviest, weight), squares + weight**2
                 if stop not in best or cost < best[stop][:2]:

@@ -1,10 +1,13 @@
-"""The two ends of a language model: embedding lookup and cross-entropy, vocabulary-parallel where a pipeline asks.
+"""The two ends of a language model, embedding lookup and cross-entropy, vocabulary-parallel under a pipeline.
 
-Under a pipeline every stage holds a slice of the vocabulary (of the embedding's rows, of the head's columns), and all
-stages work together on the micro-batch that enters or leaves the pipeline, so no stage is the slow one. A model just
-calls these functions; outside a pipeline they are the ordinary ones. (Shoeybi et al., arXiv:1909.08053, section 3.)
+Every stage holds a slice of the vocabulary (rows of the embedding, columns of the head), and all stages work together
+on the micro-batch that enters or leaves the pipeline, so that no stage is slower than the others. A model just calls
+these functions; outside a pipeline they are the ordinary ones. (Shoeybi et al., arXiv:1909.08053, section 3.)
 
-T tokens, V vocabulary, D width.
+Gradients are written out with custom_vjp. In a shard_map without replication checks, JAX transposes psum to psum: the
+gradient of a replicated value would be summed again, and count once per stage.
+
+Shape suffixes: V vocabulary, D width.
 """
 
 from __future__ import annotations
@@ -24,9 +27,11 @@ _AXIS: ContextVar[tuple[str | None, frozenset[int]]] = ContextVar("vocabulary_ax
 
 @contextlib.contextmanager
 def parallel(axis: str | None, sizes: Collection[int] = ()) -> Iterator[None]:
-    """Within, `embed` and `cross_entropy` are given slices, over a mesh axis, of vocabularies of these sizes.
+    """Within, `embed` and `cross_entropy` take slices of tables.
 
-    None: whole tables.
+    Args:
+      axis: the mesh axis that the vocabulary is divided over; None: tables are whole.
+      sizes: the sizes of the whole vocabularies.
     """
     token = _AXIS.set((axis, frozenset(sizes)))
     try:
@@ -36,25 +41,31 @@ def parallel(axis: str | None, sizes: Collection[int] = ()) -> Iterator[None]:
 
 
 def _axis_of(size: int) -> str | None:
-    """The mesh axis over which a table with so many local rows is sliced.
+    """Return the mesh axis that a table of `size` local rows is divided over, or None.
 
     Raises:
-      ConfigError: a whole table where slices are expected.
+      ConfigError: the table is whole where slices are expected.
     """
     axis, sizes = _AXIS.get()
     if axis is not None and size * lax.psum(1, axis) not in sizes:
         raise ConfigError(
-            f"a table of {size} rows is used through jzero.pipeline.vocab_parallel, but the model's "
-            f"`vocabulary` does not name it: "
-            "name every parameter that embed and cross_entropy are given, or none"
+            f"a table of {size} rows is passed to jzero.pipeline.vocab_parallel, but the model's `vocabulary` does not "
+            "name it: name every parameter that embed and cross_entropy get, or none"
         )
     return axis
 
 
 def embed(table_VD: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Rows of the table, [..., D], for integer `tokens` [...].
+    """Look up rows of a table.
 
-    In float32, so that the gradient, a sum over every occurrence of a token, is summed in float32.
+    The lookup is in float32, so that its gradient, a sum over all occurrences of a token, is summed in float32.
+
+    Args:
+      table_VD: the embedding.
+      tokens: [...] integers of any width; as in NumPy, negative ones count from the end.
+
+    Returns:
+      [..., D], in the table's dtype.
 
     >>> embed(jnp.eye(3), jnp.array([2, 0])).tolist()
     [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
@@ -68,15 +79,19 @@ def embed(table_VD: jax.Array, tokens: jax.Array) -> jax.Array:
     rows = tokens - _start(len(table_VD), axis)
     mine = (rows >= 0) & (rows < len(table_VD))
     found = jnp.where(mine[..., None], table_VD[jnp.where(mine, rows, 0)], 0)
-    return _sum(found.astype(dtype), axis)  # one stage has the row, so nothing is rounded
+    return _sum(found.astype(dtype), axis)  # one stage has the row and the others add zeros: nothing is rounded
 
 
 def cross_entropy(x: jax.Array, head_DV: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(sum of the tokens' cross-entropies, number of tokens) of the logits x @ head.
+    """Compute the cross-entropy of the logits x @ head.
 
     Args:
-      x: [..., D], the features. head_DV: [D, V].
-      labels: [...] integers; those below zero count for nothing.
+      x: [..., D], the features.
+      head_DV: the output projection.
+      labels: [...] integers; tokens with negative labels are ignored.
+
+    Returns:
+      (sum over the counted tokens, number of counted tokens).
 
     >>> total, count = cross_entropy(jnp.zeros((2, 4)), jnp.ones((4, 8)), jnp.array([3, -1]))
     >>> round(float(total), 4), int(count)
@@ -94,7 +109,7 @@ def _start(size: int, axis: str) -> jax.Array:
 
 
 def _sum(x: jax.Array, axis: str) -> jax.Array:
-    """The sum over the axis; its gradient arrives whole on every device, so it passes as it is."""
+    """Sum over the axis. The gradient arrives whole on every device, so the backward pass returns it unchanged."""
 
     @jax.custom_vjp
     def f(x: jax.Array) -> jax.Array:
@@ -105,7 +120,7 @@ def _sum(x: jax.Array, axis: str) -> jax.Array:
 
 
 def _copy(x: jax.Array, axis: str) -> jax.Array:
-    """x as it is, the same on every device; its gradient arrives in parts, and is summed over the axis."""
+    """Return x, the same on every device. The gradient arrives in parts, so the backward pass sums it over the axis."""
 
     @jax.custom_vjp
     def f(x: jax.Array) -> jax.Array:
@@ -116,9 +131,10 @@ def _copy(x: jax.Array, axis: str) -> jax.Array:
 
 
 def _losses(logits: jax.Array, labels: jax.Array, axis: str | None) -> jax.Array:
-    """Float32 cross-entropies [...] of logits [..., V], V local, with the gradient written out.
+    """Compute float32 cross-entropies [...] of logits [..., V], V local, with the gradient written out.
 
-    The residuals are the logits as they are and one number per token.
+    Autodiff would keep float32 probabilities [..., V] for the backward pass. Written out, the residuals are the logits
+    in their own dtype and one normalizer per token: the gradient is softmax(logits) - one_hot(label).
     """
 
     def hit(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -128,7 +144,7 @@ def _losses(logits: jax.Array, labels: jax.Array, axis: str | None) -> jax.Array
 
     def forward(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         wide = logits.astype(jnp.float32)
-        highest = wide.max(-1)
+        highest = wide.max(-1)  # of all slices, so that no exponential overflows
         if axis is not None:
             highest = lax.pmax(highest, axis)
         sums = jnp.stack([jnp.exp(wide - highest[..., None]).sum(-1), jnp.where(hit(wide, labels), wide, 0).sum(-1)])
