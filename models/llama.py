@@ -1,7 +1,10 @@
 """A Llama-style decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases (Touvron et al., arXiv:2302.13971).
 
-B batch, S sequence, D model width, H query heads, K key-value heads, Q = H / K, C head width, F feed-forward
-width, V vocabulary.
+Shape suffixes, as in `x_BSD`:
+
+    B  batch                 H  query heads              F  feed-forward width
+    S  sequence              K  key-value heads, K <= H  V  vocabulary
+    D  model width           C  width of a head          1  a broadcast axis
 """
 
 from __future__ import annotations
@@ -17,12 +20,15 @@ from flax import nnx
 from jzero.pipeline import vocab_parallel
 
 Attend = Literal["auto", "cudnn", "xla"]
-Hidden = jax.Array | tuple[jax.Array, jax.Array]  # x_BSD, or with the segments_BS that it is divided into
+Hidden = jax.Array | tuple[jax.Array, jax.Array]  # x_BSD, or (x_BSD, segments_BS) for packed documents
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The shape of a decoder. `attention`: "auto" is cuDNN's fused kernel for half precision on GPUs, else XLA."""
+    """The shape of a decoder.
+
+    `attention` chooses the kernel: "auto" is cuDNN's fused one for half precision on GPUs, and XLA's otherwise.
+    """
 
     num_layers: int
     d_model: int
@@ -49,7 +55,7 @@ class LlamaConfig:
 
     @property
     def num_parameters(self) -> int:
-        """All parameters, embedding and head included."""
+        """Count all parameters, embedding and head included."""
         return self.num_layers * self.layer_parameters + self.d_model * (1 + self.vocab_size * (1 if self.tied else 2))
 
     @property
@@ -58,9 +64,10 @@ class LlamaConfig:
         return self.d_model * (heads * self.head_dim + 3 * self.d_ff + 2)
 
     def flops_per_token(self, sequence: int) -> float:
-        """Model FLOPs of one training token, forward and backward, recomputation not counted.
+        """Count the model FLOPs of one training token, forward and backward, without recomputation.
 
-        6 per parameter outside the input embedding, and 6 * layers * width * sequence for causal attention.
+        That is 6 per parameter outside the input embedding (a lookup), and 6 * layers * width * sequence for causal
+        attention: two products, half of each masked.
         """
         used = self.num_layers * self.layer_parameters + self.d_model * (1 + self.vocab_size)
         return 6.0 * used + 6.0 * self.num_layers * self.d_model * sequence
@@ -77,14 +84,17 @@ PRESETS = {
 
 
 def preset(name: str, **changes) -> LlamaConfig:
-    """A preset by name, with changes: `preset("8b", vocab_size=128_256)`."""
+    """Return a preset by name, with changes: `preset("8b", vocab_size=128_256)`."""
     if name not in PRESETS:
         raise ValueError(f"Llama preset {name!r} is unknown; choose one of {', '.join(PRESETS)}")
     return dataclasses.replace(PRESETS[name], **changes)
 
 
 def rope(x_BSHC: jax.Array, theta: float) -> jax.Array:
-    """Rotary position embedding, rotate-half convention, in float32 (Su et al., arXiv:2104.09864)."""
+    """Rotate queries or keys by their positions, rotate-half convention (Su et al., arXiv:2104.09864).
+
+    In float32: in half precision, the angles of distant positions would round to one another.
+    """
     half = x_BSHC.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle_S1C = jnp.arange(x_BSHC.shape[1], dtype=jnp.float32)[:, None, None] * frequency
@@ -94,7 +104,7 @@ def rope(x_BSHC: jax.Array, theta: float) -> jax.Array:
 
 
 def attention_kernel(choice: Attend, dtype: jnp.dtype) -> Literal["cudnn", "xla"]:
-    """What "auto" means here and now."""
+    """Resolve "auto" for this backend and dtype."""
     if choice != "auto":
         return choice
     half = dtype in (jnp.bfloat16, jnp.float16)
@@ -104,8 +114,9 @@ def attention_kernel(choice: Attend, dtype: jnp.dtype) -> Literal["cudnn", "xla"
 class Attention(nnx.Module):
     """Causal grouped-query attention; one product makes queries, keys and values.
 
-    A token sees those of its own segment. (Their distance is what RoPE tells, so positions need not begin anew.) cuDNN
-    takes segments as a bias: 2 x 4,096 tokens, 32 heads of 64, both ways on an H200 in 2.24 ms, without them in 1.39.
+    With segments, a token attends only to its own segment. Positions need not restart at a segment's start, because
+    RoPE encodes distances. cuDNN takes segments as a bias, which costs time: 2 x 4,096 tokens with 32 heads of 64 take
+    2.24 ms forward and backward on an H200, and 1.39 ms without segments.
     """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
@@ -121,7 +132,7 @@ class Attention(nnx.Module):
         q_BSHC, k_BSKC, v_BSKC = jnp.split(qkv, [c.num_heads, c.num_heads + c.num_kv_heads], axis=2)
         q_BSHC, k_BSKC = rope(q_BSHC, c.rope_theta), rope(k_BSKC, c.rope_theta)
         kernel, dtype = attention_kernel(c.attention, x_BSD.dtype), x_BSD.dtype
-        if kernel == "xla" and dtype == jnp.float16:  # which XLA's own has no products for on CPUs
+        if kernel == "xla" and dtype == jnp.float16:  # XLA has no float16 attention products on CPUs
             q_BSHC, k_BSKC, v_BSKC = (x.astype(jnp.float32) for x in (q_BSHC, k_BSKC, v_BSKC))
         mask_B1SS = None if segments_BS is None else (segments_BS[:, :, None] == segments_BS[:, None, :])[:, None]
         o_BSHC = jax.nn.dot_product_attention(
@@ -162,8 +173,8 @@ class Block(nnx.Module):
 class Llama(nnx.Module):
     """The decoder as prefix (embedding), stack (blocks) and suffix (norm, head, loss).
 
-    A batch is {"inputs": [B, S] int32, "labels": [B, S] int32}; labels below zero count for nothing. With "segments"
-    [B, S] int32, as `jzero.data.Packed` gives them, tokens see those of their own segment only.
+    A batch is {"inputs": [B, S] int32, "labels": [B, S] int32}; negative labels are ignored. With "segments" [B, S]
+    int32, from `jzero.data.Packed`, tokens attend only to their own segment.
     """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
@@ -175,7 +186,7 @@ class Llama(nnx.Module):
         def blocks(rngs: nnx.Rngs) -> Block:
             return Block(c, rngs=rngs)
 
-        self.stack = blocks(rngs)
+        self.stack = blocks(rngs)  # each parameter has a leading layer axis
         self.norm = nnx.RMSNorm(c.d_model, epsilon=c.norm_eps, rngs=rngs)
         if not c.tied:
             self.head = _linear(c.d_model, c.vocab_size, 0.02, rngs)
@@ -185,21 +196,21 @@ class Llama(nnx.Module):
         return (x_BSD, batch["segments"]) if "segments" in batch else x_BSD
 
     def suffix(self, x: Hidden, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """(sum of the tokens' cross-entropies, number of tokens)."""
+        """Return (sum of the tokens' cross-entropies, number of tokens)."""
         x_BSD = x[0] if isinstance(x, tuple) else x
         return vocab_parallel.cross_entropy(self.norm(x_BSD), self.head_DV, batch["labels"])
 
     def report_notes(self, dtype: jnp.dtype) -> list[str]:
-        """What the run report says about this model when it computes in `dtype`."""
+        """Lines for the run report, given the compute dtype."""
         asked = self.config.attention
         return [f"attention kernel {attention_kernel(asked, dtype)} (attention={asked!r}, {dtype})"]
 
     def weights_layout(self) -> dict[str, Any]:
-        """The names that Hugging Face's `LlamaForCausalLM` has for the parameters, see `jzero.weights.name_map`."""
+        """Describe the parameters in Hugging Face's `LlamaForCausalLM`, see `jzero.weights.layout`."""
         return huggingface(self.config)
 
     def __call__(self, tokens_BS: jax.Array, segments_BS: jax.Array | None = None) -> jax.Array:
-        """Logits [B, S, V], float32."""
+        """Compute logits [B, S, V] in float32, without remat or parallelism: for evaluation and generation."""
         graph, layers = nnx.split(self.stack)
         x = self.prefix({"inputs": tokens_BS} | ({} if segments_BS is None else {"segments": segments_BS}))
         x, _ = jax.lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), x, layers)
@@ -212,7 +223,7 @@ class Llama(nnx.Module):
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """The parameters of the ends that have a vocabulary dimension, and which: what a pipeline divides."""
+        """{parameter: its vocabulary dimension}: a pipeline divides these among its stages."""
         return {"embed": 0} if self.config.tied else {"embed": 0, "head/kernel": 1}
 
     @property
@@ -224,8 +235,8 @@ class Llama(nnx.Module):
 
 
 def huggingface(config: LlamaConfig) -> dict[str, Any]:
-    """The parameters of a config as the `transformers` library has them, versions 4 and 5."""
-    c, layer = config, "model.layers.{layer}."
+    """Describe the parameters of a config in the `transformers` library, versions 4 and 5."""
+    c, layer = config, "model.layers.{layer}."  # jzero.weights fills in {layer}
     kv, q = c.num_kv_heads * c.head_dim, c.d_model
 
     def matrix(name: str, leaf: str, columns: list[int] | None = None) -> dict[str, Any]:
@@ -245,9 +256,9 @@ def huggingface(config: LlamaConfig) -> dict[str, Any]:
             "tie_word_embeddings": c.tied,
             "hidden_act": "silu",
             "rms_norm_eps": c.norm_eps,
-            "rope_theta": c.rope_theta,  # version 4
+            "rope_theta": c.rope_theta,  # transformers 4
             "rope_scaling": None,
-            "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},  # version 5
+            "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},  # transformers 5
             "attention_bias": False,
             "mlp_bias": False,
             "max_position_embeddings": 4096,  # RoPE itself has no limit
@@ -256,7 +267,7 @@ def huggingface(config: LlamaConfig) -> dict[str, Any]:
         },
         "may_differ": ["architectures", "max_position_embeddings", "bos_token_id", "eos_token_id", "rope_parameters"],
         "absent": {"rope_theta": 10_000.0},
-        "ignored": ["model.layers.*.self_attn.rotary_emb.inv_freq"],  # of rope_theta; older downloads have them
+        "ignored": ["model.layers.*.self_attn.rotary_emb.inv_freq"],  # in older downloads; rope_theta implies them
         "tensors": [
             {"name": "model.embed_tokens.weight", "leaf": "ends/embed"},
             {"name": layer + "input_layernorm.weight", "leaf": "stack/attention_norm/scale"},
