@@ -298,7 +298,7 @@ assert not xla_bridge.backends_are_initialized()
 
 
 def test_constants_start_no_backend():
-    """A process makes its model before it joins the others, which must come before the first backend."""
+    """A process makes its model before it joins the others, and it must join before JAX starts a backend."""
     subprocess.run([sys.executable, "-c", STARTS_NONE], check=True, cwd=Path(__file__).parent)
 
 

@@ -16,7 +16,7 @@ _SHAPES_ONLY: ContextVar[bool] = ContextVar("shapes_only", default=False)
 
 @contextlib.contextmanager
 def shapes_only() -> Iterator[None]:
-    """Within, constants are traced like everything else: for `jax.eval_shape` before a JAX backend may start."""
+    """Trace constants like everything else: for `jax.eval_shape` before a JAX backend may start."""
     token = _SHAPES_ONLY.set(True)
     try:
         yield
@@ -41,11 +41,11 @@ class Constants:
 
     @functools.cached_property
     def _values(self) -> dict[str, Any]:
-        """The values, computed when they are first wanted.
+        """The values, computed at the first use.
 
-        A model is made before its process joins the others, and no JAX backend may start before that. When the values
-        are wanted, a trace is active, but a function that is compiled ahead of time runs all the same. Only the
-        constants leave it, so XLA drops the initialisation of the parameters, which need not fit into memory.
+        Not before, because a model is made before its process joins the others, and no JAX backend may start before
+        that. At the first use a trace is active; a function compiled ahead of time runs nevertheless. Its only outputs
+        are the constants, so XLA drops the initialisation of the parameters, which need not fit into memory.
         """
         of_numpy: dict[str, np.ndarray] = {}
         made = jax.jit(lambda: self._split(of_numpy)).lower().compile()()
@@ -53,14 +53,14 @@ class Constants:
 
     @functools.cached_property
     def fingerprint(self) -> Any:
-        """Equal only if the values are; read off the program that computes them, so that no backend starts."""
+        """Equal only for equal values. It is the program that computes them, because values would need a backend."""
         of_numpy: dict[str, np.ndarray] = {}
         program = jax.make_jaxpr(lambda: self._split(of_numpy))()
         closed_over = [*of_numpy.values(), *program.consts]
         return str(program.jaxpr), [(np.shape(x), np.asarray(x).tobytes()) for x in closed_over]
 
     def _split(self, of_numpy: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Build, and put NumPy's arrays into `of_numpy`; the others."""
+        """Build; put NumPy's arrays into `of_numpy`, and return the others."""
         arrays = self.build()
         of_numpy.update({name: x for name, x in arrays.items() if isinstance(x, np.ndarray)})
         return {name: x for name, x in arrays.items() if name not in of_numpy}

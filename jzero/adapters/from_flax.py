@@ -60,7 +60,7 @@ def from_flax(module: Any, loss_fn: Callable | None = None, *, example_batch: An
 
 
 def _with_rng(loss_fn: Callable) -> Callable:
-    """`loss_fn` as a function of (module, batch, rng), whether or not it takes the key."""
+    """Make `loss_fn` a function of (module, batch, rng), whether or not it takes the key."""
     parameters = list(inspect.signature(loss_fn).parameters.values())
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     required = [p.name for p in named if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name != "rng"]

@@ -47,7 +47,7 @@ class LinenModel:
         return self.loss_fn(self.module(params, rng), batch, rng)
 
     def _variables(self, rng: jax.Array) -> dict[str, Any]:
-        """All collections that `init` makes, without boxes."""
+        """Make all collections, without boxes."""
         init = linen.init(lambda module, batch: self.loss_fn(module, batch, None), self.linen)
         return meta.map_axis_meta(_unbox, init({PARAMS: rng}, self._zeros()))
 
@@ -59,11 +59,11 @@ class LinenModel:
         return {name: variables[name] for name in self.collections}
 
     def _constant_collections(self) -> list[str]:
-        """The collections beside the parameters that the loss needs and does not change in training.
+        """Find the collections beside the parameters that the loss reads and does not change in training.
 
-        Nothing marks a collection as constant, so the loss is traced twice. Collections that it changes where all are
-        mutable are sown values or state. Without them, and with nothing mutable, a loss that sows still works, and one
-        that has state fails.
+        Nothing marks a collection as constant, so two traces of the loss find out. With all collections mutable, the
+        ones that change are sown values or state. Without these, and with nothing mutable, a loss that sows still
+        works, and a loss with state fails.
         """
         shapes = jax.eval_shape(lambda: self._variables(jax.random.key(0)))
         names = sorted(set(shapes) - {PARAMS})
@@ -94,12 +94,12 @@ class LinenModel:
 
 
 def _streams(rng: jax.Array | None) -> dict[str, jax.Array] | None:
-    """Keys for `make_rng`: "dropout" has the step's key; a stream of any other name takes Linen's default, "params"."""
+    """Keys for `make_rng`: "dropout" is the step's key; other streams fall back to Linen's default, "params"."""
     return None if rng is None else {"dropout": rng, PARAMS: jax.random.fold_in(rng, 1)}
 
 
 def _unbox(box: Any) -> Any:
-    """The array in a box of metadata. Its sharding is left out: jzero lays parameters out."""
+    """Return the array in a box of metadata, without the box's sharding: jzero lays parameters out."""
     return box.unbox(apply_constraint=False) if isinstance(box, meta.Partitioned) else box.unbox()
 
 

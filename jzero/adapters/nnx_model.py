@@ -17,11 +17,11 @@ from jzero.errors import ConfigError
 from jzero.model import ENDS, STACK, stack_loss
 
 Build = Callable[[nnx.Rngs], nnx.Module]
-MODES = ("deterministic", "use_running_average")  # what nnx.Module.train and eval set
+MODES = ("deterministic", "use_running_average")  # the attributes that nnx.Module.train and eval set
 
 
 def builder(module_fn: Callable) -> Build:
-    """`module_fn` as a function of rngs, by position or by keyword."""
+    """Make `module_fn` a function of rngs, whether it takes them by position or by keyword."""
     function: Any = module_fn
     while isinstance(function, functools.partial):
         function = function.func
@@ -30,7 +30,7 @@ def builder(module_fn: Callable) -> Build:
     by_keyword = parameter is not None and parameter.kind is not parameter.POSITIONAL_ONLY
 
     def build(rngs: nnx.Rngs) -> nnx.Module:
-        # Flax would place annotated parameters on a mesh of its own while they are made; jzero lays them out.
+        # Without this, Flax requires a mesh for parameters with sharding annotations. jzero lays parameters out itself.
         with nnx.use_eager_sharding(False):
             return module_fn(rngs=rngs) if by_keyword else module_fn(rngs)
 
@@ -38,18 +38,18 @@ def builder(module_fn: Callable) -> Build:
 
 
 def abstract_module(build: Build) -> Any:
-    """The module with ShapeDtypeStructs for arrays."""
+    """Build the module with ShapeDtypeStructs for arrays."""
     _register_tracers()
     return nnx.eval_shape(lambda: build(nnx.Rngs(0)))
 
 
 @functools.cache
 def _register_tracers() -> None:
-    """Make Flax take traced arrays for arrays, as it takes concrete ones.
+    """Make Flax recognise tracers as arrays.
 
-    Flax 0.12 tests attributes against a `typing.Union` that contains jax.Array, which on Python 3.11 compares classes
-    and misses tracers. It then takes a constant for a static attribute: the tracer outlives its trace, and nnx.vmap
-    does not stack it.
+    Flax 0.12 tests attributes with `isinstance(x, typing.Union[jax.Array, ...])`, which compares classes on Python 3.11
+    and misses tracers. It then treats a traced constant as a static attribute: the tracer outlives its trace, and
+    nnx.vmap does not stack it.
     """
 
     def register(x: jax.Array) -> jax.Array:
@@ -60,7 +60,7 @@ def _register_tracers() -> None:
 
 
 def constants_of(build: Build) -> Constants:
-    """The array attributes of a module that are not nnx.Variables, as they are under `nnx.Rngs(0)`."""
+    """Return the array attributes of a module that are not nnx.Variables, with their values under `nnx.Rngs(0)`."""
 
     def arrays() -> dict[str, Any]:
         parts: Any = nnx.split(build(nnx.Rngs(0)), nnx.Variable, ...)
@@ -79,7 +79,8 @@ class Apply:
     Args:
       abstract: as `abstract_module` gives it, or a part of that.
       constants: those of the whole module.
-      stack: the name of the part, a stack; `params` are one layer's. Random state and constants lose the layer axis.
+      stack: the name of the part, if it is a layer stack. `params` are then one layer's, and random state and constants
+        have no layer axis either.
     """
 
     def __init__(self, abstract: nnx.Module, constants: Constants, stack: str | None = None):
@@ -121,9 +122,10 @@ class Apply:
 
 
 def _graphs(module: nnx.Module) -> tuple[Any, Any]:
-    """The module's graph in training and in evaluation.
+    """Return the module's graph in training and in evaluation.
 
-    `nnx.Module.train` switches everything on. What the constructor switched off (`deterministic=True`) stays off.
+    `nnx.Module.train` switches everything on. A layer that its constructor switched off (`deterministic=True`) stays
+    off.
     """
     nodes = [node for _, node in nnx.iter_modules(module)]
     off = [(node, name) for node in nodes for name in MODES if getattr(node, name, None) is True]
@@ -136,7 +138,7 @@ def _graphs(module: nnx.Module) -> tuple[Any, Any]:
 
 
 def _random(base: jax.Array, i: int, like: Any) -> jax.Array:
-    """The i-th leaf of the random state: a key below `base`, split to the shape that nnx.vmap gave it, or a count."""
+    """Make the i-th leaf of the random state: a count, or a key below `base`, split to the shape from nnx.vmap."""
     if not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         return jnp.zeros(like.shape, like.dtype)
     key = jax.random.fold_in(base, i)
@@ -144,7 +146,7 @@ def _random(base: jax.Array, i: int, like: Any) -> jax.Array:
 
 
 def _of_one_layer(name: str, constant: Any) -> Any:
-    """A stack's constant without its layer axis. A block is one program, so all layers must have the same."""
+    """Drop a constant's layer axis. A block is one program, so all layers must hold the same values."""
     if isinstance(constant, jax.core.Tracer):  # only shapes are wanted
         return constant[0]
     with jax.ensure_compile_time_eval():

@@ -50,7 +50,7 @@ class Accumulation:
         return not self.managed or waiting >= accum
 
     def finish(self, accum: int) -> list[Held]:
-        """Count a call of `step()`; the micro-batches to update with, none before the boundary."""
+        """Count a call of `step()`; return the micro-batches to update with, none before the boundary."""
         if not self._syncing:
             raise ConfigError("step() inside no_sync(): leave the context first")
         if not self.queue:
@@ -75,6 +75,6 @@ class Accumulation:
             self._syncing = True
 
     def check_empty(self, call: str) -> None:
-        """Raise a ConfigError if micro-batches wait; `call` is the method that they are in the way of."""
+        """Raise a ConfigError if micro-batches wait; `call` is the method that must not run then."""
         if self.queue:
             raise ConfigError(f"{call}: {len(self.queue)} micro-batches wait for step(); call engine.step() first")

@@ -63,7 +63,7 @@ def warn_if_not_resumed(home: str) -> None:
 
 
 def former_batch(directory: str | os.PathLike) -> dict[str, Any] | None:
-    """The batch sizes in the notes of the newest checkpoint; None if there is none, or no engine wrote it."""
+    """Read the batch sizes from the newest checkpoint; None if there is none, or no engine wrote it."""
 
     def newest() -> dict[str, Any] | None:
         recover(root := Path(directory).absolute())
@@ -87,7 +87,7 @@ def _on_process_0(task: str, work: Callable[[], Any]) -> Any:
 
 
 def _candidates(root: Path) -> list[tuple[str, str]]:
-    """(tag, a known problem or ""), the newest first."""
+    """List (tag, known problem or ""), the newest first."""
     recover(root)
     found = [(p.name, str(about) if isinstance(about, CheckpointError) else "") for p, about in complete(root)]
     for draft in sorted(root.glob(f"*{SAVING}")):

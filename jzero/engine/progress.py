@@ -1,4 +1,4 @@
-"""How far a run is: the notes in its checkpoints, and their meaning for the run that resumes."""
+"""A run's progress: the notes on it in a checkpoint, and how a resumed run continues from them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def make_notes(step: TrainStep, loader: Any, counters: Mapping[str, int], client
 
 
 def line(step: int, metrics: Mapping[str, Any], skipped: int, speed: float, config: Config) -> str:
-    """One line on a finished step; `speed` is in samples per second."""
+    """Write one line on a finished step; `speed` is in samples per second."""
     m = {name: float(value) for name, value in metrics.items()}
     scale = f", loss scale {m['loss_scale']:g}" if config.fp16.enabled else ""
     rate = f", {speed:.1f} samples/s" if config.timers.throughput.enabled else ""
@@ -74,19 +74,19 @@ def written_by_engine(notes: Mapping[str, Any]) -> bool:
 
 
 def client_state(notes: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's own notes; {} if no engine wrote the checkpoint."""
+    """Return the user's own notes; {} if no engine wrote the checkpoint."""
     return notes["client"] if written_by_engine(notes) else {}
 
 
 def counters(notes: Mapping[str, Any], step: int, accum: int, train: int) -> dict[str, int]:
-    """{name: count}; for a checkpoint that no engine wrote, counted from its step."""
+    """Return {name: count} of COUNTERS; for a checkpoint that no engine wrote, computed from its step."""
     if written_by_engine(notes):
         return {name: notes["engine"][name] for name in COUNTERS}
     return dict(zip(COUNTERS, (step, step * train, step * accum), strict=True))
 
 
 def global_batch(notes: Mapping[str, Any], step: TrainStep) -> tuple[int, str]:
-    """(the global batch to resume with, a line for the log): the checkpoint's, unless the config names another."""
+    """Return the global batch to resume with, the checkpoint's unless the config names another, and a line to log."""
     then, now = notes["batch"], step.batch_sizes.train
     train = then["train"]
     if train != now and not kept(step.config, step.replicas, then):

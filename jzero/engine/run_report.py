@@ -1,4 +1,4 @@
-"""The run report: what a run is about to do, as plain text to read once and to paste into a chat."""
+"""The run report: a run's mesh, layout, memory and settings as plain text, short enough to paste into a chat."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_ROWS = 12  # of the layout table
 
 
 def report(step: Any) -> str:
-    """The run report of a `TrainStep`: mesh, batch, layout, bytes, defaults in effect, replaced keys, fallbacks."""
+    """Report on a `TrainStep`: mesh, batch, layout, bytes, defaults in effect, replaced keys, fallbacks."""
     sections = (
         ("jzero run report", _head(step)),
         ("Layout", _layout(step)),
@@ -47,7 +47,7 @@ def _bullets(lines: Iterable[str]) -> list[str]:
 
 
 def _table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
-    """Rows, the first of them the titles, in columns: `align` has "<" or ">" for each."""
+    """Lay rows out in columns; the first row holds the titles, and `align` has "<" or ">" for each column."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = [[f"{cell:{a}{w}}" for cell, a, w in zip(row, align, widths, strict=True)] for row in rows]
     lines = ["  " + "  ".join(row).rstrip() for row in cells]
@@ -55,12 +55,12 @@ def _table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
 
 
 def _value(value: Any) -> str:
-    """As in the JSON file: `true`, `5e+08`, `"text"`."""
+    """Write a value as in the JSON file: `true`, `5e+08`, `"text"`."""
     return f"{value:g}" if isinstance(value, float) else json.dumps(value, default=repr)
 
 
 def _size(n_bytes: float) -> str:
-    """Bytes in the unit that leaves one to three digits before the point: `1.54 GiB`."""
+    """Write bytes in the unit that leaves one to three digits before the point: `1.54 GiB`."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while n_bytes >= 1000 and len(units) > 1:
         n_bytes /= 1024
@@ -98,7 +98,7 @@ def _stage(stage: int, row: Rule, layer_by_layer: bool) -> str:
 
 
 def _layout(step: Any) -> list[str]:
-    """The table leaf -> spec, leaves with a common beginning of their names together."""
+    """Tabulate the parameters' specs; leaves whose names begin alike share a row."""
     leaves = sorted(jax.tree.leaves(step.layouts), key=lambda leaf: leaf.name)
 
     def grouped(depth: int) -> dict[tuple[str, ...], list[ParamLayout]]:
@@ -120,7 +120,7 @@ def _layout(step: Any) -> list[str]:
 
 
 def _numberless(name: str) -> str:
-    """`layers_3/kernel` -> `layers_*/kernel`: layers of one kind under one name. `fc1` is a name of its own."""
+    """Replace numbers by stars, `layers_3/kernel` -> `layers_*/kernel`, but not the number in a name such as `fc1`."""
     return re.sub(r"(?<=[/_])\d+(?=[/_]|$)|^\d+(?=/|$)", "*", name)
 
 
@@ -175,7 +175,7 @@ def _effective(step: Any) -> list[str]:
 
 
 def _gathers(step: Any) -> str:
-    """When a pipeline gathers, and what both ways keep of the parameters in the compute dtype."""
+    """Describe when a pipeline gathers parameters, and the memory that each way takes in the compute dtype."""
     itemsize, pipe, group = step.precision.compute.itemsize, step.mesh.shape[PIPE], step.mesh.shape[ZERO]
     leaves = jax.tree.leaves(step.layouts)
     whole = sum(prod(leaf.shape) * itemsize // (pipe if leaf.on_pipe else 1) for leaf in leaves)
@@ -191,7 +191,7 @@ def _gathers(step: Any) -> str:
 
 
 def _rates(lr: Callable[[int], Any]) -> str:
-    """The first steps' learning rates, and some of the way."""
+    """List the learning rates of the first steps and of a few later ones."""
     rates = {n: f"{float(lr(n)):.3g}" for n in (0, 1, 2, 10, 100, 1000, 10_000)}
     if len(set(rates.values())) == 1:
         return f"learning rate {rates[0]} at every step"
