@@ -214,9 +214,11 @@ def test_fallbacks():
     assert "adam_w_mode" not in text
 
 
-def test_frozen_leaves_are_marked():
-    table = rows(report_of(mlp(), frozen_parameters=["fc1"], zero_optimization={"stage": 1})[1], "Layout")
-    assert table["fc1/*"] == ["2", "100,480", "P('zero')", "frozen"]
+@pytest.mark.parametrize(("stage", "spec"), [(1, "P()"), (3, "P('zero')")])
+def test_frozen_leaves_are_marked(stage, spec):
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    table = rows(report_of(mlp(), frozen_parameters=["fc1"], zero_optimization=zero)[1], "Layout")
+    assert table["fc1/*"] == ["2", "100,480", spec, "frozen"]
     assert table["fc2/bias"] == ["1", "10", "P()", "replicated"]
 
 
