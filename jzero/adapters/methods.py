@@ -6,7 +6,7 @@ from typing import Any
 
 
 def take_methods(model: Any, module: Any) -> None:
-    """Give the model those methods and properties of its module that `jzero.model` lists, if it has them."""
+    """Give the model the methods and properties of its module that jzero reads, if it has them."""
     for name in ("report_notes", "weights_layout", "fused_matrices"):
         if hasattr(module, name):
             setattr(model, name, getattr(module, name))
