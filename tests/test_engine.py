@@ -529,7 +529,7 @@ def test_wrong_batch_sizes_name_the_leaf_the_shape_and_the_equation():
         e.train_batch(iter([{**p, "x": p["x"][:3]} for p in parts(0)]))
     with pytest.raises(jzero.ConfigError, match=r"leaf 'mask' has shape \(\)"):
         e.train_batch({**rows(0), "mask": np.float32(1)})
-    with pytest.raises(jzero.ConfigError, match="holds no arrays"):
+    with pytest.raises(jzero.ConfigError, match="contains no arrays"):
         e.train_batch({})
     assert e.global_steps == 0
     e.train_batch(rows(0))  # nothing was donated
