@@ -206,7 +206,7 @@ class Llama(nnx.Module):
         return [f"attention kernel {attention_kernel(asked, dtype)} (attention={asked!r}, {dtype})"]
 
     def weights_layout(self) -> dict[str, Any]:
-        """Describe the parameters in Hugging Face's `LlamaForCausalLM`, see `jzero.weights.layout`."""
+        """Describe the parameters in Hugging Face's `LlamaForCausalLM`, see `jzero.weights.name_map`."""
         return huggingface(self.config)
 
     def __call__(self, tokens_BS: jax.Array, segments_BS: jax.Array | None = None) -> jax.Array:

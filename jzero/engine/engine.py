@@ -17,7 +17,8 @@ from jzero import checkpoint, weights
 from jzero.checkpoint.directory import DEFAULT_TAG
 from jzero.data import DataLoader, RepeatingLoader
 from jzero.distributed import preemption
-from jzero.distributed.joining import get_local_rank, get_rank, get_world_size, log_dist
+from jzero.distributed.exit_codes import SAVED
+from jzero.distributed.place import get_local_rank, get_rank, get_world_size, log_dist
 from jzero.engine import progress, restore
 from jzero.engine.accumulation import Accumulation
 from jzero.engine.deferred_loss import Loss
@@ -166,10 +167,10 @@ class Engine:
         if self._home and preemption.reached():
             checkpoint.forgive()  # the error of an earlier save must not stop the last one
             path = self.save_checkpoint(self._home, client_state=self.client_state).wait()
-            log_dist(f"jzero: SIGTERM: saved {path}; exit code {preemption.EXIT_CODE}")
+            log_dist(f"jzero: SIGTERM: saved {path}; exit code {SAVED}")
             if jax.process_count() > 1:
                 jax.distributed.shutdown()  # waits for all: if process 0 exited first, the others would see a crash
-            sys.exit(preemption.EXIT_CODE)
+            sys.exit(SAVED)
 
     # ------------------------------------------------------------------ what users ask
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 
-from jzero.checkpoint.directory import LATEST, SAVING, complete, latest, recover
+from jzero.checkpoint.async_save import settle
+from jzero.checkpoint.directory import LATEST, SAVING, latest, list_checkpoints, recover
 from jzero.checkpoint.reader import Checkpoint, all_or_none
-from jzero.checkpoint.writer import settle
 from jzero.distributed.host_collectives import agree
-from jzero.distributed.joining import log_dist
+from jzero.distributed.place import log_dist
 from jzero.engine.progress import written_by_engine
 from jzero.errors import CheckpointError, some_of
 
@@ -55,7 +55,9 @@ def resume_from(root: Path, load: Callable[[Checkpoint], int]) -> None:
 
 def warn_if_not_resumed(home: str) -> None:
     """Warn that a run starts from scratch in a directory with checkpoints."""
-    if others := _on_process_0("looking for checkpoints", lambda: [p.name for p, _ in complete(Path(home).absolute())]):
+    if others := _on_process_0(
+        "looking for checkpoints", lambda: [p.name for p, _ in list_checkpoints(Path(home).absolute())]
+    ):
         warn(
             f"starting at step 0, though {home} holds {some_of(others)}: jzero --resume, or resume="
             '"auto", resumes from the newest'
@@ -67,7 +69,7 @@ def former_batch(directory: str | os.PathLike) -> dict[str, Any] | None:
 
     def newest() -> dict[str, Any] | None:
         recover(root := Path(directory).absolute())
-        notes = [about["notes"] for _, about in complete(root) if not isinstance(about, CheckpointError)]
+        notes = [about["notes"] for _, about in list_checkpoints(root) if not isinstance(about, CheckpointError)]
         return notes[0].get("batch") if notes and written_by_engine(notes[0]) else None
 
     return _on_process_0("looking for the run to resume", newest)
@@ -89,7 +91,7 @@ def _on_process_0(task: str, work: Callable[[], Any]) -> Any:
 def _candidates(root: Path) -> list[tuple[str, str]]:
     """List (tag, known problem or ""), the newest first."""
     recover(root)
-    found = [(p.name, str(about) if isinstance(about, CheckpointError) else "") for p, about in complete(root)]
+    found = [(p.name, str(about) if isinstance(about, CheckpointError) else "") for p, about in list_checkpoints(root)]
     for draft in sorted(root.glob(f"*{SAVING}")):
         warn(f"skipped: {draft} was not finished")
     if (named := latest(root)) and named.name not in [name for name, _ in found]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
-from jzero.checkpoint.leaves import checksums
-from jzero.checkpoint.reader import Checkpoint, cast, expected_shape
-from jzero.distributed.joining import log_dist
+from jzero.checkpoint.checksums import checksums
+from jzero.checkpoint.reader import Checkpoint, expected_shape, match_dtypes
+from jzero.distributed.place import log_dist
 from jzero.errors import ConfigError, some_of
 from jzero.loss_scale import Scaler
 from jzero.optimizers import at_step
@@ -66,7 +66,7 @@ class Plan:
           CheckpointError: the checkpoint is damaged.
         """
         step, shapes, shardings = self.step, named(self.step.state_shapes), named(self.step.state_shardings)
-        read = cast(self.source.read({name: shardings[name] for name in self.taken}), shapes)
+        read = match_dtypes(self.source.read({name: shardings[name] for name in self.taken}), shapes)
         leaves = self.kept | read
         state = jax.tree.unflatten(jax.tree.structure(step.state_shapes), [leaves[name] for name in shapes])
         scale = read.get("loss_scale/scale")
