@@ -402,8 +402,8 @@ def test_training_data_that_ends():
     [
         (rows(0, UNIT - 1), "7 samples do not fill one global batch of 24"),
         ({**rows(0), "y": np.zeros((3, 2))}, "have .3, 24. samples"),
-        (rows(0, 0), "training_data: there are no samples"),
-        ([], "training_data: there are no samples"),
+        (rows(0, 0), "training_data contains no samples"),
+        ([], "training_data contains no samples"),
     ],
 )
 def test_bad_training_data(data, words):
@@ -456,7 +456,7 @@ def test_a_loaded_run_goes_on_as_the_straight_one(tmp_path):
 
 def test_checkpoint_mistakes(tmp_path):
     e = engine()
-    with pytest.raises(jzero.ConfigError, match="holds no checkpoint"):
+    with pytest.raises(jzero.ConfigError, match="has no default checkpoint"):
         e.load_checkpoint(tmp_path)
     with pytest.raises(jzero.ConfigError, match="does not exist"):
         e.load_checkpoint(tmp_path, tag="no")
