@@ -66,3 +66,47 @@ def exception_was_uncaught() -> bool:
     `sys.last_exc` says it from Python 3.12 on, which deprecates `sys.last_type`; 3.11 has only the latter.
     """
     return hasattr(sys, "last_exc") or hasattr(sys, "last_type")
+
+
+def needed_part(traced: Any) -> tuple[Callable[[list[Any]], list[Any]], list[bool]]:
+    """Remove from a traced function everything that its outputs do not need, also inside jit, scan and checkpoint.
+
+    `jax.interpreters.partial_eval.dce_jaxpr` keeps debug prints and callbacks, which would then run twice: they are
+    removed first. Neither it nor `eval_jaxpr` is a documented API (jax 0.10 and 0.11).
+
+    Args:
+      traced: as from `jax.make_jaxpr`.
+
+    Returns:
+      A function of the flat inputs (any value for those that are not used), and which inputs are used.
+    """
+    from jax._src import core
+    from jax.interpreters import partial_eval
+
+    def silent(jaxpr: Any) -> Any:
+        eqns = []
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name in ("debug_callback", "debug_print"):
+                continue
+            params = {name: silent_inside(value) for name, value in eqn.params.items()}
+            eqns.append(eqn.replace(params=params, effects=quiet(eqn.effects)))
+        return jaxpr.replace(eqns=eqns, effects=quiet(jaxpr.effects))
+
+    def silent_inside(value: Any) -> Any:
+        if isinstance(value, core.ClosedJaxpr):
+            return value.replace(jaxpr=silent(value.jaxpr))
+        if isinstance(value, core.Jaxpr):
+            return silent(value)
+        if isinstance(value, tuple) and any(isinstance(x, core.ClosedJaxpr | core.Jaxpr) for x in value):
+            return tuple(map(silent_inside, value))
+        return value
+
+    def quiet(effects: Any) -> set[Any]:
+        return {effect for effect in effects if "Debug" not in type(effect).__name__}
+
+    jaxpr, used = partial_eval.dce_jaxpr(silent(traced.jaxpr), [True] * len(traced.jaxpr.outvars))
+
+    def run(inputs: list[Any]) -> list[Any]:
+        return core.eval_jaxpr(jaxpr, traced.consts, *[x for x, use in zip(inputs, used, strict=True) if use])
+
+    return run, list(used)

@@ -43,7 +43,7 @@ class Facts:
       always_sums: whether even a single micro-batch's gradient goes into a sum.
       layers_per_checkpoint: layers in one activation checkpoint.
       pipeline: the pipeline's line of the report.
-      fallback: what the pipeline costs more than it should, and why.
+      fallback: the pipeline's avoidable extra cost, and its cause.
     """
 
     remat: Remat
@@ -60,8 +60,8 @@ class Passes(NamedTuple):
     """The forward and backward passes over a device's micro-batches: in sequence here, interleaved in a pipeline.
 
     Attributes:
-      gradients: (diff, nondiff, batch [accum, micro, ...], key, seed) -> (gradient of seed * sum of the losses'
-        sums with respect to diff; [accum, 2], each loss as (sum, count)).
+      gradients: (diff, nondiff, batch [accum, micro, ...], key, cotangent) -> (gradient of cotangent * sum of the
+        losses' sums with respect to diff; [accum, 2], each loss as (sum, count)).
       losses: (diff, nondiff, batch, key or None, index of the first) -> [accum, 2], each loss as (sum, count).
     """
 
@@ -81,12 +81,12 @@ def sequential(model: Model, config: Config, mesh: Mesh, layouts: PyTree, precis
     make_loss: Callable = _stack_loss if stack else _whole_loss
     loss = make_loss(model, layouts, view, remat, precision)
 
-    def gradients(diff: PyTree, nondiff: PyTree, batch: PyTree, key: jax.Array, seed: jax.Array) -> Any:
+    def gradients(diff: PyTree, nondiff: PyTree, batch: PyTree, key: jax.Array, cotangent: jax.Array) -> Any:
         def micro(i: Any, part: PyTree) -> tuple[PyTree, jax.Array]:
-            def seeded_loss(diff: PyTree) -> tuple[jax.Array, jax.Array]:
-                return seeded(loss(diff, nondiff, part, fold(key, i)), seed)
+            def weighted_loss(diff: PyTree) -> tuple[jax.Array, jax.Array]:
+                return weighted(loss(diff, nondiff, part, fold(key, i)), cotangent)
 
-            return jax.grad(seeded_loss, has_aux=True)(diff)
+            return jax.grad(weighted_loss, has_aux=True)(diff)
 
         return micro_batches.accumulate(micro, batch, diff, precision.accum)
 
@@ -116,7 +116,7 @@ def _stack_loss(model: StackModel, layouts: PyTree, view: StackView, remat: Rema
         layers: Any = (diff[STACK], nondiff[STACK])
         if listed:
             layers = list(zip(*layers, strict=True))
-        # Once, also where prefix and suffix are tied.
+        # Fetched once for prefix and suffix, so tied weights are gathered and reduced once.
         ends = fetch(layouts[ENDS], (diff[ENDS], nondiff[ENDS]), precision)
         x = model.prefix(ends, batch, fold(key, 0))
         x = run_stack(layer, layers, x, key)
@@ -152,18 +152,18 @@ class ManualRegion:
         """
         diff, nondiff = self.prepare(masters)
         batch, key = self.split(batch), self.replica_key(rng)
-        seed = scale / self.total_count(diff, nondiff, batch, key)
+        cotangent = scale / self.total_count(diff, nondiff, batch, key)
         if self.config.gradient_allreduce_op == "sum":
-            seed *= replicas(self.mesh)
-        summed, seen = self.passes.gradients(diff, nondiff, batch, key, seed)
-        # Under a scale that is not finite the gradients must not be finite either (inf * 0 is NaN).
+            cotangent *= replicas(self.mesh)
+        summed, seen = self.passes.gradients(diff, nondiff, batch, key, cotangent)
+        # With an infinite scale inf * (1 / inf) = NaN marks the step as overflowed; keep this form.
         unscale = 1 / scale
         gradients = jax.tree.map(lambda g: g * unscale, self.reduce(summed))
         sums, counts = self.all_reduce(seen).T
         return Result(gradients, sums.sum() / nonzero(counts.sum()), sums / nonzero(counts))
 
     def total_count(self, diff: PyTree, nondiff: PyTree, batch: PyTree, key: jax.Array) -> jax.Array | float:
-        """Count what the losses of all micro-batches and replicas count, before any gradient is computed."""
+        """Sum the counts of all micro-batches and replicas, before any gradient is computed."""
         accum = jax.tree.leaves(batch)[0].shape[0]
         count = counter(self.model, self.weights, jax.tree.map(lambda x: x[0], batch), key)
         if isinstance(count, float):
@@ -214,7 +214,7 @@ class ManualRegion:
         return lax.psum(x, self.axes) if self.axes else x
 
 
-def seeded(loss: Any, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Turn a micro-batch's loss into (seed * sum, to differentiate; float32 [sum, count])."""
+def weighted(loss: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Turn a micro-batch's loss into (cotangent * sum, to differentiate; float32 [sum, count])."""
     total, count = sum_and_count(loss)
-    return total * seed, jnp.stack([total, count])
+    return total * cotangent, jnp.stack([total, count])

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal
 
-__all__ = ["ClosedJaxpr", "Literal", "Program", "inlined"]
+__all__ = ["Literal", "Program", "inlined"]
 
 _CALLS = ("jit", "closed_call", "remat2")  # the primitives that `inlined` opens
 

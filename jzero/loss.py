@@ -1,9 +1,9 @@
-"""What a model's loss returns: a mean, or (sum, count); and the count, known before the backward pass.
+"""A model's loss: a mean, or (sum, count); and the count, known before the backward pass.
 
 The gradient of the global batch's mean is d(sum of sums) / (sum of counts). Half precision needs the division at the
-start of the backward pass: gradients of a sum over a million pixels overflow in float16, those of a micro-batch's sum
-that is divided too often underflow. So the counts are computed first. They almost always depend on the batch alone
-(labels that count, pixels), and then cost next to nothing.
+start of the backward pass: the gradients of a sum over a million pixels overflow in float16, and divided by too large a
+number they underflow. So the counts are computed first. They almost always depend on the batch alone (labels that
+count, pixels), and then cost next to nothing.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jzero._compat import needed_part
 from jzero.errors import ConfigError
-from jzero.jaxpr import Literal, Program, inlined
-from jzero.model import ENDS, STACK, Model, StackModel, fold
+from jzero.model import Model
 from jzero.tree import PyTree
 
 Counter = Callable[[PyTree, Any], Any]  # (micro-batch, key) -> count
@@ -42,56 +42,36 @@ def sum_and_count(loss: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def nonzero(count: jax.Array) -> jax.Array:
-    """Replace a count of 0 by 1, to divide by: where nothing counts the sum is zero too."""
-    return jnp.where(count == 0, 1, count)
+    """Make a count safe to divide by: 0 becomes 1, since the sum is then 0 too.
+
+    An infinite count (an overflow in float16) becomes NaN: the gradients must not be zero, but skipped.
+    """
+    return jnp.where(count == 0, 1, jnp.where(jnp.isinf(count), jnp.nan, count))
 
 
 def counter(model: Model, params: PyTree, part: PyTree, key: Any) -> Counter | float | None:
     """Extract from the loss the computation of its count.
 
-    The loss is traced, and the equations that its count needs are cut out of it.
+    The loss is traced, and everything that its count does not need is removed from it.
 
     Args:
-      params, part, key: of these shapes: the whole weights, one micro-batch, its key. Nothing is computed with them.
+      params, part, key: the whole weights, one micro-batch, its key; only their shapes are used.
 
     Returns:
       (micro-batch, key) -> count; 1.0 if the loss is a mean; None if the count depends on the parameters.
     """
     is_mean = False
 
-    def count(params: PyTree, hidden: PyTree, part: PyTree, key: Any) -> jax.Array:
+    def count(params: PyTree, part: PyTree, key: Any) -> jax.Array:
         nonlocal is_mean
-        if isinstance(model, StackModel):
-            loss = _suffix_loss(model, params, hidden, part, key)
-        else:
-            loss = model.loss(params, part, key)
+        loss = model.loss(params, part, key)
         is_mean = not isinstance(loss, tuple)
         return sum_and_count(loss)[1]
 
-    hidden = None
-    if isinstance(model, StackModel):
-        hidden = jax.eval_shape(lambda ends: model.prefix(ends, part, fold(key, 0)), params[ENDS])
-    args = params, hidden, part, key
-    traced = jax.make_jaxpr(count)(*args)
+    traced = jax.make_jaxpr(count)(params, part, key)
     if is_mean:
         return 1.0
-    program = Program(jax.make_jaxpr(lambda *values: inlined(traced, values))(*jax.tree.leaves(args)))
-    n = len(jax.tree.leaves((params, hidden)))
-    unknown, known = program.inputs[:n], program.inputs[n:]
-    (counted,) = program.outputs
-    if not isinstance(counted, Literal) and counted in program.reached_from(unknown):
+    run, used = needed_part(traced)
+    if any(used[: len(jax.tree.leaves(params))]):
         return None
-    eqns = program.needed(program.outputs, given=known)
-    return lambda part, key: program.run(eqns, known, jax.tree.leaves((part, key)))(program.outputs)[0]
-
-
-def _suffix_loss(model: StackModel, params: PyTree, hidden: PyTree, part: PyTree, key: Any) -> Any:
-    """Compute the loss of prefix and suffix around a stack that is not run.
-
-    `hidden` stands for the values that a block changes. A value that it passes through (a mask) is the prefix's.
-    """
-    x = model.prefix(params[ENDS], part, fold(key, 0))
-    y = model.block(jax.tree.map(lambda w: w[0], params[STACK]), x, fold(key, 1))
-    x = jax.tree.map(lambda x, y, hidden: x if y is x else hidden, x, y, hidden)
-    length = jax.tree.leaves(params[STACK])[0].shape[0]
-    return model.suffix(params[ENDS], x, part, fold(key, length + 1))
+    return lambda part, key: run([None] * len(jax.tree.leaves(params)) + jax.tree.leaves((part, key)))[0]

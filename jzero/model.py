@@ -10,6 +10,8 @@ of sums over the sum of counts, however the micro-batches are cut; a count that 
 forward pass. Parameters arrive in the compute dtype, the batch as it was passed: cast its floats for half precision
 (`x.astype(self.kernel.dtype)`), or set `fp16.auto_cast`.
 
+These functions are traced several times and must be pure: no array may be kept from one call for the next.
+
 A model with a layer stack keeps its parameters as {"ends": ..., "stack": ...}, each leaf of the stack with a
 leading layer axis [L, ...], and also has
 

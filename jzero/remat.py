@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from jzero.errors import ConfigError
 Fetch = Callable[[Any], Any]  # (diff, nondiff) -> weights
 Block = Callable[[Any, Any, Any], Any]  # (weights or (diff, nondiff), x, key) -> x
 
-# Outputs worth keeping: products with weights (no batch dimension) and fused attention.
+# Outputs worth keeping beside `dot_general`, which `_keep_matmuls` tests.
 _MATMULS = ("ragged_dot", "conv_general_dilated", "dot_product_attention_fwd_wrapper", "dot_product_attention_fwd")
 
 
@@ -63,9 +63,6 @@ class Remat:
         """Whether kept activations lie in host memory."""
         return self.section is not None and self.section.cpu_checkpointing
 
-    def without_regather(self) -> Remat:
-        return replace(self, regather=False)
-
 
 def checkpointed(fetch: Fetch, block: Block, remat: Remat, *, unrolled: bool) -> Block:
     """Make `run(pair, x, key) = block(fetch(pair), x, key)` with activation checkpointing.
@@ -104,7 +101,7 @@ def _keep_matmuls(primitive: Any, *args: Any, **params: Any) -> bool:
 @partial(jax.tree_util.register_dataclass, data_fields=["pair", "kept"], meta_fields=["treedef", "holes"])
 @dataclass(frozen=True)
 class _Residuals:
-    """The residuals of a pullback without the weights: `holes[i]` is the weight that residual i was, None if none."""
+    """The residuals of a pullback; `holes[i]` is the index of the weight that residual i is, None for a kept one."""
 
     pair: Any
     kept: list[Any]

@@ -42,9 +42,9 @@ class Setup:
       batch_sizes: global batch, micro-batch per replica, accumulation.
       layouts: the tree of `ParamLayout`s.
       weights: shapes of the parameters, in the compute dtype.
-      schedule: the learning rate over the applied steps; None if a caller's optimizer keeps it to itself.
+      schedule: the learning rate over the applied steps; None if the caller's optimizer does not expose it.
       tx: the optimizer.
-      own_optimizer: whether the caller passed it in.
+      callers_optimizer: whether the caller passed it in.
       passes: how the forward and backward passes run.
     """
 
@@ -57,7 +57,7 @@ class Setup:
     weights: PyTree
     schedule: Any
     tx: optax.GradientTransformationExtraArgs
-    own_optimizer: bool
+    callers_optimizer: bool
     passes: Passes
 
     @property
@@ -76,7 +76,8 @@ def resolve(
     model: Model, config: Config, *, mesh: Mesh | None = None, optimizer: Any = None,
     lr_scheduler: optax.Schedule | None = None, former: Mapping[str, Any] | None = None,
 ) -> Setup:  # fmt: skip
-    """Resolve a config; see `make_train_step` for the arguments, `Config.batch` for `former`.
+    """Resolve a config; see `make_train_step` for the arguments, `former` are the batch sizes of a run being
+    resumed, see `Config.batch`.
 
     Raises:
       ConfigError: a config that does not fit the model, the devices or itself.

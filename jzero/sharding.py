@@ -29,7 +29,7 @@ def param_layouts(
       stage: the ZeRO stage, 0 to 3.
       persistence_threshold: parameters with fewer elements (per layer) stay replicated under stage 3.
       has_stack: whether `params["stack"]` is a layer stack; `zero` never partitions its layer axis.
-      chunks: of the stack on each pipeline stage; a stack that stages x chunks do not divide lies whole on every stage.
+      chunks: of the stack per pipeline stage; if stages x chunks does not divide the layers, every stage holds all.
       frozen: regular expressions; a parameter whose name matches one (`re.search`) is not trained.
       vocabulary: name -> the dimension that `pipe` divides, for parameters outside the stack.
       gather_once: stage 3 gathers once a step, as stage 2 does.
@@ -61,6 +61,7 @@ def param_layouts(
         if divided is not None and present(mesh, PIPE):
             local[divided] //= mesh.shape[PIPE]
             axes[divided] = (PIPE,)
+        # The persistence threshold is stage 3's own, also where a pipeline has it gather once a step: hence `asked`.
         rule, asked = stage_rule(stage, gather_once), RULES[stage]
         if not trainable and rule.gather == "step":
             asked = RULES[0]  # needed whole at every step: a shard beside it would be a second copy

@@ -60,7 +60,7 @@ def make_train_step(
 
 
 class TrainStep:
-    """A train step bound to a mesh. Call it, or `lower` it for a machine that is not there.
+    """A train step bound to a mesh. Call it, or `lower` it for devices you do not have.
 
     Attributes:
       setup: the resolved config, see `Setup`; its model, mesh, config, batch_sizes, precision and layouts are here too.
@@ -82,7 +82,7 @@ class TrainStep:
         self._states = states = States(model, setup.tx, self.layouts, self.mesh, self.precision, setup.jit)
         self.state_shapes, self.state_specs, self.state_shardings = states.shapes, states.specs, states.shardings
         self.batch_sharding = NamedSharding(self.mesh, batch_spec(self.mesh))
-        self._compile(setup.jit)
+        self._make_programs(setup.jit)
 
     def __repr__(self) -> str:
         degrees = " x ".join(f"{axis} {n}" for axis, n in self.mesh.shape.items() if n > 1) or "1 device"
@@ -114,16 +114,16 @@ class TrainStep:
         return self._states.init(rng, params, donate)
 
     def new_loss_scale(self, skipped: jax.Array) -> LossScale:
-        """Make a loss scale as at the start that has counted `skipped` steps: for a state of another precision."""
+        """Make a fresh loss scale with `skipped` already counted, to restore a state of another precision."""
         return self._states.new_loss_scale(skipped)
 
     def lr(self, state: TrainState) -> jax.Array:
-        """Look up the learning rate of the next step; NaN if a caller's optimizer keeps it to itself."""
+        """Look up the learning rate of the next step; NaN if the caller's optimizer does not expose it."""
         return learning_rate(self.setup, state)
 
     # ------------------------------------------------------------------ programs
 
-    def _compile(self, jit: Callable) -> None:
+    def _make_programs(self, jit: Callable) -> None:
         """Make the four programs; each is compiled when it is first called."""
         setup, mesh = self.setup, self.mesh
         region = ManualRegion(

@@ -32,7 +32,7 @@ def update(setup: Setup, state: TrainState, result: Result) -> tuple[TrainState,
       result: the gradients and losses at its parameters.
 
     Returns:
-      The new state; the old one, with `step` and `loss_scale` counted on, if a gradient was not finite. And metrics:
+      The new state; the old one, with `step` and `loss_scale` advanced, if a gradient was not finite. And metrics:
       loss, grad_norm (global, before clipping), lr, loss_scale, skipped.
     """
     grads, loss, _ = result
@@ -61,7 +61,7 @@ def update(setup: Setup, state: TrainState, result: Result) -> tuple[TrainState,
 
 
 def learning_rate(setup: Setup, state: TrainState) -> jax.Array:
-    """Look up the learning rate of the next step; NaN if a caller's optimizer keeps it to itself."""
+    """Look up the learning rate of the next step; NaN if the caller's optimizer does not expose it."""
     if setup.schedule is None:
         return optimizers.lr_of(state.opt_state)
     return jnp.float32(setup.schedule.lr(state.step - state.loss_scale.skipped))

@@ -13,8 +13,8 @@ with `data` > 1 this is MiCS / HSDP, arXiv:2205.00119.)
 `pipe` divides the layer stack and the vocabulary of a language model's ends, so nothing is gathered over it. A
 parameter that `pipe` does not divide lies on every pipeline stage; its gradient is all-reduced over `pipe` once a step.
 
-The three functions below the table do this to ONE parameter. They run inside one `jax.shard_map` that is manual over
-the whole mesh, so a parameter is a local shard, `all_gather` is the gather and its transpose is the reduce-scatter.
+`prepare`, `fetch` and `reduce_gradient` do this for one parameter. They run inside one `jax.shard_map` that is manual
+over the whole mesh: a parameter is a local shard, `all_gather` is the gather, its transpose is the reduce-scatter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jzero.mesh import DATA, PIPE, ZERO, present
-from jzero.precision import Precision
+from jzero.precision import Precision, cast
 
 
 class Rule(NamedTuple):
@@ -55,7 +55,7 @@ def stage_rule(stage: int, gather_once: bool = False) -> Rule:
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """Where one parameter lies; its master, moments and reduced gradient lie the same way.
+    """The placement of one parameter, shared by its master, moments and reduced gradient.
 
     Attributes:
       name: as in `tree.named`.
@@ -66,7 +66,7 @@ class ParamLayout:
       trainable: whether it has a gradient.
       rule: the stage's rule if the parameter is partitioned, rule 0 if it is replicated. A frozen parameter follows
         rule 3 or rule 0.
-      why: the reason why the stage's rule does not apply; empty if it does.
+      why: why the stage's rule does not apply; empty if it does.
     """
 
     name: str
@@ -94,19 +94,19 @@ class ParamLayout:
 #   2    | the shard        | the whole weight | nondiff; reduce-scatters into the shard's gradient
 #   3    | the shard        | -                | diff, gathered; reduce-scatters
 #
-# A frozen parameter has no diff; it is kept in the compute dtype, and nondiff is the weight as it lies: whole (rule 0)
-# or the shard (rule 3).
+# Under rule 2 diff is only the place where the gradient arrives. A frozen parameter has no diff; it is kept in the
+# compute dtype, and nondiff is the weight as stored: whole (rule 0) or the shard (rule 3).
 
 
 def prepare(layout: ParamLayout, master: jax.Array, precision: Precision) -> tuple[Any, Any]:
     """Turn a local master (or one layer's slice of it) into (diff, nondiff); gathers if that is due once a step."""
     if not layout.trainable:
-        return None, master
+        return None, cast(master, precision.compute)  # a no-op, unless the caller put another dtype into the state
     shard = master.astype(precision.compute)
     whole = _gather(layout, shard) if layout.rule.gather == "step" else shard
     if layout.rule.scatter != "micro_batch":
         return whole, None
-    # The gradient has diff's dtype: it must hold the weight that is computed with and the reduced gradient.
+    # The gradient has diff's dtype, which must be wide enough for the compute weight and the reduced gradient.
     diff = master.astype(jnp.promote_types(precision.compute, precision.reduce))
     return diff, (whole if layout.rule.gather == "step" else None)
 
@@ -138,7 +138,7 @@ def reduce_gradient(layout: ParamLayout, gradient: jax.Array, mesh: Mesh, precis
     """Turn an accumulated gradient into the gradient of the local master: the reductions that happen once a step."""
     if layout.rule.scatter == "step":
         gradient = _scatter(layout, gradient.astype(precision.reduce))
-    axes = present(mesh, *[PIPE] * (not layout.on_pipe), DATA, *[ZERO] * (not layout.rule.scatter))
+    axes = present(mesh, *(() if layout.on_pipe else (PIPE,)), DATA, *(() if layout.rule.scatter else (ZERO,)))
     return lax.psum(gradient.astype(precision.reduce), axes) if axes else gradient
 
 

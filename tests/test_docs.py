@@ -96,7 +96,7 @@ def check_command(words: list[str]) -> None:
         case "jzero", ["report", *_]:
             assert not {w for w in rest if w.startswith("--")} - {"--hostfile"}
         case "jzero", ["export", *arguments]:
-            source = (ROOT / "jzero/weights/export.py").read_text()
+            source = (ROOT / "jzero/cli.py").read_text()
             assert all(f'"{word}"' in source for word in arguments if word.startswith("--")), words
         case "jzero", arguments:
             options.parse(arguments)

@@ -168,3 +168,54 @@ def test_a_count_that_depends_on_the_parameters():
     loss, plain = jax.value_and_grad(mean)(model.init(jax.random.key(0)))
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-6)
     np.testing.assert_allclose(state.opt_state["w"], plain["w"], rtol=1e-5)
+
+
+def test_a_mask_that_the_layers_pass_along():
+    """Every layer hands the next mask on: the loss counts with the last one, though two leaves begin as one array."""
+
+    class Handing:
+        def init(self, rng):
+            return {"ends": {"w": jnp.ones(())}, "stack": {"w": jnp.ones((2, 4, 4))}}
+
+        def prefix(self, ends, batch, rng):
+            first, last = batch["first"], batch["last"]
+            return {"x": batch["x"], "now": first, "next": first, "last": last}
+
+        def block(self, layer, x, rng):
+            return {"x": x["x"] @ layer["w"], "now": x["next"], "next": x["last"], "last": x["last"]}
+
+        def suffix(self, ends, x, batch, rng):
+            return jnp.sum(x["x"] ** 2 * x["now"][:, None]) * ends["w"], x["now"].sum()
+
+        def loss(self, params, batch, rng):
+            x = self.prefix(params["ends"], batch, rng)
+            for i in range(2):
+                x = jax.jit(self.block)(jax.tree.map(lambda w, i=i: w[i], params["stack"]), x, rng)
+            return self.suffix(params["ends"], x, batch, rng)
+
+    rng = np.random.default_rng(0)
+    data = {"x": rng.normal(size=(8, 4)).astype("f"), "first": np.ones(8, "f"), "last": (np.arange(8) < 3).astype("f")}
+    step = make(Handing(), 8, fp16={"enabled": False}, optimizer=keep_gradients())
+    state, _ = step(step.init(jax.random.key(0)), data)
+
+    def mean(params):
+        total, count = Handing().loss(params, data, None)
+        return total / count
+
+    plain = jax.grad(mean)(Handing().init(None))
+    for ours, theirs in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+def test_an_infinite_count_skips_the_step():
+    """A count that overflows in float16 must not divide the gradients to zero."""
+
+    class Masked(Pixels):
+        def loss(self, params, batch, rng):
+            total, _ = super().loss(params, batch, rng)
+            return total, batch["mask"].sum()
+
+    data = {"x": np.ones((8, 4), "f"), "y": np.zeros((8, 4), "f"), "mask": np.full((8, 4), 30_000, "f")}
+    step = make(Masked(False, 4), 8, fp16={"enabled": True, "auto_cast": True})
+    _, metrics = step(step.init(jax.random.key(0)), data)
+    assert metrics["skipped"]

@@ -380,17 +380,19 @@ def test_frozen_leaves(stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_the_model_is_traced_once(stage):
-    """The second step compiles nothing, though its state comes from the first one; other rows are another program."""
+def test_the_model_is_traced_twice(stage):
+    """Once for the count of its loss, once for the gradient. A second step compiles nothing; other rows are another
+    program.
+    """
     chex.clear_trace_counter()
 
     class Once(Decoder):
-        suffix = chex.assert_max_traces(Decoder.suffix, n=1)
+        suffix = chex.assert_max_traces(Decoder.suffix, n=2)
 
     layout = DECODER._replace(stage=stage)
     step = jzero.make_train_step(Once(), layout.config(), mesh=layout.mesh)
     _, _, state = train(step, step.init(jax.random.key(0)), batches("decoder")[:3])
-    with pytest.raises(AssertionError, match="traced > 1 times"):
+    with pytest.raises(AssertionError, match="traced > 2 times"):
         step.evaluate(state, batches("decoder")[0])
 
 

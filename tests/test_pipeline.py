@@ -773,3 +773,10 @@ def test_a_model_without_a_stack():
 )
 def test_configs(config, parts):
     refused(lambda: jzero.make_mesh(config), *parts)
+
+
+def test_frozen_layers_in_chunks_keep_the_compute_dtype():
+    """With a reduction wider than the compute dtype the layers move in the wide one; frozen ones are not cast."""
+    case = Case("interleaved", 2, 2, chunks=2)
+    more = {"bf16": {"enabled": True}, "communication_data_type": "fp32", "frozen_parameters": ["stack/b"]}
+    case.step(model(Decoder, 4), **more).lower(batch_of(case))

@@ -259,7 +259,7 @@ def test_the_optimizer_changes(tmp_path, other):
         saved.train_batch(batch(step))
     saved.save_checkpoint(tmp_path)
     engine = build(LAYOUTS["stage3"], optimizer={"type": other, "params": {"lr": 0.01}})
-    with pytest.raises(jzero.ConfigError, match="of another model or optimizer"):
+    with pytest.raises(jzero.ConfigError, match="belongs to another model or optimizer"):
         engine.load_checkpoint(tmp_path)
     engine.load_checkpoint(tmp_path, load_optimizer_states=False)
     assert scheduled(engine) == {SAVED}

@@ -37,7 +37,7 @@ class Checkpoint:
       notes: as given to `save`.
       shapes, dtypes: of the leaves, by name, as stored.
       keys: name -> implementation of the leaves that are random keys.
-      without: name -> checksum of the leaves that were omitted.
+      without: name -> (dtype, checksum) of the leaves that were omitted.
     """
 
     def __init__(self, path: Path):
@@ -46,7 +46,7 @@ class Checkpoint:
         self._fingerprint = zlib.crc32(json.dumps(notes).encode())
         self.shapes = {name: tuple(shape) for name, (_, shape, _) in notes["leaves"].items()}
         self.dtypes = {name: dtype for name, (dtype, _, _) in notes["leaves"].items()}
-        self.without = {name: checksum for name, (_, _, checksum) in notes["without"].items()}
+        self.without = {name: (np.dtype(dtype), checksum) for name, (dtype, _, checksum) in notes["without"].items()}
         self._sums = {name: checksum for name, (_, _, checksum) in notes["leaves"].items()}
 
     def __repr__(self) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from jzero._compat import coordination_service
-from jzero.errors import ConfigError, some_of
+from jzero.errors import ConfigError, in_a_line, some_of
 
 NOTICE = 30.0  # seconds after which a waiting process prints the processes that are missing
 
@@ -135,6 +135,11 @@ def _wait_for_all(topic: str, timeout: float) -> None:
     except jax.errors.JaxRuntimeError as error:
         # The service lists the missing processes only in its message: "... task names:\n 1\n 3".
         late = re.search(r"task names:((?:\s+\d+)+)", str(error))
+        if "DEADLINE_EXCEEDED" not in str(error):  # such as UNAVAILABLE: the process that coordinates has ended
+            raise ConfigError(
+                f"{topic}: process {jax.process_index()} lost process 0, which coordinates the job: see its own error "
+                f"({in_a_line(error)})"
+            ) from error
         raise ConfigError(
             f"{topic}: process {jax.process_index()} timed out after {timeout:g} s waiting for "
             f"{'process ' + ', '.join(late[1].split()) if late else 'other processes'}; all processes must make the "

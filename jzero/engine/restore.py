@@ -105,10 +105,25 @@ def plan(source: Checkpoint, step: TrainStep, former: TrainState | None, selecti
 
 
 def _check_kept(source: Checkpoint, kept: dict[str, Any]) -> None:
-    """Raise a ConfigError if a kept leaf differs from the one that the checkpoint was saved without."""
-    mine = {name: x for name, x in kept.items() if name in source.without}
+    """Raise a ConfigError if a kept leaf differs from the one that the checkpoint was saved without.
+
+    Frozen parameters have the compute dtype, which may differ between the two runs. The comparison takes place in the
+    narrower dtype; a checksum in a wider one cannot be compared.
+    """
+    mine, unknown = {}, []
+    for name in sorted(kept.keys() & source.without.keys()):
+        stored = source.without[name][0]
+        if stored.itemsize > kept[name].dtype.itemsize:
+            unknown.append(name)
+        else:
+            mine[name] = kept[name].astype(stored)
+    if unknown:
+        log_dist(
+            f"checkpoint {source.path} was saved without {some_of(unknown)}, in a wider dtype than here: not compared "
+            "with the values of this engine", ranks=[0],
+        )  # fmt: skip
     sums = zip(sorted(mine), checksums(mine), strict=True) if mine else ()
-    if others := [name for name, checksum in sums if int(checksum) != source.without[name]]:
+    if others := [name for name, checksum in sums if int(checksum) != source.without[name][1]]:
         raise ConfigError(
             f"checkpoint {source.path} was saved without {', '.join(others)}, and this engine holds other values: "
             "load them first (engine.load_weights), then call engine.load_checkpoint"

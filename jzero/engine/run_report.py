@@ -150,7 +150,7 @@ def _effective(step: Any) -> list[str]:
     if config.fp16.enabled:
         scaler = step.precision.scaler
         lines.append(f"loss scale {'dynamic' if scaler.dynamic else 'static'}, from {scaler.initial:g}")
-    if config.optimizer and not step.setup.own_optimizer:
+    if config.optimizer and not step.setup.callers_optimizer:
         params = ", ".join(f"{name} {_value(value)}" for name, value in config.optimizer.params.items())
         lines.append(f"optimizer {config.optimizer.type}: {params or 'its defaults'}")
         lines += optimizers.describe(config.optimizer, schedule)
@@ -207,7 +207,7 @@ def _fallbacks(step: Any) -> list[str]:
     for leaf in filter(_fell_back, jax.tree.leaves(step.layouts)):
         names.setdefault(leaf.why, []).append(leaf.name)
     lines = [f"replicated, {why}: {some_of(leaves, 4)}" for why, leaves in names.items()]
-    if step.setup.own_optimizer and step.config.optimizer:
+    if step.setup.callers_optimizer and step.config.optimizer:
         lines.append(f"optimizer section ({step.config.optimizer.type}) not used: an optimizer was passed in")
     facts = step.setup.passes.facts
     if facts.fallback:

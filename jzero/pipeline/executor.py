@@ -4,6 +4,9 @@ All stages run the same program, each on its own numbers (SPMD). A tick is at mo
 a chunk of layers, then a permute each way. Consecutive ticks with the same operations are one `lax.scan`. A stage that
 is idle in a tick computes on stale data and a select drops the result: with a branch instead, the stages would meet
 different collectives and deadlock; with a multiplication by zero, 0 * NaN would be NaN.
+
+The operations of a tick: E prefix, F forward, S suffix, B backward, D backward of the input alone, W backward of the
+weights, G backward of the prefix; see `jzero.pipeline.program`.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jzero.errors import ConfigError
-from jzero.gradients import seeded
+from jzero.gradients import weighted
 from jzero.loss import sum_and_count
 from jzero.mesh import PIPE
 from jzero.model import ENDS, STACK, fold
@@ -37,14 +40,14 @@ class Stages:
     """The stages as the executor sees them.
 
     Attributes:
-      stages, chunks: pipeline stages, and chunks of layers on each.
+      n_stages, chunks: pipeline stages, and chunks of layers on each.
       view: the form of the parameters in use; its stack is a list, and with several chunks a leaf has an axis for them.
-      functions: (pairs, micro-batch), for their shapes -> prefix(ends, batch, key) -> x, chunk(weights, x, context)
-        -> x, suffix(ends, x, batch, key) -> loss. The weights are (diff, nondiff); a context is the micro-batch's key
-        and the chunk's number in the whole model.
+      functions: called with (pairs, micro-batch), whose shapes alone matter; returns prefix(ends, batch, key) -> x,
+        chunk(weights, x, context) -> x, suffix(ends, x, batch, key) -> loss. The weights are (diff, nondiff); a
+        context is the micro-batch's key and the chunk's number in the whole model.
     """
 
-    stages: int
+    n_stages: int
     chunks: int
     view: StackView
     precision: Precision
@@ -55,7 +58,7 @@ class Carry(NamedTuple):
     """The values that a stage carries from tick to tick; M micro-batches.
 
     Attributes:
-      first: the prefix's output, for the first stage's next forward pass.
+      entering: the prefix's output, for the first stage's next forward pass.
       inbox: the output of the stage before.
       returned: the gradient from the stage after.
       leaving: the gradient of this stage's last input.
@@ -65,7 +68,7 @@ class Carry(NamedTuple):
       seen: each micro-batch's loss as (sum, count), [M, 2].
     """
 
-    first: Any
+    entering: Any
     inbox: Any
     returned: Any
     leaving: Any
@@ -76,16 +79,16 @@ class Carry(NamedTuple):
 
 
 class Run:
-    """One run of a program over the micro-batches of a batch; without a `seed` forward only."""
+    """One run of a program over the micro-batches of a batch; without a `cotangent` forward only."""
 
     def __init__(
-        self, stages: Stages, program: Program, pairs: Any, batch: PyTree, rng: Any, first: Any,
-        seed: jax.Array | None = None,
+        self, stages: Stages, program: Program, pairs: Any, batch: PyTree, rng: Any, first_index: Any,
+        cotangent: jax.Array | None = None,
     ):  # fmt: skip
-        self.stages, self.program, self.batch, self.seed = stages, program, batch, seed
-        (self.diff, self.nondiff), self.rng, self.first = pairs, rng, first
+        self.stages, self.program, self.batch, self.cotangent = stages, program, batch, cotangent
+        (self.diff, self.nondiff), self.rng, self.first_index = pairs, rng, first_index
         self.stage = lax.axis_index(PIPE)
-        self.is_first, self.is_last = self.stage == 0, self.stage == stages.stages - 1
+        self.is_first, self.is_last = self.stage == 0, self.stage == stages.n_stages - 1
         self.last_chunk = stages.chunks - 1
         self.gathers = any(layout.rule.gather == "layer" for layout in jax.tree.leaves(stages.view.layouts[STACK]))
         part, key = self.micro_batch(0)
@@ -94,7 +97,7 @@ class Run:
         self.x = jax.eval_shape(lambda: self.prefix(self.ends(self.diff[ENDS]), part, key))
         weights, context = jax.eval_shape(self.weights, 0), jax.eval_shape(self.context, 0, 0)
         _check_chain(self.x, jax.eval_shape(self.layers, weights, self.x, context))
-        if seed is not None:
+        if cotangent is not None:
             self.chunk = Chunk(self.layers, weights, self.x, context, split=program.rest > 0)
 
     def result(self) -> tuple[PyTree, jax.Array]:
@@ -107,7 +110,7 @@ class Run:
         """Make the carry before the first tick."""
         x, m = _zeros(self.x), _length(self.batch)
         floats = split_floats(x)[0]
-        if self.seed is None:
+        if self.cotangent is None:
             return Carry(x, x, None, None, None, None, None, jnp.zeros((m, 2)))
         accum = self.stages.precision.accum
         stash = _buffer(self.program.stash, self.chunk.stashed_shapes)
@@ -140,8 +143,8 @@ class Run:
     def tick(self, operations: str, carry: Carry, at: Columns) -> Carry:
         """Run one tick.
 
-        The output of E is used in the next tick (`first`), and G works on what B left in the tick before (`leaving`):
-        their all-reduces then run beside the chunks and delay no stage.
+        The next tick uses the output of E (`entering`); G works on what B left in the tick before (`leaving`): their
+        all-reduces then run beside the chunks and delay no stage.
 
         Args:
           operations: the letters of `jzero.pipeline.program`; lower case: some stage is idle.
@@ -155,7 +158,7 @@ class Run:
             ends, reduce = jax.vjp(self.ends, self.diff[ENDS])
 
         if "E" in work:
-            new["first"] = self.prefix(ends, *self.micro_batch(at["E.micro"]))
+            new["entering"] = self.prefix(ends, *self.micro_batch(at["E.micro"]))
 
         if "F" in work:
             y = self.forward(new, carry, at)
@@ -193,9 +196,9 @@ class Run:
     def forward(self, new: dict[str, Any], carry: Carry, at: Columns) -> Any:
         """F: a chunk's forward pass; stashes its residuals and sends its output on. Returns the output."""
         # Chunk 0 of the first stage begins a micro-batch; everything else continues what the stage before sent.
-        x = _select(self.is_first & (at["F.chunk"] == 0), carry.first, carry.inbox)
+        x = _select(self.is_first & (at["F.chunk"] == 0), carry.entering, carry.inbox)
         weights, context = self.weights(at["F.chunk"]), self.context(at["F.chunk"], at["F.micro"])
-        if self.seed is None:
+        if self.cotangent is None:
             y = self.layers(weights, x, context)
         else:
             y, kept = self.chunk.forward(weights, x, context)
@@ -214,13 +217,13 @@ class Run:
 
         def loss(ends: Any, floats: Any) -> Any:
             value = self.suffix(ends, combine(floats, others), part, key)
-            if self.seed is None:
+            if self.cotangent is None:
                 return 0.0, jnp.stack(sum_and_count(value))
-            return seeded(value, self.seed)
+            return weighted(value, self.cotangent)
 
         _, pullback, seen = jax.vjp(loss, ends, floats, has_aux=True)
         new["seen"] = new["seen"].at[at["S.micro"]].set(seen)
-        if self.seed is None:
+        if self.cotangent is None:
             return [], None
         gradient, dy = pullback(jnp.float32(1))
         return [gradient], dy
@@ -250,11 +253,11 @@ class Run:
     def micro_batch(self, index: Any) -> tuple[PyTree, Any]:
         """Take (batch, key) of a micro-batch."""
         part = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), self.batch)
-        return part, fold(self.rng, self.first + index)
+        return part, fold(self.rng, self.first_index + index)
 
     def context(self, chunk: Any, micro: Any) -> Any:
         """Pair a micro-batch's key with the number that this stage's chunk has in the whole model."""
-        return fold(self.rng, self.first + micro), chunk * self.stages.stages + self.stage
+        return fold(self.rng, self.first_index + micro), chunk * self.stages.n_stages + self.stage
 
     def ends(self, diff: PyTree) -> PyTree:
         """Fetch the weights of prefix and suffix."""
@@ -285,7 +288,7 @@ class Run:
 
     def send(self, x: Any, step: int) -> Any:
         """Send x to the next stage (+1) or the previous one (-1); with several chunks the last precedes the first."""
-        n = self.stages.stages
+        n = self.stages.n_stages
         pairs = [(s, (s + step) % n) for s in range(n) if self.stages.chunks > 1 or 0 <= s + step < n]
         return jax.tree.map(lambda x: lax.ppermute(x, PIPE, pairs), x)
 

@@ -31,9 +31,9 @@ from jzero.pipeline.program import make_program
 from jzero.pipeline.schedules import forward_only, make_schedule
 from jzero.precision import Precision, cast
 from jzero.remat import Remat, checkpointed
-from jzero.sharding import stack_length
+from jzero.sharding import stack_length, trainable
 from jzero.stack import StackView, fetch, scanned, unrolled
-from jzero.tree import PyTree
+from jzero.tree import PyTree, combine, partition
 from jzero.zero import ParamLayout
 
 
@@ -66,10 +66,10 @@ def pipelined(model: Any, config: Config, mesh: Mesh, layouts: PyTree, precision
     def schedule(micro_batches: int) -> Any:
         return make_schedule(config.pipeline.schedule, n_stages, micro_batches, chunks)
 
-    def gradients(diff: PyTree, nondiff: PyTree, batch: PyTree, key: jax.Array, seed: jax.Array) -> Any:
+    def gradients(diff: PyTree, nondiff: PyTree, batch: PyTree, key: jax.Array, cotangent: jax.Array) -> Any:
         n = len(jax.tree.leaves(batch)[0])
         program = make_program(schedule(n))
-        summed, seen = Run(stages, program, (diff, nondiff), batch, key, 0, seed).result()
+        summed, seen = Run(stages, program, (diff, nondiff), batch, key, 0, cotangent).result()
 
         # All stages compute the ends' gradients; that of the first counts, so that no two differ.
         def once(layout: ParamLayout, g: Any) -> Any:
@@ -146,7 +146,7 @@ def _stack_stages(model: StackModel, config: Config, mesh: Mesh, layouts: PyTree
 
     ends = "divided among the stages" if divided else "computed by all stages together"
     facts = Facts(remat, length, unrolled=True, by_layer=True, layers_per_checkpoint=every)
-    summary = f"{depth} layers a chunk, prefix and suffix {ends}"
+    summary = f"{depth} layer{'s' * (depth > 1)} a chunk, prefix and suffix {ends}"
     return _Cut(view, lambda pairs, part: (prefix, chunk, suffix), facts, summary)
 
 
@@ -184,7 +184,8 @@ def _chunk_view(layouts: PyTree, stages: int, chunks: int, depth: int, precision
     def split(params: PyTree) -> PyTree:
         stack = params[STACK]
         if several:  # moved in the widest dtype that is needed inside, which often is half of the masters'
-            stack = cast(stack, jnp.promote_types(precision.compute, precision.reduce))
+            trained, frozen = partition(stack, trainable(layouts[STACK]))
+            stack = combine(cast(trained, jnp.promote_types(precision.compute, precision.reduce)), frozen)
             stack = jax.tree.map(lambda m: to_chunks(m, stages, chunks).swapaxes(0, 1), stack)
         layers = [jax.tree.map(lambda m, k=k: m[k], stack) for k in range(depth)]  # type: ignore[misc]
         return {ENDS: params[ENDS], STACK: layers}
