@@ -16,9 +16,9 @@ from typing import Any
 
 
 def backends_are_initialized() -> bool:
-    """Whether JAX has started its devices, after which this process can no longer join others.
+    """Return whether JAX has started its devices; from then on this process cannot join others.
 
-    `jax.distributed.initialize` refuses too, but only after all processes have met, and without naming the process.
+    `jax.distributed.initialize` refuses too, but only once all processes have connected, and does not name the process.
     """
     from jax._src import xla_bridge
 
@@ -26,10 +26,10 @@ def backends_are_initialized() -> bool:
 
 
 def coordination_service() -> Any:
-    """The client of the service that `jax.distributed.initialize` started: a key-value store with barriers.
+    """Return the client of the service that `jax.distributed.initialize` started: a key-value store with barriers.
 
-    JAX's public `multihost_utils` gathers through the devices: a process that failed, or runs another program, would
-    hang all others there, and the error would not name it.
+    JAX's public `multihost_utils` gathers through the devices: there a process that failed, or runs another program,
+    hangs all others, and the error does not name it.
     """
     from jax._src import distributed
 
@@ -49,21 +49,21 @@ def before_threads_end(callback: Callable[..., Any], *args: Any) -> None:
 def close_transport(process: asyncio.subprocess.Process) -> None:
     """Close the pipes of a process that nobody waits for.
 
-    Else the garbage collector does it after the event loop, and prints "RuntimeError: Event loop is closed"
+    Otherwise the garbage collector closes them after the event loop, and prints "RuntimeError: Event loop is closed"
     (https://github.com/python/cpython/issues/114177).
     """
     process._transport.close()  # type: ignore[attr-defined]
 
 
 def option_names(parser: argparse.ArgumentParser) -> list[str]:
-    """The options of a parser, as `--name` or `-n`; argparse lists them only in its help text."""
+    """Return the options of a parser, as `--name` or `-n`; argparse lists them only in its help text."""
     return [name for action in parser._actions for name in action.option_strings]
 
 
 def exception_was_uncaught() -> bool:
-    """Whether an exception has ended the main thread.
+    """Return whether an exception has ended the main thread.
 
-    `sys.last_exc` says it from Python 3.12 on, which deprecates `sys.last_type`; 3.11 has only the latter.
+    Python 3.12 records it in `sys.last_exc` and deprecates `sys.last_type`; 3.11 has only the latter.
     """
     return hasattr(sys, "last_exc") or hasattr(sys, "last_type")
 
@@ -71,14 +71,14 @@ def exception_was_uncaught() -> bool:
 def needed_part(traced: Any) -> tuple[Callable[[list[Any]], list[Any]], list[bool]]:
     """Remove from a traced function everything that its outputs do not need, also inside jit, scan and checkpoint.
 
-    `jax.interpreters.partial_eval.dce_jaxpr` keeps debug prints and callbacks, which would then run twice: they are
-    removed first. Neither it nor `eval_jaxpr` is a documented API (jax 0.10 and 0.11).
+    `jax.interpreters.partial_eval.dce_jaxpr` keeps debug prints and callbacks, which would then run twice, so they
+    are removed first. Neither it nor `eval_jaxpr` is a documented API (jax 0.10 and 0.11).
 
     Args:
       traced: as from `jax.make_jaxpr`.
 
     Returns:
-      A function of the flat inputs (any value for those that are not used), and which inputs are used.
+      A function of the flat inputs (any value for unused ones), and a flag per input: whether it is used.
     """
     from jax._src import core
     from jax.interpreters import partial_eval

@@ -1,4 +1,4 @@
-"""Global batches: checking their size, and laying them out on the devices of one or several processes."""
+"""Global batches: checking their size, and sharding them over the devices of one or several processes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jzero.tree import named
 
 
 def place_batch(batch: Any, sharding: NamedSharding, rows: int) -> Any:
-    """Lay out a global batch.
+    """Shard a global batch over the devices.
 
     Args:
-      batch: leaves with `rows` rows; with several processes each passes all rows or its own. Its own are those of its
-        devices, in order: with one process per GPU and no pipeline the rank-th part.
+      batch: leaves with `rows` rows. With several processes each passes all rows, or only the rows of its devices in
+        order: with one process per GPU and no pipeline, the rank-th part.
       sharding: of every leaf.
       rows: of the global batch.
     """
@@ -36,7 +36,7 @@ def place_batch(batch: Any, sharding: NamedSharding, rows: int) -> Any:
 
 
 def rows_of_this_process(sharding: NamedSharding, rows: int) -> np.ndarray:
-    """List the rows of a global batch that lie on this process's devices, in order."""
+    """List the rows of a global batch that are stored on this process's devices, in order."""
     places = sharding.addressable_devices_indices_map((rows,)).values()
     return np.unique(np.concatenate([np.arange(rows)[place or ...] for place in places]))
 
@@ -46,9 +46,9 @@ def check_batch(batch: Any, rows: int, also: int, why: str, multiples: bool = Fa
 
     Args:
       rows: the expected number.
-      also: another number that is right, as of a process that passes its own rows only.
+      also: another valid number, such as the rows of one process.
       why: the arithmetic behind `rows`, for the message.
-      multiples: whether multiples of `rows` are right.
+      multiples: whether multiples of `rows` are valid.
 
     Raises:
       ConfigError: a leaf with another number of rows.

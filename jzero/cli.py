@@ -1,7 +1,7 @@
 """The command `jzero`: `jzero [run] [options] script ...`, `jzero report`, `jzero export DIR OUT`.
 
-Help and `--dry_run` answer without JAX, NumPy or any other third-party module: each command imports its own modules
-after it has parsed its options.
+Help and `--dry_run` work without JAX, NumPy or any other third-party module: each command imports its modules after it
+has parsed its options.
 """
 
 from __future__ import annotations

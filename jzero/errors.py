@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 
 class ConfigError(ValueError):
-    """A config, model or call that jzero cannot honour.
+    """An invalid or unsupported config, model or call.
 
     Each problem names the key, its value, the allowed values and the fix. All problems of a config are reported
     together.
@@ -25,7 +25,7 @@ class CheckpointError(RuntimeError):
 
 
 def some_of(names: Iterable[object], most: int = 8) -> str:
-    """The first names as prose, and the number of the others.
+    """Join the first names as prose, with the number of the others.
 
     >>> some_of(range(10), most=3)
     '0, 1, 2 and 7 more'
@@ -35,7 +35,7 @@ def some_of(names: Iterable[object], most: int = 8) -> str:
 
 
 def in_a_line(error: Exception) -> str:
-    """An exception's message in one line, without the specifications that TensorStore appends."""
+    """Return an exception's message in one line, without the specifications that TensorStore appends."""
     if type(error) is Exception and isinstance(error.__cause__, Exception):  # Orbax repeats the whole specification
         error = error.__cause__
     line = re.split(r" \[[\w ]+='", (str(error).strip().splitlines() or [""])[0])[0][:500]

@@ -37,12 +37,12 @@ class Facts:
     """How the passes run, for the run report and the planner.
 
     Attributes:
-      layers: of the layer stack; 0: the model has none.
+      layers: in the layer stack; 0: the model has no stack.
       unrolled: whether they are unrolled.
       by_layer: whether ZeRO-3 gathers one layer at a time.
       always_sums: whether even a single micro-batch's gradient goes into a sum.
       layers_per_checkpoint: layers in one activation checkpoint.
-      pipeline: the pipeline's line of the report.
+      pipeline: the line of the report about the pipeline.
       fallback: the pipeline's avoidable extra cost, and its cause.
     """
 
@@ -72,7 +72,7 @@ class Passes(NamedTuple):
 
 
 def sequential(model: Model, config: Config, mesh: Mesh, layouts: PyTree, precision: Precision) -> Passes:
-    """Make the passes that run one micro-batch after the other, every device with all layers."""
+    """Make the passes that run one micro-batch after the other, with all layers on every device."""
     stack = isinstance(model, StackModel)
     layers = stack_length(layouts) if stack else 0
     view = unrolled(layouts) if stack and unrolls(config, layers) else scanned(layouts)
@@ -187,21 +187,21 @@ class ManualRegion:
         return total / nonzero(count)
 
     def prepare(self, masters: PyTree) -> tuple[PyTree, PyTree]:
-        """Turn local masters into (diff, nondiff), in the form that the passes use; see `zero.prepare`."""
+        """Convert local masters to (diff, nondiff), in the form that the passes use; see `zero.prepare`."""
         view = self.passes.view
         prepare = view.per_layer(partial(zero.prepare, precision=self.precision))
         pairs = jax.tree.map(prepare, view.layouts, view.split(masters))
         return tuple(jax.tree.map(lambda _, p, k=k: p[k], view.layouts, pairs) for k in (0, 1))  # type: ignore[misc, return-value]
 
     def reduce(self, gradients: PyTree) -> PyTree:
-        """Turn summed gradients into float32 gradients of the local masters; see `zero.reduce_gradient`."""
+        """Reduce summed gradients to float32 gradients of the local masters; see `zero.reduce_gradient`."""
         view = self.passes.view
         reduce = view.per_layer(partial(zero.reduce_gradient, mesh=self.mesh, precision=self.precision))
         reduced = jax.tree.map(lambda layout, g: None if g is None else reduce(layout, g), view.layouts, gradients)
         return cast(view.merge(reduced), jnp.float32)
 
     def split(self, batch: PyTree) -> PyTree:
-        """Cut the batch into micro-batches; its floats are cast under `fp16.auto_cast`."""
+        """Split the batch into micro-batches; with `fp16.auto_cast`, cast its floats."""
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             batch = cast(batch, self.precision.compute)
         return micro_batches.split(batch, self.micro)

@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 __all__ = ["Literal", "Program", "inlined"]
 
-_CALLS = ("jit", "closed_call", "remat2")  # the primitives that `inlined` opens
+_CALLS = ("jit", "closed_call", "remat2")  # the primitives that `inlined` inlines
 
 
 class Program:
@@ -20,7 +20,7 @@ class Program:
         self.constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
 
     def reached_from(self, variables: Iterable[Any]) -> set[Any]:
-        """Collect all variables that depend on these."""
+        """Collect all variables that depend on the given ones."""
         reached = set(variables)
         for eqn in self.eqns:
             if any(not isinstance(v, Literal) and v in reached for v in eqn.invars):
@@ -30,7 +30,7 @@ class Program:
     def needed(self, wanted: Iterable[Any], given: Iterable[Any]) -> list[Any]:
         """List the equations that compute the wanted variables from the given ones, in order.
 
-        An effect (a print, a callback) does not keep an equation.
+        An effect (a print, a callback) does not make an equation needed.
         """
         wanted, given, eqns = {v for v in wanted if not isinstance(v, Literal)}, set(given), []
         for eqn in reversed(self.eqns):
@@ -55,7 +55,7 @@ class Program:
 
 
 def inlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
-    """Run a jaxpr with its calls (jit, checkpoint) opened; traced again, their equations are separate ones."""
+    """Run a jaxpr with its calls (jit, checkpoint) inlined: a new trace then contains their equations one by one."""
     program = Program(closed)
 
     def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:

@@ -1,9 +1,9 @@
 """A model's loss: a mean, or (sum, count); and the count, known before the backward pass.
 
 The gradient of the global batch's mean is d(sum of sums) / (sum of counts). Half precision needs the division at the
-start of the backward pass: the gradients of a sum over a million pixels overflow in float16, and divided by too large a
-number they underflow. So the counts are computed first. They almost always depend on the batch alone (labels that
-count, pixels), and then cost next to nothing.
+start of the backward pass: the gradients of a sum over a million pixels overflow in float16, and underflow if the
+divisor is too large. So the counts are computed first. They almost always depend on the batch alone (valid labels,
+pixels), and then cost next to nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Counter = Callable[[PyTree, Any], Any]  # (micro-batch, key) -> count
 
 
 def sum_and_count(loss: Any) -> tuple[jax.Array, jax.Array]:
-    """Read a model's loss as float32 (sum, count); a mean has count 1.
+    """Convert a model's loss to float32 (sum, count); a mean has count 1.
 
     Raises:
       ConfigError: a loss that is neither a scalar nor a pair of scalars.
@@ -42,17 +42,17 @@ def sum_and_count(loss: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def nonzero(count: jax.Array) -> jax.Array:
-    """Make a count safe to divide by: 0 becomes 1, since the sum is then 0 too.
+    """Return a count that is safe to divide by: 0 becomes 1, since the sum is then 0 too.
 
-    An infinite count (an overflow in float16) becomes NaN: the gradients must not be zero, but skipped.
+    An infinite count (an overflow in float16) becomes NaN, so that the step is skipped; dividing by it would give 0.
     """
     return jnp.where(count == 0, 1, jnp.where(jnp.isinf(count), jnp.nan, count))
 
 
 def counter(model: Model, params: PyTree, part: PyTree, key: Any) -> Counter | float | None:
-    """Extract from the loss the computation of its count.
+    """Extract the computation of the count from the loss.
 
-    The loss is traced, and everything that its count does not need is removed from it.
+    The loss is traced, and every operation that the count does not need is removed.
 
     Args:
       params, part, key: the whole weights, one micro-batch, its key; only their shapes are used.

@@ -1,7 +1,7 @@
 """The loss scaler of every stage: DeepSpeed's dynamic one with its hysteresis, as a pytree and pure functions.
 
 The device decides whether a step is skipped; nothing waits for the host. The scale never falls below its minimum; after
-`MAX_STUCK` skipped steps in a row there, `check_stuck` raises and names the parameters that went first.
+`MAX_STUCK` skipped steps in a row there, `check_stuck` raises and names the parameters that failed first.
 Source: deepspeed/runtime/fp16/loss_scaler.py.
 """
 
@@ -39,7 +39,7 @@ class LossScale:
       last_overflow: int32, the iteration of the last overflow, -1 before any.
       stuck: int32, skipped steps in a row with the scale at its minimum (or not dynamic).
       skipped: int32, skipped steps so far.
-      culprits: bool[n], the leaves not finite at the first step of the current run of skipped steps.
+      culprits: bool[n], the leaves that were not finite at the first step of the current run of skips.
     """
 
     scale: jax.Array
@@ -73,7 +73,7 @@ class Scaler:
     minimum: float = 1.0
 
     def init(self, n_leaves: int) -> LossScale:
-        """Make the state before the first step, for a gradient of `n_leaves` leaves."""
+        """Create the state before the first step, for a gradient of `n_leaves` leaves."""
         return LossScale(
             scale=jnp.asarray(self.initial, jnp.float32),
             hysteresis=jnp.asarray(self.hysteresis, jnp.int32),
@@ -113,7 +113,7 @@ class Scaler:
 
 
 def check_stuck(state: LossScale, names: Sequence[str]) -> None:
-    """Raise if training no longer moves. Waits for the device: call it where the host reads metrics anyway.
+    """Raise if training is stuck. This waits for the device: call it where the host reads metrics anyway.
 
     Args:
       state: the state after a step.

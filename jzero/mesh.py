@@ -1,13 +1,13 @@
 """The device mesh: four named axes, the same names everywhere.
 
-| axis     | what lies on it                                                        |
+| axis     | placed along it                                                        |
 |----------|------------------------------------------------------------------------|
 | `pipe`   | pipeline stages: consecutive slices of the layer stack                 |
 | `data`   | replicas of a ZeRO group (DDP, MiCS, HSDP: the outer axis)             |
-| `zero`   | the ZeRO group: what the stage partitions is partitioned over this     |
+| `zero`   | the ZeRO group: shards of states, gradients and parameters             |
 | `tensor` | tensor parallelism                                                     |
 
-The batch lies on (`data`, `zero`). An axis of size 1 appears in no spec.
+The batch is sharded over (`data`, `zero`). An axis of size 1 appears in no spec.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def make_mesh(
     tensor: int = 1,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """Lay the devices out as (`pipe`, `data`, `zero`, `tensor`).
+    """Arrange the devices as a mesh (`pipe`, `data`, `zero`, `tensor`).
 
     Args:
       config: takes the degrees from its `mesh` section (and from DeepSpeed's `mics_shard_size`) instead of
         from the keywords.
       pipe, data, zero, tensor: the degrees; at most one may be -1, which means the rest.
-      devices: default `jax.devices()`. They are taken in order of host, so that `tensor` and `zero`, the
-        inner axes, stay on a host's fast links and `pipe` and `data` go across.
+      devices: default `jax.devices()`. They are sorted by host, so that the inner axes `tensor` and `zero` stay on
+        a host's fast links, and `pipe` and `data` cross hosts.
 
     Raises:
       ConfigError: degrees that do not multiply to the number of devices.
@@ -72,7 +72,7 @@ def make_mesh(
 
 
 def _by_host(device: Any) -> tuple[int, int, int]:
-    """Sort key: host first. Neither ranks nor device ids need be consecutive on a host."""
+    """Return a sort key, host first: neither ranks nor device ids need be consecutive on a host."""
     process, of_process = device.process_index, hosts()
     return of_process[process] if process < len(of_process) else 0, process, device.id
 
@@ -121,16 +121,16 @@ def replicas(mesh: Mesh) -> int:
 
 
 def batch_spec(mesh: Mesh) -> PartitionSpec:
-    """Make the PartitionSpec of every leaf of a batch: the first dimension over (`data`, `zero`)."""
+    """Return the PartitionSpec of every leaf of a batch: the first dimension over (`data`, `zero`)."""
     axes = present(mesh, *BATCH_AXES)
     return PartitionSpec(axes) if axes else PartitionSpec()
 
 
 def shardings(mesh: Mesh, specs: Any) -> Any:
-    """Turn a tree of PartitionSpecs into NamedShardings on `mesh`."""
+    """Convert a tree of PartitionSpecs to NamedShardings on `mesh`."""
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
 
 
 def is_gpu(mesh: Mesh) -> bool:
-    """Whether the devices of the mesh, real or only described, are GPUs."""
+    """Return whether the devices of the mesh, real or only described, are GPUs."""
     return mesh.devices.flat[0].platform in ("gpu", "cuda", "rocm")

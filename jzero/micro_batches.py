@@ -13,12 +13,12 @@ from jzero.tree import PyTree
 
 
 def split(batch: PyTree, micro: int) -> PyTree:
-    """Cut a local batch [accum * micro, ...] into micro-batches [accum, micro, ...]."""
+    """Split a local batch [accum * micro, ...] into micro-batches [accum, micro, ...]."""
     return jax.tree.map(lambda x: x.reshape(-1, micro, *x.shape[1:]), batch)
 
 
 def accumulate(gradient: Callable[[Any, PyTree], tuple[PyTree, Any]], batch: PyTree, like: PyTree, dtype: Any) -> Any:
-    """Sum the gradients of all micro-batches, and collect what else each of them returns.
+    """Sum the gradients of all micro-batches, and collect their other results.
 
         results = [gradient(i, batch[i]) for i in range(accum)]
         return sum(g for g, _ in results), stack(aux for _, aux in results)

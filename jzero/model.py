@@ -6,11 +6,11 @@ A model is anything with
     loss(params, batch, rng) -> scalar | (sum, count)  rng is None in evaluation: no dropout
 
 A scalar loss is averaged over micro-batches and replicas. With `(sum, count)` the loss of the global batch is the sum
-of sums over the sum of counts, however the micro-batches are cut; a count that depends on the parameters costs one more
-forward pass. Parameters arrive in the compute dtype, the batch as it was passed: cast its floats for half precision
+of sums divided by the sum of counts, for any micro-batch size; a count that depends on the parameters costs one more
+forward pass. Parameters arrive in the compute dtype, the batch unchanged: cast its floats for half precision
 (`x.astype(self.kernel.dtype)`), or set `fp16.auto_cast`.
 
-These functions are traced several times and must be pure: no array may be kept from one call for the next.
+These functions are traced several times and must be pure: do not keep an array from one call for the next.
 
 A model with a layer stack keeps its parameters as {"ends": ..., "stack": ...}, each leaf of the stack with a
 leading layer axis [L, ...], and also has
@@ -76,7 +76,7 @@ def fold(rng: jax.Array | None, index: int | jax.Array) -> jax.Array | None:
 
 
 def stack_loss(model: StackModel, params: Any, batch: Any, rng: jax.Array | None) -> Any:
-    """Compute the loss of a model with a stack in the plain way: prefix, then every block, then suffix."""
+    """Compute the loss of a model with a stack directly: prefix, then every block, then suffix."""
     x = model.prefix(params[ENDS], batch, fold(rng, 0))
     length = jax.tree.leaves(params[STACK])[0].shape[0]
 

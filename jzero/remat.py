@@ -1,4 +1,4 @@
-"""Activation checkpointing: what a layer keeps for its backward pass, and what it computes or gathers again."""
+"""Activation checkpointing: what a layer keeps for its backward pass, and what it recomputes or gathers again."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Remat:
 
     @property
     def offload(self) -> bool:
-        """Whether kept activations lie in host memory."""
+        """Whether kept activations are stored in host memory."""
         return self.section is not None and self.section.cpu_checkpointing
 
 
@@ -92,7 +92,7 @@ def checkpointed(fetch: Fetch, block: Block, remat: Remat, *, unrolled: bool) ->
 
 
 def _keep_matmuls(primitive: Any, *args: Any, **params: Any) -> bool:
-    """Policy: keep products with weights and fused attention. A batched product is attention's, and is recomputed."""
+    """Keep products with weights and fused attention; recompute batched products, which are attention's."""
     if primitive.name == "dot_general":
         return not params["dimension_numbers"][1][0]  # no batch dimensions
     return primitive.name in _MATMULS
@@ -101,7 +101,7 @@ def _keep_matmuls(primitive: Any, *args: Any, **params: Any) -> bool:
 @partial(jax.tree_util.register_dataclass, data_fields=["pair", "kept"], meta_fields=["treedef", "holes"])
 @dataclass(frozen=True)
 class _Residuals:
-    """The residuals of a pullback; `holes[i]` is the index of the weight that residual i is, None for a kept one."""
+    """The residuals of a pullback; `holes[i]` is the index of the weight at residual i, None for a kept one."""
 
     pair: Any
     kept: list[Any]
@@ -112,9 +112,9 @@ class _Residuals:
 def regathering(fetch: Fetch, block: Block) -> Block:
     """Make `run(pair, x, key) = block(fetch(pair), x, key)` whose backward pass fetches the weights again.
 
-    `jax.checkpoint` cannot say this: a policy that drops the gathered weights also drops what was computed from them
-    and recomputes the block. Here the residuals of `block` are kept, except those that *are* fetched weights (by
-    identity: a weight that the block casts or transposes before its use is kept).
+    `jax.checkpoint` cannot express this: a policy that drops the gathered weights also drops the results computed from
+    them, and recomputes the block. Here all residuals of `block` are kept except the fetched weights, compared by
+    identity: a weight that the block casts or transposes before its use is kept.
     """
 
     @jax.custom_vjp

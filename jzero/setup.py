@@ -36,7 +36,7 @@ GPU_COMPILER_OPTIONS: dict[str, bool | int | float | str] = {
 
 @dataclass(frozen=True)
 class Setup:
-    """What a config means for one model on one mesh.
+    """A config resolved for one model on one mesh.
 
     Attributes:
       batch_sizes: global batch, micro-batch per replica, accumulation.
@@ -76,8 +76,9 @@ def resolve(
     model: Model, config: Config, *, mesh: Mesh | None = None, optimizer: Any = None,
     lr_scheduler: optax.Schedule | None = None, former: Mapping[str, Any] | None = None,
 ) -> Setup:  # fmt: skip
-    """Resolve a config; see `make_train_step` for the arguments, `former` are the batch sizes of a run being
-    resumed, see `Config.batch`.
+    """Resolve a config for a model on a mesh.
+
+    The arguments are those of `make_train_step`; `former` has the batch sizes of a resumed run, see `Config.batch`.
 
     Raises:
       ConfigError: a config that does not fit the model, the devices or itself.

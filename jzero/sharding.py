@@ -1,4 +1,4 @@
-"""Where every parameter lies: the layout of a parameter tree, and the PartitionSpecs that follow from it."""
+"""How every parameter is sharded: the layout of a parameter tree, and the PartitionSpecs that follow from it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def param_layouts(
     params: PyTree, *, stage: int, mesh: Mesh, persistence_threshold: int = 0, has_stack: bool = False,
     chunks: int = 1, frozen: Iterable[str] = (), vocabulary: Mapping[str, int] | None = None, gather_once: bool = False,
 ) -> PyTree:  # fmt: skip
-    """Decide the `ParamLayout` of every parameter; nothing else decides where a parameter lies.
+    """Decide the `ParamLayout` of every parameter; nothing else decides how a parameter is sharded.
 
     Args:
       params: shapes and dtypes, as from `jax.eval_shape(model.init, rng)`.
@@ -102,7 +102,7 @@ def stack_length(layouts: PyTree) -> int:
     """Count the layers of a model with a layer stack.
 
     Raises:
-      ConfigError: no stack among the parameters, or leaves that disagree on its length.
+      ConfigError: the parameters contain no stack, or its leaves differ in length.
     """
     if not isinstance(layouts, dict) or set(layouts) != {ENDS, STACK}:
         found = sorted(layouts) if isinstance(layouts, dict) else type(layouts).__name__
@@ -130,7 +130,7 @@ def specs(layouts: PyTree) -> PyTree:
 
 
 def optimizer_specs(opt_state: PyTree, layouts: PyTree) -> PyTree:
-    """Find the PartitionSpecs of an optimizer's state: a moment lies as its parameter does.
+    """Find the PartitionSpecs of an optimizer's state: a moment is sharded like its parameter.
 
     A leaf belongs to a parameter if its key path ends with the parameter's name and the shapes agree. All other leaves
     (step counters, factored moments) are replicated.

@@ -1,4 +1,4 @@
-"""The layer stack: how its parameters lie inside the step, and how a batch runs through it.
+"""The layer stack: the form of its parameters inside the step, and how a batch runs through it.
 
 Between steps a stacked parameter is one array with a leading layer axis. Inside the step it takes one of several forms:
 scanned (as it is), unrolled (a list of layers), or cut into the chunks of a pipeline stage. A `StackView` is a form.
@@ -73,12 +73,12 @@ def unrolled(layouts: PyTree) -> StackView:
 
 
 def unrolls(config: Config, length: int) -> bool:
-    """Whether a stack of `length` layers is unrolled: `stack.unroll`, by default up to `UNROLL_LIMIT` layers."""
+    """Return whether a stack of `length` layers is unrolled: `stack.unroll`, by default up to `UNROLL_LIMIT` layers."""
     return length <= UNROLL_LIMIT if config.stack.unroll == "auto" else bool(config.stack.unroll)
 
 
 def fetch(layouts: PyTree, pair: tuple[PyTree, PyTree], precision: Precision) -> PyTree:
-    """Turn trees (diff, nondiff) into the tree of whole weights, where they are used; see `zero.fetch`."""
+    """Fetch the tree of whole weights from trees (diff, nondiff), where they are used; see `zero.fetch`."""
     return jax.tree.map(partial(zero.fetch, precision=precision), layouts, *pair)
 
 

@@ -1,4 +1,4 @@
-"""The state of a run: its contents, its layout, its beginning."""
+"""The state of a run: its contents, its sharding, its initial value."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from jzero.precision import Precision, cast
 from jzero.sharding import optimizer_specs, specs, trainable
 from jzero.tree import PyTree, combine, differences, named, partition
 
-RUN_KEY = 2**31 - 1  # folded into the key of `init` for the steps' own: no model draws that many parameters
+RUN_KEY = 2**31 - 1  # folded into `init`'s key to make the steps' key; no model draws this many parameters
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything a run carries from step to step; a pytree, laid out by `TrainStep.state_shardings`.
+    """Everything a run carries from step to step; a pytree, sharded by `TrainStep.state_shardings`.
 
-    `step` counts the calls of the train step; `loss_scale.skipped` those of them that changed nothing because a
+    `step` counts the calls of the train step; `loss_scale.skipped` counts the calls that changed nothing because a
     gradient was not finite. `params` are the master weights. `rng` is the run's key, the step folds `step` into it.
     """
 
@@ -55,7 +55,7 @@ def check_alive(state: TrainState | None) -> None:
 
 
 class States:
-    """Makes the states of a train step.
+    """A factory for the states of a train step.
 
     Attributes:
       shapes, specs, shardings: of a `TrainState`.
@@ -102,7 +102,7 @@ class States:
         return self._precision.scaler.init(sum(layout.trainable for layout in jax.tree.leaves(self._layouts)))
 
     def init(self, rng: jax.Array, params: PyTree = None, donate: bool = False) -> TrainState:
-        """See `TrainStep.init`."""
+        """Make a new state; see `TrainStep.init`."""
         dtype = getattr(rng, "dtype", None)
         if dtype == jnp.uint32 and jnp.shape(rng) == (2,):  # a key of the older kind, jax.random.PRNGKey(0)
             rng = jax.random.wrap_key_data(rng)
@@ -114,21 +114,21 @@ class States:
         return dataclasses.replace(self._init_around(params, rng), params=params)
 
     def _fit(self, params: PyTree, donate: bool) -> PyTree:
-        """Lay parameters out as this step's, in the state's dtypes; as copies unless `donate`."""
+        """Shard parameters like this step's state, in its dtypes; copy them unless `donate`."""
         own = self.shapes.params
         here, there = ({name: x.shape for name, x in named(tree).items()} for tree in (own, params))
         if problems := differences(there, here):
             raise ConfigError(f"init(rng, params): the params are another model's: {some_of(problems)}")
 
         def fit(x: Any, like: Any, to: Any) -> jax.Array:
-            # The first step deletes the state's buffers: without a copy also the caller's, NumPy's memory included.
+            # The first step deletes the state's buffers; without a copy it would delete the caller's too, even NumPy's.
             alias = {"donate": True} if donate else {"may_alias": False}
             return jax.device_put(x if x.dtype == like.dtype else x.astype(like.dtype), to, **alias)
 
         return jax.tree.map(fit, params, own, self.shardings.params)
 
     def new_loss_scale(self, skipped: jax.Array) -> LossScale:
-        """See `TrainStep.new_loss_scale`."""
+        """Make a fresh loss scale; see `TrainStep.new_loss_scale`."""
         new = jax.jit(
             lambda skipped: dataclasses.replace(self._loss_scale(), skipped=skipped),
             out_shardings=self.shardings.loss_scale,

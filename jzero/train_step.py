@@ -31,7 +31,7 @@ from jzero.update import Metrics, learning_rate, update
 
 
 class Details(NamedTuple):
-    """More than the metrics of a step: the loss of every micro-batch [accum], the loss scale after the step."""
+    """Details of a step beside its metrics: the loss of every micro-batch [accum], the loss scale after the step."""
 
     micro_losses: jax.Array
     loss_scale: LossScale
@@ -100,12 +100,12 @@ class TrainStep:
     # ------------------------------------------------------------------ state
 
     def init(self, rng: jax.Array, params: PyTree = None, *, donate: bool = False) -> TrainState:
-        """Make a new state, born sharded: no device ever holds more than its part.
+        """Make a new state, sharded from the start: no device ever holds more than its part.
 
         Args:
           rng: as from `jax.random.key(0)`.
           params: instead of the model's `init(rng)`, in any layout and dtype. They are copied.
-          donate: give `params` up instead: those laid out by `state_shardings.params` are taken as they are, and the
+          donate: give `params` up instead: arrays already sharded by `state_shardings.params` are not copied, and the
             first step deletes them.
 
         Raises:
@@ -146,7 +146,7 @@ class TrainStep:
         )  # fmt: skip
         self._evaluate = jit(self._manual(region.evaluate, 0, replicated))
         self._micro_loss = jit(self._manual(region.micro_loss, 2, replicated))
-        # Manual, so that every device concatenates its own rows: globally the rows would have to move.
+        # Manual, so that every device concatenates its own rows; a global concatenation would move rows.
         self._concatenate = jit(
             jax.shard_map(
                 lambda parts: jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts),
@@ -155,12 +155,12 @@ class TrainStep:
         )  # fmt: skip
 
     def _manual(self, f: Callable, n_rest: int, out_specs: Any) -> Callable:
-        """Map `f(params, batch, *rest)` over the mesh, manual on every axis; the `n_rest` others are replicated."""
+        """Map `f(params, batch, *rest)` over the mesh, manual on every axis; the `n_rest` arguments are replicated."""
         specs = (self.state_specs.params, batch_spec(self.mesh), *[PartitionSpec()] * n_rest)
         return jax.shard_map(f, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
 
     def lower(self, batch_shapes: PyTree) -> jax.stages.Lowered:
-        """Lower the step for the mesh's devices, which need not exist.
+        """Lower the step for the mesh's devices, which you need not have.
 
         Args:
           batch_shapes: a global batch, as ShapeDtypeStructs or arrays.
@@ -188,7 +188,7 @@ class TrainStep:
         return state, metrics
 
     def run(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics, Details]:
-        """Run one step as a call does, and return its details too."""
+        """Run one step like `__call__`, and return its details too."""
         self._check_batch(batch, self.batch_sizes.train)
         check_alive(state)
         batch = self.place(batch)
@@ -220,7 +220,7 @@ class TrainStep:
         return loss
 
     def micro_loss(self, state: TrainState, part: PyTree, index: int) -> jax.Array:
-        """Compute the loss of micro-batch `index` of the next step, before that step: with its dropout, no gradient."""
+        """Compute the loss of micro-batch `index` of the next step before that step, with its dropout."""
         check_alive(state)
         rng = jax.random.fold_in(state.rng, state.step)
         part = self.place_micro_batch(part)
@@ -235,11 +235,11 @@ class TrainStep:
         return self.batch_sizes.micro * self.replicas
 
     def place(self, batch: PyTree) -> PyTree:
-        """Lay a global batch out over (`data`, `zero`); each of several processes passes all of it or its own rows."""
+        """Shard a global batch over (`data`, `zero`); each of several processes passes all of it or its own rows."""
         return place_batch(batch, self.batch_sharding, self.batch_sizes.train)
 
     def place_micro_batch(self, part: PyTree) -> PyTree:
-        """Lay out a micro-batch of all replicas, the same way."""
+        """Shard a micro-batch of all replicas, the same way."""
         self._check_batch(part, self.micro_size)
         return place_batch(part, self.batch_sharding, self.micro_size)
 

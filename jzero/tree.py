@@ -14,7 +14,7 @@ PyTree = Any
 
 
 def path_name(path: tuple) -> str:
-    """Render a key path as text: `stack/attention/wo/kernel`."""
+    """Format a key path as text: `stack/attention/wo/kernel`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 

@@ -28,8 +28,8 @@ def update(setup: Setup, state: TrainState, result: Result) -> tuple[TrainState,
 
     Args:
       setup: the optimizer, the layouts and the clipping.
-      state: as before the step.
-      result: the gradients and losses at its parameters.
+      state: the state before the step.
+      result: the gradients and losses at the state's parameters.
 
     Returns:
       The new state; the old one, with `step` and `loss_scale` advanced, if a gradient was not finite. And metrics:

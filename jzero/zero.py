@@ -1,4 +1,4 @@
-"""ZeRO as a table: what each stage partitions, when it gathers, when it reduces.
+"""ZeRO as a table: what each stage partitions, and when it gathers and reduces.
 
 | stage | masters, moments | gather (compute dtype)      | gradients over `zero`                            |
 |-------|------------------|-----------------------------|--------------------------------------------------|
@@ -11,7 +11,7 @@ Over `data` the gradients are all-reduced once a step, at every stage. (Rajbhand
 with `data` > 1 this is MiCS / HSDP, arXiv:2205.00119.)
 
 `pipe` divides the layer stack and the vocabulary of a language model's ends, so nothing is gathered over it. A
-parameter that `pipe` does not divide lies on every pipeline stage; its gradient is all-reduced over `pipe` once a step.
+parameter that `pipe` does not divide is stored on every stage; its gradient is all-reduced over `pipe` once a step.
 
 `prepare`, `fetch` and `reduce_gradient` do this for one parameter. They run inside one `jax.shard_map` that is manual
 over the whole mesh: a parameter is a local shard, `all_gather` is the gather, its transpose is the reduce-scatter.
@@ -48,7 +48,7 @@ RULES = {
 
 
 def stage_rule(stage: int, gather_once: bool = False) -> Rule:
-    """The rule of a ZeRO stage; with `gather_once` stage 3 gathers once a step, as stage 2 does."""
+    """Return the rule of a ZeRO stage; with `gather_once` stage 3 gathers once a step, as stage 2 does."""
     rule = RULES[stage]
     return rule._replace(gather="step") if rule.gather and gather_once else rule
 
@@ -85,7 +85,7 @@ class ParamLayout:
 
 
 # Inside the step a parameter is a pair (diff, nondiff): the gradient is taken with respect to `diff`, `nondiff` is
-# carried along. The rule says what the two are:
+# carried along. The rule decides what the two are:
 #
 #   rule | diff             | nondiff          | `fetch` returns, and what its transpose does to the gradient
 #   -----|------------------|------------------|----------------------------------------------------------------
@@ -99,7 +99,7 @@ class ParamLayout:
 
 
 def prepare(layout: ParamLayout, master: jax.Array, precision: Precision) -> tuple[Any, Any]:
-    """Turn a local master (or one layer's slice of it) into (diff, nondiff); gathers if that is due once a step."""
+    """Convert a local master (or one layer's slice of it) to (diff, nondiff); gather it under rules 1 and 2."""
     if not layout.trainable:
         return None, cast(master, precision.compute)  # a no-op, unless the caller put another dtype into the state
     shard = master.astype(precision.compute)
@@ -112,13 +112,13 @@ def prepare(layout: ParamLayout, master: jax.Array, precision: Precision) -> tup
 
 
 def fetch(layout: ParamLayout, diff: Any, nondiff: Any, precision: Precision) -> jax.Array:
-    """Return the whole weight where the model uses it; the transpose reduces its gradient as the rule says."""
+    """Return the whole weight where the model uses it; the transpose reduces its gradient by the rule."""
     if not layout.trainable:
         return _gather(layout, nondiff) if layout.rule.gather == "layer" else nondiff
     if layout.rule.scatter != "micro_batch":
         return diff
 
-    # Not the transpose that JAX derives: the gradient is reduced in `precision.reduce`, whatever the weight's dtype,
+    # JAX's own transpose does not fit: the gradient is reduced in `precision.reduce`, whatever the weight's dtype,
     # and rule 2 takes the value from one array and gives the gradient to another.
     @jax.custom_vjp
     def use(shard: jax.Array, whole: jax.Array | None) -> jax.Array:
@@ -135,7 +135,7 @@ def fetch(layout: ParamLayout, diff: Any, nondiff: Any, precision: Precision) ->
 
 
 def reduce_gradient(layout: ParamLayout, gradient: jax.Array, mesh: Mesh, precision: Precision) -> jax.Array:
-    """Turn an accumulated gradient into the gradient of the local master: the reductions that happen once a step."""
+    """Apply the once-a-step reductions: turn an accumulated gradient into the gradient of the local master."""
     if layout.rule.scatter == "step":
         gradient = _scatter(layout, gradient.astype(precision.reduce))
     axes = present(mesh, *(() if layout.on_pipe else (PIPE,)), DATA, *(() if layout.rule.scatter else (ZERO,)))

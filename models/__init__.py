@@ -1,1 +1,1 @@
-"""Models in plain Flax, without a word about meshes or ZeRO."""
+"""Models in plain Flax, free of mesh and ZeRO code."""

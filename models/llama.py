@@ -93,7 +93,7 @@ def preset(name: str, **changes) -> LlamaConfig:
 def rope(x_BSHC: jax.Array, theta: float) -> jax.Array:
     """Rotate queries or keys by their positions, rotate-half convention (Su et al., arXiv:2104.09864).
 
-    In float32: in half precision, the angles of distant positions would round to one another.
+    The angles are float32: in half precision, the angles of distant positions would round to the same value.
     """
     half = x_BSHC.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -201,7 +201,7 @@ class Llama(nnx.Module):
         return vocab_parallel.cross_entropy(self.norm(x_BSD), self.head_DV, batch["labels"])
 
     def report_notes(self, dtype: jnp.dtype) -> list[str]:
-        """Lines for the run report, given the compute dtype."""
+        """Return the lines for the run report, given the compute dtype."""
         asked = self.config.attention
         return [f"attention kernel {attention_kernel(asked, dtype)} (attention={asked!r}, {dtype})"]
 

@@ -16,7 +16,7 @@ _SHAPES_ONLY: ContextVar[bool] = ContextVar("shapes_only", default=False)
 
 @contextlib.contextmanager
 def shapes_only() -> Iterator[None]:
-    """Trace constants like everything else: for `jax.eval_shape` before a JAX backend may start."""
+    """Trace constants like everything else, for `jax.eval_shape` before a JAX backend may start."""
     token = _SHAPES_ONLY.set(True)
     try:
         yield
@@ -43,9 +43,9 @@ class Constants:
     def _values(self) -> dict[str, Any]:
         """The values, computed at the first use.
 
-        Not before, because a model is made before its process joins the others, and no JAX backend may start before
-        that. At the first use a trace is active; a function compiled ahead of time runs nevertheless. Its only outputs
-        are the constants, so XLA drops the initialisation of the parameters, which need not fit into memory.
+        Not earlier: a model is made before its process joins the others, and until then no JAX backend may start. At
+        the first use a trace is active, but a function compiled ahead of time still runs. Its only outputs are the
+        constants, so XLA drops the initialisation of the parameters, which need not fit into memory.
         """
         of_numpy: dict[str, np.ndarray] = {}
         made = jax.jit(lambda: self._split(of_numpy)).lower().compile()()
@@ -53,14 +53,14 @@ class Constants:
 
     @functools.cached_property
     def fingerprint(self) -> Any:
-        """Equal only for equal values. It is the program that computes them, because values would need a backend."""
+        """A value that is equal only for equal constants: the program that computes them, which needs no backend."""
         of_numpy: dict[str, np.ndarray] = {}
         program = jax.make_jaxpr(lambda: self._split(of_numpy))()
         closed_over = [*of_numpy.values(), *program.consts]
         return str(program.jaxpr), [(np.shape(x), np.asarray(x).tobytes()) for x in closed_over]
 
     def _split(self, of_numpy: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Build; put NumPy's arrays into `of_numpy`, and return the others."""
+        """Build the constants; put NumPy arrays into `of_numpy`, and return the others."""
         arrays = self.build()
         of_numpy.update({name: x for name, x in arrays.items() if isinstance(x, np.ndarray)})
         return {name: x for name, x in arrays.items() if name not in of_numpy}

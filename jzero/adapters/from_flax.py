@@ -15,11 +15,11 @@ from jzero.model import Model
 
 
 def from_flax(module: Any, loss_fn: Callable | None = None, *, example_batch: Any = None) -> Model:
-    """Make a model of a Flax module.
+    """Turn a Flax module into a model.
 
-    Only parameters are trained. Arrays that a module holds beside them (a mask, rotary tables; in Linen collections
-    that training only reads) are constants, with the values that they have under `nnx.Rngs(0)` or `jax.random.key(0)`.
-    Random state is drawn anew in every step, and training keeps dropout off where the constructor switched it off.
+    Only parameters are trained. Other arrays of a module (a mask, rotary tables; in Linen, collections that training
+    only reads) are constants, with their values under `nnx.Rngs(0)` or `jax.random.key(0)`. Random state is drawn again
+    in every step. Dropout that the constructor switched off stays off in training.
 
     Args:
       module: a function `rngs -> nnx.Module` (a class that takes `rngs` will do), or a Linen module.
@@ -60,7 +60,7 @@ def from_flax(module: Any, loss_fn: Callable | None = None, *, example_batch: An
 
 
 def _with_rng(loss_fn: Callable) -> Callable:
-    """Make `loss_fn` a function of (module, batch, rng), whether or not it takes the key."""
+    """Wrap `loss_fn` as a function of (module, batch, rng), whether or not it takes the key."""
     parameters = list(inspect.signature(loss_fn).parameters.values())
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     required = [p.name for p in named if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name != "rng"]

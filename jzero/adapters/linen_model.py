@@ -47,7 +47,7 @@ class LinenModel:
         return self.loss_fn(self.module(params, rng), batch, rng)
 
     def _variables(self, rng: jax.Array) -> dict[str, Any]:
-        """Make all collections, without boxes."""
+        """Initialise all collections, without metadata boxes."""
         init = linen.init(lambda module, batch: self.loss_fn(module, batch, None), self.linen)
         return meta.map_axis_meta(_unbox, init({PARAMS: rng}, self._zeros()))
 
@@ -61,9 +61,9 @@ class LinenModel:
     def _constant_collections(self) -> list[str]:
         """Find the collections beside the parameters that the loss reads and does not change in training.
 
-        Nothing marks a collection as constant, so two traces of the loss find out. With all collections mutable, the
-        ones that change are sown values or state. Without these, and with nothing mutable, a loss that sows still
-        works, and a loss with state fails.
+        Linen does not mark constant collections, so the loss is traced twice. With all collections mutable, the ones
+        that change are sown values or state. Without these, and with nothing mutable, a loss that sows still works,
+        and a loss with state fails.
         """
         shapes = jax.eval_shape(lambda: self._variables(jax.random.key(0)))
         names = sorted(set(shapes) - {PARAMS})
@@ -94,12 +94,12 @@ class LinenModel:
 
 
 def _streams(rng: jax.Array | None) -> dict[str, jax.Array] | None:
-    """Keys for `make_rng`: "dropout" is the step's key; other streams fall back to Linen's default, "params"."""
+    """Return the keys for `make_rng`: "dropout", and "params", Linen's default for all other streams."""
     return None if rng is None else {"dropout": rng, PARAMS: jax.random.fold_in(rng, 1)}
 
 
 def _unbox(box: Any) -> Any:
-    """Return the array in a box of metadata, without the box's sharding: jzero lays parameters out."""
+    """Return the array in a metadata box, without the box's sharding: jzero decides how parameters are sharded."""
     return box.unbox(apply_constraint=False) if isinstance(box, meta.Partitioned) else box.unbox()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def take_methods(model: Any, module: Any) -> None:
-    """Give the model the methods and properties of its module that jzero reads, if it has them."""
+    """Copy the methods and properties that jzero reads from a module to its model."""
     for name in ("report_notes", "weights_layout", "fused_matrices"):
         if hasattr(module, name):
             setattr(model, name, getattr(module, name))

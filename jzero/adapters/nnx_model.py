@@ -21,7 +21,7 @@ MODES = ("deterministic", "use_running_average")  # the attributes that nnx.Modu
 
 
 def builder(module_fn: Callable) -> Build:
-    """Make `module_fn` a function of rngs, whether it takes them by position or by keyword."""
+    """Wrap `module_fn` as a function of rngs, whether it takes them by position or by keyword."""
     function: Any = module_fn
     while isinstance(function, functools.partial):
         function = function.func
@@ -30,7 +30,7 @@ def builder(module_fn: Callable) -> Build:
     by_keyword = parameter is not None and parameter.kind is not parameter.POSITIONAL_ONLY
 
     def build(rngs: nnx.Rngs) -> nnx.Module:
-        # Without this, Flax requires a mesh for parameters with sharding annotations. jzero lays parameters out itself.
+        # Without this, Flax requires a mesh for parameters with sharding annotations. jzero shards parameters itself.
         with nnx.use_eager_sharding(False):
             return module_fn(rngs=rngs) if by_keyword else module_fn(rngs)
 
@@ -74,11 +74,11 @@ class Apply:
 
     `nnx.split` divides a module into its graph (static: classes, hyperparameters, modes) and its state: parameters,
     which the caller passes; random state, made from `rng` in each call; constants, which are closed over. Merging them
-    is cheap and happens under the caller's trace, so the module that comes out is an ordinary one.
+    is cheap and happens under the caller's trace, so the result is an ordinary module.
 
     Args:
-      abstract: as `abstract_module` gives it, or a part of that.
-      constants: those of the whole module.
+      abstract: the result of `abstract_module`, or a part of it.
+      constants: of the whole module.
       stack: the name of the part, if it is a layer stack. `params` are then one layer's, and random state and constants
         have no layer axis either.
     """
@@ -106,7 +106,7 @@ class Apply:
         return nnx.merge(graph, state, jax.tree.unflatten(self.random_tree, random), self._merged_constants())
 
     def _merged_constants(self) -> Any:
-        """This part's constants as nnx.merge takes them."""
+        """Return this part's constants in the form that nnx.merge takes."""
         if not self.paths:
             return nnx.State({})
         values = self.constants.values
@@ -117,7 +117,7 @@ class Apply:
 
     @property
     def structure(self) -> Any:
-        """Equal for modules that differ in nothing but their parameters' values."""
+        """A value that is equal for modules that differ only in their parameters' values."""
         return self.graph, self.constants.fingerprint if self.paths else None
 
 
@@ -146,7 +146,7 @@ def _random(base: jax.Array, i: int, like: Any) -> jax.Array:
 
 
 def _of_one_layer(name: str, constant: Any) -> Any:
-    """Drop a constant's layer axis. A block is one program, so all layers must hold the same values."""
+    """Drop a constant's layer axis. All layers must hold the same values, because a block is one program."""
     if isinstance(constant, jax.core.Tracer):  # only shapes are wanted
         return constant[0]
     with jax.ensure_compile_time_eval():

@@ -1,4 +1,4 @@
-"""The three-call loop's bookkeeping: which micro-batches wait for the next update, and when it is due."""
+"""Bookkeeping for the three-call loop: the micro-batches that wait for the next update, and when it is due."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Accumulation:
     Attributes:
       queue: the micro-batches whose backward was called, in order.
       forward: the last forward pass, until its backward.
-      boundary: whether the next `step()` updates, if the user decides; None: it is counted.
+      boundary: whether the next `step()` updates, as set by the user; None: decided by the count of calls.
     """
 
     def __init__(self, managed: bool):
@@ -33,7 +33,7 @@ class Accumulation:
         self._calls = 0  # of step() since the last update
 
     def add(self, loss: Loss) -> None:
-        """Queue the micro-batch of the last forward pass, whose loss this must be."""
+        """Queue the micro-batch of the last forward pass; `loss` must be its loss."""
         if self.forward is None or loss is not self.forward[1]:
             raise ConfigError(
                 f"backward: {loss!r} is not the loss that the last engine(micro_batch) returned; what changes the "
@@ -43,7 +43,7 @@ class Accumulation:
         self.forward = None
 
     def is_boundary(self, accum: int) -> bool:
-        """Whether the next `step()` updates, with `accum` micro-batches per update."""
+        """Return whether the next `step()` updates, with `accum` micro-batches per update."""
         if self.boundary is not None:
             return self.boundary
         waiting = max(self._calls + 1, len(self.queue) + (self.forward is not None))
@@ -65,7 +65,7 @@ class Accumulation:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forbid `step()` inside."""
+        """Forbid `step()` inside this context."""
         if not self._syncing:
             raise ConfigError("no_sync() inside no_sync(): one is enough")
         self._syncing = False

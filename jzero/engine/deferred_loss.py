@@ -16,9 +16,8 @@ CONVERSIONS = ("neg", "pos", "abs", "bool", "int", "float", "complex", "round")
 class Loss:
     """The loss of a micro-batch, computed when it is first read; otherwise like a JAX scalar.
 
-    The three-call loop runs the program of `train_batch`, at `step()`. A loss read after that comes from it for free. A
-    loss read before costs a forward pass of its own. The result of arithmetic is an array, which `engine.backward` does
-    not take.
+    The three-call loop runs the program of `train_batch`, at `step()`. A loss read after `step()` is free; a loss
+    read before it costs an extra forward pass. Arithmetic returns an array, which `engine.backward` does not take.
     """
 
     def __init__(self, compute: Callable[[], Any]):
@@ -32,7 +31,7 @@ class Loss:
         return self._value
 
     def replace(self, compute: Callable[[], Any]) -> None:
-        """Read the loss from `compute()`, if it has not been computed before."""
+        """Use `compute` as the source of the loss, unless the loss is already computed."""
         if self._compute is not None:
             self._compute = compute
 

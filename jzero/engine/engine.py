@@ -32,7 +32,7 @@ from jzero.train_step import Details, Metrics, TrainStep
 
 
 class Engine:
-    """Train a model: `loss = engine.train_batch(batch)`, or forward, backward, step. `initialize` makes an engine.
+    """The training engine, made by `initialize`: `engine.train_batch(batch)`, or forward, backward, step.
 
     Attributes:
       step_fn: the TrainStep. mesh, config: the step's.
@@ -128,7 +128,7 @@ class Engine:
         return loss
 
     def step(self) -> None:
-        """At an accumulation boundary, update the parameters with the micro-batches since the last; else count."""
+        """Update the parameters at an accumulation boundary; elsewhere only count the call."""
         queue = self._accumulation.finish(self.gradient_accumulation_steps())
         if not queue:
             return
@@ -138,19 +138,19 @@ class Engine:
             loss.replace(lambda losses=done[2].micro_losses, i=i: losses[i])  # type: ignore[misc]
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step()` updates.
+        """Return whether the next `step()` updates the parameters.
 
-        It does at the last of gradient_accumulation_steps() calls, when as many micro-batches wait (after `no_sync`),
-        or as `set_gradient_accumulation_boundary` decides.
+        It does at every gradient_accumulation_steps()-th call, when that number of micro-batches waits (after
+        `no_sync`), or as `set_gradient_accumulation_boundary` decides.
         """
         return self._accumulation.is_boundary(self.gradient_accumulation_steps())
 
     def set_gradient_accumulation_boundary(self, boundary: bool | None) -> None:
-        """Decide by hand whether `step()` updates, with the mean over the micro-batches that wait; None: count."""
+        """Set whether `step()` updates, with the mean over the waiting micro-batches; None: count the calls."""
         self._accumulation.boundary = boundary
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Reduce no gradient inside: as always here, where `step()` reduces once. Legal at every stage."""
+        """Forbid `step()` inside this context. Valid at every stage, because only `step()` reduces gradients."""
         return self._accumulation.no_sync()
 
     def _finish(self, done: tuple[Any, Metrics, Details], micro_batches: int) -> None:
@@ -216,7 +216,7 @@ class Engine:
         return self.step_fn.batch_sizes.accum
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """(train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)."""
+        """Return (train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def set_train_batch_size(self, size: int) -> None:
@@ -231,15 +231,15 @@ class Engine:
         self.step_fn.batch_sizes = self.step_fn.batch_sizes._replace(train=size, accum=size // unit, inferred="")
 
     def get_lr(self) -> list[float]:
-        """The learning rate of the next step, as a list of one parameter group."""
+        """Return the learning rate of the next step, as a list of one parameter group."""
         return [float(self.step_fn.lr(self.state))]
 
     def get_global_grad_norm(self) -> float | None:
-        """The last step's gradient norm over all parameters, before clipping; None before the first step."""
+        """Return the last step's gradient norm over all parameters, before clipping; None before the first step."""
         return None if self._metrics is None else float(self._metrics["grad_norm"])
 
     def was_step_applied(self) -> bool:
-        """Whether the last step changed the parameters."""
+        """Return whether the last step changed the parameters."""
         return self._metrics is not None and not bool(self._metrics["skipped"])
 
     @property
@@ -262,10 +262,10 @@ class Engine:
         """Save the whole state as save_dir/tag while training goes on; all processes call it.
 
         Args:
-          save_dir: default: where the run resumed, or the config's `checkpoint.dir`.
+          save_dir: default: the directory that the run resumed from, or the config's `checkpoint.dir`.
           tag: default `global_step{N}`.
           client_state: JSON values; `load_checkpoint` returns them, and a resume puts them in `engine.client_state`.
-            SIGTERM saves the last ones.
+            A save on SIGTERM reuses the last ones.
           save_latest: write the tag to save_dir/latest.
           exclude_frozen_parameters: leave out the parameters that are not trained.
 
@@ -303,7 +303,7 @@ class Engine:
         The engine drops its former state before it reads the new one, so that both need not fit into memory.
 
         Args:
-          load_dir: default: where the run resumed, or the config's `checkpoint.dir`.
+          load_dir: default: the directory that the run resumed from, or the config's `checkpoint.dir`.
           tag: default: the one in load_dir/latest.
           load_module_strict: False: read what fits, and keep the rest as it is.
           load_optimizer_states: False: keep the optimizer's state, except for its position in the schedule.
@@ -311,8 +311,8 @@ class Engine:
           load_module_only: read the parameters alone, without counters or the position in the data.
 
         Raises:
-          ConfigError: there is no checkpoint, or it is of another model or optimizer; the error names the leaves that
-            differ.
+          ConfigError: there is no checkpoint, or it belongs to another model or optimizer; the error names the leaves
+            that differ.
           CheckpointError: the checkpoint is damaged.
         """
         self._accumulation.check_empty("load_checkpoint")
@@ -329,8 +329,8 @@ class Engine:
     def _load(self, source: checkpoint.Checkpoint, selection: Selection) -> None:
         """Replace the state with a checkpoint's.
 
-        The order matters. First come the checks, so that an error leaves the engine whole. Then the engine drops its
-        state, because two may not fit into memory. Then it reads the new one.
+        The order matters. The checks run first, so that an error leaves the engine intact. Then the engine drops its
+        state, because two states may not fit into memory. Then it reads the new one.
         """
         plan = restore.plan(source, self.step_fn, self.state, selection)
         if not selection.only_module:
@@ -353,7 +353,7 @@ class Engine:
             self.training_dataloader.seek(notes["data"])
 
     def _take_counters(self, notes: Mapping[str, Any]) -> None:
-        """Set the counters and the user's notes to the checkpoint's; warn if the data are other data."""
+        """Set the counters and the user's notes to the checkpoint's; warn if the training data changed."""
         step = int(self.state.step)  # the one counter in a checkpoint that no engine wrote
         counters = progress.counters(notes, step, self.gradient_accumulation_steps(), self.train_batch_size())
         self.global_steps, self.global_samples, self.micro_steps = (counters[name] for name in progress.COUNTERS)
@@ -363,7 +363,7 @@ class Engine:
             warn(problem)
 
     def _resume(self, home: Path) -> None:
-        """Take the newest readable checkpoint, if there is one."""
+        """Load the newest readable checkpoint, if there is one."""
 
         def load(source: checkpoint.Checkpoint) -> int:
             if source.without:  # the frozen parameters come from the model
@@ -383,7 +383,7 @@ class Engine:
         return True
 
     def load_weights(self, directory: str | os.PathLike) -> None:
-        """Start at step 0 with the parameters in a directory's safetensors and a new optimizer; see `weights.load`."""
+        """Start at step 0 with a directory's safetensors as parameters and a new optimizer; see `weights.load`."""
         self._accumulation.check_empty("load_weights")
         if self._home and self.global_steps:
             raise ConfigError(

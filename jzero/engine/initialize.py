@@ -47,7 +47,7 @@ def initialize(
     resume: str | os.PathLike | Literal[False] | None = None,
     **deepspeed: Any,
 ) -> tuple[Engine, optax.GradientTransformation, DataLoader | None, Callable | None]:
-    """Build the engine, initialise its state sharded, and print the run report on process 0.
+    """Build the engine, initialise its sharded state, and print the run report on process 0.
 
     Args:
       model, config, mesh, optimizer: as for `make_train_step`.
@@ -57,14 +57,14 @@ def initialize(
       resume: a directory: resume from its newest readable checkpoint, and save there. "auto": the config's
         `checkpoint.dir`. On SIGTERM all processes save there after the same step and exit with code 75. Default: "auto"
         if `jzero --resume` started the job; False: do not resume even then.
-      deepspeed: DeepSpeed's other arguments: an error that names the replacement.
+      deepspeed: DeepSpeed's other arguments; each raises an error that names the replacement.
 
     Returns:
       (engine, optimizer, loader, lr_schedule): the optax transformation in use, a loader of micro-batches (None
-      without training_data), the learning rate as a function of the steps applied (None if the optimizer keeps it).
+      without training_data), the learning rate as a function of the steps applied (None if only the optimizer has it).
 
     Raises:
-      ConfigError: the arguments do not fit each other, the devices or the model; before the first compilation.
+      ConfigError: the arguments do not fit each other, the devices or the model; raised before any compilation.
     """
     if deepspeed:
         raise ConfigError(*(f"initialize({name}=...): {_INSTEAD.get(name, 'unknown argument')}" for name in deepspeed))

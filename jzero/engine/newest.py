@@ -1,4 +1,4 @@
-"""Finding the checkpoint that a run resumes from. Process 0 looks; all processes get its answer."""
+"""Finding the checkpoint that a run resumes from. Process 0 searches; all processes get its result."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def resume_from(root: Path, load: Callable[[Checkpoint], int]) -> None:
         are read), the next older checkpoint is tried.
 
     Raises:
-      ConfigError: the newest is of another model or optimizer.
-      CheckpointError: there are checkpoints, and none is readable. A run never starts from scratch in silence.
+      ConfigError: the newest checkpoint belongs to another model or optimizer.
+      CheckpointError: there are checkpoints, and none is readable. A run never starts from scratch silently.
     """
     problems = []
     for name, problem in _on_process_0("looking for checkpoints to resume from", lambda: _candidates(root)):
@@ -89,7 +89,7 @@ def _on_process_0(task: str, work: Callable[[], Any]) -> Any:
 
 
 def _candidates(root: Path) -> list[tuple[str, str]]:
-    """List (tag, known problem or ""), the newest first."""
+    """List (tag, known problem or "") of all checkpoints, newest first."""
     recover(root)
     found = [(p.name, str(about) if isinstance(about, CheckpointError) else "") for p, about in list_checkpoints(root)]
     for draft in sorted(root.glob(f"*{SAVING}")):

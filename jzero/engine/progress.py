@@ -16,24 +16,24 @@ COUNTERS = ("global_steps", "global_samples", "micro_steps")
 
 
 class Clock:
-    """Measures samples per second."""
+    """A clock that measures samples per second."""
 
     def __init__(self):
         self.restart(0)
 
     def restart(self, samples: int) -> None:
-        """Measure from now on; the run has seen `samples`."""
+        """Start measuring now, `samples` samples into the run."""
         self._start = (time.perf_counter(), samples)
 
     def speed(self, samples: int) -> float:
-        """Samples per second since the last call or restart."""
+        """Return the samples per second since the last call or restart."""
         now, (then, before) = time.perf_counter(), self._start
         self.restart(samples)
         return (samples - before) / (now - then)
 
 
 def make_notes(step: TrainStep, loader: Any, counters: Mapping[str, int], client: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the notes that a checkpoint holds beside the state.
+    """Make the notes that a checkpoint contains beside the state.
 
     Args:
       loader: the DataLoader of the training data, or None.
@@ -58,7 +58,7 @@ def make_notes(step: TrainStep, loader: Any, counters: Mapping[str, int], client
 
 
 def line(step: int, metrics: Mapping[str, Any], skipped: int, speed: float, config: Config) -> str:
-    """Write one line on a finished step; `speed` is in samples per second."""
+    """Format one line about a finished step; `speed` is in samples per second."""
     m = {name: float(value) for name, value in metrics.items()}
     scale = f", loss scale {m['loss_scale']:g}" if config.fp16.enabled else ""
     rate = f", {speed:.1f} samples/s" if config.timers.throughput.enabled else ""
@@ -69,7 +69,7 @@ def line(step: int, metrics: Mapping[str, Any], skipped: int, speed: float, conf
 
 
 def written_by_engine(notes: Mapping[str, Any]) -> bool:
-    """Whether an engine wrote the notes; `checkpoint.save` takes any others from its caller."""
+    """Return whether an engine wrote the notes; other callers of `checkpoint.save` may pass any notes."""
     return "engine" in notes
 
 
@@ -79,14 +79,14 @@ def client_state(notes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def counters(notes: Mapping[str, Any], step: int, accum: int, train: int) -> dict[str, int]:
-    """Return {name: count} of COUNTERS; for a checkpoint that no engine wrote, computed from its step."""
+    """Return {name: count} of COUNTERS; compute them from the step if no engine wrote the checkpoint."""
     if written_by_engine(notes):
         return {name: notes["engine"][name] for name in COUNTERS}
     return dict(zip(COUNTERS, (step, step * train, step * accum), strict=True))
 
 
 def global_batch(notes: Mapping[str, Any], step: TrainStep) -> tuple[int, str]:
-    """Return the global batch to resume with, the checkpoint's unless the config names another, and a line to log."""
+    """Return the global batch to resume with (the checkpoint's unless the config names another), and a line to log."""
     then, now = notes["batch"], step.batch_sizes.train
     train = then["train"]
     if train != now and not kept(step.config, step.replicas, then):
@@ -97,7 +97,7 @@ def global_batch(notes: Mapping[str, Any], step: TrainStep) -> tuple[int, str]:
 
 
 def other_data(loader: Any, notes: Mapping[str, Any], step: int) -> str:
-    """Describe how the data differ from those that the run would have read without a stop; "" if they do not."""
+    """Describe how the data differ from the data of an uninterrupted run; "" if they do not."""
     position, order = notes.get("data"), notes.get("order") or {}
     if loader is None:
         lost = any((position or {}).values())

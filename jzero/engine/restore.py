@@ -1,4 +1,4 @@
-"""Reading a checkpoint into a train state: which leaves are read, and which are kept."""
+"""Reading a checkpoint into a train state: the leaves to read, and the leaves to keep."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Selection:
     """The part of a checkpoint to read.
 
     Attributes:
-      strict: the checkpoint must hold every selected leaf, in its shape, and no others. False: read what fits.
+      strict: the checkpoint must contain every selected leaf, in its shape, and no others. False: read what fits.
       only_module: the parameters alone, without counters or the position in the data.
       optimizer: the optimizer's state.
       schedule: the position in the learning-rate schedule.
@@ -37,7 +37,7 @@ class Selection:
     schedule: bool = True
 
     def __contains__(self, name: str) -> bool:
-        """Whether the leaf of this name is selected."""
+        """Return whether the leaf of this name is selected."""
         if self.only_module:
             return name == "params" or name.startswith("params/")  # the parameters may be one array
         if name in ("step", "loss_scale/skipped"):
@@ -50,7 +50,7 @@ class Plan:
     """A checked read: the leaves to read, and the former state's leaves to keep.
 
     Checks come first and cost nothing: once they pass, the caller drops its former state, and `read` has room for the
-    new one. The plan refers to no leaf of the former state but the kept ones.
+    new one. The plan refers only to the kept leaves of the former state.
     """
 
     source: Checkpoint
@@ -60,7 +60,7 @@ class Plan:
     kept: dict[str, jax.Array]
 
     def read(self) -> TrainState:
-        """Read the state, laid out for the step.
+        """Read the state, sharded for the step.
 
         Raises:
           CheckpointError: the checkpoint is damaged.
@@ -86,7 +86,7 @@ def plan(source: Checkpoint, step: TrainStep, former: TrainState | None, selecti
     """Check a checkpoint against a step and its former state, and plan the read.
 
     Raises:
-      ConfigError: the checkpoint is of another model or optimizer, or lacks leaves that `former` does not provide.
+      ConfigError: the checkpoint belongs to another model or optimizer, or lacks leaves that `former` does not have.
     """
     shapes = named(step.state_shapes)
     wanted = {name: expected_shape(x) for name, x in shapes.items() if name in selection}
@@ -105,7 +105,7 @@ def plan(source: Checkpoint, step: TrainStep, former: TrainState | None, selecti
 
 
 def _check_kept(source: Checkpoint, kept: dict[str, Any]) -> None:
-    """Raise a ConfigError if a kept leaf differs from the one that the checkpoint was saved without.
+    """Raise a ConfigError if a kept leaf differs from the leaf that was left out of the checkpoint.
 
     Frozen parameters have the compute dtype, which may differ between the two runs. The comparison takes place in the
     narrower dtype; a checksum in a wider one cannot be compared.
@@ -140,12 +140,12 @@ def _align_schedule(step: TrainStep, state: TrainState) -> TrainState:
 
 
 def scaling_of(scaler: Scaler) -> dict[str, Any]:
-    """Describe how the loss is scaled; a stored loss scale is used only by a run that describes itself equally."""
+    """Describe how the loss is scaled; a run uses a stored loss scale only if the descriptions are equal."""
     return {"dynamic": scaler.dynamic, "static": None if scaler.dynamic else scaler.initial}
 
 
 def _fits_scaler(scaler: Scaler, former: Mapping[str, Any] | None, scale: float) -> bool:
-    """Whether a stored loss scale is usable, by the checkpoint's notes or, without notes, by its value."""
+    """Return whether a stored loss scale is usable, by the checkpoint's notes or, without notes, by its value."""
     if former is not None:
         return former == scaling_of(scaler)
     return scale != 1 if scaler.dynamic else scale == scaler.initial

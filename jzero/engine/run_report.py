@@ -47,7 +47,7 @@ def _bullets(lines: Iterable[str]) -> list[str]:
 
 
 def _table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
-    """Lay rows out in columns; the first row holds the titles, and `align` has "<" or ">" for each column."""
+    """Format rows as columns; the first row holds the titles, and `align` has "<" or ">" for each column."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = [[f"{cell:{a}{w}}" for cell, a, w in zip(row, align, widths, strict=True)] for row in rows]
     lines = ["  " + "  ".join(row).rstrip() for row in cells]
@@ -55,12 +55,12 @@ def _table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
 
 
 def _value(value: Any) -> str:
-    """Write a value as in the JSON file: `true`, `5e+08`, `"text"`."""
+    """Format a value as in the JSON file: `true`, `5e+08`, `"text"`."""
     return f"{value:g}" if isinstance(value, float) else json.dumps(value, default=repr)
 
 
 def _size(n_bytes: float) -> str:
-    """Write bytes in the unit that leaves one to three digits before the point: `1.54 GiB`."""
+    """Format bytes in the unit that leaves one to three digits before the point: `1.54 GiB`."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while n_bytes >= 1000 and len(units) > 1:
         n_bytes /= 1024
@@ -98,7 +98,7 @@ def _stage(stage: int, row: Rule, layer_by_layer: bool) -> str:
 
 
 def _layout(step: Any) -> list[str]:
-    """Tabulate the parameters' specs; leaves whose names begin alike share a row."""
+    """Tabulate the parameters' specs; leaves with a common name prefix share a row."""
     leaves = sorted(jax.tree.leaves(step.layouts), key=lambda leaf: leaf.name)
 
     def grouped(depth: int) -> dict[tuple[str, ...], list[ParamLayout]]:

@@ -13,10 +13,10 @@ from jzero.errors import ConfigError
 
 
 def take(source: Iterator[Any], accum: int, *, ours: bool) -> list[Any]:
-    """Take the next `accum` micro-batches; `ours`: from the training_data that `initialize` was given.
+    """Take the next `accum` micro-batches; `ours`: whether they come from the training_data passed to `initialize`.
 
     Raises:
-      ConfigError: the iterator ended before, on this process or on another, which would otherwise wait for ever.
+      ConfigError: the iterator ended early on some process; without this error, the others would wait forever.
     """
     parts = list(itertools.islice(source, accum))
     problem = None

@@ -47,7 +47,7 @@ def make_optimizer(
       lr: the schedule, built on `base_lr(optimizer_config)`.
       stacked: a tree of bool over the parameters (or a prefix of it), True where the leading axis is the layer axis;
         None for a model without a layer stack.
-      fused: the widths of the matrices that lie side by side in a parameter, see `fused_matrices`.
+      fused: the widths of the matrices that are stored side by side in a parameter, see `fused_matrices`.
       state_dtype: dtype of the moments; the arithmetic is fp32 in any case.
 
     Returns:
@@ -77,7 +77,7 @@ def choose_optimizer(
     fused: Mapping[str, Sequence[int]] = MappingProxyType({}),
     state_dtype: Any = jnp.float32,
 ) -> Transform:
-    """Choose the optimizer from user code if there is one, else make the config's.
+    """Return the optimizer from user code if there is one, else make the config's.
 
     Args:
       optimizer: None, an `optax.GradientTransformation` (used unchanged: with its own learning rate and its own view
@@ -88,7 +88,7 @@ def choose_optimizer(
       The transformation.
 
     Raises:
-      ConfigError: no optimizer at all, or an object that is none of the above.
+      ConfigError: no optimizer, or an object of another type.
     """
     if isinstance(optimizer, optax.GradientTransformation):
         return optimizer
@@ -122,7 +122,7 @@ def optimizer_problems(optimizer_config: Any) -> list[str]:
 
 
 def _read(optimizer_config: Any) -> tuple[Row, dict[str, Any]]:
-    """The row of a config's optimizer and its parameters; a ConfigError lists every problem."""
+    """Return the row of a config's optimizer and its parameters; raise a ConfigError that lists every problem."""
     row, params, wrong = look_up(optimizer_config)
     if row is None or wrong:
         raise ConfigError(*wrong)

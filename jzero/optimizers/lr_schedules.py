@@ -1,8 +1,8 @@
 """Learning-rate schedules: DeepSpeed's five by its formulas, optax's by their names.
 
 DeepSpeed sets the rate once when the schedule is constructed and then calls it after every applied optimizer step, so
-the first step runs at the value of construction and step n at that of call k = n - 1. Both the first and the second
-step of a warm-up therefore run at the minimum. jzero keeps these numbers and reports them. optax schedules keep optax's
+the first step runs at the value of construction and step n at the value of call k = n - 1. So the first two steps of a
+warm-up both run at the minimum. jzero keeps these numbers and reports them. optax schedules keep optax's
 indexing: step n runs at `schedule(n)`. Every optax schedule that JSON can describe is available; `join_schedules` takes
 functions, so pass it as `lr_scheduler`.
 
@@ -52,7 +52,7 @@ def make_lr_schedule(type: str | None, params: Mapping[str, Any], base_lr: float
       base_lr: the optimizer's own learning rate.
 
     Returns:
-      The schedule, with a note for each number that may surprise.
+      The schedule, with a note for each surprising number.
 
     Raises:
       ConfigError: unknown type; unknown, missing or bad parameters (all at once).
@@ -81,7 +81,7 @@ def scheduler_problems(scheduler: Any) -> list[str]:
 
 
 def _read(type: str, params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The parameters over the schedule's defaults, and every problem."""
+    """Return the parameters, with the schedule's defaults filled in, and every problem."""
     # "auto" is not DeepSpeed's. The Hugging Face Trainer reads it and writes its own learning rate, which is also the
     # optimizer's; null asks DeepSpeed for the same.
     if params.get("warmup_max_lr") == "auto" and type in ("WarmupLR", "WarmupDecayLR"):
@@ -97,7 +97,7 @@ def _read(type: str, params: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
 
 
 def from_config(scheduler: Any, base_lr: float | None) -> LRSchedule | None:
-    """Make the schedule of a config's `scheduler` section, or a constant one where there is no section.
+    """Make the schedule of a config's `scheduler` section, or a constant one without a section.
 
     Args:
       scheduler: the section (`type` and `params`), or None.
@@ -123,7 +123,7 @@ def _float32(curve: Callable[[Any], Any]) -> Curve:
 
 
 def _by_call(at_construction: float, at_call: Callable[[jax.Array], Any]) -> Curve:
-    """A curve with the value of construction at step 0 and that of call k = n - 1 at step n."""
+    """Make a curve: the value of construction at step 0, then the value of call k = n - 1 at step n."""
 
     def curve(count: Any) -> jax.Array:
         k = jnp.asarray(count, jnp.int32) - 1
@@ -133,7 +133,7 @@ def _by_call(at_construction: float, at_call: Callable[[jax.Array], Any]) -> Cur
 
 
 def _ramp(p: dict[str, Any]) -> tuple[int, Callable[[jax.Array], jax.Array]]:
-    """(n, γ): the number of warm-up steps and the ramp from 0 to 1 over them."""
+    """Return (n, γ): the number of warm-up steps and the ramp from 0 to 1 over them."""
     n = max(2, p["warmup_num_steps"])  # DeepSpeed's bound: log(1) = 0 would be a divisor
     if p["warmup_type"] == "log":
         return n, lambda k: jnp.log(k + 1.0) / math.log(n)
@@ -141,7 +141,7 @@ def _ramp(p: dict[str, Any]) -> tuple[int, Callable[[jax.Array], jax.Array]]:
 
 
 def _warmup(p: dict[str, Any], base_lr: float, gamma_after: Callable[[jax.Array, int], Any], name: str) -> LRSchedule:
-    """min + (max - min)·γ(k), where γ is the ramp while k < n and `gamma_after(k, n)` from there."""
+    """Make the schedule min + (max - min)·γ(k); γ is the ramp while k < n, then `gamma_after(k, n)`."""
     n, ramp = _ramp(p)
     low = p["warmup_min_lr"]
     high = base_lr if p["warmup_max_lr"] is None else p["warmup_max_lr"]
@@ -157,7 +157,7 @@ def _warmup(p: dict[str, Any], base_lr: float, gamma_after: Callable[[jax.Array,
 
 
 def _short_total(p: dict[str, Any], n: int, name: str) -> tuple[str, ...]:
-    """A note if the decay has no steps; DeepSpeed warns too and goes on."""
+    """Return a note if the decay has no steps; DeepSpeed also warns and continues."""
     total = p.get("total_num_steps", n)
     return (f"{name}: total_num_steps {total} is less than warmup_num_steps {n}",) if total < n else ()
 
@@ -198,16 +198,16 @@ def _lr_range_test(p: dict[str, Any], base_lr: float) -> LRSchedule:
 
 
 def _cycle_sides(p: dict[str, Any]) -> tuple[int, int, int, int]:
-    """(steps up, stairs up, steps down, stairs down)."""
+    """Return (steps up, stairs up, steps down, stairs down)."""
     up, stairs, down, down_stairs = (
         p[f"cycle_{key}"] for key in ("first_step_size", "first_stair_count", "second_step_size", "second_stair_count")
     )
-    # The way down defaults to the way up. 0 stairs is a value, a straight line, so `or` would not do.
+    # The way down defaults to the way up. 0 stairs is a valid value (a straight line), so `or` would be wrong.
     return up, stairs, up if down is None else down, stairs if down_stairs is None else down_stairs
 
 
 def _check_stairs(p: dict[str, Any]) -> Iterator[str]:
-    """`height` multiplies steps by stairs in int32, where a larger product would wrap to a negative rate."""
+    """Check that steps times stairs fits int32: in `height` a larger product would wrap to a negative rate."""
     up, up_stairs, down, down_stairs = _cycle_sides(p)
     if max(up * up_stairs, down * down_stairs) >= 2**31:
         yield (
@@ -221,13 +221,13 @@ def _one_cycle(p: dict[str, Any], base_lr: float) -> LRSchedule:
     total, decay_step = up + down, p["decay_step_size"]
 
     def height(k: jax.Array) -> jax.Array:
-        """0 at the ends of the cycle, 1 at its peak."""
+        """Return the height in the cycle: 0 at its ends, 1 at its peak."""
         side = lambda i, size, stairs: i * stairs // size / stairs if stairs else i / size  # noqa: E731
         i = k + 1
         return jnp.where(i <= up, side(i, up, up_stairs), side(total - i, down, down_stairs))
 
     def growth(k: jax.Array, rate: float) -> Any:
-        """1 + rate · (steps since the cycle, counted from 1) / decay_step_size; no decay for a size of 0."""
+        """Return 1 + rate · (steps since the cycle, counted from 1) / decay_step_size; 1 for a size of 0."""
         return 1 + rate * (k - total + 1) / decay_step if decay_step else 1.0
 
     low, high = p["cycle_min_lr"], p["cycle_max_lr"]

@@ -27,7 +27,7 @@ FUSED = "fused_matrices"  # the model's attribute
 
 
 def fused_matrices(model: Any, params: Any) -> dict[str, tuple[int, ...]]:
-    """Read which parameters of a model contain several matrices side by side, such as one weight for q, k and v.
+    """Find the parameters that contain several matrices side by side, such as one weight for q, k and v.
 
     Muon orthogonalises each matrix on its own, as it does separate weights.
 
@@ -63,7 +63,7 @@ def fused_matrices(model: Any, params: Any) -> dict[str, tuple[int, ...]]:
 
 
 def muon(k: Knobs, p: dict[str, Any]) -> Transform:
-    """Muon on the hidden matrices, Adam on the rest.
+    """Make Muon for the hidden matrices, Adam for the rest.
 
     Hidden: at least 2-D per layer, and inside the layer stack, or, in a model without one, with no "embed" or
     "lm_head" in its name. Matrices are the last two axes, [..., in, out]; the axes before them (layers, experts) are a
@@ -95,7 +95,7 @@ def _muon_labels(stacked: Any, params: Any) -> Any:
 
 
 def _scale_by_muon(beta: float, fused: Mapping[str, Sequence[int]]) -> Transform:
-    """Nesterov momentum, orthogonalised.
+    """Make a transformation to Nesterov momentum, orthogonalised.
 
     optax corrects the momentum's bias, which gives it more weight in the blend: 10 % of the second update.
     """
@@ -122,7 +122,7 @@ def _orthogonalise_parts(u: jax.Array, widths: Sequence[int] | None) -> jax.Arra
 
 
 def _orthogonalise(u: jax.Array) -> jax.Array:
-    """Five quintic Newton-Schulz steps on matrices [..., in, out]: singular values end near 1, in about 0.5 to 1.5."""
+    """Run five quintic Newton-Schulz steps on matrices [..., in, out]: singular values end in about 0.5 to 1.5."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = u.shape[-2] > u.shape[-1]  # iterate on the smaller Gram matrix
     x = jnp.swapaxes(u, -1, -2) if tall else u

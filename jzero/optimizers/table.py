@@ -1,4 +1,4 @@
-"""The optimizers of a config: a name is a row, with its parameters, how it is made and its notes for the run report.
+"""The optimizers of a config, one row per name: its parameters, its constructor and its notes for the run report.
 
 DeepSpeed's seven (names in any letter case), then those of `optax` and `optax.contrib` that are made from a learning
 rate and numbers, except `REFUSED`. A name that both have is DeepSpeed's, with its defaults and arithmetic; optax's own
@@ -28,11 +28,11 @@ class Row:
 
     Attributes:
       params: name of a parameter -> its default and kind.
-      make: the transformation, from the knobs and the parameters' values.
+      make: builds the transformation from the knobs and the parameters' values.
       notes: (test on the parameters, text) pairs; the run report prints the text where the test holds.
       cycles: whether it has betas, to which OneCycle's momentum applies.
       base: the learning rate that schedules start from.
-      check: the problems between its parameters.
+      check: lists the problems between its parameters.
     """
 
     params: dict[str, Param]
@@ -158,8 +158,8 @@ DEEPSPEED: dict[str, Row] = {
 
 LATER = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD")
 
-# optax's, by its names. In these an element's update depends on that element alone, or on all parameters at once, so a
-# layer stack changes nothing.
+# optax's, by its names. In these, the update of an element depends on that element alone, or on all parameters at once,
+# so a layer stack changes nothing.
 OPTAX_ELEMENTWISE = (
     "acprop", "adabelief", "adadelta", "adamax", "adamaxw", "adan", "ademamix", "adopt", "amsgrad", "cocob",
     "dadapt_adamw", "dog", "dowg", "madgrad", "nadam", "nadamw", "noisy_sgd", "optax.adagrad", "optimistic_adam_v2",
@@ -183,7 +183,7 @@ REFUSED = {
 
 
 def _alias(name: str) -> Row:
-    """The row of an optax function: its own parameter names, the learning rate also as `lr`."""
+    """Make the row of an optax function: its own parameter names, the learning rate also as `lr`."""
     own_name = name.removeprefix("optax.")
     function = getattr(optax, own_name, None) or getattr(optax.contrib, own_name)
     # JSON has no functions or arrays
@@ -211,7 +211,7 @@ def look_up(optimizer_config: Any) -> tuple[Row | None, dict[str, Any], list[str
     """Find the row of a config's optimizer.
 
     Returns:
-      The row (None for an unknown type), the parameters over the row's defaults, and every problem.
+      The row (None for an unknown type), the parameters with the row's defaults filled in, and every problem.
     """
     name = str(optimizer_config.type).lower()
     row = {n.lower(): row for n, row in DEEPSPEED.items()}.get(name)

@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizers as optax transformations: its arithmetic, bounds and defaults. Muon has a file of its own."""
+"""DeepSpeed's optimizers as optax transformations: its arithmetic, bounds and defaults. Muon is in `muon`."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Knobs:
         return self.schedule.lr
 
     def betas(self, p: Mapping[str, Any]) -> tuple[Any, float]:
-        """(beta1, beta2): the parameters', or OneCycle's momentum and 0.99."""
+        """Return (beta1, beta2): the parameters', or OneCycle's momentum and 0.99."""
         return tuple(p["betas"]) if self.schedule.momentum is None else (self.schedule.momentum, 0.99)
 
     def lr_from(self, start: float) -> Callable[[Any], Any]:
-        """The schedule rescaled as if it had been built on `start`."""
+        """Return the schedule, rescaled as if it had been built on `start`."""
         ratio = start / self.base_lr if self.base_lr else 1.0
         return lambda count: self.lr(count) * ratio
 
@@ -48,7 +48,7 @@ Direction = Callable[[Any, Any, Any, Any, Any], Any]
 
 
 def _scale_by_moments(betas: tuple[Any, float], direction: Direction) -> Transform:
-    """Adam's two moments, unlike optax's with a beta1 that may follow the count, and a direction made from them."""
+    """Track Adam's two moments and apply `direction` to them; unlike optax's, beta1 may follow the count."""
     b1, b2 = betas
 
     def init(params: Any) -> optax.ScaleByAdamState:
@@ -67,7 +67,7 @@ def _scale_by_moments(betas: tuple[Any, float], direction: Direction) -> Transfo
 
 
 def scale_by_adam(betas: tuple[Any, float], eps: float, bias_correction: bool = True) -> Transform:
-    """Adam's direction, with or without bias correction."""
+    """Scale by Adam's moments, with or without bias correction."""
 
     def direction(mu: Any, nu: Any, c1: Any, c2: Any, params: Any) -> Any:
         c1, c2 = (c1, c2) if bias_correction else (1.0, 1.0)
@@ -77,7 +77,7 @@ def scale_by_adam(betas: tuple[Any, float], eps: float, bias_correction: bool = 
 
 
 def adam(k: Knobs, p: dict[str, Any]) -> Transform:
-    """Adam with decoupled decay (AdamW, arXiv:1711.05101); without adam_w_mode, with L2 decay in the gradient."""
+    """Make Adam with decoupled decay (AdamW, arXiv:1711.05101); without adam_w_mode, with L2 decay in the gradient."""
     decay = optax.add_decayed_weights(p["weight_decay"])
     direction = scale_by_adam(k.betas(p), p["eps"], p["bias_correction"])
     order = (direction, decay) if p["adam_w_mode"] else (decay, direction)
@@ -85,7 +85,7 @@ def adam(k: Knobs, p: dict[str, Any]) -> Transform:
 
 
 def lamb(k: Knobs, p: dict[str, Any]) -> Transform:
-    """LAMB (arXiv:1904.00962) as DeepSpeed's kernel computes it, csrc/lamb/fused_lamb_cuda_kernel.cu.
+    """Make LAMB (arXiv:1904.00962) as DeepSpeed's kernel computes it, csrc/lamb/fused_lamb_cuda_kernel.cu.
 
     The paper, and optax.lamb, correct the moments' bias before the trust ratio, which then cancels the correction.
     DeepSpeed takes the ratio of the uncorrected direction and multiplies the step, weight decay included, by the
@@ -109,7 +109,7 @@ def lamb(k: Knobs, p: dict[str, Any]) -> Transform:
 
 
 def lion(k: Knobs, p: dict[str, Any]) -> Transform:
-    """Lion, arXiv:2302.06675."""
+    """Make Lion, arXiv:2302.06675."""
     b1, b2 = k.betas(p)
     # scale_by_lion takes numbers only; a beta1 that moves is injected at every step
     scheduled = optax.inject_hyperparams(optax.scale_by_lion) if callable(b1) else optax.scale_by_lion
@@ -118,14 +118,14 @@ def lion(k: Knobs, p: dict[str, Any]) -> Transform:
 
 
 def sgd(k: Knobs, p: dict[str, Any]) -> Transform:
-    """torch.optim.SGD: the decay is added to the gradient, before the momentum."""
+    """Make torch.optim.SGD: the decay is added to the gradient, before the momentum."""
     decay = optax.add_decayed_weights(p["weight_decay"])
     momentum = optax.trace(p["momentum"], p["nesterov"]) if p["momentum"] else optax.identity()
     return optax.chain(decay, momentum, optax.scale_by_learning_rate(k.lr))
 
 
 def adagrad(k: Knobs, p: dict[str, Any]) -> Transform:
-    """torch.optim.Adagrad: unlike optax's, eps lies outside the root."""
+    """Make torch.optim.Adagrad: unlike optax's, eps is outside the root."""
 
     def init(params: Any) -> optax.ScaleByRssState:
         return optax.ScaleByRssState(optax.tree.full_like(params, p["initial_accumulator_value"]))
@@ -139,5 +139,5 @@ def adagrad(k: Knobs, p: dict[str, Any]) -> Transform:
 
 
 def first(*values: float | None) -> float:
-    """The first value that is not None."""
+    """Return the first value that is not None."""
     return next(value for value in values if value is not None)

@@ -44,13 +44,13 @@ def per_layer(tx: Transform, stacked: Any) -> Transform:
 
 
 def labels(stacked: Any, label: Callable[[bool, Any], Any], params: Any) -> Any:
-    """label(is stacked, leaf) for each parameter; `stacked` may be a prefix, or None for nothing stacked."""
+    """Map label(is stacked, leaf) over the parameters; `stacked` may be a prefix, or None for nothing stacked."""
     stacked = False if stacked is None else stacked
     return jax.tree.map(lambda s, part: jax.tree.map(lambda p: label(bool(s), p), part), stacked, params)
 
 
 def map_layers(function: Callable[..., Any], stacked: Any, *trees: Any) -> Any:
-    """`function` of the trees' leaves, and of each layer of a stacked leaf; `stacked` as in `labels`."""
+    """Map `function` over the trees' leaves, and over each layer of a stacked leaf; `stacked` as in `labels`."""
     stacked = False if stacked is None else stacked
     layered = jax.vmap(function)
     return jax.tree.map(lambda s, *parts: jax.tree.map(layered if s else function, *parts), stacked, *trees)
@@ -88,7 +88,7 @@ def _cast_floating(x: Any, dtype: Any) -> Any:
 
 
 def _map_owned(function: Callable[[Any], Any], state: Any, params: Any) -> Any:
-    """`function` on the state leaves that belong to a parameter: whose key path ends with the parameter's.
+    """Map `function` over the state leaves that belong to a parameter: their key path ends with the parameter's.
 
     Paths are tuples of keys, so the suffixes of each state leaf are looked up, one for each length of parameter path.
     """

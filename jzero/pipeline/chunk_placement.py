@@ -1,8 +1,9 @@
-"""The places of an interleaved pipeline's layers, between steps and inside a step.
+"""The placement of an interleaved pipeline's layers, between steps and inside a step.
 
-Between steps the layer stack lies on the stages in the model's order, stage s holding the s-th part, so that states and
-checkpoints are the same whatever the schedule. Inside a step stage s works on the slices s, S + s, 2S + s, ... of the
-S*V slices. Slice j goes from stage j // V to stage j % S: V permutes, in each of which every stage sends one slice.
+Between steps the layer stack is sharded over the stages in the model's order, stage s holding the s-th part, so that
+states and checkpoints are the same for every schedule. Inside a step stage s works on the slices s, S + s, 2S + s, ...
+of the S*V slices. Slice j moves from stage j // V to stage j % S. This takes V permutes; every stage sends one slice in
+each.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def rounds(stages: int, chunks: int) -> list[Round]:
     """List the permutes from the model's order to the chunks' places.
 
     In round r stage d sends its slice (r + d*g // S) mod V with g = gcd(V, S): d*V takes every multiple of g modulo S
-    once for each value of d*g // S, so that no two stages send to the same one.
+    once for each value of d*g // S, so that no two stages send to the same stage.
     """
     result, stage = [], np.arange(stages)
     for r in range(chunks):
@@ -43,9 +44,9 @@ def rounds(stages: int, chunks: int) -> list[Round]:
 
 
 def to_chunks(x: jax.Array, stages: int, chunks: int) -> jax.Array:
-    """Turn a stage's part of a stacked leaf, in the model's order [V*K, ...], into its chunks [V, K, ...]."""
+    """Convert a stage's part of a stacked leaf, in the model's order [V*K, ...], to its chunks [V, K, ...]."""
     x = x.reshape(chunks, -1, *x.shape[1:])
-    if chunks % stages == 0:  # every stage sends as much to every other: all rounds at once
+    if chunks % stages == 0:  # every stage sends equally much to every other: one all-to-all
         x = x.reshape(-1, stages, *x.shape[1:])
         return lax.all_to_all(x, PIPE, split_axis=1, concat_axis=0).reshape(chunks, *x.shape[2:])
     return _exchange(x, [(pairs, sends, puts) for pairs, sends, puts in rounds(stages, chunks)])

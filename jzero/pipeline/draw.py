@@ -1,6 +1,6 @@
 """Draw a pipeline schedule: a row per stage, a column per tick, a cell per operation; as text or as a figure.
 
-The operations of one tick stand side by side with equal widths, because in lockstep they run one after the other: the
+The operations of one tick are side by side with equal widths, because in lockstep they run one after the other: the
 width of the drawing is time.
 """
 
@@ -97,19 +97,19 @@ def draw_figure(schedule: PipelineSchedule) -> Figure:
     entries = [
         Patch(color=_shade(schedule, letter, chunk)[0], label=f"{letter}: {name}" + _of_chunk(schedule, chunk))
         for letter, name in _names(schedule).items()
-        for chunk in dict.fromkeys((0, schedule.chunks - 1))  # the shades between them explain themselves
+        for chunk in dict.fromkeys((0, schedule.chunks - 1))  # the shades between need no legend
     ]
     figure.legend(handles=entries, loc="outside lower left", ncols=len(schedule.works), frameon=False, fontsize=9)
     return figure
 
 
 def _letters(schedule: PipelineSchedule) -> list[str]:
-    """The operations of every tick: ["F", "F", "FB", ...]."""
+    """List the operations of every tick: ["F", "F", "FB", ...]."""
     return [letters for letters, ticks in schedule.phases for _ in range(ticks)]
 
 
 def _cells(schedule: PipelineSchedule) -> Iterator[Cell]:
-    """All cells, idle ones too, column by column."""
+    """Yield all cells, idle ones too, column by column."""
     column = 0
     for tick, letters in enumerate(_letters(schedule)):
         for letter in letters:
@@ -129,7 +129,7 @@ def _label(schedule: PipelineSchedule, cell: Cell) -> str:
 
 
 def _names(schedule: PipelineSchedule) -> dict[str, str]:
-    """The operations by letter, for the legend."""
+    """Name the operations by letter, for the legend."""
     split = "W" in schedule.works
     names = {"F": "forward", "B": "input gradient" if split else "backward", "W": "weight gradient"}
     return {letter: names[letter] for letter in schedule.works}
@@ -140,7 +140,7 @@ def _of_chunk(schedule: PipelineSchedule, chunk: int) -> str:
 
 
 def _shade(schedule: PipelineSchedule, letter: str, chunk: int) -> tuple[str, str]:
-    """(a cell's colour, paler for later chunks; the colour of its number)."""
+    """Return (a cell's colour, paler for later chunks; the colour of its number)."""
     pale = 0.85 * chunk / schedule.chunks
     channels = [int(COLOURS[letter][i : i + 2], 16) for i in (1, 3, 5)]
     fill = "#" + "".join(f"{round(c + pale * (255 - c)):02x}" for c in channels)

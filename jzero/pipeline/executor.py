@@ -2,7 +2,7 @@
 
 All stages run the same program, each on its own numbers (SPMD). A tick is at most one forward and one backward pass of
 a chunk of layers, then a permute each way. Consecutive ticks with the same operations are one `lax.scan`. A stage that
-is idle in a tick computes on stale data and a select drops the result: with a branch instead, the stages would meet
+is idle in a tick computes on stale data and a select drops the result: with a branch instead, the stages would run
 different collectives and deadlock; with a multiplication by zero, 0 * NaN would be NaN.
 
 The operations of a tick: E prefix, F forward, S suffix, B backward, D backward of the input alone, W backward of the
@@ -101,7 +101,7 @@ class Run:
             self.chunk = Chunk(self.layers, weights, self.x, context, split=program.rest > 0)
 
     def result(self) -> tuple[PyTree, jax.Array]:
-        """Run the program: (gradients of diff, each loss as (sum, count) [M, 2])."""
+        """Run the program; return (gradients of diff, each loss as (sum, count) [M, 2])."""
         columns = {name: jnp.asarray(column)[:, self.stage] for name, column in self.program.columns.items()}
         carry = self.execute(self.program.runs, self.start(), columns)
         return carry.gradients, carry.seen
@@ -143,8 +143,8 @@ class Run:
     def tick(self, operations: str, carry: Carry, at: Columns) -> Carry:
         """Run one tick.
 
-        The next tick uses the output of E (`entering`); G works on what B left in the tick before (`leaving`): their
-        all-reduces then run beside the chunks and delay no stage.
+        The next tick uses the output of E (`entering`); G uses the result of B in the tick before (`leaving`). So
+        their all-reduces overlap with the chunks and delay no stage.
 
         Args:
           operations: the letters of `jzero.pipeline.program`; lower case: some stage is idle.
@@ -194,8 +194,8 @@ class Run:
         return Carry(**new)
 
     def forward(self, new: dict[str, Any], carry: Carry, at: Columns) -> Any:
-        """F: a chunk's forward pass; stashes its residuals and sends its output on. Returns the output."""
-        # Chunk 0 of the first stage begins a micro-batch; everything else continues what the stage before sent.
+        """Run F, a chunk's forward pass: stash its residuals, send its output to the next stage, and return it."""
+        # Chunk 0 of the first stage begins a micro-batch; every other chunk continues with the previous stage's output.
         x = _select(self.is_first & (at["F.chunk"] == 0), carry.entering, carry.inbox)
         weights, context = self.weights(at["F.chunk"]), self.context(at["F.chunk"], at["F.micro"])
         if self.cotangent is None:
@@ -208,9 +208,10 @@ class Run:
         return y
 
     def leave(self, new: dict[str, Any], ends: Any, y: Any, at: Columns) -> tuple[list[Any], Any]:
-        """S: the suffix on the last stage's output, and its backward pass: ([gradient of the ends], gradient of y).
+        """Run S, the suffix and its backward pass; return ([gradient of the ends], gradient of y).
 
-        All stages compute it: in lockstep they would wait anyway, and a vocabulary is divided among them.
+        It runs on the last stage's output, and all stages compute it: in lockstep they would wait anyway, and a
+        vocabulary is divided among them.
         """
         part, key = self.micro_batch(at["S.micro"])
         floats, others = split_floats(self.from_stage(self.is_last, y))
@@ -231,7 +232,7 @@ class Run:
     def backward(
         self, new: dict[str, Any], carry: Carry, kept: Any, dy: Any, at: Columns, *, split: bool, may_idle: bool
     ) -> None:
-        """B or, if `split`, D: a chunk's backward pass, whole or of its input alone; sends the input's gradient back.
+        """Run B, a chunk's backward pass, or, if `split`, D, for its input alone; send the input's gradient back.
 
         `dy` is the suffix's gradient, if S ran in this tick: the last chunk of the last stage begins with it.
         """
@@ -251,7 +252,7 @@ class Run:
     # ------------------------------------------------------------------ parts of it
 
     def micro_batch(self, index: Any) -> tuple[PyTree, Any]:
-        """Take (batch, key) of a micro-batch."""
+        """Return (batch, key) of a micro-batch."""
         part = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), self.batch)
         return part, fold(self.rng, self.first_index + index)
 
@@ -264,9 +265,9 @@ class Run:
         return fetch(self.stages.view.layouts[ENDS], (diff, self.nondiff[ENDS]), self.stages.precision)
 
     def weights(self, chunk: Any, again: bool = False) -> Any:
-        """Take (diff, nondiff) of a chunk.
+        """Return (diff, nondiff) of a chunk.
 
-        With `again`, XLA must gather anew: without the barrier it would keep the forward pass's gathered weights alive.
+        With `again`, XLA must gather again: without the barrier it would keep the weights of the forward pass alive.
         """
         pair = self.diff[STACK], self.nondiff[STACK]
         if self.stages.view.layer_axis:
@@ -276,7 +277,7 @@ class Run:
     def add(self, new: dict[str, Any], gradient: PyTree, chunk: Any, active: jax.Array | Literal[False]) -> None:
         """Add a chunk's gradient to the sums, unless this stage is idle; `active` is False if no stage is.
 
-        Without the select XLA lets the matrix product accumulate into the sum by itself.
+        Without a select, XLA fuses the addition into the matrix product.
         """
 
         def add(s: jax.Array, g: jax.Array) -> jax.Array:
@@ -293,7 +294,7 @@ class Run:
         return jax.tree.map(lambda x: lax.ppermute(x, PIPE, pairs), x)
 
     def from_stage(self, mine: jax.Array, x: Any) -> Any:
-        """Give every stage the x of the one where `mine` is true."""
+        """Broadcast x from the stage where `mine` is true to every stage."""
         return jax.tree.map(lambda x: lax.psum(jnp.where(mine, x, jnp.zeros((), x.dtype)), PIPE).astype(x.dtype), x)
 
 

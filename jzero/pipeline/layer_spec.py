@@ -18,7 +18,7 @@ from jzero.errors import ConfigError
 
 
 class LayerSpec:
-    """Describe a layer, to be built when its parameters are needed: `typename(*args, **kwargs)`.
+    """The description of a layer, built when its parameters are needed: `typename(*args, **kwargs)`.
 
     An nnx module also gets `rngs=rngs`. Dropout is on in training only: jzero switches nnx modules between `train()`
     and `eval()`, and passes a Linen module's `__call__` the arguments `train`, `training` and `deterministic` if it has
@@ -49,7 +49,7 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """Describe a layer that shares parameters with the others of its `key`; the first of them initialises these.
+    """The description of a layer that shares parameters with all layers of its `key`; the first initialises them.
 
     Args:
       key: the name of the shared parameters.
@@ -144,18 +144,18 @@ def _shared(spec: TiedLayerSpec, names: list[str]) -> frozenset[str]:
 
 
 def is_linen(item: Any) -> bool:
-    """Whether `item` is a Linen module or the spec of one."""
+    """Return whether `item` is a Linen module or the spec of one."""
     return isinstance(item, linen.Module) or issubclass(getattr(item, "typename", int), linen.Module)
 
 
 def layer_name(item: Any) -> str:
-    """The name of the class or function."""
+    """Return the name of the class or function."""
     item = getattr(item, "typename", getattr(item, "func", item))  # func: functools.partial's
     return getattr(item, "__name__", type(item).__name__)
 
 
 def same_spec(a: Any, b: Any) -> bool:
-    """Whether two items describe the same layer, neither of them tied."""
+    """Return whether two items describe the same layer, neither of them tied."""
     if not type(a) is type(b) is LayerSpec:
         return False
     try:
@@ -176,7 +176,7 @@ def size(tree: Any) -> int:
 
 
 def show(tree: Any) -> str:
-    """Show a tree of arrays in one line.
+    """Format a tree of arrays in one line.
 
     >>> show((jnp.zeros((2, 3)), jnp.zeros(3, bool)))
     '(float32[2,3], bool[3])'

@@ -1,8 +1,8 @@
 """Layers of different structure as one function: the same program on every stage of a pipeline.
 
-The values between two layers have another shape at every boundary. They are packed into zero-padded buffers that have
-the same shape everywhere, and a `lax.switch` runs the layers of one part. A branch must not contain a collective, as
-devices in different branches would wait for each other for ever: so all parameters are arguments, gathered before.
+The values between two layers have a different shape at every boundary. They are packed into zero-padded buffers of one
+shape, and a `lax.switch` runs the layers of one part. A branch must not contain a collective: devices in different
+branches would wait for each other forever. So all parameters are arguments, gathered before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Buffers = dict[str, jax.Array]  # "float" and "other", each [length], where ther
 def switched(
     model: PipelineModule, boundaries: Sequence[int], params: Any, batch: Any
 ) -> tuple[Callable[[Any], Buffers], Callable[[Any, Buffers, Any, Any], Buffers], Callable[[Buffers, Any, Any], Any]]:
-    """Turn a list of layers, equal or not, into (prefix, chunk, suffix).
+    """Convert a list of layers, equal or not, to (prefix, chunk, suffix).
 
     prefix(batch) -> x; chunk(params, x, part, rng) -> x; suffix(x, batch, rng) -> loss
 

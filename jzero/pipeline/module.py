@@ -44,7 +44,7 @@ LAYERS, TIED = "layers", "tied"
 
 
 class PipelineModule:
-    """Run layers one after the other, each on the output of the one before (any pytree), then a loss.
+    """A model that runs layers one after the other, each on the output (any pytree) of the previous one, then a loss.
 
     A batch is `(inputs, labels)`. The module is a model in the sense of `jzero.model`: it has `init` and `loss`, and
     with a layer stack also `prefix`, `block` and `suffix`.
@@ -108,7 +108,7 @@ class PipelineModule:
         return partition_layers(self.partition_method, names, sizes, parts)
 
     def init(self, rng: jax.Array) -> Any:
-        """Make the parameters; layer i's come from `fold_in(rng, i)`."""
+        """Initialise the parameters; layer i's come from `fold_in(rng, i)`."""
         ends: dict[str, Any] = {LAYERS: {}, TIED: {}}
         stack = self.stack or range(0)
         for i, layer in enumerate(self._layers):
@@ -184,7 +184,7 @@ class PipelineModule:
         return self._through(ends, range(self.stack.stop, len(self._layers)), x, rng)
 
     def _fits(self, i: int, x: Any) -> AbstractContextManager:
-        """Name layer i, its input and the giver of that in any error inside."""
+        """Name layer i, its input and the source of that input in any error inside."""
         giver = f"the output of layers[{i - 1}] ({layer_name(self.layers[i - 1])})" if i else "the batch's inputs"
         return prefixed_errors(f"layers[{i}] ({layer_name(self.layers[i])}) does not fit {show(x)}, {giver}")
 
@@ -228,7 +228,7 @@ class PipelineModule:
                     )
 
     def _find_stack(self, inputs: list[Any]) -> range | None:
-        """Find the run of equal layers that keep the shape and hold half of the parameters, if there is one."""
+        """Find the run of equal layers that keep the shape and hold at least half of the parameters, if any."""
 
         def structure(i: int) -> Any:
             stacks = self._layers[i].structure is not None and signature(inputs[i]) == signature(inputs[i + 1])

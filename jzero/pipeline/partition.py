@@ -16,8 +16,8 @@ def partition_layers(method: str, names: Sequence[str], sizes: Sequence[int], pa
 
     Args:
       method: "uniform": equal numbers of layers, with the remainder in the first parts. "parameters", or "best":
-        minimize the parameters of the largest part. "type:regex": minimize the layers whose class name matches (the
-        case of the letters does not matter).
+        minimize the parameters of the largest part. "type:regex": minimize the layers whose class name matches
+        (case-insensitive) in the largest part.
       names: the layers' class names.
       sizes: the layers' numbers of parameters.
       parts: the number of parts.
@@ -51,7 +51,7 @@ def partition_layers(method: str, names: Sequence[str], sizes: Sequence[int], pa
 
 
 def _matches(method: str, names: Sequence[str]) -> list[int]:
-    """1 for each layer whose class name matches "type:regex", else 0."""
+    """Return 1 for each layer whose class name matches "type:regex", else 0."""
     try:
         regex = re.compile(method.partition(":")[2], re.IGNORECASE)
     except re.error as error:
@@ -67,7 +67,7 @@ def _matches(method: str, names: Sequence[str]) -> list[int]:
 def _balanced(weights: Sequence[int], parts: int) -> list[int]:
     """Return the boundaries that make the heaviest part as light as possible, by dynamic programming over the parts.
 
-    Among equally good ones it takes the most even (the least sum of squares), and of these the one that cuts late.
+    Ties go to the most even cut (the least sum of squares), then to the one that cuts latest.
     """
     total = [0, *accumulate(weights)]
     best = {0: (0, 0, [0])}  # layers -> (heaviest part, sum of squares, boundaries) of their best cut into parts

@@ -7,8 +7,8 @@ The schedule has F, B and W. To these the program adds the ends, which all stage
   passes: ends its forward pass);
 - G: the prefix's gradient, for the micro-batch that the first stage's backward pass ended at the tick before.
 
-Where the table splits the backward pass, B is the whole of it, at a tick at which every stage's W is that of its B; D
-is the gradient of the input alone. b and w are B and W at a tick at which some stage is idle.
+Where the table splits the backward pass, B is the whole of it, at a tick where every stage runs the W of its own B;
+D is the gradient of the input alone. b and w are B and W at a tick where some stage is idle.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Program:
 
     Attributes:
       runs: a nested sequence of (operations of a tick, number of such ticks) and (runs, repetitions).
-      columns: the stages' numbers [ticks, stages], by name; those of an idle stage are valid, and unused.
+      columns: the stages' numbers [ticks, stages], by name; the numbers of an idle stage are valid, but unused.
       stash, rest: slots of the buffers between F and the last of B and W, and between D and W.
       turns: whether the last stage runs B of a micro-batch in the tick of its F.
     """
@@ -45,7 +45,7 @@ class Program:
 
 
 def make_program(schedule: PipelineSchedule) -> Program:
-    """Make the program of a schedule: one more tick at either end, for E before the first and G after the last."""
+    """Make the program of a schedule: add a tick at either end, for E before the first and G after the last."""
     end = np.full((1, schedule.stages), -1)
 
     def pad(work: Work) -> Work:
@@ -89,7 +89,7 @@ def make_program(schedule: PipelineSchedule) -> Program:
 
 
 def _at(work: Work, stage: int, chunk: int) -> np.ndarray:
-    """List, by tick, the micro-batch of this stage's run of this chunk, or -1."""
+    """Return, for each tick, the micro-batch for which this stage runs this chunk, or -1."""
     return np.where(work.chunk[:, stage] == chunk, work.micro[:, stage], -1)
 
 
@@ -105,10 +105,11 @@ def _reads(first: Work, later: Work, written: np.ndarray) -> np.ndarray:
 
 
 def compress(runs: Runs) -> Runs:
-    """Write repetitions once: a, b, a, b, a, b -> (a, b) three times. Fewer loops in the program, compiled faster."""
+    """Write repetitions once: a, b, a, b, a, b -> (a, b) three times. Fewer loops compile faster."""
     out: list[Any] = []
     i = 0
     while i < len(runs):
+        # Greedy: take the repetition that covers the most runs from here on, the shortest period first.
         period, times = 1, 1
         for p in range(1, (len(runs) - i) // 2 + 1):
             n = 1

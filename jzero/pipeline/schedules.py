@@ -1,4 +1,4 @@
-"""Pipeline schedules as pure tables: which stage runs what at which tick.
+"""Pipeline schedules as pure tables: the operations of every stage at every tick.
 
 The stages run in lockstep: in one tick each runs up to three operations, then sends its output to its neighbour. F is
 the forward pass of one chunk of layers, B its backward pass. Where the backward pass is split, B is the gradient of the
@@ -81,7 +81,7 @@ class PipelineSchedule:
         return [(letter, len(list(ticks))) for letter, ticks in groupby(letters)]
 
     def bubble(self, forward: float = 1.0, backward: float = 1.0, weight: float = 1.0) -> float:
-        """The fraction of time that a stage is idle, given the costs of a whole stage's F, input-gradient B and W.
+        """Return the fraction of time that a stage is idle, given the costs of a stage's F, input-gradient B and W.
 
         A tick takes as long as all operations that any stage runs in it.
         """
@@ -167,7 +167,7 @@ def _work(
     Item i = g*S*V + c*S + k is chunk c (V-1-c if `mirrored`) of micro-batch g*S + k. With one chunk these are the
     micro-batches in order; with more they run in groups of S, and an incomplete last group leaves gaps.
 
-    With `turn`, stage s runs item (s + i) mod n instead: its first s items come last. `zero_bubble` delays W so.
+    With `turn`, stage s runs item (s + i) mod n instead: its first s items come last. `zero_bubble` delays W this way.
     """
     group = stages * chunks if chunks > 1 else 1
     width = stages if chunks > 1 else 1

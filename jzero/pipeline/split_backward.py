@@ -20,7 +20,7 @@ from jzero.jaxpr import Literal, Program, inlined
 from jzero.tree import PyTree, combine, partition
 
 Arrays = list[jax.Array]
-# The operations worth putting off: all others cost little, and their operands would have to wait in a buffer.
+# The operations worth delaying: all others cost little, and their operands would have to wait in a buffer.
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "scan", "while")
 
 
@@ -97,7 +97,7 @@ class Chunk:
         n = len(jax.tree.leaves(dw))
         self.dw, self.dx = self.back.outputs[:n], self.back.outputs[n:]
         now = {v for eqn in self.back.needed(self.dx, given=self.back.inputs) for v in eqn.outvars}
-        # Put off the products that only the weights' gradient needs, and everything computed from them. Equations that
+        # Delay the products that only the weights' gradient needs, and everything computed from them. Equations that
         # feed them run now, so that `crossing`, the operands that wait, is as narrow as possible.
         later = [e for e in self.back.needed(self.dw, given=[*self.back.inputs, *now]) if not now & set(e.outvars)]
         products = {v for eqn in later if eqn.primitive.name in _PRODUCTS for v in eqn.outvars}

@@ -1,9 +1,9 @@
-"""What a pipeline stage holds and computes: the passes of a mesh with `pipe` > 1.
+"""Pipeline stages: the passes of a mesh with `pipe` > 1.
 
-Two kinds of stages. `_stack_stages` cuts a layer stack: every stage holds its own chunks of layers. `_switched_stages`
-is for layers that are no stack, or one that the stages do not divide: every stage holds all parameters and switches to
-its own layers. It costs the parameters and the sum of their gradients, whole on every stage; activations padded to the
-largest; and a stage's forward pass again in its backward pass.
+`_stack_stages` cuts a layer stack: every stage holds its own chunks of layers. `_switched_stages` is for layers without
+a stack, or with one that the stages do not divide: every stage holds all parameters and switches to its own layers. Its
+cost: whole parameters and gradient sums on every stage, activations padded to the largest, and a second forward pass of
+every stage in its backward pass.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from jzero.zero import ParamLayout
 
 @dataclass(frozen=True)
 class _Cut:
-    """A model cut into stages: the form of its parameters, what a tick calls, and the words of the report."""
+    """A model cut into stages: the form of its parameters, what a tick calls, and its text in the report."""
 
     view: StackView
     functions: Callable[[Any, PyTree], Functions]
@@ -48,7 +48,7 @@ class _Cut:
 
 
 def pipelined(model: Any, config: Config, mesh: Mesh, layouts: PyTree, precision: Precision, accum: int) -> Passes:
-    """Make the passes that send the micro-batches through the stages as the schedule says.
+    """Make the passes that send the micro-batches through the stages in the order of the schedule.
 
     Args:
       model: with a layer stack, or a `PipelineModule`.
@@ -71,7 +71,7 @@ def pipelined(model: Any, config: Config, mesh: Mesh, layouts: PyTree, precision
         program = make_program(schedule(n))
         summed, seen = Run(stages, program, (diff, nondiff), batch, key, 0, cotangent).result()
 
-        # All stages compute the ends' gradients; that of the first counts, so that no two differ.
+        # All stages compute the ends' gradients; only the first stage's counts, so that all agree.
         def once(layout: ParamLayout, g: Any) -> Any:
             return g if g is None or layout.on_pipe else _first(g)
 
@@ -95,7 +95,7 @@ def _first(x: jax.Array) -> jax.Array:
 
 
 def _agreed(seen: jax.Array) -> jax.Array:
-    """Give every stage the first one's x."""
+    """Broadcast the first stage's x to every stage."""
     return lax.psum(_first(seen), PIPE)
 
 
@@ -133,7 +133,7 @@ def _stack_stages(model: StackModel, config: Config, mesh: Mesh, layouts: PyTree
             x = model.block(layer, x, key)
         return x
 
-    # The stash lies between the forward and the backward pass, so there is nothing that XLA could merge.
+    # The stash separates the forward from the backward pass, so XLA cannot merge them: no barrier is needed.
     run = checkpointed(fetch_layers, layers, remat, unrolled=False)
 
     def chunk(weights: Any, x: Any, context: Any) -> Any:
@@ -151,7 +151,7 @@ def _stack_stages(model: StackModel, config: Config, mesh: Mesh, layouts: PyTree
 
 
 def _check_stack(model: Any, config: Config, layouts: PyTree, stages: int, remat: Remat) -> None:
-    """Raise a ConfigError for a model or an option that stages of a stack cannot honour."""
+    """Raise a ConfigError for a model or an option that stages of a stack do not support."""
     chunks = config.pipeline.chunks
     if remat.offload:
         _refuse(

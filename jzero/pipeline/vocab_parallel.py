@@ -27,7 +27,7 @@ _AXIS: ContextVar[tuple[str | None, frozenset[int]]] = ContextVar("vocabulary_ax
 
 @contextlib.contextmanager
 def parallel(axis: str | None, sizes: Collection[int] = ()) -> Iterator[None]:
-    """Within, `embed` and `cross_entropy` take slices of tables.
+    """Make `embed` and `cross_entropy` take slices of tables inside this context.
 
     Args:
       axis: the mesh axis that the vocabulary is divided over; None: tables are whole.
@@ -120,7 +120,7 @@ def _sum(x: jax.Array, axis: str) -> jax.Array:
 
 
 def _copy(x: jax.Array, axis: str) -> jax.Array:
-    """Return x, the same on every device. The gradient arrives in parts, so the backward pass sums it over the axis."""
+    """Return x, replicated over the axis. The gradient arrives in parts, so the backward pass sums it."""
 
     @jax.custom_vjp
     def f(x: jax.Array) -> jax.Array:
