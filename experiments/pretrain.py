@@ -145,7 +145,7 @@ def settings(args: Namespace) -> jzero.Config:
 
 
 def changed_preset(args: Namespace, config: jzero.Config) -> LlamaConfig:
-    """The preset with the vocabulary of the data, the attention of a plan, and the changes of --set."""
+    """Return the preset with the vocabulary of the data, the attention of a plan, and the changes of --set."""
     bytes_alone = not (args.random or args.plan or args.data)
     known = token_note(args.data).get("vocab_size") if args.data else BYTES if bytes_alone else None
     # A multiple of 64, because pipeline stages divide the vocabulary.

@@ -20,7 +20,7 @@ BLUE, GREY, ORANGE = "#1f5fbf", "#777777", "#d9730d"
 
 
 def memory() -> int:
-    """Peak memory in bytes: of this process's first GPU or, without GPUs, of this process."""
+    """Return the peak memory in bytes: of this process's first GPU or, without GPUs, of this process."""
     stats = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"]
@@ -30,7 +30,7 @@ def memory() -> int:
 class TrainingBar:
     """A progress bar with loss, tokens/s and memory, which records every step.
 
-    The bar is live on a terminal. Ten lines in the course of the run remain, on the terminal and in a log file.
+    On a terminal the bar is live. Ten lines, spread over the run, remain on the terminal and in a log file.
     """
 
     def __init__(self, steps: int, tokens_per_step: int):

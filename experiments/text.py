@@ -55,7 +55,7 @@ def sample_rows(batch: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarray
 
 
 def bigram_loss(train: np.ndarray, inputs: np.ndarray, labels: np.ndarray) -> float:
-    """Mean loss in nats per byte of a bigram model of `train`, with add-one smoothing, on the given bytes."""
+    """Compute the loss in nats per byte of a bigram model of `train`, with add-one smoothing, on the given bytes."""
     pairs = train[:-1].astype(np.int64) * BYTES + train[1:]
     counts = np.bincount(pairs, minlength=BYTES * BYTES).reshape(BYTES, BYTES) + 1.0
     probability = counts / counts.sum(axis=1, keepdims=True)
@@ -80,7 +80,7 @@ def _sample(model, params, prompt: jax.Array, rng: jax.Array, temperature: float
 
 
 def continuation(model, params, prompt: str, *, length: int, context: int, temperature: float, seed: int) -> str:
-    """Sample `length` bytes after `prompt` on one device, each from the `context` bytes before it; returns text."""
+    """Sample `length` bytes after `prompt` on one device, each from the `context` bytes before it, and return text."""
     params = jax.device_get(params)
     head = jnp.asarray(list(prompt.encode()[-context:]), jnp.int32)
     text = _sample(model, params, head, jax.random.key(seed), temperature, length, context)

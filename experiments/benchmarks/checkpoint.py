@@ -1,9 +1,10 @@
-"""How long a save holds up training: windows of steps without a save and with one, in turn; one JSON line.
+"""Measure how long a save delays training: alternate windows of steps without and with a save; print one JSON line.
 
     python -m experiments.benchmarks.checkpoint --directory /tmp/checkpoints --preset 1b --micro-batch 4
 
-The model and the batches are those of `experiments.benchmarks.llama`. The save comes before the first step of its
-window; its files may be written past the window's end, which is waited for outside. `held_s`: the windows' difference.
+The model and the batches are those of `experiments.benchmarks.llama`. A save starts before the first step of its
+window. Its files may be complete only later; the window does not include that wait. `held_s` is the difference between
+the windows.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
         for i in range(own.steps):
             state, metrics = step(state, batch)
             if i % 10 == 9:
-                float(metrics["loss"])  # as a run that prints does
+                float(metrics["loss"])  # wait for the device, as a run that prints the loss does
         jax.block_until_ready(state)
         windows[saves].append(time.perf_counter() - start)
         if saves:

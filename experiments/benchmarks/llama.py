@@ -1,11 +1,11 @@
-"""Training speed of one Llama case, one JSON line: one process for all GPUs, or one per GPU.
+"""Measure the training speed of one Llama case as one JSON line: one process for all GPUs, or one per GPU.
 
     python -m experiments.benchmarks.llama --preset 1b --stage 3 --micro-batch 4
     jzero --no_local_rank --module experiments.benchmarks.llama --preset 1b --stage 3 --micro-batch 4
 
-The contract is the one under which FSDP2 and DeepSpeed were measured: random tokens with a fixed seed, bf16 compute
-over fp32 masters, AdamW (betas .9/.95, weight decay .1), clip 1.0, cross-entropy in fp32, 4 warm-up steps, then the
-median of 10 steps with a synchronisation after each, then 10 steps without any.
+FSDP2 and DeepSpeed were measured under the same conditions: random tokens with a fixed seed, bf16 compute over fp32
+masters, AdamW (betas .9/.95, weight decay .1), clip 1.0, cross-entropy in fp32, 4 warm-up steps, then the median of 10
+steps with a synchronisation after each, then 10 steps without any.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
     settings = config(args)
     if args.plan:
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_enable_compilation_cache", False)  # cannot read back such programs
+        jax.config.update("jax_enable_compilation_cache", False)  # it cannot read back programs for absent GPUs
         devices = gpu_devices("h200", args.plan, per_host=min(8, args.plan))
     else:
         jzero.init_distributed()

@@ -3,8 +3,7 @@
     python -m experiments.benchmarks.matrix cases.txt OUT
 
 `cases.txt`: one case a line, `gpus | options of experiments.benchmarks.llama`. Consecutive cases on one GPU run side by
-side, each on a GPU of its own, four at a time. OUT gets `cases.jsonl`, the logs of cases
-that failed, and `table.md`.
+side, each on a GPU of its own, four at a time. OUT gets `cases.jsonl`, the logs of failed cases, and `table.md`.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ COLUMNS = {
 
 
 def run_case(line: str, out: Path, index: int, first_gpu: int) -> dict:
-    """One case's record; a case that fails leaves its log and a record with the last line of it."""
+    """Run one case and return its record; a failed case leaves its log and a record with its last error line."""
     gpus, options = (part.strip() for part in line.split("|", 1))
     visible = ",".join(map(str, range(first_gpu, first_gpu + int(gpus))))
-    # JAX takes 75 % of the GPU unless told otherwise; the largest cases need nearly all of it.
+    # JAX preallocates 75 % of the GPU by default; the largest cases need nearly all of it.
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
     command = [sys.executable, "-m", "experiments.benchmarks.llama", *options.split()]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -43,7 +42,7 @@ def run_case(line: str, out: Path, index: int, first_gpu: int) -> dict:
 
 
 def table(records: list[dict]) -> str:
-    """The records as a Markdown table; spread: slowest over fastest of the ten steps."""
+    """Format the records as a Markdown table; spread is the slowest of the ten steps over the fastest."""
     rows = ["| " + " | ".join(COLUMNS.values()) + " |", "|" + "---|" * len(COLUMNS)]
     for r in records:
         if "step_s_max" in r:

@@ -1,11 +1,12 @@
-"""The host memory and the time of exporting and loading a Llama, on CPU devices; each phase is a process of its own.
+"""Measure the host memory and time to export and load a Llama on CPU devices; each phase is a process of its own.
 
     python -m experiments.benchmarks.weights make runs/1b --preset 1b      # a checkpoint: parameters, no moments
     python -m experiments.benchmarks.weights export runs/1b
     python -m experiments.benchmarks.weights load runs/1b
 
-A line of JSON: MiB by which the process's peak rose, of that the loaded parameters themselves, which lie in host memory
-on CPU devices, the largest leaf, the largest part of it that one device wrote, and seconds.
+Each phase prints a line of JSON: the rise of the process's peak memory in MiB, the size of the loaded parameters
+(included in the rise, because CPU devices store them in host memory), the largest leaf, the largest part of it that one
+device wrote, and seconds.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from models.llama import PRESETS, Llama, preset
 
 
 def peak() -> float:
-    """The most host memory this process has had, MiB. (`getrusage` counts what its parent had when it began, too.)"""
+    """Return the peak host memory of this process in MiB. (`getrusage` also counts its parent's at the start.)"""
     return int(re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.M)[1]) / 1024
 
 

@@ -10,7 +10,7 @@ Digits = tuple[np.ndarray, np.ndarray]  # images [n, 28, 28] in 0..1, labels [n]
 
 
 def load() -> tuple[Digits, Digits]:
-    """(training digits, test digits): 1,437 and 360, every class in proportion."""
+    """Load (1,437 training digits, 360 test digits), with every class in proportion."""
     images, labels = load_digits(return_X_y=True)
     images = np.kron(images.reshape(-1, 8, 8) / 16, np.ones((3, 3)))  # every pixel three times: 24 x 24
     images = np.pad(images, ((0, 0), (2, 2), (2, 2))).astype(np.float32)
@@ -20,6 +20,6 @@ def load() -> tuple[Digits, Digits]:
 
 
 def accuracy(module, digits: Digits) -> float:
-    """How many of the digits the module names right."""
+    """Compute the fraction of digits that the module classifies correctly."""
     images, labels = digits
     return float(np.mean(np.argmax(module(images), axis=-1) == labels))

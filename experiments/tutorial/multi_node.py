@@ -3,7 +3,7 @@
 jzero --platform cpu --num_gpus 4 experiments/tutorial/multi_node.py     four processes on this machine, no GPU needed
 jzero --hostfile hostfile experiments/tutorial/multi_node.py             every GPU of every host in the file
 
-By Slurm, MPI, Kubernetes and in Colab: docs/clusters.md.
+For Slurm, MPI, Kubernetes and Colab, see docs/clusters.md.
 """
 
 import argparse
@@ -17,7 +17,7 @@ CONFIG = Path(__file__).with_name("ds_config_zero3.json")
 
 
 def main(epochs: int = 15) -> float:
-    jzero.init_distributed()  # initialize() does it too; here, so that every process can say that it has come
+    jzero.init_distributed()  # initialize() calls it too; here, so that the next line reports who joined
     jzero.log_dist(f"one of {jzero.get_world_size()} processes", ranks=[-1])
     train, test = digits.load()  # every process loads all of it and trains on its part
 

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a layer on each of two stages, four micro-batches to a batch of 64, ZeRO-1 inside a stage.
+"""Pipeline parallelism: two stages of one layer each, four micro-batches per batch of 64, ZeRO-1 inside a stage.
 
 python -m experiments.tutorial.pipeline
 """

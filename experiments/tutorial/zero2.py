@@ -1,4 +1,4 @@
-"""ZeRO-2: the gradients are partitioned too, as soon as they are there; two micro-batches make a batch of 64.
+"""ZeRO-2: the gradients are partitioned too, as soon as they are computed; two micro-batches make a batch of 64.
 
 python -m experiments.tutorial.zero2
 """

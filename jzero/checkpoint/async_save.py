@@ -63,7 +63,7 @@ class Save:
         return f"Save({str(self.path)!r}, {'failed' if self.error else 'complete' if self.done else 'being written'})"
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is complete; returns its path.
+        """Wait until the checkpoint is complete and return its path.
 
         Raises:
           CheckpointError: it could not be written; raised on all processes.
@@ -77,13 +77,13 @@ class Save:
 
 
 def settle() -> None:
-    """Wait for the running save, if any; do not raise its error."""
+    """Wait for the running save, if any, without raising its error."""
     if _last and _last.thread:
         _last.thread.join()
 
 
 def forgive() -> None:
-    """Wait for the last save and do not raise its error, which has been printed."""
+    """Wait for the last save without raising its error, which was already printed."""
     settle()
     if _last:
         _last.reported = True
@@ -220,7 +220,7 @@ def _check_notes(notes: Mapping[str, Any]) -> None:
 
 
 def _number(x: Any) -> int | float | bool:
-    """A NumPy or JAX scalar as a Python number."""
+    """Convert a NumPy or JAX scalar to a Python number."""
     if getattr(x, "shape", None) == ():
         return x.item()
     raise TypeError(f"{x!r} has type {type(x).__name__}")

@@ -40,7 +40,7 @@ DEFAULT_TAG = "global_step{}"  # DeepSpeed's
 
 
 def checkpoint_path(directory: str | os.PathLike | None, tag: str | float) -> Path:
-    """The path of a tag's checkpoint. A tag may be a number, as in DeepSpeed.
+    """Return the path of a tag's checkpoint. A tag may be a number, as in DeepSpeed.
 
     Raises:
       ConfigError: no directory, or a tag that is not a valid name.
@@ -60,7 +60,7 @@ def checkpoint_path(directory: str | os.PathLike | None, tag: str | float) -> Pa
 
 
 def local_path(directory: str | os.PathLike, key: str) -> Path:
-    """The directory's absolute path; a ConfigError for a URL such as gs://bucket."""
+    """Return the directory's absolute path; raise a ConfigError for a URL such as gs://bucket."""
     if re.match(r"\w+:/", str(directory)):
         raise ConfigError(
             f"{key} = {str(directory)!r}: must be a directory on a file system that all hosts share; mount the bucket"
@@ -69,12 +69,12 @@ def local_path(directory: str | os.PathLike, key: str) -> Path:
 
 
 def draft_path(path: Path) -> Path:
-    """The directory in which the checkpoint `path` is written until it is complete."""
+    """Return the directory in which the checkpoint `path` is written until it is complete."""
     return path.with_name(path.name + SAVING)
 
 
 def replaced_path(path: Path) -> Path:
-    """The directory that holds the tag's previous checkpoint while a new one replaces it."""
+    """Return the directory that stores the tag's previous checkpoint while a new one replaces it."""
     return path.with_name(path.name + REPLACED)
 
 
@@ -143,7 +143,7 @@ def begin_draft(path: Path) -> None:
 
 
 def _written_by_jzero(path: Path) -> bool:
-    """Whether the directory is a jzero checkpoint, complete or not: only these are ever moved or deleted.
+    """Return whether the directory is a jzero checkpoint, complete or not: jzero never moves or deletes any other.
 
     A symbolic link is not, because its target may belong to another run.
     """
@@ -164,7 +164,7 @@ def commit(path: Path, notes: dict[str, Any], names_latest: bool, max_to_keep: i
     """Turn the draft into the checkpoint, in the order that the module's docstring explains.
 
     Raises:
-      OSError: the message tells if the checkpoint is complete nevertheless.
+      OSError: a step failed; the message reports whether the checkpoint is complete nevertheless.
     """
     others = list_checkpoints(path.parent)
     before = [other["saved"] for _, other in others if not isinstance(other, CheckpointError)]
@@ -207,13 +207,13 @@ def write_atomically(file: Path, text: str) -> None:
 
 
 def _number(path: Path) -> int | None:
-    """The step in a default tag; None for a tag that the user chose, which jzero never deletes."""
+    """Parse the step from a default tag; None for a tag that the user chose, which jzero never deletes."""
     match = re.fullmatch(DEFAULT_TAG.format(r"(\d+)"), path.name)
     return int(match[1]) if match else None
 
 
 def _prunable(directory: Path, step: int) -> list[Path]:
-    """The checkpoints with default tags up to `step`: the last saved first, unreadable ones last.
+    """List the checkpoints with default tags up to `step`: the last saved first, unreadable ones last.
 
     Checkpoints of later steps stay: they belong to an earlier run in the same directory.
     """
@@ -224,7 +224,7 @@ def _prunable(directory: Path, step: int) -> list[Path]:
 
 
 def list_checkpoints(directory: Path) -> list[tuple[Path, dict[str, Any] | CheckpointError]]:
-    """Every checkpoint in a directory with its notes, or the error in reading them; the last saved first."""
+    """List the checkpoints in a directory, the last saved first, each with its notes or the error in reading them."""
     found: list[tuple[float, Path, Any]] = []
     for path in directory.iterdir() if directory.is_dir() else ():
         try:
@@ -241,14 +241,14 @@ def list_checkpoints(directory: Path) -> list[tuple[Path, dict[str, Any] | Check
 
 
 def _modified(path: Path) -> float:
-    """The modification time; 0 if another job has just deleted the directory."""
+    """Return the modification time; 0 if another job has just deleted the directory."""
     with contextlib.suppress(OSError):
         return path.stat().st_mtime
     return 0.0
 
 
 def latest(directory: Path) -> Path | None:
-    """The checkpoint that DIR/latest names; None if the file is missing or empty."""
+    """Return the checkpoint that DIR/latest names; None if the file is missing or empty."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         if tag := (directory / LATEST).read_text(errors="replace").strip():
             return directory / tag
@@ -274,7 +274,7 @@ def read_notes(path: Path) -> dict[str, Any]:
 
 
 def _unseal(path: Path) -> dict[str, Any] | None:
-    """The contents of the notes; None if they do not match their checksum."""
+    """Read the notes; None if they do not match their checksum."""
     text = (path / NOTES).read_text(errors="replace")
     with contextlib.suppress(ValueError, KeyError, TypeError):
         notes = json.loads(text)["notes"]
@@ -283,6 +283,6 @@ def _unseal(path: Path) -> dict[str, Any] | None:
 
 
 def _seal(notes: dict[str, Any]) -> str:
-    """The text of notes.json: the notes and their checksum."""
+    """Return the text of notes.json: the notes and their checksum."""
     text = json.dumps(notes)
     return json.dumps({"crc32": zlib.crc32(text.encode()), "notes": notes}) + "\n"

@@ -16,15 +16,15 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_key(x: Any) -> bool:
-    """Whether `x` is an array of random keys."""
+    """Return whether `x` is an array of random keys."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def key_names(leaves: Mapping[str, Any]) -> dict[str, str]:
-    """name -> implementation of the random keys, which are stored as their uint32 data."""
+    """Map the names of random keys to their implementations; the keys are stored as uint32 data."""
     return {name: str(jax.random.key_impl(x)) for name, x in leaves.items() if is_key(x)}
 
 
 def key_data(x: Any) -> jax.Array:
-    """The uint32 data of random keys; other arrays as they are."""
+    """Return the uint32 data of random keys; return other arrays unchanged."""
     return jax.random.key_data(x) if is_key(x) else x

@@ -146,7 +146,7 @@ def restore(
 
 
 def expected_shape(x: Any) -> tuple[int, ...] | None:
-    """The shape that a leaf must have in the checkpoint; None (any) for random keys, whose data has another shape."""
+    """Return a leaf's required shape in the checkpoint; None (any) for random keys, whose data differs in shape."""
     return None if is_key(x) else tuple(x.shape)
 
 
@@ -167,7 +167,7 @@ def all_or_none(what: str, work: Callable[[], T], of: object = "") -> T:
     Args:
       what: the name of the work, the same on all processes.
       work: called once.
-      of: what it works on; may differ between processes.
+      of: the object of the work; may differ between processes.
     """
     result: T | None = None
     problem: str | None = None

@@ -15,7 +15,7 @@ from jzero.checkpoint.leaves import is_key, key_data
 
 
 def copy_sharding(x: jax.Array) -> Sharding | None:
-    """The sharding of a leaf's copy: also over the mesh axes on which the leaf is replicated, if a dimension divides.
+    """Choose the sharding of a leaf's copy: also over the mesh axes that replicate the leaf, if a dimension divides.
 
     Every device then transfers its own part to the host and every process writes its own part, instead of one replica
     doing all the work. None for random keys and for arrays without a mesh.
@@ -27,16 +27,16 @@ def copy_sharding(x: jax.Array) -> Sharding | None:
     more = tuple(name for name, n in mesh.shape.items() if n > 1 and not any(name in part for part in axes))
     for dim, size in enumerate(x.shape):
         if size and size % prod(mesh.shape[name] for name in axes[dim] + more) == 0:
-            axes[dim] += more
+            axes[dim] += more  # the first dimension that all unused axes divide
             return NamedSharding(mesh, PartitionSpec(*axes))
     return x.sharding
 
 
 def has_room(leaves: Mapping[str, jax.Array]) -> bool:
-    """Whether this process's devices have memory for the copies on top of what a train step needs.
+    """Return whether this process's devices have memory for the copies on top of what a train step needs.
 
-    The peak so far tells what a step needs. A peak below 1.2 times the copies means that no step has run yet: False.
-    CPU devices report no statistics: True.
+    The peak so far shows the memory that a step needs. A peak below 1.2 times the copies means that no step has run
+    yet: False. CPU devices report no statistics: True.
     """
     size = 0
     for x in leaves.values():

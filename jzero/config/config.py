@@ -82,7 +82,7 @@ class Config(Settings):
         return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
 
     def batch(self, replicas: int, former: Mapping[str, Any] | None = None) -> sizes.BatchSizes:
-        """Resolve the three batch sizes, inferring those that are not given.
+        """Resolve the three batch sizes and infer the missing ones.
 
         Args:
           replicas: data-parallel replicas, |data| × |zero|.

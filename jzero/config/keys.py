@@ -132,7 +132,7 @@ def _details(section: str, keys: str) -> dict[str, Refused]:
 
 
 def _later(section: str, what: str, details: str = "", **off: Any) -> dict[str, Refused]:
-    """The rows of a future feature.
+    """Make the rows of a future feature.
 
     Args:
       section: the section of all its keys.
@@ -154,7 +154,7 @@ def _later_nested(section: str, what: str, keys: str) -> dict[str, Refused]:
 
 
 def _unset(keys: str) -> dict[str, Any]:
-    """Keys that turn a feature on by being given."""
+    """Map each key to None, the only value that leaves its feature off."""
     return dict.fromkeys(keys.split())
 
 

@@ -1,6 +1,6 @@
 """The names of the pipeline schedules, and the number of chunks that each allows.
 
-They live in the config, which is checked before a pipeline exists; `jzero.pipeline.schedules` makes the tables.
+They are part of the config, which is checked before a pipeline exists; `jzero.pipeline.schedules` makes the tables.
 """
 
 from collections.abc import Iterator

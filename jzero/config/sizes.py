@@ -65,7 +65,7 @@ def _sizes(s: Settings, train: int, micro: int, accum: int) -> BatchSizes:
 
 
 def given(s: Settings) -> list[int | None]:
-    """The three sizes as the config gives them, None where it does not."""
+    """Return the three sizes as the config gives them, None where it does not."""
     return [getattr(s, key) for key in BATCH]
 
 
@@ -112,7 +112,7 @@ def _unequal(s: Settings, train: int, micro: int, accum: int, replicas: int) -> 
 
 
 def _around(target: int, choices: list[int]) -> str:
-    """The choices next to the target on either side, as text."""
+    """Join the nearest choices on either side of the target as text."""
     below, above = [c for c in choices if c <= target], [c for c in choices if c > target]
     return either(below[-1:] + above[:1])
 
@@ -121,13 +121,13 @@ def _around(target: int, choices: list[int]) -> str:
 
 
 def zero_group(s: Settings) -> tuple[str, int]:
-    """The key that sets the size of the ZeRO groups, and the size; 0 where `mesh.zero` sets it."""
+    """Return the key that sets the size of the ZeRO groups, and the size; 0 where `mesh.zero` sets it."""
     size = s.zero_optimization.mics_shard_size
     return (MICS, size) if size > 0 else ("mesh.zero", 0)
 
 
 def asked_degrees(s: Settings) -> dict[str, int]:
-    """The degrees that the config asks for; `checks` allows -1, the rest, on one axis at most."""
+    """Return the requested degrees; `checks` allows -1, all remaining devices, on one axis at most."""
     degrees = s.mesh.model_dump()
     if s.pipeline.stages:
         degrees["pipe"] = s.pipeline.stages

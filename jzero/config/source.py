@@ -16,7 +16,7 @@ ACCEPTED = "a path to a JSON or hjson file, a dict, a urlsafe-base64 string of J
 
 
 def read(source: object) -> dict[str, Any]:
-    """Read the config as a dict, without a look at its values.
+    """Read the config as a dict, without checking its values.
 
     Raises:
       ConfigError: no such file, text that is neither JSON nor hjson, a key given twice.

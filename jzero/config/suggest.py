@@ -30,7 +30,7 @@ def suggest(section: str, key: str, working: Collection[str], known: Collection[
     Args:
       section, key: of the unknown key.
       working: the dotted keys of fields.
-      known: those, and the replaced and refused ones.
+      known: the same, and the replaced and refused keys.
 
     Returns:
       A clause for the error message. The cutoffs are similarity ratios of difflib: near-identical names in the same

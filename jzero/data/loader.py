@@ -58,7 +58,7 @@ class DataLoader:
             raise ConfigError(too_few(len(self.source), step.batch_sizes.train))
 
     def __len__(self) -> int:
-        """The number of micro-batches in an epoch."""
+        """Return the number of micro-batches in an epoch."""
         if isinstance(self.source, IterableStyle):
             raise TypeError("this training data has no length")
         return Position().end(len(self.source), self.step.batch_sizes.train, self.drop_last) // self.step.micro_size
@@ -113,7 +113,7 @@ class DataLoader:
                 return
 
     def _next(self) -> PyTree:
-        """The next micro-batch, from this epoch or the next."""
+        """Return the next micro-batch, from this epoch or the next."""
         sizes = self.step.micro_size, self.step.batch_sizes.train
         if self._ended:
             raise StopIteration

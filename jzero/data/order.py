@@ -39,11 +39,11 @@ class Position(NamedTuple):
         return made
 
     def to_json(self) -> dict[str, int]:
-        """{"epoch", "samples"}, and "begun" inside a global batch."""
+        """Return {"epoch", "samples"}, and "begun" inside a global batch."""
         return {name: n for name, n in self._asdict().items() if n or name != "begun"}
 
     def aligned(self, micro: int, train: int) -> Position:
-        """This position for other batch sizes.
+        """Convert this position to other batch sizes.
 
         `begun` survives only if a micro-batch of the new size ends there; else a new global batch starts here.
         """
@@ -51,7 +51,7 @@ class Position(NamedTuple):
         return self._replace(begun=0 if begun % micro else begun)
 
     def end(self, length: int, train: int, drop_last: bool) -> int:
-        """The value of `samples` at which this epoch ends, for `length` samples in global batches of `train`.
+        """Compute the value of `samples` at which this epoch ends, for `length` samples in global batches of `train`.
 
         Counted from the start of the current global batch, so that a batch size that changed in mid-epoch still gives
         whole batches.
@@ -64,7 +64,7 @@ class Position(NamedTuple):
         return start + (rest // train if drop_last else -(-rest // train)) * train
 
     def after(self, micro: int, train: int, end: int) -> Position:
-        """The position one micro-batch later, in an epoch that ends at `end`."""
+        """Return the position one micro-batch later, in an epoch that ends at `end`."""
         samples = self.samples + micro
         return (
             Position(self.epoch + 1) if samples >= end else Position(self.epoch, samples, (self.begun + micro) % train)
@@ -72,7 +72,7 @@ class Position(NamedTuple):
 
 
 def other_data(at: Position, samples: int) -> str:
-    """The error message for a position beyond data of `samples` samples."""
+    """Word the error message for a position beyond data of `samples` samples."""
     return (
         f"position = {at.to_json()}: training_data has {samples} samples per epoch, so the position belongs to other "
         "data; use that data, or load only the parameters (engine.load_checkpoint(..., load_module_only=True))"
@@ -83,7 +83,7 @@ SMALL = 2**20  # samples
 
 
 def shuffled(numbers: np.ndarray, length: int, seed: int, epoch: int) -> np.ndarray:
-    """The samples at positions `numbers` of the epoch's random order.
+    """Return the samples at positions `numbers` of the epoch's random order.
 
     Up to `SMALL` samples, one permutation per epoch (8 MB) is computed and cached. Above, grain's index_shuffle
     computes each sample in constant memory, in 2 to 9 us for 10^6 to 5 x 10^9 samples. It is slow for small data

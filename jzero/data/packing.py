@@ -84,6 +84,7 @@ class Packed:
             # The token of every column: each piece's start in the file, less its column in the row, plus the column.
             at = np.repeat(self.starts[pieces] - (stops - sizes), sizes) + np.arange(total)
             inputs[row, :total] = self._read(at)
+            # The next token in the file belongs to another document where a document ends, hence the -1 below.
             labels[row, :total] = self._read(np.minimum(at + 1, len(self.tokens) - 1))
             labels[row, stops[self.ends[pieces]] - 1] = -1
             segments[row, :total] = np.repeat(np.arange(1, len(pieces) + 1), sizes)
@@ -96,7 +97,7 @@ class Packed:
 
 
 def _ends(tokens: np.ndarray, end: int) -> np.ndarray:
-    """The end of each document; tokens after the last end token are a document too."""
+    """Find the end of each document; tokens after the last end token are a document too."""
     blocks = range(0, len(tokens), BLOCK)
     found = [start + 1 + np.flatnonzero(tokens[start : start + BLOCK] == end) for start in blocks]
     ends = np.concatenate(found) if found else np.zeros(0, np.int64)

@@ -70,7 +70,7 @@ def as_source(data: Any) -> Source | IterableStyle:
 
 
 def _is_node(data: Any) -> bool:
-    """Whether JAX sees `data` as a pytree with children, such as a registered dataclass."""
+    """Return whether JAX sees `data` as a pytree with children, such as a registered dataclass."""
     return not isinstance(data, list) and not jax.tree.all(jax.tree.map(lambda x: x is data, data))
 
 
@@ -155,7 +155,7 @@ class IterableStyle:
 
 
 def read_sample(number: int, read: Callable[[], PyTree]) -> PyTree:
-    """Call `read`; an exception gets a note with the sample's number."""
+    """Call `read` and add the sample's number as a note to its exceptions."""
     try:
         return read()
     except Exception as error:
@@ -202,7 +202,7 @@ def check_numbers(batch: PyTree, fix: str = "") -> None:
 
 
 def too_few(samples: int, train: int) -> str:
-    """The error message for an epoch without a single global batch."""
+    """Word the error message for an epoch without a single global batch."""
     if not samples:
         return "training_data contains no samples"
     return (

@@ -86,7 +86,7 @@ class _Iterator(grain.DatasetIterator):
 
 
 def indexed_batches(spec: StreamSpec, at: Position) -> Iterator[tuple[PyTree, Position]]:
-    """Yield (micro-batch, position after it) of data with a length; reads only this process's rows."""
+    """Yield (micro-batch, position after it) of data with a length, reading only this process's rows."""
     length, at = len(spec.source), at.aligned(spec.micro, spec.train)  # type: ignore[arg-type]
     while True:
         end = at.end(length, spec.train, spec.drop_last)
@@ -111,7 +111,7 @@ def indexed_batches(spec: StreamSpec, at: Position) -> Iterator[tuple[PyTree, Po
 
 
 def sequential_batches(spec: StreamSpec, at: Position) -> Iterator[tuple[PyTree, Position]]:
-    """Yield (micro-batch, position after it) of data without a length; reads all samples, keeps this process's."""
+    """Yield (micro-batch, position after it) of data without a length: read all samples, keep this process's."""
     source: IterableStyle = spec.source  # type: ignore[assignment]
     for epoch in count(at.epoch):
         if epoch > at.epoch and source.once:
@@ -133,7 +133,7 @@ def _sequential_epoch(spec: StreamSpec, at: Position, samples: Iterator[PyTree])
             yield sample
 
     def global_batch() -> list[PyTree]:
-        """The next global batch, None in place of other processes' samples; the last one may be short or empty."""
+        """Read the next global batch, None in place of other processes' samples; the last one may be short or empty."""
         batch = [x if i % spec.micro in kept else None for i, x in enumerate(islice(rest, spec.train))]
         return [] if spec.drop_last and len(batch) < spec.train else batch
 

@@ -22,7 +22,7 @@ _begun = 0
 
 
 def start() -> None:
-    """Start counting in a thread, so that training never waits for the devices. Does nothing without the launcher."""
+    """Start counting in a thread, so that training never waits for the devices; do nothing without the launcher."""
     global _waiting
     path = os.environ.get("JZERO_PROGRESS")
     if path and _waiting is None:

@@ -23,10 +23,10 @@ DEFAULT_TIMEOUT = 120.0  # seconds
 
 
 def init_distributed(timeout: float | None = None) -> None:
-    """Join the other processes of the job. Does nothing for a single process, and nothing the second time.
+    """Join the other processes of the job. A single process and a second call do nothing.
 
-    `initialize`, `make_train_step` and `make_mesh` call it. A script that uses JAX before them, say `jax.devices()`,
-    calls it first.
+    `initialize`, `make_train_step` and `make_mesh` call it. A script that uses JAX before them, such as
+    `jax.devices()`, must call it first.
 
     Args:
       timeout: seconds to wait for the last process; default `JZERO_TIMEOUT`, or DeepSpeed's `DEEPSPEED_TIMEOUT` (in
@@ -60,7 +60,7 @@ def init_distributed(timeout: float | None = None) -> None:
 
 
 def _devices(place: Place, env: Mapping[str, str]) -> list[int] | None:
-    """The visible GPUs that this process uses; None: all."""
+    """Return the visible GPUs that this process uses; None: all."""
     if place.local_size == 1:
         return None
     visible = env.get("CUDA_VISIBLE_DEVICES")
@@ -91,7 +91,7 @@ def _leave_at_once_on_errors() -> None:
 
 @cache
 def hosts() -> list[int]:
-    """The host number of every process, by rank; hosts are numbered in the order of their first process.
+    """Return the host number of every process, by rank; hosts are numbered in the order of their first process.
 
     All processes must call it.
     """

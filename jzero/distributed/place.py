@@ -80,7 +80,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 
 
 def slurm_hosts(nodelist: str) -> list[str]:
-    """The hosts of a Slurm node list.
+    """List the hosts of a Slurm node list.
 
     >>> slurm_hosts("gpu[08-10,12],login1")
     ['gpu08', 'gpu09', 'gpu10', 'gpu12', 'login1']
@@ -95,23 +95,23 @@ def slurm_hosts(nodelist: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[str]:
-    """`08-10,12` -> 08, 09, 10, 12."""
+    """Expand ranges: `08-10,12` -> 08, 09, 10, 12."""
     ends = [piece.partition("-")[::2] for piece in text.split(",")]
     return [f"{n:0{len(first)}}" for first, last in ends for n in range(int(first), int(last or first) + 1)]
 
 
 def get_rank() -> int:
-    """This process's rank; 0 for a process that is alone."""
+    """Return this process's rank; 0 for a process that is alone."""
     return find_place(os.environ).rank
 
 
 def get_world_size() -> int:
-    """The number of processes."""
+    """Return the number of processes."""
     return find_place(os.environ).size
 
 
 def get_local_rank() -> int:
-    """This process's rank among those on its host."""
+    """Return this process's rank among those on its host."""
     return find_place(os.environ).local_rank
 
 

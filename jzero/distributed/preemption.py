@@ -23,13 +23,13 @@ _FLAG = "jzero/stop"  # the key in the coordination service
 
 _signalled, _ending = threading.Event(), threading.Event()
 _lock = threading.Lock()
-_begun = 1  # the number of the current step since the start; guarded by _lock, as is
-_last: int | None = None  # the step after which all stop
+_begun = 1  # the number of the current step since the start; guarded by _lock
+_last: int | None = None  # the step after which all stop; guarded by _lock
 _listening = False
 
 
 def listen() -> None:
-    """Handle SIGTERM, unless the script has a handler of its own, and listen for that of other processes."""
+    """Handle SIGTERM, unless the script has a handler of its own, and watch for SIGTERM on other processes."""
     global _listening
     if _listening:
         return
@@ -50,7 +50,7 @@ def _end(thread: threading.Thread) -> None:
 
 
 def reached() -> bool:
-    """Count a finished step, and return whether to stop after it; the same on every process."""
+    """Count a finished step and return whether to stop after it; the same on every process."""
     global _begun
     if jax.process_count() == 1:
         return _signalled.is_set()

@@ -1,6 +1,6 @@
 """Processes wait for each other before JAX starts, so that the error names the process that is missing.
 
-JAX's own runtime aborts a process that waits in vain, without naming the missing one. Here process 0 listens on the
+JAX's own runtime aborts a process whose wait times out, without naming the missing one. Here process 0 listens on the
 coordinator's port, before JAX's service does, until all have come; after a timeout every process reports who is
 missing. Each line of the protocol is text: "JOB RANK SIZE" to process 0; "go", "missing 1, 3" or "another job" back.
 """
@@ -53,7 +53,7 @@ def _listen(host: str, port: int, rank: int, size: int, timeout: float, job: str
             with contextlib.suppress(OSError, ValueError):  # ValueError: not a line of the protocol, as a port scan's
                 connection, _ = server.accept()
                 stack.enter_context(connection)
-                connection.settimeout(min(left, 5))  # a stranger that says nothing must not block the others for long
+                connection.settimeout(min(left, 5))  # a stranger that sends nothing must not block the others for long
                 name, number, number_of = connection.makefile().readline().rstrip("\n").rsplit(" ", 2)
                 if (name, int(number_of)) != (job, size):
                     connection.sendall(b"another job\n")

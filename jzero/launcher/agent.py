@@ -36,7 +36,7 @@ SILENCE = 8.0  # seconds without a message from the command
 
 
 def hello():
-    """This host's versions, devices and addresses."""
+    """Return this host's versions, devices and addresses."""
     versions = {"python": ".".join(map(str, sys.version_info[:3]))}
     names = ["jzero", "jax", "jaxlib"]
     for name in (*names, "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
@@ -61,7 +61,7 @@ def hello():
 
 
 def addresses():
-    """The IPv4 addresses of this host's interfaces, loopback last."""
+    """List the IPv4 addresses of this host's interfaces, loopback last."""
     found = []
     for _, name in socket.if_nameindex():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s, contextlib.suppress(OSError):
@@ -71,12 +71,12 @@ def addresses():
 
 
 def die_with_me():
-    """Runs in a child: have the kernel kill it when the agent dies, even by SIGKILL."""
+    """Have the kernel kill this process when the agent dies, even by SIGKILL; called in each child."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def of_job(job):
-    """The pids of the job's processes, found by the job's id in their environment.
+    """Return the pids of the job's processes, found by the job's id in their environment.
 
     A process group is not enough: a data loader's workers may have left it, and their parent may be dead.
     """
@@ -101,7 +101,7 @@ def sweep(job):
 
 
 def state_of(pid):
-    """A process's state: R running, S sleeping, T stopped, ...; ? if there is no such process."""
+    """Read a process's state: R running, S sleeping, T stopped, ...; ? if there is no such process."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0]
     return "?"
@@ -156,7 +156,7 @@ class Agent:
         os._exit(code)
 
     async def watch(self):
-        """Report the processes' status every second, and end when the command is silent."""
+        """Report the processes' status every second; end when the command is silent."""
         late = 0
         while True:
             await asyncio.sleep(1)
@@ -170,7 +170,7 @@ class Agent:
                 self.end()
 
     def status(self, rank):
-        """Steps finished, steps begun (-1 if the process does not count steps) and the process's state."""
+        """Return steps finished, steps begun (-1 if the process does not count steps) and the process's state."""
         finished, begun = -1, -1
         with contextlib.suppress(OSError, ValueError), open(f"{self.folder}/{rank}") as file:
             finished, begun = map(int, file.read().split())

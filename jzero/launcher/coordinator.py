@@ -52,6 +52,6 @@ async def common_address(
 
 
 def candidates(master_addr: str, first_host: str, hello: Mapping[str, Any]) -> list[str]:
-    """The addresses to try: --master_addr alone, or the first host's name and then those of its interfaces."""
+    """List the addresses to try: --master_addr alone, or the first host's name, then its interfaces' addresses."""
     own = [address for address in hello["addresses"] if not address.startswith("127.")]
     return [master_addr] if master_addr else list(dict.fromkeys([first_host, *own]))

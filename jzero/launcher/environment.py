@@ -18,7 +18,7 @@ OWN = (
 
 
 def propagated(env: Mapping[str, str], cwd: str, home: str, export: Iterable[str] = ()) -> dict[str, str]:
-    """The variables for every process: chosen names of `env`, then files, then `--export`; the last value wins.
+    """Collect the variables for every process: chosen names of `env`, then files, then `--export`; the last value wins.
 
     The files are `.deepspeed_env` (or the name in `DS_ENV_FILE`) and then `.jzero_env`, each in `home` and then in
     `cwd`. They contain lines NAME=VALUE, empty lines and # comments. `cwd` comes first in PYTHONPATH.

@@ -54,7 +54,7 @@ def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
 
 
 def parse_filter(text: str, option: str) -> dict[str, list[int] | None]:
-    """`host@host:0,2` -> {host: None (all devices) or its ids}; repeated ids count once, as in DeepSpeed.
+    """Parse `host@host:0,2` to {host: None (all devices) or its ids}; repeated ids count once, as in DeepSpeed.
 
     Raises:
       ConfigError: malformed parts; a host that is named both whole and with ids.
@@ -129,7 +129,7 @@ def choose(
 
 
 def visible_devices(env: Mapping[str, str]) -> Devices | None:
-    """The ids or UUIDs of CUDA_VISIBLE_DEVICES in its order, up to the first malformed one, as CUDA reads it.
+    """Parse CUDA_VISIBLE_DEVICES to ids or UUIDs in its order, up to the first malformed one, as CUDA reads it.
 
     None if the variable is not set.
     """
@@ -141,7 +141,7 @@ def visible_devices(env: Mapping[str, str]) -> Devices | None:
 
 
 def devices_here(env: Mapping[str, str]) -> Devices:
-    """The visible GPUs of this machine, found without starting CUDA, which would take memory on every GPU."""
+    """List the visible GPUs of this machine without starting CUDA, which would take memory on every GPU."""
     visible = visible_devices(env)
     if visible is not None:
         return visible

@@ -61,7 +61,7 @@ class Job:
 
     @property
     def address(self) -> str:
-        """The coordinator's host, as far as it is known before the hosts are asked (coordinator.py)."""
+        """The coordinator's host before the hosts are asked; coordinator.py may choose another address."""
         o, first = self.options, next(iter(self.hosts))
         alone = len(self.hosts) == 1 and (o.no_ssh or is_this_machine(first)) and not o.force_multi
         return o.master_addr or ("127.0.0.1" if alone else first)
@@ -91,23 +91,23 @@ class Job:
         return result
 
     def without(self, hosts: Collection[str]) -> Job:
-        """The plan without these hosts; ranks are counted anew."""
+        """Return the plan without these hosts, with the ranks renumbered."""
         return replace(self, hosts={host: ids for host, ids in self.hosts.items() if host not in hosts})
 
     def is_here(self, host: str) -> bool:
-        """Whether the host is this machine."""
+        """Return whether the host is this machine."""
         return not self.options.force_multi and is_this_machine(host)
 
     def of(self, host: str) -> list[Process]:
-        """The processes on a host."""
+        """Return the processes on a host."""
         return [process for process in self.processes if process.host == host]
 
     def flag(self, process: Process) -> list[str]:
-        """The words that jzero adds to the script's command line."""
+        """Return the words that jzero adds to the script's command line."""
         return [] if self.options.no_local_rank else [f"--local_rank={process.local_rank}"]
 
     def as_json(self, commands: list[list[str]]) -> dict[str, Any]:
-        """The plan as `--dry_run` prints it."""
+        """Return the plan as `--dry_run` prints it."""
         return {
             "hosts": self.hosts,
             "coordinator": f"{self.address}:{self.port}",
@@ -135,7 +135,7 @@ def make_job(options: argparse.Namespace, env: Mapping[str, str], cwd: str) -> J
 
 @cache
 def is_this_machine(host: str) -> bool:
-    """Whether a name or address belongs to this machine."""
+    """Return whether a name or address belongs to this machine."""
     if host in (LOCAL, "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn()):
         return True
     try:
@@ -146,7 +146,7 @@ def is_this_machine(host: str) -> bool:
 
 
 def _is_own(address: str) -> bool:
-    """Whether an address is one of this machine's: only those can be bound."""
+    """Return whether this machine has the address: a socket binds to no other."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as s:
         try:

@@ -23,8 +23,8 @@ class Link:
     Attributes:
       inbox: the messages, as (kind, value), that nobody has taken yet; ("end", exit code) is the last.
       heard: the time of the last message.
-      ready: the agent runs and reads messages.
-      lost: the agent ended by itself.
+      ready: whether the agent runs and reads messages.
+      lost: whether the agent ended by itself.
     """
 
     def __init__(self, host: str, process: asyncio.subprocess.Process):
@@ -69,12 +69,12 @@ class Link:
         return {"error": f"no answer in {timeout:g} s"}
 
     def why(self, code: int) -> str:
-        """Why the agent ended: its last lines on stderr, which are also ssh's."""
+        """Explain why the agent ended: its last lines on stderr, which are also ssh's."""
         text = " ".join(" ".join(self.errors).split())
         return f"{text or 'its agent ended'} (exit code {code})"
 
     def close(self) -> None:
-        """Close the agent's input, upon which it kills its processes and ends."""
+        """Close the agent's input, so that it kills its processes and ends."""
         self.open = False
         if self.process.stdin:
             self.process.stdin.close()
@@ -96,7 +96,7 @@ class Link:
                 message = json.loads(line)
             except ValueError:
                 continue
-            if not isinstance(message, dict):  # no message either: a shell's profile prints lines of its own
+            if not isinstance(message, dict):  # not a message: a shell's profile may print lines of its own
                 continue
             self.ready = self.ready or "hello" in message
             for kind, value in message.items():

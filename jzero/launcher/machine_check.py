@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def ask(job: Job) -> dict[str, Any]:
-    """host -> its agent's hello, with the GPUs' topology if there are several, or {"error": why it does not answer}."""
+    """Return host -> its agent's hello, with the topology of several GPUs, or {"error": why it does not answer}."""
 
     async def one(host: str) -> Any:
         try:
@@ -62,7 +62,7 @@ async def ask(job: Job) -> dict[str, Any]:
 
 
 def weak_points(hello: Mapping[str, Any]) -> list[str]:
-    """Faults that a job can start with, but that slow or break it later."""
+    """List faults that let a job start but slow or break it later."""
     versions, gpus, found = hello["versions"], hello["gpus"], []
     plugins = {name: version for name, version in versions.items() if name.endswith("-plugin")}
     if gpus and not plugins:
@@ -76,7 +76,7 @@ def weak_points(hello: Mapping[str, Any]) -> list[str]:
 
 
 def check_jax_here() -> str:
-    """Print the devices that JAX finds on this machine; print and return what is wrong with them, "" if nothing."""
+    """Print the devices that JAX finds on this machine; print and return their fault, "" if there is none."""
     import jax
 
     if not hostfile.devices_here(os.environ) and "JAX_PLATFORMS" not in os.environ:

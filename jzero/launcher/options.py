@@ -23,7 +23,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """`jzero [options] script [the script's options]`: the launcher reads only the options before the script."""
+    """Make the parser of `jzero [options] script [the script's options]`, which reads the options before the script."""
     p = _Parser(
         prog="jzero",
         description="Start a script once per GPU, on one host or many, and stop all processes when one dies.",

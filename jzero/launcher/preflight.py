@@ -20,7 +20,7 @@ SAME = (  # versions that must be the same on all hosts
 
 
 def faults(hellos: Mapping[str, dict[str, Any]], wanted: Mapping[str, int]) -> dict[str, list[str]]:
-    """host -> its faults; hosts without a fault are left out.
+    """Return host -> its faults, without the hosts that have none.
 
     Args:
       hellos: host -> its agent's hello, or {"error": why it does not answer}.

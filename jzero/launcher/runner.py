@@ -1,7 +1,7 @@
 """Run a job: start an agent on every host, check the hosts, start the processes, and end all when one fails.
 
-The command and its agents send each other something every second. That is how each side notices within SILENCE seconds
-that the other, or the network between them, has gone; the agent then kills its processes.
+The command and its agents send each other a message every second. So each side notices within SILENCE seconds that the
+other side, or the network between them, has failed; the agent then kills its processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jzero.launcher.link import Link
 from jzero.launcher.printer import Printer
 
 SILENCE = 8.0  # seconds without a message from an agent after which its host counts as lost
-NOTICE = 20.0  # seconds after a rank has ended well until the command prints which still run
+NOTICE = 20.0  # seconds after a rank has succeeded until the command prints which ranks still run
 FAILURE_GRACE = 4.0  # seconds between SIGTERM and SIGKILL after a failure; after a signal --grace holds
 PAUSE = 15.0  # seconds until hosts with a fault are asked again
 
@@ -41,7 +41,7 @@ class Attempt:
         self.links: dict[str, Link] = {}
         self.use(job)
         self.steps: dict[int, tuple[int, int, str]] = {}  # rank -> steps finished, steps begun, process state
-        self.ended = self.started  # when a rank last ended well
+        self.ended = self.started  # when a rank last succeeded
         self.notice_printed = False  # the command has printed which ranks still run
         self.saved = 0  # ranks that saved after SIGTERM
         self.moved = time.monotonic()  # when a step last finished anywhere
@@ -120,7 +120,7 @@ class Attempt:
             hellos = {host: hellos[host] for host in well}
 
     async def check_hosts(self, hellos: Mapping[str, Any]) -> Faults:
-        """Return host -> faults; if there are none, the coordinator's address and port are set."""
+        """Return host -> faults; if there are none, set the coordinator's address and port."""
         o = self.job.options
         wanted = {host: len(ids) * (o.platform == "gpu") for host, ids in self.job.hosts.items()}
         found = preflight.faults(hellos, wanted)
@@ -237,7 +237,7 @@ class Attempt:
             link.tell(ping=True)
 
     def check_clocks(self) -> None:
-        """Send pings, and act on silence, hangs and deadlines."""
+        """Send pings; act on silence, hangs and deadlines."""
         now = time.monotonic()
         self.ping()
         for link in self.links.values():
@@ -282,7 +282,7 @@ class Attempt:
         self.moved = time.monotonic() + 3600  # report it once
 
     def age(self) -> float:
-        """Seconds since the start."""
+        """Return the seconds since the start."""
         return time.monotonic() - self.started
 
     # ------------------------------------------------------------------ after

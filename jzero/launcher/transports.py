@@ -23,7 +23,7 @@ BOOT = (
 
 
 def agent_command(job: Job, host: str) -> list[str]:
-    """The command that starts an agent on a host, by ssh unless it is this machine."""
+    """Return the command that starts an agent on a host, by ssh unless it is this machine."""
     o = job.options
     agent = [sys.executable, "-uP", "-c", BOOT, *job.argv]  # -P: json.py beside the script must not shadow Python's
     source = f". {shlex.quote(os.path.join(job.cwd, o.venv_script))} && " if o.venv_script else ""
@@ -36,7 +36,7 @@ def agent_command(job: Job, host: str) -> list[str]:
 
 
 def srun_command(job: Job) -> list[str]:
-    """Slurm starts the processes, ends all when one fails, and sets the variables of distributed/place.py."""
+    """Return the srun command. Slurm starts the processes, ends all when one fails, and sets place.py's variables."""
     per_host = _per_host(job)
     unnamed = list(job.hosts) == [f"node{n}" for n in range(len(job.hosts))]
     named = [] if unnamed and not job.options.hostfile else ["--nodelist", ",".join(job.hosts)]
@@ -48,7 +48,7 @@ def srun_command(job: Job) -> list[str]:
 
 
 def mpirun_command(job: Job) -> list[str]:
-    """Open MPI starts the processes and ends them all when one fails."""
+    """Return the mpirun command. Open MPI starts the processes and ends all when one fails."""
     hosts = ",".join(f"{host}:{len(job.of(host))}" for host in job.hosts)
     exported = [
         word for name in handover_env(job) for word in ("-x", name)
@@ -58,7 +58,7 @@ def mpirun_command(job: Job) -> list[str]:
 
 
 def handover_env(job: Job) -> dict[str, str]:
-    """The variables for srun or mpirun itself, without those that they set for each process."""
+    """Return the variables for srun or mpirun itself, without the ones it sets for each process."""
     env = {name: value for name, value in job.processes[0].env.items() if name not in environment.OWN}
     given = {"MASTER_ADDR": job.options.master_addr, "MASTER_PORT": str(job.options.master_port or "")}
     if job.options.launcher == "openmpi":  # under Slurm each process finds the first host itself
@@ -71,7 +71,7 @@ def kubectl_command(job: Job) -> list[str]:
 
 
 def jobset(job: Job) -> dict[str, Any]:
-    """The JobSet (jobset.sigs.k8s.io) of a job: one pod per host, where `jzero --no_ssh` starts the host's processes.
+    """Make the JobSet (jobset.sigs.k8s.io) of a job: one pod per host, in which `jzero --no_ssh` starts the processes.
 
     `--launcher_args` has the form "image=IMAGE [name=NAME] [namespace=NAMESPACE]".
     """
@@ -144,7 +144,7 @@ HANDOVERS: dict[str, Callable[[Job], list[str]]] = {
 
 
 def commands(job: Job) -> list[list[str]]:
-    """The commands that this machine runs to start the job."""
+    """Return the commands that this machine runs to start the job."""
     handover = HANDOVERS.get(job.options.launcher)
     if handover:
         return [handover(job)]
@@ -153,7 +153,7 @@ def commands(job: Job) -> list[list[str]]:
 
 
 def dry_run(job: Job) -> str:
-    """The plan and its commands as JSON, with each list of scalars on one line."""
+    """Format the plan and its commands as JSON, with each list of scalars on one line."""
     plan = job.as_json(commands(job))
     if job.options.launcher == "k8s":
         plan["manifest"] = jobset(job)

@@ -158,7 +158,7 @@ class Ledger:
         )
 
     def __repr__(self) -> str:
-        """A plain table; rows that differ only in op_name share a line that starts with their number."""
+        """Format a plain table; rows that differ only in op_name share a line that starts with their number."""
         lines = [["n", "kind", "dtype", "operands", "MiB", "axes", "group", "loops", "branch", "MiB/run"]]
         for row, n in Counter(replace(row, op_name="") for row in self).items():
             axes = "?" if row.axes is None else ",".join(row.axes) or "-"
@@ -238,7 +238,7 @@ class _Module:
         self._rows: dict[str, tuple[Collective, ...]] = {}
 
     def rows(self, computation: str = "") -> tuple[Collective, ...]:
-        """The collectives that ``computation`` (default: the entry) executes, with the loops inside it.
+        """Return the collectives that ``computation`` (default: the entry) executes, with the loops inside it.
 
         Cached by computation, because several instructions may call the same one.
         """
@@ -278,7 +278,7 @@ class _Module:
                 yield from self.rows(name)
 
     def _collective(self, kind: str, text: str, scope: dict[str, str]) -> list[Collective]:
-        """The rows of one collective, one per dtype; ``text`` starts after the opening parenthesis of its operands."""
+        """Make the rows of one collective, one per dtype; ``text`` starts after the parenthesis of its operands."""
         arguments, attributes = text.split(")", 1)
         names = re.findall(r"%([\w.\-]+)", arguments)
         shapes = [shape for name in names for shape in _shapes(scope[name])]
@@ -301,7 +301,7 @@ class _Module:
 
 
 def _shapes(instruction: str) -> list[tuple[str, int]]:
-    """(dtype, bytes) of each array in the type at the start of an instruction's text, without tokens."""
+    """Return (dtype, bytes) of each array in the type at the start of an instruction's text, without tokens."""
     opcode = re.search(r" [a-z][a-z0-9\-]*\(", instruction)
     found = re.findall(r"([a-z]\w*)\[([\d,<=]*)\]", instruction[: opcode.start() if opcode else None])
     sizes = [(dtype, [int(d.lstrip("<=")) for d in dims.split(",") if d]) for dtype, dims in found if dtype in _BITS]
@@ -312,7 +312,7 @@ def _shapes(instruction: str) -> list[tuple[str, int]]:
 def _group_axes(
     text: str, pairs: bool, devices: int, mesh_shape: tuple[tuple[str, int], ...] | None
 ) -> tuple[tuple[str, ...] | None, int]:
-    """(mesh axes that vary inside a group, devices per group) of replica groups or source-target pairs."""
+    """Return (mesh axes that vary inside a group, devices per group) of replica groups or source-target pairs."""
     groups = [np.array(group) for group in _groups(text, devices)]
     group_size = _longest_chain(groups) if pairs else max(map(len, groups))
     if mesh_shape is None:
@@ -366,10 +366,10 @@ def _ints(text: str) -> list[int]:
 
 
 def _longest_chain(pairs: list[np.ndarray]) -> int:
-    """The size of the largest set of devices that the pairs connect."""
+    """Return the size of the largest set of devices that the pairs connect."""
     member: dict[int, set[int]] = {}
     for pair in pairs:
         source, target = map(int, pair)
         joined = member.get(source, {source}) | member.get(target, {target})
-        member |= dict.fromkeys(joined, joined)
+        member |= dict.fromkeys(joined, joined)  # every device of a connected set maps to the whole set
     return max((len(group) for group in member.values()), default=1)

@@ -57,7 +57,7 @@ class StateBytes:
 
 
 def bytes_per_device(shapes: PyTree, specs: PyTree, mesh: Mesh) -> int:
-    """Bytes per device of a tree of shapes that is sharded by a tree of PartitionSpecs."""
+    """Compute the bytes per device of a tree of shapes that is sharded by a tree of PartitionSpecs."""
     leaves = jax.tree.leaves(shapes)
     flat = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
     return sum(_local_size(x.shape, spec, mesh) * x.dtype.itemsize for x, spec in zip(leaves, flat, strict=True))
@@ -72,14 +72,14 @@ def _local_size(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> int:
 
 
 def gradient_dtype(stage: Rule, precision: Precision, summed: bool) -> np.dtype:
-    """The dtype of the gradients that the update reads: of their sum, or of the only micro-batch."""
+    """Return the dtype of the gradients that the update reads: of their sum, or of the only micro-batch."""
     if summed:
         return jnp.dtype(precision.accum)
     return jnp.dtype(precision.reduce if stage.scatter == "micro_batch" else precision.compute)
 
 
 def sums_gradients(step: TrainStep) -> bool:
-    """Whether gradients are summed before the update: in a pipeline always, else with several micro-batches."""
+    """Return whether gradients are summed before the update: always in a pipeline, else with several micro-batches."""
     return step.setup.passes.facts.always_sums or step.batch_sizes.accum > 1
 
 
@@ -89,7 +89,7 @@ def state_bytes(step: TrainStep) -> StateBytes:
     stage, pipe = step.setup.rule if group > 1 else RULES[0], step.mesh.shape[PIPE]
 
     def inside(rule: Rule, x: jax.ShapeDtypeStruct, trainable: bool, parts: int) -> tuple[float, float]:
-        """(bytes of a leaf's compute copy, bytes of its gradient) under a rule, for 1/`parts` of the leaf."""
+        """Return (bytes of a leaf's compute copy, bytes of its gradient) under a rule, for 1/`parts` of the leaf."""
         compute = jnp.dtype(step.precision.compute if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
         copied = trainable and (rule.gather == "step" or compute != x.dtype)  # a frozen parameter is there once
         gradient = gradient_dtype(rule, step.precision, sums_gradients(step))

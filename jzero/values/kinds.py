@@ -64,7 +64,7 @@ def number(
     none: bool = False,
     or_: float | None = None,
 ) -> Kind:
-    """The kind of a finite number within bounds.
+    """Make the kind of a finite number within bounds.
 
     Args:
       least, above, below, most: the bounds; `above` and `below` exclude the bound itself.
@@ -120,7 +120,7 @@ def closest(name: object, choices: Iterable[str], cutoff: float = 0.6) -> str | 
 
 
 def one_of(choices: Collection[str], spellings: Mapping[str, str] | None = None, *, none: Any = ...) -> Kind:
-    """The kind of one of `choices`, in any letter case.
+    """Make the kind of one of `choices`, in any letter case.
 
     Args:
       choices: the allowed words.
@@ -143,7 +143,7 @@ def one_of(choices: Collection[str], spellings: Mapping[str, str] | None = None,
 
 
 def instance(allowed: str, *types: type) -> Kind:
-    """The kind of a value of one of the Python types, kept unchanged."""
+    """Make the kind of a value of one of the Python types, kept unchanged."""
 
     def parse(value: Any) -> Any:
         if not isinstance(value, types):

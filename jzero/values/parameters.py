@@ -22,7 +22,7 @@ REQUIRED: Any = object()
 
 
 def only(value: Any, why: str) -> Param:
-    """A parameter that allows its default alone; `why` explains the error for any other value."""
+    """Make a parameter that allows its default alone; `why` explains the error for any other value."""
 
     def parse(given: Any) -> Any:
         if given != value:
@@ -95,8 +95,8 @@ _NUMBER = Kind("a number", _same_number)
 def signature_params(function: Callable[..., Any]) -> dict[str, Param]:
     """Make a table of a Python function's parameters; the kind follows from the default.
 
-    optax documents types in prose only, so a parameter that has no number or flag as its default takes any value and
-    optax itself refuses it.
+    optax documents types in prose only, so a parameter whose default is neither a number nor a flag accepts any value
+    here, and optax itself rejects bad ones.
     """
 
     def param(default: Any) -> Param:

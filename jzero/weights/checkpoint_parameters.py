@@ -60,7 +60,7 @@ class CheckpointParameters:
 
         The boxes are the stored chunks, because reading half a chunk decodes all of it. The checksum is accumulated on
         the way, since the leaf is never in memory as a whole; it is known, and compared, after the last chunk. A caller
-        must not publish what it made of the values before the iteration ends.
+        must not publish results computed from the values before the iteration ends.
 
         Raises:
           ConfigError: a damaged chunk, or (at the end) a wrong checksum.

@@ -98,7 +98,7 @@ def parse_size(size: str | int) -> int:
 
 
 def shards(some: Iterable[Tensor], limit: int) -> dict[str, list[Tensor]]:
-    """Divide tensors into files of at most `limit` bytes, in order; the names are those that transformers uses."""
+    """Divide tensors into files of at most `limit` bytes, in order; the files are named as by transformers."""
     groups: list[list[Tensor]] = [[]]
     room = limit
     for tensor in some:
@@ -113,13 +113,13 @@ def shards(some: Iterable[Tensor], limit: int) -> dict[str, list[Tensor]]:
 
 
 def index(files: dict[str, list[Tensor]]) -> dict[str, Any]:
-    """The contents of model.safetensors.index.json."""
+    """Return the contents of model.safetensors.index.json."""
     where = {tensor.name: name for name, some in files.items() for tensor in some}
     return {"metadata": {"total_size": sum(t.nbytes for some in files.values() for t in some)}, "weight_map": where}
 
 
 def config_json(table: dict[str, Any], files: dict[str, list[Tensor]]) -> dict[str, Any]:
-    """The contents of config.json: the table's config and the dtype, under the key that transformers 4 and 5 read."""
+    """Return the contents of config.json: the table's config, and the dtype under the key of transformers 4 and 5."""
     dtype = next(iter(files.values()))[0].dtype
     return {**table["config"], "torch_dtype": dtype.name}
 

@@ -103,7 +103,7 @@ def _find(path: Path, leaves: Mapping[str, ShapeDtype], table: dict | None) -> d
 
 
 def _files(path: Path) -> list[Path]:
-    """The safetensors files of `path`, chosen in the order that transformers uses."""
+    """List the safetensors files of `path`, chosen in the order that transformers uses."""
     if path.is_file() and path.suffix == ".safetensors":
         return [path]
     if not path.is_dir():
@@ -126,7 +126,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _config_differences(directory: Path, table: dict | None) -> list[str]:
-    """The entries of a config.json beside the files that contradict the model."""
+    """List the entries of a config.json beside the files that contradict the model."""
     if table is None or not (directory / "config.json").is_file():
         return []
     try:
@@ -149,7 +149,7 @@ def _flattened(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _misfits(where: Mapping[str, File], wanted: list[Tensor]) -> list[str]:
-    """The tensors that are missing, extra, of another shape, or of a dtype that is not cast (only wide floats are)."""
+    """List tensors that are missing, extra, of another shape, or of a dtype that is not cast (only wide floats are)."""
     expected = {t.name: t for t in wanted}
     found = {name: file.entries[name] for name, file in where.items()}
     problems = differences({n: shape for n, (_, shape, _) in found.items()}, {n: t.shape for n, t in expected.items()})

@@ -67,7 +67,7 @@ class Tensor:
     transposed: bool = False
 
     def overlap(self, box: Box) -> tuple[Box, tuple] | None:
-        """Intersect the tensor with a box of its leaf; None if they do not meet.
+        """Intersect the tensor with a box of its leaf; None if they do not overlap.
 
         Returns:
           (box of the tensor, index into an array of the box's values); that array, indexed and `oriented`, has the
@@ -89,7 +89,7 @@ class Tensor:
         return tuple(own[::-1] if self.transposed else own), (*inner, *local, ...)
 
     def oriented(self, values: np.ndarray) -> np.ndarray:
-        """A view of part of the leaf in the tensor's orientation."""
+        """Return a view of part of the leaf in the tensor's orientation."""
         return values.T if self.transposed else values
 
     @property
@@ -107,7 +107,7 @@ def assign(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def dotted(name: str) -> str:
-    """The name of a leaf in checkpoints and files: `stack/mlp/down/kernel` -> `stack.mlp.down.kernel`."""
+    """Return the name of a leaf in checkpoints and files: `stack/mlp/down/kernel` -> `stack.mlp.down.kernel`."""
     return name.replace("/", ".") or "params"
 
 

@@ -60,6 +60,6 @@ class TensorWriter:
 
 
 def unwritable(path: str | os.PathLike, error: OSError) -> ConfigError:
-    """The ConfigError for an OSError while writing `path`."""
+    """Make the ConfigError for an OSError while writing `path`."""
     full = " (the disk is full)" if error.errno == errno.ENOSPC else ""
     return ConfigError(f"{path} cannot be written: {error.strerror or error}{full}")
