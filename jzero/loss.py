@@ -58,7 +58,8 @@ def counter(model: Model, params: PyTree, part: PyTree, key: Any) -> Counter | f
       params, part, key: the whole weights, one micro-batch, its key; only their shapes are used.
 
     Returns:
-      (micro-batch, key) -> count; 1.0 if the loss is a mean; None if the count depends on the parameters.
+      (micro-batch, key) -> count; 1.0 if the loss is a mean; None if the count depends on the parameters, or if
+      the loss cannot be traced as a whole.
     """
     is_mean = False
 
@@ -68,7 +69,12 @@ def counter(model: Model, params: PyTree, part: PyTree, key: Any) -> Counter | f
         is_mean = not isinstance(loss, tuple)
         return sum_and_count(loss)[1]
 
-    traced = jax.make_jaxpr(count)(params, part, key)
+    try:
+        traced = jax.make_jaxpr(count)(params, part, key)
+    except Exception:
+        # The plain loss scans the stack, so a block that changes its dtype fails here. The passes may run it unrolled,
+        # or have the better error.
+        return None
     if is_mean:
         return 1.0
     run, used = needed_part(traced)
