@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jzero.jaxpr import Literal, Program, inlined
+from jzero.pipeline.jaxpr import Equations, Literal, inlined
 from jzero.tree import PyTree, combine, partition
 
 Arrays = list[jax.Array]
@@ -47,7 +47,7 @@ class Chunk:
             return combine(y, others), residuals
 
         traced, (y, residuals) = jax.make_jaxpr(forward, return_shape=True)(weights, x, context)
-        self.program, self.y_tree = Program(traced), jax.tree.structure(y)
+        self.program, self.y_tree = Equations(traced), jax.tree.structure(y)
         self.n_y, start = len(jax.tree.leaves(y)), len(jax.tree.leaves(weights))
         stop = start + len(jax.tree.leaves(x))
         self.known = self.program.inputs[:start] + self.program.inputs[stop:]
@@ -93,7 +93,7 @@ class Chunk:
 
         traced, (dw, dx) = jax.make_jaxpr(backward, return_shape=True)(residuals, dy)
         flat = jax.make_jaxpr(lambda *values: inlined(traced, values))(*jax.tree.leaves((residuals, dy)))
-        self.back, (self.dw_tree, self.dx_tree) = Program(flat), (jax.tree.structure(dw), jax.tree.structure(dx))
+        self.back, (self.dw_tree, self.dx_tree) = Equations(flat), (jax.tree.structure(dw), jax.tree.structure(dx))
         n = len(jax.tree.leaves(dw))
         self.dw, self.dx = self.back.outputs[:n], self.back.outputs[n:]
         now = {v for eqn in self.back.needed(self.dx, given=self.back.inputs) for v in eqn.outvars}

@@ -37,7 +37,7 @@ def sample(cases, levels=lambda case: case, strength=2):
 
 
 def keep(cases, chosen):
-    """Mark as slow all cases but the chosen ones, each of which must be a case."""
+    """Mark all cases but the chosen ones as slow; every chosen one must be a case."""
     cases, chosen = list(cases), list(chosen)
     unknown = [case for case in chosen if case not in cases]
     assert not unknown, unknown

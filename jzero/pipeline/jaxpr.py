@@ -7,13 +7,13 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal
 
-__all__ = ["Literal", "Program", "inlined"]
+__all__ = ["Equations", "Literal", "inlined"]
 
 _CALLS = ("jit", "closed_call", "remat2")  # the primitives that `inlined` inlines
 
 
-class Program:
-    """A jaxpr as a list of equations, any subset of which can be run."""
+class Equations:
+    """The equations of a jaxpr; any subset of them can run."""
 
     def __init__(self, closed: ClosedJaxpr):
         self.eqns, self.inputs, self.outputs = closed.jaxpr.eqns, list(closed.jaxpr.invars), list(closed.jaxpr.outvars)
@@ -56,7 +56,7 @@ class Program:
 
 def inlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
     """Run a jaxpr with its calls (jit, checkpoint) inlined: a new trace then contains their equations one by one."""
-    program = Program(closed)
+    program = Equations(closed)
 
     def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
         if eqn.primitive.name not in _CALLS:
