@@ -40,7 +40,7 @@ def export(
       directory: the directory that was given to `save_checkpoint`.
       out: a new or empty directory.
       tag: of the checkpoint; default: the last.
-      dtype: "float32", "bfloat16" or "float16"; default: as stored.
+      dtype: "float32", "bfloat16" or "float16"; default: the widest that a stored parameter has.
       max_shard_size: maximum size of a file; a single larger tensor still gets a file.
 
     Returns:

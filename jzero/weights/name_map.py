@@ -24,6 +24,7 @@ tensor that it contains. Neither direction ever needs a whole leaf or tensor in 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -182,8 +183,12 @@ class _Row(NamedTuple):
 
 
 def with_dtype(some: Iterable[Tensor], dtype: np.dtype | None) -> list[Tensor]:
-    """Replace the dtype of floating-point tensors; None keeps all dtypes."""
-    return [
-        dataclasses.replace(t, dtype=dtype) if dtype is not None and jnp.issubdtype(t.dtype, jnp.floating) else t
-        for t in some
-    ]
+    """Give all floating-point tensors one dtype; None: the widest that they have.
+
+    A Hugging Face config.json has one dtype for all of a model's tensors, but frozen parameters are stored in the
+    compute dtype and trained ones in that of the masters.
+    """
+    some = list(some)
+    floats = [t.dtype for t in some if jnp.issubdtype(t.dtype, jnp.floating)]
+    one: Any = dtype if dtype is not None or not floats else functools.reduce(jnp.promote_types, floats)
+    return [dataclasses.replace(t, dtype=one) if jnp.issubdtype(t.dtype, jnp.floating) else t for t in some]

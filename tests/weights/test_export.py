@@ -48,6 +48,19 @@ def test_transformers_computes_the_same_logits(tmp_path, shape, stage, capsys):
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
 
 
+def test_frozen_parameters_get_the_dtype_of_the_others(tmp_path):
+    more = {"bf16": {"enabled": True}, "frozen_parameters": ["embed", "attention"]}
+    made = engine(more=more)
+    stored = {str(leaf.dtype) for leaf in jax.tree.leaves(made.state.params)}
+    assert stored == {"float32", "bfloat16"}
+    made.save_checkpoint(tmp_path / "ckpt").wait()
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out")]) == 0
+    there, torch_model = torch_logits(tmp_path / "out")
+    np.testing.assert_allclose(there, logits(model(), made.state.params), atol=1e-5, rtol=0)
+    assert {str(p.dtype) for p in torch_model.parameters()} == {"torch.float32"}
+    assert {str(x.dtype) for x in load_file(tmp_path / "out" / "model.safetensors").values()} == {"float32"}
+
+
 def test_shards(tmp_path, saved):
     path, made = saved
     assert main(["export", str(path), str(tmp_path / "out"), "--max_shard_size", "20KB"]) == 0
