@@ -233,6 +233,16 @@ def test_constants_of_a_stack(pipe):
     np.testing.assert_allclose(losses, plain_nnx(TableStack, {**start["ends"], "stack": start["stack"]}), rtol=1e-6)
 
 
+def test_a_modules_methods_still_see_its_stack():
+    class Net(TableStack):
+        def report_notes(self, dtype):
+            return [f"{sum(x.size for x in jax.tree.leaves(nnx.state(self.stack, nnx.Param)))} in the stack"]
+
+    model = jzero.from_flax(Net)
+    stack = jax.eval_shape(model.init, jax.random.key(0))["stack"]
+    assert model.report_notes("float32") == [f"{sum(x.size for x in jax.tree.leaves(stack))} in the stack"]
+
+
 def test_constants_that_differ_between_the_layers_of_a_stack_are_refused():
     class Layer(nnx.Module):
         def __init__(self, rngs):

@@ -188,9 +188,10 @@ class NNXStackModel:
         constants = constants_of(build)
         self.whole, self.layer = Apply(abstract, constants), Apply(abstract.stack, constants, STACK)
         take_methods(self, abstract)
-        self.vocabulary = dict(getattr(abstract, "vocabulary", {}))
+        stack = abstract.stack
         del abstract.stack
         self.ends = Apply(abstract, constants)
+        abstract.stack = stack  # for the methods taken above, which belong to this object
 
     def __repr__(self) -> str:
         return f"from_flax({self.name})"
