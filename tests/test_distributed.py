@@ -26,6 +26,7 @@ PLACES = {
     "jzero under srun": (SLURM | RUN | {"LOCAL_SIZE": "4"}, Place(3, 8, 1, 4, "a:1234")),
     "torchrun": (RUN | {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}, Place(3, 8, 1, 2, "a:1235")),
     "by hand": ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, Place(1, 2, 0, 1, "a:29500")),
+    "a batch script of Slurm": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, Place()),
     "by hand, one": ({"RANK": "0", "WORLD_SIZE": "1"}, Place(0, 1, 0, 1, ":29500")),
     "six": (RUN | {"MASTER_ADDR": "fe80::1"}, Place(3, 8, 1, 1, "fe80::1:1234")),
     "srun": (SLURM, Place(5, 8, 1, 4, f"gpu07:{49152 + 100000 % 16384}")),
@@ -61,6 +62,8 @@ def test_slurm_port_is_a_port(job):
     ("env", "parts"),
     [
         ({"WORLD_SIZE": "2", "MASTER_ADDR": "a"}, ["WORLD_SIZE = 2 and RANK is not set"]),
+        ({"RANK": "1", "MASTER_ADDR": "a"}, ["RANK = 1 and WORLD_SIZE is not set"]),
+        ({"SLURM_PROCID": "1"}, ["SLURM_PROCID = 1 and SLURM_STEP_NUM_TASKS is not set"]),
         (RUN | {"WORLD_SIZE": ""}, ["WORLD_SIZE = ''"]),
         (RUN | {"RANK": "-1"}, ["RANK = '-1'"]),
         (RUN | {"LOCAL_RANK": "x"}, ["LOCAL_RANK = 'x'"]),

@@ -38,7 +38,7 @@ def find_place(env: Mapping[str, str]) -> Place:
     """Read the table above.
 
     Raises:
-      ConfigError: the environment sets only part of a row, or a value that is not a number.
+      ConfigError: a rank without the number of processes, or the reverse; a value that is not a number.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
         port = _number(env, "MASTER_PORT", DEFAULT_PORT)
@@ -60,9 +60,8 @@ def find_place(env: Mapping[str, str]) -> Place:
             _number(env, "OMPI_COMM_WORLD_RANK"), _number(env, "OMPI_COMM_WORLD_SIZE"),
             _number(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0), _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", 1),
         )  # fmt: skip
-    elif _number(env, "WORLD_SIZE", 1) > 1:
-        raise ConfigError(f"WORLD_SIZE = {env['WORLD_SIZE']} and RANK is not set: set both, or start this with jzero")
     else:
+        _check_no_part(env)
         return Place()
     address = env.get("MASTER_ADDR") or next(iter(slurm_hosts(env.get("SLURM_STEP_NODELIST", ""))), "")
     if place.size > 1 and not address:
@@ -70,6 +69,14 @@ def find_place(env: Mapping[str, str]) -> Place:
     if not 0 <= place.rank < place.size:
         raise ConfigError(f"rank = {place.rank} of {place.size} processes: ranks are 0 to {place.size - 1}")
     return place._replace(coordinator=f"{address}:{port}")
+
+
+def _check_no_part(env: Mapping[str, str]) -> None:
+    """Raise a ConfigError if the environment names a rank without the number of processes, or the reverse."""
+    for one, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
+        # A job of one process is whole without the other variable; a batch script of Slurm's is its process 0.
+        if one in env and _number(env, one) > (one == "WORLD_SIZE"):
+            raise ConfigError(f"{one} = {env[one]} and {other} is not set: set both, or start this with jzero")
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
