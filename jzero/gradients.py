@@ -21,7 +21,7 @@ from jzero.precision import Precision, cast
 from jzero.remat import Remat, checkpointed
 from jzero.sharding import stack_length
 from jzero.stack import StackView, fetch, run_stack, scanned, unrolled, unrolls
-from jzero.tree import PyTree
+from jzero.tree import PyTree, leading_dim
 
 
 class Result(NamedTuple):
@@ -42,7 +42,7 @@ class Facts:
       by_layer: whether ZeRO-3 gathers one layer at a time.
       always_sums: whether even a single micro-batch's gradient goes into a sum.
       layers_per_checkpoint: layers in one activation checkpoint.
-      pipeline: the line of the report about the pipeline.
+      pipeline: (micro-batches in a step) -> the line of the report about the pipeline.
       fallback: the pipeline's avoidable extra cost, and its cause.
     """
 
@@ -52,7 +52,7 @@ class Facts:
     by_layer: bool = False
     always_sums: bool = False
     layers_per_checkpoint: int = 1
-    pipeline: str = ""
+    pipeline: Callable[[int], str] | None = None
     fallback: str = ""
 
 
@@ -164,7 +164,7 @@ class ManualRegion:
 
     def total_count(self, diff: PyTree, nondiff: PyTree, batch: PyTree, key: jax.Array) -> jax.Array | float:
         """Sum the counts of all micro-batches and replicas, before any gradient is computed."""
-        accum = jax.tree.leaves(batch)[0].shape[0]
+        accum = leading_dim(batch)
         count = counter(self.model, self.weights, jax.tree.map(lambda x: x[0], batch), key)
         if isinstance(count, float):
             return count * accum * replicas(self.mesh)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jzero.tree import PyTree
+from jzero.tree import PyTree, leading_dim
 
 
 def split(batch: PyTree, micro: int) -> PyTree:
@@ -31,7 +31,7 @@ def accumulate(gradient: Callable[[Any, PyTree], tuple[PyTree, Any]], batch: PyT
       like: a tree with the shapes of the gradients.
       dtype: of the sum. A single micro-batch is not summed and keeps its own dtype.
     """
-    accum = jax.tree.leaves(batch)[0].shape[0]
+    accum = leading_dim(batch)
     if accum == 1:
         gradients, aux = gradient(0, jax.tree.map(lambda x: x[0], batch))
         return gradients, jax.tree.map(lambda x: x[None], aux)

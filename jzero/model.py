@@ -40,6 +40,7 @@ import jax
 import jax.numpy as jnp
 
 from jzero.errors import ConfigError
+from jzero.tree import leading_dim
 
 ENDS, STACK = "ends", "stack"
 
@@ -78,14 +79,14 @@ def fold(rng: jax.Array | None, index: int | jax.Array) -> jax.Array | None:
 def stack_loss(model: StackModel, params: Any, batch: Any, rng: jax.Array | None) -> Any:
     """Compute the loss of a model with a stack directly: prefix, then every block, then suffix."""
     x = model.prefix(params[ENDS], batch, fold(rng, 0))
-    length = jax.tree.leaves(params[STACK])[0].shape[0]
+    layers = leading_dim(params[STACK])
 
     def layer(x: Any, item: Any) -> tuple[Any, None]:
         index, weights = item
         return model.block(weights, x, fold(rng, index + 1)), None
 
-    x, _ = jax.lax.scan(layer, x, (jnp.arange(length), params[STACK]))
-    return model.suffix(params[ENDS], x, batch, fold(rng, length + 1))
+    x, _ = jax.lax.scan(layer, x, (jnp.arange(layers), params[STACK]))
+    return model.suffix(params[ENDS], x, batch, fold(rng, layers + 1))
 
 
 def weights_layout(model: Any) -> dict[str, Any] | None:

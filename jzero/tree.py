@@ -18,6 +18,11 @@ def path_name(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def leading_dim(tree: PyTree) -> int:
+    """Return the leading dimension that all arrays of a batch or a layer stack share."""
+    return jax.tree.leaves(tree)[0].shape[0]
+
+
 def named(tree: PyTree) -> dict[str, Any]:
     """Map the name of every leaf to the leaf, in the tree's order.
 

@@ -58,9 +58,12 @@ def test_compilations_are_seen():
 @pytest.mark.parametrize(
     ("degrees", "parts"),
     [
-        ({"zero": 3}, ["mesh.zero = 3", "the 8 devices", "mesh.zero = 8"]),
-        ({"data": 3}, ["mesh.data = 3", "the 8 devices", "mesh.data = 1, 2, 4 or 8"]),
-        ({"data": 4, "zero": 4}, ["mesh.data", "mesh.zero", "= 16", "the 8 devices", "mesh.data = 2", "mesh.zero = 2"]),
+        ({"zero": 3}, ["mesh.zero = 3", "the number of devices, 8", "mesh.zero = 8"]),
+        ({"data": 3}, ["mesh.data = 3", "the number of devices, 8", "mesh.data = 1, 2, 4 or 8"]),
+        (
+            {"data": 4, "zero": 4},
+            ["mesh.data", "mesh.zero", "= 16", "the number of devices, 8", "mesh.data = 2", "mesh.zero = 2"],
+        ),
         ({"zero": 0}, ["mesh.zero = 0", "-1 or a positive integer"]),
         ({"zero": "4"}, ['mesh.zero = "4"', "positive integer", "without quotes"]),
         ({"zero": 2.5}, ["mesh.zero = 2.5", "positive integer"]),
@@ -79,7 +82,7 @@ def test_mesh_from_a_config_and_from_degrees():
     refused(
         lambda: jzero.make_mesh({"zero_optimization": {"stage": 3, "mics_shard_size": 3}}),
         "mics_shard_size = 3",
-        "the 8 devices",
+        "the number of devices, 8",
         "1, 2, 4 or 8",
     )
 
@@ -153,6 +156,7 @@ def test_engine_and_loader():
     refused(lambda: engine.train_batch(half), "(8, 784)", "must be 16", "accumulation 2")
     refused(lambda: engine.train_batch(iter([half])), "after 1 of 2 micro-batches", "RepeatingLoader")
     refused(lambda: engine.train_batch(), "no batch", "training_data")
+    refused(lambda: engine.train_batch(half, data_iter=iter([half])), "a batch and a data_iter")
     refused(lambda: engine((IMAGES, LABELS)), "(16, 784)", "must be 8")
     refused(engine.step, "without a backward()")
     refused(lambda: engine.backward(0.5), "0.5", "engine(micro_batch)")

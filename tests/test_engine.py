@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jzero
+from jzero.engine.run_report import report
 from jzero.model import stack_loss
 
 FAST = {"xla_backend_optimization_level": 0}  # compiling is what these tests spend their time on
@@ -301,6 +302,15 @@ def test_steps_per_print(capsys):
     assert lines[0].startswith(second)
     assert lines[0].endswith(" samples/s")
     assert lines[1].startswith("step 4: loss ")
+
+
+def test_the_report_follows_set_train_batch_size():
+    pipe = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4, "mesh": {"pipe": 2},
+              "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}  # fmt: skip
+    e = jzero.initialize(model=Net(), config=pipe)[0]
+    assert "for 4 micro-batches" in report(e.step_fn)
+    e.set_train_batch_size(32)
+    assert "for 8 micro-batches" in report(e.step_fn)
 
 
 def test_set_train_batch_size():

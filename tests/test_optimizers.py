@@ -417,8 +417,8 @@ def test_choose_optimizer():
     assert choose_optimizer(own, None, None, stacked=None) is own
     made = choose_optimizer(lambda rate: optax.sgd(rate), None, schedule(), stacked=None)
     assert float(made.update(jnp.ones(1), made.init(jnp.ones(1)))[0][0]) == pytest.approx(-0.01)
-    built = choose_optimizer(None, config("SGD", {"lr": 0.5}), None, stacked=None)
-    assert float(built.update(jnp.ones(1), built.init(jnp.ones(1)), jnp.ones(1))[0][0]) == -0.5
+    built = choose_optimizer(None, config("SGD", {"lr": 0.5}), schedule(), stacked=None)
+    assert float(built.update(jnp.ones(1), built.init(jnp.ones(1)), jnp.ones(1))[0][0]) == pytest.approx(-0.01)
     for optimizer, words in ((None, "none given"), ("adam", "'adam' is neither"), (lambda rate: rate, "returned")):
         with pytest.raises(ConfigError, match=words):
             choose_optimizer(optimizer, None, schedule(), stacked=None)

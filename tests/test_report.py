@@ -121,17 +121,17 @@ def test_both_parts_of_the_model_state(stage):
 
     assert is_close(table["masters, float32"][0], found.masters)
     assert is_close(table["optimizer state"][0], found.optimizer)
-    assert is_close(table["= between steps"][0], found.persistent)
+    assert is_close(table["total between steps"][0], found.persistent)
     assert is_close(table["parameters, bfloat16"][0], found.parameters)
     assert is_close(table["gradients, float32"][0], found.gradients)
-    assert is_close(table["= model state"][0], found.total)
-    formula = re.fullmatch(r"ZeRO formula, every leaf partitioned: (.*)", table["= model state"][1])
+    assert is_close(table["total inside the step"][0], found.total)
+    formula = re.fullmatch(r"ZeRO formula, every leaf partitioned: (.*)", table["total inside the step"][1])
     assert is_close(formula[1], found.formula)
 
 
 def test_fp32_parameters_are_the_masters():
     table = rows(report_of(llama(), bf16=None, zero_optimization={"stage": 0})[1], "Model state per device")
-    assert table["parameters, float32"] == ["0 B", "the masters"]
+    assert table["parameters, float32"] == ["0 B", "equal to the masters"]
 
 
 def test_effective_defaults():

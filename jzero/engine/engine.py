@@ -81,6 +81,8 @@ class Engine:
           data_iter: DeepSpeed's name for such an iterator.
         """
         self._accumulation.check_empty("train_batch")
+        if batch is not None and data_iter is not None:
+            raise ConfigError("train_batch() has a batch and a data_iter: pass one of them")
         batch = data_iter if batch is None else batch
         source = self._batches if batch is None else batch
         if source is None:

@@ -15,7 +15,7 @@ from jzero import optimizers
 from jzero.errors import some_of
 from jzero.mesh import AXES, PIPE, ZERO
 from jzero.planner.state_bytes import gradient_dtype, state_bytes, sums_gradients
-from jzero.zero import ParamLayout, Rule
+from jzero.zero import ParamLayout
 
 WIDTH = 100
 MAX_ROWS = 12  # of the layout table
@@ -73,7 +73,7 @@ def _size(n_bytes: float) -> str:
 
 
 def _head(step: Any) -> list[str]:
-    devices, b, precision = step.mesh.devices, step.batch_sizes, step.precision
+    devices, b, precision, facts = step.mesh.devices, step.batch_sizes, step.precision, step.setup.passes.facts
     kind = getattr(devices.flat[0], "device_kind", devices.flat[0].platform)
     degrees = " x ".join(f"{axis} {step.mesh.shape[axis]}" for axis in AXES)
     inferred = f" ({b.inferred.replace(', ', ' and ')}: inferred)" if b.inferred else ""
@@ -81,18 +81,21 @@ def _head(step: Any) -> list[str]:
         "model": repr(step.model),
         "mesh": f"{devices.size} x {kind} = {degrees}",
         "batch": f"{b.train} = {b.micro} per device x {b.accum} accumulation x {step.replicas} replicas{inferred}",
-        **({"pipeline": step.setup.passes.facts.pipeline} if step.mesh.shape[PIPE] > 1 else {}),
-        "ZeRO": _stage(step.config.zero_optimization.stage, step.setup.rule, step.setup.passes.facts.by_layer),
+        **({"pipeline": facts.pipeline(b.accum)} if facts.pipeline else {}),
+        "ZeRO": _zero(step),
         "precision": f"{step.config.precision}: masters {precision.master}, gradients reduced in {precision.reduce} "
         f"and accumulated in {precision.accum}",
     }
     return [part for name, text in rows.items() for part in _wrap(text, f"  {name:<9}  ", " " * 13)]
 
 
-def _stage(stage: int, row: Rule, layer_by_layer: bool) -> str:
-    layer = "gathered layer by layer" if layer_by_layer else "gathered where they are used"
-    gather = {None: "replicated", "step": "gathered once a step", "layer": layer}[row.gather]
-    reduce, every = ("reduce-scattered", row.scatter) if row.scatter else ("all-reduced", "step")
+def _zero(step: Any) -> str:
+    stage, rule, by_layer = step.config.zero_optimization.stage, step.setup.rule, step.setup.passes.facts.by_layer
+    if stage and all(leaf.dim is None for leaf in jax.tree.leaves(step.layouts)):
+        return f"stage {stage}, but every parameter is replicated (see below), so this is plain data parallelism"
+    layer = "gathered layer by layer" if by_layer else "gathered where they are used"
+    gather = {None: "replicated", "step": "gathered once a step", "layer": layer}[rule.gather]
+    reduce, every = ("reduce-scattered", rule.scatter) if rule.scatter else ("all-reduced", "step")
     when = "every micro-batch" if every == "micro_batch" else "once a step"
     return f"stage {stage}: parameters {gather}, gradients {reduce} {when}"
 
@@ -127,14 +130,15 @@ def _numberless(name: str) -> str:
 def _model_state(step: Any) -> list[str]:
     b, precision = state_bytes(step), step.precision
     gradient = gradient_dtype(step.setup.rule, precision, sums_gradients(step))
+    in_step = "only inside the step"
     rows = [
         ["part", "bytes", ""],
         [f"masters, {precision.master}", _size(b.masters), ""],
         ["optimizer state", _size(b.optimizer), ""],
-        ["= between steps", _size(b.persistent), ""],
-        [f"parameters, {precision.compute}", _size(b.parameters), "inside the step" if b.parameters else "the masters"],
-        [f"gradients, {gradient}", _size(b.gradients), "inside the step"],
-        ["= model state", _size(b.total), f"ZeRO formula, every leaf partitioned: {_size(b.formula)}"],
+        ["total between steps", _size(b.persistent), ""],
+        [f"parameters, {precision.compute}", _size(b.parameters), in_step if b.parameters else "equal to the masters"],
+        [f"gradients, {gradient}", _size(b.gradients), in_step],
+        ["total inside the step", _size(b.total), f"ZeRO formula, every leaf partitioned: {_size(b.formula)}"],
     ]
     return _table(rows, "<><")
 
@@ -151,8 +155,10 @@ def _effective(step: Any) -> list[str]:
         scaler = step.precision.scaler
         lines.append(f"loss scale {'dynamic' if scaler.dynamic else 'static'}, from {scaler.initial:g}")
     if config.optimizer and not step.setup.callers_optimizer:
-        params = ", ".join(f"{name} {_value(value)}" for name, value in config.optimizer.params.items())
-        lines.append(f"optimizer {config.optimizer.type}: {params or 'its defaults'}")
+        used = optimizers.parameters(config.optimizer).items()
+        lines.append(
+            f"optimizer {config.optimizer.type}: " + ", ".join(f"{k} {_value(v)}" for k, v in used if v is not None)
+        )
         lines += optimizers.describe(config.optimizer, schedule)
     if config.autos:
         lines.append(f'"auto", so the default: {", ".join(config.autos)}')
@@ -165,7 +171,7 @@ def _effective(step: Any) -> list[str]:
             f"activation checkpointing {facts.remat.kind}"
             + (f", {facts.layers_per_checkpoint} layers at a time" if facts.remat.interval else "")
         )
-    if step.mesh.shape[PIPE] > 1 and config.zero_optimization.stage == 3:
+    if min(step.mesh.shape[PIPE], step.mesh.shape[ZERO]) > 1 and config.zero_optimization.stage == 3:
         lines.append(_gathers(step))
     small = [leaf for leaf in jax.tree.leaves(step.layouts) if leaf.why and not _fell_back(leaf)]
     if small:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from jzero.errors import ConfigError
-from jzero.optimizers.lr_schedules import LRSchedule, from_config
+from jzero.optimizers.lr_schedules import LRSchedule
 from jzero.optimizers.muon import fused_matrices
 from jzero.optimizers.table import Row, look_up
 from jzero.optimizers.transforms import Knobs
@@ -28,7 +28,7 @@ from jzero.optimizers.wrappers import Transform, in_fp32, per_layer
 
 __all__ = [
     "at_step", "base_lr", "choose_optimizer", "describe", "fused_matrices", "lr_of", "make_optimizer",
-    "optimizer_problems", "per_layer",
+    "optimizer_problems", "parameters", "per_layer",
 ]  # fmt: skip
 
 
@@ -111,14 +111,18 @@ def choose_optimizer(
             'optimizer: none given; put one in the config ("optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}) '
             "or pass optimizer=optax.adamw(1e-3)"
         )
-    lr = from_config(None, base_lr(optimizer_config)) if lr is None else lr
-    assert lr is not None
+    assert lr is not None  # made from the optimizer section's params.lr if there is no scheduler section
     return make_optimizer(optimizer_config, lr, stacked=stacked, fused=fused, state_dtype=state_dtype)
 
 
 def optimizer_problems(optimizer_config: Any) -> list[str]:
     """List the problems of a config's `optimizer` section that show before any array is made."""
     return look_up(optimizer_config)[2]
+
+
+def parameters(optimizer_config: Any) -> dict[str, Any]:
+    """Return the parameters of a config's `optimizer` section with the defaults filled in."""
+    return _read(optimizer_config)[1]
 
 
 def _read(optimizer_config: Any) -> tuple[Row, dict[str, Any]]:

@@ -175,7 +175,7 @@ REFUSED = {
     "sophia": "its update needs the loss function",
     "optimistic_adam": "it takes no schedule; optimistic_adam_v2 does",
     "rprop": "it has step sizes of its own and takes no schedule",
-    "galore": "its projection is computed anew in every step when mapped over layers",
+    "galore": "its projection is recomputed in every step when mapped over layers",
     "dpsgd": "it needs the gradient of every example",
     "schedule_free_adamw": "evaluation needs other parameters than training",
     "schedule_free_sgd": "evaluation needs other parameters than training",

@@ -25,11 +25,12 @@ from jzero.gradients import weighted
 from jzero.loss import sum_and_count
 from jzero.mesh import PIPE
 from jzero.model import ENDS, STACK, fold
+from jzero.pipeline.layer_switch import kind_of
 from jzero.pipeline.program import Program, Runs, count
 from jzero.pipeline.split_backward import Chunk, split_floats
 from jzero.precision import Precision
 from jzero.stack import StackView, fetch
-from jzero.tree import PyTree, combine
+from jzero.tree import PyTree, combine, leading_dim
 
 Columns = dict[str, jax.Array]  # this stage's numbers by name, see `program.Program.columns`
 Functions = tuple[Callable, Callable, Callable]  # prefix, chunk, suffix
@@ -108,7 +109,7 @@ class Run:
 
     def start(self) -> Carry:
         """Make the carry before the first tick."""
-        x, m = _zeros(self.x), _length(self.batch)
+        x, m = _zeros(self.x), leading_dim(self.batch)
         floats = split_floats(x)[0]
         if self.cotangent is None:
             return Carry(x, x, None, None, None, None, None, jnp.zeros((m, 2)))
@@ -298,10 +299,6 @@ class Run:
         return jax.tree.map(lambda x: lax.psum(jnp.where(mine, x, jnp.zeros((), x.dtype)), PIPE).astype(x.dtype), x)
 
 
-def _length(batch: Any) -> int:
-    return jax.tree.leaves(batch)[0].shape[0]
-
-
 def _zeros(shapes: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
@@ -338,9 +335,8 @@ def _add(s: jax.Array, g: jax.Array) -> jax.Array:
 
 def _check_chain(x: Any, y: Any) -> None:
     """Raise a ConfigError unless a block's output is like its input, and can go from stage to stage."""
-    for v in jax.tree.leaves(x):
-        if not (jnp.issubdtype(v.dtype, jnp.floating) or jnp.issubdtype(v.dtype, jnp.integer) or v.dtype == bool):
-            raise ConfigError(f"pipeline: {v.dtype} cannot go from stage to stage; give floats, integers or bools")
+    for leaf in jax.tree.leaves(x):
+        kind_of(leaf)  # raises
 
     def form(x: Any) -> Any:
         return jax.tree.map(lambda v: f"{v.dtype.name}{list(v.shape)}", x)

@@ -58,7 +58,7 @@ def _packing(trees: Sequence[Any]) -> tuple[Callable[[Any], Buffers], Callable[[
     """Make `pack(tree) -> buffers` and `unpack(buffers, shapes) -> tree`, with room for any of the `trees`."""
     layout: dict[str, tuple[Any, int]] = {}  # kind -> dtype, length
     for kind in ("float", "other"):
-        leaves = [[leaf for leaf in jax.tree.leaves(tree) if _kind(leaf) == kind] for tree in trees]
+        leaves = [[leaf for leaf in jax.tree.leaves(tree) if kind_of(leaf) == kind] for tree in trees]
         if dtypes := {leaf.dtype for some in leaves for leaf in some}:
             wide = jnp.int64 if any(dtype.itemsize > 4 for dtype in dtypes) else jnp.int32
             dtype = reduce(jnp.promote_types, dtypes) if kind == "float" else wide
@@ -67,7 +67,7 @@ def _packing(trees: Sequence[Any]) -> tuple[Callable[[Any], Buffers], Callable[[
     def pack(tree: Any) -> Buffers:
         buffers = {}
         for kind, (dtype, length) in layout.items():
-            flat = [leaf.astype(dtype).reshape(-1) for leaf in jax.tree.leaves(tree) if _kind(leaf) == kind]
+            flat = [leaf.astype(dtype).reshape(-1) for leaf in jax.tree.leaves(tree) if kind_of(leaf) == kind]
             buffers[kind] = jnp.concatenate([*flat, jnp.zeros(length - sum(map(len, flat)), dtype)])
         return buffers
 
@@ -75,7 +75,7 @@ def _packing(trees: Sequence[Any]) -> tuple[Callable[[Any], Buffers], Callable[[
         used = dict.fromkeys(layout, 0)
 
         def take(leaf: Any) -> jax.Array:
-            kind = _kind(leaf)
+            kind = kind_of(leaf)
             start = used[kind]
             used[kind] += leaf.size
             return buffers[kind][start : used[kind]].reshape(leaf.shape).astype(leaf.dtype)
@@ -85,7 +85,8 @@ def _packing(trees: Sequence[Any]) -> tuple[Callable[[Any], Buffers], Callable[[
     return pack, unpack
 
 
-def _kind(leaf: Any) -> str:
+def kind_of(leaf: Any) -> str:
+    """Return the kind of buffer in which a leaf goes from stage to stage; raise a ConfigError if there is none."""
     if jnp.issubdtype(leaf.dtype, jnp.floating):
         return "float"
     if jnp.issubdtype(leaf.dtype, jnp.integer) or leaf.dtype == bool:

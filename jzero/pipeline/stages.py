@@ -33,7 +33,7 @@ from jzero.precision import Precision, cast
 from jzero.remat import Remat, checkpointed
 from jzero.sharding import stack_length, trainable
 from jzero.stack import StackView, fetch, scanned, unrolled
-from jzero.tree import PyTree, combine, partition
+from jzero.tree import PyTree, combine, leading_dim, partition
 from jzero.zero import ParamLayout
 
 
@@ -52,7 +52,7 @@ def pipelined(model: Any, config: Config, mesh: Mesh, layouts: PyTree, precision
 
     Args:
       model: with a layer stack, or a `PipelineModule`.
-      accum: micro-batches in a step, for the report.
+      accum: micro-batches in a step.
 
     Raises:
       ConfigError: a model that cannot be cut, or not into this number of stages.
@@ -67,8 +67,7 @@ def pipelined(model: Any, config: Config, mesh: Mesh, layouts: PyTree, precision
         return make_schedule(config.pipeline.schedule, n_stages, micro_batches, chunks)
 
     def gradients(diff: PyTree, nondiff: PyTree, batch: PyTree, key: jax.Array, cotangent: jax.Array) -> Any:
-        n = len(jax.tree.leaves(batch)[0])
-        program = make_program(schedule(n))
+        program = make_program(schedule(leading_dim(batch)))
         summed, seen = Run(stages, program, (diff, nondiff), batch, key, 0, cotangent).result()
 
         # All stages compute the ends' gradients; only the first stage's counts, so that all agree.
@@ -78,14 +77,18 @@ def pipelined(model: Any, config: Config, mesh: Mesh, layouts: PyTree, precision
         return {**summed, ENDS: jax.tree.map(once, cut.view.layouts[ENDS], summed[ENDS])}, _agreed(seen)
 
     def losses(diff: PyTree, nondiff: PyTree, batch: PyTree, key: jax.Array | None, first: Any = 0) -> jax.Array:
-        program = make_program(forward_only(n_stages, len(jax.tree.leaves(batch)[0]), chunks))
+        program = make_program(forward_only(n_stages, leading_dim(batch), chunks))
         return _agreed(Run(stages, program, (diff, nondiff), batch, key, first).result()[1])
 
-    made = schedule(accum)
-    line = (
-        f"{n_stages} stages{f' x {chunks} chunks' if chunks > 1 else ''}, {made.name}: {made.ticks} ticks for {accum} "
-        f"micro-batches, bubble {made.bubble():.1%}, at most {made.in_flight.max()} chunks in flight; {cut.summary}"
-    )
+    def line(micro_batches: int) -> str:
+        made = schedule(micro_batches)
+        return (
+            f"{n_stages} stages{f' x {chunks} chunks' if chunks > 1 else ''}, {made.name}: {made.ticks} ticks for "
+            f"{micro_batches} micro-batches, bubble {made.bubble():.1%}, at most {made.in_flight.max()} chunks in "
+            f"flight; {cut.summary}"
+        )
+
+    schedule(accum)  # raises for a number of micro-batches that this schedule cannot run
     return Passes(cut.view, replace(cut.facts, always_sums=True, pipeline=line), gradients, losses)
 
 
