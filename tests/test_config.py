@@ -701,7 +701,7 @@ def test_mesh_degrees_use_every_device_or_say_what_fits(devices, data, zero, mic
 @pytest.mark.parametrize(
     ("given", "devices", "parts"),
     [
-        ({"mesh": {"data": 3}}, 8, ["mesh.data = 3: must divide the 8 devices", "mesh.data = 1, 2, 4 or 8"]),
+        ({"mesh": {"data": 3}}, 8, ["mesh.data = 3: must divide the number of devices, 8", "mesh.data = 1, 2, 4 or 8"]),
         (
             {"mesh": {"data": 2, "zero": 2}},
             8,

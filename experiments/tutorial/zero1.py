@@ -27,7 +27,7 @@ def main(epochs: int = 15) -> float:
 
     state = jax.tree.leaves(engine.state.opt_state)
     held = sum(x.addressable_shards[0].data.nbytes for x in state)
-    print(f"optimizer state: {sum(x.nbytes for x in state):,} bytes, of which the first device holds {held:,}")
+    print(f"optimizer state: {sum(x.nbytes for x in state):,} bytes; the first device holds {held:,}")
 
     accuracy = digits.accuracy(engine.module(), test)
     print(f"test accuracy {accuracy:.1%}")

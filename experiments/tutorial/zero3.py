@@ -26,7 +26,7 @@ def main(epochs: int = 15) -> float:
         print(f"epoch {epoch:2}: loss {sum(losses) / len(losses):.4f}")
 
     kernel = engine.state.params["fc1"]["kernel"]
-    print(f"fc1/kernel: {kernel.shape}, of which the first device holds {kernel.addressable_shards[0].data.shape}")
+    print(f"fc1/kernel: {kernel.shape} on all devices; the first one holds {kernel.addressable_shards[0].data.shape}")
 
     accuracy = digits.accuracy(engine.module(), test)
     print(f"test accuracy {accuracy:.1%}")

@@ -183,6 +183,8 @@ def _misfit(s: Settings, degrees: dict[str, int], fixed: int, num_devices: int) 
     product = " × ".join(f"{keys[axis]} {degrees[axis]}" for axis in terms) + f" = {fixed} devices"
     if len(terms) == 1:
         product = f"{keys[terms[0]]} = {fixed}"
-    must = f"must {'divide' if rest else 'equal'} the {num_devices} devices"
+    must = f"must {'divide' if rest else 'equal'} the number of devices, {num_devices}"
     advice = "; ".join(fits) if fits else f"degrees whose product {'divides' if rest else 'is'} {num_devices}"
+    if num_devices == 1:
+        advice += '; to simulate 8 devices on a CPU, begin with jax.config.update("jax_num_cpu_devices", 8)'
     return f"{product}: {must}; what fits: {advice}"

@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the table of hosts; return 0 if nothing is wrong, else 1."""
     p = argparse.ArgumentParser(prog="jzero report", description=__doc__)
     p.add_argument("-H", "--hostfile", metavar="FILE", help="lines `host slots=N`: check all of these hosts")
-    p.add_argument("--ssh_port", metavar="PORT")
+    p.add_argument("--ssh_port", metavar="PORT", help="of sshd on all hosts; default: as in ~/.ssh/config, or 22")
     p.add_argument("--launcher_args", default="", metavar="ARGS", help="options for ssh")
     given = {name: value for name, value in vars(p.parse_args(argv)).items() if value}
     gpus = bool(given.get("hostfile") or hostfile.devices_here(os.environ))

@@ -56,7 +56,7 @@ def table(hellos: Mapping[str, dict[str, Any]], found: Mapping[str, list[str]]) 
 
     used = [n for n in SAME if any(n in hello.get("versions", {}) for hello in hellos.values())]
     rows = Table(box=box.ASCII2, title="hosts", title_justify="left")
-    for name in ("host", *used, "GPUs", "wrong"):
+    for name in ("host", *used, "GPUs", "faults"):
         rows.add_column(name, overflow="fold")
     for host, hello in hellos.items():
         versions = hello.get("versions", {})

@@ -90,13 +90,13 @@ def test_nobody_is_heard():
     hellos = {"a": {"error": "x"}, "b": {"error": "y"}}
     assert faults(hellos, wanted(hellos)) == {"a": ["x"], "b": ["y"]}
     assert cells(table(hellos, faults(hellos, wanted(hellos)))) == [
-        ["host", "GPUs", "wrong"], ["a", "", "x"], ["b", "", "y"]
+        ["host", "GPUs", "faults"], ["a", "", "x"], ["b", "", "y"]
     ]  # fmt: skip
 
 
 def test_table():
     header, *rows = cells(table(ALL, faults(ALL, wanted(ALL))))
-    assert header == ["host", "python", "jzero", "jax", "jaxlib", "driver", "GPUs", "wrong"]
+    assert header == ["host", "python", "jzero", "jax", "jaxlib", "driver", "GPUs", "faults"]
     versions = ["3.12.1", "0.1.0", "0.11.2", "0.11.2", "570.1", "8"]
     assert rows[:3] == [
         ["good-1", *versions, "-"],
