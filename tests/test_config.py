@@ -694,7 +694,7 @@ def test_mesh_degrees_use_every_device_or_say_what_fits(devices, data, zero, mic
         assert math.prod(got.values()) == devices
         assert (got["data"], got["zero"]) == (outer or devices // fixed, shard or devices // fixed)
     else:
-        with pytest.raises(ConfigError, match=rf"the {devices} devices; what fits: "):
+        with pytest.raises(ConfigError, match=rf"the number of devices, {devices}; what fits: "):
             Config.load(source).mesh_degrees(devices)
 
 
@@ -716,7 +716,7 @@ def test_mesh_degrees_use_every_device_or_say_what_fits(devices, data, zero, mic
         (
             {"zero_optimization": {"mics_shard_size": 4}, "mesh": {"data": 1}},
             8,
-            ["zero_optimization.mics_shard_size = 4", "8 devices", "mesh.data = 2"],
+            ["zero_optimization.mics_shard_size = 4", "the number of devices, 8", "mesh.data = 2"],
         ),
         (
             {"mesh": {"tensor": -1, "zero": 2}},

@@ -21,7 +21,7 @@ OMPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "a",
 }  # fmt: skip
 PLACES = {
-    "alone": ({"HOME": "/", "MASTER_ADDR": "a", "RANK": "3"}, Place(0, 1, 0, 1, "")),
+    "alone": ({"HOME": "/", "MASTER_ADDR": "a"}, Place(0, 1, 0, 1, "")),
     "jzero": (RUN | {"LOCAL_SIZE": "4", "CROSS_RANK": "0"}, Place(3, 8, 1, 4, "a:1234")),
     "jzero under srun": (SLURM | RUN | {"LOCAL_SIZE": "4"}, Place(3, 8, 1, 4, "a:1234")),
     "torchrun": (RUN | {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}, Place(3, 8, 1, 2, "a:1235")),

@@ -39,7 +39,7 @@ def blocks(page: Path) -> list[Block]:
     return [Block(m[1], m[2], m[3], text.count("\n", 0, m.start()) + 2) for m in found]
 
 
-LONG = ("from-deepspeed.md", "getting-started.md")  # a dozen programs to compile
+LONG = ("README.md", "from-deepspeed.md", "getting-started.md")  # a dozen programs to compile
 
 
 def named(pages, long=()):

@@ -94,7 +94,7 @@ def test_lr_range_test(size, rate, staircase):
     assert measured(schedule.lr) == pytest.approx(run(1e-3, at_call), rel=1e-6)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(
     up=st.integers(1, 20),
     down=st.none() | st.integers(1, 20),

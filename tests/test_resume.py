@@ -44,7 +44,7 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 2, "l
     keep(
         [(name, {}) for name in LAYOUTS]
         + [("stage0", FP16), ("stage3", FP16), ("interleaved", FP16), ("stage2", {"bf16": {"enabled": True}})],
-        [("hsdp", {}), ("zero_bubble", {}), ("stage3", FP16), ("stage2", {"bf16": {"enabled": True}})],
+        [("hsdp", {}), ("stage3", FP16)],
     ),
     ids=[*LAYOUTS, "stage0-fp16", "stage3-fp16", "interleaved-fp16", "stage2-bf16"],
 )

@@ -65,6 +65,7 @@ for own in (
 """
 
 
+@pytest.mark.slow
 def test_losses_equal_one_process_s(launch, tmp_path):
     (tmp_path / "worker.py").write_text(TRAIN)
     job = launch("worker.py")
@@ -155,7 +156,8 @@ while engine.global_steps < 10:
 """
 
 
-@pytest.mark.parametrize("on", keep(["a", "b"], ["b"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("on", ["a", "b"])
 def test_a_job_goes_on_without_a_lost_host(launch, hosts, tmp_path, on):
     """It resumes from its checkpoint with the same global batch, even if the first host is lost."""
     (tmp_path / "worker.py").write_text(GOES_ON)

@@ -118,22 +118,15 @@ def straight(tmp_path_factory):
 # ------------------------------------------------------------------------------------------- layouts
 
 
-@pytest.mark.parametrize("sources", keep(["all", "two"], ["two"]))
-def test_layouts_of_two_processes_and_of_one(job, tmp_path, sources):
-    """From each of one process's layouts to each of two processes', and what those write in one process: 50 and 50.
-
-    In the default run from two layouts to one.
-    """
-    layouts, shared = runs.LAYOUTS, list(runs.SHARED)
-    if sources == "two":
-        layouts = {name: layouts[name] for name in ("hsdp", "interleaved")}
-        shared = ["pipe x 2"]
-    for name, layout in layouts.items():
+@pytest.mark.slow
+def test_layouts_of_two_processes_and_of_one(job, tmp_path):
+    """From each of one process's layouts to each of two processes', and what those write in one process: 50 and 50."""
+    names, shared = list(runs.LAYOUTS), list(runs.SHARED)
+    for name, layout in runs.LAYOUTS.items():
         engine = runs.build(layout)
         for step in range(3):
             engine.train_batch(runs.batch(step))
         engine.save_checkpoint(tmp_path / "runs", tag=name).wait()
-    names = list(layouts)
     expected = [float(engine.train_batch(runs.batch(3 + step))) for step in range(5)]
     done = job(
         """
@@ -153,7 +146,7 @@ jzero.checkpoint.wait()
     assert len(said) == len(shared) * len(names)
     for name, source, found in said:
         np.testing.assert_allclose(found, expected, rtol=1e-6, err_msg=f"{source} -> {name}")
-    engines = {name: runs.build(layout) for name, layout in list(layouts.items())[::2]}
+    engines = {name: runs.build(layout) for name, layout in list(runs.LAYOUTS.items())[::2]}
     for number, (name, source, _) in enumerate(said):  # what two processes wrote is what one had written
         back = list(engines.values())[number % len(engines)]
         back.load_checkpoint(tmp_path / "runs", tag=f"{name} from {source}")
@@ -175,7 +168,8 @@ KILLS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("moment", "layout", "victims"), keep(KILLS, [("writing", "stage3 x 2", "one")]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("moment", "layout", "victims"), KILLS)
 def test_a_killed_job_goes_on_by_itself(job, tmp_path, straight, moment, layout, victims):
     """At a step, while arrays are written, before the rename, while one is read; `--max_restarts` starts it again."""
     slow = {"writing": "_check_shared", "committing": "commit", "reading": "_read"}
@@ -210,7 +204,7 @@ def test_a_killed_job_goes_on_by_itself(job, tmp_path, straight, moment, layout,
     assert left == {"global_step8", "global_step10", "global_step12", "latest"}
 
 
-@pytest.mark.parametrize("seconds", keep([45, 240], [45]))
+@pytest.mark.parametrize("seconds", keep([15, 240], [15]))
 def test_a_job_killed_at_random_again_and_again(job, tmp_path, straight, seconds):
     """Any process, at any moment; the losses are the straight run's."""
     layout, directory, chance = "stage3 x 2", tmp_path / "runs", random.Random(7)
@@ -238,13 +232,14 @@ def test_a_job_killed_at_random_again_and_again(job, tmp_path, straight, seconds
                 break
             shutil.rmtree(directory)  # start over: kills may still hit every phase
     print(f"{kills} kills")
-    assert kills >= 3
+    assert kills >= seconds // 15
 
 
 # ------------------------------------------------------------------------------------------- SIGTERM
 
 
-@pytest.mark.parametrize("told", keep(["command", "rank 0", "rank 1"], ["rank 1"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("told", ["command", "rank 0", "rank 1"])
 def test_sigterm_saves_at_one_step_on_all(job, tmp_path, straight, told):
     layout = "stage3 x 2"
     running = job(TRAIN, "train", layout, tmp_path / "runs", PACE="1").until(("step 3", 2))
@@ -288,6 +283,7 @@ def said(output):
     return [{name: text for number, name, text in found if number == rank} for rank in "01"]
 
 
+@pytest.mark.slow
 def test_mistakes_are_errors_on_all_ranks(job, tmp_path):
     theirs = tmp_path / "runs" / "theirs.saving" / "file"
     theirs.parent.mkdir(parents=True)
