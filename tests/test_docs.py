@@ -39,11 +39,19 @@ def blocks(page: Path) -> list[Block]:
     return [Block(m[1], m[2], m[3], text.count("\n", 0, m.start()) + 2) for m in found]
 
 
-LONG = ("README.md", "from-deepspeed.md", "getting-started.md")  # a dozen programs to compile
+# Many programs to compile.
+LONG = {
+    "README",
+    "from-deepspeed",
+    "getting-started",
+    "pipelines",
+    "checkpoints",
+    "weights",
+}  # many programs to compile
 
 
 def named(pages, long=()):
-    return [pytest.param(page, id=page.name, marks=[pytest.mark.slow] * (page.name in long)) for page in pages]
+    return [pytest.param(page, id=page.name, marks=[pytest.mark.slow] * (page.stem in long)) for page in pages]
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.sampling import keep
 
 import jzero
 from jzero.pipeline.vocab_parallel import cross_entropy
@@ -116,7 +117,7 @@ class Tokens:
 
 
 @pytest.mark.parametrize("pipe", [1, 2])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("reduction", keep(["mean", "sum"], ["mean"]))
 def test_unequal_counts_are_one_mean(pipe, reduction):
     """Micro-batches and replicas with 0 to all labels: the gradient is that of the global mean."""
     rng = np.random.default_rng(0)

@@ -6,6 +6,7 @@ from math import prod
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers.sampling import keep
 
 import jzero
 from jzero.planner import gpu_devices
@@ -146,7 +147,7 @@ def test_gradients_are_in_the_dtype_they_wait_in(accum, more, size):
     assert found.gradients == size * held(shapes_of(llama(TINY)), 8)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", keep([0, 1, 2, 3], [0, 3]))
 def test_a_frozen_parameter_is_there_once_in_the_compute_dtype(stage):
     """LoRA's base weights: 2 bytes each (2 / N under stage 3), no gradient, no moments, no second copy."""
     step = train_step(llama(TINY), stage, jzero.make_mesh(), frozen_parameters=["^ends/"])

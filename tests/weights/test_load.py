@@ -85,6 +85,7 @@ def test_any_layout_has_the_same_bits(exported, layout):
     assert same(state.params, saved.state.params)
 
 
+@pytest.mark.slow
 def test_a_loaded_run_is_a_new_run_from_these_weights(exported):
     path, saved = exported
     batch = {"inputs": TOKENS, "labels": TOKENS}
