@@ -21,11 +21,11 @@ leading layer axis [L, ...], and also has
 
 With these ZeRO-3 gathers, activation checkpointing recomputes and the pipeline cuts layer by layer.
 
-Its `vocabulary: dict[str, int]` may map leaves of the ends to their vocabulary dimension. A pipeline divides them
-among its stages; prefix and suffix must use them through `jzero.pipeline.vocab_parallel` alone.
+Its `vocabulary: dict[str, int]` may map leaves of the ends ("embed", without "ends/") to their vocabulary dimension.
+A pipeline divides them among its stages; prefix and suffix must use them through `jzero.pipeline.vocab_parallel` alone.
 
-Its `fused_matrices: dict[str, list[int]]` may map leaves that hold several matrices side by side to their widths along
-the last axis; Muon orthogonalises each for itself.
+Any model may have `fused_matrices: dict[str, list[int]]`, which maps leaves that hold several matrices side by side
+("stack/attention/qkv/kernel") to their widths along the last axis; Muon orthogonalises each for itself.
 
 Any model may also have `report_notes(dtype) -> list[str]`, lines for the run report, given the compute dtype; and
 `weights_layout() -> dict`, the names of its parameters in other libraries (`jzero.weights.name_map`). `from_flax` takes

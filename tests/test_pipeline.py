@@ -261,7 +261,7 @@ def unpipelined(model, case):
 
 
 def too_far(ours, theirs):
-    """The leaves of which the gradients are more than the bound apart."""
+    """Return the leaves whose gradients are more than the bound apart."""
     norm = np.linalg.norm
     errors = {name: norm(ours[name] - b) / (norm(b) or 1) for name, b in theirs.items()}
     return {name: error for name, error in errors.items() if not error <= BOUND}
@@ -729,9 +729,17 @@ def test_layers_that_do_not_fit_each_other(kind, parts):
 @pytest.mark.parametrize(
     ("case", "layers", "parts"),
     [
-        (Case("1f1b", 4, 2), 6, ["mesh.pipe = 4", "6 layers", "2, 3, 6"]),
-        (Case("interleaved", 2, 2, chunks=3), 4, ["mesh.pipe = 2", "pipeline.chunks = 3", "4 layers", "no number"]),
-        (Case("zero_bubble", 4, 2, chunks=2), 12, ["mesh.pipe = 4", "pipeline.chunks = 2", "12 layers", "2, 3, 6"]),
+        (Case("1f1b", 4, 2), 6, ["mesh.pipe = 4", "6 layers", "2, 3 or 6 stages fit"]),
+        (
+            Case("interleaved", 2, 2, chunks=3),
+            4,
+            ["mesh.pipe = 2", "pipeline.chunks = 3", "use fewer chunks"],
+        ),
+        (
+            Case("zero_bubble", 4, 2, chunks=2),
+            12,
+            ["pipeline.chunks = 2", "12 layers", "2, 3 or 6 stages fit with 2 chunks"],
+        ),
     ],
 )
 def test_stages_that_do_not_divide_the_layers(case, layers, parts):

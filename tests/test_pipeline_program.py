@@ -4,7 +4,7 @@ What is expected follows from the schedule's table (`jzero.pipeline.schedules`),
 shapes, and is compared with the program as `test_collectives` does, as a multiset. For each
 
 - tick with F: 1 permute of the activations to the next stage; with B: 1 of their gradient to the previous one;
-- micro-batch, when it enters (E): 1 all-reduce over `pipe`, the embedding's, of which every stage has rows;
+- micro-batch, when it enters (E): 1 all-reduce over `pipe`, the embedding's, because every stage has rows of it;
 - micro-batch, when it leaves (S): 2 all-reduces over `pipe` of the size of the activations, the last stage's output to
   all of them and the head's gradient from all of them, and 2 small ones, the maximum and the two sums of the softmax;
 - micro-batch, when its gradient has come back (G, a tick later): 1 all-reduce over `pipe`, that gradient to all stages;
@@ -51,7 +51,7 @@ SEPARATE = SEPARATE | {"xla_gpu_collective_permute_combine_threshold_bytes": 0}
 
 
 class Scaled(Decoder):
-    """Ends of which the vocabulary is on `pipe`, and a scale that is not. No two leaves have the same size."""
+    """Ends with the vocabulary on `pipe`, and a scale that is not. No two leaves have the same size."""
 
     def init(self, rng):
         ends = {"embed": (VOCAB, WIDTH), "scale": (WIDTH,), "head": (WIDTH, 2 * VOCAB)}
@@ -177,7 +177,7 @@ CASES = [
 ]
 
 
-# Two schedules, one of which splits the backward pass, two stages of ZeRO; a layer that moves to its chunk.
+# Two schedules (one splits the backward pass), two stages of ZeRO, a layer that moves to its chunk.
 @pytest.mark.parametrize("case", keep(CASES, [CASES[1], CASES[7]]), ids=str)
 def test_collectives_are_the_tables(case):
     program = ledger(case)

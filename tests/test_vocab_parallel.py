@@ -24,7 +24,7 @@ def tokens_of(dtype, rows, *, negative):
 
 
 def divided(function, in_specs, rows):
-    """`function` on two devices, each of which holds half of a vocabulary of `rows`."""
+    """Run `function` on two devices that hold half of a vocabulary of `rows` each."""
     mesh = jax.sharding.Mesh(jax.devices()[:STAGES], "pipe")
 
     def inside(*args):

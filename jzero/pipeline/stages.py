@@ -34,6 +34,7 @@ from jzero.remat import Remat, checkpointed
 from jzero.sharding import stack_length, trainable
 from jzero.stack import StackView, fetch, scanned, unrolled
 from jzero.tree import PyTree, combine, leading_dim, partition
+from jzero.values.kinds import either
 from jzero.zero import ParamLayout
 
 
@@ -168,10 +169,10 @@ def _check_stack(model: Any, config: Config, layouts: PyTree, stages: int, remat
     length = stack_length(layouts)
     if length % (stages * chunks):
         fit = [str(n) for n in range(2, length + 1) if length % (n * chunks) == 0]
+        use = f"{either(fit)} stages fit with {chunks} chunks each" if fit else "use fewer chunks, or no pipeline"
         raise ConfigError(
-            f"mesh.pipe = {stages} stages x pipeline.chunks = {chunks}: must divide the {length} "
-            f"layers of {model!r}; with {chunks} chunks per stage what fits: "
-            f"{', '.join(fit) or 'no number of stages'}"
+            f"mesh.pipe = {stages} stages x pipeline.chunks = {chunks}: must divide the {length} layers of "
+            f"{model!r}; {use}"
         )
     if config.stack.unroll is False:
         _refuse("stack.unroll = false", stages, "the layers of a pipeline's chunk are always unrolled")
