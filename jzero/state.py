@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jzero.errors import ConfigError, some_of
 from jzero.loss_scale import LossScale
 from jzero.mesh import shardings
-from jzero.model import Model
-from jzero.precision import Precision, cast
+from jzero.precision import cast
+from jzero.setup import Setup
 from jzero.sharding import optimizer_specs, specs, trainable
 from jzero.tree import PyTree, combine, differences, named, partition
 
@@ -59,24 +57,17 @@ class States:
 
     Attributes:
       shapes, specs, shardings: of a `TrainState`.
-
-    Args:
-      layouts: the tree of `ParamLayout`s.
-      jit: `jax.jit` with the step's compiler options.
     """
 
-    def __init__(
-        self, model: Model, tx: optax.GradientTransformation, layouts: PyTree, mesh: Mesh, precision: Precision,
-        jit: Callable,
-    ):  # fmt: skip
-        self._model, self._tx, self._layouts, self._precision = model, tx, layouts, precision
+    def __init__(self, setup: Setup):
+        self._setup, jit = setup, setup.jit
         self.shapes = jax.eval_shape(self._new, jax.random.key(0))
         self.specs = dataclasses.replace(
             jax.tree.map(lambda _: PartitionSpec(), self.shapes),
-            params=specs(layouts),
-            opt_state=optimizer_specs(self.shapes.opt_state, layouts),
+            params=specs(setup.layouts),
+            opt_state=optimizer_specs(self.shapes.opt_state, setup.layouts),
         )
-        self.shardings = shardings(mesh, self.specs)
+        self.shardings = shardings(setup.mesh, self.specs)
         self._init = jit(self._new, out_shardings=self.shardings)
         self._init_around = jit(
             lambda params, rng: dataclasses.replace(self._around(params, rng), params=None),
@@ -84,22 +75,24 @@ class States:
         )
 
     def _new(self, rng: jax.Array) -> TrainState:
-        return self._around(self._stored(self._model.init(rng)), rng)
+        return self._around(self._stored(self._setup.model.init(rng)), rng)
 
     def _stored(self, params: PyTree) -> PyTree:
         """Cast trained parameters to the dtype of the masters, frozen ones to the compute dtype."""
-        masters, frozen = partition(params, trainable(self._layouts))
-        return combine(cast(masters, self._precision.master), cast(frozen, self._precision.compute))
+        precision = self._setup.precision
+        masters, frozen = partition(params, trainable(self._setup.layouts))
+        return combine(cast(masters, precision.master), cast(frozen, precision.compute))
 
     def _around(self, params: PyTree, rng: jax.Array) -> TrainState:
         """Make a new state around these parameters."""
-        opt_state = self._tx.init(partition(params, trainable(self._layouts))[0])
+        opt_state = self._setup.tx.init(partition(params, trainable(self._setup.layouts))[0])
         return TrainState(
             jnp.zeros((), jnp.int32), params, opt_state, self._loss_scale(), jax.random.fold_in(rng, RUN_KEY)
         )
 
     def _loss_scale(self) -> LossScale:
-        return self._precision.scaler.init(sum(layout.trainable for layout in jax.tree.leaves(self._layouts)))
+        trained = sum(layout.trainable for layout in jax.tree.leaves(self._setup.layouts))
+        return self._setup.precision.scaler.init(trained)
 
     def init(self, rng: jax.Array, params: PyTree = None, donate: bool = False) -> TrainState:
         """Make a new state; see `TrainStep.init`."""

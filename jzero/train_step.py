@@ -79,7 +79,7 @@ class TrainStep:
         self.batch_sizes, self.precision, self.layouts = setup.batch_sizes, setup.precision, setup.layouts
         self.replicas = replicas(self.mesh)
         self._guard = Guard(self.mesh, self.config, self.layouts)
-        self._states = states = States(model, setup.tx, self.layouts, self.mesh, self.precision, setup.jit)
+        self._states = states = States(setup)
         self.state_shapes, self.state_specs, self.state_shardings = states.shapes, states.specs, states.shardings
         self.batch_sharding = NamedSharding(self.mesh, batch_spec(self.mesh))
         self._make_programs(setup.jit)
