@@ -35,9 +35,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.pipelines import Case, Decoder
 from helpers.sampling import keep
 from test_collectives import SEPARATE, SIZE, pytestmark  # noqa: F401
-from test_pipeline import Case, Decoder
 
 import jzero
 from jzero.pipeline import vocab_parallel

@@ -1,0 +1,276 @@
+"""Models, layouts and the comparison for the tests of pipelines: a step with stages against the step without.
+
+The gradients are read off the public API: SGD's learning rate is so high (1e4) that the parameters before a step less
+those after it, divided by the rate, are the gradient to float32's rounding. How far two gradients are apart is, leaf by
+leaf, ||a - b|| / ||b||, the 2-norm over all of the leaf. In float32 it is at most 1e-6, and so is the relative error of
+the losses and of the gradient's norm. The unpipelined step has the same ZeRO stage, replicas and micro-batches;
+`test_oracle` holds it against a plain loop.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_oracle import FAST, place
+
+import jzero
+from jzero.model import stack_loss
+from jzero.pipeline import vocab_parallel
+from models.llama import Llama, LlamaConfig
+
+LR, BOUND = 1e4, 1e-6
+VOCAB, WIDTH, SEQUENCE, ROWS = 64, 16, 8, 2  # ROWS of a micro-batch
+SGD = {"type": "SGD", "params": {"lr": LR}}
+
+
+# ------------------------------------------------------------------------------------------------------- models
+
+
+class Decoder:
+    """Ends that are vocabulary-parallel, and layers with nothing to them; the loss is (sum, count)."""
+
+    def __init__(self, layers, tied=False, vocab=VOCAB):
+        self.layers, self.tied, self.vocab = layers, tied, vocab
+        self.vocabulary = {"embed": 0} if tied else {"embed": 0, "head": 1}
+
+    def __repr__(self):
+        return f"{type(self).__name__}({self.layers} layers)"
+
+    def init(self, rng):
+        keys = jax.random.split(rng, 4)
+        normal = lambda key, *shape: 0.3 * jax.random.normal(key, shape)  # noqa: E731
+        head = {} if self.tied else {"head": normal(keys[1], WIDTH, self.vocab)}
+        stack = {"w": normal(keys[2], self.layers, WIDTH, WIDTH), "b": normal(keys[3], self.layers, WIDTH)}
+        return {"ends": {"embed": normal(keys[0], self.vocab, WIDTH), **head}, "stack": stack}
+
+    def prefix(self, ends, batch, rng):
+        return vocab_parallel.embed(ends["embed"], batch["inputs"])
+
+    def block(self, layer, x, rng):
+        return x + jnp.tanh(x @ layer["w"] + layer["b"])
+
+    def suffix(self, ends, x, batch, rng):
+        return vocab_parallel.cross_entropy(x, ends["embed"].T if self.tied else ends["head"], batch["labels"])
+
+    def loss(self, params, batch, rng):
+        return stack_loss(self, params, batch, rng)
+
+
+def drop(x, rng):
+    """Dropout, whose mask is as good as a name of its key."""
+    return x if rng is None else jnp.where(jax.random.bernoulli(rng, 0.7, x.shape), x / 0.7, 0)
+
+
+class Dropout(Decoder):
+    """Draws in the prefix, in every layer and in the suffix."""
+
+    def prefix(self, ends, batch, rng):
+        return drop(super().prefix(ends, batch, rng), rng)
+
+    def block(self, layer, x, rng):
+        return x + drop(jnp.tanh(x @ layer["w"] + layer["b"]), rng)
+
+    def suffix(self, ends, x, batch, rng):
+        return super().suffix(ends, drop(x, rng), batch, rng)
+
+
+class Tree(Decoder):
+    """Activations with an integer (Python's, at first) that layers count up, and a mask that they turn; a mean loss."""
+
+    def prefix(self, ends, batch, rng):
+        return {"h": super().prefix(ends, batch, rng), "depth": 0, "mask": batch["labels"] >= 0}
+
+    def block(self, layer, x, rng):
+        h = jnp.tanh(x["h"] @ layer["w"] + layer["b"]) * x["mask"][..., None] / (1 + x["depth"])
+        return {"h": x["h"] + h, "depth": x["depth"] + 1, "mask": jnp.roll(x["mask"], 1, axis=1)}
+
+    def suffix(self, ends, x, batch, rng):
+        total, _ = super().suffix(ends, x["h"] * x["mask"][..., None], batch, rng)
+        return total / (ROWS * SEQUENCE) * x["depth"]
+
+
+@jax.custom_vjp
+def normed_gradient(x):
+    return x
+
+
+normed_gradient.defvjp(lambda x: (x, None), lambda _, g: (g / jnp.linalg.norm(g),))
+
+
+class Fragile(Decoder):
+    """Layers that make NaNs of zeros, and of a gradient that is zero."""
+
+    def block(self, layer, x, rng):
+        h = normed_gradient(x) / jnp.linalg.norm(x, axis=-1, keepdims=True)
+        return normed_gradient(x + jnp.tanh(h @ layer["w"] + layer["b"]))
+
+
+class Integers(Decoder):
+    """Parameters that are no floats, in the ends and in the stack."""
+
+    def init(self, rng):
+        ends, stack = super().init(rng).values()
+        return {
+            "ends": {**ends, "shift": jnp.int32(1)},
+            "stack": {**stack, "sign": 1 - 2 * (jnp.arange(self.layers) % 2)},
+        }
+
+    def prefix(self, ends, batch, rng):
+        return vocab_parallel.embed(ends["embed"], (batch["inputs"] + ends["shift"]) % VOCAB)
+
+    def block(self, layer, x, rng):
+        return x + layer["sign"] * jnp.tanh(x @ layer["w"] + layer["b"])
+
+
+class Everything(Tree, Integers):
+    """What Dropout, Tree and Integers do, at once."""
+
+    def prefix(self, ends, batch, rng):
+        h = drop(Integers.prefix(self, ends, batch, rng), rng)
+        return {"h": h, "depth": 0, "mask": batch["labels"] >= 0}
+
+    def block(self, layer, x, rng):
+        h = jnp.tanh(x["h"] @ layer["w"] + layer["b"]) * x["mask"][..., None] / (1 + x["depth"])
+        mask = jnp.roll(x["mask"], 1, axis=1)
+        return {"h": x["h"] + layer["sign"] * drop(h, rng), "depth": x["depth"] + 1, "mask": mask}
+
+
+@lru_cache
+def model(kind, layers, **options):
+    if kind is Llama:
+        config = LlamaConfig(layers, WIDTH, 2, 1, 24, vocab_size=VOCAB, **options)
+        return jzero.from_flax(lambda rngs: Llama(config, rngs=rngs))
+    return kind(layers, **options)
+
+
+# -------------------------------------------------------------------------------------------------------- steps
+
+
+class Case(NamedTuple):
+    """A layout. `micro`: the micro-batches of a step. Without a schedule it is the step to compare with."""
+
+    schedule: str | None
+    stages: int
+    micro: int
+    stage: int = 0
+    zero: int = 1
+    data: int = 1
+    chunks: int = 1
+    gather: str | None = None
+    tied: bool = False
+
+    def __str__(self):
+        chunks = f"x{self.chunks}" if self.chunks > 1 else ""
+        gather = f"_{self.gather}" if self.gather else ""
+        tied = "-tied" if self.tied else ""
+        mesh = f"pipe{self.stages}-data{self.data}-n{self.zero}"
+        return f"{self.schedule}{chunks}-{mesh}-acc{self.micro}-zero{self.stage}{gather}{tied}"
+
+    @property
+    def layers(self):
+        """Two per chunk where that makes no more than four."""
+        return max(4, self.stages * self.chunks)
+
+    @property
+    def unpipelined(self):
+        return self._replace(schedule=None, stages=1, chunks=1, gather=None)
+
+    @property
+    def devices(self):
+        return jax.devices()[: self.stages * self.data * self.zero]
+
+    def config(self, **more):
+        pipeline = {"schedule": self.schedule, "chunks": self.chunks, "gather": self.gather}
+        return {
+            "train_micro_batch_size_per_gpu": ROWS,
+            "gradient_accumulation_steps": self.micro,
+            "mesh": {"pipe": self.stages, "data": self.data, "zero": self.zero},
+            "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 0},
+            "optimizer": SGD,
+            "gradient_clipping": 0.0,
+            "compiler_options": FAST,
+            **({"pipeline": pipeline} if self.schedule else {}),
+            **more,
+        }
+
+    def step(self, model, **more):
+        config = self.config(**more)
+        return jzero.make_train_step(model, config, mesh=jzero.make_mesh(config, devices=self.devices))
+
+
+def batch_of(case, seed=0, vocab=VOCAB):
+    """A global batch. Rows have 1 to SEQUENCE labels that count, and those of one micro-batch have none."""
+    rng = np.random.default_rng(seed)
+    rows = ROWS * case.micro * case.data * case.zero
+    tokens = rng.integers(0, vocab, (rows, SEQUENCE + 1)).astype(np.int32)
+    labels = np.where(np.arange(SEQUENCE) < rng.integers(1, SEQUENCE + 1, (rows, 1)), tokens[:, 1:], -1)
+    if case.micro > 1:
+        labels[ROWS : 2 * ROWS] = -1
+    return {"inputs": tokens[:, :-1], "labels": labels}
+
+
+@lru_cache
+def initial(model, frozen=()):
+    """A new state under SGD, born on one device: compiling `init` for every layout is another file's test."""
+    return Case(None, 1, 1).step(model, frozen_parameters=list(frozen)).init(jax.random.key(0))
+
+
+class Done(NamedTuple):
+    """What a step did: its loss, every micro-batch's, the gradient's norm, and the gradient by leaf."""
+
+    loss: float
+    micro_losses: np.ndarray
+    norm: float
+    gradients: dict[str, np.ndarray]
+
+
+def by_name(tree):
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in jax.tree.leaves_with_path(tree)}
+
+
+def run(model, case, batch=None, **more):
+    step = case.step(model, **more)
+    state = place(step, initial(model, tuple(more.get("frozen_parameters", ()))))
+    before = by_name(jax.device_get(state.params))
+    state, metrics, details = step.run(state, batch_of(case) if batch is None else batch)
+    assert not metrics["skipped"]
+    for x in jax.tree.leaves(state.params):
+        parts = {}
+        for shard in x.addressable_shards:  # what lies on several devices is the same on all of them
+            np.testing.assert_array_equal(shard.data, parts.setdefault(str(shard.index), shard.data))
+    after = by_name(jax.device_get(state.params))
+    gradients = {name: (np.float64(x) - np.float64(after[name])) / LR for name, x in before.items()}
+    return Done(float(metrics["loss"]), np.asarray(details.micro_losses), float(metrics["grad_norm"]), gradients)
+
+
+@lru_cache
+def unpipelined(model, case):
+    return run(model, case)
+
+
+def too_far(ours, theirs):
+    """Return the leaves whose gradients are more than the bound apart."""
+    norm = np.linalg.norm
+    errors = {name: norm(ours[name] - b) / (norm(b) or 1) for name, b in theirs.items()}
+    return {name: error for name, error in errors.items() if not error <= BOUND}
+
+
+def assert_close(ours, theirs):
+    np.testing.assert_allclose(ours.micro_losses, theirs.micro_losses, rtol=BOUND)
+    np.testing.assert_allclose(ours.loss, theirs.loss, rtol=BOUND)
+    np.testing.assert_allclose(ours.norm, theirs.norm, rtol=BOUND)
+    assert too_far(ours.gradients, theirs.gradients) == {}
+
+
+def check(model, case, **more):
+    """The pipelined step does what the unpipelined one does; returns that."""
+    ours = run(model, case, **more)
+    assert_close(ours, run(model, case.unpipelined, **more) if more else unpipelined(model, case.unpipelined))
+    return ours
+
+
+def named(cases):
+    return pytest.mark.parametrize("case", cases, ids=str)

@@ -1,0 +1,262 @@
+"""Pipelines with a PipelineModule, activation checkpointing, losses without a step, and half precision."""
+
+from functools import lru_cache
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers.pipelines import (
+    BOUND,
+    ROWS,
+    SEQUENCE,
+    WIDTH,
+    Case,
+    Decoder,
+    Dropout,
+    assert_close,
+    batch_of,
+    by_name,
+    check,
+    initial,
+    model,
+    named,
+    run,
+    unpipelined,
+)
+from helpers.sampling import keep
+from test_bad_input import refused
+from test_engine import three_calls
+from test_oracle import ADAMW, assert_bitwise, place
+from test_pipeline_module import EMBED, HEAD, Residual, Wide, finish, pipeline, start
+
+import jzero
+from jzero.engine.run_report import report
+from jzero.planner import memory
+from models.llama import Llama
+
+# ----------------------------------------------------------------------------------------------- PipelineModule
+
+
+def mean_cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+@lru_cache
+def layers(kind):
+    """With dropout, tied ends around four layers alike, or five, which no stages divide; or five that are not alike,
+    with integers and masks between them."""
+    if kind != "different":
+        alike = [jzero.LayerSpec(Residual, 8, 0.5)] * {"four": 4, "five": 5}[kind]
+        return pipeline(EMBED, *alike, HEAD, loss_fn=mean_cross_entropy)
+    return pipeline(start, *(jzero.LayerSpec(Wide, *size) for size in ((3, 16), (16, 16), (16, 2))), finish)
+
+
+MODULES = [
+    Case("gpipe", 2, 3),
+    Case("1f1b", 4, 4),
+    Case("interleaved", 2, 2, 3, 2, chunks=2),
+    Case("zero_bubble", 2, 4),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    keep(
+        product(MODULES, ["four", "five", "different"]),
+        [(MODULES[1], "four"), (MODULES[0], "different")],  # "five" has a test of its own
+    ),
+    ids=str,
+)
+def test_pipeline_module(kind, case):
+    rng, rows = np.random.default_rng(0), ROWS * case.micro * case.data * case.zero
+    tokens, targets = rng.integers(0, 16, (2, rows, SEQUENCE)).astype(np.int32)
+    if kind == "different":
+        x, targets = rng.normal(size=(rows, 3)), np.full((rows, 2), 9, np.float32)  # far off: no loss that cancels
+        tokens = {"x": x.astype(np.float32), "ids": rng.integers(0, 2**32, rows, np.uint32)}
+    assert_close(*(run(layers(kind), c, (tokens, targets)) for c in (case, case.unpipelined)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_stack_that_the_stages_do_not_divide(stage):
+    """With frozen leaves, and leaves under the persistence threshold; the optimizer sees layers, not a stack."""
+    case = Case("1f1b", 2, 2, stage, 2)
+    rng, rows = np.random.default_rng(0), ROWS * case.micro * case.zero
+    batch = tuple(rng.integers(0, 16, (2, rows, SEQUENCE)).astype(np.int32))
+    more = {
+        "frozen_parameters": ["tied/.*", "bias"],
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20},
+    }
+    assert_close(*(run(layers("five"), c, batch, **more) for c in (case, case.unpipelined)))
+    if stage < 3:
+        return
+    lamb, params = {"optimizer": {"type": "Lamb", "params": {"lr": 0.1}}}, []
+    for c in (case, case.unpipelined):
+        step = c.step(layers("five"), **lamb)
+        params.append(by_name(jax.device_get(step.run(step.init(jax.random.key(0)), batch)[0].params)))
+    for name, x in params[0].items():
+        np.testing.assert_allclose(x, params[1][name], rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+def test_the_report_says_what_a_switch_costs():
+    case = Case("1f1b", 2, 2, 3)
+    text = report(case.step(layers("five"), pipeline={"activation_checkpoint_interval": 2}))
+    assert "stages x chunks = 2 does not divide the 5 equal layers" in " ".join(text.split())
+    assert "in one piece whatever activation_checkpoint_interval says" in " ".join(text.split())
+    assert "layer stack: 5 layers, unrolled; activation checkpointing full" in text
+    text = " ".join(report(case.step(layers("different"))).split())
+    assert "no run of equal layers holds half of the parameters" in text
+    for policy in ("none", "matmuls"):
+        step = lambda p=policy: case.step(layers("five"), activation_checkpointing={"policy": p})  # noqa: E731
+        refused(step, "activation_checkpointing", "always recomputed")
+
+
+# ------------------------------------------------------------------------------------- activation checkpointing
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule", "policy", "interval"),
+    keep(
+        [
+            (Llama, "1f1b", "matmuls", 0),
+            (Llama, "zero_bubble", "full", 2),
+            (Decoder, "1f1b", "none", 0),
+            (Decoder, "1f1b", "matmuls", 2),
+            (Decoder, "1f1b", "full", 0),
+            (Decoder, "1f1b", "full", 1),
+            (Decoder, "zero_bubble", "none", 0),
+            (Decoder, "zero_bubble", "matmuls", 1),
+            (Decoder, "zero_bubble", "full", 0),
+            (Decoder, "zero_bubble", None, 2),
+        ],
+        [
+            (Decoder, "1f1b", "none", 0),
+            (Decoder, "1f1b", "full", 0),
+            (Decoder, "zero_bubble", "matmuls", 1),
+            (Decoder, "zero_bubble", None, 2),
+        ],
+    ),
+)
+def test_activation_checkpointing(kind, schedule, policy, interval):
+    """Two layers to a stage; the unpipelined step recomputes nothing. An interval alone is policy "full"."""
+    case = Case(schedule, 2, 3, 3 * (interval == 1), 1 + (interval == 1))
+    pipeline = {"schedule": schedule, "activation_checkpoint_interval": interval}
+    ours = run(model(kind, 4), case, activation_checkpointing={"policy": policy}, pipeline=pipeline)
+    assert_close(ours, unpipelined(model(kind, 4), case.unpipelined))
+
+
+def test_what_an_interval_keeps():
+    """Of the three micro-batches in flight the input of each checkpoint: four on each stage, or one."""
+    case, tokens, peaks = Case("1f1b", 2, 4), jax.ShapeDtypeStruct((4 * ROWS, 4096), jnp.int32), []
+    for interval in (1, 4):
+        pipeline = {"schedule": "1f1b", "activation_checkpoint_interval": interval}
+        step = case.step(model(Decoder, 8), pipeline=pipeline)
+        peaks.append(memory(step.lower({"inputs": tokens, "labels": tokens}).compile()).peak)
+    assert peaks[0] - peaks[1] == pytest.approx(3 * (4 - 1) * ROWS * 4096 * WIDTH * 4, rel=0.01)
+
+
+@pytest.mark.parametrize("schedule", keep(["interleaved", "zero_bubble"], ["zero_bubble"]))
+def test_recomputed_layers_draw_the_same_masks(schedule):
+    check(model(Dropout, 4), Case(schedule, 2, 2, chunks=2), activation_checkpointing={"policy": "full"})
+
+
+# ---------------------------------------------------------------------------------- losses without a train step
+
+FORWARD = [Case("1f1b", 2, 3, 3, 2), Case("gpipe", 4, 2), *[Case("zero_bubble", s, 2, chunks=2) for s in (2, 4)]]
+
+
+@named(keep(FORWARD, FORWARD[:1]))
+def test_evaluate_and_micro_loss(case):
+    """Any number of micro-batches; without dropout, and with that of a micro-batch of the next step."""
+    noisy, losses = model(Dropout, case.layers), []
+    for one in (case, case.unpipelined):
+        step = one.step(noisy)
+        state = place(step, initial(noisy))
+        batch = batch_of(case._replace(micro=5))
+        part = jax.tree.map(lambda x, n=step.micro_size: x[-n:], batch)
+        losses.append([step.evaluate(state, batch), step.evaluate(state, part), step.micro_loss(state, part, 1)])
+    np.testing.assert_allclose(*losses, rtol=BOUND)
+    assert abs(losses[0][1] / losses[0][2] - 1) > 1e-3
+
+
+@pytest.mark.slow
+def test_micro_loss_is_the_steps():
+    case, noisy = Case("interleaved", 2, 4, chunks=2), model(Dropout, 4)
+    step = case.step(noisy)
+    state, batch = place(step, initial(noisy)), batch_of(case)
+    parts = [jax.tree.map(lambda x, i=i: x[i * ROWS : (i + 1) * ROWS], batch) for i in range(case.micro)]
+    before = [step.micro_loss(state, part, i) for i, part in enumerate(parts)]
+    np.testing.assert_allclose(before, step.run(state, batch)[2].micro_losses, rtol=BOUND)
+
+
+THREE = [Case("1f1b", 2, 3, 1, 2), Case("interleaved", 2, 2, 3, 2, chunks=2)]
+
+
+@named(keep(THREE, THREE[:1]))
+def test_the_three_call_loop_is_train_batch(case, capsys):
+    noisy, config, engines = model(Dropout, case.layers), case.config(optimizer=ADAMW), []
+    for _ in range(2):
+        mesh = jzero.make_mesh(config, devices=case.devices)
+        engines.append(jzero.initialize(model=noisy, config=config, mesh=mesh)[0])
+    one, three = engines
+    for seed in range(2):
+        parts = [batch_of(case._replace(micro=1), 10 * seed + i) for i in range(case.micro)]
+        loss = one.train_batch(iter(parts))
+        losses = [float(loss) for loss in three_calls(three, parts)]
+        counts = [(part["labels"] >= 0).sum() for part in parts]
+        np.testing.assert_allclose(np.average(losses, weights=counts), loss, rtol=BOUND)
+    assert_bitwise((one.state.params, one.state.opt_state), (three.state.params, three.state.opt_state))
+
+
+# ------------------------------------------------------------------------------------------------ half precision
+
+
+def train(model, case, steps, **more):
+    step = case.step(model, optimizer=ADAMW, **more)
+    state, metrics = step.init(jax.random.key(0)), []
+    for seed in range(steps):
+        state, m = step(state, batch_of(case, seed))
+        metrics.append(jax.device_get(m))
+    return metrics
+
+
+TEN = list(product((Decoder, Llama), [Case("1f1b", 2, 4, 2, 2), Case("interleaved", 2, 4, 3, 2, chunks=2)]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "case"), TEN, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_ten_steps_in_bf16_stay_together(kind, case):
+    runs = [train(model(kind, case.layers), c, 10, bf16={"enabled": True}) for c in (case, case.unpipelined)]
+    ours, theirs = ([m["loss"] for m in metrics] for metrics in runs)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-2)
+    assert not any(m["skipped"] for m in runs[0])
+
+
+FP16 = [Case("1f1b", 2, 3, 1, 2), Case("zero_bubble", 2, 2, chunks=2)]
+
+
+@named(keep(FP16, FP16[:1]))
+def test_fp16(case):
+    """From a loss scale at which the gradients overflow down to one at which they do not, as without a pipeline."""
+    fp16 = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
+    runs = [train(model(Decoder, case.layers), c, 12, fp16=fp16) for c in (case, case.unpipelined)]
+    for m in runs[0]:
+        assert np.isfinite(m["loss"])
+    skipped = [m["skipped"] for m in runs[0]]
+    assert skipped[0]
+    assert not skipped[-1]
+    assert skipped == [m["skipped"] for m in runs[1]]
+    np.testing.assert_allclose(*([m["loss"] for m in metrics] for metrics in runs), rtol=1e-2)
+
+
+def test_a_step_that_overflows_changes_nothing():
+    case, fragile = Case("1f1b", 2, 3), model(Decoder, 4)
+    step = case.step(fragile, fp16={"enabled": True, "loss_scale": 2.0**40}, optimizer=ADAMW)
+    state = step.init(jax.random.key(0))
+    before = jax.device_get((state.params, state.opt_state))
+    state, metrics = step(state, batch_of(case))
+    assert metrics["skipped"]
+    assert_bitwise(before, (state.params, state.opt_state))
