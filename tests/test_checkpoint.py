@@ -113,7 +113,7 @@ def test_a_tag_again_replaces_it(tmp_path):
     for seed in (0, 1):
         save(state(seed), tmp_path, "a").wait()
     assert_same(restore(tmp_path, shardings(state())), state(1))
-    assert {p.name for p in tmp_path.iterdir()} == {"a", "latest"}
+    assert {p.name for p in tmp_path.glob("[!.]*")} == {"a", "latest"}
 
 
 def test_the_default_tag_and_latest(tmp_path):
@@ -136,20 +136,20 @@ def test_a_kill_between_two_renames(tmp_path):
     (tmp_path / "a").rename(tmp_path / "a.replaced")
     (tmp_path / "a.saving" / "state").mkdir(parents=True)
     assert_same(restore(tmp_path, shardings(state())), state(1))
-    assert {p.name for p in tmp_path.iterdir()} == {"a.replaced", "a.saving", "latest"}  # reading changes nothing
+    assert {p.name for p in tmp_path.glob("[!.]*")} == {"a.replaced", "a.saving", "latest"}  # reading changes nothing
     save(state(2), tmp_path, "b", latest=False).wait()
     assert_same(restore(tmp_path, shardings(state())), state(1))
-    assert {p.name for p in tmp_path.iterdir()} == {"a", "b", "latest"}
+    assert {p.name for p in tmp_path.glob("[!.]*")} == {"a", "b", "latest"}
     (tmp_path / "a.replaced").mkdir()  # a kill before the replaced one was deleted
     save(state(2), tmp_path, "b").wait()
-    assert {p.name for p in tmp_path.iterdir()} == {"a", "b", "latest"}
+    assert {p.name for p in tmp_path.glob("[!.]*")} == {"a", "b", "latest"}
 
 
 def test_what_is_kept_is_the_newest_and_the_latest(tmp_path):
     for step in (1, 2, 3):
         save(state(), tmp_path, f"global_step{step}", max_to_keep=1, latest=step < 3).wait()
         os.utime(tmp_path / f"global_step{step}" / "notes.json", (2e9 - step, 2e9 - step))  # another host's clock
-    assert {p.name for p in tmp_path.iterdir()} == {"global_step2", "global_step3", "latest"}
+    assert {p.name for p in tmp_path.glob("[!.]*")} == {"global_step2", "global_step3", "latest"}
 
 
 def test_a_link_is_never_removed(tmp_path):
@@ -158,7 +158,7 @@ def test_a_link_is_never_removed(tmp_path):
     (tmp_path / "runs" / "global_step1").symlink_to(tmp_path / "other" / "global_step1")
     for step in (2, 3, 4):
         save(state(), tmp_path / "runs", f"global_step{step}", max_to_keep=1).wait()
-    assert {p.name for p in (tmp_path / "runs").iterdir()} == {"global_step1", "global_step4", "latest"}
+    assert {p.name for p in (tmp_path / "runs").glob("[!.]*")} == {"global_step1", "global_step4", "latest"}
     assert_same(restore(tmp_path / "runs", shardings(state()), tag="global_step1"), state())
 
 
@@ -186,7 +186,7 @@ def test_unreadable_directories(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "stat", denied)
     save(state(), tmp_path, "global_step3", max_to_keep=1).wait()
     assert [path.name for path, _ in directory.list_checkpoints(tmp_path)] == ["global_step3"]
-    assert {p.name for p in tmp_path.iterdir()} == {"global_step3", "latest", "lost+found"}
+    assert {p.name for p in tmp_path.glob("[!.]*")} == {"global_step3", "latest", "lost+found"}
     hidden.add("global_step3")
     (_, problem) = directory.list_checkpoints(tmp_path)[0]
     assert str(problem) == f"checkpoint {tmp_path}/global_step3: Permission denied"
@@ -210,7 +210,7 @@ def test_max_to_keep(tmp_path):
     for step in (1, 2, 10, 3):  # resumes from an older step
         save(state(), tmp_path, f"global_step{step}", max_to_keep=2).wait()
     save(state(), tmp_path, "best", max_to_keep=2).wait()
-    left = {p.name for p in tmp_path.iterdir()}
+    left = {p.name for p in tmp_path.glob("[!.]*")}
     assert left == {
         "global_step10",
         "global_step2",
@@ -219,7 +219,7 @@ def test_max_to_keep(tmp_path):
         "latest",
     }  # a later step belongs to another run and stays
     save(state(), tmp_path, "global_step11", max_to_keep=2).wait()
-    assert {p.name for p in tmp_path.iterdir()} == {"global_step3", "global_step11", "best", "latest"}
+    assert {p.name for p in tmp_path.glob("[!.]*")} == {"global_step3", "global_step11", "best", "latest"}
 
 
 def test_copies_are_spread_over_the_axes_of_replicas():
@@ -417,7 +417,7 @@ def test_a_number_is_a_tag(tmp_path):
     for tag in (7, 0.25):
         save(state(), tmp_path, tag).wait()
         assert_same(restore(tmp_path, shardings(state()), tag=tag), state())
-    assert {p.name for p in tmp_path.iterdir()} == {"7", "0.25", "latest"}
+    assert {p.name for p in tmp_path.glob("[!.]*")} == {"7", "0.25", "latest"}
 
 
 def test_other_mistakes(tmp_path):

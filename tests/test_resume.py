@@ -444,7 +444,7 @@ def test_a_run_that_does_not_resume_beside_checkpoints(tmp_path, capfd):
     for step in range(2):
         again.train_batch(batch(step))
         again.save_checkpoint().wait()
-    left = {path.name for path in (tmp_path / "runs").iterdir()}
+    left = {path.name for path in (tmp_path / "runs").glob("[!.]*")}
     assert left == {"latest", "global_step1", "global_step2", "global_step3", "global_step4"}
     (tmp_path / "file").touch()
     for place in ("file", "file/runs"):
@@ -575,7 +575,12 @@ def test_the_directory_of_the_config(tmp_path, monkeypatch):
         engine.train_batch(batch(step))
         engine.save_checkpoint()
     engine.save_checkpoint(tag="mine").wait()
-    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["global_step3", "global_step4", "latest", "mine"]
+    assert sorted(p.name for p in (tmp_path / "runs").glob("[!.]*")) == [
+        "global_step3",
+        "global_step4",
+        "latest",
+        "mine",
+    ]
     monkeypatch.setenv("JZERO_RESUME", "auto")  # by `jzero --resume`
     assert build(LAYOUTS["one"], **section).global_steps == 4
     assert build(LAYOUTS["one"], resume=False, **section).global_steps == 0

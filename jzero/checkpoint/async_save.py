@@ -27,6 +27,7 @@ from etils import epath
 from jzero._compat import before_threads_end
 from jzero.checkpoint.directory import DEFAULT_TAG, STATE, begin_draft, checkpoint_path, commit, draft_path
 from jzero.checkpoint.leaves import key_names, nest
+from jzero.checkpoint.lock import check, hold
 from jzero.checkpoint.orbax_noise import silence_orbax
 from jzero.checkpoint.snapshot import has_room, snapshot, to_host
 from jzero.distributed import heartbeat
@@ -128,7 +129,8 @@ def save(
       The save; `.wait()` waits until it is complete.
 
     Raises:
-      ConfigError: an invalid tag, a tag or directory that differs between processes, or notes that are not JSON.
+      ConfigError: an invalid tag, a tag or directory that differs between processes, notes that are not JSON, or a
+        directory that another job writes into.
       CheckpointError: the directory cannot be written, or the previous save failed (this save is running nevertheless).
         Raised on all processes.
     """
@@ -181,6 +183,7 @@ def _agree_on_path(
         path = checkpoint_path(directory, tag)
         _check_notes(notes or {})
         if jax.process_index() == 0:
+            hold(path.parent)
             begin_draft(path)
             made = True
     except ConfigError as error:
@@ -241,6 +244,7 @@ def _write(save: Save, copies: dict[str, jax.Array], finish: Callable[[], None])
             handler.save(epath.Path(draft) / STATE, args=ocp.args.PyTreeSave(nest(host), nest(chunks)))
 
         def complete() -> None:
+            check(save.path.parent)
             handler.finalize(epath.Path(draft) / STATE)
             finish()
 

@@ -1,6 +1,7 @@
 """The directory layout of checkpoints, and the order of writes that makes each one complete or absent.
 
 DIR/latest            the tag of the last save
+DIR/.lock             the job that writes here (lock.py)
 DIR/TAG/state/        the arrays, in Orbax's format
 DIR/TAG/notes.json    everything else, with a checksum of itself
 DIR/TAG.saving/       a draft: being written, or left by a killed job

@@ -11,7 +11,8 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jzero.checkpoint.directory import check_home
+from jzero.checkpoint.directory import check_home, local_path
+from jzero.checkpoint.lock import hold
 from jzero.config import Config
 from jzero.data import DataLoader
 from jzero.distributed.host_collectives import check_same, together
@@ -64,7 +65,8 @@ def initialize(
       without training_data), the learning rate as a function of the steps applied (None if only the optimizer has it).
 
     Raises:
-      ConfigError: the arguments do not fit each other, the devices or the model; raised before any compilation.
+      ConfigError: the arguments do not fit each other, the devices or the model, or another job writes into the
+        directory of `resume`; raised before any compilation.
     """
     if deepspeed:
         raise ConfigError(*(f"initialize({name}=...): {_INSTEAD.get(name, 'unknown argument')}" for name in deepspeed))
@@ -84,6 +86,9 @@ def initialize(
 
     together("initialize", check_homes)
     check_same("initialize", {"resume": resume and str(Path(resume).absolute())})
+    if resume:
+        root = local_path(resume, "resume")
+        together("initialize", lambda: hold(root) if jax.process_index() == 0 else None)
     former = former_batch(resume) if resume else None
     step = TrainStep(model, config, mesh=mesh, optimizer=optimizer, lr_scheduler=lr_scheduler, former=former)
     loader = None

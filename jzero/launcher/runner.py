@@ -16,6 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -324,9 +325,11 @@ async def run(job: Job) -> int:
 
     An attempt that finds too few hosts without a fault counts as a restart; the next one waits PAUSE seconds for them.
     """
-    restarts, code = job.options.max_restarts, 0
+    restarts, code, command = job.options.max_restarts, 0, secrets.token_hex(8)
     for number in range(restarts + 1):
-        attempt, pause = Attempt(job), 0.0
+        # A later attempt takes the checkpoint directory over from an earlier one (checkpoint/lock.py).
+        shared = job.shared | {"JZERO_ATTEMPT": f"{command} {number}"}
+        attempt, pause = Attempt(replace(job, shared=shared)), 0.0
         try:
             code = await attempt.run()
             if not attempt.failure or attempt.signalled:

@@ -1,0 +1,236 @@
+"""A checkpoint directory has one writer; the others learn who it is, and a dead writer's lock is taken over."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+import jzero
+from jzero.checkpoint import async_save, lock
+
+ROOT = Path(__file__).parent.parent
+# Without JAX, so that a process starts in 0.1 s: the module alone.
+JOB = f"""
+import importlib.util, os, sys
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+spec = importlib.util.spec_from_file_location("lock", {str(ROOT / "jzero" / "checkpoint" / "lock.py")!r})
+lock = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(lock)
+lock.REFRESH = 0.2
+lock.STALE = float(os.environ.get("STALE", 2))
+directory = Path(sys.argv[1])
+
+def attempt():
+    try:
+        lock.hold(directory)
+        return "held"
+    except Exception as error:
+        return f"{{type(error).__name__}}: {{error}}"
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Start a program with `attempt()`; its standard output is a pipe."""
+    started = []
+
+    def start(program="print(attempt(), flush=True)\ninput()", **env):
+        (tmp_path / "train.py").write_text(JOB + program)
+        own = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "JZERO"))}
+        pipe = subprocess.PIPE
+        started.append(
+            subprocess.Popen(
+                [sys.executable, tmp_path / "train.py", tmp_path / "runs"],
+                env=own | env,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                text=True,
+            )
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def said(process):
+    return process.stdout.readline().strip()
+
+
+def held_by(tmp_path):
+    return json.loads((tmp_path / "runs" / ".lock").read_text())["pid"]
+
+
+def elsewhere(tmp_path):
+    """Let the lock's owner be on another host."""
+    file = tmp_path / "runs" / ".lock"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"place": "another boot", "host": "node7"}))
+
+
+def test_the_second_job_is_told_and_a_dead_one_is_replaced(tmp_path, job):
+    first = job(SLURM_JOB_ID="12", JZERO_JOB_ID="cafe")
+    assert said(first) == "held"
+    second = job()
+    words = said(second)
+    assert words.startswith(
+        f"ConfigError: {tmp_path}/runs is in use by Slurm job 12, job cafe of train.py (process {first.pid} on "
+    )
+    assert words.endswith(f"if it has ended, remove {tmp_path}/runs/.lock to take over")
+    assert time.strftime("since %Y-%m-%d") in words
+    first.kill()  # it stays a zombie until this test waits for it
+    begin = time.monotonic()
+    third = job()
+    assert said(third) == "held"
+    assert time.monotonic() - begin < 5
+    third.communicate("\n")  # ends normally
+    assert [*(tmp_path / "runs").iterdir()] == []
+
+
+def test_a_pid_that_another_process_has_now(tmp_path, job):
+    first = job()
+    assert said(first) == "held"
+    file = tmp_path / "runs" / ".lock"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"started": "1", "id": "before"}))
+    second = job()
+    assert said(second) == "held"
+    assert held_by(tmp_path) == second.pid
+
+
+def test_an_owner_on_another_host(tmp_path, job):
+    """Alive while the file changes; dead after STALE seconds; one that wakes up then writes no more."""
+    first = job("print(attempt(), flush=True)\ninput()\nlock.check(directory)")
+    assert said(first) == "held"
+    elsewhere(tmp_path)
+    second = job(STALE="60")
+    assert "(process" in (words := said(second)), words
+    assert "on node7, since" in words
+    first.send_signal(signal.SIGSTOP)
+    begin = time.monotonic()
+    third = job(STALE="1.5")
+    assert said(third) == "held"
+    assert time.monotonic() - begin > 1.5
+    first.send_signal(signal.SIGCONT)
+    _, errors = first.communicate("\n")
+    assert f"CheckpointError: {tmp_path}/runs is in use by a job of train.py (process {third.pid} on" in errors
+    assert held_by(tmp_path) == third.pid  # the first did not delete it when it exited
+    _, errors = third.communicate("\n")
+    assert "names a job of train.py (process" in errors
+    assert "waiting 1.5 s to see whether it still runs" in errors
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "held"),
+    [
+        ({"JZERO_ATTEMPT": "cafe 0"}, {"JZERO_ATTEMPT": "cafe 1"}, True),
+        ({"JZERO_ATTEMPT": "cafe 1"}, {"JZERO_ATTEMPT": "cafe 1"}, False),
+        ({"JZERO_ATTEMPT": "cafe 0"}, {"JZERO_ATTEMPT": "face 1"}, False),
+        ({"SLURM_JOB_ID": "12"}, {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "1"}, True),
+        ({"SLURM_JOB_ID": "12"}, {"SLURM_JOB_ID": "12"}, False),
+        ({"SLURM_JOB_ID": "12"}, {"SLURM_JOB_ID": "13", "SLURM_RESTART_COUNT": "1"}, False),
+    ],
+)
+def test_a_later_attempt_of_the_same_job_takes_over(tmp_path, job, before, now, held):
+    """At once, and though the process of the earlier one still runs on a host that nobody reaches."""
+    first = job(**before)
+    assert said(first) == "held"
+    begin = time.monotonic()
+    second = job(STALE="60", **now)
+    assert (said(second) == "held") == held
+    assert time.monotonic() - begin < 10
+    assert held_by(tmp_path) == (second if held else first).pid
+
+
+def test_one_of_many_takes_a_dead_owners_lock(tmp_path, job):
+    program = "input()\nprint(attempt(), flush=True)\ninput()"
+    for _ in range(3):
+        dead = job()
+        assert said(dead) == "held"
+        dead.kill()
+        several = [job(program) for _ in range(6)]
+        for process in several:
+            process.stdin.write("\n")
+            process.stdin.flush()
+        words = [said(process) for process in several]
+        (winner,) = [p for p, text in zip(several, words, strict=True) if text == "held"]
+        assert held_by(tmp_path) == winner.pid
+        assert sum("is in use by a job of train.py" in text for text in words) == 5, words
+        for process in several:
+            process.kill()
+        (tmp_path / "runs" / ".lock").unlink()
+
+
+def test_other_things_in_the_place_of_the_lock(tmp_path, job):
+    """An empty file, as of a job killed while it wrote it, is taken over; a directory or a link is an error."""
+    (tmp_path / "runs").mkdir()
+    file = tmp_path / "runs" / ".lock"
+    for text in ("", "{", '{"id": 3, "attempts": []}', "[" * 9000):
+        file.write_text(text)
+        process = job(STALE="0.2")
+        assert said(process) == "held"
+        process.communicate("\n")
+    for make, words in ((file.mkdir, "Is a directory"), (lambda: file.symlink_to("/etc/passwd"), "symbolic links")):
+        make()
+        assert words in said(job())
+        file.rmdir() if file.is_dir() else file.unlink()
+
+
+@pytest.mark.processes
+def test_saves_of_two_jobs(tmp_path):
+    """The second job's save is an error before it touches anything; every complete save of the first one exists."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""
+import itertools, jax.numpy as jnp, jzero
+for n in itertools.count():
+    path = jzero.checkpoint.save({{"x": jnp.ones(9)}}, {str(tmp_path / "runs")!r}, f"global_step{{n}}").wait()
+    print(path, flush=True)
+"""
+    )
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "JZERO"))}
+    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    first = subprocess.Popen([sys.executable, script], env=env, stdout=subprocess.PIPE, text=True)
+    try:
+        complete = [first.stdout.readline().strip()]
+        begin = time.monotonic()
+        with pytest.raises(jzero.ConfigError, match=rf"runs is in use by a job of script\.py \(process {first.pid} on"):
+            jzero.checkpoint.save({"x": jnp.ones(9)}, tmp_path / "runs", "global_step1000", max_to_keep=1)
+        assert time.monotonic() - begin < 10
+        with pytest.raises(jzero.ConfigError, match="is in use by"):
+            jzero.initialize(model=None, config={}, resume=tmp_path / "runs")
+        complete += [first.stdout.readline().strip() for _ in range(5)]
+    finally:
+        first.kill()
+        complete += first.stdout.read().split("\n")[:-1]
+        first.wait()
+    assert all(Path(path, "notes.json").exists() for path in complete)
+    assert jzero.checkpoint.Checkpoint.find(tmp_path / "runs").shapes == {"x": (9,)}  # reading needs no lock
+    jzero.checkpoint.save({"x": jnp.ones(9)}, tmp_path / "runs", "global_step1000", max_to_keep=1).wait()
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {".lock", "global_step1000", "latest"}
+
+
+def test_a_save_that_lost_its_lock_is_not_completed(tmp_path, monkeypatch):
+    """As that of a process which was suspended for so long that another job took over."""
+    jzero.checkpoint.save({"x": jnp.ones(9)}, tmp_path, "a").wait()
+    before, shared = json.loads((tmp_path / ".lock").read_text()), async_save._check_shared
+
+    def suspended(draft):
+        (tmp_path / ".lock").write_text(json.dumps(before | {"id": "other", "pid": 1, "started": "2"}))
+        shared(draft)
+
+    monkeypatch.setattr(async_save, "_check_shared", suspended)
+    under_way = jzero.checkpoint.save({"x": jnp.zeros(9)}, tmp_path, "a")
+    with pytest.raises(jzero.CheckpointError, match=r"a was not written: .* is in use by .*\(process 1 on"):
+        under_way.wait()
+    monkeypatch.undo()
+    jzero.checkpoint.save({"x": jnp.ones(9)}, tmp_path, "b").wait()  # the other one has ended
+    assert json.loads((tmp_path / ".lock").read_text())["id"] == before["id"] == lock._ID
