@@ -8,6 +8,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import jzero
+from jzero.data import DataLoader
 from models.mlp import MLP, cross_entropy
 
 CONFIG = {"train_batch_size": 16, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
@@ -148,6 +149,38 @@ def test_batch_that_does_not_divide(batch, parts):
 def test_evaluation_batch_is_a_multiple():
     step = make()
     refused(lambda: step.evaluate(None, (IMAGES[:9], LABELS[:9])), "(9, 784)", "multiple of 16")
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "becomes"),
+    [
+        (2**40 + 7, "int64", "7 as int32"),
+        (-(2**31) - 1, "int64", "2147483647 as int32"),
+        (2**32, "uint64", "0 as uint32"),
+        (1e300, "float64", "inf as float32"),
+        (-1e39, "float64", "-inf as float32"),
+    ],
+)
+def test_values_that_32_bits_do_not_hold(value, dtype, becomes):
+    step, x = make(), np.zeros((16, 2), dtype)
+    x[9, 1] = value
+    if dtype == "float64":
+        x[3], x[5] = np.nan, np.inf
+    batch, words = {"a": {"b": x}}, ("'a/b'", f"dtype {dtype} and contains {value}", f"becomes {becomes}", "enable_x64")
+    refused(lambda: step.place(batch), *words)
+    refused(lambda: step.place_micro_batch(batch), *words)
+    refused(lambda: next(iter(DataLoader(batch, step))), *words)
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(step.place(batch)["a"]["b"], x)
+
+
+def test_values_that_32_bits_hold():
+    step = make()
+    for values, dtype in (
+        ([2**31 - 1, -(2**31)], "int64"), ([2**32 - 1], "uint64"), ([3.4028235e38, np.inf, -np.inf, np.nan], "float64"),
+    ):  # fmt: skip
+        x = np.tile(np.array(values, dtype), (16, 1))
+        np.testing.assert_array_equal(step.place(x), x.astype(dtype.replace("64", "32")))
 
 
 def test_engine_and_loader():

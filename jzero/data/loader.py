@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jzero.batch import place_batch, rows_of_this_process
 from jzero.data.order import Position, other_data
-from jzero.data.sources import IterableStyle, as_source, too_few
+from jzero.data.sources import Escaped, IterableStyle, as_source, too_few
 from jzero.errors import ConfigError
 from jzero.tree import PyTree
 
@@ -124,9 +124,11 @@ class DataLoader:
         except StopIteration:
             self._ended = True
             raise
-        except BaseException:
+        except BaseException as error:
             self._stop()
             self._resumes = True
+            if isinstance(error, Escaped) and error.__cause__:
+                raise error.__cause__ from None
             raise
         self._at, self._resumes = Position(**self._streams[0].get_state()), False
         return batch

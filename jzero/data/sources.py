@@ -74,6 +74,10 @@ def _is_node(data: Any) -> bool:
     return not isinstance(data, list) and not jax.tree.all(jax.tree.map(lambda x: x is data, data))
 
 
+class Escaped(Exception):
+    """Carries what a source raised beside Exceptions, such as SystemExit, out of the prefetch thread as its cause."""
+
+
 class Arrays:
     """A pytree of arrays, memory-mapped or not, with one leading sample dimension."""
 

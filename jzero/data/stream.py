@@ -17,7 +17,7 @@ import numpy as np
 from grain.experimental import ThreadPrefetchIterDataset
 
 from jzero.data.order import Position, other_data, shuffled
-from jzero.data.sources import IterableStyle, Source, collate, read_sample, too_few
+from jzero.data.sources import Escaped, IterableStyle, Source, collate, read_sample, too_few
 from jzero.errors import ConfigError
 from jzero.tree import PyTree
 
@@ -75,7 +75,12 @@ class _Iterator(grain.DatasetIterator):
         self._batches = make(spec, start)
 
     def __next__(self) -> PyTree:
-        batch, self._position = next(self._batches)
+        try:
+            batch, self._position = next(self._batches)
+        except Exception:
+            raise
+        except BaseException as error:  # grain's thread would die of it in silence, and its consumer wait for ever
+            raise Escaped from error
         return batch
 
     def get_state(self) -> dict[str, int]:

@@ -9,7 +9,7 @@ import pytest
 
 import jzero
 from experiments.tokenizers import BPE, Bytes, train_bpe
-from jzero.data import TokenFile, write_tokens
+from jzero.data import Packed, TokenFile, write_tokens
 from jzero.data.sources import Source
 
 TEXTS = ["To be, or not to be: that is the question.\n" * 3, "", "Größe <|end|> \N{SNOWMAN} tab\tand\nline" * 5, "a"]
@@ -117,6 +117,8 @@ def test_windows(tmp_path):
         (np.arange(9), 0, None, "sequence = 0: must be from 1 to 8"),
         (np.arange(9), 4, 8, "token 8 is outside a vocabulary of 8: vocab_size must be larger"),
         (np.arange(-1, 8), 4, 8, "token -1 is outside a vocabulary of 8"),
+        (np.arange(9) + 2**40, 4, None, f"token {2**40 + 8} does not fit int32"),
+        (np.arange(9, dtype=np.uint32) + 2**31, 4, None, f"token {2**31 + 8} does not fit int32"),
     ],
 )
 def test_invalid_tokens(array, sequence, vocabulary, words, tmp_path):
@@ -131,7 +133,37 @@ def test_invalid_files(tmp_path):
     for name in ("t.npy", "none.npy"):
         with pytest.raises(jzero.ConfigError, match=rf"{name}: not a .npy file of tokens"):
             TokenFile(tmp_path / name, 4)
+    np.save(tmp_path / "whole.npy", np.arange(9))
+    whole = (tmp_path / "whole.npy").read_bytes()
+    for text in (
+        b"",
+        whole[:4],
+        whole[:40],
+        whole[:-1],
+        whole.replace(b"(9,)", b"(9;)"),
+        whole.replace(b"<i8", b"O88"),
+    ):
+        (tmp_path / "t.npy").write_bytes(text)
+        with pytest.raises(jzero.ConfigError, match=r"t\.npy: not a \.npy file of tokens \(.*\)") as error:
+            TokenFile(tmp_path / "t.npy", 4)
+        assert "\n" not in str(error.value)
+    np.save(tmp_path / "t.npy", np.arange(0))
+    for build in (TokenFile, Packed):
+        with pytest.raises(jzero.ConfigError, match=r"t\.npy: .*empty"):
+            build(tmp_path / "t.npy", 4)
+    wide = SimpleNamespace(vocab_size=9, end=8, encode=lambda text: np.array([2**16 + 3]))
+    with pytest.raises(jzero.ConfigError, match="token 65539 is outside a vocabulary of 9"):
+        write_tokens(["text"], tmp_path / "w.npy", wide)
     write_tokens(["some text"], tmp_path / "b.npy", Bytes())
     assert TokenFile(tmp_path / "b.npy", 4, vocab_size=257).vocab_size == TokenFile(tmp_path / "b.npy", 4).vocab_size
     with pytest.raises(jzero.ConfigError, match=r"vocab_size = 256: .*b.npy has tokens up to 256; use at least 257"):
         TokenFile(tmp_path / "b.npy", 4, vocab_size=256)
+    note = tmp_path / "b.npy.json"
+    for text in ("", '{"tokens": 1', "[]", "3", '{"end": "x"}', '{"vocab_size": 1e3}', "[" * 10**5, b"\xff"):
+        note.write_bytes(text.encode() if isinstance(text, str) else text)
+        for build in (TokenFile, Packed):
+            with pytest.raises(jzero.ConfigError, match=r"b\.npy\.json is damaged \(.*\): write the tokens again"):
+                build(tmp_path / "b.npy", 4)
+    note.write_text('{"tokens": 11, "vocab_size": 257}')
+    with pytest.raises(jzero.ConfigError, match=r"b\.npy has 10 tokens, and its note .*b\.npy\.json describes 11"):
+        TokenFile(tmp_path / "b.npy", 4)
