@@ -67,7 +67,8 @@ def check_range(name: str, x: Any) -> None:
 def rows_of_this_process(sharding: NamedSharding, rows: int) -> np.ndarray:
     """List the rows of a global batch that are stored on this process's devices, in order."""
     places = sharding.addressable_devices_indices_map((rows,)).values()
-    return np.unique(np.concatenate([np.arange(rows)[place or ...] for place in places]))
+    parts = {(part[0] if part else slice(None)).indices(rows) for part in places}
+    return np.unique(np.concatenate([np.arange(*part) for part in sorted(parts)]))
 
 
 def check_batch(batch: Any, rows: int, also: int, why: str, multiples: bool = False) -> None:

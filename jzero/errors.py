@@ -1,14 +1,43 @@
-"""The exceptions, and how to write names and other exceptions into their messages."""
+"""The exceptions, and how to write names and other exceptions into their messages.
+
+Messages quote what users, files and other processes give: megabytes, control characters, lone surrogates. The
+exceptions themselves shorten and escape it, so that no caller has to.
+"""
 
 import re
 from collections.abc import Iterable
+
+MOST_PROBLEMS = 20
+_WORD, _LINE = 500, 2000  # characters of a word and of a line; a path has up to 255 between two slashes
+_UNPRINTABLE = re.compile(r"[^\S \n]|[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+def shorten(text: str, most: int) -> str:
+    """Cut the middle out of a text of more than `most` characters.
+
+    >>> shorten("0123456789" * 2, 12)
+    '01234567... (8 more) ...6789'
+    """
+    last = most // 3
+    return text if len(text) <= most else f"{text[: most - last]}... ({len(text) - most} more) ...{text[-last:]}"
+
+
+def printable(text: str) -> str:
+    """Escape control characters (not line ends) and lone surrogates, and shorten long words and lines.
+
+    >>> printable("a\\x1b[2J, " + 1000 * "b")[:16]
+    'a\\\\x1b[2J, bbbbbb'
+    """
+    text = _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+    text = re.sub(rf"\S{{{_WORD + 1},}}", lambda found: shorten(found[0], _WORD), text)
+    return "\n".join(shorten(line, _LINE) for line in text.split("\n"))
 
 
 class ConfigError(ValueError):
     """An invalid or unsupported config, model or call.
 
     Each problem names the key, its value, the allowed values and the fix. All problems of a config are reported
-    together.
+    together, the first MOST_PROBLEMS in the message.
 
     >>> print(ConfigError("steps = -1: must be positive", "size = 0: must be positive"))
     - steps = -1: must be positive
@@ -16,12 +45,26 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, *problems: str):
-        self.problems = problems
-        super().__init__("\n".join(problems) if len(problems) == 1 else "\n".join(f"- {p}" for p in problems))
+        self.problems = tuple(map(printable, problems))
+        shown, more = self.problems[:MOST_PROBLEMS], len(problems) - MOST_PROBLEMS
+        lines = shown if len(problems) == 1 else [f"- {problem}" for problem in shown]
+        super().__init__("\n".join([*lines, *([f"- and {more} more problems"] if more > 0 else [])]))
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint that could not be written, is incomplete, or differs from the state that was saved."""
+
+    def __init__(self, problem: str):
+        super().__init__(printable(problem))
+
+
+def one_line(text: str) -> str:
+    """Escape all control characters of a name, line ends included.
+
+    >>> one_line("a\\nb")
+    'a\\\\nb'
+    """
+    return printable(text).replace("\n", "\\n")
 
 
 def some_of(names: Iterable[object], most: int = 8) -> str:

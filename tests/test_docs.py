@@ -187,6 +187,12 @@ def test_the_configuration_page_is_current():
     assert script.page(text.replace("`train_batch_size`", "`batch`")) != text.replace("`train_batch_size`", "`batch`")
 
 
+def test_the_page_of_faults_is_current():
+    script = load_script("faults")
+    text = script.PAGE.read_text(encoding="utf-8")
+    assert script.page(text) == text, "run python docs/faults.py"
+
+
 def test_every_key_is_on_the_configuration_page():
     settings = [key for key, field in screen.FIELDS.items() if field.metadata]
     text = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")

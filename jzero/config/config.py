@@ -13,7 +13,7 @@ from pydantic import PrivateAttr, ValidationError
 from jzero.config import sizes
 from jzero.config.checks import contradictions
 from jzero.config.keys import Replaced
-from jzero.config.screen import MISSING, explain, plain, pop, screen
+from jzero.config.screen import MISSING, check_extent, explain, plain, pop, screen
 from jzero.config.sections import Settings
 from jzero.config.source import read
 from jzero.errors import ConfigError
@@ -27,6 +27,7 @@ class Config(Settings):
     _autos: tuple[str, ...] = PrivateAttr(())
 
     def __init__(self, /, **given: Any):
+        check_extent(given)
         autos: list[str] = []
         data = plain(given, autos)
         replaced, problems = screen(data)

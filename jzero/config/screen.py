@@ -8,9 +8,29 @@ from pydantic import BaseModel
 from jzero.config import keys
 from jzero.config.sections import Section, Settings
 from jzero.config.suggest import names_inside, suggest
+from jzero.errors import ConfigError, one_line
 from jzero.values.kinds import as_json
 
 MISSING: Any = object()
+MOST_KEYS, MOST_LEVELS = 1000, 20
+
+
+def check_extent(data: Mapping[str, Any]) -> None:
+    """Refuse a config of very many keys or levels, or one that contains itself.
+
+    Raises:
+      ConfigError: names the limit.
+    """
+    level: list[Any] = [data]
+    keys = 0
+    for _ in range(MOST_LEVELS):
+        if not (level := [node for node in level if isinstance(node, Mapping | list | tuple)]):
+            return
+        keys += sum(len(node) for node in level if isinstance(node, Mapping))
+        if keys > MOST_KEYS:
+            raise ConfigError(f"config: has more than {MOST_KEYS:,} keys; it has about 250 known ones")
+        level = [child for node in level for child in (node.values() if isinstance(node, Mapping) else node)]
+    raise ConfigError(f"config: is nested deeper than {MOST_LEVELS} levels; known keys have up to four")
 
 
 def plain(node: Any, autos: list[str], path: str = "") -> Any:
@@ -26,7 +46,7 @@ def plain(node: Any, autos: list[str], path: str = "") -> Any:
     auto = {k for k, v in node.items() if isinstance(v, str) and v == "auto"}
     autos += [f"{path}{k}" for k in node if k in auto]
     dropped = set() if path == "scheduler.params." else auto
-    return {str(k): plain(v, autos, f"{path}{k}.") for k, v in node.items() if k not in dropped}
+    return {one_line(str(k)): plain(v, autos, f"{path}{k}.") for k, v in node.items() if k not in dropped}
 
 
 def pop(data: Any, *sections_and_key: Any) -> Any:

@@ -16,10 +16,9 @@ Gather = Literal["step", "micro_batch"]
 Flag = Annotated[bool, PlainValidator(kinds.FLAG)]
 Text = Annotated[str, PlainValidator(kinds.TEXT)]
 Count = Annotated[int, PlainValidator(kinds.COUNT)]
-Positive = Annotated[int, PlainValidator(kinds.POSITIVE)]
 PositiveInt32 = Annotated[int, PlainValidator(kinds.INT32)]
-PositiveOrNone = Annotated[int | None, PlainValidator(kinds.POSITIVE_OR_NULL)]
-PositiveOrRest = Annotated[int, PlainValidator(kinds.POSITIVE_OR_REST)]
+PositiveOrNone = Annotated[int | None, PlainValidator(kinds.INT32_OR_NULL)]
+PositiveOrRest = Annotated[int, PlainValidator(kinds.INT32_OR_REST)]
 NonNegative = Annotated[float, PlainValidator(kinds.NON_NEGATIVE)]
 Params = Annotated[dict[str, Any], PlainValidator(kinds.PARAMS)]
 Options = Annotated[dict[str, bool | int | float | str], PlainValidator(kinds.OPTIONS)]
@@ -129,7 +128,7 @@ class PipelineConfig(Section):
 
     stages: PositiveOrNone = None
     schedule: Annotated[ScheduleName, PlainValidator(one_of(SCHEDULE_NAMES))] = "1f1b"
-    chunks: Positive = 1
+    chunks: PositiveInt32 = 1
     gather: Annotated[Gather | None, PlainValidator(one_of(get_args(Gather), none=None))] = None
     activation_checkpoint_interval: Count = 0
 
@@ -184,6 +183,6 @@ class Settings(Section):
     frozen_parameters: Patterns = ()
     stack: StackConfig = StackConfig()
     compiler_options: Options = {}
-    seed: Count = 0
+    seed: Annotated[int, PlainValidator(kinds.SEED)] = 0
     dataloader_drop_last: Flag = False
     timers: TimersConfig = TimersConfig()

@@ -12,6 +12,7 @@ import hjson
 from jzero.errors import ConfigError
 from jzero.values.kinds import as_json
 
+LARGEST = 2**20  # characters of a file; configs have a few thousand
 ACCEPTED = "a path to a JSON or hjson file, a dict, a urlsafe-base64 string of JSON, or a Config"
 
 
@@ -29,7 +30,8 @@ def read(source: object) -> dict[str, Any]:
     name = as_json(str(path), 400)
     if os.path.isfile(path):
         try:
-            return _parse(path.read_text(encoding="utf-8"), str(path))
+            with path.open(encoding="utf-8") as file:
+                return _parse(file.read(LARGEST + 1), str(path))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"config = {name}: cannot be read as text ({error})") from None
     if isinstance(source, str) and (text := _base64(source)):
@@ -49,23 +51,32 @@ def _base64(source: str) -> str | None:
     return text if text.lstrip().startswith("{") else None
 
 
+def _load(text: str, name: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_Pairs)
+    except ValueError as not_json:
+        try:
+            return hjson.loads(text, object_pairs_hook=_Pairs)
+        except (ValueError, IndexError, OverflowError) as not_hjson:  # its faults: text without an end, 1e400
+            both = f"as JSON: {not_json}; as hjson: {not_hjson}"
+            raise ConfigError(f"{name}: is neither JSON nor hjson; {both}") from None
+
+
 class _Pairs(list[tuple[str, Any]]):
     """A JSON object as pairs: a dict would keep the last of two equal keys without an error."""
 
 
 def _parse(text: str, name: str) -> dict[str, Any]:
-    try:
-        tree = json.loads(text, object_pairs_hook=_Pairs)
-    except ValueError as not_json:
-        try:
-            tree = hjson.loads(text, object_pairs_hook=_Pairs)
-        except ValueError as not_hjson:
-            both = f"as JSON: {not_json}; as hjson: {not_hjson}"
-            raise ConfigError(f"{name}: is neither JSON nor hjson; {both}") from None
-    if not isinstance(tree, _Pairs):
-        raise ConfigError(f"{name} = {as_json(tree)}: must be a JSON object {{...}} of config keys")
+    if len(text) > LARGEST:
+        raise ConfigError(f"{name}: has more than {LARGEST:,} characters: it is no config")
     twice: list[str] = []
-    data = _distinct(tree, "", twice)
+    try:
+        tree = _load(text, name)
+        if not isinstance(tree, _Pairs):
+            raise ConfigError(f"{name} = {as_json(tree)}: must be a JSON object {{...}} of config keys")
+        data = _distinct(tree, "", twice)
+    except RecursionError:
+        raise ConfigError(f"{name}: is nested too deeply; a config has up to four levels of {{...}}") from None
     if twice:
         raise ConfigError(*[f"{key}: given twice in {name}; keep one of the two" for key in twice])
     return data

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jzero.batch import place_batch, rows_of_this_process
 from jzero.data.order import Position, other_data
-from jzero.data.sources import Escaped, IterableStyle, as_source, too_few
+from jzero.data.sources import Escaped, IterableStyle, as_source, check_fill, too_few
 from jzero.errors import ConfigError
 from jzero.tree import PyTree
 
@@ -56,6 +56,8 @@ class DataLoader:
         self._sizes = (0, 0)  # of the stream: samples per micro-batch, per global batch
         if not isinstance(self.source, IterableStyle) and not len(self):
             raise ConfigError(too_few(len(self.source), step.batch_sizes.train))
+        if not isinstance(self.source, IterableStyle):
+            check_fill(len(self.source), step.batch_sizes.train)
 
     def __len__(self) -> int:
         """Return the number of micro-batches in an epoch."""

@@ -205,6 +205,18 @@ def check_numbers(batch: PyTree, fix: str = "") -> None:
             raise ConfigError(f"{where} has dtype {dtype or type(x).__name__}; expected numbers{fix}")
 
 
+MOST_TIMES = 1000  # that a batch may repeat a sample
+
+
+def check_fill(samples: int, train: int) -> None:
+    """Raise a ConfigError for a batch that is absurdly larger than the data, before memory for it is asked for."""
+    if samples * MOST_TIMES < train:
+        raise ConfigError(
+            f"train_batch_size = {train}: training_data has {samples} samples, so one batch would repeat each more "
+            f"than {MOST_TIMES} times; use at most {samples * MOST_TIMES}"
+        )
+
+
 def too_few(samples: int, train: int) -> str:
     """Word the error message for an epoch without a single global batch."""
     if not samples:

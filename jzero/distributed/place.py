@@ -22,6 +22,7 @@ from typing import NamedTuple
 from jzero.errors import ConfigError
 
 DEFAULT_PORT = 29500
+MOST_HOSTS = 65536
 
 
 class Place(NamedTuple):
@@ -41,25 +42,25 @@ def find_place(env: Mapping[str, str]) -> Place:
       ConfigError: a rank without the number of processes, or the reverse; a value that is not a number.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
-        port = _number(env, "MASTER_PORT", DEFAULT_PORT)
+        port = number_from(env, "MASTER_PORT", DEFAULT_PORT)
         if "TORCHELASTIC_RUN_ID" in env:  # torchrun itself listens on MASTER_PORT
             port += 1
-        local = _number(env, "LOCAL_SIZE", _number(env, "LOCAL_WORLD_SIZE", 1))
-        place = Place(_number(env, "RANK"), _number(env, "WORLD_SIZE"), _number(env, "LOCAL_RANK", 0), local)
+        local = number_from(env, "LOCAL_SIZE", number_from(env, "LOCAL_WORLD_SIZE", 1))
+        place = Place(
+            number_from(env, "RANK"), number_from(env, "WORLD_SIZE"), number_from(env, "LOCAL_RANK", 0), local
+        )
     elif "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
         # Jobs that share a host must not share a port; 49152 to 65535 are IANA's dynamic ports.
-        port = _number(env, "MASTER_PORT", 49152 + _number(env, "SLURM_JOB_ID", 0) % 16384)
+        port = number_from(env, "MASTER_PORT", 49152 + number_from(env, "SLURM_JOB_ID", 0) % 16384)
         tasks = env.get("SLURM_STEP_TASKS_PER_NODE", "1")  # as 2(x3),1: three hosts with two tasks, one with one
-        place = Place(
-            _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS"), _number(env, "SLURM_LOCALID", 0),
-            max(map(int, re.findall(r"\d+(?!\d*\))", tasks)), default=1),
-        )  # fmt: skip
+        local = max((int(n[:9]) for n in re.findall(r"\d+(?!\d*\))", tasks)), default=1)
+        rank, size = number_from(env, "SLURM_PROCID"), number_from(env, "SLURM_STEP_NUM_TASKS")
+        place = Place(rank, size, number_from(env, "SLURM_LOCALID", 0), local)
     elif "OMPI_COMM_WORLD_RANK" in env:
-        port = _number(env, "MASTER_PORT", DEFAULT_PORT)
-        place = Place(
-            _number(env, "OMPI_COMM_WORLD_RANK"), _number(env, "OMPI_COMM_WORLD_SIZE"),
-            _number(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0), _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", 1),
-        )  # fmt: skip
+        port = number_from(env, "MASTER_PORT", DEFAULT_PORT)
+        rank, size = number_from(env, "OMPI_COMM_WORLD_RANK"), number_from(env, "OMPI_COMM_WORLD_SIZE")
+        local = number_from(env, "OMPI_COMM_WORLD_LOCAL_SIZE", 1)
+        place = Place(rank, size, number_from(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0), local)
     else:
         _check_no_part(env)
         return Place()
@@ -75,19 +76,23 @@ def _check_no_part(env: Mapping[str, str]) -> None:
     """Raise a ConfigError if the environment names a rank without the number of processes, or the reverse."""
     for one, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
         # A job of one process is whole without the other variable; a batch script of Slurm's is its process 0.
-        if one in env and _number(env, one) > (one == "WORLD_SIZE"):
+        if one in env and number_from(env, one) > (one == "WORLD_SIZE"):
             raise ConfigError(f"{one} = {env[one]} and {other} is not set: set both, or start this with jzero")
 
 
-def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+def number_from(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Read a variable that must be a number; `default` if it is not set."""
     text = env.get(name, default)
-    if text is None or not re.fullmatch(r"\d+", str(text)):
+    if text is None or not re.fullmatch(r"\d{1,18}", str(text), re.ASCII):
         raise ConfigError(f"{name} = {text!r} in the environment: must be a number; the launcher sets it")
     return int(text)
 
 
 def slurm_hosts(nodelist: str) -> list[str]:
     """List the hosts of a Slurm node list.
+
+    Raises:
+      ConfigError: a range that is not one, or more than MOST_HOSTS hosts.
 
     >>> slurm_hosts("gpu[08-10,12],login1")
     ['gpu08', 'gpu09', 'gpu10', 'gpu12', 'login1']
@@ -96,15 +101,23 @@ def slurm_hosts(nodelist: str) -> list[str]:
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
         names = [""]
         for text, inside in re.findall(r"([^\[]+)|\[([^\]]*)\]", part):
-            names = [name + piece for name in names for piece in ([text] if text else _numbers(inside))]
+            pieces = [text] if text else _numbers(inside)
+            if len(hosts) + len(names) * len(pieces) > MOST_HOSTS:
+                raise ConfigError(f"Slurm's node list {nodelist!r}: has more than {MOST_HOSTS} hosts")
+            names = [name + piece for name in names for piece in pieces]
         hosts += names
     return hosts
 
 
 def _numbers(text: str) -> list[str]:
     """Expand ranges: `08-10,12` -> 08, 09, 10, 12."""
-    ends = [piece.partition("-")[::2] for piece in text.split(",")]
-    return [f"{n:0{len(first)}}" for first, last in ends for n in range(int(first), int(last or first) + 1)]
+    numbers: list[str] = []
+    for piece in text.split(","):
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", piece, re.ASCII)
+        if not match or int(match[2] or match[1]) - int(match[1]) >= MOST_HOSTS:
+            raise ConfigError(f"Slurm's node list {f'[{text}]'!r}: {piece!r} must be a number or a range such as 08-10")
+        numbers += [f"{n:0{len(match[1])}}" for n in range(int(match[1]), int(match[2] or match[1]) + 1)]
+    return numbers
 
 
 def get_rank() -> int:

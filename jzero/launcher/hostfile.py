@@ -10,6 +10,9 @@ from pathlib import Path
 
 from jzero.errors import ConfigError
 
+MOST_DEVICES = 1024  # of one host
+_NUMBER = r"0*\d{1,4}"  # more digits are no device and no count; Python refuses to convert thousands of them
+
 Devices = list[int | str]  # ids, or UUIDs from CUDA_VISIBLE_DEVICES
 Hosts = dict[str, Devices]
 LOCAL = "localhost"
@@ -26,7 +29,7 @@ def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
     first: dict[str, int] = {}
     try:
         lines = Path(path).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path}: cannot be read: {error}; it must be a text file with lines `HOST slots=N`"
         ) from None
@@ -36,8 +39,10 @@ def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
             continue
         where = f"{path}, line {number}: {line!r}"
         match = re.fullmatch(r"(\S+)\s+slots\s*=\s*(\S+)", line)
-        if not match or not re.fullmatch(r"\d+", match[2]):
+        if not match or not re.fullmatch(r"\d+", match[2], re.ASCII):
             problems.append(f"{where}: must be `HOST slots=N`, as in `worker-1 slots=8`")
+        elif not re.fullmatch(_NUMBER, match[2]) or int(match[2]) > MOST_DEVICES:
+            problems.append(f"{where}: a host has at most {MOST_DEVICES} slots")
         elif int(match[2]) == 0:
             problems.append(f"{where}: 0 slots; give it at least 1, or remove the line")
         elif match[1].startswith("-"):
@@ -67,7 +72,10 @@ def parse_filter(text: str, option: str) -> dict[str, list[int] | None]:
         match = re.fullmatch(r"\s*([^:\s]+|\[[^\]]+\])\s*(?::\s*(\d+(?:\s*,\s*\d+)*))?\s*", part)
         if not match:
             raise ConfigError(f"{option} = {text!r}: {part!r} must be HOST or HOST:ID,ID, parts joined by @")
-        host, ids = match[1], {int(number) for number in match[2].split(",")} if match[2] else set()
+        numbers = [number.strip() for number in match[2].split(",")] if match[2] else []
+        if wrong := [n for n in numbers if not re.fullmatch(_NUMBER, n, re.ASCII) or int(n) >= MOST_DEVICES]:
+            raise ConfigError(f"{option} = {text!r}: no device {wrong[0]}; ids are 0 to {MOST_DEVICES - 1}")
+        host, ids = match[1], set(map(int, numbers))
         if host in chosen and bool(chosen[host]) != bool(ids):
             raise ConfigError(f"{option} = {text!r}: {host} is named both whole and with devices; keep one of them")
         chosen[host] = chosen.get(host, set()) | ids
@@ -136,7 +144,7 @@ def visible_devices(env: Mapping[str, str]) -> Devices | None:
     text = env.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return None
-    parts = takewhile(re.compile(r"\d+|(GPU|MIG)-\S+").fullmatch, map(str.strip, text.split(",")))
+    parts = takewhile(re.compile(rf"{_NUMBER}|(GPU|MIG)-\S+", re.ASCII).fullmatch, map(str.strip, text.split(",")))
     return [int(part) if part.isdigit() else part for part in parts]
 
 

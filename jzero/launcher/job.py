@@ -13,7 +13,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from jzero.distributed.place import DEFAULT_PORT, slurm_hosts
+from jzero.distributed.place import DEFAULT_PORT, MOST_HOSTS, number_from, slurm_hosts
 from jzero.errors import ConfigError
 from jzero.launcher import environment, hostfile
 from jzero.launcher.hostfile import LOCAL, Hosts
@@ -181,6 +181,9 @@ def _check(options: argparse.Namespace) -> None:
             "--min_nodes and --master_addr: the job may go on without that host; leave --master_addr out, and jzero "
             "finds an address"
         )
+    for name, most in (("num_nodes", MOST_HOSTS), ("num_gpus", hostfile.MOST_DEVICES)):
+        if (value := getattr(options, name)) > most:
+            problems.append(f"--{name} = {value}: must be at most {most}")
     for name in ("max_restarts", "hang_timeout", "grace"):
         if not (value := getattr(options, name)) >= 0:
             problems.append(f"--{name} = {value}: must be 0 or more")
@@ -243,7 +246,9 @@ def _hosts(options: argparse.Namespace, env: Mapping[str, str]) -> Hosts:
     if allocated := slurm_hosts(env.get("SLURM_JOB_NODELIST", "")):
         slots = max(options.num_gpus, 1)
         if options.platform == "gpu":
-            slots = int(env.get("SLURM_GPUS_ON_NODE", options.num_gpus))
+            slots = number_from(env, "SLURM_GPUS_ON_NODE", max(options.num_gpus, 0))
+        if slots > hostfile.MOST_DEVICES:
+            raise ConfigError(f"SLURM_GPUS_ON_NODE = {slots}: must be at most {hostfile.MOST_DEVICES}")
         if slots < 1:
             raise ConfigError("--num_gpus: needed in this Slurm job, which sets no SLURM_GPUS_ON_NODE")
         return hostfile.choose({host: range(slots) for host in allocated}, **choice)

@@ -9,11 +9,24 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from jzero.errors import printable
+
 
 def as_json(value: object, width: int = 70) -> str:
     """Write the value as in the JSON file, cut to `width` characters."""
-    text = json.dumps(value, default=repr, ensure_ascii=False)
+    try:
+        text = json.dumps(value, default=repr, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):  # keys that are not strings, numbers of 5,000 digits, deep nesting
+        text = f"<{type(value).__name__}>"
     return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def quote(value: object) -> str:
+    """Write the value as in Python; its type if it has no text, as a number of 5,000 digits."""
+    try:
+        return repr(value)
+    except (ValueError, RecursionError):
+        return f"<{type(value).__name__}>"
 
 
 def either(choices: Iterable[object]) -> str:
@@ -46,7 +59,8 @@ class Kind:
         try:
             return self.parse(value)
         except (ValueError, OverflowError) as hint:
-            raise ValueError(f"must be {self.allowed}" + (f"; {hint}" if str(hint) else "")) from None
+            # pydantic cannot carry half of a character, so the text is made printable here and not in ConfigError
+            raise ValueError(printable(f"must be {self.allowed}" + (f"; {hint}" if str(hint) else ""))) from None
 
 
 LARGEST, SMALLEST = float.fromhex("0x1.fffffep127"), 2.0**-126
@@ -114,6 +128,8 @@ def closest(name: object, choices: Iterable[str], cutoff: float = 0.6) -> str | 
     >>> closest("adamm", ["SGD", "Adam"])
     'Adam'
     """
+    if len(str(name)) > 100:  # difflib needs a second for a megabyte
+        return None
     known = {choice.lower(): choice for choice in choices}
     close = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=cutoff)
     return known[close[0]] if close else None
@@ -154,6 +170,15 @@ def instance(allowed: str, *types: type) -> Kind:
     return Kind(allowed, parse)
 
 
+def _text(value: Any) -> str:
+    """Check a string that may become a path, or go into a file."""
+    if not isinstance(value, str):
+        raise ValueError
+    if re.search("[\0\ud800-\udfff]", value):
+        raise ValueError("it contains a NUL or half of a character (a lone surrogate)")
+    return value
+
+
 def _options(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError
@@ -163,15 +188,20 @@ def _options(value: Any) -> dict[str, Any]:
     return dict(value)
 
 
+_PATTERN_CHARACTERS = 100_000  # which Python's `re` compiles in about half a second
+
+
 def _patterns(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list | tuple):
         raise ValueError(f"write [{as_json(value)}]" if isinstance(value, str) else "")
+    if sum(len(pattern) for pattern in value if isinstance(pattern, str)) > _PATTERN_CHARACTERS:
+        raise ValueError(f"together they have more than {_PATTERN_CHARACTERS:,} characters; use shorter ones")
     for pattern in value:
         if not isinstance(pattern, str):
             raise ValueError(f"{as_json(pattern)} is not a string")
         try:
             re.compile(pattern)
-        except re.error as wrong:
+        except (re.error, OverflowError, RecursionError) as wrong:
             raise ValueError(f"{as_json(pattern)} does not compile: {wrong}") from None
     return tuple(value)
 
@@ -189,13 +219,17 @@ _SPELLINGS = _DTYPES | {f"torch.{name}": dtype for name, dtype in _DTYPES.items(
 DTYPE = one_of(get_args(Dtype), _SPELLINGS, none="fp32")
 DTYPE_OR_NULL = one_of(get_args(Dtype), _SPELLINGS, none=None)
 FLAG = instance("true or false", bool)
-TEXT = instance("a string", str)
-TEXT_OR_NULL = instance("a string or null", str, type(None))
+TEXT = Kind("a string", _text)
+TEXT_OR_NULL = Kind("a string or null", lambda value: None if value is None else _text(value))
 COUNT = number(0, whole=True)
 POSITIVE = number(1, whole=True)
-POSITIVE_OR_NULL = number(1, whole=True, none=True)
-POSITIVE_OR_REST = number(1, whole=True, or_=-1)
+COUNT32 = number(0, most=2**31 - 1, whole=True)
 INT32 = number(1, most=2**31 - 1, whole=True)
+_UP_TO = f"a positive integer up to {2**31 - 1}"
+INT32_OR_NULL = Kind(f"{_UP_TO} or null", number(1, most=2**31 - 1, whole=True, none=True).parse)
+INT32_OR_REST = Kind(f"-1 or {_UP_TO}", number(1, most=2**31 - 1, whole=True, or_=-1).parse)
+# jax.random.key drops higher bits: 2**32 + 7 would be the seed 7.
+SEED = Kind(f"a non-negative integer up to {2**32 - 1}", number(0, most=2**32 - 1, whole=True).parse)
 NON_NEGATIVE = number(0)
 NON_NEGATIVE32 = number(0, float32=True)
 FRACTION = number(0, below=1)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from jzero.values.kinds import FLAG, Kind, as_json, closest, number
+from jzero.values.kinds import FLAG, Kind, as_json, closest, number, quote
 
 
 class Param(NamedTuple):
@@ -66,14 +66,14 @@ def read_params(section: str, given: Mapping[str, Any], table: ParamTable) -> tu
     for name, value in given.items():
         if name not in table:
             problems.append(
-                f"{section}.{name}: unknown parameter (value {value!r}){did_you_mean(name, table)} "
+                f"{section}.{name}: unknown parameter (value {quote(value)}){did_you_mean(name, table)} "
                 f"Allowed: {', '.join(table) or 'none'}"
             )
         elif value is not None or table[name].default is not None:
             try:
                 values[name] = table[name].kind(value)
             except ValueError as wrong:
-                problems.append(f"{section}.{name}: {value!r} {wrong}")
+                problems.append(f"{section}.{name}: {quote(value)} {wrong}")
     for name, param in table.items():
         if param.default is REQUIRED and name not in given:
             problems.append(f"{section}.{name}: missing; give {param.kind.allowed}")
@@ -84,8 +84,8 @@ _ANYTHING = Kind("a value", lambda value: value)
 
 
 def _same_number(value: Any) -> Any:
-    """Check a number and keep its type: optax counts with whole ones."""
-    number().parse(value)
+    """Check a number and keep its type: optax counts with whole ones, in 32 bits."""
+    number(-(2**31), most=2**31 - 1).parse(value) if isinstance(value, int) else number().parse(value)
     return value
 
 

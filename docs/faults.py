@@ -1,0 +1,54 @@
+"""Writes the table of docs/faults.md from tests/faults/table.py: `python docs/faults.py`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).with_name("faults.md")
+TABLE = Path(__file__).parent.parent / "tests/faults/table.py"
+MARK = "<!-- Everything below is written by docs/faults.py -->\n"
+
+
+def main() -> None:
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def page(text: str) -> str:
+    """The page with everything below the mark written anew."""
+    by_hand, mark, _ = text.partition(MARK)
+    if not mark:
+        raise ValueError(f"{PAGE} lacks the line {MARK!r}")
+    return by_hand + mark + "\n" + "\n".join(generated()) + "\n"
+
+
+def generated() -> Iterator[str]:
+    for area, faults in table().items():
+        yield f"## {area}\n"
+        yield "| fault | what jzero does | within |"
+        yield "|---|---|---|"
+        for fault in faults:
+            yield f"| {_cell(fault.fault)} | {_cell(fault.outcome)} | {fault.seconds:g} s |"
+        yield ""
+
+
+def table() -> dict[str, list[Any]]:
+    """Load the table; it is no part of a package."""
+    spec = importlib.util.spec_from_file_location("jzero_fault_table", TABLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module.TABLE
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", chr(92) + "|").replace("**", chr(92) + "*" + chr(92) + "*")
+
+
+if __name__ == "__main__":
+    main()

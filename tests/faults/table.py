@@ -1,0 +1,185 @@
+"""The table of faults: what goes wrong, what jzero does, within how many seconds, and the test that provokes it.
+
+`test_faults.py` runs the rows that provoke their fault themselves, and checks that the tests named by the others exist.
+`docs/faults.py` writes docs/faults.md from this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Fault(NamedTuple):
+    """A row.
+
+    Attributes:
+      fault: what is wrong, in words.
+      outcome: what jzero does, in words.
+      seconds: the bound, without the time to start processes.
+      provoke: called with an empty folder: raises a ConfigError or a CheckpointError.
+      parts: texts in the error's one line.
+      test: for a row without `provoke`, the test of the fault, "tests/FILE.py::NAME".
+    """
+
+    fault: str
+    outcome: str
+    seconds: float
+    provoke: Callable[[Path], Any] | None = None
+    parts: tuple[str, ...] = ()
+    test: str = ""
+
+
+def refused(fault: str, provoke: Callable[[Path], Any], *parts: str, outcome: str = "") -> Fault:
+    """Make a row of an input that is refused within a second."""
+    return Fault(fault, outcome or "one line, before anything starts", 1, provoke, parts)
+
+
+def load(config: Any) -> Callable[[Path], Any]:
+    """Load a config from a dict or a path."""
+
+    def provoke(folder: Path) -> Any:
+        from jzero.config import Config
+
+        return Config.load(config)
+
+    return provoke
+
+
+def load_text(text: str) -> Callable[[Path], Any]:
+    """Load a config from a file with this text."""
+
+    def provoke(folder: Path) -> Any:
+        from jzero.config import Config
+
+        (folder / "config.json").write_text(text)
+        return Config.load(folder / "config.json")
+
+    return provoke
+
+
+def hosts(text: str) -> Callable[[Path], Any]:
+    """Read a hostfile with this text."""
+
+    def provoke(folder: Path) -> Any:
+        from jzero.launcher.hostfile import read_hostfile
+
+        (folder / "hosts").write_text(text)
+        return read_hostfile(folder / "hosts")
+
+    return provoke
+
+
+def command(*words: str, **env: str) -> Callable[[Path], Any]:
+    """Plan a job with these options and variables."""
+
+    def provoke(folder: Path) -> Any:
+        from jzero.launcher import options
+        from jzero.launcher.job import make_job
+
+        return make_job(options.parse([*words, "--no_python", "true"]), {"PATH": "/bin:/usr/bin"} | env, str(folder))
+
+    return provoke
+
+
+def batches(size: int) -> Callable[[Path], Any]:
+    """Load batches of `size` from 16 rows."""
+
+    def provoke(folder: Path) -> Any:
+        import jax
+        import numpy as np
+
+        import jzero
+        from jzero.data import DataLoader
+        from models.mlp import MLP, cross_entropy
+
+        model = jzero.from_flax(MLP, cross_entropy)
+        config = {"train_batch_size": size, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        step = jzero.make_train_step(model, config, mesh=jzero.make_mesh(devices=jax.devices()[:1]))
+        return DataLoader((np.zeros((16, 784), np.float32), np.zeros(16, np.int32)), step)
+
+    return provoke
+
+
+def nested(levels: int) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for _ in range(levels):
+        data = {"a": data}
+    return data
+
+
+def circle() -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    data["a"] = data
+    return data
+
+
+MEGABYTE = "k" * 10**6
+DIGITS = "9" * 5000
+
+TABLE: dict[str, list[Fault]] = {
+    "Configs": [
+        refused("JSON nested 100,000 deep", load_text('{"a":' * 10**5 + "1" + "}" * 10**5), "nested too deeply"),
+        refused("a list nested 100,000 deep", load_text('{"a":' + "[" * 10**5 + "]" * 10**5 + "}"), "nested too"),
+        refused("a dict nested 5,000 deep", load(nested(5000)), "nested deeper than 20"),
+        refused("a dict that contains itself", load(circle()), "nested deeper than 20"),
+        refused("20,000 keys", load({f"k{n}": n for n in range(20_000)}), "more than 1,000 keys"),
+        refused("a file of 2 MB", load_text('{"seed": 1}' + " " * 2 * 10**6), "more than 1,048,576 characters"),
+        refused("an hjson string without an end", load_text("{a: '''x"), "neither JSON nor hjson"),
+        refused("an hjson comment without an end", load_text("{a: /* x"), "neither JSON nor hjson"),
+        refused("half of a character (a lone surrogate) in a key", load_text('{"\\ud800": 1}'), "\\ud800", "unknown"),
+        refused("half of a character in a path", load({"checkpoint": {"dir": "\ud800"}}), "checkpoint.dir", "half"),
+        refused("a NUL in a path", load({"checkpoint": {"dir": "a\0b"}}), "checkpoint.dir", "a NUL"),
+        refused("a NUL in the config's own path", load("a\0b"), "no such file"),
+        refused("a line end in a key", load({"a\nb": 3}), "a\\nb = 3", "unknown key"),
+        refused("a key of a megabyte", load({MEGABYTE: 1}), "kkkk", "more) ...", "unknown key"),
+        refused("a key of a megabyte in a section", load({"bf16": {MEGABYTE: 1}}), "bf16.kkkk", "more) ..."),
+        refused("an optimizer's name of a megabyte", load({"optimizer": {"type": MEGABYTE}}), "optimizer.type"),
+        refused(
+            "an optimizer's parameter of a megabyte",
+            load({"optimizer": {"type": "Adam", "params": {MEGABYTE: 1}}}),
+            "optimizer.params.kkk",
+        ),
+        refused("a list under a key that is a tuple", load({"a": [{(1, 2): 3}]}), "a = <list>", "unknown key"),
+        refused("a number of 5,000 digits", load({"seed": int("9" * 4000) ** 2}), "seed = <int>", "up to 4294967295"),
+        refused("a number of 5,000 digits in a file", load_text(f'{{"seed": {DIGITS}}}'), "4300 digits"),
+        refused("a regular expression of 5,000 parentheses", load({"frozen_parameters": ["(" * 5000]}), "compile"),
+        refused("a regular expression of a megabyte", load({"frozen_parameters": ["a|" * 500_000]}), "100,000 char"),
+        refused("seed = 2**63", load({"seed": 2**63}), "seed = 9223372036854775808", "up to 4294967295"),
+        refused("seed = 2**40 + 7, which JAX would read as 7", load({"seed": 2**40 + 7}), "up to 4294967295"),
+        refused(
+            "a warm-up of 10**30 steps",
+            load({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10**30}}}),
+            "scheduler.params.warmup_num_steps",
+            "<= 2147483647",
+        ),
+        refused("a batch of 2**31 rows", load({"train_batch_size": 2**31}), "train_batch_size", "up to 2147483647"),
+        refused("a batch of 2**31 - 1 rows from 16", batches(2**31 - 1), "train_batch_size", "at most 16000"),
+    ],
+    "Hostfiles and options": [
+        refused("slots=99999999999", hosts("a slots=99999999999\n"), "line 1", "at most 1024 slots"),
+        refused("slots of 5,000 digits", hosts(f"a slots={DIGITS}\n"), "line 1", "at most 1024 slots"),
+        refused("slots in other digits than 0-9", hosts("a slots=\u0668\n"), "HOST slots=N"),
+        refused(
+            "--include with an id of 5,000 digits", command("--platform=cpu", f"--include=localhost:{DIGITS}"), "0 to"
+        ),
+        refused("--num_gpus 99999999999", command("--platform=cpu", "--num_gpus=99999999999"), "at most 1024"),
+        refused(
+            "--num_nodes 99999999999",
+            command("--no_ssh", "--node_rank=0", "--master_addr=a", "--num_nodes=99999999999"),
+            "at most",
+        ),
+        refused(
+            "a Slurm node list of ten million hosts",
+            command("--platform=cpu", SLURM_JOB_NODELIST="gpu[1-9999999]"),
+            "1-9999999",
+        ),
+        refused("a Slurm range of letters", command("--platform=cpu", SLURM_JOB_NODELIST="gpu[a-b]"), "'a-b'"),
+        refused(
+            "SLURM_GPUS_ON_NODE that is no number",
+            command(SLURM_JOB_NODELIST="gpu1", SLURM_GPUS_ON_NODE="tesla:8"),
+            "SLURM_GPUS_ON_NODE = 'tesla:8'",
+        ),
+    ],
+}

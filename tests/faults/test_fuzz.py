@@ -1,0 +1,180 @@
+"""Fuzzers: whatever is read from elsewhere loads, or is refused in one line within a second.
+
+Case N of a fuzzer is made from the seed N, so a failure's number repeats it. The default run has a few hundred cases of
+each fuzzer, `-m slow` thousands; the environment variable FUZZ sets their number.
+"""
+
+import json
+import os
+import random
+import string
+import time
+
+import jax
+import pytest
+
+import jzero
+from jzero.config import Config
+from jzero.distributed.place import find_place, slurm_hosts
+from jzero.errors import CheckpointError
+from jzero.launcher import hostfile
+
+FEW, MANY = 400, int(os.environ.get("FUZZ", 13_000))
+FUZZERS = {}  # name -> function
+
+
+def fuzzer(function):
+    """Register `function(random, folder)`, which makes one case and runs it."""
+    FUZZERS[function.__name__] = function
+    return function
+
+
+def run(name, cases, folder):
+    jax.random.key(0)  # starts JAX
+    refused = 0
+    for number in range(cases):
+        started, error = time.thread_time(), None
+        try:
+            FUZZERS[name](random.Random(number), folder)
+        except (jzero.ConfigError, CheckpointError) as answer:
+            error = answer
+        except Exception as fault:
+            raise AssertionError(f"case {number} of {name}: {fault!r}") from fault
+        took = time.thread_time() - started
+        assert took < 1, f"case {number} of {name} took {took:.1f} s"
+        if error:
+            refused += 1
+            assert is_short(error), f"case {number} of {name}: {error}"
+    print(f"{name}: {cases} cases, {refused} refused")
+    assert cases // 50 < refused < cases - cases // 50  # a fuzzer that is always refused tests little
+
+
+def is_short(error):
+    """Return whether each problem is one printable line of at most about 2,000 characters."""
+    lines, problems = str(error).splitlines(), getattr(error, "problems", [error])
+    str(error).encode()
+    return len(lines) == min(len(problems), 21) and max(map(len, lines)) < 2100
+
+
+# ---------------------------------------------------------------- mutations
+
+HOSTILE = [
+    None, True, False, 0, -1, 1, 2**31 - 1, 2**31, 2**63, 10**30, -(10**400), 1e-320, 1e308, float("inf"), float("nan"),
+    "", "auto", "none", "\0", "\ud800", "\u202e", "a\nb", "../../x", "~", "/dev/zero", "1e400", "9" * 5000, "x" * 10**5,
+    [], {}, [[]], [{}], {"": 1}, {"a": {"b": {"c": {}}}}, ["("], ["(" * 3000], ["(a+)+$", "[[a", "a{99999999999}"],
+    {"enabled": True}, {"type": "Adam"}, {"stage": 3}, b"bytes", object(), {1: 2}, {(1, 2): 3}, {None: None},
+]  # fmt: skip
+
+
+def cut(r, data):
+    """Change a few bytes or characters: delete, repeat, replace, truncate, insert."""
+    for _ in range(r.choice([0, 1, 1, 1, 2, 5])):
+        at, n = r.randrange(len(data) + 1), r.choice([1, 1, 2, 8, 40])
+        other = data[: r.randrange(len(data) + 1)][-n:]
+        data = r.choice([
+            data[:at] + data[at + n :], data[:at] + data[at : at + n] * r.choice([2, 3, 200]) + data[at + n :],
+            data[:at] + other + data[at + len(other) :], data[:at], data[:at] + other + data[at:],
+        ])  # fmt: skip
+    return data
+
+
+def garbled(r, text, alphabet):
+    """Cut a text, and put characters of `alphabet` in some places."""
+    text = cut(r, text)
+    for _ in range(r.choice([0, 1, 2, 4])):
+        at = r.randrange(len(text) + 1)
+        text = text[:at] + r.choice(alphabet) + text[at + r.choice([0, 1]) :]
+    return text
+
+
+def places(node, path=()):
+    """List the paths of all values in nested dicts and lists."""
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    return [path, *(found for key, child in items for found in places(child, (*path, key)))]
+
+
+# ---------------------------------------------------------------- configs
+
+CONFIG = {
+    "train_batch_size": 64, "gradient_accumulation_steps": 2, "steps_per_print": 10, "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 100}},
+    "bf16": {"enabled": True}, "fp16": {"enabled": False, "initial_scale_power": 16},
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8, "offload_optimizer": {"device": "none"}},
+    "activation_checkpointing": {"policy": "full"}, "mesh": {"data": 2, "zero": -1}, "pipeline": {"stages": None},
+    "frozen_parameters": ["embed.*"], "compiler_options": {"xla_flag": True}, "checkpoint": {"dir": "runs"}, "seed": 7,
+    "wandb": {"enabled": False}, "aio": {"block_size": 1048576}, "timers": {"throughput": {"enabled": True}},
+}  # fmt: skip
+
+
+@fuzzer
+def configs(r, folder):
+    data = json.loads(json.dumps(CONFIG))
+    for _ in range(r.choice([0, 1, 1, 2, 5])):
+        *path, key = r.choice(places(data)[1:])
+        node = data
+        for step in path:
+            node = node[step]
+        match r.randrange(4):
+            case 0:
+                node[key] = r.choice(HOSTILE)
+            case 1:
+                node.pop(key)
+            case 2 if isinstance(node, dict):
+                node[garbled(r, str(key), string.printable + "\0\ud800\u2028")] = node.pop(key)
+            case _:
+                node[key] = json.loads(json.dumps(CONFIG[r.choice(list(CONFIG))]))
+    if r.random() < 0.5:
+        text = json.dumps(data, default=repr, skipkeys=True, indent=r.choice([None, 1]))
+        if r.random() < 0.3:
+            text = text.replace('"', r.choice(["", "'", "'''"]))  # hjson
+        file = folder / "config.json"
+        text = garbled(r, text, "{}[]\",:'/*#\n\\0e-.\0\ud800\u2028")
+        file.write_bytes(text.encode("utf-8", r.choice(["surrogatepass", "replace"])))
+        data = file
+    config = Config.load(data)
+    repr(config)
+    config.mesh_degrees(8)
+    config.batch(8)
+
+
+# ---------------------------------------------------------------- hostfiles, filters, variables
+
+HOSTS = "worker-1 slots=8  # the first\nworker-2 slots=4\n10.0.0.7 slots=2\n[fe80::1] slots=1\n"
+INSIDE = "@:,=-#[] 0199\t\n\0\u0668\u2028\ud800(x)"
+VARIABLES = [
+    {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"},
+    {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NODELIST": "gpu[08-10,12]", "SLURM_JOB_ID": "77",
+     "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"},
+    {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "MASTER_ADDR": "a"},
+]  # fmt: skip
+
+
+@fuzzer
+def hostfiles(r, folder):
+    match r.randrange(4):
+        case 0:
+            find_place({name: garbled(r, value, INSIDE) for name, value in r.choice(VARIABLES).items()})
+        case 1:
+            slurm_hosts(garbled(r, "gpu[08-10,12],login1,rack[1-2]n[1-3]", INSIDE))
+        case _:
+            file = folder / "hosts"
+            file.write_bytes(garbled(r, HOSTS, INSIDE).encode("utf-8", "surrogatepass"))
+            slots = hostfile.read_hostfile(file)
+            hosts = {host: list(range(n)) for host, n in slots.items()}
+            hostfile.choose(hosts, include=garbled(r, "worker-1@worker-2:0,2", INSIDE))
+            hostfile.visible_devices({"CUDA_VISIBLE_DEVICES": garbled(r, "0,1,GPU-12ab", INSIDE)})
+
+
+# ---------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize("name", FUZZERS)
+def test_few_cases(name, tmp_path):
+    run(name, FEW, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FUZZERS)
+def test_many_cases(name, tmp_path):
+    run(name, MANY, tmp_path)
