@@ -43,12 +43,12 @@ def launch(argv: Sequence[str]) -> int:
     if job.options.dry_run:
         print(transports.dry_run(job))
         return 0
-    import asyncio
-
-    from jzero.launcher import runner
+    from jzero.launcher import guard, runner
 
     with runner.pid_file(job.options.save_pid):
-        return hand_over(job) if job.options.launcher in transports.HANDOVERS else asyncio.run(runner.run(job))
+        if job.options.launcher in transports.HANDOVERS:
+            return hand_over(job)
+        return guard.run(lambda signals: runner.run(job, signals), job.options.grace)
 
 
 def hand_over(job: Job) -> int:

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from jzero.distributed.place import Place, find_place, get_local_rank, get_rank, get_world_size, log_dist, slurm_hosts
+from jzero.distributed.host_names import slurm_hosts
+from jzero.distributed.place import Place, find_place, get_local_rank, get_rank, get_world_size, log_dist
 from jzero.distributed.rendezvous import meet
 from jzero.errors import ConfigError
 
@@ -69,6 +70,7 @@ def test_slurm_port_is_a_port(job):
         (RUN | {"LOCAL_RANK": "x"}, ["LOCAL_RANK = 'x'"]),
         (RUN | {"MASTER_PORT": "tcp://1.2.3.4:5"}, ["MASTER_PORT = 'tcp://1.2.3.4:5'"]),
         (RUN | {"RANK": "8"}, ["rank = 8 of 8 processes: ranks are 0 to 7"]),
+        (RUN | {"MASTER_ADDR": "a..b"}, ["MASTER_ADDR = 'a..b': a host's name must have 1 to 63 characters"]),
         (RUN | {"MASTER_ADDR": ""}, ["process 3 of 8: MASTER_ADDR is not set; set it to process 0's host"]),
         ({"OMPI_COMM_WORLD_RANK": "0", "MASTER_ADDR": "a"}, ["OMPI_COMM_WORLD_SIZE = None"]),
         (OMPI | {"MASTER_ADDR": ""}, ["process 2 of 4: MASTER_ADDR is not set"]),

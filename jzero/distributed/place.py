@@ -19,10 +19,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from jzero.distributed.host_names import host_fault, slurm_hosts
 from jzero.errors import ConfigError
 
 DEFAULT_PORT = 29500
-MOST_HOSTS = 65536
 
 
 class Place(NamedTuple):
@@ -39,7 +39,8 @@ def find_place(env: Mapping[str, str]) -> Place:
     """Read the table above.
 
     Raises:
-      ConfigError: a rank without the number of processes, or the reverse; a value that is not a number.
+      ConfigError: a rank without the number of processes, or the reverse; a value that is not a number; a coordinator
+        that is no host's name.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
         port = number_from(env, "MASTER_PORT", DEFAULT_PORT)
@@ -67,6 +68,8 @@ def find_place(env: Mapping[str, str]) -> Place:
     address = env.get("MASTER_ADDR") or next(iter(slurm_hosts(env.get("SLURM_STEP_NODELIST", ""))), "")
     if place.size > 1 and not address:
         raise ConfigError(f"process {place.rank} of {place.size}: MASTER_ADDR is not set; set it to process 0's host")
+    if place.size > 1 and (fault := host_fault(address)):
+        raise ConfigError(f"MASTER_ADDR = {address!r}: a host's name {fault}; set it to process 0's host")
     if not 0 <= place.rank < place.size:
         raise ConfigError(f"rank = {place.rank} of {place.size} processes: ranks are 0 to {place.size - 1}")
     return place._replace(coordinator=f"{address}:{port}")
@@ -86,38 +89,6 @@ def number_from(env: Mapping[str, str], name: str, default: int | None = None) -
     if text is None or not re.fullmatch(r"\d{1,18}", str(text), re.ASCII):
         raise ConfigError(f"{name} = {text!r} in the environment: must be a number; the launcher sets it")
     return int(text)
-
-
-def slurm_hosts(nodelist: str) -> list[str]:
-    """List the hosts of a Slurm node list.
-
-    Raises:
-      ConfigError: a range that is not one, or more than MOST_HOSTS hosts.
-
-    >>> slurm_hosts("gpu[08-10,12],login1")
-    ['gpu08', 'gpu09', 'gpu10', 'gpu12', 'login1']
-    """
-    hosts: list[str] = []
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
-        names = [""]
-        for text, inside in re.findall(r"([^\[]+)|\[([^\]]*)\]", part):
-            pieces = [text] if text else _numbers(inside)
-            if len(hosts) + len(names) * len(pieces) > MOST_HOSTS:
-                raise ConfigError(f"Slurm's node list {nodelist!r}: has more than {MOST_HOSTS} hosts")
-            names = [name + piece for name in names for piece in pieces]
-        hosts += names
-    return hosts
-
-
-def _numbers(text: str) -> list[str]:
-    """Expand ranges: `08-10,12` -> 08, 09, 10, 12."""
-    numbers: list[str] = []
-    for piece in text.split(","):
-        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", piece, re.ASCII)
-        if not match or int(match[2] or match[1]) - int(match[1]) >= MOST_HOSTS:
-            raise ConfigError(f"Slurm's node list {f'[{text}]'!r}: {piece!r} must be a number or a range such as 08-10")
-        numbers += [f"{n:0{len(match[1])}}" for n in range(int(match[1]), int(match[2] or match[1]) + 1)]
-    return numbers
 
 
 def get_rank() -> int:

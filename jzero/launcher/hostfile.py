@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 
+from jzero.distributed.host_names import host_fault
 from jzero.errors import ConfigError
 
 MOST_DEVICES = 1024  # of one host
@@ -45,8 +46,8 @@ def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
             problems.append(f"{where}: a host has at most {MOST_DEVICES} slots")
         elif int(match[2]) == 0:
             problems.append(f"{where}: 0 slots; give it at least 1, or remove the line")
-        elif match[1].startswith("-"):
-            problems.append(f"{where}: a host's name cannot begin with -")
+        elif fault := host_fault(match[1]):
+            problems.append(f"{where}: a host's name {fault}")
         elif match[1] in slots:
             problems.append(f"{where}: {match[1]} is already in line {first[match[1]]}; keep one of them")
         else:
@@ -62,7 +63,7 @@ def parse_filter(text: str, option: str) -> dict[str, list[int] | None]:
     """Parse `host@host:0,2` to {host: None (all devices) or its ids}; repeated ids count once, as in DeepSpeed.
 
     Raises:
-      ConfigError: malformed parts; a host that is named both whole and with ids.
+      ConfigError: malformed parts and names; a host that is named both whole and with ids.
 
     >>> parse_filter("a@b:1,0@b:1,2", "--include")
     {'a': None, 'b': [0, 1, 2]}
@@ -72,6 +73,8 @@ def parse_filter(text: str, option: str) -> dict[str, list[int] | None]:
         match = re.fullmatch(r"\s*([^:\s]+|\[[^\]]+\])\s*(?::\s*(\d+(?:\s*,\s*\d+)*))?\s*", part)
         if not match:
             raise ConfigError(f"{option} = {text!r}: {part!r} must be HOST or HOST:ID,ID, parts joined by @")
+        if fault := host_fault(match[1]):
+            raise ConfigError(f"{option} = {text!r}: {match[1]}: a host's name {fault}")
         numbers = [number.strip() for number in match[2].split(",")] if match[2] else []
         if wrong := [n for n in numbers if not re.fullmatch(_NUMBER, n, re.ASCII) or int(n) >= MOST_DEVICES]:
             raise ConfigError(f"{option} = {text!r}: no device {wrong[0]}; ids are 0 to {MOST_DEVICES - 1}")

@@ -13,7 +13,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from jzero.distributed.place import DEFAULT_PORT, MOST_HOSTS, number_from, slurm_hosts
+from jzero.distributed.host_names import MOST_HOSTS, host_fault, slurm_hosts
+from jzero.distributed.place import DEFAULT_PORT, number_from
 from jzero.errors import ConfigError
 from jzero.launcher import environment, hostfile
 from jzero.launcher.hostfile import LOCAL, Hosts
@@ -168,6 +169,8 @@ def _check(options: argparse.Namespace) -> None:
         problems.append(f"--no_ssh and --launcher {options.launcher}: keep one")
     if options.node_rank >= 0 and not options.no_ssh:
         problems.append(f"--node_rank = {options.node_rank}: needs --no_ssh; add it, or leave --node_rank out")
+    if options.master_addr and (fault := host_fault(options.master_addr)):
+        problems.append(f"--master_addr = {options.master_addr!r}: a host's name {fault}")
     if options.master_port is not None and not 0 < options.master_port < 65536:
         problems.append(f"--master_port = {options.master_port}: must be 1 to 65535")
     if options.ssh_port is not None and not 0 < options.ssh_port < 65536:
@@ -244,6 +247,10 @@ def _hosts(options: argparse.Namespace, env: Mapping[str, str]) -> Hosts:
             )
         return {f"node{n}": list[int | str](range(options.num_gpus)) for n in range(options.num_nodes)}
     if allocated := slurm_hosts(env.get("SLURM_JOB_NODELIST", "")):
+        if problems := [
+            f"SLURM_JOB_NODELIST: {name!r}: a host's name {fault}" for name in allocated if (fault := host_fault(name))
+        ]:
+            raise ConfigError(*problems[:8])
         slots = max(options.num_gpus, 1)
         if options.platform == "gpu":
             slots = number_from(env, "SLURM_GPUS_ON_NODE", max(options.num_gpus, 0))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jzero._compat import close_transport
+from jzero.launcher.guard import unexpected
 from jzero.launcher.job import Job
 from jzero.launcher.transports import agent_command
 
@@ -89,6 +90,16 @@ class Link:
         close_transport(self.process)
 
     async def _read(self) -> None:
+        try:
+            await self._receive()
+        except Exception as error:  # such as a line over the limit; the agent ends with its input
+            self.errors.append(unexpected(error))
+            self.close()
+        await self.tasks[1]
+        self.lost, self.open = self.open, False
+        await self.inbox.put(("end", await self.process.wait()))
+
+    async def _receive(self) -> None:
         assert self.process.stdout is not None
         while line := await self.process.stdout.readline():
             self.heard = time.monotonic()
@@ -101,9 +112,6 @@ class Link:
             self.ready = self.ready or "hello" in message
             for kind, value in message.items():
                 await self.inbox.put((kind, message if kind == "bound" else value))
-        await self.tasks[1]
-        self.lost, self.open = self.open, False
-        await self.inbox.put(("end", await self.process.wait()))
 
     async def _read_errors(self) -> None:
         assert self.process.stderr is not None

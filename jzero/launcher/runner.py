@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import resource
 import secrets
 import signal
 import sys
@@ -22,8 +21,8 @@ from typing import Any
 
 from jzero.distributed.exit_codes import HUNG, SAVED
 from jzero.errors import ConfigError
-from jzero.launcher import preflight
-from jzero.launcher.coordinator import Faults, candidates, common_address, reserve_port
+from jzero.launcher.connecting import Connecting
+from jzero.launcher.guard import Signals, unexpected
 from jzero.launcher.job import Job, Process
 from jzero.launcher.link import Link
 from jzero.launcher.printer import Printer
@@ -39,14 +38,15 @@ class Attempt:
 
     def __init__(self, job: Job):
         self.id, self.started = secrets.token_hex(8), time.monotonic()
-        self.links: dict[str, Link] = {}
-        self.use(job)
         self.steps: dict[int, tuple[int, int, str]] = {}  # rank -> steps finished, steps begun, process state
         self.ended = self.started  # when a rank last succeeded
         self.notice_printed = False  # the command has printed which ranks still run
         self.saved = 0  # ranks that saved after SIGTERM
         self.moved = time.monotonic()  # when a step last finished anywhere
         self.printer = Printer(lambda: self.fail(128 + signal.SIGPIPE, "nobody reads the output any more"))
+        self.connecting = Connecting(job, self.printer)
+        self.links = self.connecting.links
+        self.use(job)
         self.first: int | None = None  # the first rank that died
         self.failure: tuple[int, str] | None = None  # exit code, message
         self.signalled: int | None = None
@@ -54,30 +54,27 @@ class Attempt:
 
     def use(self, job: Job) -> None:
         """Set the plan; again when hosts are left out."""
-        self.job, names = job, list(job.hosts)
-        self.hosts = [names[job.options.node_rank]] if job.options.no_ssh else names
-        self.left: dict[int, Process] = {p.rank: p for host in self.hosts for p in job.of(host)}
+        self.job = job
+        self.left: dict[int, Process] = {p.rank: p for host in self.connecting.hosts for p in job.of(host)}
         self.prefixed = len(job.processes) > 1
         self.lines: dict[int, deque[str]] = {rank: deque(maxlen=20) for rank in self.left}
 
     async def run(self) -> int:
         """Return the exit code: 0, that of the first rank that failed, or 128 + n for signal n; 75 if all saved."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP; keep it so
-                loop.add_signal_handler(number, self.interrupt, number)
+        loop.set_exception_handler(self.broke)
         signal.signal(
             signal.SIGTSTP, signal.SIG_IGN
         )  # a command stopped by Ctrl-Z sends no pings, and the agents would end the job
+        connecting = asyncio.create_task(self.connecting.run())
         try:
-            connecting = asyncio.create_task(self.connect())
             while not connecting.done() and not self.signalled and not self.failure:
                 await asyncio.wait([connecting], timeout=0.2)
                 self.ping()
             if self.signalled or self.failure:
-                connecting.cancel()
                 return self.verdict()
             connecting.result()
+            self.use(self.connecting.job)
             self.start()
             listeners = [asyncio.create_task(self.listen(link)) for link in self.links.values()]
             while self.left and any(link.open for link in self.links.values()):
@@ -89,6 +86,8 @@ class Attempt:
             for listener in listeners:
                 listener.cancel()
         finally:
+            connecting.cancel()
+            await asyncio.wait([connecting], timeout=3)  # until then it may add a link
             for link in self.links.values():
                 link.close() if link.ready else link.give_up()
             if ends := [asyncio.create_task(link.process.wait()) for link in self.links.values()]:
@@ -98,56 +97,11 @@ class Attempt:
 
     # ------------------------------------------------------------------ before
 
-    async def connect(self) -> None:
-        """Start agents on all hosts and find the coordinator's address; with `--min_nodes`, drop hosts with a fault.
-
-        Raises:
-          ConfigError: hosts have faults; the message is a table of them.
-        """
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))  # three pipes for each host
-        answers = await asyncio.gather(*map(self.greet, self.hosts))
-        hellos = dict(zip(self.hosts, answers, strict=True))
-        while found := await self.check_hosts(hellos):
-            table = preflight.table(hellos, found)
-            well = [host for host in self.hosts if host not in found]
-            if not 0 < self.job.options.min_nodes <= len(well):
-                raise ConfigError(f"nothing was started:\n{table}")
-            self.printer.put(f"jzero: going on without {', '.join(found)}:\n{table}", 2)
-            for host in found:
-                if link := self.links.pop(host, None):
-                    link.give_up()
-            self.use(self.job.without(found))
-            hellos = {host: hellos[host] for host in well}
-
-    async def check_hosts(self, hellos: Mapping[str, Any]) -> Faults:
-        """Return host -> faults; if there are none, set the coordinator's address and port."""
-        o = self.job.options
-        wanted = {host: len(ids) * (o.platform == "gpu") for host, ids in self.job.hosts.items()}
-        found = preflight.faults(hellos, wanted)
-        self.address, self.port = self.job.address, self.job.port
-        if found or (o.no_ssh and o.node_rank != 0):
-            return found
-        first, *others = [self.links[host] for host in self.hosts]
-        self.port, found = await reserve_port(first, self.port if o.master_port or o.no_ssh else 0)
-        if others and not found:
-            tries = candidates(o.master_addr, first.host, hellos[first.host])
-            self.address, found = await common_address(first, others, tries, self.port)
-        return found
-
-    async def greet(self, host: str) -> Any:
-        """Start a host's agent; return its hello, or {"error": why there is none}."""
-        try:
-            self.links[host] = await Link.to(self.job, host)
-        except OSError as error:
-            return {"error": f"{error.filename or 'its agent'}: {error.strerror}"}
-        return await self.links[host].answer("hello", 20)
-
     def start(self) -> None:
         """Send every agent its processes."""
         o = self.job.options
         for host, link in self.links.items():
-            at = {"MASTER_ADDR": self.address, "MASTER_PORT": str(self.port)}
+            at = {"MASTER_ADDR": self.connecting.address, "MASTER_PORT": str(self.connecting.port)}
             at |= {} if o.no_ssh else {"JZERO_MEETING": self.id}  # the rendezvous turns other jobs' processes away
             processes = [{"rank": p.rank, "env": p.env | at, "flag": self.job.flag(p)} for p in self.job.of(host)]
             link.tell(
@@ -232,6 +186,13 @@ class Attempt:
         self.printer.put(
             f"jzero: {_name(number)}: the scripts have {grace:g} s to end; send it again to kill them now", 2
         )
+
+    def broke(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """End the job after an exception in a callback, such as a signal's; asyncio would print it and go on."""
+        if "handle" in context and isinstance(context.get("exception"), Exception):
+            self.fail(1, unexpected(context["exception"]))
+        else:
+            loop.default_exception_handler(context)
 
     def ping(self) -> None:
         for link in self.links.values():
@@ -320,7 +281,7 @@ class Attempt:
         return self.failure[0] if self.failure else 0
 
 
-async def run(job: Job) -> int:
+async def run(job: Job, signals: Signals) -> int:
     """Run the job, with up to `--max_restarts` restarts after failures, and return the exit code.
 
     An attempt that finds too few hosts without a fault counts as a restart; the next one waits PAUSE seconds for them.
@@ -330,6 +291,7 @@ async def run(job: Job) -> int:
         # A later attempt takes the checkpoint directory over from an earlier one (checkpoint/lock.py).
         shared = job.shared | {"JZERO_ATTEMPT": f"{command} {number}"}
         attempt, pause = Attempt(replace(job, shared=shared)), 0.0
+        signals.to(attempt.interrupt)
         try:
             code = await attempt.run()
             if not attempt.failure or attempt.signalled:

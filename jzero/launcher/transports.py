@@ -32,7 +32,7 @@ def agent_command(job: Job, host: str) -> list[str]:
         return ["bash", "-c", line] if source else agent
     port = ["-p", str(o.ssh_port)] if o.ssh_port else []
     quiet = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=3"]
-    return ["ssh", "-T", *quiet, *port, *shlex.split(o.launcher_args), host, line]
+    return ["ssh", "-T", *quiet, *port, *shlex.split(o.launcher_args), "--", host, line]  # --: options end here
 
 
 def srun_command(job: Job) -> list[str]:

@@ -13,16 +13,16 @@ PATIENCE = 180  # seconds to start processes; a busy machine is slow
 
 
 class Command:
-    """A running `jzero` with these arguments. Its processes have its token on their command line."""
+    """A running `jzero` (or `main`) with these arguments. Its processes have its token on their command line."""
 
-    def __init__(self, *arguments, cwd, env=None, prefix=()):
+    def __init__(self, *arguments, cwd, env=None, prefix=(), main=("-m", "jzero")):
         self.token = f"token-{secrets.token_hex(6)}"
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "JZERO_")) and k != "RANK"}
         self.out, self.err = cwd / f"{self.token}.out", cwd / f"{self.token}.err"
         self.started = time.monotonic()
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "jzero", *map(str, arguments), self.token],
+                [*prefix, sys.executable, *main, *map(str, arguments), self.token],
                 cwd=cwd, env=clean | {"PYTHONPATH": str(ROOT)} | (env or {}), stdout=out, stderr=err,
                 stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip

@@ -80,7 +80,7 @@ def test_ssh(here):
     for command, host in ((first, A), (last, B)):
         assert command[:2] == ["ssh", "-T"]
         assert "BatchMode=yes" in command
-        assert command[-7:-1] == ["-p", "2222", "-i", "my key", "-A", host]
+        assert command[-8:-1] == ["-p", "2222", "-i", "my key", "-A", "--", host]
         assert line_of(command) == ["exec", *local]
 
 

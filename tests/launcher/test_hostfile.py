@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jzero.errors import ConfigError
 from jzero.launcher.hostfile import choose, devices_here, parse_filter, read_hostfile, visible_devices
 
-names = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)
+names = st.from_regex(r"[a-z][a-z0-9-]{0,4}(\.[a-z0-9-]{1,4}){0,2}", fullmatch=True)
 hostfiles = st.dictionaries(names, st.integers(1, 9), min_size=1, max_size=6)
 
 

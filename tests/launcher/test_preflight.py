@@ -6,6 +6,7 @@ import pytest
 
 from jzero import ConfigError
 from jzero.launcher import agent, options
+from jzero.launcher.connecting import Connecting
 from jzero.launcher.job import make_job
 from jzero.launcher.machine_check import weak_points
 from jzero.launcher.preflight import SAME, faults, table
@@ -169,17 +170,18 @@ class Host:
     ],
 )
 def test_a_host_that_others_do_not_reach(tmp_path, monkeypatch, min_nodes, reaches, hosts):
-    async def greet(attempt, host):
-        attempt.links[host] = Host(host, reaches[host])
+    async def greet(connecting, host):
+        connecting.links[host] = Host(host, reaches[host])
         return hello(0) | {"addresses": []}
 
-    monkeypatch.setattr(Attempt, "greet", greet)
+    monkeypatch.setattr(Connecting, "_greet", greet)
     (tmp_path / "hostfile").write_text("".join(f"{host} slots=1\n" for host in reaches))
     words = ["--platform", "cpu", "-H", f"{tmp_path}/hostfile", "--min_nodes", f"{min_nodes}", "--no_python", "true"]
 
     async def connect():
         attempt = Attempt(make_job(options.parse(words), {}, "/"))
-        await attempt.connect()
+        await attempt.connecting.run()
+        attempt.use(attempt.connecting.job)
         return attempt
 
     if hosts is None:
@@ -187,6 +189,6 @@ def test_a_host_that_others_do_not_reach(tmp_path, monkeypatch, min_nodes, reach
             asyncio.run(connect())
     else:
         attempt = asyncio.run(connect())
-        assert attempt.hosts == list(hosts) == list(attempt.links)
-        assert attempt.address == hosts[0]
+        assert attempt.connecting.hosts == list(hosts) == list(attempt.links)
+        assert attempt.connecting.address == hosts[0]
         assert [process.env["WORLD_SIZE"] for process in attempt.left.values()] == [str(len(hosts))] * len(hosts)

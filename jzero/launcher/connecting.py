@@ -1,0 +1,90 @@
+"""Start an agent on every host, check the hosts, and find the coordinator's address."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Mapping
+from typing import Any
+
+from jzero.errors import ConfigError
+from jzero.launcher import preflight
+from jzero.launcher.coordinator import Faults, candidates, common_address, reserve_port
+from jzero.launcher.job import Job
+from jzero.launcher.link import Link
+from jzero.launcher.printer import Printer
+
+
+class Connecting:
+    """What stands before the start of a job.
+
+    Attributes:
+      job: the plan; with `--min_nodes`, without the hosts that have a fault.
+      links: host -> its agent.
+      address, port: the coordinator's.
+    """
+
+    def __init__(self, job: Job, printer: Printer):
+        self.job, self._printer, self.links = job, printer, dict[str, Link]()
+        self.address, self.port = job.address, job.port
+
+    @property
+    def hosts(self) -> list[str]:
+        """The hosts on which this command starts processes."""
+        names, o = list(self.job.hosts), self.job.options
+        return [names[o.node_rank]] if o.no_ssh else names
+
+    async def run(self) -> None:
+        """Start and check the agents; with `--min_nodes`, drop hosts with a fault.
+
+        Raises:
+          ConfigError: hosts have faults; the message is a table of them.
+        """
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))  # three pipes for each host
+        hellos = await self._greet_all()
+        while found := await self._check(hellos):
+            table = preflight.table(hellos, found)
+            well = [host for host in self.hosts if host not in found]
+            if not 0 < self.job.options.min_nodes <= len(well):
+                raise ConfigError(f"nothing was started:\n{table}")
+            self._printer.put(f"jzero: going on without {', '.join(found)}:\n{table}", 2)
+            for host in found:
+                if link := self.links.pop(host, None):
+                    link.give_up()
+            self.job = self.job.without(found)
+            hellos = {host: hellos[host] for host in well}
+
+    async def _greet_all(self) -> dict[str, Any]:
+        """Return host -> its hello; if one raises, the others end before it is raised again."""
+        hosts = self.hosts
+        tasks = [asyncio.create_task(self._greet(host)) for host in hosts]
+        try:
+            return dict(zip(hosts, await asyncio.gather(*tasks), strict=True))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=3)
+
+    async def _greet(self, host: str) -> Any:
+        """Start a host's agent; return its hello, or {"error": why there is none}."""
+        try:
+            self.links[host] = await Link.to(self.job, host)
+        except OSError as error:
+            return {"error": f"{error.filename or 'its agent'}: {error.strerror}"}
+        return await self.links[host].answer("hello", 20)
+
+    async def _check(self, hellos: Mapping[str, Any]) -> Faults:
+        """Return host -> faults; if there are none, set the coordinator's address and port."""
+        o = self.job.options
+        wanted = {host: len(ids) * (o.platform == "gpu") for host, ids in self.job.hosts.items()}
+        found = preflight.faults(hellos, wanted)
+        self.address, self.port = self.job.address, self.job.port
+        if found or (o.no_ssh and o.node_rank != 0):
+            return found
+        first, *others = [self.links[host] for host in self.hosts]
+        self.port, found = await reserve_port(first, self.port if o.master_port or o.no_ssh else 0)
+        if others and not found:
+            tries = candidates(o.master_addr, first.host, hellos[first.host])
+            self.address, found = await common_address(first, others, tries, self.port)
+        return found
