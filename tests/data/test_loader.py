@@ -356,6 +356,29 @@ def test_an_error_in_reading_reaches_the_consumer():
     assert "while reading sample 1 of training_data" in error.value.__notes__
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit("closed")])
+@pytest.mark.parametrize("kind", ["source", "function"])
+def test_what_ends_the_thread_reaches_the_consumer(kind, error):
+    """A `sys.exit` in a source ends the training loop as itself, and does not leave it waiting."""
+
+    def leave(*_):
+        raise error
+
+    source = Rows(40)
+    source.rows, caught = leave, []
+
+    def consume():
+        try:
+            next(iter(DataLoader(source if kind == "source" else leave, Sizes(4, 1, 1))))
+        except BaseException as found:
+            caught.append(found)
+
+    consumer = threading.Thread(target=consume, daemon=True)  # so that a failure of this test does not hang it
+    consumer.start()
+    consumer.join(20)
+    assert caught == [error]
+
+
 def test_the_thread_ends_with_the_loader():
     before = set(threading.enumerate())
     loader = DataLoader(Rows(100), Sizes(2, 1, 1))
