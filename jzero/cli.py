@@ -44,8 +44,9 @@ def launch(argv: Sequence[str]) -> int:
         print(transports.dry_run(job))
         return 0
     from jzero.launcher import guard, runner
+    from jzero.launcher.pid_file import pid_file
 
-    with runner.pid_file(job.options.save_pid):
+    with pid_file(job.options.save_pid):
         if job.options.launcher in transports.HANDOVERS:
             return hand_over(job)
         return guard.run(lambda signals: runner.run(job, signals), job.options.grace)
@@ -56,7 +57,7 @@ def hand_over(job: Job) -> int:
     (command,) = transports.commands(job)
     try:
         if job.options.launcher == "k8s":
-            manifest = json.dumps(transports.jobset(job)).encode()
+            manifest = json.dumps(transports.jobset(job, job.processes[0].env)).encode()
             return subprocess.run(command, input=manifest, check=False).returncode
         os.execvpe(command[0], command, os.environ | transports.handover_env(job))
     except FileNotFoundError:

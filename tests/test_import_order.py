@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent / "jzero"
 
 # A module may import from its own line and from those above it.
 ORDER = """
-errors tree _compat
+errors files tree _compat
 values
 optimizers
 config

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from jzero.errors import CheckpointError, ConfigError
+from jzero.files import create
 
 LATEST, STATE, NOTES = "latest", "state", "notes.json"
 SAVING, REPLACED = ".saving", ".replaced"
@@ -200,7 +201,7 @@ def write_atomically(file: Path, text: str) -> None:
     The fsync comes before the rename: after a power failure a rename may have reached the disk before the contents.
     """
     new = file.with_name(file.name + ".new")
-    with new.open("w") as stream:
+    with create(new) as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())

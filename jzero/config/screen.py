@@ -10,6 +10,7 @@ from jzero.config.sections import Section, Settings
 from jzero.config.suggest import names_inside, suggest
 from jzero.errors import ConfigError, one_line
 from jzero.values.kinds import as_json
+from jzero.values.masking import mask
 
 MISSING: Any = object()
 MOST_KEYS, MOST_LEVELS = 1000, 20
@@ -91,7 +92,7 @@ def screen(data: dict[str, Any]) -> tuple[tuple[keys.Replaced, ...], list[str]]:
     replaced, problems = [], []
     for old, new in keys.DEPRECATED.items():
         if (value := _get(data, old)) is not None and _get(data, new) is not None:
-            problems.append(f"{old} = {as_json(value)}: is the deprecated name of {new}, also given; keep {new}")
+            problems.append(f"{old} = {_shown(old, value)}: is the deprecated name of {new}, also given; keep {new}")
     if (old_bf16 := pop(data, "bfloat16")) is not MISSING:
         data.setdefault("bf16", old_bf16)
     if isinstance(stage := data.get("zero_optimization"), bool):
@@ -103,10 +104,10 @@ def screen(data: dict[str, Any]) -> tuple[tuple[keys.Replaced, ...], list[str]]:
             kind(value)
             replaced.append(keys.Replaced(path, value, by))
         except ValueError as wrong:
-            problems.append(f"{path} = {as_json(value)}: {wrong}; or leave it out (replaced by {by})")
+            problems.append(f"{path} = {_shown(path, value)}: {wrong}; or leave it out (replaced by {by})")
     for path, (off, text) in keys.REFUSED.items():
         if (value := pop(data, *path.split("."))) is not MISSING and value not in off:
-            problems.append(f"{path} = {as_json(value)}: {text}")
+            problems.append(f"{path} = {_shown(path, value)}: {text}")
     for path in _FOREIGN_SECTIONS:
         section = pop(data, *path.split("."))
         if isinstance(section, dict):
@@ -126,18 +127,24 @@ def explain(path: str, value: Any, detail: Any) -> str:
     if detail["type"] == "value_error":
         wrong, field = detail["ctx"]["error"], FIELDS[path]
         if field.is_required():
-            return f"{path} = {as_json(value)}: {wrong}"
+            return f"{path} = {_shown(path, value)}: {wrong}"
         default = "" if field.default is None else f" for the default {as_json(field.default)}"
-        return f"{path} = {as_json(value)}: {wrong}; or leave it out{default}"
+        return f"{path} = {_shown(path, value)}: {wrong}; or leave it out{default}"
     return _no_section(path, value)
 
 
 def _unknown(section: str, key: str, value: Any) -> str:
-    return f"{keys.dotted_key(section, key)} = {as_json(value)}: unknown key; {suggest(section, key, FIELDS, KNOWN)}"
+    path, advice = keys.dotted_key(section, key), suggest(section, key, FIELDS, KNOWN)
+    return f"{path} = {_shown(path, value)}: unknown key; {advice}"
 
 
 def _no_section(path: str, value: Any) -> str:
     inside = names_inside(path, FIELDS) or names_inside(path, KNOWN)
     switch = "enabled" if isinstance(value, bool) else "type" if isinstance(value, str) else None
     hint = f"; did you mean {as_json({switch: value})}?" if switch in inside else ""
-    return f"{path} = {as_json(value)}: must be a section {{...}} with the keys {', '.join(inside)}{hint}"
+    return f"{path} = {_shown(path, value)}: must be a section {{...}} with the keys {', '.join(inside)}{hint}"
+
+
+def _shown(key: str, value: Any) -> str:
+    """Write a value as in the JSON file, masked under a secret's name."""
+    return as_json(mask(key, value))

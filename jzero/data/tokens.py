@@ -15,6 +15,7 @@ from typing import IO, Any, Protocol
 import numpy as np
 
 from jzero.errors import ConfigError
+from jzero.files import create
 
 NOTED = ("tokens", "documents", "vocab_size", "end")
 
@@ -53,7 +54,7 @@ def write_tokens(texts: Iterable[str], path: str | os.PathLike, tokenizer: Token
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
     count = documents = 0
     unfinished = path.with_suffix(".unfinished")
-    with unfinished.open("wb") as file:
+    with create(unfinished, "wb") as file:
         begin = _write_header(file, dtype, 0)
         for text in texts:
             tokens = np.append(np.asarray(tokenizer.encode(text), np.int64), tokenizer.end)

@@ -17,6 +17,8 @@ from typing import Any
 
 import jax
 
+from jzero.files import create
+
 _waiting: deque[jax.Array | None] | None = None
 _begun = 0
 
@@ -52,7 +54,12 @@ def _count(path: str, waiting: deque[Any]) -> None:
         if before != (finished, _begun):
             before = finished, _begun
             with contextlib.suppress(OSError):  # a full disk must not end the training
-                with open(f"{path}.new", "w") as file:
-                    file.write(f"{finished} {_begun}")
-                os.replace(f"{path}.new", path)  # the launcher never reads a file that is half written
+                write(path, f"{finished} {_begun}")
         time.sleep(0.2)
+
+
+def write(path: str, text: str) -> None:
+    """Write the file by a rename, so that the launcher never reads half of it."""
+    with create(f"{path}.new") as file:
+        file.write(text)
+    os.replace(f"{path}.new", path)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from jzero.errors import ConfigError
+from jzero.values.masking import mask
 
 PREFIXES = ("NCCL", "PYTHON", "MV2", "UCX", "MLFLOW", "JAX_", "JZERO_", "XLA_", "TF_", "CUDA_", "HF_", "WANDB_")
 NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
@@ -35,7 +36,7 @@ def propagated(env: Mapping[str, str], cwd: str, home: str, export: Iterable[str
     for item in export:
         name, given, value = item.partition("=")
         if not re.fullmatch(r"\w+", name):
-            problems.append(f"--export = {item!r}: must be NAME or NAME=VALUE")
+            problems.append(f"--export = {mask(item, item)!r}: must be NAME or NAME=VALUE")
         elif name in OWN:
             problems.append(f"--export = {item!r}: {_own(name)}")
         elif given or name in env:
@@ -56,9 +57,9 @@ def _read(path: Path, problems: list[str]) -> dict[str, str]:
             continue
         name, given, value = line.partition("=")
         if not given or not re.fullmatch(r"\w+", name.strip()):
-            problems.append(f"{path}, line {number}: {line!r}: must be NAME=VALUE, or a comment after #")
+            problems.append(f"{path}, line {number}: {mask(line, line)!r}: must be NAME=VALUE, or a comment after #")
         elif name.strip() in OWN:
-            problems.append(f"{path}, line {number}: {line!r}: {_own(name.strip())}")
+            problems.append(f"{path}, line {number}: {mask(line, line)!r}: {_own(name.strip())}")
         else:
             found[name.strip()] = value
     return found

@@ -19,6 +19,7 @@ from jzero.errors import ConfigError
 from jzero.launcher import environment, hostfile
 from jzero.launcher.hostfile import LOCAL, Hosts
 from jzero.launcher.options import parser
+from jzero.values.masking import masked
 
 HOSTFILE = "/job/hostfile"
 NOT_HANDED_OVER = (
@@ -108,11 +109,11 @@ class Job:
         return [] if self.options.no_local_rank else [f"--local_rank={process.local_rank}"]
 
     def as_json(self, commands: list[list[str]]) -> dict[str, Any]:
-        """Return the plan as `--dry_run` prints it."""
+        """Return the plan as `--dry_run` prints it, with secrets masked."""
         return {
             "hosts": self.hosts,
             "coordinator": f"{self.address}:{self.port}",
-            "processes": [vars(process) for process in self.processes],
+            "processes": [vars(process) | {"env": masked(process.env)} for process in self.processes],
             "commands": commands,
         }
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
 import signal
 import sys
@@ -16,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from jzero.distributed.exit_codes import HUNG, SAVED
@@ -309,19 +307,6 @@ async def run(job: Job, signals: Signals) -> int:
                     return 128 + attempt.signalled
             print(f"jzero: restart {number + 1} of {restarts}", file=sys.stderr, flush=True)
     return code
-
-
-@contextlib.contextmanager
-def pid_file(wanted: bool) -> Any:
-    """Keep this command's pid in `/tmp/PID.jzero` while it runs."""
-    path = Path(os.environ.get("TMPDIR", "/tmp"), f"{os.getpid()}.jzero")
-    if wanted:
-        path.write_text(f"{os.getpid()}\n")
-    try:
-        yield
-    finally:
-        if wanted:
-            path.unlink(missing_ok=True)
 
 
 def _list(ranks: Iterable[int]) -> str:

@@ -7,12 +7,13 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jzero.errors import ConfigError
 from jzero.launcher import environment
 from jzero.launcher.job import Job
+from jzero.values.masking import masked
 
 # Reads the agent's source from standard input, up to a zero byte, without buffering what follows it. The script's
 # command line comes after it.
@@ -70,10 +71,11 @@ def kubectl_command(job: Job) -> list[str]:
     return ["kubectl", "apply", "-f", "-"]
 
 
-def jobset(job: Job) -> dict[str, Any]:
+def jobset(job: Job, env: Mapping[str, str]) -> dict[str, Any]:
     """Make the JobSet (jobset.sigs.k8s.io) of a job: one pod per host, in which `jzero --no_ssh` starts the processes.
 
-    `--launcher_args` has the form "image=IMAGE [name=NAME] [namespace=NAMESPACE]".
+    `--launcher_args` has the form "image=IMAGE [name=NAME] [namespace=NAMESPACE]". The pods get the variables of `env`
+    that `--export` names.
     """
     given = dict(word.partition("=")[::2] for word in shlex.split(job.options.launcher_args))
     if unknown := given.keys() - {"image", "name", "namespace"}:
@@ -101,7 +103,7 @@ def jobset(job: Job) -> dict[str, Any]:
     container: dict[str, Any] = {"name": "jzero", "image": given["image"], "command": ["python"], "args": args}
     container["workingDir"] = job.cwd
     exported = dict.fromkeys(item.partition("=")[0] for item in o.export)
-    container["env"] = [{"name": name, "value": _literal(job.processes[0].env[name])} for name in exported]
+    container["env"] = [{"name": name, "value": _literal(env[name])} for name in exported]
     if o.platform == "gpu":
         container["resources"] = {"limits": {"nvidia.com/gpu": per_host}}
     pods = {
@@ -156,7 +158,7 @@ def dry_run(job: Job) -> str:
     """Format the plan and its commands as JSON, with each list of scalars on one line."""
     plan = job.as_json(commands(job))
     if job.options.launcher == "k8s":
-        plan["manifest"] = jobset(job)
+        plan["manifest"] = jobset(job, masked(job.processes[0].env))
     scalar = r'(?:"(?:[^"\\]|\\.)*"|-?\d+)'
     lists = re.compile(rf"\[\s+{scalar}(?:,\s+{scalar})*\s+\]")
     return lists.sub(lambda found: re.sub(r"\n\s*", " ", found[0]), json.dumps(plan, indent=2))

@@ -182,4 +182,42 @@ TABLE: dict[str, list[Fault]] = {
             "SLURM_GPUS_ON_NODE = 'tesla:8'",
         ),
     ],
+    "Files and secrets": [
+        Fault(
+            "a link under the name of a temporary file (`latest.new`, progress, tokens)",
+            "the link is removed, its target stays as it was",
+            1,
+            test="tests/faults/test_files.py::test_no_link_is_followed",
+        ),
+        Fault(
+            "a fifo under the name of a temporary file",
+            "it is removed, the write goes on",
+            1,
+            test="tests/faults/test_files.py::test_no_fifo_blocks",
+        ),
+        Fault(
+            "another user makes a link just before the file is opened",
+            "the write fails",
+            1,
+            test="tests/faults/test_files.py::test_an_open_name_is_refused_rather_than_shared",
+        ),
+        Fault(
+            "the name of `--save_pid`'s file is taken",
+            "a link is removed; what cannot be removed is an error in one line",
+            1,
+            test="tests/faults/test_files.py::test_the_pid_file",
+        ),
+        Fault(
+            "another user looks for a job's files",
+            "the agent's folder has mode 700",
+            1,
+            test="tests/faults/test_files.py::test_the_agents_folder_is_private",
+        ),
+        Fault(
+            "secrets among the variables, under every launcher",
+            "the plan, the manifest and errors print `***`",
+            1,
+            test="tests/launcher/test_masking.py::test_plan",
+        ),
+    ],
 }

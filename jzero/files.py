@@ -1,0 +1,26 @@
+"""Makes files whose names others may know in advance, in directories that others may write to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import IO, Any
+
+
+def create(path: str | os.PathLike[str], kind: str = "w", mode: int = 0o666) -> IO[Any]:
+    """Make an empty file and open it for writing; whatever has its name is removed.
+
+    A link at that name would lead the write to another file, and a fifo would block it. Removing a name follows no
+    link, and O_EXCL refuses what appears after that.
+
+    Args:
+      kind: "w" for text, "wb" for bytes.
+      mode: before the umask.
+
+    Raises:
+      OSError: it cannot be removed (another user's in /tmp, a directory) or made.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, mode), kind)

@@ -1,0 +1,66 @@
+"""Secrets are masked in what jzero prints: the plan, the manifest, errors."""
+
+import json
+
+import pytest
+from planning import Here
+
+from jzero import cli
+from jzero.config import Config
+from jzero.errors import ConfigError
+from jzero.launcher import options, transports
+from jzero.launcher.job import make_job
+
+NAMES = ["WANDB_API_KEY", "HF_TOKEN", "JZERO_SECRET", "MLFLOW_TRACKING_PASSWORD", "TF_CREDENTIALS", "NCCL_my_key"]
+SECRET = "hunter2"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, capsys):
+    here = Here(tmp_path, monkeypatch, capsys)
+    for name in NAMES:
+        monkeypatch.setenv(name, SECRET)
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    return here
+
+
+@pytest.mark.parametrize("launcher", ["ssh", "slurm", "openmpi", "k8s"])
+def test_plan(here, launcher):
+    words = ["--platform=cpu", "--num_gpus=1", f"--export=MY_PASSWORD={SECRET}", "--export=NCCL_DEBUG"]
+    if launcher != "ssh":
+        words += [f"--launcher={launcher}", "--launcher_args=image=i" if launcher == "k8s" else "--launcher_args="]
+        words += ["--hostfile", here.hosts("a slots=1")]
+    plan = here.dry(*words, "train.py")
+    env = plan["processes"][0]["env"]
+    assert {name: env[name] for name in [*NAMES, "MY_PASSWORD"]} == dict.fromkeys([*NAMES, "MY_PASSWORD"], "***")
+    assert env["NCCL_DEBUG"] == "INFO"
+    assert SECRET not in json.dumps(plan)
+    if launcher == "k8s":
+        (container,) = plan["manifest"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
+            "containers"
+        ]
+        assert {v["name"]: v["value"] for v in container["env"]} == {"MY_PASSWORD": "***", "NCCL_DEBUG": "INFO"}
+
+
+def test_processes_get_the_values(here):
+    job = make_job(
+        options.parse(["--platform=cpu", "--launcher_args=image=i", f"--export=MY_PASSWORD={SECRET}", "train.py"]),
+        {name: SECRET for name in NAMES} | {"HOME": str(here.path)},
+        str(here.path),
+    )
+    assert {job.processes[0].env[name] for name in NAMES} == {SECRET}
+    assert SECRET in json.dumps(transports.jobset(job, job.processes[0].env))
+
+
+def test_errors(here):
+    for line in (f"WANDB_API_KEY: {SECRET}", f"export JZERO_JOB_ID=TOKEN{SECRET}"):
+        here.write(".jzero_env", line)
+        assert SECRET not in here.refused("--platform=cpu", "train.py")
+    (here.path / ".jzero_env").unlink()
+    assert SECRET not in here.refused("--platform=cpu", f"--export=API-KEY={SECRET}", "train.py")
+    for config in ({"comet": {"api_key": SECRET, "token": SECRET}}, {"API_KEY": SECRET}, {"secret": {"seed": 1}}):
+        with pytest.raises(ConfigError) as error:
+            Config.load(config)
+        assert SECRET not in str(error.value)
+    assert '{"seed": 1}' in str(error.value)  # only texts are masked
+    assert cli.main(["--dry_run", "--platform=cpu", "train.py"]) == 0
