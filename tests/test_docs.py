@@ -22,7 +22,7 @@ from jzero.launcher import options
 
 ROOT = Path(__file__).parent.parent
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 FOREIGN = ('title="DeepSpeed"', 'title="transformers"')  # other libraries' code: it must parse
 
 

@@ -69,7 +69,7 @@ class Save:
         Raises:
           CheckpointError: it could not be written; raised on all processes.
         """
-        assert self.thread is not None
+        assert self.thread is not None  # noqa: S101  # for mypy
         self.thread.join()
         if self.error:
             self.reported = True

@@ -64,7 +64,8 @@ def write_tokens(texts: Iterable[str], path: str | os.PathLike, tokenizer: Token
             count, documents = count + len(tokens), documents + 1
         # The header holds the token count, which is known only now. NumPy pads headers so that the shape can grow.
         file.seek(0)
-        assert _write_header(file, dtype, count) == begin
+        if _write_header(file, dtype, count) != begin:  # no assert: python -O would leave the header of an empty file
+            raise RuntimeError(f"NumPy wrote a longer header for {count} tokens than for none")
     note = dict(zip(NOTED, (count, documents, int(tokenizer.vocab_size), int(tokenizer.end)), strict=True))
     _note_path(path).write_text(json.dumps(note) + "\n")
     unfinished.replace(path)  # last, so that a killed job leaves no .npy file that looks complete

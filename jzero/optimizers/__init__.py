@@ -111,7 +111,7 @@ def choose_optimizer(
             'optimizer: none given; put one in the config ("optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}) '
             "or pass optimizer=optax.adamw(1e-3)"
         )
-    assert lr is not None  # made from the optimizer section's params.lr if there is no scheduler section
+    assert lr is not None  # noqa: S101  # made from the optimizer section's params.lr if there is no scheduler section
     return make_optimizer(optimizer_config, lr, stacked=stacked, fused=fused, state_dtype=state_dtype)
 
 
