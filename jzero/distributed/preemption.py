@@ -2,7 +2,8 @@
 
 A process that receives SIGTERM sets a flag in the coordination service, which the others poll. Every process then
 publishes the number of the step that it has begun, and begins no other until all have published. The highest number is
-the last step: all processes still run it, so that none waits in a collective for one that has stopped.
+the last step: all processes still run it, so that none waits in a collective for one that has stopped. A process whose
+script has ended publishes too, so that nobody waits for it; its number is that of a step that nobody begins.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ import os
 import signal
 import sys
 import threading
+import time
+from typing import Any
 
 import jax
 
 from jzero import _compat
-from jzero.distributed.host_collectives import agree
+from jzero.errors import some_of
 
-TIMEOUT = 60.0  # seconds for all processes to answer
-_FLAG = "jzero/stop"  # the key in the coordination service
+GRACE = 30.0  # seconds from SIGTERM to SIGKILL: the default of jzero, Slurm and Kubernetes
+_FLAG, _STEPS = "jzero/stop", "jzero/begun"  # keys in the coordination service; the second one with the rank
 
 _signalled, _ending = threading.Event(), threading.Event()
 _lock = threading.Lock()
@@ -44,9 +47,12 @@ def listen() -> None:
 
 
 def _end(thread: threading.Thread) -> None:
-    """Wait for the thread: if it returned from C++ after Python has ended, it would abort the process."""
+    """Wait for the thread, which would abort the process if it returned from C++ after Python has ended; publish."""
     _ending.set()
-    thread.join(TIMEOUT)
+    thread.join(_timeout() + 5)
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # already published, or the other processes have gone
+        if client := _compat.coordination_service():
+            _publish(client)
 
 
 def reached() -> bool:
@@ -59,25 +65,52 @@ def reached() -> bool:
         return _last is not None and done >= _last
 
 
+def _timeout() -> float:
+    """Return the seconds to wait for the other processes: a third of the grace, so that some is left for the save."""
+    return float(os.environ.get("JZERO_GRACE", GRACE)) / 3
+
+
 def _agree_on_the_last() -> None:
     global _last
     while not (_signalled.is_set() or _flag_is_set()):
         if _ending.wait(1.0):
             return
+    client = _compat.coordination_service()
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # the other processes have gone
-        _compat.coordination_service().key_value_set(_FLAG, "", allow_overwrite=True)
+        client.key_value_set(_FLAG, "", allow_overwrite=True)
         # The lock stops `reached`, and so the training loop, until all processes have published their step.
         with _lock:
-            try:
-                _last = max(map(int, agree("the last step", str(_begun), TIMEOUT)))
-            except ValueError as error:  # a process is stuck, and would hang the save too
-                print(f"jzero: SIGTERM: stopping without a checkpoint: {error}", file=sys.stderr, flush=True)
+            _publish(client)
+            begun, stuck = _gather(client)
+            if stuck:  # they would hang the save too
+                why = f"process {some_of(stuck)} did not answer within {_timeout():g} s"
+                print(f"jzero: SIGTERM: stopping without a checkpoint: {why}", file=sys.stderr, flush=True)
                 os._exit(128 + signal.SIGTERM)
+            _last = max(begun)
+
+
+def _publish(client: Any) -> None:
+    client.key_value_set(f"{_STEPS}/{jax.process_index()}", str(_begun))
+
+
+def _gather(client: Any) -> tuple[list[int], list[int]]:
+    """Return the steps that the processes have begun, and the ranks that did not publish theirs in time."""
+    end, begun, stuck = time.monotonic() + _timeout(), list[int](), list[int]()
+    for rank in range(jax.process_count()):
+        left = max(1, int(1000 * (end - time.monotonic())))
+        try:
+            begun.append(int(client.blocking_key_value_get(f"{_STEPS}/{rank}", left)))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            stuck.append(rank)
+    return begun, stuck
 
 
 def _flag_is_set() -> bool:
     try:
-        _compat.coordination_service().key_value_try_get(_FLAG)
+        if client := _compat.coordination_service():  # None once the script has left the job
+            client.key_value_try_get(_FLAG)
+        return client is not None
     except jax.errors.JaxRuntimeError:  # no such key, or the service does not answer now
         return False
-    return True

@@ -258,6 +258,34 @@ def test_sigterm_saves_at_one_step_on_all(job, tmp_path, straight, told):
     assert found == {n: loss for n, loss in expected.items() if n != int(step) or n in found}
 
 
+AFTER_THE_END = """
+engine = runs.build(layout, resume="auto", training_data=runs.data(), checkpoint={"dir": directory})
+engine.train_batch()
+engine.save_checkpoint().wait()
+print("trained", flush=True)
+if rank == 0 or what == "stopped":
+    time.sleep(1000 if rank else 8)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(3)
+print("ended", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "code"), [("ended", 0), ("stopped", 143)])
+def test_sigterm_when_another_rank_takes_no_more_steps(job, tmp_path, what, code):
+    """Nobody waits for a rank whose script has ended, and for a stopped one only a third of the grace."""
+    running = job(AFTER_THE_END, what, "stage3 x 2", tmp_path / "runs").until(("trained", 2))
+    trained = time.monotonic()
+    if what == "stopped":
+        running.kill(running.rank(1), signal.SIGSTOP)
+    assert running.wait(60) == code, running.errors
+    assert time.monotonic() - trained < 8 + 10 + 15  # rank 0's sleep, the wait, and a busy machine
+    running.gone()
+    late = "SIGTERM: stopping without a checkpoint: process 1 did not answer within 10 s"
+    assert (late in running.errors) == (what == "stopped")
+
+
 def test_sigterm_of_one_process_alone(tmp_path):
     """Without the launcher."""
     (tmp_path / "worker.py").write_text(WORKER + TRAIN)
