@@ -111,10 +111,7 @@ def _files(path: Path) -> list[Path]:
     if (path / "model.safetensors").is_file():
         return [path / "model.safetensors"]
     if (index := path / "model.safetensors.index.json").is_file():
-        try:
-            return [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{index} is not an index of safetensors files: {error!r}") from None
+        return _indexed(index)
     if found := sorted(path.glob("*.safetensors")):
         return found
     if torch := sorted(file.name for pattern in TORCH for file in path.glob(pattern)):
@@ -125,13 +122,25 @@ def _files(path: Path) -> list[Path]:
     raise ConfigError(f"{path} contains no *.safetensors: pass the directory of an export or a download")
 
 
+def _indexed(index: Path) -> list[Path]:
+    """List the files of an index, which must lie beside it: a downloaded index must not choose other files to read."""
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        for name in names:
+            if Path(name).name != name or name in ("", "..") or len(name) > 255 or not name.isprintable():
+                raise ValueError(f"{ascii(name)[:80]} is not the name of a file beside it")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{index} is not an index of safetensors files: {error!r}") from None
+    return [index.with_name(name) for name in names]
+
+
 def _config_differences(directory: Path, table: dict | None) -> list[str]:
     """List the entries of a config.json beside the files that contradict the model."""
     if table is None or not (directory / "config.json").is_file():
         return []
     try:
         there = {**table.get("absent", {}), **_flattened(json.loads((directory / "config.json").read_text()))}
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{directory / 'config.json'} is not a JSON object: {error}") from None
     here = _flattened(table["config"])
     same = here.keys() - set(table.get("may_differ", ()))

@@ -9,34 +9,20 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import ml_dtypes
 import numpy as np
 
 from jzero.errors import ConfigError
+from jzero.weights.header import DTYPES, MOST, Entry, parse_header
 from jzero.weights.name_map import Box
 
-DTYPES = {
-    "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "I16": np.dtype("<i2"), "I8": np.dtype("i1"),
-    "U64": np.dtype("<u8"), "U32": np.dtype("<u4"), "U16": np.dtype("<u2"), "U8": np.dtype("u1"),
-    "BOOL": np.dtype("bool"),
-}  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WINDOW = 32 * 2**20  # bytes of a file that are mapped at a time
-
-
-class Entry(NamedTuple):
-    """A tensor of a file; `start` is the offset of its first byte."""
-
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    start: int
 
 
 class File:
@@ -89,28 +75,18 @@ class File:
           ConfigError: the file cannot be read, has another format, or is truncated.
         """
         try:
-            size = path.stat().st_size
+            if not stat.S_ISREG((status := path.stat()).st_mode):
+                raise ValueError("it is not a regular file")
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
-                if size < 8 + length:
+                if status.st_size < 8 + length:
                     raise ValueError("its header is longer than the file")
-                header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            entries, end = {}, 0
-            for name, entry in header.items():
-                if entry["dtype"] not in DTYPES:
-                    raise ValueError(
-                        f"{name} has the unsupported dtype {entry['dtype']}; supported: {', '.join(DTYPES)}"
-                    )
-                dtype, shape, (start, stop) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
-                if stop - start != prod(shape) * dtype.itemsize:
-                    raise ValueError(f"{name} has {stop - start} bytes, which does not match {entry['dtype']} {shape}")
-                entries[name], end = Entry(dtype, shape, 8 + length + start), max(end, 8 + length + stop)
-            if size < end:
-                raise ValueError(f"it has {size} bytes but its header describes {end}: it is truncated")
+                if length > MOST:
+                    raise ValueError(f"its header has {length} bytes; at most {MOST} are allowed")
+                entries = parse_header(file.read(length), status.st_size)
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except ValueError as error:
             raise ConfigError(f"{path} is not a complete safetensors file: {error}") from None
         return cls(path, entries, "r")
 

@@ -1,0 +1,205 @@
+"""Safetensors headers: what the package refuses jzero refuses in one line; what both read is equal."""
+
+import copy
+import json
+import random
+
+import jax
+import numpy as np
+import pytest
+from safetensors import SafetensorError, deserialize
+
+import jzero
+from jzero import weights
+from jzero.weights import header
+from jzero.weights.safetensors import File
+
+F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+I16 = {"dtype": "I16", "shape": [2, 1], "data_offsets": [8, 12]}
+GOOD = {
+    "__metadata__": {"format": "pt"},
+    "a": F32,
+    "b": I16,
+    "c": {"dtype": "U8", "shape": [], "data_offsets": [12, 13]},
+}
+DATA = bytes(range(1, 14))
+
+
+def packed(head, data=DATA):
+    text = head if isinstance(head, bytes) else head.encode() if isinstance(head, str) else json.dumps(head).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def theirs(blob):
+    """name -> (dtype, shape, bytes) as the package reads them; None if it refuses the file."""
+    try:
+        return {name: (x["dtype"], tuple(x["shape"]), bytes(x["data"])) for name, x in deserialize(blob)}
+    except SafetensorError:
+        return None
+
+
+def ours(path, blob):
+    """The same by jzero, or the error's text."""
+    path.write_bytes(blob)
+    try:
+        file = File.open(path)
+    except jzero.ConfigError as error:
+        return str(error)
+    names, found = {dtype: name for name, dtype in header.DTYPES.items()}, {}
+    for name, (dtype, shape, _) in file.entries.items():
+        values = np.empty(shape, dtype)
+        for part, view in file.windows(name, tuple(slice(0, n) for n in shape)):
+            values[part] = view
+        found[name] = names[dtype], shape, values.tobytes()
+    return found
+
+
+def agree(path, blob):
+    """Compare the two readers on one file; return (package, jzero)."""
+    them, us = theirs(blob), ours(path, blob)
+    if isinstance(us, str):
+        assert us.startswith(f"{path} is not a complete safetensors file: "), us
+        assert len(us) < len(str(path)) + 300, us
+        assert us.isprintable(), us
+    else:
+        assert us == them, blob
+    return them, us
+
+
+def test_a_whole_file(tmp_path):
+    them, us = agree(tmp_path / "x.safetensors", packed(GOOD))
+    assert them == us == {"a": ("F32", (2,), DATA[:8]), "b": ("I16", (2, 1), DATA[8:12]), "c": ("U8", (), DATA[12:])}
+
+
+@pytest.mark.parametrize(
+    ("blob", "words"),
+    [
+        (packed(GOOD | {"a": F32 | {"data_offsets": [-8, 0]}}), "contains '-8': must be an integer from 0"),
+        (packed({"a": F32, "b": F32}, DATA[:8]), "begins at byte 0, where 8 bytes are described before it"),
+        (packed({"a": F32 | {"data_offsets": [4, 12]}}, DATA[:12]), "a begins at byte 4, where 0 bytes"),
+        (packed({"a": F32 | {"data_offsets": [8, 0]}}, DATA[:8]), "a begins at byte 8"),
+        (packed('{"a": %s, "a": %s}' % ((json.dumps(F32),) * 2), DATA[:8]), "has 'a' twice"),
+        (packed(json.dumps(GOOD).replace("[2]", "[2.0]")), "contains '2.0': must be an integer"),
+        (packed(json.dumps(GOOD).replace("[2]", "[true, 2]")), "a has shape [True, 2]: must be a list of integers"),
+        (packed({"a": F32 | {"shape": "2"}}, DATA[:8]), "a has shape '2': must be a list of integers"),
+        (packed({"a": F32 | {"data_offsets": [0]}}, DATA[:8]), "a has data_offsets [0]: must be two integers"),
+        (packed({"a": F32 | {"shape": [2**63, 4, 0], "data_offsets": [0, 0]}}, b""), "more than 2**64 bytes"),
+        (packed({"a": F32 | {"shape": [3]}}, DATA[:8]), "a has 8 bytes, which does not match F32 [3]"),
+        (packed({"a": F32 | {"dtype": "F" * 10**6}}, DATA[:8]), "a has the unsupported dtype 'FFFF"),
+        (packed({"a": F32 | {"dtype": ["F32"]}}, DATA[:8]), "a has the unsupported dtype ['F32']"),
+        (packed({"a": 3}, b""), "a must have data_offsets, dtype, shape; it has 3"),
+        (packed({"n" * 10**6: F32}, DATA[:8]), "has the name 'nnnn"),
+        (packed({"a\nb": F32}, DATA[:8]), r"has the name 'a\nb': must be printable"),
+        (packed('{"a":' * 10**5 + "}" * 10**5), "nested too deeply"),
+        (packed("[" * 10**5 + "]" * 10**5), "nested too deeply"),
+        (packed("[]"), "its header is not a JSON object"),
+        (packed('{"__metadata__": {"x": "\\ud800"}}', b""), "surrogates not allowed"),
+        (packed({"__metadata__": {"x": 1}}, b""), "__metadata__ = {'x': 1}: must map names to strings"),
+        (packed('{"a": NaN}'), "contains 'NaN'"),
+        (packed("{" + " " * 9 + '"a": 1' + "0" * 10**6 + "}"), "contains '10000"),
+        (packed(json.dumps(GOOD).encode("utf-16")), "'utf-8' codec can't decode byte"),
+        (packed(GOOD, DATA + b"x"), "the rest belongs to no tensor"),
+        (packed(GOOD, DATA[:-1]), "it is truncated"),
+        ((10**18).to_bytes(8, "little") + b"{}", "its header is longer than the file"),
+        (b"abc", "its header is longer than the file"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_each_fault(tmp_path, blob, words):
+    them, us = agree(tmp_path / "x.safetensors", blob)
+    assert words in str(us)
+    assert them is None or "twice" in words or "name" in words  # which the package reads
+
+
+def test_a_header_of_more_than_100_mb_is_not_read(tmp_path):
+    with (tmp_path / "x.safetensors").open("wb") as file:
+        file.write((header.MOST + 1).to_bytes(8, "little"))
+        file.truncate(header.MOST + 100)  # sparse
+    with pytest.raises(jzero.ConfigError, match="its header has 100000001 bytes; at most 100000000 are allowed"):
+        File.open(tmp_path / "x.safetensors")
+
+
+BITS = ["", '"', "{", "}", "[", "]", ",", "0", "-", "1e1", "\\", "\\ud800", " ", "\0", "é"]
+
+
+def mutated(chance):
+    """A file with one to three faults: in its values, in the header's text, in its bytes."""
+    odd = [-1, 0, 1, 7, 8, 12, 13, 2**31, 2**63, 2**64, 1.5, 2.0, 1e300, True, None, "F64", "", [], [2], {}, "x" * 50]
+    head = json.loads(json.dumps(GOOD))
+    for _ in range(chance.choice([0, 0, 1, 2])):
+        entry = head[chance.choice("abc")]
+        if not entry or not isinstance(entry, dict):
+            continue
+        key, value = chance.choice(sorted(entry)), copy.copy(chance.choice(odd))
+        if isinstance(entry[key], list) and entry[key] and chance.random() < 0.7:
+            entry[key][chance.randrange(len(entry[key]))] = value
+        else:
+            entry[key] = value
+        if chance.random() < 0.1:
+            head[chance.choice(["a", "d", "__metadata__"])] = value
+    text = json.dumps(head)
+    if chance.random() < 0.1:
+        text = text.replace(chance.choice(['"b"', '"dtype"', '"shape"']), chance.choice(['"a"', '"shape"']))
+    for _ in range(chance.choice([0, 0, 0, 1])):
+        at = chance.randrange(len(text))
+        text = text[:at] + chance.choice(BITS) + text[at + chance.randrange(3) :]
+    blob = bytearray(packed(text, DATA[: chance.choice([13, 13, 13, 12, 8])] + bytes(chance.choice([0, 0, 1]))))
+    for _ in range(chance.choice([0, 0, 0, 1])):
+        blob[chance.randrange(len(blob))] = chance.randrange(256)
+    return bytes(blob[: chance.choice([len(blob)] * 5 + [chance.randrange(len(blob))])])
+
+
+@pytest.mark.parametrize("number", [1500, pytest.param(60_000, marks=pytest.mark.slow)])
+def test_mutated_headers(tmp_path, number):
+    chance, both, stricter = random.Random(number), 0, []
+    for _ in range(number):
+        them, us = agree(tmp_path / "x.safetensors", mutated(chance))
+        both += isinstance(us, dict)
+        stricter += [us] if them is not None and isinstance(us, str) else []
+    assert both > number / 50
+    # jzero alone refuses doubled names, fields that the format does not have, and an entry that is not an object.
+    assert [us for us in stricter if "twice" not in us and "must have data_offsets" not in us] == []
+    print(f"{number} files: {both} read by both, {len(stricter)} by the package alone")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("../x.safetensors", "'../x.safetensors' is not the name of a file beside it"),
+        ("/etc/passwd", "'/etc/passwd' is not the name of a file beside it"),
+        ("..", "'..' is not the name"),
+        ("", "'' is not the name"),
+        ("a/x.safetensors", "is not the name"),
+        ("x\0.safetensors", "is not the name"),
+        ("x" * 10**6, "is not the name"),
+        (3, "TypeError"),
+        (["x"], "TypeError"),
+        ("absent.safetensors", "absent.safetensors: No such file"),
+        ("directory", "it is not a regular file"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_an_index_that_points_elsewhere(tmp_path, name, words):
+    (tmp_path / "x.safetensors").write_bytes(packed(GOOD))
+    (tmp_path / "copy" / "directory").mkdir(parents=True)
+    index = tmp_path / "copy" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    refused(tmp_path / "copy", words)
+    index.write_text('{"weight_map":' * 10**5)
+    refused(tmp_path / "copy", "is not an index of safetensors files: RecursionError")
+
+
+def refused(directory, words):
+    class Model:
+        def init(self, rng):
+            return {"a": jax.numpy.zeros(2)}
+
+        def loss(self, params, batch, rng):
+            return params["a"].sum()
+
+    config = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    with pytest.raises(jzero.ConfigError) as error:
+        weights.load(directory, jzero.make_train_step(Model(), config))
+    assert words in str(error.value)
+    assert len(str(error.value)) < 500
+    assert "\n" not in str(error.value)
