@@ -60,12 +60,13 @@ def option_names(parser: argparse.ArgumentParser) -> list[str]:
     return [name for action in parser._actions for name in action.option_strings]
 
 
-def exception_was_uncaught() -> bool:
-    """Return whether an exception has ended the main thread.
+def exit_code_of_uncaught() -> int:
+    """Return the exit code of the exception that ended the main thread: 130 for Ctrl-C, otherwise 1; 0 without one.
 
     Python 3.12 records it in `sys.last_exc` and deprecates `sys.last_type`; 3.11 has only the latter.
     """
-    return hasattr(sys, "last_exc") or hasattr(sys, "last_type")
+    kind = type(sys.last_exc) if hasattr(sys, "last_exc") else getattr(sys, "last_type", None)
+    return 0 if kind is None else 130 if issubclass(kind, KeyboardInterrupt) else 1
 
 
 def needed_part(traced: Any) -> tuple[Callable[[list[Any]], list[Any]], list[bool]]:

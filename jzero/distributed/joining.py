@@ -80,10 +80,10 @@ def _leave_at_once_on_errors() -> None:
         on_exit(status)
 
     def leave() -> None:
-        if failed := _compat.exception_was_uncaught() or code[0]:
+        if failed := code[0] or _compat.exit_code_of_uncaught():
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(code[0] or failed)
+            os._exit(failed)
 
     sys.exit = leaving  # type: ignore[assignment]  # atexit callbacks cannot see the exit code
     atexit.register(leave)  # runs before JAX's callback, which was registered earlier

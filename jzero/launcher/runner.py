@@ -28,6 +28,7 @@ from jzero.launcher.printer import Printer
 SILENCE = 8.0  # seconds without a message from an agent after which its host counts as lost
 NOTICE = 20.0  # seconds after a rank has succeeded until the command prints which ranks still run
 FAILURE_GRACE = 4.0  # seconds between SIGTERM and SIGKILL after a failure; after a signal --grace holds
+AFTER_CTRL_C = 8.0  # seconds that the others have once a rank has failed after Ctrl-C: they may wait for it for ever
 PAUSE = 15.0  # seconds until hosts with a fault are asked again
 
 
@@ -48,6 +49,7 @@ class Attempt:
         self.first: int | None = None  # the first rank that died
         self.failure: tuple[int, str] | None = None  # exit code, message
         self.signalled: int | None = None
+        self.badly: dict[int, int] = {}  # rank -> exit code, of those that failed after a signal
         self.deadline: float | None = None  # when the remaining processes are killed
 
     def use(self, job: Job) -> None:
@@ -127,7 +129,8 @@ class Attempt:
                 self.exited(*value)
             elif kind == "end":
                 if mine := [rank for rank, p in self.left.items() if p.host == link.host]:
-                    self.fail(1, f"lost {link.host}: {link.why(value)}")
+                    if link.lost or not self.signalled:  # else the grace is over, and this command closed the link
+                        self.fail(1, f"lost {link.host}: {link.why(value)}")
                     self.left = {rank: p for rank, p in self.left.items() if rank not in mine}
                 return
 
@@ -146,7 +149,10 @@ class Attempt:
         """Record the end of a rank; the first failure ends the job."""
         process, self.ended = self.left.pop(rank, None), time.monotonic()
         self.saved += code == SAVED
-        if process is None or code == 0 or self.failure or self.signalled:
+        if process is None or code == 0 or self.failure:
+            return
+        if self.signalled:
+            self.exited_after_signal(rank, code, self.signalled)
             return
         if self.first != rank and self.first in self.left:  # that rank failed first; its last lines are still to come
             return
@@ -156,9 +162,20 @@ class Attempt:
         last = "".join(f"\n    {line}" for line in self.lines[rank]) or " none"
         if any("unrecognized arguments: --local_rank" in line for line in self.lines[rank]):
             last += "\n  the script has no option --local_rank: add it, or pass --no_local_rank before the script"
-        how = f"was killed by {_name(-code)}" if code < 0 else f"exited with code {code}"
         where = f" on {process.host}" if len(self.job.hosts) > 1 else ""
-        self.fail(code, f"rank {rank}{where} {how} first, after {self.age():.0f} s; its last lines:{last}")
+        self.fail(code, f"rank {rank}{where} {_how(code)} first, after {self.age():.0f} s; its last lines:{last}")
+
+    def exited_after_signal(self, rank: int, code: int, number: int) -> None:
+        """Report the first rank that fails after a signal; after Ctrl-C it shortens the time of the others."""
+        if code in (SAVED, -number, 128 + number):  # the signal's own codes
+            return
+        if not self.badly:
+            others, now = "", time.monotonic()
+            if number == signal.SIGINT and self.left and self.deadline:
+                self.deadline = min(self.deadline, now + AFTER_CTRL_C)
+                others = f"; the others have {self.deadline - now:.0f} s"
+            self.printer.put(f"jzero: after {_name(number)} rank {rank} {_how(code)} first{others}", 2)
+        self.badly[rank] = code
 
     def fail(self, code: int, what: str, grace: float = FAILURE_GRACE) -> None:
         """End the whole job; the first failure is the one that is reported."""
@@ -210,7 +227,9 @@ class Attempt:
             self.hang(counting, limit)
         some = len(self.left) < len(self.lines)
         if self.left and (some or self.signalled) and now - self.ended > (5 if self.signalled else NOTICE):
-            self.print_once(f"still running: rank {_list(self.left)}" + " (the others have ended well)" * some)
+            well = "" if not some else " (the others have ended well)"
+            codes = ", ".join(f"rank {rank} {_how(code)}" for rank, code in sorted(self.badly.items())[:8])
+            self.print_once(f"still running: rank {_list(self.left)}" + (f" ({codes})" if codes else well))
         if self.deadline and now > self.deadline:
             if self.signalled:
                 self.printer.put(f"jzero: killed: rank {_list(self.left)}", 2)
@@ -311,6 +330,10 @@ async def run(job: Job, signals: Signals) -> int:
 
 def _list(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(ranks)))
+
+
+def _how(code: int) -> str:
+    return f"was killed by {_name(-code)}" if code < 0 else f"exited with code {code}"
 
 
 def _name(number: int) -> str:

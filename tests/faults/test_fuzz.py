@@ -15,7 +15,8 @@ import pytest
 
 import jzero
 from jzero.config import Config
-from jzero.distributed.place import find_place, slurm_hosts
+from jzero.distributed.host_names import slurm_hosts
+from jzero.distributed.place import find_place
 from jzero.errors import CheckpointError
 from jzero.launcher import hostfile
 

@@ -54,6 +54,8 @@ if what == "slow":
         time.sleep(0.1)
         if os.path.exists("listens1"):
             sys.exit(75)
+if what == "fails":
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(3) if rank == "1" else None)
 if what == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -181,6 +183,18 @@ def test_saving_may_take_the_grace(start, worker):
     job = start(*CPU, 2, "--grace", 20, worker, "slow")
     assert job.wait() == 75
     assert "saved 1" in job.output
+
+
+def test_a_rank_that_fails_after_ctrl_c(start, worker):
+    """Its code is reported, and the others, which may wait for it, do not have the whole grace."""
+    job = start(*CPU, 2, "--grace", 60, worker, "fails").until(("ready", 2))
+    job.kill(job.process.pid, signal.SIGINT)
+    assert job.wait(30) == 128 + signal.SIGINT
+    assert "after signal 2 (SIGINT) rank 1 exited with code 3 first; the others have 8 s" in job.errors
+    assert "still running: rank 0 (rank 1 exited with code 3)" in job.errors
+    assert "well" not in job.errors
+    assert job.errors.endswith("jzero: killed: rank 0\n")
+    job.gone(5)
 
 
 def test_a_second_signal_ends_it(start, worker):
