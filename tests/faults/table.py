@@ -118,7 +118,96 @@ def circle() -> dict[str, Any]:
 MEGABYTE = "k" * 10**6
 DIGITS = "9" * 5000
 
+
+def elsewhere(test: str, fault: str, outcome: str, seconds: float = 1) -> Fault:
+    """Make a row of a fault that another test provokes."""
+    return Fault(fault, outcome, seconds, test=f"tests/{test}")
+
+
 TABLE: dict[str, list[Fault]] = {
+    "Processes": [
+        elsewhere(
+            "launcher/test_guard.py::test_an_unexpected_error_in_the_launcher",
+            "an unexpected exception in the command",
+            "the job ends, the error names the exception",
+            10,
+        ),
+        elsewhere(
+            "launcher/test_guard.py::test_a_launcher_that_is_stuck_ends_after_sigterm",
+            "the command is stuck and gets SIGTERM",
+            "it ends after `--grace` and 8 s",
+            10,
+        ),
+        elsewhere(
+            "launcher/test_saving.py::test_sigterm_when_another_rank_takes_no_more_steps",
+            "SIGTERM after another rank's last step",
+            "the others save and end with 0; a rank that is stuck is waited for a third of `--grace`",
+            12,
+        ),
+        elsewhere(
+            "launcher/test_run.py::test_a_rank_that_fails_after_ctrl_c",
+            "Ctrl-C, and a rank exits with 3",
+            "the job ends with 3, and names the rank",
+            10,
+        ),
+        elsewhere(
+            "data/test_loader.py::test_what_ends_the_thread_reaches_the_consumer",
+            "a data source calls `sys.exit` or raises KeyboardInterrupt",
+            "it reaches the training loop",
+            1,
+        ),
+    ],
+    "Network": [
+        elsewhere(
+            "launcher/test_guard.py::test_a_host_name_that_cannot_be_encoded",
+            "a host name that cannot be looked up (`worker..1`, a part of 64 characters)",
+            "one line, before anything starts",
+        ),
+        elsewhere(
+            "launcher/test_hostfile.py::test_all_bad_lines_at_once",
+            "a host name that begins with -",
+            "one line, before anything starts; ssh gets `--` before names",
+        ),
+    ],
+    "Data, checkpoints and weights": [
+        elsewhere(
+            "test_bad_input.py::test_values_that_32_bits_do_not_hold",
+            "2**40 + 7 in a batch, which JAX would cut to 7, or 1e300",
+            "an error that names the leaf; nothing is trained",
+        ),
+        elsewhere(
+            "test_lock.py::test_saves_of_two_jobs",
+            "a second job saves into the same directory",
+            "the second is refused and names the first; the first loses nothing",
+            3,
+        ),
+        elsewhere(
+            "test_lock.py::test_the_second_job_is_told_and_a_dead_one_is_replaced",
+            "the job that owned the directory was killed",
+            "the next one takes over",
+            3,
+        ),
+        elsewhere(
+            "weights/test_header.py::test_each_fault",
+            "safetensors: negative, overlapping or missing bytes, doubled names, float shapes, deep JSON, other dtypes",
+            "one line; no other bytes than the tensor's are read",
+        ),
+        elsewhere(
+            "weights/test_header.py::test_a_header_of_more_than_100_mb_is_not_read",
+            "safetensors: a header of more than 100 MB",
+            "one line; it is not read",
+        ),
+        elsewhere(
+            "weights/test_header.py::test_an_index_that_points_elsewhere",
+            "safetensors: an index that names ../x or /etc/passwd",
+            "one line; only files beside it are read",
+        ),
+        elsewhere(
+            "faults/test_fuzz.py::test_few_cases",
+            "any byte of a checkpoint is changed, missing, or in another file",
+            "one line, or the state that was saved",
+        ),
+    ],
     "Configs": [
         refused("JSON nested 100,000 deep", load_text('{"a":' * 10**5 + "1" + "}" * 10**5), "nested too deeply"),
         refused("a list nested 100,000 deep", load_text('{"a":' + "[" * 10**5 + "]" * 10**5 + "}"), "nested too"),
@@ -183,41 +272,35 @@ TABLE: dict[str, list[Fault]] = {
         ),
     ],
     "Files and secrets": [
-        Fault(
+        elsewhere(
+            "faults/test_files.py::test_no_link_is_followed",
             "a link under the name of a temporary file (`latest.new`, progress, tokens)",
             "the link is removed, its target stays as it was",
-            1,
-            test="tests/faults/test_files.py::test_no_link_is_followed",
         ),
-        Fault(
+        elsewhere(
+            "faults/test_files.py::test_no_fifo_blocks",
             "a fifo under the name of a temporary file",
             "it is removed, the write goes on",
-            1,
-            test="tests/faults/test_files.py::test_no_fifo_blocks",
         ),
-        Fault(
+        elsewhere(
+            "faults/test_files.py::test_an_open_name_is_refused_rather_than_shared",
             "another user makes a link just before the file is opened",
             "the write fails",
-            1,
-            test="tests/faults/test_files.py::test_an_open_name_is_refused_rather_than_shared",
         ),
-        Fault(
+        elsewhere(
+            "faults/test_files.py::test_the_pid_file",
             "the name of `--save_pid`'s file is taken",
             "a link is removed; what cannot be removed is an error in one line",
-            1,
-            test="tests/faults/test_files.py::test_the_pid_file",
         ),
-        Fault(
+        elsewhere(
+            "faults/test_files.py::test_the_agents_folder_is_private",
             "another user looks for a job's files",
             "the agent's folder has mode 700",
-            1,
-            test="tests/faults/test_files.py::test_the_agents_folder_is_private",
         ),
-        Fault(
+        elsewhere(
+            "launcher/test_masking.py::test_plan",
             "secrets among the variables, under every launcher",
             "the plan, the manifest and errors print `***`",
-            1,
-            test="tests/launcher/test_masking.py::test_plan",
         ),
     ],
 }

@@ -4,30 +4,38 @@ Case N of a fuzzer is made from the seed N, so a failure's number repeats it. Th
 each fuzzer, `-m slow` thousands; the environment variable FUZZ sets their number.
 """
 
+import functools
 import json
 import os
 import random
+import shutil
 import string
 import time
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jzero
+from jzero import checkpoint
 from jzero.config import Config
 from jzero.distributed.host_names import slurm_hosts
 from jzero.distributed.place import find_place
 from jzero.errors import CheckpointError
 from jzero.launcher import hostfile
 
-FEW, MANY = 400, int(os.environ.get("FUZZ", 13_000))
-FUZZERS = {}  # name -> function
+FUZZERS = {}  # name -> (function, cases in the default run, cases under -m slow)
 
 
-def fuzzer(function):
+def fuzzer(few, many):
     """Register `function(random, folder)`, which makes one case and runs it."""
-    FUZZERS[function.__name__] = function
-    return function
+
+    def register(function):
+        FUZZERS[function.__name__] = (function, few, int(os.environ.get("FUZZ", many)))
+        return function
+
+    return register
 
 
 def run(name, cases, folder):
@@ -36,7 +44,7 @@ def run(name, cases, folder):
     for number in range(cases):
         started, error = time.thread_time(), None
         try:
-            FUZZERS[name](random.Random(number), folder)
+            FUZZERS[name][0](random.Random(number), folder)
         except (jzero.ConfigError, CheckpointError) as answer:
             error = answer
         except Exception as fault:
@@ -108,7 +116,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-@fuzzer
+@fuzzer(few=800, many=25_000)
 def configs(r, folder):
     data = json.loads(json.dumps(CONFIG))
     for _ in range(r.choice([0, 1, 1, 2, 5])):
@@ -151,7 +159,7 @@ VARIABLES = [
 ]  # fmt: skip
 
 
-@fuzzer
+@fuzzer(few=800, many=25_000)
 def hostfiles(r, folder):
     match r.randrange(4):
         case 0:
@@ -167,15 +175,61 @@ def hostfiles(r, folder):
             hostfile.visible_devices({"CUDA_VISIBLE_DEVICES": garbled(r, "0,1,GPU-12ab", INSIDE)})
 
 
+# ---------------------------------------------------------------- checkpoints
+
+
+@functools.cache
+def saved(folder):
+    """Save two checkpoints; return the state, its shardings and the contents of all files."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    state = {"w": jnp.arange(60.0).reshape(12, 5), "step": jnp.int32(7), "half": jnp.ones(9, jnp.bfloat16)}
+    for tag in ("first", "second"):
+        checkpoint.save(state, folder, tag=tag).wait()
+    files = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return jax.tree.map(np.asarray, state), jax.tree.map(lambda _: device, state), files
+
+
+def remove(path):
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@fuzzer(few=120, many=3000)
+def checkpoints(r, folder):
+    state, shardings, files = saved(folder)
+    path, other = r.sample([path for path in files if path.parent != folder], 2)
+    try:
+        match r.randrange(8):
+            case 0:
+                path.unlink()
+            case 1:
+                path.unlink()
+                path.mkdir()
+            case 2:
+                path.write_bytes(files[other])
+            case 3:
+                path.unlink()
+                path.symlink_to(r.choice(["/nowhere", path.name, other]))
+            case _:
+                path.write_bytes(cut(r, files[path]))
+        read = checkpoint.restore(folder, shardings, tag=r.choice(["first", "second"]))
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, read), state)
+    finally:
+        remove(path)
+        path.write_bytes(files[path])
+
+
 # ---------------------------------------------------------------- tests
 
 
 @pytest.mark.parametrize("name", FUZZERS)
 def test_few_cases(name, tmp_path):
-    run(name, FEW, tmp_path)
+    run(name, FUZZERS[name][1], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FUZZERS)
 def test_many_cases(name, tmp_path):
-    run(name, MANY, tmp_path)
+    run(name, FUZZERS[name][2], tmp_path)
