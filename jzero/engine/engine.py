@@ -162,11 +162,12 @@ class Engine:
         self.global_samples += micro_batches * self.step_fn.micro_size
         if before is not None:  # waits for the previous step only; the device works on the new one meanwhile
             check_stuck(before.loss_scale, self.step_fn.trainable_names)
-        every = self.config.steps_per_print
-        if every and self.global_steps % every == 0 and jax.process_index() == 0:
-            speed = self._clock.speed(self.global_samples)
-            print(progress.line(self.global_steps, self.metrics, self.skipped_steps, speed, self.config))
-        if self._home and preemption.reached():
+        every, last = self.config.steps_per_print, self._home and preemption.reached()
+        # The script never gets the last step's loss, because this call does not return.
+        if jax.process_index() == 0 and (last or (every and self.global_steps % every == 0)):
+            counts = self.global_steps, self.metrics, self.skipped_steps, self._clock.speed(self.global_samples)
+            print(progress.line(*counts, self.config), flush=True)
+        if last:
             checkpoint.forgive()  # the error of an earlier save must not stop the last one
             path = self.save_checkpoint(self._home, client_state=self.client_state).wait()
             log_dist(f"jzero: SIGTERM: saved {path}; exit code {SAVED}")

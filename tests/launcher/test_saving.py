@@ -299,8 +299,10 @@ def test_sigterm_of_one_process_alone(tmp_path):
     rest = running.stdout.read()
     assert "SIGTERM: saved" in rest
     assert running.wait(30) == 75
-    last = max([3, *map(int, re.findall(r"^step (\d+)", rest, re.M))])
-    assert jzero.checkpoint.Checkpoint.find(tmp_path / "runs").notes["engine"]["global_steps"] in (last, last + 1)
+    last = max([3, *map(int, re.findall(r"^step (\d+) ", rest, re.M))])
+    saved = jzero.checkpoint.Checkpoint.find(tmp_path / "runs").notes["engine"]["global_steps"]
+    assert saved in (last, last + 1)
+    assert re.search(rf"^step {saved}: loss \d.*\njzero: SIGTERM: saved", rest, re.M)  # the script did not get it
 
 
 # ------------------------------------------------------------------------------------------- mistakes
