@@ -14,6 +14,7 @@ import jax
 
 from jzero import _compat
 from jzero.distributed import heartbeat
+from jzero.distributed.bind_address import bind_address
 from jzero.distributed.host_collectives import agree
 from jzero.distributed.place import Place, find_place
 from jzero.distributed.rendezvous import meet
@@ -47,13 +48,19 @@ def init_distributed(timeout: float | None = None) -> None:
     if timeout is None:
         minutes = float(os.environ.get("DEEPSPEED_TIMEOUT", DEFAULT_TIMEOUT / 60))
         timeout = float(os.environ.get("JZERO_TIMEOUT", 60 * minutes))
-    meet(place.coordinator, place.rank, place.size, timeout, os.environ.get("JZERO_MEETING", ""))
+    host, _, port = place.coordinator.rpartition(":")
+    one_host = place.local_size == place.size
+    bind = bind_address(host.strip("[]"), one_host, os.environ) if place.rank == 0 else ""
+    meet(place.coordinator, place.rank, place.size, timeout, os.environ.get("JZERO_MEETING", ""), bind)
+    if one_host:  # NCCL would listen on a network interface
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     # JAX's preemption service would replace the script's SIGTERM handler and jzero's own (preemption.py).
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         place.coordinator, place.size, place.rank,
         local_device_ids=_devices(place, os.environ),
         cluster_detection_method="deactivate",
+        coordinator_bind_address=f"{f'[{bind}]' if ':' in bind else bind}:{port}" if bind else None,
         heartbeat_timeout_seconds=int(os.environ.get("JZERO_HEARTBEAT_SECONDS", 100)),
     )  # fmt: skip
     _leave_at_once_on_errors()

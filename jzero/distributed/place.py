@@ -8,7 +8,8 @@ One process per GPU is started by the launcher, or by another system that sets o
 | `srun`                | `SLURM_PROCID`         | `SLURM_STEP_NUM_TASKS` | `SLURM_LOCALID`              |
 | `mpirun` (Open MPI)   | `OMPI_COMM_WORLD_RANK` | `OMPI_COMM_WORLD_SIZE` | `OMPI_COMM_WORLD_LOCAL_RANK` |
 
-The coordinator is `MASTER_ADDR`:`MASTER_PORT`; under Slurm it defaults to the job's first host. A Kubernetes job runs
+The coordinator is `MASTER_ADDR`:`MASTER_PORT`; under Slurm it defaults to the job's first host, or to
+127.0.0.1 if there is one host. A Kubernetes job runs
 `jzero` in every pod, which sets the first row. This module imports no JAX, because the launcher uses it.
 """
 
@@ -66,6 +67,8 @@ def find_place(env: Mapping[str, str]) -> Place:
         _check_no_part(env)
         return Place()
     address = env.get("MASTER_ADDR") or next(iter(slurm_hosts(env.get("SLURM_STEP_NODELIST", ""))), "")
+    if "MASTER_ADDR" not in env and address and place.size == place.local_size:  # all are on this host
+        address = "127.0.0.1"
     if place.size > 1 and not address:
         raise ConfigError(f"process {place.rank} of {place.size}: MASTER_ADDR is not set; set it to process 0's host")
     if place.size > 1 and (fault := host_fault(address)):

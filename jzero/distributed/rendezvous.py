@@ -8,41 +8,50 @@ missing. Each line of the protocol is text: "JOB RANK SIZE" to process 0; "go", 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import sys
 import time
 from collections.abc import Iterable
 
+from jzero.distributed.bind_address import listen_at
 from jzero.errors import ConfigError
 
 NOTICE = 20.0  # seconds until process 0 prints which processes are missing
 
 
-def meet(coordinator: str, rank: int, size: int, timeout: float, job: str = "") -> None:
+def meet(coordinator: str, rank: int, size: int, timeout: float, job: str = "", bind: str = "") -> None:
     """Return once `size` processes have come to `coordinator`, "host:port"; process 0 listens there.
 
     Args:
       rank: this process's rank.
       timeout: seconds to wait for the last process.
       job: the job's id; processes with another id are turned away.
+      bind: the address on which process 0 listens; "": all.
 
     Raises:
       ConfigError: processes are missing (all that came report the same ones), or process 0 does not answer.
     """
     host, _, port = coordinator.rpartition(":")
-    (_listen if rank == 0 else _call)(host.strip("[]"), int(port), rank, size, timeout, job)
+    if rank == 0:
+        _listen(host.strip("[]"), int(port), size, timeout, job, bind)
+    else:
+        _call(host.strip("[]"), int(port), rank, size, timeout, job)
 
 
-def _listen(host: str, port: int, rank: int, size: int, timeout: float, job: str) -> None:
+def _listen(host: str, port: int, size: int, timeout: float, job: str, bind: str) -> None:
     deadline, came = time.monotonic() + timeout, dict[int, socket.socket]()
     with contextlib.ExitStack() as stack:
         try:
-            server = stack.enter_context(_server(port))
+            server = stack.enter_context(listen_at(bind, port))
         except OSError as error:
+            fix = "another job may use it; pass another --master_port (or MASTER_PORT), or leave it out"
+            if error.errno == errno.EADDRNOTAVAIL:
+                fix = "set JZERO_BIND_ADDRESS to an address of this host"
+            at = f" at {bind}" if bind else ""
             raise ConfigError(
-                f"process 0 cannot listen on port {port}: {os.strerror(error.errno or 0)}: another job may use it; "
-                "pass another --master_port (or MASTER_PORT), or leave it out"
+                f"process 0 cannot listen on port {port}{at}: {os.strerror(error.errno or 0)}: {fix}"
             ) from None
         notice = time.monotonic() + NOTICE
         while len(came) < size - 1 and (left := deadline - time.monotonic()) > 0:
@@ -93,12 +102,6 @@ def _call(host: str, port: int, rank: int, size: int, timeout: float, job: str) 
             f"process {rank} of {size} timed out after {timeout:g} s waiting for process 0 at {host}:{port}: "
             f"{answer or why}; start process 0, check MASTER_ADDR and MASTER_PORT, or raise JZERO_TIMEOUT (seconds)"
         )
-
-
-def _server(port: int) -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
-    return socket.create_server(("", port), backlog=4096)
 
 
 def _missing(came: Iterable[int], size: int) -> str:

@@ -5,9 +5,9 @@ uses only the standard library, needs nothing installed, and has the command's v
 of JSON. If the command ends, or sends nothing for SILENCE seconds, the agent kills all processes of the job: it cannot
 know whether the command, the network or this host failed, and surviving processes would keep GPUs and ports.
 
-From the command: {"listen": PORT or 0}, {"connect": [[HOST, PORT], ...]}, {"start": {...}},
+From the command: {"listen": [PORT or 0, ADDRESS or "" for all]}, {"connect": [[HOST, PORT], ...]}, {"start": {...}},
 {"signal": N}, {"dump": true}, {"stop": SECONDS}, {"sweep": JOB}, {"topology": true}, {"ping": true}.
-To the command: {"hello": {...}}, {"bound": PORT or null, "why": TEXT}, {"reached": [INDEX, ...]},
+To the command: {"hello": {...}}, {"bound": PORT or null, "why": TEXT}, {"reached": [[INDEX, ADDRESS], ...]},
 {"out": [RANK, 1 or 2, LINE]}, {"died": [RANK, CODE]} at once, {"exit": [RANK, CODE]} after its last output,
 {"status": {RANK: [FINISHED, BEGUN, STATE]}}, {"swept": true}, {"topology": TEXT}.
 """
@@ -176,32 +176,35 @@ class Agent:
             finished, begun = map(int, file.read().split())
         return [finished, begun, state_of(self.processes[rank].pid)]
 
-    async def listen(self, port):
+    async def listen(self, where):
         """Reserve the coordinator's port (0: any free one) until the processes start."""
+        port, address = where
         if self.server:
             self.server.close()
         try:
-            if socket.has_dualstack_ipv6():
+            if address in ("", "::") and socket.has_dualstack_ipv6():
                 self.server = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
             else:
-                self.server = socket.create_server(("", port))
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                self.server = socket.create_server((address, port), family=family)
             self.say(bound=self.server.getsockname()[1], why="")
         except OSError as error:
             self.say(bound=None, why=os.strerror(error.errno or 0))
 
     async def connect(self, places):
-        """Try to reach the first host at each [HOST, PORT]."""
+        """Try to reach the first host at each [HOST, PORT]; report the addresses behind the names that were reached."""
 
         async def reach(index, host, port):
             try:
                 _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), 3)
             except (TimeoutError, OSError):
                 return None
+            address = writer.get_extra_info("peername")[0]
             writer.close()
-            return index
+            return [index, address]
 
         found = await asyncio.gather(*(reach(i, host, port) for i, (host, port) in enumerate(places)))
-        self.say(reached=[index for index in found if index is not None])
+        self.say(reached=[one for one in found if one])
 
     async def start(self, what):
         """Start this host's processes."""

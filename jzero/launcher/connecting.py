@@ -7,9 +7,10 @@ import resource
 from collections.abc import Mapping
 from typing import Any
 
+from jzero.distributed.bind_address import VARIABLE, bind_address, is_loopback
 from jzero.errors import ConfigError
 from jzero.launcher import preflight
-from jzero.launcher.coordinator import Faults, candidates, common_address, reserve_port
+from jzero.launcher.coordinator import Faults, bound_to_one, candidates, common_address, reserve_port
 from jzero.launcher.job import Job
 from jzero.launcher.link import Link
 from jzero.launcher.printer import Printer
@@ -22,11 +23,12 @@ class Connecting:
       job: the plan; with `--min_nodes`, without the hosts that have a fault.
       links: host -> its agent.
       address, port: the coordinator's.
+      bind: the address on which it listens; "": process 0 decides.
     """
 
     def __init__(self, job: Job, printer: Printer):
         self.job, self._printer, self.links = job, printer, dict[str, Link]()
-        self.address, self.port = job.address, job.port
+        self.address, self.port, self.bind = job.address, job.port, ""
 
     @property
     def hosts(self) -> list[str]:
@@ -83,8 +85,19 @@ class Connecting:
         if found or (o.no_ssh and o.node_rank != 0):
             return found
         first, *others = [self.links[host] for host in self.hosts]
-        self.port, found = await reserve_port(first, self.port if o.master_port or o.no_ssh else 0)
+        self.bind = self._bind_given()
+        self.port, found = await reserve_port(first, self.port if o.master_port or o.no_ssh else 0, self.bind)
         if others and not found:
             tries = candidates(o.master_addr, first.host, hellos[first.host])
-            self.address, found = await common_address(first, others, tries, self.port)
+            self.address, used, found = await common_address(first, others, tries, self.port)
+            if not found and not self.bind:
+                self.bind = await bound_to_one(first, self.port, used)
         return found
+
+    def _bind_given(self) -> str:
+        """Return the address that is known before the hosts are asked; "": none."""
+        env, o, one_host = self.job.shared, self.job.options, len(self.job.hosts) == 1
+        if o.no_ssh or one_host or VARIABLE in env:  # with no_ssh the first host is this one
+            there = one_host and not o.no_ssh and not is_loopback(self.address)  # its names may mean others here
+            return "" if there and VARIABLE not in env else bind_address(self.address, one_host, env)
+        return ""

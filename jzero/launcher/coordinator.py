@@ -16,39 +16,57 @@ from jzero.launcher.link import Link
 Faults = dict[str, list[str]]  # host -> its faults
 
 
-async def reserve_port(first: Link, port: int) -> tuple[int, Faults]:
+async def reserve_port(first: Link, port: int, bind: str) -> tuple[int, Faults]:
     """Have the first host's agent listen on `port` (0: any free one) until the processes start; return the port.
+
+    Args:
+      bind: its address there; "": all of them.
 
     Raises:
       ConfigError: another program listens there.
     """
-    first.tell(listen=port)
+    first.tell(listen=[port, bind])
     answer = await first.answer("bound", 10)
     if answer.get("error"):
         return port, {first.host: [answer["error"]]}
     if answer["bound"] is None:
+        at = f" at {bind}" if bind else ""
         raise ConfigError(
-            f"nothing was started: {first.host}: port {port}: {answer['why']}; another job may use it: pass another "
-            "--master_port, or none"
+            f"nothing was started: {first.host}: port {port}{at}: {answer['why']}; another job may use it: pass "
+            "another --master_port, or none"
         )
     return answer["bound"], {}
 
 
 async def common_address(
     first: Link, others: Sequence[Link], candidates: Sequence[str], port: int
-) -> tuple[str, Faults]:
-    """Return the first candidate that all other hosts can connect to, or the hosts' faults."""
+) -> tuple[str, set[str], Faults]:
+    """Return the first candidate that all other hosts reach, with the addresses behind it, or the hosts' faults."""
     for link in others:
         link.tell(connect=[[address, port] for address in candidates])
-    reached = await asyncio.gather(*(link.answer("reached", 10) for link in others))
+    answers = await asyncio.gather(*(link.answer("reached", 10) for link in others))
+    reached = [dict(answer) if isinstance(answer, list) else {} for answer in answers]
     for index, address in enumerate(candidates):
-        if all(isinstance(r, list) and index in r for r in reached):
-            return address, {}
+        if all(index in r for r in reached):
+            return address, {r[index] for r in reached}, {}
     places = f"{', '.join(candidates)} (port {port}): pass --master_addr"
-    deaf = [link.host for link, r in zip(others, reached, strict=True) if not isinstance(r, list) or not r]
+    deaf = [link.host for link, r in zip(others, reached, strict=True) if not r]
     if not deaf or len(deaf) > max(1, len(others) / 2):  # more likely the first host has the fault
-        return "", {first.host: [f"{', '.join(deaf) or 'the other hosts'} cannot reach it at {places}"]}
-    return "", {host: [f"cannot reach {first.host} at {places}"] for host in deaf}
+        return "", set(), {first.host: [f"{', '.join(deaf) or 'the other hosts'} cannot reach it at {places}"]}
+    return "", set(), {host: [f"cannot reach {first.host} at {places}"] for host in deaf}
+
+
+async def bound_to_one(first: Link, port: int, addresses: set[str]) -> str:
+    """Have the first agent listen on no more than the address that all other hosts use; return it, or "".
+
+    "" if they use several, or one that the first host does not have, because a router in between translates it.
+    """
+    if len(addresses) == 1:
+        (address,) = addresses
+        first.tell(listen=[port, address])
+        if (await first.answer("bound", 10)).get("bound"):
+            return address
+    return ""
 
 
 def candidates(master_addr: str, first_host: str, hello: Mapping[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from jzero.distributed.bind_address import is_own
 from jzero.distributed.host_names import MOST_HOSTS, host_fault, slurm_hosts
 from jzero.distributed.place import DEFAULT_PORT, number_from
 from jzero.errors import ConfigError
@@ -64,9 +65,7 @@ class Job:
     @property
     def address(self) -> str:
         """The coordinator's host before the hosts are asked; coordinator.py may choose another address."""
-        o, first = self.options, next(iter(self.hosts))
-        alone = len(self.hosts) == 1 and (o.no_ssh or is_this_machine(first)) and not o.force_multi
-        return o.master_addr or ("127.0.0.1" if alone else first)
+        return self.options.master_addr or ("127.0.0.1" if len(self.hosts) == 1 else next(iter(self.hosts)))
 
     @cached_property
     def processes(self) -> list[Process]:
@@ -144,18 +143,7 @@ def is_this_machine(host: str) -> bool:
         found = {info[4][0] for info in socket.getaddrinfo(host, None)}
     except OSError:
         return False
-    return any(_is_own(str(address)) for address in found)
-
-
-def _is_own(address: str) -> bool:
-    """Return whether this machine has the address: a socket binds to no other."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as s:
-        try:
-            s.bind((address, 0))
-        except OSError:
-            return False
-    return True
+    return any(is_own(str(address)) for address in found)
 
 
 def _check(options: argparse.Namespace) -> None:
