@@ -273,6 +273,12 @@ TABLE: dict[str, list[Fault]] = {
     ],
     "Files and secrets": [
         elsewhere(
+            "faults/test_soak.py::test_nothing_grows",
+            "3,000 steps with 300 saves in two processes",
+            "descriptors, threads, memory and temporary files stay as they were after 1,000 steps",
+            180,
+        ),
+        elsewhere(
             "faults/test_files.py::test_no_link_is_followed",
             "a link under the name of a temporary file (`latest.new`, progress, tokens)",
             "the link is removed, its target stays as it was",
