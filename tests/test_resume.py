@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import weakref
 from itertools import product
@@ -489,7 +490,64 @@ def test_what_others_left_is_neither_taken_nor_removed(tmp_path, capfd):
     (tmp_path / "latest").write_bytes(b"global_\xff\x00")  # damaged, and not needed
     capfd.readouterr()
     assert build(LAYOUTS["one"], resume=tmp_path).global_steps == 1
-    assert "does not exist, and latest names it" in capfd.readouterr().err
+    assert r"its file 'latest' is damaged: it contains 'global_\udcff" in capfd.readouterr().err
+
+
+def test_a_damaged_latest(tmp_path, capfd):
+    """A resume takes the newest whole checkpoint; a load is an error in one line."""
+    engine, runs = build(LAYOUTS["one"]), tmp_path / "runs"
+    for step in range(2):
+        engine.train_batch(batch(step))
+        engine.save_checkpoint(runs).wait()
+    engine.save_checkpoint(tmp_path / "other").wait()
+    outside = tmp_path / "other" / "global_step2"
+    texts = {
+        bytes(20): "damaged: it contains '\\x00", b"g" * 10**6: "damaged: it contains 'ggg", b"": "empty",
+        b"../other/global_step2": "damaged: it contains '../other/", str(outside).encode(): "damaged: it contains '/",
+        b"..": "damaged: it contains '..'", b".": "damaged: it contains '.'", b"global_step1\nx": "damaged",
+        b"global_step1.saving": "damaged: it contains 'global_step1.saving'", b"\xff\xfe": "damaged",
+    }  # fmt: skip
+    faults = [(lambda text=text: (runs / "latest").write_bytes(text), words) for text, words in texts.items()]
+    faults += [((runs / "latest").mkdir, "is not a file"), (lambda: os.mkfifo(runs / "latest"), "is not a file")]
+    for make, words in faults:
+        latest = runs / "latest"
+        latest.rmdir() if latest.is_dir() else latest.unlink()
+        make()
+        with pytest.raises(jzero.ConfigError) as error:
+            engine.load_checkpoint(runs)
+        assert f"{runs} has no default checkpoint (its " in str(error.value)
+        assert words in str(error.value)
+        assert "choose a tag: global_step2, global_step1" in str(error.value)
+        capfd.readouterr()
+        assert build(LAYOUTS["one"], resume=runs).global_steps == 2
+        out, err = capfd.readouterr()
+        assert f"resumed from {runs}/global_step2: step 2" in out
+        (line,) = [line for line in err.splitlines() if line.startswith("jzero: ")]
+        assert line.startswith(f"jzero: skipped: {runs}: its ")
+        assert words in line
+        for problem in (line, str(error.value)):
+            assert problem.isprintable()
+            assert len(problem) < 2 * len(str(runs)) + 200
+    engine.save_checkpoint(runs).wait()  # replaces the pipe
+    assert engine.load_checkpoint(runs)[0] == str(runs / "global_step2")
+    for tag in ("global_step1", "global_step2"):
+        shutil.rmtree(runs / tag)
+    (runs / "latest").write_bytes(bytes(9))
+    with pytest.raises(jzero.CheckpointError, match=r"none of the 1 checkpoints in .*runs can be read: .*is damaged"):
+        build(LAYOUTS["one"], resume=runs)
+
+
+def test_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    engine = build(LAYOUTS["one"], resume="auto", checkpoint={"dir": "~/runs"})
+    engine.save_checkpoint().wait()
+    engine.save_checkpoint("~/others").wait()
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "others"}
+    assert build(LAYOUTS["one"]).load_checkpoint("~/runs")[0] == str(tmp_path / "runs" / "global_step0")
+    for place, words in (("~nobody-here/runs", "there is no such user"), ("runs\0", "NUL")):
+        for more in ({"resume": place}, {"checkpoint": {"dir": place}}):
+            with pytest.raises(jzero.ConfigError, match=words):
+                build(LAYOUTS["one"], **more)
 
 
 def test_addresses_are_no_directories():

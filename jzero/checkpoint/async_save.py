@@ -25,11 +25,12 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jzero._compat import before_threads_end
-from jzero.checkpoint.directory import DEFAULT_TAG, STATE, begin_draft, checkpoint_path, commit, draft_path
+from jzero.checkpoint.directory import STATE, begin_draft, checkpoint_path, commit, draft_path
 from jzero.checkpoint.leaves import key_names, nest
 from jzero.checkpoint.lock import check, hold
 from jzero.checkpoint.orbax_noise import silence_orbax
 from jzero.checkpoint.snapshot import has_room, snapshot, to_host
+from jzero.checkpoint.tags import DEFAULT_TAG
 from jzero.distributed import heartbeat
 from jzero.distributed.host_collectives import agree, anyone
 from jzero.errors import CheckpointError, ConfigError, in_a_line

@@ -33,12 +33,11 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from jzero.errors import CheckpointError, ConfigError
+from jzero.checkpoint.tags import DEFAULT_TAG, LATEST, LONGEST, REPLACED, SAVING, is_tag, read_latest
+from jzero.errors import CheckpointError, ConfigError, some_of
 from jzero.files import create
 
-LATEST, STATE, NOTES = "latest", "state", "notes.json"
-SAVING, REPLACED = ".saving", ".replaced"
-DEFAULT_TAG = "global_step{}"  # DeepSpeed's
+STATE, NOTES = "state", "notes.json"
 
 
 def checkpoint_path(directory: str | os.PathLike | None, tag: str | float) -> Path:
@@ -50,24 +49,29 @@ def checkpoint_path(directory: str | os.PathLike | None, tag: str | float) -> Pa
     if not directory or not isinstance(directory, str | os.PathLike):
         raise ConfigError(f"the checkpoint directory is {directory!r}: pass one, or set checkpoint.dir in the config")
     root = local_path(directory, "the checkpoint directory")
-    reserved = ("", ".", "..", LATEST)
     if isinstance(tag, numbers.Real):
         tag = str(tag)
-    if not isinstance(tag, str) or Path(tag).name != tag or tag.endswith((SAVING, REPLACED)) or tag in reserved:
+    if not isinstance(tag, str) or not is_tag(tag):
         raise ConfigError(
-            f"tag = {tag!r}: must be a number or a name without separators; {LATEST!r} and names that end with "
-            f"{SAVING!r} or {REPLACED!r} are reserved"
+            f"tag = {ascii(tag)[:80]}: must be a number or a printable name of at most {LONGEST} bytes, without "
+            f"separators; {LATEST!r} and names that end with {SAVING!r} or {REPLACED!r} are reserved"
         )
     return root / tag
 
 
 def local_path(directory: str | os.PathLike, key: str) -> Path:
-    """Return the directory's absolute path; raise a ConfigError for a URL such as gs://bucket."""
+    """Return the directory's absolute path, with ~ expanded; raise a ConfigError for a URL such as gs://bucket."""
     if re.match(r"\w+:/", str(directory)):
         raise ConfigError(
             f"{key} = {str(directory)!r}: must be a directory on a file system that all hosts share; mount the bucket"
         )
-    return Path(directory).absolute()
+    try:
+        path = Path(directory).expanduser().absolute()
+    except RuntimeError:
+        raise ConfigError(f"{key} = {str(directory)!r}: there is no such user; write the path without ~") from None
+    if "\0" in str(path):
+        raise ConfigError(f"{key} = {ascii(str(directory))[:80]}: a path contains no NUL")
+    return path
 
 
 def draft_path(path: Path) -> Path:
@@ -89,11 +93,10 @@ def find_checkpoint(directory: str | os.PathLike | None, tag: str | float | None
     path = checkpoint_path(directory, "any" if tag is None else tag)
     root = path.parent
     if tag is None:
-        named = latest(root)
+        named, problem = read_latest(root)
         if named is None:
-            reason = f"its file {LATEST!r} is empty" if (root / LATEST).exists() else f"it has no file {LATEST!r}"
-            raise ConfigError(f"{root} has no default checkpoint ({reason}): {_hint(root)}")
-        path = named
+            raise ConfigError(f"{root} has no default checkpoint ({problem}): {_hint(root)}")
+        path = root / named
     if not path.is_dir() and _written_by_jzero(replaced_path(path)):
         return replaced_path(path)  # a job was killed between the two renames, or a save is between them now
     if not path.is_dir():
@@ -105,7 +108,7 @@ def _hint(root: Path) -> str:
     if _is_checkpoint(root):
         return f"it is itself a checkpoint; pass the directory {root.parent} and the tag {root.name!r}"
     tags = [path.name for path, _ in list_checkpoints(root)]
-    return f"choose a tag: {', '.join(tags)}" if tags else "pass the directory that was given to save_checkpoint"
+    return f"choose a tag: {some_of(tags)}" if tags else "pass the directory that was given to save_checkpoint"
 
 
 def check_home(directory: str | os.PathLike, key: str) -> None:
@@ -187,9 +190,9 @@ def commit(path: Path, notes: dict[str, Any], names_latest: bool, max_to_keep: i
             f"its files are complete, but {path.parent / LATEST} cannot be written: {error.strerror}"
         ) from None
     if max_to_keep and (number := _number(path)) is not None:
-        keep = [path, latest(path.parent)]
+        keep = [path.name, read_latest(path.parent)[0]]
         for old in _prunable(path.parent, number)[max_to_keep:]:
-            if old not in keep and _written_by_jzero(old):
+            if old.name not in keep and _written_by_jzero(old):
                 with contextlib.suppress(OSError):
                     os.replace(old, draft_path(old))  # a kill during rmtree then leaves a draft, not half a checkpoint
                     shutil.rmtree(draft_path(old))
@@ -247,14 +250,6 @@ def _modified(path: Path) -> float:
     with contextlib.suppress(OSError):
         return path.stat().st_mtime
     return 0.0
-
-
-def latest(directory: Path) -> Path | None:
-    """Return the checkpoint that DIR/latest names; None if the file is missing or empty."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        if tag := (directory / LATEST).read_text(errors="replace").strip():
-            return directory / tag
-    return None
 
 
 def read_notes(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero import checkpoint, weights
-from jzero.checkpoint.directory import DEFAULT_TAG
+from jzero.checkpoint.tags import DEFAULT_TAG
 from jzero.data import DataLoader, RepeatingLoader
 from jzero.distributed import preemption
 from jzero.distributed.exit_codes import SAVED
@@ -43,7 +43,7 @@ class Engine:
 
     def __init__(
         self, step_fn: TrainStep, rng: jax.Array, loader: DataLoader | None = None,
-        resume: str | os.PathLike | None = None,
+        resume: Path | None = None,
     ):  # fmt: skip
         self.step_fn, self.config, self.mesh = step_fn, step_fn.config, step_fn.mesh
         self._rng = rng
@@ -56,7 +56,7 @@ class Engine:
         self._details: Details | None = None
         self.global_steps = self.global_samples = self.micro_steps = 0
         self._clock = progress.Clock()
-        self._home = Path(resume).absolute() if resume else None  # where SIGTERM saves
+        self._home = resume  # where SIGTERM saves
         self.state: Any = None
         if self._home:
             self._resume(self._home)

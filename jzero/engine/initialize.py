@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -85,17 +84,17 @@ def initialize(
                 check_home(place, key)
 
     together("initialize", check_homes)
-    check_same("initialize", {"resume": resume and str(Path(resume).absolute())})
-    if resume:
-        root = local_path(resume, "resume")
+    root = local_path(resume, "resume") if resume else None
+    check_same("initialize", {"resume": root and str(root)})
+    if root:
         together("initialize", lambda: hold(root) if jax.process_index() == 0 else None)
-    former = former_batch(resume) if resume else None
+    former = former_batch(root) if root else None
     step = TrainStep(model, config, mesh=mesh, optimizer=optimizer, lr_scheduler=lr_scheduler, former=former)
     loader = None
     if training_data is not None:
         loader = DataLoader(training_data, step, seed=config.seed, drop_last=config.dataloader_drop_last)
         check_same("training_data", {"data": repr(loader)})
-    engine = Engine(step, jax.random.key(config.seed) if rng is None else rng, loader, resume)
+    engine = Engine(step, jax.random.key(config.seed) if rng is None else rng, loader, root)
     if jax.process_index() == 0:
         print(report(step))
     return engine, step.setup.tx, loader, step.setup.schedule.lr if step.setup.schedule else None

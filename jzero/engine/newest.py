@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +11,9 @@ from typing import Any
 import jax
 
 from jzero.checkpoint.async_save import settle
-from jzero.checkpoint.directory import LATEST, SAVING, latest, list_checkpoints, recover
+from jzero.checkpoint.directory import list_checkpoints, local_path, recover
 from jzero.checkpoint.reader import Checkpoint, all_or_none
+from jzero.checkpoint.tags import LATEST, SAVING, read_latest
 from jzero.distributed.host_collectives import agree
 from jzero.distributed.place import log_dist
 from jzero.engine.progress import written_by_engine
@@ -37,8 +37,8 @@ def resume_from(root: Path, load: Callable[[Checkpoint], int]) -> None:
             try:
                 source = Checkpoint.find(root, name)
                 step = load(source)
-                named = latest(root)
-                remark = f" ({LATEST} names {named.name})" if named and named.name != name else ""
+                named, _ = read_latest(root)
+                remark = f" ({LATEST} names {named})" if named and named != name else ""
                 log_dist(f"resumed from {source.path}: step {step}{remark}")
                 return
             except CheckpointError as error:
@@ -56,7 +56,7 @@ def resume_from(root: Path, load: Callable[[Checkpoint], int]) -> None:
 def warn_if_not_resumed(home: str) -> None:
     """Warn that a run starts from scratch in a directory with checkpoints."""
     if others := _on_process_0(
-        "looking for checkpoints", lambda: [p.name for p, _ in list_checkpoints(Path(home).absolute())]
+        "looking for checkpoints", lambda: [p.name for p, _ in list_checkpoints(local_path(home, "checkpoint.dir"))]
     ):
         warn(
             f"starting at step 0, though {home} holds {some_of(others)}: jzero --resume, or resume="
@@ -64,11 +64,11 @@ def warn_if_not_resumed(home: str) -> None:
         )
 
 
-def former_batch(directory: str | os.PathLike) -> dict[str, Any] | None:
+def former_batch(root: Path) -> dict[str, Any] | None:
     """Read the batch sizes from the newest checkpoint; None if there is none, or no engine wrote it."""
 
     def newest() -> dict[str, Any] | None:
-        recover(root := Path(directory).absolute())
+        recover(root)
         notes = [about["notes"] for _, about in list_checkpoints(root) if not isinstance(about, CheckpointError)]
         return notes[0].get("batch") if notes and written_by_engine(notes[0]) else None
 
@@ -94,7 +94,10 @@ def _candidates(root: Path) -> list[tuple[str, str]]:
     found = [(p.name, str(about) if isinstance(about, CheckpointError) else "") for p, about in list_checkpoints(root)]
     for draft in sorted(root.glob(f"*{SAVING}")):
         warn(f"skipped: {draft} was not finished")
-    if (named := latest(root)) and named.name not in [name for name, _ in found]:
-        problem = "is not a jzero checkpoint" if named.exists() else "does not exist"
-        found.insert(0, (named.name, f"checkpoint {named} {problem}, and {LATEST} names it"))
+    named, problem = read_latest(root)
+    if named and named not in [name for name, _ in found]:
+        problem = "is not a jzero checkpoint" if (root / named).exists() else "does not exist"
+        found.insert(0, (named, f"checkpoint {root / named} {problem}, and {LATEST} names it"))
+    elif problem and (root / LATEST).exists():
+        found.insert(0, (LATEST, f"{root}: {problem}"))
     return found
