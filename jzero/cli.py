@@ -43,13 +43,13 @@ def launch(argv: Sequence[str]) -> int:
     if job.options.dry_run:
         print(transports.dry_run(job))
         return 0
-    from jzero.launcher import guard, runner
+    from jzero.launcher import guard, restarts
     from jzero.launcher.pid_file import pid_file
 
     with pid_file(job.options.save_pid):
         if job.options.launcher in transports.HANDOVERS:
             return hand_over(job)
-        return guard.run(lambda signals: runner.run(job, signals), job.options.grace)
+        return guard.run(lambda signals: restarts.run(job, signals), job.options.grace)
 
 
 def hand_over(job: Job) -> int:

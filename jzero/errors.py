@@ -51,6 +51,14 @@ class ConfigError(ValueError):
         super().__init__("\n".join([*lines, *([f"- and {more} more problems"] if more > 0 else [])]))
 
 
+class PassingError(ConfigError):
+    """A ConfigError whose cause may pass, so that another start may succeed, such as a file system that failed."""
+
+
+class LostProcessError(PassingError):
+    """Another process failed, or did not come in time; its own error has the cause."""
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint that could not be written, is incomplete, or differs from the state that was saved."""
 

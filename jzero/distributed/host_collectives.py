@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from jzero._compat import coordination_service
-from jzero.errors import ConfigError, in_a_line, some_of
+from jzero.errors import ConfigError, LostProcessError, PassingError, in_a_line, some_of
 
 NOTICE = 30.0  # seconds after which a waiting process prints the processes that are missing
 
@@ -34,7 +34,7 @@ def agree(topic: str, text: str, timeout: float = 3600.0) -> list[str]:
         checkpoint, before it calls.
 
     Raises:
-      ConfigError: names the processes that did not call in time.
+      LostProcessError: names the processes that did not call in time.
     """
     if jax.process_count() == 1:
         return [text]
@@ -57,7 +57,7 @@ def anyone(topic: str, text: str | None, timeout: float = 3600.0) -> str | None:
     """Return one process's text, the same on all; None if all give None. Fast enough to call every step.
 
     Raises:
-      ConfigError: names the processes that did not call in time.
+      LostProcessError: names the processes that did not call in time.
     """
     if jax.process_count() == 1:
         return text
@@ -81,9 +81,11 @@ def together(topic: str, work: Callable[[], Any]) -> Any:
     try:
         result = work()
     except (ConfigError, OSError) as error:
-        problem = str(error)
+        passes = isinstance(error, OSError | PassingError)
+        problem = f"{'passing' if passes else 'lasting'}:{error}"
     if problem := anyone(topic, problem):
-        raise ConfigError(problem)
+        kind, _, text = problem.partition(":")
+        raise (PassingError if kind == "passing" else ConfigError)(text)
     return result
 
 
@@ -136,11 +138,11 @@ def _wait_for_all(topic: str, timeout: float) -> None:
         # The service lists the missing processes only in its message: "... task names:\n 1\n 3".
         late = re.search(r"task names:((?:\s+\d+)+)", str(error))
         if "DEADLINE_EXCEEDED" not in str(error):  # such as UNAVAILABLE: the process that coordinates has ended
-            raise ConfigError(
+            raise LostProcessError(
                 f"{topic}: process {jax.process_index()} lost process 0, which coordinates the job: see its own error "
                 f"({in_a_line(error)})"
             ) from error
-        raise ConfigError(
+        raise LostProcessError(
             f"{topic}: process {jax.process_index()} timed out after {timeout:g} s waiting for "
             f"{'process ' + ', '.join(late[1].split()) if late else 'other processes'}; all processes must make the "
             "same calls in the same order"

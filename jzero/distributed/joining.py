@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import jax
 
 from jzero import _compat
-from jzero.distributed import heartbeat
+from jzero.distributed import heartbeat, last_words
 from jzero.distributed.bind_address import bind_address
 from jzero.distributed.host_collectives import agree
 from jzero.distributed.place import Place, find_place
@@ -36,6 +36,7 @@ def init_distributed(timeout: float | None = None) -> None:
     Raises:
       ConfigError: a process did not come in time (all processes name it), or JAX was used before.
     """
+    last_words.install()
     place = find_place(os.environ)
     heartbeat.start()
     if place.size == 1 or jax.distributed.is_initialized():

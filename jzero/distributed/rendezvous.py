@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable
 
 from jzero.distributed.bind_address import listen_at
-from jzero.errors import ConfigError
+from jzero.errors import ConfigError, LostProcessError
 
 NOTICE = 20.0  # seconds until process 0 prints which processes are missing
 
@@ -31,7 +31,8 @@ def meet(coordinator: str, rank: int, size: int, timeout: float, job: str = "", 
       bind: the address on which process 0 listens; "": all.
 
     Raises:
-      ConfigError: processes are missing (all that came report the same ones), or process 0 does not answer.
+      LostProcessError: processes are missing (all that came report the same ones), or process 0 does not answer.
+      ConfigError: process 0 cannot listen.
     """
     host, _, port = coordinator.rpartition(":")
     if rank == 0:
@@ -93,12 +94,12 @@ def _call(host: str, port: int, rank: int, size: int, timeout: float, job: str) 
     if answer.startswith("missing"):
         raise _never_came(answer.removeprefix("missing "), size, timeout, host, port)
     if answer == "another job":
-        raise ConfigError(
+        raise LostProcessError(
             f"process {rank} of {size}: process 0 at {host}:{port} belongs to another job; pass another --master_port "
             "(or MASTER_PORT)"
         )
     if answer != "go":
-        raise ConfigError(
+        raise LostProcessError(
             f"process {rank} of {size} timed out after {timeout:g} s waiting for process 0 at {host}:{port}: "
             f"{answer or why}; start process 0, check MASTER_ADDR and MASTER_PORT, or raise JZERO_TIMEOUT (seconds)"
         )
@@ -108,8 +109,8 @@ def _missing(came: Iterable[int], size: int) -> str:
     return ", ".join(map(str, sorted(set(range(1, size)) - set(came))))
 
 
-def _never_came(missing: str, size: int, timeout: float, host: str, port: int) -> ConfigError:
-    return ConfigError(
+def _never_came(missing: str, size: int, timeout: float, host: str, port: int) -> LostProcessError:
+    return LostProcessError(
         f"rank {missing} of {size} did not come to {host}:{port} within {timeout:g} s: see its output, or raise "
         "JZERO_TIMEOUT (seconds)"
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,14 @@ import numpy as np
 from jzero import checkpoint, weights
 from jzero.checkpoint.tags import DEFAULT_TAG
 from jzero.data import DataLoader, RepeatingLoader
-from jzero.distributed import preemption
-from jzero.distributed.exit_codes import SAVED
+from jzero.distributed import last_words, preemption
 from jzero.distributed.place import get_local_rank, get_rank, get_world_size, log_dist
 from jzero.engine import progress, restore
 from jzero.engine.accumulation import Accumulation
 from jzero.engine.deferred_loss import Loss
 from jzero.engine.newest import resume_from, warn, warn_if_not_resumed
 from jzero.engine.restore import Selection
+from jzero.engine.stop import save_and_exit
 from jzero.engine.take import take
 from jzero.errors import ConfigError
 from jzero.loss_scale import check_stuck
@@ -159,21 +158,17 @@ class Engine:
         before = self._details
         self.state, self._metrics, self._details = done
         self.global_steps += 1
+        last_words.passed(self.global_steps)
         self.global_samples += micro_batches * self.step_fn.micro_size
         if before is not None:  # waits for the previous step only; the device works on the new one meanwhile
             check_stuck(before.loss_scale, self.step_fn.trainable_names)
-        every, last = self.config.steps_per_print, self._home and preemption.reached()
+        every, last = self.config.steps_per_print, self._home is not None and preemption.reached()
         # The script never gets the last step's loss, because this call does not return.
         if jax.process_index() == 0 and (last or (every and self.global_steps % every == 0)):
             counts = self.global_steps, self.metrics, self.skipped_steps, self._clock.speed(self.global_samples)
             print(progress.line(*counts, self.config), flush=True)
         if last:
-            checkpoint.forgive()  # the error of an earlier save must not stop the last one
-            path = self.save_checkpoint(self._home, client_state=self.client_state).wait()
-            log_dist(f"jzero: SIGTERM: saved {path}; exit code {SAVED}")
-            if jax.process_count() > 1:
-                jax.distributed.shutdown()  # waits for all: if process 0 exited first, the others would see a crash
-            sys.exit(SAVED)
+            save_and_exit(lambda: self.save_checkpoint(self._home, client_state=self.client_state))
 
     # ------------------------------------------------------------------ what users ask
 

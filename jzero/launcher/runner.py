@@ -14,13 +14,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from jzero.distributed.exit_codes import HUNG, SAVED
-from jzero.errors import ConfigError
 from jzero.launcher.connecting import Connecting
-from jzero.launcher.guard import Signals, unexpected
+from jzero.launcher.guard import unexpected
 from jzero.launcher.job import Job, Process
 from jzero.launcher.link import Link
 from jzero.launcher.printer import Printer
@@ -29,7 +27,6 @@ SILENCE = 8.0  # seconds without a message from an agent after which its host co
 NOTICE = 20.0  # seconds after a rank has succeeded until the command prints which ranks still run
 FAILURE_GRACE = 4.0  # seconds between SIGTERM and SIGKILL after a failure; after a signal --grace holds
 AFTER_CTRL_C = 8.0  # seconds that the others have once a rank has failed after Ctrl-C: they may wait for it for ever
-PAUSE = 15.0  # seconds until hosts with a fault are asked again
 
 
 class Attempt:
@@ -48,6 +45,7 @@ class Attempt:
         self.use(job)
         self.first: int | None = None  # the first rank that died
         self.failure: tuple[int, str] | None = None  # exit code, message
+        self.culprit: int | None = None  # the rank whose end was the failure
         self.signalled: int | None = None
         self.badly: dict[int, int] = {}  # rank -> exit code, of those that failed after a signal
         self.deadline: float | None = None  # when the remaining processes are killed
@@ -103,6 +101,7 @@ class Attempt:
         for host, link in self.links.items():
             at = {"MASTER_ADDR": self.connecting.address, "MASTER_PORT": str(self.connecting.port)}
             at |= {"JZERO_BIND_ADDRESS": self.connecting.bind} if self.connecting.bind else {}
+            at |= {"JZERO_GRACE": f"{o.grace:g}"}
             at |= {} if o.no_ssh else {"JZERO_MEETING": self.id}  # the rendezvous turns other jobs' processes away
             processes = [{"rank": p.rank, "env": p.env | at, "flag": self.job.flag(p)} for p in self.job.of(host)]
             link.tell(
@@ -160,6 +159,7 @@ class Attempt:
         if code == SAVED:
             self.fail(code, f"rank {rank} received SIGTERM and saved; the others follow", self.job.options.grace)
             return
+        self.culprit = rank
         last = "".join(f"\n    {line}" for line in self.lines[rank]) or " none"
         if any("unrecognized arguments: --local_rank" in line for line in self.lines[rank]):
             last += "\n  the script has no option --local_rank: add it, or pass --no_local_rank before the script"
@@ -297,36 +297,6 @@ class Attempt:
         if self.signalled:
             return SAVED if self.saved == len(self.lines) else 128 + self.signalled
         return self.failure[0] if self.failure else 0
-
-
-async def run(job: Job, signals: Signals) -> int:
-    """Run the job, with up to `--max_restarts` restarts after failures, and return the exit code.
-
-    An attempt that finds too few hosts without a fault counts as a restart; the next one waits PAUSE seconds for them.
-    """
-    restarts, code, command = job.options.max_restarts, 0, secrets.token_hex(8)
-    for number in range(restarts + 1):
-        # A later attempt takes the checkpoint directory over from an earlier one (checkpoint/lock.py).
-        shared = job.shared | {"JZERO_ATTEMPT": f"{command} {number}"}
-        attempt, pause = Attempt(replace(job, shared=shared)), 0.0
-        signals.to(attempt.interrupt)
-        try:
-            code = await attempt.run()
-            if not attempt.failure or attempt.signalled:
-                return code
-        except ConfigError as error:
-            if not number:
-                raise
-            pause = PAUSE
-            print(f"jzero: {error}", file=sys.stderr, flush=True)
-        if number < restarts:
-            end = time.monotonic() + pause
-            while time.monotonic() < end:
-                await asyncio.sleep(0.2)
-                if attempt.signalled:
-                    return 128 + attempt.signalled
-            print(f"jzero: restart {number + 1} of {restarts}", file=sys.stderr, flush=True)
-    return code
 
 
 def _list(ranks: Iterable[int]) -> str:
