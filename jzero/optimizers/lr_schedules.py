@@ -324,6 +324,6 @@ def _optax_schedule(name: str, params: Mapping[str, Any], base_lr: float) -> LRS
             given["boundaries_and_scales"] = {int(k): v for k, v in given["boundaries_and_scales"].items()}
         curve = getattr(optax, name)(**given)
         curve(0)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(f"scheduler.params: optax.{name} refuses {dict(params)!r}: {error}") from error
     return LRSchedule(_float32(curve), notes=(f"optax.{name}: the optimizer's lr {base_lr:g} is not used",))

@@ -199,7 +199,7 @@ def _alias(name: str) -> Row:
                 tx = optax.chain(function(learning_rate=1.0, **arguments), optax.scale_by_schedule(k.lr))
             else:
                 tx = function(learning_rate=k.lr, **arguments)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, ArithmeticError) as error:  # radam divides by 1 - b2
             raise ConfigError(f"optimizer.params: {name} refuses {arguments!r}: {error}") from error
         return per_layer(tx, k.stacked) if name in OPTAX_PER_PARAMETER else tx
 

@@ -183,6 +183,8 @@ def _options(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError
     for name, option in value.items():
+        if not isinstance(name, str):
+            raise ValueError(f"the name {as_json(name)} must be a string")
         if not isinstance(option, bool | int | float | str):
             raise ValueError(f"{name} = {as_json(option)} must be true, false, a number or a string")
     return dict(value)

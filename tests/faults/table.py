@@ -156,6 +156,12 @@ TABLE: dict[str, list[Fault]] = {
             "it reaches the training loop",
             1,
         ),
+        elsewhere(
+            "launcher/test_restarts.py::test_restarts_that_would_not_help",
+            "`--max_restarts`, and the same failure at the same step, or an error in the config",
+            "no more starts; the number of attempts and the error",
+            10,
+        ),
     ],
     "Network": [
         elsewhere(
@@ -167,6 +173,21 @@ TABLE: dict[str, list[Fault]] = {
             "launcher/test_hostfile.py::test_all_bad_lines_at_once",
             "a host name that begins with -",
             "one line, before anything starts; ssh gets `--` before names",
+        ),
+        elsewhere(
+            "launcher/test_listening.py::test_one_machine",
+            "a stranger on the network calls a job on one machine",
+            "nothing listens there: the job listens on 127.0.0.1 only",
+        ),
+        elsewhere(
+            "launcher/test_listening.py::test_two_hosts",
+            "a stranger calls a job on two hosts",
+            "it listens on the one address by which the hosts reach each other",
+        ),
+        elsewhere(
+            "launcher/test_listening.py::test_a_bind_address_that_is_none",
+            "`JZERO_BIND_ADDRESS` is no address of this host",
+            "one line with the fix",
         ),
     ],
     "Data, checkpoints and weights": [
@@ -186,6 +207,16 @@ TABLE: dict[str, list[Fault]] = {
             "the job that owned the directory was killed",
             "the next one takes over",
             3,
+        ),
+        elsewhere(
+            "test_resume.py::test_a_damaged_latest",
+            "`latest` holds zeros, a megabyte, ../x or an absolute path, or is a directory or a fifo",
+            "a load is one line; a resume prints the fault and takes the newest whole checkpoint",
+        ),
+        elsewhere(
+            "data/test_tokens.py::test_invalid_files",
+            "a token file or its note is empty, damaged or another file's",
+            "one line",
         ),
         elsewhere(
             "weights/test_header.py::test_each_fault",
@@ -235,6 +266,7 @@ TABLE: dict[str, list[Fault]] = {
         refused("a number of 5,000 digits in a file", load_text(f'{{"seed": {DIGITS}}}'), "4300 digits"),
         refused("a regular expression of 5,000 parentheses", load({"frozen_parameters": ["(" * 5000]}), "compile"),
         refused("a regular expression of a megabyte", load({"frozen_parameters": ["a|" * 500_000]}), "100,000 char"),
+        refused("XLA options whose names are no texts", load({"compiler_options": {1: 2}}), "the name 1 must be"),
         refused("seed = 2**63", load({"seed": 2**63}), "seed = 9223372036854775808", "up to 4294967295"),
         refused("seed = 2**40 + 7, which JAX would read as 7", load({"seed": 2**40 + 7}), "up to 4294967295"),
         refused(

@@ -24,6 +24,7 @@ from jzero.distributed.host_names import slurm_hosts
 from jzero.distributed.place import find_place
 from jzero.errors import CheckpointError
 from jzero.launcher import hostfile
+from jzero.optimizers import lr_schedules, table
 
 FUZZERS = {}  # name -> (function, cases in the default run, cases under -m slow)
 
@@ -147,6 +148,41 @@ def configs(r, folder):
     config.batch(8)
 
 
+OPTAX = [
+    "b1", "b2", "eps", "momentum", "decay", "init_value", "end_value", "transition_steps", "decay_rate", "peak_value",
+    "warmup_steps", "decay_steps", "alpha", "exponent", "boundaries_and_scales",
+]  # fmt: skip
+OPTIMIZERS = {name: list(row.params) for name, row in table.DEEPSPEED.items()}
+OPTIMIZERS |= dict.fromkeys([*table.OPTAX_ELEMENTWISE, *table.OPTAX_PER_PARAMETER], OPTAX)
+SCHEDULES = {name: list(row.params) for name, row in lr_schedules._DEEPSPEED.items()}
+SCHEDULES |= dict.fromkeys(lr_schedules.OPTAX_SCHEDULES, OPTAX)
+PLAUSIBLE = [0.1, 1e-3, 0.9, 1, 10, 100, [0.9, 0.99], "linear", {"1": 0.5}]
+
+
+class Linear:
+    def init(self, rng):
+        return {"w": jnp.zeros((8, 4)), "b": jnp.zeros(4)}
+
+    def loss(self, params, batch, rng):
+        return jnp.mean(batch @ params["w"] + params["b"])
+
+
+@fuzzer(few=200, many=5000)
+def steps(r, folder):
+    def chosen(known, **params):
+        name = r.choice(list(known))
+        for key in r.sample(known[name], r.choice([0, 0, 1, 2])):
+            params[key] = r.choice(r.choice([HOSTILE, PLAUSIBLE, PLAUSIBLE]))
+        return {"type": name, "params": params}
+
+    config = {"train_batch_size": 8, "optimizer": chosen(OPTIMIZERS, lr=1e-3)}
+    if r.random() < 0.5:
+        config["scheduler"] = chosen(SCHEDULES)
+    if r.random() < 0.3:
+        config[r.choice(list(CONFIG))] = r.choice([*HOSTILE, {"pipe": 2}, {"stages": 2, "chunks": 10**8}])
+    jzero.make_train_step(Linear(), config)
+
+
 # ---------------------------------------------------------------- hostfiles, filters, variables
 
 HOSTS = "worker-1 slots=8  # the first\nworker-2 slots=4\n10.0.0.7 slots=2\n[fe80::1] slots=1\n"
@@ -219,6 +255,48 @@ def checkpoints(r, folder):
     finally:
         remove(path)
         path.write_bytes(files[path])
+
+
+NAMES = [
+    "first",
+    "second",
+    "first\n",
+    " second ",
+    "third",
+    "",
+    "../" + "x",
+    "first/state",
+    ".",
+    "..",
+    "/etc",
+    "~",
+    "first\0",
+]
+
+
+@fuzzer(few=400, many=10_000)
+def latest(r, folder):
+    saved(folder)
+    path = folder / "latest"
+    remove(path)
+    match r.randrange(8):
+        case 0:
+            path.mkdir()
+        case 1:
+            os.mkfifo(path)
+        case 2:
+            path.symlink_to(r.choice(["/dev/zero", "/nowhere", "latest", "first", "first/notes.json"]))
+        case 3:
+            path.write_bytes(r.choice([bytes(10**6), b"x" * 10**6, b"first\n" * 10**5, b"\n" * 10**6, b"\xff\xfe"]))
+        case 4:
+            path.write_bytes(garbled(r, "second\n", NAMES).encode("utf-8", "surrogatepass"))
+        case _:
+            path.write_text(r.choice(NAMES) + r.choice(["", "\n", "\r\n"]))
+    try:
+        found = checkpoint.Checkpoint.find(folder)
+        assert found.path in (folder / "first", folder / "second")
+    finally:
+        remove(path)
 
 
 # ---------------------------------------------------------------- tests
