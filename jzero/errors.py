@@ -89,6 +89,8 @@ def in_a_line(error: Exception) -> str:
     """Return an exception's message in one line, without the specifications that TensorStore appends."""
     if type(error) is Exception and isinstance(error.__cause__, Exception):  # Orbax repeats the whole specification
         error = error.__cause__
-    line = re.split(r" \[[\w ]+='", (str(error).strip().splitlines() or [""])[0])[0][:500]
+    line = re.split(r" \[[\w ]+='", (str(error).strip().splitlines() or [""])[0])[0]
+    if len(line) > 500:  # the reason comes last, after paths
+        line = f"{line[:240]} ... {line[-240:]}"
     plain = type(error) is ValueError or isinstance(error, OSError | RuntimeError)
     return line if line and plain else f"{type(error).__name__}: {line}".removesuffix(": ")

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
 from jzero.checkpoint import Checkpoint, async_save, checksums, directory, leaves, restore, save, snapshot, tags, wait
+from jzero.errors import in_a_line
 
 ROWS = 24
 
@@ -381,7 +383,39 @@ def test_a_program_whose_last_save_failed_exits_with_an_error(small_disk, tmp_pa
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()}
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "was not written" in done.stderr
+    (line,) = [x for x in done.stderr.splitlines() if "InitializeLog" not in x and "cudart" not in x]  # JAX's start
+    assert line.startswith(f"jzero: checkpoint {small_disk}/a was not written: ")
+    assert line.endswith("No space left on device")
+
+
+@pytest.mark.parametrize("moment", ["_check_shared", "Presence", "save", "finalize", "commit"])
+def test_a_directory_that_vanishes(tmp_path, monkeypatch, moment):
+    """TensorStore makes it again, so a save after that is not complete."""
+    owner = ocp.PyTreeCheckpointHandler if moment in ("save", "finalize") else async_save
+    before, runs = getattr(owner, moment), tmp_path / "runs"
+
+    def vanishing(*args, **keywords):
+        shutil.rmtree(runs)
+        return before(*args, **keywords)
+
+    if moment == "_check_shared":
+        monkeypatch.setattr(before, "__defaults__", (0.2,))
+    monkeypatch.setattr(owner, moment, vanishing)
+    with pytest.raises(
+        jzero.CheckpointError, match=rf"a was not written: {runs}(/a\.saving)? vanished during the save:"
+    ):
+        save(state(), runs, "a").wait()
+    monkeypatch.undo()
+    assert not (runs / "a").exists()
+    save(state(), runs, "a").wait()
+    assert_same(restore(runs, shardings(state())), state())
+
+
+def test_a_long_error_keeps_its_end():
+    line = in_a_line(OSError(f"Error writing {'x' * 2000}: No space left on device"))
+    assert line.startswith("Error writing")
+    assert line.endswith("No space left on device")
+    assert len(line) < 500
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from jzero.checkpoint.directory import STATE, begin_draft, checkpoint_path, comm
 from jzero.checkpoint.leaves import key_names, nest
 from jzero.checkpoint.lock import check, hold
 from jzero.checkpoint.orbax_noise import silence_orbax
+from jzero.checkpoint.presence import Presence, vanished
 from jzero.checkpoint.snapshot import has_room, snapshot, to_host
 from jzero.checkpoint.tags import DEFAULT_TAG
 from jzero.distributed import heartbeat
@@ -233,6 +234,7 @@ def _number(x: Any) -> int | float | bool:
 def _write(save: Save, copies: dict[str, jax.Array], finish: Callable[[], None]) -> None:
     """Write this process's part of the arrays; once all processes have, process 0 completes the checkpoint."""
     draft = draft_path(save.path)
+    present: list[Presence] = []  # the draft, once this host sees it
     try:
         silence_orbax()
         handler = ocp.PyTreeCheckpointHandler(use_compression=False)  # floats hardly compress
@@ -241,19 +243,24 @@ def _write(save: Save, copies: dict[str, jax.Array], finish: Callable[[], None])
             host = jax.block_until_ready(to_host(copies))
             copies.clear()  # frees the copies on the devices
             _check_shared(draft)
+            present.append(Presence(draft, save.path))
             chunks = {name: ocp.SaveArgs(chunk_byte_size=CHUNK) for name in host}
             handler.save(epath.Path(draft) / STATE, args=ocp.args.PyTreeSave(nest(host), nest(chunks)))
 
         def complete() -> None:
             check(save.path.parent)
+            present[0].check()
             handler.finalize(epath.Path(draft) / STATE)
+            present[0].check()
             finish()
 
-        error = anyone("a checkpoint's arrays", _failure(arrays))
+        error = anyone("a checkpoint's arrays", _failure(arrays, present))
         if not error:
-            error = anyone("a checkpoint's end", _failure(complete) if jax.process_index() == 0 else None)
+            error = anyone("a checkpoint's end", _failure(complete, present) if jax.process_index() == 0 else None)
     except Exception as unreachable:  # a process did not call save, or the coordination service is gone
         error = str(unreachable)
+    for one in present:
+        one.close()
     if error:
         save.error = f"checkpoint {save.path} was not written: {error}"
         if jax.process_index() == 0:
@@ -261,10 +268,14 @@ def _write(save: Save, copies: dict[str, jax.Array], finish: Callable[[], None])
             print(f"jzero: {save.error}", file=sys.stderr, flush=True)
 
 
-def _failure(work: Callable[[], None]) -> str | None:
-    """Run `work`; return its exception as one line, or None."""
+def _failure(work: Callable[[], None], present: list[Presence]) -> str | None:
+    """Run `work`; return its exception as one line, or None. A draft that has vanished explains any exception."""
     try:
-        work()
+        try:
+            work()
+        finally:
+            for one in present:
+                one.check()
     except Exception as error:
         line = in_a_line(error)
         if "interpreter shutdown" in line:
@@ -278,6 +289,8 @@ def _check_shared(draft: Path, patience: float = 10.0) -> None:
     end = time.monotonic() + patience
     while not (draft / STATE).is_dir():
         if time.monotonic() > end:
+            if jax.process_index() == 0:  # which made it
+                raise vanished(draft)
             raise OSError(f"{draft} does not exist on this host: all hosts must share the directory")
         time.sleep(0.1)
 

@@ -89,15 +89,17 @@ def of_job(job):
 
 
 def sweep(job):
-    """Kill all processes of the job."""
+    """Kill all processes of the job, and delete the directories that its agents made on this host."""
     for _ in range(20):  # again, because one may have forked since the list was made
         pids = of_job(job)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if not pids:
-            return
+            break
         time.sleep(0.05)
+    for folder in glob.glob(f"{tempfile.gettempdir()}/jzero-{job}-*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def state_of(pid):
@@ -151,7 +153,6 @@ class Agent:
         """Kill the job's processes and end, without waiting for threads or tasks that may be blocked."""
         if self.job:
             sweep(self.job)
-            shutil.rmtree(self.folder, ignore_errors=True)
         sys.stderr.flush()
         os._exit(code)
 
@@ -210,7 +211,7 @@ class Agent:
         """Start this host's processes."""
         if self.server:
             self.server.close()
-        self.job, self.folder = what["job"], tempfile.mkdtemp(prefix="jzero-")
+        self.job, self.folder = what["job"], tempfile.mkdtemp(prefix=f"jzero-{what['job']}-")
         threads = concurrent.futures.ThreadPoolExecutor(len(what["processes"]))
         asyncio.get_running_loop().set_default_executor(threads)  # follow() blocks one thread per process
         for process in what["processes"]:

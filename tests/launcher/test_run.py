@@ -138,13 +138,17 @@ def test_kill_a_rank(start, worker, what):
 
 
 @pytest.mark.parametrize("what", ["children", "deaf"])
-def test_kill_the_agent(start, worker, what):
-    job = start(*CPU, 2, worker, what).until(("ready", 2))
+def test_kill_the_agent(start, worker, what, tmp_path):
+    """Another one kills the processes that it left, and deletes its temporary directory."""
+    (tmp_path / "tmp").mkdir()
+    job = start(*CPU, 2, worker, what, env={"TMPDIR": str(tmp_path / "tmp")}).until(("ready", 2))
     (agent,) = job.agents()
+    assert [*(tmp_path / "tmp").glob("jzero-*")] != []
     job.kill(agent)
     assert job.wait(10) not in (0, None)
     job.gone(10 - job.took())
     assert "lost localhost" in job.errors
+    assert [*(tmp_path / "tmp").glob("jzero-*")] == []
 
 
 @pytest.mark.parametrize("what", ["children", "deaf"])
