@@ -51,12 +51,17 @@ def propagated(env: Mapping[str, str], cwd: str, home: str, export: Iterable[str
 
 def _read(path: Path, problems: list[str]) -> dict[str, str]:
     found: dict[str, str] = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        problems.append(f"{path}: cannot be read: {error}; it must be a text file with lines NAME=VALUE")
+        return found
+    for number, line in enumerate(lines, 1):
         line = line.strip().removeprefix("export ")
         if not line or line.startswith("#"):
             continue
         name, given, value = line.partition("=")
-        if not given or not re.fullmatch(r"\w+", name.strip()):
+        if not given or not re.fullmatch(r"\w+", name.strip()) or "\0" in value:
             problems.append(f"{path}, line {number}: {mask(line, line)!r}: must be NAME=VALUE, or a comment after #")
         elif name.strip() in OWN:
             problems.append(f"{path}, line {number}: {mask(line, line)!r}: {_own(name.strip())}")

@@ -83,6 +83,16 @@ def command(*words: str, **env: str) -> Callable[[Path], Any]:
     return provoke
 
 
+def variables(content: bytes) -> Callable[[Path], Any]:
+    """Plan a job in a folder with this `.jzero_env`."""
+
+    def provoke(folder: Path) -> Any:
+        (folder / ".jzero_env").write_bytes(content)
+        return command("--platform=cpu")(folder)
+
+    return provoke
+
+
 def batches(size: int) -> Callable[[Path], Any]:
     """Load batches of `size` from 16 rows."""
 
@@ -297,6 +307,10 @@ TABLE: dict[str, list[Fault]] = {
             "1-9999999",
         ),
         refused("a Slurm range of letters", command("--platform=cpu", SLURM_JOB_NODELIST="gpu[a-b]"), "'a-b'"),
+        refused(
+            "a `.jzero_env` that is no text", variables(b"A=1\n\xff\xfe=2"), ".jzero_env: cannot be read", "NAME=VALUE"
+        ),
+        refused("a NUL in `.jzero_env`", variables(b"A=1\nB=2\0"), "line 2: 'B=2\\x00'", "NAME=VALUE"),
         refused(
             "SLURM_GPUS_ON_NODE that is no number",
             command(SLURM_JOB_NODELIST="gpu1", SLURM_GPUS_ON_NODE="tesla:8"),

@@ -23,7 +23,7 @@ from jzero.config import Config
 from jzero.distributed.host_names import slurm_hosts
 from jzero.distributed.place import find_place
 from jzero.errors import CheckpointError
-from jzero.launcher import hostfile
+from jzero.launcher import environment, hostfile
 from jzero.optimizers import lr_schedules, table
 
 FUZZERS = {}  # name -> (function, cases in the default run, cases under -m slow)
@@ -193,11 +193,16 @@ VARIABLES = [
      "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"},
     {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "MASTER_ADDR": "a"},
 ]  # fmt: skip
+SHARED = "# shared\nNCCL_DEBUG=INFO\nexport HF_HOME = /data/hf\nXLA_FLAGS=--a=1 --b=2\n\nEMPTY=\n"
 
 
 @fuzzer(few=800, many=25_000)
 def hostfiles(r, folder):
-    match r.randrange(4):
+    match r.randrange(5):
+        case 4:
+            (folder / ".jzero_env").write_bytes(garbled(r, SHARED, INSIDE).encode("utf-8", "surrogatepass"))
+            env = environment.propagated({}, str(folder), str(folder))
+            assert not any("\0" in name + value or "\n" in name for name, value in env.items())
         case 0:
             find_place({name: garbled(r, value, INSIDE) for name, value in r.choice(VARIABLES).items()})
         case 1:
@@ -302,6 +307,7 @@ def latest(r, folder):
 # ---------------------------------------------------------------- tests
 
 
+@pytest.mark.filterwarnings("ignore:Possible nested set:FutureWarning")  # about regular expressions that it makes
 @pytest.mark.parametrize("name", FUZZERS)
 def test_few_cases(name, tmp_path):
     run(name, FUZZERS[name][1], tmp_path)
