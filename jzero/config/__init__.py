@@ -26,6 +26,7 @@ from jzero.config.sections import (
     StackConfig,
     ThroughputConfig,
     TimersConfig,
+    WatchdogConfig,
     ZeroConfig,
 )
 from jzero.config.sizes import BatchSizes
@@ -44,5 +45,6 @@ __all__ = [
     "StackConfig",
     "ThroughputConfig",
     "TimersConfig",
+    "WatchdogConfig",
     "ZeroConfig",
 ]

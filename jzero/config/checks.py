@@ -31,6 +31,15 @@ def _reads(*keys: str) -> Callable[[Check], Check]:
     return register
 
 
+@_reads("watchdog.floor", "watchdog.ceiling")
+def _watchdog(s: Settings) -> Iterator[str]:
+    if 0 < s.watchdog.ceiling < s.watchdog.floor:
+        yield (
+            f"watchdog.floor = {s.watchdog.floor:g} and watchdog.ceiling = {s.watchdog.ceiling:g}: the floor must not "
+            "be above the ceiling (ceiling 0: the watchdog is off)"
+        )
+
+
 @_reads("fp16.enabled", "bf16.enabled")
 def _two_precisions(s: Settings) -> Iterator[str]:
     if s.fp16.enabled and s.bf16.enabled:

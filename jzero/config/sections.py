@@ -146,6 +146,17 @@ class CheckpointConfig(Section):
     max_to_keep: PositiveOrNone = None
 
 
+class WatchdogConfig(Section):
+    """How long a step may take before the job counts as hung, in seconds; ceiling 0: for ever.
+
+    The limit is 20 times the slowest of the last steps, between `floor` and `ceiling`; the ceiling until the first step
+    has finished, which compiles. `jzero --hang_timeout` replaces it.
+    """
+
+    floor: NonNegative = 600.0
+    ceiling: NonNegative = 1800.0
+
+
 class ThroughputConfig(Section):
     """The samples-per-second line."""
 
@@ -186,3 +197,4 @@ class Settings(Section):
     seed: Annotated[int, PlainValidator(kinds.SEED)] = 0
     dataloader_drop_last: Flag = False
     timers: TimersConfig = TimersConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()

@@ -14,6 +14,7 @@ from jzero.checkpoint.directory import check_home, local_path
 from jzero.checkpoint.lock import hold
 from jzero.config import Config
 from jzero.data import DataLoader
+from jzero.distributed import watchdog
 from jzero.distributed.host_collectives import check_same, together
 from jzero.distributed.joining import init_distributed
 from jzero.engine.engine import Engine
@@ -71,6 +72,7 @@ def initialize(
         raise ConfigError(*(f"initialize({name}=...): {_INSTEAD.get(name, 'unknown argument')}" for name in deepspeed))
     init_distributed()
     config = Config.load(config)
+    watchdog.start(config.watchdog.floor, config.watchdog.ceiling)
     resume = os.environ.get("JZERO_RESUME") if resume is None else None if resume is False else resume
     if not isinstance(resume, str | os.PathLike | None) or resume == "":
         raise ConfigError(f'resume = {resume!r}: must be a directory, or "auto" for the config\'s checkpoint.dir')

@@ -101,7 +101,7 @@ class Attempt:
         for host, link in self.links.items():
             at = {"MASTER_ADDR": self.connecting.address, "MASTER_PORT": str(self.connecting.port)}
             at |= {"JZERO_BIND_ADDRESS": self.connecting.bind} if self.connecting.bind else {}
-            at |= {"JZERO_GRACE": f"{o.grace:g}"}
+            at |= {"JZERO_GRACE": f"{o.grace:g}", "JZERO_HANG_TIMEOUT": f"{o.hang_timeout:g}"}
             at |= {} if o.no_ssh else {"JZERO_MEETING": self.id}  # the rendezvous turns other jobs' processes away
             processes = [{"rank": p.rank, "env": p.env | at, "flag": self.job.flag(p)} for p in self.job.of(host)]
             link.tell(

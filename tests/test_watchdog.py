@@ -1,0 +1,155 @@
+"""The watchdog: its limit, its words, NCCL's RAS service behind a stand-in, and jobs that no launcher watches."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import jzero
+from jzero.distributed import nccl_ras, watchdog
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def service():
+    """Start a RAS service that answers once: `service(answer, wait)` returns its environment and what it receives."""
+    servers, threads = [], []
+
+    def start(answer, wait=0.0):
+        server = socket.create_server(("127.0.0.1", 0))
+        received = []
+
+        def serve():
+            connection, _ = server.accept()
+            with connection:
+                received.append(connection.makefile().readline())
+                connection.sendall(answer)
+                time.sleep(wait)
+
+        servers.append(server)
+        threads.append(threading.Thread(target=serve, daemon=True))
+        threads[-1].start()
+        return {"NCCL_RAS_ADDR": f"127.0.0.1:{server.getsockname()[1]}"}, received
+
+    yield start
+    for server, thread in zip(servers, threads, strict=True):
+        thread.join(10)
+        server.close()
+
+
+def test_what_nccl_knows(service):
+    env, received = service(b"NCCL version 2.27.3\nCommunicators... \n  1 rank behind\n")
+    assert nccl_ras.status(env).splitlines()[1:] == ["NCCL version 2.27.3", "Communicators... ", "  1 rank behind"]
+    assert received == ["VERBOSE STATUS\n"]
+    env, _ = service(b"half", wait=1)
+    assert nccl_ras.status(env, timeout=0.5).endswith(":\nhalf")
+    env, _ = service(b"x" * 10 * nccl_ras.MOST)
+    assert len(nccl_ras.status(env)) < nccl_ras.MOST + 100
+    env, _ = service(b"")
+    assert nccl_ras.status(env).endswith("did not answer: it closed the connection")
+    assert nccl_ras.status({"NCCL_RAS_ADDR": "127.0.0.1:1"}).endswith("did not answer: Connection refused")
+    assert "did not answer" in nccl_ras.status({"NCCL_RAS_ADDR": "nonsense"})
+    assert "is off" in nccl_ras.status({"NCCL_RAS_ENABLE": "0"})
+
+
+def test_words(monkeypatch):
+    monkeypatch.setattr(nccl_ras, "status", lambda: "NCCL's view")
+    assert watchdog.words({0: (3, 4), 1: (3, 3)}, 2, 60) == [
+        "no step has finished for 60 s; steps finished of those begun: rank 0 3 of 4, rank 1 3 of 3",
+        "look at rank 1 first: the others wait for it (its stack is above)",
+    ]
+    assert watchdog.words({0: (3, 4)}, 3, 60)[1] == "rank 1, 2 did not answer: look there first"
+    assert watchdog.words({0: (3, 4), 1: (2, 4)}, 2, 60)[1:] == [
+        "all 2 ranks have begun step 4, so they wait in the devices",
+        "NCCL's view",
+    ]
+
+
+def test_bad_limits(monkeypatch):
+    with pytest.raises(
+        jzero.ConfigError, match=r"watchdog\.floor = 60 and watchdog\.ceiling = 30: the floor must not be"
+    ):
+        jzero.Config.load({"train_batch_size": 1, "watchdog": {"floor": 60, "ceiling": 30}})
+    monkeypatch.setenv("JZERO_HANG_TIMEOUT", "soon")
+    with pytest.raises(jzero.ConfigError, match="JZERO_HANG_TIMEOUT = 'soon': must be seconds"):
+        watchdog.start(600, 1800)
+
+
+PROGRAM = """
+import faulthandler, os, sys, time
+import jax, numpy as np
+import jzero
+from jzero.distributed import watchdog
+from models.mlp import MLP, cross_entropy
+
+what, rank = sys.argv[1], jzero.get_rank()
+watchdog.ANSWER, watchdog.TIMES = 6.0, 1
+config = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
+config["watchdog"] = {"floor": 4, "ceiling": 60}
+model = jzero.from_flax(lambda rngs: MLP(8, 8, 2, rngs=rngs), cross_entropy)
+engine, *_ = jzero.initialize(model=model, config=config)
+for step in range(60):
+    if step == 50 and rank == 1:
+        print("hangs", flush=True)
+    if step == 50 and rank == 1 and what == "data":
+        time.sleep(1000)
+    if step == 50 and rank == 1 and what == "stopped":
+        os.kill(os.getpid(), 19)
+    float(engine.train_batch((np.ones((4, 8), "float32"), np.zeros(4, "int32"))))
+if what == "ends":
+    time.sleep(8)  # no step runs, so none is late
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "what", ["data", pytest.param("stopped", marks=pytest.mark.slow), pytest.param("ends", marks=pytest.mark.slow)]
+)
+def test_a_job_without_the_launcher(tmp_path, what):
+    """As srun, mpirun and torchrun start it: the processes end by themselves, and say where to look."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    (tmp_path / "worker.py").write_text(PROGRAM)
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "JZERO_", "XLA_"))}
+    clean |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
+    clean |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHONUNBUFFERED": "1"}
+    ranks = []
+    try:
+        for rank in "01":
+            with (tmp_path / f"{rank}.err").open("w") as err:
+                ranks.append(
+                    subprocess.Popen(
+                        [sys.executable, "worker.py", what], cwd=tmp_path, env=clean | {"RANK": rank},
+                        stdout=err, stderr=err,
+                    )
+                )  # fmt: skip
+        while what != "ends" and "hangs" not in (tmp_path / "1.err").read_text():
+            assert ranks[1].poll() is None, (tmp_path / "1.err").read_text()
+            time.sleep(0.1)
+        began = time.monotonic()
+        codes = [process.wait(120) for process in (ranks[:1] if what == "stopped" else ranks)]
+        took = time.monotonic() - began
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    errors = [(tmp_path / f"{rank}.err").read_text() for rank in "01"]
+    assert codes[0] == (0 if what == "ends" else 124), errors
+    if what == "ends":
+        return
+    assert took < 60  # 4 s, 6 s for the answers, twice 6 until the other ends
+    steps = "steps finished of those begun: rank 0 50 of 51"
+    where = {"data": "look at rank 1 first", "stopped": "rank 1 did not answer: look there first"}
+    assert "jzero: no step has finished for 4 s" in errors[0]
+    assert steps in errors[0]
+    assert where[what] in errors[0]
+    assert 'worker.py"' in errors[0]  # its stack
+    if what == "data":
+        assert codes[1] != 0
+        assert 'worker.py"' in errors[1]
