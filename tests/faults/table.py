@@ -167,6 +167,36 @@ TABLE: dict[str, list[Fault]] = {
             1,
         ),
         elsewhere(
+            "launcher/test_run.py::test_kill_a_rank",
+            "a rank is killed, also with children that have left its process group",
+            "the job ends and names the rank; no process is left",
+            10,
+        ),
+        elsewhere(
+            "launcher/test_run.py::test_kill_the_command",
+            "the command is killed",
+            "the agents kill all processes",
+            10,
+        ),
+        elsewhere(
+            "launcher/test_run.py::test_a_rank_that_hangs",
+            "a rank stops, so that no step finishes",
+            "after `--hang_timeout` all stacks, the rank to look at, and every process ends",
+            10,
+        ),
+        elsewhere(
+            "launcher/test_run.py::test_kill_the_agent",
+            "an agent is killed",
+            "its processes are killed, its folder is deleted",
+            10,
+        ),
+        elsewhere(
+            "test_watchdog.py::test_a_job_without_the_launcher",
+            "a rank stops under srun, mpirun or torchrun",
+            "after the limit of the section `watchdog` all stacks, the steps of all ranks, and every process ends",
+            10,
+        ),
+        elsewhere(
             "launcher/test_restarts.py::test_restarts_that_would_not_help",
             "`--max_restarts`, and the same failure at the same step, or an error in the config",
             "no more starts; the number of attempts and the error",
@@ -183,6 +213,18 @@ TABLE: dict[str, list[Fault]] = {
             "launcher/test_hostfile.py::test_all_bad_lines_at_once",
             "a host name that begins with -",
             "one line, before anything starts; ssh gets `--` before names",
+        ),
+        elsewhere(
+            "launcher/test_hosts.py::test_a_host_that_is_not_there",
+            "a host that does not exist or does not answer",
+            "nothing starts; a table of the hosts' faults",
+            20,
+        ),
+        elsewhere(
+            "launcher/test_hosts.py::test_the_network_ends",
+            "the network between two hosts ends",
+            "both sides notice and end their processes",
+            30,
         ),
         elsewhere(
             "launcher/test_listening.py::test_one_machine",
@@ -227,6 +269,16 @@ TABLE: dict[str, list[Fault]] = {
             "data/test_tokens.py::test_invalid_files",
             "a token file or its note is empty, damaged or another file's",
             "one line",
+        ),
+        elsewhere(
+            "test_checkpoint.py::test_a_full_disk",
+            "the disk is full during a save",
+            "one line; the checkpoints before it stay",
+        ),
+        elsewhere(
+            "test_checkpoint.py::test_a_directory_that_vanishes",
+            "the directory vanishes during a save",
+            "one line that names it; the save does not count",
         ),
         elsewhere(
             "weights/test_header.py::test_each_fault",
