@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -14,9 +15,10 @@ from jzero.checkpoint.directory import check_home, local_path
 from jzero.checkpoint.lock import hold
 from jzero.config import Config
 from jzero.data import DataLoader
-from jzero.distributed import watchdog
+from jzero.distributed import gpu_faults, watchdog
 from jzero.distributed.host_collectives import check_same, together
 from jzero.distributed.joining import init_distributed
+from jzero.distributed.place import find_place
 from jzero.engine.engine import Engine
 from jzero.engine.newest import former_batch
 from jzero.engine.run_report import report
@@ -99,4 +101,6 @@ def initialize(
     engine = Engine(step, jax.random.key(config.seed) if rng is None else rng, loader, root)
     if jax.process_index() == 0:
         print(report(step))
+    for fault in gpu_faults.faults(os.environ, find_place(os.environ).local_size):
+        print(f"jzero: rank {jax.process_index()}: {fault}", file=sys.stderr, flush=True)
     return engine, step.setup.tx, loader, step.setup.schedule.lr if step.setup.schedule else None

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jzero import optimizers
+from jzero.distributed.gpu_faults import loaded_nccl
 from jzero.errors import some_of
 from jzero.mesh import AXES, PIPE, ZERO
 from jzero.planner.state_bytes import gradient_dtype, state_bytes, sums_gradients
@@ -86,6 +87,8 @@ def _head(step: Any) -> list[str]:
         "precision": f"{step.config.precision}: masters {precision.master}, gradients reduced in {precision.reduce} "
         f"and accumulated in {precision.accum}",
     }
+    if nccl := loaded_nccl():
+        rows["NCCL"] = f"{nccl[1]} from {nccl[0]}"
     return [part for name, text in rows.items() for part in _wrap(text, f"  {name:<9}  ", " " * 13)]
 
 

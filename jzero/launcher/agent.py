@@ -42,6 +42,9 @@ def hello():
     for name in (*names, "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
+    nccl_version, nccl_path = nccl()
+    if nccl_path:
+        versions["nccl"] = nccl_version
     with contextlib.suppress(OSError), open("/proc/driver/nvidia/version") as file:
         words = file.readline().split()
         versions["driver"] = next((word for word in words if word[:1].isdigit() and "." in word), "?")
@@ -56,8 +59,29 @@ def hello():
         "gpus": len(gpus),
         "models": sorted(set(models)),
         "addresses": addresses(),
+        "nccl_path": nccl_path,
         "shared_memory": shared.f_bavail * shared.f_frsize,
     }
+
+
+def nccl():
+    """Return the version of the NCCL that JAX would load, with its wheel, and its path; "" if there is none.
+
+    The wheels for CUDA 12 and 13 install the same file, and the last one wins; the size shows which one it was. JAX
+    prefers a wheel's file to LD_LIBRARY_PATH.
+    """
+    path, version = "", "? (no wheel's)"
+    for name in ("nvidia-nccl-cu12", "nvidia-nccl-cu13"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError, OSError):
+            for file in importlib.metadata.files(name) or ():
+                if file.name == "libnccl.so.2":
+                    path = str(file.locate())
+                    if os.stat(path).st_size == file.size:
+                        version = f"{importlib.metadata.version(name)} ({name})"
+    for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if not path else ():
+        if folder and os.path.exists(f"{folder}/libnccl.so.2"):
+            return version, f"{folder}/libnccl.so.2"
+    return version, path
 
 
 def addresses():

@@ -70,6 +70,13 @@ def weak_points(hello: Mapping[str, Any]) -> list[str]:
     for name, version in plugins.items():
         if version != versions.get("jaxlib"):
             found.append(f"{name} {version} with jaxlib {versions.get('jaxlib')}: install the same version of both")
+    for cuda in ("12", "13"):
+        other, nccl = {"12": "13", "13": "12"}[cuda], versions.get("nccl", "")
+        if f"jax-cuda{cuda}-plugin" in plugins and nccl.endswith(f"(nvidia-nccl-cu{other})"):
+            found.append(
+                f"JAX loads NCCL {nccl} from {hello['nccl_path']} with jax-cuda{cuda}-plugin: pip uninstall "
+                f"nvidia-nccl-cu{other}, then pip install --force-reinstall --no-deps nvidia-nccl-cu{cuda}"
+            )
     if gpus > 1 and hello["shared_memory"] < 2**30:
         found.append("/dev/shm has less than 1 GiB free, which NCCL may need: raise it (docker: --shm-size=8g)")
     return found
@@ -79,6 +86,8 @@ def check_jax_here() -> str:
     """Print the devices that JAX finds on this machine; print and return their fault, "" if there is none."""
     import jax
 
+    from jzero.distributed import gpu_faults
+
     if not hostfile.devices_here(os.environ) and "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")  # a CUDA plugin without a GPU prints an error
     try:
@@ -87,9 +96,12 @@ def check_jax_here() -> str:
         wrong = f"JAX finds no device: {error}"
     else:
         print(f"JAX sees {len(devices)} x {devices[0].device_kind} ({jax.default_backend()})")
+        nccl = gpu_faults.loaded_nccl()
+        print(f"NCCL {nccl[1]} is loaded from {nccl[0]}\n" if nccl else "", end="")
         idle = hostfile.devices_here(os.environ) and jax.default_backend() != "gpu"
         setting = f" (JAX_PLATFORMS = {os.environ['JAX_PLATFORMS']!r})" if "JAX_PLATFORMS" in os.environ else ""
         wrong = f"JAX does not use this machine's GPUs{setting}: see its plugin and driver in the table" if idle else ""
+        wrong = wrong or "; ".join(gpu_faults.faults(os.environ, 1))
     if wrong:
         print(f"wrong: {wrong}")
     return wrong

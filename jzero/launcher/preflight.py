@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-SAME = (  # versions that must be the same on all hosts
+SAME = (  # versions (nccl: of the file that JAX loads) that must be the same on all hosts
     "python",
     "jzero",
     "jax",
@@ -15,6 +15,7 @@ SAME = (  # versions that must be the same on all hosts
     "jax-cuda13-plugin",
     "nvidia-nccl-cu12",
     "nvidia-nccl-cu13",
+    "nccl",
     "driver",
 )
 
