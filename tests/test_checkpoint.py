@@ -385,7 +385,8 @@ def test_a_program_whose_last_save_failed_exits_with_an_error(small_disk, tmp_pa
     assert done.returncode == 1
     (line,) = [x for x in done.stderr.splitlines() if "InitializeLog" not in x and "cudart" not in x]  # JAX's start
     assert line.startswith(f"jzero: checkpoint {small_disk}/a was not written: ")
-    assert line.endswith("No space left on device")
+    no_threads = (3, 12) <= sys.version_info < (3, 12, 2)
+    assert line.endswith("at the script's end)" if no_threads else "No space left on device")
 
 
 @pytest.mark.parametrize("moment", ["_check_shared", "Presence", "save", "finalize", "commit"])

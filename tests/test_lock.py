@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from layouts import LAYOUTS, build
 
 import jzero
 from jzero.checkpoint import async_save, lock
@@ -24,7 +25,7 @@ spec = importlib.util.spec_from_file_location("lock", {str(ROOT / "jzero" / "che
 lock = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(lock)
 lock.REFRESH = 0.2
-lock.STALE = float(os.environ.get("STALE", 2))
+lock.STALE, lock.SETTLE = float(os.environ.get("STALE", 2)), float(os.environ.get("SETTLE", 0.1))
 directory = Path(sys.argv[1])
 
 def attempt():
@@ -42,12 +43,14 @@ def job(tmp_path):
     started = []
 
     def start(program="print(attempt(), flush=True)\ninput()", **env):
-        (tmp_path / "train.py").write_text(JOB + program)
+        script = tmp_path / str(len(started)) / "train.py"  # the job before may not have read its own yet
+        script.parent.mkdir()
+        script.write_text(JOB + program)
         own = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "JZERO"))}
         pipe = subprocess.PIPE
         started.append(
             subprocess.Popen(
-                [sys.executable, tmp_path / "train.py", tmp_path / "runs"],
+                [sys.executable, script, tmp_path / "runs"],
                 env=own | env,
                 stdin=pipe,
                 stdout=pipe,
@@ -152,11 +155,11 @@ def test_a_later_attempt_of_the_same_job_takes_over(tmp_path, job, before, now, 
 
 def test_one_of_many_takes_a_dead_owners_lock(tmp_path, job):
     program = "input()\nprint(attempt(), flush=True)\ninput()"
-    for _ in range(3):
+    for _ in range(2):
         dead = job()
         assert said(dead) == "held"
         dead.kill()
-        several = [job(program) for _ in range(6)]
+        several = [job(program, SETTLE="1.5") for _ in range(6)]
         for process in several:
             process.stdin.write("\n")
             process.stdin.flush()
@@ -185,7 +188,7 @@ def test_other_things_in_the_place_of_the_lock(tmp_path, job):
 
 
 @pytest.mark.processes
-def test_saves_of_two_jobs(tmp_path):
+def test_saves_of_two_jobs(tmp_path, capfd):
     """The second job's save is an error before it touches anything; every complete save of the first one exists."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -207,6 +210,8 @@ for n in itertools.count():
         assert time.monotonic() - begin < 10
         with pytest.raises(jzero.ConfigError, match="is in use by"):
             jzero.initialize(model=None, config={}, resume=tmp_path / "runs")
+        build(LAYOUTS["one"], checkpoint={"dir": str(tmp_path / "runs")})
+        assert f"a save to checkpoint.dir will be an error while {tmp_path}/runs is in use by" in capfd.readouterr().err
         complete += [first.stdout.readline().strip() for _ in range(5)]
     finally:
         first.kill()
@@ -214,6 +219,7 @@ for n in itertools.count():
         first.wait()
     assert all(Path(path, "notes.json").exists() for path in complete)
     assert jzero.checkpoint.Checkpoint.find(tmp_path / "runs").shapes == {"x": (9,)}  # reading needs no lock
+    assert lock.other_holder(tmp_path / "runs") == ""
     jzero.checkpoint.save({"x": jnp.ones(9)}, tmp_path / "runs", "global_step1000", max_to_keep=1).wait()
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {".lock", "global_step1000", "latest"}
 

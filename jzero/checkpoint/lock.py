@@ -108,6 +108,16 @@ def check(directory: Path) -> None:
         raise CheckpointError(_in_use(file, seen.owner))
 
 
+def other_holder(directory: Path) -> str:
+    """Describe the other job that holds the directory and may be alive; "" if there is none. Never waits."""
+    with contextlib.suppress(OSError):
+        seen = _look(file := Path(os.path.realpath(directory)) / LOCK)
+        ours = seen is None or seen.owner.id == _ID or _is_earlier_attempt(seen.owner)
+        if seen and not ours and _is_alive(seen.owner) is not False:
+            return _in_use(file, seen.owner)
+    return ""
+
+
 def _in_use(file: Path, owner: Owner) -> str:
     return (
         f"{file.parent} is in use by {_words(owner)}: choose another directory or end that job; if it has ended, "

@@ -12,6 +12,7 @@ import jax
 
 from jzero.checkpoint.async_save import settle
 from jzero.checkpoint.directory import list_checkpoints, local_path, recover
+from jzero.checkpoint.lock import other_holder
 from jzero.checkpoint.reader import Checkpoint, all_or_none
 from jzero.checkpoint.tags import LATEST, SAVING, read_latest
 from jzero.distributed.host_collectives import agree
@@ -54,14 +55,18 @@ def resume_from(root: Path, load: Callable[[Checkpoint], int]) -> None:
 
 
 def warn_if_not_resumed(home: str) -> None:
-    """Warn that a run starts from scratch in a directory with checkpoints."""
-    if others := _on_process_0(
-        "looking for checkpoints", lambda: [p.name for p, _ in list_checkpoints(local_path(home, "checkpoint.dir"))]
-    ):
+    """Warn that a run starts from scratch in a directory with checkpoints, or in one that another job holds."""
+    root = local_path(home, "checkpoint.dir")
+    others, holder = _on_process_0(
+        "looking for checkpoints", lambda: ([path.name for path, _ in list_checkpoints(root)], other_holder(root))
+    )
+    if others:
         warn(
             f"starting at step 0, though {home} holds {some_of(others)}: jzero --resume, or resume="
             '"auto", resumes from the newest'
         )
+    if holder:
+        warn(f"a save to checkpoint.dir will be an error while {holder}")
 
 
 def former_batch(root: Path) -> dict[str, Any] | None:
