@@ -121,6 +121,8 @@ def check_command(words: list[str]) -> None:
             check_install(arguments)
         case "git" | "ruff" | "mypy" | "mkdocs" | "pre-commit", _:
             pass
+        case "export", [assignment]:
+            assert "=" in assignment
         case "sbatch" | "srun" | "mpirun", _:
             pass
         case _:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import jax
 
 from jzero import _compat
-from jzero.distributed import heartbeat, last_words
+from jzero.distributed import handshake, heartbeat, last_words
 from jzero.distributed.bind_address import bind_address
 from jzero.distributed.host_collectives import agree
 from jzero.distributed.place import Place, find_place
@@ -51,8 +51,9 @@ def init_distributed(timeout: float | None = None) -> None:
         timeout = float(os.environ.get("JZERO_TIMEOUT", 60 * minutes))
     host, _, port = place.coordinator.rpartition(":")
     one_host = place.local_size == place.size
+    secret = os.environ.get(handshake.VARIABLE, "")
     bind = bind_address(host.strip("[]"), one_host, os.environ) if place.rank == 0 else ""
-    meet(place.coordinator, place.rank, place.size, timeout, os.environ.get("JZERO_MEETING", ""), bind)
+    meet(place.coordinator, place.rank, place.size, timeout, os.environ.get("JZERO_MEETING", ""), bind, secret)
     if one_host:  # NCCL would listen on a network interface
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     # JAX's preemption service would replace the script's SIGTERM handler and jzero's own (preemption.py).

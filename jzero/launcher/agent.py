@@ -1,12 +1,13 @@
 """The agent starts a job's processes on one host, watches them, and leaves none behind.
 
 The command sends this file through ssh's standard input to a Python on every host, this machine included. So the agent
-uses only the standard library, needs nothing installed, and has the command's version. Then both sides exchange lines
+uses only the standard library and the three modules that it is sent with, needs nothing installed, and has the
+command's version. Then both sides exchange lines
 of JSON. If the command ends, or sends nothing for SILENCE seconds, the agent kills all processes of the job: it cannot
 know whether the command, the network or this host failed, and surviving processes would keep GPUs and ports.
 
-From the command: {"listen": [PORT or 0, ADDRESS or "" for all]}, {"connect": [[HOST, PORT], ...]}, {"start": {...}},
-{"signal": N}, {"dump": true}, {"stop": SECONDS}, {"sweep": JOB}, {"topology": true}, {"ping": true}.
+From the command: {"know": SECRET}, {"listen": [PORT or 0, ADDRESS or "" for all]}, {"connect": [[HOST, PORT], ...]},
+{"start": {...}}, {"signal": N}, {"dump": true}, {"stop": SECONDS}, {"sweep": JOB}, {"topology": true}, {"ping": true}.
 To the command: {"hello": {...}}, {"bound": PORT or null, "why": TEXT}, {"reached": [[INDEX, ADDRESS], ...]},
 {"out": [RANK, 1 or 2, LINE]}, {"died": [RANK, CODE]} at once, {"exit": [RANK, CODE]} after its last output,
 {"status": {RANK: [FINISHED, BEGUN, STATE]}}, {"swept": true}, {"topology": TEXT}.
@@ -31,6 +32,9 @@ import sys
 import tempfile
 import time
 import traceback
+
+from jzero.distributed import handshake
+from jzero.distributed.bind_address import listen_at
 
 SILENCE = 8.0  # seconds without a message from the command
 
@@ -126,6 +130,14 @@ def sweep(job):
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def reach(host, port, secret):
+    """Return the address of the agent that listens there and knows the secret; None if there is none."""
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=3) as connection:
+        handshake.introduce(connection, "agent", secret, seconds=3)
+        return connection.getpeername()[0]
+    return None
+
+
 def state_of(pid):
     """Read a process's state: R running, S sleeping, T stopped, ...; ? if there is no such process."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
@@ -138,7 +150,7 @@ class Agent:
 
     def __init__(self, argv):
         self.argv, self.processes, self.tasks = argv, {}, []
-        self.job, self.folder, self.server = None, "", None
+        self.job, self.folder, self.door, self.secret = None, "", None, ""
         self.heard = time.monotonic()
 
     def say(self, **message):
@@ -165,7 +177,7 @@ class Agent:
             while line := await reader.readline():
                 self.heard = time.monotonic()
                 for name, value in json.loads(line).items():
-                    if name in ("listen", "connect", "start", "signal", "dump", "stop", "sweep", "topology"):
+                    if name in ("know", "listen", "connect", "start", "signal", "dump", "stop", "sweep", "topology"):
                         await getattr(self, name)(value)
             code = 0
         except Exception:
@@ -189,6 +201,7 @@ class Agent:
             late = late + 1 if time.monotonic() - self.heard > SILENCE else 0
             if late == 2:
                 self.end()
+            self.answer()  # so that silent callers go
             try:
                 self.say(status={rank: self.status(rank) for rank in self.processes})
             except OSError:
@@ -202,45 +215,58 @@ class Agent:
         return [finished, begun, state_of(self.processes[rank].pid)]
 
     async def listen(self, where):
-        """Reserve the coordinator's port (0: any free one) until the processes start."""
+        """Reserve the coordinator's port (0: any free one) until the processes start, and answer other agents there."""
         port, address = where
-        if self.server:
-            self.server.close()
+        self.close_door()
         try:
-            if address in ("", "::") and socket.has_dualstack_ipv6():
-                self.server = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-            else:
-                family = socket.AF_INET6 if ":" in address else socket.AF_INET
-                self.server = socket.create_server((address, port), family=family)
-            self.say(bound=self.server.getsockname()[1], why="")
+            server = listen_at(address, port)
         except OSError as error:
             self.say(bound=None, why=os.strerror(error.errno or 0))
+            return
+        self.door = handshake.Door(server, self.secret)
+        asyncio.get_running_loop().add_reader(self.door.fileno(), self.answer)
+        self.say(bound=server.getsockname()[1], why="")
+
+    def answer(self):
+        """Handle what has come to the reserved port; a caller that has proved itself has reached this host."""
+        if not (door := self.door):
+            return
+        for connection, words in door.wait(0):
+            if words is not None:
+                door.drop(connection)
+
+    def close_door(self):
+        """Free the reserved port."""
+        if self.door:
+            asyncio.get_running_loop().remove_reader(self.door.fileno())
+            self.door.close()
+            self.door = None
+
+    async def know(self, secret):
+        """Keep the job's secret."""
+        self.secret = secret
 
     async def connect(self, places):
         """Try to reach the first host at each [HOST, PORT]; report the addresses behind the names that were reached."""
 
-        async def reach(index, host, port):
-            try:
-                _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), 3)
-            except (TimeoutError, OSError):
-                return None
-            address = writer.get_extra_info("peername")[0]
-            writer.close()
-            return [index, address]
+        async def tried(index, host, port):
+            with contextlib.suppress(TimeoutError):
+                return index, await asyncio.wait_for(asyncio.to_thread(reach, host, port, self.secret), 6)
+            return index, None
 
-        found = await asyncio.gather(*(reach(i, host, port) for i, (host, port) in enumerate(places)))
-        self.say(reached=[one for one in found if one])
+        found = await asyncio.gather(*(tried(i, host, port) for i, (host, port) in enumerate(places)))
+        self.say(reached=[one for one in found if one[1]])
 
     async def start(self, what):
         """Start this host's processes."""
-        if self.server:
-            self.server.close()
+        self.close_door()
         self.job, self.folder = what["job"], tempfile.mkdtemp(prefix=f"jzero-{what['job']}-")
         threads = concurrent.futures.ThreadPoolExecutor(len(what["processes"]))
         asyncio.get_running_loop().set_default_executor(threads)  # follow() blocks one thread per process
         for process in what["processes"]:
             rank = process["rank"]
             env = os.environ | process["env"] | {"JZERO_JOB_ID": self.job, "JZERO_PROGRESS": f"{self.folder}/{rank}"}
+            env |= {handshake.VARIABLE: self.secret} if self.secret else {}
             argv = self.argv[: what["flag_at"]] + process["flag"] + self.argv[what["flag_at"] :]
             log = None
             try:

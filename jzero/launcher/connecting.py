@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from jzero.distributed import handshake
 from jzero.distributed.bind_address import VARIABLE, bind_address, is_loopback
 from jzero.errors import ConfigError
 from jzero.launcher import preflight
@@ -29,6 +32,9 @@ class Connecting:
     def __init__(self, job: Job, printer: Printer):
         self.job, self._printer, self.links = job, printer, dict[str, Link]()
         self.address, self.port, self.bind = job.address, job.port, ""
+        self._secret = os.environ.get(handshake.VARIABLE, "")
+        if not self._secret and (len(job.hosts) == 1 or not job.options.no_ssh):  # else each host has its own command
+            self._secret = secrets.token_hex(32)
 
     @property
     def hosts(self) -> list[str]:
@@ -81,6 +87,8 @@ class Connecting:
         o = self.job.options
         wanted = {host: len(ids) * (o.platform == "gpu") for host, ids in self.job.hosts.items()}
         found = preflight.faults(hellos, wanted)
+        for link in self.links.values():
+            link.tell(know=self._secret)
         self.address, self.port = self.job.address, self.job.port
         if found or (o.no_ssh and o.node_rank != 0):
             return found

@@ -15,7 +15,7 @@ NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 OWN = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "CUDA_VISIBLE_DEVICES", "JZERO_ATTEMPT", "JZERO_GRACE", "JZERO_HANG_TIMEOUT", "JZERO_JOB_ID",
-    "JZERO_MEETING", "JZERO_PROGRESS",
+    "JZERO_MEETING", "JZERO_PROGRESS", "JZERO_SECRET",
 )  # fmt: skip
 
 
@@ -73,5 +73,6 @@ def _read(path: Path, problems: list[str]) -> dict[str, str]:
 
 def _own(name: str) -> str:
     options = {"CUDA_VISIBLE_DEVICES": "--include", "MASTER_ADDR": "--master_addr", "MASTER_PORT": "--master_port"}
+    options |= {"JZERO_SECRET": "`export JZERO_SECRET` before the command"}
     hint = f", and use {options[name]}" if name in options else ""
     return f"jzero sets {name} for each process; leave it out{hint}"

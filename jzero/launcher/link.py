@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections import deque
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,20 @@ from jzero._compat import close_transport
 from jzero.launcher.guard import unexpected
 from jzero.launcher.job import Job
 from jzero.launcher.transports import agent_command
+
+SENT = ("jzero.errors", "jzero.distributed.handshake", "jzero.distributed.bind_address")
+
+
+@cache
+def agent_source() -> str:
+    """Return the agent's source, after the modules of jzero that it imports: its host may have none, or others."""
+    lines = ["import sys, types"]
+    for name in ("jzero", "jzero.distributed", *SENT):
+        lines.append(f"module = sys.modules[{name!r}] = types.ModuleType({name!r})")
+        if name in SENT:
+            source = Path(__file__).parents[2].joinpath(*name.split(".")).with_suffix(".py").read_text()
+            lines.append(f"exec({source!r}, module.__dict__)")
+    return "\n".join([*lines, Path(__file__).with_name("agent.py").read_text()])
 
 
 class Link:
@@ -46,7 +61,7 @@ class Link:
         )
         link = cls(host, process)
         assert process.stdin is not None
-        process.stdin.write(Path(__file__).with_name("agent.py").read_bytes() + b"\0")
+        process.stdin.write(agent_source().encode() + b"\0")
         return link
 
     def tell(self, **message: Any) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shlex
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jzero.distributed import handshake
 from jzero.errors import ConfigError
 from jzero.launcher import environment
 from jzero.launcher.job import Job
@@ -64,6 +66,7 @@ def handover_env(job: Job) -> dict[str, str]:
     given = {"MASTER_ADDR": job.options.master_addr, "MASTER_PORT": str(job.options.master_port or "")}
     if job.options.launcher == "openmpi":  # under Slurm each process finds the first host itself
         given = {"MASTER_ADDR": job.address, "MASTER_PORT": str(job.port)}
+    given[handshake.VARIABLE] = os.environ.get(handshake.VARIABLE) or secrets.token_hex(32)
     return env | {name: value for name, value in given.items() if value}
 
 

@@ -294,7 +294,7 @@ def test_a_port_that_is_taken(start, worker):
         port = taken.getsockname()[1]
         second = start(*CPU, 2, "--master_port", port, worker, "show")
         assert second.wait() == 2
-        assert f"port {port}: Address already in use" in " ".join(second.errors.split())
+        assert f"port {port} at 127.0.0.1: Address already in use" in " ".join(second.errors.split())
         assert second.output == ""
         second.gone(1)
 

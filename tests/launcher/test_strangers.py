@@ -1,0 +1,214 @@
+"""Strangers at a job's port neither delay it, nor grow its memory, nor count as its processes."""
+
+import contextlib
+import json
+import resource
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from jobs import PATIENCE, wait_for
+from planning import A, B, Here
+
+from jzero import ConfigError
+from jzero.distributed import handshake
+from jzero.distributed.handshake import Door, introduce
+from jzero.distributed.rendezvous import meet
+from jzero.launcher.agent import reach
+
+
+@pytest.fixture
+def port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+class Process(threading.Thread):
+    """A process of the job that comes to the port; `error` is its end, "" a good one, after `seconds`."""
+
+    def __init__(self, port, rank, size, secret="", timeout=60):
+        super().__init__(daemon=True)
+        self.arguments = f"127.0.0.1:{port}", rank, size, timeout, "job", "127.0.0.1", secret
+        self.start()
+
+    def run(self):
+        start = time.monotonic()
+        try:
+            meet(*self.arguments)
+            self.error = ""
+        except ConfigError as error:
+            self.error = str(error)
+        self.seconds = time.monotonic() - start
+
+    def ended(self):
+        self.join(90)
+        return self.error
+
+
+def call(port, *lines):
+    """Connect to the port as soon as somebody listens, send lines, and return the connection."""
+    end = time.monotonic() + 20
+    while True:
+        with contextlib.suppress(ConnectionRefusedError):
+            connection = socket.create_connection(("127.0.0.1", port), timeout=20)
+            break
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    for line in lines:
+        connection.sendall(line)
+    return connection
+
+
+def claim(port, words, secret=""):
+    """Say words as a process does; return the answer."""
+    with call(port) as connection:
+        introduce(connection, words, secret)
+        return handshake.read_line(connection, time.monotonic() + 20)
+
+
+@pytest.mark.parametrize("secret", ["", "known to the job"])
+def test_strangers_do_no_harm(port, secret):
+    """Silence, one byte after another, and 300 MB without a newline, while the job's processes come."""
+    before, over = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, threading.Event()
+    first = Process(port, 0, 3, secret)
+    silent = [call(port, b"" if i % 2 else b"jzero ") for i in range(300)]
+
+    def endless():
+        with contextlib.suppress(OSError), call(port) as connection:
+            for _ in range(300):
+                connection.sendall(b"x" * 2**20)
+
+    def dripping():
+        while not over.wait(0.01):
+            with contextlib.suppress(OSError), call(port) as connection:
+                for byte in b"jzero 0 job 1 3":
+                    connection.sendall(bytes([byte]))
+                    over.wait(0.2)
+
+    strangers = [threading.Thread(target=work, daemon=True) for work in (endless, dripping, dripping)]
+    for stranger in strangers:
+        stranger.start()
+    strangers[0].join(30)
+    others = [Process(port, rank, 3, secret) for rank in (1, 2)]
+    assert [process.ended() for process in (first, *others)] == ["", "", ""]
+    over.set()
+    assert max(process.seconds for process in others) < 10  # 0.05 s on a quiet machine
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 * 1024  # KiB
+    for connection in silent:
+        connection.close()
+
+
+def test_wrong_ranks_are_refused(port):
+    """Without a secret too; the honest ones still meet."""
+    first = Process(port, 0, 3)
+    with call(port) as gone:  # it has come, but does not stay
+        introduce(gone, "job 1 3", "")
+    answers = [claim(port, f"job {words}") for words in ("3 3", "0 3", "-1 3", "99999 3", "1 4", "x 3")]
+    assert answers[:2] == ["no: waits for ranks 1 to 2: correct RANK"] * 2
+    assert answers[3] == answers[0]
+    assert all("belongs to another job" in answers[i] for i in (2, 4, 5))
+    with call(port) as held:
+        introduce(held, "job 2 3", "")
+        assert claim(port, "job 2 3") == "no: has already met a rank 2: correct RANK"
+    assert first.is_alive()
+    others = [Process(port, rank, 3) for rank in (1, 2)]
+    assert [process.ended() for process in (first, *others)] == ["", "", ""]
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [("", "secret"), ("other", "secret"), ("secret", "")])
+def test_who_does_not_know_the_secret(port, mine, theirs):
+    first, stranger = Process(port, 0, 2, theirs, timeout=30), Process(port, 1, 2, mine)
+    assert "set the same JZERO_SECRET for all processes, or for none" in stranger.ended()
+    assert stranger.seconds < 20
+    assert first.is_alive()
+    assert [Process(port, 1, 2, theirs).ended(), first.ended()] == ["", ""]
+
+
+def test_a_proof_is_good_for_one_connection(port):
+    """Who has heard a whole conversation cannot repeat it; and the secret is not in it."""
+    heard, secret = [], "known to the job"
+
+    class Recorder(socket.socket):
+        def sendall(self, data, *_):
+            heard.append(bytes(data))
+            return super().sendall(data)
+
+    first = Process(port, 0, 3, secret)
+    call(port).close()
+    with Recorder() as connection:
+        connection.connect(("127.0.0.1", port))
+        introduce(connection, "job 1 3", secret)
+    assert len(heard) == 2
+    assert secret.encode() not in b"".join(heard)
+    for lines in (heard, heard[:1]):
+        with call(port, b"".join(lines)) as again, contextlib.suppress(ConnectionResetError):
+            if len(lines) == 1:
+                assert len(handshake.read_line(again, time.monotonic() + 20).split()) == 2  # its nonce and its proof
+                again.sendall(heard[1])
+            assert again.recv(100) == b""  # it hangs up
+    others = [Process(port, rank, 3, secret) for rank in (1, 2)]
+    assert [process.ended() for process in (first, *others)] == ["", "", ""]
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"x" * 2**20, b"0 0\n"])
+def test_a_stranger_that_listens(answer):
+    """A caller ends with one line, and an agent does not take it for the first host's."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            for _ in range(2):
+                connection, _ = server.accept()
+                with contextlib.suppress(OSError), connection:
+                    connection.sendall(answer)
+                    connection.recv(2**20)
+
+        threading.Thread(target=serve, daemon=True).start()
+        port = server.getsockname()[1]
+        error = Process(port, 1, 2, "secret").ended()
+        assert error.startswith(f"process 1 of 2: process 0 at 127.0.0.1:{port} ")
+        assert len(error) < 400
+        assert reach("127.0.0.1", port, "secret") is None
+
+
+def test_an_agent_that_is_reached():
+    with socket.create_server(("127.0.0.1", 0)) as server, Door(server, "secret") as door:
+        port, over = server.getsockname()[1], threading.Event()
+
+        def answer():
+            while not over.is_set():
+                door.wait(0.1)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert reach("127.0.0.1", port, "secret") == "127.0.0.1"
+        assert reach("127.0.0.1", port, "other") is None
+        over.set()
+        thread.join()
+    assert reach("127.0.0.1", port, "secret") is None
+
+
+def test_plans_do_not_contain_the_secret(tmp_path, monkeypatch, capsys):
+    here = Here(tmp_path, monkeypatch, capsys)
+    here.setenv("JZERO_SECRET", "5f5f5f")
+    path = here.hosts(f"{A} slots=2", f"{B} slots=2")
+    for words in ([], ["--launcher", "slurm"], ["--launcher", "openmpi"]):
+        assert "5f5f5f" not in json.dumps(here.dry("-H", path, *words, "train.py"))
+    assert "export JZERO_SECRET" in here.refused("-H", path, "--export", "JZERO_SECRET=5f5f5f", "train.py")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("given", ["", "my own secret"])
+def test_processes_get_the_secret_in_their_environment_alone(start, tmp_path, given):
+    (tmp_path / "worker.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(1000)\n")
+    env = {"JZERO_SECRET": given} if given else {}
+    job = start("--platform", "cpu", "--num_gpus", 2, "worker.py", env=env).until(("ready", 2))
+    wait_for(lambda: len(job.processes("--local_rank")) == 2 or job.agents(), PATIENCE, lambda: job.errors)
+    found = set()
+    for rank in (0, 1):
+        variables = Path(f"/proc/{job.rank(rank)}/environ").read_bytes().decode().split("\0")
+        found |= {value for name, _, value in (v.partition("=") for v in variables) if name == "JZERO_SECRET"}
+    (secret,) = found
+    assert secret == given or (not given and len(secret) == 64)
+    assert secret not in "".join(job.processes().values()) + job.output + job.errors
