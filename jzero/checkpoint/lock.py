@@ -86,7 +86,7 @@ def hold(directory: Path) -> None:
         if seen.owner.id == _ID:
             break
         touched = first is not None and seen.owner.id == first.owner.id and seen.modified != first.modified
-        alive = touched or (False if _is_earlier_attempt(seen.owner) else _is_alive(seen.owner))
+        alive = False if _is_earlier_attempt(seen.owner) else touched or _is_alive(seen.owner)
         if alive:
             raise ConfigError(_in_use(file, seen.owner))
         if first is None and alive is None:
@@ -154,7 +154,8 @@ def _take_over(file: Path, dead: Sight) -> None:
     new = file.with_name(f"{LOCK}.{_ID}")
     new.unlink(missing_ok=True)
     _create(new)
-    if _look(file) == dead:  # the write above may have taken long
+    now = _look(file)  # the write above may have taken long
+    if now == dead or (now and now.owner.id == dead.owner.id and _is_earlier_attempt(now.owner)):
         os.replace(new, file)
         time.sleep(SETTLE)
     new.unlink(missing_ok=True)
