@@ -114,6 +114,36 @@ TABLE: dict[str, list[Fault]] = {
             "it listens on the one address by which the hosts reach each other",
         ),
         elsewhere(
+            "launcher/test_strangers.py::test_strangers_do_no_harm",
+            "strangers at the rendezvous: silent, a byte per second, 300 MB in one line, other protocols",
+            "the job's processes meet without delay; 1 MB of memory",
+            5,
+        ),
+        elsewhere(
+            "launcher/test_strangers.py::test_wrong_ranks_are_refused",
+            "a process with a rank out of range, or one that is already there",
+            "it is refused in one line; the others meet",
+            5,
+        ),
+        elsewhere(
+            "launcher/test_strangers.py::test_who_does_not_know_the_secret",
+            "a process that does not know the job's secret",
+            "it is refused in one line",
+            5,
+        ),
+        elsewhere(
+            "launcher/test_strangers.py::test_a_proof_is_good_for_one_connection",
+            "a stranger repeats what another process has sent",
+            "it is not let in",
+            5,
+        ),
+        elsewhere(
+            "launcher/test_strangers.py::test_a_stranger_that_listens",
+            "a stranger listens in the place of process 0",
+            "one line",
+            5,
+        ),
+        elsewhere(
             "launcher/test_listening.py::test_a_bind_address_that_is_none",
             "`JZERO_BIND_ADDRESS` is no address of this host",
             "one line with the fix",

@@ -4,11 +4,15 @@ Case N of a fuzzer is made from the seed N, so a failure's number repeats it. Th
 each fuzzer, `-m slow` thousands; the environment variable FUZZ sets their number.
 """
 
+import concurrent.futures
+import contextlib
 import functools
 import json
 import os
 import shutil
+import socket
 import string
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +25,7 @@ from jzero import checkpoint
 from jzero.config import Config
 from jzero.distributed.host_names import slurm_hosts
 from jzero.distributed.place import find_place
+from jzero.distributed.rendezvous import meet
 from jzero.launcher import environment, hostfile
 from jzero.optimizers import lr_schedules, table
 
@@ -223,6 +228,56 @@ def latest(r, folder):
         assert found.path in (folder / "first", folder / "second")
     finally:
         remove(path)
+
+
+# ---------------------------------------------------------------- the rendezvous
+
+
+def send_in_pieces(r, port, data):
+    """Call, send `data` in one to five pieces, and return what comes back in the meantime."""
+    heard = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        cuts = sorted(r.randrange(len(data) + 1) for _ in range(r.choice([0, 0, 1, 4])))
+        connection.settimeout(0.005)
+        with contextlib.suppress(OSError):
+            for start, end in pairwise([0, *cuts, len(data)]):
+                connection.sendall(data[start:end])
+                with contextlib.suppress(TimeoutError):
+                    heard += connection.recv(4096)
+    return heard
+
+
+@fuzzer(few=80, many=3000)
+def rendezvous(r, folder):
+    """Ranks 1 and 2 meet rank 0, whatever strangers send and however wrong another process's place is."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place, secret = f"127.0.0.1:{port}", r.choice(["", "s" * 64, "é"])
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        first = pool.submit(meet, place, 0, 3, 20.0, "job", "127.0.0.1", secret)
+        while not first.done():
+            with contextlib.suppress(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port), timeout=5).close()
+                break
+        rank, proof = r.choice(["1", "2", "0", "-1", "3", "9" * 30, "1e3", ""]), r.choice(["-", "0" * 64])
+        lines = [f"jzero {'0' * 32} job {rank} 3\n{proof}\n", "GET / HTTP/1.1\r\n\r\n"]
+        for _ in range(r.choice([0, 1, 3])):
+            data = garbled(r, r.choice(lines), INSIDE).encode("utf-8", "surrogatepass") * r.choice([1, 1, 1, 3000])
+            heard = send_in_pieces(r, port, data)
+            assert not secret or b"go" not in heard
+        wrong = None
+        if r.random() < 0.5:
+            others = [("job", 7, 3, secret), ("job", 2, 4, secret), ("other", 2, 3, secret), ("job", 2, 3, "x" * 64)]
+            job, rank, size, knows = r.choice(others)
+            try:
+                meet(place, rank, size, 5.0, job, "", knows)
+                raise AssertionError(f"met as {job} {rank} {size} {knows}")
+            except jzero.ConfigError as error:
+                wrong = error
+        for one in [first, *(pool.submit(meet, place, rank, 3, 20.0, "job", "", secret) for rank in (1, 2))]:
+            one.result(30)
+    if wrong:
+        raise wrong
 
 
 # ---------------------------------------------------------------- tests
