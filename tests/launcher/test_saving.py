@@ -21,6 +21,7 @@ sys.path.append(str(ROOT / "tests"))
 import layouts as runs
 
 import jzero
+from jzero.distributed.exit_codes import CONFIG
 
 pytestmark = pytest.mark.processes
 STEPS = 12
@@ -311,6 +312,37 @@ def test_sigterm_of_one_process_alone(tmp_path):
 def said(output):
     found = re.findall(r"^\[(\d)\] (\w+): (.*)$", output, re.M)
     return [{name: text for number, name, text in found if number == rank} for rank in "01"]
+
+
+@pytest.mark.slow
+def test_a_second_job_in_the_directory(job, tmp_path, straight):
+    """It ends with one line about the first, which goes on; the same when that one was started again."""
+    layout, directory = "stage3 x 2", tmp_path / "runs"
+    waiting = TRAIN.replace("train(engine)", """
+engine.train_batch()
+engine.save_checkpoint().wait()
+print("holds\\n", end="", flush=True)
+while not os.path.exists("the others have ended"):
+    time.sleep(0.1)
+train(engine)
+""")  # fmt: skip
+    first = job(waiting, "train", layout, directory, options=["--max_restarts", 1])
+    for attempt in (1, 2):
+        first.until(("holds", 2 * attempt))
+        owner = json.loads((directory / ".lock").read_text())["pid"]
+        second = job(waiting, "train", layout, directory)
+        assert second.wait() == CONFIG, second.errors
+        second.gone()
+        words = rf"ConfigError: {directory} is in use by job \w+ of worker\.py \(process {owner} on"
+        assert re.search(words, second.errors), second.errors
+        if attempt == 1:
+            first.kill(first.rank(1))
+    (tmp_path / "the others have ended").touch()
+    assert first.wait() == 0, first.errors
+    assert "restart 1 of 1" in first.errors
+    expected = straight(layout)
+    assert losses(first.output) == {step: loss for step, loss in expected.items() if step > 2}
+    assert {path.name for path in directory.iterdir()} == {"global_step8", "global_step10", "global_step12", "latest"}
 
 
 @pytest.mark.slow
