@@ -11,7 +11,7 @@ from jzero.errors import ConfigError
 from jzero.launcher import options, transports
 from jzero.launcher.job import make_job
 
-NAMES = ["WANDB_API_KEY", "HF_TOKEN", "JZERO_SECRET", "MLFLOW_TRACKING_PASSWORD", "TF_CREDENTIALS", "NCCL_my_key"]
+NAMES = ["WANDB_API_KEY", "HF_TOKEN", "NCCL_SECRET", "MLFLOW_TRACKING_PASSWORD", "TF_CREDENTIALS", "NCCL_my_key"]
 SECRET = "hunter2"
 
 
