@@ -89,7 +89,7 @@ from jzero.distributed import watchdog
 from models.mlp import MLP, cross_entropy
 
 what, rank = sys.argv[1], jzero.get_rank()
-watchdog.ANSWER, watchdog.TIMES = 6.0, 1
+watchdog.TIMES = 1
 config = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
 config["watchdog"] = {"floor": 4, "ceiling": 60}
 model = jzero.from_flax(lambda rngs: MLP(8, 8, 2, rngs=rngs), cross_entropy)
@@ -143,7 +143,7 @@ def test_a_job_without_the_launcher(tmp_path, what):
     assert codes[0] == (0 if what == "ends" else 124), errors
     if what == "ends":
         return
-    assert took < 60  # 4 s, 6 s for the answers, twice 6 until the other ends
+    assert took < 4 + 10 + 15  # the floor, the end of both, and a busy machine
     steps = "steps finished of those begun: rank 0 50 of 51"
     where = {"data": "look at rank 1 first", "stopped": "rank 1 did not answer: look there first"}
     assert "jzero: no step has finished for 4 s" in errors[0]

@@ -26,7 +26,7 @@ from jzero.distributed.exit_codes import HUNG
 from jzero.errors import ConfigError, some_of
 
 TIMES = 20  # the limit, in units of the slowest recent step
-ANSWER = 10.0  # seconds for the other processes to answer
+ANSWER = 5.0  # seconds for the other processes to answer; all have ended within twice that
 _FLAG, _STEPS = "jzero/hung", "jzero/steps"  # keys in the coordination service; the second one with the rank
 
 _ending = threading.Event()
@@ -81,7 +81,7 @@ def _watch(floor: float, ceiling: float) -> None:
                 print(nccl_ras.status(), file=sys.stderr, flush=True)
             return
         if idle > most:
-            _leave_within(3 * ANSWER)  # a stopped process 0 does not answer, and its service has no time limits
+            _leave_within(2 * ANSWER)  # a stopped process 0 does not answer, and its service has no time limits
             faulthandler.dump_traceback(all_threads=True)
             client = _compat.coordination_service()
             try:
