@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -129,6 +130,8 @@ class DataLoader:
         except BaseException as error:
             self._stop()
             self._resumes = True
+            if isinstance(error, Escaped) and isinstance(error.__cause__, SystemExit):
+                sys.exit(error.__cause__.code)  # tells joining.py the code, which `raise` would not
             if isinstance(error, Escaped) and error.__cause__:
                 raise error.__cause__ from None
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import os
 import socket
 import sys
@@ -94,7 +95,8 @@ def _leave_at_once_on_errors() -> None:
             sys.stderr.flush()
             os._exit(failed)
 
-    sys.exit = leaving  # type: ignore[assignment]  # atexit callbacks cannot see the exit code
+    # atexit callbacks cannot see the exit code; that of a script's own `raise SystemExit(n)` stays unknown.
+    sys.exit = builtins.exit = builtins.quit = leaving  # type: ignore[assignment]
     atexit.register(leave)  # runs before JAX's callback, which was registered earlier
 
 
