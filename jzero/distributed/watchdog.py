@@ -101,11 +101,11 @@ def _answer(_floor: float, _ceiling: float) -> None:
             if client is None:  # the script has left the job
                 return
             client.key_value_try_get(_FLAG)
+            if not heartbeat.idle():  # else its own clock prints the stacks
+                faulthandler.dump_traceback(all_threads=True)  # first: once all have answered, the other process ends
             finished, begun = heartbeat.counts()
             client.key_value_set(f"{_STEPS}/{jax.process_index()}", f"{finished} {begun}", allow_overwrite=True)
             _leave_within(2 * ANSWER)
-            if not heartbeat.idle():  # else its own clock prints the stacks
-                faulthandler.dump_traceback(all_threads=True)
             return
 
 
