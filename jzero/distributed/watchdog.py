@@ -29,7 +29,7 @@ TIMES = 20  # the limit, in units of the slowest recent step
 ANSWER = 5.0  # seconds for the other processes to answer; all have ended within twice that
 _FLAG, _STEPS = "jzero/hung", "jzero/steps"  # keys in the coordination service; the second one with the rank
 
-_ending = threading.Event()
+_ending, _tripped = threading.Event(), threading.Event()
 _started = False
 
 
@@ -82,6 +82,7 @@ def _watch(floor: float, ceiling: float) -> None:
             return
         if idle > most:
             _leave_within(2 * ANSWER)  # a stopped process 0 does not answer, and its service has no time limits
+            _tripped.set()
             faulthandler.dump_traceback(all_threads=True)
             client = _compat.coordination_service()
             try:
@@ -101,7 +102,7 @@ def _answer(_floor: float, _ceiling: float) -> None:
             if client is None:  # the script has left the job
                 return
             client.key_value_try_get(_FLAG)
-            if not heartbeat.idle():  # else its own clock prints the stacks
+            if not _tripped.is_set():  # else it has printed its stacks
                 faulthandler.dump_traceback(all_threads=True)  # first: once all have answered, the other process ends
             finished, begun = heartbeat.counts()
             client.key_value_set(f"{_STEPS}/{jax.process_index()}", f"{finished} {begun}", allow_overwrite=True)
