@@ -82,7 +82,7 @@ def test_strangers_do_no_harm(port, secret):
 
     def dripping():
         while not over.wait(0.01):
-            with contextlib.suppress(OSError), call(port) as connection:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
                 for byte in b"jzero 0 job 1 3":
                     connection.sendall(bytes([byte]))
                     over.wait(0.2)
