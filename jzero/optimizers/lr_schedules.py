@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from jzero.errors import ConfigError
-from jzero.values.kinds import COUNT32, FLAG, FRACTION, INT32, NON_NEGATIVE32, number, one_of
+from jzero.values.kinds import COUNT32, FLAG, FRACTION, NON_NEGATIVE32, POSITIVE32, number, one_of
 from jzero.values.parameters import REQUIRED, Param, did_you_mean, drop_auto, only, read_params, signature_params
 
 Curve = Callable[[Any], jax.Array]
@@ -256,11 +256,11 @@ class _ScheduleRow(NamedTuple):
 
 
 _START = {"last_batch_iteration": only(-1, "a resumed run takes its step from the checkpoint")}
-_RAMP = {"warmup_num_steps": Param(1000, INT32), "warmup_type": Param("log", one_of(("log", "linear"))), **_START}
+_RAMP = {"warmup_num_steps": Param(1000, POSITIVE32), "warmup_type": Param("log", one_of(("log", "linear"))), **_START}
 _FLOOR = {"warmup_min_lr": Param(0.0, NON_NEGATIVE32), **_RAMP}
 _PEAK_KIND = number(0, float32=True, none=True)  # null: the optimizer's rate
 _RATIOS = {"warmup_min_ratio": Param(0.0, NON_NEGATIVE32), "cos_min_ratio": Param(1e-4, NON_NEGATIVE32), **_RAMP}
-_TOTAL = {"total_num_steps": Param(REQUIRED, INT32)}
+_TOTAL = {"total_num_steps": Param(REQUIRED, POSITIVE32)}
 
 _DEEPSPEED: dict[str, _ScheduleRow] = {
     # The two defaults differ in DeepSpeed too (pull request 7360 changed WarmupLR's alone).
@@ -270,7 +270,7 @@ _DEEPSPEED: dict[str, _ScheduleRow] = {
     "LRRangeTest": _ScheduleRow(
         {
             "lr_range_test_min_lr": Param(1e-3, NON_NEGATIVE32),
-            "lr_range_test_step_size": Param(2000, INT32),
+            "lr_range_test_step_size": Param(2000, POSITIVE32),
             "lr_range_test_step_rate": Param(1.0, number()),
             "lr_range_test_staircase": Param(False, FLAG),
             **_START,
@@ -282,8 +282,8 @@ _DEEPSPEED: dict[str, _ScheduleRow] = {
             "cycle_min_lr": Param(REQUIRED, NON_NEGATIVE32),
             "cycle_max_lr": Param(REQUIRED, NON_NEGATIVE32),
             "decay_lr_rate": Param(0.0, NON_NEGATIVE32),
-            "cycle_first_step_size": Param(2000, INT32),
-            "cycle_second_step_size": Param(None, INT32),
+            "cycle_first_step_size": Param(2000, POSITIVE32),
+            "cycle_second_step_size": Param(None, POSITIVE32),
             "cycle_first_stair_count": Param(0, COUNT32),
             "cycle_second_stair_count": Param(None, COUNT32),
             "decay_step_size": Param(0, COUNT32),

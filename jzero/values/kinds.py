@@ -225,9 +225,10 @@ TEXT = Kind("a string", _text)
 TEXT_OR_NULL = Kind("a string or null", lambda value: None if value is None else _text(value))
 COUNT = number(0, whole=True)
 POSITIVE = number(1, whole=True)
-COUNT32 = number(0, most=2**31 - 1, whole=True)
+COUNT32 = Kind(f"a non-negative integer up to {2**31 - 1}", number(0, most=2**31 - 1, whole=True).parse)
 INT32 = number(1, most=2**31 - 1, whole=True)
 _UP_TO = f"a positive integer up to {2**31 - 1}"
+POSITIVE32 = Kind(_UP_TO, INT32.parse)
 INT32_OR_NULL = Kind(f"{_UP_TO} or null", number(1, most=2**31 - 1, whole=True, none=True).parse)
 INT32_OR_REST = Kind(f"-1 or {_UP_TO}", number(1, most=2**31 - 1, whole=True, or_=-1).parse)
 # jax.random.key drops higher bits: 2**32 + 7 would be the seed 7.

@@ -242,7 +242,7 @@ TABLE: dict[str, list[Fault]] = {
             "a warm-up of 10**30 steps",
             load({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10**30}}}),
             "scheduler.params.warmup_num_steps",
-            "<= 2147483647",
+            "up to 2147483647",
         ),
         refused("a batch of 2**31 rows", load({"train_batch_size": 2**31}), "train_batch_size", "up to 2147483647"),
         refused("a batch of 2**31 - 1 rows from 16", batches(2**31 - 1), "train_batch_size", "at most 16000"),
