@@ -1,106 +1,29 @@
-"""The DeepSpeed-shaped engine: two ways to run a step, one set of numbers; counters, loaders, checkpoints, mistakes."""
-
-from functools import lru_cache
+"""The DeepSpeed-shaped engine: two ways to run a step, one set of numbers; counters and mistakes."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.engines import (
+    ACCUM,
+    MICRO,
+    REPLICAS,
+    TRAIN,
+    UNIT,
+    Net,
+    assert_same,
+    build,
+    config,
+    engine,
+    parts,
+    parts_of,
+    rows,
+    three_calls,
+)
 
 import jzero
 from jzero.engine.run_report import report
-from jzero.model import stack_loss
-
-FAST = {"xla_backend_optimization_level": 0}  # compiling is what these tests spend their time on
-FEATURES, MICRO, ACCUM, REPLICAS = 8, 2, 3, 4
-UNIT = MICRO * REPLICAS  # rows of a micro-batch of all replicas
-TRAIN = UNIT * ACCUM
-
-
-class Net:
-    """Two layers in a stack, with noise from the key; (sum, count), so that every micro-batch weighs differently."""
-
-    def init(self, rng):
-        w, v = (0.3 * jax.random.normal(key, (2, FEATURES, FEATURES)) for key in jax.random.split(rng))
-        return {"ends": {"out": v[0]}, "stack": {"w": w}}
-
-    def prefix(self, ends, batch, rng):
-        return batch["x"]
-
-    def block(self, layer, x, rng):
-        noise = 1.0 if rng is None else jax.random.uniform(rng, x.shape, x.dtype, 0.5, 1.5)
-        return x + jnp.tanh(x @ layer["w"]) * noise
-
-    def suffix(self, ends, x, batch, rng):
-        error = ((x @ ends["out"] - batch["y"]) ** 2).mean(-1)
-        return jnp.sum(error * batch["mask"]), batch["mask"].sum()
-
-    def loss(self, params, batch, rng):
-        return stack_loss(self, params, batch, rng)
-
-
-def rows(seed, n=TRAIN):
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=(n, FEATURES)).astype(np.float32)
-    mask = (rng.random(n) < 0.6).astype(np.float32)
-    mask[::UNIT] = 1
-    return {"x": x, "y": np.roll(x, 1, axis=1), "mask": mask}
-
-
-def parts(seed, n=ACCUM):
-    return [rows(100 * seed + i, UNIT) for i in range(n)]
-
-
-def config(stage=2, **more):
-    return {
-        "train_micro_batch_size_per_gpu": MICRO,
-        "gradient_accumulation_steps": ACCUM,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "stack": {"unroll": False},
-        "compiler_options": FAST,
-        **more,
-    }
-
-
-def mesh(zero=REPLICAS, data=1):
-    return jzero.make_mesh(zero=zero, data=data, devices=jax.devices()[: zero * data])
-
-
-@lru_cache
-def compiled(stage):
-    """(step, its first state): compiled once, for the tests that need no config of their own."""
-    step = jzero.make_train_step(Net(), config(stage), mesh=mesh())
-    return step, step.init(jax.random.key(0))
-
-
-def engine(stage=2):
-    step, state = compiled(stage)
-    made = jzero.Engine(step, jax.random.key(0))
-    made.state = jax.tree.map(jnp.copy, state)
-    return made
-
-
-def build(stage=2, *, zero=REPLICAS, data=1, model=None, more=None, **arguments):
-    return jzero.initialize(
-        model=model or Net(), config=config(stage, **(more or {})), mesh=mesh(zero, data), **arguments
-    )
-
-
-def assert_same(a, b):
-    for x, y in zip(jax.tree.leaves(jax.device_get(a)), jax.tree.leaves(jax.device_get(b)), strict=True):
-        np.testing.assert_array_equal(x, y)
-
-
-def three_calls(engine, micro_batches):
-    losses = []
-    for micro_batch in micro_batches:
-        losses.append(engine(micro_batch))
-        engine.backward(losses[-1])
-        engine.step()
-    return losses
-
 
 # ------------------------------------------------------------------------------------------- the two loops
 
@@ -241,10 +164,6 @@ def test_evaluation():
         e.eval_batch(rows(0, 9))
 
 
-def parts_of(batch):
-    return [jax.tree.map(lambda x, i=i: x[i * UNIT : (i + 1) * UNIT], batch) for i in range(ACCUM)]
-
-
 # ------------------------------------------------------------------------------------------- what users ask
 
 
@@ -324,205 +243,6 @@ def test_set_train_batch_size():
     for size in (0, UNIT + 1):
         with pytest.raises(jzero.ConfigError, match=rf"train_batch_size = {size}: must be a multiple of {UNIT} "):
             e.set_train_batch_size(size)
-
-
-# ------------------------------------------------------------------------------------------- data
-
-
-def numbered(n):
-    samples = rows(0, n)
-    samples["y"][:, 0] = np.arange(n)
-    return samples
-
-
-def numbers(micro_batches):
-    return np.concatenate([np.asarray(b["y"][:, 0]) for b in micro_batches]).astype(int).tolist()
-
-
-def test_training_data():
-    """An epoch is whole global batches: of 5 micro-batches of samples and 2 of accumulation, 6."""
-    e, _, loader, _ = build(training_data=numbered(5 * UNIT), more={"gradient_accumulation_steps": 2})
-    assert len(loader) == 6
-    assert e.training_dataloader is loader
-    for _ in range(6):  # two epochs
-        e.train_batch()
-    assert e.global_samples == 12 * UNIT
-    assert loader.position == {"epoch": 2, "samples": 0}
-    epochs = [numbers(loader) for _ in range(2)]
-    assert all(sorted(epoch[: 5 * UNIT]) == list(range(5 * UNIT)) for epoch in epochs)
-    assert all(epoch[5 * UNIT :] == epoch[:UNIT] for epoch in epochs)
-    assert epochs[0] != epochs[1]
-
-
-def test_the_position_is_the_engines():
-    """Two runs over the same data: the second one goes on where the first was, in other global batches."""
-    samples = numbered(7 * UNIT)
-    straight, _, loader, _ = build(training_data=samples)
-    assert loader.position == {"epoch": 0, "samples": 0}
-    losses = [float(straight.train_batch())]
-    saved = loader.position
-    assert saved == {"epoch": 0, "samples": TRAIN}
-    straight.set_train_batch_size(2 * UNIT)
-    losses += [float(straight.train_batch()) for _ in range(4)]
-    assert loader.position == {"epoch": 1, "samples": 4 * UNIT}  # 3 + 2 x 2 micro-batches, then the next epoch
-    more = {"gradient_accumulation_steps": 2}
-    again, _, loader, _ = build(training_data=samples, more=more)
-    first = again.train_batch()
-    again.training_dataloader.seek({"epoch": 0, "samples": 0})
-    fresh, _, other, _ = build(training_data=samples, more=more)
-    assert float(first) == float(fresh.train_batch())
-    again.state, fresh.state = (jax.tree.map(jnp.copy, fresh.state) for _ in range(2))
-    for loader in (again.training_dataloader, other):
-        loader.seek(saved)
-    assert [float(again.train_batch()) for _ in range(4)] == [float(fresh.train_batch()) for _ in range(4)]
-    assert other.position == straight.training_dataloader.position
-    assert len(set(losses)) == 5
-
-
-def test_what_the_loader_gives_is_not_copied():
-    e, _, loader, _ = build(training_data=rows(0))
-    micro_batch = next(iter(loader))
-    placed = e.step_fn.place_micro_batch(micro_batch)
-    assert all(a is b for a, b in zip(jax.tree.leaves(placed), jax.tree.leaves(micro_batch), strict=True))
-
-
-def test_training_data_as_samples():
-    whole, one = rows(0, UNIT + 1), {"gradient_accumulation_steps": 1}
-    samples = [jax.tree.map(lambda x, i=i: x[i], whole) for i in range(UNIT + 1)]
-    _, _, loader, _ = build(training_data=samples, more=one)
-    assert [b["x"].shape for b in loader] == [(UNIT, FEATURES)] * 2  # the last one filled up
-    _, _, loader, _ = build(training_data=samples, more={"dataloader_drop_last": True, **one})
-    assert len(loader) == len(list(loader)) == 1
-
-
-def test_training_data_that_ends():
-    """An iterator of samples, which no epoch follows; a user's own iterator of micro-batches stays possible."""
-    whole = rows(0, TRAIN + 1)
-    e, *_ = build(training_data=(jax.tree.map(lambda x, i=i: x[i], whole) for i in range(TRAIN + 1)))
-    e.train_batch(iter(parts(0)))
-    e.train_batch()
-    e.train_batch()
-    with pytest.raises(jzero.ConfigError, match=r"ended after 0 of 3 micro-batches.*give a function that makes one"):
-        e.train_batch()
-    assert e.global_steps == 3
-
-
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        (rows(0, UNIT - 1), "7 samples do not fill one global batch of 24"),
-        ({**rows(0), "y": np.zeros((3, 2))}, "have .3, 24. samples"),
-        (rows(0, 0), "training_data contains no samples"),
-        ([], "training_data contains no samples"),
-    ],
-)
-def test_bad_training_data(data, words):
-    with pytest.raises(jzero.ConfigError, match=words):
-        build(training_data=data, more={"dataloader_drop_last": True})
-
-
-def test_repeating_loader():
-    loader = jzero.RepeatingLoader([1, 2, 3])
-    assert [next(loader) for _ in range(7)] == [1, 2, 3, 1, 2, 3, 1]
-    e = engine()
-    e.train_batch(jzero.RepeatingLoader(parts(0, 2)))
-    assert e.micro_steps == ACCUM
-
-
-# ------------------------------------------------------------------------------------------- checkpoints
-
-
-@pytest.mark.parametrize(("stage", "zero", "data"), [(0, 1, 1), (1, 2, 1), (3, 8, 1), (3, 4, 2)])
-def test_any_checkpoint_loads_on_any_layout(tmp_path, stage, zero, data):
-    saved = engine(2)
-    for seed in range(2):
-        saved.train_batch(rows(seed))
-    assert saved.save_checkpoint(tmp_path, client_state={"epoch": 7}).wait() == tmp_path / "global_step2"
-    assert (tmp_path / "latest").read_text() == "global_step2"
-    batch = {"train_micro_batch_size_per_gpu": None, "gradient_accumulation_steps": 1, "train_batch_size": TRAIN}
-    loaded, *_ = build(stage, zero=zero, data=data, more=batch, rng=jax.random.key(5))
-    path, client_state = loaded.load_checkpoint(tmp_path)
-    assert path == str(tmp_path / "global_step2")
-    assert client_state == {"epoch": 7}
-    assert_same((loaded.state.params, loaded.state.opt_state), (saved.state.params, saved.state.opt_state))
-    assert_same(*(jax.random.key_data(e.state.rng) for e in (loaded, saved)))
-    assert jax.tree.map(lambda x: x.sharding, loaded.state) == loaded.step_fn.state_shardings
-    assert (loaded.global_steps, loaded.global_samples, loaded.micro_steps) == (2, 2 * TRAIN, 2 * ACCUM)
-    np.testing.assert_allclose(loaded.eval_batch(rows(2)), saved.eval_batch(rows(2)), rtol=1e-6)
-    loaded.train_batch(rows(2))
-    assert int(loaded.state.step) == 3
-
-
-def test_a_loaded_run_goes_on_as_the_straight_one(tmp_path):
-    straight = engine(3)
-    straight.train_batch(rows(0))
-    straight.save_checkpoint(tmp_path, tag="here")
-    loaded = engine(3)
-    loaded.load_checkpoint(tmp_path, tag="here")
-    for seed in (1, 2):
-        assert straight.train_batch(rows(seed)) == loaded.train_batch(rows(seed))
-    assert_same(straight.state.params, loaded.state.params)
-
-
-def test_checkpoint_mistakes(tmp_path):
-    e = engine()
-    with pytest.raises(jzero.ConfigError, match="has no default checkpoint"):
-        e.load_checkpoint(tmp_path)
-    with pytest.raises(jzero.ConfigError, match="does not exist"):
-        e.load_checkpoint(tmp_path, tag="no")
-    with pytest.raises(jzero.ConfigError, match="client_state is not JSON"):
-        e.save_checkpoint(tmp_path, client_state={"x": object()})
-    e.backward(e(parts(0)[0]))
-    for call in (lambda: e.save_checkpoint(tmp_path), lambda: e.load_checkpoint(tmp_path)):
-        with pytest.raises(jzero.ConfigError, match="1 micro-batches wait for step"):
-            call()
-
-
-# ------------------------------------------------------------------------------------------- a client's optimizer
-
-
-def sgd_steps(rates):
-    """The parameters after SGD at these rates, through the config's optimizer."""
-    e, *_ = build(0, optimizer=lambda lr: optax.sgd(lr), lr_scheduler=lambda count: jnp.asarray(rates)[count])
-    for seed in range(len(rates)):
-        e.train_batch(rows(seed))
-    return e.state.params
-
-
-def test_client_optimizers():
-    expected = sgd_steps([0.1, 0.1])
-    e, tx, _, schedule = build(3, optimizer=(own := optax.sgd(0.1)))
-    assert tx is own
-    assert schedule is None
-    assert np.isnan(e.get_lr()[0])
-    injected, _, _, none = build(3, optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=0.1))
-    assert none is None
-    assert injected.get_lr() == pytest.approx([0.1])
-    for seed in range(2):
-        e.train_batch(rows(seed))
-        injected.train_batch(rows(seed))
-    for params in (e.state.params, injected.state.params):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), params, expected)
-
-
-def test_an_optimizer_of_the_schedule_and_a_scheduler():
-    e, _, _, schedule = build(3, optimizer=lambda lr: optax.sgd(lr), lr_scheduler=lambda count: 0.1 * (count + 1))
-    assert [float(schedule(n)) for n in (0, 4)] == pytest.approx([0.1, 0.5])
-    rates = []
-    for seed in range(2):
-        rates += e.get_lr()
-        e.train_batch(rows(seed))
-    assert rates == pytest.approx([0.1, 0.2])
-    expected = sgd_steps([0.1, 0.2])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), e.state.params, expected)
-
-
-def test_a_scheduler_for_the_configs_optimizer():
-    e, *_ = build(lr_scheduler=optax.linear_schedule(0.0, 1.0, 10))
-    before = jax.device_get(e.state.params)
-    e.train_batch(rows(0))
-    assert_same(e.state.params, before)  # the rate is 0
-    assert e.get_lr() == pytest.approx([0.1])
 
 
 # ------------------------------------------------------------------------------------------- mistakes

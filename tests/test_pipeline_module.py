@@ -1,49 +1,20 @@
-"""PipelineModule against the same layers called by hand, and the switch against the module."""
+"""PipelineModule: which layers are the stack, NNX and Linen layers, errors."""
 
 import subprocess
 import sys
 from functools import partial
-from itertools import product
 from pathlib import Path
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
-from helpers.sampling import sample
+from helpers.layer_lists import BLOCK, EMBED, KEY, Residual, X, Y, close, linear, mean_square, pipeline, shapes
 
 import jzero
 from jzero.model import StackModel, fold
-from jzero.pipeline.layer_switch import switched
-from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
-
-X = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
-Y = np.random.default_rng(1).normal(size=(4, 2)).astype(np.float32)
-KEY = jax.random.key(0)
-BLOCK = LayerSpec(nnx.Linear, 8, 8)
-
-
-def mean_square(outputs, labels):
-    return ((outputs - labels) ** 2).mean()
-
-
-def pipeline(*layers, **options):
-    return PipelineModule(layers, options.pop("num_stages", None), **{"loss_fn": mean_square, **options})
-
-
-def shapes(params):
-    return {jax.tree_util.keystr(p, simple=True, separator="/"): x.shape for p, x in jax.tree.leaves_with_path(params)}
-
-
-def linear(params, x):
-    return x @ params["kernel"] + params["bias"]
-
-
-def close(a, b):
-    chex.assert_trees_all_close(a, b, rtol=1e-6, atol=1e-6)
-
+from jzero.pipeline.module import LayerSpec, TiedLayerSpec
 
 # ------------------------------------------------------------------------------------------- with a stack
 
@@ -78,14 +49,6 @@ def test_every_layer_starts_as_its_own_spec_says():
         model = pipeline(*alike)
         assert model.stack == range(3)
         np.testing.assert_allclose(model.init(KEY)["stack"]["kernel"][1], kernel, rtol=1e-6)
-
-
-class Residual(nnx.Module):
-    def __init__(self, width, rate, *, rngs):
-        self.linear, self.dropout = nnx.Linear(width, width, rngs=rngs), nnx.Dropout(rate, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.dropout(jnp.tanh(self.linear(x)))
 
 
 WIDE, THIN = LayerSpec(nnx.Linear, 8, 64), LayerSpec(nnx.Linear, 64, 8)
@@ -278,80 +241,6 @@ def test_dropout_keys_follow_the_layer():
     close(model.module(params)(ones), model.module(params)(ones))
 
 
-# ------------------------------------------------------------------------------------------- ties
-
-
-def attend(module, x):
-    return module.attend(x)
-
-
-TOKENS = np.arange(8).reshape(2, 4)
-EMBED, HEAD = (TiedLayerSpec("e", nnx.Embed, 16, 8, forward_fn=f) for f in (None, attend))
-
-
-@pytest.mark.parametrize("middle", [[BLOCK] * 4, [LayerSpec(nnx.Linear, 8, 4), LayerSpec(nnx.Linear, 4, 8)]])
-def test_tied(middle):
-    model = pipeline(EMBED, *middle, HEAD, loss_fn=lambda logits, labels: (logits * labels).sum())
-    params = model.init(KEY)
-    ends = params["ends"] if model.stack else params
-    assert shapes(ends["tied"]) == {"e/embedding": (16, 8)}
-    assert set(ends.get("layers", {})) == (set() if model.stack else {"1", "2"})
-    np.testing.assert_array_equal(
-        ends["tied"]["e"]["embedding"], nnx.Embed(16, 8, rngs=nnx.Rngs(jax.random.fold_in(KEY, 0))).embedding[...]
-    )
-    labels = np.random.default_rng(0).normal(size=(2, 4, 16)).astype(np.float32)
-
-    def untied(first, last, params):
-        x = first[TOKENS]
-        layers = [jax.tree.map(lambda w, i=i: w[i], params["stack"]) for i in range(4)] if model.stack else None
-        for layer in layers or [params["layers"]["1"], params["layers"]["2"]]:
-            x = linear(layer, x)
-        return (x @ last.T * labels).sum()
-
-    loss, gradients = jax.value_and_grad(model.loss)(params, (TOKENS, labels), None)
-    e = ends["tied"]["e"]["embedding"]
-    expected, (first, last) = jax.value_and_grad(untied, (0, 1))(e, e, params)
-    np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    np.testing.assert_allclose(
-        (gradients["ends"] if model.stack else gradients)["tied"]["e"]["embedding"], first + last, rtol=1e-5, atol=1e-5
-    )
-
-
-class Head(nnx.Module):
-    def __init__(self, *, rngs):
-        self.inner = nnx.Embed(16, 8, rngs=rngs)
-        self.bias = nnx.Param(jnp.ones(16))
-
-    def __call__(self, x):
-        return self.inner.attend(x) + self.bias[...]
-
-
-class Entry(nnx.Module):
-    def __init__(self, *, rngs):
-        self.inner, self.scale = nnx.Embed(16, 8, rngs=rngs), nnx.Param(jnp.full(8, 2.0))
-
-    def __call__(self, tokens):
-        return self.inner(tokens) * self.scale[...]
-
-
-@pytest.mark.parametrize("attr", ["inner.embedding", "inner", ["inner.embedding"]])
-def test_tied_weight_attr(attr):
-    model = pipeline(*(TiedLayerSpec("e", c, tied_weight_attr=attr) for c in (Entry, Head)))
-    params = model.init(KEY)
-    assert shapes(params) == {"layers/0/scale": (8,), "layers/1/bias": (16,), "tied/e/inner/embedding": (16, 8)}
-    table = params["tied"]["e"]["inner"]["embedding"]
-    close(model.module(params)(TOKENS), 2 * table[TOKENS] @ table.T + 1)
-
-
-def test_tied_linen():
-    layers = [TiedLayerSpec("e", linen.Embed, 16, 8, forward_fn=f) for f in (None, attend)]
-    model = pipeline(*layers, example_batch=(TOKENS, np.ones((2, 4, 16))))
-    params = model.init(KEY)
-    assert shapes(params) == {"tied/e/embedding": (16, 8)}
-    table = params["tied"]["e"]["embedding"]
-    close(model.module(params)(TOKENS), table[TOKENS] @ table.T)
-
-
 # ------------------------------------------------------------------------------------------- errors
 
 
@@ -430,93 +319,3 @@ def test_errors_of_the_first_step():
         jzero.ConfigError, match=r"layers\[0:2\] \(Linear\) are alike.*float32\[4,8\] becomes bfloat16\["
     ):
         model.loss(half, (np.ones((4, 8), np.float32), Y), None)
-
-
-# ------------------------------------------------------------------------------------------- the switch
-
-
-def start(x):
-    return {"h": x["x"].astype(jnp.float32), "mask": x["x"] > 0, "ids": x["ids"], "half": x["x"].astype(jnp.bfloat16)}
-
-
-class Wide(nnx.Module):
-    """Other shapes and another tree; integers and bools that must come through exactly."""
-
-    def __init__(self, d_in, d_out, *, rngs):
-        self.linear, self.dropout = nnx.Linear(d_in, d_out, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
-
-    def __call__(self, x):
-        h = self.dropout(jnp.tanh(self.linear(jnp.where(x["mask"].any(), x["h"], 0))))
-        return {**x, "h": h, "more": (x["ids"] // 2, h[:, :1] * x["half"][:, :1].astype(h.dtype))}
-
-
-def finish(x):
-    assert x["ids"].dtype == jnp.uint32
-    assert x["mask"].dtype == bool
-    return x["h"] + x["more"][1] + (x["ids"] == np.uint32(2**32 - 1))[:, None] + (x["more"][0] == 2**31 - 1)[:, None]
-
-
-INPUTS = {"x": X, "ids": np.array([2**32 - 1, 0, 1, 2**31], np.uint32)}
-
-
-def switch_model():
-    wide, thin = LayerSpec(Wide, 3, 16), LayerSpec(Wide, 16, 2)
-    return pipeline(start, wide, LayerSpec(Wide, 16, 16), thin, finish, num_stages=3)
-
-
-BOUNDARIES = [(0, 1, 5), (0, 2, 3, 5), (0, 1, 2, 3, 4, 5), (0, 5)]
-
-
-@pytest.mark.parametrize(
-    ("mode", "boundaries"), sample(product(["evaluation", "dropout"], BOUNDARIES), strength=1), ids=str
-)
-def test_switched_is_the_module(mode, boundaries):
-    key = KEY if mode == "dropout" else None
-    model, batch = switch_model(), (INPUTS, Y)
-    assert not model.stack
-    params = model.init(KEY)
-    prefix, chunk, suffix = switched(model, boundaries, *jax.eval_shape(lambda *args: args, params, batch))
-
-    @jax.jit
-    def loss(params):
-        body = lambda x, part: (chunk(params, x, part, key), None)  # noqa: E731
-        x, _ = jax.lax.scan(body, prefix(batch), jnp.arange(len(boundaries) - 1))
-        return suffix(x, batch, key)
-
-    expected = jax.jit(jax.value_and_grad(lambda params: model.loss(params, batch, key)))(params)
-    close(jax.value_and_grad(loss)(params), expected)
-    assert min(np.abs(g).max() for g in jax.tree.leaves(expected[1])) > 1e-3
-
-
-def test_switched_buffers():
-    model, params = switch_model(), switch_model().init(KEY)
-    prefix, chunk, _ = switched(model, [0, 2, 5], params, (INPUTS, Y))
-    x = prefix((INPUTS, Y))
-    longest = 4 * (16 + 1 + 3)  # h, more[1] and half
-    assert {kind: (v.shape, v.dtype) for kind, v in x.items()} == {
-        "float": ((longest,), jnp.float32), "other": ((4 * (3 + 1 + 1),), jnp.int32)
-    }  # fmt: skip
-    np.testing.assert_array_equal(x["float"], [*X.ravel(), *[0] * (longest - X.size)])
-    np.testing.assert_array_equal(x["other"].view(np.uint32), [*INPUTS["ids"], *[0] * 16])
-    assert set(chunk(params, x, jnp.int32(1), None)) == {"float", "other"}
-
-    model = pipeline(LayerSpec(nnx.Linear, 3, 2), jnp.tanh)
-    prefix, _, _ = switched(model, [0, 1, 2], model.init(KEY), (X, Y))
-    assert set(prefix((X, Y))) == {"float"}  # nothing else goes between the layers
-
-
-def test_switched_keeps_its_arguments_alone():
-    model, params = switch_model(), switch_model().init(KEY)
-    prefix, chunk, _ = switched(model, [0, 2, 5], params, (INPUTS, Y))
-    x = prefix((INPUTS, Y))
-    _, pullback = jax.vjp(lambda params, x: chunk(params, x, jnp.int32(1), KEY), params, x)
-    arguments = {(v.shape, v.dtype) for v in jax.tree.leaves((params, x, jnp.int32(1), KEY))}
-    kept = [(v.shape, v.dtype) for v in jax.tree.leaves(pullback)]
-    assert kept
-    assert set(kept) <= arguments
-
-
-def test_switched_refuses_what_it_cannot_pack():
-    model = pipeline(lambda x: x + 1j, jnp.abs)
-    with pytest.raises(jzero.ConfigError, match="complex64 cannot go from stage to stage"):
-        switched(model, [0, 1, 2], {}, (X, Y))

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.engines import three_calls
+from helpers.layer_lists import EMBED, HEAD, Residual, Wide, finish, pipeline, start
 from helpers.pipelines import (
     BOUND,
     ROWS,
@@ -26,11 +28,9 @@ from helpers.pipelines import (
     run,
     unpipelined,
 )
+from helpers.reference import ADAMW, assert_bitwise, place
 from helpers.sampling import keep
 from test_bad_input import refused
-from test_engine import three_calls
-from test_oracle import ADAMW, assert_bitwise, place
-from test_pipeline_module import EMBED, HEAD, Residual, Wide, finish, pipeline, start
 
 import jzero
 from jzero.engine.run_report import report

@@ -4,7 +4,7 @@ The gradients are read off the public API: SGD's learning rate is so high (1e4) 
 those after it, divided by the rate, are the gradient to float32's rounding. How far two gradients are apart is, leaf by
 leaf, ||a - b|| / ||b||, the 2-norm over all of the leaf. In float32 it is at most 1e-6, and so is the relative error of
 the losses and of the gradient's norm. The unpipelined step has the same ZeRO stage, replicas and micro-batches;
-`test_oracle` holds it against a plain loop.
+`test_oracle` compares it with a plain loop.
 """
 
 from functools import lru_cache
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_oracle import FAST, place
+from helpers.reference import FAST, place
 
 import jzero
 from jzero.model import stack_loss

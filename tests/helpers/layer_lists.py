@@ -1,0 +1,71 @@
+"""What the tests of lists of layers share."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
+
+X = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+Y = np.random.default_rng(1).normal(size=(4, 2)).astype(np.float32)
+KEY = jax.random.key(0)
+BLOCK = LayerSpec(nnx.Linear, 8, 8)
+
+
+def mean_square(outputs, labels):
+    return ((outputs - labels) ** 2).mean()
+
+
+def pipeline(*layers, **options):
+    return PipelineModule(layers, options.pop("num_stages", None), **{"loss_fn": mean_square, **options})
+
+
+def shapes(params):
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): x.shape for p, x in jax.tree.leaves_with_path(params)}
+
+
+def linear(params, x):
+    return x @ params["kernel"] + params["bias"]
+
+
+def close(a, b):
+    chex.assert_trees_all_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+class Residual(nnx.Module):
+    def __init__(self, width, rate, *, rngs):
+        self.linear, self.dropout = nnx.Linear(width, width, rngs=rngs), nnx.Dropout(rate, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.dropout(jnp.tanh(self.linear(x)))
+
+
+def attend(module, x):
+    return module.attend(x)
+
+
+TOKENS = np.arange(8).reshape(2, 4)
+EMBED, HEAD = (TiedLayerSpec("e", nnx.Embed, 16, 8, forward_fn=f) for f in (None, attend))
+
+
+def start(x):
+    return {"h": x["x"].astype(jnp.float32), "mask": x["x"] > 0, "ids": x["ids"], "half": x["x"].astype(jnp.bfloat16)}
+
+
+class Wide(nnx.Module):
+    """Other shapes and another tree; integers and bools that must come through exactly."""
+
+    def __init__(self, d_in, d_out, *, rngs):
+        self.linear, self.dropout = nnx.Linear(d_in, d_out, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        h = self.dropout(jnp.tanh(self.linear(jnp.where(x["mask"].any(), x["h"], 0))))
+        return {**x, "h": h, "more": (x["ids"] // 2, h[:, :1] * x["half"][:, :1].astype(h.dtype))}
+
+
+def finish(x):
+    assert x["ids"].dtype == jnp.uint32
+    assert x["mask"].dtype == bool
+    return x["h"] + x["more"][1] + (x["ids"] == np.uint32(2**32 - 1))[:, None] + (x["more"][0] == 2**31 - 1)[:, None]
