@@ -7,6 +7,7 @@ import numpy as np
 import jzero
 from jzero.model import stack_loss
 
+jax.config.update("jax_disable_most_optimizations", True)  # as conftest.py does, for the processes that import this
 FEATURES, LAYERS, TRAIN = 8, 4, 32
 
 # name: stage, mesh, micro-batch, pipeline; the global batch is the same for all
@@ -80,7 +81,6 @@ def settings(layout, **more):
         "mesh": {"zero": 1, **mesh},
         "pipeline": pipeline,
         "stack": {"unroll": "auto" if "pipe" in mesh else False},
-        "compiler_options": {"xla_backend_optimization_level": 0},  # compiling is what the tests spend their time on
         **more,
     }
 

@@ -18,7 +18,6 @@ from flax import linen, nnx
 import jzero
 
 WIDTH, ROWS, LR = 8, 16, 0.1
-FAST = {"xla_backend_optimization_level": 0}
 X = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
 KEY = jax.random.key(3)
 
@@ -33,7 +32,6 @@ def train(model, steps=3, **more):
         "train_batch_size": ROWS,
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "compiler_options": FAST,
         **more,
     }
     step = jzero.make_train_step(model, config, mesh=jzero.make_mesh(devices=jax.devices()[:4]))
@@ -222,7 +220,7 @@ def test_constants_of_a_stack(pipe):
     mesh = {"train_micro_batch_size_per_gpu": ROWS, "mesh": {"pipe": pipe}, "zero_optimization": {"stage": 1}}
     step = jzero.make_train_step(
         model,
-        {"optimizer": {"type": "SGD", "params": {"lr": LR}}, "compiler_options": FAST, **mesh},
+        {"optimizer": {"type": "SGD", "params": {"lr": LR}}, **mesh},
         mesh=jzero.make_mesh(pipe=pipe, devices=jax.devices()[:pipe]),
     )
     state = step.init(KEY)

@@ -235,7 +235,6 @@ def test_linen_and_nnx_train():
             "train_batch_size": 4,
             "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
             "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-            "compiler_options": {"xla_backend_optimization_level": 0},  # compiles faster
         }
         step = jzero.make_train_step(model, config, mesh=jzero.make_mesh(devices=jax.devices()[:2]))
         state = step.init(jax.random.key(0))

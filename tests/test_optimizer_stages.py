@@ -17,7 +17,6 @@ from jzero.optimizers import table
 from models.llama import Llama, LlamaConfig
 
 DEVICES, LAYERS, STEPS = 8, 2, 3
-FAST = {"xla_backend_optimization_level": 0}  # compiling is what these tests spend their time on
 
 CASES = [
     ("Adam", {"weight_decay": 0.1}),
@@ -81,7 +80,6 @@ def make(name, params, stage, model, batch_size):
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "stack": {"unroll": False},
-        "compiler_options": FAST,
     }
     return jzero.make_train_step(model, config, mesh=jzero.make_mesh(zero=DEVICES))
 

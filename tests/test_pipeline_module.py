@@ -91,7 +91,6 @@ def test_it_trains_under_zero_3():
         "train_batch_size": 8,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "compiler_options": {"xla_backend_optimization_level": 0},  # compiles faster
     }
     for layers in (
         [LayerSpec(nnx.Linear, 3, 8), BLOCK, BLOCK, LayerSpec(nnx.Linear, 8, 2)],

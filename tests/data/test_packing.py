@@ -190,7 +190,6 @@ def train(mesh, stage, rows, more=None):
         "train_batch_size": 8, "gradient_accumulation_steps": 4, "mesh": mesh, "seed": 3,
         "gradient_clipping": 0, **SGD,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "compiler_options": {"xla_backend_optimization_level": 0},
     } | (more or {})  # fmt: skip
     degrees = np.prod([n for n in mesh.values()])
     step = jzero.make_train_step(llama(), config, mesh=jzero.make_mesh({"mesh": mesh}, devices=jax.devices()[:degrees]))

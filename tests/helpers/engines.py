@@ -9,7 +9,6 @@ import numpy as np
 import jzero
 from jzero.model import stack_loss
 
-FAST = {"xla_backend_optimization_level": 0}  # compiling is what these tests spend their time on
 FEATURES, MICRO, ACCUM, REPLICAS = 8, 2, 3, 4
 UNIT = MICRO * REPLICAS  # rows of a micro-batch of all replicas
 TRAIN = UNIT * ACCUM
@@ -56,7 +55,6 @@ def config(stage=2, **more):
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "stack": {"unroll": False},
-        "compiler_options": FAST,
         **more,
     }
 

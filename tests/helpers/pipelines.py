@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.reference import FAST, place
+from helpers.reference import place
 
 import jzero
 from jzero.model import stack_loss
@@ -191,7 +191,6 @@ class Case(NamedTuple):
             "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 0},
             "optimizer": SGD,
             "gradient_clipping": 0.0,
-            "compiler_options": FAST,
             **({"pipeline": pipeline} if self.schedule else {}),
             **more,
         }

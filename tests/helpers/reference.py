@@ -21,8 +21,6 @@ from models.mlp import MLP, cross_entropy
 BATCH, SEQUENCE, VOCAB, STEPS = 32, 8, 64, 10
 LR, DECAY = 1e-3, 0.1
 CLIP = {"untied": 0.71, "tied": 0.71, "decoder": 0.53, "mlp": 0.85}  # among the gradient norms of the ten steps
-# Less of LLVM's work: compiling is what these tests spend their time on. The partitioned program is the same.
-FAST = {"xla_backend_optimization_level": 0}
 ADAMW = {"type": "AdamW", "params": {"lr": LR, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": DECAY}}
 
 
@@ -96,7 +94,7 @@ class Run(NamedTuple):
 
 @lru_cache
 def initial(name):
-    return jax.device_get(jax.jit(model(name).init, compiler_options=FAST)(jax.random.key(0)))
+    return jax.device_get(jax.jit(model(name).init)(jax.random.key(0)))
 
 
 @lru_cache
@@ -113,7 +111,7 @@ def reference(name):
         updates, opt_state = tx.update(gradient, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss, optax.tree.norm(gradient)
 
-    update = jax.jit(update, compiler_options=FAST)
+    update = jax.jit(update)
     params, losses, norms = initial(name), [], []
     opt_state = tx.init(params)
     for batch in batches(name):
@@ -156,7 +154,6 @@ class Layout(NamedTuple):
             "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 0},
             "activation_checkpointing": {"policy": self.remat},
             "stack": {"unroll": self.unroll},
-            "compiler_options": FAST,
             **precision,
             **more,
         }

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.sampling import keep
 from jobs import ROOT, Command, wait_for
 
 sys.path.append(str(ROOT / "tests"))
@@ -205,7 +204,8 @@ def test_a_killed_job_goes_on_by_itself(job, tmp_path, straight, moment, layout,
     assert left == {"global_step8", "global_step10", "global_step12", "latest"}
 
 
-@pytest.mark.parametrize("seconds", keep([15, 240], [15]))
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [15, 240])
 def test_a_job_killed_at_random_again_and_again(job, tmp_path, straight, seconds):
     """Any process, at any moment; the losses are the straight run's."""
     layout, directory, chance = "stage3 x 2", tmp_path / "runs", random.Random(7)

@@ -57,7 +57,6 @@ def step(made=None, stage=0, *, more=None, **axes):
         "gradient_accumulation_steps": axes.get("pipe", 1),
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "compiler_options": {"xla_backend_optimization_level": 0},
         **(more or {}),
     }
     return jzero.make_train_step(made or model(), config, mesh=jzero.make_mesh(devices=jax.devices()[:count], **axes))
