@@ -38,7 +38,7 @@ TABLE: dict[str, list[Fault]] = {
             10,
         ),
         elsewhere(
-            "data/test_loader.py::test_what_ends_the_thread_reaches_the_consumer",
+            "data/test_loader_thread.py::test_what_ends_the_thread_reaches_the_consumer",
             "a data source calls `sys.exit` or raises KeyboardInterrupt",
             "it reaches the training loop",
             1,
@@ -168,7 +168,7 @@ TABLE: dict[str, list[Fault]] = {
             3,
         ),
         elsewhere(
-            "test_resume.py::test_a_damaged_latest",
+            "test_resume_choice.py::test_a_damaged_latest",
             "`latest` holds zeros, a megabyte, ../x or an absolute path, or is a directory or a fifo",
             "a load is one line; a resume prints the fault and takes the newest whole checkpoint",
         ),

@@ -1,0 +1,105 @@
+"""Data and positions that do not fit, and kinds of data."""
+
+import importlib.util
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from helpers.loaders import Rows, Sizes, data, numbers
+
+import jzero
+from jzero.data import DataLoader
+
+
+@pytest.mark.parametrize(
+    ("position", "words"),
+    [
+        (None, "position = None: must be"),
+        ({"epoch": 1}, "must be"),
+        ({"epoch": 0, "samples": 1, "rank": 2}, "must be"),
+        ({"epoch": 0, "samples": -4}, "whole numbers from 0"),
+        ({"epoch": 0.0, "samples": 4}, "whole numbers from 0"),
+        ({"epoch": 0, "samples": 4, "begun": 6}, "begun must be at most samples"),
+        ({"epoch": 0, "samples": 100}, "training_data has 20 samples per epoch, so the position belongs to other data"),
+    ],
+)
+def test_positions_that_do_not_fit(position, words):
+    for kind in ("arrays", "function"):
+        loader = DataLoader(data(kind, 20), Sizes(4, 1, 1))
+        with pytest.raises(jzero.ConfigError, match=words):
+            next(iter(loader.seek(position) or loader))
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ([], "training_data contains no samples"),
+        (np.zeros((0, 3)), "training_data contains no samples"),
+        ({}, "training_data contains no samples"),
+        (lambda: iter(()), "training_data contains no samples"),
+        ({"x": np.zeros(4), "y": np.zeros(3)}, r"have \[3, 4\] samples"),
+        ({"train": [1, 2]}, r"training_data\['train'\]\[0\] is int; expected an array"),
+        (np.float32(1), "training_data is float32: must be a pytree"),
+        (np.array(1), "is ndarray; expected an array with a leading sample dimension"),
+        (7, "training_data is int: must be a pytree"),
+        (np.array(["a", "b"]), "training_data has dtype <U1; expected numbers"),
+        ([np.zeros(2), np.zeros(3)] * 2, r"2 shapes, such as \(2,\) and \(3,\).*Packed"),
+        ([{"x": 1.0}, {"y": 1.0}], "have 2 shapes"),
+        (["a", "b"], "training_data has dtype <U1; expected numbers"),
+        (SimpleNamespace(rows=lambda indices: np.zeros(7), __len__=None), "training_data is SimpleNamespace"),
+    ],
+)
+def test_bad_data(bad, words):
+    with pytest.raises(jzero.ConfigError, match=words):
+        next(iter(DataLoader(bad, Sizes(2, 1, 1))))
+
+
+def test_a_source_that_gives_something_else():
+    source = Rows(8)
+    source.rows = lambda indices: np.zeros(7)
+    with pytest.raises(jzero.ConfigError, match=r"returned a leaf of shape \(7,\) for 2 indices"):
+        next(iter(DataLoader(source, Sizes(2, 1, 1))))
+
+
+@pytest.mark.parametrize("kind", ["arrays", "function"])
+def test_too_few_samples(kind):
+    with pytest.raises(jzero.ConfigError, match="7 samples do not fill one global batch of 8"):
+        next(iter(DataLoader(data(kind, 7), Sizes(2, 2, 2), drop_last=True)))
+    assert numbers(DataLoader(data(kind, 3), Sizes(2, 2, 2), shuffle=False)) == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+def test_hugging_face_columns():
+    datasets = pytest.importorskip("datasets")
+    mixed = datasets.Dataset.from_dict({"x": [1, 2], "text": ["a", "b"]})
+    with pytest.raises(
+        jzero.ConfigError, match=r"\['text'\] has dtype <U1; expected numbers; select columns .*select_columns"
+    ):
+        next(iter(DataLoader(mixed, Sizes(2, 1, 1))))
+    with pytest.raises(jzero.ConfigError, match=r"training_data\['ragged'\] has dtype object; expected numbers"):
+        next(iter(DataLoader(datasets.Dataset.from_dict({"ragged": [[1], [1, 2]]}), Sizes(2, 1, 1))))
+    with pytest.raises(jzero.ConfigError, match=r"is DatasetDict; expected an array .*dict of splits, pass one split"):
+        DataLoader(datasets.DatasetDict({"train": mixed}), Sizes(2, 1, 1))
+    chosen = mixed.with_format("torch" if importlib.util.find_spec("torch") else "numpy", columns=["x"])
+    assert np.asarray(next(iter(DataLoader(chosen, Sizes(2, 1, 1), shuffle=False)))["x"]).tolist() == [1, 2]
+    whole = datasets.Dataset.from_dict({"x": [1, 2], "y": [3, 4]}).with_format(columns=["x"], output_all_columns=True)
+    assert next(iter(DataLoader(whole, Sizes(2, 1, 1)))).keys() == {"x", "y"}
+    doubled = mixed.with_transform(lambda batch: {"x": [np.float32(2 * x) for x in batch["x"]]})
+    assert np.asarray(next(iter(DataLoader(doubled, Sizes(2, 1, 1), shuffle=False)))["x"]).tolist() == [2, 4]
+    streamed = datasets.Dataset.from_dict({"x": list(range(20))}).to_iterable_dataset().shuffle(seed=1, buffer_size=20)
+    loader = DataLoader(streamed, Sizes(2, 1, 1))
+    first, second = ([int(x) for batch in loader for x in batch["x"]] for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert first != second
+    streamed = data("hugging face", 6).to_iterable_dataset()
+    assert numbers(DataLoader(streamed, Sizes(2, 1, 1))) == list(range(6))
+
+
+def test_lists_of_numbers_are_arrays():
+    lists = [{"x": i, "y": [float(i), -i], "image": [[i, 1], [2, True]]} for i in range(4)]
+    for source in (lists, lambda: iter(lists)):
+        (batch,) = DataLoader(source, Sizes(4, 1, 1), shuffle=False)
+        assert numbers([batch]) == [0, 1, 2, 3]
+        assert np.asarray(batch["image"]).tolist() == [[[i, 1], [2, 1]] for i in range(4)]
+    for ragged, words in (([[1, 2], [3]], "have 2 shapes"), ([[[1], [2, 3]]] * 2, "have lists of uneven length")):
+        with pytest.raises(jzero.ConfigError, match=f"samples {words}"):
+            next(iter(DataLoader(ragged, Sizes(2, 1, 1))))

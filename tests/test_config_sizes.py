@@ -1,0 +1,142 @@
+"""Batch sizes and mesh degrees: arithmetic, and advice that is right."""
+
+import math
+
+import pytest
+from helpers.configs import problem
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jzero.config import Config
+from jzero.errors import ConfigError
+
+sizes = st.integers(1, 64)
+TRAIN, MICRO, ACCUM = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+@given(sizes, sizes, sizes, st.sets(st.sampled_from([TRAIN, MICRO, ACCUM]), min_size=2))
+def test_two_or_three_consistent_sizes_give_the_third(micro, accum, replicas, kept):
+    whole = {TRAIN: micro * accum * replicas, MICRO: micro, ACCUM: accum}
+    got = Config.load({key: whole[key] for key in kept}).batch(replicas)
+    assert got[:3] == tuple(whole.values())
+    assert got.inferred == ", ".join(f"{key} = {value}" for key, value in whole.items() if key not in kept)
+
+
+@given(sizes, sizes)
+def test_one_size_means_one_accumulation_step(size, replicas):
+    assert Config.load({MICRO: size}).batch(replicas)[:3] == (size * replicas, size, 1)
+    assert Config.load({TRAIN: size * replicas}).batch(replicas)[:3] == (size * replicas, size, 1)
+
+
+@given(st.integers(1, 200), st.none() | sizes, st.none() | sizes, st.integers(1, 16))
+def test_batch_is_consistent_or_its_advice_is(train, micro, accum, replicas):
+    config = Config.load({TRAIN: train, MICRO: micro, ACCUM: accum})
+    try:
+        got = config.batch(replicas)
+    except ConfigError as error:
+        assert train % ((micro or 1) * (accum or 1) * replicas) or (micro and accum)
+        advice = str(error).split("nearest valid: ")[1]
+        for fix in advice.split(", or "):
+            key, values = fix.split(" = ")
+            for value in values.split(" or "):
+                fixed = Config.load({TRAIN: train, MICRO: micro, ACCUM: accum, key: int(value)}).batch(replicas)
+                assert fixed.train == fixed.micro * fixed.accum * replicas
+    else:
+        assert got.train == train == got.micro * got.accum * replicas
+        assert micro in (None, got.micro)
+        assert accum in (None, got.accum)
+
+
+def test_batch_error_prints_the_equation():
+    with pytest.raises(ConfigError) as error:
+        Config.load({TRAIN: 33, MICRO: 4}).batch(2)
+    message = str(error.value)
+    assert message.startswith("train_batch_size = 33: must equal")
+    assert f"{MICRO} 4 × {ACCUM} 4 (inferred) × 2 replicas = 32" in message
+    assert "nearest valid: train_batch_size = 32 or 40" in message
+
+
+def test_no_batch_size():
+    for given_, part in (({}, "give train_batch_size"), ({ACCUM: 3}, f"{ACCUM} = 3 alone")):
+        with pytest.raises(ConfigError, match=part):
+            Config.load(given_).batch(2)
+    with pytest.raises(ConfigError, match="replicas = 0"):
+        Config.load({TRAIN: 1}).batch(0)
+
+
+# ---- mesh degrees ---------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 16), st.integers(1, 16), st.sampled_from([None, "data", "zero"]))
+def test_mesh_degrees_resolve_the_rest(data, zero, rest):
+    mesh = {"data": data, "zero": zero} | ({rest: -1} if rest else {})
+    got = Config.load({"mesh": mesh, "data_parallel_size": data * zero}).mesh_degrees(data * zero)
+    assert got == {"pipe": 1, "data": data, "zero": zero, "tensor": 1}
+    assert list(got) == ["pipe", "data", "zero", "tensor"]
+
+
+@given(st.integers(1, 12), st.integers(2, 12))
+def test_a_shard_size_sets_zero_and_leaves_the_rest_to_data(groups, shard):
+    for mesh in ({}, {"zero": -1}, {"zero": shard}, {"data": -1}, {"data": groups}):
+        config = Config.load({"zero_optimization": {"mics_shard_size": shard}, "mesh": mesh})
+        assert config.mesh_degrees(groups * shard) == {"pipe": 1, "data": groups, "zero": shard, "tensor": 1}
+
+
+axis = st.none() | st.integers(1, 8)
+
+
+@given(st.integers(1, 32), axis, axis, st.integers(-1, 8).filter(bool))
+def test_mesh_degrees_use_every_device_or_say_what_fits(devices, data, zero, mics):
+    mesh = {k: v for k, v in (("data", data), ("zero", zero)) if v}
+    source = {"mesh": mesh, "zero_optimization": {"mics_shard_size": mics}}
+    if mics > 0 and zero not in (None, mics):
+        assert "keep one" in problem(source)
+        return
+    shard = mics if mics > 0 else zero  # None: the rest
+    outer = data or (None if mics > 0 else 1)
+    fixed = (shard or 1) * (outer or 1)
+    if devices % fixed == 0 if None in (shard, outer) else devices == fixed:
+        got = Config.load(source).mesh_degrees(devices)
+        assert math.prod(got.values()) == devices
+        assert (got["data"], got["zero"]) == (outer or devices // fixed, shard or devices // fixed)
+    else:
+        with pytest.raises(ConfigError, match=rf"the number of devices, {devices}; what fits: "):
+            Config.load(source).mesh_degrees(devices)
+
+
+@pytest.mark.parametrize(
+    ("given", "devices", "parts"),
+    [
+        ({"mesh": {"data": 3}}, 8, ["mesh.data = 3: must divide the number of devices, 8", "mesh.data = 1, 2, 4 or 8"]),
+        (
+            {"mesh": {"data": 2, "zero": 2}},
+            8,
+            ["mesh.data 2 × mesh.zero 2 = 4 devices: must equal", "mesh.data = 4", "mesh.zero = 4"],
+        ),
+        (
+            {"mesh": {"data": 3, "zero": 3}},
+            8,
+            ["mesh.data 3 × mesh.zero 3 = 9 devices: must equal", "whose product is 8"],
+        ),
+        ({"zero_optimization": {"mics_shard_size": 3}}, 8, ["zero_optimization.mics_shard_size = 3", "1, 2, 4 or 8"]),
+        (
+            {"zero_optimization": {"mics_shard_size": 4}, "mesh": {"data": 1}},
+            8,
+            ["zero_optimization.mics_shard_size = 4", "the number of devices, 8", "mesh.data = 2"],
+        ),
+        (
+            {"mesh": {"tensor": -1, "zero": 2}},
+            8,
+            ["mesh.tensor = -1: gives 4", "not yet supported: tensor parallelism"],
+        ),
+        ({"data_parallel_size": 4}, 8, ["data_parallel_size = 4", "data 1 × zero 8 = 8"]),
+        ({}, 0, ["num_devices = 0"]),
+    ],
+)
+def test_mesh_errors(given, devices, parts):
+    config = Config.load(given)
+    with pytest.raises(ConfigError) as error:
+        config.mesh_degrees(devices)
+    for part in parts:
+        assert part in str(error.value)
+    assert "mesh.pipe = 2" not in str(error.value), "no advice for what was not asked for"

@@ -1,0 +1,300 @@
+"""Which checkpoint a run resumes from, and what it prints about it."""
+
+import json
+import os
+import shutil
+
+import jax
+import pytest
+from helpers.resuming import samples
+from layouts import LAYOUTS, assert_same, batch, build, data
+
+import jzero
+from jzero.distributed import preemption
+
+
+@pytest.fixture(autouse=True)
+def no_signal_handler(monkeypatch):
+    """SIGTERM stays pytest's."""
+    monkeypatch.setattr(preemption, "listen", lambda: None)
+
+
+def test_the_newest_that_can_be_read(tmp_path, capfd):
+    engine = build(LAYOUTS["one"], resume=tmp_path)
+    assert f"no checkpoint in {tmp_path} yet: starting at step 0" in capfd.readouterr().out
+    for step in range(4):
+        engine.train_batch(batch(step))
+        engine.save_checkpoint(tmp_path)
+    jzero.checkpoint.wait()
+    (tmp_path / "global_step3" / "notes.json").write_text("{")
+    (tmp_path / "global_step4" / "state" / "manifest.ocdbt").write_bytes(b"")
+    (tmp_path / "global_step9.saving").mkdir()
+    resumed = build(LAYOUTS["one"], resume=tmp_path)
+    out, said = capfd.readouterr()
+    assert resumed.global_steps == 2
+    assert f"resumed from {tmp_path}/global_step2: step 2" in out
+    damaged = f"skipped: checkpoint {tmp_path}/global_step3 is damaged: notes.json"
+    for words in ("global_step9.saving was not finished", f"skipped: reading {tmp_path}/global_step4: ", damaged):
+        assert words in said
+    assert said.count("skipped: ") == 3
+    (tmp_path / "global_step4" / "notes.json").unlink()  # a known fault is said too, though it is not tried
+    shutil.rmtree(tmp_path / "global_step3")
+    (tmp_path / "latest").write_text("global_step3")
+    assert build(LAYOUTS["one"], resume=tmp_path).global_steps == 2
+    out, said = capfd.readouterr()
+    for words in ("global_step3 does not exist, and latest names it", "global_step4 is not complete: notes.json"):
+        assert f"skipped: checkpoint {tmp_path}/{words}" in said
+    (tmp_path / "latest").write_text("global_step1")
+    build(LAYOUTS["one"], resume=tmp_path)
+    assert "global_step2: step 2 (latest names global_step1)" in capfd.readouterr().out
+
+    for tag in ("global_step1", "global_step2"):
+        (tmp_path / tag / "notes.json").unlink()
+    with pytest.raises(jzero.CheckpointError, match=r"none of the 3 checkpoints in .* can be read"):
+        build(LAYOUTS["one"], resume=tmp_path)
+    for path in tmp_path.glob("global_step*"):
+        shutil.rmtree(path)
+    with pytest.raises(jzero.CheckpointError, match="global_step1 does not exist, and latest names it"):
+        build(LAYOUTS["one"], resume=tmp_path)
+
+
+def test_a_run_that_does_not_resume_beside_checkpoints(tmp_path, capfd):
+    """It says so, and does not remove what it did not write."""
+    section = {"checkpoint": {"dir": str(tmp_path / "runs"), "max_to_keep": 2}}
+    first = build(LAYOUTS["one"], **section)
+    for step in range(4):
+        first.train_batch(batch(step))
+        first.save_checkpoint()
+    jzero.checkpoint.wait()
+    assert "starting at step 0, though" not in capfd.readouterr().err
+    again = build(LAYOUTS["one"], **section)
+    words = f"starting at step 0, though {tmp_path}/runs holds global_step4, global_step3: jzero --resume, or resume="
+    assert words in capfd.readouterr().err
+    for step in range(2):
+        again.train_batch(batch(step))
+        again.save_checkpoint().wait()
+    left = {path.name for path in (tmp_path / "runs").glob("[!.]*")}
+    assert left == {"latest", "global_step1", "global_step2", "global_step3", "global_step4"}
+    (tmp_path / "file").touch()
+    for place in ("file", "file/runs"):
+        with pytest.raises(jzero.ConfigError, match=r"checkpoint.dir = .*/file is not a writable directory"):
+            build(LAYOUTS["one"], checkpoint={"dir": str(tmp_path / place)})
+
+
+def test_what_others_left_is_neither_taken_nor_removed(tmp_path, capfd):
+    """A directory of DeepSpeed's checkpoints, and other jobs' files."""
+    theirs = tmp_path / "global_step1" / "mp_rank_00_model_states.pt"
+    others = [tmp_path / name / "theirs" for name in ("x.saving", "y.replaced", "z")]
+    for file in (theirs, *others):
+        file.parent.mkdir()
+        file.touch()
+    (tmp_path / "z" / "state").mkdir()
+    (tmp_path / "latest").write_text("global_step1")
+    with pytest.raises(jzero.CheckpointError, match="global_step1 is not a jzero checkpoint, and latest names it"):
+        build(LAYOUTS["one"], resume=tmp_path)
+    engine = build(LAYOUTS["one"])
+    engine.train_batch(batch(0))
+    for tag, place in (("global_step1",) * 2, ("x", r"x\.saving"), ("y", r"y\.replaced"), ("z", "z")):
+        with pytest.raises(jzero.ConfigError, match=f"{place} exists and is not a jzero checkpoint: choose another"):
+            engine.save_checkpoint(tmp_path, tag)
+    with pytest.raises(jzero.ConfigError, match=r"checkpoint .*/y does not exist"):
+        engine.load_checkpoint(tmp_path, "y")
+    (tmp_path / "empty").mkdir()
+    engine.save_checkpoint(tmp_path, tag="empty").wait()
+    (tmp_path / "global_step0" / "state").mkdir(parents=True)
+    others += [tmp_path / "global_step0" / "theirs", tmp_path / "w" / "notes.json"]
+    for file in others[-2:]:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("{}")
+    with pytest.raises(jzero.ConfigError, match="w exists and is not a jzero checkpoint: choose another"):
+        engine.save_checkpoint(tmp_path, "w")
+    jzero.checkpoint.save(engine.state, tmp_path, "global_step1000", max_to_keep=1).wait()
+    shutil.rmtree(tmp_path / "global_step1000")
+    (tmp_path / "notes.json").write_text("[]")
+    assert all(file.exists() for file in (theirs, *others))
+    (tmp_path / "latest").write_text("global_step1")
+    shutil.rmtree(tmp_path / "w")
+    assert build(LAYOUTS["one"], resume=tmp_path).global_steps == 1
+    (tmp_path / "latest").write_bytes(b"global_\xff\x00")  # damaged, and not needed
+    capfd.readouterr()
+    assert build(LAYOUTS["one"], resume=tmp_path).global_steps == 1
+    assert r"its file 'latest' is damaged: it contains 'global_\udcff" in capfd.readouterr().err
+
+
+def test_a_damaged_latest(tmp_path, capfd):
+    """A resume takes the newest whole checkpoint; a load is an error in one line."""
+    engine, runs = build(LAYOUTS["one"]), tmp_path / "runs"
+    for step in range(2):
+        engine.train_batch(batch(step))
+        engine.save_checkpoint(runs).wait()
+    engine.save_checkpoint(tmp_path / "other").wait()
+    outside = tmp_path / "other" / "global_step2"
+    texts = {
+        bytes(20): "damaged: it contains '\\x00", b"g" * 10**6: "damaged: it contains 'ggg", b"": "empty",
+        b"../other/global_step2": "damaged: it contains '../other/", str(outside).encode(): "damaged: it contains '/",
+        b"..": "damaged: it contains '..'", b".": "damaged: it contains '.'", b"global_step1\nx": "damaged",
+        b"global_step1.saving": "damaged: it contains 'global_step1.saving'", b"\xff\xfe": "damaged",
+    }  # fmt: skip
+    faults = [(lambda text=text: (runs / "latest").write_bytes(text), words) for text, words in texts.items()]
+    faults += [((runs / "latest").mkdir, "is not a file"), (lambda: os.mkfifo(runs / "latest"), "is not a file")]
+    for make, words in faults:
+        latest = runs / "latest"
+        latest.rmdir() if latest.is_dir() else latest.unlink()
+        make()
+        with pytest.raises(jzero.ConfigError) as error:
+            engine.load_checkpoint(runs)
+        assert f"{runs} has no default checkpoint (its " in str(error.value)
+        assert words in str(error.value)
+        assert "choose a tag: global_step2, global_step1" in str(error.value)
+        capfd.readouterr()
+        assert build(LAYOUTS["one"], resume=runs).global_steps == 2
+        out, err = capfd.readouterr()
+        assert f"resumed from {runs}/global_step2: step 2" in out
+        (line,) = [line for line in err.splitlines() if line.startswith("jzero: ")]
+        assert line.startswith(f"jzero: skipped: {runs}: its ")
+        assert words in line
+        for problem in (line, str(error.value)):
+            assert problem.isprintable()
+            assert len(problem) < 2 * len(str(runs)) + 200
+    engine.save_checkpoint(runs).wait()  # replaces the pipe
+    assert engine.load_checkpoint(runs)[0] == str(runs / "global_step2")
+    for tag in ("global_step1", "global_step2"):
+        shutil.rmtree(runs / tag)
+    (runs / "latest").write_bytes(bytes(9))
+    with pytest.raises(jzero.CheckpointError, match=r"none of the 1 checkpoints in .*runs can be read: .*is damaged"):
+        build(LAYOUTS["one"], resume=runs)
+
+
+def test_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    engine = build(LAYOUTS["one"], resume="auto", checkpoint={"dir": "~/runs"})
+    engine.save_checkpoint().wait()
+    engine.save_checkpoint("~/others").wait()
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "others"}
+    assert build(LAYOUTS["one"]).load_checkpoint("~/runs")[0] == str(tmp_path / "runs" / "global_step0")
+    for place, words in (("~nobody-here/runs", "there is no such user"), ("runs\0", "NUL")):
+        for more in ({"resume": place}, {"checkpoint": {"dir": place}}):
+            with pytest.raises(jzero.ConfigError, match=words):
+                build(LAYOUTS["one"], **more)
+
+
+def test_addresses_are_no_directories():
+    for more in ({"resume": "gs://bucket/runs"}, {"checkpoint": {"dir": "s3://bucket/runs"}}):
+        with pytest.raises(
+            jzero.ConfigError, match="bucket/runs': must be a directory on a file system that all hosts"
+        ):
+            build(LAYOUTS["one"], **more)
+    with pytest.raises(jzero.ConfigError, match="the checkpoint directory = 'gs://b': must be a directory"):
+        build(LAYOUTS["one"]).save_checkpoint("gs://b")
+
+
+def test_any_kind_of_random_key(tmp_path):
+    def built(seed, kind, **more):
+        return build(LAYOUTS["stage1"], noise=True, rng=jax.random.key(seed, impl=kind), **more)
+
+    straight, stopped = (built(3, "rbg") for _ in range(2))
+    for step in range(2):
+        straight.train_batch(batch(step))
+        stopped.train_batch(batch(step))
+    stopped.save_checkpoint(tmp_path)
+    for kind in ("rbg", "threefry2x32"):
+        resumed = built(4, kind, resume=tmp_path)
+        assert_same(resumed.state, stopped.state)
+        assert str(jax.random.key_impl(resumed.state.rng)) == "rbg"
+    assert float(resumed.train_batch(batch(2))) == float(straight.train_batch(batch(2)))
+
+
+def test_no_run_starts_from_scratch_in_silence(tmp_path):
+    engine = build(LAYOUTS["one"])
+    engine.save_checkpoint(tmp_path / "runs").wait()
+    with pytest.raises(jzero.ConfigError, match=r"is itself a checkpoint; use its parent, .*/runs$"):
+        build(LAYOUTS["one"], resume=tmp_path / "runs" / "global_step0")
+    (tmp_path / "file").touch()
+    with pytest.raises(jzero.ConfigError, match="is not a writable directory"):
+        build(LAYOUTS["one"], resume=tmp_path / "file")
+    shutil.rmtree(tmp_path / "runs" / "global_step0" / "state")
+    with pytest.raises(jzero.CheckpointError, match="is not complete: it has no state"):
+        build(LAYOUTS["one"], resume=tmp_path / "runs")
+    engine.state = None
+    with pytest.raises(jzero.ConfigError, match="there is no state: reading a checkpoint into its place failed"):
+        engine.save_checkpoint(tmp_path / "runs")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "seed", "words"),
+    [
+        (data(), data(), 0, ""),
+        (data(), data(101), 0, "or in another order from here on: samples was 100, is 101"),
+        (data(), data(), 3, "or in another order from here on: seed was 0, is 3"),
+        (samples, samples, 3, ""),  # in their own order
+        (data(), None, 0, "has a position in training_data, but this run has no training_data"),
+        (None, data(), 0, "is of step 1 but has no position in training_data, which begins at its start"),
+        (None, None, 3, ""),
+    ],
+    ids=["same", "samples", "seed", "iterable", "none now", "none before", "none"],
+)
+def test_other_data_are_said(tmp_path, capfd, before, now, seed, words):
+    layout = LAYOUTS["stage1"]
+    saved = build(layout, training_data=before)
+    saved.train_batch(*[batch(0)] * (before is None))
+    saved.save_checkpoint(tmp_path)
+    build(layout, training_data=now, resume=tmp_path, seed=seed)
+    said = capfd.readouterr().err
+    assert words in said
+    assert ("training_data" in said or "another order" in said) == bool(words)
+
+
+def test_load_weights_does_not_undo_a_resume(tmp_path):
+    engine = build(LAYOUTS["one"])
+    engine.train_batch(batch(0))
+    engine.save_checkpoint(tmp_path, client_state={"best": 2}).wait()
+    resumed = build(LAYOUTS["one"], resume=tmp_path)
+    assert resumed.client_state == {"best": 2}
+    with pytest.raises(jzero.ConfigError, match="this run was resumed at step 1 and would start at step 0 again"):
+        resumed.load_weights(tmp_path)
+
+
+def test_the_directory_of_the_config(tmp_path, monkeypatch):
+    section = {"checkpoint": {"dir": str(tmp_path / "runs"), "max_to_keep": 2}}
+    engine = build(LAYOUTS["one"], resume="auto", **section)
+    for step in range(4):
+        engine.train_batch(batch(step))
+        engine.save_checkpoint()
+    engine.save_checkpoint(tag="mine").wait()
+    assert sorted(p.name for p in (tmp_path / "runs").glob("[!.]*")) == [
+        "global_step3",
+        "global_step4",
+        "latest",
+        "mine",
+    ]
+    monkeypatch.setenv("JZERO_RESUME", "auto")  # by `jzero --resume`
+    assert build(LAYOUTS["one"], **section).global_steps == 4
+    assert build(LAYOUTS["one"], resume=False, **section).global_steps == 0
+    assert engine.load_checkpoint()[0] == str(tmp_path / "runs" / "mine")
+
+
+def test_another_model_is_an_error_and_not_skipped(tmp_path):
+    engine = build(LAYOUTS["one"])
+    engine.save_checkpoint(tmp_path)
+    with pytest.raises(jzero.ConfigError, match="another model or optimizer: missing opt_state"):
+        build(LAYOUTS["one"], resume=tmp_path, optimizer={"type": "Adagrad", "params": {"lr": 0.1}})
+
+
+def test_a_functional_checkpoint_in_an_engine_and_back(tmp_path):
+    engine = build(LAYOUTS["stage2"])
+    engine.train_batch(batch(0))
+    own = {"batch": 64, "client": "me"}  # what these words mean to whoever saves so
+    jzero.checkpoint.save(engine.state, tmp_path / "functional", notes=own)
+    loaded = build(LAYOUTS["stage3"], resume=tmp_path / "functional")
+    assert_same(loaded.state, engine.state)
+    assert (loaded.global_steps, loaded.client_state) == (1, {})
+    half = build(LAYOUTS["stage3"], resume=tmp_path / "functional", fp16={"enabled": True})
+    assert (half.loss_scale, half.global_steps) == (2.0**16, 1)  # its own: that was of no scaler
+    jzero.checkpoint.save(half.state, tmp_path / "half")
+    again = build(LAYOUTS["stage1"], resume=tmp_path / "half", fp16={"enabled": True})
+    assert_same(again.state, half.state)
+    engine.save_checkpoint(tmp_path / "engine")
+    step = loaded.step_fn
+    loaded.state = jzero.checkpoint.restore(tmp_path / "engine", step.state_shardings)
+    assert_same(loaded.state, engine.state)
+    assert json.loads((tmp_path / "engine" / "global_step1" / "notes.json").read_text())["notes"]["notes"]["engine"]

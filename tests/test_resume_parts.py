@@ -1,0 +1,165 @@
+"""Resuming with another optimizer, precision or model: the parts of a checkpoint that fit."""
+
+import dataclasses
+import weakref
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers.resuming import SAVED
+from helpers.sampling import keep
+from layouts import LAYOUTS, assert_same, batch, build, data
+
+import jzero
+from jzero.distributed import preemption
+
+
+@pytest.fixture(autouse=True)
+def no_signal_handler(monkeypatch):
+    """SIGTERM stays pytest's."""
+    monkeypatch.setattr(preemption, "listen", lambda: None)
+
+
+def scheduled(engine):
+    """The steps at which the optimizer looks up its rates; `get_lr` does at state.step, if none was skipped."""
+    nodes = jax.tree.leaves(engine.state.opt_state, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState))
+    return {int(n) for node in nodes if isinstance(node, optax.ScaleByScheduleState) for n in np.ravel(node.count)}
+
+
+@pytest.mark.parametrize("other", keep(["Lamb", "Muon", "SGD"], ["Muon"]))
+def test_the_optimizer_changes(tmp_path, other):
+    """The parameters and the schedule go on, the optimizer is new."""
+    saved = build(LAYOUTS["stage1"])
+    for step in range(SAVED):
+        saved.train_batch(batch(step))
+    saved.save_checkpoint(tmp_path)
+    engine = build(LAYOUTS["stage3"], optimizer={"type": other, "params": {"lr": 0.01}})
+    with pytest.raises(jzero.ConfigError, match="belongs to another model or optimizer"):
+        engine.load_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path, load_optimizer_states=False)
+    assert scheduled(engine) == {SAVED}
+    assert engine.get_lr() == saved.get_lr()
+    engine.train_batch(batch(9))
+    assert scheduled(engine) == {SAVED + 1}
+
+
+def test_parts_of_a_checkpoint(tmp_path):
+    saved = build(LAYOUTS["stage1"])
+    for step in range(SAVED):
+        saved.train_batch(batch(step))
+    saved.save_checkpoint(tmp_path)
+
+    def loaded(**how):
+        engine = build(LAYOUTS["stage1"])
+        engine.train_batch(batch(8))
+        before = jax.device_get((engine.state.opt_state, engine.state.step))
+        path, _ = engine.load_checkpoint(tmp_path, **how)
+        assert path == str(tmp_path / "global_step3")
+        chex.assert_trees_all_equal(*(jax.device_get(e.state.params) for e in (engine, saved)))
+        same = [
+            all(map(np.array_equal, jax.tree.leaves(jax.device_get(now)), jax.tree.leaves(then)))
+            for now, then in zip((engine.state.opt_state, engine.state.step), before, strict=True)
+        ]
+        assert scheduled(engine) == {int(engine.state.step)}
+        engine.train_batch(batch(9))
+        return same, engine.global_steps
+
+    assert loaded() == ([False, False], 4)
+    assert loaded(load_optimizer_states=False) == ([False, False], 4)  # its place in the schedule
+    assert loaded(load_lr_scheduler_states=False) == ([False, True], 4)
+    assert loaded(load_module_only=True) == ([True, True], 2)
+    other = build(LAYOUTS["stage1"], optimizer={"type": "SGD", "params": {"lr": 1e-2}})
+    with pytest.raises(jzero.ConfigError, match=r"another model or optimizer: .* load_module_only=True"):
+        other.load_checkpoint(tmp_path)
+    other.load_checkpoint(tmp_path, load_module_only=True)
+    chex.assert_trees_all_equal(*(jax.device_get(e.state.params) for e in (other, saved)))
+    with pytest.raises(jzero.ConfigError, match=r"custom_load_fn: read with jzero\.checkpoint\.restore"):
+        saved.load_checkpoint(tmp_path, custom_load_fn=print)
+
+
+def test_the_parameters_for_other_data(tmp_path):
+    first = build(LAYOUTS["stage1"], training_data=data())
+    first.train_batch()
+    first.save_checkpoint(tmp_path)
+    fewer = build(LAYOUTS["stage1"], training_data=data(8))
+    with pytest.raises(jzero.ConfigError, match=r"position belongs to other data; .*load_module_only=True"):
+        fewer.load_checkpoint(tmp_path)
+    fewer.load_checkpoint(tmp_path, load_module_only=True)
+    chex.assert_trees_all_equal(*(jax.device_get(e.state.params) for e in (first, fewer)))
+    fewer.train_batch()
+
+
+def test_a_checkpoint_without_the_frozen_parameters(tmp_path):
+    frozen = {"frozen_parameters": ["first"]}
+    saved = build(LAYOUTS["stage3"], **frozen)
+    saved.train_batch(batch(0))
+    saved.save_checkpoint(tmp_path, exclude_frozen_parameters=True).wait()
+    assert "params/ends/first" not in jzero.checkpoint.Checkpoint.find(tmp_path).shapes
+    other = build(LAYOUTS["one"], **frozen)
+    ends = other.state.params["ends"] | {"first": 2 * other.state.params["ends"]["first"]}
+    other.state = dataclasses.replace(other.state, params=other.state.params | {"ends": ends})
+    with pytest.raises(jzero.ConfigError, match="was saved without params/ends/first, and this engine holds other"):
+        other.load_checkpoint(tmp_path)
+    for resume in (tmp_path, None):
+        engine = build(LAYOUTS["stage1"], resume=resume, **frozen)
+        if not resume:
+            engine.load_checkpoint(tmp_path)
+        assert_same(engine.state, saved.state)
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp32", "bf16"), ("bf16", "fp32")])
+def test_frozen_parameters_left_out_at_another_precision(tmp_path, before, after):
+    """They have the compute dtype: compared in the narrower one, or not at all, but never refused for it."""
+    frozen = {"frozen_parameters": ["first"]}
+    saved = build(LAYOUTS["stage1"], **frozen, **({"bf16": {"enabled": True}} if before == "bf16" else {}))
+    saved.train_batch(batch(0))
+    saved.save_checkpoint(tmp_path, exclude_frozen_parameters=True).wait()
+    engine = build(LAYOUTS["stage1"], **frozen, **({"bf16": {"enabled": True}} if after == "bf16" else {}))
+    engine.load_checkpoint(tmp_path)
+    np.testing.assert_array_equal(engine.state.params["stack"]["w"], saved.state.params["stack"]["w"])
+
+
+def test_the_former_state_makes_room_for_the_new_one(tmp_path, monkeypatch):
+    engine = build(LAYOUTS["stage1"])
+    engine.save_checkpoint(tmp_path).wait()
+    former, read, alive = [weakref.ref(x) for x in jax.tree.leaves(engine.state)], jzero.checkpoint.Checkpoint.read, []
+
+    def counted(self, shardings):
+        alive.append(sum(x() is not None for x in former))
+        return read(self, shardings)
+
+    monkeypatch.setattr(jzero.checkpoint.Checkpoint, "read", counted)
+    engine.load_checkpoint(tmp_path)
+    assert alive == [0]
+
+
+def test_what_fits_of_another_model(tmp_path):
+    """load_module_strict=False: fine-tuning with another head."""
+    saved = build(LAYOUTS["stage1"])
+    saved.train_batch(batch(0))
+    saved.save_checkpoint(tmp_path)
+
+    class Other(type(saved.step_fn.model)):
+        def init(self, rng):
+            params = super().init(rng)
+            return params | {"ends": params["ends"] | {"last": jnp.ones((8, 8, 1))}}
+
+        def suffix(self, ends, x, batch, rng):
+            return super().suffix(ends | {"last": ends["last"][..., 0]}, x, batch, rng)
+
+    engine, *_ = jzero.initialize(model=Other(), config=saved.config, mesh=saved.mesh)
+    with pytest.raises(
+        jzero.ConfigError, match=r"another model or optimizer: .*params/ends/last is \(8, 8\), not \(8, 8, 1\)"
+    ):
+        engine.load_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path, load_module_strict=False)
+    np.testing.assert_array_equal(engine.state.params["stack"]["w"], saved.state.params["stack"]["w"])
+    np.testing.assert_array_equal(engine.state.params["ends"]["last"], np.ones((8, 8, 1)))
+    engine.train_batch(batch(1))
+    jzero.checkpoint.save({"something": jnp.ones(3)}, tmp_path, "else").wait()
+    with pytest.raises(jzero.ConfigError, match="else has nothing for this model: its leaves are something"):
+        engine.load_checkpoint(tmp_path, "else", load_module_strict=False)
+    engine.train_batch(batch(1))  # its state is still there
