@@ -192,20 +192,20 @@ class TrainStep:
         self._check_batch(batch, self.batch_sizes.train)
         check_alive(state)
         batch = self.place(batch)
-        self._guard.check("a step", batch)
-        return self._run(state, batch)
+        steady = self._guard.check("a step", batch)
+        return self._run(state, batch, steady)
 
     def run_micro_batches(self, state: TrainState, parts: Sequence[PyTree]) -> tuple[TrainState, Metrics, Details]:
         """Run one step on any number of micro-batches of all replicas (leading dimension micro x replicas)."""
         parts = [self.place_micro_batch(part) for part in parts]
         check_alive(state)
-        self._guard.check("a step", parts[0], len(parts))
-        return self._run(state, self._concatenate(parts))
+        steady = self._guard.check("a step", parts[0], len(parts))
+        return self._run(state, self._concatenate(parts), steady)
 
-    def _run(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics, Details]:
-        heartbeat.begin()
-        done = self._step(state, batch)
-        heartbeat.finished_when(done[1]["loss"])
+    def _run(self, state: TrainState, batch: PyTree, steady: bool) -> tuple[TrainState, Metrics, Details]:
+        with heartbeat.work(steady) as finished_when:
+            done = self._step(state, batch)
+            finished_when(done[1]["loss"])
         return done
 
     def evaluate(self, state: TrainState, batch: PyTree) -> jax.Array:
@@ -214,9 +214,9 @@ class TrainStep:
         check_alive(state)
         batch = place_batch(batch, self.batch_sharding, len(jax.tree.leaves(batch)[0]))
         self._guard.check("evaluation", batch)
-        heartbeat.begin()
-        loss = self._evaluate(state.params, batch)
-        heartbeat.finished_when(loss)
+        with heartbeat.work() as finished_when:
+            loss = self._evaluate(state.params, batch)
+            finished_when(loss)
         return loss
 
     def micro_loss(self, state: TrainState, part: PyTree, index: int) -> jax.Array:

@@ -412,6 +412,21 @@ def test_a_directory_that_vanishes(tmp_path, monkeypatch, moment):
     assert_same(restore(runs, shardings(state())), state())
 
 
+def test_a_rename_that_copies(tmp_path, monkeypatch):
+    """Some bucket mounts rename a directory by copying it: it is then another directory, and complete."""
+    rename = os.replace
+
+    def copying(old, new):
+        if not Path(old).is_dir():
+            return rename(old, new)
+        shutil.copytree(old, new)
+        shutil.rmtree(old)
+
+    monkeypatch.setattr(os, "replace", copying)
+    save(state(), tmp_path / "runs", "a").wait()
+    assert_same(restore(tmp_path / "runs", shardings(state())), state())
+
+
 def test_a_long_error_keeps_its_end():
     line = in_a_line(OSError(f"Error writing {'x' * 2000}: No space left on device"))
     assert line.startswith("Error writing")

@@ -132,6 +132,7 @@ def test_defaults():
     assert (config.gradient_clipping, config.gradient_allreduce_op) == (1.0, "mean")
     assert config.communication_data_type is None
     assert (config.data_types.grad_accum_dtype, config.steps_per_print, config.seed) == ("fp32", None, 0)
+    assert Config.load({"train_batch_size": 1, "steps_per_print": 9999999999}).steps_per_print == 9999999999  # never
     assert (config.stack.unroll, config.compiler_options, config.frozen_parameters) == ("auto", {}, ())
     assert (config.managed_gradient_accumulation, config.dataloader_drop_last) == (True, False)
     assert config.timers.throughput.enabled

@@ -99,6 +99,14 @@ def test_the_second_job_is_told_and_a_dead_one_is_replaced(tmp_path, job):
     assert [*(tmp_path / "runs").iterdir()] == []
 
 
+def test_a_child_that_ends_keeps_its_parents_lock(tmp_path, job):
+    parent = job(
+        "print(attempt(), flush=True)\nos.fork() or sys.exit()\nos.wait()\nprint('waited', flush=True)\ninput()"
+    )
+    assert (said(parent), said(parent)) == ("held", "waited")
+    assert held_by(tmp_path) == parent.pid
+
+
 def test_a_pid_that_another_process_has_now(tmp_path, job):
     first = job()
     assert said(first) == "held"

@@ -6,12 +6,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jzero
-from jzero.distributed import nccl_ras, watchdog
+from jzero.distributed import heartbeat, nccl_ras, watchdog
+from jzero.distributed.consistency import Guard
 
 ROOT = Path(__file__).parents[1]
 
@@ -69,6 +74,32 @@ def test_words(monkeypatch):
         "all 2 ranks have begun step 4, so they wait in the devices",
         "NCCL's view",
     ]
+
+
+def test_what_counts(monkeypatch):
+    """Only train steps that have run before give the limit and are held to it; a step that raises does not count."""
+    for name, value in {"_waiting": deque(), "_begun": 0, "_open": None, "_times": deque()}.items():
+        monkeypatch.setattr(heartbeat, name, value)
+    with pytest.raises(ValueError, match="out of memory"), heartbeat.work(steady=True):
+        raise ValueError("out of memory")
+    assert (heartbeat.pending(), heartbeat.counts()[1]) == ((0.0, False), 0)
+    with heartbeat.work():
+        time.sleep(0.01)
+        assert heartbeat.pending()[0] > 0
+        assert not heartbeat.pending()[1]
+    with heartbeat.work(steady=True) as finished_when:
+        finished_when(jnp.ones(1))
+    assert [work.steady for _, work in heartbeat._waiting] == [False, True]
+    assert heartbeat.counts()[1] == 2
+
+
+def test_the_first_run_of_a_program_is_not_steady():
+    guard = Guard(jzero.make_mesh(devices=jax.devices()[:1]), jzero.Config(train_batch_size=1), {})
+    guard.shared = True
+    batch = {"x": np.zeros((2, 3))}
+    assert [guard.check("a step", batch), guard.check("a step", batch), guard.check("a step", batch, 2)] == [
+        False, True, False,
+    ]  # fmt: skip
 
 
 def test_bad_limits(monkeypatch):

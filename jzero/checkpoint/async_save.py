@@ -145,8 +145,8 @@ def save(
             raise ConfigError("saving a checkpoint: this state has no `step` for the default tag; pass tag=")
         tag = DEFAULT_TAG.format(int(state.step))
     path, room, earlier = _agree_on_path(directory, tag, notes, has_room(leaves), earlier)
-    heartbeat.begin()
-    copies, sums = snapshot(leaves, room)
+    with heartbeat.work():
+        copies, sums = snapshot(leaves, room)
     described = {name: [str(copies[name].dtype), list(copies[name].shape)] for name in sorted(copies)}
     copies = {name: x for name, x in copies.items() if name not in without}
     about = {"keys": key_names(leaves), "notes": json.loads(json.dumps(notes or {}, default=_number))}
@@ -160,7 +160,6 @@ def save(
     _last = Save(path)
     _last.thread = threading.Thread(target=_write, args=(_last, copies, finish), name="jzero checkpoint")
     _last.thread.start()
-    heartbeat.finished_when(None)
     if earlier:
         raise CheckpointError(f"{earlier}. The next checkpoint, {path}, is being written")
     return _last
@@ -246,6 +245,7 @@ def _write(save: Save, copies: dict[str, jax.Array], finish: Callable[[], None])
             present.append(Presence(draft, save.path))
             chunks = {name: ocp.SaveArgs(chunk_byte_size=CHUNK) for name in host}
             handler.save(epath.Path(draft) / STATE, args=ocp.args.PyTreeSave(nest(host), nest(chunks)))
+            present[0].check()
 
         def complete() -> None:
             check(save.path.parent)
@@ -273,9 +273,10 @@ def _failure(work: Callable[[], None], present: list[Presence]) -> str | None:
     try:
         try:
             work()
-        finally:
+        except Exception:
             for one in present:
                 one.check()
+            raise
     except Exception as error:
         line = in_a_line(error)
         if "interpreter shutdown" in line:

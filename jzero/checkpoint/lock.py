@@ -180,6 +180,7 @@ def _look(file: Path) -> Sight | None:
 def _keep(file: Path) -> None:
     """Touch the lock from now on, and delete it at exit."""
     if not _held:
+        os.register_at_fork(after_in_child=_held.clear)  # a child that ends must not release its parent's lock
         threading.Thread(target=_touch, daemon=True, name="jzero lock").start()
         atexit.register(_release)
     _held.add(file)

@@ -36,7 +36,7 @@ def _watchdog(s: Settings) -> Iterator[str]:
     if 0 < s.watchdog.ceiling < s.watchdog.floor:
         yield (
             f"watchdog.floor = {s.watchdog.floor:g} and watchdog.ceiling = {s.watchdog.ceiling:g}: the floor must not "
-            "be above the ceiling (ceiling 0: the watchdog is off)"
+            "be above the ceiling; set both (ceiling 0: no limit)"
         )
 
 

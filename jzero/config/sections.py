@@ -17,7 +17,8 @@ Flag = Annotated[bool, PlainValidator(kinds.FLAG)]
 Text = Annotated[str, PlainValidator(kinds.TEXT)]
 Count = Annotated[int, PlainValidator(kinds.COUNT)]
 PositiveInt32 = Annotated[int, PlainValidator(kinds.INT32)]
-PositiveOrNone = Annotated[int | None, PlainValidator(kinds.INT32_OR_NULL)]
+PositiveOrNone = Annotated[int | None, PlainValidator(kinds.POSITIVE_OR_NULL)]
+PositiveInt32OrNone = Annotated[int | None, PlainValidator(kinds.INT32_OR_NULL)]
 PositiveOrRest = Annotated[int, PlainValidator(kinds.INT32_OR_REST)]
 NonNegative = Annotated[float, PlainValidator(kinds.NON_NEGATIVE)]
 Params = Annotated[dict[str, Any], PlainValidator(kinds.PARAMS)]
@@ -126,7 +127,7 @@ class PipelineConfig(Section):
     `activation_checkpoint_interval` layers.
     """
 
-    stages: PositiveOrNone = None
+    stages: PositiveInt32OrNone = None
     schedule: Annotated[ScheduleName, PlainValidator(one_of(SCHEDULE_NAMES))] = "1f1b"
     chunks: PositiveInt32 = 1
     gather: Annotated[Gather | None, PlainValidator(one_of(get_args(Gather), none=None))] = None
@@ -172,9 +173,9 @@ class TimersConfig(Section):
 class Settings(Section):
     """The top level of a config file."""
 
-    train_batch_size: PositiveOrNone = None
-    train_micro_batch_size_per_gpu: PositiveOrNone = None
-    gradient_accumulation_steps: PositiveOrNone = None
+    train_batch_size: PositiveInt32OrNone = None
+    train_micro_batch_size_per_gpu: PositiveInt32OrNone = None
+    gradient_accumulation_steps: PositiveInt32OrNone = None
     managed_gradient_accumulation: Flag = True
     steps_per_print: PositiveOrNone = None
     gradient_clipping: NonNegative = 1.0
@@ -190,7 +191,7 @@ class Settings(Section):
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    data_parallel_size: PositiveOrNone = None
+    data_parallel_size: PositiveInt32OrNone = None
     frozen_parameters: Patterns = ()
     stack: StackConfig = StackConfig()
     compiler_options: Options = {}

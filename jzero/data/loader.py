@@ -55,9 +55,9 @@ class DataLoader:
         self._at, self._resumes, self._ended = Position(), True, False
         self._streams: list[DatasetIterator] = []  # the running one; empty before the first batch and after `seek`
         self._sizes = (0, 0)  # of the stream: samples per micro-batch, per global batch
-        if not isinstance(self.source, IterableStyle) and not len(self):
-            raise ConfigError(too_few(len(self.source), step.batch_sizes.train))
         if not isinstance(self.source, IterableStyle):
+            if not len(self):
+                raise ConfigError(too_few(len(self.source), step.batch_sizes.train))
             check_fill(len(self.source), step.batch_sizes.train)
 
     def __len__(self) -> int:

@@ -205,15 +205,12 @@ def check_numbers(batch: PyTree, fix: str = "") -> None:
             raise ConfigError(f"{where} has dtype {dtype or type(x).__name__}; expected numbers{fix}")
 
 
-MOST_TIMES = 1000  # that a batch may repeat a sample
-
-
 def check_fill(samples: int, train: int) -> None:
-    """Raise a ConfigError for a batch that is absurdly larger than the data, before memory for it is asked for."""
-    if samples * MOST_TIMES < train:
+    """Raise a ConfigError for a batch that is absurdly larger than the data, before memory for it is allocated."""
+    if train > (most := max(2**20, 1000 * samples)):
         raise ConfigError(
-            f"train_batch_size = {train}: training_data has {samples} samples, so one batch would repeat each more "
-            f"than {MOST_TIMES} times; use at most {samples * MOST_TIMES}"
+            f"train_batch_size = {train}: training_data has {samples} samples, which one batch would repeat over and "
+            f"over; use at most {most}"
         )
 
 

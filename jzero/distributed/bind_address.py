@@ -21,7 +21,7 @@ def bind_address(coordinator: str, one_host: bool, env: Mapping[str, str]) -> st
     Args:
       coordinator: the host that the processes call, a name or an address.
       one_host: whether all processes run on this host.
-      env: JZERO_BIND_ADDRESS in it comes first.
+      env: JZERO_BIND_ADDRESS in it comes first, unless the processes call a loopback address of their one host.
 
     Raises:
       ConfigError: JZERO_BIND_ADDRESS is no address.
@@ -29,7 +29,8 @@ def bind_address(coordinator: str, one_host: bool, env: Mapping[str, str]) -> st
     if given := env.get(VARIABLE):
         if not _is_address(given):
             raise ConfigError(f"{VARIABLE} = {given!r}: must be an IPv4 or IPv6 address of process 0's host, or ::")
-        return given
+        if not one_host or not (coordinator == "localhost" or is_loopback(coordinator)):
+            return given
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(coordinator, None, type=socket.SOCK_STREAM)}
     except OSError:
@@ -39,9 +40,9 @@ def bind_address(coordinator: str, one_host: bool, env: Mapping[str, str]) -> st
     usable = [a for a in own if ":" not in a] or own
     if len(usable) != 1:
         return ""
-    # A name may mean a loopback address here (Debian's 127.0.1.1) and another address on the other hosts.
-    named = coordinator != "localhost" and not _is_address(coordinator)
-    return "" if named and not one_host and is_loopback(usable[0]) else usable[0]
+    # A name may mean a loopback address here (Debian's 127.0.1.1) and another address on the other hosts, and some
+    # systems set MASTER_ADDR to localhost on the first host alone.
+    return "" if not one_host and is_loopback(usable[0]) else usable[0]
 
 
 def is_loopback(address: str) -> bool:

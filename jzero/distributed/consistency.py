@@ -28,12 +28,18 @@ class Guard:
             versions = {"jax": jax.__version__, "mesh": dict(mesh.shape)}
             check_same("train step", {"config": settings, "parameters": parameters} | versions)
 
-    def check(self, call: str, batch: Any, times: int = 1) -> None:
-        """Compare the shapes of `batch` once per program; `call` runs on `times` batches of these shapes."""
+    def check(self, call: str, batch: Any, times: int = 1) -> bool:
+        """Compare the shapes of `batch` once per program; `call` runs on `times` batches of these shapes.
+
+        Returns:
+          Whether several processes run this program, and have run it before.
+        """
         if not self.shared:
-            return
+            return False
         shapes = {name: f"{x.dtype}{list(x.shape)}" for name, x in named(batch).items()}
         program = call, times, tuple(shapes.items())
-        if program not in self.agreed:
-            check_same("train step", {"call": call, "batches": times, "batch": shapes})
-            self.agreed.add(program)
+        if program in self.agreed:
+            return True
+        check_same("train step", {"call": call, "batches": times, "batch": shapes})
+        self.agreed.add(program)
+        return False

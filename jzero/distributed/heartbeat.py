@@ -13,18 +13,27 @@ import signal
 import threading
 import time
 from collections import deque
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 
 from jzero.distributed.place import find_place
 from jzero.files import create
 
-_waiting: deque[tuple[jax.Array | None, float]] | None = None  # what each step gives, and when it began
+
+class Work(NamedTuple):
+    """A step, an evaluation or a save that has begun; `steady`: a train step whose program has run before."""
+
+    began: float
+    steady: bool
+
+
+_waiting: deque[tuple[jax.Array | None, Work]] | None = None  # what each work gives, and the work
 _begun = _finished = 0
-_open = 0.0  # when the step began that has not been given to the devices yet; 0: there is none
-_moved = 0.0  # when a step last finished
-_times: deque[float] = deque(maxlen=20)  # seconds of the last steps
+_open: Work | None = None  # begun, and not given to the devices yet
+_moved = 0.0  # when a work last finished
+_times: deque[float] = deque(maxlen=20)  # seconds of the last steady steps
 
 
 def start() -> None:
@@ -36,7 +45,7 @@ def start() -> None:
     path = os.environ.get("JZERO_PROGRESS", "")
     if (path or find_place(os.environ).size > 1) and _waiting is None:
         if path:  # C code prints the stacks, even if Python is blocked
-            faulthandler.register(signal.SIGUSR2, all_threads=True)
+            faulthandler.register(signal.SIGUSR2, 2, all_threads=True)
         _waiting = deque()
         threading.Thread(target=_count, args=(path, _waiting), daemon=True, name="jzero progress").start()
 
@@ -46,18 +55,27 @@ def launched() -> bool:
     return "JZERO_PROGRESS" in os.environ
 
 
-def begin() -> None:
-    """Count a step that begins."""
+@contextlib.contextmanager
+def work(steady: bool = False) -> Iterator[Callable[[jax.Array], None]]:
+    """Count a step, an evaluation or a save: begun now, finished at the end of the context.
+
+    It gives a function that delays the finish until its argument is ready. A work that raises does not count.
+
+    Args:
+      steady: whether it is a train step whose program has run before, and so takes as long as the last one.
+    """
     global _begun, _open
-    _begun, _open = _begun + 1, time.monotonic()
-
-
-def finished_when(x: jax.Array | None) -> None:
-    """Count the step as finished once `x` is ready; None: now."""
-    global _open
-    if _waiting is not None:
-        _waiting.append((x, _open))
-    _open = 0.0
+    results: list[jax.Array] = []
+    _begun, _open = _begun + 1, Work(time.monotonic(), steady)
+    try:
+        yield results.append
+        if _waiting is not None:
+            _waiting.append((results[0] if results else None, _open))
+    except BaseException:
+        _begun -= 1
+        raise
+    finally:
+        _open = None
 
 
 def counts() -> tuple[int, int]:
@@ -66,17 +84,20 @@ def counts() -> tuple[int, int]:
 
 
 def times() -> list[float]:
-    """Return the seconds that each of the last steps took."""
+    """Return the seconds that each of the last steady steps took."""
     return list(_times)
 
 
-def idle() -> float:
-    """Return the seconds since a step last finished or the current one began; 0 if there is nothing to wait for."""
+def pending() -> tuple[float, bool]:
+    """Return how long the oldest unfinished work has run, in seconds (0: there is none), and whether it is steady.
+
+    The work that finished last may have delayed it, so its end counts as the begin.
+    """
     try:
         first = _waiting[0][1] if _waiting else _open
     except IndexError:  # the other thread has just taken it
         first = _open
-    return time.monotonic() - max(first, _moved) if first else 0.0
+    return (time.monotonic() - max(first.began, _moved), first.steady) if first else (0.0, False)
 
 
 def _count(path: str, waiting: deque[Any]) -> None:
@@ -84,8 +105,9 @@ def _count(path: str, waiting: deque[Any]) -> None:
     before = None
     while True:
         while waiting and (waiting[0][0] is None or waiting[0][0].is_deleted() or waiting[0][0].is_ready()):
-            now, (_, began) = time.monotonic(), waiting[0]
-            _times.append(now - max(began, _moved))
+            now, (_, done) = time.monotonic(), waiting[0]
+            if done.steady:
+                _times.append(now - max(done.began, _moved))
             _finished, _moved = _finished + 1, now
             waiting.popleft()
         if path and before != (_finished, _begun):

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable
 
 from jzero.distributed import handshake
 from jzero.distributed.bind_address import listen_at
-from jzero.errors import ConfigError, LostProcessError
+from jzero.errors import ConfigError, LostProcessError, PassingError
 
 NOTICE = 20.0  # seconds until process 0 prints which processes are missing
 
@@ -50,12 +50,11 @@ def _listen(host: str, port: int, size: int, timeout: float, job: str, bind: str
     try:
         server = listen_at(bind, port)
     except OSError as error:
-        fix = "another job may use it; pass another --master_port (or MASTER_PORT), or leave it out"
+        at = f"process 0 cannot listen on port {port}{f' at {bind}' if bind else ''}: {os.strerror(error.errno or 0)}"
         if error.errno == errno.EADDRNOTAVAIL:
-            fix = "set JZERO_BIND_ADDRESS to an address of this host"
-        at = f" at {bind}" if bind else ""
-        raise ConfigError(
-            f"process 0 cannot listen on port {port}{at}: {os.strerror(error.errno or 0)}: {fix}"
+            raise ConfigError(f"{at}: set JZERO_BIND_ADDRESS to an address of this host") from None
+        raise PassingError(  # the command chooses another port for the next start
+            f"{at}: another job may use it; pass another --master_port (or MASTER_PORT), or leave it out"
         ) from None
     with handshake.Door(server, secret) as door:
         notice = time.monotonic() + NOTICE

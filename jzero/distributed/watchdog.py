@@ -65,7 +65,7 @@ def _end(thread: threading.Thread) -> None:
 
 
 def limit(times: Sequence[float], floor: float, ceiling: float) -> float:
-    """Return the seconds that a step may take, from those of the recent ones; the first one compiles.
+    """Return the seconds that a step may take, from those of the recent ones; without any it may compile.
 
     >>> limit([], 600, 1800), limit([0.1, 0.2], 600, 1800), limit([0.1, 50.0], 600, 1800), limit([200.0], 600, 1800)
     (1800, 600, 1000.0, 1800)
@@ -75,7 +75,8 @@ def limit(times: Sequence[float], floor: float, ceiling: float) -> float:
 
 def _watch(floor: float, ceiling: float) -> None:
     while not _ending.wait(1.0):
-        idle, most = heartbeat.idle(), limit(heartbeat.times(), floor, ceiling)
+        idle, steady = heartbeat.pending()
+        most = limit(heartbeat.times() if steady else (), floor, ceiling)
         if idle > most and heartbeat.launched():
             if jax.process_index() == 0:
                 print(nccl_ras.status(), file=sys.stderr, flush=True)
@@ -83,7 +84,7 @@ def _watch(floor: float, ceiling: float) -> None:
         if idle > most:
             _leave_within(2 * ANSWER)  # a stopped process 0 does not answer, and its service has no time limits
             _tripped.set()
-            faulthandler.dump_traceback(all_threads=True)
+            _print_stacks()
             client = _compat.coordination_service()
             try:
                 client.key_value_set(_FLAG, "")
@@ -103,11 +104,15 @@ def _answer(_floor: float, _ceiling: float) -> None:
                 return
             client.key_value_try_get(_FLAG)
             if not _tripped.is_set():  # else it has printed its stacks
-                faulthandler.dump_traceback(all_threads=True)  # first: once all have answered, the other process ends
+                _print_stacks()  # first: once all have answered, the other process ends
             finished, begun = heartbeat.counts()
             client.key_value_set(f"{_STEPS}/{jax.process_index()}", f"{finished} {begun}", allow_overwrite=True)
             _leave_within(2 * ANSWER)
             return
+
+
+def _print_stacks() -> None:
+    faulthandler.dump_traceback(2, all_threads=True)  # the script may have replaced sys.stderr
 
 
 def _leave_within(seconds: float) -> None:

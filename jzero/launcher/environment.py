@@ -39,7 +39,7 @@ def propagated(env: Mapping[str, str], cwd: str, home: str, export: Iterable[str
         if not re.fullmatch(r"\w+", name):
             problems.append(f"--export = {mask(item, item)!r}: must be NAME or NAME=VALUE")
         elif name in OWN:
-            problems.append(f"--export = {item!r}: {_own(name)}")
+            problems.append(f"--export = {mask(item, item)!r}: {_own(name)}")
         elif given or name in env:
             chosen[name] = value if given else env[name]
         else:

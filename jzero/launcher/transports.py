@@ -66,6 +66,7 @@ def handover_env(job: Job) -> dict[str, str]:
     given = {"MASTER_ADDR": job.options.master_addr, "MASTER_PORT": str(job.options.master_port or "")}
     if job.options.launcher == "openmpi":  # under Slurm each process finds the first host itself
         given = {"MASTER_ADDR": job.address, "MASTER_PORT": str(job.port)}
+    given |= {name: os.environ.get(name, "") for name in ("JZERO_GRACE", "JZERO_HANG_TIMEOUT")}
     given[handshake.VARIABLE] = os.environ.get(handshake.VARIABLE) or secrets.token_hex(32)
     return env | {name: value for name, value in given.items() if value}
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from jzero.errors import printable
+from jzero.values.masking import mask
 
 
 def as_json(value: object, width: int = 70) -> str:
@@ -186,7 +187,7 @@ def _options(value: Any) -> dict[str, Any]:
         if not isinstance(name, str):
             raise ValueError(f"the name {as_json(name)} must be a string")
         if not isinstance(option, bool | int | float | str):
-            raise ValueError(f"{name} = {as_json(option)} must be true, false, a number or a string")
+            raise ValueError(f"{name} = {as_json(mask(name, option))} must be true, false, a number or a string")
     return dict(value)
 
 
@@ -229,6 +230,7 @@ COUNT32 = Kind(f"a non-negative integer up to {2**31 - 1}", number(0, most=2**31
 INT32 = number(1, most=2**31 - 1, whole=True)
 _UP_TO = f"a positive integer up to {2**31 - 1}"
 POSITIVE32 = Kind(_UP_TO, INT32.parse)
+POSITIVE_OR_NULL = number(1, whole=True, none=True)
 INT32_OR_NULL = Kind(f"{_UP_TO} or null", number(1, most=2**31 - 1, whole=True, none=True).parse)
 INT32_OR_REST = Kind(f"-1 or {_UP_TO}", number(1, most=2**31 - 1, whole=True, or_=-1).parse)
 # jax.random.key drops higher bits: 2**32 + 7 would be the seed 7.

@@ -19,7 +19,15 @@ def is_secret(name: str) -> bool:
 
 
 def mask(name: str, value: Any) -> Any:
-    """Return the value as it may be printed: a text under a secret's name is masked."""
+    """Return the value as it may be printed: texts under a secret's name are masked, at any depth.
+
+    >>> mask("wandb", [{"api_key": "hf_1", "mode": "offline"}])
+    [{'api_key': '***', 'mode': 'offline'}]
+    """
+    if isinstance(value, Mapping):
+        return {key: mask(str(key), child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [mask(name, child) for child in value]
     return MASK if value and isinstance(value, str) and is_secret(name) else value
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from jzero.values.kinds import FLAG, Kind, as_json, closest, number, quote
+from jzero.values.masking import mask
 
 
 class Param(NamedTuple):
@@ -66,14 +67,14 @@ def read_params(section: str, given: Mapping[str, Any], table: ParamTable) -> tu
     for name, value in given.items():
         if name not in table:
             problems.append(
-                f"{section}.{name}: unknown parameter (value {quote(value)}){did_you_mean(name, table)} "
+                f"{section}.{name}: unknown parameter (value {quote(mask(name, value))}){did_you_mean(name, table)} "
                 f"Allowed: {', '.join(table) or 'none'}"
             )
         elif value is not None or table[name].default is not None:
             try:
                 values[name] = table[name].kind(value)
             except ValueError as wrong:
-                problems.append(f"{section}.{name}: {quote(value)} {wrong}")
+                problems.append(f"{section}.{name}: {quote(mask(name, value))} {wrong}")
     for name, param in table.items():
         if param.default is REQUIRED and name not in given:
             problems.append(f"{section}.{name}: missing; give {param.kind.allowed}")

@@ -50,7 +50,8 @@ def parse_header(text: bytes, size: int) -> dict[str, Entry]:
         raise ValueError("its header is nested too deeply") from None
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")
-    _check_metadata(header.pop("__metadata__", {}))
+    if (metadata := header.pop("__metadata__", None)) is not None:  # MLX writes null
+        _check_metadata(metadata)
     begin = 8 + len(text)
     entries, end = {}, 0
     for name, (dtype, shape, start, stop) in sorted(

@@ -76,13 +76,12 @@ def save(params: PyTree, step: TrainStep, directory: str | os.PathLike, filename
         writer = on_process_0(begin)
         if error := anyone("save_16bit_model", problem):
             raise ConfigError(error)
-        heartbeat.begin()
-        # A cast on the device would turn large values into infinities without an error, so the writer casts to float16.
-        # bfloat16 has the range of float32.
-        for part in gather(params, step.layouts, step.mesh, None if dtype == np.float16 else dtype):
-            on_process_0(lambda part: writer.write(*part), part)
-        on_process_0(finish)
-        heartbeat.finished_when(None)
+        with heartbeat.work():
+            # A cast on the device would turn large values into infinities without an error, so the writer casts to
+            # float16. bfloat16 has the range of float32.
+            for part in gather(params, step.layouts, step.mesh, None if dtype == np.float16 else dtype):
+                on_process_0(lambda part: writer.write(*part), part)
+            on_process_0(finish)
         if error := anyone("save_16bit_model", problem):
             raise ConfigError(error)
     finally:

@@ -58,7 +58,15 @@ def test_errors(here):
         assert SECRET not in here.refused("--platform=cpu", "train.py")
     (here.path / ".jzero_env").unlink()
     assert SECRET not in here.refused("--platform=cpu", f"--export=API-KEY={SECRET}", "train.py")
-    for config in ({"comet": {"api_key": SECRET, "token": SECRET}}, {"API_KEY": SECRET}, {"secret": {"seed": 1}}):
+    assert SECRET not in here.refused("--platform=cpu", f"--export=JZERO_SECRET={SECRET}", "train.py")
+    params = {"optimizer": {"type": "Adam", "params": {"api_key": SECRET}}}
+    deep = {"wandb": [{"api_key": SECRET}]}, params, {"compiler_options": {"api_key": [SECRET]}}
+    for config in (
+        *deep,
+        {"comet": {"api_key": SECRET, "token": SECRET}},
+        {"API_KEY": SECRET},
+        {"secret": {"seed": 1}},
+    ):
         with pytest.raises(ConfigError) as error:
             Config.load(config)
         assert SECRET not in str(error.value)

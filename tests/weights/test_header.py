@@ -69,6 +69,8 @@ def agree(path, blob):
 def test_a_whole_file(tmp_path):
     them, us = agree(tmp_path / "x.safetensors", packed(GOOD))
     assert them == us == {"a": ("F32", (2,), DATA[:8]), "b": ("I16", (2, 1), DATA[8:12]), "c": ("U8", (), DATA[12:])}
+    them, us = agree(tmp_path / "x.safetensors", packed(GOOD | {"__metadata__": None}))  # MLX writes null
+    assert them == us
 
 
 @pytest.mark.parametrize(
