@@ -207,8 +207,6 @@ def found(case, ledger):
 SAMPLE = [
     Case(1, data=2, zero=4, unroll=False, precision="fp32"),
     Case(2, data=2, zero=4),
-    Case(3, accum=1),
-    Case(3, data=2, zero=4, unroll=False),
     Case(3, data=2, zero=4, unroll=False, reduce="fp32"),
 ]
 
@@ -221,7 +219,7 @@ def test_collectives_are_the_tables(case):
     assert found(case, ledger) == expected(case, params)
 
 
-@pytest.mark.parametrize("stage", keep([0, 1, 2, 3], [0, 3]))
+@pytest.mark.parametrize("stage", keep([0, 1, 2, 3], [3]))
 def test_bytes_on_the_wire(stage):
     """The ZeRO paper's volumes: 2 parameters' worth a step at stages 0, 1, 2; 3 at stage 3, less 1 for the ends."""
     case = next(c for c in CASES if c.stage == stage and c.llama and c.accum == 1 and c.zero == 8)

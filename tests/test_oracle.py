@@ -88,6 +88,7 @@ def test_the_dtype_of_the_reduction_is_not_the_weights(stage):
     assert float(metrics["loss"]) == pytest.approx(reference("untied").losses[0], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_llama_in_fp16_on_cpus():
     step, state = prepare("untied", Layout(3, 8, 1, precision="fp16"))
     for batch, loss in zip(batches("untied")[:3], reference("untied").losses, strict=False):

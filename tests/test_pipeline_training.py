@@ -66,7 +66,7 @@ MODULES = [
     ("case", "kind"),
     keep(
         product(MODULES, ["four", "five", "different"]),
-        [(MODULES[1], "four"), (MODULES[0], "different")],  # "five" has a test of its own
+        [(MODULES[0], "different")],  # "five" has a test of its own
     ),
     ids=str,
 )
@@ -158,7 +158,8 @@ def test_what_an_interval_keeps():
     assert peaks[0] - peaks[1] == pytest.approx(3 * (4 - 1) * ROWS * 4096 * WIDTH * 4, rel=0.01)
 
 
-@pytest.mark.parametrize("schedule", keep(["interleaved", "zero_bubble"], ["zero_bubble"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
 def test_recomputed_layers_draw_the_same_masks(schedule):
     check(model(Dropout, 4), Case(schedule, 2, 2, chunks=2), activation_checkpointing={"policy": "full"})
 

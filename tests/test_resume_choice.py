@@ -188,6 +188,7 @@ def test_addresses_are_no_directories():
         build(LAYOUTS["one"]).save_checkpoint("gs://b")
 
 
+@pytest.mark.slow
 def test_any_kind_of_random_key(tmp_path):
     def built(seed, kind, **more):
         return build(LAYOUTS["stage1"], noise=True, rng=jax.random.key(seed, impl=kind), **more)

@@ -1,12 +1,13 @@
 """Model-state bytes per device: the ZeRO formula, by accounting from the specs, and what real devices hold."""
 
 import importlib.util
+from itertools import product
 from math import prod
 
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.sampling import keep
+from helpers.sampling import sample
 
 import jzero
 from jzero.planner import gpu_devices
@@ -165,9 +166,9 @@ def test_a_frozen_parameter_is_there_once_in_the_compute_dtype(stage):
     assert {x.dtype for x in jax.tree.leaves(state.params["ends"])} == {jnp.dtype(jnp.bfloat16)}
 
 
-@pytest.mark.parametrize("data", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("model", ["llama", "mlp"])
+@pytest.mark.parametrize(
+    ("model", "stage", "data"), sample(product(["llama", "mlp"], [0, 1, 2, 3], [1, 2]), strength=1), ids=str
+)
 def test_devices_hold_what_the_accounting_says(model, stage, data):
     model = llama(TINY) if model == "llama" else jzero.from_flax(MLP, cross_entropy)
     mesh = jzero.make_mesh(data=data)

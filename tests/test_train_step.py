@@ -66,7 +66,7 @@ def test_frozen_leaves(stage):
     np.testing.assert_allclose(norms, [norm for _, norm in expected], rtol=1e-6)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", keep([1, 3], [3]))
 def test_the_model_is_traced_twice(stage):
     """Once for the count of its loss, once for the gradient. A second step compiles nothing; other rows are another
     program.
@@ -92,7 +92,7 @@ def test_two_runs_are_the_same_bit_for_bit():
     assert_bitwise(runs[0], runs[1])
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", keep([0, 3], [3]))
 def test_sum_is_mean_times_replicas(stage):
     layout = DECODER._replace(stage=stage)
     results = {}
@@ -109,7 +109,7 @@ def test_sum_is_mean_times_replicas(stage):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, 4 * b, atol=5e-7), results["sum"][2], results["mean"][2])
 
 
-@pytest.mark.parametrize("stage", keep(range(4), [1, 3]))
+@pytest.mark.parametrize("stage", keep(range(4), [3]))
 def test_the_state_is_born_sharded_and_donated(stage):
     layout = Layout(stage, 8, 1)
     step = jzero.make_train_step(model("untied"), layout.config(), mesh=layout.mesh)

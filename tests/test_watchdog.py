@@ -138,10 +138,9 @@ if what == "ends":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "what", ["data", pytest.param("stopped", marks=pytest.mark.slow), pytest.param("ends", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("what", ["data", "stopped", "ends"])
 def test_a_job_without_the_launcher(tmp_path, what):
     """As srun, mpirun and torchrun start it: the processes end by themselves, and say where to look."""
     with socket.create_server(("127.0.0.1", 0)) as free:

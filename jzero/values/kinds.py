@@ -176,7 +176,7 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError
     if re.search("[\0\ud800-\udfff]", value):
-        raise ValueError("it contains a NUL or half of a character (a lone surrogate)")
+        raise ValueError("it contains a NUL or a lone surrogate")
     return value
 
 

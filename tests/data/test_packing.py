@@ -164,6 +164,7 @@ def test_packed_documents_do_not_see_each_other():
 @pytest.mark.gpu_compile
 @pytest.mark.skipif(not has_cuda_compiler, reason="needs jzero[plan]")
 @pytest.mark.usefixtures("no_compilation_cache")
+@pytest.mark.slow
 def test_segments_under_cudnn():
     """The H100 program keeps one fused attention call each way and no S x S gradient."""
     step = jzero.make_train_step(

@@ -82,7 +82,10 @@ def test_an_unexpected_error_in_the_launcher(faulty, fault):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("fault", ["runner.Attempt.interrupt = fails", "runner.Attempt.check_clocks = sleeps"])
+@pytest.mark.parametrize(
+    "fault",
+    ["runner.Attempt.interrupt = fails", pytest.param("runner.Attempt.check_clocks = sleeps", marks=pytest.mark.slow)],
+)
 def test_a_launcher_that_is_stuck_ends_after_sigterm(faulty, fault):
     """Its handler fails, or it never comes to it; the grace and 8 s later it is gone."""
     job = faulty(fault, "--grace", 1).until(("ready", 2))

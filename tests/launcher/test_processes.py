@@ -75,6 +75,7 @@ tried("size", lambda: one.train_batch(rows(3)))
         assert "its leading dimension must be 4, or 2 on this process" in said[rank]["size"]
 
 
+@pytest.mark.slow
 def test_data_that_ends(run):
     job, said = run("""
 one = engine(gradient_accumulation_steps=2)
@@ -88,6 +89,7 @@ tried("second", lambda: one.train_batch(data))
         assert "the iterator of process 1 ended after 1 of 2 micro-batches" in said[rank]["second"]
 
 
+@pytest.mark.slow
 def test_evaluation_of_micro_batches(run):
     """Each process passes its own rows, or jzero's loader passes the rows of all."""
     job, said = run("""

@@ -159,6 +159,7 @@ def test_kill_the_command(start, worker, what):
     job.gone(10 - job.took())
 
 
+@pytest.mark.slow
 def test_a_command_that_is_stopped(start, worker):
     job = start(*CPU, 2, worker).until(("ready", 2))
     job.kill(job.process.pid, signal.SIGSTOP)

@@ -459,6 +459,7 @@ tried("good", lambda: engine.save_checkpoint(directory, tag="good").wait())
         assert texts["good"] == str(small_disk / "good")
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_one_process(job, tmp_path):
     """The save fails on all processes, the checkpoint before it can be read, and training goes on."""
     done = job(
