@@ -39,7 +39,7 @@ def verdict(output: str, errors: str) -> tuple[str, int]:
         return f"no vulnerability data: {(errors.strip().splitlines() or ['no output'])[-1][:300]}", 0
     known = [package for package in packages if "vulns" in package]
     found = [
-        f"{package['name']} {package['version']}: {vulnerability['id']}, mended in "
+        f"{package['name']} {package['version']}: {vulnerability['id']}, fixed in "
         f"{', '.join(vulnerability['fix_versions']) or 'no version yet'}"
         for package in known
         for vulnerability in package["vulns"]

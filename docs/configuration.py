@@ -21,7 +21,7 @@ def main() -> None:
 
 
 def page(text: str) -> str:
-    """The page with everything below the mark written anew."""
+    """The page with everything below the mark rewritten."""
     by_hand, mark, _ = text.partition(MARK)
     if not mark:
         raise ValueError(f"{PAGE} lacks the line {MARK!r}")

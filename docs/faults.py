@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ def main() -> None:
 
 
 def page(text: str) -> str:
-    """The page with everything below the mark written anew."""
+    """The page with everything below the mark rewritten."""
     by_hand, mark, _ = text.partition(MARK)
     if not mark:
         raise ValueError(f"{PAGE} lacks the line {MARK!r}")
@@ -28,10 +29,11 @@ def page(text: str) -> str:
 def generated() -> Iterator[str]:
     for area, faults in table().items():
         yield f"## {area}\n"
-        yield "| fault | what jzero does | within |"
+        yield "| fault | what jzero does | within, or test |"
         yield "|---|---|---|"
         for fault in faults:
-            yield f"| {_cell(fault.fault)} | {_cell(fault.outcome)} | {fault.seconds:g} s |"
+            last = f"{fault.seconds:g} s" if fault.provoke else f"`{fault.test.rpartition('::')[2]}`"
+            yield f"| {_cell(fault.fault)} | {_cell(fault.outcome)} | {last} |"
         yield ""
 
 
@@ -42,7 +44,9 @@ def table() -> dict[str, list[Any]]:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", chr(92) + "|").replace("**", chr(92) + "*" + chr(92) + "*")
+    """Escape a text for Markdown; in a code span only `|` needs it."""
+    text = re.sub(r"`[^`]*`|\*", lambda found: r"\*" if found[0] == "*" else found[0], text)
+    return text.replace("|", r"\|")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def audit():
     [
         ([CLEAN, SKIPPED], "1 of 2 packages checked, no known", 0),
         ([SKIPPED, SKIPPED], "no vulnerability data: the index knows none of the 2", 0),
-        ([CLEAN, BAD], "2 known vulnerabilities:\n  x 1: CVE-1, mended in 2\n  x 1: P-2, mended in no version yet", 1),
+        ([CLEAN, BAD], "2 known vulnerabilities:\n  x 1: CVE-1, fixed in 2\n  x 1: P-2, fixed in no version yet", 1),
     ],
 )
 def test_verdict(audit, packages, text, code):

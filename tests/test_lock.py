@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -89,7 +90,7 @@ def test_the_second_job_is_told_and_a_dead_one_is_replaced(tmp_path, job):
         f"ConfigError: {tmp_path}/runs is in use by Slurm job 12, job cafe of train.py (process {first.pid} on "
     )
     assert words.endswith(f"if it has ended, remove {tmp_path}/runs/.lock to take over")
-    assert time.strftime("since %Y-%m-%d") in words
+    assert re.search(r"since \d{4}-", words)
     first.kill()  # it stays a zombie until this test waits for it
     begin = time.monotonic()
     third = job()
@@ -219,7 +220,7 @@ for n in itertools.count():
         with pytest.raises(jzero.ConfigError, match="is in use by"):
             jzero.initialize(model=None, config={}, resume=tmp_path / "runs")
         build(LAYOUTS["one"], checkpoint={"dir": str(tmp_path / "runs")})
-        assert f"a save to checkpoint.dir will be an error while {tmp_path}/runs is in use by" in capfd.readouterr().err
+        assert f"a save to checkpoint.dir may be an error while {tmp_path}/runs is in use by" in capfd.readouterr().err
         complete += [first.stdout.readline().strip() for _ in range(5)]
     finally:
         first.kill()

@@ -70,7 +70,7 @@ def local_path(directory: str | os.PathLike, key: str) -> Path:
     except RuntimeError:
         raise ConfigError(f"{key} = {str(directory)!r}: there is no such user; write the path without ~") from None
     if "\0" in str(path):
-        raise ConfigError(f"{key} = {ascii(str(directory))[:80]}: a path contains no NUL")
+        raise ConfigError(f"{key} = {ascii(str(directory))[:80]}: contains a NUL byte")
     return path
 
 

@@ -68,7 +68,7 @@ class _Pairs(list[tuple[str, Any]]):
 
 def _parse(text: str, name: str) -> dict[str, Any]:
     if len(text) > LARGEST:
-        raise ConfigError(f"{name}: has more than {LARGEST:,} characters: it is no config")
+        raise ConfigError(f"{name}: has more than {LARGEST:,} characters: too large for a config")
     twice: list[str] = []
     try:
         tree = _load(text, name)

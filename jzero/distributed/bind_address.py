@@ -24,7 +24,7 @@ def bind_address(coordinator: str, one_host: bool, env: Mapping[str, str]) -> st
       env: JZERO_BIND_ADDRESS in it comes first, unless the processes call a loopback address of their one host.
 
     Raises:
-      ConfigError: JZERO_BIND_ADDRESS is no address.
+      ConfigError: JZERO_BIND_ADDRESS is not an address.
     """
     if given := env.get(VARIABLE):
         if not _is_address(given):

@@ -38,7 +38,7 @@ def introduce(connection: socket.socket, words: str, secret: str, seconds: float
     theirs, _, proof = answer.partition(" ")
     if not _equal(proof, _proof(secret, "called", nonce, theirs, words)):
         knows = "does not know this process's secret: set the same JZERO_SECRET for all processes, or for none"
-        raise Stranger(knows if proof else f"answers {answer[:60]!r}: it is no process of jzero's job")
+        raise Stranger(knows if proof else f"answers {answer[:60]!r}: it is not a process of this job")
     connection.sendall(_proof(secret, "caller", nonce, theirs, words).encode() + b"\n")
 
 

@@ -1,7 +1,7 @@
 """How a process ends by an exception: its last line names the step, and a ConfigError has an exit code of its own.
 
 The launcher compares the last lines of two attempts: the same error after the same step will come a third time. It
-never restarts a ConfigError that is no PassingError.
+never restarts a ConfigError unless it is a PassingError.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def find_place(env: Mapping[str, str]) -> Place:
 
     Raises:
       ConfigError: a rank without the number of processes, or the reverse; a value that is not a number; a coordinator
-        that is no host's name.
+        that is not a host name.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
         port = number_from(env, "MASTER_PORT", DEFAULT_PORT)

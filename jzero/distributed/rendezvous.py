@@ -83,7 +83,7 @@ def _refusal(words: str, job: str, size: int, came: Collection[int]) -> str:
         return "belongs to another job; pass another --master_port (or MASTER_PORT)"
     if not 0 < (rank := int(match[2])) < size:
         return f"waits for ranks 1 to {size - 1}: correct RANK"
-    return f"has already met a rank {rank}: correct RANK" if rank in came else ""
+    return f"reports that rank {rank} has already joined: correct RANK" if rank in came else ""
 
 
 def _call(host: str, port: int, rank: int, size: int, timeout: float, job: str, secret: str) -> None:

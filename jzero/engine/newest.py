@@ -66,7 +66,7 @@ def warn_if_not_resumed(home: str) -> None:
             '"auto", resumes from the newest'
         )
     if holder:
-        warn(f"a save to checkpoint.dir will be an error while {holder}")
+        warn(f"a save to checkpoint.dir may be an error while {holder}")
 
 
 def former_batch(root: Path) -> dict[str, Any] | None:

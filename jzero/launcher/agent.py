@@ -2,9 +2,9 @@
 
 The command sends this file through ssh's standard input to a Python on every host, this machine included. So the agent
 uses only the standard library and the three modules that it is sent with, needs nothing installed, and has the
-command's version. Then both sides exchange lines
-of JSON. If the command ends, or sends nothing for SILENCE seconds, the agent kills all processes of the job: it cannot
-know whether the command, the network or this host failed, and surviving processes would keep GPUs and ports.
+command's version. Then both sides exchange lines of JSON. If the command ends, or sends nothing for SILENCE seconds,
+the agent kills all processes of the job: it cannot know whether the command, the network or this host failed, and
+surviving processes would keep GPUs and ports.
 
 From the command: {"know": SECRET}, {"listen": [PORT or 0, ADDRESS or "" for all]}, {"connect": [[HOST, PORT], ...]},
 {"start": {...}}, {"signal": N}, {"dump": true}, {"stop": SECONDS}, {"sweep": JOB}, {"topology": true}, {"ping": true}.

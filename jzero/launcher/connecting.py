@@ -20,7 +20,7 @@ from jzero.launcher.printer import Printer
 
 
 class Connecting:
-    """What stands before the start of a job.
+    """Start the agents, check the hosts, find the coordinator's address.
 
     Attributes:
       job: the plan; with `--min_nodes`, without the hosts that have a fault.

@@ -12,7 +12,7 @@ from jzero.distributed.host_names import host_fault
 from jzero.errors import ConfigError
 
 MOST_DEVICES = 1024  # of one host
-_NUMBER = r"0*\d{1,4}"  # more digits are no device and no count; Python refuses to convert thousands of them
+_NUMBER = r"0*\d{1,4}"  # more digits are neither a device nor a count; Python refuses to convert thousands of them
 
 Devices = list[int | str]  # ids, or UUIDs from CUDA_VISIBLE_DEVICES
 Hosts = dict[str, Devices]

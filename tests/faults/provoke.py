@@ -13,23 +13,23 @@ class Fault(NamedTuple):
     Attributes:
       fault: what is wrong, in words.
       outcome: what jzero does, in words.
-      seconds: the bound, without the time to start processes.
       provoke: called with an empty folder: raises a ConfigError or a CheckpointError.
+      seconds: the bound of `provoke`, in seconds of CPU time.
       parts: texts in the error's one line.
       test: for a row without `provoke`, the test of the fault, "tests/FILE.py::NAME".
     """
 
     fault: str
     outcome: str
-    seconds: float
     provoke: Callable[[Path], Any] | None = None
+    seconds: float = 1
     parts: tuple[str, ...] = ()
     test: str = ""
 
 
 def refused(fault: str, provoke: Callable[[Path], Any], *parts: str, outcome: str = "") -> Fault:
     """Make a row of an input that is refused within a second."""
-    return Fault(fault, outcome or "one line, before anything starts", 1, provoke, parts)
+    return Fault(fault, outcome or "one line, before anything starts", provoke, parts=parts)
 
 
 def load(config: Any) -> Callable[[Path], Any]:
@@ -121,6 +121,6 @@ def circle() -> dict[str, Any]:
     return data
 
 
-def elsewhere(test: str, fault: str, outcome: str, seconds: float = 1) -> Fault:
+def elsewhere(test: str, fault: str, outcome: str) -> Fault:
     """Make a row of a fault that another test provokes."""
-    return Fault(fault, outcome, seconds, test=f"tests/{test}")
+    return Fault(fault, outcome, test=f"tests/{test}")

@@ -1,7 +1,7 @@
 """Fuzzers: whatever is read from elsewhere loads, or is refused in one line within a second.
 
 Case N of a fuzzer is made from the seed N, so a failure's number repeats it. The default run has a few hundred cases of
-each fuzzer, `-m slow` thousands; the environment variable FUZZ sets their number.
+each fuzzer, `-m slow` thousands, or as many as the environment variable FUZZ says.
 """
 
 import concurrent.futures

@@ -111,7 +111,7 @@ def test_wrong_ranks_are_refused(port):
     assert all("belongs to another job" in answers[i] for i in (2, 4, 5))
     with call(port) as held:
         introduce(held, "job 2 3", "")
-        assert claim(port, "job 2 3") == "no: has already met a rank 2: correct RANK"
+        assert claim(port, "job 2 3") == "no: reports that rank 2 has already joined: correct RANK"
     assert first.is_alive()
     others = [Process(port, rank, 3) for rank in (1, 2)]
     assert [process.ended() for process in (first, *others)] == ["", "", ""]
