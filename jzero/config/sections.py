@@ -148,10 +148,11 @@ class CheckpointConfig(Section):
 
 
 class WatchdogConfig(Section):
-    """How long a step may take before the job counts as hung, in seconds; ceiling 0: for ever.
+    """How long a step may take before the job counts as hung, in seconds; ceiling 0: no limit.
 
-    The limit is 20 times the slowest of the last steps, between `floor` and `ceiling`; the ceiling until the first step
-    has finished, which compiles. `jzero --hang_timeout` replaces it.
+    The limit is 20 times the slowest of the last 20 train steps, between `floor` and `ceiling`. The ceiling holds for a
+    train step whose program runs for the first time (it compiles), and for evaluations, saves and exports.
+    `jzero --hang_timeout` replaces both.
     """
 
     floor: NonNegative = 600.0
