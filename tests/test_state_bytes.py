@@ -7,7 +7,7 @@ from math import prod
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.sampling import sample
+from helpers.sampling import keep, sample
 
 import jzero
 from jzero.planner import gpu_devices

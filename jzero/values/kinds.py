@@ -60,7 +60,7 @@ class Kind:
         try:
             return self.parse(value)
         except (ValueError, OverflowError) as hint:
-            # pydantic cannot carry half of a character, so the text is made printable here and not in ConfigError
+            # pydantic cannot carry a lone surrogate, so the text is made printable here and not in ConfigError
             raise ValueError(printable(f"must be {self.allowed}" + (f"; {hint}" if str(hint) else ""))) from None
 
 

@@ -232,7 +232,7 @@ TABLE: dict[str, list[Fault]] = {
             "up to 2147483647",
         ),
         refused("a batch of 2**31 rows", load({"train_batch_size": 2**31}), "train_batch_size", "up to 2147483647"),
-        refused("a batch of 2**31 - 1 rows from 16", batches(2**31 - 1), "train_batch_size", "at most 16000"),
+        refused("a batch of 2**31 - 1 rows from 16", batches(2**31 - 1), "train_batch_size", "at most 1048576"),
     ],
     "Hostfiles and options": [
         refused("slots=99999999999", hosts("a slots=99999999999\n"), "line 1", "at most 1024 slots"),
