@@ -219,7 +219,8 @@ def test_collectives_are_the_tables(case):
     assert found(case, ledger) == expected(case, params)
 
 
-@pytest.mark.parametrize("stage", keep([0, 1, 2, 3], [3]))
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_on_the_wire(stage):
     """The ZeRO paper's volumes: 2 parameters' worth a step at stages 0, 1, 2; 3 at stage 3, less 1 for the ends."""
     case = next(c for c in CASES if c.stage == stage and c.llama and c.accum == 1 and c.zero == 8)
@@ -232,6 +233,7 @@ def test_bytes_on_the_wire(stage):
     assert moved == pytest.approx(volume * SIZE[HLO[case.precision]], rel=0.01)
 
 
+@pytest.mark.slow
 def test_reduction_dtype_changes_nothing_else():
     case = next(c for c in CASES if c.stage == 3 and c.reduce == "fp32")
     wide = compile(case)[0]
