@@ -78,6 +78,17 @@ def work(steady: bool = False) -> Iterator[Callable[[jax.Array], None]]:
         _open = None
 
 
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """Count a wait for the other processes as a step that has begun, for as long as it lasts."""
+    global _begun, _open
+    _begun, _open = _begun + 1, Work(time.monotonic(), steady=False)
+    try:
+        yield
+    finally:
+        _begun, _open = _begun - 1, None
+
+
 def counts() -> tuple[int, int]:
     """Return the steps finished and the steps begun."""
     return _finished, _begun

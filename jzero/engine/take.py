@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jzero.distributed import heartbeat
 from jzero.distributed.host_collectives import anyone
 from jzero.errors import ConfigError
 
@@ -29,6 +30,8 @@ def take(source: Iterator[Any], accum: int, *, ours: bool) -> list[Any]:
             f"the iterator{of} ended after {len(parts)} of {accum} micro-batches (gradient_accumulation_steps = "
             f"{accum}); {fix}"
         )
-    if problem := anyone("the data's end", problem):
+    with heartbeat.waiting():  # another process may have stopped, or its data have
+        problem = anyone("the data's end", problem)
+    if problem:
         raise ConfigError(problem)
     return parts
