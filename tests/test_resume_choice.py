@@ -59,7 +59,7 @@ def test_the_newest_that_can_be_read(tmp_path, capfd):
 
 
 def test_a_run_that_does_not_resume_beside_checkpoints(tmp_path, capfd):
-    """It says so, and does not remove what it did not write."""
+    """A run prints that it ignores them, and does not remove what it did not write."""
     section = {"checkpoint": {"dir": str(tmp_path / "runs"), "max_to_keep": 2}}
     first = build(LAYOUTS["one"], **section)
     for step in range(4):

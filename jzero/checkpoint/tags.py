@@ -13,7 +13,7 @@ LONGEST = 255 - len(REPLACED)  # bytes: a file system's limit for a name
 
 
 def is_tag(text: str) -> bool:
-    """Return whether a text may name a checkpoint: as a directory in DIR, in one line, and not one of jzero's own."""
+    """Return whether a text is a valid tag: one line, one directory name, and no name that jzero uses itself."""
     fits = text.isprintable() and len(text.encode(errors="replace")) <= LONGEST
     return fits and Path(text).name == text and not text.endswith((SAVING, REPLACED)) and text not in ("", "..", LATEST)
 
