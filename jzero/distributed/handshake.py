@@ -18,6 +18,7 @@ VARIABLE = "JZERO_SECRET"
 LINE = 512  # bytes
 SECONDS = 5.0  # until a caller must have proved itself
 MOST = 256  # callers that have not; then the oldest has to go
+FIX = f"set the same {VARIABLE} on every process, or on none"
 
 
 class Stranger(ConnectionError):
@@ -37,7 +38,7 @@ def introduce(connection: socket.socket, words: str, secret: str, seconds: float
     answer = read_line(connection, end)
     theirs, _, proof = answer.partition(" ")
     if not _equal(proof, _proof(secret, "called", nonce, theirs, words)):
-        knows = "does not know this process's secret: set the same JZERO_SECRET for all processes, or for none"
+        knows = f"does not know this process's secret: {FIX}"
         raise Stranger(knows if proof else f"answers {answer[:60]!r}: it is not a process of this job")
     connection.sendall(_proof(secret, "caller", nonce, theirs, words).encode() + b"\n")
 
@@ -67,6 +68,10 @@ class Door:
 
     A stranger costs LINE bytes for SECONDS, and at most MOST of them wait: neither silence nor 300 MB in one line nor
     a byte per second delays the others.
+
+    Attributes:
+      refused: the words of the callers that did not prove, in the last `wait`, that they know the secret. A caller with
+        another secret hangs up, because this end does not know its secret either. Anybody can send such words.
     """
 
     def __init__(self, server: socket.socket, secret: str):
@@ -76,6 +81,7 @@ class Door:
         self._selector.register(server, selectors.EVENT_READ)
         self._outside: dict[socket.socket, _Caller] = {}  # the oldest first
         self._inside: set[socket.socket] = set()
+        self.refused: list[str] = []
 
     def __enter__(self) -> Door:
         return self
@@ -99,6 +105,7 @@ class Door:
         The words are None for a connection that was let in before and has been closed by its caller.
         """
         found: list[tuple[socket.socket, str | None]] = []
+        self.refused = []
         for key, _ in self._selector.select(seconds):
             connection: Any = key.fileobj
             if connection is self._server:
@@ -167,6 +174,8 @@ class Door:
         except BlockingIOError:
             return False
         except (OSError, ValueError):  # ValueError: not text, or not three words
+            if caller.proof:
+                self.refused.append(caller.words)
             self.drop(connection)
         return False
 

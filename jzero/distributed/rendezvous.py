@@ -2,7 +2,7 @@
 
 JAX's own runtime aborts a process whose wait times out, without naming the missing one. Here process 0 listens on the
 coordinator's port, before JAX's service does, until all have come; after a timeout every process reports who is
-missing. A caller says "JOB RANK SIZE" (handshake.py); process 0 answers "go", "missing 1, 3" or "no: WHY".
+missing. A caller says "JOB RANK SIZE" (handshake.py); process 0 answers "go", "missing: ERROR" or "no: WHY".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable
 
 from jzero.distributed import handshake
 from jzero.distributed.bind_address import listen_at
-from jzero.errors import ConfigError, LostProcessError, PassingError
+from jzero.errors import ConfigError, LostProcessError, PassingError, some_of
 
 NOTICE = 20.0  # seconds until process 0 prints which processes are missing
 
@@ -46,7 +46,7 @@ def meet(
 
 
 def _listen(host: str, port: int, size: int, timeout: float, job: str, bind: str, secret: str) -> None:
-    deadline, came = time.monotonic() + timeout, dict[int, socket.socket]()
+    deadline, came, refused = time.monotonic() + timeout, dict[int, socket.socket](), set[int]()
     try:
         server = listen_at(bind, port)
     except OSError as error:
@@ -61,19 +61,26 @@ def _listen(host: str, port: int, size: int, timeout: float, job: str, bind: str
         while len(came) < size - 1 and (left := deadline - time.monotonic()) > 0:
             if time.monotonic() > notice:
                 notice = deadline  # print once
-                print(f"waiting for rank {_missing(came, size)} of {size} at port {port}", file=sys.stderr, flush=True)
+                waiting = f"waiting for rank {_missing(came, size)} of {size} at port {port}{_why(refused, came)}"
+                print(waiting, file=sys.stderr, flush=True)
             for connection, words in door.wait(min(left, 1)):
                 if words is None:  # it came, and has gone
                     came = {rank: one for rank, one in came.items() if one is not connection}
                 elif why := _refusal(words, job, size, came):
                     door.drop(connection, f"no: {why}")
                 else:
-                    came[int(words.rsplit(" ", 2)[1])] = connection
-        missing = _missing(came, size)
+                    came[_rank(words)] = connection
+            refused |= {_rank(words) for words in door.refused if not _refusal(words, job, size, ())}
+        problem = ""
+        if missing := _missing(came, size):
+            problem = (
+                f"rank {missing} of {size} did not come to {host}:{port} within {timeout:g} s{_why(refused, came)}: "
+                "see its output, or raise JZERO_TIMEOUT (seconds)"
+            )
         for connection in came.values():
-            door.drop(connection, f"missing {missing}" if missing else "go")
-    if missing:
-        raise _never_came(missing, size, timeout, host, port)
+            door.drop(connection, f"missing: {problem}" if problem else "go")
+    if problem:
+        raise LostProcessError(problem)
 
 
 def _refusal(words: str, job: str, size: int, came: Collection[int]) -> str:
@@ -84,6 +91,17 @@ def _refusal(words: str, job: str, size: int, came: Collection[int]) -> str:
     if not 0 < (rank := int(match[2])) < size:
         return f"waits for ranks 1 to {size - 1}: correct RANK"
     return f"reports that rank {rank} has already joined: correct RANK" if rank in came else ""
+
+
+def _rank(words: str) -> int:
+    return int(words.rsplit(" ", 2)[1])
+
+
+def _why(refused: Collection[int], came: Collection[int]) -> str:
+    """Return which missing ranks were refused, and the fix; "" if none was."""
+    ranks = sorted(set(refused) - set(came))
+    who = f"refused rank {some_of(ranks)}, which did not prove that it knows the secret"
+    return f" ({who}: {handshake.FIX})" if ranks else ""
 
 
 def _call(host: str, port: int, rank: int, size: int, timeout: float, job: str, secret: str) -> None:
@@ -101,8 +119,8 @@ def _call(host: str, port: int, rank: int, size: int, timeout: float, job: str, 
             why = error.strerror or str(error)
         if not answer:
             time.sleep(0.1)
-    if answer.startswith("missing"):
-        raise _never_came(answer.removeprefix("missing "), size, timeout, host, port)
+    if answer.startswith("missing: "):
+        raise LostProcessError(answer.removeprefix("missing: "))
     if answer.startswith("no: "):
         why = answer.removeprefix("no: ")[:300]
         raise LostProcessError(f"process {rank} of {size}: process 0 at {host}:{port} {why}")
@@ -116,10 +134,3 @@ def _call(host: str, port: int, rank: int, size: int, timeout: float, job: str, 
 
 def _missing(came: Iterable[int], size: int) -> str:
     return ", ".join(map(str, sorted(set(range(1, size)) - set(came))))
-
-
-def _never_came(missing: str, size: int, timeout: float, host: str, port: int) -> LostProcessError:
-    return LostProcessError(
-        f"rank {missing} of {size} did not come to {host}:{port} within {timeout:g} s: see its output, or raise "
-        "JZERO_TIMEOUT (seconds)"
-    )

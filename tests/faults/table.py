@@ -116,6 +116,11 @@ TABLE: dict[str, list[Fault]] = {
             "it is refused in one line",
         ),
         elsewhere(
+            "launcher/test_strangers.py::test_the_error_names_who_was_refused",
+            "processes of one job have different secrets",
+            "each refused one ends at once; the others name the refused ranks and the fix after `JZERO_TIMEOUT`",
+        ),
+        elsewhere(
             "launcher/test_strangers.py::test_a_proof_is_good_for_one_connection",
             "a stranger repeats what another process has sent",
             "it is not let in",

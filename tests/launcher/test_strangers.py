@@ -120,10 +120,25 @@ def test_wrong_ranks_are_refused(port):
 @pytest.mark.parametrize(("mine", "theirs"), [("", "secret"), ("other", "secret"), ("secret", "")])
 def test_who_does_not_know_the_secret(port, mine, theirs):
     first, stranger = Process(port, 0, 2, theirs, timeout=30), Process(port, 1, 2, mine)
-    assert "set the same JZERO_SECRET for all processes, or for none" in stranger.ended()
+    assert "set the same JZERO_SECRET on every process, or on none" in stranger.ended()
     assert stranger.seconds < 20
     assert first.is_alive()
     assert [Process(port, 1, 2, theirs).ended(), first.ended()] == ["", ""]
+
+
+def test_the_error_names_who_was_refused(port):
+    """Process 0 and the ranks that came name the rank with another secret, and the fix; nobody else's words count."""
+    first, other, wrong = (Process(port, rank, 4, f"secret {rank // 2}", timeout=6) for rank in (0, 1, 2))
+    assert "JZERO_SECRET" in wrong.ended()
+    for words in ("another job 3 4", "job 9 4"):
+        with pytest.raises(handshake.Stranger):
+            claim(port, words, "a third one")
+    reason = (
+        f"rank 2, 3 of 4 did not come to 127.0.0.1:{port} within 6 s (refused rank 2, which did not prove that "
+        "it knows the secret: set the same JZERO_SECRET on every process, or on none): see "
+        "its output, or raise JZERO_TIMEOUT (seconds)"
+    )
+    assert [first.ended(), other.ended()] == [reason, reason]
 
 
 def test_a_proof_is_good_for_one_connection(port):
