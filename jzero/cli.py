@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jzero.errors import ConfigError
+from jzero.errors import ConfigError, numbered
 from jzero.launcher import options, transports
 from jzero.launcher.job import Job, make_job
 
@@ -32,8 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return export(rest)
         return launch(rest if name == "run" else argv)
     except ConfigError as error:
-        several = f"{len(error.problems)} problems:\n" if error.problems[1:] else ""
-        print(f"jzero: {several}{error}", file=sys.stderr)
+        print(f"jzero: {numbered(error)}", file=sys.stderr)
         return 2
 
 

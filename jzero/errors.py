@@ -85,6 +85,17 @@ def some_of(names: Iterable[object], most: int = 8) -> str:
     return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
 
 
+def numbered(error: ConfigError) -> str:
+    """Return the message, after the number of problems if there are several.
+
+    >>> print(numbered(ConfigError("steps = -1: must be positive", "size = 0: must be positive")))
+    2 problems:
+    - steps = -1: must be positive
+    - size = 0: must be positive
+    """
+    return f"{len(error.problems)} problems:\n{error}" if error.problems[1:] else str(error)
+
+
 def in_a_line(error: Exception) -> str:
     """Return an exception's message in one line, without the specifications that TensorStore appends."""
     if type(error) is Exception and isinstance(error.__cause__, Exception):  # Orbax repeats the whole specification

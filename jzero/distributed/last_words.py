@@ -1,16 +1,25 @@
-"""How a process ends by an exception: its last line names the step, and a ConfigError has an exit code of its own.
+"""How a process ends by an exception: a user's mistake is one line, and the last line names the step.
 
-The launcher compares the last lines of two attempts: the same error after the same step will come a third time. It
-never restarts a ConfigError unless it is a PassingError.
+A ConfigError names its cause and its fix, so only the script's own line is of interest, not jzero's and JAX's hundred
+frames; the same for Ctrl-C. JZERO_TRACEBACK=1 prints them. The launcher compares the last lines of two attempts: the
+same error after the same step will come a third time. It never restarts a ConfigError unless it is a PassingError.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import sysconfig
+import traceback
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from jzero.distributed.exit_codes import CONFIG, UNAVAILABLE
-from jzero.errors import ConfigError, PassingError, in_a_line
+from jzero.errors import ConfigError, PassingError, in_a_line, numbered
+
+VARIABLE = "JZERO_TRACEBACK"
+_INSTALLED = (f"{Path(__file__).parents[1]}/", f"{sysconfig.get_path('stdlib')}/", "<frozen ")
 
 _installed = False
 _step = 0
@@ -30,9 +39,29 @@ def passed(step: int) -> None:
     _step = step
 
 
-def _end(before: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    before(kind, error, trace)
-    if _step and isinstance(error, Exception):
-        print(f"jzero: after step {_step}: {kind.__name__}: {in_a_line(error)}", file=sys.stderr, flush=True)
+def _end(before: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    after, last = f"after step {_step}: " if _step else "", ""
+    short = isinstance(error, ConfigError | KeyboardInterrupt) and os.environ.get(VARIABLE, "0") in ("", "0")
+    # A hook that the script installed, such as a reporter of crashes, must see every exception.
+    if not short or before is not sys.__excepthook__:
+        before(kind, error, trace)
+    if isinstance(error, ConfigError):
+        last = f"{_place(trace)}{after}{numbered(error)}"
+    elif short:
+        last = f"{_place(trace)}{after}interrupted ({VARIABLE}=1 prints the traceback)"
+    elif after and isinstance(error, Exception):
+        last = f"{after}{kind.__name__}: {in_a_line(error)}"
+    if last:
+        print(f"jzero: {last}", file=sys.stderr, flush=True)
     if isinstance(error, ConfigError):
         sys.exit(UNAVAILABLE if isinstance(error, PassingError) else CONFIG)
+
+
+def _place(trace: TracebackType | None) -> str:
+    """Return the innermost line of the user's own code, as "train.py:12: "; "" if there is none."""
+    own = ""
+    for frame, line in traceback.walk_tb(trace):
+        path = frame.f_code.co_filename
+        if not path.startswith(_INSTALLED) and not {"site-packages", "dist-packages"} & set(path.split("/")):
+            own = f"{os.path.basename(path)}:{line}: "
+    return own

@@ -13,6 +13,7 @@ from typing import Any
 from jzero.launcher import hostfile, options, preflight
 from jzero.launcher.job import Job, make_job
 from jzero.launcher.link import Link
+from jzero.launcher.noise import quiet_stderr
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,7 +37,10 @@ def main(argv: Sequence[str]) -> int:
     for host, hello in hellos.items():
         if hello.get("topology"):
             print(f"{host}\n{hello['topology']}")
-    wrong = check_jax_here() if any(map(job.is_here, job.hosts)) else ""
+    wrong = ""
+    if any(map(job.is_here, job.hosts)):
+        with quiet_stderr():
+            wrong = check_jax_here()
     return 1 if wrong or any(found.values()) else 0
 
 

@@ -16,11 +16,12 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jzero.distributed.exit_codes import HUNG, SAVED
+from jzero.distributed.exit_codes import CONFIG, HUNG, SAVED, UNAVAILABLE
 from jzero.launcher.connecting import Connecting
 from jzero.launcher.guard import unexpected
 from jzero.launcher.job import Job, Process
 from jzero.launcher.link import Link
+from jzero.launcher.noise import is_noise
 from jzero.launcher.printer import Printer
 
 SILENCE = 8.0  # seconds without a message from an agent after which its host counts as lost
@@ -135,7 +136,8 @@ class Attempt:
                 return
 
     def show(self, rank: int, number: int, line: str) -> None:
-        self.lines[rank].append(line)
+        if not is_noise(line):
+            self.lines[rank].append(line)
         self.printer.put(f"[{rank}] {line}" if self.prefixed else line, number)
 
     def note(self, status: Mapping[int, tuple[int, int, str]]) -> None:
@@ -160,11 +162,12 @@ class Attempt:
             self.fail(code, f"rank {rank} received SIGTERM and saved; the others follow", self.job.options.grace)
             return
         self.culprit = rank
-        last = "".join(f"\n    {line}" for line in self.lines[rank]) or " none"
+        last = _mistake(self.lines[rank]) if code in (CONFIG, UNAVAILABLE) else ""
+        last = last or "; its last lines:" + ("".join(f"\n    {line}" for line in self.lines[rank]) or " none")
         if any("unrecognized arguments: --local_rank" in line for line in self.lines[rank]):
             last += "\n  the script has no option --local_rank: add it, or pass --no_local_rank before the script"
         where = f" on {process.host}" if len(self.job.hosts) > 1 else ""
-        self.fail(code, f"rank {rank}{where} {_how(code)} first, after {self.age():.0f} s; its last lines:{last}")
+        self.fail(code, f"rank {rank}{where} {_how(code)} first, after {self.age():.0f} s{last}")
 
     def exited_after_signal(self, rank: int, code: int, number: int) -> None:
         """Report the first rank that fails after a signal; after Ctrl-C it shortens the time of the others."""
@@ -297,6 +300,17 @@ class Attempt:
         if self.signalled:
             return SAVED if self.saved == len(self.lines) else 128 + self.signalled
         return self.failure[0] if self.failure else 0
+
+
+def _mistake(lines: Iterable[str]) -> str:
+    """Return the ConfigError that ended a process, as last_words.py printed it; "" if there is none."""
+    found = ""
+    for line in lines:
+        if line.startswith("jzero: "):
+            found = line.replace("jzero", "", 1)
+        elif found and line.startswith("- "):
+            found += f"\n{line}"
+    return found
 
 
 def _list(ranks: Iterable[int]) -> str:

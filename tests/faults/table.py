@@ -68,6 +68,21 @@ TABLE: dict[str, list[Fault]] = {
             "`--max_restarts`, and the same failure at the same step, or an error in the config",
             "no more starts; the number of attempts and the error",
         ),
+        elsewhere(
+            "launcher/test_last_words.py::test_a_mistake_and_ctrl_c_are_one_line",
+            "a `ConfigError`, or Ctrl-C while JAX traces or compiles",
+            "one line with the script's own line, no traceback (`JZERO_TRACEBACK=1` prints it)",
+        ),
+        elsewhere(
+            "launcher/test_last_words.py::test_a_job_repeats_a_mistake_once",
+            "a `ConfigError` in a job",
+            "one line of each rank, and one of the job",
+        ),
+        elsewhere(
+            "launcher/test_last_words.py::test_a_job_s_last_lines_are_meaningful",
+            "a rank fails after hundreds of lines that JAX's libraries log",
+            "the job's last lines are the script's",
+        ),
     ],
     "Network": [
         elsewhere(

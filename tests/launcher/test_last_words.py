@@ -1,0 +1,180 @@
+"""The last words of a process and of a job: one line for a user's mistake and for Ctrl-C, and no noise of libraries."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from jobs import ROOT
+from test_run import CPU
+
+from jzero.distributed.exit_codes import CONFIG, UNAVAILABLE
+from jzero.launcher.noise import is_noise
+
+HEADER = "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR"
+NOISE = [
+    HEADER,
+    "I0000 00:00:1795431811.963961   25986 cudart_stub.cc:31] Could not find cuda drivers on your machine.",
+    "W0000 00:00:1795431811.963961   25986 cudart_stub.cc:31] Could not find cuda drivers on your machine.",
+    "I1123 11:01:46.123456 77 nccl.cc:9] communicator",
+    "2026-11-23 11:01:46.123456: I external/xla/xla/service/service.cc:168] XLA service initialized",
+    "[Gloo] Rank 1 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1",
+]
+MEANINGFUL = [
+    "",
+    "ValueError: bad",
+    "WARNING: the loss is not finite",
+    "I0000 rows read",
+    "W0000 00:00:1795431811.963961   25986 bfc_allocator.cc:501] Allocator ran out of memory",
+    "E0000 00:00:1795431811.963961   25986 rendezvous.cc:31] This thread has been waiting for 10 seconds",
+    "F0000 00:00:1795431811.963961   25986 array.cc:31] Check failed: rank < 4",
+    "RuntimeError: [Gloo] connection reset",
+]
+
+
+def test_noise():
+    assert [line for line in [*NOISE, *MEANINGFUL] if not is_noise(line)] == MEANINGFUL
+
+
+HELPER = """
+import jzero
+def check(size):
+    return jzero.Config.load({"train_batch_size": size, **({"seed": -1} if size < -1 else {})})
+"""
+SCRIPT = """
+import os, signal, sys
+import jax, jzero
+from helper import check
+from jzero.distributed import last_words
+
+jzero.init_distributed()
+what = sys.argv[1]
+if what == "hook":
+    last_words._installed, sys.excepthook = False, lambda kind, error, trace: print("seen", kind.__name__)
+    last_words.install()
+if what in ("one", "hook"):
+    check(-1)
+last_words.passed(7)
+if what == "several":
+    check(-2)
+if what == "lost":
+    raise jzero.errors.LostProcessError("process 1 was lost")
+if what == "compile":
+    @jax.jit
+    def f(x):
+        os.kill(os.getpid(), signal.SIGINT)
+        return x + 1
+    f(1.0)
+raise ValueError("bad")
+"""
+BATCH = "train_batch_size = -%d: must be a positive integer up to 2147483647 or null; or leave it out"
+SEED = "seed = -1: must be a non-negative integer up to 4294967295; or leave it out for the default 0"
+
+
+def end(folder, what, **env):
+    """Run the script; return its exit code, its output, and its lines on stderr without noise."""
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "helper.py").write_text(HELPER)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("JZERO_")}
+    clean |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "train.py", what], cwd=folder, env=clean | env, capture_output=True, text=True, timeout=180,
+        check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout, [line for line in done.stderr.splitlines() if not is_noise(line)]
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "lines"),
+    [
+        ("one", CONFIG, [f"jzero: helper.py:4: {BATCH % 1}"]),
+        ("several", CONFIG, ["jzero: helper.py:4: after step 7: 2 problems:", f"- {BATCH % 2}", f"- {SEED}"]),
+        ("lost", UNAVAILABLE, ["jzero: train.py:18: after step 7: process 1 was lost"]),
+        ("compile", -2, ["jzero: train.py:22: after step 7: interrupted (JZERO_TRACEBACK=1 prints the traceback)"]),
+    ],
+)
+def test_a_mistake_and_ctrl_c_are_one_line(tmp_path, what, code, lines):
+    """With the innermost line of the user's own code, not those of jzero, JAX and Python."""
+    assert end(tmp_path, what) == (code, "", lines)
+
+
+def test_tracebacks_that_are_wanted(tmp_path):
+    code, _, lines = end(tmp_path, "one", JZERO_TRACEBACK="1")
+    assert code == CONFIG
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-1] == f"jzero: helper.py:4: {BATCH % 1}"
+    code, _, lines = end(tmp_path, "other")
+    assert code == 1
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-2:] == ["ValueError: bad", "jzero: after step 7: ValueError: bad"]
+
+
+def test_a_hook_of_the_script(tmp_path):
+    assert end(tmp_path, "hook") == (CONFIG, "seen ConfigError\n", [f"jzero: helper.py:4: {BATCH % 1}"])
+
+
+WORKER = f"""
+import os, sys
+import jzero
+what = sys.argv[-2]
+print({NOISE[-1]!r}, flush=True)
+if what == "config":
+    jzero.init_distributed()
+    jzero.Config.load({{"train_batch_size": -1, "seed": -1}})
+print("the cause", file=sys.stderr)
+for _ in range(30):
+    print({HEADER!r}, file=sys.stderr)
+os._exit(3)
+"""
+
+
+@pytest.mark.processes
+def test_a_job_repeats_a_mistake_once(start, tmp_path):
+    (tmp_path / "worker.py").write_text(WORKER)
+    job = start(*CPU, 2, "worker.py", "config")
+    assert job.wait() == CONFIG
+    assert "Traceback" not in job.errors
+    problem = f"worker.py:8: 2 problems:\n- {BATCH % 1}\n- {SEED}\n"
+    assert job.errors.count(BATCH % 1) <= 3  # of each rank, unless it was ended before, and of the job
+    head, _, last = job.errors.rpartition("jzero: rank ")
+    assert last[1:].startswith(" exited with code 78 first, after ")
+    assert last.endswith(f" s: {problem}")
+    assert f"[{last[0]}] jzero: worker.py:8: 2 problems:\n" in head
+
+
+@pytest.mark.processes
+def test_a_job_s_last_lines_are_meaningful(start, tmp_path):
+    (tmp_path / "worker.py").write_text(WORKER)
+    job = start(*CPU, 1, "worker.py", "other")
+    assert job.wait() == 3
+    assert job.errors.count(HEADER) >= 30
+    assert job.errors.endswith("its last lines:\n    the cause\n")
+
+
+CRASH = f"""
+import os
+from jzero.launcher.noise import quiet_stderr
+with quiet_stderr():
+    os.write(2, b"{HEADER}\\nfirst\\n")
+os.write(2, b"second\\n")
+with quiet_stderr():
+    os.write(2, b"the last words\\n")
+    os.abort()
+"""
+
+
+def test_a_crash_without_noise():
+    """`jzero report` drops noise from its stderr, and nothing else, even if JAX ends the process."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", CRASH], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == -6
+    assert done.stderr == "first\nsecond\nthe last words\n"
+
+
+def test_a_report_without_noise():
+    """JAX prints noise when a CUDA plugin is installed and there is no driver."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    words = [sys.executable, "-m", "jzero", "report"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=180, check=False)
+    assert "JAX sees" in done.stdout
+    assert [line for line in done.stderr.splitlines() if is_noise(line)] == []
