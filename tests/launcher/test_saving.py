@@ -334,7 +334,7 @@ train(engine)
         second = job(waiting, "train", layout, directory)
         assert second.wait() == CONFIG, second.errors
         second.gone()
-        words = rf"jzero: worker\.py:\d+: {directory} is in use by job \w+ of worker\.py \(process {owner} on"
+        words = rf"jzero: layouts\.py:\d+: {directory} is in use by job \w+ of worker\.py \(process {owner} on"
         assert re.search(words, second.errors), second.errors
         if attempt == 1:
             first.kill(first.rank(1))
