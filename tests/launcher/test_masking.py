@@ -42,6 +42,14 @@ def test_plan(here, launcher):
         assert {v["name"]: v["value"] for v in container["env"]} == {"MY_PASSWORD": "***", "NCCL_DEBUG": "INFO"}
 
 
+@pytest.mark.parametrize("launcher", ["ssh", "slurm", "openmpi", "k8s"])
+def test_arguments_are_shown_as_they_are(here, launcher):
+    """As the documentation warns: a masked argument would suggest that command lines keep secrets."""
+    words = ["--platform=cpu", "--hostfile", here.hosts("a slots=1"), "--launcher", launcher, "--launcher_args=image=i"]
+    plan = here.dry(*words, "train.py", "--api_key", SECRET)
+    assert SECRET in json.dumps(plan["manifest"] if launcher == "k8s" else plan["commands"])
+
+
 def test_processes_get_the_values(here):
     job = make_job(
         options.parse(["--platform=cpu", "--launcher_args=image=i", f"--export=MY_PASSWORD={SECRET}", "train.py"]),
