@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -67,7 +68,7 @@ def load(directory: str | os.PathLike, step: TrainStep) -> PyTree:
 def _read(parts: list[tuple[File, Tensor]], index: tuple[slice, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
     """Read a slice of a leaf, in the leaf's dtype."""
     box = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, leaf.shape, strict=True))
-    values = np.empty([s.stop - s.start for s in box], leaf.dtype)
+    values = np.zeros([s.stop - s.start for s in box], leaf.dtype)  # padding stays zero
     for file, tensor in parts:
         if (both := tensor.overlap(box)) is None:
             continue
@@ -85,19 +86,25 @@ def _find(path: Path, leaves: Mapping[str, ShapeDtype], table: dict | None) -> d
       ConfigError: the files do not fit the model.
     """
     files = [File.open(file) for file in _files(path)]
+    count = sum(len(file.entries) for file in files)
+    for old, new in (table or {}).get("aliases", {}).items():
+        for file in files:
+            file.entries = {re.sub(old, new, name): entry for name, entry in file.entries.items()}
     where = {name: file for file in files for name in file.entries}
-    if len(where) != sum(len(file.entries) for file in files):
+    if len(where) != count:
         raise ConfigError(f"{path}: some tensors are in two of {some_of(file.path.name for file in files)}")
-    if where.keys() & leaves.keys():
-        table = None  # the files use the names of the leaves
+    wanted = tensors(leaves, table)
+    if len(where.keys() & leaves.keys()) > sum(tensor.name in where for tensor in wanted):
+        table, wanted = None, tensors(leaves, None)  # the files use the names of the leaves
     ignored = table.get("ignored", ()) if table else ()
     where = {name: file for name, file in where.items() if not any(fnmatchcase(name, pattern) for pattern in ignored)}
-    wanted = tensors(leaves, table)
     problems = _config_differences(path.parent if path.is_file() else path, table) + _misfits(where, wanted)
     if problems:
-        raise ConfigError(f"{path} belongs to another model: {some_of(problems)}")
+        advice = f"; {table['advice']}" if table and "advice" in table else ""
+        raise ConfigError(f"{path} belongs to another model: {some_of(problems)}{advice}")
     of_leaf: dict[str, list[tuple[File, Tensor]]] = {}
     for tensor in wanted:
+        where[tensor.name].reshape(tensor.name, tensor.view)
         of_leaf.setdefault(tensor.leaf, []).append((where[tensor.name], tensor))
     return of_leaf
 

@@ -4,15 +4,21 @@ A model's leaves (`stack.attention.qkv.kernel`, with the layer axis first) and t
 (`model.layers.3.self_attn.q_proj.weight`) divide the same numbers differently. A model may have a method
 `weights_layout()` that returns the mapping as JSON data:
 
-    {"config": {...}, "may_differ": [keys of it], "absent": {...}, "ignored": [patterns], "tensors": [
+    {"config": {...}, "may_differ": [keys of it], "absent": {...}, "advice": text, "aliases": {...},
+     "ignored": [patterns], "tensors": [
         {"name": "model.layers.{layer}.self_attn.q_proj.weight", "leaf": "stack/attention/qkv/kernel",
          "columns": [0, 2048], "transposed": true}, ...]}
 
-tensors   A row with `{layer}` in its name describes one tensor per layer. `columns` is a range of the leaf's last
-          dimension (default: all of it). A transposed tensor is stored as [columns, rows].
+tensors   A row with `{layer}` in its name describes one tensor per layer: `leaf[layer]`, cut by `rows` and `columns`,
+          ranges of its first and its last dimension (default: all), then `transposed`, then with the shape `reshape`,
+          as in NumPy. `transposed` is true for a matrix, or a list of axes.
+          nnx.MultiHeadAttention's query kernel [D, H, K] as torch's [H * K, D]: "transposed": [1, 2, 0],
+          "reshape": [H * K, D]. A row whose name is null describes padding: a part of a leaf that no file has.
 config    Written to config.json. Files whose config.json differs belong to another model, except for the keys in
           `may_differ`. Entries of nested dictionaries are compared individually too.
 absent    The values that missing keys of config.json stand for.
+advice    What to do about files of another model; ends the error message.
+aliases   {regular expression: replacement}, applied to the names in files before they are compared.
 ignored   Name patterns (* matches anything) of tensors that are not read.
 
 Without a table, every leaf is one tensor of the same name.
@@ -39,7 +45,8 @@ from jzero.errors import ConfigError, some_of
 from jzero.tree import PyTree, named
 
 Box = tuple[slice, ...]  # part of an array: start and stop in every dimension
-KEYS = {"name", "leaf", "columns", "transposed"}
+KEYS = {"name", "leaf", "rows", "columns", "transposed", "reshape"}
+Range = tuple[int, int]
 
 
 class ShapeDtype(NamedTuple):
@@ -51,9 +58,12 @@ class ShapeDtype(NamedTuple):
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a file, which is the part `leaf[layer][..., columns]` of a leaf, transposed or not.
+    """One tensor of a file, which is a part of a leaf with its axes permuted.
 
-    >>> q = Tensor("q", "stack.qkv", (4, 8), np.dtype("f4"), layer=2, columns=(0, 4), transposed=True)
+    `view` is the shape of that part, and the shape in which boxes of the tensor are given. `shape` is the file's; both
+    have the same elements in the same order.
+
+    >>> q = Tensor("q", "stack.qkv", (4, 8), np.dtype("f4"), layer=2, ranges=((0, 8), (0, 4)), axes=(1, 0))
     >>> q.overlap((slice(2, 4), slice(6, 8), slice(1, 9)))  # rows 1 to 3 and columns 6 and 7 of q
     ((slice(1, 4, None), slice(6, 8, None)), (0, slice(0, 2, None), slice(0, 3, None), Ellipsis))
     >>> q.overlap((slice(3, 4), slice(0, 8), slice(0, 12)))
@@ -64,34 +74,36 @@ class Tensor:
     shape: tuple[int, ...]
     dtype: np.dtype
     layer: int | None = None
-    columns: tuple[int, int] | None = None
-    transposed: bool = False
+    ranges: tuple[Range, ...] = ()  # of the leaf, or of its layer
+    axes: tuple[int, ...] = ()
+
+    @property
+    def view(self) -> tuple[int, ...]:
+        sizes = [stop - start for start, stop in self.ranges]
+        return tuple(sizes[axis] for axis in self.axes)
 
     def overlap(self, box: Box) -> tuple[Box, tuple] | None:
         """Intersect the tensor with a box of its leaf; None if they do not overlap.
 
         Returns:
-          (box of the tensor, index into an array of the box's values); that array, indexed and `oriented`, has the
-          shape of the tensor's box.
+          (box of the tensor's view, index into an array of the box's values); that array, indexed and `oriented`, has
+          the shape of the tensor's box.
         """
         inner: tuple[Any, ...] = ()
         if self.layer is not None:
             if not box[0].start <= self.layer < box[0].stop:
                 return None
             inner, box = (self.layer - box[0].start,), box[1:]
-        own = list(box)
-        local = [slice(0, s.stop - s.start) for s in box]
-        if self.columns is not None:
-            first, last = self.columns
-            start, stop = max(first, box[-1].start), min(last, box[-1].stop)
-            own[-1], local[-1] = slice(start - first, stop - first), slice(start - box[-1].start, stop - box[-1].start)
-        if any(s.stop <= s.start for s in own):
+        both = [(max(a, s.start), min(b, s.stop)) for s, (a, b) in zip(box, self.ranges, strict=True)]
+        if any(stop <= start for start, stop in both):
             return None
-        return tuple(own[::-1] if self.transposed else own), (*inner, *local, ...)
+        own = [slice(start - a, stop - a) for (start, stop), (a, _) in zip(both, self.ranges, strict=True)]
+        local = [slice(start - s.start, stop - s.start) for (start, stop), s in zip(both, box, strict=True)]
+        return tuple(own[axis] for axis in self.axes), (*inner, *local, ...)
 
     def oriented(self, values: np.ndarray) -> np.ndarray:
         """Return a view of part of the leaf in the tensor's orientation."""
-        return values.T if self.transposed else values
+        return values.transpose(self.axes)
 
     @property
     def nbytes(self) -> int:
@@ -128,16 +140,14 @@ def tensors(leaves: Mapping[str, ShapeDtype], table: Mapping[str, Any] | None) -
       ConfigError: the table names a leaf that does not exist, omits part of a leaf or names a part twice.
     """
     if table is None:
-        return [Tensor(name, name, x.shape, x.dtype) for name, x in leaves.items()]
+        table = {"tensors": [{"name": name, "leaf": name} for name in leaves]}
     rows = [_Row.read(row, leaves) for row in table["tensors"]]
     made: list[Tensor] = []
     for layers, group in groupby(rows, lambda row: row.layers):
-        some = list(group)
+        some = [row for row in group if row.name is not None]
         made += [row.tensor(layer) for layer in (range(layers) if layers is not None else [None]) for row in some]
     for leaf, x in leaves.items():
-        width = x.shape[-1] if x.shape else 1
-        parts = sorted(row.columns or (0, width) for row in rows if row.leaf == leaf)
-        if [0, *(stop for _, stop in parts)] != [*(start for start, _ in parts), width]:
+        if not _covered([row for row in rows if row.leaf == leaf]):
             raise ConfigError(f"weights_layout: its rows omit, or name twice, a part of {leaf} {x.shape}")
     names = Counter(tensor.name for tensor in made)
     if twice := [name for name, times in names.items() if times > 1]:
@@ -146,40 +156,75 @@ def tensors(leaves: Mapping[str, ShapeDtype], table: Mapping[str, Any] | None) -
 
 
 class _Row(NamedTuple):
-    name: str
+    name: str | None
     leaf: str
     array: ShapeDtype
     layers: int | None
-    columns: tuple[int, int] | None
-    transposed: bool
+    ranges: tuple[Range, ...]
+    axes: tuple[int, ...]
+    reshape: tuple[int, ...] | None
 
     @classmethod
     def read(cls, row: Mapping[str, Any], leaves: Mapping[str, ShapeDtype]) -> _Row:
-        leaf, stacked = dotted(row["leaf"]), "{layer}" in row["name"]
+        name, leaf = row["name"], dotted(row["leaf"])
+        what, stacked = name or f"the padding of {leaf}", "{layer}" in (name or "")
         if unknown := row.keys() - KEYS:
-            raise ConfigError(
-                f"weights_layout: {row['name']} has unknown keys {sorted(unknown)}; allowed: {sorted(KEYS)}"
-            )
+            raise ConfigError(f"weights_layout: {what} has unknown keys {sorted(unknown)}; allowed: {sorted(KEYS)}")
         if leaf not in leaves:
+            raise ConfigError(f"weights_layout: {what} names the leaf {leaf}, but the leaves are {some_of(leaves)}")
+        whole, transposed = leaves[leaf].shape, row.get("transposed") or False
+        shape = whole[1:] if stacked else whole
+        cuts = {dim: row[key] for key, dim in (("rows", 0), ("columns", -1)) if row.get(key)}
+        if len(whole) < stacked or len(shape) < (2 if transposed or len(cuts) > 1 else 1 if cuts else 0):
+            raise ConfigError(f"weights_layout: {what} needs more dimensions than {leaf} {whole} has")
+        ranges = [(0, n) for n in shape]
+        for dim, (start, stop) in cuts.items():
+            if not 0 <= start < stop <= shape[dim]:
+                key = "columns" if dim else "rows"
+                raise ConfigError(f"weights_layout: {what} has {key} {row[key]}, outside {leaf} {whole}")
+            ranges[dim] = (start, stop)
+        axes = _axes(transposed, len(shape))
+        if axes is None:
             raise ConfigError(
-                f"weights_layout: {row['name']} names the leaf {leaf}, but the leaves are {some_of(leaves)}"
+                f"weights_layout: {what} has transposed {transposed}, but {leaf} has {len(shape)} dimensions without "
+                "the layers: true is for a matrix; otherwise list the axes, such as [1, 2, 0]"
             )
-        shape, columns, transposed = leaves[leaf].shape, row.get("columns"), row.get("transposed", False)
-        if len(shape) - stacked < (2 if transposed else 1 if columns else 0):
-            raise ConfigError(f"weights_layout: {row['name']} needs more dimensions than {leaf} {shape} has")
-        fits = columns is None or 0 <= columns[0] < columns[1] <= shape[-1]
-        if not fits:
-            raise ConfigError(f"weights_layout: {row['name']} has columns {columns}, outside {leaf} {shape}")
-        layers = shape[0] if stacked else None
-        return cls(row["name"], leaf, leaves[leaf], layers, tuple(columns) if columns else None, transposed)
+        reshape = tuple(row["reshape"]) if row.get("reshape") else None
+        made = cls(name, leaf, leaves[leaf], whole[0] if stacked else None, tuple(ranges), axes, reshape)
+        if reshape and prod(reshape) != prod(made.sizes):
+            raise ConfigError(f"weights_layout: {what} has reshape {list(reshape)}, which {made.sizes} cannot take")
+        return made
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.ranges)
+
+    def overlaps(self, other: _Row) -> bool:
+        return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(self.ranges, other.ranges, strict=True))
 
     def tensor(self, layer: int | None) -> Tensor:
-        shape = self.array.shape if layer is None else self.array.shape[1:]
-        if self.columns:
-            shape = (*shape[:-1], self.columns[1] - self.columns[0])
-        shape = shape[::-1] if self.transposed else shape
-        name = self.name if layer is None else self.name.format(layer=layer)
-        return Tensor(name, self.leaf, shape, self.array.dtype, layer, self.columns, self.transposed)
+        name = (self.name or "").replace("{layer}", str(layer))
+        view = tuple(self.sizes[axis] for axis in self.axes)
+        return Tensor(name, self.leaf, self.reshape or view, self.array.dtype, layer, self.ranges, self.axes)
+
+
+def _axes(transposed: bool | list[int], ndim: int) -> tuple[int, ...] | None:
+    """Return the axes of a permutation; None if it does not fit."""
+    if isinstance(transposed, bool):
+        return (1, 0) if transposed and ndim == 2 else None if transposed else tuple(range(ndim))
+    return tuple(transposed) if sorted(transposed) == list(range(ndim)) else None
+
+
+def _covered(rows: list[_Row]) -> bool:
+    """Return whether the rows contain every element of their leaf exactly once.
+
+    They do if no two overlap and their sizes sum to the leaf's.
+    """
+    if not rows or len({row.layers for row in rows}) > 1:
+        return False
+    if any(row.overlaps(other) for i, row in enumerate(rows) for other in rows[:i]):
+        return False
+    return sum(prod(row.sizes) for row in rows) * (rows[0].layers or 1) == prod(rows[0].array.shape)
 
 
 def with_dtype(some: Iterable[Tensor], dtype: np.dtype | None) -> list[Tensor]:

@@ -90,6 +90,10 @@ class File:
             raise ConfigError(f"{path} is not a complete safetensors file: {error}") from None
         return cls(path, entries, "r")
 
+    def reshape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Address a tensor by boxes of another shape, which has the same elements in the same order."""
+        self.entries[name] = self.entries[name]._replace(shape=shape)
+
     def windows(self, name: str, box: Box) -> Iterator[tuple[tuple, np.ndarray]]:
         """Yield a box of a tensor in windows: (index into an array of the box's shape, memory-mapped values).
 

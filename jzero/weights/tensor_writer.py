@@ -31,6 +31,7 @@ class TensorWriter:
             file = File.create(path, {t.name: (t.dtype, t.shape) for t in tensors})
             self._files.append(file)
             for t in tensors:
+                file.reshape(t.name, t.view)
                 self._of_leaf.setdefault(t.leaf, []).append((file, t))
 
     def write(self, leaf: str, box: Box, values: np.ndarray) -> None:
@@ -39,7 +40,7 @@ class TensorWriter:
         Raises:
           ConfigError: a finite value overflows the tensor's dtype.
         """
-        for file, tensor in self._of_leaf[leaf]:
+        for file, tensor in self._of_leaf.get(leaf, ()):  # a leaf may be padding alone
             if (both := tensor.overlap(box)) is None:
                 continue
             own, inner = both

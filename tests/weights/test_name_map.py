@@ -2,11 +2,13 @@
 
 import itertools
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llamas import Net, engine
 from safetensors.numpy import load_file, save_file
 
 import jzero
@@ -21,14 +23,27 @@ TABLE = {
         {"name": "q.{layer}", "leaf": "stack/qk", "columns": [0, 4], "transposed": True},
         {"name": "k.{layer}", "leaf": "stack/qk", "columns": [4, 7], "transposed": False},
         {"name": "norm.{layer}", "leaf": "stack/norm"},
+        {"name": "query.{layer}", "leaf": "stack/query", "transposed": [1, 2, 0], "reshape": [6, 4]},
+        {"name": "out.{layer}", "leaf": "stack/out", "transposed": [2, 0, 1], "reshape": [4, 6]},
         {"name": "scale", "leaf": "scale"},
+        {"name": "conv", "leaf": "conv", "transposed": True, "reshape": [5, 3, 2, 2]},
+        {"name": "embed", "leaf": "embed", "rows": [0, 5]},
+        {"name": None, "leaf": "embed", "rows": [5, 8]},
+        {"name": "head", "leaf": "head", "columns": [0, 5], "transposed": True},
+        {"name": None, "leaf": "head", "columns": [5, 6]},
     ],
 }
 VALUES = {
     "stack.qk": np.arange(3 * 5 * 7, dtype="f4").reshape(3, 5, 7),
     "stack.norm": np.arange(6, dtype="f4").reshape(3, 2),
+    "stack.query": np.arange(3 * 24, dtype="f4").reshape(3, 4, 2, 3),  # [layer, D, H, K]
+    "stack.out": np.arange(3 * 24, dtype="f4").reshape(3, 2, 3, 4),  # [layer, H, K, D]
     "scale": np.float32(3).reshape(()),
+    "conv": np.arange(12 * 5, dtype="f4").reshape(12, 5),
+    "embed": np.arange(8 * 3, dtype="f4").reshape(8, 3),
+    "head": np.arange(3 * 6, dtype="f4").reshape(3, 6),
 }
+PADDING = {"embed": np.s_[5:], "head": np.s_[:, 5:]}
 LEAVES = {name: ShapeDtype(x.shape, x.dtype) for name, x in VALUES.items()}
 
 
@@ -43,9 +58,14 @@ def expected(table):
     qk, norm = VALUES["stack.qk"], VALUES["stack.norm"]
     if table is None:
         return VALUES
-    found = {"scale": VALUES["scale"]}
+    found = {"scale": VALUES["scale"], "conv": np.zeros((5, 3, 2, 2), "f4")}
+    for c, i, j, d in np.ndindex(3, 2, 2, 5):
+        found["conv"][d, c, i, j] = VALUES["conv"][4 * c + 2 * i + j, d]
+    found |= {"embed": VALUES["embed"][:5], "head": VALUES["head"][:, :5].T}
     for i in range(3):
         found |= {f"q.{i}": qk[i, :, :4].T, f"k.{i}": qk[i, :, 4:], f"norm.{i}": norm[i]}
+        found[f"query.{i}"] = VALUES["stack.query"][i].reshape(4, 6).T  # torch's [H * K, D] and [D, H * K]
+        found[f"out.{i}"] = VALUES["stack.out"][i].reshape(6, 4).T
     return found
 
 
@@ -65,7 +85,12 @@ def test_boxes_into_files_and_back(tmp_path_factory, table, data, window):
         for name, values in expected(table).items():
             np.testing.assert_array_equal(found[name], values)
         file = File.open(path)
+        for tensor in some:
+            file.reshape(tensor.name, tensor.view)
         for name, values in VALUES.items():
+            if table and name in PADDING:
+                values = values.copy()
+                values[PADDING[name]] = np.nan  # no file has it
             for box in data.draw(boxes(values.shape)):
                 read = np.full_like(values[box], np.nan)
                 for tensor in some:
@@ -80,7 +105,8 @@ def test_boxes_into_files_and_back(tmp_path_factory, table, data, window):
 
 def test_layers_come_together():
     names = [t.name for t in tensors(LEAVES, TABLE)]
-    assert names == ["q.0", "k.0", "norm.0", "q.1", "k.1", "norm.1", "q.2", "k.2", "norm.2", "scale"]
+    layer = ("q", "k", "norm", "query", "out")
+    assert names == [*(f"{name}.{i}" for i in range(3) for name in layer), "scale", "conv", "embed", "head"]
 
 
 @pytest.mark.parametrize(
@@ -95,6 +121,19 @@ def test_layers_come_together():
         ({"name": "q.{layer}", "leaf": "stack/qk", "columns": [3, 7]}, "omit, or name twice, a part of stack.qk"),
         ({"name": "k.{layer}", "leaf": "stack/qk", "columns": [0, 4]}, "two tensors have the name k.0, k.1, k.2"),
         ({"name": "q.{layer}", "leaf": "stack/norm", "transposed": True}, "needs more dimensions than stack.norm"),
+        ({"name": "q.{layer}", "leaf": "stack/qk", "rows": [0, 6]}, "has rows [0, 6], outside stack.qk (3, 5, 7)"),
+        ({"name": "q.{layer}", "leaf": "stack/qk", "columns": [0, 4], "rows": [0, 3]}, "omit, or name twice, a part"),
+        ({"name": "q", "leaf": "stack/qk"}, "omit, or name twice, a part of stack.qk"),
+        ({"name": "q.{layer}", "leaf": "stack/query", "transposed": True}, "true is for a matrix; otherwise list"),
+        ({"name": "q.{layer}", "leaf": "stack/query", "transposed": [0, 1]}, "has transposed [0, 1], but stack.query"),
+        (
+            {"name": "q.{layer}", "leaf": "stack/qk", "columns": [0, 4], "reshape": [5, 7]},
+            "has reshape [5, 7], which (5, 4) cannot take",
+        ),
+        (
+            {"name": None, "leaf": "stack/qk", "columns": [9, 10]},
+            "padding of stack.qk has columns [9, 10], outside",
+        ),
         (
             {"name": "q", "leaf": "stack/qk", "transpose": True},
             "q has unknown keys ['transpose']; allowed: ['columns', 'leaf'",
@@ -128,3 +167,28 @@ def test_every_dtype_is_read_as_it_was_written(tmp_path, dtype):
 
 def test_names():
     assert [*leaves_of({"a": [VALUES["scale"]]}), *leaves_of(VALUES["scale"])] == ["a.0", "params"]
+
+
+class Coinciding(Net):
+    """One tensor has the name of a leaf."""
+
+    def weights_layout(self):
+        rows = [{"name": "ends.out", "leaf": "ends/out", "transposed": True}, {"name": "s", "leaf": "ends/scale"}]
+        return {"config": {}, "aliases": {"^old_": ""}, "tensors": [*rows, {"name": "w.{layer}", "leaf": "stack/w"}]}
+
+
+def test_a_coinciding_name_leaves_the_table_in_use(tmp_path):
+    saved = engine(Coinciding(), 3, zero=2)
+    saved.save_16bit_model(tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == {"ends.out", "s", "w.0", "w.1"}
+    loaded = engine(Coinciding(), seed=1)
+    for prefix in ("", "old_"):
+        save_file({prefix + name: x for name, x in found.items()}, tmp_path / "model.safetensors")
+        loaded.state = loaded.step_fn.init(jax.random.key(1))
+        loaded.load_weights(tmp_path)
+        np.testing.assert_array_equal(loaded.state.params["ends"]["out"], found["ends.out"].T)
+        np.testing.assert_array_equal(loaded.state.params["stack"]["w"][1], found["w.1"])
+    save_file(found | {"old_s": found["s"]}, tmp_path / "model.safetensors")
+    with pytest.raises(jzero.ConfigError, match="some tensors are in two of"):
+        loaded.load_weights(tmp_path)
