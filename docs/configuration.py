@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from jzero.config import keys
 from jzero.config.screen import FIELDS
 from jzero.config.sections import Section, Settings
-from jzero.optimizers import lr_schedules, table
+from jzero.optimizers import groups, lr_schedules, table
 
 PAGE = Path(__file__).with_name("configuration.md")
 MARK = "<!-- Everything below is written by docs/configuration.py -->\n"
@@ -38,6 +39,11 @@ def generated() -> Iterator[str]:
         yield from _params(name, optimizer.params)
     yield f"From optax, with optax's parameters: {_names((*table.OPTAX_ELEMENTWISE, *table.OPTAX_PER_PARAMETER))}.\n"
     yield f"Refused: {_names(sorted(table.REFUSED))}.\n"
+    yield from _params("A group of optimizer.groups", groups.KEYS)
+    for keys_of, names in _by_group().items():
+        yield f"{', '.join(f'`{key}`' for key in keys_of) or 'Nothing'}: {_names(names)}.\n"
+    one = "In optax's optimizers, the weight decay of a group is the optimizer's or 0, or that of one group if the "
+    yield one + "optimizer's is 0.\n"
     yield "## Schedulers\n"
     for name, schedule in lr_schedules._DEEPSPEED.items():
         yield from _params(name, schedule.params)
@@ -54,6 +60,16 @@ def generated() -> Iterator[str]:
     yield f"Accepted while their section's switch is off: {', '.join(details)}.\n"
     yield "## Old names\n"
     yield from _table(("old", "new"), ((f"`{old}`", f"`{new}`") for old, new in keys.DEPRECATED.items()))
+
+
+def _by_group() -> dict[tuple[str, ...], list[str]]:
+    """Map the keys that a group can set to the optimizers with these."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name in (*table.DEEPSPEED, *table.OPTAX_ELEMENTWISE, *table.OPTAX_PER_PARAMETER):
+        row, *_ = table.look_up(SimpleNamespace(type=name, params={}))
+        assert row is not None
+        found.setdefault(row.by_group, []).append(name)
+    return found
 
 
 def _sections() -> Iterator[str]:

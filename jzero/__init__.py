@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jzero.engine.run_report import report
     from jzero.errors import CheckpointError, ConfigError
     from jzero.mesh import make_mesh
+    from jzero.mup import mup_groups
     from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
     from jzero.state import TrainState
     from jzero.train_step import TrainStep, make_train_step
@@ -44,6 +45,7 @@ _HOME = {
     "log_dist": "distributed.place",
     "make_mesh": "mesh",
     "make_train_step": "train_step",
+    "mup_groups": "mup",
     "report": "engine.run_report",
 }
 _ROOMS = ("checkpoint", "config", "data", "distributed", "engine", "optimizers", "pipeline", "planner", "weights")
@@ -69,6 +71,7 @@ __all__ = [
     "log_dist",
     "make_mesh",
     "make_train_step",
+    "mup_groups",
     "report",
     "weights",
 ]

@@ -44,6 +44,7 @@ class Setup:
       weights: shapes of the parameters, in the compute dtype.
       schedule: the learning rate over the applied steps; None if the caller's optimizer does not expose it.
       tx: the optimizer.
+      groups: its parameter groups; the last one has the parameters that the config's groups leave over.
       callers_optimizer: whether the caller passed it in.
       passes: how the forward and backward passes run.
     """
@@ -57,6 +58,7 @@ class Setup:
     weights: PyTree
     schedule: Any
     tx: optax.GradientTransformationExtraArgs
+    groups: tuple[optimizers.Group, ...]
     callers_optimizer: bool
     passes: Passes
 
@@ -95,9 +97,10 @@ def resolve(
     weights = jax.eval_shape(lambda params: cast(params, precision.compute), shapes)
     schedule = _schedule(config, optimizer, lr_scheduler)
     stacked, _ = partition(jax.tree.map(lambda layout: layout.stacked, layouts), sharding.trainable(layouts))
+    groups = _groups(config.optimizer if optimizer is None else None, layouts)
     tx = optimizers.choose_optimizer(
         optimizer, config.optimizer, schedule, stacked=stacked, fused=optimizers.fused_matrices(model, layouts),
-        state_dtype=precision.optimizer_state,
+        groups=groups, state_dtype=precision.optimizer_state,
     )  # fmt: skip
     if mesh.shape[PIPE] > 1:
         passes = pipelined(model, config, mesh, layouts, precision, batch_sizes.accum)
@@ -107,7 +110,7 @@ def resolve(
     return Setup(
         model, config, mesh, batch_sizes, precision, layouts, weights, schedule,
         optax.with_extra_args_support(tx),  # reduce_on_plateau takes the loss
-        optimizer is not None, passes,
+        groups, optimizer is not None, passes,
     )  # fmt: skip
 
 
@@ -167,6 +170,13 @@ def _vocabulary(model: Model, params: PyTree, stages: int) -> dict[str, int]:
             f"{model!r}: vocabulary names {unknown}, which are not parameters; the names are {', '.join(known)}"
         )
     return wanted if all(known[name].shape[dim] % stages == 0 for name, dim in wanted.items()) else {}
+
+
+def _groups(optimizer_config: Any, layouts: PyTree) -> tuple[optimizers.Group, ...]:
+    """Assign the trained parameters to the config's groups."""
+    leaves = jax.tree.leaves(layouts)
+    dims = {leaf.name: len(leaf.shape) - leaf.stacked for leaf in leaves if leaf.trainable}
+    return optimizers.make_groups(optimizer_config, dims, [leaf.name for leaf in leaves if not leaf.trainable])
 
 
 def _schedule(config: Config, optimizer: Any, lr_scheduler: Any) -> lr_schedules.LRSchedule | None:

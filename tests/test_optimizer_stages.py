@@ -73,10 +73,10 @@ def batches():
     ]
 
 
-def make(name, params, stage, model, batch_size):
+def make(name, params, stage, model, batch_size, **optimizer):
     config = {
         "train_batch_size": batch_size,
-        "optimizer": {"type": name, "params": params},
+        "optimizer": {"type": name, "params": params, **optimizer},
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "stack": {"unroll": False},
@@ -126,12 +126,12 @@ def owned(tree, params):
                 yield x, param
 
 
-def check_stages(name, params, model, data):
-    first = make(name, params, 0, model, len(data[0]["inputs"]))
+def check_stages(name, params, model, data, **optimizer):
+    first = make(name, params, 0, model, len(data[0]["inputs"]), **optimizer)
     start = first.init(jax.random.key(0))
     end = jax.device_get(run(first, jax.tree.map(jnp.copy, start), data).params)
     for stage in (1, 2, 3):
-        step = make(name, params, stage, model, len(data[0]["inputs"]))
+        step = make(name, params, stage, model, len(data[0]["inputs"]), **optimizer)
         state = jax.device_put(jax.tree.map(jnp.copy, start), step.state_shardings)
         before = jax.tree.map(lambda x: x.sharding, state)
         assert per_device(state.params) == total(state.params) // DEVICES

@@ -118,7 +118,7 @@ def _no_policy(s: Settings) -> Iterator[str]:
         )
 
 
-@_reads("optimizer.type", "optimizer.params")
+@_reads("optimizer.type", "optimizer.params", "optimizer.groups", "optimizer.no_weight_decay")
 def _optimizer(s: Settings) -> Iterator[str]:
     if s.optimizer:
         yield from optimizers.optimizer_problems(s.optimizer)

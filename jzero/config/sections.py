@@ -12,6 +12,7 @@ from jzero.values.kinds import Dtype, number, one_of
 Policy = Literal["none", "full", "matmuls"]
 Reduction = Literal["mean", "sum"]
 Gather = Literal["step", "micro_batch"]
+NoDecay = Literal["norms_biases", "norms_biases_embeddings"]
 
 Flag = Annotated[bool, PlainValidator(kinds.FLAG)]
 Text = Annotated[str, PlainValidator(kinds.TEXT)]
@@ -47,10 +48,17 @@ class DataTypes(Section):
 
 
 class OptimizerConfig(Section):
-    """An optimizer by name, with its parameters."""
+    """An optimizer by name, with its parameters, and with other values for some of them.
+
+    A group of `groups` has `match`, a regular expression, and the values of the parameters whose name it matches:
+    `lr_scale` (a factor on the learning rate), `weight_decay`, `betas`. The first group that matches a parameter wins.
+    `no_weight_decay` sets the weight decay of norms and biases, or of embeddings too, to 0 where their group sets none.
+    """
 
     type: Text = Field(examples=["AdamW"])
     params: Params = {}
+    groups: Annotated[tuple[dict[str, Any], ...], PlainValidator(kinds.PARAM_LIST)] = ()
+    no_weight_decay: Annotated[NoDecay | None, PlainValidator(one_of(get_args(NoDecay), none=None))] = None
 
 
 class SchedulerConfig(Section):

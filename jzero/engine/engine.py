@@ -229,8 +229,11 @@ class Engine:
         self.step_fn.batch_sizes = self.step_fn.batch_sizes._replace(train=size, accum=size // unit, inferred="")
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of the next step, as a list of one parameter group."""
-        return [float(self.step_fn.lr(self.state))]
+        """Return the learning rate of the next step in each parameter group.
+
+        The groups are in the config's order; the last rate, the base rate, is that of all other parameters.
+        """
+        return [float(self.step_fn.lr(self.state)) * group.lr_scale for group in self.step_fn.setup.groups]
 
     def get_global_grad_norm(self) -> float | None:
         """Return the last step's gradient norm over all parameters, before clipping; None before the first step."""

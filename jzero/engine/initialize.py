@@ -28,7 +28,8 @@ from jzero.train_step import TrainStep
 
 _INSTEAD = {  # what replaces DeepSpeed's other arguments
     "args": "pass config=args.deepspeed_config",
-    "model_parameters": "leave it out: the model makes its own; the config's frozen_parameters are not trained",
+    "model_parameters": "leave it out: the model makes its own; groups and frozen parameters are in the config "
+    "(optimizer.groups, frozen_parameters)",
     "config_params": "write config=",
     "dist_init_required": "leave it out: the processes join by themselves",
     "distributed_port": "leave it out: jzero --master_port, or MASTER_PORT",

@@ -13,7 +13,7 @@ import jax
 
 from jzero import optimizers
 from jzero.distributed.gpu_faults import loaded_nccl
-from jzero.errors import some_of
+from jzero.errors import shorten, some_of
 from jzero.mesh import AXES, PIPE, ZERO
 from jzero.planner.state_bytes import gradient_dtype, state_bytes, sums_gradients
 from jzero.zero import ParamLayout
@@ -28,6 +28,7 @@ def report(step: Any) -> str:
         ("jzero run report", _head(step)),
         ("Layout", _layout(step)),
         ("Model state per device", _model_state(step)),
+        ("Parameter groups", _bullets(_groups(step))),
         ("In effect", _bullets(_effective(step))),
         ("Replaced keys", _bullets(f"{r.key} = {_value(r.value)}: {r.by}" for r in step.config.replaced)),
         ("Fallbacks", _bullets(_fallbacks(step))),
@@ -128,6 +129,25 @@ def _layout(step: Any) -> list[str]:
 def _numberless(name: str) -> str:
     """Replace numbers by stars, `layers_3/kernel` -> `layers_*/kernel`, but not the number in a name such as `fc1`."""
     return re.sub(r"(?<=[/_])\d+(?=[/_]|$)|^\d+(?=/|$)", "*", name)
+
+
+def _groups(step: Any) -> list[str]:
+    """List the parameter groups, and the parameters without weight decay; nothing if all parameters are alike."""
+    groups, sizes = step.setup.groups, {leaf.name: prod(leaf.shape) for leaf in jax.tree.leaves(step.layouts)}
+
+    def members(names: Sequence[str]) -> str:
+        shown = some_of(dict.fromkeys(map(_numberless, names)), 6)
+        count = f"{len(names)} {'leaf' if len(names) == 1 else 'leaves'}"
+        return f"{count}, {sum(sizes[name] for name in names):,} elements" + (f": {shown}" if shown else "")
+
+    lines = []
+    for group in groups if len(groups) > 1 else ():
+        title = "all others" if group.match is None else _value(shorten(group.match, 60))
+        values = ", ".join(f"{key} {_value(value)}" for key, value in group.values.items())
+        lines.append(f"{title}{f' ({values})' if values else ''}: {members(list(group.leaves))}")
+    if undecayed := [name for group in groups for name in group.undecayed]:
+        lines.append(f"no_weight_decay {step.config.optimizer.no_weight_decay}: {members(undecayed)}")
+    return lines
 
 
 def _model_state(step: Any) -> list[str]:

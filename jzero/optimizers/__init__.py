@@ -1,10 +1,10 @@
 """Optimizers: DeepSpeed's by its names, parameters and defaults; optax's by theirs, except `table.REFUSED`.
 
-Read `table` (a name is a row), then `transforms` and `muon` (the arithmetic), then `wrappers`. An optimizer that looks
-at a whole parameter (Lamb's trust ratio, Muon's orthogonalisation, Adafactor's factored moments) sees each layer of a
-layer stack as a parameter of its own. The state keeps the parameters' key paths: a state leaf that belongs to a
-parameter has a path that ends with the parameter's, and for elementwise state its shape. Sharding specs are assigned by
-that rule.
+Read `table` (a name is a row), then `transforms` and `muon` (the arithmetic), then `wrappers` and `groups`. An
+optimizer that looks at a whole parameter (Lamb's trust ratio, Muon's orthogonalisation, Adafactor's factored moments)
+sees each layer of a layer stack as a parameter of its own. The state keeps the parameters' key paths: a state leaf that
+belongs to a parameter has a path that ends with the parameter's, and for elementwise state its shape. Sharding specs
+are assigned by that rule.
 
 The arithmetic and the state are fp32 whatever the parameters' dtype, unless `state_dtype` changes the state's.
 """
@@ -20,15 +20,16 @@ import jax.numpy as jnp
 import optax
 
 from jzero.errors import ConfigError
+from jzero.optimizers.groups import Group, group_problems, make_groups, own_values
 from jzero.optimizers.lr_schedules import LRSchedule
 from jzero.optimizers.muon import fused_matrices
 from jzero.optimizers.table import Row, look_up
 from jzero.optimizers.transforms import Knobs
-from jzero.optimizers.wrappers import Transform, in_fp32, per_layer
+from jzero.optimizers.wrappers import Transform, in_fp32, per_layer, scale_leaves
 
 __all__ = [
-    "at_step", "base_lr", "choose_optimizer", "describe", "fused_matrices", "lr_of", "make_optimizer",
-    "optimizer_problems", "parameters", "per_layer",
+    "Group", "at_step", "base_lr", "choose_optimizer", "describe", "fused_matrices", "lr_of", "make_groups",
+    "make_optimizer", "optimizer_problems", "parameters", "per_layer",
 ]  # fmt: skip
 
 
@@ -38,6 +39,7 @@ def make_optimizer(
     *,
     stacked: Any,
     fused: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    groups: Sequence[Group] = (),
     state_dtype: Any = jnp.float32,
 ) -> Transform:
     """Make the optimizer of a config's `optimizer` section.
@@ -48,13 +50,15 @@ def make_optimizer(
       stacked: a tree of bool over the parameters (or a prefix of it), True where the leading axis is the layer axis;
         None for a model without a layer stack.
       fused: the widths of the matrices that are stored side by side in a parameter, see `fused_matrices`.
+      groups: parameters with values of their own, see `make_groups`.
       state_dtype: dtype of the moments; the arithmetic is fp32 in any case.
 
     Returns:
       A transformation whose `update` needs the parameters. Apply its updates with `optax.apply_updates`.
 
     Raises:
-      ConfigError: an unknown or refused type; unknown, missing or bad parameters (all at once).
+      ConfigError: an unknown or refused type; unknown, missing or bad parameters (all at once); betas of a group
+        under OneCycle's momentum.
 
     >>> from types import SimpleNamespace
     >>> config = SimpleNamespace(type="AdamW", params={"lr": 0.1, "betas": [0.9, 0.95]})
@@ -65,7 +69,15 @@ def make_optimizer(
     [-0.1, 0.1]
     """
     row, params = _read(optimizer_config)
-    return in_fp32(row.make(Knobs(lr, float(row.base(params)), stacked, fused), params), state_dtype)
+    own = own_values(groups)
+    if lr.momentum is not None and any("betas" in values for values in own.values()):
+        raise ConfigError(
+            "optimizer.groups: betas have no effect under OneCycle's cycle_momentum, which sets them for all "
+            "parameters; remove them, or set scheduler.params.cycle_momentum to false"
+        )
+    tx = row.make(Knobs(lr, float(row.base(params)), stacked, fused, own), params)
+    scales = {name: values["lr_scale"] for name, values in own.items() if "lr_scale" in values}
+    return in_fp32(scale_leaves(tx, scales), state_dtype)
 
 
 def choose_optimizer(
@@ -75,6 +87,7 @@ def choose_optimizer(
     *,
     stacked: Any,
     fused: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    groups: Sequence[Group] = (),
     state_dtype: Any = jnp.float32,
 ) -> Transform:
     """Return the optimizer from user code if there is one, else make the config's.
@@ -82,7 +95,7 @@ def choose_optimizer(
     Args:
       optimizer: None, an `optax.GradientTransformation` (used unchanged: with its own learning rate and its own view
         of layer stacks, see `per_layer`), or a function from the schedule (count -> learning rate) to one.
-      optimizer_config, lr, stacked, fused, state_dtype: as for `make_optimizer`.
+      optimizer_config, lr, stacked, fused, groups, state_dtype: as for `make_optimizer`.
 
     Returns:
       The transformation.
@@ -112,12 +125,13 @@ def choose_optimizer(
             "or pass optimizer=optax.adamw(1e-3)"
         )
     assert lr is not None  # noqa: S101  # made from the optimizer section's params.lr if there is no scheduler section
-    return make_optimizer(optimizer_config, lr, stacked=stacked, fused=fused, state_dtype=state_dtype)
+    return make_optimizer(optimizer_config, lr, stacked=stacked, fused=fused, groups=groups, state_dtype=state_dtype)
 
 
 def optimizer_problems(optimizer_config: Any) -> list[str]:
     """List the problems of a config's `optimizer` section that show before any array is made."""
-    return look_up(optimizer_config)[2]
+    row, params, problems = look_up(optimizer_config)
+    return [*problems, *group_problems(optimizer_config, row, params)]
 
 
 def parameters(optimizer_config: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from jzero.errors import ConfigError
-from jzero.optimizers.transforms import Knobs, first, scale_by_adam
+from jzero.optimizers.transforms import Knobs, add_decay, first, scale_by_adam
 from jzero.optimizers.wrappers import Transform, labels
 from jzero.tree import named, path_name
 
@@ -69,13 +69,13 @@ def muon(k: Knobs, p: dict[str, Any]) -> Transform:
     "lm_head" in its name. Matrices are the last two axes, [..., in, out]; the axes before them (layers, experts) are a
     batch.
     """
-    decay = optax.add_decayed_weights(p["weight_decay"])
+    decay = add_decay(k, p)
     hidden = optax.chain(
         _scale_by_muon(p["momentum"], k.fused),
         decay,
         optax.scale_by_learning_rate(k.lr_from(first(p["muon_lr"], p["lr"], 0.02))),
     )
-    direction = scale_by_adam(k.betas(p), p["eps"])
+    direction = scale_by_adam(k, p)
     rest = optax.chain(
         *((direction, decay) if p["adam_w_mode"] else (decay, direction)),
         optax.scale_by_learning_rate(k.lr_from(first(p["adam_lr"], p["lr"], 3e-4))),

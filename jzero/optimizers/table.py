@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import optax
 import optax.contrib
 
@@ -33,6 +34,9 @@ class Row:
       cycles: whether it has betas, to which OneCycle's momentum applies.
       base: the learning rate that schedules start from.
       check: lists the problems between its parameters.
+      by_group: the keys that a parameter group can set.
+      decay: its weight decay's name.
+      one_decay: whether the weight decays of all groups are one number or 0.
     """
 
     params: dict[str, Param]
@@ -41,6 +45,9 @@ class Row:
     cycles: bool = False
     base: Callable[[dict[str, Any]], float] = lambda p: p["lr"]
     check: Callable[[dict[str, Any]], Iterator[str]] = lambda p: iter(())
+    by_group: tuple[str, ...] = ("lr_scale", "weight_decay")
+    decay: str = "weight_decay"
+    one_decay: bool = False
 
 
 def _two_fractions(value: Any) -> list[float]:
@@ -49,7 +56,7 @@ def _two_fractions(value: Any) -> list[float]:
     return [FRACTION.parse(beta) for beta in value]
 
 
-_BETAS = Kind("two numbers in [0, 1)", _two_fractions)
+BETAS = Kind("two numbers in [0, 1)", _two_fractions)
 
 
 def _momentum_for_nesterov(p: dict[str, Any]) -> Iterator[str]:
@@ -57,10 +64,11 @@ def _momentum_for_nesterov(p: dict[str, Any]) -> Iterator[str]:
         yield "optimizer.params.nesterov: true needs a momentum; give optimizer.params.momentum, e.g. 0.9"
 
 
+_ALL_BY_GROUP = ("lr_scale", "weight_decay", "betas")
 _LR_DECAY = {"lr": Param(1e-3, NON_NEGATIVE32), "weight_decay": Param(0.0, NON_NEGATIVE32)}
 _ADAM = {
     **_LR_DECAY,
-    "betas": Param((0.9, 0.999), _BETAS),
+    "betas": Param((0.9, 0.999), BETAS),
     "eps": Param(1e-8, NON_NEGATIVE32),
     "bias_correction": Param(True, FLAG),
     "amsgrad": only(False, 'AMSGrad with weight decay is not supported; type "amsgrad" is optax\'s, without decay'),
@@ -81,12 +89,14 @@ DEEPSPEED: dict[str, Row] = {
             _NO_TORCH,
         ),
         cycles=True,
+        by_group=_ALL_BY_GROUP,
     ),
     "AdamW": Row(
         {**_ADAM, **_TORCH_ADAM, "adam_w_mode": only(True, 'only type "Adam" can have false')},
         transforms.adam,
         (_NO_TORCH,),
         cycles=True,
+        by_group=_ALL_BY_GROUP,
     ),
     "SGD": Row(
         {
@@ -107,8 +117,11 @@ DEEPSPEED: dict[str, Row] = {
         },
         transforms.lamb,
         cycles=True,
+        by_group=_ALL_BY_GROUP,
     ),
-    "Lion": Row({**_LR_DECAY, "betas": Param((0.9, 0.99), _BETAS)}, transforms.lion, cycles=True),
+    "Lion": Row(
+        {**_LR_DECAY, "betas": Param((0.9, 0.99), BETAS)}, transforms.lion, cycles=True, by_group=_ALL_BY_GROUP
+    ),
     "Adagrad": Row(
         {
             **_LR_DECAY,
@@ -125,7 +138,7 @@ DEEPSPEED: dict[str, Row] = {
             "muon_lr": Param(None, NON_NEGATIVE32),
             "adam_lr": Param(None, NON_NEGATIVE32),
             "momentum": Param(0.95, FRACTION),
-            "betas": Param((0.9, 0.95), _BETAS),
+            "betas": Param((0.9, 0.95), BETAS),
             "eps": Param(1e-10, NON_NEGATIVE32),
             "weight_decay": Param(0.0, NON_NEGATIVE32),
             **_TORCH_ADAM,
@@ -156,7 +169,7 @@ DEEPSPEED: dict[str, Row] = {
     ),
 }
 
-LATER = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD")
+LATER = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuSGD")
 
 # optax's, by its names. In these, the update of an element depends on that element alone, or on all parameters at once,
 # so a layer stack changes nothing.
@@ -167,6 +180,8 @@ OPTAX_ELEMENTWISE = (
 )  # fmt: skip
 # In these it depends on the whole parameter, so each layer of a stack must be a parameter of its own.
 OPTAX_PER_PARAMETER = ("adafactor", "fromage", "lars", "novograd", "optax.lamb", "optax.muon", "sm3")
+# In these the learning rate is not a factor of the step: the state depends on it, or the step is not linear in it.
+NOT_PROPORTIONAL = ("cocob", "dadapt_adamw", "fromage", "madgrad")
 REFUSED = {
     "lbfgs": "its line search evaluates the loss",
     "polyak_sgd": "its update needs the loss",
@@ -179,6 +194,8 @@ REFUSED = {
     "dpsgd": "it needs the gradient of every example",
     "schedule_free_adamw": "evaluation needs other parameters than training",
     "schedule_free_sgd": "evaluation needs other parameters than training",
+    "muadam": 'write type "Adam" with the groups of jzero.mup_groups',
+    "muadamw": 'write type "AdamW" with the groups of jzero.mup_groups',
 }
 
 
@@ -188,12 +205,17 @@ def _alias(name: str) -> Row:
     function = getattr(optax, own_name, None) or getattr(optax.contrib, own_name)
     # JSON has no functions or arrays
     not_from_json = ("mask", "weight_decay_mask", "trust_ratio_mask", "key", "clip_value_fn")
-    params = signature_params(function)
-    own_lr = params.pop("learning_rate").default
-    params = {key: param for key, param in params.items() if key not in not_from_json}
+    signature = signature_params(function)
+    own_lr = signature.pop("learning_rate").default
+    params = {key: param for key, param in signature.items() if key not in not_from_json}
+    decay = "weight_decay_rate" if "weight_decay_rate" in params else "weight_decay"
+    mask = next((key for key in ("mask", "weight_decay_mask") if key in signature), None)
 
     def make(k: transforms.Knobs, p: dict[str, Any]) -> Transform:
         arguments = {key: value for key, value in p.items() if key != "lr"}
+        if mask and (decays := [own["weight_decay"] for own in k.own.values() if "weight_decay" in own]):
+            arguments[decay] = max(p[decay] or 0.0, *decays)  # of all groups one number or 0
+            arguments[mask] = lambda tree: jax.tree.map(bool, k.per_leaf("weight_decay", p[decay] or 0.0, tree))
         try:
             if name == "sm3":  # takes a constant rate only, and needs no other: its update is linear in the rate
                 tx = optax.chain(function(learning_rate=1.0, **arguments), optax.scale_by_schedule(k.lr))
@@ -204,7 +226,10 @@ def _alias(name: str) -> Row:
         return per_layer(tx, k.stacked) if name in OPTAX_PER_PARAMETER else tx
 
     lr = Param(own_lr if isinstance(own_lr, int | float) else 1e-3, NON_NEGATIVE32)
-    return Row({"lr": lr, **params}, make)
+    by_group = ["lr_scale"] * (name not in NOT_PROPORTIONAL)
+    # optax.muon has a second decay, without a mask, for the parameters that are no matrices
+    by_group += ["weight_decay"] * (mask is not None and name != "optax.muon")
+    return Row({"lr": lr, **params}, make, by_group=tuple(by_group), decay=decay, one_decay=True)
 
 
 def look_up(optimizer_config: Any) -> tuple[Row | None, dict[str, Any], list[str]]:

@@ -12,6 +12,7 @@ import optax
 
 from jzero.optimizers.lr_schedules import LRSchedule
 from jzero.optimizers.wrappers import Transform, map_layers
+from jzero.tree import PyTree, path_name
 
 
 @dataclass(frozen=True)
@@ -21,21 +22,32 @@ class Knobs:
     Attributes:
       schedule: learning rate and perhaps momentum.
       base_lr: the rate that the schedule is built on.
-      stacked, fused: as for `make_optimizer`.
+      stacked, fused, own: as for `make_optimizer`.
     """
 
     schedule: LRSchedule
     base_lr: float
     stacked: Any
     fused: Mapping[str, Sequence[int]]
+    own: Mapping[str, Mapping[str, Any]]
 
     @property
     def lr(self) -> Callable[[Any], Any]:
         return self.schedule.lr
 
-    def betas(self, p: Mapping[str, Any]) -> tuple[Any, float]:
-        """Return (beta1, beta2): the parameters', or OneCycle's momentum and 0.99."""
-        return tuple(p["betas"]) if self.schedule.momentum is None else (self.schedule.momentum, 0.99)
+    def per_leaf(self, name: str, default: Any, like: PyTree) -> PyTree:
+        """Map every leaf to its own value of an optimizer's parameter, or to the default."""
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: self.own.get(path_name(path), {}).get(name, default), like
+        )
+
+    def betas(self, p: Mapping[str, Any], count: Any, like: PyTree) -> tuple[PyTree, PyTree]:
+        """Return the trees of beta1 and beta2: the parameters' and groups', or OneCycle's momentum and 0.99."""
+        if self.schedule.momentum is not None:
+            moved = self.schedule.momentum(count)
+            return jax.tree.map(lambda _: moved, like), jax.tree.map(lambda _: 0.99, like)
+        pairs = self.per_leaf("betas", tuple(p["betas"]), like)
+        return jax.tree.map(lambda _, pair: pair[0], like, pairs), jax.tree.map(lambda _, pair: pair[1], like, pairs)
 
     def lr_from(self, start: float) -> Callable[[Any], Any]:
         """Return the schedule, rescaled as if it had been built on `start`."""
@@ -43,43 +55,53 @@ class Knobs:
         return lambda count: self.lr(count) * ratio
 
 
-# (first moments, second moments, 1 - beta1^t, 1 - beta2^t, parameters) -> direction; all trees except the two scalars.
+def add_decay(k: Knobs, p: Mapping[str, Any]) -> Transform:
+    """Add to every update its parameter times its weight decay."""
+
+    def update(updates: Any, params: Any) -> Any:
+        decay = k.per_leaf("weight_decay", p["weight_decay"], updates)
+        return jax.tree.map(lambda u, w, d: u + d * w if d else u, updates, params, decay)
+
+    return optax.stateless(update)
+
+
+# (first moments, second moments, 1 - beta1^t, 1 - beta2^t, parameters) -> direction; all of them trees.
 Direction = Callable[[Any, Any, Any, Any, Any], Any]
 
 
-def _scale_by_moments(betas: tuple[Any, float], direction: Direction) -> Transform:
-    """Track Adam's two moments and apply `direction` to them; unlike optax's, beta1 may follow the count."""
-    b1, b2 = betas
+def _scale_by_moments(k: Knobs, p: Mapping[str, Any], direction: Direction) -> Transform:
+    """Track Adam's two moments and apply `direction` to them; unlike optax's, the betas may differ by parameter."""
 
     def init(params: Any) -> optax.ScaleByAdamState:
         zeros = optax.tree.zeros_like
         return optax.ScaleByAdamState(count=jnp.zeros([], jnp.int32), mu=zeros(params), nu=zeros(params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, optax.ScaleByAdamState]:
-        beta = b1(state.count) if callable(b1) else b1
+        b1, b2 = k.betas(p, state.count, updates)
         count = optax.safe_increment(state.count)
-        mu = jax.tree.map(lambda g, m: beta * m + (1 - beta) * g, updates, state.mu)
-        nu = jax.tree.map(lambda g, v: b2 * v + (1 - b2) * g * g, updates, state.nu)
-        made = direction(mu, nu, 1 - beta**count, 1 - b2**count, params)
-        return made, optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
+        mu = jax.tree.map(lambda g, m, b: b * m + (1 - b) * g, updates, state.mu, b1)
+        nu = jax.tree.map(lambda g, v, b: b * v + (1 - b) * g * g, updates, state.nu, b2)
+        c1, c2 = (jax.tree.map(lambda b: 1 - b**count, betas) for betas in (b1, b2))
+        return direction(mu, nu, c1, c2, params), optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
 
     return Transform(init, update)
 
 
-def scale_by_adam(betas: tuple[Any, float], eps: float, bias_correction: bool = True) -> Transform:
+def scale_by_adam(k: Knobs, p: Mapping[str, Any], bias_correction: bool = True) -> Transform:
     """Scale by Adam's moments, with or without bias correction."""
 
     def direction(mu: Any, nu: Any, c1: Any, c2: Any, params: Any) -> Any:
-        c1, c2 = (c1, c2) if bias_correction else (1.0, 1.0)
-        return jax.tree.map(lambda m, v: (m / c1) / (jnp.sqrt(v / c2) + eps), mu, nu)
+        if not bias_correction:
+            return jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + p["eps"]), mu, nu)
+        return jax.tree.map(lambda m, v, c, d: (m / c) / (jnp.sqrt(v / d) + p["eps"]), mu, nu, c1, c2)
 
-    return _scale_by_moments(betas, direction)
+    return _scale_by_moments(k, p, direction)
 
 
 def adam(k: Knobs, p: dict[str, Any]) -> Transform:
     """Make Adam with decoupled decay (AdamW, arXiv:1711.05101); without adam_w_mode, with L2 decay in the gradient."""
-    decay = optax.add_decayed_weights(p["weight_decay"])
-    direction = scale_by_adam(k.betas(p), p["eps"], p["bias_correction"])
+    decay = add_decay(k, p)
+    direction = scale_by_adam(k, p, p["bias_correction"])
     order = (direction, decay) if p["adam_w_mode"] else (decay, direction)
     return optax.chain(*order, optax.scale_by_learning_rate(k.lr))
 
@@ -100,28 +122,36 @@ def lamb(k: Knobs, p: dict[str, Any]) -> Transform:
         return u * jnp.where(both, ratio, 1.0)
 
     def direction(mu: Any, nu: Any, c1: Any, c2: Any, params: Any) -> Any:
-        correction = jnp.sqrt(c2) / c1 if p["bias_correction"] else 1.0
-        decayed = lambda m, v, w: m / (jnp.sqrt(v) + p["eps"]) + p["weight_decay"] * w  # noqa: E731
-        updates = map_layers(trust, k.stacked, jax.tree.map(decayed, mu, nu, params), params)
-        return jax.tree.map(lambda u: correction * u, updates)
+        decay = k.per_leaf("weight_decay", p["weight_decay"], mu)
+        decayed = lambda m, v, w, d: m / (jnp.sqrt(v) + p["eps"]) + d * w  # noqa: E731
+        updates = map_layers(trust, k.stacked, jax.tree.map(decayed, mu, nu, params, decay), params)
+        if not p["bias_correction"]:
+            return updates
+        return jax.tree.map(lambda u, c, d: jnp.sqrt(d) / c * u, updates, c1, c2)
 
-    return optax.chain(_scale_by_moments(k.betas(p), direction), optax.scale_by_learning_rate(k.lr))
+    return optax.chain(_scale_by_moments(k, p, direction), optax.scale_by_learning_rate(k.lr))
 
 
 def lion(k: Knobs, p: dict[str, Any]) -> Transform:
-    """Make Lion, arXiv:2302.06675."""
-    b1, b2 = k.betas(p)
-    # scale_by_lion takes numbers only; a beta1 that moves is injected at every step
-    scheduled = optax.inject_hyperparams(optax.scale_by_lion) if callable(b1) else optax.scale_by_lion
-    decay = optax.add_decayed_weights(p["weight_decay"])
-    return optax.chain(scheduled(b1=b1, b2=b2), decay, optax.scale_by_learning_rate(k.lr))
+    """Make Lion, arXiv:2302.06675; unlike optax's, the betas may differ by parameter and follow the count."""
+
+    def init(params: Any) -> optax.ScaleByLionState:
+        return optax.ScaleByLionState(count=jnp.zeros([], jnp.int32), mu=optax.tree.zeros_like(params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, optax.ScaleByLionState]:
+        b1, b2 = k.betas(p, state.count, updates)
+        blend = lambda g, m, b: (1 - b) * g + b * m  # noqa: E731
+        direction = jax.tree.map(jnp.sign, jax.tree.map(blend, updates, state.mu, b1))
+        mu = jax.tree.map(blend, updates, state.mu, b2)
+        return direction, optax.ScaleByLionState(count=optax.safe_increment(state.count), mu=mu)
+
+    return optax.chain(Transform(init, update), add_decay(k, p), optax.scale_by_learning_rate(k.lr))
 
 
 def sgd(k: Knobs, p: dict[str, Any]) -> Transform:
     """Make torch.optim.SGD: the decay is added to the gradient, before the momentum."""
-    decay = optax.add_decayed_weights(p["weight_decay"])
     momentum = optax.trace(p["momentum"], p["nesterov"]) if p["momentum"] else optax.identity()
-    return optax.chain(decay, momentum, optax.scale_by_learning_rate(k.lr))
+    return optax.chain(add_decay(k, p), momentum, optax.scale_by_learning_rate(k.lr))
 
 
 def adagrad(k: Knobs, p: dict[str, Any]) -> Transform:
@@ -134,8 +164,7 @@ def adagrad(k: Knobs, p: dict[str, Any]) -> Transform:
         total = jax.tree.map(lambda g, s: s + g * g, updates, state.sum_of_squares)
         return jax.tree.map(lambda g, s: g / (jnp.sqrt(s) + p["eps"]), updates, total), optax.ScaleByRssState(total)
 
-    decay = optax.add_decayed_weights(p["weight_decay"])
-    return optax.chain(decay, Transform(init, update), optax.scale_by_learning_rate(k.lr))
+    return optax.chain(add_decay(k, p), Transform(init, update), optax.scale_by_learning_rate(k.lr))
 
 
 def first(*values: float | None) -> float:

@@ -1,14 +1,16 @@
-"""Wrappers around any transformation: one parameter per layer of a stack, and arithmetic in fp32."""
+"""Wrappers around any transformation: a parameter per layer of a stack, scaled updates, arithmetic in fp32."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from jzero.tree import path_name
 
 Transform: TypeAlias = optax.GradientTransformation
 
@@ -54,6 +56,22 @@ def map_layers(function: Callable[..., Any], stacked: Any, *trees: Any) -> Any:
     stacked = False if stacked is None else stacked
     layered = jax.vmap(function)
     return jax.tree.map(lambda s, *parts: jax.tree.map(layered if s else function, *parts), stacked, *trees)
+
+
+def scale_leaves(tx: Transform, scales: Mapping[str, float]) -> Transform:
+    """Multiply the updates of the named parameters; the state keeps `tx`'s names, so checkpoints fit any scales."""
+    if not scales:
+        return tx
+    tx = optax.with_extra_args_support(tx)
+
+    def scaled(path: tuple, update: jax.Array) -> jax.Array:
+        return update * scales[name] if (name := path_name(path)) in scales else update
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(updates, state, params, **extra)
+        return jax.tree_util.tree_map_with_path(scaled, updates), state
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def in_fp32(tx: Transform, state_dtype: Any) -> Transform:

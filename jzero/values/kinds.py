@@ -199,14 +199,28 @@ def _patterns(value: Any) -> tuple[str, ...]:
         raise ValueError(f"write [{as_json(value)}]" if isinstance(value, str) else "")
     if sum(len(pattern) for pattern in value if isinstance(pattern, str)) > _PATTERN_CHARACTERS:
         raise ValueError(f"together they have more than {_PATTERN_CHARACTERS:,} characters; use shorter ones")
-    for pattern in value:
-        if not isinstance(pattern, str):
-            raise ValueError(f"{as_json(pattern)} is not a string")
-        try:
-            re.compile(pattern)
-        except (re.error, OverflowError, RecursionError) as wrong:
-            raise ValueError(f"{as_json(pattern)} does not compile: {wrong}") from None
-    return tuple(value)
+    return tuple(map(_pattern, value))
+
+
+def _pattern(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{as_json(value)} is not a string")
+    if len(value) > _PATTERN_CHARACTERS:
+        raise ValueError(f"it has more than {_PATTERN_CHARACTERS:,} characters; use a shorter one")
+    try:
+        re.compile(value)
+    except (re.error, OverflowError, RecursionError) as wrong:
+        raise ValueError(f"{as_json(value)} does not compile: {wrong}") from None
+    return value
+
+
+def _objects(value: Any) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"write [{as_json(value)}]" if isinstance(value, Mapping) else "")
+    for item in value:
+        if not isinstance(item, Mapping) or not all(isinstance(key, str) for key in item):
+            raise ValueError(f"{as_json(item)} is not an object of names and values")
+    return tuple(map(dict, value))
 
 
 def _stage(value: Any) -> int:
@@ -242,5 +256,7 @@ STAGE = Kind("0, 1, 2 or 3", _stage)
 UNROLL = Kind('true, false or "auto"', lambda value: value if value == "auto" else FLAG.parse(value))
 NAME_LIST = instance("a list of names", list, tuple)
 PATTERNS = Kind("a list of regular expressions", _patterns)
+PATTERN = Kind("a regular expression", _pattern)
+PARAM_LIST = Kind("a list of objects of names and values", _objects)
 PARAMS = instance("an object of names and values", dict)
 OPTIONS = Kind("an object of XLA option names and values", _options)
