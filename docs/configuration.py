@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import generated_part
 
 from jzero.config import keys
 from jzero.config.screen import FIELDS
 from jzero.config.sections import Section, Settings
 from jzero.optimizers import groups, lr_schedules, table
-
-PAGE = Path(__file__).with_name("configuration.md")
-MARK = "<!-- Everything below is written by docs/configuration.py -->\n"
-
-
-def main() -> None:
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-def page(text: str) -> str:
-    """The page with everything below the mark rewritten."""
-    by_hand, mark, _ = text.partition(MARK)
-    if not mark:
-        raise ValueError(f"{PAGE} lacks the line {MARK!r}")
-    return by_hand + mark + "\n" + "\n".join(generated()) + "\n"
 
 
 def generated() -> Iterator[str]:
@@ -131,4 +117,4 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[s
 
 
 if __name__ == "__main__":
-    main()
+    generated_part.write(__file__, generated())

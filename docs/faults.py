@@ -9,21 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).with_name("faults.md")
+import generated_part
+
 FAULTS = Path(__file__).parent.parent / "tests/faults"
-MARK = "<!-- Everything below is written by docs/faults.py -->\n"
-
-
-def main() -> None:
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-def page(text: str) -> str:
-    """The page with everything below the mark rewritten."""
-    by_hand, mark, _ = text.partition(MARK)
-    if not mark:
-        raise ValueError(f"{PAGE} lacks the line {MARK!r}")
-    return by_hand + mark + "\n" + "\n".join(generated()) + "\n"
 
 
 def generated() -> Iterator[str]:
@@ -50,4 +38,4 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    generated_part.write(__file__, generated())

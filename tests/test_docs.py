@@ -1,6 +1,7 @@
 """The README and the pages: every block runs, the README keeps its limits, what is generated is current."""
 
 import ast
+import functools
 import importlib.util
 import json
 import os
@@ -175,24 +176,22 @@ def test_links_lead_to_files(page):
 # ---- what is generated ----------------------------------------------------------------------------------------------
 
 
-def load_script(name):
+def load_script(name, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
     spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_the_configuration_page_is_current():
-    script = load_script("configuration")
-    text = script.PAGE.read_text(encoding="utf-8")
-    assert script.page(text) == text, "run python docs/configuration.py"
-    assert script.page(text.replace("`train_batch_size`", "`batch`")) != text.replace("`train_batch_size`", "`batch`")
-
-
-def test_the_page_of_faults_is_current():
-    script = load_script("faults")
-    text = script.PAGE.read_text(encoding="utf-8")
-    assert script.page(text) == text, "run python docs/faults.py"
+@pytest.mark.parametrize(("name", "cell"), [("configuration", "`watchdog.floor`"), ("faults", "the command is killed")])
+def test_a_generated_page_is_current(monkeypatch, name, cell):
+    script, text = load_script(name, monkeypatch), (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    page = functools.partial(script.generated_part.replaced, script.__file__)
+    assert page(text, script.generated()) == text, f"run python docs/{name}.py"
+    assert page(text.replace(cell, "`other`"), script.generated()) == text
+    with pytest.raises(ValueError, match="lacks the line"):
+        page(text.replace("<!--", ""), script.generated())
 
 
 def test_every_key_is_on_the_configuration_page():

@@ -159,8 +159,8 @@ class WatchdogConfig(Section):
     """How long a step may take before the job counts as hung, in seconds; ceiling 0: no limit.
 
     The limit is 20 times the slowest of the last 20 train steps, between `floor` and `ceiling`. The ceiling holds for a
-    train step whose program runs for the first time (it compiles), and for evaluations, saves and exports.
-    `jzero --hang_timeout` replaces both.
+    train step whose program runs for the first time (it compiles), and for evaluations, saves, exports and the wait for
+    another process's data. `jzero --hang_timeout` replaces both.
     """
 
     floor: NonNegative = 600.0
