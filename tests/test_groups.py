@@ -24,7 +24,7 @@ GROUPS = [
 # What the groups and no_weight_decay give each parameter: rate, decay, betas. By hand.
 EXPECTED = {
     "stack/w": (0.25, 0.3, (0.8, 0.99)),
-    "stack/scale": (2.0, 0.0, BETAS),
+    "stack/gain": (2.0, 0.0, BETAS),
     "stack/bias": (2.0, 0.0, BETAS),
     "ends/head": (1.0, DECAY, (0.5, 0.9)),
     "ends/embed": (1.0, 0.0, BETAS),
@@ -34,7 +34,7 @@ FROZEN = "ends/fixed"
 
 
 class Net:
-    """A layer stack in plain JAX, with a norm's scale, a bias of two dimensions and a parameter to freeze."""
+    """A layer stack in plain JAX, with a norm, a bias of two dimensions and a parameter to freeze."""
 
     def init(self, rng):
         keys = jax.random.split(rng, 5)
@@ -42,7 +42,7 @@ class Net:
         ends = {"embed": normal(keys[0], VOCAB, WIDTH), "norm": jnp.ones(WIDTH), "head": normal(keys[1], WIDTH, VOCAB)}
         stack = {
             "w": normal(keys[2], LAYERS, WIDTH, WIDTH),
-            "scale": jnp.ones((LAYERS, WIDTH)),
+            "gain": jnp.ones((LAYERS, WIDTH)),
             "bias": normal(keys[3], LAYERS, HEADS, WIDTH // HEADS),
         }
         return {"ends": {**ends, "fixed": normal(keys[4], VOCAB)}, "stack": stack}
@@ -51,7 +51,7 @@ class Net:
         return ends["embed"][batch["inputs"]]
 
     def block(self, layer, x, rng):
-        return x + jnp.tanh(layer["scale"] * x @ layer["w"] + layer["bias"].reshape(-1))
+        return x + jnp.tanh(layer["gain"] * x @ layer["w"] + layer["bias"].reshape(-1))
 
     def suffix(self, ends, x, batch, rng):
         return ((ends["norm"] * x @ ends["head"] + ends["fixed"] - batch["labels"]) ** 2).mean()
@@ -193,7 +193,7 @@ def test_a_resumed_run_and_one_with_other_groups(tmp_path):
         return made
 
     straight = run(engine(), batches()[:2])
-    names = ["stack/w", "stack/scale", "ends/head", "ends/embed"]  # of each group, and of the rest
+    names = ["stack/w", "stack/gain", "ends/head", "ends/embed"]  # of each group, and of the rest
     assert straight.get_lr() == pytest.approx([with_torch()[2][2][name] for name in names])
     straight.save_checkpoint(tmp_path).wait()
     run(straight, batches()[2:4])
@@ -227,11 +227,11 @@ def test_the_report_lists_the_leaves():
     w, vector, table = LAYERS * WIDTH * WIDTH, LAYERS * WIDTH, VOCAB * WIDTH
     assert lines == [
         f'  - "^stack/w$" (lr_scale 0.25, weight_decay 0.3, betas [0.8, 0.99]): 1 leaf, {w} elements: stack/w',
-        f'  - "stack/" (lr_scale 2): 2 leaves, {2 * vector} elements: stack/bias, stack/scale',
+        f'  - "stack/" (lr_scale 2): 2 leaves, {2 * vector} elements: stack/bias, stack/gain',
         f'  - "head" (betas [0.5, 0.9]): 1 leaf, {table} elements: ends/head',
         f"  - all others: 2 leaves, {table + WIDTH} elements: ends/embed, ends/norm",
         f"  - no_weight_decay norms_biases_embeddings: 4 leaves, {2 * vector + table + WIDTH} elements: stack/bias, "
-        "stack/scale, ends/embed, ends/norm",
+        "stack/gain, ends/embed, ends/norm",
     ]
     assert section(jzero.report(make(3, groups=[], word=None)[0]), "Parameter groups") == []
 

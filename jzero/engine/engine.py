@@ -229,10 +229,7 @@ class Engine:
         self.step_fn.batch_sizes = self.step_fn.batch_sizes._replace(train=size, accum=size // unit, inferred="")
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of the next step in each parameter group.
-
-        The groups are in the config's order; the last rate, the base rate, is that of all other parameters.
-        """
+        """Return the next step's learning rate in each group, in the config's order; last that of all others."""
         return [float(self.step_fn.lr(self.state)) * group.lr_scale for group in self.step_fn.setup.groups]
 
     def get_global_grad_norm(self) -> float | None:
