@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jzero.distributed import gpu_faults
+from jzero.distributed import gpu_faults, nccl_wheels
 from jzero.launcher import agent
 from jzero.launcher.machine_check import weak_points
 
@@ -29,10 +29,22 @@ def test_the_loaded_nccl(tmp_path, monkeypatch):
 
 def test_another_nccl_than_the_plugins():
     installed = {"jax-cuda12-plugin": "0.11.2", "nvidia-nccl-cu12": "2.27.3", "nvidia-nccl-cu13": "2.28.9"}
-    fault = gpu_faults.nccl_fault("/x/libnccl.so.2", "2.28.9", installed)
+    fault = nccl_wheels.fault("/x/libnccl.so.2", "2.28.9", installed)
     assert "NCCL 2.28.9 is loaded from /x/libnccl.so.2, but nvidia-nccl-cu12 2.27.3 belongs to jax-cuda12" in fault
-    assert gpu_faults.nccl_fault("/x/libnccl.so.2", "2.27.3", installed | {"nvidia-nccl-cu12": "2.27.3.1"}) == ""
-    assert gpu_faults.nccl_fault("/x/libnccl.so.2", "2.1.0", {"jax-cuda12-plugin": "0.11.2"}) == ""
+    assert nccl_wheels.fault("/x/libnccl.so.2", "2.27.3", installed | {"nvidia-nccl-cu12": "2.27.3.1"}) == ""
+    assert nccl_wheels.fault("/x/libnccl.so.2", "2.1.0", {"jax-cuda12-plugin": "0.11.2"}) == ""
+
+
+def test_another_wheel_of_the_same_version(monkeypatch):
+    """A process that has loaded the library of the wrong CUDA is told, although the versions are equal."""
+    both = {"jax-cuda12-plugin": "0.11.2", "nvidia-nccl-cu12": "2.28.9", "nvidia-nccl-cu13": "2.28.9"}
+    monkeypatch.setattr(nccl_wheels, "installed", lambda: both)
+    monkeypatch.setattr(gpu_faults, "loaded_nccl", lambda: ("/x/libnccl.so.2", "2.28.9"))
+    for wheel in ("", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
+        monkeypatch.setattr(nccl_wheels, "wheel_of", {"/x/libnccl.so.2": wheel}.get)
+        found = gpu_faults.faults({}, 1)
+        assert len(found) == (wheel == "nvidia-nccl-cu13"), wheel
+    assert "NCCL 2.28.9 (nvidia-nccl-cu13) is loaded from /x/libnccl.so.2, but nvidia-nccl-cu12 2.28.9" in found[0]
 
 
 @pytest.mark.parametrize(
@@ -78,11 +90,11 @@ def test_wheels_that_overwrite_each_other(tmp_path, monkeypatch):
     assert (hello["versions"]["nccl"], hello["nccl_path"]) == ("2.30.7 (nvidia-nccl-cu13)", str(path))
     hello["versions"] = {"jaxlib": "1", "jax-cuda12-plugin": "1", "nccl": hello["versions"]["nccl"]}
     (fault,) = weak_points(hello)
-    assert f"JAX loads NCCL 2.30.7 (nvidia-nccl-cu13) from {path} with jax-cuda12-plugin" in fault
+    assert f"NCCL 2.30.7 (nvidia-nccl-cu13) is loaded from {path}, but nvidia-nccl-cu12 belongs to jax-cuda12" in fault
     hello["versions"] |= {"nccl": "2.30.7 (nvidia-nccl-cu12)"}
     assert weak_points(hello) == []
     sizes.clear()
     monkeypatch.setenv("LD_LIBRARY_PATH", f":{tmp_path / 'none'}:{tmp_path}")
-    assert agent.nccl() == ("? (no wheel's)", str(path))
+    assert nccl_wheels.to_load() == (str(path), "? (no wheel's)")
     monkeypatch.delenv("LD_LIBRARY_PATH")
-    assert agent.nccl()[1] == ""
+    assert nccl_wheels.to_load()[0] == ""

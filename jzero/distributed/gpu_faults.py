@@ -1,19 +1,16 @@
-"""Check what this process runs on: the NCCL library that is loaded, and its GPUs against CUDA_VISIBLE_DEVICES.
-
-The wheels nvidia-nccl-cu12 and nvidia-nccl-cu13 install the same file: the one installed last replaces the other, and
-`pip list` shows both.
-"""
+"""Check what this process runs on: the NCCL library that is loaded, and its GPUs against CUDA_VISIBLE_DEVICES."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.metadata
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+
+from jzero.distributed import nccl_wheels
 
 
 def loaded_nccl(maps: str = "/proc/self/maps") -> tuple[str, str] | None:
@@ -39,34 +36,6 @@ def version_text(number: int) -> str:
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
-def installed() -> dict[str, str]:
-    """Return the versions of JAX's CUDA plugins and of the NCCL wheels."""
-    found = {}
-    for cuda in ("cu12", "cu13"):
-        for name in (f"jax-{cuda.replace('cu', 'cuda')}-plugin", f"nvidia-nccl-{cuda}"):
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                found[name] = importlib.metadata.version(name)
-    return found
-
-
-def nccl_fault(path: str, version: str, packages: Mapping[str, str]) -> str:
-    """Return why the loaded NCCL is not that of JAX's CUDA plugin; "" if it is, or if nothing tells.
-
-    >>> both = {"jax-cuda12-plugin": "0.11.2", "nvidia-nccl-cu12": "2.27.3", "nvidia-nccl-cu13": "2.28.9"}
-    >>> nccl_fault("/lib/libnccl.so.2", "2.28.9", both)[:70]
-    'NCCL 2.28.9 is loaded from /lib/libnccl.so.2, but nvidia-nccl-cu12 2.2'
-    """
-    for cuda in ("cu12", "cu13"):
-        name, plugin = f"nvidia-nccl-{cuda}", f"jax-{cuda.replace('cu', 'cuda')}-plugin"
-        right = packages.get(name)
-        if plugin in packages and right and version != ".".join(right.split(".")[:3]):
-            return (
-                f"NCCL {version} is loaded from {path}, but {name} {right} belongs to {plugin}: another wheel or "
-                f"LD_LIBRARY_PATH replaced it; uninstall the other, then pip install --force-reinstall --no-deps {name}"
-            )
-    return ""
-
-
 def device_fault(env: Mapping[str, str], local_size: int, devices: Sequence[Any]) -> str:
     """Return why this process does not use the GPUs that it sees; "" if it does.
 
@@ -90,6 +59,9 @@ def device_fault(env: Mapping[str, str], local_size: int, devices: Sequence[Any]
 
 def faults(env: Mapping[str, str], local_size: int) -> list[str]:
     """List the faults of this process."""
-    nccl = loaded_nccl()
-    found = [device_fault(env, local_size, jax.local_devices()), nccl_fault(*nccl, installed()) if nccl else ""]
+    found = [device_fault(env, local_size, jax.local_devices())]
+    if nccl := loaded_nccl():
+        path, version = nccl
+        wheel = nccl_wheels.wheel_of(path)
+        found.append(nccl_wheels.fault(path, f"{version} ({wheel})" if wheel else version, nccl_wheels.installed()))
     return [fault for fault in found if fault]

@@ -1,7 +1,7 @@
 """The agent starts a job's processes on one host, watches them, and leaves none behind.
 
 The command sends this file through ssh's standard input to a Python on every host, this machine included. So the agent
-uses only the standard library and the three modules that it is sent with, needs nothing installed, and has the
+uses only the standard library and the modules that it is sent with, needs nothing installed, and has the
 command's version. Then both sides exchange lines of JSON. If the command ends, or sends nothing for SILENCE seconds,
 the agent kills all processes of the job: it cannot know whether the command, the network or this host failed, and
 surviving processes would keep GPUs and ports.
@@ -33,7 +33,7 @@ import tempfile
 import time
 import traceback
 
-from jzero.distributed import handshake
+from jzero.distributed import handshake, nccl_wheels
 from jzero.distributed.bind_address import listen_at
 
 SILENCE = 8.0  # seconds without a message from the command
@@ -42,11 +42,11 @@ SILENCE = 8.0  # seconds without a message from the command
 def hello():
     """Return this host's versions, devices and addresses."""
     versions = {"python": ".".join(map(str, sys.version_info[:3]))}
-    names = ["jzero", "jax", "jaxlib"]
-    for name in (*names, "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
+    for name in ("jzero", "jax", "jaxlib"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    nccl_version, nccl_path = nccl()
+    versions |= nccl_wheels.installed()
+    nccl_path, nccl_version = nccl_wheels.to_load()
     if nccl_path:
         versions["nccl"] = nccl_version
     with contextlib.suppress(OSError), open("/proc/driver/nvidia/version") as file:
@@ -66,26 +66,6 @@ def hello():
         "nccl_path": nccl_path,
         "shared_memory": shared.f_bavail * shared.f_frsize,
     }
-
-
-def nccl():
-    """Return the version of the NCCL that JAX would load, with its wheel, and its path; "" if there is none.
-
-    The wheels for CUDA 12 and 13 install the same file, and the last one wins; the size shows which one it was. JAX
-    prefers a wheel's file to LD_LIBRARY_PATH.
-    """
-    path, version = "", "? (no wheel's)"
-    for name in ("nvidia-nccl-cu12", "nvidia-nccl-cu13"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError, OSError):
-            for file in importlib.metadata.files(name) or ():
-                if file.name == "libnccl.so.2":
-                    path = str(file.locate())
-                    if os.stat(path).st_size == file.size:
-                        version = f"{importlib.metadata.version(name)} ({name})"
-    for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if not path else ():
-        if folder and os.path.exists(f"{folder}/libnccl.so.2"):
-            return version, f"{folder}/libnccl.so.2"
-    return version, path
 
 
 def addresses():

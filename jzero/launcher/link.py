@@ -18,7 +18,12 @@ from jzero.launcher.guard import unexpected
 from jzero.launcher.job import Job
 from jzero.launcher.transports import agent_command
 
-SENT = ("jzero.errors", "jzero.distributed.handshake", "jzero.distributed.bind_address")
+SENT = (
+    "jzero.errors",
+    "jzero.distributed.handshake",
+    "jzero.distributed.bind_address",
+    "jzero.distributed.nccl_wheels",
+)
 
 
 @cache

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jzero.distributed import nccl_wheels
 from jzero.launcher import hostfile, options, preflight
 from jzero.launcher.job import Job, make_job
 from jzero.launcher.link import Link
@@ -74,13 +75,8 @@ def weak_points(hello: Mapping[str, Any]) -> list[str]:
     for name, version in plugins.items():
         if version != versions.get("jaxlib"):
             found.append(f"{name} {version} with jaxlib {versions.get('jaxlib')}: install the same version of both")
-    for cuda in ("12", "13"):
-        other, nccl = {"12": "13", "13": "12"}[cuda], versions.get("nccl", "")
-        if f"jax-cuda{cuda}-plugin" in plugins and nccl.endswith(f"(nvidia-nccl-cu{other})"):
-            found.append(
-                f"JAX loads NCCL {nccl} from {hello['nccl_path']} with jax-cuda{cuda}-plugin: pip uninstall "
-                f"nvidia-nccl-cu{other}, then pip install --force-reinstall --no-deps nvidia-nccl-cu{cuda}"
-            )
+    if wrong := nccl_wheels.fault(hello.get("nccl_path", ""), versions.get("nccl", "?"), versions):
+        found.append(wrong)
     if gpus > 1 and hello["shared_memory"] < 2**30:
         found.append("/dev/shm has less than 1 GiB free, which NCCL may need: raise it (docker: --shm-size=8g)")
     return found
