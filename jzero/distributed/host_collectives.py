@@ -13,6 +13,7 @@ import json
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,23 @@ def anyone(topic: str, text: str | None, timeout: float = 3600.0) -> str | None:
         if "NOT_FOUND" not in str(error):
             raise
         return None
+
+
+def published(client: Any, key: str, seconds: float) -> dict[int, str]:
+    """Return rank -> text of the processes that set "KEY/RANK" in the coordination service within `seconds`.
+
+    Raises:
+      JaxRuntimeError: the service does not answer.
+    """
+    end, found = time.monotonic() + seconds, dict[int, str]()
+    for rank in range(jax.process_count()):
+        left = max(1, int(1000 * (end - time.monotonic())))
+        try:
+            found[rank] = client.blocking_key_value_get(f"{key}/{rank}", left)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+    return found
 
 
 def together(topic: str, work: Callable[[], Any]) -> Any:

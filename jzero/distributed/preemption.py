@@ -13,12 +13,12 @@ import os
 import signal
 import sys
 import threading
-import time
 from typing import Any
 
 import jax
 
 from jzero import _compat
+from jzero.distributed.host_collectives import published
 from jzero.errors import some_of
 
 GRACE = 30.0  # seconds from SIGTERM to SIGKILL: the default of jzero, Slurm and Kubernetes
@@ -81,30 +81,17 @@ def _agree_on_the_last() -> None:
         # The lock stops `reached`, and so the training loop, until all processes have published their step.
         with _lock:
             _publish(client)
-            begun, stuck = _gather(client)
+            begun = published(client, _STEPS, _timeout())
+            stuck = [rank for rank in range(jax.process_count()) if rank not in begun]
             if stuck:  # they would hang the save too
                 why = f"process {some_of(stuck)} did not answer within {_timeout():g} s"
                 print(f"jzero: SIGTERM: stopping without a checkpoint: {why}", file=sys.stderr, flush=True)
                 os._exit(128 + signal.SIGTERM)
-            _last = max(begun)
+            _last = max(map(int, begun.values()))
 
 
 def _publish(client: Any) -> None:
     client.key_value_set(f"{_STEPS}/{jax.process_index()}", str(_begun))
-
-
-def _gather(client: Any) -> tuple[list[int], list[int]]:
-    """Return the steps that the processes have begun, and the ranks that did not publish theirs in time."""
-    end, begun, stuck = time.monotonic() + _timeout(), list[int](), list[int]()
-    for rank in range(jax.process_count()):
-        left = max(1, int(1000 * (end - time.monotonic())))
-        try:
-            begun.append(int(client.blocking_key_value_get(f"{_STEPS}/{rank}", left)))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
-            stuck.append(rank)
-    return begun, stuck
 
 
 def _flag_is_set() -> bool:

@@ -14,7 +14,6 @@ import faulthandler
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ import jax
 from jzero import _compat
 from jzero.distributed import heartbeat, nccl_ras
 from jzero.distributed.exit_codes import HUNG
+from jzero.distributed.host_collectives import published
 from jzero.errors import ConfigError, some_of
 
 TIMES = 20  # the limit, in units of the slowest recent step
@@ -123,13 +123,11 @@ def _leave_within(seconds: float) -> None:
 
 def _gather(client: Any) -> dict[int, tuple[int, int]]:
     """Return rank -> (steps finished, steps begun) of the processes that answer."""
-    end, found = time.monotonic() + ANSWER, dict[int, tuple[int, int]]()
-    for rank in range(jax.process_count()):
-        left = max(1, int(1000 * (end - time.monotonic())))
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            finished, begun = client.blocking_key_value_get(f"{_STEPS}/{rank}", left).split()
-            found[rank] = int(finished), int(begun)
-    return found
+    found: dict[int, str] = {}
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody answers: process 0 has gone
+        found = published(client, _STEPS, ANSWER)
+    counts = {rank: text.split() for rank, text in found.items()}
+    return {rank: (int(finished), int(begun)) for rank, (finished, begun) in counts.items()}
 
 
 def words(steps: Mapping[int, tuple[int, int]], size: int, seconds: float) -> list[str]:
