@@ -1,4 +1,4 @@
-"""Two ends of a connection prove to each other that they know the job's secret, which is never sent.
+"""Mutual authentication: two ends of a connection prove that they know the job's secret, which is never sent.
 
 The caller sends "jzero NONCE WORDS", the other end answers "NONCE PROOF", and the caller sends its own "PROOF": each is
 the HMAC-SHA256 of both nonces and the words under the secret. Without a secret every proof is "-", and a caller only
@@ -16,20 +16,20 @@ from typing import Any
 
 VARIABLE = "JZERO_SECRET"
 LINE = 512  # bytes
-SECONDS = 5.0  # until a caller must have proved itself
-MOST = 256  # callers that have not; then the oldest has to go
+SECONDS = 5.0  # until a caller must be authenticated
+MOST = 256  # unauthenticated connections; then the oldest is closed
 FIX = f"set the same {VARIABLE} on every process, or on none"
 
 
-class Stranger(ConnectionError):
+class AuthenticationError(ConnectionError):
     """The other end does not know the secret, or does not speak this protocol."""
 
 
-def introduce(connection: socket.socket, words: str, secret: str, seconds: float = SECONDS) -> None:
-    """Prove to the end that was called that this one knows the secret, and check the same of it.
+def authenticate(connection: socket.socket, words: str, secret: str, seconds: float = SECONDS) -> None:
+    """Authenticate this end of a connection to the listening end, and that one to this one.
 
     Raises:
-      Stranger: it does not.
+      AuthenticationError: the listening end does not know the secret, or does not speak this protocol.
       OSError: it closed the connection, or was silent for `seconds`.
     """
     nonce, end = secrets.token_hex(16), time.monotonic() + seconds
@@ -39,7 +39,7 @@ def introduce(connection: socket.socket, words: str, secret: str, seconds: float
     theirs, _, proof = answer.partition(" ")
     if not _equal(proof, _proof(secret, "called", nonce, theirs, words)):
         knows = f"does not know this process's secret: {FIX}"
-        raise Stranger(knows if proof else f"answers {answer[:60]!r}: it is not a process of this job")
+        raise AuthenticationError(knows if proof else f"answers {answer[:60]!r}: it is not a process of this job")
     connection.sendall(_proof(secret, "caller", nonce, theirs, words).encode() + b"\n")
 
 
@@ -47,13 +47,13 @@ def read_line(connection: socket.socket, end: float, most: int = LINE) -> str:
     """Read a line of at most `most` bytes until the time `end`.
 
     Raises:
-      Stranger: the line is longer.
+      AuthenticationError: the line is longer.
       OSError: the connection was closed, or no line came in time.
     """
     line = b""
     while not line.endswith(b"\n"):
         if len(line) >= most:
-            raise Stranger(f"answers {line[:60]!r}, and more in one line")
+            raise AuthenticationError(f"answers {line[:60]!r}, and more in one line")
         if (left := end - time.monotonic()) <= 0:
             raise TimeoutError("timed out")
         connection.settimeout(left)
@@ -63,15 +63,16 @@ def read_line(connection: socket.socket, end: float, most: int = LINE) -> str:
     return line.decode(errors="replace").rstrip("\n")
 
 
-class Door:
-    """Lets in the callers of a listening socket that know the secret.
+class Listener:
+    """Accepts and authenticates the connections of a listening socket.
 
-    A stranger costs LINE bytes for SECONDS, and at most MOST of them wait: neither silence nor 300 MB in one line nor
-    a byte per second delays the others.
+    An unauthenticated connection costs LINE bytes for SECONDS, and there are at most MOST: neither silence nor 300 MB
+    in one line nor a byte per second delays the others.
 
     Attributes:
       refused: the words of the callers that did not prove, in the last `wait`, that they know the secret. A caller with
-        another secret hangs up, because this end does not know its secret either. Anybody can send such words.
+        another secret closes the connection, because this end does not know its secret either. Anybody can send such
+        words.
     """
 
     def __init__(self, server: socket.socket, secret: str):
@@ -79,11 +80,11 @@ class Door:
         server.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
-        self._outside: dict[socket.socket, _Caller] = {}  # the oldest first
-        self._inside: set[socket.socket] = set()
+        self._pending: dict[socket.socket, _Caller] = {}  # the oldest first
+        self._authenticated: set[socket.socket] = set()
         self.refused: list[str] = []
 
-    def __enter__(self) -> Door:
+    def __enter__(self) -> Listener:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -95,14 +96,14 @@ class Door:
 
     def close(self) -> None:
         """Close the socket and all connections."""
-        for connection in [self._server, *self._outside, *self._inside]:
+        for connection in [self._server, *self._pending, *self._authenticated]:
             connection.close()
         self._selector.close()
 
     def wait(self, seconds: float) -> list[tuple[socket.socket, str | None]]:
         """Handle what comes within `seconds`; return connections with the words of their callers.
 
-        The words are None for a connection that was let in before and has been closed by its caller.
+        The words are None for an authenticated connection that its caller has closed.
         """
         found: list[tuple[socket.socket, str | None]] = []
         self.refused = []
@@ -110,21 +111,21 @@ class Door:
             connection: Any = key.fileobj
             if connection is self._server:
                 self._accept()
-            elif connection in self._inside:  # a caller has nothing more to say
+            elif connection in self._authenticated:  # a caller has nothing more to send
                 self.drop(connection)
                 found.append((connection, None))
-            elif connection in self._outside and self._hears(connection):
-                self._inside.add(connection)
-                found.append((connection, self._outside.pop(connection).words))
+            elif connection in self._pending and self._receive(connection):
+                self._authenticated.add(connection)
+                found.append((connection, self._pending.pop(connection).words))
         now = time.monotonic()
-        for connection in [one for one, caller in self._outside.items() if now > caller.end]:
+        for connection in [one for one, caller in self._pending.items() if now > caller.end]:
             self.drop(connection)
         return found
 
     def drop(self, connection: socket.socket, last: str = "") -> None:
         """Close a connection, after a last line."""
-        self._outside.pop(connection, None)
-        self._inside.discard(connection)
+        self._pending.pop(connection, None)
+        self._authenticated.discard(connection)
         self._selector.unregister(connection)
         try:
             if last:
@@ -134,24 +135,24 @@ class Door:
         connection.close()
 
     def _accept(self) -> None:
-        for _ in range(32):  # then those that have come before are heard
-            if len(self._outside) >= MOST:
-                self.drop(next(iter(self._outside)))
+        for _ in range(32):  # then the data of earlier connections is read
+            if len(self._pending) >= MOST:
+                self.drop(next(iter(self._pending)))
             try:
                 connection, _ = self._server.accept()
             except BlockingIOError:
                 return
             except OSError:  # such as too many open files
-                for oldest in list(self._outside)[:1]:
+                for oldest in list(self._pending)[:1]:
                     self.drop(oldest)
                 return
             connection.setblocking(False)
             self._selector.register(connection, selectors.EVENT_READ)
-            self._outside[connection] = _Caller()
+            self._pending[connection] = _Caller()
 
-    def _hears(self, connection: socket.socket) -> bool:
-        """Read what a caller sends; return whether it has proved itself now. Drop a stranger."""
-        caller = self._outside[connection]
+    def _receive(self, connection: socket.socket) -> bool:
+        """Read what a caller sends; return whether it is authenticated now. Close the connection if it fails."""
+        caller = self._pending[connection]
         try:
             data = connection.recv(LINE)
             caller.line += data
@@ -159,14 +160,14 @@ class Door:
                 return False
             line, caller.line = caller.line.decode(), b""
             if line.find("\n") != len(line) - 1:  # no whole line, or a second one before it was asked for
-                raise Stranger
+                raise AuthenticationError
             if caller.proof:
                 if not _equal(line.rstrip("\n"), caller.proof):
-                    raise Stranger
+                    raise AuthenticationError
                 return True
             name, nonce, caller.words = line.rstrip("\n").split(" ", 2)
             if name != "jzero":
-                raise Stranger
+                raise AuthenticationError
             own = secrets.token_hex(16)
             caller.proof = _proof(self._secret, "caller", nonce, own, caller.words)
             proof = _proof(self._secret, "called", nonce, own, caller.words)
@@ -181,7 +182,7 @@ class Door:
 
 
 class _Caller:
-    """A caller at the door: what it has sent, and the proof that it must send, "" until it has said its words."""
+    """A caller that is not authenticated: what it has sent, and the proof to expect, "" until it has sent its words."""
 
     def __init__(self) -> None:
         self.line, self.words, self.proof, self.end = b"", "", "", time.monotonic() + SECONDS

@@ -30,9 +30,9 @@ def meet(
     Args:
       rank: this process's rank.
       timeout: seconds to wait for the last process.
-      job: the job's id; processes with another id are turned away.
+      job: the job's id; processes with another id are refused.
       bind: the address on which process 0 listens; "": all.
-      secret: known to all processes of the job; who does not know it is turned away. "": nobody is asked for it.
+      secret: known to all processes of the job; others are refused. "": no authentication.
 
     Raises:
       LostProcessError: processes are missing (all that came report the same ones), or process 0 does not answer.
@@ -56,21 +56,21 @@ def _listen(host: str, port: int, size: int, timeout: float, job: str, bind: str
         raise PassingError(  # the command chooses another port for the next start
             f"{at}: another job may use it; pass another --master_port (or MASTER_PORT), or leave it out"
         ) from None
-    with handshake.Door(server, secret) as door:
+    with handshake.Listener(server, secret) as listener:
         notice = time.monotonic() + NOTICE
         while len(came) < size - 1 and (left := deadline - time.monotonic()) > 0:
             if time.monotonic() > notice:
                 notice = deadline  # print once
                 waiting = f"waiting for rank {_missing(came, size)} of {size} at port {port}{_why(refused, came)}"
                 print(waiting, file=sys.stderr, flush=True)
-            for connection, words in door.wait(min(left, 1)):
+            for connection, words in listener.wait(min(left, 1)):
                 if words is None:  # it came, and has gone
                     came = {rank: one for rank, one in came.items() if one is not connection}
                 elif why := _refusal(words, job, size, came):
-                    door.drop(connection, f"no: {why}")
+                    listener.drop(connection, f"no: {why}")
                 else:
                     came[_rank(words)] = connection
-            refused |= {_rank(words) for words in door.refused if not _refusal(words, job, size, ())}
+            refused |= {_rank(words) for words in listener.refused if not _refusal(words, job, size, ())}
         problem = ""
         if missing := _missing(came, size):
             problem = (
@@ -78,13 +78,13 @@ def _listen(host: str, port: int, size: int, timeout: float, job: str, bind: str
                 "see its output, or raise JZERO_TIMEOUT (seconds)"
             )
         for connection in came.values():
-            door.drop(connection, f"missing: {problem}" if problem else "go")
+            listener.drop(connection, f"missing: {problem}" if problem else "go")
     if problem:
         raise LostProcessError(problem)
 
 
 def _refusal(words: str, job: str, size: int, came: Collection[int]) -> str:
-    """Return why a caller is turned away; "" if it is not."""
+    """Return why a caller is refused; "" if it is not."""
     match = re.fullmatch(r"(.*) (\d{1,9}) (\d{1,9})", words, re.ASCII)
     if not match or match[1] != job or int(match[3]) != size:
         return "belongs to another job; pass another --master_port (or MASTER_PORT)"
@@ -110,10 +110,10 @@ def _call(host: str, port: int, rank: int, size: int, timeout: float, job: str, 
     while not answer and (left := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection((host, port), timeout=left) as connection:
-                handshake.introduce(connection, f"{job} {rank} {size}", secret)
+                handshake.authenticate(connection, f"{job} {rank} {size}", secret)
                 # Process 0 may have started later, and its timeout with it.
                 answer = handshake.read_line(connection, deadline + 5, most=2**20)
-        except handshake.Stranger as error:
+        except handshake.AuthenticationError as error:
             answer = f"no: {error}"
         except OSError as error:
             why = error.strerror or str(error)

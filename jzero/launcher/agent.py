@@ -113,7 +113,7 @@ def sweep(job):
 def reach(host, port, secret):
     """Return the address of the agent that listens there and knows the secret; None if there is none."""
     with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=3) as connection:
-        handshake.introduce(connection, "agent", secret, seconds=3)
+        handshake.authenticate(connection, "agent", secret, seconds=3)
         return connection.getpeername()[0]
     return None
 
@@ -130,7 +130,7 @@ class Agent:
 
     def __init__(self, argv):
         self.argv, self.processes, self.tasks = argv, {}, []
-        self.job, self.folder, self.door, self.secret = None, "", None, ""
+        self.job, self.folder, self.listener, self.secret = None, "", None, ""
         self.heard = time.monotonic()
 
     def say(self, **message):
@@ -197,30 +197,30 @@ class Agent:
     async def listen(self, where):
         """Reserve the coordinator's port (0: any free one) until the processes start, and answer other agents there."""
         port, address = where
-        self.close_door()
+        self.close_listener()
         try:
             server = listen_at(address, port)
         except OSError as error:
             self.say(bound=None, why=os.strerror(error.errno or 0))
             return
-        self.door = handshake.Door(server, self.secret)
-        asyncio.get_running_loop().add_reader(self.door.fileno(), self.answer)
+        self.listener = handshake.Listener(server, self.secret)
+        asyncio.get_running_loop().add_reader(self.listener.fileno(), self.answer)
         self.say(bound=server.getsockname()[1], why="")
 
     def answer(self):
-        """Handle what has come to the reserved port; a caller that has proved itself has reached this host."""
-        if not (door := self.door):
+        """Handle what has come to the reserved port; an authenticated caller has reached this host."""
+        if not (listener := self.listener):
             return
-        for connection, words in door.wait(0):
+        for connection, words in listener.wait(0):
             if words is not None:
-                door.drop(connection)
+                listener.drop(connection)
 
-    def close_door(self):
+    def close_listener(self):
         """Free the reserved port."""
-        if self.door:
-            asyncio.get_running_loop().remove_reader(self.door.fileno())
-            self.door.close()
-            self.door = None
+        if self.listener:
+            asyncio.get_running_loop().remove_reader(self.listener.fileno())
+            self.listener.close()
+            self.listener = None
 
     async def know(self, secret):
         """Keep the job's secret."""
@@ -239,7 +239,7 @@ class Agent:
 
     async def start(self, what):
         """Start this host's processes."""
-        self.close_door()
+        self.close_listener()
         self.job, self.folder = what["job"], tempfile.mkdtemp(prefix=f"jzero-{what['job']}-")
         threads = concurrent.futures.ThreadPoolExecutor(len(what["processes"]))
         asyncio.get_running_loop().set_default_executor(threads)  # follow() blocks one thread per process

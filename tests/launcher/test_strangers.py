@@ -14,7 +14,7 @@ from planning import A, B, Here
 
 from jzero import ConfigError
 from jzero.distributed import handshake
-from jzero.distributed.handshake import Door, introduce
+from jzero.distributed.handshake import Listener, authenticate
 from jzero.distributed.rendezvous import meet
 from jzero.launcher.agent import reach
 
@@ -64,7 +64,7 @@ def call(port, *lines):
 def claim(port, words, secret=""):
     """Say words as a process does; return the answer."""
     with call(port) as connection:
-        introduce(connection, words, secret)
+        authenticate(connection, words, secret)
         return handshake.read_line(connection, time.monotonic() + 20)
 
 
@@ -104,13 +104,13 @@ def test_wrong_ranks_are_refused(port):
     """Without a secret too; the honest ones still meet."""
     first = Process(port, 0, 3)
     with call(port) as gone:  # it has come, but does not stay
-        introduce(gone, "job 1 3", "")
+        authenticate(gone, "job 1 3", "")
     answers = [claim(port, f"job {words}") for words in ("3 3", "0 3", "-1 3", "99999 3", "1 4", "x 3")]
     assert answers[:2] == ["no: waits for ranks 1 to 2: correct RANK"] * 2
     assert answers[3] == answers[0]
     assert all("belongs to another job" in answers[i] for i in (2, 4, 5))
     with call(port) as held:
-        introduce(held, "job 2 3", "")
+        authenticate(held, "job 2 3", "")
         assert claim(port, "job 2 3") == "no: reports that rank 2 has already joined: correct RANK"
     assert first.is_alive()
     others = [Process(port, rank, 3) for rank in (1, 2)]
@@ -131,7 +131,7 @@ def test_the_error_names_who_was_refused(port):
     first, other, wrong = (Process(port, rank, 4, f"secret {rank // 2}", timeout=6) for rank in (0, 1, 2))
     assert "JZERO_SECRET" in wrong.ended()
     for words in ("another job 3 4", "job 9 4"):
-        with pytest.raises(handshake.Stranger):
+        with pytest.raises(handshake.AuthenticationError):
             claim(port, words, "a third one")
     reason = (
         f"rank 2, 3 of 4 did not come to 127.0.0.1:{port} within 6 s (refused rank 2, which did not prove that "
@@ -154,7 +154,7 @@ def test_a_proof_is_good_for_one_connection(port):
     call(port).close()
     with Recorder() as connection:
         connection.connect(("127.0.0.1", port))
-        introduce(connection, "job 1 3", secret)
+        authenticate(connection, "job 1 3", secret)
     assert len(heard) == 2
     assert secret.encode() not in b"".join(heard)
     for lines in (heard, heard[:1]):
@@ -162,7 +162,7 @@ def test_a_proof_is_good_for_one_connection(port):
             if len(lines) == 1:
                 assert len(handshake.read_line(again, time.monotonic() + 20).split()) == 2  # its nonce and its proof
                 again.sendall(heard[1])
-            assert again.recv(100) == b""  # it hangs up
+            assert again.recv(100) == b""  # the connection is closed
     others = [Process(port, rank, 3, secret) for rank in (1, 2)]
     assert [process.ended() for process in (first, *others)] == ["", "", ""]
 
@@ -188,12 +188,12 @@ def test_a_stranger_that_listens(answer):
 
 
 def test_an_agent_that_is_reached():
-    with socket.create_server(("127.0.0.1", 0)) as server, Door(server, "secret") as door:
+    with socket.create_server(("127.0.0.1", 0)) as server, Listener(server, "secret") as listener:
         port, over = server.getsockname()[1], threading.Event()
 
         def answer():
             while not over.is_set():
-                door.wait(0.1)
+                listener.wait(0.1)
 
         thread = threading.Thread(target=answer)
         thread.start()
