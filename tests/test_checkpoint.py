@@ -12,56 +12,15 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
+from helpers.checkpoints import ROWS, assert_same, mesh, nothing_left_over, plain, shardings, state  # noqa: F401
 from helpers.sampling import keep
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
-from jzero.checkpoint import Checkpoint, async_save, checksums, directory, leaves, restore, save, snapshot, tags, wait
-from jzero.errors import in_a_line
-
-ROWS = 24
-
-
-def mesh():
-    return jzero.make_mesh(zero=8)
-
-
-def state(seed=0):
-    """Leaves of many kinds: some sharded, one of zeros only."""
-    split, whole = (NamedSharding(mesh(), spec) for spec in (PartitionSpec("zero"), PartitionSpec()))
-    w = jax.random.normal(jax.random.key(seed), (ROWS, 16))
-    return {
-        "params": {"w": jax.device_put(w, split), "half": jax.device_put(w.astype(jnp.bfloat16), whole)},
-        "zeros": jax.device_put(jnp.zeros((ROWS, 8)), split),
-        "step": jax.device_put(jnp.int32(7 + seed), whole),
-        "flags": jax.device_put(w[0] > 0, whole),
-        "bytes": jax.device_put(jnp.arange(5, dtype=jnp.int8), whole),
-        "rng": jax.device_put(jax.random.key(seed + 1), whole),
-    }
-
-
-def shardings(of):
-    return jax.tree.map(lambda x: x.sharding, of)
-
-
-def plain(tree):
-    return jax.tree.map(lambda x: np.asarray(jax.random.key_data(x) if leaves.is_key(x) else x), tree)
-
-
-def assert_same(a, b):
-    jax.tree.map(np.testing.assert_array_equal, plain(a), plain(b))
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_over():
-    yield
-    async_save.settle()
-    async_save._last = None
-
+from jzero.checkpoint import Checkpoint, async_save, checksums, directory, restore, save, snapshot, tags, wait
 
 # ------------------------------------------------------------------------------------------- save and restore
 
@@ -347,111 +306,6 @@ def test_changed_notes_are_noticed(tmp_path):
     notes.write_text(notes.read_text().replace("1000", "2000"))
     with pytest.raises(jzero.CheckpointError, match=r"a is damaged: notes\.json does not match its checksum"):
         restore(tmp_path, shardings(state()))
-
-
-# ------------------------------------------------------------------------------------------- places to write
-
-
-def test_a_full_disk(small_disk, capfd):
-    saved = state()
-    save(saved, small_disk, "a").wait()
-    large = saved | {"large": jax.device_put(jnp.ones((ROWS, 1 << 16)), saved["zeros"].sharding)}
-    under_way = save(large, small_disk, "a")
-    with pytest.raises(jzero.CheckpointError, match=r"disk/a was not written: .*No space left on device") as error:
-        under_way.wait()
-    assert str(error.value) in capfd.readouterr().err
-    assert_same(restore(small_disk, shardings(saved)), saved)  # the previous one of the same tag
-    save(saved, small_disk, "b").wait()  # the failed draft was deleted
-
-
-def test_the_next_save_raises_an_unreported_failure(small_disk):
-    save({"large": jnp.ones(1 << 20)}, small_disk, "a")
-    with pytest.raises(
-        jzero.CheckpointError,
-        match=r"disk/a was not written: .*No space left.*The next checkpoint, .*disk/b, is being written",
-    ):
-        save(state(), small_disk, "b")
-    jzero.checkpoint.wait()
-    assert_same(restore(small_disk, shardings(state())), state())
-    save(state(), small_disk, "c").wait()
-
-
-def test_a_program_whose_last_save_failed_exits_with_an_error(small_disk, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        f"import jax.numpy as jnp, jzero\njzero.checkpoint.save({{'x': jnp.ones(1 << 20)}}, {str(small_disk)!r}, 'a')\n"
-    )
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()}
-    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    (line,) = [x for x in done.stderr.splitlines() if "InitializeLog" not in x and "cudart" not in x]  # JAX's start
-    assert line.startswith(f"jzero: checkpoint {small_disk}/a was not written: ")
-    no_threads = (3, 12) <= sys.version_info < (3, 12, 2)
-    assert line.endswith("at the script's end)" if no_threads else "No space left on device")
-
-
-@pytest.mark.parametrize("moment", ["_check_shared", "Presence", "save", "finalize", "commit"])
-def test_a_directory_that_vanishes(tmp_path, monkeypatch, moment):
-    """TensorStore makes it again, so a save after that is not complete."""
-    owner = ocp.PyTreeCheckpointHandler if moment in ("save", "finalize") else async_save
-    before, runs = getattr(owner, moment), tmp_path / "runs"
-
-    def vanishing(*args, **keywords):
-        shutil.rmtree(runs)
-        return before(*args, **keywords)
-
-    if moment == "_check_shared":
-        monkeypatch.setattr(before, "__defaults__", (0.2,))
-    monkeypatch.setattr(owner, moment, vanishing)
-    with pytest.raises(
-        jzero.CheckpointError, match=rf"a was not written: {runs}(/a\.saving)? vanished during the save:"
-    ):
-        save(state(), runs, "a").wait()
-    monkeypatch.undo()
-    assert not (runs / "a").exists()
-    save(state(), runs, "a").wait()
-    assert_same(restore(runs, shardings(state())), state())
-
-
-def test_a_rename_that_copies(tmp_path, monkeypatch):
-    """Some bucket mounts rename a directory by copying it: it is then another directory, and complete."""
-    rename = os.replace
-
-    def copying(old, new):
-        if not Path(old).is_dir():
-            return rename(old, new)
-        shutil.copytree(old, new)
-        shutil.rmtree(old)
-
-    monkeypatch.setattr(os, "replace", copying)
-    save(state(), tmp_path / "runs", "a").wait()
-    assert_same(restore(tmp_path / "runs", shardings(state())), state())
-
-
-def test_a_long_error_keeps_its_end():
-    line = in_a_line(OSError(f"Error writing {'x' * 2000}: No space left on device"))
-    assert line.startswith("Error writing")
-    assert line.endswith("No space left on device")
-    assert len(line) < 500
-
-
-@pytest.mark.parametrize(
-    ("place", "words"),
-    [("file/below", "Not a directory"), ("read-only", "Read-only file system"), ("/proc/none", "cannot be written")],
-)
-def test_a_place_that_cannot_be_written(tmp_path, place, words):
-    (tmp_path / "file").write_text("")
-    if place == "read-only":
-        (tmp_path / place).mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", "ro", "none", tmp_path / place]
-        if os.geteuid() or subprocess.run(mount, check=False).returncode:
-            pytest.skip("mounting needs root")
-    try:
-        with pytest.raises(jzero.CheckpointError, match=words):
-            save(state(), tmp_path / place, "a")
-    finally:
-        if place == "read-only":
-            subprocess.run(["umount", "-l", tmp_path / place], check=True)
 
 
 # ------------------------------------------------------------------------------------------- mistakes

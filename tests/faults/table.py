@@ -183,12 +183,12 @@ TABLE: dict[str, list[Fault]] = {
             "one line",
         ),
         elsewhere(
-            "test_checkpoint.py::test_a_full_disk",
+            "test_checkpoint_disk.py::test_a_full_disk",
             "the disk is full during a save",
             "one line; the checkpoints before it stay",
         ),
         elsewhere(
-            "test_checkpoint.py::test_a_directory_that_vanishes",
+            "test_checkpoint_disk.py::test_a_directory_that_vanishes",
             "the directory vanishes during a save",
             "one line that names it; the save does not count",
         ),

@@ -2,6 +2,7 @@ import signal
 
 import pytest
 from jobs import Command
+from workers import WORKER
 
 # A background job of a shell ignores Ctrl-C, and the commands that these tests interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -19,3 +20,10 @@ def start(tmp_path):
     yield start
     for command in commands:
         command.end()
+
+
+@pytest.fixture
+def worker(tmp_path):
+    path = tmp_path / "worker.py"
+    path.write_text(WORKER)
+    return path.name

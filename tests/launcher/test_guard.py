@@ -5,7 +5,7 @@ import signal
 import pytest
 from jobs import wait_for
 from planning import A, Here
-from test_run import CPU, WORKER
+from workers import CPU, WORKER
 
 from jzero.distributed.host_names import host_fault
 

@@ -12,7 +12,7 @@ import pytest
 from helpers.sampling import keep
 from hosts import NEEDS, Hosts, can_run
 from jobs import ROOT
-from test_run import WORKER
+from workers import WORKER
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(not can_run(), reason=NEEDS)]
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from jobs import ROOT
-from test_run import CPU
+from workers import CPU
 
 from jzero.distributed.exit_codes import CONFIG, UNAVAILABLE
 from jzero.launcher.noise import is_noise

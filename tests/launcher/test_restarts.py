@@ -4,7 +4,7 @@ from collections import deque
 from types import SimpleNamespace
 
 import pytest
-from test_run import CPU
+from workers import CPU
 
 from jzero.distributed.exit_codes import CONFIG, HUNG, SAVED, UNAVAILABLE
 from jzero.launcher.restarts import failure_of, why_not

@@ -10,78 +10,9 @@ import time
 import pytest
 from helpers.sampling import keep
 from jobs import PATIENCE, wait_for
+from workers import CPU
 
 pytestmark = pytest.mark.processes
-
-WORKER = r"""
-import json, os, signal, subprocess, sys, time
-
-rank, what = os.environ["RANK"], sys.argv[2] if len(sys.argv) > 2 else ""
-if what == "show":
-    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR"]
-    print(json.dumps([sys.argv[1:-1], {name: os.environ[name] for name in names}, os.environ.get("SEEN")]))
-    sys.exit()
-if what == "lines":
-    for i in range(3000):
-        print(f"{rank}:{i}")
-    print("x" * 200_000, file=sys.stderr)
-    print("a\rb\rc", end="")
-    sys.exit()
-if what == "much":  # more than a pipe holds until it is read
-    for i in range(3000):
-        print("x" * 100)
-    while not os.path.exists("read"):
-        time.sleep(0.1)
-    sys.exit()
-if what == "children":
-    for i in range(2):  # one of them leaves the process group
-        wait = [sys.executable, "-c", "import time; time.sleep(1000)", sys.argv[-1]]
-        subprocess.Popen(wait, start_new_session=i == 1)
-if what == "save":
-    def save(number, frame):
-        os.write(1, f"saved {rank} {number}\n".encode())
-        sys.exit(0)
-    signal.signal(signal.SIGTERM, save)
-    signal.signal(signal.SIGINT, save)
-if what == "slow":
-    def save(number, frame):
-        time.sleep(12)
-        os.write(1, f"saved {rank}\n".encode())
-        sys.exit(75)
-    signal.signal(signal.SIGTERM, save)
-    open("listens" + rank, "w").close()
-    while rank == "0":
-        time.sleep(0.1)
-        if os.path.exists("listens1"):
-            sys.exit(75)
-if what == "fails":
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(3) if rank == "1" else None)
-if what == "deaf":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-print("ready", rank, flush=True)
-if what == "raise" and rank == "1":
-    raise ValueError("a fault of rank 1")
-if what == "code":
-    sys.exit(7 if rank == "2" else 0)
-if what == "once" and not os.path.exists("tried"):
-    time.sleep(0.5)
-    open("tried", "w").close()
-    sys.exit(3)
-if what == "once":
-    sys.exit(0)
-time.sleep(1000)
-"""
-
-CPU = ("--platform", "cpu", "--num_gpus")
-
-
-@pytest.fixture
-def worker(tmp_path):
-    path = tmp_path / "worker.py"
-    path.write_text(WORKER)
-    return path.name
-
 
 NASTY = ['a "b" c', "it's", "$HOME `id` ; rm -rf x", "two\nlines", "", "*", "\\", "é ü"]
 

@@ -1,0 +1,49 @@
+"""A small state of many kinds of leaves to save, and how to compare it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jzero
+from jzero.checkpoint import async_save, leaves
+
+ROWS = 24
+
+
+def mesh():
+    return jzero.make_mesh(zero=8)
+
+
+def state(seed=0):
+    """Leaves of many kinds: some sharded, one of zeros only."""
+    split, whole = (NamedSharding(mesh(), spec) for spec in (PartitionSpec("zero"), PartitionSpec()))
+    w = jax.random.normal(jax.random.key(seed), (ROWS, 16))
+    return {
+        "params": {"w": jax.device_put(w, split), "half": jax.device_put(w.astype(jnp.bfloat16), whole)},
+        "zeros": jax.device_put(jnp.zeros((ROWS, 8)), split),
+        "step": jax.device_put(jnp.int32(7 + seed), whole),
+        "flags": jax.device_put(w[0] > 0, whole),
+        "bytes": jax.device_put(jnp.arange(5, dtype=jnp.int8), whole),
+        "rng": jax.device_put(jax.random.key(seed + 1), whole),
+    }
+
+
+def shardings(of):
+    return jax.tree.map(lambda x: x.sharding, of)
+
+
+def plain(tree):
+    return jax.tree.map(lambda x: np.asarray(jax.random.key_data(x) if leaves.is_key(x) else x), tree)
+
+
+def assert_same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, plain(a), plain(b))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_over():
+    yield
+    async_save.settle()
+    async_save._last = None

@@ -1,0 +1,119 @@
+"""Checkpoints on disks that are full, vanish or cannot be written: the error names the reason, nothing is lost."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+import pytest
+from helpers.checkpoints import ROWS, assert_same, nothing_left_over, shardings, state  # noqa: F401
+
+import jzero
+from jzero.checkpoint import async_save, restore, save
+from jzero.errors import in_a_line
+
+
+def test_a_full_disk(small_disk, capfd):
+    saved = state()
+    save(saved, small_disk, "a").wait()
+    large = saved | {"large": jax.device_put(jnp.ones((ROWS, 1 << 16)), saved["zeros"].sharding)}
+    under_way = save(large, small_disk, "a")
+    with pytest.raises(jzero.CheckpointError, match=r"disk/a was not written: .*No space left on device") as error:
+        under_way.wait()
+    assert str(error.value) in capfd.readouterr().err
+    assert_same(restore(small_disk, shardings(saved)), saved)  # the previous one of the same tag
+    save(saved, small_disk, "b").wait()  # the failed draft was deleted
+
+
+def test_the_next_save_raises_an_unreported_failure(small_disk):
+    save({"large": jnp.ones(1 << 20)}, small_disk, "a")
+    with pytest.raises(
+        jzero.CheckpointError,
+        match=r"disk/a was not written: .*No space left.*The next checkpoint, .*disk/b, is being written",
+    ):
+        save(state(), small_disk, "b")
+    jzero.checkpoint.wait()
+    assert_same(restore(small_disk, shardings(state())), state())
+    save(state(), small_disk, "c").wait()
+
+
+def test_a_program_whose_last_save_failed_exits_with_an_error(small_disk, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import jax.numpy as jnp, jzero\njzero.checkpoint.save({{'x': jnp.ones(1 << 20)}}, {str(small_disk)!r}, 'a')\n"
+    )
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    (line,) = [x for x in done.stderr.splitlines() if "InitializeLog" not in x and "cudart" not in x]  # JAX's start
+    assert line.startswith(f"jzero: checkpoint {small_disk}/a was not written: ")
+    no_threads = (3, 12) <= sys.version_info < (3, 12, 2)
+    assert line.endswith("at the script's end)" if no_threads else "No space left on device")
+
+
+@pytest.mark.parametrize("moment", ["_check_shared", "Presence", "save", "finalize", "commit"])
+def test_a_directory_that_vanishes(tmp_path, monkeypatch, moment):
+    """TensorStore makes it again, so a save after that is not complete."""
+    owner = ocp.PyTreeCheckpointHandler if moment in ("save", "finalize") else async_save
+    before, runs = getattr(owner, moment), tmp_path / "runs"
+
+    def vanishing(*args, **keywords):
+        shutil.rmtree(runs)
+        return before(*args, **keywords)
+
+    if moment == "_check_shared":
+        monkeypatch.setattr(before, "__defaults__", (0.2,))
+    monkeypatch.setattr(owner, moment, vanishing)
+    with pytest.raises(
+        jzero.CheckpointError, match=rf"a was not written: {runs}(/a\.saving)? vanished during the save:"
+    ):
+        save(state(), runs, "a").wait()
+    monkeypatch.undo()
+    assert not (runs / "a").exists()
+    save(state(), runs, "a").wait()
+    assert_same(restore(runs, shardings(state())), state())
+
+
+def test_a_rename_that_copies(tmp_path, monkeypatch):
+    """Some bucket mounts rename a directory by copying it: it is then another directory, and complete."""
+    rename = os.replace
+
+    def copying(old, new):
+        if not Path(old).is_dir():
+            return rename(old, new)
+        shutil.copytree(old, new)
+        shutil.rmtree(old)
+
+    monkeypatch.setattr(os, "replace", copying)
+    save(state(), tmp_path / "runs", "a").wait()
+    assert_same(restore(tmp_path / "runs", shardings(state())), state())
+
+
+def test_a_long_error_keeps_its_end():
+    line = in_a_line(OSError(f"Error writing {'x' * 2000}: No space left on device"))
+    assert line.startswith("Error writing")
+    assert line.endswith("No space left on device")
+    assert len(line) < 500
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [("file/below", "Not a directory"), ("read-only", "Read-only file system"), ("/proc/none", "cannot be written")],
+)
+def test_a_place_that_cannot_be_written(tmp_path, place, words):
+    (tmp_path / "file").write_text("")
+    if place == "read-only":
+        (tmp_path / place).mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", "ro", "none", tmp_path / place]
+        if os.geteuid() or subprocess.run(mount, check=False).returncode:
+            pytest.skip("mounting needs root")
+    try:
+        with pytest.raises(jzero.CheckpointError, match=words):
+            save(state(), tmp_path / place, "a")
+    finally:
+        if place == "read-only":
+            subprocess.run(["umount", "-l", tmp_path / place], check=True)
