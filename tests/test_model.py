@@ -11,8 +11,9 @@ import pytest
 from flax import linen, nnx
 
 import jzero
-from models import llama
-from models.llama import PRESETS, Llama, LlamaConfig, attention_kernel, preset, rope
+from models.attention import attention_kernel, rope
+from models.decoder import Attention
+from models.llama import PRESETS, Llama, LlamaConfig, preset
 from models.mlp import MLP, cross_entropy
 
 X = {"x": np.ones((4, 3), np.float32)}
@@ -316,7 +317,7 @@ def test_the_past_does_not_see_the_future():
 def test_attention_by_hand():
     """Grouped queries: query head h reads key-value head h // (H / K)."""
     config, x = TINY, np.asarray(jax.random.normal(jax.random.key(0), (2, 6, 32)))
-    attention = llama.Attention(config, rngs=nnx.Rngs(1))
+    attention = Attention(config, rngs=nnx.Rngs(1))
     qkv = np.asarray(x @ attention.qkv.kernel[...]).reshape(2, 6, 8, 8)
     q, k, v = (np.asarray(t) for t in np.split(qkv, [4, 6], axis=2))
     q, k = (np.asarray(rope(jnp.asarray(t), config.rope_theta)) for t in (q, k))

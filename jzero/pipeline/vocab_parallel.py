@@ -82,13 +82,17 @@ def embed(table_VD: jax.Array, tokens: jax.Array) -> jax.Array:
     return _sum(found.astype(dtype), axis)  # one stage has the row and the others add zeros: nothing is rounded
 
 
-def cross_entropy(x: jax.Array, head_DV: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+def cross_entropy(
+    x: jax.Array, head_DV: jax.Array, labels: jax.Array, *, vocab_size: int | None = None, softcap: float | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Compute the cross-entropy of the logits x @ head.
 
     Args:
       x: [..., D], the features.
       head_DV: the output projection.
       labels: [...] integers; tokens with negative labels are ignored.
+      vocab_size: the columns of the head from here on are padding, with probability 0; default: none are.
+      softcap: bounds the logits: softcap * tanh(logit / softcap).
 
     Returns:
       (sum over the counted tokens, number of counted tokens).
@@ -99,9 +103,20 @@ def cross_entropy(x: jax.Array, head_DV: jax.Array, labels: jax.Array) -> tuple[
     """
     axis = _axis_of(head_DV.shape[1])
     logits = (x if axis is None else _copy(x, axis)) @ head_DV
+    if softcap is not None:
+        logits = (softcap * jnp.tanh(logits.astype(jnp.float32) / softcap)).astype(logits.dtype)
+    if vocab_size is not None and vocab_size < head_DV.shape[1] * (1 if axis is None else lax.psum(1, axis)):
+        columns = _columns(logits, axis)
+        logits = jnp.where(columns < vocab_size, logits, -jnp.inf)
     losses = _losses(logits, labels, axis)
     counted = labels >= 0
     return jnp.sum(losses, where=counted), counted.sum()
+
+
+def _columns(logits: jax.Array, axis: str | None) -> jax.Array:
+    """Number the columns of logits [..., V], V local, in the whole vocabulary."""
+    start = 0 if axis is None else _start(logits.shape[-1], axis)
+    return lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) + start
 
 
 def _start(size: int, axis: str) -> jax.Array:

@@ -1,0 +1,196 @@
+"""Attention for all models: rotary positions, the choice of a kernel, and the product itself.
+
+Shape suffixes:
+
+    B  batch                 H  query heads                C  width of a head
+    S  queries               K  key-value heads, K <= H    G  query heads per key-value head, H / K
+    T  keys                                                1  a broadcast axis
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Attend = Literal["auto", "cudnn", "xla"]
+HALF = (jnp.bfloat16, jnp.float16)
+
+
+# ------------------------------------------------------------------------------------------- positions
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for contexts longer than those of pretraining.
+
+    "linear" divides all by `factor` (Chen et al., arXiv:2306.15595). "llama3" divides those whose wavelength is longer
+    than `original / low`, keeps those shorter than `original / high`, and interpolates between (Llama 3.1).
+    """
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low: float = 1.0
+    high: float = 4.0
+    original: int = 8192  # positions in pretraining
+
+    def __call__(self, frequency: jax.Array) -> jax.Array:
+        if self.kind == "linear":
+            return frequency / self.factor
+        turns = self.original * frequency / (2 * np.pi)
+        kept = jnp.clip((turns - self.low) / (self.high - self.low), 0, 1)
+        return frequency * (kept + (1 - kept) / self.factor)
+
+
+def frequencies(width: int, theta: float, scaling: RopeScaling | None = None) -> jax.Array:
+    """Compute the angles per position [C / 2], float32."""
+    half = width // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    return scaling(frequency) if scaling else frequency
+
+
+def rope(x_BSHC: jax.Array, theta: float | jax.Array, positions_BS: jax.Array | None = None) -> jax.Array:
+    """Rotate queries or keys by their positions, rotate-half convention (Su et al., arXiv:2104.09864).
+
+    The angles are float32: in half precision, the angles of distant positions would round to the same value.
+
+    Args:
+      x_BSHC: queries or keys.
+      theta: the base of the frequencies, or the `frequencies` themselves.
+      positions_BS: default: 0 to S - 1.
+    """
+    frequency = theta if isinstance(theta, jax.Array) else frequencies(x_BSHC.shape[-1], theta)
+    positions = jnp.arange(x_BSHC.shape[1], dtype=jnp.float32) if positions_BS is None else positions_BS
+    angle_S1C = positions.astype(jnp.float32)[..., None, None] * frequency
+    cos, sin = jnp.cos(angle_S1C), jnp.sin(angle_S1C)
+    a, b = jnp.split(x_BSHC.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSHC.dtype)
+
+
+def segment_positions(segments_BS: jax.Array) -> jax.Array:
+    """Number the tokens of each segment from 0, for embeddings of absolute positions in packed rows.
+
+    >>> segment_positions(jnp.array([[1, 1, 2, 2, 2, 0]])).tolist()
+    [[0, 1, 0, 1, 2, 0]]
+    """
+    index = jnp.arange(segments_BS.shape[1])
+    begins = jnp.pad(segments_BS[:, 1:] != segments_BS[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+
+
+# ------------------------------------------------------------------------------------------- kernels
+
+
+def widest_head() -> int:
+    """Return the width of a head that cuDNN's attention supports on this machine's GPU; 0 without one."""
+    if jax.default_backend() != "gpu":
+        return 0
+    capability = getattr(jax.devices()[0], "compute_capability", "8.0")
+    return 256 if tuple(map(int, capability.split("."))) >= (9, 0) else 128  # as in jax._src.cudnn
+
+
+def cudnn_obstacle(
+    dtype: jnp.dtype, head_dim: int, widest: int, softcap: float | None = None, odd_mask: bool = False
+) -> str | None:
+    """Return why cuDNN's fused attention cannot be used, or None.
+
+    Args:
+      dtype, head_dim: of the queries.
+      widest: see `widest_head`.
+      softcap: of the scores.
+      odd_mask: whether there is a mask for an odd number of tokens.
+
+    >>> cudnn_obstacle(jnp.dtype("bfloat16"), 128, 256, softcap=50.0)
+    'cuDNN has no soft cap'
+    """
+    if softcap is not None:
+        return "cuDNN has no soft cap"
+    if head_dim % 8:
+        return f"cuDNN needs heads of a multiple of 8, not {head_dim}"
+    if dtype not in HALF:
+        return "cuDNN needs half precision"
+    if not widest:
+        return "there is no GPU"
+    if head_dim > widest:
+        return f"cuDNN's heads are at most {widest} wide on this GPU, not {head_dim}"
+    return "cuDNN needs an even number of tokens with a mask" if odd_mask else None
+
+
+def attention_kernel(
+    choice: Attend, dtype: jnp.dtype, head_dim: int = 64, softcap: float | None = None, odd_mask: bool = False
+) -> Literal["cudnn", "xla"]:
+    """Resolve "auto" for this machine: cuDNN's kernel where it can be used, otherwise XLA's."""
+    if choice != "auto":
+        return choice
+    return "xla" if cudnn_obstacle(dtype, head_dim, widest_head(), softcap, odd_mask) else "cudnn"
+
+
+def kernel_note(choice: Attend, dtype: jnp.dtype, head_dim: int = 64, softcap: float | None = None) -> str:
+    """Return the line about the kernel for the run report."""
+    kernel = attention_kernel(choice, dtype, head_dim, softcap)
+    why = cudnn_obstacle(dtype, head_dim, widest_head() or 256, softcap) if choice == "auto" else None
+    reason = f": {why}" if why and dtype in HALF else ""
+    return f"attention kernel {kernel} (attention={choice!r}, {dtype}){reason}"
+
+
+def same_segment(segments_BS: jax.Array | None) -> jax.Array | None:
+    """Return the mask [B, 1, S, S] of packed rows: a token attends only to its own segment."""
+    return None if segments_BS is None else (segments_BS[:, :, None] == segments_BS[:, None, :])[:, None]
+
+
+def attend(
+    q_BSHC: jax.Array,
+    k_BTKC: jax.Array,
+    v_BTKC: jax.Array,
+    mask_B1ST: jax.Array | None = None,
+    *,
+    choice: Attend = "auto",
+    causal: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> jax.Array:
+    """Compute grouped-query attention [B, S, H, C].
+
+    Args:
+      mask_B1ST: the keys that a query sees; default: all. B or S may be 1.
+      choice: the kernel.
+      causal: query i sees only the keys 0 to i. With keys of earlier calls (S < T), pass a mask instead.
+      window: causal query i sees only the keys after i - window.
+      scale: of the scores; default: C ** -0.5.
+      softcap: bounds the scores: softcap * tanh(score / softcap).
+    """
+    dtype, odd_mask = q_BSHC.dtype, mask_B1ST is not None and q_BSHC.shape[1] % 2 == 1
+    kernel = attention_kernel(choice, dtype, q_BSHC.shape[-1], softcap, odd_mask)
+    if kernel == "xla" and dtype == jnp.float16:  # XLA has no float16 attention products on CPUs
+        q_BSHC, k_BTKC, v_BTKC = (x.astype(jnp.float32) for x in (q_BSHC, k_BTKC, v_BTKC))
+    if softcap is not None:
+        return _soft_capped(q_BSHC, k_BTKC, v_BTKC, mask_B1ST, causal, window, scale, softcap).astype(dtype)
+    o_BSHC = jax.nn.dot_product_attention(
+        q_BSHC, k_BTKC, v_BTKC, mask=mask_B1ST, scale=scale, is_causal=causal, implementation=kernel,
+        local_window_size=None if window is None else (window - 1, 0),
+    )  # fmt: skip
+    return o_BSHC.astype(dtype)
+
+
+def _soft_capped(q_BSHC, k_BTKC, v_BTKC, mask_B1ST, causal, window, scale, softcap) -> jax.Array:
+    """Compute attention with bounded scores, which jax.nn.dot_product_attention lacks; scores are float32."""
+    B, S, H, C = q_BSHC.shape
+    T, K = k_BTKC.shape[1:3]
+    q_BSKGC = q_BSHC.reshape(B, S, K, H // K, C)
+    scores_BKGST = jnp.einsum("bskgc,btkc->bkgst", q_BSKGC, k_BTKC, preferred_element_type=jnp.float32)
+    scores_BKGST = softcap * jnp.tanh(scores_BKGST * ((C**-0.5 if scale is None else scale) / softcap))
+    visible = visible_ST(S, T, window) if causal else jnp.ones((S, T), bool)
+    if mask_B1ST is not None:
+        visible = visible & mask_B1ST[:, :, None]
+    weights_BKGST = jax.nn.softmax(jnp.where(visible, scores_BKGST, -1e30), axis=-1).astype(v_BTKC.dtype)
+    return jnp.einsum("bkgst,btkc->bskgc", weights_BKGST, v_BTKC).reshape(B, S, H, C)
+
+
+def visible_ST(S: int, T: int, window: int | None = None) -> jax.Array:
+    """Return which keys the queries see: the past, or the last `window` tokens of it."""
+    distance_ST = jnp.arange(S)[:, None] - jnp.arange(T)
+    return (distance_ST >= 0) & (distance_ST < (T if window is None else window))

@@ -1,0 +1,120 @@
+"""The shape of a decoder, and in what one family of decoders differs from another."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+import jax.numpy as jnp
+
+from jzero.errors import ConfigError
+
+from .attention import Attend, RopeScaling, cudnn_obstacle
+
+
+@dataclass(frozen=True, repr=False)
+class DecoderConfig:
+    """The shape of a decoder; the defaults are Llama's.
+
+    Attributes:
+      attention: the kernel: "auto" is cuDNN's fused one where it can be used, and XLA's otherwise.
+      family: a key of `FAMILIES` in models/families.py: whose names the weights have in files.
+      head_width: default: d_model / num_heads.
+      pad_vocab_to: the embedding and the head get a multiple of this many rows; the loss ignores the additional ones,
+        and files do not have them.
+      rope_scaling: stretches the frequencies of rope_theta.
+      qkv_bias: queries, keys and values have biases (Qwen2).
+      qk_norm: queries and keys are normalised per head (Qwen3, Gemma 3).
+      window: tokens see only the last `window` tokens (Mistral).
+      global_every: every n-th layer has no window (Gemma 2: 2, Gemma 3: 6).
+      local_theta: the RoPE base of the layers with a window, if there are others; default: rope_theta, scaled.
+      norm_offset: the norms' parameters are their scales minus one (Gemma).
+      post_norms: attention and feed-forward layers also end with a norm (Gemma 2 and 3).
+      embed_scale: embeddings are multiplied by d_model ** 0.5 (Gemma).
+      query_scalar: attention's scores are divided by its square root; default: head_dim.
+      attention_softcap, logit_softcap: bounds x by softcap * tanh(x / softcap) (Gemma 2).
+    """
+
+    num_layers: int
+    d_model: int
+    num_heads: int
+    num_kv_heads: int
+    d_ff: int
+    vocab_size: int = 32_000
+    tied: bool = False
+    rope_theta: float = 500_000.0
+    norm_eps: float = 1e-5
+    attention: Attend = "auto"
+    family: str = "llama"
+    head_width: int | None = None
+    pad_vocab_to: int = 1
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    window: int | None = None
+    global_every: int | None = None
+    local_theta: float | None = None
+    norm_offset: bool = False
+    post_norms: bool = False
+    embed_scale: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    query_scalar: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+
+    def __post_init__(self):
+        name = type(self).__name__
+        for words, whole, part in (
+            ("num_heads must divide d_model", self.d_model if self.head_width is None else 0, self.num_heads),
+            ("num_kv_heads must divide num_heads", self.num_heads, self.num_kv_heads),
+            ("2 must divide the width of a head, for RoPE", self.head_dim, 2),
+        ):
+            if whole % part:
+                raise ConfigError(f"{name}: {words}, but {part} does not divide {whole}")
+        if self.pad_vocab_to < 1:
+            raise ConfigError(f"{name}: pad_vocab_to = {self.pad_vocab_to}: must be at least 1, which does not pad")
+        if self.global_every and not self.window:
+            raise ConfigError(f"{name}: global_every = {self.global_every} needs a window, for the other layers")
+        if self.attention == "cudnn":
+            why = cudnn_obstacle(jnp.dtype("bfloat16"), self.head_dim, 256, self.attention_softcap)
+            if why:
+                raise ConfigError(f"{name}: attention = 'cudnn', but {why}: use 'auto' or 'xla'")
+
+    def __repr__(self) -> str:
+        fields = dataclasses.fields(self)
+        shown = [f for i, f in enumerate(fields) if i < 10 or getattr(self, f.name) != f.default]
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.num_heads if self.head_width is None else self.head_width
+
+    @property
+    def vocab_rows(self) -> int:
+        """The rows of the embedding, padding included."""
+        return -(-self.vocab_size // self.pad_vocab_to) * self.pad_vocab_to
+
+    @property
+    def num_parameters(self) -> int:
+        """Count all parameters, embedding and head included."""
+        return self.num_layers * self.layer_parameters + self.d_model * (1 + self.vocab_rows * (1 if self.tied else 2))
+
+    @property
+    def layer_parameters(self) -> int:
+        heads = 2 * self.num_heads + 2 * self.num_kv_heads
+        norms = self.d_model * (4 if self.post_norms else 2) + (2 * self.head_dim if self.qk_norm else 0)
+        biases = (heads - self.num_heads) * self.head_dim if self.qkv_bias else 0
+        return self.d_model * (heads * self.head_dim + 3 * self.d_ff) + norms + biases
+
+    def flops_per_token(self, sequence: int) -> float:
+        """Count the model FLOPs of one training token, forward and backward, without recomputation.
+
+        That is 6 per parameter outside the input embedding (a lookup), and 12 * width of the heads * keys that a token
+        sees, on average, for attention's two products: half the sequence, or less with a window.
+        """
+        used = self.num_layers * self.layer_parameters + self.d_model * (1 + self.vocab_rows)
+        window = min(self.window or sequence, sequence)
+        wide = self.num_layers // self.global_every if self.global_every else 0 if self.window else self.num_layers
+        keys = wide * sequence / 2 + (self.num_layers - wide) * (window - window**2 / (2 * sequence))
+        return 6.0 * used + 12.0 * self.num_heads * self.head_dim * keys
