@@ -1,0 +1,192 @@
+"""Every path of attention against a loop over tokens in NumPy, and the choice of the kernel."""
+
+import dataclasses
+import importlib.util
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jzero
+from jzero.planner import gpu_devices
+from models import attention
+from models.attention import attend, attention_kernel, cudnn_obstacle, kernel_note, same_segment, segment_positions
+from models.decoder import Decoder
+from models.decoder_config import DecoderConfig
+from models.llama import preset
+
+has_cuda_compiler = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+B, S, H, K, C = 2, 9, 4, 2, 8
+Q, KEYS, VALUES = (np.random.default_rng(i).normal(size=(B, S, n, C)).astype("f4") for i, n in enumerate((H, K, K)))
+SEGMENTS = np.array([[1, 1, 1, 2, 2, 3, 3, 3, 0], [1, 2, 2, 2, 2, 2, 2, 0, 0]])
+PADDING = np.arange(S) < np.array([[6], [9]])  # which keys are tokens
+
+
+def reference(q, k, v, *, causal, window, segments, padding, softcap, scale):
+    """One query head of one token at a time, in float64."""
+    out = np.zeros((B, S, H, C))
+    for b, h, i in np.ndindex(B, H, S):
+        seen = []
+        for j in range(S):
+            future, far = causal and j > i, window is not None and i - j >= window
+            other = segments is not None and segments[b, i] != segments[b, j]
+            if not (future or far or other or (padding is not None and not padding[b, j])):
+                seen.append(j)
+        if not seen:
+            out[b, i, h] = np.nan  # a padded query whose window is all padding: its output is ignored
+            continue
+        scores = np.array([q[b, i, h].astype("f8") @ k[b, j, h // (H // K)] * scale for j in seen])
+        if softcap:
+            scores = softcap * np.tanh(scores / softcap)
+        weights = np.exp(scores - scores.max())
+        out[b, i, h] = weights @ v[b, seen, h // (H // K)] / weights.sum()
+    return out
+
+
+PATHS = [
+    (causal, window, segments, padding, softcap)
+    for causal, window, segments, padding, softcap in itertools.product(
+        (True, False), (None, 1, 3, 99), (None, SEGMENTS), (None, PADDING), (None, 1.5)
+    )
+    if (causal or window is None) and (segments is None or padding is None)
+]
+
+
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_every_path(scale):
+    run = jax.jit(attend, static_argnames=("choice", "causal", "window", "scale", "softcap"))
+    for causal, window, segments, padding, softcap in PATHS:
+        mask = same_segment(segments) if padding is None else padding[:, None, None, :]
+        found = run(Q, KEYS, VALUES, mask, causal=causal, window=window, scale=scale, softcap=softcap)
+        expected = reference(
+            Q, KEYS, VALUES, causal=causal, window=window, segments=segments, padding=padding, softcap=softcap,
+            scale=scale or C**-0.5,
+        )  # fmt: skip
+        counts = ~np.isnan(expected)
+        assert counts.mean() > 0.8
+        np.testing.assert_allclose(
+            found[counts], expected[counts], atol=2e-6, err_msg=f"{causal} {window} {segments} {softcap}"
+        )
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_keys_of_earlier_calls(softcap):
+    """The last queries alone, with a mask, get what they get among all."""
+    whole = attend(Q, KEYS, VALUES, causal=True, softcap=softcap)
+    mask = (np.arange(S) <= np.arange(S - 3, S)[:, None])[None, None]
+    np.testing.assert_allclose(attend(Q[:, -3:], KEYS, VALUES, mask, softcap=softcap), whole[:, -3:], atol=1e-6)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(dtype, softcap):
+    half = [jnp.asarray(x, dtype) for x in (Q, KEYS, VALUES)]
+    found = attend(*half, same_segment(SEGMENTS), causal=True, softcap=softcap)
+    assert found.dtype == dtype
+    plain = [np.asarray(x, "f4") for x in half]
+    more = {"window": None, "segments": SEGMENTS, "padding": None, "scale": C**-0.5}
+    expected = reference(*plain, causal=True, softcap=softcap, **more)
+    np.testing.assert_allclose(np.asarray(found, "f4"), expected, atol=0.03)
+
+
+CONFIG = DecoderConfig(3, 32, 4, 2, 48, vocab_size=64, window=3, global_every=3, local_theta=10.0, rope_theta=1e3)
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_softcap": 1.5}, {"global_every": None}], ids=str)
+def test_packed_rows_of_a_decoder_with_windows(changes):
+    """The logits of a packed document are those of the document alone."""
+    config = dataclasses.replace(CONFIG, **changes)
+    model = jzero.from_flax(lambda rngs: Decoder(config, rngs=rngs))
+    params = model.init(jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(0, 64, (B, S))
+    packed = model.module(params)(tokens, jnp.asarray(SEGMENTS))
+    run = jax.jit(lambda tokens: model.module(params)(tokens))
+    for b, s in ((0, 1), (0, 2), (0, 3), (1, 1), (1, 2)):
+        here = SEGMENTS[b] == s
+        alone = np.pad(tokens[b][here], (0, S - here.sum()))[None]  # the past does not see the padding
+        np.testing.assert_allclose(packed[b][here], run(alone)[0, : here.sum()], atol=2e-6)
+    whole = model.module(params)(tokens)
+    assert abs(whole - packed)[SEGMENTS > 1].max() > 1e-3
+    unlimited = dataclasses.replace(config, window=99)
+    wide = jzero.from_flax(lambda rngs: Decoder(unlimited, rngs=rngs)).module(params)(tokens)
+    assert abs(wide - whole)[:, 5:].max() > 1e-4
+
+
+def test_positions_of_segments():
+    expected = [[0, 1, 2, 0, 1, 0, 1, 2, 0], [0, 0, 1, 2, 3, 4, 5, 0, 1]]
+    assert segment_positions(jnp.asarray(SEGMENTS)).tolist() == expected
+
+
+# ------------------------------------------------------------------------------------------- the kernel
+
+CAPPED = preset("tiny", attention_softcap=50.0)
+BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ((BF16, 128, 256), None),
+        ((BF16, 64, 128, None, False), None),
+        ((BF16, 256, 256), None),
+        ((BF16, 256, 128), "cuDNN's heads are at most 128 wide on this GPU, not 256"),
+        ((BF16, 100, 256), "cuDNN needs heads of a multiple of 8, not 100"),
+        ((BF16, 128, 256, 50.0), "cuDNN has no soft cap"),
+        ((BF16, 128, 256, None, True), "cuDNN needs an even number of tokens with a mask"),
+        ((F32, 128, 256), "cuDNN needs half precision"),
+        ((BF16, 128, 0), "there is no GPU"),
+    ],
+)
+def test_when_cudnn_can_be_used(arguments, why):
+    assert cudnn_obstacle(*arguments) == why
+
+
+def test_the_kernel_and_the_report(monkeypatch):
+    def note(**changes):
+        config = preset("tiny", **changes)
+        (line,) = jzero.from_flax(lambda rngs: Decoder(config, rngs=rngs)).report_notes(BF16)
+        return line
+
+    assert note() == "attention kernel xla (attention='auto', bfloat16)"
+    capped = "attention kernel xla (attention='auto', bfloat16): cuDNN has no soft cap"
+    line, names = jzero.from_flax(lambda rngs: Decoder(CAPPED, rngs=rngs)).report_notes(BF16)
+    assert line == capped
+    assert names.endswith("LlamaForCausalLM has no attention_softcap=50.0")
+    with pytest.raises(jzero.ConfigError, match="attention = 'cudnn', but cuDNN has no soft cap: use 'auto' or 'xla'"):
+        preset("tiny", attention="cudnn", attention_softcap=50.0)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(attention, "widest_head", lambda: 128)
+    assert attention_kernel("auto", BF16, 128) == "cudnn"
+    assert attention_kernel("auto", BF16, 128, softcap=50.0) == "xla"
+    assert note() == "attention kernel cudnn (attention='auto', bfloat16)"
+    assert kernel_note("auto", BF16, 32, 50.0) == capped
+    assert note(head_width=192).endswith("bfloat16): cuDNN's heads are at most 128 wide on this GPU, not 192")
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.skipif(not has_cuda_compiler, reason="needs jzero[plan]")
+@pytest.mark.usefixtures("no_compilation_cache")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "kernels"),
+    [
+        ({"global_every": None}, ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]),
+        ({}, ["__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"]),
+    ],
+    ids=["all layers", "some layers"],
+)
+def test_windows_under_cudnn(changes, kernels):
+    """cuDNN gets a window that all layers have as a number, and one that only some have as a bias."""
+    config = dataclasses.replace(CONFIG, d_model=256, window=100, attention="cudnn", **changes)
+    step = jzero.make_train_step(
+        jzero.from_flax(lambda rngs: Decoder(config, rngs=rngs)),
+        {"train_batch_size": 8, "bf16": {"enabled": True}, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}},
+        mesh=jzero.make_mesh(devices=gpu_devices("h100", 2)),
+    )
+    tokens = jax.ShapeDtypeStruct((8, 512), np.int32)
+    text = step.lower({"inputs": tokens, "labels": tokens}).compile().as_text()
+    assert sorted(set(re.findall(r"__cudnn\$fmha\w*", text))) == kernels
+    assert bool(re.search(r'"sliding_window_length": ?100\b', text)) == (changes != {})
