@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jzero.engine.initialize import initialize
     from jzero.engine.run_report import report
     from jzero.errors import CheckpointError, ConfigError
+    from jzero.loss import Mean
     from jzero.mesh import make_mesh
     from jzero.mup import mup_groups
     from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
@@ -31,6 +32,7 @@ _HOME = {
     "ConfigError": "errors",
     "Engine": "engine.engine",
     "LayerSpec": "pipeline.module",
+    "Mean": "loss",
     "PipelineModule": "pipeline.module",
     "RepeatingLoader": "data",
     "TiedLayerSpec": "pipeline.module",
@@ -56,6 +58,7 @@ __all__ = [
     "ConfigError",
     "Engine",
     "LayerSpec",
+    "Mean",
     "PipelineModule",
     "RepeatingLoader",
     "TiedLayerSpec",

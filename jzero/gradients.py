@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jzero import micro_batches, zero
 from jzero.config import Config
-from jzero.loss import counter, nonzero, sum_and_count
+from jzero.loss import LOSS, Sums, counter, means, nonzero, read_loss
 from jzero.mesh import BATCH_AXES, present, replicas
 from jzero.model import ENDS, STACK, Model, StackModel, fold
 from jzero.precision import Precision, cast
@@ -25,10 +25,10 @@ from jzero.tree import PyTree, leading_dim
 
 
 class Result(NamedTuple):
-    """Float32 `gradients` of the local masters; the mean `loss` []; every micro-batch's loss [accum]."""
+    """Float32 `gradients` of the local masters; loss and metrics as `means` []; every micro-batch's loss [accum]."""
 
     gradients: PyTree
-    loss: jax.Array
+    means: Sums
     micro_losses: jax.Array
 
 
@@ -61,8 +61,8 @@ class Passes(NamedTuple):
 
     Attributes:
       gradients: (diff, nondiff, batch [accum, micro, ...], key, cotangent) -> (gradient of cotangent * sum of the
-        losses' sums with respect to diff; [accum, 2], each loss as (sum, count)).
-      losses: (diff, nondiff, batch, key or None, index of the first) -> [accum, 2], each loss as (sum, count).
+        losses' sums with respect to diff; the loss and metrics of every micro-batch, `Sums` [accum, 2]).
+      losses: (diff, nondiff, batch, key or None, index of the first) -> `Sums` [accum, 2].
     """
 
     view: StackView
@@ -82,20 +82,20 @@ def sequential(model: Model, config: Config, mesh: Mesh, layouts: PyTree, precis
     loss = make_loss(model, layouts, view, remat, precision)
 
     def gradients(diff: PyTree, nondiff: PyTree, batch: PyTree, key: jax.Array, cotangent: jax.Array) -> Any:
-        def micro(i: Any, part: PyTree) -> tuple[PyTree, jax.Array]:
-            def weighted_loss(diff: PyTree) -> tuple[jax.Array, jax.Array]:
-                return weighted(loss(diff, nondiff, part, fold(key, i)), cotangent)
+        def micro(i: Any, part: PyTree) -> tuple[PyTree, Sums]:
+            def weighted_loss(diff: PyTree) -> tuple[jax.Array, Sums]:
+                return weighted(read_loss(model, loss(diff, nondiff, part, fold(key, i))), cotangent)
 
             return jax.grad(weighted_loss, has_aux=True)(diff)
 
         return micro_batches.accumulate(micro, batch, diff, precision.accum)
 
-    def losses(diff: PyTree, nondiff: PyTree, batch: PyTree, key: jax.Array | None, first: Any = 0) -> jax.Array:
-        def one(item: Any) -> jax.Array:
+    def losses(diff: PyTree, nondiff: PyTree, batch: PyTree, key: jax.Array | None, first: Any = 0) -> Sums:
+        def one(item: Any) -> Sums:
             i, part = item
-            return jnp.stack(sum_and_count(loss(diff, nondiff, part, fold(key, first + i))))
+            return read_loss(model, loss(diff, nondiff, part, fold(key, first + i)))
 
-        return lax.map(one, (jnp.arange(len(jax.tree.leaves(batch)[0])), batch))
+        return lax.map(one, (jnp.arange(leading_dim(batch)), batch))
 
     facts = Facts(remat, layers, unrolled=stack and not view.layer_axis, by_layer=stack)
     return Passes(view, facts, gradients, losses)
@@ -159,8 +159,8 @@ class ManualRegion:
         # With an infinite scale inf * (1 / inf) = NaN marks the step as overflowed; keep this form.
         unscale = 1 / scale
         gradients = jax.tree.map(lambda g: g * unscale, self.reduce(summed))
-        sums, counts = self.all_reduce(seen).T
-        return Result(gradients, sums.sum() / nonzero(counts.sum()), sums / nonzero(counts))
+        seen = self.all_reduce(seen)
+        return Result(gradients, means(_total(seen)), means(seen)[LOSS])
 
     def total_count(self, diff: PyTree, nondiff: PyTree, batch: PyTree, key: jax.Array) -> jax.Array | float:
         """Sum the counts of all micro-batches and replicas, before any gradient is computed."""
@@ -169,22 +169,20 @@ class ManualRegion:
         if isinstance(count, float):
             return count * accum * replicas(self.mesh)
         if count is None:  # it depends on the parameters: one more forward pass
-            counts = self.passes.losses(diff, nondiff, batch, key)[:, 1]
+            counts = self.passes.losses(diff, nondiff, batch, key)[LOSS][:, 1]
         else:
             counts = lax.map(lambda item: count(item[1], fold(key, item[0])), (jnp.arange(accum), batch))
         return nonzero(self.all_reduce(counts.sum()))
 
-    def evaluate(self, masters: PyTree, batch: PyTree) -> jax.Array:
-        """Compute the loss of the global batch without dropout (rng None)."""
-        total, count = self.all_reduce(self.passes.losses(*self.prepare(masters), self.split(batch), None).sum(0))
-        return total / nonzero(count)
+    def evaluate(self, masters: PyTree, batch: PyTree) -> Sums:
+        """Compute the loss and metrics of the global batch without dropout (rng None)."""
+        return means(self.all_reduce(_total(self.passes.losses(*self.prepare(masters), self.split(batch), None))))
 
     def micro_loss(self, masters: PyTree, batch: PyTree, rng: jax.Array, index: jax.Array) -> jax.Array:
         """Compute the loss that `gradients` would report for this micro-batch."""
         diff, nondiff = self.prepare(masters)
         losses = self.passes.losses(diff, nondiff, self.split(batch), self.replica_key(rng), index)
-        total, count = self.all_reduce(losses[0])
-        return total / nonzero(count)
+        return means(self.all_reduce(_total(losses)))[LOSS]
 
     def prepare(self, masters: PyTree) -> tuple[PyTree, PyTree]:
         """Convert local masters to (diff, nondiff), in the form that the passes use; see `zero.prepare`."""
@@ -214,7 +212,11 @@ class ManualRegion:
         return lax.psum(x, self.axes) if self.axes else x
 
 
-def weighted(loss: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Turn a micro-batch's loss into (cotangent * sum, to differentiate; float32 [sum, count])."""
-    total, count = sum_and_count(loss)
-    return total * cotangent, jnp.stack([total, count])
+def weighted(sums: Sums, cotangent: jax.Array) -> tuple[jax.Array, Sums]:
+    """Return (cotangent * the loss's sum, to differentiate; the loss and metrics, carried along)."""
+    return sums[LOSS][0] * cotangent, sums
+
+
+def _total(seen: Sums) -> Sums:
+    """Sum over the micro-batches: {name: [accum, 2]} -> {name: [2]}."""
+    return {name: x.sum(0) for name, x in seen.items()}

@@ -1,4 +1,4 @@
-"""A model's loss: a mean, or (sum, count); and the count, known before the backward pass.
+"""What a model's loss gives: a loss, and metrics beside it; and the loss's count, known before the backward pass.
 
 The gradient of the global batch's mean is d(sum of sums) / (sum of counts). Half precision needs the division at the
 start of the backward pass: the gradients of a sum over a million pixels overflow in float16, and underflow if the
@@ -9,7 +9,7 @@ pixels), and then cost next to nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,25 +20,77 @@ from jzero.errors import ConfigError
 from jzero.model import Model
 from jzero.tree import PyTree
 
+LOSS = "loss"
+STEP_METRICS = (LOSS, "grad_norm", "lr", "loss_scale", "skipped")  # the train step's own
+
 Counter = Callable[[PyTree, Any], Any]  # (micro-batch, key) -> count
+Sums = dict[str, jax.Array]  # the loss and the metrics by name, each as float32 (sum, count): [..., 2]
 
 
-def sum_and_count(loss: Any) -> tuple[jax.Array, jax.Array]:
-    """Convert a model's loss to float32 (sum, count); a mean has count 1.
+class Mean(NamedTuple):
+    """A weighted mean, as a loss or a metric.
+
+    Over micro-batches, replicas and batches it is the sum of sums divided by the sum of counts, for micro-batches of
+    any size: the mean over all valid tokens, all pixels, all rows that are no padding.
+
+    Attributes:
+      sum: a scalar.
+      count: a scalar, the number of elements in the sum; 0 is valid.
+
+    >>> losses, valid = jnp.array([1.0, 2.0, 9.0]), jnp.array([True, True, False])
+    >>> Mean(jnp.sum(losses, where=valid), valid.sum())
+    Mean(sum=Array(3., dtype=float32), count=Array(2, dtype=int32))
+    """
+
+    sum: Any
+    count: Any  # type: ignore[assignment]  # a tuple's method of this name is not needed
+
+
+def read_loss(model: Any, value: Any) -> Sums:
+    """Read what the model's loss returned: {"loss": (sum, count), metric: (sum, count), ...}.
+
+    A scalar has the count 1, so that its mean is the plain mean over micro-batches and replicas.
 
     Raises:
-      ConfigError: a loss that is neither a scalar nor a pair of scalars.
+      ConfigError: a loss or metric that is neither a scalar nor a `Mean`, a bare pair, a metric with a reserved name.
     """
-    parts = loss if isinstance(loss, tuple) else (loss, 1.0)
-    for part in parts if len(parts) == 2 else [loss]:
-        if not isinstance(part, jax.Array | np.ndarray | np.generic | float | int) or jnp.shape(part):
-            found = f"of shape {jnp.shape(part)}" if hasattr(part, "shape") else f"{type(part).__name__}"
+    if not getattr(model, "has_aux", False):
+        if isinstance(value, tuple) and not isinstance(value, Mean):
             raise ConfigError(
-                f"the model's loss is or contains a value {found}: it must be a scalar, or (sum, count) of two "
-                "scalars; other outputs are not supported (write loss.mean())"
+                f"the model's loss is a tuple of {len(value)} values: return jzero.Mean(sum, count) for a weighted "
+                "mean, or set has_aux=True and return (loss, {name: metric})"
             )
-    total, count = parts
-    return jnp.asarray(total, jnp.float32), jnp.asarray(count, jnp.float32)
+        return {LOSS: _sum_and_count("loss", value)}
+    if not isinstance(value, tuple) or isinstance(value, Mean) or len(value) != 2 or not isinstance(value[1], dict):
+        found = f"a tuple of {len(value)} values" if type(value) is tuple else type(value).__name__
+        raise ConfigError(f"has_aux=True: the loss must return (loss, {{name: metric}}), but returned {found}")
+    loss, metrics = value
+    for name in metrics:
+        if not isinstance(name, str) or name in STEP_METRICS:
+            raise ConfigError(
+                f"metric {name!r}: must be a string other than {', '.join(STEP_METRICS)}, which the train step reports"
+            )
+    return {LOSS: _sum_and_count("loss", loss)} | {
+        name: _sum_and_count(f"metric {name!r}", metric) for name, metric in metrics.items()
+    }
+
+
+def _sum_and_count(what: str, value: Any) -> jax.Array:
+    """Convert a scalar or a Mean to float32 [2]."""
+    for part in value if isinstance(value, Mean) else [value]:
+        if not isinstance(part, jax.Array | np.ndarray | np.generic | float | int) or jnp.shape(part):
+            found = f"has shape {jnp.shape(part)}" if hasattr(part, "shape") else f"is a {type(part).__name__}"
+            raise ConfigError(
+                f"the model's {what} {found}: it must be a scalar or jzero.Mean(sum, count) of two scalars; "
+                "write x.mean(), or jzero.Mean(x.sum(), x.size)"
+            )
+    total, count = value if isinstance(value, Mean) else (value, 1.0)
+    return jnp.stack([jnp.asarray(total, jnp.float32), jnp.asarray(count, jnp.float32)])
+
+
+def means(sums: Sums) -> Sums:
+    """Divide sums by counts: {name: [..., 2]} -> {name: [...]}."""
+    return {name: x[..., 0] / nonzero(x[..., 1]) for name, x in sums.items()}
 
 
 def nonzero(count: jax.Array) -> jax.Array:
@@ -65,9 +117,10 @@ def counter(model: Model, params: PyTree, part: PyTree, key: Any) -> Counter | f
 
     def count(params: PyTree, part: PyTree, key: Any) -> jax.Array:
         nonlocal is_mean
-        loss = model.loss(params, part, key)
-        is_mean = not isinstance(loss, tuple)
-        return sum_and_count(loss)[1]
+        value = model.loss(params, part, key)
+        sums = read_loss(model, value)
+        is_mean = not isinstance(value[0] if getattr(model, "has_aux", False) else value, Mean)
+        return sums[LOSS][1]
 
     try:
         traced = jax.make_jaxpr(count)(params, part, key)

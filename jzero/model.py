@@ -3,11 +3,12 @@
 A model is anything with
 
     init(rng) -> params                                a pytree of arrays
-    loss(params, batch, rng) -> scalar | (sum, count)  rng is None in evaluation: no dropout
+    loss(params, batch, rng) -> scalar | Mean          rng is None in evaluation: no dropout
 
-A scalar loss is averaged over micro-batches and replicas. With `(sum, count)` the loss of the global batch is the sum
-of sums divided by the sum of counts, for any micro-batch size; a count that depends on the parameters costs one more
-forward pass. Parameters arrive in the compute dtype, the batch unchanged: cast its floats for half precision
+A scalar loss is averaged over micro-batches and replicas. With `jzero.Mean(sum, count)` the loss of the global batch is
+the sum of sums divided by the sum of counts, for any micro-batch size; a count that depends on the parameters costs one
+more forward pass. With `has_aux = True` on the model, `loss` returns (loss, {name: metric}); a metric, too, is a scalar
+or a `Mean`. Parameters arrive in the compute dtype, the batch unchanged: cast its floats for half precision
 (`x.astype(self.kernel.dtype)`), or set `fp16.auto_cast`.
 
 These functions are traced several times and must be pure: do not keep an array from one call for the next.
@@ -17,7 +18,7 @@ leading layer axis [L, ...], and also has
 
     prefix(ends, batch, rng) -> x                      x: any pytree of arrays
     block(layer, x, rng) -> x                          one layer: a slice of the stack
-    suffix(ends, x, batch, rng) -> scalar | (sum, count)
+    suffix(ends, x, batch, rng) -> what `loss` returns
 
 With these ZeRO-3 gathers, activation checkpointing recomputes and the pipeline cuts layer by layer.
 

@@ -20,6 +20,7 @@ from jzero.config import Config
 from jzero.distributed import heartbeat
 from jzero.distributed.consistency import Guard
 from jzero.gradients import ManualRegion, Result
+from jzero.loss import LOSS
 from jzero.loss_scale import LossScale
 from jzero.mesh import batch_spec, replicas
 from jzero.model import Model
@@ -179,7 +180,7 @@ class TrainStep:
 
         Returns:
           The new state, and metrics: loss (mean over the global batch), grad_norm (global, before clipping),
-          lr, loss_scale, skipped (a gradient was not finite, and nothing changed).
+          lr, loss_scale, skipped (a gradient was not finite, and nothing changed); and the model's own by name.
 
         Raises:
           ConfigError: a batch of another size.
@@ -208,16 +209,24 @@ class TrainStep:
             finished_when(done[1]["loss"])
         return done
 
-    def evaluate(self, state: TrainState, batch: PyTree) -> jax.Array:
-        """Compute the loss, without dropout or update, of a batch whose rows are any multiple of micro x replicas."""
+    def evaluate(self, state: TrainState, batch: PyTree) -> Any:
+        """Compute the loss of a batch without dropout or update.
+
+        Args:
+          batch: its rows are any multiple of micro x replicas.
+
+        Returns:
+          The loss; (loss, {name: metric}) of a model with `has_aux`.
+        """
         self._check_batch(batch, self.micro_size, multiples=True)
         check_alive(state)
         batch = place_batch(batch, self.batch_sharding, len(jax.tree.leaves(batch)[0]))
         self._guard.check("evaluation", batch)
         with heartbeat.work() as finished_when:
-            loss = self._evaluate(state.params, batch)
-            finished_when(loss)
-        return loss
+            means = self._evaluate(state.params, batch)
+            finished_when(means[LOSS])
+        loss = means.pop(LOSS)
+        return (loss, means) if getattr(self.model, "has_aux", False) else loss
 
     def micro_loss(self, state: TrainState, part: PyTree, index: int) -> jax.Array:
         """Compute the loss of micro-batch `index` of the next step before that step, with its dropout."""

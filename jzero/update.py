@@ -15,6 +15,7 @@ import optax
 
 from jzero import optimizers
 from jzero.gradients import Result
+from jzero.loss import LOSS
 from jzero.setup import Setup
 from jzero.sharding import trainable
 from jzero.state import TrainState
@@ -33,9 +34,9 @@ def update(setup: Setup, state: TrainState, result: Result) -> tuple[TrainState,
 
     Returns:
       The new state; the old one, with `step` and `loss_scale` advanced, if a gradient was not finite. And metrics:
-      loss, grad_norm (global, before clipping), lr, loss_scale, skipped.
+      loss, grad_norm (global, before clipping), lr, loss_scale, skipped, and the model's own.
     """
-    grads, loss, _ = result
+    grads = result.gradients
     squares = jnp.stack([jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)])
     norm = jnp.sqrt(squares.sum())
     clip = setup.config.gradient_clipping
@@ -43,12 +44,13 @@ def update(setup: Setup, state: TrainState, result: Result) -> tuple[TrainState,
         factor = jnp.where(norm > clip, clip / norm, 1.0)
         grads = jax.tree.map(lambda g: g * factor, grads)
     old, frozen = partition(state.params, trainable(setup.layouts))
-    updates, opt_state = setup.tx.update(grads, state.opt_state, old, value=loss)
+    updates, opt_state = setup.tx.update(grads, state.opt_state, old, value=result.means[LOSS])
     finite = jnp.isfinite(squares) | (not setup.precision.check_overflow)
     params, opt_state = jax.tree.map(
         partial(jnp.where, finite.all()), (optax.apply_updates(old, updates), opt_state), (old, state.opt_state)
     )
-    metrics = {"loss": loss, "grad_norm": norm, "lr": learning_rate(setup, state), "loss_scale": state.loss_scale.scale}
+    own = {"grad_norm": norm, "lr": learning_rate(setup, state), "loss_scale": state.loss_scale.scale}
+    metrics = result.means | own
     state = dataclasses.replace(
         state,
         step=state.step + 1,

@@ -25,7 +25,9 @@ class Pixels:
     def loss(self, params, batch, rng):
         x = batch["x"].astype(params["w"].dtype) / (255 if batch["x"].dtype == jnp.uint8 else 1)
         squares = (x @ params["w"] - batch["y"].astype(x.dtype)) ** 2
-        return squares.mean(dtype=jnp.float32) if self.mean else (squares.sum(dtype=jnp.float32), squares.size)
+        return (
+            squares.mean(dtype=jnp.float32) if self.mean else jzero.Mean(squares.sum(dtype=jnp.float32), squares.size)
+        )
 
 
 def keep_gradients() -> optax.GradientTransformation:
@@ -76,7 +78,7 @@ def test_no_gradient_underflows_on_images():
 
     class Images(Pixels):
         def loss(self, params, batch, rng):
-            return 4 * super().loss(params, batch, rng), 4.0
+            return jzero.Mean(4 * super().loss(params, batch, rng), 4.0)
 
     model = Images(True, 3)
     step = make(model, 4, devices=1, optimizer=keep_gradients())

@@ -53,7 +53,7 @@ def test_the_counts_of_the_batch_stay_in_float32():
     """80,000 is more than float16 holds, 2,002 needs more digits than bfloat16 has."""
     mask = np.full((ROWS, 1), 10_000, np.float32)
     mask[0] += 2
-    model = Linear(lambda p, b, rng: ((squares(p, b) * b["mask"][:, 0]).sum(), b["mask"].sum()))
+    model = Linear(lambda p, b, rng: jzero.Mean((squares(p, b) * b["mask"][:, 0]).sum(), b["mask"].sum()))
     _, wide = one_step(model, batch(mask=mask))
     for half in ({"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 1}}):
         _, metrics = one_step(model, batch(mask=mask), **half)
@@ -64,7 +64,7 @@ def test_the_counts_of_the_batch_stay_in_float32():
 
 @pytest.mark.parametrize("count", [lambda p, b, rng: (rng is not None) * 64.0, lambda p, b, rng: p["w"].size * 1.0])
 def test_a_count_may_depend_on_anything(count):
-    model = Linear(lambda p, b, rng: (squares(p, b).sum(), count(p, b, rng)))
+    model = Linear(lambda p, b, rng: jzero.Mean(squares(p, b).sum(), count(p, b, rng)))
     data = batch()
     _, metrics = one_step(model, data)
     params = model.init(jax.random.key(0))
@@ -143,7 +143,7 @@ def test_an_optimizer_that_wants_the_loss():
 
 
 def test_where_nothing_counts_nothing_moves():
-    model = Linear(lambda p, b, rng: ((squares(p, b) * 0).sum(), 0.0))
+    model = Linear(lambda p, b, rng: jzero.Mean((squares(p, b) * 0).sum(), 0.0))
     step = make(model)
     state = step.init(jax.random.key(0))
     before = jax.device_get(state.params)
@@ -186,12 +186,24 @@ def test_a_stack_that_is_none(params, message):
         make(Layers(params))
 
 
+PAIR = r"a tuple of 2 values: return jzero.Mean\(sum, count\).*has_aux=True and return \(loss, {name: metric}\)"
+SCALAR = r"must be a scalar or jzero.Mean\(sum, count\)"
+
+
 @pytest.mark.parametrize(
-    "output",
-    [lambda x: (x, {"accuracy": x}), lambda x: {"loss": x}, lambda x: None, lambda x: (x, x, x), lambda x: x[None]],
+    ("output", "message"),
+    [
+        (lambda x: (x, x), PAIR),
+        (lambda x: (x, {"accuracy": x}), PAIR),
+        (lambda x: (x, x, x), "a tuple of 3 values"),
+        (lambda x: {"loss": x}, f"loss is a dict: {SCALAR}"),
+        (lambda x: None, f"loss is a NoneType: {SCALAR}"),
+        (lambda x: x[None], rf"loss has shape \(1,\): {SCALAR}"),
+        (lambda x: jzero.Mean(x[None], 1), rf"loss has shape \(1,\): {SCALAR}"),
+    ],
 )
-def test_a_loss_with_other_outputs_is_refused(output):
-    with pytest.raises(jzero.ConfigError, match=r"must be a scalar, or \(sum, count\)"):
+def test_a_loss_with_other_outputs_is_refused(output, message):
+    with pytest.raises(jzero.ConfigError, match=message):
         one_step(Linear(lambda p, b, rng: output(squares(p, b).mean())), batch())
 
 

@@ -83,7 +83,7 @@ def test_a_loss_of_three_parameters_gets_the_key():
 
     def loss(module, batch, rng):
         seen.append(rng)
-        return module(batch["x"]).sum(), jnp.float32(4)
+        return jzero.Mean(module(batch["x"]).sum(), jnp.float32(4))
 
     model, key = jzero.from_flax(Positional, loss), jax.random.key(7)
     _, count = model.loss(model.init(key), X, key)

@@ -14,7 +14,9 @@ from jzero.errors import ConfigError
 from jzero.model import Model
 
 
-def from_flax(module: Any, loss_fn: Callable | None = None, *, example_batch: Any = None) -> Model:
+def from_flax(
+    module: Any, loss_fn: Callable | None = None, *, has_aux: bool = False, example_batch: Any = None
+) -> Model:
     """Turn a Flax module into a model.
 
     Only parameters are trained. Other arrays of a module (a mask, rotary tables; in Linen, collections that training
@@ -23,11 +25,11 @@ def from_flax(module: Any, loss_fn: Callable | None = None, *, example_batch: An
 
     Args:
       module: a function `rngs -> nnx.Module` (a class that takes `rngs` will do), or a Linen module.
-      loss_fn: `loss_fn(module, batch)` -> scalar or (sum, count); a second value is a count, not an auxiliary output.
-        `module` is the NNX module or the bound Linen module. A third positional parameter, or one named `rng`, gets
-        the step's key, or None in evaluation. An NNX module with a layer stack needs no loss_fn: it has
-        `prefix(batch) -> x`, `stack` (one block whose parameters were stacked by `nnx.vmap`; `stack(x)` is one layer)
-        and `suffix(x, batch) -> loss`.
+      loss_fn: `loss_fn(module, batch)` -> a scalar, or `jzero.Mean(sum, count)` for a weighted mean. `module` is the
+        NNX module or the bound Linen module. A third positional parameter, or one named `rng`, gets the step's key, or
+        None in evaluation. An NNX module with a layer stack needs no loss_fn: it has `prefix(batch) -> x`, `stack` (one
+        block whose parameters were stacked by `nnx.vmap`; `stack(x)` is one layer) and `suffix(x, batch) -> loss`.
+      has_aux: the loss function (or `suffix`) returns (loss, {name: metric}), each metric a scalar or a `Mean`.
       example_batch: a batch, or its ShapeDtypeStructs. Linen needs it, because parameters take their shapes from an
         input.
 
@@ -42,7 +44,7 @@ def from_flax(module: Any, loss_fn: Callable | None = None, *, example_batch: An
     if isinstance(module, linen.Module):
         if loss_fn is None or example_batch is None:
             raise ConfigError("from_flax: a Linen module needs loss_fn(module, batch) and example_batch=...")
-        return LinenModel(module, _with_rng(loss_fn), example_batch)
+        return LinenModel(module, _with_rng(loss_fn), example_batch, has_aux)
     if isinstance(module, nnx.Module):
         name = type(module).__name__
         raise ConfigError(f"from_flax: {name} is built already; pass lambda rngs: {name}(..., rngs=rngs), for init")
@@ -53,10 +55,10 @@ def from_flax(module: Any, loss_fn: Callable | None = None, *, example_batch: An
     if all(hasattr(abstract, name) for name in ("prefix", "stack", "suffix")):
         if loss_fn is not None:
             raise ConfigError("from_flax: a module with prefix, stack, suffix has its loss in suffix; drop loss_fn")
-        return NNXStackModel(build, abstract)
+        return NNXStackModel(build, abstract, has_aux)
     if loss_fn is None:
         raise ConfigError("from_flax: loss_fn(module, batch) is missing; only prefix, stack, suffix need none")
-    return NNXModel(build, abstract, _with_rng(loss_fn))
+    return NNXModel(build, abstract, _with_rng(loss_fn), has_aux)
 
 
 def _with_rng(loss_fn: Callable) -> Callable:

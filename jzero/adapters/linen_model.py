@@ -25,10 +25,11 @@ class LinenModel:
       module: the module, not bound.
       loss_fn: `loss_fn(bound module, batch, rng)`.
       example: a batch, or its ShapeDtypeStructs; `init` calls the loss on zeros of these shapes.
+      has_aux: whether the loss function returns metrics too.
     """
 
-    def __init__(self, module: linen.Module, loss_fn: Callable, example: Any):
-        self.linen, self.loss_fn, self.example = module, loss_fn, example
+    def __init__(self, module: linen.Module, loss_fn: Callable, example: Any, has_aux: bool = False):
+        self.linen, self.loss_fn, self.example, self.has_aux = module, loss_fn, example, has_aux
         self.collections = self._constant_collections()
         self.constants = Constants(self._make_constants)
         take_methods(self, module)

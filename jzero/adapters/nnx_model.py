@@ -165,8 +165,8 @@ def _dotted(path: tuple) -> str:
 class NNXModel:
     """An NNX module and a loss function as a model."""
 
-    def __init__(self, build: Build, abstract: nnx.Module, loss_fn: Callable):
-        self.build, self.loss_fn, self.name = build, loss_fn, type(abstract).__name__
+    def __init__(self, build: Build, abstract: nnx.Module, loss_fn: Callable, has_aux: bool = False):
+        self.build, self.loss_fn, self.has_aux, self.name = build, loss_fn, has_aux, type(abstract).__name__
         self.module = Apply(abstract, constants_of(build))
         take_methods(self, abstract)
 
@@ -183,8 +183,8 @@ class NNXModel:
 class NNXStackModel:
     """An NNX module with `prefix`, `stack` and `suffix` as a model with a layer stack."""
 
-    def __init__(self, build: Build, abstract: Any):
-        self.build, self.name = build, repr(getattr(abstract, "config", type(abstract).__name__))
+    def __init__(self, build: Build, abstract: Any, has_aux: bool = False):
+        self.build, self.has_aux, self.name = build, has_aux, repr(getattr(abstract, "config", type(abstract).__name__))
         constants = constants_of(build)
         self.whole, self.layer = Apply(abstract, constants), Apply(abstract.stack, constants, STACK)
         take_methods(self, abstract)

@@ -25,6 +25,7 @@ from jzero.engine.restore import Selection
 from jzero.engine.stop import save_and_exit
 from jzero.engine.take import take
 from jzero.errors import ConfigError
+from jzero.loss import LOSS
 from jzero.loss_scale import check_stuck
 from jzero.state import check_alive
 from jzero.train_step import Details, Metrics, TrainStep
@@ -37,6 +38,7 @@ class Engine:
       step_fn: the TrainStep. mesh, config: the step's.
       state: the TrainState; read or replace it freely.
       global_steps, global_samples, micro_steps: counts since step 0, across resumes.
+      eval_metrics: loss and metrics of the last evaluation.
       client_state: the notes of the last save, or of the checkpoint that was resumed.
     """
 
@@ -52,6 +54,7 @@ class Engine:
         self._accumulation = Accumulation(self.config.managed_gradient_accumulation)
         self._training = True
         self._metrics: Metrics | None = None
+        self.eval_metrics: Metrics = {}
         self._details: Details | None = None
         self.global_steps = self.global_samples = self.micro_steps = 0
         self._clock = progress.Clock()
@@ -96,15 +99,24 @@ class Engine:
         return done[1]["loss"]
 
     def eval_batch(self, batch: Any) -> jax.Array:
-        """Compute the loss of a batch (or an iterator of micro-batches) without dropout and without an update."""
+        """Compute the loss of a batch (or an iterator of micro-batches) without dropout and without an update.
+
+        The model's metrics on this batch are in `eval_metrics` then.
+        """
         if isinstance(batch, Iterator):
             batch = self.step_fn.join(take(batch, self.gradient_accumulation_steps(), ours=batch is self._batches))
-        return self.step_fn.evaluate(self.state, batch)
+        return self._evaluate(batch)
+
+    def _evaluate(self, batch: Any) -> jax.Array:
+        found = self.step_fn.evaluate(self.state, batch)
+        loss, metrics = found if isinstance(found, tuple) else (found, {})
+        self.eval_metrics = {LOSS: loss, **metrics}
+        return loss
 
     def __call__(self, micro_batch: Any) -> Any:
         """Compute the loss of one micro-batch of all replicas (leading dimension micro x replicas)."""
         if not self._training:
-            return self.step_fn.evaluate(self.state, micro_batch)
+            return self._evaluate(micro_batch)
         micro_batch, state = self.step_fn.place_micro_batch(micro_batch), self.state
         index = len(self._accumulation.queue)
 

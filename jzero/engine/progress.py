@@ -9,6 +9,7 @@ from typing import Any
 from jzero.config import Config
 from jzero.config.sizes import given, kept
 from jzero.engine.restore import scaling_of
+from jzero.loss import STEP_METRICS
 from jzero.model import weights_layout
 from jzero.train_step import TrainStep
 
@@ -62,8 +63,9 @@ def line(step: int, metrics: Mapping[str, Any], skipped: int, speed: float, conf
     m = {name: float(value) for name, value in metrics.items()}
     scale = f", loss scale {m['loss_scale']:g}" if config.fp16.enabled else ""
     rate = f", {speed:.1f} samples/s" if config.timers.throughput.enabled else ""
+    own = "".join(f", {name} {x:.4g}" for name, x in m.items() if name not in STEP_METRICS)
     return (
-        f"step {step}: loss {m['loss']:.4f}, lr {m['lr']:.3e}, grad norm {m['grad_norm']:.3f}{scale}, "
+        f"step {step}: loss {m['loss']:.4f}{own}, lr {m['lr']:.3e}, grad norm {m['grad_norm']:.3f}{scale}, "
         f"skipped {skipped}{rate}"
     )
 

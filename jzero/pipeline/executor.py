@@ -22,7 +22,7 @@ from jax import lax
 
 from jzero.errors import ConfigError
 from jzero.gradients import weighted
-from jzero.loss import sum_and_count
+from jzero.loss import Sums
 from jzero.mesh import PIPE
 from jzero.model import ENDS, STACK, fold
 from jzero.pipeline.layer_switch import kind_of
@@ -43,6 +43,7 @@ class Stages:
     Attributes:
       n_stages, chunks: pipeline stages, and chunks of layers on each.
       view: the form of the parameters in use; its stack is a list, and with several chunks a leaf has an axis for them.
+      read: what the suffix returns -> `Sums`.
       functions: called with (pairs, micro-batch), whose shapes alone matter; returns prefix(ends, batch, key) -> x,
         chunk(weights, x, context) -> x, suffix(ends, x, batch, key) -> loss. The weights are (diff, nondiff); a
         context is the micro-batch's key and the chunk's number in the whole model.
@@ -52,6 +53,7 @@ class Stages:
     chunks: int
     view: StackView
     precision: Precision
+    read: Callable[[Any], Sums]
     functions: Callable[[Any, PyTree], Functions]
 
 
@@ -66,7 +68,7 @@ class Carry(NamedTuple):
       stash: residuals between F and B or W, [slots, ...] each.
       rest: operands of the weights' gradient between D and W, [slots, ...] each.
       gradients: summed so far.
-      seen: each micro-batch's loss as (sum, count), [M, 2].
+      seen: the loss and metrics of every micro-batch, [M, 2] each.
     """
 
     entering: Any
@@ -76,7 +78,7 @@ class Carry(NamedTuple):
     stash: Any
     rest: Any
     gradients: Any
-    seen: jax.Array
+    seen: Sums
 
 
 class Run:
@@ -101,24 +103,26 @@ class Run:
         if cotangent is not None:
             self.chunk = Chunk(self.layers, weights, self.x, context, split=program.rest > 0)
 
-    def result(self) -> tuple[PyTree, jax.Array]:
-        """Run the program; return (gradients of diff, each loss as (sum, count) [M, 2])."""
+    def result(self) -> tuple[PyTree, Sums]:
+        """Run the program; return (gradients of diff, the loss and metrics of every micro-batch [M, 2])."""
         columns = {name: jnp.asarray(column)[:, self.stage] for name, column in self.program.columns.items()}
         carry = self.execute(self.program.runs, self.start(), columns)
         return carry.gradients, carry.seen
 
     def start(self) -> Carry:
         """Make the carry before the first tick."""
-        x, m = _zeros(self.x), leading_dim(self.batch)
+        x = _zeros(self.x)
+        m = leading_dim(self.batch)
+        seen = jax.tree.map(lambda s: jnp.zeros((m, *s.shape)), jax.eval_shape(self.read_suffix, x))
         floats = split_floats(x)[0]
         if self.cotangent is None:
-            return Carry(x, x, None, None, None, None, None, jnp.zeros((m, 2)))
+            return Carry(x, x, None, None, None, None, None, seen)
         accum = self.stages.precision.accum
         stash = _buffer(self.program.stash, self.chunk.stashed_shapes)
         stash += [] if self.program.turns else [_buffer(self.program.stash, x)]
         rest = _buffer(self.program.rest, self.chunk.rest_shapes)
         gradients = jax.tree.map(lambda w: jnp.zeros(w.shape, accum), self.diff)
-        return Carry(x, x, floats, floats, stash, rest, gradients, jnp.zeros((m, 2)))
+        return Carry(x, x, floats, floats, stash, rest, gradients, seen)
 
     def execute(self, runs: Runs, carry: Carry, columns: Columns) -> Carry:
         """Run nested runs of ticks, each repeated run as one scan over its rows of the columns."""
@@ -218,13 +222,11 @@ class Run:
         floats, others = split_floats(self.from_stage(self.is_last, y))
 
         def loss(ends: Any, floats: Any) -> Any:
-            value = self.suffix(ends, combine(floats, others), part, key)
-            if self.cotangent is None:
-                return 0.0, jnp.stack(sum_and_count(value))
-            return weighted(value, self.cotangent)
+            sums = self.stages.read(self.suffix(ends, combine(floats, others), part, key))
+            return (0.0, sums) if self.cotangent is None else weighted(sums, self.cotangent)
 
         _, pullback, seen = jax.vjp(loss, ends, floats, has_aux=True)
-        new["seen"] = new["seen"].at[at["S.micro"]].set(seen)
+        new["seen"] = jax.tree.map(lambda all, x: all.at[at["S.micro"]].set(x), new["seen"], seen)
         if self.cotangent is None:
             return [], None
         gradient, dy = pullback(jnp.float32(1))
@@ -251,6 +253,10 @@ class Run:
         new["leaving"], new["returned"] = dx, self.send(dx, -1)
 
     # ------------------------------------------------------------------ parts of it
+
+    def read_suffix(self, y: Any) -> Sums:
+        """Run the suffix on the first micro-batch, for the names and shapes of its results."""
+        return self.stages.read(self.suffix(self.ends(self.diff[ENDS]), y, *self.micro_batch(0)))
 
     def micro_batch(self, index: Any) -> tuple[PyTree, Any]:
         """Return (batch, key) of a micro-batch."""

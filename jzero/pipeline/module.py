@@ -52,7 +52,8 @@ class PipelineModule:
     Args:
       layers: any of `LayerSpec`, `TiedLayerSpec`, Linen modules, functions `x -> x`.
       num_stages: the number of pipeline stages, like `mesh.pipe` in the config; the parameters do not depend on it.
-      loss_fn: `loss_fn(outputs, labels)` -> scalar or (sum, count).
+      loss_fn: `loss_fn(outputs, labels)` -> a scalar, or `jzero.Mean(sum, count)`.
+      has_aux: `loss_fn` returns (loss, {name: metric}), each metric a scalar or a `Mean`.
       partition_method: how `boundaries` cuts, see `jzero.pipeline.partition`.
       activation_checkpoint_interval: the number of layers in one activation checkpoint; 0: the config decides.
       example_batch: a batch, or its ShapeDtypeStructs. Linen layers need it, because their parameters take their
@@ -76,7 +77,8 @@ class PipelineModule:
 
     def __init__(
         self, layers: Iterable[Any], num_stages: int | None = None, *, loss_fn: Callable | None = None,
-        partition_method: str = "parameters", activation_checkpoint_interval: int = 0, example_batch: Any = None,
+        has_aux: bool = False, partition_method: str = "parameters", activation_checkpoint_interval: int = 0,
+        example_batch: Any = None,
     ):  # fmt: skip
         self.layers, self.num_stages, self.partition_method = list(layers), num_stages, partition_method
         self.activation_checkpoint_interval = activation_checkpoint_interval
@@ -89,7 +91,7 @@ class PipelineModule:
                 f"PipelineModule: activation_checkpoint_interval = {activation_checkpoint_interval} must be a number "
                 "of layers, or 0 to let the config decide"
             )
-        self.loss_fn = loss_fn
+        self.loss_fn, self.has_aux = loss_fn, has_aux
         self._layers: list[Layer] = []
         inputs = self._make_layers(example_batch)
         self._check_ties()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jax.sharding import Mesh
 from jzero.config import ActivationCheckpointing, Config
 from jzero.errors import ConfigError
 from jzero.gradients import Facts, Passes
+from jzero.loss import Sums, read_loss
 from jzero.mesh import PIPE
 from jzero.model import ENDS, STACK, StackModel, fold
 from jzero.pipeline import vocab_parallel
@@ -62,7 +64,7 @@ def pipelined(model: Any, config: Config, mesh: Mesh, layouts: PyTree, precision
     parts = n_stages * chunks
     switches = isinstance(model, PipelineModule) and (not model.stack or len(model.stack) % parts)
     cut = (_switched_stages if switches else _stack_stages)(model, config, mesh, layouts, precision)
-    stages = Stages(n_stages, chunks, cut.view, precision, cut.functions)
+    stages = Stages(n_stages, chunks, cut.view, precision, partial(read_loss, model), cut.functions)
 
     def schedule(micro_batches: int) -> Any:
         return make_schedule(config.pipeline.schedule, n_stages, micro_batches, chunks)
@@ -77,7 +79,7 @@ def pipelined(model: Any, config: Config, mesh: Mesh, layouts: PyTree, precision
 
         return {**summed, ENDS: jax.tree.map(once, cut.view.layouts[ENDS], summed[ENDS])}, _agreed(seen)
 
-    def losses(diff: PyTree, nondiff: PyTree, batch: PyTree, key: jax.Array | None, first: Any = 0) -> jax.Array:
+    def losses(diff: PyTree, nondiff: PyTree, batch: PyTree, key: jax.Array | None, first: Any = 0) -> Sums:
         program = make_program(forward_only(n_stages, leading_dim(batch), chunks))
         return _agreed(Run(stages, program, (diff, nondiff), batch, key, first).result()[1])
 
@@ -98,9 +100,9 @@ def _first(x: jax.Array) -> jax.Array:
     return jnp.where(lax.axis_index(PIPE) == 0, x, 0)
 
 
-def _agreed(seen: jax.Array) -> jax.Array:
-    """Broadcast the first stage's x to every stage."""
-    return lax.psum(_first(seen), PIPE)
+def _agreed(seen: Sums) -> Sums:
+    """Broadcast the first stage's sums to every stage."""
+    return lax.psum(jax.tree.map(_first, seen), PIPE)
 
 
 def _refuse(key: str, stages: int, why: str) -> None:

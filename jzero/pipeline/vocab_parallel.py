@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jzero.errors import ConfigError
+from jzero.loss import Mean
 
 _AXIS: ContextVar[tuple[str | None, frozenset[int]]] = ContextVar("vocabulary_axis", default=(None, frozenset()))
 
@@ -84,8 +85,8 @@ def embed(table_VD: jax.Array, tokens: jax.Array) -> jax.Array:
 
 def cross_entropy(
     x: jax.Array, head_DV: jax.Array, labels: jax.Array, *, vocab_size: int | None = None, softcap: float | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Compute the cross-entropy of the logits x @ head.
+) -> Mean:
+    """Compute the mean cross-entropy of the logits x @ head.
 
     Args:
       x: [..., D], the features.
@@ -95,7 +96,7 @@ def cross_entropy(
       softcap: bounds the logits: softcap * tanh(logit / softcap).
 
     Returns:
-      (sum over the counted tokens, number of counted tokens).
+      The mean over the counted tokens, as a loss: `Mean(sum, count)`.
 
     >>> total, count = cross_entropy(jnp.zeros((2, 4)), jnp.ones((4, 8)), jnp.array([3, -1]))
     >>> round(float(total), 4), int(count)
@@ -110,7 +111,7 @@ def cross_entropy(
         logits = jnp.where(columns < vocab_size, logits, -jnp.inf)
     losses = _losses(logits, labels, axis)
     counted = labels >= 0
-    return jnp.sum(losses, where=counted), counted.sum()
+    return Mean(jnp.sum(losses, where=counted), counted.sum())
 
 
 def _columns(logits: jax.Array, axis: str | None) -> jax.Array:

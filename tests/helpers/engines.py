@@ -15,7 +15,7 @@ TRAIN = UNIT * ACCUM
 
 
 class Net:
-    """Two layers in a stack, with noise from the key; (sum, count), so that every micro-batch weighs differently."""
+    """Two layers in a stack, with noise from the key; a `Mean`, so that every micro-batch weighs differently."""
 
     def init(self, rng):
         w, v = (0.3 * jax.random.normal(key, (2, FEATURES, FEATURES)) for key in jax.random.split(rng))
@@ -30,7 +30,7 @@ class Net:
 
     def suffix(self, ends, x, batch, rng):
         error = ((x @ ends["out"] - batch["y"]) ** 2).mean(-1)
-        return jnp.sum(error * batch["mask"]), batch["mask"].sum()
+        return jzero.Mean(jnp.sum(error * batch["mask"]), batch["mask"].sum())
 
     def loss(self, params, batch, rng):
         return stack_loss(self, params, batch, rng)

@@ -1,0 +1,167 @@
+"""Metrics beside the loss, in every way to train. Oracle: one pass over the global batch in NumPy-like plain JAX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from helpers.engines import Net, config, parts, rows
+
+import jzero
+
+
+class Measured(Net):
+    """The loss is a Mean over the masked rows; a metric is of rows of uneven weight, another a plain scalar."""
+
+    has_aux = True
+
+    def suffix(self, ends, x, batch, rng):
+        loss = super().suffix(ends, x, batch, rng)
+        hit = jnp.abs(x @ ends["out"] - batch["y"]).mean(-1) < 1.2
+        return loss, {"hit": jzero.Mean(jnp.sum(hit * batch["mask"]), batch["mask"].sum()), "y": batch["y"].mean()}
+
+
+def plain(params, batch):
+    """Compute what one device computes on whole batches, rng None."""
+    x = batch["x"]
+    for layer in range(2):
+        x = x + jnp.tanh(x @ params["stack"]["w"][layer])
+    out, mask = x @ params["ends"]["out"], batch["mask"]
+    hit = jnp.abs(out - batch["y"]).mean(-1) < 1.2
+    loss = (((out - batch["y"]) ** 2).mean(-1) * mask).sum() / mask.sum()
+    return {"loss": loss, "hit": (hit * mask).sum() / mask.sum(), "y": batch["y"].mean()}
+
+
+@pytest.mark.parametrize(("stage", "pipe"), [(0, 1), (3, 1), (0, 2)])
+def test_metrics_are_means_over_the_global_batch(stage, pipe):
+    mesh = jzero.make_mesh(pipe=pipe, devices=jax.devices()[: 4 * pipe])
+    engine, *_ = jzero.initialize(model=Measured(), config=config(stage, stack={}), mesh=mesh)
+    batch, params = rows(0), jax.device_get(engine.state.params)
+    expected = plain(params, batch)
+    assert 0.02 < expected["hit"] < 0.98
+    loss = engine.eval_batch(batch)
+    assert float(loss) == pytest.approx(float(expected["loss"]), rel=1e-5)
+    assert engine.eval_metrics.keys() == expected.keys()
+    found, metrics = engine.step_fn.evaluate(engine.state, batch)
+    for name in ("hit", "y"):
+        assert float(engine.eval_metrics[name]) == float(metrics[name])
+        assert float(metrics[name]) == pytest.approx(float(expected[name]), rel=1e-5)
+    assert float(found) == float(loss)
+    engine.train_batch(batch)
+    assert set(engine.metrics) == {"loss", "hit", "y", "grad_norm", "lr", "loss_scale", "skipped"}
+    assert float(engine.metrics["y"]) == pytest.approx(float(batch["y"].mean()), rel=1e-5)
+
+
+def test_the_three_calls_and_an_iterator_report_what_train_batch_reports(capsys):
+    made = []
+    for _ in range(3):
+        mesh = jzero.make_mesh(devices=jax.devices()[:4])
+        made.append(jzero.initialize(model=Measured(), config=config(steps_per_print=1), mesh=mesh)[0])
+    whole, iterated, called = made
+    pieces = parts(0)
+    joined = jax.device_get(whole.step_fn.join(pieces))
+    capsys.readouterr()
+    whole.train_batch(joined)
+    assert f", hit {float(whole.metrics['hit']):.4g}, y " in capsys.readouterr().out
+    iterated.train_batch(iter(pieces))
+    for piece in pieces:
+        called.backward(called(piece))
+        called.step()
+    for name, value in jax.device_get(whole.metrics).items():
+        assert iterated.metrics[name] == called.metrics[name] == value, name
+
+
+def test_metrics_do_not_change_the_gradients():
+    step, bare = (
+        jzero.make_train_step(model, config(2), mesh=jzero.make_mesh(devices=jax.devices()[:4]))
+        for model in (Measured(), Net())
+    )
+    a, b = step.init(jax.random.key(0)), bare.init(jax.random.key(0))
+    for i in range(3):
+        (a, measured), (b, metrics) = step(a, rows(i)), bare(b, rows(i))
+        assert float(measured["grad_norm"]) == float(metrics["grad_norm"])
+    jax.tree.map(np.testing.assert_array_equal, a.params, b.params)
+
+
+SGD = {"train_batch_size": 16, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+Y = (X.sum(-1) > 0).astype(np.int32)
+
+
+def classify(logits, labels):
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses.mean(), {"accuracy": (logits.argmax(-1) == labels).mean()}
+
+
+def linen_model():
+    return jzero.from_flax(
+        linen.Dense(2), lambda m, b: classify(m(b["x"]), b["y"]), has_aux=True, example_batch={"x": X, "y": Y}
+    )
+
+
+def nnx_model():
+    return jzero.from_flax(
+        lambda rngs: nnx.Linear(4, 2, rngs=rngs), lambda m, b: classify(m(b["x"]), b["y"]), has_aux=True
+    )
+
+
+def layers():
+    parts = [jzero.LayerSpec(nnx.Linear, 4, 6), nnx.relu, jzero.LayerSpec(nnx.Linear, 6, 2)]
+    return jzero.PipelineModule(parts, loss_fn=classify, has_aux=True, example_batch=(X, Y))
+
+
+@pytest.mark.parametrize(("make", "pipe"), [(linen_model, 1), (nnx_model, 1), (layers, 1), (layers, 2)])
+def test_has_aux_of_flax_modules_and_pipeline_modules(make, pipe):
+    step = jzero.make_train_step(
+        make(),
+        {"train_batch_size": 16, "gradient_accumulation_steps": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}},
+        mesh=jzero.make_mesh(pipe=pipe, devices=jax.devices()[: 4 * pipe]),
+    )
+    state = step.init(jax.random.key(0))
+    batch = (X, Y) if make is layers else {"x": X, "y": Y}
+    params = jax.device_get(state.params)
+    if make is layers:
+        first, last = params["layers"]["0"], params["layers"]["2"]
+        logits = np.maximum(X @ first["kernel"] + first["bias"], 0) @ last["kernel"] + last["bias"]
+    else:
+        logits = X @ params["kernel"] + params["bias"]
+    state, metrics = step(state, batch)
+    assert float(metrics["accuracy"]) == pytest.approx((logits.argmax(-1) == Y).mean())
+    assert set(step.evaluate(state, batch)[1]) == {"accuracy"}
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (lambda x: x, r"has_aux=True: the loss must return \(loss, {name: metric}\), but returned \w*Tracer"),
+        (lambda x: (x, x), r"returned a tuple of 2 values"),
+        (lambda x: jzero.Mean(x, 1), r"returned Mean"),
+        (
+            lambda x: (x, {"lr": x}),
+            r"metric 'lr': must be a string other than loss, grad_norm, lr, loss_scale, skipped",
+        ),
+        (lambda x: (x, {3: x}), r"metric 3: must be a string"),
+        (lambda x: (x, {"rows": x[None]}), r"metric 'rows' has shape \(1,\): it must be a scalar or jzero.Mean"),
+        (lambda x: (x, {"name": "high"}), r"metric 'name' is a str: it must be a scalar"),
+        (lambda x: ((x, x), {}), r"loss is a tuple: it must be a scalar or jzero.Mean"),
+    ],
+)
+def test_what_has_aux_refuses(output, message):
+    model = jzero.from_flax(
+        lambda rngs: nnx.Linear(4, 2, rngs=rngs), lambda m, b: output(m(b["x"]).mean()), has_aux=True
+    )
+    step = jzero.make_train_step(model, SGD, mesh=jzero.make_mesh(devices=jax.devices()[:2]))
+    with pytest.raises(jzero.ConfigError, match=message):
+        step(step.init(jax.random.key(0)), {"x": X})
+
+
+def test_a_count_of_zero_everywhere_is_a_mean_of_zero():
+    model = jzero.from_flax(
+        lambda rngs: nnx.Linear(4, 2, rngs=rngs),
+        lambda m, b: (m(b["x"]).mean(), {"none": jzero.Mean(0.0, 0)}),
+        has_aux=True,
+    )
+    step = jzero.make_train_step(model, SGD, mesh=jzero.make_mesh(devices=jax.devices()[:2]))
+    _, metrics = step(step.init(jax.random.key(0)), {"x": X})
+    assert float(metrics["none"]) == 0
