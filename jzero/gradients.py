@@ -16,20 +16,22 @@ from jzero import micro_batches, zero
 from jzero.config import Config
 from jzero.loss import LOSS, Sums, counter, means, nonzero, read_loss
 from jzero.mesh import BATCH_AXES, present, replicas
-from jzero.model import ENDS, STACK, Model, StackModel, fold
+from jzero.model import ENDS, STACK, Model, StackModel, fold, replace_state, with_state
 from jzero.precision import Precision, cast
 from jzero.remat import Remat, checkpointed
-from jzero.sharding import stack_length
+from jzero.sharding import is_state, stack_length
 from jzero.stack import StackView, fetch, run_stack, scanned, unrolled, unrolls
-from jzero.tree import PyTree, leading_dim
+from jzero.tree import PyTree, leading_dim, partition
 
 
 class Result(NamedTuple):
-    """Float32 `gradients` of the local masters; loss and metrics as `means` []; every micro-batch's loss [accum]."""
+    """Float32 `gradients` of the local masters; loss and metrics as `means` []; every micro-batch's loss [accum];
+    the new `state` of the model, None in the place of parameters."""
 
     gradients: PyTree
     means: Sums
     micro_losses: jax.Array
+    state: PyTree
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,24 @@ class Facts:
     fallback: str = ""
 
 
+class Weights(NamedTuple):
+    """A device's part of the parameters in the form that the passes use; each has None in the others' places.
+
+    `diff` and `nondiff` are explained in `jzero.zero`; `state` is what a forward pass replaces.
+    """
+
+    diff: PyTree
+    nondiff: PyTree
+    state: PyTree
+
+
 class Passes(NamedTuple):
     """The forward and backward passes over a device's micro-batches: in sequence here, interleaved in a pipeline.
 
     Attributes:
-      gradients: (diff, nondiff, batch [accum, micro, ...], key, cotangent) -> (gradient of cotangent * sum of the
-        losses' sums with respect to diff; the loss and metrics of every micro-batch, `Sums` [accum, 2]).
-      losses: (diff, nondiff, batch, key or None, index of the first) -> `Sums` [accum, 2].
+      gradients: (weights, batch [accum, micro, ...], key, cotangent) -> (gradient of cotangent * sum of the losses'
+        sums with respect to diff; the loss and metrics of every micro-batch, `Sums` [accum, 2]; the new state).
+      losses: (weights, batch, key or None, index of the first) -> `Sums` [accum, 2].
     """
 
     view: StackView
@@ -81,19 +94,22 @@ def sequential(model: Model, config: Config, mesh: Mesh, layouts: PyTree, precis
     make_loss: Callable = _stack_loss if stack else _whole_loss
     loss = make_loss(model, layouts, view, remat, precision)
 
-    def gradients(diff: PyTree, nondiff: PyTree, batch: PyTree, key: jax.Array, cotangent: jax.Array) -> Any:
-        def micro(i: Any, part: PyTree) -> tuple[PyTree, Sums]:
-            def weighted_loss(diff: PyTree) -> tuple[jax.Array, Sums]:
-                return weighted(read_loss(model, loss(diff, nondiff, part, fold(key, i))), cotangent)
+    def gradients(weights: Weights, batch: PyTree, key: jax.Array, cotangent: jax.Array) -> Any:
+        def micro(i: Any, part: PyTree, state: PyTree) -> tuple[PyTree, Sums, PyTree]:
+            def weighted_loss(diff: PyTree) -> tuple[jax.Array, tuple[Sums, PyTree]]:
+                value, new = loss(weights._replace(diff=diff, state=state), part, fold(key, i))
+                total, sums = weighted(read_loss(model, value), cotangent)
+                return total, (sums, new)
 
-            return jax.grad(weighted_loss, has_aux=True)(diff)
+            gradient, (sums, new) = jax.grad(weighted_loss, has_aux=True)(weights.diff)
+            return gradient, sums, _keep(view.layouts, new, state, view)
 
-        return micro_batches.accumulate(micro, batch, diff, precision.accum)
+        return micro_batches.accumulate(micro, batch, weights.state, weights.diff, precision.accum)
 
-    def losses(diff: PyTree, nondiff: PyTree, batch: PyTree, key: jax.Array | None, first: Any = 0) -> Sums:
+    def losses(weights: Weights, batch: PyTree, key: jax.Array | None, first: Any = 0) -> Sums:
         def one(item: Any) -> Sums:
             i, part = item
-            return read_loss(model, loss(diff, nondiff, part, fold(key, first + i)))
+            return read_loss(model, loss(weights, part, fold(key, first + i))[0])
 
         return lax.map(one, (jnp.arange(leading_dim(batch)), batch))
 
@@ -102,25 +118,29 @@ def sequential(model: Model, config: Config, mesh: Mesh, layouts: PyTree, precis
 
 
 def _whole_loss(model: Model, layouts: PyTree, view: StackView, remat: Remat, precision: Precision) -> Callable:
-    """Make `loss(diff, nondiff, batch, key)` of a model without a stack: all weights are fetched at once."""
-    run = checkpointed(lambda pair: fetch(layouts, pair, precision), model.loss, remat, unrolled=True)
-    return lambda diff, nondiff, batch, key: run((diff, nondiff), batch, key)
+    """Make `loss(weights, batch, key)` of a model without a stack: all weights are fetched at once."""
+    whole = with_state(model, model.loss)
+    run = checkpointed(lambda pair: fetch(layouts, pair, precision), whole, remat, unrolled=True)
+    return lambda weights, batch, key: run(_pair(weights), batch, key)
 
 
 def _stack_loss(model: StackModel, layouts: PyTree, view: StackView, remat: Remat, precision: Precision) -> Callable:
-    """Make `loss(diff, nondiff, batch, key)` of prefix, stack and suffix: every layer fetches its own weights."""
+    """Make `loss(weights, batch, key)` of prefix, stack and suffix: every layer fetches its own weights."""
     listed = not view.layer_axis
-    layer = checkpointed(lambda pair: fetch(layouts[STACK], pair, precision), model.block, remat, unrolled=listed)
+    prefix, block, suffix = (with_state(model, f) for f in (model.prefix, model.block, model.suffix))
+    layer = checkpointed(lambda pair: fetch(layouts[STACK], pair, precision), block, remat, unrolled=listed)
 
-    def loss(diff: PyTree, nondiff: PyTree, batch: PyTree, key: jax.Array | None) -> Any:
+    def loss(weights: Weights, batch: PyTree, key: jax.Array | None) -> Any:
+        diff, nondiff = _pair(weights)
         layers: Any = (diff[STACK], nondiff[STACK])
         if listed:
             layers = list(zip(*layers, strict=True))
         # Fetched once for prefix and suffix, so tied weights are gathered and reduced once.
         ends = fetch(layouts[ENDS], (diff[ENDS], nondiff[ENDS]), precision)
-        x = model.prefix(ends, batch, fold(key, 0))
-        x = run_stack(layer, layers, x, key)
-        return model.suffix(ends, x, batch, fold(key, stack_length(layouts) + 1))
+        x, first = prefix(ends, batch, fold(key, 0))
+        x, stack = run_stack(layer, layers, x, key)
+        value, last = suffix(replace_state(ends, first), x, batch, fold(key, stack_length(layouts) + 1))
+        return value, {ENDS: replace_state(first, last), STACK: stack}
 
     return loss
 
@@ -150,53 +170,59 @@ class ManualRegion:
           rng: this step's key.
           scale: the loss scale.
         """
-        diff, nondiff = self.prepare(masters)
+        weights = self.prepare(masters)
         batch, key = self.split(batch), self.replica_key(rng)
-        cotangent = scale / self.total_count(diff, nondiff, batch, key)
+        cotangent = scale / self.total_count(weights, batch, key)
         if self.config.gradient_allreduce_op == "sum":
             cotangent *= replicas(self.mesh)
-        summed, seen = self.passes.gradients(diff, nondiff, batch, key, cotangent)
+        summed, seen, state = self.passes.gradients(weights, batch, key, cotangent)
         # With an infinite scale inf * (1 / inf) = NaN marks the step as overflowed; keep this form.
         unscale = 1 / scale
         gradients = jax.tree.map(lambda g: g * unscale, self.reduce(summed))
         seen = self.all_reduce(seen)
-        return Result(gradients, means(_total(seen)), means(seen)[LOSS])
+        return Result(gradients, means(_total(seen)), means(seen)[LOSS], self.agree(state))
 
-    def total_count(self, diff: PyTree, nondiff: PyTree, batch: PyTree, key: jax.Array) -> jax.Array | float:
+    def total_count(self, weights: Weights, batch: PyTree, key: jax.Array) -> jax.Array | float:
         """Sum the counts of all micro-batches and replicas, before any gradient is computed."""
         accum = leading_dim(batch)
         count = counter(self.model, self.weights, jax.tree.map(lambda x: x[0], batch), key)
         if isinstance(count, float):
             return count * accum * replicas(self.mesh)
         if count is None:  # it depends on the parameters: one more forward pass
-            counts = self.passes.losses(diff, nondiff, batch, key)[LOSS][:, 1]
+            counts = self.passes.losses(weights, batch, key)[LOSS][:, 1]
         else:
             counts = lax.map(lambda item: count(item[1], fold(key, item[0])), (jnp.arange(accum), batch))
         return nonzero(self.all_reduce(counts.sum()))
 
     def evaluate(self, masters: PyTree, batch: PyTree) -> Sums:
         """Compute the loss and metrics of the global batch without dropout (rng None)."""
-        return means(self.all_reduce(_total(self.passes.losses(*self.prepare(masters), self.split(batch), None))))
+        return means(self.all_reduce(_total(self.passes.losses(self.prepare(masters), self.split(batch), None))))
 
     def micro_loss(self, masters: PyTree, batch: PyTree, rng: jax.Array, index: jax.Array) -> jax.Array:
         """Compute the loss that `gradients` would report for this micro-batch."""
-        diff, nondiff = self.prepare(masters)
-        losses = self.passes.losses(diff, nondiff, self.split(batch), self.replica_key(rng), index)
+        losses = self.passes.losses(self.prepare(masters), self.split(batch), self.replica_key(rng), index)
         return means(self.all_reduce(_total(losses)))[LOSS]
 
-    def prepare(self, masters: PyTree) -> tuple[PyTree, PyTree]:
-        """Convert local masters to (diff, nondiff), in the form that the passes use; see `zero.prepare`."""
+    def prepare(self, masters: PyTree) -> Weights:
+        """Convert local masters to the form that the passes use; see `zero.prepare`."""
         view = self.passes.view
         prepare = view.per_layer(partial(zero.prepare, precision=self.precision))
         pairs = jax.tree.map(prepare, view.layouts, view.split(masters))
-        return tuple(jax.tree.map(lambda _, p, k=k: p[k], view.layouts, pairs) for k in (0, 1))  # type: ignore[misc, return-value]
+        diff, nondiff = (jax.tree.map(lambda _, pair, k=k: pair[k], view.layouts, pairs) for k in (0, 1))  # type: ignore[misc]
+        state, nondiff = partition(nondiff, is_state(view.layouts))
+        return Weights(diff, nondiff, state)
 
     def reduce(self, gradients: PyTree) -> PyTree:
         """Reduce summed gradients to float32 gradients of the local masters; see `zero.reduce_gradient`."""
         view = self.passes.view
         reduce = view.per_layer(partial(zero.reduce_gradient, mesh=self.mesh, precision=self.precision))
-        reduced = jax.tree.map(lambda layout, g: None if g is None else reduce(layout, g), view.layouts, gradients)
-        return cast(view.merge(reduced), jnp.float32)
+        return cast(view.merge(_map(reduce, view.layouts, gradients)), jnp.float32)
+
+    def agree(self, state: PyTree) -> PyTree:
+        """Average the model's new state over the replicas, and return it in the form of the masters."""
+        view = self.passes.view
+        agree = view.per_layer(partial(zero.agree_on_state, mesh=self.mesh))
+        return view.merge(_map(agree, view.layouts, state))
 
     def split(self, batch: PyTree) -> PyTree:
         """Split the batch into micro-batches; with `fp16.auto_cast`, cast its floats."""
@@ -215,6 +241,21 @@ class ManualRegion:
 def weighted(sums: Sums, cotangent: jax.Array) -> tuple[jax.Array, Sums]:
     """Return (cotangent * the loss's sum, to differentiate; the loss and metrics, carried along)."""
     return sums[LOSS][0] * cotangent, sums
+
+
+def _pair(weights: Weights) -> tuple[PyTree, PyTree]:
+    """Return (diff, nondiff), with the state among the latter."""
+    return weights.diff, replace_state(weights.nondiff, weights.state)
+
+
+def _keep(layouts: PyTree, new: PyTree, old: PyTree, view: StackView) -> PyTree:
+    """Reduce whole new state to what this device stores of it; see `zero.keep_state`."""
+    return _map(view.per_layer(zero.keep_state), layouts, new, old)
+
+
+def _map(f: Callable, layouts: PyTree, *trees: PyTree) -> PyTree:
+    """Map `f(layout, *leaves)`; None where a tree has None."""
+    return jax.tree.map(lambda layout, *xs: None if xs[0] is None else f(layout, *xs), layouts, *trees)
 
 
 def _total(seen: Sums) -> Sums:

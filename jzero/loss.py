@@ -17,7 +17,7 @@ import numpy as np
 
 from jzero._compat import needed_part
 from jzero.errors import ConfigError
-from jzero.model import Model
+from jzero.model import Model, with_state
 from jzero.tree import PyTree
 
 LOSS = "loss"
@@ -117,7 +117,7 @@ def counter(model: Model, params: PyTree, part: PyTree, key: Any) -> Counter | f
 
     def count(params: PyTree, part: PyTree, key: Any) -> jax.Array:
         nonlocal is_mean
-        value = model.loss(params, part, key)
+        value, _ = with_state(model, model.loss)(params, part, key)
         sums = read_loss(model, value)
         is_mean = not isinstance(value[0] if getattr(model, "has_aux", False) else value, Mean)
         return sums[LOSS][1]

@@ -17,28 +17,31 @@ def split(batch: PyTree, micro: int) -> PyTree:
     return jax.tree.map(lambda x: x.reshape(-1, micro, *x.shape[1:]), batch)
 
 
-def accumulate(gradient: Callable[[Any, PyTree], tuple[PyTree, Any]], batch: PyTree, like: PyTree, dtype: Any) -> Any:
-    """Sum the gradients of all micro-batches, and collect their other results.
+def accumulate(gradient: Callable, batch: PyTree, state: PyTree, like: PyTree, dtype: Any) -> tuple[Any, Any, Any]:
+    """Sum the gradients of all micro-batches, collect their other results, and pass the state from one to the next.
 
-        results = [gradient(i, batch[i]) for i in range(accum)]
-        return sum(g for g, _ in results), stack(aux for _, aux in results)
+        for i in range(accum):
+            gradients[i], aux[i], state = gradient(i, batch[i], state)
+        return sum(gradients), stack(aux), state
 
     in a scan, so that one micro-batch's activations and one sum are alive.
 
     Args:
-      gradient: (index, micro-batch) -> (gradients, aux).
+      gradient: (index, micro-batch, state) -> (gradients, aux, new state).
       batch: micro-batches [accum, micro, ...].
       like: a tree with the shapes of the gradients.
       dtype: of the sum. A single micro-batch is not summed and keeps its own dtype.
     """
     accum = leading_dim(batch)
     if accum == 1:
-        gradients, aux = gradient(0, jax.tree.map(lambda x: x[0], batch))
-        return gradients, jax.tree.map(lambda x: x[None], aux)
+        gradients, aux, state = gradient(0, jax.tree.map(lambda x: x[0], batch), state)
+        return gradients, jax.tree.map(lambda x: x[None], aux), state
 
-    def body(summed: PyTree, item: Any) -> tuple[PyTree, Any]:
-        gradients, aux = gradient(*item)
-        return jax.tree.map(lambda s, g: s + g.astype(s.dtype), summed, gradients), aux
+    def body(carry: Any, item: Any) -> tuple[Any, Any]:
+        summed, state = carry
+        gradients, aux, state = gradient(*item, state)
+        return (jax.tree.map(lambda s, g: s + g.astype(s.dtype), summed, gradients), state), aux
 
     empty = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), like)
-    return lax.scan(body, empty, (jnp.arange(accum), batch))
+    (summed, state), aux = lax.scan(body, (empty, state), (jnp.arange(accum), batch))
+    return summed, aux, state

@@ -22,6 +22,12 @@ leading layer axis [L, ...], and also has
 
 With these ZeRO-3 gathers, activation checkpointing recomputes and the pipeline cuts layer by layer.
 
+Some leaves may be state that a forward pass replaces instead of an optimizer: BatchNorm's statistics, spectral norms,
+counters. The model's `state: Collection[str]` names them (as in `tree.named`: "stack/norm/mean"). Then `loss`, or each
+of `prefix`, `block` and `suffix`, returns (what it returns otherwise, {name: new value}), with the names of the tree
+that it got. In training every micro-batch replaces the state, in order; in evaluation the new values are dropped. State
+keeps its dtype. Replicas that compute different floats are averaged.
+
 Its `vocabulary: dict[str, int]` may map leaves of the ends ("embed", without "ends/") to their vocabulary dimension.
 A pipeline divides them among its stages; prefix and suffix must use them through `jzero.pipeline.vocab_parallel` alone.
 
@@ -35,13 +41,14 @@ a module's methods of these names.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
-from jzero.errors import ConfigError
-from jzero.tree import leading_dim
+from jzero.errors import ConfigError, some_of
+from jzero.tree import leading_dim, named, path_name
 
 ENDS, STACK = "ends", "stack"
 
@@ -77,17 +84,42 @@ def fold(rng: jax.Array | None, index: int | jax.Array) -> jax.Array | None:
     return None if rng is None else jax.random.fold_in(rng, index)
 
 
+def with_state(model: Any, f: Callable) -> Callable:
+    """Make `f(weights, ...)`, a function of a model, return (result, new state).
+
+    The new state is a tree like `weights`, with None in the place of everything else.
+    """
+
+    def run(weights: Any, *args: Any) -> tuple[Any, Any]:
+        result, new = f(weights, *args) if getattr(model, "state", ()) else (f(weights, *args), {})
+        if unknown := sorted(named(new).keys() - named(weights).keys()):
+            raise ConfigError(f"{model!r}: new state {some_of(unknown)} has no leaf of that name in the parameters")
+        values = named(new)
+        state = jax.tree_util.tree_map_with_path(lambda path, _: values.get(path_name(path)), weights)
+        return result, jax.lax.stop_gradient(state)
+
+    return run
+
+
+def replace_state(tree: Any, state: Any) -> Any:
+    """Replace the leaves of a tree for which `state`, a tree with None elsewhere, has a value."""
+    return jax.tree.map(lambda new, old: old if new is None else new, state, tree, is_leaf=lambda x: x is None)
+
+
 def stack_loss(model: StackModel, params: Any, batch: Any, rng: jax.Array | None) -> Any:
     """Compute the loss of a model with a stack directly: prefix, then every block, then suffix."""
-    x = model.prefix(params[ENDS], batch, fold(rng, 0))
+    prefix, block, suffix = (with_state(model, f) for f in (model.prefix, model.block, model.suffix))
+    x, first = prefix(params[ENDS], batch, fold(rng, 0))
     layers = leading_dim(params[STACK])
 
-    def layer(x: Any, item: Any) -> tuple[Any, None]:
+    def layer(x: Any, item: Any) -> tuple[Any, Any]:
         index, weights = item
-        return model.block(weights, x, fold(rng, index + 1)), None
+        return block(weights, x, fold(rng, index + 1))
 
-    x, _ = jax.lax.scan(layer, x, (jnp.arange(layers), params[STACK]))
-    return model.suffix(params[ENDS], x, batch, fold(rng, layers + 1))
+    x, stack = jax.lax.scan(layer, x, (jnp.arange(layers), params[STACK]))
+    result, last = suffix(replace_state(params[ENDS], first), x, batch, fold(rng, layers + 1))
+    new = {ENDS: replace_state(first, last), STACK: stack}
+    return (result, new) if getattr(model, "state", ()) else result
 
 
 def weights_layout(model: Any) -> dict[str, Any] | None:

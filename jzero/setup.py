@@ -94,7 +94,7 @@ def resolve(
     precision = Precision.from_config(config)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     layouts = _layouts(model, shapes, config, mesh)
-    weights = jax.eval_shape(lambda params: cast(params, precision.compute), shapes)
+    weights = jax.eval_shape(partial(_cast_weights, layouts, precision), shapes)
     schedule = _schedule(config, optimizer, lr_scheduler)
     stacked, _ = partition(jax.tree.map(lambda layout: layout.stacked, layouts), sharding.trainable(layouts))
     groups = _groups(config.optimizer if optimizer is None else None, layouts)
@@ -112,6 +112,10 @@ def resolve(
         optax.with_extra_args_support(tx),  # reduce_on_plateau takes the loss
         groups, optimizer is not None, passes,
     )  # fmt: skip
+
+
+def _cast_weights(layouts: PyTree, precision: Precision, params: PyTree) -> PyTree:
+    return jax.tree.map(lambda layout, x: x if layout.state else cast(x, precision.compute), layouts, params)
 
 
 def _with_stages(config: Config, model: Model, mesh: Mesh | None) -> Config:
@@ -151,6 +155,7 @@ def _layouts(model: Model, shapes: PyTree, config: Config, mesh: Mesh) -> PyTree
         frozen=config.frozen_parameters,
         vocabulary=_vocabulary(model, shapes, mesh.shape[PIPE]),
         gather_once=config.pipeline.gather == "step",
+        state=getattr(model, "state", ()),
     )
     if not any(layout.trainable for layout in jax.tree.leaves(layouts)):
         if config.frozen_parameters:

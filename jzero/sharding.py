@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -21,6 +21,7 @@ from jzero.zero import RULES, ParamLayout, Rule, stage_rule
 def param_layouts(
     params: PyTree, *, stage: int, mesh: Mesh, persistence_threshold: int = 0, has_stack: bool = False,
     chunks: int = 1, frozen: Iterable[str] = (), vocabulary: Mapping[str, int] | None = None, gather_once: bool = False,
+    state: Collection[str] = (),
 ) -> PyTree:  # fmt: skip
     """Decide the `ParamLayout` of every parameter; nothing else decides how a parameter is sharded.
 
@@ -33,12 +34,13 @@ def param_layouts(
       frozen: regular expressions; a parameter whose name matches one (`re.search`) is not trained.
       vocabulary: name -> the dimension that `pipe` divides, for parameters outside the stack.
       gather_once: stage 3 gathers once a step, as stage 2 does.
+      state: the names of the leaves that the forward pass replaces.
 
     Returns:
       A tree of `ParamLayout`s with the structure of `params`.
 
     Raises:
-      ConfigError: a `frozen` expression that matches nothing, a complex parameter.
+      ConfigError: a `frozen` expression or a name in `state` that matches nothing, a complex parameter.
     """
     patterns = {p: re.compile(p) for p in frozen}
     unused = set(patterns)
@@ -52,7 +54,7 @@ def param_layouts(
                 f"parameter {name!r} is {x.dtype}: only real parameters are trained; keep two real arrays"
             )
         stacked = has_stack and name.startswith(STACK + "/")
-        trainable = not hits and jnp.issubdtype(x.dtype, jnp.floating)
+        trainable = not hits and name not in state and jnp.issubdtype(x.dtype, jnp.floating)
         local: list[int] = list(x.shape)
         axes: list[tuple[str, ...]] = [()] * x.ndim  # the mesh axes of every dimension
         divided = (vocabulary or {}).get(name)
@@ -69,12 +71,15 @@ def param_layouts(
         if dim is not None:
             axes[stacked + dim] += (ZERO,)
         rule = RULES[0] if dim is None else rule
-        return ParamLayout(name, tuple(x.shape), _spec(axes), dim, stacked, trainable, rule, why)
+        return ParamLayout(name, tuple(x.shape), _spec(axes), dim, stacked, trainable, rule, why, name in state)
 
     layouts = jax.tree_util.tree_map_with_path(layout, params)
     if unused:
         known = some_of(layout.name for layout in jax.tree.leaves(layouts))
         raise ConfigError(f"frozen_parameters: {sorted(unused)} match no parameter; the names are {known}")
+    if unknown := sorted(set(state) - {layout.name for layout in jax.tree.leaves(layouts)}):
+        known = some_of(layout.name for layout in jax.tree.leaves(layouts))
+        raise ConfigError(f"the model's state: {unknown} are not among the names of init(rng): {known}")
     return layouts
 
 
@@ -122,6 +127,11 @@ def stack_length(layouts: PyTree) -> int:
 def trainable(layouts: PyTree) -> PyTree:
     """Map every layout to whether its parameter is trained: the tree of bools for `tree.partition`."""
     return jax.tree.map(lambda layout: layout.trainable, layouts)
+
+
+def is_state(layouts: PyTree) -> PyTree:
+    """Map every layout to whether the forward pass replaces its leaf: a tree of bools for `tree.partition`."""
+    return jax.tree.map(lambda layout: layout.state, layouts)
 
 
 def specs(layouts: PyTree) -> PyTree:

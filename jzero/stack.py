@@ -44,11 +44,11 @@ class StackView:
     layer_axis: bool = True
 
     def per_layer(self, f: Callable) -> Callable:
-        """Map `f(layout, x)` over the leading axis that stacked leaves have here."""
+        """Map `f(layout, *leaves)` over the leading axis that stacked leaves have here."""
 
-        def each(layout: ParamLayout, x: Any) -> Any:
+        def each(layout: ParamLayout, *xs: Any) -> Any:
             one = partial(f, layout)
-            return jax.vmap(one)(x) if layout.stacked and self.layer_axis else one(x)
+            return jax.vmap(one)(*xs) if layout.stacked and self.layer_axis else one(*xs)
 
         return each
 
@@ -82,19 +82,21 @@ def fetch(layouts: PyTree, pair: tuple[PyTree, PyTree], precision: Precision) ->
     return jax.tree.map(partial(zero.fetch, precision=precision), layouts, *pair)
 
 
-def run_stack(layer: Block, weights: Any, x: Any, rng: jax.Array | None) -> Any:
-    """Run x through every layer: `layer(weights_l, x, key_l) -> x`.
+def run_stack(layer: Block, weights: Any, x: Any, rng: jax.Array | None) -> tuple[Any, Any]:
+    """Run x through every layer: `layer(weights_l, x, key_l) -> (x, new state_l)`; return (x, new state of all).
 
     `weights` is a list with one tree per layer (unrolled), or one tree whose leaves have a leading layer axis
     (scanned). The keys are those of `model.stack_loss`: layer l draws from `fold(rng, l + 1)`.
     """
     if isinstance(weights, list):
+        states = []
         for index, one in enumerate(weights):
-            x = layer(one, x, fold(rng, index + 1))
-        return x
+            x, state = layer(one, x, fold(rng, index + 1))
+            states.append(state)
+        return x, states
 
-    def body(x: Any, item: Any) -> tuple[Any, None]:
+    def body(x: Any, item: Any) -> tuple[Any, Any]:
         index, one = item
-        return layer(one, x, fold(rng, index + 1)), None
+        return layer(one, x, fold(rng, index + 1))
 
-    return jax.lax.scan(body, x, (jnp.arange(leading_dim(weights)), weights))[0]
+    return jax.lax.scan(body, x, (jnp.arange(leading_dim(weights)), weights))

@@ -16,7 +16,8 @@ from jzero.mesh import shardings
 from jzero.precision import cast
 from jzero.setup import Setup
 from jzero.sharding import optimizer_specs, specs, trainable
-from jzero.tree import PyTree, combine, differences, named, partition
+from jzero.tree import PyTree, differences, named, partition
+from jzero.zero import ParamLayout
 
 RUN_KEY = 2**31 - 1  # folded into `init`'s key to make the steps' key; no model draws this many parameters
 
@@ -78,10 +79,13 @@ class States:
         return self._around(self._stored(self._setup.model.init(rng)), rng)
 
     def _stored(self, params: PyTree) -> PyTree:
-        """Cast trained parameters to the dtype of the masters, frozen ones to the compute dtype."""
+        """Cast trained parameters to the dtype of the masters, frozen ones to the compute dtype; leave state alone."""
         precision = self._setup.precision
-        masters, frozen = partition(params, trainable(self._setup.layouts))
-        return combine(cast(masters, precision.master), cast(frozen, precision.compute))
+
+        def store(layout: ParamLayout, x: jax.Array) -> jax.Array:
+            return x if layout.state else cast(x, precision.master if layout.trainable else precision.compute)
+
+        return jax.tree.map(store, self._setup.layouts, params)
 
     def _around(self, params: PyTree, rng: jax.Array) -> TrainState:
         """Make a new state around these parameters."""

@@ -25,7 +25,7 @@ from jzero.loss_scale import LossScale
 from jzero.mesh import batch_spec, replicas
 from jzero.model import Model
 from jzero.setup import resolve
-from jzero.sharding import trainable
+from jzero.sharding import is_state, trainable
 from jzero.state import States, TrainState, check_alive
 from jzero.tree import PyTree, partition
 from jzero.update import Metrics, learning_rate, update
@@ -132,7 +132,8 @@ class TrainStep:
         )
         replicated: Any = PartitionSpec()
         grad_specs, _ = partition(self.state_specs.params, trainable(self.layouts))
-        gradients = self._manual(region.gradients, 2, Result(grad_specs, replicated, replicated))
+        new_state_specs, _ = partition(self.state_specs.params, is_state(self.layouts))
+        gradients = self._manual(region.gradients, 2, Result(grad_specs, replicated, replicated, new_state_specs))
 
         def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics, Details]:
             rng = jax.random.fold_in(state.rng, state.step)

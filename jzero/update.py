@@ -17,7 +17,7 @@ from jzero import optimizers
 from jzero.gradients import Result
 from jzero.loss import LOSS
 from jzero.setup import Setup
-from jzero.sharding import trainable
+from jzero.sharding import is_state, trainable
 from jzero.state import TrainState
 from jzero.tree import combine, partition
 
@@ -46,15 +46,18 @@ def update(setup: Setup, state: TrainState, result: Result) -> tuple[TrainState,
     old, frozen = partition(state.params, trainable(setup.layouts))
     updates, opt_state = setup.tx.update(grads, state.opt_state, old, value=result.means[LOSS])
     finite = jnp.isfinite(squares) | (not setup.precision.check_overflow)
-    params, opt_state = jax.tree.map(
-        partial(jnp.where, finite.all()), (optax.apply_updates(old, updates), opt_state), (old, state.opt_state)
+    kept, frozen = partition(frozen, is_state(setup.layouts))
+    params, opt_state, kept = jax.tree.map(
+        partial(jnp.where, finite.all()),
+        (optax.apply_updates(old, updates), opt_state, result.state),
+        (old, state.opt_state, kept),
     )
     own = {"grad_norm": norm, "lr": learning_rate(setup, state), "loss_scale": state.loss_scale.scale}
     metrics = result.means | own
     state = dataclasses.replace(
         state,
         step=state.step + 1,
-        params=combine(params, frozen),
+        params=combine(params, combine(kept, frozen)),
         opt_state=opt_state,
         loss_scale=setup.precision.scaler.update(state.loss_scale, finite),
     )

@@ -64,6 +64,7 @@ class ParamLayout:
       dim: the dimension that `zero` partitions (of one layer's slice if the parameter is stacked); None: replicated.
       stacked: whether the leading dimension is the layer axis of a layer stack.
       trainable: whether it has a gradient.
+      state: whether the forward pass replaces it; it is not trained then, and keeps its dtype.
       rule: the stage's rule if the parameter is partitioned, rule 0 if it is replicated. A frozen parameter follows
         rule 3 or rule 0.
       why: why the stage's rule does not apply; empty if it does.
@@ -77,6 +78,7 @@ class ParamLayout:
     trainable: bool
     rule: Rule
     why: str = ""
+    state: bool = False
 
     @property
     def on_pipe(self) -> bool:
@@ -100,6 +102,8 @@ class ParamLayout:
 
 def prepare(layout: ParamLayout, master: jax.Array, precision: Precision) -> tuple[Any, Any]:
     """Convert a local master (or one layer's slice of it) to (diff, nondiff); gather it under rules 1 and 2."""
+    if layout.state:
+        return None, master
     if not layout.trainable:
         return None, cast(master, precision.compute)  # a no-op, unless the caller put another dtype into the state
     shard = master.astype(precision.compute)
@@ -140,6 +144,23 @@ def reduce_gradient(layout: ParamLayout, gradient: jax.Array, mesh: Mesh, precis
         gradient = _scatter(layout, gradient.astype(precision.reduce))
     axes = present(mesh, *(() if layout.on_pipe else (PIPE,)), DATA, *(() if layout.rule.scatter else (ZERO,)))
     return lax.psum(gradient.astype(precision.reduce), axes) if axes else gradient
+
+
+def keep_state(layout: ParamLayout, new: jax.Array, old: jax.Array) -> jax.Array:
+    """Turn a state that every replica of the ZeRO group computed whole into what this device stores of it."""
+    new = new.astype(old.dtype)
+    if layout.dim is None:
+        return new
+    if jnp.issubdtype(new.dtype, jnp.floating):
+        return _scatter(layout, new / lax.psum(1, ZERO))
+    size = old.shape[layout.dim]
+    return lax.dynamic_slice_in_dim(new, lax.axis_index(ZERO) * size, size, layout.dim)
+
+
+def agree_on_state(layout: ParamLayout, new: jax.Array, mesh: Mesh) -> jax.Array:
+    """Average a state over the replicas that store it."""
+    axes = present(mesh, DATA, *(() if layout.dim is not None else (ZERO,)))
+    return lax.pmean(new, axes) if axes and jnp.issubdtype(new.dtype, jnp.floating) else new
 
 
 def _gather(layout: ParamLayout, shard: jax.Array) -> jax.Array:

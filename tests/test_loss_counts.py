@@ -157,7 +157,7 @@ def test_a_count_that_depends_on_the_parameters():
         def loss(self, params, batch, rng):
             y = batch["x"] @ params["w"]
             counted = jnp.abs(y) > 0.5
-            return jnp.sum(y**2, where=counted), counted.sum()
+            return jzero.Mean(jnp.sum(y**2, where=counted), counted.sum())
 
     x = np.random.default_rng(0).normal(size=(8, 64, 4)).astype(np.float32)
     model = Confident(False, 4)
@@ -188,7 +188,7 @@ def test_a_mask_that_the_layers_pass_along():
             return {"x": x["x"] @ layer["w"], "now": x["next"], "next": x["last"], "last": x["last"]}
 
         def suffix(self, ends, x, batch, rng):
-            return jnp.sum(x["x"] ** 2 * x["now"][:, None]) * ends["w"], x["now"].sum()
+            return jzero.Mean(jnp.sum(x["x"] ** 2 * x["now"][:, None]) * ends["w"], x["now"].sum())
 
         def loss(self, params, batch, rng):
             x = self.prefix(params["ends"], batch, rng)
@@ -216,7 +216,7 @@ def test_an_infinite_count_skips_the_step():
     class Masked(Pixels):
         def loss(self, params, batch, rng):
             total, _ = super().loss(params, batch, rng)
-            return total, batch["mask"].sum()
+            return jzero.Mean(total, batch["mask"].sum())
 
     data = {"x": np.ones((8, 4), "f"), "y": np.zeros((8, 4), "f"), "mask": np.full((8, 4), 30_000, "f")}
     step = make(Masked(False, 4), 8, fp16={"enabled": True, "auto_cast": True})

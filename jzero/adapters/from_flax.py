@@ -15,13 +15,20 @@ from jzero.model import Model
 
 
 def from_flax(
-    module: Any, loss_fn: Callable | None = None, *, has_aux: bool = False, example_batch: Any = None
+    module: Any,
+    loss_fn: Callable | None = None,
+    *,
+    has_aux: bool = False,
+    sync_batch_norm: bool = True,
+    example_batch: Any = None,
 ) -> Model:
     """Turn a Flax module into a model.
 
-    Only parameters are trained. Other arrays of a module (a mask, rotary tables; in Linen, collections that training
-    only reads) are constants, with their values under `nnx.Rngs(0)` or `jax.random.key(0)`. Random state is drawn again
-    in every step. Dropout that the constructor switched off stays off in training.
+    Only parameters are trained. Other nnx.Variables, and Linen collections that training changes, are state: every
+    micro-batch replaces it, and evaluation reads it (BatchNorm's running statistics). Other arrays of a module (a mask,
+    rotary tables; in Linen, collections that training only reads) are constants, with their values under `nnx.Rngs(0)`
+    or `jax.random.key(0)`. Random state is drawn again in every step. Dropout that the constructor switched off stays
+    off in training.
 
     Args:
       module: a function `rngs -> nnx.Module` (a class that takes `rngs` will do), or a Linen module.
@@ -30,11 +37,13 @@ def from_flax(
         None in evaluation. An NNX module with a layer stack needs no loss_fn: it has `prefix(batch) -> x`, `stack` (one
         block whose parameters were stacked by `nnx.vmap`; `stack(x)` is one layer) and `suffix(x, batch) -> loss`.
       has_aux: the loss function (or `suffix`) returns (loss, {name: metric}), each metric a scalar or a `Mean`.
+      sync_batch_norm: BatchNorm normalises a training batch by the statistics of all replicas' micro-batches together,
+        as torch's SyncBatchNorm; False: each replica's by its own, and the running statistics are averaged.
       example_batch: a batch, or its ShapeDtypeStructs. Linen needs it, because parameters take their shapes from an
         input.
 
     Raises:
-      ConfigError: the module has state that training changes (batch statistics, caches), or `loss_fn` is missing.
+      ConfigError: `loss_fn` or `example_batch` is missing, or fits no module of this kind.
 
     >>> import jax
     >>> model = from_flax(lambda rngs: nnx.Linear(3, 1, rngs=rngs), lambda m, b: (m(b["x"]) ** 2).mean())
@@ -44,7 +53,7 @@ def from_flax(
     if isinstance(module, linen.Module):
         if loss_fn is None or example_batch is None:
             raise ConfigError("from_flax: a Linen module needs loss_fn(module, batch) and example_batch=...")
-        return LinenModel(module, _with_rng(loss_fn), example_batch, has_aux)
+        return LinenModel(module, _with_rng(loss_fn), example_batch, has_aux, sync_batch_norm)
     if isinstance(module, nnx.Module):
         name = type(module).__name__
         raise ConfigError(f"from_flax: {name} is built already; pass lambda rngs: {name}(..., rngs=rngs), for init")
@@ -55,10 +64,10 @@ def from_flax(
     if all(hasattr(abstract, name) for name in ("prefix", "stack", "suffix")):
         if loss_fn is not None:
             raise ConfigError("from_flax: a module with prefix, stack, suffix has its loss in suffix; drop loss_fn")
-        return NNXStackModel(build, abstract, has_aux)
+        return NNXStackModel(build, abstract, has_aux, sync_batch_norm)
     if loss_fn is None:
         raise ConfigError("from_flax: loss_fn(module, batch) is missing; only prefix, stack, suffix need none")
-    return NNXModel(build, abstract, _with_rng(loss_fn), has_aux)
+    return NNXModel(build, abstract, _with_rng(loss_fn), has_aux, sync_batch_norm)
 
 
 def _with_rng(loss_fn: Callable) -> Callable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import flax
@@ -14,6 +15,8 @@ from flax.core import meta
 from jzero.adapters.constants import Constants
 from jzero.adapters.methods import take_methods
 from jzero.errors import ConfigError
+from jzero.mesh import replica_axes
+from jzero.tree import named
 
 PARAMS = "params"
 
@@ -26,11 +29,18 @@ class LinenModel:
       loss_fn: `loss_fn(bound module, batch, rng)`.
       example: a batch, or its ShapeDtypeStructs; `init` calls the loss on zeros of these shapes.
       has_aux: whether the loss function returns metrics too.
+      sync_batch_norm: whether BatchNorm's statistics in training are those of all replicas.
+
+    The parameters of a module with state are its "params" collection, with each collection of state beside it under its
+    own name.
     """
 
-    def __init__(self, module: linen.Module, loss_fn: Callable, example: Any, has_aux: bool = False):
+    def __init__(
+        self, module: linen.Module, loss_fn: Callable, example: Any, has_aux: bool = False, sync_batch_norm: bool = True
+    ):
         self.linen, self.loss_fn, self.example, self.has_aux = module, loss_fn, example, has_aux
-        self.collections = self._constant_collections()
+        self.sync_batch_norm = sync_batch_norm
+        self.collections, self.mutable, self.state = self._find_collections()
         self.constants = Constants(self._make_constants)
         take_methods(self, module)
 
@@ -38,14 +48,22 @@ class LinenModel:
         return f"from_flax({type(self.linen).__name__})"
 
     def module(self, params: Any, rng: jax.Array | None = None) -> Any:
-        constants = self.constants.values if self.collections else {}
-        return self.linen.bind({PARAMS: params, **constants}, rngs=_streams(rng))
+        variables = dict(self.constants.values) if self.collections else {}
+        params = dict(params)
+        variables |= {name: params.pop(name) for name in self.mutable}
+        return self.linen.bind({PARAMS: params, **variables}, rngs=_streams(rng), mutable=self.mutable or False)
 
     def init(self, rng: jax.Array) -> Any:
-        return self._variables(rng).get(PARAMS, {})
+        variables = self._variables(rng)
+        return {**variables.get(PARAMS, {}), **{name: variables[name] for name in self.mutable}}
 
     def loss(self, params: Any, batch: Any, rng: jax.Array | None) -> Any:
-        return self.loss_fn(self.module(params, rng), batch, rng)
+        module = self.module(params, rng)
+        with linen.intercept_methods(_synchronize) if self.sync_batch_norm and rng is not None else nullcontext():
+            result = self.loss_fn(module, batch, rng)
+        if not self.state:
+            return result
+        return result, {name: module.variables[name] for name in self.mutable}
 
     def _variables(self, rng: jax.Array) -> dict[str, Any]:
         """Initialise all collections, without metadata boxes."""
@@ -59,20 +77,20 @@ class LinenModel:
         variables = self._variables(jax.random.key(0))
         return {name: variables[name] for name in self.collections}
 
-    def _constant_collections(self) -> list[str]:
-        """Find the collections beside the parameters that the loss reads and does not change in training.
+    def _find_collections(self) -> tuple[list[str], list[str], frozenset[str]]:
+        """Sort the collections beside the parameters into constants, state and sown values, which are ignored.
 
-        Linen does not mark constant collections, so the loss is traced twice. With all collections mutable, the ones
-        that change are sown values or state. Without these, and with nothing mutable, a loss that sows still works,
-        and a loss with state fails.
+        Linen does not mark them, so the loss is traced. A collection that training does not change is constant. Of the
+        others, the loss needs those that it reads: without one of them it fails.
+
+        Returns:
+          The constant collections, the collections of state, and the names of the state's leaves.
         """
         shapes = jax.eval_shape(lambda: self._variables(jax.random.key(0)))
         names = sorted(set(shapes) - {PARAMS})
-        if not names:
-            return []
         changed: set[str] = set()
 
-        def train(variables: Any, mutable: Any) -> Any:
+        def train(variables: Any, mutable: list[str]) -> Any:
             key = jax.random.key(0)
             apply = linen.apply(lambda module, batch: self.loss_fn(module, batch, key), self.linen, mutable=mutable)
             return apply(variables, self._zeros(), rngs=_streams(key))
@@ -82,16 +100,29 @@ class LinenModel:
             # An unchanged variable comes back as the same tracer.
             changed.update(name for name in names if _ids(after.get(name)) != _ids(variables[name]))
 
-        jax.eval_shape(find_changed, shapes)
-        unchanged = {name: variables for name, variables in shapes.items() if name not in changed}
-        try:
-            jax.eval_shape(lambda variables: train(variables, False), unchanged)
-        except flax.errors.FlaxError as error:
-            raise ConfigError(
-                f"from_flax: variable collections {sorted(changed)} are not parameters; only parameters are trained "
-                "(use LayerNorm, RMSNorm or GroupNorm for BatchNorm)"
-            ) from error
-        return sorted(unchanged.keys() - {PARAMS})
+        def needed(name: str) -> bool:
+            others = {other: variables for other, variables in shapes.items() if other != name}
+            try:
+                jax.eval_shape(lambda variables: train(variables, sorted(others.keys() - {PARAMS})), others)
+            except flax.errors.FlaxError:
+                return True
+            return False
+
+        if names:
+            jax.eval_shape(find_changed, shapes)
+        state = [name for name in names if name in changed and needed(name)]
+        if twice := sorted(set(state) & set(shapes.get(PARAMS, {}))):
+            raise ConfigError(f"from_flax: {twice} names both a submodule and a variable collection: rename one")
+        constants = [name for name in names if name not in changed]
+        return constants, state, frozenset(named({name: shapes[name] for name in state}))
+
+
+def _synchronize(next_method: Callable, args: Any, kwargs: Any, context: Any) -> Any:
+    """Give BatchNorm the replicas' axes, while a method of a Linen module is called."""
+    module = context.module
+    if isinstance(module, linen.BatchNorm) and module.axis_name is None:
+        object.__setattr__(module, "axis_name", replica_axes() or None)  # modules are frozen
+    return next_method(*args, **kwargs)
 
 
 def _streams(rng: jax.Array | None) -> dict[str, jax.Array] | None:

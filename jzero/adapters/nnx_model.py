@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +15,9 @@ from flax import nnx
 from jzero.adapters.constants import Constants
 from jzero.adapters.methods import take_methods
 from jzero.errors import ConfigError
+from jzero.mesh import replica_axes
 from jzero.model import ENDS, STACK, stack_loss
+from jzero.tree import named
 
 Build = Callable[[nnx.Rngs], nnx.Module]
 MODES = ("deterministic", "use_running_average")  # the attributes that nnx.Module.train and eval set
@@ -73,37 +76,55 @@ class Apply:
     """An NNX module as a pure function of its parameters: `apply(params, rng) -> module`.
 
     `nnx.split` divides a module into its graph (static: classes, hyperparameters, modes) and its state: parameters,
-    which the caller passes; random state, made from `rng` in each call; constants, which are closed over. Merging them
-    is cheap and happens under the caller's trace, so the result is an ordinary module.
+    which the caller passes, with the other nnx.Variables (BatchNorm's statistics, ...) among them; random state, made
+    from `rng` in each call; constants, which are closed over. Merging them is cheap and happens under the caller's
+    trace, so the result is an ordinary module.
 
     Args:
       abstract: the result of `abstract_module`, or a part of it.
       constants: of the whole module.
       stack: the name of the part, if it is a layer stack. `params` are then one layer's, and random state and constants
         have no layer axis either.
+      sync_batch_norm: whether BatchNorm's statistics in training are those of all replicas.
+
+    Attributes:
+      state: the names of the variables that a forward pass may replace.
     """
 
-    def __init__(self, abstract: nnx.Module, constants: Constants, stack: str | None = None):
+    def __init__(
+        self, abstract: nnx.Module, constants: Constants, stack: str | None = None, *, sync_batch_norm: bool = True
+    ):
         self.graph, self.evaluation = _graphs(abstract)
-        parts: Any = nnx.split(abstract, nnx.Param, nnx.RngState, nnx.Variable, ...)
-        _, self.params, random, rest, plain = parts
-        if others := [f"{_dotted(path)} ({type(v).__name__})" for path, v in nnx.to_flat_state(rest)]:
-            raise ConfigError(
-                f"from_flax: {', '.join(others)} is state that is not a parameter; only nnx.Param and random state "
-                "are trained (use LayerNorm, RMSNorm or GroupNorm for BatchNorm)"
-            )
+        parts: Any = nnx.split(abstract, nnx.RngState, nnx.Variable, ...)
+        _, random, self.variables, plain = parts
+        self.state = frozenset(
+            "/".join(map(str, path)) for path, v in nnx.to_flat_state(self.variables) if not isinstance(v, nnx.Param)
+        )
+        self.sync_batch_norm = sync_batch_norm
         self.random, self.random_tree = jax.tree.flatten(random)
         if stack:
             self.random = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in self.random]
         self.paths, self.constants, self.stack = [path for path, _ in nnx.to_flat_state(plain)], constants, stack
 
     def __call__(self, params: Any, rng: jax.Array | None = None) -> Any:
-        state = jax.tree.map(lambda v: v, self.params)
-        nnx.replace_by_pure_dict(state, params)
+        variables = jax.tree.map(lambda v: v, self.variables)
+        nnx.replace_by_pure_dict(variables, params)
         base = jax.random.key(0) if rng is None else rng
         random = [_random(base, i, x) for i, x in enumerate(self.random)]
         graph = self.evaluation if rng is None else self.graph
-        return nnx.merge(graph, state, jax.tree.unflatten(self.random_tree, random), self._merged_constants())
+        module = nnx.merge(graph, variables, jax.tree.unflatten(self.random_tree, random), self._merged_constants())
+        if rng is not None and self.sync_batch_norm:
+            for _, layer in nnx.iter_modules(module):
+                if isinstance(layer, nnx.BatchNorm) and layer.axis_name is None:
+                    layer.axis_name = replica_axes() or None  # type: ignore[assignment]
+        return module
+
+    def with_new_state(self, module: Any, result: Any) -> Any:
+        """Pair the result of a function of `module` with the state after it, if there is state; see `jzero.model`."""
+        if not self.state:
+            return result
+        after = named(nnx.to_pure_dict(nnx.state(module, nnx.Variable)))
+        return result, {name: after[name] for name in self.state}
 
     def _merged_constants(self) -> Any:
         """Return this part's constants in the form that nnx.merge takes."""
@@ -162,35 +183,46 @@ def _dotted(path: tuple) -> str:
     return ".".join(map(str, path))
 
 
+def _variables(module: nnx.Module) -> Any:
+    """Return the values of a module's variables, without random state."""
+    return nnx.to_pure_dict(nnx.state(module, nnx.All(nnx.Variable, nnx.Not(nnx.RngState))))
+
+
 class NNXModel:
     """An NNX module and a loss function as a model."""
 
-    def __init__(self, build: Build, abstract: nnx.Module, loss_fn: Callable, has_aux: bool = False):
+    def __init__(
+        self, build: Build, abstract: nnx.Module, loss_fn: Callable, has_aux: bool = False, sync_batch_norm: bool = True
+    ):
         self.build, self.loss_fn, self.has_aux, self.name = build, loss_fn, has_aux, type(abstract).__name__
-        self.module = Apply(abstract, constants_of(build))
+        self.module = Apply(abstract, constants_of(build), sync_batch_norm=sync_batch_norm)
+        self.state = self.module.state
         take_methods(self, abstract)
 
     def __repr__(self) -> str:
         return f"from_flax({self.name})"
 
     def init(self, rng: jax.Array) -> Any:
-        return nnx.to_pure_dict(nnx.state(self.build(nnx.Rngs(rng)), nnx.Param))
+        return _variables(self.build(nnx.Rngs(rng)))
 
     def loss(self, params: Any, batch: Any, rng: jax.Array | None) -> Any:
-        return self.loss_fn(self.module(params, rng), batch, rng)
+        module = self.module(params, rng)
+        return self.module.with_new_state(module, self.loss_fn(module, batch, rng))
 
 
 class NNXStackModel:
     """An NNX module with `prefix`, `stack` and `suffix` as a model with a layer stack."""
 
-    def __init__(self, build: Build, abstract: Any, has_aux: bool = False):
+    def __init__(self, build: Build, abstract: Any, has_aux: bool = False, sync_batch_norm: bool = True):
         self.build, self.has_aux, self.name = build, has_aux, repr(getattr(abstract, "config", type(abstract).__name__))
-        constants = constants_of(build)
-        self.whole, self.layer = Apply(abstract, constants), Apply(abstract.stack, constants, STACK)
+        apply = partial(Apply, constants=constants_of(build), sync_batch_norm=sync_batch_norm)
+        self.whole, self.layer = apply(abstract), apply(abstract.stack, stack=STACK)
         take_methods(self, abstract)
         stack = abstract.stack
         del abstract.stack
-        self.ends = Apply(abstract, constants)
+        self.ends = apply(abstract)
+        states = ((ENDS, self.ends), (STACK, self.layer))
+        self.state = frozenset(f"{part}/{name}" for part, apply in states for name in apply.state)
         abstract.stack = stack  # for the methods taken above, which belong to this object
 
     def __repr__(self) -> str:
@@ -200,17 +232,24 @@ class NNXStackModel:
         return self.whole({**params[ENDS], STACK: params[STACK]}, rng)
 
     def init(self, rng: jax.Array) -> Any:
-        params = nnx.to_pure_dict(nnx.state(self.build(nnx.Rngs(rng)), nnx.Param))
+        params = _variables(self.build(nnx.Rngs(rng)))
         return {STACK: params.pop(STACK), ENDS: params}
 
     def prefix(self, ends: Any, batch: Any, rng: jax.Array | None) -> Any:
-        return self.ends(ends, rng).prefix(batch)
+        return self._call(self.ends, ends, rng, lambda module: module.prefix(batch))
 
     def block(self, layer: Any, x: Any, rng: jax.Array | None) -> Any:
-        return self.layer(layer, rng)(x)
+        return self._call(self.layer, layer, rng, lambda module: module(x))
 
     def suffix(self, ends: Any, x: Any, batch: Any, rng: jax.Array | None) -> Any:
-        return self.ends(ends, rng).suffix(x, batch)
+        return self._call(self.ends, ends, rng, lambda module: module.suffix(x, batch))
+
+    def _call(self, apply: Apply, weights: Any, rng: jax.Array | None, f: Callable) -> Any:
+        module = apply(weights, rng)
+        result = f(module)
+        if not self.state:
+            return result
+        return apply.with_new_state(module, result) if apply.state else (result, {})
 
     def loss(self, params: Any, batch: Any, rng: jax.Array | None) -> Any:
         return stack_loss(self, params, batch, rng)

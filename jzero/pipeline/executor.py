@@ -21,16 +21,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from jzero.errors import ConfigError
-from jzero.gradients import weighted
+from jzero.gradients import Weights, weighted
 from jzero.loss import Sums
 from jzero.mesh import PIPE
-from jzero.model import ENDS, STACK, fold
+from jzero.model import ENDS, STACK, fold, replace_state
 from jzero.pipeline.layer_switch import kind_of
 from jzero.pipeline.program import Program, Runs, count
 from jzero.pipeline.split_backward import Chunk, split_floats
 from jzero.precision import Precision
 from jzero.stack import StackView, fetch
 from jzero.tree import PyTree, combine, leading_dim
+from jzero.zero import ParamLayout, keep_state
 
 Columns = dict[str, jax.Array]  # this stage's numbers by name, see `program.Program.columns`
 Functions = tuple[Callable, Callable, Callable]  # prefix, chunk, suffix
@@ -45,8 +46,9 @@ class Stages:
       view: the form of the parameters in use; its stack is a list, and with several chunks a leaf has an axis for them.
       read: what the suffix returns -> `Sums`.
       functions: called with (pairs, micro-batch), whose shapes alone matter; returns prefix(ends, batch, key) -> x,
-        chunk(weights, x, context) -> x, suffix(ends, x, batch, key) -> loss. The weights are (diff, nondiff); a
-        context is the micro-batch's key and the chunk's number in the whole model.
+        chunk(weights, state, x, context) -> x, suffix(ends, x, batch, key) -> loss, each with the new state beside its
+        result. The weights are (diff, nondiff); a context is the micro-batch's key and the chunk's number in the whole
+        model.
     """
 
     n_stages: int
@@ -68,6 +70,7 @@ class Carry(NamedTuple):
       stash: residuals between F and B or W, [slots, ...] each.
       rest: operands of the weights' gradient between D and W, [slots, ...] each.
       gradients: summed so far.
+      state: the model's, None in the place of parameters.
       seen: the loss and metrics of every micro-batch, [M, 2] each.
     """
 
@@ -78,6 +81,7 @@ class Carry(NamedTuple):
     stash: Any
     rest: Any
     gradients: Any
+    state: Any
     seen: Sums
 
 
@@ -85,44 +89,50 @@ class Run:
     """One run of a program over the micro-batches of a batch; without a `cotangent` forward only."""
 
     def __init__(
-        self, stages: Stages, program: Program, pairs: Any, batch: PyTree, rng: Any, first_index: Any,
+        self, stages: Stages, program: Program, weights: Weights, batch: PyTree, rng: Any, first_index: Any,
         cotangent: jax.Array | None = None,
     ):  # fmt: skip
         self.stages, self.program, self.batch, self.cotangent = stages, program, batch, cotangent
-        (self.diff, self.nondiff), self.rng, self.first_index = pairs, rng, first_index
+        (self.diff, self.nondiff, self.state), self.rng, self.first_index = weights, rng, first_index
         self.stage = lax.axis_index(PIPE)
         self.is_first, self.is_last = self.stage == 0, self.stage == stages.n_stages - 1
         self.last_chunk = stages.chunks - 1
         self.gathers = any(layout.rule.gather == "layer" for layout in jax.tree.leaves(stages.view.layouts[STACK]))
         part, key = self.micro_batch(0)
-        prefix, self.layers, self.suffix = stages.functions(pairs, part)
+        prefix, self.layers, self.suffix = stages.functions((self.diff, replace_state(*weights[1:])), part)
         self.prefix = lambda *args: jax.tree.map(jnp.asarray, prefix(*args))
-        self.x = jax.eval_shape(lambda: self.prefix(self.ends(self.diff[ENDS]), part, key))
-        weights, context = jax.eval_shape(self.weights, 0), jax.eval_shape(self.context, 0, 0)
-        _check_chain(self.x, jax.eval_shape(self.layers, weights, self.x, context))
+        ends = partial(self.ends, self.diff[ENDS], self.state[ENDS])
+        self.x = jax.eval_shape(lambda: self.prefix(ends(), part, key)[0])
+        pair, context = jax.eval_shape(self.weights, 0), jax.eval_shape(self.context, 0, 0)
+        state = jax.eval_shape(lambda: self.of_chunk(self.state[STACK], 0))
+        _check_chain(self.x, jax.eval_shape(self.layers, pair, state, self.x, context)[0])
+        self.sums = jax.eval_shape(lambda x: stages.read(self.suffix(ends(), x, part, key)[0]), self.x)
         if cotangent is not None:
-            self.chunk = Chunk(self.layers, weights, self.x, context, split=program.rest > 0)
+            self.chunk = Chunk(self.layers, pair, state, self.x, context, split=program.rest > 0)
 
-    def result(self) -> tuple[PyTree, Sums]:
-        """Run the program; return (gradients of diff, the loss and metrics of every micro-batch [M, 2])."""
+    def result(self) -> tuple[PyTree, Sums, PyTree]:
+        """Run the program.
+
+        Returns:
+          The gradients of diff, the loss and metrics of every micro-batch [M, 2], the new state.
+        """
         columns = {name: jnp.asarray(column)[:, self.stage] for name, column in self.program.columns.items()}
         carry = self.execute(self.program.runs, self.start(), columns)
-        return carry.gradients, carry.seen
+        return carry.gradients, carry.seen, carry.state
 
     def start(self) -> Carry:
         """Make the carry before the first tick."""
         x = _zeros(self.x)
-        m = leading_dim(self.batch)
-        seen = jax.tree.map(lambda s: jnp.zeros((m, *s.shape)), jax.eval_shape(self.read_suffix, x))
+        seen = jax.tree.map(lambda s: jnp.zeros((leading_dim(self.batch), *s.shape)), self.sums)
         floats = split_floats(x)[0]
         if self.cotangent is None:
-            return Carry(x, x, None, None, None, None, None, seen)
+            return Carry(x, x, None, None, None, None, None, self.state, seen)
         accum = self.stages.precision.accum
         stash = _buffer(self.program.stash, self.chunk.stashed_shapes)
         stash += [] if self.program.turns else [_buffer(self.program.stash, x)]
         rest = _buffer(self.program.rest, self.chunk.rest_shapes)
         gradients = jax.tree.map(lambda w: jnp.zeros(w.shape, accum), self.diff)
-        return Carry(x, x, floats, floats, stash, rest, gradients, seen)
+        return Carry(x, x, floats, floats, stash, rest, gradients, self.state, seen)
 
     def execute(self, runs: Runs, carry: Carry, columns: Columns) -> Carry:
         """Run nested runs of ticks, each repeated run as one scan over its rows of the columns."""
@@ -160,10 +170,12 @@ class Run:
         new, y, dy, ends_gradients = carry._asdict(), None, None, []
         if work & set("ESG"):
             # E, S and G share one fetch of the ends, and one transpose reduces the sum of their gradients.
-            ends, reduce = jax.vjp(self.ends, self.diff[ENDS])
+            ends, reduce = jax.vjp(lambda diff: self.ends(diff, carry.state[ENDS]), self.diff[ENDS])
 
         if "E" in work:
-            new["entering"] = self.prefix(ends, *self.micro_batch(at["E.micro"]))
+            new["entering"], state = self.prefix(ends, *self.micro_batch(at["E.micro"]))
+            ends = replace_state(ends, state)
+            self.keep(new, ENDS, state)
 
         if "F" in work:
             y = self.forward(new, carry, at)
@@ -190,7 +202,7 @@ class Run:
 
         if "G" in work:
             part, key = self.micro_batch(at["G.micro"])
-            _, pullback = jax.vjp(lambda ends: split_floats(self.prefix(ends, part, key))[0], ends)
+            _, pullback = jax.vjp(lambda ends: split_floats(self.prefix(ends, part, key)[0])[0], ends)
             ends_gradients += pullback(self.from_stage(self.is_first, carry.leaving))
 
         if ends_gradients:
@@ -203,10 +215,12 @@ class Run:
         # Chunk 0 of the first stage begins a micro-batch; every other chunk continues with the previous stage's output.
         x = _select(self.is_first & (at["F.chunk"] == 0), carry.entering, carry.inbox)
         weights, context = self.weights(at["F.chunk"]), self.context(at["F.chunk"], at["F.micro"])
+        state = self.of_chunk(carry.state[STACK], at["F.chunk"])
         if self.cotangent is None:
-            y = self.layers(weights, x, context)
+            y, _ = self.layers(weights, state, x, context)
         else:
-            y, kept = self.chunk.forward(weights, x, context)
+            (y, new_state), kept = self.chunk.forward(weights, state, x, context)
+            self.keep(new, STACK, _select(at["F.active"], new_state, state), at["F.chunk"])
             kept += [] if self.program.turns else [y]
             new["stash"] = _write(carry.stash, at["F.slot"], kept)
         new["inbox"] = self.send(y, +1)
@@ -222,10 +236,13 @@ class Run:
         floats, others = split_floats(self.from_stage(self.is_last, y))
 
         def loss(ends: Any, floats: Any) -> Any:
-            sums = self.stages.read(self.suffix(ends, combine(floats, others), part, key))
-            return (0.0, sums) if self.cotangent is None else weighted(sums, self.cotangent)
+            value, state = self.suffix(ends, combine(floats, others), part, key)
+            sums = self.stages.read(value)
+            total = 0.0 if self.cotangent is None else weighted(sums, self.cotangent)[0]
+            return total, (sums, state)
 
-        _, pullback, seen = jax.vjp(loss, ends, floats, has_aux=True)
+        _, pullback, (seen, state) = jax.vjp(loss, ends, floats, has_aux=True)
+        self.keep(new, ENDS, state)
         new["seen"] = jax.tree.map(lambda all, x: all.at[at["S.micro"]].set(x), new["seen"], seen)
         if self.cotangent is None:
             return [], None
@@ -254,10 +271,6 @@ class Run:
 
     # ------------------------------------------------------------------ parts of it
 
-    def read_suffix(self, y: Any) -> Sums:
-        """Run the suffix on the first micro-batch, for the names and shapes of its results."""
-        return self.stages.read(self.suffix(self.ends(self.diff[ENDS]), y, *self.micro_batch(0)))
-
     def micro_batch(self, index: Any) -> tuple[PyTree, Any]:
         """Return (batch, key) of a micro-batch."""
         part = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), self.batch)
@@ -267,19 +280,37 @@ class Run:
         """Pair a micro-batch's key with the number that this stage's chunk has in the whole model."""
         return fold(self.rng, self.first_index + micro), chunk * self.stages.n_stages + self.stage
 
-    def ends(self, diff: PyTree) -> PyTree:
+    def ends(self, diff: PyTree, state: PyTree) -> PyTree:
         """Fetch the weights of prefix and suffix."""
-        return fetch(self.stages.view.layouts[ENDS], (diff, self.nondiff[ENDS]), self.stages.precision)
+        nondiff = replace_state(self.nondiff[ENDS], state)
+        return fetch(self.stages.view.layouts[ENDS], (diff, nondiff), self.stages.precision)
 
     def weights(self, chunk: Any, again: bool = False) -> Any:
         """Return (diff, nondiff) of a chunk.
 
         With `again`, XLA must gather again: without the barrier it would keep the weights of the forward pass alive.
         """
-        pair = self.diff[STACK], self.nondiff[STACK]
-        if self.stages.view.layer_axis:
-            pair = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, chunk, keepdims=False), pair)
+        pair = self.of_chunk((self.diff[STACK], self.nondiff[STACK]), chunk)
         return lax.optimization_barrier(pair) if again and self.gathers else pair
+
+    def of_chunk(self, stack: Any, chunk: Any) -> Any:
+        """Index trees of the stack by the chunk, if there are several."""
+        if not self.stages.view.layer_axis:
+            return stack
+        return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, chunk, keepdims=False), stack)
+
+    def keep(self, new: dict[str, Any], part: str, state: PyTree, chunk: Any = None) -> None:
+        """Put new state of the ends or of a chunk into the carry."""
+
+        def keep(layout: ParamLayout, old: Any, value: Any) -> Any:
+            if value is None:
+                return old
+            if chunk is None or not self.stages.view.layer_axis:
+                return keep_state(layout, value, old)
+            return lax.dynamic_update_index_in_dim(old, keep_state(layout, value, old[0]), chunk, 0)
+
+        kept = jax.tree.map(keep, self.stages.view.layouts[part], new["state"][part], state)
+        new["state"] = {**new["state"], part: kept}
 
     def add(self, new: dict[str, Any], gradient: PyTree, chunk: Any, active: jax.Array | Literal[False]) -> None:
         """Add a chunk's gradient to the sums, unless this stage is idle; `active` is False if no stage is.

@@ -14,7 +14,7 @@ from flax import linen, nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jzero.adapters.from_flax import from_flax
-from jzero.errors import ConfigError
+from jzero.errors import ConfigError, some_of
 
 
 class LayerSpec:
@@ -73,10 +73,11 @@ class Layer:
     """A layer as pure functions.
 
     Attributes:
-      init: `init(rng) -> params`. call: `call(params, x, rng) -> x`.
+      init: `init(rng) -> params`. call: `call(params, x, rng) -> x`; with `state`, (x, {name: new value}).
       params: ShapeDtypeStructs.
       structure: equal for layers that differ only in their parameters' values; None for a function or a tied layer.
       key: of a tied layer. shared: the names of the parameters that all layers with this key share.
+      state: the names of the leaves that a forward pass replaces.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Layer:
     structure: Any
     key: str | None = None
     shared: frozenset[str] = frozenset()
+    state: frozenset[str] = frozenset()
 
     def split(self, params: Any) -> tuple[Any, Any]:
         """Split `params` into (own, shared)."""
@@ -128,10 +130,15 @@ def make_layer(item: Any, x: Any) -> Layer:
     model: Any = from_flax(module, forward, example_batch=x)
     params = jax.eval_shape(lambda: model.init(jax.random.key(0)))
     if isinstance(item, TiedLayerSpec):
+        if model.state:
+            raise ConfigError(
+                f"TiedLayerSpec({item.key!r}, {name}): tied layers cannot have state ({some_of(model.state)}); use "
+                "LayerSpec, or LayerNorm, RMSNorm or GroupNorm for BatchNorm"
+            )
         shared = _shared(item, [_dotted(path) for path in flatten_dict(params)])
         return Layer(name, model.init, model.loss, params, None, item.key, shared)
     structure = (module if is_linen(item) else model.module.structure, signature(params))
-    return Layer(name, model.init, model.loss, params, structure)
+    return Layer(name, model.init, model.loss, params, structure, state=frozenset(model.state))
 
 
 def _shared(spec: TiedLayerSpec, names: list[str]) -> frozenset[str]:

@@ -16,37 +16,44 @@ import jax
 import jax.numpy as jnp
 
 from jzero.errors import ConfigError
+from jzero.model import replace_state, with_state
 from jzero.pipeline.module import PipelineModule, pair
+from jzero.tree import partition
 
 Buffers = dict[str, jax.Array]  # "float" and "other", each [length], where there are values of the kind
 
 
 def switched(
-    model: PipelineModule, boundaries: Sequence[int], params: Any, batch: Any
-) -> tuple[Callable[[Any], Buffers], Callable[[Any, Buffers, Any, Any], Buffers], Callable[[Buffers, Any, Any], Any]]:
+    model: PipelineModule, boundaries: Sequence[int], params: Any, batch: Any, is_state: Any
+) -> tuple[Callable[[Any], Buffers], Callable[[Any, Buffers, Any, Any], Any], Callable[[Buffers, Any, Any], Any]]:
     """Convert a list of layers, equal or not, to (prefix, chunk, suffix).
 
-    prefix(batch) -> x; chunk(params, x, part, rng) -> x; suffix(x, batch, rng) -> loss
+    prefix(batch) -> x; chunk(params, x, part, rng) -> (x, new state); suffix(x, batch, rng) -> loss
 
     `chunk` runs the layers [boundaries[part], boundaries[part + 1]); `part` is an int32 and may be traced. It keeps
     only its arguments for the backward pass: a bare switch would keep the residuals of all its branches.
 
     Args:
       params: as `PipelineModule.apply` takes them; `batch`: one micro-batch. Arrays or ShapeDtypeStructs, for shapes.
+      is_state: a tree of bools like `params`.
 
     Raises:
       ConfigError: complex numbers or random keys between layers.
     """
-    run = [partial(model.apply, start=start, stop=stop) for start, stop in pairwise(boundaries)]
+    run = [partial(with_state(model, model.run), start=start, stop=stop) for start, stop in pairwise(boundaries)]
     trees = [jax.eval_shape(lambda inputs: inputs, pair(batch)[0])]
     for layers in run:
-        trees.append(jax.eval_shape(lambda params, x, layers=layers: layers(params, x=x, rng=None), params, trees[-1]))
+        y = jax.eval_shape(lambda params, x, layers=layers: layers(params, x=x, rng=None)[0], params, trees[-1])
+        trees.append(y)
     pack, unpack = _packing(trees)
 
     @jax.checkpoint
-    def chunk(params: Any, x: Buffers, part: Any, rng: jax.Array | None) -> Buffers:
-        branches = [lambda p=p: pack(run[p](params, x=unpack(x, trees[p]), rng=rng)) for p in range(len(run))]
-        return jax.lax.switch(part, branches)
+    def chunk(params: Any, x: Buffers, part: Any, rng: jax.Array | None) -> Any:
+        def branch(p: int) -> Any:
+            y, new = run[p](params, x=unpack(x, trees[p]), rng=rng)
+            return pack(y), replace_state(partition(params, is_state)[0], new)  # of all layers, whatever the branch
+
+        return jax.lax.switch(part, [partial(branch, p) for p in range(len(run))])
 
     def suffix(x: Buffers, batch: Any, rng: jax.Array | None) -> Any:
         return model.loss_fn(unpack(x, trees[-1]), pair(batch)[1])

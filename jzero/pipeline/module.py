@@ -12,7 +12,7 @@ cuts the stack. If there is none, or the stages do not divide it, the pipeline c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from itertools import groupby
 from types import SimpleNamespace
@@ -38,6 +38,7 @@ from jzero.pipeline.layer_spec import (
     size,  # fmt: skip
 )
 from jzero.pipeline.partition import partition_layers
+from jzero.tree import named
 
 __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
 LAYERS, TIED = "layers", "tied"
@@ -97,6 +98,7 @@ class PipelineModule:
         self._check_ties()
         self.boundaries(1 if num_stages is None else num_stages)  # raises if they do not fit
         self.stack: Any = self._find_stack(inputs)
+        self.state = frozenset(self._state())
         if self.stack:
             self.prefix, self.block, self.suffix = self._prefix, self._block, self._suffix
 
@@ -130,46 +132,91 @@ class PipelineModule:
         return {ENDS: ends, STACK: jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)}
 
     def loss(self, params: Any, batch: Any, rng: jax.Array | None) -> Any:
+        if self.stack:
+            return stack_loss(self, params, batch, rng)  # type: ignore[arg-type]
         inputs, labels = pair(batch)
-        return self.loss_fn(self.module(params, rng)(inputs), labels)
+        x, new = self._run(params, 0, len(self._layers), inputs, rng)
+        return self._with(new, self.loss_fn(x, labels))
 
     def module(self, params: Any, rng: jax.Array | None = None) -> Callable[[Any], Any]:
         """Return the layers as a function `inputs -> outputs`; rng None is evaluation."""
         if not self.stack:
             return lambda inputs: self.apply(params, 0, len(self._layers), inputs, rng)
         without_loss: Any = SimpleNamespace(
-            prefix=self._prefix, block=self._block, suffix=lambda ends, x, batch, rng: self._after(ends, x, rng)
-        )
-        return lambda inputs: stack_loss(without_loss, params, (inputs, None), rng)
+            prefix=self._prefix, block=self._block, suffix=lambda ends, x, batch, rng: self._after(ends, x, rng),
+            state=self.state,
+        )  # fmt: skip
+
+        def run(inputs: Any) -> Any:
+            outputs = stack_loss(without_loss, params, (inputs, None), rng)
+            return outputs[0] if self.state else outputs
+
+        return run
+
+    def layer_index(self, name: str) -> int:
+        """Return the number of the layer that a leaf of `run`'s parameters belongs to."""
+        parts = name.split("/")
+        return self.stack.start + int(parts[1]) if parts[0] == STACK else int(parts[parts.index(LAYERS) + 1])
 
     def apply(self, params: Any, start: int, stop: int, x: Any, rng: jax.Array | None) -> Any:
         """Run x through the layers [start, stop), with the random numbers of `loss`; the stack is a list of layers."""
+        return self._run(params, start, stop, x, rng)[0]
+
+    def run(self, params: Any, start: int, stop: int, x: Any, rng: jax.Array | None) -> Any:
+        """Run the layers like `apply`; with state, return (x, new state) as `jzero.model` describes."""
+        x, new = self._run(params, start, stop, x, rng)
+        return self._with(new, x)
+
+    def _run(self, params: Any, start: int, stop: int, x: Any, rng: jax.Array | None) -> tuple[Any, dict[str, Any]]:
+        new: dict[str, Any] = {}
         stack, ends = self.stack or range(0), params[ENDS] if self.stack else params
         for i in range(start, stop):
             if i in stack:
                 k = i - stack.start
-                x = self._block(params[STACK][k], x, fold(rng, k + 1))
+                x, state = self._layer(i, params[STACK][k], x, fold(rng, k + 1))
+                new |= {f"{STACK}/{k}/{name}": value for name, value in state.items()}
             else:
                 part = 0 if i < stack.start else len(stack) + 1  # as `stack_loss` numbers the keys
-                x = self._through(ends, [i], x, fold(rng, part) if stack else rng)
-        return x
+                x, state = self._through(ends, [i], x, fold(rng, part) if stack else rng)
+                new |= {f"{ENDS}/{name}" if stack else name: value for name, value in state.items()}
+        return x, new
 
-    def _through(self, ends: Any, indices: Iterable[int], x: Any, rng: jax.Array | None) -> Any:
+    def _state(self) -> Iterator[str]:
+        """List the names of the state."""
+        for i, layer in enumerate(self._layers):
+            stacked = self.stack and i in self.stack
+            where = STACK if stacked else f"{ENDS}/{LAYERS}/{i}" if self.stack else f"{LAYERS}/{i}"
+            yield from (f"{where}/{name}" for name in layer.state)
+
+    def _with(self, new: dict[str, Any], result: Any) -> Any:
+        """Pair a result with new state, if the module has state."""
+        return (result, new) if self.state else result
+
+    def _layer(self, i: int, params: Any, x: Any, rng: jax.Array | None) -> tuple[Any, dict[str, Any]]:
+        """Run layer i; return (x, new state), with the layer's own names."""
+        layer = self._layers[i]
+        with self._fits(i, x):
+            y = layer.call(params, x, rng)
+        return (y[0], named(y[1])) if layer.state else (y, {})
+
+    def _through(self, ends: Any, indices: Iterable[int], x: Any, rng: jax.Array | None) -> tuple[Any, dict[str, Any]]:
         """Run x through layers outside the stack; layer i draws from `fold(rng, i + 1)`."""
         own, tied = ends.get(LAYERS, {}), ends.get(TIED, {})
+        new: dict[str, Any] = {}
         for i in indices:
             layer = self._layers[i]
-            with self._fits(i, x):
-                x = layer.call(layer.join(own.get(str(i), {}), tied.get(layer.key, {})), x, fold(rng, i + 1))
-        return x
+            params = layer.join(own.get(str(i), {}), tied.get(layer.key, {}))
+            x, state = self._layer(i, params, x, fold(rng, i + 1))
+            new |= {f"{LAYERS}/{i}/{name}": value for name, value in state.items()}
+        return x, new
 
     def _prefix(self, ends: Any, batch: Any, rng: jax.Array | None) -> Any:
-        return self._through(ends, range(self.stack.start), pair(batch)[0], rng)
+        x, new = self._through(ends, range(self.stack.start), pair(batch)[0], rng)
+        return self._with(new, x)
 
     def _block(self, layer: Any, x: Any, rng: jax.Array | None) -> Any:
         first = self.stack.start
-        with self._fits(first, x):
-            y = self._layers[first].call(layer, x, rng)
+        y, new = self._layer(first, layer, x, rng)
         if signature(y) != signature(x):
             raise ConfigError(
                 f"layers[{first}:{self.stack.stop}] ({self._layers[first].name}) are alike and form one stack, in "
@@ -177,13 +224,15 @@ class PipelineModule:
                 "dtype, cast in a function before them; for a shape, pass example_batch=(inputs, labels): then they "
                 "are not stacked"
             )
-        return y
+        return self._with(new, y)
 
     def _suffix(self, ends: Any, x: Any, batch: Any, rng: jax.Array | None) -> Any:
-        return self.loss_fn(self._after(ends, x, rng), pair(batch)[1])
+        x, new = self._through(ends, range(self.stack.stop, len(self._layers)), x, rng)
+        return self._with(new, self.loss_fn(x, pair(batch)[1]))
 
     def _after(self, ends: Any, x: Any, rng: jax.Array | None) -> Any:
-        return self._through(ends, range(self.stack.stop, len(self._layers)), x, rng)
+        x, new = self._through(ends, range(self.stack.stop, len(self._layers)), x, rng)
+        return self._with(new, x)
 
     def _fits(self, i: int, x: Any) -> AbstractContextManager:
         """Name layer i, its input and the source of that input in any error inside."""
@@ -209,7 +258,7 @@ class PipelineModule:
             self._layers.append(layer)
             if example is not None:
                 with self._fits(i, x), shapes_only():
-                    x = jax.eval_shape(lambda params, x, call=layer.call: call(params, x, None), layer.params, x)
+                    x = jax.eval_shape(lambda params, x, i=i: self._layer(i, params, x, None)[0], layer.params, x)
             inputs.append(x)
         if example is not None:
             with prefixed_errors(f"loss_fn does not fit outputs {show(x)} and labels {show(labels)}"):

@@ -25,45 +25,48 @@ _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "scan"
 
 
 class Chunk:
-    """The forward and backward programs of `y = f(weights, x, context)`, traced for arguments of these shapes.
+    """The forward and backward programs of `y, new = f(weights, state, x, context)`, traced for these shapes.
 
     Args:
-      f: its result has the structure of `x`.
+      f: `y` has the structure of `x`, and `new` that of `state`.
       weights: (diff, nondiff), any pytrees; the gradient is taken with respect to `diff`.
+      state: any pytree, without gradients.
       x: any pytree; leaves that are not floating have no gradient.
       context: other arguments that do not depend on `x`: keys, indices.
       split: whether to make `input_backward` and `weight_backward` instead of `backward`.
     """
 
-    def __init__(self, f: Callable, weights: Any, x: Any, context: Any, *, split: bool = False):
-        def forward(weights: Any, x: Any, context: Any) -> tuple[Any, Arrays]:
+    def __init__(self, f: Callable, weights: Any, state: Any, x: Any, context: Any, *, split: bool = False):
+        def forward(weights: Any, state: Any, x: Any, context: Any) -> tuple[Any, Arrays]:
             (diff, nondiff), (floats, others) = weights, split_floats(x)
 
             def differentiable(diff: Any, floats: Any) -> tuple[Any, Any]:
-                return split_floats(f((diff, nondiff), combine(floats, others), context))
+                y, new = f((diff, nondiff), state, combine(floats, others), context)
+                floats_of_y, others_of_y = split_floats(y)
+                return floats_of_y, (others_of_y, new)
 
-            y, pullback, others = jax.vjp(differentiable, diff, floats, has_aux=True)
+            y, pullback, (others, new) = jax.vjp(differentiable, diff, floats, has_aux=True)
             residuals, self.pullback = jax.tree.flatten(pullback)
-            return combine(y, others), residuals
+            return (combine(y, others), new), residuals
 
-        traced, (y, residuals) = jax.make_jaxpr(forward, return_shape=True)(weights, x, context)
+        traced, (y, residuals) = jax.make_jaxpr(forward, return_shape=True)(weights, state, x, context)
         self.program, self.y_tree = Equations(traced), jax.tree.structure(y)
         self.n_y, start = len(jax.tree.leaves(y)), len(jax.tree.leaves(weights))
-        stop = start + len(jax.tree.leaves(x))
+        stop = start + len(jax.tree.leaves((state, x)))
         self.known = self.program.inputs[:start] + self.program.inputs[stop:]
         self.residuals = self.program.outputs[self.n_y :]
-        # Only residuals that depend on x go into the stash; `remake` computes the others from weights and context.
+        # Only residuals that depend on x or state go into the stash; `remake` computes the others.
         depends = self.program.reached_from(self.program.inputs[start:stop])
         self.stashed = list(dict.fromkeys(v for v in self.residuals if not isinstance(v, Literal) and v in depends))
         self.stashed_shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.stashed]
         self.rest_shapes: list[jax.ShapeDtypeStruct] = []
         self.remake = self.program.needed(self.residuals, given=[*self.known, *self.stashed])
         if split:
-            self._split([jax.ShapeDtypeStruct(r.shape, r.dtype) for r in residuals], split_floats(y)[0])
+            self._split([jax.ShapeDtypeStruct(r.shape, r.dtype) for r in residuals], split_floats(y[0])[0])
 
-    def forward(self, weights: Any, x: Any, context: Any) -> tuple[Any, Arrays]:
-        """Compute (y, residuals to stash)."""
-        leaves = jax.tree.leaves((weights, x, context))
+    def forward(self, weights: Any, state: Any, x: Any, context: Any) -> tuple[Any, Arrays]:
+        """Compute ((y, new state), residuals to stash)."""
+        leaves = jax.tree.leaves((weights, state, x, context))
         run = self.program.run(self.program.eqns, self.program.inputs, leaves)
         return jax.tree.unflatten(self.y_tree, run(self.program.outputs[: self.n_y])), run(self.stashed)
 

@@ -8,6 +8,7 @@ every stage in its backward pass.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,10 +21,10 @@ from jax.sharding import Mesh
 
 from jzero.config import ActivationCheckpointing, Config
 from jzero.errors import ConfigError
-from jzero.gradients import Facts, Passes
+from jzero.gradients import Facts, Passes, Weights
 from jzero.loss import Sums, read_loss
 from jzero.mesh import PIPE
-from jzero.model import ENDS, STACK, StackModel, fold
+from jzero.model import ENDS, STACK, StackModel, fold, replace_state, with_state
 from jzero.pipeline import vocab_parallel
 from jzero.pipeline.chunk_placement import from_chunks, to_chunks
 from jzero.pipeline.executor import Functions, Run, Stages
@@ -33,21 +34,29 @@ from jzero.pipeline.program import make_program
 from jzero.pipeline.schedules import forward_only, make_schedule
 from jzero.precision import Precision, cast
 from jzero.remat import Remat, checkpointed
-from jzero.sharding import stack_length, trainable
+from jzero.sharding import is_state, stack_length, trainable
 from jzero.stack import StackView, fetch, scanned, unrolled
-from jzero.tree import PyTree, combine, leading_dim, partition
+from jzero.tree import PyTree, combine, leading_dim, partition, path_name
 from jzero.values.kinds import either
 from jzero.zero import ParamLayout
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """A model cut into stages: the form of its parameters, what a tick calls, and its text in the report."""
+    """A model cut into stages.
+
+    Attributes:
+      view: the form of the parameters.
+      functions: what a tick calls.
+      facts, summary: for the report.
+      owned: replaces every leaf of the state by that of the stage that computed it.
+    """
 
     view: StackView
     functions: Callable[[Any, PyTree], Functions]
     facts: Facts
     summary: str
+    owned: Callable[[PyTree], PyTree] = lambda state: state
 
 
 def pipelined(model: Any, config: Config, mesh: Mesh, layouts: PyTree, precision: Precision, accum: int) -> Passes:
@@ -69,19 +78,20 @@ def pipelined(model: Any, config: Config, mesh: Mesh, layouts: PyTree, precision
     def schedule(micro_batches: int) -> Any:
         return make_schedule(config.pipeline.schedule, n_stages, micro_batches, chunks)
 
-    def gradients(diff: PyTree, nondiff: PyTree, batch: PyTree, key: jax.Array, cotangent: jax.Array) -> Any:
+    def gradients(weights: Weights, batch: PyTree, key: jax.Array, cotangent: jax.Array) -> Any:
         program = make_program(schedule(leading_dim(batch)))
-        summed, seen = Run(stages, program, (diff, nondiff), batch, key, 0, cotangent).result()
+        summed, seen, state = Run(stages, program, weights, batch, key, 0, cotangent).result()
 
         # All stages compute the ends' gradients; only the first stage's counts, so that all agree.
         def once(layout: ParamLayout, g: Any) -> Any:
             return g if g is None or layout.on_pipe else _first(g)
 
-        return {**summed, ENDS: jax.tree.map(once, cut.view.layouts[ENDS], summed[ENDS])}, _agreed(seen)
+        summed = {**summed, ENDS: jax.tree.map(once, cut.view.layouts[ENDS], summed[ENDS])}
+        return summed, _agreed(seen), cut.owned(state)
 
-    def losses(diff: PyTree, nondiff: PyTree, batch: PyTree, key: jax.Array | None, first: Any = 0) -> Sums:
+    def losses(weights: Weights, batch: PyTree, key: jax.Array | None, first: Any = 0) -> Sums:
         program = make_program(forward_only(n_stages, leading_dim(batch), chunks))
-        return _agreed(Run(stages, program, (diff, nondiff), batch, key, first).result()[1])
+        return _agreed(Run(stages, program, weights, batch, key, first).result()[1])
 
     def line(micro_batches: int) -> str:
         made = schedule(micro_batches)
@@ -123,32 +133,38 @@ def _stack_stages(model: StackModel, config: Config, mesh: Mesh, layouts: PyTree
     vocabulary = PIPE if divided else None, {size for layout in divided for size in layout.shape}
     every = min(remat.interval or 1, depth)
 
+    first, block, last = (with_state(model, f) for f in (model.prefix, model.block, model.suffix))
+
     def prefix(ends: PyTree, part: PyTree, key: Any) -> Any:
         with vocab_parallel.parallel(*vocabulary):
-            return model.prefix(ends, part, fold(key, 0))
+            return first(ends, part, fold(key, 0))
 
     def suffix(ends: PyTree, x: Any, part: PyTree, key: Any) -> Any:
         with vocab_parallel.parallel(*vocabulary):
-            return model.suffix(ends, x, part, fold(key, length + 1))
+            return last(ends, x, part, fold(key, length + 1))
 
     def fetch_layers(pairs: Any) -> list[Any]:
         return [fetch(layouts[STACK], pair, precision) for pair in pairs]
 
     def layers(weights: Any, x: Any, keys: Any) -> Any:
+        states = []
         for layer, key in zip(weights, keys, strict=True):
-            x = model.block(layer, x, key)
-        return x
+            x, state = block(layer, x, key)
+            states.append(state)
+        return x, states
 
     # The stash separates the forward from the backward pass, so XLA cannot merge them: no barrier is needed.
     run = checkpointed(fetch_layers, layers, remat, unrolled=False)
 
-    def chunk(weights: Any, x: Any, context: Any) -> Any:
-        key, number = context
-        pairs = list(zip(*weights, strict=True))
+    def chunk(weights: Any, state: Any, x: Any, context: Any) -> Any:
+        (diff, nondiff), (key, number) = weights, context
+        pairs = list(zip(diff, replace_state(nondiff, state), strict=True))
         keys = [fold(key, number * depth + k + 1) for k in range(depth)]
+        states: list[Any] = []
         for k in range(0, depth, every):
-            x = run(pairs[k : k + every], x, keys[k : k + every])
-        return x
+            x, new = run(pairs[k : k + every], x, keys[k : k + every])
+            states += new
+        return x, states
 
     ends = "divided among the stages" if divided else "computed by all stages together"
     facts = Facts(remat, length, unrolled=True, by_layer=True, layers_per_checkpoint=every)
@@ -198,11 +214,14 @@ def _chunk_view(layouts: PyTree, stages: int, chunks: int, depth: int, precision
 
     def merge(gradients: PyTree) -> PyTree:
         def stack(*layers: jax.Array) -> jax.Array:
-            if not several:
-                return jnp.stack(layers)
-            return from_chunks(jnp.stack(layers, axis=1).astype(precision.reduce), stages, chunks)
+            return from_chunks(jnp.stack(layers, axis=1), stages, chunks) if several else jnp.stack(layers)
 
+        if several:
+            gradients = {**gradients, STACK: jax.tree.map(moved_in, [layouts[STACK]] * depth, gradients[STACK])}
         return {ENDS: gradients[ENDS], STACK: jax.tree.map(stack, *gradients[STACK])}
+
+    def moved_in(layout: ParamLayout, x: Any) -> Any:
+        return x if x is None or layout.state else x.astype(precision.reduce)
 
     in_use = {ENDS: layouts[ENDS], STACK: [layouts[STACK]] * depth}
     return StackView(in_use, split, merge, layer_axis=several)
@@ -236,13 +255,22 @@ def _switched_stages(model: PipelineModule, config: Config, mesh: Mesh, layouts:
             return fetch(whole.layouts, tuple(tree[0] for tree in weights), precision)  # type: ignore[arg-type]
 
         params = jax.eval_shape(lambda: everything([pair[STACK] for pair in pairs]))
-        pack, run, loss = switched(model, boundaries, params, part)
+        pack, run, loss = switched(model, boundaries, params, part, is_state(whole.layouts))
 
-        def chunk(weights: Any, x: Any, context: Any) -> Any:
-            key, number = context
-            return run(everything(weights), x, number, key)
+        def chunk(weights: Any, state: Any, x: Any, context: Any) -> Any:
+            (diff, nondiff), (key, number) = weights, context
+            params = everything((diff, replace_state(nondiff, state)))
+            x, new = run(params, x, number, key)
+            return x, [new]
 
-        return (lambda ends, part, key: pack(part)), chunk, (lambda ends, x, part, key: loss(x, part, key))
+        return (lambda ends, part, key: (pack(part), {})), chunk, (lambda ends, x, part, key: (loss(x, part, key), {}))
+
+    def owned(state: PyTree) -> PyTree:
+        def of_its_stage(path: tuple, x: jax.Array) -> jax.Array:
+            stage = (bisect_right(boundaries, model.layer_index(path_name(path))) - 1) % stages
+            return lax.psum(jnp.where(lax.axis_index(PIPE) == stage, x, jnp.zeros_like(x)), PIPE)
+
+        return {**state, STACK: [jax.tree_util.tree_map_with_path(of_its_stage, state[STACK][0])]}
 
     length = stack_length(layouts) if stacked else 0
     why = "no run of equal layers holds half of the parameters"
@@ -254,4 +282,4 @@ def _switched_stages(model: PipelineModule, config: Config, mesh: Mesh, layouts:
         f"layers again in the backward pass{interval}"
     )
     facts = Facts(remat, length, unrolled=stacked, fallback=fallback)
-    return _Cut(view, functions, facts, f"layers cut at {boundaries}, each stage switches to its own")
+    return _Cut(view, functions, facts, f"layers cut at {boundaries}, each stage switches to its own", owned)

@@ -47,7 +47,7 @@ class Decoder:
     def suffix(self, ends, x, batch, rng):
         labels, logits = batch["labels"], (x @ ends["head"]).astype(jnp.float32)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
-        return jnp.sum(losses, where=labels >= 0), (labels >= 0).sum()
+        return jzero.Mean(jnp.sum(losses, where=labels >= 0), (labels >= 0).sum())
 
     def loss(self, params, batch, rng):
         x = self.prefix(params["ends"], batch, rng)

@@ -1,0 +1,234 @@
+"""State that is not trained: BatchNorm's statistics, counters. Oracle: Flax and optax on one device.
+
+BatchNorm over all replicas is the single device's BatchNorm over the same rows, so losses, parameters and statistics
+agree to the rounding of float32.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import jzero
+from jzero.tree import named
+
+ROWS, ACCUM, LR = 32, 2, 0.05
+RNG = np.random.default_rng(0)
+BATCHES = [
+    {"x": RNG.normal(size=(ROWS, 6)).astype(np.float32), "y": RNG.integers(0, 3, ROWS).astype(np.int32)}
+    for _ in range(4)
+]
+
+
+def config(stage=0, **more):
+    return {
+        "train_batch_size": ROWS,
+        "gradient_accumulation_steps": ACCUM,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "gradient_clipping": 0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **more,
+    }
+
+
+def micro_batches(step, batch):
+    """Cut a batch as the step does: every replica's first rows, then every replica's second rows."""
+    rows = np.arange(ROWS).reshape(step.replicas, ACCUM, -1).swapaxes(0, 1).reshape(ACCUM, -1)
+    return [jax.tree.map(lambda x, i=i: x[i], batch) for i in rows]
+
+
+def cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(6, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, momentum=0.8, rngs=rngs)
+        self.last = nnx.Linear(8, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(nnx.relu(self.norm(self.first(x))))
+
+
+class LinenNet(linen.Module):
+    @linen.compact
+    def __call__(self, x, train):
+        x = linen.BatchNorm(use_running_average=not train, momentum=0.8)(linen.Dense(8)(x))
+        return linen.Dense(3)(linen.relu(x))
+
+
+def nnx_model(**more):
+    return jzero.from_flax(Net, lambda m, b: cross_entropy(m(b["x"]), b["y"]), **more)
+
+
+def linen_model(**more):
+    def loss(module, batch, rng):
+        return cross_entropy(module(batch["x"], train=rng is not None), batch["y"])
+
+    return jzero.from_flax(LinenNet(), loss, example_batch=BATCHES[0], **more)
+
+
+def plain_nnx(params, step):
+    """Train with Flax and optax alone; return losses, parameters by name, the loss of an evaluation."""
+    module = Net(nnx.Rngs(0))
+    state = nnx.state(module, nnx.Not(nnx.RngState))
+    nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, params))
+    nnx.update(module, state)
+    optimizer = nnx.Optimizer(module, optax.sgd(LR), wrt=nnx.Param)
+    losses = []
+    for batch in BATCHES:
+        total = []
+        for part in micro_batches(step, batch):
+            module.train()
+            loss, gradient = nnx.value_and_grad(lambda m, b: cross_entropy(m(b["x"]), b["y"]))(module, part)
+            total.append((loss, gradient))
+        optimizer.update(module, jax.tree.map(lambda *g: sum(g) / ACCUM, *[g for _, g in total]))
+        losses.append(np.mean([loss for loss, _ in total]))
+    module.eval()
+    evaluation = cross_entropy(module(BATCHES[0]["x"]), BATCHES[0]["y"])
+    return losses, named(nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.RngState)))), float(evaluation)
+
+
+def plain_linen(params, step):
+    net, tx, params = LinenNet(), optax.sgd(LR), dict(params)
+    state = {"batch_stats": params.pop("batch_stats")}
+
+    def loss_fn(params, state, part):
+        logits, new = net.apply({"params": params, **state}, part["x"], train=True, mutable=["batch_stats"])
+        return cross_entropy(logits, part["y"]), new
+
+    losses, opt = [], tx.init(params)
+    for batch in BATCHES:
+        total = []
+        for part in micro_batches(step, batch):
+            (loss, state), gradient = jax.value_and_grad(loss_fn, has_aux=True)(params, state, part)
+            total.append((loss, gradient))
+        updates, opt = tx.update(jax.tree.map(lambda *g: sum(g) / ACCUM, *[g for _, g in total]), opt, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(np.mean([loss for loss, _ in total]))
+    logits = net.apply({"params": params, **state}, BATCHES[0]["x"], train=False)
+    return losses, named({**params, **state}), float(cross_entropy(logits, BATCHES[0]["y"]))
+
+
+def train(step):
+    state = step.init(jax.random.key(0))
+    start, losses = jax.device_get(state.params), []
+    for batch in BATCHES:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return state, start, losses
+
+
+@pytest.mark.parametrize(("make", "plain"), [(nnx_model, plain_nnx), (linen_model, plain_linen)])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_batch_norm_trains_as_on_one_device(make, plain, stage):
+    step = jzero.make_train_step(make(), config(stage))
+    state, start, losses = train(step)
+    expected, parameters, evaluation = plain(start, step)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for name, x in named(state.params).items():
+        np.testing.assert_allclose(x, parameters[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    moved = [name for name in step.model.state if not np.allclose(named(start)[name], named(state.params)[name])]
+    assert sorted(moved) == sorted(step.model.state)
+    assert len(moved) == 2
+    assert float(step.evaluate(state, BATCHES[0])) == pytest.approx(evaluation, rel=1e-4)
+
+
+# ---------------------------------------------------------------- stacks and pipelines
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.linear, self.norm = nnx.Linear(8, 8, rngs=rngs), nnx.BatchNorm(8, momentum=0.8, rngs=rngs)
+
+    def __call__(self, x):
+        return x + nnx.relu(self.norm(self.linear(x)))
+
+
+class Deep(nnx.Module):
+    """BatchNorm in prefix, every layer and suffix; a counter of calls in the suffix."""
+
+    def __init__(self, rngs):
+        self.first, self.norm = nnx.Linear(6, 8, rngs=rngs), nnx.BatchNorm(8, momentum=0.8, rngs=rngs)
+        self.stack = nnx.vmap(lambda rngs: Layer(rngs=rngs))(rngs.fork(split=4))
+        self.last, self.out = nnx.BatchNorm(8, momentum=0.8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def prefix(self, batch):
+        return self.norm(self.first(batch["x"]))
+
+    def suffix(self, x, batch):
+        self.calls[...] += 1
+        return cross_entropy(self.out(self.last(x)), batch["y"])
+
+
+def plain_norm(p, x):
+    """Normalise x by its own statistics; return it, and the running statistics after it."""
+    mean, var = x.mean(0), x.var(0)
+    y = (x - mean) * jax.lax.rsqrt(var + 1e-5) * p["scale"] + p["bias"]
+    return y, {"mean": 0.8 * p["mean"] + 0.2 * mean, "var": 0.8 * p["var"] + 0.2 * var}
+
+
+def plain_deep(params, step):
+    """Train by hand: BatchNorm is written out."""
+
+    def loss_fn(params, batch):
+        ends, stack = params["ends"], params["stack"]
+        x, norm = plain_norm(ends["norm"], batch["x"] @ ends["first"]["kernel"] + ends["first"]["bias"])
+        layers = []
+        for i in range(4):
+            layer = jax.tree.map(lambda w, i=i: w[i], stack)
+            y, new = plain_norm(layer["norm"], x @ layer["linear"]["kernel"] + layer["linear"]["bias"])
+            x = x + jax.nn.relu(y)
+            layers.append(new)
+        x, last = plain_norm(ends["last"], x)
+        stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *layers)
+        value = cross_entropy(x @ ends["out"]["kernel"] + ends["out"]["bias"], batch["y"])
+        return value, {"norm": norm, "last": last, "stack": {"norm": stacked}}
+
+    losses, params = [], jax.tree.map(jnp.asarray, params)
+    for batch in BATCHES:
+        total = []
+        for part in micro_batches(step, batch):
+            (value, new), gradient = jax.value_and_grad(loss_fn, has_aux=True, allow_int=True)(params, part)
+            total.append((value, gradient))
+            for node, stats in ((params["ends"]["norm"], new["norm"]), (params["ends"]["last"], new["last"])):
+                node.update(stats)
+            params["stack"]["norm"].update(new["stack"]["norm"])
+        losses.append(np.mean([value for value, _ in total]))
+
+        def descend(path, p, *gs):
+            still = path[-1].key in ("mean", "var", "calls")
+            return p if still else p - LR * sum(gs) / ACCUM
+
+        params = jax.tree_util.tree_map_with_path(descend, params, *[g for _, g in total])
+    return losses, named({**params["ends"], "stack": params["stack"]})
+
+
+LAYOUTS = [
+    ({"data": 2}, 0, {}),
+    ({"zero": 4}, 3, {}),
+    ({"zero": 2}, 3, {"stack": {"unroll": False}}),
+    ({"zero": 2}, 3, {"activation_checkpointing": {"policy": "full"}}),
+    ({"pipe": 2, "zero": 2}, 0, {}),
+    ({"pipe": 2, "zero": 2}, 1, {"pipeline": {"schedule": "zero_bubble"}}),
+    ({"pipe": 2}, 3, {"pipeline": {"schedule": "interleaved", "chunks": 2}}),
+    ({"pipe": 4, "zero": 2}, 0, {"pipeline": {"schedule": "gpipe"}}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "stage", "more"), LAYOUTS)
+def test_a_stack_with_state_trains_as_on_one_device(mesh, stage, more):
+    n = np.prod(list(mesh.values()))
+    mesh = jzero.make_mesh(**{"zero": 1, **mesh}, devices=jax.devices()[:n])
+    step = jzero.make_train_step(jzero.from_flax(Deep), config(stage, **more), mesh=mesh)
+    state, start, losses = train(step)
+    expected, after = plain_deep(start, step)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for name, x in named({**state.params["ends"], "stack": state.params["stack"]}).items():
+        if name != "calls":
+            np.testing.assert_allclose(x, after[name], rtol=2e-4, atol=2e-6, err_msg=name)
+    assert int(state.params["ends"]["calls"]) == len(BATCHES) * ACCUM
