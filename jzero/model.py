@@ -90,8 +90,10 @@ def with_state(model: Any, f: Callable) -> Callable:
     The new state is a tree like `weights`, with None in the place of everything else.
     """
 
-    def run(weights: Any, *args: Any) -> tuple[Any, Any]:
-        result, new = f(weights, *args) if getattr(model, "state", ()) else (f(weights, *args), {})
+    def run(weights: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        result, new = f(weights, *args, **kwargs), {}
+        if getattr(model, "state", ()):
+            result, new = result
         if unknown := sorted(named(new).keys() - named(weights).keys()):
             raise ConfigError(f"{model!r}: new state {some_of(unknown)} has no leaf of that name in the parameters")
         values = named(new)

@@ -220,7 +220,7 @@ class Run:
             y, _ = self.layers(weights, state, x, context)
         else:
             (y, new_state), kept = self.chunk.forward(weights, state, x, context)
-            self.keep(new, STACK, _select(at["F.active"], new_state, state), at["F.chunk"])
+            self.keep(new, STACK, new_state, at["F.active"], at["F.chunk"])
             kept += [] if self.program.turns else [y]
             new["stash"] = _write(carry.stash, at["F.slot"], kept)
         new["inbox"] = self.send(y, +1)
@@ -299,15 +299,17 @@ class Run:
             return stack
         return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, chunk, keepdims=False), stack)
 
-    def keep(self, new: dict[str, Any], part: str, state: PyTree, chunk: Any = None) -> None:
-        """Put new state of the ends or of a chunk into the carry."""
+    def keep(self, new: dict[str, Any], part: str, state: PyTree, active: Any = True, chunk: Any = None) -> None:
+        """Put new state of the ends or of a chunk into the carry, unless this stage is idle."""
 
         def keep(layout: ParamLayout, old: Any, value: Any) -> Any:
             if value is None:
                 return old
             if chunk is None or not self.stages.view.layer_axis:
-                return keep_state(layout, value, old)
-            return lax.dynamic_update_index_in_dim(old, keep_state(layout, value, old[0]), chunk, 0)
+                return jnp.where(active, keep_state(layout, value, old), old)
+            mine = lax.dynamic_index_in_dim(old, chunk, keepdims=False)
+            kept = jnp.where(active, keep_state(layout, value, mine), mine)
+            return lax.dynamic_update_index_in_dim(old, kept, chunk, 0)
 
         kept = jax.tree.map(keep, self.stages.view.layouts[part], new["state"][part], state)
         new["state"] = {**new["state"], part: kept}

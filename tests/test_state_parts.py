@@ -1,0 +1,257 @@
+"""State under PipelineModules, without synchronisation, in checkpoints, in skipped steps; and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from test_state import ACCUM, BATCHES, LR, config, cross_entropy, linen_model, micro_batches, nnx_model, plain_norm
+
+import jzero
+from jzero.tree import named
+
+
+class Block(nnx.Module):
+    def __init__(self, width, rngs):
+        self.linear, self.norm = nnx.Linear(8, width, rngs=rngs), nnx.BatchNorm(width, momentum=0.8, rngs=rngs)
+
+    def __call__(self, x):
+        return nnx.relu(self.norm(self.linear(x)))
+
+
+class LinenBlock(linen.Module):
+    width: int
+
+    @linen.compact
+    def __call__(self, x, train):
+        return linen.relu(linen.BatchNorm(use_running_average=not train, momentum=0.8)(linen.Dense(self.width)(x)))
+
+
+def layers(equal, kind):
+    block = (lambda width: LinenBlock(width)) if kind == "linen" else (lambda width: jzero.LayerSpec(Block, width))
+    widths = [8, 8, 8, 8] if equal else [8, 12, 8, 8]
+    inner = [block(8) for _ in widths] if equal else [block(8), jzero.LayerSpec(nnx.Linear, 8, 8), block(8), block(16)]
+    out = jzero.LayerSpec(nnx.Linear, 8 if equal else 16, 3)
+    example = (BATCHES[0]["x"], BATCHES[0]["y"])
+    return jzero.PipelineModule(
+        [jzero.LayerSpec(nnx.Linear, 6, 8), *inner, out], loss_fn=cross_entropy, example_batch=example
+    )
+
+
+def pairs(params, model, n=4):
+    """Turn the parameters into a list with those of every layer."""
+    if model.stack:
+        ends = params["ends"]["layers"]
+        return [ends["0"], *[jax.tree.map(lambda w, i=i: w[i], params["stack"]) for i in range(n)], ends[str(n + 1)]]
+    return [params["layers"][str(i)] for i in range(n + 2)]
+
+
+def dense(p, x):
+    return x @ p["kernel"] + p["bias"]
+
+
+def forward(layers, x):
+    """Run the layers by hand; return the logits and the layers with new statistics."""
+    after = []
+    for p in layers:
+        if "norm" in p:
+            x, new = plain_norm(p["norm"], dense(p["linear"], x))
+            x, p = jax.nn.relu(x), {**p, "norm": {**p["norm"], **new}}
+        else:
+            x = dense(p, x)
+        after.append(p)
+    return x, after
+
+
+def by_hand(params, model, step):
+    layers, losses = [jax.tree.map(jnp.asarray, p) for p in pairs(params, model)], []
+
+    def loss_fn(layers, part):
+        logits, after = forward(layers, part["x"])
+        return cross_entropy(logits, part["y"]), after
+
+    def statistics(path):
+        return path[-1].key in ("mean", "var")
+
+    for batch in BATCHES:
+        total = []
+        for part in micro_batches(step, batch):
+            (value, after), gradient = jax.value_and_grad(loss_fn, has_aux=True)(layers, part)
+            layers = jax.tree_util.tree_map_with_path(lambda at, p, q: q if statistics(at) else p, layers, after)
+            total.append((value, gradient))
+        layers = jax.tree_util.tree_map_with_path(
+            lambda at, p, *gs: p if statistics(at) else p - LR * sum(gs) / ACCUM, layers, *[g for _, g in total]
+        )
+        losses.append(np.mean([value for value, _ in total]))
+    return losses, layers
+
+
+@pytest.mark.parametrize(
+    ("equal", "mesh", "stage", "chunks"),
+    [
+        (True, {"zero": 2}, 3, 1),
+        (True, {"pipe": 2, "zero": 2}, 0, 1),
+        (False, {"pipe": 2, "data": 2}, 0, 1),
+        (False, {"pipe": 2, "zero": 2}, 3, 2),
+        (False, {"zero": 2}, 3, 1),
+    ],
+)
+def test_layers_with_batch_norm_train_as_on_one_device(equal, mesh, stage, chunks):
+    n = np.prod(list(mesh.values()))
+    mesh = jzero.make_mesh(**{"zero": 1, **mesh}, devices=jax.devices()[:n])
+    pipeline = {"pipeline": {"schedule": "interleaved", "chunks": 2}} if chunks > 1 else {}
+    model = layers(equal, "nnx")
+    assert bool(model.stack) == equal
+    step = jzero.make_train_step(model, config(stage, **pipeline), mesh=mesh)
+    state = step.init(jax.random.key(0))
+    start, losses = jax.device_get(state.params), []
+    for batch in BATCHES:
+        state, metrics = step(state, (batch["x"], batch["y"]))
+        losses.append(float(metrics["loss"]))
+    expected, after = by_hand(start, model, step)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for i, (mine, plain) in enumerate(zip(pairs(jax.device_get(state.params), model), after, strict=True)):
+        for name, x in named(mine).items():
+            np.testing.assert_allclose(x, named(plain)[name], rtol=5e-4, atol=5e-6, err_msg=f"{i} {name}")
+    evaluation = float(step.evaluate(state, (BATCHES[0]["x"], BATCHES[0]["y"])))
+    x = BATCHES[0]["x"]
+    for p in after:
+        if "norm" in p:
+            norm = p["norm"]
+            x = (dense(p["linear"], x) - norm["mean"]) / np.sqrt(norm["var"] + 1e-5) * norm["scale"] + norm["bias"]
+            x = np.maximum(x, 0)
+        else:
+            x = dense(p, x)
+    assert evaluation == pytest.approx(float(cross_entropy(x, BATCHES[0]["y"])), rel=1e-4)
+
+
+def test_linen_layers_with_batch_norm():
+    """Layer by layer they are the nnx module's, which is compared by hand above."""
+    step = jzero.make_train_step(
+        layers(True, "linen"), config(), mesh=jzero.make_mesh(pipe=2, zero=2, devices=jax.devices()[:4])
+    )
+    state = step.init(jax.random.key(0))
+    assert {name.split("/")[1] for name in step.model.state} == {"batch_stats"}
+    params = jax.device_get(state.params)
+    stack = params["stack"]
+    first = {"linear": stack["Dense_0"], "norm": {**stack["BatchNorm_0"], **stack["batch_stats"]["BatchNorm_0"]}}
+    start = {"ends": params["ends"], "stack": first}
+    _, metrics = step(state, (BATCHES[0]["x"], BATCHES[0]["y"]))
+    total = [
+        cross_entropy(forward(pairs(start, step.model), part["x"])[0], part["y"])
+        for part in micro_batches(step, BATCHES[0])
+    ]
+    assert float(metrics["loss"]) == pytest.approx(float(np.mean(total)), rel=1e-5)
+
+
+@pytest.mark.parametrize("make", [nnx_model, linen_model])
+def test_without_synchronisation_every_replica_has_its_own_statistics(make):
+    step = jzero.make_train_step(
+        make(sync_batch_norm=False), config(), mesh=jzero.make_mesh(data=4, zero=1, devices=jax.devices()[:4])
+    )
+    state = step.init(jax.random.key(0))
+    params = named(jax.device_get(state.params))
+    first, last = ("first", "last") if make is nnx_model else ("Dense_0", "Dense_1")
+    norm, stats = ("norm", "norm") if make is nnx_model else ("BatchNorm_0", "batch_stats/BatchNorm_0")
+    losses, running = [], []
+    for replica in range(4):  # its rows, in two micro-batches
+        mean, var = params[f"{stats}/mean"], params[f"{stats}/var"]
+        for half in range(2):
+            rows = slice(8 * replica + 4 * half, 8 * replica + 4 * half + 4)
+            x = BATCHES[0]["x"][rows] @ params[f"{first}/kernel"] + params[f"{first}/bias"]
+            p = {"scale": params[f"{norm}/scale"], "bias": params[f"{norm}/bias"], "mean": mean, "var": var}
+            y, new = plain_norm(p, x)
+            mean, var = new["mean"], new["var"]
+            logits = np.maximum(y, 0) @ params[f"{last}/kernel"] + params[f"{last}/bias"]
+            losses.append(cross_entropy(logits, BATCHES[0]["y"][rows]))
+        running.append((mean, var))
+    state, metrics = step(state, BATCHES[0])
+    assert float(metrics["loss"]) == pytest.approx(float(np.mean(losses)), rel=1e-5)
+    after = named(jax.device_get(state.params))
+    np.testing.assert_allclose(after[f"{stats}/mean"], np.mean([m for m, _ in running], 0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(after[f"{stats}/var"], np.mean([v for _, v in running], 0), rtol=1e-5, atol=1e-6)
+
+
+def test_a_run_resumes_bit_for_bit_on_another_stage(tmp_path):
+    def engine(stage):
+        return jzero.initialize(
+            model=nnx_model(), config=config(stage), mesh=jzero.make_mesh(devices=jax.devices()[:4])
+        )[0]
+
+    straight = engine(3)
+    for batch in BATCHES[:2]:
+        straight.train_batch(batch)
+    straight.save_checkpoint(tmp_path)
+    other = engine(1)
+    other.load_checkpoint(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, straight.state.params, other.state.params)
+    same = engine(3)
+    same.load_checkpoint(tmp_path)
+    assert float(straight.train_batch(BATCHES[2])) == float(same.train_batch(BATCHES[2]))
+    jax.tree.map(np.testing.assert_array_equal, straight.state.params, same.state.params)
+
+
+def test_state_is_not_trained_keeps_its_dtype_and_does_not_move_in_a_skipped_step():
+    step = jzero.make_train_step(
+        nnx_model(),
+        config(fp16={"enabled": True, "initial_scale_power": 4}),
+        mesh=jzero.make_mesh(devices=jax.devices()[:2]),
+    )
+    state = step.init(jax.random.key(0))
+    before = named(jax.device_get(state.params))
+    assert all(before[name].dtype == np.float32 for name in step.model.state)
+    assert not set(step.model.state) & set(step.trainable_names)
+    bad = {**BATCHES[0], "x": np.where(np.arange(6) == 0, np.nan, BATCHES[0]["x"])}
+    state, metrics = step(state, bad)
+    assert metrics["skipped"]
+    for name, x in named(jax.device_get(state.params)).items():
+        np.testing.assert_array_equal(x, before[name], err_msg=name)
+
+
+class Counts:
+    """A model without Flax that counts its micro-batches and remembers a large array."""
+
+    state = ("calls", "memory")
+
+    def init(self, rng):
+        return {"w": jax.random.normal(rng, (6, 3)), "calls": jnp.zeros((), jnp.int32), "memory": jnp.zeros((8, 64))}
+
+    def loss(self, params, batch, rng):
+        memory = 0.5 * params["memory"] + batch["x"].mean()
+        new = {"calls": params["calls"] + 1, "memory": memory}
+        return cross_entropy(batch["x"] @ params["w"], batch["y"]), new
+
+
+def test_zero_3_partitions_large_state():
+    more = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100}}
+    step = jzero.make_train_step(Counts(), config(**more), mesh=jzero.make_mesh(devices=jax.devices()[:4]))
+    assert step.state_shardings.params["memory"].spec == jax.sharding.PartitionSpec("zero")
+    state = step.init(jax.random.key(0))
+    memory = 0.0
+    for batch in BATCHES[:2]:
+        state, _ = step(state, batch)
+        for part in micro_batches(step, batch):
+            memory = 0.5 * memory + part["x"].mean()
+    assert int(state.params["calls"]) == 2 * ACCUM
+    np.testing.assert_allclose(state.params["memory"], memory, rtol=1e-5, atol=1e-7)
+    loss = float(step.evaluate(state, BATCHES[0]))
+    assert int(state.params["calls"]) == 2 * ACCUM
+    assert np.isfinite(loss)
+
+
+def test_what_is_refused():
+    class Unknown(Counts):
+        state = ("calls", "other")
+
+    with pytest.raises(jzero.ConfigError, match=r"the model's state: \['other'\] are not among the names .*calls"):
+        jzero.make_train_step(Unknown(), config(), mesh=jzero.make_mesh(devices=jax.devices()[:2]))
+
+    class Wrong(Counts):
+        def loss(self, params, batch, rng):
+            return cross_entropy(batch["x"] @ params["w"], batch["y"]), {"calles": 1}
+
+    step = jzero.make_train_step(Wrong(), config(), mesh=jzero.make_mesh(devices=jax.devices()[:2]))
+    with pytest.raises(jzero.ConfigError, match=r"new state calles"):
+        step(step.init(jax.random.key(0)), BATCHES[0])
+    with pytest.raises(jzero.ConfigError, match=r"TiedLayerSpec\('a', Block\): tied layers cannot have state"):
+        jzero.PipelineModule([jzero.TiedLayerSpec("a", Block, 8)], loss_fn=cross_entropy)
