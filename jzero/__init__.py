@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jzero.mesh import make_mesh
     from jzero.mup import mup_groups
     from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
+    from jzero.replicas import all_gather, axis_index, mean
     from jzero.state import TrainState
     from jzero.train_step import TrainStep, make_train_step
 
@@ -38,6 +39,8 @@ _HOME = {
     "TiedLayerSpec": "pipeline.module",
     "TrainState": "state",
     "TrainStep": "train_step",
+    "all_gather": "replicas",
+    "axis_index": "replicas",
     "from_flax": "adapters.from_flax",
     "get_local_rank": "distributed.place",
     "get_rank": "distributed.place",
@@ -47,6 +50,7 @@ _HOME = {
     "log_dist": "distributed.place",
     "make_mesh": "mesh",
     "make_train_step": "train_step",
+    "mean": "replicas",
     "mup_groups": "mup",
     "report": "engine.run_report",
 }
@@ -64,6 +68,8 @@ __all__ = [
     "TiedLayerSpec",
     "TrainState",
     "TrainStep",
+    "all_gather",
+    "axis_index",
     "checkpoint",
     "from_flax",
     "get_local_rank",
@@ -74,6 +80,7 @@ __all__ = [
     "log_dist",
     "make_mesh",
     "make_train_step",
+    "mean",
     "mup_groups",
     "report",
     "weights",

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.errors import ConfigError
-from jzero.tree import named
+from jzero.tree import named, path_name
 
 
 def place_batch(batch: Any, sharding: NamedSharding, rows: int) -> Any:
@@ -38,6 +38,33 @@ def place_batch(batch: Any, sharding: NamedSharding, rows: int) -> Any:
     for name, x in named(batch).items():
         check_range(name, x)
     return jax.tree.map(one, batch)
+
+
+def place_extra(extra: Any, mesh: Mesh) -> Any:
+    """Put what goes beside the batch onto the mesh: host arrays replicated; arrays on the mesh stay as they are.
+
+    Raises:
+      ConfigError: a leaf that is no array, or an array on other devices.
+    """
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def one(path: tuple, x: Any) -> jax.Array:
+        name = path_name(path) or "extra"
+        if isinstance(x, jax.Array) and x.committed:
+            if x.sharding.device_set != set(mesh.devices.flat):
+                raise ConfigError(
+                    f"extra: leaf {name!r} lies on {len(x.sharding.device_set)} devices, but the step's mesh has "
+                    f"{mesh.size}: pass it as a NumPy array, or put it onto the mesh with jax.device_put"
+                )
+            return x
+        if not isinstance(x, jax.Array | np.ndarray | np.generic | float | int):
+            raise ConfigError(
+                f"extra: leaf {name!r} is {x!r}: pass arrays and numbers; bind others to the loss function"
+            )
+        check_range(name, x)
+        return jax.device_put(x, everywhere)
+
+    return jax.tree_util.tree_map_with_path(one, extra)
 
 
 def check_range(name: str, x: Any) -> None:

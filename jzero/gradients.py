@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 
 from jzero import micro_batches, zero
 from jzero.config import Config
-from jzero.loss import LOSS, Sums, counter, means, nonzero, read_loss
+from jzero.loss import LOSS, Mean, Sums, counter, means, nonzero, pack, read_loss
 from jzero.mesh import BATCH_AXES, present, replicas
-from jzero.model import ENDS, STACK, Model, StackModel, fold, replace_state, with_state
+from jzero.model import ENDS, STACK, Inputs, Model, StackModel, fold, replace_state, uniform
 from jzero.precision import Precision, cast
 from jzero.remat import Remat, checkpointed
 from jzero.sharding import is_state, stack_length
@@ -61,12 +61,14 @@ class Facts:
 class Weights(NamedTuple):
     """A device's part of the parameters in the form that the passes use; each has None in the others' places.
 
-    `diff` and `nondiff` are explained in `jzero.zero`; `state` is what a forward pass replaces.
+    `diff` and `nondiff` are explained in `jzero.zero`; `state` is what a forward pass replaces; `extra` is the
+    caller's, see `jzero.model`.
     """
 
     diff: PyTree
     nondiff: PyTree
     state: PyTree
+    extra: PyTree = None
 
 
 class Passes(NamedTuple):
@@ -97,7 +99,7 @@ def sequential(model: Model, config: Config, mesh: Mesh, layouts: PyTree, precis
     def gradients(weights: Weights, batch: PyTree, key: jax.Array, cotangent: jax.Array) -> Any:
         def micro(i: Any, part: PyTree, state: PyTree) -> tuple[PyTree, Sums, PyTree]:
             def weighted_loss(diff: PyTree) -> tuple[jax.Array, tuple[Sums, PyTree]]:
-                value, new = loss(weights._replace(diff=diff, state=state), part, fold(key, i))
+                value, new = loss(weights._replace(diff=diff, state=state), Inputs(part, weights.extra), fold(key, i))
                 total, sums = weighted(read_loss(model, value), cotangent)
                 return total, (sums, new)
 
@@ -109,7 +111,7 @@ def sequential(model: Model, config: Config, mesh: Mesh, layouts: PyTree, precis
     def losses(weights: Weights, batch: PyTree, key: jax.Array | None, first: Any = 0) -> Sums:
         def one(item: Any) -> Sums:
             i, part = item
-            return read_loss(model, loss(weights, part, fold(key, first + i))[0])
+            return pack(read_loss(model, loss(weights, Inputs(part, weights.extra), fold(key, first + i))[0]))
 
         return lax.map(one, (jnp.arange(leading_dim(batch)), batch))
 
@@ -119,7 +121,7 @@ def sequential(model: Model, config: Config, mesh: Mesh, layouts: PyTree, precis
 
 def _whole_loss(model: Model, layouts: PyTree, view: StackView, remat: Remat, precision: Precision) -> Callable:
     """Make `loss(weights, batch, key)` of a model without a stack: all weights are fetched at once."""
-    whole = with_state(model, model.loss)
+    whole = uniform(model, model.loss)
     run = checkpointed(lambda pair: fetch(layouts, pair, precision), whole, remat, unrolled=True)
     return lambda weights, batch, key: run(_pair(weights), batch, key)
 
@@ -127,7 +129,7 @@ def _whole_loss(model: Model, layouts: PyTree, view: StackView, remat: Remat, pr
 def _stack_loss(model: StackModel, layouts: PyTree, view: StackView, remat: Remat, precision: Precision) -> Callable:
     """Make `loss(weights, batch, key)` of prefix, stack and suffix: every layer fetches its own weights."""
     listed = not view.layer_axis
-    prefix, block, suffix = (with_state(model, f) for f in (model.prefix, model.block, model.suffix))
+    prefix, block, suffix = (uniform(model, f) for f in (model.prefix, model.block, model.suffix))
     layer = checkpointed(lambda pair: fetch(layouts[STACK], pair, precision), block, remat, unrolled=listed)
 
     def loss(weights: Weights, batch: PyTree, key: jax.Array | None) -> Any:
@@ -161,16 +163,17 @@ class ManualRegion:
     def axes(self) -> tuple[str, ...]:
         return present(self.mesh, *BATCH_AXES)
 
-    def gradients(self, masters: PyTree, batch: PyTree, rng: jax.Array, scale: jax.Array) -> Result:
+    def gradients(self, masters: PyTree, batch: PyTree, extra: PyTree, rng: jax.Array, scale: jax.Array) -> Result:
         """Compute one step's gradients and losses.
 
         Args:
           masters: the local shards.
           batch: the local batch, leading dimension accum * micro.
+          extra: what the caller passed beside the batch, whole; None: nothing.
           rng: this step's key.
           scale: the loss scale.
         """
-        weights = self.prepare(masters)
+        weights = self.prepare(masters, extra)
         batch, key = self.split(batch), self.replica_key(rng)
         cotangent = scale / self.total_count(weights, batch, key)
         if self.config.gradient_allreduce_op == "sum":
@@ -185,32 +188,38 @@ class ManualRegion:
     def total_count(self, weights: Weights, batch: PyTree, key: jax.Array) -> jax.Array | float:
         """Sum the counts of all micro-batches and replicas, before any gradient is computed."""
         accum = leading_dim(batch)
-        count = counter(self.model, self.weights, jax.tree.map(lambda x: x[0], batch), key)
+        first = Inputs(jax.tree.map(lambda x: x[0], batch), weights.extra)
+        count = counter(self.model, self.weights, first, key)
         if isinstance(count, float):
             return count * accum * replicas(self.mesh)
         if count is None:  # it depends on the parameters: one more forward pass
             counts = self.passes.losses(weights, batch, key)[LOSS][:, 1]
         else:
-            counts = lax.map(lambda item: count(item[1], fold(key, item[0])), (jnp.arange(accum), batch))
+
+            def one(item: Any) -> Any:
+                return count(Inputs(item[1], weights.extra), fold(key, item[0]))
+
+            counts = lax.map(one, (jnp.arange(accum), batch))
         return nonzero(self.all_reduce(counts.sum()))
 
-    def evaluate(self, masters: PyTree, batch: PyTree) -> Sums:
+    def evaluate(self, masters: PyTree, batch: PyTree, extra: PyTree) -> Sums:
         """Compute the loss and metrics of the global batch without dropout (rng None)."""
-        return means(self.all_reduce(_total(self.passes.losses(self.prepare(masters), self.split(batch), None))))
+        losses = self.passes.losses(self.prepare(masters, extra), self.split(batch), None)
+        return means(self.all_reduce(_total(losses)))
 
-    def micro_loss(self, masters: PyTree, batch: PyTree, rng: jax.Array, index: jax.Array) -> jax.Array:
+    def micro_loss(self, masters: PyTree, batch: PyTree, extra: PyTree, rng: jax.Array, index: jax.Array) -> jax.Array:
         """Compute the loss that `gradients` would report for this micro-batch."""
-        losses = self.passes.losses(self.prepare(masters), self.split(batch), self.replica_key(rng), index)
+        losses = self.passes.losses(self.prepare(masters, extra), self.split(batch), self.replica_key(rng), index)
         return means(self.all_reduce(_total(losses)))[LOSS]
 
-    def prepare(self, masters: PyTree) -> Weights:
+    def prepare(self, masters: PyTree, extra: PyTree) -> Weights:
         """Convert local masters to the form that the passes use; see `zero.prepare`."""
         view = self.passes.view
         prepare = view.per_layer(partial(zero.prepare, precision=self.precision))
         pairs = jax.tree.map(prepare, view.layouts, view.split(masters))
         diff, nondiff = (jax.tree.map(lambda _, pair, k=k: pair[k], view.layouts, pairs) for k in (0, 1))  # type: ignore[misc]
         state, nondiff = partition(nondiff, is_state(view.layouts))
-        return Weights(diff, nondiff, state)
+        return Weights(diff, nondiff, state, extra)
 
     def reduce(self, gradients: PyTree) -> PyTree:
         """Reduce summed gradients to float32 gradients of the local masters; see `zero.reduce_gradient`."""
@@ -238,9 +247,9 @@ class ManualRegion:
         return lax.psum(x, self.axes) if self.axes else x
 
 
-def weighted(sums: Sums, cotangent: jax.Array) -> tuple[jax.Array, Sums]:
+def weighted(parts: dict[str, Mean], cotangent: jax.Array | float) -> tuple[jax.Array, Sums]:
     """Return (cotangent * the loss's sum, to differentiate; the loss and metrics, carried along)."""
-    return sums[LOSS][0] * cotangent, sums
+    return parts[LOSS].sum * cotangent, pack(parts)
 
 
 def _pair(weights: Weights) -> tuple[PyTree, PyTree]:

@@ -17,13 +17,13 @@ import numpy as np
 
 from jzero._compat import needed_part
 from jzero.errors import ConfigError
-from jzero.model import Model, with_state
+from jzero.model import Inputs, Model, uniform
 from jzero.tree import PyTree
 
 LOSS = "loss"
 STEP_METRICS = (LOSS, "grad_norm", "lr", "loss_scale", "skipped")  # the train step's own
 
-Counter = Callable[[PyTree, Any], Any]  # (micro-batch, key) -> count
+Counter = Callable[[Inputs, Any], Any]  # (micro-batch, key) -> count
 Sums = dict[str, jax.Array]  # the loss and the metrics by name, each as float32 (sum, count): [..., 2]
 
 
@@ -46,8 +46,8 @@ class Mean(NamedTuple):
     count: Any  # type: ignore[assignment]  # a tuple's method of this name is not needed
 
 
-def read_loss(model: Any, value: Any) -> Sums:
-    """Read what the model's loss returned: {"loss": (sum, count), metric: (sum, count), ...}.
+def read_loss(model: Any, value: Any) -> dict[str, Mean]:
+    """Read what the model's loss returned: {"loss": Mean, metric: Mean, ...}, of float32 scalars.
 
     A scalar has the count 1, so that its mean is the plain mean over micro-batches and replicas.
 
@@ -75,8 +75,8 @@ def read_loss(model: Any, value: Any) -> Sums:
     }
 
 
-def _sum_and_count(what: str, value: Any) -> jax.Array:
-    """Convert a scalar or a Mean to float32 [2]."""
+def _sum_and_count(what: str, value: Any) -> Mean:
+    """Convert a scalar or a Mean to float32."""
     for part in value if isinstance(value, Mean) else [value]:
         if not isinstance(part, jax.Array | np.ndarray | np.generic | float | int) or jnp.shape(part):
             found = f"has shape {jnp.shape(part)}" if hasattr(part, "shape") else f"is a {type(part).__name__}"
@@ -85,7 +85,12 @@ def _sum_and_count(what: str, value: Any) -> jax.Array:
                 "write x.mean(), or jzero.Mean(x.sum(), x.size)"
             )
     total, count = value if isinstance(value, Mean) else (value, 1.0)
-    return jnp.stack([jnp.asarray(total, jnp.float32), jnp.asarray(count, jnp.float32)])
+    return Mean(jnp.asarray(total, jnp.float32), jnp.asarray(count, jnp.float32))
+
+
+def pack(parts: dict[str, Mean]) -> Sums:
+    """Stack every sum and count, so that each pair travels as one array."""
+    return {name: jnp.stack(part) for name, part in parts.items()}
 
 
 def means(sums: Sums) -> Sums:
@@ -101,7 +106,7 @@ def nonzero(count: jax.Array) -> jax.Array:
     return jnp.where(count == 0, 1, jnp.where(jnp.isinf(count), jnp.nan, count))
 
 
-def counter(model: Model, params: PyTree, part: PyTree, key: Any) -> Counter | float | None:
+def counter(model: Model, params: PyTree, part: Inputs, key: Any) -> Counter | float | None:
     """Extract the computation of the count from the loss.
 
     The loss is traced, and every operation that the count does not need is removed.
@@ -115,12 +120,12 @@ def counter(model: Model, params: PyTree, part: PyTree, key: Any) -> Counter | f
     """
     is_mean = False
 
-    def count(params: PyTree, part: PyTree, key: Any) -> jax.Array:
+    def count(params: PyTree, part: Inputs, key: Any) -> jax.Array:
         nonlocal is_mean
-        value, _ = with_state(model, model.loss)(params, part, key)
-        sums = read_loss(model, value)
+        value, _ = uniform(model, model.loss)(params, part, key)
+        parts = read_loss(model, value)
         is_mean = not isinstance(value[0] if getattr(model, "has_aux", False) else value, Mean)
-        return sums[LOSS][1]
+        return parts[LOSS].count
 
     try:
         traced = jax.make_jaxpr(count)(params, part, key)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jzero.distributed.joining import hosts, init_distributed
@@ -114,18 +113,6 @@ def check_against(config: Config, mesh: Mesh) -> None:
 def present(mesh: Mesh, *axes: str) -> tuple[str, ...]:
     """Select the axes whose size is more than one."""
     return tuple(axis for axis in axes if mesh.shape[axis] > 1)
-
-
-def replica_axes() -> tuple[str, ...]:
-    """List the mesh axes over which the code being traced sees a part of the batch; none outside the train step."""
-
-    def bound(axis: str) -> bool:
-        try:
-            return lax.axis_size(axis) > 1
-        except NameError:
-            return False
-
-    return tuple(axis for axis in BATCH_AXES if bound(axis))
 
 
 def replicas(mesh: Mesh) -> int:

@@ -28,6 +28,9 @@ of `prefix`, `block` and `suffix`, returns (what it returns otherwise, {name: ne
 that it got. In training every micro-batch replaces the state, in order; in evaluation the new values are dropped. State
 keeps its dtype. Replicas that compute different floats are averaged.
 
+What the caller passes as `step(state, batch, extra)` reaches `loss`, or `prefix` and `suffix`, as a keyword argument
+`extra`, whole on every device; without it the argument is absent.
+
 Its `vocabulary: dict[str, int]` may map leaves of the ends ("embed", without "ends/") to their vocabulary dimension.
 A pipeline divides them among its stages; prefix and suffix must use them through `jzero.pipeline.vocab_parallel` alone.
 
@@ -42,7 +45,7 @@ a module's methods of these names.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -84,13 +87,24 @@ def fold(rng: jax.Array | None, index: int | jax.Array) -> jax.Array | None:
     return None if rng is None else jax.random.fold_in(rng, index)
 
 
-def with_state(model: Any, f: Callable) -> Callable:
-    """Make `f(weights, ...)`, a function of a model, return (result, new state).
+class Inputs(NamedTuple):
+    """A micro-batch, and what the caller passed to the step beside the batch (None: nothing)."""
+
+    batch: Any
+    extra: Any = None
+
+
+def uniform(model: Any, f: Callable) -> Callable:
+    """Make `f(weights, ...)`, a function of a model, take `Inputs` for the batch and return (result, new state).
 
     The new state is a tree like `weights`, with None in the place of everything else.
     """
 
     def run(weights: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        for arg in args:
+            if isinstance(arg, Inputs) and arg.extra is not None:
+                kwargs["extra"] = arg.extra
+        args = tuple(arg.batch if isinstance(arg, Inputs) else arg for arg in args)
         result, new = f(weights, *args, **kwargs), {}
         if getattr(model, "state", ()):
             result, new = result
@@ -110,7 +124,7 @@ def replace_state(tree: Any, state: Any) -> Any:
 
 def stack_loss(model: StackModel, params: Any, batch: Any, rng: jax.Array | None) -> Any:
     """Compute the loss of a model with a stack directly: prefix, then every block, then suffix."""
-    prefix, block, suffix = (with_state(model, f) for f in (model.prefix, model.block, model.suffix))
+    prefix, block, suffix = (uniform(model, f) for f in (model.prefix, model.block, model.suffix))
     x, first = prefix(params[ENDS], batch, fold(rng, 0))
     layers = leading_dim(params[STACK])
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero.batch import check_batch, place_batch, rows_of_this_process
+from jzero.batch import check_batch, place_batch, place_extra, rows_of_this_process
 from jzero.config import Config
 from jzero.distributed import heartbeat
 from jzero.distributed.consistency import Guard
@@ -133,21 +133,21 @@ class TrainStep:
         replicated: Any = PartitionSpec()
         grad_specs, _ = partition(self.state_specs.params, trainable(self.layouts))
         new_state_specs, _ = partition(self.state_specs.params, is_state(self.layouts))
-        gradients = self._manual(region.gradients, 2, Result(grad_specs, replicated, replicated, new_state_specs))
+        gradients = self._manual(region.gradients, 3, Result(grad_specs, replicated, replicated, new_state_specs))
 
-        def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics, Details]:
+        def step(state: TrainState, batch: PyTree, extra: PyTree) -> tuple[TrainState, Metrics, Details]:
             rng = jax.random.fold_in(state.rng, state.step)
-            result = gradients(state.params, batch, rng, state.loss_scale.scale)
+            result = gradients(state.params, batch, extra, rng, state.loss_scale.scale)
             state, metrics = update(setup, state, result)
             return state, metrics, Details(result.micro_losses, state.loss_scale)
 
         everywhere = NamedSharding(mesh, PartitionSpec())
         self._step = jit(
-            step, in_shardings=(self.state_shardings, self.batch_sharding),
+            step, in_shardings=(self.state_shardings, self.batch_sharding, None),
             out_shardings=(self.state_shardings, everywhere, everywhere), donate_argnums=0,
         )  # fmt: skip
-        self._evaluate = jit(self._manual(region.evaluate, 0, replicated))
-        self._micro_loss = jit(self._manual(region.micro_loss, 2, replicated))
+        self._evaluate = jit(self._manual(region.evaluate, 1, replicated))
+        self._micro_loss = jit(self._manual(region.micro_loss, 3, replicated))
         # Manual, so that every device concatenates its own rows; a global concatenation would move rows.
         self._concatenate = jit(
             jax.shard_map(
@@ -161,60 +161,67 @@ class TrainStep:
         specs = (self.state_specs.params, batch_spec(self.mesh), *[PartitionSpec()] * n_rest)
         return jax.shard_map(f, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
 
-    def lower(self, batch_shapes: PyTree) -> jax.stages.Lowered:
+    def lower(self, batch_shapes: PyTree, extra: PyTree = None) -> jax.stages.Lowered:
         """Lower the step for the mesh's devices, which you need not have.
 
         Args:
-          batch_shapes: a global batch, as ShapeDtypeStructs or arrays.
+          batch_shapes, extra: a global batch and what goes beside it, as ShapeDtypeStructs or arrays.
         """
         self._check_batch(batch_shapes, self.batch_sizes.train)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch_shapes)
-        return self._step.lower(self.state_shapes, shapes)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (batch_shapes, extra))
+        return self._step.lower(self.state_shapes, *shapes)
 
     # ------------------------------------------------------------------ calls
 
-    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+    def __call__(self, state: TrainState, batch: PyTree, extra: PyTree = None) -> tuple[TrainState, Metrics]:
         """Run one optimizer step on one global batch; `state` is donated.
 
         Args:
           batch: a pytree whose leaves have the leading dimension `batch_sizes.train`; NumPy or JAX arrays.
+          extra: any pytree of arrays and numbers that the loss takes beside the batch: a teacher's parameters, a scalar
+            that changes with the step. It reaches the loss whole on every device.
 
         Returns:
           The new state, and metrics: loss (mean over the global batch), grad_norm (global, before clipping),
           lr, loss_scale, skipped (a gradient was not finite, and nothing changed); and the model's own by name.
 
         Raises:
-          ConfigError: a batch of another size.
+          ConfigError: a batch of another size, an `extra` on other devices.
         """
-        state, metrics, _ = self.run(state, batch)
+        state, metrics, _ = self.run(state, batch, extra)
         return state, metrics
 
-    def run(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics, Details]:
+    def run(self, state: TrainState, batch: PyTree, extra: PyTree = None) -> tuple[TrainState, Metrics, Details]:
         """Run one step like `__call__`, and return its details too."""
         self._check_batch(batch, self.batch_sizes.train)
         check_alive(state)
         batch = self.place(batch)
         steady = self._guard.check("a step", batch)
-        return self._run(state, batch, steady)
+        return self._run(state, batch, extra, steady)
 
-    def run_micro_batches(self, state: TrainState, parts: Sequence[PyTree]) -> tuple[TrainState, Metrics, Details]:
+    def run_micro_batches(
+        self, state: TrainState, parts: Sequence[PyTree], extra: PyTree = None
+    ) -> tuple[TrainState, Metrics, Details]:
         """Run one step on any number of micro-batches of all replicas (leading dimension micro x replicas)."""
         parts = [self.place_micro_batch(part) for part in parts]
         check_alive(state)
         steady = self._guard.check("a step", parts[0], len(parts))
-        return self._run(state, self._concatenate(parts), steady)
+        return self._run(state, self._concatenate(parts), extra, steady)
 
-    def _run(self, state: TrainState, batch: PyTree, steady: bool) -> tuple[TrainState, Metrics, Details]:
+    def _run(
+        self, state: TrainState, batch: PyTree, extra: PyTree, steady: bool
+    ) -> tuple[TrainState, Metrics, Details]:
         with heartbeat.work(steady) as finished_when:
-            done = self._step(state, batch)
+            done = self._step(state, batch, place_extra(extra, self.mesh))
             finished_when(done[1]["loss"])
         return done
 
-    def evaluate(self, state: TrainState, batch: PyTree) -> Any:
+    def evaluate(self, state: TrainState, batch: PyTree, extra: PyTree = None) -> Any:
         """Compute the loss of a batch without dropout or update.
 
         Args:
           batch: its rows are any multiple of micro x replicas.
+          extra: as for a step.
 
         Returns:
           The loss; (loss, {name: metric}) of a model with `has_aux`.
@@ -224,18 +231,18 @@ class TrainStep:
         batch = place_batch(batch, self.batch_sharding, len(jax.tree.leaves(batch)[0]))
         self._guard.check("evaluation", batch)
         with heartbeat.work() as finished_when:
-            means = self._evaluate(state.params, batch)
+            means = self._evaluate(state.params, batch, place_extra(extra, self.mesh))
             finished_when(means[LOSS])
         loss = means.pop(LOSS)
         return (loss, means) if getattr(self.model, "has_aux", False) else loss
 
-    def micro_loss(self, state: TrainState, part: PyTree, index: int) -> jax.Array:
+    def micro_loss(self, state: TrainState, part: PyTree, index: int, extra: PyTree = None) -> jax.Array:
         """Compute the loss of micro-batch `index` of the next step before that step, with its dropout."""
         check_alive(state)
         rng = jax.random.fold_in(state.rng, state.step)
         part = self.place_micro_batch(part)
         self._guard.check("a micro-batch's loss", part)
-        return self._micro_loss(state.params, part, rng, jnp.int32(index))
+        return self._micro_loss(state.params, part, place_extra(extra, self.mesh), rng, jnp.int32(index))
 
     # ------------------------------------------------------------------ batches
 

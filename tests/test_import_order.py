@@ -18,7 +18,7 @@ values
 optimizers
 config
 distributed
-mesh model mup precision loss loss_scale
+mesh model mup replicas precision loss loss_scale
 zero sharding remat stack micro_batches gradients
 pipeline adapters
 state batch update setup train_step

@@ -187,7 +187,7 @@ def test_a_stack_that_is_none(params, message):
 
 
 PAIR = r"a tuple of 2 values: return jzero.Mean\(sum, count\).*has_aux=True and return \(loss, {name: metric}\)"
-SCALAR = r"must be a scalar or jzero.Mean\(sum, count\)"
+SCALAR = r"it must be a scalar or jzero.Mean\(sum, count\)"
 
 
 @pytest.mark.parametrize(

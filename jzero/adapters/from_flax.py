@@ -34,8 +34,9 @@ def from_flax(
       module: a function `rngs -> nnx.Module` (a class that takes `rngs` will do), or a Linen module.
       loss_fn: `loss_fn(module, batch)` -> a scalar, or `jzero.Mean(sum, count)` for a weighted mean. `module` is the
         NNX module or the bound Linen module. A third positional parameter, or one named `rng`, gets the step's key, or
-        None in evaluation. An NNX module with a layer stack needs no loss_fn: it has `prefix(batch) -> x`, `stack` (one
-        block whose parameters were stacked by `nnx.vmap`; `stack(x)` is one layer) and `suffix(x, batch) -> loss`.
+        None in evaluation. A parameter named `extra` gets what is passed to the step beside the batch, or None. An NNX
+        module with a layer stack needs no loss_fn: it has `prefix(batch) -> x`, `stack` (one block whose parameters
+        were stacked by `nnx.vmap`; `stack(x)` is one layer) and `suffix(x, batch) -> loss`.
       has_aux: the loss function (or `suffix`) returns (loss, {name: metric}), each metric a scalar or a `Mean`.
       sync_batch_norm: BatchNorm normalises a training batch by the statistics of all replicas' micro-batches together,
         as torch's SyncBatchNorm; False: each replica's by its own, and the running statistics are averaged.
@@ -71,17 +72,30 @@ def from_flax(
 
 
 def _with_rng(loss_fn: Callable) -> Callable:
-    """Wrap `loss_fn` as a function of (module, batch, rng), whether or not it takes the key."""
+    """Wrap `loss_fn` as a function of (module, batch, rng, extra=...), whether or not it takes the last two."""
     parameters = list(inspect.signature(loss_fn).parameters.values())
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    required = [p.name for p in named if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name != "rng"]
+    required = [
+        p.name for p in named if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in ("rng", "extra")
+    ]
     if required:
         raise ConfigError(
-            f"from_flax: loss_fn requires {', '.join(required)}; jzero passes only module, batch and rng: bind the "
-            "others with functools.partial"
+            f"from_flax: loss_fn requires {', '.join(required)}; jzero passes only module, batch, rng and extra: bind "
+            "the others with functools.partial"
         )
-    if any(p.name == "rng" for p in named):
-        return lambda module, batch, rng: loss_fn(module, batch, rng=rng)
     third = [p for p in parameters[2:3] if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    takes_rng = any(p.default is p.empty or p.name == "rng" for p in third)  # a default is a setting, not a key
-    return loss_fn if takes_rng else lambda module, batch, rng: loss_fn(module, batch)
+    # A default is a setting, not a key.
+    by_position = any((p.default is p.empty and p.name != "extra") or p.name == "rng" for p in third)
+    by_name = not by_position and any(p.name == "rng" for p in named)
+    takes_extra = any(p.name == "extra" for p in named)
+
+    def call(module: Any, batch: Any, rng: Any, **extra: Any) -> Any:
+        if extra and not takes_extra:
+            raise ConfigError("extra: the loss function does not take it; write def loss_fn(module, batch, extra)")
+        if takes_extra and not extra:
+            extra = {"extra": None}
+        if by_position:
+            return loss_fn(module, batch, rng, **extra)
+        return loss_fn(module, batch, **({"rng": rng} if by_name else {}), **extra)
+
+    return call

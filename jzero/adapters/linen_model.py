@@ -15,7 +15,7 @@ from flax.core import meta
 from jzero.adapters.constants import Constants
 from jzero.adapters.methods import take_methods
 from jzero.errors import ConfigError
-from jzero.mesh import replica_axes
+from jzero.replicas import replica_axes
 from jzero.tree import named
 
 PARAMS = "params"
@@ -57,10 +57,10 @@ class LinenModel:
         variables = self._variables(rng)
         return {**variables.get(PARAMS, {}), **{name: variables[name] for name in self.mutable}}
 
-    def loss(self, params: Any, batch: Any, rng: jax.Array | None) -> Any:
+    def loss(self, params: Any, batch: Any, rng: jax.Array | None, **extra: Any) -> Any:
         module = self.module(params, rng)
         with linen.intercept_methods(_synchronize) if self.sync_batch_norm and rng is not None else nullcontext():
-            result = self.loss_fn(module, batch, rng)
+            result = self.loss_fn(module, batch, rng, **extra)
         if not self.state:
             return result
         return result, {name: module.variables[name] for name in self.mutable}

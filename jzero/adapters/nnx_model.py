@@ -15,8 +15,8 @@ from flax import nnx
 from jzero.adapters.constants import Constants
 from jzero.adapters.methods import take_methods
 from jzero.errors import ConfigError
-from jzero.mesh import replica_axes
-from jzero.model import ENDS, STACK, stack_loss
+from jzero.model import ENDS, STACK, Inputs, stack_loss
+from jzero.replicas import replica_axes
 from jzero.tree import named
 
 Build = Callable[[nnx.Rngs], nnx.Module]
@@ -183,6 +183,11 @@ def _dotted(path: tuple) -> str:
     return ".".join(map(str, path))
 
 
+def taken(method: Callable, extra: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments that a method takes: `prefix` and `suffix` both may, but need not, take `extra`."""
+    return {name: value for name, value in extra.items() if name in inspect.signature(method).parameters}
+
+
 def _variables(module: nnx.Module) -> Any:
     """Return the values of a module's variables, without random state."""
     return nnx.to_pure_dict(nnx.state(module, nnx.All(nnx.Variable, nnx.Not(nnx.RngState))))
@@ -205,9 +210,9 @@ class NNXModel:
     def init(self, rng: jax.Array) -> Any:
         return _variables(self.build(nnx.Rngs(rng)))
 
-    def loss(self, params: Any, batch: Any, rng: jax.Array | None) -> Any:
+    def loss(self, params: Any, batch: Any, rng: jax.Array | None, **extra: Any) -> Any:
         module = self.module(params, rng)
-        return self.module.with_new_state(module, self.loss_fn(module, batch, rng))
+        return self.module.with_new_state(module, self.loss_fn(module, batch, rng, **extra))
 
 
 class NNXStackModel:
@@ -218,6 +223,7 @@ class NNXStackModel:
         apply = partial(Apply, constants=constants_of(build), sync_batch_norm=sync_batch_norm)
         self.whole, self.layer = apply(abstract), apply(abstract.stack, stack=STACK)
         take_methods(self, abstract)
+        self.takes_extra = any(taken(f, {"extra": None}) for f in (abstract.prefix, abstract.suffix))
         stack = abstract.stack
         del abstract.stack
         self.ends = apply(abstract)
@@ -235,14 +241,16 @@ class NNXStackModel:
         params = _variables(self.build(nnx.Rngs(rng)))
         return {STACK: params.pop(STACK), ENDS: params}
 
-    def prefix(self, ends: Any, batch: Any, rng: jax.Array | None) -> Any:
-        return self._call(self.ends, ends, rng, lambda module: module.prefix(batch))
+    def prefix(self, ends: Any, batch: Any, rng: jax.Array | None, **extra: Any) -> Any:
+        if extra and not self.takes_extra:
+            raise ConfigError("extra: neither prefix nor suffix takes it; write def suffix(self, x, batch, extra)")
+        return self._call(self.ends, ends, rng, lambda module: module.prefix(batch, **taken(module.prefix, extra)))
 
     def block(self, layer: Any, x: Any, rng: jax.Array | None) -> Any:
         return self._call(self.layer, layer, rng, lambda module: module(x))
 
-    def suffix(self, ends: Any, x: Any, batch: Any, rng: jax.Array | None) -> Any:
-        return self._call(self.ends, ends, rng, lambda module: module.suffix(x, batch))
+    def suffix(self, ends: Any, x: Any, batch: Any, rng: jax.Array | None, **extra: Any) -> Any:
+        return self._call(self.ends, ends, rng, lambda module: module.suffix(x, batch, **taken(module.suffix, extra)))
 
     def _call(self, apply: Apply, weights: Any, rng: jax.Array | None, f: Callable) -> Any:
         module = apply(weights, rng)
@@ -251,5 +259,5 @@ class NNXStackModel:
             return result
         return apply.with_new_state(module, result) if apply.state else (result, {})
 
-    def loss(self, params: Any, batch: Any, rng: jax.Array | None) -> Any:
-        return stack_loss(self, params, batch, rng)
+    def loss(self, params: Any, batch: Any, rng: jax.Array | None, **extra: Any) -> Any:
+        return stack_loss(self, params, Inputs(batch, **extra), rng)

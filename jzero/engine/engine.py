@@ -73,7 +73,7 @@ class Engine:
 
     # ------------------------------------------------------------------ one call
 
-    def train_batch(self, batch: Any = None, *, data_iter: Iterator[Any] | None = None) -> jax.Array:
+    def train_batch(self, batch: Any = None, *, data_iter: Iterator[Any] | None = None, extra: Any = None) -> jax.Array:
         """Run one optimizer step on one global batch; return its mean loss.
 
         Args:
@@ -81,6 +81,7 @@ class Engine:
             dimension micro x replicas), from which the engine takes `gradient_accumulation_steps()`; or None: the
             training data.
           data_iter: DeepSpeed's name for such an iterator.
+          extra: arrays and numbers that the loss takes beside the batch, as for `TrainStep`.
         """
         self._accumulation.check_empty("train_batch")
         if batch is not None and data_iter is not None:
@@ -91,24 +92,24 @@ class Engine:
             raise ConfigError("train_batch() has no batch: pass one, or pass training_data to jzero.initialize")
         if isinstance(source, Iterator):
             parts = take(source, self.gradient_accumulation_steps(), ours=source is self._batches)
-            done = self.step_fn.run_micro_batches(self.state, parts)
+            done = self.step_fn.run_micro_batches(self.state, parts, extra)
         else:
-            done = self.step_fn.run(self.state, source)
+            done = self.step_fn.run(self.state, source, extra)
         self.micro_steps += self.gradient_accumulation_steps()
         self._finish(done, self.gradient_accumulation_steps())
         return done[1]["loss"]
 
-    def eval_batch(self, batch: Any) -> jax.Array:
+    def eval_batch(self, batch: Any, extra: Any = None) -> jax.Array:
         """Compute the loss of a batch (or an iterator of micro-batches) without dropout and without an update.
 
         The model's metrics on this batch are in `eval_metrics` then.
         """
         if isinstance(batch, Iterator):
             batch = self.step_fn.join(take(batch, self.gradient_accumulation_steps(), ours=batch is self._batches))
-        return self._evaluate(batch)
+        return self._evaluate(batch, extra)
 
-    def _evaluate(self, batch: Any) -> jax.Array:
-        found = self.step_fn.evaluate(self.state, batch)
+    def _evaluate(self, batch: Any, extra: Any = None) -> jax.Array:
+        found = self.step_fn.evaluate(self.state, batch, extra)
         loss, metrics = found if isinstance(found, tuple) else (found, {})
         self.eval_metrics = {LOSS: loss, **metrics}
         return loss

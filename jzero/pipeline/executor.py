@@ -22,9 +22,9 @@ from jax import lax
 
 from jzero.errors import ConfigError
 from jzero.gradients import Weights, weighted
-from jzero.loss import Sums
+from jzero.loss import Mean, Sums, pack
 from jzero.mesh import PIPE
-from jzero.model import ENDS, STACK, fold, replace_state
+from jzero.model import ENDS, STACK, Inputs, fold, replace_state
 from jzero.pipeline.layer_switch import kind_of
 from jzero.pipeline.program import Program, Runs, count
 from jzero.pipeline.split_backward import Chunk, split_floats
@@ -44,7 +44,7 @@ class Stages:
     Attributes:
       n_stages, chunks: pipeline stages, and chunks of layers on each.
       view: the form of the parameters in use; its stack is a list, and with several chunks a leaf has an axis for them.
-      read: what the suffix returns -> `Sums`.
+      read: what the suffix returns -> loss and metrics, see `loss.read_loss`.
       functions: called with (pairs, micro-batch), whose shapes alone matter; returns prefix(ends, batch, key) -> x,
         chunk(weights, state, x, context) -> x, suffix(ends, x, batch, key) -> loss, each with the new state beside its
         result. The weights are (diff, nondiff); a context is the micro-batch's key and the chunk's number in the whole
@@ -55,7 +55,7 @@ class Stages:
     chunks: int
     view: StackView
     precision: Precision
-    read: Callable[[Any], Sums]
+    read: Callable[[Any], dict[str, Mean]]
     functions: Callable[[Any, PyTree], Functions]
 
 
@@ -93,20 +93,20 @@ class Run:
         cotangent: jax.Array | None = None,
     ):  # fmt: skip
         self.stages, self.program, self.batch, self.cotangent = stages, program, batch, cotangent
-        (self.diff, self.nondiff, self.state), self.rng, self.first_index = weights, rng, first_index
+        (self.diff, self.nondiff, self.state, self.extra), self.rng, self.first_index = weights, rng, first_index
         self.stage = lax.axis_index(PIPE)
         self.is_first, self.is_last = self.stage == 0, self.stage == stages.n_stages - 1
         self.last_chunk = stages.chunks - 1
         self.gathers = any(layout.rule.gather == "layer" for layout in jax.tree.leaves(stages.view.layouts[STACK]))
         part, key = self.micro_batch(0)
-        prefix, self.layers, self.suffix = stages.functions((self.diff, replace_state(*weights[1:])), part)
+        prefix, self.layers, self.suffix = stages.functions((self.diff, replace_state(self.nondiff, self.state)), part)
         self.prefix = lambda *args: jax.tree.map(jnp.asarray, prefix(*args))
         ends = partial(self.ends, self.diff[ENDS], self.state[ENDS])
         self.x = jax.eval_shape(lambda: self.prefix(ends(), part, key)[0])
         pair, context = jax.eval_shape(self.weights, 0), jax.eval_shape(self.context, 0, 0)
         state = jax.eval_shape(lambda: self.of_chunk(self.state[STACK], 0))
         _check_chain(self.x, jax.eval_shape(self.layers, pair, state, self.x, context)[0])
-        self.sums = jax.eval_shape(lambda x: stages.read(self.suffix(ends(), x, part, key)[0]), self.x)
+        self.sums = jax.eval_shape(lambda x: pack(stages.read(self.suffix(ends(), x, part, key)[0])), self.x)
         if cotangent is not None:
             self.chunk = Chunk(self.layers, pair, state, self.x, context, split=program.rest > 0)
 
@@ -237,8 +237,7 @@ class Run:
 
         def loss(ends: Any, floats: Any) -> Any:
             value, state = self.suffix(ends, combine(floats, others), part, key)
-            sums = self.stages.read(value)
-            total = 0.0 if self.cotangent is None else weighted(sums, self.cotangent)[0]
+            total, sums = weighted(self.stages.read(value), 0.0 if self.cotangent is None else self.cotangent)
             return total, (sums, state)
 
         _, pullback, (seen, state) = jax.vjp(loss, ends, floats, has_aux=True)
@@ -271,10 +270,10 @@ class Run:
 
     # ------------------------------------------------------------------ parts of it
 
-    def micro_batch(self, index: Any) -> tuple[PyTree, Any]:
-        """Return (batch, key) of a micro-batch."""
+    def micro_batch(self, index: Any) -> tuple[Inputs, Any]:
+        """Return (inputs, key) of a micro-batch."""
         part = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), self.batch)
-        return part, fold(self.rng, self.first_index + index)
+        return Inputs(part, self.extra), fold(self.rng, self.first_index + index)
 
     def context(self, chunk: Any, micro: Any) -> Any:
         """Pair a micro-batch's key with the number that this stage's chunk has in the whole model."""

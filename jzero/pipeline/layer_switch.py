@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jzero.errors import ConfigError
-from jzero.model import replace_state, with_state
+from jzero.model import Inputs, replace_state, uniform
 from jzero.pipeline.module import PipelineModule, pair
 from jzero.tree import partition
 
@@ -24,24 +24,24 @@ Buffers = dict[str, jax.Array]  # "float" and "other", each [length], where ther
 
 
 def switched(
-    model: PipelineModule, boundaries: Sequence[int], params: Any, batch: Any, is_state: Any
+    model: PipelineModule, boundaries: Sequence[int], params: Any, inputs: Inputs, is_state: Any
 ) -> tuple[Callable[[Any], Buffers], Callable[[Any, Buffers, Any, Any], Any], Callable[[Buffers, Any, Any], Any]]:
     """Convert a list of layers, equal or not, to (prefix, chunk, suffix).
 
-    prefix(batch) -> x; chunk(params, x, part, rng) -> (x, new state); suffix(x, batch, rng) -> loss
+    prefix(inputs) -> x; chunk(params, x, part, rng) -> (x, new state); suffix(x, inputs, rng) -> loss
 
     `chunk` runs the layers [boundaries[part], boundaries[part + 1]); `part` is an int32 and may be traced. It keeps
     only its arguments for the backward pass: a bare switch would keep the residuals of all its branches.
 
     Args:
-      params: as `PipelineModule.apply` takes them; `batch`: one micro-batch. Arrays or ShapeDtypeStructs, for shapes.
+      params: as `PipelineModule.apply` takes them; `inputs`: one micro-batch. Arrays or ShapeDtypeStructs, for shapes.
       is_state: a tree of bools like `params`.
 
     Raises:
       ConfigError: complex numbers or random keys between layers.
     """
-    run = [partial(with_state(model, model.run), start=start, stop=stop) for start, stop in pairwise(boundaries)]
-    trees = [jax.eval_shape(lambda inputs: inputs, pair(batch)[0])]
+    run = [partial(uniform(model, model.run), start=start, stop=stop) for start, stop in pairwise(boundaries)]
+    trees = [jax.eval_shape(lambda x: x, pair(inputs.batch)[0])]
     for layers in run:
         y = jax.eval_shape(lambda params, x, layers=layers: layers(params, x=x, rng=None)[0], params, trees[-1])
         trees.append(y)
@@ -55,10 +55,10 @@ def switched(
 
         return jax.lax.switch(part, [partial(branch, p) for p in range(len(run))])
 
-    def suffix(x: Buffers, batch: Any, rng: jax.Array | None) -> Any:
-        return model.loss_fn(unpack(x, trees[-1]), pair(batch)[1])
+    def suffix(x: Buffers, inputs: Inputs, rng: jax.Array | None) -> Any:
+        return model.end(unpack(x, trees[-1]), inputs.batch, inputs.extra)
 
-    return lambda batch: pack(pair(batch)[0]), chunk, suffix
+    return lambda inputs: pack(pair(inputs.batch)[0]), chunk, suffix
 
 
 def _packing(trees: Sequence[Any]) -> tuple[Callable[[Any], Buffers], Callable[[Buffers, Any], Any]]:

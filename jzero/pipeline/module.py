@@ -12,6 +12,7 @@ cuts the stack. If there is none, or the stages do not divide it, the pipeline c
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from itertools import groupby
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 
 from jzero.adapters.constants import shapes_only
 from jzero.errors import ConfigError
-from jzero.model import ENDS, STACK, fold, stack_loss
+from jzero.model import ENDS, STACK, Inputs, fold, stack_loss
 from jzero.pipeline.layer_spec import (
     Layer,
     LayerSpec,
@@ -53,7 +54,8 @@ class PipelineModule:
     Args:
       layers: any of `LayerSpec`, `TiedLayerSpec`, Linen modules, functions `x -> x`.
       num_stages: the number of pipeline stages, like `mesh.pipe` in the config; the parameters do not depend on it.
-      loss_fn: `loss_fn(outputs, labels)` -> a scalar, or `jzero.Mean(sum, count)`.
+      loss_fn: `loss_fn(outputs, labels)` -> a scalar, or `jzero.Mean(sum, count)`; a keyword argument `extra` gets what
+        is passed to the step beside the batch.
       has_aux: `loss_fn` returns (loss, {name: metric}), each metric a scalar or a `Mean`.
       partition_method: how `boundaries` cuts, see `jzero.pipeline.partition`.
       activation_checkpoint_interval: the number of layers in one activation checkpoint; 0: the config decides.
@@ -131,12 +133,15 @@ class PipelineModule:
         each = [layer.init(key) for layer, key in zip(layers, keys, strict=True)]
         return {ENDS: ends, STACK: jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)}
 
-    def loss(self, params: Any, batch: Any, rng: jax.Array | None) -> Any:
+    def loss(self, params: Any, batch: Any, rng: jax.Array | None, extra: Any = None) -> Any:
         if self.stack:
-            return stack_loss(self, params, batch, rng)  # type: ignore[arg-type]
-        inputs, labels = pair(batch)
-        x, new = self._run(params, 0, len(self._layers), inputs, rng)
-        return self._with(new, self.loss_fn(x, labels))
+            return stack_loss(self, params, Inputs(batch, extra), rng)  # type: ignore[arg-type]
+        x, new = self._run(params, 0, len(self._layers), pair(batch)[0], rng)
+        return self._with(new, self.end(x, batch, extra))
+
+    def end(self, outputs: Any, batch: Any, extra: Any) -> Any:
+        """Call the loss function."""
+        return self.loss_fn(outputs, pair(batch)[1], **({} if extra is None else {"extra": extra}))
 
     def module(self, params: Any, rng: jax.Array | None = None) -> Callable[[Any], Any]:
         """Return the layers as a function `inputs -> outputs`; rng None is evaluation."""
@@ -210,7 +215,7 @@ class PipelineModule:
             new |= {f"{LAYERS}/{i}/{name}": value for name, value in state.items()}
         return x, new
 
-    def _prefix(self, ends: Any, batch: Any, rng: jax.Array | None) -> Any:
+    def _prefix(self, ends: Any, batch: Any, rng: jax.Array | None, extra: Any = None) -> Any:
         x, new = self._through(ends, range(self.stack.start), pair(batch)[0], rng)
         return self._with(new, x)
 
@@ -226,9 +231,9 @@ class PipelineModule:
             )
         return self._with(new, y)
 
-    def _suffix(self, ends: Any, x: Any, batch: Any, rng: jax.Array | None) -> Any:
+    def _suffix(self, ends: Any, x: Any, batch: Any, rng: jax.Array | None, extra: Any = None) -> Any:
         x, new = self._through(ends, range(self.stack.stop, len(self._layers)), x, rng)
-        return self._with(new, self.loss_fn(x, pair(batch)[1]))
+        return self._with(new, self.end(x, batch, extra))
 
     def _after(self, ends: Any, x: Any, rng: jax.Array | None) -> Any:
         x, new = self._through(ends, range(self.stack.stop, len(self._layers)), x, rng)
@@ -260,7 +265,7 @@ class PipelineModule:
                 with self._fits(i, x), shapes_only():
                     x = jax.eval_shape(lambda params, x, i=i: self._layer(i, params, x, None)[0], layer.params, x)
             inputs.append(x)
-        if example is not None:
+        if example is not None and not takes_extra(self.loss_fn):
             with prefixed_errors(f"loss_fn does not fit outputs {show(x)} and labels {show(labels)}"):
                 jax.eval_shape(self.loss_fn, x, labels)
         return inputs
@@ -307,3 +312,8 @@ def pair(batch: Any) -> tuple[Any, Any]:
         kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, list | tuple | dict) else show(batch)
         raise ConfigError(f"PipelineModule: a batch is (inputs, labels), but this is a {kind}")
     return batch[0], batch[1]
+
+
+def takes_extra(loss_fn: Callable) -> bool:
+    """Return whether the loss function needs what is passed to the step beside the batch."""
+    return "extra" in inspect.signature(loss_fn).parameters

@@ -24,7 +24,7 @@ from jzero.errors import ConfigError
 from jzero.gradients import Facts, Passes, Weights
 from jzero.loss import Sums, read_loss
 from jzero.mesh import PIPE
-from jzero.model import ENDS, STACK, StackModel, fold, replace_state, with_state
+from jzero.model import ENDS, STACK, StackModel, fold, replace_state, uniform
 from jzero.pipeline import vocab_parallel
 from jzero.pipeline.chunk_placement import from_chunks, to_chunks
 from jzero.pipeline.executor import Functions, Run, Stages
@@ -133,7 +133,7 @@ def _stack_stages(model: StackModel, config: Config, mesh: Mesh, layouts: PyTree
     vocabulary = PIPE if divided else None, {size for layout in divided for size in layout.shape}
     every = min(remat.interval or 1, depth)
 
-    first, block, last = (with_state(model, f) for f in (model.prefix, model.block, model.suffix))
+    first, block, last = (uniform(model, f) for f in (model.prefix, model.block, model.suffix))
 
     def prefix(ends: PyTree, part: PyTree, key: Any) -> Any:
         with vocab_parallel.parallel(*vocabulary):

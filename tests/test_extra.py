@@ -1,0 +1,274 @@
+"""What a loss takes beside the batch, and losses over the global batch. Oracle: plain JAX and optax on one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import jzero
+from jzero.tree import named
+
+ROWS, LR, STEPS = 16, 0.1, 3
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(STEPS, ROWS, 4)).astype(np.float32)
+Y = RNG.normal(size=(STEPS, ROWS, 4)).astype(np.float32)
+
+
+def config(stage=0, accum=1, **more):
+    return {
+        "train_batch_size": ROWS,
+        "gradient_accumulation_steps": accum,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "gradient_clipping": 0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **more,
+    }
+
+
+def mesh(pipe=1, n=4):
+    return jzero.make_mesh(pipe=pipe, devices=jax.devices()[: n * pipe])
+
+
+def plain(params, loss, extras):
+    """Train with one device; return losses and parameters."""
+    losses = []
+    for x, y, extra in zip(X, Y, extras, strict=True):
+        value, gradient = jax.value_and_grad(loss)(params, {"x": x, "y": y}, extra)
+        params = jax.tree.map(lambda p, g: p - LR * g, params, gradient)
+        losses.append(float(value))
+    return losses, params
+
+
+def compare(step, state, losses, expected, **bounds):
+    np.testing.assert_allclose(losses, expected[0], rtol=1e-5)
+    for name, x in named(jax.device_get(state.params)).items():
+        np.testing.assert_allclose(x, named(expected[1])[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def distance(model, batch, extra):
+    TRACED.append(1)
+    return jnp.mean((model(batch["x"]) - batch["x"] @ extra["teacher"]) ** 2) * extra["weight"]
+
+
+def linear(params, batch, extra):
+    out = batch["x"] @ params["kernel"] + params["bias"]
+    return jnp.mean((out - batch["x"] @ extra["teacher"]) ** 2) * extra["weight"]
+
+
+def nnx_student():
+    return jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), distance)
+
+
+def linen_student():
+    return jzero.from_flax(
+        linen.Dense(4), lambda m, b, extra: distance(m, b, extra or TEACHERS[0]), example_batch=BATCH
+    )
+
+
+TRACED = []
+BATCH = {"x": X[0], "y": Y[0]}
+TEACHERS = [{"teacher": RNG.normal(size=(4, 4)).astype(np.float32), "weight": 1.0 + i} for i in range(STEPS)]
+
+
+@pytest.mark.parametrize("make", [nnx_student, linen_student])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_teacher_that_moves(make, stage):
+    step = jzero.make_train_step(make(), config(stage, accum=2), mesh=mesh())
+    state = step.init(jax.random.key(0))
+    start, losses, traced = jax.device_get(state.params), [], 0
+    TRACED.clear()
+    for x, y, teacher in zip(X, Y, TEACHERS, strict=True):
+        state, metrics = step(state, {"x": x, "y": y}, teacher)
+        losses.append(float(metrics["loss"]))
+        traced = traced or len(TRACED)
+    assert len(TRACED) == traced  # the teacher is an argument of one program
+    compare(step, state, losses, plain(start, linear, TEACHERS))
+    found = step.evaluate(state, BATCH, TEACHERS[1])
+    assert float(found) == pytest.approx(float(linear(jax.device_get(state.params), BATCH, TEACHERS[1])), rel=1e-5)
+
+
+def test_parameters_of_another_engine_stay_sharded_until_they_are_used():
+    """A GAN's two players take alternating steps, each with the other's parameters."""
+
+    def score(kernel, x):
+        return jnp.tanh(x @ kernel).mean(-1)
+
+    def generator_loss(model, batch, extra):
+        return -score(extra["kernel"], model(batch["x"])).mean()
+
+    def critic_loss(model, batch, extra):
+        fake = batch["x"] @ extra["kernel"] + extra["bias"]
+        return score(model.kernel[...], fake).mean() - score(model.kernel[...], batch["y"]).mean()
+
+    players = [
+        jzero.initialize(
+            model=jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), loss), config=config(3), mesh=mesh(),
+            rng=jax.random.key(i),
+        )[0]
+        for i, loss in enumerate((generator_loss, critic_loss))
+    ]  # fmt: skip
+    generator, critic = players
+    g, c = (jax.device_get(player.state.params) for player in players)
+
+    def plain_generator(g, c, x):
+        return -score(c["kernel"], x @ g["kernel"] + g["bias"]).mean()
+
+    def plain_critic(c, g, x, y):
+        return score(c["kernel"], x @ g["kernel"] + g["bias"]).mean() - score(c["kernel"], y).mean()
+
+    for x, y in zip(X, Y, strict=True):
+        batch = {"x": x, "y": y}
+        mine = float(critic.train_batch(batch, extra=generator.state.params))
+        value, gradient = jax.value_and_grad(plain_critic)(c, g, x, y)
+        c = jax.tree.map(lambda p, d: p - LR * d, c, gradient)
+        assert mine == pytest.approx(float(value), rel=1e-5, abs=1e-7)
+        mine = float(generator.train_batch(batch, extra=critic.state.params))
+        value, gradient = jax.value_and_grad(plain_generator)(g, c, x)
+        g = jax.tree.map(lambda p, d: p - LR * d, g, gradient)
+        assert mine == pytest.approx(float(value), rel=1e-5, abs=1e-7)
+    for player, expected in ((generator, g), (critic, c)):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+            jax.device_get(player.state.params),
+            expected,
+        )
+
+
+def stacked(pipe):
+    """A model with a stack, whose suffix takes the extra, and a PipelineModule, whose loss function takes it."""
+
+    class Deep(nnx.Module):
+        def __init__(self, rngs):
+            self.stack = nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs))(rngs.fork(split=2))
+
+        def prefix(self, batch):
+            return batch["x"]
+
+        def suffix(self, x, batch, extra):
+            return jnp.mean((x - extra) ** 2)
+
+    layer = jzero.LayerSpec(nnx.Linear, 4, 4)
+    even = jzero.PipelineModule([layer, layer], loss_fn=lambda out, labels, extra: jnp.mean((out - extra) ** 2))
+    odd = jzero.PipelineModule(
+        [layer, jnp.tanh, jzero.LayerSpec(nnx.Linear, 4, 6), jzero.LayerSpec(nnx.Linear, 6, 4)],
+        loss_fn=lambda out, labels, extra: jnp.mean((out - extra) ** 2), example_batch=(X[0], Y[0]),
+    )  # fmt: skip
+    return {"nnx": jzero.from_flax(Deep), "even": even, "odd": odd}
+
+
+@pytest.mark.parametrize("kind", ["nnx", "even", "odd"])
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_models_with_stages_take_it_too(kind, pipe):
+    model = stacked(pipe)[kind]
+    step = jzero.make_train_step(model, config(), mesh=mesh(pipe, 2))
+    state = step.init(jax.random.key(0))
+    params = jax.device_get(state.params)
+    target = np.float32(0.5)
+    if kind == "odd":
+        layers = [params["layers"][k] for k in ("0", "2", "3")]
+    else:
+        layers = [jax.tree.map(lambda w, i=i: w[i], params["stack"]) for i in range(2)]
+    x = X[0]
+    for i, p in enumerate(layers):
+        x = x @ p["kernel"] + p["bias"]
+        x = np.tanh(x) if kind == "odd" and i == 0 else x
+    batch = BATCH if kind == "nnx" else (X[0], Y[0])
+    _, metrics = step(state, batch, target)
+    assert float(metrics["loss"]) == pytest.approx(float(np.mean((x - target) ** 2)), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (lambda: {"teacher": "t5"}, r"extra: leaf 'teacher' is 't5': pass arrays and numbers"),
+        (lambda: jax.device_put(np.ones(3), jax.devices()[7]), r"extra: leaf 'extra' lies on 1 devices.*has 4"),
+        (lambda: 2**40, "2\\*\\*40|1099511627776"),
+    ],
+)
+def test_an_extra_that_is_refused(extra, message):
+    step = jzero.make_train_step(nnx_student(), config(), mesh=mesh())
+    with pytest.raises((jzero.ConfigError, OverflowError), match=message):
+        step(step.init(jax.random.key(0)), BATCH, extra())
+
+
+def test_a_loss_that_does_not_take_an_extra():
+    step = jzero.make_train_step(
+        jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), lambda m, b: m(b["x"]).mean()), config(), mesh=mesh()
+    )
+    with pytest.raises(jzero.ConfigError, match=r"write def loss_fn\(module, batch, extra\)"):
+        step(step.init(jax.random.key(0)), BATCH, 1.0)
+
+
+# ---------------------------------------------------------------- losses over the global batch
+
+
+def contrastive(a, b, index=0, everything=lambda x: x):
+    """InfoNCE: row i of `a` belongs to row i of `b`, all other rows are negatives."""
+    logits = a @ everything(b).T
+    labels = jnp.arange(len(a)) + index * len(a)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def normed(x):
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def clip_loss(model, batch):
+    a, b = normed(model(batch["x"])), normed(model(batch["y"]))
+    centre = jzero.mean(a.mean(0))
+    both = [contrastive(*pair, jzero.axis_index(), jzero.all_gather) for pair in ((a, b), (b, a))]
+    return sum(both) + jnp.sum(centre**2)
+
+
+def plain_clip(params, batch, extra):
+    a, b = (normed(batch[name] @ params["kernel"] + params["bias"]) for name in ("x", "y"))
+    return contrastive(a, b) + contrastive(b, a) + jnp.sum(a.mean(0) ** 2)
+
+
+@pytest.mark.parametrize(("stage", "data"), [(0, 4), (3, 2), (2, 1)])
+def test_a_contrastive_loss_sees_the_global_batch(stage, data):
+    layout = jzero.make_mesh(data=data, zero=4 // data, devices=jax.devices()[:4])
+    model = jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), clip_loss)
+    step = jzero.make_train_step(model, config(stage), mesh=layout)
+    state = step.init(jax.random.key(0))
+    start, losses = jax.device_get(state.params), []
+    for x, y in zip(X, Y, strict=True):
+        state, metrics = step(state, {"x": x, "y": y})
+        losses.append(float(metrics["loss"]))
+    compare(step, state, losses, plain(start, plain_clip, [None] * STEPS))
+    plainly = float(model.loss(start, BATCH, None))  # outside the step: the identity
+    assert plainly == pytest.approx(float(plain_clip(start, BATCH, None)), rel=1e-6)
+    assert float(step.evaluate(state, BATCH)) == pytest.approx(
+        float(plain_clip(jax.device_get(state.params), BATCH, None)), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_contrastive_loss_after_a_pipeline(equal):
+    def loss(out, labels):
+        return contrastive(normed(out), normed(labels), jzero.axis_index(), jzero.all_gather)
+
+    layer = jzero.LayerSpec(nnx.Linear, 4, 4)
+    layers = (
+        [layer, layer] if equal else [jzero.LayerSpec(nnx.Linear, 4, 6), jnp.tanh, jzero.LayerSpec(nnx.Linear, 6, 4)]
+    )
+    model = jzero.PipelineModule(layers, loss_fn=loss, example_batch=(X[0], Y[0]))
+    step = jzero.make_train_step(model, config(), mesh=mesh(2, 2))
+    state = step.init(jax.random.key(0))
+    start, losses = jax.device_get(state.params), []
+
+    def plainly(params, batch, extra):
+        if equal:
+            parts = [jax.tree.map(lambda w, i=i: w[i], params["stack"]) for i in range(2)]
+        else:
+            parts = [params["layers"]["0"], params["layers"]["2"]]
+        x = batch["x"] @ parts[0]["kernel"] + parts[0]["bias"]
+        x = (x if equal else jnp.tanh(x)) @ parts[1]["kernel"] + parts[1]["bias"]
+        return contrastive(normed(x), normed(batch["y"]))
+
+    for x, y in zip(X, Y, strict=True):
+        state, metrics = step(state, (x, y))
+        losses.append(float(metrics["loss"]))
+    compare(step, state, losses, plain(start, plainly, [None] * STEPS))
