@@ -28,6 +28,9 @@ of `prefix`, `block` and `suffix`, returns (what it returns otherwise, {name: ne
 that it got. In training every micro-batch replaces the state, in order; in evaluation the new values are dropped. State
 keeps its dtype. Replicas that compute different floats are averaged.
 
+A model may have `values`, parameters to start from instead of those of `init`; and `adopt(values) -> params`, which
+converts what a caller passes as `params` (an nnx.State, Linen variables).
+
 What the caller passes as `step(state, batch, extra)` reaches `loss`, or `prefix` and `suffix`, as a keyword argument
 `extra`, whole on every device; without it the argument is absent.
 

@@ -105,9 +105,12 @@ class States:
             rng = jax.random.wrap_key_data(rng)
         elif dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or jnp.shape(rng):
             raise ConfigError(f"rng = {rng!r}: must be one key; write jax.random.key(0)")
+        model = self._setup.model
+        if params is None:
+            params, donate = getattr(model, "values", None), False
         if params is None:
             return self._init(rng)
-        params = self._fit(params, donate)
+        params = self._fit(getattr(model, "adopt", lambda params: params)(params), donate)
         return dataclasses.replace(self._init_around(params, rng), params=params)
 
     def _fit(self, params: PyTree, donate: bool) -> PyTree:

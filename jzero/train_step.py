@@ -22,7 +22,7 @@ from jzero.distributed.consistency import Guard
 from jzero.gradients import ManualRegion, Result
 from jzero.loss import LOSS
 from jzero.loss_scale import LossScale
-from jzero.mesh import batch_spec, replicas
+from jzero.mesh import batch_spec, replicas, shardings
 from jzero.model import Model
 from jzero.setup import resolve
 from jzero.sharding import is_state, trainable
@@ -105,7 +105,8 @@ class TrainStep:
 
         Args:
           rng: as from `jax.random.key(0)`.
-          params: instead of the model's `init(rng)`, in any layout and dtype. They are copied.
+          params: instead of the model's `init(rng)`, in any layout and dtype: a pytree like `init`'s, an nnx.Module or
+            nnx.State, or Linen variables. They are copied.
           donate: give `params` up instead: arrays already sharded by `state_shardings.params` are not copied, and the
             first step deletes them.
 
@@ -146,6 +147,13 @@ class TrainStep:
             step, in_shardings=(self.state_shardings, self.batch_sharding, None),
             out_shardings=(self.state_shardings, everywhere, everywhere), donate_argnums=0,
         )  # fmt: skip
+
+        def only_gradients(state: TrainState, batch: PyTree, extra: PyTree) -> tuple[PyTree, Metrics]:
+            rng = jax.random.fold_in(state.rng, state.step)
+            result = gradients(state.params, batch, extra, rng, state.loss_scale.scale)
+            return result.gradients, {**result.means, "grad_norm": optax.tree.norm(result.gradients)}
+
+        self._gradients = jit(only_gradients, out_shardings=(shardings(mesh, grad_specs), everywhere))
         self._evaluate = jit(self._manual(region.evaluate, 1, replicated))
         self._micro_loss = jit(self._manual(region.micro_loss, 3, replicated))
         # Manual, so that every device concatenates its own rows; a global concatenation would move rows.
@@ -215,6 +223,26 @@ class TrainStep:
             done = self._step(state, batch, place_extra(extra, self.mesh))
             finished_when(done[1]["loss"])
         return done
+
+    def gradients(self, state: TrainState, batch: PyTree, extra: PyTree = None) -> tuple[PyTree, Metrics]:
+        """Compute the gradients of the next step without taking it: for SAM, own update rules, influence functions.
+
+        Args:
+          state: is not donated; its dropout and loss scale are those that the step would use.
+          batch, extra: as for a step.
+
+        Returns:
+          The float32 gradients of the global batch's loss, before clipping, sharded like the master parameters at every
+          stage (None for what is not trained), and metrics: loss, grad_norm, and the model's own.
+        """
+        self._check_batch(batch, self.batch_sizes.train)
+        check_alive(state)
+        batch = self.place(batch)
+        self._guard.check("gradients", batch)
+        with heartbeat.work() as finished_when:
+            gradients, metrics = self._gradients(state, batch, place_extra(extra, self.mesh))
+            finished_when(metrics[LOSS])
+        return gradients, metrics
 
     def evaluate(self, state: TrainState, batch: PyTree, extra: PyTree = None) -> Any:
         """Compute the loss of a batch without dropout or update.

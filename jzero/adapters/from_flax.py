@@ -31,7 +31,8 @@ def from_flax(
     off in training.
 
     Args:
-      module: a function `rngs -> nnx.Module` (a class that takes `rngs` will do), or a Linen module.
+      module: a function `rngs -> nnx.Module` (a class that takes `rngs` will do), a built nnx.Module, whose values
+        training starts from, or a Linen module.
       loss_fn: `loss_fn(module, batch)` -> a scalar, or `jzero.Mean(sum, count)` for a weighted mean. `module` is the
         NNX module or the bound Linen module. A third positional parameter, or one named `rng`, gets the step's key, or
         None in evaluation. A parameter named `extra` gets what is passed to the step beside the batch, or None. An NNX
@@ -55,11 +56,12 @@ def from_flax(
         if loss_fn is None or example_batch is None:
             raise ConfigError("from_flax: a Linen module needs loss_fn(module, batch) and example_batch=...")
         return LinenModel(module, _with_rng(loss_fn), example_batch, has_aux, sync_batch_norm)
+    if not callable(module) and not isinstance(module, nnx.Module):
+        raise ConfigError(f"from_flax: {module!r} is neither an nnx or Linen module nor a function rngs -> nnx.Module")
     if isinstance(module, nnx.Module):
-        name = type(module).__name__
-        raise ConfigError(f"from_flax: {name} is built already; pass lambda rngs: {name}(..., rngs=rngs), for init")
-    if not callable(module):
-        raise ConfigError(f"from_flax: {module!r} is neither a function rngs -> nnx.Module nor a Linen module")
+        model = from_flax(lambda rngs: nnx.clone(module), loss_fn, has_aux=has_aux, sync_batch_norm=sync_batch_norm)
+        model.values = model.adopt(module)  # type: ignore[attr-defined]
+        return model
     build = builder(module)
     abstract = abstract_module(build)
     if all(hasattr(abstract, name) for name in ("prefix", "stack", "suffix")):

@@ -54,7 +54,13 @@ class LinenModel:
         return self.linen.bind({PARAMS: params, **variables}, rngs=_streams(rng), mutable=self.mutable or False)
 
     def init(self, rng: jax.Array) -> Any:
-        variables = self._variables(rng)
+        return self._params(self._variables(rng))
+
+    def adopt(self, values: Any) -> Any:
+        """Convert Linen variables to the model's parameters; leave parameters as they are."""
+        return self._params(meta.unbox(values)) if set(values) <= {PARAMS, *self.collections, *self.mutable} else values
+
+    def _params(self, variables: Any) -> Any:
         return {**variables.get(PARAMS, {}), **{name: variables[name] for name in self.mutable}}
 
     def loss(self, params: Any, batch: Any, rng: jax.Array | None, **extra: Any) -> Any:

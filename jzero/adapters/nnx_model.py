@@ -188,9 +188,13 @@ def taken(method: Callable, extra: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in extra.items() if name in inspect.signature(method).parameters}
 
 
-def _variables(module: nnx.Module) -> Any:
-    """Return the values of a module's variables, without random state."""
-    return nnx.to_pure_dict(nnx.state(module, nnx.All(nnx.Variable, nnx.Not(nnx.RngState))))
+def pure_values(values: Any) -> Any:
+    """Return the variables of a module or an nnx.State as a pure dict, without random state; leave others alone."""
+    if isinstance(values, nnx.Module):
+        values = nnx.state(values)
+    if not isinstance(values, nnx.State):
+        return values
+    return nnx.to_pure_dict(nnx.filter_state(values, nnx.All(nnx.Variable, nnx.Not(nnx.RngState))))
 
 
 class NNXModel:
@@ -208,7 +212,11 @@ class NNXModel:
         return f"from_flax({self.name})"
 
     def init(self, rng: jax.Array) -> Any:
-        return _variables(self.build(nnx.Rngs(rng)))
+        return self.adopt(self.build(nnx.Rngs(rng)))
+
+    def adopt(self, values: Any) -> Any:
+        """Convert a module, an nnx.State or a pure dict to the model's parameters."""
+        return pure_values(values)
 
     def loss(self, params: Any, batch: Any, rng: jax.Array | None, **extra: Any) -> Any:
         module = self.module(params, rng)
@@ -238,8 +246,14 @@ class NNXStackModel:
         return self.whole({**params[ENDS], STACK: params[STACK]}, rng)
 
     def init(self, rng: jax.Array) -> Any:
-        params = _variables(self.build(nnx.Rngs(rng)))
-        return {STACK: params.pop(STACK), ENDS: params}
+        return self.adopt(self.build(nnx.Rngs(rng)))
+
+    def adopt(self, values: Any) -> Any:
+        """Convert a module, an nnx.State or a pure dict to the model's parameters."""
+        params = pure_values(values)
+        if set(params) == {ENDS, STACK} or STACK not in params:
+            return params
+        return {STACK: params[STACK], ENDS: {name: x for name, x in params.items() if name != STACK}}
 
     def prefix(self, ends: Any, batch: Any, rng: jax.Array | None, **extra: Any) -> Any:
         if extra and not self.takes_extra:

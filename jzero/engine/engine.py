@@ -44,7 +44,7 @@ class Engine:
 
     def __init__(
         self, step_fn: TrainStep, rng: jax.Array, loader: DataLoader | None = None,
-        resume: Path | None = None,
+        resume: Path | None = None, params: Any = None,
     ):  # fmt: skip
         self.step_fn, self.config, self.mesh = step_fn, step_fn.config, step_fn.mesh
         self._rng = rng
@@ -66,7 +66,7 @@ class Engine:
         elif self.config.checkpoint.dir:
             warn_if_not_resumed(self.config.checkpoint.dir)
         if self.state is None:
-            self.state = step_fn.init(rng)
+            self.state = step_fn.init(rng, params)
 
     def __repr__(self) -> str:
         return f"Engine({self.step_fn!r}, global step {self.global_steps})"

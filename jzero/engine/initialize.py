@@ -47,6 +47,7 @@ def initialize(
     optimizer: optax.GradientTransformation | Callable[[optax.Schedule], optax.GradientTransformation] | None = None,
     lr_scheduler: optax.Schedule | None = None,
     training_data: Any = None,
+    params: Any = None,
     rng: jax.Array | None = None,
     resume: str | os.PathLike | Literal[False] | None = None,
     **deepspeed: Any,
@@ -57,6 +58,7 @@ def initialize(
       model, config, mesh, optimizer: as for `make_train_step`.
       lr_scheduler: a function of the number of steps applied, instead of the config's `scheduler`.
       training_data: arrays, a sequence of samples, a Hugging Face dataset, an iterable, ...: see `jzero.data`.
+      params: parameters to start from, as for `TrainStep.init`, unless the run is resumed.
       rng: default `jax.random.key(config.seed)`.
       resume: a directory: resume from its newest readable checkpoint, and save there. "auto": the config's
         `checkpoint.dir`. On SIGTERM all processes save there after the same step and exit with code 75. Default: "auto"
@@ -99,7 +101,7 @@ def initialize(
     if training_data is not None:
         loader = DataLoader(training_data, step, seed=config.seed, drop_last=config.dataloader_drop_last)
         check_same("training_data", {"data": repr(loader)})
-    engine = Engine(step, jax.random.key(config.seed) if rng is None else rng, loader, root)
+    engine = Engine(step, jax.random.key(config.seed) if rng is None else rng, loader, root, params)
     if jax.process_index() == 0:
         print(report(step))
     for fault in gpu_faults.faults(os.environ, find_place(os.environ).local_size):

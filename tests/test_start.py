@@ -1,0 +1,153 @@
+"""Starting from values that exist, and gradients alone. Oracle: jax.grad of the plain loss on one device."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import jzero
+from jzero.tree import named
+
+ROWS = 16
+X = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
+BATCH = {"x": X, "y": np.roll(X, 1, axis=1)}
+
+
+def config(stage=0, **more):
+    return {
+        "train_batch_size": ROWS,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **more,
+    }
+
+
+def mesh(pipe=1):
+    return jzero.make_mesh(pipe=pipe, devices=jax.devices()[: 4 * pipe])
+
+
+def loss_fn(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+class Deep(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(4, 4, rngs=rngs)
+        self.stack = nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs))(rngs.fork(split=2))
+
+    def prefix(self, batch):
+        return self.first(batch["x"])
+
+    def suffix(self, x, batch):
+        return jnp.mean((x - batch["y"]) ** 2)
+
+
+def plain(params, batch):
+    x = batch["x"] @ params["ends"]["first"]["kernel"] + params["ends"]["first"]["bias"]
+    for i in range(2):
+        x = x @ params["stack"]["kernel"][i] + params["stack"]["bias"][i]
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+def test_a_built_module_starts_from_its_values():
+    for built in (nnx.Linear(4, 4, rngs=nnx.Rngs(5)), Deep(nnx.Rngs(5))):
+        model = jzero.from_flax(built, None if isinstance(built, Deep) else loss_fn)
+        step = jzero.make_train_step(model, config(3), mesh=mesh())
+        values = named(nnx.to_pure_dict(nnx.state(built, nnx.Param)))
+        state = step.init(jax.random.key(0))
+        for name, x in named(state.params).items():
+            np.testing.assert_array_equal(x, values[name.removeprefix("ends/")])
+        step(state, BATCH)  # deletes the state's buffers, not the module's
+        assert all(np.isfinite(x[...]).all() for x in values.values())
+
+
+def starts():
+    module, deep = nnx.Linear(4, 4, rngs=nnx.Rngs(5)), Deep(nnx.Rngs(5))
+    flat = jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), loss_fn)
+    stacked = jzero.from_flax(Deep)
+    bound = jzero.from_flax(linen.Dense(4), loss_fn, example_batch=BATCH)
+    variables = linen.Dense(4).init(jax.random.key(5), X)
+    pure = nnx.to_pure_dict(nnx.state(deep))
+    return {
+        "state": (flat, nnx.state(module), module.kernel[...]),
+        "module": (flat, module, module.kernel[...]),
+        "dict": (flat, nnx.to_pure_dict(nnx.state(module)), module.kernel[...]),
+        "stack": (stacked, nnx.state(deep), deep.first.kernel[...]),
+        "pure stack": (stacked, pure, deep.first.kernel[...]),
+        "variables": (bound, variables, variables["params"]["kernel"]),
+        "params": (bound, variables["params"], variables["params"]["kernel"]),
+    }
+
+
+@pytest.mark.parametrize("kind", ["state", "module", "dict", "stack", "pure stack", "variables", "params"])
+def test_initialize_takes_params_of_every_kind(kind):
+    model, params, kernel = starts()[kind]
+    engine = jzero.initialize(model=model, config=config(3), params=params, mesh=mesh())[0]
+    mine = next(x for name, x in named(engine.state.params).items() if name.endswith("kernel") and "stack" not in name)
+    np.testing.assert_array_equal(mine, kernel)
+
+
+def test_params_of_another_model_are_refused():
+    with pytest.raises(jzero.ConfigError, match="the params are another model's"):
+        jzero.initialize(
+            model=jzero.from_flax(Deep), config=config(), params=nnx.Linear(4, 4, rngs=nnx.Rngs(0)), mesh=mesh()
+        )
+
+
+@pytest.mark.parametrize(("stage", "pipe"), [(0, 1), (3, 1), (2, 2)])
+def test_gradients_are_those_of_one_device(stage, pipe):
+    step = jzero.make_train_step(
+        jzero.from_flax(Deep), config(stage, frozen_parameters=["first/bias"], gradient_clipping=1e-3), mesh=mesh(pipe)
+    )
+    state = step.init(jax.random.key(0))
+    params = jax.device_get(state.params)
+    gradients, metrics = step.gradients(state, BATCH)
+    value, expected = jax.value_and_grad(plain)(params, BATCH)
+    assert float(metrics["loss"]) == pytest.approx(float(value), rel=1e-5)
+    assert gradients["ends"]["first"]["bias"] is None
+    del expected["ends"]["first"]["bias"]
+    shardings = named(step.state_shardings.params)
+    for name, x in named(gradients).items():
+        np.testing.assert_allclose(x, named(expected)[name], rtol=1e-5, atol=1e-6, err_msg=name)
+        assert x.sharding == shardings[name]
+    assert float(metrics["grad_norm"]) == pytest.approx(float(optax.tree.norm(expected)), rel=1e-5)
+    _, stepped = step(state, BATCH)  # the state is still alive
+    assert float(stepped["grad_norm"]) == pytest.approx(float(metrics["grad_norm"]), rel=1e-6)
+
+
+def test_gradients_have_their_true_scale_under_fp16():
+    step = jzero.make_train_step(
+        jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), loss_fn),
+        config(fp16={"enabled": True, "auto_cast": True}), mesh=mesh(),
+    )  # fmt: skip
+    state = step.init(jax.random.key(0))
+    gradients, _ = step.gradients(state, BATCH)
+    params = jax.device_get(state.params)
+    expected = jax.grad(lambda p: jnp.mean((X @ p["kernel"] + p["bias"] - BATCH["y"]) ** 2))(params)
+    np.testing.assert_allclose(gradients["kernel"], expected["kernel"], rtol=2e-2, atol=2e-3)
+
+
+def test_an_update_rule_of_ones_own():
+    """Sharpness-aware minimisation (Foret et al., arXiv:2010.01412) by hand, as one device computes it."""
+    step = jzero.make_train_step(jzero.from_flax(Deep), config(3), mesh=mesh())
+    state, losses, expected = step.init(jax.random.key(0)), [], []
+    params = jax.device_get(state.params)
+    for _ in range(3):
+        gradients, metrics = step.gradients(state, BATCH)
+        up = 0.05 / metrics["grad_norm"]
+        high = dataclasses.replace(state, params=jax.tree.map(lambda p, g, up=up: p + up * g, state.params, gradients))
+        gradients, _ = step.gradients(high, BATCH)
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, state.params, gradients)
+        state = dataclasses.replace(state, params=new, step=state.step + 1)
+        losses.append(float(metrics["loss"]))
+        value, g = jax.value_and_grad(plain)(params, BATCH)
+        up = 0.05 / optax.tree.norm(g)
+        high = jax.tree.map(lambda p, g, up=up: p + up * g, params, g)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(plain)(high, BATCH))
+        expected.append(float(value))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
