@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jzero.loss import Mean
 from jzero.pipeline import vocab_parallel
 
 from .attention import attend, frequencies, kernel_note, rope, same_segment, visible_ST
@@ -168,7 +169,7 @@ class Decoder(nnx.Module):
         segments_BS = batch.get("segments")
         return x_BSD if segments_BS is None and layer is None else Carry(x_BSD, segments_BS, layer)
 
-    def suffix(self, x: Hidden, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def suffix(self, x: Hidden, batch: dict[str, jax.Array]) -> Mean:
         """Return (sum of the tokens' cross-entropies, number of tokens)."""
         x_BSD, c = x.x_BSD if isinstance(x, Carry) else x, self.config
         return vocab_parallel.cross_entropy(

@@ -414,11 +414,26 @@ class Counter(linen.Module):
 
 
 @pytest.mark.parametrize(
-    ("module", "words"), [(linen.BatchNorm(use_running_average=False), "batch_stats"), (Counter(), "counts")]
+    ("module", "state"),
+    [
+        (linen.BatchNorm(use_running_average=False), {"batch_stats/mean", "batch_stats/var"}),
+        (Counter(), {"counts/calls"}),
+        (Sown(), set()),
+    ],
 )
-def test_linen_collections_that_training_changes_are_refused(module, words):
-    with pytest.raises(jzero.ConfigError, match=words):
-        jzero.from_flax(module, mean_square, example_batch=X)
+def test_linen_collections_that_training_changes_are_state(module, state):
+    assert jzero.from_flax(module, mean_square, example_batch=X).state == state
+
+
+def test_a_collection_named_like_a_submodule_is_refused():
+    class Twice(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            self.variable("Dense_0", "calls", lambda: jnp.zeros(())).value += 1
+            return linen.Dense(WIDTH)(x)
+
+    with pytest.raises(jzero.ConfigError, match=r"\['Dense_0'\] names both a submodule and a variable collection"):
+        jzero.from_flax(Twice(), mean_square, example_batch=X)
 
 
 # ------------------------------------------------------------------------------------------- the loss function
