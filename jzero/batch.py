@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,6 +12,41 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.errors import ConfigError
 from jzero.tree import named, path_name
+
+
+def host_arrays(batch: Any) -> Any:
+    """Replace PyTorch's tensors by NumPy arrays that share their memory, and other libraries' mappings by dicts.
+
+    PyTorch is not imported: a program that did not import it has no tensors.
+
+    Args:
+      batch: a pytree; a mapping that JAX does not know (`transformers.BatchEncoding`) counts as a dict.
+
+    Raises:
+      ConfigError: a tensor outside the host's memory.
+    """
+    tensor = getattr(sys.modules.get("torch"), "Tensor", ())
+
+    def one(path: tuple, x: Any) -> Any:
+        if isinstance(x, Mapping):
+            return host_arrays(dict(x))
+        return _of_tensor(path_name(path) or "batch", x) if isinstance(x, tensor) else x
+
+    return jax.tree_util.tree_map_with_path(one, batch)
+
+
+def _of_tensor(name: str, x: Any) -> np.ndarray:
+    if x.device.type != "cpu":
+        raise ConfigError(
+            f"leaf {name!r} is a torch tensor on {x.device}: jzero puts batches on the devices itself, so leave out "
+            ".to(...) and .cuda(), or write .to(engine.device), the host"
+        )
+    kind = str(x.dtype).removeprefix("torch.")
+    if not kind.startswith(("bfloat16", "float8")):
+        return x.numpy(force=True)  # detached
+    torch = sys.modules["torch"]  # NumPy lacks these dtypes, and gets their bits
+    bits = x.detach().contiguous().view(torch.int16 if kind == "bfloat16" else torch.int8)
+    return bits.numpy().view(jax.numpy.dtype(kind))
 
 
 def place_batch(batch: Any, sharding: NamedSharding, rows: int) -> Any:
@@ -64,7 +101,7 @@ def place_extra(extra: Any, mesh: Mesh) -> Any:
         check_range(name, x)
         return jax.device_put(x, everywhere)
 
-    return jax.tree_util.tree_map_with_path(one, extra)
+    return jax.tree_util.tree_map_with_path(one, host_arrays(extra))
 
 
 def check_range(name: str, x: Any) -> None:

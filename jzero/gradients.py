@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jzero import micro_batches, zero
 from jzero.config import Config
+from jzero.errors import ConfigError
 from jzero.loss import LOSS, Mean, Sums, counter, means, nonzero, pack, read_loss
 from jzero.mesh import BATCH_AXES, present, replicas
 from jzero.model import ENDS, STACK, Inputs, Model, StackModel, fold, replace_state, uniform
@@ -21,7 +22,7 @@ from jzero.precision import Precision, cast
 from jzero.remat import Remat, checkpointed
 from jzero.sharding import is_state, stack_length
 from jzero.stack import StackView, fetch, run_stack, scanned, unrolled, unrolls
-from jzero.tree import PyTree, leading_dim, partition
+from jzero.tree import PyTree, leading_dim, partition, path_name
 
 
 class Result(NamedTuple):
@@ -78,12 +79,15 @@ class Passes(NamedTuple):
       gradients: (weights, batch [accum, micro, ...], key, cotangent) -> (gradient of cotangent * sum of the losses'
         sums with respect to diff; the loss and metrics of every micro-batch, `Sums` [accum, 2]; the new state).
       losses: (weights, batch, key or None, index of the first) -> `Sums` [accum, 2].
+      outputs: (weights, `Inputs` of one micro-batch, key) -> (outputs, new state), of a model with a criterion; None
+        otherwise, and in a pipeline.
     """
 
     view: StackView
     facts: Facts
     gradients: Callable
     losses: Callable
+    outputs: Callable | None = None
 
 
 def sequential(model: Model, config: Config, mesh: Mesh, layouts: PyTree, precision: Precision) -> Passes:
@@ -116,7 +120,9 @@ def sequential(model: Model, config: Config, mesh: Mesh, layouts: PyTree, precis
         return lax.map(one, (jnp.arange(leading_dim(batch)), batch))
 
     facts = Facts(remat, layers, unrolled=stack and not view.layer_axis, by_layer=stack)
-    return Passes(view, facts, gradients, losses)
+    net = getattr(model, "net", None)
+    outputs = make_loss(net, layouts, view, remat, precision) if net else None
+    return Passes(view, facts, gradients, losses, outputs)
 
 
 def _whole_loss(model: Model, layouts: PyTree, view: StackView, remat: Remat, precision: Precision) -> Callable:
@@ -212,6 +218,21 @@ class ManualRegion:
         losses = self.passes.losses(self.prepare(masters, extra), self.split(batch), self.replica_key(rng), index)
         return means(self.all_reduce(_total(losses)))[LOSS]
 
+    def outputs(self, masters: PyTree, inputs: PyTree, rng: jax.Array | None, index: jax.Array) -> PyTree:
+        """Compute a model's outputs for inputs [n * micro, ...], in their order; rng None: without dropout.
+
+        In training the first micro-batch is the `index`-th of the step.
+        """
+        weights, parts = self.prepare(masters, None), self.split(inputs)
+        key = None if rng is None else self.replica_key(rng)
+
+        def one(item: Any) -> PyTree:
+            i, part = item
+            return self.passes.outputs(weights, Inputs(part), fold(key, index + i))[0]  # type: ignore[misc]
+
+        made = lax.map(one, (jnp.arange(leading_dim(parts)), parts))
+        return jax.tree_util.tree_map_with_path(partial(_join_rows, self.micro), made)
+
     def prepare(self, masters: PyTree, extra: PyTree) -> Weights:
         """Convert local masters to the form that the passes use; see `zero.prepare`."""
         view = self.passes.view
@@ -255,6 +276,16 @@ def weighted(parts: dict[str, Mean], cotangent: jax.Array | float) -> tuple[jax.
 def _pair(weights: Weights) -> tuple[PyTree, PyTree]:
     """Return (diff, nondiff), with the state among the latter."""
     return weights.diff, replace_state(weights.nondiff, weights.state)
+
+
+def _join_rows(micro: int, path: tuple, x: jax.Array) -> jax.Array:
+    """Join the micro-batches of an output: [n, micro, ...] -> [n * micro, ...]."""
+    if x.ndim < 2 or x.shape[1] != micro:
+        raise ConfigError(
+            f"output {path_name(path) or 'outputs'!r} has shape {x.shape[1:]} for {micro} rows: only outputs with a "
+            "row for each row of the inputs can be read; return others as metrics of the criterion (has_aux)"
+        )
+    return x.reshape(-1, *x.shape[2:])
 
 
 def _keep(layouts: PyTree, new: PyTree, old: PyTree, view: StackView) -> PyTree:

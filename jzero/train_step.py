@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero.batch import check_batch, place_batch, place_extra, rows_of_this_process
+from jzero.batch import check_batch, host_arrays, place_batch, place_extra, rows_of_this_process
 from jzero.config import Config
 from jzero.distributed import heartbeat
 from jzero.distributed.consistency import Guard
+from jzero.errors import ConfigError
 from jzero.gradients import ManualRegion, Result
 from jzero.loss import LOSS
 from jzero.loss_scale import LossScale
@@ -126,7 +127,7 @@ class TrainStep:
     # ------------------------------------------------------------------ programs
 
     def _make_programs(self, jit: Callable) -> None:
-        """Make the four programs; each is compiled when it is first called."""
+        """Make the programs; each is compiled when it is first called."""
         setup, mesh = self.setup, self.mesh
         region = ManualRegion(
             setup.model, setup.weights, setup.passes, self.config, mesh, self.precision, self.batch_sizes.micro
@@ -156,6 +157,7 @@ class TrainStep:
         self._gradients = jit(only_gradients, out_shardings=(shardings(mesh, grad_specs), everywhere))
         self._evaluate = jit(self._manual(region.evaluate, 1, replicated))
         self._micro_loss = jit(self._manual(region.micro_loss, 3, replicated))
+        self._outputs = jit(self._manual(region.outputs, 2, batch_spec(mesh)))
         # Manual, so that every device concatenates its own rows; a global concatenation would move rows.
         self._concatenate = jit(
             jax.shard_map(
@@ -185,7 +187,8 @@ class TrainStep:
         """Run one optimizer step on one global batch; `state` is donated.
 
         Args:
-          batch: a pytree whose leaves have the leading dimension `batch_sizes.train`; NumPy or JAX arrays.
+          batch: a pytree whose leaves have the leading dimension `batch_sizes.train`; NumPy or JAX arrays, or
+            PyTorch's tensors on the host.
           extra: any pytree of arrays and numbers that the loss takes beside the batch: a teacher's parameters, a scalar
             that changes with the step. It reaches the loss whole on every device.
 
@@ -201,6 +204,7 @@ class TrainStep:
 
     def run(self, state: TrainState, batch: PyTree, extra: PyTree = None) -> tuple[TrainState, Metrics, Details]:
         """Run one step like `__call__`, and return its details too."""
+        batch = host_arrays(batch)
         self._check_batch(batch, self.batch_sizes.train)
         check_alive(state)
         batch = self.place(batch)
@@ -254,6 +258,7 @@ class TrainStep:
         Returns:
           The loss; (loss, {name: metric}) of a model with `has_aux`.
         """
+        batch = host_arrays(batch)
         self._check_batch(batch, self.micro_size, multiples=True)
         check_alive(state)
         batch = place_batch(batch, self.batch_sharding, len(jax.tree.leaves(batch)[0]))
@@ -272,6 +277,26 @@ class TrainStep:
         self._guard.check("a micro-batch's loss", part)
         return self._micro_loss(state.params, part, place_extra(extra, self.mesh), rng, jnp.int32(index))
 
+    def outputs(self, state: TrainState, inputs: PyTree, index: int | None = None) -> PyTree:
+        """Compute the outputs of a model with a criterion for inputs, sharded like them.
+
+        Args:
+          inputs: their rows are any multiple of micro x replicas.
+          index: the micro-batch of the next step whose dropout is used; None: no dropout.
+        """
+        if self.setup.passes.outputs is None:
+            raise ConfigError(
+                "outputs cannot be read in a pipeline, whose stages have them one after the other: engine.loss takes "
+                "them unread; return what else you need as metrics of the criterion (has_aux)"
+            )
+        inputs = host_arrays(inputs)
+        self._check_batch(inputs, self.micro_size, multiples=True)
+        check_alive(state)
+        inputs = place_batch(inputs, self.batch_sharding, len(jax.tree.leaves(inputs)[0]))
+        self._guard.check("outputs", inputs)
+        rng = None if index is None else jax.random.fold_in(state.rng, state.step)
+        return self._outputs(state.params, inputs, rng, jnp.int32(index or 0))
+
     # ------------------------------------------------------------------ batches
 
     @property
@@ -285,6 +310,7 @@ class TrainStep:
 
     def place_micro_batch(self, part: PyTree) -> PyTree:
         """Shard a micro-batch of all replicas, the same way."""
+        part = host_arrays(part)
         self._check_batch(part, self.micro_size)
         return place_batch(part, self.batch_sharding, self.micro_size)
 

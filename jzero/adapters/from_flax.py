@@ -8,16 +8,19 @@ from typing import Any
 
 from flax import linen, nnx
 
+from jzero.adapters.criterion import CriterionModel, inputs_and_labels
 from jzero.adapters.linen_model import LinenModel
 from jzero.adapters.nnx_model import NNXModel, NNXStackModel, abstract_module, builder
 from jzero.errors import ConfigError
 from jzero.model import Model
+from jzero.torch_habits import check_no_torch_module
 
 
 def from_flax(
     module: Any,
     loss_fn: Callable | None = None,
     *,
+    criterion: Callable | None = None,
     has_aux: bool = False,
     sync_batch_norm: bool = True,
     example_batch: Any = None,
@@ -38,7 +41,10 @@ def from_flax(
         None in evaluation. A parameter named `extra` gets what is passed to the step beside the batch, or None. An NNX
         module with a layer stack needs no loss_fn: it has `prefix(batch) -> x`, `stack` (one block whose parameters
         were stacked by `nnx.vmap`; `stack(x)` is one layer) and `suffix(x, batch) -> loss`.
-      has_aux: the loss function (or `suffix`) returns (loss, {name: metric}), each metric a scalar or a `Mean`.
+      criterion: instead of loss_fn: `criterion(outputs, labels)` -> what loss_fn returns. Then batches are
+        (inputs, labels), and the outputs are `module(inputs)`, or what a layer stack's `suffix(x, inputs)` returns.
+      has_aux: the loss function (or `suffix`, or the criterion) returns (loss, {name: metric}), each metric a scalar or
+        a `Mean`.
       sync_batch_norm: BatchNorm normalises a training batch by the statistics of all replicas' micro-batches together,
         as torch's SyncBatchNorm; False: each replica's by its own, and the running statistics are averaged.
       example_batch: a batch, or its ShapeDtypeStructs. Linen needs it, because parameters take their shapes from an
@@ -52,9 +58,16 @@ def from_flax(
     >>> jax.tree.map(jax.numpy.shape, model.init(jax.random.key(0)))
     {'bias': (1,), 'kernel': (3, 1)}
     """
+    check_no_torch_module("model", module, "write it in Flax; nnx.Module has nearly the same layers")
+    if criterion is not None:
+        if loss_fn is not None:
+            raise ConfigError("from_flax: loss_fn and criterion are both given: leave one of them out")
+        example = None if example_batch is None else inputs_and_labels(example_batch)[0]
+        net = from_flax(module, _outputs, sync_batch_norm=sync_batch_norm, example_batch=example)
+        return CriterionModel(net, criterion, has_aux)
     if isinstance(module, linen.Module):
         if loss_fn is None or example_batch is None:
-            raise ConfigError("from_flax: a Linen module needs loss_fn(module, batch) and example_batch=...")
+            raise ConfigError("from_flax: a Linen module needs loss_fn(module, batch) or criterion, and example_batch")
         return LinenModel(module, _with_rng(loss_fn), example_batch, has_aux, sync_batch_norm)
     if not callable(module) and not isinstance(module, nnx.Module):
         raise ConfigError(f"from_flax: {module!r} is neither an nnx or Linen module nor a function rngs -> nnx.Module")
@@ -65,12 +78,38 @@ def from_flax(
     build = builder(module)
     abstract = abstract_module(build)
     if all(hasattr(abstract, name) for name in ("prefix", "stack", "suffix")):
-        if loss_fn is not None:
+        if loss_fn not in (None, _outputs):
             raise ConfigError("from_flax: a module with prefix, stack, suffix has its loss in suffix; drop loss_fn")
         return NNXStackModel(build, abstract, has_aux, sync_batch_norm)
     if loss_fn is None:
-        raise ConfigError("from_flax: loss_fn(module, batch) is missing; only prefix, stack, suffix need none")
+        raise ConfigError(
+            "from_flax: loss_fn(module, batch) is missing, or criterion; only prefix, stack, suffix need none"
+        )
     return NNXModel(build, abstract, _with_rng(loss_fn), has_aux, sync_batch_norm)
+
+
+def _outputs(module: Any, inputs: Any) -> Any:
+    """Call a module: the "loss function" of a network whose criterion is outside."""
+    return module(inputs)
+
+
+def with_criterion(model: Any, criterion: Callable) -> Model:
+    """Join a Flax module and a criterion, as `initialize` gets them.
+
+    Raises:
+      ConfigError: the model has a loss already, or needs more than the two.
+    """
+    if isinstance(model, linen.Module):
+        raise ConfigError(
+            "criterion: a Linen module needs an example too: pass model=jzero.from_flax(module, criterion=criterion, "
+            "example_batch=(inputs, labels)), and leave criterion out here"
+        )
+    if not isinstance(model, type) and hasattr(model, "loss"):
+        raise ConfigError(
+            f"criterion: {model!r} has a loss already, with which engine(batch) returns the loss: leave out criterion, "
+            "or pass the Flax module itself as model"
+        )
+    return from_flax(model, criterion=criterion)
 
 
 def _with_rng(loss_fn: Callable) -> Callable:

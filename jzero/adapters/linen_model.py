@@ -16,11 +16,13 @@ from jzero.adapters.constants import Constants
 from jzero.adapters.methods import take_methods
 from jzero.errors import ConfigError
 from jzero.replicas import replica_axes
+from jzero.torch_habits import refuses_of_models
 from jzero.tree import named
 
 PARAMS = "params"
 
 
+@refuses_of_models
 class LinenModel:
     """A Linen module and a loss function as a model.
 

@@ -17,6 +17,7 @@ from jzero.adapters.methods import take_methods
 from jzero.errors import ConfigError
 from jzero.model import ENDS, STACK, Inputs, stack_loss
 from jzero.replicas import replica_axes
+from jzero.torch_habits import refuses_of_models
 from jzero.tree import named
 
 Build = Callable[[nnx.Rngs], nnx.Module]
@@ -197,6 +198,7 @@ def pure_values(values: Any) -> Any:
     return nnx.to_pure_dict(nnx.filter_state(values, nnx.All(nnx.Variable, nnx.Not(nnx.RngState))))
 
 
+@refuses_of_models
 class NNXModel:
     """An NNX module and a loss function as a model."""
 
@@ -223,6 +225,7 @@ class NNXModel:
         return self.module.with_new_state(module, self.loss_fn(module, batch, rng, **extra))
 
 
+@refuses_of_models
 class NNXStackModel:
     """An NNX module with `prefix`, `stack` and `suffix` as a model with a layer stack."""
 

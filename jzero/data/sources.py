@@ -15,6 +15,7 @@ A list of numbers in a sample becomes an array.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -22,6 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
+from jzero.batch import host_arrays
 from jzero.errors import ConfigError
 from jzero.tree import PyTree, named
 
@@ -47,6 +49,13 @@ def as_source(data: Any) -> Source | IterableStyle:
             f"training_data = {str(data)!r}: to read a file of tokens, pass jzero.data.TokenFile(path, sequence) or "
             "jzero.data.Packed(path, length)"
         )
+    if isinstance(data, getattr(sys.modules.get("torch.utils.data"), "DataLoader", ())):
+        raise ConfigError(
+            "training_data is a torch DataLoader, whose items are batches: pass its dataset (loader.dataset), or loop "
+            "over the loader and pass its batches to the engine"
+        )
+    if not isinstance(data, list):
+        data = host_arrays(data)
     if isinstance(data, Source):
         source: Source = data
     elif isinstance(data, Iterator):
@@ -174,7 +183,7 @@ def collate(samples: Sequence[PyTree]) -> PyTree:
       ConfigError: the samples differ in structure or shape.
     """
     try:
-        samples = [jax.tree.map(np.asarray, x, is_leaf=_is_numbers) for x in samples]
+        samples = [jax.tree.map(np.asarray, host_arrays(x), is_leaf=_is_numbers) for x in samples]
         batch = jax.tree.map(lambda *xs: np.stack(xs), *samples)
     except ValueError:
         forms = sorted({str(jax.tree.map(np.shape, x)) for x in samples})

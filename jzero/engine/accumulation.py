@@ -36,8 +36,9 @@ class Accumulation:
         """Queue the micro-batch of the last forward pass; `loss` must be its loss."""
         if self.forward is None or loss is not self.forward[1]:
             raise ConfigError(
-                f"backward: {loss!r} is not the loss that the last engine(micro_batch) returned; what changes the "
-                "loss belongs into the model's loss function"
+                f"backward: {loss!r} is not the loss that the last engine(micro_batch) returned (with a criterion "
+                "outside of the model: engine.loss(outputs, labels)); what changes the loss belongs into the loss "
+                "function"
             )
         self.queue.append(self.forward)
         self.forward = None

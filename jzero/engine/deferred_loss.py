@@ -1,42 +1,37 @@
-"""The loss that the three-call loop returns."""
+"""What the three-call loop returns before it is computed: a loss, a model's outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
+from jzero.torch_habits import refuses
+
 COMPARISONS = ("lt", "le", "eq", "ne", "gt", "ge")
-ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow")
+ARITHMETIC = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow")
 CONVERSIONS = ("neg", "pos", "abs", "bool", "int", "float", "complex", "round")
 
 
-class Loss:
-    """The loss of a micro-batch, computed when it is first read; otherwise like a JAX scalar.
-
-    The three-call loop runs the program of `train_batch`, at `step()`. A loss read after `step()` is free; a loss
-    read before it costs an extra forward pass. Arithmetic returns an array, which `engine.backward` does not take.
-    """
+class Deferred:
+    """A value that is computed when it is first read; otherwise like the value."""
 
     def __init__(self, compute: Callable[[], Any]):
         self._compute: Callable[[], Any] | None = compute
         self._value: Any = None
 
     @property
-    def value(self) -> jax.Array:
+    def value(self) -> Any:
         if self._compute is not None:
             self._value, self._compute = self._compute(), None  # frees the micro-batch that it closes over
         return self._value
 
     def replace(self, compute: Callable[[], Any]) -> None:
-        """Use `compute` as the source of the loss, unless the loss is already computed."""
+        """Use `compute` as the source of the value, unless it is already computed."""
         if self._compute is not None:
             self._compute = compute
-
-    def item(self) -> float:
-        return float(self.value)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # protocols (copy, pickle, ...) ask for these, and must not start a forward pass
@@ -51,6 +46,26 @@ class Loss:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.value, dtype)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({'not computed yet' if self._compute else self.value})"
+
+
+@refuses(
+    backward="write engine.backward(loss); the engine computes the gradients at engine.step()",
+    cpu="write float(loss)",
+    detach="write float(loss); a loss has no graph to detach from",
+    requires_grad_="leave it out; engine.backward(loss) asks for the gradients",
+)
+class Loss(Deferred):
+    """The loss of a micro-batch, like a JAX scalar.
+
+    The three-call loop runs the program of `train_batch`, at `step()`. A loss read after `step()` is free; a loss
+    read before it costs an extra forward pass. Arithmetic returns an array, which `engine.backward` does not take.
+    """
+
+    def item(self) -> float:
+        return float(self.value)
+
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec)
 
@@ -58,16 +73,34 @@ class Loss:
         return f"Loss({'not computed yet' if self._compute else self.item()})"
 
 
+class Outputs(Deferred):
+    """The outputs of a model with a criterion for one micro-batch: arrays over the micro-batch's rows.
+
+    `engine.loss(outputs, labels)` does not compute them: the step's program makes them again. Reading them costs a
+    forward pass.
+    """
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.value[index]
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.value)
+
+
 def _delegate(name: str) -> Callable:
-    def method(self: Loss, *others: Any) -> Any:
-        return getattr(self.value, name)(*(x.value if isinstance(x, Loss) else x for x in others))
+    def method(self: Deferred, *others: Any) -> Any:
+        return getattr(self.value, name)(*(x.value if isinstance(x, Deferred) else x for x in others))
 
     return method
 
 
 # Python looks operators up on the class, so __getattr__ does not see them.
 for _name in (*COMPARISONS, *ARITHMETIC, *(f"r{name}" for name in ARITHMETIC), *CONVERSIONS):
-    setattr(Loss, f"__{_name}__", _delegate(f"__{_name}__"))
+    setattr(Deferred, f"__{_name}__", _delegate(f"__{_name}__"))
 
-# jnp's functions are jitted, and jit flattens its arguments: as a tree, a loss is its value.
-jax.tree_util.register_pytree_node(Loss, lambda loss: ((loss.value,), None), lambda _, leaves: leaves[0])
+# jnp's functions are jitted, and jit flattens its arguments: as a tree, a deferred value is its value.
+for _type in (Loss, Outputs):
+    jax.tree_util.register_pytree_node(_type, lambda x: ((x.value,), None), lambda _, leaves: leaves[0])

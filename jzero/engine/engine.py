@@ -16,14 +16,16 @@ from jzero import checkpoint, weights
 from jzero.checkpoint.tags import DEFAULT_TAG
 from jzero.data import DataLoader, RepeatingLoader
 from jzero.distributed import last_words, preemption
-from jzero.distributed.place import get_local_rank, get_rank, get_world_size, log_dist
+from jzero.distributed.place import log_dist
 from jzero.engine import progress, restore
 from jzero.engine.accumulation import Accumulation
-from jzero.engine.deferred_loss import Loss
+from jzero.engine.criterion import Outside, check_criterion
+from jzero.engine.deferred_loss import Loss, Outputs
 from jzero.engine.newest import resume_from, warn, warn_if_not_resumed
 from jzero.engine.restore import Selection
 from jzero.engine.stop import save_and_exit
 from jzero.engine.take import take
+from jzero.engine.views import Views
 from jzero.errors import ConfigError
 from jzero.loss import LOSS
 from jzero.loss_scale import check_stuck
@@ -31,7 +33,7 @@ from jzero.state import check_alive
 from jzero.train_step import Details, Metrics, TrainStep
 
 
-class Engine:
+class Engine(Views):
     """The training engine, made by `initialize`: `engine.train_batch(batch)`, or forward, backward, step.
 
     Attributes:
@@ -52,6 +54,7 @@ class Engine:
         self.client_state: dict = {}
         self._batches = None if loader is None else RepeatingLoader(loader)
         self._accumulation = Accumulation(self.config.managed_gradient_accumulation)
+        self._outside = Outside()
         self._training = True
         self._metrics: Metrics | None = None
         self.eval_metrics: Metrics = {}
@@ -115,7 +118,24 @@ class Engine:
         return loss
 
     def __call__(self, micro_batch: Any) -> Any:
-        """Compute the loss of one micro-batch of all replicas (leading dimension micro x replicas)."""
+        """Compute the loss of one micro-batch of all replicas (leading dimension micro x replicas).
+
+        With a criterion outside of the model, a micro-batch is its inputs alone, and this returns the outputs: pass
+        them to `engine.loss(outputs, labels)`.
+        """
+        if hasattr(self.step_fn.model, "criterion"):
+            index = len(self._accumulation.queue) if self._training else None
+            return self._outside.forward(self.step_fn, self.state, micro_batch, index)
+        return self._loss(micro_batch)
+
+    forward = __call__
+
+    def loss(self, outputs: Outputs, labels: Any) -> Any:
+        """Compute the criterion of the outputs that `engine(inputs)` just returned, and labels for the same rows."""
+        check_criterion(self.step_fn.model)
+        return self._loss(self._outside.batch(outputs, labels))
+
+    def _loss(self, micro_batch: Any) -> Any:
         if not self._training:
             return self._evaluate(micro_batch)
         micro_batch, state = self.step_fn.place_micro_batch(micro_batch), self.state
@@ -133,8 +153,6 @@ class Engine:
         self._accumulation.forward = (micro_batch, loss)
         return loss
 
-    forward = __call__
-
     def backward(self, loss: Loss) -> Loss:
         """Add the micro-batch of `loss`, the last loss that the engine returned, to this step's gradient."""
         self._accumulation.add(loss)
@@ -144,6 +162,7 @@ class Engine:
     def step(self) -> None:
         """Update the parameters at an accumulation boundary; elsewhere only count the call."""
         queue = self._accumulation.finish(self.gradient_accumulation_steps())
+        self._outside.forget()
         if not queue:
             return
         done = self.step_fn.run_micro_batches(self.state, [part for part, _ in queue])
@@ -183,7 +202,7 @@ class Engine:
         if last:
             save_and_exit(lambda: self.save_checkpoint(self._home, client_state=self.client_state))
 
-    # ------------------------------------------------------------------ what users ask
+    # ------------------------------------------------------------------ modes and sizes
 
     def train(self, mode: bool = True) -> Engine:
         """Switch to training mode: `engine(micro_batch)` takes part in the next step."""
@@ -193,42 +212,6 @@ class Engine:
     def eval(self) -> Engine:
         """Switch to evaluation mode: `engine(micro_batch)` only computes the loss, without dropout."""
         return self.train(False)
-
-    def module(self) -> Any:
-        """Return the Flax module with the current parameters, in evaluation mode: `engine.module()(x)`."""
-        if not hasattr(self.step_fn.model, "module"):
-            raise ConfigError(f"{self.step_fn.model!r} was not made by jzero.from_flax; its parameters: state.params")
-        return self.step_fn.model.module(self.state.params)
-
-    @property
-    def metrics(self) -> Metrics:
-        """The last step's loss, grad_norm, lr, loss_scale and skipped, on the device; empty before the first step."""
-        return {} if self._metrics is None else self._metrics
-
-    @property
-    def global_rank(self) -> int:
-        return get_rank()
-
-    @property
-    def local_rank(self) -> int:
-        return get_local_rank()
-
-    @property
-    def world_size(self) -> int:
-        return get_world_size()
-
-    def train_batch_size(self) -> int:
-        return self.step_fn.batch_sizes.train
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self.step_fn.batch_sizes.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        return self.step_fn.batch_sizes.accum
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Return (train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)."""
-        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def set_train_batch_size(self, size: int) -> None:
         """Change the global batch by changing the accumulation; the next step compiles for it.
@@ -240,29 +223,6 @@ class Engine:
         if size < 1 or size % unit:
             raise ConfigError(f"train_batch_size = {size}: must be a multiple of {unit} (micro-batch x replicas)")
         self.step_fn.batch_sizes = self.step_fn.batch_sizes._replace(train=size, accum=size // unit, inferred="")
-
-    def get_lr(self) -> list[float]:
-        """Return the next step's learning rate in each group, in the config's order; last that of all others."""
-        return [float(self.step_fn.lr(self.state)) * group.lr_scale for group in self.step_fn.setup.groups]
-
-    def get_global_grad_norm(self) -> float | None:
-        """Return the last step's gradient norm over all parameters, before clipping; None before the first step."""
-        return None if self._metrics is None else float(self._metrics["grad_norm"])
-
-    def was_step_applied(self) -> bool:
-        """Return whether the last step changed the parameters."""
-        return self._metrics is not None and not bool(self._metrics["skipped"])
-
-    @property
-    def skipped_steps(self) -> int:
-        return int(self.state.loss_scale.skipped)
-
-    @property
-    def loss_scale(self) -> float:
-        return float(self.state.loss_scale.scale)
-
-    def zero_optimization_stage(self) -> int:
-        return self.config.zero_optimization.stage
 
     # ------------------------------------------------------------------ checkpoints
 

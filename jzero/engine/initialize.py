@@ -11,6 +11,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from jzero.adapters.from_flax import with_criterion
 from jzero.checkpoint.directory import check_home, local_path
 from jzero.checkpoint.lock import hold
 from jzero.config import Config
@@ -23,7 +24,6 @@ from jzero.engine.engine import Engine
 from jzero.engine.newest import former_batch
 from jzero.engine.run_report import report
 from jzero.errors import ConfigError
-from jzero.model import Model
 from jzero.train_step import TrainStep
 
 _INSTEAD = {  # what replaces DeepSpeed's other arguments
@@ -41,8 +41,9 @@ _INSTEAD = {  # what replaces DeepSpeed's other arguments
 
 def initialize(
     *,
-    model: Model,
+    model: Any,
     config: Config | dict | str,
+    criterion: Callable | None = None,
     mesh: Mesh | None = None,
     optimizer: optax.GradientTransformation | Callable[[optax.Schedule], optax.GradientTransformation] | None = None,
     lr_scheduler: optax.Schedule | None = None,
@@ -56,6 +57,9 @@ def initialize(
 
     Args:
       model, config, mesh, optimizer: as for `make_train_step`.
+      criterion: `criterion(outputs, labels)` -> loss, for a `model` that is a Flax module (a function
+        `rngs -> nnx.Module`) without a loss: batches are (inputs, labels), and `engine(inputs)` returns the outputs,
+        which `engine.loss(outputs, labels)` takes.
       lr_scheduler: a function of the number of steps applied, instead of the config's `scheduler`.
       training_data: arrays, a sequence of samples, a Hugging Face dataset, an iterable, ...: see `jzero.data`.
       params: parameters to start from, as for `TrainStep.init`, unless the run is resumed.
@@ -75,6 +79,7 @@ def initialize(
     """
     if deepspeed:
         raise ConfigError(*(f"initialize({name}=...): {_INSTEAD.get(name, 'unknown argument')}" for name in deepspeed))
+    model = model if criterion is None else with_criterion(model, criterion)
     init_distributed()
     config = Config.load(config)
     watchdog.start(config.watchdog.floor, config.watchdog.ceiling)

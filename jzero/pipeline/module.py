@@ -39,12 +39,14 @@ from jzero.pipeline.layer_spec import (
     size,  # fmt: skip
 )
 from jzero.pipeline.partition import partition_layers
+from jzero.torch_habits import refuses_of_models
 from jzero.tree import named
 
 __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
 LAYERS, TIED = "layers", "tied"
 
 
+@refuses_of_models
 class PipelineModule:
     """A model that runs layers one after the other, each on the output (any pytree) of the previous one, then a loss.
 

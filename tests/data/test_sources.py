@@ -77,7 +77,7 @@ def test_hugging_face_columns():
         next(iter(DataLoader(mixed, Sizes(2, 1, 1))))
     with pytest.raises(jzero.ConfigError, match=r"training_data\['ragged'\] has dtype object; expected numbers"):
         next(iter(DataLoader(datasets.Dataset.from_dict({"ragged": [[1], [1, 2]]}), Sizes(2, 1, 1))))
-    with pytest.raises(jzero.ConfigError, match=r"is DatasetDict; expected an array .*dict of splits, pass one split"):
+    with pytest.raises(jzero.ConfigError, match=r"\['train'\] is Dataset; expected an array .*pass one split"):
         DataLoader(datasets.DatasetDict({"train": mixed}), Sizes(2, 1, 1))
     chosen = mixed.with_format("torch" if importlib.util.find_spec("torch") else "numpy", columns=["x"])
     assert np.asarray(next(iter(DataLoader(chosen, Sizes(2, 1, 1), shuffle=False)))["x"]).tolist() == [1, 2]

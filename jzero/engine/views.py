@@ -1,0 +1,94 @@
+"""What an engine shows of its run by DeepSpeed's names, and what it refuses of PyTorch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jzero.config import Config
+from jzero.distributed.place import get_local_rank, get_rank, get_world_size
+from jzero.errors import ConfigError
+from jzero.torch_habits import refuses
+from jzero.train_step import Metrics, TrainStep
+
+_LEAVE_OUT = "leave it out: jzero.initialize put the parameters on the devices"
+
+
+@refuses(
+    parameters="read engine.state.params; the config has the optimizer's groups",
+    named_parameters="read engine.state.params; jzero.report(engine.step_fn) lists the names",
+    to=_LEAVE_OUT,
+    cuda=_LEAVE_OUT,
+    half='write "fp16": {"enabled": true} in the config',
+    bfloat16='write "bf16": {"enabled": true} in the config',
+    state_dict="read engine.state, or write engine.save_checkpoint(directory)",
+    load_state_dict="write engine.load_checkpoint(directory) or engine.load_weights(directory)",
+    scale="write engine.backward(loss), which scales the loss",
+    allreduce_gradients="leave it out: engine.step() reduces the gradients",
+    compile="leave it out: the step is always compiled",
+)
+class Views:
+    """The engine's getters."""
+
+    step_fn: TrainStep
+    config: Config
+    state: Any
+    _metrics: Metrics | None
+
+    def module(self) -> Any:
+        """Return the Flax module with the current parameters, in evaluation mode: `engine.module()(x)`."""
+        if not hasattr(self.step_fn.model, "module"):
+            raise ConfigError(f"{self.step_fn.model!r} was not made by jzero.from_flax; its parameters: state.params")
+        return self.step_fn.model.module(self.state.params)
+
+    @property
+    def metrics(self) -> Metrics:
+        """The last step's loss, grad_norm, lr, loss_scale and skipped, on the device; empty before the first step."""
+        return {} if self._metrics is None else self._metrics
+
+    @property
+    def global_rank(self) -> int:
+        return get_rank()
+
+    @property
+    def local_rank(self) -> int:
+        return get_local_rank()
+
+    @property
+    def world_size(self) -> int:
+        return get_world_size()
+
+    def train_batch_size(self) -> int:
+        return self.step_fn.batch_sizes.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self.step_fn.batch_sizes.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.step_fn.batch_sizes.accum
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Return (train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def get_lr(self) -> list[float]:
+        """Return the next step's learning rate in each group, in the config's order; last that of all others."""
+        return [float(self.step_fn.lr(self.state)) * group.lr_scale for group in self.step_fn.setup.groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the last step's gradient norm over all parameters, before clipping; None before the first step."""
+        return None if self._metrics is None else float(self._metrics["grad_norm"])
+
+    def was_step_applied(self) -> bool:
+        """Return whether the last step changed the parameters."""
+        return self._metrics is not None and not bool(self._metrics["skipped"])
+
+    @property
+    def skipped_steps(self) -> int:
+        return int(self.state.loss_scale.skipped)
+
+    @property
+    def loss_scale(self) -> float:
+        return float(self.state.loss_scale.scale)
+
+    def zero_optimization_stage(self) -> int:
+        return self.config.zero_optimization.stage

@@ -1,0 +1,66 @@
+"""Calls of PyTorch's training loops that have no meaning here: each is an error that says what to write."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from jzero.errors import ConfigError
+
+T = TypeVar("T", bound=type)
+
+
+def refuses(**instead: str) -> Callable[[T], T]:
+    """Give a class a method for each name, which raises a ConfigError with the text.
+
+    >>> @refuses(cuda="leave it out")
+    ... class Model: ...
+    >>> Model().cuda()
+    Traceback (most recent call last):
+        ...
+    jzero.errors.ConfigError: Model.cuda(): leave it out
+    """
+
+    def add(cls: T) -> T:
+        for name, text in instead.items():
+            setattr(cls, name, _refusal(f"{cls.__name__}.{name}(): {text}"))
+        return cls
+
+    return add
+
+
+def _refusal(message: str) -> Callable:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Raise an error that says what to write instead."""
+        raise ConfigError(message)
+
+    return method
+
+
+def check_no_torch_module(what: str, x: Any, instead: str) -> None:
+    """Raise a ConfigError if `x` is a torch.nn.Module or a class of them.
+
+    Args:
+      what: its name in the message.
+      instead: what to write.
+    """
+    kind = getattr(sys.modules.get("torch.nn"), "Module", None)
+    cls = x if isinstance(x, type) else type(x)
+    if kind is not None and issubclass(cls, kind):
+        raise ConfigError(f"{what} = {cls.__name__} is a torch.nn.Module, which JAX cannot run: {instead}")
+
+
+_BY_INITIALIZE = "leave it out: jzero.initialize makes the parameters on the devices"
+refuses_of_models = refuses(
+    parameters="leave out model_parameters and optimizer: the config has the optimizer, with its groups of parameters",
+    named_parameters="name the parameters in the config: optimizer.groups, frozen_parameters",
+    to=_BY_INITIALIZE,
+    cuda=_BY_INITIALIZE,
+    half='write "fp16": {"enabled": true} in the config',
+    bfloat16='write "bf16": {"enabled": true} in the config',
+    train="write engine.train()",
+    eval="write engine.eval()",
+    state_dict="read engine.state.params, or write engine.save_16bit_model(directory)",
+    load_state_dict="write engine.load_weights(directory)",
+)
