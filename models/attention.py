@@ -10,7 +10,7 @@ Shape suffixes:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,17 @@ import numpy as np
 
 Attend = Literal["auto", "cudnn", "xla"]
 HALF = (jnp.bfloat16, jnp.float16)
+
+
+class Carry(NamedTuple):
+    """What blocks pass on if it is more than x_BSD."""
+
+    x_BSD: jax.Array  # D: model width
+    segments_BS: jax.Array | None = None  # of packed documents
+    layer: jax.Array | None = None  # the index of the next layer, if layers differ
+
+
+Hidden = jax.Array | Carry
 
 
 # ------------------------------------------------------------------------------------------- positions

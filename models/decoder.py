@@ -12,7 +12,7 @@ Shape suffixes, as in `x_BSD`:
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,22 +21,11 @@ from flax import nnx
 from jzero.loss import Mean
 from jzero.pipeline import vocab_parallel
 
-from .attention import attend, frequencies, kernel_note, rope, same_segment, visible_ST
+from .attention import Carry, Hidden, attend, frequencies, kernel_note, rope, same_segment, visible_ST
 from .decoder_config import DecoderConfig
 from .families import weights_table
 
 ACTIVATIONS = {"silu": nnx.silu, "gelu_tanh": nnx.gelu}
-
-
-class Carry(NamedTuple):
-    """What blocks pass on if it is more than x_BSD."""
-
-    x_BSD: jax.Array
-    segments_BS: jax.Array | None = None  # of packed documents
-    layer: jax.Array | None = None  # the index of the next layer, if layers differ
-
-
-Hidden = jax.Array | Carry
 
 
 class OffsetRMSNorm(nnx.Module):
@@ -170,7 +159,7 @@ class Decoder(nnx.Module):
         return x_BSD if segments_BS is None and layer is None else Carry(x_BSD, segments_BS, layer)
 
     def suffix(self, x: Hidden, batch: dict[str, jax.Array]) -> Mean:
-        """Return (sum of the tokens' cross-entropies, number of tokens)."""
+        """Return the tokens' mean cross-entropy."""
         x_BSD, c = x.x_BSD if isinstance(x, Carry) else x, self.config
         return vocab_parallel.cross_entropy(
             self.norm(x_BSD), self.head_DV, batch["labels"], vocab_size=c.vocab_size, softcap=c.logit_softcap

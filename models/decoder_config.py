@@ -13,6 +13,17 @@ from jzero.errors import ConfigError
 from .attention import Attend, RopeScaling, cudnn_obstacle
 
 
+def padded(size: int, multiple: int) -> int:
+    """Round up to a multiple.
+
+    >>> padded(50257, 128), padded(64, 64)
+    (50304, 64)
+    """
+    if multiple < 1:
+        raise ConfigError(f"pad_vocab_to = {multiple}: must be at least 1, which does not pad")
+    return -(-size // multiple) * multiple
+
+
 @dataclass(frozen=True, repr=False)
 class DecoderConfig:
     """The shape of a decoder; the defaults are Llama's.
@@ -72,8 +83,6 @@ class DecoderConfig:
         ):
             if whole % part:
                 raise ConfigError(f"{name}: {words}, but {part} does not divide {whole}")
-        if self.pad_vocab_to < 1:
-            raise ConfigError(f"{name}: pad_vocab_to = {self.pad_vocab_to}: must be at least 1, which does not pad")
         if self.global_every and not self.window:
             raise ConfigError(f"{name}: global_every = {self.global_every} needs a window, for the other layers")
         if self.attention == "cudnn":
@@ -93,7 +102,7 @@ class DecoderConfig:
     @property
     def vocab_rows(self) -> int:
         """The rows of the embedding, padding included."""
-        return -(-self.vocab_size // self.pad_vocab_to) * self.pad_vocab_to
+        return padded(self.vocab_size, self.pad_vocab_to)
 
     @property
     def num_parameters(self) -> int:

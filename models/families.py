@@ -74,10 +74,13 @@ def from_hf(source: str | os.PathLike | Mapping[str, Any], **changes: Any) -> De
     >>> from_hf({"model_type": "qwen2", "vocab_size": 64, **shape}).qkv_bias
     True
     """
-    there = dict(source) if isinstance(source, Mapping) else _read(Path(source))
+    there = read_config(source)
     name = there.get("model_type")
     if name not in FAMILIES:
-        raise ConfigError(f"config.json has model_type = {name!r}: must be one of {', '.join(FAMILIES)}")
+        raise ConfigError(
+            f"config.json has model_type = {name!r}: must be one of {', '.join(FAMILIES)}; gpt2, bert and vit have a "
+            "from_hf in models/gpt2.py, models/bert.py and models/vit.py"
+        )
     family = FAMILIES[name]
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     missing = [key for key in sizes if key not in there]
@@ -112,6 +115,39 @@ def from_hf(source: str | os.PathLike | Mapping[str, Any], **changes: Any) -> De
 
 
 DEFAULT_HEADS = {"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3_text": 256}  # where config.json does not have one
+
+
+def read_config(source: str | os.PathLike | Mapping[str, Any], model_type: str | None = None) -> dict[str, Any]:
+    """Read a config.json: the file, its directory, or its content.
+
+    Raises:
+      ConfigError: it cannot be read, or has another model_type.
+    """
+    there = dict(source) if isinstance(source, Mapping) else _read(Path(source))
+    if model_type is not None and there.get("model_type") != model_type:
+        raise ConfigError(f"config.json has model_type = {there.get('model_type')!r}: must be {model_type}")
+    return there
+
+
+def require(there: Mapping[str, Any], names: Mapping[str, str], fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename keys of a config.json to fields.
+
+    Args:
+      names: field -> key.
+      fixed: key -> the only value that the model has; a missing key stands for it.
+
+    Raises:
+      ConfigError: keys are missing or have other values; all problems at once.
+    """
+    problems = [f"config.json has no {key}" for key in names.values() if key not in there]
+    problems += [
+        f"config.json has {key} = {there[key]!r}: must be {value!r}"
+        for key, value in fixed.items()
+        if there.get(key, value) != value
+    ]
+    if problems:
+        raise ConfigError(*problems)
+    return {field: there[key] for field, key in names.items()}
 
 
 def _read(path: Path) -> dict[str, Any]:

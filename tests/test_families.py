@@ -128,7 +128,7 @@ def test_weights_in_and_out(name, tmp_path):
     assert config.num_parameters == sum(x.size for x in jax.tree.leaves(params))
 
 
-@pytest.mark.parametrize("name", keep(list(CASES), ["qwen2", "gemma3"]))
+@pytest.mark.parametrize("name", keep(list(CASES), ["gemma3"]))
 def test_losses_of_twenty_steps(name, tmp_path):
     theirs = torch_model(name)
     theirs.save_pretrained(tmp_path)
@@ -179,7 +179,7 @@ def test_layers_that_differ_on_every_layout(layout):
     np.testing.assert_allclose(found, losses({}), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("name", keep(["qwen2", "qwen3"], ["qwen3"]))  # tied and untied
 def test_a_padded_vocabulary(name, tmp_path):
     """Files have no padding, logits have none, and the loss and its gradient do not see it."""
     theirs = torch_model(name)

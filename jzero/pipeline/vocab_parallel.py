@@ -84,7 +84,13 @@ def embed(table_VD: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def cross_entropy(
-    x: jax.Array, head_DV: jax.Array, labels: jax.Array, *, vocab_size: int | None = None, softcap: float | None = None
+    x: jax.Array,
+    head_DV: jax.Array,
+    labels: jax.Array,
+    *,
+    bias_V: jax.Array | None = None,
+    vocab_size: int | None = None,
+    softcap: float | None = None,
 ) -> Mean:
     """Compute the mean cross-entropy of the logits x @ head.
 
@@ -92,6 +98,7 @@ def cross_entropy(
       x: [..., D], the features.
       head_DV: the output projection.
       labels: [...] integers; tokens with negative labels are ignored.
+      bias_V: added to the logits.
       vocab_size: the columns of the head from here on are padding, with probability 0; default: none are.
       softcap: bounds the logits: softcap * tanh(logit / softcap).
 
@@ -104,6 +111,8 @@ def cross_entropy(
     """
     axis = _axis_of(head_DV.shape[1])
     logits = (x if axis is None else _copy(x, axis)) @ head_DV
+    if bias_V is not None:
+        logits = logits + bias_V
     if softcap is not None:
         logits = (softcap * jnp.tanh(logits.astype(jnp.float32) / softcap)).astype(logits.dtype)
     if vocab_size is not None and vocab_size < head_DV.shape[1] * (1 if axis is None else lax.psum(1, axis)):

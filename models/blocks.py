@@ -1,0 +1,160 @@
+"""A transformer block with LayerNorm and biases, as in GPT-2, BERT and ViT; the rows of its weights in files.
+
+Shape suffixes: B batch, S sequence, D model width, H heads, C width of a head, F feed-forward width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jzero.errors import ConfigError
+
+from .attention import Attend, Carry, Hidden, attend, same_segment
+
+
+def gelu(x: jax.Array) -> jax.Array:
+    """GELU without the approximation by tanh."""
+    return nnx.gelu(x, approximate=False)
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """The shape of a stack of blocks. A subclass says what its blocks are like."""
+
+    num_layers: int
+    d_model: int
+    num_heads: int
+    d_ff: int
+    norm_eps: float = 1e-12
+    attention: Attend = "auto"
+
+    causal: ClassVar[bool]
+    pre_norm: ClassVar[bool]  # norms before attention and feed-forward layers; otherwise after the sums
+    activation: ClassVar[Any]  # a function
+
+    def __post_init__(self):
+        if self.d_model % self.num_heads:
+            raise ConfigError(
+                f"{type(self).__name__}: num_heads = {self.num_heads} must divide d_model = {self.d_model}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.num_heads
+
+
+class Attention(nnx.Module):
+    """Multi-head attention; one product makes queries, keys and values."""
+
+    def __init__(self, config: Any, *, rngs: nnx.Rngs):
+        self.config = c = config
+        self.qkv = linear(c.d_model, 3 * c.d_model, rngs)
+        self.out = linear(c.d_model, c.d_model, rngs, 0.02 / (2 * c.num_layers) ** 0.5)
+
+    def __call__(self, x_BSD: jax.Array, segments_BS: jax.Array | None) -> jax.Array:
+        c, (B, S, D) = self.config, x_BSD.shape
+        q_BSHC, k_BSHC, v_BSHC = jnp.split(self.qkv(x_BSD).reshape(B, S, -1, c.head_dim), 3, axis=2)
+        o_BSHC = attend(q_BSHC, k_BSHC, v_BSHC, same_segment(segments_BS), choice=c.attention, causal=c.causal)
+        return self.out(o_BSHC.reshape(B, S, D))
+
+
+class MLP(nnx.Module):
+    """down(activation(up(x)))."""
+
+    def __init__(self, config: Any, *, rngs: nnx.Rngs):
+        self.activation, c = config.activation, config
+        self.up = linear(c.d_model, c.d_ff, rngs)
+        self.down = linear(c.d_ff, c.d_model, rngs, 0.02 / (2 * c.num_layers) ** 0.5)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        return self.down(self.activation(self.up(x_BSD)))
+
+
+class Block(nnx.Module):
+    """Attention and a feed-forward layer, each with a norm and a residual sum."""
+
+    def __init__(self, config: Any, *, rngs: nnx.Rngs):
+        self.pre_norm = config.pre_norm
+        self.attention, self.mlp = Attention(config, rngs=rngs), MLP(config, rngs=rngs)
+        self.attention_norm, self.mlp_norm = norm(config, rngs), norm(config, rngs)
+
+    def __call__(self, x: Hidden) -> Hidden:
+        x_BSD, segments_BS, _ = x if isinstance(x, Carry) else Carry(x)
+        if self.pre_norm:
+            x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), segments_BS)
+            x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        else:
+            x_BSD = self.attention_norm(x_BSD + self.attention(x_BSD, segments_BS))
+            x_BSD = self.mlp_norm(x_BSD + self.mlp(x_BSD))
+        return x_BSD if segments_BS is None else Carry(x_BSD, segments_BS)
+
+
+def stacked(config: Any, rngs: nnx.Rngs) -> Block:
+    """Make the layer stack; each parameter has a leading layer axis."""
+
+    @nnx.split_rngs(splits=config.num_layers)
+    @nnx.vmap
+    def blocks(rngs: nnx.Rngs) -> Block:
+        return Block(config, rngs=rngs)
+
+    return blocks(rngs)
+
+
+def run(stack: Block, x: Hidden) -> jax.Array:
+    """Apply all layers, without remat or parallelism."""
+    graph, layers = nnx.split(stack)
+    x, _ = jax.lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), x, layers)
+    return plain(x)
+
+
+def plain(x: Hidden) -> jax.Array:
+    """Return x_BSD."""
+    return x.x_BSD if isinstance(x, Carry) else x
+
+
+def fused_matrices(config: Any) -> dict[str, tuple[int, ...]]:
+    """The widths of the matrices that share one parameter, see `jzero.model`."""
+    return {"stack/attention/qkv/kernel": (config.d_model,) * 3}
+
+
+def linear(d_in: int, d_out: int, rngs: nnx.Rngs, std: float = 0.02) -> nnx.Linear:
+    return nnx.Linear(d_in, d_out, kernel_init=nnx.initializers.normal(std), rngs=rngs)
+
+
+def norm(config: Any, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return nnx.LayerNorm(config.d_model, epsilon=config.norm_eps, rngs=rngs)
+
+
+def check_length(length: int, most: int) -> None:
+    """Raise a ConfigError if there are more tokens than positions: a lookup would repeat the last one's."""
+    if length > most:
+        raise ConfigError(f"a row has {length} tokens, but the model has {most} positions: shorten the rows")
+
+
+# ------------------------------------------------------------------------------------------- rows of weights_layout
+
+
+def linear_rows(name: str, leaf: str, columns: list[int] | None = None, transposed: bool = True) -> list[dict]:
+    """Describe a linear layer, or the columns of one that several tensors share."""
+    return [
+        {"name": f"{name}.weight", "leaf": f"{leaf}/kernel", "columns": columns, "transposed": transposed},
+        {"name": f"{name}.bias", "leaf": f"{leaf}/bias", "columns": columns},
+    ]
+
+
+def norm_rows(name: str, leaf: str) -> list[dict]:
+    return [{"name": f"{name}.weight", "leaf": f"{leaf}/scale"}, {"name": f"{name}.bias", "leaf": f"{leaf}/bias"}]
+
+
+def qkv_rows(names: tuple[str, str, str], d_model: int) -> list[dict]:
+    """Describe the queries, keys and values of the stack, of three names."""
+    return [
+        row
+        for i, name in enumerate(names)
+        for row in linear_rows(name, "stack/attention/qkv", [i * d_model, (i + 1) * d_model])
+    ]

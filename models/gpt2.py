@@ -1,0 +1,135 @@
+"""GPT-2: learned positions, LayerNorm, biases, tied embedding (Radford et al., 2019).
+
+Shape suffixes: B batch, S sequence, D model width, V vocabulary, padded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jzero.loss import Mean
+from jzero.pipeline import vocab_parallel
+
+from .attention import Carry, Hidden, kernel_note, segment_positions
+from .blocks import BlockConfig, check_length, fused_matrices, linear_rows, norm, norm_rows, plain, run, stacked
+from .decoder_config import padded
+from .families import embedding, read_config, require
+
+
+@dataclass(frozen=True)
+class GPT2Config(BlockConfig):
+    """The shape of a GPT-2; `pad_vocab_to` as in `DecoderConfig`.
+
+    >>> GPT2Config(12, 768, 12, 3072, pad_vocab_to=128).vocab_rows
+    50304
+    """
+
+    norm_eps: float = 1e-5
+    vocab_size: int = 50257
+    max_positions: int = 1024
+    pad_vocab_to: int = 1
+
+    causal, pre_norm, activation = True, True, staticmethod(nnx.gelu)
+
+    @property
+    def vocab_rows(self) -> int:
+        return padded(self.vocab_size, self.pad_vocab_to)
+
+
+def from_hf(source: str | os.PathLike | Mapping[str, Any], **changes: Any) -> GPT2Config:
+    """Read the shape from a config.json of `transformers`, as `families.from_hf` does."""
+    there = read_config(source, "gpt2")
+    names = {
+        "num_layers": "n_layer", "d_model": "n_embd", "num_heads": "n_head", "vocab_size": "vocab_size",
+        "max_positions": "n_positions",
+    }  # fmt: skip
+    fixed = {
+        "activation_function": "gelu_new", "tie_word_embeddings": True, "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False, "scale_attn_weights": True,
+    }  # fmt: skip
+    shape = require(there, names, fixed)
+    width = there.get("n_inner") or 4 * shape["d_model"]
+    return GPT2Config(**{**shape, "d_ff": width, "norm_eps": there.get("layer_norm_epsilon", 1e-5), **changes})
+
+
+class GPT2(nnx.Module):
+    """The model as prefix, stack and suffix. A batch is that of `Decoder`; positions restart with each segment."""
+
+    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
+        self.config = c = config
+        self.embed = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (c.vocab_rows, c.d_model)))
+        self.positions = nnx.Param(nnx.initializers.normal(0.01)(rngs.params(), (c.max_positions, c.d_model)))
+        self.stack = stacked(c, rngs)
+        self.norm = norm(c, rngs)
+
+    def prefix(self, batch: dict[str, jax.Array]) -> Hidden:
+        S, segments_BS = batch["inputs"].shape[1], batch.get("segments")
+        check_length(S, self.config.max_positions)
+        where = jnp.arange(S) if segments_BS is None else segment_positions(segments_BS)
+        x_BSD = vocab_parallel.embed(self.embed[...], batch["inputs"]) + self.positions[...][where]
+        return x_BSD if segments_BS is None else Carry(x_BSD, segments_BS)
+
+    def suffix(self, x: Hidden, batch: dict[str, jax.Array]) -> Mean:
+        """Return the tokens' mean cross-entropy."""
+        x_BSD, size = self.norm(plain(x)), self.config.vocab_size
+        return vocab_parallel.cross_entropy(x_BSD, self.embed[...].T, batch["labels"], vocab_size=size)
+
+    def __call__(self, tokens_BS: jax.Array, segments_BS: jax.Array | None = None) -> jax.Array:
+        """Compute logits [B, S, vocab_size] in float32, without remat or parallelism."""
+        batch = {"inputs": tokens_BS} | ({} if segments_BS is None else {"segments": segments_BS})
+        x_BSD = self.norm(run(self.stack, self.prefix(batch)))
+        return (x_BSD @ self.embed[...].T).astype(jnp.float32)[..., : self.config.vocab_size]
+
+    def report_notes(self, dtype: jnp.dtype) -> list[str]:
+        return [kernel_note(self.config.attention, dtype, self.config.head_dim)]
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        return {"embed": 0}
+
+    @property
+    def fused_matrices(self) -> dict[str, tuple[int, ...]]:
+        return fused_matrices(self.config)
+
+    def weights_layout(self) -> dict[str, Any]:
+        """Describe the parameters in `GPT2LMHeadModel`, whose linear layers are stored as here, [in, out]."""
+        c, layer = self.config, "transformer.h.{layer}."
+        linears = {"attn.c_attn": "attention/qkv", "attn.c_proj": "attention/out"}
+        linears |= {"mlp.c_fc": "mlp/up", "mlp.c_proj": "mlp/down"}
+        rows = [
+            *embedding("transformer.wte.weight", "ends/embed", c.vocab_size, c.vocab_rows),
+            {"name": "transformer.wpe.weight", "leaf": "ends/positions"},
+            *norm_rows(layer + "ln_1", "stack/attention_norm"),
+            *norm_rows(layer + "ln_2", "stack/mlp_norm"),
+        ]
+        for name, leaf in linears.items():
+            rows += linear_rows(layer + name, f"stack/{leaf}", transposed=False)
+        return {
+            "config": {
+                "architectures": ["GPT2LMHeadModel"],
+                "model_type": "gpt2",
+                "n_layer": c.num_layers,
+                "n_embd": c.d_model,
+                "n_head": c.num_heads,
+                "n_inner": c.d_ff,
+                "n_positions": c.max_positions,
+                "vocab_size": c.vocab_size,
+                "layer_norm_epsilon": c.norm_eps,
+                "activation_function": "gelu_new",
+                "tie_word_embeddings": True,
+                "bos_token_id": None,
+                "eos_token_id": None,
+            },
+            "may_differ": ["architectures", "n_inner", "bos_token_id", "eos_token_id"],  # n_inner: null is 4 * n_embd
+            "aliases": {r"^(h\.|wte\.|wpe\.|ln_f\.)": r"transformer.\1"},  # names of the first downloads
+            "ignored": ["transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias", "lm_head.weight"],
+            "advice": "build the model from these files: GPT2(jzero.models.gpt2.from_hf(DIR), rngs=rngs)",
+            "tensors": [*rows, *norm_rows("transformer.ln_f", "ends/norm")],
+        }

@@ -1,0 +1,153 @@
+"""A vision transformer that classifies images (Dosovitskiy et al., arXiv:2010.11929).
+
+Shape suffixes: B batch, S patches and the class token, D model width, P pixels of a patch, O classes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from jzero.errors import ConfigError
+from jzero.loss import Mean
+
+from .attention import kernel_note
+from .blocks import BlockConfig, fused_matrices, gelu, linear, linear_rows, norm, norm_rows, qkv_rows, run, stacked
+from .families import read_config, require
+
+
+@dataclass(frozen=True)
+class ViTConfig(BlockConfig):
+    """The shape of a ViT for square images.
+
+    >>> ViTConfig(12, 768, 12, 3072).num_patches
+    196
+    """
+
+    num_classes: int = 1000
+    image_size: int = 224
+    patch_size: int = 16
+    num_channels: int = 3
+
+    causal, pre_norm, activation = False, True, staticmethod(gelu)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.image_size % self.patch_size:
+            raise ConfigError(f"ViTConfig: patch_size = {self.patch_size} must divide image_size = {self.image_size}")
+
+    @property
+    def num_patches(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+
+def from_hf(source: str | os.PathLike | Mapping[str, Any], **changes: Any) -> ViTConfig:
+    """Read the shape from a config.json of `transformers`, as `families.from_hf` does."""
+    there = read_config(source, "vit")
+    names = {
+        "num_layers": "num_hidden_layers", "d_model": "hidden_size", "num_heads": "num_attention_heads",
+        "d_ff": "intermediate_size", "image_size": "image_size", "patch_size": "patch_size",
+        "num_channels": "num_channels",
+    }  # fmt: skip
+    shape = require(there, names, {"hidden_act": "gelu", "qkv_bias": True})
+    classes = there.get("num_labels") or len(there.get("id2label") or range(2))  # transformers makes two by default
+    return ViTConfig(**{**shape, "num_classes": classes, "norm_eps": there.get("layer_norm_eps", 1e-12), **changes})
+
+
+class ViT(nnx.Module):
+    """The model as prefix, stack and suffix.
+
+    A batch is {"images": [B, height, width, channels], "labels": [B] int32}; images are floats, as transformers' image
+    processor scales them, but with the channels last. Negative labels are ignored.
+    """
+
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
+        self.config = c = config
+        self.patches = linear(c.num_channels * c.patch_size**2, c.d_model, rngs)
+        self.class_token = nnx.Param(jnp.zeros((1, 1, c.d_model)))
+        self.positions = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (1, c.num_patches + 1, c.d_model)))
+        self.stack = stacked(c, rngs)
+        self.norm = norm(c, rngs)
+        self.head = linear(c.d_model, c.num_classes, rngs)
+
+    def prefix(self, batch: dict[str, jax.Array]) -> jax.Array:
+        c, images = self.config, batch["images"]
+        B, height, width, channels = images.shape
+        if (height, width, channels) != (c.image_size, c.image_size, c.num_channels):
+            raise ConfigError(
+                f"images have the shape {images.shape[1:]}, but the model's are "
+                f"{(c.image_size, c.image_size, c.num_channels)}, with the channels last"
+            )
+        n, p = c.image_size // c.patch_size, c.patch_size
+        patches_BSP = images.reshape(B, n, p, n, p, channels).transpose(0, 1, 3, 5, 2, 4).reshape(B, n * n, -1)
+        # jzero passes parameters in the compute dtype and the batch in its own, which would widen the products.
+        x_BSD = self.patches(patches_BSP.astype(self.patches.kernel.dtype))
+        first_B1D = jnp.broadcast_to(self.class_token[...], (B, 1, c.d_model))
+        return jnp.concatenate([first_B1D, x_BSD], axis=1) + self.positions[...]
+
+    def suffix(self, x_BSD: jax.Array, batch: dict[str, jax.Array]) -> Mean:
+        """Return the images' mean cross-entropy."""
+        labels_B = batch["labels"]
+        losses_B = optax.softmax_cross_entropy_with_integer_labels(self.logits(x_BSD), jnp.maximum(labels_B, 0))
+        return Mean(jnp.sum(losses_B, where=labels_B >= 0), (labels_B >= 0).sum())
+
+    def logits(self, x_BSD: jax.Array) -> jax.Array:
+        return self.head(self.norm(x_BSD)[:, 0]).astype(jnp.float32)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Compute logits [B, O] in float32, without remat or parallelism."""
+        return self.logits(run(self.stack, self.prefix({"images": images})))
+
+    def report_notes(self, dtype: jnp.dtype) -> list[str]:
+        return [kernel_note(self.config.attention, dtype, self.config.head_dim)]
+
+    @property
+    def fused_matrices(self) -> dict[str, tuple[int, ...]]:
+        return fused_matrices(self.config)
+
+    def weights_layout(self) -> dict[str, Any]:
+        """Describe the parameters in `ViTForImageClassification`."""
+        c, tables, layer = self.config, "vit.embeddings.", "vit.encoder.layer.{layer}."
+        patch, attention = tables + "patch_embeddings.projection", layer + "attention.attention."
+        kernel = [c.d_model, c.num_channels, c.patch_size, c.patch_size]  # of torch's convolution
+        rows = [
+            {"name": tables + "cls_token", "leaf": "ends/class_token"},
+            {"name": tables + "position_embeddings", "leaf": "ends/positions"},
+            {"name": patch + ".weight", "leaf": "ends/patches/kernel", "transposed": True, "reshape": kernel},
+            {"name": patch + ".bias", "leaf": "ends/patches/bias"},
+            *qkv_rows((attention + "query", attention + "key", attention + "value"), c.d_model),
+            *linear_rows(layer + "attention.output.dense", "stack/attention/out"),
+            *norm_rows(layer + "layernorm_before", "stack/attention_norm"),
+            *norm_rows(layer + "layernorm_after", "stack/mlp_norm"),
+            *linear_rows(layer + "intermediate.dense", "stack/mlp/up"),
+            *linear_rows(layer + "output.dense", "stack/mlp/down"),
+            *norm_rows("vit.layernorm", "ends/norm"),
+            *linear_rows("classifier", "ends/head"),
+        ]
+        return {
+            "config": {
+                "architectures": ["ViTForImageClassification"],
+                "model_type": "vit",
+                "num_hidden_layers": c.num_layers,
+                "hidden_size": c.d_model,
+                "num_attention_heads": c.num_heads,
+                "intermediate_size": c.d_ff,
+                "image_size": c.image_size,
+                "patch_size": c.patch_size,
+                "num_channels": c.num_channels,
+                "layer_norm_eps": c.norm_eps,
+                "hidden_act": "gelu",
+                "qkv_bias": True,
+                "num_labels": c.num_classes,
+            },
+            "may_differ": ["architectures"],
+            "advice": "build the model from these files: ViT(jzero.models.vit.from_hf(DIR), rngs=rngs)",
+            "tensors": rows,
+        }
