@@ -18,7 +18,7 @@ from jzero.errors import ConfigError
 from jzero.gradients import Passes, sequential
 from jzero.mesh import PIPE, check_against, check_mesh, is_gpu, make_mesh, replicas
 from jzero.model import ENDS, Model, StackModel, check_model
-from jzero.optimizers import lr_schedules
+from jzero.optimizers import lr_schedules, wrappers
 from jzero.pipeline.stages import pipelined
 from jzero.precision import Precision, cast
 from jzero.tree import PyTree, named, partition
@@ -102,6 +102,9 @@ def resolve(
         optimizer, config.optimizer, schedule, stacked=stacked, fused=optimizers.fused_matrices(model, layouts),
         groups=groups, state_dtype=precision.optimizer_state,
     )  # fmt: skip
+    tx = optax.with_extra_args_support(tx)  # reduce_on_plateau takes the loss
+    if config.ema:
+        tx = wrappers.with_ema(tx, config.ema.decay)
     if mesh.shape[PIPE] > 1:
         passes = pipelined(model, config, mesh, layouts, precision, batch_sizes.accum)
     else:
@@ -109,7 +112,7 @@ def resolve(
     _check_compiler_options(config, mesh)  # last: it compiles
     return Setup(
         model, config, mesh, batch_sizes, precision, layouts, weights, schedule,
-        optax.with_extra_args_support(tx),  # reduce_on_plateau takes the loss
+        tx,
         groups, optimizer is not None, passes,
     )  # fmt: skip
 

@@ -7,6 +7,7 @@ state, metrics = step(state, batch)
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from jzero.model import Model
 from jzero.setup import resolve
 from jzero.sharding import is_state, trainable
 from jzero.state import States, TrainState, check_alive
-from jzero.tree import PyTree, partition
+from jzero.tree import PyTree, combine, partition
 from jzero.update import Metrics, learning_rate, update
 
 
@@ -123,6 +124,20 @@ class TrainStep:
     def lr(self, state: TrainState) -> jax.Array:
         """Look up the learning rate of the next step; NaN if the caller's optimizer does not expose it."""
         return learning_rate(self.setup, state)
+
+    def averaged(self, state: TrainState) -> TrainState:
+        """Return the state with the moving average of the parameters in their place, to evaluate or export it.
+
+        The arrays are those of `state`: do not train the result.
+
+        Raises:
+          ConfigError: the config has no section `ema`.
+        """
+        if not self.config.ema:
+            raise ConfigError('ema: the config keeps no moving average; add "ema": {"decay": 0.999}')
+        check_alive(state)
+        _, rest = partition(state.params, trainable(self.layouts))
+        return dataclasses.replace(state, params=combine(state.opt_state.ema, rest))
 
     # ------------------------------------------------------------------ programs
 

@@ -167,6 +167,16 @@ class WatchdogConfig(Section):
     ceiling: NonNegative = 1800.0
 
 
+class EmaConfig(Section):
+    """A moving average of the trained parameters, in float32: ema <- decay * ema + (1 - decay) * parameters.
+
+    It is part of the optimizer's state. `engine.eval_batch(batch, ema=True)` evaluates it, `step.averaged(state)` and
+    `engine.save_16bit_model(dir, ema=True)` give it out.
+    """
+
+    decay: Annotated[float, PlainValidator(kinds.FRACTION)] = 0.999
+
+
 class ThroughputConfig(Section):
     """The samples-per-second line."""
 
@@ -200,6 +210,7 @@ class Settings(Section):
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    ema: EmaConfig | None = None
     data_parallel_size: PositiveInt32OrNone = None
     frozen_parameters: Patterns = ()
     stack: StackConfig = StackConfig()

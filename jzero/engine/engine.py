@@ -102,17 +102,18 @@ class Engine(Views):
         self._finish(done, self.gradient_accumulation_steps())
         return done[1]["loss"]
 
-    def eval_batch(self, batch: Any, extra: Any = None) -> jax.Array:
+    def eval_batch(self, batch: Any, extra: Any = None, *, ema: bool = False) -> jax.Array:
         """Compute the loss of a batch (or an iterator of micro-batches) without dropout and without an update.
 
-        The model's metrics on this batch are in `eval_metrics` then.
+        With `ema`, of the moving average of the parameters. `eval_metrics` has the model's metrics on this batch then.
         """
         if isinstance(batch, Iterator):
             batch = self.step_fn.join(take(batch, self.gradient_accumulation_steps(), ours=batch is self._batches))
-        return self._evaluate(batch, extra)
+        return self._evaluate(batch, extra, ema)
 
-    def _evaluate(self, batch: Any, extra: Any = None) -> jax.Array:
-        found = self.step_fn.evaluate(self.state, batch, extra)
+    def _evaluate(self, batch: Any, extra: Any = None, ema: bool = False) -> jax.Array:
+        state = self.step_fn.averaged(self.state) if ema else self.state
+        found = self.step_fn.evaluate(state, batch, extra)
         loss, metrics = found if isinstance(found, tuple) else (found, {})
         self.eval_metrics = {LOSS: loss, **metrics}
         return loss
@@ -344,13 +345,16 @@ class Engine(Views):
 
         resume_from(home, load)
 
-    def save_16bit_model(self, save_dir: str | os.PathLike, save_filename: str = "model.safetensors") -> bool:
-        """Write the parameters in half precision to one safetensors file; see `weights.save`.
+    def save_16bit_model(
+        self, save_dir: str | os.PathLike, save_filename: str = "model.safetensors", *, ema: bool = False
+    ) -> bool:
+        """Write the parameters, or their moving average, in half precision to one safetensors file; see `weights.save`.
 
         The dtype is float16 if the config enables fp16, else bfloat16. Works at every stage; all processes call it.
         """
         dtype = np.dtype(np.float16) if self.config.fp16.enabled else np.dtype(jnp.bfloat16)
-        weights.save(self.state.params, self.step_fn, save_dir, save_filename, dtype)
+        state = self.step_fn.averaged(self.state) if ema else self.state
+        weights.save(state.params, self.step_fn, save_dir, save_filename, dtype)
         return True
 
     def load_weights(self, directory: str | os.PathLike) -> None:

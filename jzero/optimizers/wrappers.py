@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -117,3 +117,34 @@ def _map_owned(function: Callable[[Any], Any], state: Any, params: Any) -> Any:
         return function(x) if any(path[len(path) - n :] in owners for n in lengths if n <= len(path)) else x
 
     return jax.tree_util.tree_map_with_path(leaf, state)
+
+
+class EmaState(NamedTuple):
+    """The wrapped optimizer's state, and the moving average of the parameters in float32."""
+
+    inner: Any
+    ema: Any
+
+
+def with_ema(tx: optax.GradientTransformationExtraArgs, decay: float) -> optax.GradientTransformationExtraArgs:
+    """Keep an exponential moving average of the parameters after every update, in the optimizer's state.
+
+    ema <- decay * ema + (1 - decay) * parameters, from the initial parameters on.
+
+    >>> tx = with_ema(optax.with_extra_args_support(optax.sgd(1.0)), 0.75)
+    >>> state = tx.init({"w": jnp.array(4.0)})
+    >>> _, state = tx.update({"w": jnp.array(4.0)}, state, {"w": jnp.array(4.0)})
+    >>> float(state.ema["w"])
+    3.0
+    """
+
+    def init(params: Any) -> EmaState:
+        return EmaState(tx.init(params), jax.tree.map(lambda p: p.astype(jnp.float32), params))
+
+    def update(updates: Any, state: EmaState, params: Any = None, **extra: Any) -> tuple[Any, EmaState]:
+        updates, inner = tx.update(updates, state.inner, params, **extra)
+        new = optax.apply_updates(params, updates)
+        ema = jax.tree.map(lambda e, p: decay * e + (1 - decay) * p.astype(jnp.float32), state.ema, new)
+        return updates, EmaState(inner, ema)
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,74 @@
+"""Metrics, BatchNorm and what goes beside the batch in a job of two processes: the numbers are those of one process."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+from jobs import Command
+
+pytestmark = pytest.mark.processes
+
+PROGRAM = """
+import json
+import jax, jax.numpy as jnp, numpy as np, optax
+from flax import nnx
+import jzero
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.norm = nnx.Linear(4, 8, rngs=rngs), nnx.BatchNorm(8, momentum=0.8, rngs=rngs)
+        self.last = nnx.Linear(8, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(nnx.relu(self.norm(self.first(x))))
+
+
+def loss_fn(model, batch, extra):
+    logits, labels = model(batch["x"]), batch["y"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels) * extra["weight"]
+    hits = (logits.argmax(-1) == labels) & (labels > 0)
+    far = jzero.all_gather(logits).mean() * jzero.axis_index()
+    return losses.mean(), {"accuracy": jzero.Mean(hits.sum(), (labels > 0).sum()), "far": far}
+
+
+def train(devices=None):
+    rng = np.random.default_rng(0)
+    config = {
+        "train_batch_size": 16, "gradient_accumulation_steps": 2, "ema": {"decay": 0.9},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},  # Adam amplifies the noise in gradients of 0
+    }
+    model = jzero.from_flax(Net, loss_fn, has_aux=True)
+    engine = jzero.initialize(model=model, config=config, mesh=jzero.make_mesh(devices=devices))[0]
+    found = []
+    for i in range(3):
+        batch = {"x": rng.normal(size=(16, 4)).astype("float32"), "y": rng.integers(0, 3, 16).astype("int32")}
+        engine.train_batch(batch, extra={"weight": 1.0 + i})
+        found.append({name: float(x) for name, x in engine.metrics.items()})
+    engine.eval_batch(batch, {"weight": 1.0}, ema=True)
+    found.append({name: float(x) for name, x in engine.eval_metrics.items()})
+    _, metrics = engine.step_fn.gradients(engine.state, batch, {"weight": 2.0})
+    found.append({name: float(x) for name, x in metrics.items()})
+    return found
+"""
+
+
+def test_two_processes_compute_what_one_does(tmp_path):
+    space = {}
+    exec(PROGRAM, space)
+    expected = space["train"](jax.devices()[:2])
+    (tmp_path / "worker.py").write_text(f"{PROGRAM}\nfound = train()\njzero.log_dist(json.dumps(found), ranks=[-1])\n")
+    job = Command("--platform", "cpu", "--num_gpus", 2, "worker.py", cwd=tmp_path)
+    try:
+        assert job.wait() == 0, job.errors
+    finally:
+        job.end()
+    lines = re.findall(r"^\[\d\] (\[\{.*)$", job.output, re.M)
+    assert len(lines) == 2
+    for line in lines:
+        for mine, plain in zip(json.loads(line), expected, strict=True):
+            assert mine.keys() == plain.keys()
+            np.testing.assert_allclose(list(mine.values()), list(plain.values()), rtol=1e-5, atol=1e-7)
