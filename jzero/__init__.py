@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jzero.engine.initialize import initialize
     from jzero.engine.run_report import report
     from jzero.errors import CheckpointError, ConfigError
+    from jzero.eval_step import make_eval_step
     from jzero.loss import Mean
     from jzero.mesh import make_mesh
     from jzero.mup import mup_groups
@@ -48,6 +49,7 @@ _HOME = {
     "init_distributed": "distributed.joining",
     "initialize": "engine.initialize",
     "log_dist": "distributed.place",
+    "make_eval_step": "eval_step",
     "make_mesh": "mesh",
     "make_train_step": "train_step",
     "mean": "replicas",
@@ -78,6 +80,7 @@ __all__ = [
     "init_distributed",
     "initialize",
     "log_dist",
+    "make_eval_step",
     "make_mesh",
     "make_train_step",
     "mean",

@@ -15,14 +15,16 @@ from jax.sharding import Mesh
 from jzero import micro_batches, zero
 from jzero.config import Config
 from jzero.errors import ConfigError
-from jzero.loss import LOSS, Mean, Sums, counter, means, nonzero, pack, read_loss
+from jzero.loss import LOSS, Mean, Sums, counter, means, nonzero, pack, read_loss, read_sums
 from jzero.mesh import BATCH_AXES, present, replicas
 from jzero.model import ENDS, STACK, Inputs, Model, StackModel, fold, replace_state, uniform
 from jzero.precision import Precision, cast
 from jzero.remat import Remat, checkpointed
 from jzero.sharding import is_state, stack_length
 from jzero.stack import StackView, fetch, run_stack, scanned, unrolled, unrolls
-from jzero.tree import PyTree, leading_dim, partition, path_name
+from jzero.tree import PyTree, leading_dim, named, partition, path_name
+
+Read = Callable[[Any], PyTree]  # what a model returned for a micro-batch -> what is collected of it
 
 
 class Result(NamedTuple):
@@ -78,7 +80,8 @@ class Passes(NamedTuple):
     Attributes:
       gradients: (weights, batch [accum, micro, ...], key, cotangent) -> (gradient of cotangent * sum of the losses'
         sums with respect to diff; the loss and metrics of every micro-batch, `Sums` [accum, 2]; the new state).
-      losses: (weights, batch, key or None, index of the first) -> `Sums` [accum, 2].
+      losses: (weights, batch, key or None, index of the first) -> `Sums` [accum, 2], or what `read` makes of the
+        model's results, [accum, ...].
       outputs: (weights, `Inputs` of one micro-batch, key) -> (outputs, new state), of a model with a criterion; None
         otherwise, and in a pipeline.
     """
@@ -90,8 +93,15 @@ class Passes(NamedTuple):
     outputs: Callable | None = None
 
 
-def sequential(model: Model, config: Config, mesh: Mesh, layouts: PyTree, precision: Precision) -> Passes:
-    """Make the passes that run one micro-batch after the other, with all layers on every device."""
+def sequential(
+    model: Model, config: Config, mesh: Mesh, layouts: PyTree, precision: Precision, read: Read | None = None
+) -> Passes:
+    """Make the passes that run one micro-batch after the other, with all layers on every device.
+
+    Args:
+      read: reads what the model returns, for `Passes.losses`; default: the loss and metrics, as `Sums`.
+    """
+    read = read or partial(read_sums, model)
     stack = isinstance(model, StackModel)
     layers = stack_length(layouts) if stack else 0
     view = unrolled(layouts) if stack and unrolls(config, layers) else scanned(layouts)
@@ -115,7 +125,7 @@ def sequential(model: Model, config: Config, mesh: Mesh, layouts: PyTree, precis
     def losses(weights: Weights, batch: PyTree, key: jax.Array | None, first: Any = 0) -> Sums:
         def one(item: Any) -> Sums:
             i, part = item
-            return pack(read_loss(model, loss(weights, Inputs(part, weights.extra), fold(key, first + i))[0]))
+            return read(loss(weights, Inputs(part, weights.extra), fold(key, first + i))[0])
 
         return lax.map(one, (jnp.arange(leading_dim(batch)), batch))
 
@@ -212,6 +222,17 @@ class ManualRegion:
         """Compute the loss and metrics of the global batch without dropout (rng None)."""
         losses = self.passes.losses(self.prepare(masters, extra), self.split(batch), None)
         return means(self.all_reduce(_total(losses)))
+
+    def predict(self, masters: PyTree, batch: PyTree, extra: PyTree) -> PyTree:
+        """Run a model that returns a row of results for each row of its batch."""
+        results = self.passes.losses(self.prepare(masters, extra), self.split(batch), None)
+        for name, x in named(results).items():
+            if x.shape[1:2] != (self.micro,):
+                raise ConfigError(
+                    f"predictions: {name or 'the result'} has shape {x.shape[1:]} for {self.micro} rows; the leading "
+                    "dimension must be the rows"
+                )
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
 
     def micro_loss(self, masters: PyTree, batch: PyTree, extra: PyTree, rng: jax.Array, index: jax.Array) -> jax.Array:
         """Compute the loss that `gradients` would report for this micro-batch."""

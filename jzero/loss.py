@@ -93,6 +93,11 @@ def pack(parts: dict[str, Mean]) -> Sums:
     return {name: jnp.stack(part) for name, part in parts.items()}
 
 
+def read_sums(model: Any, value: Any) -> Sums:
+    """Read what the model's loss returned, in the form that travels."""
+    return pack(read_loss(model, value))
+
+
 def means(sums: Sums) -> Sums:
     """Divide sums by counts: {name: [..., 2]} -> {name: [...]}."""
     return {name: x[..., 0] / nonzero(x[..., 1]) for name, x in sums.items()}

@@ -28,6 +28,9 @@ of `prefix`, `block` and `suffix`, returns (what it returns otherwise, {name: ne
 that it got. In training every micro-batch replaces the state, in order; in evaluation the new values are dropped. State
 keeps its dtype. Replicas that compute different floats are averaged.
 
+A model may have `predicting(fn) -> model`, for `jzero.make_eval_step`: a model whose `loss`, or `suffix`, returns
+predictions [rows, ...], or what `fn` makes of them.
+
 A model may have `values`, parameters to start from instead of those of `init`; and `adopt(values) -> params`, which
 converts what a caller passes as `params` (an nnx.State, Linen variables).
 

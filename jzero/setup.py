@@ -105,10 +105,9 @@ def resolve(
     tx = optax.with_extra_args_support(tx)  # reduce_on_plateau takes the loss
     if config.ema:
         tx = wrappers.with_ema(tx, config.ema.decay)
-    if mesh.shape[PIPE] > 1:
-        passes = pipelined(model, config, mesh, layouts, precision, batch_sizes.accum)
-    else:
-        passes = sequential(model, config, mesh, layouts, precision)
+    passes = make_passes(model, config, mesh, layouts, precision)
+    if passes.facts.pipeline:
+        passes.facts.pipeline(batch_sizes.accum)  # raises for a number of micro-batches that the schedule cannot run
     _check_compiler_options(config, mesh)  # last: it compiles
     return Setup(
         model, config, mesh, batch_sizes, precision, layouts, weights, schedule,
@@ -119,6 +118,14 @@ def resolve(
 
 def _cast_weights(layouts: PyTree, precision: Precision, params: PyTree) -> PyTree:
     return jax.tree.map(lambda layout, x: x if layout.state else cast(x, precision.compute), layouts, params)
+
+
+def make_passes(
+    model: Model, config: Config, mesh: Mesh, layouts: PyTree, precision: Precision, read: Callable | None = None
+) -> Passes:
+    """Make the passes of the mesh: through the stages of a pipeline, or in sequence."""
+    make = pipelined if mesh.shape[PIPE] > 1 else sequential
+    return make(model, config, mesh, layouts, precision, read)
 
 
 def _with_stages(config: Config, model: Model, mesh: Mesh | None) -> Config:

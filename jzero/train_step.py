@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -21,11 +22,13 @@ from jzero.config import Config
 from jzero.distributed import heartbeat
 from jzero.distributed.consistency import Guard
 from jzero.errors import ConfigError
+from jzero.eval_step import EvalStep
 from jzero.gradients import ManualRegion, Result
 from jzero.loss import LOSS
 from jzero.loss_scale import LossScale
 from jzero.mesh import batch_spec, replicas, shardings
 from jzero.model import Model
+from jzero.pipeline.module import PipelineModule
 from jzero.setup import resolve
 from jzero.sharding import is_state, trainable
 from jzero.state import States, TrainState, check_alive
@@ -311,6 +314,23 @@ class TrainStep:
         self._guard.check("outputs", inputs)
         rng = None if index is None else jax.random.fold_in(state.rng, state.step)
         return self._outputs(state.params, inputs, rng, jnp.int32(index or 0))
+
+    def predict(self, state: TrainState, x: PyTree, *, numpy: bool = False) -> PyTree:
+        """Compute the model's outputs for every row of x: `module(x)` without dropout, under the training layout.
+
+        For a module with a layer stack x is a batch, and the outputs are `module.outputs(stack's output, x)`; for a
+        `PipelineModule` x are the inputs. See `jzero.make_eval_step` for other functions.
+
+        Args:
+          x: any number of rows.
+          numpy: return NumPy arrays with all rows, on every process.
+        """
+        inputs = (x, None) if isinstance(self.model, PipelineModule) else x
+        return self._predictions(state, inputs, numpy=numpy)
+
+    @cached_property
+    def _predictions(self) -> EvalStep:
+        return EvalStep(self.setup)
 
     # ------------------------------------------------------------------ batches
 

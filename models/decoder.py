@@ -165,6 +165,13 @@ class Decoder(nnx.Module):
             self.norm(x_BSD), self.head_DV, batch["labels"], vocab_size=c.vocab_size, softcap=c.logit_softcap
         )
 
+    def outputs(self, x: Hidden, batch: Any = None) -> jax.Array:
+        """Compute the logits [B, S, vocab_size] in float32 from the stack's output."""
+        x_BSD, cap = x.x_BSD if isinstance(x, Carry) else x, self.config.logit_softcap
+        logits = vocab_parallel.logits(self.norm(x_BSD), self.head_DV).astype(jnp.float32)
+        logits = logits[..., : self.config.vocab_size]
+        return cap * jnp.tanh(logits / cap) if cap else logits
+
     def report_notes(self, dtype: jnp.dtype) -> list[str]:
         """Return the lines for the run report, given the compute dtype."""
         c = self.config
@@ -180,9 +187,7 @@ class Decoder(nnx.Module):
         graph, layers = nnx.split(self.stack)
         x = self.prefix({"inputs": tokens_BS} | ({} if segments_BS is None else {"segments": segments_BS}))
         x, _ = jax.lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), x, layers)
-        x_BSD, cap = x.x_BSD if isinstance(x, Carry) else x, self.config.logit_softcap
-        logits = (self.norm(x_BSD) @ self.head_DV).astype(jnp.float32)[..., : self.config.vocab_size]
-        return cap * jnp.tanh(logits / cap) if cap else logits
+        return self.outputs(x)
 
     @property
     def head_DV(self) -> jax.Array:

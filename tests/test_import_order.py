@@ -21,7 +21,7 @@ distributed
 mesh model mup replicas precision loss loss_scale
 zero sharding remat stack micro_batches gradients
 pipeline adapters
-state batch update setup train_step
+state batch update setup eval_step train_step
 data planner
 checkpoint
 weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -14,6 +15,7 @@ from flax.core import meta
 
 from jzero.adapters.constants import Constants
 from jzero.adapters.methods import take_methods
+from jzero.adapters.nnx_model import predictor
 from jzero.errors import ConfigError
 from jzero.replicas import replica_axes
 from jzero.torch_habits import refuses_of_models
@@ -64,6 +66,12 @@ class LinenModel:
 
     def _params(self, variables: Any) -> Any:
         return {**variables.get(PARAMS, {}), **{name: variables[name] for name in self.mutable}}
+
+    def predicting(self, fn: Callable | None) -> LinenModel:
+        """Return the model with `fn(module, batch)`, or `module(batch)`, in the place of the loss."""
+        other = copy.copy(self)
+        other.loss_fn, other.has_aux = predictor(fn), False
+        return other
 
     def loss(self, params: Any, batch: Any, rng: jax.Array | None, **extra: Any) -> Any:
         module = self.module(params, rng)

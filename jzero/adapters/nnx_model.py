@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -184,6 +185,12 @@ def _dotted(path: tuple) -> str:
     return ".".join(map(str, path))
 
 
+def predictor(fn: Callable | None) -> Callable:
+    """Make a loss function of (module, batch, rng) that returns `fn(module, batch)`, or `module(batch)`."""
+    f: Callable = fn or (lambda module, batch: module(batch))
+    return lambda module, batch, rng, **extra: f(module, batch, **taken(f, extra))
+
+
 def taken(method: Callable, extra: dict[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments that a method takes: `prefix` and `suffix` both may, but need not, take `extra`."""
     return {name: value for name, value in extra.items() if name in inspect.signature(method).parameters}
@@ -220,6 +227,12 @@ class NNXModel:
         """Convert a module, an nnx.State or a pure dict to the model's parameters."""
         return pure_values(values)
 
+    def predicting(self, fn: Callable | None) -> NNXModel:
+        """Return the model with `fn(module, batch)`, or `module(batch)`, in the place of the loss."""
+        other = copy.copy(self)
+        other.loss_fn, other.has_aux = predictor(fn), False
+        return other
+
     def loss(self, params: Any, batch: Any, rng: jax.Array | None, **extra: Any) -> Any:
         module = self.module(params, rng)
         return self.module.with_new_state(module, self.loss_fn(module, batch, rng, **extra))
@@ -234,6 +247,8 @@ class NNXStackModel:
         apply = partial(Apply, constants=constants_of(build), sync_batch_norm=sync_batch_norm)
         self.whole, self.layer = apply(abstract), apply(abstract.stack, stack=STACK)
         take_methods(self, abstract)
+        self.end: Callable | None = None  # instead of the module's suffix
+        self.has_outputs = hasattr(abstract, "outputs")
         self.takes_extra = any(taken(f, {"extra": None}) for f in (abstract.prefix, abstract.suffix))
         stack = abstract.stack
         del abstract.stack
@@ -267,7 +282,21 @@ class NNXStackModel:
         return self._call(self.layer, layer, rng, lambda module: module(x))
 
     def suffix(self, ends: Any, x: Any, batch: Any, rng: jax.Array | None, **extra: Any) -> Any:
+        end = self.end
+        if end is not None:
+            return self._call(self.ends, ends, rng, lambda module: end(module, x, batch, **taken(end, extra)))
         return self._call(self.ends, ends, rng, lambda module: module.suffix(x, batch, **taken(module.suffix, extra)))
+
+    def predicting(self, fn: Callable | None) -> NNXStackModel:
+        """Return the model with `fn(module, x, batch)`, or `module.outputs(x, batch)`, in the place of the suffix."""
+        if fn is None and not self.has_outputs:
+            raise ConfigError(
+                f"{self!r} has no predictions: give the module a method outputs(x, batch), with x the output of its "
+                "stack, or pass a function of (module, x, batch) to jzero.make_eval_step"
+            )
+        other = copy.copy(self)
+        other.end, other.has_aux = fn or (lambda module, x, batch: module.outputs(x, batch)), False
+        return other
 
     def _call(self, apply: Apply, weights: Any, rng: jax.Array | None, f: Callable) -> Any:
         module = apply(weights, rng)

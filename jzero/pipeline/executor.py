@@ -22,7 +22,7 @@ from jax import lax
 
 from jzero.errors import ConfigError
 from jzero.gradients import Weights, weighted
-from jzero.loss import Mean, Sums, pack
+from jzero.loss import Mean, Sums
 from jzero.mesh import PIPE
 from jzero.model import ENDS, STACK, Inputs, fold, replace_state
 from jzero.pipeline.layer_switch import kind_of
@@ -44,7 +44,8 @@ class Stages:
     Attributes:
       n_stages, chunks: pipeline stages, and chunks of layers on each.
       view: the form of the parameters in use; its stack is a list, and with several chunks a leaf has an axis for them.
-      read: what the suffix returns -> loss and metrics, see `loss.read_loss`.
+      objective: what the suffix returns -> loss and metrics, to differentiate; see `loss.read_loss`.
+      read: what the suffix returns -> what is collected of it.
       functions: called with (pairs, micro-batch), whose shapes alone matter; returns prefix(ends, batch, key) -> x,
         chunk(weights, state, x, context) -> x, suffix(ends, x, batch, key) -> loss, each with the new state beside its
         result. The weights are (diff, nondiff); a context is the micro-batch's key and the chunk's number in the whole
@@ -55,7 +56,8 @@ class Stages:
     chunks: int
     view: StackView
     precision: Precision
-    read: Callable[[Any], dict[str, Mean]]
+    objective: Callable[[Any], dict[str, Mean]]
+    read: Callable[[Any], PyTree]
     functions: Callable[[Any, PyTree], Functions]
 
 
@@ -106,7 +108,7 @@ class Run:
         pair, context = jax.eval_shape(self.weights, 0), jax.eval_shape(self.context, 0, 0)
         state = jax.eval_shape(lambda: self.of_chunk(self.state[STACK], 0))
         _check_chain(self.x, jax.eval_shape(self.layers, pair, state, self.x, context)[0])
-        self.sums = jax.eval_shape(lambda x: pack(stages.read(self.suffix(ends(), x, part, key)[0])), self.x)
+        self.sums = jax.eval_shape(lambda x: stages.read(self.suffix(ends(), x, part, key)[0]), self.x)
         if cotangent is not None:
             self.chunk = Chunk(self.layers, pair, state, self.x, context, split=program.rest > 0)
 
@@ -123,7 +125,7 @@ class Run:
     def start(self) -> Carry:
         """Make the carry before the first tick."""
         x = _zeros(self.x)
-        seen = jax.tree.map(lambda s: jnp.zeros((leading_dim(self.batch), *s.shape)), self.sums)
+        seen = jax.tree.map(lambda s: jnp.zeros((leading_dim(self.batch), *s.shape), s.dtype), self.sums)
         floats = split_floats(x)[0]
         if self.cotangent is None:
             return Carry(x, x, None, None, None, None, None, self.state, seen)
@@ -237,7 +239,9 @@ class Run:
 
         def loss(ends: Any, floats: Any) -> Any:
             value, state = self.suffix(ends, combine(floats, others), part, key)
-            total, sums = weighted(self.stages.read(value), 0.0 if self.cotangent is None else self.cotangent)
+            if self.cotangent is None:
+                return 0.0, (self.stages.read(value), state)
+            total, sums = weighted(self.stages.objective(value), self.cotangent)
             return total, (sums, state)
 
         _, pullback, (seen, state) = jax.vjp(loss, ends, floats, has_aux=True)

@@ -12,6 +12,7 @@ cuts the stack. If there is none, or the stages do not divide it, the pipeline c
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -159,6 +160,14 @@ class PipelineModule:
             return outputs[0] if self.state else outputs
 
         return run
+
+    def predicting(self, fn: Callable | None) -> PipelineModule:
+        """Return the module with `fn(outputs, labels)`, or the outputs themselves, in the place of the loss."""
+        other = copy.copy(self)
+        other.loss_fn, other.has_aux = fn or (lambda outputs, labels: outputs), False
+        if self.stack:
+            other.prefix, other.block, other.suffix = other._prefix, other._block, other._suffix
+        return other
 
     def layer_index(self, name: str) -> int:
         """Return the number of the layer that a leaf of `run`'s parameters belongs to."""

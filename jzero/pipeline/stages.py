@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jzero.config import ActivationCheckpointing, Config
 from jzero.errors import ConfigError
 from jzero.gradients import Facts, Passes, Weights
-from jzero.loss import Sums, read_loss
+from jzero.loss import Sums, read_loss, read_sums
 from jzero.mesh import PIPE
 from jzero.model import ENDS, STACK, StackModel, fold, replace_state, uniform
 from jzero.pipeline import vocab_parallel
@@ -59,12 +59,14 @@ class _Cut:
     owned: Callable[[PyTree], PyTree] = lambda state: state
 
 
-def pipelined(model: Any, config: Config, mesh: Mesh, layouts: PyTree, precision: Precision, accum: int) -> Passes:
+def pipelined(
+    model: Any, config: Config, mesh: Mesh, layouts: PyTree, precision: Precision, read: Callable | None = None
+) -> Passes:
     """Make the passes that send the micro-batches through the stages in the order of the schedule.
 
     Args:
       model: with a layer stack, or a `PipelineModule`.
-      accum: micro-batches in a step.
+      read: as for `gradients.sequential`.
 
     Raises:
       ConfigError: a model that cannot be cut, or not into this number of stages.
@@ -73,7 +75,8 @@ def pipelined(model: Any, config: Config, mesh: Mesh, layouts: PyTree, precision
     parts = n_stages * chunks
     switches = isinstance(model, PipelineModule) and (not model.stack or len(model.stack) % parts)
     cut = (_switched_stages if switches else _stack_stages)(model, config, mesh, layouts, precision)
-    stages = Stages(n_stages, chunks, cut.view, precision, partial(read_loss, model), cut.functions)
+    read = read or partial(read_sums, model)
+    stages = Stages(n_stages, chunks, cut.view, precision, partial(read_loss, model), read, cut.functions)
 
     def schedule(micro_batches: int) -> Any:
         return make_schedule(config.pipeline.schedule, n_stages, micro_batches, chunks)
@@ -101,7 +104,6 @@ def pipelined(model: Any, config: Config, mesh: Mesh, layouts: PyTree, precision
             f"flight; {cut.summary}"
         )
 
-    schedule(accum)  # raises for a number of micro-batches that this schedule cannot run
     return Passes(cut.view, replace(cut.facts, always_sums=True, pipeline=line), gradients, losses)
 
 
@@ -112,7 +114,7 @@ def _first(x: jax.Array) -> jax.Array:
 
 def _agreed(seen: Sums) -> Sums:
     """Broadcast the first stage's sums to every stage."""
-    return lax.psum(jax.tree.map(_first, seen), PIPE)
+    return jax.tree.map(lambda x: lax.psum(_first(x), PIPE).astype(x.dtype), seen)
 
 
 def _refuse(key: str, stages: int, why: str) -> None:

@@ -83,6 +83,17 @@ def embed(table_VD: jax.Array, tokens: jax.Array) -> jax.Array:
     return _sum(found.astype(dtype), axis)  # one stage has the row and the others add zeros: nothing is rounded
 
 
+def logits(x: jax.Array, head_DV: jax.Array) -> jax.Array:
+    """Compute the logits [..., V] of the features x [..., D], of the whole vocabulary on every stage; no gradient.
+
+    >>> logits(jnp.ones((2, 4)), jnp.ones((4, 8))).shape
+    (2, 8)
+    """
+    axis = _axis_of(head_DV.shape[1])
+    local = x @ head_DV
+    return local if axis is None else lax.all_gather(local, axis, axis=local.ndim - 1, tiled=True)
+
+
 def cross_entropy(
     x: jax.Array,
     head_DV: jax.Array,

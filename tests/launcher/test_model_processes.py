@@ -42,6 +42,7 @@ def train(devices=None):
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},  # Adam amplifies the noise in gradients of 0
     }
     model = jzero.from_flax(Net, loss_fn, has_aux=True)
+    x = rng.normal(size=(11, 4)).astype("float32")
     engine = jzero.initialize(model=model, config=config, mesh=jzero.make_mesh(devices=devices))[0]
     found = []
     for i in range(3):
@@ -52,6 +53,7 @@ def train(devices=None):
     found.append({name: float(x) for name, x in engine.eval_metrics.items()})
     _, metrics = engine.step_fn.gradients(engine.state, batch, {"weight": 2.0})
     found.append({name: float(x) for name, x in metrics.items()})
+    found.append({str(i): float(v) for i, v in enumerate(engine.predict(x, numpy=True).ravel())})
     return found
 """
 

@@ -1,0 +1,175 @@
+"""Predictions under the training layout. Oracle: the plain Flax module, or the layers by hand, on one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import jzero
+from models.llama import Llama, LlamaConfig
+
+ROWS = 16
+X = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
+
+
+def config(stage=0, **more):
+    return {
+        "train_batch_size": ROWS,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **more,
+    }
+
+
+def mesh(pipe=1, zero=4):
+    return jzero.make_mesh(pipe=pipe, zero=zero, devices=jax.devices()[: pipe * zero])
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.norm = nnx.Linear(4, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+        self.drop, self.last = nnx.Dropout(0.5, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.drop(self.norm(self.first(x))))
+
+
+def squares(model, batch):
+    return jnp.mean(model(batch) ** 2)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("rows", [16, 5, 33, 1])
+def test_any_number_of_rows(stage, rows):
+    model = jzero.from_flax(Net, squares)
+    engine = jzero.initialize(model=model, config=config(stage), mesh=mesh())[0]
+    engine.train_batch(X)  # moves the running statistics
+    x = np.random.default_rng(1).normal(size=(rows, 4)).astype(np.float32)
+    plain = model.module(jax.device_get(engine.state.params))(x)
+    found = engine.predict(x)
+    assert found.shape == (rows, 3)
+    np.testing.assert_allclose(found, plain, rtol=1e-5, atol=1e-6)
+    numpy = engine.predict(x, numpy=True)
+    assert isinstance(numpy, np.ndarray)
+    np.testing.assert_array_equal(numpy, found)
+
+
+def test_linen_predicts_too():
+    def loss(module, batch, rng):
+        return jnp.mean(module(batch) ** 2)
+
+    step = jzero.make_train_step(jzero.from_flax(linen.Dense(3), loss, example_batch=X), config(3), mesh=mesh())
+    state = step.init(jax.random.key(0))
+    params = jax.device_get(state.params)
+    plain = X[:7] @ params["kernel"] + params["bias"]
+    np.testing.assert_allclose(step.predict(state, X[:7]), plain, rtol=1e-5, atol=1e-6)
+
+
+LLAMA = LlamaConfig(4, 32, 4, 2, 48, vocab_size=64)
+TOKENS = np.random.default_rng(0).integers(0, 64, (6, 8)).astype(np.int32)
+
+
+@pytest.mark.parametrize(
+    ("stage", "pipe", "more"),
+    [
+        (3, 1, {}),
+        (3, 1, {"stack": {"unroll": False}}),
+        (0, 2, {}),
+        (1, 2, {"pipeline": {"schedule": "interleaved", "chunks": 2}}),
+    ],
+)
+def test_logits_of_a_decoder(stage, pipe, more):
+    model = jzero.from_flax(lambda rngs: Llama(LLAMA, rngs=rngs))
+    step = jzero.make_train_step(model, config(stage, **more), mesh=mesh(pipe, 2))
+    state = step.init(jax.random.key(0))
+    plain = model.module(jax.device_get(state.params))(TOKENS)
+    found = step.predict(state, {"inputs": TOKENS})
+    np.testing.assert_allclose(found, plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_outputs_of_a_pipeline_module(equal, pipe):
+    layer = jzero.LayerSpec(nnx.Linear, 4, 4)
+    odd = [jzero.LayerSpec(nnx.Linear, 4, 6), jnp.tanh, jzero.LayerSpec(nnx.Linear, 6, 3)]
+    model = jzero.PipelineModule(
+        [layer, layer] if equal else odd,
+        loss_fn=lambda out, labels: jnp.mean((out - labels) ** 2),
+        example_batch=(X, X[:, : 4 if equal else 3]),
+    )
+    step = jzero.make_train_step(model, config(), mesh=mesh(pipe, 2))
+    state = step.init(jax.random.key(0))
+    plain = model.module(jax.device_get(state.params))(X[:9])
+    np.testing.assert_allclose(step.predict(state, X[:9]), plain, rtol=1e-5, atol=1e-6)
+
+
+def hits(module, batch):
+    logits = module(batch["x"])
+    right = logits.argmax(-1) == batch["y"]
+    return {"accuracy": right, "of ones": jzero.Mean(right & (batch["y"] == 1), batch["y"] == 1)}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_metrics_of_a_data_set_whose_last_batch_is_small(stage):
+    model = jzero.from_flax(Net, squares)
+    evaluate = jzero.make_eval_step(model, hits, config(stage), mesh=mesh())
+    step = jzero.make_train_step(model, config(stage), mesh=mesh())
+    state = step.init(jax.random.key(0))
+    rng = np.random.default_rng(2)
+    x, y = rng.normal(size=(45, 4)).astype(np.float32), rng.integers(0, 3, 45).astype(np.int32)
+    right = np.asarray(model.module(jax.device_get(state.params))(x)).argmax(-1) == y
+    batches = [{"x": x[i : i + 16], "y": y[i : i + 16]} for i in range(0, 45, 16)]
+    found = evaluate.metrics(state, batches)
+    assert found == pytest.approx({"accuracy": right.mean(), "of ones": right[y == 1].mean()})
+
+
+def test_a_function_of_a_module_with_a_stack():
+    model = jzero.from_flax(lambda rngs: Llama(LLAMA, rngs=rngs))
+    evaluate = jzero.make_eval_step(model, lambda module, x, batch: module.norm(x)[:, -1], config(3), mesh=mesh(1, 2))
+    state = jzero.make_train_step(model, config(3), mesh=mesh(1, 2)).init(jax.random.key(0))
+    module = model.module(jax.device_get(state.params))
+    x = module.prefix({"inputs": TOKENS})
+    graph, layers = nnx.split(module.stack)
+    for i in range(4):
+        x = nnx.merge(graph, jax.tree.map(lambda w, i=i: w[i], layers))(x)
+    np.testing.assert_allclose(evaluate(state, {"inputs": TOKENS}), module.norm(x)[:, -1], rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_refused():
+    class Line:
+        def init(self, rng):
+            return {"w": jnp.ones(4)}
+
+        def loss(self, params, batch, rng):
+            return (batch @ params["w"]).mean()
+
+    step = jzero.make_train_step(Line(), config(), mesh=mesh())
+    with pytest.raises(jzero.ConfigError, match="has no predictions"):
+        step.predict(step.init(jax.random.key(0)), X)
+
+    class Deep(nnx.Module):
+        def __init__(self, rngs):
+            self.stack = nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs))(rngs.fork(split=2))
+
+        def prefix(self, batch):
+            return batch
+
+        def suffix(self, x, batch):
+            return x.mean()
+
+    deep = jzero.make_train_step(jzero.from_flax(Deep), config(), mesh=mesh())
+    with pytest.raises(jzero.ConfigError, match=r"outputs\(x, batch\)"):
+        deep.predict(deep.init(jax.random.key(0)), X)
+    model = jzero.from_flax(Net, squares)
+    step = jzero.make_train_step(model, config(), mesh=mesh())
+    state = step.init(jax.random.key(0))
+    total = jzero.make_eval_step(model, lambda m, b: m(b).sum(), config(), mesh=mesh())
+    with pytest.raises(jzero.ConfigError, match=r"has shape \(\) for 2 rows"):
+        total(state, X)
+    with pytest.raises(jzero.ConfigError, match="same number of rows"):
+        total(state, {"a": X, "b": X[:3]})
+    wide = jzero.make_eval_step(model, lambda m, b: {"logits": m(b)}, config(), mesh=mesh())
+    with pytest.raises(jzero.ConfigError, match=r"metric 'logits' has shape \(16, 3\)"):
+        wide.metrics(state, [X])
