@@ -8,7 +8,8 @@ pixels), and then cost next to nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from jzero.model import Inputs, Model, uniform
 from jzero.tree import PyTree
 
 LOSS = "loss"
+LARGE_CONSTANT = 16 * 2**20  # bytes
 STEP_METRICS = (LOSS, "grad_norm", "lr", "loss_scale", "skipped")  # the train step's own
 
 Counter = Callable[[Inputs, Any], Any]  # (micro-batch, key) -> count
@@ -138,9 +140,22 @@ def counter(model: Model, params: PyTree, part: Inputs, key: Any) -> Counter | f
         # The plain loss scans the stack, so a block that changes its dtype fails here. The passes may run it unrolled,
         # or have the better error.
         return None
+    _warn_of_large(traced.consts)
     if is_mean:
         return 1.0
     run, used = needed_part(traced)
     if any(used[: len(jax.tree.leaves(params))]):
         return None
     return lambda part, key: run([None] * len(jax.tree.leaves(params)) + jax.tree.leaves((part, key)))[0]
+
+
+def _warn_of_large(constants: Sequence[Any]) -> None:
+    """Name large arrays that the loss closes over: each device keeps its own copy of them, in the program."""
+    large = [x for x in constants if getattr(x, "nbytes", 0) >= LARGE_CONSTANT]
+    if large:
+        names = ", ".join(f"{x.dtype}{list(x.shape)} ({x.nbytes / 2**20:.0f} MiB)" for x in large)
+        warnings.warn(
+            f"the loss closes over {names}: a constant of the compiled program, the same in every step. Pass it as "
+            "extra=..., unless it is one",
+            stacklevel=2,
+        )

@@ -201,6 +201,18 @@ def test_a_loss_that_does_not_take_an_extra():
         step(step.init(jax.random.key(0)), BATCH, 1.0)
 
 
+def test_a_large_array_that_the_loss_closes_over_is_named():
+    table = jnp.ones((2**20, 5))  # 20 MiB
+
+    def loss(model, batch):
+        return (model(batch["x"]) + table[:, :4].mean()).mean()
+
+    step = jzero.make_train_step(jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), loss), config(), mesh=mesh())
+    state = step.init(jax.random.key(0))
+    with pytest.warns(UserWarning, match=r"closes over float32\[1048576, 5\] \(20 MiB\).*extra="):
+        step(state, BATCH)
+
+
 # ---------------------------------------------------------------- losses over the global batch
 
 

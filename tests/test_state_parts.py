@@ -255,3 +255,39 @@ def test_what_is_refused():
         step(step.init(jax.random.key(0)), BATCHES[0])
     with pytest.raises(jzero.ConfigError, match=r"TiedLayerSpec\('a', Block\): tied layers cannot have state"):
         jzero.PipelineModule([jzero.TiedLayerSpec("a", Block, 8)], loss_fn=cross_entropy)
+
+
+class Moving:
+    """A stack after a prefix whose output depends on state, as with spectral normalisation."""
+
+    state = ("ends/u",)
+
+    def __init__(self, used):
+        self.used = used
+
+    def init(self, rng):
+        return {"ends": {"w": jnp.ones((6, 8)), "u": jnp.ones(8)}, "stack": {"w": jnp.ones((2, 8, 8))}}
+
+    def prefix(self, ends, batch, rng):
+        x = batch["x"] @ ends["w"]
+        return x * ends["u"] if self.used else x, {"u": 0.5 * ends["u"] + 0.5 * x.mean(0)}
+
+    def block(self, layer, x, rng):
+        return jnp.tanh(x @ layer["w"]), {}
+
+    def suffix(self, ends, x, batch, rng):
+        return x.mean(), {}
+
+    def loss(self, params, batch, rng):
+        return jzero.model.stack_loss(self, params, batch, rng)
+
+
+def test_a_prefix_that_depends_on_its_state_is_refused_in_a_pipeline():
+    mesh = jzero.make_mesh(pipe=2, zero=2, devices=jax.devices()[:4])
+    fine = jzero.make_train_step(Moving(False), config(), mesh=mesh)
+    fine(fine.init(jax.random.key(0)), BATCHES[0])
+    step = jzero.make_train_step(Moving(True), config(), mesh=mesh)
+    with pytest.raises(jzero.ConfigError, match=r"output of the prefix depends on the state \(ends/u\)"):
+        step(step.init(jax.random.key(0)), BATCHES[0])
+    flat = jzero.make_train_step(Moving(True), config(), mesh=jzero.make_mesh(devices=jax.devices()[:2]))
+    flat(flat.init(jax.random.key(0)), BATCHES[0])

@@ -20,11 +20,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jzero.errors import ConfigError
+from jzero.errors import ConfigError, some_of
 from jzero.gradients import Weights, weighted
 from jzero.loss import Mean, Sums
 from jzero.mesh import PIPE
 from jzero.model import ENDS, STACK, Inputs, fold, replace_state
+from jzero.pipeline import slots
+from jzero.pipeline.jaxpr import depends
 from jzero.pipeline.layer_switch import kind_of
 from jzero.pipeline.program import Program, Runs, count
 from jzero.pipeline.split_backward import Chunk, split_floats
@@ -110,7 +112,17 @@ class Run:
         _check_chain(self.x, jax.eval_shape(self.layers, pair, state, self.x, context)[0])
         self.sums = jax.eval_shape(lambda x: stages.read(self.suffix(ends(), x, part, key)[0]), self.x)
         if cotangent is not None:
+            self._check_prefix(part, key)
             self.chunk = Chunk(self.layers, pair, state, self.x, context, split=program.rest > 0)
+
+    def _check_prefix(self, part: Inputs, key: Any) -> None:
+        """Raise a ConfigError if the prefix's output depends on the state: G runs it again, with a later state."""
+        if depends(lambda state: self.prefix(self.ends(self.diff[ENDS], state), part, key)[0], self.state[ENDS]):
+            names = some_of(layout.name for layout in jax.tree.leaves(self.stages.view.layouts[ENDS]) if layout.state)
+            raise ConfigError(
+                f"pipeline: the output of the prefix depends on the state ({names}) in training, which moves on before "
+                "the prefix's backward pass: move these layers into the stack, or train without a pipeline"
+            )
 
     def result(self) -> tuple[PyTree, Sums, PyTree]:
         """Run the program.
@@ -124,15 +136,15 @@ class Run:
 
     def start(self) -> Carry:
         """Make the carry before the first tick."""
-        x = _zeros(self.x)
+        x = slots.zeros(self.x)
         seen = jax.tree.map(lambda s: jnp.zeros((leading_dim(self.batch), *s.shape), s.dtype), self.sums)
         floats = split_floats(x)[0]
         if self.cotangent is None:
             return Carry(x, x, None, None, None, None, None, self.state, seen)
         accum = self.stages.precision.accum
-        stash = _buffer(self.program.stash, self.chunk.stashed_shapes)
-        stash += [] if self.program.turns else [_buffer(self.program.stash, x)]
-        rest = _buffer(self.program.rest, self.chunk.rest_shapes)
+        stash = slots.buffer(self.program.stash, self.chunk.stashed_shapes)
+        stash += [] if self.program.turns else [slots.buffer(self.program.stash, x)]
+        rest = slots.buffer(self.program.rest, self.chunk.rest_shapes)
         gradients = jax.tree.map(lambda w: jnp.zeros(w.shape, accum), self.diff)
         return Carry(x, x, floats, floats, stash, rest, gradients, self.state, seen)
 
@@ -185,7 +197,7 @@ class Run:
         kept = None
         if work & set("BD"):
             # Read after F wrote: the last stage begins B in the tick of its F, with the residuals of that F.
-            kept = _read(new["stash"], at["B.slot"])
+            kept = slots.read(new["stash"], at["B.slot"])
             if not self.program.turns:  # gpipe: the suffix runs long after F, on the output that F stashed last
                 y, kept = kept[-1], kept[:-1]
 
@@ -198,7 +210,7 @@ class Run:
 
         if "W" in work:
             weights, context = self.weights(at["W.chunk"], again=True), self.context(at["W.chunk"], at["W.micro"])
-            stashed, rest = _read(new["stash"], at["W.slot"]), _read(new["rest"], at["W.rest"])
+            stashed, rest = slots.read(new["stash"], at["W.slot"]), slots.read(new["rest"], at["W.rest"])
             gradient = self.chunk.weight_backward(weights, context, stashed, rest)
             self.add(new, gradient, at["W.chunk"], "W" in idle and at["W.active"])
 
@@ -224,7 +236,7 @@ class Run:
             (y, new_state), kept = self.chunk.forward(weights, state, x, context)
             self.keep(new, STACK, new_state, at["F.active"], at["F.chunk"])
             kept += [] if self.program.turns else [y]
-            new["stash"] = _write(carry.stash, at["F.slot"], kept)
+            new["stash"] = slots.write(carry.stash, at["F.slot"], kept)
         new["inbox"] = self.send(y, +1)
         return y
 
@@ -266,7 +278,7 @@ class Run:
         weights, context = self.weights(at["B.chunk"], again=True), self.context(at["B.chunk"], at["B.micro"])
         if split:
             dx, rest = self.chunk.input_backward(weights, context, kept, dy)
-            new["rest"] = _write(carry.rest, at["B.rest"], rest)
+            new["rest"] = slots.write(carry.rest, at["B.rest"], rest)
         else:
             gradient, dx = self.chunk.backward(weights, context, kept, dy)
             self.add(new, gradient, at["B.chunk"], may_idle and at["B.active"])
@@ -339,28 +351,6 @@ class Run:
     def from_stage(self, mine: jax.Array, x: Any) -> Any:
         """Broadcast x from the stage where `mine` is true to every stage."""
         return jax.tree.map(lambda x: lax.psum(jnp.where(mine, x, jnp.zeros((), x.dtype)), PIPE).astype(x.dtype), x)
-
-
-def _zeros(shapes: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-
-def _buffer(slots: int, shapes: Any) -> Any:
-    """Make slots for arrays of these shapes. Floats stay uninitialised: a value read too early is dropped."""
-
-    def buffer(x: Any) -> jax.Array:
-        make = lax.empty if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros
-        return make((slots, *x.shape), x.dtype)
-
-    return jax.tree.map(buffer, shapes)
-
-
-def _write(buffer: Any, slot: jax.Array, x: Any) -> Any:
-    return jax.tree.map(lambda b, x: lax.dynamic_update_index_in_dim(b, x, slot, 0), buffer, x)
-
-
-def _read(buffer: Any, slot: jax.Array) -> Any:
-    return jax.tree.map(lambda b: lax.dynamic_index_in_dim(b, slot, keepdims=False), buffer)
 
 
 def _select(condition: jax.Array, x: Any, y: Any) -> Any:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import ClosedJaxpr, Literal
 
-__all__ = ["Equations", "Literal", "inlined"]
+__all__ = ["Equations", "Literal", "depends", "inlined"]
 
 _CALLS = ("jit", "closed_call", "remat2")  # the primitives that `inlined` inlines
 
@@ -52,6 +53,13 @@ class Equations:
         for eqn in eqns:
             known |= zip(eqn.outvars, bind(eqn, read(eqn.invars)), strict=True)
         return read
+
+
+def depends(f: Callable, x: Any) -> bool:
+    """Return whether a result of `f(x)` depends on x, by its trace."""
+    traced = Equations(jax.make_jaxpr(f)(x))
+    reached = traced.reached_from(traced.inputs)
+    return any(not isinstance(v, Literal) and v in reached for v in traced.outputs)
 
 
 def inlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
