@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jzero.data import RepeatingLoader
     from jzero.distributed.joining import init_distributed
     from jzero.distributed.place import get_local_rank, get_rank, get_world_size, log_dist
+    from jzero.engine.arguments import add_config_arguments
     from jzero.engine.engine import Engine
     from jzero.engine.initialize import initialize
     from jzero.engine.run_report import report
@@ -40,6 +41,7 @@ _HOME = {
     "TiedLayerSpec": "pipeline.module",
     "TrainState": "state",
     "TrainStep": "train_step",
+    "add_config_arguments": "engine.arguments",
     "all_gather": "replicas",
     "axis_index": "replicas",
     "from_flax": "adapters.from_flax",
@@ -70,6 +72,7 @@ __all__ = [
     "TiedLayerSpec",
     "TrainState",
     "TrainStep",
+    "add_config_arguments",
     "all_gather",
     "axis_index",
     "checkpoint",

@@ -14,13 +14,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jzero import optimizers
 from jzero.batch import check_batch, host_arrays, place_batch, place_extra, rows_of_this_process
 from jzero.config import Config
 from jzero.distributed import heartbeat
 from jzero.distributed.consistency import Guard
+from jzero.distributed.host_collectives import check_same
 from jzero.errors import ConfigError
 from jzero.eval_step import EvalStep
 from jzero.gradients import ManualRegion, Result
@@ -84,6 +87,7 @@ class TrainStep:
         self.model, self.config, self.mesh = setup.model, setup.config, setup.mesh
         self.batch_sizes, self.precision, self.layouts = setup.batch_sizes, setup.precision, setup.layouts
         self.replicas = replicas(self.mesh)
+        self.rate: float | None = None  # by set_lr
         self._guard = Guard(self.mesh, self.config, self.layouts)
         self._states = states = States(setup)
         self.state_shapes, self.state_specs, self.state_shardings = states.shapes, states.specs, states.shardings
@@ -126,7 +130,34 @@ class TrainStep:
 
     def lr(self, state: TrainState) -> jax.Array:
         """Look up the learning rate of the next step; NaN if the caller's optimizer does not expose it."""
-        return learning_rate(self.setup, state)
+        return learning_rate(self.setup, state) if self.rate is None else jnp.float32(self.rate)
+
+    def set_lr(self, lr: float) -> None:
+        """Run the next steps at another learning rate; groups keep their ratios to it. All processes call it.
+
+        The first call compiles the step once more; later ones only pass another number.
+
+        Raises:
+          ConfigError: a schedule or the caller's optimizer decides the rate, or the optimizer's updates are not
+            proportional to it.
+        """
+        if problem := self.why_no_rate(lr):
+            raise ConfigError(f"set_lr({lr!r}): {problem}")
+        check_same("set_lr", {"lr": float(lr)})
+        self.rate = float(lr)
+
+    def why_no_rate(self, lr: Any) -> str:
+        """Explain why the steps cannot run at this learning rate; "" if they can."""
+        setup = self.setup
+        if not isinstance(lr, int | float | np.number | jax.Array) or not 0 <= float(lr) < np.inf:
+            return "must be a number, 0 or greater"
+        if setup.callers_optimizer:
+            return "the optimizer is your own and has its own rate; pass it a schedule: optimizer=lambda lr: ..."
+        if setup.schedule is None or setup.schedule.constant is None:
+            return "a scheduler sets the rate of every step; remove it, or pass initialize(lr_scheduler=your function)"
+        if not setup.schedule.constant:
+            return "the config's rate is 0, which no factor changes; set optimizer.params.lr to another number"
+        return optimizers.why_not_scaled(self.config.optimizer)
 
     def averaged(self, state: TrainState) -> TrainState:
         """Return the state with the moving average of the parameters in their place, to evaluate or export it.
@@ -155,15 +186,17 @@ class TrainStep:
         new_state_specs, _ = partition(self.state_specs.params, is_state(self.layouts))
         gradients = self._manual(region.gradients, 3, Result(grad_specs, replicated, replicated, new_state_specs))
 
-        def step(state: TrainState, batch: PyTree, extra: PyTree) -> tuple[TrainState, Metrics, Details]:
+        def step(
+            state: TrainState, batch: PyTree, extra: PyTree, rate: Any = None
+        ) -> tuple[TrainState, Metrics, Details]:
             rng = jax.random.fold_in(state.rng, state.step)
             result = gradients(state.params, batch, extra, rng, state.loss_scale.scale)
-            state, metrics = update(setup, state, result)
+            state, metrics = update(setup, state, result, rate)
             return state, metrics, Details(result.micro_losses, state.loss_scale)
 
         everywhere = NamedSharding(mesh, PartitionSpec())
         self._step = jit(
-            step, in_shardings=(self.state_shardings, self.batch_sharding, None),
+            step, in_shardings=(self.state_shardings, self.batch_sharding, None, None),
             out_shardings=(self.state_shardings, everywhere, everywhere), donate_argnums=0,
         )  # fmt: skip
 
@@ -197,7 +230,7 @@ class TrainStep:
         """
         self._check_batch(batch_shapes, self.batch_sizes.train)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (batch_shapes, extra))
-        return self._step.lower(self.state_shapes, *shapes)
+        return self._step.lower(self.state_shapes, *shapes, None)
 
     # ------------------------------------------------------------------ calls
 
@@ -242,7 +275,9 @@ class TrainStep:
         self, state: TrainState, batch: PyTree, extra: PyTree, steady: bool
     ) -> tuple[TrainState, Metrics, Details]:
         with heartbeat.work(steady) as finished_when:
-            done = self._step(state, batch, place_extra(extra, self.mesh))
+            done = self._step(
+                state, batch, place_extra(extra, self.mesh), None if self.rate is None else np.float32(self.rate)
+            )
             finished_when(done[1]["loss"])
         return done
 

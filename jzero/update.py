@@ -24,13 +24,16 @@ from jzero.tree import combine, partition
 Metrics = dict[str, jax.Array]
 
 
-def update(setup: Setup, state: TrainState, result: Result) -> tuple[TrainState, Metrics]:
+def update(
+    setup: Setup, state: TrainState, result: Result, rate: jax.Array | None = None
+) -> tuple[TrainState, Metrics]:
     """Apply one step's gradients to a state.
 
     Args:
       setup: the optimizer, the layouts and the clipping.
       state: the state before the step.
       result: the gradients and losses at the state's parameters.
+      rate: instead of the schedule's learning rate, which is then constant; None: the schedule's.
 
     Returns:
       The new state; the old one, with `step` and `loss_scale` advanced, if a gradient was not finite. And metrics:
@@ -45,6 +48,8 @@ def update(setup: Setup, state: TrainState, result: Result) -> tuple[TrainState,
         grads = jax.tree.map(lambda g: g * factor, grads)
     old, frozen = partition(state.params, trainable(setup.layouts))
     updates, opt_state = setup.tx.update(grads, state.opt_state, old, value=result.means[LOSS])
+    if rate is not None:
+        updates = jax.tree.map(lambda u: u * (rate / setup.schedule.constant).astype(u.dtype), updates)
     finite = jnp.isfinite(squares) | (not setup.precision.check_overflow)
     kept, frozen = partition(frozen, is_state(setup.layouts))
     params, opt_state, kept = jax.tree.map(
@@ -52,7 +57,11 @@ def update(setup: Setup, state: TrainState, result: Result) -> tuple[TrainState,
         (optax.apply_updates(old, updates), opt_state, result.state),
         (old, state.opt_state, kept),
     )
-    own = {"grad_norm": norm, "lr": learning_rate(setup, state), "loss_scale": state.loss_scale.scale}
+    own = {
+        "grad_norm": norm,
+        "lr": learning_rate(setup, state) if rate is None else rate,
+        "loss_scale": state.loss_scale.scale,
+    }
     metrics = result.means | own
     state = dataclasses.replace(
         state,

@@ -309,7 +309,6 @@ def test_a_loss_that_no_step_took_says_so():
         ({}, {"frozen_parameters": ["nowhere"]}, "match no parameter; the names are ends/out, stack/w"),
         ({"model": object()}, {}, "wrap a Flax module with jzero.from_flax"),
         ({"model_parameters": []}, {}, "initialize(model_parameters=...): leave it out: the model makes its own"),
-        ({"args": None}, {}, "initialize(args=...): pass config=args.deepspeed_config"),
         ({"modle": None}, {}, "initialize(modle=...): unknown argument"),
     ],
 )

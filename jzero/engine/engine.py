@@ -175,6 +175,10 @@ class Engine(Views):
         for i, (_, loss) in enumerate(queue):
             loss.replace(lambda losses=done[2].micro_losses, i=i: losses[i])  # type: ignore[misc]
 
+    def zero_grad(self) -> None:
+        """Do nothing: every step begins without gradients. An error while micro-batches wait for `step()`."""
+        self._accumulation.check_empty("zero_grad")
+
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the next `step()` updates the parameters.
 
@@ -334,6 +338,7 @@ class Engine(Views):
         counters = progress.counters(notes, step, self.gradient_accumulation_steps(), self.train_batch_size())
         self.global_steps, self.global_samples, self.micro_steps = (counters[name] for name in progress.COUNTERS)
         self.client_state = progress.client_state(notes)
+        self.step_fn.rate = progress.rate(notes, self.step_fn)
         self._clock.restart(self.global_samples)
         if problem := progress.other_data(self.training_dataloader, notes, step):
             warn(problem)

@@ -20,6 +20,7 @@ from jzero.distributed import gpu_faults, watchdog
 from jzero.distributed.host_collectives import check_same, together
 from jzero.distributed.joining import init_distributed
 from jzero.distributed.place import find_place
+from jzero.engine.arguments import choose_config
 from jzero.engine.engine import Engine
 from jzero.engine.newest import former_batch
 from jzero.engine.run_report import report
@@ -27,7 +28,6 @@ from jzero.errors import ConfigError
 from jzero.train_step import TrainStep
 
 _INSTEAD = {  # what replaces DeepSpeed's other arguments
-    "args": "pass config=args.deepspeed_config",
     "model_parameters": "leave it out: the model makes its own; groups and frozen parameters are in the config "
     "(optimizer.groups, frozen_parameters)",
     "config_params": "write config=",
@@ -42,7 +42,8 @@ _INSTEAD = {  # what replaces DeepSpeed's other arguments
 def initialize(
     *,
     model: Any,
-    config: Config | dict | str,
+    config: Config | dict | str | None = None,
+    args: Any = None,
     criterion: Callable | None = None,
     mesh: Mesh | None = None,
     optimizer: optax.GradientTransformation | Callable[[optax.Schedule], optax.GradientTransformation] | None = None,
@@ -57,6 +58,7 @@ def initialize(
 
     Args:
       model, config, mesh, optimizer: as for `make_train_step`.
+      args: the script's options with `deepspeed_config`, see `add_config_arguments`; instead of config.
       criterion: `criterion(outputs, labels)` -> loss, for a `model` that is a Flax module (a function
         `rngs -> nnx.Module`) without a loss: batches are (inputs, labels), and `engine(inputs)` returns the outputs,
         which `engine.loss(outputs, labels)` takes.
@@ -70,8 +72,9 @@ def initialize(
       deepspeed: DeepSpeed's other arguments; each raises an error that names the replacement.
 
     Returns:
-      (engine, optimizer, loader, lr_schedule): the optax transformation in use, a loader of micro-batches (None
-      without training_data), the learning rate as a function of the steps applied (None if only the optimizer has it).
+      (engine, optimizer, loader, lr_scheduler): the optax transformation in use (`engine.optimizer`, or the caller's
+      own), a loader of micro-batches (None without training_data), the learning rate as a function of the steps applied
+      (`engine.lr_scheduler`; None if only the optimizer has it).
 
     Raises:
       ConfigError: the arguments do not fit each other, the devices or the model, or another job writes into the
@@ -81,7 +84,7 @@ def initialize(
         raise ConfigError(*(f"initialize({name}=...): {_INSTEAD.get(name, 'unknown argument')}" for name in deepspeed))
     model = model if criterion is None else with_criterion(model, criterion)
     init_distributed()
-    config = Config.load(config)
+    config = Config.load(choose_config(args, config))
     watchdog.start(config.watchdog.floor, config.watchdog.ceiling)
     resume = os.environ.get("JZERO_RESUME") if resume is None else None if resume is False else resume
     if not isinstance(resume, str | os.PathLike | None) or resume == "":
@@ -111,4 +114,5 @@ def initialize(
         print(report(step))
     for fault in gpu_faults.faults(os.environ, find_place(os.environ).local_size):
         print(f"jzero: rank {jax.process_index()}: {fault}", file=sys.stderr, flush=True)
-    return engine, step.setup.tx, loader, step.setup.schedule.lr if step.setup.schedule else None
+    own = isinstance(optimizer, optax.GradientTransformation)
+    return engine, step.setup.tx if own else engine.optimizer, loader, engine.lr_scheduler

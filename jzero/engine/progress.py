@@ -51,6 +51,7 @@ def make_notes(step: TrainStep, loader: Any, counters: Mapping[str, int], client
             "given": given(step.config),
         },
         "loss_scale": scaling_of(step.precision.scaler),
+        "lr": step.rate,
         "data": getattr(loader, "position", None),
         "order": getattr(loader, "order", None),
         "client": client,
@@ -96,6 +97,12 @@ def global_batch(notes: Mapping[str, Any], step: TrainStep) -> tuple[int, str]:
     if train == now and then["replicas"] == step.replicas:
         return now, ""
     return train, f"train_batch_size {train} as in the checkpoint: {train // step.micro_size} micro-batches"
+
+
+def rate(notes: Mapping[str, Any], step: TrainStep) -> float | None:
+    """Return the rate of `set_lr` to resume with; None if there was none, or now a schedule decides."""
+    then = notes.get("lr")
+    return None if then is None or step.why_no_rate(then) else then
 
 
 def other_data(loader: Any, notes: Mapping[str, Any], step: int) -> str:

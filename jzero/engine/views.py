@@ -6,11 +6,33 @@ from typing import Any
 
 from jzero.config import Config
 from jzero.distributed.place import get_local_rank, get_rank, get_world_size
+from jzero.engine.optimizer_views import LRScheduler, Optimizer, optimizer_view
 from jzero.errors import ConfigError
 from jzero.torch_habits import refuses
 from jzero.train_step import Metrics, TrainStep
 
 _LEAVE_OUT = "leave it out: jzero.initialize put the parameters on the devices"
+
+
+@refuses(
+    parameters="read engine.state.params",
+    state_dict="read engine.state.params, or write engine.save_16bit_model(directory)",
+    load_state_dict="write engine.load_weights(directory)",
+    train="write engine.train()",
+    eval="write engine.eval()",
+)
+class Module:
+    """`engine.module`: call it for the Flax module."""
+
+    def __init__(self, engine: Views):
+        self._engine = engine
+
+    def __call__(self) -> Any:
+        """Return the Flax module with the current parameters, in evaluation mode: `engine.module()(x)`."""
+        model = self._engine.step_fn.model
+        if not hasattr(model, "module"):
+            raise ConfigError(f"{model!r} was not made by jzero.from_flax; its parameters: state.params")
+        return model.module(self._engine.state.params)
 
 
 @refuses(
@@ -27,18 +49,32 @@ _LEAVE_OUT = "leave it out: jzero.initialize put the parameters on the devices"
     compile="leave it out: the step is always compiled",
 )
 class Views:
-    """The engine's getters."""
+    """The engine's getters, and setters of the rate."""
 
     step_fn: TrainStep
     config: Config
     state: Any
     _metrics: Metrics | None
 
-    def module(self) -> Any:
-        """Return the Flax module with the current parameters, in evaluation mode: `engine.module()(x)`."""
-        if not hasattr(self.step_fn.model, "module"):
-            raise ConfigError(f"{self.step_fn.model!r} was not made by jzero.from_flax; its parameters: state.params")
-        return self.step_fn.model.module(self.state.params)
+    @property
+    def module(self) -> Module:
+        """The Flax module: `engine.module()` has the current parameters, in evaluation mode."""
+        return Module(self)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optax transformation in use, with `param_groups`."""
+        return optimizer_view(self)
+
+    @property
+    def lr_scheduler(self) -> LRScheduler | None:
+        """The learning-rate schedule; None if only the caller's optimizer has it."""
+        return LRScheduler(self) if self.step_fn.setup.schedule else None
+
+    @property
+    def device(self) -> str:
+        """Where batches belong: "cpu", the host. jzero puts them on the devices of the mesh."""
+        return "cpu"
 
     @property
     def metrics(self) -> Metrics:
@@ -73,6 +109,16 @@ class Views:
     def get_lr(self) -> list[float]:
         """Return the next step's learning rate in each group, in the config's order; last that of all others."""
         return [float(self.step_fn.lr(self.state)) * group.lr_scale for group in self.step_fn.setup.groups]
+
+    def get_last_lr(self) -> list[float]:
+        """Return the last step's learning rate in each group; before the first step, the next one's."""
+        if self._metrics is None:
+            return self.get_lr()
+        return [float(self._metrics["lr"]) * group.lr_scale for group in self.step_fn.setup.groups]
+
+    def set_lr(self, lr: float) -> None:
+        """Run the next steps at another learning rate; see `TrainStep.set_lr`. Checkpoints keep it."""
+        self.step_fn.set_lr(lr)
 
     def get_global_grad_norm(self) -> float | None:
         """Return the last step's gradient norm over all parameters, before clipping; None before the first step."""

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from jzero.errors import ConfigError
-from jzero.optimizers.groups import Group, group_problems, make_groups, own_values
+from jzero.optimizers.groups import WHY, Group, group_problems, make_groups, own_values
 from jzero.optimizers.lr_schedules import LRSchedule
 from jzero.optimizers.muon import fused_matrices
 from jzero.optimizers.table import Row, look_up
@@ -29,7 +29,7 @@ from jzero.optimizers.wrappers import Transform, in_fp32, per_layer, scale_leave
 
 __all__ = [
     "Group", "at_step", "base_lr", "choose_optimizer", "describe", "fused_matrices", "lr_of", "make_groups",
-    "make_optimizer", "optimizer_problems", "parameters", "per_layer",
+    "make_optimizer", "optimizer_problems", "parameters", "per_layer", "why_not_scaled",
 ]  # fmt: skip
 
 
@@ -167,6 +167,12 @@ def base_lr(optimizer_config: Any) -> float | None:
         return None
     row, params = _read(optimizer_config)
     return float(row.base(params))
+
+
+def why_not_scaled(optimizer_config: Any) -> str:
+    """Explain why the config's optimizer cannot run at another rate by scaling its updates; "" if it can."""
+    row, _ = _read(optimizer_config)
+    return "" if "lr_scale" in row.by_group else f"{optimizer_config.type} {WHY['lr_scale']}"
 
 
 def describe(optimizer_config: Any, lr: LRSchedule | None) -> tuple[str, ...]:

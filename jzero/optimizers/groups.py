@@ -22,7 +22,7 @@ KEYS = {
     "weight_decay": Param(None, NON_NEGATIVE32),
     "betas": Param(None, BETAS),
 }
-_WHY = {
+WHY = {
     "lr_scale": "has steps that are not proportional to its learning rate",
     "weight_decay": "has no weight decay that can differ by parameter",
     "betas": "has no betas that can differ by parameter",
@@ -67,7 +67,7 @@ def group_problems(optimizer_config: Any, row: Row | None, params: Mapping[str, 
     """
     kind = optimizer_config.type
     if row and "weight_decay" not in row.by_group and (word := _word(optimizer_config)):
-        yield f"optimizer.no_weight_decay = {as_json(word)}: {kind} {_WHY['weight_decay']}; leave it out"
+        yield f"optimizer.no_weight_decay = {as_json(word)}: {kind} {WHY['weight_decay']}; leave it out"
     decays = {params[row.decay] or 0.0} if row and row.decay in params else {0.0}
     for i, given in enumerate(_given(optimizer_config)):
         where = f"optimizer.groups[{i}]"
@@ -79,7 +79,7 @@ def group_problems(optimizer_config: Any, row: Row | None, params: Mapping[str, 
             continue
         for key in sorted(_set(values).keys() - set(row.by_group)):
             allowed = ", ".join(row.by_group) or "nothing"
-            yield f"{where}.{key}: {kind} {_WHY[key]}; a group can set here: {allowed}"
+            yield f"{where}.{key}: {kind} {WHY[key]}; a group can set here: {allowed}"
         decays.add(values["weight_decay"] or 0.0)
         if row.one_decay and len(decays - {0.0}) > 1:
             yield (

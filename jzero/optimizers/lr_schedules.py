@@ -35,11 +35,13 @@ class LRSchedule:
       lr: count (int or traced int32 scalar) -> float32 scalar.
       momentum: the same for Adam's first beta (OneCycle with cycle_momentum), or None.
       notes: lines for the run report.
+      constant: the rate, if it is the same at every step.
     """
 
     lr: Curve
     momentum: Curve | None = None
     notes: tuple[str, ...] = ()
+    constant: float | None = None
 
 
 def make_lr_schedule(type: str | None, params: Mapping[str, Any], base_lr: float) -> LRSchedule:
@@ -66,7 +68,7 @@ def make_lr_schedule(type: str | None, params: Mapping[str, Any], base_lr: float
     jzero.errors.ConfigError: scheduler.type: 'WarmupLr' is unknown; did you mean 'WarmupLR'? Allowed: ...
     """
     if type is None:
-        return LRSchedule(_float32(lambda count: base_lr))
+        return LRSchedule(_float32(lambda count: base_lr), constant=base_lr)
     values, problems = _read(type, params)
     if problems:
         raise ConfigError(*problems)

@@ -44,6 +44,16 @@ from jzero.torch_habits import refuses_of_models
 from jzero.tree import named
 
 __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
+_SEED = "leave it out: the config's seed decides, and layer i has the same values under any number of stages"
+_INSTEAD = {  # what replaces DeepSpeed's other arguments
+    "topology": "pass num_stages; the config's mesh section, or jzero.make_mesh, has the other axes",
+    "base_seed": _SEED,
+    "seed_layers": _SEED,
+    "seed_fn": _SEED,
+    "activation_checkpoint_func": "leave it out; the config's activation_checkpointing has the policies",
+    "checkpointable_layers": "leave it out; activation_checkpoint_interval counts layers of every kind",
+    "dynamic_shape": "leave it out; a batch of another shape compiles another step",
+}
 LAYERS, TIED = "layers", "tied"
 
 
@@ -84,8 +94,10 @@ class PipelineModule:
     def __init__(
         self, layers: Iterable[Any], num_stages: int | None = None, *, loss_fn: Callable | None = None,
         has_aux: bool = False, partition_method: str = "parameters", activation_checkpoint_interval: int = 0,
-        example_batch: Any = None,
+        example_batch: Any = None, **deepspeed: Any,
     ):  # fmt: skip
+        if deepspeed:
+            raise ConfigError(*(f"PipelineModule({key}=...): {_INSTEAD.get(key, 'unknown')}" for key in deepspeed))
         self.layers, self.num_stages, self.partition_method = list(layers), num_stages, partition_method
         self.activation_checkpoint_interval = activation_checkpoint_interval
         if not self.layers:

@@ -1,0 +1,272 @@
+"""DeepSpeed's and PyTorch's names on the engine: what can be read, what can be set, and what to write instead."""
+
+import argparse
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers.engines import REPLICAS, assert_same, build, engine, mesh, parts, rows, three_calls
+
+import jzero
+from jzero.train_step import TrainStep
+
+ADAM = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
+GROUPS = {**ADAM, "groups": [{"match": "^last/", "lr_scale": 0.5, "weight_decay": 0.3}]}
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.last = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(jnp.tanh(self.first(x)))
+
+
+def squares(outputs, labels):
+    return ((outputs - labels) ** 2).mean()
+
+
+def config(stage=0, **more):
+    return {
+        "train_batch_size": 16,
+        "gradient_clipping": 0,
+        "optimizer": ADAM,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **more,
+    }
+
+
+def small(stage=0, **more):
+    return jzero.initialize(model=Net, criterion=squares, config=config(stage, **more), mesh=mesh())[0]
+
+
+def batch(seed):
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(16, 4)).astype("f4"), rng.normal(size=(16, 1)).astype("f4")
+
+
+# ------------------------------------------------------------------------------------------- set_lr
+
+
+def plain(rates, scale=lambda name: 1.0, decay=lambda name: 0.1):
+    """Train with AdamW written out, one rate per step: kernels and biases of the two layers after the last."""
+    module = Net(nnx.Rngs(jax.random.key(0)))
+    params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    adam = optax.scale_by_adam()
+    state = adam.init(params)
+    for i, rate in enumerate(rates):
+        x, y = batch(i)
+
+        def loss(params, x=x, y=y):
+            hidden = jnp.tanh(x @ params["first"]["kernel"] + params["first"]["bias"])
+            return squares(hidden @ params["last"]["kernel"] + params["last"]["bias"], y)
+
+        updates, state = adam.update(jax.grad(loss)(params), state)
+        for name, layer in params.items():
+            factor, own_decay = rate * scale(name), decay(name)
+            params[name] = {k: p - factor * (updates[name][k] + own_decay * p) for k, p in layer.items()}
+    return params
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_set_lr_is_adamw_at_these_rates(stage):
+    """The rates change within one run, and step 0 is the config's. The groups keep their ratios."""
+    traced = []
+
+    def counted(outputs, labels):
+        traced.append(1)
+        return squares(outputs, labels)
+
+    e = jzero.initialize(model=Net, criterion=counted, config=config(stage, optimizer=GROUPS), mesh=mesh())[0]
+    rates, traces = [0.01, 0.03, 0.0, 0.002], []
+    for i, rate in enumerate(rates):
+        if i:
+            e.set_lr(rate)
+        assert e.get_lr() == pytest.approx([rate / 2, rate])
+        e.train_batch(batch(i))
+        assert float(e.metrics["lr"]) == pytest.approx(rate)
+        assert e.get_last_lr() == e.get_lr()
+        traces.append(len(traced))
+    expected = plain(rates, {"first": 1.0, "last": 0.5}.get, {"first": 0.1, "last": 0.3}.get)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), e.state.params, expected)
+    assert traces[0] < traces[1] == traces[2] == traces[3]  # a rate is an argument, not a constant of the program
+
+
+def test_a_checkpoint_keeps_the_rate_that_was_set(tmp_path):
+    straight = small(3)
+    straight.set_lr(0.03)
+    straight.train_batch(batch(0))
+    straight.save_checkpoint(tmp_path).wait()
+    resumed = small(1)
+    resumed.load_checkpoint(tmp_path)
+    assert resumed.get_lr() == [pytest.approx(0.03)]
+    straight.train_batch(batch(1))
+    resumed.train_batch(batch(1))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), straight.state.params, resumed.state.params)
+    scheduled = small(1, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 4}})
+    scheduled.load_checkpoint(tmp_path)  # now the schedule decides
+    assert scheduled.get_lr() != [pytest.approx(0.03)]
+    unset = small(0)
+    unset.save_checkpoint(tmp_path / "unset").wait()
+    resumed.load_checkpoint(tmp_path / "unset")
+    assert resumed.get_lr() == [pytest.approx(0.01)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "more", "lr", "words"),
+    [
+        ({}, {"scheduler": {"type": "WarmupLR"}}, 0.1, "a scheduler sets the rate of every step"),
+        ({"lr_scheduler": lambda n: 0.1}, {}, 0.1, "a scheduler sets the rate of every step"),
+        ({"optimizer": optax.sgd(0.1)}, {}, 0.1, "the optimizer is your own"),
+        ({}, {"optimizer": {"type": "AdamW", "params": {"lr": 0}}}, 0.1, "the config's rate is 0"),
+        (
+            {},
+            {"optimizer": {"type": "madgrad", "params": {"lr": 0.1}}},
+            0.1,
+            "madgrad has steps that are not proportional",
+        ),
+        ({}, {}, -1, "must be a number, 0 or greater"),
+        ({}, {}, float("nan"), "must be a number, 0 or greater"),
+        ({}, {}, [0.1], "must be a number, 0 or greater"),
+    ],
+)
+def test_rates_that_cannot_be_set(arguments, more, lr, words):
+    model = jzero.from_flax(Net, criterion=squares)
+    step = TrainStep(model, jzero.Config.load(config(**more)), mesh=mesh(), **arguments)
+    with pytest.raises(jzero.ConfigError) as error:
+        step.set_lr(lr)
+    assert f"set_lr({lr!r}): " in str(error.value)
+    assert words in str(error.value)
+
+
+# ------------------------------------------------------------------------------------------- what can be read
+
+
+def test_the_optimizer_and_the_scheduler():
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5, "warmup_num_steps": 10, "warmup_type": "linear"}}
+    e, optimizer, _, schedule = jzero.initialize(
+        model=Net, criterion=squares, config=config(optimizer=GROUPS, scheduler=scheduler), mesh=mesh()
+    )
+    assert isinstance(optimizer, optax.GradientTransformation)
+    assert_same(optimizer.init({"w": jnp.ones(2)})[0], e.step_fn.setup.tx.init({"w": jnp.ones(2)})[0])
+    assert schedule.get_last_lr() == schedule.get_lr() == [0, 0]
+    for i in range(4):
+        e.train_batch(batch(i))
+    assert [float(schedule(n)) for n in (0, 5, 11)] == pytest.approx([0, 0.2, 0.5])
+    assert schedule.last_batch_iteration == 4
+    assert schedule.get_lr() == e.get_lr() == pytest.approx([0.075, 0.15])
+    assert schedule.get_last_lr() == e.lr_scheduler.get_last_lr() == pytest.approx([0.05, 0.1])
+    first, rest = optimizer.param_groups
+    assert first == {"params": ["last/bias", "last/kernel"], "lr": pytest.approx(0.075), "weight_decay": 0.3}
+    assert rest == {"params": ["first/bias", "first/kernel"], "lr": pytest.approx(0.15)}
+    assert e.optimizer.param_groups == optimizer.param_groups
+    del e
+    with pytest.raises(jzero.ConfigError, match="was deleted"):  # an optimizer does not keep the state in memory
+        optimizer.param_groups  # noqa: B018
+
+
+def test_a_callers_optimizer_has_no_schedule_to_show():
+    e, _, _, schedule = build(optimizer=optax.sgd(0.1))
+    assert e.lr_scheduler is schedule is None
+    assert np.isnan(e.optimizer.param_groups[0]["lr"])
+
+
+def test_zero_grad_has_nothing_to_do():
+    plain_loop, theirs = engine(), engine()
+    three_calls(plain_loop, parts(0))
+    theirs.zero_grad()
+    three_calls(theirs, parts(0))
+    theirs.optimizer.zero_grad()
+    assert_same(plain_loop.state.params, theirs.state.params)
+    theirs.backward(theirs(parts(0)[0]))
+    with pytest.raises(jzero.ConfigError, match=r"zero_grad: 1 micro-batches wait for step\(\)"):
+        theirs.optimizer.zero_grad()
+
+
+def test_batches_belong_on_the_host():
+    torch = pytest.importorskip("torch")
+    e = engine()
+    tensors = {name: torch.from_numpy(x).to(e.device) for name, x in rows(0).items()}
+    assert e.train_batch(tensors) == engine().train_batch(rows(0))
+
+
+# ------------------------------------------------------------------------------------------- what to write instead
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda e, loss: loss.backward(), "Loss.backward(): write engine.backward(loss)"),
+        (lambda e, loss: e.optimizer.step(), "Optimizer.step(): write engine.step()"),
+        (lambda e, loss: e.optimizer.state_dict(), "write engine.save_checkpoint(directory)"),
+        (lambda e, loss: e.lr_scheduler.step(), "LRScheduler.step(): leave it out: engine.step() advances"),
+        (lambda e, loss: e.optimizer.param_groups[0].update(lr=1), "read-only; write engine.set_lr(...)"),
+        (lambda e, loss: e.parameters(), "parameters(): read engine.state.params"),
+        (lambda e, loss: e.module.parameters(), "Module.parameters(): read engine.state.params"),
+        (lambda e, loss: e.module.state_dict(), "engine.save_16bit_model(directory)"),
+        (lambda e, loss: e.to("cuda"), "to(): leave it out"),
+        (lambda e, loss: e.cuda(), "cuda(): leave it out"),
+        (lambda e, loss: e.half(), 'write "fp16": {"enabled": true}'),
+        (lambda e, loss: e.state_dict(), "engine.save_checkpoint(directory)"),
+        (lambda e, loss: jzero.from_flax(Net, criterion=squares).parameters(), "leave out model_parameters"),
+        (lambda e, loss: jzero.from_flax(Net, lambda m, b: 0).to("cuda"), "NNXModel.to(): leave it out"),
+        (lambda e, loss: jzero.PipelineModule([nnx.relu], loss_fn=squares).cuda(), "PipelineModule.cuda(): leave"),
+    ],
+)
+def test_what_has_no_meaning_says_what_to_write(call, words):
+    e = engine()
+    loss = e(parts(0)[0])
+    with pytest.raises(jzero.ConfigError) as error:
+        call(e, loss)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+    assert loss.item() == float(loss)
+
+
+def test_param_groups_cannot_be_written():
+    e = engine()
+    groups = e.optimizer.param_groups
+    with pytest.raises(jzero.ConfigError, match=r"'lr'\] = 0.1: param_groups are read-only; write engine.set_lr"):
+        groups[0]["lr"] = 0.1
+    with pytest.raises(jzero.ConfigError, match=r"weight_decay in the config's optimizer.groups"):
+        groups[0]["weight_decay"] = 0.1
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("topology", "topology=...): pass num_stages; the config's mesh section"),
+        ("base_seed", "base_seed=...): leave it out: the config's seed decides"),
+        ("dynamic_shape", "leave it out"),
+        ("layer", "layer=...): unknown"),
+    ],
+)
+def test_arguments_of_deepspeeds_pipeline_module(argument, words):
+    with pytest.raises(jzero.ConfigError) as error:
+        jzero.PipelineModule([nnx.relu], loss_fn=squares, **{argument: 1})
+    assert words in str(error.value)
+
+
+# ------------------------------------------------------------------------------------------- the command line
+
+
+def test_config_arguments(tmp_path):
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(config()))
+    parser = argparse.ArgumentParser()
+    assert jzero.add_config_arguments(parser) is parser
+    parser.add_argument("--local_rank", type=int)
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(file), "--local_rank", "0"])
+    assert (args.deepspeed, args.local_rank) == (True, 0)
+    e, *_ = jzero.initialize(args=args, model=Net, criterion=squares, mesh=mesh())
+    assert e.train_batch_size() == 16
+    assert e.step_fn.replicas == REPLICAS
+    with pytest.raises(jzero.ConfigError, match=r"--deepspeed_config = .* and config = \{\} are both given"):
+        jzero.initialize(args=args, config={}, model=Net)
+    for args in (parser.parse_args([]), None, argparse.Namespace()):
+        with pytest.raises(jzero.ConfigError, match=r"config: none given; pass config=.*--deepspeed_config FILE"):
+            jzero.initialize(args=args, model=Net)
