@@ -1,8 +1,12 @@
 """The README and the pages: every block runs, the README keeps its limits, what is generated is current."""
 
+import argparse
 import ast
+import collections
 import functools
+import importlib
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -25,6 +29,8 @@ ROOT = Path(__file__).parent.parent
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 FOREIGN = ('title="DeepSpeed"', 'title="transformers"')  # other libraries' code: it must parse
+
+WITH_TORCH = 'title="jzero with PyTorch"'  # runs where PyTorch is installed
 
 
 class Block(NamedTuple):
@@ -66,19 +72,34 @@ def empty_directory(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", named((p for p in PAGES if any(b.language == "python" for b in blocks(p))), LONG))
-def test_python_blocks_run(page, empty_directory, capsys):
+def test_python_blocks_run(page, empty_directory, capsys, monkeypatch):
     """The blocks of a page are one program: a block may use names of the blocks before it."""
+    monkeypatch.setattr(sys, "argv", ["train.py", "--deepspeed_config", "experiments/tutorial/ds_config.json"])
     if "jzero.models" in page.read_text(encoding="utf-8") and importlib.util.find_spec("jzero.models") is None:
         assert not os.environ.get("CI")
         pytest.skip("jzero is not installed: pip install -e .")
-    variables = {"__name__": "page"}
+    torch = importlib.import_module("torch") if importlib.util.find_spec("torch") else None
+    variables = {"__name__": "page", "argparse": argparse, "jax": jax, "torch": torch}
     for block in blocks(page):
         if block.language == "python":
             # The line of the page, for tracebacks.
             tree = ast.increment_lineno(ast.parse(block.text, str(page)), block.line - 1)
-            if block.rest not in FOREIGN:
+            if block.rest not in FOREIGN and (torch or block.rest != WITH_TORCH):
                 exec(compile(tree, str(page), "exec"), variables)
     assert "jzero" in variables
+
+
+def test_the_changed_lines_of_the_ported_programs():
+    """A line changes if the program beside it lacks it; empty lines do not count."""
+    page = ROOT / "docs/from-deepspeed.md"
+    text = page.read_text(encoding="utf-8")
+    programs = [(b.rest, [line for line in b.text.splitlines() if line.strip()]) for b in blocks(page)]
+    found = []
+    for (title, theirs), (_, ours) in itertools.pairwise(programs):
+        if title == 'title="DeepSpeed"':
+            found.append((len(theirs), (collections.Counter(theirs) - collections.Counter(ours)).total()))
+    stated = [tuple(map(int, pair)) for pair in re.findall(r"Of DeepSpeed's (\d+) lines, (\d+) change", text)]
+    assert stated == found[:2]
 
 
 @pytest.mark.parametrize("page", named(p for p in PAGES if any(b.language == "json" for b in blocks(p))))
