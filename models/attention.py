@@ -104,7 +104,7 @@ def widest_head() -> int:
 
 
 def cudnn_obstacle(
-    dtype: jnp.dtype, head_dim: int, widest: int, softcap: float | None = None, odd_mask: bool = False
+    dtype: jnp.dtype, head_dim: int, widest: int, softcap: float | None = None, odd: bool = False
 ) -> str | None:
     """Return why cuDNN's fused attention cannot be used, or None.
 
@@ -112,7 +112,7 @@ def cudnn_obstacle(
       dtype, head_dim: of the queries.
       widest: see `widest_head`.
       softcap: of the scores.
-      odd_mask: whether there is a mask for an odd number of tokens.
+      odd: whether the number of queries or keys is odd.
 
     >>> cudnn_obstacle(jnp.dtype("bfloat16"), 128, 256, softcap=50.0)
     'cuDNN has no soft cap'
@@ -127,22 +127,24 @@ def cudnn_obstacle(
         return "there is no GPU"
     if head_dim > widest:
         return f"cuDNN's heads are at most {widest} wide on this GPU, not {head_dim}"
-    return "cuDNN needs an even number of tokens with a mask" if odd_mask else None
+    return "cuDNN needs an even number of tokens" if odd else None
 
 
 def attention_kernel(
-    choice: Attend, dtype: jnp.dtype, head_dim: int = 64, softcap: float | None = None, odd_mask: bool = False
+    choice: Attend, dtype: jnp.dtype, head_dim: int = 64, softcap: float | None = None, odd: bool = False
 ) -> Literal["cudnn", "xla"]:
     """Resolve "auto" for this machine: cuDNN's kernel where it can be used, otherwise XLA's."""
     if choice != "auto":
         return choice
-    return "xla" if cudnn_obstacle(dtype, head_dim, widest_head(), softcap, odd_mask) else "cudnn"
+    return "xla" if cudnn_obstacle(dtype, head_dim, widest_head(), softcap, odd) else "cudnn"
 
 
-def kernel_note(choice: Attend, dtype: jnp.dtype, head_dim: int = 64, softcap: float | None = None) -> str:
+def kernel_note(
+    choice: Attend, dtype: jnp.dtype, head_dim: int = 64, softcap: float | None = None, odd: bool = False
+) -> str:
     """Return the line about the kernel for the run report."""
-    kernel = attention_kernel(choice, dtype, head_dim, softcap)
-    why = cudnn_obstacle(dtype, head_dim, widest_head() or 256, softcap) if choice == "auto" else None
+    kernel = attention_kernel(choice, dtype, head_dim, softcap, odd)
+    why = cudnn_obstacle(dtype, head_dim, widest_head() or 256, softcap, odd) if choice == "auto" else None
     reason = f": {why}" if why and dtype in HALF else ""
     return f"attention kernel {kernel} (attention={choice!r}, {dtype}){reason}"
 
@@ -174,12 +176,14 @@ def attend(
       scale: of the scores; default: C ** -0.5.
       softcap: bounds the scores: softcap * tanh(score / softcap).
     """
-    dtype, odd_mask = q_BSHC.dtype, mask_B1ST is not None and q_BSHC.shape[1] % 2 == 1
-    kernel = attention_kernel(choice, dtype, q_BSHC.shape[-1], softcap, odd_mask)
+    dtype, (_, S, _, C), T = q_BSHC.dtype, q_BSHC.shape, k_BTKC.shape[1]
+    kernel = attention_kernel(choice, dtype, C, softcap, odd=bool(S % 2 or T % 2))
     if kernel == "xla" and dtype == jnp.float16:  # XLA has no float16 attention products on CPUs
         q_BSHC, k_BTKC, v_BTKC = (x.astype(jnp.float32) for x in (q_BSHC, k_BTKC, v_BTKC))
     if softcap is not None:
         return _soft_capped(q_BSHC, k_BTKC, v_BTKC, mask_B1ST, causal, window, scale, softcap).astype(dtype)
+    if mask_B1ST is not None and kernel == "cudnn":  # which broadcasts only the batch and the heads
+        mask_B1ST = jnp.broadcast_to(mask_B1ST, (len(mask_B1ST), 1, S, T))
     o_BSHC = jax.nn.dot_product_attention(
         q_BSHC, k_BTKC, v_BTKC, mask=mask_B1ST, scale=scale, is_causal=causal, implementation=kernel,
         local_window_size=None if window is None else (window - 1, 0),

@@ -18,6 +18,7 @@ from models.attention import attend, attention_kernel, cudnn_obstacle, kernel_no
 from models.decoder import Decoder
 from models.decoder_config import DecoderConfig
 from models.llama import preset
+from models.vit import ViT, ViTConfig
 
 has_cuda_compiler = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 B, S, H, K, C = 2, 9, 4, 2, 8
@@ -124,6 +125,24 @@ def test_positions_of_segments():
 # ------------------------------------------------------------------------------------------- the kernel
 
 CAPPED = preset("tiny", attention_softcap=50.0)
+
+
+@pytest.mark.parametrize(("S", "rows", "kernel"), [(8, 1, "cudnn"), (8, 8, "cudnn"), (7, 7, "xla"), (7, None, "xla")])
+def test_what_the_kernel_gets(monkeypatch, S, rows, kernel):
+    """On an H100, cuDNN refused a mask with one row for all queries, and odd numbers of tokens."""
+    seen = []
+
+    def spy(q, k, v, mask=None, implementation=None, **_):
+        seen.append((implementation, None if mask is None else mask.shape))
+        return q
+
+    monkeypatch.setattr(attention, "widest_head", lambda: 256)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", spy)
+    x = jnp.zeros((B, S, H, 8), "bfloat16")
+    attend(x, x, x, None if rows is None else jnp.ones((B, 1, rows, S), bool))
+    assert seen == [(kernel, None if rows is None else (B, 1, S if kernel == "cudnn" else rows, S))]
+
+
 BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 
 
@@ -136,7 +155,7 @@ BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
         ((BF16, 256, 128), "cuDNN's heads are at most 128 wide on this GPU, not 256"),
         ((BF16, 100, 256), "cuDNN needs heads of a multiple of 8, not 100"),
         ((BF16, 128, 256, 50.0), "cuDNN has no soft cap"),
-        ((BF16, 128, 256, None, True), "cuDNN needs an even number of tokens with a mask"),
+        ((BF16, 128, 256, None, True), "cuDNN needs an even number of tokens"),
         ((F32, 128, 256), "cuDNN needs half precision"),
         ((BF16, 128, 0), "there is no GPU"),
     ],
@@ -164,6 +183,10 @@ def test_the_kernel_and_the_report(monkeypatch):
     assert attention_kernel("auto", BF16, 128, softcap=50.0) == "xla"
     assert note() == "attention kernel cudnn (attention='auto', bfloat16)"
     assert kernel_note("auto", BF16, 32, 50.0) == capped
+    assert attention_kernel("auto", BF16, 128, odd=True) == "xla"
+    shape = ViTConfig(1, 32, 4, 48, image_size=8, patch_size=4)  # 4 patches and the class token
+    (line,) = jzero.from_flax(lambda rngs: ViT(shape, rngs=rngs)).report_notes(BF16)
+    assert line.endswith("xla (attention='auto', bfloat16): cuDNN needs an even number of tokens")
     assert note(head_width=192).endswith("bfloat16): cuDNN's heads are at most 128 wide on this GPU, not 192")
 
 
