@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero.batch import place_batch, place_extra
+from jzero.batch import host_arrays, place_batch, place_extra
 from jzero.config import Config
 from jzero.distributed import heartbeat
 from jzero.errors import ConfigError
@@ -89,6 +89,7 @@ class EvalStep:
           ConfigError: leaves of the batch with different numbers of rows, results without one row for each.
         """
         check_alive(state)
+        batch = host_arrays(batch)
         rows = _rows(batch)
         padded = jax.tree.map(partial(_pad, rows=-rows % self._multiple), batch)
         padded = place_batch(padded, self._sharding, rows + -rows % self._multiple)

@@ -22,7 +22,7 @@ from jzero.precision import Precision, cast
 from jzero.remat import Remat, checkpointed
 from jzero.sharding import is_state, stack_length
 from jzero.stack import StackView, fetch, run_stack, scanned, unrolled, unrolls
-from jzero.tree import PyTree, leading_dim, named, partition, path_name
+from jzero.tree import PyTree, leading_dim, named, partition
 
 Read = Callable[[Any], PyTree]  # what a model returned for a micro-batch -> what is collected of it
 
@@ -82,15 +82,12 @@ class Passes(NamedTuple):
         sums with respect to diff; the loss and metrics of every micro-batch, `Sums` [accum, 2]; the new state).
       losses: (weights, batch, key or None, index of the first) -> `Sums` [accum, 2], or what `read` makes of the
         model's results, [accum, ...].
-      outputs: (weights, `Inputs` of one micro-batch, key) -> (outputs, new state), of a model with a criterion; None
-        otherwise, and in a pipeline.
     """
 
     view: StackView
     facts: Facts
     gradients: Callable
     losses: Callable
-    outputs: Callable | None = None
 
 
 def sequential(
@@ -130,9 +127,7 @@ def sequential(
         return lax.map(one, (jnp.arange(leading_dim(batch)), batch))
 
     facts = Facts(remat, layers, unrolled=stack and not view.layer_axis, by_layer=stack)
-    net = getattr(model, "net", None)
-    outputs = make_loss(net, layouts, view, remat, precision) if net else None
-    return Passes(view, facts, gradients, losses, outputs)
+    return Passes(view, facts, gradients, losses)
 
 
 def _whole_loss(model: Model, layouts: PyTree, view: StackView, remat: Remat, precision: Precision) -> Callable:
@@ -223,9 +218,14 @@ class ManualRegion:
         losses = self.passes.losses(self.prepare(masters, extra), self.split(batch), None)
         return means(self.all_reduce(_total(losses)))
 
-    def predict(self, masters: PyTree, batch: PyTree, extra: PyTree) -> PyTree:
-        """Run a model that returns a row of results for each row of its batch."""
-        results = self.passes.losses(self.prepare(masters, extra), self.split(batch), None)
+    def predict(self, masters: PyTree, batch: PyTree, extra: PyTree, rng: Any = None, index: Any = 0) -> PyTree:
+        """Run a model that returns a row of results for each row of its batch.
+
+        Args:
+          rng: the step's key, for the dropout of its micro-batch `index` (and those after it); None: no dropout.
+        """
+        key = None if rng is None else self.replica_key(rng)
+        results = self.passes.losses(self.prepare(masters, extra), self.split(batch), key, index)
         for name, x in named(results).items():
             if x.shape[1:2] != (self.micro,):
                 raise ConfigError(
@@ -238,21 +238,6 @@ class ManualRegion:
         """Compute the loss that `gradients` would report for this micro-batch."""
         losses = self.passes.losses(self.prepare(masters, extra), self.split(batch), self.replica_key(rng), index)
         return means(self.all_reduce(_total(losses)))[LOSS]
-
-    def outputs(self, masters: PyTree, inputs: PyTree, rng: jax.Array | None, index: jax.Array) -> PyTree:
-        """Compute a model's outputs for inputs [n * micro, ...], in their order; rng None: without dropout.
-
-        In training the first micro-batch is the `index`-th of the step.
-        """
-        weights, parts = self.prepare(masters, None), self.split(inputs)
-        key = None if rng is None else self.replica_key(rng)
-
-        def one(item: Any) -> PyTree:
-            i, part = item
-            return self.passes.outputs(weights, Inputs(part), fold(key, index + i))[0]  # type: ignore[misc]
-
-        made = lax.map(one, (jnp.arange(leading_dim(parts)), parts))
-        return jax.tree_util.tree_map_with_path(partial(_join_rows, self.micro), made)
 
     def prepare(self, masters: PyTree, extra: PyTree) -> Weights:
         """Convert local masters to the form that the passes use; see `zero.prepare`."""
@@ -297,16 +282,6 @@ def weighted(parts: dict[str, Mean], cotangent: jax.Array | float) -> tuple[jax.
 def _pair(weights: Weights) -> tuple[PyTree, PyTree]:
     """Return (diff, nondiff), with the state among the latter."""
     return weights.diff, replace_state(weights.nondiff, weights.state)
-
-
-def _join_rows(micro: int, path: tuple, x: jax.Array) -> jax.Array:
-    """Join the micro-batches of an output: [n, micro, ...] -> [n * micro, ...]."""
-    if x.ndim < 2 or x.shape[1] != micro:
-        raise ConfigError(
-            f"output {path_name(path) or 'outputs'!r} has shape {x.shape[1:]} for {micro} rows: only outputs with a "
-            "row for each row of the inputs can be read; return others as metrics of the criterion (has_aux)"
-        )
-    return x.reshape(-1, *x.shape[2:])
 
 
 def _keep(layouts: PyTree, new: PyTree, old: PyTree, view: StackView) -> PyTree:

@@ -18,7 +18,6 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero import optimizers
 from jzero.batch import check_batch, host_arrays, place_batch, place_extra, rows_of_this_process
 from jzero.config import Config
 from jzero.distributed import heartbeat
@@ -32,11 +31,11 @@ from jzero.loss_scale import LossScale
 from jzero.mesh import batch_spec, replicas, shardings
 from jzero.model import Model
 from jzero.pipeline.module import PipelineModule
-from jzero.setup import resolve
+from jzero.setup import make_passes, resolve
 from jzero.sharding import is_state, trainable
 from jzero.state import States, TrainState, check_alive
 from jzero.tree import PyTree, combine, partition
-from jzero.update import Metrics, learning_rate, update
+from jzero.update import Metrics, learning_rate, update, why_no_rate
 
 
 class Details(NamedTuple):
@@ -141,23 +140,10 @@ class TrainStep:
           ConfigError: a schedule or the caller's optimizer decides the rate, or the optimizer's updates are not
             proportional to it.
         """
-        if problem := self.why_no_rate(lr):
+        if problem := why_no_rate(self.setup, lr):
             raise ConfigError(f"set_lr({lr!r}): {problem}")
         check_same("set_lr", {"lr": float(lr)})
         self.rate = float(lr)
-
-    def why_no_rate(self, lr: Any) -> str:
-        """Explain why the steps cannot run at this learning rate; "" if they can."""
-        setup = self.setup
-        if not isinstance(lr, int | float | np.number | jax.Array) or not 0 <= float(lr) < np.inf:
-            return "must be a number, 0 or greater"
-        if setup.callers_optimizer:
-            return "the optimizer is your own and has its own rate; pass it a schedule: optimizer=lambda lr: ..."
-        if setup.schedule is None or setup.schedule.constant is None:
-            return "a scheduler sets the rate of every step; remove it, or pass initialize(lr_scheduler=your function)"
-        if not setup.schedule.constant:
-            return "the config's rate is 0, which no factor changes; set optimizer.params.lr to another number"
-        return optimizers.why_not_scaled(self.config.optimizer)
 
     def averaged(self, state: TrainState) -> TrainState:
         """Return the state with the moving average of the parameters in their place, to evaluate or export it.
@@ -208,7 +194,6 @@ class TrainStep:
         self._gradients = jit(only_gradients, out_shardings=(shardings(mesh, grad_specs), everywhere))
         self._evaluate = jit(self._manual(region.evaluate, 1, replicated))
         self._micro_loss = jit(self._manual(region.micro_loss, 3, replicated))
-        self._outputs = jit(self._manual(region.outputs, 2, batch_spec(mesh)))
         # Manual, so that every device concatenates its own rows; a global concatenation would move rows.
         self._concatenate = jit(
             jax.shard_map(
@@ -337,18 +322,21 @@ class TrainStep:
           inputs: their rows are any multiple of micro x replicas.
           index: the micro-batch of the next step whose dropout is used; None: no dropout.
         """
-        if self.setup.passes.outputs is None:
-            raise ConfigError(
-                "outputs cannot be read in a pipeline, whose stages have them one after the other: engine.loss takes "
-                "them unread; return what else you need as metrics of the criterion (has_aux)"
-            )
         inputs = host_arrays(inputs)
         self._check_batch(inputs, self.micro_size, multiples=True)
         check_alive(state)
         inputs = place_batch(inputs, self.batch_sharding, len(jax.tree.leaves(inputs)[0]))
         self._guard.check("outputs", inputs)
         rng = None if index is None else jax.random.fold_in(state.rng, state.step)
-        return self._outputs(state.params, inputs, rng, jnp.int32(index or 0))
+        return self._outputs(state.params, inputs, None, rng, jnp.int32(index or 0))
+
+    @cached_property
+    def _outputs(self) -> Callable:
+        setup, net = self.setup, self.model.net  # type: ignore[attr-defined]
+        passes = make_passes(net, setup.config, setup.mesh, setup.layouts, setup.precision, read=lambda value: value)
+        micro = setup.batch_sizes.micro
+        region = ManualRegion(net, setup.weights, passes, setup.config, setup.mesh, setup.precision, micro)
+        return setup.jit(self._manual(region.predict, 3, batch_spec(self.mesh)))
 
     def predict(self, state: TrainState, x: PyTree, *, numpy: bool = False) -> PyTree:
         """Compute the model's outputs for every row of x: `module(x)` without dropout, under the training layout.

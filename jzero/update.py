@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jzero import optimizers
@@ -47,9 +49,8 @@ def update(
         factor = jnp.where(norm > clip, clip / norm, 1.0)
         grads = jax.tree.map(lambda g: g * factor, grads)
     old, frozen = partition(state.params, trainable(setup.layouts))
-    updates, opt_state = setup.tx.update(grads, state.opt_state, old, value=result.means[LOSS])
-    if rate is not None:
-        updates = jax.tree.map(lambda u: u * (rate / setup.schedule.constant).astype(u.dtype), updates)
+    extra = {} if rate is None else {"lr_factor": rate / setup.schedule.constant}
+    updates, opt_state = setup.tx.update(grads, state.opt_state, old, value=result.means[LOSS], **extra)
     finite = jnp.isfinite(squares) | (not setup.precision.check_overflow)
     kept, frozen = partition(frozen, is_state(setup.layouts))
     params, opt_state, kept = jax.tree.map(
@@ -79,3 +80,16 @@ def learning_rate(setup: Setup, state: TrainState) -> jax.Array:
     if setup.schedule is None:
         return optimizers.lr_of(state.opt_state)
     return jnp.float32(setup.schedule.lr(state.step - state.loss_scale.skipped))
+
+
+def why_no_rate(setup: Setup, lr: Any) -> str:
+    """Explain why the steps cannot run at the learning rate `lr`; "" if they can."""
+    if not isinstance(lr, int | float | np.number | jax.Array) or not 0 <= float(lr) < np.inf:
+        return "must be a number, 0 or greater"
+    if setup.callers_optimizer:
+        return "the optimizer is your own and has its own rate; pass it a schedule: optimizer=lambda lr: ..."
+    if setup.schedule is None or setup.schedule.constant is None:
+        return "a scheduler sets the rate of every step; remove it, or pass initialize(lr_scheduler=your function)"
+    if not setup.schedule.constant:
+        return "the config's rate is 0, which no factor changes; set optimizer.params.lr to another number"
+    return optimizers.why_not_scaled(setup.config.optimizer)

@@ -53,10 +53,10 @@ def batch(seed):
 
 
 def plain(rates, scale=lambda name: 1.0, decay=lambda name: 0.1):
-    """Train with AdamW written out, one rate per step: kernels and biases of the two layers after the last."""
+    """Train with AdamW written out, one rate per step: the parameters after the last, and their moving average."""
     module = Net(nnx.Rngs(jax.random.key(0)))
     params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
-    adam = optax.scale_by_adam()
+    adam, average = optax.scale_by_adam(), dict(params)
     state = adam.init(params)
     for i, rate in enumerate(rates):
         x, y = batch(i)
@@ -69,7 +69,8 @@ def plain(rates, scale=lambda name: 1.0, decay=lambda name: 0.1):
         for name, layer in params.items():
             factor, own_decay = rate * scale(name), decay(name)
             params[name] = {k: p - factor * (updates[name][k] + own_decay * p) for k, p in layer.items()}
-    return params
+        average = jax.tree.map(lambda a, p: (a + p) / 2, average, params)
+    return params, average
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -81,7 +82,9 @@ def test_set_lr_is_adamw_at_these_rates(stage):
         traced.append(1)
         return squares(outputs, labels)
 
-    e = jzero.initialize(model=Net, criterion=counted, config=config(stage, optimizer=GROUPS), mesh=mesh())[0]
+    e = jzero.initialize(
+        model=Net, criterion=counted, config=config(stage, optimizer=GROUPS, ema={"decay": 0.5}), mesh=mesh()
+    )[0]
     rates, traces = [0.01, 0.03, 0.0, 0.002], []
     for i, rate in enumerate(rates):
         if i:
@@ -92,7 +95,8 @@ def test_set_lr_is_adamw_at_these_rates(stage):
         assert e.get_last_lr() == e.get_lr()
         traces.append(len(traced))
     expected = plain(rates, {"first": 1.0, "last": 0.5}.get, {"first": 0.1, "last": 0.3}.get)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), e.state.params, expected)
+    found = e.state.params, e.step_fn.averaged(e.state).params
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
     assert traces[0] < traces[1] == traces[2] == traces[3]  # a rate is an argument, not a constant of the program
 
 

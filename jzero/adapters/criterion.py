@@ -47,6 +47,10 @@ class CriterionModel:
         inputs, labels = inputs_and_labels(batch)
         return self._apply(self.net.loss(params, inputs, rng), labels, extra)
 
+    def predicting(self, fn: Callable | None) -> Any:
+        """Return the network, whose batches are inputs: with `fn` as in its own `predicting`, or with its outputs."""
+        return self.net if fn is None else self.net.predicting(fn)
+
     def _prefix(self, ends: Any, batch: Any, rng: jax.Array | None, **extra: Any) -> Any:
         return self.net.prefix(ends, inputs_and_labels(batch)[0], rng)
 

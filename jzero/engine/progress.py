@@ -12,6 +12,7 @@ from jzero.engine.restore import scaling_of
 from jzero.loss import STEP_METRICS
 from jzero.model import weights_layout
 from jzero.train_step import TrainStep
+from jzero.update import why_no_rate
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps")
 
@@ -102,7 +103,7 @@ def global_batch(notes: Mapping[str, Any], step: TrainStep) -> tuple[int, str]:
 def rate(notes: Mapping[str, Any], step: TrainStep) -> float | None:
     """Return the rate of `set_lr` to resume with; None if there was none, or now a schedule decides."""
     then = notes.get("lr")
-    return None if then is None or step.why_no_rate(then) else then
+    return None if then is None or why_no_rate(step.setup, then) else then
 
 
 def other_data(loader: Any, notes: Mapping[str, Any], step: int) -> str:

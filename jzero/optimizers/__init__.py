@@ -25,7 +25,7 @@ from jzero.optimizers.lr_schedules import LRSchedule
 from jzero.optimizers.muon import fused_matrices
 from jzero.optimizers.table import Row, look_up
 from jzero.optimizers.transforms import Knobs
-from jzero.optimizers.wrappers import Transform, in_fp32, per_layer, scale_leaves
+from jzero.optimizers.wrappers import Transform, in_fp32, per_layer, scale_leaves, with_lr_factor
 
 __all__ = [
     "Group", "at_step", "base_lr", "choose_optimizer", "describe", "fused_matrices", "lr_of", "make_groups",
@@ -77,7 +77,7 @@ def make_optimizer(
         )
     tx = row.make(Knobs(lr, float(row.base(params)), stacked, fused, own), params)
     scales = {name: values["lr_scale"] for name, values in own.items() if "lr_scale" in values}
-    return in_fp32(scale_leaves(tx, scales), state_dtype)
+    return with_lr_factor(in_fp32(scale_leaves(tx, scales), state_dtype))
 
 
 def choose_optimizer(

@@ -74,6 +74,25 @@ def scale_leaves(tx: Transform, scales: Mapping[str, float]) -> Transform:
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
+def with_lr_factor(tx: Transform) -> optax.GradientTransformationExtraArgs:
+    """Let `update` take `lr_factor`, which multiplies all updates: the learning rate over the one that `tx` has.
+
+    >>> tx = with_lr_factor(optax.sgd(0.5))
+    >>> updates, _ = tx.update({"w": jnp.array(1.0)}, tx.init({"w": jnp.array(0.0)}), lr_factor=3.0)
+    >>> float(updates["w"])
+    -1.5
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def update(updates: Any, state: Any, params: Any = None, *, lr_factor: Any = None, **extra: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(updates, state, params, **extra)
+        if lr_factor is not None:
+            updates = jax.tree.map(lambda u: u * jnp.asarray(lr_factor, u.dtype), updates)
+        return updates, state
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
 def in_fp32(tx: Transform, state_dtype: Any) -> Transform:
     """Run `tx` in fp32 for parameters of any dtype, and keep its per-parameter state in `state_dtype`.
 

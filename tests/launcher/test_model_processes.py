@@ -54,6 +54,33 @@ def train(devices=None):
     _, metrics = engine.step_fn.gradients(engine.state, batch, {"weight": 2.0})
     found.append({name: float(x) for name, x in metrics.items()})
     found.append({str(i): float(v) for i, v in enumerate(engine.predict(x, numpy=True).ravel())})
+    return [*found, *outside(devices)]
+
+
+def criterion(outputs, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(outputs, labels).mean()
+
+
+def outside(devices):
+    "A criterion outside of the model: the outputs of all rows and of a process's own, and a rate that changes."
+    from jzero.batch import rows_of_this_process
+
+    config = {"train_batch_size": 8, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+              "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine = jzero.initialize(model=Net, criterion=criterion, config=config, mesh=jzero.make_mesh(devices=devices))[0]
+    mine = rows_of_this_process(engine.step_fn.batch_sharding, 8)
+    rng = np.random.default_rng(1)
+    x, labels = rng.normal(size=(8, 4)).astype("float32"), rng.integers(0, 3, 8).astype("int32")
+    found = []
+    for lr in (0.1, 0.3):
+        engine.set_lr(lr)
+        whole = np.asarray(engine(x))
+        outputs = engine(x[mine])
+        np.testing.assert_array_equal(outputs, whole[mine])
+        loss = engine.loss(outputs, labels[mine])
+        engine.backward(loss)
+        engine.step()
+        found.append({"loss": loss.item(), **{str(i): float(v) for i, v in enumerate(whole.ravel())}})
     return found
 """
 
