@@ -261,6 +261,8 @@ def test_calls_that_do_not_fit():
             engine.loss(wrong, labels)
     with pytest.raises(jzero.ConfigError, match=r"engine.loss\(outputs, labels\)\).*into the loss function"):
         engine.backward(criterion(outputs, labels))  # the caller's function: an array, with no way to the parameters
+    with pytest.raises(jzero.ConfigError, match=r"Outputs.detach\(\): write np.asarray\(outputs\)"):
+        engine(x).detach().cpu().numpy()
     unread = engine(x)
     engine.backward(engine.loss(unread, labels))
     engine.set_gradient_accumulation_boundary(True)

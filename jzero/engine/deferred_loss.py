@@ -73,6 +73,12 @@ class Loss(Deferred):
         return f"Loss({'not computed yet' if self._compute else self.item()})"
 
 
+@refuses(
+    backward="write engine.backward(engine.loss(outputs, labels))",
+    detach="write np.asarray(outputs), or engine.loss(outputs, labels)",
+    cpu="write np.asarray(outputs)",
+    numpy="write np.asarray(outputs)",
+)
 class Outputs(Deferred):
     """The outputs of a model with a criterion for one micro-batch: arrays over the micro-batch's rows.
 
