@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero._compat import needed_part
-from jzero.errors import ConfigError
+from jzero.errors import ConfigError, some_of
 from jzero.model import Inputs, Model, uniform
-from jzero.tree import PyTree
+from jzero.tree import PyTree, named
 
 LOSS = "loss"
 LARGE_CONSTANT = 16 * 2**20  # bytes
@@ -144,7 +144,13 @@ def counter(model: Model, params: PyTree, part: Inputs, key: Any) -> Counter | f
     if is_mean:
         return 1.0
     run, used = needed_part(traced)
-    if any(used[: len(jax.tree.leaves(params))]):
+    names = [name for name, is_used in zip(named(params), used, strict=False) if is_used]
+    if moving := sorted(set(names) & set(getattr(model, "state", ()))):
+        raise ConfigError(
+            f"the count of the loss depends on the model's state ({some_of(moving)}), which changes with every "
+            "micro-batch: count by the batch or the parameters"
+        )
+    if names:
         return None
     return lambda part, key: run([None] * len(jax.tree.leaves(params)) + jax.tree.leaves((part, key)))[0]
 

@@ -111,12 +111,21 @@ def uniform(model: Any, f: Callable) -> Callable:
             if isinstance(arg, Inputs) and arg.extra is not None:
                 kwargs["extra"] = arg.extra
         args = tuple(arg.batch if isinstance(arg, Inputs) else arg for arg in args)
-        result, new = f(weights, *args, **kwargs), {}
+        result = f(weights, *args, **kwargs)
+        new: dict[str, Any] = {}
         if getattr(model, "state", ()):
+            if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
+                raise ConfigError(
+                    f"{model!r} has state, so each of its functions must return (result, {{name: new value}}); found "
+                    f"{type(result).__name__}"
+                )
             result, new = result
-        if unknown := sorted(named(new).keys() - named(weights).keys()):
+        values, shapes = named(new), {name: jnp.shape(x) for name, x in named(weights).items()}
+        if unknown := sorted(values.keys() - shapes.keys()):
             raise ConfigError(f"{model!r}: new state {some_of(unknown)} has no leaf of that name in the parameters")
-        values = named(new)
+        for name, x in values.items():
+            if jnp.shape(x) != shapes[name]:
+                raise ConfigError(f"{model!r}: new state {name} has shape {jnp.shape(x)}, must have {shapes[name]}")
         state = jax.tree_util.tree_map_with_path(lambda path, _: values.get(path_name(path)), weights)
         return result, jax.lax.stop_gradient(state)
 

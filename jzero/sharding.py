@@ -48,7 +48,8 @@ def param_layouts(
     def layout(path: tuple, x: Any) -> ParamLayout:
         name = path_name(path)
         hits = {p for p, regex in patterns.items() if regex.search(name)}
-        unused.difference_update(hits)
+        if name not in state:
+            unused.difference_update(hits)
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             raise ConfigError(
                 f"parameter {name!r} is {x.dtype}: only real parameters are trained; keep two real arrays"

@@ -244,7 +244,7 @@ class TrainStep:
         self._check_batch(batch, self.batch_sizes.train)
         check_alive(state)
         batch = self.place(batch)
-        steady = self._guard.check("a step", batch)
+        steady = self._guard.check("a step", (batch, extra))
         return self._run(state, batch, extra, steady)
 
     def run_micro_batches(
@@ -253,7 +253,7 @@ class TrainStep:
         """Run one step on any number of micro-batches of all replicas (leading dimension micro x replicas)."""
         parts = [self.place_micro_batch(part) for part in parts]
         check_alive(state)
-        steady = self._guard.check("a step", parts[0], len(parts))
+        steady = self._guard.check("a step", (parts[0], extra), len(parts))
         return self._run(state, self._concatenate(parts), extra, steady)
 
     def _run(
@@ -275,12 +275,13 @@ class TrainStep:
 
         Returns:
           The float32 gradients of the global batch's loss, before clipping, sharded like the master parameters at every
-          stage (None for what is not trained), and metrics: loss, grad_norm, and the model's own.
+          stage (None for what is not trained), and metrics: loss, grad_norm, and the model's own. State that is not
+          trained does not move.
         """
         self._check_batch(batch, self.batch_sizes.train)
         check_alive(state)
         batch = self.place(batch)
-        self._guard.check("gradients", batch)
+        self._guard.check("gradients", (batch, extra))
         with heartbeat.work() as finished_when:
             gradients, metrics = self._gradients(state, batch, place_extra(extra, self.mesh))
             finished_when(metrics[LOSS])
@@ -300,7 +301,7 @@ class TrainStep:
         self._check_batch(batch, self.micro_size, multiples=True)
         check_alive(state)
         batch = place_batch(batch, self.batch_sharding, len(jax.tree.leaves(batch)[0]))
-        self._guard.check("evaluation", batch)
+        self._guard.check("evaluation", (batch, extra))
         with heartbeat.work() as finished_when:
             means = self._evaluate(state.params, batch, place_extra(extra, self.mesh))
             finished_when(means[LOSS])

@@ -153,14 +153,25 @@ def keep_state(layout: ParamLayout, new: jax.Array, old: jax.Array) -> jax.Array
         return new
     if jnp.issubdtype(new.dtype, jnp.floating):
         return _scatter(layout, new / lax.psum(1, ZERO))
+    new = _first(new, (ZERO,))
     size = old.shape[layout.dim]
     return lax.dynamic_slice_in_dim(new, lax.axis_index(ZERO) * size, size, layout.dim)
 
 
 def agree_on_state(layout: ParamLayout, new: jax.Array, mesh: Mesh) -> jax.Array:
-    """Average a state over the replicas that store it."""
+    """Make the replicas that store a state agree: on the mean of floats, else on the first replica's value."""
     axes = present(mesh, DATA, *(() if layout.dim is not None else (ZERO,)))
-    return lax.pmean(new, axes) if axes and jnp.issubdtype(new.dtype, jnp.floating) else new
+    if not axes:
+        return new
+    return lax.pmean(new, axes) if jnp.issubdtype(new.dtype, jnp.floating) else _first(new, axes)
+
+
+def _first(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Broadcast the first device's integers or bools along the axes; random keys are the same on all."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x
+    # A psum of integers, beside those of floats, ended in a segmentation fault on CPUs (jaxlib 0.10.2).
+    return lax.all_gather(x, axes)[0]
 
 
 def _gather(layout: ParamLayout, shard: jax.Array) -> jax.Array:

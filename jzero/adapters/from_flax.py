@@ -72,7 +72,9 @@ def from_flax(
     if not callable(module) and not isinstance(module, nnx.Module):
         raise ConfigError(f"from_flax: {module!r} is neither an nnx or Linen module nor a function rngs -> nnx.Module")
     if isinstance(module, nnx.Module):
-        model = from_flax(lambda rngs: nnx.clone(module), loss_fn, has_aux=has_aux, sync_batch_norm=sync_batch_norm)
+        built = nnx.clone(module)
+        built.train()  # it may have been evaluated before
+        model = from_flax(lambda rngs: nnx.clone(built), loss_fn, has_aux=has_aux, sync_batch_norm=sync_batch_norm)
         model.values = model.adopt(module)  # type: ignore[attr-defined]
         return model
     build = builder(module)

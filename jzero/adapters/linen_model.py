@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import flax
@@ -65,7 +65,7 @@ class LinenModel:
         return self._params(meta.unbox(values)) if set(values) <= {PARAMS, *self.collections, *self.mutable} else values
 
     def _params(self, variables: Any) -> Any:
-        return {**variables.get(PARAMS, {}), **{name: variables[name] for name in self.mutable}}
+        return {**variables.get(PARAMS, {}), **{name: variables.get(name, {}) for name in self.mutable}}
 
     def predicting(self, fn: Callable | None) -> LinenModel:
         """Return the model with `fn(module, batch)`, or `module(batch)`, in the place of the loss."""
@@ -75,7 +75,7 @@ class LinenModel:
 
     def loss(self, params: Any, batch: Any, rng: jax.Array | None, **extra: Any) -> Any:
         module = self.module(params, rng)
-        with linen.intercept_methods(_synchronize) if self.sync_batch_norm and rng is not None else nullcontext():
+        with nullcontext() if rng is None else self._synchronized():
             result = self.loss_fn(module, batch, rng, **extra)
         if not self.state:
             return result
@@ -93,6 +93,9 @@ class LinenModel:
         variables = self._variables(jax.random.key(0))
         return {name: variables[name] for name in self.collections}
 
+    def _synchronized(self) -> AbstractContextManager:
+        return linen.intercept_methods(_synchronize) if self.sync_batch_norm else nullcontext()
+
     def _find_collections(self) -> tuple[list[str], list[str], frozenset[str]]:
         """Sort the collections beside the parameters into constants, state and sown values, which are ignored.
 
@@ -109,7 +112,8 @@ class LinenModel:
         def train(variables: Any, mutable: list[str]) -> Any:
             key = jax.random.key(0)
             apply = linen.apply(lambda module, batch: self.loss_fn(module, batch, key), self.linen, mutable=mutable)
-            return apply(variables, self._zeros(), rngs=_streams(key))
+            with self._synchronized():
+                return apply(variables, self._zeros(), rngs=_streams(key))
 
         def find_changed(variables: Any) -> None:
             _, after = train(variables, names)
@@ -136,7 +140,17 @@ class LinenModel:
 def _synchronize(next_method: Callable, args: Any, kwargs: Any, context: Any) -> Any:
     """Give BatchNorm the replicas' axes, while a method of a Linen module is called."""
     module = context.module
-    if isinstance(module, linen.BatchNorm) and module.axis_name is None:
+    if isinstance(module, linen.BatchNorm) and not module.is_initializing():
+        if isinstance(module.axis_name, str):
+            raise ConfigError(
+                f"from_flax: a BatchNorm has axis_name = {module.axis_name!r}: leave it out, since jzero synchronises "
+                "BatchNorm over all replicas"
+            )
+        if kwargs.get("mask") is not None and replica_axes():
+            raise ConfigError(
+                "from_flax: BatchNorm with a mask cannot be synchronised, since Flax averages the replicas' means "
+                "whatever their masks: pass sync_batch_norm=False"
+            )
         object.__setattr__(module, "axis_name", replica_axes() or None)  # modules are frozen
     return next_method(*args, **kwargs)
 

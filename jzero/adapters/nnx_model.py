@@ -99,9 +99,14 @@ class Apply:
         self.graph, self.evaluation = _graphs(abstract)
         parts: Any = nnx.split(abstract, nnx.RngState, nnx.Variable, ...)
         _, random, self.variables, plain = parts
-        self.state = frozenset(
-            "/".join(map(str, path)) for path, v in nnx.to_flat_state(self.variables) if not isinstance(v, nnx.Param)
-        )
+        self.state = frozenset(named(nnx.to_pure_dict(nnx.filter_state(self.variables, nnx.Not(nnx.Param)))))
+        if sync_batch_norm:
+            for path, layer in nnx.iter_modules(abstract):
+                if isinstance(layer, nnx.BatchNorm) and layer.axis_name is not None:
+                    raise ConfigError(
+                        f"from_flax: {_dotted(path)} has axis_name = {layer.axis_name!r}: leave it out, since jzero "
+                        "synchronises BatchNorm over all replicas"
+                    )
         self.sync_batch_norm = sync_batch_norm
         self.random, self.random_tree = jax.tree.flatten(random)
         if stack:
@@ -269,7 +274,8 @@ class NNXStackModel:
     def adopt(self, values: Any) -> Any:
         """Convert a module, an nnx.State or a pure dict to the model's parameters."""
         params = pure_values(values)
-        if set(params) == {ENDS, STACK} or STACK not in params:
+        converted = not isinstance(values, nnx.Module | nnx.State) and set(params) == {ENDS, STACK}
+        if converted or STACK not in params:
             return params
         return {STACK: params[STACK], ENDS: {name: x for name, x in params.items() if name != STACK}}
 

@@ -112,7 +112,8 @@ def _layout(step: Any) -> list[str]:
         groups: dict[tuple[str, ...], list[ParamLayout]] = {}
         for leaf in leaves:
             spec = f"P({', '.join(map(repr, leaf.spec))})"
-            note = ", ".join(["frozen"] * (not leaf.trainable) + ["replicated"] * bool(leaf.why))
+            kind = "" if leaf.trainable else "state" if leaf.state else "frozen"
+            note = ", ".join(filter(None, [kind, "replicated" if leaf.why else ""]))
             groups.setdefault((*_numberless(leaf.name).split("/")[:-1][:depth], spec, note), []).append(leaf)
         return groups
 

@@ -315,7 +315,9 @@ class Run:
         return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, chunk, keepdims=False), stack)
 
     def keep(self, new: dict[str, Any], part: str, state: PyTree, active: Any = True, chunk: Any = None) -> None:
-        """Put new state of the ends or of a chunk into the carry, unless this stage is idle."""
+        """Put new state of the ends or of a chunk into the carry, unless this stage is idle or nothing is trained."""
+        if self.cotangent is None:
+            return
 
         def keep(layout: ParamLayout, old: Any, value: Any) -> Any:
             if value is None:

@@ -156,7 +156,10 @@ class PipelineModule:
 
     def end(self, outputs: Any, batch: Any, extra: Any) -> Any:
         """Call the loss function."""
-        return self.loss_fn(outputs, pair(batch)[1], **({} if extra is None else {"extra": extra}))
+        takes = takes_extra(self.loss_fn)
+        if extra is not None and not takes:
+            raise ConfigError("extra: loss_fn does not take it; write def loss_fn(outputs, labels, extra)")
+        return self.loss_fn(outputs, pair(batch)[1], **({"extra": extra} if takes else {}))
 
     def module(self, params: Any, rng: jax.Array | None = None) -> Callable[[Any], Any]:
         """Return the layers as a function `inputs -> outputs`; rng None is evaluation."""

@@ -270,7 +270,7 @@ def _switched_stages(model: PipelineModule, config: Config, mesh: Mesh, layouts:
     def owned(state: PyTree) -> PyTree:
         def of_its_stage(path: tuple, x: jax.Array) -> jax.Array:
             stage = (bisect_right(boundaries, model.layer_index(path_name(path))) - 1) % stages
-            return lax.psum(jnp.where(lax.axis_index(PIPE) == stage, x, jnp.zeros_like(x)), PIPE)
+            return lax.psum(jnp.where(lax.axis_index(PIPE) == stage, x, jnp.zeros_like(x)), PIPE).astype(x.dtype)
 
         return {**state, STACK: [jax.tree_util.tree_map_with_path(of_its_stage, state[STACK][0])]}
 
