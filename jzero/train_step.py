@@ -244,6 +244,7 @@ class TrainStep:
         self._check_batch(batch, self.batch_sizes.train)
         check_alive(state)
         batch = self.place(batch)
+        extra = place_extra(extra, self.mesh)
         steady = self._guard.check("a step", (batch, extra))
         return self._run(state, batch, extra, steady)
 
@@ -253,6 +254,7 @@ class TrainStep:
         """Run one step on any number of micro-batches of all replicas (leading dimension micro x replicas)."""
         parts = [self.place_micro_batch(part) for part in parts]
         check_alive(state)
+        extra = place_extra(extra, self.mesh)
         steady = self._guard.check("a step", (parts[0], extra), len(parts))
         return self._run(state, self._concatenate(parts), extra, steady)
 
@@ -261,7 +263,7 @@ class TrainStep:
     ) -> tuple[TrainState, Metrics, Details]:
         with heartbeat.work(steady) as finished_when:
             done = self._step(
-                state, batch, place_extra(extra, self.mesh), None if self.rate is None else np.float32(self.rate)
+                state, batch, extra, None if self.rate is None else np.float32(self.rate)
             )
             finished_when(done[1]["loss"])
         return done
@@ -281,9 +283,10 @@ class TrainStep:
         self._check_batch(batch, self.batch_sizes.train)
         check_alive(state)
         batch = self.place(batch)
+        extra = place_extra(extra, self.mesh)
         self._guard.check("gradients", (batch, extra))
         with heartbeat.work() as finished_when:
-            gradients, metrics = self._gradients(state, batch, place_extra(extra, self.mesh))
+            gradients, metrics = self._gradients(state, batch, extra)
             finished_when(metrics[LOSS])
         return gradients, metrics
 
@@ -301,9 +304,10 @@ class TrainStep:
         self._check_batch(batch, self.micro_size, multiples=True)
         check_alive(state)
         batch = place_batch(batch, self.batch_sharding, len(jax.tree.leaves(batch)[0]))
+        extra = place_extra(extra, self.mesh)
         self._guard.check("evaluation", (batch, extra))
         with heartbeat.work() as finished_when:
-            means = self._evaluate(state.params, batch, place_extra(extra, self.mesh))
+            means = self._evaluate(state.params, batch, extra)
             finished_when(means[LOSS])
         loss = means.pop(LOSS)
         return (loss, means) if getattr(self.model, "has_aux", False) else loss
