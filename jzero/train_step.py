@@ -262,9 +262,7 @@ class TrainStep:
         self, state: TrainState, batch: PyTree, extra: PyTree, steady: bool
     ) -> tuple[TrainState, Metrics, Details]:
         with heartbeat.work(steady) as finished_when:
-            done = self._step(
-                state, batch, extra, None if self.rate is None else np.float32(self.rate)
-            )
+            done = self._step(state, batch, extra, None if self.rate is None else np.float32(self.rate))
             finished_when(done[1]["loss"])
         return done
 
