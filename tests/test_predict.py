@@ -1,10 +1,13 @@
 """Predictions under the training layout. Oracle: the plain Flax module, or the layers by hand, on one device."""
 
+from itertools import product
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from helpers.sampling import keep
 
 import jzero
 from models.llama import Llama, LlamaConfig
@@ -40,8 +43,7 @@ def squares(model, batch):
     return jnp.mean(model(batch) ** 2)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("rows", [16, 5, 33, 1])
+@pytest.mark.parametrize(("rows", "stage"), keep(list(product([16, 5, 33, 1], [0, 3])), [(16, 0), (5, 3), (33, 3)]))
 def test_any_number_of_rows(stage, rows):
     model = jzero.from_flax(Net, squares)
     engine = jzero.initialize(model=model, config=config(stage), mesh=mesh())[0]
