@@ -1,11 +1,14 @@
 """What a loss takes beside the batch, and losses over the global batch. Oracle: plain JAX and optax on one device."""
 
+from itertools import product
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from helpers.sampling import keep
 
 import jzero
 from jzero.tree import named
@@ -72,8 +75,10 @@ BATCH = {"x": X[0], "y": Y[0]}
 TEACHERS = [{"teacher": RNG.normal(size=(4, 4)).astype(np.float32), "weight": 1.0 + i} for i in range(STEPS)]
 
 
-@pytest.mark.parametrize("make", [nnx_student, linen_student])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("make", "stage"),
+    keep(list(product([nnx_student, linen_student], [0, 3])), [(nnx_student, 3), (linen_student, 0)]),
+)
 def test_a_teacher_that_moves(make, stage):
     step = jzero.make_train_step(make(), config(stage, accum=2), mesh=mesh())
     state = step.init(jax.random.key(0))
@@ -239,7 +244,7 @@ def plain_clip(params, batch, extra):
     return contrastive(a, b) + contrastive(b, a) + jnp.sum(a.mean(0) ** 2)
 
 
-@pytest.mark.parametrize(("stage", "data"), [(0, 4), (3, 2), (2, 1)])
+@pytest.mark.parametrize(("stage", "data"), keep([(0, 4), (3, 2), (2, 1)], [(3, 2)]))
 def test_a_contrastive_loss_sees_the_global_batch(stage, data):
     layout = jzero.make_mesh(data=data, zero=4 // data, devices=jax.devices()[:4])
     model = jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), clip_loss)
@@ -257,7 +262,7 @@ def test_a_contrastive_loss_sees_the_global_batch(stage, data):
     )
 
 
-@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize("equal", keep([True, False], [False]))
 def test_a_contrastive_loss_after_a_pipeline(equal):
     def loss(out, labels):
         return contrastive(normed(out), normed(labels), jzero.axis_index(), jzero.all_gather)

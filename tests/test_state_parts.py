@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from helpers.sampling import keep
 from test_state import ACCUM, BATCHES, LR, config, cross_entropy, linen_model, micro_batches, nnx_model, plain_norm
 
 import jzero
@@ -88,13 +89,16 @@ def by_hand(params, model, step):
 
 @pytest.mark.parametrize(
     ("equal", "mesh", "stage", "chunks"),
-    [
-        (True, {"zero": 2}, 3, 1),
-        (True, {"pipe": 2, "zero": 2}, 0, 1),
-        (False, {"pipe": 2, "data": 2}, 0, 1),
-        (False, {"pipe": 2, "zero": 2}, 3, 2),
-        (False, {"zero": 2}, 3, 1),
-    ],
+    keep(
+        [
+            (True, {"zero": 2}, 3, 1),
+            (True, {"pipe": 2, "zero": 2}, 0, 1),
+            (False, {"pipe": 2, "data": 2}, 0, 1),
+            (False, {"pipe": 2, "zero": 2}, 3, 2),
+            (False, {"zero": 2}, 3, 1),
+        ],
+        [(True, {"pipe": 2, "zero": 2}, 0, 1), (False, {"pipe": 2, "zero": 2}, 3, 2)],
+    ),
 )
 def test_layers_with_batch_norm_train_as_on_one_device(equal, mesh, stage, chunks):
     n = np.prod(list(mesh.values()))
@@ -144,7 +148,7 @@ def test_linen_layers_with_batch_norm():
     assert float(metrics["loss"]) == pytest.approx(float(np.mean(total)), rel=1e-5)
 
 
-@pytest.mark.parametrize("make", [nnx_model, linen_model])
+@pytest.mark.parametrize("make", keep([nnx_model, linen_model], [nnx_model]))
 def test_without_synchronisation_every_replica_has_its_own_statistics(make):
     step = jzero.make_train_step(
         make(sync_batch_norm=False), config(), mesh=jzero.make_mesh(data=4, zero=1, devices=jax.devices()[:4])

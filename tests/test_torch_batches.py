@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.engines import TRAIN, UNIT, assert_same, build, engine, parts, rows, three_calls
+from helpers.sampling import keep
 
 import jzero
 from jzero.batch import host_arrays
@@ -20,7 +21,7 @@ def tensors(batch):
     return jax.tree.map(torch.from_numpy, batch)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", keep([0, 3], [3]))
 def test_the_loops_take_tensors(stage):
     """train_batch with a batch and with an iterator, the three calls, evaluation in both forms."""
     ours, theirs = engine(stage), engine(stage)
@@ -110,6 +111,7 @@ def test_extra_takes_tensors():
     assert placed.sharding.is_fully_replicated
 
 
+@pytest.mark.slow
 def test_torch_is_never_imported():
     program = (
         "import sys, numpy as np, jzero\n"
