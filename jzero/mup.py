@@ -18,8 +18,8 @@ from jzero.tree import differences, named
 def mup_groups(model: Model, base: Model, *, weight_decay: float | None = None) -> list[dict[str, Any]]:
     """Make the parameter groups that move Adam's learning rate from a narrow model to a wide one.
 
-    A hidden matrix, of which both sides grow with the width, gets the learning rate times (fan-in of `base`) / (its
-    fan-in); all other parameters keep the rate. The rest of table 8 belongs into the model: hidden matrices start with
+    The learning rate of a hidden matrix (both sides grow with the width) is multiplied by (fan-in of `base`) / (its
+    fan-in); all other parameters keep the rate. The rest of table 8 belongs in the model: hidden matrices start with
     variance 1 / fan-in, logits are multiplied by (width of `base`) / width, and attention scores divided by the head
     width instead of its root.
 

@@ -142,7 +142,7 @@ def _is_exempt(word: str | None, name: str, dims: int) -> bool:
     """Return whether `no_weight_decay` names this parameter, by its shape and its name.
 
     Flax calls norms `scale` and biases `bias`. Attention biases have two dimensions, [heads, width], as norms have in
-    layers that are stacked outside of jzero's layer stack. A convolution that makes patch embeddings has a `kernel`.
+    layers that are stacked outside of jzero's layer stack. A patch-embedding convolution has a `kernel`.
     """
     leaf = name.rpartition("/")[2]
     if word is None or dims <= 1 or leaf in ("bias", "scale"):
