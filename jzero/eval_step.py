@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jzero.batch import host_arrays, place_batch, place_extra
 from jzero.config import Config
 from jzero.distributed import heartbeat
+from jzero.distributed.consistency import Guard
 from jzero.errors import ConfigError
 from jzero.gradients import ManualRegion
 from jzero.loss import Mean
@@ -51,7 +52,7 @@ def make_eval_step(
 class EvalStep:
     """A function of model and batch, compiled for the layout of a train step; see `make_eval_step`."""
 
-    def __init__(self, setup: Setup, fn: Callable | None = None):
+    def __init__(self, setup: Setup, fn: Callable | None = None, guard: Guard | None = None):
         predicting = getattr(setup.model, "predicting", None)
         if predicting is None:
             raise ConfigError(
@@ -64,16 +65,19 @@ class EvalStep:
         micro = setup.batch_sizes.micro
         region = ManualRegion(model, setup.weights, passes, setup.config, setup.mesh, setup.precision, micro)
         rows = batch_spec(setup.mesh)
-        in_specs: Any = (specs(setup.layouts), rows, PartitionSpec())
+        in_specs: Any = (specs(setup.layouts), rows, PartitionSpec(), PartitionSpec(), PartitionSpec())
         self._run = setup.jit(
             jax.shard_map(region.predict, mesh=setup.mesh, in_specs=in_specs, out_specs=rows, check_vma=False)
         )
         self._sharding, self._multiple = NamedSharding(setup.mesh, rows), micro * replicas(setup.mesh)
+        self._guard = guard or Guard(setup.mesh, setup.config, setup.layouts)
 
     def __repr__(self) -> str:
         return f"EvalStep({self.setup.model!r}, {getattr(self.fn, '__name__', 'predictions')})"
 
-    def __call__(self, state: TrainState, batch: PyTree, extra: PyTree = None, *, numpy: bool = False) -> PyTree:
+    def __call__(
+        self, state: TrainState, batch: PyTree, extra: PyTree = None, *, numpy: bool = False, dropout: int | None = None
+    ) -> PyTree:
         """Evaluate the function for every row, without dropout.
 
         Args:
@@ -81,23 +85,29 @@ class EvalStep:
           batch: any number of rows; with several processes, each passes all of them.
           extra: what the function takes beside the batch, as for a train step.
           numpy: return NumPy arrays with all rows, on every process.
+          dropout: with the dropout of this micro-batch of the next train step; the batch has its rows.
 
         Returns:
           A pytree of arrays [rows, ...], sharded over the replicas if no row was padded.
 
         Raises:
-          ConfigError: leaves of the batch with different numbers of rows, results without one row for each.
+          ConfigError: leaves of the batch with different numbers of rows, results without one row for each, processes
+            with different batches.
         """
         check_alive(state)
         batch = host_arrays(batch)
         rows = _rows(batch)
         padded = jax.tree.map(partial(_pad, rows=-rows % self._multiple), batch)
         padded = place_batch(padded, self._sharding, rows + -rows % self._multiple)
+        extra = place_extra(extra, self.mesh)
+        self._guard.check(f"predictions of {rows} rows{'' if dropout is None else ' with dropout'}", (padded, extra))
+        key = None if dropout is None else jax.random.fold_in(state.rng, state.step)
         with heartbeat.work() as finished_when:
-            results = self._run(state.params, padded, place_extra(extra, self.mesh))
+            results = self._run(state.params, padded, extra, key, np.int32(dropout or 0))
             finished_when(results)
         if numpy:
-            results = multihost_utils.process_allgather(results, tiled=True) if _several() else jax.device_get(results)
+            gather = partial(multihost_utils.process_allgather, tiled=True) if self._guard.shared else jax.device_get
+            results = gather(results)
         return jax.tree.map(lambda x: x[:rows], results) if rows % self._multiple else results
 
     def metrics(self, state: TrainState, batches: Iterable[PyTree], extra: PyTree = None) -> dict[str, float]:
@@ -120,10 +130,6 @@ class EvalStep:
         if not sums:
             raise ConfigError("metrics: there are no batches, or the function returns no metrics")
         return {name: float(total / count) if count else float("nan") for name, (total, count) in sums.items()}
-
-
-def _several() -> bool:
-    return jax.process_count() > 1
 
 
 def _rows(batch: PyTree) -> int:

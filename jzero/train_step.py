@@ -31,7 +31,7 @@ from jzero.loss_scale import LossScale
 from jzero.mesh import batch_spec, replicas, shardings
 from jzero.model import Model
 from jzero.pipeline.module import PipelineModule
-from jzero.setup import make_passes, resolve
+from jzero.setup import resolve
 from jzero.sharding import is_state, trainable
 from jzero.state import States, TrainState, check_alive
 from jzero.tree import PyTree, combine, partition
@@ -318,30 +318,7 @@ class TrainStep:
         self._guard.check("a micro-batch's loss", part)
         return self._micro_loss(state.params, part, place_extra(extra, self.mesh), rng, jnp.int32(index))
 
-    def outputs(self, state: TrainState, inputs: PyTree, index: int | None = None) -> PyTree:
-        """Compute the outputs of a model with a criterion for inputs, sharded like them.
-
-        Args:
-          inputs: their rows are any multiple of micro x replicas.
-          index: the micro-batch of the next step whose dropout is used; None: no dropout.
-        """
-        inputs = host_arrays(inputs)
-        self._check_batch(inputs, self.micro_size, multiples=True)
-        check_alive(state)
-        inputs = place_batch(inputs, self.batch_sharding, len(jax.tree.leaves(inputs)[0]))
-        self._guard.check("outputs", inputs)
-        rng = None if index is None else jax.random.fold_in(state.rng, state.step)
-        return self._outputs(state.params, inputs, None, rng, jnp.int32(index or 0))
-
-    @cached_property
-    def _outputs(self) -> Callable:
-        setup, net = self.setup, self.model.net  # type: ignore[attr-defined]
-        passes = make_passes(net, setup.config, setup.mesh, setup.layouts, setup.precision, read=lambda value: value)
-        micro = setup.batch_sizes.micro
-        region = ManualRegion(net, setup.weights, passes, setup.config, setup.mesh, setup.precision, micro)
-        return setup.jit(self._manual(region.predict, 3, batch_spec(self.mesh)))
-
-    def predict(self, state: TrainState, x: PyTree, *, numpy: bool = False) -> PyTree:
+    def predict(self, state: TrainState, x: PyTree, *, numpy: bool = False, dropout: int | None = None) -> PyTree:
         """Compute the model's outputs for every row of x: `module(x)` without dropout, under the training layout.
 
         For a module with a layer stack x is a batch, and the outputs are `module.outputs(stack's output, x)`; for a
@@ -350,13 +327,14 @@ class TrainStep:
         Args:
           x: any number of rows.
           numpy: return NumPy arrays with all rows, on every process.
+          dropout: with the dropout of this micro-batch of the next step; x has its rows.
         """
         inputs = (x, None) if isinstance(self.model, PipelineModule) else x
-        return self._predictions(state, inputs, numpy=numpy)
+        return self._predictions(state, inputs, numpy=numpy, dropout=dropout)
 
     @cached_property
     def _predictions(self) -> EvalStep:
-        return EvalStep(self.setup)
+        return EvalStep(self.setup, guard=self._guard)
 
     # ------------------------------------------------------------------ batches
 

@@ -47,7 +47,7 @@ class Outside:
                     "these outputs were not read before a later step replaced their parameters: read them before "
                     "engine.step()"
                 )
-            return _of_process(step.outputs(state, placed, index), step, rows)
+            return _of_process(step.predict(state, placed, dropout=index), step, rows)
 
         self.inputs, self._outputs = placed, Outputs(compute)
         return self._outputs

@@ -58,6 +58,9 @@ one = engine()
 tried("good", lambda: float(one.train_batch(rows(4))) == float(one.train_batch(rows(4))))
 tried("mine", lambda: float(one.train_batch(rows(2))) > 0)
 tried("size", lambda: one.train_batch(rows(3)))
+tried("predict", lambda: one.predict(rows(3 + rank)[0]))  # both are padded to 4 rows
+evaluate = jzero.make_eval_step(one.step_fn.model, lambda model, batch: batch[1], one.config)
+tried("evaluate", lambda: evaluate(one.state, (rows(4)[0], np.zeros(4, ["int32", "float32"][rank]))))
 """)
     assert job.code == 0, job.errors
     assert said[0].keys() == said[1].keys()
@@ -65,6 +68,8 @@ tried("size", lambda: one.train_batch(rows(3)))
         "lr": "the processes differ in config.optimizer.params.lr: 0.001 on rank 0; 0.002 on rank 1",
         "mesh": "- train step: the processes differ in config.mesh.data: 1 on rank 0; 2 on rank 1",
         "shape": "the processes differ in batch.0",
+        "predict": 'the processes differ in call: "predictions of 3 rows" on rank 0; "predictions of 4 rows" on rank 1',
+        "evaluate": 'the processes differ in batch.0/1: "int32[4]" on rank 0; "float32[4]" on rank 1',
     }.items():
         for rank in (0, 1):
             assert words in said[rank][name]
