@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jzero.eval_step import make_eval_step
     from jzero.loss import Mean
     from jzero.mesh import make_mesh
-    from jzero.mup import mup_groups
+    from jzero.optimizers.mup import mup_groups
     from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
     from jzero.replicas import all_gather, axis_index, mean
     from jzero.state import TrainState
@@ -55,7 +55,7 @@ _HOME = {
     "make_mesh": "mesh",
     "make_train_step": "train_step",
     "mean": "replicas",
-    "mup_groups": "mup",
+    "mup_groups": "optimizers.mup",
     "report": "engine.run_report",
 }
 _ROOMS = ("checkpoint", "config", "data", "distributed", "engine", "optimizers", "pipeline", "planner", "weights")

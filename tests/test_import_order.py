@@ -13,12 +13,12 @@ ROOT = Path(__file__).parent.parent / "jzero"
 
 # A module may import from its own line and from those above it.
 ORDER = """
-errors files tree torch_habits _compat
-values
+errors files tree _compat
+model values
 optimizers
 config
 distributed
-mesh model mup replicas precision loss loss_scale
+mesh replicas precision loss loss_scale
 zero sharding remat stack micro_batches gradients
 pipeline adapters
 state batch update setup eval_step train_step

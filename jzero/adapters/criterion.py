@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
+from jzero.adapters.torch_habits import check_no_torch_module, refuses_of_models
 from jzero.errors import ConfigError
 from jzero.model import StackModel
-from jzero.torch_habits import check_no_torch_module, refuses_of_models
 
 _IN_JAX = (
     "write it in JAX, as in criterion=lambda outputs, labels: "

@@ -11,9 +11,9 @@ from flax import linen, nnx
 from jzero.adapters.criterion import CriterionModel, inputs_and_labels
 from jzero.adapters.linen_model import LinenModel
 from jzero.adapters.nnx_model import NNXModel, NNXStackModel, abstract_module, builder
+from jzero.adapters.torch_habits import check_no_torch_module
 from jzero.errors import ConfigError
 from jzero.model import Model
-from jzero.torch_habits import check_no_torch_module
 
 
 def from_flax(

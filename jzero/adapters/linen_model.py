@@ -16,9 +16,9 @@ from flax.core import meta
 from jzero.adapters.constants import Constants
 from jzero.adapters.methods import take_methods
 from jzero.adapters.nnx_model import predictor
+from jzero.adapters.torch_habits import refuses_of_models
 from jzero.errors import ConfigError
 from jzero.replicas import replica_axes
-from jzero.torch_habits import refuses_of_models
 from jzero.tree import named
 
 PARAMS = "params"

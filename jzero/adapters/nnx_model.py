@@ -15,10 +15,10 @@ from flax import nnx
 
 from jzero.adapters.constants import Constants
 from jzero.adapters.methods import take_methods
+from jzero.adapters.torch_habits import refuses_of_models
 from jzero.errors import ConfigError
 from jzero.model import ENDS, STACK, Inputs, stack_loss
 from jzero.replicas import replica_axes
-from jzero.torch_habits import refuses_of_models
 from jzero.tree import named
 
 Build = Callable[[nnx.Rngs], nnx.Module]

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jzero.torch_habits import refuses
+from jzero.adapters.torch_habits import refuses
 
 COMPARISONS = ("lt", "le", "eq", "ne", "gt", "ge")
 ARITHMETIC = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow")

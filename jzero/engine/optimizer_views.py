@@ -8,8 +8,8 @@ from typing import Any
 
 import optax
 
+from jzero.adapters.torch_habits import refuses
 from jzero.errors import ConfigError
-from jzero.torch_habits import refuses
 
 
 class ParamGroup(dict):

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from jzero.adapters.torch_habits import refuses_of_engines, refuses_of_modules
 from jzero.config import Config
 from jzero.distributed.place import get_local_rank, get_rank, get_world_size
 from jzero.engine.optimizer_views import LRScheduler, Optimizer, optimizer_view
 from jzero.errors import ConfigError
-from jzero.torch_habits import refuses
 from jzero.train_step import Metrics, TrainStep
 
-_LEAVE_OUT = "leave it out: jzero.initialize put the parameters on the devices"
 
-
-@refuses(
-    parameters="read engine.state.params",
-    state_dict="read engine.state.params, or write engine.save_16bit_model(directory)",
-    load_state_dict="write engine.load_weights(directory)",
-    train="write engine.train()",
-    eval="write engine.eval()",
-)
+@refuses_of_modules
 class Module:
     """`engine.module`: call it for the Flax module."""
 
@@ -35,19 +27,7 @@ class Module:
         return model.module(self._engine.state.params)
 
 
-@refuses(
-    parameters="read engine.state.params; the config has the optimizer's groups",
-    named_parameters="read engine.state.params; jzero.report(engine.step_fn) lists the names",
-    to=_LEAVE_OUT,
-    cuda=_LEAVE_OUT,
-    half='write "fp16": {"enabled": true} in the config',
-    bfloat16='write "bf16": {"enabled": true} in the config',
-    state_dict="read engine.state, or write engine.save_checkpoint(directory)",
-    load_state_dict="write engine.load_checkpoint(directory) or engine.load_weights(directory)",
-    scale="write engine.backward(loss), which scales the loss",
-    allreduce_gradients="leave it out: engine.step() reduces the gradients",
-    compile="leave it out: the step is always compiled",
-)
+@refuses_of_engines
 class Views:
     """The engine's getters, and setters of the rate."""
 

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from jzero.adapters.constants import shapes_only
+from jzero.adapters.torch_habits import refuses_of_models
 from jzero.errors import ConfigError
 from jzero.model import ENDS, STACK, Inputs, fold, stack_loss
 from jzero.pipeline.layer_spec import (
@@ -40,7 +41,6 @@ from jzero.pipeline.layer_spec import (
     size,  # fmt: skip
 )
 from jzero.pipeline.partition import partition_layers
-from jzero.torch_habits import refuses_of_models
 from jzero.tree import named
 
 __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]

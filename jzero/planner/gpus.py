@@ -2,7 +2,7 @@
 
 import functools
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 from jax.experimental import topologies
@@ -102,19 +102,7 @@ _H100 = GPU(
     shared_memory_per_block=227 * 1024,
     nvlinks=18,
 )
-_H200 = GPU(
-    description="NVIDIA H200",
-    compute_capability=(9, 0),
-    memory=151_397_597_184,
-    memory_bandwidth=4_800_000_000_000,
-    l2_cache=50 * 2**20,
-    cores=132,
-    fpus_per_core=128,
-    clock=1.98,
-    shared_memory_per_core=228 * 1024,
-    shared_memory_per_block=227 * 1024,
-    nvlinks=18,
-)
+_H200 = replace(_H100, description="NVIDIA H200", memory=151_397_597_184, memory_bandwidth=4_800_000_000_000)
 _B200 = GPU(
     description="NVIDIA B200",
     compute_capability=(10, 0),

@@ -51,16 +51,36 @@ def check_no_torch_module(what: str, x: Any, instead: str) -> None:
         raise ConfigError(f"{what} = {cls.__name__} is a torch.nn.Module, which JAX cannot run: {instead}")
 
 
-_BY_INITIALIZE = "leave it out: jzero.initialize makes the parameters on the devices"
+_PLACED = "leave it out: jzero.initialize puts the parameters on the devices"
+_HOLDERS = {
+    "to": _PLACED,
+    "cuda": _PLACED,
+    "half": 'write "fp16": {"enabled": true} in the config',
+    "bfloat16": 'write "bf16": {"enabled": true} in the config',
+}
+_MODULES = _HOLDERS | {
+    "train": "write engine.train()",
+    "eval": "write engine.eval()",
+    "state_dict": "read engine.state.params, or write engine.save_16bit_model(directory)",
+    "load_state_dict": "write engine.load_weights(directory)",
+}
+_PARAMETERS = {
+    "parameters": "read engine.state.params; the config has the optimizer's groups",
+    "named_parameters": "read engine.state.params; jzero.report(engine.step_fn) lists the names",
+}
+
 refuses_of_models = refuses(
+    **_MODULES,
     parameters="leave out model_parameters and optimizer: the config has the optimizer, with its groups of parameters",
     named_parameters="name the parameters in the config: optimizer.groups, frozen_parameters",
-    to=_BY_INITIALIZE,
-    cuda=_BY_INITIALIZE,
-    half='write "fp16": {"enabled": true} in the config',
-    bfloat16='write "bf16": {"enabled": true} in the config',
-    train="write engine.train()",
-    eval="write engine.eval()",
-    state_dict="read engine.state.params, or write engine.save_16bit_model(directory)",
-    load_state_dict="write engine.load_weights(directory)",
+)
+refuses_of_modules = refuses(**_MODULES, **_PARAMETERS)
+refuses_of_engines = refuses(
+    **_HOLDERS,
+    **_PARAMETERS,
+    state_dict="read engine.state, or write engine.save_checkpoint(directory)",
+    load_state_dict="write engine.load_checkpoint(directory) or engine.load_weights(directory)",
+    scale="write engine.backward(loss), which scales the loss",
+    allreduce_gradients="leave it out: engine.step() reduces the gradients",
+    compile="leave it out: the step is always compiled",
 )

@@ -1,0 +1,113 @@
+"""Linen modules: boxed parameters, collections, sown values, streams.
+
+The oracle is plain Flax and optax on one device.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen
+from helpers.plain_flax import KEY, WIDTH, X, mean_square, plain, train
+
+import jzero
+
+
+class Boxed(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        init = linen.with_partitioning(linen.initializers.lecun_normal(), ("model", None))
+        return linen.Dense(WIDTH, kernel_init=init)(x)
+
+
+class Constants(linen.Module):
+    """A collection that training only reads."""
+
+    @linen.compact
+    def __call__(self, x):
+        table = self.variable("tables", "shift", lambda: jnp.arange(WIDTH, dtype=jnp.float32) / WIDTH)
+        return linen.Dense(WIDTH)(x) + table.value
+
+
+class Sown(linen.Module):
+    """Values sown into two collections, one of them with a sum of its own."""
+
+    @linen.compact
+    def __call__(self, x):
+        x = linen.Dense(WIDTH)(x)
+        self.sow("intermediates", "features", x)
+        self.sow("losses", "norm", (x**2).sum(), init_fn=lambda: 0.0, reduce_fn=lambda a, b: a + b)
+        return x
+
+
+@pytest.mark.parametrize("module", [Boxed(), Constants(), Sown()], ids=["boxed", "constants", "sown"])
+def test_linen(module):
+    model = jzero.from_flax(module, mean_square, example_batch=X)
+    losses, start = train(model)
+    rest = {name: part for name, part in module.init(KEY, X).items() if name not in ("params", "losses")}
+    expected = plain(lambda params: (module.apply({"params": params, **rest}, X) ** 2).mean(), start)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    assert all(type(x) is np.ndarray for x in jax.tree.leaves(start))
+
+
+class Noisy(linen.Module):
+    """Draws from a stream that is not called dropout."""
+
+    @linen.compact
+    def __call__(self, x, train=False):
+        x = linen.Dense(WIDTH)(x)
+        return x + jax.random.normal(self.make_rng("noise"), x.shape) if train else x
+
+
+def test_linen_streams_of_any_name_follow_the_key():
+    noise = []
+
+    def loss(module, batch, rng):
+        noise.append(module(batch, train=rng is not None) - module(batch))
+        return jnp.float32(0)
+
+    model = jzero.from_flax(Noisy(), loss, example_batch=np.zeros((1000, WIDTH), np.float32))
+    params, zeros = model.init(KEY), np.zeros((1000, WIDTH), np.float32)
+    noise.clear()
+    for key in (KEY, KEY, jax.random.key(4), None):
+        model.loss(params, zeros, key)
+    first, again, other, off = map(np.asarray, noise)
+    np.testing.assert_array_equal(first, again)
+    assert abs(np.corrcoef(first.ravel(), other.ravel())[0, 1]) < 0.05
+    assert first.mean() == pytest.approx(0, abs=0.05)
+    assert first.std() == pytest.approx(1, abs=0.05)
+    assert (off == 0).all()
+
+
+class Counter(linen.Module):
+    """State that training changes only where it may."""
+
+    @linen.compact
+    def __call__(self, x):
+        count = self.variable("counts", "calls", lambda: jnp.zeros(()))
+        if not self.is_initializing() and self.is_mutable_collection("counts"):
+            count.value += 1
+        return linen.Dense(WIDTH)(x) + count.value
+
+
+@pytest.mark.parametrize(
+    ("module", "state"),
+    [
+        (linen.BatchNorm(use_running_average=False), {"batch_stats/mean", "batch_stats/var"}),
+        (Counter(), {"counts/calls"}),
+        (Sown(), set()),
+    ],
+)
+def test_linen_collections_that_training_changes_are_state(module, state):
+    assert jzero.from_flax(module, mean_square, example_batch=X).state == state
+
+
+def test_a_collection_named_like_a_submodule_is_refused():
+    class Twice(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            self.variable("Dense_0", "calls", lambda: jnp.zeros(())).value += 1
+            return linen.Dense(WIDTH)(x)
+
+    with pytest.raises(jzero.ConfigError, match=r"\['Dense_0'\] names both a submodule and a variable collection"):
+        jzero.from_flax(Twice(), mean_square, example_batch=X)
