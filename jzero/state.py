@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +111,13 @@ class States:
             params, donate = getattr(model, "values", None), False
         if params is None:
             return self._init(rng)
-        params = self._fit(getattr(model, "adopt", lambda params: params)(params), donate)
+        adopt = getattr(model, "adopt", lambda params: params)
+        if isinstance(params, str | os.PathLike):
+            from jzero.checkpoint.orbax_params import read_params  # here, because Orbax takes a second to import
+
+            params = read_params(params, adopt, self.shapes.params, self.shardings.params)
+        else:
+            params = self._fit(adopt(params), donate)
         return dataclasses.replace(self._init_around(params, rng), params=params)
 
     def _fit(self, params: PyTree, donate: bool) -> PyTree:

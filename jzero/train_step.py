@@ -114,12 +114,15 @@ class TrainStep:
         Args:
           rng: as from `jax.random.key(0)`.
           params: instead of the model's `init(rng)`, in any layout and dtype: a pytree like `init`'s, an nnx.Module or
-            nnx.State, or Linen variables. They are copied.
+            nnx.State, or Linen variables, which are copied; or the path of an Orbax checkpoint that contains one of
+            them, written by `StandardCheckpointer`, `PyTreeCheckpointer` or a `CheckpointManager` (items `params` and
+            `default`); every device reads its part.
           donate: give `params` up instead: arrays already sharded by `state_shardings.params` are not copied, and the
             first step deletes them.
 
         Raises:
-          ConfigError: an rng that is not a key, params of another model.
+          ConfigError: an rng that is not a key, params of another model, a path without an Orbax checkpoint.
+          CheckpointError: the Orbax checkpoint is damaged.
         """
         return self._states.init(rng, params, donate)
 

@@ -18,12 +18,12 @@ model values
 optimizers
 config
 distributed
+checkpoint
 mesh replicas precision loss loss_scale
 zero sharding remat stack micro_batches gradients
 pipeline adapters
 state batch update setup eval_step train_step
 data planner
-checkpoint
 weights
 engine
 launcher cli

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jzero.adapters.constants import Constants
 from jzero.adapters.methods import take_methods
@@ -108,6 +109,7 @@ class Apply:
                         "synchronises BatchNorm over all replicas"
                     )
         self.sync_batch_norm = sync_batch_norm
+        self.random_names = frozenset(named(nnx.to_pure_dict(random)))
         self.random, self.random_tree = jax.tree.flatten(random)
         if stack:
             self.random = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in self.random]
@@ -201,13 +203,16 @@ def taken(method: Callable, extra: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in extra.items() if name in inspect.signature(method).parameters}
 
 
-def pure_values(values: Any) -> Any:
-    """Return the variables of a module or an nnx.State as a pure dict, without random state; leave others alone."""
+def pure_values(values: Any, random: frozenset[str]) -> Any:
+    """Return the variables of a module, an nnx.State or a pure dict as a pure dict, without the random state."""
     if isinstance(values, nnx.Module):
         values = nnx.state(values)
-    if not isinstance(values, nnx.State):
+    if isinstance(values, nnx.State):
+        return nnx.to_pure_dict(nnx.filter_state(values, nnx.All(nnx.Variable, nnx.Not(nnx.RngState))))
+    if not isinstance(values, dict) or random.isdisjoint(named(values)):
         return values
-    return nnx.to_pure_dict(nnx.filter_state(values, nnx.All(nnx.Variable, nnx.Not(nnx.RngState))))
+    leaves = flatten_dict(values)
+    return unflatten_dict({path: x for path, x in leaves.items() if "/".join(map(str, path)) not in random})
 
 
 @refuses_of_models
@@ -230,7 +235,7 @@ class NNXModel:
 
     def adopt(self, values: Any) -> Any:
         """Convert a module, an nnx.State or a pure dict to the model's parameters."""
-        return pure_values(values)
+        return pure_values(values, self.module.random_names)
 
     def predicting(self, fn: Callable | None) -> NNXModel:
         """Return the model with `fn(module, batch)`, or `module(batch)`, in the place of the loss."""
@@ -273,7 +278,7 @@ class NNXStackModel:
 
     def adopt(self, values: Any) -> Any:
         """Convert a module, an nnx.State or a pure dict to the model's parameters."""
-        params = pure_values(values)
+        params = pure_values(values, self.whole.random_names)
         converted = not isinstance(values, nnx.Module | nnx.State) and set(params) == {ENDS, STACK}
         if converted or STACK not in params:
             return params

@@ -64,7 +64,8 @@ def initialize(
         which `engine.loss(outputs, labels)` takes.
       lr_scheduler: a function of the number of steps applied, instead of the config's `scheduler`.
       training_data: arrays, a sequence of samples, a Hugging Face dataset, an iterable, ...: see `jzero.data`.
-      params: parameters to start from, as for `TrainStep.init`, unless the run is resumed.
+      params: parameters to start from, or the path of an Orbax checkpoint with them, as for `TrainStep.init`, unless
+        the run is resumed.
       rng: default `jax.random.key(config.seed)`.
       resume: a directory: resume from its newest readable checkpoint, and save there. "auto": the config's
         `checkpoint.dir`. On SIGTERM all processes save there after the same step and exit with code 75. Default: "auto"

@@ -5,12 +5,14 @@ import re
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 from jobs import Command
 
 pytestmark = pytest.mark.processes
 
-PROGRAM = """
+PROGRAM = '''
 import json
 import jax, jax.numpy as jnp, numpy as np, optax
 from flax import nnx
@@ -62,12 +64,16 @@ def criterion(outputs, labels):
 
 
 def outside(devices):
-    "A criterion outside of the model: the outputs of all rows and of a process's own, and a rate that changes."
+    """A criterion outside of the model: the outputs of all rows and of a process's own, and a rate that changes.
+
+    The parameters come from a file.
+    """
     from jzero.batch import rows_of_this_process
 
     config = {"train_batch_size": 8, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
               "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    engine = jzero.initialize(model=Net, criterion=criterion, config=config, mesh=jzero.make_mesh(devices=devices))[0]
+    mesh = jzero.make_mesh(devices=devices)
+    engine = jzero.initialize(model=Net, criterion=criterion, config=config, mesh=mesh, params=PARAMS)[0]
     mine = rows_of_this_process(engine.step_fn.batch_sharding, 8)
     rng = np.random.default_rng(1)
     x, labels = rng.normal(size=(8, 4)).astype("float32"), rng.integers(0, 3, 8).astype("int32")
@@ -82,14 +88,18 @@ def outside(devices):
         engine.step()
         found.append({"loss": loss.item(), **{str(i): float(v) for i, v in enumerate(whole.ravel())}})
     return found
-"""
+'''
 
 
 def test_two_processes_compute_what_one_does(tmp_path):
-    space = {}
+    space = {"PARAMS": str(tmp_path / "params")}
     exec(PROGRAM, space)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(space["PARAMS"], nnx.state(space["Net"](nnx.Rngs(3))))
     expected = space["train"](jax.devices()[:2])
-    (tmp_path / "worker.py").write_text(f"{PROGRAM}\nfound = train()\njzero.log_dist(json.dumps(found), ranks=[-1])\n")
+    (tmp_path / "worker.py").write_text(
+        f"PARAMS = 'params'\n{PROGRAM}\nfound = train()\njzero.log_dist(json.dumps(found), ranks=[-1])\n"
+    )
     job = Command("--platform", "cpu", "--num_gpus", 2, "worker.py", cwd=tmp_path)
     try:
         assert job.wait() == 0, job.errors

@@ -1,0 +1,217 @@
+"""Parameters to start from in an Orbax checkpoint of the user's own. Oracle: the values that Flax made."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import linen, nnx
+from helpers.sampling import keep
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jzero
+from jzero.tree import named
+
+X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+
+
+class Net(nnx.Module):
+    """Parameters, state, random state, and a submodule with the name of the level that nnx.State adds."""
+
+    def __init__(self, rngs):
+        self.first, self.norm = nnx.Linear(8, 16, rngs=rngs), nnx.BatchNorm(16, rngs=rngs)
+        self.layers = nnx.List([nnx.Dropout(0.5, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)])
+        self.value = nnx.Param(jnp.arange(8.0))
+
+    def __call__(self, x):
+        x = self.norm(self.first(x))
+        for layer in self.layers:
+            x = layer(x)
+        return x + self.value
+
+
+class Deep(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(8, 8, rngs=rngs)
+        self.stack = nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs))(rngs.split(2))
+
+    def prefix(self, batch):
+        return self.first(batch)
+
+    def suffix(self, x, batch):
+        return jnp.mean(x**2)
+
+
+class Dense(linen.Module):
+    @linen.compact
+    def __call__(self, x, train=False):
+        init = linen.with_partitioning(linen.initializers.lecun_normal(), (None, "model"))
+        return linen.BatchNorm(use_running_average=not train)(linen.Dense(8, kernel_init=init)(x))
+
+
+def mean_square(module, batch):
+    return jnp.mean(module(batch) ** 2)
+
+
+def train_dense(module, batch, rng):
+    return jnp.mean(module(batch, train=rng is not None) ** 2)
+
+
+def make_step(model):
+    config = {"train_batch_size": 16, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    config |= {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    return jzero.make_train_step(model, config, mesh=jzero.make_mesh(devices=jax.devices()[:8]))
+
+
+@pytest.fixture(scope="module")
+def steps():
+    return {
+        "net": make_step(jzero.from_flax(Net, mean_square)),
+        "deep": make_step(jzero.from_flax(Deep)),
+        "linen": make_step(jzero.from_flax(Dense(), train_dense, example_batch=X)),
+    }
+
+
+def standard(path, tree):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, tree)
+    return path
+
+
+def pytree(path, tree):
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(path, tree)
+    return path
+
+
+def managed(path, tree):
+    with ocp.CheckpointManager(path) as manager:
+        manager.save(7, args=ocp.args.StandardSave(tree))
+    return path / "7"
+
+
+def composite(path, tree):
+    with ocp.CheckpointManager(path) as manager:
+        items = {"params": ocp.args.PyTreeSave(tree), "epoch": ocp.args.JsonSave({"epoch": 3})}
+        manager.save(7, args=ocp.args.Composite(**items))
+    return path / "7"
+
+
+def two_devices(path, tree):
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+
+    def cut(x):
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*["x"] * (x.ndim > 0 and x.shape[0] % 2 == 0))))
+
+    return standard(path, jax.tree.map(cut, tree))
+
+
+def halves(path, tree):
+    return standard(path, jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, tree))
+
+
+def values(kind):
+    """What the user saves, and the names and values of the model's parameters in it."""
+    if kind == "linen":
+        variables = Dense().init(jax.random.key(5), X)
+        plain = linen.meta.unbox(variables)
+        return variables, named({**plain["params"], "batch_stats": plain["batch_stats"]})
+    module = {"net": Net, "deep": Deep}[kind](nnx.Rngs(5))
+    state = nnx.state(module)
+    own = nnx.to_pure_dict(nnx.filter_state(state, nnx.Not(nnx.RngState)))
+    if kind == "deep":
+        own = {"ends": {"first": own["first"]}, "stack": own["stack"]}
+    return nnx.state(module, nnx.Not(nnx.RngKey)), named(own)
+
+
+def pure(tree):
+    return nnx.to_pure_dict(tree) if isinstance(tree, nnx.State) else linen.meta.unbox(tree)
+
+
+WRITERS = [standard, pytree, managed, composite, two_devices, halves]
+CASES = [(kind, writer, form) for kind in ("net", "deep", "linen") for writer in WRITERS for form in ("own", "pure")]
+CHOSEN = [
+    ("net", standard, "own"), ("net", two_devices, "pure"), ("deep", managed, "own"), ("linen", composite, "own"),
+    ("linen", halves, "pure"), ("deep", pytree, "pure"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "writer", "form"), keep(CASES, CHOSEN))
+def test_a_step_starts_from_a_checkpoint(kind, writer, form, steps, tmp_path):
+    step, (tree, expected) = steps[kind], values(kind)
+    path = writer(tmp_path / "saved", pure(tree) if form == "pure" else tree)
+    state = step.init(jax.random.key(0), path)
+    for name, x in named(state.params).items():
+        like = expected[name].astype(jnp.bfloat16) if writer is halves else expected[name]
+        np.testing.assert_array_equal(x, np.asarray(like, np.float32), err_msg=name)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state.params) == jax.tree.map(
+        lambda x, to: (x.shape, x.dtype, to), step.state_shapes.params, step.state_shardings.params
+    )
+    step(state, X)
+
+
+def test_no_leaf_is_ever_whole_on_a_device(steps, tmp_path, monkeypatch):
+    path, largest = standard(tmp_path / "saved", values("deep")[0]), []
+    put = jax.device_put
+    monkeypatch.setattr(jax, "device_put", lambda x, *a, **k: largest.append(np.shape(x)) or put(x, *a, **k))
+    state = steps["deep"].init(jax.random.key(0), path)
+    assert state.params["stack"]["kernel"].shape == (2, 8, 8)
+    parts = {x.addressable_shards[0].data.size * 8 == x.size for x in jax.tree.leaves(state.params)}
+    assert parts == {True}
+    assert max(map(np.prod, largest)) <= 2 * 8 * 8 / 8
+
+
+def test_initialize_takes_a_path(tmp_path):
+    tree, expected = values("deep")
+    path = standard(tmp_path / "saved", tree)
+    config = {"train_batch_size": 16, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    mesh = jzero.make_mesh(devices=jax.devices()[:1])
+    engine = jzero.initialize(model=jzero.from_flax(Deep), config=config, params=str(path), mesh=mesh)[0]
+    np.testing.assert_array_equal(engine.state.params["stack"]["kernel"], expected["stack/kernel"])
+
+
+def test_leaves_that_do_not_fit_are_named_together(steps, tmp_path):
+    tree = pure(values("deep")[0])
+    tree["second"], tree["stack"]["kernel"] = tree.pop("first"), tree["stack"]["kernel"][:1]
+    path = standard(tmp_path / "saved", {**tree, "opt_state": {"mu": jnp.ones(3)}})
+    with pytest.raises(jzero.ConfigError) as error:
+        steps["deep"].init(jax.random.key(0), path)
+    for words in (
+        "missing ends/first/kernel (8, 8)",
+        "extra ends/second/bias (8,)",
+        "extra ends/opt_state/mu (3,)",
+        "stack/kernel is (1, 8, 8), not (2, 8, 8)",
+        "without an optimizer's",
+    ):
+        assert words in str(error.value)
+
+
+def test_other_directories_say_what_to_call(steps, tmp_path):
+    step = steps["deep"]
+    state = step.init(jax.random.key(0))
+    jzero.checkpoint.save(state, tmp_path / "own", "first").wait()
+    managed(tmp_path / "steps", values("deep")[0])
+    (tmp_path / "tensors").mkdir()
+    (tmp_path / "tensors" / "model.safetensors").touch()
+    (tmp_path / "empty").mkdir()
+    load = f"engine.load_checkpoint('{tmp_path}/own', 'first', load_module_only=True)"
+    for path, words in {
+        "own": load,
+        "own/first": load,
+        "own/first/state": load,
+        "steps": f"contains 1 Orbax checkpoints: pass one of them, such as '{tmp_path}/steps/7'",
+        "tensors": "contains safetensors: call engine.load_weights",
+        "empty": "is not an Orbax checkpoint",
+        "nothing": "does not exist",
+    }.items():
+        with pytest.raises(jzero.ConfigError) as error:
+            step.init(jax.random.key(0), tmp_path / path)
+        assert words in str(error.value), path
+
+
+def test_a_damaged_checkpoint_is_an_error(steps, tmp_path):
+    path = standard(tmp_path / "saved", values("deep")[0])
+    for file in path.rglob("d/*"):
+        file.unlink()
+    with pytest.raises(jzero.CheckpointError, match="reading params"):
+        steps["deep"].init(jax.random.key(0), path)
