@@ -129,6 +129,8 @@ class States:
 
         def fit(x: Any, like: Any, to: Any) -> jax.Array:
             # The first step deletes the state's buffers; without a copy it would delete the caller's too, even NumPy's.
+            if isinstance(x, jax.Array) and not donate:
+                x = jnp.copy(x)  # may_alias does not hold for the first copy of an array that device_put replicates
             alias = {"donate": True} if donate else {"may_alias": False}
             return jax.device_put(x if x.dtype == like.dtype else x.astype(like.dtype), to, **alias)
 

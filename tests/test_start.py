@@ -56,9 +56,9 @@ def plain(params, batch):
 
 
 def test_a_built_module_starts_from_its_values():
-    for built in (nnx.Linear(4, 4, rngs=nnx.Rngs(5)), Deep(nnx.Rngs(5))):
+    for built, stage in (nnx.Linear(4, 4, rngs=nnx.Rngs(5)), 0), (Deep(nnx.Rngs(5)), 3):
         model = jzero.from_flax(built, None if isinstance(built, Deep) else loss_fn)
-        step = jzero.make_train_step(model, config(3), mesh=mesh())
+        step = jzero.make_train_step(model, config(stage), mesh=mesh())
         values = named(nnx.to_pure_dict(nnx.state(built, nnx.Param)))
         state = step.init(jax.random.key(0))
         for name, x in named(state.params).items():
