@@ -17,14 +17,16 @@ from jzero.tree import PyTree
 
 def replica_axes() -> tuple[str, ...]:
     """List the mesh axes over which the code being traced sees a part of the batch; none outside the train step."""
+    return tuple(axis for axis in BATCH_AXES if axis_exists(axis) and lax.axis_size(axis) > 1)
 
-    def divides(axis: str) -> bool:
-        try:
-            return lax.axis_size(axis) > 1
-        except NameError:  # not in the train step
-            return False
 
-    return tuple(axis for axis in BATCH_AXES if divides(axis))
+def axis_exists(name: str) -> bool:
+    """Return whether the code being traced can reduce over an axis: a mesh axis of the train step, or a vmap's."""
+    try:
+        lax.axis_size(name)
+    except NameError:
+        return False
+    return True
 
 
 def all_gather(x: PyTree) -> PyTree:

@@ -55,9 +55,12 @@ class Net(nnx.Module):
 
 
 class LinenNet(linen.Module):
+    axis_name: str | None = None
+
     @linen.compact
     def __call__(self, x, train):
-        x = linen.BatchNorm(use_running_average=not train, momentum=0.8)(linen.Dense(8)(x))
+        norm = linen.BatchNorm(use_running_average=not train, momentum=0.8, axis_name=self.axis_name)
+        x = norm(linen.Dense(8)(x))
         return linen.Dense(3)(linen.relu(x))
 
 
@@ -65,11 +68,16 @@ def nnx_model(**more):
     return jzero.from_flax(Net, lambda m, b: cross_entropy(m(b["x"]), b["y"]), **more)
 
 
-def linen_model(**more):
+def linen_model(axis_name=None, **more):
     def loss(module, batch, rng):
         return cross_entropy(module(batch["x"], train=rng is not None), batch["y"])
 
-    return jzero.from_flax(LinenNet(), loss, example_batch=BATCHES[0], **more)
+    return jzero.from_flax(LinenNet(axis_name), loss, example_batch=BATCHES[0], **more)
+
+
+def pmap_model():
+    """A net written for jax.pmap, which names pmap's axis."""
+    return linen_model("batch")
 
 
 def plain_nnx(params, step):
@@ -131,8 +139,9 @@ def train(step):
             (nnx_model, plain_nnx, 3),
             (linen_model, plain_linen, 0),
             (linen_model, plain_linen, 3),
+            (pmap_model, plain_linen, 3),
         ],
-        [(nnx_model, plain_nnx, 3), (linen_model, plain_linen, 0)],
+        [(nnx_model, plain_nnx, 3), (linen_model, plain_linen, 0), (pmap_model, plain_linen, 3)],
     ),
 )
 def test_batch_norm_trains_as_on_one_device(make, plain, stage):
@@ -146,6 +155,22 @@ def test_batch_norm_trains_as_on_one_device(make, plain, stage):
     assert sorted(moved) == sorted(step.model.state)
     assert len(moved) == 2
     assert float(step.evaluate(state, BATCHES[0])) == pytest.approx(evaluation, rel=1e-4)
+
+
+def test_batch_norm_keeps_the_axis_of_a_vmap_around_it():
+    """Two halves of a batch under vmap are normalised together, in the step too."""
+
+    def halves(module, batch, rng):
+        x = batch["x"].reshape(2, -1, 6)
+        return jax.vmap(lambda half: module(half, train=rng is not None), axis_name="half")(x).var()
+
+    net = LinenNet("half")
+    model = jzero.from_flax(net, halves, example_batch=BATCHES[0])
+    params = model.init(jax.random.key(0))
+    values = {"params": {k: v for k, v in params.items() if k != "batch_stats"}, "batch_stats": params["batch_stats"]}
+    logits, _ = net.clone(axis_name=None).apply(values, BATCHES[0]["x"], train=True, mutable=["batch_stats"])
+    loss, _ = model.loss(params, BATCHES[0], jax.random.key(0))
+    assert float(loss) == pytest.approx(float(logits.var()), rel=1e-5)
 
 
 # ---------------------------------------------------------------- stacks and pipelines

@@ -156,12 +156,6 @@ def test_an_axis_name_of_ones_own_is_refused():
     with pytest.raises(jzero.ConfigError, match=r"norm has axis_name = 'batch': leave it out"):
         jzero.from_flax(Named, lambda m, b: m.norm(b["x"]).mean())
 
-    def loss(module, batch, rng):
-        return module(batch["x"], use_running_average=rng is None).mean()
-
-    with pytest.raises(jzero.ConfigError, match=r"axis_name = 'batch': leave it out"):
-        jzero.from_flax(linen.BatchNorm(axis_name="batch"), loss, example_batch=BATCHES[0])
-
 
 def test_a_mask_is_refused_while_linens_batch_norm_is_synchronised():
     def loss(module, batch, rng):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import flax
@@ -18,10 +19,11 @@ from jzero.adapters.methods import take_methods
 from jzero.adapters.nnx_model import predictor
 from jzero.adapters.torch_habits import refuses_of_models
 from jzero.errors import ConfigError
-from jzero.replicas import replica_axes
+from jzero.replicas import axis_exists, replica_axes
 from jzero.tree import named
 
 PARAMS = "params"
+BATCH_NORM = {"axis_name", "use_running_average"}  # the fields that make a module one
 
 
 @refuses_of_models
@@ -75,7 +77,7 @@ class LinenModel:
 
     def loss(self, params: Any, batch: Any, rng: jax.Array | None, **extra: Any) -> Any:
         module = self.module(params, rng)
-        with nullcontext() if rng is None else self._synchronized():
+        with self._batch_norm(training=rng is not None):
             result = self.loss_fn(module, batch, rng, **extra)
         if not self.state:
             return result
@@ -93,8 +95,8 @@ class LinenModel:
         variables = self._variables(jax.random.key(0))
         return {name: variables[name] for name in self.collections}
 
-    def _synchronized(self) -> AbstractContextManager:
-        return linen.intercept_methods(_synchronize) if self.sync_batch_norm else nullcontext()
+    def _batch_norm(self, training: bool) -> AbstractContextManager:
+        return linen.intercept_methods(partial(_set_axes, sync=training and self.sync_batch_norm))
 
     def _find_collections(self) -> tuple[list[str], list[str], frozenset[str]]:
         """Sort the collections beside the parameters into constants, state and sown values, which are ignored.
@@ -112,7 +114,7 @@ class LinenModel:
         def train(variables: Any, mutable: list[str]) -> Any:
             key = jax.random.key(0)
             apply = linen.apply(lambda module, batch: self.loss_fn(module, batch, key), self.linen, mutable=mutable)
-            with self._synchronized():
+            with self._batch_norm(training=True):
                 return apply(variables, self._zeros(), rngs=_streams(key))
 
         def find_changed(variables: Any) -> None:
@@ -137,21 +139,23 @@ class LinenModel:
         return constants, state, frozenset(named({name: shapes[name] for name in state}))
 
 
-def _synchronize(next_method: Callable, args: Any, kwargs: Any, context: Any) -> Any:
-    """Give BatchNorm the replicas' axes, while a method of a Linen module is called."""
+def _set_axes(next_method: Callable, args: Any, kwargs: Any, context: Any, *, sync: bool) -> Any:
+    """Set the axes over which BatchNorm averages, while a method of a Linen module is called.
+
+    Copies of Flax's BatchNorm count too. A model written for `jax.pmap` names an axis that does not exist here: the
+    replicas take its place. The axis of a `vmap` around the layer stays.
+    """
     module = context.module
-    if isinstance(module, linen.BatchNorm) and not module.is_initializing():
-        if isinstance(module.axis_name, str):
-            raise ConfigError(
-                f"from_flax: a BatchNorm has axis_name = {module.axis_name!r}: leave it out, since jzero synchronises "
-                "BatchNorm over all replicas"
-            )
-        if kwargs.get("mask") is not None and replica_axes():
+    if module.__dataclass_fields__.keys() >= BATCH_NORM and not module.is_initializing():
+        replicas = replica_axes() if sync else ()
+        if kwargs.get("mask") is not None and replicas:
             raise ConfigError(
                 "from_flax: BatchNorm with a mask cannot be synchronised, since Flax averages the replicas' means "
                 "whatever their masks: pass sync_batch_norm=False"
             )
-        object.__setattr__(module, "axis_name", replica_axes() or None)  # modules are frozen
+        own = (module.axis_name,) if isinstance(module.axis_name, str) else module.axis_name or ()
+        axes = dict.fromkeys((*filter(axis_exists, own), *replicas))  # without repetitions
+        object.__setattr__(module, "axis_name", tuple(axes) or None)  # modules are frozen
     return next_method(*args, **kwargs)
 
 
