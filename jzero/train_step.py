@@ -318,8 +318,9 @@ class TrainStep:
         check_alive(state)
         rng = jax.random.fold_in(state.rng, state.step)
         part = self.place_micro_batch(part)
-        self._guard.check("a micro-batch's loss", part)
-        return self._micro_loss(state.params, part, place_extra(extra, self.mesh), rng, jnp.int32(index))
+        extra = place_extra(extra, self.mesh)
+        self._guard.check("a micro-batch's loss", (part, extra))
+        return self._micro_loss(state.params, part, extra, rng, jnp.int32(index))
 
     def predict(self, state: TrainState, x: PyTree, *, numpy: bool = False, dropout: int | None = None) -> PyTree:
         """Compute the model's outputs for every row of x: `module(x)` without dropout, under the training layout.

@@ -94,6 +94,41 @@ def test_a_teacher_that_moves(make, stage):
     assert float(found) == pytest.approx(float(linear(jax.device_get(state.params), BATCH, TEACHERS[1])), rel=1e-5)
 
 
+@pytest.mark.parametrize("outside", [False, True])
+def test_the_three_call_loop_takes_it(outside):
+    def criterion(outputs, target, extra):
+        return jnp.mean((outputs - target @ extra["teacher"]) ** 2) * extra["weight"]
+
+    def engine():
+        module = lambda rngs: nnx.Linear(4, 4, rngs=rngs)  # noqa: E731
+        model = jzero.from_flax(module, criterion=criterion) if outside else nnx_student()
+        return jzero.initialize(model=model, config=config(accum=2), mesh=mesh())[0]
+
+    def batch(x, y):
+        return (x, x) if outside else {"x": x, "y": y}
+
+    def forward(e, x, y, extra):
+        return e.loss(e(x), x, extra) if outside else e(batch(x, y), extra=extra)
+
+    one, other = engine(), engine()
+    for x, y, teacher in zip(X, Y, TEACHERS, strict=True):
+        expected = float(one.train_batch(iter([batch(x[:8], y[:8]), batch(x[8:], y[8:])]), extra=teacher))
+        losses = []
+        for part in (slice(0, 8), slice(8, 16)):
+            losses.append(other.backward(forward(other, x[part], y[part], dict(teacher))))
+            other.step()
+        assert np.mean([float(loss) for loss in losses]) == pytest.approx(expected, rel=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, one.state.params, other.state.params)
+    before = float(forward(other, X[0, :8], Y[0, :8], TEACHERS[1]))  # read before the step
+    assert before == pytest.approx(float(forward(other.eval(), X[0, :8], Y[0, :8], TEACHERS[1])), rel=1e-6)
+    other.train().backward(forward(other, X[0, :8], Y[0, :8], TEACHERS[0]))
+    with pytest.raises(jzero.ConfigError, match="differ in teacher, weight: pass the same extra"):
+        other.backward(forward(other, X[0, 8:], Y[0, 8:], TEACHERS[1]))
+    if outside:
+        with pytest.raises(jzero.ConfigError, match=r"engine.loss\(outputs, labels, extra\)"):
+            other(X[0, :8], extra=TEACHERS[0])
+
+
 def test_parameters_of_another_engine_stay_sharded_until_they_are_used():
     """A GAN's two players take alternating steps, each with the other's parameters."""
 

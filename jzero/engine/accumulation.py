@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
 
 from jzero.engine.deferred_loss import Loss
-from jzero.errors import ConfigError
+from jzero.errors import ConfigError, some_of
+from jzero.tree import named
 
-Held = tuple[Any, Loss]  # a micro-batch on the devices, and its loss
+
+class Held(NamedTuple):
+    """A micro-batch on the devices, its loss, and what the loss takes beside it."""
+
+    batch: Any
+    loss: Loss
+    extra: Any
 
 
 class Accumulation:
@@ -33,12 +43,17 @@ class Accumulation:
         self._calls = 0  # of step() since the last update
 
     def add(self, loss: Loss) -> None:
-        """Queue the micro-batch of the last forward pass; `loss` must be its loss."""
-        if self.forward is None or loss is not self.forward[1]:
+        """Queue the micro-batch of the last forward pass; `loss` must be its loss, and its extra that of the others."""
+        if self.forward is None or loss is not self.forward.loss:
             raise ConfigError(
                 f"backward: {loss!r} is not the loss that the last engine(micro_batch) returned (with a criterion "
                 "outside of the model: engine.loss(outputs, labels)); what changes the loss belongs into the loss "
                 "function"
+            )
+        if self.queue and (names := _differing(self.queue[0].extra, self.forward.extra)):
+            raise ConfigError(
+                f"extra: the {len(self.queue) + 1} micro-batches of a step differ in {some_of(names)}: pass the same "
+                "extra with all of them, or set gradient_accumulation_steps to 1"
             )
         self.queue.append(self.forward)
         self.forward = None
@@ -79,3 +94,18 @@ class Accumulation:
         """Raise a ConfigError if micro-batches wait; `call` is the method that must not run then."""
         if self.queue:
             raise ConfigError(f"{call}: {len(self.queue)} micro-batches wait for step(); call engine.step() first")
+
+
+def _differing(first: Any, second: Any) -> list[str]:
+    """List the leaves in which two extras differ."""
+
+    def equal(x: Any, y: Any) -> bool:
+        if x is y:
+            return True
+        alike = np.shape(x) == np.shape(y)
+        if isinstance(x, jax.Array) or isinstance(y, jax.Array):
+            return alike and bool((x == y).all())  # on the devices: another process may hold a part of them
+        return alike and bool(np.array_equal(x, y))
+
+    one, other = named(first), named(second)
+    return [n or "extra" for n in one | other if n not in one or n not in other or not equal(one[n], other[n])]

@@ -18,7 +18,7 @@ from jzero.data import DataLoader, RepeatingLoader
 from jzero.distributed import last_words, preemption
 from jzero.distributed.place import log_dist
 from jzero.engine import progress, restore
-from jzero.engine.accumulation import Accumulation
+from jzero.engine.accumulation import Accumulation, Held
 from jzero.engine.criterion import Outside, check_criterion
 from jzero.engine.deferred_loss import Loss, Outputs
 from jzero.engine.newest import resume_from, warn, warn_if_not_resumed
@@ -122,27 +122,34 @@ class Engine(Views):
         """Compute the model's outputs for every row of x; see `TrainStep.predict`."""
         return self.step_fn.predict(self.state, x, numpy=numpy)
 
-    def __call__(self, micro_batch: Any) -> Any:
+    def __call__(self, micro_batch: Any, extra: Any = None) -> Any:
         """Compute the loss of one micro-batch of all replicas (leading dimension micro x replicas).
 
         With a criterion outside of the model, a micro-batch is its inputs alone, and this returns the outputs: pass
         them to `engine.loss(outputs, labels)`.
+
+        Args:
+          extra: as for `train_batch`; the same for all micro-batches of a step.
         """
         if hasattr(self.step_fn.model, "criterion"):
+            if extra is not None:
+                raise ConfigError(
+                    "engine(inputs, extra=...): the criterion takes it; engine.loss(outputs, labels, extra)"
+                )
             index = len(self._accumulation.queue) if self._training else None
             return self._outside.forward(self.step_fn, self.state, micro_batch, index)
-        return self._loss(micro_batch)
+        return self._loss(micro_batch, extra)
 
     forward = __call__
 
-    def loss(self, outputs: Outputs, labels: Any) -> Any:
+    def loss(self, outputs: Outputs, labels: Any, extra: Any = None) -> Any:
         """Compute the criterion of the outputs that `engine(inputs)` just returned, and labels for the same rows."""
         check_criterion(self.step_fn.model)
-        return self._loss(self._outside.batch(outputs, labels))
+        return self._loss(self._outside.batch(outputs, labels), extra)
 
-    def _loss(self, micro_batch: Any) -> Any:
+    def _loss(self, micro_batch: Any, extra: Any) -> Any:
         if not self._training:
-            return self._evaluate(micro_batch)
+            return self._evaluate(micro_batch, extra)
         micro_batch, state = self.step_fn.place_micro_batch(micro_batch), self.state
         index = len(self._accumulation.queue)
 
@@ -152,10 +159,10 @@ class Engine(Views):
                     "this loss was not computed before a later step replaced its parameters: read it before that "
                     "step, or pass it to engine.backward"
                 )
-            return self.step_fn.micro_loss(state, micro_batch, index)
+            return self.step_fn.micro_loss(state, micro_batch, index, extra)
 
         loss = Loss(compute)
-        self._accumulation.forward = (micro_batch, loss)
+        self._accumulation.forward = Held(micro_batch, loss, extra)
         return loss
 
     def backward(self, loss: Loss) -> Loss:
@@ -170,10 +177,10 @@ class Engine(Views):
         self._outside.forget()
         if not queue:
             return
-        done = self.step_fn.run_micro_batches(self.state, [part for part, _ in queue])
+        done = self.step_fn.run_micro_batches(self.state, [held.batch for held in queue], queue[0].extra)
         self._finish(done, len(queue))
-        for i, (_, loss) in enumerate(queue):
-            loss.replace(lambda losses=done[2].micro_losses, i=i: losses[i])  # type: ignore[misc]
+        for i, held in enumerate(queue):
+            held.loss.replace(lambda losses=done[2].micro_losses, i=i: losses[i])  # type: ignore[misc]
 
     def zero_grad(self) -> None:
         """Do nothing: every step begins without gradients. An error while micro-batches wait for `step()`."""
