@@ -162,16 +162,19 @@ def _layouts(model: Model, shapes: PyTree, config: Config, mesh: Mesh) -> PyTree
         persistence_threshold=config.zero_optimization.stage3_param_persistence_threshold,
         has_stack=isinstance(model, StackModel),
         chunks=config.pipeline.chunks,
+        trained=config.trainable_parameters,
         frozen=config.frozen_parameters,
         vocabulary=_vocabulary(model, shapes, mesh.shape[PIPE]),
         gather_once=config.pipeline.gather == "step",
         state=getattr(model, "state", ()),
     )
     if not any(layout.trainable for layout in jax.tree.leaves(layouts)):
-        if config.frozen_parameters:
-            raise ConfigError(
-                f"frozen_parameters = {list(config.frozen_parameters)}: every parameter is frozen; leave one to train"
-            )
+        given = {
+            "trainable_parameters": config.trainable_parameters,
+            "frozen_parameters": config.frozen_parameters or None,
+        }
+        if keys := [f"{key} = {list(patterns)}" for key, patterns in given.items() if patterns is not None]:
+            raise ConfigError(f"{', '.join(keys)}: every parameter is frozen; leave one to train")
         raise ConfigError(f"{model!r} has no parameters to train: init(rng) returned no floating-point arrays")
     return layouts
 

@@ -14,14 +14,14 @@ from jax.sharding import Mesh, PartitionSpec
 from jzero.errors import ConfigError, some_of
 from jzero.mesh import PIPE, ZERO, present
 from jzero.model import ENDS, STACK
-from jzero.tree import PyTree, path_name
+from jzero.tree import PyTree, named, path_name
 from jzero.zero import RULES, ParamLayout, Rule, stage_rule
 
 
 def param_layouts(
     params: PyTree, *, stage: int, mesh: Mesh, persistence_threshold: int = 0, has_stack: bool = False,
-    chunks: int = 1, frozen: Iterable[str] = (), vocabulary: Mapping[str, int] | None = None, gather_once: bool = False,
-    state: Collection[str] = (),
+    chunks: int = 1, trained: Iterable[str] | None = None, frozen: Iterable[str] = (),
+    vocabulary: Mapping[str, int] | None = None, gather_once: bool = False, state: Collection[str] = (),
 ) -> PyTree:  # fmt: skip
     """Decide the `ParamLayout` of every parameter; nothing else decides how a parameter is sharded.
 
@@ -31,7 +31,8 @@ def param_layouts(
       persistence_threshold: parameters with fewer elements (per layer) stay replicated under stage 3.
       has_stack: whether `params["stack"]` is a layer stack; `zero` never partitions its layer axis.
       chunks: of the stack per pipeline stage; if stages x chunks does not divide the layers, every stage holds all.
-      frozen: regular expressions; a parameter whose name matches one (`re.search`) is not trained.
+      trained: regular expressions; only parameters whose name matches one (`re.search`) are trained. None: all.
+      frozen: regular expressions; a parameter whose name matches one is not trained, whatever `trained` says.
       vocabulary: name -> the dimension that `pipe` divides, for parameters outside the stack.
       gather_once: stage 3 gathers once a step, as stage 2 does.
       state: the names of the leaves that the forward pass replaces.
@@ -40,22 +41,18 @@ def param_layouts(
       A tree of `ParamLayout`s with the structure of `params`.
 
     Raises:
-      ConfigError: a `frozen` expression or a name in `state` that matches nothing, a complex parameter.
+      ConfigError: an expression or a name in `state` that matches nothing, a complex parameter.
     """
-    patterns = {p: re.compile(p) for p in frozen}
-    unused = set(patterns)
+    to_train = _to_train(params, trained, frozen, state)
 
     def layout(path: tuple, x: Any) -> ParamLayout:
         name = path_name(path)
-        hits = {p for p, regex in patterns.items() if regex.search(name)}
-        if name not in state:
-            unused.difference_update(hits)
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             raise ConfigError(
                 f"parameter {name!r} is {x.dtype}: only real parameters are trained; keep two real arrays"
             )
         stacked = has_stack and name.startswith(STACK + "/")
-        trainable = not hits and name not in state and jnp.issubdtype(x.dtype, jnp.floating)
+        trainable = name in to_train
         local: list[int] = list(x.shape)
         axes: list[tuple[str, ...]] = [()] * x.ndim  # the mesh axes of every dimension
         divided = (vocabulary or {}).get(name)
@@ -75,13 +72,25 @@ def param_layouts(
         return ParamLayout(name, tuple(x.shape), _spec(axes), dim, stacked, trainable, rule, why, name in state)
 
     layouts = jax.tree_util.tree_map_with_path(layout, params)
-    if unused:
-        known = some_of(layout.name for layout in jax.tree.leaves(layouts))
-        raise ConfigError(f"frozen_parameters: {sorted(unused)} match no parameter; the names are {known}")
     if unknown := sorted(set(state) - {layout.name for layout in jax.tree.leaves(layouts)}):
         known = some_of(layout.name for layout in jax.tree.leaves(layouts))
         raise ConfigError(f"the model's state: {unknown} are not among the names of init(rng): {known}")
     return layouts
+
+
+def _to_train(params: PyTree, trained: Iterable[str] | None, frozen: Iterable[str], state: Collection[str]) -> set[str]:
+    """Choose the names of the parameters to train."""
+    names = {name: x.dtype for name, x in named(params).items() if name not in state}
+    floats = [name for name, dtype in names.items() if jnp.issubdtype(dtype, jnp.floating)]
+
+    def matched(key: str, patterns: Iterable[str], candidates: Iterable[str]) -> set[str]:
+        found = {p: {name for name in candidates if re.search(p, name)} for p in patterns}
+        if unused := sorted(p for p, hits in found.items() if not hits):
+            raise ConfigError(f"{key}: {unused} match no parameter; the names are {some_of(candidates)}")
+        return set().union(*found.values())
+
+    wanted = set(floats) if trained is None else matched("trainable_parameters", trained, floats)
+    return wanted - matched("frozen_parameters", frozen, names)
 
 
 def _spec(axes: Sequence[tuple[str, ...]]) -> PartitionSpec:

@@ -216,6 +216,22 @@ def test_frozen_parameters(patterns, parts):
     refused(lambda: make({"frozen_parameters": patterns}), *parts)
 
 
+@pytest.mark.parametrize(
+    ("keys", "parts"),
+    [
+        ({"trainable_parameters": []}, ["trainable_parameters = []: every parameter is frozen"]),
+        ({"trainable_parameters": ["fc9", "fc1"]}, ["trainable_parameters: ['fc9'] match no parameter", "fc1/kernel"]),
+        (
+            {"trainable_parameters": ["fc1"], "frozen_parameters": ["1"]},
+            ["trainable_parameters = ['fc1'], frozen_parameters = ['1']: every parameter is frozen"],
+        ),
+    ],
+    ids=["empty", "nothing", "both"],
+)
+def test_trainable_parameters(keys, parts):
+    refused(lambda: make(keys), *parts)
+
+
 class OnlyInit:
     def init(self, rng):
         return {"w": jnp.zeros(8)}

@@ -220,6 +220,7 @@ def test_frozen_leaves_are_marked(stage, spec):
     table = rows(report_of(mlp(), frozen_parameters=["fc1"], zero_optimization=zero)[1], "Layout")
     assert table["fc1/*"] == ["2", "100,480", spec, "frozen"]
     assert table["fc2/bias"] == ["1", "10", "P()", "replicated"]
+    assert table["trained"] == ["2", "1,290", "1.27%"]
 
 
 def test_fits_a_chat():

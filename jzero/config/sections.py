@@ -25,6 +25,7 @@ NonNegative = Annotated[float, PlainValidator(kinds.NON_NEGATIVE)]
 Params = Annotated[dict[str, Any], PlainValidator(kinds.PARAMS)]
 Options = Annotated[dict[str, bool | int | float | str], PlainValidator(kinds.OPTIONS)]
 Patterns = Annotated[tuple[str, ...], PlainValidator(kinds.PATTERNS)]
+PatternsOrNone = Annotated[tuple[str, ...] | None, PlainValidator(kinds.PATTERNS_OR_NULL)]
 
 
 class Section(BaseModel):
@@ -212,6 +213,7 @@ class Settings(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     ema: EmaConfig | None = None
     data_parallel_size: PositiveInt32OrNone = None
+    trainable_parameters: PatternsOrNone = None
     frozen_parameters: Patterns = ()
     stack: StackConfig = StackConfig()
     compiler_options: Options = {}

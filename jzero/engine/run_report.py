@@ -123,7 +123,12 @@ def _layout(step: Any) -> list[str]:
         names = {_numberless(leaf.name) for leaf in members}
         name = names.pop() if len(names) == 1 else "/".join([*begin, "*"])
         rows.append([name, f"{len(members)}", f"{sum(prod(leaf.shape) for leaf in members):,}", spec, note])
-    rows.append(["total", f"{len(leaves)}", f"{sum(prod(leaf.shape) for leaf in leaves):,}", "", ""])
+    total = sum(prod(leaf.shape) for leaf in leaves)
+    rows.append(["total", f"{len(leaves)}", f"{total:,}", "", ""])
+    if any("frozen" in row[-1] for row in rows):
+        trained = [leaf for leaf in leaves if leaf.trainable]
+        elements = sum(prod(leaf.shape) for leaf in trained)
+        rows.append(["trained", f"{len(trained)}", f"{elements:,}", "", f"{elements / total:.2%}"])
     return _table(rows, "<>><<")
 
 
