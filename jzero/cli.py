@@ -77,13 +77,18 @@ def export(argv: Sequence[str]) -> int:
     p.add_argument(
         "--max_shard_size", default="5GB", metavar="SIZE", help="of one file, as 5GB or 500MB (default: 5GB)"
     )
+    p.add_argument(
+        "--adapters", action="store_true", help="the adapters alone, for `peft` (default: merged into the weights)"
+    )
     a = p.parse_args(argv)
     from jzero import weights
 
-    files = weights.export(a.checkpoint, a.out, tag=a.tag, dtype=a.dtype, max_shard_size=a.max_shard_size)
+    files = weights.export(
+        a.checkpoint, a.out, tag=a.tag, dtype=a.dtype, max_shard_size=a.max_shard_size, adapters=a.adapters
+    )
     total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
     print(f"{a.out}: {sum(map(len, files.values()))} tensors, {total / 1e9:.3g} GB, in {', '.join(files)}")
-    if not (Path(a.out) / "config.json").exists():
+    if not a.adapters and not (Path(a.out) / "config.json").exists():
         print("tensors have the names of the leaves: the checkpoint contains no weights_layout")
     return 0
 

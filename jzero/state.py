@@ -17,7 +17,7 @@ from jzero.mesh import shardings
 from jzero.precision import cast
 from jzero.setup import Setup
 from jzero.sharding import optimizer_specs, specs, trainable
-from jzero.tree import PyTree, differences, named, partition
+from jzero.tree import PyTree, differences, named, partition, path_name
 from jzero.zero import ParamLayout
 
 RUN_KEY = 2**31 - 1  # folded into `init`'s key to make the steps' key; no model draws this many parameters
@@ -107,18 +107,37 @@ class States:
         elif dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or jnp.shape(rng):
             raise ConfigError(f"rng = {rng!r}: must be one key; write jax.random.key(0)")
         model = self._setup.model
+        values, adopt = getattr(model, "values", None), getattr(model, "adopt", lambda params: params)
         if params is None:
-            params, donate = getattr(model, "values", None), False
+            params, donate = values, False
         if params is None:
             return self._init(rng)
-        adopt = getattr(model, "adopt", lambda params: params)
         if isinstance(params, str | os.PathLike):
             from jzero.checkpoint.orbax_params import read_params  # here, because Orbax takes a second to import
 
             params = read_params(params, adopt, self.shapes.params, self.shardings.params)
         else:
-            params = self._fit(adopt(params), donate)
+            params = self._fit(self._filled(adopt(params), None if values is None else adopt(values), rng), donate)
         return dataclasses.replace(self._init_around(params, rng), params=params)
+
+    def _filled(self, params: PyTree, values: PyTree, rng: jax.Array) -> PyTree:
+        """Replace None by the parameter in `values`, or by that of `init`; only these parameters are made."""
+        model, is_none = self._setup.model, lambda x: x is None
+        paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_none)[0]
+        missing = {path_name(path) for path, x in paths if x is None} & named(self.shapes.params).keys()
+        if not missing:
+            return params
+
+        def chosen(params: PyTree) -> dict[str, Any]:
+            return {name: x for name, x in named(params).items() if name in missing}
+
+        make = self._setup.jit(
+            lambda rng: chosen(self._stored(model.init(rng))), out_shardings=chosen(self.shardings.params)
+        )
+        start = make(rng) if values is None else {name: jnp.array(x) for name, x in chosen(values).items()}
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: start.get(path_name(path)) if x is None else x, params, is_leaf=is_none
+        )
 
     def _fit(self, params: PyTree, donate: bool) -> PyTree:
         """Shard parameters like this step's state, in its dtypes; copy them unless `donate`."""

@@ -116,7 +116,7 @@ class TrainStep:
           params: instead of the model's `init(rng)`, in any layout and dtype: a pytree like `init`'s, an nnx.Module or
             nnx.State, or Linen variables, which are copied; or the path of an Orbax checkpoint that contains one of
             them, written by `StandardCheckpointer`, `PyTreeCheckpointer` or a `CheckpointManager` (items `params` and
-            `default`); every device reads its part.
+            `default`); every device reads its part. None in the place of a parameter stands for the model's own.
           donate: give `params` up instead: arrays already sharded by `state_shardings.params` are not copied, and the
             first step deletes them.
 

@@ -24,6 +24,7 @@ from jzero.pipeline import vocab_parallel
 from .attention import Carry, Hidden, attend, frequencies, kernel_note, rope, same_segment, visible_ST
 from .decoder_config import DecoderConfig
 from .families import weights_table
+from .lora import linear
 
 ACTIVATIONS = {"silu": nnx.silu, "gelu_tanh": nnx.gelu}
 
@@ -50,9 +51,9 @@ class Attention(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = c = config
-        heads = c.num_heads + 2 * c.num_kv_heads
-        self.qkv = _linear(c.d_model, heads * c.head_dim, 0.02, rngs, bias=c.qkv_bias)
-        self.out = _linear(c.num_heads * c.head_dim, c.d_model, 0.02 / (2 * c.num_layers) ** 0.5, rngs)
+        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        self.qkv = _linear(c, c.d_model, {"q_proj": q, "k_proj": kv, "v_proj": kv}, rngs, bias=c.qkv_bias)
+        self.out = _linear(c, q, {"o_proj": c.d_model}, rngs, last=True)
         if c.qk_norm:
             self.q_norm, self.k_norm = (_norm(c, rngs, c.head_dim) for _ in range(2))
 
@@ -97,8 +98,8 @@ class GatedMLP(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.activation, c = ACTIVATIONS[config.activation], config
-        self.gate_up = _linear(c.d_model, 2 * c.d_ff, 0.02, rngs)
-        self.down = _linear(c.d_ff, c.d_model, 0.02 / (2 * c.num_layers) ** 0.5, rngs)
+        self.gate_up = _linear(c, c.d_model, {"gate_proj": c.d_ff, "up_proj": c.d_ff}, rngs)
+        self.down = _linear(c, c.d_ff, {"down_proj": c.d_model}, rngs, last=True)
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         gate_BSF, up_BSF = jnp.split(self.gate_up(x_BSD), 2, axis=-1)
@@ -148,7 +149,7 @@ class Decoder(nnx.Module):
         self.stack = blocks(rngs)  # each parameter has a leading layer axis
         self.norm = _norm(c, rngs)
         if not c.tied:
-            self.head = _linear(c.d_model, c.vocab_rows, 0.02, rngs)
+            self.head = _linear(c, c.d_model, {"lm_head": c.vocab_rows}, rngs)
 
     def prefix(self, batch: dict[str, jax.Array]) -> Hidden:
         x_BSD = vocab_parallel.embed(self.embed[...], batch["inputs"])
@@ -206,8 +207,12 @@ class Decoder(nnx.Module):
         return {"stack/attention/qkv/kernel": (q, kv, kv), "stack/mlp/gate_up/kernel": (c.d_ff, c.d_ff)}
 
 
-def _linear(d_in: int, d_out: int, std: float, rngs: nnx.Rngs, bias: bool = False) -> nnx.Linear:
-    return nnx.Linear(d_in, d_out, use_bias=bias, kernel_init=nnx.initializers.normal(std), rngs=rngs)
+def _linear(
+    config: DecoderConfig, d_in: int, widths: dict[str, int], rngs: nnx.Rngs, *, bias: bool = False, last: bool = False
+) -> nnx.Linear:
+    """Make one product for several of the modules in files; the `last` ones of a residual branch start smaller."""
+    std = 0.02 / (2 * config.num_layers) ** 0.5 if last else 0.02
+    return linear(d_in, widths, config.lora, rngs=rngs, use_bias=bias, kernel_init=nnx.initializers.normal(std))
 
 
 def _norm(config: DecoderConfig, rngs: nnx.Rngs, width: int | None = None) -> nnx.Module:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jzero.errors import ConfigError
 
 from .attention import Attend, RopeScaling, cudnn_obstacle
+from .lora import LoRAConfig
 
 
 def padded(size: int, multiple: int) -> int:
@@ -45,6 +46,7 @@ class DecoderConfig:
       embed_scale: embeddings are multiplied by d_model ** 0.5 (Gemma).
       query_scalar: attention's scores are divided by its square root; default: head_dim.
       attention_softcap, logit_softcap: bounds x by softcap * tanh(x / softcap) (Gemma 2).
+      lora: low-rank adapters beside the layers' matrices.
     """
 
     num_layers: int
@@ -73,6 +75,7 @@ class DecoderConfig:
     query_scalar: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    lora: LoRAConfig | None = None
 
     def __post_init__(self):
         name = type(self).__name__
@@ -106,7 +109,7 @@ class DecoderConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Count all parameters, embedding and head included."""
+        """Count the parameters without adapters, embedding and head included."""
         return self.num_layers * self.layer_parameters + self.d_model * (1 + self.vocab_rows * (1 if self.tied else 2))
 
     @property

@@ -18,6 +18,7 @@ from jzero.errors import ConfigError
 
 from .attention import RopeScaling
 from .decoder_config import DecoderConfig
+from .lora import adapters_table
 
 # The fields in which families differ, with the values that Llama has.
 DIFFERENCES: dict[str, Any] = {
@@ -258,7 +259,9 @@ def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[st
         "advice": ADVICE,
         "ignored": ["model.layers.*.self_attn.rotary_emb.inv_freq"],  # in older downloads; rope_theta implies them
     }
-    return {"config": config_json(config, family), **keys, "tensors": _tensors(config)}, []
+    rows = _tensors(config)
+    adapters = {"adapters": adapters_table(config.lora, rows)} if config.lora else {}
+    return {"config": config_json(config, family), **keys, "tensors": rows, **adapters}, []
 
 
 def config_json(config: DecoderConfig, family: Family) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -373,15 +373,24 @@ class Engine(Views):
         weights.save(state.params, self.step_fn, save_dir, save_filename, dtype)
         return True
 
-    def load_weights(self, directory: str | os.PathLike) -> None:
-        """Start at step 0 with a directory's safetensors as parameters and a new optimizer; see `weights.load`."""
+    def save_adapters(self, save_dir: str | os.PathLike, *, ema: bool = False) -> None:
+        """Write the adapters, or their moving average, in peft's format; all processes call it."""
+        state = self.step_fn.averaged(self.state) if ema else self.state
+        weights.save_adapters(state.params, self.step_fn, save_dir)
+
+    def load_weights(
+        self, directory: str | os.PathLike, *, rename: Mapping[str, str] | None = None, missing: Sequence[str] = ()
+    ) -> None:
+        """Start at step 0 with a directory's safetensors and a new optimizer; see `weights.load`. Missing ones stay."""
         self._accumulation.check_empty("load_weights")
         if self._home and self.global_steps:
             raise ConfigError(
                 f"load_weights: this run was resumed at step {self.global_steps} and would start at step 0 again: call "
                 "it only if not engine.global_steps"
             )
-        params, self.state = weights.load(directory, self.step_fn), None  # frees the memory before `init` needs it
+        old = self.state and self.state.params
+        params = weights.load(directory, self.step_fn, params=old, rename=rename, missing=missing)
+        self.state = old = None  # frees the memory before `init` needs it
         self.state = self.step_fn.init(self._rng, params, donate=True)
         self.global_steps = self.global_samples = self.micro_steps = 0
         self._details, self._metrics, self._accumulation.forward = None, None, None

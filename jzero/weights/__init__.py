@@ -2,6 +2,6 @@
 
 from jzero.weights.export import export
 from jzero.weights.load import load
-from jzero.weights.save import save
+from jzero.weights.save import save, save_adapters
 
-__all__ = ["export", "load", "save"]
+__all__ = ["export", "load", "save", "save_adapters"]

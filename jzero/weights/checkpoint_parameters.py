@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import tensorstore as ts
 
 from jzero.checkpoint.checksums import part_of_checksum
 from jzero.checkpoint.directory import STATE, find_checkpoint, read_notes
-from jzero.errors import CheckpointError, ConfigError, in_a_line
+from jzero.errors import CheckpointError, ConfigError, in_a_line, some_of
 from jzero.weights.name_map import Box, ShapeDtype, dotted
 
 SMALL = 32 * 2**20  # bytes: smaller leaves are read at once
@@ -30,9 +30,10 @@ class CheckpointParameters:
       path: of the checkpoint.
       notes: as given to `jzero.checkpoint.save`.
       leaves: dotted name -> ShapeDtype.
+      without: the names of the parameters that were not saved.
 
     Raises:
-      ConfigError: no checkpoint, an incomplete or unreadable one, or one without all parameters.
+      ConfigError: no checkpoint, or an incomplete or unreadable one.
     """
 
     def __init__(self, directory: str | os.PathLike, tag: str | float | None = None):
@@ -41,11 +42,7 @@ class CheckpointParameters:
             notes = read_notes(self.path)
         except CheckpointError as error:
             raise ConfigError(str(error)) from None
-        if notes["without"]:
-            raise ConfigError(
-                f"checkpoint {self.path} was saved without {', '.join(notes['without'])} (exclude_frozen_parameters): "
-                "export a checkpoint with all parameters"
-            )
+        self.without = [dotted(name.removeprefix(PARAMS)) for name in notes["without"]]
         self.notes, self._context = notes["notes"], ts.Context()
         mine = {name: about for name, about in notes["leaves"].items() if f"{name}/".startswith(PARAMS)}
         if not mine:
@@ -54,6 +51,19 @@ class CheckpointParameters:
         about = dict(zip(self._stored, mine.values(), strict=True))
         self.leaves = {name: ShapeDtype(tuple(shape), np.dtype(dtype)) for name, (dtype, shape, _) in about.items()}
         self._sums = {name: checksum for name, (_, _, checksum) in about.items()}
+
+    def require(self, names: Collection[str] | None = None) -> list[str]:
+        """Return the names of all parameters, or those given.
+
+        Raises:
+          ConfigError: the checkpoint was saved without one of them.
+        """
+        if lacking := [name for name in self.without if names is None or name in names]:
+            raise ConfigError(
+                f"checkpoint {self.path} was saved without {some_of(lacking)} (exclude_frozen_parameters): export a "
+                "checkpoint with all parameters; adapters can be exported alone (jzero export --adapters)"
+            )
+        return list(self.leaves if names is None else names)
 
     def read(self, name: str) -> Iterator[tuple[Box, np.ndarray]]:
         """Yield a leaf as (box, values), one chunk at a time.

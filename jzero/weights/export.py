@@ -13,8 +13,9 @@ import ml_dtypes
 import numpy as np
 
 from jzero.errors import ConfigError
+from jzero.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, Merge, declared
 from jzero.weights.checkpoint_parameters import CheckpointParameters
-from jzero.weights.name_map import Tensor, tensors, with_dtype
+from jzero.weights.name_map import Tensor, tensors, widest, with_dtype
 from jzero.weights.tensor_writer import TensorWriter, unwritable
 
 DTYPES = {
@@ -26,15 +27,16 @@ UNFINISHED = "unfinished"  # directory in OUT that contains the files until all 
 
 def export(
     directory: str | Path, out: str | Path, *, tag: str | float | None = None, dtype: str | None = None,
-    max_shard_size: str | int = "5GB",
+    max_shard_size: str | int = "5GB", adapters: bool = False,
 ) -> dict[str, list[Tensor]]:  # fmt: skip
     """Write a checkpoint's parameters to `out` as safetensors, one chunk at a time.
 
     If the model has a `weights_layout` and an engine saved the checkpoint (or `save` got notes={"weights":
     model.weights_layout()}), the tensors have its names and a config.json is written. Otherwise they have the names of
-    the leaves. The files appear in `out` once all of them are complete.
+    the leaves. Adapters that the model declares are merged into their matrices. The files appear in `out` once all of
+    them are complete.
 
-    Host memory: two chunks of a leaf (a chunk is the part that one device wrote) and a file window of 32 MiB.
+    Host memory: two chunks of a leaf (a chunk is the part that one device wrote), a file window of 32 MiB, adapters.
 
     Args:
       directory: the directory that was given to `save_checkpoint`.
@@ -42,17 +44,23 @@ def export(
       tag: of the checkpoint; default: the last.
       dtype: "float32", "bfloat16" or "float16"; default: the widest that a stored parameter has.
       max_shard_size: maximum size of a file; a single larger tensor still gets a file.
+      adapters: write the adapters alone, in the format of `peft`.
 
     Returns:
       file name -> its tensors
 
     Raises:
-      ConfigError: no checkpoint, `out` is not empty or not writable, or an invalid size.
+      ConfigError: no checkpoint, one without parameters that are needed, no adapters, `out` is not empty or not
+        writable, or an invalid size.
     """
     limit = parse_size(max_shard_size)
     checkpoint = CheckpointParameters(directory, tag)
     table = checkpoint.notes.get("weights")
-    files = shards(with_dtype(tensors(checkpoint.leaves, table), DTYPES[dtype] if dtype else None), limit)
+    needed = checkpoint.require(declared(table) if adapters else None)
+    to = DTYPES[dtype] if dtype else widest(checkpoint.leaves[name].dtype for name in needed)
+    some = with_dtype(tensors(checkpoint.leaves, table, adapters=adapters), to)
+    files = {ADAPTER_FILE: some} if adapters else shards(some, limit)
+    merge = Merge(checkpoint.leaves, None if adapters else table)
     out = Path(out)
     draft, is_new = out / UNFINISHED, not out.exists()
     try:
@@ -62,16 +70,20 @@ def export(
         draft.mkdir(parents=True)
         try:
             writer = TensorWriter({draft / name: some for name, some in files.items()})
-            for leaf in checkpoint.leaves:
+            for leaf in merge.ordered(needed):
                 for box, values in checkpoint.read(leaf):
-                    writer.write(leaf, box, values)
+                    for part in merge(leaf, box, values):
+                        writer.write(leaf, *part)
                     del values  # free the chunk before the next one is read
             writer.close()
             names = [*files]
             if len(files) > 1:
                 names.append("model.safetensors.index.json")
                 write_json(draft / names[-1], index(files))
-            if table:
+            if adapters:
+                names.append(ADAPTER_CONFIG)
+                write_json(draft / names[-1], table["adapters"]["config"])
+            elif table:
                 names.append("config.json")
                 write_json(draft / names[-1], config_json(table, files))
             for name in names:

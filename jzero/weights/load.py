@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,8 @@ from jzero.distributed.host_collectives import together
 from jzero.errors import ConfigError, some_of
 from jzero.model import weights_layout
 from jzero.tree import PyTree, differences, path_name
-from jzero.weights.name_map import ShapeDtype, Tensor, assign, dotted, leaves_of, tensors
+from jzero.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE
+from jzero.weights.name_map import ShapeDtype, Tensor, adapter_leaves, assign, dotted, leaves_of, tensors
 from jzero.weights.safetensors import File
 
 if TYPE_CHECKING:
@@ -27,16 +29,27 @@ if TYPE_CHECKING:
 TORCH = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
-def load(directory: str | os.PathLike, step: TrainStep) -> PyTree:
+def load(
+    directory: str | os.PathLike, step: TrainStep, *, params: PyTree = None, rename: Mapping[str, str] | None = None,
+    missing: Sequence[str] = (),
+) -> PyTree:  # fmt: skip
     """Load the parameters of a model from safetensors files, with the sharding and dtype of the step's master weights.
 
     The tensors have the names of the model's `weights_layout`, as `transformers` writes them, or the names of the
     leaves, as `jzero export` writes them for a model without one. Host memory: one leaf's local part at a time, besides
     the result.
 
+    Files may lack the adapters that `weights_layout` declares, and the parameters that `missing` names. Files of `peft`
+    contain adapters alone.
+
     Args:
       directory: with model.safetensors, model.safetensors.index.json or any *.safetensors; or a .safetensors file.
       step: a `TrainStep` of any mesh and stage.
+      params: the values of parameters that the files lack, sharded as the step's; default: None in their places, which
+        `step.init` fills.
+      rename: {regular expression: replacement}, applied to the names of the model's parameters before they are looked
+        up: {"base_module/": ""} for a module that was wrapped after the files were written.
+      missing: regular expressions; parameters whose name matches one may be missing.
 
     Returns:
       Parameters for `step.init(rng, params)`.
@@ -48,10 +61,17 @@ def load(directory: str | os.PathLike, step: TrainStep) -> PyTree:
     >>> state = step.init(jax.random.key(0), load("Llama-2-7b-hf", step), donate=True)  # doctest: +SKIP
     """
     shapes, shardings = step.state_shapes.params, step.state_shardings.params
-    of_leaf = together("load_weights", lambda: _find(Path(directory), leaves_of(shapes), weights_layout(step.model)))
+    own = [layout.name for layout in jax.tree.leaves(step.layouts)]
+    names = renamed(own, rename or {})
+    optional = {names[name] for name in matched(own, missing)}
+    leaves = {names[name]: x for name, x in zip(own, leaves_of(shapes).values(), strict=True)}
+    table = weights_layout(step.model)
+    of_leaf = together("load_weights", lambda: _find(Path(directory), leaves, table, optional, params is not None))
 
-    def read(path: tuple, shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.Array:
-        parts = of_leaf[dotted(path_name(path))]
+    def read(path: tuple, shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding, kept: Any = None) -> Any:
+        parts = of_leaf.get(names[path_name(path)])
+        if parts is None:
+            return kept
         known: dict[str, np.ndarray] = {}  # replicas of a slice are read only once
 
         def part(index: Any) -> np.ndarray:
@@ -62,7 +82,44 @@ def load(directory: str | os.PathLike, step: TrainStep) -> PyTree:
         array = jax.make_array_from_callback(shape.shape, sharding, part)
         return array.block_until_ready()  # frees the host copies before the next leaf is read
 
-    return jax.tree_util.tree_map_with_path(read, shapes, shardings)
+    kept = () if params is None else (params,)
+    return jax.tree_util.tree_map_with_path(read, shapes, shardings, *kept)
+
+
+def renamed(names: Sequence[str], rename: Mapping[str, str]) -> dict[str, str]:
+    """Map the names of parameters to those, dotted, under which files have them.
+
+    Raises:
+      ConfigError: an expression that changes no name, or two parameters of one name.
+
+    >>> renamed(["fc/base_module/kernel", "fc/lora_a"], {"base_module/": ""})
+    {'fc/base_module/kernel': 'fc.kernel', 'fc/lora_a': 'fc.lora_a'}
+    """
+    found = {name: name for name in names}
+    for old, new in rename.items():
+        matched(list(found.values()), [old], "rename")
+        found = {name: re.sub(old, new, other) for name, other in found.items()}
+    if twice := [name for name, times in Counter(found.values()).items() if times > 1]:
+        raise ConfigError(f"rename = {dict(rename)}: two parameters get the name {some_of(twice)}")
+    return {name: dotted(other) for name, other in found.items()}
+
+
+def matched(names: Sequence[str], patterns: Sequence[str], key: str = "missing") -> list[str]:
+    """Return the names that one of the regular expressions matches.
+
+    Raises:
+      ConfigError: one that is no regular expression, or matches nothing.
+    """
+    found: list[str] = []
+    for pattern in patterns:
+        try:
+            hits = [name for name in names if re.search(pattern, name)]
+        except (re.error, TypeError) as error:
+            raise ConfigError(f"{key}: {pattern!r} is not a regular expression: {error}") from None
+        if not hits:
+            raise ConfigError(f"{key}: {pattern!r} matches no parameter; the names are {some_of(names)}")
+        found += hits
+    return found
 
 
 def _read(parts: list[tuple[File, Tensor]], index: tuple[slice, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -79,13 +136,22 @@ def _read(parts: list[tuple[File, Tensor]], index: tuple[slice, ...], leaf: jax.
     return values
 
 
-def _find(path: Path, leaves: Mapping[str, ShapeDtype], table: dict | None) -> dict[str, list[tuple[File, Tensor]]]:
+def _find(
+    path: Path, leaves: Mapping[str, ShapeDtype], table: dict | None, optional: Collection[str], has_others: bool
+) -> dict[str, list[tuple[File, Tensor]]]:
     """Map every leaf to the (file, tensor) pairs that contain its parts.
+
+    Args:
+      optional: the leaves that the files may lack, beside the adapters that the table declares.
+      has_others: whether there are values for the leaves that files with adapters alone lack.
 
     Raises:
       ConfigError: the files do not fit the model.
     """
-    files = [File.open(file) for file in _files(path)]
+    adapters, files = adapter_leaves(table), [File.open(file) for file in _files(path)]
+    alone = [file.path.name for file in files] == [ADAPTER_FILE]
+    if problem := _unclear(path, adapters, alone, has_others):
+        raise ConfigError(f"{path} contains {problem}")
     count = sum(len(file.entries) for file in files)
     for old, new in (table or {}).get("aliases", {}).items():
         for file in files:
@@ -93,12 +159,20 @@ def _find(path: Path, leaves: Mapping[str, ShapeDtype], table: dict | None) -> d
     where = {name: file for file in files for name in file.entries}
     if len(where) != count:
         raise ConfigError(f"{path}: some tensors are in two of {some_of(file.path.name for file in files)}")
-    wanted = tensors(leaves, table)
+    known = {dotted(row["leaf"]) for row in table["tensors"]} if table else leaves.keys()
+    described = {name: x for name, x in leaves.items() if name in known or name in adapters or name not in optional}
+    wanted = tensors(described, table) + (tensors(described, table, adapters=True) if adapters else [])
     if len(where.keys() & leaves.keys()) > sum(tensor.name in where for tensor in wanted):
         table, wanted = None, tensors(leaves, None)  # the files use the names of the leaves
+    may_lack = known if alone else {*optional, *adapters}
+    there = {tensor.leaf for tensor in wanted if tensor.name in where}
+    wanted = [tensor for tensor in wanted if tensor.leaf in there or tensor.leaf not in may_lack]
     ignored = table.get("ignored", ()) if table else ()
     where = {name: file for name, file in where.items() if not any(fnmatchcase(name, pattern) for pattern in ignored)}
-    problems = _config_differences(path.parent if path.is_file() else path, table) + _misfits(where, wanted)
+    directory = path.parent if path.is_file() else path
+    problems = _config_differences(directory / "config.json", table) + _misfits(where, wanted)
+    if alone and table:
+        problems = _config_differences(directory / ADAPTER_CONFIG, table["adapters"]) + problems
     if problems:
         advice = f"; {table['advice']}" if table and "advice" in table else ""
         raise ConfigError(f"{path} belongs to another model: {some_of(problems)}{advice}")
@@ -107,6 +181,17 @@ def _find(path: Path, leaves: Mapping[str, ShapeDtype], table: dict | None) -> d
         where[tensor.name].reshape(tensor.name, tensor.view)
         of_leaf.setdefault(tensor.leaf, []).append((where[tensor.name], tensor))
     return of_leaf
+
+
+def _unclear(path: Path, adapters: Collection[str], alone: bool, has_others: bool) -> str:
+    """Explain why it is not clear how to load the adapters in a directory; "" if it is."""
+    if alone and not adapters:
+        return f"adapters alone, and the model has none: give the decoder the lora=LoRAConfig(...) of {ADAPTER_CONFIG}"
+    if alone and not has_others:
+        return "adapters alone: load the model's weights first, and pass them as params"
+    if adapters and not alone and (path / ADAPTER_FILE).is_file():
+        return f"{ADAPTER_FILE} beside other weights, which may be merged with it: pass the file that you mean"
+    return ""
 
 
 def _files(path: Path) -> list[Path]:
@@ -141,18 +226,18 @@ def _indexed(index: Path) -> list[Path]:
     return [index.with_name(name) for name in names]
 
 
-def _config_differences(directory: Path, table: dict | None) -> list[str]:
-    """List the entries of a config.json beside the files that contradict the model."""
-    if table is None or not (directory / "config.json").is_file():
+def _config_differences(file: Path, table: Mapping[str, Any] | None) -> list[str]:
+    """List the entries of a config.json (or adapter_config.json) beside the files that contradict the model."""
+    if table is None or not file.is_file():
         return []
     try:
-        there = {**table.get("absent", {}), **_flattened(json.loads((directory / "config.json").read_text()))}
+        there = {**table.get("absent", {}), **_flattened(json.loads(file.read_text()))}
     except (ValueError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{directory / 'config.json'} is not a JSON object: {error}") from None
+        raise ConfigError(f"{file} is not a JSON object: {error}") from None
     here = _flattened(table["config"])
     same = here.keys() - set(table.get("may_differ", ()))
     return [
-        f"config.json has {key} = {json.dumps(there[key])}, not {json.dumps(here[key])}"
+        f"{file.name} has {key} = {json.dumps(there[key])}, not {json.dumps(here[key])}"
         for key in sorted(same & there.keys())
         if there[key] != here[key]
     ]

@@ -5,7 +5,7 @@ A model's leaves (`stack.attention.qkv.kernel`, with the layer axis first) and t
 `weights_layout()` that returns the mapping as JSON data:
 
     {"config": {...}, "may_differ": [keys of it], "absent": {...}, "advice": text, "aliases": {...},
-     "ignored": [patterns], "tensors": [
+     "ignored": [patterns], "adapters": {...}, "tensors": [
         {"name": "model.layers.{layer}.self_attn.q_proj.weight", "leaf": "stack/attention/qkv/kernel",
          "columns": [0, 2048], "transposed": true}, ...]}
 
@@ -20,6 +20,10 @@ absent    The values that missing keys of config.json stand for.
 advice    What to do about files of another model; ends the error message.
 aliases   {regular expression: replacement}, applied to the names in files before they are compared.
 ignored   Name patterns (* matches anything) of tensors that are not read.
+adapters  Low-rank adapters, if the model has them, in the format of the `peft` library:
+          {"config": {...}, "scale": 2.0, "tensors": [rows as above], "matrices": [{"leaf": "stack/qkv/kernel",
+          "columns": [0, 2048], "a": "stack/qkv/q/lora_a", "b": "stack/qkv/q/lora_b"}, ...]}
+          `config` is that of adapter_config.json. Every matrix is leaf[..., columns] + scale * a @ b.
 
 Without a table, every leaf is one tensor of the same name.
 
@@ -129,19 +133,24 @@ def leaves_of(params: PyTree) -> dict[str, ShapeDtype]:
     return {dotted(name): ShapeDtype(x.shape, x.dtype) for name, x in named(params).items()}
 
 
-def tensors(leaves: Mapping[str, ShapeDtype], table: Mapping[str, Any] | None) -> list[Tensor]:
+def tensors(
+    leaves: Mapping[str, ShapeDtype], table: Mapping[str, Any] | None, *, adapters: bool = False
+) -> list[Tensor]:
     """List the tensors of a model, layer by layer; without a table, one per leaf.
 
     Args:
       leaves: by dotted name.
       table: the model's `weights_layout()`.
+      adapters: list those of the table's adapters instead of all others.
 
     Raises:
       ConfigError: the table names a leaf that does not exist, omits part of a leaf or names a part twice.
     """
     if table is None:
         table = {"tensors": [{"name": name, "leaf": name} for name in leaves]}
-    rows = [_Row.read(row, leaves) for row in table["tensors"]]
+    theirs = adapter_leaves(table)
+    leaves = {name: x for name, x in leaves.items() if (name in theirs) == adapters}
+    rows = [_Row.read(row, leaves) for row in (table["adapters"] if adapters else table)["tensors"]]
     made: list[Tensor] = []
     for layers, group in groupby(rows, lambda row: row.layers):
         some = [row for row in group if row.name is not None]
@@ -153,6 +162,11 @@ def tensors(leaves: Mapping[str, ShapeDtype], table: Mapping[str, Any] | None) -
     if twice := [name for name, times in names.items() if times > 1]:
         raise ConfigError(f"weights_layout: two tensors have the name {some_of(twice)}")
     return made
+
+
+def adapter_leaves(table: Mapping[str, Any] | None) -> list[str]:
+    """Return the dotted names of the leaves that a table's adapters consist of."""
+    return [dotted(row["leaf"]) for row in (table or {}).get("adapters", {}).get("tensors", ())]
 
 
 class _Row(NamedTuple):
@@ -227,6 +241,12 @@ def _covered(rows: list[_Row]) -> bool:
     return sum(prod(row.sizes) for row in rows) * (rows[0].layers or 1) == prod(rows[0].array.shape)
 
 
+def widest(dtypes: Iterable[np.dtype]) -> np.dtype | None:
+    """Return the dtype that holds the values of all floating-point dtypes among these; None if there are none."""
+    floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
+    return np.dtype(functools.reduce(jnp.promote_types, floats)) if floats else None
+
+
 def with_dtype(some: Iterable[Tensor], dtype: np.dtype | None) -> list[Tensor]:
     """Give all floating-point tensors one dtype; None: the widest that they have.
 
@@ -234,6 +254,5 @@ def with_dtype(some: Iterable[Tensor], dtype: np.dtype | None) -> list[Tensor]:
     compute dtype and trained ones in that of the masters.
     """
     some = list(some)
-    floats = [t.dtype for t in some if jnp.issubdtype(t.dtype, jnp.floating)]
-    one: Any = dtype if dtype is not None or not floats else functools.reduce(jnp.promote_types, floats)
+    one: Any = dtype or widest(t.dtype for t in some)
     return [dataclasses.replace(t, dtype=one) if jnp.issubdtype(t.dtype, jnp.floating) else t for t in some]

@@ -1,0 +1,77 @@
+"""Low-rank adapters in files: alone, in peft's format, and merged into the matrices beside which they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from jzero.errors import ConfigError
+from jzero.weights.name_map import Box, ShapeDtype, adapter_leaves, dotted
+
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's names
+
+
+def declared(table: Mapping[str, Any] | None) -> list[str]:
+    """Return the names of the leaves of the adapters that a `weights_layout` describes.
+
+    Raises:
+      ConfigError: there are none.
+    """
+    if found := adapter_leaves(table):
+        return found
+    raise ConfigError(
+        "the model has no adapters in peft's format (its weights_layout has no key adapters): give a decoder "
+        "of models/ lora=LoRAConfig(...)"
+    )
+
+
+class Merge:
+    """Adds adapters to their matrices: W + scale * A B, in float32, box by box and one layer at a time.
+
+    Call it with the parts of all leaves, those of the adapters first. Host memory: the adapters, and one layer.
+
+    Args:
+      leaves: by dotted name.
+      table: the model's `weights_layout()`; without adapters nothing changes.
+    """
+
+    def __init__(self, leaves: Mapping[str, ShapeDtype], table: Mapping[str, Any] | None):
+        adapters = (table or {}).get("adapters", {"matrices": [], "scale": 1.0})
+        self.scale = adapters["scale"]
+        self.of_leaf: dict[str, list[tuple[slice, str, str]]] = {}
+        self.arrays: dict[str, np.ndarray] = {}
+        for matrix in adapters["matrices"]:
+            leaf, a, b = (dotted(matrix[key]) for key in ("leaf", "a", "b"))
+            columns = slice(*(matrix["columns"] or (0, leaves[leaf].shape[-1])))
+            self.of_leaf.setdefault(leaf, []).append((columns, a, b))
+            self.arrays |= {name: np.zeros(leaves[name].shape, np.float32) for name in (a, b)}
+
+    def ordered(self, names: Iterable[str]) -> list[str]:
+        """Sort the names of leaves, those of the adapters first."""
+        return sorted(names, key=lambda name: name not in self.arrays)
+
+    def __call__(self, leaf: str, box: Box, values: np.ndarray) -> Iterator[tuple[Box, np.ndarray]]:
+        """Take in a part of an adapter, or yield a part of another leaf, merged."""
+        if leaf in self.arrays:
+            self.arrays[leaf][box] = values
+        elif leaf not in self.of_leaf:
+            yield box, values
+        elif values.ndim == 2:
+            yield box, self._merged(leaf, (), box, values)
+        else:
+            for i, layer in enumerate(range(box[0].start, box[0].stop)):
+                own = (slice(layer, layer + 1), *box[1:])
+                yield own, self._merged(leaf, (layer,), own[1:], values[i])[None]
+
+    def _merged(self, leaf: str, layer: tuple[int, ...], box: Box, values: np.ndarray) -> np.ndarray:
+        rows, columns = box
+        sums = values.astype(np.float32)
+        for part, a, b in self.of_leaf[leaf]:
+            start, stop = max(part.start, columns.start), min(part.stop, columns.stop)
+            if start < stop:
+                right = self.arrays[b][layer][:, start - part.start : stop - part.start]
+                left = self.arrays[a][layer][rows]
+                sums[:, start - columns.start : stop - columns.start] += np.float32(self.scale) * (left @ right)
+        return sums

@@ -1,0 +1,160 @@
+"""LoRA fine-tuning in every layout is that of plain Flax and optax on one device; frozen weights exist once."""
+
+from functools import cache
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers.sampling import keep
+
+import jzero
+from jzero.planner.state_bytes import state_bytes
+from models.llama import Llama, LlamaConfig
+from models.lora import MODULES, LoRAConfig
+
+STEPS, ROWS, VOCAB, CLIP = 4, 8, 64, 0.1
+# With adapters for a part of qkv only.
+LORA = LoRAConfig(r=2, lora_alpha=6, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
+CONFIG = LlamaConfig(2, 32, 4, 2, 48, vocab_size=VOCAB, lora=LORA)
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, (STEPS, ROWS, 9))
+# stage, mesh, accumulation
+LAYOUTS = {
+    "stage0": (0, {"zero": 8}, 1),
+    "stage1": (1, {"zero": 4, "data": 2}, 1),
+    "stage2": (2, {"zero": 4}, 2),
+    "stage3": (3, {"zero": 8}, 1),
+    "pipe": (0, {"pipe": 2, "zero": 1}, 4),
+    "pipe-stage3": (3, {"pipe": 2, "zero": 2}, 2),
+}
+
+
+def build(rngs):
+    return Llama(CONFIG, rngs=rngs)
+
+
+def is_adapter(path):
+    return "lora_" in jax.tree_util.keystr(path)
+
+
+def labels(params):
+    return jax.tree_util.tree_map_with_path(lambda path, _: "train" if is_adapter(path) else "freeze", params)
+
+
+@cache
+def reference():
+    """(losses, module after the last step) of plain Flax and optax, on one device and in float32."""
+    adamw = optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(1e-2, weight_decay=0.1))
+    tx = optax.multi_transform({"train": adamw, "freeze": optax.set_to_zero()}, labels)
+    graph, params = nnx.split(build(nnx.Rngs(jax.random.key(0))))
+
+    @jax.jit
+    def update(params, opt_state, tokens):
+        def mean(params):
+            logits = nnx.merge(graph, params)(tokens[:, :-1])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+        loss, gradient = jax.value_and_grad(mean)(params)
+        updates, opt_state = tx.update(gradient, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    opt_state, losses = tx.init(params), []
+    for tokens in TOKENS:
+        params, opt_state, loss = update(params, opt_state, tokens)
+        losses.append(float(loss))
+    return losses, nnx.to_pure_dict(params)
+
+
+def train_step(layout, precision, **more):
+    stage, axes, accum = LAYOUTS[layout]
+    config = {
+        "train_batch_size": ROWS,
+        "gradient_accumulation_steps": accum,
+        "gradient_clipping": CLIP,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "trainable_parameters": ["lora_"],
+        **({} if precision == "fp32" else {precision: {"enabled": True}}),
+        **more,
+    }
+    mesh = jzero.make_mesh(**axes, devices=jax.devices()[: np.prod(list(axes.values()))])
+    return jzero.make_train_step(jzero.from_flax(build), config, mesh=mesh)
+
+
+def leaves(tree):
+    return jax.tree_util.tree_flatten_with_path(tree)[0]
+
+
+CHOSEN = [("stage3", "fp32"), ("pipe-stage3", "bf16")]
+
+
+@pytest.mark.parametrize(("layout", "precision"), keep(product(LAYOUTS, ["fp32", "bf16"]), CHOSEN))
+def test_the_losses_of_optax(layout, precision):
+    """Frozen leaves keep their bits, and a device holds each once, in the compute dtype."""
+    step = train_step(layout, precision)
+    state = step.init(jax.random.key(0))
+    start = jax.device_get(state.params)
+    found = state_bytes(step)
+    group = step.mesh.shape["zero"] if LAYOUTS[layout][0] else 1
+    frozen_group = group if LAYOUTS[layout][0] == 3 else 1
+    itemsize, pipe = (4 if precision == "fp32" else 2), step.mesh.shape["pipe"]
+    masters = moments = 0
+    for path, x in leaves(state.params):
+        part = x.size // pipe if path[0].key == "stack" or "embed" in str(path) or "head" in str(path) else x.size
+        masters += 4 * part // group if is_adapter(path) else itemsize * part // frozen_group
+        moments += 8 * part // group if is_adapter(path) else 0
+        assert x.dtype == (jnp.bfloat16 if precision == "bf16" and not is_adapter(path) else jnp.float32)
+    assert (found.masters, found.optimizer) == (masters, moments + 2 * 4)  # two counters
+    for tree, size in ((state.params, masters), (state.opt_state, moments + 2 * 4)):
+        on_device_0 = [s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards if s.device.id == 0]
+        assert sum(on_device_0) == size
+
+    losses, expected = [], reference()
+    for tokens in TOKENS:
+        state, metrics = step(state, {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]})
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses, expected[0], rtol=1e-6 if precision == "fp32" else 1e-2)
+    after = jax.device_get(state.params)
+    ends = {name: x for name, x in expected[1].items() if name != "stack"}
+    theirs = dict(leaves({"ends": ends, "stack": expected[1]["stack"]}))
+    for (path, x), (_, old) in zip(leaves(after), leaves(start), strict=True):
+        assert np.array_equal(x, old) != is_adapter(path), path
+        if precision == "fp32":
+            np.testing.assert_allclose(x, theirs[path], rtol=1e-4, atol=2e-6, err_msg=str(path))
+
+
+def test_adapters_start_at_nothing():
+    """B is zero, and A as wide as peft's; fused modules have an A and a B each, in the widths of peft."""
+    shapes = {"q_proj": (32, 32), "k_proj": (32, 16), "v_proj": (32, 16), "o_proj": (32, 32)}
+    shapes |= {"gate_proj": (32, 48), "up_proj": (32, 48), "down_proj": (48, 32)}
+    config = LlamaConfig(2, 32, 4, 2, 48, vocab_size=VOCAB, lora=LoRAConfig(target_modules="all-linear"))
+    params = jzero.from_flax(lambda rngs: Llama(config, rngs=rngs)).init(jax.random.key(0))
+    found = {path[-2].key: {} for path, _ in leaves(params) if is_adapter(path)}
+    for path, x in leaves(params):
+        if is_adapter(path):
+            found[path[-2].key][path[-1].key] = x
+    assert {name: (x["lora_a"].shape, x["lora_b"].shape) for name, x in found.items()} == {
+        name: ((2, width, 8), (2, 8, out)) for name, (width, out) in shapes.items()
+    }
+    assert set(found) == set(MODULES)
+    for adapter in found.values():
+        bound = adapter["lora_a"].shape[1] ** -0.5
+        assert not adapter["lora_b"].any()
+        assert 0.8 * bound < abs(adapter["lora_a"]).max() <= bound
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"target_modules": ["q_proj", "lm_head"]}, ["target_modules = ['q_proj', 'lm_head']", '"all-linear"']),
+        ({"target_modules": []}, ["target_modules = []"]),
+        ({"r": 0}, ["r = 0: must be at least 1"]),
+    ],
+)
+def test_bad_configs(fields, words):
+    with pytest.raises(jzero.ConfigError) as error:
+        LoRAConfig(**fields)
+    assert [word for word in words if word not in str(error.value)] == []

@@ -1,0 +1,263 @@
+"""Adapters in files: peft reads and writes what jzero writes and reads; merged weights compute the same logits."""
+
+import json
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from llamas import GROUPED, TOKENS, engine, logits, model, same, step
+from safetensors.numpy import load_file
+
+import jzero
+from jzero import weights
+from jzero.cli import main
+from models.lora import MODULES, LoRAConfig
+
+ALL = replace(GROUPED, lora=LoRAConfig(r=2, lora_alpha=3, target_modules="all-linear"))
+SOME = replace(GROUPED, lora=LoRAConfig(r=4, lora_alpha=4, target_modules=["v_proj", "gate_proj"]))
+TRAINED = {"trainable_parameters": ["lora_"]}
+BATCH = {"inputs": TOKENS, "labels": TOKENS}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A directory with a Llama without adapters, and its engine."""
+    made, path = engine(model(GROUPED), seed=3), tmp_path_factory.mktemp("base")
+    weights.save(made.state.params, made.step_fn, path, "model.safetensors", np.dtype("float32"))
+    return path, made
+
+
+def tuned(base, shape=ALL, **layout):
+    """An engine with base weights whose adapters changed."""
+    made = engine(model(shape), more=TRAINED, **layout)
+    made.load_weights(base[0])
+    rng = np.random.default_rng(1)
+
+    def change(path, x):
+        if "lora_" not in jax.tree_util.keystr(path):
+            return x
+        return jax.device_put(rng.normal(size=x.shape, scale=0.2).astype(np.float32), x.sharding)
+
+    params = jax.tree_util.tree_map_with_path(change, made.state.params)
+    made.state = made.step_fn.init(jax.random.key(0), params)
+    return made
+
+
+def ends_and_stack(tree):
+    return {name: x for name, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+@pytest.fixture(scope="module")
+def peft():
+    """(torch, transformers, peft)."""
+    return tuple(pytest.importorskip(name) for name in ("torch", "transformers", "peft"))
+
+
+def test_peft_reads_what_jzero_writes(tmp_path, base, peft):
+    torch, transformers, peft = peft
+    made = tuned(base)
+    made.save_adapters(tmp_path / "adapter")
+    made.save_16bit_model(tmp_path / "bf16")
+    weights.save(made.state.params, made.step_fn, tmp_path / "merged", "model.safetensors", np.dtype("float32"))
+    ours = logits(model(ALL), made.state.params)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base[0], dtype=torch.float32)
+    there = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    with torch.no_grad():
+        with there.disable_adapter():
+            before = there(torch.tensor(TOKENS)).logits.numpy()
+        np.testing.assert_allclose(there(torch.tensor(TOKENS)).logits, ours, atol=1e-5, rtol=0)
+        np.testing.assert_allclose(merged(torch.tensor(TOKENS)).logits, ours, atol=1e-5, rtol=0)
+        assert abs(before - ours).max() > 0.1
+    unmerged = there.merge_and_unload().state_dict()
+    assert {name: tuple(x.shape) for name, x in merged.state_dict().items()} == {
+        name: tuple(x.shape) for name, x in unmerged.items()
+    }
+    for name, x in merged.state_dict().items():
+        np.testing.assert_allclose(x, unmerged[name], atol=1e-6, rtol=1e-5, err_msg=name)
+    half = load_file(tmp_path / "bf16/model.safetensors")
+    for name, x in load_file(tmp_path / "merged/model.safetensors").items():  # rounded once, after the sum
+        assert same(half[name], x.astype(half[name].dtype)), name
+
+
+@pytest.mark.parametrize("shape", [ALL, SOME], ids=["all", "some"])
+def test_jzero_reads_what_peft_writes(tmp_path, base, peft, shape):
+    torch, transformers, peft = peft
+    lora = shape.lora
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base[0], dtype=torch.float32)
+    torch.manual_seed(0)
+    there = peft.get_peft_model(
+        plain,
+        peft.LoraConfig(
+            r=lora.r, lora_alpha=lora.lora_alpha, target_modules=list(lora.target_modules), task_type="CAUSAL_LM",
+            init_lora_weights=False,
+        ),
+    )  # fmt: skip
+    there.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = there(torch.tensor(TOKENS)).logits.numpy()
+    made = engine(model(shape), 3, zero=2, more=TRAINED)
+    made.load_weights(base[0])
+    made.load_weights(tmp_path)
+    np.testing.assert_allclose(logits(model(shape), made.state.params), expected, atol=1e-5, rtol=0)
+    functional = weights.load(tmp_path, made.step_fn, params=weights.load(base[0], made.step_fn))
+    assert same(functional, made.state.params)
+    made.save_adapters(tmp_path / "back")
+    theirs, ours = (load_file(path / "adapter_model.safetensors") for path in (tmp_path, tmp_path / "back"))
+    assert same(theirs, ours)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    mine = json.loads((tmp_path / "back/adapter_config.json").read_text())
+    assert {key: config[key] for key in mine if key not in ("target_modules", "base_model_name_or_path")} == {
+        key: x for key, x in mine.items() if key not in ("target_modules", "base_model_name_or_path")
+    }
+    assert sorted(config["target_modules"]) == sorted(mine["target_modules"])
+
+
+@pytest.mark.parametrize("layout", [{"stage": 3, "zero": 4}, {"stage": 1, "zero": 2, "pipe": 2}], ids=str)
+def test_checkpoints(tmp_path, base, layout):
+    """A checkpoint without frozen weights has the adapters; a whole one also what is merged, in its chunks."""
+    made = tuned(base, SOME, **layout)
+    made.save_checkpoint(tmp_path / "small", exclude_frozen_parameters=True).wait()
+    made.save_checkpoint(tmp_path / "whole").wait()
+    made.save_adapters(tmp_path / "adapter")
+    weights.save(made.state.params, made.step_fn, tmp_path / "merged", "model.safetensors", np.dtype("float32"))
+    for source in ("small", "whole"):
+        assert main(["export", str(tmp_path / source), str(tmp_path / f"{source}-a"), "--adapters"]) == 0
+        assert {path.name for path in (tmp_path / f"{source}-a").iterdir()} == {
+            "adapter_model.safetensors", "adapter_config.json",
+        }  # fmt: skip
+        for name in ("adapter_model.safetensors", "adapter_config.json"):
+            assert (tmp_path / f"{source}-a" / name).read_bytes() == (tmp_path / "adapter" / name).read_bytes()
+    weights.export(tmp_path / "whole", tmp_path / "out")
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "merged"))
+    assert found.keys() == expected.keys() == load_file(base[0] / "model.safetensors").keys()
+    for name, x in found.items():
+        np.testing.assert_allclose(x, expected[name], atol=1e-7, rtol=1e-6, err_msg=name)
+    # Plain arithmetic, in float64.
+    params, start = jax.device_get(made.state.params), load_file(base[0] / "model.safetensors")
+    a, b = (np.float64(params["stack"]["attention"]["qkv"]["v_proj"][part][3]) for part in ("lora_a", "lora_b"))
+    name = "model.layers.3.self_attn.v_proj.weight"
+    np.testing.assert_allclose(found[name], start[name] + (4 / 4 * a @ b).T, atol=1e-6, rtol=1e-6)
+    assert same(found["model.layers.3.self_attn.q_proj.weight"], start["model.layers.3.self_attn.q_proj.weight"])
+    with pytest.raises(jzero.ConfigError, match=r"was saved without .*ends\.embed.*jzero export --adapters"):
+        weights.export(tmp_path / "small", tmp_path / "none")
+
+
+def test_missing_adapters_keep_their_values(base):
+    made = engine(model(ALL), more=TRAINED)
+    start = jax.device_get(made.state.params)
+    made.load_weights(base[0])
+    there = ends_and_stack(base[1].state.params)
+    for path, x in ends_and_stack(made.state.params).items():
+        assert same(x, there.get(path, ends_and_stack(start)[path])), path
+    params = weights.load(base[0], made.step_fn)
+    assert {name for name, x in params["stack"]["attention"]["out"].items() if x is None} == set()
+    assert params["stack"]["attention"]["out"]["o_proj"] == {"lora_a": None, "lora_b": None}
+    assert same(made.step_fn.init(made._rng, params).params, made.state.params)
+
+
+# ------------------------------------------------------------------------------------------- modules of one's own
+
+
+class Classifier(nnx.Module):
+    def __init__(self, rngs, rank=None):
+        self.fc1 = nnx.Linear(16, 32, rngs=rngs)
+        self.fc2 = nnx.Linear(32, 8, rngs=rngs)
+        if rank:
+            self.fc1 = nnx.LoRA(16, rank, 32, base_module=self.fc1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.fc2(nnx.relu(self.fc1(x)))
+
+
+def loss_fn(module, batch, rng):
+    return (module(batch) ** 2).mean()
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    """(directory of a classifier's weights, its engine, the engine of a wrapped one)."""
+    path = tmp_path_factory.mktemp("classifier")
+    plain = engine(jzero.from_flax(Classifier, loss_fn), seed=5)
+    weights.save(plain.state.params, plain.step_fn, path, "model.safetensors", np.dtype("float32"))
+    wrapped = jzero.from_flax(lambda rngs: Classifier(rngs, rank=2), loss_fn)
+    return path, plain, engine(wrapped, 3, zero=2, more=TRAINED)
+
+
+def test_renamed_prefixes(classifier):
+    path, plain, wrapped = classifier
+    start = jax.device_get(wrapped.state.params)
+    wrapped.load_weights(path, rename={"base_module/": ""}, missing=["lora_"])
+    found = wrapped.state.params
+    assert same(found["fc1"]["base_module"], plain.state.params["fc1"])
+    assert same(found["fc2"], plain.state.params["fc2"])
+    assert same({name: found["fc1"][name] for name in ("lora_a", "lora_b")},
+                {name: start["fc1"][name] for name in ("lora_a", "lora_b")})  # fmt: skip
+    params = weights.load(path, wrapped.step_fn, rename={"base_module/": ""}, missing=["lora_"])
+    assert same(wrapped.step_fn.init(wrapped._rng, params).params, found)
+
+
+# ------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, ["missing fc1.base_module.kernel", "extra fc1.kernel"]),
+        ({"rename": {"base_module/": ""}}, ["missing fc1.lora_a (16, 2)"]),
+        ({"missing": ["lora_"]}, ["missing fc1.base_module.kernel"]),
+        ({"rename": {"base/": ""}}, ["rename: 'base/' matches no parameter", "fc1/base_module/kernel"]),
+        ({"rename": {"lora_.": "x"}}, ["rename = {'lora_.': 'x'}", "fc1/x"]),
+        ({"missing": ["adapter"]}, ["missing: 'adapter' matches no parameter"]),
+        ({"missing": ["("]}, ["missing: '(' is not a regular expression"]),
+    ],
+    ids=str,
+)
+def test_refused_names(classifier, options, words):
+    path, _, wrapped = classifier
+    with pytest.raises(jzero.ConfigError) as error:
+        weights.load(path, wrapped.step_fn, **options)
+    assert [word for word in words if word not in str(error.value)] == [], str(error.value)
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory, base):
+    path = tmp_path_factory.mktemp("adapter")
+    made = tuned(base, SOME)
+    made.save_adapters(path)
+    return path, made
+
+
+def test_refused_adapters(tmp_path, base, adapter):
+    path, made = adapter
+
+    def refused(do, *words):
+        with pytest.raises(jzero.ConfigError) as error:
+            do()
+        assert [word for word in words if word not in str(error.value)] == [], str(error.value)
+
+    refused(lambda: weights.load(path, made.step_fn), "adapters alone", "pass them as params")
+    refused(lambda: engine(model(GROUPED)).load_weights(path), "the model has none", "lora=LoRAConfig")
+    other = engine(model(replace(SOME, lora=replace(SOME.lora, lora_alpha=8))), more=TRAINED)
+    refused(lambda: other.load_weights(path), "adapter_config.json has lora_alpha = 4, not 8")
+    other = engine(model(replace(SOME, lora=replace(SOME.lora, target_modules=["q_proj"]))), more=TRAINED)
+    layer = "base_model.model.model.layers.0"
+    refused(lambda: other.load_weights(path), f"missing {layer}.self_attn.q_proj.lora_A.weight (4, 32)", "and 16 more")
+    both = tmp_path / "both"
+    made.save_16bit_model(both)
+    made.save_adapters(both)
+    refused(lambda: made.load_weights(both), "adapter_model.safetensors beside other weights", "pass the file")
+    made.load_weights(both / "adapter_model.safetensors")
+    refused(lambda: base[1].save_adapters(tmp_path / "no"), "no adapters", "lora=LoRAConfig")
+    base[1].save_checkpoint(tmp_path / "plain").wait()
+    refused(lambda: weights.export(tmp_path / "plain", tmp_path / "no", adapters=True), "no adapters")
+    assert not (tmp_path / "no").exists()
+
+
+def test_all_modules_have_rows():
+    rows = model(ALL).weights_layout()["adapters"]["tensors"]
+    assert len(rows) == 2 * len(MODULES)
+    assert rows[0]["name"] == "base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.weight"
+    assert step(model(ALL)).state_shapes.params["stack"]["mlp"]["down"]["down_proj"]["lora_a"].shape == (4, 48, 2)
