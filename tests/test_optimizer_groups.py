@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-import torch
 from helpers.configs import problem, problems
 from helpers.optimizers import STACKED, assert_close, schedule, train, tree
 from helpers.sampling import keep
@@ -82,6 +81,7 @@ def test_same_numbers_as_optax_by_group(name, params, values, reference):
 
 
 def test_adagrad_by_group_is_torchs():
+    torch = pytest.importorskip("torch")
     ours, _ = train(
         make("Adagrad", {"weight_decay": 0.05}, [{"match": "embed", "lr_scale": 0.3, "weight_decay": 0.2}],
              lr=LRSchedule(lambda count: 0.1)),
