@@ -295,3 +295,40 @@ def test_a_prefix_that_depends_on_its_state_is_refused_in_a_pipeline():
         step(step.init(jax.random.key(0)), BATCHES[0])
     flat = jzero.make_train_step(Moving(True), config(), mesh=jzero.make_mesh(devices=jax.devices()[:2]))
     flat(flat.init(jax.random.key(0)), BATCHES[0])
+
+
+class Sharing(Moving):
+    """A prefix and a suffix with the state u: each replaces it, reads it, or neither."""
+
+    def __init__(self, first, last):
+        super().__init__(False)
+        self.first, self.last = first, last
+
+    def prefix(self, ends, batch, rng):
+        x = batch["x"] @ ends["w"]
+        return x, {"u": {"replaces": 0.5 * ends["u"] + x.mean(0), "passes": ends["u"]}[self.first]}
+
+    def suffix(self, ends, x, batch, rng):
+        loss = (x * ends["u"]).mean() if self.last == "reads" else x.mean()
+        return loss, {"u": 2 * ends["u"] if self.last == "replaces" else ends["u"]}
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "refused"),
+    [
+        ("replaces", "replaces", True),
+        ("replaces", "reads", True),
+        ("replaces", "passes", False),
+        ("passes", "replaces", False),
+        ("passes", "reads", False),
+    ],
+)
+def test_state_that_both_ends_of_a_pipeline_share_is_refused(first, last, refused):
+    mesh = jzero.make_mesh(pipe=2, zero=2, devices=jax.devices()[:4])
+    step = jzero.make_train_step(Sharing(first, last), config(3), mesh=mesh)
+    shapes = jax.tree.map(jnp.asarray, BATCHES[0])
+    if refused:
+        with pytest.raises(jzero.ConfigError, match="prefix and suffix share the state ends/u"):
+            step.lower(shapes)
+    else:
+        step.lower(shapes)

@@ -20,13 +20,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jzero.errors import ConfigError, some_of
+from jzero.errors import ConfigError
 from jzero.gradients import Weights, weighted
 from jzero.loss import Mean, Sums
 from jzero.mesh import PIPE
 from jzero.model import ENDS, STACK, Inputs, fold, replace_state
 from jzero.pipeline import slots
-from jzero.pipeline.jaxpr import depends
+from jzero.pipeline.ends_state import check_ends_state
 from jzero.pipeline.layer_switch import kind_of
 from jzero.pipeline.program import Program, Runs, count
 from jzero.pipeline.split_backward import Chunk, split_floats
@@ -112,17 +112,10 @@ class Run:
         _check_chain(self.x, jax.eval_shape(self.layers, pair, state, self.x, context)[0])
         self.sums = jax.eval_shape(lambda x: stages.read(self.suffix(ends(), x, part, key)[0]), self.x)
         if cotangent is not None:
-            self._check_prefix(part, key)
+            whole = jax.eval_shape(self.ends, self.diff[ENDS], self.state[ENDS])
+            first, last = (lambda ends: self.prefix(ends, part, key)), lambda ends, x: self.suffix(ends, x, part, key)
+            check_ends_state(first, last, whole, self.x, stages.view.layouts[ENDS])
             self.chunk = Chunk(self.layers, pair, state, self.x, context, split=program.rest > 0)
-
-    def _check_prefix(self, part: Inputs, key: Any) -> None:
-        """Raise a ConfigError if the prefix's output depends on the state: G runs it again, with a later state."""
-        if depends(lambda state: self.prefix(self.ends(self.diff[ENDS], state), part, key)[0], self.state[ENDS]):
-            names = some_of(layout.name for layout in jax.tree.leaves(self.stages.view.layouts[ENDS]) if layout.state)
-            raise ConfigError(
-                f"pipeline: the output of the prefix depends on the state ({names}) in training, which moves on before "
-                "the prefix's backward pass: move these layers into the stack, or train without a pipeline"
-            )
 
     def result(self) -> tuple[PyTree, Sums, PyTree]:
         """Run the program.

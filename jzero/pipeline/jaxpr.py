@@ -8,7 +8,9 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Literal
 
-__all__ = ["Equations", "Literal", "depends", "inlined"]
+from jzero.tree import named
+
+__all__ = ["Equations", "Literal", "inlined", "touched"]
 
 _CALLS = ("jit", "closed_call", "remat2")  # the primitives that `inlined` inlines
 
@@ -55,11 +57,22 @@ class Equations:
         return read
 
 
-def depends(f: Callable, x: Any) -> bool:
-    """Return whether a result of `f(x)` depends on x, by its trace."""
-    traced = Equations(jax.make_jaxpr(f)(x))
-    reached = traced.reached_from(traced.inputs)
-    return any(not isinstance(v, Literal) and v in reached for v in traced.outputs)
+def touched(f: Callable, state: Any, *rest: Any) -> tuple[set[str], set[str]]:
+    """Return the names of the leaves that `f(state, *rest) -> (result, new state)` replaces and reads, by its trace.
+
+    A leaf that only passes through is not among them.
+    """
+    closed, (result, new) = jax.make_jaxpr(f, return_shape=True)(state, *rest)
+    traced = Equations(jax.make_jaxpr(lambda *values: inlined(closed, values))(*closed.in_avals))
+    origin = dict(zip(traced.inputs, named(state), strict=False))  # variable -> the leaf whose value it has
+    for eqn in traced.eqns:
+        if eqn.primitive.name == "stop_gradient" and eqn.invars[0] in origin:
+            origin[eqn.outvars[0]] = origin[eqn.invars[0]]
+    results, news = traced.outputs[: len(named(result))], traced.outputs[len(named(result)) :]
+    replaced = {n: v for n, v in zip(named(new), news, strict=True) if isinstance(v, Literal) or origin.get(v) != n}
+    wanted = [*results, *replaced.values()]
+    used = [v for eqn in traced.needed(wanted, traced.inputs) for v in eqn.invars] + wanted
+    return set(replaced), {origin[v] for v in used if not isinstance(v, Literal) and v in origin}
 
 
 def inlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
