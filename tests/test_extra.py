@@ -233,6 +233,22 @@ def test_an_extra_that_is_refused(extra, message):
         step(step.init(jax.random.key(0)), BATCH, extra())
 
 
+def test_a_linen_loss_that_reads_it_at_init_needs_an_example():
+    def loss(module, batch, extra):
+        return distance(module, batch, extra)
+
+    with pytest.raises(jzero.ConfigError, match=r"loss_fn failed without its extra .*pass example_extra"):
+        jzero.from_flax(linen.Dense(4), loss, example_batch=BATCH)
+    with pytest.raises(jzero.ConfigError, match="example_extra is for a Linen module"):
+        jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), loss, example_extra=TEACHERS[0])
+    model = jzero.from_flax(linen.Dense(4), loss, example_batch=BATCH, example_extra=TEACHERS[0])
+    step = jzero.make_train_step(model, config(), mesh=mesh())
+    state = step.init(jax.random.key(0))
+    expected = linear(jax.device_get(state.params), BATCH, TEACHERS[1])
+    step.lower(BATCH, TEACHERS[1])  # with a number among the arrays
+    assert float(step(state, BATCH, TEACHERS[1])[1]["loss"]) == pytest.approx(float(expected), rel=1e-5)
+
+
 def test_a_loss_that_does_not_take_an_extra():
     step = jzero.make_train_step(
         jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), lambda m, b: m(b["x"]).mean()), config(), mesh=mesh()

@@ -171,3 +171,25 @@ def test_a_mask_is_refused_while_linens_batch_norm_is_synchronised():
                 step(state, BATCHES[0])
         else:
             assert np.isfinite(step(state, BATCHES[0])[1]["loss"])
+
+
+class Masking(nnx.BatchNorm):
+    """A subclass that makes the mask itself."""
+
+    def __call__(self, x, mask):
+        return super().__call__(x, mask=mask > 0)
+
+
+@pytest.mark.parametrize("kind", [nnx.BatchNorm, Masking])
+def test_a_mask_is_refused_while_nnx_batch_norm_is_synchronised(kind):
+    def loss(model, batch):
+        return model(batch["x"], mask=batch["y"][:, None] > 0).mean()
+
+    def make(sync, n=4):
+        model = jzero.from_flax(lambda rngs: kind(6, rngs=rngs), loss, sync_batch_norm=sync)
+        return jzero.make_train_step(model, config(), mesh=jzero.make_mesh(devices=jax.devices()[:n]))
+
+    with pytest.raises(jzero.ConfigError, match=r"BatchNorm with a mask cannot be synchronised.*sync_batch_norm=False"):
+        make(True).lower(BATCHES[0])
+    make(False).lower(BATCHES[0])
+    make(True, n=1).lower(BATCHES[0])  # one replica has nothing to synchronise

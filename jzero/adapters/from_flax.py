@@ -12,7 +12,7 @@ from jzero.adapters.criterion import CriterionModel, inputs_and_labels
 from jzero.adapters.linen_model import LinenModel
 from jzero.adapters.nnx_model import NNXModel, NNXStackModel, abstract_module, builder
 from jzero.adapters.torch_habits import check_no_torch_module
-from jzero.errors import ConfigError
+from jzero.errors import ConfigError, in_a_line
 from jzero.model import Model
 
 
@@ -24,6 +24,7 @@ def from_flax(
     has_aux: bool = False,
     sync_batch_norm: bool = True,
     example_batch: Any = None,
+    example_extra: Any = None,
 ) -> Model:
     """Turn a Flax module into a model.
 
@@ -49,6 +50,7 @@ def from_flax(
         as torch's SyncBatchNorm; False: each replica's by its own, and the running statistics are averaged.
       example_batch: a batch, or its ShapeDtypeStructs. Linen needs it, because parameters take their shapes from an
         input.
+      example_extra: for a Linen module whose loss_fn reads `extra`: what is passed to the step, or its shapes.
 
     Raises:
       ConfigError: `loss_fn` or `example_batch` is missing, or fits no module of this kind.
@@ -58,6 +60,8 @@ def from_flax(
     >>> jax.tree.map(jax.numpy.shape, model.init(jax.random.key(0)))
     {'bias': (1,), 'kernel': (3, 1)}
     """
+    if example_extra is not None and (criterion is not None or not isinstance(module, linen.Module)):
+        raise ConfigError("from_flax: example_extra is for a Linen module with loss_fn; leave it out")
     check_no_torch_module("model", module, "write it in Flax; nnx.Module has nearly the same layers")
     if criterion is not None:
         if loss_fn is not None:
@@ -68,7 +72,7 @@ def from_flax(
     if isinstance(module, linen.Module):
         if loss_fn is None or example_batch is None:
             raise ConfigError("from_flax: a Linen module needs loss_fn(module, batch) or criterion, and example_batch")
-        return LinenModel(module, _with_rng(loss_fn), example_batch, has_aux, sync_batch_norm)
+        return _linen_model(module, loss_fn, example_batch, has_aux, sync_batch_norm, example_extra)
     if not callable(module) and not isinstance(module, nnx.Module):
         raise ConfigError(f"from_flax: {module!r} is neither an nnx or Linen module nor a function rngs -> nnx.Module")
     if isinstance(module, nnx.Module):
@@ -88,6 +92,18 @@ def from_flax(
             "from_flax: loss_fn(module, batch) is missing, or criterion; only prefix, stack, suffix need none"
         )
     return NNXModel(build, abstract, _with_rng(loss_fn), has_aux, sync_batch_norm)
+
+
+def _linen_model(module: linen.Module, loss_fn: Callable, example_batch: Any, *settings: Any) -> LinenModel:
+    try:
+        return LinenModel(module, _with_rng(loss_fn), example_batch, *settings)
+    except (TypeError, AttributeError) as error:  # of extra["..."] and extra.x
+        if "NoneType" in str(error) and "extra" in inspect.signature(loss_fn).parameters and settings[-1] is None:
+            raise ConfigError(
+                f"from_flax: loss_fn failed without its extra ({in_a_line(error)}): pass example_extra, what the step "
+                "will get as extra, or its shapes"
+            ) from error
+        raise
 
 
 def _outputs(module: Any, inputs: Any) -> Any:

@@ -16,7 +16,7 @@ from flax.core import meta
 
 from jzero.adapters.constants import Constants
 from jzero.adapters.methods import take_methods
-from jzero.adapters.nnx_model import predictor
+from jzero.adapters.nnx_model import MASKED, predictor
 from jzero.adapters.torch_habits import refuses_of_models
 from jzero.errors import ConfigError
 from jzero.replicas import axis_exists, replica_axes
@@ -34,6 +34,7 @@ class LinenModel:
       module: the module, not bound.
       loss_fn: `loss_fn(bound module, batch, rng)`.
       example: a batch, or its ShapeDtypeStructs; `init` calls the loss on zeros of these shapes.
+      example_extra: the same for what the loss takes beside the batch; None: nothing.
       has_aux: whether the loss function returns metrics too.
       sync_batch_norm: whether BatchNorm's statistics in training are those of all replicas.
 
@@ -42,11 +43,14 @@ class LinenModel:
     """
 
     def __init__(
-        self, module: linen.Module, loss_fn: Callable, example: Any, has_aux: bool = False, sync_batch_norm: bool = True
-    ):
+        self, module: linen.Module, loss_fn: Callable, example: Any, has_aux: bool = False,
+        sync_batch_norm: bool = True, example_extra: Any = None,
+    ):  # fmt: skip
         self.linen, self.loss_fn, self.example, self.has_aux = module, loss_fn, example, has_aux
-        self.sync_batch_norm = sync_batch_norm
-        self.collections, self.mutable, self.state = self._find_collections()
+        self.sync_batch_norm, self.example_extra = sync_batch_norm, example_extra
+        shapes = jax.eval_shape(lambda: self._variables(jax.random.key(0)))
+        self.collections, self.mutable, self.state = self._find_collections(shapes)
+        self.names = named(self._params(shapes)).keys()
         self.constants = Constants(self._make_constants)
         take_methods(self, module)
 
@@ -64,7 +68,8 @@ class LinenModel:
 
     def adopt(self, values: Any) -> Any:
         """Convert Linen variables to the model's parameters; leave parameters as they are."""
-        return self._params(meta.unbox(values)) if set(values) <= {PARAMS, *self.collections, *self.mutable} else values
+        variables = set(values) <= {PARAMS, *self.collections, *self.mutable}
+        return self._params(meta.unbox(values)) if variables and named(values).keys() != self.names else values
 
     def _params(self, variables: Any) -> Any:
         return {**variables.get(PARAMS, {}), **{name: variables.get(name, {}) for name in self.mutable}}
@@ -85,11 +90,13 @@ class LinenModel:
 
     def _variables(self, rng: jax.Array) -> dict[str, Any]:
         """Initialise all collections, without metadata boxes."""
-        init = linen.init(lambda module, batch: self.loss_fn(module, batch, None), self.linen)
-        return meta.map_axis_meta(_unbox, init({PARAMS: rng}, self._zeros()))
+        init = linen.init(lambda module: self._loss_of_zeros(module, None), self.linen)
+        return meta.map_axis_meta(_unbox, init({PARAMS: rng}))
 
-    def _zeros(self) -> Any:
-        return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), x.dtype), self.example)
+    def _loss_of_zeros(self, module: Any, rng: Any) -> Any:
+        """Call the loss on the examples' shapes."""
+        batch, extra = (jax.tree.map(jnp.zeros_like, x) for x in (self.example, self.example_extra))
+        return self.loss_fn(module, batch, rng, **({} if extra is None else {"extra": extra}))
 
     def _make_constants(self) -> dict[str, Any]:
         variables = self._variables(jax.random.key(0))
@@ -98,24 +105,26 @@ class LinenModel:
     def _batch_norm(self, training: bool) -> AbstractContextManager:
         return linen.intercept_methods(partial(_set_axes, sync=training and self.sync_batch_norm))
 
-    def _find_collections(self) -> tuple[list[str], list[str], frozenset[str]]:
+    def _find_collections(self, shapes: Any) -> tuple[list[str], list[str], frozenset[str]]:
         """Sort the collections beside the parameters into constants, state and sown values, which are ignored.
 
         Linen does not mark them, so the loss is traced. A collection that training does not change is constant. Of the
         others, the loss needs those that it reads: without one of them it fails.
 
+        Args:
+          shapes: of all variables.
+
         Returns:
           The constant collections, the collections of state, and the names of the state's leaves.
         """
-        shapes = jax.eval_shape(lambda: self._variables(jax.random.key(0)))
         names = sorted(set(shapes) - {PARAMS})
         changed: set[str] = set()
 
         def train(variables: Any, mutable: list[str]) -> Any:
             key = jax.random.key(0)
-            apply = linen.apply(lambda module, batch: self.loss_fn(module, batch, key), self.linen, mutable=mutable)
+            apply = linen.apply(lambda module: self._loss_of_zeros(module, key), self.linen, mutable=mutable)
             with self._batch_norm(training=True):
-                return apply(variables, self._zeros(), rngs=_streams(key))
+                return apply(variables, rngs=_streams(key))
 
         def find_changed(variables: Any) -> None:
             _, after = train(variables, names)
@@ -149,10 +158,7 @@ def _set_axes(next_method: Callable, args: Any, kwargs: Any, context: Any, *, sy
     if module.__dataclass_fields__.keys() >= BATCH_NORM and not module.is_initializing():
         replicas = replica_axes() if sync else ()
         if kwargs.get("mask") is not None and replicas:
-            raise ConfigError(
-                "from_flax: BatchNorm with a mask cannot be synchronised, since Flax averages the replicas' means "
-                "whatever their masks: pass sync_batch_norm=False"
-            )
+            raise ConfigError(MASKED)
         own = (module.axis_name,) if isinstance(module.axis_name, str) else module.axis_name or ()
         axes = dict.fromkeys((*filter(axis_exists, own), *replicas))  # without repetitions
         object.__setattr__(module, "axis_name", tuple(axes) or None)  # modules are frozen

@@ -23,6 +23,10 @@ from jzero.replicas import replica_axes
 from jzero.tree import named
 
 Build = Callable[[nnx.Rngs], nnx.Module]
+MASKED = (
+    "from_flax: BatchNorm with a mask cannot be synchronised, since Flax averages the replicas' means whatever their "
+    "masks: pass sync_batch_norm=False"
+)
 MODES = ("deterministic", "use_running_average")  # the attributes that nnx.Module.train and eval set
 
 
@@ -124,8 +128,9 @@ class Apply:
         module = nnx.merge(graph, variables, jax.tree.unflatten(self.random_tree, random), self._merged_constants())
         if rng is not None and self.sync_batch_norm:
             for _, layer in nnx.iter_modules(module):
-                if isinstance(layer, nnx.BatchNorm) and layer.axis_name is None:
-                    layer.axis_name = replica_axes() or None  # type: ignore[assignment]
+                if isinstance(layer, nnx.BatchNorm) and replica_axes():
+                    layer.axis_name = replica_axes()  # type: ignore[assignment]
+                    object.__setattr__(layer, "__class__", _without_mask(type(layer)))  # nnx's would record it
         return module
 
     def with_new_state(self, module: Any, result: Any) -> Any:
@@ -149,6 +154,23 @@ class Apply:
     def structure(self) -> Any:
         """A value that is equal for modules that differ only in their parameters' values."""
         return self.graph, self.constants.fingerprint if self.paths else None
+
+
+class _Unmasked(nnx.BatchNorm):
+    """BatchNorm over the replicas, which Flax computes wrongly with a mask."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("mask") is not None:
+            raise ConfigError(MASKED)
+        return super().__call__(*args, **kwargs)
+
+
+@functools.cache
+def _without_mask(kind: type) -> type:
+    """Put the check between a subclass of BatchNorm and BatchNorm, where it sees what the subclass passes on."""
+    if issubclass(kind, _Unmasked):
+        return kind
+    return _Unmasked if kind is nnx.BatchNorm else type(kind.__name__, (kind, _Unmasked), {})
 
 
 def _graphs(module: nnx.Module) -> tuple[Any, Any]:
