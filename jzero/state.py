@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jzero.errors import ConfigError, some_of
@@ -142,6 +143,7 @@ class States:
     def _fit(self, params: PyTree, donate: bool) -> PyTree:
         """Shard parameters like this step's state, in its dtypes; copy them unless `donate`."""
         own = self.shapes.params
+        params = jax.tree.map(lambda x: x if hasattr(x, "shape") else np.asarray(x), params)
         here, there = ({name: x.shape for name, x in named(tree).items()} for tree in (own, params))
         if problems := differences(there, here):
             raise ConfigError(f"init(rng, params): the params are another model's: {some_of(problems)}")

@@ -29,7 +29,7 @@ from jzero.gradients import ManualRegion, Result
 from jzero.loss import LOSS
 from jzero.loss_scale import LossScale
 from jzero.mesh import batch_spec, replicas, shardings
-from jzero.model import Model
+from jzero.model import Model, replace_state
 from jzero.pipeline.module import PipelineModule
 from jzero.setup import resolve
 from jzero.sharding import is_state, trainable
@@ -189,12 +189,14 @@ class TrainStep:
             out_shardings=(self.state_shardings, everywhere, everywhere), donate_argnums=0,
         )  # fmt: skip
 
-        def only_gradients(state: TrainState, batch: PyTree, extra: PyTree) -> tuple[PyTree, Metrics]:
+        def only_gradients(state: TrainState, batch: PyTree, extra: PyTree) -> tuple[PyTree, Metrics, PyTree]:
             rng = jax.random.fold_in(state.rng, state.step)
             result = gradients(state.params, batch, extra, rng, state.loss_scale.scale)
-            return result.gradients, {**result.means, "grad_norm": optax.tree.norm(result.gradients)}
+            metrics = {**result.means, "grad_norm": optax.tree.norm(result.gradients)}
+            return result.gradients, metrics, result.state
 
-        self._gradients = jit(only_gradients, out_shardings=(shardings(mesh, grad_specs), everywhere))
+        out = shardings(mesh, grad_specs), everywhere, shardings(mesh, new_state_specs)
+        self._gradients = jit(only_gradients, out_shardings=out)
         self._evaluate = jit(self._manual(region.evaluate, 1, replicated))
         self._micro_loss = jit(self._manual(region.micro_loss, 3, replicated))
         # Manual, so that every device concatenates its own rows; a global concatenation would move rows.
@@ -214,11 +216,10 @@ class TrainStep:
         """Lower the step for the mesh's devices, which you need not have.
 
         Args:
-          batch_shapes, extra: a global batch and what goes beside it, as ShapeDtypeStructs or arrays.
+          batch_shapes, extra: a global batch and what goes beside it, as ShapeDtypeStructs or as they are.
         """
         self._check_batch(batch_shapes, self.batch_sizes.train)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (batch_shapes, extra))
-        return self._step.lower(self.state_shapes, *shapes, None)
+        return self._step.lower(self.state_shapes, *jax.eval_shape(lambda *x: x, batch_shapes, extra), None)
 
     # ------------------------------------------------------------------ calls
 
@@ -269,17 +270,18 @@ class TrainStep:
             finished_when(done[1]["loss"])
         return done
 
-    def gradients(self, state: TrainState, batch: PyTree, extra: PyTree = None) -> tuple[PyTree, Metrics]:
+    def gradients(self, state: TrainState, batch: PyTree, extra: PyTree = None, *, new_state: bool = False) -> Any:
         """Compute the gradients of the next step without taking it: for SAM, own update rules, influence functions.
 
         Args:
           state: is not donated; its dropout and loss scale are those that the step would use.
           batch, extra: as for a step.
+          new_state: return a third value, the state in which what is not trained (BatchNorm's statistics) has moved on
+            as in a step.
 
         Returns:
           The float32 gradients of the global batch's loss, before clipping, sharded like the master parameters at every
-          stage (None for what is not trained), and metrics: loss, grad_norm, and the model's own. State that is not
-          trained does not move.
+          stage (None for what is not trained), and metrics: loss, grad_norm, and the model's own.
         """
         self._check_batch(batch, self.batch_sizes.train)
         check_alive(state)
@@ -287,9 +289,11 @@ class TrainStep:
         extra = place_extra(extra, self.mesh)
         self._guard.check("gradients", (batch, extra))
         with heartbeat.work() as finished_when:
-            gradients, metrics = self._gradients(state, batch, extra)
+            gradients, metrics, moved = self._gradients(state, batch, extra)
             finished_when(metrics[LOSS])
-        return gradients, metrics
+        if not new_state:
+            return gradients, metrics
+        return gradients, metrics, dataclasses.replace(state, params=replace_state(state.params, moved))
 
     def evaluate(self, state: TrainState, batch: PyTree, extra: PyTree = None) -> Any:
         """Compute the loss of a batch without dropout or update.
@@ -314,7 +318,10 @@ class TrainStep:
         return (loss, means) if getattr(self.model, "has_aux", False) else loss
 
     def micro_loss(self, state: TrainState, part: PyTree, index: int, extra: PyTree = None) -> jax.Array:
-        """Compute the loss of micro-batch `index` of the next step before that step, with its dropout."""
+        """Compute the loss of micro-batch `index` of the next step before that step, with its dropout.
+
+        Every micro-batch starts from the state of `state`; in the step, each starts from that of the one before.
+        """
         check_alive(state)
         rng = jax.random.fold_in(state.rng, state.step)
         part = self.place_micro_batch(part)

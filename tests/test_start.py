@@ -152,3 +152,51 @@ def test_an_update_rule_of_ones_own():
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(plain)(high, BATCH))
         expected.append(float(value))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def test_parameters_may_be_numbers():
+    class Scale:
+        def init(self, rng):
+            return {"w": jnp.zeros(())}
+
+        def loss(self, params, batch, rng):
+            return jnp.mean(params["w"] * batch["x"])
+
+    step = jzero.make_train_step(Scale(), config(), mesh=mesh())
+    state = step.init(jax.random.key(0), {"w": 2})
+    assert state.params["w"].dtype == jnp.float32
+    assert float(step.evaluate(state, BATCH)) == pytest.approx(2 * X.mean(), rel=1e-5)
+
+
+def test_linen_parameters_of_a_submodule_named_params():
+    class Outer(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(4, name="params")(x)
+
+    variables = Outer().init(jax.random.key(5), X)
+    step = jzero.make_train_step(jzero.from_flax(Outer(), loss_fn, example_batch=BATCH), config(), mesh=mesh())
+    for params in (variables, variables["params"]):
+        state = step.init(jax.random.key(0), params)
+        np.testing.assert_array_equal(state.params["params"]["kernel"], variables["params"]["params"]["kernel"])
+
+
+def test_gradients_may_return_the_state_that_moved():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.norm, self.last = nnx.BatchNorm(4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.last(self.norm(x))
+
+    step = jzero.make_train_step(jzero.from_flax(Net, loss_fn), config(3), mesh=mesh())
+    state = step.init(jax.random.key(0))
+    gradients, _, moved = step.gradients(state, BATCH, new_state=True)
+    assert gradients["norm"]["mean"] is None
+    assert moved.params["last"]["kernel"] is state.params["last"]["kernel"]
+    for like, x in zip(jax.tree.leaves(state), jax.tree.leaves(moved), strict=True):
+        assert (like.shape, like.dtype, like.sharding) == (x.shape, x.dtype, x.sharding)
+    after, _ = step(state, BATCH)
+    for name in ("mean", "var"):
+        np.testing.assert_allclose(moved.params["norm"][name], after.params["norm"][name], rtol=1e-6)
+        assert not np.allclose(moved.params["norm"][name], [0, 1][name == "var"])

@@ -60,7 +60,9 @@ class Loss(Deferred):
     """The loss of a micro-batch, like a JAX scalar.
 
     The three-call loop runs the program of `train_batch`, at `step()`. A loss read after `step()` is free; a loss
-    read before it costs an extra forward pass. Arithmetic returns an array, which `engine.backward` does not take.
+    read before it costs an extra forward pass, from the model's state at the beginning of the step: if a training loss
+    depends on state that the step's earlier micro-batches move, it differs from the loss after `step()`. (BatchNorm's
+    does not.) Arithmetic returns an array, which `engine.backward` does not take.
     """
 
     def item(self) -> float:
