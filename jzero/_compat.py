@@ -69,6 +69,33 @@ def exit_code_of_uncaught() -> int:
     return 0 if kind is None else 130 if issubclass(kind, KeyboardInterrupt) else 1
 
 
+def inner_jaxprs(eqn: Any) -> list[Any]:
+    """List the jaxprs that an operation runs: the body of a scan, the branches of a condition, ...
+
+    `jax.extend` promises no compatibility; there is no other way to read a traced program (jax 0.10 and 0.11).
+    """
+    from jax.extend.core import jaxprs_in_params
+
+    return list(jaxprs_in_params(eqn.params))
+
+
+def is_constant(x: Any) -> bool:
+    """Return whether an operand in a jaxpr is a number written in it, not a variable."""
+    from jax.extend.core import Literal
+
+    return isinstance(x, Literal)
+
+
+def without_dead_code(traced: Any) -> Any:
+    """Return the jaxpr of a traced function without what its outputs do not need, also inside jit, scan and checkpoint.
+
+    XLA removes the same. `jax.interpreters.partial_eval.dce_jaxpr` is not a documented API (jax 0.10 and 0.11).
+    """
+    from jax.interpreters import partial_eval
+
+    return partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))[0]
+
+
 def needed_part(traced: Any) -> tuple[Callable[[list[Any]], list[Any]], list[bool]]:
     """Remove from a traced function everything that its outputs do not need, also inside jit, scan and checkpoint.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jzero import micro_batches, zero
+from jzero.auto_cast import cast_arrays, inputs_of_products, wide_arrays
 from jzero.config import Config
 from jzero.errors import ConfigError
 from jzero.loss import LOSS, Mean, Sums, counter, means, nonzero, pack, read_loss, read_sums
@@ -185,7 +186,8 @@ class ManualRegion:
           scale: the loss scale.
         """
         weights = self.prepare(masters, extra)
-        batch, key = self.split(batch), self.replica_key(rng)
+        key = self.replica_key(rng)
+        batch = self.split(batch, extra, key)
         cotangent = scale / self.total_count(weights, batch, key)
         if self.config.gradient_allreduce_op == "sum":
             cotangent *= replicas(self.mesh)
@@ -215,7 +217,7 @@ class ManualRegion:
 
     def evaluate(self, masters: PyTree, batch: PyTree, extra: PyTree) -> Sums:
         """Compute the loss and metrics of the global batch without dropout (rng None)."""
-        losses = self.passes.losses(self.prepare(masters, extra), self.split(batch), None)
+        losses = self.passes.losses(self.prepare(masters, extra), self.split(batch, extra, None), None)
         return means(self.all_reduce(_total(losses)))
 
     def predict(self, masters: PyTree, batch: PyTree, extra: PyTree, rng: Any = None, index: Any = 0) -> PyTree:
@@ -225,7 +227,7 @@ class ManualRegion:
           rng: the step's key, for the dropout of its micro-batch `index` (and those after it); None: no dropout.
         """
         key = None if rng is None else self.replica_key(rng)
-        results = self.passes.losses(self.prepare(masters, extra), self.split(batch), key, index)
+        results = self.passes.losses(self.prepare(masters, extra), self.split(batch, extra, key), key, index)
         for name, x in named(results).items():
             if x.shape[1:2] != (self.micro,):
                 raise ConfigError(
@@ -236,7 +238,8 @@ class ManualRegion:
 
     def micro_loss(self, masters: PyTree, batch: PyTree, extra: PyTree, rng: jax.Array, index: jax.Array) -> jax.Array:
         """Compute the loss that `gradients` would report for this micro-batch."""
-        losses = self.passes.losses(self.prepare(masters, extra), self.split(batch), self.replica_key(rng), index)
+        key = self.replica_key(rng)
+        losses = self.passes.losses(self.prepare(masters, extra), self.split(batch, extra, key), key, index)
         return means(self.all_reduce(_total(losses)))[LOSS]
 
     def prepare(self, masters: PyTree, extra: PyTree) -> Weights:
@@ -260,11 +263,17 @@ class ManualRegion:
         agree = view.per_layer(partial(zero.agree_on_state, mesh=self.mesh))
         return view.merge(_map(agree, view.layouts, state))
 
-    def split(self, batch: PyTree) -> PyTree:
-        """Split the batch into micro-batches; with `fp16.auto_cast`, cast its floats."""
-        if self.config.fp16.enabled and self.config.fp16.auto_cast:
-            batch = cast(batch, self.precision.compute)
-        return micro_batches.split(batch, self.micro)
+    def split(self, batch: PyTree, extra: PyTree, key: jax.Array | None) -> PyTree:
+        """Split the batch into micro-batches, and cast the arrays that `auto_cast` decides on."""
+        batch = micro_batches.split(batch, self.micro)
+        auto_cast, dtype = self.precision.auto_cast, self.precision.compute
+        names: Collection[str] = ()
+        if auto_cast == "auto":
+            first = Inputs(jax.tree.map(lambda x: x[0], batch), extra)
+            names = inputs_of_products(self.model, self.weights, first, key, dtype)
+        elif auto_cast:
+            names = wide_arrays(batch, dtype)
+        return cast_arrays(batch, names, dtype)
 
     def replica_key(self, rng: jax.Array) -> jax.Array:
         """Derive a key for every replica, so that their dropout masks differ."""

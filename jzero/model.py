@@ -8,8 +8,8 @@ A model is anything with
 A scalar loss is averaged over micro-batches and replicas. With `jzero.Mean(sum, count)` the loss of the global batch is
 the sum of sums divided by the sum of counts, for any micro-batch size; a count that depends on the parameters costs one
 more forward pass. With `has_aux = True` on the model, `loss` returns (loss, {name: metric}); a metric, too, is a scalar
-or a `Mean`. Parameters arrive in the compute dtype, the batch unchanged: cast its floats for half precision
-(`x.astype(self.kernel.dtype)`), or set `fp16.auto_cast`.
+or a `Mean`. Parameters arrive in the compute dtype; the floats of the batch unchanged, or cast as `auto_cast` in the
+config decides. For half precision cast those that are left: `x.astype(self.kernel.dtype)`.
 
 These functions are traced several times and must be pure: do not keep an array from one call for the next.
 

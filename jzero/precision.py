@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ class Precision:
       optimizer_state: moments.
       check_overflow: whether a step with a non-finite gradient is skipped.
       scaler: the loss scaler's settings; scale 1 unless fp16.
+      auto_cast: whether the floats of a batch are cast to `compute`: all, none, or "auto", see `jzero.auto_cast`.
     """
 
     compute: Any = _FLOAT32
@@ -37,6 +38,7 @@ class Precision:
     optimizer_state: Any = _FLOAT32
     check_overflow: bool = True
     scaler: Scaler = field(default_factory=Scaler)
+    auto_cast: bool | Literal["auto"] = False
 
     @classmethod
     def from_config(cls, config: Any) -> Precision:
@@ -53,6 +55,7 @@ class Precision:
             optimizer_state=compute if bf16 and bf16.bf16_optimizer_states else _FLOAT32,
             check_overflow=bool(bf16.check_grad_overflow) if bf16 else True,
             scaler=_scaler(fp16) if fp16 else Scaler(),
+            auto_cast=fp16.auto_cast if fp16 else bf16.auto_cast if bf16 else False,
         )
 
 

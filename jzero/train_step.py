@@ -35,7 +35,7 @@ from jzero.setup import resolve
 from jzero.sharding import is_state, trainable
 from jzero.state import States, TrainState, check_alive
 from jzero.tree import PyTree, combine, partition
-from jzero.update import Metrics, learning_rate, update, why_no_rate
+from jzero.update import SCOPE, Metrics, learning_rate, update, why_no_rate
 
 
 class Details(NamedTuple):
@@ -87,6 +87,7 @@ class TrainStep:
         self.batch_sizes, self.precision, self.layouts = setup.batch_sizes, setup.precision, setup.layouts
         self.replicas = replicas(self.mesh)
         self.rate: float | None = None  # by set_lr
+        self._seen: tuple[PyTree, PyTree] | None = None  # the shapes of the first step's batch and extra
         self._guard = Guard(self.mesh, self.config, self.layouts)
         self._states = states = States(setup)
         self.state_shapes, self.state_specs, self.state_shardings = states.shapes, states.specs, states.shardings
@@ -180,7 +181,8 @@ class TrainStep:
         ) -> tuple[TrainState, Metrics, Details]:
             rng = jax.random.fold_in(state.rng, state.step)
             result = gradients(state.params, batch, extra, rng, state.loss_scale.scale)
-            state, metrics = update(setup, state, result, rate)
+            with jax.named_scope(SCOPE):
+                state, metrics = update(setup, state, result, rate)
             return state, metrics, Details(result.micro_losses, state.loss_scale)
 
         everywhere = NamedSharding(mesh, PartitionSpec())
@@ -212,14 +214,26 @@ class TrainStep:
         specs = (self.state_specs.params, batch_spec(self.mesh), *[PartitionSpec()] * n_rest)
         return jax.shard_map(f, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
 
-    def lower(self, batch_shapes: PyTree, extra: PyTree = None) -> jax.stages.Lowered:
-        """Lower the step for the mesh's devices, which you need not have.
+    def trace(self, batch_shapes: PyTree, extra: PyTree = None) -> jax.stages.Traced:
+        """Trace the step; `jzero.planner.products` counts the matrix products in it.
 
         Args:
           batch_shapes, extra: a global batch and what goes beside it, as ShapeDtypeStructs or as they are.
         """
         self._check_batch(batch_shapes, self.batch_sizes.train)
-        return self._step.lower(self.state_shapes, *jax.eval_shape(lambda *x: x, batch_shapes, extra), None)
+        return self._step.trace(self.state_shapes, *jax.eval_shape(lambda *x: x, batch_shapes, extra), None)
+
+    @property
+    def traced(self) -> jax.stages.Traced | None:
+        """The trace of the first step that ran; None before it."""
+        if self._seen is None:
+            return None
+        state = jax.tree.map(_shape, self.state_shapes, self.state_shardings)
+        return self._step.trace(state, *self._seen, None)
+
+    def lower(self, batch_shapes: PyTree, extra: PyTree = None) -> jax.stages.Lowered:
+        """Lower the step for the mesh's devices, which you need not have; the arguments are those of `trace`."""
+        return self.trace(batch_shapes, extra).lower()
 
     # ------------------------------------------------------------------ calls
 
@@ -265,6 +279,7 @@ class TrainStep:
     def _run(
         self, state: TrainState, batch: PyTree, extra: PyTree, steady: bool
     ) -> tuple[TrainState, Metrics, Details]:
+        self._seen = self._seen or jax.tree.map(_shape, (batch, extra))
         with heartbeat.work(steady) as finished_when:
             done = self._step(state, batch, extra, None if self.rate is None else np.float32(self.rate))
             finished_when(done[1]["loss"])
@@ -373,3 +388,9 @@ class TrainStep:
         why = f"train_batch_size {b.train} = micro-batch {b.micro} x accumulation {b.accum} x {self.replicas} replicas"
         here = rows if jax.process_count() == 1 else len(rows_of_this_process(self.batch_sharding, rows))
         check_batch(batch, rows, here, why, multiples)
+
+
+def _shape(x: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    """Return all that JAX knows an array by when it looks up a trace."""
+    weak = getattr(x, "weak_type", False)  # keys have no such attribute
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding, weak_type=weak)

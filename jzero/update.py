@@ -24,6 +24,7 @@ from jzero.state import TrainState
 from jzero.tree import combine, partition
 
 Metrics = dict[str, jax.Array]
+SCOPE = "jzero_update"  # around the update's operations in the train step
 
 
 def update(

@@ -143,7 +143,7 @@ def test_defaults():
     }  # fmt: skip
     assert config.bf16.model_dump() == {
         "enabled": False, "check_grad_overflow": True, "bf16_master_weights_and_grads": False,
-        "bf16_optimizer_states": False,
+        "bf16_optimizer_states": False, "auto_cast": "auto",
     }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ config
 distributed
 checkpoint
 mesh replicas precision loss loss_scale
-zero sharding remat stack micro_batches gradients
+zero sharding remat stack micro_batches auto_cast gradients
 pipeline adapters
 state batch update setup eval_step train_step
 data planner

@@ -87,12 +87,17 @@ class FP16Config(Section):
 
 
 class BF16Config(Section):
-    """bfloat16 compute."""
+    """bfloat16 compute.
+
+    `auto_cast` casts the floating-point arrays of the batch to bfloat16: all (true), none (false), or "auto": those
+    that the model only multiplies with its bfloat16 weights, so that targets, masks and time steps keep their digits.
+    """
 
     enabled: Flag = False
     check_grad_overflow: Flag = True
     bf16_master_weights_and_grads: Flag = False
     bf16_optimizer_states: Flag = False
+    auto_cast: Annotated[bool | Literal["auto"], PlainValidator(kinds.FLAG_OR_AUTO)] = "auto"
 
 
 class ZeroConfig(Section):
@@ -146,7 +151,7 @@ class PipelineConfig(Section):
 class StackConfig(Section):
     """How the layer stack runs: unrolled, as a scan, or "auto"."""
 
-    unroll: Annotated[bool | Literal["auto"], PlainValidator(kinds.UNROLL)] = "auto"
+    unroll: Annotated[bool | Literal["auto"], PlainValidator(kinds.FLAG_OR_AUTO)] = "auto"
 
 
 class CheckpointConfig(Section):

@@ -23,6 +23,7 @@ from jzero.engine.criterion import Outside, check_criterion
 from jzero.engine.deferred_loss import Loss, Outputs
 from jzero.engine.newest import resume_from, warn, warn_if_not_resumed
 from jzero.engine.restore import Selection
+from jzero.engine.run_report import half_precision
 from jzero.engine.stop import save_and_exit
 from jzero.engine.take import take
 from jzero.engine.views import Views
@@ -210,6 +211,8 @@ class Engine(Views):
         self.global_samples += micro_batches * self.step_fn.micro_size
         if before is not None:  # waits for the previous step only; the device works on the new one meanwhile
             check_stuck(before.loss_scale, self.step_fn.trainable_names)
+        elif jax.process_index() == 0 and (remarks := half_precision(self.step_fn)):
+            print("\n".join(remarks), flush=True)
         every, last = self.config.steps_per_print, self._home is not None and preemption.reached()
         # The script never gets the last step's loss, because this call does not return.
         if jax.process_index() == 0 and (last or (every and self.global_steps % every == 0)):

@@ -15,15 +15,20 @@ from jzero import optimizers
 from jzero.distributed.gpu_faults import loaded_nccl
 from jzero.errors import shorten, some_of
 from jzero.mesh import AXES, PIPE, ZERO
+from jzero.planner.products import products
 from jzero.planner.state_bytes import gradient_dtype, state_bytes, sums_gradients
 from jzero.zero import ParamLayout
 
 WIDTH = 100
 MAX_ROWS = 12  # of the layout table
+HALF = "Half precision"
 
 
 def report(step: Any) -> str:
-    """Report on a `TrainStep`: mesh, batch, layout, bytes, defaults in effect, replaced keys, fallbacks."""
+    """Report on a `TrainStep`: mesh, batch, layout, bytes, defaults in effect, replaced keys, fallbacks.
+
+    After its first step, which shows what a batch looks like, also products in float32 under bf16 or fp16.
+    """
     sections = (
         ("jzero run report", _head(step)),
         ("Layout", _layout(step)),
@@ -32,8 +37,15 @@ def report(step: Any) -> str:
         ("In effect", _bullets(_effective(step))),
         ("Replaced keys", _bullets(f"{r.key} = {_value(r.value)}: {r.by}" for r in step.config.replaced)),
         ("Fallbacks", _bullets(_fallbacks(step))),
+        (HALF, _bullets(_half_precision(step))),
     )
     return "\n\n".join("\n".join([title, *lines]) for title, lines in sections if lines)
+
+
+def half_precision(step: Any) -> list[str]:
+    """Return the section of the report that only a step shows, as lines; [] if there is nothing to say."""
+    lines = _bullets(_half_precision(step))
+    return [HALF, *lines] if lines else []
 
 
 # ---------------------------------------------------------------- text
@@ -259,4 +271,23 @@ def _fallbacks(step: Any) -> list[str]:
         lines.append("activation_checkpoint_interval: without a pipeline every layer is a checkpoint of its own")
     if checkpointing and checkpointing.kind != "none" and not facts.layers and stages == 1:
         lines.append("activation_checkpointing: the model has no layer stack, so it is one checkpoint as a whole")
+    return lines
+
+
+def _half_precision(step: Any) -> list[str]:
+    """List what is not in half precision in the first step that ran, and which arrays of its batch were cast."""
+    if step.precision.compute.itemsize > 2 or step.traced is None:
+        return []
+    found, lines = products(step.traced), []
+    name = step.config.precision
+    if found.cast:
+        arrays = ", ".join(array or "the batch" for array in found.cast)
+        lines.append(f"cast to {step.precision.compute} ({name}.auto_cast): {arrays}")
+    if found.float32:
+        where = [f"{count} in {line}, {share:.0%}" for line, (count, share) in found.float32_by_line.items()]
+        lines.append(
+            f"{found.float32} of {found.count} matrix products ({found.float32_share:.0%} of the FLOPs) run in float32 "
+            f"under {name}, since an operand is float32: {some_of(where, 6)}. Where this is not on purpose, cast the "
+            "operand to the dtype of the weights"
+        )
     return lines

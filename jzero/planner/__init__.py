@@ -3,5 +3,9 @@
 from jzero.planner.gpus import GPUS, gpu, gpu_devices
 from jzero.planner.ledger import Collective, Ledger, collectives
 from jzero.planner.memory import Memory, memory
+from jzero.planner.products import Product, Products, products
 
-__all__ = ["GPUS", "Collective", "Ledger", "Memory", "collectives", "gpu", "gpu_devices", "memory"]
+__all__ = [
+    "GPUS", "Collective", "Ledger", "Memory", "Product", "Products", "collectives", "gpu", "gpu_devices", "memory",
+    "products",
+]  # fmt: skip
