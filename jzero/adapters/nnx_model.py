@@ -126,11 +126,14 @@ class Apply:
         random = [_random(base, i, x) for i, x in enumerate(self.random)]
         graph = self.evaluation if rng is None else self.graph
         module = nnx.merge(graph, variables, jax.tree.unflatten(self.random_tree, random), self._merged_constants())
-        if rng is not None and self.sync_batch_norm:
-            for _, layer in nnx.iter_modules(module):
-                if isinstance(layer, nnx.BatchNorm) and replica_axes():
-                    layer.axis_name = replica_axes()  # type: ignore[assignment]
-                    object.__setattr__(layer, "__class__", _without_mask(type(layer)))  # nnx's would record it
+        for _, layer in nnx.iter_modules(module):
+            if not isinstance(layer, nnx.BatchNorm):
+                continue
+            if layer.dtype is None:
+                layer.promote_dtype = partial(_promote_without_statistics, layer.promote_dtype)  # type: ignore[assignment]
+            if rng is not None and self.sync_batch_norm and replica_axes():
+                layer.axis_name = replica_axes()  # type: ignore[assignment]
+                object.__setattr__(layer, "__class__", _without_mask(type(layer)))  # nnx's would record it
         return module
 
     def with_new_state(self, module: Any, result: Any) -> Any:
@@ -171,6 +174,16 @@ def _without_mask(kind: type) -> type:
     if issubclass(kind, _Unmasked):
         return kind
     return _Unmasked if kind is nnx.BatchNorm else type(kind.__name__, (kind, _Unmasked), {})
+
+
+def _promote_without_statistics(promote: Callable, arrays: tuple, **options: Any) -> tuple:
+    """Promote the input of a BatchNorm with its scale and bias, as in Linen.
+
+    The running statistics are float32 in half precision too. NNX promotes the input with them, and so all that follows.
+    """
+    x, mean, var, scale, bias = arrays
+    x, scale, bias = promote((x, scale, bias), **options)
+    return x, mean, var, scale, bias
 
 
 def _graphs(module: nnx.Module) -> tuple[Any, Any]:
