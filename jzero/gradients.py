@@ -18,7 +18,7 @@ from jzero.config import Config
 from jzero.errors import ConfigError
 from jzero.loss import LOSS, Mean, Sums, counter, means, nonzero, pack, read_loss, read_sums
 from jzero.mesh import BATCH_AXES, present, replicas
-from jzero.model import ENDS, STACK, Inputs, Model, StackModel, fold, replace_state, uniform
+from jzero.model import ENDS, STACK, Inputs, Model, StackModel, fold, replace_state, suffix_key, uniform
 from jzero.precision import Precision, cast
 from jzero.remat import Remat, checkpointed
 from jzero.sharding import is_state, stack_length
@@ -153,7 +153,7 @@ def _stack_loss(model: StackModel, layouts: PyTree, view: StackView, remat: Rema
         ends = fetch(layouts[ENDS], (diff[ENDS], nondiff[ENDS]), precision)
         x, first = prefix(ends, batch, fold(key, 0))
         x, stack = run_stack(layer, layers, x, key)
-        value, last = suffix(replace_state(ends, first), x, batch, fold(key, stack_length(layouts) + 1))
+        value, last = suffix(replace_state(ends, first), x, batch, suffix_key(model, key, stack_length(layouts)))
         return value, {ENDS: replace_state(first, last), STACK: stack}
 
     return loss

@@ -93,6 +93,11 @@ def fold(rng: jax.Array | None, index: int | jax.Array) -> jax.Array | None:
     return None if rng is None else jax.random.fold_in(rng, index)
 
 
+def suffix_key(model: Any, rng: jax.Array | None, layers: int) -> jax.Array | None:
+    """Derive the suffix's key: its own, or, with `one_key`, the prefix's, as the two run the same module."""
+    return fold(rng, 0 if getattr(model, "one_key", False) else layers + 1)
+
+
 class Inputs(NamedTuple):
     """A micro-batch, and what the caller passed to the step beside the batch (None: nothing)."""
 
@@ -148,7 +153,7 @@ def stack_loss(model: StackModel, params: Any, batch: Any, rng: jax.Array | None
         return block(weights, x, fold(rng, index + 1))
 
     x, stack = jax.lax.scan(layer, x, (jnp.arange(layers), params[STACK]))
-    result, last = suffix(replace_state(params[ENDS], first), x, batch, fold(rng, layers + 1))
+    result, last = suffix(replace_state(params[ENDS], first), x, batch, suffix_key(model, rng, layers))
     new = {ENDS: replace_state(first, last), STACK: stack}
     return (result, new) if getattr(model, "state", ()) else result
 

@@ -10,7 +10,9 @@ from flax import linen, nnx
 
 from jzero.adapters.criterion import CriterionModel, inputs_and_labels
 from jzero.adapters.linen_model import LinenModel
+from jzero.adapters.nnx_layers import NNXLayers
 from jzero.adapters.nnx_model import NNXModel, NNXStackModel, abstract_module, builder
+from jzero.adapters.stacked_model import MethodsModel, StackedModel
 from jzero.adapters.torch_habits import check_no_torch_module
 from jzero.errors import ConfigError, in_a_line
 from jzero.model import Model
@@ -21,6 +23,7 @@ def from_flax(
     loss_fn: Callable | None = None,
     *,
     criterion: Callable | None = None,
+    stack: str | None = None,
     has_aux: bool = False,
     sync_batch_norm: bool = True,
     example_batch: Any = None,
@@ -44,6 +47,10 @@ def from_flax(
         were stacked by `nnx.vmap`; `stack(x)` is one layer) and `suffix(x, batch) -> loss`.
       criterion: instead of loss_fn: `criterion(outputs, labels)` -> what loss_fn returns. Then batches are
         (inputs, labels), and the outputs are `module(inputs)`, or what a layer stack's `suffix(x, inputs)` returns.
+      stack: the path of equal layers in the module: "layers" or "encoder.layers". They become a layer stack, which
+        ZeRO-3 gathers layer by layer and a pipeline cuts into stages. For NNX an nnx.List, an nnx.Sequential, numbered
+        attributes, or a module that nnx.vmap stacked. What comes before and after the layers is found by running the
+        loss without them; if that fails, the error shows the methods to write.
       has_aux: the loss function (or `suffix`, or the criterion) returns (loss, {name: metric}), each metric a scalar or
         a `Mean`.
       sync_batch_norm: BatchNorm normalises a training batch by the statistics of all replicas' micro-batches together,
@@ -67,21 +74,30 @@ def from_flax(
         if loss_fn is not None:
             raise ConfigError("from_flax: loss_fn and criterion are both given: leave one of them out")
         example = None if example_batch is None else inputs_and_labels(example_batch)[0]
-        net = from_flax(module, _outputs, sync_batch_norm=sync_batch_norm, example_batch=example)
+        net = from_flax(module, _outputs, stack=stack, sync_batch_norm=sync_batch_norm, example_batch=example)
         return CriterionModel(net, criterion, has_aux)
     if isinstance(module, linen.Module):
         if loss_fn is None or example_batch is None:
             raise ConfigError("from_flax: a Linen module needs loss_fn(module, batch) or criterion, and example_batch")
+        if stack is not None:
+            raise ConfigError(
+                f"from_flax: stack = {stack!r} is for NNX modules; give a Linen model prefix, block and suffix, see "
+                "jzero/model.py"
+            )
         return _linen_model(module, loss_fn, example_batch, has_aux, sync_batch_norm, example_extra)
     if not callable(module) and not isinstance(module, nnx.Module):
         raise ConfigError(f"from_flax: {module!r} is neither an nnx or Linen module nor a function rngs -> nnx.Module")
     if isinstance(module, nnx.Module):
         built = nnx.clone(module)
         built.train()  # it may have been evaluated before
-        model = from_flax(lambda rngs: nnx.clone(built), loss_fn, has_aux=has_aux, sync_batch_norm=sync_batch_norm)
+        model = from_flax(
+            lambda rngs: nnx.clone(built), loss_fn, stack=stack, has_aux=has_aux, sync_batch_norm=sync_batch_norm
+        )
         model.values = model.adopt(module)  # type: ignore[attr-defined]
         return model
     build = builder(module)
+    if stack is not None:
+        return _nnx_with_stack(build, stack, loss_fn, has_aux, sync_batch_norm)
     abstract = abstract_module(build)
     if all(hasattr(abstract, name) for name in ("prefix", "stack", "suffix")):
         if loss_fn not in (None, _outputs):
@@ -104,6 +120,18 @@ def _linen_model(module: linen.Module, loss_fn: Callable, example_batch: Any, *s
                 "will get as extra, or its shapes"
             ) from error
         raise
+
+
+def _nnx_with_stack(build: Any, stack: str, loss_fn: Callable | None, has_aux: bool, sync_batch_norm: bool) -> Model:
+    """Make a model whose layers lie at the path `stack`."""
+    layers = NNXLayers(build, stack)
+    methods = all(hasattr(layers.abstract, name) for name in ("prefix", "suffix"))
+    if loss_fn is None and not methods:
+        raise ConfigError(layers.advice("there is no loss_fn"))
+    if methods and loss_fn not in (None, _outputs):
+        raise ConfigError("from_flax: a module with prefix and suffix has its loss in suffix; drop loss_fn")
+    plain = NNXModel(layers.build, layers.abstract, _with_rng(loss_fn or _outputs), has_aux, sync_batch_norm)
+    return (MethodsModel if methods else StackedModel)(plain, layers)
 
 
 def _outputs(module: Any, inputs: Any) -> Any:

@@ -24,7 +24,7 @@ from jzero.errors import ConfigError
 from jzero.gradients import Facts, Passes, Weights
 from jzero.loss import Sums, read_loss, read_sums
 from jzero.mesh import PIPE
-from jzero.model import ENDS, STACK, StackModel, fold, replace_state, uniform
+from jzero.model import ENDS, STACK, StackModel, fold, replace_state, suffix_key, uniform
 from jzero.pipeline import vocab_parallel
 from jzero.pipeline.chunk_placement import from_chunks, to_chunks
 from jzero.pipeline.executor import Functions, Run, Stages
@@ -143,7 +143,7 @@ def _stack_stages(model: StackModel, config: Config, mesh: Mesh, layouts: PyTree
 
     def suffix(ends: PyTree, x: Any, part: PyTree, key: Any) -> Any:
         with vocab_parallel.parallel(*vocabulary):
-            return last(ends, x, part, fold(key, length + 1))
+            return last(ends, x, part, suffix_key(model, key, length))
 
     def fetch_layers(pairs: Any) -> list[Any]:
         return [fetch(layouts[STACK], pair, precision) for pair in pairs]
