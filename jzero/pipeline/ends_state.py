@@ -1,4 +1,4 @@
-"""Checks that the state of prefix and suffix moves in a pipeline as it does in sequence.
+"""The state of prefix and suffix, which must move in a pipeline as it does in sequence.
 
 In sequence a micro-batch runs its prefix, the stack and its suffix before the next one begins. In a pipeline the
 prefixes of the next micro-batches run before the suffix, and a prefix runs once more for its backward pass, when its
@@ -7,7 +7,7 @@ state has moved on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,17 +19,20 @@ from jzero.sharding import is_state
 from jzero.tree import PyTree, partition
 
 
-def check_ends_state(prefix: Callable, suffix: Callable, ends: PyTree, x: PyTree, layouts: PyTree) -> None:
-    """Raise a ConfigError if the order of a pipeline would change the state of prefix and suffix, or the gradients.
+def needs_former(prefix: Callable, suffix: Callable, ends: PyTree, x: PyTree, layouts: PyTree) -> bool:
+    """Return whether the prefix's output depends on its state, so that its backward pass needs the former state.
 
     Args:
       prefix, suffix: ends -> (x, new state), and (ends, x) -> (result, new state).
       ends, x: the shapes of the whole weights of both, and of the prefix's output.
       layouts: of the ends.
+
+    Raises:
+      ConfigError: prefix and suffix share state, which would move in another order than in sequence.
     """
     state, _ = partition(ends, is_state(layouts))
     if not jax.tree.leaves(state):
-        return
+        return False
 
     def output(state: Any, ends: Any) -> Any:
         return prefix(replace_state(ends, state))[0], {}
@@ -40,18 +43,11 @@ def check_ends_state(prefix: Callable, suffix: Callable, ends: PyTree, x: PyTree
     def last(state: Any, ends: Any, x: Any) -> Any:
         return suffix(replace_state(ends, state), x)
 
-    if read := touched(output, state, ends)[1]:
-        raise ConfigError(
-            f"pipeline: the output of the prefix depends on the state ({_names(read)}) in training, which moves on "
-            "before the prefix's backward pass: move these layers into the stack, or train without a pipeline"
-        )
     (by_first, of_first), (by_last, of_last) = touched(first, state, ends), touched(last, state, ends, x)
     if shared := by_first & (by_last | of_last) | by_last & of_first:
+        names = some_of(f"{ENDS}/{name}" for name in sorted(shared))
         raise ConfigError(
-            f"pipeline: prefix and suffix share the state {_names(shared)}, and one of them replaces it, but the next "
+            f"pipeline: prefix and suffix share the state {names}, and one of them replaces it, but the next "
             "micro-batch's prefix runs before the suffix: give each its own, or train without a pipeline"
         )
-
-
-def _names(leaves: Iterable[str]) -> str:
-    return some_of(f"{ENDS}/{name}" for name in sorted(leaves))
+    return bool(touched(output, state, ends)[1])

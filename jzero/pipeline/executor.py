@@ -26,13 +26,14 @@ from jzero.loss import Mean, Sums
 from jzero.mesh import PIPE
 from jzero.model import ENDS, STACK, Inputs, fold, replace_state
 from jzero.pipeline import slots
-from jzero.pipeline.ends_state import check_ends_state
+from jzero.pipeline.ends_state import needs_former
 from jzero.pipeline.layer_switch import kind_of
 from jzero.pipeline.program import Program, Runs, count
 from jzero.pipeline.split_backward import Chunk, split_floats
 from jzero.precision import Precision
+from jzero.sharding import is_state
 from jzero.stack import StackView, fetch
-from jzero.tree import PyTree, combine, leading_dim
+from jzero.tree import PyTree, combine, leading_dim, partition
 from jzero.zero import ParamLayout, keep_state
 
 Columns = dict[str, jax.Array]  # this stage's numbers by name, see `program.Program.columns`
@@ -75,6 +76,7 @@ class Carry(NamedTuple):
       rest: operands of the weights' gradient between D and W, [slots, ...] each.
       gradients: summed so far.
       state: the model's, None in the place of parameters.
+      former: the ends' state before every micro-batch, [M, ...] each, if the prefix's output depends on it.
       seen: the loss and metrics of every micro-batch, [M, 2] each.
     """
 
@@ -86,6 +88,7 @@ class Carry(NamedTuple):
     rest: Any
     gradients: Any
     state: Any
+    former: Any
     seen: Sums
 
 
@@ -114,7 +117,7 @@ class Run:
         if cotangent is not None:
             whole = jax.eval_shape(self.ends, self.diff[ENDS], self.state[ENDS])
             first, last = (lambda ends: self.prefix(ends, part, key)), lambda ends, x: self.suffix(ends, x, part, key)
-            check_ends_state(first, last, whole, self.x, stages.view.layouts[ENDS])
+            self.keeps_former = needs_former(first, last, whole, self.x, stages.view.layouts[ENDS])
             self.chunk = Chunk(self.layers, pair, state, self.x, context, split=program.rest > 0)
 
     def result(self) -> tuple[PyTree, Sums, PyTree]:
@@ -133,13 +136,14 @@ class Run:
         seen = jax.tree.map(lambda s: jnp.zeros((leading_dim(self.batch), *s.shape), s.dtype), self.sums)
         floats = split_floats(x)[0]
         if self.cotangent is None:
-            return Carry(x, x, None, None, None, None, None, self.state, seen)
+            return Carry(x, x, None, None, None, None, None, self.state, None, seen)
         accum = self.stages.precision.accum
         stash = slots.buffer(self.program.stash, self.chunk.stashed_shapes)
         stash += [] if self.program.turns else [slots.buffer(self.program.stash, x)]
         rest = slots.buffer(self.program.rest, self.chunk.rest_shapes)
         gradients = jax.tree.map(lambda w: jnp.zeros(w.shape, accum), self.diff)
-        return Carry(x, x, floats, floats, stash, rest, gradients, self.state, seen)
+        former = slots.buffer(leading_dim(self.batch), self.state[ENDS]) if self.keeps_former else None
+        return Carry(x, x, floats, floats, stash, rest, gradients, self.state, former, seen)
 
     def execute(self, runs: Runs, carry: Carry, columns: Columns) -> Carry:
         """Run nested runs of ticks, each repeated run as one scan over its rows of the columns."""
@@ -180,6 +184,8 @@ class Run:
             ends, reduce = jax.vjp(lambda diff: self.ends(diff, carry.state[ENDS]), self.diff[ENDS])
 
         if "E" in work:
+            if carry.former is not None:
+                new["former"] = slots.write(carry.former, at["E.micro"], carry.state[ENDS])
             new["entering"], state = self.prefix(ends, *self.micro_batch(at["E.micro"]))
             ends = replace_state(ends, state)
             self.keep(new, ENDS, state)
@@ -209,6 +215,9 @@ class Run:
 
         if "G" in work:
             part, key = self.micro_batch(at["G.micro"])
+            if carry.former is not None:
+                former = self.ends(self.diff[ENDS], slots.read(carry.former, at["G.micro"]))
+                ends = replace_state(ends, partition(former, is_state(self.stages.view.layouts[ENDS]))[0])
             _, pullback = jax.vjp(lambda ends: split_floats(self.prefix(ends, part, key)[0])[0], ends)
             ends_gradients += pullback(self.from_stage(self.is_first, carry.leaving))
 
