@@ -88,6 +88,9 @@ class LinenModel:
             return result
         return result, {name: module.variables[name] for name in self.mutable}
 
+    def decode(self, params: Any, *args: Any) -> Any:
+        return self.module(params).decode(*args)
+
     def _variables(self, rng: jax.Array) -> dict[str, Any]:
         """Initialise all collections, without metadata boxes."""
         init = linen.init(lambda module: self._loss_of_zeros(module, None), self.linen)
