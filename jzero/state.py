@@ -121,7 +121,7 @@ class States:
         if isinstance(params, str | os.PathLike):
             from jzero.checkpoint.orbax_params import read_params  # here, because Orbax takes a second to import
 
-            params = read_params(params, adopt, self.shapes.params, self.shardings.params)
+            params = read_params(params, model, self.shapes.params, self.shardings.params)
         else:
             params = self._fit(self._filled(adopt(params), None if values is None else adopt(values), rng), donate)
         return dataclasses.replace(self._init_around(params, rng), params=params)
