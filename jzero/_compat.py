@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -94,6 +95,24 @@ def without_dead_code(traced: Any) -> Any:
     from jax.interpreters import partial_eval
 
     return partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))[0]
+
+
+@functools.cache
+def allow_float16_products_on_cpu() -> None:
+    """Let CPUs compute products of float16 operands whose sum is float32, such as those of jax.nn's attention.
+
+    JAX refuses to lower them ("The precision 'F16_F16_F32' is not supported by dot_general on CPU"), although XLA
+    computes the same product when it is not asked for by this name (jax 0.10 and 0.11).
+    """
+    from jax import lax
+    from jax._src.lax import lax as internal
+    from jax.interpreters import mlir
+
+    def lower(ctx: Any, *operands: Any, precision: Any, **params: Any) -> Any:
+        precision = None if precision == lax.DotAlgorithmPreset.F16_F16_F32 else precision
+        return internal._dot_general_lower(ctx, *operands, precision=precision, platform="cpu", **params)
+
+    mlir.register_lowering(lax.dot_general_p, lower, platform="cpu")
 
 
 def needed_part(traced: Any) -> tuple[Callable[[list[Any]], list[Any]], list[bool]]:

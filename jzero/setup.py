@@ -8,10 +8,12 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero import optimizers, sharding
+from jzero._compat import allow_float16_products_on_cpu
 from jzero.config import Config
 from jzero.config.sizes import BatchSizes
 from jzero.errors import ConfigError
@@ -92,6 +94,8 @@ def resolve(
     check_against(config, mesh)
     batch_sizes = config.batch(replicas(mesh), former)
     precision = Precision.from_config(config)
+    if float16_on_cpu(precision, mesh):
+        allow_float16_products_on_cpu()
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     layouts = _layouts(model, shapes, config, mesh)
     weights = jax.eval_shape(partial(_cast_weights, layouts, precision), shapes)
@@ -114,6 +118,11 @@ def resolve(
         tx,
         groups, optimizer is not None, passes,
     )  # fmt: skip
+
+
+def float16_on_cpu(precision: Precision, mesh: Mesh) -> bool:
+    """Return whether a model computes in float16 on simulated devices."""
+    return precision.compute == jnp.float16 and mesh.devices.flat[0].platform == "cpu"
 
 
 def _cast_weights(layouts: PyTree, precision: Precision, params: PyTree) -> PyTree:

@@ -17,6 +17,7 @@ from jzero.errors import shorten, some_of
 from jzero.mesh import AXES, PIPE, ZERO
 from jzero.planner.products import products
 from jzero.planner.state_bytes import gradient_dtype, state_bytes, sums_gradients
+from jzero.setup import float16_on_cpu
 from jzero.zero import ParamLayout
 
 WIDTH = 100
@@ -256,6 +257,11 @@ def _fallbacks(step: Any) -> list[str]:
     lines = [f"replicated, {why}: {some_of(leaves, 4)}" for why, leaves in names.items()]
     if step.setup.callers_optimizer and step.config.optimizer:
         lines.append(f"optimizer section ({step.config.optimizer.type}) not used: an optimizer was passed in")
+    if float16_on_cpu(step.precision, step.mesh):
+        lines.append(
+            "fp16 on CPU devices: products that ask for float16 operands and a float32 sum by name (F16_F16_F32, as "
+            "jax.nn.dot_product_attention does) take XLA's default, since JAX has no such products there"
+        )
     facts = step.setup.passes.facts
     if facts.fallback:
         lines.append(facts.fallback)
