@@ -97,7 +97,7 @@ class EvalStep:
         check_alive(state)
         batch = host_arrays(batch)
         rows = _rows(batch)
-        padded = jax.tree.map(partial(_pad, rows=-rows % self._multiple), batch)
+        padded = jax.tree.map(partial(pad_rows, rows=-rows % self._multiple), batch)
         padded = place_batch(padded, self._sharding, rows + -rows % self._multiple)
         extra = place_extra(extra, self.mesh)
         self._guard.check(f"predictions of {rows} rows{'' if dropout is None else ' with dropout'}", (padded, extra))
@@ -106,8 +106,7 @@ class EvalStep:
             results = self._run(state.params, padded, extra, key, np.int32(dropout or 0))
             finished_when(results)
         if numpy:
-            gather = partial(multihost_utils.process_allgather, tiled=True) if self._guard.shared else jax.device_get
-            results = gather(results)
+            results = to_host(results, self._guard.shared)
         return jax.tree.map(lambda x: x[:rows], results) if rows % self._multiple else results
 
     def metrics(self, state: TrainState, batches: Iterable[PyTree], extra: PyTree = None) -> dict[str, float]:
@@ -132,6 +131,11 @@ class EvalStep:
         return {name: float(total / count) if count else float("nan") for name, (total, count) in sums.items()}
 
 
+def to_host(results: PyTree, shared: bool) -> PyTree:
+    """Convert arrays to NumPy arrays with all rows; `shared`: the rows lie on several processes, which all get them."""
+    return multihost_utils.process_allgather(results, tiled=True) if shared else jax.device_get(results)
+
+
 def _rows(batch: PyTree) -> int:
     shapes = {name: jnp.shape(x)[:1] for name, x in named(batch).items()}
     if len(set(shapes.values())) != 1 or () in shapes.values() or (0,) in shapes.values():
@@ -139,7 +143,7 @@ def _rows(batch: PyTree) -> int:
     return next(iter(shapes.values()))[0]
 
 
-def _pad(x: Any, rows: int) -> Any:
+def pad_rows(x: Any, rows: int) -> Any:
     """Append copies of the last row."""
     if not rows:
         return x

@@ -102,7 +102,7 @@ def sequential(
     read = read or partial(read_sums, model)
     stack = isinstance(model, StackModel)
     layers = stack_length(layouts) if stack else 0
-    view = unrolled(layouts) if stack and unrolls(config, layers) else scanned(layouts)
+    view = unrolled(layouts) if stack and unrolls(config, layouts) else scanned(layouts)
     regather = any(layout.rule.gather == "layer" for layout in jax.tree.leaves(layouts))
     remat = Remat.resolve(config, model, regather)
     make_loss: Callable = _stack_loss if stack else _whole_loss

@@ -31,6 +31,21 @@ keeps its dtype. Replicas that compute different floats are averaged.
 A model may have `predicting(fn) -> model`, for `jzero.make_eval_step`: a model whose `loss`, or `suffix`, returns
 predictions [rows, ...], or what `fn` makes of them.
 
+A model generates text (`jzero.generate`) if it has a cache of the tokens that it has seen, and
+
+    make_cache(rows, length, dtype) -> cache            empty: a pytree of arrays [rows, ...] for `length` columns
+    decode(params, tokens, column, padding, cache) -> (logits [rows, vocabulary] of each row's last token, cache)
+
+The first call gets the prompts, tokens [rows, S] from column 0 on; each further one a token of every row, [rows, 1],
+which is in column `column`. `padding` [rows] counts the columns at the left of each row that hold no token; None: there
+are none. With a layer stack the cache is one layer's, and `decode` has three parts:
+
+    decode_prefix(ends, tokens, column, padding) -> x
+    decode_block(layer, x, cache) -> (x, cache)
+    decode_suffix(ends, x) -> logits
+
+A Flax module has these methods without the parameters; `decode_block` is a method `decode(x, cache)` of its `stack`.
+
 A model may have `values`, parameters to start from instead of those of `init`; and `adopt(values) -> params`, which
 converts what a caller passes as `params` (an nnx.State, Linen variables).
 

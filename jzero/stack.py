@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
@@ -72,9 +73,17 @@ def unrolled(layouts: PyTree) -> StackView:
     return StackView({ENDS: layouts[ENDS], STACK: [layouts[STACK]] * length}, split, merge, layer_axis=False)
 
 
-def unrolls(config: Config, length: int) -> bool:
-    """Return whether a stack of `length` layers is unrolled: `stack.unroll`, by default up to `UNROLL_LIMIT` layers."""
-    return length <= UNROLL_LIMIT if config.stack.unroll == "auto" else bool(config.stack.unroll)
+def unrolls(config: Config, layouts: PyTree) -> bool:
+    """Return whether the stack is unrolled: `stack.unroll`; by default up to `UNROLL_LIMIT` layers, mostly trained.
+
+    XLA copies a layer's weights out of the stack. Trained ones are cast to the compute dtype anyway. Unrolled, all
+    copies exist at once, a second copy of frozen weights: 28 GiB instead of 18 for LoRA on Llama 8B.
+    """
+    if config.stack.unroll != "auto":
+        return bool(config.stack.unroll)
+    sizes = [(prod(layout.shape), layout.trainable) for layout in jax.tree.leaves(layouts[STACK])]
+    trained = sum(size for size, trainable in sizes if trainable)
+    return stack_length(layouts) <= UNROLL_LIMIT and 2 * trained >= sum(size for size, _ in sizes)
 
 
 def fetch(layouts: PyTree, pair: tuple[PyTree, PyTree], precision: Precision) -> PyTree:

@@ -55,6 +55,16 @@ def check_alive(state: TrainState | None) -> None:
         )
 
 
+def check_key(rng: Any) -> jax.Array:
+    """Return a random key, also for one of the older kind; raise a ConfigError for anything else."""
+    dtype = getattr(rng, "dtype", None)
+    if dtype == jnp.uint32 and jnp.shape(rng) == (2,):  # jax.random.PRNGKey(0)
+        return jax.random.wrap_key_data(rng)
+    if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or jnp.shape(rng):
+        raise ConfigError(f"rng = {rng!r}: must be one key; write jax.random.key(0)")
+    return rng
+
+
 class States:
     """A factory for the states of a train step.
 
@@ -102,12 +112,7 @@ class States:
 
     def init(self, rng: jax.Array, params: PyTree = None, donate: bool = False) -> TrainState:
         """Make a new state; see `TrainStep.init`."""
-        dtype = getattr(rng, "dtype", None)
-        if dtype == jnp.uint32 and jnp.shape(rng) == (2,):  # a key of the older kind, jax.random.PRNGKey(0)
-            rng = jax.random.wrap_key_data(rng)
-        elif dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or jnp.shape(rng):
-            raise ConfigError(f"rng = {rng!r}: must be one key; write jax.random.key(0)")
-        model = self._setup.model
+        rng, model = check_key(rng), self._setup.model
         values, adopt = getattr(model, "values", None), getattr(model, "adopt", lambda params: params)
         if params is None:
             params, donate = values, False
@@ -116,7 +121,7 @@ class States:
         if isinstance(params, str | os.PathLike):
             from jzero.checkpoint.orbax_params import read_params  # here, because Orbax takes a second to import
 
-            params = read_params(params, adopt, self.shapes.params, self.shardings.params)
+            params = read_params(params, model, self.shapes.params, self.shardings.params)
         else:
             params = self._fit(self._filled(adopt(params), None if values is None else adopt(values), rng), donate)
         return dataclasses.replace(self._init_around(params, rng), params=params)

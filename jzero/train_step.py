@@ -25,6 +25,7 @@ from jzero.distributed.consistency import Guard
 from jzero.distributed.host_collectives import check_same
 from jzero.errors import ConfigError
 from jzero.eval_step import EvalStep
+from jzero.generate import Generator
 from jzero.gradients import ManualRegion, Result
 from jzero.loss import LOSS
 from jzero.loss_scale import LossScale
@@ -74,6 +75,7 @@ class TrainStep:
       setup: the resolved config, see `Setup`; its model, mesh, config, batch_sizes, precision and layouts are here too.
       state_shapes, state_specs, state_shardings: of the `TrainState`; the shardings are for checkpoints.
       batch_sharding: of every leaf of a batch.
+      generate: `step.generate(state, tokens, max_new_tokens)` continues prompts; see `jzero.generate.Generator`.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class TrainStep:
         self.state_shapes, self.state_specs, self.state_shardings = states.shapes, states.specs, states.shardings
         self.batch_sharding = NamedSharding(self.mesh, batch_spec(self.mesh))
         self._make_programs(setup.jit)
+        self.generate = Generator(setup, self._guard)
 
     def __repr__(self) -> str:
         degrees = " x ".join(f"{axis} {n}" for axis, n in self.mesh.shape.items() if n > 1) or "1 device"

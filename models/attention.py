@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 Attend = Literal["auto", "cudnn", "xla"]
 HALF = (jnp.bfloat16, jnp.float16)
@@ -29,6 +30,47 @@ class Carry(NamedTuple):
 
 
 Hidden = jax.Array | Carry
+
+
+class KVCache(NamedTuple):
+    """A layer's keys and values of all columns: of the prompt, and of the tokens that are still to come."""
+
+    k_BTKC: jax.Array
+    v_BTKC: jax.Array
+
+    @classmethod
+    def empty(cls, rows: int, length: int, heads: int, width: int, dtype: jnp.dtype) -> KVCache:
+        return cls(*(jnp.zeros((rows, length, heads, width), dtype) for _ in range(2)))
+
+    def put(self, k_BSKC: jax.Array, v_BSKC: jax.Array, column: int | jax.Array) -> KVCache:
+        """Write keys and values into the columns from `column` on."""
+        new = (x.astype(there.dtype) for x, there in zip((k_BSKC, v_BSKC), self, strict=True))
+        return KVCache(*(lax.dynamic_update_slice_in_dim(t, x, column, 1) for t, x in zip(self, new, strict=True)))
+
+
+class Decoding(NamedTuple):
+    """What blocks pass on in generation: a whole prompt, or one more token of each row."""
+
+    x_BSD: jax.Array
+    column: int | jax.Array  # of the first token
+    padding_B: jax.Array | None = None  # columns at the left of each row that hold no token
+    layer: jax.Array | None = None  # as in Carry
+
+    @property
+    def columns_S(self) -> jax.Array:
+        return self.column + jnp.arange(self.x_BSD.shape[1])
+
+    @property
+    def segments_BS(self) -> jax.Array | None:
+        """Return the prompt's segments: 1 for tokens, 0 for padding."""
+        return None if self.padding_B is None else (self.columns_S >= self.padding_B[:, None]).astype(jnp.int32)
+
+    def visible_B11T(self, T: int, window: int | None = None) -> jax.Array:
+        """Return which columns of a cache one token sees."""
+        near_11T = visible_ST(1, T, window, self.column)[None]
+        if self.padding_B is not None:
+            near_11T = near_11T & (jnp.arange(T) >= self.padding_B[:, None, None])
+        return near_11T[:, None]
 
 
 # ------------------------------------------------------------------------------------------- positions
@@ -205,7 +247,7 @@ def _soft_capped(q_BSHC, k_BTKC, v_BTKC, mask_B1ST, causal, window, scale, softc
     return jnp.einsum("bkgst,btkc->bskgc", weights_BKGST, v_BTKC).reshape(B, S, H, C)
 
 
-def visible_ST(S: int, T: int, window: int | None = None) -> jax.Array:
-    """Return which keys the queries see: the past, or the last `window` tokens of it."""
-    distance_ST = jnp.arange(S)[:, None] - jnp.arange(T)
+def visible_ST(S: int, T: int, window: int | None = None, first: int | jax.Array = 0) -> jax.Array:
+    """Return which keys the queries `first` to `first` + S - 1 see: the past, or the last `window` tokens of it."""
+    distance_ST = first + jnp.arange(S)[:, None] - jnp.arange(T)
     return (distance_ST >= 0) & (distance_ST < (T if window is None else window))

@@ -14,7 +14,7 @@ from flax import nnx
 
 from jzero.errors import ConfigError
 
-from .attention import Attend, Carry, Hidden, attend, same_segment
+from .attention import Attend, Carry, Decoding, Hidden, KVCache, attend, same_segment
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -57,10 +57,27 @@ class Attention(nnx.Module):
         self.out = linear(c.d_model, c.d_model, rngs, 0.02 / (2 * c.num_layers) ** 0.5)
 
     def __call__(self, x_BSD: jax.Array, segments_BS: jax.Array | None) -> jax.Array:
-        c, (B, S, D) = self.config, x_BSD.shape
-        q_BSHC, k_BSHC, v_BSHC = jnp.split(self.qkv(x_BSD).reshape(B, S, -1, c.head_dim), 3, axis=2)
-        o_BSHC = attend(q_BSHC, k_BSHC, v_BSHC, same_segment(segments_BS), choice=c.attention, causal=c.causal)
-        return self.out(o_BSHC.reshape(B, S, D))
+        q_BSHC, k_BSHC, v_BSHC = self.heads(x_BSD)
+        return self.attend(q_BSHC, k_BSHC, v_BSHC, same_segment(segments_BS), causal=self.config.causal)
+
+    def decode(self, x: Decoding, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        """Attend within a prompt, or from one token to all before it; return (y_BSD, the cache with their keys)."""
+        q_BSHC, k_BSHC, v_BSHC = self.heads(x.x_BSD)
+        cache = cache.put(k_BSHC, v_BSHC, x.column)
+        if x.x_BSD.shape[1] > 1:
+            return self.attend(q_BSHC, k_BSHC, v_BSHC, same_segment(x.segments_BS), causal=True), cache
+        return self.attend(q_BSHC, *cache, x.visible_B11T(cache.k_BTKC.shape[1])), cache
+
+    def heads(self, x_BSD: jax.Array) -> list[jax.Array]:
+        """Compute queries, keys and values [B, S, H, C]."""
+        return jnp.split(self.qkv(x_BSD).reshape(*x_BSD.shape[:2], -1, self.config.head_dim), 3, axis=2)
+
+    def attend(
+        self, q_BSHC: jax.Array, k_BTHC: jax.Array, v_BTHC: jax.Array, mask_B1ST: jax.Array | None,
+        causal: bool = False,
+    ) -> jax.Array:  # fmt: skip
+        o_BSHC = attend(q_BSHC, k_BTHC, v_BTHC, mask_B1ST, choice=self.config.attention, causal=causal)
+        return self.out(o_BSHC.reshape(*o_BSHC.shape[:2], -1))
 
 
 class MLP(nnx.Module):
@@ -92,6 +109,12 @@ class Block(nnx.Module):
             x_BSD = self.attention_norm(x_BSD + self.attention(x_BSD, segments_BS))
             x_BSD = self.mlp_norm(x_BSD + self.mlp(x_BSD))
         return x_BSD if segments_BS is None else Carry(x_BSD, segments_BS)
+
+    def decode(self, x: Decoding, cache: KVCache) -> tuple[Decoding, KVCache]:
+        """Run the layer in generation, with norms before attention and feed-forward layer."""
+        y_BSD, cache = self.attention.decode(x._replace(x_BSD=self.attention_norm(x.x_BSD)), cache)
+        x_BSD = x.x_BSD + y_BSD
+        return x._replace(x_BSD=x_BSD + self.mlp(self.mlp_norm(x_BSD))), cache
 
 
 def stacked(config: Any, rngs: nnx.Rngs) -> Block:

@@ -21,7 +21,18 @@ from flax import nnx
 from jzero.loss import Mean
 from jzero.pipeline import vocab_parallel
 
-from .attention import Carry, Hidden, attend, frequencies, kernel_note, rope, same_segment, visible_ST
+from .attention import (
+    Carry,
+    Decoding,
+    Hidden,
+    KVCache,
+    attend,
+    frequencies,
+    kernel_note,
+    rope,
+    same_segment,
+    visible_ST,
+)
 from .decoder_config import DecoderConfig
 from .families import weights_table
 from .lora import linear
@@ -60,37 +71,67 @@ class Attention(nnx.Module):
     def __call__(
         self, x_BSD: jax.Array, segments_BS: jax.Array | None = None, layer: jax.Array | None = None
     ) -> jax.Array:
+        return self.attend_causally(*self.heads(x_BSD, layer), segments_BS, layer)
+
+    def decode(self, x: Decoding, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        """Attend within a prompt, or from one token to all before it; return (y_BSD, the cache with their keys)."""
+        q_BSHC, k_BSKC, v_BSKC = self.heads(x.x_BSD, x.layer, x.columns_S)
+        cache = cache.put(k_BSKC, v_BSKC, x.column)
+        if x.x_BSD.shape[1] > 1:
+            return self.attend_causally(q_BSHC, k_BSKC, v_BSKC, x.segments_BS, x.layer), cache
+        T, window = cache.k_BTKC.shape[1], self.config.window
+        mask_B11T, is_global = x.visible_B11T(T, window), self.is_global(x.layer)
+        if is_global is not None:
+            mask_B11T = jnp.where(is_global, x.visible_B11T(T), mask_B11T)
+        return self.attend(q_BSHC, *cache, mask_B11T), cache
+
+    def heads(
+        self, x_BSD: jax.Array, layer: jax.Array | None, columns_S: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Compute queries [B, S, H, C], keys and values [B, S, K, C]."""
         c = self.config
-        B, S, _ = x_BSD.shape
-        qkv = self.qkv(x_BSD).reshape(B, S, -1, c.head_dim)
+        qkv = self.qkv(x_BSD).reshape(*x_BSD.shape[:2], -1, c.head_dim)
         q_BSHC, k_BSKC, v_BSKC = jnp.split(qkv, [c.num_heads, c.num_heads + c.num_kv_heads], axis=2)
         if c.qk_norm:
             q_BSHC, k_BSKC = self.q_norm(q_BSHC), self.k_norm(k_BSKC)
-        frequency, mask_B1SS, window = self.positions(S, segments_BS, layer)
-        q_BSHC, k_BSKC = rope(q_BSHC, frequency), rope(k_BSKC, frequency)
-        o_BSHC = attend(
-            q_BSHC, k_BSKC, v_BSKC, mask_B1SS,
-            choice=c.attention, causal=True, window=window, softcap=c.attention_softcap,
-            scale=None if c.query_scalar is None else c.query_scalar**-0.5,
-        )  # fmt: skip
-        return self.out(o_BSHC.reshape(B, S, -1))
-
-    def positions(
-        self, S: int, segments_BS: jax.Array | None, layer: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array | None, int | None]:
-        """Return what depends on positions: RoPE's frequencies, a mask [B, 1, S, S] or None, a window or None.
-
-        If only some layers have a window, one program serves all of them, so the layer's index chooses the mask.
-        """
-        c, mask_B1SS = self.config, same_segment(segments_BS)
-        frequency = frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
-        if layer is None or c.window is None or c.global_every is None:
-            return frequency, mask_B1SS, c.window
-        is_global = (layer + 1) % c.global_every == 0
-        if c.local_theta:
+        frequency, is_global = frequencies(c.head_dim, c.rope_theta, c.rope_scaling), self.is_global(layer)
+        if c.local_theta and is_global is not None:
             frequency = jnp.where(is_global, frequency, frequencies(c.head_dim, c.local_theta))
+        return rope(q_BSHC, frequency, columns_S), rope(k_BSKC, frequency, columns_S), v_BSKC
+
+    def attend_causally(
+        self, q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array,
+        segments_BS: jax.Array | None, layer: jax.Array | None,
+    ) -> jax.Array:  # fmt: skip
+        """Attend to the past within the row."""
+        S, c, is_global = q_BSHC.shape[1], self.config, self.is_global(layer)
+        mask_B1SS = same_segment(segments_BS)
+        if is_global is None:
+            return self.attend(q_BSHC, k_BSKC, v_BSKC, mask_B1SS, causal=True, window=c.window)
         near_11SS = (visible_ST(S, S, c.window) | is_global)[None, None]
-        return frequency, near_11SS if mask_B1SS is None else near_11SS & mask_B1SS, None
+        mask_B1SS = near_11SS if mask_B1SS is None else near_11SS & mask_B1SS
+        return self.attend(q_BSHC, k_BSKC, v_BSKC, mask_B1SS, causal=True)
+
+    def is_global(self, layer: jax.Array | None) -> jax.Array | None:
+        """Return whether this layer has no window; None if all layers are alike.
+
+        If only some layers have a window, one program serves all of them, so the layer's index decides.
+        """
+        c = self.config
+        return (
+            None if layer is None or c.window is None or c.global_every is None else (layer + 1) % c.global_every == 0
+        )
+
+    def attend(
+        self, q_BSHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, mask_B1ST: jax.Array | None, **visible: Any
+    ) -> jax.Array:
+        c = self.config
+        scale = None if c.query_scalar is None else c.query_scalar**-0.5
+        o_BSHC = attend(
+            q_BSHC, k_BTKC, v_BTKC, mask_B1ST,
+            choice=c.attention, softcap=c.attention_softcap, scale=scale, **visible,
+        )  # fmt: skip
+        return self.out(o_BSHC.reshape(*o_BSHC.shape[:2], -1))
 
 
 class GatedMLP(nnx.Module):
@@ -122,12 +163,22 @@ class Block(nnx.Module):
         carry = x if isinstance(x, Carry) else Carry(x)
         x_BSD = carry.x_BSD
         y_BSD = self.attention(self.attention_norm(x_BSD), carry.segments_BS, carry.layer)
-        x_BSD = x_BSD + (self.attention_post_norm(y_BSD) if self.post_norms else y_BSD)
-        y_BSD = self.mlp(self.mlp_norm(x_BSD))
-        x_BSD = x_BSD + (self.mlp_post_norm(y_BSD) if self.post_norms else y_BSD)
+        x_BSD = self.feed_forward(x_BSD, y_BSD)
         if not isinstance(x, Carry):
             return x_BSD
         return Carry(x_BSD, carry.segments_BS, None if carry.layer is None else carry.layer + 1)
+
+    def decode(self, x: Decoding, cache: KVCache) -> tuple[Decoding, KVCache]:
+        """Run the layer in generation."""
+        y_BSD, cache = self.attention.decode(x._replace(x_BSD=self.attention_norm(x.x_BSD)), cache)
+        layer = None if x.layer is None else x.layer + 1
+        return x._replace(x_BSD=self.feed_forward(x.x_BSD, y_BSD), layer=layer), cache
+
+    def feed_forward(self, x_BSD: jax.Array, y_BSD: jax.Array) -> jax.Array:
+        """Add attention's output y_BSD to x_BSD, and then the feed-forward layer's."""
+        x_BSD = x_BSD + (self.attention_post_norm(y_BSD) if self.post_norms else y_BSD)
+        y_BSD = self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD + (self.mlp_post_norm(y_BSD) if self.post_norms else y_BSD)
 
 
 class Decoder(nnx.Module):
@@ -152,12 +203,16 @@ class Decoder(nnx.Module):
             self.head = _linear(c, c.d_model, {"lm_head": c.vocab_rows}, rngs)
 
     def prefix(self, batch: dict[str, jax.Array]) -> Hidden:
-        x_BSD = vocab_parallel.embed(self.embed[...], batch["inputs"])
-        if self.config.embed_scale:
-            x_BSD = x_BSD * jnp.asarray(self.config.d_model**0.5, x_BSD.dtype)
-        layer = jnp.int32(0) if self.config.global_every else None
-        segments_BS = batch.get("segments")
+        x_BSD, layer, segments_BS = self.embedded(batch["inputs"]), self.first_layer, batch.get("segments")
         return x_BSD if segments_BS is None and layer is None else Carry(x_BSD, segments_BS, layer)
+
+    def embedded(self, tokens_BS: jax.Array) -> jax.Array:
+        x_BSD = vocab_parallel.embed(self.embed[...], tokens_BS)
+        return x_BSD * jnp.asarray(self.config.d_model**0.5, x_BSD.dtype) if self.config.embed_scale else x_BSD
+
+    @property
+    def first_layer(self) -> jax.Array | None:
+        return jnp.int32(0) if self.config.global_every else None
 
     def suffix(self, x: Hidden, batch: dict[str, jax.Array]) -> Mean:
         """Return the tokens' mean cross-entropy."""
@@ -172,6 +227,17 @@ class Decoder(nnx.Module):
         logits = vocab_parallel.logits(self.norm(x_BSD), self.head_DV).astype(jnp.float32)
         logits = logits[..., : self.config.vocab_size]
         return cap * jnp.tanh(logits / cap) if cap else logits
+
+    def make_cache(self, rows: int, length: int, dtype: jnp.dtype) -> KVCache:
+        """Make a layer's empty cache for generation, see `jzero.model`."""
+        return KVCache.empty(rows, length, self.config.num_kv_heads, self.config.head_dim, dtype)
+
+    def decode_prefix(self, tokens_BS: jax.Array, column: int | jax.Array, padding_B: jax.Array | None) -> Decoding:
+        return Decoding(self.embedded(tokens_BS), column, padding_B, self.first_layer)
+
+    def decode_suffix(self, x: Decoding) -> jax.Array:
+        """Compute the logits [B, vocab_size] of each row's last token."""
+        return self.outputs(x.x_BSD[:, -1:])[:, 0]
 
     def report_notes(self, dtype: jnp.dtype) -> list[str]:
         """Return the lines for the run report, given the compute dtype."""

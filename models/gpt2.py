@@ -17,7 +17,7 @@ from flax import nnx
 from jzero.loss import Mean
 from jzero.pipeline import vocab_parallel
 
-from .attention import Carry, Hidden, kernel_note, segment_positions
+from .attention import Carry, Decoding, Hidden, KVCache, kernel_note, segment_positions
 from .blocks import BlockConfig, check_length, fused_matrices, linear_rows, norm, norm_rows, plain, run, stacked
 from .decoder_config import padded
 from .families import embedding, read_config, require
@@ -84,8 +84,26 @@ class GPT2(nnx.Module):
     def __call__(self, tokens_BS: jax.Array, segments_BS: jax.Array | None = None) -> jax.Array:
         """Compute logits [B, S, vocab_size] in float32, without remat or parallelism."""
         batch = {"inputs": tokens_BS} | ({} if segments_BS is None else {"segments": segments_BS})
-        x_BSD = self.norm(run(self.stack, self.prefix(batch)))
-        return (x_BSD @ self.embed[...].T).astype(jnp.float32)[..., : self.config.vocab_size]
+        return self.outputs(run(self.stack, self.prefix(batch)))
+
+    def outputs(self, x: Hidden, batch: Any = None) -> jax.Array:
+        """Compute the logits [B, S, vocab_size] in float32 from the stack's output."""
+        logits = vocab_parallel.logits(self.norm(plain(x)), self.embed[...].T)
+        return logits.astype(jnp.float32)[..., : self.config.vocab_size]
+
+    def make_cache(self, rows: int, length: int, dtype: jnp.dtype) -> KVCache:
+        """Make a layer's empty cache for generation, see `jzero.model`."""
+        check_length(length, self.config.max_positions)
+        return KVCache.empty(rows, length, self.config.num_heads, self.config.head_dim, dtype)
+
+    def decode_prefix(self, tokens_BS: jax.Array, column: int | jax.Array, padding_B: jax.Array | None) -> Decoding:
+        x = Decoding(vocab_parallel.embed(self.embed[...], tokens_BS), column, padding_B)
+        where = x.columns_S if padding_B is None else jnp.maximum(x.columns_S - padding_B[:, None], 0)
+        return x._replace(x_BSD=x.x_BSD + self.positions[...][where])
+
+    def decode_suffix(self, x: Decoding) -> jax.Array:
+        """Compute the logits [B, vocab_size] of each row's last token."""
+        return self.outputs(x.x_BSD[:, -1:])[:, 0]
 
     def report_notes(self, dtype: jnp.dtype) -> list[str]:
         return [kernel_note(self.config.attention, dtype, self.config.head_dim)]

@@ -128,6 +128,23 @@ def test_weights_in_and_out(name, tmp_path):
     assert config.num_parameters == sum(x.size for x in jax.tree.leaves(params))
 
 
+@pytest.mark.parametrize(
+    "name", keep(["llama3.1", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"], ["gemma3"])
+)
+def test_generated_text(name, tmp_path):
+    """Greedy, in rows of unequal length, further than windows reach."""
+    theirs = torch_model(name)
+    torch.nn.init.normal_(theirs.model.norm.weight, std=2)  # otherwise the last token repeats itself
+    theirs.save_pretrained(tmp_path)
+    step = step_of(from_hf(tmp_path), 3, {"stack": {"unroll": False}}, zero=2)
+    state = step.init(jax.random.key(0), weights.load(tmp_path, step))
+    rows, mask = BATCHES[:2].reshape(4, 13), (np.arange(13) >= [[0], [4], [9], [12]]).astype(np.int32)
+    options = {"attention_mask": torch.tensor(mask), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    expected = theirs.generate(torch.tensor(rows), **options).numpy()
+    assert len(set(expected[:, 13:].ravel().tolist())) > 5
+    np.testing.assert_array_equal(step.generate(state, rows, 12, attention_mask=mask, numpy=True), expected)
+
+
 @pytest.mark.parametrize("name", keep(list(CASES), ["gemma3"]))
 def test_losses_of_twenty_steps(name, tmp_path):
     theirs = torch_model(name)

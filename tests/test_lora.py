@@ -1,5 +1,6 @@
 """LoRA fine-tuning in every layout is that of plain Flax and optax on one device; frozen weights exist once."""
 
+import importlib.util
 from functools import cache
 from itertools import product
 
@@ -12,9 +13,12 @@ from flax import nnx
 from helpers.sampling import keep
 
 import jzero
+from jzero.planner import gpu_devices, memory
 from jzero.planner.state_bytes import state_bytes
-from models.llama import Llama, LlamaConfig
+from models.llama import Llama, LlamaConfig, preset
 from models.lora import MODULES, LoRAConfig
+
+has_cuda_compiler = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
 STEPS, ROWS, VOCAB, CLIP = 4, 8, 64, 0.1
 # With adapters for a part of qkv only.
@@ -95,6 +99,7 @@ CHOSEN = [("stage3", "fp32"), ("pipe-stage3", "bf16")]
 def test_the_losses_of_optax(layout, precision):
     """Frozen leaves keep their bits, and a device holds each once, in the compute dtype."""
     step = train_step(layout, precision)
+    assert step.setup.passes.facts.unrolled == ("pipe" in layout)  # unrolled, XLA would copy all frozen layers
     state = step.init(jax.random.key(0))
     start = jax.device_get(state.params)
     found = state_bytes(step)
@@ -124,6 +129,33 @@ def test_the_losses_of_optax(layout, precision):
         assert np.array_equal(x, old) != is_adapter(path), path
         if precision == "fp32":
             np.testing.assert_allclose(x, theirs[path], rtol=1e-4, atol=2e-6, err_msg=str(path))
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_compile
+@pytest.mark.skipif(not has_cuda_compiler, reason="needs jzero[plan]")
+def test_one_h200_holds_the_frozen_weights_once(no_compilation_cache):
+    """LoRA on Llama 8B: 2 bytes per frozen parameter, 12 per trained one; the step adds no copy of the weights."""
+    lora = LoRAConfig(r=16, target_modules="all-linear")
+    config = preset("8b", vocab_size=128_256, attention="cudnn", lora=lora)
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "bf16": {"enabled": True},
+        "activation_checkpointing": {"policy": "full"},
+        "trainable_parameters": ["lora_"],
+    }
+    model = jzero.from_flax(lambda rngs: Llama(config, rngs=rngs))
+    step = jzero.make_train_step(model, settings, mesh=jzero.make_mesh(devices=gpu_devices("h200", 1)))
+    trained = 32 * 16 * sum(map(sum, [(4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096)] + 3 * [(4096, 14336)]))
+    assert sum(x.size for path, x in leaves(step.state_shapes.params) if is_adapter(path)) == trained
+    assert state_bytes(step).persistent == 2 * config.num_parameters + 12 * trained + 2 * 4
+    tokens = jax.ShapeDtypeStruct((1, 4096), np.int32)
+    found = memory(step.lower({"inputs": tokens, "labels": tokens}).compile())
+    assert found.arguments == pytest.approx(2 * config.num_parameters + 12 * trained, rel=1e-4)
+    logits = 4096 * 128_256 * (2 + 2)  # and their gradient
+    layer_inputs = 32 * 4096 * 4096 * 2
+    assert found.peak - found.arguments < 1.2 * (logits + layer_inputs)
 
 
 def test_adapters_start_at_nothing():

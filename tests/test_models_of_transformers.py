@@ -137,6 +137,21 @@ def test_weights_in_and_out(case, tmp_path):
     weights.load(tmp_path, step)
 
 
+@pytest.mark.slow
+def test_generated_text(tmp_path):
+    """GPT-2, greedy, in rows of unequal length."""
+    theirs = torch_model("gpt2")
+    torch.nn.init.normal_(theirs.transformer.ln_f.weight, std=2)  # otherwise the last token repeats itself
+    theirs.save_pretrained(tmp_path)
+    step = step_of("gpt2", tmp_path, zero=2)
+    state = step.init(jax.random.key(0), weights.load(tmp_path, step))
+    rows, mask = TOKENS[0, :, :8], (np.arange(8) >= [[0], [5]]).astype(np.int32)
+    options = {"attention_mask": torch.tensor(mask), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = theirs.generate(torch.tensor(rows), **options).numpy()
+    assert len(set(expected[:, 8:].ravel().tolist())) > 5
+    np.testing.assert_array_equal(step.generate(state, rows, 8, attention_mask=mask, numpy=True), expected)
+
+
 @pytest.mark.parametrize("case", keep(list(CASES), ["bert"]), indirect=True)
 def test_losses_of_twenty_steps(case):
     name, directory, _ = case

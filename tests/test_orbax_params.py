@@ -161,6 +161,37 @@ def test_no_leaf_is_ever_whole_on_a_device(steps, tmp_path, monkeypatch):
     assert max(map(np.prod, largest)) <= 2 * 8 * 8 / 8
 
 
+class Listed(nnx.Module):
+    """Layers that `stack=` makes a stack of."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("pipe", keep([1, 2], [2]))
+@pytest.mark.parametrize("outside", keep([False, True], [False]))
+def test_layers_that_became_a_stack(pipe, outside, tmp_path):
+    tree = nnx.state(Listed(nnx.Rngs(5)))
+    path = standard(tmp_path / "saved", tree)
+    loss = {"criterion": lambda outputs, labels: jnp.mean(outputs**2)} if outside else {"loss_fn": mean_square}
+    model = jzero.from_flax(Listed, stack="layers", **loss)
+    config = {"train_batch_size": 16, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    config |= {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    step = jzero.make_train_step(model, config, mesh=jzero.make_mesh(pipe=pipe, devices=jax.devices()[:8]))
+    state = step.init(jax.random.key(0), path)
+    for name, x in state.params["stack"].items():
+        layers = [nnx.to_pure_dict(tree)["layers"][i][name] for i in range(4)]
+        np.testing.assert_array_equal(x, np.stack(layers))
+    assert jax.tree.map(lambda x: x.sharding, state.params) == step.state_shardings.params
+    again = step.init(jax.random.key(0), standard(tmp_path / "own", jax.device_get(state.params)))
+    jax.tree.map(np.testing.assert_array_equal, again.params, state.params)
+
+
 def test_initialize_takes_a_path(tmp_path):
     tree, expected = values("deep")
     path = standard(tmp_path / "saved", tree)

@@ -34,7 +34,9 @@ class CriterionModel:
         self.net, self.criterion, self.has_aux = net, criterion, has_aux
         self.init, self.module, self.state = net.init, net.module, net.state
         # Not `vocabulary`: in a pipeline, the stages would divide what the criterion needs whole.
-        for name in ("report_notes", "weights_layout", "fused_matrices", "adopt", "values", "one_key", "names"):
+        cached = ("make_cache", "decode", "decode_prefix", "decode_block", "decode_suffix")
+        stacked = ("plain", "names", "one_key")
+        for name in ("report_notes", "weights_layout", "fused_matrices", "adopt", "values", *stacked, *cached):
             if hasattr(net, name):
                 setattr(self, name, getattr(net, name))
         if isinstance(net, StackModel):

@@ -50,7 +50,7 @@ class LinenModel:
         self.sync_batch_norm, self.example_extra = sync_batch_norm, example_extra
         shapes = jax.eval_shape(lambda: self._variables(jax.random.key(0)))
         self.collections, self.mutable, self.state = self._find_collections(shapes)
-        self.names = named(self._params(shapes)).keys()
+        self._names = named(self._params(shapes)).keys()
         self.constants = Constants(self._make_constants)
         take_methods(self, module)
 
@@ -69,7 +69,7 @@ class LinenModel:
     def adopt(self, values: Any) -> Any:
         """Convert Linen variables to the model's parameters; leave parameters as they are."""
         variables = set(values) <= {PARAMS, *self.collections, *self.mutable}
-        return self._params(meta.unbox(values)) if variables and named(values).keys() != self.names else values
+        return self._params(meta.unbox(values)) if variables and named(values).keys() != self._names else values
 
     def _params(self, variables: Any) -> Any:
         return {**variables.get(PARAMS, {}), **{name: variables.get(name, {}) for name in self.mutable}}
@@ -87,6 +87,9 @@ class LinenModel:
         if not self.state:
             return result
         return result, {name: module.variables[name] for name in self.mutable}
+
+    def decode(self, params: Any, *args: Any) -> Any:
+        return self.module(params).decode(*args)
 
     def _variables(self, rng: jax.Array) -> dict[str, Any]:
         """Initialise all collections, without metadata boxes."""

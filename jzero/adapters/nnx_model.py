@@ -282,6 +282,9 @@ class NNXModel:
         module = self.module(params, rng)
         return self.module.with_new_state(module, self.loss_fn(module, batch, rng, **extra))
 
+    def decode(self, params: Any, *args: Any) -> Any:
+        return self.module(params).decode(*args)
+
 
 @refuses_of_models
 class NNXStackModel:
@@ -343,6 +346,15 @@ class NNXStackModel:
         other = copy.copy(self)
         other.end, other.has_aux = fn or (lambda module, x, batch: module.outputs(x, batch)), False
         return other
+
+    def decode_prefix(self, ends: Any, tokens: Any, column: Any, padding: Any) -> Any:
+        return self.ends(ends).decode_prefix(tokens, column, padding)
+
+    def decode_block(self, layer: Any, x: Any, cache: Any) -> Any:
+        return self.layer(layer).decode(x, cache)
+
+    def decode_suffix(self, ends: Any, x: Any) -> Any:
+        return self.ends(ends).decode_suffix(x)
 
     def _call(self, apply: Apply, weights: Any, rng: jax.Array | None, f: Callable) -> Any:
         module = apply(weights, rng)

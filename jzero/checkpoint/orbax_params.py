@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero.checkpoint.directory import NOTES, STATE, local_path
 from jzero.checkpoint.orbax_noise import silence_orbax
 from jzero.checkpoint.reader import all_or_none
 from jzero.distributed.host_collectives import check_same, together
 from jzero.errors import ConfigError, some_of
+from jzero.model import ENDS, STACK
 from jzero.tree import PyTree, differences, named, path_name
 
 TOPIC = "reading params"
@@ -23,15 +25,12 @@ TREE = "_METADATA"  # Orbax's file that describes the tree of a checkpoint
 ITEMS = ("params", "default", "pytree")  # names under which Orbax stores a tree in a checkpoint's directory
 
 
-def read_params(
-    directory: str | os.PathLike, adopt: Callable[[PyTree], PyTree], shapes: PyTree, shardings: PyTree
-) -> PyTree:
+def read_params(directory: str | os.PathLike, model: Any, shapes: PyTree, shardings: PyTree) -> PyTree:
     """Read the parameters of a model, each device its own part, in the dtypes of `shapes`. All processes call it.
 
     Args:
       directory: what `StandardCheckpointer` or `PyTreeCheckpointer` wrote, or a step of a `CheckpointManager`, whose
         item is `params` or `default`.
-      adopt: converts the saved tree to the model's, see `jzero.model`.
 
     Raises:
       ConfigError: no such checkpoint, or parameters of another model; the message names the leaves that are missing,
@@ -43,20 +42,29 @@ def read_params(
     path = together(TOPIC, lambda: _find(local_path(directory, "params")))
     handler = ocp.PyTreeCheckpointHandler()
     saved = all_or_none(TOPIC, lambda: handler.metadata(path).tree, path)
-    source = _match(path, saved, adopt, shapes)
-    to = {source[name]: sharding for name, sharding in named(shardings).items()}
-    dtypes = {source[name]: shape.dtype for name, shape in named(shapes).items()}
+    parts = _match(path, saved, model, shapes)
+    wanted = {}
+    for (name, shape), sharding in zip(named(shapes).items(), jax.tree.leaves(shardings), strict=True):
+        for source, one in parts[name].items():
+            to = sharding if one == shape.shape else NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+            wanted[source] = ocp.ArrayRestoreArgs(sharding=to, dtype=shape.dtype)
 
-    def arguments(way: tuple, _: Any) -> ocp.RestoreArgs:
-        name = path_name(way)
-        return ocp.ArrayRestoreArgs(sharding=to[name], dtype=dtypes[name]) if name in to else ocp.RestoreArgs()
+    def item(way: tuple, _: Any) -> Any:
+        return wanted[path_name(way)].sharding if path_name(way) in wanted else ocp.PLACEHOLDER
 
     args = ocp.args.PyTreeRestore(
-        item=jax.tree_util.tree_map_with_path(lambda way, _: to.get(path_name(way), ocp.PLACEHOLDER), saved),
-        restore_args=jax.tree_util.tree_map_with_path(arguments, saved),
+        item=jax.tree_util.tree_map_with_path(item, saved),
+        restore_args=jax.tree_util.tree_map_with_path(lambda w, _: wanted.get(path_name(w), ocp.RestoreArgs()), saved),
     )
     read = named(all_or_none(TOPIC, lambda: handler.restore(path, args=args), path))
-    return jax.tree.unflatten(jax.tree.structure(shapes), [read[source[name]] for name in named(shapes)])
+
+    def leaf(way: tuple, shape: Any, sharding: Any) -> jax.Array:
+        layers = [read.pop(source) for source in parts[path_name(way)]]
+        if layers[0].shape == shape.shape:
+            return layers[0]
+        return jax.jit(lambda *x: jnp.stack(x), out_shardings=sharding)(*layers)
+
+    return jax.tree_util.tree_map_with_path(leaf, shapes, shardings)
 
 
 def _find(path: Path) -> epath.Path:
@@ -87,13 +95,20 @@ def _why_not(path: Path) -> str:
     )
 
 
-def _match(path: epath.Path, saved: PyTree, adopt: Callable[[PyTree], PyTree], shapes: PyTree) -> dict[str, str]:
-    """Map the name of every parameter to the name of the saved leaf.
+def _match(path: epath.Path, saved: PyTree, model: Any, shapes: PyTree) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Map the name of every parameter to the saved leaves that it consists of, with their shapes: one, or its layers.
 
     An nnx.State and Linen's boxes add a level `value`. Whether a level of that name is one is known by what fits.
     """
+    layers = getattr(model, "names", {})  # of a stack that was cut out of a module without one
+    if layers and set(saved) != {ENDS, STACK}:
+        model = model.plain
+        shapes = jax.eval_shape(model.init, jax.random.key(0))
+    else:
+        layers = {}
     there = {name: tuple(getattr(x, "shape", None) or ()) for name, x in named(saved).items()}
     wanted = {name: tuple(x.shape) for name, x in named(shapes).items()}
+    adopt = getattr(model, "adopt", lambda params: params)
     names = jax.tree_util.tree_map_with_path(lambda way, _: path_name(way), saved)
     sources = [named(adopt(tree)) for tree in (names, _without_values(names))]
     found = [{name: there[leaf] for name, leaf in source.items()} for source in sources]
@@ -106,7 +121,8 @@ def _match(path: epath.Path, saved: PyTree, adopt: Callable[[PyTree], PyTree], s
             f"params = {str(path)!r}: the checkpoint is another model's: {some_of(problems)}; it must contain the "
             "parameters and the model's state alone, without an optimizer's"
         )
-    return source
+    own = layers or {name: (name,) for name in wanted}
+    return {name: {source[part]: wanted[part] for part in parts} for name, parts in own.items()}
 
 
 def _without_values(tree: Any) -> Any:

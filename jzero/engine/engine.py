@@ -119,10 +119,6 @@ class Engine(Views):
         self.eval_metrics = {LOSS: loss, **metrics}
         return loss
 
-    def predict(self, x: Any, *, numpy: bool = False) -> Any:
-        """Compute the model's outputs for every row of x; see `TrainStep.predict`."""
-        return self.step_fn.predict(self.state, x, numpy=numpy)
-
     def __call__(self, micro_batch: Any, extra: Any = None) -> Any:
         """Compute the loss of one micro-batch of all replicas (leading dimension micro x replicas).
 

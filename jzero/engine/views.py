@@ -29,7 +29,7 @@ class Module:
 
 @refuses_of_engines
 class Views:
-    """The engine's getters, and setters of the rate."""
+    """The engine's getters, what its parameters predict, and setters of the rate."""
 
     step_fn: TrainStep
     config: Config
@@ -55,6 +55,14 @@ class Views:
     def device(self) -> str:
         """Where batches belong: "cpu", the host. jzero puts them on the devices of the mesh."""
         return "cpu"
+
+    def predict(self, x: Any, *, numpy: bool = False) -> Any:
+        """Compute the model's outputs for every row of x; see `TrainStep.predict`."""
+        return self.step_fn.predict(self.state, x, numpy=numpy)
+
+    def generate(self, tokens: Any, max_new_tokens: int, **options: Any) -> Any:
+        """Continue every row of tokens; the options are those of `jzero.generate.Generator`."""
+        return self.step_fn.generate(self.state, tokens, max_new_tokens, **options)
 
     @property
     def metrics(self) -> Metrics:

@@ -131,8 +131,7 @@ def _stack_stages(model: StackModel, config: Config, mesh: Mesh, layouts: PyTree
     length = stack_length(layouts)
     depth = length // (stages * chunks)
     view = _chunk_view(layouts, stages, chunks, depth, precision)
-    divided = [layout for layout in jax.tree.leaves(layouts[ENDS]) if layout.on_pipe]
-    vocabulary = PIPE if divided else None, {size for layout in divided for size in layout.shape}
+    vocabulary = divided_vocabulary(layouts)
     every = min(remat.interval or 1, depth)
 
     first, block, last = (uniform(model, f) for f in (model.prefix, model.block, model.suffix))
@@ -168,10 +167,16 @@ def _stack_stages(model: StackModel, config: Config, mesh: Mesh, layouts: PyTree
             states += new
         return x, states
 
-    ends = "divided among the stages" if divided else "computed by all stages together"
+    ends = "divided among the stages" if vocabulary[0] else "computed by all stages together"
     facts = Facts(remat, length, unrolled=True, by_layer=True, layers_per_checkpoint=every)
     summary = f"{depth} layer{'s' * (depth > 1)} a chunk, prefix and suffix {ends}"
     return _Cut(view, lambda pairs, part: (prefix, chunk, suffix), facts, summary)
+
+
+def divided_vocabulary(layouts: PyTree) -> tuple[str | None, set[int]]:
+    """Return the arguments of `vocab_parallel.parallel` for these parameters."""
+    divided = [layout for layout in jax.tree.leaves(layouts[ENDS]) if layout.on_pipe]
+    return PIPE if divided else None, {size for layout in divided for size in layout.shape}
 
 
 def _check_stack(model: Any, config: Config, layouts: PyTree, stages: int, remat: Remat) -> None:

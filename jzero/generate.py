@@ -1,0 +1,359 @@
+"""Text generation under the training layout: greedy or sampled, with a key-value cache.
+
+One compiled program reads the prompts in one pass and adds a token to every row in each further pass. ZeRO-3 gathers
+layer by layer in every pass. In a pipeline every stage keeps the cache of its own layers.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jzero.batch import host_arrays, place_batch
+from jzero.distributed import heartbeat
+from jzero.distributed.consistency import Guard
+from jzero.errors import ConfigError
+from jzero.eval_step import pad_rows, to_host
+from jzero.gradients import ManualRegion
+from jzero.mesh import BATCH_AXES, PIPE, batch_spec, present, replicas
+from jzero.model import ENDS, STACK, StackModel, replace_state
+from jzero.pipeline import vocab_parallel
+from jzero.pipeline.stages import divided_vocabulary
+from jzero.setup import Setup
+from jzero.sharding import specs, stack_length
+from jzero.stack import fetch
+from jzero.state import TrainState, check_alive, check_key
+from jzero.tree import PyTree
+
+Forward = Callable[..., tuple[jax.Array, PyTree]]  # (tokens [B, S], column, padding, cache) -> (logits [B, V], cache)
+
+
+class Sampling(NamedTuple):
+    """How a token is chosen; all are arrays or None, so that another value needs no other program.
+
+    Attributes:
+      rng: None: greedy.
+      temperature, top_k, top_p: see `Generator.__call__`.
+      eos: [n], the tokens that end a row.
+      pad: follows them.
+    """
+
+    rng: Any
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    eos: Any
+    pad: Any
+
+
+class Generator:
+    """Continues prompts with the parameters of a train state; `TrainStep.generate` is one."""
+
+    def __init__(self, setup: Setup, guard: Guard):
+        self.setup, self.guard = setup, guard
+
+    def __repr__(self) -> str:
+        return f"Generator({self.setup.model!r})"
+
+    def __call__(
+        self, state: TrainState, tokens: Any, max_new_tokens: int, *, attention_mask: Any = None,
+        rng: jax.Array | None = None, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
+        eos_token_id: int | Sequence[int] | None = None, pad_token_id: int | None = None, numpy: bool = False,
+    ) -> Any:  # fmt: skip
+        """Continue every row of tokens.
+
+        Args:
+          state: a TrainState; `step.averaged(state)` generates with the moving average of the parameters.
+          tokens: the prompts [rows, S], any number of rows; with several processes, each passes all of them.
+          max_new_tokens: appended to every row. Another number compiles another program, as another shape does.
+          attention_mask: [rows, S], 0 for padding, as from a tokenizer with padding_side="left"; default: no padding.
+          rng: the key to sample with; None: the most probable token (greedy). With the same key, a row gets the same
+            tokens on every mesh and at every stage, up to rounding.
+          temperature: divides the logits; 0 is greedy.
+          top_k: sample from the k most probable tokens.
+          top_p: sample from the fewest most probable tokens whose probabilities (after top_k) sum to top_p.
+          eos_token_id: a token that ends its row, or several of them.
+          pad_token_id: fills a row that has ended; default: eos_token_id, or the first of them.
+          numpy: return a NumPy array with all rows, on every process.
+
+        Returns:
+          The prompts and their continuations, [rows, S + max_new_tokens] int32.
+
+        Raises:
+          ConfigError: a model without a cache, bad arguments.
+        """
+        check_alive(state)
+        model = self.setup.model
+        if not hasattr(model, "make_cache"):
+            raise ConfigError(
+                f"generate: {model!r} has no cache: give the module make_cache, decode_prefix, stack.decode and "
+                "decode_suffix (without a layer stack: make_cache and decode), see jzero/model.py"
+            )
+        prompts, padding = _prompts(tokens, attention_mask)
+        sampling = _sampling(max_new_tokens, rng, temperature, top_k, top_p, eos_token_id, pad_token_id)
+        rows, sharding = len(prompts), NamedSharding(self.setup.mesh, batch_spec(self.setup.mesh))
+        placed = jax.tree.map(partial(pad_rows, rows=-rows % replicas(self.setup.mesh)), (prompts, padding))
+        placed = place_batch(placed, sharding, len(placed[0]))
+        self.guard.check(f"generate {max_new_tokens} tokens", (placed, sampling._replace(rng=None)))
+        with heartbeat.work() as finished_when:
+            found = self._run(state.params, *placed, np.int32(rows), sampling, new=operator.index(max_new_tokens))
+            finished_when(found)
+        if numpy:
+            found = to_host(found, self.guard.shared)
+        return found[:rows] if len(found) > rows else found
+
+    @cached_property
+    def _run(self) -> Callable:
+        setup, rows = self.setup, batch_spec(self.setup.mesh)
+
+        def run(params: PyTree, tokens: Any, padding: Any, count: Any, sampling: Sampling, *, new: int) -> jax.Array:
+            return jax.shard_map(
+                partial(_generate, setup, new=new), mesh=setup.mesh,
+                in_specs=(specs(setup.layouts), rows, rows, PartitionSpec(), PartitionSpec()), out_specs=rows,
+                check_vma=False,
+            )(params, tokens, padding, count, sampling)  # fmt: skip
+
+        return setup.jit(run, static_argnames="new")
+
+
+# ------------------------------------------------------------------ arguments
+
+
+def _prompts(tokens: Any, mask: Any) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return int32 prompts, and the number of padding columns at the left of each row; None: there are none."""
+    tokens, mask = host_arrays((tokens, mask))
+    tokens = np.asarray(tokens)
+    if tokens.ndim != 2 or not tokens.size or tokens.dtype.kind not in "iu":
+        hint = "; one prompt is tokens[None]" if tokens.ndim == 1 else ""
+        raise ConfigError(f"generate: tokens are {tokens.dtype}{list(tokens.shape)}: must be integers [rows, S]{hint}")
+    if mask is None:
+        return tokens.astype(np.int32), None
+    mask = np.asarray(mask) != 0
+    if mask.shape != tokens.shape:
+        raise ConfigError(
+            f"generate: attention_mask has shape {list(mask.shape)}: must be that of the tokens, {list(tokens.shape)}"
+        )
+    padding = (~mask).sum(1).astype(np.int32)
+    wrong = np.flatnonzero(~mask[:, -1] | (mask != (np.arange(mask.shape[1]) >= padding[:, None])).any(1))
+    if wrong.size:
+        raise ConfigError(
+            f"generate: attention_mask: row {wrong[0]} has padding after a token, but rows grow at their right end: "
+            'pad on the left (tokenizer.padding_side = "left")'
+        )
+    return tokens.astype(np.int32), padding if padding.any() else None
+
+
+def _sampling(new: Any, rng: Any, temperature: Any, top_k: Any, top_p: Any, eos: Any, pad: Any) -> Sampling:
+    """Check the arguments of a call, and convert them."""
+    eos = None if eos is None else np.atleast_1d(eos)
+    problems = [
+        f"generate: {name} = {value!r}: must be {allowed}"
+        for name, value, fits, allowed in (
+            ("max_new_tokens", new, _is_int(new) and new > 0, "a positive integer"),
+            ("temperature", temperature, np.isfinite(temperature) and temperature >= 0, "a number >= 0"),
+            ("top_k", top_k, top_k is None or (_is_int(top_k) and top_k > 0), "a positive integer, or None"),
+            ("top_p", top_p, top_p is None or 0 < top_p <= 1, "a number > 0 and <= 1, or None"),
+            (
+                "eos_token_id",
+                eos,
+                eos is None or (eos.size and eos.dtype.kind in "iu"),
+                "a token, a list of them, or None",
+            ),
+            ("pad_token_id", pad, pad is None or _is_int(pad), "a token, or None"),
+        )
+        if not fits
+    ]
+    asked = {"temperature": temperature not in (0, 1), "top_k": top_k is not None, "top_p": top_p is not None}
+    if rng is None and any(asked.values()):
+        names = " and ".join(name for name, given in asked.items() if given)
+        problems.append(
+            f"generate: {names}: only sampling uses it: pass a key, rng=jax.random.key(0), or leave it out for greedy "
+            "decoding"
+        )
+    if problems:
+        raise ConfigError(*problems)
+    pad = (0 if eos is None else eos[0]) if pad is None else pad
+    pad, eos = np.int32(pad), None if eos is None else eos.astype(np.int32)
+    if rng is None or temperature == 0:
+        return Sampling(None, None, None, None, eos, pad)
+    top_k, top_p = None if top_k is None else np.int32(top_k), None if top_p is None else np.float32(top_p)
+    return Sampling(check_key(rng), np.float32(temperature), top_k, top_p, eos, pad)
+
+
+def _is_int(x: Any) -> bool:
+    return isinstance(x, int | np.integer) and not isinstance(x, bool)
+
+
+# ------------------------------------------------------------------ the program
+
+
+def _generate(
+    setup: Setup, params: PyTree, tokens: jax.Array, padding: jax.Array | None, count: jax.Array, sampling: Sampling,
+    *, new: int,
+) -> jax.Array:  # fmt: skip
+    """Continue this replica's rows, inside the manual region; the global rows from `count` on only fill it up."""
+    (rows, length), axes = tokens.shape, present(setup.mesh, *BATCH_AXES)
+    forward, cache = _forward(setup, params, rows, length + new)
+    row = jnp.arange(rows) + (lax.axis_index(axes) * rows if axes else 0)
+
+    def going(ended: jax.Array) -> jax.Array:
+        """Return whether a row of any replica goes on: all replicas must run the same passes."""
+        left = (~ended).sum()
+        return (lax.psum(left, axes) if axes else left) > 0
+
+    def write(t: Any, logits: jax.Array, ended: jax.Array, found: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Write the next token of every row; return (whether each row has ended, all tokens)."""
+        token = jnp.where(ended, sampling.pad, choose(logits, row, t, sampling))
+        if sampling.eos is not None:
+            ended |= (token[:, None] == sampling.eos).any(1)
+        return ended, lax.dynamic_update_index_in_dim(found, token, length + t, 1)
+
+    def body(carry: Any) -> Any:
+        t, _, ended, found, cache = carry
+        last = length + t - 1  # no pass has seen this column yet
+        logits, cache = forward(lax.dynamic_slice_in_dim(found, last, 1, 1), last, padding, cache)
+        ended, found = write(t, logits, ended, found)
+        return t + 1, going(ended), ended, found, cache
+
+    logits, cache = forward(tokens, 0, padding, cache)
+    found = jnp.concatenate([tokens, jnp.full((rows, new), sampling.pad)], axis=1)
+    ended, found = write(0, logits, row >= count, found)
+    start = (jnp.int32(1), going(ended), ended, found, cache)
+    return lax.while_loop(lambda carry: (carry[0] < new) & carry[1], body, start)[3]
+
+
+def choose(logits: jax.Array, row: jax.Array, t: Any, sampling: Sampling) -> jax.Array:
+    """Choose a token for every row [B] of logits [B, V]: the draw depends on the key, the row and the step alone."""
+    if sampling.rng is None:
+        return logits.argmax(-1).astype(jnp.int32)
+    keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.fold_in(sampling.rng, i), t))(row)
+    logits = restrict(logits.astype(jnp.float32) / sampling.temperature, sampling.top_k, sampling.top_p)
+    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+
+def restrict(logits: jax.Array, top_k: Any, top_p: Any) -> jax.Array:
+    """Give probability 0 to all but the most probable tokens, of `top_k` and then of `top_p`.
+
+    >>> restrict(jnp.array([1.0, 4.0, 3.0]), 2, None).tolist()
+    [-inf, 4.0, 3.0]
+    """
+    if top_k is None and top_p is None:
+        return logits
+    ordered = -jnp.sort(-logits, axis=-1)
+    if top_k is not None:
+        ordered = jnp.where(jnp.arange(ordered.shape[-1]) < top_k, ordered, -jnp.inf)
+    if top_p is not None:
+        probabilities = jax.nn.softmax(ordered, axis=-1)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        ordered = jnp.where(before < top_p, ordered, -jnp.inf)
+    least = jnp.where(ordered > -jnp.inf, ordered, jnp.inf).min(-1, keepdims=True)
+    return jnp.where(logits >= least, logits, -jnp.inf)
+
+
+# ------------------------------------------------------------------ forward passes with a cache
+
+
+def _forward(setup: Setup, params: PyTree, rows: int, length: int) -> tuple[Forward, PyTree]:
+    """Make the forward pass of this device's parameters, and an empty cache."""
+    model: Any = setup.model
+    region = ManualRegion(
+        model, setup.weights, setup.passes, setup.config, setup.mesh, setup.precision, setup.batch_sizes.micro
+    )
+    weights, layouts = region.prepare(params, None), setup.passes.view.layouts
+    diff, nondiff = weights.diff, replace_state(weights.nondiff, weights.state)
+    empty = partial(model.make_cache, rows, length, setup.precision.compute)
+    if not isinstance(setup.model, StackModel):
+        return partial(model.decode, fetch(layouts, (diff, nondiff), setup.precision)), empty()
+    # Gathered once, as in training: they stay alive through all layers anyway.
+    ends = fetch(layouts[ENDS], (diff[ENDS], nondiff[ENDS]), setup.precision)
+    through = _through_stages if setup.mesh.shape[PIPE] > 1 else _through_layers
+    run, cache = through(setup, (diff[STACK], nondiff[STACK]), empty)
+    vocabulary = partial(vocab_parallel.parallel, *divided_vocabulary(setup.layouts))
+
+    def forward(tokens: jax.Array, column: Any, padding: Any, cache: PyTree) -> tuple[jax.Array, PyTree]:
+        with vocabulary():
+            x = jax.tree.map(jnp.asarray, model.decode_prefix(ends, tokens, column, padding))
+        x, cache = run(x, cache)
+        with vocabulary():
+            return model.decode_suffix(ends, x), cache
+
+    return forward, cache
+
+
+def _layer(setup: Setup) -> Callable:
+    """Make `layer((diff, nondiff), x, cache) -> (x, cache)`."""
+    model, layouts, precision = setup.model, setup.layouts[STACK], setup.precision
+    gathers = any(layout.rule.gather == "layer" for layout in jax.tree.leaves(layouts))
+
+    def layer(pair: Any, x: Any, cache: Any) -> Any:
+        if gathers:  # in every pass: without the barrier XLA gathers all layers once, before the loop
+            pair, x = lax.optimization_barrier((pair, x))
+        return model.decode_block(fetch(layouts, pair, precision), x, cache)  # type: ignore[attr-defined]
+
+    return layer
+
+
+def _through_layers(setup: Setup, pair: Any, empty: Callable) -> tuple[Callable, PyTree]:
+    """Make `run(x, cache) -> (x, cache)` through all layers, and an empty cache."""
+    layer, length = _layer(setup), stack_length(setup.layouts)
+    if isinstance(pair[0], list):
+        return partial(_in_sequence, layer, list(zip(*pair, strict=True))), [empty() for _ in range(length)]
+
+    def run(x: Any, cache: Any) -> tuple[Any, Any]:
+        return lax.scan(lambda x, item: layer(item[0], x, item[1]), x, (pair, cache))
+
+    return run, jax.tree.map(lambda c: jnp.broadcast_to(c, (length, *c.shape)), empty())
+
+
+def _through_stages(setup: Setup, pair: Any, empty: Callable) -> tuple[Callable, PyTree]:
+    """Make `run(x, cache) -> (x, cache)` through the chunks of all stages, and an empty cache of this stage's layers.
+
+    The stages take turns. They all compute in every turn, because they would wait anyway.
+    """
+    stages, chunks, layer = setup.mesh.shape[PIPE], setup.config.pipeline.chunks, _layer(setup)
+    stage, ring = lax.axis_index(PIPE), [(s, (s + 1) % stages) for s in range(stages)]
+    layers: list[Any] = [list(zip(*pair, strict=True))]
+    if setup.passes.view.layer_axis:
+        layers = [jax.tree.map(lambda w, c=c: w[c], layers[0]) for c in range(chunks)]  # type: ignore[misc]
+
+    def run(x: Any, cache: Any) -> tuple[Any, Any]:
+        def turn(t: Any, carry: Any, chunk: Any) -> Any:
+            x, y, cache = carry
+            # A stage keeps its input after its turn, so that later turns write the same keys and values again. What it
+            # writes before its turn is overwritten then.
+            x = y = jax.tree.map(partial(jnp.where, stage == t), _send(y, ring), x)
+            y, cache = _in_sequence(layer, chunk, y, cache)
+            return x, y, cache
+
+        y, new = x, []
+        for chunk, of_chunk in zip(layers, cache, strict=True):
+            x, y, of_chunk = lax.fori_loop(0, stages, partial(turn, chunk=chunk), (x, y, of_chunk))
+            new.append(of_chunk)
+        return _from_last(y, stage == stages - 1), new
+
+    return run, [[empty() for _ in chunk] for chunk in layers]
+
+
+def _in_sequence(layer: Callable, pairs: list[Any], x: Any, cache: list[Any]) -> tuple[Any, list[Any]]:
+    new = []
+    for pair, of_layer in zip(pairs, cache, strict=True):
+        x, of_layer = layer(pair, x, of_layer)
+        new.append(of_layer)
+    return x, new
+
+
+def _send(x: Any, ring: list[tuple[int, int]]) -> Any:
+    return jax.tree.map(lambda x: lax.ppermute(x, PIPE, ring), x)
+
+
+def _from_last(y: Any, is_last: jax.Array) -> Any:
+    """Broadcast y from the last stage."""
+    return jax.tree.map(lambda y: lax.psum(jnp.where(is_last, y, 0), PIPE).astype(y.dtype), y)
