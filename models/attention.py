@@ -219,7 +219,8 @@ def attend(
       softcap: bounds the scores: softcap * tanh(score / softcap).
     """
     dtype, (_, S, _, C), T = q_BSHC.dtype, q_BSHC.shape, k_BTKC.shape[1]
-    kernel = attention_kernel(choice, dtype, C, softcap, odd=bool(S % 2 or T % 2))
+    # cuDNN has no kernel for an odd number of queries, such as one token that attends to a cache.
+    kernel = "xla" if S == 1 else attention_kernel(choice, dtype, C, softcap, odd=bool(S % 2 or T % 2))
     if softcap is not None:
         return _soft_capped(q_BSHC, k_BTKC, v_BTKC, mask_B1ST, causal, window, scale, softcap).astype(dtype)
     if kernel == "xla" and dtype == jnp.float16 and jax.default_backend() == "cpu":  # JAX has no such products there

@@ -56,7 +56,28 @@ def train(devices=None):
     _, metrics = engine.step_fn.gradients(engine.state, batch, {"weight": 2.0})
     found.append({name: float(x) for name, x in metrics.items()})
     found.append({str(i): float(v) for i, v in enumerate(engine.predict(x, numpy=True).ravel())})
-    return [*found, *outside(devices)]
+    return [*found, *outside(devices), text(devices)]
+
+
+class Bigrams(nnx.Module):
+    def __init__(self, rngs):
+        self.table = nnx.Embed(8, 8, rngs=rngs)
+
+    def make_cache(self, rows, length, dtype):
+        return jnp.zeros((rows, 0), dtype)
+
+    def decode(self, tokens, column, padding, cache):
+        return self.table(tokens[:, -1]), cache
+
+
+def text(devices):
+    """More rows than the processes divide."""
+    model = jzero.from_flax(Bigrams, lambda model, batch: model.table(batch).mean())
+    config = {"train_batch_size": 2, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+              "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine = jzero.initialize(model=model, config=config, mesh=jzero.make_mesh(devices=devices))[0]
+    prompts, options = np.arange(6).reshape(3, 2), {"rng": jax.random.key(1), "temperature": 0.5, "numpy": True}
+    return {str(i): float(x) for i, x in enumerate(engine.generate(prompts, 5, **options).ravel())}
 
 
 def criterion(outputs, labels):
