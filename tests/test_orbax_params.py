@@ -217,6 +217,13 @@ def test_leaves_that_do_not_fit_are_named_together(steps, tmp_path):
         assert words in str(error.value)
 
 
+@pytest.mark.parametrize("kind", ["net", "deep", "linen"])
+def test_a_list_is_no_module(kind, steps, tmp_path):
+    path = standard(tmp_path / "saved", [{"w": jnp.ones(3)}, {"w": jnp.ones(3)}])
+    with pytest.raises(jzero.ConfigError, match=r"extra 0/w \(3,\)|and \d+ more"):
+        steps[kind].init(jax.random.key(0), path)
+
+
 def test_other_directories_say_what_to_call(steps, tmp_path):
     step = steps["deep"]
     state = step.init(jax.random.key(0))

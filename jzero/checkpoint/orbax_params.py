@@ -101,14 +101,14 @@ def _match(path: epath.Path, saved: PyTree, model: Any, shapes: PyTree) -> dict[
     An nnx.State and Linen's boxes add a level `value`. Whether a level of that name is one is known by what fits.
     """
     layers = getattr(model, "names", {})  # of a stack that was cut out of a module without one
-    if layers and set(saved) != {ENDS, STACK}:
+    if layers and not (isinstance(saved, dict) and set(saved) == {ENDS, STACK}):
         model = model.plain
         shapes = jax.eval_shape(model.init, jax.random.key(0))
     else:
         layers = {}
     there = {name: tuple(getattr(x, "shape", None) or ()) for name, x in named(saved).items()}
     wanted = {name: tuple(x.shape) for name, x in named(shapes).items()}
-    adopt = getattr(model, "adopt", lambda params: params)
+    adopt = getattr(model, "adopt", _identity) if isinstance(saved, dict) else _identity
     names = jax.tree_util.tree_map_with_path(lambda way, _: path_name(way), saved)
     sources = [named(adopt(tree)) for tree in (names, _without_values(names))]
     found = [{name: there[leaf] for name, leaf in source.items()} for source in sources]
@@ -123,6 +123,10 @@ def _match(path: epath.Path, saved: PyTree, model: Any, shapes: PyTree) -> dict[
         )
     own = layers or {name: (name,) for name in wanted}
     return {name: {source[part]: wanted[part] for part in parts} for name, parts in own.items()}
+
+
+def _identity(tree: PyTree) -> PyTree:
+    return tree
 
 
 def _without_values(tree: Any) -> Any:
