@@ -173,9 +173,14 @@ def _model_state(step: Any) -> list[str]:
     b, precision = state_bytes(step), step.precision
     gradient = gradient_dtype(step.setup.rule, precision, sums_gradients(step))
     in_step = "only inside the step"
+    frozen = any(not (leaf.trainable or leaf.state) for leaf in jax.tree.leaves(step.layouts))
     rows = [
         ["part", "bytes", ""],
-        [f"masters, {precision.master}", _size(b.masters), ""],
+        [
+            f"masters, {precision.master}",
+            _size(b.masters),
+            f"frozen parameters in {precision.compute}" if frozen else "",
+        ],
         ["optimizer state", _size(b.optimizer), ""],
         ["total between steps", _size(b.persistent), ""],
         [f"parameters, {precision.compute}", _size(b.parameters), in_step if b.parameters else "equal to the masters"],
