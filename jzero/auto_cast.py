@@ -148,7 +148,10 @@ class _Uses:
 
     def scan(self, eqn: Any, body: Any, facts: list[_Fact]) -> list[_Fact]:
         """Follow one pass of a scan, whose carry may depend on the batch after the first."""
-        first, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        # jax 0.10 and 0.11 have different parameters; what is sliced and stacked has one more dimension outside.
+        carry = sum(v.aval.ndim == inner.aval.ndim for v, inner in zip(eqn.outvars, body.outvars, strict=True))
+        sliced = sum(v.aval.ndim > inner.aval.ndim for v, inner in zip(eqn.invars, body.invars, strict=True))
+        first = len(facts) - sliced - carry
         carried = [fact._replace(of_batch=True) for fact in facts[first : first + carry]]
         results = self.run(body, [*facts[:first], *carried, *facts[first + carry :]])
         for fact in results[:carry]:
