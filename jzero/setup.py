@@ -70,6 +70,13 @@ class Setup:
         return stage_rule(self.config.zero_optimization.stage, self.config.pipeline.gather == "step")
 
     @property
+    def gradient_names(self) -> list[tuple[str, int]]:
+        """The names of the trained parameters in checkpoints, each with the index of the gradient's leaf."""
+        trained = [layout.name for layout in jax.tree.leaves(self.layouts) if layout.trainable]
+        names = getattr(self.model, "names", None)
+        return [(name, i) for i, name in enumerate(trained)] if names is None else names.in_order(trained)
+
+    @property
     def jit(self) -> Callable:
         """`jax.jit` with the compiler options of the devices and the config."""
         options = {**(GPU_COMPILER_OPTIONS if is_gpu(self.mesh) else {}), **self.config.compiler_options}

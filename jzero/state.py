@@ -18,6 +18,7 @@ from jzero.mesh import shardings
 from jzero.precision import cast
 from jzero.setup import Setup
 from jzero.sharding import optimizer_specs, specs, trainable
+from jzero.stored_names import StoredNames
 from jzero.tree import PyTree, differences, named, partition, path_name
 from jzero.zero import ParamLayout
 
@@ -31,6 +32,7 @@ class TrainState:
 
     `step` counts the calls of the train step; `loss_scale.skipped` counts the calls that changed nothing because a
     gradient was not finite. `params` are the master weights. `rng` is the run's key, the step folds `step` into it.
+    `names` are those of the leaves in checkpoints, if they are others there.
     """
 
     step: jax.Array
@@ -38,6 +40,7 @@ class TrainState:
     opt_state: Any
     loss_scale: LossScale
     rng: jax.Array
+    names: StoredNames | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(self.params)
@@ -103,12 +106,12 @@ class States:
         """Make a new state around these parameters."""
         opt_state = self._setup.tx.init(partition(params, trainable(self._setup.layouts))[0])
         return TrainState(
-            jnp.zeros((), jnp.int32), params, opt_state, self._loss_scale(), jax.random.fold_in(rng, RUN_KEY)
-        )
+            jnp.zeros((), jnp.int32), params, opt_state, self._loss_scale(), jax.random.fold_in(rng, RUN_KEY),
+            getattr(self._setup.model, "names", None),
+        )  # fmt: skip
 
     def _loss_scale(self) -> LossScale:
-        trained = sum(layout.trainable for layout in jax.tree.leaves(self._setup.layouts))
-        return self._setup.precision.scaler.init(trained)
+        return self._setup.precision.scaler.init(len(self._setup.gradient_names))
 
     def init(self, rng: jax.Array, params: PyTree = None, donate: bool = False) -> TrainState:
         """Make a new state; see `TrainStep.init`."""

@@ -107,8 +107,8 @@ class TrainStep:
 
     @property
     def trainable_names(self) -> list[str]:
-        """The names of the trained parameters, in the order of the gradient's leaves."""
-        return [layout.name for layout in jax.tree.leaves(self.layouts) if layout.trainable]
+        """The names of the trained parameters in checkpoints, in the order of `LossScale.culprits`."""
+        return [name for name, _ in self.setup.gradient_names]
 
     # ------------------------------------------------------------------ state
 

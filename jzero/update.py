@@ -53,6 +53,9 @@ def update(
     extra = {} if rate is None else {"lr_factor": rate / setup.schedule.constant}
     updates, opt_state = setup.tx.update(grads, state.opt_state, old, value=result.means[LOSS], **extra)
     finite = jnp.isfinite(squares) | (not setup.precision.check_overflow)
+    of_names = finite
+    if getattr(setup.model, "names", None) is not None:  # a stacked leaf has a name for each layer
+        of_names = finite[jnp.array([index for _, index in setup.gradient_names])]
     kept, frozen = partition(frozen, is_state(setup.layouts))
     params, opt_state, kept = jax.tree.map(
         partial(jnp.where, finite.all()),
@@ -70,7 +73,7 @@ def update(
         step=state.step + 1,
         params=combine(params, combine(kept, frozen)),
         opt_state=opt_state,
-        loss_scale=setup.precision.scaler.update(state.loss_scale, finite),
+        loss_scale=setup.precision.scaler.update(state.loss_scale, of_names),
     )
     metrics["skipped"] = ~finite.all()
     return state, metrics

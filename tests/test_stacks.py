@@ -230,9 +230,9 @@ def test_batch_norm_in_layers_and_ends_moves_as_in_the_module():
     _, expected = plain.loss(params, x, KEY)
     _, found = model.loss(model.adopt(params), x, KEY)
     found = {name: v for name, v in named(found).items() if name in model.state}
-    assert {name for parts in map(model.names.get, found) for name in parts} == plain.state
+    assert {name for parts in map(model.names.known.get, found) for name in parts} == plain.state
     for name, value in found.items():
-        parts = [expected[part] for part in model.names[name]]
+        parts = [expected[part] for part in model.names.known[name]]
         np.testing.assert_allclose(value, np.stack(parts) if len(parts) > 1 else parts[0], rtol=1e-5, err_msg=name)
 
 

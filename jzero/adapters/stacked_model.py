@@ -21,6 +21,7 @@ from jzero.adapters.nnx_model import taken
 from jzero.adapters.torch_habits import refuses_of_models
 from jzero.errors import ConfigError, in_a_line
 from jzero.model import ENDS, STACK, Inputs, stack_loss
+from jzero.stored_names import StoredNames
 from jzero.tree import PyTree, named, path_name
 
 
@@ -33,7 +34,7 @@ class StackedModel:
       layers: `NNXLayers` or `LinenLayers`.
 
     Attributes:
-      names: of every parameter in the module: one, or one for each layer.
+      names: of the parameters in the module, and so in checkpoints.
       one_key: prefix and suffix run the same module, so they get the same key; see `jzero.model.suffix_key`.
     """
 
@@ -43,8 +44,8 @@ class StackedModel:
         self.plain, self.layers, self.places = plain, layers, layers.places
         whole = jax.eval_shape(lambda: plain.init(jax.random.key(0)))
         self.shapes = jax.eval_shape(lambda: self.init(jax.random.key(0)))
-        self.names = self.places.names(whole)
-        self.state = frozenset(name for name, parts in self.names.items() if parts[0] in plain.state)
+        self.names = StoredNames(tuple(self.places.names(whole).items()))
+        self.state = frozenset(name for name, parts in self.names.parameters if parts[0] in plain.state)
         self.has_aux = plain.has_aux
         self.call_layer = layers.function(plain)
         self._calls: dict[Any, Call] = {}
@@ -105,7 +106,9 @@ class StackedModel:
         if not self.plain.state:
             return result, {}
         result, new = result
-        own = {parts[0]: name.removeprefix(f"{ENDS}/") for name, parts in self.names.items() if name.startswith(ENDS)}
+        own = {
+            parts[0]: name.removeprefix(f"{ENDS}/") for name, parts in self.names.parameters if name.startswith(ENDS)
+        }
         return result, {own[name]: x for name, x in named(new).items() if name in own}
 
     def _call(self, ends: PyTree, inputs: tuple) -> Call:

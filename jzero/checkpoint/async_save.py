@@ -26,6 +26,7 @@ from etils import epath
 
 from jzero._compat import before_threads_end
 from jzero.checkpoint.directory import STATE, begin_draft, checkpoint_path, commit, draft_path
+from jzero.checkpoint.layers import take_apart
 from jzero.checkpoint.leaves import key_names, nest
 from jzero.checkpoint.lock import check, hold
 from jzero.checkpoint.orbax_noise import silence_orbax
@@ -35,6 +36,7 @@ from jzero.checkpoint.tags import DEFAULT_TAG
 from jzero.distributed import heartbeat
 from jzero.distributed.host_collectives import agree, anyone
 from jzero.errors import CheckpointError, ConfigError, in_a_line
+from jzero.stored_names import stored_names
 from jzero.tree import PyTree, named
 
 TIMEOUT = 1800.0  # seconds that a process waits for the others to call save
@@ -140,16 +142,20 @@ def save(
     settle()
     earlier = _last.error if _last and not _last.reported else None
     leaves = named(state)
+    names = stored_names(state, leaves)
+    without = {stored for name in without for stored in names.get(name, (name,))}
     if tag is None:
         if not hasattr(state, "step"):
             raise ConfigError("saving a checkpoint: this state has no `step` for the default tag; pass tag=")
         tag = DEFAULT_TAG.format(int(state.step))
     path, room, earlier = _agree_on_path(directory, tag, notes, has_room(leaves), earlier)
     with heartbeat.work():
-        copies, sums = snapshot(leaves, room)
+        stacked = {name: x for name, x in leaves.items() if len(names[name]) > 1}
+        whole = {names[name][0]: x for name, x in leaves.items() if name not in stacked}
+        copies, sums = snapshot(whole, room, take_apart(stacked, names, room))
     described = {name: [str(copies[name].dtype), list(copies[name].shape)] for name in sorted(copies)}
     copies = {name: x for name, x in copies.items() if name not in without}
-    about = {"keys": key_names(leaves), "notes": json.loads(json.dumps(notes or {}, default=_number))}
+    about = {"keys": key_names(whole), "notes": json.loads(json.dumps(notes or {}, default=_number))}
 
     def finish() -> None:
         entries = {n: [*kind, int(s)] for (n, kind), s in zip(described.items(), np.asarray(sums), strict=True)}

@@ -20,10 +20,12 @@ from jax.sharding import Sharding
 from jzero.checkpoint.async_save import settle
 from jzero.checkpoint.checksums import checksums
 from jzero.checkpoint.directory import STATE, find_checkpoint, read_notes
+from jzero.checkpoint.layers import Names, read_layers
 from jzero.checkpoint.leaves import is_key, nest
 from jzero.checkpoint.orbax_noise import silence_orbax
 from jzero.distributed.host_collectives import agree, anyone, check_same, together
 from jzero.errors import CheckpointError, ConfigError, in_a_line, some_of
+from jzero.stored_names import stored_names
 from jzero.tree import PyTree, differences, named
 
 T = TypeVar("T")
@@ -140,9 +142,25 @@ def restore(
     checkpoint = Checkpoint.find(directory, tag)
     wanted = named(shapes) if shapes is not None else {}
     places = named(shardings)
-    checkpoint.check_fit({name: expected_shape(wanted[name]) if wanted else None for name in places})
-    read = checkpoint.read(places)
+    if getattr(shardings, "names", None) is None:
+        checkpoint.check_fit({name: expected_shape(wanted[name]) if wanted else None for name in places})
+        read = checkpoint.read(places)
+    elif wanted:
+        names = stored_names(shardings, wanted)
+        checkpoint.check_fit(stored_shapes(wanted, names))
+        read = read_layers(checkpoint, places, {name: x.shape for name, x in wanted.items()}, names)
+    else:
+        raise ConfigError("restore: a model with stack= needs shapes=step.state_shapes beside step.state_shardings")
     return jax.tree.unflatten(jax.tree.structure(shardings), match_dtypes(read, wanted).values())
+
+
+def stored_shapes(leaves: Mapping[str, Any], names: Names) -> dict[str, tuple[int, ...] | None]:
+    """Map the names in a checkpoint to the shapes that the leaves of a state require there; None: any."""
+    shapes: dict[str, tuple[int, ...] | None] = {}
+    for name, x in leaves.items():
+        shape = expected_shape(x)
+        shapes |= dict.fromkeys(names[name], shape if len(names[name]) == 1 or shape is None else shape[1:])
+    return shapes
 
 
 def expected_shape(x: Any) -> tuple[int, ...] | None:

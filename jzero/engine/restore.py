@@ -10,12 +10,14 @@ from typing import Any
 import jax
 
 from jzero.checkpoint.checksums import checksums
-from jzero.checkpoint.reader import Checkpoint, expected_shape, match_dtypes
+from jzero.checkpoint.layers import read_layers
+from jzero.checkpoint.reader import Checkpoint, match_dtypes, stored_shapes
 from jzero.distributed.place import log_dist
 from jzero.errors import ConfigError, some_of
 from jzero.loss_scale import Scaler
 from jzero.optimizers import at_step
 from jzero.state import TrainState, check_alive
+from jzero.stored_names import stored_names
 from jzero.train_step import TrainStep
 from jzero.tree import named
 
@@ -66,7 +68,10 @@ class Plan:
           CheckpointError: the checkpoint is damaged.
         """
         step, shapes, shardings = self.step, named(self.step.state_shapes), named(self.step.state_shardings)
-        read = match_dtypes(self.source.read({name: shardings[name] for name in self.taken}), shapes)
+        names = stored_names(step.state_shapes, shapes)
+        places = {name: shardings[name] for name in self.taken}
+        stored = read_layers(self.source, places, {name: x.shape for name, x in shapes.items()}, names)
+        read = match_dtypes(stored, shapes)
         leaves = self.kept | read
         state = jax.tree.unflatten(jax.tree.structure(step.state_shapes), [leaves[name] for name in shapes])
         scale = read.get("loss_scale/scale")
@@ -76,7 +81,7 @@ class Plan:
         if self.selection.optimizer != self.selection.schedule and not self.selection.only_module:
             state = _align_schedule(step, state)
         if not self.selection.strict:
-            unused = sorted(self.source.shapes.keys() - set(self.taken))
+            unused = sorted(self.source.shapes.keys() - {part for name in self.taken for part in names[name]})
             kept = ", ".join(self.kept) or "none"
             log_dist(f"read {len(self.taken)} leaves; kept: {kept}; not used: {', '.join(unused) or 'none'}")
         return state
@@ -89,18 +94,22 @@ def plan(source: Checkpoint, step: TrainStep, former: TrainState | None, selecti
       ConfigError: the checkpoint belongs to another model or optimizer, or lacks leaves that `former` does not have.
     """
     shapes = named(step.state_shapes)
-    wanted = {name: expected_shape(x) for name, x in shapes.items() if name in selection}
+    names = stored_names(step.state_shapes, shapes)
+    wanted = stored_shapes({name: x for name, x in shapes.items() if name in selection}, names)
     stored = source.shapes
     if selection.strict:
         expected = {name: shape for name, shape in wanted.items() if name not in source.without}
         source.check_fit(expected, [name for name in stored if name in selection])
-    taken = [name for name, shape in wanted.items() if name in stored and shape in (None, stored[name])]
+    fit = {name for name, shape in wanted.items() if name in stored and shape in (None, stored[name])}
+    taken = [name for name in shapes if fit.issuperset(names[name])]
     if not taken:
         raise ConfigError(f"checkpoint {source.path} has nothing for this model: its leaves are {some_of(stored)}")
     if former is None and len(taken) < len(shapes):
         check_alive(None)
     kept = {name: x for name, x in named(former).items() if name not in taken}
-    _check_kept(source, kept)
+    omitted = {name: x for name, x in kept.items() if source.without.keys() & set(names[name])}
+    layers = {name: list(x) if len(names[name]) > 1 else [x] for name, x in omitted.items()}
+    _check_kept(source, {part: x for name in omitted for part, x in zip(names[name], layers[name], strict=True)})
     return Plan(source, step, selection, taken, kept)
 
 

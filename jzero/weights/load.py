@@ -61,10 +61,11 @@ def load(
     >>> state = step.init(jax.random.key(0), load("Llama-2-7b-hf", step), donate=True)  # doctest: +SKIP
     """
     shapes, shardings = step.state_shapes.params, step.state_shardings.params
-    own = [layout.name for layout in jax.tree.leaves(step.layouts)]
-    names = renamed(own, rename or {})
-    optional = {names[name] for name in matched(own, missing)}
-    leaves = {names[name]: x for name, x in zip(own, leaves_of(shapes).values(), strict=True)}
+    own = file_names(step)
+    in_files = renamed([*own.values()], rename or {})
+    names = {name: in_files[other] for name, other in own.items()}
+    optional = {in_files[name] for name in matched([*own.values()], missing)}
+    leaves = dict(zip(names.values(), leaves_of(shapes).values(), strict=True))
     table = weights_layout(step.model)
     of_leaf = together("load_weights", lambda: _find(Path(directory), leaves, table, optional, params is not None))
 
@@ -84,6 +85,13 @@ def load(
 
     kept = () if params is None else (params,)
     return jax.tree_util.tree_map_with_path(read, shapes, shardings, *kept)
+
+
+def file_names(step: TrainStep) -> dict[str, str]:
+    """Map the names of the parameters to those in files, with {layer} for one tensor per layer."""
+    names = getattr(step.model, "names", None)
+    own = [layout.name for layout in jax.tree.leaves(step.layouts)]
+    return {name: name if names is None else names.template(name) for name in own}
 
 
 def renamed(names: Sequence[str], rename: Mapping[str, str]) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from jzero.tree import PyTree
 from jzero.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, Merge, declared
 from jzero.weights.export import config_json, write_json
 from jzero.weights.gather import gather
+from jzero.weights.load import file_names
 from jzero.weights.name_map import Box, dotted, leaves_of, tensors, with_dtype
 from jzero.weights.tensor_writer import TensorWriter, unwritable
 
@@ -52,7 +54,8 @@ def save(
         raise ConfigError(f"save_filename = {filename!r}: must be a name that ends in .safetensors")
     directory = Path(directory)
     path, draft = directory / filename, directory / f"{filename}.tmp"
-    table, leaves = weights_layout(step.model), leaves_of(step.state_shapes.params)
+    table, in_files = weights_layout(step.model), [dotted(name) for name in file_names(step).values()]
+    leaves = dict(zip(in_files, leaves_of(step.state_shapes.params).values(), strict=True))
     wanted = declared(table) if adapters else leaves
     some = with_dtype(tensors(leaves, table, adapters=adapters), dtype)
     merge = Merge(leaves, None if adapters else table)
@@ -86,8 +89,8 @@ def save(
         for part in merge(leaf, box, values):
             writer.write(leaf, *part)
 
-    both = zip(jax.tree.leaves(step.layouts), jax.tree.leaves(params), strict=True)
-    pairs = {dotted(layout.name): (layout, x) for layout, x in both}
+    own = [replace(layout, name=name) for layout, name in zip(jax.tree.leaves(step.layouts), in_files, strict=True)]
+    pairs = {layout.name: (layout, x) for layout, x in zip(own, jax.tree.leaves(params), strict=True)}
     layouts, arrays = zip(*(pairs[name] for name in merge.ordered(wanted)), strict=True)
     try:
         writer = on_process_0(begin)
