@@ -18,12 +18,11 @@ from jzero._compat import inner_jaxprs, without_dead_code
 from jzero.auto_cast import SCOPE as AUTO_CAST
 from jzero.update import SCOPE as UPDATE
 
-# The code in which a product is not looked for: the newest other frame is the model's.
-_LIBRARIES = (
-    *(os.path.join(library.__path__[0], "") for library in (jax, flax, optax)),
-    os.path.join(sysconfig.get_path("stdlib"), ""),
-)
+# Code that computes products for a model. The newest frame elsewhere is the model's.
 _JZERO = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_LIBRARIES = (_JZERO, *(os.path.join(library.__path__[0], "") for library in (jax, flax, optax)))
+_PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
+_INSTALLED = tuple(os.path.join(_PYTHON, f"{kind}-packages", "") for kind in ("site", "dist"))
 _MODELS = os.path.join(_JZERO, "models", "")  # of an installed jzero
 _HALF = (
     DotAlgorithmPreset.F16_F16_F16,
@@ -87,10 +86,11 @@ class Products:
     def float32_by_line(self) -> dict[str, tuple[int, float]]:
         """{line of the model: (count, share of the FLOPs)} of the products in float32, the largest share first."""
         found: dict[str, tuple[int, float]] = {}
+        total = self.flops or 1.0  # 0: the arrays are empty
         for p in self.all:
             if p.wide:
                 count, share = found.get(p.where, (0, 0.0))
-                found[p.where] = count + p.times, share + p.flops / self.flops
+                found[p.where] = count + p.times, share + p.flops / total
         return dict(sorted(found.items(), key=lambda item: -item[1][1]))
 
     def __str__(self) -> str:
@@ -138,10 +138,16 @@ def _line(eqn: Any) -> str:
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback else ():
         path = frame.file_name
-        if path.startswith(_MODELS) or not path.startswith((*_LIBRARIES, _JZERO)):
+        if not _is_library(path):
             name = frame.function_name.rpartition("<locals>.")[2]
             return f"{name} ({os.path.basename(path)}:{frame.line_num})"
     return "an unknown line"
+
+
+def _is_library(path: str) -> bool:
+    if path.startswith((_MODELS, *_INSTALLED)):
+        return path.startswith(_LIBRARIES) and not path.startswith(_MODELS)
+    return path.startswith((*_LIBRARIES, _PYTHON))
 
 
 def _dot_flops(eqn: Any) -> float:

@@ -1,17 +1,100 @@
-"""The count of products in float32, against the GPU program that XLA makes of the step."""
+"""The count of products in float32: by hand, and against the GPU programs that XLA makes of steps."""
 
+import contextlib
+import os
 import re
+import sysconfig
+from functools import partial
 
+import flax
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 from helpers.sampling import keep
+from jax import lax
 from planner.test_gpus import needs_cuda_compiler
 
 import jzero
-from jzero.planner import gpu_devices, products
+from jzero.planner import gpu_devices
+from jzero.planner.products import _is_library, products
 from models.vit import ViT, ViTConfig
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def count(f, *args):
+    return products(jax.jit(f).trace(*args))
+
+
+A, B = jnp.ones((8, 16)), jnp.ones((16, 4))
+HALF_A, HALF_B = A.astype(BF16), B.astype(BF16)
+
+
+@pytest.mark.parametrize(
+    ("f", "args", "float32", "total", "flops"),
+    [
+        (jnp.matmul, (A, B), 1, 1, 2 * 8 * 16 * 4),
+        (jnp.matmul, (HALF_A, HALF_B), 0, 1, 2 * 8 * 16 * 4),
+        (jnp.matmul, (HALF_A, B), 1, 1, 2 * 8 * 16 * 4),
+        (partial(jnp.matmul, preferred_element_type=F32), (HALF_A, HALF_B), 0, 1, 2 * 8 * 16 * 4),
+        (partial(jnp.matmul, precision=lax.DotAlgorithmPreset.BF16_BF16_F32), (A, B), 0, 1, 2 * 8 * 16 * 4),
+        (partial(jnp.matmul, precision=lax.DotAlgorithmPreset.BF16_BF16_F32_X3), (A, B), 1, 1, 2 * 8 * 16 * 4),
+        (partial(jnp.einsum, "bij,bkj->bik"), (jnp.ones((3, 5, 7)), jnp.ones((3, 9, 7))), 1, 1, 2 * 3 * 5 * 7 * 9),
+        (jnp.matmul, (jnp.ones((8, 8), int), jnp.ones((8, 8), int)), 0, 0, 0),
+        (lambda a, b: lax.scan(lambda x, _: (x @ a, None), b, length=6), (jnp.ones((4, 4)), B), 6, 6, 6 * 512),
+        (lambda a, b: (a @ b, a.T @ a)[0], (A, B), 1, 1, 2 * 8 * 16 * 4),  # dead code does not run
+        (jax.grad(lambda a, b: (a @ b).sum(), (0, 1)), (A, B), 2, 2, 2 * 2 * 8 * 16 * 4),
+        (
+            lambda x, w, n: lax.ragged_dot(x, w, n),
+            (A, jnp.ones((3, 16, 4)), jnp.array([2, 2, 4])), 1, 1, 2 * 8 * 16 * 4,
+        ),
+    ],
+)  # fmt: skip
+def test_products_and_flops(f, args, float32, total, flops):
+    found = count(f, *args)
+    assert (found.float32, found.count, found.flops) == (float32, total, flops)
+
+
+def test_flops_of_a_convolution_and_its_gradients():
+    """Both gradients of a convolution multiply as often as the convolution, whatever its stride."""
+
+    def conv(x, w):
+        return lax.conv_general_dilated(x, w, (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    x, w = jnp.ones((2, 8, 8, 3)), jnp.ones((2, 2, 3, 5))
+    forward = 2 * (2 * 4 * 4 * 5) * (2 * 2 * 3)
+    assert count(conv, x, w).flops == forward
+    assert count(jax.grad(lambda x, w: conv(x, w).sum(), 0), x, w).flops == forward
+    assert count(jax.grad(lambda x, w: (conv(x, w) ** 2).sum(), (0, 1)), x, w).flops == 3 * forward
+
+
+def test_products_in_float32_are_listed_by_line():
+    def f(a, b):
+        wide = a @ b
+        half = a.astype(BF16) @ b.astype(BF16)
+        return wide.sum() + half.sum() + (a.T @ a).sum()
+
+    lines = count(f, A, B).float32_by_line
+    first = f.__code__.co_firstlineno
+    assert list(lines.items()) == [
+        (f"f (test_products.py:{first + 3})", (1, pytest.approx(2 / 3))),
+        (f"f (test_products.py:{first + 1})", (1, pytest.approx(1 / 6))),
+    ]
+    assert str(count(f, A, B)).splitlines()[0] == "2 of 3 matrix products, 83.3% of the FLOPs, in float32"
+
+
+def test_a_model_is_found_wherever_it_is_installed():
+    site = os.path.join(sysconfig.get_path("stdlib"), "site-packages")
+    package = os.path.dirname(jzero.__file__)
+    assert _is_library(os.path.join(package, "pipeline", "vocab_parallel.py"))
+    assert _is_library(contextlib.__file__)
+    assert _is_library(flax.__file__)
+    for model in (os.path.join(site, "bonsai", "vit.py"), os.path.join(package, "models", "vit.py"), __file__):
+        assert not _is_library(model)
+
+
+# ---------------------------------------------------------------- XLA's programs
 
 CALL = re.compile(r'custom-call\(([^)]*)\).*custom_call_target="__(?:cublas|cudnn)')
 DEFINITION = re.compile(r"^\s*(?:ROOT )?(%[\w.-]+) = \(?(\w+)\[", re.M)
