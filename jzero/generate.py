@@ -6,7 +6,6 @@ layer by layer in every pass. In a pipeline every stage keeps the cache of its o
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -104,7 +103,7 @@ class Generator:
         placed = place_batch(placed, sharding, len(placed[0]))
         self.guard.check(f"generate {max_new_tokens} tokens", (placed, sampling._replace(rng=None)))
         with heartbeat.work() as finished_when:
-            found = self._run(state.params, *placed, np.int32(rows), sampling, new=operator.index(max_new_tokens))
+            found = self._run(state.params, *placed, np.int32(rows), sampling, new=int(max_new_tokens))
             finished_when(found)
         if numpy:
             found = to_host(found, self.guard.shared)
@@ -158,9 +157,9 @@ def _sampling(new: Any, rng: Any, temperature: Any, top_k: Any, top_p: Any, eos:
         f"generate: {name} = {value!r}: must be {allowed}"
         for name, value, fits, allowed in (
             ("max_new_tokens", new, _is_int(new) and new > 0, "a positive integer"),
-            ("temperature", temperature, np.isfinite(temperature) and temperature >= 0, "a number >= 0"),
+            ("temperature", temperature, _is_number(temperature) and temperature >= 0, "a number >= 0"),
             ("top_k", top_k, top_k is None or (_is_int(top_k) and top_k > 0), "a positive integer, or None"),
-            ("top_p", top_p, top_p is None or 0 < top_p <= 1, "a number > 0 and <= 1, or None"),
+            ("top_p", top_p, top_p is None or (_is_number(top_p) and 0 < top_p <= 1), "a number > 0 and <= 1, or None"),
             (
                 "eos_token_id",
                 eos,
@@ -175,8 +174,7 @@ def _sampling(new: Any, rng: Any, temperature: Any, top_k: Any, top_p: Any, eos:
     if rng is None and any(asked.values()):
         names = " and ".join(name for name, given in asked.items() if given)
         problems.append(
-            f"generate: {names}: only sampling uses it: pass a key, rng=jax.random.key(0), or leave it out for greedy "
-            "decoding"
+            f"generate: {names}: only used for sampling: pass a key, rng=jax.random.key(0), or leave it out"
         )
     if problems:
         raise ConfigError(*problems)
@@ -186,6 +184,10 @@ def _sampling(new: Any, rng: Any, temperature: Any, top_k: Any, top_p: Any, eos:
         return Sampling(None, None, None, None, eos, pad)
     top_k, top_p = None if top_k is None else np.int32(top_k), None if top_p is None else np.float32(top_p)
     return Sampling(check_key(rng), np.float32(temperature), top_k, top_p, eos, pad)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float | np.number) and bool(np.isfinite(x))
 
 
 def _is_int(x: Any) -> bool:
@@ -269,13 +271,18 @@ def _forward(setup: Setup, params: PyTree, rows: int, length: int) -> tuple[Forw
     )
     weights, layouts = region.prepare(params, None), setup.passes.view.layouts
     diff, nondiff = weights.diff, replace_state(weights.nondiff, weights.state)
-    empty = partial(model.make_cache, rows, length, setup.precision.compute)
+
+    def empty(length: int = length) -> PyTree:
+        return model.make_cache(rows, length, setup.precision.compute)
+
     if not isinstance(setup.model, StackModel):
         return partial(model.decode, fetch(layouts, (diff, nondiff), setup.precision)), empty()
     # Gathered once, as in training: they stay alive through all layers anyway.
     ends = fetch(layouts[ENDS], (diff[ENDS], nondiff[ENDS]), setup.precision)
     through = _through_stages if setup.mesh.shape[PIPE] > 1 else _through_layers
-    run, cache = through(setup, (diff[STACK], nondiff[STACK]), empty)
+    shapes, shorter = jax.eval_shape(empty), jax.eval_shape(partial(empty, length - 1))
+    has_columns = jax.tree.map(lambda x, y: x.shape != y.shape, shapes, shorter)
+    run, cache = through(setup, (diff[STACK], nondiff[STACK]), empty, has_columns)
     vocabulary = partial(vocab_parallel.parallel, *divided_vocabulary(setup.layouts))
 
     def forward(tokens: jax.Array, column: Any, padding: Any, cache: PyTree) -> tuple[jax.Array, PyTree]:
@@ -301,7 +308,7 @@ def _layer(setup: Setup) -> Callable:
     return layer
 
 
-def _through_layers(setup: Setup, pair: Any, empty: Callable) -> tuple[Callable, PyTree]:
+def _through_layers(setup: Setup, pair: Any, empty: Callable, has_columns: PyTree) -> tuple[Callable, PyTree]:
     """Make `run(x, cache) -> (x, cache)` through all layers, and an empty cache."""
     layer, length = _layer(setup), stack_length(setup.layouts)
     if isinstance(pair[0], list):
@@ -313,10 +320,15 @@ def _through_layers(setup: Setup, pair: Any, empty: Callable) -> tuple[Callable,
     return run, jax.tree.map(lambda c: jnp.broadcast_to(c, (length, *c.shape)), empty())
 
 
-def _through_stages(setup: Setup, pair: Any, empty: Callable) -> tuple[Callable, PyTree]:
+def _through_stages(setup: Setup, pair: Any, empty: Callable, has_columns: PyTree) -> tuple[Callable, PyTree]:
     """Make `run(x, cache) -> (x, cache)` through the chunks of all stages, and an empty cache of this stage's layers.
 
-    The stages take turns. They all compute in every turn, because they would wait anyway.
+    The stages take turns. They all compute in every turn, because they would wait anyway. What a stage computes before
+    its turn is wrong. After its turn it keeps its input, and writes the same into the same columns again: so a large
+    cache is updated in place. What has no columns (the state of a recurrent layer) is selected.
+
+    Args:
+      has_columns: which arrays of a layer's cache have a column for each token.
     """
     stages, chunks, layer = setup.mesh.shape[PIPE], setup.config.pipeline.chunks, _layer(setup)
     stage, ring = lax.axis_index(PIPE), [(s, (s + 1) % stages) for s in range(stages)]
@@ -327,11 +339,11 @@ def _through_stages(setup: Setup, pair: Any, empty: Callable) -> tuple[Callable,
     def run(x: Any, cache: Any) -> tuple[Any, Any]:
         def turn(t: Any, carry: Any, chunk: Any) -> Any:
             x, y, cache = carry
-            # A stage keeps its input after its turn, so that later turns write the same keys and values again. What it
-            # writes before its turn is overwritten then.
-            x = y = jax.tree.map(partial(jnp.where, stage == t), _send(y, ring), x)
-            y, cache = _in_sequence(layer, chunk, y, cache)
-            return x, y, cache
+            select = partial(jnp.where, stage == t)
+            x = jax.tree.map(select, _send(y, ring), x)
+            y, new = _in_sequence(layer, chunk, x, cache)
+            keep = partial(jax.tree.map, lambda has, new, old: new if has else select(new, old), has_columns)
+            return x, y, [keep(*both) for both in zip(new, cache, strict=True)]
 
         y, new = x, []
         for chunk, of_chunk in zip(layers, cache, strict=True):

@@ -44,6 +44,9 @@ are none. With a layer stack the cache is one layer's, and `decode` has three pa
     decode_block(layer, x, cache) -> (x, cache)
     decode_suffix(ends, x) -> logits
 
+In a pipeline a stage may read the same tokens several times in a row: an array of the cache whose shape depends on
+`length` must then get the same values in the same columns. Others (the state of a recurrent layer) may accumulate.
+
 A Flax module has these methods without the parameters; `decode_block` is a method `decode(x, cache)` of its `stack`.
 
 A model may have `values`, parameters to start from instead of those of `init`; and `adopt(values) -> params`, which

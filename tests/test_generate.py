@@ -18,6 +18,7 @@ from helpers.sampling import keep
 
 import jzero
 from jzero.generate import Sampling
+from jzero.model import stack_loss
 from jzero.tree import named
 from models.attention import RopeScaling
 from models.decoder import Decoder
@@ -259,6 +260,63 @@ def test_rows_end(kind):
     np.testing.assert_array_equal(generate(tokens[:1], 20, eos_token_id=ends[0])[0], first)
 
 
+class Recurrent:
+    """Functions instead of a Flax module: a stack whose layers sum up all that they have seen."""
+
+    def init(self, rng):
+        ends, stack = jax.random.split(rng)
+        return {
+            "ends": {"table": jax.random.normal(ends, (16, 8))},
+            "stack": {"w": jax.random.normal(stack, (4, 8, 8))},
+        }
+
+    def prefix(self, ends, batch, rng):
+        return ends["table"][batch]
+
+    def block(self, layer, x, rng):
+        return self.decode_block(layer, x, jnp.zeros(8))[0]
+
+    def suffix(self, ends, x, batch, rng):
+        return (x @ ends["table"].T).mean()
+
+    def loss(self, params, batch, rng):
+        return stack_loss(self, params, batch, rng)
+
+    def make_cache(self, rows, length, dtype):
+        return jnp.zeros((rows, 1, 8), dtype)
+
+    def decode_prefix(self, ends, tokens, column, padding):
+        return ends["table"][tokens]
+
+    def decode_block(self, layer, x, cache):
+        sums = cache + jnp.cumsum(x, axis=1)
+        return x + 3 * jnp.sin(sums @ layer["w"]), sums[:, -1:]
+
+    def decode_suffix(self, ends, x):
+        return x[:, -1] @ ends["table"].T
+
+
+@pytest.mark.parametrize("layout", keep(["scanned", "1f1b", "interleaved"], ["interleaved"]))
+def test_layers_that_are_recurrent(layout):
+    """A stage of a pipeline computes several times in a pass, but sums once."""
+    model, tokens = Recurrent(), TOKENS[:4] % 16
+    step = step_of(model, **LAYOUTS[layout])
+    state = step.init(jax.random.key(0))
+    params = jax.device_get(state.params)
+
+    def logits(tokens):
+        x = params["ends"]["table"][tokens]
+        for w in params["stack"]["w"]:
+            x = x + 3 * np.sin(np.cumsum(x, axis=1) @ w)
+        return x[:, -1] @ params["ends"]["table"].T
+
+    expected = tokens
+    for _ in range(NEW):
+        expected = np.c_[expected, logits(expected).argmax(-1)]
+    assert len(set(expected[:, S:].ravel().tolist())) > 5
+    np.testing.assert_array_equal(step.generate(state, tokens, NEW), expected)
+
+
 # ------------------------------------------------------------------ precision, averages, mistakes
 
 
@@ -286,9 +344,10 @@ def test_mistakes():
     for arguments, words in (
         ({"max_new_tokens": 17}, "a row has 25 tokens, but the model has 24 positions"),
         ({"max_new_tokens": 0}, "max_new_tokens = 0: must be a positive integer"),
-        ({"temperature": 0.7}, r"temperature: only sampling uses it: pass a key, rng=jax.random.key\(0\)"),
-        ({"top_k": 5, "top_p": 0.9}, "top_k and top_p: only sampling"),
+        ({"temperature": 0.7}, r"temperature: only used for sampling: pass a key, rng=jax.random.key\(0\)"),
+        ({"top_k": 5, "top_p": 0.9}, "top_k and top_p: only used for sampling"),
         ({"rng": key, "temperature": -1}, "temperature = -1: must be a number >= 0"),
+        ({"rng": key, "temperature": "hot"}, "temperature = 'hot'"),
         ({"rng": key, "top_k": 0, "top_p": 0}, "(?s)top_k = 0: must be a positive integer.*top_p = 0: must be"),
         ({"rng": key, "top_p": 1.1}, "top_p = 1.1: must be a number > 0 and <= 1"),
         ({"rng": 3}, "rng = 3: must be one key"),
