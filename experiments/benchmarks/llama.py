@@ -119,7 +119,7 @@ def measure(step: jzero.TrainStep, compiled, args: argparse.Namespace, shape) ->
         times = []
         for i in range(n):
             start = time.perf_counter()
-            state, metrics, _ = compiled(state, pool[i % len(pool)])
+            state, metrics, _ = compiled(state, pool[i % len(pool)], None, None)  # no extra, no rate from outside
             losses.append(metrics["loss"])
             if synchronise:
                 jax.block_until_ready(state)
