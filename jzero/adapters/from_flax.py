@@ -9,6 +9,7 @@ from typing import Any
 from flax import linen, nnx
 
 from jzero.adapters.criterion import CriterionModel, inputs_and_labels
+from jzero.adapters.linen_layers import LinenLayers
 from jzero.adapters.linen_model import LinenModel
 from jzero.adapters.nnx_layers import NNXLayers
 from jzero.adapters.nnx_model import NNXModel, NNXStackModel, abstract_module, builder
@@ -49,8 +50,9 @@ def from_flax(
         (inputs, labels), and the outputs are `module(inputs)`, or what a layer stack's `suffix(x, inputs)` returns.
       stack: the path of equal layers in the module: "layers" or "encoder.layers". They become a layer stack, which
         ZeRO-3 gathers layer by layer and a pipeline cuts into stages. For NNX an nnx.List, an nnx.Sequential, numbered
-        attributes, or a module that nnx.vmap stacked. What comes before and after the layers is found by running the
-        loss without them; if that fails, the error shows the methods to write.
+        attributes, or a module that nnx.vmap stacked; for Linen layers_0, layers_1, ..., or a module of nn.scan. What
+        comes before and after the layers is found by running the loss without them; if that fails, the error shows the
+        methods to write.
       has_aux: the loss function (or `suffix`, or the criterion) returns (loss, {name: metric}), each metric a scalar or
         a `Mean`.
       sync_batch_norm: BatchNorm normalises a training batch by the statistics of all replicas' micro-batches together,
@@ -79,12 +81,8 @@ def from_flax(
     if isinstance(module, linen.Module):
         if loss_fn is None or example_batch is None:
             raise ConfigError("from_flax: a Linen module needs loss_fn(module, batch) or criterion, and example_batch")
-        if stack is not None:
-            raise ConfigError(
-                f"from_flax: stack = {stack!r} is for NNX modules; give a Linen model prefix, block and suffix, see "
-                "jzero/model.py"
-            )
-        return _linen_model(module, loss_fn, example_batch, has_aux, sync_batch_norm, example_extra)
+        plain = _linen_model(module, loss_fn, example_batch, has_aux, sync_batch_norm, example_extra)
+        return plain if stack is None else StackedModel(plain, LinenLayers(plain, stack))
     if not callable(module) and not isinstance(module, nnx.Module):
         raise ConfigError(f"from_flax: {module!r} is neither an nnx or Linen module nor a function rngs -> nnx.Module")
     if isinstance(module, nnx.Module):

@@ -61,7 +61,7 @@ class LinenModel:
         variables = dict(self.constants.values) if self.collections else {}
         params = dict(params)
         variables |= {name: params.pop(name) for name in self.mutable}
-        return self.linen.bind({PARAMS: params, **variables}, rngs=_streams(rng), mutable=self.mutable or False)
+        return self.linen.bind({PARAMS: params, **variables}, rngs=streams(rng), mutable=self.mutable or False)
 
     def init(self, rng: jax.Array) -> Any:
         return self._params(self._variables(rng))
@@ -82,7 +82,7 @@ class LinenModel:
 
     def loss(self, params: Any, batch: Any, rng: jax.Array | None, **extra: Any) -> Any:
         module = self.module(params, rng)
-        with self._batch_norm(training=rng is not None):
+        with self.batch_norm(training=rng is not None):
             result = self.loss_fn(module, batch, rng, **extra)
         if not self.state:
             return result
@@ -105,7 +105,7 @@ class LinenModel:
         variables = self._variables(jax.random.key(0))
         return {name: variables[name] for name in self.collections}
 
-    def _batch_norm(self, training: bool) -> AbstractContextManager:
+    def batch_norm(self, training: bool) -> AbstractContextManager:
         return linen.intercept_methods(partial(_set_axes, sync=training and self.sync_batch_norm))
 
     def _find_collections(self, shapes: Any) -> tuple[list[str], list[str], frozenset[str]]:
@@ -126,8 +126,8 @@ class LinenModel:
         def train(variables: Any, mutable: list[str]) -> Any:
             key = jax.random.key(0)
             apply = linen.apply(lambda module: self._loss_of_zeros(module, key), self.linen, mutable=mutable)
-            with self._batch_norm(training=True):
-                return apply(variables, rngs=_streams(key))
+            with self.batch_norm(training=True):
+                return apply(variables, rngs=streams(key))
 
         def find_changed(variables: Any) -> None:
             _, after = train(variables, names)
@@ -168,7 +168,7 @@ def _set_axes(next_method: Callable, args: Any, kwargs: Any, context: Any, *, sy
     return next_method(*args, **kwargs)
 
 
-def _streams(rng: jax.Array | None) -> dict[str, jax.Array] | None:
+def streams(rng: jax.Array | None) -> dict[str, jax.Array] | None:
     """Return the keys for `make_rng`: "dropout", and "params", Linen's default for all other streams."""
     return None if rng is None else {"dropout": rng, PARAMS: jax.random.fold_in(rng, 1)}
 

@@ -1,0 +1,160 @@
+"""Finds the layers of a Linen module: submodules with numbered names, as layers_0, layers_1, or one of nn.scan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import jax
+from flax import linen
+from jax.extend.core import get_opaque_trace_state
+
+from jzero.adapters.advice import linen_methods
+from jzero.adapters.layer_call import handler
+from jzero.adapters.linen_model import PARAMS, LinenModel, streams
+from jzero.adapters.nnx_layers import unrolled
+from jzero.adapters.places import Key, Places
+from jzero.errors import ConfigError, some_of
+from jzero.tree import differences, named
+
+
+class LinenLayers:
+    """The layers of a Linen module whose names are a path and a number, or which nn.scan stacked.
+
+    Args:
+      plain: the model without a stack.
+      path: "layers" for layers_0, layers_1, ..., or for a scanned module of this name; "encoder.layers" for those in
+        encoder.
+    """
+
+    def __init__(self, plain: LinenModel, path: str):
+        self.path, self.name = path, type(plain.linen).__name__
+        modules, shapes = _called(plain), jax.eval_shape(lambda: plain.init(jax.random.key(0)))
+        keys = _numbered(modules, path, self.name)
+        stacked = keys == [tuple(path.split("."))]
+        layers, self.layer = [modules[key] for key in keys], modules[keys[0]]
+        self._numbers: dict[Key, int | None] = dict(zip(keys, [None] if stacked else range(len(keys)), strict=True))
+        length = _length(_at(shapes, keys[0]), path) if stacked else len(keys)
+        self.places = Places(tuple(keys), length, stacked, tuple(plain.mutable))
+        self._check_alike(layers, shapes)
+
+    def name_of(self, number: int) -> str:
+        name = self.path.replace(".", "/")
+        return f"{name}[{number}]" if self.places.stacked else f"{name}_{number}"
+
+    def handing_over(self) -> AbstractContextManager:
+        """Return the context in which the layers give their calls to the handler."""
+        scope, trace = ExitStack(), get_opaque_trace_state(convention="nnx")
+
+        def intercept(next_method: Callable, args: Any, kwargs: Any, context: Any) -> Any:
+            handle, key = handler.get(), context.module.path
+            ours = key in self._numbers and context.method_name == "__call__"
+            # nn.scan also traces its body for constants, in a trace whose values mean nothing outside.
+            if handle is None or not ours or trace != get_opaque_trace_state(convention="nnx"):
+                return next_method(*args, **kwargs)
+            return handle(self._numbers[key], args, kwargs)
+
+        scope.enter_context(linen.intercept_methods(intercept))
+        if self.places.stacked:
+            scope.enter_context(unrolled(self.places.layers))
+        return scope
+
+    def function(self, plain: LinenModel) -> Callable:
+        """Make the pure function of one layer: (parameters, rng, args, kwargs) -> (output, new state)."""
+
+        def call(weights: Any, rng: jax.Array | None, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            if constant := [name for name in plain.collections if self._part(plain.constants.values[name])]:
+                raise ConfigError(f"stack = {self.path!r}: the layers have constants ({constant[0]}): leave out stack=")
+            params = dict(weights)
+            state = {name: params.pop(name) for name in plain.mutable if name in params}
+            with plain.batch_norm(training=rng is not None):
+                output, new = self.layer.apply(
+                    {PARAMS: params, **state}, *args, rngs=streams(rng), mutable=list(state), **kwargs
+                )
+            return output, new
+
+        return call
+
+    def advice(self, reason: str) -> str:
+        """Say what to write instead of `stack=`."""
+        return linen_methods(self.name, type(self.layer).__name__, self.path, self.places.layers, reason)
+
+    def _part(self, tree: Any) -> Any:
+        """Return the part of the first layer in a collection."""
+        for name in self.places.keys[0]:
+            tree = tree.get(name, {})
+        return tree
+
+    def _check_alike(self, layers: list[linen.Module], params: Any) -> None:
+        first, shapes = layers[0], [{n: x.shape for n, x in named(_at(params, key)).items()} for key in self._numbers]
+        for number, layer in enumerate(layers):
+            problem = next(iter(differences(shapes[number], shapes[0])), "") or _difference(first, layer)
+            if problem:
+                raise ConfigError(
+                    f"stack = {self.path!r}: the layers differ: {self.name_of(number)}: {problem}, as in "
+                    f"{self.name_of(0)}. One program runs all layers of a stack: leave out stack=, or build them alike"
+                )
+
+
+def _called(plain: LinenModel) -> dict[Key, linen.Module]:
+    """Map the paths of all submodules that the loss calls to the submodules, without variables."""
+    found: dict[Key, linen.Module] = {}
+
+    def record(next_method: Callable, args: Any, kwargs: Any, context: Any) -> Any:
+        if context.method_name == "__call__":
+            found.setdefault(context.module.path, context.module.clone(parent=None, name=None))
+        return next_method(*args, **kwargs)
+
+    with linen.intercept_methods(record):
+        jax.eval_shape(lambda: plain.init(jax.random.key(0)))
+    return found
+
+
+def _numbered(modules: dict[Key, linen.Module], path: str, name: str) -> list[Key]:
+    """List the paths of the layers.
+
+    Raises:
+      ConfigError: fewer than two.
+    """
+    *parents, last = path.split(".")
+    if (whole := (*parents, last)) in modules:
+        return [whole]
+    keys: list[Key] = []
+    while (key := (*parents, f"{last}_{len(keys)}")) in modules:
+        keys.append(key)
+    if len(keys) < 2:
+        depth = min((len(key) for key in modules if key and key[-1].endswith("_1")), default=0)
+        known = [".".join(key).removesuffix("_1") for key in modules if len(key) == depth and key[-1].endswith("_1")]
+        found = f"{name} has {len(keys)} submodules {path}_0, {path}_1, ... that its loss calls, must have at least 2"
+        raise ConfigError(f"stack = {path!r}: {found}; numbered are {some_of(known) or 'none'}")
+    return keys
+
+
+def _length(params: Any, path: str) -> int:
+    """Return the layer axis that all leaves of a scanned module share."""
+    lengths = {x.shape[:1]: name for name, x in named(params).items()}
+    if len(lengths) != 1 or () in lengths:
+        raise ConfigError(
+            f"stack = {path!r}: is one module, whose leaves {some_of(lengths.values())} have no common layer axis: "
+            'name layers with numbers, or a module of nn.scan with variable_axes={"params": 0}'
+        )
+    return next(iter(lengths))[0]
+
+
+def _at(tree: Any, key: Key) -> Any:
+    for name in key:
+        tree = tree[name]
+    return tree
+
+
+def _difference(a: linen.Module, b: linen.Module) -> str:
+    """Describe the first difference between two modules' fields."""
+    if type(a) is not type(b):
+        return f"is a {type(b).__name__}, not a {type(a).__name__}"
+    for field in dataclasses.fields(a):
+        mine, other = getattr(a, field.name), getattr(b, field.name)
+        if field.name not in ("parent", "name") and mine != other:
+            return f"{field.name} is {other!r}, not {mine!r}"
+    return ""
