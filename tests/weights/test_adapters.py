@@ -17,7 +17,7 @@ from jzero.cli import main
 from models.lora import MODULES, LoRAConfig
 
 ALL = replace(GROUPED, lora=LoRAConfig(r=2, lora_alpha=3, target_modules="all-linear"))
-SOME = replace(GROUPED, lora=LoRAConfig(r=4, lora_alpha=4, target_modules=["v_proj", "gate_proj"]))
+SOME = replace(GROUPED, lora=LoRAConfig(r=4, lora_alpha=6, target_modules=["v_proj", "gate_proj"]))
 TRAINED = {"trainable_parameters": ["lora_"]}
 BATCH = {"inputs": TOKENS, "labels": TOKENS}
 
@@ -31,22 +31,25 @@ def base(tmp_path_factory):
 
 
 def tuned(base, shape=ALL, **layout):
-    """An engine with base weights whose adapters changed."""
-    made = engine(model(shape), more=TRAINED, **layout)
-    made.load_weights(base[0])
-    rng = np.random.default_rng(1)
+    """An engine with base weights and random adapters."""
+    made, rng = step(model(shape), more=TRAINED, **layout), np.random.default_rng(1)
 
-    def change(path, x):
-        if "lora_" not in jax.tree_util.keystr(path):
-            return x
-        return jax.device_put(rng.normal(size=x.shape, scale=0.2).astype(np.float32), x.sharding)
+    def filled(like, x):
+        return rng.normal(size=like.shape, scale=0.2).astype(np.float32) if x is None else x
 
-    params = jax.tree_util.tree_map_with_path(change, made.state.params)
-    made.state = made.step_fn.init(jax.random.key(0), params)
-    return made
+    params = jax.tree.map(filled, made.state_shapes.params, weights.load(base[0], made))
+    return jzero.Engine(made, jax.random.key(0), params=params)
 
 
-def ends_and_stack(tree):
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory, base):
+    """(a directory with adapters, their engine)."""
+    path, made = tmp_path_factory.mktemp("adapter"), tuned(base, SOME)
+    made.save_adapters(path)
+    return path, made
+
+
+def leaves(tree):
     return {name: x for name, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
@@ -100,13 +103,11 @@ def test_jzero_reads_what_peft_writes(tmp_path, base, peft, shape):
     there.save_pretrained(tmp_path)
     with torch.no_grad():
         expected = there(torch.tensor(TOKENS)).logits.numpy()
-    made = engine(model(shape), 3, zero=2, more=TRAINED)
-    made.load_weights(base[0])
-    made.load_weights(tmp_path)
-    np.testing.assert_allclose(logits(model(shape), made.state.params), expected, atol=1e-5, rtol=0)
-    functional = weights.load(tmp_path, made.step_fn, params=weights.load(base[0], made.step_fn))
-    assert same(functional, made.state.params)
-    made.save_adapters(tmp_path / "back")
+    made = step(model(shape), 3, zero=2, more=TRAINED)
+    params = weights.load(tmp_path, made, params=weights.load(base[0], made))
+    assert jax.tree.map(lambda x: x.sharding, params) == made.state_shardings.params
+    np.testing.assert_allclose(logits(model(shape), params), expected, atol=1e-5, rtol=0)
+    weights.save_adapters(params, made, tmp_path / "back")
     theirs, ours = (load_file(path / "adapter_model.safetensors") for path in (tmp_path, tmp_path / "back"))
     assert same(theirs, ours)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -144,23 +145,24 @@ def test_checkpoints(tmp_path, base, layout):
     params, start = jax.device_get(made.state.params), load_file(base[0] / "model.safetensors")
     a, b = (np.float64(params["stack"]["attention"]["qkv"]["v_proj"][part][3]) for part in ("lora_a", "lora_b"))
     name = "model.layers.3.self_attn.v_proj.weight"
-    np.testing.assert_allclose(found[name], start[name] + (4 / 4 * a @ b).T, atol=1e-6, rtol=1e-6)
+    np.testing.assert_allclose(found[name], start[name] + (6 / 4 * a @ b).T, atol=1e-6, rtol=1e-6)
     assert same(found["model.layers.3.self_attn.q_proj.weight"], start["model.layers.3.self_attn.q_proj.weight"])
     with pytest.raises(jzero.ConfigError, match=r"was saved without .*ends\.embed.*jzero export --adapters"):
         weights.export(tmp_path / "small", tmp_path / "none")
 
 
-def test_missing_adapters_keep_their_values(base):
-    made = engine(model(ALL), more=TRAINED)
+def test_missing_adapters_keep_their_values(base, adapter):
+    made = engine(model(SOME), more=TRAINED)
     start = jax.device_get(made.state.params)
     made.load_weights(base[0])
-    there = ends_and_stack(base[1].state.params)
-    for path, x in ends_and_stack(made.state.params).items():
-        assert same(x, there.get(path, ends_and_stack(start)[path])), path
+    there = leaves(base[1].state.params)
+    for path, x in leaves(made.state.params).items():
+        assert same(x, there.get(path, leaves(start)[path])), path
     params = weights.load(base[0], made.step_fn)
-    assert {name for name, x in params["stack"]["attention"]["out"].items() if x is None} == set()
-    assert params["stack"]["attention"]["out"]["o_proj"] == {"lora_a": None, "lora_b": None}
+    assert params["stack"]["attention"]["qkv"]["v_proj"] == {"lora_a": None, "lora_b": None}
     assert same(made.step_fn.init(made._rng, params).params, made.state.params)
+    made.load_weights(adapter[0])
+    assert same(made.state.params, adapter[1].state.params)
 
 
 # ------------------------------------------------------------------------------------------- modules of one's own
@@ -227,14 +229,6 @@ def test_refused_names(classifier, options, words):
     assert [word for word in words if word not in str(error.value)] == [], str(error.value)
 
 
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory, base):
-    path = tmp_path_factory.mktemp("adapter")
-    made = tuned(base, SOME)
-    made.save_adapters(path)
-    return path, made
-
-
 def test_refused_adapters(tmp_path, base, adapter):
     path, made = adapter
 
@@ -247,7 +241,7 @@ def test_refused_adapters(tmp_path, base, adapter):
     refused(lambda: base[1].load_weights(path), "the model has none", "lora=LoRAConfig")
     other = step(model(replace(SOME, lora=replace(SOME.lora, lora_alpha=8))))
     params = made.state.params
-    refused(lambda: weights.load(path, other, params=params), "adapter_config.json has lora_alpha = 4, not 8")
+    refused(lambda: weights.load(path, other, params=params), "adapter_config.json has lora_alpha = 6, not 8")
     other = step(model(replace(SOME, lora=replace(SOME.lora, target_modules=["q_proj"]))))
     layer = "base_model.model.model.layers.0"
     refused(
