@@ -115,6 +115,16 @@ def allow_float16_products_on_cpu() -> None:
     mlir.register_lowering(lax.dot_general_p, lower, platform="cpu")
 
 
+def trace_state() -> Any:
+    """Return what identifies the running trace: equal values mean that arrays of one may be used in the other.
+
+    `jax.extend.core` makes no promise of stability; Flax compares traces by the same function.
+    """
+    from jax.extend import core
+
+    return core.get_opaque_trace_state(convention="nnx")
+
+
 def needed_part(traced: Any) -> tuple[Callable[[list[Any]], list[Any]], list[bool]]:
     """Remove from a traced function everything that its outputs do not need, also inside jit, scan and checkpoint.
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 from flax import linen
-from jax.extend.core import get_opaque_trace_state
 
+from jzero._compat import trace_state
 from jzero.adapters.advice import linen_methods
 from jzero.adapters.layer_call import handler
 from jzero.adapters.linen_model import PARAMS, LinenModel, streams
@@ -46,13 +46,13 @@ class LinenLayers:
 
     def handing_over(self) -> AbstractContextManager:
         """Return the context in which the layers give their calls to the handler."""
-        scope, trace = ExitStack(), get_opaque_trace_state(convention="nnx")
+        scope, trace = ExitStack(), trace_state()
 
         def intercept(next_method: Callable, args: Any, kwargs: Any, context: Any) -> Any:
             handle, key = handler.get(), context.module.path
             ours = key in self._numbers and context.method_name == "__call__"
             # nn.scan also traces its body for constants, in a trace whose values mean nothing outside.
-            if handle is None or not ours or trace != get_opaque_trace_state(convention="nnx"):
+            if handle is None or not ours or trace != trace_state():
                 return next_method(*args, **kwargs)
             return handle(self._numbers[key], args, kwargs)
 
