@@ -1,4 +1,4 @@
-"""Low-rank adapters in files: alone, in peft's format, and merged into the matrices beside which they lie."""
+"""Low-rank adapters in files: alone, in peft's format, or merged into their matrices."""
 
 from __future__ import annotations
 
