@@ -44,6 +44,29 @@ def test_arrays_that_are_no_variables_are_constants(build):
     assert losses[2] < losses[0]
 
 
+def test_arrays_in_an_object_that_nnx_does_not_know():
+    """A function of rngs is traced, and such an object would keep the tracer; a built module keeps its array."""
+
+    class Grid:
+        def __init__(self):
+            self.points = jnp.arange(4.0)
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.inner = nnx.Linear(4, 4, rngs=rngs)
+            self.inner.grid = Grid()
+
+    def loss(module, batch):
+        return (module.inner(batch + module.inner.grid.points) ** 2).mean()
+
+    with pytest.raises(jzero.ConfigError, match=r"inner\.grid is a Grid, .*pass a built module"):
+        jzero.from_flax(Net, loss)
+    built = Net(nnx.Rngs(0))
+    model = jzero.from_flax(built, loss)
+    batch = jnp.ones((2, 4))
+    assert float(model.loss(model.values, batch, None)) == pytest.approx(float(loss(built, batch)), rel=1e-6)
+
+
 def test_a_constant_is_not_a_tracer_and_a_numpy_one_stays_numpy():
     seen = []
 

@@ -50,7 +50,20 @@ def builder(module_fn: Callable) -> Build:
 def abstract_module(build: Build) -> Any:
     """Build the module with ShapeDtypeStructs for arrays."""
     _register_tracers()
-    return nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+    module = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+    _check_attributes(module)
+    return module
+
+
+def _check_attributes(module: nnx.Module) -> None:
+    """Raise ConfigError if an attribute that NNX takes for a setting holds arrays, which are tracers now."""
+    for path, node in nnx.iter_modules(module):
+        for name, value in vars(node).items():
+            if any(isinstance(x, jax.core.Tracer) for x in getattr(value, "__dict__", {}).values()):
+                raise ConfigError(
+                    f"from_flax: {_dotted((*path, name))} is a {type(value).__name__}, which is no nnx.Module, and "
+                    "holds arrays: pass a built module, not a function of rngs, so that they are constants"
+                )
 
 
 @functools.cache
