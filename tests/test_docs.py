@@ -135,7 +135,8 @@ def check_command(words: list[str]) -> None:
         case "python", ["-m", "pytest", *arguments]:
             assert all((ROOT / word).exists() for word in arguments if word.startswith("tests"))
         case "python", ["-m", module, *arguments]:
-            source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+            path = ROOT / module.replace(".", "/")
+            source = (path / "__main__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
             assert all(f'"{word}"' in source for word in arguments if word.startswith("--")), words
         case "python", [script, *_] if (ROOT / script).exists():
             pass
@@ -152,7 +153,7 @@ def check_command(words: list[str]) -> None:
 
 
 def check_install(arguments: list[str]) -> None:
-    extras = re.search(r"\[([\w,]*)\]$", arguments[-1])
+    extras = re.search(r"\[([\w,-]*)\]$", arguments[-1])
     pyproject = (ROOT / "pyproject.toml").read_text()
     for extra in extras[1].split(",") if extras else ():
         assert re.search(rf"^{extra} = \[", pyproject, re.MULTILINE), f"no extra {extra}"
