@@ -40,7 +40,6 @@ class NNXLayers:
         keys, layers, stacked = _find(plain, path)
         _check_alike(plain, path, keys, layers, stacked)
         self._keys, self.name = keys, type(plain).__name__
-        self.layer_class = type(layers[0]).__name__
 
         def handing_over(rngs: nnx.Rngs) -> nnx.Module:
             module = build(rngs)
