@@ -173,6 +173,26 @@ def test_batch_norm_keeps_the_axis_of_a_vmap_around_it():
     assert float(loss) == pytest.approx(float(logits.var()), rel=1e-5)
 
 
+def test_a_copy_of_batch_norm_is_synchronised():
+    """A library's own class with Flax's fields; the oracle is NumPy over the whole batch."""
+
+    class Centred(linen.Module):
+        use_running_average: bool = False
+        axis_name: tuple | None = None
+
+        @linen.compact
+        def __call__(self, x):
+            mean = x.mean(0)
+            return linen.Dense(1)(x - (jax.lax.pmean(mean, self.axis_name) if self.axis_name else mean))
+
+    model = jzero.from_flax(Centred(), lambda m, b: (m(b["x"]) ** 2).mean(), example_batch=BATCHES[0])
+    step = jzero.make_train_step(model, config(gradient_accumulation_steps=1))
+    state, x = step.init(jax.random.key(0)), BATCHES[0]["x"]
+    kernel = np.asarray(state.params["Dense_0"]["kernel"])
+    _, metrics = step(state, BATCHES[0])
+    assert float(metrics["loss"]) == pytest.approx((((x - x.mean(0)) @ kernel) ** 2).mean(), rel=1e-5)
+
+
 # ---------------------------------------------------------------- stacks and pipelines
 
 
