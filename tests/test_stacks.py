@@ -311,7 +311,7 @@ def running(run):
 
 def number(self, rngs):
     for i, block in enumerate(self.blocks):
-        block.number = i
+        block._number = i
 
 
 def in_other_order(self, x, mask):
@@ -360,7 +360,7 @@ ERRORS = {
         changed(lambda self, rngs: self.blocks.append(Small(rngs, hidden=8))), "blocks",
         r"blocks/2/down/kernel is \(8, 16\), not \(48, 16\) as in blocks/0",
     ),
-    "numbers": (changed(number), "blocks", "blocks/0/number is 0, blocks/1/number is 1"),
+    "numbers": (changed(number), "blocks", "blocks/0/_number is 0, blocks/1/_number is 1"),
     "shared": (changed(share), "blocks", "blocks/1/norm/bias is also a variable of another part"),
     "order": (running(in_other_order), "blocks", r"blocks\[1\] is called first: call every layer once"),
     "between": (running(between), "blocks", r"argument 0 of blocks\[1\] is neither an output of blocks\[0\] nor"),

@@ -37,32 +37,38 @@ def _variables(module: nnx.Module) -> dict[str, Any]:
 
 
 def _nodes(module: nnx.Module) -> dict[str, Any]:
-    """Map the path of every module inside a module to it, as "/attention"; its own path is empty."""
-    return {"".join(f"/{part}" for part in path): node for path, node in nnx.iter_modules(module)}
+    """Map the path of every module (or other nnx.Pytree) inside a module to it, as "/attention"; its own is empty."""
+    nodes = ((path, node) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree))
+    return {"".join(f"/{part}" for part in path): node for path, node in nodes}
 
 
 def _settings(node: Any) -> dict[str, Any]:
     """Return a node's attributes that are neither modules, variables, arrays nor random state."""
     inside = (nnx.Pytree, nnx.Variable, jax.Array, jax.ShapeDtypeStruct, np.ndarray)
-    return {name: x for name, x in vars(node).items() if not name.startswith("_") and not isinstance(x, inside)}
+    own = {name: x for name, x in vars(node).items() if not name.startswith("_pytree__")}  # but not NNX's notes
+    return {name: x for name, x in own.items() if not isinstance(x, inside)}
 
 
 def _alike(a: Any, b: Any) -> bool:
     """Compare hyperparameters; functions by their code, since a layer's lambda is another object in every layer."""
+    try:
+        return _equal(a, b)
+    except Exception:  # arrays, functions that refer to themselves, and whatever cannot be compared
+        return False
+
+
+def _equal(a: Any, b: Any) -> bool:
     if a is b:
         return True
     if type(a) is not type(b):
         return False
     if isinstance(a, functools.partial):
-        return _alike((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
+        return _equal((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
     if callable(a) and hasattr(a, "__code__"):
         cells = [[cell.cell_contents for cell in f.__closure__ or ()] for f in (a, b)]
-        return a.__code__ == b.__code__ and _alike(cells[0], cells[1]) and _alike(a.__defaults__, b.__defaults__)
+        return a.__code__ == b.__code__ and _equal(cells[0], cells[1]) and _equal(a.__defaults__, b.__defaults__)
     if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_alike, a, b))
+        return len(a) == len(b) and all(map(_equal, a, b))
     if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
-    try:
-        return bool(a == b)
-    except Exception:  # arrays, and whatever cannot be compared
-        return False
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    return bool(a == b)
