@@ -22,9 +22,6 @@ class Layout(NamedTuple):
     stage: int
     pipe: int = 1
 
-    def __str__(self) -> str:
-        return f"ZeRO-{self.stage}" + (f", pipe {self.pipe}" if self.pipe > 1 else "")
-
 
 def expected(case: Case) -> tuple[Any, list[float]]:
     """Train on one device; return the starting values and the losses."""
@@ -67,6 +64,6 @@ def largest_difference(a: list[float], b: list[float]) -> float:
 
 
 def devices() -> None:
-    """Simulate eight devices, unless JAX runs already."""
+    """Simulate eight devices; before JAX starts."""
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_platforms", "cpu")
