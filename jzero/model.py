@@ -52,6 +52,9 @@ A Flax module has these methods without the parameters; `decode_block` is a meth
 A model may have `values`, parameters to start from instead of those of `init`; and `adopt(values) -> params`, which
 converts what a caller passes as `params` (an nnx.State, Linen variables).
 
+A model may have `names`, a `jzero.stored_names.StoredNames`: the names of its parameters in checkpoints and files. With
+`one_key = True` its prefix and suffix get the same key, because they run the same module.
+
 What the caller passes as `step(state, batch, extra)` reaches `loss`, or `prefix` and `suffix`, as a keyword argument
 `extra`, whole on every device; without it the argument is absent.
 
