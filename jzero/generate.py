@@ -133,9 +133,7 @@ def _prompts(tokens: Any, mask: Any) -> tuple[np.ndarray, np.ndarray | None]:
     if tokens.ndim != 2 or not tokens.size or tokens.dtype.kind not in "iu":
         hint = "; one prompt is tokens[None]" if tokens.ndim == 1 else ""
         raise ConfigError(f"generate: tokens are {tokens.dtype}{list(tokens.shape)}: must be integers [rows, S]{hint}")
-    if mask is None:
-        return tokens.astype(np.int32), None
-    mask = np.asarray(mask) != 0
+    mask = np.ones(tokens.shape, bool) if mask is None else np.asarray(mask) != 0
     if mask.shape != tokens.shape:
         raise ConfigError(
             f"generate: attention_mask has shape {list(mask.shape)}: must be that of the tokens, {list(tokens.shape)}"
@@ -146,6 +144,11 @@ def _prompts(tokens: Any, mask: Any) -> tuple[np.ndarray, np.ndarray | None]:
         raise ConfigError(
             f"generate: attention_mask: row {wrong[0]} has padding after a token, but rows grow at their right end: "
             'pad on the left (tokenizer.padding_side = "left")'
+        )
+    if (outside := np.argwhere(mask & ((tokens < 0) | (tokens >= 2**31)))).size:
+        row, column = outside[0]
+        raise ConfigError(
+            f"generate: tokens[{row}, {column}] = {tokens[row, column]}: must be a token, or 0 in attention_mask"
         )
     return tokens.astype(np.int32), padding if padding.any() else None
 
@@ -163,7 +166,7 @@ def _sampling(new: Any, rng: Any, temperature: Any, top_k: Any, top_p: Any, eos:
             (
                 "eos_token_id",
                 eos,
-                eos is None or (eos.size and eos.dtype.kind in "iu"),
+                eos is None or (eos.ndim == 1 and eos.size and eos.dtype.kind in "iu" and (abs(eos) < 2**31).all()),
                 "a token, a list of them, or None",
             ),
             ("pad_token_id", pad, pad is None or _is_int(pad), "a token, or None"),
@@ -182,8 +185,9 @@ def _sampling(new: Any, rng: Any, temperature: Any, top_k: Any, top_p: Any, eos:
     pad, eos = np.int32(pad), None if eos is None else eos.astype(np.int32)
     if rng is None or temperature == 0:
         return Sampling(None, None, None, None, eos, pad)
-    top_k, top_p = None if top_k is None else np.int32(top_k), None if top_p is None else np.float32(top_p)
-    return Sampling(check_key(rng), np.float32(temperature), top_k, top_p, eos, pad)
+    least = np.finfo(np.float32).tiny  # XLA takes what is smaller for zero
+    top_k, top_p = None if top_k is None else np.int32(top_k), None if top_p is None else np.float32(max(top_p, least))
+    return Sampling(check_key(rng), np.float32(max(temperature, least)), top_k, top_p, eos, pad)
 
 
 def _is_number(x: Any) -> bool:
@@ -237,7 +241,9 @@ def choose(logits: jax.Array, row: jax.Array, t: Any, sampling: Sampling) -> jax
     if sampling.rng is None:
         return logits.argmax(-1).astype(jnp.int32)
     keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.fold_in(sampling.rng, i), t))(row)
-    logits = restrict(logits.astype(jnp.float32) / sampling.temperature, sampling.top_k, sampling.top_p)
+    logits = logits.astype(jnp.float32)
+    logits = logits - logits.max(-1, keepdims=True)  # a low temperature makes -inf of them, not inf
+    logits = restrict(logits / sampling.temperature, sampling.top_k, sampling.top_p)
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 

@@ -17,7 +17,7 @@ from flax import linen, nnx
 from helpers.sampling import keep
 
 import jzero
-from jzero.generate import Sampling
+from jzero.generate import Sampling, _sampling, choose
 from jzero.model import stack_loss
 from jzero.tree import named
 from models.attention import RopeScaling
@@ -176,6 +176,15 @@ def test_samples_follow_the_models_distribution():
         assert not counts[~likely].any()
         chi_squared = ((counts - expected)[likely] ** 2 / expected[likely]).sum()
         assert chi_squared < likely.sum() + 4 * (2 * likely.sum()) ** 0.5
+
+
+@pytest.mark.parametrize("option", ["temperature", "top_p"])
+@pytest.mark.parametrize("value", [1e-38, 1e-42, 1e-60])  # the smallest normal float32 is 1.2e-38
+def test_tiny_values_are_greedy(option, value):
+    options = {"temperature": 1.0, "top_p": None, option: value}
+    sampling = _sampling(1, jax.random.key(0), top_k=None, eos=None, pad=None, **options)
+    logits = jnp.array([[1.0, 3.0, 2.0]])
+    assert jax.jit(choose)(logits, jnp.arange(1), 0, sampling).tolist() == [1]
 
 
 @functools.cache
@@ -352,6 +361,10 @@ def test_mistakes():
         ({"rng": key, "top_p": 1.1}, "top_p = 1.1: must be a number > 0 and <= 1"),
         ({"rng": 3}, "rng = 3: must be one key"),
         ({"eos_token_id": [2.5]}, "eos_token_id = .*: must be a token"),
+        ({"eos_token_id": 2**32 + 2}, "eos_token_id = .*: must be a token"),
+        ({"eos_token_id": [[1, 2], [3, 4]]}, "(?s)eos_token_id = .*: must be a token"),
+        ({"tokens": TOKENS - 61}, r"tokens\[0, 0\] = -\d+: must be a token, or 0 in attention_mask"),
+        ({"tokens": TOKENS + np.int64(2**32), "attention_mask": MASK}, r"tokens\[0, 3\] = 4294967\d+: must be a token"),
         ({"tokens": TOKENS[0]}, r"int32\[8\]: must be integers \[rows, S\]; one prompt is tokens\[None\]"),
         ({"tokens": TOKENS + 0.5}, "float64"),
         ({"attention_mask": MASK[:2]}, r"attention_mask has shape \[2, 8\]"),
