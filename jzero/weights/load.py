@@ -106,7 +106,10 @@ def renamed(names: Sequence[str], rename: Mapping[str, str]) -> dict[str, str]:
     found = {name: name for name in names}
     for old, new in rename.items():
         matched(list(found.values()), [old], "rename")
-        found = {name: re.sub(old, new, other) for name, other in found.items()}
+        try:
+            found = {name: re.sub(old, new, other) for name, other in found.items()}
+        except (re.error, TypeError) as error:
+            raise ConfigError(f"rename: {new!r} is not a replacement for {old!r}: {error}") from None
     if twice := [name for name, times in Counter(found.values()).items() if times > 1]:
         raise ConfigError(f"rename = {dict(rename)}: two parameters get the name {some_of(twice)}")
     return {name: dotted(other) for name, other in found.items()}
@@ -116,8 +119,10 @@ def matched(names: Sequence[str], patterns: Sequence[str], key: str = "missing")
     """Return the names that one of the regular expressions matches.
 
     Raises:
-      ConfigError: one that is no regular expression, or matches nothing.
+      ConfigError: no list, one that is no regular expression, or matches nothing.
     """
+    if isinstance(patterns, str):
+        raise ConfigError(f"{key} = {patterns!r}: must be a list; write [{patterns!r}]")
     found: list[str] = []
     for pattern in patterns:
         try:
@@ -182,8 +187,10 @@ def _find(
     if alone and table:
         problems = _config_differences(directory / ADAPTER_CONFIG, table["adapters"]) + problems
     if problems:
-        advice = f"; {table['advice']}" if table and "advice" in table else ""
-        raise ConfigError(f"{path} belongs to another model: {some_of(problems)}{advice}")
+        advice = table.get("advice") if table else None
+        if alone:
+            advice = f"give the decoder the lora=LoRAConfig(...) of {ADAPTER_CONFIG}"
+        raise ConfigError(f"{path} belongs to another model: {some_of(problems)}{f'; {advice}' if advice else ''}")
     of_leaf: dict[str, list[tuple[File, Tensor]]] = {}
     for tensor in wanted:
         where[tensor.name].reshape(tensor.name, tensor.view)

@@ -219,6 +219,8 @@ def test_renamed_prefixes(classifier):
         ({"rename": {"lora_.": "x"}}, ["rename = {'lora_.': 'x'}", "fc1/x"]),
         ({"missing": ["adapter"]}, ["missing: 'adapter' matches no parameter"]),
         ({"missing": ["("]}, ["missing: '(' is not a regular expression"]),
+        ({"missing": "lora_"}, ["missing = 'lora_': must be a list; write ['lora_']"]),
+        ({"rename": {"base_module/": r"\2"}}, [r"rename: '\\2' is not a replacement for 'base_module/'"]),
     ],
     ids=str,
 )
@@ -241,7 +243,7 @@ def test_refused_adapters(tmp_path, base, adapter):
     refused(lambda: base[1].load_weights(path), "the model has none", "lora=LoRAConfig")
     other = step(model(replace(SOME, lora=replace(SOME.lora, lora_alpha=8))))
     params = made.state.params
-    refused(lambda: weights.load(path, other, params=params), "adapter_config.json has lora_alpha = 6, not 8")
+    refused(lambda: weights.load(path, other, params=params), "lora_alpha = 6, not 8; give the decoder the lora=")
     other = step(model(replace(SOME, lora=replace(SOME.lora, target_modules=["q_proj"]))))
     layer = "base_model.model.model.layers.0"
     refused(
