@@ -344,6 +344,10 @@ def with_decay(self, x, mask):
     return SmallGPT.run(self, x, mask) + decay
 
 
+def before(self, x, mask):
+    return SmallGPT.run(self, self.blocks[0].norm(x), mask)
+
+
 def share(self, rngs):
     self.blocks[1].norm = self.blocks[0].norm
 
@@ -367,8 +371,22 @@ ERRORS = {
     "collected": (running(with_collected), "blocks", r"uses the output of blocks\[0\], which must go into blocks\[1\]"),
     "flags": (running(with_flags), "blocks", r"argument training is True for blocks\[0\], but False for blocks\[1\]"),
     "half": (running(half), "blocks", r"blocks\[1\] is not called"),
+    "before": (running(before), "blocks", "uses norm/bias of the layers outside of their calls"),
     "decay": (running(with_decay), "blocks", "uses down/bias of the layers outside of their calls"),
 }  # fmt: skip
+
+
+def test_numbered_attributes_end_at_the_first_gap_and_are_named_alike():
+    class Numbered(nnx.Module):
+        def __init__(self, rngs):
+            for name in ("block_0", "block_1", "block_3", "block1"):
+                setattr(self, name, nnx.Linear(2, 2, rngs=rngs))
+
+        def __call__(self, x):
+            return self.block1(self.block_3(self.block_1(self.block_0(x))))
+
+    model = jzero.from_flax(Numbered, lambda module, x: module(x).mean(), stack="block")
+    assert model.places.keys == (("block_0",), ("block_1",))
 
 
 @pytest.mark.parametrize(("module", "path", "message"), ERRORS.values(), ids=ERRORS)

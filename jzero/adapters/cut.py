@@ -142,7 +142,7 @@ def find_call(
         if len(calls) < layers:
             raise NoCut(f"{name(len(calls))} is not called: call every layer once, in order")
         found.append(_classify(calls, ys, name))
-        return result
+        return result, [x for x in calls[0][0] if isinstance(x, ARRAYS)]  # what comes before may use the layers too
 
     ys = [leaves for _ in range(layers)]
     traced = jax.make_jaxpr(trace)(ends, layer, ys, inputs)

@@ -162,12 +162,10 @@ def _find(module: Any, path: str) -> tuple[list[Key], list[Any], bool]:
         key += (part,)
     found, last_key = _child(node, last)
     if found is None:
-        numbered = {
-            n: f"{last}{sep}{n}" for sep in ("_", "") for n in range(10_000) if hasattr(node, f"{last}{sep}{n}")
-        }
-        if 0 not in numbered:
+        names = _numbered(node, last)
+        if not names:
             raise _unknown(module, path)
-        return [(*key, name) for name in numbered.values()], [getattr(node, name) for name in numbered.values()], False
+        return [(*key, name) for name in names], [getattr(node, name) for name in names], False
     key += (last_key,)
     if isinstance(found, nnx.Sequential):
         found, key = found.layers, (*key, "layers")
@@ -190,9 +188,11 @@ def _child(node: Any, part: str) -> tuple[Any, Any]:
 
 
 def _numbered(node: Any, name: str) -> list[str]:
-    """List the attributes name_0, name_1, ... or name0, name1, ..."""
-    both = [takewhile(partial(hasattr, node), (f"{name}{separator}{i}" for i in count())) for separator in ("_", "")]
-    return [name for names in both for name in names]
+    """List the attributes name_0, name_1, ..., or else name0, name1, ..."""
+    for separator in ("_", ""):
+        if found := list(takewhile(partial(hasattr, node), (f"{name}{separator}{i}" for i in count()))):
+            return found
+    return []
 
 
 def _unknown(module: Any, path: str) -> ConfigError:
