@@ -10,7 +10,7 @@ Shape suffixes:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -145,16 +145,13 @@ def widest_head() -> int:
     return 256 if tuple(map(int, capability.split("."))) >= (9, 0) else 128  # as in jax._src.cudnn
 
 
-def cudnn_obstacle(
-    dtype: jnp.dtype, head_dim: int, widest: int, softcap: float | None = None, odd: bool = False
-) -> str | None:
+def cudnn_obstacle(dtype: jnp.dtype, head_dim: int, widest: int, softcap: float | None = None) -> str | None:
     """Return why cuDNN's fused attention cannot be used, or None.
 
     Args:
       dtype, head_dim: of the queries.
       widest: see `widest_head`.
       softcap: of the scores.
-      odd: whether the number of queries or keys is odd.
 
     >>> cudnn_obstacle(jnp.dtype("bfloat16"), 128, 256, softcap=50.0)
     'cuDNN has no soft cap'
@@ -169,24 +166,22 @@ def cudnn_obstacle(
         return "there is no GPU"
     if head_dim > widest:
         return f"cuDNN's heads are at most {widest} wide on this GPU, not {head_dim}"
-    return "cuDNN needs an even number of tokens" if odd else None
+    return None
 
 
 def attention_kernel(
-    choice: Attend, dtype: jnp.dtype, head_dim: int = 64, softcap: float | None = None, odd: bool = False
+    choice: Attend, dtype: jnp.dtype, head_dim: int = 64, softcap: float | None = None
 ) -> Literal["cudnn", "xla"]:
     """Resolve "auto" for this machine: cuDNN's kernel where it can be used, otherwise XLA's."""
     if choice != "auto":
         return choice
-    return "xla" if cudnn_obstacle(dtype, head_dim, widest_head(), softcap, odd) else "cudnn"
+    return "xla" if cudnn_obstacle(dtype, head_dim, widest_head(), softcap) else "cudnn"
 
 
-def kernel_note(
-    choice: Attend, dtype: jnp.dtype, head_dim: int = 64, softcap: float | None = None, odd: bool = False
-) -> str:
+def kernel_note(choice: Attend, dtype: jnp.dtype, head_dim: int = 64, softcap: float | None = None) -> str:
     """Return the line about the kernel for the run report."""
-    kernel = attention_kernel(choice, dtype, head_dim, softcap, odd)
-    why = cudnn_obstacle(dtype, head_dim, widest_head() or 256, softcap, odd) if choice == "auto" else None
+    kernel = attention_kernel(choice, dtype, head_dim, softcap)
+    why = cudnn_obstacle(dtype, head_dim, widest_head() or 256, softcap) if choice == "auto" else None
     reason = f": {why}" if why and dtype in HALF else ""
     return f"attention kernel {kernel} (attention={choice!r}, {dtype}){reason}"
 
@@ -219,19 +214,32 @@ def attend(
       softcap: bounds the scores: softcap * tanh(score / softcap).
     """
     dtype, (_, S, _, C), T = q_BSHC.dtype, q_BSHC.shape, k_BTKC.shape[1]
-    # cuDNN has no kernel for an odd number of queries, such as one token that attends to a cache.
-    kernel = "xla" if S == 1 else attention_kernel(choice, dtype, C, softcap, odd=bool(S % 2 or T % 2))
+    kernel = "xla" if S == 1 else attention_kernel(choice, dtype, C, softcap)  # one token attends to a cache
     if softcap is not None:
         return _soft_capped(q_BSHC, k_BTKC, v_BTKC, mask_B1ST, causal, window, scale, softcap).astype(dtype)
     if kernel == "xla" and dtype == jnp.float16 and jax.default_backend() == "cpu":  # JAX has no such products there
         q_BSHC, k_BTKC, v_BTKC = (x.astype(jnp.float32) for x in (q_BSHC, k_BTKC, v_BTKC))
     if mask_B1ST is not None and kernel == "cudnn":  # which broadcasts only the batch and the heads
         mask_B1ST = jnp.broadcast_to(mask_B1ST, (len(mask_B1ST), 1, S, T))
-    o_BSHC = jax.nn.dot_product_attention(
+    run = _even if kernel == "cudnn" and (S % 2 or T % 2) else jax.nn.dot_product_attention
+    o_BSHC = run(
         q_BSHC, k_BTKC, v_BTKC, mask=mask_B1ST, scale=scale, is_causal=causal, implementation=kernel,
         local_window_size=None if window is None else (window - 1, 0),
     )  # fmt: skip
     return o_BSHC.astype(dtype)
+
+
+def _even(q_BSHC, k_BTKC, v_BTKC, *, mask, **kwargs: Any) -> jax.Array:
+    """Run jax.nn.dot_product_attention on even numbers of queries and keys, which cuDNN needs."""
+    (B, S), T = q_BSHC.shape[:2], k_BTKC.shape[1]
+    padded = [jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0))) for x in (q_BSHC, k_BTKC, v_BTKC)]
+    if mask is None:  # cheaper than a mask, which cuDNN takes as a bias
+        kwargs |= {"query_seq_lengths": jnp.full(B, S, "int32"), "key_value_seq_lengths": jnp.full(B, T, "int32")}
+    else:
+        mask = jnp.pad(mask, ((0, 0), (0, 0), (0, 0), (0, T % 2)))
+        mask = jnp.pad(mask, ((0, 0), (0, 0), (0, S % 2), (0, 0)), constant_values=True)  # a row must see something
+    q_BSHC, k_BTKC, v_BTKC = padded
+    return jax.nn.dot_product_attention(q_BSHC, k_BTKC, v_BTKC, mask=mask, **kwargs)[:, :S]
 
 
 def _soft_capped(q_BSHC, k_BTKC, v_BTKC, mask_B1ST, causal, window, scale, softcap) -> jax.Array:

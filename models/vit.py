@@ -106,8 +106,7 @@ class ViT(nnx.Module):
         return self.logits(run(self.stack, self.prefix({"images": images})))
 
     def report_notes(self, dtype: jnp.dtype) -> list[str]:
-        odd = self.config.num_patches % 2 == 0  # with the class token
-        return [kernel_note(self.config.attention, dtype, self.config.head_dim, odd=odd)]
+        return [kernel_note(self.config.attention, dtype, self.config.head_dim)]
 
     @property
     def fused_matrices(self) -> dict[str, tuple[int, ...]]:

@@ -18,7 +18,6 @@ from models.attention import attend, attention_kernel, cudnn_obstacle, kernel_no
 from models.decoder import Decoder
 from models.decoder_config import DecoderConfig
 from models.llama import preset
-from models.vit import ViT, ViTConfig
 
 has_cuda_compiler = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 B, S, H, K, C = 2, 9, 4, 2, 8
@@ -74,6 +73,35 @@ def test_every_path(scale):
         )
 
 
+def test_odd_numbers_of_tokens_are_padded_for_cudnn(monkeypatch):
+    """cuDNN's part is played by XLA."""
+    shapes, kernel = set(), jax.nn.dot_product_attention
+
+    def xla(q, k, v, *, implementation, **more):
+        assert implementation == "cudnn"
+        shapes.add((q.shape[1], k.shape[1]))
+        return kernel(q, k, v, implementation="xla", **more)
+
+    monkeypatch.setattr(attention, "attention_kernel", lambda *_: "cudnn")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", xla)
+    run = jax.jit(attend, static_argnames=("causal", "window"))
+    for causal, window, segments, padding, softcap in PATHS:
+        if window in (None, 3) and not softcap:
+            mask = same_segment(segments) if padding is None else padding[:, None, None, :]
+            found = run(Q, KEYS, VALUES, mask, causal=causal, window=window)
+            expected = reference(
+                Q, KEYS, VALUES, causal=causal, window=window, segments=segments, padding=padding, softcap=None,
+                scale=C**-0.5,
+            )  # fmt: skip
+            counts = ~np.isnan(expected)
+            np.testing.assert_allclose(found[counts], expected[counts], atol=2e-6, err_msg=f"{causal} {window}")
+    assert shapes == {(S + 1, S + 1)}
+    gradient = jax.grad(lambda q: (run(q, KEYS, VALUES) ** 2).sum())(Q)
+    monkeypatch.undo()
+    plain = jax.grad(lambda q: (attend(q, KEYS, VALUES) ** 2).sum())(Q)
+    np.testing.assert_allclose(gradient, plain, atol=1e-5)
+
+
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_keys_of_earlier_calls(softcap):
     """The last queries alone, with a mask, get what they get among all."""
@@ -127,20 +155,20 @@ def test_positions_of_segments():
 CAPPED = preset("tiny", attention_softcap=50.0)
 
 
-@pytest.mark.parametrize(("S", "rows", "kernel"), [(8, 1, "cudnn"), (8, 8, "cudnn"), (7, 7, "xla"), (7, None, "xla")])
-def test_what_the_kernel_gets(monkeypatch, S, rows, kernel):
+@pytest.mark.parametrize(("S", "rows"), [(8, 1), (8, 8), (7, 7), (7, 1), (7, None)])
+def test_what_the_kernel_gets(monkeypatch, S, rows):
     """On an H100, cuDNN refused a mask with one row for all queries, and odd numbers of tokens."""
     seen = []
 
     def spy(q, k, v, mask=None, implementation=None, **_):
-        seen.append((implementation, None if mask is None else mask.shape))
+        seen.append((implementation, q.shape[1], None if mask is None else mask.shape))
         return q
 
     monkeypatch.setattr(attention, "widest_head", lambda: 256)
     monkeypatch.setattr(jax.nn, "dot_product_attention", spy)
     x = jnp.zeros((B, S, H, 8), "bfloat16")
-    attend(x, x, x, None if rows is None else jnp.ones((B, 1, rows, S), bool))
-    assert seen == [(kernel, None if rows is None else (B, 1, S if kernel == "cudnn" else rows, S))]
+    assert attend(x, x, x, None if rows is None else jnp.ones((B, 1, rows, S), bool)).shape == x.shape
+    assert seen == [("cudnn", 8, None if rows is None else (B, 1, 8, 8))]
 
 
 BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
@@ -150,12 +178,10 @@ BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
     ("arguments", "why"),
     [
         ((BF16, 128, 256), None),
-        ((BF16, 64, 128, None, False), None),
         ((BF16, 256, 256), None),
         ((BF16, 256, 128), "cuDNN's heads are at most 128 wide on this GPU, not 256"),
         ((BF16, 100, 256), "cuDNN needs heads of a multiple of 8, not 100"),
         ((BF16, 128, 256, 50.0), "cuDNN has no soft cap"),
-        ((BF16, 128, 256, None, True), "cuDNN needs an even number of tokens"),
         ((F32, 128, 256), "cuDNN needs half precision"),
         ((BF16, 128, 0), "there is no GPU"),
     ],
@@ -183,10 +209,6 @@ def test_the_kernel_and_the_report(monkeypatch):
     assert attention_kernel("auto", BF16, 128, softcap=50.0) == "xla"
     assert note() == "attention kernel cudnn (attention='auto', bfloat16)"
     assert kernel_note("auto", BF16, 32, 50.0) == capped
-    assert attention_kernel("auto", BF16, 128, odd=True) == "xla"
-    shape = ViTConfig(1, 32, 4, 48, image_size=8, patch_size=4)  # 4 patches and the class token
-    (line,) = jzero.from_flax(lambda rngs: ViT(shape, rngs=rngs)).report_notes(BF16)
-    assert line.endswith("xla (attention='auto', bfloat16): cuDNN needs an even number of tokens")
     assert note(head_width=192).endswith("bfloat16): cuDNN's heads are at most 128 wide on this GPU, not 192")
 
 
