@@ -19,7 +19,7 @@ from jzero import zero
 from jzero.config import Config
 from jzero.model import ENDS, STACK, fold
 from jzero.precision import Precision
-from jzero.remat import Block
+from jzero.remat import Block, Remat
 from jzero.sharding import stack_length
 from jzero.tree import PyTree, leading_dim
 from jzero.zero import ParamLayout
@@ -73,14 +73,17 @@ def unrolled(layouts: PyTree) -> StackView:
     return StackView({ENDS: layouts[ENDS], STACK: [layouts[STACK]] * length}, split, merge, layer_axis=False)
 
 
-def unrolls(config: Config, layouts: PyTree) -> bool:
-    """Return whether the stack is unrolled: `stack.unroll`; by default up to `UNROLL_LIMIT` layers, mostly trained.
+def unrolls(config: Config, layouts: PyTree, remat: Remat) -> bool:
+    """Return whether the stack is unrolled: `stack.unroll`; by default up to `UNROLL_LIMIT` layers, with an exception.
 
-    XLA copies a layer's weights out of the stack. Trained ones are cast to the compute dtype anyway. Unrolled, all
-    copies exist at once, a second copy of frozen weights: 28 GiB instead of 18 for LoRA on Llama 8B.
+    XLA copies a layer's weights out of the stack, and unrolled, all copies exist at once. Trained weights are cast to
+    the compute dtype anyway. Of frozen ones this is a second copy: with little else in memory, as under full remat,
+    LoRA on Llama 8B needs 28 GiB instead of 18. With more activations it costs nothing, and a scan is much slower.
     """
     if config.stack.unroll != "auto":
         return bool(config.stack.unroll)
+    if remat.kind != "full":
+        return stack_length(layouts) <= UNROLL_LIMIT
     sizes = [(prod(layout.shape), layout.trainable) for layout in jax.tree.leaves(layouts[STACK])]
     trained = sum(size for size, trainable in sizes if trainable)
     return stack_length(layouts) <= UNROLL_LIMIT and 2 * trained >= sum(size for size, _ in sizes)
