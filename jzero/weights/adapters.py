@@ -23,7 +23,7 @@ def declared(table: Mapping[str, Any] | None) -> list[str]:
         return found
     raise ConfigError(
         "the model has no adapters in peft's format (its weights_layout has no key adapters): give a decoder "
-        "of models/ lora=LoRAConfig(...)"
+        "of models/ lora=LoRAConfig(...), and a shape that transformers has (if it has none, the run report says why)"
     )
 
 
