@@ -106,6 +106,12 @@ class _Fact(NamedTuple):
 _NOTHING = _Fact()
 
 
+def _either(*facts: _Fact) -> _Fact:
+    """Join what is known of several variables."""
+    arrays: frozenset[str] = frozenset().union(*(fact.arrays for fact in facts))
+    return _Fact(arrays, any(fact.of_batch for fact in facts), any(fact.of_weights for fact in facts))
+
+
 class _Uses:
     """How a program uses the arrays of the batch.
 
@@ -134,17 +140,23 @@ class _Uses:
 
     def outputs(self, eqn: Any, facts: list[_Fact]) -> list[_Fact]:
         name, inner = eqn.primitive.name, inner_jaxprs(eqn)
+        if name == "cond":
+            return self.branches(inner, *facts)
         if name in _CALLS and len(inner) == 1 and len(inner[0].invars) == len(facts):
             return self.run(inner[0], facts) if name != "scan" else self.scan(eqn, inner[0], facts)
-        arrays: frozenset[str] = frozenset().union(*(fact.arrays for fact in facts))
+        arrays, of_batch, of_weights = _either(*facts)
         if name in _PRODUCTS:
             self.multiply(eqn, *facts)
             arrays = frozenset()
         elif name not in _LAYOUT or not all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.outvars):
             self.other |= arrays
             arrays = frozenset()
-        of_batch, of_weights = any(fact.of_batch for fact in facts), any(fact.of_weights for fact in facts)
         return [_Fact(arrays, of_batch, of_weights)] * len(eqn.outvars)
+
+    def branches(self, inner: Sequence[Any], index: _Fact, *facts: _Fact) -> list[_Fact]:
+        """Follow every branch of a condition."""
+        self.other |= index.arrays
+        return [_either(*results) for results in zip(*(self.run(branch, facts) for branch in inner), strict=True)]
 
     def scan(self, eqn: Any, body: Any, facts: list[_Fact]) -> list[_Fact]:
         """Follow one pass of a scan, whose carry may depend on the batch after the first."""

@@ -101,6 +101,7 @@ def test_set_lr_is_adamw_at_these_rates(stage):
     assert traces[0] < traces[1] == traces[2] == traces[3]  # a rate is an argument, not a constant of the program
 
 
+@pytest.mark.slow
 def test_a_checkpoint_keeps_the_rate_that_was_set(tmp_path):
     straight = small(3)
     straight.set_lr(0.03)

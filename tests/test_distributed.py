@@ -169,7 +169,7 @@ def test_nobody_listens(port):
     assert 0.3 <= seconds < 20
 
 
-@pytest.mark.parametrize("other", [(2, 3, 60, "other"), (2, 4, 60, "job")])
+@pytest.mark.parametrize("other", [(2, 3, 60, "other"), pytest.param((2, 4, 60, "job"), marks=pytest.mark.slow)])
 def test_another_jobs_process_is_turned_away(port, other):
     """It is refused at once, and does not count as present."""
     said, seconds = met(port, [(0, 3, 4, "job"), (1, 3, 4, "job"), other])

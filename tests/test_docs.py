@@ -51,10 +51,12 @@ LONG = {
     "README",
     "from-deepspeed",
     "getting-started",
+    "functional-api",
+    "models",
     "pipelines",
     "checkpoints",
     "weights",
-}  # many programs to compile
+}
 
 
 def named(pages, long=()):

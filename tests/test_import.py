@@ -7,7 +7,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from helpers.sampling import keep
 
 ROOT = Path(__file__).parent.parent
 
@@ -48,7 +47,8 @@ def test_public_names():
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("method", keep(["spawn", "fork", "forkserver"], ["fork"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_a_child_process_trains(method, tmp_path):
     program = f"""
         import multiprocessing

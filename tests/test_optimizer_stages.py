@@ -146,8 +146,8 @@ def check_stages(name, params, model, data, **optimizer):
         assert_same_training(stage, jax.device_get(after.params), end, jax.device_get(start.params))
 
 
-# By default the ones that look at a whole parameter: a norm, a matrix, factored moments.
-WHOLE = [next(case for case in CASES if case[0] == name) for name in ("Lamb", "Muon", "adafactor")]
+# By default the ones that look at a whole parameter: a norm, a matrix.
+WHOLE = [next(case for case in CASES if case[0] == name) for name in ("Lamb", "Muon")]
 
 
 @pytest.mark.parametrize(("name", "params"), keep(CASES, WHOLE), ids=IDS)

@@ -111,7 +111,8 @@ LLAMAS = [
 ]
 
 
-@named(keep(LLAMAS, LLAMAS[1:2]))
+@pytest.mark.slow
+@named(LLAMAS)
 def test_llama(case):
     check(model(Llama, case.layers), case)
 

@@ -85,6 +85,7 @@ def test_which_layers_are_the_stack(layers, options, stack):
     assert hasattr(model, "prefix") == hasattr(model, "block") == hasattr(model, "suffix") == (stack is not None)
 
 
+@pytest.mark.slow
 def test_it_trains_under_zero_3():
     batch = (np.tile(X, (2, 1)), np.tile(Y, (2, 1)))
     config = {

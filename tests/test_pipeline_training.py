@@ -193,10 +193,8 @@ def test_micro_loss_is_the_steps():
     np.testing.assert_allclose(before, step.run(state, batch)[2].micro_losses, rtol=BOUND)
 
 
-THREE = [Case("1f1b", 2, 3, 1, 2), Case("interleaved", 2, 2, 3, 2, chunks=2)]
-
-
-@named(keep(THREE, THREE[:1]))
+@pytest.mark.slow
+@named([Case("1f1b", 2, 3, 1, 2), Case("interleaved", 2, 2, 3, 2, chunks=2)])
 def test_the_three_call_loop_is_train_batch(case, capsys):
     noisy, config, engines = model(Dropout, case.layers), case.config(optimizer=ADAMW), []
     for _ in range(2):

@@ -121,7 +121,8 @@ SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 BATCHES = [(None, 2, 2), (32, 2, 2), (32, None, 2), (32, 2, None)]
 
 
-@pytest.mark.parametrize("sizes", keep([(sizes,) for sizes in BATCHES], [(BATCHES[3],)]), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", BATCHES, ids=str)
 def test_fewer_devices_keep_the_global_batch(tmp_path, sizes):
     """And the micro-batch, though by the config alone one of them would change, or they would not fit."""
     sizes = dict(zip(SIZES, sizes, strict=True))
@@ -207,6 +208,7 @@ def test_a_list_of_layers_that_the_stages_divide_or_not(tmp_path):
         np.testing.assert_allclose(expected[source], expected[target], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_another_precision(tmp_path):
     """fp16 with a scale of 2**24 goes on in bf16 and fp32 without a scale, and with masters of half the size."""
     first = build(LAYOUTS["stage2"], **FP16)

@@ -168,7 +168,10 @@ def _classify(calls: list[tuple[list[Any], Any]], ys: list[list[Any]], name: Cal
             for k, other in enumerate(others, 1):
                 if type(other) is not type(value) or other != value:
                     what = _argument(tree, place)
-                    raise NoCut(f"{what} is {value!r} for {name(0)}, but {other!r} for {name(k)}: pass the same to all")
+                    raise NoCut(
+                        f"{what} is {value!r} for {name(0)}, but {other!r} for {name(k)}: pass the same to all, "
+                        "or make it a parameter of the layer"
+                    )
             arguments.append(Static(value))
         elif all(other is value for other in others):
             arguments.append(Constant(n_constants))
@@ -217,6 +220,7 @@ def _check_used(arguments: tuple, used: list[bool], call: Call, name: Callable[[
         raise NoCut(f"the loss uses {outside[0]} of the layers outside of their calls")
     for k, leaves in enumerate(ys[:-1]):
         if any(leaves):
-            raise NoCut(f"the loss uses the output of {name(k)}, which must go into {name(k + 1)} alone")
+            hint = "; sum it up inside the layers, as in x, total = layer(x, total)" if len(leaves) > 1 else ""
+            raise NoCut(f"the loss uses the output of {name(k)}, which must go into {name(k + 1)} alone{hint}")
     if rest := [i for i, is_used in enumerate(ys[-1]) if is_used and i not in call.outputs]:
         raise NoCut(f"the loss uses output {rest[0]} of {name(len(ys) - 1)}, which no layer passes on to the next")

@@ -100,7 +100,8 @@ def _match(path: epath.Path, saved: PyTree, model: Any, shapes: PyTree) -> dict[
 
     An nnx.State and Linen's boxes add a level `value`. Whether a level of that name is one is known by what fits.
     """
-    layers = getattr(model, "names", {})  # of a stack that was cut out of a module without one
+    names = getattr(model, "names", None)  # of a stack that was cut out of a module without one
+    layers = names.known if names else {}
     if layers and not (isinstance(saved, dict) and set(saved) == {ENDS, STACK}):
         model = model.plain
         shapes = jax.eval_shape(model.init, jax.random.key(0))
@@ -109,8 +110,8 @@ def _match(path: epath.Path, saved: PyTree, model: Any, shapes: PyTree) -> dict[
     there = {name: tuple(getattr(x, "shape", None) or ()) for name, x in named(saved).items()}
     wanted = {name: tuple(x.shape) for name, x in named(shapes).items()}
     adopt = getattr(model, "adopt", _identity) if isinstance(saved, dict) else _identity
-    names = jax.tree_util.tree_map_with_path(lambda way, _: path_name(way), saved)
-    sources = [named(adopt(tree)) for tree in (names, _without_values(names))]
+    leaves = jax.tree_util.tree_map_with_path(lambda way, _: path_name(way), saved)
+    sources = [named(adopt(tree)) for tree in (leaves, _without_values(leaves))]
     found = [{name: there[leaf] for name, leaf in source.items()} for source in sources]
     problems, source = min(
         ((differences(one, wanted), source) for one, source in zip(found, sources, strict=True)),

@@ -112,6 +112,7 @@ def outside(devices):
 '''
 
 
+@pytest.mark.slow
 def test_two_processes_compute_what_one_does(tmp_path):
     space = {"PARAMS": str(tmp_path / "params")}
     exec(PROGRAM, space)

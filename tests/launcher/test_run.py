@@ -121,6 +121,7 @@ def test_saving_may_take_the_grace(start, worker):
     assert "saved 1" in job.output
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_after_ctrl_c(start, worker):
     """Its code is reported, and the others, which may wait for it, do not have the whole grace."""
     job = start(*CPU, 2, "--grace", 60, worker, "fails").until(("ready", 2))
