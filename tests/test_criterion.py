@@ -141,7 +141,7 @@ def build(model, stage=0, pipe=1, **more):
     ("model", "call", "stage", "pipe"),
     [
         (Net, Net.__call__, 0, 1),
-        (Stacked, through_stack, 3, 2),
+        pytest.param(Stacked, through_stack, 3, 2, marks=pytest.mark.slow),
         pytest.param(Net, Net.__call__, 3, 1, marks=pytest.mark.slow),
         pytest.param(Stacked, through_stack, 3, 1, marks=pytest.mark.slow),
         pytest.param(Stacked, through_stack, 0, 2, marks=pytest.mark.slow),

@@ -32,7 +32,7 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 2, "l
     keep(
         [(name, {}) for name in LAYOUTS]
         + [("stage0", FP16), ("stage3", FP16), ("interleaved", FP16), ("stage2", {"bf16": {"enabled": True}})],
-        [("hsdp", {}), ("stage3", FP16)],
+        [("stage3", FP16)],
     ),
     ids=[*LAYOUTS, "stage0-fp16", "stage3-fp16", "interleaved-fp16", "stage2-bf16"],
 )
@@ -59,6 +59,7 @@ def test_a_resumed_run_is_the_straight_one(tmp_path, layout, more):
         assert len({float(resumed.loss_scale), 2.0**24}) == 2
 
 
+@pytest.mark.slow
 def test_the_three_calls_resume_too(tmp_path):
     def train(engine, steps):
         losses = []

@@ -46,6 +46,7 @@ def test_the_optimizer_changes(tmp_path, other):
     assert scheduled(engine) == {SAVED + 1}
 
 
+@pytest.mark.slow
 def test_parts_of_a_checkpoint(tmp_path):
     saved = build(LAYOUTS["stage1"])
     for step in range(SAVED):

@@ -83,6 +83,7 @@ def test_the_model_is_traced_twice(stage):
         step.evaluate(state, batches("decoder")[0])
 
 
+@pytest.mark.slow
 def test_two_runs_are_the_same_bit_for_bit():
     layout = DECODER._replace(zero=8)
     runs = []

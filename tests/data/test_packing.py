@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.sampling import keep
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -213,9 +212,10 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "stage", "more"),
-    keep(LAYOUTS, [LAYOUTS[1]]),
+    LAYOUTS,
     ids=["zero3", "zero3-full-scanned", "zero2-matmuls", "1f1b", "zero_bubble-zero3", "interleaved", "gpipe-full"],
 )
 def test_segments_go_with_every_layout(mesh, stage, more):

@@ -51,6 +51,7 @@ def train(devices=None):
 """
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path):
     space = {}
     exec(PROGRAM, space)

@@ -62,6 +62,7 @@ def test_one_machine(start, tmp_path):
     assert job.output.count("joined lo") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(not can_run(), reason=NEEDS)
 def test_two_hosts(start, tmp_path, tmp_path_factory):

@@ -284,10 +284,8 @@ def test_a_rank_that_hangs(start, tmp_path):
     assert "[0]   File" in job.errors  # rank 0's stack
 
 
-@pytest.mark.parametrize(
-    ("what", "code"),
-    keep([("raise ValueError", 1), ("import sys; sys.exit(3)", 3), ("exit(3)", 3)], [("raise ValueError", 1)]),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "code"), [("raise ValueError", 1), ("import sys; sys.exit(3)", 3), ("exit(3)", 3)])
 def test_a_rank_that_leaves_among_collectives(start, tmp_path, what, code):
     """The others wait for it in a collective, and JAX's exit would wait for the others."""
     (tmp_path / "worker.py").write_text(TRAIN)

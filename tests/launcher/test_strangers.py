@@ -126,6 +126,7 @@ def test_who_does_not_know_the_secret(port, mine, theirs):
     assert [Process(port, 1, 2, theirs).ended(), first.ended()] == ["", ""]
 
 
+@pytest.mark.slow
 def test_the_error_names_who_was_refused(port):
     """Process 0 and the ranks that came name the rank with another secret, and the fix; nobody else's words count."""
     first, other, wrong = (Process(port, rank, 4, f"secret {rank // 2}", timeout=6) for rank in (0, 1, 2))
