@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jzero.engine.initialize import initialize
     from jzero.engine.run_report import report
     from jzero.errors import CheckpointError, ConfigError
-    from jzero.eval_step import make_eval_step
+    from jzero.inference.eval_step import make_eval_step
     from jzero.loss import Mean
     from jzero.mesh import make_mesh
     from jzero.optimizers.mup import mup_groups
@@ -51,7 +51,7 @@ _HOME = {
     "init_distributed": "distributed.joining",
     "initialize": "engine.initialize",
     "log_dist": "distributed.place",
-    "make_eval_step": "eval_step",
+    "make_eval_step": "inference.eval_step",
     "make_mesh": "mesh",
     "make_train_step": "train_step",
     "mean": "replicas",

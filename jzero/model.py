@@ -31,7 +31,7 @@ keeps its dtype. Replicas that compute different floats are averaged.
 A model may have `predicting(fn) -> model`, for `jzero.make_eval_step`: a model whose `loss`, or `suffix`, returns
 predictions [rows, ...], or what `fn` makes of them.
 
-A model generates text (`jzero.generate`) if it has a cache of the tokens that it has seen, and
+A model generates text (`jzero.inference.generate`) if it has a cache of the tokens that it has seen, and
 
     make_cache(rows, length, dtype) -> cache            empty: a pytree of arrays [rows, ...] for `length` columns
     decode(params, tokens, column, padding, cache) -> (logits [rows, vocabulary] of each row's last token, cache)

@@ -82,11 +82,9 @@ def unrolls(config: Config, layouts: PyTree, remat: Remat) -> bool:
     """
     if config.stack.unroll != "auto":
         return bool(config.stack.unroll)
-    if remat.kind != "full":
-        return stack_length(layouts) <= UNROLL_LIMIT
     sizes = [(prod(layout.shape), layout.trainable) for layout in jax.tree.leaves(layouts[STACK])]
-    trained = sum(size for size, trainable in sizes if trainable)
-    return stack_length(layouts) <= UNROLL_LIMIT and 2 * trained >= sum(size for size, _ in sizes)
+    mostly_frozen = 2 * sum(size for size, trainable in sizes if trainable) < sum(size for size, _ in sizes)
+    return stack_length(layouts) <= UNROLL_LIMIT and not (mostly_frozen and remat.kind == "full")
 
 
 def fetch(layouts: PyTree, pair: tuple[PyTree, PyTree], precision: Precision) -> PyTree:

@@ -24,9 +24,9 @@ from jzero.distributed import heartbeat
 from jzero.distributed.consistency import Guard
 from jzero.distributed.host_collectives import check_same
 from jzero.errors import ConfigError
-from jzero.eval_step import EvalStep
-from jzero.generate import Generator
 from jzero.gradients import ManualRegion, Result
+from jzero.inference.eval_step import EvalStep
+from jzero.inference.generate import Generator
 from jzero.loss import LOSS
 from jzero.loss_scale import LossScale
 from jzero.mesh import batch_spec, replicas, shardings
@@ -75,7 +75,8 @@ class TrainStep:
       setup: the resolved config, see `Setup`; its model, mesh, config, batch_sizes, precision and layouts are here too.
       state_shapes, state_specs, state_shardings: of the `TrainState`; the shardings are for checkpoints.
       batch_sharding: of every leaf of a batch.
-      generate: `step.generate(state, tokens, max_new_tokens)` continues prompts; see `jzero.generate.Generator`.
+      generate: `step.generate(state, tokens, max_new_tokens)` continues prompts; see
+        `jzero.inference.generate.Generator`.
     """
 
     def __init__(

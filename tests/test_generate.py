@@ -17,7 +17,7 @@ from flax import linen, nnx
 from helpers.sampling import keep
 
 import jzero
-from jzero.generate import Sampling, _sampling, choose
+from jzero.inference.generate import Sampling, _sampling, choose
 from jzero.model import stack_loss
 from jzero.tree import named
 from models.attention import RopeScaling

@@ -22,7 +22,9 @@ checkpoint
 mesh replicas precision loss loss_scale
 zero sharding remat stack micro_batches auto_cast gradients
 pipeline adapters
-state batch update setup eval_step generate train_step
+state batch update setup
+inference
+train_step
 data planner
 weights
 engine

@@ -114,9 +114,7 @@ class StackedModel:
     def _call(self, ends: PyTree, inputs: tuple) -> Call:
         """Find how the layers are called, once for each kind of batch."""
         batch, rng, extra = inputs
-        shapes: Any = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), (ends, batch, extra)
-        )
+        shapes: Any = jax.tree.map(_shape_of, (ends, batch, extra))
         leaves, tree = jax.tree.flatten(shapes)
         kind = tree, tuple((x.shape, x.dtype) for x in leaves), rng is None
         if kind not in self._calls:

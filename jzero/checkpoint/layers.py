@@ -24,7 +24,7 @@ def take_apart(leaves: Mapping[str, jax.Array], names: Names, room: bool) -> dic
     """
     made: dict[str, jax.Array] = {}
     for name, x in leaves.items():
-        to = _of_layer(x.sharding, x.shape)
+        to = of_layer(x.sharding, x.shape)
         layers = jax.jit(tuple, out_shardings=(to,) * len(x))(x)
         parts = dict(zip(names[name], layers, strict=True))
         made |= parts if room else to_host(parts)
@@ -43,19 +43,28 @@ def read_layers(
     wanted: dict[str, Sharding] = {}
     for name, sharding in shardings.items():
         parts = names[name]
-        wanted |= dict.fromkeys(parts, sharding if len(parts) == 1 else _of_layer(sharding, shapes[name]))
+        wanted |= dict.fromkeys(parts, sharding if len(parts) == 1 else of_layer(sharding, shapes[name]))
     read = source.read(wanted)
 
     def one(name: str, sharding: Sharding) -> jax.Array:
         parts = [read.pop(part) for part in names[name]]
         if len(parts) == 1:
             return parts[0]
-        return jax.jit(lambda *layers: jnp.stack(layers), out_shardings=sharding)(*parts)
+        return stack_layers(parts, sharding)
 
     return {name: one(name, sharding) for name, sharding in shardings.items()}
 
 
-def _of_layer(sharding: Any, shape: Sequence[int]) -> Sharding:
+def stack_layers(layers: Sequence[jax.Array], sharding: Sharding) -> jax.Array:
+    """Stack the layers of one leaf."""
+    return jax.jit(_stack, out_shardings=sharding)(layers)
+
+
+def _stack(layers: Sequence[jax.Array]) -> jax.Array:  # one function, so that leaves of one shape compile once
+    return jnp.stack(layers)
+
+
+def of_layer(sharding: Any, shape: Sequence[int]) -> Sharding:
     """Choose the sharding of one layer of a stacked leaf, over all devices where a dimension divides."""
     if not isinstance(sharding, NamedSharding):
         return sharding

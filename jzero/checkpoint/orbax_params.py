@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero.checkpoint.directory import NOTES, STATE, local_path
+from jzero.checkpoint.layers import of_layer, stack_layers
 from jzero.checkpoint.orbax_noise import silence_orbax
 from jzero.checkpoint.reader import all_or_none
 from jzero.distributed.host_collectives import check_same, together
@@ -46,7 +45,7 @@ def read_params(directory: str | os.PathLike, model: Any, shapes: PyTree, shardi
     wanted = {}
     for (name, shape), sharding in zip(named(shapes).items(), jax.tree.leaves(shardings), strict=True):
         for source, one in parts[name].items():
-            to = sharding if one == shape.shape else NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+            to = sharding if one == shape.shape else of_layer(sharding, shape.shape)
             wanted[source] = ocp.ArrayRestoreArgs(sharding=to, dtype=shape.dtype)
 
     def item(way: tuple, _: Any) -> Any:
@@ -62,7 +61,7 @@ def read_params(directory: str | os.PathLike, model: Any, shapes: PyTree, shardi
         layers = [read.pop(source) for source in parts[path_name(way)]]
         if layers[0].shape == shape.shape:
             return layers[0]
-        return jax.jit(lambda *x: jnp.stack(x), out_shardings=sharding)(*layers)
+        return stack_layers(layers, sharding)
 
     return jax.tree_util.tree_map_with_path(leaf, shapes, shardings)
 

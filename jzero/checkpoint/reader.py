@@ -142,15 +142,11 @@ def restore(
     checkpoint = Checkpoint.find(directory, tag)
     wanted = named(shapes) if shapes is not None else {}
     places = named(shardings)
-    if getattr(shardings, "names", None) is None:
-        checkpoint.check_fit({name: expected_shape(wanted[name]) if wanted else None for name in places})
-        read = checkpoint.read(places)
-    elif wanted:
-        names = stored_names(shardings, wanted)
-        checkpoint.check_fit(stored_shapes(wanted, names))
-        read = read_layers(checkpoint, places, {name: x.shape for name, x in wanted.items()}, names)
-    else:
+    if not wanted and getattr(shardings, "names", None) is not None:
         raise ConfigError("restore: a model with stack= needs shapes=step.state_shapes beside step.state_shardings")
+    names = stored_names(shardings, wanted or places)
+    checkpoint.check_fit(stored_shapes(wanted, names) if wanted else dict.fromkeys(places))
+    read = read_layers(checkpoint, places, {name: x.shape for name, x in wanted.items()}, names)
     return jax.tree.unflatten(jax.tree.structure(shardings), match_dtypes(read, wanted).values())
 
 

@@ -61,7 +61,7 @@ class Views:
         return self.step_fn.predict(self.state, x, numpy=numpy)
 
     def generate(self, tokens: Any, max_new_tokens: int, **options: Any) -> Any:
-        """Continue every row of tokens; the options are those of `jzero.generate.Generator`."""
+        """Continue every row of tokens; the options are those of `jzero.inference.generate.Generator`."""
         return self.step_fn.generate(self.state, tokens, max_new_tokens, **options)
 
     @property

@@ -141,8 +141,8 @@ def _set(values: Mapping[str, Any]) -> dict[str, Any]:
 def _is_exempt(word: str | None, name: str, dims: int) -> bool:
     """Return whether `no_weight_decay` names this parameter, by its shape and its name.
 
-    Flax calls norms `scale` and biases `bias`. Attention biases have two dimensions, [heads, width], as norms have in
-    layers that are stacked outside of jzero's layer stack. A patch-embedding convolution has a `kernel`.
+    Flax calls norms `scale` and biases `bias`. Attention biases have two dimensions, [heads, width]; so do norms that
+    a module stacks itself. The convolution that embeds patches has a `kernel`.
     """
     leaf = name.rpartition("/")[2]
     if word is None or dims <= 1 or leaf in ("bias", "scale"):

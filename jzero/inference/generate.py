@@ -20,8 +20,8 @@ from jzero.batch import host_arrays, place_batch
 from jzero.distributed import heartbeat
 from jzero.distributed.consistency import Guard
 from jzero.errors import ConfigError
-from jzero.eval_step import pad_rows, to_host
 from jzero.gradients import ManualRegion
+from jzero.inference.eval_step import pad_rows, to_host
 from jzero.mesh import BATCH_AXES, PIPE, batch_spec, present, replicas
 from jzero.model import ENDS, STACK, StackModel, replace_state
 from jzero.pipeline import vocab_parallel

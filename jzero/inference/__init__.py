@@ -1,0 +1,1 @@
+"""What a model answers: predictions and text, under the training layout."""
