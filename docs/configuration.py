@@ -44,8 +44,13 @@ def generated() -> Iterator[str]:
     yield from _table(("key", "reason and fix"), refused)
     details = [f"`{key}`" for key, row in keys.REFUSED.items() if not row.text]
     yield f"Accepted while their section's switch is off: {', '.join(details)}.\n"
-    yield "## Old names\n"
-    yield from _table(("old", "new"), ((f"`{old}`", f"`{new}`") for old, new in keys.DEPRECATED.items()))
+    yield "## Ignored keys\n"
+    yield "These keys do nothing in DeepSpeed either. They load, and the run report warns of each one. It lists "
+    yield "remarks too: keys that begin with `_`, `#`, `//` or `comment`.\n"
+    yield from _table(("key", "why"), ((f"`{key}`", why) for key, why in keys.IGNORED.items()))
+    yield "## Other names\n"
+    names = {**keys.RENAMED, **keys.DEPRECATED}
+    yield from _table(("name", "key"), ((f"`{name}`", f"`{key}`") for name, key in names.items()))
 
 
 def _by_group() -> dict[tuple[str, ...], list[str]]:

@@ -16,7 +16,7 @@ from jzero.optimizers import table
     [
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["fp16.enabled = true and bf16.enabled = true"]),
         ({"bf16": {"bf16_optimizer_states": True}}, ["needs bf16.bf16_master_weights_and_grads"]),
-        ({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, ["bfloat16", "deprecated name of bf16"]),
+        ({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, ["bfloat16", "another name of bf16"]),
         ({"zero_optimization": {"mics_shard_size": 2}, "mesh": {"zero": 4}}, ["mics_shard_size = 2", "mesh.zero = 4"]),
         ({"mesh": {"data": -1}}, ["mesh.data = -1 and mesh.zero = -1", "one axis only", "default of mesh.zero"]),
         ({"mesh": {"data": -1, "zero": -1}}, ["mesh.data = -1 and mesh.zero = -1", "one axis only"]),

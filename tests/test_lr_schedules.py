@@ -226,8 +226,8 @@ def test_optax_schedules_have_optax_indexing():
 @pytest.mark.parametrize(
     ("type", "params", "words"),
     [
-        ("WarmupLr", {}, ["scheduler.type: 'WarmupLr'", "did you mean 'WarmupLR'", "cosine_decay_schedule"]),
-        ("StepLR", {}, ["scheduler.type: 'StepLR'", "Allowed: WarmupLR"]),
+        ("WarmupLr", {}, ["scheduler.type: 'WarmupLr'", "did you mean 'WarmupLR'", "or one of optax's"]),
+        ("StepLR", {}, ["scheduler.type: 'StepLR'", "Use WarmupLR, WarmupDecayLR"]),
         ("WarmupLR", {"warmup_num_step": 3}, ["scheduler.params.warmup_num_step", "(value 3)", "'warmup_num_steps'"]),
         ("WarmupLR", {"warmup_num_steps": 0}, ["warmup_num_steps: 0", "a positive integer"]),
         ("WarmupLR", {"warmup_type": "cubic"}, ["'cubic'", '"log" or "linear"']),

@@ -167,7 +167,7 @@ def test_per_layer_of_a_clients_transform():
 @pytest.mark.parametrize(
     ("name", "params", "words"),
     [
-        ("AdamWW", {}, ["optimizer.type: 'AdamWW'", "did you mean 'AdamW'", "Allowed: Adam, AdamW"]),
+        ("AdamWW", {}, ["optimizer.type: 'AdamWW'", "did you mean 'AdamW'", "Use Adam, AdamW"]),
         ("OneBitAdam", {}, ["not supported yet"]),
         ("MuSGD", {}, ["not supported yet"]),
         ("lbfgs", {}, ["line search"]),

@@ -1,7 +1,8 @@
 """The config: DeepSpeed's JSON file, read strictly.
 
-Every key is a field (`sections`), a key whose work something else does, or a key that jzero refuses by name (`keys`).
-Any other key is unknown, and the message suggests the nearest known one. All problems are reported together.
+Every key is a field (`sections`), a key whose work something else does, or one that jzero refuses by name (`keys`). A
+key that DeepSpeed ignores too loads with a warning. Any other key is unknown, and the message suggests the nearest known
+one. All problems are reported together.
 
 >>> config = Config.load({"train_batch_size": 32, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}})
 >>> config
@@ -14,7 +15,7 @@ jzero.errors.ConfigError: zero_optimization.stge = 3: unknown key; did you mean 
 """
 
 from jzero.config.config import Config
-from jzero.config.keys import Replaced
+from jzero.config.keys import Ignored, Replaced
 from jzero.config.sections import (
     ActivationCheckpointing,
     BF16Config,
@@ -40,6 +41,7 @@ __all__ = [
     "DataTypes",
     "EmaConfig",
     "FP16Config",
+    "Ignored",
     "MeshConfig",
     "OptimizerConfig",
     "Replaced",

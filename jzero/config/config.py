@@ -12,7 +12,7 @@ from pydantic import PrivateAttr, ValidationError
 
 from jzero.config import sizes
 from jzero.config.checks import contradictions
-from jzero.config.keys import Replaced
+from jzero.config.keys import Ignored, Replaced
 from jzero.config.screen import MISSING, check_extent, explain, plain, pop, screen
 from jzero.config.sections import Settings
 from jzero.config.source import read
@@ -24,13 +24,14 @@ class Config(Settings):
     """A whole config. `Config.load` reads it; the keywords of the constructor are its keys."""
 
     _replaced: tuple[Replaced, ...] = PrivateAttr(())
+    _ignored: tuple[Ignored, ...] = PrivateAttr(())
     _autos: tuple[str, ...] = PrivateAttr(())
 
     def __init__(self, /, **given: Any):
         check_extent(given)
         autos: list[str] = []
         data = plain(given, autos)
-        replaced, problems = screen(data)
+        found = screen(data)
         wrong: set[str] = set()
         # pydantic builds nothing from bad values, but the user should see every problem at once, contradictions between
         # the good values included. So each round drops the bad values and validates again, and `contradictions` skips
@@ -44,13 +45,12 @@ class Config(Settings):
                     path = ".".join(map(str, detail["loc"]))
                     value = pop(data, *detail["loc"])
                     wrong.add(path)
-                    problems.append(explain(path, value, detail))
+                    explain(path, value, detail, found)
                     if value is MISSING:  # a required key: without it the section cannot be built
                         pop(data, *detail["loc"][:-1])
-        problems.extend(contradictions(self, wrong))
-        if problems:
+        if problems := [*found.problems, *contradictions(self, wrong)]:
             raise ConfigError(*dict.fromkeys(problems))
-        self._replaced, self._autos = replaced, tuple(autos)
+        self._replaced, self._ignored, self._autos = tuple(found.replaced), tuple(found.ignored), tuple(autos)
 
     @classmethod
     def load(cls, source: str | os.PathLike[str] | Mapping[str, Any] | Self) -> Self:
@@ -76,6 +76,11 @@ class Config(Settings):
     def replaced(self) -> tuple[Replaced, ...]:
         """The given keys that have no meaning under JAX, each with its replacement."""
         return self._replaced
+
+    @property
+    def ignored(self) -> tuple[Ignored, ...]:
+        """The given keys that do nothing, each with what to write instead."""
+        return self._ignored
 
     @property
     def precision(self) -> Dtype:

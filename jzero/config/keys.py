@@ -2,13 +2,28 @@
 
 `REPLACED` keys have no meaning under XLA: they load, and `Config.replaced` lists them with their replacement.
 `REFUSED` keys would change the run: they load at a value that turns the feature off, else they are errors.
+`IGNORED` keys do nothing in DeepSpeed either: they load, and `Config.ignored` lists them with what to write.
 When a feature arrives, its row leaves this file and becomes a field of `sections`.
 """
 
+import re
 from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
-from jzero.values.kinds import COUNT, DTYPE_OR_NULL, FLAG, NAME_LIST, POSITIVE, TEXT, Kind, as_json, number
+from jzero.values.kinds import (
+    COUNT,
+    COUNT_OR_FALSE,
+    DTYPE_OR_NULL,
+    FLAG,
+    NAME_LIST,
+    NON_NEGATIVE,
+    POSITIVE,
+    TEXT,
+    Kind,
+    as_json,
+    either,
+    number,
+)  # fmt: skip
 
 
 def dotted_key(section: str, key: str) -> str:
@@ -64,7 +79,7 @@ REPLACED: dict[str, Replacement] = _replaced(
     ("optimizer", FLAG, "jit: the update is one fused program", "legacy_fusion"),
     ("timers.throughput", FLAG, "steps are timed when their result is ready", "synchronized"),
     (_REMAT, FLAG, _PLANNER, "contiguous_memory_optimization synchronize_checkpoint_boundary profile"),
-    (_REMAT, POSITIVE, "the layer stack: every layer is a checkpoint", "number_checkpoints"),
+    (_REMAT, COUNT_OR_FALSE, "the layer stack: every layer is a checkpoint", "number_checkpoints"),
     (_REMAT, FLAG, "the mesh: there is no tensor axis to partition over", "partition_activations"),
     ("pipeline", FLAG, "random keys: each layer's key is folded from the seed", "seed_layers"),
     ("pipeline", FLAG, "the mesh", "pipe_partitioned grad_partitioned"),
@@ -73,10 +88,13 @@ REPLACED: dict[str, Replacement] = _replaced(
     (_ZERO, FLAG, _ONE_STEP, "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions"
         " round_robin_gradients legacy_stage1 mics_hierarchical_params_gather stage3_use_all_reduce_for_fetch_params"
         " stage3_allgather_sequential"),
-    (_ZERO, COUNT, _COMBINER, "reduce_bucket_size allgather_bucket_size"),
+    # The Hugging Face Trainer computes bucket sizes as 0.9 times a square, so they have fractions.
+    (_ZERO, NON_NEGATIVE, _COMBINER, "reduce_bucket_size allgather_bucket_size"),
+    ("", NON_NEGATIVE, _COMBINER, "allgather_size"),
+    ("pipeline", TEXT, "PipelineModule's partition_method", "partition_method"),
     (_ZERO, FLAG, _SCHEDULER, "overlap_comm"),
-    (_ZERO, POSITIVE, "one fused optimizer update, which needs no sub-groups", "sub_group_size"),
-    (_ZERO, COUNT, _LAYERWISE,
+    (_ZERO, NON_NEGATIVE, "one fused optimizer update, which needs no sub-groups", "sub_group_size"),
+    (_ZERO, NON_NEGATIVE, _LAYERWISE,
         "stage3_prefetch_bucket_size stage3_max_live_parameters stage3_max_reuse_distance"),
     (_ZERO, FLAG, _ANY_LAYOUT, "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint"
         " stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save"),
@@ -138,12 +156,12 @@ def _later(section: str, what: str, details: str = "", **off: Any) -> dict[str, 
       section: the section of all its keys.
       what: the feature in words.
       details: keys that are accepted at any value, since the feature's switch decides.
-      off: key -> the value (or a tuple of values) that leaves it off; the message names the last one.
+      off: key -> the value (or a tuple of values) that leaves it off; None: only null does.
     """
     rows = _details(section, details)
     for key, value in off.items():
         values = value if isinstance(value, tuple) else (value,)
-        fix = "leave it out" if values[-1] is None else f"only {as_json(values[-1])} is accepted, or leave it out"
+        fix = "leave it out" if value is None else f"only {either(map(as_json, values))} is accepted, or leave it out"
         rows[dotted_key(section, key)] = Refused((None, *values), f"not yet supported: {what}; {fix}")
     return rows
 
@@ -170,6 +188,8 @@ _PIN = "pin_memory nvme_path buffer_count"
 # fmt: off
 REFUSED: dict[str, Refused] = {
     # precision, gradients, communication
+    "fp32_allreduce": Refused((None, False), 'an old key of DeepSpeed; write "communication_data_type": "fp32"'),
+    "fp16.type": Refused((None, "fp16", "float16"), 'write "bf16": {"enabled": true} and leave the fp16 section out'),
     "optimizer.params.max_grad_norm": Refused((None, 0), CLIP),
     "amp.enabled": Refused((None, False), _USE_BF16),
     **_details("amp", "opt_level cast_model_type patch_torch_functions keep_batchnorm_fp32 master_weights"
@@ -201,7 +221,7 @@ REFUSED: dict[str, Refused] = {
     **_later("compile", "a choice of compiler passes", passes=[]),
     # other ways to be parallel
     **_later("tensor_parallel", "tensor parallelism", "preset_model tp_overlap_comm partition_config tp_grain_size",
-        autotp_size=(1, 0)),
+        autotp_size=(0, 1)),
     **_later("tensor_parallel.tp", "tensor parallelism", "tp_grain_size", tp_size=1),
     **_later("", "sequence parallelism", sequence_parallel_size=1),
     **_later("expert_parallel", "expert parallelism", "autoep_size preset_model use_grouped_mm score_func top_k"
@@ -242,20 +262,113 @@ REFUSED: dict[str, Refused] = {
         " pin_parameters tp_gather_partition_size enable_cuda_graph", enabled=False),
     **_later("eigenvalue", "eigenvalues",
         "verbose max_iter tol stability gas_boundary_resolution layer_name layer_num", enabled=False),
-    **_later("sparse_attention", "sparse attention", **_unset(
-        "mode block different_layout_per_head num_local_blocks num_global_blocks attention horizontal_global_attention"
-        " num_different_global_patterns num_random_blocks local_window_blocks global_block_indices"
-        " global_block_end_indices num_sliding_window_blocks")),
     **_later_nested("compression_training", "compression", "weight_quantization activation_quantization"
         " sparse_pruning row_pruning head_pruning channel_pruning layer_reduction"),
     **_later_nested("", "quantized training", "weight_quantization quantize_training"),
 }
 # fmt: on
 
-# Old key -> its new name; giving both is an error.
-DEPRECATED = {
+
+# ---- keys that DeepSpeed ignores too ------------------------------------------------------------------------------
+
+
+class Ignored(NamedTuple):
+    """A given key that does nothing, and what to write instead."""
+
+    key: str
+    value: Any
+    why: str
+
+
+def _ignored(*rows: tuple[str, str, str]) -> dict[str, str]:
+    return {dotted_key(section, key): why for section, why, keys in rows for key in keys.split()}
+
+
+CLIP_ABOVE = 'DeepSpeed ignores it here; write "gradient_clipping" with this value at the top level'
+_LOG = 'DeepSpeed reads no such key; "steps_per_print" sets how often a progress line comes'
+_MONITORS = 'DeepSpeed reads no such key; the sections are "tensorboard", "wandb", "csv_monitor" and "comet"'
+_STAGES = 'DeepSpeed reads no such key; write "stages" here, or "pipe" in the "mesh" section'
+_SWITCH = '"enabled" alone is the switch'
+_WIDE = "bfloat16 has float32's range, so bf16 has no loss scale"
+_LAUNCHER = "DeepSpeed reads no such key; JAX chooses the transport, and the launcher the devices (jzero --include)"
+# Parameters that users write one level too high.
+OPTIMIZER_PARAMS = "lr betas eps weight_decay momentum bias_correction adam_w_mode torch_adam"
+SCHEDULER_PARAMS = (
+    "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type total_num_steps warmup_min_ratio cos_min_ratio"
+    " last_batch_iteration"
+)
+_SCALER = "loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale"
+
+
+def _inside(section: str) -> str:
+    return f"DeepSpeed ignores it here; write it in {section}"
+
+
+# fmt: off
+IGNORED: dict[str, str] = _ignored(
+    ("", _LOG, "log logging log_interval logging_steps verbose debug"),
+    ("", _LAUNCHER, "cuda_visible_devices backend dist_backend distributed_backend communication_backend local_rank"
+        " world_size"),
+    ("", 'DeepSpeed reads no such key; the section is "comms_logger"', "comms_config"),
+    ("", _MONITORS, "monitor_config"),
+    ("", CLIP_ABOVE, "max_grad_norm"),
+    ("", "DeepSpeed's engine does nothing with it either: a model's own code has to ask for it", "sparse_attention"),
+    ("", "accelerate's own key, which DeepSpeed does not read: a model is born sharded", "zero3_init_flag"),
+    ("optimizer", _inside("optimizer.params"), OPTIMIZER_PARAMS),
+    ("scheduler", _inside("scheduler.params"), SCHEDULER_PARAMS),
+    ("fp16", _SWITCH, "fp16 opt_level"),
+    ("bf16", _WIDE, _SCALER),
+    ("bf16", _SWITCH, "bf16 opt_level"),
+    ("pipeline", _STAGES, "pipeline_parallel_size num_stages pipeline_num_layers"),
+    (_REMAT, 'DeepSpeed reads no such key; write "policy": "full", or "matmuls"', "enabled"),
+    (_ZERO, "DeepSpeed has dropped it", "find_unused_parameters max_elements_per_comm grad_hooks"),
+    (f"{_ZERO}.offload_param", "it is a key of offload_optimizer", "fast_init pipeline_read pipeline_write ratio"),
+    ("compile", "DeepSpeed has dropped it; every step is compiled", "enabled disable backend kwargs"),
+    ("aio", "DeepSpeed reads no such key", "enabled thread_count"),
+)
+# fmt: on
+
+
+def is_comment(key: str) -> bool:
+    """Return whether a key is a remark: `_comment`, `//`, `# note`, `comment2`, and any other with such a beginning.
+
+    >>> [is_comment(key) for key in ("_stage", "comments", "comment_1", "communication_data_type")]
+    [True, True, True, False]
+    """
+    return bool(re.match(r"_|#|//|comments?(?![a-z])", key, re.IGNORECASE))
+
+
+# ---- names --------------------------------------------------------------------------------------------------------
+
+# Another name of a key -> the key. Giving both is an error.
+RENAMED = {
     "bfloat16": "bf16",
+    # DeepSpeed takes both names of these.
+    **{f"{_ZERO}.{name}": f"{_ZERO}.stage3_{name}" for name in (
+        "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters",
+        "max_reuse_distance", "gather_16bit_weights_on_model_save", "module_granularity_threshold",
+        "use_all_reduce_for_fetch_params", "allgather_sequential",
+    )},
+}  # fmt: skip
+
+
+def renamed(path: str) -> str:
+    """Return the key that a dotted key is another name of, itself if it is none."""
+    for other, key in RENAMED.items():
+        if path == other or path.startswith(f"{other}."):
+            return key + path.removeprefix(other)
+    return path
+
+
+# Old key -> the key that took its place; giving both is an error.
+DEPRECATED = {
     f"{_ZERO}.cpu_offload": f"{_ZERO}.offload_optimizer",
     f"{_ZERO}.cpu_offload_params": f"{_ZERO}.offload_param",
     f"{_ZERO}.stage3_gather_fp16_weights_on_model_save": f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
 }
+
+# Sections that DeepSpeed reads through pydantic, which takes numbers and flags in quotes too.
+TAKES_QUOTES = frozenset((
+    _ZERO, "fp16", "bf16", "compile", "hybrid_engine", "aio", "timers", "flops_profiler", "comms_logger", "tensorboard",
+    "wandb", "csv_monitor", "comet",
+))  # fmt: skip

@@ -15,5 +15,5 @@ def chunk_problems(schedule: str, chunks: int) -> Iterator[str]:
     if schedule in ("gpipe", "1f1b") and chunks > 1:
         yield (
             f'pipeline.chunks = {chunks}: schedule "{schedule}" has one chunk per stage; set pipeline.schedule to '
-            '"interleaved" or "zero_bubble", or chunks to 1'
+            '"interleaved" or "zero_bubble", or chunks to 1 (gradient_accumulation_steps are the micro-batches)'
         )

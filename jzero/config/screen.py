@@ -1,7 +1,9 @@
 """Screening: removes the keys that are not fields from the dict, and words every rejection."""
 
+import functools
+import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
@@ -44,10 +46,32 @@ def plain(node: Any, autos: list[str], path: str = "") -> Any:
         node = {key: getattr(node, key) for key in node.model_fields_set}
     if not isinstance(node, Mapping) or path == "compiler_options.":
         return node
-    auto = {k for k, v in node.items() if isinstance(v, str) and v == "auto"}
-    autos += [f"{path}{k}" for k in node if k in auto]
+    auto = {k for k, v in node.items() if isinstance(v, str) and v == "auto" and _may_be_auto(f"{path}{k}")}
+    autos += [keys.renamed(f"{path}{k}") for k in node if k in auto]
     dropped = set() if path == "scheduler.params." else auto
-    return {one_line(str(k)): plain(v, autos, f"{path}{k}.") for k, v in node.items() if k not in dropped}
+    read = _unquoted if path.split(".")[0] in keys.TAKES_QUOTES else lambda value: value
+    return {one_line(str(k)): plain(read(v), autos, f"{path}{k}.") for k, v in node.items() if k not in dropped}
+
+
+def _may_be_auto(path: str) -> bool:
+    """Return whether "auto" has a meaning under this dotted key."""
+    return keys.renamed(path) in KNOWN or path.startswith(("optimizer.params.", "scheduler.params."))
+
+
+def _unquoted(value: Any) -> Any:
+    """Read a number or a flag that is written in quotes.
+
+    >>> [_unquoted(value) for value in ("5e8", "True", "cpu", 3)]
+    [500000000.0, True, 'cpu', 3]
+    """
+    if not isinstance(value, str) or len(value) > 40:
+        return value
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    try:
+        return number if math.isfinite(number := float(value)) else value
+    except ValueError:
+        return value
 
 
 def pop(data: Any, *sections_and_key: Any) -> Any:
@@ -74,7 +98,7 @@ def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 FIELDS = dict(_fields(Settings))
-KNOWN = (*FIELDS, *keys.REPLACED, *keys.REFUSED)
+KNOWN = dict.fromkeys((*FIELDS, *keys.REPLACED, *keys.REFUSED))
 # Sections that have only replaced or refused keys. Inner ones come first, so that an outer one is empty when its turn
 # comes and whatever it still holds is unknown.
 _FOREIGN_SECTIONS = sorted(
@@ -83,59 +107,95 @@ _FOREIGN_SECTIONS = sorted(
 )
 
 
-def screen(data: dict[str, Any]) -> tuple[tuple[keys.Replaced, ...], list[str]]:
-    """Remove the replaced, refused and old keys from `data`, which then holds keys for the sections alone.
+class Screened(NamedTuple):
+    """What a config has beside valid fields; `strict`: whether an unknown key is a problem."""
 
-    Returns:
-      The replaced keys, and the problems.
-    """
-    replaced, problems = [], []
-    for old, new in keys.DEPRECATED.items():
-        if (value := _get(data, old)) is not None and _get(data, new) is not None:
-            problems.append(f"{old} = {_shown(old, value)}: is the deprecated name of {new}, also given; keep {new}")
-    if (old_bf16 := pop(data, "bfloat16")) is not MISSING:
-        data.setdefault("bf16", old_bf16)
+    replaced: list[keys.Replaced]
+    ignored: list[keys.Ignored]
+    problems: list[str]
+    strict: bool
+
+
+def screen(data: dict[str, Any]) -> Screened:
+    """Remove the replaced, refused, ignored and old keys from `data`, which then holds keys for the sections alone."""
+    found = Screened([], [], [], strict=data.get("strict", True) != 0)
+    _drop_comments(data, "", found)
     if isinstance(stage := data.get("zero_optimization"), bool):
         data["zero_optimization"] = {"stage": int(stage)}
+    _rename(data, found)
     for path, (kind, by) in keys.REPLACED.items():
         if (value := pop(data, *path.split("."))) is MISSING or value is None:
             continue
         try:
             kind(value)
-            replaced.append(keys.Replaced(path, value, by))
+            found.replaced.append(keys.Replaced(path, value, by))
         except ValueError as wrong:
-            problems.append(f"{path} = {_shown(path, value)}: {wrong}; or leave it out (replaced by {by})")
+            found.problems.append(f"{path} = {_shown(path, value)}: {wrong}; or leave it out (replaced by {by})")
+    for path, why in keys.IGNORED.items():
+        if (value := pop(data, *path.split("."))) not in (MISSING, None, {}):
+            found.ignored.append(keys.Ignored(path, value, why))
+    refused: dict[str, list[str]] = {}
     for path, (off, text) in keys.REFUSED.items():
         if (value := pop(data, *path.split("."))) is not MISSING and value not in off:
-            problems.append(f"{path} = {_shown(path, value)}: {text}")
+            refused.setdefault(text, []).append(f"{path} = {_shown(path, value)}")
+    found.problems.extend(f"{', '.join(settings)}: {text}" for text, settings in refused.items())
     for path in _FOREIGN_SECTIONS:
         section = pop(data, *path.split("."))
         if isinstance(section, dict):
-            problems.extend(_unknown(path, key, value) for key, value in section.items())
+            for key, value in section.items():
+                _unknown(path, key, value, found)
         elif section not in (MISSING, None, False):
-            problems.append(_no_section(path, section))
-    return tuple(replaced), problems
+            found.problems.append(_no_section(path, section))
+    return found
 
 
-def explain(path: str, value: Any, detail: Any) -> str:
+def _drop_comments(section: dict[str, Any], path: str, found: Screened) -> None:
+    for key in [key for key in section if keys.is_comment(key)]:
+        found.ignored.append(keys.Ignored(keys.dotted_key(path, key), section.pop(key), "a comment"))
+    for key, value in section.items():
+        if isinstance(value, dict) and key != "compiler_options":
+            _drop_comments(value, keys.dotted_key(path, key), found)
+
+
+def _rename(data: dict[str, Any], found: Screened) -> None:
+    for other, key in keys.RENAMED.items():
+        if (value := pop(data, *other.split("."))) is MISSING:
+            continue
+        if _get(data, key) is not None:
+            found.problems.append(f"{other} = {_shown(other, value)}: is another name of {key}, also given; keep {key}")
+            continue
+        *sections, name = key.split(".")
+        functools.reduce(dict.__getitem__, sections, data)[name] = value
+    for old, new in keys.DEPRECATED.items():
+        if (value := _get(data, old)) is not None and _get(data, new) is not None:
+            found.problems.append(
+                f"{old} = {_shown(old, value)}: is the deprecated name of {new}, also given; keep {new}"
+            )
+
+
+def explain(path: str, value: Any, detail: Any, found: Screened) -> None:
     """Word one pydantic error: the key, its value, the allowed values and the fix."""
     *sections, key = detail["loc"]
     if detail["type"] == "extra_forbidden":
-        return _unknown(".".join(sections), key, value)
+        return _unknown(".".join(sections), key, value, found)
     if detail["type"] == "missing":
-        return f'{path}: required; write for example "{key}": {as_json(FIELDS[path].examples[0])}'
-    if detail["type"] == "value_error":
-        wrong, field = detail["ctx"]["error"], FIELDS[path]
-        if field.is_required():
-            return f"{path} = {_shown(path, value)}: {wrong}"
-        default = "" if field.default is None else f" for the default {as_json(field.default)}"
-        return f"{path} = {_shown(path, value)}: {wrong}; or leave it out{default}"
-    return _no_section(path, value)
+        problem = f'{path}: required; write for example "{key}": {as_json(FIELDS[path].examples[0])}'
+    elif detail["type"] == "value_error":
+        default = "" if FIELDS[path].default is None else f" for the default {as_json(FIELDS[path].default)}"
+        alternative = "" if FIELDS[path].is_required() else f"; or leave it out{default}"
+        problem = f"{path} = {_shown(path, value)}: {detail['ctx']['error']}{alternative}"
+    else:
+        problem = _no_section(path, value)
+    found.problems.append(problem)
+    return None
 
 
-def _unknown(section: str, key: str, value: Any) -> str:
-    path, advice = keys.dotted_key(section, key), suggest(section, key, FIELDS, KNOWN)
-    return f"{path} = {_shown(path, value)}: unknown key; {advice}"
+def _unknown(section: str, key: str, value: Any, found: Screened) -> None:
+    path, advice = keys.dotted_key(section, key), suggest(section, key, value, FIELDS, KNOWN)
+    if found.strict:
+        found.problems.append(f"{path} = {_shown(path, value)}: unknown key; {advice}")
+    else:
+        found.ignored.append(keys.Ignored(path, value, f"unknown key; {advice}"))
 
 
 def _no_section(path: str, value: Any) -> str:

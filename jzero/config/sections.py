@@ -196,13 +196,17 @@ class TimersConfig(Section):
 
 
 class Settings(Section):
-    """The top level of a config file."""
+    """The top level of a config file.
 
+    With `strict` false, an unknown key is a warning in the run report instead of an error.
+    """
+
+    strict: Flag = True
     train_batch_size: PositiveInt32OrNone = None
     train_micro_batch_size_per_gpu: PositiveInt32OrNone = None
     gradient_accumulation_steps: PositiveInt32OrNone = None
     managed_gradient_accumulation: Flag = True
-    steps_per_print: PositiveOrNone = None
+    steps_per_print: Annotated[int | None, PlainValidator(kinds.EVERY)] = None
     gradient_clipping: NonNegative = 1.0
     gradient_allreduce_op: Annotated[Reduction, PlainValidator(one_of(get_args(Reduction)))] = "mean"
     communication_data_type: Annotated[Dtype | None, PlainValidator(kinds.DTYPE_OR_NULL)] = None

@@ -2,16 +2,14 @@
 
 from collections.abc import Collection, Iterable
 
-from jzero.config.keys import CLIP, dotted_key
+from jzero.config.keys import CLIP, OPTIMIZER_PARAMS, SCHEDULER_PARAMS, dotted_key
 from jzero.values.kinds import as_json, closest, either
 
 # Parameters of an optimizer or schedule that users write one level too high.
-_PARAMS = {
-    "optimizer.params": "lr betas eps weight_decay momentum bias_correction",
-    "scheduler.params": "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type total_num_steps cos_min_ratio",
-}
+_PARAMS = {"optimizer.params": OPTIMIZER_PARAMS, "scheduler.params": SCHEDULER_PARAMS}
 _ADVICE = {key: f"it belongs in {home}" for home, keys in _PARAMS.items() for key in keys.split()}
 _ADVICE["max_grad_norm"] = CLIP
+_LISTED = 8  # names; more are a wall of text
 
 
 def names_inside(section: str, keys: Iterable[str]) -> list[str]:
@@ -24,11 +22,11 @@ def names_inside(section: str, keys: Iterable[str]) -> list[str]:
     return sorted({k.removeprefix(inside).split(".")[0] for k in keys if k.startswith(inside)})
 
 
-def suggest(section: str, key: str, working: Collection[str], known: Collection[str]) -> str:
+def suggest(section: str, key: str, value: object, working: Collection[str], known: Collection[str]) -> str:
     """Advise on an unknown key, most certain advice first.
 
     Args:
-      section, key: of the unknown key.
+      section, key, value: of the unknown key.
       working: the dotted keys of fields.
       known: the same, and the replaced and refused keys.
 
@@ -36,13 +34,16 @@ def suggest(section: str, key: str, working: Collection[str], known: Collection[
       A clause for the error message. The cutoffs are similarity ratios of difflib: near-identical names in the same
       section beat a known home elsewhere, which beats a loose resemblance.
 
-    >>> suggest("zero_optimization", "gradient_clipping", ["gradient_clipping"], ["zero_optimization.stage"])
+    >>> suggest("zero_optimization", "gradient_clipping", 1, ["gradient_clipping"], ["zero_optimization.stage"])
     'it belongs at the top level'
     """
-    low = key.lower()
+    low, sections = key.lower(), {k.rpartition(".")[0] for k in known}
+
+    def fits(known_key: str) -> bool:
+        return isinstance(value, dict) or known_key not in sections
 
     def homes(keys: Collection[str]) -> list[str]:
-        return sorted({k.rpartition(".")[0] for k in keys if k.rpartition(".")[2] == low})
+        return sorted({k.rpartition(".")[0] for k in keys if k.rpartition(".")[2] == low and fits(k)})
 
     if dotted_key(section, key) in known:
         return "write its dots as nested sections"
@@ -57,6 +58,9 @@ def suggest(section: str, key: str, working: Collection[str], known: Collection[
         return f"it belongs in {either(places)}"
     if close := closest(key, names_inside(section, known), 0.65):
         return f"did you mean {as_json(close)}?"
-    if close := closest(key, {k.rpartition(".")[2] for k in working}, 0.8):
+    if close := closest(key, {k.rpartition(".")[2] for k in working if fits(k)}, 0.8):
         return f"did you mean {either(k for k in working if k.rpartition('.')[2] == close)}?"
-    return f"the keys here are {', '.join(names_inside(section, working) or names_inside(section, known))}"
+    here = names_inside(section, working) or names_inside(section, known)
+    if len(here) <= _LISTED:
+        return f"the keys here are {', '.join(here)}"
+    return 'no known key resembles it; docs/configuration.md lists all, and "strict": false makes this a warning'

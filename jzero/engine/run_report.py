@@ -18,6 +18,8 @@ from jzero.mesh import AXES, PIPE, ZERO
 from jzero.planner.products import products
 from jzero.planner.state_bytes import gradient_dtype, state_bytes, sums_gradients
 from jzero.setup import float16_on_cpu
+from jzero.values.kinds import as_json
+from jzero.values.masking import mask
 from jzero.zero import ParamLayout
 
 WIDTH = 100
@@ -26,12 +28,13 @@ HALF = "Half precision"
 
 
 def report(step: Any) -> str:
-    """Report on a `TrainStep`: mesh, batch, layout, bytes, defaults in effect, replaced keys, fallbacks.
+    """Report on a `TrainStep`: mesh, batch, ignored keys, layout, bytes, defaults in effect, replaced keys, fallbacks.
 
     After its first step, which shows what a batch looks like, also products in float32 under bf16 or fp16.
     """
     sections = (
         ("jzero run report", _head(step)),
+        ("Warnings", _bullets(_warnings(step.config))),
         ("Layout", _layout(step)),
         ("Model state per device", _model_state(step)),
         ("Parameter groups", _bullets(_groups(step))),
@@ -115,6 +118,14 @@ def _zero(step: Any) -> str:
     reduce, every = ("reduce-scattered", rule.scatter) if rule.scatter else ("all-reduced", "step")
     when = "every micro-batch" if every == "micro_batch" else "once a step"
     return f"stage {stage}: parameters {gather}, gradients {reduce} {when}"
+
+
+def _warnings(config: Any) -> list[str]:
+    """List the config's keys that do nothing, those of one reason in a line."""
+    keys_by_reason: dict[str, list[str]] = {}
+    for key, value, why in config.ignored:
+        keys_by_reason.setdefault(why, []).append(f"{key} = {as_json(mask(key, value), 40)}")
+    return [f"ignored: {', '.join(settings)}: {why}" for why, settings in keys_by_reason.items()]
 
 
 def _layout(step: Any) -> list[str]:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from jzero.errors import ConfigError
-from jzero.values.kinds import COUNT32, FLAG, FRACTION, NON_NEGATIVE32, POSITIVE32, number, one_of
+from jzero.values.kinds import COUNT32, FLAG, FRACTION, NON_NEGATIVE32, POSITIVE32, either, number, one_of
 from jzero.values.parameters import REQUIRED, Param, did_you_mean, drop_auto, only, read_params, signature_params
 
 Curve = Callable[[Any], jax.Array]
@@ -65,7 +65,7 @@ def make_lr_schedule(type: str | None, params: Mapping[str, Any], base_lr: float
     >>> make_lr_schedule("WarmupLr", {}, 1e-3)
     Traceback (most recent call last):
         ...
-    jzero.errors.ConfigError: scheduler.type: 'WarmupLr' is unknown; did you mean 'WarmupLR'? Allowed: ...
+    jzero.errors.ConfigError: scheduler.type: 'WarmupLr' is unknown; did you mean 'WarmupLR'? Use WarmupLR, ...
     """
     if type is None:
         return LRSchedule(_float32(lambda count: base_lr), constant=base_lr)
@@ -94,8 +94,9 @@ def _read(type: str, params: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
         return values, problems or list(_DEEPSPEED[type].check(values))
     if type in OPTAX_SCHEDULES:
         return read_params("scheduler.params", params, signature_params(getattr(optax, type)))
-    names = [*_DEEPSPEED, *OPTAX_SCHEDULES]
-    return {}, [f"scheduler.type: {type!r} is unknown{did_you_mean(type, names)} Allowed: {', '.join(names)}"]
+    hint = did_you_mean(type, [*_DEEPSPEED, *OPTAX_SCHEDULES])
+    use = f"Use {either(_DEEPSPEED)}, or one of optax's (docs/configuration.md lists them)"
+    return {}, [f"scheduler.type: {type!r} is unknown{hint} {use}"]
 
 
 def from_config(scheduler: Any, base_lr: float | None) -> LRSchedule | None:

@@ -19,7 +19,7 @@ import optax.contrib
 from jzero.errors import ConfigError
 from jzero.optimizers import muon, transforms
 from jzero.optimizers.wrappers import Transform, per_layer
-from jzero.values.kinds import FLAG, FRACTION, NON_NEGATIVE32, Kind, one_of
+from jzero.values.kinds import FLAG, FRACTION, NON_NEGATIVE32, Kind, either, one_of
 from jzero.values.parameters import Param, did_you_mean, drop_auto, only, read_params, signature_params
 
 
@@ -274,12 +274,12 @@ def _in_our_names(given: Mapping[str, Any], table: Mapping[str, Param]) -> tuple
 
 def _no_such(name: str) -> str:
     names = [*DEEPSPEED, *OPTAX_ELEMENTWISE, *OPTAX_PER_PARAMETER]
-    allowed = ", ".join(names)
+    use = f"Use {either(DEEPSPEED)}, or one of optax's (docs/configuration.md lists them)"
     if name.lower() in (later.lower() for later in LATER):
-        return f"optimizer.type: {name!r} is not supported yet; allowed: {allowed}"
+        return f"optimizer.type: {name!r} is not supported yet. {use}"
     if name.lower() in REFUSED:
-        return f"optimizer.type: {name!r} is not supported: {REFUSED[name.lower()]}. Allowed: {allowed}"
+        return f"optimizer.type: {name!r} is not supported: {REFUSED[name.lower()]}. {use}"
     return (
-        f"optimizer.type: {name!r} is unknown{did_you_mean(name, names)} Allowed: {allowed}; any other optax "
-        "optimizer can be passed as optimizer=..."
+        f"optimizer.type: {name!r} is unknown{did_you_mean(name, names)} {use}; any other optax optimizer can be "
+        "passed as optimizer=..."
     )

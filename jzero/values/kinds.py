@@ -164,11 +164,25 @@ def instance(allowed: str, *types: type) -> Kind:
 
     def parse(value: Any) -> Any:
         if not isinstance(value, types):
-            # "true" in quotes is a common mistake where a flag is meant
-            raise ValueError("write it without quotes" if bool in types and value in ("true", "false") else "")
+            raise ValueError
         return value
 
     return Kind(allowed, parse)
+
+
+def _flag(value: Any) -> bool:
+    """Check a flag; 0 and 1 are flags too, as in DeepSpeed."""
+    if not isinstance(value, bool) and not (isinstance(value, int) and value in (0, 1)):
+        # "true" in quotes is a common mistake where a flag is meant
+        raise ValueError("write it without quotes" if value in ("true", "false") else "")
+    return bool(value)
+
+
+def _every(value: Any) -> int | None:
+    """Check an interval of steps; accelerate writes Infinity for "never"."""
+    if value == math.inf or (isinstance(value, str) and value.lower() in ("inf", "infinity")):
+        return None
+    return POSITIVE_OR_NULL.parse(value)
 
 
 def _text(value: Any) -> str:
@@ -235,11 +249,12 @@ _SPELLINGS = _DTYPES | {f"torch.{name}": dtype for name, dtype in _DTYPES.items(
 
 DTYPE = one_of(get_args(Dtype), _SPELLINGS, none="fp32")
 DTYPE_OR_NULL = one_of(get_args(Dtype), _SPELLINGS, none=None)
-FLAG = instance("true or false", bool)
+FLAG = Kind("true or false", _flag)
 TEXT = Kind("a string", _text)
 TEXT_OR_NULL = Kind("a string or null", lambda value: None if value is None else _text(value))
 COUNT = number(0, whole=True)
 POSITIVE = number(1, whole=True)
+COUNT_OR_FALSE = Kind("a non-negative integer or false", lambda value: 0 if value is False else COUNT.parse(value))
 COUNT32 = Kind(f"a non-negative integer up to {2**31 - 1}", number(0, most=2**31 - 1, whole=True).parse)
 INT32 = number(1, most=2**31 - 1, whole=True)
 _UP_TO = f"a positive integer up to {2**31 - 1}"
@@ -249,6 +264,7 @@ INT32_OR_NULL = Kind(f"{_UP_TO} or null", number(1, most=2**31 - 1, whole=True, 
 INT32_OR_REST = Kind(f"-1 or {_UP_TO}", number(1, most=2**31 - 1, whole=True, or_=-1).parse)
 # jax.random.key drops higher bits: 2**32 + 7 would be the seed 7.
 SEED = Kind(f"a non-negative integer up to {2**32 - 1}", number(0, most=2**32 - 1, whole=True).parse)
+EVERY = Kind("a positive integer, Infinity (never) or null", _every)
 NON_NEGATIVE = number(0)
 NON_NEGATIVE32 = number(0, float32=True)
 FRACTION = number(0, below=1)

@@ -1,0 +1,167 @@
+"""What DeepSpeed's JSON files have beside settings: other names, keys that do nothing, remarks, numbers in quotes.
+
+DeepSpeed's names are those of its source: runtime/zero/config.py (`alias`), runtime/config_utils.py (pydantic's lax
+mode) and runtime/config.py (`param_dict.get`, which ignores whatever it does not ask for).
+"""
+
+import math
+
+import pytest
+from helpers.configs import nest, problem, problems
+
+import jzero
+from jzero.config import Config, keys
+from models.mlp import MLP, cross_entropy
+
+BOTH_NAMES = (
+    "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters",
+    "max_reuse_distance", "gather_16bit_weights_on_model_save", "module_granularity_threshold",
+    "use_all_reduce_for_fetch_params", "allgather_sequential",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOTH_NAMES)
+def test_zero_keys_have_a_name_without_stage3(name):
+    values = {"model_persistence_threshold": 2**63 - 1, "param_persistence_threshold": 7}
+    value = values.get(name, name.endswith(("save", "params", "sequential")) or 5e7)
+    short = Config.load({"zero_optimization": {name: value}})
+    long = Config.load({"zero_optimization": {f"stage3_{name}": value}})
+    assert short == long
+    assert short.replaced == long.replaced
+    assert (short.replaced != ()) == (name not in values)
+    both = problem({"zero_optimization": {name: value, f"stage3_{name}": value}})
+    assert both.startswith(f"zero_optimization.{name} = ")
+    assert f"is another name of zero_optimization.stage3_{name}, also given" in both
+
+
+def test_a_second_name_is_honoured():
+    assert Config.load(nest("zero_optimization.param_persistence_threshold", 7)).zero_optimization == (
+        Config.load(nest("zero_optimization.stage3_param_persistence_threshold", 7)).zero_optimization
+    )
+    assert Config.load({"bfloat16": {"enabled": "auto"}}).autos == ("bf16.enabled",)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("zero_optimization.sub_group_size", 0), ("zero_optimization.reduce_bucket_size", 0.9 * 2049**2),
+        ("zero_optimization.stage3_prefetch_bucket_size", "5e8"), ("zero_optimization.overlap_comm", "True"),
+        ("zero_optimization.contiguous_gradients", 1), ("activation_checkpointing.number_checkpoints", False),
+        ("allgather_size", 5e8), ("pipeline.partition_method", "type:transformer"),
+    ],
+)  # fmt: skip
+def test_values_of_replaced_keys_that_deepspeed_takes(path, value):
+    assert [entry.key for entry in Config.load(nest(path, value)).replaced] == [path]
+
+
+def test_numbers_and_flags_in_quotes():
+    """Only where DeepSpeed takes them too: its other keys fail in the arithmetic."""
+    config = Config.load({"zero_optimization": {"stage": "3"}, "fp16": {"enabled": "true", "loss_scale_window": "1e2"}})
+    assert (config.zero_optimization.stage, config.fp16.loss_scale_window, config.precision) == (3, 100, "fp16")
+    assert Config.load({"bf16": {"enabled": 1}}).precision == "bf16"
+    assert Config.load({"bf16": {"auto_cast": "auto"}}).bf16.auto_cast == "auto"
+    assert "without quotes" in problem({"train_batch_size": "32"})
+    assert "must be true or false" in problem({"bf16": {"enabled": 2}})
+
+
+@pytest.mark.parametrize("never", [math.inf, "inf", "Infinity", None])
+def test_no_progress_line(tmp_path, never):
+    """accelerate writes Infinity into steps_per_print."""
+    assert Config.load({"steps_per_print": never}).steps_per_print is None
+    (tmp_path / "ds.json").write_text('{"steps_per_print": Infinity}')
+    assert Config.load(tmp_path / "ds.json").steps_per_print is None
+    for wrong in (-math.inf, 0, 1.5, math.nan):
+        assert "a positive integer, Infinity (never) or null" in problem({"steps_per_print": wrong})
+
+
+# ---- keys that do nothing -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", keys.IGNORED)
+def test_every_ignored_key_loads_and_is_reported(path):
+    data = nest(path, 3)
+    if path.split(".")[0] in ("optimizer", "scheduler"):
+        data[path.split(".")[0]]["type"] = "Adam" if path.startswith("optimizer") else "WarmupLR"
+    config = Config.load(data)
+    assert config.ignored == ((path, 3, keys.IGNORED[path]),)
+    assert config.replaced == ()
+
+
+def test_remarks_are_no_keys():
+    given = {
+        "_comment": "a", "comment": 1, "//": "b", "# why": {}, "comments_2": [], "_stage": 3,
+        "zero_optimization": {"stage": 1, "_stage": 3}, "optimizer": {"type": "Adam", "params": {"_lr": 1}},
+        "mesh": {"comment": "c"},
+    }  # fmt: skip
+    config = Config.load(given)
+    assert config.zero_optimization.stage == 1
+    assert sorted(entry.key for entry in config.ignored) == [
+        "# why", "//", "_comment", "_stage", "comment", "comments_2", "mesh.comment", "optimizer.params._lr",
+        "zero_optimization._stage",
+    ]  # fmt: skip
+    assert "compiler_options" in str(Config.load({"compiler_options": {"_xla": True}}))
+
+
+def test_strict_false_makes_warnings_of_unknown_keys():
+    given = {"train_batch_sise": 1, "fp16": {"enabld": True}, "wandb": {"projet": "p"}, "made_up": {"a": 1}}
+    found = problems(given)
+    config = Config.load({**given, "strict": False})
+    assert sorted(f"{entry.key}" for entry in config.ignored) == sorted(line.split(" = ")[0] for line in found)
+    assert all(entry.why.startswith("unknown key; ") for entry in config.ignored)
+    why = {entry.key: entry.why for entry in config.ignored}
+    assert why["fp16.enabld"].endswith('did you mean "enabled"?')
+    assert not config.strict
+    assert Config.load({}).strict
+    assert "seed" in problem({"strict": False, "seed": "x"}), "a wrong value stays an error"
+    assert any("true or false" in line for line in problems({"strict": "no", "made_up": 1}))
+
+
+def test_the_run_report_warns():
+    config = {
+        "train_batch_size": 8, "_comment": "mine", "log": True, "strict": False, "made_up": 1,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-5}, "eps": 1e-8, "weight_decay": 0.01},
+        "bf16": {"loss_scale": 0, "hysteresis": 2, "min_loss_scale": 1},
+    }  # fmt: skip
+    report = jzero.report(jzero.make_train_step(jzero.from_flax(MLP, cross_entropy), config))
+    section = report.split("\n\n")[1].replace("\n    ", " ").splitlines()
+    assert section[0] == "Warnings"
+    assert len(section) == 6, "keys of one reason share a line"
+    expected = (
+        '_comment = "mine": a comment', "log = true: DeepSpeed reads no such key",
+        "optimizer.eps = 1e-08, optimizer.weight_decay = 0.01: DeepSpeed ignores it here; write it in optimizer.params",
+        "bf16.loss_scale = 0, bf16.hysteresis = 2, bf16.min_loss_scale = 1: bfloat16 has float32's range",
+        "made_up = 1: unknown key",
+    )  # fmt: skip
+    for words in expected:
+        assert any(line.startswith(f"  - ignored: {words}") for line in section), words
+
+
+def test_no_key_is_in_two_tables():
+    known = set(keys.REPLACED) | set(keys.REFUSED)
+    assert not known & set(keys.IGNORED)
+    assert set(keys.RENAMED.values()) - {"bf16"} <= known | {"zero_optimization.stage3_param_persistence_threshold"}
+
+
+# ---- messages -------------------------------------------------------------------------------------------------------
+
+
+def test_advice_leads_to_a_config_that_loads():
+    assert problem({"bf16": {"fp16": True}}) == (
+        "bf16.fp16 = true: unknown key; the keys here are auto_cast, bf16_master_weights_and_grads, "
+        "bf16_optimizer_states, check_grad_overflow, enabled"
+    )
+    assert "only 0 or 1 is accepted" in problem({"tensor_parallel": {"autotp_size": 2}})
+    message = problem({"no_resemblance_at_all": 1})
+    assert len(message) < 160
+    assert '"strict": false' in message
+    one_bit = problem({"optimizer": {"type": "OneBitAdam"}})
+    assert len(one_bit) < 200
+    assert "Use Adam, AdamW, " in one_bit
+    assert "docs/configuration.md" in one_bit
+    assert 'write "bf16": {"enabled": true}' in problem({"fp16": {"enabled": True, "type": "bfloat16"}})
+
+
+def test_one_line_for_one_cause():
+    found = problem({"zero_optimization": {"zero_quantized_weights": True, "zero_quantized_gradients": True}})
+    assert found.startswith("zero_optimization.zero_quantized_weights = true, zero_optimization.zero_quantized_grad")
+    assert problem({"zero_optimization": {"stge": "auto"}}).startswith('zero_optimization.stge = "auto": unknown key')
