@@ -77,10 +77,14 @@ class Setup:
         return [(name, i) for i, name in enumerate(trained)] if names is None else names.in_order(trained)
 
     @property
+    def compiler_options(self) -> dict[str, bool | int | float | str]:
+        """Those of the devices, and those of the config, which win."""
+        return {**(GPU_COMPILER_OPTIONS if is_gpu(self.mesh) else {}), **self.config.compiler_options}
+
+    @property
     def jit(self) -> Callable:
-        """`jax.jit` with the compiler options of the devices and the config."""
-        options = {**(GPU_COMPILER_OPTIONS if is_gpu(self.mesh) else {}), **self.config.compiler_options}
-        return partial(jax.jit, compiler_options=options or None)
+        """`jax.jit` with the compiler options."""
+        return partial(jax.jit, compiler_options=self.compiler_options or None)
 
 
 def resolve(

@@ -90,7 +90,7 @@ class TrainStep:
         self.batch_sizes, self.precision, self.layouts = setup.batch_sizes, setup.precision, setup.layouts
         self.replicas = replicas(self.mesh)
         self.rate: float | None = None  # by set_lr
-        self._seen: tuple[PyTree, PyTree] | None = None  # the shapes of the first step's batch and extra
+        self._seen: tuple[PyTree, PyTree, Any] | None = None  # the shapes of the first step's batch, extra and rate
         self._guard = Guard(self.mesh, self.config, self.layouts)
         self._states = states = States(setup)
         self.state_shapes, self.state_specs, self.state_shardings = states.shapes, states.specs, states.shardings
@@ -232,8 +232,7 @@ class TrainStep:
         """The trace of the first step that ran; None before it."""
         if self._seen is None:
             return None
-        state = jax.tree.map(_shape, self.state_shapes, self.state_shardings)
-        return self._step.trace(state, *self._seen, None)
+        return self._step.trace(jax.tree.map(_shape, self.state_shapes, self.state_shardings), *self._seen)
 
     def lower(self, batch_shapes: PyTree, extra: PyTree = None) -> jax.stages.Lowered:
         """Lower the step for the mesh's devices, which you need not have; the arguments are those of `trace`."""
@@ -283,9 +282,10 @@ class TrainStep:
     def _run(
         self, state: TrainState, batch: PyTree, extra: PyTree, steady: bool
     ) -> tuple[TrainState, Metrics, Details]:
-        self._seen = self._seen or jax.tree.map(_shape, (batch, extra))
+        rate = None if self.rate is None else np.float32(self.rate)
+        self._seen = self._seen or (*jax.tree.map(_shape, (batch, extra)), rate)
         with heartbeat.work(steady) as finished_when:
-            done = self._step(state, batch, extra, None if self.rate is None else np.float32(self.rate))
+            done = self._step(state, batch, extra, rate)
             finished_when(done[1]["loss"])
         return done
 

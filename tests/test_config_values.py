@@ -197,7 +197,7 @@ def _parses(kind, value) -> bool:
         ("tensor_parallel.autotp_size", 2), ("sequence_parallel_size", 2), ("expert_parallel.enabled", True),
         ("checkpoint.use_node_local_storage", True), ("nebula.enabled", True), ("progressive_layer_drop.enabled", True),
         ("hybrid_engine.enabled", True), ("eigenvalue.enabled", True),
-        ("wall_clock_breakdown", True), ("memory_breakdown", True), ("dump_state", True), ("vocabulary_size", 50257),
+        ("vocabulary_size", 50257),
         ("mesh.tensor", 2), ("bf16.immediate_grad_update", True),
         ("compile.offload_opt_states", True), ("datastates_ckpt.host_cache_size", 16),
     ],

@@ -235,8 +235,6 @@ REFUSED: dict[str, Refused] = {
     **_later("flops_profiler", "the FLOPS profiler",
         "recompute_fwd_factor profile_step module_depth top_modules detailed output_file", enabled=False),
     **_later("comms_logger", "the collectives report", "prof_all prof_ops verbose debug", enabled=False),
-    **_later("", "breakdowns of a step", wall_clock_breakdown=False, memory_breakdown=False),
-    **_later("", "the state dump", dump_state=False),
     **_later("", "the vocabulary check", vocabulary_size=None),
     # checkpoints
     **_later("checkpoint", "checkpoints on disks that not all hosts see", use_node_local_storage=False),

@@ -199,6 +199,9 @@ class Settings(Section):
     """The top level of a config file.
 
     With `strict` false, an unknown key is a warning in the run report instead of an error.
+
+    `wall_clock_breakdown` and `memory_breakdown` print a line beside each progress line: every `steps_per_print` steps,
+    10 if that is null or Infinity. `dump_state` prints config, mesh, parameters and settings at the start.
     """
 
     strict: Flag = True
@@ -207,6 +210,9 @@ class Settings(Section):
     gradient_accumulation_steps: PositiveInt32OrNone = None
     managed_gradient_accumulation: Flag = True
     steps_per_print: Annotated[int | None, PlainValidator(kinds.EVERY)] = None
+    wall_clock_breakdown: Flag = False
+    memory_breakdown: Flag = False
+    dump_state: Flag = False
     gradient_clipping: NonNegative = 1.0
     gradient_allreduce_op: Annotated[Reduction, PlainValidator(one_of(get_args(Reduction)))] = "mean"
     communication_data_type: Annotated[Dtype | None, PlainValidator(kinds.DTYPE_OR_NULL)] = None

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from jzero import checkpoint, weights
 from jzero.checkpoint.tags import DEFAULT_TAG
@@ -19,11 +17,12 @@ from jzero.distributed import last_words, preemption
 from jzero.distributed.place import log_dist
 from jzero.engine import progress, restore
 from jzero.engine.accumulation import Accumulation, Held
+from jzero.engine.clock import CHECKPOINT, DATA, EVALUATION, HOST
 from jzero.engine.criterion import Outside, check_criterion
 from jzero.engine.deferred_loss import Loss, Outputs
+from jzero.engine.monitor import Monitor
 from jzero.engine.newest import resume_from, warn, warn_if_not_resumed
 from jzero.engine.restore import Selection
-from jzero.engine.run_report import half_precision
 from jzero.engine.stop import save_and_exit
 from jzero.engine.take import take
 from jzero.engine.views import Views
@@ -61,7 +60,8 @@ class Engine(Views):
         self.eval_metrics: Metrics = {}
         self._details: Details | None = None
         self.global_steps = self.global_samples = self.micro_steps = 0
-        self._clock = progress.Clock()
+        self._monitor = Monitor(step_fn)
+        self._monitor.memory("before the state")
         self._home = resume  # where SIGTERM saves
         self.state: Any = None
         if self._home:
@@ -71,6 +71,8 @@ class Engine(Views):
             warn_if_not_resumed(self.config.checkpoint.dir)
         if self.state is None:
             self.state = step_fn.init(rng, params)
+        self._monitor.memory("with the state", self.state)
+        self._monitor.clock.restart(self.global_steps, self.global_samples)
 
     def __repr__(self) -> str:
         return f"Engine({self.step_fn!r}, global step {self.global_steps})"
@@ -95,10 +97,11 @@ class Engine(Views):
         if source is None:
             raise ConfigError("train_batch() has no batch: pass one, or pass training_data to jzero.initialize")
         if isinstance(source, Iterator):
-            parts = take(source, self.gradient_accumulation_steps(), ours=source is self._batches)
-            done = self.step_fn.run_micro_batches(self.state, parts, extra)
+            with self._monitor.part(DATA):
+                parts = take(source, self.gradient_accumulation_steps(), ours=source is self._batches)
+            done = self._monitor.run(lambda: self.step_fn.run_micro_batches(self.state, parts, extra))
         else:
-            done = self.step_fn.run(self.state, source, extra)
+            done = self._monitor.run(lambda: self.step_fn.run(self.state, source, extra))
         self.micro_steps += self.gradient_accumulation_steps()
         self._finish(done, self.gradient_accumulation_steps())
         return done[1]["loss"]
@@ -114,7 +117,8 @@ class Engine(Views):
 
     def _evaluate(self, batch: Any, extra: Any = None, ema: bool = False) -> jax.Array:
         state = self.step_fn.averaged(self.state) if ema else self.state
-        found = self.step_fn.evaluate(state, batch, extra)
+        with self._monitor.part(EVALUATION):
+            found = self._monitor.ready(self.step_fn.evaluate(state, batch, extra))
         loss, metrics = found if isinstance(found, tuple) else (found, {})
         self.eval_metrics = {LOSS: loss, **metrics}
         return loss
@@ -147,7 +151,8 @@ class Engine(Views):
     def _loss(self, micro_batch: Any, extra: Any) -> Any:
         if not self._training:
             return self._evaluate(micro_batch, extra)
-        micro_batch, state = self.step_fn.place_micro_batch(micro_batch), self.state
+        with self._monitor.part(HOST):
+            micro_batch, state = self.step_fn.place_micro_batch(micro_batch), self.state
         index = len(self._accumulation.queue)
 
         def compute() -> jax.Array:
@@ -174,7 +179,8 @@ class Engine(Views):
         self._outside.forget()
         if not queue:
             return
-        done = self.step_fn.run_micro_batches(self.state, [held.batch for held in queue], queue[0].extra)
+        batches, extra = [held.batch for held in queue], queue[0].extra
+        done = self._monitor.run(lambda: self.step_fn.run_micro_batches(self.state, batches, extra))
         self._finish(done, len(queue))
         for i, held in enumerate(queue):
             held.loss.replace(lambda losses=done[2].micro_losses, i=i: losses[i])  # type: ignore[misc]
@@ -207,13 +213,8 @@ class Engine(Views):
         self.global_samples += micro_batches * self.step_fn.micro_size
         if before is not None:  # waits for the previous step only; the device works on the new one meanwhile
             check_stuck(before.loss_scale, self.step_fn.trainable_names)
-        elif jax.process_index() == 0 and (remarks := half_precision(self.step_fn)):
-            print("\n".join(remarks), flush=True)
-        every, last = self.config.steps_per_print, self._home is not None and preemption.reached()
-        # The script never gets the last step's loss, because this call does not return.
-        if jax.process_index() == 0 and (last or (every and self.global_steps % every == 0)):
-            counts = self.global_steps, self.metrics, self.skipped_steps, self._clock.speed(self.global_samples)
-            print(progress.line(*counts, self.config), flush=True)
+        last = self._home is not None and preemption.reached()
+        self._monitor.finish(self, last)  # with `last`, this call does not return, and the script never gets the loss
         if last:
             save_and_exit(lambda: self.save_checkpoint(self._home, client_state=self.client_state))
 
@@ -268,13 +269,14 @@ class Engine(Views):
         step, counters = self.step_fn, {name: getattr(self, name) for name in progress.COUNTERS}
         frozen = [f"params/{layout.name}" for layout in jax.tree.leaves(step.layouts) if not layout.trainable]
         try:
-            return checkpoint.save(
-                self.state, save_dir or self._home or self.config.checkpoint.dir or "",
-                DEFAULT_TAG.format(self.global_steps) if tag is None else tag,
-                notes=progress.make_notes(step, self.training_dataloader, counters, self.client_state),
-                latest=save_latest, without=frozen if exclude_frozen_parameters else (),
-                max_to_keep=self.config.checkpoint.max_to_keep,
-            )  # fmt: skip
+            with self._monitor.part(CHECKPOINT):
+                return checkpoint.save(
+                    self.state, save_dir or self._home or self.config.checkpoint.dir or "",
+                    DEFAULT_TAG.format(self.global_steps) if tag is None else tag,
+                    notes=progress.make_notes(step, self.training_dataloader, counters, self.client_state),
+                    latest=save_latest, without=frozen if exclude_frozen_parameters else (),
+                    max_to_keep=self.config.checkpoint.max_to_keep,
+                )  # fmt: skip
         except ConfigError:
             self.client_state = former
             raise
@@ -345,7 +347,7 @@ class Engine(Views):
         self.global_steps, self.global_samples, self.micro_steps = (counters[name] for name in progress.COUNTERS)
         self.client_state = progress.client_state(notes)
         self.step_fn.rate = progress.rate(notes, self.step_fn)
-        self._clock.restart(self.global_samples)
+        self._monitor.clock.restart(self.global_steps, self.global_samples)
         if problem := progress.other_data(self.training_dataloader, notes, step):
             warn(problem)
 
@@ -359,23 +361,6 @@ class Engine(Views):
             return self.global_steps
 
         resume_from(home, load)
-
-    def save_16bit_model(
-        self, save_dir: str | os.PathLike, save_filename: str = "model.safetensors", *, ema: bool = False
-    ) -> bool:
-        """Write the parameters, or their moving average, in half precision to one safetensors file; see `weights.save`.
-
-        The dtype is float16 if the config enables fp16, else bfloat16. Works at every stage; all processes call it.
-        """
-        dtype = np.dtype(np.float16) if self.config.fp16.enabled else np.dtype(jnp.bfloat16)
-        state = self.step_fn.averaged(self.state) if ema else self.state
-        weights.save(state.params, self.step_fn, save_dir, save_filename, dtype)
-        return True
-
-    def save_adapters(self, save_dir: str | os.PathLike, *, ema: bool = False) -> None:
-        """Write the adapters, or their moving average, in peft's format; all processes call it."""
-        state = self.step_fn.averaged(self.state) if ema else self.state
-        weights.save_adapters(state.params, self.step_fn, save_dir)
 
     def load_weights(
         self, directory: str | os.PathLike, *, rename: Mapping[str, str] | None = None, missing: Sequence[str] = ()
@@ -395,4 +380,4 @@ class Engine(Views):
         self._details, self._metrics, self._accumulation.forward = None, None, None
         if self.training_dataloader is not None:
             self.training_dataloader.seek({"epoch": 0, "samples": 0})
-        self._clock.restart(self.global_samples)
+        self._monitor.clock.restart(self.global_steps, self.global_samples)

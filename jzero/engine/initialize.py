@@ -21,6 +21,7 @@ from jzero.distributed.host_collectives import check_same, together
 from jzero.distributed.joining import init_distributed
 from jzero.distributed.place import find_place
 from jzero.engine.arguments import choose_config
+from jzero.engine.dump import dump
 from jzero.engine.engine import Engine
 from jzero.engine.newest import former_batch
 from jzero.engine.run_report import report
@@ -113,6 +114,8 @@ def initialize(
     engine = Engine(step, jax.random.key(config.seed) if rng is None else rng, loader, root, params)
     if jax.process_index() == 0:
         print(report(step))
+        if config.dump_state:
+            print(dump(step), flush=True)
     for fault in gpu_faults.faults(os.environ, find_place(os.environ).local_size):
         print(f"jzero: rank {jax.process_index()}: {fault}", file=sys.stderr, flush=True)
     own = isinstance(optimizer, optax.GradientTransformation)

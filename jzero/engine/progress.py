@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
-from jzero.config import Config
 from jzero.config.sizes import given, kept
 from jzero.engine.restore import scaling_of
-from jzero.loss import STEP_METRICS
 from jzero.model import weights_layout
 from jzero.train_step import TrainStep
 from jzero.update import why_no_rate
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps")
-
-
-class Clock:
-    """A clock that measures samples per second."""
-
-    def __init__(self):
-        self.restart(0)
-
-    def restart(self, samples: int) -> None:
-        """Start measuring now, `samples` samples into the run."""
-        self._start = (time.perf_counter(), samples)
-
-    def speed(self, samples: int) -> float:
-        """Return the samples per second since the last call or restart."""
-        now, (then, before) = time.perf_counter(), self._start
-        self.restart(samples)
-        return (samples - before) / (now - then)
 
 
 def make_notes(step: TrainStep, loader: Any, counters: Mapping[str, int], client: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,18 +38,6 @@ def make_notes(step: TrainStep, loader: Any, counters: Mapping[str, int], client
         "client": client,
         "weights": weights_layout(step.model),  # for jzero export
     }
-
-
-def line(step: int, metrics: Mapping[str, Any], skipped: int, speed: float, config: Config) -> str:
-    """Format one line about a finished step; `speed` is in samples per second."""
-    m = {name: float(value) for name, value in metrics.items()}
-    scale = f", loss scale {m['loss_scale']:g}" if config.fp16.enabled else ""
-    rate = f", {speed:.1f} samples/s" if config.timers.throughput.enabled else ""
-    own = "".join(f", {name} {x:.4g}" for name, x in m.items() if name not in STEP_METRICS)
-    return (
-        f"step {step}: loss {m['loss']:.4f}{own}, lr {m['lr']:.3e}, grad norm {m['grad_norm']:.3f}{scale}, "
-        f"skipped {skipped}{rate}"
-    )
 
 
 def written_by_engine(notes: Mapping[str, Any]) -> bool:

@@ -64,7 +64,7 @@ def _bullets(lines: Iterable[str]) -> list[str]:
     return [part for line in lines for part in _wrap(line, "  - ", "    ")]
 
 
-def _table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
+def table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
     """Format rows as columns; the first row holds the titles, and `align` has "<" or ">" for each column."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = [[f"{cell:{a}{w}}" for cell, a, w in zip(row, align, widths, strict=True)] for row in rows]
@@ -77,7 +77,7 @@ def _value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else json.dumps(value, default=repr)
 
 
-def _size(n_bytes: float) -> str:
+def size_text(n_bytes: float) -> str:
     """Format bytes in the unit that leaves one to three digits before the point: `1.54 GiB`."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while n_bytes >= 1000 and len(units) > 1:
@@ -153,7 +153,7 @@ def _layout(step: Any) -> list[str]:
         trained = [leaf for leaf in leaves if leaf.trainable]
         elements = sum(prod(leaf.shape) for leaf in trained)
         rows.append(["trained", f"{len(trained)}", f"{elements:,}", "", f"{elements / total:.2%}"])
-    return _table(rows, "<>><<")
+    return table(rows, "<>><<")
 
 
 def _numberless(name: str) -> str:
@@ -189,16 +189,20 @@ def _model_state(step: Any) -> list[str]:
         ["part", "bytes", ""],
         [
             f"masters, {precision.master}",
-            _size(b.masters),
+            size_text(b.masters),
             f"frozen parameters in {precision.compute}" if frozen else "",
         ],
-        ["optimizer state", _size(b.optimizer), ""],
-        ["total between steps", _size(b.persistent), ""],
-        [f"parameters, {precision.compute}", _size(b.parameters), in_step if b.parameters else "equal to the masters"],
-        [f"gradients, {gradient}", _size(b.gradients), in_step],
-        ["total inside the step", _size(b.total), f"ZeRO formula, every leaf partitioned: {_size(b.formula)}"],
+        ["optimizer state", size_text(b.optimizer), ""],
+        ["total between steps", size_text(b.persistent), ""],
+        [
+            f"parameters, {precision.compute}",
+            size_text(b.parameters),
+            in_step if b.parameters else "equal to the masters",
+        ],
+        [f"gradients, {gradient}", size_text(b.gradients), in_step],
+        ["total inside the step", size_text(b.total), f"ZeRO formula, every leaf partitioned: {size_text(b.formula)}"],
     ]
-    return _table(rows, "<><")
+    return table(rows, "<><")
 
 
 def _effective(step: Any) -> list[str]:
@@ -249,8 +253,8 @@ def _gathers(step: Any) -> str:
     )
     asked = step.config.pipeline.gather or "micro_batch"
     return (
-        f"pipeline.gather {asked}: micro_batch keeps {_size(parts)} of parameters per device and gathers them for "
-        f"every micro-batch, step keeps {_size(whole)} and gathers once"
+        f"pipeline.gather {asked}: micro_batch keeps {size_text(parts)} of parameters per device and gathers them for "
+        f"every micro-batch, step keeps {size_text(whole)} and gathers once"
     )
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
+from jzero import weights
 from jzero.adapters.torch_habits import refuses_of_engines, refuses_of_modules
 from jzero.config import Config
 from jzero.distributed.place import get_local_rank, get_rank, get_world_size
+from jzero.engine.monitor import Monitor
 from jzero.engine.optimizer_views import LRScheduler, Optimizer, optimizer_view
 from jzero.errors import ConfigError
 from jzero.train_step import Metrics, TrainStep
@@ -29,12 +35,13 @@ class Module:
 
 @refuses_of_engines
 class Views:
-    """The engine's getters, what its parameters predict, and setters of the rate."""
+    """The engine's getters, what its parameters predict, the files that it writes them to, and setters of the rate."""
 
     step_fn: TrainStep
     config: Config
     state: Any
     _metrics: Metrics | None
+    _monitor: Monitor
 
     @property
     def module(self) -> Module:
@@ -63,6 +70,23 @@ class Views:
     def generate(self, tokens: Any, max_new_tokens: int, **options: Any) -> Any:
         """Continue every row of tokens; the options are those of `jzero.inference.generate.Generator`."""
         return self.step_fn.generate(self.state, tokens, max_new_tokens, **options)
+
+    def save_16bit_model(
+        self, save_dir: str | os.PathLike, save_filename: str = "model.safetensors", *, ema: bool = False
+    ) -> bool:
+        """Write the parameters, or their moving average, in half precision to one safetensors file; see `weights.save`.
+
+        The dtype is float16 if the config enables fp16, else bfloat16. Works at every stage; all processes call it.
+        """
+        dtype = np.dtype(np.float16) if self.config.fp16.enabled else np.dtype(jnp.bfloat16)
+        state = self.step_fn.averaged(self.state) if ema else self.state
+        weights.save(state.params, self.step_fn, save_dir, save_filename, dtype)
+        return True
+
+    def save_adapters(self, save_dir: str | os.PathLike, *, ema: bool = False) -> None:
+        """Write the adapters, or their moving average, in peft's format; all processes call it."""
+        state = self.step_fn.averaged(self.state) if ema else self.state
+        weights.save_adapters(state.params, self.step_fn, save_dir)
 
     @property
     def metrics(self) -> Metrics:
@@ -115,6 +139,10 @@ class Views:
     def was_step_applied(self) -> bool:
         """Return whether the last step changed the parameters."""
         return self._metrics is not None and not bool(self._metrics["skipped"])
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Return the milliseconds per step of each part that `wall_clock_breakdown` printed last; {} before that."""
+        return dict(self._monitor.times)
 
     @property
     def skipped_steps(self) -> int:

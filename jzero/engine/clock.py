@@ -1,0 +1,48 @@
+"""One clock for a run: the time since the last progress line, divided into parts that add up to it."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+DATA = "data"  # waiting for the micro-batches of an iterator, or of training_data
+HOST = "host"  # checks, the batch's way to the devices, the call of the compiled step; its compilation if it is new
+DEVICE = "device"  # from there until the results of the step are ready
+EVALUATION = "evaluation"
+CHECKPOINT = "checkpoint"  # what a save takes before training goes on
+SCRIPT = "script"  # between the calls of the engine
+PARTS = (DATA, HOST, DEVICE, EVALUATION, CHECKPOINT, SCRIPT)
+
+
+class Reading(NamedTuple):
+    """What the clock measured: samples per second, and milliseconds per step of each part."""
+
+    speed: float
+    parts: dict[str, float]
+
+
+class Clock:
+    """A clock with one hand: each lap gives the time since the last lap to one part, so no time counts twice."""
+
+    def __init__(self) -> None:
+        self.restart(0, 0)
+
+    def restart(self, steps: int, samples: int) -> None:
+        """Start measuring now, `steps` steps and `samples` samples into the run."""
+        self._steps, self._samples = steps, samples
+        self._seconds: dict[str, float] = {}
+        self._lap = time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        """Give the time since the last lap to a part."""
+        now = time.perf_counter()
+        self._seconds[part] = self._seconds.get(part, 0.0) + now - self._lap
+        self._lap = now
+
+    def read(self, steps: int, samples: int) -> Reading:
+        """Return what the steps since the last restart or reading took; `steps` and `samples` are those of the run."""
+        self.lap(HOST)
+        count, seconds = steps - self._steps, self._seconds
+        speed = (samples - self._samples) / sum(seconds.values())
+        self._steps, self._samples, self._seconds = steps, samples, {}
+        return Reading(speed, {part: 1000 * seconds[part] / count for part in PARTS if part in seconds})

@@ -1,0 +1,51 @@
+"""The lines of `memory_breakdown`: memory in use on the devices and the host, and what a step needs by its compiler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+
+from jzero.engine.run_report import size_text
+from jzero.planner.memory import memory
+
+STATUS = Path("/proc/self/status")  # Linux
+
+
+def used(when: str) -> str:
+    """Describe the memory in use now on the fullest device of this process, and on the host.
+
+    The peaks are those since the process began: JAX cannot reset them. CPU devices count nothing: their arrays are part
+    of the host's memory.
+    """
+    stats = [(device, device.memory_stats()) for device in jax.local_devices()]
+    counted = [(device, found) for device, found in stats if found]
+    host = _host()
+    if not counted:
+        kind = jax.local_devices()[0].platform
+        return f"memory {when}: {host} ({kind} devices report none of their own)"
+    device, found = max(counted, key=lambda pair: pair[1]["peak_bytes_in_use"])
+    limit = f" of {size_text(found['bytes_limit'])}" if found.get("bytes_limit") else ""
+    of = f", the fullest of {len(counted)}" if len(counted) > 1 else ""
+    now, peak = size_text(found["bytes_in_use"]), size_text(found["peak_bytes_in_use"])
+    return f"memory {when}: {now} in use, peak {peak}{limit} on device {device.id}{of}; {host}"
+
+
+def planned(traced: jax.stages.Traced) -> str:
+    """Describe the memory that a step needs on one device, by its compiler's plan.
+
+    Args:
+      traced: a step that ran: JAX finds its compiled program in a cache.
+    """
+    need = memory(traced.lower().compile())
+    parts = {"arguments": need.arguments, "outputs": need.outputs - need.aliased, "temporaries": need.temps}
+    listed = " + ".join(f"{name} {size_text(n_bytes)}" for name, n_bytes in parts.items())
+    return f"memory of a step, planned: {size_text(need.peak)} per device = {listed}"
+
+
+def _host() -> str:
+    if not STATUS.exists():
+        return "host memory unknown on this system"
+    fields = dict(row.split(":", 1) for row in STATUS.read_text().splitlines())
+    now, peak = (size_text(1024 * int(fields[name].split()[0])) for name in ("VmRSS", "VmHWM"))
+    return f"host {now}, peak {peak}"

@@ -1,0 +1,124 @@
+"""What process 0 prints while a run trains: progress lines, and where the time of a step and the memory go."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import jax
+
+from jzero.config import Config
+from jzero.engine.clock import DEVICE, HOST, SCRIPT, Clock
+from jzero.engine.memory_lines import planned, used
+from jzero.engine.run_report import half_precision
+from jzero.loss import STEP_METRICS
+from jzero.train_step import Metrics, TrainStep
+
+EVERY = 10  # steps between the lines of a breakdown without steps_per_print: DeepSpeed's default of that key
+
+
+class Run(Protocol):
+    """The engine, as far as the lines need it."""
+
+    step_fn: TrainStep
+    global_steps: int
+    global_samples: int
+
+    @property
+    def metrics(self) -> Metrics: ...
+
+    @property
+    def skipped_steps(self) -> int: ...
+
+
+class Monitor:
+    """Prints the lines of a run on process 0.
+
+    Attributes:
+      clock: the one clock of the run.
+      times: {part: milliseconds per step} up to the last line; empty before it, and without wall_clock_breakdown.
+    """
+
+    def __init__(self, step: TrainStep):
+        self._config = step.config
+        self._timed, self._memory = self._config.wall_clock_breakdown, self._config.memory_breakdown
+        self._every = self._config.steps_per_print or (EVERY if self._timed or self._memory else None)
+        self._first, self._prints = True, jax.process_index() == 0
+        self.clock, self.times = Clock(), dict[str, float]()
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time what runs in this context as one part of the step, and what ran before it as the script's."""
+        self.clock.lap(SCRIPT)
+        try:
+            yield
+        finally:
+            self.clock.lap(name)
+
+    def run(self, step: Callable[[], Any]) -> Any:
+        """Run a step; under wall_clock_breakdown wait for its results, to tell the devices' time from the host's.
+
+        Otherwise the host prepares the next step meanwhile.
+        """
+        with self.part(HOST):
+            done = step()
+        with self.part(DEVICE):
+            return self.ready(done)
+
+    def ready(self, result: Any) -> Any:
+        """Return a result; under wall_clock_breakdown once it is ready, so that no other part waits for it."""
+        return jax.block_until_ready(result) if self._timed else result
+
+    def finish(self, run: Run, last: bool) -> None:
+        """Print the lines that are due after a step; the run's last step always has one."""
+        with self.part(HOST):
+            if self._first and self._memory and (traced := run.step_fn.traced):
+                self._say(planned(traced))  # on every process, because it may compile
+                self.memory("after the first step", run.metrics)
+            if self._first and self._prints and (remarks := half_precision(run.step_fn)):
+                self._say("\n".join(remarks))
+            self._first = False
+            if self._prints and (last or (self._every and run.global_steps % self._every == 0)):
+                self._lines(run)
+
+    def _lines(self, run: Run) -> None:
+        step, skipped = run.global_steps, run.skipped_steps  # waits for the step
+        reading = self.clock.read(step, run.global_samples)
+        self._say(line(step, run.metrics, skipped, reading.speed, self._config))
+        if self._timed:
+            self.times = reading.parts
+            self._say(time_line(step, reading.parts))
+        self.memory(f"after step {step}")
+
+    def memory(self, when: str, result: Any = None) -> None:
+        """Print the memory in use once a result is ready, if the config asks for it."""
+        if self._memory:
+            jax.block_until_ready(result)
+            self._say(used(when))
+
+    def _say(self, text: str) -> None:
+        if self._prints:
+            print(text, flush=True)
+
+
+def line(step: int, metrics: Mapping[str, Any], skipped: int, speed: float, config: Config) -> str:
+    """Format one line about a finished step; `speed` is in samples per second."""
+    m = {name: float(value) for name, value in metrics.items()}
+    scale = f", loss scale {m['loss_scale']:g}" if config.fp16.enabled else ""
+    rate = f", {speed:.1f} samples/s" if config.timers.throughput.enabled else ""
+    own = "".join(f", {name} {x:.4g}" for name, x in m.items() if name not in STEP_METRICS)
+    return (
+        f"step {step}: loss {m['loss']:.4f}{own}, lr {m['lr']:.3e}, grad norm {m['grad_norm']:.3f}{scale}, "
+        f"skipped {skipped}{rate}"
+    )
+
+
+def time_line(step: int, parts: Mapping[str, float]) -> str:
+    """Format the milliseconds per step of each part.
+
+    >>> time_line(10, {"host": 1.5, "device": 310.0, "script": 0.25})
+    'step 10: 311.8 ms a step = host 1.5 + device 310.0 + script 0.2'
+    """
+    listed = " + ".join(f"{part} {spent:.1f}" for part, spent in parts.items())
+    return f"step {step}: {sum(parts.values()):.1f} ms a step = {listed}"

@@ -1,0 +1,209 @@
+"""The breakdowns of time and memory and the dump: lines at the right steps, whose numbers agree with other sources."""
+
+import contextlib
+import io
+import itertools
+import json
+import re
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from helpers.engines import TRAIN, assert_same, build, engine, parts, parts_of, rows, three_calls
+
+from jzero.engine import clock as clock_module
+from jzero.engine import memory_lines
+from jzero.engine.clock import DATA, DEVICE, EVALUATION, HOST, SCRIPT, Clock
+from jzero.engine.monitor import Monitor
+
+TIMES = re.compile(r"step (\d+): ([\d.]+) ms a step = (.*)")
+ALL = {"wall_clock_breakdown": True, "memory_breakdown": True, "dump_state": True, "steps_per_print": 2}
+
+
+@contextlib.contextmanager
+def printed(into):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        yield
+    into.extend(out.getvalue().splitlines())
+
+
+@pytest.fixture(scope="module")
+def run():
+    """An engine with everything on, after 4 steps; its lines at the start and while it trains."""
+    start, lines = [], []
+    with printed(start):
+        made = build(more=ALL)[0]
+    with printed(lines):
+        made.train_batch(rows(0))
+        made.train_batch(rows(1))
+        made.train_batch(iter(parts(2)))
+        made.eval_batch(rows(9))
+        three_calls(made, parts_of(rows(3)))
+    return SimpleNamespace(engine=made, start=start, lines=lines)
+
+
+def times(lines):
+    """{step: (total, {part: milliseconds})}"""
+    found = [TIMES.fullmatch(line).groups() for line in lines if TIMES.fullmatch(line)]
+    return {
+        int(step): (float(total), {k: float(v) for k, v in (term.split(" ") for term in terms.split(" + "))})
+        for step, total, terms in found
+    }
+
+
+# ------------------------------------------------------------------------------------------- time
+
+
+def test_laps_add_up_to_the_whole(monkeypatch):
+    ticks = itertools.accumulate([5.0, 1.0, 2.0, 4.0, 8.0, 0.0, 3.0, 5.0])
+    monkeypatch.setattr(clock_module.time, "perf_counter", lambda: next(ticks))
+    clock = Clock()
+    clock.lap(SCRIPT)
+    clock.lap(HOST)
+    clock.lap(DEVICE)
+    clock.lap(SCRIPT)
+    speed, parts = clock.read(steps=2, samples=60)
+    assert (speed, parts) == (60 / 15, {HOST: 1000.0, DEVICE: 2000.0, SCRIPT: 4500.0})
+    clock.lap(DATA)
+    speed, parts = clock.read(steps=3, samples=76)
+    assert (speed, parts) == (16 / 8, {DATA: 3000.0, HOST: 5000.0})
+
+
+def test_one_line_of_times_beside_each_progress_line(run):
+    found = times(run.lines)
+    assert list(found) == [2, 4]
+    assert list(found[2][1]) == [HOST, DEVICE, SCRIPT]
+    assert list(found[4][1]) == [DATA, HOST, DEVICE, EVALUATION, SCRIPT]
+    for step, (total, own) in found.items():
+        assert total == pytest.approx(sum(own.values()), abs=0.05 * (len(own) + 1))
+        before = run.lines[run.lines.index(next(x for x in run.lines if x.startswith(f"step {step}: {total}"))) - 1]
+        speed = float(re.fullmatch(rf"step {step}: loss .* ([\d.]+) samples/s", before)[1])
+        assert speed == pytest.approx(1000 * TRAIN / total, rel=0.05 / total + 0.05 / speed + 1e-6)
+    shown = {part: f"{spent:.1f}" for part, spent in run.engine.get_wall_clock_timers().items()}
+    assert shown == {part: f"{spent:.1f}" for part, spent in found[4][1].items()}
+
+
+@pytest.mark.parametrize("loop", ["train_batch", "three calls"])
+def test_only_the_breakdown_waits_for_the_devices(loop, monkeypatch, capsys):
+    """And the numbers of the run are the same."""
+    waits, block = [], jax.block_until_ready
+    monkeypatch.setattr(jax, "block_until_ready", lambda x: waits.append(x) or block(x))
+    plain, timed = engine(), engine()
+    timed._monitor._timed = True
+    for made, count in ((plain, 0), (timed, 3)):
+        waits.clear()
+        for seed in range(3):
+            made.train_batch(rows(seed)) if loop == "train_batch" else three_calls(made, parts(seed))
+        assert len(waits) == count
+    assert_same((plain.state.params, plain.state.opt_state), (timed.state.params, timed.state.opt_state))
+    assert plain.get_wall_clock_timers() == {}
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key", ["wall_clock_breakdown", "memory_breakdown"])
+def test_without_steps_per_print_every_tenth_step_has_lines(key, capsys):
+    made = engine()
+    config = made.step_fn.config.model_copy(update={key: True})
+    made._monitor = Monitor(SimpleNamespace(config=config))
+    capsys.readouterr()
+    for step in range(1, 21):
+        made.train_batch(rows(0))
+        out = capsys.readouterr().out
+        assert (f"step {step}: loss " in out) == (step % 10 == 0)
+        assert ("ms a step" in out) == (step % 10 == 0 and key == "wall_clock_breakdown")
+        assert (f"memory after step {step}" in out) == (step % 10 == 0 and key == "memory_breakdown")
+
+
+# ------------------------------------------------------------------------------------------- memory
+
+
+def test_memory_lines_come_at_their_phases(run):
+    begin = [line for line in run.start if line.startswith("memory")]
+    assert [line.split(":")[0] for line in begin] == ["memory before the state", "memory with the state"]
+    middle = [line.split(":")[0] for line in run.lines if line.startswith("memory")]
+    planned, first = "memory of a step, planned", "memory after the first step"
+    assert middle == [planned, first, "memory after step 2", "memory after step 4"]
+    host = r"memory [\w ]+: host [\d.]+ [KMG]iB, peak [\d.]+ [KMG]iB \(cpu devices report none of their own\)"
+    assert all(
+        re.fullmatch(host, line) for line in [*begin, *run.lines] if line.startswith("memory") and "host" in line
+    )
+
+
+def test_the_planned_memory_is_the_compilers(run):
+    stats = run.engine.step_fn.lower(rows(0)).compile().memory_analysis()
+    new = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    sizes = stats.argument_size_in_bytes + new + stats.temp_size_in_bytes, stats.argument_size_in_bytes, new
+    total, arguments, outputs, temporaries = (memory_lines.size_text(x) for x in (*sizes, stats.temp_size_in_bytes))
+    assert (
+        f"memory of a step, planned: {total} per device = arguments {arguments} + outputs {outputs} + temporaries "
+        f"{temporaries}"
+    ) in run.lines
+
+
+def test_planning_compiles_nothing():
+    made, compiled = engine(), []
+    made.train_batch(rows(0))
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+    memory_lines.planned(made.step_fn.traced)
+    assert not [event for event in compiled if "backend_compile" in event]
+    jax.jit(lambda x: x + 3).lower(1.0).compile()
+    assert [event for event in compiled if "backend_compile" in event]  # this is how JAX calls it
+
+
+def test_the_fullest_device_is_shown(monkeypatch, tmp_path):
+    def device(number, now, peak, limit):
+        stats = {"bytes_in_use": now, "peak_bytes_in_use": peak, "bytes_limit": limit}
+        return SimpleNamespace(id=number, platform="gpu", memory_stats=lambda: stats)
+
+    gib = 2**30
+    devices = [device(0, gib, 2 * gib, 75 * gib), device(1, 3 * gib, 4 * gib, 75 * gib)]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\t 3145728 kB\nVmRSS:\t 2097152 kB\n")
+    monkeypatch.setattr(memory_lines, "STATUS", tmp_path / "status")
+    assert memory_lines.used("now") == (
+        "memory now: 3.00 GiB in use, peak 4.00 GiB of 75.0 GiB on device 1, the fullest of 2; host 2.00 GiB, peak "
+        "3.00 GiB"
+    )
+    del devices[1]
+    monkeypatch.setattr(memory_lines, "STATUS", tmp_path / "missing")
+    text = "memory now: 1.00 GiB in use, peak 2.00 GiB of 75.0 GiB on device 0; host memory unknown on this system"
+    assert memory_lines.used("now") == text
+
+
+# ------------------------------------------------------------------------------------------- the dump
+
+
+def section(run, title):
+    begin = run.start.index(f"jzero state dump: {title}") + 1
+    ends = [i for i in range(begin, len(run.start)) if not run.start[i]]
+    return run.start[begin : ends[0] if ends else None]
+
+
+def test_the_dump_has_every_setting(run):
+    config = json.loads("\n".join(section(run, "config, with its defaults")))
+    assert config == json.loads(run.engine.config.model_dump_json(warnings=False))
+    assert (config["dump_state"], config["gradient_clipping"]) == (True, 1.0)  # a given value, a default
+
+
+def test_the_dump_has_every_parameter_as_it_is(run):
+    table = [re.split(r"\s{2,}", row.strip()) for row in section(run, "parameters")]
+    found = {row[0]: row[1:] for row in table[2:]}
+    for name, x in (
+        ("ends/out", run.engine.state.params["ends"]["out"]),
+        ("stack/w", run.engine.state.params["stack"]["w"]),
+    ):
+        shape, spec, dtype, n_bytes, elements = found[name]
+        assert (shape, dtype, elements) == (str(list(x.shape)), str(x.dtype), f"{x.size:,}")
+        assert spec == f"P({', '.join(map(repr, x.sharding.spec))})"
+        assert int(n_bytes.replace(",", "")) == x.addressable_shards[0].data.nbytes
+    moments = jax.tree.leaves(run.engine.state.opt_state)
+    n_bytes = sum(x.addressable_shards[0].data.nbytes for x in moments)
+    assert f"  optimizer state: {n_bytes:,} bytes" in section(run, "parameters")
+
+
+def test_the_dump_has_every_device_and_the_step(run):
+    rows_of = [row.split() for row in section(run, "mesh")[2:]]
+    assert [row[:4] for row in rows_of] == [["0", "0", str(i), "0"] for i in range(4)]
+    assert [row[4] for row in rows_of] == [str(device) for device in np.ravel(run.engine.mesh.devices)]
+    assert f"  step: {run.engine.step_fn!r}" in section(run, "settings")
