@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jzero.errors import ConfigError
@@ -25,6 +27,17 @@ def declared(table: Mapping[str, Any] | None) -> list[str]:
         "the model has no adapters in peft's format (its weights_layout has no key adapters): give a decoder "
         "of models/ lora=LoRAConfig(...), and a shape that transformers has (if it has none, the run report says why)"
     )
+
+
+def trained(table: Mapping[str, Any] | None, values: Mapping[str, jax.Array]) -> set[str]:
+    """Return the names of the leaves, of those that end an adapter (B), that are not zero as in a new adapter.
+
+    Args:
+      table: the model's `weights_layout()`.
+      values: the leaves by dotted name; None: not known yet.
+    """
+    ends = {dotted(matrix["b"]) for matrix in (table or {}).get("adapters", {}).get("matrices", ())}
+    return {name for name in ends if values[name] is not None and bool(jnp.any(values[name]))}
 
 
 class Merge:

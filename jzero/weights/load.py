@@ -19,7 +19,7 @@ from jzero.distributed.host_collectives import together
 from jzero.errors import ConfigError, some_of
 from jzero.model import weights_layout
 from jzero.tree import PyTree, differences, path_name
-from jzero.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE
+from jzero.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, trained
 from jzero.weights.name_map import ShapeDtype, Tensor, adapter_leaves, assign, dotted, leaves_of, tensors
 from jzero.weights.safetensors import File
 
@@ -56,7 +56,8 @@ def load(
 
     Raises:
       ConfigError: no such files, truncated files, or files of another model; the message names the tensors that are
-        missing, extra or of another shape, and differences in config.json. Raised on all processes.
+        missing, extra or of another shape, and differences in config.json. Files without adapters for `params` whose
+        adapters are not zero: the files may be merged. Raised on all processes.
 
     >>> state = step.init(jax.random.key(0), load("Llama-2-7b-hf", step), donate=True)  # doctest: +SKIP
     """
@@ -68,6 +69,14 @@ def load(
     leaves = dict(zip(names.values(), leaves_of(shapes).values(), strict=True))
     table = weights_layout(step.model)
     of_leaf = together("load_weights", lambda: _find(Path(directory), leaves, table, optional, params is not None))
+    if params is not None:
+        values = dict(zip(leaves, jax.tree.leaves(params, is_leaf=lambda x: x is None), strict=True))
+        if twice := sorted(trained(table, values) - of_leaf.keys() - optional):
+            raise ConfigError(
+                f"load_weights: {os.fspath(directory)} lacks the adapters, and the engine's {some_of(twice)} are not "
+                "zero: they would count twice if these weights are merged with them. Load weights into a new engine, "
+                'before its adapters; if these are not merged, keep the adapters with missing=["lora_"]'
+            )
 
     def read(path: tuple, shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding, kept: Any = None) -> Any:
         parts = of_leaf.get(names[path_name(path)])
@@ -103,6 +112,8 @@ def renamed(names: Sequence[str], rename: Mapping[str, str]) -> dict[str, str]:
     >>> renamed(["fc/base_module/kernel", "fc/lora_a"], {"base_module/": ""})
     {'fc/base_module/kernel': 'fc.kernel', 'fc/lora_a': 'fc.lora_a'}
     """
+    if not isinstance(rename, Mapping):
+        raise ConfigError(f'rename = {rename!r}: must be a dict, such as {{"base_module/": ""}}')
     found = {name: name for name in names}
     for old, new in rename.items():
         matched(list(found.values()), [old], "rename")

@@ -165,6 +165,19 @@ def test_missing_adapters_keep_their_values(base, adapter):
     assert same(made.state.params, adapter[1].state.params)
 
 
+def test_merged_weights_do_not_count_adapters_twice(tmp_path, base):
+    made, twin = tuned(base, SOME), engine(model(SOME), more=TRAINED)
+    made.save_16bit_model(tmp_path)
+    for path in (tmp_path, base[0]):  # nothing in the files says which of them is merged
+        with pytest.raises(jzero.ConfigError, match=r"lacks the adapters.*lora_b.*not zero.*into a new engine"):
+            made.load_weights(path)
+    twin.load_weights(tmp_path)
+    assert float(twin.eval_batch(BATCH)) == pytest.approx(float(made.eval_batch(BATCH)), rel=1e-3)  # bfloat16 files
+    before = jax.device_get(made.state.params)
+    made.load_weights(base[0], missing=["lora_"])
+    assert same(made.state.params["stack"], before["stack"])
+
+
 # ------------------------------------------------------------------------------------------- modules of one's own
 
 
@@ -218,6 +231,7 @@ def test_renamed_prefixes(classifier):
         ({"rename": {"base/": ""}}, ["rename: 'base/' matches no parameter", "fc1/base_module/kernel"]),
         ({"rename": {"lora_.": "x"}}, ["rename = {'lora_.': 'x'}", "fc1/x"]),
         ({"missing": ["adapter"]}, ["missing: 'adapter' matches no parameter"]),
+        ({"rename": [("base_module/", "")]}, ["rename = [('base_module/', '')]: must be a dict"]),
         ({"missing": ["("]}, ["missing: '(' is not a regular expression"]),
         ({"missing": "lora_"}, ["missing = 'lora_': must be a list; write ['lora_']"]),
         ({"rename": {"base_module/": r"\2"}}, [r"rename: '\\2' is not a replacement for 'base_module/'"]),
