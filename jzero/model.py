@@ -48,6 +48,7 @@ In a pipeline a stage may read the same tokens several times in a row: an array 
 `length` must then get the same values in the same columns. Others (the state of a recurrent layer) may accumulate.
 
 A Flax module has these methods without the parameters; `decode_block` is a method `decode(x, cache)` of its `stack`.
+With an attribute `vocab_size`, prompts with other tokens are refused.
 
 A model may have `values`, parameters to start from instead of those of `init`; and `adopt(values) -> params`, which
 converts what a caller passes as `params` (an nnx.State, Linen variables).

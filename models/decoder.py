@@ -261,6 +261,10 @@ class Decoder(nnx.Module):
         return self.embed[...].T if self.config.tied else self.head.kernel[...]
 
     @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
     def vocabulary(self) -> dict[str, int]:
         """{parameter: its vocabulary dimension}: a pipeline divides these among its stages."""
         return {"embed": 0} if self.config.tied else {"embed": 0, "head/kernel": 1}

@@ -109,6 +109,10 @@ class GPT2(nnx.Module):
         return [kernel_note(self.config.attention, dtype, self.config.head_dim)]
 
     @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
     def vocabulary(self) -> dict[str, int]:
         return {"embed": 0}
 

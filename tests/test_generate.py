@@ -187,6 +187,15 @@ def test_tiny_values_are_greedy(option, value):
     assert jax.jit(choose)(logits, jnp.arange(1), 0, sampling).tolist() == [1]
 
 
+@pytest.mark.parametrize("of", [np.float32, np.float64, jnp.float32, jnp.bfloat16, np.array])
+def test_arrays_of_one_number_are_numbers(of):
+    options = {"temperature": 0.5, "top_p": 0.75}  # bfloat16 holds both
+    plain = _sampling(1, jax.random.key(0), top_k=2**31 - 1, eos=None, pad=3, **options)
+    arrays = {name: of(value) for name, value in options.items()}
+    found = _sampling(jnp.int32(1), jax.random.key(0), top_k=2**40, eos=None, pad=jnp.int32(3), **arrays)
+    assert found[1:] == plain[1:]
+
+
 @functools.cache
 def sampled(layout):
     model, params, _ = case("everything")
@@ -353,6 +362,8 @@ def test_mistakes():
     for arguments, words in (
         ({"max_new_tokens": 17}, "a row has 25 tokens, but the model has 24 positions"),
         ({"max_new_tokens": 0}, "max_new_tokens = 0: must be a positive integer"),
+        ({"max_new_tokens": 2**40}, "max_new_tokens = 1099511627776: must be a positive integer"),
+        ({"pad_token_id": 2**40}, "pad_token_id = 1099511627776: must be a token, or None"),
         ({"temperature": 0.7}, r"temperature: only used for sampling: pass a key, rng=jax.random.key\(0\)"),
         ({"top_k": 5, "top_p": 0.9}, "top_k and top_p: only used for sampling"),
         ({"rng": key, "temperature": -1}, "temperature = -1: must be a number >= 0"),
@@ -363,7 +374,8 @@ def test_mistakes():
         ({"eos_token_id": [2.5]}, "eos_token_id = .*: must be a token"),
         ({"eos_token_id": 2**32 + 2}, "eos_token_id = .*: must be a token"),
         ({"eos_token_id": [[1, 2], [3, 4]]}, "(?s)eos_token_id = .*: must be a token"),
-        ({"tokens": TOKENS - 61}, r"tokens\[0, 0\] = -\d+: must be a token, or 0 in attention_mask"),
+        ({"tokens": TOKENS - 61}, r"tokens\[0, 0\] = -\d+: must be a token .*, or 0 in attention_mask"),
+        ({"tokens": np.maximum(TOKENS, np.arange(S) * 10)}, r"\[0, 7\] = 70: must be a token below .* 61"),
         ({"tokens": TOKENS + np.int64(2**32), "attention_mask": MASK}, r"tokens\[0, 3\] = 4294967\d+: must be a token"),
         ({"tokens": TOKENS[0]}, r"int32\[8\]: must be integers \[rows, S\]; one prompt is tokens\[None\]"),
         ({"tokens": TOKENS + 0.5}, "float64"),

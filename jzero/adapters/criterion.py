@@ -34,7 +34,7 @@ class CriterionModel:
         self.net, self.criterion, self.has_aux = net, criterion, has_aux
         self.init, self.module, self.state = net.init, net.module, net.state
         # Not `vocabulary`: in a pipeline, the stages would divide what the criterion needs whole.
-        cached = ("make_cache", "decode", "decode_prefix", "decode_block", "decode_suffix")
+        cached = ("make_cache", "vocab_size", "decode", "decode_prefix", "decode_block", "decode_suffix")
         stacked = ("plain", "names", "one_key")
         for name in ("report_notes", "weights_layout", "fused_matrices", "adopt", "values", *stacked, *cached):
             if hasattr(net, name):

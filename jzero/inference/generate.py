@@ -96,7 +96,7 @@ class Generator:
                 f"generate: {model!r} has no cache: give the module make_cache, decode_prefix, stack.decode and "
                 "decode_suffix (without a layer stack: make_cache and decode), see jzero/model.py"
             )
-        prompts, padding = _prompts(tokens, attention_mask)
+        prompts, padding = _prompts(tokens, attention_mask, getattr(model, "vocab_size", None))
         sampling = _sampling(max_new_tokens, rng, temperature, top_k, top_p, eos_token_id, pad_token_id)
         rows, sharding = len(prompts), NamedSharding(self.setup.mesh, batch_spec(self.setup.mesh))
         placed = jax.tree.map(partial(pad_rows, rows=-rows % replicas(self.setup.mesh)), (prompts, padding))
@@ -126,7 +126,7 @@ class Generator:
 # ------------------------------------------------------------------ arguments
 
 
-def _prompts(tokens: Any, mask: Any) -> tuple[np.ndarray, np.ndarray | None]:
+def _prompts(tokens: Any, mask: Any, vocab_size: int | None) -> tuple[np.ndarray, np.ndarray | None]:
     """Return int32 prompts, and the number of padding columns at the left of each row; None: there are none."""
     tokens, mask = host_arrays((tokens, mask))
     tokens = np.asarray(tokens)
@@ -145,21 +145,23 @@ def _prompts(tokens: Any, mask: Any) -> tuple[np.ndarray, np.ndarray | None]:
             f"generate: attention_mask: row {wrong[0]} has padding after a token, but rows grow at their right end: "
             'pad on the left (tokenizer.padding_side = "left")'
         )
-    if (outside := np.argwhere(mask & ((tokens < 0) | (tokens >= 2**31)))).size:
+    if (outside := np.argwhere(mask & ((tokens < 0) | (tokens >= (vocab_size or 2**31))))).size:
         row, column = outside[0]
+        token = f"a token below the vocabulary's {vocab_size}" if vocab_size else "a token"
         raise ConfigError(
-            f"generate: tokens[{row}, {column}] = {tokens[row, column]}: must be a token, or 0 in attention_mask"
+            f"generate: tokens[{row}, {column}] = {tokens[row, column]}: must be {token}, or 0 in attention_mask"
         )
     return tokens.astype(np.int32), padding if padding.any() else None
 
 
 def _sampling(new: Any, rng: Any, temperature: Any, top_k: Any, top_p: Any, eos: Any, pad: Any) -> Sampling:
     """Check the arguments of a call, and convert them."""
+    new, temperature, top_k, top_p, pad = map(_number_of, (new, temperature, top_k, top_p, pad))
     eos = None if eos is None else np.atleast_1d(eos)
     problems = [
         f"generate: {name} = {value!r}: must be {allowed}"
         for name, value, fits, allowed in (
-            ("max_new_tokens", new, _is_int(new) and new > 0, "a positive integer"),
+            ("max_new_tokens", new, _is_int(new) and 0 < new < 2**31, "a positive integer"),
             ("temperature", temperature, _is_number(temperature) and temperature >= 0, "a number >= 0"),
             ("top_k", top_k, top_k is None or (_is_int(top_k) and top_k > 0), "a positive integer, or None"),
             ("top_p", top_p, top_p is None or (_is_number(top_p) and 0 < top_p <= 1), "a number > 0 and <= 1, or None"),
@@ -169,7 +171,7 @@ def _sampling(new: Any, rng: Any, temperature: Any, top_k: Any, top_p: Any, eos:
                 eos is None or (eos.ndim == 1 and eos.size and eos.dtype.kind in "iu" and (abs(eos) < 2**31).all()),
                 "a token, a list of them, or None",
             ),
-            ("pad_token_id", pad, pad is None or _is_int(pad), "a token, or None"),
+            ("pad_token_id", pad, pad is None or (_is_int(pad) and abs(pad) < 2**31), "a token, or None"),
         )
         if not fits
     ]
@@ -186,16 +188,22 @@ def _sampling(new: Any, rng: Any, temperature: Any, top_k: Any, top_p: Any, eos:
     if rng is None or temperature == 0:
         return Sampling(None, None, None, None, eos, pad)
     least = np.finfo(np.float32).tiny  # XLA takes what is smaller for zero
-    top_k, top_p = None if top_k is None else np.int32(top_k), None if top_p is None else np.float32(max(top_p, least))
+    top_k = None if top_k is None else np.int32(min(top_k, 2**31 - 1))
+    top_p = None if top_p is None else np.float32(max(top_p, least))
     return Sampling(check_key(rng), np.float32(max(temperature, least)), top_k, top_p, eos, pad)
 
 
+def _number_of(x: Any) -> Any:
+    """Convert an array of one number, of any library, to the number."""
+    return x.item() if getattr(x, "shape", None) == () and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
 def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float | np.number) and bool(np.isfinite(x))
+    return isinstance(x, int | float) and bool(np.isfinite(x))
 
 
 def _is_int(x: Any) -> bool:
-    return isinstance(x, int | np.integer) and not isinstance(x, bool)
+    return isinstance(x, int) and not isinstance(x, bool)
 
 
 # ------------------------------------------------------------------ the program
