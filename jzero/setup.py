@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero import optimizers, sharding
+from jzero import optimizers, sharding, zeropp
 from jzero._compat import allow_float16_products_on_cpu
 from jzero.config import Config
 from jzero.config.sizes import BatchSizes
@@ -42,6 +42,7 @@ class Setup:
 
     Attributes:
       batch_sizes: global batch, micro-batch per replica, accumulation.
+      plus: what of ZeRO++ the config asks for.
       layouts: the tree of `ParamLayout`s.
       weights: shapes of the parameters, in the compute dtype.
       schedule: the learning rate over the applied steps; None if the caller's optimizer does not expose it.
@@ -56,6 +57,7 @@ class Setup:
     mesh: Mesh
     batch_sizes: BatchSizes
     precision: Precision
+    plus: zeropp.Plus
     layouts: PyTree
     weights: PyTree
     schedule: Any
@@ -67,7 +69,7 @@ class Setup:
     @property
     def rule(self) -> Rule:
         """The ZeRO rule of the stage, as the pipeline's `gather` modifies it."""
-        return stage_rule(self.config.zero_optimization.stage, self.config.pipeline.gather == "step")
+        return stage_rule(self.config.zero_optimization.stage, self.config.pipeline.gather == "step", self.plus)
 
     @property
     def gradient_names(self) -> list[tuple[str, int]]:
@@ -108,7 +110,8 @@ def resolve(
     if float16_on_cpu(precision, mesh):
         allow_float16_products_on_cpu()
     shapes = jax.eval_shape(model.init, jax.random.key(0))
-    layouts = _layouts(model, shapes, config, mesh)
+    plus = zeropp.from_config(config.zero_optimization, mesh)
+    layouts = _layouts(model, shapes, config, mesh, plus)
     weights = jax.eval_shape(partial(_cast_weights, layouts, precision), shapes)
     schedule = _schedule(config, optimizer, lr_scheduler)
     stacked, _ = partition(jax.tree.map(lambda layout: layout.stacked, layouts), sharding.trainable(layouts))
@@ -125,7 +128,7 @@ def resolve(
         passes.facts.pipeline(batch_sizes.accum)  # raises for a number of micro-batches that the schedule cannot run
     _check_compiler_options(config, mesh)  # last: it compiles
     return Setup(
-        model, config, mesh, batch_sizes, precision, layouts, weights, schedule,
+        model, config, mesh, batch_sizes, precision, plus, layouts, weights, schedule,
         tx,
         groups, optimizer is not None, passes,
     )  # fmt: skip
@@ -174,7 +177,7 @@ def _check_compiler_options(config: Config, mesh: Mesh) -> None:
         raise ConfigError(f"compiler_options = {config.compiler_options}: XLA refuses them: {error}") from None
 
 
-def _layouts(model: Model, shapes: PyTree, config: Config, mesh: Mesh) -> PyTree:
+def _layouts(model: Model, shapes: PyTree, config: Config, mesh: Mesh, plus: zeropp.Plus) -> PyTree:
     layouts = sharding.param_layouts(
         shapes,
         stage=config.zero_optimization.stage,
@@ -187,6 +190,7 @@ def _layouts(model: Model, shapes: PyTree, config: Config, mesh: Mesh) -> PyTree
         vocabulary=_vocabulary(model, shapes, mesh.shape[PIPE]),
         gather_once=config.pipeline.gather == "step",
         state=getattr(model, "state", ()),
+        plus=plus,
     )
     if not any(layout.trainable for layout in jax.tree.leaves(layouts)):
         given = {

@@ -16,12 +16,14 @@ from jzero.mesh import PIPE, ZERO, present
 from jzero.model import ENDS, STACK
 from jzero.tree import PyTree, named, path_name
 from jzero.zero import RULES, ParamLayout, Rule, stage_rule
+from jzero.zeropp import NOTHING, Plus
 
 
 def param_layouts(
     params: PyTree, *, stage: int, mesh: Mesh, persistence_threshold: int = 0, has_stack: bool = False,
     chunks: int = 1, trained: Iterable[str] | None = None, frozen: Iterable[str] = (),
     vocabulary: Mapping[str, int] | None = None, gather_once: bool = False, state: Collection[str] = (),
+    plus: Plus = NOTHING,
 ) -> PyTree:  # fmt: skip
     """Decide the `ParamLayout` of every parameter; nothing else decides how a parameter is sharded.
 
@@ -36,6 +38,7 @@ def param_layouts(
       vocabulary: name -> the dimension that `pipe` divides, for parameters outside the stack.
       gather_once: stage 3 gathers once a step, as stage 2 does.
       state: the names of the leaves that the forward pass replaces.
+      plus: how stage 3 moves weights and gradients; a model's state it moves as they are.
 
     Returns:
       A tree of `ParamLayout`s with the structure of `params`.
@@ -68,7 +71,10 @@ def param_layouts(
         dim, why = _partitioned_dim(tuple(local[stacked:]), asked, mesh, persistence_threshold)
         if dim is not None:
             axes[stacked + dim] += (ZERO,)
-        rule = RULES[0] if dim is None else rule
+        if dim is None:
+            rule = RULES[0]
+        elif name not in state:
+            rule = rule._replace(plus=plus.of(x, tuple(local[stacked:]), mesh.shape[ZERO]))
         return ParamLayout(name, tuple(x.shape), _spec(axes), dim, stacked, trainable, rule, why, name in state)
 
     layouts = jax.tree_util.tree_map_with_path(layout, params)

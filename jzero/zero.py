@@ -8,7 +8,7 @@
 | 3     | `zero`           | every layer, forward + back | reduce-scatter every micro-batch, summed sharded |
 
 Over `data` the gradients are all-reduced once a step, at every stage. (Rajbhandari et al., 2020, arXiv:1910.02054;
-with `data` > 1 this is MiCS / HSDP, arXiv:2205.00119.)
+with `data` > 1 this is MiCS / HSDP, arXiv:2205.00119.) `zeropp` has cheaper collectives for stage 3.
 
 `pipe` divides the layer stack and the vocabulary of a language model's ends, so nothing is gathered over it. A
 parameter that `pipe` does not divide is stored on every stage; its gradient is all-reduced over `pipe` once a step.
@@ -27,16 +27,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from jzero import zeropp
 from jzero.mesh import DATA, PIPE, ZERO, present
 from jzero.precision import Precision, cast
 
 
 class Rule(NamedTuple):
-    """One row of the table: how a stage treats a parameter."""
+    """One row of the table: how a stage treats a parameter; `plus` changes how stage 3 moves it, see `zeropp`."""
 
     shards_state: bool
     gather: Literal["step", "layer"] | None
     scatter: Literal["step", "micro_batch"] | None  # None: an all-reduce, once a step
+    plus: zeropp.Plus = zeropp.NOTHING
 
 
 RULES = {
@@ -47,9 +49,9 @@ RULES = {
 }
 
 
-def stage_rule(stage: int, gather_once: bool = False) -> Rule:
+def stage_rule(stage: int, gather_once: bool = False, plus: zeropp.Plus = zeropp.NOTHING) -> Rule:
     """Return the rule of a ZeRO stage; with `gather_once` stage 3 gathers once a step, as stage 2 does."""
-    rule = RULES[stage]
+    rule = RULES[stage]._replace(plus=plus)
     return rule._replace(gather="step") if rule.gather and gather_once else rule
 
 
@@ -95,9 +97,10 @@ class ParamLayout:
 #   1    | the whole weight | -                | diff; nothing (`reduce_gradient` reduce-scatters the sum)
 #   2    | the shard        | the whole weight | nondiff; reduce-scatters into the shard's gradient
 #   3    | the shard        | -                | diff, gathered; reduce-scatters
+#   hpZ  | the shard        | the second copy  | nondiff, gathered in its group; reduce-scatters into diff's gradient
 #
-# Under rule 2 diff is only the place where the gradient arrives. A frozen parameter has no diff; it is kept in the
-# compute dtype, and nondiff is the weight as stored: whole (rule 0) or the shard (rule 3).
+# Under rule 2 and hpZ diff is only the place where the gradient arrives. A frozen parameter has no diff; it is kept in
+# the compute dtype, and nondiff is the weight as stored, whole (rule 0) or the shard (rule 3), or the second copy.
 
 
 def prepare(layout: ParamLayout, master: jax.Array, precision: Precision) -> tuple[Any, Any]:
@@ -105,33 +108,38 @@ def prepare(layout: ParamLayout, master: jax.Array, precision: Precision) -> tup
     if layout.state:
         return None, master
     if not layout.trainable:
-        return None, cast(master, precision.compute)  # a no-op, unless the caller put another dtype into the state
+        stored = cast(master, precision.compute)  # a no-op, unless the caller put another dtype into the state
+        return None, (_secondary(layout, stored) if layout.rule.plus.secondary else stored)
     shard = master.astype(precision.compute)
     whole = _gather(layout, shard) if layout.rule.gather == "step" else shard
     if layout.rule.scatter != "micro_batch":
         return whole, None
     # The gradient has diff's dtype, which must be wide enough for the compute weight and the reduced gradient.
     diff = master.astype(jnp.promote_types(precision.compute, precision.reduce))
+    if layout.rule.plus.secondary:
+        return diff, _secondary(layout, shard)
     return diff, (whole if layout.rule.gather == "step" else None)
 
 
 def fetch(layout: ParamLayout, diff: Any, nondiff: Any, precision: Precision) -> jax.Array:
     """Return the whole weight where the model uses it; the transpose reduces its gradient by the rule."""
     if not layout.trainable:
-        return _gather(layout, nondiff) if layout.rule.gather == "layer" else nondiff
+        return _use(layout, nondiff)
     if layout.rule.scatter != "micro_batch":
         return diff
 
     # JAX's own transpose does not fit: the gradient is reduced in `precision.reduce`, whatever the weight's dtype,
     # and rule 2 takes the value from one array and gives the gradient to another.
     @jax.custom_vjp
-    def use(shard: jax.Array, whole: jax.Array | None) -> jax.Array:
-        return _gather(layout, shard.astype(precision.compute)) if whole is None else whole
+    def use(shard: jax.Array, kept: jax.Array | None) -> jax.Array:
+        return _use(layout, shard.astype(precision.compute) if kept is None else kept)
 
-    def forward(shard: jax.Array, whole: jax.Array | None) -> tuple[jax.Array, None]:
-        return use(shard, whole), None
+    def forward(shard: jax.Array, kept: jax.Array | None) -> tuple[jax.Array, None]:
+        return use(shard, kept), None
 
     def backward(_: None, gradient: jax.Array) -> tuple[jax.Array, None]:
+        if layout.rule.plus.gradients:
+            return zeropp.reduce_scatter(gradient, _dim(layout), layout.rule.plus).astype(diff.dtype), None
         return _scatter(layout, gradient.astype(precision.reduce)).astype(diff.dtype), None
 
     use.defvjp(forward, backward)
@@ -174,8 +182,26 @@ def _first(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.all_gather(x, axes)[0]
 
 
+def _use(layout: ParamLayout, kept: jax.Array) -> jax.Array:
+    """Return the whole weight from what is kept of it: all of it, a part of its second copy, or the shard."""
+    if layout.rule.gather != "layer":
+        return kept
+    if layout.rule.plus.secondary:
+        return zeropp.gather_secondary(kept, _dim(layout), layout.rule.plus)
+    return _gather(layout, kept)
+
+
+def _secondary(layout: ParamLayout, shard: jax.Array) -> jax.Array:
+    return zeropp.secondary(shard, _dim(layout), layout.rule.plus)
+
+
 def _gather(layout: ParamLayout, shard: jax.Array) -> jax.Array:
-    return lax.all_gather(shard, ZERO, axis=layout.dim, tiled=True)
+    return zeropp.gather(shard, _dim(layout), layout.rule.plus)
+
+
+def _dim(layout: ParamLayout) -> int:
+    assert layout.dim is not None  # noqa: S101  # only partitioned parameters are gathered
+    return layout.dim
 
 
 def _scatter(layout: ParamLayout, gradient: jax.Array) -> jax.Array:

@@ -19,8 +19,8 @@ optimizers
 config
 distributed
 checkpoint
-mesh replicas precision loss loss_scale
-zero sharding remat stack micro_batches auto_cast gradients
+mesh replicas precision loss loss_scale quantize
+zeropp zero sharding remat stack micro_batches auto_cast gradients
 pipeline adapters
 state batch update setup
 inference

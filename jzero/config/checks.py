@@ -7,6 +7,7 @@ from jzero.config.schedule_names import chunk_problems
 from jzero.config.sections import MeshConfig, Settings
 from jzero.config.sizes import AXES_TO_COME, MICS, asked_degrees, zero_group
 from jzero.optimizers import lr_schedules
+from jzero.values.kinds import as_json
 
 Check = Callable[[Settings], Iterator[str]]
 _CHECKS: list[tuple[tuple[str, ...], Check]] = []
@@ -89,6 +90,24 @@ def _gather(s: Settings) -> Iterator[str]:
             f'pipeline.gather = "micro_batch" with zero_optimization.stage = {stage}: only stage 3 has parameters to '
             "gather for every micro-batch; remove it or use stage 3"
         )
+
+
+_ZERO_PP = ("zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_partition_size")
+
+
+@_reads("zero_optimization", "pipeline.gather")
+def _zero_pp(s: Settings) -> Iterator[str]:
+    zero = s.zero_optimization
+    asked = {key: value for key in _ZERO_PP if (value := getattr(zero, key)) is True or value > 1}
+    for key, value in asked.items():
+        text = f"zero_optimization.{key} = {as_json(value)}"
+        if zero.stage < 3:
+            yield f"{text} with zero_optimization.stage = {zero.stage}: ZeRO++ is for stage 3; remove it or use stage 3"
+        elif key == "zero_hpz_partition_size" and s.pipeline.gather == "step":
+            yield (
+                f'{text} with pipeline.gather = "step": the weights are gathered once a step and kept whole, so a '
+                "second copy has no use; remove one"
+            )
 
 
 @_reads("pipeline.activation_checkpoint_interval", "activation_checkpointing.policy")

@@ -178,11 +178,6 @@ def _unset(keys: str) -> dict[str, Any]:
 
 _USE_BF16 = 'jzero casts by one dtype policy, not operation by operation; write "bf16": {"enabled": true} instead'
 CLIP = 'the optimizer does not clip; write "gradient_clipping" with this value at the top level'
-_HPZ = (
-    "not yet supported: a second copy of the weights inside groups of n devices (ZeRO++), with all other state "
-    "partitioned over all N devices: 16/N + 2/n bytes per parameter and device. For smaller groups of everything write "
-    '"mics_shard_size": n or "mesh": {"data": N/n, "zero": n}, 16/n bytes; or leave it out, 16/N'
-)
 _PIN = "pin_memory nvme_path buffer_count"
 
 # fmt: off
@@ -201,10 +196,10 @@ REFUSED: dict[str, Refused] = {
     **_later("", "a communication dtype for sequence parallelism",
         seq_parallel_communication_data_type=("float32", "fp32")),
     # ZeRO
-    **_later(_ZERO, "quantized collectives (ZeRO++)", zero_quantized_weights=False,
-        zero_quantized_nontrainable_weights=False, zero_quantized_gradients=False),
-    **_later(f"{_ZERO}.zeropp_loco_param", "quantized collectives (ZeRO++)", err_beta=None, reset_T=None),
-    f"{_ZERO}.zero_hpz_partition_size": Refused((None, 0, 1), _HPZ),
+    **_later(_ZERO, "frozen weights stored as int8; zero_quantized_weights gathers them as int8",
+        zero_quantized_nontrainable_weights=False),
+    **_later(f"{_ZERO}.zeropp_loco_param", "error feedback (LoCo) for quantized gradients; zero_quantized_gradients "
+        "works without it", err_beta=None, reset_T=None),
     **_later(_ZERO, "a cap on the replicated parameters", stage3_model_persistence_threshold=2**63 - 1),
     **_later(f"{_ZERO}.offload_optimizer", "optimizer state outside the device",
         f"{_PIN} pipeline_read pipeline_write pipeline fast_init ratio super_offload cpuadam_cores_perc",

@@ -105,11 +105,18 @@ class ZeroConfig(Section):
 
     `mics_shard_size` sets the size of that axis, and leaves the other devices to the `data` axis. Stage 3 keeps
     parameters with fewer elements per layer than `stage3_param_persistence_threshold` whole on every device.
+
+    ZeRO++ makes stage 3 move less: `zero_quantized_weights` gathers matrices as int8, `zero_quantized_gradients`
+    reduces their gradients as 4-bit integers, and `zero_hpz_partition_size` keeps a second copy of the weights during
+    a step, partitioned among groups of that many devices, from which the layers are gathered.
     """
 
     stage: Annotated[int, PlainValidator(kinds.STAGE)] = 0
     stage3_param_persistence_threshold: Count = 100_000
     mics_shard_size: PositiveOrRest = -1
+    zero_quantized_weights: Flag = False
+    zero_quantized_gradients: Flag = False
+    zero_hpz_partition_size: Count = 1
 
 
 class ActivationCheckpointing(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -17,10 +17,12 @@ from jzero.errors import shorten, some_of
 from jzero.mesh import AXES, PIPE, ZERO
 from jzero.planner.products import products
 from jzero.planner.state_bytes import gradient_dtype, state_bytes, sums_gradients
+from jzero.quantize import BLOCK, SMALLEST_BLOCK
 from jzero.setup import float16_on_cpu
 from jzero.values.kinds import as_json
 from jzero.values.masking import mask
 from jzero.zero import ParamLayout
+from jzero.zeropp import Plus
 
 WIDTH = 100
 MAX_ROWS = 12  # of the layout table
@@ -117,7 +119,17 @@ def _zero(step: Any) -> str:
     gather = {None: "replicated", "step": "gathered once a step", "layer": layer}[rule.gather]
     reduce, every = ("reduce-scattered", rule.scatter) if rule.scatter else ("all-reduced", "step")
     when = "every micro-batch" if every == "micro_batch" else "once a step"
-    return f"stage {stage}: parameters {gather}, gradients {reduce} {when}"
+    return "; ".join([f"stage {stage}: parameters {gather}, gradients {reduce} {when}", *_plus(step.setup.plus)])
+
+
+def _plus(plus: Plus) -> Iterator[str]:
+    """Describe what of ZeRO++ changes the above."""
+    if plus.secondary:
+        yield f"gathered from a second copy, made once a step and partitioned among groups of {plus.secondary} (hpZ)"
+    if plus.weights:
+        yield "matrices gathered as int8 (qwZ)"
+    if plus.gradients:
+        yield f"their gradients reduced as 4-bit integers, inside nodes of {plus.node} and then across (qgZ)"
 
 
 def _warnings(config: Any) -> list[str]:
@@ -270,6 +282,11 @@ def _fell_back(leaf: ParamLayout) -> bool:
     return leaf.why.startswith("no dimension")
 
 
+def _stays_exact(leaf: ParamLayout, plus: Plus) -> bool:
+    matrix = leaf.dim is not None and len(leaf.shape) - leaf.stacked > 1 and not leaf.state
+    return matrix and (leaf.rule.plus.weights, leaf.rule.plus.gradients) != (plus.weights, plus.gradients)
+
+
 def _fallbacks(step: Any) -> list[str]:
     names: dict[str, list[str]] = {}
     for leaf in filter(_fell_back, jax.tree.leaves(step.layouts)):
@@ -282,6 +299,8 @@ def _fallbacks(step: Any) -> list[str]:
             "fp16 on CPU devices: products that ask for float16 operands and a float32 sum by name (F16_F16_F32, as "
             "jax.nn.dot_product_attention does) take XLA's default, since JAX has no such products there"
         )
+    if exact := [leaf.name for leaf in jax.tree.leaves(step.layouts) if _stays_exact(leaf, step.setup.plus)]:
+        lines.append(f"not quantized, no blocks of {SMALLEST_BLOCK} to {BLOCK} elements: {some_of(exact, 4)}")
     facts = step.setup.passes.facts
     if facts.fallback:
         lines.append(facts.fallback)

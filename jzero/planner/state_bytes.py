@@ -3,8 +3,8 @@
 Master parameters and optimizer state persist between steps; their bytes are exact. Inside a step the ZeRO paper adds
 (arXiv:1910.02054, section 3; 2 + 2 + 12 bytes per parameter):
 
-- parameters in the compute dtype: full size if the stage gathers once per step, else sharded like the masters. In fp32
-  only gathered parameters are a copy; the others are the masters themselves.
+- parameters in the compute dtype: full size if the stage gathers once per step, else sharded like the masters, or
+  among the n devices of a group (hpZ). In fp32 only gathered parameters are a copy; the others are the masters.
 - gradients of trainable parameters: the sum over micro-batches in `data_types.grad_accum_dtype`; without accumulation
   the gradient in the dtype of the backward pass. A pipeline always sums.
 
@@ -91,11 +91,13 @@ def state_bytes(step: TrainStep) -> StateBytes:
     def inside(rule: Rule, x: jax.ShapeDtypeStruct, trainable: bool, parts: int) -> tuple[float, float]:
         """Return (bytes of a leaf's compute copy, bytes of its gradient) under a rule, for 1/`parts` of the leaf."""
         compute = jnp.dtype(step.precision.compute if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
-        copied = trainable and (rule.gather == "step" or compute != x.dtype)  # a frozen parameter is there once
+        # A frozen parameter is there once, unless there is a second copy.
+        copied = rule.plus.secondary > 0 or (trainable and (rule.gather == "step" or compute != x.dtype))
+        shares = rule.plus.secondary or (group if rule.gather == "layer" else 1)  # the devices that share it
         gradient = gradient_dtype(rule, step.precision, sums_gradients(step))
         size = x.size / parts
         return (
-            copied * size * compute.itemsize / (group if rule.gather == "layer" else 1),
+            copied * size * compute.itemsize / shares,
             trainable * size * gradient.itemsize / (group if rule.scatter == "micro_batch" else 1),
         )
 

@@ -1,0 +1,174 @@
+"""ZeRO++: stage 3 with less traffic (Wang et al., 2023, arXiv:2306.10209). Each part stands alone.
+
+| part | key                        | in place of                     | there is                                   |
+|------|----------------------------|---------------------------------|--------------------------------------------|
+| qwZ  | `zero_quantized_weights`   | all-gather in the compute dtype | all-gather of int8 codes and their scales  |
+| qgZ  | `zero_quantized_gradients` | reduce-scatter                  | all-to-all of 4-bit codes and their scales |
+| hpZ  | `zero_hpz_partition_size`  | all-gathers over all devices    | one across groups a step, then inside them |
+
+qgZ has one all-to-all inside a node and one across nodes, with a sum in float32 after each: the second moves what the
+first has reduced. hpZ keeps a second copy of the weights in the compute dtype, from the start of a step to the end of
+its last backward pass, partitioned among the n devices of a group: 2/n bytes per parameter in half precision.
+
+DeepSpeed's hpZ gathers every layer over all devices in the first forward pass of a step, and keeps 1/n of it. Here the
+devices with the same place in their groups gather that 1/n from each other: the same copy, with less traffic.
+
+The groups of n, and the nodes, are consecutive along `zero`.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from jzero.distributed.joining import hosts
+from jzero.errors import ConfigError
+from jzero.mesh import ZERO
+from jzero.quantize import block_size, dequantize, quantize
+from jzero.values.kinds import either
+
+WEIGHT_BITS, GRADIENT_BITS = 8, 4
+
+Groups = tuple[tuple[int, ...], ...] | None  # indices along `zero`; None: one group of all
+
+
+class Plus(NamedTuple):
+    """What of ZeRO++ applies to a parameter.
+
+    Attributes:
+      weights: whether they are gathered as int8 codes.
+      gradients: whether they are reduced as 4-bit codes.
+      secondary: the size n of the groups that hold a second copy of the weights; 0: none.
+      node: the devices along `zero` inside of which gradients are reduced first.
+    """
+
+    weights: bool = False
+    gradients: bool = False
+    secondary: int = 0
+    node: int = 1
+
+    def of(self, x: Any, shape: tuple[int, ...], group: int) -> Plus:
+        """Return what applies to a parameter, partitioned over `group` devices.
+
+        Codes are for matrices whose parts have blocks; vectors are small, and stay exact, as DeepSpeed's gradients do.
+
+        Args:
+          x: has a dtype.
+          shape: of the parameter, or of one layer's.
+        """
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return Plus()
+        codes = len(shape) > 1 and block_size(prod(shape) // group) > 0
+        return self._replace(weights=self.weights and codes, gradients=self.gradients and codes)
+
+
+NOTHING = Plus()
+
+
+def from_config(section: Any, mesh: Mesh) -> Plus:
+    """Read `zero_optimization`.
+
+    Raises:
+      ConfigError: groups that do not divide the ZeRO group.
+    """
+    n, group = section.zero_hpz_partition_size, mesh.shape[ZERO]
+    if n > 1 and group % n:
+        fits = [d for d in range(2, group + 1) if group % d == 0]
+        raise ConfigError(
+            f"zero_optimization.zero_hpz_partition_size = {n}: must divide the mesh's zero {group}; "
+            + (f"allowed: {either([*fits, '1 (off)'])}" if fits else "leave it out")
+        )
+    secondary = n if 1 < n < group else 0  # in one group of all, the second copy would be the first
+    gradients = section.zero_quantized_gradients
+    node = secondary or (devices_per_host(mesh) if gradients else 1)
+    return Plus(section.zero_quantized_weights, gradients, secondary, node)
+
+
+def devices_per_host(mesh: Mesh) -> int:
+    """Return the largest n such that `zero` consists of runs of n devices, each on one host.
+
+    >>> devices_per_host(Mesh(jax.devices(), "zero")) == len(jax.devices())
+    True
+    """
+    of_process = hosts()
+    host = {p: of_process[p] if p < len(of_process) else p for p in {d.process_index for d in mesh.devices.flat}}
+    axis, size = mesh.axis_names.index(ZERO), mesh.shape[ZERO]
+    lines = [[host[d.process_index] for d in line] for line in _lines(mesh.devices, axis)]
+    runs = [n for n in range(size, 0, -1) if size % n == 0]
+    return next(n for n in runs if all(len(set(line[i : i + n])) == 1 for line in lines for i in range(0, size, n)))
+
+
+def _lines(devices: Any, axis: int) -> Any:
+    return devices.swapaxes(axis, -1).reshape(-1, devices.shape[axis])
+
+
+def inside(size: int, n: int) -> Groups:
+    """Return the groups of n consecutive devices.
+
+    >>> inside(6, 3), across(6, 3)
+    (((0, 1, 2), (3, 4, 5)), ((0, 3), (1, 4), (2, 5)))
+    """
+    return tuple(tuple(range(start, start + n)) for start in range(0, size, n))
+
+
+def across(size: int, n: int) -> Groups:
+    """Return the groups of the devices that have the same place in the groups of `inside`."""
+    return tuple(tuple(range(place, size, n)) for place in range(n))
+
+
+def gather(shard: jax.Array, dim: int, plus: Plus) -> jax.Array:
+    """Gather a parameter from its shards over the whole ZeRO group."""
+    return _gathered(shard, dim, plus.weights, None, 1)
+
+
+def secondary(shard: jax.Array, dim: int, plus: Plus) -> jax.Array:
+    """Gather a device's part of the second copy from the other groups; the parts of the groups lie side by side."""
+    return _gathered(shard, dim, plus.weights, across(lax.axis_size(ZERO), plus.secondary), 1)
+
+
+def gather_secondary(part: jax.Array, dim: int, plus: Plus) -> jax.Array:
+    """Gather a parameter from its second copy, inside the group."""
+    size = lax.axis_size(ZERO)
+    return _gathered(part, dim, plus.weights, inside(size, plus.secondary), size // plus.secondary)
+
+
+def _gathered(part: jax.Array, dim: int, quantized: bool, groups: Groups, pieces: int) -> jax.Array:
+    """Gather parts along `dim`, each of which has that many pieces: first all first ones, then all second ones, ..."""
+    if not quantized and pieces == 1:
+        return lax.all_gather(part, ZERO, axis=dim, tiled=True, axis_index_groups=groups)
+    if quantized:
+        both = quantize(part.reshape(-1), WEIGHT_BITS)
+        codes, scales = (lax.all_gather(x, ZERO, axis_index_groups=groups) for x in both)
+        parts = dequantize(codes, scales, WEIGHT_BITS).astype(part.dtype).reshape(-1, *part.shape)
+    else:
+        parts = lax.all_gather(part, ZERO, axis_index_groups=groups)
+    n, *shape = parts.shape
+    split = parts.reshape(n, *shape[:dim], pieces, shape[dim] // pieces, *shape[dim + 1 :])
+    return jnp.moveaxis(split, 0, dim + 1).reshape(*shape[:dim], n * shape[dim], *shape[dim + 1 :])
+
+
+def reduce_scatter(gradient: jax.Array, dim: int, plus: Plus) -> jax.Array:
+    """Sum a whole gradient over the ZeRO group, and return this device's shard of the sum in float32."""
+    size, shape = lax.axis_size(ZERO), gradient.shape
+    shard = (*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
+    parts = jnp.moveaxis(gradient.reshape(*shape[:dim], size, *shard[dim:]), dim, 0)
+    parts = parts.reshape(size // plus.node, plus.node, -1)  # [node, place, elements]: who gets it
+    if plus.node > 1:
+        parts = _exchange(parts, 1, inside(size, plus.node))
+    else:
+        parts = parts[:, 0]
+    if plus.node < size:
+        parts = _exchange(parts, 0, across(size, plus.node))
+    return parts.reshape(shard)
+
+
+def _exchange(parts: jax.Array, axis: int, groups: Groups) -> jax.Array:
+    """Send part i along `axis` to the i-th device of the group, as codes, and sum over what arrives."""
+    both = quantize(parts, GRADIENT_BITS)
+    codes, scales = (lax.all_to_all(x, ZERO, axis, axis, axis_index_groups=groups) for x in both)
+    return dequantize(codes, scales, GRADIENT_BITS).sum(axis)
