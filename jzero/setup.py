@@ -23,6 +23,7 @@ from jzero.model import ENDS, Model, StackModel, check_model
 from jzero.optimizers import lr_schedules, wrappers
 from jzero.pipeline.stages import pipelined
 from jzero.precision import Precision, cast
+from jzero.stored_names import StoredNames
 from jzero.tree import PyTree, named, partition
 from jzero.zero import Rule, stage_rule
 
@@ -115,7 +116,7 @@ def resolve(
     weights = jax.eval_shape(partial(_cast_weights, layouts, precision), shapes)
     schedule = _schedule(config, optimizer, lr_scheduler)
     stacked, _ = partition(jax.tree.map(lambda layout: layout.stacked, layouts), sharding.trainable(layouts))
-    groups = _groups(config.optimizer if optimizer is None else None, layouts)
+    groups = _groups(config.optimizer if optimizer is None else None, layouts, getattr(model, "names", None))
     tx = optimizers.choose_optimizer(
         optimizer, config.optimizer, schedule, stacked=stacked, fused=optimizers.fused_matrices(model, layouts),
         groups=groups, state_dtype=precision.optimizer_state,
@@ -191,6 +192,7 @@ def _layouts(model: Model, shapes: PyTree, config: Config, mesh: Mesh, plus: zer
         gather_once=config.pipeline.gather == "step",
         state=getattr(model, "state", ()),
         plus=plus,
+        names=getattr(model, "names", None),
     )
     if not any(layout.trainable for layout in jax.tree.leaves(layouts)):
         given = {
@@ -214,11 +216,12 @@ def _vocabulary(model: Model, params: PyTree, stages: int) -> dict[str, int]:
     return wanted if all(known[name].shape[dim] % stages == 0 for name, dim in wanted.items()) else {}
 
 
-def _groups(optimizer_config: Any, layouts: PyTree) -> tuple[optimizers.Group, ...]:
+def _groups(optimizer_config: Any, layouts: PyTree, names: StoredNames | None) -> tuple[optimizers.Group, ...]:
     """Assign the trained parameters to the config's groups."""
     leaves = jax.tree.leaves(layouts)
     dims = {leaf.name: len(leaf.shape) - leaf.stacked for leaf in leaves if leaf.trainable}
-    return optimizers.make_groups(optimizer_config, dims, [leaf.name for leaf in leaves if not leaf.trainable])
+    frozen = [leaf.name for leaf in leaves if not leaf.trainable]
+    return optimizers.make_groups(optimizer_config, dims, frozen, names)
 
 
 def _schedule(config: Config, optimizer: Any, lr_scheduler: Any) -> lr_schedules.LRSchedule | None:

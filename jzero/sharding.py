@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -14,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jzero.errors import ConfigError, some_of
 from jzero.mesh import PIPE, ZERO, present
 from jzero.model import ENDS, STACK
+from jzero.stored_names import StoredNames, matches
 from jzero.tree import PyTree, named, path_name
 from jzero.zero import RULES, ParamLayout, Rule, stage_rule
 from jzero.zeropp import NOTHING, Plus
@@ -23,7 +23,7 @@ def param_layouts(
     params: PyTree, *, stage: int, mesh: Mesh, persistence_threshold: int = 0, has_stack: bool = False,
     chunks: int = 1, trained: Iterable[str] | None = None, frozen: Iterable[str] = (),
     vocabulary: Mapping[str, int] | None = None, gather_once: bool = False, state: Collection[str] = (),
-    plus: Plus = NOTHING,
+    plus: Plus = NOTHING, names: StoredNames | None = None,
 ) -> PyTree:  # fmt: skip
     """Decide the `ParamLayout` of every parameter; nothing else decides how a parameter is sharded.
 
@@ -39,6 +39,7 @@ def param_layouts(
       gather_once: stage 3 gathers once a step, as stage 2 does.
       state: the names of the leaves that the forward pass replaces.
       plus: how stage 3 moves weights and gradients; a model's state it moves as they are.
+      names: the parameters' names without a layer stack, which expressions may match too.
 
     Returns:
       A tree of `ParamLayout`s with the structure of `params`.
@@ -46,7 +47,7 @@ def param_layouts(
     Raises:
       ConfigError: an expression or a name in `state` that matches nothing, a complex parameter.
     """
-    to_train = _to_train(params, trained, frozen, state)
+    to_train = _to_train(params, trained, frozen, state, names)
 
     def layout(path: tuple, x: Any) -> ParamLayout:
         name = path_name(path)
@@ -84,19 +85,22 @@ def param_layouts(
     return layouts
 
 
-def _to_train(params: PyTree, trained: Iterable[str] | None, frozen: Iterable[str], state: Collection[str]) -> set[str]:
+def _to_train(
+    params: PyTree, trained: Iterable[str] | None, frozen: Iterable[str], state: Collection[str],
+    names: StoredNames | None,
+) -> set[str]:  # fmt: skip
     """Choose the names of the parameters to train."""
-    names = {name: x.dtype for name, x in named(params).items() if name not in state}
-    floats = [name for name, dtype in names.items() if jnp.issubdtype(dtype, jnp.floating)]
+    dtypes = {name: x.dtype for name, x in named(params).items() if name not in state}
+    floats = [name for name, dtype in dtypes.items() if jnp.issubdtype(dtype, jnp.floating)]
 
     def matched(key: str, patterns: Iterable[str], candidates: Iterable[str]) -> set[str]:
-        found = {p: {name for name in candidates if re.search(p, name)} for p in patterns}
+        found = {p: {name for name in candidates if matches(f"{key}: {p!r}", p, name, names)} for p in patterns}
         if unused := sorted(p for p, hits in found.items() if not hits):
             raise ConfigError(f"{key}: {unused} match no parameter; the names are {some_of(candidates)}")
         return set().union(*found.values())
 
     wanted = set(floats) if trained is None else matched("trainable_parameters", trained, floats)
-    return wanted - matched("frozen_parameters", frozen, names)
+    return wanted - matched("frozen_parameters", frozen, dtypes)
 
 
 def _spec(axes: Sequence[tuple[str, ...]]) -> PartitionSpec:

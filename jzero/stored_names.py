@@ -1,12 +1,14 @@
-"""The names under which a checkpoint stores the leaves of a state: those that they have without a layer stack."""
+"""The names of leaves without a layer stack: under them checkpoints store a state, and a config finds parameters."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from jzero.errors import ConfigError
 from jzero.tree import PyTree
 
 
@@ -63,6 +65,32 @@ class StoredNames:
             if len(parts) == 1 or (parts and tuple(shape[:1]) == (len(parts),)):
                 return tuple("/".join([*keys[:i], part]) for part in parts)
         return (name,)
+
+
+def matches(what: str, pattern: str | re.Pattern[str], name: str, names: StoredNames | None = None) -> bool:
+    """Return whether a regular expression matches a parameter's name, or its names in the module (`re.search`).
+
+    Args:
+      what: of the config, for the message.
+
+    Raises:
+      ConfigError: it matches the names of some layers, whose parameters are one.
+
+    >>> names = StoredNames((("stack/w", ("layers/0/w", "layers/1/w")),))
+    >>> matches("frozen_parameters", "^layers/[01]", "stack/w", names), matches("frozen_parameters", "^out", "stack/w")
+    (True, False)
+    """
+    if re.search(pattern, name):
+        return True
+    parts = names.known[name] if names else ()
+    found = [part for part in parts if re.search(pattern, part)]
+    if found and len(found) < len(parts):
+        other = next(part for part in parts if part not in found)
+        raise ConfigError(
+            f"{what}: matches {found[0]} but not {other}: in a layer stack both are {name}: match all layers, or leave "
+            "out stack="
+        )
+    return bool(found)
 
 
 def stored_names(state: PyTree, shapes: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:

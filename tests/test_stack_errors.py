@@ -1,5 +1,7 @@
 """Modules whose layers are no stack: one error, with the way out."""
 
+import re
+
 import jax
 import pytest
 from flax import nnx
@@ -146,6 +148,38 @@ def test_what_is_no_stack(module, path, message):
     assert (
         "leave out stack=" in str(error.value) or "def suffix(self, x, batch)" in str(error.value) or path == "layers"
     )
+
+
+def trained(step):
+    return {layout.name: layout.trainable for layout in jax.tree.leaves(step.layouts)}
+
+
+def test_patterns_match_the_names_of_the_module():
+    """As without stack=, so one config serves both."""
+    more = {
+        "frozen_parameters": ["^tokens", "^blocks/[0-9]+/norm/"],
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}, "groups": [{"match": "^blocks/./up/", "lr_scale": 0.1}]},
+    }
+    plain, stacked = (
+        jzero.make_train_step(jzero.from_flax(SmallGPT, loss_fn, stack=stack), {**CONFIG, **more})
+        for stack in (None, "blocks")
+    )
+    for name, parts in stacked.model.names.parameters:
+        frozen = bool(re.search("^tokens|^blocks/./norm", parts[0]))
+        assert [trained(plain)[part] for part in parts] == [not frozen] * len(parts)
+        assert trained(stacked)[name] is not frozen
+    assert [*stacked.setup.groups[0].leaves] == ["stack/up/bias", "stack/up/kernel"]
+    assert [*plain.setup.groups[0].leaves] == [f"blocks/{i}/up/{x}" for i in range(2) for x in ("bias", "kernel")]
+
+
+@pytest.mark.parametrize("key", ["frozen_parameters", "trainable_parameters", "groups"])
+def test_patterns_for_some_layers_are_refused(key):
+    sgd, some = {"type": "SGD", "params": {"lr": 0.5}}, "^blocks/0/"
+    more = {"optimizer": {**sgd, "groups": [{"match": some, "lr_scale": 0.1}]}} if key == "groups" else {key: [some]}
+    with pytest.raises(
+        jzero.ConfigError, match=r"blocks/0/.* but not blocks/1/.*: match all layers, or leave out stack"
+    ):
+        jzero.make_train_step(jzero.from_flax(SmallGPT, loss_fn, stack="blocks"), {**CONFIG, **more})
 
 
 def test_a_step_names_the_reason_too():

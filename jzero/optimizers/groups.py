@@ -7,12 +7,14 @@ and its names in a checkpoint are the same with any groups: a checkpoint loads u
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jzero.errors import ConfigError, some_of
 from jzero.optimizers.table import BETAS, Row
+from jzero.stored_names import StoredNames, matches
 from jzero.values.kinds import NON_NEGATIVE32, PATTERN, as_json
 from jzero.values.parameters import REQUIRED, Param, read_params
 
@@ -88,13 +90,16 @@ def group_problems(optimizer_config: Any, row: Row | None, params: Mapping[str, 
             )
 
 
-def make_groups(optimizer_config: Any, dims: Mapping[str, int], frozen: Collection[str] = ()) -> tuple[Group, ...]:
+def make_groups(
+    optimizer_config: Any, dims: Mapping[str, int], frozen: Collection[str] = (), names: StoredNames | None = None
+) -> tuple[Group, ...]:
     """Assign every trained parameter to the first group whose expression matches its name (`re.search`).
 
     Args:
       optimizer_config: the section; None (the caller's own optimizer) for one group of all.
       dims: name of a trained parameter -> its number of dimensions, without the layer axis.
       frozen: the names of the other parameters.
+      names: the parameters' names without a layer stack, which expressions may match too.
 
     Returns:
       The groups in the config's order, then the group of all other parameters.
@@ -104,10 +109,12 @@ def make_groups(optimizer_config: Any, dims: Mapping[str, int], frozen: Collecti
     """
     given = [_set(read_params("", group, KEYS)[0]) | {"match": group["match"]} for group in _given(optimizer_config)]
     patterns = [re.compile(group.pop("match")) for group in given]
-    first = {name: next((i for i, p in enumerate(patterns) if p.search(name)), None) for name in dims}
+    keys = [f"optimizer.groups[{i}].match = {as_json(pattern.pattern)}" for i, pattern in enumerate(patterns)]
+    hits = {name: [matches(key, p, name, names) for key, p in zip(keys, patterns, strict=True)] for name in dims}
+    first = {name: found.index(True) if any(found) else None for name, found in hits.items()}
     problems = [
-        f"optimizer.groups[{i}].match = {as_json(pattern.pattern)}: {_why_empty(pattern, dims, frozen)}"
-        for i, pattern in enumerate(patterns)
+        f"{key}: {_why_empty(partial(matches, key, pattern, names=names), dims, frozen)}"
+        for i, (key, pattern) in enumerate(zip(keys, patterns, strict=True))
         if i not in first.values()
     ]
     if problems:
@@ -150,10 +157,10 @@ def _is_exempt(word: str | None, name: str, dims: int) -> bool:
     return word == "norms_biases_embeddings" and leaf != "kernel" and bool(_EMBEDDING.search(name.lower()))
 
 
-def _why_empty(pattern: re.Pattern[str], names: Collection[str], frozen: Collection[str]) -> str:
-    if taken := [name for name in names if pattern.search(name)]:
+def _why_empty(is_match: Callable[[str], bool], names: Collection[str], frozen: Collection[str]) -> str:
+    if taken := [name for name in names if is_match(name)]:
         return f"earlier groups have all its parameters ({some_of(taken)}); the first match wins, so move this group up"
-    if fixed := [name for name in frozen if pattern.search(name)]:
+    if fixed := [name for name in frozen if is_match(name)]:
         return f"matches only frozen parameters ({some_of(fixed)}); remove the group, or train them"
     return f"matches no parameter; the names are {some_of(names)}"
 
