@@ -29,6 +29,7 @@ class Precision:
       check_overflow: whether a step with a non-finite gradient is skipped.
       scaler: the loss scaler's settings; scale 1 unless fp16.
       auto_cast: whether the floats of a batch are cast to `compute`: all, none, or "auto", see `jzero.auto_cast`.
+      why: why `compute` is what it is, if the config leaves it open.
     """
 
     compute: Any = _FLOAT32
@@ -39,9 +40,10 @@ class Precision:
     check_overflow: bool = True
     scaler: Scaler = field(default_factory=Scaler)
     auto_cast: bool | Literal["auto"] = False
+    why: str = ""
 
     @classmethod
-    def from_config(cls, config: Any) -> Precision:
+    def from_config(cls, config: Any, why: str = "") -> Precision:
         """Read the policy from a `Config`: `precision`, `fp16`, `bf16`, `data_types` and `communication_data_type`."""
         compute, wire = _DTYPES[config.precision], config.communication_data_type
         fp16 = config.precision == "fp16" and config.fp16
@@ -56,6 +58,7 @@ class Precision:
             check_overflow=bool(bf16.check_grad_overflow) if bf16 else True,
             scaler=_scaler(fp16) if fp16 else Scaler(),
             auto_cast=fp16.auto_cast if fp16 else bf16.auto_cast if bf16 else False,
+            why=why,
         )
 
 
@@ -69,6 +72,54 @@ def _scaler(fp16: Any) -> Scaler:
         consecutive=fp16.consecutive_hysteresis,
         minimum=float(fp16.min_loss_scale),
     )
+
+
+def settle_precision(config: Any, params: Any, device: Any) -> tuple[Any, str]:
+    """Decide `bf16.enabled` and `fp16.enabled` where the config has "auto".
+
+    In DeepSpeed's files the Hugging Face Trainer fills these in, from its command line. Here the parameters' dtype
+    decides, and for float32 parameters the device: half precision where it has matrix units for it, with float32
+    masters.
+
+    Args:
+      config: a `Config`.
+      params: the parameters or their shapes.
+      device: one of the run's.
+
+    Returns:
+      The config with both settled, and the reason in words; "" if there was nothing to settle.
+    """
+    open_ = {name for name in ("bf16", "fp16") if f"{name}.enabled" in config.autos}
+    if not open_ or config.bf16.enabled or config.fp16.enabled:
+        return config, ""
+    sizes: dict[str, int] = {}
+    for x in jax.tree.leaves(params):
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            sizes[x.dtype.name] = sizes.get(x.dtype.name, 0) + x.size
+    stored = max(sizes, key=lambda name: sizes[name], default="float32")
+    wanted = {"bfloat16": ("bf16",), "float16": ("fp16",)}.get(stored, _fast(device))
+    choice = next((name for name in wanted if name in open_), None)
+    kind = getattr(device, "device_kind", device.platform)
+    reason = f"the parameters are {stored}" + (f" and this is a {kind}" if stored == "float32" else "")
+    fix = 'write "enabled": true or false to decide'
+    words = " and ".join(f'{name}.enabled "auto"' for name in sorted(open_))
+    why = f"{words}: {choice or 'fp32'}, since {reason}; {fix}"
+    if choice:
+        section = getattr(config, choice).model_copy(update={"enabled": True})
+        config = config.model_copy(update={choice: section})
+    return config, why
+
+
+def _fast(device: Any) -> tuple[str, ...]:
+    """Return the half precisions that a device is fast in, the better one first."""
+    if device.platform == "cpu":
+        return ()
+    capability = str(getattr(device, "compute_capability", ""))
+    # tensor cores take bfloat16 from Ampere (8.0) on; AMD's GPUs have other numbers, and TPUs none
+    before_ampere = (
+        device.platform in ("gpu", "cuda") and capability.replace(".", "").isdigit() and float(capability) < 8
+    )
+    return ("fp16",) if before_ampere else ("bf16", "fp16")
 
 
 def cast(tree: Any, dtype: Any) -> Any:

@@ -24,8 +24,13 @@ from jzero.optimizers import lr_schedules, wrappers
 from jzero.pipeline.stages import pipelined
 from jzero.precision import Precision, cast
 from jzero.stored_names import StoredNames
+from jzero.precision import Precision, cast, settle_precision
 from jzero.tree import PyTree, named, partition
+from jzero.values.kinds import INT32
+from jzero.values.trainer import Total
 from jzero.zero import Rule, stage_rule
+
+TotalSteps = int | Callable[[int], Total | None] | None
 
 # Measured on 4 x H200 (experiments/benchmarks): cuBLAS instead of Triton matrix products +5 %, and larger combined
 # collectives under the scheduler that overlaps them +2 %.
@@ -93,10 +98,12 @@ class Setup:
 def resolve(
     model: Model, config: Config, *, mesh: Mesh | None = None, optimizer: Any = None,
     lr_scheduler: optax.Schedule | None = None, former: Mapping[str, Any] | None = None,
+    total_num_steps: TotalSteps = None,
 ) -> Setup:  # fmt: skip
     """Resolve a config for a model on a mesh.
 
     The arguments are those of `make_train_step`; `former` has the batch sizes of a resumed run, see `Config.batch`.
+    `total_num_steps` may be a function of the global batch size.
 
     Raises:
       ConfigError: a config that does not fit the model, the devices or itself.
@@ -107,14 +114,16 @@ def resolve(
     check_mesh(mesh)
     check_against(config, mesh)
     batch_sizes = config.batch(replicas(mesh), former)
-    precision = Precision.from_config(config)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    config, why = settle_precision(config, shapes, mesh.devices.flat[0])
+    precision = Precision.from_config(config, why)
     if float16_on_cpu(precision, mesh):
         allow_float16_products_on_cpu()
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
     plus = zeropp.from_config(config.zero_optimization, mesh)
     layouts = _layouts(model, shapes, config, mesh, plus)
     weights = jax.eval_shape(partial(_cast_weights, layouts, precision), shapes)
-    schedule = _schedule(config, optimizer, lr_scheduler)
+    total = total_num_steps(batch_sizes.train) if callable(total_num_steps) else total_num_steps
+    schedule = _schedule(config, optimizer, lr_scheduler, total)
     stacked, _ = partition(jax.tree.map(lambda layout: layout.stacked, layouts), sharding.trainable(layouts))
     groups = _groups(config.optimizer if optimizer is None else None, layouts, getattr(model, "names", None))
     tx = optimizers.choose_optimizer(
@@ -224,7 +233,9 @@ def _groups(optimizer_config: Any, layouts: PyTree, names: StoredNames | None) -
     return optimizers.make_groups(optimizer_config, dims, frozen, names)
 
 
-def _schedule(config: Config, optimizer: Any, lr_scheduler: Any) -> lr_schedules.LRSchedule | None:
+def _schedule(
+    config: Config, optimizer: Any, lr_scheduler: Any, total: int | Total | None
+) -> lr_schedules.LRSchedule | None:
     """Choose the learning-rate schedule: the caller's, the config's, or None if the caller's optimizer has its own."""
     own = isinstance(optimizer, optax.GradientTransformation)
     if own and (lr_scheduler is not None or config.scheduler is not None):
@@ -238,4 +249,9 @@ def _schedule(config: Config, optimizer: Any, lr_scheduler: Any) -> lr_schedules
         raise ConfigError(f"lr_scheduler: {lr_scheduler!r} is not a function from a step count to a learning rate")
     if lr_scheduler is not None:
         return lr_schedules.LRSchedule(lr_scheduler)
-    return lr_schedules.from_config(config.scheduler, optimizers.base_lr(config.optimizer))
+    if total is not None and not isinstance(total, Total):
+        try:
+            total = Total(INT32(total), "passed in")
+        except ValueError as wrong:
+            raise ConfigError(f"total_num_steps = {total!r}: {wrong}") from None
+    return lr_schedules.from_config(config.scheduler, optimizers.base_lr(config.optimizer), total)

@@ -32,7 +32,7 @@ from jzero.loss_scale import LossScale
 from jzero.mesh import batch_spec, replicas, shardings
 from jzero.model import Model, replace_state
 from jzero.pipeline.module import PipelineModule
-from jzero.setup import resolve
+from jzero.setup import TotalSteps, resolve
 from jzero.sharding import is_state, trainable
 from jzero.state import States, TrainState, check_alive
 from jzero.tree import PyTree, combine, partition
@@ -52,6 +52,7 @@ def make_train_step(
     *,
     mesh: Mesh | None = None,
     optimizer: optax.GradientTransformation | Callable[[optax.Schedule], optax.GradientTransformation] | None = None,
+    total_num_steps: int | None = None,
 ) -> TrainStep:
     """Make the train step of `model` under `config`; it compiles at its first call.
 
@@ -61,11 +62,12 @@ def make_train_step(
       mesh: default `make_mesh(config)`.
       optimizer: instead of the config's: an optax transformation, or a function of the config's learning-rate
         schedule that makes one.
+      total_num_steps: the optimizer steps of the run, where the config's schedule has "auto".
 
     Raises:
       ConfigError: a config that does not fit itself, the devices or the model, before anything is compiled.
     """
-    return TrainStep(model, Config.load(config), mesh=mesh, optimizer=optimizer)
+    return TrainStep(model, Config.load(config), mesh=mesh, optimizer=optimizer, total_num_steps=total_num_steps)
 
 
 class TrainStep:
@@ -82,10 +84,12 @@ class TrainStep:
     def __init__(
         self, model: Model, config: Config, *, mesh: Mesh | None = None, optimizer: Any = None,
         lr_scheduler: optax.Schedule | None = None, former: Mapping[str, Any] | None = None,
+        total_num_steps: TotalSteps = None,
     ):  # fmt: skip
         self.setup = setup = resolve(
-            model, config, mesh=mesh, optimizer=optimizer, lr_scheduler=lr_scheduler, former=former
-        )
+            model, config, mesh=mesh, optimizer=optimizer, lr_scheduler=lr_scheduler, former=former,
+            total_num_steps=total_num_steps,
+        )  # fmt: skip
         self.model, self.config, self.mesh = setup.model, setup.config, setup.mesh
         self.batch_sizes, self.precision, self.layouts = setup.batch_sizes, setup.precision, setup.layouts
         self.replicas = replicas(self.mesh)

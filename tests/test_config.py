@@ -9,7 +9,6 @@ import pytest
 from helpers.configs import TUTORIAL_ZERO3, problem, problems
 
 from jzero.config import Config
-from jzero.errors import ConfigError
 
 HF_AUTO = {
     "fp16": {
@@ -101,12 +100,11 @@ def test_hugging_face_auto_config():
     assert given == HF_AUTO, "load must not change the caller's dict"
     assert config.precision == "fp32"
     assert config.gradient_clipping == 1.0
-    assert config.optimizer.params == {}
-    assert config.scheduler.params == HF_AUTO["scheduler"]["params"], "what the word means depends on the schedule"
+    assert config.optimizer.params == HF_AUTO["optimizer"]["params"], "what the word means depends on the type"
+    assert config.scheduler.params == HF_AUTO["scheduler"]["params"]
     assert config.zero_optimization.stage3_param_persistence_threshold == 100_000
     assert "zero_optimization.reduce_bucket_size" not in {r.key for r in config.replaced}  # "auto" gives nothing
-    with pytest.raises(ConfigError, match="no batch size"):
-        config.batch(8)
+    assert config.batch(4) == (32, 8, 1, "train_batch_size = 32, gradient_accumulation_steps = 1")
 
 
 def test_fp16_dynamic_scale_config():

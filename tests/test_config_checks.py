@@ -68,7 +68,7 @@ def test_the_optimizers_and_the_schedulers_problems_come_with_the_others():
     assert [start for start, line in zip(starts, sorted(found), strict=True) if not line.startswith(start)] == []
     several = {
         "optimizer": {"type": "SGD", "params": {"lr": -1, "max_grad_norm": 1.0, "epsilon": 1}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0, "warmup_typ": "log"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": -1, "warmup_typ": "log"}},
     }
     keys_of = [re.match(r"[\w.]+", line)[0].split(".params.")[1] for line in problems(several)]
     assert sorted(keys_of) == ["epsilon", "lr", "max_grad_norm", "warmup_num_steps", "warmup_typ"]

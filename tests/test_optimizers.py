@@ -122,7 +122,7 @@ def test_describe():
 
 def test_base_lr():
     assert base_lr(config("adamw", {"lr": 0.5})) == 0.5
-    assert base_lr(config("AdamW", {"lr": "auto"})) == 1e-3
+    assert base_lr(config("AdamW", {"lr": "auto"})) == 5e-5
     assert base_lr(config("Adagrad", {})) == 1e-2
     assert base_lr(config("adamax", {"learning_rate": 0.25})) == 0.25
     assert base_lr(config("prodigy", {})) == 1.0

@@ -243,4 +243,4 @@ def test_fits_a_chat():
 
 def test_auto_is_said():
     _, text = report_of(mlp(), bf16={"enabled": "auto"}, fp16={"loss_scale": "auto"})
-    assert '"auto", so the default: bf16.enabled, fp16.loss_scale' in " ".join(text.split())
+    assert '"auto", so the default: bf16.enabled = false, fp16.loss_scale = 0' in " ".join(text.split())

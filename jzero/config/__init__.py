@@ -1,8 +1,8 @@
 """The config: DeepSpeed's JSON file, read strictly.
 
 Every key is a field (`sections`), a key whose work something else does, or one that jzero refuses by name (`keys`). A
-key that DeepSpeed ignores too loads with a warning. Any other key is unknown, and the message suggests the nearest known
-one. All problems are reported together.
+key that DeepSpeed ignores too loads with a warning. Any other key is unknown, and the message suggests the nearest one.
+All problems are reported together.
 
 >>> config = Config.load({"train_batch_size": 32, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}})
 >>> config

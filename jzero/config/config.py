@@ -17,6 +17,7 @@ from jzero.config.screen import MISSING, check_extent, explain, plain, pop, scre
 from jzero.config.sections import Settings
 from jzero.config.source import read
 from jzero.errors import ConfigError
+from jzero.values import trainer
 from jzero.values.kinds import Dtype
 
 
@@ -32,6 +33,8 @@ class Config(Settings):
         autos: list[str] = []
         data = plain(given, autos)
         found = screen(data)
+        if set(autos) & {sizes.TRAIN, sizes.MICRO} and not {sizes.TRAIN, sizes.MICRO} & set(data):
+            data[sizes.MICRO] = trainer.MICRO_BATCH
         wrong: set[str] = set()
         # pydantic builds nothing from bad values, but the user should see every problem at once, contradictions between
         # the good values included. So each round drops the bad values and validates again, and `contradictions` skips
@@ -69,7 +72,11 @@ class Config(Settings):
 
     @property
     def autos(self) -> tuple[str, ...]:
-        """The keys given as "auto": they take their defaults, `warmup_max_lr` the optimizer's learning rate."""
+        """The keys given as "auto".
+
+        They take the Hugging Face Trainer's default (`jzero.values.trainer`), or jzero's where that has none. The model
+        and the devices decide `bf16.enabled` and `fp16.enabled`, see `jzero.precision`.
+        """
         return self._autos
 
     @property

@@ -23,7 +23,8 @@ from jzero.values.kinds import (
     as_json,
     either,
     number,
-)  # fmt: skip
+    one_of,
+)
 
 
 def dotted_key(section: str, key: str) -> str:
@@ -75,6 +76,9 @@ REPLACED: dict[str, Replacement] = _replaced(
     ("", FLAG, "XLA's command buffers (CUDA graphs), on by default", "graph_harvesting"),
     ("", TEXT, "steps_per_print: jzero prints the run report and progress lines", "log_level"),
     ("", FLAG, "the order of the mesh axes", "use_data_before_expert_parallelism"),
+    ("", FLAG, "dense gradients of embeddings: the same numbers", "sparse_gradients"),
+    ("", POSITIVE, "the model's own vocabulary (models/ have pad_vocab_to)", "vocabulary_size"),
+    ("bf16", FLAG, "gradients that accumulate in data_types.grad_accum_dtype", "immediate_grad_update"),
     ("data_types", DTYPE_OR_NULL, 'the "bf16" and "fp16" sections', "param_dtype buffer_dtype"),
     ("optimizer", FLAG, "jit: the update is one fused program", "legacy_fusion"),
     ("timers.throughput", FLAG, "steps are timed when their result is ready", "synchronized"),
@@ -104,7 +108,8 @@ REPLACED: dict[str, Replacement] = _replaced(
         "memory_efficient_linear log_trace_cache_warnings override_module_apply enable_sanity_checks"),
     (_ZERO, FLAG, "autodiff: an unused parameter has gradient zero", "ignore_unused_parameters"),
     (_ZERO, FLAG, "the sharded optimizer state", "save_muon_momentum_buffer_in_memory"),
-    ("checkpoint", TEXT, "the processes' agreement: a tag that differs between them is an error", "tag_validation"),
+    ("checkpoint", one_of(("Ignore", "Warn", "Fail")),
+        "the processes' agreement: a tag that differs between them is an error", "tag_validation"),
     ("checkpoint", FLAG, _ANY_LAYOUT, "load_universal"),
     ("checkpoint", FLAG, _ORBAX, "checkpoint_serialization"),
     ("checkpoint.parallel_write", FLAG, "every process writes its part", "pipeline_stage"),
@@ -166,8 +171,8 @@ def _later(section: str, what: str, details: str = "", **off: Any) -> dict[str, 
     return rows
 
 
-def _later_nested(section: str, what: str, keys: str) -> dict[str, Refused]:
-    text = f"not yet supported: {what}; leave it out"
+def _elsewhere(section: str, where: str, keys: str) -> dict[str, Refused]:
+    text = f"jzero does not change the model; {where}, and leave this out"
     return {dotted_key(section, key): Refused(_NothingEnabled(), text) for key in keys.split()}
 
 
@@ -176,8 +181,10 @@ def _unset(keys: str) -> dict[str, Any]:
     return dict.fromkeys(keys.split())
 
 
-_USE_BF16 = 'jzero casts by one dtype policy, not operation by operation; write "bf16": {"enabled": true} instead'
+_SWITCHES = "must be true or false"
 CLIP = 'the optimizer does not clip; write "gradient_clipping" with this value at the top level'
+_QUANTIZE = "quantize in the model (qwix and aqt fake-quantize Flax modules)"
+_PRUNE = "multiply the kernels by masks in the model, or mask the updates with optimizer=optax.chain(...)"
 _PIN = "pin_memory nvme_path buffer_count"
 
 # fmt: off
@@ -186,13 +193,11 @@ REFUSED: dict[str, Refused] = {
     "fp32_allreduce": Refused((None, False), 'an old key of DeepSpeed; write "communication_data_type": "fp32"'),
     "fp16.type": Refused((None, "fp16", "float16"), 'write "bf16": {"enabled": true} and leave the fp16 section out'),
     "optimizer.params.max_grad_norm": Refused((None, 0), CLIP),
-    "amp.enabled": Refused((None, False), _USE_BF16),
+    "amp.enabled": Refused((None, False), _SWITCHES),  # true: see `autocast`
     **_details("amp", "opt_level cast_model_type patch_torch_functions keep_batchnorm_fp32 master_weights"
         " cast_model_outputs num_losses verbosity min_loss_scale max_loss_scale loss_scale"),
-    "torch_autocast.enabled": Refused((None, False), _USE_BF16),
+    "torch_autocast.enabled": Refused((None, False), _SWITCHES),
     **_details("torch_autocast", "dtype lower_precision_safe_modules"),
-    **_later("bf16", "updating gradients inside the backward pass", immediate_grad_update=False),
-    **_later("", "sparse gradients (embeddings get dense ones)", sparse_gradients=False),
     **_later("", "a communication dtype for sequence parallelism",
         seq_parallel_communication_data_type=("float32", "fp32")),
     # ZeRO
@@ -207,13 +212,13 @@ REFUSED: dict[str, Refused] = {
     **_later(f"{_ZERO}.offload_param", "parameters outside the device", f"{_PIN} buffer_size max_in_cpu",
         device="none"),
     **_later(_ZERO, "offload", cpu_offload=False, cpu_offload_params=False, cpu_offload_use_pin_memory=False),
-    **_later(f"{_ZERO}.zenflow", "ZenFlow offload", **_unset(
+    **_later(f"{_ZERO}.zenflow", "ZenFlow; offload_optimizer alone makes the same updates, without delay", **_unset(
         "topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio"
         " full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch")),
     **_later("aio", "NVMe offload", block_size=1048576, queue_depth=8, intra_op_parallelism=1, single_submit=False,
         overlap_events=True, use_gds=False),
     **_later("compile", "offload", offload_activation=False, offload_opt_states=False, offload_parameters=False),
-    **_later("compile", "a choice of compiler passes", passes=[]),
+    **_later("compile", "a choice of compiler passes; XLA chooses its own", passes=[]),
     # other ways to be parallel
     **_later("tensor_parallel", "tensor parallelism", "preset_model tp_overlap_comm partition_config tp_grain_size",
         autotp_size=(0, 1)),
@@ -230,7 +235,6 @@ REFUSED: dict[str, Refused] = {
     **_later("flops_profiler", "the FLOPS profiler",
         "recompute_fwd_factor profile_step module_depth top_modules detailed output_file", enabled=False),
     **_later("comms_logger", "the collectives report", "prof_all prof_ops verbose debug", enabled=False),
-    **_later("", "the vocabulary check", vocabulary_size=None),
     # checkpoints
     **_later("checkpoint", "checkpoints on disks that not all hosts see", use_node_local_storage=False),
     **_later("nebula", "Nebula; checkpoints are asynchronous without it (checkpoint.dir, checkpoint.max_to_keep)",
@@ -242,10 +246,10 @@ REFUSED: dict[str, Refused] = {
     **_later("elasticity", "elastic batch sizes", "max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time"
         " prefer_larger_batch version ignore_non_elastic_batch_info num_gpus_per_node model_parallel_size",
         enabled=False),
-    **_later("autotuning", "autotuning", "fast results_dir exps_dir overwrite metric start_profile_step"
+    **_details("autotuning", "fast results_dir exps_dir overwrite metric start_profile_step"
         " end_profile_step tuner_type tuner_early_stopping tuner_num_trials mp_size num_tuning_micro_batch_sizes"
         " arg_mappings max_train_batch_size min_train_batch_size max_train_micro_batch_size_per_gpu"
-        " min_train_micro_batch_size_per_gpu model_info model_info_path metric_path", enabled=False),
+        " min_train_micro_batch_size_per_gpu model_info model_info_path metric_path"),
     **_later("data_efficiency", "data efficiency", "seed data_sampling data_routing", enabled=False),
     **_later("curriculum_learning", "curriculum learning",
         "curriculum_type min_difficulty max_difficulty schedule_type schedule_config", enabled=False),
@@ -255,9 +259,11 @@ REFUSED: dict[str, Refused] = {
         " pin_parameters tp_gather_partition_size enable_cuda_graph", enabled=False),
     **_later("eigenvalue", "eigenvalues",
         "verbose max_iter tol stability gas_boundary_resolution layer_name layer_num", enabled=False),
-    **_later_nested("compression_training", "compression", "weight_quantization activation_quantization"
-        " sparse_pruning row_pruning head_pruning channel_pruning layer_reduction"),
-    **_later_nested("", "quantized training", "weight_quantization quantize_training"),
+    **_elsewhere("compression_training", _QUANTIZE, "weight_quantization activation_quantization"),
+    **_elsewhere("compression_training", _PRUNE, "sparse_pruning row_pruning head_pruning channel_pruning"),
+    **_elsewhere("compression_training", "build the model with fewer layers, and copy the teacher's into params=",
+        "layer_reduction"),
+    **_elsewhere("", _QUANTIZE, "weight_quantization quantize_training"),
 }
 # fmt: on
 
@@ -312,6 +318,8 @@ IGNORED: dict[str, str] = _ignored(
     ("fp16", _SWITCH, "fp16 opt_level"),
     ("bf16", _WIDE, _SCALER),
     ("bf16", _SWITCH, "bf16 opt_level"),
+    ("autotuning", "no tuning runs, and the rest of the config trains as it is. To choose sizes, read the memory of a "
+        "compiled step: jzero.planner.memory(step.lower(batch).compile())", "enabled"),
     ("pipeline", _STAGES, "pipeline_parallel_size num_stages pipeline_num_layers"),
     (_REMAT, 'DeepSpeed reads no such key; write "policy": "full", or "matmuls"', "enabled"),
     (_ZERO, "DeepSpeed has dropped it", "find_unused_parameters max_elements_per_comm grad_hooks"),

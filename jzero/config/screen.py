@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from jzero.config import keys
+from jzero.config.autocast import translate
 from jzero.config.sections import Section, Settings
 from jzero.config.suggest import names_inside, suggest
 from jzero.errors import ConfigError, one_line
 from jzero.values.kinds import as_json
 from jzero.values.masking import mask
+from jzero.values.trainer import is_auto
 
 MISSING: Any = object()
 MOST_KEYS, MOST_LEVELS = 1000, 20
@@ -39,23 +41,27 @@ def check_extent(data: Mapping[str, Any]) -> None:
 def plain(node: Any, autos: list[str], path: str = "") -> Any:
     """Copy the config as dicts, without the keys whose value is "auto"; those go to `autos`.
 
-    XLA options keep the word, which may be one of their values, and so do the scheduler's parameters: what it means
-    depends on the schedule.
+    XLA options keep the word, which may be one of their values, and so do the parameters of the optimizer and the
+    scheduler: what it means depends on their type.
     """
     if isinstance(node, Section):
         node = {key: getattr(node, key) for key in node.model_fields_set}
     if not isinstance(node, Mapping) or path == "compiler_options.":
         return node
-    auto = {k for k, v in node.items() if isinstance(v, str) and v == "auto" and _may_be_auto(f"{path}{k}")}
+    auto = {k for k, v in node.items() if is_auto(v) and _may_be_auto(f"{path}{k}")}
     autos += [keys.renamed(f"{path}{k}") for k in node if k in auto]
-    dropped = set() if path == "scheduler.params." else auto
+    dropped = set() if path in ("optimizer.params.", "scheduler.params.") else auto
     read = _unquoted if path.split(".")[0] in keys.TAKES_QUOTES else lambda value: value
     return {one_line(str(k)): plain(read(v), autos, f"{path}{k}.") for k, v in node.items() if k not in dropped}
 
 
 def _may_be_auto(path: str) -> bool:
     """Return whether "auto" has a meaning under this dotted key."""
-    return keys.renamed(path) in KNOWN or path.startswith(("optimizer.params.", "scheduler.params."))
+    return (
+        keys.renamed(path) in KNOWN
+        or path in keys.IGNORED
+        or path.startswith(("optimizer.params.", "scheduler.params."))
+    )
 
 
 def _unquoted(value: Any) -> Any:
@@ -123,6 +129,9 @@ def screen(data: dict[str, Any]) -> Screened:
     if isinstance(stage := data.get("zero_optimization"), bool):
         data["zero_optimization"] = {"stage": int(stage)}
     _rename(data, found)
+    moved, wrong_casts = translate(data)
+    found.replaced.extend(moved)
+    found.problems.extend(wrong_casts)
     for path, (kind, by) in keys.REPLACED.items():
         if (value := pop(data, *path.split("."))) is MISSING or value is None:
             continue
@@ -132,7 +141,9 @@ def screen(data: dict[str, Any]) -> Screened:
         except ValueError as wrong:
             found.problems.append(f"{path} = {_shown(path, value)}: {wrong}; or leave it out (replaced by {by})")
     for path, why in keys.IGNORED.items():
-        if (value := pop(data, *path.split("."))) not in (MISSING, None, {}):
+        value = pop(data, *path.split("."))
+        nothing = value in (MISSING, None, {}) or (path.endswith(".enabled") and value in (False, 0))
+        if not nothing:
             found.ignored.append(keys.Ignored(path, value, why))
     refused: dict[str, list[str]] = {}
     for path, (off, text) in keys.REFUSED.items():

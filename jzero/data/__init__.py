@@ -4,9 +4,18 @@
 (windows) and `Packed` (rows of whole documents) turn that file into training data.
 """
 
-from jzero.data.loader import DataLoader, RepeatingLoader
+from jzero.data.loader import DataLoader, RepeatingLoader, steps_per_epoch
 from jzero.data.packing import Packed
 from jzero.data.sources import Source
 from jzero.data.tokens import TokenFile, Tokenizer, write_tokens
 
-__all__ = ["DataLoader", "Packed", "RepeatingLoader", "Source", "TokenFile", "Tokenizer", "write_tokens"]
+__all__ = [
+    "DataLoader",
+    "Packed",
+    "RepeatingLoader",
+    "Source",
+    "TokenFile",
+    "Tokenizer",
+    "steps_per_epoch",
+    "write_tokens",
+]

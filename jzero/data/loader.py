@@ -161,6 +161,18 @@ def _end(streams: list[DatasetIterator]) -> None:
         streams.pop().close()
 
 
+def steps_per_epoch(data: Any, train_batch_size: int, drop_last: bool = False) -> int:
+    """Return the number of global batches in an epoch of training data; 0 if it has no length.
+
+    >>> steps_per_epoch([1, 2, 3], 2), steps_per_epoch(lambda: iter([1]), 2)
+    (2, 0)
+    """
+    source = as_source(data)
+    if isinstance(source, IterableStyle):
+        return 0
+    return Position().end(len(source), train_batch_size, drop_last) // train_batch_size
+
+
 class RepeatingLoader:
     """An endless iterator: restarts its loader whenever it ends.
 

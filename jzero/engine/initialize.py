@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -15,7 +16,7 @@ from jzero.adapters.from_flax import with_criterion
 from jzero.checkpoint.directory import check_home, local_path
 from jzero.checkpoint.lock import hold
 from jzero.config import Config
-from jzero.data import DataLoader
+from jzero.data import DataLoader, steps_per_epoch
 from jzero.distributed import gpu_faults, watchdog
 from jzero.distributed.host_collectives import check_same, together
 from jzero.distributed.joining import init_distributed
@@ -27,6 +28,7 @@ from jzero.engine.newest import former_batch
 from jzero.engine.run_report import report
 from jzero.errors import ConfigError
 from jzero.train_step import TrainStep
+from jzero.values.trainer import EPOCHS, Total, is_auto
 
 _INSTEAD = {  # what replaces DeepSpeed's other arguments
     "model_parameters": "leave it out: the model makes its own; groups and frozen parameters are in the config "
@@ -53,6 +55,7 @@ def initialize(
     params: Any = None,
     rng: jax.Array | None = None,
     resume: str | os.PathLike | Literal[False] | None = None,
+    total_num_steps: int | None = None,
     **deepspeed: Any,
 ) -> tuple[Engine, optax.GradientTransformation, DataLoader | None, Callable | None]:
     """Build the engine, initialise its sharded state, and print the run report on process 0.
@@ -71,6 +74,8 @@ def initialize(
       resume: a directory: resume from its newest readable checkpoint, and save there. "auto": the config's
         `checkpoint.dir`. On SIGTERM all processes save there after the same step and exit with code 75. Default: "auto"
         if `jzero --resume` started the job; False: do not resume even then.
+      total_num_steps: the optimizer steps of the run, where the config's schedule has "auto". Default: 3 epochs of
+        training_data, the Hugging Face Trainer's default.
       deepspeed: DeepSpeed's other arguments; each raises an error that names the replacement.
 
     Returns:
@@ -106,7 +111,10 @@ def initialize(
     if root:
         together("initialize", lambda: hold(root) if jax.process_index() == 0 else None)
     former = former_batch(root) if root else None
-    step = TrainStep(model, config, mesh=mesh, optimizer=optimizer, lr_scheduler=lr_scheduler, former=former)
+    step = TrainStep(
+        model, config, mesh=mesh, optimizer=optimizer, lr_scheduler=lr_scheduler, former=former,
+        total_num_steps=partial(_steps_of, training_data, config) if total_num_steps is None else total_num_steps,
+    )  # fmt: skip
     loader = None
     if training_data is not None:
         loader = DataLoader(training_data, step, seed=config.seed, drop_last=config.dataloader_drop_last)
@@ -120,3 +128,14 @@ def initialize(
         print(f"jzero: rank {jax.process_index()}: {fault}", file=sys.stderr, flush=True)
     own = isinstance(optimizer, optax.GradientTransformation)
     return engine, step.setup.tx if own else engine.optimizer, loader, engine.lr_scheduler
+
+
+def _steps_of(training_data: Any, config: Config, train_batch_size: int) -> Total | None:
+    """Return the optimizer steps of the Trainer's default number of epochs; None for data without a length."""
+    if config.scheduler is None or not is_auto(config.scheduler.params.get("total_num_steps")) or training_data is None:
+        return None
+    epoch = steps_per_epoch(training_data, train_batch_size, config.dataloader_drop_last)
+    if not epoch:
+        return None
+    why = f"{EPOCHS} epochs, the Trainer's default, of {epoch} steps; for others pass total_num_steps="
+    return Total(EPOCHS * epoch, why)

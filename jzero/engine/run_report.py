@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jzero import optimizers
+from jzero.config.sizes import BATCH
 from jzero.distributed.gpu_faults import loaded_nccl
 from jzero.errors import shorten, some_of
 from jzero.mesh import AXES, PIPE, ZERO
@@ -19,6 +20,7 @@ from jzero.planner.products import products
 from jzero.planner.state_bytes import gradient_dtype, state_bytes, sums_gradients
 from jzero.quantize import BLOCK, SMALLEST_BLOCK
 from jzero.setup import float16_on_cpu
+from jzero.values import trainer
 from jzero.values.kinds import as_json
 from jzero.values.masking import mask
 from jzero.zero import ParamLayout
@@ -36,7 +38,7 @@ def report(step: Any) -> str:
     """
     sections = (
         ("jzero run report", _head(step)),
-        ("Warnings", _bullets(_warnings(step.config))),
+        ("Warnings", _bullets(_warnings(step.config, step.precision))),
         ("Layout", _layout(step)),
         ("Model state per device", _model_state(step)),
         ("Parameter groups", _bullets(_groups(step))),
@@ -132,12 +134,13 @@ def _plus(plus: Plus) -> Iterator[str]:
         yield f"their gradients reduced as 4-bit integers, inside nodes of {plus.node} and then across (qgZ)"
 
 
-def _warnings(config: Any) -> list[str]:
-    """List the config's keys that do nothing, those of one reason in a line."""
+def _warnings(config: Any, precision: Any) -> list[str]:
+    """List the precision that the config leaves open, and its keys that do nothing, those of one reason in a line."""
     keys_by_reason: dict[str, list[str]] = {}
     for key, value, why in config.ignored:
         keys_by_reason.setdefault(why, []).append(f"{key} = {as_json(mask(key, value), 40)}")
-    return [f"ignored: {', '.join(settings)}: {why}" for why, settings in keys_by_reason.items()]
+    ignored = [f"ignored: {', '.join(settings)}: {why}" for why, settings in keys_by_reason.items()]
+    return [*filter(None, [precision.why]), *ignored]
 
 
 def _layout(step: Any) -> list[str]:
@@ -235,7 +238,7 @@ def _effective(step: Any) -> list[str]:
         )
         lines += optimizers.describe(config.optimizer, schedule)
     if config.autos:
-        lines.append(f'"auto", so the default: {", ".join(config.autos)}')
+        lines.append(_autos(step))
     if schedule:
         lines.append(_rates(schedule.lr))
         lines += schedule.notes
@@ -252,6 +255,28 @@ def _effective(step: Any) -> list[str]:
         elements = sum(prod(leaf.shape) for leaf in small)
         lines.append(f"replicated, {small[0].why}: {len(small)} leaves, {elements:,} elements")
     return [*lines, *getattr(step.model, "report_notes", lambda dtype: [])(step.precision.compute)]
+
+
+def _autos(step: Any) -> str:
+    """List the keys given as "auto", with their values where they have one."""
+    config = step.config
+    known: dict[str, dict[str, Any]] = {
+        "optimizer": optimizers.parameters(config.optimizer) if config.optimizer else {}
+    }
+    if config.scheduler:
+        known["scheduler"] = trainer.fill(config.scheduler.params, trainer.PARAMS)
+
+    def value(key: str) -> Any:
+        if key in BATCH:
+            return step.batch_sizes[BATCH.index(key)]
+        section, _, name = key.partition(".params.")
+        node = known.get(section, {}).get(name) if name else config
+        for part in () if name else key.split("."):
+            node = getattr(node, part, None)
+        return node
+
+    settings = [key if (v := value(key)) is None else f"{key} = {_value(v)}" for key in config.autos]
+    return f'"auto", so the default: {", ".join(settings)}'
 
 
 def _gathers(step: Any) -> str:

@@ -46,7 +46,7 @@ def make_eval_step(
     Raises:
       ConfigError: a config that does not fit the devices or the model, a model without predictions.
     """
-    return EvalStep(resolve(model, Config.load(config), mesh=mesh), fn)
+    return EvalStep(resolve(model, Config.load(config), mesh=mesh, total_num_steps=1), fn)
 
 
 class EvalStep:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -21,8 +21,10 @@ import jax.numpy as jnp
 import optax
 
 from jzero.errors import ConfigError
+from jzero.values import trainer
 from jzero.values.kinds import COUNT32, FLAG, FRACTION, NON_NEGATIVE32, POSITIVE32, either, number, one_of
-from jzero.values.parameters import REQUIRED, Param, did_you_mean, drop_auto, only, read_params, signature_params
+from jzero.values.parameters import REQUIRED, Param, did_you_mean, only, read_params, signature_params
+from jzero.values.trainer import is_auto
 
 Curve = Callable[[Any], jax.Array]
 
@@ -44,14 +46,16 @@ class LRSchedule:
     constant: float | None = None
 
 
-def make_lr_schedule(type: str | None, params: Mapping[str, Any], base_lr: float) -> LRSchedule:
+def make_lr_schedule(
+    type: str | None, params: Mapping[str, Any], base_lr: float, total: trainer.Total | None = None
+) -> LRSchedule:
     """Make the schedule of a config's `scheduler` section.
 
     Args:
       type: a DeepSpeed schedule, the exact name of an optax schedule, or None for a constant rate.
-      params: its parameters. "auto" leaves a parameter at its default, except `warmup_max_lr`: there it means
-        `base_lr`.
+      params: its parameters. "auto" is the Trainer's default (`jzero.values.trainer`), under `warmup_max_lr` `base_lr`.
       base_lr: the optimizer's own learning rate.
+      total: what "auto" means under `total_num_steps`.
 
     Returns:
       The schedule, with a note for each surprising number.
@@ -69,17 +73,35 @@ def make_lr_schedule(type: str | None, params: Mapping[str, Any], base_lr: float
     """
     if type is None:
         return LRSchedule(_float32(lambda count: base_lr), constant=base_lr)
+    params, notes = _with_total(type, params, total)
     values, problems = _read(type, params)
     if problems:
         raise ConfigError(*problems)
     if type in _DEEPSPEED:
-        return _DEEPSPEED[type].make(values, base_lr)
-    return _optax_schedule(type, {name: values[name] for name in drop_auto(params)}, base_lr)
+        schedule = _DEEPSPEED[type].make(values, base_lr)
+        return replace(schedule, notes=(*schedule.notes, *notes))
+    return _optax_schedule(type, {name: values[name] for name, given in params.items() if not is_auto(given)}, base_lr)
+
+
+def _with_total(
+    type: str, params: Mapping[str, Any], total: trainer.Total | None
+) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """Give `total_num_steps` its value if it is "auto", and a note that says which."""
+    if not is_auto(params.get("total_num_steps")):
+        return params, ()
+    if total is None:
+        raise ConfigError(
+            'scheduler.params.total_num_steps = "auto": the number of optimizer steps is not known here; write it, '
+            "pass total_num_steps=, or pass training_data with a length to initialize"
+        )
+    return {**params, "total_num_steps": total.steps}, (f"{type}: total_num_steps {total.steps}: {total.why}",)
 
 
 def scheduler_problems(scheduler: Any) -> list[str]:
     """List the problems of a config's `scheduler` section that show before any array is made."""
-    return _read(scheduler.type, scheduler.params or {})[1]
+    params = scheduler.params or {}
+    total = 2 if is_auto(params.get("total_num_steps")) else None  # any: the run will tell
+    return _read(scheduler.type, {**params, "total_num_steps": total} if total else params)[1]
 
 
 def _read(type: str, params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -88,24 +110,26 @@ def _read(type: str, params: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
     # optimizer's; null asks DeepSpeed for the same.
     if params.get("warmup_max_lr") == "auto" and type in ("WarmupLR", "WarmupDecayLR"):
         params = {**params, "warmup_max_lr": None}
-    params = drop_auto(params)
     if type in _DEEPSPEED:
+        params = trainer.fill(params, _DEEPSPEED[type].params)
         values, problems = read_params("scheduler.params", params, _DEEPSPEED[type].params)
         return values, problems or list(_DEEPSPEED[type].check(values))
     if type in OPTAX_SCHEDULES:
+        params = trainer.fill(params, ())
         return read_params("scheduler.params", params, signature_params(getattr(optax, type)))
     hint = did_you_mean(type, [*_DEEPSPEED, *OPTAX_SCHEDULES])
     use = f"Use {either(_DEEPSPEED)}, or one of optax's (docs/configuration.md lists them)"
     return {}, [f"scheduler.type: {type!r} is unknown{hint} {use}"]
 
 
-def from_config(scheduler: Any, base_lr: float | None) -> LRSchedule | None:
+def from_config(scheduler: Any, base_lr: float | None, total: trainer.Total | None = None) -> LRSchedule | None:
     """Make the schedule of a config's `scheduler` section, or a constant one without a section.
 
     Args:
       scheduler: the section (`type` and `params`), or None.
       base_lr: the optimizer's own learning rate; None for an optimizer from user code, for which schedules that need
         a rate start from 1e-3.
+      total: as for `make_lr_schedule`.
 
     Returns:
       The schedule; None if neither argument fixes a rate.
@@ -115,7 +139,7 @@ def from_config(scheduler: Any, base_lr: float | None) -> LRSchedule | None:
     """
     if scheduler is None:
         return None if base_lr is None else make_lr_schedule(None, {}, base_lr)
-    return make_lr_schedule(scheduler.type, scheduler.params or {}, 1e-3 if base_lr is None else base_lr)
+    return make_lr_schedule(scheduler.type, scheduler.params or {}, 1e-3 if base_lr is None else base_lr, total)
 
 
 # ------------------------------------------------------------------------------------------ DeepSpeed's schedules
@@ -259,7 +283,7 @@ class _ScheduleRow(NamedTuple):
 
 
 _START = {"last_batch_iteration": only(-1, "a resumed run takes its step from the checkpoint")}
-_RAMP = {"warmup_num_steps": Param(1000, POSITIVE32), "warmup_type": Param("log", one_of(("log", "linear"))), **_START}
+_RAMP = {"warmup_num_steps": Param(1000, COUNT32), "warmup_type": Param("log", one_of(("log", "linear"))), **_START}
 _FLOOR = {"warmup_min_lr": Param(0.0, NON_NEGATIVE32), **_RAMP}
 _PEAK_KIND = number(0, float32=True, none=True)  # null: the optimizer's rate
 _RATIOS = {"warmup_min_ratio": Param(0.0, NON_NEGATIVE32), "cos_min_ratio": Param(1e-4, NON_NEGATIVE32), **_RAMP}

@@ -19,8 +19,9 @@ import optax.contrib
 from jzero.errors import ConfigError
 from jzero.optimizers import muon, transforms
 from jzero.optimizers.wrappers import Transform, per_layer
+from jzero.values import trainer
 from jzero.values.kinds import FLAG, FRACTION, NON_NEGATIVE32, Kind, either, one_of
-from jzero.values.parameters import Param, did_you_mean, drop_auto, only, read_params, signature_params
+from jzero.values.parameters import Param, did_you_mean, only, read_params, signature_params
 
 
 @dataclass(frozen=True)
@@ -244,8 +245,8 @@ def look_up(optimizer_config: Any) -> tuple[Row | None, dict[str, Any], list[str
         row = _alias(name)
     if row is None:
         return None, {}, [_no_such(str(optimizer_config.type))]
-    given, twice = _in_our_names(drop_auto(optimizer_config.params or {}), row.params)
-    values, problems = read_params("optimizer.params", given, row.params)
+    given, twice = _in_our_names(optimizer_config.params or {}, row.params)
+    values, problems = read_params("optimizer.params", trainer.fill(given, row.params), row.params)
     return row, values, [*twice, *(problems or row.check(values))]
 
 

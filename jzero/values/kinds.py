@@ -144,7 +144,7 @@ def one_of(choices: Collection[str], spellings: Mapping[str, str] | None = None,
       spellings: other word -> choice, accepted silently.
       none: the choice that null means; without it null is an error.
     """
-    known = {**{c: c for c in choices}, **(spellings or {})}
+    known = {**{c.lower(): c for c in choices}, **(spellings or {})}
 
     def parse(value: Any) -> str | None:
         if value is None and none is not ...:

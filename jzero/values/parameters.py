@@ -43,11 +43,6 @@ def did_you_mean(name: object, choices: Iterable[str]) -> str:
     return f"; did you mean {close!r}?" if close else "."
 
 
-def drop_auto(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy `params` without the values "auto"."""
-    return {name: value for name, value in params.items() if not (isinstance(value, str) and value == "auto")}
-
-
 def read_params(section: str, given: Mapping[str, Any], table: ParamTable) -> tuple[dict[str, Any], list[str]]:
     """Read parameters by a table.
 

@@ -1,0 +1,83 @@
+"""`torch_autocast` and `amp`: PyTorch's and apex's automatic casts, read as the `bf16` or `fp16` section.
+
+Both keep float32 parameters and cast operation by operation. jzero keeps float32 masters and casts by one dtype policy:
+the model computes in the half precision, and a layer that is declared float32 stays so.
+"""
+
+from typing import Any
+
+from jzero.config.keys import Replaced
+from jzero.values.kinds import DTYPE, as_json, number
+
+# apex/amp/scaler.py: it halves at the first overflow, and doubles after 2,000 clean steps.
+_APEX_SCALER = {"loss_scale_window": 2000, "hysteresis": 1}
+
+
+_KEYS = {
+    "torch_autocast": ("enabled", "dtype", "lower_precision_safe_modules"),
+    "amp": (
+        "enabled", "opt_level", "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights",
+        "cast_model_outputs", "num_losses", "verbosity", "loss_scale", "min_loss_scale", "max_loss_scale",
+    ),
+}  # fmt: skip
+
+
+def translate(data: dict[str, Any]) -> tuple[list[Replaced], list[str]]:
+    """Move the keys of an enabled `torch_autocast` or `amp` section into `bf16` or `fp16`.
+
+    Returns:
+      The keys that were moved, and the problems.
+
+    >>> data = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    >>> translate(data)[0][1]
+    Replaced(key='torch_autocast.dtype', value='bfloat16', by='one dtype policy: float32 masters, bf16 in the model')
+    >>> data
+    {'torch_autocast': {}, 'bf16': {'enabled': True}}
+    """
+    replaced, problems = [], []
+    for name, read in (("torch_autocast", _torch_autocast), ("amp", _amp)):
+        if not _enabled(data.get(name)):
+            continue
+        given = {key: data[name].pop(key) for key in _KEYS[name] if key in data[name]}
+        try:
+            precision, settings = read(given, data)
+        except ValueError as wrong:
+            problems.append(str(wrong))
+            continue
+        other = "fp16" if precision == "bf16" else "bf16"
+        if _enabled(data.get(other)):
+            problems.append(f"{name}.enabled = true: means {precision}, and {other}.enabled = true {other}; keep one")
+        own = data.get(precision)
+        data[precision] = {**settings, **(own if isinstance(own, dict) else {}), "enabled": True}
+        by = f"one dtype policy: float32 masters, {precision} in the model"
+        replaced += [Replaced(f"{name}.{key}", value, by) for key, value in given.items()]
+    return replaced, problems
+
+
+def _enabled(section: Any) -> bool:
+    return isinstance(section, dict) and section.get("enabled") in (True, 1)
+
+
+def _torch_autocast(given: dict[str, Any], data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    dtype = given.get("dtype") or ("bf16" if _enabled(data.get("bf16")) else "fp16")  # float16 is PyTorch's default
+    try:
+        if (precision := DTYPE(dtype)) != "fp32":
+            return precision, {}
+    except ValueError:
+        pass
+    raise ValueError(f'torch_autocast.dtype = {as_json(dtype)}: must be "bfloat16" or "float16"')
+
+
+def _amp(given: dict[str, Any], data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    level, scale = given.get("opt_level", "O1"), given.get("loss_scale", "dynamic")
+    if level not in ("O1", "O2"):
+        raise ValueError(
+            f'amp.opt_level = {as_json(level)}: must be "O1" or "O2"; for O0 (float32) set amp.enabled to false, for '
+            'O3 (no float32 masters) write "fp16": {"enabled": true, "fp16_master_weights_and_grads": true}'
+        )
+    if scale == "dynamic":
+        return "fp16", dict(_APEX_SCALER)
+    try:
+        return "fp16", {"loss_scale": number(above=0, float32=True)(float(scale))}
+    except (TypeError, ValueError):
+        raise ValueError(f'amp.loss_scale = {as_json(scale)}: must be "dynamic" or a positive number') from None

@@ -1,0 +1,240 @@
+"""What "auto" becomes without the Hugging Face Trainer, and PyTorch's and apex's automatic casts.
+
+The values are the defaults of transformers' TrainingArguments (training_args.py), put in as its
+integrations/deepspeed.py does; the schedule's rates are DeepSpeed's formula (runtime/lr_schedules.py) written out.
+"""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.configs import nest, problem
+
+import jzero
+from jzero.config import Config
+from jzero.errors import ConfigError
+from jzero.optimizers import parameters
+from jzero.precision import settle_precision
+from models.mlp import MLP, cross_entropy
+
+A = "auto"
+ADAM = {"type": "AdamW", "params": {"lr": A, "betas": A, "eps": A, "weight_decay": A}}
+DECAY = {
+    "type": "WarmupDecayLR",
+    "params": {"total_num_steps": A, "warmup_min_lr": A, "warmup_max_lr": A, "warmup_num_steps": A},
+}
+AUTOS = {
+    "train_batch_size": A, "train_micro_batch_size_per_gpu": A, "gradient_accumulation_steps": A,
+    "gradient_clipping": A, "optimizer": ADAM, "scheduler": DECAY, "bf16": {"enabled": A}, "fp16": {"enabled": A},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": A},
+}  # fmt: skip
+
+
+def mlp():
+    return jzero.from_flax(MLP, cross_entropy)
+
+
+def data(samples=150):
+    return np.ones((samples, 784), np.float32), np.zeros(samples, np.int32)
+
+
+def test_the_optimizers_parameters():
+    config = Config.load(AUTOS)
+    expected = {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+    assert parameters(config.optimizer).items() >= expected.items()
+    assert parameters(SimpleNamespace(type="SGD", params={"lr": A, "betas": A, "momentum": A}))["lr"] == 5e-5
+    assert "unknown parameter" in problem(nest("optimizer", {"type": "SGD", "params": {"lrr": 1}}))
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        ({"train_micro_batch_size_per_gpu": A}, (32, 8, 1)),
+        ({"train_batch_size": A, "gradient_accumulation_steps": 3}, (96, 8, 3)),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": A}, (64, 16, 1)),
+        ({"train_batch_size": A, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": A}, (8, 2, 1)),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": A}, (64, 2, 8)),
+    ],
+)
+def test_batch_sizes(given, sizes):
+    assert Config.load(given).batch(4)[:3] == sizes
+
+
+def test_no_batch_size_stays_an_error():
+    with pytest.raises(ConfigError, match="no batch size"):
+        Config.load({"gradient_accumulation_steps": A}).batch(4)
+
+
+def decay(step, total, peak=5e-5, n=2):
+    """WarmupDecayLR: two steps at 0, then the logarithmic warm-up over max(2, 0) steps, then a line to 0 at `total`."""
+    k = step - 1
+    if k < 0:
+        return 0.0
+    return peak * (np.log(k + 1) / np.log(n) if k < n else max(0.0, (total - k) / max(1, total - n)))
+
+
+@pytest.mark.parametrize(("told", "drop", "total"), [(None, False, 9), (None, True, 6), (40, False, 40)])
+def test_the_total_of_a_schedule(told, drop, total, capsys):
+    """150 samples are three global batches of 64, or two whole ones; the Trainer's default is three epochs."""
+    config = {**AUTOS, "dataloader_drop_last": drop}
+    *_, lr = jzero.initialize(model=mlp(), config=config, training_data=data(), total_num_steps=told)
+    expected = [decay(n, total) for n in range(12)]
+    assert [float(lr(n)) for n in range(12)] == pytest.approx(expected, rel=1e-5, abs=1e-12)
+    report = " ".join(capsys.readouterr().out.split())
+    assert f"WarmupDecayLR: total_num_steps {total}: " in report
+    assert ("3 epochs, the Trainer's default, of" in report) == (told is None)
+    assert "optimizer.params.lr = 5e-05" in report
+    assert "train_micro_batch_size_per_gpu = 8" in report
+    assert "scheduler.params.warmup_num_steps = 0" in report
+
+
+def test_a_total_that_nobody_knows():
+    for call in (
+        lambda: jzero.make_train_step(mlp(), AUTOS),
+        lambda: jzero.initialize(model=mlp(), config=AUTOS),
+        lambda: jzero.initialize(model=mlp(), config=AUTOS, training_data=lambda: iter([])),
+    ):
+        with pytest.raises(ConfigError) as error:
+            call()
+        (line,) = error.value.problems
+        assert line.startswith('scheduler.params.total_num_steps = "auto": ')
+        assert "pass total_num_steps=" in line
+    with pytest.raises(ConfigError, match="total_num_steps = 0: must be"):
+        jzero.make_train_step(mlp(), AUTOS, total_num_steps=0)
+    assert float(jzero.make_train_step(mlp(), AUTOS, total_num_steps=40).setup.schedule.lr(30)) == pytest.approx(
+        decay(30, 40), rel=1e-5
+    )
+    jzero.make_eval_step(mlp(), lambda net, x: net(x), AUTOS)  # needs no schedule
+
+
+# ---- the precision --------------------------------------------------------------------------------------------------
+
+
+CPU = jax.devices()[0]
+H100 = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H100")
+V100 = SimpleNamespace(platform="gpu", compute_capability="7.0", device_kind="Tesla V100")
+AMD = SimpleNamespace(platform="gpu", compute_capability="gfx942", device_kind="MI300X")
+TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5")
+BOTH, BF16, FP16 = {"bf16", "fp16"}, {"bf16"}, {"fp16"}
+
+
+@pytest.mark.parametrize(
+    ("left_open", "dtype", "device", "chosen"),
+    [
+        (BOTH, jnp.float32, CPU, "fp32"), (BOTH, jnp.bfloat16, CPU, "bf16"), (BOTH, jnp.float16, CPU, "fp16"),
+        (BF16, jnp.float16, CPU, "fp32"), (FP16, jnp.bfloat16, H100, "fp32"),
+        (BOTH, jnp.float32, H100, "bf16"), (BF16, jnp.float32, H100, "bf16"), (FP16, jnp.float32, H100, "fp16"),
+        (BOTH, jnp.float32, V100, "fp16"), (BF16, jnp.float32, V100, "fp32"), (FP16, jnp.float32, V100, "fp16"),
+        (BOTH, jnp.float32, AMD, "bf16"), (BOTH, jnp.float32, TPU, "bf16"), (BOTH, jnp.float16, H100, "fp16"),
+    ],
+)  # fmt: skip
+def test_the_precision_that_a_config_leaves_open(left_open, dtype, device, chosen):
+    params = {"w": jnp.zeros((4, 4), dtype), "scale": jnp.zeros(4, jnp.float32), "ids": jnp.zeros(99, jnp.int32)}
+    config, why = settle_precision(Config.load({name: {"enabled": A} for name in left_open}), params, device)
+    assert config.precision == chosen
+    assert f'"auto": {chosen}, since the parameters are {jnp.dtype(dtype).name}' in why
+    assert (device.device_kind in why) == (dtype == jnp.float32)
+    assert 'write "enabled": true or false' in why
+
+
+@pytest.mark.parametrize(
+    ("given", "precision"),
+    [
+        ({}, "fp32"), ({"bf16": {"enabled": True}, "fp16": {"enabled": A}}, "bf16"),
+        ({"bf16": {"enabled": A}, "fp16": {"enabled": True}}, "fp16"), ({"fp16": {"loss_scale": A}}, "fp32"),
+    ],
+)  # fmt: skip
+def test_a_precision_that_a_config_gives_stays(given, precision):
+    config = Config.load(given)
+    assert settle_precision(config, {"w": jnp.zeros(3)}, H100) == (config, "")
+    assert config.precision == precision
+
+
+class BF16Net(MLP):
+    """The MLP with bfloat16 parameters."""
+
+    def __init__(self, *, rngs):
+        super().__init__(rngs=rngs)
+        for layer in (self.fc1, self.fc2):
+            layer.kernel.value = layer.kernel.value.astype(jnp.bfloat16)
+
+
+def test_the_run_and_its_report_follow_the_model():
+    step = jzero.make_train_step(jzero.from_flax(BF16Net, cross_entropy), {**AUTOS, "scheduler": None})
+    assert step.config.precision == "bf16"
+    assert step.precision.compute == jnp.bfloat16
+    report = " ".join(jzero.report(step).split())
+    assert 'Warnings - bf16.enabled "auto" and fp16.enabled "auto": bf16, since the parameters are bfloat16;' in report
+    assert "bf16.enabled = true" in report
+
+
+# ---- automatic casts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "precision"),
+    [
+        ({"torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}}, "bf16"),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, "fp16"),
+        ({"torch_autocast": {"enabled": True}}, "fp16"),
+        ({"torch_autocast": {"enabled": True}, "bf16": {"enabled": True}}, "bf16"),
+        ({"torch_autocast": {"enabled": True, "dtype": "bf16"}, "fp16": {"enabled": False}}, "bf16"),
+        ({"torch_autocast": {"enabled": True, "dtype": "bf16"}, "fp16": {"enabled": A}}, "bf16"),
+        ({"torch_autocast": {"enabled": False, "dtype": "bfloat16"}}, "fp32"),
+        ({"amp": {"enabled": True}}, "fp16"), ({"amp": {"enabled": True, "opt_level": "O2"}}, "fp16"),
+        ({"amp": {"enabled": A, "opt_level": A}}, "fp32"), ({"amp": {"enabled": False, "opt_level": "O1"}}, "fp32"),
+    ],
+)  # fmt: skip
+def test_automatic_casts(given, precision):
+    config = Config.load(given)
+    assert config.precision == precision
+    assert settle_precision(config, {}, H100)[0].precision == precision
+    (section, keys), *_ = given.items()
+    reported = {f"{section}.{key}" for key in keys} if keys["enabled"] is True else set()
+    assert {entry.key for entry in config.replaced} == reported
+    assert all("float32 masters" in entry.by for entry in config.replaced)
+
+
+def test_amps_loss_scale_is_apexs():
+    """apex/amp/scaler.py: from 2**16, halved at the first overflow, doubled after 2,000 clean steps."""
+    dynamic = Config.load({"amp": {"enabled": True}}).fp16
+    assert (dynamic.loss_scale, dynamic.initial_scale_power) == (0, 16)
+    assert (dynamic.loss_scale_window, dynamic.hysteresis) == (2000, 1)
+    assert Config.load({"amp": {"enabled": True, "loss_scale": "128.0"}}).fp16.loss_scale == 128
+    own = Config.load({"amp": {"enabled": True}, "fp16": {"hysteresis": 3}}).fp16
+    assert (own.enabled, own.hysteresis) == (True, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        ({"amp": {"enabled": True, "opt_level": "O3"}}, ['amp.opt_level = "O3"', "fp16_master_weights_and_grads"]),
+        ({"amp": {"enabled": True, "loss_scale": "big"}}, ['amp.loss_scale = "big"', '"dynamic" or a positive number']),
+        ({"amp": {"enabled": True, "optlevel": "O1"}}, ["amp.optlevel", 'did you mean "opt_level"?']),
+        ({"amp": {"enabled": "yes"}}, ['amp.enabled = "yes"', "true or false"]),
+        ({"amp": {"enabled": True}, "bf16": {"enabled": True}}, ["amp.enabled = true: means fp16", "keep one"]),
+        ({"torch_autocast": {"enabled": True, "dtype": "int8"}}, ['dtype = "int8"', '"bfloat16" or "float16"']),
+        (
+            {"torch_autocast": {"enabled": True, "dtype": "bf16"}, "fp16": {"enabled": True}},
+            ["torch_autocast.enabled = true: means bf16", "fp16.enabled = true"],
+        ),
+    ],
+)
+def test_casts_that_contradict(given, parts):
+    with pytest.raises(ConfigError) as error:
+        Config.load(given)
+    for part in parts:
+        assert part in error.value.problems[0]
+
+
+# ---- tuning ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_config_to_tune_trains_as_it_is():
+    config = Config.load({"train_batch_size": 8, "autotuning": {"enabled": True, "fast": True, "overwrite": False}})
+    ((key, value, why),) = config.ignored
+    assert (key, value) == ("autotuning.enabled", True)
+    assert why.startswith("no tuning runs, and the rest of the config trains as it is.")
+    assert Config.load({"autotuning": {"enabled": False, "fast": True}}).ignored == ()
