@@ -22,9 +22,8 @@ from jzero.mesh import PIPE, check_against, check_mesh, is_gpu, make_mesh, repli
 from jzero.model import ENDS, Model, StackModel, check_model
 from jzero.optimizers import lr_schedules, wrappers
 from jzero.pipeline.stages import pipelined
-from jzero.precision import Precision, cast
-from jzero.stored_names import StoredNames
 from jzero.precision import Precision, cast, settle_precision
+from jzero.stored_names import StoredNames
 from jzero.tree import PyTree, named, partition
 from jzero.values.kinds import INT32
 from jzero.values.trainer import Total
