@@ -64,7 +64,8 @@ def read_loss(model: Any, value: Any) -> dict[str, Mean]:
             )
         return {LOSS: _sum_and_count("loss", value)}
     if not isinstance(value, tuple) or isinstance(value, Mean) or len(value) != 2 or not isinstance(value[1], dict):
-        found = f"a tuple of {len(value)} values" if type(value) is tuple else type(value).__name__
+        found = f"an array of shape {value.shape}" if isinstance(value, jax.Array) else type(value).__name__
+        found = f"a tuple of {len(value)} values" if type(value) is tuple else found
         raise ConfigError(f"has_aux=True: the loss must return (loss, {{name: metric}}), but returned {found}")
     loss, metrics = value
     for name in metrics:

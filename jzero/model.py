@@ -105,8 +105,9 @@ def check_model(model: Any) -> None:
     """Raise a ConfigError unless `model` follows the protocol."""
     if not isinstance(model, Model):
         raise ConfigError(
-            f"model is {type(model).__name__}, which has no init(rng) and loss(params, batch, rng): "
-            "wrap a Flax module with jzero.from_flax(module_fn, loss_fn)"
+            f"model is {model.__name__ if isinstance(model, type) else type(model).__name__}, which has no init(rng) "
+            "and loss(params, batch, rng): wrap a Flax module with jzero.from_flax(module, loss_fn), or with "
+            "jzero.from_flax(module, criterion=criterion)"
         )
 
 

@@ -277,6 +277,8 @@ def test_calls_that_do_not_fit():
     for batch in ({"x": x, "labels": labels}, (x, labels, labels), x):
         with pytest.raises(jzero.ConfigError, match=r"with a criterion a batch is \(inputs, labels\)"):
             engine.eval_batch(batch)
+    with pytest.raises(jzero.ConfigError, match=r"extra: the criterion does not take it; write def criterion\(outputs"):
+        engine.eval_batch((x, labels), extra=1.0)
     with pytest.raises(jzero.ConfigError, match=r"leaf 'batch' has shape \(3, 8\)"):
         engine.loss(engine(x[:3]), labels)
 
@@ -291,7 +293,7 @@ def test_calls_that_do_not_fit():
             lambda: jzero.initialize(model=Net, criterion="mse", config=config()),
             "criterion = 'mse': must be a function",
         ),
-        (lambda: jzero.initialize(model=Net, config=config()), "model is ModuleMeta, which has no init(rng)"),
+        (lambda: jzero.initialize(model=Net, config=config()), "model is Net, which has no init(rng)"),
         (lambda: jzero.from_flax(Net), "loss_fn(module, batch) is missing, or criterion"),
     ],
 )
@@ -312,6 +314,8 @@ def test_modules_of_torch():
     torch = pytest.importorskip("torch")
     with pytest.raises(jzero.ConfigError, match=r"criterion = CrossEntropyLoss is a torch.nn.Module.*optax.softmax_"):
         jzero.initialize(model=Net, criterion=torch.nn.CrossEntropyLoss(), config=config())
+    with pytest.raises(jzero.ConfigError, match=r"criterion = cross_entropy is a function of PyTorch.*optax.softmax_"):
+        jzero.initialize(model=Net, criterion=torch.nn.functional.cross_entropy, config=config())
     for model in (torch.nn.Linear(3, 3), torch.nn.Linear):
         with pytest.raises(jzero.ConfigError, match=r"model = Linear is a torch.nn.Module.*write it in Flax"):
             jzero.initialize(model=model, criterion=criterion, config=config())

@@ -69,6 +69,54 @@ def test_linen_predicts_too():
     np.testing.assert_allclose(step.predict(state, X[:7]), plain, rtol=1e-5, atol=1e-6)
 
 
+class Told(linen.Module):
+    """Trains unless its caller says otherwise."""
+
+    @linen.compact
+    def __call__(self, x, train: bool = True):
+        x = linen.BatchNorm(use_running_average=not train, momentum=0.5)(linen.Dense(4)(x))
+        return linen.Dropout(0.5, deterministic=not train)(x)
+
+
+class Called(nnx.Module):
+    def __init__(self, rngs):
+        self.linear, self.drop = nnx.Linear(4, 4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x, *, deterministic: bool = False):
+        return self.drop(self.linear(x), deterministic=deterministic)
+
+
+def test_a_call_is_told_whether_it_trains():
+    model = jzero.from_flax(Told(), criterion=lambda y, labels: jnp.mean((y - labels) ** 2), example_batch=(X, X))
+    engine = jzero.initialize(model=model, config=config(gradient_accumulation_steps=1), mesh=mesh())[0]
+    first = X @ np.asarray(engine.state.params["Dense_0"]["kernel"])
+    engine.train_batch((X, X))
+    params = dict(jax.device_get(engine.state.params))
+    stats = params.pop("batch_stats")
+    np.testing.assert_allclose(stats["BatchNorm_0"]["mean"], 0.5 * first.mean(0), rtol=1e-5, atol=1e-7)
+    plain = Told().apply({"params": params, "batch_stats": stats}, X, train=False)
+    np.testing.assert_allclose(engine.predict(X[:5]), plain[:5], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(engine.eval_batch((X, X)), np.mean((plain - X) ** 2), rtol=1e-5)
+
+
+def test_a_call_that_takes_more_is_refused():
+    cell = lambda rngs: nnx.GRUCell(4, 4, rngs=rngs)  # noqa: E731
+    model = jzero.from_flax(cell, lambda module, x: module(x, x)[0].mean())
+    step = jzero.make_train_step(model, config(), mesh=mesh())
+    with pytest.raises(
+        jzero.ConfigError, match=r"missing a required argument: 'inputs'.*jzero.make_eval_step\(model, fn"
+    ):
+        step.predict(step.init(jax.random.key(0)), X)
+
+
+def test_an_nnx_call_is_told_too():
+    step = jzero.make_train_step(jzero.from_flax(Called, squares), config(), mesh=mesh())
+    state = step.init(jax.random.key(0))
+    linear = state.params["linear"]
+    plain = X[:5] @ np.asarray(linear["kernel"]) + np.asarray(linear["bias"])
+    np.testing.assert_allclose(step.predict(state, X[:5]), plain, rtol=1e-5, atol=1e-6)
+
+
 LLAMA = LlamaConfig(4, 32, 4, 2, 48, vocab_size=64)
 TOKENS = np.random.default_rng(0).integers(0, 64, (6, 8)).astype(np.int32)
 

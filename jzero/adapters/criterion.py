@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ class CriterionModel:
         if not callable(criterion):
             raise ConfigError(f"criterion = {criterion!r}: must be a function (outputs, labels) -> loss")
         self.net, self.criterion, self.has_aux = net, criterion, has_aux
+        self.takes_extra = "extra" in inspect.signature(criterion).parameters
         self.init, self.module, self.state = net.init, net.module, net.state
         # Not `vocabulary`: in a pipeline, the stages would divide what the criterion needs whole.
         cached = ("make_cache", "vocab_size", "decode", "decode_prefix", "decode_block", "decode_suffix")
@@ -62,6 +64,10 @@ class CriterionModel:
 
     def _apply(self, result: Any, labels: Any, extra: dict[str, Any]) -> Any:
         """Replace the outputs in what a function of the network returned by their loss."""
+        if self.takes_extra:
+            extra = extra or {"extra": None}
+        elif extra:
+            raise ConfigError("extra: the criterion does not take it; write def criterion(outputs, labels, extra)")
         if not self.state:
             return self.criterion(result, labels, **extra)
         outputs, new_state = result

@@ -11,6 +11,7 @@ from flax import linen, nnx
 from jzero.adapters.criterion import CriterionModel, inputs_and_labels
 from jzero.adapters.linen_layers import LinenLayers
 from jzero.adapters.linen_model import LinenModel
+from jzero.adapters.methods import outputs_of
 from jzero.adapters.nnx_layers import NNXLayers
 from jzero.adapters.nnx_model import NNXModel, NNXStackModel, abstract_module, builder
 from jzero.adapters.stacked_model import MethodsModel, StackedModel
@@ -47,7 +48,8 @@ def from_flax(
         module with a layer stack needs no loss_fn: it has `prefix(batch) -> x`, `stack` (one block whose parameters
         were stacked by `nnx.vmap`; `stack(x)` is one layer) and `suffix(x, batch) -> loss`.
       criterion: instead of loss_fn: `criterion(outputs, labels)` -> what loss_fn returns. Then batches are
-        (inputs, labels), and the outputs are `module(inputs)`, or what a layer stack's `suffix(x, inputs)` returns.
+        (inputs, labels), and the outputs are `module(inputs)`, or what a layer stack's `suffix(x, inputs)` returns. A
+        module whose call takes `train`, `training`, `is_training` or `deterministic` is told whether it trains.
       stack: the path of equal layers in the module: "layers" or "encoder.layers". They become a layer stack, which
         ZeRO-3 gathers layer by layer and a pipeline cuts into stages. For NNX an nnx.List, an nnx.Sequential, numbered
         attributes, or a module that nnx.vmap stacked; for Linen layers_0, layers_1, ..., or a module of nn.scan. What
@@ -132,9 +134,9 @@ def _nnx_with_stack(build: Any, stack: str, loss_fn: Callable | None, has_aux: b
     return (MethodsModel if methods else StackedModel)(plain, layers)
 
 
-def _outputs(module: Any, inputs: Any) -> Any:
+def _outputs(module: Any, inputs: Any, rng: Any) -> Any:
     """Call a module: the "loss function" of a network whose criterion is outside."""
-    return module(inputs)
+    return outputs_of(module, inputs, training=rng is not None)
 
 
 def with_criterion(model: Any, criterion: Callable) -> Model:

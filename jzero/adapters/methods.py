@@ -1,8 +1,14 @@
-"""The methods and properties by which a Flax module describes itself."""
+"""The methods and properties by which a Flax module describes itself, and its call."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
+
+from jzero.errors import ConfigError
+
+# A parameter of a module's call -> its value in training.
+TRAINING = {"train": True, "training": True, "is_training": True, "deterministic": False}
 
 
 def take_methods(model: Any, module: Any) -> None:
@@ -10,3 +16,18 @@ def take_methods(model: Any, module: Any) -> None:
     for name in ("report_notes", "weights_layout", "fused_matrices", "vocabulary", "vocab_size", "make_cache"):
         if hasattr(module, name):
             setattr(model, name, getattr(module, name))
+
+
+def outputs_of(module: Any, inputs: Any, training: bool) -> Any:
+    """Call a module, which is told whether it trains if its call takes that and its fields do not fix it."""
+    signature = inspect.signature(type(module).__call__)
+    taken = sorted(signature.parameters.keys() & TRAINING.keys())
+    modes = {name: TRAINING[name] is training for name in taken if vars(module).get(name) is None}
+    try:
+        signature.bind(module, inputs, **modes)
+    except TypeError as error:
+        raise ConfigError(
+            f"{type(module).__name__} is called with the inputs alone, but that fails ({error}): write the call in a "
+            "loss_fn instead of a criterion, and predict with a function: jzero.make_eval_step(model, fn, config)"
+        ) from None
+    return module(inputs, **modes)

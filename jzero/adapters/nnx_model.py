@@ -15,7 +15,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jzero.adapters.constants import Constants
-from jzero.adapters.methods import take_methods
+from jzero.adapters.methods import outputs_of, take_methods
 from jzero.adapters.torch_habits import refuses_of_models
 from jzero.errors import ConfigError
 from jzero.model import ENDS, STACK, Inputs, stack_loss
@@ -242,8 +242,9 @@ def _dotted(path: tuple) -> str:
 
 def predictor(fn: Callable | None) -> Callable:
     """Make a loss function of (module, batch, rng) that returns `fn(module, batch)`, or `module(batch)`."""
-    f: Callable = fn or (lambda module, batch: module(batch))
-    return lambda module, batch, rng, **extra: f(module, batch, **taken(f, extra))
+    if fn is None:
+        return lambda module, batch, rng, **extra: outputs_of(module, batch, rng is not None)
+    return lambda module, batch, rng, **extra: fn(module, batch, **taken(fn, extra))
 
 
 def taken(method: Callable, extra: dict[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def _refusal(message: str) -> Callable:
 
 
 def check_no_torch_module(what: str, x: Any, instead: str) -> None:
-    """Raise a ConfigError if `x` is a torch.nn.Module or a class of them.
+    """Raise a ConfigError if `x` is a torch.nn.Module, a class of them, or a function of PyTorch.
 
     Args:
       what: its name in the message.
@@ -49,6 +49,8 @@ def check_no_torch_module(what: str, x: Any, instead: str) -> None:
     cls = x if isinstance(x, type) else type(x)
     if kind is not None and issubclass(cls, kind):
         raise ConfigError(f"{what} = {cls.__name__} is a torch.nn.Module, which JAX cannot run: {instead}")
+    if str(getattr(x, "__module__", "")).split(".")[0] == "torch":
+        raise ConfigError(f"{what} = {x.__name__} is a function of PyTorch, which JAX cannot run: {instead}")
 
 
 _PLACED = "leave it out: jzero.initialize puts the parameters on the devices"
