@@ -9,7 +9,7 @@ from typing import Any
 
 import generated_part
 
-from jzero.config import keys
+from jzero.config import autocast, keys
 from jzero.config.screen import FIELDS
 from jzero.config.sections import Section, Settings
 from jzero.optimizers import groups, lr_schedules, table
@@ -34,23 +34,41 @@ def generated() -> Iterator[str]:
     for name, schedule in lr_schedules._DEEPSPEED.items():
         yield from _params(name, schedule.params)
     yield f"From optax, with optax's parameters: {_names(lr_schedules.OPTAX_SCHEDULES)}.\n"
-    yield "## Keys that something else replaces\n"
-    yield "These keys have no meaning under XLA. They load, and the run report names what does their work.\n"
-    replaced = ((f"`{key}`", row.kind.allowed, row.by) for key, row in keys.REPLACED.items())
-    yield from _table(("key", "allowed", "replaced by"), replaced)
-    yield "## Refused keys\n"
-    yield "These keys would change the run. They load at a value that asks for nothing; any other value is an error.\n"
-    refused = ((f"`{key}`", row.text) for key, row in keys.REFUSED.items() if row.text)
-    yield from _table(("key", "reason and fix"), refused)
-    details = [f"`{key}`" for key, row in keys.REFUSED.items() if not row.text]
-    yield f"Accepted while their section's switch is off: {', '.join(details)}.\n"
-    yield "## Ignored keys\n"
-    yield "These keys do nothing in DeepSpeed either. They load, and the run report warns of each one. It lists "
-    yield "remarks too: keys that begin with `_`, `#`, `//` or `comment`.\n"
-    yield from _table(("key", "why"), ((f"`{key}`", why) for key, why in keys.IGNORED.items()))
-    yield "## Other names\n"
-    names = {**keys.RENAMED, **keys.DEPRECATED}
-    yield from _table(("name", "key"), ((f"`{name}`", f"`{key}`") for name, key in names.items()))
+    yield "## Every key\n"
+    yield from EVERY_KEY
+    yield from _table(("key", "jzero", "values, replacement or reason"), sorted(_every_key()))
+
+
+EVERY_KEY = (
+    "The keys of DeepSpeed and of jzero, in alphabetical order.\n",
+    "- **honoured**: a setting, described above.",
+    "- **replaced**: has no meaning under XLA. It loads, and the run report names what does its work.",
+    "- **refused**: would change the run. A value that asks for nothing loads, any other is an error with this text.",
+    "- **detail**: loads; the switch of its section decides.",
+    "- **ignored**: does nothing in DeepSpeed either, or is for another program. It loads, and the run report warns. So does "
+    "a remark: a key that begins with `_`, `#`, `//` or `comment`.",
+    "- **name**: another name of a key. Only one of the two can be given.\n",
+)
+
+
+def _every_key() -> Iterator[tuple[str, str, str]]:
+    for key, field in FIELDS.items():
+        if kind := _kind(field):
+            default = "required" if field.is_required() else f"default {_default(field)}"
+            yield f"`{key}`", "honoured", f"{kind.allowed}; {default}"
+    for key, row in keys.REPLACED.items():
+        yield f"`{key}`", "replaced", f"{row.by} (allowed: {row.kind.allowed})"
+    casts = {f"{section}.{key}" for section, names in autocast.KEYS.items() for key in names}
+    for key in casts:
+        yield f"`{key}`", "replaced", "the `bf16` or `fp16` section, see [Auto](#auto)"
+    for key, (_, text) in keys.REFUSED.items():
+        if key not in casts:
+            yield f"`{key}`", "refused" if text else "detail", text
+    for key, why in keys.IGNORED.items():
+        yield f"`{key}`", "ignored", why
+    for name, key in {**keys.RENAMED, **keys.DEPRECATED}.items():
+        if name not in keys.REPLACED and name not in keys.REFUSED:
+            yield f"`{name}`", "name", f"`{key}`"
 
 
 def _by_group() -> dict[tuple[str, ...], list[str]]:

@@ -5,12 +5,13 @@ mode) and runtime/config.py (`param_dict.get`, which ignores whatever it does no
 """
 
 import math
+from pathlib import Path
 
 import pytest
 from helpers.configs import nest, problem, problems
 
 import jzero
-from jzero.config import Config, keys
+from jzero.config import Config, keys, screen
 from models.mlp import MLP, cross_entropy
 
 BOTH_NAMES = (
@@ -136,10 +137,23 @@ def test_the_run_report_warns():
         assert any(line.startswith(f"  - ignored: {words}") for line in section), words
 
 
+def test_no_key_of_deepspeed_is_unknown():
+    """deepspeed_keys.txt: every key that DeepSpeed's source reads (its pydantic models and `param_dict.get` calls), at
+    commit edaa7221 of August 2026.
+    """
+    theirs = (Path(__file__).parent / "data/deepspeed_keys.txt").read_text().split()
+    assert len(theirs) > 300
+    assert len(set(theirs)) == len(theirs)
+    known = {*screen.KNOWN, *keys.IGNORED, *keys.DEPRECATED}
+    assert [key for key in theirs if keys.renamed(key) not in known] == []
+
+
 def test_no_key_is_in_two_tables():
     known = set(keys.REPLACED) | set(keys.REFUSED)
     assert not known & set(keys.IGNORED)
-    assert set(keys.RENAMED.values()) - {"bf16"} <= known | {"zero_optimization.stage3_param_persistence_threshold"}
+    assert set(keys.RENAMED.values()) - {"bf16", "tensor_parallel.tp"} <= known | {
+        "zero_optimization.stage3_param_persistence_threshold"
+    }
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------

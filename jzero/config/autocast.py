@@ -13,7 +13,7 @@ from jzero.values.kinds import DTYPE, as_json, number
 _APEX_SCALER = {"loss_scale_window": 2000, "hysteresis": 1}
 
 
-_KEYS = {
+KEYS = {
     "torch_autocast": ("enabled", "dtype", "lower_precision_safe_modules"),
     "amp": (
         "enabled", "opt_level", "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights",
@@ -38,7 +38,7 @@ def translate(data: dict[str, Any]) -> tuple[list[Replaced], list[str]]:
     for name, read in (("torch_autocast", _torch_autocast), ("amp", _amp)):
         if not _enabled(data.get(name)):
             continue
-        given = {key: data[name].pop(key) for key in _KEYS[name] if key in data[name]}
+        given = {key: data[name].pop(key) for key in KEYS[name] if key in data[name]}
         try:
             precision, settings = read(given, data)
         except ValueError as wrong:

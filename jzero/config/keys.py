@@ -211,21 +211,27 @@ REFUSED: dict[str, Refused] = {
         device="none"),
     **_later(f"{_ZERO}.offload_param", "parameters outside the device", f"{_PIN} buffer_size max_in_cpu",
         device="none"),
-    **_later(_ZERO, "offload", cpu_offload=False, cpu_offload_params=False, cpu_offload_use_pin_memory=False),
+    **_later(_ZERO, "offload", cpu_offload=False, cpu_offload_param=False, cpu_offload_params=False,
+        cpu_offload_use_pin_memory=False),
     **_later(f"{_ZERO}.zenflow", "ZenFlow; offload_optimizer alone makes the same updates, without delay", **_unset(
         "topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio"
         " full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch")),
     **_later("aio", "NVMe offload", block_size=1048576, queue_depth=8, intra_op_parallelism=1, single_submit=False,
         overlap_events=True, use_gds=False),
-    **_later("compile", "offload", offload_activation=False, offload_opt_states=False, offload_parameters=False),
+    **_later("compile", "offload", "offload_activation_pin_memory", offload_activation=False,
+        offload_opt_states=False, offload_parameters=False),
     **_later("compile", "a choice of compiler passes; XLA chooses its own", passes=[]),
     # other ways to be parallel
-    **_later("tensor_parallel", "tensor parallelism", "preset_model tp_overlap_comm partition_config tp_grain_size",
+    **_later("tensor_parallel", "tensor parallelism", "preset_model tp_overlap_comm partition_config tp_grain_size"
+        " dtype injection_policy_tuple keep_module_on_host replace_with_kernel_inject kernel_inject",
         autotp_size=(0, 1)),
-    **_later("tensor_parallel.tp", "tensor parallelism", "tp_grain_size", tp_size=1),
+    **_later("tensor_parallel.tp", "tensor parallelism", "tp_grain_size mpu tp_group", tp_size=1),
     **_later("", "sequence parallelism", sequence_parallel_size=1),
     **_later("expert_parallel", "expert parallelism", "autoep_size preset_model use_grouped_mm score_func top_k"
-        " moe_layer_pattern router_pattern expert_pattern", enabled=False),
+        " moe_layer_pattern router_pattern expert_pattern combine_impl disable_triton_grouped_mm expert_w1 expert_w2"
+        " expert_w3 expert_tensor_parallel_size has_shared_experts load_balance_coeff num_expert_groups"
+        " num_experts_attr num_limited_groups route_norm route_scale routed_scaling_factor score_apply"
+        " shared_experts_gate_pattern shared_experts_pattern top_k_attr validate_folding_routing", enabled=False),
     # what a run reports
     **_later("tensorboard", "TensorBoard output", "output_path job_name", enabled=False),
     **_later("csv_monitor", "CSV output", "output_path job_name", enabled=False),
@@ -344,6 +350,7 @@ def is_comment(key: str) -> bool:
 # Another name of a key -> the key. Giving both is an error.
 RENAMED = {
     "bfloat16": "bf16",
+    "tensor_parallel.tensor_parallel": "tensor_parallel.tp",
     # DeepSpeed takes both names of these.
     **{f"{_ZERO}.{name}": f"{_ZERO}.stage3_{name}" for name in (
         "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters",
@@ -364,6 +371,7 @@ def renamed(path: str) -> str:
 # Old key -> the key that took its place; giving both is an error.
 DEPRECATED = {
     f"{_ZERO}.cpu_offload": f"{_ZERO}.offload_optimizer",
+    f"{_ZERO}.cpu_offload_param": f"{_ZERO}.offload_param",
     f"{_ZERO}.cpu_offload_params": f"{_ZERO}.offload_param",
     f"{_ZERO}.stage3_gather_fp16_weights_on_model_save": f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
 }
