@@ -28,7 +28,7 @@ CAUSES = (
     r"sequence_parallel_size = \d+: not yet supported",
     r"compile\.passes = ",
     r"(curriculum_learning|data_efficiency)\.enabled = true: ",
-    r"optimizer\.type: 'One[Bb]it(Adam|Lamb)' is not supported yet",
+    r"optimizer\.params\.exact_communication: false asks for compressed communication",
     r"pipeline\.chunks = \d+: schedule \"1f1b\" has one chunk per stage",
 )
 

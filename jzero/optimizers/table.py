@@ -1,6 +1,6 @@
 """The optimizers of a config, one row per name: its parameters, its constructor and its notes for the run report.
 
-DeepSpeed's seven (names in any letter case), then those of `optax` and `optax.contrib` that are made from a learning
+DeepSpeed's ten (names in any letter case), then those of `optax` and `optax.contrib` that are made from a learning
 rate and numbers, except `REFUSED`. A name that both have is DeepSpeed's, with its defaults and arithmetic; optax's own
 are `optax.lamb`, `optax.muon` and `optax.adagrad` where the numbers differ. The spellings `learning_rate`, `b1` and
 `b2` are read everywhere.
@@ -17,10 +17,10 @@ import optax
 import optax.contrib
 
 from jzero.errors import ConfigError
-from jzero.optimizers import muon, transforms
+from jzero.optimizers import muon, onebit, transforms
 from jzero.optimizers.wrappers import Transform, per_layer
 from jzero.values import trainer
-from jzero.values.kinds import FLAG, FRACTION, NON_NEGATIVE32, Kind, either, one_of
+from jzero.values.kinds import FLAG, FRACTION, INT32, NON_NEGATIVE32, Kind, either, one_of
 from jzero.values.parameters import Param, did_you_mean, only, read_params, signature_params
 
 
@@ -76,6 +76,36 @@ _ADAM = {
 }
 _TORCH_ADAM = {"torch_adam": Param(False, FLAG)}
 _NO_TORCH = (lambda p: p["torch_adam"], "{name}: torch_adam chooses a kernel in DeepSpeed and has no meaning here")
+
+
+def _exact_communication(p: dict[str, Any]) -> Iterator[str]:
+    if not p["exact_communication"]:
+        yield (
+            "optimizer.params.exact_communication: false asks for compressed communication, which is not supported "
+            "yet; write true to run this optimizer with exact communication"
+        )
+
+
+# Of the optimizers with compressed communication. DeepSpeed reads bias_correction, and corrects nothing.
+_ONE_BIT: dict[str, Param] = {
+    **_ADAM,
+    "eps_inside_sqrt": only(False, "other values are not supported"),
+    "cuda_aware": Param(False, FLAG),
+    "comm_backend_name": Param("nccl", one_of(("nccl", "mpi", "hccl", "compressed"))),
+    "exact_communication": Param(False, FLAG),
+}
+_ONE_BIT_NOTES = (
+    (
+        lambda p: True,
+        "{name}: exact_communication is true: gradients are averaged exactly, not as signs with error feedback; the "
+        "variance freezes as in DeepSpeed, and no bias is corrected",
+    ),
+    (
+        lambda p: True,
+        "{name}: cuda_aware and comm_backend_name choose a transport in DeepSpeed and have no meaning here",
+    ),
+)
+_FREEZE = {"freeze_step": Param(100_000, INT32)}
 
 DEEPSPEED: dict[str, Row] = {
     "Adam": Row(
@@ -168,9 +198,54 @@ DEEPSPEED: dict[str, Row] = {
         cycles=True,
         base=lambda p: transforms.first(p["lr"], p["muon_lr"], 0.02),
     ),
+    "OneBitAdam": Row(
+        {**_ONE_BIT, **_FREEZE},
+        onebit.one_bit_adam,
+        _ONE_BIT_NOTES,
+        cycles=True,
+        check=_exact_communication,
+        by_group=_ALL_BY_GROUP,
+    ),
+    "ZeroOneAdam": Row(
+        {
+            **_ONE_BIT,
+            "var_freeze_step": Param(100_000, INT32),
+            "var_update_scaler": Param(16, INT32),
+            "local_step_scaler": Param(32_678, INT32),
+            "local_step_clipper": Param(16, INT32),
+        },
+        onebit.zero_one_adam,
+        (
+            *_ONE_BIT_NOTES,
+            (
+                lambda p: True,
+                "{name}: local_step_scaler and local_step_clipper have no effect: every step communicates",
+            ),
+        ),
+        cycles=True,
+        check=_exact_communication,
+        by_group=_ALL_BY_GROUP,
+    ),
+    "OneBitLamb": Row(
+        {
+            **_ONE_BIT,
+            **_FREEZE,
+            "max_coeff": Param(10.0, NON_NEGATIVE32),
+            "min_coeff": Param(0.01, NON_NEGATIVE32),
+            "coeff_beta": Param(0.9, FRACTION),
+            "factor_max": Param(4.0, NON_NEGATIVE32),
+            "factor_min": Param(0.5, NON_NEGATIVE32),
+            "factor_threshold": Param(0.1, NON_NEGATIVE32),
+        },
+        onebit.one_bit_lamb,
+        _ONE_BIT_NOTES,
+        cycles=True,
+        check=_exact_communication,
+        by_group=_ALL_BY_GROUP,
+    ),
 }
 
-LATER = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuSGD")
+LATER = ("MuSGD",)
 
 # optax's, by its names. In these, the update of an element depends on that element alone, or on all parameters at once,
 # so a layer stack changes nothing.

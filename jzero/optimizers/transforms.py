@@ -69,7 +69,10 @@ def add_decay(k: Knobs, p: Mapping[str, Any]) -> Transform:
 Direction = Callable[[Any, Any, Any, Any, Any], Any]
 
 
-def _scale_by_moments(k: Knobs, p: Mapping[str, Any], direction: Direction) -> Transform:
+Learns = Callable[[jax.Array], jax.Array]  # the number of a step, from 1 on -> whether it moves the second moments
+
+
+def _scale_by_moments(k: Knobs, p: Mapping[str, Any], direction: Direction, learns: Learns | None = None) -> Transform:
     """Track Adam's two moments and apply `direction` to them; unlike optax's, the betas may differ by parameter."""
 
     def init(params: Any) -> optax.ScaleByAdamState:
@@ -81,21 +84,25 @@ def _scale_by_moments(k: Knobs, p: Mapping[str, Any], direction: Direction) -> T
         count = optax.safe_increment(state.count)
         mu = jax.tree.map(lambda g, m, b: b * m + (1 - b) * g, updates, state.mu, b1)
         nu = jax.tree.map(lambda g, v, b: b * v + (1 - b) * g * g, updates, state.nu, b2)
+        if learns is not None:
+            nu = jax.tree.map(lambda new, old: jnp.where(learns(count), new, old), nu, state.nu)
         c1, c2 = (jax.tree.map(lambda b: 1 - b**count, betas) for betas in (b1, b2))
         return direction(mu, nu, c1, c2, params), optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
 
     return Transform(init, update)
 
 
-def scale_by_adam(k: Knobs, p: Mapping[str, Any], bias_correction: bool = True) -> Transform:
-    """Scale by Adam's moments, with or without bias correction."""
+def scale_by_adam(
+    k: Knobs, p: Mapping[str, Any], bias_correction: bool = True, learns: Learns | None = None
+) -> Transform:
+    """Scale by Adam's moments, with or without bias correction; the second moments move where `learns` is true."""
 
     def direction(mu: Any, nu: Any, c1: Any, c2: Any, params: Any) -> Any:
         if not bias_correction:
             return jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + p["eps"]), mu, nu)
         return jax.tree.map(lambda m, v, c, d: (m / c) / (jnp.sqrt(v / d) + p["eps"]), mu, nu, c1, c2)
 
-    return _scale_by_moments(k, p, direction)
+    return _scale_by_moments(k, p, direction, learns)
 
 
 def adam(k: Knobs, p: dict[str, Any]) -> Transform:
