@@ -45,8 +45,8 @@ EVERY_KEY = (
     "- **replaced**: has no meaning under XLA. It loads, and the run report names what does its work.",
     "- **refused**: would change the run. A value that asks for nothing loads, any other is an error with this text.",
     "- **detail**: loads; the switch of its section decides.",
-    "- **ignored**: does nothing in DeepSpeed either, or is for another program. It loads, and the run report warns. So does "
-    "a remark: a key that begins with `_`, `#`, `//` or `comment`.",
+    "- **ignored**: does nothing in DeepSpeed either, or is for another program. It loads, and the run report warns. "
+    "So does a remark: a key that begins with `_`, `#`, `//` or `comment`.",
     "- **name**: another name of a key. Only one of the two can be given.\n",
 )
 

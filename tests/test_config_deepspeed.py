@@ -175,6 +175,25 @@ def test_advice_leads_to_a_config_that_loads():
     assert 'write "bf16": {"enabled": true}' in problem({"fp16": {"enabled": True, "type": "bfloat16"}})
 
 
+@pytest.mark.parametrize(
+    ("given", "start"),
+    [
+        ({"optimizer": {"typ": "Adam"}}, 'optimizer.typ = "Adam": unknown key; did you mean "type"?'),
+        ({"optimizer": {"type": 3}}, "optimizer.type = 3: must be a string"),
+        ({"zero_optimization": {"stge": 3, "zero_quantized_weights": True}}, "zero_optimization.stge = 3: unknown key"),
+        ({"bf16": {"bf16_optimizer_states": True, "bf16_masterweights_and_grads": True}}, "bf16.bf16_masterweights"),
+        ({"stage": 3, "zero_optimization": {"zero_quantized_weights": True}}, "stage = 3: unknown key; it belongs in"),
+        ({"autotuning": 3}, "autotuning = 3: must be a section {...}"),
+        ({"optimizer": {"type": "Adam", "params": {"zero": {"a": "b" * 500}}}}, "optimizer.params.zero: unknown par"),
+    ],
+)
+def test_a_misspelled_key_is_one_short_line(given, start):
+    """No contradiction follows from a key that was meant to be there."""
+    line = problem(given)
+    assert line.startswith(start)
+    assert len(line) < 250
+
+
 def test_one_line_for_one_cause():
     found = problem({"zero_optimization": {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}})
     section = "zero_optimization.zeropp_loco_param"

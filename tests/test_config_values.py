@@ -133,7 +133,7 @@ def test_advice_fits_the_value():
         ("stge", "did you mean zero_optimization.stage?"),
         ("lr", "it belongs in optimizer.params"),
         ("warmup_num_steps", "it belongs in scheduler.params"),
-        ("fp16.bf16", '"strict": false makes this a warning'),
+        ("fp16.bf16", "the keys here are auto_cast, "),
         ("mesh.model", "the keys here are data, pipe, tensor, zero"),
         ("timers.throughput.synchronised", 'did you mean "synchronized"?'),
         ("flops_profiler.step", "the keys here are detailed"),

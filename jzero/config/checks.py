@@ -95,7 +95,7 @@ def _gather(s: Settings) -> Iterator[str]:
 _ZERO_PP = ("zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_partition_size")
 
 
-@_reads("zero_optimization", "pipeline.gather")
+@_reads("zero_optimization.stage", "pipeline.gather", *(f"zero_optimization.{key}" for key in _ZERO_PP))
 def _zero_pp(s: Settings) -> Iterator[str]:
     zero = s.zero_optimization
     asked = {key: value for key in _ZERO_PP if (value := getattr(zero, key)) is True or value > 1}

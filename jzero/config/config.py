@@ -13,7 +13,7 @@ from pydantic import PrivateAttr, ValidationError
 from jzero.config import sizes
 from jzero.config.checks import contradictions
 from jzero.config.keys import Ignored, Replaced
-from jzero.config.screen import MISSING, check_extent, explain, plain, pop, screen
+from jzero.config.screen import check_extent, explain, meant, plain, pop, screen
 from jzero.config.sections import Settings
 from jzero.config.source import read
 from jzero.errors import ConfigError
@@ -44,13 +44,18 @@ class Config(Settings):
                 super().__init__(**data)
                 break
             except ValidationError as error:
-                for detail in error.errors():
-                    path = ".".join(map(str, detail["loc"]))
-                    value = pop(data, *detail["loc"])
-                    wrong.add(path)
-                    explain(path, value, detail, found)
-                    if value is MISSING:  # a required key: without it the section cannot be built
+                details = {".".join(map(str, detail["loc"])): detail for detail in error.errors()}
+                for path, detail in details.items():
+                    if detail["type"] == "extra_forbidden":
+                        wrong |= meant(path)
+                for path, detail in details.items():
+                    if detail["type"] == "missing":  # a required key: without it the section cannot be built
                         pop(data, *detail["loc"][:-1])
+                    else:
+                        pop(data, *detail["loc"])
+                    if detail["type"] != "missing" or path not in wrong:
+                        explain(path, detail, found)
+                    wrong.add(path)
         if problems := [*found.problems, *contradictions(self, wrong)]:
             raise ConfigError(*dict.fromkeys(problems))
         self._replaced, self._ignored, self._autos = tuple(found.replaced), tuple(found.ignored), tuple(autos)

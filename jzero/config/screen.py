@@ -10,9 +10,9 @@ from pydantic import BaseModel
 from jzero.config import keys
 from jzero.config.autocast import translate
 from jzero.config.sections import Section, Settings
-from jzero.config.suggest import names_inside, suggest
+from jzero.config.suggest import LISTED, names_inside, suggest
 from jzero.errors import ConfigError, one_line
-from jzero.values.kinds import as_json
+from jzero.values.kinds import as_json, closest
 from jzero.values.masking import mask
 from jzero.values.trainer import is_auto
 
@@ -184,9 +184,22 @@ def _rename(data: dict[str, Any], found: Screened) -> None:
             )
 
 
-def explain(path: str, value: Any, detail: Any, found: Screened) -> None:
+def meant(path: str) -> set[str]:
+    """Return the fields that an unknown key may stand for: those of its name elsewhere, and the nearest beside it.
+
+    >>> meant("fp16.stage"), meant("optimizer.typ")
+    ({'zero_optimization.stage'}, {'optimizer.type'})
+    """
+    section, _, key = path.rpartition(".")
+    near = closest(key, names_inside(section, FIELDS), 0.65)
+    same = {field for field in FIELDS if field.rpartition(".")[2] == key}
+    return same | ({keys.dotted_key(section, near)} if near else set())
+
+
+def explain(path: str, detail: Any, found: Screened) -> None:
     """Word one pydantic error: the key, its value, the allowed values and the fix."""
     *sections, key = detail["loc"]
+    value = detail["input"]
     if detail["type"] == "extra_forbidden":
         return _unknown(".".join(sections), key, value, found)
     if detail["type"] == "missing":
@@ -213,7 +226,8 @@ def _no_section(path: str, value: Any) -> str:
     inside = names_inside(path, FIELDS) or names_inside(path, KNOWN)
     switch = "enabled" if isinstance(value, bool) else "type" if isinstance(value, str) else None
     hint = f"; did you mean {as_json({switch: value})}?" if switch in inside else ""
-    return f"{path} = {_shown(path, value)}: must be a section {{...}} with the keys {', '.join(inside)}{hint}"
+    with_keys = f" with the keys {', '.join(inside)}" if len(inside) <= LISTED else ""
+    return f"{path} = {_shown(path, value)}: must be a section {{...}}{with_keys}{hint}"
 
 
 def _shown(key: str, value: Any) -> str:

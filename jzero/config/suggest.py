@@ -9,7 +9,7 @@ from jzero.values.kinds import as_json, closest, either
 _PARAMS = {"optimizer.params": OPTIMIZER_PARAMS, "scheduler.params": SCHEDULER_PARAMS}
 _ADVICE = {key: f"it belongs in {home}" for home, keys in _PARAMS.items() for key in keys.split()}
 _ADVICE["max_grad_norm"] = CLIP
-_LISTED = 8  # names; more are a wall of text
+LISTED = 10  # names; more are a wall of text
 
 
 def names_inside(section: str, keys: Iterable[str]) -> list[str]:
@@ -61,6 +61,6 @@ def suggest(section: str, key: str, value: object, working: Collection[str], kno
     if close := closest(key, {k.rpartition(".")[2] for k in working if fits(k)}, 0.8):
         return f"did you mean {either(k for k in working if k.rpartition('.')[2] == close)}?"
     here = names_inside(section, working) or names_inside(section, known)
-    if len(here) <= _LISTED:
+    if len(here) <= LISTED:
         return f"the keys here are {', '.join(here)}"
     return 'no known key resembles it; docs/configuration.md lists all, and "strict": false makes this a warning'

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from jzero.errors import shorten
 from jzero.values.kinds import FLAG, Kind, as_json, closest, number, quote
 from jzero.values.masking import mask
 
@@ -61,19 +62,22 @@ def read_params(section: str, given: Mapping[str, Any], table: ParamTable) -> tu
     problems = []
     for name, value in given.items():
         if name not in table:
-            problems.append(
-                f"{section}.{name}: unknown parameter (value {quote(mask(name, value))}){did_you_mean(name, table)} "
-                f"Allowed: {', '.join(table) or 'none'}"
-            )
+            hint = f"{did_you_mean(name, table)} Allowed: {', '.join(table) or 'none'}"
+            problems.append(f"{section}.{name}: unknown parameter (value {_shown(name, value)}){hint}")
         elif value is not None or table[name].default is not None:
             try:
                 values[name] = table[name].kind(value)
             except ValueError as wrong:
-                problems.append(f"{section}.{name}: {quote(mask(name, value))} {wrong}")
+                problems.append(f"{section}.{name}: {_shown(name, value)} {wrong}")
     for name, param in table.items():
         if param.default is REQUIRED and name not in given:
             problems.append(f"{section}.{name}: missing; give {param.kind.allowed}")
     return values, problems
+
+
+def _shown(name: str, value: Any) -> str:
+    """Write a value as in Python, masked under a secret's name and shortened."""
+    return shorten(quote(mask(name, value)), 80)
 
 
 _ANYTHING = Kind("a value", lambda value: value)
