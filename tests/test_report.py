@@ -241,6 +241,11 @@ def test_fits_a_chat():
         assert not re.search(r"[ \t]$", text, re.M)
 
 
+def test_a_sum_of_gradients_is_said():
+    lines = section(report_of(mlp(), gradient_allreduce_op="SUM", zero_optimization={"stage": 3})[1], "In effect")
+    assert "  - gradient_allreduce_op sum: gradients are 8 times those of the mean over the replicas" in lines
+
+
 def test_auto_is_said():
     _, text = report_of(mlp(), bf16={"enabled": "auto"}, fp16={"loss_scale": "auto"})
     assert '"auto", so the default: bf16.enabled = false, fp16.loss_scale = 0' in " ".join(text.split())

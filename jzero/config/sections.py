@@ -205,7 +205,8 @@ class TimersConfig(Section):
 class Settings(Section):
     """The top level of a config file.
 
-    With `strict` false, an unknown key is a warning in the run report instead of an error.
+    With `strict` false, an unknown key is a warning in the run report instead of an error. `gradient_allreduce_op`
+    "sum" adds the replicas' gradients at every stage (DeepSpeed refuses it at stage 3).
 
     `wall_clock_breakdown` and `memory_breakdown` print a line beside each progress line: every `steps_per_print` steps,
     10 if that is null or Infinity. `dump_state` prints config, mesh, parameters and settings at the start.
@@ -220,7 +221,7 @@ class Settings(Section):
     wall_clock_breakdown: Flag = False
     memory_breakdown: Flag = False
     dump_state: Flag = False
-    gradient_clipping: NonNegative = 1.0
+    gradient_clipping: Annotated[float, PlainValidator(kinds.CLIP)] = 1.0
     gradient_allreduce_op: Annotated[Reduction, PlainValidator(one_of(get_args(Reduction)))] = "mean"
     communication_data_type: Annotated[Dtype | None, PlainValidator(kinds.DTYPE_OR_NULL)] = None
     data_types: DataTypes = DataTypes()

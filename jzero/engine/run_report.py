@@ -224,6 +224,10 @@ def _effective(step: Any) -> list[str]:
     config, schedule, facts = step.config, step.setup.schedule, step.setup.passes.facts
     clip = config.gradient_clipping
     lines = [f"gradient_clipping {clip:g}: by global norm" if clip else "gradient_clipping 0: off"]
+    if config.gradient_allreduce_op == "sum":
+        lines.append(
+            f"gradient_allreduce_op sum: gradients are {step.replicas} times those of the mean over the replicas"
+        )
     if config.precision != "fp32" and not step.precision.check_overflow:
         lines.append("bf16.check_grad_overflow false: a gradient that is not finite reaches the parameters")
     else:

@@ -266,6 +266,11 @@ INT32_OR_REST = Kind(f"-1 or {_UP_TO}", number(1, most=2**31 - 1, whole=True, or
 SEED = Kind(f"a non-negative integer up to {2**32 - 1}", number(0, most=2**32 - 1, whole=True).parse)
 EVERY = Kind("a positive integer, Infinity (never) or null", _every)
 NON_NEGATIVE = number(0)
+# true is the norm 1.0 in people's files: in DeepSpeed's Python it is the number 1
+CLIP = Kind(
+    "a non-negative number, true (1.0) or false (0, off)",
+    lambda x: NON_NEGATIVE.parse(float(x) if isinstance(x, bool) else x),
+)
 NON_NEGATIVE32 = number(0, float32=True)
 FRACTION = number(0, below=1)
 STAGE = Kind("0, 1, 2 or 3", _stage)
