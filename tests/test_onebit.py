@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from helpers.optimizers import config, train
 from helpers.reference import Layout, batches, model
+from jax.sharding import Mesh
 
 import jzero
+from experiments.benchmarks import onebit
 from jzero import optimizers
 from jzero.optimizers.lr_schedules import LRSchedule
 
@@ -142,3 +144,30 @@ def test_the_report_names_the_fallback_and_training_works():
     for batch in batches("decoder")[:3]:
         state, metrics = step(state, batch)
         assert np.isfinite(float(metrics["loss"]))
+
+
+# ------------------------------------------------------------------------------------------- the compressed all-reduce
+
+
+def test_the_benchmark_compresses_as_deepspeed_does():
+    """runtime/comm/nccl.py, `compressed_allreduce`, three rounds with error feedback on 8 devices."""
+    size, n = 8, 8 * 64
+    rng = np.random.default_rng(0)
+    worker, server = np.zeros((size, n)), np.zeros((size, n // size))
+    found_worker, found_server = jnp.asarray(worker, jnp.float32), jnp.asarray(server, jnp.float32)
+    run = onebit.program(onebit.compressed_all_reduce, Mesh(np.array(jax.devices()), onebit.AXIS), 3)
+    for _ in range(3):
+        momentum = rng.normal(size=(size, n)).astype(np.float32)
+        buffer = momentum + worker
+        scales = np.linalg.norm(buffer, axis=1) / np.sqrt(n)
+        signs = np.where(buffer >= 0, 1.0, -1.0)
+        worker = buffer - scales[:, None] * signs
+        parts = (signs * scales[:, None] / size).sum(0).reshape(size, -1) + server
+        part_scales = np.linalg.norm(parts, axis=1, keepdims=True) / np.sqrt(n // size)
+        server = parts - part_scales * np.where(parts >= 0, 1.0, -1.0)
+        expected = (part_scales * np.where(parts >= 0, 1.0, -1.0)).reshape(-1)
+        found, found_worker, found_server = run(jnp.asarray(momentum), found_worker, found_server)
+        for device in np.asarray(found):
+            np.testing.assert_allclose(device, expected, rtol=1e-4)
+        np.testing.assert_allclose(found_worker, worker, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(found_server, server, rtol=1e-4, atol=1e-5)

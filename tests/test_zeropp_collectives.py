@@ -11,7 +11,7 @@ of a layer are gathered twice per micro-batch, those of the ends once. Expected,
 | hpZ  | all-gather across, once a step| 2 S / n of bf16: the second copy, outside the micro-batch |
 |      | all-gather inside n           | 2 S of bf16                                               |
 
-Vectors are never quantized. `block` is the largest even divisor of the S / N elements of a part, from 16 to 256.
+Vectors are never quantized. `block` is the largest even divisor of the S / N elements of a part, from 16 to 64.
 """
 
 import importlib.util
@@ -71,7 +71,7 @@ def expected(weights, gradients, n, unroll):
             moved["all-gather", "bf16", 2 * elements, group, inside] += times
 
     def block(part):
-        return max(size for size in range(16, 257, 2) if part % size == 0)
+        return max(size for size in range(16, 65, 2) if part % size == 0)
 
     for name, (shape, layers) in MATRICES.items():
         elements, times = prod(shape), layers * ACCUM

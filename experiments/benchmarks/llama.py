@@ -42,6 +42,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--scan", action="store_true", help="scan the stack instead of unrolling it")
     p.add_argument("--reduce", choices=["fp32", "bf16"], default="bf16", help="dtype of the gradient reduction")
     p.add_argument("--lr", type=float, default=3e-4)
+    p.add_argument("--zero", action="append", default=[], metavar="KEY=VALUE", help="a key of zero_optimization")
     p.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="an XLA compiler option")
     p.add_argument("--tag", default="")
     p.add_argument("--plan", type=int, metavar="GPUS", help="only compile, for this many H200s that need not be there")
@@ -51,6 +52,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def config(args: argparse.Namespace) -> dict:
+    def values(pairs: list[str]) -> dict[str, bool | int | str]:
+        return {key: value(text) for key, text in (pair.split("=", 1) for pair in pairs)}
+
     def value(text: str) -> bool | int | str:
         return {"true": True, "false": False}.get(text, int(text) if text.lstrip("-").isdigit() else text)
 
@@ -61,12 +65,12 @@ def config(args: argparse.Namespace) -> dict:
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "communication_data_type": args.reduce,
-        "zero_optimization": {"stage": args.stage},
+        "zero_optimization": {"stage": args.stage, **values(args.zero)},
         "activation_checkpointing": {"policy": args.remat},
         "mesh": {"pipe": args.pipe, "data": args.data},
         "pipeline": {"schedule": args.schedule, "chunks": args.chunks, "gather": args.gather},
         "stack": {"unroll": not args.scan},
-        "compiler_options": {k: value(v) for k, v in (option.split("=", 1) for option in args.option)},
+        "compiler_options": values(args.option),
     }
 
 
