@@ -19,7 +19,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.batch import check_batch, host_arrays, place_batch, place_extra, rows_of_this_process
-from jzero.config import Config
+from jzero.config import Config, without_curriculum
 from jzero.distributed import heartbeat
 from jzero.distributed.consistency import Guard
 from jzero.distributed.host_collectives import check_same
@@ -46,6 +46,9 @@ class Details(NamedTuple):
     loss_scale: LossScale
 
 
+Done = tuple[TrainState, Metrics, Details]
+
+
 def make_train_step(
     model: Model,
     config: Config | dict | str,
@@ -67,7 +70,8 @@ def make_train_step(
     Raises:
       ConfigError: a config that does not fit itself, the devices or the model, before anything is compiled.
     """
-    return TrainStep(model, Config.load(config), mesh=mesh, optimizer=optimizer, total_num_steps=total_num_steps)
+    config = without_curriculum(Config.load(config))
+    return TrainStep(model, config, mesh=mesh, optimizer=optimizer, total_num_steps=total_num_steps)
 
 
 class TrainStep:
@@ -184,9 +188,7 @@ class TrainStep:
         new_state_specs, _ = partition(self.state_specs.params, is_state(self.layouts))
         gradients = self._manual(region.gradients, 3, Result(grad_specs, replicated, replicated, new_state_specs))
 
-        def step(
-            state: TrainState, batch: PyTree, extra: PyTree, rate: Any = None
-        ) -> tuple[TrainState, Metrics, Details]:
+        def step(state: TrainState, batch: PyTree, extra: PyTree, rate: Any = None) -> Done:
             rng = jax.random.fold_in(state.rng, state.step)
             result = gradients(state.params, batch, extra, rng, state.loss_scale.scale)
             with jax.named_scope(SCOPE):
@@ -263,7 +265,7 @@ class TrainStep:
         state, metrics, _ = self.run(state, batch, extra)
         return state, metrics
 
-    def run(self, state: TrainState, batch: PyTree, extra: PyTree = None) -> tuple[TrainState, Metrics, Details]:
+    def run(self, state: TrainState, batch: PyTree, extra: PyTree = None) -> Done:
         """Run one step like `__call__`, and return its details too."""
         batch = host_arrays(batch)
         self._check_batch(batch, self.batch_sizes.train)
@@ -273,9 +275,7 @@ class TrainStep:
         steady = self._guard.check("a step", (batch, extra))
         return self._run(state, batch, extra, steady)
 
-    def run_micro_batches(
-        self, state: TrainState, parts: Sequence[PyTree], extra: PyTree = None
-    ) -> tuple[TrainState, Metrics, Details]:
+    def run_micro_batches(self, state: TrainState, parts: Sequence[PyTree], extra: PyTree = None) -> Done:
         """Run one step on any number of micro-batches of all replicas (leading dimension micro x replicas)."""
         parts = [self.place_micro_batch(part) for part in parts]
         check_alive(state)
@@ -283,9 +283,7 @@ class TrainStep:
         steady = self._guard.check("a step", (parts[0], extra), len(parts))
         return self._run(state, self._concatenate(parts), extra, steady)
 
-    def _run(
-        self, state: TrainState, batch: PyTree, extra: PyTree, steady: bool
-    ) -> tuple[TrainState, Metrics, Details]:
+    def _run(self, state: TrainState, batch: PyTree, extra: PyTree, steady: bool) -> Done:
         rate = None if self.rate is None else np.float32(self.rate)
         self._seen = self._seen or (*jax.tree.map(_shape, (batch, extra)), rate)
         with heartbeat.work(steady) as finished_when:
@@ -337,8 +335,7 @@ class TrainStep:
         with heartbeat.work() as finished_when:
             means = self._evaluate(state.params, batch, extra)
             finished_when(means[LOSS])
-        loss = means.pop(LOSS)
-        return (loss, means) if getattr(self.model, "has_aux", False) else loss
+        return (means.pop(LOSS), means) if getattr(self.model, "has_aux", False) else means[LOSS]
 
     def micro_loss(self, state: TrainState, part: PyTree, index: int, extra: PyTree = None) -> jax.Array:
         """Compute the loss of micro-batch `index` of the next step before that step, with its dropout.
@@ -347,8 +344,7 @@ class TrainStep:
         """
         check_alive(state)
         rng = jax.random.fold_in(state.rng, state.step)
-        part = self.place_micro_batch(part)
-        extra = place_extra(extra, self.mesh)
+        part, extra = self.place_micro_batch(part), place_extra(extra, self.mesh)
         self._guard.check("a micro-batch's loss", (part, extra))
         return self._micro_loss(state.params, part, extra, rng, jnp.int32(index))
 

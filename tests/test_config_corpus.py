@@ -27,7 +27,7 @@ CAUSES = (
     r"tensor_parallel\.autotp_size = \d+: not yet supported",
     r"sequence_parallel_size = \d+: not yet supported",
     r"compile\.passes = ",
-    r"(curriculum_learning|data_efficiency)\.enabled = true: ",
+    r"data_efficiency\.data_routing\.random_ltd\.enabled = true: ",
     r"optimizer\.params\.exact_communication: false asks for compressed communication",
     r"pipeline\.chunks = \d+: schedule \"1f1b\" has one chunk per stage",
 )

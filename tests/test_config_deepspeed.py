@@ -151,9 +151,7 @@ def test_no_key_of_deepspeed_is_unknown():
 def test_no_key_is_in_two_tables():
     known = set(keys.REPLACED) | set(keys.REFUSED)
     assert not known & set(keys.IGNORED)
-    assert set(keys.RENAMED.values()) - {"bf16", "tensor_parallel.tp"} <= known | {
-        "zero_optimization.stage3_param_persistence_threshold"
-    }
+    assert set(keys.RENAMED.values()) - {"tensor_parallel.tp"} <= known | set(screen.FIELDS)
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------

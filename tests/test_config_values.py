@@ -190,7 +190,6 @@ def _parses(kind, value) -> bool:
     [
         ("tensorboard.enabled", True), ("wandb.enabled", True), ("csv_monitor.enabled", True), ("comet.enabled", True),
         ("flops_profiler.enabled", True), ("comms_logger.enabled", True), ("elasticity.enabled", True),
-        ("data_efficiency.enabled", True), ("curriculum_learning.enabled", True),
         ("zero_optimization.offload_optimizer.device", "cpu"), ("zero_optimization.offload_param.device", "nvme"),
         ("zero_optimization.cpu_offload", True), ("zero_optimization.zenflow.topk_ratio", 0.1),
         ("zero_optimization.zero_quantized_nontrainable_weights", True),

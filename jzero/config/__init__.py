@@ -15,6 +15,7 @@ jzero.errors.ConfigError: zero_optimization.stge = 3: unknown key; did you mean 
 """
 
 from jzero.config.config import Config
+from jzero.config.curriculum import without_curriculum
 from jzero.config.keys import Ignored, Replaced
 from jzero.config.sections import (
     ActivationCheckpointing,
@@ -51,4 +52,5 @@ __all__ = [
     "TimersConfig",
     "WatchdogConfig",
     "ZeroConfig",
+    "without_curriculum",
 ]

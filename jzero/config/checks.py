@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator
 
 from jzero import optimizers
+from jzero.config import curriculum
 from jzero.config.schedule_names import chunk_problems
 from jzero.config.sections import MeshConfig, Settings
 from jzero.config.sizes import AXES_TO_COME, MICS, asked_degrees, zero_group
@@ -147,3 +148,10 @@ def _optimizer(s: Settings) -> Iterator[str]:
 def _scheduler(s: Settings) -> Iterator[str]:
     if s.scheduler:
         yield from lr_schedules.scheduler_problems(s.scheduler)
+
+
+@_reads("curriculum_learning.enabled", *(f"{curriculum.NEWER}.{key}" for key in ("enabled", "curriculum_metrics")))
+def _curriculum(s: Settings) -> Iterator[str]:
+    yield from curriculum.switch_problems(s)
+    for path, schedule in curriculum.active(s).items():
+        yield from curriculum.schedule_problems(path, schedule)

@@ -55,6 +55,7 @@ def _replaced(*rows: tuple[str, Kind, str, str]) -> dict[str, Replacement]:
 
 
 _ZERO, _REMAT = "zero_optimization", "activation_checkpointing"
+_SAMPLING = "data_efficiency.data_sampling"
 _MEAN = "the mean over the global batch inside the compiled step"
 _ONE_STEP = "the compiled step: XLA fuses, combines and orders the collectives"
 _COMBINER = "XLA's collective combiner; its thresholds can be set in compiler_options"
@@ -116,6 +117,11 @@ REPLACED: dict[str, Replacement] = _replaced(
     ("checkpoint.writer", TEXT, _ORBAX, "type data_parallel"),
     ("checkpoint.writer", FLAG, _ORBAX, "io_buffer_double show_statistics decoupled"),
     ("checkpoint.writer", POSITIVE, _ORBAX, "io_buffer_size io_multiplier"),
+    ("data_efficiency", COUNT, "seed, which shuffles training_data", "seed"),
+    (_SAMPLING, POSITIVE, "training_data, which begins again at its end", "num_epochs"),
+    (_SAMPLING, COUNT, "the loader's thread", "num_workers"),
+    (_SAMPLING, FLAG, "the loader's thread", "pin_memory"),
+    (f"{_SAMPLING}.curriculum_learning", TEXT, "the step alone: the lengths need no files", "data_cluster_path"),
     ("compile", FLAG, _COMPILED, "deepcompile free_activation double_buffer symmetric_memory debug_log"
         " sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors"
         " keep_all_input_tensors"),
@@ -185,6 +191,8 @@ _SWITCHES = "must be true or false"
 CLIP = 'the optimizer does not clip; write "gradient_clipping" with this value at the top level'
 _QUANTIZE = "quantize in the model (qwix and aqt fake-quantize Flax modules)"
 _PRUNE = "multiply the kernels by masks in the model, or mask the updates with optimizer=optax.chain(...)"
+_BY_METRIC = "choosing samples by difficulty; sort training_data by it and pass an iterable, which keeps its order"
+_METRICS = f"{_SAMPLING}.curriculum_learning.curriculum_metrics"
 _PIN = "pin_memory nvme_path buffer_count"
 
 # fmt: off
@@ -256,9 +264,17 @@ REFUSED: dict[str, Refused] = {
         " end_profile_step tuner_type tuner_early_stopping tuner_num_trials mp_size num_tuning_micro_batch_sizes"
         " arg_mappings max_train_batch_size min_train_batch_size max_train_micro_batch_size_per_gpu"
         " min_train_micro_batch_size_per_gpu model_info model_info_path metric_path"),
-    **_later("data_efficiency", "data efficiency", "seed data_sampling data_routing", enabled=False),
-    **_later("curriculum_learning", "curriculum learning",
-        "curriculum_type min_difficulty max_difficulty schedule_type schedule_config", enabled=False),
+    **_later(f"{_SAMPLING}.dynamic_batching", "batches of a number of tokens (jzero.data.Packed fills rows instead)",
+        "metrics_path lr_scaling_method min_batch_size max_batch_size sequence_picking_order max_tokens verbose",
+        enabled=False),
+    **_later(f"{_METRICS}.seqlen", _BY_METRIC, "difficulty_type index_to_sample_path index_to_metric_path",
+        clustering_type="single_cluster"),
+    **_later(_METRICS, _BY_METRIC, vocabularyrarity=None, seqlen_reshape=None),
+    **_details("data_efficiency", "data_routing.enabled"),
+    **_later("data_efficiency.data_routing.random_ltd", "dropping tokens between layers; the model can keep random"
+        " positions itself (jnp.take) and put the others back after its layers", "total_layer_num random_ltd_layer_num"
+        " random_ltd_layer_id model_mask_name model_type hidden_state_order random_ltd_schedule layer_token_lr_schedule",
+        enabled=False),
     # training methods
     **_later("progressive_layer_drop", "progressive layer dropping", "theta gamma", enabled=False),
     **_later("hybrid_engine", "the hybrid engine", "max_out_tokens inference_tp_size release_inference_cache"
@@ -351,6 +367,7 @@ def is_comment(key: str) -> bool:
 RENAMED = {
     "bfloat16": "bf16",
     "tensor_parallel.tensor_parallel": "tensor_parallel.tp",
+    f"{_METRICS}.seqlen_truncate": f"{_METRICS}.seqlen",  # Megatron-DeepSpeed's name
     # DeepSpeed takes both names of these.
     **{f"{_ZERO}.{name}": f"{_ZERO}.stage3_{name}" for name in (
         "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters",

@@ -35,7 +35,7 @@ def check_extent(data: Mapping[str, Any]) -> None:
         if keys > MOST_KEYS:
             raise ConfigError(f"config: has more than {MOST_KEYS:,} keys; about 250 are known")
         level = [child for node in level for child in (node.values() if isinstance(node, Mapping) else node)]
-    raise ConfigError(f"config: is nested deeper than {MOST_LEVELS} levels; known keys have up to four")
+    raise ConfigError(f"config: is nested deeper than {MOST_LEVELS} levels; known keys have up to seven")
 
 
 def plain(node: Any, autos: list[str], path: str = "") -> Any:

@@ -12,6 +12,7 @@ from jzero.values.kinds import Dtype, number, one_of
 Policy = Literal["none", "full", "matmuls"]
 Reduction = Literal["mean", "sum"]
 Gather = Literal["step", "micro_batch"]
+Growth = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
 NoDecay = Literal["norms_biases", "norms_biases_embeddings"]
 
 Flag = Annotated[bool, PlainValidator(kinds.FLAG)]
@@ -21,6 +22,7 @@ PositiveInt32 = Annotated[int, PlainValidator(kinds.INT32)]
 PositiveOrNone = Annotated[int | None, PlainValidator(kinds.POSITIVE_OR_NULL)]
 PositiveInt32OrNone = Annotated[int | None, PlainValidator(kinds.INT32_OR_NULL)]
 PositiveOrRest = Annotated[int, PlainValidator(kinds.INT32_OR_REST)]
+PositivesOrNone = Annotated[tuple[int, ...] | None, PlainValidator(kinds.POSITIVES_OR_NULL)]
 NonNegative = Annotated[float, PlainValidator(kinds.NON_NEGATIVE)]
 Params = Annotated[dict[str, Any], PlainValidator(kinds.PARAMS)]
 Options = Annotated[dict[str, bool | int | float | str], PlainValidator(kinds.OPTIONS)]
@@ -190,6 +192,67 @@ class EmaConfig(Section):
     decay: Annotated[float, PlainValidator(kinds.FRACTION)] = 0.999
 
 
+class ScheduleConfig(Section):
+    """The numbers of a schedule of difficulties.
+
+    `fixed_linear` and `fixed_root` take `total_curriculum_step` and `difficulty_step`, `fixed_root` also `root_degree`;
+    `fixed_discrete` takes `difficulty`, and `max_step` with one entry less: the last step of each.
+    """
+
+    total_curriculum_step: PositiveOrNone = None
+    difficulty_step: PositiveOrNone = None
+    root_degree: Annotated[float | None, PlainValidator(number(above=0, none=True))] = None
+    difficulty: PositivesOrNone = None
+    max_step: PositivesOrNone = None
+
+
+class CurriculumMetric(Section):
+    """A schedule of sequence lengths, as in `curriculum_learning`."""
+
+    min_difficulty: PositiveOrNone = None
+    max_difficulty: PositiveOrNone = None
+    schedule_type: Annotated[Growth | None, PlainValidator(one_of(get_args(Growth), none=None))] = None
+    schedule_config: ScheduleConfig = ScheduleConfig()
+
+
+class CurriculumLearning(CurriculumMetric):
+    """Sequences that begin at `min_difficulty` tokens and grow to `max_difficulty`, their length in the batch.
+
+    The engine cuts the batch of every training step. Every length compiles the step once; `difficulty_step` bounds
+    their number.
+    """
+
+    enabled: Flag = False
+    curriculum_type: Annotated[Literal["seqlen"], PlainValidator(one_of(("seqlen",)))] = "seqlen"
+
+
+class CurriculumMetrics(Section):
+    """The difficulties that grow: the length of the sequences."""
+
+    seqlen: CurriculumMetric | None = None
+
+
+class SamplingCurriculum(Section):
+    """Curriculum learning by DeepSpeed's newer name."""
+
+    enabled: Flag = False
+    curriculum_metrics: CurriculumMetrics = CurriculumMetrics()
+
+
+class DataSampling(Section):
+    """What the data loader does to the samples."""
+
+    enabled: Flag = False
+    curriculum_learning: SamplingCurriculum = SamplingCurriculum()
+
+
+class DataEfficiency(Section):
+    """DeepSpeed's data efficiency library."""
+
+    enabled: Flag = False
+    data_sampling: DataSampling = DataSampling()
+
+
 class ThroughputConfig(Section):
     """The samples-per-second line."""
 
@@ -235,6 +298,8 @@ class Settings(Section):
     pipeline: PipelineConfig = PipelineConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     ema: EmaConfig | None = None
+    curriculum_learning: CurriculumLearning = CurriculumLearning()
+    data_efficiency: DataEfficiency = DataEfficiency()
     data_parallel_size: PositiveInt32OrNone = None
     trainable_parameters: PatternsOrNone = None
     frozen_parameters: Patterns = ()

@@ -76,7 +76,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
             raise ConfigError(f"{name} = {as_json(tree)}: must be a JSON object {{...}} of config keys")
         data = _distinct(tree, "", twice)
     except RecursionError:
-        raise ConfigError(f"{name}: is nested too deeply; a config has up to four levels of {{...}}") from None
+        raise ConfigError(f"{name}: is nested too deeply; a config has up to seven levels of {{...}}") from None
     if twice:
         raise ConfigError(*[f"{key}: given twice in {name}; keep one of the two" for key in twice])
     return data

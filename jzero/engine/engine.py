@@ -13,6 +13,7 @@ import jax
 from jzero import checkpoint, weights
 from jzero.checkpoint.tags import DEFAULT_TAG
 from jzero.data import DataLoader, RepeatingLoader
+from jzero.data.curriculum import curriculum_of
 from jzero.distributed import last_words, preemption
 from jzero.distributed.place import log_dist
 from jzero.engine import progress, restore
@@ -39,6 +40,7 @@ class Engine(Views):
     Attributes:
       step_fn: the TrainStep. mesh, config: the step's.
       state: the TrainState; read or replace it freely.
+      curriculum: the lengths of the training sequences; None without curriculum learning in the config.
       global_steps, global_samples, micro_steps: counts since step 0, across resumes.
       eval_metrics: loss and metrics of the last evaluation.
       client_state: the notes of the last save, or of the checkpoint that was resumed.
@@ -54,7 +56,7 @@ class Engine(Views):
         self.client_state: dict = {}
         self._batches = None if loader is None else RepeatingLoader(loader)
         self._accumulation = Accumulation(self.config.managed_gradient_accumulation)
-        self._outside = Outside()
+        self._outside, self.curriculum = Outside(), curriculum_of(self.config)
         self._training = True
         self._metrics: Metrics | None = None
         self.eval_metrics: Metrics = {}
@@ -99,8 +101,10 @@ class Engine(Views):
         if isinstance(source, Iterator):
             with self._monitor.part(DATA):
                 parts = take(source, self.gradient_accumulation_steps(), ours=source is self._batches)
+            parts = [self._cut(part) for part in parts]
             done = self._monitor.run(lambda: self.step_fn.run_micro_batches(self.state, parts, extra))
         else:
+            source = self._cut(source)
             done = self._monitor.run(lambda: self.step_fn.run(self.state, source, extra))
         self.micro_steps += self.gradient_accumulation_steps()
         self._finish(done, self.gradient_accumulation_steps())
@@ -132,6 +136,8 @@ class Engine(Views):
         Args:
           extra: as for `train_batch`; the same for all micro-batches of a step.
         """
+        if self._training:
+            micro_batch = self._cut(micro_batch)
         if hasattr(self.step_fn.model, "criterion"):
             if extra is not None:
                 raise ConfigError(
@@ -146,6 +152,7 @@ class Engine(Views):
     def loss(self, outputs: Outputs, labels: Any, extra: Any = None) -> Any:
         """Compute the criterion of the outputs that `engine(inputs)` just returned, and labels for the same rows."""
         check_criterion(self.step_fn.model)
+        labels = self._cut(labels, whole=False) if self._training else labels
         return self._loss(self._outside.batch(outputs, labels), extra)
 
     def _loss(self, micro_batch: Any, extra: Any) -> Any:
@@ -217,6 +224,10 @@ class Engine(Views):
         self._monitor.finish(self, last)  # with `last`, this call does not return, and the script never gets the loss
         if last:
             save_and_exit(lambda: self.save_checkpoint(self._home, client_state=self.client_state))
+
+    def _cut(self, batch: Any, whole: bool = True) -> Any:
+        """Cut a batch to the sequence length of the next step, if the config has a curriculum."""
+        return batch if self.curriculum is None else self.curriculum.cut(batch, self.global_steps + 1, whole=whole)
 
     # ------------------------------------------------------------------ modes and sizes
 

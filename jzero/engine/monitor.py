@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import jax
 
 from jzero.config import Config
+from jzero.data.curriculum import Curriculum
 from jzero.engine.clock import DEVICE, HOST, SCRIPT, Clock
 from jzero.engine.memory_lines import planned, used
 from jzero.engine.run_report import half_precision
@@ -24,6 +25,7 @@ class Run(Protocol):
     step_fn: TrainStep
     global_steps: int
     global_samples: int
+    curriculum: Curriculum | None
 
     @property
     def metrics(self) -> Metrics: ...
@@ -85,7 +87,8 @@ class Monitor:
     def _lines(self, run: Run) -> None:
         step, skipped = run.global_steps, run.skipped_steps  # waits for the step
         reading = self.clock.read(step, run.global_samples)
-        self._say(line(step, run.metrics, skipped, reading.speed, self._config))
+        length = None if run.curriculum is None else run.curriculum.length(step)
+        self._say(line(step, run.metrics, skipped, reading.speed, self._config, length))
         if self._timed:
             self.times = reading.parts
             self._say(time_line(step, reading.parts))
@@ -102,15 +105,18 @@ class Monitor:
             print(text, flush=True)
 
 
-def line(step: int, metrics: Mapping[str, Any], skipped: int, speed: float, config: Config) -> str:
-    """Format one line about a finished step; `speed` is in samples per second."""
+def line(
+    step: int, metrics: Mapping[str, Any], skipped: int, speed: float, config: Config, length: int | None = None
+) -> str:
+    """Format one line about a finished step; `speed` is in samples per second, `length` that of a curriculum."""
     m = {name: float(value) for name, value in metrics.items()}
     scale = f", loss scale {m['loss_scale']:g}" if config.fp16.enabled else ""
     rate = f", {speed:.1f} samples/s" if config.timers.throughput.enabled else ""
+    cut = f", sequence {length}" if length else ""
     own = "".join(f", {name} {x:.4g}" for name, x in m.items() if name not in STEP_METRICS)
     return (
         f"step {step}: loss {m['loss']:.4f}{own}, lr {m['lr']:.3e}, grad norm {m['grad_norm']:.3f}{scale}, "
-        f"skipped {skipped}{rate}"
+        f"skipped {skipped}{cut}{rate}"
     )
 
 

@@ -13,6 +13,7 @@ import jax
 
 from jzero import optimizers
 from jzero.config.sizes import BATCH
+from jzero.data.curriculum import curriculum_of
 from jzero.distributed.gpu_faults import loaded_nccl
 from jzero.errors import shorten, some_of
 from jzero.mesh import AXES, PIPE, ZERO
@@ -246,6 +247,8 @@ def _effective(step: Any) -> list[str]:
     if schedule:
         lines.append(_rates(schedule.lr))
         lines += schedule.notes
+    if curriculum := curriculum_of(config):
+        lines.append(curriculum.describe())
     if facts.layers:
         lines.append(
             f"layer stack: {facts.layers} layers, {'unrolled' if facts.unrolled else 'scanned'}; "

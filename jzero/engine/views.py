@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import numpy as np
 from jzero import weights
 from jzero.adapters.torch_habits import refuses_of_engines, refuses_of_modules
 from jzero.config import Config
+from jzero.data.curriculum import METRIC, Curriculum
 from jzero.distributed.place import get_local_rank, get_rank, get_world_size
 from jzero.engine.monitor import Monitor
 from jzero.engine.optimizer_views import LRScheduler, Optimizer, optimizer_view
@@ -42,6 +44,7 @@ class Views:
     state: Any
     _metrics: Metrics | None
     _monitor: Monitor
+    curriculum: Curriculum | None
 
     @property
     def module(self) -> Module:
@@ -139,6 +142,29 @@ class Views:
     def was_step_applied(self) -> bool:
         """Return whether the last step changed the parameters."""
         return self._metrics is not None and not bool(self._metrics["skipped"])
+
+    def set_custom_curriculum_learning_schedule(self, schedules: Mapping[str, Callable[[int], int]]) -> None:
+        """Set the lengths of `schedule_type` "custom": {"seqlen": function}, from the step (first 1) to its length.
+
+        Call it again after a restart: checkpoints keep no functions. All processes need the same one.
+        """
+        found = self._curriculum("set_custom_curriculum_learning_schedule")
+        if set(schedules) != {METRIC}:
+            raise ConfigError(f"set_custom_curriculum_learning_schedule({list(schedules)}): write {METRIC!r}: function")
+        found.custom = schedules[METRIC]
+
+    def set_data_post_process_func(self, post_process_func: Callable[[Any, dict], Any]) -> None:
+        """Cut the batches of training steps by a function of your own instead of by the rule in [Data](data.md).
+
+        It takes a batch or a micro-batch (with a criterion outside of the model the inputs, then the labels), and
+        {"curriculum_step": step, "current_difficulties": {"seqlen": length}}. It returns the batch.
+        """
+        self._curriculum("set_data_post_process_func").post_process = post_process_func
+
+    def _curriculum(self, call: str) -> Curriculum:
+        if self.curriculum is None:
+            raise ConfigError(f"{call}: the config has no curriculum; add curriculum_learning with enabled = true")
+        return self.curriculum
 
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Return the milliseconds per step of each part that `wall_clock_breakdown` printed last; {} before that."""

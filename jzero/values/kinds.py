@@ -237,6 +237,14 @@ def _objects(value: Any) -> tuple[dict[str, Any], ...]:
     return tuple(map(dict, value))
 
 
+def _positives(value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError
+    return tuple(map(POSITIVE.parse, value))
+
+
 def _stage(value: Any) -> int:
     if (stage := COUNT.parse(value)) > 3:
         raise ValueError
@@ -279,6 +287,7 @@ NAME_LIST = instance("a list of names", list, tuple)
 PATTERNS = Kind("a list of regular expressions", _patterns)
 PATTERNS_OR_NULL = Kind(f"{PATTERNS.allowed} or null", lambda value: None if value is None else PATTERNS.parse(value))
 PATTERN = Kind("a regular expression", _pattern)
+POSITIVES_OR_NULL = Kind("a list of positive integers or null", _positives)
 PARAM_LIST = Kind("a list of objects of names and values", _objects)
 PARAMS = instance("an object of names and values", dict)
 OPTIONS = Kind("an object of XLA option names and values", _options)

@@ -1,0 +1,366 @@
+"""Curriculum learning: DeepSpeed's lengths, and the numbers of plain JAX on batches that were cut by hand."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers.configs import problem, problems
+from helpers.engines import three_calls
+
+import jzero
+from jzero.config import Config
+from jzero.data.curriculum import Curriculum, curriculum_of
+
+VOCABULARY, LENGTH, ROWS = 11, 12, 8
+LINEAR = {"total_curriculum_step": 4, "difficulty_step": 4}
+LEGACY = {
+    "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 4, "max_difficulty": LENGTH,
+    "schedule_type": "fixed_linear", "schedule_config": LINEAR,
+}  # fmt: skip
+LENGTHS = [4, 8, 8, 12, 12]  # of the first steps
+
+
+# ------------------------------------------------------------------------------------------- the schedules
+
+
+class Scheduler:
+    """DeepSpeed's CurriculumScheduler: `update_difficulty` is called once per step, from 1."""
+
+    def __init__(self, low, high, kind, config):
+        self.low, self.high, self.kind, self.config, self.current = low, high, kind, config, low
+
+    def root(self, step, degree):
+        reached = (float(step) / self.config["total_curriculum_step"]) ** (1.0 / degree)
+        reached = math.floor(reached * (self.high - self.low) + self.low)
+        reached -= reached % self.config["difficulty_step"]
+        return min(reached, self.high)
+
+    def discrete(self, step):
+        if step > self.config["max_step"][-1]:
+            return self.config["difficulty"][-1]
+        for end, difficulty in zip(self.config["max_step"], self.config["difficulty"], strict=False):
+            if step <= end:
+                return difficulty
+        raise AssertionError
+
+    def update_difficulty(self, step):
+        if self.current < self.high:
+            if self.kind == "fixed_discrete":
+                self.current = self.discrete(step)
+            else:
+                self.current = self.root(step, 1 if self.kind == "fixed_linear" else self.config["root_degree"])
+        return self.current
+
+
+def curriculum(low, high, kind, config):
+    section = {
+        **LEGACY,
+        "min_difficulty": low,
+        "max_difficulty": high,
+        "schedule_type": kind,
+        "schedule_config": config,
+    }
+    return curriculum_of(Config.load({"curriculum_learning": section}))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "kind", "config"),
+    [
+        (8, 64, "fixed_linear", {"total_curriculum_step": 100, "difficulty_step": 8}),
+        (10, 1000, "fixed_linear", {"total_curriculum_step": 77, "difficulty_step": 7}),
+        (64, 64, "fixed_linear", {"total_curriculum_step": 10, "difficulty_step": 48}),
+        (8, 2048, "fixed_root", {"total_curriculum_step": 90, "difficulty_step": 8, "root_degree": 2}),
+        (9, 100, "fixed_root", {"total_curriculum_step": 31, "difficulty_step": 1, "root_degree": 3}),
+        (16, 128, "fixed_root", {"total_curriculum_step": 50, "difficulty_step": 16, "root_degree": 0.5}),
+        (1, 3, "fixed_discrete", {"difficulty": [1, 2, 3], "max_step": [5, 10]}),
+        (8, 32, "fixed_discrete", {"difficulty": [8, 32, 16, 24], "max_step": [3, 6, 9]}),  # 32 stays
+        (8, 64, "fixed_discrete", {"difficulty": [16, 8, 32], "max_step": [4, 20]}),
+    ],
+)
+def test_the_lengths_are_deepspeeds(low, high, kind, config):
+    found, deepspeed = curriculum(low, high, kind, config), Scheduler(low, high, kind, config)
+    expected = [deepspeed.update_difficulty(step) for step in range(1, 140)]
+    assert [found.length(step) for step in range(1, 140)] == expected
+    assert expected[-1] == (32 if kind == "fixed_discrete" and high == 64 else high)
+    most = int(found.describe().split("up to ")[1].split()[0])
+    assert most == len(set(expected)) or len(set(expected)) <= most <= (high - low) // config["difficulty_step"] + 2
+
+
+def test_the_number_of_programs_in_the_report():
+    config = {"train_batch_size": ROWS, "curriculum_learning": LEGACY, "optimizer": {"type": "SGD"}}
+    step = jzero.initialize(model=Bigrams(), config=config)[0].step_fn
+    text = " ".join(jzero.report(step).split())
+    assert "from 4 to 12: up to 3 lengths, and each compiles the step once (a larger difficulty_step than 4" in text
+
+
+# ------------------------------------------------------------------------------------------- the cut
+
+
+def cut(batch, step=1, **more):
+    return Curriculum("curriculum_learning", Config.load({"curriculum_learning": LEGACY}).curriculum_learning).cut(
+        batch, step, **more
+    )
+
+
+def test_what_is_cut():
+    rng = np.random.default_rng(0)
+    batch = {
+        "tokens": rng.integers(0, 9, (2, LENGTH + 1)), "inputs": rng.integers(0, 9, (2, LENGTH)),
+        "states": rng.normal(size=(2, LENGTH, 3)), "weight": rng.normal(size=2), "class": rng.normal(size=(2, 5)),
+        "wide": rng.normal(size=(2, LENGTH + 2)),
+    }  # fmt: skip
+    for step, length in ((1, 4), (2, 8), (4, 12)):
+        found = cut(batch, step)
+        np.testing.assert_array_equal(found["tokens"], batch["tokens"][:, : length + 1])
+        np.testing.assert_array_equal(found["inputs"], batch["inputs"][:, :length])
+        np.testing.assert_array_equal(found["states"], batch["states"][:, :length])
+        for name in ("weight", "class", "wide"):
+            np.testing.assert_array_equal(found[name], batch[name])
+
+
+def test_a_batch_without_the_length_is_an_error():
+    with pytest.raises(jzero.ConfigError, match=r"max_difficulty = 12.*second dimension \(x \[2, 7\], y \[2\]\)"):
+        cut({"x": np.zeros((2, 7)), "y": np.zeros(2)})
+    assert cut(np.zeros((2, 7)), whole=False).shape == (2, 7)
+
+
+# ------------------------------------------------------------------------------------------- training
+
+
+class Bigrams:
+    """Predicts the next token from the last one; `seen` has the shapes that were traced."""
+
+    def __init__(self):
+        self.seen = set()
+
+    def init(self, rng):
+        return {"table": 0.1 * jax.random.normal(rng, (VOCABULARY, VOCABULARY))}
+
+    def loss(self, params, batch, rng):
+        self.seen.add(batch["inputs"].shape[1])
+        return bigram_loss(params, batch)
+
+
+def bigram_loss(params, batch):
+    logits = params["table"][batch["inputs"]]
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["labels"][..., None], -1).mean()
+
+
+def tokens(seed, rows=ROWS):
+    x = np.random.default_rng(seed).integers(0, VOCABULARY, (rows, LENGTH + 1)).astype(np.int32)
+    return {"inputs": x[:, :-1], "labels": x[:, 1:]}
+
+
+def build(section=LEGACY, key="curriculum_learning", **arguments):
+    config = {
+        "train_batch_size": ROWS, "gradient_accumulation_steps": 2, "steps_per_print": 1, key: section,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "gradient_clipping": 0,
+    }  # fmt: skip
+    mesh = jzero.make_mesh(devices=jax.devices()[:2])
+    return jzero.initialize(model=Bigrams(), config=config, mesh=mesh, **arguments)[0]
+
+
+def plain(engine, steps):
+    """The losses of plain JAX from the engine's parameters, on cut batches."""
+    params, tx, losses = jax.device_get(engine.state.params), optax.sgd(0.5), []
+    state = tx.init(params)
+    for seed, length in zip(range(steps), LENGTHS, strict=False):
+        batch = {name: x[:, :length] for name, x in tokens(seed).items()}
+        loss, gradients = jax.value_and_grad(bigram_loss)(params, batch)
+        updates, state = tx.update(gradients, state)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(loss))
+    return losses, params
+
+
+def halves(batch):
+    return [jax.tree.map(lambda x, i=i: x[4 * i : 4 * i + 4], batch) for i in range(2)]
+
+
+NEWER = {
+    "enabled": True, "seed": 1,
+    "data_routing": {"enabled": False, "random_ltd": {"enabled": False, "total_layer_num": 2}},
+    "data_sampling": {
+        "enabled": True, "num_epochs": 2, "num_workers": 0, "dynamic_batching": {"enabled": False},
+        "curriculum_learning": {
+            "enabled": True, "data_cluster_path": "/nowhere",
+            "curriculum_metrics": {"seqlen_truncate": {
+                "difficulty_type": "value", "clustering_type": "single_cluster", "min_difficulty": 4,
+                "max_difficulty": LENGTH, "schedule_type": "fixed_linear", "schedule_config": LINEAR,
+            }},
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loop", ["batches", "iterator", "three calls", "training_data", "newer keys"])
+def test_training_is_plain_jax_on_cut_batches(loop, capsys):
+    more = {}
+    if loop == "training_data":
+        more["training_data"] = lambda: iter(
+            [{n: x[i] for n, x in tokens(s).items()} for s in range(5) for i in range(8)]
+        )
+    engine = build(NEWER, "data_efficiency", **more) if loop == "newer keys" else build(**more)
+    expected, params = plain(engine, 5)
+    losses = []
+    for seed in range(5):
+        if loop == "three calls":
+            losses.append(float(np.mean([float(x) for x in three_calls(engine, halves(tokens(seed)))])))
+            continue
+        batch = {"iterator": iter(halves(tokens(seed))), "training_data": None}.get(loop, tokens(seed))
+        losses.append(float(engine.train_batch(batch)))
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    np.testing.assert_allclose(engine.state.params["table"], params["table"], rtol=1e-6, atol=1e-7)
+    assert engine.step_fn.model.seen == {4, 8, 12}
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [line.split("sequence ")[1].split(",")[0] for line in lines] == [str(length) for length in LENGTHS]
+
+
+def test_a_criterion_outside_of_the_model():
+    """Outputs that are read have the length of the step; labels without a sequence stay."""
+
+    class Sums(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(VOCABULARY, 3, rngs=rngs)
+
+        def __call__(self, x):
+            return self.embed(x)
+
+    def criterion(outputs, labels):
+        return ((outputs.sum((1, 2)) - labels) ** 2).mean()
+
+    config = {
+        "train_batch_size": ROWS,
+        "curriculum_learning": LEGACY,
+        "optimizer": {"type": "SGD", "params": {"lr": 0}},
+    }
+    engine = jzero.initialize(model=Sums, criterion=criterion, config=config)[0]
+    table = np.asarray(engine.state.params["embed"]["embedding"])
+    for step, length in enumerate(LENGTHS):
+        x, labels = tokens(step)["inputs"], np.arange(ROWS, dtype=np.float32)
+        outputs = engine(x)
+        assert outputs.shape == (ROWS, length, 3)
+        loss = engine.loss(outputs, labels)
+        engine.backward(loss)
+        engine.step()
+        expected = ((table[x[:, :length]].sum((1, 2)) - labels) ** 2).mean()
+        np.testing.assert_allclose(float(loss), expected, rtol=1e-5)
+    assert engine.eval()(x).shape == (ROWS, LENGTH, 3)
+
+
+def test_a_resumed_run_continues_with_the_same_lengths(tmp_path):
+    one = build()
+    for seed in range(2):
+        one.train_batch(tokens(seed))
+    one.save_checkpoint(tmp_path).wait()
+    expected = [float(one.train_batch(tokens(seed))) for seed in range(2, 5)]
+    two = build(resume=tmp_path)
+    assert [float(two.train_batch(tokens(seed))) for seed in range(2, 5)] == expected
+    assert two.step_fn.model.seen == {8, 12}
+
+
+def test_evaluation_sees_whole_sequences():
+    engine = build()
+    whole = bigram_loss(jax.device_get(engine.state.params), tokens(0))
+    np.testing.assert_allclose(engine.eval_batch(tokens(0)), whole, rtol=1e-6)
+    np.testing.assert_allclose(engine.eval()(tokens(0)), whole, rtol=1e-6)
+
+
+def test_functions_of_your_own():
+    engine, states = build({**LEGACY, "schedule_type": "custom", "schedule_config": {}}), []
+
+    def own(batch, state):
+        states.append(state)
+        return {name: x[:, : state["current_difficulties"]["seqlen"] - 1] for name, x in batch.items()}
+
+    with pytest.raises(jzero.ConfigError, match=r'schedule_type = "custom": no function; call engine.set_custom'):
+        engine.train_batch(tokens(0))
+    engine.set_custom_curriculum_learning_schedule({"seqlen": lambda step: 3 * step})
+    engine.train_batch(tokens(0))
+    engine.set_data_post_process_func(own)
+    engine.train_batch(tokens(1))
+    assert engine.step_fn.model.seen == {3, 5}
+    assert states == [{"curriculum_step": 2, "current_difficulties": {"seqlen": 6}}]
+    engine.set_custom_curriculum_learning_schedule({"seqlen": lambda step: 13})
+    with pytest.raises(
+        jzero.ConfigError, match="returned 13 for step 3: must be an integer from 1 to max_difficulty 12"
+    ):
+        engine.train_batch(tokens(0))
+    with pytest.raises(jzero.ConfigError, match="write 'seqlen': function"):
+        engine.set_custom_curriculum_learning_schedule({"voc": lambda step: 3})
+    with pytest.raises(jzero.ConfigError, match="set_data_post_process_func: the config has no curriculum"):
+        build({**LEGACY, "enabled": False}).set_data_post_process_func(own)
+
+
+# ------------------------------------------------------------------------------------------- the config
+
+
+def test_a_curriculum_that_is_off_loads():
+    assert curriculum_of(Config.load({"curriculum_learning": {**LEGACY, "enabled": False}})) is None
+    sampling = {"enabled": True, "num_epochs": 3, "pin_memory": True, "curriculum_learning": {"enabled": False}}
+    config = Config.load({"data_efficiency": {"enabled": True, "data_sampling": sampling}})
+    assert curriculum_of(config) is None
+    assert [r.key.rpartition(".")[2] for r in config.replaced] == ["num_epochs", "pin_memory"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"min_difficulty": None}, "curriculum_learning.min_difficulty: required with enabled = true"),
+        ({"schedule_type": None}, "curriculum_learning.schedule_type: required with enabled = true"),
+        ({"schedule_config": {"difficulty_step": 8}}, "schedule_config.total_curriculum_step: required with"),
+        ({"schedule_type": "fixed_root"}, "schedule_config.root_degree: required with enabled = true and"),
+        ({"min_difficulty": 13}, "min_difficulty = 13 and max_difficulty = 12: the minimum must not be above"),
+        ({"min_difficulty": 3}, "min_difficulty = 3 and schedule_config.difficulty_step = 4: lengths are multiples"),
+        ({"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [4, 8], "max_step": [1, 2]}},
+            "schedule_config.max_step: has 2 entries, and difficulty 2; it must have one less"),
+        ({"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [4, 8, 12], "max_step": [2, 2]}},
+            "schedule_config.max_step = [2, 2]: the steps must increase"),
+        ({"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [4, 16], "max_step": [2]}},
+            "schedule_config.difficulty = [4, 16]: must not be above max_difficulty 12"),
+        ({"curriculum_type": "voc"}, 'curriculum_learning.curriculum_type = "voc": must be "seqlen"'),
+    ],
+)  # fmt: skip
+def test_a_schedule_that_does_not_work(change, message):
+    assert message in problem({"curriculum_learning": {**LEGACY, **change}})
+
+
+def newer(**metrics):
+    learning = {"enabled": True, "curriculum_metrics": metrics}
+    return {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True, "curriculum_learning": learning}}}
+
+
+METRIC = NEWER["data_sampling"]["curriculum_learning"]["curriculum_metrics"]["seqlen_truncate"]
+
+
+def test_the_newer_keys_that_do_not_work():
+    assert "curriculum_metrics.seqlen: required with enabled = true" in problem(newer())
+    assert "sort training_data by it" in problem(newer(seqlen=METRIC, vocabularyrarity={"difficulty_type": "value"}))
+    assert "sort training_data by it" in problem(newer(seqlen={**METRIC, "clustering_type": "schedule_based"}))
+    assert "curriculum_metrics.rarity = {}: unknown key" in problem(newer(seqlen=METRIC, rarity={}))
+    assert "is another name of" in problem(newer(seqlen=METRIC, seqlen_truncate=METRIC))
+    assert "both set the length of the sequences; keep one" in problem(
+        newer(seqlen=METRIC) | {"curriculum_learning": LEGACY}
+    )
+    off = newer(seqlen=METRIC)
+    off["data_efficiency"]["data_sampling"]["enabled"] = False
+    assert "data_sampling.enabled = false and" in problem(off)
+    assert len(problems(off)) == 1
+
+
+def test_random_ltd_is_refused_by_name():
+    ltd = {"enabled": True, "total_layer_num": 12, "random_ltd_schedule": {"min_value": 128}}
+    text = problem({"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": ltd}}})
+    assert "data_efficiency.data_routing.random_ltd.enabled = true: not yet supported: dropping tokens" in text
+
+
+def test_a_train_step_without_an_engine_refuses():
+    config = {"train_batch_size": ROWS, "curriculum_learning": LEGACY, "optimizer": {"type": "SGD"}}
+    with pytest.raises(
+        jzero.ConfigError, match=r"curriculum_learning: the engine of jzero.initialize cuts the batches"
+    ):
+        jzero.make_train_step(Bigrams(), config)
