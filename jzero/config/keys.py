@@ -273,8 +273,8 @@ REFUSED: dict[str, Refused] = {
     **_details("data_efficiency", "data_routing.enabled"),
     **_later("data_efficiency.data_routing.random_ltd", "dropping tokens between layers; the model can keep random"
         " positions itself (jnp.take) and put the others back after its layers", "total_layer_num random_ltd_layer_num"
-        " random_ltd_layer_id model_mask_name model_type hidden_state_order random_ltd_schedule layer_token_lr_schedule",
-        enabled=False),
+        " random_ltd_layer_id model_mask_name model_type hidden_state_order random_ltd_schedule"
+        " layer_token_lr_schedule", enabled=False),
     # training methods
     **_later("progressive_layer_drop", "progressive layer dropping", "theta gamma", enabled=False),
     **_later("hybrid_engine", "the hybrid engine", "max_out_tokens inference_tp_size release_inference_cache"
