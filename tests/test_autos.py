@@ -16,6 +16,7 @@ import jzero
 from jzero.config import Config
 from jzero.errors import ConfigError
 from jzero.optimizers import parameters
+from jzero.planner import gpu_devices
 from jzero.precision import settle_precision
 from models.mlp import MLP, cross_entropy
 
@@ -150,6 +151,15 @@ def test_a_precision_that_a_config_gives_stays(given, precision):
     config = Config.load(given)
     assert settle_precision(config, {"w": jnp.zeros(3)}, H100) == (config, "")
     assert config.precision == precision
+
+
+@pytest.mark.parametrize("gpu", ["a100", "h100"])
+def test_a_gpu_that_is_not_there_computes_in_bfloat16(gpu):
+    mesh = jzero.make_mesh(devices=gpu_devices(gpu, 2))
+    step = jzero.make_train_step(mlp(), {**AUTOS, "scheduler": None}, mesh=mesh)
+    assert step.precision.compute == jnp.bfloat16
+    assert step.precision.master == jnp.float32
+    assert f"this is a {mesh.devices.flat[0].device_kind}" in step.precision.why
 
 
 class BF16Net(MLP):

@@ -393,8 +393,6 @@ DEPRECATED = {
     f"{_ZERO}.stage3_gather_fp16_weights_on_model_save": f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
 }
 
-# Sections that DeepSpeed reads through pydantic, which takes numbers and flags in quotes too.
-TAKES_QUOTES = frozenset((
-    _ZERO, "fp16", "bf16", "compile", "hybrid_engine", "aio", "timers", "flops_profiler", "comms_logger", "tensorboard",
-    "wandb", "csv_monitor", "comet",
-))  # fmt: skip
+# Sections that DeepSpeed reads through pydantic, which takes numbers and flags in quotes too; those with names or
+# paths are left out, since these may look like numbers.
+TAKES_QUOTES = frozenset((_ZERO, "fp16", "bf16", "compile", "hybrid_engine", "aio", "timers", "comms_logger"))
