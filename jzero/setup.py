@@ -86,7 +86,12 @@ class Setup:
     @property
     def compiler_options(self) -> dict[str, bool | int | float | str]:
         """Those of the devices, and those of the config, which win."""
-        return {**(GPU_COMPILER_OPTIONS if is_gpu(self.mesh) else {}), **self.config.compiler_options}
+        own: dict[str, bool | int | float | str] = {}
+        if is_gpu(self.mesh):
+            # The profile of a step does not know which operation the kernels of a CUDA graph belong to.
+            graphs = {"xla_gpu_enable_command_buffer": ""} if self.config.wall_clock_breakdown else {}
+            own = {**GPU_COMPILER_OPTIONS, **graphs}
+        return {**own, **self.config.compiler_options}
 
     @property
     def jit(self) -> Callable:

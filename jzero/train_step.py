@@ -285,7 +285,8 @@ class TrainStep:
 
     def _run(self, state: TrainState, batch: PyTree, extra: PyTree, steady: bool) -> Done:
         rate = None if self.rate is None else np.float32(self.rate)
-        self._seen = self._seen or (*jax.tree.map(_shape, (batch, extra)), rate)
+        if self._seen is None or self.config.wall_clock_breakdown:  # which reads each program that it profiles
+            self._seen = (*jax.tree.map(_shape, (batch, extra)), rate)
         with heartbeat.work(steady) as finished_when:
             done = self._step(state, batch, extra, rate)
             finished_when(done[1]["loss"])
@@ -312,9 +313,8 @@ class TrainStep:
         with heartbeat.work() as finished_when:
             gradients, metrics, moved = self._gradients(state, batch, extra)
             finished_when(metrics[LOSS])
-        if not new_state:
-            return gradients, metrics
-        return gradients, metrics, dataclasses.replace(state, params=replace_state(state.params, moved))
+        state = dataclasses.replace(state, params=replace_state(state.params, moved))
+        return (gradients, metrics, state) if new_state else (gradients, metrics)
 
     def evaluate(self, state: TrainState, batch: PyTree, extra: PyTree = None) -> Any:
         """Compute the loss of a batch without dropout or update.

@@ -14,7 +14,7 @@ from helpers.engines import TRAIN, assert_same, build, engine, parts, parts_of, 
 
 from jzero.engine import clock as clock_module
 from jzero.engine import memory_lines
-from jzero.engine.clock import DATA, DEVICE, EVALUATION, HOST, SCRIPT, Clock
+from jzero.engine.clock import DATA, DEVICE, EVALUATION, HOST, PROFILE, SCRIPT, Clock
 from jzero.engine.monitor import Monitor
 
 TIMES = re.compile(r"step (\d+): ([\d.]+) ms a step = (.*)")
@@ -73,7 +73,7 @@ def test_laps_add_up_to_the_whole(monkeypatch):
 def test_one_line_of_times_beside_each_progress_line(run):
     found = times(run.lines)
     assert list(found) == [2, 4]
-    assert list(found[2][1]) == [HOST, DEVICE, SCRIPT]
+    assert list(found[2][1]) == [HOST, DEVICE, PROFILE, SCRIPT]
     assert list(found[4][1]) == [DATA, HOST, DEVICE, EVALUATION, SCRIPT]
     for step, (total, own) in found.items():
         assert total == pytest.approx(sum(own.values()), abs=0.05 * (len(own) + 1))

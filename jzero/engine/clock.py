@@ -10,8 +10,9 @@ HOST = "host"  # checks, the batch's way to the devices, the call of the compile
 DEVICE = "device"  # from there until the results of the step are ready
 EVALUATION = "evaluation"
 CHECKPOINT = "checkpoint"  # what a save takes before training goes on
+PROFILE = "profile"  # of one step, once in a run
 SCRIPT = "script"  # between the calls of the engine
-PARTS = (DATA, HOST, DEVICE, EVALUATION, CHECKPOINT, SCRIPT)
+PARTS = (DATA, HOST, DEVICE, EVALUATION, CHECKPOINT, PROFILE, SCRIPT)
 
 
 class Reading(NamedTuple):

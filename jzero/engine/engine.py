@@ -102,10 +102,12 @@ class Engine(Views):
             with self._monitor.part(DATA):
                 parts = take(source, self.gradient_accumulation_steps(), ours=source is self._batches)
             parts = [self._cut(part) for part in parts]
-            done = self._monitor.run(lambda: self.step_fn.run_micro_batches(self.state, parts, extra))
+            done = self._monitor.run(
+                lambda: self.step_fn.run_micro_batches(self.state, parts, extra), self.global_steps + 1
+            )
         else:
             source = self._cut(source)
-            done = self._monitor.run(lambda: self.step_fn.run(self.state, source, extra))
+            done = self._monitor.run(lambda: self.step_fn.run(self.state, source, extra), self.global_steps + 1)
         self.micro_steps += self.gradient_accumulation_steps()
         self._finish(done, self.gradient_accumulation_steps())
         return done[1]["loss"]
@@ -187,7 +189,9 @@ class Engine(Views):
         if not queue:
             return
         batches, extra = [held.batch for held in queue], queue[0].extra
-        done = self._monitor.run(lambda: self.step_fn.run_micro_batches(self.state, batches, extra))
+        done = self._monitor.run(
+            lambda: self.step_fn.run_micro_batches(self.state, batches, extra), self.global_steps + 1
+        )
         self._finish(done, len(queue))
         for i, held in enumerate(queue):
             held.loss.replace(lambda losses=done[2].micro_losses, i=i: losses[i])  # type: ignore[misc]

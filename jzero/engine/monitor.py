@@ -10,7 +10,8 @@ import jax
 
 from jzero.config import Config
 from jzero.data.curriculum import Curriculum
-from jzero.engine.clock import DEVICE, HOST, SCRIPT, Clock
+from jzero.engine.clock import DEVICE, HOST, PROFILE, SCRIPT, Clock
+from jzero.engine.device_times import Profile, device_line, device_times, parts_of
 from jzero.engine.memory_lines import planned, used
 from jzero.engine.run_report import half_precision
 from jzero.loss import STEP_METRICS
@@ -47,6 +48,7 @@ class Monitor:
         self._timed, self._memory = self._config.wall_clock_breakdown, self._config.memory_breakdown
         self._every = self._config.steps_per_print or (EVERY if self._timed or self._memory else None)
         self._first, self._prints = True, jax.process_index() == 0
+        self._profile: Profile | None = None
         self.clock, self.times = Clock(), dict[str, float]()
 
     @contextlib.contextmanager
@@ -58,15 +60,31 @@ class Monitor:
         finally:
             self.clock.lap(name)
 
-    def run(self, step: Callable[[], Any]) -> Any:
+    def run(self, step: Callable[[], Any], number: int) -> Any:
         """Run a step; under wall_clock_breakdown wait for its results, to tell the devices' time from the host's.
 
-        Otherwise the host prepares the next step meanwhile.
+        Otherwise the host prepares the next step meanwhile. The first step that has a line, and is not the run's first,
+        is profiled: once, because that may take longer than the step.
         """
+        if not (self._timed and self._profile is None and not self._first and self._is_due(number)):
+            return self._run(step)
+        self._profile = Profile()
+        with self.part(PROFILE):
+            self._profile.start()
+        try:
+            return self._run(step)
+        finally:
+            with self.part(PROFILE):
+                self._profile.stop()
+
+    def _run(self, step: Callable[[], Any]) -> Any:
         with self.part(HOST):
             done = step()
         with self.part(DEVICE):
             return self.ready(done)
+
+    def _is_due(self, step: int) -> bool:
+        return self._every is not None and step % self._every == 0
 
     def ready(self, result: Any) -> Any:
         """Return a result; under wall_clock_breakdown once it is ready, so that no other part waits for it."""
@@ -81,8 +99,10 @@ class Monitor:
             if self._first and self._prints and (remarks := half_precision(run.step_fn)):
                 self._say("\n".join(remarks))
             self._first = False
-            if self._prints and (last or (self._every and run.global_steps % self._every == 0)):
+            if self._prints and (last or self._is_due(run.global_steps)):
                 self._lines(run)
+            if self._profile and self._profile.is_new:
+                self._device_line(run, self._profile)
 
     def _lines(self, run: Run) -> None:
         step, skipped = run.global_steps, run.skipped_steps  # waits for the step
@@ -93,6 +113,15 @@ class Monitor:
             self.times = reading.parts
             self._say(time_line(step, reading.parts))
         self.memory(f"after step {step}")
+
+    def _device_line(self, run: Run, profile: Profile) -> None:
+        profile.is_new = False
+        traced = run.step_fn.traced
+        text = traced.lower().compile().as_text() if traced else ""  # on every process, because it may compile
+        if profile.problem:
+            self._say(f"step {run.global_steps}: no profile of the device: {profile.problem}")
+        else:
+            self._say(device_line(run.global_steps, device_times(profile.kernels, parts_of(text))))
 
     def memory(self, when: str, result: Any = None) -> None:
         """Print the memory in use once a result is ready, if the config asks for it."""

@@ -1,0 +1,148 @@
+"""A profile of one step: how long a device spends in forward, backward and update, and waits for collectives.
+
+A step is one program, so that no clock of the host sees its parts. The profiler names the operation of each kernel, and
+the operation's metadata in the compiled program says which part of the step it comes from.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from jzero.planner.ledger import KINDS
+from jzero.update import SCOPE
+
+FORWARD, BACKWARD, UPDATE, OTHER, COLLECTIVES = "forward", "backward", "update", "other", "collectives"
+COMPUTE = (FORWARD, BACKWARD, UPDATE, OTHER)  # other: casts of the masters, sums of gradients, copies
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$", re.MULTILINE)
+_OPCODE = re.compile(r"(?:^|[\s)}\]])([a-z][a-z\-]*)\(")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+HOST = "/host:CPU"  # the kernels of all simulated devices are events there
+_CONTROL = ("while", "conditional", "call")  # their time is that of the operations inside
+
+
+class Kernel(NamedTuple):
+    """What ran on the device: its own name, that of its operation, and from when to when, in ns."""
+
+    name: str
+    operation: str
+    start: float
+    end: float
+
+
+class DeviceTimes(NamedTuple):
+    """Milliseconds of each part; `hidden` are those of collectives behind compute, not in `parts`."""
+
+    parts: dict[str, float]
+    hidden: float
+
+
+class Profile:
+    """A profile of what runs, and becomes ready, between `start` and `stop`.
+
+    Attributes:
+      kernels: of the first device of this process.
+      problem: why there are none.
+      is_new: whether nobody has read them.
+    """
+
+    def __init__(self) -> None:
+        self.kernels: list[Kernel] = []
+        self.problem, self.is_new = "", True
+        self._directory = ""
+
+    def start(self) -> None:
+        self._directory = tempfile.mkdtemp(prefix="jzero-profile-")
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        options.host_tracer_level = 2 if jax.local_devices()[0].platform == "cpu" else 0  # CPU kernels are host events
+        try:
+            jax.profiler.start_trace(self._directory, profiler_options=options)
+        except RuntimeError as error:  # the script profiles
+            self.problem = str(error)
+
+    def stop(self) -> None:
+        if not self.problem:
+            jax.profiler.stop_trace()
+            for file in Path(self._directory).rglob("*.xplane.pb"):
+                self.kernels = _read(file)
+            self.problem = "" if self.kernels else "the profiler saw no kernels"
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _read(file: Path) -> list[Kernel]:
+    planes = {plane.name: plane for plane in jax.profiler.ProfileData.from_file(str(file)).planes}
+    first = min((name for name in planes if name.startswith("/device:GPU:")), default=HOST)
+    found = []
+    with warnings.catch_warnings():  # jax 0.11's C++ aborts the process if Python makes its DeprecationWarning an error
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for line in planes[first].lines if first in planes else ():
+            for event in line.events:
+                stats = dict(event.stats)
+                if "hlo_op" in stats and (first != HOST or stats.get("device_ordinal", 0) == 0):
+                    start = float(event.start_ns)
+                    found.append(Kernel(event.name, str(stats["hlo_op"]), start, start + float(event.duration_ns)))
+    return found
+
+
+def parts_of(text: str) -> dict[str, str]:
+    """Map the instructions of a compiled program, in HLO's text, to their parts of the step; "" for loops and calls.
+
+    >>> parts_of('%dot.3 = f32[2,2] dot(%a, %b), metadata={op_name="jit(step)/transpose(jvp())/dot_general"}')
+    {'dot.3': 'backward'}
+    """
+    found = {}
+    for name, rest in _INSTRUCTION.findall(text):
+        opcode, op_name = _OPCODE.search(rest), _OP_NAME.search(rest)
+        found[name] = _part(opcode[1] if opcode else "", op_name[1] if op_name else "")
+    return found
+
+
+def _part(opcode: str, op_name: str) -> str:
+    if opcode.startswith(KINDS):
+        return COLLECTIVES
+    if opcode in _CONTROL:
+        return ""
+    return (
+        UPDATE if SCOPE in op_name else BACKWARD if "transpose(" in op_name else FORWARD if "jvp(" in op_name else OTHER
+    )
+
+
+def device_times(kernels: Iterable[Kernel], parts: dict[str, str]) -> DeviceTimes:
+    """Add up the time of each part; where kernels overlap, compute counts before collectives.
+
+    Args:
+      parts: of the program that ran, by `parts_of`.
+    """
+    edges: list[tuple[float, int, str]] = []
+    for kernel in kernels:
+        collective = kernel.name.startswith("nccl") or kernel.operation.replace("_", "-").startswith(KINDS)
+        if part := COLLECTIVES if collective else parts.get(kernel.operation, OTHER):
+            edges += [(kernel.start, 1, part), (kernel.end, -1, part)]
+    spent, hidden, before = dict.fromkeys((*COMPUTE, COLLECTIVES), 0.0), 0.0, 0.0
+    running = dict.fromkeys(spent, 0)
+    for now, change, part in sorted(edges):
+        if on_top := next((part for part in spent if running[part]), None):
+            spent[on_top] += now - before
+            hidden += (now - before) * (on_top != COLLECTIVES and running[COLLECTIVES] > 0)
+        running[part] += change
+        before = now
+    return DeviceTimes({part: ns / 1e6 for part, ns in spent.items() if ns}, hidden / 1e6)
+
+
+def device_line(step: int, times: DeviceTimes) -> str:
+    """Format the parts of a profiled step.
+
+    >>> device_line(10, DeviceTimes({"forward": 6.84, "backward": 15.0, "collectives": 1.2}, 2.25))
+    'step 10, profiled: device 23.0 ms = forward 6.8 + backward 15.0 + collectives 1.2 (and 2.2 behind compute)'
+    """
+    listed = " + ".join(f"{part} {ms:.1f}" for part, ms in times.parts.items())
+    behind = f" (and {times.hidden:.1f} behind compute)" if COLLECTIVES in times.parts or times.hidden else ""
+    return f"step {step}, profiled: device {sum(times.parts.values()):.1f} ms = {listed}{behind}"
