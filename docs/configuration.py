@@ -9,7 +9,7 @@ from typing import Any
 
 import generated_part
 
-from jzero.config import autocast, keys
+from jzero.config import autocast, ignored, keys
 from jzero.config.screen import FIELDS
 from jzero.config.sections import Section, Settings
 from jzero.optimizers import groups, lr_schedules, table
@@ -45,8 +45,8 @@ EVERY_KEY = (
     "- **replaced**: has no meaning under XLA. It loads, and the run report names what does its work.",
     "- **refused**: would change the run. A value that asks for nothing loads, any other is an error with this text.",
     "- **detail**: loads; the switch of its section decides.",
-    "- **ignored**: does nothing in DeepSpeed either, or is for another program. It loads, and the run report warns. "
-    "So does a remark: a key that begins with `_`, `#`, `//` or `comment`.",
+    "- **ignored**: does nothing in DeepSpeed either, or asks for a tool beside the training. It loads, and the run "
+    "report warns. So does a remark: a key that begins with `_`, `#`, `//` or `comment`.",
     "- **name**: another name of a key. Only one of the two can be given.\n",
 )
 
@@ -64,7 +64,7 @@ def _every_key() -> Iterator[tuple[str, str, str]]:
     for key, (_, text) in keys.REFUSED.items():
         if key not in casts:
             yield f"`{key}`", "refused" if text else "detail", text
-    for key, why in keys.IGNORED.items():
+    for key, why in ignored.IGNORED.items():
         yield f"`{key}`", "ignored", why
     for name, key in {**keys.RENAMED, **keys.DEPRECATED}.items():
         if name not in keys.REPLACED and name not in keys.REFUSED:

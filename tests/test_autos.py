@@ -248,3 +248,17 @@ def test_a_config_to_tune_trains_as_it_is():
     assert (key, value) == ("autotuning.enabled", True)
     assert why.startswith("no tuning runs, and the rest of the config trains as it is.")
     assert Config.load({"autotuning": {"enabled": False, "fast": True}}).ignored == ()
+
+
+@pytest.mark.parametrize(
+    ("section", "tool"),
+    [("autotuning", "memory"), ("flops_profiler", "products"), ("comms_logger", "collectives"), ("eigenvalue", "")],
+)
+def test_a_tool_beside_the_training_is_a_warning_with_what_to_call(section, tool):
+    ((key, value, why),) = Config.load({section: {"enabled": True}}).ignored
+    assert (key, value) == (f"{section}.enabled", True)
+    if tool:
+        assert f"jzero.planner.{tool}(step." in why
+        assert callable(getattr(jzero.planner, tool))
+    assert Config.load({section: {"enabled": False}}).ignored == ()
+    assert "write engine.metrics after each step" in problem({"tensorboard": {"enabled": True}})

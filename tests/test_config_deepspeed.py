@@ -11,7 +11,7 @@ import pytest
 from helpers.configs import nest, problem, problems
 
 import jzero
-from jzero.config import Config, keys, screen
+from jzero.config import Config, ignored, keys, screen
 from models.mlp import MLP, cross_entropy
 
 BOTH_NAMES = (
@@ -78,13 +78,13 @@ def test_no_progress_line(tmp_path, never):
 # ---- keys that do nothing -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", keys.IGNORED)
+@pytest.mark.parametrize("path", ignored.IGNORED)
 def test_every_ignored_key_loads_and_is_reported(path):
     data = nest(path, 3)
     if path.split(".")[0] in ("optimizer", "scheduler"):
         data[path.split(".")[0]]["type"] = "Adam" if path.startswith("optimizer") else "WarmupLR"
     config = Config.load(data)
-    assert config.ignored == ((path, 3, keys.IGNORED[path]),)
+    assert config.ignored == ((path, 3, ignored.IGNORED[path]),)
     assert config.replaced == ()
 
 
@@ -144,13 +144,13 @@ def test_no_key_of_deepspeed_is_unknown():
     theirs = (Path(__file__).parent / "data/deepspeed_keys.txt").read_text().split()
     assert len(theirs) > 300
     assert len(set(theirs)) == len(theirs)
-    known = {*screen.KNOWN, *keys.IGNORED, *keys.DEPRECATED}
+    known = {*screen.KNOWN, *ignored.IGNORED, *keys.DEPRECATED}
     assert [key for key in theirs if keys.renamed(key) not in known] == []
 
 
 def test_no_key_is_in_two_tables():
     known = set(keys.REPLACED) | set(keys.REFUSED)
-    assert not known & set(keys.IGNORED)
+    assert not known & set(ignored.IGNORED)
     assert set(keys.RENAMED.values()) - {"tensor_parallel.tp"} <= known | set(screen.FIELDS)
 
 

@@ -189,7 +189,7 @@ def _parses(kind, value) -> bool:
     ("path", "value"),
     [
         ("tensorboard.enabled", True), ("wandb.enabled", True), ("csv_monitor.enabled", True), ("comet.enabled", True),
-        ("flops_profiler.enabled", True), ("comms_logger.enabled", True), ("elasticity.enabled", True),
+        ("elasticity.enabled", True),
         ("zero_optimization.offload_optimizer.device", "cpu"), ("zero_optimization.offload_param.device", "nvme"),
         ("zero_optimization.cpu_offload", True), ("zero_optimization.zenflow.topk_ratio", 0.1),
         ("zero_optimization.zero_quantized_nontrainable_weights", True),
@@ -197,7 +197,7 @@ def _parses(kind, value) -> bool:
         ("zero_optimization.stage3_model_persistence_threshold", 1), ("aio.queue_depth", 16),
         ("tensor_parallel.autotp_size", 2), ("sequence_parallel_size", 2), ("expert_parallel.enabled", True),
         ("checkpoint.use_node_local_storage", True), ("nebula.enabled", True), ("progressive_layer_drop.enabled", True),
-        ("hybrid_engine.enabled", True), ("eigenvalue.enabled", True),
+        
         ("mesh.tensor", 2),
         ("compile.offload_opt_states", True), ("datastates_ckpt.host_cache_size", 16),
     ],

@@ -22,7 +22,7 @@ import jax
 import pytest
 
 import jzero
-from jzero.config import keys, screen
+from jzero.config import ignored, keys, screen
 from jzero.launcher import options
 
 ROOT = Path(__file__).parent.parent
@@ -224,7 +224,7 @@ def test_every_key_is_on_the_configuration_page():
     assert len(settings) > 40
     assert [
         key
-        for key in (*settings, *keys.REPLACED, *keys.REFUSED, *keys.IGNORED, *keys.RENAMED)
+        for key in (*settings, *keys.REPLACED, *keys.REFUSED, *ignored.IGNORED, *keys.RENAMED)
         if f"`{key}`" not in text
     ] == []
 

@@ -16,7 +16,8 @@ jzero.errors.ConfigError: zero_optimization.stge = 3: unknown key; did you mean 
 
 from jzero.config.config import Config
 from jzero.config.curriculum import without_curriculum
-from jzero.config.keys import Ignored, Replaced
+from jzero.config.ignored import Ignored
+from jzero.config.keys import Replaced
 from jzero.config.sections import (
     ActivationCheckpointing,
     BF16Config,

@@ -12,7 +12,8 @@ from pydantic import PrivateAttr, ValidationError
 
 from jzero.config import sizes
 from jzero.config.checks import contradictions
-from jzero.config.keys import Ignored, Replaced
+from jzero.config.ignored import Ignored
+from jzero.config.keys import Replaced
 from jzero.config.screen import check_extent, explain, meant, plain, pop, screen
 from jzero.config.sections import Settings
 from jzero.config.source import read

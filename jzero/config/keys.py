@@ -2,11 +2,9 @@
 
 `REPLACED` keys have no meaning under XLA: they load, and `Config.replaced` lists them with their replacement.
 `REFUSED` keys would change the run: they load at a value that turns the feature off, else they are errors.
-`IGNORED` keys do nothing in DeepSpeed either: they load, and `Config.ignored` lists them with what to write.
 When a feature arrives, its row leaves this file and becomes a field of `sections`.
 """
 
-import re
 from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
@@ -80,6 +78,7 @@ REPLACED: dict[str, Replacement] = _replaced(
     ("", FLAG, "dense gradients of embeddings: the same numbers", "sparse_gradients"),
     ("", POSITIVE, "the model's own vocabulary (models/ have pad_vocab_to)", "vocabulary_size"),
     ("bf16", FLAG, "gradients that accumulate in data_types.grad_accum_dtype", "immediate_grad_update"),
+    ("hybrid_engine", FLAG, "engine.generate, which runs under every training layout", "enabled"),
     ("data_types", DTYPE_OR_NULL, 'the "bf16" and "fp16" sections', "param_dtype buffer_dtype"),
     ("optimizer", FLAG, "jit: the update is one fused program", "legacy_fusion"),
     ("timers.throughput", FLAG, "steps are timed when their result is ready", "synchronized"),
@@ -193,6 +192,7 @@ _QUANTIZE = "quantize in the model (qwix and aqt fake-quantize Flax modules)"
 _PRUNE = "multiply the kernels by masks in the model, or mask the updates with optimizer=optax.chain(...)"
 _BY_METRIC = "choosing samples by difficulty; sort training_data by it and pass an iterable, which keeps its order"
 _METRICS = f"{_SAMPLING}.curriculum_learning.curriculum_metrics"
+_CURVES = "write engine.metrics after each step"
 _PIN = "pin_memory nvme_path buffer_count"
 
 # fmt: off
@@ -241,14 +241,14 @@ REFUSED: dict[str, Refused] = {
         " num_experts_attr num_limited_groups route_norm route_scale routed_scaling_factor score_apply"
         " shared_experts_gate_pattern shared_experts_pattern top_k_attr validate_folding_routing", enabled=False),
     # what a run reports
-    **_later("tensorboard", "TensorBoard output", "output_path job_name", enabled=False),
-    **_later("csv_monitor", "CSV output", "output_path job_name", enabled=False),
-    **_later("wandb", "Weights & Biases output", "group team project", enabled=False),
-    **_later("comet", "Comet output",
+    **_later("tensorboard", f"TensorBoard output; {_CURVES}", "output_path job_name", enabled=False),
+    **_later("csv_monitor", f"CSV output; {_CURVES}", "output_path job_name", enabled=False),
+    **_later("wandb", f"Weights & Biases output; {_CURVES}", "group team project", enabled=False),
+    **_later("comet", f"Comet output; {_CURVES}",
         "samples_log_interval project workspace api_key experiment_name experiment_key online mode", enabled=False),
-    **_later("flops_profiler", "the FLOPS profiler",
-        "recompute_fwd_factor profile_step module_depth top_modules detailed output_file", enabled=False),
-    **_later("comms_logger", "the collectives report", "prof_all prof_ops verbose debug", enabled=False),
+    **_details("flops_profiler",
+        "recompute_fwd_factor profile_step module_depth top_modules detailed output_file"),
+    **_details("comms_logger", "prof_all prof_ops verbose debug"),
     # checkpoints
     **_later("checkpoint", "checkpoints on disks that not all hosts see", use_node_local_storage=False),
     **_later("nebula", "Nebula; checkpoints are asynchronous without it (checkpoint.dir, checkpoint.max_to_keep)",
@@ -257,7 +257,8 @@ REFUSED: dict[str, Refused] = {
     **_later("datastates_ckpt", "DataStates; checkpoints are asynchronous without it", host_cache_size=None,
         parser_threads=None),
     # elastic runs, tuning, data
-    **_later("elasticity", "elastic batch sizes", "max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time"
+    **_later("elasticity", "elastic batch sizes; a resume on other GPUs keeps train_batch_size",
+        "max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time"
         " prefer_larger_batch version ignore_non_elastic_batch_info num_gpus_per_node model_parallel_size",
         enabled=False),
     **_details("autotuning", "fast results_dir exps_dir overwrite metric start_profile_step"
@@ -277,10 +278,10 @@ REFUSED: dict[str, Refused] = {
         " layer_token_lr_schedule", enabled=False),
     # training methods
     **_later("progressive_layer_drop", "progressive layer dropping", "theta gamma", enabled=False),
-    **_later("hybrid_engine", "the hybrid engine", "max_out_tokens inference_tp_size release_inference_cache"
-        " pin_parameters tp_gather_partition_size enable_cuda_graph", enabled=False),
-    **_later("eigenvalue", "eigenvalues",
-        "verbose max_iter tol stability gas_boundary_resolution layer_name layer_num", enabled=False),
+    **_details("hybrid_engine", "max_out_tokens inference_tp_size release_inference_cache"
+        " pin_parameters tp_gather_partition_size enable_cuda_graph"),
+    **_details("eigenvalue",
+        "verbose max_iter tol stability gas_boundary_resolution layer_name layer_num"),
     **_elsewhere("compression_training", _QUANTIZE, "weight_quantization activation_quantization"),
     **_elsewhere("compression_training", _PRUNE, "sparse_pruning row_pruning head_pruning channel_pruning"),
     **_elsewhere("compression_training", "build the model with fewer layers, and copy the teacher's into params=",
@@ -288,77 +289,6 @@ REFUSED: dict[str, Refused] = {
     **_elsewhere("", _QUANTIZE, "weight_quantization quantize_training"),
 }
 # fmt: on
-
-
-# ---- keys that DeepSpeed ignores too ------------------------------------------------------------------------------
-
-
-class Ignored(NamedTuple):
-    """A given key that does nothing, and what to write instead."""
-
-    key: str
-    value: Any
-    why: str
-
-
-def _ignored(*rows: tuple[str, str, str]) -> dict[str, str]:
-    return {dotted_key(section, key): why for section, why, keys in rows for key in keys.split()}
-
-
-CLIP_ABOVE = 'DeepSpeed ignores it here; write "gradient_clipping" with this value at the top level'
-_LOG = 'DeepSpeed reads no such key; "steps_per_print" sets how often a progress line comes'
-_MONITORS = 'DeepSpeed reads no such key; the sections are "tensorboard", "wandb", "csv_monitor" and "comet"'
-_STAGES = 'DeepSpeed reads no such key; write "stages" here, or "pipe" in the "mesh" section'
-_SWITCH = '"enabled" alone is the switch'
-_WIDE = "bfloat16 has float32's range, so bf16 has no loss scale"
-_LAUNCHER = "DeepSpeed reads no such key; JAX chooses the transport, and the launcher the devices (jzero --include)"
-# Parameters that users write one level too high.
-OPTIMIZER_PARAMS = "lr betas eps weight_decay momentum bias_correction adam_w_mode torch_adam"
-SCHEDULER_PARAMS = (
-    "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type total_num_steps warmup_min_ratio cos_min_ratio"
-    " last_batch_iteration"
-)
-_SCALER = "loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale"
-
-
-def _inside(section: str) -> str:
-    return f"DeepSpeed ignores it here; write it in {section}"
-
-
-# fmt: off
-IGNORED: dict[str, str] = _ignored(
-    ("", _LOG, "log logging log_interval logging_steps verbose debug"),
-    ("", _LAUNCHER, "cuda_visible_devices backend dist_backend distributed_backend communication_backend local_rank"
-        " world_size"),
-    ("", 'DeepSpeed reads no such key; the section is "comms_logger"', "comms_config"),
-    ("", _MONITORS, "monitor_config"),
-    ("", CLIP_ABOVE, "max_grad_norm"),
-    ("", "DeepSpeed's engine does nothing with it either: a model's own code has to ask for it", "sparse_attention"),
-    ("", "accelerate's own key, which DeepSpeed does not read: a model is born sharded", "zero3_init_flag"),
-    ("optimizer", _inside("optimizer.params"), OPTIMIZER_PARAMS),
-    ("scheduler", _inside("scheduler.params"), SCHEDULER_PARAMS),
-    ("fp16", _SWITCH, "fp16 opt_level"),
-    ("bf16", _WIDE, _SCALER),
-    ("bf16", _SWITCH, "bf16 opt_level"),
-    ("autotuning", "no tuning runs, and the rest of the config trains as it is. To choose sizes, read the memory of a "
-        "compiled step: jzero.planner.memory(step.lower(batch).compile())", "enabled"),
-    ("pipeline", _STAGES, "pipeline_parallel_size num_stages pipeline_num_layers"),
-    (_REMAT, 'DeepSpeed reads no such key; write "policy": "full", or "matmuls"', "enabled"),
-    (_ZERO, "DeepSpeed has dropped it", "find_unused_parameters max_elements_per_comm grad_hooks"),
-    (f"{_ZERO}.offload_param", "it is a key of offload_optimizer", "fast_init pipeline_read pipeline_write ratio"),
-    ("compile", "DeepSpeed has dropped it; every step is compiled", "enabled disable backend kwargs"),
-    ("aio", "DeepSpeed reads no such key", "enabled thread_count"),
-)
-# fmt: on
-
-
-def is_comment(key: str) -> bool:
-    """Return whether a key is a remark: `_comment`, `//`, `# note`, `comment2`, and any other with such a beginning.
-
-    >>> [is_comment(key) for key in ("_stage", "comments", "comment_1", "communication_data_type")]
-    [True, True, True, False]
-    """
-    return bool(re.match(r"_|#|//|comments?(?![a-z])", key, re.IGNORECASE))
 
 
 # ---- names --------------------------------------------------------------------------------------------------------

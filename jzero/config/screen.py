@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from jzero.config import keys
+from jzero.config import ignored, keys
 from jzero.config.autocast import translate
 from jzero.config.sections import Section, Settings
 from jzero.config.suggest import LISTED, names_inside, suggest
@@ -59,7 +59,7 @@ def _may_be_auto(path: str) -> bool:
     """Return whether "auto" has a meaning under this dotted key."""
     return (
         keys.renamed(path) in KNOWN
-        or path in keys.IGNORED
+        or path in ignored.IGNORED
         or path.startswith(("optimizer.params.", "scheduler.params."))
     )
 
@@ -104,7 +104,8 @@ def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 FIELDS = dict(_fields(Settings))
-KNOWN = dict.fromkeys((*FIELDS, *keys.REPLACED, *keys.REFUSED))
+_SWITCHES = (key for key in ignored.IGNORED if key.endswith(".enabled"))
+KNOWN = dict.fromkeys((*FIELDS, *keys.REPLACED, *keys.REFUSED, *_SWITCHES))
 # Sections that have only replaced or refused keys. Inner ones come first, so that an outer one is empty when its turn
 # comes and whatever it still holds is unknown.
 _FOREIGN_SECTIONS = sorted(
@@ -117,7 +118,7 @@ class Screened(NamedTuple):
     """What a config has beside valid fields; `strict`: whether an unknown key is a problem."""
 
     replaced: list[keys.Replaced]
-    ignored: list[keys.Ignored]
+    ignored: list[ignored.Ignored]
     problems: list[str]
     strict: bool
 
@@ -140,11 +141,11 @@ def screen(data: dict[str, Any]) -> Screened:
             found.replaced.append(keys.Replaced(path, value, by))
         except ValueError as wrong:
             found.problems.append(f"{path} = {_shown(path, value)}: {wrong}; or leave it out (replaced by {by})")
-    for path, why in keys.IGNORED.items():
+    for path, why in ignored.IGNORED.items():
         value = pop(data, *path.split("."))
         nothing = value in (MISSING, None, {}) or (path.endswith(".enabled") and value in (False, 0))
         if not nothing:
-            found.ignored.append(keys.Ignored(path, value, why))
+            found.ignored.append(ignored.Ignored(path, value, why))
     refused: dict[str, list[str]] = {}
     for path, (off, text) in keys.REFUSED.items():
         if (value := pop(data, *path.split("."))) is not MISSING and value not in off:
@@ -161,8 +162,8 @@ def screen(data: dict[str, Any]) -> Screened:
 
 
 def _drop_comments(section: dict[str, Any], path: str, found: Screened) -> None:
-    for key in [key for key in section if keys.is_comment(key)]:
-        found.ignored.append(keys.Ignored(keys.dotted_key(path, key), section.pop(key), "a comment"))
+    for key in [key for key in section if ignored.is_comment(key)]:
+        found.ignored.append(ignored.Ignored(keys.dotted_key(path, key), section.pop(key), "a comment"))
     for key, value in section.items():
         if isinstance(value, dict) and key != "compiler_options":
             _drop_comments(value, keys.dotted_key(path, key), found)
@@ -219,7 +220,7 @@ def _unknown(section: str, key: str, value: Any, found: Screened) -> None:
     if found.strict:
         found.problems.append(f"{path} = {_shown(path, value)}: unknown key; {advice}")
     else:
-        found.ignored.append(keys.Ignored(path, value, f"unknown key; {advice}"))
+        found.ignored.append(ignored.Ignored(path, value, f"unknown key; {advice}"))
 
 
 def _no_section(path: str, value: Any) -> str:

@@ -2,7 +2,8 @@
 
 from collections.abc import Collection, Iterable
 
-from jzero.config.keys import CLIP, OPTIMIZER_PARAMS, SCHEDULER_PARAMS, dotted_key
+from jzero.config.ignored import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
+from jzero.config.keys import CLIP, dotted_key
 from jzero.values.kinds import as_json, closest, either
 
 # Parameters of an optimizer or schedule that users write one level too high.
