@@ -142,6 +142,33 @@ def test_constants_that_differ_between_the_layers_of_a_stack_are_refused():
         jax.eval_shape(model.loss, params, X[:, :3], None)
 
 
+@pytest.mark.parametrize("other", [jnp.nan, 1.0])
+def test_constants_with_nan_are_equal(other):
+    class Layer(nnx.Module):
+        def __init__(self, rngs, last):
+            self.linear, self.table = nnx.Linear(3, 3, rngs=rngs), jnp.array([0.0, jnp.nan, last])
+
+        def __call__(self, x):
+            return self.linear(jnp.nan_to_num(self.table) + x)
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([Layer(rngs, jnp.nan), Layer(rngs, other)])
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    model = jzero.from_flax(Net, lambda module, x: module(x).mean(), stack="layers")
+    if jnp.isnan(other):
+        loss = model.loss(model.init(KEY), X[:, :3], None)
+        np.testing.assert_allclose(loss, Net(nnx.Rngs(KEY))(X[:, :3]).mean(), rtol=1e-6)
+    else:
+        with pytest.raises(jzero.ConfigError, match=r"the constant table differs between layers\.0 and layers\.1"):
+            model.loss(model.init(KEY), X[:, :3], None)
+
+
 def test_constants_are_found_without_making_the_parameters():
     class Huge(nnx.Module):
         def __init__(self, rngs):

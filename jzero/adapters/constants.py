@@ -24,6 +24,12 @@ def shapes_only() -> Iterator[None]:
         _SHAPES_ONLY.reset(token)
 
 
+def same(x: Any, y: Any) -> bool:
+    """Return whether two constants have the same values, under any trace; NaN equals NaN."""
+    with jax.ensure_compile_time_eval():
+        return bool(((x == y) | ((x != x) & (y != y))).all())
+
+
 class Constants:
     """The arrays that a function builds from nothing.
 

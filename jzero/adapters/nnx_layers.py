@@ -14,6 +14,7 @@ from flax import nnx
 
 from jzero.adapters.advice import nnx_methods
 from jzero.adapters.alike import difference
+from jzero.adapters.constants import same
 from jzero.adapters.layer_call import handler
 from jzero.adapters.nnx_model import Apply, Build, NNXModel, abstract_module
 from jzero.adapters.places import Key, Places
@@ -117,7 +118,7 @@ class _SameConstants:
         )
         for key, other in zip(self.keys[1:], others, strict=True):
             for name, x in first.items():
-                if not isinstance(x, jax.core.Tracer) and not _equal(x, other[name]):
+                if not isinstance(x, jax.core.Tracer) and not same(x, other[name]):
                     raise ConfigError(
                         f"from_flax: the constant {name} differs between {self.keys[0][:-1]} and {key[:-1]}: make it "
                         "an nnx.Param and name it in frozen_parameters"
@@ -127,11 +128,6 @@ class _SameConstants:
     @property
     def fingerprint(self) -> Any:
         return self.constants.fingerprint
-
-
-def _equal(x: Any, y: Any) -> bool:
-    with jax.ensure_compile_time_eval():
-        return bool(((x == y) | ((x != x) & (y != y))).all())  # so that NaN equals NaN
 
 
 @functools.cache

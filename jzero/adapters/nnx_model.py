@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jzero.adapters.constants import Constants
+from jzero.adapters.constants import Constants, same
 from jzero.adapters.methods import outputs_of, take_methods
 from jzero.adapters.torch_habits import refuses_of_models
 from jzero.errors import ConfigError
@@ -228,7 +228,7 @@ def _of_one_layer(name: str, constant: Any) -> Any:
     if isinstance(constant, jax.core.Tracer):  # only shapes are wanted
         return constant[0]
     with jax.ensure_compile_time_eval():
-        if not bool(((constant == constant[:1]) | (constant != constant)).all()):  # so that NaN equals NaN
+        if not same(constant, constant[:1]):
             raise ConfigError(
                 f"from_flax: the constant {name} {constant.dtype}{list(constant.shape)} differs between the layers: "
                 "make it an nnx.Param and name it in frozen_parameters"

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr
 
+from jzero._compat import is_constant
 from jzero.tree import named
-
-__all__ = ["Equations", "Literal", "inlined", "touched"]
 
 _CALLS = ("jit", "closed_call", "remat2")  # the primitives that `inlined` inlines
 
@@ -26,7 +25,7 @@ class Equations:
         """Collect all variables that depend on the given ones."""
         reached = set(variables)
         for eqn in self.eqns:
-            if any(not isinstance(v, Literal) and v in reached for v in eqn.invars):
+            if any(not is_constant(v) and v in reached for v in eqn.invars):
                 reached.update(eqn.outvars)
         return reached
 
@@ -35,11 +34,11 @@ class Equations:
 
         An effect (a print, a callback) does not make an equation needed.
         """
-        wanted, given, eqns = {v for v in wanted if not isinstance(v, Literal)}, set(given), []
+        wanted, given, eqns = {v for v in wanted if not is_constant(v)}, set(given), []
         for eqn in reversed(self.eqns):
             if any(v in wanted and v not in given for v in eqn.outvars):
                 eqns.append(eqn)
-                wanted.update(v for v in eqn.invars if not isinstance(v, Literal))
+                wanted.update(v for v in eqn.invars if not is_constant(v))
         return eqns[::-1]
 
     def run(
@@ -50,7 +49,7 @@ class Equations:
         known = self.constants | dict(zip(variables, values, strict=True))
 
         def read(variables: Iterable[Any]) -> list[Any]:
-            return [v.val if isinstance(v, Literal) else known[v] for v in variables]
+            return [v.val if is_constant(v) else known[v] for v in variables]
 
         for eqn in eqns:
             known |= zip(eqn.outvars, bind(eqn, read(eqn.invars)), strict=True)
@@ -69,10 +68,10 @@ def touched(f: Callable, state: Any, *rest: Any) -> tuple[set[str], set[str]]:
         if eqn.primitive.name == "stop_gradient" and eqn.invars[0] in origin:
             origin[eqn.outvars[0]] = origin[eqn.invars[0]]
     results, news = traced.outputs[: len(named(result))], traced.outputs[len(named(result)) :]
-    replaced = {n: v for n, v in zip(named(new), news, strict=True) if isinstance(v, Literal) or origin.get(v) != n}
+    replaced = {n: v for n, v in zip(named(new), news, strict=True) if is_constant(v) or origin.get(v) != n}
     wanted = [*results, *replaced.values()]
     used = [v for eqn in traced.needed(wanted, traced.inputs) for v in eqn.invars] + wanted
-    return set(replaced), {origin[v] for v in used if not isinstance(v, Literal) and v in origin}
+    return set(replaced), {origin[v] for v in used if not is_constant(v) and v in origin}
 
 
 def inlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:

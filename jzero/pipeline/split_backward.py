@@ -16,7 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jzero.pipeline.jaxpr import Equations, Literal, inlined
+from jzero._compat import is_constant
+from jzero.pipeline.jaxpr import Equations, inlined
 from jzero.tree import PyTree, combine, partition
 
 Arrays = list[jax.Array]
@@ -57,7 +58,7 @@ class Chunk:
         self.residuals = self.program.outputs[self.n_y :]
         # Only residuals that depend on x or state go into the stash; `remake` computes the others.
         depends = self.program.reached_from(self.program.inputs[start:stop])
-        self.stashed = list(dict.fromkeys(v for v in self.residuals if not isinstance(v, Literal) and v in depends))
+        self.stashed = list(dict.fromkeys(v for v in self.residuals if not is_constant(v) and v in depends))
         self.stashed_shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.stashed]
         self.rest_shapes: list[jax.ShapeDtypeStruct] = []
         self.remake = self.program.needed(self.residuals, given=[*self.known, *self.stashed])
@@ -108,7 +109,7 @@ class Chunk:
         self.second = [eqn for eqn in later if reached & set(eqn.outvars)]
         made = {v for eqn in self.second for v in eqn.outvars} | set(self.back.inputs[: len(residuals)])
         used = [v for eqn in self.second for v in eqn.invars] + self.dw
-        self.crossing = list(dict.fromkeys(v for v in used if not isinstance(v, Literal) and v not in made))
+        self.crossing = list(dict.fromkeys(v for v in used if not is_constant(v) and v not in made))
         self.rest_shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.crossing]
         self.first = self.back.needed([*self.dx, *self.crossing], given=self.back.inputs)
 
