@@ -232,7 +232,7 @@ def test_nested_compression_is_refused():
         {"checkpoint": {"use_node_local_storage": False, "writer": {}}}, {"sparse_attention": {}},
         {"amp": {"enabled": False}},
         {"torch_autocast": {"enabled": False, "dtype": "bfloat16"}}, {"vocabulary_size": None}, {"mesh": {"pipe": 1}},
-        {"autotuning": {"enabled": "auto", "fast": True}}, {"seq_parallel_communication_data_type": "fp32"},
+        {"autotuning": {"enabled": "auto", "fast": True}},
         {"optimizer": None}, {"compile": {"passes": None}}, {"zero_optimization": {"overlap_comm": None}},
         {"log_level": None},
     ],

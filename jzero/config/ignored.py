@@ -56,6 +56,7 @@ IGNORED: dict[str, str] = _ignored(
     ("optimizer", _inside("optimizer.params"), OPTIMIZER_PARAMS),
     ("scheduler", _inside("scheduler.params"), SCHEDULER_PARAMS),
     ("fp16", _SWITCH, "fp16 opt_level"),
+    ("fp16", "DeepSpeed has dropped it", "fp16_scale_tolerance"),
     ("bf16", _WIDE, _SCALER),
     ("bf16", _SWITCH, "bf16 opt_level"),
     ("autotuning", "no tuning runs, and the rest of the config trains as it is. To choose sizes, read the memory of a "

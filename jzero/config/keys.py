@@ -78,6 +78,8 @@ REPLACED: dict[str, Replacement] = _replaced(
     ("", FLAG, "dense gradients of embeddings: the same numbers", "sparse_gradients"),
     ("", POSITIVE, "the model's own vocabulary (models/ have pad_vocab_to)", "vocabulary_size"),
     ("bf16", FLAG, "gradients that accumulate in data_types.grad_accum_dtype", "immediate_grad_update"),
+    ("", DTYPE_OR_NULL, "the mesh: there is no sequence axis to communicate over",
+        "seq_parallel_communication_data_type"),
     ("hybrid_engine", FLAG, "engine.generate, which runs under every training layout", "enabled"),
     ("data_types", DTYPE_OR_NULL, 'the "bf16" and "fp16" sections', "param_dtype buffer_dtype"),
     ("optimizer", FLAG, "jit: the update is one fused program", "legacy_fusion"),
@@ -206,8 +208,6 @@ REFUSED: dict[str, Refused] = {
         " cast_model_outputs num_losses verbosity min_loss_scale max_loss_scale loss_scale"),
     "torch_autocast.enabled": Refused((None, False), _SWITCHES),
     **_details("torch_autocast", "dtype lower_precision_safe_modules"),
-    **_later("", "a communication dtype for sequence parallelism",
-        seq_parallel_communication_data_type=("float32", "fp32")),
     # ZeRO
     **_later(_ZERO, "frozen weights stored as int8; zero_quantized_weights gathers them as int8",
         zero_quantized_nontrainable_weights=False),
@@ -281,7 +281,7 @@ REFUSED: dict[str, Refused] = {
     **_details("hybrid_engine", "max_out_tokens inference_tp_size release_inference_cache"
         " pin_parameters tp_gather_partition_size enable_cuda_graph"),
     **_details("eigenvalue",
-        "verbose max_iter tol stability gas_boundary_resolution layer_name layer_num"),
+        "verbose max_iter tol stability gas_boundary_resolution layer_name layer_num model_name"),
     **_elsewhere("compression_training", _QUANTIZE, "weight_quantization activation_quantization"),
     **_elsewhere("compression_training", _PRUNE, "sparse_pruning row_pruning head_pruning channel_pruning"),
     **_elsewhere("compression_training", "build the model with fewer layers, and copy the teacher's into params=",
