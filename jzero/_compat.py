@@ -115,6 +115,35 @@ def allow_float16_products_on_cpu() -> None:
     mlir.register_lowering(lax.dot_general_p, lower, platform="cpu")
 
 
+@functools.cache
+def _memory_view() -> Any:
+    from jax.extend.core import Primitive
+    from jax.interpreters import mlir
+
+    view = Primitive("memory_view")
+    view.def_abstract_eval(lambda x, *, space: x.update(memory_space=space))
+    mlir.register_lowering(view, lambda ctx, x, *, space: [x])
+    return view
+
+
+def memory_view(x: Any, space: Any) -> Any:
+    """Call the memory of a traced array `space` without moving the array.
+
+    JAX refuses operations between arrays of host and of device memory. On a GPU both are one address space, and a
+    kernel may read and write pinned host memory. `jax.extend.core.Primitive` promises no compatibility (jax 0.10 and
+    0.11).
+    """
+    return _memory_view().bind(x, space=space)
+
+
+def as_device_array(x: Any) -> Any:
+    """View a traced array of host memory as one of the device's, see `memory_view`; return others as they are."""
+    import jax
+
+    on_host = jax.typeof(x).memory_space == jax.memory.Space.Host
+    return memory_view(x, jax.memory.Space.Device) if on_host else x
+
+
 def trace_state() -> Any:
     """Return what identifies the running trace: equal values mean that arrays of one may be used in the other.
 

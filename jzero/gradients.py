@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jzero import micro_batches, zero
+from jzero import micro_batches, offload, zero
 from jzero.auto_cast import cast_arrays, inputs_of_products, wide_arrays
 from jzero.config import Config
 from jzero.errors import ConfigError
@@ -164,6 +164,7 @@ class ManualRegion:
     """The functions that `jax.shard_map` maps over the mesh: local masters and local batch in, local gradients out."""
 
     model: Model
+    layouts: PyTree
     weights: PyTree  # shapes of the whole weights, in the compute dtype
     passes: Passes
     config: Config
@@ -246,7 +247,9 @@ class ManualRegion:
         """Convert local masters to the form that the passes use; see `zero.prepare`."""
         view = self.passes.view
         prepare = view.per_layer(partial(zero.prepare, precision=self.precision))
-        pairs = jax.tree.map(prepare, view.layouts, view.split(masters))
+        dtype = jnp.promote_types(self.precision.compute, self.precision.reduce)
+        read = partial(offload.read, dtype=dtype, by_layer=not view.layer_axis)
+        pairs = jax.tree.map(prepare, view.layouts, view.split(jax.tree.map(read, self.layouts, masters)))
         diff, nondiff = (jax.tree.map(lambda _, pair, k=k: pair[k], view.layouts, pairs) for k in (0, 1))  # type: ignore[misc]
         state, nondiff = partition(nondiff, is_state(view.layouts))
         return Weights(diff, nondiff, state, extra)

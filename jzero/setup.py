@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero import optimizers, sharding, zeropp
+from jzero import offload, optimizers, sharding, zeropp
 from jzero._compat import allow_float16_products_on_cpu
 from jzero.config import Config
 from jzero.config.sizes import BatchSizes
@@ -113,10 +113,12 @@ def resolve(
       ConfigError: a config that does not fit the model, the devices or itself.
     """
     check_model(model)
+    offload.allow_pinned_memory(config.zero_optimization)
     config = _with_stages(config, model, mesh)
     mesh = make_mesh(config) if mesh is None else mesh
     check_mesh(mesh)
     check_against(config, mesh)
+    offload.check(config.zero_optimization, mesh)
     batch_sizes = config.batch(replicas(mesh), former)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     config, why = settle_precision(config, shapes, mesh.devices.flat[0])
@@ -215,7 +217,7 @@ def _layouts(model: Model, shapes: PyTree, config: Config, mesh: Mesh, plus: zer
         if keys := [f"{key} = {list(patterns)}" for key, patterns in given.items() if patterns is not None]:
             raise ConfigError(f"{', '.join(keys)}: every parameter is frozen; leave one to train")
         raise ConfigError(f"{model!r} has no parameters to train: init(rng) returned no floating-point arrays")
-    return layouts
+    return offload.choose(layouts, config.zero_optimization)
 
 
 def _vocabulary(model: Model, params: PyTree, stages: int) -> dict[str, int]:

@@ -159,17 +159,19 @@ def specs(layouts: PyTree) -> PyTree:
     return jax.tree.map(lambda layout: layout.spec, layouts)
 
 
-def optimizer_specs(opt_state: PyTree, layouts: PyTree) -> PyTree:
-    """Find the PartitionSpecs of an optimizer's state: a moment is sharded like its parameter.
+def optimizer_layouts(opt_state: PyTree, layouts: PyTree) -> PyTree:
+    """Find the layouts of an optimizer's state: a moment lies where its parameter's master lies.
 
     A leaf belongs to a parameter if its key path ends with the parameter's name and the shapes agree. All other leaves
     (step counters, factored moments) are replicated.
     """
     known = {tuple(filter(None, layout.name.split("/"))): layout for layout in jax.tree.leaves(layouts)}
 
-    def spec(path: tuple, x: Any) -> PartitionSpec:
+    def layout(path: tuple, x: Any) -> ParamLayout:
         keys = tuple(path_name(path).split("/"))
         owner = next((known[keys[i:]] for i in range(len(keys) + 1) if keys[i:] in known), None)
-        return owner.spec if owner is not None and owner.shape == tuple(x.shape) else PartitionSpec()
+        if owner is not None and owner.shape == tuple(x.shape):
+            return owner
+        return ParamLayout(path_name(path), tuple(x.shape), PartitionSpec(), None, False, False, RULES[0])
 
-    return jax.tree_util.tree_map_with_path(spec, opt_state)
+    return jax.tree_util.tree_map_with_path(layout, opt_state)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jzero import zero
 from jzero.config import Config
+from jzero.errors import ConfigError
 from jzero.model import ENDS, STACK, fold
 from jzero.precision import Precision
 from jzero.remat import Block, Remat
@@ -79,9 +80,17 @@ def unrolls(config: Config, layouts: PyTree, remat: Remat) -> bool:
     XLA copies a layer's weights out of the stack, and unrolled, all copies exist at once. Trained weights are cast to
     the compute dtype anyway. Of frozen ones this is a second copy: with little else in memory, as under full remat,
     LoRA on Llama 8B needs 28 GiB instead of 18. With more activations it costs nothing, and a scan is much slower.
+    Weights in host memory are scanned: unrolled, XLA copies all of them to the device in the forward pass and keeps
+    them for the backward pass (42.8 GiB for Llama 7B on an H100, as much as without offload_param).
     """
-    if config.stack.unroll != "auto":
-        return bool(config.stack.unroll)
+    in_host_memory = any(layout.on_host.in_use for layout in jax.tree.leaves(layouts[STACK]))
+    if config.stack.unroll is True and in_host_memory:
+        raise ConfigError(
+            "stack.unroll = true with zero_optimization.offload_param: XLA would copy all layers to the device and "
+            "keep them; leave it out, or remove offload_param"
+        )
+    if config.stack.unroll != "auto" or in_host_memory:
+        return config.stack.unroll is True
     sizes = [(prod(layout.shape), layout.trainable) for layout in jax.tree.leaves(layouts[STACK])]
     mostly_frozen = 2 * sum(size for size, trainable in sizes if trainable) < sum(size for size, _ in sizes)
     return stack_length(layouts) <= UNROLL_LIMIT and not (mostly_frozen and remat.kind == "full")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax
@@ -12,16 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jzero import offload
 from jzero.errors import ConfigError, some_of
 from jzero.loss_scale import LossScale
 from jzero.mesh import shardings
 from jzero.precision import cast
 from jzero.setup import Setup
-from jzero.sharding import optimizer_specs, specs, trainable
+from jzero.sharding import optimizer_layouts, specs, trainable
 from jzero.stored_names import StoredNames
 from jzero.tree import PyTree, differences, named, partition, path_name
 from jzero.zero import ParamLayout
 
+LARGE = 2**30  # bytes on the host, above which a new state is made leaf by leaf
 RUN_KEY = 2**31 - 1  # folded into `init`'s key to make the steps' key; no model draws this many parameters
 
 
@@ -73,17 +76,21 @@ class States:
 
     Attributes:
       shapes, specs, shardings: of a `TrainState`.
+      on_host: a `TrainState` of bools: whether a leaf lies in host memory.
     """
 
     def __init__(self, setup: Setup):
         self._setup, jit = setup, setup.jit
         self.shapes = jax.eval_shape(self._new, jax.random.key(0))
-        self.specs = dataclasses.replace(
-            jax.tree.map(lambda _: PartitionSpec(), self.shapes),
-            params=specs(setup.layouts),
-            opt_state=optimizer_specs(self.shapes.opt_state, setup.layouts),
+        everywhere = jax.tree.map(lambda _: PartitionSpec(), self.shapes)
+        params, opt_state = setup.layouts, optimizer_layouts(self.shapes.opt_state, setup.layouts)
+        self.specs = dataclasses.replace(everywhere, params=specs(params), opt_state=specs(opt_state))
+        self.on_host = dataclasses.replace(
+            jax.tree.map(lambda _: False, self.shapes),
+            params=jax.tree.map(lambda layout: layout.on_host.master, params),
+            opt_state=jax.tree.map(lambda layout: layout.on_host.moments, opt_state),
         )
-        self.shardings = shardings(setup.mesh, self.specs)
+        self.shardings = offload.place(shardings(setup.mesh, self.specs), self.on_host)
         self._init = jit(self._new, out_shardings=self.shardings)
         self._init_around = jit(
             lambda params, rng: dataclasses.replace(self._around(params, rng), params=None),
@@ -104,7 +111,7 @@ class States:
 
     def _around(self, params: PyTree, rng: jax.Array) -> TrainState:
         """Make a new state around these parameters."""
-        opt_state = self._setup.tx.init(partition(params, trainable(self._setup.layouts))[0])
+        opt_state = self._setup.tx.init(offload.on_device(partition(params, trainable(self._setup.layouts))[0]))
         return TrainState(
             jnp.zeros((), jnp.int32), params, opt_state, self._loss_scale(), jax.random.fold_in(rng, RUN_KEY),
             getattr(self._setup.model, "names", None),
@@ -115,12 +122,13 @@ class States:
 
     def init(self, rng: jax.Array, params: PyTree = None, donate: bool = False) -> TrainState:
         """Make a new state; see `TrainStep.init`."""
+        offload.check_pinned_memory(self.host_bytes, self._setup.mesh)
         rng, model = check_key(rng), self._setup.model
         values, adopt = getattr(model, "values", None), getattr(model, "adopt", lambda params: params)
         if params is None:
             params, donate = values, False
         if params is None:
-            return self._init(rng)
+            return self._made_leaf_by_leaf(rng) if self.host_bytes > LARGE else self._init(rng)
         if isinstance(params, str | os.PathLike):
             from jzero.checkpoint.orbax_params import read_params  # here, because Orbax takes a second to import
 
@@ -128,6 +136,30 @@ class States:
         else:
             params = self._fit(self._filled(adopt(params), None if values is None else adopt(values), rng), donate)
         return dataclasses.replace(self._init_around(params, rng), params=params)
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of host memory that one device's part of the state takes."""
+        leaves = zip(*map(jax.tree.leaves, (self.shapes, self.shardings, self.on_host)), strict=True)
+        return sum(prod(to.shard_shape(x.shape)) * x.dtype.itemsize for x, to, on_host in leaves if on_host)
+
+    def _made_leaf_by_leaf(self, rng: jax.Array) -> TrainState:
+        """Make a new state by a program for each leaf on the host; in one program a device would hold all of them."""
+        to, treedef = jax.tree.flatten(self.shardings)
+        on_host = jax.tree.leaves(self.on_host)
+        groups = [[i] for i, there in enumerate(on_host) if there]
+        groups.append([i for i, there in enumerate(on_host) if not there])
+        leaves: list[Any] = [None] * len(to)
+        for group in groups:
+
+            def make(rng: jax.Array, group: list[int] = group) -> list[jax.Array]:
+                made = jax.tree.leaves(self._new(rng))
+                return [made[i] for i in group]
+
+            new = self._setup.jit(make, out_shardings=[to[i] for i in group])(rng)
+            for i, x in zip(group, jax.block_until_ready(new), strict=True):
+                leaves[i] = x
+        return jax.tree.unflatten(treedef, leaves)
 
     def _filled(self, params: PyTree, values: PyTree, rng: jax.Array) -> PyTree:
         """Replace None by the parameter in `values`, or by that of `init`; only these parameters are made."""

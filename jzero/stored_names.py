@@ -57,7 +57,7 @@ class StoredNames:
     def of(self, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
         """Return the names that a leaf of the state is stored under; one of several for each layer.
 
-        A leaf belongs to a parameter if its name ends with the parameter's, as in `sharding.optimizer_specs`.
+        A leaf belongs to a parameter if its name ends with the parameter's, as in `sharding.optimizer_layouts`.
         """
         keys = name.split("/")
         for i in range(len(keys)):

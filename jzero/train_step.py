@@ -80,6 +80,7 @@ class TrainStep:
     Attributes:
       setup: the resolved config, see `Setup`; its model, mesh, config, batch_sizes, precision and layouts are here too.
       state_shapes, state_specs, state_shardings: of the `TrainState`; the shardings are for checkpoints.
+      host_bytes: of host memory that one device's part of the state takes.
       batch_sharding: of every leaf of a batch.
       generate: `step.generate(state, tokens, max_new_tokens)` continues prompts; see
         `jzero.inference.generate.Generator`.
@@ -102,6 +103,7 @@ class TrainStep:
         self._guard = Guard(self.mesh, self.config, self.layouts)
         self._states = states = States(setup)
         self.state_shapes, self.state_specs, self.state_shardings = states.shapes, states.specs, states.shardings
+        self.host_bytes = states.host_bytes
         self.batch_sharding = NamedSharding(self.mesh, batch_spec(self.mesh))
         self._make_programs(setup.jit)
         self.generate = Generator(setup, self._guard)
@@ -181,7 +183,14 @@ class TrainStep:
         """Make the programs; each is compiled when it is first called."""
         setup, mesh = self.setup, self.mesh
         region = ManualRegion(
-            setup.model, setup.weights, setup.passes, self.config, mesh, self.precision, self.batch_sizes.micro
+            setup.model,
+            setup.layouts,
+            setup.weights,
+            setup.passes,
+            self.config,
+            mesh,
+            self.precision,
+            self.batch_sizes.micro,
         )
         replicated: Any = PartitionSpec()
         grad_specs, _ = partition(self.state_specs.params, trainable(self.layouts))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jzero import optimizers
+from jzero import offload, optimizers
 from jzero.gradients import Result
 from jzero.loss import LOSS
 from jzero.setup import Setup
@@ -49,9 +49,10 @@ def update(
     if clip:
         factor = jnp.where(norm > clip, clip / norm, 1.0)
         grads = jax.tree.map(lambda g: g * factor, grads)
-    old, frozen = partition(state.params, trainable(setup.layouts))
+    stored, frozen = partition(state.params, trainable(setup.layouts))
+    old, old_opt_state = offload.on_device((stored, state.opt_state))
     extra = {} if rate is None else {"lr_factor": rate / setup.schedule.constant}
-    updates, opt_state = setup.tx.update(grads, state.opt_state, old, value=result.means[LOSS], **extra)
+    updates, opt_state = setup.tx.update(grads, old_opt_state, old, value=result.means[LOSS], **extra)
     finite = jnp.isfinite(squares) | (not setup.precision.check_overflow)
     of_names = finite
     if getattr(setup.model, "names", None) is not None:  # a stacked leaf has a name for each layer
@@ -60,8 +61,9 @@ def update(
     params, opt_state, kept = jax.tree.map(
         partial(jnp.where, finite.all()),
         (optax.apply_updates(old, updates), opt_state, result.state),
-        (old, state.opt_state, kept),
+        (old, old_opt_state, kept),
     )
+    params, opt_state = offload.as_stored((params, opt_state), (stored, state.opt_state))
     own = {
         "grad_norm": norm,
         "lr": learning_rate(setup, state) if rate is None else rate,

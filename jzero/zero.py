@@ -55,6 +55,23 @@ def stage_rule(stage: int, gather_once: bool = False, plus: zeropp.Plus = zeropp
     return rule._replace(gather="step") if rule.gather and gather_once else rule
 
 
+class OnHost(NamedTuple):
+    """What of a parameter lies in host memory, see `jzero.offload`.
+
+    Attributes:
+      master: the master, or a frozen parameter.
+      moments: the optimizer's state of it.
+      in_use: the weight stays there inside a step; each layer's comes to the device where the layer runs.
+    """
+
+    master: bool = False
+    moments: bool = False
+    in_use: bool = False
+
+
+ON_DEVICE = OnHost()
+
+
 @dataclass(frozen=True)
 class ParamLayout:
     """The placement of one parameter, shared by its master, moments and reduced gradient.
@@ -70,6 +87,7 @@ class ParamLayout:
       rule: the stage's rule if the parameter is partitioned, rule 0 if it is replicated. A frozen parameter follows
         rule 3 or rule 0.
       why: why the stage's rule does not apply; empty if it does.
+      on_host: what of it lies in host memory.
     """
 
     name: str
@@ -81,6 +99,7 @@ class ParamLayout:
     rule: Rule
     why: str = ""
     state: bool = False
+    on_host: OnHost = ON_DEVICE
 
     @property
     def on_pipe(self) -> bool:
@@ -97,16 +116,21 @@ class ParamLayout:
 #   1    | the whole weight | -                | diff; nothing (`reduce_gradient` reduce-scatters the sum)
 #   2    | the shard        | the whole weight | nondiff; reduce-scatters into the shard's gradient
 #   3    | the shard        | -                | diff, gathered; reduce-scatters
+#   host | zeros            | the master there | nondiff, copied to the device, then as rule 3
 #   hpZ  | the shard        | the second copy  | nondiff, gathered in its group; reduce-scatters into diff's gradient
 #
-# Under rule 2 and hpZ diff is only the place where the gradient arrives. A frozen parameter has no diff; it is kept in
-# the compute dtype, and nondiff is the weight as stored, whole (rule 0) or the shard (rule 3), or the second copy.
+# Under rule 2, hpZ and on the host diff is only the place where the gradient arrives. A frozen parameter has no diff;
+# it is kept in the compute dtype, and nondiff is the weight as stored, whole (rule 0) or the shard (rule 3), or the
+# second copy.
 
 
 def prepare(layout: ParamLayout, master: jax.Array, precision: Precision) -> tuple[Any, Any]:
     """Convert a local master (or one layer's slice of it) to (diff, nondiff); gather it under rules 1 and 2."""
     if layout.state:
         return None, master
+    gradient_dtype = jnp.promote_types(precision.compute, precision.reduce)
+    if layout.on_host.in_use:
+        return (jnp.zeros(master.shape, gradient_dtype) if layout.trainable else None), master
     if not layout.trainable:
         stored = cast(master, precision.compute)  # a no-op, unless the caller put another dtype into the state
         return None, (_secondary(layout, stored) if layout.rule.plus.secondary else stored)
@@ -115,7 +139,7 @@ def prepare(layout: ParamLayout, master: jax.Array, precision: Precision) -> tup
     if layout.rule.scatter != "micro_batch":
         return whole, None
     # The gradient has diff's dtype, which must be wide enough for the compute weight and the reduced gradient.
-    diff = master.astype(jnp.promote_types(precision.compute, precision.reduce))
+    diff = master.astype(gradient_dtype)
     if layout.rule.plus.secondary:
         return diff, _secondary(layout, shard)
     return diff, (whole if layout.rule.gather == "step" else None)
@@ -124,14 +148,16 @@ def prepare(layout: ParamLayout, master: jax.Array, precision: Precision) -> tup
 def fetch(layout: ParamLayout, diff: Any, nondiff: Any, precision: Precision) -> jax.Array:
     """Return the whole weight where the model uses it; the transpose reduces its gradient by the rule."""
     if not layout.trainable:
-        return _use(layout, nondiff)
-    if layout.rule.scatter != "micro_batch":
+        return _use(layout, to_device(nondiff) if layout.on_host.in_use else nondiff)
+    if layout.rule.scatter != "micro_batch" and not layout.on_host.in_use:
         return diff
 
     # JAX's own transpose does not fit: the gradient is reduced in `precision.reduce`, whatever the weight's dtype,
     # and rule 2 takes the value from one array and gives the gradient to another.
     @jax.custom_vjp
     def use(shard: jax.Array, kept: jax.Array | None) -> jax.Array:
+        if layout.on_host.in_use:
+            kept = to_device(kept).astype(precision.compute)
         return _use(layout, shard.astype(precision.compute) if kept is None else kept)
 
     def forward(shard: jax.Array, kept: jax.Array | None) -> tuple[jax.Array, None]:
@@ -140,7 +166,9 @@ def fetch(layout: ParamLayout, diff: Any, nondiff: Any, precision: Precision) ->
     def backward(_: None, gradient: jax.Array) -> tuple[jax.Array, None]:
         if layout.rule.plus.gradients:
             return zeropp.reduce_scatter(gradient, _dim(layout), layout.rule.plus).astype(diff.dtype), None
-        return _scatter(layout, gradient.astype(precision.reduce)).astype(diff.dtype), None
+        if layout.rule.scatter == "micro_batch":
+            gradient = _scatter(layout, gradient.astype(precision.reduce))
+        return gradient.astype(diff.dtype), None
 
     use.defvjp(forward, backward)
     return use(diff, nondiff)
@@ -180,6 +208,11 @@ def _first(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         return x
     # A psum of integers, beside those of floats, ended in a segmentation fault on CPUs (jaxlib 0.10.2).
     return lax.all_gather(x, axes)[0]
+
+
+def to_device(x: Any) -> jax.Array:
+    """Copy an array of host memory to the device."""
+    return jax.device_put(x, jax.memory.Space.Device)
 
 
 def _use(layout: ParamLayout, kept: jax.Array) -> jax.Array:

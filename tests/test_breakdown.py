@@ -145,7 +145,7 @@ def test_planning_compiles_nothing():
     made, compiled = engine(), []
     made.train_batch(rows(0))
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
-    memory_lines.planned(made.step_fn.traced)
+    memory_lines.planned(made.step_fn)
     assert not [event for event in compiled if "backend_compile" in event]
     jax.jit(lambda x: x + 3).lower(1.0).compile()
     assert [event for event in compiled if "backend_compile" in event]  # this is how JAX calls it

@@ -20,7 +20,7 @@ config
 distributed
 checkpoint
 mesh replicas precision loss loss_scale quantize
-zeropp zero sharding remat stack micro_batches auto_cast gradients
+zeropp zero sharding offload remat stack micro_batches auto_cast gradients
 pipeline adapters
 state batch update setup
 inference

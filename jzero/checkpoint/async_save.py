@@ -27,7 +27,7 @@ from etils import epath
 from jzero._compat import before_threads_end
 from jzero.checkpoint.directory import STATE, begin_draft, checkpoint_path, commit, draft_path
 from jzero.checkpoint.layers import take_apart
-from jzero.checkpoint.leaves import key_names, nest
+from jzero.checkpoint.leaves import key_names, nest, on_host
 from jzero.checkpoint.lock import check, hold
 from jzero.checkpoint.orbax_noise import silence_orbax
 from jzero.checkpoint.presence import Presence, vanished
@@ -116,6 +116,8 @@ def save(
 ) -> Save:
     """Save `state` as directory/tag; the files are written in a thread. All processes call it.
 
+    A state of which a part lies in host memory (offload) is written before the call returns.
+
     One save runs at a time: the next save, `restore` and the program's exit wait for it. A checkpoint is complete or
     absent, and a tag's previous checkpoint exists until the new one replaces it.
 
@@ -148,7 +150,9 @@ def save(
         if not hasattr(state, "step"):
             raise ConfigError("saving a checkpoint: this state has no `step` for the default tag; pass tag=")
         tag = DEFAULT_TAG.format(int(state.step))
-    path, room, earlier = _agree_on_path(directory, tag, notes, has_room(leaves), earlier)
+    # A copy of what lies in host memory would double it, so that part is written before the next step may change it.
+    offloaded = any(on_host(x) for x in leaves.values())
+    path, room, earlier = _agree_on_path(directory, tag, notes, not offloaded and has_room(leaves), earlier)
     with heartbeat.work():
         stacked = {name: x for name, x in leaves.items() if len(names[name]) > 1}
         whole = {names[name][0]: x for name, x in leaves.items() if name not in stacked}
@@ -166,6 +170,8 @@ def save(
     _last = Save(path)
     _last.thread = threading.Thread(target=_write, args=(_last, copies, finish), name="jzero checkpoint")
     _last.thread.start()
+    if offloaded:
+        _last.wait()
     if earlier:
         raise CheckpointError(f"{earlier}. The next checkpoint, {path}, is being written")
     return _last

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jzero._compat import as_device_array
 from jzero.checkpoint.leaves import key_data
 
 BLOCK = 2**20  # elements that NumPy hashes at a time, so that the temporaries stay small
@@ -29,7 +30,7 @@ def checksums(leaves: dict[str, jax.Array]) -> jax.Array:
     >>> bool(a == b), int(a) == int(checksums({"a": x[None]})[0])
     (False, True)
     """
-    return jnp.stack([_checksum(key_data(leaves[name])) for name in sorted(leaves)])
+    return jnp.stack([_checksum(as_device_array(key_data(leaves[name]))) for name in sorted(leaves)])
 
 
 def _checksum(x: jax.Array) -> jax.Array:

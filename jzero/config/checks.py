@@ -111,6 +111,16 @@ def _zero_pp(s: Settings) -> Iterator[str]:
             )
 
 
+@_reads("zero_optimization")
+def _two_places(s: Settings) -> Iterator[str]:
+    zero = s.zero_optimization
+    if zero.offload_param.device == "cpu" and zero.stage == 3 and zero.zero_hpz_partition_size > 1:
+        yield (
+            'zero_optimization.offload_param.device = "cpu" with zero_hpz_partition_size = '
+            f"{zero.zero_hpz_partition_size}: one keeps the weights off the device, the other a copy on it; remove one"
+        )
+
+
 @_reads("pipeline.activation_checkpoint_interval", "activation_checkpointing.policy")
 def _interval(s: Settings) -> Iterator[str]:
     remat, interval = s.activation_checkpointing, s.pipeline.activation_checkpoint_interval

@@ -70,6 +70,8 @@ IGNORED: dict[str, str] = _ignored(
     (_REMAT, 'DeepSpeed reads no such key; write "policy": "full", or "matmuls"', "enabled"),
     (_ZERO, "DeepSpeed has dropped it", "find_unused_parameters max_elements_per_comm grad_hooks"),
     (f"{_ZERO}.offload_param", "it is a key of offload_optimizer", "fast_init pipeline_read pipeline_write ratio"),
+    (f"{_ZERO}.offload_optimizer", "it is for NVMe, which jzero does not use", "nvme_path"),
+    (f"{_ZERO}.offload_param", "it is for NVMe, which jzero does not use", "nvme_path"),
     ("compile", "DeepSpeed has dropped it; every step is compiled", "enabled disable backend kwargs"),
     ("aio", "DeepSpeed reads no such key", "enabled thread_count"),
 )

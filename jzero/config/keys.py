@@ -59,6 +59,8 @@ _ONE_STEP = "the compiled step: XLA fuses, combines and orders the collectives"
 _COMBINER = "XLA's collective combiner; its thresholds can be set in compiler_options"
 _SCHEDULER = "XLA's latency-hiding scheduler, which overlaps communication and compute at every stage"
 _LAYERWISE = "the layer stack: a layer's parameters are gathered where it runs and freed after it"
+_PINNED = "pinned memory, always"
+_IN_PLACE = "the update on the device, which reads and writes the state in the host's memory"
 _NO_HOOKS = "the compiled step: there are no module hooks to tune"
 _ANY_LAYOUT = "global arrays: a parameter always has its full shape and loads on any layout"
 _ORBAX = "Orbax, from a thread while training goes on"
@@ -100,6 +102,13 @@ REPLACED: dict[str, Replacement] = _replaced(
     ("pipeline", TEXT, "PipelineModule's partition_method", "partition_method"),
     (_ZERO, FLAG, _SCHEDULER, "overlap_comm"),
     (_ZERO, NON_NEGATIVE, "one fused optimizer update, which needs no sub-groups", "sub_group_size"),
+    (f"{_ZERO}.offload_optimizer", FLAG, _PINNED, "pin_memory"),
+    (f"{_ZERO}.offload_param", FLAG, _PINNED, "pin_memory"),
+    (_ZERO, FLAG, _PINNED, "cpu_offload_use_pin_memory"),
+    (f"{_ZERO}.offload_optimizer", COUNT, _IN_PLACE, "buffer_count"),
+    (f"{_ZERO}.offload_optimizer", FLAG, _IN_PLACE, "pipeline pipeline_read pipeline_write fast_init super_offload"),
+    (f"{_ZERO}.offload_optimizer", NON_NEGATIVE, _IN_PLACE, "cpuadam_cores_perc"),
+    (f"{_ZERO}.offload_param", NON_NEGATIVE, _LAYERWISE, "buffer_count buffer_size max_in_cpu"),
     (_ZERO, NON_NEGATIVE, _LAYERWISE,
         "stage3_prefetch_bucket_size stage3_max_live_parameters stage3_max_reuse_distance"),
     (_ZERO, FLAG, _ANY_LAYOUT, "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint"
@@ -195,7 +204,6 @@ _PRUNE = "multiply the kernels by masks in the model, or mask the updates with o
 _BY_METRIC = "choosing samples by difficulty; sort training_data by it and pass an iterable, which keeps its order"
 _METRICS = f"{_SAMPLING}.curriculum_learning.curriculum_metrics"
 _CURVES = "write engine.metrics after each step"
-_PIN = "pin_memory nvme_path buffer_count"
 
 # fmt: off
 REFUSED: dict[str, Refused] = {
@@ -214,19 +222,13 @@ REFUSED: dict[str, Refused] = {
     **_later(f"{_ZERO}.zeropp_loco_param", "error feedback (LoCo) for quantized gradients; zero_quantized_gradients "
         "works without it", err_beta=None, reset_T=None),
     **_later(_ZERO, "a cap on the replicated parameters", stage3_model_persistence_threshold=2**63 - 1),
-    **_later(f"{_ZERO}.offload_optimizer", "optimizer state outside the device",
-        f"{_PIN} pipeline_read pipeline_write pipeline fast_init ratio super_offload cpuadam_cores_perc",
-        device="none"),
-    **_later(f"{_ZERO}.offload_param", "parameters outside the device", f"{_PIN} buffer_size max_in_cpu",
-        device="none"),
-    **_later(_ZERO, "offload", cpu_offload=False, cpu_offload_param=False, cpu_offload_params=False,
-        cpu_offload_use_pin_memory=False),
     **_later(f"{_ZERO}.zenflow", "ZenFlow; offload_optimizer alone makes the same updates, without delay", **_unset(
         "topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio"
         " full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch")),
     **_later("aio", "NVMe offload", block_size=1048576, queue_depth=8, intra_op_parallelism=1, single_submit=False,
         overlap_events=True, use_gds=False),
-    **_later("compile", "offload", "offload_activation_pin_memory", offload_activation=False,
+    **_later("compile", "a compiler pass for it; write zero_optimization.offload_optimizer or offload_param, or "
+        "activation_checkpointing.cpu_checkpointing", "offload_activation_pin_memory", offload_activation=False,
         offload_opt_states=False, offload_parameters=False),
     **_later("compile", "a choice of compiler passes; XLA chooses its own", passes=[]),
     # other ways to be parallel
@@ -315,11 +317,16 @@ def renamed(path: str) -> str:
     return path
 
 
-# Old key -> the key that took its place; giving both is an error.
-DEPRECATED = {
+# Old flag -> the section that `true` stands for, with the device "cpu".
+OLD_OFFLOAD = {
     f"{_ZERO}.cpu_offload": f"{_ZERO}.offload_optimizer",
     f"{_ZERO}.cpu_offload_param": f"{_ZERO}.offload_param",
     f"{_ZERO}.cpu_offload_params": f"{_ZERO}.offload_param",
+}
+
+# Old key -> the key that took its place; giving both is an error.
+DEPRECATED = {
+    **OLD_OFFLOAD,
     f"{_ZERO}.stage3_gather_fp16_weights_on_model_save": f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
 }
 

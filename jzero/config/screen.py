@@ -183,6 +183,15 @@ def _rename(data: dict[str, Any], found: Screened) -> None:
             found.problems.append(
                 f"{old} = {_shown(old, value)}: is the deprecated name of {new}, also given; keep {new}"
             )
+    for old, new in keys.OLD_OFFLOAD.items():
+        value = pop(data, *old.split("."))
+        if value is True:
+            *sections, name = new.split(".")
+            functools.reduce(dict.__getitem__, sections, data).setdefault(name, {"device": "cpu"})
+        elif value not in (MISSING, None, False):
+            found.problems.append(
+                f'{old} = {_shown(old, value)}: must be true or false; or write {new}: {{"device": "cpu"}}'
+            )
 
 
 def meant(path: str) -> set[str]:

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 from jzero.config.schedule_names import SCHEDULE_NAMES, ScheduleName
 from jzero.values import kinds
-from jzero.values.kinds import Dtype, number, one_of
+from jzero.values.kinds import Dtype, OffloadDevice, number, one_of
 
 Policy = Literal["none", "full", "matmuls"]
 Reduction = Literal["mean", "sum"]
@@ -102,6 +102,25 @@ class BF16Config(Section):
     auto_cast: Annotated[bool | Literal["auto"], PlainValidator(kinds.FLAG_OR_AUTO)] = "auto"
 
 
+class OffloadOptimizer(Section):
+    """The memory of the float32 masters and the optimizer's state: the device's, or pinned memory of the host ("cpu").
+
+    `ratio` is the share of them that lies on the host, at least, in whole parameters.
+    """
+
+    device: Annotated[OffloadDevice, PlainValidator(kinds.OFFLOAD_DEVICE)] = "none"
+    ratio: Annotated[float, PlainValidator(number(0, most=1))] = 1.0
+
+
+class OffloadParam(Section):
+    """The memory of the parameters under stage 3: the device's, or pinned memory of the host ("cpu").
+
+    A layer's weights come to the device where the layer runs, in the forward and again in the backward pass.
+    """
+
+    device: Annotated[OffloadDevice, PlainValidator(kinds.OFFLOAD_DEVICE)] = "none"
+
+
 class ZeroConfig(Section):
     """What the `zero` axis of the mesh partitions: stage 1 optimizer state, 2 also gradients, 3 also parameters.
 
@@ -119,6 +138,8 @@ class ZeroConfig(Section):
     zero_quantized_weights: Flag = False
     zero_quantized_gradients: Flag = False
     zero_hpz_partition_size: Count = 1
+    offload_optimizer: OffloadOptimizer = OffloadOptimizer()
+    offload_param: OffloadParam = OffloadParam()
 
 
 class ActivationCheckpointing(Section):

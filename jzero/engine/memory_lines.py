@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -31,16 +32,13 @@ def used(when: str) -> str:
     return f"memory {when}: {now} in use, peak {peak}{limit} on device {device.id}{of}; {host}"
 
 
-def planned(traced: jax.stages.Traced) -> str:
-    """Describe the memory that a step needs on one device, by its compiler's plan.
-
-    Args:
-      traced: a step that ran: JAX finds its compiled program in a cache.
-    """
-    need = memory(traced.lower().compile())
+def planned(step: Any) -> str:
+    """Describe the memory that a `TrainStep` that ran needs on one device, by its compiler's plan."""
+    need = memory(step.traced.lower().compile(), step)  # JAX finds the compiled program in a cache
     parts = {"arguments": need.arguments, "outputs": need.outputs - need.aliased, "temporaries": need.temps}
     listed = " + ".join(f"{name} {size_text(n_bytes)}" for name, n_bytes in parts.items())
-    return f"memory of a step, planned: {size_text(need.peak)} per device = {listed}"
+    host = f", and {size_text(need.host)} of the host" if need.host else ""
+    return f"memory of a step, planned: {size_text(need.peak)} per device = {listed}{host}"
 
 
 def _host() -> str:

@@ -93,8 +93,8 @@ class Monitor:
     def finish(self, run: Run, last: bool) -> None:
         """Print the lines that are due after a step; the run's last step always has one."""
         with self.part(HOST):
-            if self._first and self._memory and (traced := run.step_fn.traced):
-                self._say(planned(traced))  # on every process, because it may compile
+            if self._first and self._memory and run.step_fn.traced:
+                self._say(planned(run.step_fn))  # on every process, because it may compile
                 self.memory("after the first step", run.metrics)
             if self._first and self._prints and (remarks := half_precision(run.step_fn)):
                 self._say("\n".join(remarks))

@@ -209,6 +209,7 @@ def _model_state(step: Any) -> list[str]:
             f"frozen parameters in {precision.compute}" if frozen else "",
         ],
         ["optimizer state", size_text(b.optimizer), ""],
+        *([["of these in host memory", size_text(b.host), "not on the device"]] if b.host else []),
         ["total between steps", size_text(b.persistent), ""],
         [
             f"parameters, {precision.compute}",
@@ -233,6 +234,11 @@ def _effective(step: Any) -> list[str]:
         lines.append("bf16.check_grad_overflow false: a gradient that is not finite reaches the parameters")
     else:
         lines.append("a step whose gradient is not finite is skipped")
+    if there := [leaf for leaf in jax.tree.leaves(step.layouts) if leaf.on_host.master or leaf.on_host.moments]:
+        lines.append(
+            f"offload: {size_text(step.host_bytes)} of the state in the host's memory for each device; the update "
+            f"reads and writes it there; on the host are {_and_not(there, step.layouts)}"
+        )
     if config.fp16.enabled:
         scaler = step.precision.scaler
         lines.append(f"loss scale {'dynamic' if scaler.dynamic else 'static'}, from {scaler.initial:g}")
@@ -319,6 +325,15 @@ def _stays_exact(leaf: ParamLayout, plus: Plus) -> bool:
     return matrix and (leaf.rule.plus.weights, leaf.rule.plus.gradients) != (plus.weights, plus.gradients)
 
 
+def _and_not(there: list[ParamLayout], layouts: Any) -> str:
+    """List what is on the host, or what of the trained parameters is not, whichever is shorter."""
+    names = {leaf.name for leaf in there}
+    rest = [leaf.name for leaf in jax.tree.leaves(layouts) if leaf.trainable and leaf.name not in names]
+    if not rest:
+        return "all parameters"
+    return some_of(sorted(names), 4) if len(names) <= len(rest) else f"all but {some_of(rest, 4)}"
+
+
 def _fallbacks(step: Any) -> list[str]:
     names: dict[str, list[str]] = {}
     for leaf in filter(_fell_back, jax.tree.leaves(step.layouts)):
@@ -333,6 +348,9 @@ def _fallbacks(step: Any) -> list[str]:
         )
     if exact := [leaf.name for leaf in jax.tree.leaves(step.layouts) if _stays_exact(leaf, step.setup.plus)]:
         lines.append(f"not quantized, no blocks of {SMALLEST_BLOCK} to {BLOCK} elements: {some_of(exact, 4)}")
+    zero = step.config.zero_optimization
+    if zero.offload_param.device == "cpu" and zero.stage < 3:
+        lines.append(f"offload_param: stage {zero.stage} keeps the weights on the device; use stage 3")
     facts = step.setup.passes.facts
     if facts.fallback:
         lines.append(facts.fallback)

@@ -63,7 +63,9 @@ class EvalStep:
         model = predicting(fn)
         passes = make_passes(model, setup.config, setup.mesh, setup.layouts, setup.precision, read=lambda value: value)
         micro = setup.batch_sizes.micro
-        region = ManualRegion(model, setup.weights, passes, setup.config, setup.mesh, setup.precision, micro)
+        region = ManualRegion(
+            model, setup.layouts, setup.weights, passes, setup.config, setup.mesh, setup.precision, micro
+        )
         rows = batch_spec(setup.mesh)
         in_specs: Any = (specs(setup.layouts), rows, PartitionSpec(), PartitionSpec(), PartitionSpec())
         self._run = setup.jit(

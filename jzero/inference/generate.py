@@ -281,7 +281,14 @@ def _forward(setup: Setup, params: PyTree, rows: int, length: int) -> tuple[Forw
     """Make the forward pass of this device's parameters, and an empty cache."""
     model: Any = setup.model
     region = ManualRegion(
-        model, setup.weights, setup.passes, setup.config, setup.mesh, setup.precision, setup.batch_sizes.micro
+        model,
+        setup.layouts,
+        setup.weights,
+        setup.passes,
+        setup.config,
+        setup.mesh,
+        setup.precision,
+        setup.batch_sizes.micro,
     )
     weights, layouts = region.prepare(params, None), setup.passes.view.layouts
     diff, nondiff = weights.diff, replace_state(weights.nondiff, weights.state)

@@ -1,8 +1,14 @@
 """The device memory of a compiled program."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
+
+if TYPE_CHECKING:
+    from jzero.train_step import TrainStep
 
 
 @dataclass(frozen=True)
@@ -14,6 +20,7 @@ class Memory:
     aliased: int  # outputs that reuse a donated argument's memory
     temps: int
     code: int  # not in the peak; 0 on compilers that do not report it
+    host: int = 0  # of host memory, not in the peak
 
     @property
     def peak(self) -> int:
@@ -23,13 +30,18 @@ class Memory:
     def __repr__(self) -> str:
         parts = {"arguments": self.arguments, "outputs": self.outputs, "aliased": self.aliased, "temps": self.temps}
         listed = ", ".join(f"{name} {value / 2**30:.3f}" for name, value in parts.items())
-        return f"Memory(peak {self.peak / 2**30:.3f} GiB: {listed})"
+        host = f"; host {self.host / 2**30:.3f}" if self.host else ""
+        return f"Memory(peak {self.peak / 2**30:.3f} GiB: {listed}{host})"
 
 
-def memory(compiled: jax.stages.Compiled) -> Memory:
+def memory(compiled: jax.stages.Compiled, step: TrainStep | None = None) -> Memory:
     """Read the compiler's memory analysis of a program, per device.
 
     Donate the state; otherwise its old and its new copy both count.
+
+    Args:
+        step: the step that was compiled, if its config offloads. The compilers for CPUs and for GPUs that are not there
+            count what lies in host memory as the device's; only a real GPU's tells the two apart.
 
     Raises:
         ValueError: the backend that compiled the program reports no memory analysis.
@@ -43,10 +55,13 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
     stats = compiled.memory_analysis()
     if stats is None:
         raise ValueError("this backend reports no memory analysis; compile for 'cpu' or for a GPU of jzero.planner")
+    host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes
+    counted = step.host_bytes if step and not stats.host_argument_size_in_bytes else 0
     return Memory(
-        arguments=stats.argument_size_in_bytes,
-        outputs=stats.output_size_in_bytes,
-        aliased=stats.alias_size_in_bytes,
+        arguments=stats.argument_size_in_bytes - counted,
+        outputs=stats.output_size_in_bytes - counted,
+        aliased=stats.alias_size_in_bytes - counted,
         temps=stats.temp_size_in_bytes,
         code=stats.generated_code_size_in_bytes,
+        host=host + counted,
     )

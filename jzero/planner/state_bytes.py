@@ -29,7 +29,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jzero.mesh import PIPE, ZERO
 from jzero.precision import Precision
 from jzero.tree import PyTree
-from jzero.zero import RULES, Rule
+from jzero.zero import ON_DEVICE, RULES, OnHost, Rule
 
 if TYPE_CHECKING:
     from jzero.train_step import TrainStep
@@ -37,18 +37,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes per device. `formula` is the total if the stage could shard every leaf, without rounding."""
+    """Bytes per device. `formula` is the total if the stage could shard every leaf, without rounding.
+
+    `host` is the part of `masters` and `optimizer` that lies in host memory.
+    """
 
     masters: int
     optimizer: int
     parameters: int
     gradients: int
     formula: float
+    host: int = 0
 
     @property
     def persistent(self) -> int:
         """Bytes that stay on the device between steps."""
-        return self.masters + self.optimizer
+        return self.masters + self.optimizer - self.host
 
     @property
     def total(self) -> int:
@@ -88,11 +92,14 @@ def state_bytes(step: TrainStep) -> StateBytes:
     shapes, specs, group = step.state_shapes, step.state_specs, step.mesh.shape[ZERO]
     stage, pipe = step.setup.rule if group > 1 else RULES[0], step.mesh.shape[PIPE]
 
-    def inside(rule: Rule, x: jax.ShapeDtypeStruct, trainable: bool, parts: int) -> tuple[float, float]:
+    def inside(
+        rule: Rule, x: jax.ShapeDtypeStruct, trainable: bool, parts: int, on_host: OnHost = ON_DEVICE
+    ) -> tuple[float, float]:
         """Return (bytes of a leaf's compute copy, bytes of its gradient) under a rule, for 1/`parts` of the leaf."""
         compute = jnp.dtype(step.precision.compute if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
         # A frozen parameter is there once, unless there is a second copy.
         copied = rule.plus.secondary > 0 or (trainable and (rule.gather == "step" or compute != x.dtype))
+        copied = (copied or on_host.master) and not on_host.in_use
         shares = rule.plus.secondary or (group if rule.gather == "layer" else 1)  # the devices that share it
         gradient = gradient_dtype(rule, step.precision, sums_gradients(step))
         size = x.size / parts
@@ -102,7 +109,7 @@ def state_bytes(step: TrainStep) -> StateBytes:
         )
 
     leaves = list(zip(jax.tree.leaves(step.layouts), jax.tree.leaves(shapes.params), strict=True))
-    actual = [inside(leaf.rule, x, leaf.trainable, pipe if leaf.on_pipe else 1) for leaf, x in leaves]
+    actual = [inside(leaf.rule, x, leaf.trainable, pipe if leaf.on_pipe else 1, leaf.on_host) for leaf, x in leaves]
     ideal = [inside(stage, x, leaf.trainable, pipe) for leaf, x in leaves]
     persistent = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((shapes.params, shapes.opt_state)))
     frozen = sum(x.size * x.dtype.itemsize for leaf, x in leaves if not leaf.trainable)
@@ -113,4 +120,5 @@ def state_bytes(step: TrainStep) -> StateBytes:
         parameters=int(sum(parameters for parameters, _ in actual)),
         gradients=int(sum(gradients for _, gradients in actual)),
         formula=((persistent - whole) / (group if stage.shards_state else 1) + whole) / pipe + sum(map(sum, ideal)),
+        host=step.host_bytes,
     )

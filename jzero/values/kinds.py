@@ -255,6 +255,16 @@ Dtype = Literal["fp32", "fp16", "bf16"]
 _DTYPES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 _SPELLINGS = _DTYPES | {f"torch.{name}": dtype for name, dtype in _DTYPES.items()}
 
+OffloadDevice = Literal["none", "cpu"]
+
+
+def _offload_device(value: Any) -> str:
+    if isinstance(value, str) and value.lower() == "nvme":
+        raise ValueError('nothing is kept on NVMe; write "cpu", with a host that has 12 bytes per parameter and GPU')
+    return one_of(get_args(OffloadDevice), none="none").parse(value)
+
+
+OFFLOAD_DEVICE = Kind('"none" or "cpu"', _offload_device)
 DTYPE = one_of(get_args(Dtype), _SPELLINGS, none="fp32")
 DTYPE_OR_NULL = one_of(get_args(Dtype), _SPELLINGS, none=None)
 FLAG = Kind("true or false", _flag)

@@ -1,0 +1,130 @@
+"""Offload: the part of a state that lies in the host's memory, and how a step reads and updates it.
+
+A leaf on the host is sharded like any other; only its memory kind is `pinned_host`. So layouts, checkpoints and
+exports do not change, and a run may move between the two.
+
+The forward pass copies the masters to the device, a layer at a time. The update computes on the device, but leaves
+its operands where they are: its kernels read and write pinned memory over PCIe. That needs no memory on the device,
+works for every optimizer, and uses both directions at once. Copying each slice to the device and back does not:
+XLA runs the two copies one after the other (experiments/benchmarks has the figures).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from jzero._compat import as_device_array, backends_are_initialized, memory_view
+from jzero.config.sections import ZeroConfig
+from jzero.errors import ConfigError
+from jzero.mesh import PIPE, is_gpu
+from jzero.tree import PyTree
+from jzero.zero import OnHost, ParamLayout, to_device
+
+HOST = "pinned_host"
+LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+DEFAULT_GB = 64  # jaxlib 0.10 and 0.11
+
+
+def choose(layouts: PyTree, config: ZeroConfig) -> PyTree:
+    """Decide what of each parameter lies on the host: `ParamLayout.on_host`.
+
+    Under `offload_optimizer.ratio` it is the largest parameters', until that share of all elements is reached.
+    """
+    trained = [layout for layout in jax.tree.leaves(layouts) if layout.trainable]
+    wanted = config.offload_optimizer.ratio * sum(prod(layout.shape) for layout in trained)
+    chosen, size = set(), 0
+    for layout in sorted(trained, key=lambda layout: -prod(layout.shape)):
+        if config.offload_optimizer.device == "cpu" and size < wanted:
+            chosen.add(layout.name)
+            size += prod(layout.shape)
+
+    def on_host(layout: ParamLayout) -> OnHost:
+        size = prod(layout.shape[layout.stacked :])
+        large = not layout.state and size >= config.stage3_param_persistence_threshold
+        in_use = config.offload_param.device == "cpu" and config.stage == 3 and large
+        return OnHost(layout.name in chosen or in_use, layout.name in chosen, in_use)
+
+    return jax.tree.map(lambda layout: dataclasses.replace(layout, on_host=on_host(layout)), layouts)
+
+
+def check(config: ZeroConfig, mesh: Mesh) -> None:
+    """Raise a ConfigError for offload on a mesh that cannot have it."""
+    if config.offload_param.device == "cpu" and config.stage == 3 and mesh.shape[PIPE] > 1:
+        raise ConfigError(
+            f'zero_optimization.offload_param.device = "cpu" with mesh.pipe = {mesh.shape[PIPE]}: a pipeline\'s stages '
+            "keep their weights on the device; remove it (offload_optimizer works with pipelines), or use mesh.pipe 1"
+        )
+
+
+def allow_pinned_memory(config: ZeroConfig) -> None:
+    """Raise the limit on pinned memory before JAX starts the GPUs, which reads it once, to all that the host has."""
+    if "cpu" in (config.offload_optimizer.device, config.offload_param.device) and not backends_are_initialized():
+        os.environ.setdefault(LIMIT, str(physical_gb()))
+
+
+def check_pinned_memory(n_bytes: int, mesh: Mesh) -> None:
+    """Raise a ConfigError if this process may not pin `n_bytes` for each of its devices.
+
+    The runtime would name an allocator, after minutes in which it fills the memory.
+    """
+    if not is_gpu(mesh) or not mesh.local_devices:
+        return
+    need, limit = n_bytes * len(mesh.local_devices) / 2**30, float(os.environ.get(LIMIT, DEFAULT_GB))
+    if need > limit:
+        raise ConfigError(
+            f"zero_optimization.offload_optimizer or offload_param: this process's part of the state takes "
+            f"{need:.0f} GiB of host memory, and JAX may pin {limit:.0f} of this host's {physical_gb()}; set "
+            f"the environment variable {LIMIT} before the program starts, or lower offload_optimizer.ratio"
+        )
+
+
+def physical_gb() -> int:
+    """Return the host's memory in GiB."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30
+
+
+def place(shardings: PyTree, on_host: PyTree) -> PyTree:
+    """Give the shardings of the leaves on the host their memory kind; `on_host` is a tree of bools."""
+    return jax.tree.map(lambda s, there: s.with_memory_kind(HOST) if there else s, shardings, on_host)
+
+
+def read(layout: ParamLayout, master: jax.Array, dtype: Any, by_layer: bool) -> jax.Array:
+    """Copy a local master to the device, in another dtype; a slice at a time, so that one slice is there in float32.
+
+    Args:
+      by_layer: whether the caller takes the layers of a stack apart next. XLA then drops the concatenation.
+    """
+    if not layout.on_host.master or layout.on_host.in_use:
+        return master
+
+    def fetch(x: jax.Array) -> jax.Array:
+        return to_device(x).astype(dtype)
+
+    if not layout.stacked:
+        return fetch(master)
+    if by_layer:
+        return jnp.concatenate([fetch(lax.slice_in_dim(master, i, i + 1)) for i in range(master.shape[0])])
+    return lax.map(fetch, master)
+
+
+def on_device(tree: PyTree) -> PyTree:
+    """View arrays of host memory as arrays of the device's, to compute with them."""
+    return jax.tree.map(as_device_array, tree)
+
+
+def as_stored(tree: PyTree, like: PyTree) -> PyTree:
+    """View the results of a computation as arrays of the memory in which `like` lies."""
+
+    def view(x: jax.Array, old: jax.Array) -> jax.Array:
+        space = jax.typeof(old).memory_space
+        return x if jax.typeof(x).memory_space == space else memory_view(x, space)
+
+    return jax.tree.map(view, tree, like)

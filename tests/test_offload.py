@@ -1,0 +1,264 @@
+"""State in host memory: what lies there, the same numbers bit for bit as without, checkpoints in both directions.
+
+The oracle of the numbers is the run without offload, which test_oracle compares with the plain optax loop: offload
+moves arrays and computes nothing. Where XLA's memory is concerned, the oracle is the count of the leaves' bytes.
+"""
+
+from functools import lru_cache
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers.sampling import keep
+from layouts import LAYOUTS, Net, assert_same, batch, build, settings
+
+import jzero
+from jzero import offload
+from jzero.planner import gpu_devices, memory
+from jzero.planner.state_bytes import state_bytes
+
+CPU = {"device": "cpu"}
+OPTIMIZER, PARAM = {"offload_optimizer": CPU}, {"offload_param": CPU}
+BOTH = {**OPTIMIZER, **PARAM}
+SIZE = 2 * 64 + 4 * (64 + 8)  # elements of Net
+
+
+def run(name, offloaded, steps=3, noise=True, **more):
+    layout = LAYOUTS[name]
+    zero = settings(layout)["zero_optimization"] | offloaded
+    engine = build(layout, noise=noise, **{"zero_optimization": zero, **more})
+    losses = [float(engine.train_batch(batch(i))) for i in range(steps)]
+    return engine, [*losses, float(engine.eval_batch(batch(9)))]
+
+
+def on_host(tree):
+    return sum(x.size for x in jax.tree.leaves(tree) if x.sharding.memory_kind == "pinned_host")
+
+
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}}  # the first steps are skipped
+BF16 = {"bf16": {"enabled": True}}
+FULL = {"activation_checkpointing": {"policy": "full"}}
+CASES = [
+    *[(name, OPTIMIZER, {}) for name in ("one", "stage0", "stage1", "stage2", "stage3", "hsdp")],
+    *[(name, OPTIMIZER, {}) for name in ("gpipe", "interleaved", "zero_bubble")],
+    ("stage3", OPTIMIZER, FP16),
+    ("one", BOTH, {}),
+    ("stage3", BOTH, {}),
+    ("stage3", BOTH, BF16 | FULL),
+    ("stage3", BOTH, FP16 | FULL),
+    ("hsdp", PARAM, {}),
+    ("stage2", OPTIMIZER, {"optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}),
+    ("stage1", OPTIMIZER, {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}),
+    ("stage3", BOTH, {"frozen_parameters": ["w$"]}),
+    ("stage2", OPTIMIZER, {"ema": {"decay": 0.9}}),
+    ("stage2", {"offload_optimizer": {**CPU, "ratio": 0.5}}, BF16),
+]
+CHOSEN = [CASES[i] for i in (3, 7, 9, 12, 13, 15, 17)]
+
+
+@pytest.mark.parametrize(("name", "offloaded", "more"), keep(CASES, CHOSEN), ids=str)
+def test_the_numbers_are_the_same_bit_for_bit(name, offloaded, more):
+    steps = 6 if "fp16" in more else 3
+    engine, losses = run(name, offloaded, steps, **more)
+    expected, expected_losses = run(name, {}, steps, **more)
+    if name == "interleaved" or "activation_checkpointing" in more:  # XLA fuses these otherwise, and rounds otherwise
+        np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)
+        chex.assert_trees_all_close(*(jax.device_get(one.state.params) for one in (engine, expected)), rtol=1e-5)
+    else:
+        assert losses == expected_losses
+        assert_same(engine.state, expected.state)
+    assert on_host(expected.state.params) == on_host(expected.state.opt_state) == 0
+    assert on_host(engine.state.params) > 0
+    assert engine.skipped_steps == expected.skipped_steps
+    assert (engine.skipped_steps > 0) == ("fp16" in more)
+    assert engine.skipped_steps < steps
+
+
+def test_an_optimizer_passed_in():
+    """Its constants and random numbers are the device's; JAX alone would refuse to mix them with the host's arrays."""
+    layout = LAYOUTS["stage2"]
+
+    def losses(offloaded):
+        config = settings(layout, zero_optimization={"stage": 2, **offloaded})
+        del config["optimizer"], config["scheduler"]
+        mesh = jzero.make_mesh(devices=jax.devices()[:8])
+        tx = optax.chain(
+            optax.clip_by_global_norm(0.1), optax.add_noise(0.1, 0.5, 1), optax.trace(0.9), optax.scale(-0.01)
+        )
+        step = jzero.make_train_step(Net(), config, mesh=mesh, optimizer=tx)
+        state, found = step.init(jax.random.key(0)), []
+        for i in range(3):
+            state, metrics = step(state, batch(i))
+            found.append(float(metrics["loss"]))
+        return found, state
+
+    (found, state), (expected, like) = losses(OPTIMIZER), losses({})
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    chex.assert_trees_all_close(jax.device_get(state.params), jax.device_get(like.params), rtol=1e-6)
+    assert on_host(state.params) == on_host(state.opt_state) == SIZE
+
+
+# ------------------------------------------------------------------------------------------------- what lies where
+
+
+def test_masters_and_moments_lie_on_the_host():
+    engine, _ = run("stage2", OPTIMIZER)
+    assert on_host(engine.state.params) == SIZE
+    assert on_host(engine.state.opt_state) == 2 * SIZE  # Adam's two moments, not its count
+    found = {x.sharding.spec for x in jax.tree.leaves(engine.state.params)}
+    assert found == {x.sharding.spec for x in jax.tree.leaves(run("stage2", {})[0].state.params)}
+
+
+def test_parameters_lie_on_the_host_and_moments_on_the_device():
+    engine, _ = run("stage3", PARAM)
+    assert (on_host(engine.state.params), on_host(engine.state.opt_state)) == (SIZE, 0)
+
+
+def test_small_parameters_stay_on_the_device_under_offload_param():
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 9, **PARAM}  # more than the 8 elements of a bias
+    engine, _ = run("stage3", zero)
+    assert on_host(engine.state.params) == SIZE - 4 * 8
+
+
+def test_frozen_parameters_follow_the_parameters():
+    more = {"frozen_parameters": ["first", "w"]}
+    assert on_host(run("stage3", OPTIMIZER, **more)[0].state.params) == SIZE - 64 - 4 * 64
+    assert on_host(run("stage3", BOTH, **more)[0].state.params) == SIZE
+
+
+@pytest.mark.parametrize(("ratio", "elements"), [(0, 0), (0.5, 256), (0.65, 256 + 64), (1, SIZE)])
+def test_a_ratio_of_the_state(ratio, elements):
+    """The stack's 256 elements of 416 are more than half; the next largest has 64."""
+    config = settings(LAYOUTS["stage2"], zero_optimization={"stage": 2, "offload_optimizer": {**CPU, "ratio": ratio}})
+    step = jzero.make_train_step(Net(), config)
+    assert on_host(step.init(jax.random.key(0)).params) == elements
+    assert step.host_bytes == elements * 3 * 4 // 8
+
+
+def test_parameters_from_elsewhere_and_a_large_state_go_there_too(monkeypatch, tmp_path):
+    engine, _ = run("stage3", BOTH, steps=1)
+    params = jax.device_get(engine.state.params)
+    given = engine.step_fn.init(jax.random.key(1), params)
+    assert_same(given.params, params)
+    monkeypatch.setattr("jzero.state.LARGE", 0)
+    fresh = engine.step_fn.init(jax.random.key(1))
+    monkeypatch.undo()
+    assert_same(fresh, engine.step_fn.init(jax.random.key(1)))
+    engine.save_16bit_model(tmp_path)
+    engine.load_weights(tmp_path)
+    for state in (given, fresh, engine.state):
+        assert (on_host(state.params), on_host(state.opt_state)) == (SIZE, 2 * SIZE)
+    np.testing.assert_array_equal(engine.state.params["stack"]["w"], params["stack"]["w"].astype(jnp.bfloat16))
+
+
+# --------------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [(("stage2", OPTIMIZER), ("stage3", {})), (("one", {}), ("stage3", BOTH))], ids=str
+)
+def test_checkpoints_move_between_offloaded_and_not(tmp_path, one, other):
+    straight, _ = run(*one, noise=False)
+    straight.save_checkpoint(tmp_path)
+    resumed, _ = run(*other, steps=1, noise=False)
+    resumed.load_checkpoint(tmp_path)
+    assert_same(resumed.state, straight.state)
+    assert on_host(resumed.state.params) == on_host(resumed.step_fn.init(jax.random.key(0)).params)
+    after = [float(engine.train_batch(batch(5))) for engine in (straight, resumed)]
+    assert after[0] == pytest.approx(after[1], rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------- memory, by plan
+
+
+@lru_cache
+def compiled(kind):
+    """Compile a model whose weights are most of the memory for one GPU that is not there."""
+
+    class Wide:
+        def init(self, rng):
+            return {"w": jnp.zeros((1024, 1024)), "v": jnp.zeros((1024, 1024))}
+
+        def loss(self, params, batch, rng):
+            return jnp.mean(jnp.square(jnp.tanh(batch @ params["w"]) @ params["v"]))
+
+    zero = {"stage": 2, "offload_optimizer": {"device": kind}}
+    config = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {}}, "zero_optimization": zero}
+    step = jzero.make_train_step(Wide(), config | BF16, mesh=jzero.make_mesh(devices=gpu_devices("h100", 1)))
+    return step, step.lower(jax.ShapeDtypeStruct((8, 1024), jnp.float32)).compile()
+
+
+def test_a_plan_for_absent_gpus_counts_host_memory_as_such():
+    state = 3 * 4 * 2 * 1024 * 1024
+    (step, program), (usual, usual_program) = compiled("cpu"), compiled("none")
+    planned, without = memory(program, step), memory(usual_program, usual)
+    assert (step.host_bytes, planned.host, without.host) == (state, state, 0)
+    assert planned.peak <= without.peak - state + 2**20
+    assert planned.arguments < 2**20
+    b, usual_b = state_bytes(step), state_bytes(usual)
+    assert (b.host, b.persistent) == (state, usual_b.persistent - state)
+    assert b.persistent < 100
+    assert b.total == usual_b.total - state
+    assert "host 0.023" in repr(planned)
+
+
+def test_the_report_says_what_is_where():
+    text = jzero.report(compiled("cpu")[0])
+    assert "of these in host memory  24.0 MiB" in text
+    assert "offload: 24.0 MiB of the state in the host's memory for each device" in text
+    config = settings(LAYOUTS["stage2"], zero_optimization={"stage": 2, **PARAM})
+    assert "offload_param: stage 2 keeps the weights on the device" in jzero.report(
+        jzero.make_train_step(Net(), config)
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("zero", "message"),
+    [
+        (
+            {"offload_optimizer": {"device": "nvme"}},
+            'offload_optimizer.device = "nvme": must be "none" or "cpu"; nothing',
+        ),
+        (
+            {"offload_optimizer": {"device": "cpu", "ratio": 2}},
+            "offload_optimizer.ratio = 2: must be a number >= 0 and",
+        ),
+        ({"offload_param": {"device": "gpu"}}, 'offload_param.device = "gpu": must be "none" or "cpu"'),
+        ({"stage": 3, **PARAM, "zero_hpz_partition_size": 2}, "one keeps the weights off the device, the other a copy"),
+        ({"cpu_offload": "yes"}, 'cpu_offload = "yes": must be true or false'),
+        ({"cpu_offload": True, "offload_optimizer": CPU}, "cpu_offload = true: is the deprecated name of"),
+    ],
+)
+def test_bad_settings(zero, message):
+    with pytest.raises(jzero.ConfigError) as error:
+        jzero.Config.load({"train_batch_size": 8, "zero_optimization": zero})
+    assert message in str(error.value)
+
+
+def test_old_names_of_deepspeed():
+    config = jzero.Config.load({"zero_optimization": {"stage": 3, "cpu_offload": True, "cpu_offload_params": True}})
+    assert config.zero_optimization.offload_optimizer.device == config.zero_optimization.offload_param.device == "cpu"
+    assert (
+        jzero.Config.load({"zero_optimization": {"cpu_offload": False}}).zero_optimization.offload_optimizer.device
+        == "none"
+    )
+
+
+def test_pipelines_keep_their_weights_on_the_device():
+    with pytest.raises(jzero.ConfigError, match=r"with mesh.pipe = 2: .* \(offload_optimizer works"):
+        run("zero_bubble", PARAM)
+
+
+def test_more_host_memory_than_jax_may_pin(monkeypatch):
+    mesh = jzero.make_mesh(devices=jax.devices()[:2])
+    monkeypatch.setattr(offload, "is_gpu", lambda mesh: True)
+    monkeypatch.setenv(offload.LIMIT, "4")
+    offload.check_pinned_memory(2 * 2**30, mesh)
+    with pytest.raises(jzero.ConfigError, match=r"takes 5 GiB .* JAX may pin 4 .* set .*XLA_PJRT_GPU_HOST_MEMORY"):
+        offload.check_pinned_memory(5 * 2**29, mesh)
