@@ -115,8 +115,9 @@ def test_advice_fits_the_value():
     assert "quotes" not in problem({"seed": "x"})
     assert "quotes" in problem({"mesh": {"zero": "3"}})
     assert problem({"zero_optimization": 3}) == (
-        "zero_optimization = 3: must be a section {...} with the keys mics_shard_size, stage, "
-        "stage3_param_persistence_threshold, zero_hpz_partition_size, zero_quantized_gradients, zero_quantized_weights"
+        "zero_optimization = 3: must be a section {...} with the keys mics_shard_size, offload_optimizer, "
+        "offload_param, stage, stage3_param_persistence_threshold, zero_hpz_partition_size, "
+        "zero_quantized_gradients, zero_quantized_weights"
     )
 
 
@@ -190,8 +191,7 @@ def _parses(kind, value) -> bool:
     [
         ("tensorboard.enabled", True), ("wandb.enabled", True), ("csv_monitor.enabled", True), ("comet.enabled", True),
         ("elasticity.enabled", True),
-        ("zero_optimization.offload_optimizer.device", "cpu"), ("zero_optimization.offload_param.device", "nvme"),
-        ("zero_optimization.cpu_offload", True), ("zero_optimization.zenflow.topk_ratio", 0.1),
+        ("zero_optimization.zenflow.topk_ratio", 0.1),
         ("zero_optimization.zero_quantized_nontrainable_weights", True),
         ("zero_optimization.zeropp_loco_param.reset_T", 9),
         ("zero_optimization.stage3_model_persistence_threshold", 1), ("aio.queue_depth", 16),

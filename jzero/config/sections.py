@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
 from jzero.config.schedule_names import SCHEDULE_NAMES, ScheduleName
 from jzero.values import kinds
@@ -28,6 +28,9 @@ Params = Annotated[dict[str, Any], PlainValidator(kinds.PARAMS)]
 Options = Annotated[dict[str, bool | int | float | str], PlainValidator(kinds.OPTIONS)]
 Patterns = Annotated[tuple[str, ...], PlainValidator(kinds.PATTERNS)]
 PatternsOrNone = Annotated[tuple[str, ...] | None, PlainValidator(kinds.PATTERNS_OR_NULL)]
+
+
+OR_NULL = BeforeValidator(lambda section: {} if section is None else section)
 
 
 class Section(BaseModel):
@@ -138,8 +141,8 @@ class ZeroConfig(Section):
     zero_quantized_weights: Flag = False
     zero_quantized_gradients: Flag = False
     zero_hpz_partition_size: Count = 1
-    offload_optimizer: OffloadOptimizer = OffloadOptimizer()
-    offload_param: OffloadParam = OffloadParam()
+    offload_optimizer: Annotated[OffloadOptimizer, OR_NULL] = OffloadOptimizer()
+    offload_param: Annotated[OffloadParam, OR_NULL] = OffloadParam()
 
 
 class ActivationCheckpointing(Section):
