@@ -43,7 +43,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-@fuzzer(few=800, many=25_000)
+@fuzzer(few=800, many=10_000)
 def configs(r, folder):
     data = json.loads(json.dumps(CONFIG))
     for _ in range(r.choice([0, 1, 1, 2, 5])):
@@ -93,7 +93,7 @@ class Linear:
         return jnp.mean(batch @ params["w"] + params["b"])
 
 
-@fuzzer(few=200, many=5000)
+@fuzzer(few=200, many=2000)
 def steps(r, folder):
     def chosen(known, **params):
         name = r.choice(list(known))
@@ -122,7 +122,7 @@ VARIABLES = [
 SHARED = "# shared\nNCCL_DEBUG=INFO\nexport HF_HOME = /data/hf\nXLA_FLAGS=--a=1 --b=2\n\nEMPTY=\n"
 
 
-@fuzzer(few=800, many=25_000)
+@fuzzer(few=800, many=10_000)
 def hostfiles(r, folder):
     match r.randrange(5):
         case 4:
@@ -163,7 +163,7 @@ def remove(path):
         path.unlink(missing_ok=True)
 
 
-@fuzzer(few=120, many=3000)
+@fuzzer(few=120, many=1500)
 def checkpoints(r, folder):
     state, shardings, files = saved(folder)
     path, other = r.sample([path for path in files if path.parent != folder], 2)
@@ -205,7 +205,7 @@ NAMES = [
 ]
 
 
-@fuzzer(few=400, many=10_000)
+@fuzzer(few=400, many=4000)
 def latest(r, folder):
     saved(folder)
     path = folder / "latest"
@@ -247,7 +247,7 @@ def send_in_pieces(r, port, data):
     return heard
 
 
-@fuzzer(few=80, many=3000)
+@fuzzer(few=80, many=1500)
 def rendezvous(r, folder):
     """Ranks 1 and 2 meet rank 0, whatever strangers send and however wrong another process's place is."""
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -115,11 +115,10 @@ def test_a_killed_job_goes_on_by_itself(job, tmp_path, straight, moment, layout,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [15, 240])
-def test_a_job_killed_at_random_again_and_again(job, tmp_path, straight, seconds):
+def test_a_job_killed_at_random_again_and_again(job, tmp_path, straight):
     """Any process, at any moment; the losses are the straight run's."""
     layout, directory, chance = "stage3 x 2", tmp_path / "runs", random.Random(7)
-    end, kills, outputs = time.monotonic() + seconds, 0, []
+    end, kills, outputs = time.monotonic() + 45, 0, []
     while True:
         more = time.monotonic() < end
         running = job(TRAIN, "train", layout, directory, PACE="0.4" if more else "0")
@@ -143,7 +142,7 @@ def test_a_job_killed_at_random_again_and_again(job, tmp_path, straight, seconds
                 break
             shutil.rmtree(directory)  # start over: kills may still hit every phase
     print(f"{kills} kills")
-    assert kills >= seconds // 15
+    assert kills >= 2
 
 
 # ------------------------------------------------------------------------------------------- SIGTERM
