@@ -171,6 +171,7 @@ class ManualRegion:
     mesh: Mesh
     precision: Precision
     micro: int
+    local: bool = False  # whether the gradients of each device come out, in a row of their own
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -257,6 +258,8 @@ class ManualRegion:
     def reduce(self, gradients: PyTree) -> PyTree:
         """Reduce summed gradients to float32 gradients of the local masters; see `zero.reduce_gradient`."""
         view = self.passes.view
+        if self.local:
+            return jax.tree.map(lambda g: g[None], cast(view.merge(gradients), jnp.float32))
         reduce = view.per_layer(partial(zero.reduce_gradient, mesh=self.mesh, precision=self.precision))
         return cast(view.merge(_map(reduce, view.layouts, gradients)), jnp.float32)
 

@@ -18,7 +18,7 @@ from jzero.config import Config
 from jzero.config.sizes import BatchSizes
 from jzero.errors import ConfigError
 from jzero.gradients import Passes, sequential
-from jzero.mesh import PIPE, check_against, check_mesh, is_gpu, make_mesh, replicas
+from jzero.mesh import BATCH_AXES, PIPE, check_against, check_mesh, is_gpu, make_mesh, present, replicas
 from jzero.model import ENDS, Model, StackModel, check_model
 from jzero.optimizers import lr_schedules, wrappers
 from jzero.pipeline.stages import pipelined
@@ -54,6 +54,7 @@ class Setup:
       tx: the optimizer.
       groups: its parameter groups; the last one has the parameters that the config's groups leave over.
       callers_optimizer: whether the caller passed it in.
+      averaging: the devices whose gradients the optimizer averages; None: they are averaged before it.
       passes: how the forward and backward passes run.
     """
 
@@ -69,6 +70,7 @@ class Setup:
     tx: optax.GradientTransformationExtraArgs
     groups: tuple[optimizers.Group, ...]
     callers_optimizer: bool
+    averaging: optimizers.Replicas | None
     passes: Passes
 
     @property
@@ -132,9 +134,10 @@ def resolve(
     schedule = _schedule(config, optimizer, lr_scheduler, total)
     stacked, _ = partition(jax.tree.map(lambda layout: layout.stacked, layouts), sharding.trainable(layouts))
     groups = _groups(config.optimizer if optimizer is None else None, layouts, getattr(model, "names", None))
+    averaging = _averaging(config, mesh, precision) if optimizer is None else None
     tx = optimizers.choose_optimizer(
         optimizer, config.optimizer, schedule, stacked=stacked, fused=optimizers.fused_matrices(model, layouts),
-        groups=groups, state_dtype=precision.optimizer_state,
+        groups=groups, state_dtype=precision.optimizer_state, replicas=averaging,
     )  # fmt: skip
     tx = optax.with_extra_args_support(tx)  # reduce_on_plateau takes the loss
     if config.ema:
@@ -146,7 +149,7 @@ def resolve(
     return Setup(
         model, config, mesh, batch_sizes, precision, plus, layouts, weights, schedule,
         tx,
-        groups, optimizer is not None, passes,
+        groups, optimizer is not None, averaging, passes,
     )  # fmt: skip
 
 
@@ -229,6 +232,18 @@ def _vocabulary(model: Model, params: PyTree, stages: int) -> dict[str, int]:
             f"{model!r}: vocabulary names {unknown}, which are not parameters; the names are {', '.join(known)}"
         )
     return wanted if all(known[name].shape[dim] % stages == 0 for name, dim in wanted.items()) else {}
+
+
+def _averaging(config: Config, mesh: Mesh, precision: Precision) -> optimizers.Replicas | None:
+    """Return the devices whose gradients the config's optimizer averages itself."""
+    if config.optimizer is None or not optimizers.compresses(config.optimizer) or replicas(mesh) == 1:
+        return None
+    if mesh.shape[PIPE] > 1:
+        raise ConfigError(
+            f"optimizer.type {config.optimizer.type!r} with the mesh passed in, which has pipe {mesh.shape[PIPE]}: its "
+            "compressed communication needs pipe 1; or write optimizer.params.exact_communication: true"
+        )
+    return optimizers.Replicas(mesh, present(mesh, *BATCH_AXES), float(config.gradient_clipping), precision.reduce)
 
 
 def _groups(optimizer_config: Any, layouts: PyTree, names: StoredNames | None) -> tuple[optimizers.Group, ...]:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jzero.errors import ConfigError, some_of
 from jzero.mesh import PIPE, ZERO, present
 from jzero.model import ENDS, STACK
+from jzero.optimizers.compressed import is_error
 from jzero.stored_names import StoredNames, matches
 from jzero.tree import PyTree, named, path_name
 from jzero.zero import RULES, ParamLayout, Rule, stage_rule
@@ -159,11 +160,12 @@ def specs(layouts: PyTree) -> PyTree:
     return jax.tree.map(lambda layout: layout.spec, layouts)
 
 
-def optimizer_layouts(opt_state: PyTree, layouts: PyTree) -> PyTree:
+def optimizer_layouts(opt_state: PyTree, layouts: PyTree, rows: PartitionSpec | None = None) -> PyTree:
     """Find the layouts of an optimizer's state: a moment lies where its parameter's master lies.
 
     A leaf belongs to a parameter if its key path ends with the parameter's name and the shapes agree. All other leaves
-    (step counters, factored moments) are replicated.
+    (step counters, factored moments) are replicated; but the errors of compressed communication have a row for each
+    device, and `rows` is their spec.
     """
     known = {tuple(filter(None, layout.name.split("/"))): layout for layout in jax.tree.leaves(layouts)}
 
@@ -172,6 +174,7 @@ def optimizer_layouts(opt_state: PyTree, layouts: PyTree) -> PyTree:
         owner = next((known[keys[i:]] for i in range(len(keys) + 1) if keys[i:] in known), None)
         if owner is not None and owner.shape == tuple(x.shape):
             return owner
-        return ParamLayout(path_name(path), tuple(x.shape), PartitionSpec(), None, False, False, RULES[0])
+        spec = rows if rows is not None and is_error(path_name(path)) else PartitionSpec()
+        return ParamLayout(path_name(path), tuple(x.shape), spec, None, False, False, RULES[0])
 
     return jax.tree_util.tree_map_with_path(layout, opt_state)

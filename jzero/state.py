@@ -83,7 +83,8 @@ class States:
         self._setup, jit = setup, setup.jit
         self.shapes = jax.eval_shape(self._new, jax.random.key(0))
         everywhere = jax.tree.map(lambda _: PartitionSpec(), self.shapes)
-        params, opt_state = setup.layouts, optimizer_layouts(self.shapes.opt_state, setup.layouts)
+        rows = setup.averaging.spec if setup.averaging else None
+        params, opt_state = setup.layouts, optimizer_layouts(self.shapes.opt_state, setup.layouts, rows)
         self.specs = dataclasses.replace(everywhere, params=specs(params), opt_state=specs(opt_state))
         self.on_host = dataclasses.replace(
             jax.tree.map(lambda _: False, self.shapes),

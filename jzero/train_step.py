@@ -30,7 +30,7 @@ from jzero.inference.generate import Generator
 from jzero.loss import LOSS
 from jzero.loss_scale import LossScale
 from jzero.mesh import batch_spec, replicas, shardings
-from jzero.model import Model, replace_state
+from jzero.model import Model, fold, replace_state
 from jzero.pipeline.module import PipelineModule
 from jzero.setup import TotalSteps, resolve
 from jzero.sharding import is_state, trainable
@@ -183,23 +183,17 @@ class TrainStep:
         """Make the programs; each is compiled when it is first called."""
         setup, mesh = self.setup, self.mesh
         region = ManualRegion(
-            setup.model,
-            setup.layouts,
-            setup.weights,
-            setup.passes,
-            self.config,
-            mesh,
-            self.precision,
-            self.batch_sizes.micro,
-        )
+            setup.model, setup.layouts, setup.weights, setup.passes, self.config, mesh, self.precision,
+            self.batch_sizes.micro, setup.averaging is not None,
+        )  # fmt: skip
         replicated: Any = PartitionSpec()
         grad_specs, _ = partition(self.state_specs.params, trainable(self.layouts))
         new_state_specs, _ = partition(self.state_specs.params, is_state(self.layouts))
-        gradients = self._manual(region.gradients, 3, Result(grad_specs, replicated, replicated, new_state_specs))
+        rows = setup.averaging.rows(grad_specs) if setup.averaging else grad_specs
+        gradients = self._manual(region.gradients, 3, Result(rows, replicated, replicated, new_state_specs))
 
         def step(state: TrainState, batch: PyTree, extra: PyTree, rate: Any = None) -> Done:
-            rng = jax.random.fold_in(state.rng, state.step)
-            result = gradients(state.params, batch, extra, rng, state.loss_scale.scale)
+            result = gradients(state.params, batch, extra, fold(state.rng, state.step), state.loss_scale.scale)
             with jax.named_scope(SCOPE):
                 state, metrics = update(setup, state, result, rate)
             return state, metrics, Details(result.micro_losses, state.loss_scale)
@@ -211,10 +205,9 @@ class TrainStep:
         )  # fmt: skip
 
         def only_gradients(state: TrainState, batch: PyTree, extra: PyTree) -> tuple[PyTree, Metrics, PyTree]:
-            rng = jax.random.fold_in(state.rng, state.step)
-            result = gradients(state.params, batch, extra, rng, state.loss_scale.scale)
-            metrics = {**result.means, "grad_norm": optax.tree.norm(result.gradients)}
-            return result.gradients, metrics, result.state
+            result = gradients(state.params, batch, extra, fold(state.rng, state.step), state.loss_scale.scale)
+            whole = setup.averaging.total(result.gradients) if setup.averaging else result.gradients
+            return whole, {**result.means, "grad_norm": optax.tree.norm(whole)}, result.state
 
         out = shardings(mesh, grad_specs), everywhere, shardings(mesh, new_state_specs)
         self._gradients = jit(only_gradients, out_shardings=out)

@@ -46,13 +46,15 @@ def update(
     squares = jnp.stack([jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)])
     norm = jnp.sqrt(squares.sum())
     clip = setup.config.gradient_clipping
-    if clip:
+    if clip and not setup.averaging:
         factor = jnp.where(norm > clip, clip / norm, 1.0)
         grads = jax.tree.map(lambda g: g * factor, grads)
     stored, frozen = partition(state.params, trainable(setup.layouts))
     old, old_opt_state = offload.on_device((stored, state.opt_state))
     extra = {} if rate is None else {"lr_factor": rate / setup.schedule.constant}
     updates, opt_state = setup.tx.update(grads, old_opt_state, old, value=result.means[LOSS], **extra)
+    if setup.averaging:  # before it, the gradients are those of each device
+        norm = optimizers.norm_of(opt_state)
     finite = jnp.isfinite(squares) | (not setup.precision.check_overflow)
     of_names = finite
     if getattr(setup.model, "names", None) is not None:  # a stacked leaf has a name for each layer

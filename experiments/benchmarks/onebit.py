@@ -3,9 +3,7 @@
     python -m experiments.benchmarks.onebit                  # on the GPUs of this host
     python -m experiments.benchmarks.onebit --plan 8         # only compile for H100s, and list what moves
 
-The compressed one is DeepSpeed's `compressed_allreduce` (runtime/comm/nccl.py): every device adds its error to its
-momentum and sends the signs of each part to the part's server with one scale; the server averages, adds its error, and
-sends the signs of the average to all. It costs 4 + 4/N bytes of errors per parameter on each of N devices.
+The compressed one costs 4 + 4/N bytes of errors per parameter on each of N devices.
 """
 
 from __future__ import annotations
@@ -22,49 +20,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jzero.optimizers.compressed import compressed_all_reduce
 from jzero.planner import collectives, gpu_devices
 
 AXIS = "zero"
-
-
-def pack(signs: jax.Array) -> jax.Array:
-    """Pack bools [..., n] into uint8 [..., n / 8], bit k from the k-th eighth: no stride, so no slow reads."""
-    eighths = jnp.split(signs.astype(jnp.uint8), 8, axis=-1)
-    return sum(part << k for k, part in enumerate(eighths))  # type: ignore[return-value]
-
-
-def unpack(packed: jax.Array) -> jax.Array:
-    """Invert `pack`: float32, 1 or -1."""
-    bits = jnp.concatenate([(packed >> k) & 1 for k in range(8)], axis=-1)
-    return bits.astype(jnp.float32) * 2 - 1
-
-
-def squeeze(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the signs of x [..., n] packed, the scale that keeps its norm, and the error of both."""
-    scale = jnp.sqrt(jnp.mean(x * x))
-    signs = x >= 0
-    return pack(signs), scale, x - jnp.where(signs, scale, -scale)
-
-
-def compressed_all_reduce(
-    momentum: jax.Array, worker_error: jax.Array, server_error: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Average over the devices.
-
-    Args:
-      momentum, worker_error: this device's, float32 [n], n a multiple of 8 times the devices.
-      server_error: of the part that this device averages, [n / devices].
-
-    Returns:
-      The average [n], the same on all devices, and the new errors.
-    """
-    size = lax.axis_size(AXIS)
-    packed, scale, worker_error = squeeze((momentum + worker_error).reshape(size, -1))
-    packed, scales = lax.all_to_all(packed, AXIS, 0, 0), lax.all_gather(scale, AXIS)
-    average = (unpack(packed) * scales[:, None]).sum(0) / size
-    packed, scale, server_error = squeeze(average + server_error)
-    packed, scales = lax.all_gather(packed, AXIS), lax.all_gather(scale, AXIS)
-    return (unpack(packed) * scales[:, None]).reshape(-1), worker_error.reshape(-1), server_error
 
 
 def exact(dtype: jnp.dtype, momentum: jax.Array) -> jax.Array:
@@ -97,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     kinds = {
         "float32": (partial(exact, jnp.float32), 1),
         "bfloat16": (partial(exact, jnp.bfloat16), 1),
-        "compressed": (compressed_all_reduce, 3),
+        "compressed": (partial(compressed_all_reduce, axes=AXIS), 3),
     }
     for elements in args.elements:
         for name, (function, arguments) in kinds.items():

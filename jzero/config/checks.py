@@ -165,3 +165,16 @@ def _curriculum(s: Settings) -> Iterator[str]:
     yield from curriculum.switch_problems(s)
     for path, schedule in curriculum.active(s).items():
         yield from curriculum.schedule_problems(path, schedule)
+
+
+@_reads("optimizer.type", "optimizer.params", "zero_optimization.stage", "pipeline.stages", "mesh.pipe")
+def _compressed(s: Settings) -> Iterator[str]:
+    if s.optimizer is None or optimizers.optimizer_problems(s.optimizer) or not optimizers.compresses(s.optimizer):
+        return
+    stages = s.pipeline.stages or s.mesh.pipe
+    for key, value, fits in (("zero_optimization.stage", s.zero_optimization.stage, 0), ("mesh.pipe", stages, 1)):
+        if value not in (fits, -1):
+            yield (
+                f"{key} = {value} with optimizer.type {s.optimizer.type!r}: its compressed communication needs {key} "
+                f"{fits}, where every device has all gradients; or write optimizer.params.exact_communication: true"
+            )

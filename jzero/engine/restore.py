@@ -16,6 +16,7 @@ from jzero.distributed.place import log_dist
 from jzero.errors import ConfigError, some_of
 from jzero.loss_scale import Scaler
 from jzero.optimizers import at_step
+from jzero.optimizers.compressed import is_error
 from jzero.state import TrainState, check_alive
 from jzero.stored_names import stored_names
 from jzero.train_step import TrainStep
@@ -97,9 +98,9 @@ def plan(source: Checkpoint, step: TrainStep, former: TrainState | None, selecti
     names = stored_names(step.state_shapes, shapes)
     wanted = stored_shapes({name: x for name, x in shapes.items() if name in selection}, names)
     stored = source.shapes
-    if selection.strict:
-        expected = {name: shape for name, shape in wanted.items() if name not in source.without}
-        source.check_fit(expected, [name for name in stored if name in selection])
+    if selection.strict:  # errors fit the same number of devices alone; others start from none, as in DeepSpeed
+        expected = {name: x for name, x in wanted.items() if name not in source.without and not is_error(name)}
+        source.check_fit(expected, [name for name in stored if name in selection and not is_error(name)])
     fit = {name for name, shape in wanted.items() if name in stored and shape in (None, stored[name])}
     taken = [name for name in shapes if fit.issuperset(names[name])]
     if not taken:

@@ -122,6 +122,8 @@ def _zero(step: Any) -> str:
     gather = {None: "replicated", "step": "gathered once a step", "layer": layer}[rule.gather]
     reduce, every = ("reduce-scattered", rule.scatter) if rule.scatter else ("all-reduced", "step")
     when = "every micro-batch" if every == "micro_batch" else "once a step"
+    if step.setup.averaging:
+        reduce, when = "averaged", "by the optimizer"
     return "; ".join([f"stage {stage}: parameters {gather}, gradients {reduce} {when}", *_plus(step.setup.plus)])
 
 

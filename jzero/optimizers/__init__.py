@@ -20,16 +20,18 @@ import jax.numpy as jnp
 import optax
 
 from jzero.errors import ConfigError
+from jzero.optimizers.compressed import Replicas
 from jzero.optimizers.groups import WHY, Group, group_problems, make_groups, own_values
 from jzero.optimizers.lr_schedules import LRSchedule
 from jzero.optimizers.muon import fused_matrices
+from jzero.optimizers.onebit import CompressedAdamState
 from jzero.optimizers.table import Row, look_up
 from jzero.optimizers.transforms import Knobs
 from jzero.optimizers.wrappers import Transform, in_fp32, per_layer, scale_leaves, with_lr_factor
 
 __all__ = [
-    "Group", "at_step", "base_lr", "choose_optimizer", "describe", "fused_matrices", "lr_of", "make_groups",
-    "make_optimizer", "optimizer_problems", "parameters", "per_layer", "why_not_scaled",
+    "Group", "Replicas", "at_step", "base_lr", "choose_optimizer", "compresses", "describe", "fused_matrices", "lr_of",
+    "make_groups", "make_optimizer", "norm_of", "optimizer_problems", "parameters", "per_layer", "why_not_scaled",
 ]  # fmt: skip
 
 
@@ -41,6 +43,7 @@ def make_optimizer(
     fused: Mapping[str, Sequence[int]] = MappingProxyType({}),
     groups: Sequence[Group] = (),
     state_dtype: Any = jnp.float32,
+    replicas: Replicas | None = None,
 ) -> Transform:
     """Make the optimizer of a config's `optimizer` section.
 
@@ -52,6 +55,7 @@ def make_optimizer(
       fused: the widths of the matrices that are stored side by side in a parameter, see `fused_matrices`.
       groups: parameters with values of their own, see `make_groups`.
       state_dtype: dtype of the moments; the arithmetic is fp32 in any case.
+      replicas: the devices that average inside the optimizer; its updates then have a row for each. None: none do.
 
     Returns:
       A transformation whose `update` needs the parameters. Apply its updates with `optax.apply_updates`.
@@ -75,7 +79,7 @@ def make_optimizer(
             "optimizer.groups: betas have no effect under OneCycle's cycle_momentum, which sets them for all "
             "parameters; remove them, or set scheduler.params.cycle_momentum to false"
         )
-    tx = row.make(Knobs(lr, float(row.base(params)), stacked, fused, own), params)
+    tx = row.make(Knobs(lr, float(row.base(params)), stacked, fused, own, replicas), params)
     scales = {name: values["lr_scale"] for name, values in own.items() if "lr_scale" in values}
     return with_lr_factor(in_fp32(scale_leaves(tx, scales), state_dtype))
 
@@ -89,13 +93,14 @@ def choose_optimizer(
     fused: Mapping[str, Sequence[int]] = MappingProxyType({}),
     groups: Sequence[Group] = (),
     state_dtype: Any = jnp.float32,
+    replicas: Replicas | None = None,
 ) -> Transform:
     """Return the optimizer from user code if there is one, else make the config's.
 
     Args:
       optimizer: None, an `optax.GradientTransformation` (used unchanged: with its own learning rate and its own view
         of layer stacks, see `per_layer`), or a function from the schedule (count -> learning rate) to one.
-      optimizer_config, lr, stacked, fused, groups, state_dtype: as for `make_optimizer`.
+      optimizer_config, lr, stacked, fused, groups, state_dtype, replicas: as for `make_optimizer`.
 
     Returns:
       The transformation.
@@ -125,7 +130,9 @@ def choose_optimizer(
             "or pass optimizer=optax.adamw(1e-3)"
         )
     assert lr is not None  # noqa: S101  # made from the optimizer section's params.lr if there is no scheduler section
-    return make_optimizer(optimizer_config, lr, stacked=stacked, fused=fused, groups=groups, state_dtype=state_dtype)
+    return make_optimizer(
+        optimizer_config, lr, stacked=stacked, fused=fused, groups=groups, state_dtype=state_dtype, replicas=replicas
+    )
 
 
 def optimizer_problems(optimizer_config: Any) -> list[str]:
@@ -167,6 +174,18 @@ def base_lr(optimizer_config: Any) -> float | None:
         return None
     row, params = _read(optimizer_config)
     return float(row.base(params))
+
+
+def compresses(optimizer_config: Any) -> bool:
+    """Return whether the config's optimizer averages inside its update, so that it takes every device's gradient."""
+    row, params = _read(optimizer_config)
+    return row.compresses and not params["exact_communication"]
+
+
+def norm_of(opt_state: Any) -> jax.Array:
+    """Read the norm of the gradients from the state of an optimizer that averages them itself."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, CompressedAdamState))
+    return next(x.norm for x in nodes if isinstance(x, CompressedAdamState))
 
 
 def why_not_scaled(optimizer_config: Any) -> str:

@@ -37,6 +37,7 @@ class Row:
       check: lists the problems between its parameters.
       by_group: the keys that a parameter group can set.
       decay: its weight decay's name.
+      compresses: whether it can average inside its update.
       one_decay: whether the weight decays of all groups are one number or 0.
     """
 
@@ -49,6 +50,7 @@ class Row:
     by_group: tuple[str, ...] = ("lr_scale", "weight_decay")
     decay: str = "weight_decay"
     one_decay: bool = False
+    compresses: bool = False
 
 
 def _two_fractions(value: Any) -> list[float]:
@@ -81,8 +83,8 @@ _NO_TORCH = (lambda p: p["torch_adam"], "{name}: torch_adam chooses a kernel in 
 def _exact_communication(p: dict[str, Any]) -> Iterator[str]:
     if not p["exact_communication"]:
         yield (
-            "optimizer.params.exact_communication: false asks for compressed communication, which is not supported "
-            "yet; write true to run this optimizer with exact communication"
+            "optimizer.params.exact_communication: false asks for compressed communication, which only OneBitAdam has; "
+            "write true to run this optimizer with exact communication"
         )
 
 
@@ -96,7 +98,7 @@ _ONE_BIT: dict[str, Param] = {
 }
 _ONE_BIT_NOTES = (
     (
-        lambda p: True,
+        lambda p: p["exact_communication"],
         "{name}: exact_communication is true: gradients are averaged exactly, not as signs with error feedback; the "
         "variance freezes as in DeepSpeed, and no bias is corrected",
     ),
@@ -201,9 +203,16 @@ DEEPSPEED: dict[str, Row] = {
     "OneBitAdam": Row(
         {**_ONE_BIT, **_FREEZE},
         onebit.one_bit_adam,
-        _ONE_BIT_NOTES,
+        (
+            *_ONE_BIT_NOTES,
+            (
+                lambda p: not p["exact_communication"],
+                "{name}: after {freeze_step} steps the variance is frozen, and the devices average the signs of their "
+                "momenta, with error feedback; each then clips its own gradient, as in DeepSpeed",
+            ),
+        ),
         cycles=True,
-        check=_exact_communication,
+        compresses=True,
         by_group=_ALL_BY_GROUP,
     ),
     "ZeroOneAdam": Row(

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jzero.optimizers.compressed import Replicas
 from jzero.optimizers.lr_schedules import LRSchedule
 from jzero.optimizers.wrappers import Transform, map_layers
 from jzero.tree import PyTree, path_name
@@ -22,7 +23,7 @@ class Knobs:
     Attributes:
       schedule: learning rate and perhaps momentum.
       base_lr: the rate that the schedule is built on.
-      stacked, fused, own: as for `make_optimizer`.
+      stacked, fused, own, replicas: as for `make_optimizer`.
     """
 
     schedule: LRSchedule
@@ -30,6 +31,7 @@ class Knobs:
     stacked: Any
     fused: Mapping[str, Sequence[int]]
     own: Mapping[str, Mapping[str, Any]]
+    replicas: Replicas | None = None
 
     @property
     def lr(self) -> Callable[[Any], Any]:

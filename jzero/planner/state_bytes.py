@@ -26,9 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jzero.mesh import PIPE, ZERO
+from jzero.mesh import PIPE, ZERO, replicas
+from jzero.optimizers.compressed import is_error
 from jzero.precision import Precision
-from jzero.tree import PyTree
+from jzero.tree import PyTree, named
 from jzero.zero import ON_DEVICE, RULES, OnHost, Rule
 
 if TYPE_CHECKING:
@@ -112,6 +113,9 @@ def state_bytes(step: TrainStep) -> StateBytes:
     actual = [inside(leaf.rule, x, leaf.trainable, pipe if leaf.on_pipe else 1, leaf.on_host) for leaf, x in leaves]
     ideal = [inside(stage, x, leaf.trainable, pipe) for leaf, x in leaves]
     persistent = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((shapes.params, shapes.opt_state)))
+    # Errors of compressed communication have a row for each device, whatever the stage.
+    errors = sum(x.size * x.dtype.itemsize for name, x in named(shapes.opt_state).items() if is_error(name))
+    persistent -= errors
     frozen = sum(x.size * x.dtype.itemsize for leaf, x in leaves if not leaf.trainable)
     whole = 0 if stage.gather == "layer" else frozen  # frozen weights are partitioned under stage 3 alone
     return StateBytes(
@@ -119,6 +123,8 @@ def state_bytes(step: TrainStep) -> StateBytes:
         optimizer=bytes_per_device(shapes.opt_state, specs.opt_state, step.mesh),
         parameters=int(sum(parameters for parameters, _ in actual)),
         gradients=int(sum(gradients for _, gradients in actual)),
-        formula=((persistent - whole) / (group if stage.shards_state else 1) + whole) / pipe + sum(map(sum, ideal)),
+        formula=((persistent - whole) / (group if stage.shards_state else 1) + whole) / pipe
+        + sum(map(sum, ideal))
+        + errors / replicas(step.mesh),
         host=step.host_bytes,
     )
