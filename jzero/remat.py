@@ -69,19 +69,21 @@ def checkpointed(fetch: Fetch, block: Block, remat: Remat, *, unrolled: bool) ->
 
     The backward pass recomputes: under "none" nothing (with `regather` it gathers the weights again), under "matmuls"
     everything but products with weights and fused attention, under "full" everything. `cpu_checkpointing` keeps the
-    layer's input ("full") or the products ("matmuls"; fused attention is then recomputed) in host memory.
+    layer's input, and under "matmuls" the products (fused attention is then recomputed), in host memory.
     """
     policies = jax.checkpoint_policies
-    policy: Callable
+    inputs = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["layer_input"] if remat.offload else [],
+        offload_src="device", offload_dst="pinned_host",
+    )  # fmt: skip
+    products = policies.offload_dot_with_no_batch_dims("device", "pinned_host") if remat.offload else _keep_matmuls
+
+    def policy(primitive: Any, *args: Any, **params: Any) -> Any:
+        named = primitive.name == "name" or remat.kind == "full"
+        return (inputs if named else products)(primitive, *args, **params)
+
     if remat.kind == "none":
         return regathering(fetch, block) if remat.regather else lambda pair, x, key: block(fetch(pair), x, key)
-    if remat.kind == "matmuls":
-        policy = policies.offload_dot_with_no_batch_dims("device", "pinned_host") if remat.offload else _keep_matmuls
-    else:
-        policy = policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[], names_which_can_be_offloaded=["layer_input"] if remat.offload else [],
-            offload_src="device", offload_dst="pinned_host",
-        )  # fmt: skip
 
     def run(pair: Any, x: Any, key: jax.Array | None) -> Any:
         return block(fetch(pair), jax.tree.map(lambda v: checkpoint_name(v, "layer_input"), x), key)

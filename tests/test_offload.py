@@ -17,6 +17,7 @@ from layouts import LAYOUTS, Net, assert_same, batch, build, settings
 
 import jzero
 from jzero import offload
+from jzero._compat import inner_jaxprs
 from jzero.planner import gpu_devices, memory
 from jzero.planner.state_bytes import state_bytes
 
@@ -152,6 +153,53 @@ def test_parameters_from_elsewhere_and_a_large_state_go_there_too(monkeypatch, t
     for state in (given, fresh, engine.state):
         assert (on_host(state.params), on_host(state.opt_state)) == (SIZE, 2 * SIZE)
     np.testing.assert_array_equal(engine.state.params["stack"]["w"], params["stack"]["w"].astype(jnp.bfloat16))
+
+
+# --------------------------------------------------------------------------------------------------- activations
+
+
+def scans(jaxpr):
+    """Yield the scans of a traced program, those inside others too."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from scans(inner)
+
+
+@pytest.mark.parametrize("policy", ["full", "matmuls"])
+def test_activations_between_the_passes_lie_on_the_host(policy):
+    section = {"policy": policy, "cpu_checkpointing": True}
+    config = settings(LAYOUTS["stage3"], activation_checkpointing=section, stack={})
+    step = jzero.make_train_step(Net(), config)
+    assert not step.setup.passes.facts.unrolled
+    kept = [x.aval for eqn in scans(step.trace(batch(0)).jaxpr.jaxpr) for x in eqn.outvars]
+    rows = config["train_micro_batch_size_per_gpu"]
+    of_layers = [x for x in kept if x.shape[:2] == (4, rows)]  # [layers, rows, features]
+    assert of_layers
+    assert {x.memory_space for x in of_layers} == {jax.memory.Space.Host}
+
+
+def test_activations_on_the_host_change_no_number():
+    for policy in ("full", "matmuls"):
+        _, expected = run("stage3", {}, activation_checkpointing={"policy": policy}, stack={"unroll": False})
+        more = {"activation_checkpointing": {"policy": policy, "cpu_checkpointing": True}}
+        np.testing.assert_allclose(run("stage3", {}, **more)[1], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        ({"zero_optimization": {"stage": 3, **PARAM}}, "zero_optimization.offload_param"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "activation_checkpointing.cpu_checkpointing"),
+    ],
+)
+def test_an_unrolled_stack_would_keep_it_on_the_device(more, key):
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **more.get("zero_optimization", {})}
+    with pytest.raises(jzero.ConfigError, match=f"stack.unroll = true with {key}: "):
+        jzero.make_train_step(
+            Net(), settings(LAYOUTS["stage3"], stack={"unroll": True}, **more | {"zero_optimization": zero})
+        )
 
 
 # --------------------------------------------------------------------------------------------------- checkpoints
