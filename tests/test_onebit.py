@@ -289,6 +289,7 @@ def test_no_gradient_is_moved_whole_after_the_warm_up():
     assert ledger.select(in_branch=False).bytes == 4 * (2 * 2 + 4) + 4
 
 
+@pytest.mark.slow
 def test_checkpoints_resume_to_the_bit_and_on_other_devices(tmp_path):
     def engine(layout):
         config = {**one_bit_config(), "train_batch_size": 32}

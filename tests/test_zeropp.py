@@ -185,8 +185,11 @@ HPZ = [
 @pytest.mark.parametrize(("layout", "more", "n"), keep(HPZ, HPZ[:1]), ids=str)
 def test_hpz_is_stage_3_bit_for_bit(layout, more, n):
     plain, losses = train(step_of({}, layout, **more), 3)
-    state, found = train(step_of(hpz(n), layout, **more), 3)
+    step = step_of(hpz(n), layout, **more)
+    state, found = train(step, 3)
     assert found == losses
+    batch = batches("decoder")[3]
+    assert float(step.evaluate(state, batch)) == float(step_of({}, layout, **more).evaluate(plain, batch))
     assert_bitwise(state, plain)
 
 
