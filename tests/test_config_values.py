@@ -223,7 +223,6 @@ def test_nested_compression_is_refused():
     "given",
     [
         {"tensorboard": {}}, {"tensorboard": False}, {"wandb": {"enabled": False, "project": "p"}}, {"aio": {}},
-        {"aio": {"queue_depth": 8, "block_size": 1048576}},
         {"zero_optimization": {"offload_param": {"device": "none"}}},
         {"zero_optimization": {"offload_optimizer": None, "cpu_offload": False, "zenflow": {}}},
         {"zero_optimization": {"zero_quantized_weights": False, "zeropp_loco_param": None}},

@@ -65,6 +65,7 @@ _NO_HOOKS = "the compiled step: there are no module hooks to tune"
 _ANY_LAYOUT = "global arrays: a parameter always has its full shape and loads on any layout"
 _ORBAX = "Orbax, from a thread while training goes on"
 _COMPILED = "jit: every step is one compiled XLA program"
+_NO_NVME = "host memory: nothing is read from or written to NVMe"
 _PLANNER = "XLA's memory planner and the profiler"
 
 # fmt: off
@@ -82,6 +83,8 @@ REPLACED: dict[str, Replacement] = _replaced(
     ("bf16", FLAG, "gradients that accumulate in data_types.grad_accum_dtype", "immediate_grad_update"),
     ("", DTYPE_OR_NULL, "the mesh: there is no sequence axis to communicate over",
         "seq_parallel_communication_data_type"),
+    ("aio", POSITIVE, _NO_NVME, "block_size queue_depth intra_op_parallelism"),
+    ("aio", FLAG, _NO_NVME, "single_submit overlap_events use_gds"),
     ("hybrid_engine", FLAG, "engine.generate, which runs under every training layout", "enabled"),
     ("data_types", DTYPE_OR_NULL, 'the "bf16" and "fp16" sections', "param_dtype buffer_dtype"),
     ("optimizer", FLAG, "jit: the update is one fused program", "legacy_fusion"),
@@ -225,8 +228,6 @@ REFUSED: dict[str, Refused] = {
     **_later(f"{_ZERO}.zenflow", "ZenFlow; offload_optimizer alone makes the same updates, without delay", **_unset(
         "topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio"
         " full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch")),
-    **_later("aio", "NVMe offload", block_size=1048576, queue_depth=8, intra_op_parallelism=1, single_submit=False,
-        overlap_events=True, use_gds=False),
     **_later("compile", "a compiler pass for it; write zero_optimization.offload_optimizer or offload_param, or "
         "activation_checkpointing.cpu_checkpointing", "offload_activation_pin_memory", offload_activation=False,
         offload_opt_states=False, offload_parameters=False),
