@@ -194,7 +194,7 @@ def _parses(kind, value) -> bool:
         ("zero_optimization.zenflow.topk_ratio", 0.1),
         ("zero_optimization.zero_quantized_nontrainable_weights", True),
         ("zero_optimization.zeropp_loco_param.reset_T", 9),
-        ("zero_optimization.stage3_model_persistence_threshold", 1), ("aio.queue_depth", 16),
+        ("zero_optimization.stage3_model_persistence_threshold", 1),
         ("tensor_parallel.autotp_size", 2), ("sequence_parallel_size", 2), ("expert_parallel.enabled", True),
         ("checkpoint.use_node_local_storage", True), ("nebula.enabled", True), ("progressive_layer_drop.enabled", True),
         
