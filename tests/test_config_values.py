@@ -191,7 +191,6 @@ def _parses(kind, value) -> bool:
     [
         ("tensorboard.enabled", True), ("wandb.enabled", True), ("csv_monitor.enabled", True), ("comet.enabled", True),
         ("elasticity.enabled", True),
-        ("zero_optimization.zenflow.topk_ratio", 0.1),
         ("zero_optimization.zero_quantized_nontrainable_weights", True),
         ("zero_optimization.zeropp_loco_param.reset_T", 9),
         ("zero_optimization.stage3_model_persistence_threshold", 1),

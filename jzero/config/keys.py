@@ -60,6 +60,7 @@ _COMBINER = "XLA's collective combiner; its thresholds can be set in compiler_op
 _SCHEDULER = "XLA's latency-hiding scheduler, which overlaps communication and compute at every stage"
 _LAYERWISE = "the layer stack: a layer's parameters are gathered where it runs and freed after it"
 _PINNED = "pinned memory, always"
+_NO_DELAY = "offload_optimizer, which applies every gradient in its own step; ZenFlow delays the smaller ones"
 _IN_PLACE = "the update on the device, which reads and writes the state in the host's memory"
 _NO_HOOKS = "the compiled step: there are no module hooks to tune"
 _ANY_LAYOUT = "global arrays: a parameter always has its full shape and loads on any layout"
@@ -105,6 +106,10 @@ REPLACED: dict[str, Replacement] = _replaced(
     ("pipeline", TEXT, "PipelineModule's partition_method", "partition_method"),
     (_ZERO, FLAG, _SCHEDULER, "overlap_comm"),
     (_ZERO, NON_NEGATIVE, "one fused optimizer update, which needs no sub-groups", "sub_group_size"),
+    (f"{_ZERO}.zenflow", FLAG, _NO_DELAY, "overlap_step offload"),
+    (f"{_ZERO}.zenflow", TEXT, _NO_DELAY, "select_strategy"),
+    (f"{_ZERO}.zenflow", NON_NEGATIVE, _NO_DELAY, "topk_ratio select_interval update_interval auto_ratio"
+        " full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch"),
     (f"{_ZERO}.offload_optimizer", FLAG, _PINNED, "pin_memory"),
     (f"{_ZERO}.offload_param", FLAG, _PINNED, "pin_memory"),
     (_ZERO, FLAG, _PINNED, "cpu_offload_use_pin_memory"),
@@ -225,9 +230,6 @@ REFUSED: dict[str, Refused] = {
     **_later(f"{_ZERO}.zeropp_loco_param", "error feedback (LoCo) for quantized gradients; zero_quantized_gradients "
         "works without it", err_beta=None, reset_T=None),
     **_later(_ZERO, "a cap on the replicated parameters", stage3_model_persistence_threshold=2**63 - 1),
-    **_later(f"{_ZERO}.zenflow", "ZenFlow; offload_optimizer alone makes the same updates, without delay", **_unset(
-        "topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio"
-        " full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch")),
     **_later("compile", "a compiler pass for it; write zero_optimization.offload_optimizer or offload_param, or "
         "activation_checkpointing.cpu_checkpointing", "offload_activation_pin_memory", offload_activation=False,
         offload_opt_states=False, offload_parameters=False),
