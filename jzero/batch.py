@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.errors import ConfigError
+from jzero.offload import to_devices
 from jzero.tree import named, path_name
 
 
@@ -93,7 +94,7 @@ def place_extra(extra: Any, mesh: Mesh) -> Any:
                     f"extra: leaf {name!r} lies on {len(x.sharding.device_set)} devices, but the step's mesh has "
                     f"{mesh.size}: pass it as a NumPy array, or put it onto the mesh with jax.device_put"
                 )
-            return x
+            return to_devices(x)
         if not isinstance(x, jax.Array | np.ndarray | np.generic | float | int):
             raise ConfigError(
                 f"extra: leaf {name!r} is {x!r}: pass arrays and numbers; bind others to the loss function"

@@ -102,7 +102,7 @@ def sequential(
     read = read or partial(read_sums, model)
     stack = isinstance(model, StackModel)
     layers = stack_length(layouts) if stack else 0
-    regather = any(layout.rule.gather == "layer" for layout in jax.tree.leaves(layouts))
+    regather = any(layout.by_layer for layout in jax.tree.leaves(layouts))
     remat = Remat.resolve(config, model, regather)
     view = unrolled(layouts) if stack and unrolls(config, layouts, remat) else scanned(layouts)
     make_loss: Callable = _stack_loss if stack else _whole_loss

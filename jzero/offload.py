@@ -34,7 +34,7 @@ DEFAULT_GB = 64  # jaxlib 0.10 and 0.11
 
 
 def choose(layouts: PyTree, config: ZeroConfig) -> PyTree:
-    """Decide what of each parameter lies on the host: `ParamLayout.on_host`.
+    """Choose which parts of each parameter's state live in host memory: `ParamLayout.on_host`.
 
     Under `offload_optimizer.ratio` it is the largest parameters', until that share of all elements is reached.
     """
@@ -56,7 +56,7 @@ def choose(layouts: PyTree, config: ZeroConfig) -> PyTree:
 
 
 def check(config: ZeroConfig, mesh: Mesh) -> None:
-    """Raise a ConfigError for offload on a mesh that cannot have it."""
+    """Raise a ConfigError if the mesh does not support the configured offload."""
     if config.offload_param.device == "cpu" and config.stage == 3 and mesh.shape[PIPE] > 1:
         raise ConfigError(
             f'zero_optimization.offload_param.device = "cpu" with mesh.pipe = {mesh.shape[PIPE]}: a pipeline\'s stages '
@@ -65,7 +65,7 @@ def check(config: ZeroConfig, mesh: Mesh) -> None:
 
 
 def allow_pinned_memory(config: ZeroConfig) -> None:
-    """Raise the limit on pinned memory before JAX starts the GPUs, which reads it once, to all that the host has."""
+    """Set JAX's limit on pinned memory to the host's memory; JAX reads it once, when it starts the GPUs."""
     if "cpu" in (config.offload_optimizer.device, config.offload_param.device) and not backends_are_initialized():
         os.environ.setdefault(LIMIT, str(physical_gb()))
 
@@ -73,7 +73,7 @@ def allow_pinned_memory(config: ZeroConfig) -> None:
 def check_pinned_memory(n_bytes: int, mesh: Mesh) -> None:
     """Raise a ConfigError if this process may not pin `n_bytes` for each of its devices.
 
-    The runtime would name an allocator, after minutes in which it fills the memory.
+    Otherwise JAX fails minutes later, with an error that names only an allocator.
     """
     if not is_gpu(mesh) or not mesh.local_devices:
         return
@@ -118,6 +118,16 @@ def read(layout: ParamLayout, master: jax.Array, dtype: Any, by_layer: bool) -> 
 def on_device(tree: PyTree) -> PyTree:
     """View arrays of host memory as arrays of the device's, to compute with them."""
     return jax.tree.map(as_device_array, tree)
+
+
+def to_devices(tree: PyTree) -> PyTree:
+    """Copy arrays of host memory to their devices, outside of a program; return others as they are."""
+
+    def one(x: Any) -> Any:
+        on_host = isinstance(x, jax.Array) and x.sharding.memory_kind == HOST
+        return jax.device_put(x, x.sharding.with_memory_kind("device")) if on_host else x
+
+    return jax.tree.map(one, tree)
 
 
 def as_stored(tree: PyTree, like: PyTree) -> PyTree:

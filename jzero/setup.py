@@ -240,8 +240,8 @@ def _averaging(config: Config, mesh: Mesh, precision: Precision) -> optimizers.R
         return None
     if mesh.shape[PIPE] > 1:
         raise ConfigError(
-            f"optimizer.type {config.optimizer.type!r} with the mesh passed in, which has pipe {mesh.shape[PIPE]}: its "
-            "compressed communication needs pipe 1; or write optimizer.params.exact_communication: true"
+            f"optimizer.type {config.optimizer.type!r} on a mesh with pipe {mesh.shape[PIPE]}: its compressed "
+            "communication needs pipe 1; or write optimizer.params.exact_communication: true"
         )
     return optimizers.Replicas(mesh, present(mesh, *BATCH_AXES), float(config.gradient_clipping), precision.reduce)
 

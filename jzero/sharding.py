@@ -170,11 +170,12 @@ def optimizer_layouts(opt_state: PyTree, layouts: PyTree, rows: PartitionSpec | 
     known = {tuple(filter(None, layout.name.split("/"))): layout for layout in jax.tree.leaves(layouts)}
 
     def layout(path: tuple, x: Any) -> ParamLayout:
-        keys = tuple(path_name(path).split("/"))
+        name = path_name(path)
+        keys = tuple(name.split("/"))
         owner = next((known[keys[i:]] for i in range(len(keys) + 1) if keys[i:] in known), None)
-        if owner is not None and owner.shape == tuple(x.shape):
+        if owner is not None and owner.shape == tuple(x.shape) and not is_error(name):
             return owner
-        spec = rows if rows is not None and is_error(path_name(path)) else PartitionSpec()
+        spec = rows if rows is not None and is_error(name) else PartitionSpec()
         return ParamLayout(path_name(path), tuple(x.shape), spec, None, False, False, RULES[0])
 
     return jax.tree_util.tree_map_with_path(layout, opt_state)

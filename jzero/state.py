@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -24,7 +25,7 @@ from jzero.stored_names import StoredNames
 from jzero.tree import PyTree, differences, named, partition, path_name
 from jzero.zero import ParamLayout
 
-LARGE = 2**30  # bytes on the host, above which a new state is made leaf by leaf
+LARGE = 2**30  # bytes on the host that one program makes of a new state
 RUN_KEY = 2**31 - 1  # folded into `init`'s key to make the steps' key; no model draws this many parameters
 
 
@@ -80,7 +81,7 @@ class States:
     """
 
     def __init__(self, setup: Setup):
-        self._setup, jit = setup, setup.jit
+        self._setup = setup
         self.shapes = jax.eval_shape(self._new, jax.random.key(0))
         everywhere = jax.tree.map(lambda _: PartitionSpec(), self.shapes)
         rows = setup.averaging.spec if setup.averaging else None
@@ -92,10 +93,9 @@ class States:
             opt_state=jax.tree.map(lambda layout: layout.on_host.moments, opt_state),
         )
         self.shardings = offload.place(shardings(setup.mesh, self.specs), self.on_host)
-        self._init = jit(self._new, out_shardings=self.shardings)
-        self._init_around = jit(
-            lambda params, rng: dataclasses.replace(self._around(params, rng), params=None),
-            out_shardings=dataclasses.replace(self.shardings, params=None),
+        self._init = self._in_parts(self._new, {})
+        self._init_around = self._in_parts(
+            lambda params, rng: dataclasses.replace(self._around(params, rng), params=None), {"params": None}
         )
 
     def _new(self, rng: jax.Array) -> TrainState:
@@ -129,7 +129,7 @@ class States:
         if params is None:
             params, donate = values, False
         if params is None:
-            return self._made_leaf_by_leaf(rng) if self.host_bytes > LARGE else self._init(rng)
+            return self._init(rng)
         if isinstance(params, str | os.PathLike):
             from jzero.checkpoint.orbax_params import read_params  # here, because Orbax takes a second to import
 
@@ -140,27 +140,53 @@ class States:
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of host memory that one device's part of the state takes."""
+        """Bytes of host memory per device."""
         leaves = zip(*map(jax.tree.leaves, (self.shapes, self.shardings, self.on_host)), strict=True)
         return sum(prod(to.shard_shape(x.shape)) * x.dtype.itemsize for x, to, on_host in leaves if on_host)
 
-    def _made_leaf_by_leaf(self, rng: jax.Array) -> TrainState:
-        """Make a new state by a program for each leaf on the host; in one program a device would hold all of them."""
-        to, treedef = jax.tree.flatten(self.shardings)
-        on_host = jax.tree.leaves(self.on_host)
-        groups = [[i] for i, there in enumerate(on_host) if there]
-        groups.append([i for i, there in enumerate(on_host) if not there])
-        leaves: list[Any] = [None] * len(to)
-        for group in groups:
+    def _in_parts(self, make: Callable, without: dict[str, None]) -> Callable:
+        """Compile `make` as one program, or as one for every `LARGE` bytes that go to the host.
 
-            def make(rng: jax.Array, group: list[int] = group) -> list[jax.Array]:
-                made = jax.tree.leaves(self._new(rng))
-                return [made[i] for i in group]
+        One program would hold all of its results on the devices before they go there.
 
-            new = self._setup.jit(make, out_shardings=[to[i] for i in group])(rng)
-            for i, x in zip(group, jax.block_until_ready(new), strict=True):
-                leaves[i] = x
-        return jax.tree.unflatten(treedef, leaves)
+        Args:
+          make: returns a state.
+          without: the fields of the state that `make` leaves out.
+        """
+        shapes, shardings, on_host = (
+            dataclasses.replace(tree, **without) for tree in (self.shapes, self.shardings, self.on_host)
+        )
+        to, there = jax.tree.leaves(shardings), jax.tree.leaves(on_host)
+        parts, size = [[i for i, on_host in enumerate(there) if not on_host]], 0
+        for i, x in enumerate(jax.tree.leaves(shapes)):
+            if there[i]:
+                n_bytes = prod(to[i].shard_shape(x.shape)) * x.dtype.itemsize
+                if size and size + n_bytes > LARGE:
+                    parts.append([])
+                    size = 0
+                parts[-1].append(i)
+                size += n_bytes
+
+        def program(part: list[int]) -> Callable:
+            def some(*args: Any) -> list[jax.Array]:
+                leaves = jax.tree.leaves(make(*args))
+                return [leaves[i] for i in part]
+
+            return self._setup.jit(some, out_shardings=[to[i] for i in part])
+
+        programs = [program(part) for part in parts]
+
+        def run(*args: Any) -> TrainState:
+            made: list[Any] = [None] * len(to)
+            for part, program in zip(parts, programs, strict=True):
+                new = program(*args)
+                if len(parts) > 1:
+                    jax.block_until_ready(new)  # then the devices are free for the next part
+                for i, x in zip(part, new, strict=True):
+                    made[i] = x
+            return jax.tree.unflatten(jax.tree.structure(shapes), made)
+
+        return run
 
     def _filled(self, params: PyTree, values: PyTree, rng: jax.Array) -> PyTree:
         """Replace None by the parameter in `values`, or by that of `init`; only these parameters are made."""

@@ -80,7 +80,7 @@ class TrainStep:
     Attributes:
       setup: the resolved config, see `Setup`; its model, mesh, config, batch_sizes, precision and layouts are here too.
       state_shapes, state_specs, state_shardings: of the `TrainState`; the shardings are for checkpoints.
-      host_bytes: of host memory that one device's part of the state takes.
+      host_bytes: bytes of host memory per device.
       batch_sharding: of every leaf of a batch.
       generate: `step.generate(state, tokens, max_new_tokens)` continues prompts; see
         `jzero.inference.generate.Generator`.

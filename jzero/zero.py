@@ -56,7 +56,7 @@ def stage_rule(stage: int, gather_once: bool = False, plus: zeropp.Plus = zeropp
 
 
 class OnHost(NamedTuple):
-    """What of a parameter lies in host memory, see `jzero.offload`.
+    """Which parts of a parameter's state live in host memory, see `jzero.offload`.
 
     Attributes:
       master: the master, or a frozen parameter.
@@ -87,7 +87,7 @@ class ParamLayout:
       rule: the stage's rule if the parameter is partitioned, rule 0 if it is replicated. A frozen parameter follows
         rule 3 or rule 0.
       why: why the stage's rule does not apply; empty if it does.
-      on_host: what of it lies in host memory.
+      on_host: which parts of its state live in host memory.
     """
 
     name: str
@@ -100,6 +100,11 @@ class ParamLayout:
     why: str = ""
     state: bool = False
     on_host: OnHost = ON_DEVICE
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether a layer's weight comes where the layer runs: gathered, or copied from the host."""
+        return self.rule.gather == "layer" or self.on_host.in_use
 
     @property
     def on_pipe(self) -> bool:

@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from helpers.sampling import keep
 from layouts import LAYOUTS, Net, assert_same, batch, build, settings
 
 import jzero
 from jzero import offload
 from jzero._compat import inner_jaxprs
+from jzero.checkpoint.reader import Checkpoint
 from jzero.planner import gpu_devices, memory
 from jzero.planner.state_bytes import state_bytes
 
@@ -145,9 +147,11 @@ def test_parameters_from_elsewhere_and_a_large_state_go_there_too(monkeypatch, t
     given = engine.step_fn.init(jax.random.key(1), params)
     assert_same(given.params, params)
     monkeypatch.setattr("jzero.state.LARGE", 0)
-    fresh = engine.step_fn.init(jax.random.key(1))
+    in_parts = jzero.make_train_step(Net(noise=True), engine.step_fn.config, mesh=engine.step_fn.mesh)
+    fresh, around = in_parts.init(jax.random.key(1)), in_parts.init(jax.random.key(1), params)
     monkeypatch.undo()
     assert_same(fresh, engine.step_fn.init(jax.random.key(1)))
+    assert_same(around, given)
     engine.save_16bit_model(tmp_path)
     engine.load_weights(tmp_path)
     for state in (given, fresh, engine.state):
@@ -217,6 +221,81 @@ def test_checkpoints_move_between_offloaded_and_not(tmp_path, one, other):
     assert on_host(resumed.state.params) == on_host(resumed.step_fn.init(jax.random.key(0)).params)
     after = [float(engine.train_batch(batch(5))) for engine in (straight, resumed)]
     assert after[0] == pytest.approx(after[1], rel=1e-6)
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.linear(x))
+
+
+class Listed(nnx.Module):
+    """Layers that nobody stacked."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([Layer(rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_stack_of_listed_layers_is_read_into_host_memory(tmp_path):
+    def loss(module, batch):
+        return jnp.mean((module(batch["x"]) - batch["y"]) ** 2)
+
+    def engine(zero):
+        model = jzero.from_flax(lambda rngs: Listed(rngs), loss, stack="layers")
+        return build(LAYOUTS["stage3"], model=model, zero_optimization={"stage": 3, **zero})
+
+    straight = engine({"stage3_param_persistence_threshold": 0, **BOTH})
+    straight.train_batch(batch(0))
+    straight.save_checkpoint(tmp_path)
+    read = []
+    with pytest.MonkeyPatch.context() as patch:
+        usual = Checkpoint.read
+        patch.setattr(Checkpoint, "read", lambda self, to: read.append(to) or usual(self, to))
+        resumed = engine({"stage3_param_persistence_threshold": 0, **BOTH})
+        resumed.load_checkpoint(tmp_path)
+    assert_same(resumed.state, straight.state)
+    kinds = {name: to.memory_kind for one in read for name, to in one.items() if "kernel" in name}
+    assert len(kinds) == 3 * 4
+    assert set(kinds.values()) == {"pinned_host"}
+    assert on_host(resumed.state.params) == sum(x.size for x in jax.tree.leaves(straight.state.params))
+
+
+def test_own_arithmetic_gets_device_arrays():
+    """What JAX refuses to mix with the devices' arrays is copied to them."""
+
+    def loss(module, batch, extra):
+        return jnp.mean((module(batch["x"]) - batch["x"] @ extra["kernel"]) ** 2)
+
+    model = jzero.from_flax(lambda rngs: nnx.Linear(8, 8, rngs=rngs), loss)
+    config = settings(LAYOUTS["stage2"], zero_optimization={"stage": 2, **OPTIMIZER}, stack={})
+    engine = jzero.initialize(model=model, config=config, mesh=jzero.make_mesh(devices=jax.devices()[:8]))[0]
+    teacher = engine.step_fn.init(jax.random.key(5)).params
+    assert on_host(teacher) == 72
+    assert np.isfinite(engine.train_batch(batch(0), extra=teacher))
+    assert engine.module()(jnp.ones((1, 8))).shape == (1, 8)
+
+
+def test_one_gpu_keeps_no_layers_weights_from_forward_to_backward():
+    """Under offload_param they come again. Weights are [layers 4, 8, 8], activations [layers 4, rows 2, 8]."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+
+    def kept(offloaded):
+        more = {"train_micro_batch_size_per_gpu": 2, "stack": {"unroll": False}}
+        config = settings(LAYOUTS["one"], zero_optimization=zero | offloaded, **more, **BF16)
+        step = jzero.make_train_step(Net(), config, mesh=jzero.make_mesh(devices=jax.devices()[:1]))
+        layers = [eqn for eqn in scans(step.trace(batch(0)).jaxpr.jaxpr) if eqn.params["length"] == 4]
+        forward = next(eqn for eqn in layers if not eqn.params["reverse"])
+        return [x.aval.shape for x in forward.outvars]
+
+    assert (4, 2, 8) in kept(BOTH)
+    assert (4, 8, 8) not in kept(BOTH)
 
 
 # ------------------------------------------------------------------------------------------------- memory, by plan

@@ -68,5 +68,5 @@ def of_layer(sharding: Any, shape: Sequence[int]) -> Sharding:
     """Choose the sharding of one layer of a stacked leaf, over all devices where a dimension divides."""
     if not isinstance(sharding, NamedSharding):
         return sharding
-    layer = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+    layer = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
     return spread(layer, tuple(shape[1:]))

@@ -31,7 +31,7 @@ def spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     for dim, size in enumerate(shape):
         if size and size % prod(mesh.shape[name] for name in axes[dim] + more) == 0:
             axes[dim] += more  # the first dimension that all unused axes divide
-            return NamedSharding(mesh, PartitionSpec(*axes))
+            return NamedSharding(mesh, PartitionSpec(*axes), memory_kind=sharding.memory_kind)
     return sharding
 
 

@@ -111,7 +111,9 @@ def _zero_pp(s: Settings) -> Iterator[str]:
             )
 
 
-@_reads("zero_optimization")
+@_reads(
+    "zero_optimization.stage", "zero_optimization.offload_param.device", "zero_optimization.zero_hpz_partition_size"
+)
 def _two_places(s: Settings) -> Iterator[str]:
     zero = s.zero_optimization
     if zero.offload_param.device == "cpu" and zero.stage == 3 and zero.zero_hpz_partition_size > 1:
@@ -167,11 +169,20 @@ def _curriculum(s: Settings) -> Iterator[str]:
         yield from curriculum.schedule_problems(path, schedule)
 
 
-@_reads("optimizer.type", "optimizer.params", "zero_optimization.stage", "pipeline.stages", "mesh.pipe")
+@_reads(
+    "optimizer.type", "optimizer.params", "zero_optimization.stage", "pipeline.stages", "mesh.pipe",
+    "zero_optimization.offload_optimizer.device",
+)  # fmt: skip
 def _compressed(s: Settings) -> Iterator[str]:
     if s.optimizer is None or optimizers.optimizer_problems(s.optimizer) or not optimizers.compresses(s.optimizer):
         return
     stages = s.pipeline.stages or s.mesh.pipe
+    if s.zero_optimization.offload_optimizer.device == "cpu":
+        yield (
+            f'zero_optimization.offload_optimizer.device = "cpu" with optimizer.type {s.optimizer.type!r}: its '
+            "compressed communication keeps its state on the devices; remove one, or write "
+            "optimizer.params.exact_communication: true"
+        )
     for key, value, fits in (("zero_optimization.stage", s.zero_optimization.stage, 0), ("mesh.pipe", stages, 1)):
         if value not in (fits, -1):
             yield (

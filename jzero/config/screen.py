@@ -187,7 +187,7 @@ def _rename(data: dict[str, Any], found: Screened) -> None:
         value = pop(data, *old.split("."))
         if value is True:
             *sections, name = new.split(".")
-            functools.reduce(dict.__getitem__, sections, data).setdefault(name, {"device": "cpu"})
+            functools.reduce(dict.__getitem__, sections, data)[name] = {"device": "cpu"}
         elif value not in (MISSING, None, False):
             found.problems.append(
                 f'{old} = {_shown(old, value)}: must be true or false; or write {new}: {{"device": "cpu"}}'

@@ -12,6 +12,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from jzero import offload
 from jzero.adapters.from_flax import with_criterion
 from jzero.checkpoint.directory import check_home, local_path
 from jzero.checkpoint.lock import hold
@@ -92,6 +93,7 @@ def initialize(
     model = model if criterion is None else with_criterion(model, criterion)
     init_distributed()
     config = Config.load(choose_config(args, config))
+    offload.allow_pinned_memory(config.zero_optimization)  # the next line starts JAX's devices
     watchdog.start(config.watchdog.floor, config.watchdog.ceiling)
     resume = os.environ.get("JZERO_RESUME") if resume is None else None if resume is False else resume
     if not isinstance(resume, str | os.PathLike | None) or resume == "":

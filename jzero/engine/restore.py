@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jzero.checkpoint.checksums import checksums
 from jzero.checkpoint.layers import read_layers
@@ -73,7 +74,15 @@ class Plan:
         places = {name: shardings[name] for name in self.taken}
         stored = read_layers(self.source, places, {name: x.shape for name, x in shapes.items()}, names)
         read = match_dtypes(stored, shapes)
-        leaves = self.kept | read
+        leaves = (
+            self.kept
+            | read
+            | {
+                name: jnp.zeros(shapes[name].shape, shapes[name].dtype, device=shardings[name])
+                for name in shapes
+                if is_error(name) and name not in self.taken
+            }
+        )
         state = jax.tree.unflatten(jax.tree.structure(step.state_shapes), [leaves[name] for name in shapes])
         scale = read.get("loss_scale/scale")
         former = self.source.notes.get("loss_scale")
@@ -105,9 +114,9 @@ def plan(source: Checkpoint, step: TrainStep, former: TrainState | None, selecti
     taken = [name for name in shapes if fit.issuperset(names[name])]
     if not taken:
         raise ConfigError(f"checkpoint {source.path} has nothing for this model: its leaves are {some_of(stored)}")
-    if former is None and len(taken) < len(shapes):
+    if former is None and any(name not in taken and not is_error(name) for name in shapes):
         check_alive(None)
-    kept = {name: x for name, x in named(former).items() if name not in taken}
+    kept = {name: x for name, x in named(former).items() if name not in taken and not is_error(name)}
     omitted = {name: x for name, x in kept.items() if source.without.keys() & set(names[name])}
     layers = {name: list(x) if len(names[name]) > 1 else [x] for name, x in omitted.items()}
     _check_kept(source, {part: x for name in omitted for part, x in zip(names[name], layers[name], strict=True)})

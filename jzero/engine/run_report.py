@@ -356,7 +356,7 @@ def _fallbacks(step: Any) -> list[str]:
     facts = step.setup.passes.facts
     if facts.fallback:
         lines.append(facts.fallback)
-    if any(leaf.rule.gather == "layer" for leaf in jax.tree.leaves(step.layouts)) and not facts.by_layer:
+    if any(leaf.by_layer for leaf in jax.tree.leaves(step.layouts)) and not facts.by_layer:
         why = "for the same reason" if facts.layers else "the model has no layer stack, so"
         see = "" if facts.layers else " (see jzero/model.py)"
         lines.append(f"stage 3: {why} it is gathered as a whole{see}")

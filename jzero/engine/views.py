@@ -17,6 +17,7 @@ from jzero.distributed.place import get_local_rank, get_rank, get_world_size
 from jzero.engine.monitor import Monitor
 from jzero.engine.optimizer_views import LRScheduler, Optimizer, optimizer_view
 from jzero.errors import ConfigError
+from jzero.offload import to_devices
 from jzero.train_step import Metrics, TrainStep
 
 
@@ -32,7 +33,7 @@ class Module:
         model = self._engine.step_fn.model
         if not hasattr(model, "module"):
             raise ConfigError(f"{model!r} was not made by jzero.from_flax; its parameters: state.params")
-        return model.module(self._engine.state.params)
+        return model.module(to_devices(self._engine.state.params))
 
 
 @refuses_of_engines

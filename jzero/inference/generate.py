@@ -319,7 +319,7 @@ def _forward(setup: Setup, params: PyTree, rows: int, length: int) -> tuple[Forw
 def _layer(setup: Setup) -> Callable:
     """Make `layer((diff, nondiff), x, cache) -> (x, cache)`."""
     model, layouts, precision = setup.model, setup.layouts[STACK], setup.precision
-    gathers = any(layout.rule.gather == "layer" for layout in jax.tree.leaves(layouts))
+    gathers = any(layout.by_layer for layout in jax.tree.leaves(layouts))
 
     def layer(pair: Any, x: Any, cache: Any) -> Any:
         if gathers:  # in every pass: without the barrier XLA gathers all layers once, before the loop

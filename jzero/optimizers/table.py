@@ -351,9 +351,11 @@ def _in_our_names(given: Mapping[str, Any], table: Mapping[str, Param]) -> tuple
 
     if "learning_rate" in given:
         rename("learning_rate", "lr", ours.pop("learning_rate"))
-    if "betas" in table and (found := {key: ours.pop(key) for key in ("b1", "b2") if key in given}):
-        b1, b2 = table["betas"].default
-        rename(" and ".join(found), "betas", [found.get("b1", b1), found.get("b2", b2)])
+    if "betas" in table:
+        found = {key: ours.pop(key) for key in ("b1", "b2") if key in given}
+        if found := {key: value for key, value in found.items() if not trainer.is_auto(value)}:
+            b1, b2 = table["betas"].default
+            rename(" and ".join(found), "betas", [found.get("b1", b1), found.get("b2", b2)])
     return ours, problems
 
 
