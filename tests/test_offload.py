@@ -4,6 +4,9 @@ The oracle of the numbers is the run without offload, which test_oracle compares
 moves arrays and computes nothing. Where XLA's memory is concerned, the oracle is the count of the leaves' bytes.
 """
 
+import os
+import subprocess
+import sys
 from functools import lru_cache
 
 import chex
@@ -368,13 +371,44 @@ def test_bad_settings(zero, message):
     assert message in str(error.value)
 
 
+def test_compressed_communication_keeps_its_state_on_the_devices():
+    config = {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}, "zero_optimization": OPTIMIZER}
+    with pytest.raises(jzero.ConfigError, match=r"with optimizer.type 'OneBitAdam': .* remove one"):
+        jzero.Config.load(config)
+
+
+INITIALIZE = """
+import os
+import jax, numpy as np
+from flax import nnx
+import jzero
+jax.config.update("jax_num_cpu_devices", 1)
+config = {"train_batch_size": 2, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+          "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+model = jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), lambda module, batch: module(batch).mean())
+jzero.initialize(model=model, config=config)
+print("LIMIT", os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"])
+"""
+
+
+def test_initialize_lets_jax_pin_all_of_the_hosts_memory():
+    """JAX reads the limit when it starts its devices, so it is set before."""
+    env = {name: value for name, value in os.environ.items() if name != offload.LIMIT}
+    done = subprocess.run(
+        [sys.executable, "-c", INITIALIZE],
+        env=env | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"LIMIT {offload.physical_gb()}" in done.stdout
+
+
 def test_old_names_of_deepspeed():
     config = jzero.Config.load({"zero_optimization": {"stage": 3, "cpu_offload": True, "cpu_offload_params": True}})
     assert config.zero_optimization.offload_optimizer.device == config.zero_optimization.offload_param.device == "cpu"
-    assert (
-        jzero.Config.load({"zero_optimization": {"cpu_offload": False}}).zero_optimization.offload_optimizer.device
-        == "none"
-    )
+    for old, device in (({"cpu_offload": False}, "none"), ({"cpu_offload": True, "offload_optimizer": None}, "cpu")):
+        assert jzero.Config.load({"zero_optimization": old}).zero_optimization.offload_optimizer.device == device
 
 
 def test_pipelines_keep_their_weights_on_the_device():

@@ -291,22 +291,26 @@ def test_no_gradient_is_moved_whole_after_the_warm_up():
 
 @pytest.mark.slow
 def test_checkpoints_resume_to_the_bit_and_on_other_devices(tmp_path):
-    def engine(layout):
+    def engine(layout, resume=None):
         config = {**one_bit_config(), "train_batch_size": 32}
-        return jzero.initialize(model=model("decoder"), config=config, mesh=layout.mesh)[0]
+        return jzero.initialize(model=model("decoder"), config=config, mesh=layout.mesh, resume=resume)[0]
 
     straight = engine(Layout(0, 8, 1))
     for batch in batches("decoder")[:5]:
         straight.train_batch(batch)
     straight.save_checkpoint(tmp_path).wait()
-    again, fewer = engine(Layout(0, 8, 1)), engine(Layout(0, 4, 1))
+    again, fewer = engine(Layout(0, 8, 1)), engine(Layout(0, 4, 1), resume=tmp_path)
+    again.load_checkpoint(tmp_path)
     losses = []
     for e in (again, fewer):
-        e.load_checkpoint(tmp_path)
         losses.append([float(e.train_batch(batch)) for batch in batches("decoder")[5:7]])
     assert losses[0] == [float(straight.train_batch(batch)) for batch in batches("decoder")[5:7]]
     assert losses[1][0] == pytest.approx(losses[0][0], rel=1e-6)  # the errors are lost: the next step differs
     assert losses[1][1] == pytest.approx(losses[0][1], rel=1e-2)
+    fewer.load_checkpoint(tmp_path)  # into an engine that has errors of its own
+    errors = [x for name, x in named(fewer.state.opt_state).items() if is_error(name)]
+    assert errors
+    assert not any(np.asarray(x).any() for x in errors)
 
 
 def one_bit_config():
