@@ -84,6 +84,14 @@ def test_one_line_of_times_beside_each_progress_line(run):
     assert shown == {part: f"{spent:.1f}" for part, spent in found[4][1].items()}
 
 
+def test_every_process_has_its_times():
+    """Not only the one that prints."""
+    made = build(more={"wall_clock_breakdown": True, "steps_per_print": 1})[0]
+    made._monitor._prints = False
+    made.train_batch(rows(0))
+    assert HOST in made.get_wall_clock_timers()
+
+
 @pytest.mark.parametrize("loop", ["train_batch", "three calls"])
 def test_only_the_breakdown_waits_for_the_devices(loop, monkeypatch, capsys):
     """And the numbers of the run are the same."""

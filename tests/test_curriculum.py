@@ -329,6 +329,13 @@ def test_a_schedule_that_does_not_work(change, message):
     assert message in problem({"curriculum_learning": {**LEGACY, **change}})
 
 
+def test_a_wrong_value_is_the_only_problem():
+    """Not also that the key is missing, because the default took the place of the wrong value."""
+    with pytest.raises(jzero.ConfigError) as error:
+        jzero.Config.load({"curriculum_learning": {**LEGACY, "min_difficulty": "eight"}})
+    assert [text.split(":")[0] for text in error.value.problems] == ['curriculum_learning.min_difficulty = "eight"']
+
+
 def newer(**metrics):
     learning = {"enabled": True, "curriculum_metrics": metrics}
     return {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True, "curriculum_learning": learning}}}

@@ -173,7 +173,7 @@ def save(
     if offloaded:
         _last.wait()
     if earlier:
-        raise CheckpointError(f"{earlier}. The next checkpoint, {path}, is being written")
+        raise CheckpointError(f"{earlier}. The next checkpoint, {path}, {'was' if offloaded else 'is being'} written")
     return _last
 
 

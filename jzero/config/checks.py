@@ -16,12 +16,13 @@ _MESH = tuple(f"mesh.{axis}" for axis in MeshConfig.model_fields)
 
 
 def contradictions(settings: Settings, wrong: Collection[str]) -> Iterator[str]:
-    """Yield the problems between settings, without the checks that read a `wrong` key or a key of a wrong section.
+    """Yield the problems between settings, without the checks that read a `wrong` key, its section, or a key inside.
 
     A wrong value was replaced by its default, about which a check would invent a contradiction.
     """
     for reads, check in _CHECKS:
-        if not any(f"{key}.".startswith(f"{path}.") for key in reads for path in wrong):
+        pairs = [(f"{key}.", f"{path}.") for key in reads for path in wrong]
+        if not any(key.startswith(path) or path.startswith(key) for key, path in pairs):
             yield from check(settings)
 
 
@@ -162,7 +163,7 @@ def _scheduler(s: Settings) -> Iterator[str]:
         yield from lr_schedules.scheduler_problems(s.scheduler)
 
 
-@_reads("curriculum_learning.enabled", *(f"{curriculum.NEWER}.{key}" for key in ("enabled", "curriculum_metrics")))
+@_reads("curriculum_learning", curriculum.NEWER)
 def _curriculum(s: Settings) -> Iterator[str]:
     yield from curriculum.switch_problems(s)
     for path, schedule in curriculum.active(s).items():

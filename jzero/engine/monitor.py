@@ -99,7 +99,7 @@ class Monitor:
             if self._first and self._prints and (remarks := half_precision(run.step_fn)):
                 self._say("\n".join(remarks))
             self._first = False
-            if self._prints and (last or self._is_due(run.global_steps)):
+            if (self._prints or self._timed) and (last or self._is_due(run.global_steps)):
                 self._lines(run)
             if self._profile and self._profile.is_new:
                 self._device_line(run, self._profile)
