@@ -17,7 +17,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers.sampling import keep
-from layouts import LAYOUTS, Net, assert_same, batch, build, settings
+from layouts import LAYOUTS, Net, assert_same, batch, build, make_mesh, settings
 
 import jzero
 from jzero import offload
@@ -62,7 +62,7 @@ CASES = [
     ("stage2", OPTIMIZER, {"ema": {"decay": 0.9}}),
     ("stage2", {"offload_optimizer": {**CPU, "ratio": 0.5}}, BF16),
 ]
-CHOSEN = [CASES[i] for i in (3, 7, 9, 12, 13, 15, 17)]
+CHOSEN = [CASES[i] for i in (6, 9, 12)]
 
 
 @pytest.mark.parametrize(("name", "offloaded", "more"), keep(CASES, CHOSEN), ids=str)
@@ -110,29 +110,36 @@ def test_an_optimizer_passed_in():
 # ------------------------------------------------------------------------------------------------- what lies where
 
 
+def fresh(name, offloaded, **more):
+    """A new state."""
+    layout = LAYOUTS[name]
+    zero = settings(layout)["zero_optimization"] | offloaded
+    step = jzero.make_train_step(Net(), settings(layout, zero_optimization=zero, **more), mesh=make_mesh(layout))
+    return step.init(jax.random.key(0))
+
+
 def test_masters_and_moments_lie_on_the_host():
-    engine, _ = run("stage2", OPTIMIZER)
-    assert on_host(engine.state.params) == SIZE
-    assert on_host(engine.state.opt_state) == 2 * SIZE  # Adam's two moments, not its count
-    found = {x.sharding.spec for x in jax.tree.leaves(engine.state.params)}
-    assert found == {x.sharding.spec for x in jax.tree.leaves(run("stage2", {})[0].state.params)}
+    state = fresh("stage2", OPTIMIZER)
+    assert on_host(state.params) == SIZE
+    assert on_host(state.opt_state) == 2 * SIZE  # Adam's two moments, not its count
+    found, usual = ([x.sharding.spec for x in jax.tree.leaves(one.params)] for one in (state, fresh("stage2", {})))
+    assert found == usual
 
 
 def test_parameters_lie_on_the_host_and_moments_on_the_device():
-    engine, _ = run("stage3", PARAM)
-    assert (on_host(engine.state.params), on_host(engine.state.opt_state)) == (SIZE, 0)
+    state = fresh("stage3", PARAM)
+    assert (on_host(state.params), on_host(state.opt_state)) == (SIZE, 0)
 
 
 def test_small_parameters_stay_on_the_device_under_offload_param():
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 9, **PARAM}  # more than the 8 elements of a bias
-    engine, _ = run("stage3", zero)
-    assert on_host(engine.state.params) == SIZE - 4 * 8
+    zero = {"stage3_param_persistence_threshold": 9, **PARAM}  # more than the 8 elements of a bias
+    assert on_host(fresh("stage3", zero).params) == SIZE - 4 * 8
 
 
 def test_frozen_parameters_follow_the_parameters():
     more = {"frozen_parameters": ["first", "w"]}
-    assert on_host(run("stage3", OPTIMIZER, **more)[0].state.params) == SIZE - 64 - 4 * 64
-    assert on_host(run("stage3", BOTH, **more)[0].state.params) == SIZE
+    assert on_host(fresh("stage3", OPTIMIZER, **more).params) == SIZE - 64 - 4 * 64
+    assert on_host(fresh("stage3", BOTH, **more).params) == SIZE
 
 
 @pytest.mark.parametrize(("ratio", "elements"), [(0, 0), (0.5, 256), (0.65, 256 + 64), (1, SIZE)])
@@ -187,6 +194,7 @@ def test_activations_between_the_passes_lie_on_the_host(policy):
     assert {x.memory_space for x in of_layers} == {jax.memory.Space.Host}
 
 
+@pytest.mark.slow
 def test_activations_on_the_host_change_no_number():
     for policy in ("full", "matmuls"):
         _, expected = run("stage3", {}, activation_checkpointing={"policy": policy}, stack={"unroll": False})
@@ -212,9 +220,10 @@ def test_an_unrolled_stack_would_keep_it_on_the_device(more, key):
 # --------------------------------------------------------------------------------------------------- checkpoints
 
 
-@pytest.mark.parametrize(
-    ("one", "other"), [(("stage2", OPTIMIZER), ("stage3", {})), (("one", {}), ("stage3", BOTH))], ids=str
-)
+MOVES = [(("stage2", OPTIMIZER), ("stage3", {})), (("one", {}), ("stage3", BOTH))]
+
+
+@pytest.mark.parametrize(("one", "other"), keep(MOVES, MOVES[1:]), ids=str)
 def test_checkpoints_move_between_offloaded_and_not(tmp_path, one, other):
     straight, _ = run(*one, noise=False)
     straight.save_checkpoint(tmp_path)
