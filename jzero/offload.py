@@ -78,11 +78,14 @@ def check_pinned_memory(n_bytes: int, mesh: Mesh) -> None:
     if not is_gpu(mesh) or not mesh.local_devices:
         return
     need, limit = n_bytes * len(mesh.local_devices) / 2**30, float(os.environ.get(LIMIT, DEFAULT_GB))
-    if need > limit:
+    if need > min(limit, physical_gb()):
+        fix = "use more hosts"
+        if need <= physical_gb():
+            fix = f"set the environment variable {LIMIT} before the program starts"
         raise ConfigError(
-            f"zero_optimization.offload_optimizer or offload_param: this process's part of the state takes "
-            f"{need:.0f} GiB of host memory, and JAX may pin {limit:.0f} of this host's {physical_gb()}; set "
-            f"the environment variable {LIMIT} before the program starts, or lower offload_optimizer.ratio"
+            f"zero_optimization.offload_optimizer or offload_param: this process's part of the state takes {need:.0f} "
+            f"GiB of host memory; JAX may pin {limit:.0f} of this host's {physical_gb()}; {fix}, or lower "
+            "offload_optimizer.ratio"
         )
 
 

@@ -432,3 +432,5 @@ def test_more_host_memory_than_jax_may_pin(monkeypatch):
     offload.check_pinned_memory(2 * 2**30, mesh)
     with pytest.raises(jzero.ConfigError, match=r"takes 5 GiB .* JAX may pin 4 .* set .*XLA_PJRT_GPU_HOST_MEMORY"):
         offload.check_pinned_memory(5 * 2**29, mesh)
+    with pytest.raises(jzero.ConfigError, match=r"of this host's \d+; use more hosts, or lower"):
+        offload.check_pinned_memory(offload.physical_gb() * 2**30, mesh)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jzero import offload
 from jzero.checkpoint.checksums import checksums
 from jzero.checkpoint.layers import read_layers
 from jzero.checkpoint.reader import Checkpoint, match_dtypes, stored_shapes
@@ -103,6 +104,7 @@ def plan(source: Checkpoint, step: TrainStep, former: TrainState | None, selecti
     Raises:
       ConfigError: the checkpoint belongs to another model or optimizer, or lacks leaves that `former` does not have.
     """
+    offload.check_pinned_memory(step.host_bytes, step.mesh)
     shapes = named(step.state_shapes)
     names = stored_names(step.state_shapes, shapes)
     wanted = stored_shapes({name: x for name, x in shapes.items() if name in selection}, names)
