@@ -116,7 +116,7 @@ def save(
 ) -> Save:
     """Save `state` as directory/tag; the files are written in a thread. All processes call it.
 
-    A state of which a part lies in host memory (offload) is written before the call returns.
+    If offload keeps a part of the state in host memory, the files are written before the call returns.
 
     One save runs at a time: the next save, `restore` and the program's exit wait for it. A checkpoint is complete or
     absent, and a tag's previous checkpoint exists until the new one replaces it.
