@@ -17,8 +17,8 @@ from jzero._compat import allow_float16_products_on_cpu
 from jzero.config import Config
 from jzero.config.sizes import BatchSizes
 from jzero.errors import ConfigError
-from jzero.gradients import Passes, sequential
-from jzero.mesh import BATCH_AXES, PIPE, check_against, check_mesh, is_gpu, make_mesh, present, replicas
+from jzero.gradients import ManualRegion, Passes, sequential
+from jzero.mesh import BATCH_AXES, PIPE, batch_spec, check_against, check_mesh, is_gpu, make_mesh, present, replicas
 from jzero.model import ENDS, Model, StackModel, check_model
 from jzero.optimizers import lr_schedules, wrappers
 from jzero.pipeline.stages import pipelined
@@ -99,6 +99,18 @@ class Setup:
     def jit(self) -> Callable:
         """`jax.jit` with the compiler options."""
         return partial(jax.jit, compiler_options=self.compiler_options or None)
+
+    def region(self, model: Model | None = None, passes: Passes | None = None) -> ManualRegion:
+        """Make the manual region of the model; or of another one with the same parameters, with its passes."""
+        return ManualRegion(
+            model or self.model, self.layouts, self.weights, passes or self.passes, self.config, self.mesh,
+            self.precision, self.batch_sizes.micro, self.averaging is not None,
+        )  # fmt: skip
+
+    def manual(self, f: Callable, *rest: PartitionSpec, out_specs: Any) -> Callable:
+        """Map `f(params, batch, ...)` over the mesh, manual on every axis; `rest`: the specs of what follows."""
+        specs: Any = (sharding.specs(self.layouts), batch_spec(self.mesh), *rest)
+        return jax.shard_map(f, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
 
 
 def resolve(

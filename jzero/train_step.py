@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jzero.batch import check_batch, host_arrays, place_batch, place_extra, rows_of_this_process
 from jzero.config import Config, without_curriculum
@@ -24,29 +24,19 @@ from jzero.distributed import heartbeat
 from jzero.distributed.consistency import Guard
 from jzero.distributed.host_collectives import check_same
 from jzero.errors import ConfigError
-from jzero.gradients import ManualRegion, Result
 from jzero.inference.eval_step import EvalStep
 from jzero.inference.generate import Generator
 from jzero.loss import LOSS
 from jzero.loss_scale import LossScale
-from jzero.mesh import batch_spec, replicas, shardings
-from jzero.model import Model, fold, replace_state
+from jzero.mesh import batch_spec, replicas
+from jzero.model import Model, replace_state
 from jzero.pipeline.module import PipelineModule
+from jzero.programs import Done, make_programs
 from jzero.setup import TotalSteps, resolve
-from jzero.sharding import is_state, trainable
+from jzero.sharding import trainable
 from jzero.state import States, TrainState, check_alive
 from jzero.tree import PyTree, combine, partition
-from jzero.update import SCOPE, Metrics, learning_rate, update, why_no_rate
-
-
-class Details(NamedTuple):
-    """Details of a step beside its metrics: the loss of every micro-batch [accum], the loss scale after the step."""
-
-    micro_losses: jax.Array
-    loss_scale: LossScale
-
-
-Done = tuple[TrainState, Metrics, Details]
+from jzero.update import Metrics, learning_rate, why_no_rate
 
 
 def make_train_step(
@@ -105,7 +95,7 @@ class TrainStep:
         self.state_shapes, self.state_specs, self.state_shardings = states.shapes, states.specs, states.shardings
         self.host_bytes = states.host_bytes
         self.batch_sharding = NamedSharding(self.mesh, batch_spec(self.mesh))
-        self._make_programs(setup.jit)
+        self._programs = make_programs(setup, states)
         self.generate = Generator(setup, self._guard)
 
     def __repr__(self) -> str:
@@ -179,53 +169,6 @@ class TrainStep:
 
     # ------------------------------------------------------------------ programs
 
-    def _make_programs(self, jit: Callable) -> None:
-        """Make the programs; each is compiled when it is first called."""
-        setup, mesh = self.setup, self.mesh
-        region = ManualRegion(
-            setup.model, setup.layouts, setup.weights, setup.passes, self.config, mesh, self.precision,
-            self.batch_sizes.micro, setup.averaging is not None,
-        )  # fmt: skip
-        replicated: Any = PartitionSpec()
-        grad_specs, _ = partition(self.state_specs.params, trainable(self.layouts))
-        new_state_specs, _ = partition(self.state_specs.params, is_state(self.layouts))
-        rows = setup.averaging.rows(grad_specs) if setup.averaging else grad_specs
-        gradients = self._manual(region.gradients, 3, Result(rows, replicated, replicated, new_state_specs))
-
-        def step(state: TrainState, batch: PyTree, extra: PyTree, rate: Any = None) -> Done:
-            result = gradients(state.params, batch, extra, fold(state.rng, state.step), state.loss_scale.scale)
-            with jax.named_scope(SCOPE):
-                state, metrics = update(setup, state, result, rate)
-            return state, metrics, Details(result.micro_losses, state.loss_scale)
-
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        self._step = jit(
-            step, in_shardings=(self.state_shardings, self.batch_sharding, None, None),
-            out_shardings=(self.state_shardings, everywhere, everywhere), donate_argnums=0,
-        )  # fmt: skip
-
-        def only_gradients(state: TrainState, batch: PyTree, extra: PyTree) -> tuple[PyTree, Metrics, PyTree]:
-            result = gradients(state.params, batch, extra, fold(state.rng, state.step), state.loss_scale.scale)
-            whole = setup.averaging.total(result.gradients) if setup.averaging else result.gradients
-            return whole, {**result.means, "grad_norm": optax.tree.norm(whole)}, result.state
-
-        out = shardings(mesh, grad_specs), everywhere, shardings(mesh, new_state_specs)
-        self._gradients = jit(only_gradients, out_shardings=out)
-        self._evaluate = jit(self._manual(region.evaluate, 1, replicated))
-        self._micro_loss = jit(self._manual(region.micro_loss, 3, replicated))
-        # Manual, so that every device concatenates its own rows; a global concatenation would move rows.
-        self._concatenate = jit(
-            jax.shard_map(
-                lambda parts: jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts),
-                mesh=mesh, in_specs=batch_spec(mesh), out_specs=batch_spec(mesh), check_vma=False,
-            )
-        )  # fmt: skip
-
-    def _manual(self, f: Callable, n_rest: int, out_specs: Any) -> Callable:
-        """Map `f(params, batch, *rest)` over the mesh, manual on every axis; the `n_rest` arguments are replicated."""
-        specs = (self.state_specs.params, batch_spec(self.mesh), *[PartitionSpec()] * n_rest)
-        return jax.shard_map(f, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
-
     def trace(self, batch_shapes: PyTree, extra: PyTree = None) -> jax.stages.Traced:
         """Trace the step; `jzero.planner.products` counts the matrix products in it.
 
@@ -233,14 +176,14 @@ class TrainStep:
           batch_shapes, extra: a global batch and what goes beside it, as ShapeDtypeStructs or as they are.
         """
         self._check_batch(batch_shapes, self.batch_sizes.train)
-        return self._step.trace(self.state_shapes, *jax.eval_shape(lambda *x: x, batch_shapes, extra), None)
+        return self._programs.step.trace(self.state_shapes, *jax.eval_shape(lambda *x: x, batch_shapes, extra), None)
 
     @property
     def traced(self) -> jax.stages.Traced | None:
         """The trace of the first step that ran; None before it."""
         if self._seen is None:
             return None
-        return self._step.trace(jax.tree.map(_shape, self.state_shapes, self.state_shardings), *self._seen)
+        return self._programs.step.trace(jax.tree.map(_shape, self.state_shapes, self.state_shardings), *self._seen)
 
     def lower(self, batch_shapes: PyTree, extra: PyTree = None) -> jax.stages.Lowered:
         """Lower the step for the mesh's devices, which you need not have; the arguments are those of `trace`."""
@@ -283,14 +226,14 @@ class TrainStep:
         check_alive(state)
         extra = place_extra(extra, self.mesh)
         steady = self._guard.check("a step", (parts[0], extra), len(parts))
-        return self._run(state, self._concatenate(parts), extra, steady)
+        return self._run(state, self._programs.concatenate(parts), extra, steady)
 
     def _run(self, state: TrainState, batch: PyTree, extra: PyTree, steady: bool) -> Done:
         rate = None if self.rate is None else np.float32(self.rate)
         if self._seen is None or self.config.wall_clock_breakdown:  # which reads each program that it profiles
             self._seen = (*jax.tree.map(_shape, (batch, extra)), rate)
         with heartbeat.work(steady) as finished_when:
-            done = self._step(state, batch, extra, rate)
+            done = self._programs.step(state, batch, extra, rate)
             finished_when(done[1]["loss"])
         return done
 
@@ -313,7 +256,7 @@ class TrainStep:
         extra = place_extra(extra, self.mesh)
         self._guard.check("gradients", (batch, extra))
         with heartbeat.work() as finished_when:
-            gradients, metrics, moved = self._gradients(state, batch, extra)
+            gradients, metrics, moved = self._programs.gradients(state, batch, extra)
             finished_when(metrics[LOSS])
         state = dataclasses.replace(state, params=replace_state(state.params, moved))
         return (gradients, metrics, state) if new_state else (gradients, metrics)
@@ -335,7 +278,7 @@ class TrainStep:
         extra = place_extra(extra, self.mesh)
         self._guard.check("evaluation", (batch, extra))
         with heartbeat.work() as finished_when:
-            means = self._evaluate(state.params, batch, extra)
+            means = self._programs.evaluate(state.params, batch, extra)
             finished_when(means[LOSS])
         return (means.pop(LOSS), means) if getattr(self.model, "has_aux", False) else means[LOSS]
 
@@ -348,7 +291,7 @@ class TrainStep:
         rng = jax.random.fold_in(state.rng, state.step)
         part, extra = self.place_micro_batch(part), place_extra(extra, self.mesh)
         self._guard.check("a micro-batch's loss", (part, extra))
-        return self._micro_loss(state.params, part, extra, rng, jnp.int32(index))
+        return self._programs.micro_loss(state.params, part, extra, rng, jnp.int32(index))
 
     def predict(self, state: TrainState, x: PyTree, *, numpy: bool = False, dropout: int | None = None) -> PyTree:
         """Compute the model's outputs for every row of x: `module(x)` without dropout, under the training layout.
@@ -387,7 +330,7 @@ class TrainStep:
 
     def join(self, parts: Sequence[PyTree]) -> PyTree:
         """Concatenate micro-batches of all replicas on the devices; the rows come in another order."""
-        return self._concatenate([self.place_micro_batch(part) for part in parts])
+        return self._programs.concatenate([self.place_micro_batch(part) for part in parts])
 
     def _check_batch(self, batch: PyTree, rows: int, multiples: bool = False) -> None:
         b = self.batch_sizes

@@ -24,7 +24,7 @@ zeropp zero sharding offload remat stack micro_batches auto_cast gradients
 pipeline adapters
 state batch update setup
 inference
-train_step
+programs train_step
 data planner
 weights
 engine

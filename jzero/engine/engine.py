@@ -30,8 +30,9 @@ from jzero.engine.views import Views
 from jzero.errors import ConfigError
 from jzero.loss import LOSS
 from jzero.loss_scale import check_stuck
+from jzero.programs import Details
 from jzero.state import check_alive
-from jzero.train_step import Details, Metrics, TrainStep
+from jzero.train_step import Metrics, TrainStep
 
 
 class Engine(Views):

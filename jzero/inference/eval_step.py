@@ -21,12 +21,10 @@ from jzero.config import Config
 from jzero.distributed import heartbeat
 from jzero.distributed.consistency import Guard
 from jzero.errors import ConfigError
-from jzero.gradients import ManualRegion
 from jzero.loss import Mean
 from jzero.mesh import batch_spec, replicas
 from jzero.model import Model
 from jzero.setup import Setup, make_passes, resolve
-from jzero.sharding import specs
 from jzero.state import TrainState, check_alive
 from jzero.tree import PyTree, named
 
@@ -62,16 +60,10 @@ class EvalStep:
         self.setup, self.mesh, self.fn = setup, setup.mesh, fn
         model = predicting(fn)
         passes = make_passes(model, setup.config, setup.mesh, setup.layouts, setup.precision, read=lambda value: value)
-        micro = setup.batch_sizes.micro
-        region = ManualRegion(
-            model, setup.layouts, setup.weights, passes, setup.config, setup.mesh, setup.precision, micro
-        )
-        rows = batch_spec(setup.mesh)
-        in_specs: Any = (specs(setup.layouts), rows, PartitionSpec(), PartitionSpec(), PartitionSpec())
-        self._run = setup.jit(
-            jax.shard_map(region.predict, mesh=setup.mesh, in_specs=in_specs, out_specs=rows, check_vma=False)
-        )
-        self._sharding, self._multiple = NamedSharding(setup.mesh, rows), micro * replicas(setup.mesh)
+        rows, replicated = batch_spec(setup.mesh), PartitionSpec()
+        region = setup.region(model, passes)
+        self._run = setup.jit(setup.manual(region.predict, replicated, replicated, replicated, out_specs=rows))
+        self._sharding, self._multiple = NamedSharding(setup.mesh, rows), setup.batch_sizes.micro * replicas(setup.mesh)
         self._guard = guard or Guard(setup.mesh, setup.config, setup.layouts)
 
     def __repr__(self) -> str:

@@ -20,14 +20,13 @@ from jzero.batch import host_arrays, place_batch
 from jzero.distributed import heartbeat
 from jzero.distributed.consistency import Guard
 from jzero.errors import ConfigError
-from jzero.gradients import ManualRegion
 from jzero.inference.eval_step import pad_rows, to_host
 from jzero.mesh import BATCH_AXES, PIPE, batch_spec, present, replicas
 from jzero.model import ENDS, STACK, StackModel, replace_state
 from jzero.pipeline import vocab_parallel
 from jzero.pipeline.stages import divided_vocabulary
 from jzero.setup import Setup
-from jzero.sharding import specs, stack_length
+from jzero.sharding import stack_length
 from jzero.stack import fetch
 from jzero.state import TrainState, check_alive, check_key
 from jzero.tree import PyTree
@@ -114,11 +113,10 @@ class Generator:
         setup, rows = self.setup, batch_spec(self.setup.mesh)
 
         def run(params: PyTree, tokens: Any, padding: Any, count: Any, sampling: Sampling, *, new: int) -> jax.Array:
-            return jax.shard_map(
-                partial(_generate, setup, new=new), mesh=setup.mesh,
-                in_specs=(specs(setup.layouts), rows, rows, PartitionSpec(), PartitionSpec()), out_specs=rows,
-                check_vma=False,
-            )(params, tokens, padding, count, sampling)  # fmt: skip
+            mapped = setup.manual(
+                partial(_generate, setup, new=new), rows, PartitionSpec(), PartitionSpec(), out_specs=rows
+            )
+            return mapped(params, tokens, padding, count, sampling)
 
         return setup.jit(run, static_argnames="new")
 
@@ -280,17 +278,7 @@ def restrict(logits: jax.Array, top_k: Any, top_p: Any) -> jax.Array:
 def _forward(setup: Setup, params: PyTree, rows: int, length: int) -> tuple[Forward, PyTree]:
     """Make the forward pass of this device's parameters, and an empty cache."""
     model: Any = setup.model
-    region = ManualRegion(
-        model,
-        setup.layouts,
-        setup.weights,
-        setup.passes,
-        setup.config,
-        setup.mesh,
-        setup.precision,
-        setup.batch_sizes.micro,
-    )
-    weights, layouts = region.prepare(params, None), setup.passes.view.layouts
+    weights, layouts = setup.region().prepare(params, None), setup.passes.view.layouts
     diff, nondiff = weights.diff, replace_state(weights.nondiff, weights.state)
 
     def empty(length: int = length) -> PyTree:

@@ -1,0 +1,97 @@
+"""The programs of a train step; each is compiled when it is first called."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jzero.gradients import Result
+from jzero.loss_scale import LossScale
+from jzero.mesh import batch_spec, shardings
+from jzero.model import fold
+from jzero.setup import Setup
+from jzero.sharding import is_state, trainable
+from jzero.state import States, TrainState
+from jzero.tree import PyTree, partition
+from jzero.update import SCOPE, Metrics, update
+
+
+class Details(NamedTuple):
+    """Details of a step beside its metrics: the loss of every micro-batch [accum], the loss scale after the step."""
+
+    micro_losses: jax.Array
+    loss_scale: LossScale
+
+
+Done = tuple[TrainState, Metrics, Details]
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The programs of a train step on its mesh.
+
+    Attributes:
+      step: (state, batch, extra, rate) -> `Done`; the state is donated.
+      gradients: (state, batch, extra) -> (gradients of the next step, metrics, the model's new state).
+      evaluate: (params, batch, extra) -> the loss and metrics by name.
+      micro_loss: (params, micro-batch, extra, the step's key, its index) -> the loss.
+      concatenate: micro-batches -> a batch, whose rows come in another order.
+    """
+
+    step: Any
+    gradients: Any
+    evaluate: Any
+    micro_loss: Any
+    concatenate: Any
+
+
+def make_programs(setup: Setup, states: States) -> Programs:
+    """Make the programs of a config resolved for a mesh, with the sharding of its states."""
+    mesh, region, rows = setup.mesh, setup.region(), batch_spec(setup.mesh)
+    replicated: Any = PartitionSpec()
+    everywhere = NamedSharding(mesh, replicated)
+    grad_specs, _ = partition(states.specs.params, trainable(setup.layouts))
+    new_state_specs, _ = partition(states.specs.params, is_state(setup.layouts))
+    averaging = setup.averaging
+    local_specs: Any = averaging.rows(grad_specs) if averaging else grad_specs
+    gradients = setup.manual(
+        region.gradients, replicated, replicated, replicated,
+        out_specs=Result(local_specs, replicated, replicated, new_state_specs),
+    )  # fmt: skip
+
+    def step(state: TrainState, batch: PyTree, extra: PyTree, rate: Any = None) -> Done:
+        result = gradients(state.params, batch, extra, fold(state.rng, state.step), state.loss_scale.scale)
+        with jax.named_scope(SCOPE):
+            state, metrics = update(setup, state, result, rate)
+        return state, metrics, Details(result.micro_losses, state.loss_scale)
+
+    def only_gradients(state: TrainState, batch: PyTree, extra: PyTree) -> tuple[PyTree, Metrics, PyTree]:
+        result = gradients(state.params, batch, extra, fold(state.rng, state.step), state.loss_scale.scale)
+        whole = averaging.total(result.gradients) if averaging else result.gradients
+        return whole, {**result.means, "grad_norm": optax.tree.norm(whole)}, result.state
+
+    def concatenate(parts: list[PyTree]) -> PyTree:
+        return jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
+
+    evaluate = setup.manual(region.evaluate, replicated, out_specs=replicated)
+    micro_loss = setup.manual(region.micro_loss, replicated, replicated, replicated, out_specs=replicated)
+    return Programs(
+        step=setup.jit(
+            step, in_shardings=(states.shardings, NamedSharding(mesh, rows), None, None),
+            out_shardings=(states.shardings, everywhere, everywhere), donate_argnums=0,
+        ),
+        gradients=setup.jit(
+            only_gradients, out_shardings=(shardings(mesh, grad_specs), everywhere, shardings(mesh, new_state_specs))
+        ),
+        evaluate=setup.jit(evaluate),
+        micro_loss=setup.jit(micro_loss),
+        # Manual, so that every device concatenates its own rows; a global concatenation would move rows.
+        concatenate=setup.jit(
+            jax.shard_map(concatenate, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
+        ),
+    )  # fmt: skip
