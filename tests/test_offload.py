@@ -1,13 +1,8 @@
 """State in host memory: what lies there, the same numbers bit for bit as without, checkpoints in both directions.
 
 The oracle of the numbers is the run without offload, which test_oracle compares with the plain optax loop: offload
-moves arrays and computes nothing. Where XLA's memory is concerned, the oracle is the count of the leaves' bytes.
+moves arrays and computes nothing.
 """
-
-import os
-import subprocess
-import sys
-from functools import lru_cache
 
 import chex
 import jax
@@ -16,36 +11,15 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers.offload import BF16, BOTH, CPU, OPTIMIZER, PARAM, on_host, run
 from helpers.sampling import keep
 from layouts import LAYOUTS, Net, assert_same, batch, build, make_mesh, settings
 
 import jzero
-from jzero import offload
-from jzero._compat import inner_jaxprs
 from jzero.checkpoint.reader import Checkpoint
-from jzero.planner import gpu_devices, memory
-from jzero.planner.state_bytes import state_bytes
 
-CPU = {"device": "cpu"}
-OPTIMIZER, PARAM = {"offload_optimizer": CPU}, {"offload_param": CPU}
-BOTH = {**OPTIMIZER, **PARAM}
 SIZE = 2 * 64 + 4 * (64 + 8)  # elements of Net
-
-
-def run(name, offloaded, steps=3, noise=True, **more):
-    layout = LAYOUTS[name]
-    zero = settings(layout)["zero_optimization"] | offloaded
-    engine = build(layout, noise=noise, **{"zero_optimization": zero, **more})
-    losses = [float(engine.train_batch(batch(i))) for i in range(steps)]
-    return engine, [*losses, float(engine.eval_batch(batch(9)))]
-
-
-def on_host(tree):
-    return sum(x.size for x in jax.tree.leaves(tree) if x.sharding.memory_kind == "pinned_host")
-
-
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}}  # the first steps are skipped
-BF16 = {"bf16": {"enabled": True}}
 FULL = {"activation_checkpointing": {"policy": "full"}}
 CASES = [
     *[(name, OPTIMIZER, {}) for name in ("one", "stage0", "stage1", "stage2", "stage3", "hsdp")],
@@ -169,54 +143,6 @@ def test_parameters_from_elsewhere_and_a_large_state_go_there_too(monkeypatch, t
     np.testing.assert_array_equal(engine.state.params["stack"]["w"], params["stack"]["w"].astype(jnp.bfloat16))
 
 
-# --------------------------------------------------------------------------------------------------- activations
-
-
-def scans(jaxpr):
-    """Yield the scans of a traced program, those inside others too."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "scan":
-            yield eqn
-        for inner in inner_jaxprs(eqn):
-            yield from scans(inner)
-
-
-@pytest.mark.parametrize("policy", ["full", "matmuls"])
-def test_activations_between_the_passes_lie_on_the_host(policy):
-    section = {"policy": policy, "cpu_checkpointing": True}
-    config = settings(LAYOUTS["stage3"], activation_checkpointing=section, stack={})
-    step = jzero.make_train_step(Net(), config)
-    assert not step.setup.passes.facts.unrolled
-    kept = [x.aval for eqn in scans(step.trace(batch(0)).jaxpr.jaxpr) for x in eqn.outvars]
-    rows = config["train_micro_batch_size_per_gpu"]
-    of_layers = [x for x in kept if x.shape[:2] == (4, rows)]  # [layers, rows, features]
-    assert of_layers
-    assert {x.memory_space for x in of_layers} == {jax.memory.Space.Host}
-
-
-@pytest.mark.slow
-def test_activations_on_the_host_change_no_number():
-    for policy in ("full", "matmuls"):
-        _, expected = run("stage3", {}, activation_checkpointing={"policy": policy}, stack={"unroll": False})
-        more = {"activation_checkpointing": {"policy": policy, "cpu_checkpointing": True}}
-        np.testing.assert_allclose(run("stage3", {}, **more)[1], expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("more", "key"),
-    [
-        ({"zero_optimization": {"stage": 3, **PARAM}}, "zero_optimization.offload_param"),
-        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "activation_checkpointing.cpu_checkpointing"),
-    ],
-)
-def test_an_unrolled_stack_would_keep_it_on_the_device(more, key):
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **more.get("zero_optimization", {})}
-    with pytest.raises(jzero.ConfigError, match=f"stack.unroll = true with {key}: "):
-        jzero.make_train_step(
-            Net(), settings(LAYOUTS["stage3"], stack={"unroll": True}, **more | {"zero_optimization": zero})
-        )
-
-
 # --------------------------------------------------------------------------------------------------- checkpoints
 
 
@@ -292,145 +218,3 @@ def test_own_arithmetic_gets_device_arrays():
     assert on_host(teacher) == 72
     assert np.isfinite(engine.train_batch(batch(0), extra=teacher))
     assert engine.module()(jnp.ones((1, 8))).shape == (1, 8)
-
-
-def test_one_gpu_keeps_no_layers_weights_from_forward_to_backward():
-    """Under offload_param they come again. Weights are [layers 4, 8, 8], activations [layers 4, rows 2, 8]."""
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-
-    def kept(offloaded):
-        more = {"train_micro_batch_size_per_gpu": 2, "stack": {"unroll": False}}
-        config = settings(LAYOUTS["one"], zero_optimization=zero | offloaded, **more, **BF16)
-        step = jzero.make_train_step(Net(), config, mesh=jzero.make_mesh(devices=jax.devices()[:1]))
-        layers = [eqn for eqn in scans(step.trace(batch(0)).jaxpr.jaxpr) if eqn.params["length"] == 4]
-        forward = next(eqn for eqn in layers if not eqn.params["reverse"])
-        return [x.aval.shape for x in forward.outvars]
-
-    assert (4, 2, 8) in kept(BOTH)
-    assert (4, 8, 8) not in kept(BOTH)
-
-
-# ------------------------------------------------------------------------------------------------- memory, by plan
-
-
-@lru_cache
-def compiled(kind):
-    """Compile a model whose weights are most of the memory for one GPU that is not there."""
-
-    class Wide:
-        def init(self, rng):
-            return {"w": jnp.zeros((1024, 1024)), "v": jnp.zeros((1024, 1024))}
-
-        def loss(self, params, batch, rng):
-            return jnp.mean(jnp.square(jnp.tanh(batch @ params["w"]) @ params["v"]))
-
-    zero = {"stage": 2, "offload_optimizer": {"device": kind}}
-    config = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {}}, "zero_optimization": zero}
-    step = jzero.make_train_step(Wide(), config | BF16, mesh=jzero.make_mesh(devices=gpu_devices("h100", 1)))
-    return step, step.lower(jax.ShapeDtypeStruct((8, 1024), jnp.float32)).compile()
-
-
-def test_a_plan_for_absent_gpus_counts_host_memory_as_such():
-    state = 3 * 4 * 2 * 1024 * 1024
-    (step, program), (usual, usual_program) = compiled("cpu"), compiled("none")
-    planned, without = memory(program, step), memory(usual_program, usual)
-    assert (step.host_bytes, planned.host, without.host) == (state, state, 0)
-    assert planned.peak <= without.peak - state + 2**20
-    assert planned.arguments < 2**20
-    b, usual_b = state_bytes(step), state_bytes(usual)
-    assert (b.host, b.persistent) == (state, usual_b.persistent - state)
-    assert b.persistent < 100
-    assert b.total == usual_b.total - state
-    assert "host 0.023" in repr(planned)
-
-
-def test_the_report_says_what_is_where():
-    text = jzero.report(compiled("cpu")[0])
-    assert "of these in host memory  24.0 MiB" in text
-    assert "offload: 24.0 MiB of the state in the host's memory for each device" in text
-    config = settings(LAYOUTS["stage2"], zero_optimization={"stage": 2, **PARAM})
-    assert "offload_param: stage 2 keeps the weights on the device" in jzero.report(
-        jzero.make_train_step(Net(), config)
-    )
-
-
-# ------------------------------------------------------------------------------------------------------ bad input
-
-
-@pytest.mark.parametrize(
-    ("zero", "message"),
-    [
-        (
-            {"offload_optimizer": {"device": "nvme"}},
-            'offload_optimizer.device = "nvme": must be "none" or "cpu"; nothing',
-        ),
-        (
-            {"offload_optimizer": {"device": "cpu", "ratio": 2}},
-            "offload_optimizer.ratio = 2: must be a number >= 0 and",
-        ),
-        ({"offload_param": {"device": "gpu"}}, 'offload_param.device = "gpu": must be "none" or "cpu"'),
-        ({"stage": 3, **PARAM, "zero_hpz_partition_size": 2}, "one keeps the weights off the device, the other a copy"),
-        ({"cpu_offload": "yes"}, 'cpu_offload = "yes": must be true or false'),
-        ({"cpu_offload": True, "offload_optimizer": CPU}, "cpu_offload = true: is the deprecated name of"),
-    ],
-)
-def test_bad_settings(zero, message):
-    with pytest.raises(jzero.ConfigError) as error:
-        jzero.Config.load({"train_batch_size": 8, "zero_optimization": zero})
-    assert message in str(error.value)
-
-
-def test_compressed_communication_keeps_its_state_on_the_devices():
-    config = {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}, "zero_optimization": OPTIMIZER}
-    with pytest.raises(jzero.ConfigError, match=r"with optimizer.type 'OneBitAdam': .* remove one"):
-        jzero.Config.load(config)
-
-
-INITIALIZE = """
-import os
-import jax, numpy as np
-from flax import nnx
-import jzero
-jax.config.update("jax_num_cpu_devices", 1)
-config = {"train_batch_size": 2, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-          "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
-model = jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), lambda module, batch: module(batch).mean())
-jzero.initialize(model=model, config=config)
-print("LIMIT", os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"])
-"""
-
-
-def test_initialize_lets_jax_pin_all_of_the_hosts_memory():
-    """JAX reads the limit when it starts its devices, so it is set before."""
-    env = {name: value for name, value in os.environ.items() if name != offload.LIMIT}
-    done = subprocess.run(
-        [sys.executable, "-c", INITIALIZE],
-        env=env | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert f"LIMIT {offload.physical_gb()}" in done.stdout
-
-
-def test_old_names_of_deepspeed():
-    config = jzero.Config.load({"zero_optimization": {"stage": 3, "cpu_offload": True, "cpu_offload_params": True}})
-    assert config.zero_optimization.offload_optimizer.device == config.zero_optimization.offload_param.device == "cpu"
-    for old, device in (({"cpu_offload": False}, "none"), ({"cpu_offload": True, "offload_optimizer": None}, "cpu")):
-        assert jzero.Config.load({"zero_optimization": old}).zero_optimization.offload_optimizer.device == device
-
-
-def test_pipelines_keep_their_weights_on_the_device():
-    with pytest.raises(jzero.ConfigError, match=r"with mesh.pipe = 2: .* \(offload_optimizer works"):
-        run("zero_bubble", PARAM)
-
-
-def test_more_host_memory_than_jax_may_pin(monkeypatch):
-    mesh = jzero.make_mesh(devices=jax.devices()[:2])
-    monkeypatch.setattr(offload, "is_gpu", lambda mesh: True)
-    monkeypatch.setenv(offload.LIMIT, "4")
-    offload.check_pinned_memory(2 * 2**30, mesh)
-    with pytest.raises(jzero.ConfigError, match=r"takes 5 GiB .* JAX may pin 4 .* set .*XLA_PJRT_GPU_HOST_MEMORY"):
-        offload.check_pinned_memory(5 * 2**29, mesh)
-    with pytest.raises(jzero.ConfigError, match=r"of this host's \d+; use more hosts, or lower"):
-        offload.check_pinned_memory(offload.physical_gb() * 2**30, mesh)

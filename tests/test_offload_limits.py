@@ -1,0 +1,147 @@
+"""Limits of state in host memory: what a plan counts, what the report says, what is refused.
+
+The oracle of XLA's memory is the count of the leaves' bytes.
+"""
+
+import os
+import subprocess
+import sys
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers.offload import BF16, CPU, OPTIMIZER, PARAM, run
+from layouts import LAYOUTS, Net, settings
+
+import jzero
+from jzero import offload
+from jzero.planner import gpu_devices, memory
+from jzero.planner.state_bytes import state_bytes
+
+# ------------------------------------------------------------------------------------------------- memory, by plan
+
+
+@lru_cache
+def compiled(kind):
+    """Compile a model whose weights are most of the memory for one GPU that is not there."""
+
+    class Wide:
+        def init(self, rng):
+            return {"w": jnp.zeros((1024, 1024)), "v": jnp.zeros((1024, 1024))}
+
+        def loss(self, params, batch, rng):
+            return jnp.mean(jnp.square(jnp.tanh(batch @ params["w"]) @ params["v"]))
+
+    zero = {"stage": 2, "offload_optimizer": {"device": kind}}
+    config = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {}}, "zero_optimization": zero}
+    step = jzero.make_train_step(Wide(), config | BF16, mesh=jzero.make_mesh(devices=gpu_devices("h100", 1)))
+    return step, step.lower(jax.ShapeDtypeStruct((8, 1024), jnp.float32)).compile()
+
+
+@pytest.mark.usefixtures("no_compilation_cache")
+def test_a_plan_for_absent_gpus_counts_host_memory_as_such():
+    state = 3 * 4 * 2 * 1024 * 1024
+    (step, program), (usual, usual_program) = compiled("cpu"), compiled("none")
+    planned, without = memory(program, step), memory(usual_program, usual)
+    assert (step.host_bytes, planned.host, without.host) == (state, state, 0)
+    assert planned.peak <= without.peak - state + 2**20
+    assert planned.arguments < 2**20
+    b, usual_b = state_bytes(step), state_bytes(usual)
+    assert (b.host, b.persistent) == (state, usual_b.persistent - state)
+    assert b.persistent < 100
+    assert b.total == usual_b.total - state
+    assert "host 0.023" in repr(planned)
+
+
+@pytest.mark.usefixtures("no_compilation_cache")
+def test_the_report_says_what_is_where():
+    text = jzero.report(compiled("cpu")[0])
+    assert "of these in host memory  24.0 MiB" in text
+    assert "offload: 24.0 MiB of the state in the host's memory for each device" in text
+    config = settings(LAYOUTS["stage2"], zero_optimization={"stage": 2, **PARAM})
+    assert "offload_param: stage 2 keeps the weights on the device" in jzero.report(
+        jzero.make_train_step(Net(), config)
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("zero", "message"),
+    [
+        (
+            {"offload_optimizer": {"device": "nvme"}},
+            'offload_optimizer.device = "nvme": must be "none" or "cpu"; nothing',
+        ),
+        (
+            {"offload_optimizer": {"device": "cpu", "ratio": 2}},
+            "offload_optimizer.ratio = 2: must be a number >= 0 and",
+        ),
+        ({"offload_param": {"device": "gpu"}}, 'offload_param.device = "gpu": must be "none" or "cpu"'),
+        ({"stage": 3, **PARAM, "zero_hpz_partition_size": 2}, "one keeps the weights off the device, the other a copy"),
+        ({"cpu_offload": "yes"}, 'cpu_offload = "yes": must be true or false'),
+        ({"cpu_offload": True, "offload_optimizer": CPU}, "cpu_offload = true: is the deprecated name of"),
+    ],
+)
+def test_bad_settings(zero, message):
+    with pytest.raises(jzero.ConfigError) as error:
+        jzero.Config.load({"train_batch_size": 8, "zero_optimization": zero})
+    assert message in str(error.value)
+
+
+def test_compressed_communication_keeps_its_state_on_the_devices():
+    config = {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}, "zero_optimization": OPTIMIZER}
+    with pytest.raises(jzero.ConfigError, match=r"with optimizer.type 'OneBitAdam': .* remove one"):
+        jzero.Config.load(config)
+
+
+INITIALIZE = """
+import os
+import jax, numpy as np
+from flax import nnx
+import jzero
+jax.config.update("jax_num_cpu_devices", 1)
+config = {"train_batch_size": 2, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+          "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+model = jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), lambda module, batch: module(batch).mean())
+jzero.initialize(model=model, config=config)
+print("LIMIT", os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"])
+"""
+
+
+def test_initialize_lets_jax_pin_all_of_the_hosts_memory():
+    """JAX reads the limit when it starts its devices, so it is set before."""
+    env = {name: value for name, value in os.environ.items() if name != offload.LIMIT}
+    done = subprocess.run(
+        [sys.executable, "-c", INITIALIZE],
+        env=env | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"LIMIT {offload.physical_gb()}" in done.stdout
+
+
+def test_old_names_of_deepspeed():
+    config = jzero.Config.load({"zero_optimization": {"stage": 3, "cpu_offload": True, "cpu_offload_params": True}})
+    assert config.zero_optimization.offload_optimizer.device == config.zero_optimization.offload_param.device == "cpu"
+    for old, device in (({"cpu_offload": False}, "none"), ({"cpu_offload": True, "offload_optimizer": None}, "cpu")):
+        assert jzero.Config.load({"zero_optimization": old}).zero_optimization.offload_optimizer.device == device
+
+
+def test_pipelines_keep_their_weights_on_the_device():
+    with pytest.raises(jzero.ConfigError, match=r"with mesh.pipe = 2: .* \(offload_optimizer works"):
+        run("zero_bubble", PARAM)
+
+
+def test_more_host_memory_than_jax_may_pin(monkeypatch):
+    mesh = jzero.make_mesh(devices=jax.devices()[:2])
+    monkeypatch.setattr(offload, "is_gpu", lambda mesh: True)
+    monkeypatch.setenv(offload.LIMIT, "4")
+    offload.check_pinned_memory(2 * 2**30, mesh)
+    with pytest.raises(jzero.ConfigError, match=r"takes 5 GiB .* JAX may pin 4 .* set .*XLA_PJRT_GPU_HOST_MEMORY"):
+        offload.check_pinned_memory(5 * 2**29, mesh)
+    with pytest.raises(jzero.ConfigError, match=r"of this host's \d+; use more hosts, or lower"):
+        offload.check_pinned_memory(offload.physical_gb() * 2**30, mesh)
