@@ -9,7 +9,8 @@ from typing import Any
 
 import generated_part
 
-from jzero.config import autocast, ignored, keys
+from jzero.config import ignored, keys
+from jzero.config.autocast import is_autocast
 from jzero.config.screen import FIELDS
 from jzero.config.sections import Section, Settings
 from jzero.optimizers import groups, lr_schedules, table
@@ -58,11 +59,10 @@ def _every_key() -> Iterator[tuple[str, str, str]]:
             yield f"`{key}`", "honoured", f"{kind.allowed}; {default}"
     for key, row in keys.REPLACED.items():
         yield f"`{key}`", "replaced", f"{row.by} (allowed: {row.kind.allowed})"
-    casts = {f"{section}.{key}" for section, names in autocast.KEYS.items() for key in names}
-    for key in casts:
-        yield f"`{key}`", "replaced", "the `bf16` or `fp16` section, see [Auto](#auto)"
     for key, (_, text) in keys.REFUSED.items():
-        if key not in casts:
+        if is_autocast(key):
+            yield f"`{key}`", "replaced", "the `bf16` or `fp16` section, see [Auto](#auto)"
+        else:
             yield f"`{key}`", "refused" if text else "detail", text
     for key, why in ignored.IGNORED.items():
         yield f"`{key}`", "ignored", why

@@ -6,20 +6,20 @@ the model computes in the half precision, and a layer that is declared float32 s
 
 from typing import Any
 
-from jzero.config.keys import Replaced
+from jzero.config.keys import REFUSED, Replaced, dotted_key
 from jzero.values.kinds import DTYPE, as_json, number
 
 # apex/amp/scaler.py: it halves at the first overflow, and doubles after 2,000 clean steps.
 _APEX_SCALER = {"loss_scale_window": 2000, "hysteresis": 1}
 
 
-KEYS = {
-    "torch_autocast": ("enabled", "dtype", "lower_precision_safe_modules"),
-    "amp": (
-        "enabled", "opt_level", "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights",
-        "cast_model_outputs", "num_losses", "verbosity", "loss_scale", "min_loss_scale", "max_loss_scale",
-    ),
-}  # fmt: skip
+def is_autocast(path: str) -> bool:
+    """Return whether a dotted key is one that `translate` moves.
+
+    >>> is_autocast("amp.opt_level"), is_autocast("amp.level")
+    (True, False)
+    """
+    return path in REFUSED and path.partition(".")[0] in ("torch_autocast", "amp")
 
 
 def translate(data: dict[str, Any]) -> tuple[list[Replaced], list[str]]:
@@ -38,7 +38,7 @@ def translate(data: dict[str, Any]) -> tuple[list[Replaced], list[str]]:
     for name, read in (("torch_autocast", _torch_autocast), ("amp", _amp)):
         if not _enabled(data.get(name)):
             continue
-        given = {key: data[name].pop(key) for key in KEYS[name] if key in data[name]}
+        given = {key: data[name].pop(key) for key in list(data[name]) if is_autocast(dotted_key(name, key))}
         try:
             precision, settings = read(given, data)
         except ValueError as wrong:
