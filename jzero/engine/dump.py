@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-import jax
 import numpy as np
 
-from jzero.engine.run_report import table
+from jzero.engine.layout_table import one_by_one
+from jzero.engine.text import table
 from jzero.planner.state_bytes import bytes_per_device
 from jzero.train_step import TrainStep
 from jzero.values.masking import mask
@@ -38,21 +38,8 @@ def _mesh(step: TrainStep) -> list[str]:
 
 
 def _parameters(step: TrainStep) -> list[str]:
-    """Tabulate the parameters as they are between two steps; the bytes are those of one device."""
-    rows = [["parameter", "shape", "spec", "dtype", "bytes", "elements", ""]]
-    for layout, x in zip(jax.tree.leaves(step.layouts), jax.tree.leaves(step.state_shapes.params), strict=True):
-        n_bytes = bytes_per_device(x, layout.spec, step.mesh)
-        spec = f"P({', '.join(map(repr, layout.spec))})"
-        kind = "" if layout.trainable else "state" if layout.state else "frozen"
-        note = ", ".join(filter(None, [kind, layout.why]))
-        rows.append([layout.name, str(list(x.shape)), spec, str(x.dtype), f"{n_bytes:,}", f"{x.size:,}", note])
-    total = bytes_per_device(step.state_shapes.params, step.state_specs.params, step.mesh)
     moments = bytes_per_device(step.state_shapes.opt_state, step.state_specs.opt_state, step.mesh)
-    params = step.state_shapes.params
-    total = bytes_per_device(params, step.state_specs.params, step.mesh)
-    rows.append(["total", "", "", "", f"{total:,}", f"{sum(x.size for x in jax.tree.leaves(params)):,}", ""])
-    moments = bytes_per_device(step.state_shapes.opt_state, step.state_specs.opt_state, step.mesh)
-    return [*table(rows, "<<<<>><"), f"  optimizer state: {moments:,} bytes"]
+    return [*one_by_one(step), f"  optimizer state: {moments:,} bytes"]
 
 
 def _settings(step: TrainStep) -> list[str]:

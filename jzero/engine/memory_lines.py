@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jzero.engine.run_report import size_text
+from jzero.engine.text import size_text
 from jzero.planner.memory import memory
 
 STATUS = Path("/proc/self/status")  # Linux

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import re
-import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -15,6 +12,8 @@ from jzero import optimizers
 from jzero.config.sizes import BATCH
 from jzero.data.curriculum import curriculum_of
 from jzero.distributed.gpu_faults import loaded_nccl
+from jzero.engine.layout_table import grouped
+from jzero.engine.text import bullets, numberless, size_text, table, value_text, wrap
 from jzero.errors import shorten, some_of
 from jzero.mesh import AXES, PIPE, ZERO
 from jzero.planner.products import products
@@ -27,8 +26,6 @@ from jzero.values.masking import mask
 from jzero.zero import ParamLayout
 from jzero.zeropp import Plus
 
-WIDTH = 100
-MAX_ROWS = 12  # of the layout table
 HALF = "Half precision"
 
 
@@ -39,57 +36,22 @@ def report(step: Any) -> str:
     """
     sections = (
         ("jzero run report", _head(step)),
-        ("Warnings", _bullets(_warnings(step.config, step.precision))),
-        ("Layout", _layout(step)),
+        ("Warnings", bullets(_warnings(step.config, step.precision))),
+        ("Layout", grouped(step)),
         ("Model state per device", _model_state(step)),
-        ("Parameter groups", _bullets(_groups(step))),
-        ("In effect", _bullets(_effective(step))),
-        ("Replaced keys", _bullets(f"{r.key} = {_value(r.value)}: {r.by}" for r in step.config.replaced)),
-        ("Fallbacks", _bullets(_fallbacks(step))),
-        (HALF, _bullets(_half_precision(step))),
+        ("Parameter groups", bullets(_groups(step))),
+        ("In effect", bullets(_effective(step))),
+        ("Replaced keys", bullets(f"{r.key} = {value_text(r.value)}: {r.by}" for r in step.config.replaced)),
+        ("Fallbacks", bullets(_fallbacks(step))),
+        (HALF, bullets(_half_precision(step))),
     )
     return "\n\n".join("\n".join([title, *lines]) for title, lines in sections if lines)
 
 
 def half_precision(step: Any) -> list[str]:
     """Return the section of the report that only a step shows, as lines; [] if there is nothing to say."""
-    lines = _bullets(_half_precision(step))
+    lines = bullets(_half_precision(step))
     return [HALF, *lines] if lines else []
-
-
-# ---------------------------------------------------------------- text
-
-
-def _wrap(text: str, first: str, rest: str) -> list[str]:
-    options = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, **options)  # type: ignore[arg-type]
-
-
-def _bullets(lines: Iterable[str]) -> list[str]:
-    return [part for line in lines for part in _wrap(line, "  - ", "    ")]
-
-
-def table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
-    """Format rows as columns; the first row holds the titles, and `align` has "<" or ">" for each column."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    cells = [[f"{cell:{a}{w}}" for cell, a, w in zip(row, align, widths, strict=True)] for row in rows]
-    lines = ["  " + "  ".join(row).rstrip() for row in cells]
-    return [lines[0], "  " + "-" * (max(map(len, lines)) - 2), *lines[1:]]
-
-
-def _value(value: Any) -> str:
-    """Format a value as in the JSON file: `true`, `5e+08`, `"text"`."""
-    return f"{value:g}" if isinstance(value, float) else json.dumps(value, default=repr)
-
-
-def size_text(n_bytes: float) -> str:
-    """Format bytes in the unit that leaves one to three digits before the point: `1.54 GiB`."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while n_bytes >= 1000 and len(units) > 1:
-        n_bytes /= 1024
-        units.pop(0)
-    digits = 0 if units[0] == "B" or n_bytes >= 100 else 1 if n_bytes >= 10 else 2
-    return f"{n_bytes:.{digits}f} {units[0]}"
 
 
 # ---------------------------------------------------------------- sections
@@ -111,7 +73,7 @@ def _head(step: Any) -> list[str]:
     }
     if nccl := loaded_nccl():
         rows["NCCL"] = f"{nccl[1]} from {nccl[0]}"
-    return [part for name, text in rows.items() for part in _wrap(text, f"  {name:<9}  ", " " * 13)]
+    return [part for name, text in rows.items() for part in wrap(text, f"  {name:<9}  ", " " * 13)]
 
 
 def _zero(step: Any) -> str:
@@ -146,52 +108,19 @@ def _warnings(config: Any, precision: Any) -> list[str]:
     return [*filter(None, [precision.why]), *ignored]
 
 
-def _layout(step: Any) -> list[str]:
-    """Tabulate the parameters' specs; leaves with a common name prefix share a row."""
-    leaves = sorted(jax.tree.leaves(step.layouts), key=lambda leaf: leaf.name)
-
-    def grouped(depth: int) -> dict[tuple[str, ...], list[ParamLayout]]:
-        groups: dict[tuple[str, ...], list[ParamLayout]] = {}
-        for leaf in leaves:
-            spec = f"P({', '.join(map(repr, leaf.spec))})"
-            kind = "" if leaf.trainable else "state" if leaf.state else "frozen"
-            note = ", ".join(filter(None, [kind, "replicated" if leaf.why else ""]))
-            groups.setdefault((*_numberless(leaf.name).split("/")[:-1][:depth], spec, note), []).append(leaf)
-        return groups
-
-    groups = next((g for depth in (2, 1) if len(g := grouped(depth)) <= MAX_ROWS), grouped(0))
-    rows = [["parameters", "leaves", "elements", "spec", ""]]
-    for (*begin, spec, note), members in groups.items():
-        names = {_numberless(leaf.name) for leaf in members}
-        name = names.pop() if len(names) == 1 else "/".join([*begin, "*"])
-        rows.append([name, f"{len(members)}", f"{sum(prod(leaf.shape) for leaf in members):,}", spec, note])
-    total = sum(prod(leaf.shape) for leaf in leaves)
-    rows.append(["total", f"{len(leaves)}", f"{total:,}", "", ""])
-    if any("frozen" in row[-1] for row in rows):
-        trained = [leaf for leaf in leaves if leaf.trainable]
-        elements = sum(prod(leaf.shape) for leaf in trained)
-        rows.append(["trained", f"{len(trained)}", f"{elements:,}", "", f"{elements / total:.2%}"])
-    return table(rows, "<>><<")
-
-
-def _numberless(name: str) -> str:
-    """Replace numbers by stars, `layers_3/kernel` -> `layers_*/kernel`, but not the number in a name such as `fc1`."""
-    return re.sub(r"(?<=[/_])\d+(?=[/_]|$)|^\d+(?=/|$)", "*", name)
-
-
 def _groups(step: Any) -> list[str]:
     """List the parameter groups, and the parameters without weight decay; nothing if all parameters are alike."""
     groups, sizes = step.setup.groups, {leaf.name: prod(leaf.shape) for leaf in jax.tree.leaves(step.layouts)}
 
     def members(names: Sequence[str]) -> str:
-        shown = some_of(dict.fromkeys(map(_numberless, names)), 6)
+        shown = some_of(dict.fromkeys(map(numberless, names)), 6)
         count = f"{len(names)} {'leaf' if len(names) == 1 else 'leaves'}"
         return f"{count}, {sum(sizes[name] for name in names):,} elements" + (f": {shown}" if shown else "")
 
     lines = []
     for group in groups if len(groups) > 1 else ():
-        title = "all others" if group.match is None else _value(shorten(group.match, 60))
-        values = ", ".join(f"{key} {_value(value)}" for key, value in group.values.items())
+        title = "all others" if group.match is None else value_text(shorten(group.match, 60))
+        values = ", ".join(f"{key} {value_text(value)}" for key, value in group.values.items())
         lines.append(f"{title}{f' ({values})' if values else ''}: {members(list(group.leaves))}")
     if undecayed := [name for group in groups for name in group.undecayed]:
         lines.append(f"no_weight_decay {step.config.optimizer.no_weight_decay}: {members(undecayed)}")
@@ -247,7 +176,7 @@ def _effective(step: Any) -> list[str]:
     if config.optimizer and not step.setup.callers_optimizer:
         used = optimizers.parameters(config.optimizer).items()
         lines.append(
-            f"optimizer {config.optimizer.type}: " + ", ".join(f"{k} {_value(v)}" for k, v in used if v is not None)
+            f"optimizer {config.optimizer.type}: " + ", ".join(f"{k} {value_text(v)}" for k, v in used if v is not None)
         )
         lines += optimizers.describe(config.optimizer, schedule)
     if config.autos:
@@ -290,7 +219,7 @@ def _autos(step: Any) -> str:
             node = getattr(node, part, None)
         return node
 
-    settings = [key if (v := value(key)) is None else f"{key} = {_value(v)}" for key in config.autos]
+    settings = [key if (v := value(key)) is None else f"{key} = {value_text(v)}" for key in config.autos]
     return f'"auto", so the default: {", ".join(settings)}'
 
 
