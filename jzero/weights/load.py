@@ -80,17 +80,7 @@ def load(
 
     def read(path: tuple, shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding, kept: Any = None) -> Any:
         parts = of_leaf.get(names[path_name(path)])
-        if parts is None:
-            return kept
-        known: dict[str, np.ndarray] = {}  # replicas of a slice are read only once
-
-        def part(index: Any) -> np.ndarray:
-            if str(index) not in known:
-                known[str(index)] = _read(parts, index, shape)
-            return known[str(index)]
-
-        array = jax.make_array_from_callback(shape.shape, sharding, part)
-        return array.block_until_ready()  # frees the host copies before the next leaf is read
+        return kept if parts is None else _read_leaf(parts, shape, sharding)
 
     kept = () if params is None else (params,)
     return jax.tree_util.tree_map_with_path(read, shapes, shardings, *kept)
@@ -144,6 +134,21 @@ def matched(names: Sequence[str], patterns: Sequence[str], key: str = "missing")
             raise ConfigError(f"{key}: {pattern!r} matches no parameter; the names are {some_of(names)}")
         found += hits
     return found
+
+
+def _read_leaf(
+    parts: list[tuple[File, Tensor]], leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding
+) -> jax.Array:
+    """Read this process's slices of a leaf; those that several devices hold are read only once."""
+    known: dict[str, np.ndarray] = {}
+
+    def part(index: Any) -> np.ndarray:
+        if str(index) not in known:
+            known[str(index)] = _read(parts, index, leaf)
+        return known[str(index)]
+
+    array = jax.make_array_from_callback(leaf.shape, sharding, part)
+    return array.block_until_ready()  # frees the host copies before the next leaf is read
 
 
 def _read(parts: list[tuple[File, Tensor]], index: tuple[slice, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
