@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from math import prod
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jzero.errors import ConfigError, some_of
-from jzero.mesh import PIPE, ZERO, present
+from jzero.mesh import PIPE, ZERO
 from jzero.model import ENDS, STACK
 from jzero.optimizers.compressed import is_error
 from jzero.stored_names import StoredNames, matches
@@ -48,7 +48,7 @@ def param_layouts(
     Raises:
       ConfigError: an expression or a name in `state` that matches nothing, a complex parameter.
     """
-    to_train = _to_train(params, trained, frozen, state, names)
+    to_train, stages = _to_train(params, trained, frozen, state, names), mesh.shape[PIPE]
 
     def layout(path: tuple, x: Any) -> ParamLayout:
         name = path_name(path)
@@ -56,28 +56,21 @@ def param_layouts(
             raise ConfigError(
                 f"parameter {name!r} is {x.dtype}: only real parameters are trained; keep two real arrays"
             )
-        stacked = has_stack and name.startswith(STACK + "/")
-        trainable = name in to_train
-        local: list[int] = list(x.shape)
-        axes: list[tuple[str, ...]] = [()] * x.ndim  # the mesh axes of every dimension
-        divided = (vocabulary or {}).get(name)
-        if stacked and x.shape and x.shape[0] % (mesh.shape[PIPE] * chunks) == 0:
-            divided = 0
-        if divided is not None and present(mesh, PIPE):
-            local[divided] //= mesh.shape[PIPE]
-            axes[divided] = (PIPE,)
+        stacked, trainable = has_stack and name.startswith(STACK + "/"), name in to_train
+        by_layers = stacked and x.shape and x.shape[0] % (stages * chunks) == 0
+        pipe_dim = None if stages == 1 else 0 if by_layers else (vocabulary or {}).get(name)
+        local = tuple(size // stages if dim == pipe_dim else size for dim, size in enumerate(x.shape))[stacked:]
         # The persistence threshold is stage 3's own, also where a pipeline has it gather once a step: hence `asked`.
         rule, asked = stage_rule(stage, gather_once), RULES[stage]
         if not trainable and rule.gather == "step":
             asked = RULES[0]  # needed whole at every step: a shard beside it would be a second copy
-        dim, why = _partitioned_dim(tuple(local[stacked:]), asked, mesh, persistence_threshold)
-        if dim is not None:
-            axes[stacked + dim] += (ZERO,)
+        dim, why = _partitioned_dim(local, asked, mesh, persistence_threshold)
+        spec = _spec({PIPE: pipe_dim, ZERO: None if dim is None else stacked + dim})
         if dim is None:
             rule = RULES[0]
         elif name not in state:
-            rule = rule._replace(plus=plus.of(x, tuple(local[stacked:]), mesh.shape[ZERO]))
-        return ParamLayout(name, tuple(x.shape), _spec(axes), dim, stacked, trainable, rule, why, name in state)
+            rule = rule._replace(plus=plus.of(x, local, mesh.shape[ZERO]))
+        return ParamLayout(name, tuple(x.shape), spec, dim, stacked, trainable, rule, why, name in state)
 
     layouts = jax.tree_util.tree_map_with_path(layout, params)
     if unknown := sorted(set(state) - {layout.name for layout in jax.tree.leaves(layouts)}):
@@ -104,10 +97,14 @@ def _to_train(
     return wanted - matched("frozen_parameters", frozen, dtypes)
 
 
-def _spec(axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
-    """Make a PartitionSpec of the mesh axes of every dimension, with trailing empty entries dropped."""
-    while axes and not axes[-1]:
-        axes = axes[:-1]
+def _spec(dims: Mapping[str, int | None]) -> PartitionSpec:
+    """Make a PartitionSpec of the dimension that each mesh axis divides; None: it divides none.
+
+    >>> tuple(_spec({"pipe": 0, "zero": 0})), tuple(_spec({"pipe": None, "zero": 1}))
+    ((('pipe', 'zero'),), (None, 'zero'))
+    """
+    last = max((dim for dim in dims.values() if dim is not None), default=-1)
+    axes = [tuple(axis for axis, dim in dims.items() if dim == i) for i in range(last + 1)]
     return PartitionSpec(*(one if len(one) > 1 else one[0] if one else None for one in axes))
 
 
