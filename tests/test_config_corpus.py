@@ -27,7 +27,6 @@ CAUSES = (
     r"sequence_parallel_size = \d+: not yet supported",
     r"compile\.passes = ",
     r"data_efficiency\.data_routing\.random_ltd\.enabled = true: ",
-    r"optimizer\.params\.exact_communication: false asks for compressed communication",
     r"pipeline\.chunks = \d+: schedule \"1f1b\" has one chunk per stage",
 )
 
@@ -120,6 +119,18 @@ MANNERS = {
     "autotuning": {
         "train_micro_batch_size_per_gpu": A, "fp16": {"enabled": True, "initial_scale_power": 12},
         "optimizer": {"type": "Adam"}, "autotuning": {"enabled": True, "overwrite": False, "fast": True},
+    },
+    "bing_bert, 1-bit LAMB": {
+        "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "prescale_gradients": False,
+        "gradient_clipping": 1.0, "wall_clock_breakdown": False, "fp16": {"enabled": True, "loss_scale": 0},
+        "optimizer": {
+            "type": "OneBitLamb",
+            "params": {
+                "lr": 2e-3, "weight_decay": 0.01, "bias_correction": False, "max_coeff": 0.3, "min_coeff": 0.01,
+                "freeze_step": 2, "cuda_aware": False, "comm_backend_name": "nccl", "coeff_beta": 0.9,
+                "factor_max": 4.0, "factor_min": 0.5, "factor_threshold": 0.1,
+            },
+        },
     },
     "torch.autocast": {
         "train_batch_size": 8, "torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"},

@@ -20,11 +20,10 @@ import jax.numpy as jnp
 import optax
 
 from jzero.errors import ConfigError
-from jzero.optimizers.compressed import Replicas
+from jzero.optimizers.compressed import WORKER_ERROR, Replicas
 from jzero.optimizers.groups import WHY, Group, group_problems, make_groups, own_values
 from jzero.optimizers.lr_schedules import LRSchedule
 from jzero.optimizers.muon import fused_matrices
-from jzero.optimizers.onebit import CompressedAdamState
 from jzero.optimizers.table import Row, look_up
 from jzero.optimizers.transforms import Knobs
 from jzero.optimizers.wrappers import Transform, in_fp32, per_layer, scale_leaves, with_lr_factor
@@ -184,8 +183,11 @@ def compresses(optimizer_config: Any) -> bool:
 
 def norm_of(opt_state: Any) -> jax.Array:
     """Read the norm of the gradients from the state of an optimizer that averages them itself."""
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, CompressedAdamState))
-    return next(x.norm for x in nodes if isinstance(x, CompressedAdamState))
+
+    def has_errors(node: Any) -> bool:
+        return WORKER_ERROR in getattr(node, "_fields", ())
+
+    return next(x.norm for x in jax.tree.leaves(opt_state, is_leaf=has_errors) if has_errors(x))
 
 
 def why_not_scaled(optimizer_config: Any) -> str:

@@ -7,11 +7,13 @@ sends the signs of the average to all. What is lost on the way is the new error:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -50,6 +52,44 @@ class Replicas(NamedTuple):
     def total(self, rows: PyTree) -> PyTree:
         """Sum over the devices."""
         return jax.tree.map(lambda x: x.sum(0), rows)
+
+    def on_each(self, function: Callable[[Any, Any], tuple[Any, Any]], own: PyTree, shared: PyTree) -> Any:
+        """Run `function(own, shared) -> (own, shared)` on every device: its rows of `own`, and what all have."""
+
+        def local(own: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
+            own, shared = function(jax.tree.map(lambda x: x[0], own), shared)
+            return jax.tree.map(lambda x: x[None], own), shared
+
+        specs = self.spec, PartitionSpec()
+        return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=specs, check_vma=False)(own, shared)
+
+    def all_reduce(self, updates: PyTree) -> tuple[PyTree, jax.Array]:
+        """Sum the rows of gradients exactly; return the clipped gradient and its norm before."""
+
+        def summed(own: PyTree, _: Any) -> tuple[PyTree, PyTree]:
+            return (), jax.tree.map(lambda g: lax.psum(g.astype(self.dtype), self.axes).astype(g.dtype), own)
+
+        return self.clipped(self.on_each(summed, updates, ())[1])
+
+    def of_device(self, own: PyTree) -> tuple[PyTree, jax.Array]:
+        """Return a device's gradient in the scale of the mean, and the root mean square of all devices' norms.
+
+        Every device clips by its own norm, as in DeepSpeed: none knows the norm of the sum.
+        """
+        grads, norm = self.clipped(jax.tree.map(lambda g: g * self.size, own))
+        return grads, jnp.sqrt(lax.pmean(norm * norm, self.axes))
+
+    def clipped(self, grads: PyTree) -> tuple[PyTree, jax.Array]:
+        """Return the gradients with a norm of `clip` at most, and their norm before."""
+        norm = optax.tree.norm(grads)
+        if not self.clip:
+            return grads, norm
+        factor = jnp.where(norm > self.clip, self.clip / norm, 1.0)
+        return jax.tree.map(lambda g: g * factor, grads), norm
+
+    def row_each(self, tree: PyTree) -> PyTree:
+        """Give every device a row of its own, at first the same."""
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.size, *x.shape)), tree)
 
 
 def is_error(name: str) -> bool:

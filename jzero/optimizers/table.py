@@ -17,11 +17,14 @@ import optax
 import optax.contrib
 
 from jzero.errors import ConfigError
-from jzero.optimizers import muon, onebit, transforms
+from jzero.optimizers import muon, onebit, onebit_lamb, transforms
 from jzero.optimizers.wrappers import Transform, per_layer
 from jzero.values import trainer
 from jzero.values.kinds import FLAG, FRACTION, INT32, NON_NEGATIVE32, Kind, either, one_of
 from jzero.values.parameters import Param, did_you_mean, only, read_params, signature_params
+
+Make = Callable[[transforms.Knobs, dict[str, Any]], Transform]
+Note = tuple[Callable[[dict[str, Any]], bool], str]
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,8 @@ class Row:
     """
 
     params: dict[str, Param]
-    make: Callable[[transforms.Knobs, dict[str, Any]], Transform]
-    notes: tuple[tuple[Callable[[dict[str, Any]], bool], str], ...] = ()
+    make: Make
+    notes: tuple[Note, ...] = ()
     cycles: bool = False
     base: Callable[[dict[str, Any]], float] = lambda p: p["lr"]
     check: Callable[[dict[str, Any]], Iterator[str]] = lambda p: iter(())
@@ -83,8 +86,8 @@ _NO_TORCH = (lambda p: p["torch_adam"], "{name}: torch_adam chooses a kernel in 
 def _exact_communication(p: dict[str, Any]) -> Iterator[str]:
     if not p["exact_communication"]:
         yield (
-            "optimizer.params.exact_communication: false asks for compressed communication, which only OneBitAdam has; "
-            "write true to run this optimizer with exact communication"
+            "optimizer.params.exact_communication: false asks for compressed communication, which only OneBitAdam and "
+            "OneBitLamb have; write true to run this optimizer with exact communication"
         )
 
 
@@ -108,6 +111,18 @@ _ONE_BIT_NOTES = (
     ),
 )
 _FREEZE = {"freeze_step": Param(100_000, INT32)}
+_SIGNS = (
+    lambda p: not p["exact_communication"],
+    "{name}: after {freeze_step} steps the variance is frozen, and the devices average the signs of their momenta, "
+    "with error feedback; each then clips its own gradient, as in DeepSpeed",
+)
+
+
+def _one_bit(make: Make, params: dict[str, Param], note: Note, **more: Any) -> Row:
+    """Make the row of an optimizer with compressed communication."""
+    shared: dict[str, Any] = {"cycles": True, "compresses": True, "by_group": _ALL_BY_GROUP}
+    return Row({**_ONE_BIT, **params}, make, (*_ONE_BIT_NOTES, note), **shared | more)
+
 
 DEEPSPEED: dict[str, Row] = {
     "Adam": Row(
@@ -200,44 +215,22 @@ DEEPSPEED: dict[str, Row] = {
         cycles=True,
         base=lambda p: transforms.first(p["lr"], p["muon_lr"], 0.02),
     ),
-    "OneBitAdam": Row(
-        {**_ONE_BIT, **_FREEZE},
-        onebit.one_bit_adam,
-        (
-            *_ONE_BIT_NOTES,
-            (
-                lambda p: not p["exact_communication"],
-                "{name}: after {freeze_step} steps the variance is frozen, and the devices average the signs of their "
-                "momenta, with error feedback; each then clips its own gradient, as in DeepSpeed",
-            ),
-        ),
-        cycles=True,
-        compresses=True,
-        by_group=_ALL_BY_GROUP,
-    ),
-    "ZeroOneAdam": Row(
+    "OneBitAdam": _one_bit(onebit.one_bit_adam, _FREEZE, _SIGNS),
+    "ZeroOneAdam": _one_bit(
+        onebit.zero_one_adam,
         {
-            **_ONE_BIT,
             "var_freeze_step": Param(100_000, INT32),
             "var_update_scaler": Param(16, INT32),
             "local_step_scaler": Param(32_678, INT32),
             "local_step_clipper": Param(16, INT32),
         },
-        onebit.zero_one_adam,
-        (
-            *_ONE_BIT_NOTES,
-            (
-                lambda p: True,
-                "{name}: local_step_scaler and local_step_clipper have no effect: every step communicates",
-            ),
-        ),
-        cycles=True,
+        (lambda p: True, "{name}: local_step_scaler and local_step_clipper have no effect: every step communicates"),
         check=_exact_communication,
-        by_group=_ALL_BY_GROUP,
+        compresses=False,
     ),
-    "OneBitLamb": Row(
+    "OneBitLamb": _one_bit(
+        onebit_lamb.one_bit_lamb,
         {
-            **_ONE_BIT,
             **_FREEZE,
             "max_coeff": Param(10.0, NON_NEGATIVE32),
             "min_coeff": Param(0.01, NON_NEGATIVE32),
@@ -246,11 +239,7 @@ DEEPSPEED: dict[str, Row] = {
             "factor_min": Param(0.5, NON_NEGATIVE32),
             "factor_threshold": Param(0.1, NON_NEGATIVE32),
         },
-        onebit.one_bit_lamb,
-        _ONE_BIT_NOTES,
-        cycles=True,
-        check=_exact_communication,
-        by_group=_ALL_BY_GROUP,
+        _SIGNS,
     ),
 }
 

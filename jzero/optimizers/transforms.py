@@ -67,6 +67,16 @@ def add_decay(k: Knobs, p: Mapping[str, Any]) -> Transform:
     return optax.stateless(update)
 
 
+def first_moments(grads: PyTree, moments: PyTree, betas: PyTree) -> PyTree:
+    """Move the averages of the gradients one step on."""
+    return jax.tree.map(lambda g, m, b: b * m + (1 - b) * g, grads, moments, betas)
+
+
+def second_moments(grads: PyTree, moments: PyTree, betas: PyTree) -> PyTree:
+    """Move the averages of the squared gradients one step on."""
+    return jax.tree.map(lambda g, v, b: b * v + (1 - b) * g * g, grads, moments, betas)
+
+
 # (first moments, second moments, 1 - beta1^t, 1 - beta2^t, parameters) -> direction; all of them trees.
 Direction = Callable[[Any, Any, Any, Any, Any], Any]
 
@@ -84,8 +94,7 @@ def _scale_by_moments(k: Knobs, p: Mapping[str, Any], direction: Direction, lear
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, optax.ScaleByAdamState]:
         b1, b2 = k.betas(p, state.count, updates)
         count = optax.safe_increment(state.count)
-        mu = jax.tree.map(lambda g, m, b: b * m + (1 - b) * g, updates, state.mu, b1)
-        nu = jax.tree.map(lambda g, v, b: b * v + (1 - b) * g * g, updates, state.nu, b2)
+        mu, nu = first_moments(updates, state.mu, b1), second_moments(updates, state.nu, b2)
         if learns is not None:
             nu = jax.tree.map(lambda new, old: jnp.where(learns(count), new, old), nu, state.nu)
         c1, c2 = (jax.tree.map(lambda b: 1 - b**count, betas) for betas in (b1, b2))

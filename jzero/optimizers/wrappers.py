@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jzero.optimizers.compressed import is_error
 from jzero.tree import path_name
 
 Transform: TypeAlias = optax.GradientTransformation
@@ -58,6 +59,13 @@ def map_layers(function: Callable[..., Any], stacked: Any, *trees: Any) -> Any:
     return jax.tree.map(lambda s, *parts: jax.tree.map(layered if s else function, *parts), stacked, *trees)
 
 
+def unzip(kind: type[Any], results: Any) -> Any:
+    """Turn a tree of named tuples into one named tuple of trees."""
+    fields = range(len(kind._fields))
+    is_leaf = lambda x: isinstance(x, kind)  # noqa: E731
+    return kind(*(jax.tree.map(lambda r, i=i: r[i], results, is_leaf=is_leaf) for i in fields))
+
+
 def scale_leaves(tx: Transform, scales: Mapping[str, float]) -> Transform:
     """Multiply the updates of the named parameters; the state keeps `tx`'s names, so checkpoints fit any scales."""
     if not scales:
@@ -97,7 +105,8 @@ def in_fp32(tx: Transform, state_dtype: Any) -> Transform:
     """Run `tx` in fp32 for parameters of any dtype, and keep its per-parameter state in `state_dtype`.
 
     Each update loads low-precision state to fp32, computes, and rounds once, instead of at every operation. State that
-    belongs to no parameter (counts, scalars) keeps its dtype.
+    belongs to no parameter (counts, scalars) keeps its dtype, and so do the errors of compressed communication: they
+    are what rounding has lost.
     """
     tx = optax.with_extra_args_support(tx)
     low = jnp.dtype(state_dtype) != jnp.float32
@@ -125,7 +134,9 @@ def _cast_floating(x: Any, dtype: Any) -> Any:
 
 
 def _map_owned(function: Callable[[Any], Any], state: Any, params: Any) -> Any:
-    """Map `function` over the state leaves that belong to a parameter: their key path ends with the parameter's.
+    """Map `function` over the state leaves that belong to a parameter, but its errors.
+
+    The key path of such a leaf ends with the parameter's.
 
     Paths are tuples of keys, so the suffixes of each state leaf are looked up, one for each length of parameter path.
     """
@@ -133,7 +144,8 @@ def _map_owned(function: Callable[[Any], Any], state: Any, params: Any) -> Any:
     lengths = {len(path) for path in owners}
 
     def leaf(path: tuple, x: Any) -> Any:
-        return function(x) if any(path[len(path) - n :] in owners for n in lengths if n <= len(path)) else x
+        owned = any(path[len(path) - n :] in owners for n in lengths if n <= len(path))
+        return function(x) if owned and not is_error(path_name(path)) else x
 
     return jax.tree_util.tree_map_with_path(leaf, state)
 
