@@ -257,6 +257,27 @@ def test_a_loss_that_does_not_take_an_extra():
         step(step.init(jax.random.key(0)), BATCH, 1.0)
 
 
+def by_keywords(outputs, labels, **keywords):
+    return keywords.get("extra", 3.0) * outputs.mean()
+
+
+def by_default(outputs, labels, extra=3.0):
+    return extra * outputs.mean()
+
+
+@pytest.mark.parametrize("function", [by_keywords, by_default])
+def test_a_function_with_keywords_or_a_default(function):
+    """It gets what the step gets, and without that nothing, so that its own default holds."""
+    module = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    criterion = jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), criterion=function)
+    loss = jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), lambda m, b, **extra: function(m(b), b, **extra))
+    params, x = nnx.to_pure_dict(nnx.state(module)), X[0]
+    expected = float(module(x).mean())
+    for model, batch in ((criterion, (x, x)), (loss, x)):
+        assert float(model.loss(params, batch, None)) == pytest.approx(3 * expected, rel=1e-5)
+        assert float(model.loss(params, batch, None, extra=5.0)) == pytest.approx(5 * expected, rel=1e-5)
+
+
 def test_a_large_array_that_the_loss_closes_over_is_named():
     table = jnp.ones((2**20, 5))  # 20 MiB
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from jzero.adapters.methods import extra_for
 from jzero.adapters.torch_habits import check_no_torch_module, refuses_of_models
 from jzero.errors import ConfigError
 from jzero.model import StackModel
@@ -33,7 +33,6 @@ class CriterionModel:
         if not callable(criterion):
             raise ConfigError(f"criterion = {criterion!r}: must be a function (outputs, labels) -> loss")
         self.net, self.criterion, self.has_aux = net, criterion, has_aux
-        self.takes_extra = "extra" in inspect.signature(criterion).parameters
         self.init, self.module, self.state = net.init, net.module, net.state
         # Not `vocabulary`: in a pipeline, the stages would divide what the criterion needs whole.
         cached = ("make_cache", "vocab_size", "decode", "decode_prefix", "decode_block", "decode_suffix")
@@ -64,10 +63,9 @@ class CriterionModel:
 
     def _apply(self, result: Any, labels: Any, extra: dict[str, Any]) -> Any:
         """Replace the outputs in what a function of the network returned by their loss."""
-        if self.takes_extra:
-            extra = extra or {"extra": None}
-        elif extra:
-            raise ConfigError("extra: the criterion does not take it; write def criterion(outputs, labels, extra)")
+        extra = extra_for(
+            self.criterion, extra, "extra: the criterion does not take it; write def criterion(outputs, labels, extra)"
+        )
         if not self.state:
             return self.criterion(result, labels, **extra)
         outputs, new_state = result

@@ -11,7 +11,7 @@ from flax import linen, nnx
 from jzero.adapters.criterion import CriterionModel, inputs_and_labels
 from jzero.adapters.linen_layers import LinenLayers
 from jzero.adapters.linen_model import LinenModel
-from jzero.adapters.methods import outputs_of
+from jzero.adapters.methods import extra_for, outputs_of
 from jzero.adapters.nnx_layers import NNXLayers
 from jzero.adapters.nnx_model import NNXModel, NNXStackModel, abstract_module, builder
 from jzero.adapters.stacked_model import MethodsModel, StackedModel
@@ -174,13 +174,10 @@ def _with_rng(loss_fn: Callable) -> Callable:
     # A default is a setting, not a key.
     by_position = any((p.default is p.empty and p.name != "extra") or p.name == "rng" for p in third)
     by_name = not by_position and any(p.name == "rng" for p in named)
-    takes_extra = any(p.name == "extra" for p in named)
+    refusal = "extra: the loss function does not take it; write def loss_fn(module, batch, extra)"
 
     def call(module: Any, batch: Any, rng: Any, **extra: Any) -> Any:
-        if extra and not takes_extra:
-            raise ConfigError("extra: the loss function does not take it; write def loss_fn(module, batch, extra)")
-        if takes_extra and not extra:
-            extra = {"extra": None}
+        extra = extra_for(loss_fn, extra, refusal)
         if by_position:
             return loss_fn(module, batch, rng, **extra)
         return loss_fn(module, batch, **({"rng": rng} if by_name else {}), **extra)

@@ -1,8 +1,9 @@
-"""The methods and properties by which a Flax module describes itself, and its call."""
+"""The methods and properties by which a Flax module describes itself; calls of modules and of users' functions."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from jzero.errors import ConfigError
@@ -31,3 +32,23 @@ def outputs_of(module: Any, inputs: Any, training: bool) -> Any:
             "loss_fn instead of a criterion, and predict with a function: jzero.make_eval_step(model, fn, config)"
         ) from None
     return module(inputs, **modes)
+
+
+def extra_for(f: Callable, extra: dict[str, Any], refusal: str) -> dict[str, Any]:
+    """Return `extra` as the keyword arguments of a function; one that requires it gets None where there is none.
+
+    Args:
+      extra: {"extra": value}, or {} where the step gets none.
+      refusal: the message if the function does not take it.
+
+    Raises:
+      ConfigError: the function takes no `extra`, neither by this name nor among its `**keywords`.
+
+    >>> extra_for(lambda x, extra: x, {}, ""), extra_for(lambda x, **keywords: x, {"extra": 1}, "")
+    ({'extra': None}, {'extra': 1})
+    """
+    parameters = inspect.signature(f).parameters.values()
+    own = [p for p in parameters if p.name == "extra" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if extra and not own and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        raise ConfigError(refusal)
+    return extra or ({"extra": None} if any(p.default is p.empty for p in own) else {})
