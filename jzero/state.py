@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -77,7 +78,6 @@ class States:
 
     Attributes:
       shapes, specs, shardings: of a `TrainState`.
-      on_host: a `TrainState` of bools: whether a leaf lies in host memory.
     """
 
     def __init__(self, setup: Setup):
@@ -87,15 +87,16 @@ class States:
         rows = setup.averaging.spec if setup.averaging else None
         params, opt_state = setup.layouts, optimizer_layouts(self.shapes.opt_state, setup.layouts, rows)
         self.specs = dataclasses.replace(everywhere, params=specs(params), opt_state=specs(opt_state))
-        self.on_host = dataclasses.replace(
+        on_host = dataclasses.replace(
             jax.tree.map(lambda _: False, self.shapes),
             params=jax.tree.map(lambda layout: layout.on_host.master, params),
             opt_state=jax.tree.map(lambda layout: layout.on_host.moments, opt_state),
         )
-        self.shardings = offload.place(shardings(setup.mesh, self.specs), self.on_host)
-        self._init = self._in_parts(self._new, {})
+        self.shardings = offload.place(shardings(setup.mesh, self.specs), on_host)
+        self._init = self._in_parts(self._new, self.shapes, self.shardings)
+        without = partial(dataclasses.replace, params=None)
         self._init_around = self._in_parts(
-            lambda params, rng: dataclasses.replace(self._around(params, rng), params=None), {"params": None}
+            lambda params, rng: without(self._around(params, rng)), without(self.shapes), without(self.shardings)
         )
 
     def _new(self, rng: jax.Array) -> TrainState:
@@ -141,26 +142,20 @@ class States:
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory per device."""
-        leaves = zip(*map(jax.tree.leaves, (self.shapes, self.shardings, self.on_host)), strict=True)
-        return sum(prod(to.shard_shape(x.shape)) * x.dtype.itemsize for x, to, on_host in leaves if on_host)
+        return sum(_host_bytes(self.shapes, self.shardings))
 
-    def _in_parts(self, make: Callable, without: dict[str, None]) -> Callable:
+    def _in_parts(self, make: Callable, shapes: PyTree, shardings: PyTree) -> Callable:
         """Compile `make` as one program, or as one for every `LARGE` bytes that go to the host.
 
         One program would hold all of its results on the devices before they go there.
 
         Args:
-          make: returns a state.
-          without: the fields of the state that `make` leaves out.
+          shapes, shardings: of what `make` returns.
         """
-        shapes, shardings, on_host = (
-            dataclasses.replace(tree, **without) for tree in (self.shapes, self.shardings, self.on_host)
-        )
-        to, there = jax.tree.leaves(shardings), jax.tree.leaves(on_host)
-        parts, size = [[i for i, on_host in enumerate(there) if not on_host]], 0
-        for i, x in enumerate(jax.tree.leaves(shapes)):
-            if there[i]:
-                n_bytes = prod(to[i].shard_shape(x.shape)) * x.dtype.itemsize
+        to, sizes = jax.tree.leaves(shardings), _host_bytes(shapes, shardings)
+        parts, size = [[i for i, n_bytes in enumerate(sizes) if not n_bytes]], 0
+        for i, n_bytes in enumerate(sizes):
+            if n_bytes:
                 if size and size + n_bytes > LARGE:
                     parts.append([])
                     size = 0
@@ -176,7 +171,7 @@ class States:
 
         programs = [program(part) for part in parts]
 
-        def run(*args: Any) -> TrainState:
+        def run(*args: Any) -> PyTree:
             made: list[Any] = [None] * len(to)
             for part, program in zip(parts, programs, strict=True):
                 new = program(*args)
@@ -199,8 +194,8 @@ class States:
         def chosen(params: PyTree) -> dict[str, Any]:
             return {name: x for name, x in named(params).items() if name in missing}
 
-        make = self._setup.jit(
-            lambda rng: chosen(self._stored(model.init(rng))), out_shardings=chosen(self.shardings.params)
+        make = self._in_parts(
+            lambda rng: chosen(self._stored(model.init(rng))), chosen(self.shapes.params), chosen(self.shardings.params)
         )
         start = make(rng) if values is None else {name: jnp.array(x) for name, x in chosen(values).items()}
         return jax.tree_util.tree_map_with_path(
@@ -231,3 +226,11 @@ class States:
             out_shardings=self.shardings.loss_scale,
         )
         return new(skipped)
+
+
+def _host_bytes(shapes: PyTree, shardings: PyTree) -> list[int]:
+    """List the bytes of every leaf that each device keeps in host memory."""
+    leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
+    return [
+        prod(to.shard_shape(x.shape)) * x.dtype.itemsize if to.memory_kind == offload.HOST else 0 for x, to in leaves
+    ]

@@ -133,12 +133,17 @@ def test_parameters_from_elsewhere_and_a_large_state_go_there_too(monkeypatch, t
     monkeypatch.setattr("jzero.state.LARGE", 0)
     in_parts = jzero.make_train_step(Net(noise=True), engine.step_fn.config, mesh=engine.step_fn.mesh)
     fresh, around = in_parts.init(jax.random.key(1)), in_parts.init(jax.random.key(1), params)
+    traced, init = [], Net.init
+    monkeypatch.setattr(Net, "init", lambda *args: traced.append(args) or init(*args))
+    some = in_parts.init(jax.random.key(1), params | {"stack": {"w": None, "b": None}})
+    assert len(traced) == 2  # a program for each missing leaf
     monkeypatch.undo()
+    assert_same(some.params, params | {"stack": fresh.params["stack"]})
     assert_same(fresh, engine.step_fn.init(jax.random.key(1)))
     assert_same(around, given)
     engine.save_16bit_model(tmp_path)
     engine.load_weights(tmp_path)
-    for state in (given, fresh, engine.state):
+    for state in (given, fresh, some, engine.state):
         assert (on_host(state.params), on_host(state.opt_state)) == (SIZE, 2 * SIZE)
     np.testing.assert_array_equal(engine.state.params["stack"]["w"], params["stack"]["w"].astype(jnp.bfloat16))
 
