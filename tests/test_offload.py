@@ -16,7 +16,9 @@ from helpers.sampling import keep
 from layouts import LAYOUTS, Net, assert_same, batch, build, make_mesh, settings
 
 import jzero
+from jzero.checkpoint import async_save
 from jzero.checkpoint.reader import Checkpoint
+from jzero.distributed import heartbeat
 
 SIZE = 2 * 64 + 4 * (64 + 8)  # elements of Net
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}}  # the first steps are skipped
@@ -164,6 +166,14 @@ def test_checkpoints_move_between_offloaded_and_not(tmp_path, one, other):
     assert on_host(resumed.state.params) == on_host(resumed.step_fn.init(jax.random.key(0)).params)
     after = [float(engine.train_batch(batch(5))) for engine in (straight, resumed)]
     assert after[0] == pytest.approx(after[1], rel=1e-6)
+
+
+def test_the_watchdog_sees_a_save_until_it_is_complete(monkeypatch, tmp_path):
+    engine, _ = run("one", OPTIMIZER, steps=1)
+    write, seen = async_save._write, []
+    monkeypatch.setattr(async_save, "_write", lambda *args: write(*args) or seen.append(heartbeat.pending()[0] > 0))
+    engine.save_checkpoint(tmp_path)
+    assert seen == [True]
 
 
 class Layer(nnx.Module):

@@ -157,21 +157,21 @@ def save(
         stacked = {name: x for name, x in leaves.items() if len(names[name]) > 1}
         whole = {names[name][0]: x for name, x in leaves.items() if name not in stacked}
         copies, sums = snapshot(whole, room, take_apart(stacked, names, room))
-    described = {name: [str(copies[name].dtype), list(copies[name].shape)] for name in sorted(copies)}
-    copies = {name: x for name, x in copies.items() if name not in without}
-    about = {"keys": key_names(whole), "notes": json.loads(json.dumps(notes or {}, default=_number))}
+        described = {name: [str(copies[name].dtype), list(copies[name].shape)] for name in sorted(copies)}
+        copies = {name: x for name, x in copies.items() if name not in without}
+        about = {"keys": key_names(whole), "notes": json.loads(json.dumps(notes or {}, default=_number))}
 
-    def finish() -> None:
-        entries = {n: [*kind, int(s)] for (n, kind), s in zip(described.items(), np.asarray(sums), strict=True)}
-        stored = {name: entry for name, entry in entries.items() if name not in without}
-        omitted = {name: entry for name, entry in entries.items() if name in without}
-        commit(path, {"leaves": stored, "without": omitted, **about}, latest, max_to_keep)
+        def finish() -> None:
+            entries = {n: [*kind, int(s)] for (n, kind), s in zip(described.items(), np.asarray(sums), strict=True)}
+            stored = {name: entry for name, entry in entries.items() if name not in without}
+            omitted = {name: entry for name, entry in entries.items() if name in without}
+            commit(path, {"leaves": stored, "without": omitted, **about}, latest, max_to_keep)
 
-    _last = Save(path)
-    _last.thread = threading.Thread(target=_write, args=(_last, copies, finish), name="jzero checkpoint")
-    _last.thread.start()
-    if offloaded:
-        _last.wait()
+        _last = Save(path)
+        _last.thread = threading.Thread(target=_write, args=(_last, copies, finish), name="jzero checkpoint")
+        _last.thread.start()
+        if offloaded:  # inside, so that the watchdog sees a write that hangs
+            _last.wait()
     if earlier:
         raise CheckpointError(f"{earlier}. The next checkpoint, {path}, {'was' if offloaded else 'is being'} written")
     return _last
