@@ -78,6 +78,7 @@ class States:
 
     Attributes:
       shapes, specs, shardings: of a `TrainState`.
+      on_host: a `TrainState` of bools: whether a leaf lies in host memory. The sharding of an absent GPU cannot tell.
     """
 
     def __init__(self, setup: Setup):
@@ -87,17 +88,15 @@ class States:
         rows = setup.averaging.spec if setup.averaging else None
         params, opt_state = setup.layouts, optimizer_layouts(self.shapes.opt_state, setup.layouts, rows)
         self.specs = dataclasses.replace(everywhere, params=specs(params), opt_state=specs(opt_state))
-        on_host = dataclasses.replace(
+        self.on_host = dataclasses.replace(
             jax.tree.map(lambda _: False, self.shapes),
             params=jax.tree.map(lambda layout: layout.on_host.master, params),
             opt_state=jax.tree.map(lambda layout: layout.on_host.moments, opt_state),
         )
-        self.shardings = offload.place(shardings(setup.mesh, self.specs), on_host)
-        self._init = self._in_parts(self._new, self.shapes, self.shardings)
+        self.shardings = offload.place(shardings(setup.mesh, self.specs), self.on_host)
+        self._init = self._in_parts(self._new, lambda state: state)
         without = partial(dataclasses.replace, params=None)
-        self._init_around = self._in_parts(
-            lambda params, rng: without(self._around(params, rng)), without(self.shapes), without(self.shardings)
-        )
+        self._init_around = self._in_parts(lambda params, rng: without(self._around(params, rng)), without)
 
     def _new(self, rng: jax.Array) -> TrainState:
         return self._around(self._stored(self._setup.model.init(rng)), rng)
@@ -142,17 +141,26 @@ class States:
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory per device."""
-        return sum(_host_bytes(self.shapes, self.shardings))
+        return sum(self._host_bytes(lambda state: state))
 
-    def _in_parts(self, make: Callable, shapes: PyTree, shardings: PyTree) -> Callable:
+    def _host_bytes(self, of_state: Callable[[TrainState], PyTree]) -> list[int]:
+        """List the bytes of every leaf that each device keeps in host memory."""
+        leaves = (jax.tree.leaves(of_state(tree)) for tree in (self.shapes, self.shardings, self.on_host))
+        return [
+            prod(to.shard_shape(x.shape)) * x.dtype.itemsize if on_host else 0
+            for x, to, on_host in zip(*leaves, strict=True)
+        ]
+
+    def _in_parts(self, make: Callable, of_state: Callable[[TrainState], PyTree]) -> Callable:
         """Compile `make` as one program, or as one for every `LARGE` bytes that go to the host.
 
         One program would hold all of its results on the devices before they go there.
 
         Args:
-          shapes, shardings: of what `make` returns.
+          make: its results are a part of a state.
+          of_state: takes this part from a state.
         """
-        to, sizes = jax.tree.leaves(shardings), _host_bytes(shapes, shardings)
+        to, sizes = jax.tree.leaves(of_state(self.shardings)), self._host_bytes(of_state)
         parts, size = [[i for i, n_bytes in enumerate(sizes) if not n_bytes]], 0
         for i, n_bytes in enumerate(sizes):
             if n_bytes:
@@ -179,7 +187,7 @@ class States:
                     jax.block_until_ready(new)  # then the devices are free for the next part
                 for i, x in zip(part, new, strict=True):
                     made[i] = x
-            return jax.tree.unflatten(jax.tree.structure(shapes), made)
+            return jax.tree.unflatten(jax.tree.structure(of_state(self.shapes)), made)
 
         return run
 
@@ -194,9 +202,7 @@ class States:
         def chosen(params: PyTree) -> dict[str, Any]:
             return {name: x for name, x in named(params).items() if name in missing}
 
-        make = self._in_parts(
-            lambda rng: chosen(self._stored(model.init(rng))), chosen(self.shapes.params), chosen(self.shardings.params)
-        )
+        make = self._in_parts(lambda rng: chosen(self._stored(model.init(rng))), lambda state: chosen(state.params))
         start = make(rng) if values is None else {name: jnp.array(x) for name, x in chosen(values).items()}
         return jax.tree_util.tree_map_with_path(
             lambda path, x: start.get(path_name(path)) if x is None else x, params, is_leaf=is_none
@@ -226,11 +232,3 @@ class States:
             out_shardings=self.shardings.loss_scale,
         )
         return new(skipped)
-
-
-def _host_bytes(shapes: PyTree, shardings: PyTree) -> list[int]:
-    """List the bytes of every leaf that each device keeps in host memory."""
-    leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
-    return [
-        prod(to.shard_shape(x.shape)) * x.dtype.itemsize if to.memory_kind == offload.HOST else 0 for x, to in leaves
-    ]
