@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jzero.distributed.joining import hosts, init_distributed
+from jzero.distributed.joining import host_of, init_distributed
 from jzero.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,8 +73,7 @@ def make_mesh(
 
 def _by_host(device: Any) -> tuple[int, int, int]:
     """Return a sort key, host first: neither ranks nor device ids need be consecutive on a host."""
-    process, of_process = device.process_index, hosts()
-    return of_process[process] if process < len(of_process) else 0, process, device.id
+    return host_of(device), device.process_index, device.id
 
 
 def check_mesh(mesh: Mesh) -> None:

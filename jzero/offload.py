@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 from jzero._compat import as_device_array, backends_are_initialized, memory_view
 from jzero.config.sections import ZeroConfig
+from jzero.distributed.joining import host_of, hosts
 from jzero.errors import ConfigError
 from jzero.mesh import PIPE, is_gpu
 from jzero.tree import PyTree
@@ -71,21 +72,26 @@ def allow_pinned_memory(config: ZeroConfig) -> None:
 
 
 def check_pinned_memory(n_bytes: int, mesh: Mesh) -> None:
-    """Raise a ConfigError if this process may not pin `n_bytes` for each of its devices.
+    """Raise a ConfigError if the processes of this host may not pin `n_bytes` for each of their devices.
 
-    Otherwise JAX fails minutes later, with an error that names only an allocator.
+    Otherwise JAX fails minutes later, with an error that names only an allocator. All processes must call it.
     """
-    if not is_gpu(mesh) or not mesh.local_devices:
+    if not is_gpu(mesh):
         return
-    need, limit = n_bytes * len(mesh.local_devices) / 2**30, float(os.environ.get(LIMIT, DEFAULT_GB))
-    if need > min(limit, physical_gb()):
-        fix = "use more hosts"
-        if need <= physical_gb():
-            fix = f"set the environment variable {LIMIT} before the program starts"
+    here = hosts()[jax.process_index()]
+    devices = len(mesh.local_devices), sum(host_of(device) == here for device in mesh.devices.flat)
+    of_process, of_host = (n_bytes * n / 2**30 for n in devices)
+    limit, memory = float(os.environ.get(LIMIT, DEFAULT_GB)), physical_gb()
+    if of_host > memory:
         raise ConfigError(
-            f"zero_optimization.offload_optimizer or offload_param: this process's part of the state takes {need:.0f} "
-            f"GiB of host memory; JAX may pin {limit:.0f} of this host's {physical_gb()}; {fix}, or lower "
-            "offload_optimizer.ratio"
+            f"zero_optimization.offload_optimizer or offload_param: this host's part of the state takes {of_host:.0f} "
+            f"GiB, and its memory is {memory}; use more hosts, or lower offload_optimizer.ratio"
+        )
+    if of_process > limit:
+        raise ConfigError(
+            f"zero_optimization.offload_optimizer or offload_param: this process's part of the state takes "
+            f"{of_process:.0f} GiB of host memory, and JAX may pin {limit:.0f}; set the environment variable {LIMIT} "
+            "before the program starts, or lower offload_optimizer.ratio"
         )
 
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jzero.distributed.joining import hosts
+from jzero.distributed.joining import host_of
 from jzero.errors import ConfigError
 from jzero.mesh import ZERO
 from jzero.quantize import block_size, dequantize, quantize
@@ -95,10 +95,8 @@ def devices_per_host(mesh: Mesh) -> int:
     >>> devices_per_host(Mesh(jax.devices(), "zero")) == len(jax.devices())
     True
     """
-    of_process = hosts()
-    host = {p: of_process[p] if p < len(of_process) else p for p in {d.process_index for d in mesh.devices.flat}}
     axis, size = mesh.axis_names.index(ZERO), mesh.shape[ZERO]
-    lines = [[host[d.process_index] for d in line] for line in _lines(mesh.devices, axis)]
+    lines = [[host_of(device) for device in line] for line in _lines(mesh.devices, axis)]
     runs = [n for n in range(size, 0, -1) if size % n == 0]
     return next(n for n in runs if all(len(set(line[i : i + n])) == 1 for line in lines for i in range(0, size, n)))
 

@@ -7,15 +7,18 @@ import os
 import subprocess
 import sys
 from functools import lru_cache
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers.offload import BF16, CPU, OPTIMIZER, PARAM, run
 from layouts import LAYOUTS, Net, settings
 
 import jzero
 from jzero import offload
+from jzero.distributed import joining
 from jzero.planner import gpu_devices, memory
 from jzero.planner.state_bytes import state_bytes
 
@@ -141,7 +144,25 @@ def test_more_host_memory_than_jax_may_pin(monkeypatch):
     monkeypatch.setattr(offload, "is_gpu", lambda mesh: True)
     monkeypatch.setenv(offload.LIMIT, "4")
     offload.check_pinned_memory(2 * 2**30, mesh)
-    with pytest.raises(jzero.ConfigError, match=r"takes 5 GiB .* JAX may pin 4 .* set .*XLA_PJRT_GPU_HOST_MEMORY"):
+    with pytest.raises(jzero.ConfigError, match=r"takes 5 GiB .* JAX may pin 4; set .*XLA_PJRT_GPU_HOST_MEMORY"):
         offload.check_pinned_memory(5 * 2**29, mesh)
-    with pytest.raises(jzero.ConfigError, match=r"of this host's \d+; use more hosts, or lower"):
+    with pytest.raises(jzero.ConfigError, match=r"this host's part .* its memory is \d+; use more hosts, or lower"):
         offload.check_pinned_memory(offload.physical_gb() * 2**30, mesh)
+
+
+def test_processes_of_a_host_share_its_memory(monkeypatch):
+    devices = [SimpleNamespace(process_index=process) for process in (0, 1, 2)]
+    mesh = SimpleNamespace(devices=np.array(devices), local_devices=devices[:1])
+    monkeypatch.setattr(offload, "is_gpu", lambda mesh: True)
+    monkeypatch.setenv(offload.LIMIT, str(offload.physical_gb()))
+    three_quarters = offload.physical_gb() * 2**30 * 3 // 4
+
+    def on(*hosts):
+        for module in (joining, offload):
+            monkeypatch.setattr(module, "hosts", lambda: list(hosts))
+
+    on(0, 1, 1)
+    offload.check_pinned_memory(three_quarters, mesh)
+    on(0, 0, 1)
+    with pytest.raises(jzero.ConfigError, match="this host's part of the state takes"):
+        offload.check_pinned_memory(three_quarters, mesh)

@@ -111,3 +111,12 @@ def hosts() -> list[int]:
     names = agree("hosts", os.environ.get("CROSS_RANK") or socket.gethostname())
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return [numbers[name] for name in names]
+
+
+def host_of(device: Any) -> int:
+    """Return the number of a device's host, see `hosts`; a process that only a plan describes is on a host of its own.
+
+    All processes must call it.
+    """
+    process, of_process = device.process_index, hosts()
+    return of_process[process] if process < len(of_process) else process
