@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jzero import checkpoint, weights
     from jzero.adapters.from_flax import from_flax
+    from jzero.communication.replicas import all_gather, axis_index, mean
     from jzero.config import Config
     from jzero.data import RepeatingLoader
     from jzero.distributed.joining import init_distributed
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from jzero.mesh import make_mesh
     from jzero.optimizers.mup import mup_groups
     from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
-    from jzero.replicas import all_gather, axis_index, mean
     from jzero.state import TrainState
     from jzero.train_step import TrainStep, make_train_step
 
@@ -42,8 +42,8 @@ _HOME = {
     "TrainState": "state",
     "TrainStep": "train_step",
     "add_config_arguments": "engine.arguments",
-    "all_gather": "replicas",
-    "axis_index": "replicas",
+    "all_gather": "communication.replicas",
+    "axis_index": "communication.replicas",
     "from_flax": "adapters.from_flax",
     "get_local_rank": "distributed.place",
     "get_rank": "distributed.place",
@@ -54,7 +54,7 @@ _HOME = {
     "make_eval_step": "inference.eval_step",
     "make_mesh": "mesh",
     "make_train_step": "train_step",
-    "mean": "replicas",
+    "mean": "communication.replicas",
     "mup_groups": "optimizers.mup",
     "report": "engine.run_report",
 }

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero import offload, optimizers, sharding, zeropp
+from jzero import offload, optimizers, sharding
 from jzero._compat import allow_float16_products_on_cpu
+from jzero.communication import zeropp
 from jzero.config import Config
 from jzero.config.sizes import BatchSizes
 from jzero.errors import ConfigError

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from jzero.communication.zeropp import NOTHING, Plus
 from jzero.errors import ConfigError, some_of
 from jzero.mesh import PIPE, ZERO
 from jzero.model import ENDS, STACK
@@ -17,7 +18,6 @@ from jzero.optimizers.compressed import is_error
 from jzero.stored_names import StoredNames, matches
 from jzero.tree import PyTree, named, path_name
 from jzero.zero import RULES, ParamLayout, Rule, stage_rule
-from jzero.zeropp import NOTHING, Plus
 
 
 def param_layouts(

@@ -8,7 +8,7 @@
 | 3     | `zero`           | every layer, forward + back | reduce-scatter every micro-batch, summed sharded |
 
 Over `data` the gradients are all-reduced once a step, at every stage. (Rajbhandari et al., 2020, arXiv:1910.02054;
-with `data` > 1 this is MiCS / HSDP, arXiv:2205.00119.) `zeropp` has cheaper collectives for stage 3.
+with `data` > 1 this is MiCS / HSDP, arXiv:2205.00119.) `communication.zeropp` has cheaper collectives for stage 3.
 
 `pipe` divides the layer stack and the vocabulary of a language model's ends, so nothing is gathered over it. A
 parameter that `pipe` does not divide is stored on every stage; its gradient is all-reduced over `pipe` once a step.
@@ -27,13 +27,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jzero import zeropp
+from jzero.communication import zeropp
 from jzero.mesh import DATA, PIPE, ZERO, present
 from jzero.precision import Precision, cast
 
 
 class Rule(NamedTuple):
-    """One row of the table: how a stage treats a parameter; `plus` changes how stage 3 moves it, see `zeropp`."""
+    """One row of the table: how a stage treats a parameter; `plus` changes how stage 3 moves it."""
 
     shards_state: bool
     gather: Literal["step", "layer"] | None

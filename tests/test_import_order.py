@@ -19,8 +19,9 @@ optimizers
 config
 distributed
 checkpoint
-mesh replicas precision loss loss_scale quantize
-zeropp zero sharding offload remat stack micro_batches auto_cast gradients
+mesh precision loss loss_scale
+communication
+zero sharding offload remat stack micro_batches auto_cast gradients
 pipeline adapters
 state batch update setup
 inference

@@ -11,9 +11,9 @@ from helpers.sampling import keep
 from jax.sharding import Mesh, PartitionSpec
 
 import jzero
-from jzero import zeropp
+from jzero.communication import zeropp
+from jzero.communication.quantize import dequantize, quantize
 from jzero.planner.state_bytes import state_bytes
-from jzero.quantize import dequantize, quantize
 
 QWZ, QGZ = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
 

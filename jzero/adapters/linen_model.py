@@ -18,8 +18,8 @@ from jzero.adapters.constants import Constants
 from jzero.adapters.methods import take_methods
 from jzero.adapters.nnx_model import MASKED, predictor
 from jzero.adapters.torch_habits import refuses_of_models
+from jzero.communication.replicas import axis_exists, replica_axes
 from jzero.errors import ConfigError
-from jzero.replicas import axis_exists, replica_axes
 from jzero.tree import named
 
 PARAMS = "params"

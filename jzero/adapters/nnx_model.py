@@ -17,9 +17,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jzero.adapters.constants import Constants, same
 from jzero.adapters.methods import outputs_of, take_methods
 from jzero.adapters.torch_habits import refuses_of_models
+from jzero.communication.replicas import replica_axes
 from jzero.errors import ConfigError
 from jzero.model import ENDS, STACK, Inputs, stack_loss
-from jzero.replicas import replica_axes
 from jzero.tree import named
 
 Build = Callable[[nnx.Rngs], nnx.Module]

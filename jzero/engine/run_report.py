@@ -9,6 +9,8 @@ from typing import Any
 import jax
 
 from jzero import optimizers
+from jzero.communication.quantize import BLOCK, SMALLEST_BLOCK
+from jzero.communication.zeropp import Plus
 from jzero.config.sizes import BATCH
 from jzero.data.curriculum import curriculum_of
 from jzero.distributed.gpu_faults import loaded_nccl
@@ -18,13 +20,11 @@ from jzero.errors import shorten, some_of
 from jzero.mesh import AXES, PIPE, ZERO
 from jzero.planner.products import products
 from jzero.planner.state_bytes import gradient_dtype, state_bytes, sums_gradients
-from jzero.quantize import BLOCK, SMALLEST_BLOCK
 from jzero.setup import float16_on_cpu
 from jzero.values import trainer
 from jzero.values.kinds import as_json
 from jzero.values.masking import mask
 from jzero.zero import ParamLayout
-from jzero.zeropp import Plus
 
 HALF = "Half precision"
 

@@ -26,10 +26,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from jzero.communication.quantize import block_size, dequantize, quantize
 from jzero.distributed.joining import host_of
 from jzero.errors import ConfigError
 from jzero.mesh import ZERO
-from jzero.quantize import block_size, dequantize, quantize
 from jzero.values.kinds import either
 
 WEIGHT_BITS, GRADIENT_BITS = 8, 4
