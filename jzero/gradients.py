@@ -13,16 +13,17 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jzero import micro_batches, offload, zero
-from jzero.auto_cast import cast_arrays, inputs_of_products, wide_arrays
 from jzero.config import Config
 from jzero.errors import ConfigError
-from jzero.loss import LOSS, Mean, Sums, counter, means, nonzero, pack, read_loss, read_sums
+from jzero.loss import LOSS, Mean, Sums, means, nonzero, pack, read_loss, read_sums
 from jzero.mesh import BATCH_AXES, present, replicas
 from jzero.model import ENDS, STACK, Inputs, Model, StackModel, fold, replace_state, suffix_key, uniform
 from jzero.precision import Precision, cast
 from jzero.remat import Remat, checkpointed
 from jzero.sharding import is_state, stack_length
 from jzero.stack import StackView, fetch, run_stack, scanned, unrolled, unrolls
+from jzero.tracing.auto_cast import cast_arrays, inputs_of_products, wide_arrays
+from jzero.tracing.loss_count import counter
 from jzero.tree import PyTree, leading_dim, named, partition
 
 Read = Callable[[Any], PyTree]  # what a model returned for a micro-batch -> what is collected of it

@@ -28,7 +28,7 @@ class Precision:
       optimizer_state: moments.
       check_overflow: whether a step with a non-finite gradient is skipped.
       scaler: the loss scaler's settings; scale 1 unless fp16.
-      auto_cast: whether the floats of a batch are cast to `compute`: all, none, or "auto", see `jzero.auto_cast`.
+      auto_cast: whether the floats of a batch are cast to `compute`: all, none, or "auto", see `tracing.auto_cast`.
       why: why `compute` is what it is, if the config leaves it open.
     """
 

@@ -14,9 +14,9 @@ from jax import lax
 
 import jzero
 from jzero import planner
-from jzero.auto_cast import inputs_of_products
 from jzero.model import Inputs
 from jzero.planner.products import products
+from jzero.tracing.auto_cast import inputs_of_products
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 ROWS, PATCHES, WIDTH, HEADS, CLASSES = 16, 4, 16, 2, 8

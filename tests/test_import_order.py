@@ -20,8 +20,8 @@ config
 distributed
 checkpoint
 mesh precision loss loss_scale
-communication
-zero sharding offload remat stack micro_batches auto_cast gradients
+communication tracing
+zero sharding offload remat stack micro_batches gradients
 pipeline adapters
 state batch update setup
 inference

@@ -15,7 +15,7 @@ import optax
 from jax.lax import DotAlgorithmPreset
 
 from jzero._compat import inner_jaxprs, without_dead_code
-from jzero.auto_cast import SCOPE as AUTO_CAST
+from jzero.tracing.auto_cast import SCOPE as AUTO_CAST
 from jzero.update import SCOPE as UPDATE
 
 # Code that computes products for a model. The newest frame elsewhere is the model's.
