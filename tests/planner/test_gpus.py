@@ -17,6 +17,7 @@ from jzero.planner import GPUS, Memory, collectives, gpu, gpu_devices, memory
 
 has_cuda_compiler = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 needs_cuda_compiler = pytest.mark.skipif(not has_cuda_compiler, reason="needs jzero[plan]")
+pytestmark = pytest.mark.usefixtures("no_compilation_cache")
 
 
 def test_device_memory():

@@ -15,6 +15,7 @@ from jzero.planner import collectives, gpu_devices
 
 has_cuda_compiler = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 needs_cuda_compiler = pytest.mark.skipif(not has_cuda_compiler, reason="needs jzero[plan]")
+pytestmark = pytest.mark.usefixtures("no_compilation_cache")
 h100 = pytest.param("h100", marks=[pytest.mark.gpu_compile, needs_cuda_compiler])
 REPLICATED = P()
 SEPARATE = {
