@@ -11,6 +11,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PATIENCE = 180  # seconds to start processes; a busy machine is slow
 
+# What conftest.py sets for the tests themselves, for the jobs that train: their processes compile the same programs.
+QUICK = {
+    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    **{name: os.environ[name] for name in ("XLA_FLAGS",) if name in os.environ},
+}
+
 
 class Command:
     """A running `jzero` (or `main`) with these arguments. Its processes have its token on their command line."""

@@ -4,7 +4,7 @@ import re
 import sys
 
 import pytest
-from jobs import ROOT, Command
+from jobs import QUICK, ROOT, Command
 
 sys.path.append(str(ROOT / "tests"))
 
@@ -67,7 +67,7 @@ def job(tmp_path):
     def job(program, *arguments, options=(), processes=2, **env):
         (tmp_path / "worker.py").write_text(WORKER + program)
         command = ["--platform", "cpu", "--num_gpus", processes, *options, "worker.py", *arguments]
-        started.append(Command(*command, cwd=tmp_path, env=env))
+        started.append(Command(*command, cwd=tmp_path, env=QUICK | env))
         return started[-1]
 
     yield job
@@ -92,7 +92,8 @@ def straight(tmp_path_factory):
         if layout not in made:
             path = tmp_path_factory.mktemp("straight")
             (path / "worker.py").write_text(WORKER + TRAIN)
-            done = Command("--platform", "cpu", "--num_gpus", 2, "worker.py", "train", layout, path / "runs", cwd=path)
+            command = ["--platform", "cpu", "--num_gpus", 2, "worker.py", "train", layout, path / "runs"]
+            done = Command(*command, cwd=path, env=QUICK)
             assert done.wait() == 0, done.errors
             made[layout] = losses(done.output)
             assert list(made[layout]) == list(range(1, STEPS + 1))

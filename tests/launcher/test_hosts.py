@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers.sampling import keep
 from hosts import NEEDS, Hosts, can_run
-from jobs import ROOT
+from jobs import QUICK, ROOT
 from workers import WORKER
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(not can_run(), reason=NEEDS)]
@@ -68,11 +68,8 @@ for own in (
 @pytest.mark.slow
 def test_losses_equal_one_process_s(launch, tmp_path):
     (tmp_path / "worker.py").write_text(TRAIN)
-    job = launch("worker.py")
-    one = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4", "PYTHONPATH": str(ROOT)}
-    alone = subprocess.run(
-        [sys.executable, "worker.py"], cwd=tmp_path, env=os.environ | one, capture_output=True, text=True, check=True
-    )
+    job = launch("worker.py", env=QUICK)
+    alone = in_one_process(tmp_path)
     assert job.wait() == 0, job.errors
 
     def said(text):
@@ -80,7 +77,7 @@ def test_losses_equal_one_process_s(launch, tmp_path):
         return np.concatenate([np.atleast_1d(eval(line)) for line in lines])
 
     assert len(said(job.output)) == 8
-    np.testing.assert_allclose(said(job.output), said(alone.stdout), rtol=1e-6)
+    np.testing.assert_allclose(said(job.output), said(alone), rtol=1e-6)
     # `zero` stays within a host, `pipe` spans hosts
     assert re.findall(r"^\[0\] hosts (.*)$", job.output, re.M) == ["[[0, 0, 1, 1], 1]", "[[0, 0, 1, 1], 2]"]
 
@@ -156,13 +153,21 @@ while engine.global_steps < 10:
 """
 
 
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """step -> loss of GOES_ON in one process."""
+    path = tmp_path_factory.mktemp("alone")
+    (path / "worker.py").write_text(GOES_ON)
+    return dict(re.findall(r"^step (\d+) (\S+),", in_one_process(path, PACE="0"), re.M))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("on", ["a", "b"])
-def test_a_job_goes_on_without_a_lost_host(launch, hosts, tmp_path, on):
+def test_a_job_goes_on_without_a_lost_host(launch, hosts, tmp_path, straight, on):
     """It resumes from its checkpoint with the same global batch, even if the first host is lost."""
     (tmp_path / "worker.py").write_text(GOES_ON)
     exported = ["--export", f"PYTHONPATH={ROOT}:{ROOT}/tests", "--export", "PACE=0.5"]
-    job = launch("--max_restarts", 1, "--min_nodes", 1, "--resume", *exported, "worker.py", on=on)
+    job = launch("--max_restarts", 1, "--min_nodes", 1, "--resume", *exported, "worker.py", on=on, env=QUICK)
     job.until("step 4")
     lost = hosts.names["b" if on == "a" else "a"]
     hosts.link("down")
@@ -178,13 +183,6 @@ def test_a_job_goes_on_without_a_lost_host(launch, hosts, tmp_path, on):
     assert {sizes for _, _, sizes in said} == {"(32, 4, 2)", "(32, 4, 4)"}
     again = job.output.partition("resumed from")[2]
     assert all(sizes == "(32, 4, 4)" for sizes in re.findall(r"step \d+ \S+, (.*)$", again, re.M))
-    one = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4", "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "PACE": "0"}
-    (tmp_path / "alone").mkdir()
-    alone = subprocess.run(
-        [sys.executable, "../worker.py"], cwd=tmp_path / "alone", env=os.environ | one, capture_output=True,
-        text=True, check=True,
-    )  # fmt: skip
-    straight = dict(re.findall(r"^step (\d+) (\S+),", alone.stdout, re.M))
     assert {int(n) for n, *_ in said} == set(range(1, 11))
     np.testing.assert_allclose([float(x) for _, x, _ in said], [float(straight[n]) for n, *_ in said], rtol=1e-6)
 
@@ -272,6 +270,15 @@ def test_without_ssh(launch, start, hosts, tmp_path):
     assert jobs[0].wait(20) != 0
     for job in jobs:
         job.gone(2)
+
+
+def in_one_process(directory, **env):
+    """The output of its worker.py in one process with four devices."""
+    one = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    return subprocess.run(
+        [sys.executable, "worker.py"], cwd=directory, env=os.environ | QUICK | one | env, capture_output=True,
+        text=True, check=True,
+    ).stdout  # fmt: skip
 
 
 def host_of(pid):
