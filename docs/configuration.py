@@ -44,10 +44,10 @@ EVERY_KEY = (
     "The keys of DeepSpeed and of jzero, in alphabetical order.\n",
     "- **honoured**: a setting, described above.",
     "- **replaced**: has no meaning under XLA. It loads, and the run report names what does its work.",
-    "- **refused**: would change the run. A value that asks for nothing loads, any other is an error with this text.",
-    "- **detail**: loads; the switch of its section decides.",
-    "- **ignored**: does nothing in DeepSpeed either, or asks for a tool beside the training. It loads, and the run "
-    "report warns. So does a remark: a key that begins with `_`, `#`, `//` or `comment`.",
+    "- **refused**: would change the run. A value that turns it off loads; any other is an error with this text.",
+    "- **detail**: loads with any value; only the switch of its section decides.",
+    "- **ignored**: does nothing in DeepSpeed either, or starts a tool that is no part of training. It loads with a "
+    "warning in the run report. So does a comment, a key that begins with `_`, `#`, `//` or `comment`.",
     "- **name**: another name of a key. Only one of the two can be given.\n",
 )
 

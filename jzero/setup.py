@@ -48,7 +48,7 @@ class Setup:
 
     Attributes:
       batch_sizes: global batch, micro-batch per replica, accumulation.
-      plus: what of ZeRO++ the config asks for.
+      plus: the parts of ZeRO++ that the config turns on.
       layouts: the tree of `ParamLayout`s.
       weights: shapes of the parameters, in the compute dtype.
       schedule: the learning rate over the applied steps; None if the caller's optimizer does not expose it.

@@ -87,9 +87,7 @@ def test_one_line_once_in_a_run(capsys):
     lines = capsys.readouterr().out.splitlines()
     (line,) = (line for line in lines if "profiled" in line)
     assert lines.index(line) == 2  # after the line of step 2 and its times
-    total, terms = re.fullmatch(
-        r"step 2, profiled: device ([\d.]+) ms = (.*) \(and [\d.]+ behind compute\)", line
-    ).groups()
+    total, terms = re.fullmatch(r"step 2, profiled: device ([\d.]+) ms = (.*) \(and [\d.]+ overlapped\)", line).groups()
     terms = dict(term.split(" ") for term in terms.split(" + "))
     assert {FORWARD, BACKWARD, UPDATE} <= set(terms) <= {FORWARD, BACKWARD, UPDATE, OTHER, COLLECTIVES}
     assert float(total) == pytest.approx(sum(map(float, terms.values())), abs=0.05 * 6)

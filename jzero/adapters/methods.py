@@ -20,7 +20,7 @@ def take_methods(model: Any, module: Any) -> None:
 
 
 def outputs_of(module: Any, inputs: Any, training: bool) -> Any:
-    """Call a module, which is told whether it trains if its call takes that and its fields do not fix it."""
+    """Call a module; pass whether it trains, if its call has such an argument and its fields do not fix it."""
     signature = inspect.signature(type(module).__call__)
     taken = sorted(signature.parameters.keys() & TRAINING.keys())
     modes = {name: TRAINING[name] is training for name in taken if vars(module).get(name) is None}

@@ -1,17 +1,17 @@
-"""ZeRO++: stage 3 with less traffic (Wang et al., 2023, arXiv:2306.10209). Each part stands alone.
+"""ZeRO++: stage 3 with less traffic (Wang et al., 2023, arXiv:2306.10209). Each part works alone.
 
-| part | key                        | in place of                     | there is                                   |
+| part | key                        | replaces                        | with                                       |
 |------|----------------------------|---------------------------------|--------------------------------------------|
 | qwZ  | `zero_quantized_weights`   | all-gather in the compute dtype | all-gather of int8 codes and their scales  |
 | qgZ  | `zero_quantized_gradients` | reduce-scatter                  | all-to-all of 4-bit codes and their scales |
-| hpZ  | `zero_hpz_partition_size`  | all-gathers over all devices    | one across groups a step, then inside them |
+| hpZ  | `zero_hpz_partition_size`  | all-gathers over all devices    | one across groups a step, then within them |
 
-qgZ has one all-to-all inside a node and one across nodes, with a sum in float32 after each: the second moves what the
-first has reduced. hpZ keeps a second copy of the weights in the compute dtype, from the start of a step to the end of
-its last backward pass, partitioned among the n devices of a group: 2/n bytes per parameter in half precision.
+qgZ runs one all-to-all within a node and one across nodes, with a sum in float32 after each, so the second moves sums.
+hpZ keeps a second copy of the weights in the compute dtype, from the start of a step to the end of its last backward
+pass, sharded over the n devices of a group: 2/n bytes per parameter in half precision.
 
-DeepSpeed's hpZ gathers every layer over all devices in the first forward pass of a step, and keeps 1/n of it. Here the
-devices with the same place in their groups gather that 1/n from each other: the same copy, with less traffic.
+DeepSpeed's hpZ gathers every layer over all devices in the first forward pass of a step and keeps 1/n of it. In jzero
+the devices with the same rank in their groups gather only that 1/n from each other: the same copy, with less traffic.
 
 The groups of n, and the nodes, are consecutive along `zero`.
 """
@@ -38,13 +38,13 @@ Groups = tuple[tuple[int, ...], ...] | None  # indices along `zero`; None: one g
 
 
 class Plus(NamedTuple):
-    """What of ZeRO++ applies to a parameter.
+    """The parts of ZeRO++ that apply to a parameter.
 
     Attributes:
       weights: whether they are gathered as int8 codes.
       gradients: whether they are reduced as 4-bit codes.
       secondary: the size n of the groups that hold a second copy of the weights; 0: none.
-      node: the devices along `zero` inside of which gradients are reduced first.
+      node: the number of consecutive devices along `zero` that first reduce gradients among themselves.
     """
 
     weights: bool = False
@@ -53,9 +53,9 @@ class Plus(NamedTuple):
     node: int = 1
 
     def of(self, x: Any, shape: tuple[int, ...], group: int) -> Plus:
-        """Return what applies to a parameter, partitioned over `group` devices.
+        """Return the parts that apply to a parameter sharded over `group` devices.
 
-        Codes are for matrices whose parts have blocks; vectors are small, and stay exact, as DeepSpeed's gradients do.
+        Only matrices whose shards divide into blocks are quantized. Vectors are small and stay exact, as in DeepSpeed.
 
         Args:
           x: has a dtype.
@@ -115,7 +115,7 @@ def inside(size: int, n: int) -> Groups:
 
 
 def across(size: int, n: int) -> Groups:
-    """Return the groups of the devices that have the same place in the groups of `inside`."""
+    """Return the groups of devices that have the same rank in the groups of `inside`."""
     return tuple(tuple(range(place, size, n)) for place in range(n))
 
 
@@ -125,18 +125,18 @@ def gather(shard: jax.Array, dim: int, plus: Plus) -> jax.Array:
 
 
 def secondary(shard: jax.Array, dim: int, plus: Plus) -> jax.Array:
-    """Gather a device's part of the second copy from the other groups; the parts of the groups lie side by side."""
+    """Gather a device's part of the second copy from the other groups; the part has one piece from each group."""
     return _gathered(shard, dim, plus.weights, across(lax.axis_size(ZERO), plus.secondary), 1)
 
 
 def gather_secondary(part: jax.Array, dim: int, plus: Plus) -> jax.Array:
-    """Gather a parameter from its second copy, inside the group."""
+    """Gather a parameter from its second copy, within the group."""
     size = lax.axis_size(ZERO)
     return _gathered(part, dim, plus.weights, inside(size, plus.secondary), size // plus.secondary)
 
 
 def _gathered(part: jax.Array, dim: int, quantized: bool, groups: Groups, pieces: int) -> jax.Array:
-    """Gather parts along `dim`, each of which has that many pieces: first all first ones, then all second ones, ..."""
+    """Gather parts of several pieces along `dim`: the result has all first pieces, then all second ones, and so on."""
     if not quantized and pieces == 1:
         return lax.all_gather(part, ZERO, axis=dim, tiled=True, axis_index_groups=groups)
     if quantized:

@@ -1,4 +1,4 @@
-"""Keys that do nothing in DeepSpeed either, or ask for a tool beside the training: a key is a row, with what to write.
+"""Keys that do nothing in DeepSpeed either, or start a tool that is no part of training; each row says what to write.
 
 They load, `Config.ignored` lists them, and the run report warns of each one.
 """
@@ -56,7 +56,7 @@ IGNORED: dict[str, str] = _ignored(
     ("optimizer", _inside("optimizer.params"), OPTIMIZER_PARAMS),
     ("scheduler", _inside("scheduler.params"), SCHEDULER_PARAMS),
     ("fp16", _SWITCH, "fp16 opt_level"),
-    ("fp16", "DeepSpeed has dropped it", "fp16_scale_tolerance"),
+    ("fp16", "DeepSpeed no longer has it", "fp16_scale_tolerance"),
     ("bf16", _WIDE, _SCALER),
     ("bf16", _SWITCH, "bf16 opt_level"),
     ("autotuning", "no tuning runs, and the rest of the config trains as it is. To choose sizes, read the memory of a "
@@ -68,18 +68,18 @@ IGNORED: dict[str, str] = _ignored(
     ("eigenvalue", "DeepSpeed reads it under quantize_training alone", "enabled"),
     ("pipeline", _STAGES, "pipeline_parallel_size num_stages pipeline_num_layers"),
     (_REMAT, 'DeepSpeed reads no such key; write "policy": "full", or "matmuls"', "enabled"),
-    (_ZERO, "DeepSpeed has dropped it", "find_unused_parameters max_elements_per_comm grad_hooks"),
+    (_ZERO, "DeepSpeed no longer has it", "find_unused_parameters max_elements_per_comm grad_hooks"),
     (f"{_ZERO}.offload_param", "it is a key of offload_optimizer", "fast_init pipeline_read pipeline_write ratio"),
     (f"{_ZERO}.offload_optimizer", "it is for NVMe, which jzero does not use", "nvme_path"),
     (f"{_ZERO}.offload_param", "it is for NVMe, which jzero does not use", "nvme_path"),
-    ("compile", "DeepSpeed has dropped it; every step is compiled", "enabled disable backend kwargs"),
+    ("compile", "DeepSpeed no longer has it; every step is compiled", "enabled disable backend kwargs"),
     ("aio", "DeepSpeed reads no such key", "enabled thread_count"),
 )
 # fmt: on
 
 
 def is_comment(key: str) -> bool:
-    """Return whether a key is a remark: `_comment`, `//`, `# note`, `comment2`, and any other with such a beginning.
+    """Return whether a key is a comment: it begins like `_comment`, `//`, `# note` or `comment2`.
 
     >>> [is_comment(key) for key in ("_stage", "comments", "comment_1", "communication_data_type")]
     [True, True, True, False]

@@ -61,7 +61,7 @@ _SCHEDULER = "XLA's latency-hiding scheduler, which overlaps communication and c
 _LAYERWISE = "the layer stack: a layer's parameters are gathered where it runs and freed after it"
 _PINNED = "pinned memory, always"
 _NO_DELAY = "offload_optimizer, which applies every gradient in its own step; ZenFlow delays the smaller ones"
-_IN_PLACE = "the update on the device, which reads and writes the state in the host's memory"
+_IN_PLACE = "the update on the device, which reads and writes the state in host memory"
 _NO_HOOKS = "the compiled step: there are no module hooks to tune"
 _ANY_LAYOUT = "global arrays: a parameter always has its full shape and loads on any layout"
 _ORBAX = "Orbax, from a thread while training goes on"
@@ -75,7 +75,7 @@ REPLACED: dict[str, Replacement] = _replaced(
     ("", number(), _MEAN, "gradient_predivide_factor"),
     ("", FLAG, _ONE_STEP, "disable_allgather"),
     ("", FLAG, "optax: every optimizer works at every stage", "zero_allow_untested_optimizer"),
-    ("", FLAG, "optax: one optimizer for every memory", "zero_force_ds_cpu_optimizer"),
+    ("", FLAG, "optax: the same optimizer for state on the device and on the host", "zero_force_ds_cpu_optimizer"),
     ("", FLAG, "XLA's command buffers (CUDA graphs), on by default", "graph_harvesting"),
     ("", TEXT, "steps_per_print: jzero prints the run report and progress lines", "log_level"),
     ("", FLAG, "the order of the mesh axes", "use_data_before_expert_parallelism"),
@@ -136,10 +136,10 @@ REPLACED: dict[str, Replacement] = _replaced(
     ("checkpoint.writer", FLAG, _ORBAX, "io_buffer_double show_statistics decoupled"),
     ("checkpoint.writer", POSITIVE, _ORBAX, "io_buffer_size io_multiplier"),
     ("data_efficiency", COUNT, "seed, which shuffles training_data", "seed"),
-    (_SAMPLING, POSITIVE, "training_data, which begins again at its end", "num_epochs"),
+    (_SAMPLING, POSITIVE, "training_data, which starts over at its end", "num_epochs"),
     (_SAMPLING, COUNT, "the loader's thread", "num_workers"),
     (_SAMPLING, FLAG, "the loader's thread", "pin_memory"),
-    (f"{_SAMPLING}.curriculum_learning", TEXT, "the step alone: the lengths need no files", "data_cluster_path"),
+    (f"{_SAMPLING}.curriculum_learning", TEXT, "the step's number: lengths need no files", "data_cluster_path"),
     ("compile", FLAG, _COMPILED, "deepcompile free_activation double_buffer symmetric_memory debug_log"
         " sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors"
         " keep_all_input_tensors"),

@@ -106,9 +106,9 @@ class BF16Config(Section):
 
 
 class OffloadOptimizer(Section):
-    """The memory of the float32 masters and the optimizer's state: the device's, or pinned memory of the host ("cpu").
+    """Where the float32 masters and the optimizer's state live: on the device, or in pinned host memory ("cpu").
 
-    `ratio` is the share of them that lies on the host, at least, in whole parameters.
+    `ratio` is the smallest share of their elements on the host: the largest parameters are offloaded until it is met.
     """
 
     device: Annotated[OffloadDevice, PlainValidator(kinds.OFFLOAD_DEVICE)] = "none"
@@ -116,23 +116,23 @@ class OffloadOptimizer(Section):
 
 
 class OffloadParam(Section):
-    """The memory of the parameters under stage 3: the device's, or pinned memory of the host ("cpu").
+    """Where the parameters live under stage 3: on the device, or in pinned host memory ("cpu").
 
-    A layer's weights come to the device where the layer runs, in the forward and again in the backward pass.
+    A layer's weights are copied to the device when the layer runs, in the forward and again in the backward pass.
     """
 
     device: Annotated[OffloadDevice, PlainValidator(kinds.OFFLOAD_DEVICE)] = "none"
 
 
 class ZeroConfig(Section):
-    """What the `zero` axis of the mesh partitions: stage 1 optimizer state, 2 also gradients, 3 also parameters.
+    """The ZeRO stage: 1 shards the optimizer state over the mesh's `zero` axis, 2 also gradients, 3 also parameters.
 
-    `mics_shard_size` sets the size of that axis, and leaves the other devices to the `data` axis. Stage 3 keeps
-    parameters with fewer elements per layer than `stage3_param_persistence_threshold` whole on every device.
+    `mics_shard_size` sets the size of that axis; the other devices go to the `data` axis. Stage 3 replicates
+    parameters with fewer elements per layer than `stage3_param_persistence_threshold`.
 
-    ZeRO++ makes stage 3 move less: `zero_quantized_weights` gathers matrices as int8, `zero_quantized_gradients`
+    ZeRO++ reduces the traffic of stage 3: `zero_quantized_weights` gathers matrices as int8, `zero_quantized_gradients`
     reduces their gradients as 4-bit integers, and `zero_hpz_partition_size` keeps a second copy of the weights during
-    a step, partitioned among groups of that many devices, from which the layers are gathered.
+    a step, sharded over groups of that many devices, from which the layers are gathered.
     """
 
     stage: Annotated[int, PlainValidator(kinds.STAGE)] = 0
@@ -188,7 +188,7 @@ class StackConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Directory of the checkpoints, to save and to resume, and how many with default tags are kept."""
+    """The directory of checkpoints, for saves and resumes, and the number of those with default tags to keep."""
 
     dir: Annotated[str | None, PlainValidator(kinds.TEXT_OR_NULL)] = None
     max_to_keep: PositiveOrNone = None
@@ -210,17 +210,17 @@ class EmaConfig(Section):
     """A moving average of the trained parameters, in float32: ema <- decay * ema + (1 - decay) * parameters.
 
     It is part of the optimizer's state. `engine.eval_batch(batch, ema=True)` evaluates it, `step.averaged(state)` and
-    `engine.save_16bit_model(dir, ema=True)` give it out.
+    `engine.save_16bit_model(dir, ema=True)` return and export it.
     """
 
     decay: Annotated[float, PlainValidator(kinds.FRACTION)] = 0.999
 
 
 class ScheduleConfig(Section):
-    """The numbers of a schedule of difficulties.
+    """The parameters of a schedule of difficulties.
 
     `fixed_linear` and `fixed_root` take `total_curriculum_step` and `difficulty_step`, `fixed_root` also `root_degree`;
-    `fixed_discrete` takes `difficulty`, and `max_step` with one entry less: the last step of each.
+    `fixed_discrete` takes `difficulty`, and `max_step` with one entry fewer: the last step of each.
     """
 
     total_curriculum_step: PositiveOrNone = None
@@ -240,9 +240,9 @@ class CurriculumMetric(Section):
 
 
 class CurriculumLearning(CurriculumMetric):
-    """Sequences that begin at `min_difficulty` tokens and grow to `max_difficulty`, their length in the batch.
+    """Sequences that grow from `min_difficulty` tokens to `max_difficulty`, their length in the batch.
 
-    The engine cuts the batch of every training step. Every length compiles the step once; `difficulty_step` bounds
+    The engine truncates the batch of every training step. The step compiles once per length; `difficulty_step` limits
     their number.
     """
 
@@ -264,7 +264,7 @@ class SamplingCurriculum(Section):
 
 
 class DataSampling(Section):
-    """What the data loader does to the samples."""
+    """The choice of training samples: a curriculum by sequence length."""
 
     enabled: Flag = False
     curriculum_learning: SamplingCurriculum = SamplingCurriculum()
@@ -295,8 +295,8 @@ class Settings(Section):
     With `strict` false, an unknown key is a warning in the run report instead of an error. `gradient_allreduce_op`
     "sum" adds the replicas' gradients at every stage (DeepSpeed refuses it at stage 3).
 
-    `wall_clock_breakdown` and `memory_breakdown` print a line beside each progress line: every `steps_per_print` steps,
-    10 if that is null or Infinity. `dump_state` prints config, mesh, parameters and settings at the start.
+    `wall_clock_breakdown` and `memory_breakdown` print lines with each progress line: every `steps_per_print` steps, or
+    every 10 if that is null or Infinity. `dump_state` prints config, mesh, parameters and settings at the start.
     """
 
     strict: Flag = True

@@ -1,7 +1,7 @@
-"""Curriculum learning by sequence length: sequences begin short and grow with the steps.
+"""Curriculum learning by sequence length: sequences start short and grow with the steps.
 
-The length follows from the number of the step alone, so that a resumed run continues exactly. Shapes are static: every
-length compiles the step once.
+The length depends on the number of the step alone, so a resumed run continues exactly. Shapes are static: the step
+compiles once per length.
 
 Li et al., 2022, "The Stability-Efficiency Dilemma" (arXiv:2108.06084); the formulas are those of DeepSpeed's
 runtime/data_pipeline/curriculum_scheduler.py.
@@ -100,8 +100,8 @@ class Curriculum:
     def cut(self, batch: Any, step: int, *, whole: bool = True) -> Any:
         """Cut a batch, or a micro-batch, to the length of a step.
 
-        Every array whose second dimension is the longest length keeps that many columns; an array with one column more,
-        which holds the next token too, keeps one more. Other arrays stay.
+        Every array whose second dimension is the longest length keeps that many columns. An array with one more column,
+        for the next token, keeps one more. Other arrays stay as they are.
 
         Args:
           whole: whether no such array is an error; labels alone may have none.

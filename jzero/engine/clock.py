@@ -6,7 +6,7 @@ import time
 from typing import NamedTuple
 
 DATA = "data"  # waiting for the micro-batches of an iterator, or of training_data
-HOST = "host"  # checks, the batch's way to the devices, the call of the compiled step; its compilation if it is new
+HOST = "host"  # checks, the batch's transfer to the devices, the call of the compiled step and its compilation
 DEVICE = "device"  # from there until the results of the step are ready
 EVALUATION = "evaluation"
 CHECKPOINT = "checkpoint"  # what a save takes before training goes on
@@ -16,14 +16,14 @@ PARTS = (DATA, HOST, DEVICE, EVALUATION, CHECKPOINT, PROFILE, SCRIPT)
 
 
 class Reading(NamedTuple):
-    """What the clock measured: samples per second, and milliseconds per step of each part."""
+    """A reading of the clock: samples per second, and milliseconds per step of each part."""
 
     speed: float
     parts: dict[str, float]
 
 
 class Clock:
-    """A clock with one hand: each lap gives the time since the last lap to one part, so no time counts twice."""
+    """A stopwatch: each lap adds the time since the last lap to one part, so no time counts twice."""
 
     def __init__(self) -> None:
         self.restart(0, 0)
@@ -35,13 +35,13 @@ class Clock:
         self._lap = time.perf_counter()
 
     def lap(self, part: str) -> None:
-        """Give the time since the last lap to a part."""
+        """Add the time since the last lap to a part."""
         now = time.perf_counter()
         self._seconds[part] = self._seconds.get(part, 0.0) + now - self._lap
         self._lap = now
 
     def read(self, steps: int, samples: int) -> Reading:
-        """Return what the steps since the last restart or reading took; `steps` and `samples` are those of the run."""
+        """Measure the steps since the last restart or reading; `steps` and `samples` count from the run's start."""
         self.lap(HOST)
         count, seconds = steps - self._steps, self._seconds
         speed = (samples - self._samples) / sum(seconds.values())

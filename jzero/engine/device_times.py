@@ -1,7 +1,7 @@
-"""A profile of one step: how long a device spends in forward, backward and update, and waits for collectives.
+"""A profile of one step: the time of a device in forward, backward, update and collectives.
 
-A step is one program, so that no clock of the host sees its parts. The profiler names the operation of each kernel, and
-the operation's metadata in the compiled program says which part of the step it comes from.
+A step is one program, so a clock on the host cannot time its parts. The profiler names the operation of each kernel,
+and the metadata of the compiled program maps the operation to a part of the step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CONTROL = ("while", "conditional", "call")  # their time is that of the operati
 
 
 class Kernel(NamedTuple):
-    """What ran on the device: its own name, that of its operation, and from when to when, in ns."""
+    """A kernel that ran on the device: its name, its operation's name, its start and end in ns."""
 
     name: str
     operation: str
@@ -38,19 +38,19 @@ class Kernel(NamedTuple):
 
 
 class DeviceTimes(NamedTuple):
-    """Milliseconds of each part; `hidden` are those of collectives behind compute, not in `parts`."""
+    """Milliseconds of each part; `hidden`: of collectives that compute overlaps, which are not in `parts`."""
 
     parts: dict[str, float]
     hidden: float
 
 
 class Profile:
-    """A profile of what runs, and becomes ready, between `start` and `stop`.
+    """A profile of one device between `start` and `stop`.
 
     Attributes:
       kernels: of the first device of this process.
       problem: why there are none.
-      is_new: whether nobody has read them.
+      is_new: whether they have not been read yet.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ def _read(file: Path) -> list[Kernel]:
 
 
 def parts_of(text: str) -> dict[str, str]:
-    """Map the instructions of a compiled program, in HLO's text, to their parts of the step; "" for loops and calls.
+    """Map the instructions of a compiled program (HLO text) to parts of the step; "" for loops and calls.
 
     >>> parts_of('%dot.3 = f32[2,2] dot(%a, %b), metadata={op_name="jit(step)/transpose(jvp())/dot_general"}')
     {'dot.3': 'backward'}
@@ -116,7 +116,7 @@ def _part(opcode: str, op_name: str) -> str:
 
 
 def device_times(kernels: Iterable[Kernel], parts: dict[str, str]) -> DeviceTimes:
-    """Add up the time of each part; where kernels overlap, compute counts before collectives.
+    """Add up the time of each part; where kernels overlap, the time counts as compute.
 
     Args:
       parts: of the program that ran, by `parts_of`.
@@ -141,8 +141,8 @@ def device_line(step: int, times: DeviceTimes) -> str:
     """Format the parts of a profiled step.
 
     >>> device_line(10, DeviceTimes({"forward": 6.84, "backward": 15.0, "collectives": 1.2}, 2.25))
-    'step 10, profiled: device 23.0 ms = forward 6.8 + backward 15.0 + collectives 1.2 (and 2.2 behind compute)'
+    'step 10, profiled: device 23.0 ms = forward 6.8 + backward 15.0 + collectives 1.2 (and 2.2 overlapped)'
     """
     listed = " + ".join(f"{part} {ms:.1f}" for part, ms in times.parts.items())
-    behind = f" (and {times.hidden:.1f} behind compute)" if COLLECTIVES in times.parts or times.hidden else ""
+    behind = f" (and {times.hidden:.1f} overlapped)" if COLLECTIVES in times.parts or times.hidden else ""
     return f"step {step}, profiled: device {sum(times.parts.values()):.1f} ms = {listed}{behind}"

@@ -1,4 +1,4 @@
-"""What process 0 prints while a run trains: progress lines, and where the time of a step and the memory go."""
+"""Prints a run's progress on process 0, with the time of each part of a step and the memory in use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVERY = 10  # steps between the lines of a breakdown without steps_per_print: De
 
 
 class Run(Protocol):
-    """The engine, as far as the lines need it."""
+    """The part of the engine that the lines need."""
 
     step_fn: TrainStep
     global_steps: int
@@ -53,7 +53,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time what runs in this context as one part of the step, and what ran before it as the script's."""
+        """Time this context as one part of the step; the time since the last part counts as the script's."""
         self.clock.lap(SCRIPT)
         try:
             yield
@@ -63,8 +63,8 @@ class Monitor:
     def run(self, step: Callable[[], Any], number: int) -> Any:
         """Run a step; under wall_clock_breakdown wait for its results, to tell the devices' time from the host's.
 
-        Otherwise the host prepares the next step meanwhile. The first step that has a line, and is not the run's first,
-        is profiled: once, because that may take longer than the step.
+        Otherwise the host prepares the next step in the meantime. The first step with a progress line is profiled,
+        except the run's first: only once, because a profile may take longer than the step.
         """
         if not (self._timed and self._profile is None and not self._first and self._is_due(number)):
             return self._run(step)

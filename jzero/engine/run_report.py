@@ -90,13 +90,13 @@ def _zero(step: Any) -> str:
 
 
 def _plus(plus: Plus) -> Iterator[str]:
-    """Describe what of ZeRO++ changes the above."""
+    """Describe the parts of ZeRO++ in use."""
     if plus.secondary:
         yield f"gathered from a second copy, made once a step and partitioned among groups of {plus.secondary} (hpZ)"
     if plus.weights:
         yield "matrices gathered as int8 (qwZ)"
     if plus.gradients:
-        yield f"their gradients reduced as 4-bit integers, inside nodes of {plus.node} and then across (qgZ)"
+        yield f"their gradients reduced as 4-bit integers, within nodes of {plus.node} and then across (qgZ)"
 
 
 def _warnings(config: Any, precision: Any) -> list[str]:
