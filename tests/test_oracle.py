@@ -80,7 +80,7 @@ def test_bf16_reduced_in_fp32():
     assert dtypes() == {"bf16"}
 
 
-@pytest.mark.parametrize("stage", keep([1, 2, 3], [1, 3]))
+@pytest.mark.parametrize("stage", keep([1, 2, 3], [3]))
 def test_the_dtype_of_the_reduction_is_not_the_weights(stage):
     """A narrow reduction rounds gradients only: the first loss, before any, is that of wide weights."""
     step, state = prepare("untied", Layout(stage, 8, 1), communication_data_type="bf16")

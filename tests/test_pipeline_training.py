@@ -133,7 +133,6 @@ def test_the_report_says_what_a_switch_costs():
             (Decoder, "zero_bubble", None, 2),
         ],
         [
-            (Decoder, "1f1b", "none", 0),
             (Decoder, "1f1b", "full", 0),
             (Decoder, "zero_bubble", "matmuls", 1),
             (Decoder, "zero_bubble", None, 2),

@@ -129,6 +129,7 @@ def test_layers_with_batch_norm_train_as_on_one_device(equal, mesh, stage, chunk
     assert evaluation == pytest.approx(float(cross_entropy(x, BATCHES[0]["y"])), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_linen_layers_with_batch_norm():
     """Layer by layer they are the nnx module's, which is compared by hand above."""
     step = jzero.make_train_step(

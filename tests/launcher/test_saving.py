@@ -53,7 +53,7 @@ jzero.checkpoint.wait()
     )  # fmt: skip
     assert done.wait(300) == 0, done.errors
     said = [json.loads(line[4:]) for line in done.output.splitlines() if line.startswith('[0] ["')]
-    assert [source for _, source, _ in said] == sum(pairs.values(), [])
+    assert {(name, source) for name, source, _ in said} == {(name, s) for name, chosen in pairs.items() for s in chosen}
     assert {source for _, source, _ in said} == set(names)
     for name, source, found in said:
         np.testing.assert_allclose(found, expected, rtol=1e-6, err_msg=f"{source} -> {name}")
