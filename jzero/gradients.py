@@ -249,8 +249,7 @@ class ManualRegion:
         """Convert local masters to the form that the passes use; see `zero.prepare`."""
         view = self.passes.view
         prepare = view.per_layer(partial(zero.prepare, precision=self.precision))
-        dtype = jnp.promote_types(self.precision.compute, self.precision.reduce)
-        read = partial(offload.read, dtype=dtype, by_layer=not view.layer_axis)
+        read = partial(offload.read, dtype=self.precision.compute)
         pairs = jax.tree.map(prepare, view.layouts, view.split(jax.tree.map(read, self.layouts, masters)))
         diff, nondiff = (jax.tree.map(lambda _, pair, k=k: pair[k], view.layouts, pairs) for k in (0, 1))  # type: ignore[misc]
         state, nondiff = partition(nondiff, is_state(view.layouts))

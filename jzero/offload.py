@@ -105,11 +105,10 @@ def place(shardings: PyTree, on_host: PyTree) -> PyTree:
     return jax.tree.map(lambda s, there: s.with_memory_kind(HOST) if there else s, shardings, on_host)
 
 
-def read(layout: ParamLayout, master: jax.Array, dtype: Any, by_layer: bool) -> jax.Array:
-    """Copy a local master to the device, in another dtype; a slice at a time, so that one slice is there in float32.
+def read(layout: ParamLayout, master: jax.Array, dtype: Any) -> jax.Array:
+    """Copy a local master to the device in another dtype, in a loop over its layers.
 
-    Args:
-      by_layer: whether the caller takes the layers of a stack apart next. XLA then drops the concatenation.
+    Without the loop XLA starts the copies of all layers at once, and they lie on the device in float32.
     """
     if not layout.on_host.master or layout.on_host.in_use:
         return master
@@ -117,11 +116,7 @@ def read(layout: ParamLayout, master: jax.Array, dtype: Any, by_layer: bool) -> 
     def fetch(x: jax.Array) -> jax.Array:
         return to_device(x).astype(dtype)
 
-    if not layout.stacked:
-        return fetch(master)
-    if by_layer:
-        return jnp.concatenate([fetch(lax.slice_in_dim(master, i, i + 1)) for i in range(master.shape[0])])
-    return lax.map(fetch, master)
+    return lax.map(fetch, master) if layout.stacked else fetch(master)
 
 
 def on_device(tree: PyTree) -> PyTree:
