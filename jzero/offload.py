@@ -22,6 +22,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jzero._compat import as_device_array, backends_are_initialized, memory_view
+from jzero.config import Config
 from jzero.config.sections import ZeroConfig
 from jzero.distributed.joining import host_of, hosts
 from jzero.errors import ConfigError
@@ -65,9 +66,11 @@ def check(config: ZeroConfig, mesh: Mesh) -> None:
         )
 
 
-def allow_pinned_memory(config: ZeroConfig) -> None:
+def allow_pinned_memory(config: Config) -> None:
     """Set JAX's limit on pinned memory to the host's memory; JAX reads it once, when it starts the GPUs."""
-    if "cpu" in (config.offload_optimizer.device, config.offload_param.device) and not backends_are_initialized():
+    state, activations = config.zero_optimization, config.activation_checkpointing
+    asked = "cpu" in (state.offload_optimizer.device, state.offload_param.device)
+    if (asked or (activations and activations.cpu_checkpointing)) and not backends_are_initialized():
         os.environ.setdefault(LIMIT, str(physical_gb()))
 
 

@@ -8,14 +8,17 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jzero.config import ActivationCheckpointing, Config
 from jzero.errors import ConfigError
+from jzero.tree import PyTree
 
 Fetch = Callable[[Any], Any]  # (diff, nondiff) -> weights
 Block = Callable[[Any, Any, Any], Any]  # (weights or (diff, nondiff), x, key) -> x
 
+_INPUT = "layer_input"
 # Outputs worth keeping beside `dot_general`, which `_keep_matmuls` tests.
 _MATMULS = ("ragged_dot", "conv_general_dilated", "dot_product_attention_fwd_wrapper", "dot_product_attention_fwd")
 
@@ -71,12 +74,9 @@ def checkpointed(fetch: Fetch, block: Block, remat: Remat, *, unrolled: bool) ->
     everything but products with weights and fused attention, under "full" everything. `cpu_checkpointing` keeps the
     layer's input, and under "matmuls" the products (fused attention is then recomputed), in host memory.
     """
-    policies = jax.checkpoint_policies
-    inputs = policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=["layer_input"] if remat.offload else [],
-        offload_src="device", offload_dst="pinned_host",
-    )  # fmt: skip
-    products = policies.offload_dot_with_no_batch_dims("device", "pinned_host") if remat.offload else _keep_matmuls
+    inputs, products = only_inputs(remat.offload), _keep_matmuls
+    if remat.offload:
+        products = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
 
     def policy(primitive: Any, *args: Any, **params: Any) -> Any:
         named = primitive.name == "name" or remat.kind == "full"
@@ -86,11 +86,24 @@ def checkpointed(fetch: Fetch, block: Block, remat: Remat, *, unrolled: bool) ->
         return regathering(fetch, block) if remat.regather else lambda pair, x, key: block(fetch(pair), x, key)
 
     def run(pair: Any, x: Any, key: jax.Array | None) -> Any:
-        return block(fetch(pair), jax.tree.map(lambda v: checkpoint_name(v, "layer_input"), x), key)
+        return block(fetch(pair), as_input(x), key)
 
     # XLA would merge the recomputation with the forward pass. A scan keeps the two apart by itself; unrolled layers
     # need the barrier that prevent_cse inserts.
     return jax.checkpoint(run, policy=policy, prevent_cse=unrolled)  # type: ignore[attr-defined]
+
+
+def only_inputs(offload: bool) -> Callable:
+    """Make the policy that keeps nothing but arguments; with `offload`, those marked by `as_input` in host memory."""
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=[_INPUT] if offload else [],
+        offload_src="device", offload_dst="pinned_host",
+    )  # fmt: skip
+
+
+def as_input(x: PyTree) -> PyTree:
+    """Mark the floats in the input of a checkpointed function, see `only_inputs`; integers and masks are small."""
+    return jax.tree.map(lambda v: checkpoint_name(v, _INPUT) if jnp.issubdtype(v.dtype, jnp.floating) else v, x)
 
 
 def _keep_matmuls(primitive: Any, *args: Any, **params: Any) -> bool:

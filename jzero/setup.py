@@ -132,7 +132,7 @@ def resolve(
       ConfigError: a config that does not fit the model, the devices or itself.
     """
     check_model(model)
-    offload.allow_pinned_memory(config.zero_optimization)
+    offload.allow_pinned_memory(config)
     config = _with_stages(config, model, mesh)
     mesh = make_mesh(config) if mesh is None else mesh
     check_mesh(mesh)

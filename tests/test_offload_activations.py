@@ -1,5 +1,7 @@
 """Between the forward and the backward pass: activations on the host, and weights that nothing keeps."""
 
+import os
+
 import jax
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ from helpers.offload import BF16, BOTH, PARAM, run
 from layouts import LAYOUTS, Net, batch, settings
 
 import jzero
+from jzero import offload
 from jzero._compat import inner_jaxprs
 
 
@@ -38,6 +41,14 @@ def test_activations_on_the_host_change_no_number():
         _, expected = run("stage3", {}, activation_checkpointing={"policy": policy}, stack={"unroll": False})
         more = {"activation_checkpointing": {"policy": policy, "cpu_checkpointing": True}}
         np.testing.assert_allclose(run("stage3", {}, **more)[1], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_jax_may_pin_all_of_the_hosts_memory_for_activations(on_host, monkeypatch):
+    monkeypatch.delenv(offload.LIMIT, raising=False)
+    monkeypatch.setattr(offload, "backends_are_initialized", lambda: False)
+    offload.allow_pinned_memory(jzero.Config.load({"activation_checkpointing": {"cpu_checkpointing": on_host}}))
+    assert os.environ.pop(offload.LIMIT, None) == (str(offload.physical_gb()) if on_host else None)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def initialize(
     model = model if criterion is None else with_criterion(model, criterion)
     init_distributed()
     config = Config.load(choose_config(args, config))
-    offload.allow_pinned_memory(config.zero_optimization)  # the next line starts JAX's devices
+    offload.allow_pinned_memory(config)  # the next line starts JAX's devices
     watchdog.start(config.watchdog.floor, config.watchdog.ceiling)
     resume = os.environ.get("JZERO_RESUME") if resume is None else None if resume is False else resume
     if not isinstance(resume, str | os.PathLike | None) or resume == "":

@@ -190,6 +190,7 @@ def _effective(step: Any) -> list[str]:
         lines.append(
             f"layer stack: {facts.layers} layers, {'unrolled' if facts.unrolled else 'scanned'}; "
             f"activation checkpointing {facts.remat.kind}"
+            + (", kept in host memory" if facts.remat.offload else "")
             + (f", {facts.layers_per_checkpoint} layers at a time" if facts.remat.interval else "")
         )
     if min(step.mesh.shape[PIPE], step.mesh.shape[ZERO]) > 1 and config.zero_optimization.stage == 3:

@@ -53,6 +53,7 @@ class Stages:
         chunk(weights, state, x, context) -> x, suffix(ends, x, batch, key) -> loss, each with the new state beside its
         result. The weights are (diff, nondiff); a context is the micro-batch's key and the chunk's number in the whole
         model.
+      offload: whether what a forward pass keeps for the backward pass lies in host memory.
     """
 
     n_stages: int
@@ -62,6 +63,7 @@ class Stages:
     objective: Callable[[Any], dict[str, Mean]]
     read: Callable[[Any], PyTree]
     functions: Callable[[Any, PyTree], Functions]
+    offload: bool = False
 
 
 class Carry(NamedTuple):
@@ -138,11 +140,12 @@ class Run:
         if self.cotangent is None:
             return Carry(x, x, None, None, None, None, None, self.state, None, seen)
         accum = self.stages.precision.accum
-        stash = slots.buffer(self.program.stash, self.chunk.stashed_shapes)
-        stash += [] if self.program.turns else [slots.buffer(self.program.stash, x)]
-        rest = slots.buffer(self.program.rest, self.chunk.rest_shapes)
+        stash = slots.buffer(self.program.stash, self.chunk.stashed_types)
+        stash += [] if self.program.turns else [slots.buffer(self.program.stash, self.x, self.stages.offload)]
+        rest = slots.buffer(self.program.rest, self.chunk.rest_types)
         gradients = jax.tree.map(lambda w: jnp.zeros(w.shape, accum), self.diff)
-        former = slots.buffer(leading_dim(self.batch), self.state[ENDS]) if self.keeps_former else None
+        ends = jax.tree.map(jax.typeof, self.state[ENDS])
+        former = slots.buffer(leading_dim(self.batch), ends) if self.keeps_former else None
         return Carry(x, x, floats, floats, stash, rest, gradients, self.state, former, seen)
 
     def execute(self, runs: Runs, carry: Carry, columns: Columns) -> Carry:
@@ -198,7 +201,7 @@ class Run:
             # Read after F wrote: the last stage begins B in the tick of its F, with the residuals of that F.
             kept = slots.read(new["stash"], at["B.slot"])
             if not self.program.turns:  # gpipe: the suffix runs long after F, on the output that F stashed last
-                y, kept = kept[-1], kept[:-1]
+                y, kept = slots.to_device(kept[-1]), kept[:-1]
 
         if "S" in work:
             gradient, dy = self.leave(new, ends, y, at)

@@ -18,13 +18,14 @@ import jax.numpy as jnp
 from jzero.errors import ConfigError
 from jzero.model import Inputs, replace_state, uniform
 from jzero.pipeline.module import PipelineModule, pair
+from jzero.remat import as_input, only_inputs
 from jzero.tree import partition
 
 Buffers = dict[str, jax.Array]  # "float" and "other", each [length], where there are values of the kind
 
 
 def switched(
-    model: PipelineModule, boundaries: Sequence[int], params: Any, inputs: Inputs, is_state: Any
+    model: PipelineModule, boundaries: Sequence[int], params: Any, inputs: Inputs, is_state: Any, offload: bool = False
 ) -> tuple[Callable[[Any], Buffers], Callable[[Any, Buffers, Any, Any], Any], Callable[[Buffers, Any, Any], Any]]:
     """Convert a list of layers, equal or not, to (prefix, chunk, suffix).
 
@@ -36,6 +37,7 @@ def switched(
     Args:
       params: as `PipelineModule.apply` takes them; `inputs`: one micro-batch. Arrays or ShapeDtypeStructs, for shapes.
       is_state: a tree of bools like `params`.
+      offload: whether `chunk` keeps x in host memory.
 
     Raises:
       ConfigError: complex numbers or random keys between layers.
@@ -47,8 +49,10 @@ def switched(
         trees.append(y)
     pack, unpack = _packing(trees)
 
-    @jax.checkpoint
+    @partial(jax.checkpoint, policy=only_inputs(offload))
     def chunk(params: Any, x: Buffers, part: Any, rng: jax.Array | None) -> Any:
+        x = as_input(x)
+
         def branch(p: int) -> Any:
             y, new = run[p](params, x=unpack(x, trees[p]), rng=rng)
             return pack(y), replace_state(partition(params, is_state)[0], new)  # of all layers, whatever the branch

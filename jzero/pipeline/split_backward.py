@@ -50,7 +50,7 @@ class Chunk:
             residuals, self.pullback = jax.tree.flatten(pullback)
             return (combine(y, others), new), residuals
 
-        traced, (y, residuals) = jax.make_jaxpr(forward, return_shape=True)(weights, state, x, context)
+        traced, (y, _) = jax.make_jaxpr(forward, return_shape=True)(weights, state, x, context)
         self.program, self.y_tree = Equations(traced), jax.tree.structure(y)
         self.n_y, start = len(jax.tree.leaves(y)), len(jax.tree.leaves(weights))
         stop = start + len(jax.tree.leaves((state, x)))
@@ -59,11 +59,11 @@ class Chunk:
         # Only residuals that depend on x or state go into the stash; `remake` computes the others.
         depends = self.program.reached_from(self.program.inputs[start:stop])
         self.stashed = list(dict.fromkeys(v for v in self.residuals if not is_constant(v) and v in depends))
-        self.stashed_shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.stashed]
-        self.rest_shapes: list[jax.ShapeDtypeStruct] = []
+        self.stashed_types = [v.aval for v in self.stashed]
+        self.rest_types: list[Any] = []
         self.remake = self.program.needed(self.residuals, given=[*self.known, *self.stashed])
         if split:
-            self._split([jax.ShapeDtypeStruct(r.shape, r.dtype) for r in residuals], split_floats(y[0])[0])
+            self._split([v.aval for v in self.residuals], split_floats(y[0])[0])
 
     def forward(self, weights: Any, state: Any, x: Any, context: Any) -> tuple[Any, Arrays]:
         """Compute ((y, new state), residuals to stash)."""
@@ -91,7 +91,7 @@ class Chunk:
         values = [*jax.tree.leaves((weights, context)), *kept]
         return self.program.run(self.remake, [*self.known, *self.stashed], values)(self.residuals)
 
-    def _split(self, residuals: Sequence[jax.ShapeDtypeStruct], dy: Any) -> None:
+    def _split(self, residuals: Sequence[Any], dy: Any) -> None:
         def backward(residuals: Any, dy: Any) -> Any:
             return jax.tree.unflatten(self.pullback, residuals)(dy)
 
@@ -110,7 +110,7 @@ class Chunk:
         made = {v for eqn in self.second for v in eqn.outvars} | set(self.back.inputs[: len(residuals)])
         used = [v for eqn in self.second for v in eqn.invars] + self.dw
         self.crossing = list(dict.fromkeys(v for v in used if not is_constant(v) and v not in made))
-        self.rest_shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.crossing]
+        self.rest_types = [v.aval for v in self.crossing]
         self.first = self.back.needed([*self.dx, *self.crossing], given=self.back.inputs)
 
 

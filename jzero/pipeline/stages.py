@@ -76,7 +76,9 @@ def pipelined(
     switches = isinstance(model, PipelineModule) and (not model.stack or len(model.stack) % parts)
     cut = (_switched_stages if switches else _stack_stages)(model, config, mesh, layouts, precision)
     read = read or partial(read_sums, model)
-    stages = Stages(n_stages, chunks, cut.view, precision, partial(read_loss, model), read, cut.functions)
+    stages = Stages(
+        n_stages, chunks, cut.view, precision, partial(read_loss, model), read, cut.functions, cut.facts.remat.offload
+    )
 
     def schedule(micro_batches: int) -> Any:
         return make_schedule(config.pipeline.schedule, n_stages, micro_batches, chunks)
@@ -127,7 +129,7 @@ def _refuse(key: str, stages: int, why: str) -> None:
 def _stack_stages(model: StackModel, config: Config, mesh: Mesh, layouts: PyTree, precision: Precision) -> _Cut:
     stages, chunks = mesh.shape[PIPE], config.pipeline.chunks
     remat = Remat.resolve(config, model, regather=False)
-    _check_stack(model, config, layouts, stages, remat)
+    _check_stack(model, config, layouts, stages)
     length = stack_length(layouts)
     depth = length // (stages * chunks)
     view = _chunk_view(layouts, stages, chunks, depth, precision)
@@ -179,13 +181,9 @@ def divided_vocabulary(layouts: PyTree) -> tuple[str | None, set[int]]:
     return PIPE if divided else None, {size for layout in divided for size in layout.shape}
 
 
-def _check_stack(model: Any, config: Config, layouts: PyTree, stages: int, remat: Remat) -> None:
+def _check_stack(model: Any, config: Config, layouts: PyTree, stages: int) -> None:
     """Raise a ConfigError for a model or an option that stages of a stack do not support."""
     chunks = config.pipeline.chunks
-    if remat.offload:
-        _refuse(
-            "activation_checkpointing.cpu_checkpointing = true", stages, "not yet: a pipeline's stash is on the GPU"
-        )
     if not isinstance(model, StackModel):
         raise ConfigError(
             f"mesh.pipe = {stages}: {model!r} has no layer stack to cut into stages; give it prefix, "
@@ -241,12 +239,13 @@ def _switched_stages(model: PipelineModule, config: Config, mesh: Mesh, layouts:
     stages, chunks = mesh.shape[PIPE], config.pipeline.chunks
     section = config.activation_checkpointing
     asked = Remat.resolve(config, model, regather=False)
-    if section and (section.cpu_checkpointing or section.policy in ("matmuls", "none")):
+    if section and section.policy in ("matmuls", "none"):
         why = "layers in no stack that the stages divide are always recomputed"
-        _refuse(f"activation_checkpointing = {section}", stages, why)
+        _refuse(f'activation_checkpointing.policy = "{section.policy}"', stages, why)
     if config.stack.unroll is False:
         _refuse("stack.unroll = false", stages, "the layers of a pipeline are always unrolled")
-    remat = Remat(ActivationCheckpointing(policy="full"), asked.interval, regather=False)
+    section = ActivationCheckpointing(policy="full", cpu_checkpointing=asked.offload)
+    remat = Remat(section, asked.interval, regather=False)
     stacked = isinstance(model, StackModel)
     whole = unrolled(layouts) if stacked else scanned(layouts)
     view = StackView(  # one tree, where the executor expects a list of layers
@@ -262,7 +261,7 @@ def _switched_stages(model: PipelineModule, config: Config, mesh: Mesh, layouts:
             return fetch(whole.layouts, tuple(tree[0] for tree in weights), precision)  # type: ignore[arg-type]
 
         params = jax.eval_shape(lambda: everything([pair[STACK] for pair in pairs]))
-        pack, run, loss = switched(model, boundaries, params, part, is_state(whole.layouts))
+        pack, run, loss = switched(model, boundaries, params, part, is_state(whole.layouts), remat.offload)
 
         def chunk(weights: Any, state: Any, x: Any, context: Any) -> Any:
             (diff, nondiff), (key, number) = weights, context

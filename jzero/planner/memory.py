@@ -41,7 +41,8 @@ def memory(compiled: jax.stages.Compiled, step: TrainStep | None = None) -> Memo
 
     Args:
         step: the step that was compiled, if its config offloads. The compilers for CPUs and for GPUs that are not there
-            count what lies in host memory as the device's; only a real GPU's tells the two apart.
+            count a state in host memory as the device's; only a real GPU's tells the two apart. Activations in host
+            memory (`cpu_checkpointing`) every GPU's compiler counts as such, and the one for CPUs as the device's.
 
     Raises:
         ValueError: the backend that compiled the program reports no memory analysis.
