@@ -17,13 +17,13 @@ from math import prod
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
 from jzero._compat import as_device_array, backends_are_initialized, memory_view
 from jzero.config import Config
 from jzero.config.sections import ZeroConfig
+from jzero.distributed.host_memory import memory_gb
 from jzero.distributed.joining import host_of, hosts
 from jzero.errors import ConfigError
 from jzero.mesh import PIPE, is_gpu
@@ -67,11 +67,20 @@ def check(config: ZeroConfig, mesh: Mesh) -> None:
 
 
 def allow_pinned_memory(config: Config) -> None:
-    """Set JAX's limit on pinned memory to the host's memory; JAX reads it once, when it starts the GPUs."""
+    """Set JAX's limit on pinned memory; JAX reads it once, when it starts the GPUs."""
     state, activations = config.zero_optimization, config.activation_checkpointing
     asked = "cpu" in (state.offload_optimizer.device, state.offload_param.device)
     if (asked or (activations and activations.cpu_checkpointing)) and not backends_are_initialized():
-        os.environ.setdefault(LIMIT, str(physical_gb()))
+        os.environ.setdefault(LIMIT, str(pinnable_gb()))
+
+
+def pinnable_gb() -> int:
+    """Return how much of the host's memory may be pinned, in GiB.
+
+    JAX's allocator takes memory in regions of growing powers of two, up to its limit, and so more than it hands out.
+    Without a margin for the rest of the job the kernel would kill it.
+    """
+    return int(0.9 * memory_gb())
 
 
 def check_pinned_memory(n_bytes: int, mesh: Mesh) -> None:
@@ -84,11 +93,12 @@ def check_pinned_memory(n_bytes: int, mesh: Mesh) -> None:
     here = hosts()[jax.process_index()]
     devices = len(mesh.local_devices), sum(host_of(device) == here for device in mesh.devices.flat)
     of_process, of_host = (n_bytes * n / 2**30 for n in devices)
-    limit, memory = float(os.environ.get(LIMIT, DEFAULT_GB)), physical_gb()
-    if of_host > memory:
+    limit = float(os.environ.get(LIMIT, DEFAULT_GB))
+    if of_host > pinnable_gb():
         raise ConfigError(
             f"zero_optimization.offload_optimizer or offload_param: this host's part of the state takes {of_host:.0f} "
-            f"GiB, and its memory is {memory}; use more hosts, or lower offload_optimizer.ratio"
+            f"GiB, and {pinnable_gb()} may be pinned, 90 % of its memory or of the job's limit; use more hosts, or "
+            "lower offload_optimizer.ratio"
         )
     if of_process > limit:
         raise ConfigError(
@@ -96,11 +106,6 @@ def check_pinned_memory(n_bytes: int, mesh: Mesh) -> None:
             f"{of_process:.0f} GiB of host memory, and JAX may pin {limit:.0f}; set the environment variable {LIMIT} "
             "before the program starts, or lower offload_optimizer.ratio"
         )
-
-
-def physical_gb() -> int:
-    """Return the host's memory in GiB."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30
 
 
 def place(shardings: PyTree, on_host: PyTree) -> PyTree:

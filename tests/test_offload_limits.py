@@ -19,6 +19,7 @@ from layouts import LAYOUTS, Net, settings
 import jzero
 from jzero import offload
 from jzero.distributed import joining
+from jzero.distributed.host_memory import memory_gb
 from jzero.planner import gpu_devices, memory
 from jzero.planner.state_bytes import state_bytes
 
@@ -114,7 +115,7 @@ print("LIMIT", os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"])
 """
 
 
-def test_initialize_lets_jax_pin_all_of_the_hosts_memory():
+def test_initialize_lets_jax_pin_most_of_the_hosts_memory():
     """JAX reads the limit when it starts its devices, so it is set before."""
     env = {name: value for name, value in os.environ.items() if name != offload.LIMIT}
     done = subprocess.run(
@@ -124,7 +125,7 @@ def test_initialize_lets_jax_pin_all_of_the_hosts_memory():
         text=True,
         check=True,
     )
-    assert f"LIMIT {offload.physical_gb()}" in done.stdout
+    assert f"LIMIT {offload.pinnable_gb()}" in done.stdout
 
 
 def test_old_names_of_deepspeed():
@@ -146,16 +147,37 @@ def test_more_host_memory_than_jax_may_pin(monkeypatch):
     offload.check_pinned_memory(2 * 2**30, mesh)
     with pytest.raises(jzero.ConfigError, match=r"takes 5 GiB .* JAX may pin 4; set .*XLA_PJRT_GPU_HOST_MEMORY"):
         offload.check_pinned_memory(5 * 2**29, mesh)
-    with pytest.raises(jzero.ConfigError, match=r"this host's part .* its memory is \d+; use more hosts, or lower"):
-        offload.check_pinned_memory(offload.physical_gb() * 2**30, mesh)
+    with pytest.raises(jzero.ConfigError, match=r"this host's part .* \d+ may be pinned, .*; use more hosts, or lower"):
+        offload.check_pinned_memory(offload.pinnable_gb() * 2**30, mesh)
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limit"),
+    [
+        ("0::/job/step\n", {"sys/fs/cgroup/job/memory.max": 3, "sys/fs/cgroup/job/step/memory.max": "max"}, 3),
+        ("0::/../pod\n", {"sys/fs/cgroup/memory.max": 2}, 2),
+        ("5:cpu:/a\n4:memory:/a\n", {"sys/fs/cgroup/memory/a/memory.limit_in_bytes": 1}, 1),
+        ("0::/\n", {}, None),
+        (None, {}, None),
+    ],
+)
+def test_memory_of_a_job(tmp_path, groups, files, limit):
+    """Slurm's job limit above its step's, a container that sees only its own, cgroups of version 1, none."""
+    if groups is not None:
+        (tmp_path / "proc/self").mkdir(parents=True)
+        (tmp_path / "proc/self/cgroup").write_text(groups)
+    for name, value in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{value if value == 'max' else value * 2**30}\n")
+    assert memory_gb(tmp_path) == (limit or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30)
 
 
 def test_processes_of_a_host_share_its_memory(monkeypatch):
     devices = [SimpleNamespace(process_index=process) for process in (0, 1, 2)]
     mesh = SimpleNamespace(devices=np.array(devices), local_devices=devices[:1])
     monkeypatch.setattr(offload, "is_gpu", lambda mesh: True)
-    monkeypatch.setenv(offload.LIMIT, str(offload.physical_gb()))
-    three_quarters = offload.physical_gb() * 2**30 * 3 // 4
+    monkeypatch.setenv(offload.LIMIT, str(offload.pinnable_gb()))
+    three_quarters = offload.pinnable_gb() * 2**30 * 3 // 4
 
     def on(*hosts):
         for module in (joining, offload):
