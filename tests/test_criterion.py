@@ -275,7 +275,7 @@ def test_calls_that_do_not_fit():
     with pytest.raises(jzero.ConfigError, match=r"these outputs were not read before .*before engine.step\(\)"):
         unread.shape  # noqa: B018
     for batch in ({"x": x, "labels": labels}, (x, labels, labels), x):
-        with pytest.raises(jzero.ConfigError, match=r"with a criterion a batch is \(inputs, labels\)"):
+        with pytest.raises(jzero.ConfigError, match=r"with a criterion .* a batch is \(inputs, labels\)"):
             engine.eval_batch(batch)
     with pytest.raises(jzero.ConfigError, match=r"extra: the criterion does not take it; write def criterion\(outputs"):
         engine.eval_batch((x, labels), extra=1.0)

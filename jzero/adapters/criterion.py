@@ -75,6 +75,10 @@ class CriterionModel:
 def inputs_and_labels(batch: Any) -> tuple[Any, Any]:
     """Return the two parts of a batch."""
     if not (isinstance(batch, tuple | list) and len(batch) == 2):
-        kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list | dict) else type(batch)
-        raise ConfigError(f"with a criterion a batch is (inputs, labels), but this is a {kind}")
+        size = f" of {len(batch)}" if isinstance(batch, tuple | list | dict) else ""
+        shape = f" of shape {batch.shape}" if hasattr(batch, "shape") else ""
+        raise ConfigError(
+            "with a criterion or a PipelineModule a batch is (inputs, labels), but this is a "
+            f"{type(batch).__name__}{size}{shape}"
+        )
     return batch[0], batch[1]

@@ -15,9 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jzero.adapters.criterion import inputs_and_labels
 from jzero.errors import ConfigError
 from jzero.model import Inputs, replace_state, uniform
-from jzero.pipeline.module import PipelineModule, pair
+from jzero.pipeline.module import PipelineModule
 from jzero.remat import as_input, only_inputs
 from jzero.tree import partition
 
@@ -43,7 +44,7 @@ def switched(
       ConfigError: complex numbers or random keys between layers.
     """
     run = [partial(uniform(model, model.run), start=start, stop=stop) for start, stop in pairwise(boundaries)]
-    trees = [jax.eval_shape(lambda x: x, pair(inputs.batch)[0])]
+    trees = [jax.eval_shape(lambda x: x, inputs_and_labels(inputs.batch)[0])]
     for layers in run:
         y = jax.eval_shape(lambda params, x, layers=layers: layers(params, x=x, rng=None)[0], params, trees[-1])
         trees.append(y)
@@ -62,7 +63,7 @@ def switched(
     def suffix(x: Buffers, inputs: Inputs, rng: jax.Array | None) -> Any:
         return model.end(unpack(x, trees[-1]), inputs.batch, inputs.extra)
 
-    return lambda inputs: pack(pair(inputs.batch)[0]), chunk, suffix
+    return lambda inputs: pack(inputs_and_labels(inputs.batch)[0]), chunk, suffix
 
 
 def _packing(trees: Sequence[Any]) -> tuple[Callable[[Any], Buffers], Callable[[Buffers, Any], Any]]:

@@ -13,7 +13,6 @@ cuts the stack. If there is none, or the stages do not divide it, the pipeline c
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from itertools import groupby
@@ -24,6 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from jzero.adapters.constants import shapes_only
+from jzero.adapters.criterion import inputs_and_labels
+from jzero.adapters.methods import extra_for
 from jzero.adapters.torch_habits import refuses_of_models
 from jzero.errors import ConfigError
 from jzero.model import ENDS, STACK, Inputs, fold, stack_loss
@@ -151,15 +152,14 @@ class PipelineModule:
     def loss(self, params: Any, batch: Any, rng: jax.Array | None, extra: Any = None) -> Any:
         if self.stack:
             return stack_loss(self, params, Inputs(batch, extra), rng)  # type: ignore[arg-type]
-        x, new = self._run(params, 0, len(self._layers), pair(batch)[0], rng)
+        x, new = self._run(params, 0, len(self._layers), inputs_and_labels(batch)[0], rng)
         return self._with(new, self.end(x, batch, extra))
 
     def end(self, outputs: Any, batch: Any, extra: Any) -> Any:
         """Call the loss function."""
-        takes = takes_extra(self.loss_fn)
-        if extra is not None and not takes:
-            raise ConfigError("extra: loss_fn does not take it; write def loss_fn(outputs, labels, extra)")
-        return self.loss_fn(outputs, pair(batch)[1], **({"extra": extra} if takes else {}))
+        given = {} if extra is None else {"extra": extra}
+        refusal = "extra: loss_fn does not take it; write def loss_fn(outputs, labels, extra)"
+        return self.loss_fn(outputs, inputs_and_labels(batch)[1], **extra_for(self.loss_fn, given, refusal))
 
     def module(self, params: Any, rng: jax.Array | None = None) -> Callable[[Any], Any]:
         """Return the layers as a function `inputs -> outputs`; rng None is evaluation."""
@@ -242,7 +242,7 @@ class PipelineModule:
         return x, new
 
     def _prefix(self, ends: Any, batch: Any, rng: jax.Array | None, extra: Any = None) -> Any:
-        x, new = self._through(ends, range(self.stack.start), pair(batch)[0], rng)
+        x, new = self._through(ends, range(self.stack.start), inputs_and_labels(batch)[0], rng)
         return self._with(new, x)
 
     def _block(self, layer: Any, x: Any, rng: jax.Array | None) -> Any:
@@ -272,7 +272,7 @@ class PipelineModule:
 
     def _make_layers(self, example: Any) -> list[Any]:
         """Make `_layers`; return each layer's abstract input and the last output, all None without an example batch."""
-        x, labels = (None, None) if example is None else jax.eval_shape(lambda batch: batch, pair(example))
+        x, labels = (None, None) if example is None else jax.eval_shape(lambda batch: batch, inputs_and_labels(example))
         inputs = [x]
         for i, item in enumerate(self.layers):
             where = f"layers[{i}] ({layer_name(item)})"
@@ -291,7 +291,7 @@ class PipelineModule:
                 with self._fits(i, x), shapes_only():
                     x = jax.eval_shape(lambda params, x, i=i: self._layer(i, params, x, None)[0], layer.params, x)
             inputs.append(x)
-        if example is not None and not takes_extra(self.loss_fn):
+        if example is not None and not extra_for(self.loss_fn, {}, ""):
             with prefixed_errors(f"loss_fn does not fit outputs {show(x)} and labels {show(labels)}"):
                 jax.eval_shape(self.loss_fn, x, labels)
         return inputs
@@ -330,16 +330,3 @@ class PipelineModule:
         splits = [layer.split(layer.params) for layer in self._layers]
         tied = {layer.key: shared for layer, (_, shared) in zip(self._layers, splits, strict=True)}
         return size([own for own, _ in splits]) + size(list(tied.values()))
-
-
-def pair(batch: Any) -> tuple[Any, Any]:
-    """Return the batch as (inputs, labels)."""
-    if not (isinstance(batch, tuple | list) and len(batch) == 2):
-        kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, list | tuple | dict) else show(batch)
-        raise ConfigError(f"PipelineModule: a batch is (inputs, labels), but this is a {kind}")
-    return batch[0], batch[1]
-
-
-def takes_extra(loss_fn: Callable) -> bool:
-    """Return whether the loss function needs what is passed to the step beside the batch."""
-    return "extra" in inspect.signature(loss_fn).parameters
