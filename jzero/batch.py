@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.errors import ConfigError
-from jzero.offload import to_devices
+from jzero.offload.transfers import to_devices
 from jzero.tree import named, path_name
 
 

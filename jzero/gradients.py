@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jzero import micro_batches, offload, zero
+from jzero import micro_batches, zero
 from jzero.config import Config
 from jzero.errors import ConfigError
 from jzero.loss import LOSS, Mean, Sums, means, nonzero, pack, read_loss, read_sums
 from jzero.mesh import BATCH_AXES, present, replicas
 from jzero.model import ENDS, STACK, Inputs, Model, StackModel, fold, replace_state, suffix_key, uniform
+from jzero.offload import transfers
 from jzero.precision import Precision, cast
 from jzero.remat import Remat, checkpointed
 from jzero.sharding import is_state, stack_length
@@ -249,7 +250,7 @@ class ManualRegion:
         """Convert local masters to the form that the passes use; see `zero.prepare`."""
         view = self.passes.view
         prepare = view.per_layer(partial(zero.prepare, precision=self.precision))
-        read = partial(offload.read, dtype=self.precision.compute)
+        read = partial(transfers.read, dtype=self.precision.compute)
         pairs = jax.tree.map(prepare, view.layouts, view.split(jax.tree.map(read, self.layouts, masters)))
         diff, nondiff = (jax.tree.map(lambda _, pair, k=k: pair[k], view.layouts, pairs) for k in (0, 1))  # type: ignore[misc]
         state, nondiff = partition(nondiff, is_state(view.layouts))

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jzero.config import ActivationCheckpointing, Config
 from jzero.errors import ConfigError
+from jzero.offload.transfers import HOST
 from jzero.tree import PyTree
 
 Fetch = Callable[[Any], Any]  # (diff, nondiff) -> weights
@@ -76,7 +77,7 @@ def checkpointed(fetch: Fetch, block: Block, remat: Remat, *, unrolled: bool) ->
     """
     inputs, products = only_inputs(remat.offload), _keep_matmuls
     if remat.offload:
-        products = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+        products = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", HOST)
 
     def policy(primitive: Any, *args: Any, **params: Any) -> Any:
         named = primitive.name == "name" or remat.kind == "full"
@@ -97,7 +98,7 @@ def only_inputs(offload: bool) -> Callable:
     """Make the policy that keeps nothing but arguments; with `offload`, those marked by `as_input` in host memory."""
     return jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=[_INPUT] if offload else [],
-        offload_src="device", offload_dst="pinned_host",
+        offload_src="device", offload_dst=HOST,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero import offload, optimizers, sharding
+from jzero import optimizers, sharding
 from jzero._compat import allow_float16_products_on_cpu
 from jzero.communication import zeropp
 from jzero.config import Config
@@ -21,6 +21,7 @@ from jzero.errors import ConfigError
 from jzero.gradients import ManualRegion, Passes, sequential
 from jzero.mesh import BATCH_AXES, PIPE, batch_spec, check_against, check_mesh, is_gpu, make_mesh, present, replicas
 from jzero.model import ENDS, Model, StackModel, check_model
+from jzero.offload import choice, pinned_memory
 from jzero.optimizers import lr_schedules, wrappers
 from jzero.pipeline.stages import pipelined
 from jzero.precision import Precision, cast, settle_precision
@@ -132,12 +133,12 @@ def resolve(
       ConfigError: a config that does not fit the model, the devices or itself.
     """
     check_model(model)
-    offload.allow_pinned_memory(config)
+    pinned_memory.allow(config)
     config = _with_stages(config, model, mesh)
     mesh = make_mesh(config) if mesh is None else mesh
     check_mesh(mesh)
     check_against(config, mesh)
-    offload.check(config.zero_optimization, mesh)
+    choice.check(config.zero_optimization, mesh)
     batch_sizes = config.batch(replicas(mesh), former)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     config, why = settle_precision(config, shapes, mesh.devices.flat[0])
@@ -237,7 +238,7 @@ def _layouts(model: Model, shapes: PyTree, config: Config, mesh: Mesh, plus: zer
         if keys := [f"{key} = {list(patterns)}" for key, patterns in given.items() if patterns is not None]:
             raise ConfigError(f"{', '.join(keys)}: every parameter is frozen; leave one to train")
         raise ConfigError(f"{model!r} has no parameters to train: init(rng) returned no floating-point arrays")
-    return offload.choose(layouts, config.zero_optimization)
+    return choice.choose(layouts, config.zero_optimization)
 
 
 def _vocabulary(model: Model, params: PyTree, stages: int) -> dict[str, int]:

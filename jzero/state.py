@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jzero import offload
 from jzero.errors import ConfigError, some_of
 from jzero.loss_scale import LossScale
 from jzero.mesh import shardings
+from jzero.offload import pinned_memory, transfers
 from jzero.precision import cast
 from jzero.setup import Setup
 from jzero.sharding import optimizer_layouts, specs, trainable
@@ -93,7 +93,7 @@ class States:
             params=jax.tree.map(lambda layout: layout.on_host.master, params),
             opt_state=jax.tree.map(lambda layout: layout.on_host.moments, opt_state),
         )
-        self.shardings = offload.place(shardings(setup.mesh, self.specs), self.on_host)
+        self.shardings = transfers.place(shardings(setup.mesh, self.specs), self.on_host)
         self._init = self._in_parts(self._new, lambda state: state)
         without = partial(dataclasses.replace, params=None)
         self._init_around = self._in_parts(lambda params, rng: without(self._around(params, rng)), without)
@@ -112,7 +112,7 @@ class States:
 
     def _around(self, params: PyTree, rng: jax.Array) -> TrainState:
         """Make a new state around these parameters."""
-        opt_state = self._setup.tx.init(offload.on_device(partition(params, trainable(self._setup.layouts))[0]))
+        opt_state = self._setup.tx.init(transfers.on_device(partition(params, trainable(self._setup.layouts))[0]))
         return TrainState(
             jnp.zeros((), jnp.int32), params, opt_state, self._loss_scale(), jax.random.fold_in(rng, RUN_KEY),
             getattr(self._setup.model, "names", None),
@@ -123,7 +123,7 @@ class States:
 
     def init(self, rng: jax.Array, params: PyTree = None, donate: bool = False) -> TrainState:
         """Make a new state; see `TrainStep.init`."""
-        offload.check_pinned_memory(self.host_bytes, self._setup.mesh)
+        pinned_memory.check(self.host_bytes, self._setup.mesh)
         rng, model = check_key(rng), self._setup.model
         values, adopt = getattr(model, "values", None), getattr(model, "adopt", lambda params: params)
         if params is None:

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jzero import offload, optimizers
+from jzero import optimizers
 from jzero.gradients import Result
 from jzero.loss import LOSS
+from jzero.offload import transfers
 from jzero.setup import Setup
 from jzero.sharding import is_state, trainable
 from jzero.state import TrainState
@@ -50,7 +51,7 @@ def update(
         factor = jnp.where(norm > clip, clip / norm, 1.0)
         grads = jax.tree.map(lambda g: g * factor, grads)
     stored, frozen = partition(state.params, trainable(setup.layouts))
-    old, old_opt_state = offload.on_device((stored, state.opt_state))
+    old, old_opt_state = transfers.on_device((stored, state.opt_state))
     extra = {} if rate is None else {"lr_factor": rate / setup.schedule.constant}
     updates, opt_state = setup.tx.update(grads, old_opt_state, old, value=result.means[LOSS], **extra)
     if setup.averaging:  # before it, the gradients are those of each device
@@ -65,7 +66,7 @@ def update(
         (optax.apply_updates(old, updates), opt_state, result.state),
         (old, old_opt_state, kept),
     )
-    params, opt_state = offload.as_stored((params, opt_state), (stored, state.opt_state))
+    params, opt_state = transfers.as_stored((params, opt_state), (stored, state.opt_state))
     own = {
         "grad_norm": norm,
         "lr": learning_rate(setup, state) if rate is None else rate,

@@ -56,7 +56,7 @@ def stage_rule(stage: int, gather_once: bool = False, plus: zeropp.Plus = zeropp
 
 
 class OnHost(NamedTuple):
-    """Which parts of a parameter's state live in host memory, see `jzero.offload`.
+    """Which parts of a parameter's state live in host memory, see `jzero.offload.choice`.
 
     Attributes:
       master: the master, or a frozen parameter.

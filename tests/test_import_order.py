@@ -18,10 +18,10 @@ model values
 optimizers
 config
 distributed
-checkpoint
 mesh precision loss loss_scale
 communication tracing
 zero sharding offload remat stack micro_batches gradients
+checkpoint
 pipeline adapters
 state batch update setup
 inference

@@ -9,8 +9,8 @@ from helpers.offload import BF16, BOTH, PARAM, run
 from layouts import LAYOUTS, Net, batch, settings
 
 import jzero
-from jzero import offload
 from jzero._compat import inner_jaxprs
+from jzero.offload import pinned_memory
 
 
 def scans(jaxpr):
@@ -45,10 +45,10 @@ def test_activations_on_the_host_change_no_number():
 
 @pytest.mark.parametrize("on_host", [True, False])
 def test_jax_may_pin_all_of_the_hosts_memory_for_activations(on_host, monkeypatch):
-    monkeypatch.delenv(offload.LIMIT, raising=False)
-    monkeypatch.setattr(offload, "backends_are_initialized", lambda: False)
-    offload.allow_pinned_memory(jzero.Config.load({"activation_checkpointing": {"cpu_checkpointing": on_host}}))
-    assert os.environ.pop(offload.LIMIT, None) == (str(offload.physical_gb()) if on_host else None)
+    monkeypatch.delenv(pinned_memory.LIMIT, raising=False)
+    monkeypatch.setattr(pinned_memory, "backends_are_initialized", lambda: False)
+    pinned_memory.allow(jzero.Config.load({"activation_checkpointing": {"cpu_checkpointing": on_host}}))
+    assert os.environ.pop(pinned_memory.LIMIT, None) == (str(pinned_memory.pinnable_gb()) if on_host else None)
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from helpers.offload import BF16, CPU, OPTIMIZER, PARAM, run
 from layouts import LAYOUTS, Net, settings
 
 import jzero
-from jzero import offload
 from jzero.distributed import joining
 from jzero.distributed.host_memory import memory_gb
+from jzero.offload import pinned_memory
 from jzero.planner import gpu_devices, memory
 from jzero.planner.state_bytes import state_bytes
 
@@ -117,7 +117,7 @@ print("LIMIT", os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"])
 
 def test_initialize_lets_jax_pin_most_of_the_hosts_memory():
     """JAX reads the limit when it starts its devices, so it is set before."""
-    env = {name: value for name, value in os.environ.items() if name != offload.LIMIT}
+    env = {name: value for name, value in os.environ.items() if name != pinned_memory.LIMIT}
     done = subprocess.run(
         [sys.executable, "-c", INITIALIZE],
         env=env | {"JAX_PLATFORMS": "cpu"},
@@ -125,7 +125,7 @@ def test_initialize_lets_jax_pin_most_of_the_hosts_memory():
         text=True,
         check=True,
     )
-    assert f"LIMIT {offload.pinnable_gb()}" in done.stdout
+    assert f"LIMIT {pinned_memory.pinnable_gb()}" in done.stdout
 
 
 def test_old_names_of_deepspeed():
@@ -142,13 +142,13 @@ def test_pipelines_keep_their_weights_on_the_device():
 
 def test_more_host_memory_than_jax_may_pin(monkeypatch):
     mesh = jzero.make_mesh(devices=jax.devices()[:2])
-    monkeypatch.setattr(offload, "is_gpu", lambda mesh: True)
-    monkeypatch.setenv(offload.LIMIT, "4")
-    offload.check_pinned_memory(2 * 2**30, mesh)
+    monkeypatch.setattr(pinned_memory, "is_gpu", lambda mesh: True)
+    monkeypatch.setenv(pinned_memory.LIMIT, "4")
+    pinned_memory.check(2 * 2**30, mesh)
     with pytest.raises(jzero.ConfigError, match=r"takes 5 GiB .* JAX may pin 4; set .*XLA_PJRT_GPU_HOST_MEMORY"):
-        offload.check_pinned_memory(5 * 2**29, mesh)
+        pinned_memory.check(5 * 2**29, mesh)
     with pytest.raises(jzero.ConfigError, match=r"this host's part .* \d+ may be pinned, .*; use more hosts, or lower"):
-        offload.check_pinned_memory(offload.pinnable_gb() * 2**30, mesh)
+        pinned_memory.check(pinned_memory.pinnable_gb() * 2**30, mesh)
 
 
 @pytest.mark.parametrize(
@@ -175,16 +175,16 @@ def test_memory_of_a_job(tmp_path, groups, files, limit):
 def test_processes_of_a_host_share_its_memory(monkeypatch):
     devices = [SimpleNamespace(process_index=process) for process in (0, 1, 2)]
     mesh = SimpleNamespace(devices=np.array(devices), local_devices=devices[:1])
-    monkeypatch.setattr(offload, "is_gpu", lambda mesh: True)
-    monkeypatch.setenv(offload.LIMIT, str(offload.pinnable_gb()))
-    three_quarters = offload.pinnable_gb() * 2**30 * 3 // 4
+    monkeypatch.setattr(pinned_memory, "is_gpu", lambda mesh: True)
+    monkeypatch.setenv(pinned_memory.LIMIT, str(pinned_memory.pinnable_gb()))
+    three_quarters = pinned_memory.pinnable_gb() * 2**30 * 3 // 4
 
     def on(*hosts):
-        for module in (joining, offload):
+        for module in (joining, pinned_memory):
             monkeypatch.setattr(module, "hosts", lambda: list(hosts))
 
     on(0, 1, 1)
-    offload.check_pinned_memory(three_quarters, mesh)
+    pinned_memory.check(three_quarters, mesh)
     on(0, 0, 1)
     with pytest.raises(jzero.ConfigError, match="this host's part of the state takes"):
-        offload.check_pinned_memory(three_quarters, mesh)
+        pinned_memory.check(three_quarters, mesh)

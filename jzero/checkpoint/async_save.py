@@ -27,7 +27,7 @@ from etils import epath
 from jzero._compat import before_threads_end
 from jzero.checkpoint.directory import STATE, begin_draft, checkpoint_path, commit, draft_path
 from jzero.checkpoint.layers import take_apart
-from jzero.checkpoint.leaves import key_names, nest, on_host
+from jzero.checkpoint.leaves import key_names, nest
 from jzero.checkpoint.lock import check, hold
 from jzero.checkpoint.orbax_noise import silence_orbax
 from jzero.checkpoint.presence import Presence, vanished
@@ -36,6 +36,7 @@ from jzero.checkpoint.tags import DEFAULT_TAG
 from jzero.distributed import heartbeat
 from jzero.distributed.host_collectives import agree, anyone
 from jzero.errors import CheckpointError, ConfigError, in_a_line
+from jzero.offload.transfers import on_host
 from jzero.stored_names import stored_names
 from jzero.tree import PyTree, named
 

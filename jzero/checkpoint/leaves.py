@@ -15,11 +15,6 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return unflatten_dict(dict(leaves), sep="/")
 
 
-def on_host(x: jax.Array) -> bool:
-    """Return whether an array lies in host memory beside its devices' own."""
-    return x.sharding.memory_kind == "pinned_host"
-
-
 def is_key(x: Any) -> bool:
     """Return whether `x` is an array of random keys."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jzero.checkpoint.checksums import checksums
 from jzero.checkpoint.leaves import is_key, key_data
+from jzero.offload.transfers import HOST
 
 
 def copy_sharding(x: jax.Array) -> Sharding | None:
@@ -79,7 +80,7 @@ def to_host(copies: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     device: Any = next(iter(next(iter(copies.values())).sharding.device_set))
     if device.platform == "cpu":
         return dict(copies)
-    return jax.device_put(dict(copies), {n: x.sharding.with_memory_kind("pinned_host") for n, x in copies.items()})
+    return jax.device_put(dict(copies), {n: x.sharding.with_memory_kind(HOST) for n, x in copies.items()})
 
 
 def _copies(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:

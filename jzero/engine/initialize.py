@@ -12,7 +12,6 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jzero import offload
 from jzero.adapters.from_flax import with_criterion
 from jzero.checkpoint.directory import check_home, local_path
 from jzero.checkpoint.lock import hold
@@ -28,6 +27,7 @@ from jzero.engine.engine import Engine
 from jzero.engine.newest import former_batch
 from jzero.engine.run_report import report
 from jzero.errors import ConfigError
+from jzero.offload import pinned_memory
 from jzero.train_step import TrainStep
 from jzero.values.trainer import EPOCHS, Total, is_auto
 
@@ -93,7 +93,7 @@ def initialize(
     model = model if criterion is None else with_criterion(model, criterion)
     init_distributed()
     config = Config.load(choose_config(args, config))
-    offload.allow_pinned_memory(config)  # the next line starts JAX's devices
+    pinned_memory.allow(config)  # the next line starts JAX's devices
     watchdog.start(config.watchdog.floor, config.watchdog.ceiling)
     resume = os.environ.get("JZERO_RESUME") if resume is None else None if resume is False else resume
     if not isinstance(resume, str | os.PathLike | None) or resume == "":

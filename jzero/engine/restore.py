@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jzero import offload
 from jzero.checkpoint.checksums import checksums
 from jzero.checkpoint.layers import read_layers
 from jzero.checkpoint.reader import Checkpoint, match_dtypes, stored_shapes
 from jzero.distributed.place import log_dist
 from jzero.errors import ConfigError, some_of
 from jzero.loss_scale import Scaler
+from jzero.offload import pinned_memory
 from jzero.optimizers import at_step
 from jzero.optimizers.compressed import is_error
 from jzero.state import TrainState, check_alive
@@ -104,7 +104,7 @@ def plan(source: Checkpoint, step: TrainStep, former: TrainState | None, selecti
     Raises:
       ConfigError: the checkpoint belongs to another model or optimizer, or lacks leaves that `former` does not have.
     """
-    offload.check_pinned_memory(step.host_bytes, step.mesh)
+    pinned_memory.check(step.host_bytes, step.mesh)
     shapes = named(step.state_shapes)
     names = stored_names(step.state_shapes, shapes)
     wanted = stored_shapes({name: x for name, x in shapes.items() if name in selection}, names)

@@ -17,7 +17,7 @@ from jzero.distributed.place import get_local_rank, get_rank, get_world_size
 from jzero.engine.monitor import Monitor
 from jzero.engine.optimizer_views import LRScheduler, Optimizer, optimizer_view
 from jzero.errors import ConfigError
-from jzero.offload import to_devices
+from jzero.offload.transfers import to_devices
 from jzero.train_step import Metrics, TrainStep
 
 
