@@ -175,28 +175,20 @@ def test_a_model_with_everything(case):
 
 
 @pytest.mark.slow
-@named(
-    [
-        Case("gpipe", 2, 3),
-        Case("1f1b", 4, 4),
-        Case("interleaved", 2, 4, chunks=2),
-        Case("zero_bubble", 2, 3),
-        Case("zero_bubble", 2, 2, chunks=2),
-    ]
-)
+@named([Case("1f1b", 4, 4), Case("zero_bubble", 2, 2, chunks=2)])
 def test_the_dropout_masks_are_those_of_the_unpipelined_step(case):
     noisy = model(Dropout, case.layers)
     assert abs(check(noisy, case).loss / unpipelined(model(Decoder, case.layers), case.unpipelined).loss - 1) > 1e-3
 
 
 @pytest.mark.slow
-@named([Case("gpipe", 2, 3), Case("1f1b", 2, 4, 1, 2), Case("interleaved", 2, 4, chunks=2), Case("zero_bubble", 4, 4)])
+@named([Case("1f1b", 2, 4, 1, 2), Case("zero_bubble", 4, 4)])
 def test_activations_with_integers_and_masks(case):
     check(model(Tree, case.layers), case)
 
 
 @pytest.mark.slow
-@named([Case("1f1b", 2, 3, 2, 2), Case("interleaved", 2, 2, 3, 2, chunks=2), Case("zero_bubble", 2, 3)])
+@named([Case("interleaved", 2, 2, 3, 2, chunks=2)])
 def test_parameters_that_are_integers(case):
     check(model(Integers, case.layers), case)
 

@@ -5,7 +5,7 @@ import re
 
 import jax
 import pytest
-from jobs import Command
+from jobs import QUICK, Command
 
 pytestmark = pytest.mark.processes
 
@@ -58,7 +58,7 @@ def test_two_processes_train_as_one(tmp_path):
     expected, read = space["train"](jax.devices()[:2])
     last = "losses, read = train()\njzero.log_dist(json.dumps([losses, read]), ranks=[-1])"
     (tmp_path / "worker.py").write_text(f"{PROGRAM}\n{last}\n")
-    job = Command("--platform", "cpu", "--num_gpus", 2, "worker.py", cwd=tmp_path)
+    job = Command("--platform", "cpu", "--num_gpus", 2, "worker.py", cwd=tmp_path, env=QUICK)
     try:
         assert job.wait() == 0, job.errors
     finally:

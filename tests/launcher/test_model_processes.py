@@ -8,7 +8,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from jobs import Command
+from jobs import QUICK, Command
 
 pytestmark = pytest.mark.processes
 
@@ -122,7 +122,7 @@ def test_two_processes_compute_what_one_does(tmp_path):
     (tmp_path / "worker.py").write_text(
         f"PARAMS = 'params'\n{PROGRAM}\nfound = train()\njzero.log_dist(json.dumps(found), ranks=[-1])\n"
     )
-    job = Command("--platform", "cpu", "--num_gpus", 2, "worker.py", cwd=tmp_path)
+    job = Command("--platform", "cpu", "--num_gpus", 2, "worker.py", cwd=tmp_path, env=QUICK)
     try:
         assert job.wait() == 0, job.errors
     finally:

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from jobs import Command
+from jobs import QUICK, Command
 
 pytestmark = pytest.mark.processes
 
@@ -37,7 +37,7 @@ def run(tmp_path):
 
     def run(program, size=2, **env):
         (tmp_path / "worker.py").write_text(HEAD + program)
-        job = Command("--platform", "cpu", "--num_gpus", size, "worker.py", cwd=tmp_path, env=env)
+        job = Command("--platform", "cpu", "--num_gpus", size, "worker.py", cwd=tmp_path, env=QUICK | env)
         try:
             job.code = job.wait()
         finally:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from helpers.sampling import keep
-from jobs import PATIENCE, wait_for
+from jobs import PATIENCE, QUICK, wait_for
 from workers import CPU
 
 pytestmark = pytest.mark.processes
@@ -274,11 +274,11 @@ for i in range(10_000):
 def test_a_rank_that_hangs(start, tmp_path):
     (tmp_path / "worker.py").write_text(TRAIN)
     # The timeout includes compiling the first step, which is slow on a busy machine.
-    job = start(*CPU, 2, "--hang_timeout", 40, "worker.py").until(("ready", 2))
+    job = start(*CPU, 2, "--hang_timeout", 25, "worker.py", env=QUICK).until(("ready", 2))
     job.kill(job.rank(1), signal.SIGSTOP)
     assert job.wait(90) == 124
     job.gone(5)
-    assert "no step has finished for 40 s" in job.errors
+    assert "no step has finished for 25 s" in job.errors
     assert "look at rank 1 first" in job.errors
     assert "(stopped)" in job.errors
     assert "[0]   File" in job.errors  # rank 0's stack
@@ -289,7 +289,7 @@ def test_a_rank_that_hangs(start, tmp_path):
 def test_a_rank_that_leaves_among_collectives(start, tmp_path, what, code):
     """The others wait for it in a collective, and JAX's exit would wait for the others."""
     (tmp_path / "worker.py").write_text(TRAIN)
-    job = start(*CPU, 2, "worker.py", env={"DO": what}).until(("ready", 2))
+    job = start(*CPU, 2, "worker.py", env=QUICK | {"DO": what}).until(("ready", 2))
     assert job.wait(15) == code
     job.gone(1)
 
