@@ -60,6 +60,7 @@ def test_numbers_and_flags_in_quotes():
     config = Config.load({"zero_optimization": {"stage": "3"}, "fp16": {"enabled": "true", "loss_scale_window": "1e2"}})
     assert (config.zero_optimization.stage, config.fp16.loss_scale_window, config.precision) == (3, 100, "fp16")
     assert Config.load({"bf16": {"enabled": 1}}).precision == "bf16"
+    assert Config.load({"bfloat16": {"enabled": "true"}}).precision == "bf16"
     assert Config.load({"bf16": {"auto_cast": "auto"}}).bf16.auto_cast == "auto"
     assert "without quotes" in problem({"train_batch_size": "32"})
     assert "must be true or false" in problem({"bf16": {"enabled": 2}})

@@ -51,7 +51,7 @@ def plain(node: Any, autos: list[str], path: str = "") -> Any:
     auto = {k for k, v in node.items() if is_auto(v) and _may_be_auto(f"{path}{k}")}
     autos += [keys.renamed(f"{path}{k}") for k in node if k in auto]
     dropped = set() if path in ("optimizer.params.", "scheduler.params.") else auto
-    read = _unquoted if path.split(".")[0] in keys.TAKES_QUOTES else lambda value: value
+    read = _unquoted if keys.renamed(path).split(".")[0] in keys.TAKES_QUOTES else lambda value: value
     return {one_line(str(k)): plain(read(v), autos, f"{path}{k}.") for k, v in node.items() if k not in dropped}
 
 
