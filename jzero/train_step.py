@@ -181,9 +181,15 @@ class TrainStep:
     @property
     def traced(self) -> jax.stages.Traced | None:
         """The trace of the first step that ran; None before it."""
+        return self.traced_with(lambda batch: batch)
+
+    def traced_with(self, change: Callable[[PyTree], PyTree]) -> jax.stages.Traced | None:
+        """Trace the first step that ran with another batch: `change` maps the shapes of its own."""
         if self._seen is None:
             return None
-        return self._programs.step.trace(jax.tree.map(_shape, self.state_shapes, self.state_shardings), *self._seen)
+        batch, *rest = self._seen
+        state = jax.tree.map(_shape, self.state_shapes, self.state_shardings)
+        return self._programs.step.trace(state, change(batch), *rest)
 
     def lower(self, batch_shapes: PyTree, extra: PyTree = None) -> jax.stages.Lowered:
         """Lower the step for the mesh's devices, which you need not have; the arguments are those of `trace`."""

@@ -14,6 +14,8 @@ from helpers.engines import three_calls
 import jzero
 from jzero.config import Config
 from jzero.data.curriculum import Curriculum, curriculum_of
+from jzero.engine.text import size_text
+from jzero.planner import memory
 
 VOCABULARY, LENGTH, ROWS = 11, 12, 8
 LINEAR = {"total_curriculum_step": 4, "difficulty_step": 4}
@@ -155,10 +157,11 @@ def tokens(seed, rows=ROWS):
     return {"inputs": x[:, :-1], "labels": x[:, 1:]}
 
 
-def build(section=LEGACY, key="curriculum_learning", **arguments):
+def build(section=LEGACY, key="curriculum_learning", more=None, **arguments):
     config = {
         "train_batch_size": ROWS, "gradient_accumulation_steps": 2, "steps_per_print": 1, key: section,
         "optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "gradient_clipping": 0,
+        **(more or {}),
     }  # fmt: skip
     mesh = jzero.make_mesh(devices=jax.devices()[:2])
     return jzero.initialize(model=Bigrams(), config=config, mesh=mesh, **arguments)[0]
@@ -261,6 +264,30 @@ def test_a_resumed_run_continues_with_the_same_lengths(tmp_path):
     two = build(resume=tmp_path)
     assert [float(two.train_batch(tokens(seed))) for seed in range(2, 5)] == expected
     assert two.step_fn.model.seen == {8, 12}
+
+
+def test_memory_is_planned_for_the_longest_sequences(capsys):
+    engine = build(more={"memory_breakdown": True})
+    engine.train_batch(iter(halves(tokens(0))))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "planned" in line]
+    short = {name: x[:, : LENGTHS[0]] for name, x in tokens(0).items()}
+    least, most = (size_text(memory(engine.step_fn.lower(x).compile()).peak) for x in (short, tokens(0)))
+    assert line.startswith(f"memory of a step of sequence {LENGTH}, planned: {most} per device")
+    assert least != most
+
+
+def test_the_shapes_before_a_cut():
+    """Arrays that were not cut stay, also with the same number of columns."""
+    curriculum = curriculum_of(Config.load({"curriculum_learning": LEGACY}))
+    batch = {
+        "x": np.zeros((2, LENGTH)),
+        "next": np.zeros((2, LENGTH + 1, 3)),
+        "y": np.zeros((2, 4, 5)),
+        "z": np.ones(2),
+    }
+    shapes = jax.eval_shape(lambda x: x, curriculum.cut(batch, 1))
+    assert [shapes[name].shape for name in ("x", "next")] == [(2, 4), (2, 5, 3)]
+    assert {name: x.shape for name, x in curriculum.uncut(shapes).items()} == {n: x.shape for n, x in batch.items()}
 
 
 def test_evaluation_sees_whole_sequences():

@@ -57,6 +57,7 @@ class Curriculum:
         self.longest: int = schedule.max_difficulty or 0
         self.custom: Schedule | None = None
         self.post_process: Callable[[Any, dict], Any] | None = None
+        self._before: dict[tuple[int, ...], int] = {}  # row of a cut array -> its columns before the cut
 
     def length(self, step: int) -> int:
         """Return the length of the sequences of a step; the first step is 1.
@@ -119,9 +120,20 @@ class Curriculum:
 
         def one(x: Any) -> Any:
             more = x.shape[1] - self.longest if np.ndim(x) > 1 else None
-            return x[:, : length + more] if more in (0, 1) and length < self.longest else x
+            if more not in (0, 1) or length == self.longest:
+                return x
+            self._before[length + more, *x.shape[2:]] = x.shape[1]
+            return x[:, : length + more]
 
         return jax.tree.map(one, batch)
+
+    def uncut(self, shapes: Any) -> Any:
+        """Return the shapes that a batch had before `cut`; those of `post_process` as they are."""
+
+        def one(x: Any) -> Any:
+            return x.update(shape=(x.shape[0], self._before.get(x.shape[1:], x.shape[1]), *x.shape[2:]))
+
+        return jax.tree.map(lambda x: one(x) if x.ndim > 1 else x, shapes)
 
     def describe(self) -> str:
         """Describe the lengths, and how many programs they need, for the run report."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jzero.data.curriculum import Curriculum
 from jzero.engine.text import size_text
 from jzero.planner.memory import memory
 
@@ -32,13 +33,20 @@ def used(when: str) -> str:
     return f"memory {when}: {now} in use, peak {peak}{limit} on device {device.id}{of}; {host}"
 
 
-def planned(step: Any) -> str:
-    """Describe the memory that a `TrainStep` that ran needs on one device, by its compiler's plan."""
-    need = memory(step.traced.lower().compile(), step)  # JAX finds the compiled program in a cache
+def planned(step: Any, curriculum: Curriculum | None = None) -> str:
+    """Describe the memory that a `TrainStep` that ran needs on one device, by its compiler's plan.
+
+    Under a curriculum these are the steps with the longest sequences, which need the most.
+    """
+    traced = step.traced_with(curriculum.uncut) if curriculum else step.traced
+    need = memory(traced.lower().compile(), step)  # JAX finds the compiled program in a cache
     parts = {"arguments": need.arguments, "outputs": need.outputs - need.aliased, "temporaries": need.temps}
     listed = " + ".join(f"{name} {size_text(n_bytes)}" for name, n_bytes in parts.items())
     host = f", and {size_text(need.host)} of the host" if need.host else ""
-    return f"memory of a step, planned: {size_text(need.peak)} per device = {listed}{host}"
+    which = ""
+    if curriculum:
+        which = " like the first" if curriculum.post_process else f" of sequence {curriculum.longest}"
+    return f"memory of a step{which}, planned: {size_text(need.peak)} per device = {listed}{host}"
 
 
 def _host() -> str:

@@ -94,7 +94,7 @@ class Monitor:
         """Print the lines that are due after a step; the run's last step always has one."""
         with self.part(HOST):
             if self._first and self._memory and run.step_fn.traced:
-                self._say(planned(run.step_fn))  # on every process, because it may compile
+                self._say(planned(run.step_fn, run.curriculum))  # on every process, because it may compile
                 self.memory("after the first step", run.metrics)
             if self._first and self._prints and (remarks := half_precision(run.step_fn)):
                 self._say("\n".join(remarks))
