@@ -28,7 +28,7 @@ from jzero.precision import Precision, cast, settle_precision
 from jzero.stored_names import StoredNames
 from jzero.tree import PyTree, named, partition
 from jzero.values.kinds import INT32
-from jzero.values.trainer import Total
+from jzero.values.trainer import Total, is_auto
 from jzero.zero import Rule, stage_rule
 
 TotalSteps = int | Callable[[int], Total | None] | None
@@ -293,4 +293,10 @@ def _schedule(
             total = Total(INT32(total), "passed in")
         except ValueError as wrong:
             raise ConfigError(f"total_num_steps = {total!r}: {wrong}") from None
+        given = config.scheduler.params.get("total_num_steps") if config.scheduler else None
+        if given is not None and not is_auto(given) and given != total.steps:
+            raise ConfigError(
+                f'total_num_steps = {total.steps}, and scheduler.params.total_num_steps = {given}: write "auto" in the '
+                "config, or pass no other number"
+            )
     return lr_schedules.from_config(config.scheduler, optimizers.base_lr(config.optimizer), total)

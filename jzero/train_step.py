@@ -55,7 +55,8 @@ def make_train_step(
       mesh: default `make_mesh(config)`.
       optimizer: instead of the config's: an optax transformation, or a function of the config's learning-rate
         schedule that makes one.
-      total_num_steps: the optimizer steps of the run, where the config's schedule has "auto".
+      total_num_steps: the optimizer steps of the run, where the config's schedule has "auto"; another number than the
+        config's is an error.
 
     Raises:
       ConfigError: a config that does not fit itself, the devices or the model, before anything is compiled.

@@ -110,6 +110,22 @@ def test_a_total_that_nobody_knows():
     jzero.make_eval_step(mlp(), lambda net, x: net(x), AUTOS)  # needs no schedule
 
 
+def test_another_total_than_the_configs():
+    config = {**AUTOS, "scheduler": {"type": "WarmupDecayLR", "params": {**DECAY["params"], "total_num_steps": 9}}}
+    for call in (
+        jzero.make_train_step,
+        lambda model, config, **more: jzero.initialize(model=model, config=config, **more),
+    ):
+        with pytest.raises(ConfigError) as error:
+            call(mlp(), config, total_num_steps=40)
+        (line,) = error.value.problems
+        assert line.startswith("total_num_steps = 40, and scheduler.params.total_num_steps = 9: ")
+    assert float(jzero.make_train_step(mlp(), config, total_num_steps=9).setup.schedule.lr(5)) == pytest.approx(
+        decay(5, 9), rel=1e-5
+    )
+    jzero.make_eval_step(mlp(), lambda net, x: net(x), config)
+
+
 # ---- the precision --------------------------------------------------------------------------------------------------
 
 

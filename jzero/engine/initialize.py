@@ -75,8 +75,8 @@ def initialize(
       resume: a directory: resume from its newest readable checkpoint, and save there. "auto": the config's
         `checkpoint.dir`. On SIGTERM all processes save there after the same step and exit with code 75. Default: "auto"
         if `jzero --resume` started the job; False: do not resume even then.
-      total_num_steps: the optimizer steps of the run, where the config's schedule has "auto". Default: 3 epochs of
-        training_data, the Hugging Face Trainer's default.
+      total_num_steps: the optimizer steps of the run, where the config's schedule has "auto"; another number than the
+        config's is an error. Default: 3 epochs of training_data, the Hugging Face Trainer's default.
       deepspeed: DeepSpeed's other arguments; each raises an error that names the replacement.
 
     Returns:

@@ -27,6 +27,7 @@ from jzero.model import Model
 from jzero.setup import Setup, make_passes, resolve
 from jzero.state import TrainState, check_alive
 from jzero.tree import PyTree, named
+from jzero.values.trainer import Total
 
 
 def make_eval_step(
@@ -44,7 +45,8 @@ def make_eval_step(
     Raises:
       ConfigError: a config that does not fit the devices or the model, a model without predictions.
     """
-    return EvalStep(resolve(model, Config.load(config), mesh=mesh, total_num_steps=1), fn)
+    any_total = Total(1, "an evaluation has no schedule")
+    return EvalStep(resolve(model, Config.load(config), mesh=mesh, total_num_steps=lambda rows: any_total), fn)
 
 
 class EvalStep:
