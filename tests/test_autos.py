@@ -14,6 +14,7 @@ from helpers.configs import nest, problem
 
 import jzero
 from jzero.config import Config
+from jzero.engine.progress import other_precision
 from jzero.errors import ConfigError
 from jzero.optimizers import parameters
 from jzero.planner import gpu_devices
@@ -167,6 +168,14 @@ def test_a_precision_that_a_config_gives_stays(given, precision):
     config = Config.load(given)
     assert settle_precision(config, {"w": jnp.zeros(3)}, H100) == (config, "")
     assert config.precision == precision
+
+
+def test_the_warning_of_a_resume_at_another_precision_says_why():
+    step = jzero.make_train_step(mlp(), {**AUTOS, "scheduler": None})
+    text = other_precision({"precision": "bf16"}, step)
+    assert text.startswith("the checkpoint's run computed in bf16, and this one computes in fp32 (bf16.enabled ")
+    assert 'write "enabled": true or false to decide' in text
+    assert other_precision({"precision": "fp32"}, step) == other_precision({}, step) == ""
 
 
 @pytest.mark.parametrize("gpu", ["a100", "h100"])

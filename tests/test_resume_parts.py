@@ -112,15 +112,23 @@ def test_a_checkpoint_without_the_frozen_parameters(tmp_path):
 
 
 @pytest.mark.parametrize(("before", "after"), keep([("fp32", "bf16"), ("bf16", "fp32")], [("fp32", "bf16")]))
-def test_frozen_parameters_left_out_at_another_precision(tmp_path, before, after):
+def test_frozen_parameters_left_out_at_another_precision(tmp_path, before, after, capsys):
     """They have the compute dtype: compared in the narrower one, or not at all, but never refused for it."""
     frozen = {"frozen_parameters": ["first"]}
     saved = build(LAYOUTS["stage1"], **frozen, **({"bf16": {"enabled": True}} if before == "bf16" else {}))
     saved.train_batch(batch(0))
     saved.save_checkpoint(tmp_path, exclude_frozen_parameters=True).wait()
     engine = build(LAYOUTS["stage1"], **frozen, **({"bf16": {"enabled": True}} if after == "bf16" else {}))
+    capsys.readouterr()
     engine.load_checkpoint(tmp_path)
+    assert (
+        f"jzero: the checkpoint's run computed in {before}, and this one computes in {after}\n"
+        in capsys.readouterr().err
+    )
     np.testing.assert_array_equal(engine.state.params["stack"]["w"], saved.state.params["stack"]["w"])
+    engine.save_checkpoint(tmp_path / "again")
+    engine.load_checkpoint(tmp_path / "again")
+    assert "computed in" not in capsys.readouterr().err
 
 
 def test_the_former_state_makes_room_for_the_new_one(tmp_path, monkeypatch):

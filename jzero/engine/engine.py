@@ -357,14 +357,14 @@ class Engine(Views):
             self.training_dataloader.seek(notes["data"])
 
     def _take_counters(self, notes: Mapping[str, Any]) -> None:
-        """Set the counters and the user's notes to the checkpoint's; warn if the training data changed."""
+        """Set the counters and the user's notes to the checkpoint's; warn if the precision or the data changed."""
         step = int(self.state.step)  # the one counter in a checkpoint that no engine wrote
         counters = progress.counters(notes, step, self.gradient_accumulation_steps(), self.train_batch_size())
         self.global_steps, self.global_samples, self.micro_steps = (counters[name] for name in progress.COUNTERS)
         self.client_state = progress.client_state(notes)
         self.step_fn.rate = progress.rate(notes, self.step_fn)
         self._monitor.clock.restart(self.global_steps, self.global_samples)
-        if problem := progress.other_data(self.training_dataloader, notes, step):
+        for problem in progress.changes(self.training_dataloader, notes, self.step_fn, step):
             warn(problem)
 
     def _resume(self, home: Path) -> None:

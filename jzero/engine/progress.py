@@ -31,6 +31,7 @@ def make_notes(step: TrainStep, loader: Any, counters: Mapping[str, int], client
             "replicas": step.replicas,
             "given": given(step.config),
         },
+        "precision": step.config.precision,
         "loss_scale": scaling_of(step.precision.scaler),
         "lr": step.rate,
         "data": getattr(loader, "position", None),
@@ -72,6 +73,20 @@ def rate(notes: Mapping[str, Any], step: TrainStep) -> float | None:
     """Return the rate of `set_lr` to resume with; None if there was none, or now a schedule decides."""
     then = notes.get("lr")
     return None if then is None or why_no_rate(step.setup, then) else then
+
+
+def changes(loader: Any, notes: Mapping[str, Any], step: TrainStep, number: int) -> list[str]:
+    """List what differs from an uninterrupted run: the precision, the data; `number` is that of the step."""
+    return [problem for problem in (other_precision(notes, step), other_data(loader, notes, number)) if problem]
+
+
+def other_precision(notes: Mapping[str, Any], step: TrainStep) -> str:
+    """Describe how the compute dtype differs from the checkpoint's; "" if it does not, or the notes have none."""
+    then, now = notes.get("precision"), step.config.precision
+    if then in (None, now):
+        return ""
+    why = f" ({step.precision.why})" if step.precision.why else ""
+    return f"the checkpoint's run computed in {then}, and this one computes in {now}{why}"
 
 
 def other_data(loader: Any, notes: Mapping[str, Any], step: int) -> str:
