@@ -47,9 +47,8 @@ def run_pretrain(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", ["", "--pack"])
-def test_pretrain_on_text_files(options, run_pretrain, tmp_path, capsys):
-    """From text files to tokens to a model that learns, interrupted and resumed on a pipeline."""
+def test_pretrain_on_text_files(run_pretrain, tmp_path, capsys):
+    """From text files to packed tokens to a model that learns, interrupted and resumed on a pipeline."""
     pytest.importorskip("tokenizers")
     for i in range(12):
         (tmp_path / f"{i}.txt").write_text(text.__doc__ * (1 + i % 3))
@@ -57,7 +56,7 @@ def test_pretrain_on_text_files(options, run_pretrain, tmp_path, capsys):
     assert re.search(
         r"tokens.npy: [\d,]+ tokens, vocabulary 280\n12 documents, \d\.\d\d bytes per token", capsys.readouterr().out
     )
-    options += f" --data {tmp_path / 'tokens.npy'} --override bf16.enabled=false"
+    options = f"--pack --data {tmp_path / 'tokens.npy'} --override bf16.enabled=false"
     accumulation = "--override gradient_accumulation_steps"
     once = run_pretrain(f"{options} {accumulation}=1 --steps 8")
     assert "vocab_size=320" in once
