@@ -80,7 +80,7 @@ def test_pipeline_module(kind, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_a_stack_that_the_stages_do_not_divide(stage):
     """With frozen leaves, and leaves under the persistence threshold; the optimizer sees layers, not a stack."""
     case = Case("1f1b", 2, 2, stage, 2)
@@ -221,7 +221,7 @@ def train(model, case, steps, **more):
     return metrics
 
 
-TEN = list(product((Decoder, Llama), [Case("1f1b", 2, 4, 2, 2), Case("interleaved", 2, 4, 3, 2, chunks=2)]))
+TEN = [(Llama, Case("1f1b", 2, 4, 2, 2)), (Decoder, Case("interleaved", 2, 4, 3, 2, chunks=2))]
 
 
 @pytest.mark.slow
