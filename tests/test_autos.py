@@ -271,7 +271,7 @@ def test_a_config_to_tune_trains_as_it_is():
     config = Config.load({"train_batch_size": 8, "autotuning": {"enabled": True, "fast": True, "overwrite": False}})
     ((key, value, why),) = config.ignored
     assert (key, value) == ("autotuning.enabled", True)
-    assert why.startswith("no tuning runs, and the rest of the config trains as it is.")
+    assert why.startswith("nothing is tuned; the rest of the config trains as it is.")
     assert Config.load({"autotuning": {"enabled": False, "fast": True}}).ignored == ()
 
 

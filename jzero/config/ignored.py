@@ -27,7 +27,7 @@ CLIP_ABOVE = 'DeepSpeed ignores it here; write "gradient_clipping" with this val
 _LOG = 'DeepSpeed reads no such key; "steps_per_print" sets how often a progress line comes'
 _MONITORS = 'DeepSpeed reads no such key; the sections are "tensorboard", "wandb", "csv_monitor" and "comet"'
 _STAGES = 'DeepSpeed reads no such key; write "stages" here, or "pipe" in the "mesh" section'
-_SWITCH = '"enabled" alone is the switch'
+_SWITCH = 'only "enabled" turns it on'
 _WIDE = "bfloat16 has float32's range, so bf16 has no loss scale"
 _LAUNCHER = "DeepSpeed reads no such key; JAX chooses the transport, and the launcher the devices (jzero --include)"
 # Parameters that users write one level too high.
@@ -51,27 +51,27 @@ IGNORED: dict[str, str] = _ignored(
     ("", 'DeepSpeed reads no such key; the section is "comms_logger"', "comms_config"),
     ("", _MONITORS, "monitor_config"),
     ("", CLIP_ABOVE, "max_grad_norm"),
-    ("", "DeepSpeed's engine does nothing with it either: a model's own code has to ask for it", "sparse_attention"),
-    ("", "accelerate's own key, which DeepSpeed does not read: a model is born sharded", "zero3_init_flag"),
+    ("", "DeepSpeed's engine does not use it either; only a model's own code can", "sparse_attention"),
+    ("", "a key of accelerate, which DeepSpeed does not read; parameters are initialized sharded", "zero3_init_flag"),
     ("optimizer", _inside("optimizer.params"), OPTIMIZER_PARAMS),
     ("scheduler", _inside("scheduler.params"), SCHEDULER_PARAMS),
     ("fp16", _SWITCH, "fp16 opt_level"),
     ("fp16", "DeepSpeed no longer has it", "fp16_scale_tolerance"),
     ("bf16", _WIDE, _SCALER),
     ("bf16", _SWITCH, "bf16 opt_level"),
-    ("autotuning", "no tuning runs, and the rest of the config trains as it is. To choose sizes, read the memory of a "
-        "compiled step: jzero.planner.memory(step.lower(batch).compile())", "enabled"),
+    ("autotuning", "nothing is tuned; the rest of the config trains as it is. To choose batch sizes, read the memory "
+        "of a compiled step: jzero.planner.memory(step.lower(batch).compile())", "enabled"),
     ("flops_profiler", "nothing is profiled. jzero.planner.products(step.trace(batch)) counts the matrix products of a "
         "step and their FLOPs", "enabled"),
     ("comms_logger", "nothing is logged. jzero.planner.collectives(step.lower(batch).compile()) lists the collectives "
         "of a step and their bytes", "enabled"),
-    ("eigenvalue", "DeepSpeed reads it under quantize_training alone", "enabled"),
+    ("eigenvalue", "DeepSpeed reads it only under quantize_training", "enabled"),
     ("pipeline", _STAGES, "pipeline_parallel_size num_stages pipeline_num_layers"),
     (_REMAT, 'DeepSpeed reads no such key; write "policy": "full", or "matmuls"', "enabled"),
     (_ZERO, "DeepSpeed no longer has it", "find_unused_parameters max_elements_per_comm grad_hooks"),
-    (f"{_ZERO}.offload_param", "it is a key of offload_optimizer", "fast_init pipeline_read pipeline_write ratio"),
-    (f"{_ZERO}.offload_optimizer", "it is for NVMe, which jzero does not use", "nvme_path"),
-    (f"{_ZERO}.offload_param", "it is for NVMe, which jzero does not use", "nvme_path"),
+    (f"{_ZERO}.offload_param", "belongs to offload_optimizer", "fast_init pipeline_read pipeline_write ratio"),
+    (f"{_ZERO}.offload_optimizer", "for NVMe, which jzero does not use", "nvme_path"),
+    (f"{_ZERO}.offload_param", "for NVMe, which jzero does not use", "nvme_path"),
     ("compile", "DeepSpeed no longer has it; every step is compiled", "enabled disable backend kwargs"),
     ("aio", "DeepSpeed reads no such key", "enabled thread_count"),
 )

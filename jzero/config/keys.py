@@ -58,7 +58,7 @@ _MEAN = "the mean over the global batch inside the compiled step"
 _ONE_STEP = "the compiled step: XLA fuses, combines and orders the collectives"
 _COMBINER = "XLA's collective combiner; its thresholds can be set in compiler_options"
 _SCHEDULER = "XLA's latency-hiding scheduler, which overlaps communication and compute at every stage"
-_LAYERWISE = "the layer stack: a layer's parameters are gathered where it runs and freed after it"
+_LAYERWISE = "the layer stack: a layer's parameters are gathered when it runs and freed afterwards"
 _PINNED = "pinned memory, always"
 _NO_DELAY = "offload_optimizer, which applies every gradient in its own step; ZenFlow delays the smaller ones"
 _IN_PLACE = "the update on the device, which reads and writes the state in host memory"
@@ -80,8 +80,8 @@ REPLACED: dict[str, Replacement] = _replaced(
     ("", TEXT, "steps_per_print: jzero prints the run report and progress lines", "log_level"),
     ("", FLAG, "the order of the mesh axes", "use_data_before_expert_parallelism"),
     ("", FLAG, "dense gradients of embeddings: the same numbers", "sparse_gradients"),
-    ("", POSITIVE, "the model's own vocabulary (models/ have pad_vocab_to)", "vocabulary_size"),
-    ("bf16", FLAG, "gradients that accumulate in data_types.grad_accum_dtype", "immediate_grad_update"),
+    ("", POSITIVE, "the model's own vocabulary (models/ take pad_vocab_to)", "vocabulary_size"),
+    ("bf16", FLAG, "data_types.grad_accum_dtype, in which gradients accumulate", "immediate_grad_update"),
     ("", DTYPE_OR_NULL, "the mesh: there is no sequence axis to communicate over",
         "seq_parallel_communication_data_type"),
     ("aio", POSITIVE, _NO_NVME, "block_size queue_depth intra_op_parallelism"),
@@ -128,7 +128,7 @@ REPLACED: dict[str, Replacement] = _replaced(
     (_ZERO, FLAG, "autodiff: an unused parameter has gradient zero", "ignore_unused_parameters"),
     (_ZERO, FLAG, "the sharded optimizer state", "save_muon_momentum_buffer_in_memory"),
     ("checkpoint", one_of(("Ignore", "Warn", "Fail")),
-        "the processes' agreement: a tag that differs between them is an error", "tag_validation"),
+        "a check across processes: a tag that differs between them is an error", "tag_validation"),
     ("checkpoint", FLAG, _ANY_LAYOUT, "load_universal"),
     ("checkpoint", FLAG, _ORBAX, "checkpoint_serialization"),
     ("checkpoint.parallel_write", FLAG, "every process writes its part", "pipeline_stage"),
@@ -209,7 +209,7 @@ _SWITCHES = "must be true or false"
 CLIP = 'the optimizer does not clip; write "gradient_clipping" with this value at the top level'
 _QUANTIZE = "quantize in the model (qwix and aqt fake-quantize Flax modules)"
 _PRUNE = "multiply the kernels by masks in the model, or mask the updates with optimizer=optax.chain(...)"
-_BY_METRIC = "choosing samples by difficulty; sort training_data by it and pass an iterable, which keeps its order"
+_BY_METRIC = "selecting samples by difficulty; sort training_data yourself and pass an iterable, which keeps its order"
 _METRICS = f"{_SAMPLING}.curriculum_learning.curriculum_metrics"
 _CURVES = "write engine.metrics after each step"
 
@@ -230,7 +230,7 @@ REFUSED: dict[str, Refused] = {
     **_later(f"{_ZERO}.zeropp_loco_param", "error feedback (LoCo) for quantized gradients; zero_quantized_gradients "
         "works without it", err_beta=None, reset_T=None),
     **_later(_ZERO, "a cap on the replicated parameters", stage3_model_persistence_threshold=2**63 - 1),
-    **_later("compile", "a compiler pass for it; write zero_optimization.offload_optimizer or offload_param, or "
+    **_later("compile", "compiler passes that offload; write zero_optimization.offload_optimizer or offload_param, or "
         "activation_checkpointing.cpu_checkpointing", "offload_activation_pin_memory", offload_activation=False,
         offload_opt_states=False, offload_parameters=False),
     **_later("compile", "a choice of compiler passes; XLA chooses its own", passes=[]),
@@ -255,7 +255,7 @@ REFUSED: dict[str, Refused] = {
         "recompute_fwd_factor profile_step module_depth top_modules detailed output_file"),
     **_details("comms_logger", "prof_all prof_ops verbose debug"),
     # checkpoints
-    **_later("checkpoint", "checkpoints on disks that not all hosts see", use_node_local_storage=False),
+    **_later("checkpoint", "checkpoints on the disks of each host", use_node_local_storage=False),
     **_later("nebula", "Nebula; checkpoints are asynchronous without it (checkpoint.dir, checkpoint.max_to_keep)",
         "persistent_storage_path persistent_time_interval num_of_version_in_retention enable_nebula_load"
         " nebula_load_path", enabled=False),
@@ -270,16 +270,16 @@ REFUSED: dict[str, Refused] = {
         " end_profile_step tuner_type tuner_early_stopping tuner_num_trials mp_size num_tuning_micro_batch_sizes"
         " arg_mappings max_train_batch_size min_train_batch_size max_train_micro_batch_size_per_gpu"
         " min_train_micro_batch_size_per_gpu model_info model_info_path metric_path"),
-    **_later(f"{_SAMPLING}.dynamic_batching", "batches of a number of tokens (jzero.data.Packed fills rows instead)",
+    **_later(f"{_SAMPLING}.dynamic_batching", "batches by number of tokens (jzero.data.Packed fills rows instead)",
         "metrics_path lr_scaling_method min_batch_size max_batch_size sequence_picking_order max_tokens verbose",
         enabled=False),
     **_later(f"{_METRICS}.seqlen", _BY_METRIC, "difficulty_type index_to_sample_path index_to_metric_path",
         clustering_type="single_cluster"),
     **_later(_METRICS, _BY_METRIC, vocabularyrarity=None, seqlen_reshape=None),
     **_details("data_efficiency", "data_routing.enabled"),
-    **_later("data_efficiency.data_routing.random_ltd", "dropping tokens between layers; the model can keep random"
-        " positions itself (jnp.take) and put the others back after its layers", "total_layer_num random_ltd_layer_num"
-        " random_ltd_layer_id model_mask_name model_type hidden_state_order random_ltd_schedule"
+    **_later("data_efficiency.data_routing.random_ltd", "dropping tokens between layers; the model itself can"
+        " select random positions (jnp.take) and restore the others after its layers", "total_layer_num"
+        " random_ltd_layer_num random_ltd_layer_id model_mask_name model_type hidden_state_order random_ltd_schedule"
         " layer_token_lr_schedule", enabled=False),
     # training methods
     **_later("progressive_layer_drop", "progressive layer dropping", "theta gamma", enabled=False),
@@ -289,7 +289,7 @@ REFUSED: dict[str, Refused] = {
         "verbose max_iter tol stability gas_boundary_resolution layer_name layer_num model_name"),
     **_elsewhere("compression_training", _QUANTIZE, "weight_quantization activation_quantization"),
     **_elsewhere("compression_training", _PRUNE, "sparse_pruning row_pruning head_pruning channel_pruning"),
-    **_elsewhere("compression_training", "build the model with fewer layers, and copy the teacher's into params=",
+    **_elsewhere("compression_training", "build the model with fewer layers and copy the teacher's into params=",
         "layer_reduction"),
     **_elsewhere("", _QUANTIZE, "weight_quantization quantize_training"),
 }
