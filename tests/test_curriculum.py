@@ -373,8 +373,8 @@ METRIC = NEWER["data_sampling"]["curriculum_learning"]["curriculum_metrics"]["se
 
 def test_the_newer_keys_that_do_not_work():
     assert "curriculum_metrics.seqlen: required with enabled = true" in problem(newer())
-    assert "sort training_data by it" in problem(newer(seqlen=METRIC, vocabularyrarity={"difficulty_type": "value"}))
-    assert "sort training_data by it" in problem(newer(seqlen={**METRIC, "clustering_type": "schedule_based"}))
+    assert "sort training_data yourself" in problem(newer(seqlen=METRIC, vocabularyrarity={"difficulty_type": "value"}))
+    assert "sort training_data yourself" in problem(newer(seqlen={**METRIC, "clustering_type": "schedule_based"}))
     assert "curriculum_metrics.rarity = {}: unknown key" in problem(newer(seqlen=METRIC, rarity={}))
     assert "is another name of" in problem(newer(seqlen=METRIC, seqlen_truncate=METRIC))
     assert "both set the length of the sequences; keep one" in problem(
