@@ -21,11 +21,11 @@ from jzero.model import ENDS, STACK, Inputs, Model, StackModel, fold, replace_st
 from jzero.offload import transfers
 from jzero.precision import Precision, cast
 from jzero.remat import Remat, checkpointed
-from jzero.sharding import is_state, stack_length
+from jzero.sharding import is_state, stack_length, trainable
 from jzero.stack import StackView, fetch, run_stack, scanned, unrolled, unrolls
 from jzero.tracing.auto_cast import cast_arrays, inputs_of_products, wide_arrays
 from jzero.tracing.loss_count import counter
-from jzero.tree import PyTree, leading_dim, named, partition
+from jzero.tree import PyTree, combine, leading_dim, named, partition
 
 Read = Callable[[Any], PyTree]  # what a model returned for a micro-batch -> what is collected of it
 
@@ -179,7 +179,9 @@ class ManualRegion:
     def axes(self) -> tuple[str, ...]:
         return present(self.mesh, *BATCH_AXES)
 
-    def gradients(self, masters: PyTree, batch: PyTree, extra: PyTree, rng: jax.Array, scale: jax.Array) -> Result:
+    def gradients(
+        self, masters: PyTree, batch: PyTree, extra: PyTree, rng: jax.Array, scale: jax.Array, steps: PyTree = None
+    ) -> Result:
         """Compute one step's gradients and losses.
 
         Args:
@@ -188,8 +190,9 @@ class ManualRegion:
           extra: what the caller passed beside the batch, whole; None: nothing.
           rng: this step's key.
           scale: the loss scale.
+          steps: what this device adds to the masters, a row of a dimension of its own; None: nothing.
         """
-        weights = self.prepare(masters, extra)
+        weights = self.prepare(self.moved(masters, steps), extra)
         key = self.replica_key(rng)
         batch = self.split(batch, extra, key)
         cotangent = scale / self.total_count(weights, batch, key)
@@ -240,11 +243,21 @@ class ManualRegion:
                 )
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
 
-    def micro_loss(self, masters: PyTree, batch: PyTree, extra: PyTree, rng: jax.Array, index: jax.Array) -> jax.Array:
+    def micro_loss(
+        self, masters: PyTree, batch: PyTree, extra: PyTree, rng: jax.Array, index: jax.Array, steps: PyTree = None
+    ) -> jax.Array:
         """Compute the loss that `gradients` would report for this micro-batch."""
+        weights = self.prepare(self.moved(masters, steps), extra)
         key = self.replica_key(rng)
-        losses = self.passes.losses(self.prepare(masters, extra), self.split(batch, extra, key), key, index)
+        losses = self.passes.losses(weights, self.split(batch, extra, key), key, index)
         return means(self.all_reduce(_total(losses)))[LOSS]
+
+    def moved(self, masters: PyTree, steps: PyTree) -> PyTree:
+        """Add this device's own steps to the masters."""
+        if steps is None:
+            return masters
+        trained, rest = partition(masters, trainable(self.layouts))
+        return combine(jax.tree.map(lambda w, s: (w + s[0]).astype(w.dtype), trained, steps), rest)
 
     def prepare(self, masters: PyTree, extra: PyTree) -> Weights:
         """Convert local masters to the form that the passes use; see `zero.prepare`."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jzero import optimizers
 from jzero.gradients import Result
 from jzero.loss_scale import LossScale
 from jzero.mesh import batch_spec, shardings
@@ -39,7 +40,7 @@ class Programs:
       step: (state, batch, extra, rate) -> `Done`; the state is donated.
       gradients: (state, batch, extra) -> (gradients of the next step, metrics, the model's new state).
       evaluate: (params, batch, extra) -> the loss and metrics by name.
-      micro_loss: (params, micro-batch, extra, the step's key, its index) -> the loss.
+      micro_loss: (params, micro-batch, extra, the step's key, its index, the devices' own steps) -> the loss.
       concatenate: micro-batches -> a batch, whose rows come in another order.
     """
 
@@ -59,19 +60,24 @@ def make_programs(setup: Setup, states: States) -> Programs:
     new_state_specs, _ = partition(states.specs.params, is_state(setup.layouts))
     averaging = setup.averaging
     local_specs: Any = averaging.rows(grad_specs) if averaging else grad_specs
+    own = averaging.spec if averaging else replicated
     gradients = setup.manual(
-        region.gradients, replicated, replicated, replicated,
+        region.gradients, replicated, replicated, replicated, own,
         out_specs=Result(local_specs, replicated, replicated, new_state_specs),
     )  # fmt: skip
 
+    def next_result(state: TrainState, batch: PyTree, extra: PyTree) -> Result:
+        steps = optimizers.own_steps(state.opt_state)
+        return gradients(state.params, batch, extra, fold(state.rng, state.step), state.loss_scale.scale, steps)
+
     def step(state: TrainState, batch: PyTree, extra: PyTree, rate: Any = None) -> Done:
-        result = gradients(state.params, batch, extra, fold(state.rng, state.step), state.loss_scale.scale)
+        result = next_result(state, batch, extra)
         with jax.named_scope(SCOPE):
             state, metrics = update(setup, state, result, rate)
         return state, metrics, Details(result.micro_losses, state.loss_scale)
 
     def only_gradients(state: TrainState, batch: PyTree, extra: PyTree) -> tuple[PyTree, Metrics, PyTree]:
-        result = gradients(state.params, batch, extra, fold(state.rng, state.step), state.loss_scale.scale)
+        result = next_result(state, batch, extra)
         whole = averaging.total(result.gradients) if averaging else result.gradients
         return whole, {**result.means, "grad_norm": optax.tree.norm(whole)}, result.state
 
@@ -79,7 +85,7 @@ def make_programs(setup: Setup, states: States) -> Programs:
         return jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
 
     evaluate = setup.manual(region.evaluate, replicated, out_specs=replicated)
-    micro_loss = setup.manual(region.micro_loss, replicated, replicated, replicated, out_specs=replicated)
+    micro_loss = setup.manual(region.micro_loss, replicated, replicated, replicated, own, out_specs=replicated)
     return Programs(
         step=setup.jit(
             step, in_shardings=(states.shardings, NamedSharding(mesh, rows), None, None),

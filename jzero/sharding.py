@@ -14,7 +14,7 @@ from jzero.communication.zeropp import NOTHING, Plus
 from jzero.errors import ConfigError, some_of
 from jzero.mesh import PIPE, ZERO
 from jzero.model import ENDS, STACK
-from jzero.optimizers.compressed import is_error
+from jzero.optimizers.compressed import has_rows
 from jzero.stored_names import StoredNames, matches
 from jzero.tree import PyTree, named, path_name
 from jzero.zero import RULES, ParamLayout, Rule, stage_rule
@@ -170,9 +170,9 @@ def optimizer_layouts(opt_state: PyTree, layouts: PyTree, rows: PartitionSpec | 
         name = path_name(path)
         keys = tuple(name.split("/"))
         owner = next((known[keys[i:]] for i in range(len(keys) + 1) if keys[i:] in known), None)
-        if owner is not None and owner.shape == tuple(x.shape) and not is_error(name):
+        if owner is not None and owner.shape == tuple(x.shape) and not has_rows(name):
             return owner
-        spec = rows if rows is not None and is_error(name) else PartitionSpec()
+        spec = rows if rows is not None and has_rows(name) else PartitionSpec()
         return ParamLayout(path_name(path), tuple(x.shape), spec, None, False, False, RULES[0])
 
     return jax.tree_util.tree_map_with_path(layout, opt_state)

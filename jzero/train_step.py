@@ -18,6 +18,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from jzero import optimizers
 from jzero.batch import check_batch, host_arrays, place_batch, place_extra, rows_of_this_process
 from jzero.config import Config, without_curriculum
 from jzero.distributed import heartbeat
@@ -298,7 +299,8 @@ class TrainStep:
         rng = jax.random.fold_in(state.rng, state.step)
         part, extra = self.place_micro_batch(part), place_extra(extra, self.mesh)
         self._guard.check("a micro-batch's loss", (part, extra))
-        return self._programs.micro_loss(state.params, part, extra, rng, jnp.int32(index))
+        steps = optimizers.own_steps(state.opt_state)
+        return self._programs.micro_loss(state.params, part, extra, rng, jnp.int32(index), steps)
 
     def predict(self, state: TrainState, x: PyTree, *, numpy: bool = False, dropout: int | None = None) -> PyTree:
         """Compute the model's outputs for every row of x: `module(x)` without dropout, under the training layout.

@@ -18,7 +18,7 @@ from jzero.errors import ConfigError, some_of
 from jzero.loss_scale import Scaler
 from jzero.offload import pinned_memory
 from jzero.optimizers import at_step
-from jzero.optimizers.compressed import is_error
+from jzero.optimizers.compressed import has_rows
 from jzero.state import TrainState, check_alive
 from jzero.stored_names import stored_names
 from jzero.train_step import TrainStep
@@ -81,7 +81,7 @@ class Plan:
             | {
                 name: jnp.zeros(shapes[name].shape, shapes[name].dtype, device=shardings[name])
                 for name in shapes
-                if is_error(name) and name not in self.taken
+                if has_rows(name) and name not in self.taken
             }
         )
         state = jax.tree.unflatten(jax.tree.structure(step.state_shapes), [leaves[name] for name in shapes])
@@ -110,15 +110,15 @@ def plan(source: Checkpoint, step: TrainStep, former: TrainState | None, selecti
     wanted = stored_shapes({name: x for name, x in shapes.items() if name in selection}, names)
     stored = source.shapes
     if selection.strict:  # errors fit the same number of devices alone; others start from none, as in DeepSpeed
-        expected = {name: x for name, x in wanted.items() if name not in source.without and not is_error(name)}
-        source.check_fit(expected, [name for name in stored if name in selection and not is_error(name)])
+        expected = {name: x for name, x in wanted.items() if name not in source.without and not has_rows(name)}
+        source.check_fit(expected, [name for name in stored if name in selection and not has_rows(name)])
     fit = {name for name, shape in wanted.items() if name in stored and shape in (None, stored[name])}
     taken = [name for name in shapes if fit.issuperset(names[name])]
     if not taken:
         raise ConfigError(f"checkpoint {source.path} has nothing for this model: its leaves are {some_of(stored)}")
-    if former is None and any(name not in taken and not is_error(name) for name in shapes):
+    if former is None and any(name not in taken and not has_rows(name) for name in shapes):
         check_alive(None)
-    kept = {name: x for name, x in named(former).items() if name not in taken and not is_error(name)}
+    kept = {name: x for name, x in named(former).items() if name not in taken and not has_rows(name)}
     omitted = {name: x for name, x in kept.items() if source.without.keys() & set(names[name])}
     layers = {name: list(x) if len(names[name]) > 1 else [x] for name, x in omitted.items()}
     _check_kept(source, {part: x for name in omitted for part, x in zip(names[name], layers[name], strict=True)})

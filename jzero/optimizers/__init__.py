@@ -30,7 +30,8 @@ from jzero.optimizers.wrappers import Transform, in_fp32, per_layer, scale_leave
 
 __all__ = [
     "Group", "Replicas", "at_step", "base_lr", "choose_optimizer", "compresses", "describe", "fused_matrices", "lr_of",
-    "make_groups", "make_optimizer", "norm_of", "optimizer_problems", "parameters", "per_layer", "why_not_scaled",
+    "make_groups", "make_optimizer", "norm_of", "optimizer_problems", "own_steps", "parameters", "per_layer",
+    "why_not_scaled",
 ]  # fmt: skip
 
 
@@ -80,6 +81,8 @@ def make_optimizer(
         )
     tx = row.make(Knobs(lr, float(row.base(params)), stacked, fused, own, replicas), params)
     scales = {name: values["lr_scale"] for name, values in own.items() if "lr_scale" in values}
+    if row.own_steps:  # its steps are in the rates of their groups
+        scales = {}
     return with_lr_factor(in_fp32(scale_leaves(tx, scales), state_dtype))
 
 
@@ -182,17 +185,33 @@ def compresses(optimizer_config: Any) -> bool:
 
 
 def norm_of(opt_state: Any) -> jax.Array:
-    """Read the norm of the gradients from the state of an optimizer that averages them itself."""
+    """Read the norm of the gradient from the state of an optimizer that averages them itself.
+
+    Where only every device's own is known, it is the root of their mean square.
+    """
+    return jnp.sqrt(jnp.mean(jnp.square(_compressed_state(opt_state).own_norm)))
+
+
+def own_steps(opt_state: Any) -> Any:
+    """Read what every device adds to the parameters, in a row for each, from an optimizer's state; None: nothing."""
+    return getattr(_compressed_state(opt_state), "own_steps", None)
+
+
+def _compressed_state(opt_state: Any) -> Any:
+    """Return the state of the optimizer that averages inside its update, or None."""
 
     def has_errors(node: Any) -> bool:
         return WORKER_ERROR in getattr(node, "_fields", ())
 
-    return next(x.norm for x in jax.tree.leaves(opt_state, is_leaf=has_errors) if has_errors(x))
+    nodes = jax.tree.leaves(opt_state, is_leaf=has_errors)
+    return next(filter(has_errors, nodes), None)
 
 
 def why_not_scaled(optimizer_config: Any) -> str:
     """Explain why the config's optimizer cannot run at another rate by scaling its updates; "" if it can."""
     row, _ = _read(optimizer_config)
+    if row.own_steps and compresses(optimizer_config):
+        return f"{optimizer_config.type} sums the rates of the steps between two averages; set a scheduler"
     return "" if "lr_scale" in row.by_group else f"{optimizer_config.type} {WHY['lr_scale']}"
 
 

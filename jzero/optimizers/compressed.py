@@ -19,7 +19,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jzero.tree import PyTree
 
-WORKER_ERROR, SERVER_ERROR = "worker_error", "server_error"
+WORKER_ERROR = "worker_error"
+# The fields of optimizers' states that have a row for each device.
+ROWS = {WORKER_ERROR, "server_error", "own_mu", "own_steps", "own_rates", "own_norm"}
 
 
 class Replicas(NamedTuple):
@@ -64,20 +66,20 @@ class Replicas(NamedTuple):
         return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=specs, check_vma=False)(own, shared)
 
     def all_reduce(self, updates: PyTree) -> tuple[PyTree, jax.Array]:
-        """Sum the rows of gradients exactly; return the clipped gradient and its norm before."""
+        """Sum the rows of gradients exactly; return the clipped gradient, and its norm before in every row."""
 
         def summed(own: PyTree, _: Any) -> tuple[PyTree, PyTree]:
             return (), jax.tree.map(lambda g: lax.psum(g.astype(self.dtype), self.axes).astype(g.dtype), own)
 
-        return self.clipped(self.on_each(summed, updates, ())[1])
+        grads, norm = self.clipped(self.on_each(summed, updates, ())[1])
+        return grads, self.row_each(norm)
 
     def of_device(self, own: PyTree) -> tuple[PyTree, jax.Array]:
-        """Return a device's gradient in the scale of the mean, and the root mean square of all devices' norms.
+        """Return a device's gradient in the scale of the mean, and its norm before it is clipped.
 
         Every device clips by its own norm, as in DeepSpeed: none knows the norm of the sum.
         """
-        grads, norm = self.clipped(jax.tree.map(lambda g: g * self.size, own))
-        return grads, jnp.sqrt(lax.pmean(norm * norm, self.axes))
+        return self.clipped(jax.tree.map(lambda g: g * self.size, own))
 
     def clipped(self, grads: PyTree) -> tuple[PyTree, jax.Array]:
         """Return the gradients with a norm of `clip` at most, and their norm before."""
@@ -92,9 +94,9 @@ class Replicas(NamedTuple):
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.size, *x.shape)), tree)
 
 
-def is_error(name: str) -> bool:
-    """Return whether a leaf of the state is an error: it belongs to one device, and fits no other number of them."""
-    return not {WORKER_ERROR, SERVER_ERROR}.isdisjoint(name.split("/"))
+def has_rows(name: str) -> bool:
+    """Return whether a leaf of the state has a row for each device, so that it fits no other number of them."""
+    return not ROWS.isdisjoint(name.split("/"))
 
 
 def padded(elements: int, size: int) -> int:

@@ -1,10 +1,10 @@
-"""DeepSpeed's 1-bit Adam and 0/1 Adam. 1-bit LAMB is in `onebit_lamb`.
+"""DeepSpeed's 1-bit Adam. `onebit_lamb` and `zero_one` have 1-bit LAMB and 0/1 Adam.
 
-Their point is to average signs with error feedback instead of gradients, for which the variance must not change any
-more. 1-bit Adam does (`compressed`); with `exact_communication` it averages gradients as 0/1 Adam does here. All else
-is DeepSpeed's: the variance freezes, no bias is corrected, and weight decay is decoupled. (Tang et al., 2021,
-arXiv:2102.02888; Lu et al., 2022, arXiv:2202.06009; runtime/fp16/onebit/ in DeepSpeed 0.19.6.) Its first step only sets
-up buffers; here it is a step like the others.
+The point of all three is to average signs with error feedback instead of gradients (`compressed`), for which the
+variance must not change any more. So Adam runs for `freeze_step` steps; then the variance freezes, and the devices
+average the signs of their momenta. No bias is corrected, and weight decay is decoupled. (Tang et al., 2021,
+arXiv:2102.02888; runtime/fp16/onebit/adam.py in DeepSpeed 0.19.6.) DeepSpeed's first step only sets up buffers; here it
+is a step like the others. With `exact_communication` the gradients are averaged.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from jzero.optimizers.wrappers import Transform, map_layers, unzip
 
 
 class CompressedAdamState(NamedTuple):
-    """Adam's moments; every device's errors; the norm of the gradient (from `freeze_step` on of the devices' own, as
-    the root of the mean square)."""
+    """Adam's moments; every device's errors; the norm of the gradient, after `freeze_step` steps of a device's own."""
 
     count: jax.Array  # type: ignore[assignment]  # the name of a method of tuples
     mu: Any
     nu: Any
     worker_error: Any
     server_error: Any
-    norm: jax.Array
+    own_norm: jax.Array
 
 
 class Averaged(NamedTuple):
@@ -50,7 +49,7 @@ def scale_by_compressed_adam(k: Knobs, p: dict[str, Any], replicas: Replicas) ->
     def init(params: Any) -> CompressedAdamState:
         zeros = optax.tree.zeros_like
         start = jnp.zeros([], jnp.int32), zeros(params), zeros(params)
-        return CompressedAdamState(*start, *no_errors(k, replicas, params), jnp.zeros([], jnp.float32))
+        return CompressedAdamState(*start, *no_errors(k, replicas, params), jnp.zeros(replicas.size))
 
     def update(updates: Any, state: CompressedAdamState, params: Any = None) -> tuple[Any, CompressedAdamState]:
         betas = k.betas(p, state.count, updates)
@@ -69,7 +68,7 @@ def _exactly(replicas: Replicas, betas: Any, updates: Any, state: CompressedAdam
     """Move both moments by the gradient."""
     grads, norm = replicas.all_reduce(updates)
     mu, nu = first_moments(grads, state.mu, betas[0]), second_moments(grads, state.nu, betas[1])
-    return state._replace(mu=mu, nu=nu, norm=norm)
+    return state._replace(mu=mu, nu=nu, own_norm=norm)
 
 
 def _by_signs(k: Knobs, replicas: Replicas, betas: Any, updates: Any, state: CompressedAdamState) -> Any:
@@ -79,11 +78,11 @@ def _by_signs(k: Knobs, replicas: Replicas, betas: Any, updates: Any, state: Com
         updates, worker, server = own
         grads, norm = replicas.of_device(updates)
         mu, worker, server = average_leaves(k, replicas, first_moments(grads, mu, betas[0]), worker, server)
-        return (worker, server), (mu, norm)
+        return (worker, server, norm), mu
 
     own = updates, state.worker_error, state.server_error
-    (worker, server), (mu, norm) = replicas.on_each(of_device, own, state.mu)
-    return state._replace(mu=mu, worker_error=worker, server_error=server, norm=norm)
+    (worker, server, norm), mu = replicas.on_each(of_device, own, state.mu)
+    return state._replace(mu=mu, worker_error=worker, server_error=server, own_norm=norm)
 
 
 def no_errors(k: Knobs, replicas: Replicas, params: Any) -> tuple[Any, Any]:
@@ -114,28 +113,3 @@ def one_bit_adam(k: Knobs, p: dict[str, Any]) -> Transform:
     else:
         direction = scale_by_adam(k, p, bias_correction=False, learns=lambda count: count <= p["freeze_step"])
     return optax.chain(direction, add_decay(k, p), optax.scale_by_learning_rate(k.lr))
-
-
-def zero_one_adam(k: Knobs, p: dict[str, Any]) -> Transform:
-    """Make Adam whose variance learns ever more rarely, and for `var_freeze_step` steps at most."""
-    ends = jnp.array(_interval_ends(p["var_update_scaler"]), jnp.int32)
-
-    def learns(count: jax.Array) -> jax.Array:
-        interval = jnp.int32(1) << (count > ends).sum()
-        return (count % interval == 0) & (count <= p["var_freeze_step"])
-
-    direction = scale_by_adam(k, p, bias_correction=False, learns=learns)
-    return optax.chain(direction, add_decay(k, p), optax.scale_by_learning_rate(k.lr))
-
-
-def _interval_ends(updates: int) -> list[int]:
-    """Return the steps after which 0/1 Adam's interval doubles: each interval has that many updates.
-
-    >>> _interval_ends(3)[:3]  # updates at 1, 2, 3; 4, 6, 8; 12, 16, 20
-    [3, 8, 20]
-    """
-    ends, end, interval = [], 0, 1
-    while (end := interval * (end // interval + updates)) < 2**31 - 1 and interval < 2**30:
-        ends.append(end)
-        interval *= 2
-    return ends

@@ -25,10 +25,8 @@ from jzero.optimizers.wrappers import Transform, map_layers, unzip
 
 class OneBitLambState(NamedTuple):
     """Adam's moments, with the variance `nu` of the warm-up and the `fresh` one; of every parameter (of a stack: of
-    every layer) the moving average of its trust ratios, and the last factor on it.
-
-    Of compressed communication: the scale of every momentum in the common vector; every device's errors of that; the
-    norm of the gradient (after the warm-up of the devices' own, as the root of the mean square).
+    every layer) the moving average of its trust ratios, the last factor on it, and the scale of its momentum in the
+    common vector; every device's errors of that; the norm of the gradient, after the warm-up of the device's own.
     """
 
     count: jax.Array  # type: ignore[assignment]  # the name of a method of tuples
@@ -37,10 +35,10 @@ class OneBitLambState(NamedTuple):
     fresh: Any
     ratio: Any
     factor: Any
-    scale: Any = None
+    scale: Any
     worker_error: Any = None
     server_error: Any = None
-    norm: Any = None
+    own_norm: Any = None
 
 
 def one_bit_lamb(k: Knobs, p: dict[str, Any]) -> Transform:
@@ -50,12 +48,13 @@ def one_bit_lamb(k: Knobs, p: dict[str, Any]) -> Transform:
         zeros = optax.tree.zeros_like
         ratio = map_layers(lambda w: jnp.zeros((), jnp.float32), k.stacked, params)
         ones = jax.tree.map(jnp.ones_like, ratio)
-        state = OneBitLambState(jnp.zeros([], jnp.int32), zeros(params), zeros(params), zeros(params), ratio, ones)
+        start = jnp.zeros([], jnp.int32), zeros(params), zeros(params), zeros(params)
+        state = OneBitLambState(*start, ratio, factor=ones, scale=ones)
         if k.replicas is None:
             return state
         n = padded(sum(w.size for w in jax.tree.leaves(params)), k.replicas.size)
         worker, server = k.replicas.row_each((jnp.zeros(n), jnp.zeros(n // k.replicas.size)))
-        return state._replace(scale=ones, worker_error=worker, server_error=server, norm=jnp.zeros([], jnp.float32))
+        return state._replace(worker_error=worker, server_error=server, own_norm=jnp.zeros(k.replicas.size))
 
     def update(updates: Any, state: OneBitLambState, params: Any = None) -> tuple[Any, OneBitLambState]:
         betas = k.betas(p, state.count, updates)
@@ -66,12 +65,22 @@ def one_bit_lamb(k: Knobs, p: dict[str, Any]) -> Transform:
             state = _moved(betas, updates, state)
         else:
             # The count is the same on all devices, so they take the same branch, and its collectives meet.
-            exactly, by_signs = (partial(f, k, k.replicas, betas) for f in (_exactly, _by_signs))
+            exactly, by_signs = partial(_exactly, k.replicas, betas), partial(_by_signs, k, k.replicas, betas)
             state = lax.cond(warm, exactly, by_signs, updates, state)
-        state = state._replace(nu=jax.tree.map(lambda new, old: jnp.where(warm, new, old), state.fresh, state.nu))
+        learned, kept = (state.fresh, _scales(k, state.mu)), (state.nu, state.scale)
+        nu, scale = jax.tree.map(lambda new, old: jnp.where(warm, new, old), learned, kept)
+        state = state._replace(nu=nu, scale=scale)
         return _steps(k, p, warm, state, params)
 
     return optax.chain(Transform(init, update), optax.scale_by_learning_rate(k.lr))
+
+
+def _scales(k: Knobs, mu: Any) -> Any:
+    """Return the factor of every momentum that brings all to one size, their mean."""
+    sizes = map_layers(lambda m: jnp.sqrt(jnp.mean(m * m)), k.stacked, mu)
+    leaves = jax.tree.leaves(sizes)
+    common = sum(x.sum() for x in leaves) / sum(x.size for x in leaves)
+    return jax.tree.map(lambda size: jnp.where(size > 0, common / jnp.where(size > 0, size, 1.0), 1.0), sizes)
 
 
 def _moved(betas: Any, grads: Any, state: OneBitLambState) -> OneBitLambState:
@@ -80,15 +89,10 @@ def _moved(betas: Any, grads: Any, state: OneBitLambState) -> OneBitLambState:
     return state._replace(mu=mu, fresh=fresh)
 
 
-def _exactly(k: Knobs, replicas: Replicas, betas: Any, updates: Any, state: OneBitLambState) -> OneBitLambState:
-    """Move the moments by the devices' summed gradient; what comes out last scales the momenta for compression."""
+def _exactly(replicas: Replicas, betas: Any, updates: Any, state: OneBitLambState) -> OneBitLambState:
+    """Move the moments by the devices' summed gradient."""
     grads, norm = replicas.all_reduce(updates)
-    state = _moved(betas, grads, state)
-    sizes = map_layers(lambda m: jnp.sqrt(jnp.mean(m * m)), k.stacked, state.mu)
-    leaves = jax.tree.leaves(sizes)
-    common = sum(x.sum() for x in leaves) / sum(x.size for x in leaves)
-    scale = jax.tree.map(lambda size: jnp.where(size > 0, common / jnp.where(size > 0, size, 1.0), 1.0), sizes)
-    return state._replace(scale=scale, norm=norm)
+    return _moved(betas, grads, state)._replace(own_norm=norm)
 
 
 def _by_signs(k: Knobs, replicas: Replicas, betas: Any, updates: Any, state: OneBitLambState) -> OneBitLambState:
@@ -101,13 +105,13 @@ def _by_signs(k: Knobs, replicas: Replicas, betas: Any, updates: Any, state: One
         scaled = map_layers(jnp.multiply, k.stacked, first_moments(grads, mu, betas[0]), scale)
         vector, tree = ravel_pytree(scaled)
         average, worker, server = compressed_all_reduce(vector, worker, server, replicas.axes)
-        return (worker, server), (map_layers(jnp.divide, k.stacked, tree(average), scale), norm)
+        return (worker, server, norm), map_layers(jnp.divide, k.stacked, tree(average), scale)
 
     own = updates, state.worker_error, state.server_error
-    (worker, server), (mu, norm) = replicas.on_each(of_device, own, (state.mu, state.scale))
+    (worker, server, norm), mu = replicas.on_each(of_device, own, (state.mu, state.scale))
     implied = jax.tree.map(lambda new, old, b: (new - b * old) / (1 - b), mu, state.mu, betas[0])
     fresh = second_moments(implied, state.fresh, betas[1])
-    return state._replace(mu=mu, fresh=fresh, worker_error=worker, server_error=server, norm=norm)
+    return state._replace(mu=mu, fresh=fresh, worker_error=worker, server_error=server, own_norm=norm)
 
 
 class _Step(NamedTuple):

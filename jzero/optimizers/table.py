@@ -17,7 +17,7 @@ import optax
 import optax.contrib
 
 from jzero.errors import ConfigError
-from jzero.optimizers import muon, onebit, onebit_lamb, transforms
+from jzero.optimizers import muon, onebit, onebit_lamb, transforms, zero_one
 from jzero.optimizers.wrappers import Transform, per_layer
 from jzero.values import trainer
 from jzero.values.kinds import FLAG, FRACTION, INT32, NON_NEGATIVE32, Kind, either, one_of
@@ -41,6 +41,7 @@ class Row:
       by_group: the keys that a parameter group can set.
       decay: its weight decay's name.
       compresses: whether it can average inside its update.
+      own_steps: whether, if it does, every device also takes steps alone, by rates that it sums.
       one_decay: whether the weight decays of all groups are one number or 0.
     """
 
@@ -54,6 +55,7 @@ class Row:
     decay: str = "weight_decay"
     one_decay: bool = False
     compresses: bool = False
+    own_steps: bool = False
 
 
 def _two_fractions(value: Any) -> list[float]:
@@ -83,14 +85,6 @@ _TORCH_ADAM = {"torch_adam": Param(False, FLAG)}
 _NO_TORCH = (lambda p: p["torch_adam"], "{name}: torch_adam chooses a kernel in DeepSpeed and has no meaning here")
 
 
-def _exact_communication(p: dict[str, Any]) -> Iterator[str]:
-    if not p["exact_communication"]:
-        yield (
-            "optimizer.params.exact_communication: false asks for compressed communication, which only OneBitAdam and "
-            "OneBitLamb have; write true to run this optimizer with exact communication"
-        )
-
-
 # Of the optimizers with compressed communication. DeepSpeed reads bias_correction, and corrects nothing.
 _ONE_BIT: dict[str, Param] = {
     **_ADAM,
@@ -111,17 +105,25 @@ _ONE_BIT_NOTES = (
     ),
 )
 _FREEZE = {"freeze_step": Param(100_000, INT32)}
+
+
+def _compressed(p: dict[str, Any]) -> bool:
+    return not p["exact_communication"]
+
+
 _SIGNS = (
-    lambda p: not p["exact_communication"],
+    _compressed,
     "{name}: after {freeze_step} steps the variance is frozen, and the devices average the signs of their momenta, "
     "with error feedback; each then clips its own gradient, as in DeepSpeed",
 )
 
 
-def _one_bit(make: Make, params: dict[str, Param], note: Note, **more: Any) -> Row:
+def _one_bit(make: Make, params: dict[str, Param], *notes: Note, own_steps: bool = False) -> Row:
     """Make the row of an optimizer with compressed communication."""
-    shared: dict[str, Any] = {"cycles": True, "compresses": True, "by_group": _ALL_BY_GROUP}
-    return Row({**_ONE_BIT, **params}, make, (*_ONE_BIT_NOTES, note), **shared | more)
+    return Row(
+        {**_ONE_BIT, **params}, make, (*_ONE_BIT_NOTES, *notes), cycles=True, by_group=_ALL_BY_GROUP, compresses=True,
+        own_steps=own_steps,
+    )  # fmt: skip
 
 
 DEEPSPEED: dict[str, Row] = {
@@ -217,16 +219,28 @@ DEEPSPEED: dict[str, Row] = {
     ),
     "OneBitAdam": _one_bit(onebit.one_bit_adam, _FREEZE, _SIGNS),
     "ZeroOneAdam": _one_bit(
-        onebit.zero_one_adam,
+        zero_one.zero_one_adam,
         {
             "var_freeze_step": Param(100_000, INT32),
             "var_update_scaler": Param(16, INT32),
             "local_step_scaler": Param(32_678, INT32),
             "local_step_clipper": Param(16, INT32),
         },
-        (lambda p: True, "{name}: local_step_scaler and local_step_clipper have no effect: every step communicates"),
-        check=_exact_communication,
-        compresses=False,
+        (
+            lambda p: p["exact_communication"],
+            "{name}: local_step_scaler and local_step_clipper have no effect: every step communicates",
+        ),
+        (
+            _compressed,
+            "{name}: the devices average gradients in the steps in which the variance learns, and their signs in the "
+            "steps between; each then clips its own gradient, as in DeepSpeed",
+        ),
+        (
+            _compressed,
+            "{name}: after {var_freeze_step} steps the devices step alone, and average the signs of their steps' sum "
+            "at least every {local_step_clipper} steps; evaluation and saved weights are those of the last average",
+        ),
+        own_steps=True,
     ),
     "OneBitLamb": _one_bit(
         onebit_lamb.one_bit_lamb,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jzero.optimizers.compressed import is_error
+from jzero.optimizers.compressed import has_rows
 from jzero.tree import path_name
 
 Transform: TypeAlias = optax.GradientTransformation
@@ -105,8 +105,8 @@ def in_fp32(tx: Transform, state_dtype: Any) -> Transform:
     """Run `tx` in fp32 for parameters of any dtype, and keep its per-parameter state in `state_dtype`.
 
     Each update loads low-precision state to fp32, computes, and rounds once, instead of at every operation. State that
-    belongs to no parameter (counts, scalars) keeps its dtype, and so do the errors of compressed communication: they
-    are what rounding has lost.
+    belongs to no parameter (counts, scalars) keeps its dtype, and so does that of each device alone: the errors of
+    compressed communication are what rounding has lost.
     """
     tx = optax.with_extra_args_support(tx)
     low = jnp.dtype(state_dtype) != jnp.float32
@@ -134,7 +134,7 @@ def _cast_floating(x: Any, dtype: Any) -> Any:
 
 
 def _map_owned(function: Callable[[Any], Any], state: Any, params: Any) -> Any:
-    """Map `function` over the state leaves that belong to a parameter, but its errors.
+    """Map `function` over the state leaves that belong to a parameter, the same on all devices.
 
     The key path of such a leaf ends with the parameter's.
 
@@ -145,7 +145,7 @@ def _map_owned(function: Callable[[Any], Any], state: Any, params: Any) -> Any:
 
     def leaf(path: tuple, x: Any) -> Any:
         owned = any(path[len(path) - n :] in owners for n in lengths if n <= len(path))
-        return function(x) if owned and not is_error(path_name(path)) else x
+        return function(x) if owned and not has_rows(path_name(path)) else x
 
     return jax.tree_util.tree_map_with_path(leaf, state)
 

@@ -26,8 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from jzero import optimizers
 from jzero.mesh import PIPE, ZERO, replicas
-from jzero.optimizers.compressed import is_error
+from jzero.optimizers.compressed import has_rows
 from jzero.precision import Precision
 from jzero.tree import PyTree, named
 from jzero.zero import ON_DEVICE, RULES, OnHost, Rule
@@ -92,6 +93,7 @@ def state_bytes(step: TrainStep) -> StateBytes:
     """Compute the model-state bytes per device of a `TrainStep`."""
     shapes, specs, group = step.state_shapes, step.state_specs, step.mesh.shape[ZERO]
     stage, pipe = step.setup.rule if group > 1 else RULES[0], step.mesh.shape[PIPE]
+    moved = optimizers.own_steps(shapes.opt_state) is not None  # every device computes at parameters of its own
 
     def inside(
         rule: Rule, x: jax.ShapeDtypeStruct, trainable: bool, parts: int, on_host: OnHost = ON_DEVICE
@@ -99,7 +101,7 @@ def state_bytes(step: TrainStep) -> StateBytes:
         """Return (bytes of a leaf's compute copy, bytes of its gradient) under a rule, for 1/`parts` of the leaf."""
         compute = jnp.dtype(step.precision.compute if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
         # A frozen parameter is there once, unless there is a second copy.
-        copied = rule.plus.secondary > 0 or (trainable and (rule.gather == "step" or compute != x.dtype))
+        copied = rule.plus.secondary > 0 or (trainable and (rule.gather == "step" or compute != x.dtype or moved))
         copied = (copied or on_host.master) and not on_host.in_use
         shares = rule.plus.secondary or (group if rule.gather == "layer" else 1)  # the devices that share it
         gradient = gradient_dtype(rule, step.precision, sums_gradients(step))
@@ -114,7 +116,7 @@ def state_bytes(step: TrainStep) -> StateBytes:
     ideal = [inside(stage, x, leaf.trainable, pipe) for leaf, x in leaves]
     persistent = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((shapes.params, shapes.opt_state)))
     # Errors of compressed communication have a row for each device, whatever the stage.
-    errors = sum(x.size * x.dtype.itemsize for name, x in named(shapes.opt_state).items() if is_error(name))
+    errors = sum(x.size * x.dtype.itemsize for name, x in named(shapes.opt_state).items() if has_rows(name))
     persistent -= errors
     frozen = sum(x.size * x.dtype.itemsize for leaf, x in leaves if not leaf.trainable)
     whole = 0 if stage.gather == "layer" else frozen  # frozen weights are partitioned under stage 3 alone
