@@ -44,11 +44,11 @@ class Programs:
       concatenate: micro-batches -> a batch, whose rows come in another order.
     """
 
-    step: Any
-    gradients: Any
-    evaluate: Any
-    micro_loss: Any
-    concatenate: Any
+    step: jax.stages.Wrapped
+    gradients: jax.stages.Wrapped
+    evaluate: jax.stages.Wrapped
+    micro_loss: jax.stages.Wrapped
+    concatenate: jax.stages.Wrapped
 
 
 def make_programs(setup: Setup, states: States) -> Programs:
