@@ -286,4 +286,3 @@ def test_a_tool_beside_the_training_is_a_warning_with_what_to_call(section, tool
         assert f"jzero.planner.{tool}(step." in why
         assert callable(getattr(jzero.planner, tool))
     assert Config.load({section: {"enabled": False}}).ignored == ()
-    assert "write engine.metrics after each step" in problem({"tensorboard": {"enabled": True}})

@@ -48,7 +48,7 @@ def test_contradictions(given, parts):
 def test_all_problems_come_at_once():
     found = problems({
         "train_batch_sise": 1, "seed": "x", "fp16": {"enabled": True, "hysteresis": -1}, "bf16": {"enabled": True},
-        "wandb": {"enabled": True, "projet": "p"}, "zero_optimization": {"stage": 9, "reduce_bucket_size": "big"},
+        "wandb": {"enabled": "on", "projet": "p"}, "zero_optimization": {"stage": 9, "reduce_bucket_size": "big"},
         "optimizer": {}, "mesh": {"tensor": 2},
     })  # fmt: skip
     expected = [

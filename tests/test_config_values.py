@@ -189,7 +189,6 @@ def _parses(kind, value) -> bool:
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        ("tensorboard.enabled", True), ("wandb.enabled", True), ("csv_monitor.enabled", True), ("comet.enabled", True),
         ("elasticity.enabled", True),
         ("zero_optimization.zero_quantized_nontrainable_weights", True),
         ("zero_optimization.zeropp_loco_param.reset_T", 9),
@@ -221,7 +220,7 @@ def test_nested_compression_is_refused():
 @pytest.mark.parametrize(
     "given",
     [
-        {"tensorboard": {}}, {"tensorboard": False}, {"wandb": {"enabled": False, "project": "p"}}, {"aio": {}},
+        {"tensorboard": {}}, {"nebula": False}, {"elasticity": {"enabled": False, "min_gpus": 2}}, {"aio": {}},
         {"zero_optimization": {"offload_param": {"device": "none"}}},
         {"zero_optimization": {"offload_optimizer": None, "cpu_offload": False, "zenflow": {}}},
         {"zero_optimization": {"zero_quantized_weights": False, "zeropp_loco_param": None}},

@@ -27,7 +27,7 @@ state batch update setup
 inference
 programs train_step
 data planner
-weights
+weights monitors
 engine
 launcher cli
 __init__ __main__

@@ -211,7 +211,6 @@ _QUANTIZE = "quantize in the model (qwix and aqt fake-quantize Flax modules)"
 _PRUNE = "multiply the kernels by masks in the model, or mask the updates with optimizer=optax.chain(...)"
 _BY_METRIC = "selecting samples by difficulty; sort training_data yourself and pass an iterable, which keeps its order"
 _METRICS = f"{_SAMPLING}.curriculum_learning.curriculum_metrics"
-_CURVES = "write engine.metrics after each step"
 
 # fmt: off
 REFUSED: dict[str, Refused] = {
@@ -246,11 +245,6 @@ REFUSED: dict[str, Refused] = {
         " num_experts_attr num_limited_groups route_norm route_scale routed_scaling_factor score_apply"
         " shared_experts_gate_pattern shared_experts_pattern top_k_attr validate_folding_routing", enabled=False),
     # what a run reports
-    **_later("tensorboard", f"TensorBoard output; {_CURVES}", "output_path job_name", enabled=False),
-    **_later("csv_monitor", f"CSV output; {_CURVES}", "output_path job_name", enabled=False),
-    **_later("wandb", f"Weights & Biases output; {_CURVES}", "group team project", enabled=False),
-    **_later("comet", f"Comet output; {_CURVES}",
-        "samples_log_interval project workspace api_key experiment_name experiment_key online mode", enabled=False),
     **_details("flops_profiler",
         "recompute_fwd_factor profile_step module_depth top_modules detailed output_file"),
     **_details("comms_logger", "prof_all prof_ops verbose debug"),

@@ -17,6 +17,7 @@ NoDecay = Literal["norms_biases", "norms_biases_embeddings"]
 
 Flag = Annotated[bool, PlainValidator(kinds.FLAG)]
 Text = Annotated[str, PlainValidator(kinds.TEXT)]
+TextOrNone = Annotated[str | None, PlainValidator(kinds.TEXT_OR_NULL)]
 Count = Annotated[int, PlainValidator(kinds.COUNT)]
 PositiveInt32 = Annotated[int, PlainValidator(kinds.INT32)]
 PositiveOrNone = Annotated[int | None, PlainValidator(kinds.POSITIVE_OR_NULL)]
@@ -190,7 +191,7 @@ class StackConfig(Section):
 class CheckpointConfig(Section):
     """The directory of checkpoints, for saves and resumes, and the number of those with default tags to keep."""
 
-    dir: Annotated[str | None, PlainValidator(kinds.TEXT_OR_NULL)] = None
+    dir: TextOrNone = None
     max_to_keep: PositiveOrNone = None
 
 
@@ -289,6 +290,37 @@ class TimersConfig(Section):
     throughput: ThroughputConfig = ThroughputConfig()
 
 
+class FilesConfig(Section):
+    """A monitor that writes files to `output_path`/`job_name`."""
+
+    enabled: Flag = False
+    output_path: Text = ""
+    job_name: Text = "DeepSpeedJobName"
+
+
+class WandbConfig(Section):
+    """Weights & Biases."""
+
+    enabled: Flag = False
+    group: TextOrNone = None
+    team: TextOrNone = None
+    project: Text = "deepspeed"
+
+
+class CometConfig(Section):
+    """Comet: what its `start` takes, and the number of samples between two values of a curve."""
+
+    enabled: Flag = False
+    samples_log_interval: PositiveInt32 = 100
+    project: TextOrNone = None
+    workspace: TextOrNone = None
+    api_key: TextOrNone = None
+    experiment_name: TextOrNone = None
+    experiment_key: TextOrNone = None
+    online: Annotated[bool | None, PlainValidator(kinds.FLAG_OR_NULL)] = None
+    mode: TextOrNone = None
+
+
 class Settings(Section):
     """The top level of a config file.
 
@@ -332,4 +364,9 @@ class Settings(Section):
     seed: Annotated[int, PlainValidator(kinds.SEED)] = 0
     dataloader_drop_last: Flag = False
     timers: TimersConfig = TimersConfig()
+    tensorboard: FilesConfig = FilesConfig()
+    csv_monitor: FilesConfig = FilesConfig()
+    jsonl_monitor: FilesConfig = FilesConfig()
+    wandb: WandbConfig = WandbConfig()
+    comet: CometConfig = CometConfig()
     watchdog: WatchdogConfig = WatchdogConfig()

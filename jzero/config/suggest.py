@@ -59,9 +59,9 @@ def suggest(section: str, key: str, value: object, working: Collection[str], kno
         return f"it belongs in {either(places)}"
     if close := closest(key, names_inside(section, known), 0.65):
         return f"did you mean {as_json(close)}?"
-    if close := closest(key, {k.rpartition(".")[2] for k in working if fits(k)}, 0.8):
-        return f"did you mean {either(k for k in working if k.rpartition('.')[2] == close)}?"
     here = names_inside(section, working) or names_inside(section, known)
     if len(here) <= LISTED:
         return f"the keys here are {', '.join(here)}"
+    if close := closest(key, {k.rpartition(".")[2] for k in working if fits(k)}, 0.8):
+        return f"did you mean {either(k for k in working if k.rpartition('.')[2] == close)}?"
     return 'no known key resembles it; docs/configuration.md lists all, and "strict": false makes this a warning'

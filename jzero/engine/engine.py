@@ -128,6 +128,7 @@ class Engine(Views):
             found = self._monitor.ready(self.step_fn.evaluate(state, batch, extra))
         loss, metrics = found if isinstance(found, tuple) else (found, {})
         self.eval_metrics = {LOSS: loss, **metrics}
+        self._monitor.curves.evaluation(self.eval_metrics, self.global_samples, self.global_steps)
         return loss
 
     def __call__(self, micro_batch: Any, extra: Any = None) -> Any:

@@ -15,6 +15,7 @@ from jzero.engine.device_times import Profile, device_line, device_times, parts_
 from jzero.engine.memory_lines import planned, used
 from jzero.engine.run_report import half_precision
 from jzero.loss import STEP_METRICS
+from jzero.monitors import Curves
 from jzero.train_step import Metrics, TrainStep
 
 EVERY = 10  # steps between the lines of a breakdown without steps_per_print: DeepSpeed's default of that key
@@ -50,6 +51,7 @@ class Monitor:
         self._first, self._prints = True, jax.process_index() == 0
         self._profile: Profile | None = None
         self.clock, self.times = Clock(), dict[str, float]()
+        self.curves = Curves(step.config)
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -99,6 +101,7 @@ class Monitor:
             if self._first and self._prints and (remarks := half_precision(run.step_fn)):
                 self._say("\n".join(remarks))
             self._first = False
+            self.curves.step(run.metrics, run.global_samples, run.global_steps)
             if (self._prints or self._timed) and (last or self._is_due(run.global_steps)):
                 self._lines(run)
             if self._profile and self._profile.is_new:
@@ -112,6 +115,7 @@ class Monitor:
         if self._timed:
             self.times = reading.parts
             self._say(time_line(step, reading.parts))
+            self.curves.times(reading.parts, run.global_samples, step)
         self.memory(f"after step {step}")
 
     def _device_line(self, run: Run, profile: Profile) -> None:

@@ -292,6 +292,7 @@ CLIP = Kind(
 NON_NEGATIVE32 = number(0, float32=True)
 FRACTION = number(0, below=1)
 STAGE = Kind("0, 1, 2 or 3", _stage)
+FLAG_OR_NULL = Kind("true, false or null", lambda value: None if value is None else FLAG.parse(value))
 FLAG_OR_AUTO = Kind('true, false or "auto"', lambda value: value if value == "auto" else FLAG.parse(value))
 NAME_LIST = instance("a list of names", list, tuple)
 PATTERNS = Kind("a list of regular expressions", _patterns)

@@ -1,0 +1,154 @@
+"""One writer per file format or service: `write` takes the values of one step by event name, `close` ends the run."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from jzero.config import Config
+from jzero.config.sections import CometConfig, FilesConfig, WandbConfig
+from jzero.errors import ConfigError
+
+
+class Writer(Protocol):
+    """Where curves go."""
+
+    def write(self, values: Mapping[str, float], samples: int, step: int) -> None:
+        """Write values by event name; `samples` is the x of DeepSpeed's curves."""
+
+    def close(self) -> None:
+        """Write what is buffered, and end."""
+
+
+class CsvFiles:
+    """A file per event with the header `step,<last part of the name>`; its "step" is the number of samples."""
+
+    def __init__(self, config: FilesConfig):
+        self._directory = _directory(config)
+        self._files: dict[str, Any] = {}
+
+    def write(self, values: Mapping[str, float], samples: int, step: int) -> None:
+        for name, value in values.items():
+            file = self._files.get(name) or self._open(name)
+            csv.writer(file, lineterminator="\n").writerow([samples, value])
+            file.flush()
+
+    def _open(self, name: str) -> Any:
+        path = self._directory / f"{name.replace('/', '_').replace(' ', '_')}.csv"
+        file = self._files[name] = path.open("a", newline="")
+        if not file.tell():  # a resumed run continues the file
+            csv.writer(file, lineterminator="\n").writerow(["step", name.rpartition("/")[2]])
+        return file
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+
+class JsonLines:
+    """One file, `metrics.jsonl`, with a JSON object per step."""
+
+    def __init__(self, config: FilesConfig):
+        self._file = (_directory(config) / "metrics.jsonl").open("a")
+
+    def write(self, values: Mapping[str, float], samples: int, step: int) -> None:
+        self._file.write(json.dumps({"step": step, "samples": samples, **values}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """TensorBoard's event files, through tensorboardX, which writes from a thread."""
+
+    def __init__(self, config: FilesConfig):
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(_directory(config)))
+
+    def write(self, values: Mapping[str, float], samples: int, step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, samples)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases; `WANDB_MODE=offline` keeps it on this machine."""
+
+    def __init__(self, config: WandbConfig):
+        import wandb
+
+        self._run = wandb.init(project=config.project, group=config.group, entity=config.team)
+
+    def write(self, values: Mapping[str, float], samples: int, step: int) -> None:
+        self._run.log(dict(values), step=samples)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Comet:
+    """An experiment of Comet; a value at most every `samples_log_interval` samples."""
+
+    def __init__(self, config: CometConfig):
+        import comet_ml
+
+        self._experiment = comet_ml.start(
+            api_key=config.api_key, project=config.project, workspace=config.workspace,
+            experiment_key=config.experiment_key, mode=config.mode, online=config.online,
+        )  # fmt: skip
+        if config.experiment_name is not None:
+            self._experiment.set_name(config.experiment_name)
+        self._every = config.samples_log_interval
+        self._last: dict[str, int] = {}
+
+    def write(self, values: Mapping[str, float], samples: int, step: int) -> None:
+        due = {name: x for name, x in values.items() if samples - self._last.get(name, -self._every) >= self._every}
+        self._last |= dict.fromkeys(due, samples)
+        for name, value in due.items():
+            self._experiment.log_metric(name, value, step=samples)
+
+    def close(self) -> None:
+        self._experiment.end()
+
+
+# section -> (its writer, the package that it imports, the extra of jzero that installs it)
+WRITERS: dict[str, tuple[Callable[[Any], Writer], str, str]] = {
+    "csv_monitor": (CsvFiles, "", ""),
+    "jsonl_monitor": (JsonLines, "", ""),
+    "tensorboard": (TensorBoard, "tensorboardX", "tensorboard"),
+    "wandb": (WeightsAndBiases, "wandb", "wandb"),
+    "comet": (Comet, "comet_ml", "comet"),
+}
+
+
+def enabled(config: Config) -> list[str]:
+    """Return the sections of the monitors that the config turns on.
+
+    Raises:
+      ConfigError: the package of one is missing.
+    """
+    sections = [section for section in WRITERS if getattr(config, section).enabled]
+    for section in sections:
+        _, package, extra = WRITERS[section]
+        if package and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"{section}.enabled = true: the package {package} is not installed; "
+                f"pip install 'jzero[{extra}]', or set it to false"
+            )
+    return sections
+
+
+def _directory(config: FilesConfig) -> Path:
+    """Make and return the directory of a run's files: output_path/job_name, as in DeepSpeed."""
+    directory = Path(config.output_path, config.job_name)
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory

@@ -1,0 +1,195 @@
+"""Monitors: the files of a run read back equal to the metrics that the engine returned."""
+
+import csv
+import json
+import struct
+import sys
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jzero
+from jzero.monitors import writers
+
+
+class Regression:
+    """A linear model; the loss also gives its largest error."""
+
+    has_aux = True
+
+    def init(self, rng):
+        return {"w": jnp.zeros((3,))}
+
+    def loss(self, params, batch, rng):
+        errors = batch["x"] @ params["w"] - batch["y"]
+        return jnp.mean(errors**2), {"worst": jnp.max(jnp.abs(errors))}
+
+
+CONFIG = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-2}}}
+
+
+def train(steps=5, **sections):
+    """Return (engine, events): {event: [(samples, value)]} by the metrics that each step returned."""
+    engine, *_ = jzero.initialize(model=Regression(), config=CONFIG | sections)
+    rng, expected = np.random.default_rng(0), {}
+
+    def expect(names):
+        for name, value in names.items():
+            expected.setdefault(f"Train/Samples/{name}", []).append((engine.global_samples, float(value)))
+
+    for i in range(steps):
+        x = rng.normal(size=(8, 3)).astype(np.float32)
+        batch = {"x": x, "y": x.sum(1)}
+        loss = engine.train_batch(batch)
+        metrics = dict(engine.metrics)
+        assert metrics.pop("loss") == loss
+        scaling = {name: metrics.pop(name) for name in ("loss_scale", "skipped")}
+        expect({"train_loss": loss, **metrics, **(scaling if "fp16" in sections else {})})
+        if i == 2:
+            engine.eval_batch(batch)
+            expect({f"eval_{name}": value for name, value in engine.eval_metrics.items()})
+    return engine, expected
+
+
+def files(tmp_path):
+    return {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
+
+
+def finish(engine):
+    engine._monitor.curves.close()
+
+
+def read_csv(directory):
+    found = {}
+    for path in directory.glob("*.csv"):
+        header, *rows = csv.reader(path.open(newline=""))
+        assert header[0] == "step"
+        assert path.stem == f"Train_Samples_{header[1]}"
+        found[f"Train/Samples/{header[1]}"] = [(int(x), float(y)) for x, y in rows]
+    return found
+
+
+def read_tensorboard(directory):
+    """Read an event file by its format (TFRecord: length, its checksum, data, its checksum)."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    (path,) = directory.glob("events.out.tfevents.*")
+    data, found = path.read_bytes(), {}
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        event = Event.FromString(data[12 : 12 + length])
+        data = data[16 + length :]
+        for value in event.summary.value:
+            found.setdefault(value.tag, []).append((event.step, value.simple_value))
+    return found
+
+
+@pytest.mark.parametrize("precision", [{}, {"fp16": {"enabled": True}}], ids=["fp32", "fp16"])
+def test_files_contain_the_metrics_of_every_step(tmp_path, precision):
+    sections = {name: files(tmp_path / name) for name in ("csv_monitor", "jsonl_monitor", "tensorboard")}
+    engine, expected = train(**sections, **precision)
+    finish(engine)
+    assert {"Train/Samples/train_loss", "Train/Samples/worst", "Train/Samples/eval_worst"} <= set(expected)
+    assert read_csv(tmp_path / "csv_monitor" / "run") == expected
+    assert read_tensorboard(tmp_path / "tensorboard" / "run") == expected
+    lines = [json.loads(line) for line in (tmp_path / "jsonl_monitor/run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 3, 4, 5]
+    found = {}
+    for line in lines:
+        samples = line.pop("samples")
+        assert samples == 8 * line.pop("step")
+        for name, value in line.items():
+            found.setdefault(name, []).append((samples, value))
+    assert found == expected
+
+
+def test_a_step_is_written_while_the_next_one_runs(tmp_path):
+    """So no step waits for its own metrics; the last one is written at the end."""
+    engine, expected = train(steps=2, csv_monitor=files(tmp_path))
+    assert read_csv(tmp_path / "run")["Train/Samples/train_loss"] == expected["Train/Samples/train_loss"][:1]
+    finish(engine)
+    assert read_csv(tmp_path / "run") == expected
+
+
+def test_a_resumed_run_continues_its_files(tmp_path):
+    for _ in range(2):
+        finish(train(steps=1, csv_monitor=files(tmp_path))[0])
+    assert [len(rows) for rows in read_csv(tmp_path / "run").values()] == [2, 2, 2, 2]
+
+
+def test_times_of_a_breakdown(tmp_path):
+    engine, _ = train(steps=4, csv_monitor=files(tmp_path), wall_clock_breakdown=True, steps_per_print=2)
+    finish(engine)
+    found = read_csv(tmp_path / "run")
+    parts = {name.rpartition("_")[2]: rows for name, rows in found.items() if "elapsed_time_ms" in name}
+    assert [samples for samples, _ in parts["step"]] == [16, 32]
+    for samples, spent in parts.pop("step"):
+        assert spent == pytest.approx(sum(dict(rows).get(samples, 0) for rows in parts.values()))
+
+
+class Service:
+    """Stands for the run of a service and records what it is told."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *args, **keywords: self.calls.append((name, args, keywords))
+
+
+def test_weights_and_biases(monkeypatch):
+    run, started = Service(), {}
+    fake = types.SimpleNamespace(init=lambda **keywords: started.update(keywords) or run)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(writers.importlib.util, "find_spec", lambda name: name)
+    engine, expected = train(steps=2, wandb={"enabled": True, "project": "p", "team": "t"})
+    finish(engine)
+    assert started == {"project": "p", "group": None, "entity": "t"}
+    assert [(name, keywords) for name, _, keywords in run.calls] == [
+        ("log", {"step": 8}), ("log", {"step": 16}), ("finish", {}),
+    ]  # fmt: skip
+    assert run.calls[0][1][0]["Train/Samples/train_loss"] == expected["Train/Samples/train_loss"][0][1]
+
+
+def test_comet_takes_a_value_every_so_many_samples(monkeypatch):
+    experiment, started = Service(), {}
+    fake = types.SimpleNamespace(start=lambda **keywords: started.update(keywords) or experiment)
+    monkeypatch.setitem(sys.modules, "comet_ml", fake)
+    monkeypatch.setattr(writers.importlib.util, "find_spec", lambda name: name)
+    section = {"enabled": True, "samples_log_interval": 16, "online": False, "experiment_name": "n"}
+    finish(train(steps=5, comet=section)[0])
+    assert started["online"] is False
+    assert experiment.calls[0] == ("set_name", ("n",), {})
+    losses = [keywords for name, args, keywords in experiment.calls if args[:1] == ("Train/Samples/train_loss",)]
+    assert losses == [{"step": 8}, {"step": 24}, {"step": 40}]
+
+
+def test_a_monitor_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(writers.CsvFiles, "write", full)
+    sections = {"csv_monitor": files(tmp_path / "csv"), "jsonl_monitor": files(tmp_path / "lines")}
+    with pytest.warns(RuntimeWarning, match="csv_monitor: no more curves from this run: OSError: No space left"):
+        engine, _ = train(steps=3, **sections)
+    finish(engine)
+    assert len((tmp_path / "lines/run/metrics.jsonl").read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("section", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("comet", "comet_ml")]
+)
+def test_a_missing_package_names_its_extra(monkeypatch, section, package):
+    monkeypatch.setattr(writers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        jzero.ConfigError, match=rf"{section}.enabled = true: the package {package} .*jzero\[{section}\]"
+    ):
+        train(**{section: {"enabled": True}})
+
+
+def test_a_directory_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(jzero.ConfigError, match="Not a directory"):
+        train(csv_monitor=files(tmp_path / "file"))
