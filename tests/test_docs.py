@@ -55,6 +55,7 @@ LONG = {
     "models",
     "pipelines",
     "checkpoints",
+    "data",
     "weights",
 }
 

@@ -158,7 +158,7 @@ def assert_params(ours, theirs):
         np.testing.assert_allclose(x, theirs[name], rtol=1e-6, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize(("stage", "pipe"), keep([(0, 1), (3, 1), (1, 2)], [(3, 1), (1, 2)]))
+@pytest.mark.parametrize(("stage", "pipe"), keep([(0, 1), (3, 1), (1, 2)], [(1, 2)]))
 def test_training_is_that_of_torch_and_optax(stage, pipe):
     step, state = make(stage, pipe)
     losses = []

@@ -43,7 +43,7 @@ def squares(model, batch):
     return jnp.mean(model(batch) ** 2)
 
 
-@pytest.mark.parametrize(("rows", "stage"), keep(list(product([16, 5, 33, 1], [0, 3])), [(16, 0), (5, 3), (33, 3)]))
+@pytest.mark.parametrize(("rows", "stage"), keep(list(product([16, 5, 33, 1], [0, 3])), [(16, 0), (33, 3)]))
 def test_any_number_of_rows(stage, rows):
     model = jzero.from_flax(Net, squares)
     engine = jzero.initialize(model=model, config=config(stage), mesh=mesh())[0]

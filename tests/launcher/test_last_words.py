@@ -87,7 +87,7 @@ def end(folder, what, **env):
 @pytest.mark.parametrize(
     ("what", "code", "lines"),
     [
-        ("one", CONFIG, [f"jzero: helper.py:4: {BATCH % 1}"]),
+        pytest.param("one", CONFIG, [f"jzero: helper.py:4: {BATCH % 1}"], marks=pytest.mark.slow),
         ("several", CONFIG, ["jzero: helper.py:4: after step 7: 2 problems:", f"- {BATCH % 2}", f"- {SEED}"]),
         ("lost", UNAVAILABLE, ["jzero: train.py:18: after step 7: process 1 was lost"]),
         ("compile", -2, ["jzero: train.py:22: after step 7: interrupted (JZERO_TRACEBACK=1 prints the traceback)"]),

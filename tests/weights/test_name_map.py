@@ -6,7 +6,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from llamas import Net, engine
 from safetensors.numpy import load_file, save_file
@@ -70,6 +70,7 @@ def expected(table):
 
 
 @pytest.mark.parametrize("table", [TABLE, None], ids=["table", "own"])
+@settings(max_examples=50)
 @given(data=st.data(), window=st.integers(1, 200))
 def test_boxes_into_files_and_back(tmp_path_factory, table, data, window):
     path = tmp_path_factory.mktemp("files") / "a.safetensors"
