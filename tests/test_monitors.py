@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jzero
-from jzero.monitors import writers
+from jzero.monitors import curves, writers
 
 
 class Regression:
@@ -191,5 +191,25 @@ def test_a_missing_package_names_its_extra(monkeypatch, section, package):
 
 def test_a_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(jzero.ConfigError, match="Not a directory"):
+    with pytest.raises(jzero.ConfigError, match=r"csv_monitor: NotADirectoryError: .*Not a directory"):
         train(csv_monitor=files(tmp_path / "file"))
+
+
+def test_a_service_that_refuses(monkeypatch):
+    def refuse(**_):
+        raise RuntimeError("no API key")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=refuse))
+    monkeypatch.setattr(writers.importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(jzero.ConfigError, match="wandb: RuntimeError: no API key"):
+        train(wandb={"enabled": True})
+
+
+def test_a_step_that_never_ends_is_not_waited_for(tmp_path, monkeypatch):
+    """As after the death of a peer, whose collective never completes."""
+    monkeypatch.setattr(curves, "LAST", 0.1)
+    engine, expected = train(steps=1, csv_monitor=files(tmp_path))
+    monkeypatch.setattr(curves._Held, "is_ready", lambda held: held.samples <= 8)
+    engine._monitor.curves.step({"loss": 0.0}, 16, 2)
+    finish(engine)
+    assert read_csv(tmp_path / "run") == expected

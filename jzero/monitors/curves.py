@@ -1,21 +1,24 @@
-"""Curves: passes the metrics of each step to the writers, on process 0 and one step late."""
+"""Curves: passes the metrics of each step to the writers, on process 0, once they are computed."""
 
 from __future__ import annotations
 
 import atexit
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
 from jzero.config import Config
 from jzero.distributed.host_collectives import together
+from jzero.errors import ConfigError
 from jzero.loss import LOSS
 from jzero.monitors.writers import WRITERS, Writer, enabled
 
 PREFIX = "Train/Samples/"  # of DeepSpeed's event names
 SCALING = ("loss_scale", "skipped")  # only under fp16
+LAST = 10  # seconds to wait for the last step at the end; after the death of a peer it never comes
 
 
 class _Held(NamedTuple):
@@ -25,12 +28,15 @@ class _Held(NamedTuple):
     samples: int
     step: int
 
+    def is_ready(self) -> bool:
+        return all(x.is_ready() for x in self.values.values() if hasattr(x, "is_ready"))
+
 
 class Curves:
     """Writes metrics where the config's monitors say.
 
-    A step's metrics are written after the next step was started: reading them then waits for nothing that the devices
-    still compute. A writer that fails is left out, with a warning; training goes on.
+    Each step writes what earlier steps have computed by then, so that no step waits for its metrics. A writer that
+    fails is left out, with a warning; training goes on.
     """
 
     def __init__(self, config: Config):
@@ -40,7 +46,7 @@ class Curves:
         first = jax.process_index() == 0
 
         def start() -> dict[str, Writer]:
-            return {section: WRITERS[section][0](getattr(config, section)) for section in sections if first}
+            return {section: _start(section, config) for section in sections if first}
 
         self._writers: dict[str, Writer] = together("monitors started", start) if sections else {}
         if self._writers:
@@ -65,21 +71,24 @@ class Curves:
             self._held.append(_Held(values, samples, step))
 
     def flush(self) -> None:
-        """Write everything that was taken so far."""
-        held, self._held = self._held, []
-        for values, samples, step in held:
+        """Write everything that is computed, in order."""
+        while self._held and self._held[0].is_ready():
+            values, samples, step = self._held.pop(0)
             numbers = {name: float(x) for name, x in values.items()}
             for section in list(self._writers):
-                self._try(section, lambda w, n=numbers, x=samples, s=step: w.write(n, x, s))  # type: ignore[misc]
+                self._try(section, lambda writer, n=numbers, x=samples, s=step: writer.write(n, x, s))
 
     def close(self) -> None:
         """Write the last step, and end the writers."""
+        end = time.monotonic() + LAST
+        while self._held and not self._held[-1].is_ready() and time.monotonic() < end:
+            time.sleep(0.01)
         self.flush()
         for section in list(self._writers):
             self._try(section, lambda writer: writer.close())
         self._writers.clear()
 
-    def _try(self, section: str, work: Any) -> None:
+    def _try(self, section: str, work: Callable) -> None:
         try:
             work(self._writers[section])
         except Exception as error:  # a full disk or a lost connection must not end a run
@@ -87,6 +96,18 @@ class Curves:
                 f"{section}: no more curves from this run: {type(error).__name__}: {error}", RuntimeWarning, 2
             )
             del self._writers[section]
+
+
+def _start(section: str, config: Config) -> Writer:
+    """Start one writer.
+
+    Raises:
+      ConfigError: its directory cannot be written, or its service refuses it, whatever the service raises.
+    """
+    try:
+        return WRITERS[section][0](getattr(config, section))
+    except Exception as error:
+        raise ConfigError(f"{section}: {type(error).__name__}: {error}") from error
 
 
 def _name(metric: str) -> str:
