@@ -188,3 +188,28 @@ def test_processes_of_a_host_share_its_memory(monkeypatch):
     on(0, 0, 1)
     with pytest.raises(jzero.ConfigError, match="this host's part of the state takes"):
         pinned_memory.check(three_quarters, mesh)
+
+
+@pytest.mark.parametrize(
+    ("zero", "line"),
+    [
+        (
+            {"stage": 3, **PARAM},
+            "offload_param: no parameter has stage3_param_persistence_threshold = 100,000 elements",
+        ),
+        ({"stage": 2, **PARAM}, "offload_param: stage 2 keeps the weights on the device; use stage 3"),
+        ({"stage": 1, "offload_optimizer": {"ratio": 0.5}}, "offload_optimizer: device is none, so all of the state"),
+        ({"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0}}, "offload_optimizer: ratio is 0, so all of"),
+    ],
+)
+def test_the_report_says_why_nothing_is_offloaded(zero, line):
+    config = settings(LAYOUTS["stage2"], zero_optimization={"stage3_param_persistence_threshold": 100_000} | zero)
+    assert line in jzero.report(jzero.make_train_step(Net(), config))
+
+
+def test_the_report_says_what_offload_changes():
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **PARAM}
+    text = jzero.report(jzero.make_train_step(Net(), settings(LAYOUTS["stage2"], zero_optimization=zero, stack={})))
+    assert "layers, scanned for offload_param; activation checkpointing" in text
+    assert "copied to the device layer by layer" in text
+    assert "ZeRO formula" not in text

@@ -132,6 +132,8 @@ def _model_state(step: Any) -> list[str]:
     gradient = gradient_dtype(step.setup.rule, precision, sums_gradients(step))
     in_step = "only inside the step"
     frozen = any(not (leaf.trainable or leaf.state) for leaf in jax.tree.leaves(step.layouts))
+    in_use = any(leaf.on_host.in_use for leaf in jax.tree.leaves(step.layouts))
+    formula = "" if b.host else f"ZeRO formula, every leaf partitioned: {size_text(b.formula)}"
     rows = [
         ["part", "bytes", ""],
         [
@@ -145,12 +147,37 @@ def _model_state(step: Any) -> list[str]:
         [
             f"parameters, {precision.compute}",
             size_text(b.parameters),
-            in_step if b.parameters else "equal to the masters",
+            in_step if b.parameters else "copied to the device layer by layer" if in_use else "equal to the masters",
         ],
         [f"gradients, {gradient}", size_text(b.gradients), in_step],
-        ["total inside the step", size_text(b.total), f"ZeRO formula, every leaf partitioned: {size_text(b.formula)}"],
+        ["total inside the step", size_text(b.total), formula],
     ]
     return table(rows, "<><")
+
+
+def _how(step: Any) -> str:
+    facts, config = step.setup.passes.facts, step.config
+    if facts.unrolled:
+        return "unrolled"
+    in_use = any(leaf.on_host.in_use for leaf in jax.tree.leaves(step.layouts))
+    asked = "cpu_checkpointing" if facts.remat.offload else "offload_param" if in_use else ""
+    return f"scanned for {asked}" if asked and config.stack.unroll == "auto" else "scanned"
+
+
+def _not_offloaded(step: Any) -> list[str]:
+    """Say why nothing is on the host where the config asks for offload."""
+    zero, layouts, lines = step.config.zero_optimization, jax.tree.leaves(step.layouts), []
+    if zero.offload_param.device == "cpu" and zero.stage < 3:
+        lines.append(f"offload_param: stage {zero.stage} keeps the weights on the device; use stage 3")
+    elif zero.offload_param.device == "cpu" and not any(leaf.on_host.in_use for leaf in layouts):
+        limit = f"{zero.stage3_param_persistence_threshold:,}"
+        lines.append(
+            f"offload_param: no parameter has stage3_param_persistence_threshold = {limit} elements, so none is"
+        )
+    if zero.offload_optimizer.ratio < 1 and not any(leaf.on_host.moments for leaf in layouts):
+        why = "device is none" if zero.offload_optimizer.device == "none" else "ratio is 0"
+        lines.append(f"offload_optimizer: {why}, so all of the state stays on the device")
+    return lines
 
 
 def _effective(step: Any) -> list[str]:
@@ -188,7 +215,7 @@ def _effective(step: Any) -> list[str]:
         lines.append(curriculum.describe())
     if facts.layers:
         lines.append(
-            f"layer stack: {facts.layers} layers, {'unrolled' if facts.unrolled else 'scanned'}; "
+            f"layer stack: {facts.layers} layers, {_how(step)}; "
             f"activation checkpointing {facts.remat.kind}"
             + (", kept in host memory" if facts.remat.offload else "")
             + (f", {facts.layers_per_checkpoint} layers at a time" if facts.remat.interval else "")
@@ -280,9 +307,7 @@ def _fallbacks(step: Any) -> list[str]:
         )
     if exact := [leaf.name for leaf in jax.tree.leaves(step.layouts) if _stays_exact(leaf, step.setup.plus)]:
         lines.append(f"not quantized, no blocks of {SMALLEST_BLOCK} to {BLOCK} elements: {some_of(exact, 4)}")
-    zero = step.config.zero_optimization
-    if zero.offload_param.device == "cpu" and zero.stage < 3:
-        lines.append(f"offload_param: stage {zero.stage} keeps the weights on the device; use stage 3")
+    lines += _not_offloaded(step)
     facts = step.setup.passes.facts
     if facts.fallback:
         lines.append(facts.fallback)

@@ -260,7 +260,9 @@ OffloadDevice = Literal["none", "cpu"]
 
 def _offload_device(value: Any) -> str:
     if isinstance(value, str) and value.lower() == "nvme":
-        raise ValueError('nothing is kept on NVMe; write "cpu": 12 bytes of host memory per parameter under Adam')
+        raise ValueError(
+            'nothing is kept on NVMe; write "cpu": masters and optimizer state take 12 bytes per parameter under Adam'
+        )
     return one_of(get_args(OffloadDevice), none="none").parse(value)
 
 
