@@ -99,6 +99,7 @@ CASES = [
     Case(3),
     Case(3, data=2, zero=4, unroll=False),
     Case(3, accum=1, policy="full"),
+    Case(3, unroll=False, policy="full"),
     Case(3, unroll=False, policy="matmuls"),
     # The reduction in another dtype.
     Case(1, accum=1, unroll=False, reduce="fp32"),

@@ -200,6 +200,7 @@ def train(mesh, stage, rows, more=None):
 LAYOUTS = [
     ({"zero": 2}, 3, {"activation_checkpointing": {"policy": "full"}, "stack": {"unroll": False}}),
     ({"zero": 2}, 2, {"activation_checkpointing": {"policy": "matmuls"}}),
+    ({"pipe": 2, "zero": 1}, 1, {}),
     ({"pipe": 2, "zero": 2}, 3, {"pipeline": {"schedule": "zero_bubble"}}),
     ({"pipe": 2, "zero": 1}, 1, {"pipeline": {"schedule": "interleaved", "chunks": 2}}),
     (
@@ -214,7 +215,7 @@ LAYOUTS = [
 @pytest.mark.parametrize(
     ("mesh", "stage", "more"),
     LAYOUTS,
-    ids=["zero3-full-scanned", "zero2-matmuls", "zero_bubble-zero3", "interleaved", "gpipe-full"],
+    ids=["zero3-full-scanned", "zero2-matmuls", "1f1b", "zero_bubble-zero3", "interleaved", "gpipe-full"],
 )
 def test_segments_go_with_every_layout(mesh, stage, more):
     packed = Packed(documents(40), LENGTH)

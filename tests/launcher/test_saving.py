@@ -73,6 +73,7 @@ KILLS = [  # the random kills below hit the others, too
     ("step 5", "stage1 x 2", "all"),
     ("writing", "stage3 x 2", "one"),
     ("committing", "pipe x 2", "all"),
+    ("committing", "stage3 x 2", "one"),  # rank 0 commits, a peer dies
     ("reading", "stage2 x 2", "one"),
 ]
 
