@@ -265,7 +265,8 @@ class ManualRegion:
         prepare = view.per_layer(partial(zero.prepare, precision=self.precision))
         read = partial(transfers.read, dtype=self.precision.compute)
         pairs = jax.tree.map(prepare, view.layouts, view.split(jax.tree.map(read, self.layouts, masters)))
-        diff, nondiff = (jax.tree.map(lambda _, pair, k=k: pair[k], view.layouts, pairs) for k in (0, 1))  # type: ignore[misc]
+        diff = jax.tree.map(lambda _, pair: pair[0], view.layouts, pairs)
+        nondiff = jax.tree.map(lambda _, pair: pair[1], view.layouts, pairs)
         state, nondiff = partition(nondiff, is_state(view.layouts))
         return Weights(diff, nondiff, state, extra)
 

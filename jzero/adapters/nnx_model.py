@@ -143,7 +143,8 @@ class Apply:
             if not isinstance(layer, nnx.BatchNorm):
                 continue
             if layer.dtype is None:
-                layer.promote_dtype = partial(_promote_without_statistics, layer.promote_dtype)  # type: ignore[assignment]
+                promote = partial(_promote_without_statistics, layer.promote_dtype)
+                layer.promote_dtype = promote  # type: ignore[assignment]
             if rng is not None and self.sync_batch_norm and replica_axes():
                 layer.axis_name = replica_axes()  # type: ignore[assignment]
                 object.__setattr__(layer, "__class__", _without_mask(type(layer)))  # nnx's would record it
