@@ -127,7 +127,7 @@ def test_what_is_cut():
 def test_a_batch_without_the_length_is_an_error():
     with pytest.raises(jzero.ConfigError, match=r"max_difficulty = 12.*second dimension \(x \[2, 7\], y \[2\]\)"):
         cut({"x": np.zeros((2, 7)), "y": np.zeros(2)})
-    assert cut(np.zeros((2, 7)), whole=False).shape == (2, 7)
+    assert cut(np.zeros((2, 7)), part=1).shape == (2, 7)
 
 
 # ------------------------------------------------------------------------------------------- training
@@ -276,13 +276,37 @@ def test_memory_is_planned_for_the_longest_sequences(capsys):
     assert least != most
 
 
+def test_planned_memory_never_ends_the_run(capsys, monkeypatch):
+    """The loss fits the first length alone."""
+
+    def loss(self, params, batch, rng):
+        return bigram_loss(params, batch) + jnp.zeros(LENGTHS[0]) @ jnp.zeros(batch["inputs"].shape[1])
+
+    monkeypatch.setattr(Bigrams, "loss", loss)
+    engine = build(more={"memory_breakdown": True})
+    engine.train_batch(tokens(0))
+    out = capsys.readouterr().out
+    assert f"memory of a step of sequence {LENGTH}, not planned: TypeError: " in out
+    assert "memory after the first step" in out
+
+
+def test_the_shapes_before_the_cut_of_inputs_and_labels():
+    curriculum = curriculum_of(Config.load({"curriculum_learning": LEGACY}))
+    pair = np.zeros((2, LENGTH)), np.zeros((2, 4))
+    short = [curriculum.cut(x, 1, part=i) for i, x in enumerate(pair)]
+    assert [x.shape for x in short] == [(2, 4), (2, 4)]
+    shapes = jax.eval_shape(lambda *x: x, *short)
+    assert [x.shape for x in curriculum.uncut(shapes)] == [(2, LENGTH), (2, 4)]
+
+
 def test_the_shapes_before_a_cut():
-    """Arrays that were not cut stay, also with the same number of columns."""
+    """Arrays that were not cut stay, also with the columns of one that was."""
     curriculum = curriculum_of(Config.load({"curriculum_learning": LEGACY}))
     batch = {
         "x": np.zeros((2, LENGTH)),
         "next": np.zeros((2, LENGTH + 1, 3)),
         "y": np.zeros((2, 4, 5)),
+        "features": np.zeros((2, 4)),  # 4 is the length of the first step
         "z": np.ones(2),
     }
     shapes = jax.eval_shape(lambda x: x, curriculum.cut(batch, 1))

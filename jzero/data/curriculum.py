@@ -57,7 +57,7 @@ class Curriculum:
         self.longest: int = schedule.max_difficulty or 0
         self.custom: Schedule | None = None
         self.post_process: Callable[[Any, dict], Any] | None = None
-        self._before: dict[tuple[int, ...], int] = {}  # row of a cut array -> its columns before the cut
+        self._before: dict[tuple, int] = {}  # path in the batch -> the columns of the array before the cut
 
     def length(self, step: int) -> int:
         """Return the length of the sequences of a step; the first step is 1.
@@ -98,42 +98,45 @@ class Curriculum:
             )
         return int(length)
 
-    def cut(self, batch: Any, step: int, *, whole: bool = True) -> Any:
+    def cut(self, batch: Any, step: int, *, part: int | None = None) -> Any:
         """Cut a batch, or a micro-batch, to the length of a step.
 
         Every array whose second dimension is the longest length keeps that many columns. An array with one more column,
         for the next token, keeps one more. Other arrays stay as they are.
 
         Args:
-          whole: whether no such array is an error; labels alone may have none.
+          part: 0 for the inputs of a criterion alone, 1 for its labels alone, which may have no such array; for others
+            that is an error.
         """
         batch, length = host_arrays(batch), self.length(step)
         if self.post_process is not None:
             return self.post_process(batch, {"curriculum_step": step, "current_difficulties": {METRIC: length}})
         beyond = {name: x.shape[1] - self.longest for name, x in named(batch).items() if np.ndim(x) > 1}
-        if whole and not {0, 1} & set(beyond.values()):
+        if part != 1 and not {0, 1} & set(beyond.values()):
             shapes = ", ".join(f"{name or 'batch'} {list(np.shape(x))}" for name, x in named(batch).items())
             raise ConfigError(
                 f"{self.path}.max_difficulty = {self.longest}: no array of the batch has this second dimension "
                 f"({shapes}): set it to the length of the sequences, or cut them with engine.set_data_post_process_func"
             )
 
-        def one(x: Any) -> Any:
-            more = x.shape[1] - self.longest if np.ndim(x) > 1 else None
-            if more not in (0, 1) or length == self.longest:
-                return x
-            self._before[length + more, *x.shape[2:]] = x.shape[1]
-            return x[:, : length + more]
+        at = () if part is None else (jax.tree_util.SequenceKey(part),)  # in the pair that the step sees
 
-        return jax.tree.map(one, batch)
+        def one(path: tuple, x: Any) -> Any:
+            if np.ndim(x) < 2:
+                return x
+            self._before[*at, *path] = x.shape[1]
+            more = x.shape[1] - self.longest
+            return x[:, : length + more] if more in (0, 1) else x
+
+        return jax.tree_util.tree_map_with_path(one, batch)
 
     def uncut(self, shapes: Any) -> Any:
-        """Return the shapes that a batch had before `cut`; those of `post_process` as they are."""
+        """Return the shapes that a batch had before the last `cut`; those of `post_process` as they are."""
 
-        def one(x: Any) -> Any:
-            return x.update(shape=(x.shape[0], self._before.get(x.shape[1:], x.shape[1]), *x.shape[2:]))
+        def one(path: tuple, x: Any) -> Any:
+            return x.update(shape=(x.shape[0], self._before.get(path, x.shape[1]), *x.shape[2:])) if x.ndim > 1 else x
 
-        return jax.tree.map(lambda x: one(x) if x.ndim > 1 else x, shapes)
+        return jax.tree_util.tree_map_with_path(one, shapes)
 
     def describe(self) -> str:
         """Describe the lengths, and how many programs they need, for the run report."""

@@ -141,7 +141,7 @@ class Engine(Views):
           extra: as for `train_batch`; the same for all micro-batches of a step.
         """
         if self._training:
-            micro_batch = self._cut(micro_batch)
+            micro_batch = self._cut(micro_batch, 0 if hasattr(self.step_fn.model, "criterion") else None)
         if hasattr(self.step_fn.model, "criterion"):
             if extra is not None:
                 raise ConfigError(
@@ -156,7 +156,7 @@ class Engine(Views):
     def loss(self, outputs: Outputs, labels: Any, extra: Any = None) -> Any:
         """Compute the criterion of the outputs that `engine(inputs)` just returned, and labels for the same rows."""
         check_criterion(self.step_fn.model)
-        labels = self._cut(labels, whole=False) if self._training else labels
+        labels = self._cut(labels, 1) if self._training else labels
         return self._loss(self._outside.batch(outputs, labels), extra)
 
     def _loss(self, micro_batch: Any, extra: Any) -> Any:
@@ -231,9 +231,9 @@ class Engine(Views):
         if last:
             save_and_exit(lambda: self.save_checkpoint(self._home, client_state=self.client_state))
 
-    def _cut(self, batch: Any, whole: bool = True) -> Any:
+    def _cut(self, batch: Any, part: int | None = None) -> Any:
         """Cut a batch to the sequence length of the next step, if the config has a curriculum."""
-        return batch if self.curriculum is None else self.curriculum.cut(batch, self.global_steps + 1, whole=whole)
+        return batch if self.curriculum is None else self.curriculum.cut(batch, self.global_steps + 1, part=part)
 
     # ------------------------------------------------------------------ modes and sizes
 

@@ -9,6 +9,7 @@ import jax
 
 from jzero.data.curriculum import Curriculum
 from jzero.engine.text import size_text
+from jzero.errors import in_a_line
 from jzero.planner.memory import memory
 
 STATUS = Path("/proc/self/status")  # Linux
@@ -36,16 +37,20 @@ def used(when: str) -> str:
 def planned(step: Any, curriculum: Curriculum | None = None) -> str:
     """Describe the memory that a `TrainStep` that ran needs on one device, by its compiler's plan.
 
-    Under a curriculum these are the steps with the longest sequences, which need the most.
+    Under a curriculum these are the steps with the longest sequences, which need the most; their program is
+    compiled here.
     """
-    traced = step.traced_with(curriculum.uncut) if curriculum else step.traced
-    need = memory(traced.lower().compile(), step)  # JAX finds the compiled program in a cache
-    parts = {"arguments": need.arguments, "outputs": need.outputs - need.aliased, "temporaries": need.temps}
-    listed = " + ".join(f"{name} {size_text(n_bytes)}" for name, n_bytes in parts.items())
-    host = f", and {size_text(need.host)} of the host" if need.host else ""
     which = ""
     if curriculum:
         which = " like the first" if curriculum.post_process else f" of sequence {curriculum.longest}"
+    try:
+        traced = step.traced_with(curriculum.uncut) if curriculum else step.traced
+        need = memory(traced.lower().compile(), step)  # without a curriculum JAX finds the compiled program in a cache
+    except Exception as error:  # of the model or the compiler: a line of the report must not end the run
+        return f"memory of a step{which}, not planned: {type(error).__name__}: {in_a_line(error)}"
+    parts = {"arguments": need.arguments, "outputs": need.outputs - need.aliased, "temporaries": need.temps}
+    listed = " + ".join(f"{name} {size_text(n_bytes)}" for name, n_bytes in parts.items())
+    host = f", and {size_text(need.host)} of the host" if need.host else ""
     return f"memory of a step{which}, planned: {size_text(need.peak)} per device = {listed}{host}"
 
 
