@@ -4,6 +4,8 @@ The oracle of XLA's memory is the count of the leaves' bytes.
 """
 
 import os
+import re
+import socket
 import subprocess
 import sys
 from functools import lru_cache
@@ -17,7 +19,7 @@ from helpers.offload import BF16, CPU, OPTIMIZER, PARAM, run
 from layouts import LAYOUTS, Net, settings
 
 import jzero
-from jzero.distributed import joining
+from jzero.distributed import host_collectives, joining
 from jzero.distributed.host_memory import memory_gb
 from jzero.offload import pinned_memory
 from jzero.planner import gpu_devices, memory
@@ -145,10 +147,27 @@ def test_more_host_memory_than_jax_may_pin(monkeypatch):
     monkeypatch.setattr(pinned_memory, "is_gpu", lambda mesh: True)
     monkeypatch.setenv(pinned_memory.LIMIT, "4")
     pinned_memory.check(2 * 2**30, mesh)
-    with pytest.raises(jzero.ConfigError, match=r"takes 5 GiB .* JAX may pin 4; set .*XLA_PJRT_GPU_HOST_MEMORY"):
+    with pytest.raises(
+        jzero.ConfigError, match=r"takes 5 GiB .* JAX may pin 4 on host .*; set .*XLA_PJRT_GPU_HOST_MEMORY"
+    ):
         pinned_memory.check(5 * 2**29, mesh)
-    with pytest.raises(jzero.ConfigError, match=r"this host's part .* \d+ may be pinned, .*; use more hosts, or lower"):
-        pinned_memory.check(pinned_memory.pinnable_gb() * 2**30, mesh)
+    monkeypatch.setenv(pinned_memory.LIMIT, "100")
+    monkeypatch.setattr(pinned_memory, "memory_gb", lambda: 100)
+    pinned_memory.check(45 * 2**30, mesh)
+    message = (
+        rf"on host {re.escape(socket.gethostname())} takes 91 GiB, and 90 may be pinned, .*; use more hosts, or lower"
+    )
+    with pytest.raises(jzero.ConfigError, match=message):
+        pinned_memory.check(91 * 2**29, mesh)
+
+
+def test_no_process_goes_on_when_another_host_has_less_memory(monkeypatch):
+    """Another process's error, as the coordination service passes it on, ends this one too."""
+    mesh = jzero.make_mesh(devices=jax.devices()[:2])
+    monkeypatch.setattr(pinned_memory, "is_gpu", lambda mesh: True)
+    monkeypatch.setattr(host_collectives, "anyone", lambda topic, own: own or f"lasting:{topic}: host b has less")
+    with pytest.raises(jzero.ConfigError, match=r"^pinned memory: host b has less$"):
+        pinned_memory.check(1, mesh)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +205,7 @@ def test_processes_of_a_host_share_its_memory(monkeypatch):
     on(0, 1, 1)
     pinned_memory.check(three_quarters, mesh)
     on(0, 0, 1)
-    with pytest.raises(jzero.ConfigError, match="this host's part of the state takes"):
+    with pytest.raises(jzero.ConfigError, match="the part of the state on host"):
         pinned_memory.check(three_quarters, mesh)
 
 

@@ -1,14 +1,16 @@
-"""JAX's limit on pinned host memory: raised before JAX starts, checked before a state is made."""
+"""JAX's limit on pinned host memory: set before JAX starts, checked before a state is made."""
 
 from __future__ import annotations
 
 import os
+import socket
 
 import jax
 from jax.sharding import Mesh
 
 from jzero._compat import backends_are_initialized
 from jzero.config import Config
+from jzero.distributed.host_collectives import together
 from jzero.distributed.host_memory import memory_gb
 from jzero.distributed.joining import host_of, hosts
 from jzero.errors import ConfigError
@@ -45,16 +47,22 @@ def check(n_bytes: int, mesh: Mesh) -> None:
     here = hosts()[jax.process_index()]
     devices = len(mesh.local_devices), sum(host_of(device) == here for device in mesh.devices.flat)
     of_process, of_host = (n_bytes * n / 2**30 for n in devices)
-    limit = float(os.environ.get(LIMIT, DEFAULT_GB))
+    # Memory, cgroup and environment may differ between hosts; no process goes on alone.
+    together("pinned memory", lambda: _compare(of_host, of_process))
+
+
+def _compare(of_host: float, of_process: float) -> None:
+    """Raise a ConfigError if this host or this process may not pin so many GiB."""
+    section, host = "zero_optimization.offload_optimizer or offload_param", socket.gethostname()
     if of_host > pinnable_gb():
         raise ConfigError(
-            f"zero_optimization.offload_optimizer or offload_param: this host's part of the state takes {of_host:.0f} "
-            f"GiB, and {pinnable_gb()} may be pinned, 90 % of its memory or of the job's limit; use more hosts, or "
-            "lower offload_optimizer.ratio"
+            f"{section}: the part of the state on host {host} takes {of_host:.0f} GiB, and {pinnable_gb()} may be "
+            "pinned, 90 % of its memory or of the job's limit; use more hosts, or lower offload_optimizer.ratio"
         )
+    limit = float(os.environ.get(LIMIT, DEFAULT_GB))
     if of_process > limit:
         raise ConfigError(
-            f"zero_optimization.offload_optimizer or offload_param: this process's part of the state takes "
-            f"{of_process:.0f} GiB of host memory, and JAX may pin {limit:.0f}; set the environment variable {LIMIT} "
-            "before the program starts, or lower offload_optimizer.ratio"
+            f"{section}: a process's part of the state takes {of_process:.0f} GiB of host memory, and JAX may pin "
+            f"{limit:.0f} on host {host}; set the environment variable {LIMIT} before the program starts, or lower "
+            "offload_optimizer.ratio"
         )
