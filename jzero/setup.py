@@ -282,21 +282,37 @@ def _schedule(
             "scheduler: the optimizer passed in has its own learning rate, so this schedule would do nothing; pass "
             "a function of the schedule instead (optimizer=lambda lr: optax.adamw(lr)), or drop the scheduler"
         )
-    if own:
-        return None
     if lr_scheduler is not None and not callable(lr_scheduler):
         raise ConfigError(f"lr_scheduler: {lr_scheduler!r} is not a function from a step count to a learning rate")
+    callers = "the optimizer passed in" if own else "lr_scheduler" if lr_scheduler is not None else None
+    total = _total(config, callers, total)
+    if own:
+        return None
     if lr_scheduler is not None:
         return lr_schedules.LRSchedule(lr_scheduler)
-    if total is not None and not isinstance(total, Total):
-        try:
-            total = Total(INT32(total), "passed in")
-        except ValueError as wrong:
-            raise ConfigError(f"total_num_steps = {total!r}: {wrong}") from None
-        given = config.scheduler.params.get("total_num_steps") if config.scheduler else None
-        if given is not None and not is_auto(given) and given != total.steps:
-            raise ConfigError(
-                f'total_num_steps = {total.steps}, and scheduler.params.total_num_steps = {given}: write "auto" in the '
-                "config, or pass no other number"
-            )
     return lr_schedules.from_config(config.scheduler, optimizers.base_lr(config.optimizer), total)
+
+
+def _total(config: Config, callers: str | None, total: int | Total | None) -> Total | None:
+    """Read `total_num_steps`; a number that the caller passed in must have an effect.
+
+    Args:
+      callers: what the caller passed in instead of the config's schedule.
+    """
+    if total is None or isinstance(total, Total):
+        return total
+    try:
+        steps = INT32(total)
+    except ValueError as wrong:
+        raise ConfigError(f"total_num_steps = {total!r}: {wrong}") from None
+    kind = config.scheduler.type if config.scheduler else None
+    given = config.scheduler.params.get("total_num_steps") if config.scheduler and not callers else None
+    if given is None:
+        taker = callers or (f"scheduler.type {kind!r}" if kind else "a constant learning rate")
+        raise ConfigError(f"total_num_steps = {steps} has no effect: {taker} takes none; leave it out")
+    if not is_auto(given) and given != steps:
+        raise ConfigError(
+            f'total_num_steps = {steps}, and scheduler.params.total_num_steps = {given}: write "auto" in the config, '
+            "or pass no other number"
+        )
+    return Total(steps, "passed in")

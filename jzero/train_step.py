@@ -57,7 +57,7 @@ def make_train_step(
       optimizer: instead of the config's: an optax transformation, or a function of the config's learning-rate
         schedule that makes one.
       total_num_steps: the optimizer steps of the run, where the config's schedule has "auto"; another number than the
-        config's is an error.
+        config's is an error, and so is one that no schedule takes.
 
     Raises:
       ConfigError: a config that does not fit itself, the devices or the model, before anything is compiled.

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers.configs import nest, problem
 
@@ -125,6 +126,31 @@ def test_another_total_than_the_configs():
         decay(5, 9), rel=1e-5
     )
     jzero.make_eval_step(mlp(), lambda net, x: net(x), config)
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "taker"),
+    [
+        ({"scheduler": {"type": "WarmupLR", "params": {}}}, {}, "scheduler.type 'WarmupLR'"),
+        ({}, {}, "a constant learning rate"),
+        ({"scheduler": DECAY}, {"lr_scheduler": lambda count: 0.1}, "lr_scheduler"),
+        ({}, {"optimizer": optax.sgd(0.1)}, "the optimizer passed in"),
+    ],
+)
+def test_a_total_that_no_schedule_takes(config, arguments, taker):
+    config = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **config}
+
+    def initialize(**more):
+        return jzero.initialize(model=mlp(), config=config, training_data=data(), **arguments, **more)
+
+    calls = [initialize]
+    if "lr_scheduler" not in arguments:
+        calls.append(lambda **more: jzero.make_train_step(mlp(), config, **arguments, **more))
+    for call in calls:
+        with pytest.raises(ConfigError) as error:
+            call(total_num_steps=40)
+        assert error.value.problems == (f"total_num_steps = 40 has no effect: {taker} takes none; leave it out",)
+    initialize()  # counts the steps of training_data itself
 
 
 # ---- the precision --------------------------------------------------------------------------------------------------

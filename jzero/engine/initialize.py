@@ -76,7 +76,8 @@ def initialize(
         `checkpoint.dir`. On SIGTERM all processes save there after the same step and exit with code 75. Default: "auto"
         if `jzero --resume` started the job; False: do not resume even then.
       total_num_steps: the optimizer steps of the run, where the config's schedule has "auto"; another number than the
-        config's is an error. Default: 3 epochs of training_data, the Hugging Face Trainer's default.
+        config's is an error, and so is one that no schedule takes. Default: 3 epochs of training_data, the
+        Hugging Face Trainer's default.
       deepspeed: DeepSpeed's other arguments; each raises an error that names the replacement.
 
     Returns:
