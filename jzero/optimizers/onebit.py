@@ -5,6 +5,9 @@ variance must not change any more. So Adam runs for `freeze_step` steps; then th
 average the signs of their momenta. No bias is corrected, and weight decay is decoupled. (Tang et al., 2021,
 arXiv:2102.02888; runtime/fp16/onebit/adam.py in DeepSpeed 0.19.6.) DeepSpeed's first step only sets up buffers; here it
 is a step like the others. With `exact_communication` the gradients are averaged.
+
+One deviation: signs cannot say 0, so an element whose variance is 0 (the embedding of a token not seen so far) would
+get a momentum of the scale of all, over eps. Its momentum is 0 here; DeepSpeed has `exp_avg_mask` to set by hand.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import optax
 from jax import lax
 
 from jzero.optimizers.compressed import Replicas, compressed_all_reduce, padded
-from jzero.optimizers.transforms import Knobs, add_decay, first_moments, scale_by_adam, second_moments
+from jzero.optimizers.transforms import Knobs, add_decay, first_moments, scale_by_adam, second_moments, where_learned
 from jzero.optimizers.wrappers import Transform, map_layers, unzip
 
 
@@ -49,7 +52,7 @@ def scale_by_compressed_adam(k: Knobs, p: dict[str, Any], replicas: Replicas) ->
     def init(params: Any) -> CompressedAdamState:
         zeros = optax.tree.zeros_like
         start = jnp.zeros([], jnp.int32), zeros(params), zeros(params)
-        return CompressedAdamState(*start, *no_errors(k, replicas, params), jnp.zeros(replicas.size))
+        return CompressedAdamState(*start, *no_errors(k, replicas, params), jnp.zeros(replicas.size, jnp.float32))
 
     def update(updates: Any, state: CompressedAdamState, params: Any = None) -> tuple[Any, CompressedAdamState]:
         betas = k.betas(p, state.count, updates)
@@ -82,6 +85,7 @@ def _by_signs(k: Knobs, replicas: Replicas, betas: Any, updates: Any, state: Com
 
     own = updates, state.worker_error, state.server_error
     (worker, server, norm), mu = replicas.on_each(of_device, own, state.mu)
+    mu = where_learned(state.nu, mu)
     return state._replace(mu=mu, worker_error=worker, server_error=server, own_norm=norm)
 
 

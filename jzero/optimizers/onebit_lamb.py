@@ -5,6 +5,7 @@ feedback, and a step goes on with the average trust ratio of the warm-up, scaled
 averaged momenta show it, has shrunk. All momenta go in one vector with one scale, so each is brought to the same size
 before. (Li et al., 2021, arXiv:2104.06069; runtime/fp16/onebit/lamb.py in DeepSpeed 0.19.6, without its first step,
 which only sets up buffers.) No bias is corrected. With `exact_communication` the gradients are averaged.
+Elements whose frozen variance is 0 have no momentum, as in `onebit`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from jzero.optimizers.compressed import Replicas, compressed_all_reduce, padded
-from jzero.optimizers.transforms import Knobs, first_moments, second_moments
+from jzero.optimizers.transforms import Knobs, first_moments, second_moments, where_learned
 from jzero.optimizers.wrappers import Transform, map_layers, unzip
 
 
@@ -53,8 +54,10 @@ def one_bit_lamb(k: Knobs, p: dict[str, Any]) -> Transform:
         if k.replicas is None:
             return state
         n = padded(sum(w.size for w in jax.tree.leaves(params)), k.replicas.size)
-        worker, server = k.replicas.row_each((jnp.zeros(n), jnp.zeros(n // k.replicas.size)))
-        return state._replace(worker_error=worker, server_error=server, own_norm=jnp.zeros(k.replicas.size))
+        worker, server = k.replicas.row_each((jnp.zeros(n, jnp.float32), jnp.zeros(n // k.replicas.size, jnp.float32)))
+        return state._replace(
+            worker_error=worker, server_error=server, own_norm=jnp.zeros(k.replicas.size, jnp.float32)
+        )
 
     def update(updates: Any, state: OneBitLambState, params: Any = None) -> tuple[Any, OneBitLambState]:
         betas = k.betas(p, state.count, updates)
@@ -109,6 +112,7 @@ def _by_signs(k: Knobs, replicas: Replicas, betas: Any, updates: Any, state: One
 
     own = updates, state.worker_error, state.server_error
     (worker, server, norm), mu = replicas.on_each(of_device, own, (state.mu, state.scale))
+    mu = where_learned(state.nu, mu)
     implied = jax.tree.map(lambda new, old, b: (new - b * old) / (1 - b), mu, state.mu, betas[0])
     fresh = second_moments(implied, state.fresh, betas[1])
     return state._replace(mu=mu, fresh=fresh, worker_error=worker, server_error=server, own_norm=norm)
@@ -125,7 +129,7 @@ def _steps(
 ) -> tuple[Any, OneBitLambState]:
     """Scale every parameter's direction: in the warm-up by its trust ratio, then by their average times a factor."""
     size = lambda v: jnp.sqrt(v) + p["eps"]  # noqa: E731
-    plain = jax.tree.map(lambda m, v: m / size(v), state.mu, state.nu)
+    plain = jax.tree.map(lambda m, v: m / size(v), where_learned(state.nu, state.mu), state.nu)
     decay = k.per_leaf("weight_decay", p["weight_decay"], plain)
     decayed = jax.tree.map(lambda u, w, d: u + d * w, plain, params, decay)
     shrunk = jax.tree.map(lambda v, f: size(v) / size(f), state.nu, state.fresh)

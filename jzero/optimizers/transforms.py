@@ -103,6 +103,11 @@ def _scale_by_moments(k: Knobs, p: Mapping[str, Any], direction: Direction, lear
     return Transform(init, update)
 
 
+def where_learned(nu: Any, tree: Any) -> Any:
+    """Return `tree` with 0 where a frozen variance has seen no gradient: there is nothing to divide by but eps."""
+    return jax.tree.map(lambda v, x: jnp.where(v > 0, x, jnp.zeros_like(x)), nu, tree)
+
+
 def scale_by_adam(
     k: Knobs, p: Mapping[str, Any], bias_correction: bool = True, learns: Learns | None = None
 ) -> Transform:
@@ -110,7 +115,8 @@ def scale_by_adam(
 
     def direction(mu: Any, nu: Any, c1: Any, c2: Any, params: Any) -> Any:
         if not bias_correction:
-            return jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + p["eps"]), mu, nu)
+            shown = mu if learns is None else where_learned(nu, mu)
+            return jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + p["eps"]), shown, nu)
         return jax.tree.map(lambda m, v, c, d: (m / c) / (jnp.sqrt(v / d) + p["eps"]), mu, nu, c1, c2)
 
     return _scale_by_moments(k, p, direction, learns)

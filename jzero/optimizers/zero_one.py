@@ -5,6 +5,7 @@ their gradients. After `var_freeze_step` steps it is frozen, and every device st
 step, in the end in `local_step_clipper` steps, until the devices average the signs of the sum of their steps, and take
 momentum and parameters from that. (Lu et al., 2022, arXiv:2202.06009; runtime/fp16/onebit/zoadam.py in DeepSpeed
 0.19.6, without its first step, which only sets up buffers.) No bias is corrected, and weight decay is decoupled.
+Elements whose variance is 0 have no momentum, as in `onebit`: they take the steps of weight decay alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jax import lax
 
 from jzero.optimizers.compressed import Replicas
 from jzero.optimizers.onebit import average_leaves, no_errors
-from jzero.optimizers.transforms import Knobs, first_moments, second_moments
+from jzero.optimizers.transforms import Knobs, first_moments, second_moments, where_learned
 from jzero.optimizers.wrappers import Transform
 from jzero.tree import PyTree
 
@@ -55,7 +56,7 @@ def zero_one_adam(k: Knobs, p: dict[str, Any]) -> Transform:
         state = ZeroOneAdamState(count, optax.ScaleByScheduleState(count), zeros, zeros)
         if k.replicas is None:
             return state
-        rows, scalars = k.replicas.row_each(zeros), jnp.zeros(k.replicas.size)
+        rows, scalars = k.replicas.row_each(zeros), jnp.zeros(k.replicas.size, jnp.float32)
         return ZeroOneAdamState(*state[:4], rows, rows, scalars, *no_errors(k, k.replicas, params), scalars)
 
     def update(updates: Any, state: ZeroOneAdamState, params: Any = None) -> tuple[Any, ZeroOneAdamState]:
@@ -121,7 +122,7 @@ class _Step(NamedTuple):
     def steps(self, mu: PyTree, nu: PyTree, params: PyTree) -> PyTree:
         """Return what Adam adds to the parameters."""
         decay = self.k.per_leaf("weight_decay", self.p["weight_decay"], mu)
-        ratio = jax.tree.map(jnp.divide, mu, self.size(nu))
+        ratio = jax.tree.map(jnp.divide, where_learned(nu, mu), self.size(nu))
         step = lambda u, w, d, rate: -rate * (u + d * w)  # noqa: E731
         return jax.tree.map(step, ratio, params, decay, self.rates(self.lr, mu))
 
@@ -147,7 +148,7 @@ def _by_signs(step: _Step, replicas: Replicas, updates: Any, state: ZeroOneAdamS
 
     own = updates, state.worker_error, state.server_error
     (worker, server, norm), grads = replicas.on_each(of_device, own, ())
-    mu = first_moments(grads, state.mu, step.betas[0])
+    mu = first_moments(where_learned(state.nu, grads), state.mu, step.betas[0])
     state = state._replace(mu=mu, worker_error=worker, server_error=server, own_norm=norm)
     return step.steps(mu, state.nu, params), state
 
@@ -168,11 +169,16 @@ def _alone(
         if not averages:
             return (own_mu, taken, rates, *errors, norm), (optax.tree.zeros_like(mu), mu)
         size, zeros = step.size(nu), optax.tree.zeros_like(mu)
-        average, *errors = average_leaves(step.k, replicas, jax.tree.map(jnp.multiply, taken, size), *errors)
+        average, *errors = average_leaves(
+            step.k, replicas, jax.tree.map(jnp.multiply, where_learned(nu, taken), size), *errors
+        )
+        average = where_learned(nu, average)
+        # Without a variance there is weight decay alone, which is the same on all devices: nothing to average.
+        moved = jax.tree.map(lambda v, a, s, t: jnp.where(v > 0, a / s, t), nu, average, size, taken)
         total = step.rates(rates, mu)  # 0: no rate, so the steps do not show the momentum, and it stays
         shown = lambda a, t, m: jnp.where(t > 0, -a / jnp.where(t > 0, t, 1.0), m)  # noqa: E731
         mu, own_mu = jax.tree.map(shown, average, total, mu), jax.tree.map(shown, zeros, total, own_mu)
-        return (own_mu, zeros, rates * 0, *errors, norm), (jax.tree.map(jnp.divide, average, size), mu)
+        return (own_mu, zeros, rates * 0, *errors, norm), (moved, mu)
 
     # The errors of the gradients' average are not those of the steps'.
     first = state.count == step.p["var_freeze_step"] + 1
