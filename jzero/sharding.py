@@ -161,8 +161,8 @@ def optimizer_layouts(opt_state: PyTree, layouts: PyTree, rows: PartitionSpec | 
     """Find the layouts of an optimizer's state: a moment lies where its parameter's master lies.
 
     A leaf belongs to a parameter if its key path ends with the parameter's name and the shapes agree. All other leaves
-    (step counters, factored moments) are replicated; but the errors of compressed communication have a row for each
-    device, and `rows` is their spec.
+    (step counters, factored moments) are replicated; but some state of 1-bit optimizers has a row for each device,
+    and `rows` is its spec.
     """
     known = {tuple(filter(None, layout.name.split("/"))): layout for layout in jax.tree.leaves(layouts)}
 

@@ -534,6 +534,20 @@ def test_rows_without_a_variance_take_no_step_but_decays(name, exact):
     assert 1e-3 < np.abs(params["embed"] - decayed)[:10].max() < 1
 
 
+@pytest.mark.parametrize("name", PARAMS)
+def test_state_keeps_its_dtypes_under_x64(name):
+    with jax.enable_x64(True):
+        replicas = optimizers.Replicas(jzero.make_mesh(), ("zero",))
+        rate = LRSchedule(lambda count: jnp.float64(0.01))
+        tx = optimizers.make_optimizer(config(name, PARAMS[name]), rate, stacked=None, replicas=replicas)
+        params = {"w": jnp.ones(16, jnp.float32)}
+        state = tx.init(params)
+        _, after = jax.eval_shape(tx.update, {"w": jnp.ones((8, 16), jnp.float32)}, state, params)
+    dtypes = {name: x.dtype for name, x in named(state).items()}
+    assert dtypes == {name: x.dtype for name, x in named(after).items()}
+    assert set(dtypes.values()) == {jnp.dtype(jnp.float32), jnp.dtype(jnp.int32)}
+
+
 def test_steps_without_a_rate_keep_the_momentum():
     """Their sum, over 0, does not show it; DeepSpeed divides."""
     replicas = optimizers.Replicas(jzero.make_mesh(), ("zero",))

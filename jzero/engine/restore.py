@@ -109,7 +109,7 @@ def plan(source: Checkpoint, step: TrainStep, former: TrainState | None, selecti
     names = stored_names(step.state_shapes, shapes)
     wanted = stored_shapes({name: x for name, x in shapes.items() if name in selection}, names)
     stored = source.shapes
-    if selection.strict:  # errors fit the same number of devices alone; others start from none, as in DeepSpeed
+    if selection.strict:  # rows fit their number of devices only; on others they start at 0, as in DeepSpeed
         expected = {name: x for name, x in wanted.items() if name not in source.without and not has_rows(name)}
         source.check_fit(expected, [name for name in stored if name in selection and not has_rows(name)])
     fit = {name for name, shape in wanted.items() if name in stored and shape in (None, stored[name])}

@@ -105,8 +105,8 @@ def in_fp32(tx: Transform, state_dtype: Any) -> Transform:
     """Run `tx` in fp32 for parameters of any dtype, and keep its per-parameter state in `state_dtype`.
 
     Each update loads low-precision state to fp32, computes, and rounds once, instead of at every operation. State that
-    belongs to no parameter (counts, scalars) keeps its dtype, and so does that of each device alone: the errors of
-    compressed communication are what rounding has lost.
+    belongs to no parameter (counts, scalars) keeps its dtype, and so do rows of single devices: errors of
+    compressed communication are what rounding has lost, and momenta and steps of local steps are small sums.
     """
     tx = optax.with_extra_args_support(tx)
     low = jnp.dtype(state_dtype) != jnp.float32

@@ -1,9 +1,10 @@
-"""DeepSpeed's 0/1 Adam: gradients averaged by signs in most steps, and steps of each device alone.
+"""DeepSpeed's 0/1 Adam: gradients averaged by signs in most steps, and local steps.
 
 The variance learns from exact gradients in ever rarer steps; in the steps between, the devices average the signs of
-their gradients. After `var_freeze_step` steps it is frozen, and every device steps by its own momentum, at first in one
-step, in the end in `local_step_clipper` steps, until the devices average the signs of the sum of their steps, and take
-momentum and parameters from that. (Lu et al., 2022, arXiv:2202.06009; runtime/fp16/onebit/zoadam.py in DeepSpeed
+their gradients. After `var_freeze_step` steps it is frozen, and every device takes local steps, by its own momentum.
+The number of local steps between two averages doubles every `local_step_scaler` steps, up to `local_step_clipper`. Then
+the devices average the signs of the sum of their steps, and take momentum and parameters from that. (Lu et al., 2022,
+arXiv:2202.06009; runtime/fp16/onebit/zoadam.py in DeepSpeed
 0.19.6, without its first step, which only sets up buffers.) No bias is corrected, and weight decay is decoupled.
 Elements whose variance is 0 have no momentum, as in `onebit`: they take the steps of weight decay alone.
 """
@@ -60,7 +61,10 @@ def zero_one_adam(k: Knobs, p: dict[str, Any]) -> Transform:
         return ZeroOneAdamState(*state[:4], rows, rows, scalars, *no_errors(k, k.replicas, params), scalars)
 
     def update(updates: Any, state: ZeroOneAdamState, params: Any = None) -> tuple[Any, ZeroOneAdamState]:
-        step = _Step(k, p, k.betas(p, state.count, updates), k.lr(state.schedule.count))
+        rate = k.lr(state.schedule.count)
+        if k.replicas is not None:  # a schedule's rate may be float64 under jax_enable_x64; the sum of rates is float32
+            rate = jnp.asarray(rate, jnp.float32)
+        step = _Step(k, p, k.betas(p, state.count, updates), rate)
         count = optax.safe_increment(state.count)
         schedule = optax.ScaleByScheduleState(optax.safe_increment(state.schedule.count))
         state = state._replace(count=count, schedule=schedule)
@@ -99,7 +103,7 @@ def _interval_ends(updates: int) -> list[int]:
 
 
 def _averages(p: dict[str, Any], count: jax.Array) -> jax.Array:
-    """Return whether the devices average after a step with the frozen variance; the others are theirs alone."""
+    """Return whether the devices average after a step with the frozen variance; the others are local."""
     doubled = jnp.minimum((count - p["var_freeze_step"] - 1) // p["local_step_scaler"], 30)
     return count % jnp.minimum(jnp.int32(1) << doubled, p["local_step_clipper"]) == 0
 
