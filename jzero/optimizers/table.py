@@ -237,7 +237,7 @@ DEEPSPEED: dict[str, Row] = {
         ),
         (
             _compressed,
-            "{name}: after {var_freeze_step} steps the devices step alone, and average the signs of their steps' sum "
+            "{name}: after {var_freeze_step} steps the devices take local steps, and average the signs of their sum "
             "at least every {local_step_clipper} steps; evaluation and saved weights are those of the last average",
         ),
         own_steps=True,

@@ -4,8 +4,8 @@ The variance learns from exact gradients in ever rarer steps; in the steps betwe
 their gradients. After `var_freeze_step` steps it is frozen, and every device takes local steps, by its own momentum.
 The number of local steps between two averages doubles every `local_step_scaler` steps, up to `local_step_clipper`. Then
 the devices average the signs of the sum of their steps, and take momentum and parameters from that. (Lu et al., 2022,
-arXiv:2202.06009; runtime/fp16/onebit/zoadam.py in DeepSpeed
-0.19.6, without its first step, which only sets up buffers.) No bias is corrected, and weight decay is decoupled.
+arXiv:2202.06009; runtime/fp16/onebit/zoadam.py in DeepSpeed 0.19.6, without its first step, which only sets up
+buffers.) No bias is corrected, and weight decay is decoupled.
 Elements whose variance is 0 have no momentum, as in `onebit`: they take the steps of weight decay alone.
 """
 
