@@ -25,9 +25,9 @@ def rows(n):
 
 def tried(name, f):
     try:
-        print(f"{name}: {f()}")
+        print(f"{name}: {f()}\\n", end="", flush=True)
     except jzero.ConfigError as error:
-        print(f"{name}: error: {error}")
+        print(f"{name}: error: {error}\\n", end="", flush=True)
 """
 
 
