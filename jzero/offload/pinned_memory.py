@@ -52,7 +52,7 @@ def check(n_bytes: int, mesh: Mesh) -> None:
 
 
 def _compare(of_host: float, of_process: float) -> None:
-    """Raise a ConfigError if this host or this process may not pin so many GiB."""
+    """Raise a ConfigError if the state needs more pinned memory, in GiB, than this host or this process may pin."""
     section, host = "zero_optimization.offload_optimizer or offload_param", socket.gethostname()
     if of_host > pinnable_gb():
         raise ConfigError(
