@@ -114,7 +114,7 @@ CASES = [
 
 @functools.cache
 def compile(case):
-    """(the program's ledger, the shapes of the parameters)."""
+    """(the program's collectives, the shapes of the parameters)."""
     config = {
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": case.accum,
@@ -192,10 +192,10 @@ def expected(case, params):
     return moved
 
 
-def found(case, ledger):
+def found(case, program):
     """The program's collectives in the same form."""
     moved = Counter()
-    for row in ledger:
+    for row in program:
         assert row.operands == 1, f"combined, so its parts cannot be told apart: {row}"
         in_micro_batch = case.accum > 1 and row.loops[:1] == (case.accum,)
         assert in_micro_batch or case.accum == 1 or not row.loops, f"in a loop that is not the micro-batches': {row}"
@@ -210,10 +210,10 @@ SAMPLE = [Case(3, data=2, zero=4, unroll=False, reduce="fp32")]
 
 @pytest.mark.parametrize("case", keep(CASES, SAMPLE), ids=str)
 def test_collectives_are_the_tables(case):
-    ledger, params = compile(case)
-    assert not ledger.unknown_trips
-    assert len(ledger.select(in_branch=True)) == 0
-    assert found(case, ledger) == expected(case, params)
+    program, params = compile(case)
+    assert not program.unknown_trips
+    assert len(program.select(in_branch=True)) == 0
+    assert found(case, program) == expected(case, params)
 
 
 @pytest.mark.slow
@@ -221,9 +221,9 @@ def test_collectives_are_the_tables(case):
 def test_bytes_on_the_wire(stage):
     """The ZeRO paper's volumes: 2 parameters' worth a step at stages 0, 1, 2; 3 at stage 3, less 1 for the ends."""
     case = next(c for c in CASES if c.stage == stage and c.llama and c.accum == 1 and c.zero == 8)
-    ledger, params = compile(case)
+    program, params = compile(case)
     once = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}  # rings: an all-reduce is one of each
-    moved = sum(once[row.kind] * row.bytes * row.times for row in ledger)
+    moved = sum(once[row.kind] * row.bytes * row.times for row in program)
     sizes = {name: prod(shape) * layers for name, shape, layers, _ in leaves_of(case, params)}
     ends = sum(size for name, size in sizes.items() if name.startswith("ends/"))
     volume = {0: 2, 1: 2, 2: 2, 3: 3}[stage] * sum(sizes.values()) - (ends if stage == 3 else 0)
@@ -236,8 +236,8 @@ def test_reduction_dtype_changes_nothing_else():
     wide = compile(case)[0]
     narrow = compile(replace(case, reduce=None))[0]
 
-    def gathers(ledger):
-        rows = ledger.select(kind="all-gather")
+    def gathers(program):
+        rows = program.select(kind="all-gather")
         return Counter((row.dtype, row.bytes) for row in rows for _ in range(row.times))
 
     assert gathers(wide) == gathers(narrow)
@@ -250,6 +250,6 @@ def test_combining_moves_the_same_bytes_in_fewer_operations():
     apart = next(c for c in CASES if c.stage == 3 and c.llama and c.accum == 1 and c.unroll and c.policy == "none")
     separate, combined = (compile(replace(apart, combine=combine))[0] for combine in (False, True))
     for kind in ("all-gather", "reduce-scatter"):
-        ours, theirs = (ledger.select(kind=kind) for ledger in (separate, combined))
+        ours, theirs = (program.select(kind=kind) for program in (separate, combined))
         assert (ours.bytes, ours.operands) == (theirs.bytes, theirs.operands)
         assert theirs.launches < ours.launches

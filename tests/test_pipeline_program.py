@@ -84,7 +84,7 @@ def compile(case, model, rows, sequence, **options):
 
 
 @functools.cache
-def ledger(case):
+def collectives_of(case):
     return collectives(*compile(case, Scaled(case.layers), MICRO, SEQUENCE, **SEPARATE))
 
 
@@ -156,9 +156,9 @@ def expected(case):
     return moved
 
 
-def found(ledger):
+def found(program):
     moved = Counter()
-    for row in ledger:
+    for row in program:
         assert row.operands == 1, f"combined, so its parts cannot be told apart: {row}"
         moved[row.kind, row.dtype, row.axes, row.bytes] += row.times
     return moved
@@ -180,7 +180,7 @@ CASES = [
 # The schedule that splits the backward pass, under ZeRO-3.
 @pytest.mark.parametrize("case", keep(CASES, [CASES[7]]), ids=str)
 def test_collectives_are_the_tables(case):
-    program = ledger(case)
+    program = collectives_of(case)
     assert not program.unknown_trips
     assert len(program.select(in_branch=True)) == 0
     assert found(program) == expected(case)
@@ -198,7 +198,7 @@ TOKENS = 1024
 
 @functools.cache
 def plan(schedule, chunks, micro):
-    """(planned memory, ledger) of a step of `micro` micro-batches on four stages."""
+    """(planned memory, collectives) of a step of `micro` micro-batches on four stages."""
     case = Case(schedule, 4, micro, chunks=chunks)
     model = jzero.from_flax(lambda rngs: Llama(replace(LLAMA, num_layers=4 * chunks), rngs=rngs))
     program, mesh = compile(case, model, 1, TOKENS)

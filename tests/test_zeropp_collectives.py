@@ -101,9 +101,9 @@ def test_the_program_moves_what_the_table_says(weights, gradients, n, unroll):
         "zero_quantized_weights": bool(weights), "zero_quantized_gradients": bool(gradients),
         "zero_hpz_partition_size": n,
     }  # fmt: skip
-    ledger = compiled(plus, unroll)
+    program = compiled(plus, unroll)
     found = Counter()
-    for row in ledger:
+    for row in program:
         assert row.operands == 1
         assert row.axes == ("zero",)
         if row.kind != "all-reduce":  # losses, counts and norms, as at every stage
@@ -115,8 +115,8 @@ def test_the_program_moves_what_the_table_says(weights, gradients, n, unroll):
 def test_bytes_across_hosts():
     """The paper's point: the collectives that cross hosts move a small part of stage 3's, here less than an eighth."""
 
-    def across(ledger):
-        return sum(row.bytes * row.times for row in ledger if row.kind != "all-reduce" and row.group_size != HOST)
+    def across(program):
+        return sum(row.bytes * row.times for row in program if row.kind != "all-reduce" and row.group_size != HOST)
 
     plain = across(compiled({}, False))
     everything = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": HOST}

@@ -66,10 +66,10 @@ def main(argv: list[str] | None = None) -> None:
                 for n in parts
             ]
             compiled = program(function, mesh, arguments).lower(*shapes).compile()
-            ledger = collectives(compiled, mesh)
+            rows = collectives(compiled, mesh)
             record = {"elements": elements, "kind": name, "gpus": mesh.size}
             record["moved_mib"] = {
-                f"{row.kind} {row.dtype}": round(row.bytes / 2**20, 1) for row in ledger if row.bytes > 2**10
+                f"{row.kind} {row.dtype}": round(row.bytes / 2**20, 1) for row in rows if row.bytes > 2**10
             }
             if not args.plan:
                 record["ms"] = round(1e3 * seconds(compiled, shapes), 3)

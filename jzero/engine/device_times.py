@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import jax
 
-from jzero.planner.ledger import KINDS
+from jzero.planner.collectives import KINDS
 from jzero.update import SCOPE
 
 FORWARD, BACKWARD, UPDATE, OTHER, COLLECTIVES = "forward", "backward", "update", "other", "collectives"

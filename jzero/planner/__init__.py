@@ -1,11 +1,11 @@
 """Plans a program for GPUs that this machine does not have: compiles it, reads its memory and its collectives."""
 
+from jzero.planner.collectives import Collective, Collectives, collectives
 from jzero.planner.gpus import GPUS, gpu, gpu_devices
-from jzero.planner.ledger import Collective, Ledger, collectives
 from jzero.planner.memory import Memory, memory
 from jzero.planner.products import Product, Products, products
 
 __all__ = [
-    "GPUS", "Collective", "Ledger", "Memory", "Product", "Products", "collectives", "gpu", "gpu_devices", "memory",
+    "GPUS", "Collective", "Collectives", "Memory", "Product", "Products", "collectives", "gpu", "gpu_devices", "memory",
     "products",
 ]  # fmt: skip

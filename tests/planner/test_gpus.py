@@ -53,8 +53,8 @@ def test_two_hosts():
     mesh = Mesh(np.array(devices).reshape(2, 8), ("data", "zero"))
     f = lambda x: lax.psum(jnp.sin(lax.psum_scatter(x, "zero", tiled=True)), "data")  # noqa: E731
     mapped = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P("zero")))
-    ledger = collectives(mapped.lower(jax.ShapeDtypeStruct((64, 8), jnp.float32)).compile(), mesh)
-    assert [(row.kind, row.axes, row.group_size, row.bytes) for row in ledger] == [
+    rows = collectives(mapped.lower(jax.ShapeDtypeStruct((64, 8), jnp.float32)).compile(), mesh)
+    assert [(row.kind, row.axes, row.group_size, row.bytes) for row in rows] == [
         ("reduce-scatter", ("zero",), 8, 64 * 8 * 4),
         ("all-reduce", ("data",), 2, 8 * 8 * 4),
     ]

@@ -71,7 +71,7 @@ class Collective:
 
 
 @dataclass(frozen=True, repr=False)
-class Ledger:
+class Collectives:
     """The collectives of one program. Iterate over it, ``select`` from it, print it.
 
     The totals count a collective in a branch as if it always executed; ``select(in_branch=False)`` excludes it.
@@ -122,7 +122,7 @@ class Ledger:
         in_loop: bool | None = None,
         in_branch: bool | None = None,
         op_name: str | None = None,
-    ) -> "Ledger":
+    ) -> "Collectives":
         """Select the rows that meet every given condition.
 
         Args:
@@ -134,16 +134,16 @@ class Ledger:
             op_name: a substring of the row's.
 
         Raises:
-            ConfigError: a kind or dtype that does not exist, or ``axes`` on a ledger read without a mesh.
+            ConfigError: a kind or dtype that does not exist, or ``axes`` on collectives read without a mesh.
         """
         if kind is not None and kind not in KINDS:
             raise ConfigError(f"kind = {kind!r}: unknown collective; allowed: {', '.join(KINDS)}")
         if dtype is not None and dtype not in _BITS:
             raise ConfigError(f"dtype = {dtype!r}: unknown HLO element type; use a short name such as 'f32' or 'bf16'")
         if axes is not None and any(row.axes is None for row in self):
-            raise ConfigError(f"axes = {axes!r}: this ledger was read without a mesh; fix: collectives(compiled, mesh)")
+            raise ConfigError(f"axes = {axes!r}: read without a mesh; fix: collectives(compiled, mesh)")
         wanted = None if axes is None else {axes} if isinstance(axes, str) else set(axes)
-        return Ledger(
+        return Collectives(
             tuple(
                 row
                 for row in self
@@ -178,7 +178,7 @@ class Ledger:
         return "\n".join([line.rstrip() for line in table] + [total])
 
 
-def collectives(compiled: jax.stages.Compiled | str, mesh: jax.sharding.Mesh | None = None) -> Ledger:
+def collectives(compiled: jax.stages.Compiled | str, mesh: jax.sharding.Mesh | None = None) -> Collectives:
     """List every collective of a compiled program.
 
     Synchronous, ``-start``/``-done`` and wrapped asynchronous forms count once each. Trip counts are XLA's own
@@ -209,7 +209,7 @@ def collectives(compiled: jax.stages.Compiled | str, mesh: jax.sharding.Mesh | N
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     if text is None:
         raise ValueError("this backend does not provide its optimized HLO")
-    return Ledger(_Module(text, mesh).rows())
+    return Collectives(_Module(text, mesh).rows())
 
 
 class _Module:

@@ -1,4 +1,4 @@
-"""The ledger against programs whose collectives are known from their source."""
+"""The list of collectives against programs whose collectives are known from their source."""
 
 import importlib.util
 
@@ -38,7 +38,7 @@ def mesh_of(kind):
     return Mesh(np.array(devices).reshape(2, 4), ("data", "zero"))
 
 
-def ledger(mesh, f, *shapes, in_specs=REPLICATED, out_specs=REPLICATED, options=None):
+def collectives_of(mesh, f, *shapes, in_specs=REPLICATED, out_specs=REPLICATED, options=None):
     mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     compiled = jax.jit(mapped, compiler_options=options).lower(*shapes).compile()
     return collectives(compiled, mesh)
@@ -70,7 +70,7 @@ def test_loops(mesh):
         w, _ = lax.scan(outer, w, None, length=5)
         return w, lax.psum((gathered * jnp.sum(w)).sum(), ("data", "zero"))
 
-    found = ledger(mesh, f, f32(64, 8), in_specs=P("zero"), out_specs=(P("zero"), P()))
+    found = collectives_of(mesh, f, f32(64, 8), in_specs=P("zero"), out_specs=(P("zero"), P()))
     assert facts(found) == sorted(
         [
             ("all-gather", "f32", 1, 64 * 8 * 4, ("zero",), 4, (), False),
@@ -97,7 +97,7 @@ def test_bf16_gather_keeps_its_dtype_on_gpu(gpu_mesh):
         gathered = lax.all_gather(w.astype(jnp.bfloat16), "zero", tiled=True)
         return lax.psum_scatter(jnp.sin(gathered), "zero", tiled=True)
 
-    found = ledger(gpu_mesh, f, f32(64, 8), in_specs=P("zero"), out_specs=P("zero"))
+    found = collectives_of(gpu_mesh, f, f32(64, 8), in_specs=P("zero"), out_specs=P("zero"))
     assert [(r.kind, r.dtype, r.bytes) for r in found] == [
         ("all-gather", "bf16", 1024),
         ("reduce-scatter", "bf16", 1024),
@@ -111,18 +111,18 @@ def test_branch(mesh):
 
         return lax.scan(body, x, None, length=4)[0]
 
-    found = ledger(mesh, f, f32(16, 8))
+    found = collectives_of(mesh, f, f32(16, 8))
     assert facts(found) == [("all-reduce", "f32", 1, 512, ("data",), 2, (4,), True)]
     assert len(found.select(in_branch=False)) == 0
 
 
 def test_all_to_all_is_one_operand(mesh):
-    found = ledger(mesh, lambda x: lax.all_to_all(x, "zero", 0, 1, tiled=True), f32(64, 8), out_specs=P("zero"))
+    found = collectives_of(mesh, lambda x: lax.all_to_all(x, "zero", 0, 1, tiled=True), f32(64, 8), out_specs=P("zero"))
     assert facts(found) == [("all-to-all", "f32", 1, 64 * 8 * 4, ("zero",), 4, (), False)]
 
 
 def test_variadic_all_reduce():
-    found = ledger(mesh_of("cpu"), lambda x, y: lax.psum((jnp.sin(x), jnp.sin(y)), "zero"), f32(8), f32(4, 4))
+    found = collectives_of(mesh_of("cpu"), lambda x, y: lax.psum((jnp.sin(x), jnp.sin(y)), "zero"), f32(8), f32(4, 4))
     assert facts(found) == [("all-reduce", "f32", 2, 8 * 4 + 16 * 4, ("zero",), 4, (), False)]
 
 
@@ -135,7 +135,7 @@ def test_combined_operations(gpu_mesh, kind, options, operations):
         gathered = [lax.all_gather(leaf, "zero", tiled=True) for leaf in (x, y)]
         return [lax.psum_scatter(jnp.sin(leaf), "zero", tiled=True) for leaf in gathered]
 
-    found = ledger(
+    found = collectives_of(
         gpu_mesh, f, bf16(512, 64), bf16(256, 64), in_specs=P("zero"), out_specs=P("zero"), options=options
     ).select(kind=kind)
     assert [row.operands for row in found] == operations
@@ -146,7 +146,7 @@ def test_unknown_trip_count_is_flagged(mesh):
     def f(x):
         return lax.while_loop(lambda x: x[0] < 10, lambda x: lax.psum(jnp.sin(x), "zero"), x)
 
-    found = ledger(mesh, f, f32(8))
+    found = collectives_of(mesh, f, f32(8))
     assert [(row.loops, row.times) for row in found] == [((None,), 1)]
     assert found.unknown_trips
     assert "unknown" in str(found)
@@ -156,7 +156,7 @@ def test_constant_while_loop_has_a_trip_count(mesh):
     def f(x):
         return lax.fori_loop(2, 9, lambda i, x: lax.psum(jnp.sin(x), "zero"), x)
 
-    assert [row.loops for row in ledger(mesh, f, f32(8))] == [(7,)]
+    assert [row.loops for row in collectives_of(mesh, f, f32(8))] == [(7,)]
 
 
 def test_devices_in_another_order(mesh):
@@ -167,12 +167,12 @@ def test_devices_in_another_order(mesh):
         x = lax.psum(jnp.sin(lax.psum(jnp.sin(x), "data")), ("pipe", "zero"))
         return lax.ppermute(x, "pipe", [(0, 1)])
 
-    rows = ledger(shuffled, f, f32(8))
+    rows = collectives_of(shuffled, f, f32(8))
     assert [(row.axes, row.group_size) for row in rows] == [(("data",), 2), (("pipe", "zero"), 4), (("pipe",), 2)]
 
 
 def test_table(mesh):
-    found = ledger(mesh, lambda x: lax.psum(x, "zero"), f32(1024, 256))
+    found = collectives_of(mesh, lambda x: lax.psum(x, "zero"), f32(1024, 256))
     assert str(found).splitlines() == [
         "n  kind        dtype  operands    MiB  axes  group  loops  branch  MiB/run",
         "1  all-reduce  f32           1  1.000  zero      4  -      -         1.000",
@@ -181,7 +181,7 @@ def test_table(mesh):
 
 
 def test_mistakes(mesh):
-    found = ledger(mesh, lambda x: lax.psum(x, "zero"), f32(8))
+    found = collectives_of(mesh, lambda x: lax.psum(x, "zero"), f32(8))
     with pytest.raises(ConfigError, match="all-reduce"):
         found.select(kind="allreduce")
     with pytest.raises(ConfigError, match="bf16"):
