@@ -87,7 +87,7 @@ def test_one_line_of_times_beside_each_progress_line(run):
 def test_every_process_has_its_times():
     """Not only the one that prints."""
     made = build(more={"wall_clock_breakdown": True, "steps_per_print": 1})[0]
-    made._monitor._prints = False
+    made._monitor.lines.prints = False
     made.train_batch(rows(0))
     assert HOST in made.get_wall_clock_timers()
 
@@ -98,7 +98,7 @@ def test_only_the_breakdown_waits_for_the_devices(loop, monkeypatch, capsys):
     waits, block = [], jax.block_until_ready
     monkeypatch.setattr(jax, "block_until_ready", lambda x: waits.append(x) or block(x))
     plain, timed = engine(), engine()
-    timed._monitor._timed = True
+    timed._monitor.lines.timed = True
     for made, count in ((plain, 0), (timed, 3)):
         waits.clear()
         for seed in range(3):

@@ -64,7 +64,7 @@ class Engine(Views):
         self._details: Details | None = None
         self.global_steps = self.global_samples = self.micro_steps = 0
         self._monitor = Monitor(step_fn)
-        self._monitor.memory("before the state")
+        self._monitor.lines.memory("before the state")
         self._home = resume  # where SIGTERM saves
         self.state: Any = None
         if self._home:
@@ -74,7 +74,7 @@ class Engine(Views):
             warn_if_not_resumed(self.config.checkpoint.dir)
         if self.state is None:
             self.state = step_fn.init(rng, params)
-        self._monitor.memory("with the state", self.state)
+        self._monitor.lines.memory("with the state", self.state)
         self._monitor.clock.restart(self.global_steps, self.global_samples)
 
     def __repr__(self) -> str:

@@ -169,7 +169,7 @@ class Views:
 
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Return the milliseconds per step of each part that `wall_clock_breakdown` printed last; {} before that."""
-        return dict(self._monitor.times)
+        return dict(self._monitor.lines.times)
 
     @property
     def skipped_steps(self) -> int:
