@@ -18,6 +18,10 @@ from jzero.optimizers import groups, lr_schedules, table
 
 def generated() -> Iterator[str]:
     yield "## Honoured keys\n"
+    yield (
+        f'Numbers and flags in quotes (`"3"`, `"true"`) are read in {_names(sorted(keys.TAKES_QUOTES))}, which '
+        "DeepSpeed reads with pydantic; pydantic takes them. Elsewhere they are an error.\n"
+    )
     for section in _sections():
         yield from _fields_of(section)
     yield "## Optimizers\n"

@@ -5,8 +5,11 @@ exceptions themselves shorten and escape it, so that no caller has to.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
+A = TypeVar("A")
+B = TypeVar("B")
 MOST_PROBLEMS = 20
 _WORD, _LINE = 500, 2000  # characters of a word and of a line; a path has up to 255 between two slashes
 _UNPRINTABLE = re.compile(r"[^\S \n]|[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -49,6 +52,26 @@ class ConfigError(ValueError):
         shown, more = self.problems[:MOST_PROBLEMS], len(problems) - MOST_PROBLEMS
         lines = shown if len(problems) == 1 else [f"- {problem}" for problem in shown]
         super().__init__("\n".join([*lines, *([f"- and {more} more problems"] if more > 0 else [])]))
+
+
+def both(first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
+    """Return what two calls return.
+
+    Raises:
+      ConfigError: with the problems of both.
+    """
+    results: list[Any] = []
+    errors: list[ConfigError] = []
+    for call in (first, second):
+        try:
+            results.append(call())
+        except ConfigError as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ConfigError(*(problem for error in errors for problem in error.problems))
+    return results[0], results[1]
 
 
 class PassingError(ConfigError):

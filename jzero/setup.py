@@ -17,7 +17,7 @@ from jzero._compat import allow_float16_products_on_cpu
 from jzero.communication import zeropp
 from jzero.config import Config
 from jzero.config.sizes import BatchSizes
-from jzero.errors import ConfigError
+from jzero.errors import ConfigError, both
 from jzero.gradients import ManualRegion, Passes, sequential
 from jzero.mesh import BATCH_AXES, PIPE, batch_spec, check_against, check_mesh, is_gpu, make_mesh, present, replicas
 from jzero.model import ENDS, Model, StackModel, check_model
@@ -138,15 +138,21 @@ def resolve(
     mesh = make_mesh(config) if mesh is None else mesh
     check_mesh(mesh)
     check_against(config, mesh)
-    choice.check(config.zero_optimization, mesh)
-    batch_sizes = config.batch(replicas(mesh), former)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     config, why = settle_precision(config, shapes, mesh.devices.flat[0])
     precision = Precision.from_config(config, why)
     if float16_on_cpu(precision, mesh):
         allow_float16_products_on_cpu()
-    plus = zeropp.from_config(config.zero_optimization, mesh)
-    layouts = _layouts(model, shapes, config, mesh, plus)
+
+    def laid_out() -> tuple[zeropp.Plus, PyTree, Passes]:
+        choice.check(config.zero_optimization, mesh)
+        plus = zeropp.from_config(config.zero_optimization, mesh)
+        layouts = _layouts(model, shapes, config, mesh, plus)
+        return plus, layouts, make_passes(model, config, mesh, layouts, precision)
+
+    batch_sizes, (plus, layouts, passes) = both(lambda: config.batch(replicas(mesh), former), laid_out)
+    if passes.facts.pipeline:
+        passes.facts.pipeline(batch_sizes.accum)  # raises for a number of micro-batches that the schedule cannot run
     weights = jax.eval_shape(partial(_cast_weights, layouts, precision), shapes)
     total = total_num_steps(batch_sizes.train) if callable(total_num_steps) else total_num_steps
     schedule = _schedule(config, optimizer, lr_scheduler, total)
@@ -160,9 +166,6 @@ def resolve(
     tx = optax.with_extra_args_support(tx)  # reduce_on_plateau takes the loss
     if config.ema:
         tx = wrappers.with_ema(tx, config.ema.decay)
-    passes = make_passes(model, config, mesh, layouts, precision)
-    if passes.facts.pipeline:
-        passes.facts.pipeline(batch_sizes.accum)  # raises for a number of micro-batches that the schedule cannot run
     _check_compiler_options(config, mesh)  # last: it compiles
     return Setup(
         model, config, mesh, batch_sizes, precision, plus, layouts, weights, schedule,

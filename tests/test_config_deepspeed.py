@@ -59,11 +59,13 @@ def test_numbers_and_flags_in_quotes():
     """Only where DeepSpeed takes them too: its other keys fail in the arithmetic."""
     config = Config.load({"zero_optimization": {"stage": "3"}, "fp16": {"enabled": "true", "loss_scale_window": "1e2"}})
     assert (config.zero_optimization.stage, config.fp16.loss_scale_window, config.precision) == (3, 100, "fp16")
-    assert Config.load({"bf16": {"enabled": 1}}).precision == "bf16"
+    assert Config.load({"bf16": {"enabled": 1}}) == Config.load({"bf16": {"enabled": "1"}})
+    assert Config.load({"bf16": {"enabled": "1"}}).precision == "bf16"
     assert Config.load({"bfloat16": {"enabled": "true"}}).precision == "bf16"
     assert Config.load({"bf16": {"auto_cast": "auto"}}).bf16.auto_cast == "auto"
     assert "without quotes" in problem({"train_batch_size": "32"})
-    assert "must be true or false" in problem({"bf16": {"enabled": 2}})
+    assert problem({"bf16": {"enabled": 2}}) == problem({"bf16": {"enabled": "2"}})
+    assert "bf16.enabled = 2: must be true or false" in problem({"bf16": {"enabled": 2}})
 
 
 @pytest.mark.parametrize("never", [math.inf, "inf", "Infinity", None])
@@ -172,6 +174,27 @@ def test_advice_leads_to_a_config_that_loads():
     assert "Use Adam, AdamW, " in to_come
     assert "docs/configuration.md" in to_come
     assert 'write "bf16": {"enabled": true}' in problem({"fp16": {"enabled": True, "type": "bfloat16"}})
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        ({"learning_rate": 1e-3}, "write it as optimizer.params.lr"),
+        ({"optimizer": {"type": "Adam", "learning_rate": 1e-3}}, "write it as optimizer.params.lr"),
+        ({"optimizer": {"type": "AdmaW"}}, "did you mean 'AdamW'?"),
+        (
+            {"optimizer": {"type": "DeepSpeedCPUAdam"}},
+            'write "type": "Adam" and zero_optimization.offload_optimizer: {"device": "cpu"}',
+        ),
+        ({"zero_optimization": {"offload_optimizer": True}}, 'did you mean {"device": "cpu"}?'),
+        ({"zero_optimization": {"offload_param": "cpu"}}, 'did you mean {"device": "cpu"}?'),
+        ({"zero_optimization": {"offload_optimizer": False}}, 'did you mean {"device": "none"}?'),
+        ({"offload_optimizer": True}, "it belongs in zero_optimization"),
+        ({"tensorboard": True}, 'did you mean {"enabled": true}?'),
+    ],
+)
+def test_the_fix_of_a_frequent_slip(given, fix):
+    assert fix in problem(given)
 
 
 @pytest.mark.parametrize(

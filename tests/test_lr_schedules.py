@@ -183,7 +183,9 @@ def test_auto_for_a_parameter_that_the_schedule_does_not_have():
 
 
 def test_the_peak_is_reported_where_it_may_surprise():
-    assert "warms up to the optimizer's lr 0.25" in lr_schedules.make_lr_schedule("WarmupLR", {}, 0.25).notes[1]
+    for none in ({}, {"warmup_max_lr": None}, {"warmup_max_lr": "auto"}):
+        note = lr_schedules.make_lr_schedule("WarmupLR", none, 0.25).notes[1]
+        assert note == "WarmupLR: the rate warms up to the optimizer's lr 0.25; warmup_max_lr has no other"
     assert len(lr_schedules.make_lr_schedule("WarmupLR", {"warmup_max_lr": 0.25}, 0.25).notes) == 1
     overriding = lr_schedules.make_lr_schedule("WarmupLR", {"warmup_max_lr": 0.5}, 0.25)
     assert "0.5 overrides the optimizer's lr 0.25" in overriding.notes[1]

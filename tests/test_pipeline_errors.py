@@ -50,6 +50,30 @@ def test_stages_that_do_not_divide_the_layers(case, layers, parts):
     refused(lambda: case.step(Decoder(layers)), *parts)
 
 
+@pytest.mark.parametrize(
+    ("case", "more", "other"),
+    [
+        (Case("1f1b", 4, 2), {}, "mesh.pipe = 4 stages"),
+        (
+            Case(None, 1, 2, zero=4),
+            {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}},
+            "zero_optimization.zero_hpz_partition_size = 3",
+        ),
+        (
+            Case("1f1b", 2, 2),
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+            'zero_optimization.offload_param.device = "cpu" with mesh.pipe = 2',
+        ),
+    ],
+)
+def test_the_problem_of_the_batch_comes_with_that_of_the_layout(case, more, other):
+    with pytest.raises(jzero.ConfigError) as error:
+        case.step(Decoder(6), train_batch_size=7, **more)
+    batch, layout = error.value.problems
+    assert batch.startswith("train_batch_size = 7: must equal ")
+    assert layout.startswith(other)
+
+
 def test_a_pipelines_layers_are_always_unrolled():
     step = lambda: Case("1f1b", 2, 2).step(Decoder(4), stack={"unroll": False})  # noqa: E731
     refused(step, "stack.unroll = false", "mesh.pipe = 2", "always unrolled")

@@ -162,6 +162,8 @@ def test_what_is_off_is_said_to_be_off():
 def test_fp16_loss_scale():
     lines = section(report_of(mlp(), bf16=None, fp16={"enabled": True})[1], "In effect")
     assert "  - loss scale dynamic, from 65536" in lines
+    lines = section(report_of(mlp(), bf16=None, fp16={"enabled": True, "loss_scale": 1})[1], "In effect")
+    assert "  - loss scale 1, static" in lines
 
 
 @pytest.mark.parametrize("kernel", ["xla", "cudnn"])

@@ -1,11 +1,13 @@
 """`torch_autocast` and `amp`: PyTorch's and apex's automatic casts, read as the `bf16` or `fp16` section.
 
-Both keep float32 parameters and cast operation by operation. jzero keeps float32 masters and casts by one dtype policy:
-the model computes in the half precision, and a layer that is declared float32 stays so.
+Both keep float32 parameters and cast operation by operation. jzero casts by one dtype policy: the model computes in the
+half precision, and a layer that is declared float32 stays so.
 """
 
+from collections.abc import Collection
 from typing import Any
 
+from jzero.config.ignored import SWITCH, Ignored
 from jzero.config.keys import REFUSED, Replaced, dotted_key
 from jzero.values.kinds import DTYPE, as_json, number
 
@@ -22,23 +24,34 @@ def is_autocast(path: str) -> bool:
     return path in REFUSED and path.partition(".")[0] in ("torch_autocast", "amp")
 
 
-def translate(data: dict[str, Any]) -> tuple[list[Replaced], list[str]]:
+def translate(data: dict[str, Any], autos: Collection[str] = ()) -> tuple[list[Replaced], list[Ignored], list[str]]:
     """Move the keys of an enabled `torch_autocast` or `amp` section into `bf16` or `fp16`.
 
+    Args:
+      data: the config.
+      autos: the keys that it gives as "auto", and `data` no longer has.
+
     Returns:
-      The keys that were moved, and the problems.
+      The keys that were moved, those without an `enabled` beside them, and the problems.
 
     >>> data = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     >>> translate(data)[0][1]
-    Replaced(key='torch_autocast.dtype', value='bfloat16', by='one dtype policy: float32 masters, bf16 in the model')
+    Replaced(key='torch_autocast.dtype', value='bfloat16', by='one dtype policy: the model computes in bf16')
     >>> data
     {'torch_autocast': {}, 'bf16': {'enabled': True}}
     """
-    replaced, problems = [], []
+    replaced, ignored, problems = [], [], []
     for name, read in (("torch_autocast", _torch_autocast), ("amp", _amp)):
-        if not _enabled(data.get(name)):
+        section = data.get(name)
+        if not isinstance(section, dict):
             continue
-        given = {key: data[name].pop(key) for key in list(data[name]) if is_autocast(dotted_key(name, key))}
+        without = "enabled" not in section and f"{name}.enabled" not in autos
+        if not (without or _enabled(section)):
+            continue
+        given = {key: section.pop(key) for key in list(section) if is_autocast(dotted_key(name, key))}
+        if without:
+            ignored += [Ignored(f"{name}.{key}", value, SWITCH) for key, value in given.items()]
+            continue
         try:
             precision, settings = read(given, data)
         except ValueError as wrong:
@@ -47,11 +60,12 @@ def translate(data: dict[str, Any]) -> tuple[list[Replaced], list[str]]:
         other = "fp16" if precision == "bf16" else "bf16"
         if _enabled(data.get(other)):
             problems.append(f"{name}.enabled = true: means {precision}, and {other}.enabled = true {other}; keep one")
+            continue
         own = data.get(precision)
         data[precision] = {**settings, **(own if isinstance(own, dict) else {}), "enabled": True}
-        by = f"one dtype policy: float32 masters, {precision} in the model"
+        by = f"one dtype policy: the model computes in {precision}"
         replaced += [Replaced(f"{name}.{key}", value, by) for key, value in given.items()]
-    return replaced, problems
+    return replaced, ignored, problems
 
 
 def _enabled(section: Any) -> bool:

@@ -52,7 +52,10 @@ def _two_precisions(s: Settings) -> Iterator[str]:
 @_reads("bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads")
 def _bf16_states(s: Settings) -> Iterator[str]:
     if s.bf16.bf16_optimizer_states and not s.bf16.bf16_master_weights_and_grads:
-        yield "bf16.bf16_optimizer_states = true: needs bf16.bf16_master_weights_and_grads = true; set both or neither"
+        yield (
+            "bf16.bf16_optimizer_states = true: moments in bfloat16 need masters in bfloat16, so this needs "
+            "bf16.bf16_master_weights_and_grads = true; set both or neither"
+        )
 
 
 @_reads(MICS, "mesh.zero")

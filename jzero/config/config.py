@@ -33,7 +33,7 @@ class Config(Settings):
         check_extent(given)
         autos: list[str] = []
         data = plain(given, autos)
-        found = screen(data)
+        found = screen(data, autos)
         if set(autos) & {sizes.TRAIN, sizes.MICRO} and not {sizes.TRAIN, sizes.MICRO} & set(data):
             data[sizes.MICRO] = trainer.MICRO_BATCH
         wrong: set[str] = set()

@@ -27,7 +27,7 @@ CLIP_ABOVE = 'DeepSpeed ignores it here; write "gradient_clipping" with this val
 _LOG = 'DeepSpeed reads no such key; "steps_per_print" sets how often a progress line comes'
 _MONITORS = 'DeepSpeed reads no such key; the sections are "tensorboard", "wandb", "csv_monitor" and "comet"'
 _STAGES = 'DeepSpeed reads no such key; write "stages" here, or "pipe" in the "mesh" section'
-_SWITCH = 'only "enabled" turns it on'
+SWITCH = 'only "enabled" turns it on'
 _WIDE = "bfloat16 has float32's range, so bf16 has no loss scale"
 _LAUNCHER = "DeepSpeed reads no such key; JAX chooses the transport, and the launcher the devices (jzero --include)"
 # Parameters that users write one level too high.
@@ -55,10 +55,10 @@ IGNORED: dict[str, str] = _ignored(
     ("", "a key of accelerate, which DeepSpeed does not read; parameters are initialized sharded", "zero3_init_flag"),
     ("optimizer", _inside("optimizer.params"), OPTIMIZER_PARAMS),
     ("scheduler", _inside("scheduler.params"), SCHEDULER_PARAMS),
-    ("fp16", _SWITCH, "fp16 opt_level"),
+    ("fp16", SWITCH, "fp16 opt_level"),
     ("fp16", "DeepSpeed no longer has it", "fp16_scale_tolerance"),
     ("bf16", _WIDE, _SCALER),
-    ("bf16", _SWITCH, "bf16 opt_level"),
+    ("bf16", SWITCH, "bf16 opt_level"),
     ("autotuning", "nothing is tuned; the rest of the config trains as it is. To choose batch sizes, read the memory "
         "of a compiled step: jzero.planner.memory(step.lower(batch).compile())", "enabled"),
     ("flops_profiler", "nothing is profiled. jzero.planner.products(step.trace(batch)) counts the matrix products of a "

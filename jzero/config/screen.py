@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -56,9 +56,10 @@ def plain(node: Any, autos: list[str], path: str = "") -> Any:
 
 
 def _may_be_auto(path: str) -> bool:
-    """Return whether "auto" has a meaning under this dotted key."""
+    """Return whether "auto" has a meaning under this dotted key; a required one has no default."""
+    key = keys.renamed(path)
     return (
-        keys.renamed(path) in KNOWN
+        (key in KNOWN and not (key in FIELDS and FIELDS[key].is_required()))
         or path in ignored.IGNORED
         or path.startswith(("optimizer.params.", "scheduler.params."))
     )
@@ -67,17 +68,19 @@ def _may_be_auto(path: str) -> bool:
 def _unquoted(value: Any) -> Any:
     """Read a number or a flag that is written in quotes.
 
-    >>> [_unquoted(value) for value in ("5e8", "True", "cpu", 3)]
-    [500000000.0, True, 'cpu', 3]
+    >>> [_unquoted(value) for value in ("1", "5e8", "True", "cpu", 3)]
+    [1, 500000000.0, True, 'cpu', 3]
     """
     if not isinstance(value, str) or len(value) > 40:
         return value
     if value.lower() in ("true", "false"):
         return value.lower() == "true"
-    try:
-        return number if math.isfinite(number := float(value)) else value
-    except ValueError:
-        return value
+    for read in (int, float):
+        try:
+            return number if math.isfinite(number := read(value)) else value
+        except ValueError:
+            pass
+    return value
 
 
 def pop(data: Any, *sections_and_key: Any) -> Any:
@@ -123,15 +126,19 @@ class Screened(NamedTuple):
     strict: bool
 
 
-def screen(data: dict[str, Any]) -> Screened:
-    """Remove the replaced, refused, ignored and old keys from `data`, which then holds keys for the sections alone."""
+def screen(data: dict[str, Any], autos: Collection[str] = ()) -> Screened:
+    """Remove the replaced, refused, ignored and old keys from `data`, which then holds keys for the sections alone.
+
+    `autos` are the keys that were given as "auto".
+    """
     found = Screened([], [], [], strict=data.get("strict", True) != 0)
     _drop_comments(data, "", found)
     if isinstance(stage := data.get("zero_optimization"), bool):
         data["zero_optimization"] = {"stage": int(stage)}
     _rename(data, found)
-    moved, wrong_casts = translate(data)
+    moved, idle, wrong_casts = translate(data, autos)
     found.replaced.extend(moved)
+    found.ignored.extend(idle)
     found.problems.extend(wrong_casts)
     for path, (kind, by) in keys.REPLACED.items():
         if (value := pop(data, *path.split("."))) is MISSING or value is None:
@@ -234,10 +241,18 @@ def _unknown(section: str, key: str, value: Any, found: Screened) -> None:
 
 def _no_section(path: str, value: Any) -> str:
     inside = names_inside(path, FIELDS) or names_inside(path, KNOWN)
-    switch = "enabled" if isinstance(value, bool) else "type" if isinstance(value, str) else None
-    hint = f"; did you mean {as_json({switch: value})}?" if switch in inside else ""
+    hint = f"; did you mean {as_json(meant)}?" if (meant := _section_for(value, inside)) else ""
     with_keys = f" with the keys {', '.join(inside)}" if len(inside) <= LISTED else ""
     return f"{path} = {_shown(path, value)}: must be a section {{...}}{with_keys}{hint}"
+
+
+def _section_for(value: Any, inside: Collection[str]) -> dict[str, Any]:
+    """Return the section that a flag or a word probably stands for, given the keys inside; {} if none does."""
+    if not isinstance(value, bool | str):
+        return {}
+    device = "none" if value in (False, "none") else "cpu"
+    meant = {"enabled" if isinstance(value, bool) else "type": value, "device": device}
+    return next(({key: meant[key]} for key in meant if key in inside), {})
 
 
 def _shown(key: str, value: Any) -> str:

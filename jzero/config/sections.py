@@ -78,7 +78,8 @@ class SchedulerConfig(Section):
 class FP16Config(Section):
     """float16 compute with loss scaling; `loss_scale` 0 is dynamic, any other value static.
 
-    `auto_cast` casts the floating-point arrays of the batch to float16.
+    `fp16_master_weights_and_grads` keeps no float32 masters: the optimizer updates float16 parameters, from gradients
+    in `data_types.grad_accum_dtype`. `auto_cast` casts the floating-point arrays of the batch to float16.
     """
 
     enabled: Flag = False
@@ -94,6 +95,9 @@ class FP16Config(Section):
 
 class BF16Config(Section):
     """bfloat16 compute.
+
+    `bf16_master_weights_and_grads` keeps no float32 masters: the optimizer updates bfloat16 parameters, from gradients
+    in `data_types.grad_accum_dtype`. `bf16_optimizer_states` keeps its moments in bfloat16 too.
 
     `auto_cast` casts the floating-point arrays of the batch to bfloat16: all (true), none (false), or "auto": those
     that the model only multiplies with its bfloat16 weights, so that targets, masks and time steps keep their digits.

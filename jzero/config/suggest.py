@@ -10,6 +10,7 @@ from jzero.values.kinds import as_json, closest, either
 _PARAMS = {"optimizer.params": OPTIMIZER_PARAMS, "scheduler.params": SCHEDULER_PARAMS}
 _ADVICE = {key: f"it belongs in {home}" for home, keys in _PARAMS.items() for key in keys.split()}
 _ADVICE["max_grad_norm"] = CLIP
+_ADVICE["learning_rate"] = "write it as optimizer.params.lr"
 LISTED = 10  # names; more are a wall of text
 
 
@@ -41,7 +42,8 @@ def suggest(section: str, key: str, value: object, working: Collection[str], kno
     low, sections = key.lower(), {k.rpartition(".")[0] for k in known}
 
     def fits(known_key: str) -> bool:
-        return isinstance(value, dict) or known_key not in sections
+        # a flag for a section with a device is offload_optimizer: true, in the wrong place
+        return isinstance(value, dict) or known_key not in sections or f"{known_key}.device" in working
 
     def homes(keys: Collection[str]) -> list[str]:
         return sorted({k.rpartition(".")[0] for k in keys if k.rpartition(".")[2] == low and fits(k)})

@@ -199,7 +199,8 @@ def _effective(step: Any) -> list[str]:
         )
     if config.fp16.enabled:
         scaler = step.precision.scaler
-        lines.append(f"loss scale {'dynamic' if scaler.dynamic else 'static'}, from {scaler.initial:g}")
+        first = f"{scaler.initial:g}"
+        lines.append(f"loss scale dynamic, from {first}" if scaler.dynamic else f"loss scale {first}, static")
     if config.optimizer and not step.setup.callers_optimizer:
         used = optimizers.parameters(config.optimizer).items()
         lines.append(
@@ -312,9 +313,8 @@ def _fallbacks(step: Any) -> list[str]:
     if facts.fallback:
         lines.append(facts.fallback)
     if any(leaf.by_layer for leaf in jax.tree.leaves(step.layouts)) and not facts.by_layer:
-        why = "for the same reason" if facts.layers else "the model has no layer stack, so"
-        see = "" if facts.layers else " (see jzero/model.py)"
-        lines.append(f"stage 3: {why} it is gathered as a whole{see}")
+        why = "for the same reason" if facts.layers else "the model has no layer stack (docs/functional-api.md), so"
+        lines.append(f"stage 3: {why} it is gathered as a whole")
     checkpointing = step.config.activation_checkpointing
     stages, pipeline = step.mesh.shape[PIPE], step.config.pipeline
     if stages == 1 and pipeline.model_fields_set & {"schedule", "chunks"}:

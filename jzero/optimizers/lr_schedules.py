@@ -117,6 +117,11 @@ def _read(type: str, params: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
     if type in OPTAX_SCHEDULES:
         params = trainer.fill(params, ())
         return read_params("scheduler.params", params, signature_params(getattr(optax, type)))
+    if is_auto(type):
+        return {}, [
+            'scheduler.type = "auto": "auto" is the Hugging Face Trainer\'s default of a parameter, and a type has '
+            'none; write a type, for example "WarmupDecayLR", or leave the section out for a constant rate'
+        ]
     hint = did_you_mean(type, [*_DEEPSPEED, *OPTAX_SCHEDULES])
     use = f"Use {either(_DEEPSPEED)}, or one of optax's (docs/configuration.md lists them)"
     return {}, [f"scheduler.type: {type!r} is unknown{hint} {use}"]
@@ -174,7 +179,7 @@ def _warmup(p: dict[str, Any], base_lr: float, gamma_after: Callable[[jax.Array,
     high = base_lr if p["warmup_max_lr"] is None else p["warmup_max_lr"]
     notes = [f"{name}: as in DeepSpeed, the first two optimizer steps run at warmup_min_lr {low:g}"]
     if p["warmup_max_lr"] is None:
-        notes.append(f"{name}: warmup_max_lr is not given, so the rate warms up to the optimizer's lr {base_lr:g}")
+        notes.append(f"{name}: the rate warms up to the optimizer's lr {base_lr:g}; warmup_max_lr has no other")
     elif high != base_lr:
         notes.append(f"{name}: warmup_max_lr {high:g} overrides the optimizer's lr {base_lr:g}")
     return LRSchedule(

@@ -20,7 +20,7 @@ from jzero.errors import ConfigError
 from jzero.optimizers import muon, onebit, onebit_lamb, transforms, zero_one
 from jzero.optimizers.wrappers import Transform, per_layer
 from jzero.values import trainer
-from jzero.values.kinds import FLAG, FRACTION, INT32, NON_NEGATIVE32, Kind, either, one_of
+from jzero.values.kinds import FLAG, FRACTION, INT32, NON_NEGATIVE32, Kind, as_json, either, one_of
 from jzero.values.parameters import Param, did_you_mean, only, read_params, signature_params
 
 Make = Callable[[transforms.Knobs, dict[str, Any]], Transform]
@@ -362,9 +362,23 @@ def _in_our_names(given: Mapping[str, Any], table: Mapping[str, Param]) -> tuple
     return ours, problems
 
 
+# DeepSpeed's classes for state in host memory, and the type of each.
+_ON_HOST = {f"deepspeedcpu{name}".lower(): name for name in ("Adam", "Adagrad", "Lion")}
+
+
 def _no_such(name: str) -> str:
     names = [*DEEPSPEED, *OPTAX_ELEMENTWISE, *OPTAX_PER_PARAMETER]
     use = f"Use {either(DEEPSPEED)}, or one of optax's (docs/configuration.md lists them)"
+    if trainer.is_auto(name):
+        return (
+            'optimizer.type = "auto": "auto" is the Hugging Face Trainer\'s default of a parameter, and a type has '
+            'none; write "type": "AdamW", the Trainer\'s optimizer, whose params may be "auto"'
+        )
+    if own := _ON_HOST.get(name.lower()):
+        return (
+            f'optimizer.type: {name!r} is DeepSpeed\'s class for state in host memory; write "type": {as_json(own)} '
+            'and zero_optimization.offload_optimizer: {"device": "cpu"}'
+        )
     if name.lower() in (later.lower() for later in LATER):
         return f"optimizer.type: {name!r} is not supported yet. {use}"
     if name.lower() in REFUSED:

@@ -187,7 +187,7 @@ def _check_stack(model: Any, config: Config, layouts: PyTree, stages: int) -> No
     if not isinstance(model, StackModel):
         raise ConfigError(
             f"mesh.pipe = {stages}: {model!r} has no layer stack to cut into stages; give it prefix, "
-            "block, suffix (see jzero/model.py), or write it as a jzero.PipelineModule"
+            "block, suffix (see docs/functional-api.md), or write it as a jzero.PipelineModule"
         )
     length = stack_length(layouts)
     if length % (stages * chunks):

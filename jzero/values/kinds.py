@@ -126,13 +126,17 @@ def _is_number(text: str) -> bool:
 def closest(name: object, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Find the choice that resembles `name` most, in any letter case; None below the similarity `cutoff`.
 
-    >>> closest("adamm", ["SGD", "Adam"])
-    'Adam'
+    One with the same letters in another order comes first: difflib rates swapped letters below added ones.
+
+    >>> closest("adamm", ["SGD", "Adam"]), closest("AdmaW", ["adamaxw", "AdamW"])
+    ('Adam', 'AdamW')
     """
     if len(str(name)) > 100:  # difflib needs a second for a megabyte
         return None
     known = {choice.lower(): choice for choice in choices}
-    close = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=cutoff)
+    letters = sorted(str(name).lower())
+    swapped = [choice for choice in known if sorted(choice) == letters]
+    close = swapped or difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=cutoff)
     return known[close[0]] if close else None
 
 
