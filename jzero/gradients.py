@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -60,7 +60,7 @@ class Facts:
     by_layer: bool = False
     always_sums: bool = False
     layers_per_checkpoint: int = 1
-    pipeline: Callable[[int], str] | None = None
+    pipeline: Callable[[int], str] | None = field(default=None, repr=False)
     fallback: str = ""
 
 

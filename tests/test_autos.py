@@ -91,6 +91,9 @@ def test_the_total_of_a_schedule(told, drop, total, capsys):
     assert "optimizer.params.lr = 5e-05" in report
     assert "train_micro_batch_size_per_gpu = 8" in report
     assert "scheduler.params.warmup_num_steps = 0" in report
+    assert f"scheduler.params.total_num_steps = {total}, " in report
+    assert "scheduler.params.warmup_max_lr = 5e-05" in report
+    assert 'zero_optimization.reduce_bucket_size = "auto": XLA\'s collective combiner' in report
 
 
 def test_a_total_that_nobody_knows():

@@ -64,7 +64,7 @@ def test_warmup_decay_lr(kind, n, total):
     params = {"total_num_steps": total, "warmup_min_lr": 0.001, "warmup_max_lr": 0.1, "warmup_num_steps": n}
     schedule = lr_schedules.make_lr_schedule("WarmupDecayLR", {**params, "warmup_type": kind}, 0.1)
     assert measured(schedule.lr) == pytest.approx(run(0.001, at_call), rel=1e-5)
-    assert any("is less than" in note for note in schedule.notes) == (total < n)
+    assert any("is less than" in note for note in schedule.warnings) == (total < n)
 
 
 @pytest.mark.parametrize("kind", ["log", "linear"])

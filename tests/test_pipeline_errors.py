@@ -1,4 +1,4 @@
-"""What a pipeline refuses: models, layers, stages and configs that do not fit."""
+"""What a pipeline refuses: models, layers, stages and configs that do not fit; what the dump tells of it."""
 
 import jax.numpy as jnp
 import pytest
@@ -6,6 +6,7 @@ from helpers.pipelines import Case, Decoder, batch_of, model
 from test_bad_input import mlp, refused
 
 import jzero
+from jzero.engine.dump import dump
 
 # ----------------------------------------------------------------------------------------------------- mistakes
 
@@ -77,6 +78,13 @@ def test_the_problem_of_the_batch_comes_with_that_of_the_layout(case, more, othe
 def test_a_pipelines_layers_are_always_unrolled():
     step = lambda: Case("1f1b", 2, 2).step(Decoder(4), stack={"unroll": False})  # noqa: E731
     refused(step, "stack.unroll = false", "mesh.pipe = 2", "always unrolled")
+
+
+def test_the_dump_has_the_schedule_and_no_address():
+    case = Case("1f1b", 4, 2)
+    text = dump(case.step(Decoder(4)))
+    assert "  pipeline: 4 stages, 1f1b: " in text
+    assert " at 0x" not in text
 
 
 def test_a_mesh_of_other_stages():

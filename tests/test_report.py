@@ -196,11 +196,12 @@ def test_every_flax_wrapper_forwards_the_models_notes():
 
 
 def test_replaced_keys():
-    zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8}
+    zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8, "allgather_bucket_size": "auto"}
     lines = section(report_of(mlp(), zero_optimization=zero)[1], "Replaced keys")
-    assert len(lines) == 2
+    assert len(lines) == 2, "keys of one reason share a line"
     assert any(line.startswith("  - zero_optimization.overlap_comm = true: XLA's latency-hiding") for line in lines)
-    assert any(line.startswith("  - zero_optimization.reduce_bucket_size = 5e+08: ") for line in lines)
+    keys = 'zero_optimization.reduce_bucket_size = 5e+08, zero_optimization.allgather_bucket_size = "auto"'
+    assert any(line.startswith(f"  - {keys}: XLA's collective combiner") for line in lines)
     assert section(report_of(mlp())[1], "Replaced keys") == []
 
 
@@ -249,5 +250,30 @@ def test_a_sum_of_gradients_is_said():
 
 
 def test_auto_is_said():
-    _, text = report_of(mlp(), bf16={"enabled": "auto"}, fp16={"loss_scale": "auto"})
-    assert '"auto", so the default: bf16.enabled = false, fp16.loss_scale = 0' in " ".join(text.split())
+    _, text = report_of(
+        mlp(), bf16={"enabled": "auto"}, fp16={"loss_scale": "auto"}, steps_per_print="auto",
+        optimizer=None, scheduler=None, autotuning={"enabled": "auto"}, activation_checkpointing="auto",
+        zero_optimization={"stage": "auto", "offload_optimizer": {"device": "auto"}},
+    )  # fmt: skip
+    assert (
+        '"auto", so the default: steps_per_print = null, activation_checkpointing = null, bf16.enabled = false, '
+        'zero_optimization.stage = 0, zero_optimization.offload_optimizer.device = "none", fp16.loss_scale = 0, '
+        "autotuning.enabled (off)"
+    ) in " ".join(text.split())
+    assert '"auto"' not in report_of(mlp(), zero_optimization={"overlap_comm": "auto"})[1].partition("Replaced")[0]
+
+
+def test_a_schedule_that_ends_in_its_warm_up_is_a_warning():
+    scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 5, "warmup_num_steps": 10}}
+    lines = section(report_of(mlp(), scheduler=scheduler)[1], "Warnings")
+    assert any("total_num_steps 5 is less than warmup_num_steps 10" in line for line in lines)
+
+
+def test_a_schedule_is_printed_with_its_values():
+    scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 50, "warmup_max_lr": None}}
+    step, _ = report_of(mlp(), scheduler=scheduler)
+    assert repr(step.setup.schedule) == (
+        "WarmupDecayLR(total_num_steps=50, warmup_min_lr=0.0, warmup_num_steps=1000, warmup_type='log', "
+        "last_batch_iteration=-1, warmup_max_lr=0.001)"
+    )
+    assert repr(report_of(mlp())[0].setup.schedule) == "constant(lr=0.001)"

@@ -13,7 +13,7 @@ from pydantic import PrivateAttr, ValidationError
 from jzero.config import sizes
 from jzero.config.checks import contradictions
 from jzero.config.ignored import Ignored
-from jzero.config.keys import Replaced
+from jzero.config.keys import REPLACED, Replaced
 from jzero.config.screen import check_extent, explain, meant, plain, pop, screen
 from jzero.config.sections import Settings
 from jzero.config.source import read
@@ -59,6 +59,7 @@ class Config(Settings):
                     wrong.add(path)
         if problems := [*found.problems, *contradictions(self, wrong)]:
             raise ConfigError(*dict.fromkeys(problems))
+        found.replaced.extend(Replaced(key, "auto", REPLACED[key].by) for key in autos if key in REPLACED)
         self._replaced, self._ignored, self._autos = tuple(found.replaced), tuple(found.ignored), tuple(autos)
 
     @classmethod
@@ -87,7 +88,7 @@ class Config(Settings):
 
     @property
     def replaced(self) -> tuple[Replaced, ...]:
-        """The given keys that have no meaning under JAX, each with its replacement."""
+        """The given keys that have no meaning under JAX, each with its replacement, also those given as "auto"."""
         return self._replaced
 
     @property

@@ -43,6 +43,7 @@ def _parameters(step: TrainStep) -> list[str]:
 
 
 def _settings(step: TrainStep) -> list[str]:
+    facts = step.setup.passes.facts
     found = {
         "step": step,
         "batch sizes": step.batch_sizes,
@@ -52,8 +53,9 @@ def _settings(step: TrainStep) -> list[str]:
         "parameter groups": [(group.match, group.values, len(group.leaves)) for group in step.setup.groups],
         "optimizer": "the caller's" if step.setup.callers_optimizer else step.config.optimizer,
         "schedule": step.setup.schedule,
-        "passes": step.setup.passes.facts,
+        "passes": facts,
+        **({"pipeline": facts.pipeline(step.batch_sizes.accum)} if facts.pipeline else {}),
         "batch sharding": step.batch_sharding,
         "compiler options": step.setup.compiler_options,
     }
-    return [f"  {name}: {value!r}" for name, value in found.items()]
+    return [f"  {name}: {value if isinstance(value, str) else repr(value)}" for name, value in found.items()]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
 from math import prod
 from typing import Any
 
@@ -11,6 +12,9 @@ import jax
 from jzero import optimizers
 from jzero.communication.quantize import BLOCK, SMALLEST_BLOCK
 from jzero.communication.zeropp import Plus
+from jzero.config.keys import REPLACED
+from jzero.config.screen import FIELDS
+from jzero.config.sections import Section
 from jzero.config.sizes import BATCH
 from jzero.data.curriculum import curriculum_of
 from jzero.distributed.gpu_faults import loaded_nccl
@@ -21,7 +25,6 @@ from jzero.mesh import AXES, PIPE, ZERO
 from jzero.planner.products import products
 from jzero.planner.state_bytes import gradient_dtype, state_bytes, sums_gradients
 from jzero.setup import float16_on_cpu
-from jzero.values import trainer
 from jzero.values.kinds import as_json
 from jzero.values.masking import mask
 from jzero.zero import ParamLayout
@@ -36,12 +39,12 @@ def report(step: Any) -> str:
     """
     sections = (
         ("jzero run report", _head(step)),
-        ("Warnings", bullets(_warnings(step.config, step.precision))),
+        ("Warnings", bullets(_warnings(step))),
         ("Layout", grouped(step)),
         ("Model state per device", _model_state(step)),
         ("Parameter groups", bullets(_groups(step))),
         ("In effect", bullets(_effective(step))),
-        ("Replaced keys", bullets(f"{r.key} = {value_text(r.value)}: {r.by}" for r in step.config.replaced)),
+        ("Replaced keys", bullets(_by_reason((r.key, r.value, r.by) for r in step.config.replaced))),
         ("Fallbacks", bullets(_fallbacks(step))),
         (HALF, bullets(_half_precision(step))),
     )
@@ -99,13 +102,21 @@ def _plus(plus: Plus) -> Iterator[str]:
         yield f"their gradients reduced as 4-bit integers, within nodes of {plus.node} and then across (qgZ)"
 
 
-def _warnings(config: Any, precision: Any) -> list[str]:
-    """List the precision that the config leaves open, and its keys that do nothing, those of one reason in a line."""
-    keys_by_reason: dict[str, list[str]] = {}
-    for key, value, why in config.ignored:
-        keys_by_reason.setdefault(why, []).append(f"{key} = {as_json(mask(key, value), 40)}")
-    ignored = [f"ignored: {', '.join(settings)}: {why}" for why, settings in keys_by_reason.items()]
-    return [*filter(None, [precision.why]), *ignored]
+def _warnings(step: Any) -> list[str]:
+    """List the precision that the config leaves open, what is odd about its schedule, and its keys that do nothing."""
+    schedule, precision = step.setup.schedule, [step.precision.why] if step.precision.why else []
+    ignored = (f"ignored: {line}" for line in _by_reason(step.config.ignored))
+    return [*precision, *(schedule.warnings if schedule else ()), *ignored]
+
+
+def _by_reason(settings: Iterable[tuple[str, Any, str]]) -> list[str]:
+    """List keys with their values and a reason; those of one reason share a line."""
+    found: dict[str, list[str]] = {}
+    for key, value, why in settings:
+        value = mask(key, value)
+        text = value_text(value) if isinstance(value, float) else as_json(value, 40)
+        found.setdefault(why, []).append(f"{key} = {text}")
+    return [f"{', '.join(together)}: {why}" for why, together in found.items()]
 
 
 def _groups(step: Any) -> list[str]:
@@ -207,8 +218,7 @@ def _effective(step: Any) -> list[str]:
             f"optimizer {config.optimizer.type}: " + ", ".join(f"{k} {value_text(v)}" for k, v in used if v is not None)
         )
         lines += optimizers.describe(config.optimizer, schedule)
-    if config.autos:
-        lines.append(_autos(step))
+    lines += _autos(step)
     if schedule:
         lines.append(_rates(schedule.lr))
         lines += schedule.notes
@@ -230,26 +240,27 @@ def _effective(step: Any) -> list[str]:
     return [*lines, *getattr(step.model, "report_notes", lambda dtype: [])(step.precision.compute)]
 
 
-def _autos(step: Any) -> str:
-    """List the keys given as "auto", with their values where they have one."""
-    config = step.config
-    known: dict[str, dict[str, Any]] = {
-        "optimizer": optimizers.parameters(config.optimizer) if config.optimizer else {}
+def _autos(step: Any) -> list[str]:
+    """List the keys given as "auto" with the values that they get; the section "Replaced keys" has those without."""
+    config, schedule = step.config, step.setup.schedule
+    params = {
+        "optimizer": optimizers.parameters(config.optimizer) if config.optimizer else {},
+        "scheduler": schedule.params if schedule else {},
     }
-    if config.scheduler:
-        known["scheduler"] = trainer.fill(config.scheduler.params, trainer.PARAMS)
 
-    def value(key: str) -> Any:
+    def text(key: str) -> str:
         if key in BATCH:
-            return step.batch_sizes[BATCH.index(key)]
+            return f"{key} = {step.batch_sizes[BATCH.index(key)]}"
         section, _, name = key.partition(".params.")
-        node = known.get(section, {}).get(name) if name else config
-        for part in () if name else key.split("."):
-            node = getattr(node, part, None)
-        return node
+        if name:
+            return f"{key} = {value_text(params[section][name])}" if name in params[section] else f"{key} (not used)"
+        if key not in FIELDS:
+            return f"{key} (off)"
+        value = reduce(getattr, key.split("."), config)
+        return f"{key} (its defaults)" if isinstance(value, Section) else f"{key} = {value_text(value)}"
 
-    settings = [key if (v := value(key)) is None else f"{key} = {value_text(v)}" for key in config.autos]
-    return f'"auto", so the default: {", ".join(settings)}'
+    settings = [text(key) for key in config.autos if key not in REPLACED]
+    return [f'"auto", so the default: {", ".join(settings)}'] if settings else []
 
 
 def _gathers(step: Any) -> str:

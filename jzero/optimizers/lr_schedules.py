@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -36,14 +36,25 @@ class LRSchedule:
     Attributes:
       lr: count (int or traced int32 scalar) -> float32 scalar.
       momentum: the same for Adam's first beta (OneCycle with cycle_momentum), or None.
-      notes: lines for the run report.
+      notes, warnings: lines for the run report.
       constant: the rate, if it is the same at every step.
+      name: its type.
+      params: the values of its parameters.
+
+    >>> make_lr_schedule("cosine_decay_schedule", {"init_value": 0.1, "decay_steps": 9}, base_lr=0.1)
+    cosine_decay_schedule(init_value=0.1, decay_steps=9, alpha=0.0, exponent=1.0)
     """
 
     lr: Curve
     momentum: Curve | None = None
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     constant: float | None = None
+    name: str = "lr_scheduler"
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.params.items())})"
 
 
 def make_lr_schedule(
@@ -72,15 +83,18 @@ def make_lr_schedule(
     jzero.errors.ConfigError: scheduler.type: 'WarmupLr' is unknown; did you mean 'WarmupLR'? Use WarmupLR, ...
     """
     if type is None:
-        return LRSchedule(_float32(lambda count: base_lr), constant=base_lr)
+        return LRSchedule(_float32(lambda count: base_lr), constant=base_lr, name="constant", params={"lr": base_lr})
     params, notes = _with_total(type, params, total)
     values, problems = _read(type, params)
     if problems:
         raise ConfigError(*problems)
     if type in _DEEPSPEED:
         schedule = _DEEPSPEED[type].make(values, base_lr)
-        return replace(schedule, notes=(*schedule.notes, *notes))
-    return _optax_schedule(type, {name: values[name] for name, given in params.items() if not is_auto(given)}, base_lr)
+        if values.get("warmup_max_lr", base_lr) is None:
+            values["warmup_max_lr"] = base_lr
+        return replace(schedule, notes=(*schedule.notes, *notes), name=type, params=values)
+    own = {name: values[name] for name, given in params.items() if not is_auto(given)}
+    return replace(_optax_schedule(type, own, base_lr), name=type, params=values)
 
 
 def _with_total(
@@ -184,14 +198,17 @@ def _warmup(p: dict[str, Any], base_lr: float, gamma_after: Callable[[jax.Array,
         notes.append(f"{name}: warmup_max_lr {high:g} overrides the optimizer's lr {base_lr:g}")
     return LRSchedule(
         _by_call(low, lambda k: low + (high - low) * jnp.where(k < n, ramp(k), gamma_after(k, n))),
-        notes=(*notes, *_short_total(p, n, name)),
+        notes=tuple(notes),
+        warnings=_short_total(p, n, name),
     )
 
 
 def _short_total(p: dict[str, Any], n: int, name: str) -> tuple[str, ...]:
-    """Return a note if the decay has no steps; DeepSpeed also warns and continues."""
+    """Return a warning if the decay has no steps; DeepSpeed also warns and continues."""
     total = p.get("total_num_steps", n)
-    return (f"{name}: total_num_steps {total} is less than warmup_num_steps {n}",) if total < n else ()
+    if total >= n:
+        return ()
+    return (f"{name}: total_num_steps {total} is less than warmup_num_steps {n}, so the rate does not decay by then",)
 
 
 def _warmup_lr(p: dict[str, Any], base_lr: float) -> LRSchedule:
@@ -214,7 +231,8 @@ def _warmup_cosine_lr(p: dict[str, Any], base_lr: float) -> LRSchedule:
         return jnp.where(k < n, start + (1 - start) * ramp(k), cosine)
 
     note = f"WarmupCosineLR: as in DeepSpeed, the first two optimizer steps run at 0 and {base_lr * start:g}"
-    return LRSchedule(_by_call(0.0, lambda k: base_lr * ratio(k)), notes=(note, *_short_total(p, n, "WarmupCosineLR")))
+    curve = _by_call(0.0, lambda k: base_lr * ratio(k))
+    return LRSchedule(curve, notes=(note,), warnings=_short_total(p, n, "WarmupCosineLR"))
 
 
 def _lr_range_test(p: dict[str, Any], base_lr: float) -> LRSchedule:
