@@ -30,7 +30,8 @@ README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 FOREIGN = ('title="DeepSpeed"', 'title="transformers"')  # other libraries' code: it must parse
 
-WITH_TORCH = 'title="jzero with PyTorch"'  # runs where PyTorch is installed
+# Blocks that run where a library is installed.
+WITH = {'title="jzero with PyTorch"': "torch", 'title="jzero with transformers"': "transformers"}
 
 
 class Block(NamedTuple):
@@ -87,7 +88,8 @@ def test_python_blocks_run(page, empty_directory, capsys, monkeypatch):
         if block.language == "python":
             # The line of the page, for tracebacks.
             tree = ast.increment_lineno(ast.parse(block.text, str(page)), block.line - 1)
-            if block.rest not in FOREIGN and (torch or block.rest != WITH_TORCH):
+            needs = WITH.get(block.rest)
+            if block.rest not in FOREIGN and (needs is None or importlib.util.find_spec(needs)):
                 exec(compile(tree, str(page), "exec"), variables)
     assert "jzero" in variables
 

@@ -87,6 +87,10 @@ class DataLoader:
         seed = self.seed if self.shuffle else None
         return {"samples": len(self.source), "seed": seed, "drop_last": self.drop_last}
 
+    def report_notes(self) -> list[str]:
+        """Return what the data say about themselves, for the run report."""
+        return getattr(self.source, "report_notes", list)()
+
     def seek(self, position: dict[str, int]) -> None:
         """Continue from `position`, which may be from any layout and batch size; running iterators continue there too.
 

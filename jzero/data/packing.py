@@ -7,6 +7,8 @@ in the data is still one number.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -62,9 +64,9 @@ class Packed:
             raise ConfigError("documents contain no tokens")
         sizes = np.diff(ends, prepend=0)
         self.documents = int((sizes > 0).sum())
-        self.starts, self.sizes = _cut(ends - sizes, sizes, length)
-        self.ends = np.isin(self.starts + self.sizes, ends)  # whether a piece is the last of its document
-        self.pieces, self.offsets = pack(self.sizes, length)
+        starts, sizes = _cut(ends - sizes, sizes, length)
+        self.store = Pieces(self.tokens, starts, sizes, np.isin(starts + sizes, ends), self.vocab_size)
+        self.pieces, self.offsets = pack(sizes, length)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -74,19 +76,64 @@ class Packed:
         return f"Packed({self.documents} documents in {len(self)} rows of {self.length}, {filled:.1%} filled)"
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        shape = len(indices), self.length
+        groups = [self.pieces[self.offsets[i] : self.offsets[i + 1]] for i in indices.tolist()]
+        return self.store.rows(groups, self.length)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Pieces of documents, whose tokens lie in one array.
+
+    Attributes:
+      tokens: of all documents, one after another.
+      starts, sizes: of each piece, in tokens.
+      last: whether a piece is the last of its document.
+      vocab_size: every token that is read is checked against it, if it is known.
+      trained: for each token whether a label may be this token; None: all.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    sizes: np.ndarray
+    last: np.ndarray
+    vocab_size: int | None = None
+    trained: np.ndarray | None = None
+
+    @classmethod
+    def of_documents(
+        cls, documents: Sequence[np.ndarray], trained: Iterable[np.ndarray], vocab_size: int | None
+    ) -> Pieces:
+        """Copy documents, each a piece of its own, into one array.
+
+        Raises:
+          ConfigError: a token outside the vocabulary.
+        """
+        tokens, sizes = np.concatenate(documents), np.array([len(document) for document in documents])
+        check_tokens(tokens, vocab_size)
+        last = np.ones(len(sizes), bool)
+        return cls(tokens, np.cumsum(sizes) - sizes, sizes, last, vocab_size, np.concatenate(list(trained)))
+
+    def rows(self, groups: Sequence[np.ndarray], length: int) -> dict[str, np.ndarray]:
+        """Read rows of `length` tokens: {"inputs", "labels", "segments"}.
+
+        Args:
+          groups: for each row, the pieces that it holds.
+        """
+        shape = len(groups), length
         inputs, labels, segments = np.zeros(shape, np.int32), np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
-        for row, index in enumerate(indices.tolist()):
-            pieces = self.pieces[self.offsets[index] : self.offsets[index + 1]]
+        for row, pieces in enumerate(groups):
             sizes = self.sizes[pieces]
             stops = np.cumsum(sizes)
             total = int(stops[-1])
             # The token of every column: each piece's start in the file, less its column in the row, plus the column.
             at = np.repeat(self.starts[pieces] - (stops - sizes), sizes) + np.arange(total)
+            following = np.minimum(at + 1, len(self.tokens) - 1)
             inputs[row, :total] = self._read(at)
-            # The next token in the file belongs to another document where a document ends, hence the -1 below.
-            labels[row, :total] = self._read(np.minimum(at + 1, len(self.tokens) - 1))
-            labels[row, stops[self.ends[pieces]] - 1] = -1
+            labels[row, :total] = self._read(following)
+            if self.trained is not None:
+                labels[row, :total][~self.trained[following]] = -1
+            # The next token in the file belongs to another document where a document ends.
+            labels[row, stops[self.last[pieces]] - 1] = -1
             segments[row, :total] = np.repeat(np.arange(1, len(pieces) + 1), sizes)
         return {"inputs": inputs, "labels": labels, "segments": segments}
 

@@ -124,7 +124,7 @@ def initialize(
         check_same("training_data", {"data": repr(loader)})
     engine = Engine(step, jax.random.key(config.seed) if rng is None else rng, loader, root, params)
     if jax.process_index() == 0:
-        print(report(step))
+        print(report(step, () if loader is None else loader.report_notes()))
         if config.dump_state:
             print(dump(step), flush=True)
     for fault in gpu_faults.faults(os.environ, find_place(os.environ).local_size):

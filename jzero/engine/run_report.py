@@ -32,10 +32,11 @@ from jzero.zero import ParamLayout
 HALF = "Half precision"
 
 
-def report(step: Any) -> str:
+def report(step: Any, data_notes: Sequence[str] = ()) -> str:
     """Report on a `TrainStep`: mesh, batch, ignored keys, layout, bytes, defaults in effect, replaced keys, fallbacks.
 
-    After its first step, which shows what a batch looks like, also products in float32 under bf16 or fp16.
+    `data_notes` are lines about the training data. After its first step, which shows what a batch looks like, also
+    products in float32 under bf16 or fp16.
     """
     sections = (
         ("jzero run report", _head(step)),
@@ -45,6 +46,7 @@ def report(step: Any) -> str:
         ("Parameter groups", bullets(_groups(step))),
         ("In effect", bullets(_effective(step))),
         ("Replaced keys", bullets(_by_reason((r.key, r.value, r.by) for r in step.config.replaced))),
+        ("Training data", bullets(data_notes)),
         ("Fallbacks", bullets(_fallbacks(step))),
         (HALF, bullets(_half_precision(step))),
     )

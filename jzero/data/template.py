@@ -1,0 +1,155 @@
+"""Conversations as tokens by the tokenizer's own chat template, and the tokens that a loss trains."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from jzero.errors import ConfigError, one_line, shorten
+
+Message = Mapping[str, Any]
+Mask = Literal["assistant", "all", "last"]
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds it
+UNSTABLE = (
+    "the chat template writes the first {} messages differently when others follow, so the tokens of an assistant turn "
+    "cannot be found by comparing prefixes ({!r} became {!r}): put {{% generation %}} ... {{% endgeneration %}} around "
+    'the assistant\'s text in tokenizer.chat_template, or use mask="last" or "all"'
+)
+
+
+class Encoded(NamedTuple):
+    """Tokens [n] int32, and which of them a loss trains [n] bool."""
+
+    tokens: np.ndarray
+    trained: np.ndarray
+
+
+class Template:
+    """Encodes messages by a tokenizer's chat template.
+
+    The template's text is tokenized as a whole, so the tokens are those of `tokenizer.apply_chat_template`. The trained
+    ones are those of the template's {% generation %} blocks. Without such blocks, an assistant turn is what the text
+    gains by it: the text up to this turn, less the text before it with the generation prompt. Whitespace after the
+    turn's end token is not part of it.
+
+    Args:
+      tokenizer: a fast tokenizer of `transformers`.
+
+    Raises:
+      ConfigError: the tokenizer has no chat template where one is needed, or cannot map tokens to text.
+    """
+
+    def __init__(self, tokenizer: Any):
+        if not getattr(tokenizer, "is_fast", False):
+            raise ConfigError(
+                f"tokenizer is {type(tokenizer).__name__}: must be a fast tokenizer of transformers, which maps tokens "
+                "to text, such as AutoTokenizer.from_pretrained(DIR)"
+            )
+        self.tokenizer = tokenizer
+        marks = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
+        self.ends = tuple(mark for mark in marks if mark.strip())  # some tokenizers add tokens of spaces
+
+    def conversation(self, messages: Sequence[Message], mask: Mask, tools: Any = None) -> Encoded:
+        """Encode a whole conversation.
+
+        Raises:
+          ConfigError: the template refuses the messages, or its turns cannot be found.
+        """
+        if mask != "all" and self._has_blocks(tools):
+            return self._by_blocks(messages, mask, tools)
+        text = self._render(messages, tools)
+        if mask == "all":
+            return self._encode(text, [(0, len(text))])
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        chosen = turns[-1:] if mask == "last" else turns
+        return self._encode(text, [self._turn(messages, tools, text, i, i + 1) for i in chosen])
+
+    def reply(self, prompt: Sequence[Message], reply: Sequence[Message], tools: Any = None) -> Encoded:
+        """Encode prompt and reply; all messages of the reply are trained."""
+        messages = [*prompt, *reply]
+        text = self._render(messages, tools)
+        return self._encode(text, [self._turn(messages, tools, text, len(prompt), len(messages))])
+
+    def text(self, prompt: str, reply: str) -> Encoded:
+        """Encode plain text without the template, with the tokenizer's end token; the reply is trained."""
+        end = self.tokenizer.eos_token_id
+        if end is None:
+            raise ConfigError("tokenizer.eos_token is None: set it, so that a reply of plain text ends")
+        tokens, trained = self._encode(prompt + reply, [(len(prompt), len(prompt + reply))], add_special_tokens=True)
+        if len(tokens) and tokens[-1] == end:  # some tokenizers add it themselves
+            tokens, trained = tokens[:-1], trained[:-1]
+        return Encoded(np.append(tokens, np.int32(end)), np.append(trained, True))
+
+    def _has_blocks(self, tools: Any) -> bool:
+        try:
+            return bool(GENERATION.search(self.tokenizer.get_chat_template(None, tools)))
+        except ValueError as error:  # it has none
+            raise ConfigError(f"tokenizer.chat_template: {error}") from error
+
+    def _by_blocks(self, messages: Sequence[Message], mask: Mask, tools: Any) -> Encoded:
+        try:
+            found = self.tokenizer.apply_chat_template(
+                list(messages), tools=tools, return_dict=True, return_assistant_tokens_mask=True
+            )
+        except Exception as error:
+            raise _refusal(error) from error
+        tokens, trained = np.asarray(found["input_ids"], np.int32), np.asarray(found["assistant_masks"], bool)
+        if mask == "last" and trained.any():
+            rest = np.flatnonzero(~trained[: np.flatnonzero(trained)[-1]])  # tokens between the turns
+            trained[: rest[-1] + 1 if len(rest) else 0] = False
+        return Encoded(tokens, trained)
+
+    def _turn(self, messages: Sequence[Message], tools: Any, text: str, first: int, end: int) -> tuple[int, int]:
+        """Find the characters of messages `first` to `end` in the text of all messages."""
+        before = self._render(messages[:first], tools, add_generation_prompt=True)
+        whole = text if end == len(messages) else self._render(messages[:end], tools)
+        for part, count in ((before, first), (whole, end)):
+            if not text.startswith(part):
+                at = next((i for i, (a, b) in enumerate(zip(part, text, strict=False)) if a != b), len(text))
+                raise ConfigError(UNSTABLE.format(count, part[at : at + 40], text[at : at + 40]))
+        kept = whole.rstrip()
+        return len(before), len(kept) if kept.endswith(self.ends) and len(kept) > len(before) else len(whole)
+
+    def _render(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool = False) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except Exception as error:  # of jinja2, or whatever a template makes of these messages
+            raise _refusal(error) from error
+
+    def _encode(self, text: str, spans: list[tuple[int, int]], add_special_tokens: bool = False) -> Encoded:
+        """Tokenize a text; tokens that overlap a span of characters are trained."""
+        found = self.tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+        offsets = np.asarray(found["offset_mapping"], np.int64).reshape(-1, 2)
+        trained = np.zeros(len(offsets), bool)
+        for begin, end in spans:
+            trained |= (offsets[:, 1] > begin) & (offsets[:, 0] < end)
+        return Encoded(np.asarray(found["input_ids"], np.int32), trained)
+
+
+def _refusal(error: Exception) -> ConfigError:
+    return ConfigError(f"the chat template refuses the messages: {shorten(one_line(str(error)), 300)}")
+
+
+def read_messages(value: Any, name: str) -> list[dict[str, Any]]:
+    """Read a list of messages, without fields that are None: Arrow adds the fields that other messages have.
+
+    Raises:
+      ConfigError: not a list of {"role": ..., ...}.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise ConfigError(f'{name} is {shorten(repr(value), 80)}: must be a list of {{"role": ..., "content": ...}}')
+    for message in value:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ConfigError(f'{name} contains {shorten(repr(message), 80)}: must be {{"role": ..., "content": ...}}')
+    return [{key: _present(x) for key, x in message.items() if x is not None or key == "content"} for message in value]
+
+
+def _present(x: Any) -> Any:
+    if isinstance(x, Mapping):
+        return {key: _present(part) for key, part in x.items() if part is not None}
+    return [_present(part) for part in x] if isinstance(x, list | tuple) else x

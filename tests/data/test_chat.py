@@ -1,0 +1,199 @@
+"""Rows of conversations against the chat templates of `transformers`."""
+
+import json
+
+import numpy as np
+import pytest
+from helpers.chats import MARKED, QWEN3, TEMPLATES, make_tokenizer, turns
+from helpers.loaders import Sizes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jzero
+from jzero.data import Chat, DataLoader
+
+CHATS = [
+    turns("hello", "hi"),
+    turns("one", "two\n", "three", "four"),
+    turns("  spaces ", "\n\nand lines\n\n", "hé", "ñ 你好"),
+    turns("a question", ""),
+]
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}},
+}
+
+
+def expected(name, messages, **more):
+    """(tokens, trained) by the template with {% generation %} blocks, as `transformers` reads it."""
+    found = make_tokenizer(MARKED[name]).apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True, **more
+    )
+    return found["input_ids"], [bool(x) for x in found["assistant_masks"]]
+
+
+def row(tokens, trained):
+    """(inputs, labels) of a conversation."""
+    return tokens, [t if on else -1 for t, on in zip(tokens[1:], trained[1:], strict=True)] + [-1]
+
+
+def pieces(chat):
+    """The conversations in the rows, each (inputs, labels)."""
+    rows = chat.rows(np.arange(len(chat)))
+    assert {x.shape for x in rows.values()} == {(len(chat), chat.length)}
+    assert {x.dtype for x in rows.values()} == {np.dtype(np.int32)}
+    segments = rows.get("segments", np.ones((len(chat), chat.length), int))
+    assert (rows["labels"][segments == 0] == -1).all()
+    return [
+        (inputs[own == number].tolist(), labels[own == number].tolist())
+        for inputs, labels, own in zip(rows["inputs"], rows["labels"], segments, strict=True)
+        for number in range(1, own.max() + 1)
+    ]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("source", [TEMPLATES, MARKED], ids=["prefixes", "blocks"])
+def test_the_assistants_tokens_are_those_of_transformers(name, source):
+    chat = Chat(CHATS, make_tokenizer(source[name]), length=400)
+    assert sorted(pieces(chat)) == sorted(row(*expected(name, messages)) for messages in CHATS)
+    assert len(chat) < len(CHATS)  # packed
+
+
+@settings(max_examples=60)
+@given(contents=st.lists(st.text(st.sampled_from("ah e\nllé<|"), max_size=8), min_size=2, max_size=6))
+def test_any_content(contents):
+    messages = turns(*contents[: len(contents) // 2 * 2])
+    for name in ("chatml", "llama3", "mistral"):
+        chat = Chat([messages], make_tokenizer(TEMPLATES[name]), length=300)
+        assert pieces(chat) == [row(*expected(name, messages))]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("source", [TEMPLATES, MARKED], ids=["prefixes", "blocks"])
+def test_masks(name, source):
+    """ "all" trains every token, "last" the last answer."""
+    tokenizer = make_tokenizer(source[name])
+    for messages in CHATS:
+        tokens, trained = expected(name, messages)
+        ((_, labels),) = pieces(Chat([messages], tokenizer, length=200, mask="all"))
+        assert labels == [*tokens[1:], -1]
+        ((_, labels),) = pieces(Chat([messages], tokenizer, length=200, mask="last"))
+        turn = "".join("x" if on else " " for on in trained).rstrip().rpartition(" ")[2]
+        end = len(trained) - trained[::-1].index(True)
+        last = [end - len(turn) <= i < end for i in range(len(tokens))]
+        assert labels == row(tokens, last)[1]
+
+
+def test_the_end_token_is_trained_and_what_follows_is_not():
+    tokenizer = make_tokenizer(TEMPLATES["chatml"])
+    ((_, labels),) = pieces(Chat([turns("hello", "hi", "x", "yo")], tokenizer, length=200))
+    assert tokenizer.decode([t for t in labels if t >= 0]) == "hi<|im_end|>yo<|im_end|>"
+
+
+def test_tools_and_system_messages_reach_the_template():
+    """Fields that Arrow adds with None, as from a dataset, count as absent."""
+    datasets = pytest.importorskip("datasets")
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "two"},
+    ]
+    tokenizer = make_tokenizer(TEMPLATES["qwen2.5"])
+    wanted = tokenizer.apply_chat_template(messages, tools=[TOOL], tokenize=False)
+    assert '"name": "add"' in wanted
+    plain = {"chat": messages, "tools": [TOOL]}
+    others = {"chat": turns("x", "y"), "tools": None}
+    for dataset in ([plain, others], datasets.Dataset.from_list([plain, others])):
+        for tools in ("list", "json"):
+            if tools == "json":
+                dataset = [{**x, "tools": x["tools"] and json.dumps(x["tools"])} for x in dataset]
+            chat = Chat(dataset, tokenizer, length=600, column="chat", pack=False)
+            (inputs, labels), _ = pieces(chat)
+            assert tokenizer.decode(inputs).startswith(wanted)
+            trained = tokenizer.decode([t for t in labels if t >= 0])
+            assert trained == '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>two<|im_end|>'
+
+
+def test_a_row_for_each_conversation():
+    tokenizer = make_tokenizer(TEMPLATES["llama3"])
+    chat = Chat(CHATS, tokenizer, length=150, pack=False)
+    rows = chat.rows(np.array([2, 0]))
+    assert rows.keys() == {"inputs", "labels"}
+    for i, messages in enumerate([CHATS[2], CHATS[0]]):
+        tokens, labels = row(*expected("llama3", messages))
+        padding = 150 - len(tokens)
+        assert rows["inputs"][i].tolist() == tokens + [0] * padding
+        assert rows["labels"][i].tolist() == labels + [-1] * padding
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_long_conversations_are_cut_or_left_out_and_counted(pack):
+    tokenizer = make_tokenizer(TEMPLATES["chatml"])
+    long, late = turns("hello", "a" * 90), turns("b" * 90, "hi")
+    dataset = [CHATS[0], long, late, turns("nobody answers")]
+    tokens, trained = expected("chatml", long)
+    short = row(*expected("chatml", CHATS[0]))
+    cut = Chat(dataset, tokenizer, length=64, pack=pack)
+    found = pieces(cut)
+    assert row(tokens[:64], trained[:64]) in found
+    assert [inputs[: len(short[0])] for inputs, _ in found if inputs != tokens[:64]] == [short[0]]
+    assert cut.report_notes()[1:] == [
+        "2 of 4 are longer than 64 tokens: cut to their first tokens",
+        "2 of 4 have no token to train on in a row: left out",
+    ]
+    assert repr(cut).startswith("Chat(2 conversations in 2 rows of 64, ")
+    dropped = Chat(dataset, tokenizer, length=64, pack=pack, too_long="drop")
+    assert len(dropped) == 1
+    assert dropped.report_notes()[1:] == [
+        "2 of 4 are longer than 64 tokens: left out",
+        "1 of 4 have no token to train on in a row: left out",
+    ]
+    assert DataLoader(dropped, Sizes(1, 1, 1)).report_notes() == dropped.report_notes()
+
+
+def test_a_template_that_rewrites_earlier_turns():
+    """Qwen 3: the last turn can be found; earlier ones cannot, unless the template marks them."""
+    tokenizer = make_tokenizer(QWEN3)
+    messages = turns("one", "two", "three", "four")
+    ((_, labels),) = pieces(Chat([messages], tokenizer, length=200, mask="last"))
+    assert tokenizer.decode([t for t in labels if t >= 0]) == "<think>\n\n</think>\n\nfour<|im_end|>"
+    with pytest.raises(jzero.ConfigError) as error:
+        Chat([turns("x", "y"), messages], tokenizer, length=200)
+    text = str(error.value)
+    assert text.startswith("dataset[1]: the chat template writes the first 2 messages differently when others follow")
+    assert r"'<think>\n\n</think>\n\ntwo<|im_end|>\n' became 'two<|im_end|>\n" in text
+    assert 'use mask="last" or "all"' in text
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "words"),
+    [
+        ([], {}, "no conversation to train on"),
+        ([turns("only a question")], {}, "1 of 1 have no token to train on"),
+        ({"train": CHATS}, {}, r"dataset is a mapping with train: pass one split"),
+        ("chats.jsonl", {}, "dataset is str: must be a list of samples or a Hugging Face dataset"),
+        ([{"conversations": CHATS[0]}], {}, r"dataset\[0\]: no column 'messages': the sample has conversations"),
+        (["hello"], {}, r"no column 'messages': the sample is str"),
+        ([{"messages": "hello"}], {}, r"messages is 'hello': must be a list of \{\"role\""),
+        ([[{"from": "human"}]], {}, r"messages contains \{'from': 'human'\}: must be"),
+        ([{"messages": CHATS[0], "tools": "no json"}], {}, "column 'tools' is a text that is no JSON"),
+        ([turns("a", "b", system="c")], {}, r"dataset\[0\]: the chat template refuses the messages: .*must alternate"),
+        (CHATS, {"mask": "user"}, "mask = 'user': must be one of 'assistant', 'all', 'last'"),
+        (CHATS, {"too_long": "keep"}, "too_long = 'keep': must be one of 'cut', 'drop'"),
+        (CHATS, {"length": 1}, "length = 1: must be at least 2"),
+        (CHATS, {"vocab_size": 99}, "is outside a vocabulary of 99"),
+    ],
+)
+def test_what_does_not_fit(dataset, options, words):
+    with pytest.raises(jzero.ConfigError, match=words):
+        Chat(dataset, make_tokenizer(TEMPLATES["mistral"]), **{"length": 99, **options})
+
+
+def test_tokenizers_that_do_not_fit():
+    with pytest.raises(jzero.ConfigError, match="tokenizer is str: must be a fast tokenizer of transformers"):
+        Chat(CHATS, "Qwen3-8B", length=99)
+    with pytest.raises(jzero.ConfigError, match=r"chat_template"):
+        Chat(CHATS, make_tokenizer(None), length=99)
