@@ -1,0 +1,127 @@
+"""Rows of preferences against the chat templates of `transformers`."""
+
+import numpy as np
+import pytest
+from helpers.chats import QWEN3, TEMPLATES, make_tokenizer, turns
+from helpers.loaders import Sizes
+
+import jzero
+from jzero.data import DataLoader, Pairs
+
+PROMPT = turns("one", "two", "three")
+GOOD, BAD = ({"role": "assistant", "content": content} for content in ("four, hello", "5"))
+FORMS = {
+    "messages": {"prompt": PROMPT, "chosen": [GOOD], "rejected": [BAD]},
+    "conversations": {"chosen": [*PROMPT, GOOD], "rejected": [*PROMPT, BAD]},
+    "all of both": {"prompt": PROMPT, "chosen": [*PROMPT, GOOD], "rejected": [*PROMPT, BAD]},
+    "its last question": {"prompt": "three", "chosen": [*PROMPT, GOOD], "rejected": [*PROMPT, BAD]},
+}
+
+
+def expected(tokens, begin, length):
+    """(inputs, labels) with the labels of tokens[begin:]."""
+    labels = [*(t if i >= begin else -1 for i, t in enumerate(tokens) if i), -1]
+    return tokens + [0] * (length - len(tokens)), labels + [-1] * (length - len(labels))
+
+
+def check(pairs, wanted):
+    """Compare the rows with [(chosen's inputs, its labels, rejected's, ...)]."""
+    rows = pairs.rows(np.arange(len(pairs)))
+    for number, (chosen, rejected) in enumerate(wanted):
+        for side, (inputs, labels) in (("chosen", chosen), ("rejected", rejected)):
+            assert rows[side].keys() == {"inputs", "labels"}
+            assert rows[side]["inputs"].dtype == rows[side]["labels"].dtype == np.int32
+            assert rows[side]["inputs"][number].tolist() == inputs
+            assert rows[side]["labels"][number].tolist() == labels
+    assert len(pairs) == len(wanted)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("form", FORMS)
+def test_replies_by_the_chat_template(name, form):
+    """The labels are what `transformers` adds to the prompt with a generation prompt, up to the end token."""
+    tokenizer, wanted = make_tokenizer(TEMPLATES[name]), []
+    prompt = tokenizer.apply_chat_template(PROMPT, add_generation_prompt=True, tokenize=False)
+    for answer in (GOOD, BAD):
+        tokens = tokenizer.apply_chat_template([*PROMPT, answer])["input_ids"]
+        begin = next(i for i in range(len(tokens)) if tokenizer.decode(tokens[:i]) == prompt)
+        inputs, labels = expected(tokens, begin, 300)
+        end = max(i for i, t in enumerate(tokens) if t in tokenizer.all_special_ids)
+        labels[end:] = [-1] * (300 - end)  # what follows the end token is not trained
+        wanted.append((inputs, labels))
+    check(Pairs([FORMS[form]], tokenizer, length=300), [wanted])
+
+
+def test_a_prompt_of_the_user():
+    """A string before messages is the user's question. Earlier turns of Qwen 3 may change, since none is trained."""
+    datasets = pytest.importorskip("datasets")
+    tokenizer = make_tokenizer(QWEN3)
+    dataset = datasets.Dataset.from_list([{"prompt": "three", "chosen": [GOOD], "rejected": [BAD]}])
+    rows = Pairs(dataset, tokenizer, length=100).rows(np.array([0]))
+    text = tokenizer.decode(rows["chosen"]["inputs"][0])
+    assert text.startswith("<|im_start|>user\nthree<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nfour")
+    labels = rows["rejected"]["labels"][0]
+    assert tokenizer.decode(labels[labels >= 0]) == "<think>\n\n</think>\n\n5<|im_end|>"
+    many = Pairs([FORMS["messages"]], tokenizer, length=200).rows(np.array([0]))["chosen"]["labels"][0]
+    assert tokenizer.decode(many[many >= 0]) == "<think>\n\n</think>\n\nfour, hello<|im_end|>"
+
+
+def test_strings_are_text_without_a_template():
+    tokenizer = make_tokenizer(None)
+    encode = tokenizer.encode
+    sample = {"prompt": "say hello: ", "chosen": "hello", "rejected": "llll"}
+    wanted = [expected([*encode(sample["prompt"] + x), tokenizer.eos_token_id], 0, 20) for x in ("hello", "llll")]
+    begin = len(encode(sample["prompt"]))
+    for _, labels in wanted:
+        labels[: begin - 1] = [-1] * (begin - 1)
+    check(Pairs([sample], tokenizer, length=20), [wanted])
+
+
+def test_long_pairs_are_cut_or_left_out_and_counted():
+    tokenizer = make_tokenizer(None)
+    long = {"prompt": "xx", "chosen": "a" * 30, "rejected": "b"}
+    asks = {"prompt": "x" * 30, "chosen": "a", "rejected": "b"}
+    short = {"prompt": "xx", "chosen": "a", "rejected": "b"}
+    cut = Pairs([long, asks, short], tokenizer, length=16)
+    a, b, x = (tokenizer.encode(letter)[0] for letter in "abx")
+    end = tokenizer.eos_token_id
+    check(
+        cut,
+        [
+            (([x, x] + [a] * 14, [-1] + [a] * 14 + [-1]), expected([x, x, b, end], 2, 16)),
+            (expected([x, x, a, end], 2, 16), expected([x, x, b, end], 2, 16)),
+        ],
+    )
+    assert cut.report_notes() == [
+        "Pairs(2 pairs of at most 16 tokens, 7 on average)",
+        "2 of 3 are longer than 16 tokens: cut to their first tokens",
+        "1 of 3 have no token to train on in a row: left out",
+    ]
+    dropped = Pairs([long, asks, short], tokenizer, length=16, too_long="drop")
+    assert dropped.report_notes()[1:] == ["2 of 3 are longer than 16 tokens: left out"]
+    batch = next(iter(DataLoader(dropped, Sizes(1, 1, 1))))
+    assert batch["chosen"]["inputs"].shape == (1, 16)
+
+
+@pytest.mark.parametrize(
+    ("sample", "words"),
+    [
+        ({"prompt": "x", "chosen": "y"}, r"dataset\[0\]: no column 'rejected': the sample has prompt, chosen"),
+        ({"chosen": "y", "rejected": "z"}, "prompt is NoneType, chosen and rejected are strings"),
+        ({"prompt": "x", "chosen": "y", "rejected": [BAD]}, "chosen is 'y': must be a list of"),
+        ({"chosen": [GOOD], "rejected": [BAD]}, "must begin with the same messages and then differ"),
+        ({"chosen": PROMPT, "rejected": PROMPT}, "must begin with the same messages and then differ"),
+        ({**FORMS["all of both"], "prompt": "another"}, "prompt is not the beginning that chosen and rejected share"),
+        ({**FORMS["messages"], "prompt": turns("x", "y", system="z")}, "the chat template refuses the messages"),
+    ],
+)
+def test_what_does_not_fit(sample, words):
+    with pytest.raises(jzero.ConfigError, match=words):
+        Pairs([sample], make_tokenizer(TEMPLATES["mistral"]), length=99)
+
+
+def test_text_needs_an_end_token():
+    tokenizer = make_tokenizer(None)
+    tokenizer.eos_token = None
+    with pytest.raises(jzero.ConfigError, match="eos_token is None"):
+        Pairs([{"prompt": "x", "chosen": "y", "rejected": "z"}], tokenizer, length=9)
