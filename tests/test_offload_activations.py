@@ -47,9 +47,10 @@ def test_activations_on_the_host_change_no_number():
 def test_jax_may_pin_most_of_the_hosts_memory_for_activations(on_host, monkeypatch):
     monkeypatch.setattr(pinned_memory, "memory_gb", lambda: 100)
     monkeypatch.delenv(pinned_memory.LIMIT, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(pinned_memory, "backends_are_initialized", lambda: False)
     pinned_memory.allow(jzero.Config.load({"activation_checkpointing": {"cpu_checkpointing": on_host}}))
-    assert os.environ.pop(pinned_memory.LIMIT, None) == ("90" if on_host else None)
+    assert os.environ.pop(pinned_memory.LIMIT, None) == ("45" if on_host else None)  # for each of two GPUs
 
 
 @pytest.mark.parametrize(

@@ -122,12 +122,23 @@ def test_initialize_lets_jax_pin_most_of_the_hosts_memory():
     env = {name: value for name, value in os.environ.items() if name != pinned_memory.LIMIT}
     done = subprocess.run(
         [sys.executable, "-c", INITIALIZE],
-        env=env | {"JAX_PLATFORMS": "cpu"},
+        env=env | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "0"},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert f"LIMIT {pinned_memory.pinnable_gb()}" in done.stdout
+    assert f"LIMIT {pinned_memory.pinnable_gb()}\n" in done.stdout
+
+
+def test_the_gpus_of_a_host_share_what_may_be_pinned(tmp_path):
+    """JAX has an allocator for each GPU, so a limit for all of them would be passed by every one."""
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    processes = {"RANK": "1", "WORLD_SIZE": "16", "MASTER_ADDR": "a", "LOCAL_SIZE": "8"}
+    for env, gpus in (({}, 3), ({"CUDA_VISIBLE_DEVICES": "0,2"}, 2), (processes, 8)):
+        assert pinned_memory.gpus_of_host(env, tmp_path) == gpus
+    assert pinned_memory.gpus_of_host({}, tmp_path / "no") == 1
 
 
 def test_old_names_of_deepspeed():
@@ -145,12 +156,12 @@ def test_pipelines_keep_their_weights_on_the_device():
 def test_more_host_memory_than_jax_may_pin(monkeypatch):
     mesh = jzero.make_mesh(devices=jax.devices()[:2])
     monkeypatch.setattr(pinned_memory, "is_gpu", lambda mesh: True)
-    monkeypatch.setenv(pinned_memory.LIMIT, "4")
+    monkeypatch.setenv(pinned_memory.LIMIT, "2")
     pinned_memory.check(2 * 2**30, mesh)
     with pytest.raises(
-        jzero.ConfigError, match=r"takes 5 GiB .* JAX may pin 4 on host .*; set .*XLA_PJRT_GPU_HOST_MEMORY"
+        jzero.ConfigError, match=r"takes 3 GiB .* JAX may pin 2 for each GPU of host .*; set .*XLA_PJRT_GPU_HOST_MEMORY"
     ):
-        pinned_memory.check(5 * 2**29, mesh)
+        pinned_memory.check(3 * 2**30, mesh)
     monkeypatch.setenv(pinned_memory.LIMIT, "100")
     monkeypatch.setattr(pinned_memory, "memory_gb", lambda: 100)
     pinned_memory.check(45 * 2**30, mesh)
