@@ -140,8 +140,14 @@ def as_device_array(x: Any) -> Any:
     """View a traced array of host memory as one of the device's, see `memory_view`; return others as they are."""
     import jax
 
-    on_host = jax.typeof(x).memory_space == jax.memory.Space.Host
-    return memory_view(x, jax.memory.Space.Device) if on_host else x
+    return memory_view(x, jax.memory.Space.Device) if is_host_array(x) else x
+
+
+def is_host_array(x: Any) -> bool:
+    """Return whether a traced array lies in host memory."""
+    import jax
+
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def trace_state() -> Any:

@@ -17,6 +17,7 @@ from layouts import LAYOUTS, Net, assert_same, batch, build, make_mesh, settings
 
 import jzero
 from jzero.checkpoint import async_save
+from jzero.checkpoint.checksums import checksums
 from jzero.checkpoint.reader import Checkpoint
 from jzero.distributed import heartbeat
 
@@ -218,6 +219,15 @@ def test_a_stack_of_listed_layers_is_read_into_host_memory(tmp_path):
     assert len(kinds) == 3 * 4
     assert set(kinds.values()) == {"pinned_host"}
     assert on_host(resumed.state.params) == sum(x.size for x in jax.tree.leaves(straight.state.params))
+
+
+def test_checksums_of_host_arrays_are_copied_to_the_devices():
+    """Without the copy, XLA for GPUs refuses the program (E1200); the CPU's compiles either way."""
+    x = jnp.arange(12.0).reshape(4, 3)
+    there = jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
+    for leaf, copies in ((x, 0), (there, 1)):
+        assert str(jax.make_jaxpr(checksums)({"x": leaf})).count("device_put") == copies
+    assert int(checksums({"x": there})[0]) == int(checksums({"x": x})[0])
 
 
 def test_own_arithmetic_gets_device_arrays():

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jzero._compat import as_device_array
+from jzero._compat import as_device_array, is_host_array, memory_view
 from jzero.checkpoint.leaves import key_data
 
 BLOCK = 2**20  # elements that NumPy hashes at a time, so that the temporaries stay small
@@ -30,7 +30,16 @@ def checksums(leaves: dict[str, jax.Array]) -> jax.Array:
     >>> bool(a == b), int(a) == int(checksums({"a": x[None]})[0])
     (False, True)
     """
-    return jnp.stack([_checksum(as_device_array(key_data(leaves[name]))) for name in sorted(leaves)])
+    return jnp.stack([_of_leaf(key_data(leaves[name])) for name in sorted(leaves)])
+
+
+def _of_leaf(x: jax.Array) -> jax.Array:
+    if not is_host_array(x):
+        return _checksum(x)
+    # The kernels read host memory themselves. XLA for GPUs then takes the sum for an array of host memory too, and
+    # refuses to return it from the program as one of the device's: so it is called one, and copied.
+    space = jax.memory.Space
+    return jax.device_put(memory_view(_checksum(as_device_array(x)), space.Host), space.Device)
 
 
 def _checksum(x: jax.Array) -> jax.Array:
