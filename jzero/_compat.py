@@ -160,6 +160,17 @@ def trace_state() -> Any:
     return core.get_opaque_trace_state(convention="nnx")
 
 
+def source_of(eqn: Any) -> Any:
+    """Return the context in which new operations get the scopes and the line of an operation in a jaxpr.
+
+    As in `jax.core.eval_jaxpr`; no public function sets both (jax 0.10 and 0.11).
+    """
+    from jax._src import source_info_util
+
+    names = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    return source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
+
+
 def needed_part(traced: Any) -> tuple[Callable[[list[Any]], list[Any]], list[bool]]:
     """Remove from a traced function everything that its outputs do not need, also inside jit, scan and checkpoint.
 

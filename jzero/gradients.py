@@ -17,7 +17,19 @@ from jzero.config import Config
 from jzero.errors import ConfigError
 from jzero.loss import LOSS, Mean, Sums, means, nonzero, pack, read_loss, read_sums
 from jzero.mesh import BATCH_AXES, present, replicas
-from jzero.model import ENDS, STACK, Inputs, Model, StackModel, fold, replace_state, suffix_key, uniform
+from jzero.model import (
+    ENDS,
+    STACK,
+    WHOLE,
+    Inputs,
+    Model,
+    StackModel,
+    fold,
+    replace_state,
+    stack_functions,
+    suffix_key,
+    uniform,
+)
 from jzero.offload import transfers
 from jzero.precision import Precision, cast
 from jzero.remat import Remat, checkpointed
@@ -27,6 +39,7 @@ from jzero.tracing.auto_cast import cast_arrays, inputs_of_products, wide_arrays
 from jzero.tracing.loss_count import counter
 from jzero.tree import PyTree, combine, leading_dim, named, partition
 
+COUNT = "loss_count"  # the scope of what counts the elements of the loss before any gradient
 Read = Callable[[Any], PyTree]  # what a model returned for a micro-batch -> what is collected of it
 
 
@@ -135,7 +148,7 @@ def sequential(
 
 def _whole_loss(model: Model, layouts: PyTree, view: StackView, remat: Remat, precision: Precision) -> Callable:
     """Make `loss(weights, batch, key)` of a model without a stack: all weights are fetched at once."""
-    whole = uniform(model, model.loss)
+    whole = uniform(model, model.loss, WHOLE)
     run = checkpointed(lambda pair: fetch(layouts, pair, precision), whole, remat, unrolled=True)
     return lambda weights, batch, key: run(_pair(weights), batch, key)
 
@@ -143,7 +156,7 @@ def _whole_loss(model: Model, layouts: PyTree, view: StackView, remat: Remat, pr
 def _stack_loss(model: StackModel, layouts: PyTree, view: StackView, remat: Remat, precision: Precision) -> Callable:
     """Make `loss(weights, batch, key)` of prefix, stack and suffix: every layer fetches its own weights."""
     listed = not view.layer_axis
-    prefix, block, suffix = (uniform(model, f) for f in (model.prefix, model.block, model.suffix))
+    prefix, block, suffix = stack_functions(model)
     layer = checkpointed(lambda pair: fetch(layouts[STACK], pair, precision), block, remat, unrolled=listed)
 
     def loss(weights: Weights, batch: PyTree, key: jax.Array | None) -> Any:
@@ -195,7 +208,9 @@ class ManualRegion:
         weights = self.prepare(self.moved(masters, steps), extra)
         key = self.replica_key(rng)
         batch = self.split(batch, extra, key)
-        cotangent = scale / self.total_count(weights, batch, key)
+        with jax.named_scope(COUNT):
+            count = self.total_count(weights, batch, key)
+        cotangent = scale / count
         if self.config.gradient_allreduce_op == "sum":
             cotangent *= replicas(self.mesh)
         summed, seen, state = self.passes.gradients(weights, batch, key, cotangent)

@@ -82,6 +82,8 @@ from jzero.errors import ConfigError, some_of
 from jzero.tree import leading_dim, named, path_name
 
 ENDS, STACK = "ends", "stack"
+PREFIX, SUFFIX, WHOLE = "prefix", "suffix", "loss"  # with STACK: the scopes of the functions' operations
+_PARTS = (("prefix", PREFIX), ("block", STACK), ("suffix", SUFFIX))
 
 
 @runtime_checkable
@@ -128,8 +130,10 @@ class Inputs(NamedTuple):
     extra: Any = None
 
 
-def uniform(model: Any, f: Callable) -> Callable:
+def uniform(model: Any, f: Callable, scope: str) -> Callable:
     """Make `f(weights, ...)`, a function of a model, take `Inputs` for the batch and return (result, new state).
+
+    Its operations are in the scope, by which profiles tell them apart.
 
     The new state is a tree like `weights`, with None in the place of everything else.
     """
@@ -139,7 +143,8 @@ def uniform(model: Any, f: Callable) -> Callable:
             if isinstance(arg, Inputs) and arg.extra is not None:
                 kwargs["extra"] = arg.extra
         args = tuple(arg.batch if isinstance(arg, Inputs) else arg for arg in args)
-        result = f(weights, *args, **kwargs)
+        with jax.named_scope(scope):
+            result = f(weights, *args, **kwargs)
         new: dict[str, Any] = {}
         if getattr(model, "state", ()):
             if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
@@ -160,6 +165,11 @@ def uniform(model: Any, f: Callable) -> Callable:
     return run
 
 
+def stack_functions(model: StackModel) -> list[Callable]:
+    """Return prefix, block and suffix, `uniform`."""
+    return [uniform(model, getattr(model, name), scope) for name, scope in _PARTS]
+
+
 def replace_state(tree: Any, state: Any) -> Any:
     """Replace the leaves of a tree for which `state`, a tree with None elsewhere, has a value."""
     return jax.tree.map(lambda new, old: old if new is None else new, state, tree, is_leaf=lambda x: x is None)
@@ -167,7 +177,7 @@ def replace_state(tree: Any, state: Any) -> Any:
 
 def stack_loss(model: StackModel, params: Any, batch: Any, rng: jax.Array | None) -> Any:
     """Compute the loss of a model with a stack directly: prefix, then every block, then suffix."""
-    prefix, block, suffix = (uniform(model, f) for f in (model.prefix, model.block, model.suffix))
+    prefix, block, suffix = stack_functions(model)
     x, first = prefix(params[ENDS], batch, fold(rng, 0))
     layers = leading_dim(params[STACK])
 

@@ -92,6 +92,8 @@ class TrainStep:
         self.replicas = replicas(self.mesh)
         self.rate: float | None = None  # by set_lr
         self._seen: tuple[PyTree, PyTree, Any] | None = None  # the shapes of the first step's batch, extra and rate
+        # A profile reads the program of its step, which differs from the first under a curriculum.
+        self._is_profiled = self.config.wall_clock_breakdown or self.config.flops_profiler.enabled
         self._guard = Guard(self.mesh, self.config, self.layouts)
         self._states = states = States(setup)
         self.state_shapes, self.state_specs, self.state_shardings = states.shapes, states.specs, states.shardings
@@ -238,7 +240,7 @@ class TrainStep:
 
     def _run(self, state: TrainState, batch: PyTree, extra: PyTree, steady: bool) -> Done:
         rate = None if self.rate is None else np.float32(self.rate)
-        if self._seen is None or self.config.wall_clock_breakdown:  # which reads each program that it profiles
+        if self._seen is None or self._is_profiled:
             self._seen = (*jax.tree.map(_shape, (batch, extra)), rate)
         with heartbeat.work(steady) as finished_when:
             done = self._programs.step(state, batch, extra, rate)

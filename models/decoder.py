@@ -207,7 +207,8 @@ class Decoder(nnx.Module):
         return x_BSD if segments_BS is None and layer is None else Carry(x_BSD, segments_BS, layer)
 
     def embedded(self, tokens_BS: jax.Array) -> jax.Array:
-        x_BSD = vocab_parallel.embed(self.embed[...], tokens_BS)
+        with jax.named_scope("embed"):
+            x_BSD = vocab_parallel.embed(self.embed[...], tokens_BS)
         return x_BSD * jnp.asarray(self.config.d_model**0.5, x_BSD.dtype) if self.config.embed_scale else x_BSD
 
     @property
@@ -216,10 +217,11 @@ class Decoder(nnx.Module):
 
     def suffix(self, x: Hidden, batch: dict[str, jax.Array]) -> Mean:
         """Return the tokens' mean cross-entropy."""
-        x_BSD, c = x.x_BSD if isinstance(x, Carry) else x, self.config
-        return vocab_parallel.cross_entropy(
-            self.norm(x_BSD), self.head_DV, batch["labels"], vocab_size=c.vocab_size, softcap=c.logit_softcap
-        )
+        x_BSD, c = self.norm(x.x_BSD if isinstance(x, Carry) else x), self.config
+        with jax.named_scope("head"):
+            return vocab_parallel.cross_entropy(
+                x_BSD, self.head_DV, batch["labels"], vocab_size=c.vocab_size, softcap=c.logit_softcap
+            )
 
     def outputs(self, x: Hidden, batch: Any = None) -> jax.Array:
         """Compute the logits [B, S, vocab_size] in float32 from the stack's output."""

@@ -73,13 +73,15 @@ class GPT2(nnx.Module):
         S, segments_BS = batch["inputs"].shape[1], batch.get("segments")
         check_length(S, self.config.max_positions)
         where = jnp.arange(S) if segments_BS is None else segment_positions(segments_BS)
-        x_BSD = vocab_parallel.embed(self.embed[...], batch["inputs"]) + self.positions[...][where]
+        with jax.named_scope("embed"):
+            x_BSD = vocab_parallel.embed(self.embed[...], batch["inputs"]) + self.positions[...][where]
         return x_BSD if segments_BS is None else Carry(x_BSD, segments_BS)
 
     def suffix(self, x: Hidden, batch: dict[str, jax.Array]) -> Mean:
         """Return the tokens' mean cross-entropy."""
         x_BSD, size = self.norm(plain(x)), self.config.vocab_size
-        return vocab_parallel.cross_entropy(x_BSD, self.embed[...].T, batch["labels"], vocab_size=size)
+        with jax.named_scope("head"):
+            return vocab_parallel.cross_entropy(x_BSD, self.embed[...].T, batch["labels"], vocab_size=size)
 
     def __call__(self, tokens_BS: jax.Array, segments_BS: jax.Array | None = None) -> jax.Array:
         """Compute logits [B, S, vocab_size] in float32, without remat or parallelism."""

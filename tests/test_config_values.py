@@ -139,7 +139,7 @@ def test_advice_fits_the_value():
         ("fp16.bf16", "the keys here are auto_cast, "),
         ("mesh.model", "the keys here are data, pipe, tensor, zero"),
         ("timers.throughput.synchronised", 'did you mean "synchronized"?'),
-        ("flops_profiler.step", "the keys here are detailed"),
+        ("flops_profiler.step", "the keys here are detailed, "),
         ("tensorboard.jobname", 'did you mean "job_name"?'),
         ("zero_optimization.offload_optimizer.pin_memry", 'did you mean "pin_memory"?'),
         ("checkpoint.writer.typ", 'did you mean "type"?'),

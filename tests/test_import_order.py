@@ -27,7 +27,7 @@ state batch update setup
 inference
 programs train_step
 data planner
-weights monitors
+weights monitors profiling
 engine
 launcher cli
 __init__ __main__

@@ -16,6 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jzero.adapters.constants import Constants, same
 from jzero.adapters.methods import outputs_of, take_methods
+from jzero.adapters.nnx_names import name_parts
 from jzero.adapters.torch_habits import refuses_of_models
 from jzero.communication.replicas import replica_axes
 from jzero.errors import ConfigError
@@ -148,6 +149,7 @@ class Apply:
             if rng is not None and self.sync_batch_norm and replica_axes():
                 layer.axis_name = replica_axes()  # type: ignore[assignment]
                 object.__setattr__(layer, "__class__", _without_mask(type(layer)))  # nnx's would record it
+        name_parts(module)
         return module
 
     def with_new_state(self, module: Any, result: Any) -> Any:

@@ -61,8 +61,6 @@ IGNORED: dict[str, str] = _ignored(
     ("bf16", SWITCH, "bf16 opt_level"),
     ("autotuning", "nothing is tuned; the rest of the config trains as it is. To choose batch sizes, read the memory "
         "of a compiled step: jzero.planner.memory(step.lower(batch).compile())", "enabled"),
-    ("flops_profiler", "nothing is profiled. jzero.planner.products(step.trace(batch)) counts the matrix products of a "
-        "step and their FLOPs", "enabled"),
     ("comms_logger", "nothing is logged. jzero.planner.collectives(step.lower(batch).compile()) lists the collectives "
         "of a step and their bytes", "enabled"),
     ("eigenvalue", "DeepSpeed reads it only under quantize_training", "enabled"),

@@ -89,6 +89,7 @@ REPLACED: dict[str, Replacement] = _replaced(
     ("hybrid_engine", FLAG, "engine.generate, which runs under every training layout", "enabled"),
     ("data_types", DTYPE_OR_NULL, 'the "bf16" and "fp16" sections', "param_dtype buffer_dtype"),
     ("optimizer", FLAG, "jit: the update is one fused program", "legacy_fusion"),
+    ("flops_profiler", NON_NEGATIVE, "the compiled step, which shows what is recomputed", "recompute_fwd_factor"),
     ("timers.throughput", FLAG, "steps are timed when their result is ready", "synchronized"),
     (_REMAT, FLAG, _PLANNER, "contiguous_memory_optimization synchronize_checkpoint_boundary profile"),
     (_REMAT, COUNT_OR_FALSE, "the layer stack: every layer is a checkpoint", "number_checkpoints"),
@@ -245,8 +246,6 @@ REFUSED: dict[str, Refused] = {
         " num_experts_attr num_limited_groups route_norm route_scale routed_scaling_factor score_apply"
         " shared_experts_gate_pattern shared_experts_pattern top_k_attr validate_folding_routing", enabled=False),
     # what a run reports
-    **_details("flops_profiler",
-        "recompute_fwd_factor profile_step module_depth top_modules detailed output_file"),
     **_details("comms_logger", "prof_all prof_ops verbose debug"),
     # checkpoints
     **_later("checkpoint", "checkpoints on the disks of each host", use_node_local_storage=False),

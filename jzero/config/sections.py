@@ -325,6 +325,21 @@ class CometConfig(Section):
     mode: TextOrNone = None
 
 
+class FlopsProfilerConfig(Section):
+    """A table of the FLOPs of step `profile_step` by module, with the rate that the step reached.
+
+    It has modules down to `module_depth` (-1: all), or, with `detailed` false, the `top_modules` with the most FLOPs at
+    each depth. It is printed, or written to `output_file`.
+    """
+
+    enabled: Flag = False
+    profile_step: PositiveInt32 = 1
+    module_depth: Annotated[int, PlainValidator(number(-1, whole=True))] = -1
+    top_modules: PositiveInt32 = 1
+    detailed: Flag = True
+    output_file: TextOrNone = None
+
+
 class Settings(Section):
     """The top level of a config file.
 
@@ -368,6 +383,7 @@ class Settings(Section):
     seed: Annotated[int, PlainValidator(kinds.SEED)] = 0
     dataloader_drop_last: Flag = False
     timers: TimersConfig = TimersConfig()
+    flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
     tensorboard: FilesConfig = FilesConfig()
     csv_monitor: FilesConfig = FilesConfig()
     jsonl_monitor: FilesConfig = FilesConfig()

@@ -14,6 +14,7 @@ from jzero.engine.lines import Lines, Run
 from jzero.engine.memory_lines import planned
 from jzero.engine.run_report import half_precision
 from jzero.monitors import Curves
+from jzero.profiling.profiles import Profiles
 from jzero.train_step import TrainStep
 
 
@@ -30,6 +31,7 @@ class Monitor:
         self._planned = step.config.memory_breakdown
         self._first = True
         self._profile: Profile | None = None
+        self._profiles = Profiles(step.config)
         self.clock, self.lines, self.curves = Clock(), Lines(step.config), Curves(step.config)
 
     @contextlib.contextmanager
@@ -48,25 +50,28 @@ class Monitor:
         except the run's first: only once, because a profile may take longer than the step.
         """
         if not (self.lines.timed and self._profile is None and not self._first and self.lines.is_due(number)):
-            return self._run(step)
+            return self._run(step, number)
         self._profile = Profile()
         with self.part(PROFILE):
             self._profile.start()
         try:
-            return self._run(step)
+            return self._run(step, number)
         finally:
             with self.part(PROFILE):
                 self._profile.stop()
 
-    def _run(self, step: Callable[[], Any]) -> Any:
+    def _run(self, step: Callable[[], Any], number: int) -> Any:
+        self._profiles.begin(number, first=self._first)
         with self.part(HOST):
             done = step()
         with self.part(DEVICE):
-            return self.ready(done)
+            done = self.ready(done, self._profiles.waits_for(number))
+        self._profiles.end()
+        return done
 
-    def ready(self, result: Any) -> Any:
+    def ready(self, result: Any, wait: bool = False) -> Any:
         """Return a result; under wall_clock_breakdown once it is ready, so that no other part waits for it."""
-        return jax.block_until_ready(result) if self.lines.timed else result
+        return jax.block_until_ready(result) if self.lines.timed or wait else result
 
     def finish(self, run: Run, last: bool) -> None:
         """Show a step that was given to the devices; the run's last step always has a progress line."""
@@ -79,6 +84,8 @@ class Monitor:
                 self.lines.progress(run, self.clock)
                 if self.lines.timed:
                     self.curves.times(self.lines.times, run.global_samples, run.global_steps)
+            if profiles := self._profiles.text(run.global_steps, run.step_fn):
+                self.lines.say(profiles)
             if self._profile and self._profile.is_new:
                 self._device_line(run, self._profile)
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from jzero._compat import is_constant
+from jzero._compat import is_constant, source_of
 from jzero.tree import named
 
 _CALLS = ("jit", "closed_call", "remat2")  # the primitives that `inlined` inlines
@@ -82,12 +82,13 @@ def inlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
         if eqn.primitive.name not in _CALLS:
             return _bind(eqn, values)
         inner = eqn.params["jaxpr"]
-        return inlined(inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ()), values)
+        with source_of(eqn):
+            return inlined(inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ()), values)
 
     return program.run(program.eqns, program.inputs, values, bind)(program.outputs)
 
 
 def _bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
-    with eqn.ctx.manager:
+    with source_of(eqn), eqn.ctx.manager:
         out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return out if eqn.primitive.multiple_results else [out]

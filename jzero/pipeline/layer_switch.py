@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jzero.adapters.criterion import inputs_and_labels
 from jzero.errors import ConfigError
-from jzero.model import Inputs, replace_state, uniform
+from jzero.model import WHOLE, Inputs, replace_state, uniform
 from jzero.pipeline.module import PipelineModule
 from jzero.remat import as_input, only_inputs
 from jzero.tree import partition
@@ -43,7 +43,7 @@ def switched(
     Raises:
       ConfigError: complex numbers or random keys between layers.
     """
-    run = [partial(uniform(model, model.run), start=start, stop=stop) for start, stop in pairwise(boundaries)]
+    run = [partial(uniform(model, model.run, WHOLE), start=start, stop=stop) for start, stop in pairwise(boundaries)]
     trees = [jax.eval_shape(lambda x: x, inputs_and_labels(inputs.batch)[0])]
     for layers in run:
         y = jax.eval_shape(lambda params, x, layers=layers: layers(params, x=x, rng=None)[0], params, trees[-1])

@@ -204,7 +204,8 @@ class PipelineModule:
         for i in range(start, stop):
             if i in stack:
                 k = i - stack.start
-                x, state = self._layer(i, params[STACK][k], x, fold(rng, k + 1))
+                with jax.named_scope(STACK):
+                    x, state = self._layer(i, params[STACK][k], x, fold(rng, k + 1))
                 new |= {f"{STACK}/{k}/{name}": value for name, value in state.items()}
             else:
                 part = 0 if i < stack.start else len(stack) + 1  # as `stack_loss` numbers the keys
@@ -237,7 +238,8 @@ class PipelineModule:
         for i in indices:
             layer = self._layers[i]
             params = layer.join(own.get(str(i), {}), tied.get(layer.key, {}))
-            x, state = self._layer(i, params, x, fold(rng, i + 1))
+            with jax.named_scope(f"{LAYERS}/{i}"):
+                x, state = self._layer(i, params, x, fold(rng, i + 1))
             new |= {f"{LAYERS}/{i}/{name}": value for name, value in state.items()}
         return x, new
 

@@ -24,7 +24,7 @@ from jzero.errors import ConfigError
 from jzero.gradients import Facts, Passes, Weights
 from jzero.loss import Sums, read_loss, read_sums
 from jzero.mesh import PIPE
-from jzero.model import ENDS, STACK, StackModel, fold, replace_state, suffix_key, uniform
+from jzero.model import ENDS, STACK, StackModel, fold, replace_state, stack_functions, suffix_key
 from jzero.pipeline import vocab_parallel
 from jzero.pipeline.chunk_placement import from_chunks, to_chunks
 from jzero.pipeline.executor import Functions, Run, Stages
@@ -136,7 +136,7 @@ def _stack_stages(model: StackModel, config: Config, mesh: Mesh, layouts: PyTree
     vocabulary = divided_vocabulary(layouts)
     every = min(remat.interval or 1, depth)
 
-    first, block, last = (uniform(model, f) for f in (model.prefix, model.block, model.suffix))
+    first, block, last = stack_functions(model)
 
     def prefix(ends: PyTree, part: PyTree, key: Any) -> Any:
         with vocab_parallel.parallel(*vocabulary):

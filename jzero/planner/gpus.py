@@ -30,6 +30,7 @@ class GPU:
     shared_memory_per_core: int
     shared_memory_per_block: int  # the opt-in maximum
     nvlinks: int
+    tflops: tuple[float, float]  # of dense products in 16 bits, and of float32 in TF32; from the data sheets
 
     def text_proto(self) -> str:
         """Render the text form of XLA's ``GpuTargetConfigProto``."""
@@ -88,6 +89,7 @@ _A100 = GPU(
     shared_memory_per_core=164 * 1024,
     shared_memory_per_block=163 * 1024,
     nvlinks=12,
+    tflops=(312, 156),
 )
 _H100 = GPU(
     description="NVIDIA H100 80GB HBM3",
@@ -101,6 +103,7 @@ _H100 = GPU(
     shared_memory_per_core=228 * 1024,
     shared_memory_per_block=227 * 1024,
     nvlinks=18,
+    tflops=(989.4, 494.7),
 )
 _H200 = replace(_H100, description="NVIDIA H200", memory=151_397_597_184, memory_bandwidth=4_800_000_000_000)
 _B200 = GPU(
@@ -115,6 +118,7 @@ _B200 = GPU(
     shared_memory_per_core=228 * 1024,
     shared_memory_per_block=227 * 1024,
     nvlinks=18,
+    tflops=(2250, 1125),
 )
 
 GPUS: dict[str, GPU] = {"a100": _A100, "h100": _H100, "h200": _H200, "b200": _B200}

@@ -1,9 +1,15 @@
-"""The matrix products of a traced program: how many run in float32, where, and their share of the FLOPs."""
+"""The matrix products of a traced program: how many run in float32, where, and their share of the FLOPs.
+
+Each product has the scopes of its operation (`jax.named_scope`), by which `jzero.profiling.flops` adds up modules.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -11,6 +17,7 @@ from typing import Any
 import flax
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.lax import DotAlgorithmPreset
 
@@ -32,22 +39,33 @@ _HALF = (
 )
 
 
+FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER = "forward", "backward", "recomputed", "optimizer"
+
+
 @dataclass(frozen=True)
 class Product:
-    """One dot_general or convolution of a program.
+    """One dot_general or convolution of a program, or one fused attention.
 
     Attributes:
       where: the line of the model, "Net.__call__ (net.py:12)".
       wide: whether it runs in float32, because an operand is float32. A product of half-precision operands whose sum
         is float32 is not.
       times: how often it runs in one call of the program, on each device.
-      flops: of all these times.
+      flops, bytes: of all these times; bytes are the operands' and the result's. In a condition, the mean over its
+        branches: the stages of a pipeline of unequal layers take one each.
+      scopes: the names around it, outermost first: ("stack", "attention", "qkv").
+      part: FORWARD, BACKWARD, RECOMPUTED (forward again, in the backward pass), or OPTIMIZER.
+      fused: whether it is an attention kernel.
     """
 
     where: str
     wide: bool
     times: int
     flops: float
+    bytes: float = 0.0
+    scopes: tuple[str, ...] = ()
+    part: str = FORWARD
+    fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,29 +126,92 @@ def products(traced: jax.stages.Traced) -> Products:
     Args:
       traced: from `TrainStep.trace(batch_shapes)`, or `jax.jit(f).trace(...)` of any function.
     """
-    found: list[Product] = []
-    cast: dict[str, None] = {}
-    _walk(without_dead_code(traced.jaxpr), 1, found, cast)
-    return Products(tuple(found), tuple(cast))
+    walk = Walk(traced)
+    return Products(tuple(p for p in walk.found if p.part != OPTIMIZER and not p.fused), tuple(walk.cast))
 
 
-def _walk(jaxpr: Any, times: int, found: list[Product], cast: dict[str, None]) -> None:
-    for eqn in jaxpr.eqns:
-        scope, name = str(eqn.source_info.name_stack), eqn.primitive.name
-        if scope.startswith(UPDATE):
-            continue
-        if AUTO_CAST in scope:
-            cast[scope.partition(AUTO_CAST)[2]] = None
-        if name in _FLOPS and all(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in eqn.invars[:2]):
-            found.append(Product(_line(eqn), _is_wide(eqn), times, times * _FLOPS[name](eqn)))
-        passes = times * eqn.params["length"] if name == "scan" else times
-        for inner in inner_jaxprs(eqn):
-            _walk(inner, passes, found, cast)
+class Walk:
+    """A walk through the operations of a traced program.
+
+    Attributes:
+      found: all products, in the program's order.
+      cast: the names of the batch's arrays that `auto_cast` casts.
+      scopes: those of all operations but the optimizer's.
+      unread: {operation: how often it runs} of kernels whose products no trace shows.
+      guesses: the operations whose runs are not known: loops of unknown length, conditions with products inside.
+    """
+
+    def __init__(self, traced: jax.stages.Traced):
+        self.found: list[Product] = []
+        self.cast: dict[str, None] = {}
+        self.scopes: dict[tuple[str, ...], None] = {}
+        self.unread, self.guesses = Counter[str](), Counter[str]()
+        self._visit(without_dead_code(traced.jaxpr), 1, 1.0, "")
+
+    def _visit(self, jaxpr: Any, times: int, share: float, outside: str) -> None:
+        """Visit the operations of a jaxpr that runs `times` times, in `share` of its calls, in the scopes `outside`."""
+        for eqn in jaxpr.eqns:
+            scope, name = f"{outside}/{eqn.source_info.name_stack}", eqn.primitive.name
+            if AUTO_CAST in scope:
+                self.cast[scope.partition(AUTO_CAST)[2]] = None
+            if name in _UNREAD:
+                self.unread[name] += times
+                continue
+            part = _part(scope)
+            if part != OPTIMIZER:
+                self.scopes[_scopes(scope)] = None
+            for flops, which in _work(eqn, part):
+                self.found.append(
+                    Product(
+                        _line(eqn), _is_wide(eqn), times, times * share * flops, times * share * _bytes(eqn),
+                        _scopes(scope), which, name in _ATTENTION,
+                    )
+                )  # fmt: skip
+            inner, before = inner_jaxprs(eqn), len(self.found)
+            passes = times * eqn.params["length"] if name == "scan" else times
+            for body in inner:
+                self._visit(body, passes, share / len(inner) if name == "cond" else share, scope)
+            if name in ("cond", "while") and len(self.found) > before:
+                self.guesses[name] += 1
+
+
+def _part(scope: str) -> str:
+    """Tell the part of the step from the scopes: transposes are the backward pass, and jax.checkpoint names its own."""
+    if UPDATE in scope:
+        return OPTIMIZER
+    again, back = scope.rfind("rematted_computation"), scope.rfind("transpose(")
+    return RECOMPUTED if again > back else BACKWARD if back >= 0 else FORWARD
+
+
+def _scopes(scope: str) -> tuple[str, ...]:
+    """Return the names that someone gave: no transformations ("jvp("), no subscripts of einsum, nothing of JAX's own.
+
+    >>> _scopes("/transpose(jvp(stack))/attention/vmap(BTNH,BSNH->BNTS)")
+    ('stack', 'attention')
+    """
+    names = re.sub(r"\w+\(", "", scope).replace(")", "").split("/")
+    return tuple(n for n in names if re.fullmatch(r"\w[\w.\-]*", n) and n not in ("rematted_computation", "checkpoint"))
+
+
+def _work(eqn: Any, part: str) -> Iterator[tuple[float, str]]:
+    """Yield (FLOPs, part) of an operation that is a product of floats."""
+    name = eqn.primitive.name
+    if name in _FLOPS and all(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in eqn.invars[:2]):
+        yield _FLOPS[name](eqn), part
+    elif name in _ATTENTION:
+        forward, again = _ATTENTION[name]
+        yield forward * _attention_flops(eqn), part
+        if again:
+            yield again * _attention_flops(eqn), RECOMPUTED
+
+
+def _bytes(eqn: Any) -> int:
+    return sum(x.aval.size * x.aval.dtype.itemsize for x in (*eqn.invars, *eqn.outvars))
 
 
 def _is_wide(eqn: Any) -> bool:
     """Return whether XLA computes a product in float32: in the widest dtype of the operands, unless told otherwise."""
-    return eqn.params["precision"] not in _HALF and max(x.aval.dtype.itemsize for x in eqn.invars[:2]) > 2
+    return eqn.params.get("precision") not in _HALF and max(x.aval.dtype.itemsize for x in eqn.invars[:2]) > 2
 
 
 def _line(eqn: Any) -> str:
@@ -173,6 +254,26 @@ def _conv_flops(eqn: Any) -> float:
     return 2.0 * prod(eqn.outvars[0].aval.shape) * each
 
 
+def _attention_flops(eqn: Any) -> float:
+    """Count one of the products of cuDNN's attention: of the pairs of query and key that its causal mask leaves.
+
+    It skips whole blocks that are masked and computes those on the diagonal whole, a little more than is counted. Other
+    masks (padding, segments) skip nothing that a trace can know.
+    """
+    (B, T, N, C), S = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape[1]
+    if eqn.params["layout"]:  # BNTH
+        N, T, S = T, N, eqn.invars[1].aval.shape[2]
+    pairs, window = T * S, eqn.params["sliding_window_length"]
+    if "CAUSAL" in eqn.params["mask_type"].name:
+        rows = np.arange(T)
+        pairs = int(np.minimum(np.minimum(rows + 1, S), window or S).sum())
+    return 2.0 * B * N * C * pairs
+
+
+# Kernels of attention -> their products: (of their part, recomputed). The backward pass computes the scores again, and
+# then the gradients of scores, queries, keys and values.
+_ATTENTION = {"dot_product_attention_fwd_wrapper": (2, 0), "dot_product_attention_bwd_wrapper": (4, 1)}
+_UNREAD = ("pallas_call", "ffi_call", "triton_kernel_call", "custom_call")
 _FLOPS = {
     "dot_general": _dot_flops,
     "ragged_dot_general": _ragged_dot_flops,

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jzero._compat import inner_jaxprs, is_constant
-from jzero.model import Inputs, Model, StackModel, stack_loss, uniform
+from jzero.model import WHOLE, Inputs, Model, StackModel, stack_loss, uniform
 from jzero.tree import PyTree, named, path_name
 
 SCOPE = "jzero_auto_cast:"  # the name of the cast in the program: this, and the name of the array
@@ -69,7 +69,7 @@ def inputs_of_products(
     def loss(weights: PyTree, inputs: Inputs, key: jax.Array | None) -> Any:
         if isinstance(model, StackModel):
             return stack_loss(model, weights, inputs, key)
-        return uniform(model, model.loss)(weights, inputs, key)
+        return uniform(model, model.loss, WHOLE)(weights, inputs, key)
 
     def uses(cast: Collection[str]) -> _Uses:
         batch = jax.eval_shape(lambda batch: cast_arrays(batch, cast, dtype), inputs.batch)

@@ -17,7 +17,7 @@ import jax
 from jzero._compat import needed_part
 from jzero.errors import ConfigError, some_of
 from jzero.loss import LOSS, Mean, read_loss
-from jzero.model import Inputs, Model, uniform
+from jzero.model import WHOLE, Inputs, Model, uniform
 from jzero.tree import PyTree, named
 
 LARGE_CONSTANT = 16 * 2**20  # bytes
@@ -41,7 +41,7 @@ def counter(model: Model, params: PyTree, part: Inputs, key: Any) -> Counter | f
 
     def count(params: PyTree, part: Inputs, key: Any) -> jax.Array:
         nonlocal is_mean
-        value, _ = uniform(model, model.loss)(params, part, key)
+        value, _ = uniform(model, model.loss, WHOLE)(params, part, key)
         parts = read_loss(model, value)
         is_mean = not isinstance(value[0] if getattr(model, "has_aux", False) else value, Mean)
         return parts[LOSS].count

@@ -1,0 +1,228 @@
+"""The FLOPs of a train step by module, counted in its trace, against the time of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jzero.mesh import PIPE
+from jzero.model import STACK, WHOLE
+from jzero.planner.gpus import GPUS
+from jzero.planner.products import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTED, Product, Walk
+from jzero.profiling.table import quantity, table
+from jzero.train_step import TrainStep
+
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module, with the modules in it.
+
+    Attributes:
+      path: its scopes; ("stack", "attention", "qkv") in any of the layers, () for the whole step.
+      params: its parameters on all devices together.
+      forward, backward, recomputed: FLOPs of the matrix products on one device in one step. Recomputed: those of the
+        forward pass that run again in the backward pass.
+      bytes: operands and results of the products, as if every product read and wrote the device's memory.
+    """
+
+    path: Path
+    params: int = 0
+    forward: float = 0.0
+    backward: float = 0.0
+    recomputed: float = 0.0
+    bytes: float = 0.0
+
+    @property
+    def flops(self) -> float:
+        return self.forward + self.backward + self.recomputed
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """The FLOPs of a step by module.
+
+    Attributes:
+      modules: the whole step first, then depth first, in the order of the program.
+      devices: of the mesh.
+      optimizer: FLOPs of the optimizer's products (Muon) on whole arrays; no trace tells how XLA divides them.
+      dtype: of the compute; decides the peak.
+      stages: of the pipeline. With several, products of idle ticks count: the devices run them.
+      notes: what was not counted, or guessed.
+    """
+
+    modules: tuple[Module, ...]
+    devices: int
+    optimizer: float
+    dtype: str
+    stages: int
+    notes: tuple[str, ...]
+
+    @property
+    def whole(self) -> Module:
+        """All modules together."""
+        return self.modules[0]
+
+    def table(self, title: str, depth: int = -1, top: int | None = None) -> str:
+        """Draw the modules.
+
+        Args:
+          depth: the deepest modules to draw; -1: all.
+          top: draw only this number of modules at each depth, those with the most FLOPs; None: the whole tree.
+        """
+        rows = [m for m in self.modules if (depth < 0 or len(m.path) <= depth) and (m.flops or m.params)]
+        if top is not None:
+            rows = list(_largest(rows, top))
+        again = any(m.recomputed for m in rows)
+        columns = ["module", "parameters", "forward", "backward", *["recomputed"] * again, "bytes", "share"]
+        return table(title, columns, [_cells(m, again, self.whole.flops, indent=top is None) for m in rows])
+
+    def totals(self, seconds: float | None, kind: str) -> list[str]:
+        """Return the lines below the table.
+
+        Args:
+          seconds: how long the step took; None: unknown.
+          kind: `device_kind` of the devices; CPUs have no rate, since several share one machine.
+        """
+        one, all_of_them = quantity(self.whole.flops, "FLOP"), quantity(self.whole.flops * self.devices, "FLOP")
+        lines = [f"{one} per device and step, {all_of_them} in all"]
+        if seconds is not None and kind != "cpu":
+            lines.append(self._rate(seconds, kind))
+        if self.optimizer:
+            own = quantity(self.optimizer, "FLOP")
+            lines.append(f"beside the table: {own} of the optimizer's products, on whole arrays")
+        if self.stages > 1:
+            lines.append("the products of a pipeline's idle ticks are in the table: the devices run them")
+        return [*lines, *self.notes]
+
+    def _rate(self, seconds: float, kind: str) -> str:
+        useful = (self.whole.forward + self.whole.backward) / seconds
+        peak = next((gpu.tflops[self.dtype == "float32"] for gpu in GPUS.values() if gpu.description == kind), None)
+        text = f"the step took {1e3 * seconds:.1f} ms: {useful / 1e12:.1f} TFLOP/s per device"
+        again = self.whole.flops / seconds
+        recomputing = self.whole.recomputed > 0
+        if peak is None:
+            text += f", {again / 1e12:.1f} with what is recomputed" * recomputing
+            return f"{text}; the peak of {kind} is unknown"
+        name = "TF32" if self.dtype == "float32" else self.dtype
+        text += f", {useful / peak / 1e10:.1f} % of the {peak:g} of {kind} in {name}"
+        text += " (MFU)" if self.stages == 1 else " with idle ticks"
+        return text + f"; with what is recomputed {again / 1e12:.1f}, {again / peak / 1e10:.1f} %" * recomputing
+
+
+def step_flops(step: TrainStep, traced: jax.stages.Traced) -> StepFlops:
+    """Count the FLOPs of a step by module: matrix products, convolutions and cuDNN's attention.
+
+    The modules are the scopes of the operations: those of Flax modules, of `jax.named_scope` in a model, and jzero's
+    own (prefix, stack, suffix; loss, of a model without a stack). A product of m x k and k x n is 2 m k n FLOPs.
+    Attention of XLA computes masked scores too, so all count; of cuDNN's causal attention the visible ones do.
+
+    Args:
+      traced: `step.trace(batch_shapes)`.
+    """
+    walk = Walk(traced)
+    found: dict[Path, Module] = {(): Module(())}
+    for scopes in walk.scopes:
+        for depth in range(len(scopes) + 1):
+            found.setdefault(scopes[:depth], Module(scopes[:depth]))
+    products = [p for p in walk.found if p.part != OPTIMIZER]
+    for p in products:
+        for depth in range(len(p.scopes) + 1):
+            found[p.scopes[:depth]] = _plus(found[p.scopes[:depth]], p)
+    for layout in jax.tree.leaves(step.layouts):
+        if not layout.state:
+            place = _place(layout.name.split("/"), found)
+            for depth in range(len(place) + 1):
+                module = found[place[:depth]]
+                found[place[:depth]] = replace(module, params=module.params + int(np.prod(layout.shape)))
+    return StepFlops(
+        tuple(_depth_first(found)),
+        step.mesh.size,
+        sum(p.flops for p in walk.found if p.part == OPTIMIZER),
+        np.dtype(step.precision.compute).name,
+        step.mesh.shape[PIPE],
+        tuple(_notes(walk, products)),
+    )
+
+
+def _plus(module: Module, p: Product) -> Module:
+    attribute = {FORWARD: "forward", BACKWARD: "backward", RECOMPUTED: "recomputed"}[p.part]
+    added: dict[str, Any] = {attribute: getattr(module, attribute) + p.flops, "bytes": module.bytes + p.bytes}
+    return replace(module, **added)
+
+
+def _place(name: list[str], found: Iterable[Path]) -> Path:
+    """Return the module of a parameter: the shortest path with the most of its name, in order.
+
+    The layers' parameters belong to the modules in the stack, and no others do.
+    """
+    stacked, name = name[0] == STACK, name[1:] if name[0] in (STACK, "ends") else name
+    base = (STACK,) if stacked else (WHOLE,)
+    best: tuple[int, int, Path] | None = None
+    for path in found:
+        if (STACK in path) == stacked and (matched := _matched(name, path)):
+            best = max(best or (0, 0, ()), (matched, -len(path), path), key=lambda item: item[:2])
+    if best:
+        return best[2]
+    return next((path for path in found if path[-1:] == base), ())
+
+
+def _matched(name: list[str], path: Path) -> int:
+    """Count the parts of a parameter's name, from the first on, that a path contains in this order.
+
+    >>> _matched(["encoder", "fc1", "kernel"], ("loss", "Net", "encoder", "fc1"))
+    2
+    """
+    position = matched = 0
+    for part in name:
+        if part not in path[position:]:
+            break
+        position = path.index(part, position) + 1
+        matched += 1
+    return matched
+
+
+def _depth_first(found: dict[Path, Module]) -> Iterator[Module]:
+    children: dict[Path, list[Path]] = {}
+    for path in found:
+        if path:
+            children.setdefault(path[:-1], []).append(path)
+
+    def visit(path: Path) -> Iterator[Module]:
+        yield found[path]
+        for child in children.get(path, ()):
+            yield from visit(child)
+
+    return visit(())
+
+
+def _largest(rows: list[Module], top: int) -> Iterator[Module]:
+    """Yield the modules with the most FLOPs at each depth."""
+    for depth in range(1 + max(len(m.path) for m in rows)):
+        level = [m for m in rows if len(m.path) == depth]
+        yield from sorted(level, key=lambda m: -m.flops)[:top]
+
+
+def _cells(module: Module, again: bool, total: float, indent: bool) -> list[str]:
+    name = "/".join(module.path)
+    if indent and module.path:
+        name = "  " * len(module.path) + module.path[-1]
+    flops = [module.forward, module.backward, *[module.recomputed] * again]
+    share = f"{module.flops / total:.1%}" if total else "-"
+    return [name or "the step", quantity(module.params), *map(quantity, flops), quantity(module.bytes), share]
+
+
+def _notes(walk: Walk, products: list[Product]) -> Iterator[str]:
+    if any(p.fused for p in products):
+        yield "cuDNN's attention counts the pairs of query and key that its mask leaves"
+    if walk.guesses["while"]:
+        yield "a loop whose length only its run tells counts as one pass"
+    if walk.guesses["cond"]:
+        yield "a condition counts as the mean of its branches"
+    for name, times in walk.unread.items():
+        yield f"not counted: {name} ({times} times), whose products no trace shows"

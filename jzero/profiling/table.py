@@ -1,0 +1,50 @@
+"""Tables of profiles: with lines and bold titles on a terminal, plain text elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Draw a table; the first `left` columns are aligned to the left, numbers to the right.
+
+    >>> print(table("two", ["name", "FLOPs"], [["fc1", "1.2 G"], ["  bias", "3 k"]]))
+    two
+    name    FLOPs
+    fc1     1.2 G
+      bias    3 k
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    terminal = sys.stdout.isatty()
+    drawn = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD if terminal else None, pad_edge=False,
+        title_style="bold" if terminal else "", header_style="bold" if terminal else "",
+    )  # fmt: skip
+    for i, name in enumerate(columns):
+        drawn.add_column(name, justify="left" if i < left else "right", no_wrap=True, min_width=len(name))
+    for row in rows:
+        drawn.add_row(*row)
+    # Wide enough for any row: a table in a log file must be complete.
+    console = Console(
+        width=max(240, len(title)), force_terminal=terminal, color_system="auto" if terminal else None,
+        markup=False, emoji=False, highlight=False,
+    )  # fmt: skip
+    with console.capture() as capture:
+        console.print(drawn)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def quantity(x: float, unit: str = "") -> str:
+    """Format a number with three digits, the prefix of its unit, and the unit.
+
+    >>> [quantity(0), quantity(512, "FLOP"), quantity(1.23456e9), quantity(98_765.0, "FLOP"), quantity(123_456)]
+    ['0', '512 FLOP', '1.23 G', '98.8 kFLOP', '123 k']
+    """
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(x) >= 0.9995 * factor:
+            return f"{float(f'{x / factor:.3g}'):g} {prefix}{unit}"
+    return f"{x:.3g} {unit}".rstrip()
