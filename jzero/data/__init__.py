@@ -7,6 +7,7 @@
 
 from jzero.data.chat import Chat
 from jzero.data.loader import DataLoader, RepeatingLoader, steps_per_epoch
+from jzero.data.mixture import Mixture
 from jzero.data.packing import Packed
 from jzero.data.pairs import Pairs
 from jzero.data.sources import Source
@@ -15,6 +16,7 @@ from jzero.data.tokens import TokenFile, Tokenizer, write_tokens
 __all__ = [
     "Chat",
     "DataLoader",
+    "Mixture",
     "Packed",
     "Pairs",
     "RepeatingLoader",

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from jzero.batch import place_batch, rows_of_this_process
-from jzero.data.order import Position, other_data
+from jzero.data.mixture import Mixture
+from jzero.data.order import ENDLESS, Position, other_data
 from jzero.data.sources import Escaped, IterableStyle, as_source, check_fill, too_few
 from jzero.errors import ConfigError
 from jzero.tree import PyTree
@@ -68,6 +69,7 @@ class DataLoader:
 
     def __repr__(self) -> str:
         samples = "samples" if isinstance(self.source, IterableStyle) else f"{len(self.source)} samples"
+        samples = repr(self.source) if self._in_order else samples
         of = f"{self.step.batch_sizes.train} in micro-batches of {self.step.micro_size}"
         return f"DataLoader({samples}, global batches of {of}, at {self.position})"
 
@@ -84,12 +86,25 @@ class DataLoader:
         """The settings a position depends on, for JSON: under other values it would point at another sample."""
         if isinstance(self.source, IterableStyle):  # never shuffled, so the seed does not matter
             return {"samples": None, "seed": None, "drop_last": self.drop_last}
-        seed = self.seed if self.shuffle else None
-        return {"samples": len(self.source), "seed": seed, "drop_last": self.drop_last}
+        seed = self.seed if self.shuffle and not self._in_order else None
+        own = {"order": repr(self.source)} if self._in_order else {}
+        return {"samples": len(self.source), "seed": seed, "drop_last": self.drop_last, **own}
+
+    @property
+    def seen(self) -> dict[str, dict[str, float]] | None:
+        """What the batches up to the position took of each source of a `Mixture`; None for other data."""
+        return self.source.seen(self.position) if isinstance(self.source, Mixture) else None
+
+    @property
+    def _in_order(self) -> bool:
+        return getattr(self.source, "in_order", False)
 
     def report_notes(self) -> list[str]:
         """Return what the data say about themselves, for the run report."""
-        return getattr(self.source, "report_notes", list)()
+        notes: list[str] = getattr(self.source, "report_notes", list)()
+        if self.seen and self._at.samples + self._at.epoch:
+            notes.append("read so far: " + ", ".join(f"{n} {x['samples']:,} samples" for n, x in self.seen.items()))
+        return notes
 
     def seek(self, position: dict[str, int]) -> None:
         """Continue from `position`, which may be from any layout and batch size; running iterators continue there too.
@@ -166,13 +181,13 @@ def _end(streams: list[DatasetIterator]) -> None:
 
 
 def steps_per_epoch(data: Any, train_batch_size: int, drop_last: bool = False) -> int:
-    """Return the number of global batches in an epoch of training data; 0 if it has no length.
+    """Return the number of global batches in an epoch of training data; 0 if it has no length or no end.
 
     >>> steps_per_epoch([1, 2, 3], 2), steps_per_epoch(lambda: iter([1]), 2)
     (2, 0)
     """
     source = as_source(data)
-    if isinstance(source, IterableStyle):
+    if isinstance(source, IterableStyle) or len(source) >= ENDLESS:
         return 0
     return Position().end(len(source), train_batch_size, drop_last) // train_batch_size
 

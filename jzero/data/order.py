@@ -6,6 +6,7 @@ as PyTorch's DistributedSampler does; with drop_last the remaining samples are s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -80,24 +81,31 @@ def other_data(at: Position, samples: int) -> str:
 
 
 SMALL = 2**20  # samples
+ENDLESS = 2**62  # the length of data that never end
 
 
-def shuffled(numbers: np.ndarray, length: int, seed: int, epoch: int) -> np.ndarray:
+def permutation(length: int, seed: int, epoch: int) -> np.ndarray:
+    """Compute the epoch's random order."""
+    # Raw PCG64 output is the same in every NumPy version, a Generator's is not; a resumed run needs the same order.
+    return np.argsort(np.random.PCG64((seed, epoch)).random_raw(length), kind="stable")
+
+
+_cached = lru_cache(maxsize=2)(permutation)
+
+
+def shuffled(
+    numbers: np.ndarray, length: int, seed: int, epoch: int,
+    small: int = SMALL, permutation: Callable[[int, int, int], np.ndarray] = _cached,
+) -> np.ndarray:  # fmt: skip
     """Return the samples at positions `numbers` of the epoch's random order.
 
-    Up to `SMALL` samples, one permutation per epoch (8 MB) is computed and cached. Above, grain's index_shuffle
-    computes each sample in constant memory, in 2 to 9 us for 10^6 to 5 x 10^9 samples. It is slow for small data
-    (25 us for 1,000 samples, 6,500 us for 6), because its smallest block has 16 bits.
+    Up to `small` samples, one permutation per epoch (8 bytes a sample) is computed by `permutation`, which caches it.
+    Above, grain's index_shuffle computes each sample in constant memory, in 2 to 9 us for 10^6 to 5 x 10^9 samples. It
+    is slow for small data (25 us for 1,000 samples, 6,500 us for 6), because its smallest block has 16 bits.
     """
-    if length <= SMALL:
-        return _permutation(length, seed, epoch)[numbers]
+    if length <= small:
+        return permutation(length, seed, epoch)[numbers]
     from grain.experimental import index_shuffle
 
     key = int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0])
     return np.fromiter((index_shuffle(n, length - 1, key, 4) for n in numbers.tolist()), np.int64, len(numbers))
-
-
-@lru_cache(maxsize=2)
-def _permutation(length: int, seed: int, epoch: int) -> np.ndarray:
-    # Raw PCG64 output is the same in every NumPy version, a Generator's is not; a resumed run needs the same order.
-    return np.argsort(np.random.PCG64((seed, epoch)).random_raw(length), kind="stable")

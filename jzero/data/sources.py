@@ -30,7 +30,12 @@ from jzero.tree import PyTree, named
 
 @runtime_checkable
 class Source(Protocol):
-    """Data with a length whose samples are read by index, many at once."""
+    """Data with a length whose samples are read by index, many at once.
+
+    If an attribute `in_order` is true, the data have an order of their own: the loader does not shuffle, and reads the
+    samples 0, 1, 2, ..., with numbers that go on in the next epoch; `repr` then tells two orders apart. The run report
+    has the lines that a method `report_notes()` returns.
+    """
 
     def __len__(self) -> int: ...
     def rows(self, indices: np.ndarray) -> PyTree:

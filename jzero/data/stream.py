@@ -97,7 +97,10 @@ def indexed_batches(spec: StreamSpec, at: Position) -> Iterator[tuple[PyTree, Po
         end = at.end(length, spec.train, spec.drop_last)
         while at.samples < end:
             numbers = (at.samples + spec.mine) % length
-            chosen = numbers if spec.seed is None else shuffled(numbers, length, spec.seed, at.epoch)
+            if getattr(spec.source, "in_order", False):
+                chosen = numbers + at.epoch * length
+            else:
+                chosen = numbers if spec.seed is None else shuffled(numbers, length, spec.seed, at.epoch)
             batch = spec.source.rows(chosen)  # type: ignore[union-attr]
             wrong = [x for x in jax.tree.leaves(batch) if np.shape(x)[:1] != (len(chosen),)]
             if wrong:

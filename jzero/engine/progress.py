@@ -36,6 +36,7 @@ def make_notes(step: TrainStep, loader: Any, counters: Mapping[str, int], client
         "lr": step.rate,
         "data": getattr(loader, "position", None),
         "order": getattr(loader, "order", None),
+        "seen": getattr(loader, "seen", None),
         "client": client,
         "weights": weights_layout(step.model),  # for jzero export
     }
