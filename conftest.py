@@ -1,5 +1,6 @@
 """Eight simulated CPU devices for every test and doctest, set before JAX starts."""
 
+import atexit
 import contextlib
 import gc
 import os
@@ -52,6 +53,13 @@ def pytest_collection_finish():
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
+
+
+def pytest_unconfigure():
+    """Keep the summary of the last engine of the tests from coming after pytest's last line."""
+    from jzero.engine.summary import print_last
+
+    atexit.unregister(print_last)
 
 
 @pytest.hookimpl(trylast=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,6 +13,32 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jzero.errors import ConfigError
 from jzero.offload.transfers import to_devices
 from jzero.tree import named, path_name
+
+
+class Amount(NamedTuple):
+    """What a batch holds: samples, and tokens where that means something."""
+
+    samples: int = 0
+    tokens: int | None = None
+
+
+def amount_of(batch: Any) -> Amount:
+    """Count the rows of a global batch, and its tokens, padding included.
+
+    Tokens are the integers of `inputs`, `input_ids` or `tokens` with the shape [rows, length], or of a batch that is
+    such an array or begins with one. Bytes (uint8) count as pixels.
+
+    >>> amount_of({"inputs": np.zeros((8, 128), np.int32), "labels": np.zeros((8, 128), np.int32)})
+    Amount(samples=8, tokens=1024)
+    """
+    arrays = named(batch)
+    if not arrays:
+        return Amount()
+    named_so = [arrays[name] for name in ("inputs", "input_ids", "tokens") if name in arrays]
+    x = [*named_so, next(iter(arrays.values()))][0]
+    integers = jax.numpy.issubdtype(x.dtype, np.integer) and x.dtype.itemsize > 1
+    is_text = (named_so or not isinstance(batch, Mapping)) and x.ndim == 2 and integers
+    return Amount(next(iter(arrays.values())).shape[0], int(np.prod(x.shape)) if is_text else None)
 
 
 def host_arrays(batch: Any) -> Any:

@@ -7,6 +7,7 @@ state, metrics = step(state, batch)
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -19,8 +20,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jzero import optimizers
-from jzero.batch import check_batch, host_arrays, place_batch, place_extra, rows_of_this_process
+from jzero.batch import Amount, amount_of, check_batch, host_arrays, place_batch, place_extra, rows_of_this_process
 from jzero.config import Config, without_curriculum
+from jzero.display.slow_work import compiling, slow_work
 from jzero.distributed import heartbeat
 from jzero.distributed.consistency import Guard
 from jzero.distributed.host_collectives import check_same
@@ -74,6 +76,7 @@ class TrainStep:
       state_shapes, state_specs, state_shardings: of the `TrainState`; the shardings are for checkpoints.
       host_bytes: bytes of host memory per device.
       batch_sharding: of every leaf of a batch.
+      amount: the samples and tokens of the last step's batch.
       generate: `step.generate(state, tokens, max_new_tokens)` continues prompts; see
         `jzero.inference.generate.Generator`.
     """
@@ -94,6 +97,9 @@ class TrainStep:
         self._seen: tuple[PyTree, PyTree, Any] | None = None  # the shapes of the first step's batch, extra and rate
         # A profile reads the program of its step, which differs from the first under a curriculum.
         self._is_profiled = self.config.wall_clock_breakdown or self.config.flops_profiler.enabled
+        self._called: set[Any] = set()  # the shapes of the calls that have compiled their programs
+        self._amounts: dict[Any, Amount] = {}
+        self.amount = Amount()
         self._guard = Guard(self.mesh, self.config, self.layouts)
         self._states = states = States(setup)
         self.state_shapes, self.state_specs, self.state_shardings = states.shapes, states.specs, states.shardings
@@ -133,7 +139,8 @@ class TrainStep:
           ConfigError: an rng that is not a key, params of another model, a path without an Orbax checkpoint.
           CheckpointError: the Orbax checkpoint is damaged.
         """
-        return self._states.init(rng, params, donate)
+        with slow_work("initialising the state"):
+            return self._states.init(rng, params, donate)
 
     def new_loss_scale(self, skipped: jax.Array) -> LossScale:
         """Make a fresh loss scale with `skipped` already counted, to restore a state of another precision."""
@@ -242,10 +249,22 @@ class TrainStep:
         rate = None if self.rate is None else np.float32(self.rate)
         if self._seen is None or self._is_profiled:
             self._seen = (*jax.tree.map(_shape, (batch, extra)), rate)
-        with heartbeat.work(steady) as finished_when:
+        shapes = tuple(x.shape for x in jax.tree.leaves(batch))
+        if shapes not in self._amounts:
+            self._amounts[shapes] = amount_of(batch)
+        self.amount = self._amounts[shapes]
+        with heartbeat.work(steady) as finished_when, self._call("the step", batch, extra):
             done = self._programs.step(state, batch, extra, rate)
             finished_when(done[1]["loss"])
         return done
+
+    def _call(self, program: str, batch: PyTree, extra: PyTree) -> contextlib.AbstractContextManager[None]:
+        """Show that the first call of a program for these shapes compiles it."""
+        shapes = program, self.rate is None, *((x.shape, x.dtype) for x in jax.tree.leaves((batch, extra)))
+        if shapes in self._called:
+            return contextlib.nullcontext()
+        self._called.add(shapes)
+        return slow_work(compiling(program))
 
     def gradients(self, state: TrainState, batch: PyTree, extra: PyTree = None, *, new_state: bool = False) -> Any:
         """Compute the gradients of the next step without taking it: for SAM, own update rules, influence functions.
@@ -265,7 +284,7 @@ class TrainStep:
         batch = self.place(batch)
         extra = place_extra(extra, self.mesh)
         self._guard.check("gradients", (batch, extra))
-        with heartbeat.work() as finished_when:
+        with heartbeat.work() as finished_when, self._call("the gradients", batch, extra):
             gradients, metrics, moved = self._programs.gradients(state, batch, extra)
             finished_when(metrics[LOSS])
         state = dataclasses.replace(state, params=replace_state(state.params, moved))
@@ -287,7 +306,7 @@ class TrainStep:
         batch = place_batch(batch, self.batch_sharding, len(jax.tree.leaves(batch)[0]))
         extra = place_extra(extra, self.mesh)
         self._guard.check("evaluation", (batch, extra))
-        with heartbeat.work() as finished_when:
+        with heartbeat.work() as finished_when, self._call("the evaluation", batch, extra):
             means = self._programs.evaluate(state.params, batch, extra)
             finished_when(means[LOSS])
         return (means.pop(LOSS), means) if getattr(self.model, "has_aux", False) else means[LOSS]

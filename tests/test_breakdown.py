@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from helpers.engines import TRAIN, assert_same, build, engine, parts, parts_of, rows, three_calls
 
+from jzero.batch import Amount
 from jzero.engine import clock as clock_module
 from jzero.engine import memory_lines
-from jzero.engine.clock import DATA, DEVICE, EVALUATION, HOST, PROFILE, SCRIPT, Clock
+from jzero.engine.clock import COMPILE, DATA, DEVICE, EVALUATION, HOST, PROFILE, SCRIPT, Clock
 from jzero.engine.monitor import Monitor
 
 TIMES = re.compile(r"step (\d+): ([\d.]+) ms a step = (.*)")
@@ -73,8 +74,8 @@ def test_laps_add_up_to_the_whole(monkeypatch):
 def test_one_line_of_times_beside_each_progress_line(run):
     found = times(run.lines)
     assert list(found) == [2, 4]
-    assert list(found[2][1]) == [HOST, DEVICE, PROFILE, SCRIPT]
-    assert list(found[4][1]) == [DATA, HOST, DEVICE, EVALUATION, SCRIPT]
+    assert list(found[2][1]) == [HOST, COMPILE, DEVICE, PROFILE, SCRIPT]
+    assert list(found[4][1]) == [DATA, HOST, COMPILE, DEVICE, EVALUATION, SCRIPT]
     for step, (total, own) in found.items():
         assert total == pytest.approx(sum(own.values()), abs=0.05 * (len(own) + 1))
         before = run.lines[run.lines.index(next(x for x in run.lines if x.startswith(f"step {step}: {total}"))) - 1]
@@ -113,7 +114,7 @@ def test_only_the_breakdown_waits_for_the_devices(loop, monkeypatch, capsys):
 def test_without_steps_per_print_every_tenth_step_has_lines(key, capsys):
     made = engine()
     config = made.step_fn.config.model_copy(update={key: True})
-    made._monitor = Monitor(SimpleNamespace(config=config))
+    made._monitor = Monitor(SimpleNamespace(config=config, amount=Amount()))
     capsys.readouterr()
     for step in range(1, 21):
         made.train_batch(rows(0))

@@ -18,7 +18,7 @@ model values
 optimizers
 config
 distributed
-mesh precision loss loss_scale
+display mesh precision loss loss_scale
 communication tracing
 zero sharding offload remat stack micro_batches gradients
 checkpoint

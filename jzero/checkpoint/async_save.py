@@ -33,6 +33,7 @@ from jzero.checkpoint.orbax_noise import silence_orbax
 from jzero.checkpoint.presence import Presence, vanished
 from jzero.checkpoint.snapshot import has_room, snapshot, to_host
 from jzero.checkpoint.tags import DEFAULT_TAG
+from jzero.display.slow_work import slow_work
 from jzero.distributed import heartbeat
 from jzero.distributed.host_collectives import agree, anyone
 from jzero.errors import CheckpointError, ConfigError, in_a_line
@@ -68,14 +69,19 @@ class Save:
     def __repr__(self) -> str:
         return f"Save({str(self.path)!r}, {'failed' if self.error else 'complete' if self.done else 'being written'})"
 
+    def settle(self) -> None:
+        """Wait for the thread, without raising the error."""
+        if self.thread is not None and self.thread.is_alive():
+            with slow_work(f"writing {self.path.name}"):
+                self.thread.join()
+
     def wait(self) -> Path:
         """Wait until the checkpoint is complete and return its path.
 
         Raises:
           CheckpointError: it could not be written; raised on all processes.
         """
-        assert self.thread is not None  # noqa: S101  # for mypy
-        self.thread.join()
+        self.settle()
         if self.error:
             self.reported = True
             raise CheckpointError(self.error)
@@ -84,8 +90,8 @@ class Save:
 
 def settle() -> None:
     """Wait for the running save, if any, without raising its error."""
-    if _last and _last.thread:
-        _last.thread.join()
+    if _last:
+        _last.settle()
 
 
 def forgive() -> None:
@@ -105,6 +111,7 @@ def wait() -> None:
         _last.wait()
 
 
+@slow_work("saving a checkpoint")
 def save(
     state: PyTree,
     directory: str | os.PathLike,

@@ -294,6 +294,16 @@ class TimersConfig(Section):
     throughput: ThroughputConfig = ThroughputConfig()
 
 
+class ProgressConfig(Section):
+    """What process 0 shows beside the progress lines: a live `panel`, and a `summary` at the end of the run.
+
+    The panel "auto" appears on a terminal and in a notebook; true: wherever the output goes.
+    """
+
+    panel: Annotated[bool | Literal["auto"], PlainValidator(kinds.FLAG_OR_AUTO)] = "auto"
+    summary: Flag = True
+
+
 class FilesConfig(Section):
     """A monitor that writes files to `output_path`/`job_name`."""
 
@@ -384,6 +394,7 @@ class Settings(Section):
     dataloader_drop_last: Flag = False
     timers: TimersConfig = TimersConfig()
     flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
+    progress: ProgressConfig = ProgressConfig()
     tensorboard: FilesConfig = FilesConfig()
     csv_monitor: FilesConfig = FilesConfig()
     jsonl_monitor: FilesConfig = FilesConfig()

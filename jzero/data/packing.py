@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jzero.data.tokens import check_tokens, open_tokens, token_note
+from jzero.display.slow_work import slow_work
 from jzero.errors import ConfigError
 
 BLOCK = 2**24  # tokens
@@ -37,6 +38,7 @@ class Packed:
     {'inputs': [[5, 6, 7, 8, 9, 0]], 'labels': [[6, 7, -1, 9, -1, -1]], 'segments': [[1, 1, 1, 2, 2, 0]]}
     """
 
+    @slow_work("packing documents")
     def __init__(self, documents: Any, length: int, *, end: int | None = None, vocab_size: int | None = None):
         if length < 2:
             raise ConfigError(f"length = {length}: must be at least 2 tokens per row")

@@ -14,6 +14,7 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
+from jzero.display.slow_work import slow_work
 from jzero.errors import ConfigError
 from jzero.files import create
 
@@ -34,6 +35,7 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> Sequence[int] | np.ndarray: ...
 
 
+@slow_work("encoding texts")
 def write_tokens(texts: Iterable[str], path: str | os.PathLike, tokenizer: Tokenizer) -> int:
     """Encode documents into `path`, a one-dimensional .npy file, with the end token after each document.
 

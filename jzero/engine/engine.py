@@ -125,7 +125,7 @@ class Engine(Views):
     def _evaluate(self, batch: Any, extra: Any = None, ema: bool = False) -> jax.Array:
         state = self.step_fn.averaged(self.state) if ema else self.state
         with self._monitor.part(EVALUATION):
-            found = self._monitor.ready(self.step_fn.evaluate(state, batch, extra))
+            found = self._monitor.evaluated(self.step_fn.evaluate(state, batch, extra))
         loss, metrics = found if isinstance(found, tuple) else (found, {})
         self.eval_metrics = {LOSS: loss, **metrics}
         self._monitor.curves.evaluation(self.eval_metrics, self.global_samples, self.global_steps)
@@ -287,13 +287,13 @@ class Engine(Views):
         frozen = [f"params/{layout.name}" for layout in jax.tree.leaves(step.layouts) if not layout.trainable]
         try:
             with self._monitor.part(CHECKPOINT):
-                return checkpoint.save(
+                return self._monitor.saved(checkpoint.save(
                     self.state, save_dir or self._home or self.config.checkpoint.dir or "",
                     DEFAULT_TAG.format(self.global_steps) if tag is None else tag,
                     notes=progress.make_notes(step, self.training_dataloader, counters, self.client_state),
                     latest=save_latest, without=frozen if exclude_frozen_parameters else (),
                     max_to_keep=self.config.checkpoint.max_to_keep,
-                )  # fmt: skip
+                ))  # fmt: skip
         except ConfigError:
             self.client_state = former
             raise

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
-from jzero.engine.clock import DEVICE, HOST, PROFILE, SCRIPT, Clock
+from jzero.checkpoint import Save
+from jzero.engine.clock import CHECKPOINT, DEVICE, EVALUATION, HOST, PROFILE, SCRIPT, Clock
 from jzero.engine.device_times import Profile, device_line, device_times, parts_of
+from jzero.engine.finished import Finished, Given
 from jzero.engine.lines import Lines, Run
 from jzero.engine.memory_lines import planned
 from jzero.engine.run_report import half_precision
+from jzero.engine.summary import Ending, print_at_end
 from jzero.monitors import Curves
 from jzero.profiling.profiles import Profiles
 from jzero.train_step import TrainStep
@@ -25,6 +29,8 @@ class Monitor:
       clock: the one clock of the run.
       lines: its plain lines.
       curves: where its metrics go.
+      finished: the steps that the devices have finished; only on process 0.
+      ending: what happens at the end of the run.
     """
 
     def __init__(self, step: TrainStep):
@@ -32,7 +38,12 @@ class Monitor:
         self._first = True
         self._profile: Profile | None = None
         self._profiles = Profiles(step.config)
-        self.clock, self.lines, self.curves = Clock(), Lines(step.config), Curves(step.config)
+        self.lines, self.curves, self.finished = Lines(step.config), Curves(step.config), Finished()
+        # Under wall_clock_breakdown the host waits for each step, and its clock alone tells the devices' time.
+        self.clock = Clock() if self.lines.timed else Clock(self.finished.works)
+        self.ending = Ending(self.clock, self.finished, dict(self.curves.places))
+        self._step, self._shows = step, self.lines.prints and step.config.progress.summary
+        weakref.finalize(self, self.finished.stop)
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -64,10 +75,18 @@ class Monitor:
         self._profiles.begin(number, first=self._first)
         with self.part(HOST):
             done = step()
+        if self._shows:
+            self.finished.give(Given(DEVICE, done[1], number, self._step.amount))
         with self.part(DEVICE):
             done = self.ready(done, self._profiles.waits_for(number))
         self._profiles.end()
         return done
+
+    def evaluated(self, result: Any) -> Any:
+        """Return the result of an evaluation, as `ready` does."""
+        if self._shows:
+            self.finished.give(Given(EVALUATION, result))
+        return self.ready(result)
 
     def ready(self, result: Any, wait: bool = False) -> Any:
         """Return a result; under wall_clock_breakdown once it is ready, so that no other part waits for it."""
@@ -75,6 +94,8 @@ class Monitor:
 
     def finish(self, run: Run, last: bool) -> None:
         """Show a step that was given to the devices; the run's last step always has a progress line."""
+        if last:
+            self.ending.part = CHECKPOINT
         with self.part(HOST):
             if self._first:
                 self._remarks(run)
@@ -88,6 +109,13 @@ class Monitor:
                 self.lines.say(profiles)
             if self._profile and self._profile.is_new:
                 self._device_line(run, self._profile)
+            if self._shows:
+                print_at_end(self.ending)
+
+    def saved(self, save: Save) -> Save:
+        """Note where a checkpoint is written."""
+        self.ending.files["checkpoints"] = str(save.path.parent)
+        return save
 
     def _remarks(self, run: Run) -> None:
         """Print what only the first step shows."""

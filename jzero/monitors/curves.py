@@ -14,7 +14,7 @@ from jzero.config import Config
 from jzero.distributed.host_collectives import together
 from jzero.errors import ConfigError
 from jzero.loss import LOSS
-from jzero.monitors.writers import WRITERS, Writer, enabled
+from jzero.monitors.writers import WRITERS, Writer, enabled, place
 
 PREFIX = "Train/Samples/"  # of DeepSpeed's event names
 SCALING = ("loss_scale", "skipped")  # only under fp16
@@ -40,9 +40,9 @@ class Curves:
     """
 
     def __init__(self, config: Config):
-        self._scaled = config.fp16.enabled
+        self._config, self._scaled = config, config.fp16.enabled
         self._held: list[_Held] = []
-        sections = together("monitors", lambda: enabled(config))
+        self._sections = sections = together("monitors", lambda: enabled(config))
         first = jax.process_index() == 0
 
         def start() -> dict[str, Writer]:
@@ -51,6 +51,12 @@ class Curves:
         self._writers: dict[str, Writer] = together("monitors started", start) if sections else {}
         if self._writers:
             atexit.register(self.close)
+
+    @property
+    def places(self) -> dict[str, str]:
+        """{"curves": the directories and services that the config names}; {} without monitors."""
+        where = {place(section, self._config): None for section in self._sections}
+        return {"curves": ", ".join(where)} if where else {}
 
     def step(self, metrics: Mapping[str, Any], samples: int, step: int) -> None:
         """Take the metrics of a step that may still run, and write those of the steps before it."""

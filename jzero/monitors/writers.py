@@ -147,6 +147,12 @@ def enabled(config: Config) -> list[str]:
     return sections
 
 
+def place(section: str, config: Config) -> str:
+    """Return where a monitor writes: its directory, or the name of the service."""
+    settings = getattr(config, section)
+    return str(Path(settings.output_path, settings.job_name)) if isinstance(settings, FilesConfig) else section
+
+
 def _directory(config: FilesConfig) -> Path:
     """Make and return the directory of a run's files: output_path/job_name, as in DeepSpeed."""
     directory = Path(config.output_path, config.job_name)

@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jzero.display.slow_work import slow_work
 from jzero.errors import ConfigError
 from jzero.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, Merge, declared
 from jzero.weights.checkpoint_parameters import CheckpointParameters
@@ -25,6 +26,7 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**1
 UNFINISHED = "unfinished"  # directory in OUT that contains the files until all of them are complete
 
 
+@slow_work("exporting the parameters")
 def export(
     directory: str | Path, out: str | Path, *, tag: str | float | None = None, dtype: str | None = None,
     max_shard_size: str | int = "5GB", adapters: bool = False,

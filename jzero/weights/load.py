@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jzero.display.slow_work import slow_work
 from jzero.distributed.host_collectives import together
 from jzero.errors import ConfigError, some_of
 from jzero.model import weights_layout
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 TORCH = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
+@slow_work("loading the weights")
 def load(
     directory: str | os.PathLike, step: TrainStep, *, params: PyTree = None, rename: Mapping[str, str] | None = None,
     missing: Sequence[str] = (),

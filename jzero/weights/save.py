@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from jzero.display.slow_work import slow_work
 from jzero.distributed import heartbeat
 from jzero.distributed.host_collectives import anyone
 from jzero.errors import ConfigError
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from jzero.train_step import TrainStep
 
 
+@slow_work("writing the parameters")
 def save(
     params: PyTree, step: TrainStep, directory: str | os.PathLike, filename: str, dtype: np.dtype,
     *, adapters: bool = False,

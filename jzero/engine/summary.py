@@ -1,0 +1,113 @@
+"""The summary at the end of a run on process 0: how long it took, where the time went, where its files are."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jzero.engine.clock import CHECKPOINT, COMPILE, DATA, DEVICE, EVALUATION, HOST, PROFILE, SCRIPT, START, Clock
+from jzero.engine.finished import Finished, Totals
+from jzero.loss import LOSS
+
+# The parts of the clock in the words of a summary. The devices' time is that of steps only, so the host's part of a
+# step is the time in which they wait for it.
+PARTS = {
+    START: "start", COMPILE: "compile", DATA: "data", HOST: "steps", DEVICE: "steps", PROFILE: "steps",
+    EVALUATION: "evaluation", CHECKPOINT: "saves", SCRIPT: "script",
+}  # fmt: skip
+
+
+class Summary(NamedTuple):
+    """What a run has done.
+
+    Attributes:
+      seconds: {part of the clock: seconds}.
+      totals: what the devices have finished.
+      metrics: of the last step.
+      files: {what: where}.
+    """
+
+    seconds: Mapping[str, float]
+    totals: Totals
+    metrics: Mapping[str, float]
+    files: Mapping[str, str]
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """{part of the summary: seconds}, the longest first."""
+        found: dict[str, float] = {}
+        for part, spent in self.seconds.items():
+            found[PARTS[part]] = found.get(PARTS[part], 0.0) + spent
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def __str__(self) -> str:
+        totals, parts = self.totals, self.parts
+        listed = " + ".join(f"{name} {duration(spent)}" for name, spent in parts.items() if spent >= 0.05)
+        count = f"{totals.steps:,} step{'s' if totals.steps > 1 else ''}"
+        lines = [f"jzero: {count} in {duration(sum(parts.values()))}" + (f" = {listed}" if listed else "")]
+        tokens = f", {totals.tokens:,} tokens" if totals.tokens else ""
+        loss = f"; last loss {self.metrics[LOSS]:.4f}" if LOSS in self.metrics else ""
+        lines.append(f"  {totals.samples:,} samples{tokens}{loss}; {totals.skipped} skipped")
+        if self.files:
+            lines.append("  " + "; ".join(f"{what} in {where}" for what, where in self.files.items()))
+        return "\n".join(lines)
+
+
+def duration(seconds: float) -> str:
+    """Write a time as one reads it.
+
+    >>> duration(0.42), duration(12.34), duration(125), duration(11_100)
+    ('0.4 s', '12.3 s', '2 min 5 s', '3 h 5 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+class Ending:
+    """What is left of a run for its end; it refers to no state.
+
+    Attributes:
+      files: {what: where} of the run's files.
+      part: of the clock, what follows the last step.
+    """
+
+    def __init__(self, clock: Clock, finished: Finished, files: dict[str, str]):
+        self.files, self.part = files, SCRIPT
+        self._clock, self._finished = clock, finished
+
+    def end(self) -> Summary | None:
+        """Wait for the last step, and return the summary; None if there was no step."""
+        self._clock.lap(self.part)
+        self._finished.close()
+        self._clock.lap(DEVICE)
+        totals = self._finished.totals
+        return Summary(self._clock.total, totals, self._finished.metrics, self.files) if totals.steps else None
+
+
+_last: Ending | None = None  # of all runs of this process, the one that has taken the last step
+
+
+def print_at_end(run: Ending) -> None:
+    """Have the program's end print the summary of this run, unless another one takes a step later."""
+    global _last
+    if _last is None:
+        atexit.register(print_last)
+    _last = run
+
+
+def print_last() -> None:
+    """Print the summary of the run that has taken the last step.
+
+    After an exception the traceback comes last, so there is no summary; Ctrl-C is a normal end of a run.
+    """
+    global _last
+    run, _last = _last, None
+    failed = isinstance(getattr(sys, "last_value", None), Exception)  # set by Python for what nothing catches
+    if run is not None and (summary := run.end()) and not failed:
+        with contextlib.suppress(OSError, ValueError):  # the reader of a pipe has gone, or stdout is closed
+            print(summary, flush=True)

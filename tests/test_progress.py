@@ -1,0 +1,249 @@
+"""What a run shows of itself: notices of slow work, the summary at its end."""
+
+import contextlib
+import math
+import re
+import sys
+import threading
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.engines import TRAIN, build, rows
+
+from jzero.batch import Amount, amount_of
+from jzero.display import screen
+from jzero.display import slow_work as slow
+from jzero.engine import clock as clock_module
+from jzero.engine import summary
+from jzero.engine.clock import CHECKPOINT, COMPILE, DATA, DEVICE, EVALUATION, HOST, SCRIPT, START, Clock
+from jzero.engine.finished import Finished, Given, Totals
+
+# ------------------------------------------------------------------------------------------- the clock
+
+
+def test_compiling_and_the_devices_work_count_as_such(monkeypatch):
+    """Laps of whole seconds, with known events."""
+    now, compiled, works = [0.0], [0.0], [(DEVICE, -math.inf)]
+    monkeypatch.setattr(clock_module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(clock_module.compile_times, "seconds", lambda: compiled[0])
+    clock = Clock(lambda: works[0])
+
+    def lap(part, seconds, compiling=0.0, work=(DEVICE, -math.inf)):
+        now[0], compiled[0], works[0] = now[0] + seconds, compiled[0] + compiling, work
+        clock.lap(part)
+
+    lap(START, 2.0)
+    lap(HOST, 5.0, compiling=4.0)  # 1 s is not compilation
+    lap(SCRIPT, 3.0, work=(DEVICE, math.inf))  # the script waits for the devices, which still work
+    lap(SCRIPT, 3.0, work=(DEVICE, 11.0))  # they finish 1 s into these 3
+    lap(DATA, 1.0, work=(DEVICE, 11.0))  # long since
+    lap(SCRIPT, 2.0, work=(EVALUATION, 15.5))
+    lap(EVALUATION, 1.0, compiling=7.0)  # in other threads too: no lap is longer than its time
+    assert clock.total == {
+        START: 2.0, HOST: 1.0, COMPILE: 5.0, DEVICE: 4.0, SCRIPT: 0.5 + 2.0, DATA: 1.0, EVALUATION: 1.5
+    }  # fmt: skip
+    assert sum(clock.total.values()) == now[0]
+
+
+# ------------------------------------------------------------------------------------------- finished steps
+
+
+class Waits:
+    """A result that is there once the test says so; JAX's device_get converts it."""
+
+    def __init__(self, value):
+        self.value, self.there = value, threading.Event()
+
+    def __array__(self, dtype=None, copy=None):
+        self.there.wait()
+        return np.asarray(self.value)
+
+
+def test_a_step_is_finished_when_its_metrics_are_there():
+    finished, metric = Finished(), Waits(0.5)
+    assert finished.works() == (DEVICE, -math.inf)
+    finished.give(Given(DEVICE, {"loss": jnp.float32(2.0), "skipped": jnp.bool_(True)}, 1, Amount(8, 80)))
+    finished.give(Given(DEVICE, {"loss": metric}, 2, Amount(4, 20)))
+    assert finished.works() == (DEVICE, math.inf)
+    metric.there.set()
+    finished.close()
+    assert (finished.number, finished.metrics) == (2, {"loss": 0.5})
+    assert finished.totals[:4] == (2, 12, 100, 1)
+    assert finished.works() == (DEVICE, finished.totals.time)
+
+
+def test_a_result_that_fails_ends_nothing():
+    finished = Finished()
+    deleted = jnp.ones(2)
+    deleted.delete()
+    finished.give(Given(DEVICE, {"loss": deleted}, 1, Amount(8)))
+    finished.give(Given(EVALUATION, jnp.float32(1.0)))
+    finished.give(Given(DEVICE, {"loss": jnp.float32(3.0)}, 2, Amount(8)))
+    finished.close()
+    assert finished.totals[:3] == (1, 8, None)
+    assert finished.metrics == {"loss": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("batch", "amount"),
+    [
+        ({"labels": np.zeros((8, 4), np.int32), "inputs": np.zeros((8, 16), np.int32)}, (8, 128)),
+        ({"input_ids": np.zeros((8, 16), np.uint16)}, (8, 128)),
+        ((np.zeros((8, 16), np.int64), np.zeros((8, 16), np.int64)), (8, 128)),
+        (np.zeros((8, 16), np.int32), (8, 128)),
+        ({"inputs": np.zeros((8, 784), np.uint8)}, (8, None)),  # pixels
+        ({"inputs": np.zeros((8, 16), np.float32)}, (8, None)),
+        ({"image": np.zeros((8, 16), np.int32)}, (8, None)),
+        ((np.zeros((8, 16), np.float32), np.zeros((8, 10), np.int32)), (8, None)),
+        ({}, (0, None)),
+    ],
+)
+def test_only_text_has_tokens(batch, amount):
+    assert amount_of(batch) == amount
+
+
+# ------------------------------------------------------------------------------------------- the summary
+
+
+def test_the_parts_of_a_summary_add_up():
+    seconds = {START: 1.0, COMPILE: 62.0, HOST: 2.0, DEVICE: 40.0, CHECKPOINT: 3.0, SCRIPT: 0.01}
+    found = summary.Summary(seconds, Totals(20, 160, 81920, 1), {"loss": 1.5}, {"checkpoints": "runs/a"})
+    assert sum(found.parts.values()) == pytest.approx(sum(seconds.values()), rel=1e-12)
+    assert str(found) == (
+        "jzero: 20 steps in 1 min 48 s = compile 1 min 2 s + steps 42.0 s + saves 3.0 s + start 1.0 s\n"
+        "  160 samples, 81,920 tokens; last loss 1.5000; 1 skipped\n"
+        "  checkpoints in runs/a"
+    )
+
+
+def test_a_run_ends_with_its_summary(capsys, monkeypatch, tmp_path):
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    files = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
+    made = build(more={"jsonl_monitor": files, "csv_monitor": files})[0]
+    losses = [float(made.train_batch(rows(seed))) for seed in range(3)]
+    made.eval_batch(rows(9))
+    made.save_checkpoint(tmp_path / "checkpoints").wait()
+    build()  # another engine, without steps, changes nothing
+    capsys.readouterr()
+    summary.print_last()
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"jzero: 3 steps in ([\d.]+ s|\d+ min \d+ s)( = .*)?", first)
+    assert second == f"  {3 * TRAIN} samples; last loss {losses[-1]:.4f}; 0 skipped"
+    assert third == f"  curves in {tmp_path}/run; checkpoints in {tmp_path}/checkpoints"
+    summary.print_last()
+    assert not capsys.readouterr().out  # once
+    total = made._monitor.clock.total
+    assert {START, HOST, CHECKPOINT} <= total.keys()
+    assert sum(total.values()) > 0
+
+
+@pytest.mark.parametrize(("error", "lines"), [(ValueError("no"), 0), (KeyboardInterrupt(), 2)])
+def test_a_failed_run_ends_with_its_traceback(error, lines, capsys, monkeypatch):
+    made = build()[0]
+    made.train_batch(rows(0))
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    summary.print_last()
+    assert len(capsys.readouterr().out.splitlines()) == lines
+
+
+def test_no_summary_without_steps_or_where_the_config_says_so(capsys, monkeypatch):
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    summary.print_last()  # of earlier tests
+    build()
+    build(more={"progress": {"summary": False, "panel": False}})[0].train_batch(rows(0))
+    capsys.readouterr()
+    summary.print_last()
+    assert not capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------- slow work
+
+
+@pytest.fixture
+def seconds(monkeypatch):
+    """A clock that only `wait` moves: work takes `seconds.takes`."""
+    time = SimpleNamespace(now=100.0, takes=0.0)
+    monkeypatch.setattr(slow.time, "monotonic", lambda: time.now)
+
+    def wait(period):
+        begin = time.now
+        time.now = min(begin + period, 100.0 + time.takes)
+        return time.now < begin + period
+
+    time.wait = wait
+    return time
+
+
+def watched(monkeypatch, seconds, takes, kind=screen.PLAIN):
+    work = slow.Work("compiling the step", seconds.now)
+    seconds.takes = takes
+    monkeypatch.setattr(slow, "_open", [work])
+    monkeypatch.setattr(screen, "kind", lambda: kind)
+    slow._watch(work, seconds.wait)
+
+
+def test_a_log_file_gets_a_line_whenever_the_time_has_doubled(monkeypatch, seconds, capsys):
+    watched(monkeypatch, seconds, takes=47.0)
+    out = capsys.readouterr()
+    assert out.err.splitlines() == [
+        *(f"jzero: compiling the step, {n} s" for n in (5, 10, 20, 40)),
+        "jzero: compiling the step: done after 47 s",
+    ]
+    assert not out.out
+
+
+def test_fast_work_has_no_notice(monkeypatch, seconds, capsys):
+    watched(monkeypatch, seconds, takes=4.9)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_notice_that_a_panel_shows_is_not_printed(monkeypatch, seconds, capsys):
+    with slow.shown_elsewhere():
+        watched(monkeypatch, seconds, takes=47.0)
+    assert capsys.readouterr() == ("", "")
+    assert str(slow.current()) == "compiling the step, 47 s"
+
+
+def test_the_innermost_work_is_named(monkeypatch):
+    """Also after an exception; and what has begun within five seconds has no name yet."""
+    monkeypatch.setattr(slow, "FIRST", 0.0)
+    monkeypatch.setattr(screen, "kind", lambda: screen.TERMINAL)
+    with slow.shown_elsewhere():
+        with slow.slow_work("reading a checkpoint"):
+            with contextlib.suppress(ValueError), slow.slow_work("compiling"):
+                assert slow.current().what == "compiling"
+                raise ValueError
+            assert slow.current().what == "reading a checkpoint"
+            monkeypatch.setattr(slow, "FIRST", 1e9)
+            assert slow.current() is None
+        monkeypatch.setattr(slow, "FIRST", 0.0)
+        assert slow.current() is None
+
+
+def test_only_process_0_has_notices(monkeypatch):
+    monkeypatch.setattr(slow.jax, "process_index", lambda: 1)
+    monkeypatch.setattr(slow, "FIRST", 0.0)
+    with slow.slow_work("saving"):
+        assert slow.current() is None
+
+
+def test_the_cache_of_jax_is_named(monkeypatch):
+    monkeypatch.setattr(slow, "jax", SimpleNamespace(config=SimpleNamespace(**dict.fromkeys(slow.CACHE, "/cache"))))
+    assert slow.compiling("the step") == "compiling the step (cached for the next start)"
+    monkeypatch.setattr(slow.jax.config, slow.CACHE[1], None)
+    assert slow.compiling("the step") == "compiling the step"
+
+
+def test_the_first_call_of_a_program_is_slow_work(monkeypatch):
+    shown = []
+    monkeypatch.setattr("jzero.train_step.slow_work", lambda what: shown.append(what) or slow.slow_work(what))
+    made = build()[0]
+    for seed in range(2):
+        made.train_batch(rows(seed))
+        made.eval_batch(rows(9))
+    assert [re.sub(r" \(.*", "", what) for what in shown] == [
+        "initialising the state", "compiling the step", "compiling the evaluation"
+    ]  # fmt: skip
