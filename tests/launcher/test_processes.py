@@ -17,6 +17,7 @@ rank = jzero.get_rank()
 
 def engine(hidden=8, batch=4, **config):
     config = {"train_batch_size": batch, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}} | config
+    config["progress"] = {"summary": False}  # only rank 0 has one
     model = jzero.from_flax(lambda rngs: MLP(8, hidden, 2, rngs=rngs), cross_entropy)
     return jzero.initialize(model=model, config=config)[0]
 
