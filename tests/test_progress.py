@@ -225,6 +225,7 @@ def test_the_innermost_work_is_named(monkeypatch):
 
 def test_only_process_0_has_notices(monkeypatch):
     monkeypatch.setattr(slow.jax, "process_index", lambda: 1)
+    monkeypatch.setattr(slow, "backends_are_initialized", lambda: True)
     monkeypatch.setattr(slow, "FIRST", 0.0)
     with slow.slow_work("saving"):
         assert slow.current() is None
