@@ -154,7 +154,8 @@ def changed_preset(args: Namespace, config: jzero.Config) -> LlamaConfig:
         least = BYTES if bytes_alone and name == "vocab_size" else 1
         if type(value) is not type(vars(shape).get(name, ...)) or (type(value) is int and value < least):
             raise jzero.ConfigError(f"--set {name}={value}: not a field or value of {shape}")
-    changes: dict[str, Any] = {"attention": "cudnn"} if args.plan and config.precision != "fp32" else {}
+    cudnn = args.plan and config.precision != "fp32" and planner.gpu(args.gpu).compute_capability >= (8, 0)
+    changes: dict[str, Any] = {"attention": "cudnn"} if cudnn else {}
     try:
         return dataclasses.replace(shape, **changes | dict(args.set))
     except ValueError as error:

@@ -138,11 +138,13 @@ def segment_positions(segments_BS: jax.Array) -> jax.Array:
 
 
 def widest_head() -> int:
-    """Return the width of a head that cuDNN's attention supports on this machine's GPU; 0 without one."""
+    """Return the width of a head that cuDNN's attention supports on this machine's GPU; 0 if it does not run there."""
     if jax.default_backend() != "gpu":
         return 0
-    capability = getattr(jax.devices()[0], "compute_capability", "8.0")
-    return 256 if tuple(map(int, capability.split("."))) >= (9, 0) else 128  # as in jax._src.cudnn
+    capability = tuple(map(int, getattr(jax.devices()[0], "compute_capability", "8.0").split(".")))
+    if capability < (8, 0):  # cuDNN has no such kernel for a T4 or a V100
+        return 0
+    return 256 if capability >= (9, 0) else 128  # as in jax._src.cudnn
 
 
 def cudnn_obstacle(dtype: jnp.dtype, head_dim: int, widest: int, softcap: float | None = None) -> str | None:
@@ -163,7 +165,7 @@ def cudnn_obstacle(dtype: jnp.dtype, head_dim: int, widest: int, softcap: float 
     if dtype not in HALF:
         return "cuDNN needs half precision"
     if not widest:
-        return "there is no GPU"
+        return "cuDNN needs a GPU of compute capability 8.0 or newer"
     if head_dim > widest:
         return f"cuDNN's heads are at most {widest} wide on this GPU, not {head_dim}"
     return None
@@ -181,7 +183,8 @@ def attention_kernel(
 def kernel_note(choice: Attend, dtype: jnp.dtype, head_dim: int = 64, softcap: float | None = None) -> str:
     """Return the line about the kernel for the run report."""
     kernel = attention_kernel(choice, dtype, head_dim, softcap)
-    why = cudnn_obstacle(dtype, head_dim, widest_head() or 256, softcap) if choice == "auto" else None
+    widest = widest_head() if jax.default_backend() == "gpu" else 256  # on simulated devices the reason is plain
+    why = cudnn_obstacle(dtype, head_dim, widest, softcap) if choice == "auto" else None
     reason = f": {why}" if why and dtype in HALF else ""
     return f"attention kernel {kernel} (attention={choice!r}, {dtype}){reason}"
 

@@ -183,7 +183,7 @@ BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
         ((BF16, 100, 256), "cuDNN needs heads of a multiple of 8, not 100"),
         ((BF16, 128, 256, 50.0), "cuDNN has no soft cap"),
         ((F32, 128, 256), "cuDNN needs half precision"),
-        ((BF16, 128, 0), "there is no GPU"),
+        ((BF16, 128, 0), "cuDNN needs a GPU of compute capability 8.0 or newer"),
     ],
 )
 def test_when_cudnn_can_be_used(arguments, why):

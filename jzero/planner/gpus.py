@@ -30,7 +30,8 @@ class GPU:
     shared_memory_per_core: int
     shared_memory_per_block: int  # the opt-in maximum
     nvlinks: int
-    tflops: tuple[float, float]  # of dense products in 16 bits, and of float32 in TF32; from the data sheets
+    tflops: tuple[float, float]  # of dense products in 16 bits, and of float32 (in TF32); from the data sheets
+    threads_per_core: int = 2048
 
     def text_proto(self) -> str:
         """Render the text form of XLA's ``GpuTargetConfigProto``."""
@@ -49,10 +50,10 @@ class GPU:
             "shared_memory_per_core": self.shared_memory_per_core,
             "shared_memory_per_block": 48 * 1024,
             "shared_memory_per_block_optin": self.shared_memory_per_block,
+            "threads_per_core_limit": self.threads_per_core,
             # The same for every NVIDIA GPU since Volta.
             "threads_per_warp": 32,
             "threads_per_block_limit": 1024,
-            "threads_per_core_limit": 2048,
             "registers_per_core_limit": 65536,
             "registers_per_block_limit": 65536,
             "thread_dim_limit_x": 1024,
@@ -77,6 +78,23 @@ class GPU:
         )
 
 
+# XLA has no target file for the T4. These are the device properties that CUDA's deviceQuery prints, and the bandwidth
+# that TensorFlow logs (298.08 GiB/s).
+_T4 = GPU(
+    description="Tesla T4",
+    compute_capability=(7, 5),
+    memory=15_843_721_216,
+    memory_bandwidth=320_064_000_000,
+    l2_cache=4 * 2**20,
+    cores=40,
+    fpus_per_core=64,
+    clock=1.59,
+    shared_memory_per_core=64 * 1024,
+    shared_memory_per_block=64 * 1024,
+    nvlinks=0,
+    tflops=(65, 8.1),
+    threads_per_core=1024,
+)
 _A100 = GPU(
     description="NVIDIA A100-SXM4-80GB",
     compute_capability=(8, 0),
@@ -121,7 +139,7 @@ _B200 = GPU(
     tflops=(2250, 1125),
 )
 
-GPUS: dict[str, GPU] = {"a100": _A100, "h100": _H100, "h200": _H200, "b200": _B200}
+GPUS: dict[str, GPU] = {"t4": _T4, "a100": _A100, "h100": _H100, "h200": _H200, "b200": _B200}
 """The GPUs that a plan can name. The A100 is the 80 GB SXM model."""
 
 

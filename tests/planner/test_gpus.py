@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("no_compilation_cache")
 
 def test_device_memory():
     assert {name: round(gpu(name).memory / 2**30) for name in GPUS} == {
+        "t4": 15,
         "a100": 79,
         "h100": 79,
         "h200": 141,

@@ -9,6 +9,7 @@ from functools import partial
 import flax
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from helpers.sampling import keep
@@ -18,6 +19,8 @@ from planner.test_gpus import needs_cuda_compiler
 import jzero
 from jzero.planner import gpu_devices
 from jzero.planner.products import _is_library, products
+from models.attention import kernel_note
+from models.llama import Llama, preset
 from models.vit import ViT, ViTConfig
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -146,3 +149,26 @@ def test_the_gpu_program_has_the_products_that_are_counted(model, auto_cast, cou
     found = products(traced)
     assert (found.count, found.float32) == (count, float32)
     assert library_calls(traced.lower().compile().as_text()) == (count, float32)
+
+
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+@pytest.mark.usefixtures("no_compilation_cache")
+def test_a_t4_computes_in_float16_without_cudnn(monkeypatch):
+    """What "auto" means on a GPU before Ampere: no bfloat16, and no kernel for attention in cuDNN."""
+    devices = gpu_devices("t4", 2)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+    auto = {"enabled": "auto"}
+    step = jzero.make_train_step(
+        jzero.from_flax(lambda rngs: Llama(preset("tiny", num_layers=1), rngs=rngs)),
+        {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "bf16": auto, "fp16": auto},
+        mesh=jzero.make_mesh(devices=devices),
+    )
+    tokens = jax.ShapeDtypeStruct((8, 128), np.int32)
+    text = step.lower({"inputs": tokens, "labels": tokens}).compile().as_text()
+    assert set(re.findall(r'custom_call_target="([^"]*)"', text)) == {"__cublas$lt$matmul"}
+    assert "bf16[" not in text
+    products = 4 + 2 + 1  # fused queries, keys and values; output; fused gate and up; down; two of attention; the head
+    assert library_calls(text) == (3 * products, 0)
+    assert kernel_note("auto", step.precision.compute).endswith("cuDNN needs a GPU of compute capability 8.0 or newer")
