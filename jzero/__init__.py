@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jzero.communication.replicas import all_gather, axis_index, mean
     from jzero.config import Config
     from jzero.data import RepeatingLoader
+    from jzero.diagnosis.replay import replay
     from jzero.distributed.joining import init_distributed
     from jzero.distributed.place import get_local_rank, get_rank, get_world_size, log_dist
     from jzero.engine.arguments import add_config_arguments
@@ -56,6 +57,7 @@ _HOME = {
     "make_train_step": "train_step",
     "mean": "communication.replicas",
     "mup_groups": "optimizers.mup",
+    "replay": "diagnosis.replay",
     "report": "engine.run_report",
 }
 _ROOMS = ("checkpoint", "config", "data", "distributed", "engine", "optimizers", "pipeline", "planner", "weights")
@@ -88,6 +90,7 @@ __all__ = [
     "make_train_step",
     "mean",
     "mup_groups",
+    "replay",
     "report",
     "weights",
 ]

@@ -1,4 +1,4 @@
-"""The command `jzero`: `jzero [run] [options] script ...`, `jzero report`, `jzero export DIR OUT`.
+"""The command `jzero`: `jzero [run] [options] script ...`, `jzero report`, `jzero export DIR OUT`, `jzero replay DIR`.
 
 Help and `--dry_run` work without JAX, NumPy or any other third-party module: each command imports its modules after it
 has parsed its options.
@@ -30,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return machine_check.main(rest)
         if name == "export":
             return export(rest)
+        if name == "replay":
+            return replay(rest)
         return launch(rest if name == "run" else argv)
     except ConfigError as error:
         print(f"jzero: {numbered(error)}", file=sys.stderr)
@@ -91,6 +93,21 @@ def export(argv: Sequence[str]) -> int:
     if not a.adapters and not (Path(a.out) / "config.json").exists():
         print("tensors have the names of the leaves: the checkpoint contains no weights_layout")
     return 0
+
+
+def replay(argv: Sequence[str]) -> int:
+    """Repeat a saved step that was not finite on one device, and print what is found."""
+    p = argparse.ArgumentParser(
+        prog="jzero replay",
+        description="Repeat a step that was not finite on one device, and find where it begins. The exit code is 1 if "
+        "the step is finite here.",
+    )
+    p.add_argument("directory", metavar="DIR", help="non_finite.output_path/stepN of the run")
+    p.add_argument("--model", required=True, metavar="MODULE:FUNCTION", help="the function returns the run's model")
+    a = p.parse_args(argv)
+    from jzero.diagnosis import replay
+
+    return replay.main(a.directory, a.model)
 
 
 if __name__ == "__main__":

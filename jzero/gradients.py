@@ -94,8 +94,9 @@ class Passes(NamedTuple):
     """The forward and backward passes over a device's micro-batches: in sequence here, interleaved in a pipeline.
 
     Attributes:
-      gradients: (weights, batch [accum, micro, ...], key, cotangent) -> (gradient of cotangent * sum of the losses'
-        sums with respect to diff; the loss and metrics of every micro-batch, `Sums` [accum, 2]; the new state).
+      gradients: (weights, batch [accum, micro, ...], key, cotangent, index of the first) -> (gradient of cotangent *
+        sum of the losses' sums with respect to diff; the loss and metrics of every micro-batch, `Sums` [accum, 2]; the
+        new state).
       losses: (weights, batch, key or None, index of the first) -> `Sums` [accum, 2], or what `read` makes of the
         model's results, [accum, ...].
     """
@@ -123,10 +124,12 @@ def sequential(
     make_loss: Callable = _stack_loss if stack else _whole_loss
     loss = make_loss(model, layouts, view, remat, precision)
 
-    def gradients(weights: Weights, batch: PyTree, key: jax.Array, cotangent: jax.Array) -> Any:
+    def gradients(weights: Weights, batch: PyTree, key: jax.Array, cotangent: jax.Array, first: Any = 0) -> Any:
         def micro(i: Any, part: PyTree, state: PyTree) -> tuple[PyTree, Sums, PyTree]:
             def weighted_loss(diff: PyTree) -> tuple[jax.Array, tuple[Sums, PyTree]]:
-                value, new = loss(weights._replace(diff=diff, state=state), Inputs(part, weights.extra), fold(key, i))
+                value, new = loss(
+                    weights._replace(diff=diff, state=state), Inputs(part, weights.extra), fold(key, first + i)
+                )
                 total, sums = weighted(read_loss(model, value), cotangent)
                 return total, (sums, new)
 
@@ -193,8 +196,9 @@ class ManualRegion:
         return present(self.mesh, *BATCH_AXES)
 
     def gradients(
-        self, masters: PyTree, batch: PyTree, extra: PyTree, rng: jax.Array, scale: jax.Array, steps: PyTree = None
-    ) -> Result:
+        self, masters: PyTree, batch: PyTree, extra: PyTree, rng: jax.Array, scale: jax.Array, steps: PyTree = None,
+        first: Any = 0,
+    ) -> Result:  # fmt: skip
         """Compute one step's gradients and losses.
 
         Args:
@@ -204,6 +208,7 @@ class ManualRegion:
           rng: this step's key.
           scale: the loss scale.
           steps: what this device adds to the masters, a row of a dimension of its own; None: nothing.
+          first: the index of the first micro-batch in the step.
         """
         weights = self.prepare(self.moved(masters, steps), extra)
         key = self.replica_key(rng)
@@ -213,7 +218,7 @@ class ManualRegion:
         cotangent = scale / count
         if self.config.gradient_allreduce_op == "sum":
             cotangent *= replicas(self.mesh)
-        summed, seen, state = self.passes.gradients(weights, batch, key, cotangent)
+        summed, seen, state = self.passes.gradients(weights, batch, key, cotangent, first)
         # With an infinite scale inf * (1 / inf) = NaN marks the step as overflowed; keep this form.
         unscale = 1 / scale
         gradients = jax.tree.map(lambda g: g * unscale, self.reduce(summed))

@@ -84,10 +84,14 @@ class Scaler:
             culprits=jnp.zeros(n_leaves, bool),
         )
 
+    def at_minimum(self, state: LossScale) -> jax.Array | bool:
+        """Return whether the scale cannot go lower."""
+        return state.scale <= self.minimum if self.dynamic else True
+
     def update(self, state: LossScale, finite_leaves: jax.Array) -> LossScale:
         """Compute the state after a step, which is skipped if any of `finite_leaves` (bool[n]) is False."""
         overflow = ~jnp.all(finite_leaves)
-        at_minimum = state.scale <= self.minimum if self.dynamic else True
+        at_minimum = self.at_minimum(state)
         running = jnp.any(state.culprits)
         first = jnp.where(running, state.culprits, ~finite_leaves)
         counted = LossScale(

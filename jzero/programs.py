@@ -22,11 +22,32 @@ from jzero.tree import PyTree, partition
 from jzero.update import SCOPE, Metrics, update
 
 
+class Fed(NamedTuple):
+    """The input of a step: the global batch and what goes beside it, on the devices.
+
+    Attributes:
+      in_parts: whether the batch came as micro-batches, and its rows are in the order of the devices.
+    """
+
+    batch: PyTree
+    extra: PyTree
+    in_parts: bool
+
+
 class Details(NamedTuple):
-    """Details of a step beside its metrics: the loss of every micro-batch [accum], the loss scale after the step."""
+    """Details of a step beside its metrics.
+
+    Attributes:
+      micro_losses: the loss of every micro-batch, [accum].
+      loss_scale: after the step.
+      halted: whether this step or one before it was not finite, and changed nothing; None: nobody asked.
+      fed: what the step ran on, if somebody asked.
+    """
 
     micro_losses: jax.Array
     loss_scale: LossScale
+    halted: jax.Array | None = None
+    fed: Fed | None = None
 
 
 Done = tuple[TrainState, Metrics, Details]
@@ -37,7 +58,7 @@ class Programs:
     """The programs of a train step on its mesh.
 
     Attributes:
-      step: (state, batch, extra, rate) -> `Done`; the state is donated.
+      step: (state, batch, extra, rate, halted) -> `Done`; the state is donated.
       gradients: (state, batch, extra) -> (gradients of the next step, metrics, the model's new state).
       evaluate: (params, batch, extra) -> the loss and metrics by name.
       micro_loss: (params, micro-batch, extra, the step's key, its index, the devices' own steps) -> the loss.
@@ -70,11 +91,11 @@ def make_programs(setup: Setup, states: States) -> Programs:
         steps = optimizers.own_steps(state.opt_state)
         return gradients(state.params, batch, extra, fold(state.rng, state.step), state.loss_scale.scale, steps)
 
-    def step(state: TrainState, batch: PyTree, extra: PyTree, rate: Any = None) -> Done:
+    def step(state: TrainState, batch: PyTree, extra: PyTree, rate: Any = None, halted: Any = None) -> Done:
         result = next_result(state, batch, extra)
         with jax.named_scope(SCOPE):
-            state, metrics = update(setup, state, result, rate)
-        return state, metrics, Details(result.micro_losses, state.loss_scale)
+            state, metrics, halted = update(setup, state, result, rate, halted)
+        return state, metrics, Details(result.micro_losses, state.loss_scale, halted)
 
     def only_gradients(state: TrainState, batch: PyTree, extra: PyTree) -> tuple[PyTree, Metrics, PyTree]:
         result = next_result(state, batch, extra)
@@ -88,7 +109,7 @@ def make_programs(setup: Setup, states: States) -> Programs:
     micro_loss = setup.manual(region.micro_loss, replicated, replicated, replicated, own, out_specs=replicated)
     return Programs(
         step=setup.jit(
-            step, in_shardings=(states.shardings, NamedSharding(mesh, rows), None, None),
+            step, in_shardings=(states.shardings, NamedSharding(mesh, rows), None, None, None),
             out_shardings=(states.shardings, everywhere, everywhere), donate_argnums=0,
         ),
         gradients=setup.jit(

@@ -34,7 +34,7 @@ from jzero.loss_scale import LossScale
 from jzero.mesh import batch_spec, replicas
 from jzero.model import Model, replace_state
 from jzero.pipeline.module import PipelineModule
-from jzero.programs import Done, make_programs
+from jzero.programs import Done, Fed, make_programs
 from jzero.setup import TotalSteps, resolve
 from jzero.sharding import trainable
 from jzero.state import States, TrainState, check_alive
@@ -94,7 +94,7 @@ class TrainStep:
         self.batch_sizes, self.precision, self.layouts = setup.batch_sizes, setup.precision, setup.layouts
         self.replicas = replicas(self.mesh)
         self.rate: float | None = None  # by set_lr
-        self._seen: tuple[PyTree, PyTree, Any] | None = None  # the shapes of the first step's batch, extra and rate
+        self._seen: tuple | None = None  # the shapes of the first step's batch, extra, rate and halted
         # A profile reads the program of its step, which differs from the first under a curriculum.
         self._is_profiled = self.config.wall_clock_breakdown or self.config.flops_profiler.enabled
         self._called: set[Any] = set()  # the shapes of the calls that have compiled their programs
@@ -187,7 +187,8 @@ class TrainStep:
           batch_shapes, extra: a global batch and what goes beside it, as ShapeDtypeStructs or as they are.
         """
         self._check_batch(batch_shapes, self.batch_sizes.train)
-        return self._programs.step.trace(self.state_shapes, *jax.eval_shape(lambda *x: x, batch_shapes, extra), None)
+        shapes = jax.eval_shape(lambda *x: x, batch_shapes, extra)
+        return self._programs.step.trace(self.state_shapes, *shapes, None, None)
 
     @property
     def traced(self) -> jax.stages.Traced | None:
@@ -227,36 +228,42 @@ class TrainStep:
         state, metrics, _ = self.run(state, batch, extra)
         return state, metrics
 
-    def run(self, state: TrainState, batch: PyTree, extra: PyTree = None) -> Done:
-        """Run one step like `__call__`, and return its details too."""
+    def run(self, state: TrainState, batch: PyTree, extra: PyTree = None, halted: jax.Array | None = None) -> Done:
+        """Run one step like `__call__`, and return its details too.
+
+        Args:
+          halted: that of the step before; then the details contain its own, and what the step ran on.
+        """
         batch = host_arrays(batch)
         self._check_batch(batch, self.batch_sizes.train)
         check_alive(state)
         batch = self.place(batch)
         extra = place_extra(extra, self.mesh)
         steady = self._guard.check("a step", (batch, extra))
-        return self._run(state, batch, extra, steady)
+        return self._run(state, Fed(batch, extra, in_parts=False), halted, steady)
 
-    def run_micro_batches(self, state: TrainState, parts: Sequence[PyTree], extra: PyTree = None) -> Done:
+    def run_micro_batches(
+        self, state: TrainState, parts: Sequence[PyTree], extra: PyTree = None, halted: jax.Array | None = None
+    ) -> Done:
         """Run one step on any number of micro-batches of all replicas (leading dimension micro x replicas)."""
         parts = [self.place_micro_batch(part) for part in parts]
         check_alive(state)
         extra = place_extra(extra, self.mesh)
         steady = self._guard.check("a step", (parts[0], extra), len(parts))
-        return self._run(state, self._programs.concatenate(parts), extra, steady)
+        return self._run(state, Fed(self._programs.concatenate(parts), extra, in_parts=True), halted, steady)
 
-    def _run(self, state: TrainState, batch: PyTree, extra: PyTree, steady: bool) -> Done:
+    def _run(self, state: TrainState, fed: Fed, halted: jax.Array | None, steady: bool) -> Done:
         rate = None if self.rate is None else np.float32(self.rate)
         if self._seen is None or self._is_profiled:
-            self._seen = (*jax.tree.map(_shape, (batch, extra)), rate)
-        shapes = tuple(x.shape for x in jax.tree.leaves(batch))
+            self._seen = (*jax.tree.map(_shape, (fed.batch, fed.extra)), rate, jax.tree.map(_shape, halted))
+        shapes = tuple(x.shape for x in jax.tree.leaves(fed.batch))
         if shapes not in self._amounts:
-            self._amounts[shapes] = amount_of(batch)
+            self._amounts[shapes] = amount_of(fed.batch)
         self.amount = self._amounts[shapes]
-        with heartbeat.work(steady) as finished_when, self._call("the step", batch, extra):
-            done = self._programs.step(state, batch, extra, rate)
-            finished_when(done[1]["loss"])
-        return done
+        with heartbeat.work(steady) as finished_when, self._call("the step", fed.batch, fed.extra):
+            state, metrics, details = self._programs.step(state, fed.batch, fed.extra, rate, halted)
+            finished_when(metrics["loss"])
+        return state, metrics, details if halted is None else details._replace(fed=fed)
 
     def _call(self, program: str, batch: PyTree, extra: PyTree) -> contextlib.AbstractContextManager[None]:
         """Show that the first call of a program for these shapes compiles it."""

@@ -29,8 +29,8 @@ SCOPE = "jzero_update"  # around the update's operations in the train step
 
 
 def update(
-    setup: Setup, state: TrainState, result: Result, rate: jax.Array | None = None
-) -> tuple[TrainState, Metrics]:
+    setup: Setup, state: TrainState, result: Result, rate: jax.Array | None = None, halted: jax.Array | None = None
+) -> tuple[TrainState, Metrics, jax.Array | None]:
     """Apply one step's gradients to a state.
 
     Args:
@@ -38,10 +38,12 @@ def update(
       state: the state before the step.
       result: the gradients and losses at the state's parameters.
       rate: instead of the schedule's learning rate, which is then constant; None: the schedule's.
+      halted: whether an earlier step was not finite, so that nothing may change any more; None: this does not matter.
 
     Returns:
       The new state; the old one, with `step` and `loss_scale` advanced, if a gradient was not finite. And metrics:
-      loss, grad_norm (global, before clipping), lr, loss_scale, skipped, and the model's own.
+      loss, grad_norm (global, before clipping), lr, loss_scale, skipped, and the model's own. And whether the next step
+      is halted.
     """
     grads = result.gradients
     squares = jnp.stack([jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)])
@@ -60,9 +62,15 @@ def update(
     of_names = finite
     if getattr(setup.model, "names", None) is not None:  # a stacked leaf has a name for each layer
         of_names = finite[jnp.array([index for _, index in setup.gradient_names])]
+    applied = finite.all()
+    if halted is not None:  # a lower loss scale cures neither of the two
+        scaler = setup.precision.scaler
+        lasting = ~jnp.isfinite(squares).all() & scaler.at_minimum(state.loss_scale)
+        halted = halted | lasting | ~jnp.isfinite(result.means[LOSS])
+        applied &= ~halted
     kept, frozen = partition(frozen, is_state(setup.layouts))
     params, opt_state, kept = jax.tree.map(
-        partial(jnp.where, finite.all()),
+        partial(jnp.where, applied),
         (optax.apply_updates(old, updates), opt_state, result.state),
         (old, old_opt_state, kept),
     )
@@ -80,8 +88,8 @@ def update(
         opt_state=opt_state,
         loss_scale=setup.precision.scaler.update(state.loss_scale, of_names),
     )
-    metrics["skipped"] = ~finite.all()
-    return state, metrics
+    metrics["skipped"] = ~applied
+    return state, metrics, halted
 
 
 def learning_rate(setup: Setup, state: TrainState) -> jax.Array:

@@ -130,7 +130,7 @@ def check_command(words: list[str]) -> None:
     match Path(program).name, rest:
         case "jzero", ["report", *_]:
             assert not {w for w in rest if w.startswith("--")} - {"--hostfile"}
-        case "jzero", ["export", *arguments]:
+        case "jzero", ["export" | "replay", *arguments]:
             source = (ROOT / "jzero/cli.py").read_text()
             assert all(f'"{word}"' in source for word in arguments if word.startswith("--")), words
         case "jzero", arguments:

@@ -27,7 +27,7 @@ state batch update setup
 inference
 programs train_step
 data planner
-weights monitors profiling
+weights monitors profiling diagnosis
 engine
 launcher cli
 __init__ __main__

@@ -211,6 +211,18 @@ class WatchdogConfig(Section):
     ceiling: NonNegative = 1800.0
 
 
+class NonFiniteConfig(Section):
+    """What happens after a step whose loss or gradient is not finite; such a step changes no parameter.
+
+    "skip": the run prints a warning and continues; 20 such steps in a row end it. "stop": it ends at the first, returns
+    to the state before that step, finds the parameters, the layer, the micro-batch and the rows where it begins, and
+    saves what `jzero replay` needs in `output_path`. An overflow under fp16 counts only if no lower loss scale helps.
+    """
+
+    action: Annotated[Literal["skip", "stop"], PlainValidator(one_of(("skip", "stop")))] = "skip"
+    output_path: Text = "non_finite"
+
+
 class EmaConfig(Section):
     """A moving average of the trained parameters, in float32: ema <- decay * ema + (1 - decay) * parameters.
 
@@ -401,3 +413,4 @@ class Settings(Section):
     wandb: WandbConfig = WandbConfig()
     comet: CometConfig = CometConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
+    non_finite: NonFiniteConfig = NonFiniteConfig()

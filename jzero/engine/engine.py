@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from jzero import checkpoint, weights
 from jzero.checkpoint.tags import DEFAULT_TAG
 from jzero.data import DataLoader, RepeatingLoader
 from jzero.data.curriculum import curriculum_of
+from jzero.diagnosis.watch import Watch
 from jzero.distributed import last_words, preemption
 from jzero.distributed.place import log_dist
 from jzero.engine import progress, restore
@@ -29,8 +30,7 @@ from jzero.engine.take import take
 from jzero.engine.views import Views
 from jzero.errors import ConfigError
 from jzero.loss import LOSS
-from jzero.loss_scale import check_stuck
-from jzero.programs import Details
+from jzero.programs import Done
 from jzero.state import check_alive
 from jzero.train_step import Metrics, TrainStep
 
@@ -61,9 +61,8 @@ class Engine(Views):
         self._training = True
         self._metrics: Metrics | None = None
         self.eval_metrics: Metrics = {}
-        self._details: Details | None = None
         self.global_steps = self.global_samples = self.micro_steps = 0
-        self._monitor = Monitor(step_fn)
+        self._monitor, self._watch = Monitor(step_fn), Watch(step_fn)
         self._monitor.lines.memory("before the state")
         self._home = resume  # where SIGTERM saves
         self.state: Any = None
@@ -102,13 +101,9 @@ class Engine(Views):
         if isinstance(source, Iterator):
             with self._monitor.part(DATA):
                 parts = take(source, self.gradient_accumulation_steps(), ours=source is self._batches)
-            parts = [self._cut(part) for part in parts]
-            done = self._monitor.run(
-                lambda: self.step_fn.run_micro_batches(self.state, parts, extra), self.global_steps + 1
-            )
+            done = self._run(self.step_fn.run_micro_batches, [self._cut(part) for part in parts], extra)
         else:
-            source = self._cut(source)
-            done = self._monitor.run(lambda: self.step_fn.run(self.state, source, extra), self.global_steps + 1)
+            done = self._run(self.step_fn.run, self._cut(source), extra)
         self.micro_steps += self.gradient_accumulation_steps()
         self._finish(done, self.gradient_accumulation_steps())
         return done[1]["loss"]
@@ -190,10 +185,7 @@ class Engine(Views):
         self._outside.forget()
         if not queue:
             return
-        batches, extra = [held.batch for held in queue], queue[0].extra
-        done = self._monitor.run(
-            lambda: self.step_fn.run_micro_batches(self.state, batches, extra), self.global_steps + 1
-        )
+        done = self._run(self.step_fn.run_micro_batches, [held.batch for held in queue], queue[0].extra)
         self._finish(done, len(queue))
         for i, held in enumerate(queue):
             held.loss.replace(lambda losses=done[2].micro_losses, i=i: losses[i])  # type: ignore[misc]
@@ -218,14 +210,16 @@ class Engine(Views):
         """Forbid `step()` inside this context. Valid at every stage, because only `step()` reduces gradients."""
         return self._accumulation.no_sync()
 
-    def _finish(self, done: tuple[Any, Metrics, Details], micro_batches: int) -> None:
-        before = self._details
-        self.state, self._metrics, self._details = done
+    def _run(self, run: Callable[..., Done], batch: Any, extra: Any) -> Done:
+        halted = self._watch.begin(self)
+        return self._monitor.run(lambda: run(self.state, batch, extra, halted), self.global_steps + 1)
+
+    def _finish(self, done: Done, micro_batches: int) -> None:
+        self.state, self._metrics, details = done
         self.global_steps += 1
         last_words.passed(self.global_steps)
         self.global_samples += micro_batches * self.step_fn.micro_size
-        if before is not None:  # waits for the previous step only; the device works on the new one meanwhile
-            check_stuck(before.loss_scale, self.step_fn.trainable_names)
+        self._watch.finish(self, self._metrics, details)
         last = self._home is not None and preemption.reached()
         self._monitor.finish(self, last)  # with `last`, this call does not return, and the script never gets the loss
         if last:
@@ -280,6 +274,7 @@ class Engine(Views):
           ConfigError, CheckpointError: see `jzero.checkpoint.save`.
         """
         self._accumulation.check_empty("save_checkpoint")
+        self._watch.settle(self)
         check_alive(self.state)
         former = self.client_state
         self.client_state = dict(client_state) if isinstance(client_state, Mapping) else client_state or {}
@@ -328,7 +323,8 @@ class Engine(Views):
         self._load(
             found, Selection(load_module_strict, load_module_only, load_optimizer_states, load_lr_scheduler_states)
         )
-        self._details, self._metrics = None, None
+        self._metrics = None
+        self._watch.restart()
         return str(found.path), progress.client_state(found.notes)
 
     def _load(self, source: checkpoint.Checkpoint, selection: Selection) -> None:
@@ -394,7 +390,8 @@ class Engine(Views):
         self.state = old = None  # frees the memory before `init` needs it
         self.state = self.step_fn.init(self._rng, params, donate=True)
         self.global_steps = self.global_samples = self.micro_steps = 0
-        self._details, self._metrics, self._accumulation.forward = None, None, None
+        self._metrics, self._accumulation.forward = None, None
+        self._watch.restart()
         if self.training_dataloader is not None:
             self.training_dataloader.seek({"epoch": 0, "samples": 0})
         self._monitor.clock.restart(self.global_steps, self.global_samples)

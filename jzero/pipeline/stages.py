@@ -83,9 +83,9 @@ def pipelined(
     def schedule(micro_batches: int) -> Any:
         return make_schedule(config.pipeline.schedule, n_stages, micro_batches, chunks)
 
-    def gradients(weights: Weights, batch: PyTree, key: jax.Array, cotangent: jax.Array) -> Any:
+    def gradients(weights: Weights, batch: PyTree, key: jax.Array, cotangent: jax.Array, first: Any = 0) -> Any:
         program = make_program(schedule(leading_dim(batch)))
-        summed, seen, state = Run(stages, program, weights, batch, key, 0, cotangent).result()
+        summed, seen, state = Run(stages, program, weights, batch, key, first, cotangent).result()
 
         # All stages compute the ends' gradients; only the first stage's counts, so that all agree.
         def once(layout: ParamLayout, g: Any) -> Any:

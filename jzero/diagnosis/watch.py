@@ -1,0 +1,156 @@
+"""Watches a run for steps whose loss or gradient is not finite: warns, or stops it and says where they begin.
+
+It reads a step's results once the next step was given to the devices, so that no step waits. A step that is not finite
+changes no parameter. Under "stop" the next one does not either: the parameters that it failed with are still there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple, NoReturn, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jzero.data import DataLoader
+from jzero.diagnosis import replay
+from jzero.diagnosis.finding import Finding
+from jzero.diagnosis.repeat import Repeat
+from jzero.diagnosis.samples import samples_between
+from jzero.diagnosis.search import search
+from jzero.distributed import heartbeat
+from jzero.distributed.place import log_dist
+from jzero.errors import in_a_line
+from jzero.loss import LOSS
+from jzero.loss_scale import LossScale, NonFiniteError, check_stuck
+from jzero.programs import Details
+from jzero.state import TrainState
+from jzero.train_step import Metrics, TrainStep
+
+STOP = "stop"
+MOST_WARNINGS = 10  # of one run
+HINT = 'set "non_finite": {"action": "stop"} to end the run there and find the layer and the rows'
+
+
+class Run(Protocol):
+    """The part of the engine that is watched, and set back to where it was before a step."""
+
+    state: TrainState
+    global_steps: int
+    global_samples: int
+    micro_steps: int
+    training_dataloader: DataLoader | None
+
+
+class Mark(NamedTuple):
+    """Where a run is between two steps, beside its parameters."""
+
+    counters: Mapping[str, int]
+    loss_scale: LossScale
+    position: Mapping[str, int] | None
+
+
+class Taken(NamedTuple):
+    """A step that the devices may still compute, and where the run was before it and after it."""
+
+    number: int
+    metrics: Metrics
+    details: Details
+    before: Mark | None
+    after: Mark | None
+
+
+class Watch:
+    """Watches the steps of one engine."""
+
+    def __init__(self, step: TrainStep):
+        self._step, self._section = step, step.config.non_finite
+        self._warnings, self._in_a_row = 0, False
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the last step: the state was replaced."""
+        self._last: Taken | None = None
+        self._mark: Mark | None = None
+        self._halted: jax.Array | None = None
+        if self._section.action == STOP:
+            self._halted = jax.device_put(jnp.zeros((), bool), NamedSharding(self._step.mesh, PartitionSpec()))
+
+    def begin(self, run: Run) -> jax.Array | None:
+        """Return whether the next step is halted, on the devices; None unless a step may halt the next."""
+        if self._halted is not None and self._mark is None:
+            self._mark = _mark(run, jax.tree.map(jnp.copy, run.state.loss_scale))  # the step deletes the state
+        return self._halted
+
+    def finish(self, run: Run, metrics: Metrics, details: Details) -> None:
+        """Take a step that was given to the devices, and check the one before it.
+
+        Raises:
+          NonFiniteError: the step before was not finite, and the run stops for it.
+        """
+        earlier, before = self._last, self._mark
+        if details.halted is not None:
+            self._halted, self._mark = details.halted, _mark(run, details.loss_scale)
+        self._last = Taken(run.global_steps, metrics, details, before, self._mark)
+        if earlier is not None:
+            self._check(run, earlier)
+
+    def settle(self, run: Run) -> None:
+        """Check the last step now, if it may stop the run: before its state is saved."""
+        if self._halted is not None and self._last is not None:
+            self._check(run, self._last)
+
+    def _check(self, run: Run, step: Taken) -> None:
+        values = step.metrics[LOSS], step.metrics["skipped"], step.details.halted
+        loss, skipped, halted = jax.device_get(values)
+        if halted:
+            self._stop(run, step, float(loss))
+        scaled = self._step.config.fp16.enabled  # whose overflows are part of the search for a scale
+        bad = not math.isfinite(loss) or (bool(skipped) and not scaled)
+        if bad and not self._in_a_row and self._warnings < MOST_WARNINGS:
+            self._warnings += 1
+            what = f"the loss is {float(loss):g}" if not math.isfinite(loss) else "the gradient is not finite"
+            effect = "the step changed nothing" if skipped else "the step changed the parameters"
+            log_dist(f"jzero: step {step.number}: {what}, {effect}; {HINT}")
+        self._in_a_row = bad
+        check_stuck(step.details.loss_scale, self._step.trainable_names)
+
+    def _stop(self, run: Run, step: Taken, loss: float) -> NoReturn:
+        """Set the run back to where it was before a step, search that step, and raise what was found."""
+        assert step.before is not None  # noqa: S101  # steps that halt have marks
+        lost = run.global_steps - step.before.counters["global_steps"]
+        run.state = replace(run.state, step=run.state.step - lost, loss_scale=step.before.loss_scale)
+        for name, count in step.before.counters.items():
+            setattr(run, name, count)
+        if run.training_dataloader is not None and step.before.position is not None:
+            run.training_dataloader.seek(dict(step.before.position))
+        self.restart()
+        found = Finding(step.number, loss)
+        with heartbeat.work():  # compiles
+            text = self._explain(run, step, found)
+        raise NonFiniteError(
+            f"{text}\n  the run is where it was before this step: engine.save_checkpoint(...) saves that state"
+        )
+
+    def _explain(self, run: Run, step: Taken, found: Finding) -> str:
+        """Search, save what a replay needs, and put both into words; an error in either must not hide the other."""
+        fed, setup = step.details.fed, self._step.setup
+        assert fed is not None  # noqa: S101
+        try:
+            repeat = Repeat(setup, run.state, fed)
+            found = search(setup, run.state, fed, replace(found, of=repeat.accum))
+            samples = samples_between(run.training_dataloader, step.before, step.after, repeat.accum)
+            numbers = repeat.numbers(found.micro_batch)
+            found = found.located(numbers, [] if samples is None else [int(samples[n]) for n in numbers])
+        except Exception as error:
+            return f"{found}\n  the search failed: {in_a_line(error)}"
+        return f"{found}\n  {replay.save(self._section.output_path, setup, run.state, fed, found, samples)}"
+
+
+def _mark(run: Run, loss_scale: LossScale) -> Mark:
+    loader = run.training_dataloader
+    counters = {name: getattr(run, name) for name in ("global_steps", "global_samples", "micro_steps")}
+    return Mark(counters, loss_scale, None if loader is None else loader.position)

@@ -1,0 +1,422 @@
+"""The search for what is not finite. The oracle is the fault: each test plants one, so it knows where it is."""
+
+import re
+from functools import lru_cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers.reference import assert_bitwise
+from helpers.sampling import keep
+from helpers.stack_models import BATCHES, SmallGPT, loss_fn
+
+import jzero
+from jzero.cli import main
+from jzero.diagnosis import replay
+from jzero.diagnosis.finding import Finding
+from jzero.loss_scale import NonFiniteError
+
+LAYERS, WIDTH, MICRO, ACCUM = 4, 8, 2, 3
+
+
+class Net:
+    """Four layers. One whose gain is 1 overflows in a row that begins with 200; `root` has no gradient at 0."""
+
+    def init(self, rng):
+        w = 0.3 * jax.random.normal(rng, (LAYERS, WIDTH, WIDTH))
+        return {"ends": {"out": w[0]}, "stack": {"w": w, "gain": jnp.zeros(LAYERS), "root": jnp.zeros(LAYERS)}}
+
+    def prefix(self, ends, batch, rng):
+        return batch["x"]
+
+    def block(self, layer, x, rng):
+        x = x * jnp.exp(layer["gain"] * x[:, :1])
+        return x + jnp.tanh(x @ layer["w"]) + layer["root"] * jnp.sqrt(jnp.maximum(x[:, -1:], 1 - layer["root"]))
+
+    def suffix(self, ends, x, batch, rng):
+        return ((x @ ends["out"] - batch["y"]) ** 2).mean()
+
+    def loss(self, params, batch, rng):
+        x = self.prefix(params["ends"], batch, rng)
+        for i in range(LAYERS):
+            x = self.block(jax.tree.map(lambda w, i=i: w[i], params["stack"]), x, rng)
+        return self.suffix(params["ends"], x, batch, rng)
+
+
+class Whole:
+    """The same network without a layer stack."""
+
+    def init(self, rng):
+        return Net().init(rng)
+
+    def loss(self, params, batch, rng):
+        return Net().loss(params, batch, rng)
+
+
+LAYOUTS = {  # stage, pipe, data, zero
+    "stage 0": (0, 1, 4, 1),
+    "stage 3": (3, 1, 1, 4),
+    "stage 3 in groups": (3, 1, 2, 2),
+    "pipeline": (1, 2, 1, 2),
+}
+
+
+def config(stage, **more):
+    return {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": ACCUM,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "non_finite": {"action": "stop", "output_path": "saved"},
+        **more,
+    }
+
+
+@lru_cache
+def step_of(layout):
+    stage, pipe, data, zero = LAYOUTS[layout]
+    mesh = jzero.make_mesh(pipe=pipe, data=data, zero=zero, devices=jax.devices()[: pipe * data * zero])
+    return jzero.make_train_step(Net(), config(stage), mesh=mesh)
+
+
+@lru_cache
+def first_state(layout):
+    return step_of(layout).init(jax.random.key(0))
+
+
+def engine_of(layout):
+    engine = jzero.Engine(step_of(layout), jax.random.key(0))
+    engine.state = jax.tree.map(jnp.copy, first_state(layout))
+    return engine
+
+
+def rows(seed, n):
+    x = np.random.default_rng(seed).normal(size=(n, WIDTH)).astype(np.float32)
+    return {"x": np.clip(x, -1, 1), "y": np.roll(x, 1, axis=1)}
+
+
+def replicas_of(layout):
+    return LAYOUTS[layout][2] * LAYOUTS[layout][3]
+
+
+def batch_of(layout, seed=0):
+    return rows(seed, MICRO * ACCUM * replicas_of(layout))
+
+
+def change(engine, leaf, f):
+    """Replace a stacked parameter by f of it, in its own sharding."""
+    stack, old = engine.state.params["stack"], engine.state.params["stack"][leaf]
+    stack[leaf] = jax.device_put(f(np.array(old)), old.sharding)
+
+
+def put(x, index, value):
+    x[index] = value
+    return x
+
+
+def train(engine, *batches):
+    for batch in batches:
+        engine.train_batch(batch)
+
+
+def found_by(engine, bad, good, plant):
+    """Train on a good batch, plant a fault, train on the bad batch and a good one; return what the error says."""
+    engine.train_batch(good)
+    change(engine, *plant)
+    before = jax.device_get((engine.state.params, engine.state.opt_state))
+    engine.train_batch(bad)
+    with pytest.raises(NonFiniteError) as error:
+        engine.train_batch(good)
+    assert_bitwise(before, (engine.state.params, engine.state.opt_state))
+    assert engine.global_steps == int(engine.state.step) == 1
+    return str(error.value)
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+FAST = ("stage 0", "stage 3", "pipeline")
+
+
+@pytest.mark.parametrize("layout", keep(LAYOUTS, FAST))
+def test_a_layer_whose_weights_are_nan(layout):
+    engine = engine_of(layout)
+    change(engine, "w", lambda w: put(w, (2, 0, 0), np.nan))
+    with pytest.raises(NonFiniteError) as error:
+        train(engine, batch_of(layout), batch_of(layout, 1))
+    text = str(error.value)
+    assert "step 1: the loss is nan" in text
+    assert "first in the forward pass: layer 2 of 4" in text
+    assert re.search(r"parameter stack/w, layer 2, is not finite on (every device|device)", text)
+    assert "in micro-batch 0 of 3, on replicas 0, 1" in text
+    assert engine.global_steps == int(engine.state.step) == 0
+
+
+@pytest.mark.parametrize("layout", keep(LAYOUTS, FAST))
+@pytest.mark.parametrize("row", [0, 11])
+def test_one_sample_that_overflows_in_one_layer(layout, row):
+    engine, bad = engine_of(layout), batch_of(layout)
+    bad["x"][row, 0] = 200  # finite; exp(200) is not
+    text = found_by(engine, bad, batch_of(layout, 1), ("gain", lambda gain: put(0 * gain, 1, 1.0)))
+    # every replica has MICRO * ACCUM consecutive rows, and a micro-batch is MICRO of them
+    replica, micro_batch = row // (MICRO * ACCUM), row // MICRO % ACCUM
+    assert "first in the forward pass: layer 1 of 4" in text
+    assert "all parameters are finite" in text
+    assert f"in micro-batch {micro_batch} of 3, on replica {replica}: row {row} of the global batch" in text
+    assert "batch itself" not in text
+
+
+@pytest.mark.parametrize("layout", keep(LAYOUTS, FAST[:2]))
+def test_a_bad_sample_of_the_training_data_has_its_index(layout):
+    data = rows(0, 10 * MICRO * ACCUM * replicas_of(layout))
+    data["x"][77] = np.nan
+    engine = engine_of(layout)
+    loader = jzero.data.DataLoader(data, engine.step_fn)
+    engine = jzero.Engine(engine.step_fn, jax.random.key(0), loader)
+    with pytest.raises(NonFiniteError) as error:
+        train(engine, *[None] * 11)
+    text = str(error.value)
+    assert re.search(r"row \d+ of the global batch, sample 77 of training_data", text)
+    assert "the batch itself is not finite: x" in text
+    number = int(re.match(r"step (\d+)", text)[1])
+    assert engine.global_steps == number - 1
+    assert loader.position["samples"] == (number - 1) * engine.train_batch_size()
+
+
+def test_one_micro_batch():
+    engine, size = engine_of("stage 3"), MICRO * replicas_of("stage 3")
+    parts = [rows(i, size) for i in range(3 * ACCUM)]
+    parts[ACCUM + 1]["y"][:] = np.inf
+    with pytest.raises(NonFiniteError) as error:
+        train(engine, *(iter(parts[i * ACCUM : (i + 1) * ACCUM]) for i in range(3)))
+    text = str(error.value)
+    assert "step 2: the loss is inf" in text
+    assert "first in the forward pass: the loss (" in text  # all layers are finite; the labels are not
+    # micro-batches of a loader come one after the other: micro-batch 1 has the rows 8 to 15
+    assert "in micro-batch 1 of 3, on replicas 0, 1, 2, 3: rows 8, 9, 10, 11 (and maybe more) of" in text
+    assert "the batch itself is not finite: y" in text
+
+
+@pytest.mark.parametrize("layout", ["stage 0", "stage 3 in groups"])
+def test_one_replica_whose_copy_is_bad(layout):
+    engine = engine_of(layout)
+    w = engine.state.params["stack"]["w"]
+    parts = [np.array(shard.data) for shard in w.addressable_shards]
+    parts[3][1] = np.nan  # layer 1 on the last device
+    copies = [jax.device_put(part, shard.device) for part, shard in zip(parts, w.addressable_shards, strict=True)]
+    engine.state.params["stack"]["w"] = jax.make_array_from_single_device_arrays(w.shape, w.sharding, copies)
+    with pytest.raises(NonFiniteError) as error:
+        train(engine, batch_of(layout), batch_of(layout, 1))
+    text = str(error.value)
+    same = {"stage 0": [0, 1, 2], "stage 3 in groups": [1]}[layout]  # the devices with the same part
+    good = ", ".join(f"device {n} (process 0)" for n in same)
+    assert (
+        f"parameter stack/w, layer 1, is not finite on device 3 (process 0); the same part is finite on {good}" in text
+    )
+    assert "first in the forward pass: layer 1 of 4" in text
+    group = {"stage 0": "replica 3:", "stage 3 in groups": "replicas 2, 3:"}[layout]
+    assert f"on {group}" in text
+
+
+@pytest.mark.parametrize("layout", keep(LAYOUTS, ("stage 3", "pipeline")))
+def test_a_backward_pass_that_fails_after_a_finite_forward_pass(layout):
+    engine, bad = engine_of(layout), batch_of(layout)
+    for batch in (bad, good := batch_of(layout, 1)):
+        batch["x"][:, -1] = 1.0
+    bad["x"][9, -1] = 0.0  # the derivative of a root at 0
+    text = found_by(engine, bad, good, ("root", lambda root: put(0 * root, 0, 1.0)))
+    assert "the forward pass is finite; first in the backward pass: layer 0 of 4" in text
+    assert "step 2: the gradient is not finite" in text
+    assert ": row 9 of the global batch" in text
+
+
+def test_a_fault_that_does_not_repeat():
+    engine = engine_of("stage 0")
+    engine.train_batch(batch_of("stage 0"))
+    engine._watch._halted = jax.device_put(np.True_, engine._watch._halted.sharding)  # as if a device had failed once
+    engine.train_batch(batch_of("stage 0", 1))
+    with pytest.raises(NonFiniteError, match="repeated, the step is finite"):
+        engine.train_batch(batch_of("stage 0", 2))
+    engine.train_batch(batch_of("stage 0", 1))
+    assert engine.global_steps == 2
+    assert engine.skipped_steps == 0
+
+
+def test_nothing_is_saved_between_a_bad_step_and_the_next(tmp_path):
+    engine, bad = engine_of("stage 0"), batch_of("stage 0")
+    engine.train_batch(batch_of("stage 0", 1))
+    bad["x"][5] = np.nan
+    engine.train_batch(bad)
+    with pytest.raises(NonFiniteError, match="step 2: the loss is nan"):
+        engine.save_checkpoint(tmp_path / "run")
+    engine.save_checkpoint(tmp_path / "run").wait()
+    engine.load_checkpoint(tmp_path / "run")
+    assert engine.global_steps == 1
+    engine.train_batch(batch_of("stage 0", 2))
+    assert engine.global_steps == 2
+
+
+@lru_cache
+def whole_engine():
+    mesh = jzero.make_mesh(devices=jax.devices()[:2])
+    return jzero.initialize(model=Whole(), config=config(2), mesh=mesh)[0]
+
+
+def test_a_model_without_layers():
+    """The rows and the parameters are found; the layers are not known."""
+    engine, size = whole_engine(), MICRO * ACCUM * 2
+    bad = rows(0, size)
+    bad["x"][7] = np.inf
+    engine.train_batch(bad)
+    with pytest.raises(NonFiniteError) as error:
+        engine.train_batch(bad)
+    text = str(error.value)
+    assert "first in the forward pass: the loss" in text
+    assert "in micro-batch 0 of 3, on replica 1: row 7 of the global batch" in text
+
+
+def test_a_gradient_of_a_model_without_layers():
+    engine, size = whole_engine(), MICRO * ACCUM * 2
+    change(engine, "root", lambda root: put(0 * root, 0, 1.0))
+    bad = rows(0, size)
+    bad["x"][:, -1] = 1.0
+    bad["x"][8, -1] = 0.0
+    engine.train_batch(bad)
+    with pytest.raises(NonFiniteError) as error:
+        engine.train_batch(bad)
+    text = str(error.value)
+    assert "the forward pass is finite; first in the backward pass: the model" in text
+    assert "in micro-batch 1 of 3, on replica 1: row 8 of the global batch" in text
+
+
+class Suffixed(Net):
+    def suffix(self, ends, x, batch, rng):
+        return (
+            super().suffix(ends, x, batch, rng) + jnp.sqrt(jnp.maximum(batch["y"][:, 0] * ends["out"][0, 0], 0)).sum()
+        )
+
+
+def test_a_gradient_that_fails_in_the_suffix():
+    mesh = jzero.make_mesh(devices=jax.devices()[:2])
+    engine = jzero.initialize(model=Suffixed(), config=config(3), mesh=mesh)[0]
+    bad = rows(0, MICRO * ACCUM * 2)
+    bad["y"][:, 0] = np.sign(float(engine.state.params["ends"]["out"][0, 0]))
+    bad["y"][3, 0] = 0.0
+    engine.train_batch(bad)
+    with pytest.raises(NonFiniteError) as error:
+        engine.train_batch(bad)
+    text = str(error.value)
+    assert (
+        "first in the backward pass: the suffix (what is after the layers); gradients that are not finite: ends/out"
+        in text
+    )
+    assert "in micro-batch 1 of 3, on replica 0: row 3 of the global batch" in text
+
+
+def test_the_words_of_a_finding():
+    assert str(Finding(3, float("nan"))).startswith("step 3: the loss is nan")
+    assert "the gradient is not finite" in str(Finding(3, 1.0))
+
+
+# ------------------------------------------------------------------ replay
+
+
+@pytest.mark.parametrize("layout", keep(LAYOUTS, ("stage 3", "pipeline")))
+def test_a_replay_on_one_device_finds_the_same(layout, tmp_path, monkeypatch, capsys):
+    engine, bad = engine_of(layout), batch_of(layout)
+    bad["x"][11, 0] = 200
+    text = found_by(engine, bad, batch_of(layout, 1), ("gain", lambda gain: put(0 * gain, 1, 1.0)))
+    saved = tmp_path / "saved" / "step2"
+    assert f"jzero replay {saved} --model" in text
+    assert f"jzero replay {saved} --model" in (saved / "README.md").read_text()
+    found = jzero.replay(saved, Net())
+    assert str(found).splitlines() == text.splitlines()[: len(str(found).splitlines())]
+    assert found.rows == (11,)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "my_model.py").write_text("from test_non_finite_search import Net as make_model\n")
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    assert main(["replay", str(saved), "--model", "my_model:make_model"]) == 0
+    assert capsys.readouterr().out.strip() == str(found)
+
+
+def test_a_replay_of_a_backward_pass(tmp_path):
+    engine, bad = engine_of("stage 3"), batch_of("stage 3")
+    for batch in (bad, good := batch_of("stage 3", 1)):
+        batch["x"][:, -1] = 1.0
+    bad["x"][9, -1] = 0.0
+    text = found_by(engine, bad, good, ("root", lambda root: put(0 * root, 0, 1.0)))
+    found = jzero.replay(tmp_path / "saved" / "step2", Net())
+    assert str(found).splitlines() == text.splitlines()[: len(str(found).splitlines())]
+
+
+def test_what_a_replay_refuses(tmp_path):
+    with pytest.raises(jzero.ConfigError, match="model"):
+        replay.main(str(tmp_path), "nothing")
+    engine = engine_of("stage 0")
+    change(engine, "w", lambda w: put(w, (2, 0, 0), np.nan))
+    engine.train_batch(batch_of("stage 0"))
+    with pytest.raises(NonFiniteError):
+        engine.save_checkpoint(tmp_path / "run")
+    other = jzero.from_flax(lambda rngs: nnx.Linear(WIDTH, 1, rngs=rngs), lambda model, batch: model(batch["x"]).mean())
+    with pytest.raises(jzero.ConfigError, match="another model: missing params/bias"):
+        jzero.replay(tmp_path / "saved" / "step1", other)
+    engine.save_checkpoint(tmp_path / "run", tag="whole").wait()
+    with pytest.raises(jzero.ConfigError, match="a checkpoint, not a saved step"):
+        jzero.replay(tmp_path / "run" / "whole", Net())
+
+
+# ------------------------------------------------------------------ other models, warnings, fp16
+
+
+@pytest.mark.slow
+def test_a_module_with_dropout_in_a_pipeline(tmp_path):
+    make = lambda: jzero.from_flax(lambda rngs: SmallGPT(rngs, 0.2), loss_fn, stack="blocks")  # noqa: E731
+    more = {"bf16": {"enabled": True}, "pipeline": {"schedule": "zero_bubble"}, "gradient_accumulation_steps": 2}
+    mesh = jzero.make_mesh(pipe=2, zero=2, devices=jax.devices()[:4])
+    settings = {**config(1, **more), "train_micro_batch_size_per_gpu": 4}
+    engine = jzero.initialize(model=make(), config=settings, mesh=mesh)[0]
+    up = engine.state.params["stack"]["up"]
+    up["kernel"] = jax.device_put(put(np.array(up["kernel"]), (1, 3, 5), np.inf), up["kernel"].sharding)
+    with pytest.raises(NonFiniteError) as error:
+        train(engine, *BATCHES)
+    text = str(error.value)
+    assert "first in the forward pass: layer 1 of 2" in text
+    assert "parameter stack/up/kernel, layer 1, is not finite on device" in text
+    assert jzero.replay(tmp_path / "saved" / "step1", make()).place == "layer 1 of 2"
+
+
+def test_a_warning_names_the_first_step_of_a_run_of_bad_ones(capsys):
+    mesh = jzero.make_mesh(devices=jax.devices()[:2])
+    settings = {name: value for name, value in config(1).items() if name != "non_finite"}
+    engine = jzero.initialize(model=Net(), config=settings, mesh=mesh)[0]
+    good, bad = (rows(seed, MICRO * ACCUM * 2) for seed in (0, 1))
+    bad["x"][3] = np.nan
+    capsys.readouterr()
+    for batch in (good, bad, bad, good, bad, good):
+        engine.train_batch(batch)
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("jzero: step")]
+    assert [re.match(r"jzero: step (\d+): the loss is nan, the step changed nothing; set \"non_finite\"", line)[1]
+            for line in warnings] == ["2", "5"]  # fmt: skip
+    assert engine.skipped_steps == 3
+    assert engine.global_steps == 6
+
+
+def test_fp16_stops_only_where_no_lower_scale_helps():
+    mesh = jzero.make_mesh(devices=jax.devices()[:2])
+    scaled = {"enabled": True, "initial_scale_power": 30, "hysteresis": 1}
+    engine = jzero.initialize(model=Net(), config=config(1, fp16=scaled), mesh=mesh)[0]
+    good, bad = (rows(seed, MICRO * ACCUM * 2) for seed in (0, 1))
+    for _ in range(16):  # overflows, while the scale comes down
+        engine.train_batch(good)
+    assert 3 < engine.skipped_steps < 16
+    skipped, scale = engine.skipped_steps, engine.loss_scale
+    bad["x"][4] = np.nan
+    engine.train_batch(bad)
+    with pytest.raises(NonFiniteError, match="row 4 of the global batch"):
+        engine.train_batch(good)
+    assert (engine.global_steps, engine.skipped_steps, engine.loss_scale) == (16, skipped, scale)
