@@ -170,9 +170,9 @@ def optimizer_layouts(opt_state: PyTree, layouts: PyTree, rows: PartitionSpec | 
         name = path_name(path)
         keys = tuple(name.split("/"))
         owner = next((known[keys[i:]] for i in range(len(keys) + 1) if keys[i:] in known), None)
-        if owner is not None and owner.shape == tuple(x.shape) and not has_rows(name):
+        if owner is not None and owner.shape == tuple(x.shape) and not has_rows(path):
             return owner
-        spec = rows if rows is not None and has_rows(name) else PartitionSpec()
+        spec = rows if rows is not None and has_rows(path) else PartitionSpec()
         return ParamLayout(path_name(path), tuple(x.shape), spec, None, False, False, RULES[0])
 
     return jax.tree_util.tree_map_with_path(layout, opt_state)

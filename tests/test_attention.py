@@ -1,7 +1,6 @@
 """Every path of attention against a loop over tokens in NumPy, and the choice of the kernel."""
 
 import dataclasses
-import importlib.util
 import itertools
 import re
 
@@ -9,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cuda import needs_cuda_compiler
 from helpers.sampling import keep
 
 import jzero
@@ -19,7 +19,6 @@ from models.decoder import Decoder
 from models.decoder_config import DecoderConfig
 from models.llama import preset
 
-has_cuda_compiler = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 B, S, H, K, C = 2, 9, 4, 2, 8
 Q, KEYS, VALUES = (np.random.default_rng(i).normal(size=(B, S, n, C)).astype("f4") for i, n in enumerate((H, K, K)))
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 3, 3, 3, 0], [1, 2, 2, 2, 2, 2, 2, 0, 0]])
@@ -213,7 +212,7 @@ def test_the_kernel_and_the_report(monkeypatch):
 
 
 @pytest.mark.gpu_compile
-@pytest.mark.skipif(not has_cuda_compiler, reason="needs jzero[plan]")
+@needs_cuda_compiler
 @pytest.mark.usefixtures("no_compilation_cache")
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ Beside the table's there are these small ones, the same at every stage, all of t
 """
 
 import functools
-import importlib.util
 from collections import Counter
 from dataclasses import dataclass, replace
 from math import prod
@@ -31,6 +30,7 @@ from math import prod
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers.cuda import needs_cuda_compiler
 from helpers.sampling import keep
 
 import jzero
@@ -38,10 +38,9 @@ from jzero.planner import collectives, gpu_devices
 from models.llama import Llama, LlamaConfig
 from models.mlp import MLP, cross_entropy
 
-has_cuda_compiler = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 pytestmark = [
     pytest.mark.gpu_compile,
-    pytest.mark.skipif(not has_cuda_compiler, reason="needs jzero[plan]"),
+    needs_cuda_compiler,
     pytest.mark.usefixtures("no_compilation_cache"),
 ]
 

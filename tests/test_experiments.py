@@ -1,17 +1,16 @@
 """The example programs learn, write their files, and report a user's mistake in one line."""
 
 import csv
-import importlib.util
 import json
 import re
 
 import numpy as np
 import pytest
+from helpers.cuda import needs_cuda_compiler
 
 from experiments import pretrain, quickstart, text, tokens
 from experiments.tutorial import data_parallel, pipeline, zero1, zero2, zero3
 
-has_cuda_compiler = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 PROGRAMS = [data_parallel, zero1, zero2, zero3, pipeline]
 SMALL = {"d_model": 64, "num_heads": 2, "num_kv_heads": 1, "d_ff": 96}
 LOSS = re.compile(r"^step +(\d+)   loss (\S+)", re.MULTILINE)
@@ -106,7 +105,7 @@ def test_pretrain_on_random_tokens(run_pretrain):
 
 @pytest.mark.slow
 @pytest.mark.gpu_compile
-@pytest.mark.skipif(not has_cuda_compiler, reason="needs jzero[plan]")
+@needs_cuda_compiler
 def test_pretrain_plans(run_pretrain, no_compilation_cache):
     printed = run_pretrain("--plan 8 --override mesh.pipe=2 --override gradient_accumulation_steps=2")
     assert "8 x NVIDIA H100" in printed

@@ -1,6 +1,5 @@
 """LoRA fine-tuning in every layout is that of plain Flax and optax on one device; frozen weights exist once."""
 
-import importlib.util
 from functools import cache
 from itertools import product
 
@@ -10,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers.cuda import needs_cuda_compiler
 from helpers.sampling import keep
 
 import jzero
@@ -17,8 +17,6 @@ from jzero.planner import gpu_devices, memory
 from jzero.planner.state_bytes import state_bytes
 from models.llama import Llama, LlamaConfig, preset
 from models.lora import MODULES, LoRAConfig
-
-has_cuda_compiler = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
 STEPS, ROWS, VOCAB, CLIP = 4, 8, 64, 0.1
 # With adapters for a part of qkv only.
@@ -140,7 +138,7 @@ def test_frozen_layers_are_scanned_under_full_remat(policy, unrolled):
 
 @pytest.mark.slow
 @pytest.mark.gpu_compile
-@pytest.mark.skipif(not has_cuda_compiler, reason="needs jzero[plan]")
+@needs_cuda_compiler
 def test_one_h200_holds_the_frozen_weights_once(no_compilation_cache):
     """LoRA on Llama 8B: 2 bytes per frozen parameter, 12 per trained one; the step adds no copy of the weights."""
     lora = LoRAConfig(r=16, target_modules="all-linear")

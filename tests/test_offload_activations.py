@@ -5,21 +5,11 @@ import os
 import jax
 import numpy as np
 import pytest
-from helpers.offload import BF16, BOTH, PARAM, run
+from helpers.offload import BF16, BOTH, PARAM, run, scans
 from layouts import LAYOUTS, Net, batch, settings
 
 import jzero
-from jzero._compat import inner_jaxprs
 from jzero.offload import pinned_memory
-
-
-def scans(jaxpr):
-    """Yield the scans of a traced program, those inside others too."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "scan":
-            yield eqn
-        for inner in inner_jaxprs(eqn):
-            yield from scans(inner)
 
 
 @pytest.mark.parametrize("policy", ["full", "matmuls"])

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cuda import needs_cuda_compiler
+from helpers.layer_lists import layers
+from helpers.offload import scans
 from helpers.pipelines import ROWS, SEQUENCE, WIDTH, Case, Decoder, Everything, batch_of, model, run
 from helpers.sampling import keep
-from test_collectives import has_cuda_compiler
-from test_offload_activations import scans
-from test_pipeline_training import layers
 
 import jzero
 from jzero.engine.run_report import report
@@ -128,7 +128,7 @@ PLANS = [(Case("gpipe", 2, 12), (12 + 1) * (4 + 1)), (Case("interleaved", 2, 4, 
 
 
 @pytest.mark.gpu_compile
-@pytest.mark.skipif(not has_cuda_compiler, reason="needs jzero[plan]")
+@needs_cuda_compiler
 @pytest.mark.usefixtures("no_compilation_cache")
 @pytest.mark.parametrize(("case", "arrays"), keep(PLANS, PLANS[:1]), ids=str)
 def test_a_plan_counts_them_as_host_memory(case, arrays):

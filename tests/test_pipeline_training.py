@@ -1,15 +1,13 @@
 """Pipelines with a PipelineModule, activation checkpointing, losses without a step, and half precision."""
 
-from functools import lru_cache
 from itertools import product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from helpers.engines import three_calls
-from helpers.layer_lists import EMBED, HEAD, Residual, Wide, finish, pipeline, start
+from helpers.layer_lists import layers
 from helpers.pipelines import (
     BOUND,
     ROWS,
@@ -38,20 +36,6 @@ from jzero.planner import memory
 from models.llama import Llama
 
 # ----------------------------------------------------------------------------------------------- PipelineModule
-
-
-def mean_cross_entropy(logits, labels):
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-@lru_cache
-def layers(kind):
-    """With dropout, tied ends around four layers alike, or five, which no stages divide; or five that are not alike,
-    with integers and masks between them."""
-    if kind != "different":
-        alike = [jzero.LayerSpec(Residual, 8, 0.5)] * {"four": 4, "five": 5}[kind]
-        return pipeline(EMBED, *alike, HEAD, loss_fn=mean_cross_entropy)
-    return pipeline(start, *(jzero.LayerSpec(Wide, *size) for size in ((3, 16), (16, 16), (16, 2))), finish)
 
 
 MODULES = [

@@ -1,12 +1,12 @@
 """Model-state bytes per device: the ZeRO formula, by accounting from the specs, and what real devices hold."""
 
-import importlib.util
 from itertools import product
 from math import prod
 
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers.cuda import needs_cuda_compiler
 from helpers.sampling import keep, sample
 
 import jzero
@@ -14,9 +14,6 @@ from jzero.planner import gpu_devices
 from jzero.planner.state_bytes import bytes_per_device, state_bytes
 from models.llama import Llama, LlamaConfig, preset
 from models.mlp import MLP, cross_entropy
-
-has_cuda_compiler = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
-needs_cuda_compiler = pytest.mark.skipif(not has_cuda_compiler, reason="needs jzero[plan]")
 
 COUNTERS = 2 * 4  # AdamW's number of updates and the schedule's, int32
 TINY = LlamaConfig(3, 64, 4, 2, 96, vocab_size=130, attention="xla")

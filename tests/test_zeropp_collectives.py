@@ -14,23 +14,22 @@ of a layer are gathered twice per micro-batch, those of the ends once. Expected,
 Vectors are never quantized. `block` is the largest even divisor of the S / N elements of a part, from 16 to 64.
 """
 
-import importlib.util
 from collections import Counter
 from math import prod
 
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers.cuda import needs_cuda_compiler
 from helpers.reference import Layout, batches, model
 from helpers.sampling import keep
 
 import jzero
 from jzero.planner import collectives, gpu_devices
 
-has_cuda_compiler = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 pytestmark = [
     pytest.mark.gpu_compile,
-    pytest.mark.skipif(not has_cuda_compiler, reason="needs jzero[plan]"),
+    needs_cuda_compiler,
     pytest.mark.usefixtures("no_compilation_cache"),
 ]
 

@@ -18,7 +18,7 @@ from jzero.errors import ConfigError, some_of
 from jzero.loss_scale import Scaler
 from jzero.offload import pinned_memory
 from jzero.optimizers import at_step
-from jzero.optimizers.compressed import has_rows
+from jzero.optimizers.compressed import ROWS, rows_of
 from jzero.state import TrainState, check_alive
 from jzero.stored_names import stored_names
 from jzero.train_step import TrainStep
@@ -56,6 +56,8 @@ class Plan:
 
     Checks come first and cost nothing: once they pass, the caller drops its former state, and `read` has room for the
     new one. The plan refers only to the kept leaves of the former state.
+
+    State of single devices fits no other number of them: of `zeros` nothing is read, and `lost` is read into nothing.
     """
 
     source: Checkpoint
@@ -63,6 +65,8 @@ class Plan:
     selection: Selection
     taken: list[str]
     kept: dict[str, jax.Array]
+    zeros: list[str]
+    lost: list[str]
 
     def read(self) -> TrainState:
         """Read the state, sharded for the step.
@@ -75,15 +79,10 @@ class Plan:
         places = {name: shardings[name] for name in self.taken}
         stored = read_layers(self.source, places, {name: x.shape for name, x in shapes.items()}, names)
         read = match_dtypes(stored, shapes)
-        leaves = (
-            self.kept
-            | read
-            | {
-                name: jnp.zeros(shapes[name].shape, shapes[name].dtype, device=shardings[name])
-                for name in shapes
-                if has_rows(name) and name not in self.taken
-            }
-        )
+        zeros = {name: jnp.zeros(shapes[name].shape, shapes[name].dtype, device=shardings[name]) for name in self.zeros}
+        leaves = self.kept | read | zeros
+        if self.selection.optimizer and not self.selection.only_module:
+            _report_rows(self.zeros, self.lost)
         state = jax.tree.unflatten(jax.tree.structure(step.state_shapes), [leaves[name] for name in shapes])
         scale = read.get("loss_scale/scale")
         former = self.source.notes.get("loss_scale")
@@ -109,6 +108,13 @@ def plan(source: Checkpoint, step: TrainStep, former: TrainState | None, selecti
     names = stored_names(step.state_shapes, shapes)
     wanted = stored_shapes({name: x for name, x in shapes.items() if name in selection}, names)
     stored = source.shapes
+    rows = dict.fromkeys(rows_of(step.state_shapes))
+    mine = {part: name in rows for name in shapes for part in names[name]}
+
+    def has_rows(stored_name: str) -> bool:  # a checkpoint has only names
+        field_of = stored_name.startswith("opt_state/") and not ROWS.isdisjoint(stored_name.split("/"))
+        return mine.get(stored_name, field_of)
+
     if selection.strict:  # rows fit their number of devices only; on others they start at 0, as in DeepSpeed
         expected = {name: x for name, x in wanted.items() if name not in source.without and not has_rows(name)}
         source.check_fit(expected, [name for name in stored if name in selection and not has_rows(name)])
@@ -116,13 +122,26 @@ def plan(source: Checkpoint, step: TrainStep, former: TrainState | None, selecti
     taken = [name for name in shapes if fit.issuperset(names[name])]
     if not taken:
         raise ConfigError(f"checkpoint {source.path} has nothing for this model: its leaves are {some_of(stored)}")
-    if former is None and any(name not in taken and not has_rows(name) for name in shapes):
+    zeros = [name for name in rows if name not in taken]
+    found = set(zeros).union(taken)
+    if former is None and any(name not in found for name in shapes):
         check_alive(None)
-    kept = {name: x for name, x in named(former).items() if name not in taken and not has_rows(name)}
+    kept = {name: x for name, x in named(former).items() if name not in found}
     omitted = {name: x for name, x in kept.items() if source.without.keys() & set(names[name])}
     layers = {name: list(x) if len(names[name]) > 1 else [x] for name, x in omitted.items()}
     _check_kept(source, {part: x for name in omitted for part, x in zip(names[name], layers[name], strict=True)})
-    return Plan(source, step, selection, taken, kept)
+    read = {part for name in taken for part in names[name]}
+    lost = [name for name in stored if name in selection and has_rows(name) and name not in read]
+    return Plan(source, step, selection, taken, kept, zeros, lost)
+
+
+def _report_rows(zeros: list[str], lost: list[str]) -> None:
+    """Print which state of single devices is not read."""
+    fields = {part for name in (*zeros, *lost) for part in name.split("/")} & (ROWS - {"own_norm"})
+    if fields:
+        why = "that of other devices" if zeros and lost else "not in the checkpoint" if zeros else "not in this run"
+        then = "it starts at 0" if zeros else "it is dropped"
+        log_dist(f"state of single devices ({', '.join(sorted(fields))}) is {why}: {then}")
 
 
 def _check_kept(source: Checkpoint, kept: dict[str, Any]) -> None:

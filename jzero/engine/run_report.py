@@ -195,8 +195,10 @@ def _not_offloaded(step: Any) -> list[str]:
 
 def _effective(step: Any) -> list[str]:
     config, schedule, facts = step.config, step.setup.schedule, step.setup.passes.facts
-    clip = config.gradient_clipping
-    lines = [f"gradient_clipping {clip:g}: by global norm" if clip else "gradient_clipping 0: off"]
+    clip, norm = config.gradient_clipping, "by global norm"
+    if step.setup.averaging:
+        norm += " where gradients are averaged exactly, elsewhere each device's own by its norm, as in DeepSpeed"
+    lines = [f"gradient_clipping {clip:g}: {norm}" if clip else "gradient_clipping 0: off"]
     if config.gradient_allreduce_op == "sum":
         lines.append(
             f"gradient_allreduce_op sum: gradients are {step.replicas} times those of the mean over the replicas"
@@ -219,7 +221,7 @@ def _effective(step: Any) -> list[str]:
         lines.append(
             f"optimizer {config.optimizer.type}: " + ", ".join(f"{k} {value_text(v)}" for k, v in used if v is not None)
         )
-        lines += optimizers.describe(config.optimizer, schedule)
+        lines += optimizers.describe(config.optimizer, schedule, averages=step.setup.averaging is not None)
     lines += _autos(step)
     if schedule:
         lines.append(_rates(schedule.lr))

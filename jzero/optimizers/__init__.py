@@ -144,8 +144,9 @@ def optimizer_problems(optimizer_config: Any) -> list[str]:
 
 
 def parameters(optimizer_config: Any) -> dict[str, Any]:
-    """Return the parameters of a config's `optimizer` section with the defaults filled in."""
-    return _read(optimizer_config)[1]
+    """Return the parameters of a config's `optimizer` section that have an effect, with the defaults filled in."""
+    row, params = _read(optimizer_config)
+    return {name: value for name, value in params.items() if name not in row.idle}
 
 
 def _read(optimizer_config: Any) -> tuple[Row, dict[str, Any]]:
@@ -215,11 +216,18 @@ def why_not_scaled(optimizer_config: Any) -> str:
     return "" if "lr_scale" in row.by_group else f"{optimizer_config.type} {WHY['lr_scale']}"
 
 
-def describe(optimizer_config: Any, lr: LRSchedule | None) -> tuple[str, ...]:
-    """List the run report's notes on the config's optimizer: where it differs from what its name suggests."""
+def describe(optimizer_config: Any, lr: LRSchedule | None, averages: bool = False) -> tuple[str, ...]:
+    """List the run report's notes on the config's optimizer: where it differs from what its name suggests.
+
+    Args:
+      optimizer_config, lr: as for `make_optimizer`.
+      averages: whether the devices average inside its update.
+    """
     row, params = _read(optimizer_config)
-    name = optimizer_config.type
-    notes = [note.format(name=name, **params) for when, note in row.notes if when(params)]
+    name, given = optimizer_config.type, optimizer_config.params or {}
+    texts = [note for when, note in row.notes if when(params)] + list(row.signs if averages else ())
+    notes = [text.format(name=name, **params) for text in texts]
+    notes += [f"{name}: {key} has no effect: {why}" for key, why in row.idle.items() if key in given]
     if lr is not None and lr.momentum is not None:
         if row.cycles:
             notes.append(f"{name}: OneCycle's cycle_momentum sets beta1; beta2 is 0.99, as in DeepSpeed")

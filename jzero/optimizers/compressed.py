@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
+from jax.tree_util import GetAttrKey
 
-from jzero.tree import PyTree
+from jzero.tree import PyTree, path_name
 
 WORKER_ERROR = "worker_error"
 # The fields of optimizers' states that have a row for each device.
@@ -94,9 +95,21 @@ class Replicas(NamedTuple):
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.size, *x.shape)), tree)
 
 
-def has_rows(name: str) -> bool:
-    """Return whether a leaf of the state has a row for each device, so that it fits no other number of them."""
-    return not ROWS.isdisjoint(name.split("/"))
+def has_rows(path: tuple) -> bool:
+    """Return whether the leaf of a state at a key path has a row for each device, so that it fits no other number.
+
+    A field of an optimizer's state is an attribute; a module of the same name is a key of a dict.
+
+    >>> from jax.tree_util import DictKey
+    >>> has_rows((GetAttrKey("worker_error"), DictKey("w"))), has_rows((GetAttrKey("mu"), DictKey("worker_error")))
+    (True, False)
+    """
+    return any(isinstance(key, GetAttrKey) and key.name in ROWS for key in path)
+
+
+def rows_of(state: PyTree) -> list[str]:
+    """List the names of the leaves that have a row for each device."""
+    return [path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0] if has_rows(path)]
 
 
 def padded(elements: int, size: int) -> int:

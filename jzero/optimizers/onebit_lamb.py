@@ -66,14 +66,15 @@ def one_bit_lamb(k: Knobs, p: dict[str, Any]) -> Transform:
         state = state._replace(count=count)
         if k.replicas is None:
             state = _moved(betas, updates, state)
+            # For a run that goes on compressed. No branch: the moments may lie in host memory.
+            scale = jax.tree.map(partial(jnp.where, warm), _scales(k, state.mu), state.scale)
+            state = state._replace(scale=scale)
         else:
             # The count is the same on all devices, so they take the same branch, and its collectives meet.
-            exactly, by_signs = partial(_exactly, k.replicas, betas), partial(_by_signs, k, k.replicas, betas)
+            exactly, by_signs = partial(_exactly, k, k.replicas, betas), partial(_by_signs, k, k.replicas, betas)
             state = lax.cond(warm, exactly, by_signs, updates, state)
-        learned, kept = (state.fresh, _scales(k, state.mu)), (state.nu, state.scale)
-        nu, scale = jax.tree.map(lambda new, old: jnp.where(warm, new, old), learned, kept)
-        state = state._replace(nu=nu, scale=scale)
-        return _steps(k, p, warm, state, params)
+        nu = jax.tree.map(lambda new, old: jnp.where(warm, new, old), state.fresh, state.nu)
+        return _steps(k, p, warm, state._replace(nu=nu), params)
 
     return optax.chain(Transform(init, update), optax.scale_by_learning_rate(k.lr))
 
@@ -83,7 +84,8 @@ def _scales(k: Knobs, mu: Any) -> Any:
     sizes = map_layers(lambda m: jnp.sqrt(jnp.mean(m * m)), k.stacked, mu)
     leaves = jax.tree.leaves(sizes)
     common = sum(x.sum() for x in leaves) / sum(x.size for x in leaves)
-    return jax.tree.map(lambda size: jnp.where(size > 0, common / jnp.where(size > 0, size, 1.0), 1.0), sizes)
+    scales = jax.tree.map(lambda size: jnp.where(size > 0, common / jnp.where(size > 0, size, 1.0), 1.0), sizes)
+    return jax.tree.map(lambda scale: scale.astype(jnp.float32), scales)
 
 
 def _moved(betas: Any, grads: Any, state: OneBitLambState) -> OneBitLambState:
@@ -92,10 +94,11 @@ def _moved(betas: Any, grads: Any, state: OneBitLambState) -> OneBitLambState:
     return state._replace(mu=mu, fresh=fresh)
 
 
-def _exactly(replicas: Replicas, betas: Any, updates: Any, state: OneBitLambState) -> OneBitLambState:
+def _exactly(k: Knobs, replicas: Replicas, betas: Any, updates: Any, state: OneBitLambState) -> OneBitLambState:
     """Move the moments by the devices' summed gradient."""
     grads, norm = replicas.all_reduce(updates)
-    return _moved(betas, grads, state)._replace(own_norm=norm)
+    state = _moved(betas, grads, state)
+    return state._replace(own_norm=norm, scale=_scales(k, state.mu))
 
 
 def _by_signs(k: Knobs, replicas: Replicas, betas: Any, updates: Any, state: OneBitLambState) -> OneBitLambState:

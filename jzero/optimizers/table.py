@@ -9,7 +9,7 @@ are `optax.lamb`, `optax.muon` and `optax.adagrad` where the numbers differ. The
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -40,7 +40,9 @@ class Row:
       check: lists the problems between its parameters.
       by_group: the keys that a parameter group can set.
       decay: its weight decay's name.
+      idle: parameters that change nothing, each with the reason.
       compresses: whether it can average inside its update.
+      signs: lines of the run report for a run in which it does.
       own_steps: whether, if it does, every device also takes steps alone, by rates that it sums.
       one_decay: whether the weight decays of all groups are one number or 0.
     """
@@ -54,7 +56,9 @@ class Row:
     by_group: tuple[str, ...] = ("lr_scale", "weight_decay")
     decay: str = "weight_decay"
     one_decay: bool = False
+    idle: Mapping[str, str] = field(default_factory=dict)
     compresses: bool = False
+    signs: tuple[str, ...] = ()
     own_steps: bool = False
 
 
@@ -85,7 +89,7 @@ _TORCH_ADAM = {"torch_adam": Param(False, FLAG)}
 _NO_TORCH = (lambda p: p["torch_adam"], "{name}: torch_adam chooses a kernel in DeepSpeed and has no meaning here")
 
 
-# Of the optimizers with compressed communication. DeepSpeed reads bias_correction, and corrects nothing.
+# Of the optimizers with compressed communication.
 _ONE_BIT: dict[str, Param] = {
     **_ADAM,
     "eps_inside_sqrt": only(False, "other values are not supported"),
@@ -97,32 +101,30 @@ _ONE_BIT_NOTES = (
     (
         lambda p: p["exact_communication"],
         "{name}: exact_communication is true: gradients are averaged exactly, not as signs with error feedback; the "
-        "variance freezes as in DeepSpeed, and no bias is corrected",
+        "variance freezes as in DeepSpeed",
     ),
-    (
-        lambda p: True,
-        "{name}: cuda_aware and comm_backend_name choose a transport in DeepSpeed and have no meaning here",
-    ),
+    (lambda p: True, "{name}: no bias is corrected, as in DeepSpeed"),
 )
+_TRANSPORT = "it chooses a transport in DeepSpeed"
+_IDLE = {
+    "bias_correction": "DeepSpeed reads it too, and corrects nothing",
+    "cuda_aware": _TRANSPORT,
+    "comm_backend_name": _TRANSPORT,
+}
 _FREEZE = {"freeze_step": Param(100_000, INT32)}
-
-
-def _compressed(p: dict[str, Any]) -> bool:
-    return not p["exact_communication"]
-
-
 _SIGNS = (
-    _compressed,
     "{name}: after {freeze_step} steps the variance is frozen, and the devices average the signs of their momenta, "
-    "with error feedback; each then clips its own gradient, as in DeepSpeed",
+    "with error feedback"
 )
 
 
-def _one_bit(make: Make, params: dict[str, Param], *notes: Note, own_steps: bool = False) -> Row:
+def _one_bit(
+    make: Make, params: dict[str, Param], *signs: str, notes: tuple[Note, ...] = (), own_steps: bool = False
+) -> Row:
     """Make the row of an optimizer with compressed communication."""
     return Row(
         {**_ONE_BIT, **params}, make, (*_ONE_BIT_NOTES, *notes), cycles=True, by_group=_ALL_BY_GROUP, compresses=True,
-        own_steps=own_steps,
+        own_steps=own_steps, signs=signs, idle=_IDLE,
     )  # fmt: skip
 
 
@@ -226,19 +228,15 @@ DEEPSPEED: dict[str, Row] = {
             "local_step_scaler": Param(32_678, INT32),
             "local_step_clipper": Param(16, INT32),
         },
-        (
-            lambda p: p["exact_communication"],
-            "{name}: local_step_scaler and local_step_clipper have no effect: every step communicates",
-        ),
-        (
-            _compressed,
-            "{name}: the devices average gradients in the steps in which the variance learns, and their signs in the "
-            "steps between; each then clips its own gradient, as in DeepSpeed",
-        ),
-        (
-            _compressed,
-            "{name}: after {var_freeze_step} steps the devices take local steps, and average the signs of their sum "
-            "at least every {local_step_clipper} steps; evaluation and saved weights are those of the last average",
+        "{name}: the devices average gradients in the steps in which the variance learns, and their signs in the "
+        "steps between",
+        "{name}: after {var_freeze_step} steps the devices take local steps, and average the signs of their sum "
+        "at least every {local_step_clipper} steps; evaluation and saved weights are those of the last average",
+        notes=(
+            (
+                lambda p: p["exact_communication"],
+                "{name}: local_step_scaler and local_step_clipper have no effect: every step communicates",
+            ),
         ),
         own_steps=True,
     ),

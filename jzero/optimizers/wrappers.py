@@ -145,7 +145,7 @@ def _map_owned(function: Callable[[Any], Any], state: Any, params: Any) -> Any:
 
     def leaf(path: tuple, x: Any) -> Any:
         owned = any(path[len(path) - n :] in owners for n in lengths if n <= len(path))
-        return function(x) if owned and not has_rows(path_name(path)) else x
+        return function(x) if owned and not has_rows(path) else x
 
     return jax.tree_util.tree_map_with_path(leaf, state)
 

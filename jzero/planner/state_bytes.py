@@ -28,7 +28,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jzero import optimizers
 from jzero.mesh import PIPE, ZERO, replicas
-from jzero.optimizers.compressed import has_rows
+from jzero.optimizers.compressed import rows_of
 from jzero.precision import Precision
 from jzero.tree import PyTree, named
 from jzero.zero import ON_DEVICE, RULES, OnHost, Rule
@@ -116,7 +116,8 @@ def state_bytes(step: TrainStep) -> StateBytes:
     ideal = [inside(stage, x, leaf.trainable, pipe) for leaf, x in leaves]
     persistent = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((shapes.params, shapes.opt_state)))
     # Errors of compressed communication have a row for each device, whatever the stage.
-    errors = sum(x.size * x.dtype.itemsize for name, x in named(shapes.opt_state).items() if has_rows(name))
+    state = named(shapes.opt_state)
+    errors = sum(state[name].size * state[name].dtype.itemsize for name in rows_of(shapes.opt_state))
     persistent -= errors
     frozen = sum(x.size * x.dtype.itemsize for leaf, x in leaves if not leaf.trainable)
     whole = 0 if stage.gather == "layer" else frozen  # frozen weights are partitioned under stage 3 alone

@@ -1,7 +1,6 @@
 """Packing loses no token, and a packed document has the logits of the document alone."""
 
 import dataclasses
-import importlib.util
 import re
 
 import chex
@@ -9,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cuda import needs_cuda_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +19,6 @@ from jzero.data.sources import Source
 from jzero.planner import gpu_devices
 from models.llama import Llama, LlamaConfig
 
-has_cuda_compiler = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 TINY = LlamaConfig(4, 32, 4, 2, 48, vocab_size=64, attention="xla")
 LENGTH = 24
 
@@ -161,7 +160,7 @@ def test_packed_documents_do_not_see_each_other():
 
 
 @pytest.mark.gpu_compile
-@pytest.mark.skipif(not has_cuda_compiler, reason="needs jzero[plan]")
+@needs_cuda_compiler
 @pytest.mark.usefixtures("no_compilation_cache")
 @pytest.mark.slow
 def test_segments_under_cudnn():

@@ -1,9 +1,12 @@
 """What the tests of lists of layers share."""
 
+from functools import lru_cache
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
@@ -69,3 +72,17 @@ def finish(x):
     assert x["ids"].dtype == jnp.uint32
     assert x["mask"].dtype == bool
     return x["h"] + x["more"][1] + (x["ids"] == np.uint32(2**32 - 1))[:, None] + (x["more"][0] == 2**31 - 1)[:, None]
+
+
+def mean_cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+@lru_cache
+def layers(kind):
+    """With dropout, tied ends around four layers alike, or five, which no stages divide; or five that are not alike,
+    with integers and masks between them."""
+    if kind != "different":
+        alike = [LayerSpec(Residual, 8, 0.5)] * {"four": 4, "five": 5}[kind]
+        return pipeline(EMBED, *alike, HEAD, loss_fn=mean_cross_entropy)
+    return pipeline(start, *(LayerSpec(Wide, *size) for size in ((3, 16), (16, 16), (16, 2))), finish)

@@ -3,6 +3,8 @@
 import jax
 from layouts import LAYOUTS, batch, build, settings
 
+from jzero._compat import inner_jaxprs
+
 CPU = {"device": "cpu"}
 OPTIMIZER, PARAM = {"offload_optimizer": CPU}, {"offload_param": CPU}
 BOTH = {**OPTIMIZER, **PARAM}
@@ -20,3 +22,12 @@ def run(name, offloaded, steps=3, noise=True, **more):
 
 def on_host(tree):
     return sum(x.size for x in jax.tree.leaves(tree) if x.sharding.memory_kind == "pinned_host")
+
+
+def scans(jaxpr):
+    """Yield the scans of a traced program, those inside others too."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from scans(inner)

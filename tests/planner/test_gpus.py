@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cuda import needs_cuda_compiler
 from helpers.sampling import keep
 from jax import lax
 from jax.experimental import topologies
@@ -15,8 +16,6 @@ from jax.sharding import PartitionSpec as P
 from jzero.errors import ConfigError
 from jzero.planner import GPUS, Memory, collectives, gpu, gpu_devices, memory
 
-has_cuda_compiler = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
-needs_cuda_compiler = pytest.mark.skipif(not has_cuda_compiler, reason="needs jzero[plan]")
 pytestmark = pytest.mark.usefixtures("no_compilation_cache")
 
 

@@ -1,11 +1,10 @@
 """The list of collectives against programs whose collectives are known from their source."""
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cuda import needs_cuda_compiler
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -13,8 +12,6 @@ from jax.sharding import PartitionSpec as P
 from jzero.errors import ConfigError
 from jzero.planner import collectives, gpu_devices
 
-has_cuda_compiler = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
-needs_cuda_compiler = pytest.mark.skipif(not has_cuda_compiler, reason="needs jzero[plan]")
 pytestmark = pytest.mark.usefixtures("no_compilation_cache")
 h100 = pytest.param("h100", marks=[pytest.mark.gpu_compile, needs_cuda_compiler])
 REPLICATED = P()

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.cuda import needs_cuda_compiler
 from helpers.sampling import keep
 from jax import lax
-from planner.test_gpus import needs_cuda_compiler
 
 import jzero
 from jzero.planner import gpu_devices
