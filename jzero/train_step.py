@@ -96,7 +96,9 @@ class TrainStep:
         self.rate: float | None = None  # by set_lr
         self._seen: tuple | None = None  # the shapes of the first step's batch, extra, rate and halted
         # A profile reads the program of its step, which differs from the first under a curriculum.
-        self._is_profiled = self.config.wall_clock_breakdown or self.config.flops_profiler.enabled
+        self._is_profiled = any(
+            (self.config.wall_clock_breakdown, self.config.flops_profiler.enabled, self.config.comms_logger.enabled)
+        )
         self._called: set[Any] = set()  # the shapes of the calls that have compiled their programs
         self._amounts: dict[Any, Amount] = {}
         self.amount = Amount()

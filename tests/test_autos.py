@@ -330,7 +330,7 @@ def test_a_config_to_tune_trains_as_it_is():
 
 @pytest.mark.parametrize(
     ("section", "tool"),
-    [("autotuning", "memory"), ("comms_logger", "collectives"), ("eigenvalue", "")],
+    [("autotuning", "memory"), ("eigenvalue", "")],
 )
 def test_a_tool_beside_the_training_is_a_warning_with_what_to_call(section, tool):
     ((key, value, why),) = Config.load({section: {"enabled": True}}).ignored

@@ -61,8 +61,6 @@ IGNORED: dict[str, str] = _ignored(
     ("bf16", SWITCH, "bf16 opt_level"),
     ("autotuning", "nothing is tuned; the rest of the config trains as it is. To choose batch sizes, read the memory "
         "of a compiled step: jzero.planner.memory(step.lower(batch).compile())", "enabled"),
-    ("comms_logger", "nothing is logged. jzero.planner.collectives(step.lower(batch).compile()) lists the collectives "
-        "of a step and their bytes", "enabled"),
     ("eigenvalue", "DeepSpeed reads it only under quantize_training", "enabled"),
     ("pipeline", _STAGES, "pipeline_parallel_size num_stages pipeline_num_layers"),
     (_REMAT, 'DeepSpeed reads no such key; write "policy": "full", or "matmuls"', "enabled"),

@@ -245,8 +245,6 @@ REFUSED: dict[str, Refused] = {
         " expert_w3 expert_tensor_parallel_size has_shared_experts load_balance_coeff num_expert_groups"
         " num_experts_attr num_limited_groups route_norm route_scale routed_scaling_factor score_apply"
         " shared_experts_gate_pattern shared_experts_pattern top_k_attr validate_folding_routing", enabled=False),
-    # what a run reports
-    **_details("comms_logger", "prof_all prof_ops verbose debug"),
     # checkpoints
     **_later("checkpoint", "checkpoints on the disks of each host", use_node_local_storage=False),
     **_later("nebula", "Nebula; checkpoints are asynchronous without it (checkpoint.dir, checkpoint.max_to_keep)",

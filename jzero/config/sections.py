@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
+from jzero.config.profiled import COLLECTIVES, STEPS
 from jzero.config.schedule_names import SCHEDULE_NAMES, ScheduleName
 from jzero.values import kinds
 from jzero.values.kinds import Dtype, OffloadDevice, number, one_of
@@ -362,6 +363,34 @@ class FlopsProfilerConfig(Section):
     output_file: TextOrNone = None
 
 
+class CommsLoggerConfig(Section):
+    """A table of the collectives of a step: kind, mesh axes, dtype, loops, number and bytes, exactly as compiled.
+
+    It comes after the first step. On GPUs the second step is profiled, and the table has the bandwidth of each kind.
+    `verbose` gives every operation a row of its own, and `debug` shows their names in JAX, with the module. With
+    `prof_all` false the table has only the kinds of `prof_ops`, by DeepSpeed's names.
+    """
+
+    enabled: Flag = False
+    verbose: Flag = False
+    prof_all: Flag = True
+    prof_ops: Annotated[tuple[str, ...], PlainValidator(COLLECTIVES)] = ()
+    debug: Flag = False
+
+
+class ProfilerConfig(Section):
+    """A trace for XProf and Perfetto of the steps from the first to the last of `steps`, in files in `output_path`.
+
+    `python` also traces Python's calls. Process 0 traces its devices; with `all_processes` each process does, in a
+    directory of its own.
+    """
+
+    steps: Annotated[tuple[int, int] | None, PlainValidator(STEPS)] = None
+    output_path: Text = "traces"
+    python: Flag = False
+    all_processes: Flag = False
+
+
 class Settings(Section):
     """The top level of a config file.
 
@@ -407,6 +436,8 @@ class Settings(Section):
     timers: TimersConfig = TimersConfig()
     flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
     progress: ProgressConfig = ProgressConfig()
+    comms_logger: CommsLoggerConfig = CommsLoggerConfig()
+    profiler: ProfilerConfig = ProfilerConfig()
     tensorboard: FilesConfig = FilesConfig()
     csv_monitor: FilesConfig = FilesConfig()
     jsonl_monitor: FilesConfig = FilesConfig()

@@ -11,7 +11,6 @@ import jax
 
 from jzero.checkpoint import Save
 from jzero.engine.clock import CHECKPOINT, DEVICE, EVALUATION, HOST, PROFILE, SCRIPT, Clock
-from jzero.engine.device_times import Profile, device_line, device_times, parts_of
 from jzero.engine.finished import Finished, Given
 from jzero.engine.lines import Lines, Run
 from jzero.engine.memory_lines import planned
@@ -36,7 +35,6 @@ class Monitor:
     def __init__(self, step: TrainStep):
         self._planned = step.config.memory_breakdown
         self._first = True
-        self._profile: Profile | None = None
         self._profiles = Profiles(step.config)
         self.lines, self.curves, self.finished = Lines(step.config), Curves(step.config), Finished()
         # Under wall_clock_breakdown the host waits for each step, and its clock alone tells the devices' time.
@@ -57,30 +55,16 @@ class Monitor:
     def run(self, step: Callable[[], Any], number: int) -> Any:
         """Run a step; under wall_clock_breakdown wait for its results, to tell the devices' time from the host's.
 
-        Otherwise the host prepares the next step in the meantime. The first step with a progress line is profiled,
-        except the run's first: only once, because a profile may take longer than the step.
+        Otherwise the host prepares the next step in the meantime.
         """
-        if not (self.lines.timed and self._profile is None and not self._first and self.lines.is_due(number)):
-            return self._run(step, number)
-        self._profile = Profile()
-        with self.part(PROFILE):
-            self._profile.start()
-        try:
-            return self._run(step, number)
-        finally:
-            with self.part(PROFILE):
-                self._profile.stop()
-
-    def _run(self, step: Callable[[], Any], number: int) -> Any:
-        self._profiles.begin(number, first=self._first)
-        with self.part(HOST):
-            done = step()
-        if self._shows:
-            self.finished.give(Given(DEVICE, done[1], number, self._step.amount))
-        with self.part(DEVICE):
-            done = self.ready(done, self._profiles.waits_for(number))
-        self._profiles.end()
-        return done
+        due = self.lines.timed and self.lines.is_due(number)
+        with self._profiles.around(number, lambda: self.part(PROFILE), line_due=due) as wait:
+            with self.part(HOST):
+                done = step()
+            if self._shows:
+                self.finished.give(Given(DEVICE, done[1], number, self._step.amount))
+            with self.part(DEVICE):
+                return self.ready(done, wait)
 
     def evaluated(self, result: Any) -> Any:
         """Return the result of an evaluation, as `ready` does."""
@@ -105,10 +89,8 @@ class Monitor:
                 self.lines.progress(run, self.clock)
                 if self.lines.timed:
                     self.curves.times(self.lines.times, run.global_samples, run.global_steps)
-            if profiles := self._profiles.text(run.global_steps, run.step_fn):
-                self.lines.say(profiles)
-            if self._profile and self._profile.is_new:
-                self._device_line(run, self._profile)
+            for text in self._profiles.texts(run.global_steps, run.step_fn):
+                self.lines.say(text)
             if self._shows:
                 print_at_end(self.ending)
 
@@ -124,12 +106,3 @@ class Monitor:
             self.lines.memory("after the first step", run.metrics)
         if self.lines.prints and (remarks := half_precision(run.step_fn)):
             self.lines.say("\n".join(remarks))
-
-    def _device_line(self, run: Run, profile: Profile) -> None:
-        profile.is_new = False
-        traced = run.step_fn.traced
-        text = traced.lower().compile().as_text() if traced else ""  # on every process, because it may compile
-        if profile.problem:
-            self.lines.say(f"step {run.global_steps}: no profile of the device: {profile.problem}")
-        else:
-            self.lines.say(device_line(run.global_steps, device_times(profile.kernels, parts_of(text))))

@@ -80,7 +80,8 @@ class StepFlops:
             rows = list(_largest(rows, top))
         again = any(m.recomputed for m in rows)
         columns = ["module", "parameters", "forward", "backward", *["recomputed"] * again, "bytes", "share"]
-        return table(title, columns, [_cells(m, again, self.whole.flops, indent=top is None) for m in rows])
+        cells = [_cells(m, again, self.whole.flops, indent=top is None) for m in rows]
+        return table(title, columns, cells, left=["module"])
 
     def totals(self, seconds: float | None, kind: str) -> list[str]:
         """Return the lines below the table.

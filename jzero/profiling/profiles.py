@@ -1,59 +1,142 @@
-"""The profiles that a config asks for, around the steps of an engine."""
+"""What is profiled around which step of an engine, and what is printed of it.
+
+The profiler of a process has one session at a time, so a step has at most one profile. The steps of the section
+`profiler` come first; the profile of the breakdown, or of the collectives, then takes the next step that it can.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jzero.config import Config
+from jzero.planner.collectives import KINDS, collectives
+from jzero.profiling.communication import communication
+from jzero.profiling.device_times import Profile, device_line, device_times, parts_of
 from jzero.profiling.flops import step_flops
+from jzero.profiling.trace import Trace
 from jzero.train_step import TrainStep
 
 
 class Profiles:
     """The profiles of one engine.
 
-    `flops_profiler` prints the FLOPs of step `profile_step`, and times it. The first step of a process compiles, so the
-    second takes its place.
+    - `profiler` traces chosen steps.
+    - `wall_clock_breakdown` profiles the first step with a progress line, except the run's first: only once, because a
+      profile may take longer than the step.
+    - `comms_logger` profiles the second step, on GPUs.
+    - `flops_profiler` prints the FLOPs of step `profile_step`, and times it. The first step of a process compiles, so
+      the second takes its place.
+
+    Attributes:
+      device, comms: the profiles of the breakdown and of the collectives; None before them.
     """
 
     def __init__(self, config: Config):
-        self.flops = config.flops_profiler
-        self._timed = self.flops.profile_step if self.flops.enabled else None
-        self._start = self._seconds = 0.0
+        self._config, self._flops, self._comms = config, config.flops_profiler, config.comms_logger
+        self.device: Profile | None = None
+        self.comms: Profile | None = None
+        self._trace = Trace(config.profiler)
+        self._timed = self._flops.profile_step if self._flops.enabled else None
+        self._logged = not self._comms.enabled
+        self._seconds, self._first = 0.0, 0
 
-    def begin(self, number: int, *, first: bool) -> None:
-        """Begin a step; `first`: of this process."""
-        if first and number == self._timed:
+    @contextlib.contextmanager
+    def around(self, number: int, part: Callable[[], Any], *, line_due: bool) -> Iterator[bool]:
+        """Profile a step, if it is its turn; `part` is the context in which that counts as the profile's time.
+
+        Args:
+          line_due: whether the breakdown has a line after this step.
+
+        Yields:
+          Whether the results of the step must be waited for.
+        """
+        self._first = self._first or number
+        if self._first == number == self._timed:
             self._timed = number + 1
-        self._start = time.perf_counter()
+        profile = self._profile(number, line_due)
+        ends = profile is not None and not (profile is self._trace and number < self._trace.last)
+        if profile:
+            with part():
+                profile.start()
+        start = time.perf_counter()
+        try:
+            with jax.profiler.StepTraceAnnotation("step", step_num=number):
+                # The step before the timed one too, so that the clock does not start while it runs.
+                yield ends or (self._timed is not None and number in (self._timed - 1, self._timed))
+        finally:
+            self._seconds = time.perf_counter() - start
+            if profile and ends:
+                with part():
+                    profile.stop()
 
-    def waits_for(self, number: int) -> bool:
-        """Return whether a step is waited for: the one that is timed, and the one before it."""
-        return self._timed is not None and number in (self._timed - 1, self._timed)
+    def _profile(self, number: int, line_due: bool) -> Profile | Trace | None:
+        """Return the profile that a step is for."""
+        if self._trace.contains(number):
+            return self._trace
+        if number in (self._first, self._timed):
+            return None
+        if line_due and self.device is None:
+            self.device = Profile()
+            return self.device
+        if not self._logged and self.comms is None and _on_gpus():
+            self.comms = Profile()
+            return self.comms
+        return None
 
-    def end(self) -> None:
-        """End a step, whose results are ready if it was waited for."""
-        self._seconds = time.perf_counter() - self._start
-
-    def text(self, number: int, step: TrainStep) -> str:
-        """Return what process 0 prints after a step; "" for nothing."""
+    def texts(self, number: int, step: TrainStep) -> Iterator[str]:
+        """Yield what process 0 prints after a step. All processes call it, because reading a program may compile it."""
         traced = step.traced
-        if number != self._timed or traced is None or jax.process_index():
-            return ""
-        section, found = self.flops, step_flops(step, traced)
+        if self._trace.contains(number) and (number == self._trace.last or self._trace.problem):
+            yield self._trace.line()
+            self._trace.last = -1
+        if traced is None:
+            return
+        if number == self._timed:
+            yield self._flops_text(number, step, traced)
+        if not self._logged and (self.comms or not _on_gpus()):
+            self._logged = True
+            found = collectives(traced.lower().compile(), step.mesh)
+            yield self._comms_text(found)
+        if self.device and self.device.is_new:
+            self.device.is_new = False
+            text = traced.lower().compile().as_text() or ""
+            if self.device.problem:
+                yield f"step {number}: no profile of the device: {self.device.problem}"
+            else:
+                yield device_line(number, device_times(self.device.kernels, parts_of(text)))
+
+    def _flops_text(self, number: int, step: TrainStep, traced: jax.stages.Traced) -> str:
+        section, found = self._flops, step_flops(step, traced)
         title = f"FLOPs of step {number}: matrix products on one of {found.devices} devices"
         drawn = found.table(title, section.module_depth, None if section.detailed else section.top_modules)
-        kind = jax.local_devices()[0]
-        kind_name = "cpu" if kind.platform == "cpu" else kind.device_kind
-        text = "\n".join([drawn, *found.totals(self._seconds, kind_name)])
+        device = jax.local_devices()[0]
+        kind = device.device_kind if _on_gpus() else "cpu"
+        text = "\n".join([drawn, *found.totals(self._seconds, kind)])
         return _written(text, section.output_file, title) if section.output_file else text
+
+    def _comms_text(self, found: Any) -> str:
+        section, profile = self._comms, self.comms
+        kinds = KINDS if section.prof_all else tuple(kind for kind in KINDS if kind in section.prof_ops)
+        text = communication(
+            found, kinds, each=section.verbose, names=section.debug, kernels=profile.kernels if profile else ()
+        )
+        return f"{text}\nno bandwidth: {profile.problem}" if profile and profile.problem else text
+
+
+def _on_gpus() -> bool:
+    return jax.local_devices()[0].platform != "cpu"
 
 
 def _written(text: str, file: str, title: str) -> str:
-    """Write a text to a file; return the line that says so."""
+    """Write a text to a file on process 0; return the line that says so."""
+    if jax.process_index():
+        return ""
     try:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text(text + "\n")

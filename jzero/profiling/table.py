@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Draw a table; the first `left` columns are aligned to the left, numbers to the right.
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[str]) -> str:
+    """Draw a table; the columns `left` are aligned to the left, numbers to the right.
 
-    >>> print(table("two", ["name", "FLOPs"], [["fc1", "1.2 G"], ["  bias", "3 k"]]))
+    >>> print(table("two", ["name", "FLOPs"], [["fc1", "1.2 G"], ["  bias", "3 k"]], left=["name"]))
     two
     name    FLOPs
     fc1     1.2 G
@@ -24,8 +24,8 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], lef
         title=title, title_justify="left", box=box.SIMPLE_HEAD if terminal else None, pad_edge=False,
         title_style="bold" if terminal else "", header_style="bold" if terminal else "",
     )  # fmt: skip
-    for i, name in enumerate(columns):
-        drawn.add_column(name, justify="left" if i < left else "right", no_wrap=True, min_width=len(name))
+    for name in columns:
+        drawn.add_column(name, justify="left" if name in left else "right", no_wrap=True, min_width=len(name))
     for row in rows:
         drawn.add_row(*row)
     # Wide enough for any row: a table in a log file must be complete.

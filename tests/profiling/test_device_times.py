@@ -7,8 +7,8 @@ import pytest
 from helpers.engines import ACCUM, TRAIN, build, engine, rows
 
 import jzero
-from jzero.engine import device_times as module
-from jzero.engine.device_times import (
+from jzero.profiling import device_times as module
+from jzero.profiling.device_times import (
     BACKWARD,
     COLLECTIVES,
     FORWARD,
@@ -92,7 +92,7 @@ def test_one_line_once_in_a_run(capsys):
     assert {FORWARD, BACKWARD, UPDATE} <= set(terms) <= {FORWARD, BACKWARD, UPDATE, OTHER, COLLECTIVES}
     assert float(total) == pytest.approx(sum(map(float, terms.values())), abs=0.05 * 6)
     assert ["profile" in line for line in lines if "ms a step" in line] == [True, False, False]
-    names = [k.operation for k in made._monitor._profile.kernels]
+    names = [k.operation for k in made._monitor._profiles.device.kernels]
     assert (TRAIN, max(map(names.count, names)) % ACCUM) == (24, 0)  # what is in the loop ran for each micro-batch
 
 
