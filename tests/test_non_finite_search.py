@@ -238,7 +238,8 @@ def test_a_backward_pass_that_fails_after_a_finite_forward_pass(layout):
 def test_a_fault_that_does_not_repeat():
     engine = engine_of("stage 0")
     engine.train_batch(batch_of("stage 0"))
-    engine._watch._halted = jax.device_put(np.True_, engine._watch._halted.sharding)  # as if a device had failed once
+    watch = engine._checks._finite
+    watch._halted = jax.device_put(np.True_, watch._halted.sharding)  # as if a device had failed once
     engine.train_batch(batch_of("stage 0", 1))
     with pytest.raises(NonFiniteError, match="repeated, the step is finite"):
         engine.train_batch(batch_of("stage 0", 2))

@@ -224,6 +224,16 @@ class NonFiniteConfig(Section):
     output_path: Text = "non_finite"
 
 
+class DesyncConfig(Section):
+    """A comparison of replicas every `every` steps; null: never.
+
+    Devices that hold the same part of a parameter, of the optimizer's state, of the step or of the key must hold the
+    same bits. A line names the leaves that differ, and the devices whose bits are not those of the majority.
+    """
+
+    every: PositiveOrNone = None
+
+
 class EmaConfig(Section):
     """A moving average of the trained parameters, in float32: ema <- decay * ema + (1 - decay) * parameters.
 
@@ -445,3 +455,4 @@ class Settings(Section):
     comet: CometConfig = CometConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     non_finite: NonFiniteConfig = NonFiniteConfig()
+    desync_check: DesyncConfig = DesyncConfig()

@@ -14,7 +14,7 @@ from jzero import checkpoint, weights
 from jzero.checkpoint.tags import DEFAULT_TAG
 from jzero.data import DataLoader, RepeatingLoader
 from jzero.data.curriculum import curriculum_of
-from jzero.diagnosis.watch import Watch
+from jzero.diagnosis.checks import Checks
 from jzero.distributed import last_words, preemption
 from jzero.distributed.place import log_dist
 from jzero.engine import progress, restore
@@ -62,7 +62,7 @@ class Engine(Views):
         self._metrics: Metrics | None = None
         self.eval_metrics: Metrics = {}
         self.global_steps = self.global_samples = self.micro_steps = 0
-        self._monitor, self._watch = Monitor(step_fn), Watch(step_fn)
+        self._monitor, self._checks = Monitor(step_fn), Checks(step_fn)
         self._monitor.lines.memory("before the state")
         self._home = resume  # where SIGTERM saves
         self.state: Any = None
@@ -211,7 +211,7 @@ class Engine(Views):
         return self._accumulation.no_sync()
 
     def _run(self, run: Callable[..., Done], batch: Any, extra: Any) -> Done:
-        halted = self._watch.begin(self)
+        halted = self._checks.begin(self)
         return self._monitor.run(lambda: run(self.state, batch, extra, halted), self.global_steps + 1)
 
     def _finish(self, done: Done, micro_batches: int) -> None:
@@ -219,7 +219,7 @@ class Engine(Views):
         self.global_steps += 1
         last_words.passed(self.global_steps)
         self.global_samples += micro_batches * self.step_fn.micro_size
-        self._watch.finish(self, self._metrics, details)
+        self._checks.finish(self, self._metrics, details)
         last = self._home is not None and preemption.reached()
         self._monitor.finish(self, last)  # with `last`, this call does not return, and the script never gets the loss
         if last:
@@ -274,7 +274,7 @@ class Engine(Views):
           ConfigError, CheckpointError: see `jzero.checkpoint.save`.
         """
         self._accumulation.check_empty("save_checkpoint")
-        self._watch.settle(self)
+        self._checks.settle(self)
         check_alive(self.state)
         former = self.client_state
         self.client_state = dict(client_state) if isinstance(client_state, Mapping) else client_state or {}
@@ -324,7 +324,7 @@ class Engine(Views):
             found, Selection(load_module_strict, load_module_only, load_optimizer_states, load_lr_scheduler_states)
         )
         self._metrics = None
-        self._watch.restart()
+        self._checks.restart()
         return str(found.path), progress.client_state(found.notes)
 
     def _load(self, source: checkpoint.Checkpoint, selection: Selection) -> None:
@@ -391,7 +391,7 @@ class Engine(Views):
         self.state = self.step_fn.init(self._rng, params, donate=True)
         self.global_steps = self.global_samples = self.micro_steps = 0
         self._metrics, self._accumulation.forward = None, None
-        self._watch.restart()
+        self._checks.restart()
         if self.training_dataloader is not None:
             self.training_dataloader.seek({"epoch": 0, "samples": 0})
         self._monitor.clock.restart(self.global_steps, self.global_samples)

@@ -1,0 +1,38 @@
+"""The checks that an engine runs beside its steps."""
+
+from __future__ import annotations
+
+import jax
+
+from jzero.diagnosis.replicas import Replicas
+from jzero.diagnosis.watch import Run, Watch
+from jzero.programs import Details
+from jzero.train_step import Metrics, TrainStep
+
+
+class Checks:
+    """Watches the steps of one engine: whether they are finite, and whether replicas agree."""
+
+    def __init__(self, step: TrainStep):
+        self._finite, self._replicas = Watch(step), Replicas(step)
+
+    def begin(self, run: Run) -> jax.Array | None:
+        """Return whether the next step is halted, see `Watch.begin`."""
+        return self._finite.begin(run)
+
+    def finish(self, run: Run, metrics: Metrics, details: Details) -> None:
+        """Take a step that was given to the devices, and read what was computed about the one before it.
+
+        Raises:
+          NonFiniteError: the step before was not finite, and the run stops for it.
+        """
+        self._finite.finish(run, metrics, details)
+        self._replicas.finish(run)
+
+    def settle(self, run: Run) -> None:
+        """Check what may stop the run before its state is saved."""
+        self._finite.settle(run)
+
+    def restart(self) -> None:
+        """Forget the last step: the state was replaced."""
+        self._finite.restart()

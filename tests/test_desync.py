@@ -1,0 +1,118 @@
+"""The comparison of replicas. The oracle is the fault: each test changes one bit on one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.engines import Net, config, rows
+from planner.test_gpus import needs_cuda_compiler
+
+import jzero
+import jzero.diagnosis.replicas
+import jzero.tree
+from jzero.planner import gpu_devices
+
+EVERY = {"desync_check": {"every": 2}}
+LAYOUTS = {  # stage, pipe, data, zero
+    "stage 0": (0, 1, 4, 1),
+    "stage 1 in groups": (1, 1, 2, 2),
+    "stage 3": (3, 1, 1, 4),
+    "pipeline": (1, 2, 2, 1),
+}
+
+
+def engine_of(layout, **more):
+    stage, pipe, data, zero = LAYOUTS[layout]
+    mesh = jzero.make_mesh(pipe=pipe, data=data, zero=zero, devices=jax.devices()[: pipe * data * zero])
+    settings = config(stage, gradient_accumulation_steps=1, **EVERY, **more)
+    if pipe > 1:
+        del settings["stack"]
+    return jzero.initialize(model=Net(), config=settings, mesh=mesh)[0]
+
+
+def flip(x, number):
+    """Flip the lowest bit of one element of one device's part."""
+    shards = x.addressable_shards
+    parts = [np.array(shard.data) for shard in shards]
+    bits = parts[number].reshape(-1).view(np.uint32)
+    bits[len(bits) // 2] ^= 1
+    copies = [jax.device_put(part, shard.device) for part, shard in zip(parts, shards, strict=True)]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, copies)
+
+
+def lines(capsys):
+    return [line for line in capsys.readouterr().out.splitlines() if "replicas differ" in line]
+
+
+def train(engine, steps):
+    for i in range(steps):
+        engine.train_batch(rows(i, engine.train_batch_size()))
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ("stage 0", "params/stack/w on device 2 (process 0)"),
+        (
+            "stage 1 in groups",
+            "params/stack/w on device 0 (process 0), device 2 (process 0)",
+        ),  # two copies: no majority
+        ("stage 3", None),  # every device has a part of its own
+        ("pipeline", "params/stack/w on device 2 (process 0), device 3 (process 0)"),
+    ],
+)
+def test_one_bit_on_one_device(layout, expected, capsys):
+    engine = engine_of(layout)
+    train(engine, 5)
+    assert lines(capsys) == []
+    engine.state.params["stack"]["w"] = flip(engine.state.params["stack"]["w"], 2)
+    engine._checks._replicas._held = None
+    found = engine._checks._replicas.differing(np.asarray(engine._checks._replicas.sums(engine.state)))
+    assert found == ([] if expected is None else [expected])
+    train(engine, 3)  # the sixth step is compared, and read after the seventh
+    said = lines(capsys)
+    assert len(said) == (expected is not None)
+    if expected:
+        assert said[0].startswith("jzero: step 6: replicas differ: ")
+        assert expected in said[0]
+
+
+def test_a_counter_and_a_moment():
+    engine = engine_of("stage 0")
+    train(engine, 1)
+    replicas, state = engine._checks._replicas, engine.state
+    leaves, tree = jax.tree.flatten(state.opt_state)
+    names = [name for name in jzero.tree.named(state) if name.startswith("opt_state/")]
+    where = next(i for i, name in enumerate(names) if name.endswith("stack/w"))
+    leaves[where] = flip(leaves[where], 1)
+    changed = jzero.TrainState(
+        flip(state.step, 3), state.params, jax.tree.unflatten(tree, leaves), state.loss_scale, state.rng, state.names
+    )
+    assert replicas.differing(np.asarray(replicas.sums(changed))) == [
+        f"{names[where]} on device 1 (process 0)",
+        "step on device 3 (process 0)",
+    ]
+
+
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+@pytest.mark.usefixtures("no_compilation_cache")
+def test_the_comparison_needs_no_memory():
+    step = jzero.make_train_step(Wide(), config(0), mesh=jzero.make_mesh(devices=gpu_devices("h100", 2)))
+    sums = jzero.diagnosis.replicas.Replicas(step).sums
+    shapes = jax.tree.map(_with_sharding, step.state_shapes, step.state_shardings)
+    memory = sums.lower(shapes).compile().memory_analysis()
+    assert memory.argument_size_in_bytes > 3 * 4 * 2**20
+    assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 0.01 * memory.argument_size_in_bytes
+
+
+def _with_sharding(x, sharding):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+class Wide:
+    def init(self, rng):
+        return {"w": jnp.zeros((1024, 1024))}
+
+    def loss(self, params, batch, rng):
+        return (batch @ params["w"]).mean()
