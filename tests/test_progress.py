@@ -1,4 +1,4 @@
-"""What a run shows of itself: notices of slow work, the summary at its end."""
+"""What a run shows of itself: notices of slow work, the summary at its end. The panel: test_panel.py."""
 
 import contextlib
 import math
@@ -19,6 +19,7 @@ from jzero.engine import clock as clock_module
 from jzero.engine import summary
 from jzero.engine.clock import CHECKPOINT, COMPILE, DATA, DEVICE, EVALUATION, HOST, SCRIPT, START, Clock
 from jzero.engine.finished import Finished, Given, Totals
+from jzero.engine.speed import Speed
 
 # ------------------------------------------------------------------------------------------- the clock
 
@@ -109,11 +110,13 @@ def test_only_text_has_tokens(batch, amount):
 
 def test_the_parts_of_a_summary_add_up():
     seconds = {START: 1.0, COMPILE: 62.0, HOST: 2.0, DEVICE: 40.0, CHECKPOINT: 3.0, SCRIPT: 0.01}
-    found = summary.Summary(seconds, Totals(20, 160, 81920, 1), {"loss": 1.5}, {"checkpoints": "runs/a"})
+    found = summary.Summary(
+        seconds, Totals(20, 160, 81920, 1), Speed(4.0, 2048.0, 2.0, 0.4), {"loss": 1.5}, {"checkpoints": "runs/a"}
+    )
     assert sum(found.parts.values()) == pytest.approx(sum(seconds.values()), rel=1e-12)
     assert str(found) == (
         "jzero: 20 steps in 1 min 48 s = compile 1 min 2 s + steps 42.0 s + saves 3.0 s + start 1.0 s\n"
-        "  160 samples, 81,920 tokens; last loss 1.5000; 1 skipped\n"
+        "  160 samples, 81,920 tokens; 4.0 samples/s, 2,048 tokens/s, MFU 40.0 %; last loss 1.5000; 1 skipped\n"
         "  checkpoints in runs/a"
     )
 
@@ -130,7 +133,8 @@ def test_a_run_ends_with_its_summary(capsys, monkeypatch, tmp_path):
     summary.print_last()
     first, second, third = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"jzero: 3 steps in ([\d.]+ s|\d+ min \d+ s)( = .*)?", first)
-    assert second == f"  {3 * TRAIN} samples; last loss {losses[-1]:.4f}; 0 skipped"
+    speed = r"[\d,.]+ samples/s"
+    assert re.fullmatch(rf"  {3 * TRAIN} samples; {speed}; last loss {losses[-1]:.4f}; 0 skipped", second)
     assert third == f"  curves in {tmp_path}/run; checkpoints in {tmp_path}/checkpoints"
     summary.print_last()
     assert not capsys.readouterr().out  # once

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from rich.console import Console
-
 TERMINAL, NOTEBOOK, PLAIN = "terminal", "notebook", "plain"
 
 
@@ -17,6 +15,8 @@ def kind() -> str:
     """
     if notebook() is not None:
         return NOTEBOOK
+    from rich.console import Console
+
     streams = (sys.stdout, sys.stderr)  # both: the lines of one that is redirected may reach the screen by another way
     both = all(stream is not None and stream.isatty() for stream in streams)
     prompt = hasattr(sys, "ps1") or sys.flags.interactive

@@ -7,12 +7,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from jzero._compat import backends_are_initialized
 from jzero.display import screen
@@ -105,7 +102,10 @@ def _watch(work: Work, wait: Callable[[float], bool]) -> None:
 
 
 def _update(work: Work, wait: Callable[[float], bool]) -> None:
-    console = Console(stderr=True)
+    import rich
+    from rich.live import Live
+
+    console = rich.get_console()  # the one of a script's own displays, which then go together
     while not wait(0.2):
         if not _taken and _line.acquire(blocking=False):
             with _line_released(), Live(get_renderable=_text, console=console, transient=True, refresh_per_second=2):
@@ -122,7 +122,9 @@ def _line_released() -> Iterator[None]:
         _line.release()
 
 
-def _text() -> Text:
+def _text() -> Any:
+    from rich.text import Text
+
     return Text(f"jzero: {current() or ''}", style="dim")
 
 

@@ -48,6 +48,11 @@ class Clock:
         self._compiled, self._lap = compile_times.seconds(), time.perf_counter()
         self._clear(0, 0)
 
+    @property
+    def elapsed(self) -> float:
+        """The seconds since the clock was made."""
+        return time.perf_counter() - self._lap + sum(self.total.copy().values())
+
     def restart(self, steps: int, samples: int) -> None:
         """Start measuring now, with a state `steps` steps and `samples` samples into the run."""
         self.lap(START)

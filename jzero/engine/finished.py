@@ -50,11 +50,13 @@ class Finished:
 
     Attributes:
       number, metrics: of the newest one; 0 and {} before the first.
+      first: the totals after the first one.
       recent: the totals after each of the last steps; its last item is the newest.
     """
 
     def __init__(self) -> None:
         self.number, self.metrics = 0, dict[str, float]()
+        self.first = Totals()
         self.recent = deque[Totals](maxlen=WINDOW + 1)
         self._given = self._done = 0
         self._part, self._idle = DEVICE, -math.inf
@@ -67,7 +69,11 @@ class Finished:
 
     def works(self) -> tuple[str, float]:
         """Return the part of what the devices were given last, and when they finished it; see `Clock`."""
-        return self._part, self._idle if self._done == self._given else math.inf
+        return self._part, math.inf if self.busy() else self._idle
+
+    def busy(self) -> bool:
+        """Return whether the devices work."""
+        return self._done < self._given
 
     def give(self, work: Given) -> None:
         """Follow a step or an evaluation that the devices have just been given."""
@@ -102,4 +108,6 @@ class Finished:
         tokens = None if before.tokens is None or amount.tokens is None else before.tokens + amount.tokens
         skipped = before.skipped + int(metrics.get("skipped", 0.0))
         self.number, self.metrics = step.number, metrics
-        self.recent.append(Totals(before.steps + 1, before.samples + amount.samples, tokens, skipped, self._idle))
+        totals = Totals(before.steps + 1, before.samples + amount.samples, tokens, skipped, self._idle)
+        self.first = self.first if before.steps else totals
+        self.recent.append(totals)

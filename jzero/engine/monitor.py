@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +15,9 @@ from jzero.engine.clock import CHECKPOINT, DEVICE, EVALUATION, HOST, PROFILE, SC
 from jzero.engine.finished import Finished, Given
 from jzero.engine.lines import Lines, Run
 from jzero.engine.memory_lines import planned
+from jzero.engine.panel import Panel, make_panel
 from jzero.engine.run_report import half_precision
+from jzero.engine.speed import ideal
 from jzero.engine.summary import Ending, print_at_end
 from jzero.monitors import Curves
 from jzero.profiling.profiles import Profiles
@@ -39,8 +42,10 @@ class Monitor:
         self.lines, self.curves, self.finished = Lines(step.config), Curves(step.config), Finished()
         # Under wall_clock_breakdown the host waits for each step, and its clock alone tells the devices' time.
         self.clock = Clock() if self.lines.timed else Clock(self.finished.works)
-        self.ending = Ending(self.clock, self.finished, dict(self.curves.places))
-        self._step, self._shows = step, self.lines.prints and step.config.progress.summary
+        progress = step.config.progress
+        self.ending = Ending(self.clock, self.finished, dict(self.curves.places), progress.summary)
+        self._panel: Panel | None = None
+        self._step, self._shows = step, self.lines.prints and (progress.summary or progress.panel is not False)
         weakref.finalize(self, self.finished.stop)
 
     @contextlib.contextmanager
@@ -93,6 +98,8 @@ class Monitor:
                 self.lines.say(text)
             if self._shows:
                 print_at_end(self.ending)
+            if self._panel:
+                self._panel.step()
 
     def saved(self, save: Save) -> Save:
         """Note where a checkpoint is written."""
@@ -100,9 +107,14 @@ class Monitor:
         return save
 
     def _remarks(self, run: Run) -> None:
-        """Print what only the first step shows."""
+        """Print what only the first step shows, and prepare what shows the next ones."""
         if self._planned and run.step_fn.traced:
             self.lines.say(planned(run.step_fn, run.curriculum))  # on every process, because it may compile
             self.lines.memory("after the first step", run.metrics)
         if self.lines.prints and (remarks := half_precision(run.step_fn)):
             self.lines.say("\n".join(remarks))
+        if self._shows:
+            self.ending.best = ideal(run.step_fn)
+            self._panel = make_panel(run.step_fn, self.finished, self.clock, self.ending.best)
+            if self._panel:
+                self.ending.stop_panel = partial(self._panel.stop, keep=True)

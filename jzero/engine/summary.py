@@ -5,11 +5,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from jzero.engine.clock import CHECKPOINT, COMPILE, DATA, DEVICE, EVALUATION, HOST, PROFILE, SCRIPT, START, Clock
 from jzero.engine.finished import Finished, Totals
+from jzero.engine.speed import Ideal, Speed, training
 from jzero.loss import LOSS
 
 # The parts of the clock in the words of a summary. The devices' time is that of steps only, so the host's part of a
@@ -26,12 +27,14 @@ class Summary(NamedTuple):
     Attributes:
       seconds: {part of the clock: seconds}.
       totals: what the devices have finished.
+      speed: without start, compile, evaluation and saves.
       metrics: of the last step.
       files: {what: where}.
     """
 
     seconds: Mapping[str, float]
     totals: Totals
+    speed: Speed | None
     metrics: Mapping[str, float]
     files: Mapping[str, str]
 
@@ -50,7 +53,8 @@ class Summary(NamedTuple):
         lines = [f"jzero: {count} in {duration(sum(parts.values()))}" + (f" = {listed}" if listed else "")]
         tokens = f", {totals.tokens:,} tokens" if totals.tokens else ""
         loss = f"; last loss {self.metrics[LOSS]:.4f}" if LOSS in self.metrics else ""
-        lines.append(f"  {totals.samples:,} samples{tokens}{loss}; {totals.skipped} skipped")
+        rate = f"; {self.speed}" if self.speed else ""
+        lines.append(f"  {totals.samples:,} samples{tokens}{rate}{loss}; {totals.skipped} skipped")
         if self.files:
             lines.append("  " + "; ".join(f"{what} in {where}" for what, where in self.files.items()))
         return "\n".join(lines)
@@ -74,19 +78,26 @@ class Ending:
     Attributes:
       files: {what: where} of the run's files.
       part: of the clock, what follows the last step.
+      best: a step at the peak of its device, if that is known.
+      stop_panel: takes the panel off the screen, but for its last state.
     """
 
-    def __init__(self, clock: Clock, finished: Finished, files: dict[str, str]):
-        self.files, self.part = files, SCRIPT
+    def __init__(self, clock: Clock, finished: Finished, files: dict[str, str], has_summary: bool = True):
+        self.files, self.part, self._has_summary = files, SCRIPT, has_summary
+        self.best: Ideal | None = None
+        self.stop_panel: Callable[[], None] = lambda: None
         self._clock, self._finished = clock, finished
 
     def end(self) -> Summary | None:
-        """Wait for the last step, and return the summary; None if there was no step."""
+        """Wait for the last step, and return the summary; None if there was no step, or the config wants none."""
         self._clock.lap(self.part)
         self._finished.close()
         self._clock.lap(DEVICE)
-        totals = self._finished.totals
-        return Summary(self._clock.total, totals, self._finished.metrics, self.files) if totals.steps else None
+        self.stop_panel()
+        totals, speed = self._finished.totals, training(self._finished, self._clock, self.best)
+        if not (totals.steps and self._has_summary):
+            return None
+        return Summary(self._clock.total, totals, speed, self._finished.metrics, self.files)
 
 
 _last: Ending | None = None  # of all runs of this process, the one that has taken the last step

@@ -101,9 +101,13 @@ class StepFlops:
             lines.append("the products of a pipeline's idle ticks are in the table: the devices run them")
         return [*lines, *self.notes]
 
+    def peak(self, kind: str) -> float | None:
+        """Return the TFLOP/s of a device of this `device_kind` at best; None if they are unknown."""
+        return next((gpu.tflops[self.dtype == "float32"] for gpu in GPUS.values() if gpu.description == kind), None)
+
     def _rate(self, seconds: float, kind: str) -> str:
         useful = (self.whole.forward + self.whole.backward) / seconds
-        peak = next((gpu.tflops[self.dtype == "float32"] for gpu in GPUS.values() if gpu.description == kind), None)
+        peak = self.peak(kind)
         text = f"the step took {1e3 * seconds:.1f} ms: {useful / 1e12:.1f} TFLOP/s per device"
         again = self.whole.flops / seconds
         recomputing = self.whole.recomputed > 0

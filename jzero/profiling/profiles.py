@@ -91,7 +91,8 @@ class Profiles:
 
     def texts(self, number: int, step: TrainStep) -> Iterator[str]:
         """Yield what process 0 prints after a step. All processes call it, because reading a program may compile it."""
-        traced = step.traced
+        reads = number == self._timed or not self._logged or (self.device and self.device.is_new)
+        traced = step.traced if reads else None  # which takes a part of a millisecond, so not in every step
         if self._trace.contains(number) and (number == self._trace.last or self._trace.problem):
             yield self._trace.line()
             self._trace.last = -1

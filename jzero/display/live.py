@@ -1,0 +1,90 @@
+"""A display that updates in place: on a terminal, or below the cell of a notebook."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from jzero.display import screen
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+
+class Display(Protocol):
+    """Shows what `render` returns, anew at each `refresh`."""
+
+    def refresh(self) -> None: ...
+
+    def is_left(self) -> bool:
+        """Return whether the program's output now goes elsewhere."""
+
+    def stop(self, keep: bool) -> None:
+        """End; leave the last state on the screen, or nothing."""
+
+
+class Terminal:
+    """The last lines of a terminal. What the program prints meanwhile goes above them."""
+
+    def __init__(self, render: Callable[[], RenderableType], console: Console | None = None):
+        import rich
+        from rich.live import Live
+
+        console = console or rich.get_console()  # the one of a script's own displays, which then go together
+        self._live = Live(get_renderable=render, console=console, auto_refresh=False)
+        self._live.start(refresh=True)
+        console.show_cursor()  # a process that is killed could not bring it back
+
+    def refresh(self) -> None:
+        self._live.refresh()
+
+    def is_left(self) -> bool:
+        return False
+
+    def stop(self, keep: bool) -> None:
+        self._live.transient = not keep
+        self._live.stop()
+
+
+class Notebook:
+    """The output of the cell that began it."""
+
+    def __init__(self, render: Callable[[], RenderableType]):
+        self._render = render
+        self._cell = screen.notebook().execution_count
+        self._handle: Any = importlib.import_module("IPython.display").display(render(), display_id=True)
+
+    def refresh(self) -> None:
+        self._handle.update(self._render())
+
+    def is_left(self) -> bool:
+        return screen.notebook().execution_count != self._cell
+
+    def stop(self, keep: bool) -> None:
+        pass  # a notebook keeps its output
+
+
+def opener(wanted: bool | str) -> Callable[[Callable[[], RenderableType]], Display] | None:
+    """Return the kind of display for this process's output; None for plain text.
+
+    Args:
+      wanted: "auto", or whether there must be one.
+    """
+    if wanted is False:
+        return None
+    kind = screen.kind()
+    if kind == screen.PLAIN and wanted == "auto":
+        return None
+    if kind == screen.PLAIN:
+        from rich.console import Console
+
+        return lambda render: Terminal(render, Console(force_terminal=True))
+    return Notebook if kind == screen.NOTEBOOK else Terminal
+
+
+def bar_of_script() -> bool:
+    """Return whether the script shows a bar of tqdm, which a display would overwrite."""
+    bars = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+    return any(not bar.disable for bar in list(getattr(bars, "_instances", ())))

@@ -1,0 +1,310 @@
+"""The live panel: what it says, when it is there, and the terminal that it leaves behind."""
+
+import io
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from types import SimpleNamespace
+
+import jax
+import pytest
+from helpers.engines import build
+from rich.console import Console
+
+from jzero.batch import Amount
+from jzero.display import live, screen, slow_work
+from jzero.engine import panel as panel_module
+from jzero.engine.clock import COMPILE, DATA, DEVICE, SCRIPT, START, Clock
+from jzero.engine.finished import Finished, Given, Totals
+from jzero.engine.panel import Facts, Panel, draw, fields, make_panel
+from jzero.engine.speed import Ideal, Speed, between, remaining, training
+
+METRICS = {"loss": 2.34567, "accuracy": 0.51234, "lr": 3e-4, "grad_norm": 0.4125, "loss_scale": 1024.0, "skipped": 0.0}
+FACTS = Facts(
+    step=250, total=1000, metrics=METRICS, skipped=2, scaled=False, speed=Speed(512.4, 524697.6, 0.0625, 0.4123),
+    left=46.9, waits={DATA: 0.012, SCRIPT: 0.1}, memory=(61 * 2**30, 79 * 2**30), elapsed=125.0,
+    work="saving a checkpoint, 12 s",
+)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------- what it says
+
+
+def test_the_fields_of_a_step():
+    assert fields(FACTS) == {
+        "loss": "2.3457", "accuracy": "0.5123", "lr": "3.000e-04", "grad norm": "0.412", "skipped": "2",
+        "step": "62.5 ms", "samples/s": "512.4", "tokens/s": "524,698", "MFU": "41.2 %", "waits for data": "1.2 %",
+        "waits for script": "10.0 %", "memory": "61.0 GiB of 79.0 GiB",
+    }  # fmt: skip
+    assert fields(FACTS._replace(scaled=True))["loss scale"] == "1024"
+
+
+def test_the_fields_of_the_first_step_on_cpu_devices():
+    """Its loss is not there yet, nothing is known of its speed, and CPU devices count no memory."""
+    assert fields(FACTS._replace(metrics={}, speed=None, waits={}, memory=None)) == {"skipped": "2"}
+    slow = FACTS._replace(metrics={}, speed=Speed(1.0, None, 2.0, None), waits={}, memory=None)
+    assert fields(slow) == {"skipped": "2", "step": "2,000.0 ms", "samples/s": "1.0"}
+
+
+def test_the_drawing_has_every_field():
+    console = Console(file=io.StringIO(), width=90)
+    console.print(draw(FACTS))
+    text = console.file.getvalue()
+    assert "step 250 of 1,000" in text
+    assert "2 min 5 s, 46.9 s left" in text
+    assert "saving a checkpoint, 12 s" in text
+    assert all(f"{label} {value}" in text for label, value in fields(FACTS).items())
+    without = Console(file=io.StringIO(), width=90)
+    without.print(draw(FACTS._replace(total=None, left=None)))
+    assert "step 250 ─" in without.file.getvalue()
+    assert "left" not in without.file.getvalue()
+
+
+# ------------------------------------------------------------------------------------------- speed
+
+
+def test_speeds_and_the_time_that_is_left():
+    best = Ideal(0.5, Amount(8, 80))
+    first, last = Totals(1, 8, 80, 0, 10.0), Totals(5, 40, 400, 0, 18.0)
+    assert between(first, last, 8.0, best) == Speed(32 / 8, 320 / 8, 2.0, 0.5 * 4 / 8)
+    assert between(first, last._replace(tokens=401), 8.0, best).mfu is None  # batches of other lengths
+    assert between(first, last._replace(tokens=None), 8.0, None) == Speed(4.0, None, 2.0, None)
+    assert between(first, first, 0.0, best) is None
+    finished = Finished()
+    assert remaining(finished, 15) is None
+    finished.first, finished.number = first, 5
+    finished.recent.append(last)
+    assert remaining(finished, 15) == 10 * 8 / 4
+    assert remaining(finished, None) is None
+    assert remaining(finished, 3) == 0
+    clock = Clock()
+    clock.total = {START: 100.0, COMPILE: 50.0, DEVICE: 15.0, SCRIPT: 5.0}
+    assert training(finished, clock, best).step == 20 / 5
+
+
+def test_a_panel_reads_its_run(monkeypatch):
+    monkeypatch.setattr(screen, "kind", lambda: screen.TERMINAL)
+    stats = {"bytes_in_use": 1, "peak_bytes_in_use": 5, "bytes_limit": 9}
+    devices = [
+        SimpleNamespace(memory_stats=lambda: stats | {"peak_bytes_in_use": 4}),
+        SimpleNamespace(memory_stats=lambda: stats),
+    ]
+    schedule = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 40}}}
+    step = build(more=schedule)[0].step_fn
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    finished, clock = Finished(), Clock()
+    clock.total = {START: 5.0, DATA: 1.0, DEVICE: 3.0}
+    facts = make_panel(step, finished, clock, None)._facts
+    assert facts()[:2] == (0, 40)
+    finished.give(Given(DEVICE, {"loss": jax.numpy.float32(0.5), "skipped": jax.numpy.bool_(True)}, 7, Amount(8)))
+    finished.close()
+    found = facts()
+    assert (found.step, found.total, found.skipped, found.memory) == (7, 40, 1, (5, 9))
+    assert (found.metrics["loss"], found.waits) == (0.5, {DATA: 0.25})
+    assert not found.scaled
+
+
+# ------------------------------------------------------------------------------------------- when it is there
+
+
+class Shown:
+    """A display that records what happens to it."""
+
+    def __init__(self, render):
+        self.render, self.events, self.left = render, [], False
+        Shown.last = self
+
+    def refresh(self):
+        self.events.append("refresh")
+
+    def is_left(self):
+        return self.left
+
+    def stop(self, keep):
+        self.events.append(f"stop {keep}")
+
+
+@pytest.fixture
+def panel(monkeypatch):
+    """A panel whose thread draws nothing by itself."""
+    monkeypatch.setattr(panel_module, "PERIOD", 1e6)
+    monkeypatch.setattr(panel_module, "bar_of_script", lambda: False)
+    made = Panel(lambda: FACTS, lambda: False, Shown)
+    yield made
+    made.stop(keep=False)
+    assert Panel._shown is None
+
+
+def test_a_panel_comes_with_a_step_and_goes_at_the_end(panel):
+    with slow_work.shown_elsewhere():
+        before = slow_work._taken
+        panel.step()
+        first = Shown.last
+        assert slow_work._taken == before + 1
+        panel.step()
+        assert Shown.last is first
+        panel.stop(keep=True)
+        panel.stop(keep=True)
+        assert first.events == ["stop True"]
+        assert slow_work._taken == before
+        panel.step()
+        assert Shown.last is not first
+
+
+def test_another_run_has_no_second_panel(panel):
+    panel.step()
+    first = Shown.last
+    other = Panel(lambda: FACTS, lambda: False, Shown)
+    other.step()
+    assert Shown.last is first
+    panel.stop(keep=False)
+    other.step()
+    assert Shown.last is not first
+    other.stop(keep=False)
+
+
+def test_a_panel_follows_its_notebook_to_another_cell(panel):
+    panel.step()
+    first = Shown.last
+    first.left = True
+    panel.step()
+    assert first.events == ["stop True"]
+    assert Shown.last is not first
+
+
+def test_a_panel_leaves_the_screen_to_a_bar_and_to_a_traceback(panel, monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: told.append([*Shown.last.events, error]))
+    hook = sys.excepthook
+    panel.step()
+    sys.excepthook(ValueError, ValueError("no"), None)
+    assert told[0][0] == "stop True"
+    assert told[0][1][0] is ValueError
+    assert sys.excepthook is hook
+    monkeypatch.setattr(panel_module, "bar_of_script", lambda: True)
+    shown = Shown.last
+    panel.step()
+    assert Shown.last is shown
+
+
+def test_a_panel_is_idle_when_neither_script_nor_devices_work(panel, monkeypatch):
+    busy = [False]
+    panel._busy = lambda: busy[0]
+    now = [100.0]
+    monkeypatch.setattr(panel_module.time, "monotonic", lambda: now[0])
+    panel.step()
+    assert not panel.is_idle()
+    now[0] += panel_module.IDLE + 1
+    assert panel.is_idle()
+    busy[0] = True
+    assert not panel.is_idle()
+
+
+def test_a_bar_of_tqdm_is_seen():
+    tqdm = pytest.importorskip("tqdm").tqdm
+    assert not live.bar_of_script()
+    bar = tqdm(total=3, file=io.StringIO())
+    assert live.bar_of_script()
+    bar.close()
+    assert not live.bar_of_script()
+
+
+@pytest.mark.parametrize(
+    ("kind", "auto", "always"),
+    [(screen.PLAIN, False, True), (screen.TERMINAL, True, True), (screen.NOTEBOOK, True, True)],
+)
+def test_where_a_panel_is_shown(kind, auto, always, monkeypatch):
+    monkeypatch.setattr(screen, "kind", lambda: kind)
+    assert [bool(live.opener(wanted)) for wanted in ("auto", True, False)] == [auto, always, False]
+
+
+def test_the_kinds_of_output(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert screen.kind() == screen.PLAIN
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert screen.kind() == screen.TERMINAL
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    assert screen.kind() == screen.PLAIN  # a prompt
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=1)))
+    assert screen.kind() == screen.NOTEBOOK
+
+
+def test_a_notebook_has_one_output_that_changes(monkeypatch):
+    shell, shown = SimpleNamespace(kernel=1, execution_count=3), []
+    handle = SimpleNamespace(update=shown.append)
+    ipython = SimpleNamespace(display=lambda x, display_id: shown.append(x) or handle)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setitem(sys.modules, "IPython.display", ipython)
+    display = live.Notebook(lambda: len(shown))
+    display.refresh()
+    assert shown == [0, 1]
+    assert not display.is_left()
+    shell.execution_count = 4
+    assert display.is_left()
+    assert "text/html" in draw(FACTS)._repr_mimebundle_(["text/html"], [])
+
+
+# ------------------------------------------------------------------------------------------- a real terminal
+
+SCRIPT_OF_STEPS = """
+    import jax, jax.numpy as jnp, numpy as np
+    jax.config.update("jax_platforms", "cpu")
+    import jzero
+
+    class Regression:
+        def init(self, rng):
+            return {"w": jnp.zeros((3,))}
+
+        def loss(self, params, batch, rng):
+            return jnp.mean((batch["x"] @ params["w"] - 1.0) ** 2)
+
+    config = {"train_batch_size": 8, "optimizer": {"type": "Adam"}, "steps_per_print": 2,
+              "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10}}}
+    engine, *_ = jzero.initialize(model=Regression(), config=config)
+    for i in range(3):
+        engine.train_batch({"x": np.ones((8, 3), np.float32)})
+        print(f"line {i} of the script")
+"""
+
+
+def run_in_terminal(program):
+    """Run a program in a pseudo-terminal; return what it writes there."""
+    terminal, its_end = os.openpty()
+    program = [sys.executable, "-c", textwrap.dedent(program)]
+    env = os.environ | {"TERM": "xterm"}
+    child = subprocess.Popen(program, stdin=its_end, stdout=its_end, stderr=its_end, env=env)
+    os.close(its_end)
+    written = b""
+    while True:
+        try:
+            written += (part := os.read(terminal, 4096))
+        except OSError:  # Linux: the other end is closed
+            break
+        if not part:
+            break
+    os.close(terminal)
+    assert child.wait() == 0
+    return written.decode()
+
+
+@pytest.mark.processes
+def test_a_terminal_shows_the_panel_and_is_clean_afterwards():
+    written = run_in_terminal(SCRIPT_OF_STEPS)
+    text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", written).replace("\r", "")
+    assert "step 3 of 10 ─" in text
+    assert all(f"line {i} of the script" in text for i in range(3))
+    assert "step 2: loss " in text
+    end = text[text.rindex("╰") :].splitlines()  # below the last panel there is the summary alone
+    assert re.match(r"jzero: 3 steps in ", end[1])
+    assert re.match(r"  24 samples; .*; last loss \d\.\d+; 0 skipped$", end[2])
+    assert len(end) == 3
+    cursor = re.findall(r"\x1b\[\?25([hl])", written)
+    assert cursor[-1] == "h"
