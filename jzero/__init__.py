@@ -60,7 +60,19 @@ _HOME = {
     "replay": "diagnosis.replay",
     "report": "engine.run_report",
 }
-_ROOMS = ("checkpoint", "config", "data", "distributed", "engine", "optimizers", "pipeline", "planner", "weights")
+_ROOMS = (
+    "checkpoint",
+    "config",
+    "data",
+    "distributed",
+    "engine",
+    "ledger",
+    "optimizers",
+    "pipeline",
+    "planner",
+    "plots",
+    "weights",
+)
 
 __all__ = [
     "CheckpointError",

@@ -1,4 +1,5 @@
-"""The command `jzero`: `jzero [run] [options] script ...`, `jzero report`, `jzero export DIR OUT`, `jzero replay DIR`.
+"""The command `jzero`: `jzero [run] [options] script ...`, `jzero report`, `jzero export DIR OUT`, `jzero replay DIR`,
+`jzero plot RUN ...`.
 
 Help and `--dry_run` work without JAX, NumPy or any other third-party module: each command imports its modules after it
 has parsed its options.
@@ -32,6 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return export(rest)
         if name == "replay":
             return replay(rest)
+        if name == "plot":
+            from jzero.plots import command
+
+            return command.main(rest)
         return launch(rest if name == "run" else argv)
     except ConfigError as error:
         print(f"jzero: {numbered(error)}", file=sys.stderr)

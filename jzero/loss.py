@@ -12,6 +12,7 @@ from jzero.errors import ConfigError
 
 LOSS = "loss"
 STEP_METRICS = (LOSS, "grad_norm", "lr", "loss_scale", "skipped")  # the train step's own
+SCALING = ("loss_scale", "skipped")  # of them, those that change under fp16 alone
 
 Sums = dict[str, jax.Array]  # the loss and the metrics by name, each as float32 (sum, count): [..., 2]
 

@@ -27,7 +27,8 @@ state batch update setup
 inference
 programs train_step
 data planner
-weights monitors profiling diagnosis
+weights monitors profiling diagnosis ledger
+plots
 engine
 launcher cli
 __init__ __main__

@@ -74,7 +74,7 @@ def test_a_run_that_does_not_resume_beside_checkpoints(tmp_path, capfd):
         again.train_batch(batch(step))
         again.save_checkpoint().wait()
     left = {path.name for path in (tmp_path / "runs").glob("[!.]*")}
-    assert left == {"latest", "global_step1", "global_step2", "global_step3", "global_step4"}
+    assert left == {"latest", "ledger.jsonl", "global_step1", "global_step2", "global_step3", "global_step4"}
     (tmp_path / "file").touch()
     for place in ("file", "file/runs"):
         with pytest.raises(jzero.ConfigError, match=r"checkpoint.dir = .*/file is not a writable directory"):
@@ -266,6 +266,7 @@ def test_the_directory_of_the_config(tmp_path, monkeypatch):
         "global_step3",
         "global_step4",
         "latest",
+        "ledger.jsonl",
         "mine",
     ]
     monkeypatch.setenv("JZERO_RESUME", "auto")  # by `jzero --resume`

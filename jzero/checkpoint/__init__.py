@@ -8,7 +8,7 @@ of processes and the pipeline schedule may therefore differ when it is read. It 
 that does not depend on the layout; reading compares it.
 """
 
-from jzero.checkpoint.async_save import Save, forgive, save, wait
+from jzero.checkpoint.async_save import Save, forgive, last_save, save, wait
 from jzero.checkpoint.reader import Checkpoint, restore
 
-__all__ = ["Checkpoint", "Save", "forgive", "restore", "save", "wait"]
+__all__ = ["Checkpoint", "Save", "forgive", "last_save", "restore", "save", "wait"]

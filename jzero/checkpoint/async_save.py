@@ -55,10 +55,14 @@ class Save:
       error: the reason if it failed, else None.
       reported: whether the caller has been told about the error.
       thread: writes the files.
+      bytes: of the arrays that all processes write.
+      began, ended: of the call and of the thread, in UTC seconds.
+      stall, background: seconds of the call, and of the thread.
     """
 
-    def __init__(self, path: Path):
-        self.path, self.reported = path, False
+    def __init__(self, path: Path, began: float):
+        self.path, self.reported, self.began = path, False, began
+        self.bytes, self.ended, self.stall, self.background = 0, began, 0.0, 0.0
         self.error: str | None = None
         self.thread: threading.Thread | None = None
 
@@ -86,6 +90,11 @@ class Save:
             self.reported = True
             raise CheckpointError(self.error)
         return self.path
+
+
+def last_save() -> Save | None:
+    """Return this process's last save, running or finished; None if there is none."""
+    return _last
 
 
 def settle() -> None:
@@ -149,6 +158,7 @@ def save(
         Raised on all processes.
     """
     global _last
+    began = time.time()
     settle()
     earlier = _last.error if _last and not _last.reported else None
     leaves = named(state)
@@ -175,11 +185,13 @@ def save(
             omitted = {name: entry for name, entry in entries.items() if name in without}
             commit(path, {"leaves": stored, "without": omitted, **about}, latest, max_to_keep)
 
-        _last = Save(path)
+        _last = Save(path, began)
+        _last.bytes = sum(x.nbytes for x in copies.values())
         _last.thread = threading.Thread(target=_write, args=(_last, copies, finish), name="jzero checkpoint")
         _last.thread.start()
         if offloaded:  # inside, so that the watchdog sees a write that hangs
             _last.wait()
+    _last.stall = time.time() - began
     if earlier:
         raise CheckpointError(f"{earlier}. The next checkpoint, {path}, {'was' if offloaded else 'is being'} written")
     return _last
@@ -252,6 +264,7 @@ def _number(x: Any) -> int | float | bool:
 
 def _write(save: Save, copies: dict[str, jax.Array], finish: Callable[[], None]) -> None:
     """Write this process's part of the arrays; once all processes have, process 0 completes the checkpoint."""
+    began = time.time()
     draft = draft_path(save.path)
     present: list[Presence] = []  # the draft, once this host sees it
     try:
@@ -286,6 +299,8 @@ def _write(save: Save, copies: dict[str, jax.Array], finish: Callable[[], None])
         if jax.process_index() == 0:
             shutil.rmtree(draft, ignore_errors=True)
             print(f"jzero: {save.error}", file=sys.stderr, flush=True)
+    save.ended = time.time()
+    save.background = save.ended - began
 
 
 def _failure(work: Callable[[], None], present: list[Presence]) -> str | None:

@@ -23,6 +23,7 @@ _INSTALLED = (f"{Path(__file__).parents[1]}/", f"{sysconfig.get_path('stdlib')}/
 
 _installed = False
 _step = 0
+_ended_by = ""
 
 
 def install() -> None:
@@ -39,7 +40,14 @@ def passed(step: int) -> None:
     _step = step
 
 
+def ended_by() -> str:
+    """Return the exception that ends this process, as one line; "" if there is none."""
+    return _ended_by
+
+
 def _end(before: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    global _ended_by
+    _ended_by = f"{kind.__name__}: {in_a_line(error)}" if isinstance(error, Exception) else kind.__name__
     after, last = f"after step {_step}: " if _step else "", ""
     short = isinstance(error, ConfigError | KeyboardInterrupt) and os.environ.get(VARIABLE, "0") in ("", "0")
     # A hook that the script installed, such as a reporter of crashes, must see every exception.

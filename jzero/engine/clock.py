@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jzero.engine import compile_times
+from jzero.profiling import compile_times
 
 DATA = "data"  # waiting for the micro-batches of an iterator, or of training_data
 HOST = "host"  # checks, the batch's transfer to the devices, the call of the compiled step

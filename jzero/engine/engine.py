@@ -19,7 +19,7 @@ from jzero.distributed import last_words, preemption
 from jzero.distributed.place import log_dist
 from jzero.engine import progress, restore
 from jzero.engine.accumulation import Accumulation, Held
-from jzero.engine.clock import CHECKPOINT, DATA, EVALUATION, HOST
+from jzero.engine.clock import DATA, EVALUATION, HOST
 from jzero.engine.criterion import Outside, check_criterion
 from jzero.engine.deferred_loss import Loss, Outputs
 from jzero.engine.monitor import Monitor
@@ -49,7 +49,7 @@ class Engine(Views):
 
     def __init__(
         self, step_fn: TrainStep, rng: jax.Array, loader: DataLoader | None = None,
-        resume: Path | None = None, params: Any = None,
+        resume: Path | None = None, params: Any = None, began: float | None = None,
     ):  # fmt: skip
         self.step_fn, self.config, self.mesh = step_fn, step_fn.config, step_fn.mesh
         self._rng = rng
@@ -57,12 +57,11 @@ class Engine(Views):
         self.client_state: dict = {}
         self._batches = None if loader is None else RepeatingLoader(loader)
         self._accumulation = Accumulation(self.config.managed_gradient_accumulation)
-        self._outside, self.curriculum = Outside(), curriculum_of(self.config)
-        self._training = True
+        self._outside, self.curriculum, self._training = Outside(), curriculum_of(self.config), True
         self._metrics: Metrics | None = None
         self.eval_metrics: Metrics = {}
         self.global_steps = self.global_samples = self.micro_steps = 0
-        self._monitor, self._checks = Monitor(step_fn), Checks(step_fn)
+        self._monitor, self._checks = Monitor(step_fn, resume, began), Checks(step_fn)
         self._monitor.lines.memory("before the state")
         self._home = resume  # where SIGTERM saves
         self.state: Any = None
@@ -73,6 +72,7 @@ class Engine(Views):
             warn_if_not_resumed(self.config.checkpoint.dir)
         if self.state is None:
             self.state = step_fn.init(rng, params)
+            self._monitor.ledger.state(self)
         self._monitor.lines.memory("with the state", self.state)
         self._monitor.clock.restart(self.global_steps, self.global_samples)
 
@@ -123,7 +123,7 @@ class Engine(Views):
             found = self._monitor.evaluated(self.step_fn.evaluate(state, batch, extra))
         loss, metrics = found if isinstance(found, tuple) else (found, {})
         self.eval_metrics = {LOSS: loss, **metrics}
-        self._monitor.curves.evaluation(self.eval_metrics, self.global_samples, self.global_steps)
+        self._monitor.evaluation(self, self.eval_metrics)
         return loss
 
     def __call__(self, micro_batch: Any, extra: Any = None) -> Any:
@@ -281,14 +281,14 @@ class Engine(Views):
         step, counters = self.step_fn, {name: getattr(self, name) for name in progress.COUNTERS}
         frozen = [f"params/{layout.name}" for layout in jax.tree.leaves(step.layouts) if not layout.trainable]
         try:
-            with self._monitor.part(CHECKPOINT):
-                return self._monitor.saved(checkpoint.save(
+            with self._monitor.saving():
+                return checkpoint.save(
                     self.state, save_dir or self._home or self.config.checkpoint.dir or "",
                     DEFAULT_TAG.format(self.global_steps) if tag is None else tag,
                     notes=progress.make_notes(step, self.training_dataloader, counters, self.client_state),
                     latest=save_latest, without=frozen if exclude_frozen_parameters else (),
                     max_to_keep=self.config.checkpoint.max_to_keep,
-                ))  # fmt: skip
+                )  # fmt: skip
         except ConfigError:
             self.client_state = former
             raise
@@ -339,7 +339,7 @@ class Engine(Views):
         self.state = None
         self.state = plan.read()
         if not selection.only_module:
-            self._take_counters(source.notes)
+            self._take_counters(source)
 
     def _take_position(self, notes: Mapping[str, Any]) -> None:
         """Set the global batch and the position in the data to the checkpoint's."""
@@ -353,14 +353,14 @@ class Engine(Views):
         if self.training_dataloader is not None and notes["data"] is not None:
             self.training_dataloader.seek(notes["data"])
 
-    def _take_counters(self, notes: Mapping[str, Any]) -> None:
+    def _take_counters(self, source: checkpoint.Checkpoint) -> None:
         """Set the counters and the user's notes to the checkpoint's; warn if the precision or the data changed."""
-        step = int(self.state.step)  # the one counter in a checkpoint that no engine wrote
+        notes, step = source.notes, int(self.state.step)  # the one counter in a checkpoint that no engine wrote
         counters = progress.counters(notes, step, self.gradient_accumulation_steps(), self.train_batch_size())
         self.global_steps, self.global_samples, self.micro_steps = (counters[name] for name in progress.COUNTERS)
         self.client_state = progress.client_state(notes)
         self.step_fn.rate = progress.rate(notes, self.step_fn)
-        self._monitor.clock.restart(self.global_steps, self.global_samples)
+        self._monitor.restarted(self, source.path)
         for problem in progress.changes(self.training_dataloader, notes, self.step_fn, step):
             warn(problem)
 
@@ -394,4 +394,4 @@ class Engine(Views):
         self._checks.restart()
         if self.training_dataloader is not None:
             self.training_dataloader.seek({"epoch": 0, "samples": 0})
-        self._monitor.clock.restart(self.global_steps, self.global_samples)
+        self._monitor.restarted(self, directory)

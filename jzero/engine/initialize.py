@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -91,7 +92,7 @@ def initialize(
     """
     if deepspeed:
         raise ConfigError(*(f"initialize({name}=...): {_INSTEAD.get(name, 'unknown argument')}" for name in deepspeed))
-    model = model if criterion is None else with_criterion(model, criterion)
+    began, model = time.time(), model if criterion is None else with_criterion(model, criterion)
     init_distributed()
     config = Config.load(choose_config(args, config))
     pinned_memory.allow(config)  # the next line starts JAX's devices
@@ -122,7 +123,7 @@ def initialize(
     if training_data is not None:
         loader = DataLoader(training_data, step, seed=config.seed, drop_last=config.dataloader_drop_last)
         check_same("training_data", {"data": repr(loader)})
-    engine = Engine(step, jax.random.key(config.seed) if rng is None else rng, loader, root, params)
+    engine = Engine(step, jax.random.key(config.seed) if rng is None else rng, loader, root, params, began)
     if jax.process_index() == 0:
         print(report(step, () if loader is None else loader.report_notes()))
         if config.dump_state:

@@ -24,6 +24,7 @@ class Run(Protocol):
     global_steps: int
     global_samples: int
     curriculum: Curriculum | None
+    training_dataloader: Any
 
     @property
     def metrics(self) -> Metrics: ...

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from jzero.checkpoint import Save
 from jzero.engine.clock import CHECKPOINT, DEVICE, EVALUATION, HOST, PROFILE, SCRIPT, Clock
 from jzero.engine.finished import Finished, Given
 from jzero.engine.lines import Lines, Run
@@ -19,9 +21,10 @@ from jzero.engine.panel import Panel, make_panel
 from jzero.engine.run_report import half_precision
 from jzero.engine.speed import ideal
 from jzero.engine.summary import Ending, print_at_end
+from jzero.ledger.recorder import Recorder
 from jzero.monitors import Curves
 from jzero.profiling.profiles import Profiles
-from jzero.train_step import TrainStep
+from jzero.train_step import Metrics, TrainStep
 
 
 class Monitor:
@@ -32,10 +35,11 @@ class Monitor:
       lines: its plain lines.
       curves: where its metrics go.
       finished: the steps that the devices have finished; only on process 0.
+      ledger: the record of the run.
       ending: what happens at the end of the run.
     """
 
-    def __init__(self, step: TrainStep):
+    def __init__(self, step: TrainStep, resume: Path | None = None, began: float | None = None):
         self._planned = step.config.memory_breakdown
         self._first = True
         self._profiles = Profiles(step.config)
@@ -44,18 +48,32 @@ class Monitor:
         self.clock = Clock() if self.lines.timed else Clock(self.finished.works)
         progress = step.config.progress
         self.ending = Ending(self.clock, self.finished, dict(self.curves.places), progress.summary)
+        self.ledger, self._began = Recorder(step, resume, began, self.clock.total), 0.0
+        self.ending.goodput = self.ledger.goodput
         self._panel: Panel | None = None
         self._step, self._shows = step, self.lines.prints and (progress.summary or progress.panel is not False)
         weakref.finalize(self, self.finished.stop)
+        weakref.finalize(self, self.ledger.close)  # with the engine, or at the program's end
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Time this context as one part of the step; the time since the last part counts as the script's."""
         self.clock.lap(SCRIPT)
+        self._began = time.time()
         try:
             yield
         finally:
             self.clock.lap(name)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Time this context, and record the save that it starts, even if it raises."""
+        try:
+            with self.part(CHECKPOINT):
+                yield
+        finally:
+            if save := self.ledger.saved():
+                self.ending.files["checkpoints"] = str(save.path.parent)
 
     def run(self, step: Callable[[], Any], number: int) -> Any:
         """Run a step; under wall_clock_breakdown wait for its results, to tell the devices' time from the host's.
@@ -64,6 +82,7 @@ class Monitor:
         """
         due = self.lines.timed and self.lines.is_due(number)
         with self._profiles.around(number, lambda: self.part(PROFILE), line_due=due) as wait:
+            self.ledger.begin()
             with self.part(HOST):
                 done = step()
             if self._shows:
@@ -90,6 +109,7 @@ class Monitor:
                 self._remarks(run)
             self._first = False
             self.curves.step(run.metrics, run.global_samples, run.global_steps)
+            self.ledger.step(run, run.metrics, last)
             if last or self.lines.is_due(run.global_steps):
                 self.lines.progress(run, self.clock)
                 if self.lines.timed:
@@ -101,10 +121,15 @@ class Monitor:
             if self._panel:
                 self._panel.step()
 
-    def saved(self, save: Save) -> Save:
-        """Note where a checkpoint is written."""
-        self.ending.files["checkpoints"] = str(save.path.parent)
-        return save
+    def evaluation(self, run: Run, metrics: Metrics) -> None:
+        """Pass on the loss and metrics of an evaluation."""
+        self.curves.evaluation(metrics, run.global_samples, run.global_steps)
+        self.ledger.evaluation(run, metrics, self._began)
+
+    def restarted(self, run: Run, origin: str | os.PathLike | None = None) -> None:
+        """Measure from here, where the run has a new state; `origin` is the directory that it is from."""
+        self.clock.restart(run.global_steps, run.global_samples)
+        self.ledger.state(run, origin)
 
     def _remarks(self, run: Run) -> None:
         """Print what only the first step shows, and prepare what shows the next ones."""

@@ -30,6 +30,7 @@ class Summary(NamedTuple):
       speed: without start, compile, evaluation and saves.
       metrics: of the last step.
       files: {what: where}.
+      goodput: the line of the ledger; "" without one.
     """
 
     seconds: Mapping[str, float]
@@ -37,6 +38,7 @@ class Summary(NamedTuple):
     speed: Speed | None
     metrics: Mapping[str, float]
     files: Mapping[str, str]
+    goodput: str = ""
 
     @property
     def parts(self) -> dict[str, float]:
@@ -55,6 +57,8 @@ class Summary(NamedTuple):
         loss = f"; last loss {self.metrics[LOSS]:.4f}" if LOSS in self.metrics else ""
         rate = f"; {self.speed}" if self.speed else ""
         lines.append(f"  {totals.samples:,} samples{tokens}{rate}{loss}; {totals.skipped} skipped")
+        if self.goodput:
+            lines.append(f"  {self.goodput}")
         if self.files:
             lines.append("  " + "; ".join(f"{what} in {where}" for what, where in self.files.items()))
         return "\n".join(lines)
@@ -80,12 +84,14 @@ class Ending:
       part: of the clock, what follows the last step.
       best: a step at the peak of its device, if that is known.
       stop_panel: takes the panel off the screen, but for its last state.
+      goodput: returns the line of the ledger; "" without one.
     """
 
     def __init__(self, clock: Clock, finished: Finished, files: dict[str, str], has_summary: bool = True):
         self.files, self.part, self._has_summary = files, SCRIPT, has_summary
         self.best: Ideal | None = None
         self.stop_panel: Callable[[], None] = lambda: None
+        self.goodput: Callable[[], str] = str
         self._clock, self._finished = clock, finished
 
     def end(self) -> Summary | None:
@@ -97,7 +103,7 @@ class Ending:
         totals, speed = self._finished.totals, training(self._finished, self._clock, self.best)
         if not (totals.steps and self._has_summary):
             return None
-        return Summary(self._clock.total, totals, speed, self._finished.metrics, self.files)
+        return Summary(self._clock.total, totals, speed, self._finished.metrics, self.files, self.goodput())
 
 
 _last: Ending | None = None  # of all runs of this process, the one that has taken the last step

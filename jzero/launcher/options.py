@@ -28,7 +28,8 @@ def parser() -> argparse.ArgumentParser:
         prog="jzero",
         description="Start a script once per GPU, on one host or many, and stop all processes when one dies.",
         epilog="Other commands: `jzero report` lists versions, devices and faults of this machine or of all hosts of a "
-        "hostfile; `jzero export DIR OUT` writes a checkpoint's weights as safetensors.",
+        "hostfile; `jzero export DIR OUT` writes a checkpoint's weights as safetensors; `jzero plot RUN ...` draws the "
+        "curves and the goodput of runs.",
         allow_abbrev=False,
     )
     hosts = p.add_argument_group("hosts and devices")

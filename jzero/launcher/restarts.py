@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from typing import NamedTuple
 
+from jzero.distributed import outages
 from jzero.distributed.exit_codes import CONFIG, SAVED, UNAVAILABLE
 from jzero.errors import ConfigError
 from jzero.launcher.guard import Signals
@@ -53,6 +54,15 @@ def why_not(now: Failure | None, before: Failure | None) -> str:
     return ""
 
 
+def outage_of(attempt: Attempt, name: str) -> outages.Outage:
+    """Describe the failure of an attempt in one line, with the last line of output of a rank that ended itself."""
+    code, what = attempt.failure or (1, "")
+    lines = attempt.lines[attempt.culprit] if attempt.culprit is not None and code < 128 else []
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    reason = what.partition("; its last lines:")[0].split("\n")[0] + (f": {last}" if last else "")
+    return outages.Outage(name, attempt.died, attempt.noticed, code, reason)
+
+
 async def run(job: Job, signals: Signals) -> int:
     """Run the job, with up to `--max_restarts` restarts after failures, and return the exit code.
 
@@ -60,9 +70,11 @@ async def run(job: Job, signals: Signals) -> int:
     """
     restarts, code, command = job.options.max_restarts, 0, secrets.token_hex(8)
     before: Failure | None = None
+    ended: list[outages.Outage] = []
     for number in range(restarts + 1):
         # A later attempt takes the checkpoint directory over from an earlier one (checkpoint/lock.py).
-        shared = job.shared | {"JZERO_ATTEMPT": f"{command} {number}"}
+        name = f"{command} {number}"
+        shared = job.shared | {"JZERO_ATTEMPT": name} | outages.pack(ended)
         attempt, pause = Attempt(replace(job, shared=shared)), 0.0
         signals.to(attempt.interrupt)
         try:
@@ -75,10 +87,12 @@ async def run(job: Job, signals: Signals) -> int:
                 print(text, file=sys.stderr, flush=True)
                 return code
             before = now
+            ended.append(outage_of(attempt, name))
         except ConfigError as error:
             if not number:
                 raise
             pause = PAUSE
+            ended.append(outages.Outage(name, time.time(), time.time(), CONFIG, str(error)))
             print(f"jzero: {error}", file=sys.stderr, flush=True)
         if number < restarts:
             end = time.monotonic() + pause

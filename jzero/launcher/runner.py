@@ -27,6 +27,7 @@ from jzero.launcher.printer import Printer
 SILENCE = 8.0  # seconds without a message from an agent after which its host counts as lost
 NOTICE = 20.0  # seconds after a rank has succeeded until the command prints which ranks still run
 FAILURE_GRACE = 4.0  # seconds between SIGTERM and SIGKILL after a failure; after a signal --grace holds
+STACKS = 1.5  # seconds for the processes to print their stacks
 AFTER_CTRL_C = 8.0  # seconds that the others have once a rank has failed after Ctrl-C: they may wait for it for ever
 
 
@@ -46,6 +47,7 @@ class Attempt:
         self.use(job)
         self.first: int | None = None  # the first rank that died
         self.failure: tuple[int, str] | None = None  # exit code, message
+        self.died = self.noticed = 0.0  # the last sign of life before the failure, and the notice, in UTC seconds
         self.culprit: int | None = None  # the rank whose end was the failure
         self.signalled: int | None = None
         self.badly: dict[int, int] = {}  # rank -> exit code, of those that failed after a signal
@@ -181,10 +183,17 @@ class Attempt:
             self.printer.put(f"jzero: after {_name(number)} rank {rank} {_how(code)} first{others}", 2)
         self.badly[rank] = code
 
-    def fail(self, code: int, what: str, grace: float = FAILURE_GRACE) -> None:
-        """End the whole job; the first failure is the one that is reported."""
+    def fail(self, code: int, what: str, grace: float = FAILURE_GRACE, silence: float = 0.0) -> None:
+        """End the whole job; the first failure is the one that is reported.
+
+        Args:
+          grace: seconds until the processes are killed.
+          silence: seconds since the last sign of life.
+        """
         if self.failure is None:
             self.failure = (128 - code if code < 0 else code), what
+            self.noticed = time.time()
+            self.died = self.noticed - silence
             self.stop(grace)
 
     def stop(self, grace: float) -> None:
@@ -223,7 +232,7 @@ class Attempt:
         self.ping()
         for link in self.links.values():
             if link.open and now - link.heard > SILENCE:
-                self.fail(1, f"lost {link.host}: no message for {SILENCE:g} s", grace=1)
+                self.fail(1, f"lost {link.host}: no message for {SILENCE:g} s", grace=1, silence=now - link.heard)
                 link.give_up()  # `lost` stays False: no other agent could reach the host to clean up
         limit = self.job.options.hang_timeout
         counting = {rank: s for rank, s in self.steps.items() if s[0] >= 0 and rank in self.left}
@@ -261,7 +270,8 @@ class Attempt:
             f"no step has finished for {limit:g} s; steps finished of those begun: {each}; look at rank "
             f"{_list(behind)} first (stacks above)"
         )
-        asyncio.get_running_loop().call_later(1.5, self.fail, HUNG, what)  # the stacks come first
+        silence = time.monotonic() - self.moved + STACKS
+        asyncio.get_running_loop().call_later(STACKS, self.fail, HUNG, what, FAILURE_GRACE, silence)
         self.moved = time.monotonic() + 3600  # report it once
 
     def age(self) -> float:

@@ -13,11 +13,10 @@ import jax
 from jzero.config import Config
 from jzero.distributed.host_collectives import together
 from jzero.errors import ConfigError
-from jzero.loss import LOSS
+from jzero.loss import LOSS, SCALING
 from jzero.monitors.writers import WRITERS, Writer, enabled, place
 
 PREFIX = "Train/Samples/"  # of DeepSpeed's event names
-SCALING = ("loss_scale", "skipped")  # only under fp16
 LAST = 10  # seconds to wait for the last step at the end; after the death of a peer it never comes
 
 

@@ -7,7 +7,7 @@ import pytest
 from workers import CPU
 
 from jzero.distributed.exit_codes import CONFIG, HUNG, SAVED, UNAVAILABLE
-from jzero.launcher.restarts import failure_of, why_not
+from jzero.launcher.restarts import failure_of, outage_of, why_not
 
 
 def attempt(code, *lines, steps=-1, age=1.0, culprit=0):
@@ -42,6 +42,17 @@ ERROR = "jzero: after step 7: ValueError: bad"
 )
 def test_the_same_failure_twice(first, second, stops):
     assert bool(why_not(failure_of(second), failure_of(first))) == stops
+
+
+def test_the_outage_that_the_ledger_records():
+    """A rank that ended itself has said why in its last line; one that was killed has not."""
+    failed = attempt(1, "jzero: after step 7: ValueError: bad", " ")
+    failed.died, failed.noticed = 10.0, 12.5
+    failed.failure = (1, "rank 0 exited with code 1 first, after 9 s; its last lines:\n    more")
+    words = "rank 0 exited with code 1 first, after 9 s: jzero: after step 7: ValueError: bad"
+    assert outage_of(failed, "a 0") == ("a 0", 10.0, 12.5, 1, words)
+    failed.failure = (137, "rank 0 was killed by signal 9 (SIGKILL) first, after 9 s; its last lines: none")
+    assert outage_of(failed, "a 0").reason == "rank 0 was killed by signal 9 (SIGKILL) first, after 9 s"
 
 
 WORKER = """

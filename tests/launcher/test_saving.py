@@ -20,6 +20,7 @@ sys.path.append(str(ROOT / "tests"))
 import layouts as runs
 
 import jzero
+from jzero import ledger
 
 pytestmark = pytest.mark.processes
 
@@ -110,8 +111,12 @@ def test_a_killed_job_goes_on_by_itself(job, tmp_path, straight, moment, layout,
         assert int(resumed[-1][0]) in range((last - 3) // 2 * 2, last + 1, 2)
     else:
         assert resumed[-1] == (str(newest if moment == "reading" else 2), "")
+    run = ledger.read(directory)
+    assert list(run.steps) == list(range(1, STEPS + 1))
+    assert {step: run.steps[step].metrics["loss"].hex() for step in found} == found
+    assert [failure["died"] <= failure["time"] for failure in run.failures] == [True]
     left = {p.name for p in directory.iterdir()}
-    assert left == {"global_step8", "global_step10", "global_step12", "latest"}
+    assert left == {"global_step8", "global_step10", "global_step12", "latest", "ledger.jsonl"}
 
 
 @pytest.mark.slow

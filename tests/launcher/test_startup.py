@@ -22,6 +22,7 @@ ANSWERS = {
     "help": ["--help"],
     "report": ["report", "--help"],
     "export": ["export", "--help"],
+    "plot": ["plot", "--help"],
     "ssh": ["--dry_run", "--hostfile", "hosts", "train.py"],
     "slurm": ["--dry_run", "--hostfile", "hosts", "--launcher", "slurm", "train.py"],
     "openmpi": ["--dry_run", "--hostfile", "hosts", "--launcher", "openmpi", "train.py"],

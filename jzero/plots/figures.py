@@ -1,0 +1,157 @@
+"""Draws the curves of runs with matplotlib: one figure per metric, and one for the goodput."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jzero.errors import ConfigError
+from jzero.ledger.goodput import LOSSES, duration
+from jzero.plots.history import EVAL, LOSS, MEMORY, SPEED, History, Point
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, MUTED, GRID = "#222222", "#666666", "#e2e2e2"
+RUNS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f4fa3", "#8c6d31")  # Okabe and Ito's first
+STEPS = "#2a9d5c"
+LOST = dict(
+    zip(
+        LOSSES,
+        ("#c0392b", "#e74c3c", "#f08a5d", "#bdbdbd", "#8d99ae", "#5c7fa3", "#f2c14e", "#c9a227", "#7b68b5", "#a79bd1",
+         "#59b3c2", "#d9c7a3"),
+        strict=True,
+    )
+)  # fmt: skip
+AXES = {"step": "step", "samples": "samples", "time": "hours since the first start"}
+GOODPUT = "goodput"
+_PLAIN = (MEMORY, "lr", "loss_scale", "skipped")  # curves that need no smoothing
+_FIRST = (LOSS, "grad_norm", "lr")
+
+
+def names(histories: Sequence[History]) -> list[str]:
+    """List what can be drawn; the curve of `eval_x` goes into the plot of x."""
+    found = dict.fromkeys(name for history in histories for name in history.curves)
+    with_eval = [name for name in found if not (name.startswith(EVAL) and name.removeprefix(EVAL) in found)]
+    last = [name for name in (SPEED, MEMORY) if name in found]
+    first = [name for name in _FIRST if name in found]
+    middle = sorted(name for name in with_eval if name not in (*first, *last))
+    return [*first, *middle, *last, *([GOODPUT] if any(h.goodput for h in histories) else [])]
+
+
+def draw(histories: Sequence[History], name: str, x: str = "step", smooth: float = 0.0) -> Figure:
+    """Draw one of `names` for all runs.
+
+    Args:
+      x: "step", "samples" or "time".
+      smooth: the weight of the past in an exponential moving average, from 0 (none) to below 1. The values themselves
+        stay visible behind it.
+
+    Raises:
+      ConfigError: matplotlib is not installed, or the runs have no such curve.
+    """
+    figure_type = _matplotlib()
+    if name == GOODPUT:
+        return _goodput([history for history in histories if history.goodput], figure_type)
+    if x == "time" and (without := [h.name for h in histories if h.last.seconds is None]):
+        raise ConfigError(f"x = 'time': {', '.join(without)}: only a ledger has times; choose step or samples")
+    figure = figure_type(figsize=(7.2, 3.8), layout="constrained")
+    axes = figure.add_subplot()
+    drawn = [history for history in histories if name in history.curves]
+    for history in drawn:
+        _curve(axes, history, name, x, smooth, RUNS[list(histories).index(history) % len(RUNS)])
+    _dress(axes, name, x)
+    if len(histories) > 1 or len(axes.get_legend_handles_labels()[1]) > 1:
+        axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def smoothed(values: Sequence[float], weight: float) -> list[float]:
+    """Return the exponential moving average, corrected for its start; values that are not finite are left out.
+
+    >>> smoothed([1.0, 1.0, float("nan"), 4.0], 0.5)
+    [1.0, 1.0, 1.0, 2.714...]
+    """
+    mean, total, found = 0.0, 0.0, []
+    for value in values:
+        if math.isfinite(value):
+            mean, total = weight * mean + (1 - weight) * value, weight * total + (1 - weight)
+        found.append(mean / total if total else value)
+    return found
+
+
+def _matplotlib() -> type[Figure]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("plots need matplotlib: pip install 'jzero[plot]'") from error
+    return Figure
+
+
+def _curve(axes: Axes, history: History, name: str, x: str, smooth: float, colour: str) -> None:
+    points = history.curves[name]
+    at, values = [_x(point, x) for point in points], [point.value for point in points]
+    if smooth and name not in _PLAIN:
+        axes.plot(at, values, color=colour, linewidth=0.8, alpha=0.25, label=f"_{history.name}, not smoothed")
+        values = smoothed(values, smooth)
+    axes.plot(at, values, color=colour, linewidth=1.6, label=history.name, marker="o" if len(points) == 1 else "")
+    if evals := history.curves.get(f"{EVAL}{name}"):
+        label = f"{history.name}, evaluation"
+        axes.plot(
+            [_x(point, x) for point in evals], [point.value for point in evals], color=colour, linewidth=1.2,
+            linestyle="--", marker="o", markersize=3.5, label=label,
+        )  # fmt: skip
+    for restart in history.restarts:
+        axes.axvline(_x(restart.at, x), color=colour, linewidth=0.9, linestyle=":", alpha=0.8, label="_restart")
+        axes.plot(
+            [_x(restart.at, x)], [1.0], transform=axes.get_xaxis_transform(), clip_on=False, marker="v", markersize=5,
+            color=colour, linestyle="", label="_restart",
+        )  # fmt: skip
+
+
+def _x(point: Point, x: str) -> float:
+    return point.seconds / 3600 if x == "time" and point.seconds is not None else getattr(point, x, point.step)
+
+
+def _dress(axes: Axes, title: str, x: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11, color=INK)
+    axes.set_xlabel(AXES[x], fontsize=9, color=MUTED)
+    axes.grid(color=GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GRID)
+    axes.tick_params(labelsize=9, colors=MUTED, length=0)
+    if x != "time":
+        axes.locator_params(axis="x", integer=True)
+    if title in (SPEED, MEMORY):
+        axes.set_ylim(bottom=0)
+
+
+def _goodput(histories: Sequence[History], figure_type: type[Figure]) -> Figure:
+    """Draw one bar per run: the steps that count from the left, then what the other time went to."""
+    every = [history.goodput for history in histories if history.goodput]
+    present = [line for line in LOSSES if any(one.lost.get(line, 0.0) > 2e-3 * one.wall for one in every)]
+    rows = -(-(len(present) + 1) // 4)
+    figure = figure_type(figsize=(7.2, 1.0 + 0.45 * len(histories) + 0.25 * rows), layout="constrained")
+    axes = figure.add_subplot()
+    for row, history in enumerate(histories):
+        if not (found := history.goodput) or not found.wall:
+            continue
+        left = 0.0
+        for line, colour in {"steps": STEPS, **{line: LOST[line] for line in present}}.items():
+            width = 100 * (found.steps if line == "steps" else found.lost.get(line, 0.0)) / found.wall
+            axes.barh(row, width, left=left, height=0.62, color=colour, label=line if row == 0 else f"_{line}")
+            if width >= 6:
+                axes.text(left + width / 2, row, f"{width:.0f}%", ha="center", va="center", fontsize=8.5, color="white")
+            left += width
+    labels = [f"{h.name}\n{duration(h.goodput.wall)}" if h.goodput else h.name for h in histories]
+    _dress(axes, GOODPUT, "step")
+    axes.grid(visible=False)
+    axes.set_yticks(range(len(histories)), labels, fontsize=9, color=INK)
+    axes.set_xlim(0, 100)
+    axes.set_ylim(len(histories) - 0.5, -0.5)
+    axes.set_xlabel("% of the wall time", fontsize=9, color=MUTED)
+    figure.legend(loc="outside lower left", ncols=4, frameon=False, fontsize=8.5)
+    return figure

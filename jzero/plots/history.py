@@ -1,0 +1,210 @@
+"""The curves of one run, read from its ledger or from the file of `jsonl_monitor`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jzero import ledger
+from jzero.errors import ConfigError
+from jzero.ledger import schema
+from jzero.ledger.goodput import Goodput
+
+METRICS = "metrics.jsonl"  # of jsonl_monitor
+SPEED, MEMORY, LOSS, EVAL = "samples/s", "peak memory (GiB)", "loss", "eval_"
+MOST = 100  # points of the curve of samples/s: each is a mean over its steps
+
+
+class Point(NamedTuple):
+    """A value of a curve and where the run was; `seconds` since the first start, None if nobody recorded them."""
+
+    step: int
+    samples: int
+    seconds: float | None
+    value: float
+
+
+class Restart(NamedTuple):
+    """A later start of a run: the state that it continued from, when, and what had ended the one before."""
+
+    at: Point
+    reason: str
+
+
+@dataclass(frozen=True)
+class History:
+    """The curves of one run.
+
+    Attributes:
+      name: in legends and tables.
+      curves: {name: points}: the metrics, `eval_...` of evaluations, `samples/s`, `peak memory (GiB)`.
+      speed: samples per second, without compilation, restarts and restores.
+      restarts: in order.
+      goodput: None without a ledger.
+      about: facts from the last start, such as the mesh.
+    """
+
+    name: str
+    curves: dict[str, list[Point]]
+    speed: float | None = None
+    restarts: list[Restart] = field(default_factory=list)
+    goodput: Goodput | None = None
+    about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def last(self) -> Point:
+        """The last step, with its loss."""
+        return self.curves[LOSS][-1]
+
+    def __repr__(self) -> str:
+        return f"History({self.name!r}, {self.last.step} steps, loss {self.last.value:.4g})"
+
+
+def read_run(run: str | os.PathLike, name: str | None = None) -> History:
+    """Read a run: a checkpoint directory with a ledger, or a directory or file of `jsonl_monitor`.
+
+    Raises:
+      ConfigError: there is no such run, or no step in its records.
+    """
+    path = Path(run).expanduser()
+    path = path.parent if path.name == schema.FILE else path
+    name = name or path.absolute().name
+    if (path / schema.FILE).is_file():
+        history = _of_ledger(path, name)
+    elif (file := path if path.is_file() else path / METRICS).is_file():
+        history = History(name, _of_metrics(file))
+    else:
+        raise ConfigError(
+            f"{run}: has no records of a run ({schema.FILE} or {METRICS}): set checkpoint.dir in the config, or pass "
+            "resume= to initialize, for a ledger; or turn on jsonl_monitor"
+        )
+    if not history.curves.get(LOSS):
+        raise ConfigError(f"{run}: its records contain no step with a loss yet; plot the run once it has finished one")
+    return history
+
+
+def read_all(runs: Sequence[str | os.PathLike]) -> list[History]:
+    """Read runs, and name them by their directories; by their paths, if two directories have one name."""
+    names = [Path(run).expanduser().absolute().name for run in runs]
+    return [read_run(run, None if names.count(name) == 1 else str(run)) for run, name in zip(runs, names, strict=True)]
+
+
+# ------------------------------------------------------------------ from a ledger
+
+
+def _of_ledger(directory: Path, name: str) -> History:
+    run = ledger.read(directory)
+    starts = run.of(schema.START)
+    origin = starts[0]["began"] if starts else 0.0
+    curves: dict[str, list[Point]] = {}
+    for step in run.steps.values():
+        for metric, value in step.metrics.items():
+            curves.setdefault(metric, []).append(Point(step.step, step.samples, step.time - origin, value))
+    for record in _alive(run.of(schema.EVALUATION), run):
+        for metric, value in record["metrics"].items():
+            point = Point(record["step"], record["samples"], record["time"] - origin, value)
+            curves.setdefault(f"{EVAL}{metric}", []).append(point)
+    spans = _spans(run)
+    curves[SPEED] = [
+        Point(chunk[-1].step, chunk[-1].samples, chunk[-1].end - origin, _speed(chunk)) for chunk in _chunks(spans)
+    ]
+    curves[MEMORY] = [
+        Point(r["step"], r["samples"], r["time"] - origin, r["peak"] / 2**30)
+        for r in _alive(run.of(schema.STEP), run)
+        if "peak" in r
+    ]
+    return History(
+        name, {metric: points for metric, points in curves.items() if points}, _speed(spans) if spans else None,
+        _restarts(run, origin), run.goodput, starts[-1] if starts else {},
+    )  # fmt: skip
+
+
+def _alive(records: Iterable[dict[str, Any]], run: ledger.Run) -> list[dict[str, Any]]:
+    """Return the records of steps that count: those that no later state has superseded."""
+    found: list[dict[str, Any]] = []
+    for record in records:
+        while found and found[-1]["step"] >= record["step"] and found[-1]["time"] < record["time"]:
+            found.pop()
+        found.append(record)
+    return [record for record in found if not run.steps or record["step"] <= max(run.steps)]
+
+
+class _Span(NamedTuple):
+    """Steps that follow each other in one start: the last one, their rows, and the seconds from the one before."""
+
+    step: int
+    samples: int
+    end: float
+    rows: int
+    seconds: float
+
+
+def _spans(run: ledger.Run) -> list[_Span]:
+    """Return the steps that count and whose begin is known: all but the first of each start."""
+    found, before, rows = [], None, 0
+    for record in run.records:
+        if record["kind"] in (schema.START, schema.STATE):
+            before = None
+        elif record["kind"] == schema.STEP:
+            rows += record["rows"]
+            counts = record["step"] in run.steps and run.steps[record["step"]].time == record["time"]
+            if before is None or not counts:
+                before, rows = record["time"], 0
+            elif record["time"] > before:
+                span = _Span(record["step"], record["samples"], record["time"], rows, record["time"] - before)
+                found.append(span)
+                before, rows = record["time"], 0
+    return found
+
+
+def _chunks(spans: list[_Span]) -> list[list[_Span]]:
+    size = -(-len(spans) // MOST) or 1
+    return [spans[i : i + size] for i in range(0, len(spans), size)]
+
+
+def _speed(spans: list[_Span]) -> float:
+    return sum(span.rows for span in spans) / sum(span.seconds for span in spans)
+
+
+def _restarts(run: ledger.Run, origin: float) -> list[Restart]:
+    """Return the starts after the first, each with the state that it continued from."""
+    found: list[Restart] = []
+    reason, starts, fresh = "", 0, False
+    for record in run.records:
+        if record["kind"] == schema.FAILURE:
+            reason = record["reason"]
+        elif record["kind"] == schema.END:
+            reason = record["reason"] or "the script had ended"
+        elif record["kind"] == schema.START:
+            starts, fresh = starts + 1, True
+        elif record["kind"] == schema.STATE and fresh:
+            if starts > 1:
+                at = Point(record["step"], record["samples"], record["time"] - origin, 0.0)
+                found.append(Restart(at, reason or "the process was gone"))
+            reason, fresh = "", False
+    return found
+
+
+# ------------------------------------------------------------------ from the file of jsonl_monitor
+
+
+def _of_metrics(file: Path) -> dict[str, list[Point]]:
+    """Read curves by DeepSpeed's event names; a step that is repeated supersedes those from it on."""
+    curves: dict[str, list[Point]] = {}
+    for line in file.read_text(errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+            step, samples = record.pop("step"), record.pop("samples")
+        except (ValueError, KeyError, AttributeError, TypeError):  # torn by a kill, or no line of jsonl_monitor
+            continue
+        for event, value in record.items():
+            metric = event.rpartition("/")[2]
+            points = curves.setdefault(LOSS if metric == "train_loss" else metric, [])
+            while points and points[-1].step >= step:
+                points.pop()
+            points.append(Point(step, samples, None, value))
+    return curves

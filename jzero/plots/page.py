@@ -1,0 +1,168 @@
+"""Writes plots of runs: PNG files, and one page that contains them all and refers to nothing else."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from html import escape
+from pathlib import Path
+
+from jzero.errors import ConfigError
+from jzero.ledger.goodput import LOSSES, duration
+from jzero.plots.figures import AXES, GOODPUT, draw, names
+from jzero.plots.history import History, read_all
+
+DPI = 150
+PAGE = "index.html"
+STYLE = """
+.jzero { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1180px; margin: 0 auto; padding: 8px 20px; }
+.jzero h1 { font-size: 22px; } .jzero h2 { font-size: 17px; margin: 26px 0 6px; }
+.jzero table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+.jzero th, .jzero td { text-align: right; padding: 4px 12px; border-bottom: 1px solid #e2e2e2; }
+.jzero th { color: #666; font-weight: 600; } .jzero th:first-child, .jzero td:first-child { text-align: left; }
+.jzero td.words { text-align: left; color: #444; }
+.jzero .plots { margin-top: 22px; display: grid; }
+.jzero .plots { grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 14px; }
+.jzero figure { margin: 0; }
+.jzero img { width: 100%; height: auto; background: white; } .jzero p, .jzero li { color: #444; }
+"""
+
+
+class Plots:
+    """The plots of one or several runs; a notebook shows them with a table.
+
+    Attributes:
+      histories: the curves of each run.
+      images: {name: PNG}, drawn when they are first read.
+    """
+
+    def __init__(self, histories: Sequence[History], metrics: Sequence[str], x: str, smooth: float):
+        known = names(histories)
+        if x not in AXES:
+            raise ConfigError(f"x = {x!r}: must be {', '.join(AXES)}")
+        if not 0 <= smooth < 1:
+            raise ConfigError(f"smooth = {smooth!r}: must be from 0 to below 1, such as 0.9")
+        if unknown := [name for name in metrics if name not in known]:
+            raise ConfigError(f"metric {', '.join(unknown)}: the runs have {', '.join(known)}")
+        self.histories = list(histories)
+        self._names, self._x, self._smooth = list(metrics) or known, x, smooth
+
+    @cached_property
+    def images(self) -> dict[str, bytes]:
+        return {name: self._png(name) for name in self._names}
+
+    def _png(self, name: str) -> bytes:
+        stream = io.BytesIO()
+        draw(self.histories, name, self._x, self._smooth).savefig(stream, format="png", dpi=DPI)
+        return stream.getvalue()
+
+    def write(self, out: str | os.PathLike) -> list[Path]:
+        """Write a PNG file per plot and the page `index.html` into a directory; return the files."""
+        pages = {PAGE: page(self.histories, self.images).encode()}
+        named = {f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', name).strip('_')}.png": x for name, x in self.images.items()}
+        directory = Path(out).expanduser()
+        directory.mkdir(parents=True, exist_ok=True)
+        for file, contents in (named | pages).items():
+            (directory / file).write_bytes(contents)
+        return [directory / file for file in named | pages]
+
+    def __repr__(self) -> str:
+        return f"Plots({', '.join(map(repr, self.histories))}: {', '.join(self._names)})"
+
+    def _repr_html_(self) -> str:
+        return body(self.histories, self.images)
+
+
+def read(
+    *runs: str | os.PathLike, metrics: Sequence[str] = (), x: str = "step", smooth: float = 0.0
+) -> Plots:  # fmt: skip
+    """Read runs and plot them.
+
+    Args:
+      runs: checkpoint directories with a ledger, or directories or files of `jsonl_monitor`.
+      metrics: the plots to draw; all of them by default.
+      x: "step", "samples" or "time" (hours since the run's first start).
+      smooth: the weight of the past in the moving average of losses and metrics, from 0 (none) to below 1.
+
+    Raises:
+      ConfigError: a run without records, an unknown metric, or no matplotlib.
+    """
+    return Plots(read_all(runs), metrics, x, smooth)
+
+
+def page(histories: Sequence[History], images: dict[str, bytes]) -> str:
+    """Return the page."""
+    title = escape(", ".join(history.name for history in histories))
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>\n'
+        f"<body>{body(histories, images)}</body></html>\n"
+    )
+
+
+def body(histories: Sequence[History], images: dict[str, bytes]) -> str:
+    """Return the contents of the page, for a notebook."""
+    return "\n".join([f'<style>{STYLE}</style><div class="jzero">', *_parts(histories, images), "</div>"])
+
+
+def _parts(histories: Sequence[History], images: dict[str, bytes]) -> Iterator[str]:
+    yield f"<h1>{escape(', '.join(history.name for history in histories))}</h1>"
+    yield _table(
+        ("run", "steps", "samples", "loss", "samples/s", "goodput", "wall time", "restarts", "devices"),
+        [_row(history) for history in histories],
+    )
+    curves = {name: image for name, image in images.items() if name != GOODPUT}
+    yield f'<div class="plots">{"".join(_image(name, image) for name, image in curves.items())}</div>'
+    if any(history.restarts for history in histories):
+        yield "<h2>Restarts</h2><p>A triangle and a dotted line mark where a later start continued.</p><ul>"
+        for history in histories:
+            for at, reason in history.restarts:
+                when = f"after {duration(at.seconds)}" if at.seconds is not None else ""
+                yield f"<li>{escape(history.name)}, {when}, from step {at.step}: {escape(reason)}</li>"
+        yield "</ul>"
+    if GOODPUT in images:
+        yield "<h2>Goodput</h2><p>The share of the wall time since the first start in steps that count.</p>"
+        yield _image(GOODPUT, images[GOODPUT])
+        yield from _losses(histories)
+
+
+def _row(history: History) -> list[str]:
+    last, found, about = history.last, history.goodput, history.about
+    mesh = " × ".join(f"{axis} {n}" for axis, n in about.get("mesh", {}).items() if n > 1)
+    devices = f"{about['devices']} {about['device']}" + (f" ({mesh})" if mesh else "") if "devices" in about else "–"
+    return [
+        history.name, f"{last.step:,}", f"{last.samples:,}", f"{last.value:.4f}",
+        "–" if history.speed is None else f"{history.speed:,.4g}" if history.speed < 100 else f"{history.speed:,.0f}",
+        f"{100 * found.share:.1f}%" if found else "–", duration(found.wall) if found else "–",
+        str(len(history.restarts)) if found else "–", devices,
+    ]  # fmt: skip
+
+
+def _losses(histories: Sequence[History]) -> Iterator[str]:
+    """Yield the table of what time was lost to, with the words for each line."""
+    with_goodput = [(history.name, history.goodput) for history in histories if history.goodput]
+    lines = [line for line in LOSSES if any(line in found.lost for _, found in with_goodput)]
+    rows = [["steps that count", *(duration(found.steps) for _, found in with_goodput), ""]]
+    rows += [
+        [line, *(duration(found.lost.get(line, 0.0)) for _, found in with_goodput), LOSSES[line]] for line in lines
+    ]
+    yield _table(("", *(name for name, _ in with_goodput), "what it is"), rows)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _cell(text: str) -> str:
+    words = ' class="words"' if text.count(" ") > 3 else ""
+    return f"<td{words}>{escape(text)}</td>"
+
+
+def _image(name: str, image: bytes) -> str:
+    data = base64.b64encode(image).decode()
+    return f'<figure><img alt="{escape(name, quote=True)}" src="data:image/png;base64,{data}"></figure>'

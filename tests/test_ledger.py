@@ -1,0 +1,379 @@
+"""The ledger: its records are what the run did, and its arithmetic is that of hand-made times."""
+
+import errno
+import json
+import os
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jzero
+from jzero import ledger
+from jzero.distributed import outages, preemption
+from jzero.ledger import writer
+from jzero.ledger.goodput import goodput
+from jzero.ledger.read import parse
+
+
+class Regression:
+    """A linear model; the loss also gives its largest error."""
+
+    has_aux = True
+
+    def init(self, rng):
+        return {"w": jnp.zeros((3,))}
+
+    def loss(self, params, batch, rng):
+        errors = batch["x"] @ params["w"] - batch["y"]
+        return jnp.mean(errors**2), {"worst": jnp.max(jnp.abs(errors))}
+
+
+ROWS = 44
+CONFIG = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-2}}}
+
+
+@pytest.fixture(autouse=True)
+def no_signal_handler(monkeypatch):
+    """SIGTERM stays pytest's."""
+    monkeypatch.setattr(preemption, "listen", lambda: None)
+
+
+def data():
+    """Each row contains its own index."""
+    x = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32)
+    return {"x": x, "y": x.sum(1), "row": np.arange(ROWS)}
+
+
+def start(directory, devices=1, training_data=None, resume=None, **sections):
+    config = CONFIG | {"checkpoint": {"dir": str(directory)}} | sections
+    mesh = jzero.make_mesh(devices=jax.devices()[:devices])
+    training_data = data() if training_data is None else training_data
+    return jzero.initialize(model=Regression(), config=config, mesh=mesh, training_data=training_data, resume=resume)[0]
+
+
+def train(engine, steps):
+    """Return {step: (metrics, rows of its global batch)} as the engine returned and received them."""
+    found, run = {}, engine.step_fn.run_micro_batches
+
+    def seen(state, parts, *others, **more):
+        rows = np.concatenate([np.asarray(part["row"]) for part in parts])
+        found[engine.global_steps + 1] = rows
+        return run(state, parts, *others, **more)
+
+    engine.step_fn.run_micro_batches = seen
+    try:
+        for _ in range(steps):
+            engine.train_batch()
+            metrics = {name: float(x) for name, x in engine.metrics.items() if name not in ("loss_scale", "skipped")}
+            found[engine.global_steps] = metrics, found[engine.global_steps]
+    finally:
+        del engine.step_fn.run_micro_batches
+    return found
+
+
+def end(engine):
+    engine._monitor.ledger.close()
+
+
+def check_steps(run, expected):
+    assert list(run.steps) == sorted(expected)
+    for number, (metrics, rows) in expected.items():
+        assert run.steps[number].metrics == metrics
+        assert run.steps[number].samples == 8 * number
+        np.testing.assert_array_equal(run.rows(number), rows)
+
+
+# ------------------------------------------------------------------ what a run writes
+
+
+def test_records_are_what_the_run_did(tmp_path):
+    home, other = tmp_path / "runs", tmp_path / "other"
+    engine = start(home, gradient_accumulation_steps=2)
+    expected = train(engine, 4)
+    engine.save_checkpoint().wait()
+    engine.save_checkpoint(other, tag="mine").wait()
+    engine.eval_batch({name: x[:8] for name, x in data().items()})
+    evaluated = {name: float(x) for name, x in engine.eval_metrics.items()}
+    expected |= train(engine, 4)  # into the second epoch
+    end(engine)
+    run = ledger.read(home)
+    check_steps(run, expected)
+    assert not (other / "ledger.jsonl").exists()
+    assert [one["kind"] for one in run.records][:2] == ["start", "state"]
+    assert run.records[-1]["kind"] == "end"
+    (evaluation,) = run.of("evaluation")
+    assert (evaluation["step"], evaluation["metrics"]) == (4, evaluated)
+    saves = run.of("save")
+    assert [(s["tag"], s["directory"], s["step"], s["error"]) for s in saves] == [
+        ("global_step4", str(home), 4, None), ("mine", str(other), 4, None),
+    ]  # fmt: skip
+    assert saves[0]["bytes"] == sum(x.nbytes for x in jax.tree.leaves(engine.state))
+    assert all(s["began"] <= s["time"] and s["background"] > 0 and s["stall"] > 0 for s in saves)
+    times = [one["time"] for one in run.of("step")]
+    assert times == sorted(times)
+    assert run.of("step")[0]["compile"] > 0
+    assert sum(run.goodput.lost.values()) + run.goodput.steps == pytest.approx(run.goodput.wall, abs=1e-3)
+
+
+def test_two_resumes_on_other_meshes(tmp_path):
+    """Steps that a resume takes again count once; the rows are the same."""
+    engine = start(tmp_path, zero_optimization={"stage": 2})
+    expected = train(engine, 3)
+    engine.save_checkpoint().wait()
+    lost = train(engine, 3)
+    for devices, steps in ((2, 4), (4, 5)):
+        engine = start(tmp_path, devices, resume=tmp_path)
+        assert engine.global_steps == max(expected)
+        expected |= train(engine, steps - 2)
+        engine.save_checkpoint().wait()
+        lost |= train(engine, 2)
+        end(engine)
+    engine = start(tmp_path, 2, resume=tmp_path)
+    end(engine)  # a start without a step: what it would repeat no longer counts
+    run = ledger.read(tmp_path)
+    check_steps(run, expected)
+    assert sorted(lost) == [4, 5, 6, 7, 9, 10]
+    assert [one["mesh"]["zero"] for one in run.of("start")] == [1, 2, 4, 2]
+    assert [one["step"] for one in run.of("state")] == [0, 3, 5, 8]
+    assert run.goodput.lost["repeated steps"] > 0
+
+
+def test_a_run_that_does_not_resume_is_a_new_one(tmp_path):
+    for steps in (4, 2):
+        engine = start(tmp_path)
+        expected = train(engine, steps)
+        end(engine)
+    check_steps(ledger.read(tmp_path), expected)
+
+
+def test_load_checkpoint_in_a_run(tmp_path):
+    engine = start(tmp_path)
+    expected = train(engine, 2)
+    engine.save_checkpoint().wait()
+    train(engine, 2)
+    engine.load_checkpoint()
+    expected |= train(engine, 1)
+    end(engine)
+    check_steps(ledger.read(tmp_path), expected)
+
+
+@pytest.mark.parametrize("case", ["drop_last", "seed", "no length", "three calls"])
+def test_rows(tmp_path, case):
+    config = {"drop_last": {"dataloader_drop_last": True}, "seed": {"seed": 7}}.get(case, {})
+    rows = [{name: x[i] for name, x in data().items()} for i in range(ROWS)]
+    engine = start(tmp_path, 2, training_data=(lambda: iter(rows)) if case == "no length" else None, **config)
+    if case == "three calls":
+        expected = {}
+        for batch in engine.training_dataloader:
+            engine.backward(engine(batch))
+            engine.step()
+            expected[engine.global_steps] = np.asarray(batch["row"])
+    else:
+        expected = {number: seen for number, (_, seen) in train(engine, 5 if case == "no length" else 7).items()}
+    end(engine)
+    run = ledger.read(tmp_path)
+    assert list(run.steps) == list(expected)
+    for number, seen in expected.items():
+        np.testing.assert_array_equal(run.rows(number), seen)
+
+
+def test_rows_that_a_ledger_does_not_know(tmp_path):
+    engine = start(tmp_path)
+    engine.train_batch({name: x[:8] for name, x in data().items()})
+    engine.train_batch()
+    engine.training_dataloader.seek({"epoch": 0, "samples": 24})
+    engine.train_batch()
+    end(engine)
+    run = ledger.read(tmp_path)
+    with pytest.raises(jzero.ConfigError, match="step 1: its batch did not come from training_data"):
+        run.rows(1)
+    with pytest.raises(jzero.ConfigError, match=r"step 3: the loader went from \[0, 8\] to \[0, 32\]"):
+        run.rows(3)
+    with pytest.raises(jzero.ConfigError, match=r"rows\(9\): .* its steps: 1 to 3"):
+        run.rows(9)
+
+
+# ------------------------------------------------------------------ faults
+
+
+def test_a_torn_line_is_skipped_and_continued(tmp_path):
+    engine = start(tmp_path)
+    expected = train(engine, 3)
+    end(engine)
+    file = tmp_path / "ledger.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    steps = [i for i, line in enumerate(lines) if '"kind": "step"' in line]
+    file.write_text("".join([*lines[: steps[2]], lines[steps[2]][:40]]))
+    assert list(ledger.read(tmp_path).steps) == [1, 2]
+    engine = start(tmp_path, resume=tmp_path)  # no checkpoint: from step 0, in the same run
+    again = train(engine, 3)
+    end(engine)
+    assert {number: metrics for number, (metrics, _) in again.items()} == {n: m for n, (m, _) in expected.items()}
+    check_steps(ledger.read(tmp_path), expected)
+    assert len(ledger.read(tmp_path).of("step")) == 5
+
+
+def test_what_is_no_record_is_skipped():
+    lines = ['{"kind": "later", "time": 1}', '{"kind": "step", "time": 1}', "[1]", "\x00", '{"kind": []}', "{}"]
+    assert parse("\n".join(lines)) == []
+
+
+def test_no_ledger_is_an_error(tmp_path):
+    with pytest.raises(jzero.ConfigError, match=r"ledger.jsonl: No such file .* names checkpoint.dir"):
+        ledger.read(tmp_path)
+
+
+def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path):
+    (tmp_path / "ledger.jsonl").mkdir()
+    with pytest.warns(RuntimeWarning, match=r"ledger.jsonl: no records of this run: .*directory"):
+        engine = start(tmp_path)
+    assert len(train(engine, 2)) == 2
+    engine.save_checkpoint().wait()
+
+
+def test_a_full_disk_is_a_warning(tmp_path, monkeypatch):
+    engine, write = start(tmp_path), os.write
+    train(engine, 1)
+
+    def full(file, line):
+        if threading.current_thread().name == "jzero ledger":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, line)
+
+    def rest():
+        assert len(train(engine, 2)) == 2
+        end(engine)
+
+    monkeypatch.setattr(writer.os, "write", full)
+    with pytest.warns(RuntimeWarning, match=r"ledger.jsonl: no more records from this run: .*No space left"):
+        rest()
+
+
+def test_a_step_that_never_ends_delays_nothing(tmp_path, monkeypatch):
+    """Steps keep their order; a save is written before a step that still runs; the end does not wait for ever."""
+    monkeypatch.setattr(writer, "LAST", 0.3)
+    file = writer.Writer(tmp_path / "runs" / "ledger.jsonl")
+    known, never = (lambda: True), (lambda: False)
+    file.put(writer.Entry(known, lambda: {"n": 1}))
+    file.put(writer.Entry(never, lambda: {"n": 2}))
+    file.put(writer.Entry(known, lambda: {"n": 3}))
+    file.put_save(writer.Entry(known, lambda: {"n": 4}))
+    file.close()
+    written = [json.loads(line)["n"] for line in (tmp_path / "runs" / "ledger.jsonl").read_text().splitlines()]
+    assert sorted(written) == [1, 4]
+
+
+def test_a_link_is_not_followed(tmp_path):
+    (tmp_path / "theirs").write_text("theirs")
+    (tmp_path / "ledger.jsonl").symlink_to(tmp_path / "theirs")
+    with pytest.warns(RuntimeWarning, match="no records of this run"):
+        train(start(tmp_path), 1)
+    assert (tmp_path / "theirs").read_text() == "theirs"
+
+
+# ------------------------------------------------------------------ goodput
+
+
+def record(kind, time, **fields):
+    return {"kind": kind, "time": float(time), **fields}
+
+
+def steps(first, begins, ends, **fields):
+    """Step records; `fields` belong to the first."""
+    numbers = range(first, first + len(ends))
+    pairs = zip(numbers, begins, ends, strict=True)
+    made = [record("step", b, step=n, samples=8 * n, rows=8, began=float(a), metrics={}) for n, a, b in pairs]
+    made[0] |= fields
+    return made
+
+
+def started(began, time, new=False):
+    return record("start", time, began=float(began), new=new)
+
+
+def state(time, step, origin=None):
+    return record("state", time, step=step, samples=8 * step, **{"from": origin})
+
+
+def save(began, time, step):
+    return record(
+        "save", time, tag=f"global_step{step}", step=step, began=float(began), stall=1.0, background=1.0, bytes=9
+    )
+
+
+def failure(died, noticed, attempt):
+    return record("failure", noticed, attempt=attempt, died=float(died), code=137, reason="killed")
+
+
+def test_goodput_of_a_run_with_a_failure():
+    """Times by hand: 100 s, 4 of 7 steps repeat."""
+    records = [
+        started(1000, 1004),  # start 4
+        state(1006, 0),  # start 2 more
+        # compiles from 1007 to 1017, runs until 1021; then 2 s each; a save of 1 s delays the third by 1 s; data 0.5
+        *steps(1, [1007], [1021], compile=10.0),  # script 1, compile 10, first step 4 - 2, step 2
+        *steps(2, [1021], [1023]),
+        *steps(3, [1024.5], [1026.5], save=1.0, wait=0.5),
+        save(1023, 1025, 2),
+        *steps(4, [1026, 1028], [1028.5, 1030.5]),  # given ahead of time
+        failure(1031, 1033, "a 0"),  # 0.5 s of a sixth step are lost, then 2 s until the notice
+        started(1040, 1042),  # restart 7, start 2
+        state(1045, 2, "/runs/global_step2"),  # restore 3; steps 3 to 5 no longer count
+        *steps(3, [1045], [1050], compile=2.5),  # compile 2.5, then 2.5: 0.5 more than the median
+        *steps(4, [1050, 1052, 1058], [1052, 1054, 1060], evaluation=0.0),  # the script takes 4 s before step 6
+        save(1060, 1063, 6),
+        record("end", 1064, step=6, reason=""),
+        started(1096, 1096.5),  # stopped 33: nobody knows why
+        state(1098, 6, "/runs/global_step6"),  # restore 1.5
+        *steps(7, [1099], [1100], compile_before=0.75),  # compile 0.75, script 0.25
+    ]
+    found = goodput(records)
+    assert found.wall == 100
+    assert found.lost == pytest.approx(
+        {
+            "start": 4 + 2 + 2 + 0.5, "script": 1 + 4 + 0.25, "compile": 10 + 2.5 + 0.75, "first step": 2 + 0.5,
+            "save": 1 + 3, "data": 0.5, "repeated steps": 0.5 + 6, "detect": 2, "restart": 7, "restore": 3 + 1.5,
+            "stopped": 33,
+        }
+    )  # fmt: skip
+    assert found.steps == pytest.approx(2 + 2 + 2 + 2 + 2 + 2 + 1)  # steps 1, 2; 3 to 6; 7
+    assert found.steps + sum(found.lost.values()) == pytest.approx(found.wall)
+    assert found.share == pytest.approx(0.13)
+    assert str(found).startswith(
+        "goodput 13.0% of 100.0 s; lost: stopped 33.0%, compile 13.2%, start 8.5%, restart 7.0%"
+    )
+
+
+def test_failures_of_several_attempts():
+    """Each attempt may repeat the failures before it; the time of one that wrote nothing is the restart's."""
+    records = [
+        started(0, 1), state(1, 0), *steps(1, [1, 2, 3], [2, 3, 4]),
+        failure(5, 5, "a 0"), failure(9, 10, "a 1"), started(20, 21), state(21, 0), *steps(1, [21], [22]),
+        failure(5, 5, "a 0"), failure(9, 10, "a 1"), failure(30, 90, "a 2"), started(100, 101), state(101, 1, "x"),
+        *steps(2, [101], [102]),
+    ]  # fmt: skip
+    found = goodput(records)
+    assert found.wall == 102
+    assert found.lost == {
+        "start": 1 + 1 + 1, "repeated steps": 3 + 1 + 8, "restart": 15 + 10, "detect": 60,
+    }  # fmt: skip
+    assert found.steps == 1 + 1
+
+
+def test_clocks_that_differ_give_no_negative_time():
+    found = goodput(
+        [started(10, 11), state(11, 0), *steps(1, [11], [12]), failure(5, 6, "a"), started(7, 8), state(9, 0)]
+    )
+    assert found.lost == {"start": 1.0, "repeated steps": 1.0}
+    assert (found.wall, found.steps) == (2.0, 0.0)
+
+
+def test_no_records():
+    assert str(goodput([])) == "goodput 0.0% of 0.0 s"
+
+
+def test_outages_of_another_program_are_ignored():
+    assert outages.read({outages.VARIABLE: "[[1]]"}) == outages.read({outages.VARIABLE: "{"}) == outages.read({}) == []

@@ -1,0 +1,182 @@
+"""Plots: the lines of the figures have the records' numbers, and the page refers to nothing else."""
+
+import base64
+import html.parser
+import json
+import sys
+
+import pytest
+
+import jzero
+from jzero import cli, plots
+from jzero.plots import figures, history
+
+
+def record(kind, time, **fields):
+    return {"kind": kind, "time": time, **fields}
+
+
+def state(time, step, origin=None):
+    return record("state", time, step=step, samples=8 * step, **{"from": origin})
+
+
+def steps(first, losses, begin, **fields):
+    """Steps of 2 s, one after the other; `fields` belong to the first."""
+    made = [
+        record(
+            "step", begin + 2 * i + 2, step=first + i, samples=8 * (first + i), rows=8, began=begin + 2 * i,
+            metrics={"loss": x, "lr": 0.5},
+        )
+        for i, x in enumerate(losses)
+    ]  # fmt: skip
+    made[0] |= fields
+    return made
+
+
+RECORDS = [
+    record("start", 1010.0, began=1000.0, new=True, mesh={"zero": 2, "data": 1}, devices=2, device="cpu"),
+    state(1010.0, 0),
+    *steps(1, [9.0, 8.0, 99.0, 98.0], 1010.0, peak=2**30),
+    record("evaluation", 1019.0, step=2, samples=16, began=1018.0, metrics={"loss": 7.5}),
+    record("failure", 1021.0, attempt="a 0", died=1020.0, code=137, reason="rank 0 <was> killed"),
+    record("start", 1030.0, began=1025.0, new=False, mesh={"zero": 4, "data": 1}, devices=4, device="cpu"),
+    state(1031.0, 2, "/runs/global_step2"),
+    *steps(3, [7.0, 6.0, 5.0], 1031.0, peak=2**31),
+]
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """A run with a restart, and one of jsonl_monitor with a resume."""
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "ledger.jsonl").write_text("".join(json.dumps(one) + "\n" for one in RECORDS))
+    (tmp_path / "curves").mkdir()
+    lines = [(1, 4.0), (2, 3.0), (3, 50.0), (2, 2.5), (3, 2.0)]
+    text = [json.dumps({"step": n, "samples": 8 * n, "Train/Samples/train_loss": x}) for n, x in lines]
+    (tmp_path / "curves" / "metrics.jsonl").write_text("\n".join([*text, '{"step": 4, "samp']))
+    return [tmp_path / "first", tmp_path / "curves"]
+
+
+def lines(figure):
+    """label -> (x, y) of the lines in a figure."""
+    (axes,) = figure.axes
+    return {line.get_label(): tuple(map(list, line.get_data())) for line in axes.lines}
+
+
+def test_lines_are_the_records(runs):
+    histories = history.read_all(runs)
+    assert figures.names(histories) == ["loss", "lr", "samples/s", "peak memory (GiB)", "goodput"]
+    drawn = lines(figures.draw(histories, "loss"))
+    assert drawn["first"] == ([1, 2, 3, 4, 5], [9.0, 8.0, 7.0, 6.0, 5.0])
+    assert drawn["curves"] == ([1, 2, 3], [4.0, 2.5, 2.0])
+    assert drawn["first, evaluation"] == ([2], [7.5])
+    assert drawn["_restart"][0] == [2]
+    assert lines(figures.draw(histories, "loss", x="samples"))["curves"][0] == [8, 16, 24]
+    hours = lines(figures.draw(histories[:1], "loss", x="time"))["first"][0]
+    assert hours == pytest.approx([seconds / 3600 for seconds in (12, 14, 33, 35, 37)])
+    assert lines(figures.draw(histories, "peak memory (GiB)"))["first"] == ([1, 3], [1.0, 2.0])
+    assert lines(figures.draw(histories, "samples/s"))["first"] == ([2, 4, 5], [4.0, 4.0, 4.0])  # 8 samples in 2 s
+    with pytest.raises(jzero.ConfigError, match="x = 'time': curves: only a ledger has times"):
+        figures.draw(histories, "loss", x="time")
+
+
+def test_smoothing_keeps_the_values_visible(runs):
+    drawn = lines(figures.draw(history.read_all(runs[1:]), "loss", smooth=0.5))
+    assert drawn["_curves, not smoothed"] == ([1, 2, 3], [4.0, 2.5, 2.0])
+    # y_t = sum of 0.5^(t-i) x_i / sum of 0.5^(t-i)
+    expected = [4.0, (0.5 * 4 + 2.5) / 1.5, (0.25 * 4 + 0.5 * 2.5 + 2.0) / 1.75]
+    assert drawn["curves"][1] == pytest.approx(expected)
+
+
+def test_bars_of_the_goodput_add_up(runs):
+    figure = figures.draw(history.read_all(runs), "goodput")
+    (axes,) = figure.axes
+    widths = {bars.get_label(): [bar.get_width() for bar in bars] for bars in axes.containers}
+    # 37 s; steps 1, 2, 3 to 5: 10 s; repeated 4 + 1, after an evaluation of 1; detect 1, restart 4, start 10 + 5
+    seconds = {"steps": 10, "repeated steps": 5, "detect": 1, "restart": 4, "start": 15, "restore": 1, "evaluation": 1}
+    assert widths == {name: pytest.approx([100 * x / 37]) for name, x in seconds.items()}
+
+
+class Page(html.parser.HTMLParser):
+    """Collects tags, the addresses in attributes, and texts; every tag must be closed."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.addresses, self.texts = [], [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.addresses += [value for name, value in attributes if name in ("src", "href", "srcset", "data", "action")]
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+def test_the_page_stands_alone(runs, tmp_path):
+    files = plots.read(*runs).write(tmp_path / "out")
+    names = ["loss.png", "lr.png", "samples_s.png", "peak_memory_GiB.png", "goodput.png", "index.html"]
+    assert files == [tmp_path / "out" / name for name in names]
+    text = files[-1].read_text()
+    page = Page(text)
+    assert page.open == []
+    assert "http" not in text.replace("data:", "")
+    assert not {"script", "link", "iframe"} & set(page.tags)
+    heads = "data:image/png;base64,"
+    assert [base64.b64decode(a.removeprefix(heads)) for a in page.addresses] == [f.read_bytes() for f in files[:-1]]
+    cells = page.texts[page.texts.index("first", page.texts.index("devices")) :]
+    assert cells[:9] == ["first", "5", "40", "5.0000", "4", "27.0%", "37.0 s", "1", "4 cpu (zero 4)"]
+    assert cells[9:18] == ["curves", "3", "24", "2.0000", "–", "–", "–", "–", "–"]
+    assert "first, after 31.0 s, from step 2: rank 0 <was> killed" in page.texts
+
+
+def test_a_notebook_shows_the_page(runs):
+    page = Page(plots.read(runs[0])._repr_html_())
+    assert page.tags.count("img") == 5
+    assert page.open == []
+
+
+def test_the_command(runs, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert cli.main(["plot", str(runs[0] / "ledger.jsonl"), "--out", str(out), "--metric", "loss", "--x", "time"]) == 0
+    words = capsys.readouterr().out
+    assert words.splitlines()[:2] == [str(out / "loss.png"), str(out / "index.html")]
+    assert "first: goodput 27.0% of 37.0 s; lost: start 40.5%, repeated steps 13.5%" in words
+    assert sorted(p.name for p in out.iterdir()) == ["index.html", "loss.png"]
+
+
+def test_two_directories_of_one_name_have_their_paths(tmp_path, runs):
+    other = tmp_path / "other" / "first"
+    other.mkdir(parents=True)
+    (other / "ledger.jsonl").write_text((runs[0] / "ledger.jsonl").read_text())
+    assert [one.name for one in history.read_all([runs[0], other, runs[1]])] == [str(runs[0]), str(other), "curves"]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["nowhere"], "nowhere: has no records of a run (ledger.jsonl or metrics.jsonl): set checkpoint.dir in"),
+        (["empty"], "empty: its records contain no step with a loss yet"),
+        (["first", "--metric", "acc"], "metric acc: the runs have loss, lr, samples/s, peak memory (GiB), goodput"),
+        (["first", "--smooth", "1"], "smooth = 1.0: must be from 0 to below 1, such as 0.9"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_fix(runs, tmp_path, monkeypatch, capsys, words, error):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "ledger.jsonl").write_text(json.dumps(RECORDS[0]) + "\n")
+    assert cli.main(["plot", *words]) == 2
+    assert error in capsys.readouterr().err
+    assert not (tmp_path / "plots").exists()
+
+
+def test_without_matplotlib(runs, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert cli.main(["plot", str(runs[0])]) == 2
+    assert "plots need matplotlib: pip install 'jzero[plot]'" in capsys.readouterr().err
