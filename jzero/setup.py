@@ -159,10 +159,13 @@ def resolve(
     stacked, _ = partition(jax.tree.map(lambda layout: layout.stacked, layouts), sharding.trainable(layouts))
     groups = _groups(config.optimizer if optimizer is None else None, layouts, getattr(model, "names", None))
     averaging = _averaging(config, mesh, precision) if optimizer is None else None
-    tx = optimizers.choose_optimizer(
-        optimizer, config.optimizer, schedule, stacked=stacked, fused=optimizers.fused_matrices(model, layouts),
-        groups=groups, state_dtype=precision.optimizer_state, replicas=averaging,
-    )  # fmt: skip
+    if optimizer is not None:
+        tx = optimizers.callers_optimizer(optimizer, schedule)
+    else:
+        tx = optimizers.make_optimizer(
+            config.optimizer, schedule, stacked=stacked, fused=optimizers.fused_matrices(model, layouts),
+            groups=groups, state_dtype=precision.optimizer_state, replicas=averaging,
+        )  # fmt: skip
     tx = optax.with_extra_args_support(tx)  # reduce_on_plateau takes the loss
     if config.ema:
         tx = wrappers.with_ema(tx, config.ema.decay)

@@ -12,7 +12,7 @@ from helpers.optimizers import STEPS, assert_close, cases, config, kinds, make, 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.errors import ConfigError
-from jzero.optimizers import base_lr, choose_optimizer, describe, fused_matrices, lr_of, per_layer
+from jzero.optimizers import base_lr, callers_optimizer, describe, fused_matrices, lr_of, make_optimizer, per_layer
 from jzero.optimizers.lr_schedules import make_lr_schedule
 
 
@@ -129,18 +129,20 @@ def test_base_lr():
     assert base_lr(None) is None
 
 
-def test_choose_optimizer():
+def test_an_optimizer_from_user_code_or_the_config():
     own = optax.sgd(1.0)
-    assert choose_optimizer(own, None, None, stacked=None) is own
-    made = choose_optimizer(lambda rate: optax.sgd(rate), None, schedule(), stacked=None)
+    assert callers_optimizer(own, None) is own
+    made = callers_optimizer(lambda rate: optax.sgd(rate), schedule())
     assert float(made.update(jnp.ones(1), made.init(jnp.ones(1)))[0][0]) == pytest.approx(-0.01)
-    built = choose_optimizer(None, config("SGD", {"lr": 0.5}), schedule(), stacked=None)
+    built = make_optimizer(config("SGD", {"lr": 0.5}), schedule(), stacked=None)
     assert float(built.update(jnp.ones(1), built.init(jnp.ones(1)), jnp.ones(1))[0][0]) == pytest.approx(-0.01)
-    for optimizer, words in ((None, "none given"), ("adam", "'adam' is neither"), (lambda rate: rate, "returned")):
+    for optimizer, words in (("adam", "'adam' is neither"), (lambda rate: rate, "returned")):
         with pytest.raises(ConfigError, match=words):
-            choose_optimizer(optimizer, None, schedule(), stacked=None)
+            callers_optimizer(optimizer, schedule())
     with pytest.raises(ConfigError, match="needs one"):
-        choose_optimizer(optax.sgd, None, None, stacked=None)
+        callers_optimizer(optax.sgd, None)
+    with pytest.raises(ConfigError, match="none given"):
+        make_optimizer(None, None, stacked=None)
 
 
 def test_lr_of():

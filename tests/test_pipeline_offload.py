@@ -19,6 +19,7 @@ from helpers.sampling import keep
 
 import jzero
 from jzero.engine.run_report import report
+from jzero.pipeline.slots import DEVICE_SPACE, HOST_SPACE
 from jzero.planner import gpu_devices, memory
 from models.llama import Llama
 
@@ -64,12 +65,11 @@ def carried(step, batch):
     """Yield, for each loop over ticks, Counters of the shapes that it carries in host memory and on the device."""
     for eqn in scans(step.trace(batch).jaxpr.jaxpr):
         types = [x.aval for x in eqn.outvars]
-        there, here = ([x.shape for x in types if x.memory_space == s] for s in (HOST, jax.memory.Space.Device))
+        there, here = ([x.shape for x in types if x.memory_space == s] for s in (HOST_SPACE, DEVICE_SPACE))
         if there:
             yield Counter(there), Counter(here)
 
 
-HOST = jax.memory.Space.Host
 SLOTS = {  # of two stages and six micro-batches: with fewer, some ticks are in no loop
     Case("gpipe", 2, 6): 6 + 1,
     Case("1f1b", 2, 6): 2 * 2 - 1,
@@ -106,8 +106,9 @@ def test_packed_inputs_lie_on_the_host():
 def test_the_report_says_where_activations_wait():
     case = Case("1f1b", 2, 2)
     for there in (True, False):
-        text = report(case.step(model(Decoder, 4), **section("full", there)))
-        assert ("activation checkpointing full, kept in host memory" in text) == there
+        for module in (model(Decoder, 4), layers("five"), layers("different")):
+            text = report(case.step(module, **section("full", there)))
+            assert ("activation checkpointing full, kept in host memory" in text) == there
 
 
 # ------------------------------------------------------------------------------------------------- memory, by plan
@@ -115,25 +116,30 @@ def test_the_report_says_where_activations_wait():
 TOKENS = 4096
 
 
-def planned(case, on_host):
+def planned(case, policy, on_host):
     """Return the planned memory of two GPUs that are not there."""
-    config = case.config(compiler_options={"xla_gpu_autotune_level": 0}, **section("full", on_host))
+    config = case.config(compiler_options={"xla_gpu_autotune_level": 0}, **section(policy, on_host))
     mesh = jzero.make_mesh(config, devices=gpu_devices("h100", 2))
     step = jzero.make_train_step(model(Decoder, 8), config, mesh=mesh)
     tokens = jax.ShapeDtypeStruct((step.batch_sizes.train, TOKENS), jnp.int32)
     return memory(step.lower({"inputs": tokens, "labels": tokens}).compile(), step)
 
 
-PLANS = [(Case("gpipe", 2, 12), (12 + 1) * (4 + 1)), (Case("interleaved", 2, 4, chunks=2), 5 * 2)]
+PLANS = [  # and how many times the bytes XLA may take: under zero_bubble it copies some of the buffers
+    (Case("gpipe", 2, 12), "full", (12 + 1) * (4 + 1), 1),
+    (Case("interleaved", 2, 4, chunks=2), "full", 5 * 2, 1),
+    (Case("zero_bubble", 2, 4), "matmuls", 3 * 4 * 2, 1.65),
+]
 
 
 @pytest.mark.gpu_compile
 @needs_cuda_compiler
 @pytest.mark.usefixtures("no_compilation_cache")
-@pytest.mark.parametrize(("case", "arrays"), keep(PLANS, PLANS[:1]), ids=str)
-def test_a_plan_counts_them_as_host_memory(case, arrays):
-    """`arrays` of float32: slots x (layers of a chunk; under gpipe one more)."""
+@pytest.mark.parametrize(("case", "policy", "arrays", "times"), keep(PLANS, PLANS[:1]), ids=str)
+def test_a_plan_counts_them_as_host_memory(case, policy, arrays, times):
+    """`arrays` of float32: slots x (layers of a chunk; under gpipe one more), under "matmuls" x 2."""
     size = arrays * ROWS * TOKENS * WIDTH * 4
-    on_host, on_device = (planned(case, there) for there in (True, False))
-    assert (on_host.host, on_device.host) == (size, 0)
+    on_host, on_device = (planned(case, policy, there) for there in (True, False))
+    assert size <= on_host.host <= times * size
+    assert on_device.host == 0
     assert on_device.peak - on_host.peak >= 0.9 * size

@@ -210,6 +210,11 @@ def test_fallbacks():
     lines = section(report_of(mlp(), activation_checkpointing={"policy": "full"}, **stage1)[1], "Fallbacks")
     assert "  - replicated, no dimension of (10,) is a multiple of 8: fc2/bias" in lines
     assert any("no layer stack" in line for line in lines)
+    for there in (True, False):
+        remat = {"policy": "full", "cpu_checkpointing": there}
+        lines = section(report_of(mlp(), activation_checkpointing=remat, **stage1)[1], "In effect")
+        assert "  - activation checkpointing full" + ", kept in host memory" * there in lines
+    assert not any("checkpointing" in line for line in section(report_of(mlp())[1], "In effect"))
     _, text = report_of(llama())
     assert section(text, "Fallbacks") == []
     _, text = report_of(llama(), optimizer=optax.sgd(0.1))

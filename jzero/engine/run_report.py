@@ -228,13 +228,12 @@ def _effective(step: Any) -> list[str]:
         lines += schedule.notes
     if curriculum := curriculum_of(config):
         lines.append(curriculum.describe())
+    checkpointing = f"activation checkpointing {facts.remat.kind}" + ", kept in host memory" * facts.remat.offload
     if facts.layers:
-        lines.append(
-            f"layer stack: {facts.layers} layers, {_how(step)}; "
-            f"activation checkpointing {facts.remat.kind}"
-            + (", kept in host memory" if facts.remat.offload else "")
-            + (f", {facts.layers_per_checkpoint} layers at a time" if facts.remat.interval else "")
-        )
+        every = f", {facts.layers_per_checkpoint} layers at a time" if facts.remat.interval else ""
+        lines.append(f"layer stack: {facts.layers} layers, {_how(step)}; {checkpointing}{every}")
+    elif facts.remat.kind != "none":
+        lines.append(checkpointing)
     if min(step.mesh.shape[PIPE], step.mesh.shape[ZERO]) > 1 and config.zero_optimization.stage == 3:
         lines.append(_gathers(step))
     small = [leaf for leaf in jax.tree.leaves(step.layouts) if leaf.why and not _fell_back(leaf)]

@@ -29,7 +29,7 @@ from jzero.optimizers.transforms import Knobs
 from jzero.optimizers.wrappers import Transform, in_fp32, per_layer, scale_leaves, with_lr_factor
 
 __all__ = [
-    "Group", "Replicas", "at_step", "base_lr", "choose_optimizer", "compresses", "describe", "fused_matrices", "lr_of",
+    "Group", "Replicas", "at_step", "base_lr", "callers_optimizer", "compresses", "describe", "fused_matrices", "lr_of",
     "make_groups", "make_optimizer", "norm_of", "optimizer_problems", "own_steps", "parameters", "per_layer",
     "why_not_scaled",
 ]  # fmt: skip
@@ -37,7 +37,7 @@ __all__ = [
 
 def make_optimizer(
     optimizer_config: Any,
-    lr: LRSchedule,
+    lr: LRSchedule | None,
     *,
     stacked: Any,
     fused: Mapping[str, Sequence[int]] = MappingProxyType({}),
@@ -49,7 +49,7 @@ def make_optimizer(
 
     Args:
       optimizer_config: has `type` (in any letter case) and `params`; a value "auto" counts as not given.
-      lr: the schedule, built on `base_lr(optimizer_config)`.
+      lr: the schedule, built on `base_lr(optimizer_config)`, so there is one if there is a section.
       stacked: a tree of bool over the parameters (or a prefix of it), True where the leading axis is the layer axis;
         None for a model without a layer stack.
       fused: the widths of the matrices that are stored side by side in a parameter, see `fused_matrices`.
@@ -61,8 +61,8 @@ def make_optimizer(
       A transformation whose `update` needs the parameters. Apply its updates with `optax.apply_updates`.
 
     Raises:
-      ConfigError: an unknown or refused type; unknown, missing or bad parameters (all at once); betas of a group
-        under OneCycle's momentum.
+      ConfigError: no section; an unknown or refused type; unknown, missing or bad parameters (all at once); betas of a
+        group under OneCycle's momentum.
 
     >>> from types import SimpleNamespace
     >>> config = SimpleNamespace(type="AdamW", params={"lr": 0.1, "betas": [0.9, 0.95]})
@@ -72,6 +72,12 @@ def make_optimizer(
     >>> [round(u, 4) for u in updates["w"].tolist()]
     [-0.1, 0.1]
     """
+    if optimizer_config is None:
+        raise ConfigError(
+            'optimizer: none given; put one in the config ("optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}) '
+            "or pass optimizer=optax.adamw(1e-3)"
+        )
+    assert lr is not None  # noqa: S101  # made from the optimizer section's params.lr if there is no scheduler section
     row, params = _read(optimizer_config)
     own = own_values(groups)
     if lr.momentum is not None and any("betas" in values for values in own.values()):
@@ -86,55 +92,32 @@ def make_optimizer(
     return with_lr_factor(in_fp32(scale_leaves(tx, scales), state_dtype))
 
 
-def choose_optimizer(
-    optimizer: Any,
-    optimizer_config: Any,
-    lr: LRSchedule | None,
-    *,
-    stacked: Any,
-    fused: Mapping[str, Sequence[int]] = MappingProxyType({}),
-    groups: Sequence[Group] = (),
-    state_dtype: Any = jnp.float32,
-    replicas: Replicas | None = None,
-) -> Transform:
-    """Return the optimizer from user code if there is one, else make the config's.
+def callers_optimizer(optimizer: Any, lr: LRSchedule | None) -> Transform:
+    """Return the optimizer that user code passed in.
 
     Args:
-      optimizer: None, an `optax.GradientTransformation` (used unchanged: with its own learning rate and its own view
-        of layer stacks, see `per_layer`), or a function from the schedule (count -> learning rate) to one.
-      optimizer_config, lr, stacked, fused, groups, state_dtype, replicas: as for `make_optimizer`.
-
-    Returns:
-      The transformation.
+      optimizer: an `optax.GradientTransformation` (used unchanged: with its own learning rate and its own view of layer
+        stacks, see `per_layer`), or a function from the schedule (count -> learning rate) to one.
+      lr: the schedule.
 
     Raises:
-      ConfigError: no optimizer, or an object of another type.
+      ConfigError: an object of another type, or a function without a schedule.
     """
     if isinstance(optimizer, optax.GradientTransformation):
         return optimizer
-    if callable(optimizer):
-        if lr is None:
-            raise ConfigError(
-                "optimizer: a function from a schedule needs one; give a scheduler section, or the optimizer section's "
-                "params.lr for a constant rate"
-            )
-        made = optimizer(lr.lr)
-        if isinstance(made, optax.GradientTransformation):
-            return made
-        raise ConfigError(f"optimizer: the function returned {made!r}, not an optax.GradientTransformation")
-    if optimizer is not None:
+    if not callable(optimizer):
         raise ConfigError(
             f"optimizer: {optimizer!r} is neither an optax.GradientTransformation nor a function from a schedule to one"
         )
-    if optimizer_config is None:
+    if lr is None:
         raise ConfigError(
-            'optimizer: none given; put one in the config ("optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}) '
-            "or pass optimizer=optax.adamw(1e-3)"
+            "optimizer: a function from a schedule needs one; give a scheduler section, or the optimizer section's "
+            "params.lr for a constant rate"
         )
-    assert lr is not None  # noqa: S101  # made from the optimizer section's params.lr if there is no scheduler section
-    return make_optimizer(
-        optimizer_config, lr, stacked=stacked, fused=fused, groups=groups, state_dtype=state_dtype, replicas=replicas
-    )
+    made = optimizer(lr.lr)
+    if isinstance(made, optax.GradientTransformation):
+        return made
+    raise ConfigError(f"optimizer: the function returned {made!r}, not an optax.GradientTransformation")
 
 
 def optimizer_problems(optimizer_config: Any) -> list[str]:

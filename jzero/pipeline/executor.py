@@ -201,7 +201,7 @@ class Run:
             # Read after F wrote: the last stage begins B in the tick of its F, with the residuals of that F.
             kept = slots.read(new["stash"], at["B.slot"])
             if not self.program.turns:  # gpipe: the suffix runs long after F, on the output that F stashed last
-                y, kept = slots.to_device(kept[-1]), kept[:-1]
+                y, kept = slots.on_device(kept[-1]), kept[:-1]
 
         if "S" in work:
             gradient, dy = self.leave(new, ends, y, at)

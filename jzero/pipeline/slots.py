@@ -11,7 +11,7 @@ from jax import lax
 
 from jzero._compat import memory_view
 
-HOST = jax.memory.Space.Host
+HOST_SPACE, DEVICE_SPACE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 def zeros(shapes: Any) -> Any:
@@ -28,9 +28,9 @@ def buffer(slots: int, shapes: Any, on_host: bool = False) -> Any:
 
     def one(x: Any) -> jax.Array:
         floating = jnp.issubdtype(x.dtype, jnp.floating)
-        if (on_host and floating) or getattr(x, "memory_space", None) == HOST:
+        if (on_host and floating) or getattr(x, "memory_space", None) == HOST_SPACE:
             # A view of constants: XLA allocates the buffer on the host and never fills it. JAX's scans do the same.
-            return memory_view(jnp.zeros((slots, *x.shape), x.dtype), HOST)
+            return memory_view(jnp.zeros((slots, *x.shape), x.dtype), HOST_SPACE)
         return (lax.empty if floating else jnp.zeros)((slots, *x.shape), x.dtype)
 
     return jax.tree.map(one, shapes)
@@ -50,8 +50,9 @@ def read(buffer: Any, slot: jax.Array) -> Any:
     return jax.tree.map(lambda b: lax.dynamic_index_in_dim(b, slot, keepdims=False), buffer)
 
 
-def to_device(x: Any) -> Any:
-    return jax.tree.map(partial(_to, jax.memory.Space.Device), x)
+def on_device(x: Any) -> Any:
+    """Copy the arrays of a tree that lie in host memory to the device."""
+    return jax.tree.map(partial(_to, DEVICE_SPACE), x)
 
 
 def _to(space: Any, x: jax.Array) -> jax.Array:
