@@ -202,6 +202,19 @@ def test_a_panel_is_idle_when_neither_script_nor_devices_work(panel, monkeypatch
     assert not panel.is_idle()
 
 
+def test_what_is_printed_goes_above_a_display_and_later_past_it(monkeypatch):
+    terminal, errors = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", errors)
+    display = live.Terminal(lambda: "the panel", Console(file=terminal, force_terminal=True, width=80))
+    kept = sys.stderr  # as a bar keeps it
+    print("a warning", file=sys.stderr)
+    assert re.search(r"a warning\s+the panel", re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", terminal.getvalue()))
+    display.stop(keep=False)
+    assert sys.stderr is errors
+    kept.write("\r 50%")
+    assert errors.getvalue() == "\r 50%"
+
+
 def test_a_bar_of_tqdm_is_seen():
     tqdm = pytest.importorskip("tqdm").tqdm
     assert not live.bar_of_script()

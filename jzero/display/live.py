@@ -11,6 +11,9 @@ from jzero.display import screen
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.live import Live
+
+STREAMS = ("stdout", "stderr")
 
 
 class Display(Protocol):
@@ -33,8 +36,13 @@ class Terminal:
         from rich.live import Live
 
         console = console or rich.get_console()  # the one of a script's own displays, which then go together
-        self._live = Live(get_renderable=render, console=console, auto_refresh=False)
+        self._live = Live(
+            get_renderable=render, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+        )
         self._live.start(refresh=True)
+        self._streams = {name: (getattr(sys, name), _above(self._live, getattr(sys, name))) for name in STREAMS}
+        for name, (_, above) in self._streams.items():
+            setattr(sys, name, above)
         console.show_cursor()  # a process that is killed could not bring it back
 
     def refresh(self) -> None:
@@ -45,7 +53,29 @@ class Terminal:
 
     def stop(self, keep: bool) -> None:
         self._live.transient = not keep
+        for name, (before, above) in self._streams.items():
+            above.flush()
+            if getattr(sys, name) is above:  # the script may have redirected it meanwhile
+                setattr(sys, name, before)
         self._live.stop()
+
+
+def _above(live: Live, stream: Any) -> Any:
+    """Return a stream whose lines go above a display, and directly to `stream` once the display has ended.
+
+    A bar of tqdm that begins under a display keeps the stream that it finds.
+    """
+    from rich.file_proxy import FileProxy
+
+    class Above(FileProxy):
+        def write(self, text: str) -> int:
+            return super().write(text) if live.is_started else stream.write(text)
+
+        def flush(self) -> None:
+            super().flush()
+            stream.flush()
+
+    return stream if isinstance(stream, FileProxy) else Above(live.console, stream)
 
 
 class Notebook:
