@@ -19,7 +19,7 @@ from jzero.setup import Setup
 from jzero.sharding import is_state, trainable
 from jzero.state import States, TrainState
 from jzero.tree import PyTree, partition
-from jzero.update import SCOPE, Metrics, update
+from jzero.update import ALWAYS, SCOPE, Conditions, Metrics, update
 
 
 class Fed(NamedTuple):
@@ -58,7 +58,7 @@ class Programs:
     """The programs of a train step on its mesh.
 
     Attributes:
-      step: (state, batch, extra, rate, halted) -> `Done`; the state is donated.
+      step: (state, batch, extra, rate, conditions) -> `Done`; the state is donated.
       gradients: (state, batch, extra) -> (gradients of the next step, metrics, the model's new state).
       evaluate: (params, batch, extra) -> the loss and metrics by name.
       micro_loss: (params, micro-batch, extra, the step's key, its index, the devices' own steps) -> the loss.
@@ -91,10 +91,10 @@ def make_programs(setup: Setup, states: States) -> Programs:
         steps = optimizers.own_steps(state.opt_state)
         return gradients(state.params, batch, extra, fold(state.rng, state.step), state.loss_scale.scale, steps)
 
-    def step(state: TrainState, batch: PyTree, extra: PyTree, rate: Any = None, halted: Any = None) -> Done:
+    def step(state: TrainState, batch: PyTree, extra: PyTree, rate: Any = None, only: Conditions = ALWAYS) -> Done:
         result = next_result(state, batch, extra)
         with jax.named_scope(SCOPE):
-            state, metrics, halted = update(setup, state, result, rate, halted)
+            state, metrics, halted = update(setup, state, result, rate, only)
         return state, metrics, Details(result.micro_losses, state.loss_scale, halted)
 
     def only_gradients(state: TrainState, batch: PyTree, extra: PyTree) -> tuple[PyTree, Metrics, PyTree]:

@@ -39,7 +39,7 @@ from jzero.setup import TotalSteps, resolve
 from jzero.sharding import trainable
 from jzero.state import States, TrainState, check_alive
 from jzero.tree import PyTree, combine, partition
-from jzero.update import Metrics, learning_rate, why_no_rate
+from jzero.update import ALWAYS, Conditions, Metrics, learning_rate, why_no_rate
 
 
 def make_train_step(
@@ -94,7 +94,7 @@ class TrainStep:
         self.batch_sizes, self.precision, self.layouts = setup.batch_sizes, setup.precision, setup.layouts
         self.replicas = replicas(self.mesh)
         self.rate: float | None = None  # by set_lr
-        self._seen: tuple | None = None  # the shapes of the first step's batch, extra, rate and halted
+        self._seen: tuple | None = None  # the shapes of the first step's batch, extra, rate and conditions
         # A profile reads the program of its step, which differs from the first under a curriculum.
         self._is_profiled = any(
             (self.config.wall_clock_breakdown, self.config.flops_profiler.enabled, self.config.comms_logger.enabled)
@@ -190,7 +190,7 @@ class TrainStep:
         """
         self._check_batch(batch_shapes, self.batch_sizes.train)
         shapes = jax.eval_shape(lambda *x: x, batch_shapes, extra)
-        return self._programs.step.trace(self.state_shapes, *shapes, None, None)
+        return self._programs.step.trace(self.state_shapes, *shapes, None, ALWAYS)
 
     @property
     def traced(self) -> jax.stages.Traced | None:
@@ -230,11 +230,11 @@ class TrainStep:
         state, metrics, _ = self.run(state, batch, extra)
         return state, metrics
 
-    def run(self, state: TrainState, batch: PyTree, extra: PyTree = None, halted: jax.Array | None = None) -> Done:
+    def run(self, state: TrainState, batch: PyTree, extra: PyTree = None, only: Conditions = ALWAYS) -> Done:
         """Run one step like `__call__`, and return its details too.
 
         Args:
-          halted: that of the step before; then the details contain its own, and what the step ran on.
+          only: the conditions under which anything changes; with `halted` the details have what the step ran on.
         """
         batch = host_arrays(batch)
         self._check_batch(batch, self.batch_sizes.train)
@@ -242,30 +242,31 @@ class TrainStep:
         batch = self.place(batch)
         extra = place_extra(extra, self.mesh)
         steady = self._guard.check("a step", (batch, extra))
-        return self._run(state, Fed(batch, extra, in_parts=False), halted, steady)
+        return self._run(state, Fed(batch, extra, in_parts=False), only, steady)
 
     def run_micro_batches(
-        self, state: TrainState, parts: Sequence[PyTree], extra: PyTree = None, halted: jax.Array | None = None
+        self, state: TrainState, parts: Sequence[PyTree], extra: PyTree = None, only: Conditions = ALWAYS
     ) -> Done:
         """Run one step on any number of micro-batches of all replicas (leading dimension micro x replicas)."""
         parts = [self.place_micro_batch(part) for part in parts]
         check_alive(state)
         extra = place_extra(extra, self.mesh)
         steady = self._guard.check("a step", (parts[0], extra), len(parts))
-        return self._run(state, Fed(self._programs.concatenate(parts), extra, in_parts=True), halted, steady)
+        return self._run(state, Fed(self._programs.concatenate(parts), extra, in_parts=True), only, steady)
 
-    def _run(self, state: TrainState, fed: Fed, halted: jax.Array | None, steady: bool) -> Done:
+    def _run(self, state: TrainState, fed: Fed, only: Conditions, steady: bool) -> Done:
         rate = None if self.rate is None else np.float32(self.rate)
         if self._seen is None or self._is_profiled:
-            self._seen = (*jax.tree.map(_shape, (fed.batch, fed.extra)), rate, jax.tree.map(_shape, halted))
+            of_halted = jax.tree.map(_shape, only.halted)
+            self._seen = (*jax.tree.map(_shape, (fed.batch, fed.extra)), rate, only._replace(halted=of_halted))
         shapes = tuple(x.shape for x in jax.tree.leaves(fed.batch))
         if shapes not in self._amounts:
             self._amounts[shapes] = amount_of(fed.batch)
         self.amount = self._amounts[shapes]
         with heartbeat.work(steady) as finished_when, self._call("the step", fed.batch, fed.extra):
-            state, metrics, details = self._programs.step(state, fed.batch, fed.extra, rate, halted)
+            state, metrics, details = self._programs.step(state, fed.batch, fed.extra, rate, only)
             finished_when(metrics["loss"])
-        return state, metrics, details if halted is None else details._replace(fed=fed)
+        return state, metrics, details if only.halted is None else details._replace(fed=fed)
 
     def _call(self, program: str, batch: PyTree, extra: PyTree) -> contextlib.AbstractContextManager[None]:
         """Show that the first call of a program for these shapes compiles it."""

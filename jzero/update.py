@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,26 @@ from jzero.state import TrainState
 from jzero.tree import combine, partition
 
 Metrics = dict[str, jax.Array]
+
+
+class Conditions(NamedTuple):
+    """What decides whether a step changes anything, beside finite gradients; None: does not matter.
+
+    Attributes:
+      halted: bool [], whether an earlier step was not finite, so that nothing may change any more.
+      limits: float32 [2], the largest loss and the largest gradient norm of a step that may change anything.
+    """
+
+    halted: jax.Array | None = None
+    limits: Any = None
+
+
+ALWAYS = Conditions()
 SCOPE = "jzero_update"  # around the update's operations in the train step
 
 
 def update(
-    setup: Setup, state: TrainState, result: Result, rate: jax.Array | None = None, halted: jax.Array | None = None
+    setup: Setup, state: TrainState, result: Result, rate: jax.Array | None = None, only: Conditions = ALWAYS
 ) -> tuple[TrainState, Metrics, jax.Array | None]:
     """Apply one step's gradients to a state.
 
@@ -38,7 +53,7 @@ def update(
       state: the state before the step.
       result: the gradients and losses at the state's parameters.
       rate: instead of the schedule's learning rate, which is then constant; None: the schedule's.
-      halted: whether an earlier step was not finite, so that nothing may change any more; None: this does not matter.
+      only: what else decides whether anything changes.
 
     Returns:
       The new state; the old one, with `step` and `loss_scale` advanced, if a gradient was not finite. And metrics:
@@ -63,11 +78,14 @@ def update(
     if getattr(setup.model, "names", None) is not None:  # a stacked leaf has a name for each layer
         of_names = finite[jnp.array([index for _, index in setup.gradient_names])]
     applied = finite.all()
+    halted = only.halted
     if halted is not None:  # a lower loss scale cures neither of the two
         scaler = setup.precision.scaler
         lasting = ~jnp.isfinite(squares).all() & scaler.at_minimum(state.loss_scale)
         halted = halted | lasting | ~jnp.isfinite(result.means[LOSS])
         applied &= ~halted
+    if only.limits is not None:
+        applied &= (result.means[LOSS] <= only.limits[0]) & (norm <= only.limits[1])
     kept, frozen = partition(frozen, is_state(setup.layouts))
     params, opt_state, kept = jax.tree.map(
         partial(jnp.where, applied),
@@ -81,12 +99,16 @@ def update(
         "loss_scale": state.loss_scale.scale,
     }
     metrics = result.means | own
+    loss_scale = setup.precision.scaler.update(state.loss_scale, of_names)
+    if only.halted is not None or only.limits is not None:  # the schedule counts the applied steps
+        also = finite.all() & ~applied
+        loss_scale = dataclasses.replace(loss_scale, skipped=loss_scale.skipped + also)
     state = dataclasses.replace(
         state,
         step=state.step + 1,
         params=combine(params, combine(kept, frozen)),
         opt_state=opt_state,
-        loss_scale=setup.precision.scaler.update(state.loss_scale, of_names),
+        loss_scale=loss_scale,
     )
     metrics["skipped"] = ~applied
     return state, metrics, halted

@@ -234,6 +234,20 @@ class DesyncConfig(Section):
     every: PositiveOrNone = None
 
 
+class SpikesConfig(Section):
+    """What happens after a step whose loss or gradient norm is far above those of the last `window` steps.
+
+    "report": a line names the step. "skip": the step also changes nothing. The limit is the median plus `threshold`
+    standard deviations, estimated by the median absolute deviation; there is none in the first `window`/2 steps, or 20.
+    """
+
+    action: Annotated[Literal["ignore", "report", "skip"], PlainValidator(one_of(("ignore", "report", "skip")))] = (
+        "ignore"
+    )
+    window: Annotated[int, PlainValidator(number(20, whole=True))] = 128
+    threshold: Annotated[float, PlainValidator(number(above=0))] = 6.0
+
+
 class EmaConfig(Section):
     """A moving average of the trained parameters, in float32: ema <- decay * ema + (1 - decay) * parameters.
 
@@ -456,3 +470,4 @@ class Settings(Section):
     watchdog: WatchdogConfig = WatchdogConfig()
     non_finite: NonFiniteConfig = NonFiniteConfig()
     desync_check: DesyncConfig = DesyncConfig()
+    spikes: SpikesConfig = SpikesConfig()

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import jax
-
 from jzero.diagnosis.replicas import Replicas
+from jzero.diagnosis.spikes import Spikes
 from jzero.diagnosis.watch import Run, Watch
 from jzero.programs import Details
 from jzero.train_step import Metrics, TrainStep
+from jzero.update import Conditions
 
 
 class Checks:
-    """Watches the steps of one engine: whether they are finite, and whether replicas agree."""
+    """Watches the steps of one engine: whether they are finite, whether they spike, and whether replicas agree."""
 
     def __init__(self, step: TrainStep):
         self._finite, self._replicas = Watch(step), Replicas(step)
+        self._spikes = Spikes(step)
 
-    def begin(self, run: Run) -> jax.Array | None:
-        """Return whether the next step is halted, see `Watch.begin`."""
-        return self._finite.begin(run)
+    def begin(self, run: Run) -> Conditions:
+        """Return the conditions of the next step."""
+        return Conditions(self._finite.begin(run), self._spikes.begin())
 
     def finish(self, run: Run, metrics: Metrics, details: Details) -> None:
         """Take a step that was given to the devices, and read what was computed about the one before it.
@@ -27,6 +28,7 @@ class Checks:
           NonFiniteError: the step before was not finite, and the run stops for it.
         """
         self._finite.finish(run, metrics, details)
+        self._spikes.finish(run.global_steps, metrics)
         self._replicas.finish(run)
 
     def settle(self, run: Run) -> None:
@@ -36,3 +38,4 @@ class Checks:
     def restart(self) -> None:
         """Forget the last step: the state was replaced."""
         self._finite.restart()
+        self._spikes.restart()

@@ -104,12 +104,12 @@ class Watch:
             self._check(run, self._last)
 
     def _check(self, run: Run, step: Taken) -> None:
-        values = step.metrics[LOSS], step.metrics["skipped"], step.details.halted
-        loss, skipped, halted = jax.device_get(values)
+        values = step.metrics[LOSS], step.metrics["grad_norm"], step.metrics["skipped"], step.details.halted
+        loss, norm, skipped, halted = jax.device_get(values)
         if halted:
             self._stop(run, step, float(loss))
         scaled = self._step.config.fp16.enabled  # whose overflows are part of the search for a scale
-        bad = not math.isfinite(loss) or (bool(skipped) and not scaled)
+        bad = not math.isfinite(loss) or not (math.isfinite(norm) or scaled)
         if bad and not self._in_a_row and self._warnings < MOST_WARNINGS:
             self._warnings += 1
             what = f"the loss is {float(loss):g}" if not math.isfinite(loss) else "the gradient is not finite"

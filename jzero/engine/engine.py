@@ -211,8 +211,8 @@ class Engine(Views):
         return self._accumulation.no_sync()
 
     def _run(self, run: Callable[..., Done], batch: Any, extra: Any) -> Done:
-        halted = self._checks.begin(self)
-        return self._monitor.run(lambda: run(self.state, batch, extra, halted), self.global_steps + 1)
+        only = self._checks.begin(self)
+        return self._monitor.run(lambda: run(self.state, batch, extra, only), self.global_steps + 1)
 
     def _finish(self, done: Done, micro_batches: int) -> None:
         self.state, self._metrics, details = done

@@ -1,0 +1,100 @@
+"""Spikes of the loss and the gradient norm. The oracle is the spike that the test puts there, and NumPy's median."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from helpers.reference import assert_bitwise
+
+import jzero
+from jzero.diagnosis.spikes import limit
+
+ROWS = 8
+
+
+class Line:
+    """The gradient is proportional to the batch's `slope`; without an update, the loss is too."""
+
+    def init(self, rng):
+        return {"w": np.ones(4, np.float32)}
+
+    def loss(self, params, batch, rng):
+        return (batch["slope"] * (params["w"].sum() + 1)).mean()
+
+
+def batch(slope):
+    return {"slope": np.full(ROWS, slope, np.float32)}
+
+
+def engine_of(capsys, **section):
+    config = {
+        "train_batch_size": ROWS,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1000, "warmup_max_lr": 1e-4}},
+        "spikes": {"window": 40, **section},
+    }
+    engine = jzero.initialize(model=Line(), config=config, mesh=jzero.make_mesh(devices=jax.devices()[:2]))[0]
+    capsys.readouterr()
+    return engine
+
+
+def spikes(capsys):
+    return [line for line in capsys.readouterr().out.splitlines() if "spike" in line]
+
+
+SLOPES = 1 + 0.1 * np.random.default_rng(0).normal(size=60)
+
+
+@pytest.mark.parametrize("action", ["report", "skip"])
+def test_a_spike_is_reported_and_skipped(action, capsys):
+    engine = engine_of(capsys, action=action)
+    for i in range(30):
+        engine.train_batch(batch(10.0 if i == 3 else SLOPES[i]))  # without a limit in the first 20 steps
+    before, lr = jax.device_get(engine.state.params), engine.get_lr()
+    engine.train_batch(batch(10.0))
+    if action == "skip":
+        assert_bitwise(before, engine.state.params)
+        assert engine.get_lr() == lr
+    else:
+        assert np.any(before["w"] != np.asarray(engine.state.params["w"]))
+    engine.train_batch(batch(SLOPES[31]))
+    assert np.any(before["w"] != np.asarray(engine.state.params["w"]))
+    (line,) = spikes(capsys)
+    found = re.match(r"jzero: step 31: spike: loss ([\d.]+) \(limit ([\d.]+), .*, gradient norm 20 \(limit", line)
+    assert float(found[1]) == pytest.approx(50, rel=0.01)
+    assert line.endswith("the step changed nothing") == (action == "skip")
+    assert engine.skipped_steps == (action == "skip")
+    # The limit of step 31 comes from the losses of the steps before 30, which had ended when step 30 was given.
+    losses = [5 * (10.0 if i == 3 else SLOPES[i]) for i in range(29)]  # the parameters hardly move
+    median = np.median(losses)
+    expected = median + 6 * 1.4826 * np.median(np.abs(np.array(losses) - median))
+    assert float(found[2]) == pytest.approx(expected, rel=0.01)
+
+
+def test_a_new_level_becomes_the_median(capsys):
+    engine = engine_of(capsys, action="skip")
+    for i in range(40):
+        engine.train_batch(batch(SLOPES[i]))
+    for i in range(30):
+        engine.train_batch(batch(3 + SLOPES[i]))
+    skipped = engine.skipped_steps
+    assert 15 <= skipped <= 25  # until half of the window is on the new level
+    for i in range(10):
+        engine.train_batch(batch(3 + SLOPES[i]))
+    assert engine.skipped_steps == skipped
+
+
+def test_nothing_is_said_about_steps_that_are_not_finite(capsys):
+    engine = engine_of(capsys, action="report")
+    for i in range(30):
+        engine.train_batch(batch(np.nan if i % 5 == 0 else SLOPES[i]))
+    assert spikes(capsys) == []
+    assert np.isfinite(engine._checks._spikes._limits).all()
+
+
+def test_the_limit_does_not_move_with_one_outlier():
+    calm = list(SLOPES)
+    assert limit([*calm, 1e6], 6) == pytest.approx(limit(calm, 6), rel=0.05)
+    assert limit([2.0] * 30, 6) == pytest.approx(2.12)  # values that do not change: six times a hundredth of the median
