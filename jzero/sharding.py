@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from math import prod
 from typing import Any
 
@@ -157,6 +157,17 @@ def specs(layouts: PyTree) -> PyTree:
     return jax.tree.map(lambda layout: layout.spec, layouts)
 
 
+def owners(layouts: PyTree) -> Callable[[str], ParamLayout | None]:
+    """Make a function: the name of a leaf of the optimizer's state -> the parameter that it ends with."""
+    known = {tuple(filter(None, layout.name.split("/"))): layout for layout in jax.tree.leaves(layouts)}
+
+    def owner_of(name: str) -> ParamLayout | None:
+        keys = tuple(name.split("/"))
+        return next((known[keys[i:]] for i in range(len(keys) + 1) if keys[i:] in known), None)
+
+    return owner_of
+
+
 def optimizer_layouts(opt_state: PyTree, layouts: PyTree, rows: PartitionSpec | None = None) -> PyTree:
     """Find the layouts of an optimizer's state: a moment lies where its parameter's master lies.
 
@@ -164,12 +175,10 @@ def optimizer_layouts(opt_state: PyTree, layouts: PyTree, rows: PartitionSpec | 
     (step counters, factored moments) are replicated; but some state of 1-bit optimizers has a row for each device,
     and `rows` is its spec.
     """
-    known = {tuple(filter(None, layout.name.split("/"))): layout for layout in jax.tree.leaves(layouts)}
+    owner_of = owners(layouts)
 
     def layout(path: tuple, x: Any) -> ParamLayout:
-        name = path_name(path)
-        keys = tuple(name.split("/"))
-        owner = next((known[keys[i:]] for i in range(len(keys) + 1) if keys[i:] in known), None)
+        owner = owner_of(path_name(path))
         if owner is not None and owner.shape == tuple(x.shape) and not has_rows(path):
             return owner
         spec = rows if rows is not None and has_rows(path) else PartitionSpec()

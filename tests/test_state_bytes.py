@@ -10,8 +10,9 @@ from helpers.cuda import needs_cuda_compiler
 from helpers.sampling import keep, sample
 
 import jzero
+from jzero.engine.memory_table import by_module
 from jzero.planner import gpu_devices
-from jzero.planner.state_bytes import bytes_per_device, state_bytes
+from jzero.planner.state_bytes import bytes_per_device, leaf_bytes, state_bytes
 from models.llama import Llama, LlamaConfig, preset
 from models.mlp import MLP, cross_entropy
 
@@ -183,3 +184,44 @@ def test_devices_hold_what_the_accounting_says(model, stage, data):
     assert on_device_0(state) == bytes_per_device(step.state_shapes, step.state_specs, mesh)
     group = 8 // data if stage else 1
     assert found.persistent == 12 * held(shapes_of(model), group) + COUNTERS
+
+
+# ------------------------------------------------------------------------------------------- by parameter
+
+
+@pytest.mark.parametrize("stage", keep([0, 1, 2, 3], [3]))
+def test_bytes_of_each_parameter(stage):
+    """By the ZeRO table: masters 4, moments 8, bf16 weights 2, bf16 gradients 2 bytes, each divided or not."""
+    step = train_step(llama(TINY), stage, jzero.make_mesh(devices=jax.devices()[:2]))
+    found = leaf_bytes(step)
+    state, weights, gradients = (2 if stage >= s else 1 for s in (1, 3, 2))
+    for name, shape, _ in shapes_of(llama(TINY)):
+        size = prod(shape)  # every matrix of TINY and every norm divides by 2
+        expected = 4 * size / state, 8 * size / state, 2 * size / weights, 2 * size / gradients, 0
+        assert tuple(found.pop(name)) == expected
+    assert tuple(found.pop("")) == (0, COUNTERS, 0, 0, 0)
+    assert not found
+
+
+OFFLOADED = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+KINDS = [({}, 3), ({"optimizer": {"type": "adafactor", "params": {"lr": 1e-3}}}, 0), (OFFLOADED, 2)]
+
+
+@pytest.mark.parametrize(("more", "stage"), KINDS, ids=["adamw", "adafactor", "offload"])
+def test_parameters_add_up_to_the_whole(more, stage):
+    step = train_step(llama(TINY), stage, jzero.make_mesh(devices=jax.devices()[:2]), **more)
+    masters, optimizer, parameters, gradients, host = map(sum, zip(*leaf_bytes(step).values(), strict=True))
+    whole = state_bytes(step)
+    assert (masters + optimizer, parameters, gradients, host) == (
+        whole.persistent, whole.parameters, whole.gradients, whole.host,
+    )  # fmt: skip
+    assert (host > 0) == (more is OFFLOADED)
+
+
+def test_the_table_by_module():
+    step = train_step(llama(TINY), 3, jzero.make_mesh(devices=jax.devices()[:2]))
+    rows = {line.split("  ")[0] or line.strip().split("  ")[0]: line.split() for line in by_module(step).splitlines()}
+    norms = {name: row for name, row in rows.items() if name.endswith("norm")}
+    assert norms["mlp_norm"][1:] == ["384", "B", "768", "B", "192", "B", "192", "B", "1.50", "KiB"]  # 3 layers x 64 / 2
+    assert rows["embed"][1:3] == rows["head"][1:3]
+    assert rows["other optimizer state"][-2:] == [str(COUNTERS), "B"]

@@ -422,7 +422,8 @@ class Settings(Section):
     "sum" adds the replicas' gradients at every stage (DeepSpeed refuses it at stage 3).
 
     `wall_clock_breakdown` and `memory_breakdown` print lines with each progress line: every `steps_per_print` steps, or
-    every 10 if that is null or Infinity. `dump_state` prints config, mesh, parameters and settings at the start.
+    every 10 if that is null or Infinity. `memory_breakdown` also prints the model state by module. `dump_state` prints
+    config, mesh, parameters and settings at the start.
     """
 
     strict: Flag = True

@@ -17,6 +17,7 @@ from jzero.engine.clock import CHECKPOINT, DEVICE, EVALUATION, HOST, PROFILE, SC
 from jzero.engine.finished import Finished, Given
 from jzero.engine.lines import Lines, Run
 from jzero.engine.memory_lines import planned
+from jzero.engine.memory_table import by_module
 from jzero.engine.panel import Panel, make_panel
 from jzero.engine.run_report import half_precision
 from jzero.engine.speed import ideal
@@ -134,6 +135,7 @@ class Monitor:
     def _remarks(self, run: Run) -> None:
         """Print what only the first step shows, and prepare what shows the next ones."""
         if self._planned and run.step_fn.traced:
+            self.lines.say(by_module(run.step_fn))
             self.lines.say(planned(run.step_fn, run.curriculum))  # on every process, because it may compile
             self.lines.memory("after the first step", run.metrics)
         if self.lines.prints and (remarks := half_precision(run.step_fn)):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from jzero import optimizers
 from jzero.mesh import PIPE, ZERO, replicas
 from jzero.optimizers.compressed import rows_of
 from jzero.precision import Precision
+from jzero.sharding import optimizer_layouts, owners
 from jzero.tree import PyTree, named
 from jzero.zero import ON_DEVICE, RULES, OnHost, Rule
 
@@ -89,31 +90,62 @@ def sums_gradients(step: TrainStep) -> bool:
     return step.setup.passes.facts.always_sums or step.batch_sizes.accum > 1
 
 
+def _inside(
+    step: TrainStep, rule: Rule, x: jax.ShapeDtypeStruct, trainable: bool, parts: int, on_host: OnHost = ON_DEVICE
+) -> tuple[float, float]:
+    """Return (bytes of a leaf's compute copy, bytes of its gradient) under a rule, for 1/`parts` of the leaf."""
+    group = step.mesh.shape[ZERO]
+    moved = optimizers.own_steps(step.state_shapes.opt_state) is not None  # every device computes at its own parameters
+    compute = jnp.dtype(step.precision.compute if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
+    # A frozen parameter is there once, unless there is a second copy.
+    copied = rule.plus.secondary > 0 or (trainable and (rule.gather == "step" or compute != x.dtype or moved))
+    copied = (copied or on_host.master) and not on_host.in_use
+    shares = rule.plus.secondary or (group if rule.gather == "layer" else 1)  # the devices that share it
+    gradient = gradient_dtype(rule, step.precision, sums_gradients(step))
+    size = x.size / parts
+    return (
+        copied * size * compute.itemsize / shares,
+        trainable * size * gradient.itemsize / (group if rule.scatter == "micro_batch" else 1),
+    )
+
+
+class LeafBytes(NamedTuple):
+    """Bytes per device of one parameter; as in `StateBytes`, but masters and optimizer without what is on the host."""
+
+    masters: float = 0
+    optimizer: float = 0
+    parameters: float = 0
+    gradients: float = 0
+    host: float = 0
+
+
+def leaf_bytes(step: TrainStep) -> dict[str, LeafBytes]:
+    """Compute the bytes per device of every parameter; "" has the optimizer's state that belongs to none."""
+    setup, shapes, mesh, found = step.setup, step.state_shapes, step.mesh, {"": LeafBytes()}
+    for layout, x in zip(jax.tree.leaves(step.layouts), jax.tree.leaves(shapes.params), strict=True):
+        parts = mesh.shape[PIPE] if layout.on_pipe else 1
+        master = _local_size(x.shape, layout.spec, mesh) * x.dtype.itemsize
+        there, inside = layout.on_host.master, _inside(step, layout.rule, x, layout.trainable, parts, layout.on_host)
+        found[layout.name] = LeafBytes(master * (not there), 0, *inside, master * there)
+    owner_of = owners(step.layouts)
+    moments = optimizer_layouts(shapes.opt_state, step.layouts, setup.averaging.spec if setup.averaging else None)
+    for (name, x), layout in zip(named(shapes.opt_state).items(), jax.tree.leaves(moments), strict=True):
+        owner, size = owner_of(name), _local_size(x.shape, layout.spec, mesh) * x.dtype.itemsize
+        key, there = owner.name if owner else "", layout.on_host.moments
+        old = found[key]
+        found[key] = old._replace(optimizer=old.optimizer + size * (not there), host=old.host + size * there)
+    return found
+
+
 def state_bytes(step: TrainStep) -> StateBytes:
     """Compute the model-state bytes per device of a `TrainStep`."""
     shapes, specs, group = step.state_shapes, step.state_specs, step.mesh.shape[ZERO]
     stage, pipe = step.setup.rule if group > 1 else RULES[0], step.mesh.shape[PIPE]
-    moved = optimizers.own_steps(shapes.opt_state) is not None  # every device computes at parameters of its own
-
-    def inside(
-        rule: Rule, x: jax.ShapeDtypeStruct, trainable: bool, parts: int, on_host: OnHost = ON_DEVICE
-    ) -> tuple[float, float]:
-        """Return (bytes of a leaf's compute copy, bytes of its gradient) under a rule, for 1/`parts` of the leaf."""
-        compute = jnp.dtype(step.precision.compute if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
-        # A frozen parameter is there once, unless there is a second copy.
-        copied = rule.plus.secondary > 0 or (trainable and (rule.gather == "step" or compute != x.dtype or moved))
-        copied = (copied or on_host.master) and not on_host.in_use
-        shares = rule.plus.secondary or (group if rule.gather == "layer" else 1)  # the devices that share it
-        gradient = gradient_dtype(rule, step.precision, sums_gradients(step))
-        size = x.size / parts
-        return (
-            copied * size * compute.itemsize / shares,
-            trainable * size * gradient.itemsize / (group if rule.scatter == "micro_batch" else 1),
-        )
-
     leaves = list(zip(jax.tree.leaves(step.layouts), jax.tree.leaves(shapes.params), strict=True))
-    actual = [inside(leaf.rule, x, leaf.trainable, pipe if leaf.on_pipe else 1, leaf.on_host) for leaf, x in leaves]
-    ideal = [inside(stage, x, leaf.trainable, pipe) for leaf, x in leaves]
+    actual = [
+        _inside(step, leaf.rule, x, leaf.trainable, pipe if leaf.on_pipe else 1, leaf.on_host) for leaf, x in leaves
+    ]
+    ideal = [_inside(step, stage, x, leaf.trainable, pipe) for leaf, x in leaves]
     persistent = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((shapes.params, shapes.opt_state)))
     # Errors of compressed communication have a row for each device, whatever the stage.
     state = named(shapes.opt_state)
