@@ -98,6 +98,7 @@ def test_records_are_what_the_run_did(tmp_path):
     engine.eval_batch({name: x[:8] for name, x in data().items()})
     evaluated = {name: float(x) for name, x in engine.eval_metrics.items()}
     expected |= train(engine, 4)  # into the second epoch
+    assert f"\n  {ledger.read(home).goodput}\n" in str(engine._monitor.ending.end())
     end(engine)
     run = ledger.read(home)
     check_steps(run, expected)
@@ -343,7 +344,7 @@ def test_goodput_of_a_run_with_a_failure():
     assert found.steps + sum(found.lost.values()) == pytest.approx(found.wall)
     assert found.share == pytest.approx(0.13)
     assert str(found).startswith(
-        "goodput 13.0% of 100.0 s; lost: stopped 33.0%, compile 13.2%, start 8.5%, restart 7.0%"
+        "goodput 13.0% of 1 min 40 s; lost: stopped 33.0%, compile 13.2%, start 8.5%, restart 7.0%"
     )
 
 

@@ -80,6 +80,14 @@ def test_lines_are_the_records(runs):
         figures.draw(histories, "loss", x="time")
 
 
+def test_tokens_where_every_step_knows_them(tmp_path):
+    records = [one | {"tokens": 100 * one["step"]} if one["kind"] == "step" else one for one in RECORDS]
+    (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    (drawn,) = plots.read(tmp_path).histories
+    assert [(point.step, point.value) for point in drawn.curves["tokens/s"]] == [(2, 100.0), (4, 200.0), (5, 250.0)]
+    assert drawn.speed == {"samples/s": 4.0, "tokens/s": (200 + 400 + 500) / 6}
+
+
 def test_smoothing_keeps_the_values_visible(runs):
     drawn = lines(figures.draw(history.read_all(runs[1:]), "loss", smooth=0.5))
     assert drawn["_curves, not smoothed"] == ([1, 2, 3], [4.0, 2.5, 2.0])
@@ -131,7 +139,7 @@ def test_the_page_stands_alone(runs, tmp_path):
     heads = "data:image/png;base64,"
     assert [base64.b64decode(a.removeprefix(heads)) for a in page.addresses] == [f.read_bytes() for f in files[:-1]]
     cells = page.texts[page.texts.index("first", page.texts.index("devices")) :]
-    assert cells[:9] == ["first", "5", "40", "5.0000", "4", "27.0%", "37.0 s", "1", "4 cpu (zero 4)"]
+    assert cells[:9] == ["first", "5", "40", "5.0000", "4 samples/s", "27.0%", "37.0 s", "1", "4 cpu (zero 4)"]
     assert cells[9:18] == ["curves", "3", "24", "2.0000", "–", "–", "–", "–", "–"]
     assert "first, after 31.0 s, from step 2: rank 0 <was> killed" in page.texts
 

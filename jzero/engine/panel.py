@@ -15,8 +15,8 @@ from jzero.display.live import Display, bar_of_script, opener
 from jzero.engine.clock import COMPILE, DATA, SCRIPT, START, Clock
 from jzero.engine.finished import Finished
 from jzero.engine.speed import Ideal, Speed, recent, remaining
-from jzero.engine.summary import duration
 from jzero.engine.text import size_text
+from jzero.ledger.goodput import duration
 from jzero.loss import LOSS, STEP_METRICS
 from jzero.train_step import TrainStep
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from jzero.engine.clock import CHECKPOINT, COMPILE, DATA, DEVICE, EVALUATION, HOST, PROFILE, SCRIPT, START, Clock
 from jzero.engine.finished import Finished, Totals
 from jzero.engine.speed import Ideal, Speed, training
+from jzero.ledger.goodput import duration
 from jzero.loss import LOSS
 
 # The parts of the clock in the words of a summary. The devices' time is that of steps only, so the host's part of a
@@ -62,18 +63,6 @@ class Summary(NamedTuple):
         if self.files:
             lines.append("  " + "; ".join(f"{what} in {where}" for what, where in self.files.items()))
         return "\n".join(lines)
-
-
-def duration(seconds: float) -> str:
-    """Write a time as one reads it.
-
-    >>> duration(0.42), duration(12.34), duration(125), duration(11_100)
-    ('0.4 s', '12.3 s', '2 min 5 s', '3 h 5 min')
-    """
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 class Ending:

@@ -60,7 +60,7 @@ class Goodput:
         """Format one line.
 
         >>> print(Goodput(200.0, 150.0, {"compile": 40.0, "restart": 9.0, "save": 1.0}))
-        goodput 75.0% of 3.3 min; lost: compile 20.0%, restart 4.5%, save 0.5%
+        goodput 75.0% of 3 min 20 s; lost: compile 20.0%, restart 4.5%, save 0.5%
         """
         shares = sorted(((x / self.wall, name) for name, x in self.lost.items()), reverse=True) if self.wall > 0 else []
         listed = ", ".join(f"{name} {100 * share:.1f}%" for share, name in shares if share >= 5e-4)
@@ -68,15 +68,18 @@ class Goodput:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds in a unit that suits them.
+    """Write a time as one reads it.
 
-    >>> duration(7.25), duration(200), duration(5400), duration(4e5)
-    ('7.2 s', '3.3 min', '1.5 h', '4.6 days')
+    >>> duration(0.42), duration(12.34), duration(125), duration(11_100), duration(400_000)
+    ('0.4 s', '12.3 s', '2 min 5 s', '3 h 5 min', '4 d 15 h')
     """
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size or (unit == "h" and seconds >= size):
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, rest = divmod(minutes, 60)
+    return f"{hours} h {rest} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
 def goodput(records: Iterable[Mapping[str, Any]]) -> Goodput:

@@ -77,7 +77,9 @@ class Recorder:
     def _start(self, step: TrainStep, resumed: bool) -> None:
         """Write the failures before this start, and the start."""
         for outage in outages.read(os.environ):
-            about = {"attempt": outage.attempt, "died": outage.died, "code": outage.code, "reason": outage.reason}
+            about = {
+                "attempt": outage.attempt, "died": round(outage.died, 4), "code": outage.code, "reason": outage.reason
+            }  # fmt: skip
             self._put(schema.FAILURE, about, at=outage.noticed)
         attempt = os.environ.get("JZERO_ATTEMPT", "")
         about = {
@@ -119,6 +121,8 @@ class Recorder:
         about: dict[str, Any] = {
             "step": run.global_steps, "samples": run.global_samples, "rows": rows, "began": round(self._began, 4)
         }  # fmt: skip
+        if tokens := run.step_fn.amount.tokens:
+            about["tokens"] = tokens
         if before != self._position:
             about["data"] = [before, self._position]
         compiled = compile_times.seconds()

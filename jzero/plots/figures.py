@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from jzero.errors import ConfigError
 from jzero.ledger.goodput import LOSSES, duration
-from jzero.plots.history import EVAL, LOSS, MEMORY, SPEED, History, Point
+from jzero.plots.history import EVAL, LOSS, MEMORY, SPEED, TOKENS, History, Point
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +35,7 @@ def names(histories: Sequence[History]) -> list[str]:
     """List what can be drawn; the curve of `eval_x` goes into the plot of x."""
     found = dict.fromkeys(name for history in histories for name in history.curves)
     with_eval = [name for name in found if not (name.startswith(EVAL) and name.removeprefix(EVAL) in found)]
-    last = [name for name in (SPEED, MEMORY) if name in found]
+    last = [name for name in (SPEED, TOKENS, MEMORY) if name in found]
     first = [name for name in _FIRST if name in found]
     middle = sorted(name for name in with_eval if name not in (*first, *last))
     return [*first, *middle, *last, *([GOODPUT] if any(h.goodput for h in histories) else [])]
@@ -125,7 +125,7 @@ def _dress(axes: Axes, title: str, x: str) -> None:
     axes.tick_params(labelsize=9, colors=MUTED, length=0)
     if x != "time":
         axes.locator_params(axis="x", integer=True)
-    if title in (SPEED, MEMORY):
+    if title in (SPEED, TOKENS, MEMORY):
         axes.set_ylim(bottom=0)
 
 

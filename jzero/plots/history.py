@@ -15,8 +15,9 @@ from jzero.ledger import schema
 from jzero.ledger.goodput import Goodput
 
 METRICS = "metrics.jsonl"  # of jsonl_monitor
-SPEED, MEMORY, LOSS, EVAL = "samples/s", "peak memory (GiB)", "loss", "eval_"
-MOST = 100  # points of the curve of samples/s: each is a mean over its steps
+SPEED, TOKENS, MEMORY = "samples/s", "tokens/s", "peak memory (GiB)"
+LOSS, EVAL = "loss", "eval_"
+MOST = 100  # points of a curve of the speed: each is a mean over its steps
 
 
 class Point(NamedTuple):
@@ -41,8 +42,8 @@ class History:
 
     Attributes:
       name: in legends and tables.
-      curves: {name: points}: the metrics, `eval_...` of evaluations, `samples/s`, `peak memory (GiB)`.
-      speed: samples per second, without compilation, restarts and restores.
+      curves: {name: points}: the metrics, `eval_...` of evaluations, `samples/s`, `tokens/s`, `peak memory (GiB)`.
+      speed: {"samples/s", "tokens/s": the mean}, as far as known, without the first step of each start.
       restarts: in order.
       goodput: None without a ledger.
       about: facts from the last start, such as the mesh.
@@ -50,7 +51,7 @@ class History:
 
     name: str
     curves: dict[str, list[Point]]
-    speed: float | None = None
+    speed: dict[str, float] = field(default_factory=dict)
     restarts: list[Restart] = field(default_factory=list)
     goodput: Goodput | None = None
     about: dict[str, Any] = field(default_factory=dict)
@@ -109,16 +110,19 @@ def _of_ledger(directory: Path, name: str) -> History:
             point = Point(record["step"], record["samples"], record["time"] - origin, value)
             curves.setdefault(f"{EVAL}{metric}", []).append(point)
     spans = _spans(run)
-    curves[SPEED] = [
-        Point(chunk[-1].step, chunk[-1].samples, chunk[-1].end - origin, _speed(chunk)) for chunk in _chunks(spans)
-    ]
+    for unit in (SPEED, TOKENS):
+        curves[unit] = [
+            Point(chunk[-1].step, chunk[-1].samples, chunk[-1].end - origin, _speed(chunk)[unit])
+            for chunk in _chunks(spans)
+            if unit in _speed(chunk)
+        ]
     curves[MEMORY] = [
         Point(r["step"], r["samples"], r["time"] - origin, r["peak"] / 2**30)
         for r in _alive(run.of(schema.STEP), run)
         if "peak" in r
     ]
     return History(
-        name, {metric: points for metric, points in curves.items() if points}, _speed(spans) if spans else None,
+        name, {metric: points for metric, points in curves.items() if points}, _speed(spans),
         _restarts(run, origin), run.goodput, starts[-1] if starts else {},
     )  # fmt: skip
 
@@ -134,30 +138,32 @@ def _alive(records: Iterable[dict[str, Any]], run: ledger.Run) -> list[dict[str,
 
 
 class _Span(NamedTuple):
-    """Steps that follow each other in one start: the last one, their rows, and the seconds from the one before."""
+    """Steps that follow each other in one start: the last one, what they took in (tokens -1: unknown), the seconds."""
 
     step: int
     samples: int
     end: float
     rows: int
+    tokens: int
     seconds: float
 
 
 def _spans(run: ledger.Run) -> list[_Span]:
     """Return the steps that count and whose begin is known: all but the first of each start."""
-    found, before, rows = [], None, 0
+    found, before, rows, tokens = [], None, 0, 0
     for record in run.records:
         if record["kind"] in (schema.START, schema.STATE):
             before = None
         elif record["kind"] == schema.STEP:
             rows += record["rows"]
+            tokens = tokens + record["tokens"] if "tokens" in record and tokens >= 0 else -1
             counts = record["step"] in run.steps and run.steps[record["step"]].time == record["time"]
             if before is None or not counts:
-                before, rows = record["time"], 0
+                before, rows, tokens = record["time"], 0, 0
             elif record["time"] > before:
-                span = _Span(record["step"], record["samples"], record["time"], rows, record["time"] - before)
-                found.append(span)
-                before, rows = record["time"], 0
+                seconds = record["time"] - before
+                found.append(_Span(record["step"], record["samples"], record["time"], rows, tokens, seconds))
+                before, rows, tokens = record["time"], 0, 0
     return found
 
 
@@ -166,8 +172,13 @@ def _chunks(spans: list[_Span]) -> list[list[_Span]]:
     return [spans[i : i + size] for i in range(0, len(spans), size)]
 
 
-def _speed(spans: list[_Span]) -> float:
-    return sum(span.rows for span in spans) / sum(span.seconds for span in spans)
+def _speed(spans: list[_Span]) -> dict[str, float]:
+    """Return the mean speed in each unit that all steps know."""
+    seconds = sum(span.seconds for span in spans)
+    speed = {SPEED: sum(span.rows for span in spans) / seconds} if spans else {}
+    if spans and all(span.tokens >= 0 for span in spans):
+        speed[TOKENS] = sum(span.tokens for span in spans) / seconds
+    return speed
 
 
 def _restarts(run: ledger.Run, origin: float) -> list[Restart]:

@@ -6,7 +6,7 @@ import base64
 import io
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -111,7 +111,7 @@ def body(histories: Sequence[History], images: dict[str, bytes]) -> str:
 def _parts(histories: Sequence[History], images: dict[str, bytes]) -> Iterator[str]:
     yield f"<h1>{escape(', '.join(history.name for history in histories))}</h1>"
     yield _table(
-        ("run", "steps", "samples", "loss", "samples/s", "goodput", "wall time", "restarts", "devices"),
+        ("run", "steps", "samples", "loss", "speed", "goodput", "wall time", "restarts", "devices"),
         [_row(history) for history in histories],
     )
     curves = {name: image for name, image in images.items() if name != GOODPUT}
@@ -135,10 +135,18 @@ def _row(history: History) -> list[str]:
     devices = f"{about['devices']} {about['device']}" + (f" ({mesh})" if mesh else "") if "devices" in about else "–"
     return [
         history.name, f"{last.step:,}", f"{last.samples:,}", f"{last.value:.4f}",
-        "–" if history.speed is None else f"{history.speed:,.4g}" if history.speed < 100 else f"{history.speed:,.0f}",
+        _speed(history.speed),
         f"{100 * found.share:.1f}%" if found else "–", duration(found.wall) if found else "–",
         str(len(history.restarts)) if found else "–", devices,
     ]  # fmt: skip
+
+
+def _speed(speed: Mapping[str, float]) -> str:
+    """Format the speed, in tokens if they are known."""
+    if not speed:
+        return "–"
+    unit, x = list(speed.items())[-1]
+    return f"{x:,.4g} {unit}" if x < 100 else f"{x:,.0f} {unit}"
 
 
 def _losses(histories: Sequence[History]) -> Iterator[str]:
