@@ -68,6 +68,7 @@ _ROOMS = (
     "engine",
     "ledger",
     "optimizers",
+    "pictures",
     "pipeline",
     "planner",
     "plots",

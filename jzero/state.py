@@ -19,6 +19,7 @@ from jzero.errors import ConfigError, some_of
 from jzero.loss_scale import LossScale
 from jzero.mesh import shardings
 from jzero.offload import pinned_memory, transfers
+from jzero.pictures import html
 from jzero.precision import cast
 from jzero.setup import Setup
 from jzero.sharding import optimizer_layouts, specs, trainable
@@ -51,6 +52,12 @@ class TrainState:
         leaves = jax.tree.leaves(self.params)
         numbers = "" if isinstance(self.step, jax.ShapeDtypeStruct) else f"step={int(self.step)}, "
         return f"TrainState({numbers}parameters={sum(x.size for x in leaves):,} in {len(leaves)} leaves)"
+
+    def _repr_html_(self) -> str:
+        """Show every leaf in a notebook: shape, dtype, spec, and bytes per device."""
+        consumed = isinstance(self.step, jax.Array) and self.step.is_deleted()
+        head = "TrainState, given to an earlier step" if consumed else repr(self)
+        return f"<div><code>{html.escape(head)}</code></div>" + html.leaves(self)
 
 
 def check_alive(state: TrainState | None) -> None:

@@ -33,6 +33,7 @@ from jzero.loss import LOSS
 from jzero.loss_scale import LossScale
 from jzero.mesh import batch_spec, replicas
 from jzero.model import Model, replace_state
+from jzero.pictures import html
 from jzero.pipeline.module import PipelineModule
 from jzero.programs import Done, Fed, make_programs
 from jzero.setup import TotalSteps, resolve
@@ -117,6 +118,18 @@ class TrainStep:
             f"TrainStep({self.model!r}, ZeRO-{self.config.zero_optimization.stage}, {self.config.precision}, "
             f"mesh {degrees}, batch {b.train} = {b.micro} x {b.accum} x {self.replicas})"
         )
+
+    def _repr_html_(self) -> str:
+        """Show the mesh, the arithmetic of the batch and the layout of the parameters in a notebook."""
+        b = self.batch_sizes
+        facts = {
+            "model": repr(self.model),
+            "ZeRO": f"stage {self.config.zero_optimization.stage}",
+            "precision": self.config.precision,
+            "batch": f"{b.train} = {b.micro} per device × {b.accum} accumulation × {self.replicas} replicas",
+        }
+        parameters = html.leaves(self.state_shapes.params, self.state_shardings.params)
+        return html.mesh(self.mesh) + html.facts(facts) + html.folded("layout of the parameters", parameters)
 
     @property
     def trainable_names(self) -> list[str]:

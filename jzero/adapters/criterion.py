@@ -11,6 +11,7 @@ from jzero.adapters.methods import extra_for
 from jzero.adapters.torch_habits import check_no_torch_module, refuses_of_models
 from jzero.errors import ConfigError
 from jzero.model import StackModel
+from jzero.pictures.html import ParametersInHTML
 
 _IN_JAX = (
     "write it in JAX, as in criterion=lambda outputs, labels: "
@@ -19,7 +20,7 @@ _IN_JAX = (
 
 
 @refuses_of_models
-class CriterionModel:
+class CriterionModel(ParametersInHTML):
     """A model whose loss is criterion(outputs of the network, labels), and whose batches are (inputs, labels).
 
     Args:

@@ -20,6 +20,7 @@ from jzero.adapters.nnx_model import MASKED, predictor
 from jzero.adapters.torch_habits import refuses_of_models
 from jzero.communication.replicas import axis_exists, replica_axes
 from jzero.errors import ConfigError
+from jzero.pictures.html import ParametersInHTML
 from jzero.tree import named
 
 PARAMS = "params"
@@ -27,7 +28,7 @@ BATCH_NORM = {"axis_name", "use_running_average"}  # the fields that make a modu
 
 
 @refuses_of_models
-class LinenModel:
+class LinenModel(ParametersInHTML):
     """A Linen module and a loss function as a model.
 
     Args:

@@ -21,6 +21,7 @@ from jzero.adapters.torch_habits import refuses_of_models
 from jzero.communication.replicas import replica_axes
 from jzero.errors import ConfigError
 from jzero.model import ENDS, STACK, Inputs, stack_loss
+from jzero.pictures.html import ParametersInHTML
 from jzero.tree import named
 
 Build = Callable[[nnx.Rngs], nnx.Module]
@@ -268,7 +269,7 @@ def pure_values(values: Any, random: frozenset[str]) -> Any:
 
 
 @refuses_of_models
-class NNXModel:
+class NNXModel(ParametersInHTML):
     """An NNX module and a loss function as a model."""
 
     def __init__(
@@ -304,7 +305,7 @@ class NNXModel:
 
 
 @refuses_of_models
-class NNXStackModel:
+class NNXStackModel(ParametersInHTML):
     """An NNX module with `prefix`, `stack` and `suffix` as a model with a layer stack."""
 
     def __init__(self, build: Build, abstract: Any, has_aux: bool = False, sync_batch_norm: bool = True):

@@ -21,12 +21,13 @@ from jzero.adapters.nnx_model import taken
 from jzero.adapters.torch_habits import refuses_of_models
 from jzero.errors import ConfigError, in_a_line
 from jzero.model import ENDS, STACK, Inputs, stack_loss
+from jzero.pictures.html import ParametersInHTML
 from jzero.stored_names import StoredNames
 from jzero.tree import PyTree, named, path_name
 
 
 @refuses_of_models
-class StackedModel:
+class StackedModel(ParametersInHTML):
     """A model from `from_flax(..., stack=path)`.
 
     Args:

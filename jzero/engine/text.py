@@ -8,6 +8,10 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jzero.values.sizes import size_text
+
+__all__ = ["bullets", "numberless", "size_text", "table", "value_text", "wrap"]
+
 WIDTH = 100
 
 
@@ -33,16 +37,6 @@ def table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
 def value_text(value: Any) -> str:
     """Format a value as in the JSON file: `true`, `5e+08`, `"text"`."""
     return f"{value:g}" if isinstance(value, float) else json.dumps(value, default=repr)
-
-
-def size_text(n_bytes: float) -> str:
-    """Format bytes in the unit that leaves one to three digits before the point: `1.54 GiB`."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while n_bytes >= 1000 and len(units) > 1:
-        n_bytes /= 1024
-        units.pop(0)
-    digits = 0 if units[0] == "B" or n_bytes >= 100 else 1 if n_bytes >= 10 else 2
-    return f"{n_bytes:.{digits}f} {units[0]}"
 
 
 def numberless(name: str) -> str:

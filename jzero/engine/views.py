@@ -16,8 +16,10 @@ from jzero.data.curriculum import METRIC, Curriculum
 from jzero.distributed.place import get_local_rank, get_rank, get_world_size
 from jzero.engine.monitor import Monitor
 from jzero.engine.optimizer_views import LRScheduler, Optimizer, optimizer_view
+from jzero.engine.run_report import report
 from jzero.errors import ConfigError
 from jzero.offload.transfers import to_devices
+from jzero.pictures import html
 from jzero.train_step import Metrics, TrainStep
 
 
@@ -46,6 +48,12 @@ class Views:
     _metrics: Metrics | None
     _monitor: Monitor
     curriculum: Curriculum | None
+    global_steps: int
+
+    def _repr_html_(self) -> str:
+        """Show the train step, the count of steps and the run report in a notebook."""
+        line = f"<div><b>Engine</b>, global step {self.global_steps}</div>"
+        return line + self.step_fn._repr_html_() + html.folded("run report", html.text(report(self.step_fn)))
 
     @property
     def module(self) -> Module:

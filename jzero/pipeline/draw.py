@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from string import ascii_letters
 from typing import TYPE_CHECKING, NamedTuple
 
-from jzero.errors import ConfigError
+from jzero.pictures.figure import GRID, INK, new_figure
 from jzero.pipeline.schedules import PipelineSchedule
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = {"F": "#1f5fbf", "B": "#23804a", "W": "#d9730d"}
-INK, GRID = "#333333", "#d0d0d0"
 
 
 class Cell(NamedTuple):
@@ -66,16 +65,11 @@ def draw_figure(schedule: PipelineSchedule) -> Figure:
     Raises:
       ConfigError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch, Rectangle
-    except ImportError as error:
-        raise ConfigError(
-            "draw_figure needs matplotlib: pip install 'jzero[experiments]'; draw_text does not"
-        ) from error
     letters = _letters(schedule)
     columns = sum(map(len, letters))
-    figure = Figure(figsize=(1.5 + 0.3 * max(columns, 24), 1.6 + 0.33 * schedule.stages), layout="constrained")
+    figure = new_figure(1.5 + 0.3 * max(columns, 24), 1.6 + 0.33 * schedule.stages)
+    from matplotlib.patches import Patch, Rectangle
+
     axes = figure.add_subplot(xlim=(0, columns), ylim=(schedule.stages, 0))  # stage 0 on top
     for cell in _cells(schedule):
         if cell.micro < 0:

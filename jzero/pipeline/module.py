@@ -28,6 +28,7 @@ from jzero.adapters.methods import extra_for
 from jzero.adapters.torch_habits import refuses_of_models
 from jzero.errors import ConfigError
 from jzero.model import ENDS, STACK, Inputs, fold, stack_loss
+from jzero.pictures.html import ParametersInHTML
 from jzero.pipeline.layer_spec import (
     Layer,
     LayerSpec,
@@ -59,7 +60,7 @@ LAYERS, TIED = "layers", "tied"
 
 
 @refuses_of_models
-class PipelineModule:
+class PipelineModule(ParametersInHTML):
     """A model that runs layers one after the other, each on the output (any pytree) of the previous one, then a loss.
 
     A batch is `(inputs, labels)`. The module is a model in the sense of `jzero.model`: it has `init` and `loss`, and

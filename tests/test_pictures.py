@@ -1,0 +1,254 @@
+"""Pictures and the HTML of notebooks: what is drawn is what the arrays, the meshes and the formulas say."""
+
+from dataclasses import dataclass
+from html.parser import HTMLParser
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jzero
+from jzero.pictures import arrays, html
+from jzero.planner import bytes_by_stage
+from models.mlp import MLP
+
+pytest.importorskip("matplotlib")
+WIDTH, CLASSES = 64, 16
+
+
+def squares(net, batch):
+    return ((net(batch["x"]) - batch["y"]) ** 2).mean()
+
+
+CONFIG = {
+    "train_batch_size": 32,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "mesh": {"data": 2, "zero": 4},
+}
+
+
+def linear():
+    return jzero.from_flax(lambda rngs: nnx.Linear(WIDTH, CLASSES, rngs=rngs), squares)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    data = {"x": np.ones((32, WIDTH), np.float32), "y": np.zeros((32, CLASSES), np.float32)}
+    return jzero.initialize(model=linear(), config=CONFIG, training_data=data)[0]
+
+
+def drawn(figure):
+    figure.canvas.draw()  # every text and shape can be drawn
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    return [text.get_text() for axes in figure.axes for text in axes.texts]
+
+
+# ---------------------------------------------------------------- pictures
+
+
+@pytest.mark.parametrize("degrees", [{}, {"pipe": 2}, {"data": 2}, {"pipe": 2, "data": 2}])
+def test_a_mesh_shows_every_device_once(degrees):
+    mesh = jzero.make_mesh(**degrees)
+    figure = jzero.pictures.draw_mesh(mesh)
+    texts = drawn(figure)
+    boxes = {text: patch.get_facecolor() for text, patch in zip(_devices(texts), figure.axes[0].patches, strict=True)}
+    assert sorted(boxes) == [f"device {device.id}" for device in jax.devices()]
+    by_shard = {boxes[f"device {d.id}"]: set() for d in mesh.devices.flat}
+    for *_, zero, _ in (index for index, _ in np.ndenumerate(mesh.devices)):
+        for device in mesh.devices[:, :, zero].flat:
+            by_shard[boxes[f"device {device.id}"]].add(zero)
+    assert all(len(shards) == 1 for shards in by_shard.values())
+    assert len(by_shard) == mesh.shape["zero"]
+    for axis in ("pipe", "data", "zero"):
+        assert (f"{axis} 0" in texts) == (mesh.shape[axis] > 1)
+
+
+def _devices(texts):
+    return [text for text in texts if text.startswith("device")]
+
+
+@dataclass(frozen=True)
+class Device:
+    id: int
+    process_index: int
+    device_kind: str = "GPU"
+
+
+def test_a_large_mesh_shows_its_ends():
+    there = [Device(id=i, process_index=i // 8) for i in range(512)]
+    mesh = Mesh(np.array(there).reshape(4, 16, 8, 1), ("pipe", "data", "zero", "tensor"))
+    figure = jzero.pictures.draw_mesh(mesh)
+    texts = _devices(drawn(figure))
+    assert len(texts) == 4 * 2 * 8  # data 0 and data 15
+    assert (texts[0], texts[-1]) == ("device 0", "device 511\nprocess 63")
+    assert figure.axes[0].get_title(loc="left") == "512 x GPU = pipe 4 x data 16 x zero 8"
+
+
+def test_a_single_device_has_no_axes():
+    assert drawn(jzero.pictures.draw_mesh(jzero.make_mesh(devices=jax.devices()[:1]))) == ["device 0"]
+
+
+SHARDED = [
+    ((8, 16), P()),
+    ((8, 16), P("zero")),
+    ((8, 16), P("zero", "data")),
+    ((8, 16), P(None, ("data", "zero"))),
+    ((32,), P("zero")),
+    ((2, 8, 4), P("data", None, "zero")),
+    ((3, 8, 4), P(None, "zero")),
+    ((), P()),
+]
+
+
+@pytest.mark.parametrize(("shape", "spec"), SHARDED)
+def test_each_part_is_drawn_with_the_devices_that_hold_it(shape, spec):
+    mesh = jzero.make_mesh(data=2)
+    whole = np.arange(int(np.prod(shape)), dtype=np.float32).reshape(shape)
+    x = jax.device_put(whole, NamedSharding(mesh, spec))
+    dims, found = arrays.parts(x)
+    held = {device: part for part, devices in found.items() for device in devices}
+    assert sorted(held) == [device.id for device in jax.devices()]
+    for shard in x.addressable_shards:
+        cut = [slice(None)] * max(2, len(shape))
+        for dim, span in zip(dims, held[shard.device.id], strict=True):
+            cut[dim] = slice(*span)
+        np.testing.assert_array_equal(
+            whole.reshape(shape + (1,) * (2 - len(shape)))[tuple(cut)].ravel(), shard.data.ravel()
+        )
+    texts = drawn(jzero.pictures.draw_sharding(x))
+    assert len(texts) == len(found)
+    assert ("all 8\ndevices" in texts) == (spec == P())
+
+
+def test_arrays_by_name_have_a_panel_each():
+    mesh = jzero.make_mesh()
+    shape = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P("zero")))
+    figure = jzero.pictures.draw_sharding({"a": shape, "b": shape, "c": shape}, columns=2)
+    assert [axes.get_title() for axes in figure.axes] == [f"{name}\n2.00 KiB per device" for name in "abc"]
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_the_bars_of_memory_are_the_formula_of_zero(accum):
+    """arXiv:1910.02054, section 3: 12 bytes of state, 2 of parameters, 2 of gradients (4 if summed)."""
+    config = CONFIG | {"bf16": {"enabled": True}, "gradient_accumulation_steps": accum, "mesh": {"zero": 8}}
+    found = bytes_by_stage(linear(), config)
+    size, gradient = WIDTH * CLASSES + CLASSES, 2 * accum
+    counter = 4 + 4  # the optimizer's and the schedule's step counts are replicated
+    expected = {
+        0: (12, gradient, 2),
+        1: (12 / 8, gradient, 2),
+        2: (12 / 8, gradient / 8, 2),
+        3: (12 / 8, gradient / 8, 2 / 8),
+    }
+    figure = jzero.pictures.draw_memory(found, memory=20_000)
+    texts = drawn(figure)
+    assert [len(container) for container in figure.axes[0].containers] == [4, 4, 4]
+    for stage, per_parameter in expected.items():
+        bars = [container[stage].get_width() for container in figure.axes[0].containers]
+        assert bars[1:] == [n * size for n in per_parameter[1:]]
+        assert 0 <= bars[0] - per_parameter[0] * size <= counter
+        assert found[stage].total == sum(bars)
+    assert len(texts) == 4
+    assert "a device has 19.5 KiB" in [line.get_label() for line in figure.axes[0].lines]
+
+
+# ---------------------------------------------------------------- HTML
+
+
+class Cells(HTMLParser):
+    """The rows of all tables; fails for tags that do not match."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.rows = [], []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+
+
+def test_a_state_shows_its_leaves(engine):
+    rows = {row[0]: row[1:] for row in Cells(engine.state._repr_html_()).rows}
+    assert rows["params/kernel"] == ["64×16", "float32", "P('zero')", "1.00 KiB"]
+    (moment,) = (row for name, row in rows.items() if name.startswith("opt_state") and name.endswith("/mu/kernel"))
+    assert moment == rows["params/kernel"]
+    leaves = jax.tree.leaves(engine.state)
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves if leaf.dtype != engine.state.rng.dtype)
+    total = rows[f"{len(leaves)} leaves"]
+    assert total[0] == f"{sum(leaf.size for leaf in leaves):,}"
+    assert total[-1] == f"{(held + 8) / 1024:.2f} KiB"  # a threefry key has 8 bytes
+
+
+def test_a_consumed_state_says_so():
+    step = jzero.make_train_step(linear(), CONFIG)
+    state = step.init(jax.random.key(0))
+    for leaf in jax.tree.leaves(state):
+        leaf.delete()
+    page = state._repr_html_()
+    assert "given to an earlier step" in page
+    assert ["params/bias", "16", "float32", "P('zero')", "16 B"] in Cells(page).rows
+
+
+def test_an_engine_shows_mesh_batch_and_report(engine):
+    page = engine._repr_html_()
+    rows = Cells(page).rows
+    assert ["batch", "32 = 2 per device × 2 accumulation × 8 replicas"] in rows
+    assert ["data 1", *(f"device {d.id}" for d in engine.mesh.devices[0, 1].flat)] in rows
+    assert "jzero run report" in page
+    assert "8 x cpu = data 2 x zero 4" in page
+
+
+def test_models_show_their_parameters():
+    (size,) = {model.init(jax.random.key(0))["kernel"].size for model in [linear()]}
+    page = linear()._repr_html_()
+    assert f"{size + CLASSES:,} parameters" in page
+    assert ["kernel", "64×16", "float32"] in Cells(page).rows
+    assert "fc1/kernel" in jzero.from_flax(lambda rngs: MLP(rngs=rngs), squares)._repr_html_()
+
+
+def test_text_is_escaped():
+    class Model:
+        def __repr__(self):
+            return "<script>"
+
+        def init(self, rng):
+            return {"<b>&": jnp.zeros((8, 8))}
+
+        def loss(self, params, batch, rng):
+            return (params["<b>&"] * batch["x"].mean()).sum()
+
+    step = jzero.make_train_step(Model(), CONFIG)
+    for page in (
+        step._repr_html_(),
+        step.init(jax.random.key(0))._repr_html_(),
+        html.text("<i>"),
+        html.folded("<i>", ""),
+    ):
+        assert not {"<script>", "<b>", "<i>"} & {page[i : i + n] for n in (3, 8) for i in range(len(page))}
+    assert any("<b>&" in row[0] for row in Cells(step._repr_html_()).rows)  # unescaped by the parser
+
+
+def test_long_trees_are_cut():
+    tree = {f"p{i:03}": jax.ShapeDtypeStruct((i + 1,), jnp.float32) for i in range(100)}
+    rows = Cells(html.leaves(tree)).rows
+    assert len(rows) == 1 + html.MOST_LEAVES + 2
+    assert [row[0] for row in rows[-2:]] == ["… and 60 more", "100 leaves"]
+    assert rows[-1][1] == f"{sum(range(101)):,}"
