@@ -99,7 +99,7 @@ def test_a_counter_and_a_moment():
 @pytest.mark.usefixtures("no_compilation_cache")
 def test_the_comparison_needs_no_memory():
     step = jzero.make_train_step(Wide(), config(0), mesh=jzero.make_mesh(devices=gpu_devices("h100", 2)))
-    sums = jzero.diagnosis.replicas.Replicas(step).sums
+    sums = jzero.diagnosis.replicas.Replicas(step, None).sums
     shapes = jax.tree.map(_with_sharding, step.state_shapes, step.state_shardings)
     memory = sums.lower(shapes).compile().memory_analysis()
     assert memory.argument_size_in_bytes > 3 * 4 * 2**20

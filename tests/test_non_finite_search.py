@@ -14,6 +14,7 @@ from helpers.sampling import keep
 from helpers.stack_models import BATCHES, SmallGPT, loss_fn
 
 import jzero
+from jzero import ledger
 from jzero.cli import main
 from jzero.diagnosis import replay
 from jzero.diagnosis.finding import Finding
@@ -421,3 +422,20 @@ def test_fp16_stops_only_where_no_lower_scale_helps():
     with pytest.raises(NonFiniteError, match="row 4 of the global batch"):
         engine.train_batch(good)
     assert (engine.global_steps, engine.skipped_steps, engine.loss_scale) == (16, skipped, scale)
+
+
+def test_the_ledger_has_what_was_found(tmp_path):
+    mesh = jzero.make_mesh(devices=jax.devices()[:2])
+    settings = config(1, checkpoint={"dir": str(tmp_path / "run")})
+    engine = jzero.initialize(model=Net(), config=settings, mesh=mesh)[0]
+    good, bad = (rows(seed, MICRO * ACCUM * 2) for seed in (0, 1))
+    bad["x"][3] = np.nan
+    with pytest.raises(NonFiniteError) as error:
+        train(engine, good, bad, good)
+    engine.train_batch(good)
+    run = ledger.read(tmp_path / "run")
+    (notice,) = run.of("notice")
+    assert (notice["step"], notice["what"]) == (2, "not finite")
+    assert notice["text"].splitlines() == str(error.value).splitlines()[:-1]
+    assert list(run.steps) == [1, 2]  # the bad step was taken back, and another one is step 2
+    assert np.isfinite(run.steps[2].metrics["loss"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jzero.diagnosis.replicas import Replicas
 from jzero.diagnosis.spikes import Spikes
-from jzero.diagnosis.watch import Run, Watch
+from jzero.diagnosis.watch import Log, Run, Watch
 from jzero.programs import Details
 from jzero.train_step import Metrics, TrainStep
 from jzero.update import Conditions
@@ -13,9 +13,9 @@ from jzero.update import Conditions
 class Checks:
     """Watches the steps of one engine: whether they are finite, whether they spike, and whether replicas agree."""
 
-    def __init__(self, step: TrainStep):
-        self._finite, self._replicas = Watch(step), Replicas(step)
-        self._spikes = Spikes(step)
+    def __init__(self, step: TrainStep, log: Log):
+        self._finite, self._replicas = Watch(step, log), Replicas(step, log)
+        self._spikes = Spikes(step, log)
 
     def begin(self, run: Run) -> Conditions:
         """Return the conditions of the next step."""

@@ -15,12 +15,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero.checkpoint.checksums import checksums
 from jzero.diagnosis.parameters import device_name
-from jzero.distributed.place import log_dist
+from jzero.diagnosis.watch import Log
 from jzero.errors import some_of
 from jzero.state import TrainState
 from jzero.train_step import TrainStep
 from jzero.tree import PyTree, named
 
+DIFFER = "replicas differ"
 MOST_LEAVES = 5  # in a report
 
 
@@ -37,8 +38,8 @@ class Replicas:
     The checksums are read one step later, so that no step waits.
     """
 
-    def __init__(self, step: TrainStep):
-        self._step, self._every = step, step.config.desync_check.every
+    def __init__(self, step: TrainStep, log: Log):
+        self._step, self._every, self._log = step, step.config.desync_check.every, log
         self._held: tuple[int, jax.Array] | None = None
 
     def finish(self, run: Run) -> None:
@@ -47,7 +48,7 @@ class Replicas:
             number, sums = self._held
             self._held = None
             if found := self.differing(np.asarray(sums)):
-                log_dist(f"jzero: step {number}: replicas differ: {some_of(found, MOST_LEAVES)}")
+                self._log.notice(number, DIFFER, f"{DIFFER}: {some_of(found, MOST_LEAVES)}")
         if self._every and run.global_steps % self._every == 0:
             self._held = run.global_steps, self.sums(run.state)
 

@@ -20,11 +20,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jzero.distributed.place import log_dist
+from jzero.diagnosis.watch import Log
 from jzero.loss import LOSS
 from jzero.train_step import Metrics, TrainStep
 
-NORM = "grad_norm"
+NORM, SPIKE = "grad_norm", "spike"
 LEAST = 20  # steps, or half of the window if that is more, before the first limit
 FLOOR = 0.01  # of the median: the least deviation, for a run whose values hardly change
 MOST_LINES = 50  # of one run
@@ -41,8 +41,8 @@ class Given(NamedTuple):
 class Spikes:
     """Looks for spikes in the steps of one engine; with the action "skip", such steps change nothing."""
 
-    def __init__(self, step: TrainStep):
-        section = step.config.spikes
+    def __init__(self, step: TrainStep, log: Log):
+        section, self._log = step.config.spikes, log
         self._skips, self._on = section.action == "skip", section.action != "ignore"
         self._window, self._threshold = section.window, section.threshold
         self._values = tuple(deque[float](maxlen=self._window) for _ in range(2))
@@ -83,7 +83,7 @@ class Spikes:
         if high and self._lines < MOST_LINES:
             self._lines += 1
             effect = ", the step changed nothing" if self._skips else ""
-            log_dist(f"jzero: step {step.number}: spike: {', '.join(high)}{effect}")
+            self._log.notice(step.number, SPIKE, f"{SPIKE}: {', '.join(high)}{effect}")
 
 
 def limit(values: Sequence[float], threshold: float) -> float:

@@ -9,21 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero.data import DataLoader
 from jzero.diagnosis import replay
 from jzero.diagnosis.finding import Finding
 from jzero.diagnosis.repeat import Repeat
-from jzero.diagnosis.samples import samples_between
 from jzero.diagnosis.search import search
 from jzero.distributed import heartbeat
-from jzero.distributed.place import log_dist
-from jzero.errors import in_a_line
+from jzero.errors import ConfigError, in_a_line
+from jzero.ledger.read import Step, rows_of
 from jzero.loss import LOSS
 from jzero.loss_scale import LossScale, NonFiniteError, check_stuck
 from jzero.programs import Details
@@ -31,6 +31,7 @@ from jzero.state import TrainState
 from jzero.train_step import Metrics, TrainStep
 
 STOP = "stop"
+NOT_FINITE = "not finite"
 MOST_WARNINGS = 10  # of one run
 HINT = 'set "non_finite": {"action": "stop"} to end the run there and find the layer and the rows'
 
@@ -63,11 +64,24 @@ class Taken(NamedTuple):
     after: Mark | None
 
 
+class Log(Protocol):
+    """The engine's monitor, as far as the checks need it."""
+
+    def notice(self, step: int, what: str, text: str) -> None:
+        """Print a line about a step, and record it."""
+
+    def record(self, step: int, what: str, text: str) -> None:
+        """Record what was found about a step."""
+
+    def restarted(self, run: Any) -> None:
+        """Go on with another state."""
+
+
 class Watch:
     """Watches the steps of one engine."""
 
-    def __init__(self, step: TrainStep):
-        self._step, self._section = step, step.config.non_finite
+    def __init__(self, step: TrainStep, log: Log):
+        self._step, self._section, self._log = step, step.config.non_finite, log
         self._warnings, self._in_a_row = 0, False
         self.restart()
 
@@ -114,7 +128,7 @@ class Watch:
             self._warnings += 1
             what = f"the loss is {float(loss):g}" if not math.isfinite(loss) else "the gradient is not finite"
             effect = "the step changed nothing" if skipped else "the step changed the parameters"
-            log_dist(f"jzero: step {step.number}: {what}, {effect}; {HINT}")
+            self._log.notice(step.number, NOT_FINITE, f"{what}, {effect}; {HINT}")
         self._in_a_row = bad
         check_stuck(step.details.loss_scale, self._step.trainable_names)
 
@@ -131,6 +145,8 @@ class Watch:
         found = Finding(step.number, loss)
         with heartbeat.work():  # compiles
             text = self._explain(run, step, found)
+        self._log.record(step.number, NOT_FINITE, text)
+        self._log.restarted(run)
         raise NonFiniteError(
             f"{text}\n  the run is where it was before this step: engine.save_checkpoint(...) saves that state"
         )
@@ -142,12 +158,25 @@ class Watch:
         try:
             repeat = Repeat(setup, run.state, fed)
             found = search(setup, run.state, fed, replace(found, of=repeat.accum))
-            samples = samples_between(run.training_dataloader, step.before, step.after, repeat.accum)
+            samples = _samples(run.training_dataloader, step, repeat.accum)
             numbers = repeat.numbers(found.micro_batch)
             found = found.located(numbers, [] if samples is None else [int(samples[n]) for n in numbers])
         except Exception as error:
             return f"{found}\n  the search failed: {in_a_line(error)}"
         return f"{found}\n  {replay.save(self._section.output_path, setup, run.state, fed, found, samples)}"
+
+
+def _samples(loader: DataLoader | None, step: Taken, micro_batches: int) -> np.ndarray | None:
+    """List the samples of a step in the order of its rows; None if its batch did not come from the loader alone."""
+    positions = [mark.position for mark in (step.before, step.after) if mark is not None]
+    if loader is None or None in positions:
+        return None
+    data = [[position["epoch"], position["samples"]] for position in positions if position is not None]
+    rows = micro_batches * loader.step.micro_size
+    try:
+        return rows_of(Step(step.number, 0, 0.0, rows, {}, data, loader.order))
+    except ConfigError:
+        return None
 
 
 def _mark(run: Run, loss_scale: LossScale) -> Mark:

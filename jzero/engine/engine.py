@@ -61,7 +61,8 @@ class Engine(Views):
         self._metrics: Metrics | None = None
         self.eval_metrics: Metrics = {}
         self.global_steps = self.global_samples = self.micro_steps = 0
-        self._monitor, self._checks = Monitor(step_fn, resume, began), Checks(step_fn)
+        self._monitor = Monitor(step_fn, resume, began)
+        self._checks = Checks(step_fn, self._monitor)
         self._monitor.lines.memory("before the state")
         self._home = resume  # where SIGTERM saves
         self.state: Any = None

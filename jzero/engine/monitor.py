@@ -127,6 +127,15 @@ class Monitor:
         self.curves.evaluation(metrics, run.global_samples, run.global_steps)
         self.ledger.evaluation(run, metrics, self._began)
 
+    def notice(self, step: int, what: str, text: str) -> None:
+        """Print a line about a step, and record it."""
+        self.lines.say(f"jzero: step {step}: {text}")
+        self.record(step, what, text)
+
+    def record(self, step: int, what: str, text: str) -> None:
+        """Record what a check found about a step."""
+        self.ledger.notice(step, what, text)
+
     def restarted(self, run: Run, origin: str | os.PathLike | None = None) -> None:
         """Measure from here, where the run has a new state; `origin` is the directory that it is from."""
         self.clock.restart(run.global_steps, run.global_samples)

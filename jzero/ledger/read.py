@@ -27,6 +27,7 @@ _NEEDED = {
     schema.STEP: ("step", "samples", "rows", "began", "metrics"),
     schema.EVALUATION: ("step", "samples", "began", "metrics"),
     schema.SAVE: ("tag", "step", "began", "stall", "background", "bytes"),
+    schema.NOTICE: ("step", "what", "text"),
     schema.END: ("step", "reason"),
 }
 

@@ -134,6 +134,10 @@ class Recorder:
         kept = {name: x for name, x in metrics.items() if self._scaled or name not in SCALING}
         self._hold(schema.STEP, about, kept, peak=True)
 
+    def notice(self, step: int, what: str, text: str) -> None:
+        """Record what a check found about a step."""
+        self._put(schema.NOTICE, {"step": step, "what": what, "text": text})
+
     def evaluation(self, run: Counted, metrics: Mapping[str, Any], began: float) -> None:
         """Record an evaluation that may still run and `began` at a time in UTC seconds."""
         about = {"step": run.global_steps, "samples": run.global_samples, "began": round(began, 4)}
