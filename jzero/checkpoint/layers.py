@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jzero.checkpoint.snapshot import spread, to_host
+from jzero.display.slow_work import slow_work
 
 Names = Mapping[str, tuple[str, ...]]  # of a leaf in a checkpoint: one, or one for each layer
 
@@ -31,6 +32,7 @@ def take_apart(leaves: Mapping[str, jax.Array], names: Names, room: bool) -> dic
     return made
 
 
+@slow_work("reading the checkpoint")
 def read_layers(
     source: Any, shardings: Mapping[str, Sharding], shapes: Mapping[str, Sequence[int]], names: Names
 ) -> dict[str, jax.Array]:

@@ -113,7 +113,10 @@ def print_last() -> None:
     """
     global _last
     run, _last = _last, None
-    failed = isinstance(getattr(sys, "last_value", None), Exception)  # set by Python for what nothing catches
-    if run is not None and (summary := run.end()) and not failed:
+    if run is None:
+        return
+    if isinstance(getattr(sys, "last_value", None), Exception):  # set by Python for what nothing catches
+        run.stop_panel()  # and no wait for steps that may never end
+    elif summary := run.end():
         with contextlib.suppress(OSError, ValueError):  # the reader of a pipe has gone, or stdout is closed
             print(summary, flush=True)
