@@ -11,8 +11,9 @@ import generated_part
 
 from jzero.config import ignored, keys
 from jzero.config.autocast import is_autocast
+from jzero.config.fields import Section
 from jzero.config.screen import FIELDS
-from jzero.config.sections import Section, Settings
+from jzero.config.sections import Settings
 from jzero.optimizers import groups, lr_schedules, table
 
 

@@ -18,6 +18,7 @@ from jzero.config.config import Config
 from jzero.config.curriculum import without_curriculum
 from jzero.config.ignored import Ignored
 from jzero.config.keys import Replaced
+from jzero.config.observed import ThroughputConfig, TimersConfig, WatchdogConfig
 from jzero.config.sections import (
     ActivationCheckpointing,
     BF16Config,
@@ -28,9 +29,6 @@ from jzero.config.sections import (
     OptimizerConfig,
     SchedulerConfig,
     StackConfig,
-    ThroughputConfig,
-    TimersConfig,
-    WatchdogConfig,
     ZeroConfig,
 )
 from jzero.config.sizes import BatchSizes

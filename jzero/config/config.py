@@ -1,7 +1,7 @@
 """`Config`: reads a source, screens its keys, validates the fields, checks them against each other, computes sizes.
 
 A config passes the other files of this package in this order: `source` (file to dict), `screen` (keys that are not
-fields, with `keys` and `suggest`), `sections` (the fields, with `jzero.values.kinds`), `checks`, `sizes`.
+fields, with `keys` and `suggest`), `sections` (the fields, with `fields` and `observed`), `checks`, `sizes`.
 """
 
 import os

@@ -9,7 +9,8 @@ from pydantic import BaseModel
 
 from jzero.config import ignored, keys
 from jzero.config.autocast import translate
-from jzero.config.sections import Section, Settings
+from jzero.config.fields import Section
+from jzero.config.sections import Settings
 from jzero.config.suggest import LISTED, names_inside, suggest
 from jzero.errors import ConfigError, one_line
 from jzero.values.kinds import as_json, closest

@@ -1,11 +1,40 @@
 """The fields: every key that is a setting of jzero, with its type, its default and its effect."""
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import Field, PlainValidator
 
-from jzero.config.profiled import COLLECTIVES, STEPS
+from jzero.config.fields import (
+    OR_NULL,
+    Count,
+    Flag,
+    Options,
+    Params,
+    Patterns,
+    PatternsOrNone,
+    PositiveInt32,
+    PositiveInt32OrNone,
+    PositiveOrNone,
+    PositiveOrRest,
+    PositivesOrNone,
+    Section,
+    Text,
+    TextOrNone,
+)
+from jzero.config.observed import (
+    CometConfig,
+    CommsLoggerConfig,
+    DesyncConfig,
+    FilesConfig,
+    FlopsProfilerConfig,
+    NonFiniteConfig,
+    ProfilerConfig,
+    ProgressConfig,
+    SpikesConfig,
+    TimersConfig,
+    WandbConfig,
+    WatchdogConfig,
+)
 from jzero.config.schedule_names import SCHEDULE_NAMES, ScheduleName
 from jzero.values import kinds
 from jzero.values.kinds import Dtype, OffloadDevice, number, one_of
@@ -15,38 +44,6 @@ Reduction = Literal["mean", "sum"]
 Gather = Literal["step", "micro_batch"]
 Growth = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
 NoDecay = Literal["norms_biases", "norms_biases_embeddings"]
-
-Flag = Annotated[bool, PlainValidator(kinds.FLAG)]
-Text = Annotated[str, PlainValidator(kinds.TEXT)]
-TextOrNone = Annotated[str | None, PlainValidator(kinds.TEXT_OR_NULL)]
-Count = Annotated[int, PlainValidator(kinds.COUNT)]
-PositiveInt32 = Annotated[int, PlainValidator(kinds.INT32)]
-PositiveOrNone = Annotated[int | None, PlainValidator(kinds.POSITIVE_OR_NULL)]
-PositiveInt32OrNone = Annotated[int | None, PlainValidator(kinds.INT32_OR_NULL)]
-PositiveOrRest = Annotated[int, PlainValidator(kinds.INT32_OR_REST)]
-PositivesOrNone = Annotated[tuple[int, ...] | None, PlainValidator(kinds.POSITIVES_OR_NULL)]
-NonNegative = Annotated[float, PlainValidator(kinds.NON_NEGATIVE)]
-Params = Annotated[dict[str, Any], PlainValidator(kinds.PARAMS)]
-Options = Annotated[dict[str, bool | int | float | str], PlainValidator(kinds.OPTIONS)]
-Patterns = Annotated[tuple[str, ...], PlainValidator(kinds.PATTERNS)]
-PatternsOrNone = Annotated[tuple[str, ...] | None, PlainValidator(kinds.PATTERNS_OR_NULL)]
-
-
-OR_NULL = BeforeValidator(lambda section: {} if section is None else section)
-
-
-class Section(BaseModel):
-    """A part of the config: frozen, strict, and printed without its defaults."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
-        for name, field in type(self).model_fields.items():
-            if (value := getattr(self, name)) != field.get_default(call_default_factory=True):
-                yield name, value
-
-    def __str__(self) -> str:
-        return repr(self)
 
 
 class DataTypes(Section):
@@ -200,54 +197,6 @@ class CheckpointConfig(Section):
     max_to_keep: PositiveOrNone = None
 
 
-class WatchdogConfig(Section):
-    """How long a step may take before the job counts as hung, in seconds; ceiling 0: no limit.
-
-    The limit is 20 times the slowest of the last 20 train steps, between `floor` and `ceiling`. The ceiling holds for a
-    train step whose program runs for the first time (it compiles), and for evaluations, saves, exports and the wait for
-    another process's data. `jzero --hang_timeout` replaces both.
-    """
-
-    floor: NonNegative = 600.0
-    ceiling: NonNegative = 1800.0
-
-
-class NonFiniteConfig(Section):
-    """What happens after a step whose loss or gradient is not finite; such a step changes no parameter.
-
-    "skip": the run prints a warning and continues; 20 such steps in a row end it. "stop": it ends at the first, returns
-    to the state before that step, finds the parameters, the layer, the micro-batch and the rows where it begins, and
-    saves what `jzero replay` needs in `output_path`. An overflow under fp16 counts only if no lower loss scale helps.
-    """
-
-    action: Annotated[Literal["skip", "stop"], PlainValidator(one_of(("skip", "stop")))] = "skip"
-    output_path: Text = "non_finite"
-
-
-class DesyncConfig(Section):
-    """A comparison of replicas every `every` steps; null: never.
-
-    Devices that hold the same part of a parameter, of the optimizer's state, of the step or of the key must hold the
-    same bits. A line names the leaves that differ, and the devices whose bits are not those of the majority.
-    """
-
-    every: PositiveOrNone = None
-
-
-class SpikesConfig(Section):
-    """What happens after a step whose loss or gradient norm is far above those of the last `window` steps.
-
-    "report": a line names the step. "skip": the step also changes nothing. The limit is the median plus `threshold`
-    standard deviations, estimated by the median absolute deviation; there is none in the first `window`/2 steps, or 20.
-    """
-
-    action: Annotated[Literal["ignore", "report", "skip"], PlainValidator(one_of(("ignore", "report", "skip")))] = (
-        "ignore"
-    )
-    window: Annotated[int, PlainValidator(number(20, whole=True))] = 128
-    threshold: Annotated[float, PlainValidator(number(above=0))] = 6.0
-
-
 class EmaConfig(Section):
     """A moving average of the trained parameters, in float32: ema <- decay * ema + (1 - decay) * parameters.
 
@@ -317,102 +266,6 @@ class DataEfficiency(Section):
 
     enabled: Flag = False
     data_sampling: DataSampling = DataSampling()
-
-
-class ThroughputConfig(Section):
-    """The samples-per-second line."""
-
-    enabled: Flag = True
-
-
-class TimersConfig(Section):
-    """Timers."""
-
-    throughput: ThroughputConfig = ThroughputConfig()
-
-
-class ProgressConfig(Section):
-    """What process 0 shows beside the progress lines: a live `panel`, and a `summary` at the end of the run.
-
-    The panel "auto" appears on a terminal and in a notebook; true: wherever the output goes.
-    """
-
-    panel: Annotated[bool | Literal["auto"], PlainValidator(kinds.FLAG_OR_AUTO)] = "auto"
-    summary: Flag = True
-
-
-class FilesConfig(Section):
-    """A monitor that writes files to `output_path`/`job_name`."""
-
-    enabled: Flag = False
-    output_path: Text = ""
-    job_name: Text = "DeepSpeedJobName"
-
-
-class WandbConfig(Section):
-    """Weights & Biases."""
-
-    enabled: Flag = False
-    group: TextOrNone = None
-    team: TextOrNone = None
-    project: Text = "deepspeed"
-
-
-class CometConfig(Section):
-    """Comet: what its `start` takes, and the number of samples between two values of a curve."""
-
-    enabled: Flag = False
-    samples_log_interval: PositiveInt32 = 100
-    project: TextOrNone = None
-    workspace: TextOrNone = None
-    api_key: TextOrNone = None
-    experiment_name: TextOrNone = None
-    experiment_key: TextOrNone = None
-    online: Annotated[bool | None, PlainValidator(kinds.FLAG_OR_NULL)] = None
-    mode: TextOrNone = None
-
-
-class FlopsProfilerConfig(Section):
-    """A table of the FLOPs of step `profile_step` by module, with the rate that the step reached.
-
-    It has modules down to `module_depth` (-1: all), or, with `detailed` false, the `top_modules` with the most FLOPs at
-    each depth. It is printed, or written to `output_file`.
-    """
-
-    enabled: Flag = False
-    profile_step: PositiveInt32 = 1
-    module_depth: Annotated[int, PlainValidator(number(-1, whole=True))] = -1
-    top_modules: PositiveInt32 = 1
-    detailed: Flag = True
-    output_file: TextOrNone = None
-
-
-class CommsLoggerConfig(Section):
-    """A table of the collectives of a step: kind, mesh axes, dtype, loops, number and bytes, exactly as compiled.
-
-    It comes after the first step. On GPUs the second step is profiled, and the table has the bandwidth of each kind.
-    `verbose` gives every operation a row of its own, and `debug` shows their names in JAX, with the module. With
-    `prof_all` false the table has only the kinds of `prof_ops`, by DeepSpeed's names.
-    """
-
-    enabled: Flag = False
-    verbose: Flag = False
-    prof_all: Flag = True
-    prof_ops: Annotated[tuple[str, ...], PlainValidator(COLLECTIVES)] = ()
-    debug: Flag = False
-
-
-class ProfilerConfig(Section):
-    """A trace for XProf and Perfetto of the steps from the first to the last of `steps`, in files in `output_path`.
-
-    `python` also traces Python's calls. Process 0 traces its devices; with `all_processes` each process does, in a
-    directory of its own.
-    """
-
-    steps: Annotated[tuple[int, int] | None, PlainValidator(STEPS)] = None
-    output_path: Text = "traces"
-    python: Flag = False
-    all_processes: Flag = False
 
 
 class Settings(Section):

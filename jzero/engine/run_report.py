@@ -12,9 +12,9 @@ import jax
 from jzero import optimizers
 from jzero.communication.quantize import BLOCK, SMALLEST_BLOCK
 from jzero.communication.zeropp import Plus
+from jzero.config.fields import Section
 from jzero.config.keys import REPLACED
 from jzero.config.screen import FIELDS
-from jzero.config.sections import Section
 from jzero.config.sizes import BATCH
 from jzero.data.curriculum import curriculum_of
 from jzero.distributed.gpu_faults import loaded_nccl

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jzero.config import Config
-from jzero.config.sections import CometConfig, FilesConfig, WandbConfig
+from jzero.config.observed import CometConfig, FilesConfig, WandbConfig
 from jzero.errors import ConfigError
 
 

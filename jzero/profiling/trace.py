@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from jzero.config.sections import ProfilerConfig
+from jzero.config.observed import ProfilerConfig
 
 
 class Trace:
