@@ -18,9 +18,9 @@ from jzero.ledger import schema
 LOSSES = {
     "repeated steps": "steps after the checkpoint that a later start resumed, and the one that a failure cut",
     "detect": "from the last sign of life to the launcher's notice",
-    "restart": "from there to the next `initialize`",
-    "stopped": "from the last record to the next `initialize`, where no launcher knows more",
-    "start": "`initialize`, without the read of a checkpoint",
+    "restart": "from there to the next call of initialize",
+    "stopped": "from the last record to the next call of initialize, where no launcher knows more",
+    "start": "initialize, without the read of a checkpoint",
     "restore": "the read of a checkpoint",
     "compile": "tracing and compiling programs",
     "first step": "what the first step of a start took longer than the median of that start's others",

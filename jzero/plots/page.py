@@ -18,13 +18,14 @@ from jzero.plots.history import History, read_all
 
 DPI = 150
 PAGE = "index.html"
+WORDS = "what it is"  # the header of a column of words
 STYLE = """
 .jzero { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1180px; margin: 0 auto; padding: 8px 20px; }
 .jzero h1 { font-size: 22px; } .jzero h2 { font-size: 17px; margin: 26px 0 6px; }
 .jzero table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 .jzero th, .jzero td { text-align: right; padding: 4px 12px; border-bottom: 1px solid #e2e2e2; }
 .jzero th { color: #666; font-weight: 600; } .jzero th:first-child, .jzero td:first-child { text-align: left; }
-.jzero td.words { text-align: left; color: #444; }
+.jzero .words { text-align: left !important; color: #444; }
 .jzero .plots { margin-top: 22px; display: grid; }
 .jzero .plots { grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 14px; }
 .jzero figure { margin: 0; }
@@ -157,18 +158,18 @@ def _losses(histories: Sequence[History]) -> Iterator[str]:
     rows += [
         [line, *(duration(found.lost.get(line, 0.0)) for _, found in with_goodput), LOSSES[line]] for line in lines
     ]
-    yield _table(("", *(name for name, _ in with_goodput), "what it is"), rows)
+    yield _table(("", *(name for name, _ in with_goodput), WORDS), rows)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    head = "".join(_cell(cell, "th") for cell in header)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _cell(text: str) -> str:
-    words = ' class="words"' if text.count(" ") > 3 else ""
-    return f"<td{words}>{escape(text)}</td>"
+def _cell(text: str, tag: str = "td") -> str:
+    words = ' class="words"' if text == WORDS or text.count(" ") > 3 else ""
+    return f"<{tag}{words}>{escape(text)}</{tag}>"
 
 
 def _image(name: str, image: bytes) -> str:

@@ -188,6 +188,16 @@ TABLE: dict[str, list[Fault]] = {
             "one line; the checkpoints before it stay",
         ),
         elsewhere(
+            "test_ledger.py::test_a_full_disk_is_a_warning",
+            "the disk is full during a step",
+            "a warning: the run's ledger ends; training goes on",
+        ),
+        elsewhere(
+            "test_ledger.py::test_a_torn_line_is_skipped_and_continued",
+            "a kill tears the last line of the ledger",
+            "readers skip the line; the next start begins a new one",
+        ),
+        elsewhere(
             "test_checkpoint_disk.py::test_a_directory_that_vanishes",
             "the directory vanishes during a save",
             "one line that names it; the save does not count",
