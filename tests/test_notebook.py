@@ -1,0 +1,79 @@
+"""experiments/quickstart.ipynb: its stored outputs are those of a whole run, and its cells run."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOK = ROOT / "experiments" / "quickstart.ipynb"
+PICTURES = ["draw_mesh", "draw_sharding", "draw_memory", "plt.show", "draw_figure"]
+WITHOUT_PROGRAM = ["import importlib", "jax_num_cpu_devices", "draw_mesh", "def llama", "draw_memory"]
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def source(cell):
+    return "".join(cell["source"])
+
+
+def the_cell(cells, text):
+    (found,) = (cell for cell in cells if text in source(cell))
+    return found
+
+
+def printed(cell):
+    return "".join("".join(output["text"]) for output in cell["outputs"] if output["output_type"] == "stream")
+
+
+def check(notebook):
+    """Check the outputs of a run: pictures, tables, the losses of the two layouts, the plan, the text."""
+    cells = code_cells(notebook)
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    kinds = {output["output_type"] for cell in cells for output in cell["outputs"]}
+    assert kinds == {"stream", "display_data", "execute_result"}  # no error
+    for text in PICTURES:
+        assert "image/png" in the_cell(cells, text)["outputs"][-1]["data"], text
+    for cell in cells:
+        if source(cell) == "engine.state":
+            assert "params/ends/embed" in "".join(cell["outputs"][0]["data"]["text/html"])
+    pairs = re.findall(
+        r"([\d.]+) in a pipeline, ([\d.]+) without", printed(the_cell(cells, "pipe=2, devices=many)\npiped"))
+    )
+    assert len(pairs) == 5
+    for piped, plain in pairs:
+        assert float(piped) == pytest.approx(float(plain), rel=1e-3)
+    assert float(pairs[-1][0]) < float(pairs[0][0]) - 1
+    assert re.search(
+        r"Memory\(peak [\d.]+ GiB.*\n\n.*all-gather .* zero +512 +80 ", printed(the_cell(cells, "gpu_devices")), re.S
+    )
+    assert printed(the_cell(cells, "engine.generate")).startswith("def main(args):\n    ")
+
+
+def test_the_stored_outputs_are_those_of_a_run():
+    assert NOTEBOOK.stat().st_size < 1.5e6
+    check(json.loads(NOTEBOOK.read_text()))
+
+
+def test_the_cells_that_compile_nothing_run():
+    cells = code_cells(json.loads(NOTEBOOK.read_text()))
+    names = {}
+    for text in WITHOUT_PROGRAM:
+        exec(compile(source(the_cell(cells, text)), NOTEBOOK.name, "exec"), names)
+    assert list(names["bars"]) == [0, 1, 2, 3]
+    assert len(names["many"]) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.gpu_compile
+def test_all_cells_run():
+    pytest.importorskip("nbclient")
+    spec = importlib.util.spec_from_file_location("run_notebook", ROOT / "docs" / "run_notebook.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    check(script.run(NOTEBOOK))
