@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import resource
 import sys
 import time
@@ -81,4 +82,20 @@ def loss_curve(path: Path, losses: list[float], held_out: float, bigram: float, 
     axes.grid(alpha=0.2)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def curves(metrics: Path, names: dict[str, str], path: Path, title: str) -> None:
+    """Plot curves of a `metrics.jsonl` (the config's `jsonl_monitor`) one above the other: {event: its label}."""
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    figure, axes = plt.subplots(len(names), figsize=(8, 2.6 * len(names) + 0.4), sharex=True, layout="constrained")
+    for axis, (name, label) in zip(np.atleast_1d(axes), names.items(), strict=True):
+        points = [(step["step"], step[name]) for step in steps if name in step]
+        axis.plot(*zip(*points, strict=True), color=BLUE)
+        axis.set(ylabel=label)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.2)
+    axis.set(xlabel="step")
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=100)
     plt.close(figure)

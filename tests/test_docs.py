@@ -58,6 +58,7 @@ LONG = {
     "checkpoints",
     "data",
     "weights",
+    "examples",
 }
 
 
