@@ -7,6 +7,8 @@ import pytest
 from helpers.engines import build, rows
 
 import jzero
+from jzero.config.sections import ProfilerConfig
+from jzero.profiling.trace import Trace
 
 
 def annotated(directory):
@@ -56,3 +58,15 @@ def test_steps_are_a_first_and_a_last(steps, why):
     ) as e:
         jzero.Config.load({"train_batch_size": 8, "profiler": {"steps": steps}})
     assert why == "write" or why in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("process", "processes", "every", "directory"),
+    [(0, 2, False, "runs"), (1, 2, False, ""), (1, 2, True, "runs/process_1"), (0, 1, True, "runs")],
+)
+def test_processes_of_one_host_write_no_file_of_each_other(process, processes, every, directory, monkeypatch):
+    """XProf names the file after the host."""
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    section = ProfilerConfig(steps=[1, 2], output_path="runs", all_processes=every)
+    assert Trace(section).directory == directory
