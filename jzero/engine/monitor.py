@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from jzero.diagnosis.verdict import verdict
 from jzero.engine.clock import CHECKPOINT, DEVICE, EVALUATION, HOST, PROFILE, SCRIPT, Clock
 from jzero.engine.finished import Finished, Given
 from jzero.engine.lines import Lines, Run
@@ -51,6 +52,8 @@ class Monitor:
         self.ending = Ending(self.clock, self.finished, dict(self.curves.places), progress.summary)
         self.ledger, self._began = Recorder(step, resume, began, self.clock.total), 0.0
         self.ending.goodput = self.ledger.goodput
+        profiles = self._profiles
+        self.ending.verdict = lambda seconds: verdict(seconds, step.config, step.mesh.size, profiles.times)
         self._panel: Panel | None = None
         self._step, self._shows = step, self.lines.prints and (progress.summary or progress.panel is not False)
         weakref.finalize(self, self.finished.stop)

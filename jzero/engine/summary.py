@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from jzero.engine.clock import CHECKPOINT, COMPILE, DATA, DEVICE, EVALUATION, HOST, PROFILE, SCRIPT, START, Clock
@@ -32,6 +32,7 @@ class Summary(NamedTuple):
       metrics: of the last step.
       files: {what: where}.
       goodput: the line of the ledger; "" without one.
+      verdict: lines about what the run waited for, and what to try.
     """
 
     seconds: Mapping[str, float]
@@ -40,6 +41,7 @@ class Summary(NamedTuple):
     metrics: Mapping[str, float]
     files: Mapping[str, str]
     goodput: str = ""
+    verdict: Sequence[str] = ()
 
     @property
     def parts(self) -> dict[str, float]:
@@ -60,6 +62,7 @@ class Summary(NamedTuple):
         lines.append(f"  {totals.samples:,} samples{tokens}{rate}{loss}; {totals.skipped} skipped")
         if self.goodput:
             lines.append(f"  {self.goodput}")
+        lines += [f"  {line}" for line in self.verdict]
         if self.files:
             lines.append("  " + "; ".join(f"{what} in {where}" for what, where in self.files.items()))
         return "\n".join(lines)
@@ -74,6 +77,7 @@ class Ending:
       best: a step at the peak of its device, if that is known.
       stop_panel: takes the panel off the screen, but for its last state.
       goodput: returns the line of the ledger; "" without one.
+      verdict: returns the lines about what the run waited for, given {part of the clock: seconds}.
     """
 
     def __init__(self, clock: Clock, finished: Finished, files: dict[str, str], has_summary: bool = True):
@@ -81,6 +85,7 @@ class Ending:
         self.best: Ideal | None = None
         self.stop_panel: Callable[[], None] = lambda: None
         self.goodput: Callable[[], str] = str
+        self.verdict: Callable[[Mapping[str, float]], Sequence[str]] = lambda seconds: ()
         self._clock, self._finished = clock, finished
 
     def end(self) -> Summary | None:
@@ -92,7 +97,8 @@ class Ending:
         totals, speed = self._finished.totals, training(self._finished, self._clock, self.best)
         if not (totals.steps and self._has_summary):
             return None
-        return Summary(self._clock.total, totals, speed, self._finished.metrics, self.files, self.goodput())
+        seconds, metrics = self._clock.total, self._finished.metrics
+        return Summary(seconds, totals, speed, metrics, self.files, self.goodput(), self.verdict(seconds))
 
 
 _last: Ending | None = None  # of all runs of this process, the one that has taken the last step

@@ -17,7 +17,7 @@ import jax
 from jzero.config import Config
 from jzero.planner.collectives import KINDS, collectives
 from jzero.profiling.communication import communication
-from jzero.profiling.device_times import Profile, device_line, device_times, parts_of
+from jzero.profiling.device_times import DeviceTimes, Profile, device_line, device_times, parts_of
 from jzero.profiling.flops import step_flops
 from jzero.profiling.trace import Trace
 from jzero.train_step import TrainStep
@@ -35,12 +35,14 @@ class Profiles:
 
     Attributes:
       device, comms: the profiles of the breakdown and of the collectives; None before them.
+      times: of the parts of the step that was profiled; None before it.
     """
 
     def __init__(self, config: Config):
         self._config, self._flops, self._comms = config, config.flops_profiler, config.comms_logger
         self.device: Profile | None = None
         self.comms: Profile | None = None
+        self.times: DeviceTimes | None = None
         self._trace = Trace(config.profiler)
         self._timed = self._flops.profile_step if self._flops.enabled else None
         self._logged = not self._comms.enabled
@@ -110,7 +112,8 @@ class Profiles:
             if self.device.problem:
                 yield f"step {number}: no profile of the device: {self.device.problem}"
             else:
-                yield device_line(number, device_times(self.device.kernels, parts_of(text)))
+                self.times = device_times(self.device.kernels, parts_of(text))
+                yield device_line(number, self.times)
 
     def _flops_text(self, number: int, step: TrainStep, traced: jax.stages.Traced) -> str:
         section, found = self._flops, step_flops(step, traced)
