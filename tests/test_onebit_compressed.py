@@ -97,14 +97,14 @@ def test_no_gradient_is_moved_whole_after_the_warm_up(name):
         optimizer={"type": name}, compiler_options={"xla_gpu_autotune_level": 0}
     )
     batch = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, batches("decoder")[0]))
-    ledger = collectives(jzero.make_train_step(model("decoder"), config, mesh=mesh).lower(batch).compile(), mesh)
+    program = collectives(jzero.make_train_step(model("decoder"), config, mesh=mesh).lower(batch).compile(), mesh)
     bits = 2 if name == "ZeroOneAdam" else 1
     for kind in ("all-to-all", "all-gather"):
-        assert ledger.select(kind=kind, dtype="u8", in_branch=True).bytes == bits * sum(PADDED[name]) // 8
-    assert ledger.select(kind="all-reduce", in_branch=True).bytes == 4 * (1024 + 1024 + 512 + 32)
+        assert program.select(kind=kind, dtype="u8", in_branch=True).bytes == bits * sum(PADDED[name]) // 8
+    assert program.select(kind="all-reduce", in_branch=True).bytes == 4 * (1024 + 1024 + 512 + 32)
     # The losses and counts of 2 micro-batches, the squares of 4 leaves, of the norms; the total count.
-    assert {row.kind for row in ledger.select(in_branch=False)} == {"all-reduce"}
-    assert ledger.select(in_branch=False).bytes == 4 * (2 * 2 + 4 + 1) + 4
+    assert {row.kind for row in program.select(in_branch=False)} == {"all-reduce"}
+    assert program.select(in_branch=False).bytes == 4 * (2 * 2 + 4 + 1) + 4
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from jzero.config import Config
+from jzero.errors import in_a_line
 from jzero.planner.collectives import KINDS, collectives
 from jzero.profiling.communication import communication
 from jzero.profiling.device_times import DeviceTimes, Profile, device_line, device_times, parts_of
@@ -101,11 +102,10 @@ class Profiles:
         if traced is None:
             return
         if number == self._timed:
-            yield self._flops_text(number, step, traced)
+            yield _tried("flops_profiler", lambda: self._flops_text(number, step, traced))
         if not self._logged and (self.comms or not _on_gpus()):
             self._logged = True
-            found = collectives(traced.lower().compile(), step.mesh)
-            yield self._comms_text(found)
+            yield _tried("comms_logger", lambda: self._comms_text(step, traced))
         if self.device and self.device.is_new:
             self.device.is_new = False
             text = traced.lower().compile().as_text() or ""
@@ -124,13 +124,21 @@ class Profiles:
         text = "\n".join([drawn, *found.totals(self._seconds, kind)])
         return _written(text, section.output_file, title) if section.output_file else text
 
-    def _comms_text(self, found: Any) -> str:
-        section, profile = self._comms, self.comms
+    def _comms_text(self, step: TrainStep, traced: jax.stages.Traced) -> str:
+        section, profile, found = self._comms, self.comms, collectives(traced.lower().compile(), step.mesh)
         kinds = KINDS if section.prof_all else tuple(kind for kind in KINDS if kind in section.prof_ops)
         text = communication(
             found, kinds, each=section.verbose, names=section.debug, kernels=profile.kernels if profile else ()
         )
         return f"{text}\nno bandwidth: {profile.problem}" if profile and profile.problem else text
+
+
+def _tried(section: str, draw: Callable[[], str]) -> str:
+    """Return what `draw` returns, or why it failed: a table must not end the run."""
+    try:
+        return draw()
+    except Exception as error:  # of a program with a form that no reader knows
+        return f"{section}: no table: {type(error).__name__}: {in_a_line(error)}"
 
 
 def _on_gpus() -> bool:

@@ -12,7 +12,7 @@ from helpers.sampling import keep
 
 import jzero
 from jzero.planner.products import Walk
-from jzero.profiling import Module, StepFlops, step_flops
+from jzero.profiling import Module, StepFlops, profiles, step_flops
 from models.attention import attend
 from models.llama import Llama, LlamaConfig
 from models.mlp import MLP, cross_entropy
@@ -241,3 +241,18 @@ def test_what_the_config_says():
     ]
     with pytest.raises(jzero.ConfigError, match="module_depth = -2: must be an integer >= -1"):
         jzero.Config.load({"train_batch_size": 8, "flops_profiler": {"module_depth": -2}})
+
+
+def test_a_program_that_no_one_can_read_trains_on(capsys, monkeypatch):
+    def fail(*_):
+        raise ValueError("a new form\nof two lines")
+
+    monkeypatch.setattr(profiles, "step_flops", fail)
+    monkeypatch.setattr(profiles, "collectives", fail)
+    made = build(more={"flops_profiler": {"enabled": True}, "comms_logger": {"enabled": True}})[0]
+    for seed in range(2):
+        made.train_batch(rows(seed))
+    lines = capsys.readouterr().out.splitlines()
+    tables = [line for line in lines if "no table" in line]
+    assert [line.split(":")[0] for line in tables] == ["comms_logger", "flops_profiler"]
+    assert made.global_steps == 2
