@@ -1,8 +1,10 @@
 """Embedding and cross-entropy divided over a mesh axis, against NumPy, for every integer dtype that tokens come in."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers.sampling import keep
 from jax.sharding import PartitionSpec as P
@@ -10,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jzero
 from jzero.model import stack_loss
 from jzero.pipeline import vocab_parallel
+from models.llama import Llama, LlamaConfig
 
 STAGES, WIDTH = 2, 4
 # Vocabularies with more rows than the tokens' dtype can count: arithmetic in that dtype wraps around.
@@ -110,3 +113,37 @@ def test_a_pipeline_trains_on_narrow_tokens(dtype, rows):
 
     _, metrics = step(state, {"inputs": inputs.astype(dtype), "labels": labels.astype(dtype)})
     np.testing.assert_allclose(metrics["loss"], losses.mean(), rtol=1e-6)
+
+
+class OfLogits(Llama):
+    """A Llama whose loss is written with its logits, as a user's may be."""
+
+    def suffix(self, x, batch):
+        losses = optax.softmax_cross_entropy_with_integer_labels(self.outputs(x), batch["labels"])
+        return (losses * batch["weights"]).mean()
+
+
+def test_a_loss_of_logits_has_its_gradient_in_a_pipeline():
+    """The gradients of plain Flax on one device, though each stage computes a part of the logits."""
+    shape, rng = LlamaConfig(2, 16, 2, 1, 24, vocab_size=32, logit_softcap=3.0), np.random.default_rng(0)
+    tokens = rng.integers(0, 32, (4, 9)).astype(np.int32)
+    batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:], "weights": rng.random((4, 8)).astype(np.float32)}
+    model = jzero.from_flax(lambda rngs: OfLogits(shape, rngs=rngs))
+    config = {
+        "train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 1}},
+    }
+    mesh = jzero.make_mesh(pipe=2, zero=1, devices=jax.devices()[:2])
+    step = jzero.make_train_step(model, config, mesh=mesh)
+    state = step.init(jax.random.key(0))
+    found, metrics = step.gradients(state, batch)
+
+    def plain(params):
+        logits = model.module(params)(batch["inputs"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+        return (losses * batch["weights"]).mean()
+
+    loss, expected = jax.value_and_grad(plain)(jax.device_get(state.params))
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-6)
+    chex.assert_trees_all_close(jax.device_get(found), expected, rtol=1e-4, atol=1e-6)
