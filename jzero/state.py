@@ -50,14 +50,14 @@ class TrainState:
 
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(self.params)
-        numbers = "" if isinstance(self.step, jax.ShapeDtypeStruct) else f"step={int(self.step)}, "
+        known = not isinstance(self.step, jax.ShapeDtypeStruct)
+        consumed = isinstance(self.step, jax.Array) and self.step.is_deleted()
+        numbers = "given to an earlier step, " if consumed else f"step={int(self.step)}, " if known else ""
         return f"TrainState({numbers}parameters={sum(x.size for x in leaves):,} in {len(leaves)} leaves)"
 
     def _repr_html_(self) -> str:
         """Show every leaf in a notebook: shape, dtype, spec, and bytes per device."""
-        consumed = isinstance(self.step, jax.Array) and self.step.is_deleted()
-        head = "TrainState, given to an earlier step" if consumed else repr(self)
-        return f"<div><code>{html.escape(head)}</code></div>" + html.leaves(self)
+        return f"<div><code>{html.escape(repr(self))}</code></div>" + html.leaves(self)
 
 
 def check_alive(state: TrainState | None) -> None:

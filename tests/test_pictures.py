@@ -203,7 +203,8 @@ def test_a_consumed_state_says_so():
     for leaf in jax.tree.leaves(state):
         leaf.delete()
     page = state._repr_html_()
-    assert "given to an earlier step" in page
+    assert repr(state) == "TrainState(given to an earlier step, parameters=1,040 in 2 leaves)"
+    assert repr(state) in page
     assert ["params/bias", "16", "float32", "P('zero')", "16 B"] in Cells(page).rows
 
 
