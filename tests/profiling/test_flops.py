@@ -1,5 +1,6 @@
 """FLOPs by module, against counts by hand from the shapes of the models."""
 
+import contextlib
 import dataclasses
 import re
 
@@ -11,6 +12,7 @@ from helpers.engines import build, rows
 from helpers.sampling import keep
 
 import jzero
+from jzero.adapters import nnx_model
 from jzero.planner.products import Walk
 from jzero.profiling import Module, StepFlops, profiles, step_flops
 from models.attention import attend
@@ -180,6 +182,25 @@ def test_attention_of_cudnn_counts_visible_pairs(window, pairs):
     assert [(p.part, p.flops) for p in found] == [
         ("forward", 2 * product), ("backward", 4 * product), ("recomputed", product),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", [{}, {"pipe": 2}], ids=["stage 3", "pipeline"])
+def test_names_change_no_program(mesh, monkeypatch):
+    def text():
+        config = {
+            "train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": 2, "mesh": mesh,
+            "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        }  # fmt: skip
+        step = jzero.make_train_step(jzero.from_flax(lambda rngs: Llama(C, rngs=rngs)), config)
+        tokens = jax.ShapeDtypeStruct((step.batch_sizes.train, S), jnp.int32)
+        lowered = step.lower({"inputs": tokens, "labels": tokens})
+        return lowered.as_text(), lowered.as_text(debug_info=True)
+
+    program, with_names = text()
+    monkeypatch.setattr(jax, "named_scope", lambda name: contextlib.nullcontext())
+    monkeypatch.setattr(nnx_model, "name_parts", lambda module: None)
+    assert text()[0] == program
+    assert ("attention/qkv" in with_names, "attention/qkv" in text()[1]) == (True, False)
 
 
 # ------------------------------------------------------------------------------------------- what is printed
