@@ -158,6 +158,21 @@ TABLE: dict[str, list[Fault]] = {
             "an error that names the leaf; nothing is trained",
         ),
         elsewhere(
+            "test_non_finite_search.py::test_one_sample_that_overflows_in_one_layer",
+            'one sample overflows in one layer, with `non_finite.action` "stop"',
+            "the run ends in the state before that step; the error names layer, micro-batch, replica and row",
+        ),
+        elsewhere(
+            "test_non_finite_search.py::test_one_replica_whose_copy_is_bad",
+            'one device\'s copy of a parameter is NaN, with `non_finite.action` "stop"',
+            "the error names the leaf, the layer, the device and the devices whose copy is finite",
+        ),
+        elsewhere(
+            "test_desync.py::test_one_bit_on_one_device",
+            "one bit of one device's copy flips, with `desync_check.every`",
+            "a line names the leaf and the device",
+        ),
+        elsewhere(
             "test_lock.py::test_saves_of_two_jobs",
             "a second job saves into the same directory",
             "the second is refused and names the first; the first loses nothing",
