@@ -116,6 +116,7 @@ def test_records_are_what_the_run_did(tmp_path):
     times = [one["time"] for one in run.of("step")]
     assert times == sorted(times)
     assert run.of("step")[0]["compile"] > 0
+    assert all(s.get("compile", 0.0) <= s["time"] - s["began"] + 1e-3 for s in run.of("step"))  # rounded
     assert sum(run.goodput.lost.values()) + run.goodput.steps == pytest.approx(run.goodput.wall, abs=1e-3)
 
 

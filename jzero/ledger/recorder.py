@@ -127,7 +127,8 @@ class Recorder:
             about["data"] = [before, self._position]
         compiled = compile_times.seconds()
         seconds = self._waits() | {
-            "compile_before": self._compiled - self._compiled_before, "compile": compiled - self._compiled
+            "compile_before": self._compiled - self._compiled_before,
+            "compile": min(compiled - self._compiled, time.time() - self._began),  # other threads may compile too
         }  # fmt: skip
         self._compiled_before = compiled
         about |= {field: round(x, 4) for field, x in seconds.items() if x > 5e-5}
