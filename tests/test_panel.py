@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from helpers.engines import build
+from helpers.engines import build, rows
 from rich.console import Console
 
 from jzero.batch import Amount
@@ -19,7 +19,8 @@ from jzero.engine import panel as panel_module
 from jzero.engine.clock import COMPILE, DATA, DEVICE, SCRIPT, START, Clock
 from jzero.engine.finished import Finished, Given, Totals
 from jzero.engine.panel import Facts, Panel, draw, fields, make_panel
-from jzero.engine.speed import Ideal, Speed, between, remaining, training
+from jzero.engine.speed import Ideal, Speed, between, ideal, remaining, training
+from jzero.planner import GPUS
 
 METRICS = {"loss": 2.34567, "accuracy": 0.51234, "lr": 3e-4, "grad_norm": 0.4125, "loss_scale": 1024.0, "skipped": 0.0}
 FACTS = Facts(
@@ -74,7 +75,9 @@ def test_speeds_and_the_time_that_is_left():
     assert between(first, first, 0.0, best) is None
     finished = Finished()
     assert remaining(finished, 15) is None
-    finished.first, finished.number = first, 5
+    finished.number = 5
+    finished.recent.append(first)
+    assert remaining(finished, 15) is None  # one step has no speed
     finished.recent.append(last)
     assert remaining(finished, 15) == 10 * 8 / 4
     assert remaining(finished, None) is None
@@ -82,6 +85,17 @@ def test_speeds_and_the_time_that_is_left():
     clock = Clock()
     clock.total = {START: 100.0, COMPILE: 50.0, DEVICE: 15.0, SCRIPT: 5.0}
     assert training(finished, clock, best).step == 20 / 5
+
+
+def test_the_ideal_of_a_step_compiles_nothing(monkeypatch):
+    made = build()[0]
+    made.train_batch(rows(0))
+    device = SimpleNamespace(platform="gpu", device_kind=GPUS["t4"].description)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    events = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: events.append(event))
+    assert ideal(made.step_fn).seconds > 0
+    assert not [event for event in events if "backend_compile" in event]
 
 
 def test_a_panel_reads_its_run(monkeypatch):
@@ -187,6 +201,62 @@ def test_a_panel_leaves_the_screen_to_a_bar_and_to_a_traceback(panel, monkeypatc
     shown = Shown.last
     panel.step()
     assert Shown.last is shown
+
+
+class Broken(Shown):
+    """A display whose terminal is closed."""
+
+    def stop(self, keep):
+        super().stop(keep)
+        raise OSError("closed")
+
+    def refresh(self):
+        raise OSError("closed")
+
+
+def closed(render):
+    raise OSError("closed")
+
+
+def test_a_display_that_does_not_open_leaves_the_run_alone(panel, capsys, monkeypatch):
+    before, hook, opened = slow_work._taken, sys.excepthook, []
+    monkeypatch.setattr(panel, "_open", lambda render: opened.append(render) or closed(render))
+    panel.step()
+    panel.step()
+    assert len(opened) == 1
+    assert (Panel._shown, slow_work._taken, sys.excepthook) == (None, before, hook)
+    assert capsys.readouterr().err == "jzero: no panel any more: closed\n"
+
+
+def test_a_display_that_fails_later_goes_for_good(panel, capsys, monkeypatch):
+    before, hook = slow_work._taken, sys.excepthook
+    monkeypatch.setattr(panel, "_open", Broken)
+    monkeypatch.setattr(panel_module, "PERIOD", 0.0)
+    panel.step()
+    assert panel._done.wait(60.0)  # its thread has refreshed it
+    with panel._lock:
+        shown = Shown.last
+        assert shown.events == ["stop False"]
+        assert (Panel._shown, slow_work._taken, sys.excepthook) == (None, before, hook)
+    panel.step()
+    assert Shown.last is shown
+
+
+def test_a_closed_terminal_gives_the_streams_back(monkeypatch):
+    class Terminal(io.StringIO):
+        def flush(self):
+            if self.closed:
+                raise OSError("closed")
+
+    errors, terminal = io.StringIO(), Terminal()
+    monkeypatch.setattr(sys, "stderr", errors)
+    display = live.Terminal(lambda: "the panel", Console(file=terminal, force_terminal=True, width=80))
+    sys.stderr.write("a line that has not ended")
+    terminal.close()
+    with pytest.raises((OSError, ValueError)):
+        display.stop(keep=False)
+    assert sys.stderr is errors
+    assert not display._live.is_started
 
 
 def test_a_panel_is_idle_when_neither_script_nor_devices_work(panel, monkeypatch):

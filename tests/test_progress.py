@@ -1,10 +1,12 @@
 """What a run shows of itself: notices of slow work, the summary at its end. The panel: test_panel.py."""
 
 import contextlib
+import gc
 import math
 import re
 import sys
 import threading
+import weakref
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ from jzero.engine import summary
 from jzero.engine.clock import CHECKPOINT, COMPILE, DATA, DEVICE, EVALUATION, HOST, SCRIPT, START, Clock
 from jzero.engine.finished import Finished, Given, Totals
 from jzero.engine.speed import Speed
+from jzero.profiling import compile_times
 
 # ------------------------------------------------------------------------------------------- the clock
 
@@ -46,6 +49,25 @@ def test_compiling_and_the_devices_work_count_as_such(monkeypatch):
         START: 2.0, HOST: 1.0, COMPILE: 5.0, DEVICE: 4.0, SCRIPT: 0.5 + 2.0, DATA: 1.0, EVALUATION: 1.5
     }  # fmt: skip
     assert sum(clock.total.values()) == now[0]
+
+
+def test_the_compilation_inside_another_counts_once(monkeypatch):
+    """Events arrive when they end; one at 10 s of 4 s contains those before it that end after 6 s."""
+    now, before = [0.0], compile_times.seconds()
+    monkeypatch.setattr(compile_times, "_counted", SimpleNamespace(spans=[]))
+    monkeypatch.setattr(compile_times.time, "perf_counter", lambda: now[0])
+
+    def add(end, seconds, event="/jax/core/compile/jaxpr_trace_duration"):
+        now[0] = end
+        compile_times._add(event, seconds)
+        return compile_times.seconds() - before
+
+    assert add(5.0, 2.0) == pytest.approx(2.0)
+    assert add(6.0, 1.0) == pytest.approx(3.0)
+    assert add(8.0, 0.5) == pytest.approx(3.5)
+    assert add(9.0, 1.0) == pytest.approx(4.5)
+    assert add(10.0, 4.0) == pytest.approx(7.0)  # from 3 to 10
+    assert add(12.0, 1.0, "/jax/other") == pytest.approx(7.0)
 
 
 # ------------------------------------------------------------------------------------------- finished steps
@@ -85,6 +107,15 @@ def test_a_result_that_fails_ends_nothing():
     finished.close()
     assert finished.totals[:3] == (1, 8, None)
     assert finished.metrics == {"loss": 3.0}
+
+
+def test_metrics_that_are_no_numbers_end_nothing():
+    finished = Finished()
+    finished.give(Given(DEVICE, {"loss": jnp.ones(2)}, 1, Amount(8)))
+    finished.give(Given(DEVICE, {"loss": jnp.float32(3.0)}, 2, Amount(8)))
+    finished.close()
+    assert not finished.busy()
+    assert (finished.number, finished.totals.steps) == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -163,6 +194,25 @@ def test_no_summary_without_steps_or_where_the_config_says_so(capsys, monkeypatc
     assert not capsys.readouterr().out
 
 
+def test_a_fork_has_no_summary_of_its_parent(capsys, monkeypatch):
+    build()[0].train_batch(rows(0))
+    capsys.readouterr()
+    with monkeypatch.context() as child:
+        child.setattr(summary.os, "getpid", lambda: -1)
+        summary.print_last()
+    assert not capsys.readouterr().out
+
+
+def test_the_ending_of_a_run_keeps_no_step():
+    made = build()[0]
+    made.train_batch(rows(0))
+    step, ending = weakref.ref(made.step_fn), made._monitor.ending
+    del made
+    gc.collect()
+    assert step() is None
+    ending.end()
+
+
 # ------------------------------------------------------------------------------------------- slow work
 
 
@@ -201,6 +251,19 @@ def test_a_log_file_gets_a_line_whenever_the_time_has_doubled(monkeypatch, secon
 
 def test_fast_work_has_no_notice(monkeypatch, seconds, capsys):
     watched(monkeypatch, seconds, takes=4.9)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_work_that_ends_while_its_line_is_printed_has_no_error(monkeypatch, seconds, capsys):
+    class Emptied(list):
+        """The work that another thread ends after a look at it."""
+
+        def __bool__(self):
+            return True
+
+    monkeypatch.setattr(slow, "_open", Emptied())
+    seconds.takes = 6.0
+    slow._print(slow.Work("saving", seconds.now), seconds.wait)
     assert capsys.readouterr() == ("", "")
 
 

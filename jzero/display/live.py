@@ -54,10 +54,13 @@ class Terminal:
     def stop(self, keep: bool) -> None:
         self._live.transient = not keep
         for name, (before, above) in self._streams.items():
-            above.flush()
             if getattr(sys, name) is above:  # the script may have redirected it meanwhile
                 setattr(sys, name, before)
-        self._live.stop()
+        try:
+            for _, above in self._streams.values():
+                above.flush()
+        finally:  # the terminal may be closed
+            self._live.stop()
 
 
 def _above(live: Live, stream: Any) -> Any:

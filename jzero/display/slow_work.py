@@ -131,7 +131,7 @@ def _text() -> Any:
 def _print(work: Work, wait: Callable[[float], bool]) -> None:
     seconds, said = FIRST, False
     while True:
-        if not _taken and _open and _open[-1] is work:
+        if not _taken and list(_open)[-1:] == [work]:  # a copy, since the work may end meanwhile
             print(f"jzero: {work}", file=sys.stderr, flush=True)
             said = True
         if wait(seconds):

@@ -50,13 +50,11 @@ class Finished:
 
     Attributes:
       number, metrics: of the newest one; 0 and {} before the first.
-      first: the totals after the first one.
       recent: the totals after each of the last steps; its last item is the newest.
     """
 
     def __init__(self) -> None:
         self.number, self.metrics = 0, dict[str, float]()
-        self.first = Totals()
         self.recent = deque[Totals](maxlen=WINDOW + 1)
         self._given = self._done = 0
         self._part, self._idle = DEVICE, -math.inf
@@ -101,13 +99,12 @@ class Finished:
             self._idle = time.perf_counter()
             self._done += 1
             if values is not None and work.part == DEVICE:
-                self._record(work, {name: float(x) for name, x in values.items()})
+                with contextlib.suppress(Exception):  # the thread must go on, or all that waits for it never ends
+                    self._record(work, {name: float(x) for name, x in values.items()})
 
     def _record(self, step: Given, metrics: dict[str, float]) -> None:
         before, amount = self.totals, step.amount
         tokens = None if before.tokens is None or amount.tokens is None else before.tokens + amount.tokens
         skipped = before.skipped + int(metrics.get("skipped", 0.0))
         self.number, self.metrics = step.number, metrics
-        totals = Totals(before.steps + 1, before.samples + amount.samples, tokens, skipped, self._idle)
-        self.first = self.first if before.steps else totals
-        self.recent.append(totals)
+        self.recent.append(Totals(before.steps + 1, before.samples + amount.samples, tokens, skipped, self._idle))

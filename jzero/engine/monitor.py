@@ -52,8 +52,9 @@ class Monitor:
         self.ending = Ending(self.clock, self.finished, dict(self.curves.places), progress.summary)
         self.ledger, self._began = Recorder(step, resume, began, self.clock.total), 0.0
         self.ending.goodput = self.ledger.goodput
-        profiles = self._profiles
-        self.ending.verdict = lambda seconds: verdict(seconds, step.config, step.mesh.size, profiles.times)
+        # The program keeps the last run's ending, which must not keep the step.
+        config, devices, profiles = step.config, step.mesh.size, self._profiles
+        self.ending.verdict = lambda seconds: verdict(seconds, config, devices, profiles.times)
         self._panel: Panel | None = None
         self._step, self._shows = step, self.lines.prints and (progress.summary or progress.panel is not False)
         weakref.finalize(self, self.finished.stop)
@@ -153,7 +154,8 @@ class Monitor:
         if self.lines.prints and (remarks := half_precision(run.step_fn)):
             self.lines.say("\n".join(remarks))
         if self._shows:
-            self.ending.best = ideal(run.step_fn)
+            with contextlib.suppress(Exception):  # it serves the displays alone, and other processes would wait
+                self.ending.best = ideal(run.step_fn)
             self._panel = make_panel(run.step_fn, self.finished, self.clock, self.ending.best)
             if self._panel:
                 self.ending.stop_panel = partial(self._panel.stop, keep=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from jzero.engine.clock import COMPILE, DATA, SCRIPT, START, Clock
 from jzero.engine.finished import Finished
 from jzero.engine.speed import Ideal, Speed, recent, remaining
 from jzero.engine.text import size_text
+from jzero.errors import in_a_line
 from jzero.ledger.goodput import duration
 from jzero.loss import LOSS, STEP_METRICS
 from jzero.train_step import TrainStep
@@ -101,7 +103,7 @@ class Panel:
     """Shows a run while it takes steps.
 
     A thread draws it, from what the devices have finished by then, so that no step waits for it. One run of a process
-    has the screen at a time.
+    has the screen at a time. An error of the display ends the panel, not the run, whose other processes would wait.
     """
 
     _shown: Panel | None = None
@@ -113,22 +115,26 @@ class Panel:
         self._facts, self._busy, self._open = facts, busy, open_display
         self._display: Display | None = None
         self._lock, self._stepped = threading.RLock(), 0.0
-        self._done = threading.Event()
+        self._done, self._broken = threading.Event(), False
 
     def step(self) -> None:
         """Show the panel, from the first step on and again after a pause."""
         self._stepped = time.monotonic()
-        if self._display is not None and self._display.is_left():
-            self.stop(keep=True)
-        if self._display is None and Panel._shown is None and not bar_of_script():
-            self._start()
+        try:
+            display = self._display  # the thread may take it away meanwhile
+            if display is not None and display.is_left():
+                self.stop(keep=True)
+            if Panel._shown is None and not self._broken and not bar_of_script():
+                self._start()
+        except Exception as error:
+            self._give_up(error)
 
     def _start(self) -> None:
-        Panel._shown, self._done = self, threading.Event()
+        self._done, self._hook = threading.Event(), sys.excepthook
         self._elsewhere = slow_work.shown_elsewhere()
         self._elsewhere.__enter__()
+        Panel._shown = self
         self._display = self._open(lambda: draw(self._facts()))
-        self._hook = sys.excepthook
         sys.excepthook = self._failed
         threading.Thread(target=self._follow, args=(self._done,), daemon=True, name="jzero panel").start()
 
@@ -137,13 +143,23 @@ class Panel:
         self.stop(keep=True)
         self._hook(*error)
 
+    def _give_up(self, error: Exception) -> None:
+        """Train on without a panel."""
+        self._broken = True
+        self.stop(keep=False)
+        with contextlib.suppress(Exception):  # the terminal may be closed
+            print(f"jzero: no panel any more: {in_a_line(error)}", file=sys.stderr, flush=True)
+
     def _follow(self, done: threading.Event) -> None:
         while not done.wait(PERIOD):
-            if bar_of_script() or self.is_idle():
-                self.stop(keep=False)
-            with self._lock:
-                if self._display is not None and not done.is_set():
-                    self._display.refresh()
+            try:
+                if bar_of_script() or self.is_idle():
+                    self.stop(keep=False)
+                with self._lock:
+                    if self._display is not None and not done.is_set():
+                        self._display.refresh()
+            except Exception as error:
+                self._give_up(error)
 
     def is_idle(self) -> bool:
         """Return whether there has been no step for a while, and neither the devices nor the engine work."""
@@ -152,11 +168,13 @@ class Panel:
     def stop(self, keep: bool) -> None:
         """Take the panel off the screen; or leave its last state there."""
         with self._lock:
-            if self._display is None:
+            if Panel._shown is not self:
                 return
             display, self._display = self._display, None
             self._done.set()
-            display.stop(keep)
+            with contextlib.suppress(Exception):  # the terminal may be closed
+                if display is not None:  # it could be opened
+                    display.stop(keep)
             self._elsewhere.__exit__(None, None, None)
             if sys.excepthook == self._failed:
                 sys.excepthook = self._hook

@@ -84,8 +84,6 @@ def training(finished: Finished, clock: Clock, best: Ideal | None) -> Speed | No
 
 
 def remaining(finished: Finished, total: int | None) -> float | None:
-    """Return the seconds that the steps up to `total` will take, at the mean of the run; None if that is unknown."""
-    first, last = finished.first, finished.totals
-    if total is None or last.steps < 2:
-        return None
-    return max(0, total - finished.number) * (last.time - first.time) / (last.steps - first.steps)
+    """Return the seconds to the step `total`, at the speed of the last ones; None if that is unknown."""
+    speed = recent(finished, None)
+    return None if total is None or speed is None else max(0, total - finished.number) * speed.step

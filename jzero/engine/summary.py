@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -102,14 +103,15 @@ class Ending:
 
 
 _last: Ending | None = None  # of all runs of this process, the one that has taken the last step
+_process = 0  # which took it: a fork has the variables of its parent, but not its run
 
 
 def print_at_end(run: Ending) -> None:
     """Have the program's end print the summary of this run, unless another one takes a step later."""
-    global _last
+    global _last, _process
     if _last is None:
         atexit.register(print_last)
-    _last = run
+    _last, _process = run, os.getpid()
 
 
 def print_last() -> None:
@@ -119,7 +121,7 @@ def print_last() -> None:
     """
     global _last
     run, _last = _last, None
-    if run is None:
+    if run is None or _process != os.getpid():
         return
     if isinstance(getattr(sys, "last_value", None), Exception):  # set by Python for what nothing catches
         run.stop_panel()  # and no wait for steps that may never end
