@@ -90,7 +90,7 @@ def curves(metrics: Path, names: dict[str, str], path: Path, title: str) -> None
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     figure, axes = plt.subplots(len(names), figsize=(8, 2.6 * len(names) + 0.4), sharex=True, layout="constrained")
     for axis, (name, label) in zip(np.atleast_1d(axes), names.items(), strict=True):
-        points = [(step["step"], step[name]) for step in steps if name in step]
+        points = [(step["step"], float(step[name])) for step in steps if name in step]
         axis.plot(*zip(*points, strict=True), color=BLUE)
         axis.set(ylabel=label)
         axis.spines[["top", "right"]].set_visible(False)

@@ -77,6 +77,21 @@ def test_one_bit_on_one_device(layout, expected, capsys):
         assert expected in said[0]
 
 
+def test_a_save_reports_what_the_last_step_found(tmp_path, capsys):
+    engine = engine_of("stage 0")
+    train(engine, 1)
+    engine.state.params["stack"]["w"] = flip(engine.state.params["stack"]["w"], 2)
+    train(engine, 1)
+    assert lines(capsys) == []
+    engine.save_checkpoint(tmp_path).wait()
+    (said,) = lines(capsys)
+    assert said.startswith("jzero: step 2: replicas differ: ")
+    train(engine, 2)
+    engine.load_checkpoint(tmp_path)  # the checksums of step 4 belong to the state that it replaces
+    train(engine, 1)
+    assert lines(capsys) == []
+
+
 def test_a_counter_and_a_moment():
     engine = engine_of("stage 0")
     train(engine, 1)

@@ -16,6 +16,7 @@ from jzero.distributed import outages, preemption
 from jzero.ledger import writer
 from jzero.ledger.goodput import goodput
 from jzero.ledger.read import parse
+from jzero.plots.history import read_run
 
 
 class Regression:
@@ -266,6 +267,61 @@ def test_a_step_that_never_ends_delays_nothing(tmp_path, monkeypatch):
     file.close()
     written = [json.loads(line)["n"] for line in (tmp_path / "runs" / "ledger.jsonl").read_text().splitlines()]
     assert sorted(written) == [1, 4]
+
+
+def test_an_entry_that_fails_does_not_end_the_records(tmp_path):
+    def lost():
+        raise RuntimeError("lost")
+
+    def bug():
+        raise KeyError("loss")
+
+    def write():
+        file = writer.Writer(tmp_path / "ledger.jsonl")
+        file.put(writer.Entry(lost, lost))
+        file.put_save(writer.Entry(lost, lost))
+        file.put(writer.Entry(lambda: True, bug))
+        file.put(writer.Entry(lambda: True, bug))
+        file.put(writer.Entry(lambda: True, lambda: {"n": 1}))
+        file.close()
+
+    with pytest.warns(RuntimeWarning) as warned:
+        write()
+    assert [str(one.message).rpartition("ledger.jsonl: ")[2] for one in warned] == [
+        "a record is lost: KeyError: 'loss'"
+    ]
+    assert (tmp_path / "ledger.jsonl").read_text() == '{"n": 1}\n'
+
+
+def test_metrics_that_are_deleted(tmp_path):
+    engine = start(tmp_path)
+    expected, deleted = train(engine, 1), jnp.zeros(())
+    deleted.delete()
+    engine._monitor.ledger.evaluation(engine, {"loss": deleted}, 0.0)
+    expected |= train(engine, 1)
+    end(engine)
+    check_steps(ledger.read(tmp_path), expected)
+    assert ledger.read(tmp_path).of("evaluation") == []
+
+
+def test_metrics_that_are_not_finite(tmp_path):
+    """Standard JSON has no such numbers, so other programs refuse a line that contains them."""
+
+    def refuse(text):
+        raise AssertionError(text)
+
+    engine = start(tmp_path, jsonl_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "curves"})
+    engine.train_batch({name: x[:8] * np.float32(np.nan) for name, x in data().items()})
+    engine.train_batch()
+    end(engine)
+    engine._monitor.curves.close()
+    for name in ("ledger.jsonl", "curves/metrics.jsonl"):
+        lines = (tmp_path / name).read_text().splitlines()
+        assert '"nan"' in "".join(lines)
+        assert all(json.loads(line, parse_constant=refuse) for line in lines)
+    first = ledger.read(tmp_path).steps[1]
+    assert np.isnan(first.metrics["loss"])
+    assert np.isnan(read_run(tmp_path / "curves").curves["loss"][0].value)
 
 
 def test_a_link_is_not_followed(tmp_path):

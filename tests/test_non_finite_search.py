@@ -16,7 +16,7 @@ from helpers.stack_models import BATCHES, SmallGPT, loss_fn
 import jzero
 from jzero import ledger
 from jzero.cli import main
-from jzero.diagnosis import replay
+from jzero.diagnosis import replay, watch
 from jzero.diagnosis.finding import Finding
 from jzero.loss_scale import NonFiniteError
 
@@ -354,6 +354,34 @@ def test_a_replay_of_a_backward_pass(tmp_path):
     text = found_by(engine, bad, good, ("root", lambda root: put(0 * root, 0, 1.0)))
     found = jzero.replay(tmp_path / "saved" / "step2", Net())
     assert str(found).splitlines() == text.splitlines()[: len(str(found).splitlines())]
+
+
+@pytest.mark.parametrize("fault", ["the save", "another process"])
+def test_a_fault_beside_the_search_does_not_hide_the_finding(fault, tmp_path, monkeypatch):
+    def no_memory(*_):
+        raise RuntimeError("no memory")
+
+    if fault == "the save":
+        monkeypatch.setattr(replay, "save", no_memory)
+    else:
+        monkeypatch.setattr(watch, "anyone", lambda topic, problem, timeout: problem or "no memory")
+    engine = jzero.initialize(
+        model=Net(),
+        config=config(0, checkpoint={"dir": str(tmp_path / "run")}),
+        mesh=jzero.make_mesh(devices=jax.devices()[:1]),
+    )[0]
+    change(engine, "w", lambda w: put(w, (2, 0, 0), np.nan))
+    with pytest.raises(NonFiniteError) as error:
+        train(engine, *(rows(seed, MICRO * ACCUM) for seed in range(2)))
+    assert "first in the forward pass: layer 2 of 4" in str(error.value)
+    said = {"the save": "nothing is saved for a replay", "another process": "the search failed"}[fault]
+    assert f"\n  {said}: no memory" in str(error.value)
+    assert not (tmp_path / "saved").exists()
+    engine._monitor.ledger.close()
+    run = ledger.read(tmp_path / "run")
+    assert [one["text"] in str(error.value) for one in run.of("notice")] == [True]
+    assert [one["from"] for one in run.of("state")] == [None, "before step 1"]
+    assert not run.steps
 
 
 def test_what_a_replay_refuses(tmp_path):

@@ -32,10 +32,12 @@ class Checks:
         self._replicas.finish(run)
 
     def settle(self, run: Run) -> None:
-        """Check what may stop the run before its state is saved."""
+        """Report what was found about the last step, or stop for it, before its state is saved."""
+        self._replicas.settle()
         self._finite.settle(run)
 
     def restart(self) -> None:
         """Forget the last step: the state was replaced."""
         self._finite.restart()
         self._spikes.restart()
+        self._replicas.restart()

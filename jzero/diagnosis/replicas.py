@@ -35,7 +35,7 @@ class Run(Protocol):
 class Replicas:
     """Compares the copies of a run's state every `desync_check.every` steps.
 
-    The checksums are read one step later, so that no step waits.
+    The checksums are read one step later, so that no step waits, or before a save.
     """
 
     def __init__(self, step: TrainStep, log: Log):
@@ -44,13 +44,21 @@ class Replicas:
 
     def finish(self, run: Run) -> None:
         """Report the copies that differed after the step before, and take the checksums of this one if it is due."""
+        self.settle()
+        if self._every and run.global_steps % self._every == 0:
+            self._held = run.global_steps, self.sums(run.state)
+
+    def settle(self) -> None:
+        """Report the copies that differed when checksums were last taken, if nobody has yet."""
         if self._held is not None:
             number, sums = self._held
             self._held = None
             if found := self.differing(np.asarray(sums)):
                 self._log.notice(number, DIFFER, f"{DIFFER}: {some_of(found, MOST_LEAVES)}")
-        if self._every and run.global_steps % self._every == 0:
-            self._held = run.global_steps, self.sums(run.state)
+
+    def restart(self) -> None:
+        """Forget the last checksums: the state was replaced."""
+        self._held = None
 
     @cached_property
     def sums(self) -> Any:
@@ -67,7 +75,7 @@ class Replicas:
         return self._step.setup.jit(run, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def differing(self, sums: np.ndarray) -> list[str]:
-        """Describe each leaf of which devices hold the same part with other bits; `sums` as the program returns it."""
+        """Describe each leaf whose copies differ; `sums` as the program returns it."""
         devices = list(self._step.mesh.devices.flat)
         shapes, shardings = named(self._step.state_shapes), named(self._step.state_shardings)
         found = []

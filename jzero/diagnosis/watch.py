@@ -22,7 +22,8 @@ from jzero.diagnosis.finding import Finding
 from jzero.diagnosis.repeat import Repeat
 from jzero.diagnosis.search import search
 from jzero.distributed import heartbeat
-from jzero.errors import ConfigError, in_a_line
+from jzero.distributed.host_collectives import anyone
+from jzero.errors import ConfigError, LostProcessError, in_a_line
 from jzero.ledger.read import Step, rows_of
 from jzero.loss import LOSS
 from jzero.loss_scale import LossScale, NonFiniteError, check_stuck
@@ -33,6 +34,7 @@ from jzero.train_step import Metrics, TrainStep
 STOP = "stop"
 NOT_FINITE = "not finite"
 MOST_WARNINGS = 10  # of one run
+AGREE = 300.0  # seconds to wait for the other processes' search, which may compile
 HINT = 'set "non_finite": {"action": "stop"} to end the run there and find the layer and the rows'
 
 
@@ -73,8 +75,8 @@ class Log(Protocol):
     def record(self, step: int, what: str, text: str) -> None:
         """Record what was found about a step."""
 
-    def restarted(self, run: Any) -> None:
-        """Go on with another state."""
+    def restarted(self, run: Any, origin: str) -> None:
+        """Go on with another state; `origin` says where it is from."""
 
 
 class Watch:
@@ -146,15 +148,19 @@ class Watch:
         with heartbeat.work():  # compiles
             text = self._explain(run, step, found)
         self._log.record(step.number, NOT_FINITE, text)
-        self._log.restarted(run)
+        self._log.restarted(run, f"before step {step.number}")
         raise NonFiniteError(
             f"{text}\n  the run is where it was before this step: engine.save_checkpoint(...) saves that state"
         )
 
     def _explain(self, run: Run, step: Taken, found: Finding) -> str:
-        """Search, save what a replay needs, and put both into words; an error in either must not hide the other."""
+        """Search, save what a replay needs, and put both into words; an error in either must not hide the other.
+
+        All processes take part in the save, so none begins it if the search failed on one.
+        """
         fed, setup = step.details.fed, self._step.setup
         assert fed is not None  # noqa: S101
+        problem = None
         try:
             repeat = Repeat(setup, run.state, fed)
             found = search(setup, run.state, fed, replace(found, of=repeat.accum))
@@ -162,8 +168,21 @@ class Watch:
             numbers = repeat.numbers(found.micro_batch)
             found = found.located(numbers, [] if samples is None else [int(samples[n]) for n in numbers])
         except Exception as error:
-            return f"{found}\n  the search failed: {in_a_line(error)}"
-        return f"{found}\n  {replay.save(self._section.output_path, setup, run.state, fed, found, samples)}"
+            problem = in_a_line(error)
+        if problem := _of_any(problem):
+            return f"{found}\n  the search failed: {problem}"
+        try:
+            return f"{found}\n  {replay.save(self._section.output_path, setup, run.state, fed, found, samples)}"
+        except Exception as error:
+            return f"{found}\n  nothing is saved for a replay: {in_a_line(error)}"
+
+
+def _of_any(problem: str | None) -> str | None:
+    """Return the problem of one process; None if no process has one. A process that is lost is one, too."""
+    try:
+        return anyone("the search of a step that is not finite", problem, AGREE)
+    except (LostProcessError, jax.errors.JaxRuntimeError) as error:
+        return problem or in_a_line(error)
 
 
 def _samples(loader: DataLoader | None, step: Taken, micro_batches: int) -> np.ndarray | None:

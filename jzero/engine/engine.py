@@ -19,7 +19,7 @@ from jzero.distributed import last_words, preemption
 from jzero.distributed.place import log_dist
 from jzero.engine import progress, restore
 from jzero.engine.accumulation import Accumulation, Held
-from jzero.engine.clock import DATA, EVALUATION, HOST
+from jzero.engine.clock import DATA, DEVICE, EVALUATION, HOST
 from jzero.engine.criterion import Outside, check_criterion
 from jzero.engine.deferred_loss import Loss, Outputs
 from jzero.engine.monitor import Monitor
@@ -220,7 +220,8 @@ class Engine(Views):
         self.global_steps += 1
         last_words.passed(self.global_steps)
         self.global_samples += micro_batches * self.step_fn.micro_size
-        self._checks.finish(self, self._metrics, details)
+        with self._monitor.part(DEVICE):  # waits for the step before
+            self._checks.finish(self, self._metrics, details)
         last = self._home is not None and preemption.reached()
         self._monitor.finish(self, last)  # with `last`, this call does not return, and the script never gets the loss
         if last:

@@ -21,7 +21,7 @@ LOSSES = {
     "restart": "from there to the next call of initialize",
     "stopped": "from the last record to the next call of initialize, where no launcher knows more",
     "start": "initialize, without the read of a checkpoint",
-    "restore": "the read of a checkpoint",
+    "restore": "the read of a checkpoint, or the search of a step that was not finite and the way back before it",
     "compile": "tracing and compiling programs",
     "first step": "what the first step of a start took longer than the median of that start's others",
     "save": "saves that the devices waited for",
@@ -159,7 +159,7 @@ class _Account:
         self.mark = max(self.mark, record["time"])
 
     def supersede(self, step: int) -> None:
-        """Count the steps after `step` no more."""
+        """Mark later steps as superseded."""
         for work in reversed(self.works):
             if work.number <= step:
                 break

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jzero.errors import ConfigError
+from jzero.json_lines import number as decoded
 from jzero.ledger import schema
 from jzero.ledger.goodput import Goodput, goodput
 from jzero.ledger.writer import settle
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 
-# The fields without which a record of a kind is none.
+# Required fields by kind.
 _NEEDED = {
     schema.FAILURE: ("attempt", "died", "code", "reason"),
     schema.START: ("began", "new"),
@@ -117,7 +118,7 @@ def read(directory: str | os.PathLike) -> Run:
 
 
 def parse(text: str) -> list[Record]:
-    """Return the records in a text, without lines that are none: a kill tears a line, and a later version adds kinds.
+    """Return the records in a text; skip lines that are not records: a kill tears one, a later version adds kinds.
 
     >>> parse('{"kind": "end", "time": 1.0, "step": 3, "reason": ""}\\n{"kind": "end", "ti')
     [{'kind': 'end', 'time': 1.0, 'step': 3, 'reason': ''}]
@@ -130,6 +131,8 @@ def parse(text: str) -> list[Record]:
             continue
         needed = _NEEDED.get(str(record.get("kind"))) if isinstance(record, dict) else None
         if needed is not None and {"time", *needed} <= record.keys():
+            if isinstance(metrics := record.get("metrics"), dict):
+                record["metrics"] = {name: decoded(x) for name, x in metrics.items()}
             found.append(record)
     return found
 

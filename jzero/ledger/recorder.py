@@ -194,7 +194,8 @@ class Recorder:
         """Write a record with metrics once they are computed; its time is then."""
 
         def is_ready() -> bool:
-            return all(x.is_ready() for x in metrics.values() if hasattr(x, "is_ready"))
+            arrays = [x for x in metrics.values() if hasattr(x, "is_ready")]
+            return all(x.is_deleted() or x.is_ready() for x in arrays)  # JAX crashes on a deleted one
 
         def make() -> dict[str, Any]:
             now = time.time()

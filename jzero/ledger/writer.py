@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import threading
@@ -14,18 +13,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jzero.json_lines import encode
+
 LAST = 10.0  # seconds to wait at the end for the last step; after the death of a peer it never comes
 POLL = 0.001, 0.05  # seconds between two looks at what is not ready: 5% of the wait so far, within these bounds
 _END: Any = object()
 
-_open: weakref.WeakValueDictionary[Path, Writer] = weakref.WeakValueDictionary()  # those of this process
+_open: weakref.WeakValueDictionary[Path, Writer] = weakref.WeakValueDictionary()  # the writers of this process
 
 
 class Entry(NamedTuple):
-    """A record that is not known yet: `make` may be called once `is_ready` returns True."""
+    """A record that is not known yet: `make` may be called once `is_ready` returns True; None: there is no record."""
 
     is_ready: Callable[[], bool]
-    make: Callable[[], dict[str, Any]]
+    make: Callable[[], dict[str, Any] | None]
 
 
 class Writer:
@@ -47,7 +48,7 @@ class Writer:
             os.write(self._file, b"\n")
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._entries, self._saves = deque[Entry](), list[Entry]()
-        self._failed, self._deadline = False, float("inf")
+        self._failed, self._warned, self._deadline = False, False, float("inf")
         self._thread = threading.Thread(target=self._run, name="jzero ledger", daemon=True)
         self._thread.start()
         _open[path.absolute()] = self
@@ -64,11 +65,7 @@ class Writer:
         """Wait until everything before this call is written, for a limited time."""
         done = threading.Event()
 
-        def make() -> dict[str, Any]:
-            done.set()
-            raise LookupError("no record")
-
-        self.put(Entry(lambda: True, make))
+        self.put(Entry(lambda: True, done.set))
         done.wait(seconds)
 
     def close(self) -> None:
@@ -96,19 +93,25 @@ class Writer:
     def _flush(self) -> bool:
         """Write what is ready; return whether anything was."""
         before = len(self._entries) + len(self._saves)
-        for save in [save for save in self._saves if save.is_ready()]:
+        for save in [save for save in self._saves if _is_ready(save)]:
             self._saves.remove(save)
             self._write(save, sync=True)
-        while self._entries and self._entries[0].is_ready():
+        while self._entries and _is_ready(self._entries[0]):
             self._write(self._entries.popleft())
         return before > len(self._entries) + len(self._saves)
 
     def _write(self, entry: Entry, sync: bool = False) -> None:
         try:
-            line = (json.dumps(entry.make()) + "\n").encode()
-        except Exception:  # no record: the step failed on the devices, and the script gets its error
+            record = entry.make()
+            line = b"" if record is None else encode(record).encode()
+        except RuntimeError:  # the step failed on the devices, and the script gets its error; or its arrays are deleted
             return
-        if self._failed:
+        except Exception as error:  # must not end the thread
+            if not self._warned:
+                self._warned = True
+                warnings.warn(f"{self._path}: a record is lost: {type(error).__name__}: {error}", RuntimeWarning, 2)
+            return
+        if self._failed or not line:
             return
         try:
             if os.write(self._file, line) < len(line):
@@ -118,6 +121,13 @@ class Writer:
         except OSError as error:
             self._failed = True
             warnings.warn(f"{self._path}: no more records from this run: {error}", RuntimeWarning, 2)
+
+
+def _is_ready(entry: Entry) -> bool:
+    try:
+        return entry.is_ready()
+    except RuntimeError:  # such as of a lost backend; `make` raises it too
+        return True
 
 
 def settle(path: Path) -> None:

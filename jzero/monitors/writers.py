@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import importlib.util
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 from jzero.config import Config
 from jzero.config.observed import CometConfig, FilesConfig, WandbConfig
 from jzero.errors import ConfigError
+from jzero.json_lines import encode
 
 
 class Writer(Protocol):
@@ -51,13 +51,13 @@ class CsvFiles:
 
 
 class JsonLines:
-    """One file, `metrics.jsonl`, with a JSON object per step."""
+    """One file, `metrics.jsonl`, with a JSON object per step, as `jzero.json_lines` writes it."""
 
     def __init__(self, config: FilesConfig):
         self._file = (_directory(config) / "metrics.jsonl").open("a")
 
     def write(self, values: Mapping[str, float], samples: int, step: int) -> None:
-        self._file.write(json.dumps({"step": step, "samples": samples, **values}) + "\n")
+        self._file.write(encode({"step": step, "samples": samples, **values}))
         self._file.flush()
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from jzero import ledger
 from jzero.errors import ConfigError
+from jzero.json_lines import number
 from jzero.ledger import schema
 from jzero.ledger.goodput import Goodput
 
@@ -217,5 +218,5 @@ def _of_metrics(file: Path) -> dict[str, list[Point]]:
             points = curves.setdefault(LOSS if metric == "train_loss" else metric, [])
             while points and points[-1].step >= step:
                 points.pop()
-            points.append(Point(step, samples, None, value))
+            points.append(Point(step, samples, None, number(value)))
     return curves
