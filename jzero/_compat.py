@@ -213,3 +213,12 @@ def needed_part(traced: Any) -> tuple[Callable[[list[Any]], list[Any]], list[boo
         return core.eval_jaxpr(jaxpr, traced.consts, *[x for x, use in zip(inputs, used, strict=True) if use])
 
     return run, list(used)
+
+
+def subclass(cls: Any, space: dict[str, Any]) -> Any:
+    """Make a subclass of an NNX module's class, with the keyword `pytree` of that class.
+
+    Flax keeps it as a private attribute, and gives it to no subclass (flax 0.12).
+    """
+    keywords = {} if getattr(cls, "_pytree__is_pytree", True) else {"pytree": False}
+    return type(cls)(cls.__name__, (cls,), space, **keywords)

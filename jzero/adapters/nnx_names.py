@@ -8,6 +8,8 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jzero._compat import subclass
+
 
 def name_parts(module: nnx.Module) -> None:
     """Let each part of a module that is called run in a scope with its name: "fc1", "layers/3".
@@ -32,4 +34,7 @@ def _named(cls: Any, name: str) -> type:
             return cls.__call__(self, *args, **kwargs)
 
     space = {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls)(cls.__name__, (cls,), space)
+    try:
+        return subclass(cls, space)
+    except Exception:  # a metaclass or `__init_subclass__` of the user's own refuses it; the part then has no name
+        return cls

@@ -68,12 +68,13 @@ class StepFlops:
         """All modules together."""
         return self.modules[0]
 
-    def table(self, title: str, depth: int = -1, top: int | None = None) -> str:
+    def table(self, title: str, depth: int = -1, top: int | None = None, *, plain: bool = False) -> str:
         """Draw the modules.
 
         Args:
           depth: the deepest modules to draw; -1: all.
           top: draw only this number of modules at each depth, those with the most FLOPs; None: the whole tree.
+          plain: without lines and colors, also on a terminal.
         """
         rows = [m for m in self.modules if (depth < 0 or len(m.path) <= depth) and (m.flops or m.params)]
         if top is not None:
@@ -81,7 +82,7 @@ class StepFlops:
         again = any(m.recomputed for m in rows)
         columns = ["module", "parameters", "forward", "backward", *["recomputed"] * again, "bytes", "share"]
         cells = [_cells(m, again, self.whole.flops, indent=top is None) for m in rows]
-        return table(title, columns, cells, left=["module"])
+        return table(title, columns, cells, left=["module"], plain=plain)
 
     def totals(self, seconds: float | None, kind: str) -> list[str]:
         """Return the lines below the table.

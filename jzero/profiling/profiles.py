@@ -1,4 +1,4 @@
-"""What is profiled around which step of an engine, and what is printed of it.
+"""Profiles chosen steps of an engine, and describes them.
 
 The profiler of a process has one session at a time, so a step has at most one profile. The steps of the section
 `profiler` come first; the profile of the breakdown, or of the collectives, then takes the next step that it can.
@@ -106,19 +106,22 @@ class Profiles:
         if not self._logged and (self.comms or not _on_gpus()):
             self._logged = True
             yield _tried("comms_logger", lambda: self._comms_text(step, traced))
-        if self.device and self.device.is_new:
-            self.device.is_new = False
-            text = traced.lower().compile().as_text() or ""
-            if self.device.problem:
-                yield f"step {number}: no profile of the device: {self.device.problem}"
-            else:
-                self.times = device_times(self.device.kernels, parts_of(text))
-                yield device_line(number, self.times)
+        if (profile := self.device) and profile.is_new:
+            profile.is_new = False
+            yield _tried("wall_clock_breakdown", lambda: self._device_text(number, traced, profile))
+
+    def _device_text(self, number: int, traced: jax.stages.Traced, profile: Profile) -> str:
+        text = traced.lower().compile().as_text() or ""
+        if profile.problem:
+            return f"step {number}: no profile of the device: {profile.problem}"
+        self.times = device_times(profile.kernels, parts_of(text))
+        return device_line(number, self.times)
 
     def _flops_text(self, number: int, step: TrainStep, traced: jax.stages.Traced) -> str:
         section, found = self._flops, step_flops(step, traced)
         title = f"FLOPs of step {number}: matrix products on one of {found.devices} devices"
-        drawn = found.table(title, section.module_depth, None if section.detailed else section.top_modules)
+        top = None if section.detailed else section.top_modules
+        drawn = found.table(title, section.module_depth, top, plain=section.output_file is not None)
         device = jax.local_devices()[0]
         kind = device.device_kind if _on_gpus() else "cpu"
         text = "\n".join([drawn, *found.totals(self._seconds, kind)])

@@ -6,8 +6,10 @@ import sys
 from collections.abc import Collection, Sequence
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[str]) -> str:
-    """Draw a table; the columns `left` are aligned to the left, numbers to the right.
+def table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[str], *, plain: bool = False
+) -> str:
+    """Draw a table; the columns `left` are aligned to the left, numbers to the right. `plain`: also on a terminal.
 
     >>> print(table("two", ["name", "FLOPs"], [["fc1", "1.2 G"], ["  bias", "3 k"]], left=["name"]))
     two
@@ -19,7 +21,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], lef
     from rich.console import Console
     from rich.table import Table
 
-    terminal = sys.stdout.isatty()
+    terminal = sys.stdout.isatty() and not plain
     drawn = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD if terminal else None, pad_edge=False,
         title_style="bold" if terminal else "", header_style="bold" if terminal else "",

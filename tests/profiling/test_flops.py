@@ -3,9 +3,11 @@
 import contextlib
 import dataclasses
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen, nnx
 from helpers.engines import build, rows
@@ -203,6 +205,43 @@ def test_names_change_no_program(mesh, monkeypatch):
     assert ("attention/qkv" in with_names, "attention/qkv" in text()[1]) == (True, False)
 
 
+def test_modules_of_any_class_compute_the_same():
+    """Naming a part changes its class: its own keywords stay, and a class that allows no other goes without a name."""
+
+    class Listing(nnx.Module, pytree=False):
+        def __init__(self, rngs):
+            self.fc = nnx.Linear(4, 4, rngs=rngs)
+
+        def __call__(self, x):
+            self.seen = [x]  # as a pytree, Flax would refuse it
+            return self.fc(x)
+
+    class Registered(nnx.Module):
+        def __init_subclass__(cls, *, key, **more):
+            super().__init_subclass__(**more)
+
+    class Part(Registered, key="part"):
+        def __init__(self, rngs):
+            self.fc = nnx.Linear(4, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.fc(x)
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.second = Listing(rngs), Part(rngs)
+
+        def __call__(self, x):
+            return self.second(self.first(x))
+
+    x = jnp.ones((2, 4))
+    model = jzero.from_flax(lambda rngs: Net(rngs), lambda module, batch: jnp.mean(module(batch) ** 2))
+    params = model.init(jax.random.key(0))
+    first, second = params["first"]["fc"], params["second"]["fc"]
+    y = (x @ first["kernel"] + first["bias"]) @ second["kernel"] + second["bias"]
+    np.testing.assert_allclose(model.loss(params, x, jax.random.key(0)), jnp.mean(y**2), rtol=1e-6)
+
+
 # ------------------------------------------------------------------------------------------- what is printed
 
 
@@ -233,6 +272,12 @@ def test_depth_and_the_largest_modules():
     assert names == ["the", "stack", "head"]
     assert len(found.table("title", depth=0).splitlines()) == 3
     assert [line.split()[0] for line in found.table("title", top=1).splitlines()[2:]] == ["the", "stack"]
+
+
+def test_a_table_for_a_file_is_plain_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert "\x1b" in some_flops().table("title")
+    assert "\x1b" not in some_flops().table("title", plain=True)
 
 
 @pytest.mark.parametrize("to_file", [False, True])
