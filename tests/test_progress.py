@@ -4,6 +4,7 @@ import contextlib
 import gc
 import math
 import re
+import subprocess
 import sys
 import threading
 import weakref
@@ -107,6 +108,23 @@ def test_a_result_that_fails_ends_nothing():
     finished.close()
     assert finished.totals[:3] == (1, 8, None)
     assert finished.metrics == {"loss": 3.0}
+
+
+AFTER_AN_EXCEPTION = """
+import time, jax
+from jzero.engine.finished import Finished, Given
+jax.device_get = lambda results: (time.sleep(0.5), print("fetched", flush=True), {})[2]
+finished = Finished()
+finished.give(Given("device", {}, 1))
+raise ValueError("bad luck")
+"""
+
+
+def test_a_program_that_fails_waits_for_the_thread():
+    """Python would stop the thread inside of JAX, and abort."""
+    done = subprocess.run([sys.executable, "-c", AFTER_AN_EXCEPTION], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout == "fetched\n"
 
 
 def test_metrics_that_are_no_numbers_end_nothing():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ from jzero.engine.clock import DEVICE
 
 WINDOW = 50  # steps over which a speed is measured
 LAST = 10.0  # seconds to wait for the last step at the end; after the death of a peer it never comes
+MOMENT = 2.0  # seconds to wait for it after an exception
 
 
 class Given(NamedTuple):
@@ -78,6 +81,7 @@ class Finished:
         if self._thread is None:
             self._thread = threading.Thread(target=self._follow, daemon=True, name="jzero steps")
             self._thread.start()
+            _started.add(self)
         self._part, self._given = work.part, self._given + 1
         self._queue.put(work)
 
@@ -85,11 +89,11 @@ class Finished:
         """End the thread after what was given so far."""
         self._queue.put(None)
 
-    def close(self) -> None:
+    def close(self, seconds: float = LAST) -> None:
         """End the thread, and wait for it."""
         self.stop()
         if self._thread is not None:
-            self._thread.join(LAST)
+            self._thread.join(max(0.0, seconds))
 
     def _follow(self) -> None:
         while (work := self._queue.get()) is not None:
@@ -108,3 +112,18 @@ class Finished:
         skipped = before.skipped + int(metrics.get("skipped", 0.0))
         self.number, self.metrics = step.number, metrics
         self.recent.append(Totals(before.steps + 1, before.samples + amount.samples, tokens, skipped, self._idle))
+
+
+_started: weakref.WeakSet[Finished] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Wait a moment for every thread.
+
+    Python stops a daemon thread where it next takes Python's lock. Inside one of JAX's calls, which are C++, that
+    aborts the process, and its exit code is lost.
+    """
+    end = time.monotonic() + MOMENT
+    for one in list(_started):
+        one.close(end - time.monotonic())
