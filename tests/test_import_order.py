@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent / "jzero"
 
 # A module may import from its own line and from those above it.
 ORDER = """
-errors files json_lines tree stored_names _compat
+errors files tree stored_names _compat
 model values
 optimizers
 config

@@ -75,7 +75,7 @@ def test_the_compilation_inside_another_counts_once(monkeypatch):
 
 
 class Waits:
-    """A result that is there once the test says so; JAX's device_get converts it."""
+    """A result that becomes ready when the test sets `there`; JAX's device_get converts it."""
 
     def __init__(self, value):
         self.value, self.there = value, threading.Event()

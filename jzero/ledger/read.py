@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jzero.errors import ConfigError
-from jzero.json_lines import number as decoded
 from jzero.ledger import schema
 from jzero.ledger.goodput import Goodput, goodput
 from jzero.ledger.writer import settle
+from jzero.values.json_lines import number as decoded
 
 if TYPE_CHECKING:
     import numpy as np

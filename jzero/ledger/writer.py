@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jzero.json_lines import encode
+from jzero.values.json_lines import encode
 
 LAST = 10.0  # seconds to wait at the end for the last step; after the death of a peer it never comes
 POLL = 0.001, 0.05  # seconds between two looks at what is not ready: 5% of the wait so far, within these bounds

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from jzero.config import Config
 from jzero.config.observed import CometConfig, FilesConfig, WandbConfig
 from jzero.errors import ConfigError
-from jzero.json_lines import encode
+from jzero.values.json_lines import encode
 
 
 class Writer(Protocol):
@@ -51,7 +51,7 @@ class CsvFiles:
 
 
 class JsonLines:
-    """One file, `metrics.jsonl`, with a JSON object per step, as `jzero.json_lines` writes it."""
+    """One file, `metrics.jsonl`, with a JSON object per step, as `jzero.values.json_lines` writes it."""
 
     def __init__(self, config: FilesConfig):
         self._file = (_directory(config) / "metrics.jsonl").open("a")

@@ -1,4 +1,4 @@
-"""Pictures of meshes, arrays and memory with matplotlib, and the HTML that notebooks show of jzero's objects.
+"""Draws meshes, arrays and memory with matplotlib, and renders jzero's objects as HTML for notebooks.
 
 matplotlib draws them: pip install 'jzero[plot]'. The HTML needs nothing.
 """

@@ -1,4 +1,4 @@
-"""The HTML that notebooks show of jzero's objects: tables, a mesh, the leaves of a tree. All text is escaped.
+"""Renders jzero's objects as HTML for notebooks: tables, a mesh, the leaves of a tree. All text is escaped.
 
 Styles are inline, because a notebook keeps only the output of a cell.
 """

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from jzero import ledger
 from jzero.errors import ConfigError
-from jzero.json_lines import number
 from jzero.ledger import schema
 from jzero.ledger.goodput import Goodput
+from jzero.values.json_lines import number
 
 METRICS = "metrics.jsonl"  # of jsonl_monitor
 SPEED, TOKENS, MEMORY = "samples/s", "tokens/s", "peak memory (GiB)"

@@ -149,7 +149,7 @@ def _on_gpus() -> bool:
 
 
 def _written(text: str, file: str, title: str) -> str:
-    """Write a text to a file on process 0; return the line that says so."""
+    """Write a text to a file on process 0; return a line with the path."""
     if jax.process_index():
         return ""
     try:
