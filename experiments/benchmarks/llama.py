@@ -5,7 +5,7 @@
 
 FSDP2 and DeepSpeed were measured under the same conditions: random tokens with a fixed seed, bf16 compute over fp32
 masters, AdamW (betas .9/.95, weight decay .1), clip 1.0, cross-entropy in fp32, 4 warm-up steps, then the median of 10
-steps with a synchronisation after each, then 10 steps without any.
+steps with a synchronisation after each, then 10 steps without any (`--steps`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,6 +31,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     p.add_argument("--preset", choices=sorted(PRESETS), default="1b")
+    p.add_argument("--layers", type=int, help="instead of the preset's")
     p.add_argument("--stage", type=int, default=3)
     p.add_argument("--micro-batch", type=int, default=4, help="sequences per GPU")
     p.add_argument("--accum", type=int, default=1)
@@ -42,8 +45,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--scan", action="store_true", help="scan the stack instead of unrolling it")
     p.add_argument("--reduce", choices=["fp32", "bf16"], default="bf16", help="dtype of the gradient reduction")
     p.add_argument("--lr", type=float, default=3e-4)
-    p.add_argument("--zero", action="append", default=[], metavar="KEY=VALUE", help="a key of zero_optimization")
+    p.add_argument("--zero", action="append", default=[], metavar="KEY=VALUE", help="of zero_optimization, in JSON")
     p.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="an XLA compiler option")
+    p.add_argument("--steps", type=int, default=10, help="measured steps, with and without synchronisation")
     p.add_argument("--tag", default="")
     p.add_argument("--plan", type=int, metavar="GPUS", help="only compile, for this many H200s that need not be there")
     p.add_argument("--hlo", metavar="FILE", help="write the optimized program")
@@ -52,11 +56,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def config(args: argparse.Namespace) -> dict:
-    def values(pairs: list[str]) -> dict[str, bool | int | str]:
+    def values(pairs: list[str]) -> dict[str, Any]:
         return {key: value(text) for key, text in (pair.split("=", 1) for pair in pairs)}
 
-    def value(text: str) -> bool | int | str:
-        return {"true": True, "false": False}.get(text, int(text) if text.lstrip("-").isdigit() else text)
+    def value(text: str) -> Any:
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text  # a word without quotes
 
     return {
         "train_micro_batch_size_per_gpu": args.micro_batch,
@@ -76,7 +83,7 @@ def config(args: argparse.Namespace) -> dict:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    shape = preset(args.preset, attention="cudnn")
+    shape = preset(args.preset, attention="cudnn", **({"num_layers": args.layers} if args.layers else {}))
     model = jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs))
     settings = config(args)
     if args.plan:
@@ -96,10 +103,12 @@ def main(argv: list[str] | None = None) -> None:
         "gpus": len(devices),
         "processes": jzero.get_world_size(),
         **{k: v for k, v in vars(args).items() if k not in ("tag", "plan")},
+        "parameters": sum(x.size for x in jax.tree.leaves(step.state_shapes.params)),
     }
     record |= {
         "compile_s": round(time.perf_counter() - start, 1),
-        "planned_gib": round(memory(compiled).peak / 2**30, 2),
+        "planned_gib": round(memory(compiled, step).peak / 2**30, 2),
+        "host_gib": round(step.host_bytes / 2**30, 2),
     }
     if args.hlo:
         Path(args.hlo).write_text(compiled.as_text())
@@ -115,7 +124,9 @@ def measure(step: jzero.TrainStep, compiled, args: argparse.Namespace, shape) ->
     for _ in range(4):
         text = rng.integers(0, shape.vocab_size, (rows, args.sequence + 1), dtype=np.int32)
         pool.append(step.place({"inputs": text[:, :-1], "labels": text[:, 1:]}))
-    state = step.init(jax.random.key(0))
+    start = time.perf_counter()
+    state = jax.block_until_ready(step.init(jax.random.key(0)))
+    initialised = time.perf_counter() - start
     losses = []
 
     def run(n: int, synchronise: bool) -> list[float]:
@@ -128,14 +139,15 @@ def measure(step: jzero.TrainStep, compiled, args: argparse.Namespace, shape) ->
             if synchronise:
                 jax.block_until_ready(state)
             times.append(time.perf_counter() - start)
+        print(f"{n} steps, {'synchronised' if synchronise else 'queued'}: {times}", file=sys.stderr, flush=True)
         return times
 
     run(4, True)
-    walls = run(10, True)
+    walls = run(args.steps, True)
     start = time.perf_counter()
-    run(10, False)
+    run(args.steps, False)
     jax.block_until_ready(state)
-    free = (time.perf_counter() - start) / 10
+    free = (time.perf_counter() - start) / args.steps
     if args.profile:
         with jax.profiler.trace(args.profile):
             run(3, True)
@@ -144,6 +156,7 @@ def measure(step: jzero.TrainStep, compiled, args: argparse.Namespace, shape) ->
     flops = shape.flops_per_token(args.sequence)
     median = statistics.median(walls)
     return {
+        "init_s": round(initialised, 1),
         "step_s": round(median, 5),
         "step_s_min": round(min(walls), 5),
         "step_s_max": round(max(walls), 5),

@@ -1,9 +1,9 @@
 """Run benchmark cases one after another, each in a process of its own, and write them as a dated table.
 
-    python -m experiments.benchmarks.matrix cases.txt OUT
+    python -m experiments.benchmarks.matrix cases.txt OUT [GPUS]
 
 `cases.txt`: one case a line, `gpus | options of experiments.benchmarks.llama`. Consecutive cases on one GPU run side by
-side, each on a GPU of its own, four at a time. OUT gets `cases.jsonl`, the logs of failed cases, and `table.md`.
+side, each on one of the GPUS (default 4). OUT gets `cases.jsonl`, the logs of failed cases, and `table.md`.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def table(records: list[dict]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def main(cases: str, out: str) -> None:
+def main(cases: str, out: str, gpus: str = "4") -> None:
     directory, records = Path(out), []
     directory.mkdir(parents=True, exist_ok=True)
     lines = [line for line in Path(cases).read_text().splitlines() if line.strip() and not line.startswith("#")]
     while lines:
-        alone = list(takewhile(lambda line: line.startswith("1 |"), lines[:4]))
+        alone = list(takewhile(lambda line: line.startswith("1 |"), lines[: int(gpus)]))
         wave, lines = (alone, lines[len(alone) :]) if alone else (lines[:1], lines[1:])
         start, done = time.time(), len(records)
         with ThreadPoolExecutor() as pool:
