@@ -23,6 +23,7 @@ import numpy as np
 
 import jzero
 from jzero.planner import gpu_devices, memory
+from jzero.update import ALWAYS
 from models.llama import PRESETS, Llama, preset
 
 
@@ -134,7 +135,8 @@ def measure(step: jzero.TrainStep, compiled, args: argparse.Namespace, shape) ->
         times = []
         for i in range(n):
             start = time.perf_counter()
-            state, metrics, _ = compiled(state, pool[i % len(pool)], None, None)  # no extra, no rate from outside
+            # No extra, no rate from outside.
+            state, metrics, _ = compiled(state, pool[i % len(pool)], None, None, ALWAYS)
             losses.append(metrics["loss"])
             if synchronise:
                 jax.block_until_ready(state)
@@ -164,7 +166,9 @@ def measure(step: jzero.TrainStep, compiled, args: argparse.Namespace, shape) ->
         "tokens_s_gpu": round(per_gpu / median),
         "free_tokens_s_gpu": round(per_gpu / free),
         "model_tflops": round(per_gpu / median * flops / 1e12, 1),
-        "peak_gib": round(max(d.memory_stats()["peak_bytes_in_use"] for d in jax.local_devices()) / 2**30, 2),
+        "peak_gib": round(
+            max((d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in jax.local_devices()) / 2**30, 2
+        ),
         "losses": [round(float(loss), 5) for loss in losses[:14]],
         "last_loss": round(float(losses[-1]), 4),
         "jax": jax.__version__,

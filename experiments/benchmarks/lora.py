@@ -17,6 +17,7 @@ import numpy as np
 
 import jzero
 from jzero.planner import gpu_devices, memory
+from jzero.update import ALWAYS
 from models.llama import PRESETS, Llama, preset
 from models.lora import LoRAConfig
 
@@ -79,7 +80,7 @@ def run(step: jzero.TrainStep, compiled: Any, args: argparse.Namespace, shape: A
 
     def one() -> Any:
         nonlocal state
-        state, metrics, _ = compiled(state, batch, None, None)  # no extra, no rate from outside
+        state, metrics, _ = compiled(state, batch, None, None, ALWAYS)  # no extra, no rate from outside
         losses.append(metrics["loss"])
         return state
 
