@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers.configs import problem, problems
-from helpers.engines import three_calls
+from helpers.engines import printed, three_calls
 
 import jzero
 from jzero.config import Config
@@ -219,7 +219,7 @@ def test_training_is_plain_jax_on_cut_batches(loop, capsys):
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     np.testing.assert_allclose(engine.state.params["table"], params["table"], rtol=1e-6, atol=1e-7)
     assert engine.step_fn.model.seen == {4, 8, 12}
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    lines = [line for line in printed(engine, capsys).splitlines() if line.startswith("step ")]
     assert [line.split("sequence ")[1].split(",")[0] for line in lines] == [str(length) for length in LENGTHS]
 
 

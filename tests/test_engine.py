@@ -18,6 +18,7 @@ from helpers.engines import (
     engine,
     parts,
     parts_of,
+    printed,
     rows,
     three_calls,
 )
@@ -216,7 +217,7 @@ def test_steps_per_print(capsys):
             second = (
                 f"step 2: loss {float(loss):.4f}, lr 1.000e-02, grad norm {e.get_global_grad_norm():.3f}, skipped 0, "
             )
-    lines = capsys.readouterr().out.splitlines()
+    lines = printed(e, capsys).splitlines()
     assert len(lines) == 2
     assert lines[0].startswith(second)
     assert lines[0].endswith(" samples/s")

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from helpers.engines import Net, config, parts, rows
+from helpers.engines import Net, config, parts, printed, rows
 from helpers.sampling import keep
 
 import jzero
@@ -64,7 +64,7 @@ def test_the_three_calls_and_an_iterator_report_what_train_batch_reports(capsys)
     joined = jax.device_get(whole.step_fn.join(pieces))
     capsys.readouterr()
     whole.train_batch(joined)
-    assert f", hit {float(whole.metrics['hit']):.4g}, y " in capsys.readouterr().out
+    assert f", hit {float(whole.metrics['hit']):.4g}, y " in printed(whole, capsys)
     iterated.train_batch(iter(pieces))
     for piece in pieces:
         called.backward(called(piece))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jzero
-from jzero.monitors import curves, writers
+from jzero.monitors import writers
 
 
 class Regression:
@@ -58,7 +58,7 @@ def files(tmp_path):
 
 
 def finish(engine):
-    engine._monitor.curves.close()
+    engine._monitor.close()
 
 
 def read_csv(directory):
@@ -105,11 +105,10 @@ def test_files_contain_the_metrics_of_every_step(tmp_path, precision):
     assert found == expected
 
 
-def test_a_step_is_written_while_the_next_one_runs(tmp_path):
-    """So no step waits for its own metrics; the last one is written at the end."""
+def test_a_step_is_written_once_it_has_ended(tmp_path):
+    """Without another step, and without an end of the run."""
     engine, expected = train(steps=2, csv_monitor=files(tmp_path))
-    assert read_csv(tmp_path / "run")["Train/Samples/train_loss"] == expected["Train/Samples/train_loss"][:1]
-    finish(engine)
+    engine._monitor.follower.settle()
     assert read_csv(tmp_path / "run") == expected
 
 
@@ -203,13 +202,3 @@ def test_a_service_that_refuses(monkeypatch):
     monkeypatch.setattr(writers.importlib.util, "find_spec", lambda name: name)
     with pytest.raises(jzero.ConfigError, match="wandb: RuntimeError: no API key"):
         train(wandb={"enabled": True})
-
-
-def test_a_step_that_never_ends_is_not_waited_for(tmp_path, monkeypatch):
-    """As after the death of a peer, whose collective never completes."""
-    monkeypatch.setattr(curves, "LAST", 0.1)
-    engine, expected = train(steps=1, csv_monitor=files(tmp_path))
-    monkeypatch.setattr(curves._Held, "is_ready", lambda held: held.samples <= 8)
-    engine._monitor.curves.step({"loss": 0.0}, 16, 2)
-    finish(engine)
-    assert read_csv(tmp_path / "run") == expected

@@ -17,7 +17,8 @@ from jzero.batch import Amount
 from jzero.display import live, screen, slow_work
 from jzero.engine import panel as panel_module
 from jzero.engine.clock import COMPILE, DATA, DEVICE, SCRIPT, START, Clock
-from jzero.engine.finished import Finished, Given, Totals
+from jzero.engine.finished import Finished, Totals
+from jzero.engine.follower import Follower
 from jzero.engine.panel import Facts, Panel, draw, fields, make_panel
 from jzero.engine.speed import Ideal, Speed, between, ideal, remaining, training
 from jzero.planner import GPUS
@@ -110,10 +111,9 @@ def test_a_panel_reads_its_run(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
     finished, clock = Finished(), Clock()
     clock.total = {START: 5.0, DATA: 1.0, DEVICE: 3.0}
-    facts = make_panel(step, finished, clock, None)._facts
+    facts = make_panel(step, Follower(), finished, clock, None)._facts
     assert facts()[:2] == (0, 40)
-    finished.give(Given(DEVICE, {"loss": jax.numpy.float32(0.5), "skipped": jax.numpy.bool_(True)}, 7, Amount(8)))
-    finished.close()
+    finished.add(7, Amount(8), {"loss": 0.5, "skipped": 1.0}, 10.0)
     found = facts()
     assert (found.step, found.total, found.skipped, found.memory) == (7, 40, 1, (5, 9))
     assert (found.metrics["loss"], found.waits) == (0.5, {DATA: 0.25})

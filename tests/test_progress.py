@@ -2,11 +2,12 @@
 
 import contextlib
 import gc
-import math
+import queue
 import re
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -19,9 +20,11 @@ from jzero.batch import Amount, amount_of
 from jzero.display import screen
 from jzero.display import slow_work as slow
 from jzero.engine import clock as clock_module
+from jzero.engine import follower as follower_module
 from jzero.engine import summary
-from jzero.engine.clock import CHECKPOINT, COMPILE, DATA, DEVICE, EVALUATION, HOST, SCRIPT, START, Clock
-from jzero.engine.finished import Finished, Given, Totals
+from jzero.engine.clock import CHECKPOINT, COMPILE, DEVICE, EVALUATION, HOST, SCRIPT, START, Clock
+from jzero.engine.finished import Finished, Totals
+from jzero.engine.follower import Follower
 from jzero.engine.speed import Speed
 from jzero.profiling import compile_times
 
@@ -30,24 +33,27 @@ from jzero.profiling import compile_times
 
 def test_compiling_and_the_devices_work_count_as_such(monkeypatch):
     """Laps of whole seconds, with known events."""
-    now, compiled, works = [0.0], [0.0], [(DEVICE, -math.inf)]
+    now, compiled, worked = [0.0], [0.0], {}
     monkeypatch.setattr(clock_module.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(clock_module.compile_times, "seconds", lambda: compiled[0])
-    clock = Clock(lambda: works[0])
+    clock = Clock(lambda since, until: worked)
 
-    def lap(part, seconds, compiling=0.0, work=(DEVICE, -math.inf)):
-        now[0], compiled[0], works[0] = now[0] + seconds, compiled[0] + compiling, work
+    def lap(part, seconds, compiling=0.0, **work):
+        now[0], compiled[0] = now[0] + seconds, compiled[0] + compiling
+        worked.clear()
+        worked.update(work)
         clock.lap(part)
 
     lap(START, 2.0)
     lap(HOST, 5.0, compiling=4.0)  # 1 s is not compilation
-    lap(SCRIPT, 3.0, work=(DEVICE, math.inf))  # the script waits for the devices, which still work
-    lap(SCRIPT, 3.0, work=(DEVICE, 11.0))  # they finish 1 s into these 3
-    lap(DATA, 1.0, work=(DEVICE, 11.0))  # long since
-    lap(SCRIPT, 2.0, work=(EVALUATION, 15.5))
+    lap(SCRIPT, 3.0, device=3.0)  # the script waits for the devices
+    lap(SCRIPT, 3.0, device=1.0)
+    lap(SCRIPT, 2.0, device=0.5, evaluation=1.0)
+    lap(HOST, 2.0, compiling=1.5, device=2.0)  # compiled while they work
     lap(EVALUATION, 1.0, compiling=7.0)  # in other threads too: no lap is longer than its time
     assert clock.total == {
-        START: 2.0, HOST: 1.0, COMPILE: 5.0, DEVICE: 4.0, SCRIPT: 0.5 + 2.0, DATA: 1.0, EVALUATION: 1.5
+        START: 2.0, HOST: 1.0, COMPILE: 4.0 + 1.5 + 1.0, DEVICE: 3.0 + 1.0 + 0.5 + 0.5, SCRIPT: 2.0 + 0.5,
+        EVALUATION: 1.0,
     }  # fmt: skip
     assert sum(clock.total.values()) == now[0]
 
@@ -85,37 +91,94 @@ class Waits:
         return np.asarray(self.value)
 
 
-def test_a_step_is_finished_when_its_metrics_are_there():
-    finished, metric = Finished(), Waits(0.5)
-    assert finished.works() == (DEVICE, -math.inf)
-    finished.give(Given(DEVICE, {"loss": jnp.float32(2.0), "skipped": jnp.bool_(True)}, 1, Amount(8, 80)))
-    finished.give(Given(DEVICE, {"loss": metric}, 2, Amount(4, 20)))
-    assert finished.works() == (DEVICE, math.inf)
-    metric.there.set()
-    finished.close()
+def test_finished_steps_add_up():
+    finished = Finished()
+    finished.add(1, Amount(8, 80), {"loss": 2.0, "skipped": 1.0}, 10.0)
+    finished.add(2, Amount(4, 20), {"loss": 0.5}, 11.0)
     assert (finished.number, finished.metrics) == (2, {"loss": 0.5})
-    assert finished.totals[:4] == (2, 12, 100, 1)
-    assert finished.works() == (DEVICE, finished.totals.time)
+    assert finished.totals == (2, 12, 100, 1, 11.0)
+    finished.add(3, Amount(4), {"loss": 0.25}, 12.0)
+    assert finished.totals == (3, 16, None, 1, 12.0)
+
+
+def test_results_come_in_the_order_of_the_devices():
+    follower, found, metric = Follower(), [], Waits(0.5)
+    follower.give({"loss": jnp.float32(2.0)}, lambda values, end: found.append(float(values["loss"])))
+    follower.give({"loss": metric}, lambda values, end: found.append(float(values["loss"])), part=DEVICE)
+    follower.give(None, lambda values, end: found.append(values))
+    assert follower.busy()
+    metric.there.set()
+    follower.close()
+    assert found == [2.0, 0.5, None]
+    assert not follower.busy()
+
+
+def test_the_time_of_the_devices_belongs_to_what_they_run(monkeypatch):
+    """A step and an evaluation, given at once: the devices run one after the other."""
+    now, step, evaluation = [0.0], Waits(1.0), Waits(2.0)
+    monkeypatch.setattr(follower_module.time, "perf_counter", lambda: now[0])
+    follower, ended = Follower(), queue.SimpleQueue()
+    now[0] = 10.0
+    follower.give(step, lambda values, end: ended.put(end), part=DEVICE)
+    follower.give(evaluation, lambda values, end: ended.put(end), part=EVALUATION)
+    assert follower.worked(8.0, 11.0) == {DEVICE: 1.0}
+    now[0] = 13.0
+    step.there.set()
+    assert ended.get(timeout=60) == 13.0
+    assert follower.worked(11.0, 14.0) == {DEVICE: 2.0, EVALUATION: 1.0}
+    now[0] = 15.0
+    evaluation.there.set()
+    assert ended.get(timeout=60) == 15.0
+    assert follower.worked(14.0, 17.0) == {EVALUATION: 1.0}
+    assert follower.worked(17.0, 18.0) == {}
+    follower.close()
 
 
 def test_a_result_that_fails_ends_nothing():
-    finished = Finished()
+    follower, found = Follower(), []
     deleted = jnp.ones(2)
     deleted.delete()
-    finished.give(Given(DEVICE, {"loss": deleted}, 1, Amount(8)))
-    finished.give(Given(EVALUATION, jnp.float32(1.0)))
-    finished.give(Given(DEVICE, {"loss": jnp.float32(3.0)}, 2, Amount(8)))
-    finished.close()
-    assert finished.totals[:3] == (1, 8, None)
-    assert finished.metrics == {"loss": 3.0}
+    follower.give({"loss": deleted}, lambda values, end: found.append(values), part=DEVICE)
+    follower.give(jnp.float32(3.0), lambda values, end: found.append(float(values)))
+    follower.close()
+    assert found == [3.0]
+    assert not follower.busy()
+
+
+def test_what_shows_a_step_and_fails_ends_nothing():
+    def fail(values, end):
+        raise ValueError("no")
+
+    def follow():
+        follower.give(1.0, fail, lambda values, end: found.append(values))
+        follower.close()
+
+    follower, found = Follower(), []
+    with pytest.warns(RuntimeWarning, match="a step is not shown or recorded: ValueError: no"):
+        follow()
+    assert found == [1.0]
+
+
+def test_a_step_that_never_ends_is_waited_for_once(monkeypatch):
+    """As after the death of a peer, whose collective never completes."""
+    monkeypatch.setattr(follower_module, "LAST", 0.2)
+    follower, never = Follower(), Waits(0.0)
+    follower.give(never)
+    follower.settle()
+    began = time.monotonic()
+    monkeypatch.setattr(follower_module, "LAST", 600.0)
+    follower.settle()
+    follower.close()
+    assert time.monotonic() - began < 300.0
+    never.there.set()
 
 
 AFTER_AN_EXCEPTION = """
 import time, jax
-from jzero.engine.finished import Finished, Given
+from jzero.engine.follower import Follower
 jax.device_get = lambda results: (time.sleep(0.5), print("fetched", flush=True), {})[2]
-finished = Finished()
-finished.give(Given("device", {}, 1))
+follower = Follower()
+follower.give({})
 raise ValueError("bad luck")
 """
 
@@ -125,15 +188,6 @@ def test_a_program_that_fails_waits_for_the_thread():
     done = subprocess.run([sys.executable, "-c", AFTER_AN_EXCEPTION], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stdout == "fetched\n"
-
-
-def test_metrics_that_are_no_numbers_end_nothing():
-    finished = Finished()
-    finished.give(Given(DEVICE, {"loss": jnp.ones(2)}, 1, Amount(8)))
-    finished.give(Given(DEVICE, {"loss": jnp.float32(3.0)}, 2, Amount(8)))
-    finished.close()
-    assert not finished.busy()
-    assert (finished.number, finished.totals.steps) == (2, 1)
 
 
 @pytest.mark.parametrize(

@@ -73,9 +73,8 @@ class Engine(Views):
             warn_if_not_resumed(self.config.checkpoint.dir)
         if self.state is None:
             self.state = step_fn.init(rng, params)
-            self._monitor.ledger.state(self)
+            self._monitor.restarted(self)
         self._monitor.lines.memory("with the state", self.state)
-        self._monitor.clock.restart(self.global_steps, self.global_samples)
 
     def __repr__(self) -> str:
         return f"Engine({self.step_fn!r}, global step {self.global_steps})"
@@ -223,8 +222,8 @@ class Engine(Views):
         with self._monitor.part(DEVICE):  # waits for the step before
             self._checks.finish(self, self._metrics, details)
         last = self._home is not None and preemption.reached()
-        self._monitor.finish(self, last)  # with `last`, this call does not return, and the script never gets the loss
-        if last:
+        self._monitor.finish(self, details.loss_scale.skipped, last)
+        if last:  # this call does not return, and the script never gets the loss
             save_and_exit(lambda: self.save_checkpoint(self._home, client_state=self.client_state))
 
     def _cut(self, batch: Any, part: int | None = None) -> Any:

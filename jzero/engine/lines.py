@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -10,6 +12,7 @@ import jax
 from jzero.config import Config
 from jzero.data.curriculum import Curriculum
 from jzero.engine.clock import Clock
+from jzero.engine.follower import Then
 from jzero.engine.memory_lines import used
 from jzero.loss import STEP_METRICS
 from jzero.train_step import Metrics, TrainStep
@@ -29,9 +32,6 @@ class Run(Protocol):
     @property
     def metrics(self) -> Metrics: ...
 
-    @property
-    def skipped_steps(self) -> int: ...
-
 
 class Lines:
     """Prints plain lines on process 0.
@@ -47,23 +47,41 @@ class Lines:
         self.timed, self.prints = config.wall_clock_breakdown, jax.process_index() == 0
         self._every = config.steps_per_print or (EVERY if self.timed or self._memory else None)
         self.times = dict[str, float]()
+        self.restart(0)
+
+    def restart(self, samples: int) -> None:
+        """Measure the speed from here, `samples` into the run."""
+        self._samples, self._since = samples, time.perf_counter()
 
     def is_due(self, step: int) -> bool:
         """Return whether a step has lines."""
         return self._every is not None and step % self._every == 0
 
-    def progress(self, run: Run, clock: Clock) -> None:
-        """Print the lines about the step that has just run; this waits for its results."""
-        if not (self.prints or self.timed):
-            return
-        step, skipped = run.global_steps, run.skipped_steps
-        reading = clock.read(step, run.global_samples)
+    def progress(self, run: Run, clock: Clock) -> Then:
+        """Return what prints the lines about a step, once its metrics and the number of skipped steps are known."""
+        step, samples = run.global_steps, run.global_samples
         length = None if run.curriculum is None else run.curriculum.length(step)
-        self.say(line(step, run.metrics, skipped, reading.speed, self._config, length))
+        known = None  # the speed and the times, if the host has waited for the step
         if self.timed:
-            self.times = reading.parts
-            self.say(time_line(step, reading.parts))
-        self.memory(f"after step {step}")
+            self.times = clock.read(step)
+            known = self._speed(samples, time.perf_counter())
+        times = self.times
+
+        def say(results: tuple[Mapping[str, Any], Any], end: float) -> None:
+            metrics, skipped = results
+            speed = self._speed(samples, end) if known is None else known
+            self.say(line(step, metrics, int(skipped), speed, self._config, length))
+            if self.timed:
+                self.say(time_line(step, times))
+            self.memory(f"after step {step}")
+
+        return say
+
+    def _speed(self, samples: int, now: float) -> float:
+        """Return the samples per second since the last line."""
+        speed = (samples - self._samples) / (now - self._since)
+        self._samples, self._since = samples, now
+        return speed
 
     def memory(self, when: str, result: Any = None) -> None:
         """Print the memory in use once a result is ready, if the config asks for it."""
@@ -74,7 +92,8 @@ class Lines:
     def say(self, text: str) -> None:
         """Print a text on process 0."""
         if self.prints:
-            print(text, flush=True)
+            sys.stdout.write(f"{text}\n")  # at once: the script prints too
+            sys.stdout.flush()
 
 
 def line(

@@ -15,7 +15,8 @@ import jax
 
 from jzero.diagnosis.verdict import verdict
 from jzero.engine.clock import CHECKPOINT, DEVICE, EVALUATION, HOST, PROFILE, SCRIPT, Clock
-from jzero.engine.finished import Finished, Given
+from jzero.engine.finished import Finished
+from jzero.engine.follower import Follower, Then
 from jzero.engine.lines import Lines, Run
 from jzero.engine.memory_lines import planned
 from jzero.engine.memory_table import by_module
@@ -36,7 +37,8 @@ class Monitor:
       clock: the one clock of the run.
       lines: its plain lines.
       curves: where its metrics go.
-      finished: the steps that the devices have finished; only on process 0.
+      follower: waits for what the devices were given; only on process 0.
+      finished: the steps that they have finished.
       ledger: the record of the run.
       ending: what happens at the end of the run.
     """
@@ -45,20 +47,20 @@ class Monitor:
         self._planned = step.config.memory_breakdown
         self._first = True
         self._profiles = Profiles(step.config)
-        self.lines, self.curves, self.finished = Lines(step.config), Curves(step.config), Finished()
-        # Under wall_clock_breakdown the host waits for each step, and its clock alone tells the devices' time.
-        self.clock = Clock() if self.lines.timed else Clock(self.finished.works)
+        self.lines, self.curves = Lines(step.config), Curves(step.config)
+        self.follower, self.finished = Follower(), Finished()
+        self.clock = Clock(self.follower.worked)
         progress = step.config.progress
-        self.ending = Ending(self.clock, self.finished, dict(self.curves.places), progress.summary)
-        self.ledger, self._began = Recorder(step, resume, began, self.clock.total), 0.0
+        self.ending = Ending(self.clock, self.follower, self.finished, dict(self.curves.places), progress.summary)
+        self.ledger, self._began = Recorder(step, resume, began, self.clock.total, self.follower), 0.0
         self.ending.goodput = self.ledger.goodput
         # The program keeps the last run's ending, which must not keep the step.
         config, devices, profiles = step.config, step.mesh.size, self._profiles
         self.ending.verdict = lambda seconds: verdict(seconds, config, devices, profiles.times)
         self._panel: Panel | None = None
         self._step, self._shows = step, self.lines.prints and (progress.summary or progress.panel is not False)
-        weakref.finalize(self, self.finished.stop)
-        weakref.finalize(self, self.ledger.close)  # with the engine, or at the program's end
+        # With the engine, or at the program's end.
+        self.close = weakref.finalize(self, _close, self.follower, self.curves, self.ledger)
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -90,35 +92,35 @@ class Monitor:
             self.ledger.begin()
             with self.part(HOST):
                 done = step()
-            if self._shows:
-                self.finished.give(Given(DEVICE, done[1], number, self._step.amount))
+            if self.lines.prints:
+                self.follower.give(done[1], self._finished(number), part=DEVICE)
             with self.part(DEVICE):
                 return self.ready(done, wait)
 
     def evaluated(self, result: Any) -> Any:
         """Return the result of an evaluation, as `ready` does."""
-        if self._shows:
-            self.finished.give(Given(EVALUATION, result))
+        if self.lines.prints:
+            self.follower.give(result, part=EVALUATION)
         return self.ready(result)
 
     def ready(self, result: Any, wait: bool = False) -> Any:
         """Return a result; under wall_clock_breakdown once it is ready, so that no other part waits for it."""
         return jax.block_until_ready(result) if self.lines.timed or wait else result
 
-    def finish(self, run: Run, last: bool) -> None:
-        """Show a step that was given to the devices; the run's last step always has a progress line."""
+    def finish(self, run: Run, skipped: jax.Array, last: bool) -> None:
+        """Show a step that was given to the devices; the run's last step always has a progress line.
+
+        Args:
+          skipped: steps so far that changed nothing.
+          last: whether SIGTERM ends the run after this step.
+        """
         if last:
             self.ending.part = CHECKPOINT
         with self.part(HOST):
             if self._first:
                 self._remarks(run)
             self._first = False
-            self.curves.step(run.metrics, run.global_samples, run.global_steps)
-            self.ledger.step(run, run.metrics, last)
-            if last or self.lines.is_due(run.global_steps):
-                self.lines.progress(run, self.clock)
-                if self.lines.timed:
-                    self.curves.times(self.lines.times, run.global_samples, run.global_steps)
+            self._pass_on(run, skipped, last)
             for text in self._profiles.texts(run.global_steps, run.step_fn):
                 self.lines.say(text)
             if self._shows:
@@ -126,9 +128,37 @@ class Monitor:
             if self._panel:
                 self._panel.step()
 
+    def _finished(self, number: int) -> Then:
+        amount, finished = self._step.amount, self.finished
+        return lambda metrics, end: finished.add(number, amount, {name: float(x) for name, x in metrics.items()}, end)
+
+    def _pass_on(self, run: Run, skipped: jax.Array, last: bool) -> None:
+        """Have the step's metrics written and printed once they are there."""
+        curves, samples, step = self.curves, run.global_samples, run.global_steps
+        record = self.ledger.step(run, last)
+        due = last or self.lines.is_due(step)
+        say = self.lines.progress(run, self.clock) if due else None
+        times = dict(self.lines.times) if due and self.lines.timed else None
+
+        def pass_on(results: tuple[Metrics, Any], end: float) -> None:
+            metrics = {name: float(x) for name, x in results[0].items()}
+            record(metrics, end)
+            curves.step(metrics, samples, step)
+            if times is not None:
+                curves.times(times, samples, step)
+            if say is not None:
+                say((metrics, results[1]), end)
+
+        if self.lines.prints:
+            self.follower.give((run.metrics, skipped if due else 0), pass_on)
+            if last or times is not None:  # the host has waited for the step anyway
+                self.follower.settle()
+
     def evaluation(self, run: Run, metrics: Metrics) -> None:
         """Pass on the loss and metrics of an evaluation."""
-        self.curves.evaluation(metrics, run.global_samples, run.global_steps)
+        curves, samples, step = self.curves, run.global_samples, run.global_steps
+        if self.lines.prints:
+            self.follower.give(dict(metrics), lambda values, end: curves.evaluation(values, samples, step))
         self.ledger.evaluation(run, metrics, self._began)
 
     def notice(self, step: int, what: str, text: str) -> None:
@@ -142,7 +172,8 @@ class Monitor:
 
     def restarted(self, run: Run, origin: str | os.PathLike | None = None) -> None:
         """Measure from here, where the run has a new state; `origin` is the directory that it is from."""
-        self.clock.restart(run.global_steps, run.global_samples)
+        self.clock.restart(run.global_steps)
+        self.lines.restart(run.global_samples)
         self.ledger.state(run, origin)
 
     def _remarks(self, run: Run) -> None:
@@ -156,6 +187,14 @@ class Monitor:
         if self._shows:
             with contextlib.suppress(Exception):  # it serves the displays alone, and other processes would wait
                 self.ending.best = ideal(run.step_fn)
-            self._panel = make_panel(run.step_fn, self.finished, self.clock, self.ending.best)
+            self._panel = make_panel(run.step_fn, self.follower, self.finished, self.clock, self.ending.best)
             if self._panel:
                 self.ending.stop_panel = partial(self._panel.stop, keep=True)
+
+
+def _close(follower: Follower, curves: Curves, ledger: Recorder) -> None:
+    """Write what the devices have finished, and end the files."""
+    follower.settle()
+    ledger.close()
+    curves.close()
+    follower.close()

@@ -15,6 +15,7 @@ from jzero.display import slow_work
 from jzero.display.live import Display, bar_of_script, opener
 from jzero.engine.clock import COMPILE, DATA, SCRIPT, START, Clock
 from jzero.engine.finished import Finished
+from jzero.engine.follower import Follower
 from jzero.engine.speed import Ideal, Speed, recent, remaining
 from jzero.engine.text import size_text
 from jzero.errors import in_a_line
@@ -190,7 +191,9 @@ def memory() -> tuple[int, int] | None:
     return fullest["peak_bytes_in_use"], fullest.get("bytes_limit", 0)
 
 
-def make_panel(step: TrainStep, finished: Finished, clock: Clock, best: Ideal | None) -> Panel | None:
+def make_panel(
+    step: TrainStep, follower: Follower, finished: Finished, clock: Clock, best: Ideal | None
+) -> Panel | None:
     """Make the panel of a run; None where the output is plain text, or the config wants none."""
     open_display = opener(step.config.progress.panel)
     if open_display is None:
@@ -207,4 +210,4 @@ def make_panel(step: TrainStep, finished: Finished, clock: Clock, best: Ideal | 
             remaining(finished, total), waits, memory(), clock.elapsed, str(slow_work.current() or ""),
         )  # fmt: skip
 
-    return Panel(read, finished.busy, open_display)
+    return Panel(read, follower.busy, open_display)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from jzero.engine.clock import CHECKPOINT, COMPILE, DATA, DEVICE, EVALUATION, HOST, PROFILE, SCRIPT, START, Clock
 from jzero.engine.finished import Finished, Totals
+from jzero.engine.follower import Follower
 from jzero.engine.speed import Ideal, Speed, training
 from jzero.ledger.goodput import duration
 from jzero.loss import LOSS
@@ -81,18 +82,20 @@ class Ending:
       verdict: returns the lines about what the run waited for, given {part of the clock: seconds}.
     """
 
-    def __init__(self, clock: Clock, finished: Finished, files: dict[str, str], has_summary: bool = True):
+    def __init__(
+        self, clock: Clock, follower: Follower, finished: Finished, files: dict[str, str], has_summary: bool = True
+    ):  # fmt: skip
         self.files, self.part, self._has_summary = files, SCRIPT, has_summary
         self.best: Ideal | None = None
         self.stop_panel: Callable[[], None] = lambda: None
         self.goodput: Callable[[], str] = str
         self.verdict: Callable[[Mapping[str, float]], Sequence[str]] = lambda seconds: ()
-        self._clock, self._finished = clock, finished
+        self._clock, self._follower, self._finished = clock, follower, finished
 
     def end(self) -> Summary | None:
         """Wait for the last step, and return the summary; None if there was no step, or the config wants none."""
         self._clock.lap(self.part)
-        self._finished.close()
+        self._follower.settle()
         self._clock.lap(DEVICE)
         self.stop_panel()
         totals, speed = self._finished.totals, training(self._finished, self._clock, self.best)

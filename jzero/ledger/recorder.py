@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from jzero.checkpoint.lock import other_holder
 from jzero.distributed import last_words, outages
 from jzero.ledger import schema
 from jzero.ledger.read import read
-from jzero.ledger.writer import Entry, Writer
+from jzero.ledger.writer import Later, Writer
 from jzero.loss import SCALING
 from jzero.profiling import compile_times
 from jzero.train_step import TrainStep
@@ -27,6 +27,16 @@ from jzero.train_step import TrainStep
 WAITS = {"save": "checkpoint", "evaluation": "evaluation", "wait": "data"}  # field of a record -> part of the clock
 
 _open: dict[Path, Recorder] = {}  # by home: a second engine of this process there takes the file over
+
+
+class Follower(Protocol):
+    """The engine's follower of results on the devices."""
+
+    def give(self, results: Any, *then: Callable[[Any, float], None]) -> None:
+        """Call `then` with the values once they are there, and with the time by `time.perf_counter`."""
+
+    def settle(self, seconds: float | None = None) -> None:
+        """Wait for all that was given, for a limited time."""
 
 
 class Counted(Protocol):
@@ -46,9 +56,14 @@ class Recorder:
       resume: the directory of the run that this one continues; None: a new run, in the config's `checkpoint.dir`.
       began: when `initialize` was called, in UTC seconds; None: now.
       spent: {part: seconds} of the engine's clock, which goes on.
+      follower: brings the metrics, and keeps the records in their order.
     """
 
-    def __init__(self, step: TrainStep, resume: Path | None, began: float | None, spent: Mapping[str, float]):
+    def __init__(
+        self, step: TrainStep, resume: Path | None, began: float | None, spent: Mapping[str, float],
+        follower: Follower,
+    ):  # fmt: skip
+        self._follower = follower
         self._writer: Writer | None = None
         self._scaled, self._spent = step.config.fp16.enabled, spent
         self._waited: dict[str, float] = {}  # field of WAITS -> seconds at the last record
@@ -65,7 +80,7 @@ class Recorder:
         if home in _open:
             _open[home].close()
         try:
-            self._writer = Writer(home / schema.FILE)
+            self._writer = Writer(home / schema.FILE, follower.settle)
         except OSError as error:  # training does not depend on it
             warnings.warn(f"{home / schema.FILE}: no records of this run: {error}", RuntimeWarning, 2)
             return
@@ -111,10 +126,10 @@ class Recorder:
         """Note that a step is given to the devices now."""
         self._began, self._compiled = time.time(), compile_times.seconds()
 
-    def step(self, run: Counted, metrics: Mapping[str, Any], last: bool) -> None:
-        """Record a step that may still run; `last`: SIGTERM ends the run after it."""
+    def step(self, run: Counted, last: bool) -> Callable[[Mapping[str, float], float], None]:
+        """Return what records a step once its metrics are known; `last`: SIGTERM ends the run after it."""
         if self._writer is None:
-            return
+            return lambda metrics, end: None
         self._reason = "SIGTERM" if last else ""
         before, self._position = self._position, _position(run.training_dataloader)
         rows, self._samples, self._step = run.global_samples - self._samples, run.global_samples, run.global_steps
@@ -132,8 +147,13 @@ class Recorder:
         }  # fmt: skip
         self._compiled_before = compiled
         about |= {field: round(x, 4) for field, x in seconds.items() if x > 5e-5}
-        kept = {name: x for name, x in metrics.items() if self._scaled or name not in SCALING}
-        self._hold(schema.STEP, about, kept, peak=True)
+
+        def record(metrics: Mapping[str, float], end: float) -> None:
+            kept = {name: x for name, x in metrics.items() if self._scaled or name not in SCALING}
+            memory = {"peak": peak} if (peak := self._new_peak()) else {}
+            self._write(schema.STEP, about | {"metrics": kept} | memory, _utc(end))
+
+        return record
 
     def notice(self, step: int, what: str, text: str) -> None:
         """Record what a check found about a step."""
@@ -142,7 +162,12 @@ class Recorder:
     def evaluation(self, run: Counted, metrics: Mapping[str, Any], began: float) -> None:
         """Record an evaluation that may still run and `began` at a time in UTC seconds."""
         about = {"step": run.global_steps, "samples": run.global_samples, "began": round(began, 4)}
-        self._hold(schema.EVALUATION, about, metrics)
+
+        def record(values: Mapping[str, Any], end: float) -> None:
+            self._write(schema.EVALUATION, about | {"metrics": {k: float(x) for k, x in values.items()}}, _utc(end))
+
+        if self._writer is not None:
+            self._follower.give(dict(metrics), record)
 
     def _waits(self) -> dict[str, float]:
         """Return the seconds of each field of WAITS since the last call."""
@@ -168,7 +193,7 @@ class Recorder:
             return _record(schema.SAVE, about, save.ended)
 
         if self._writer is not None:
-            self._writer.put_save(Entry(lambda: save.done, make))
+            self._writer.put_save(Later(lambda: save.done, make))
 
     def goodput(self) -> str:
         """Return the line about the goodput of the whole run; "" without a ledger."""
@@ -177,7 +202,8 @@ class Recorder:
     def close(self) -> None:
         """Record the end, and close the file."""
         if self._writer is not None:
-            self._put(schema.END, {"step": self._step, "reason": self._reason or last_words.ended_by()})
+            self._follower.settle()
+            self._write(schema.END, {"step": self._step, "reason": self._reason or last_words.ended_by()}, time.time())
             self._writer.close()
             self._writer = None
             _open.pop(self._home, None)
@@ -185,26 +211,14 @@ class Recorder:
     # ------------------------------------------------------------------ records
 
     def _put(self, kind: str, about: Mapping[str, Any], at: float | None = None) -> None:
-        """Write a record that is known already."""
-        record = _record(kind, about, time.time() if at is None else at)
+        """Write a record after those of the steps so far."""
+        at = time.time() if at is None else at
         if self._writer is not None:
-            self._writer.put(Entry(lambda: True, lambda: record))
+            self._follower.give(None, lambda values, end: self._write(kind, about, at))
 
-    def _hold(self, kind: str, about: dict[str, Any], metrics: Mapping[str, Any], peak: bool = False) -> None:
-        """Write a record with metrics once they are computed; its time is then."""
-
-        def is_ready() -> bool:
-            arrays = [x for x in metrics.values() if hasattr(x, "is_ready")]
-            return all(x.is_deleted() or x.is_ready() for x in arrays)  # JAX crashes on a deleted one
-
-        def make() -> dict[str, Any]:
-            now = time.time()
-            memory = {"peak": self._new_peak()} if peak else {}
-            values = {name: float(x) for name, x in metrics.items()}
-            return _record(kind, about | {"metrics": values} | {k: x for k, x in memory.items() if x}, now)
-
+    def _write(self, kind: str, about: Mapping[str, Any], at: float) -> None:
         if self._writer is not None:
-            self._writer.put(Entry(is_ready, make))
+            self._writer.put(_record(kind, about, at))
 
     def _new_peak(self) -> int:
         """Return the peak of memory in use on the fullest device of this process; 0 if it has not grown."""
@@ -216,6 +230,11 @@ class Recorder:
 
 def _record(kind: str, about: Mapping[str, Any], at: float) -> dict[str, Any]:
     return {"kind": kind, "time": round(at, 4), **about}
+
+
+def _utc(end: float) -> float:
+    """Return a time by `time.perf_counter` in UTC seconds."""
+    return time.time() - (time.perf_counter() - end)
 
 
 def _versions() -> dict[str, str]:

@@ -1,12 +1,10 @@
-"""Curves: passes the metrics of each step to the writers, on process 0, once they are computed."""
+"""Curves: passes the metrics of each step to the writers, on process 0."""
 
 from __future__ import annotations
 
-import atexit
-import time
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -17,30 +15,16 @@ from jzero.loss import LOSS, SCALING
 from jzero.monitors.writers import WRITERS, Writer, enabled, place
 
 PREFIX = "Train/Samples/"  # of DeepSpeed's event names
-LAST = 10  # seconds to wait for the last step at the end; after the death of a peer it never comes
-
-
-class _Held(NamedTuple):
-    """Values by event name, still on the devices; and where the run was."""
-
-    values: Mapping[str, Any]
-    samples: int
-    step: int
-
-    def is_ready(self) -> bool:
-        return all(x.is_ready() for x in self.values.values() if hasattr(x, "is_ready"))
 
 
 class Curves:
     """Writes metrics where the config's monitors say.
 
-    Each step writes what earlier steps have computed by then, so that no step waits for its metrics. A writer that
-    fails is left out, with a warning; training goes on.
+    A writer that fails is left out, with a warning; training goes on.
     """
 
     def __init__(self, config: Config):
         self._config, self._scaled = config, config.fp16.enabled
-        self._held: list[_Held] = []
         self._sections = sections = together("monitors", lambda: enabled(config))
         first = jax.process_index() == 0
 
@@ -48,8 +32,6 @@ class Curves:
             return {section: _start(section, config) for section in sections if first}
 
         self._writers: dict[str, Writer] = together("monitors started", start) if sections else {}
-        if self._writers:
-            atexit.register(self.close)
 
     @property
     def places(self) -> dict[str, str]:
@@ -58,37 +40,25 @@ class Curves:
         return {"curves": ", ".join(where)} if where else {}
 
     def step(self, metrics: Mapping[str, Any], samples: int, step: int) -> None:
-        """Take the metrics of a step that may still run, and write those of the steps before it."""
-        self.flush()
-        self._hold({_name(key): x for key, x in metrics.items() if self._scaled or key not in SCALING}, samples, step)
+        """Write the metrics of a step."""
+        self._write({_name(key): x for key, x in metrics.items() if self._scaled or key not in SCALING}, samples, step)
 
     def evaluation(self, metrics: Mapping[str, Any], samples: int, step: int) -> None:
-        """Take the loss and metrics of an evaluation."""
-        self._hold({f"{PREFIX}eval_{key}": x for key, x in metrics.items()}, samples, step)
+        """Write the loss and metrics of an evaluation."""
+        self._write({f"{PREFIX}eval_{key}": x for key, x in metrics.items()}, samples, step)
 
     def times(self, parts: Mapping[str, float], samples: int, step: int) -> None:
-        """Take the milliseconds per step of each part of a step."""
+        """Write the milliseconds per step of each part of a step."""
         values = {"step": sum(parts.values()), **parts}
-        self._hold({f"{PREFIX}elapsed_time_ms_{part}": x for part, x in values.items()}, samples, step)
+        self._write({f"{PREFIX}elapsed_time_ms_{part}": x for part, x in values.items()}, samples, step)
 
-    def _hold(self, values: Mapping[str, Any], samples: int, step: int) -> None:
-        if self._writers:
-            self._held.append(_Held(values, samples, step))
-
-    def flush(self) -> None:
-        """Write everything that is computed, in order."""
-        while self._held and self._held[0].is_ready():
-            values, samples, step = self._held.pop(0)
-            numbers = {name: float(x) for name, x in values.items()}
-            for section in list(self._writers):
-                self._try(section, lambda writer, n=numbers, x=samples, s=step: writer.write(n, x, s))
+    def _write(self, values: Mapping[str, Any], samples: int, step: int) -> None:
+        numbers = {name: float(x) for name, x in values.items()}
+        for section in list(self._writers):
+            self._try(section, lambda writer: writer.write(numbers, samples, step))
 
     def close(self) -> None:
-        """Write the last step, and end the writers."""
-        end = time.monotonic() + LAST
-        while self._held and not self._held[-1].is_ready() and time.monotonic() < end:
-            time.sleep(0.01)
-        self.flush()
+        """End the writers."""
         for section in list(self._writers):
             self._try(section, lambda writer: writer.close())
         self._writers.clear()

@@ -99,3 +99,9 @@ def three_calls(engine, micro_batches):
 
 def parts_of(batch):
     return [jax.tree.map(lambda x, i=i: x[i * UNIT : (i + 1) * UNIT], batch) for i in range(ACCUM)]
+
+
+def printed(engine, capsys):
+    """Return what was printed so far, with the lines of the steps that the devices have finished."""
+    engine._monitor.follower.settle()
+    return capsys.readouterr().out

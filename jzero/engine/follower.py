@@ -1,0 +1,136 @@
+"""Waits in a thread for what the devices were given, so that no step waits for its own results."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import queue
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from jzero.errors import in_a_line
+
+LAST = 10.0  # seconds to wait for the last step at the end; after the death of a peer it never comes
+
+Then = Callable[[Any, float], None]  # is called with the results' values and the time by `time.perf_counter`
+
+
+class _Item(NamedTuple):
+    results: Any
+    then: tuple[Then, ...]
+    work: _Work | None
+
+
+class _Work:
+    """A step or an evaluation on the devices: its part of the clock, when they were given it and when they ended it."""
+
+    def __init__(self, part: str):
+        self.part, self.given = part, time.perf_counter()
+        self.end: float | None = None
+
+
+class Follower:
+    """Follows results of the devices to their end, in the order in which they were given.
+
+    The devices run one program after another, so the oldest work that has not ended is the one they run.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._works = deque[_Work]()
+        self._thread: threading.Thread | None = None
+        self._closed, self._lost = False, False
+
+    def give(self, results: Any, *then: Then, part: str = "") -> None:
+        """Call `then` with the values of `results` once they are there, in the follower's thread.
+
+        Args:
+          results: a tree of arrays on the devices; None: `then` is called after those of earlier results.
+          then: not called if the devices fail; the script gets that error.
+          part: of the clock, if this is the result of a program that the devices have just been given.
+        """
+        if self._closed:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True, name="jzero follower")
+            self._thread.start()
+            _open.add(self)
+        work = _Work(part) if part else None
+        if work is not None:
+            self._works.append(work)
+        self._queue.put(_Item(results, then, work))
+
+    def busy(self) -> bool:
+        """Return whether the devices work."""
+        works = list(self._works)
+        return bool(works) and works[-1].end is None
+
+    def worked(self, since: float, until: float) -> Mapping[str, float]:
+        """Return {part: seconds} that the devices worked in this time, and forget what ended before."""
+        found, before = dict[str, float](), since
+        for work in list(self._works):
+            end = until if work.end is None else min(work.end, until)
+            begin = max(work.given, before)
+            if end > begin:
+                found[work.part] = found.get(work.part, 0.0) + end - begin
+            before = max(before, end)
+        while self._works and self._works[0].end is not None and self._works[0].end <= until:
+            self._works.popleft()
+        return found
+
+    def settle(self, seconds: float | None = None) -> None:
+        """Wait until all that was given has ended, at most `LAST` or these seconds; not again after `LAST` in vain."""
+        if self._thread is None or self._closed or self._lost:
+            return
+        done = threading.Event()
+        self.give(None, lambda values, end: done.set())
+        self._lost = not done.wait(LAST if seconds is None else seconds) and seconds is None
+
+    def close(self, seconds: float | None = None) -> None:
+        """Take nothing more, and end the thread after what was given so far; wait for it as `settle` does."""
+        self._closed = True
+        if self._thread is None or self._thread is threading.current_thread():
+            return
+        self._queue.put(None)
+        self._thread.join(0.0 if self._lost else LAST if seconds is None else max(0.0, seconds))
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            values, failed = None, True
+            with contextlib.suppress(Exception):  # of the devices: the script gets it too
+                values, failed = jax.device_get(item.results), False  # waits without Python's lock
+            end = time.perf_counter()
+            if item.work is not None:
+                item.work.end = end
+            for then in () if failed else item.then:
+                try:
+                    then(values, end)
+                except Exception as error:  # the thread must go on, or all that waits for it never ends
+                    with contextlib.suppress(RuntimeWarning):  # Python was told to raise warnings
+                        warnings.warn(
+                            f"a step is not shown or recorded: {type(error).__name__}: {in_a_line(error)}",
+                            RuntimeWarning,
+                            2,
+                        )
+
+
+_open: weakref.WeakSet[Follower] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Wait for every thread.
+
+    Python stops a daemon thread where it next takes Python's lock. Inside one of JAX's calls, which are C++, that
+    aborts the process, and its exit code is lost.
+    """
+    end = time.monotonic() + LAST
+    for one in list(_open):
+        one.close(end - time.monotonic())
