@@ -44,6 +44,16 @@ class DesyncConfig(Section):
     every: PositiveOrNone = None
 
 
+class StragglerConfig(Section):
+    """A comparison of processes and GPUs every `every` steps; null: never.
+
+    A line names each process for which the others wait, because it gives its devices their steps late, and each GPU
+    that computes slowly.
+    """
+
+    every: PositiveOrNone = None
+
+
 class SpikesConfig(Section):
     """What happens after a step whose loss or gradient norm is far above those of the last `window` steps.
 

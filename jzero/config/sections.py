@@ -31,6 +31,7 @@ from jzero.config.observed import (
     ProfilerConfig,
     ProgressConfig,
     SpikesConfig,
+    StragglerConfig,
     TimersConfig,
     WandbConfig,
     WatchdogConfig,
@@ -324,4 +325,5 @@ class Settings(Section):
     watchdog: WatchdogConfig = WatchdogConfig()
     non_finite: NonFiniteConfig = NonFiniteConfig()
     desync_check: DesyncConfig = DesyncConfig()
+    straggler_check: StragglerConfig = StragglerConfig()
     spikes: SpikesConfig = SpikesConfig()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jzero.diagnosis.replicas import Replicas
 from jzero.diagnosis.spikes import Spikes
+from jzero.diagnosis.stragglers import Stragglers
 from jzero.diagnosis.watch import Log, Run, Watch
 from jzero.programs import Details
 from jzero.train_step import Metrics, TrainStep
@@ -11,11 +12,11 @@ from jzero.update import Conditions
 
 
 class Checks:
-    """Watches the steps of one engine: whether they are finite, whether they spike, and whether replicas agree."""
+    """Watches the steps of one engine: whether they are finite or spike, whether replicas agree, and who is late."""
 
     def __init__(self, step: TrainStep, log: Log):
         self._finite, self._replicas = Watch(step, log), Replicas(step, log)
-        self._spikes = Spikes(step, log)
+        self._spikes, self._stragglers = Spikes(step, log), Stragglers(step, log)
 
     def begin(self, run: Run) -> Conditions:
         """Return the conditions of the next step."""
@@ -30,6 +31,7 @@ class Checks:
         self._finite.finish(run, metrics, details)
         self._spikes.finish(run.global_steps, metrics)
         self._replicas.finish(run)
+        self._stragglers.finish(run.global_steps)
 
     def settle(self, run: Run) -> None:
         """Report what was found about the last step, or stop for it, before its state is saved."""
@@ -41,3 +43,4 @@ class Checks:
         self._finite.restart()
         self._spikes.restart()
         self._replicas.restart()
+        self._stragglers.restart()

@@ -69,6 +69,8 @@ class Taken(NamedTuple):
 class Log(Protocol):
     """The engine's monitor, as far as the checks need it."""
 
+    spent: dict[str, float]  # {part of the clock: seconds}
+
     def notice(self, step: int, what: str, text: str) -> None:
         """Print a line about a step, and record it."""
 

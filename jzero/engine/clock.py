@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from jzero.profiling import compile_times
 
 DATA = "data"  # waiting for the micro-batches of an iterator, or of training_data
+PEERS = "peers"  # waiting for the other processes to have their micro-batches
 HOST = "host"  # checks, the batch's transfer to the devices, the call of the compiled step
 COMPILE = "compile"  # of any program, in any part
 DEVICE = "device"  # from the call of the step until its results are ready
@@ -16,7 +17,7 @@ CHECKPOINT = "checkpoint"  # what a save takes before training goes on
 PROFILE = "profile"  # of one step, once in a run
 START = "start"  # initialising or reading the state
 SCRIPT = "script"  # between the calls of the engine
-PARTS = (DATA, HOST, COMPILE, DEVICE, EVALUATION, CHECKPOINT, PROFILE, START, SCRIPT)
+PARTS = (DATA, PEERS, HOST, COMPILE, DEVICE, EVALUATION, CHECKPOINT, PROFILE, START, SCRIPT)
 
 
 class Clock:

@@ -19,7 +19,7 @@ from jzero.distributed import last_words, preemption
 from jzero.distributed.place import log_dist
 from jzero.engine import progress, restore
 from jzero.engine.accumulation import Accumulation, Held
-from jzero.engine.clock import DATA, DEVICE, EVALUATION, HOST
+from jzero.engine.clock import DEVICE, EVALUATION, HOST
 from jzero.engine.criterion import Outside, check_criterion
 from jzero.engine.deferred_loss import Loss, Outputs
 from jzero.engine.monitor import Monitor
@@ -99,8 +99,9 @@ class Engine(Views):
         if source is None:
             raise ConfigError("train_batch() has no batch: pass one, or pass training_data to jzero.initialize")
         if isinstance(source, Iterator):
-            with self._monitor.part(DATA):
-                parts = take(source, self.gradient_accumulation_steps(), ours=source is self._batches)
+            parts = take(
+                source, self.gradient_accumulation_steps(), ours=source is self._batches, part=self._monitor.part
+            )
             done = self._run(self.step_fn.run_micro_batches, [self._cut(part) for part in parts], extra)
         else:
             done = self._run(self.step_fn.run, self._cut(source), extra)

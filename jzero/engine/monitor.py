@@ -34,10 +34,10 @@ class Monitor:
     """Measures and shows the steps of one engine.
 
     Attributes:
-      clock: the one clock of the run.
+      clock: the one clock of the run; spent: {part: seconds} of it.
       lines: its plain lines.
       curves: where its metrics go.
-      follower: waits for what the devices were given; only on process 0.
+      follower: waits for what the devices were given; on other processes than 0 only for `straggler_check`.
       finished: the steps that they have finished.
       ledger: the record of the run.
       ending: what happens at the end of the run.
@@ -50,6 +50,7 @@ class Monitor:
         self.lines, self.curves = Lines(step.config), Curves(step.config)
         self.follower, self.finished = Follower(), Finished()
         self.clock = Clock(self.follower.worked)
+        self.spent = self.clock.total
         progress = step.config.progress
         self.ending = Ending(self.clock, self.follower, self.finished, dict(self.curves.places), progress.summary)
         self.ledger, self._began = Recorder(step, resume, began, self.clock.total, self.follower), 0.0
@@ -59,6 +60,8 @@ class Monitor:
         self.ending.verdict = lambda seconds: verdict(seconds, config, devices, profiles.times)
         self._panel: Panel | None = None
         self._step, self._shows = step, self.lines.prints and (progress.summary or progress.panel is not False)
+        # Elsewhere nothing is shown, but a comparison of processes needs the time in which their devices wait.
+        self._follows = self.lines.prints or step.config.straggler_check.every is not None
         # With the engine, or at the program's end.
         self.close = weakref.finalize(self, _close, self.follower, self.curves, self.ledger)
 
@@ -92,14 +95,14 @@ class Monitor:
             self.ledger.begin()
             with self.part(HOST):
                 done = step()
-            if self.lines.prints:
+            if self._follows:
                 self.follower.give(done[1], self._finished(number), part=DEVICE)
             with self.part(DEVICE):
                 return self.ready(done, wait)
 
     def evaluated(self, result: Any) -> Any:
         """Return the result of an evaluation, as `ready` does."""
-        if self.lines.prints:
+        if self._follows:
             self.follower.give(result, part=EVALUATION)
         return self.ready(result)
 

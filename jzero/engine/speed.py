@@ -7,12 +7,13 @@ from typing import NamedTuple
 import jax
 
 from jzero.batch import Amount
-from jzero.engine.clock import DATA, DEVICE, HOST, PROFILE, SCRIPT, Clock
+from jzero.engine.clock import DATA, DEVICE, HOST, PEERS, PROFILE, SCRIPT, Clock
 from jzero.engine.finished import Finished, Totals
 from jzero.profiling.flops import step_flops
 from jzero.train_step import TrainStep
 
-TRAINING = (DATA, HOST, DEVICE, PROFILE, SCRIPT)  # the parts of the clock without start, compile, evaluation and saves
+# The parts of the clock without start, compile, evaluation and saves.
+TRAINING = (DATA, PEERS, HOST, DEVICE, PROFILE, SCRIPT)
 
 
 class Ideal(NamedTuple):

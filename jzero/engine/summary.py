@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from jzero.engine.clock import CHECKPOINT, COMPILE, DATA, DEVICE, EVALUATION, HOST, PROFILE, SCRIPT, START, Clock
+from jzero.engine.clock import CHECKPOINT, COMPILE, DATA, DEVICE, EVALUATION, HOST, PEERS, PROFILE, SCRIPT, START, Clock
 from jzero.engine.finished import Finished, Totals
 from jzero.engine.follower import Follower
 from jzero.engine.speed import Ideal, Speed, training
@@ -19,8 +19,8 @@ from jzero.loss import LOSS
 # The parts of the clock in the words of a summary. The devices' time is that of steps only, so the host's part of a
 # step is the time in which they wait for it.
 PARTS = {
-    START: "start", COMPILE: "compile", DATA: "data", HOST: "steps", DEVICE: "steps", PROFILE: "steps",
-    EVALUATION: "evaluation", CHECKPOINT: "saves", SCRIPT: "script",
+    START: "start", COMPILE: "compile", DATA: "data", PEERS: "other processes", HOST: "steps", DEVICE: "steps",
+    PROFILE: "steps", EVALUATION: "evaluation", CHECKPOINT: "saves", SCRIPT: "script",
 }  # fmt: skip
 
 

@@ -173,6 +173,11 @@ TABLE: dict[str, list[Fault]] = {
             "a line names the leaf and the device",
         ),
         elsewhere(
+            "launcher/test_stragglers.py::test_the_process_whose_data_are_slow_is_named",
+            "one process's data are slow, with `straggler_check.every`",
+            "a line names the process, its host, and the milliseconds for which the others wait",
+        ),
+        elsewhere(
             "test_lock.py::test_saves_of_two_jobs",
             "a second job saves into the same directory",
             "the second is refused and names the first; the first loses nothing",

@@ -1,0 +1,97 @@
+"""Who is late: one of two processes whose data are slow, and a slow device."""
+
+import re
+
+import pytest
+from helpers.engines import build, printed, rows
+from jobs import QUICK, Command
+
+from jzero.diagnosis import stragglers
+from jzero.diagnosis.stragglers import Report, late, slow
+
+
+@pytest.mark.parametrize(
+    ("own", "names"),
+    [
+        ([1.0, 1.0, 1.0], []),
+        ([1.0, 5.9, 1.0], []),  # 4.9 ms of about 100
+        ([1.0, 7.0, 1.0], [1]),
+        ([30.0, 1.0, 30.0, 1.0, 1.0], [0, 2]),
+        ([40.0, 1.0], [0]),
+        ([40.0, 40.0], []),  # nobody waits for another
+        ([40.0], []),
+    ],
+)
+def test_a_late_process_has_a_line(own, names):
+    reports = [Report(f"host{i}", {"data": ms, "device": 100.0 - ms}, {}) for i, ms in enumerate(own)]
+    found = late(reports)
+    assert [int(re.search(r"process (\d+) on host\1:", text)[1]) for text in found] == names
+
+
+def test_a_wait_for_the_others_is_not_lateness():
+    reports = [Report("a", {"data": 1.0, "peers": 50.0}, {}), Report("b", {"data": 51.0}, {})]
+    (text,) = late(reports)
+    assert "process 1 on b" in text
+
+
+def test_no_slow_device_among_equal_ones():
+    assert slow([Report("a", {}, {"0": 2.0, "1": 2.25})]) == []
+    assert slow([Report("a", {}, {})]) == []
+
+
+def test_a_slow_device_is_named_in_the_run(capsys, monkeypatch):
+    monkeypatch.setattr(stragglers, "products", lambda devices: {str(d.id): 2.0 + (d.id == 3) for d in devices})
+    made = build(more={"straggler_check": {"every": 2}})[0]
+    for seed in range(5):
+        made.train_batch(rows(seed))
+    lines = [line for line in printed(made, capsys).splitlines() if "straggler" in line]
+    assert [line[:29] for line in lines] == [f"jzero: step {step}: straggler: dev" for step in (2, 4)]
+    text = r"device 3 on \S+ computes a product in 3.00 ms, the median of 4 devices in 2.00"
+    assert all(re.search(text, line) for line in lines)
+
+
+def test_the_program_that_is_timed_keeps_its_values_finite(monkeypatch):
+    monkeypatch.setattr(stragglers, "SIZE", 64)
+    assert 0 < stragglers._time(stragglers._chain, stragglers.jax.devices()[1]) < 600
+
+
+PROGRAM = """
+import time
+import jax, numpy as np
+import jzero
+
+
+class Net:
+    def init(self, rng):
+        return {"w": 0.1 * jax.random.normal(rng, (4, 4))}
+
+    def loss(self, params, batch, rng):
+        return ((batch["x"] @ params["w"]) ** 2).mean()
+
+
+def batches():
+    while True:
+        if jax.process_index() == 1:
+            time.sleep(0.5)
+        yield {"x": np.ones((4, 4), "float32")}
+
+
+config = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "straggler_check": {"every": 4}}
+engine = jzero.initialize(model=Net(), config=config)[0]
+source = batches()
+for _ in range(4):
+    engine.train_batch(source)
+"""
+
+
+@pytest.mark.processes
+def test_the_process_whose_data_are_slow_is_named(tmp_path):
+    (tmp_path / "worker.py").write_text(PROGRAM)
+    job = Command("--platform", "cpu", "--num_gpus", 2, "worker.py", cwd=tmp_path, env=QUICK)
+    try:
+        assert job.wait() == 0, job.errors
+    finally:
+        job.end()
+    (text,) = re.findall(r"jzero: step 4: straggler: (.*)$", job.output, re.M)
+    data = re.match(r"process 1 on \S+: its devices wait .* elsewhere\): data ([\d.]+)", text)
+    assert float(data[1]) >= 250.0  # of 500; the devices may still work on the step before
