@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import statistics
 import subprocess
 import time
@@ -17,8 +18,11 @@ PEAK = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}  # FLOP/s of den
 
 @contextlib.contextmanager
 def smi() -> Iterator[dict[str, Any]]:
-    """Record the power (W) and the clock (MHz) of the first GPU, five times a second, as medians."""
+    """Record the power (W) and the clock (MHz) of the first GPU, five times a second, as medians; {} without a GPU."""
     found: dict[str, Any] = {}
+    if shutil.which("nvidia-smi") is None:
+        yield found
+        return
     query = ["nvidia-smi", "--id=0", "--query-gpu=power.draw,clocks.sm", "--format=csv,noheader,nounits", "-lms", "200"]
     with subprocess.Popen(query, stdout=subprocess.PIPE, text=True) as process:
         yield found
