@@ -25,7 +25,7 @@ STYLE = """
 .jzero table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 .jzero th, .jzero td { text-align: right; padding: 4px 12px; border-bottom: 1px solid #e2e2e2; }
 .jzero th { color: #666; font-weight: 600; } .jzero th:first-child, .jzero td:first-child { text-align: left; }
-.jzero .words { text-align: left !important; color: #444; }
+.jzero .words :is(th, td):last-child { text-align: left; color: #444; }
 .jzero .plots { margin-top: 22px; display: grid; }
 .jzero .plots { grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 14px; }
 .jzero figure { margin: 0; }
@@ -158,18 +158,18 @@ def _losses(histories: Sequence[History]) -> Iterator[str]:
     rows += [
         [line, *(duration(found.lost.get(line, 0.0)) for _, found in with_goodput), LOSSES[line]] for line in lines
     ]
-    yield _table(("", *(name for name, _ in with_goodput), WORDS), rows)
+    yield _table(("", *(name for name, _ in with_goodput), WORDS), rows, "words")
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "numbers") -> str:
+    """Format a table of numbers, or one whose last column has words."""
     head = "".join(_cell(cell, "th") for cell in header)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<table class={kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _cell(text: str, tag: str = "td") -> str:
-    words = ' class="words"' if text == WORDS or text.count(" ") > 3 else ""
-    return f"<{tag}{words}>{escape(text)}</{tag}>"
+    return f"<{tag}>{escape(text)}</{tag}>"
 
 
 def _image(name: str, image: bytes) -> str:
