@@ -358,13 +358,14 @@ SCRIPT_OF_STEPS = """
 """
 
 
-def run_in_terminal(program):
-    """Run a program in a pseudo-terminal; return what it writes there."""
+def run_in_terminal(program, typed=b""):
+    """Run a program in a pseudo-terminal where somebody types ahead; return what it writes there."""
     terminal, its_end = os.openpty()
     program = [sys.executable, "-c", textwrap.dedent(program)]
     env = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
     child = subprocess.Popen(program, stdin=its_end, stdout=its_end, stderr=its_end, env=env)
     os.close(its_end)
+    os.write(terminal, typed)
     written = b""
     while True:
         try:
@@ -391,3 +392,38 @@ def test_a_terminal_shows_the_panel_and_is_clean_afterwards():
     assert not any(border in line for line in end[3:] for border in "│╭")
     cursor = re.findall(r"\x1b\[\?25([hl])", written)
     assert cursor[-1] == "h"
+
+
+PROMPTS = """
+    import time
+    from rich.text import Text
+    from jzero.display.live import Terminal
+
+    states = iter(range(1000))
+    def open_terminal():
+        return Terminal(lambda: Text(f"<state {next(states)}>"))
+    shown = open_terminal()
+    print(f"answer <{input('a question: ')}>")
+    assert shown.is_left()
+    shown.refresh()
+    print("after it")
+    shown.stop(keep=False)
+    variable, shown = "of the script", open_terminal()
+    breakpoint()
+    shown.stop(keep=False)
+    assert repr(input) == "<built-in function input>"
+    print("end")
+"""
+
+
+@pytest.mark.processes
+def test_a_prompt_takes_the_panel_away():
+    """Otherwise the next state would be written over the question and what is typed."""
+    written = run_in_terminal(PROMPTS, b"typed\np variable\nc\n")
+    question = written.index("a question: ")
+    assert "<state" in written[:question]
+    assert "<state" not in written[question : written.index("after it")]
+    assert "answer <typed>" in written
+    prompt = written.index("(Pdb) ")
+    assert "<state" not in written[prompt : written.rindex("end")]
+    assert "'of the script'" in written[prompt:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import sys
 from collections.abc import Callable
@@ -22,14 +23,17 @@ class Display(Protocol):
     def refresh(self) -> None: ...
 
     def is_left(self) -> bool:
-        """Return whether the program's output now goes elsewhere."""
+        """Return whether the output now goes elsewhere, or somebody was asked for an input."""
 
     def stop(self, keep: bool) -> None:
         """End; leave the last state on the screen, or nothing."""
 
 
 class Terminal:
-    """The last lines of a terminal. What the program prints meanwhile goes above them."""
+    """The last lines of a terminal. What the program prints meanwhile goes above them.
+
+    `input()`, and so a debugger's prompt, ends it: an update would write over the line that is being typed.
+    """
 
     def __init__(self, render: Callable[[], RenderableType], console: Console | None = None):
         import rich
@@ -43,16 +47,25 @@ class Terminal:
         self._streams = {name: (getattr(sys, name), _above(self._live, getattr(sys, name))) for name in STREAMS}
         for name, (_, above) in self._streams.items():
             setattr(sys, name, above)
+        self._input, self._ask = builtins.input, self._make_way
+        builtins.input = self._ask
         console.show_cursor()  # a process that is killed could not bring it back
 
+    def _make_way(self, *prompt: Any) -> str:
+        self.stop(keep=True)
+        return self._input(*prompt)
+
     def refresh(self) -> None:
-        self._live.refresh()
+        if self._live.is_started:
+            self._live.refresh()
 
     def is_left(self) -> bool:
-        return False
+        return not self._live.is_started
 
     def stop(self, keep: bool) -> None:
         self._live.transient = not keep
+        if builtins.input is self._ask:
+            builtins.input = self._input
         for name, (before, above) in self._streams.items():
             if getattr(sys, name) is above:  # the script may have redirected it meanwhile
                 setattr(sys, name, before)
