@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jzero.data.conversations import check_choice
-from jzero.data.interleave import Exhaustion, Interleaving
+from jzero.data.interleave import BLOCK, Exhaustion, Interleaving
 from jzero.data.order import ENDLESS, permutation, shuffled
 from jzero.data.sources import IterableStyle, Source, as_source
 from jzero.errors import ConfigError, some_of
@@ -79,9 +79,14 @@ class Mixture:
         return self.order.length
 
     def __repr__(self) -> str:
+        """Describe all that the order depends on: a resume compares it, so no number in it is rounded."""
         sizes = ", ".join(f"{name}: {len(source)}" for name, source in zip(self.names, self.sources, strict=True))
-        stages = "; ".join(f"from {number} {self._describe(number)}" for number in self._shares)
-        return f"Mixture({sizes}; {stages}; {self.exhaustion}, seed {self.seed}{'' if self.shuffle else ', in order'})"
+        segments = "; ".join(
+            f"from {start} " + ", ".join(f"{n} {quota}" for n, quota in zip(self.names, quotas, strict=True) if quota)
+            for start, quotas, _ in self.order.segments
+        )
+        how = f"{self.exhaustion}, seed {self.seed}{'' if self.shuffle else ', in order'}"
+        return f"Mixture({sizes}; samples of {BLOCK}: {segments}; {how})"
 
     def _describe(self, number: int) -> str:
         shares = zip(self.names, self._shares[number], strict=True)

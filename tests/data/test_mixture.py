@@ -269,6 +269,15 @@ def test_another_mixture_is_other_data():
     assert orders[0] in repr(DataLoader(mixture(), Sizes(1, 1, 1)))
 
 
+@pytest.mark.parametrize(("one", "other", "same"), [(3, 3 + 1e-9, True), (3.00012205, 3.0001221, False)])
+def test_mixtures_of_nearly_the_same_weights(one, other, same):
+    """Weights that give another order, however near, are another mixture; between the last two one is rounded up."""
+    a, b = (Mixture({"web": (Rows(70), weight), "code": (Rows(30), 1)}) for weight in (one, other))
+    numbers = np.arange(2**16)
+    assert np.array_equal(a.locate(numbers), b.locate(numbers)) == same
+    assert (repr(a) == repr(b)) == same
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
