@@ -23,8 +23,11 @@ class Pairs:
     | prompt | chosen, rejected | how they are encoded |
     |---|---|---|
     | messages, or a string: the user's | messages from the assistant's turn on | by the tokenizer's chat template |
-    | none, or the same as in the conversations | whole conversations, whose first messages are equal | the same |
+    | none | whole conversations, whose first messages are equal: the prompt | the same |
+    | messages, or a string: the user's | whole conversations that begin with it | the same |
     | a string | strings | as they are, with the tokenizer's end token after the reply |
+
+    A pair of equal sides tells nothing about a preference, so it is left out; the run report counts such pairs.
 
     Args:
       dataset: mappings with the columns "prompt", "chosen", "rejected" and, if there are tools, "tools": a list, a
@@ -46,13 +49,17 @@ class Pairs:
         self.length, self.fit = length, Fit(length, too_long)
         template = Template(tokenizer)
         found: list[Encoded] = []  # chosen, rejected, chosen, rejected, ...
+        self.equal = 0
         for number, sample in enumerate(samples_of(dataset)):
             try:
-                found += self.fit(*_encode(template, sample)) or ()
+                if (replies := _replies(sample))[0] == replies[1]:
+                    self.equal += 1
+                else:
+                    found += self.fit(*_encode(template, sample, replies)) or ()
             except ConfigError as error:
                 raise ConfigError(f"dataset[{number}]: {error}") from error
         if not found:
-            raise ConfigError("no pair to train on", *self.fit.notes())
+            raise ConfigError("no pair to train on", *self._left_out())
         self.store = Pieces.of_documents([x.tokens for x in found], (x.trained for x in found), vocab_size)
 
     def __len__(self) -> int:
@@ -65,7 +72,12 @@ class Pairs:
 
     def report_notes(self) -> list[str]:
         """Return the lines for the run report."""
-        return [repr(self), *self.fit.notes()]
+        return [repr(self), *self._left_out()]
+
+    def _left_out(self) -> list[str]:
+        of = self.equal + self.fit.samples
+        equal = [f"{self.equal:,} of {of:,} have equal sides: left out"] if self.equal else []
+        return [*self.fit.notes(), *equal]
 
     def rows(self, indices: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
         batch = {}
@@ -75,29 +87,39 @@ class Pairs:
         return batch
 
 
-def _encode(template: Template, sample: Any) -> list[Encoded]:
-    """Encode both sides of a sample."""
+def _replies(sample: Any) -> list[Any]:
+    """Return the columns "chosen" and "rejected": both strings, or both lists of messages."""
     replies = [column_of(sample, name) for name in SIDES]
-    prompt = sample.get("prompt")
     if all(isinstance(reply, str) for reply in replies):
+        return replies
+    return [read_messages(reply, name) for name, reply in zip(SIDES, replies, strict=True)]
+
+
+def _encode(template: Template, sample: Any, replies: list[Any]) -> list[Encoded]:
+    """Encode both sides of a sample."""
+    prompt = sample.get("prompt")
+    if isinstance(replies[0], str):
         if not isinstance(prompt, str):
             raise ConfigError(f"prompt is {type(prompt).__name__}, chosen and rejected are strings: it must be one too")
         return [template.text(prompt, reply) for reply in replies]
-    sides = [read_messages(reply, name) for name, reply in zip(SIDES, replies, strict=True)]
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     before = read_messages(before, "prompt") if before else []
-    if before and all(side[0]["role"] == "assistant" for side in sides):
-        return [template.reply(before, side, tools_of(sample)) for side in sides]
-    shared = _shared(*sides)
-    head = sides[0][:shared]
-    if not shared or not all(side[shared:] for side in sides):
+    if before and all(side[0]["role"] == "assistant" for side in replies):
+        return [template.reply(before, side, tools_of(sample)) for side in replies]
+    shared = _shared(*replies)
+    head = replies[0][:shared]
+    if not shared or not all(side[shared:] for side in replies):
         raise ConfigError(
             "chosen and rejected must begin with the same messages and then differ, or begin with the assistant's turn "
             "and follow a column prompt"
         )
     if before and head[-len(before) :] != before:
-        raise ConfigError("the column prompt is not the beginning that chosen and rejected share: remove the column")
-    return [template.reply(head, side[shared:], tools_of(sample)) for side in sides]
+        if head[: len(before)] != before:
+            raise ConfigError(
+                "the column prompt is not the beginning that chosen and rejected share: remove the column"
+            )
+        head, shared = before, len(before)  # the replies begin with equal turns
+    return [template.reply(head, side[shared:], tools_of(sample)) for side in replies]
 
 
 def _shared(chosen: list[dict], rejected: list[dict]) -> int:

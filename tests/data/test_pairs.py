@@ -24,6 +24,17 @@ def expected(tokens, begin, length):
     return tokens + [0] * (length - len(tokens)), labels + [-1] * (length - len(labels))
 
 
+def by_template(tokenizer, prompt, messages):
+    """(inputs, labels) in rows of 300: what `transformers` adds to the prompt with a generation prompt is trained."""
+    begins = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+    tokens = tokenizer.apply_chat_template(messages)["input_ids"]
+    begin = next(i for i in range(len(tokens)) if tokenizer.decode(tokens[:i]) == begins)
+    inputs, labels = expected(tokens, begin, 300)
+    end = max(i for i, t in enumerate(tokens) if t in tokenizer.all_special_ids)
+    labels[end:] = [-1] * (300 - end)  # what follows the end token is not trained
+    return inputs, labels
+
+
 def check(pairs, wanted):
     """Compare the rows with [(chosen's inputs, its labels, rejected's, ...)]."""
     rows = pairs.rows(np.arange(len(pairs)))
@@ -40,15 +51,8 @@ def check(pairs, wanted):
 @pytest.mark.parametrize("form", FORMS)
 def test_replies_by_the_chat_template(name, form):
     """The labels are what `transformers` adds to the prompt with a generation prompt, up to the end token."""
-    tokenizer, wanted = make_tokenizer(TEMPLATES[name]), []
-    prompt = tokenizer.apply_chat_template(PROMPT, add_generation_prompt=True, tokenize=False)
-    for answer in (GOOD, BAD):
-        tokens = tokenizer.apply_chat_template([*PROMPT, answer])["input_ids"]
-        begin = next(i for i in range(len(tokens)) if tokenizer.decode(tokens[:i]) == prompt)
-        inputs, labels = expected(tokens, begin, 300)
-        end = max(i for i, t in enumerate(tokens) if t in tokenizer.all_special_ids)
-        labels[end:] = [-1] * (300 - end)  # what follows the end token is not trained
-        wanted.append((inputs, labels))
+    tokenizer = make_tokenizer(TEMPLATES[name])
+    wanted = [by_template(tokenizer, PROMPT, [*PROMPT, answer]) for answer in (GOOD, BAD)]
     check(Pairs([FORMS[form]], tokenizer, length=300), [wanted])
 
 
@@ -103,6 +107,26 @@ def test_long_pairs_are_cut_or_left_out_and_counted():
     assert batch["chosen"]["inputs"].shape == (1, 16)
 
 
+def test_pairs_of_equal_sides_are_left_out_and_counted():
+    tokenizer = make_tokenizer(TEMPLATES["mistral"])
+    same = [{**FORMS[form], "rejected": FORMS[form]["chosen"]} for form in FORMS]
+    text = {"prompt": "x", "chosen": "y", "rejected": "y"}
+    pairs = Pairs([*same, FORMS["messages"], text], tokenizer, length=300)
+    alone = Pairs([FORMS["messages"]], tokenizer, length=300)
+    np.testing.assert_equal(pairs.rows(np.array([0])), alone.rows(np.array([0])))
+    assert pairs.report_notes()[1:] == ["5 of 6 have equal sides: left out"]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_prompt_before_equal_turns(whole):
+    """All that follows the prompt is trained, as where the conversations do not repeat it."""
+    tokenizer = make_tokenizer(TEMPLATES["mistral"])
+    before = PROMPT[:1] if whole else []
+    sides = {name: [*before, *PROMPT[1:], answer] for name, answer in (("chosen", GOOD), ("rejected", BAD))}
+    wanted = [by_template(tokenizer, PROMPT[:1], [*PROMPT, answer]) for answer in (GOOD, BAD)]
+    check(Pairs([{"prompt": PROMPT[:1], **sides}], tokenizer, length=300), [wanted])
+
+
 @pytest.mark.parametrize(
     ("sample", "words"),
     [
@@ -110,7 +134,8 @@ def test_long_pairs_are_cut_or_left_out_and_counted():
         ({"chosen": "y", "rejected": "z"}, "prompt is NoneType, chosen and rejected are strings"),
         ({"prompt": "x", "chosen": "y", "rejected": [BAD]}, "chosen is 'y': must be a list of"),
         ({"chosen": [GOOD], "rejected": [BAD]}, "must begin with the same messages and then differ"),
-        ({"chosen": PROMPT, "rejected": PROMPT}, "must begin with the same messages and then differ"),
+        ({"chosen": PROMPT, "rejected": PROMPT[:2]}, "must begin with the same messages and then differ"),
+        ({"chosen": PROMPT, "rejected": PROMPT}, "no pair to train on\n.*1 of 1 have equal sides: left out"),
         ({**FORMS["all of both"], "prompt": "another"}, "prompt is not the beginning that chosen and rejected share"),
         ({**FORMS["messages"], "prompt": turns("x", "y", system="z")}, "the chat template refuses the messages"),
     ],
