@@ -21,7 +21,7 @@ import numpy as np
 
 import jzero
 from experiments.finetune_lora import answers, read_dataset, settings
-from experiments.show import curves
+from experiments.show import curves, steps_of
 from experiments.tiny_chat import COLORS, FRIENDLY, LENGTH, PLAIN, QUESTIONS, chats, make_model
 from jzero.data import DataLoader, Pairs, RepeatingLoader
 from models.decoder import Decoder
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     questions = args.ask or [QUESTIONS[2].format(thing) for thing in list(COLORS)[:6]]
     sampled = partial(answers, engine, tokenizer, questions, temperature=0.7)
     before = sampled(rng=jax.random.key(0))
-    losses = [engine.train_batch(batches) for _ in range(args.steps or config.scheduler.params["total_num_steps"])]
+    losses = [engine.train_batch(batches) for _ in range(steps_of(args.steps, config))]
     losses = [float(loss) for loss in losses]
     for question, old, new in zip(questions, before, sampled(rng=jax.random.key(0)), strict=True):
         jzero.log_dist(f"{question}\n  before: {old}\n  after:  {new}")

@@ -11,6 +11,7 @@ adapters (for peft), the tokenizer and the curves are written to --out.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import jax
 
 import jzero
-from experiments.show import curves
+from experiments.show import curves, steps_of
 from experiments.tiny_chat import LENGTH, PIRATE, QUESTIONS, chats, make_model
 from jzero.data import Chat
 from models.decoder import Decoder
@@ -49,7 +50,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     # 3. The training, between two samples.
     questions = args.ask or [QUESTIONS[2].format(thing) for thing in ("snow", "a frog", "the sea")]
     before = answers(engine, tokenizer, questions)
-    losses = [engine.train_batch() for _ in range(args.steps or config.scheduler.params["total_num_steps"])]
+    losses = [engine.train_batch() for _ in range(steps_of(args.steps, config))]
     losses = [float(loss) for loss in losses]
     after = answers(engine, tokenizer, questions)
     for question, old, new in zip(questions, before, after, strict=True):
@@ -94,6 +95,7 @@ def read_dataset(data: str) -> Any:
 
 def answers(engine: jzero.Engine, tokenizer: Any, questions: list[str], **sampling: Any) -> list[str]:
     """Generate an answer to each question; without `rng` in `sampling` the most probable one."""
+    tokenizer = copy.deepcopy(tokenizer)  # the caller saves its own, which pads as it did in the download
     tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.pad_token or tokenizer.eos_token
     asked = [[{"role": "user", "content": question}] for question in questions]
     prompts = tokenizer.apply_chat_template(

@@ -22,7 +22,7 @@ import numpy as np
 
 import jzero
 from experiments.quickstart import HELD_OUT_BYTES, positive
-from experiments.show import memory
+from experiments.show import memory, steps_of
 from experiments.text import BYTES, standard_library
 from jzero import planner
 from jzero.config.source import read
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--data", type=Path, metavar="FILE", help="train on a file of tokens; its last tenth is held out")
     p.add_argument("--pack", action="store_true", help="pack whole documents into rows; attention keeps them apart")
     p.add_argument("--sequence", type=positive, default=256, help="tokens per sequence (default 256)")
-    p.add_argument("--steps", type=positive, help="the last step (default: the scheduler's total_num_steps)")
+    p.add_argument("--steps", type=positive, help="the last step (default: the scheduler's total_num_steps, or 100)")
     p.add_argument(
         "--eval-every", type=positive, metavar="STEPS", help="steps between held-out losses (default: at the end)"
     )
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(args: Namespace, config: jzero.Config, shape: LlamaConfig) -> None:
     if jzero.get_world_size() == 1:
         jax.config.update("jax_num_cpu_devices", args.devices)  # simulated devices, for a machine without GPUs
-    steps = args.steps or (config.scheduler.params if config.scheduler else {}).get("total_num_steps", 100)
+    steps = steps_of(args.steps, config)
     if args.save_every and not args.save:
         raise jzero.ConfigError("--save-every: requires --save DIR")
     training, held_out = data(args, shape)

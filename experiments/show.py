@@ -17,6 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+import jzero
+
 BLUE, GREY, ORANGE = "#1f5fbf", "#777777", "#d9730d"
 
 
@@ -26,6 +28,16 @@ def memory() -> int:
     if "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"]
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def steps_of(wanted: int | None, config: jzero.Config) -> int:
+    """Return the number of steps of a run: `wanted`, else the scheduler's; say when more steps than its are wanted."""
+    total = config.scheduler.params.get("total_num_steps") if config.scheduler else None
+    if total in (None, "auto"):
+        return wanted or 100
+    if wanted and wanted > total:
+        jzero.log_dist(f"--steps {wanted}: the learning rate stays as it is from step {total} on (total_num_steps)")
+    return wanted or int(total)
 
 
 class TrainingBar:

@@ -51,7 +51,9 @@ def test_finetune_lora(tiny, tmp_path, capsys):
     adapter = json.loads((out / "adapters" / "adapter_config.json").read_text())
     assert (adapter["r"], adapter["lora_alpha"]) == (8, 16)
     assert (out / "adapters" / "adapter_model.safetensors").exists()
-    assert transformers.AutoTokenizer.from_pretrained(out / "adapters").chat_template == tiny_chat.CHATML
+    saved, before = (transformers.AutoTokenizer.from_pretrained(path) for path in (out / "adapters", tiny))
+    assert saved.chat_template == tiny_chat.CHATML
+    assert (saved.padding_side, saved.pad_token) == (before.padding_side, before.pad_token)
     steps = [json.loads(line) for line in (out / "curves" / "metrics.jsonl").read_text().splitlines()]
     assert [step["Train/Samples/train_loss"] for step in steps] == pytest.approx(losses[: len(steps)])
     assert len(steps) >= 10

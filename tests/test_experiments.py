@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from helpers.cuda import needs_cuda_compiler
 
-from experiments import pretrain, quickstart, text, tokens
+import jzero
+from experiments import pretrain, quickstart, show, text, tokens
 from experiments.tutorial import data_parallel, pipeline, zero1, zero2, zero3
 
 PROGRAMS = [data_parallel, zero1, zero2, zero3, pipeline]
@@ -94,6 +95,17 @@ def test_pretrain_goes_on_where_another_layout_stopped(run_pretrain, tmp_path):
     assert "model TFLOP/s per device" in once
     assert "pipe 2 x data 1 x zero 4" in first
     assert f"resumed from {tmp_path / 'global_step3'}" in rest
+
+
+def test_more_steps_than_the_schedule_has_are_announced(capsys):
+    config = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+    decay = {"type": "WarmupDecayLR", "params": {"total_num_steps": 30}}
+    with_total, without = (jzero.Config.load({**config, **more}) for more in ({"scheduler": decay}, {}))
+    assert [show.steps_of(steps, with_total) for steps in (None, 7, 30)] == [30, 7, 30]
+    assert [show.steps_of(steps, without) for steps in (None, 7)] == [100, 7]
+    assert capsys.readouterr().out == ""
+    assert show.steps_of(31, with_total) == 31
+    assert capsys.readouterr().out.startswith("--steps 31: the learning rate stays as it is from step 30 on")
 
 
 @pytest.mark.slow
