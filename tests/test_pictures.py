@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -156,6 +157,14 @@ def test_the_bars_of_memory_are_the_formula_of_zero(accum):
         assert found[stage].total == sum(bars)
     assert len(texts) == 4
     assert "a device has 19.5 KiB" in [line.get_label() for line in figure.axes[0].lines]
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_memory_of_nothing():
+    with pytest.raises(jzero.ConfigError, match="bars is empty: there is nothing to draw"):
+        jzero.pictures.draw_memory({})
+    nothing = SimpleNamespace(persistent=0, parameters=0, gradients=0, total=0)  # of a model without parameters
+    assert drawn(jzero.pictures.draw_memory({0: nothing})) == ["0 B"]
 
 
 # ---------------------------------------------------------------- HTML

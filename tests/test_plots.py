@@ -166,6 +166,28 @@ def test_two_directories_of_one_name_have_their_paths(tmp_path, runs):
     assert [one.name for one in history.read_all([runs[0], other, runs[1]])] == [str(runs[0]), str(other), "curves"]
 
 
+def test_a_ledgers_file_and_a_directory_of_one_name(tmp_path, runs):
+    other = tmp_path / "other" / "first"
+    other.mkdir(parents=True)
+    (other / "ledger.jsonl").write_text((runs[0] / "ledger.jsonl").read_text())
+    file = runs[0] / "ledger.jsonl"
+    histories = history.read_all([file, other])
+    assert [one.name for one in histories] == [str(file), str(other)]
+    solid = [x for x in figures.draw(histories, "loss").axes[0].lines if x.get_label() in (str(file), str(other))]
+    assert len({line.get_color() for line in solid}) == 2
+    assert [one.name for one in history.read_all([file, runs[0]])] == ["first"]  # a run that is named twice
+
+
+def test_names_of_runs_are_drawn_as_they_are(tmp_path, runs):
+    """Between two dollars matplotlib sees a formula, here one it cannot read; a legend leaves out a leading `_`."""
+    odd = [runs[0].rename(tmp_path / r"cost$\frac$"), runs[1].rename(tmp_path / "_old")]
+    found = plots.read(*odd)
+    assert all(image.startswith(b"\x89PNG") for image in found.images.values())
+    legend = figures.draw(found.histories, "loss").axes[0].get_legend()
+    shown = [text.get_text() for text in legend.get_texts()]
+    assert [text.strip() for text in shown] == [r"cost\$\frac\$", r"cost\$\frac\$, evaluation", "_old"]
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [

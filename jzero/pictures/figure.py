@@ -26,7 +26,7 @@ def new_figure(width: float, height: float, margin: float = 0.04167) -> Figure:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
-        raise ConfigError("pictures need matplotlib, which is not installed: pip install 'jzero[plot]'") from error
+        raise ConfigError("pictures and plots need matplotlib: pip install 'jzero[plot]'") from error
     layout = ConstrainedLayoutEngine(w_pad=margin, h_pad=margin)
     return _picture(Figure)(figsize=(width, height), layout=layout)
 

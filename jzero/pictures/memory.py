@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from jzero.errors import ConfigError
 from jzero.pictures.figure import GRID, INK, SHARDS, new_figure
 from jzero.values.sizes import size_text
 
@@ -34,8 +35,10 @@ def draw_memory(bars: Mapping[Any, Bytes], *, memory: int | None = None, title: 
       title: of the picture.
 
     Raises:
-      ConfigError: matplotlib is not installed.
+      ConfigError: there are no bars, or matplotlib is not installed.
     """
+    if not bars:
+        raise ConfigError("bars is empty: there is nothing to draw; pass {name: bytes}, as from planner.bytes_by_stage")
     parts = {
         "masters and optimizer state": [b.persistent for b in bars.values()],
         "gradients": [b.gradients for b in bars.values()],
@@ -44,7 +47,7 @@ def draw_memory(bars: Mapping[Any, Bytes], *, memory: int | None = None, title: 
     names = [f"stage {name}" if isinstance(name, int) else str(name) for name in bars]
     longest = max(b.total for b in bars.values())
     figure = new_figure(7.2, 1.1 + 0.36 * len(bars), margin=0.08)
-    limit = max(longest, memory or 0) * 1.14
+    limit = max(longest, memory or 0, 1) * 1.14  # a model without parameters has bars of no length
     axes = figure.add_subplot(xlim=(0, limit), ylim=(len(bars) - 0.5, -0.5))
     left = [0] * len(bars)
     for (name, sizes), colour in zip(parts.items(), (SHARDS[2], SHARDS[1], SHARDS[0]), strict=True):

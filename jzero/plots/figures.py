@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from jzero.errors import ConfigError
 from jzero.ledger.goodput import LOSSES, duration
+from jzero.pictures.figure import new_figure
 from jzero.plots.history import EVAL, LOSS, MEMORY, SPEED, TOKENS, History, Point
 
 if TYPE_CHECKING:
@@ -52,16 +53,15 @@ def draw(histories: Sequence[History], name: str, x: str = "step", smooth: float
     Raises:
       ConfigError: matplotlib is not installed, or the runs have no such curve.
     """
-    figure_type = _matplotlib()
     if name == GOODPUT:
-        return _goodput([history for history in histories if history.goodput], figure_type)
+        return _goodput([history for history in histories if history.goodput])
     if x == "time" and (without := [h.name for h in histories if h.last.seconds is None]):
         raise ConfigError(f"x = 'time': {', '.join(without)}: only a ledger has times; choose step or samples")
-    figure = figure_type(figsize=(7.2, 3.8), layout="constrained")
+    figure = new_figure(7.2, 3.8)
     axes = figure.add_subplot()
-    drawn = [history for history in histories if name in history.curves]
-    for history in drawn:
-        _curve(axes, history, name, x, smooth, RUNS[list(histories).index(history) % len(RUNS)])
+    for number, history in enumerate(histories):  # a run has its colour in every figure
+        if name in history.curves:
+            _curve(axes, history, name, x, smooth, RUNS[number % len(RUNS)])
     _dress(axes, name, x)
     if len(histories) > 1 or len(axes.get_legend_handles_labels()[1]) > 1:
         axes.legend(frameon=False, fontsize=9)
@@ -82,23 +82,15 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
     return found
 
 
-def _matplotlib() -> type[Figure]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("plots need matplotlib: pip install 'jzero[plot]'") from error
-    return Figure
-
-
 def _curve(axes: Axes, history: History, name: str, x: str, smooth: float, colour: str) -> None:
-    points = history.curves[name]
+    points, run = history.curves[name], _literal(history.name)
     at, values = [_x(point, x) for point in points], [point.value for point in points]
     if smooth and name not in _PLAIN:
-        axes.plot(at, values, color=colour, linewidth=0.8, alpha=0.25, label=f"_{history.name}, not smoothed")
+        axes.plot(at, values, color=colour, linewidth=0.8, alpha=0.25, label=f"_{run}, not smoothed")
         values = smoothed(values, smooth)
-    axes.plot(at, values, color=colour, linewidth=1.6, label=history.name, marker="o" if len(points) == 1 else "")
+    axes.plot(at, values, color=colour, linewidth=1.6, label=run, marker="o" if len(points) == 1 else "")
     if evals := history.curves.get(f"{EVAL}{name}"):
-        label = f"{history.name}, evaluation"
+        label = f"{run}, evaluation"
         axes.plot(
             [_x(point, x) for point in evals], [point.value for point in evals], color=colour, linewidth=1.2,
             linestyle="--", marker="o", markersize=3.5, label=label,
@@ -111,12 +103,17 @@ def _curve(axes: Axes, history: History, name: str, x: str, smooth: float, colou
         )  # fmt: skip
 
 
+def _literal(text: str) -> str:
+    """Escape what matplotlib does not draw as it is: between two `$` a formula, and labels that begin with `_`."""
+    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
+
+
 def _x(point: Point, x: str) -> float:
     return point.seconds / 3600 if x == "time" and point.seconds is not None else getattr(point, x, point.step)
 
 
 def _dress(axes: Axes, title: str, x: str) -> None:
-    axes.set_title(title, loc="left", fontsize=11, color=INK)
+    axes.set_title(_literal(title), loc="left", fontsize=11, color=INK)
     axes.set_xlabel(AXES[x], fontsize=9, color=MUTED)
     axes.grid(color=GRID, linewidth=0.7)
     axes.set_axisbelow(True)
@@ -129,12 +126,12 @@ def _dress(axes: Axes, title: str, x: str) -> None:
         axes.set_ylim(bottom=0)
 
 
-def _goodput(histories: Sequence[History], figure_type: type[Figure]) -> Figure:
+def _goodput(histories: Sequence[History]) -> Figure:
     """Draw one bar per run: the steps that count from the left, then what the other time went to."""
     every = [history.goodput for history in histories if history.goodput]
     present = [line for line in LOSSES if any(one.lost.get(line, 0.0) > 2e-3 * one.wall for one in every)]
     rows = -(-(len(present) + 1) // 4)
-    figure = figure_type(figsize=(7.2, 1.0 + 0.45 * len(histories) + 0.25 * rows), layout="constrained")
+    figure = new_figure(7.2, 1.0 + 0.45 * len(histories) + 0.25 * rows)
     axes = figure.add_subplot()
     for row, history in enumerate(histories):
         if not (found := history.goodput) or not found.wall:
@@ -146,7 +143,7 @@ def _goodput(histories: Sequence[History], figure_type: type[Figure]) -> Figure:
             if width >= 6:
                 axes.text(left + width / 2, row, f"{width:.0f}%", ha="center", va="center", fontsize=8.5, color="white")
             left += width
-    labels = [f"{h.name}\n{duration(h.goodput.wall)}" if h.goodput else h.name for h in histories]
+    labels = [_literal(f"{h.name}\n{duration(h.goodput.wall)}" if h.goodput else h.name) for h in histories]
     _dress(axes, GOODPUT, "step")
     axes.grid(visible=False)
     axes.set_yticks(range(len(histories)), labels, fontsize=9, color=INK)

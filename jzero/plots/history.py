@@ -72,9 +72,8 @@ def read_run(run: str | os.PathLike, name: str | None = None) -> History:
     Raises:
       ConfigError: there is no such run, or no step in its records.
     """
-    path = Path(run).expanduser()
-    path = path.parent if path.name == schema.FILE else path
-    name = name or path.absolute().name
+    path = _place(run)
+    name = name or path.name
     if (path / schema.FILE).is_file():
         history = _of_ledger(path, name)
     elif (file := path if path.is_file() else path / METRICS).is_file():
@@ -91,8 +90,15 @@ def read_run(run: str | os.PathLike, name: str | None = None) -> History:
 
 def read_all(runs: Sequence[str | os.PathLike]) -> list[History]:
     """Read runs, and name them by their directories; by their paths, if two directories have one name."""
-    names = [Path(run).expanduser().absolute().name for run in runs]
-    return [read_run(run, None if names.count(name) == 1 else str(run)) for run, name in zip(runs, names, strict=True)]
+    places = {_place(run): str(run) for run in runs}
+    names = [place.name for place in places]
+    return [read_run(run, place.name if names.count(place.name) == 1 else run) for place, run in places.items()]
+
+
+def _place(run: str | os.PathLike) -> Path:
+    """Return the directory of a ledger, or a directory or file of `jsonl_monitor`."""
+    path = Path(run).expanduser().absolute()
+    return path.parent if path.name == schema.FILE else path
 
 
 # ------------------------------------------------------------------ from a ledger
