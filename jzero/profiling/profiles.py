@@ -32,7 +32,7 @@ class Profiles:
       profile may take longer than the step.
     - `comms_logger` profiles the second step, on GPUs.
     - `flops_profiler` prints the FLOPs of step `profile_step`, and times it. The first step of a process compiles, so
-      the second takes its place.
+      the second takes its place, and that of `profile_step` in a run that resumes after it.
 
     Attributes:
       device, comms: the profiles of the breakdown and of the collectives; None before them.
@@ -60,7 +60,7 @@ class Profiles:
           Whether the results of the step must be waited for.
         """
         self._first = self._first or number
-        if self._first == number == self._timed:
+        if self._timed is not None and (self._first == number == self._timed or number > self._timed):
             self._timed = number + 1
         profile = self._profile(number, line_due)
         ends = profile is not None and not (profile is self._trace and number < self._trace.last)
@@ -102,6 +102,7 @@ class Profiles:
         if traced is None:
             return
         if number == self._timed:
+            self._timed = None
             yield _tried("flops_profiler", lambda: self._flops_text(number, step, traced))
         if not self._logged and (self.comms or not _on_gpus()):
             self._logged = True

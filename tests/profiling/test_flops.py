@@ -298,6 +298,20 @@ def test_the_engine_prints_a_table_once(to_file, capsys, tmp_path):
     assert "TFLOP/s" not in text  # CPUs have no rate
 
 
+def test_a_run_that_resumes_after_the_step_has_its_table(capsys, tmp_path):
+    before = build()[0]
+    for seed in range(3):
+        before.train_batch(rows(seed))
+    before.save_checkpoint(tmp_path).wait()
+    made = build(more={"flops_profiler": {"enabled": True, "profile_step": 2}}, resume=tmp_path)[0]
+    capsys.readouterr()
+    printed = []
+    for seed in range(4):
+        made.train_batch(rows(seed))
+        printed.append(capsys.readouterr().out.partition(":")[0])
+    assert printed == ["", "FLOPs of step 5", "", ""]
+
+
 def test_what_the_config_says():
     config = jzero.Config.load(
         {"train_batch_size": 8, "flops_profiler": {"enabled": True, "recompute_fwd_factor": 0.0}}
