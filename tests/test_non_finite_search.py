@@ -356,6 +356,37 @@ def test_a_replay_of_a_backward_pass(tmp_path):
     assert str(found).splitlines() == text.splitlines()[: len(str(found).splitlines())]
 
 
+class Balanced:
+    """Its gradient is not finite where the rows add up to 0, on one replica or, `together`, on all."""
+
+    def __init__(self, together):
+        self.together = together
+
+    def init(self, rng):
+        return {"w": jnp.ones(())}
+
+    def loss(self, params, batch, rng):
+        x = jzero.all_gather(batch["x"]) if self.together else batch["x"]
+        return jnp.sqrt(jnp.abs(params["w"] * x.mean()))
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_replay_of_rows_that_fail_only_together(together, tmp_path):
+    model, mesh = Balanced(together), jzero.make_mesh(devices=jax.devices()[:2])
+    engine = jzero.initialize(model=model, config=config(0), mesh=mesh)[0]
+    bad = np.ones((2, ACCUM, MICRO), np.float32)  # replica, micro-batch, row
+    bad[:, 1] = [[1, 1], [-1, -1]] if together else [[1, 1], [1, -1]]
+    engine.train_batch({"x": bad.ravel()})
+    with pytest.raises(NonFiniteError) as error:
+        engine.train_batch({"x": bad.ravel()})
+    text = str(error.value)
+    where = "in micro-batch 1 of 3" if together else "in micro-batch 1 of 3, on replica 1"
+    assert "first in the backward pass: the model; gradients that are not finite: w\n" in text
+    assert f"  {where}; no row fails by itself" in text
+    found = jzero.replay(tmp_path / "saved" / "step1", model)
+    assert str(found).splitlines() == text.splitlines()[: len(str(found).splitlines())]
+
+
 @pytest.mark.parametrize("fault", ["the save", "another process"])
 def test_a_fault_beside_the_search_does_not_hide_the_finding(fault, tmp_path, monkeypatch):
     def no_memory(*_):

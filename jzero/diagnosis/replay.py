@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero import checkpoint
 from jzero.diagnosis.finding import Finding
@@ -75,6 +75,8 @@ def save(output_path: str, setup: Setup, state: TrainState, fed: Fed, found: Fin
 def replay(directory: str | os.PathLike, model: Any) -> Finding:
     """Repeat a step that was not finite on one device: its first micro-batch that failed, on the replica that failed.
 
+    If that is finite, the rows of all replicas are repeated as one micro-batch.
+
     Args:
       directory: `non_finite.output_path`/step{N} of the run's config.
       model: the run's, as for `initialize`.
@@ -90,28 +92,43 @@ def replay(directory: str | os.PathLike, model: Any) -> Finding:
     notes = source.notes
     if "micro_batch" not in notes:
         raise ConfigError(f"{directory}: this is a checkpoint, not a saved step; pass non_finite.output_path/step...")
-    micro, replica = notes["micro"], notes["replica"]
-    config = {**notes["config"], "train_batch_size": micro, "gradient_accumulation_steps": 1}
-    config["optimizer"] = {"type": "SGD", "params": {"lr": 1.0}}  # never runs
     mesh = make_mesh(devices=jax.local_devices()[:1])
-    setup = make_train_step(model, config, mesh=mesh).setup
-    shapes = jax.eval_shape(setup.model.init, jax.random.key(0))
+    shapes = jax.eval_shape(_setup(model, notes, mesh, notes["micro"]).model.init, jax.random.key(0))
     ours = {f"params/{name}": tuple(x.shape) for name, x in named(shapes).items()}
     theirs = {name: shape for name, shape in source.shapes.items() if name.startswith("params")}
     if problems := differences(theirs, ours):
         raise ConfigError(f"{directory} belongs to another model: {some_of(problems)}")
     leaves = source.read(dict.fromkeys(source.shapes, NamedSharding(mesh, PartitionSpec())))
     params = jax.tree.unflatten(jax.tree.structure(shapes), [leaves[name] for name in ours])
-    rows = slice(replica * micro, (replica + 1) * micro)
+    found = _repeat(model, notes, mesh, leaves, params, alone=True)
+    if found.direction or notes["replicas"] == 1:
+        return found
+    return _repeat(model, notes, mesh, leaves, params, alone=False)  # rows of several replicas may fail together
+
+
+def _setup(model: Any, notes: dict[str, Any], mesh: Mesh, rows: int) -> Setup:
+    config = {**notes["config"], "train_batch_size": rows, "gradient_accumulation_steps": 1}
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 1.0}}  # never runs
+    return make_train_step(model, config, mesh=mesh).setup
+
+
+def _repeat(
+    model: Any, notes: dict[str, Any], mesh: Mesh, leaves: dict[str, jax.Array], params: PyTree, alone: bool
+) -> Finding:
+    """Search the part of the replica that failed, or, not `alone`, those of all replicas as one micro-batch."""
+    replica, micro, replicas = notes["replica"], notes["micro"], notes["replicas"]
+    rows = slice(replica * micro, (replica + 1) * micro) if alone else slice(0, replicas * micro)
+    setup = _setup(model, notes, mesh, rows.stop - rows.start)
     batch = jax.tree.map(lambda x: x[rows], _rebuild(notes["batch"], "batch", leaves))
-    key = leaves["key"] if notes["replicas"] == 1 else jax.random.fold_in(leaves["key"], replica)
-    scale = replace(setup.precision.scaler.init(1), scale=leaves["scale"] / notes["of"] / notes["replicas"])
-    state = TrainState(jnp.zeros((), jnp.int32), params, (), scale, key)
+    key = leaves["key"] if replicas == 1 else jax.random.fold_in(leaves["key"], replica)
+    scale = leaves["scale"] / notes["of"] / (replicas if alone else 1)  # of the mean over the replicas
+    scaling = replace(setup.precision.scaler.init(1), scale=scale)
+    state = TrainState(jnp.zeros((), jnp.int32), params, (), scaling, key)
     fed = Fed(batch, _rebuild(notes["extra"], "extra", leaves), in_parts=True)
     found = Finding(notes["step"], float(notes["loss"]), of=notes["of"])
     found = search(setup, state, fed, found, key=key, first=notes["micro_batch"])
-    found = replace(found, replicas=(replica,) if found.direction else ())
-    return found.located(*(notes[name][rows] for name in ("numbers", "samples")))
+    numbers = {"rows": notes["numbers"][rows], "samples": notes["samples"][rows]}
+    return replace(found, replicas=(replica,) if found.direction and alone else ()).located(**numbers)
 
 
 def main(directory: str, model: str) -> int:

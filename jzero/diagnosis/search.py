@@ -100,10 +100,13 @@ def _with_rows(repeat: Repeat, found: Finding, part: PyTree, index: int, first: 
     """Add the rows that fail by themselves."""
     size = repeat.micro * repeat.replicas
     rows = bad_rows(range(size), is_bad)
+    replicas = found.replicas or tuple(sorted({row // repeat.micro for row in rows}))
+    if not replicas:  # rows that fail together
+        parts = np.arange(size).reshape(repeat.replicas, repeat.micro)
+        replicas = tuple(bad_rows(range(repeat.replicas), lambda some: is_bad(parts[list(some)].ravel().tolist())))
     return replace(
         found, micro_batch=first + index, rows=tuple(rows), more_rows=len(rows) == MOST < size,
-        replicas=found.replicas or tuple(sorted({row // repeat.micro for row in rows})),
-        inputs=tuple(repeat.not_finite(part)),
+        replicas=replicas, inputs=tuple(repeat.not_finite(part)),
     )  # fmt: skip
 
 
