@@ -16,7 +16,7 @@ MOST = 3  # settings
 Applies = Callable[[Config], bool]
 
 
-class Rule(NamedTuple):
+class Bound(NamedTuple):
     """A verdict: its name, what it is about, and the settings to try, each where it applies."""
 
     name: str
@@ -36,31 +36,31 @@ MICRO = (_always, "a larger train_micro_batch_size_per_gpu, while the memory las
 BF16 = (lambda config: config.precision == "fp32", "bf16.enabled: true")
 
 # Parts of the clock in which the devices wait -> the rule.
-WAITS = {
-    "data": Rule("data-bound", "the devices waited for data", (
+WAITED = {
+    "data": Bound("data-bound", "the devices waited for data", (
         (_always, "training_data in jzero.initialize, which a thread reads ahead, instead of an iterator of your own"),
         (_always, "arrays on a disk that rows are read from, such as memory-mapped tokens, instead of work per sample"),
         (_always, "jzero.data.Packed for short documents: more tokens in a row"),
     )),
-    "script": Rule("script-bound", "the devices waited for the script between the steps", (
+    "script": Bound("script-bound", "the devices waited for the script between the steps", (
         (_always, "float(loss) and other reads of results only every few steps: each waits for its step"),
         (_always, "engine.train_batch() instead of forward, backward and step"),
         MICRO,
     )),
-    "host": Rule("host-bound", "the devices waited for the host to start a step", (
+    "host": Bound("host-bound", "the devices waited for the host to start a step", (
         MICRO,
         (_always, "more gradient_accumulation_steps: fewer, longer steps"),
         (_always, "batches in the dtypes of the devices (int32, float32) and in few arrays"),
     )),
 }  # fmt: skip
-COMMUNICATES = Rule("communication-bound", "collectives that no computation hides took", (
+COMMUNICATES = Bound("communication-bound", "collectives that no computation hides took", (
     (_stage(3), "zero_optimization.stage: 2, if the weights fit: a third less traffic"),
     (_stage(0, 1), "more gradient_accumulation_steps: one reduction for more rows"),
     (_stage(3), "zero_optimization.zero_quantized_weights: true"),
     MICRO,
     BF16,
 ))  # fmt: skip
-COMPUTES = Rule("compute-bound", "the devices computed", (
+COMPUTES = Bound("compute-bound", "the devices computed", (
     BF16,
     (lambda c: c.activation_checkpointing is not None and c.activation_checkpointing.kind == "full",
      'activation_checkpointing.policy: "matmuls", which recomputes less'),
@@ -87,12 +87,12 @@ def verdict(
     data-bound: the devices waited for data, 40% of the time of the steps
     try training_data in jzero.initialize, which a thread reads ahead, instead
     """
-    spent = {part: seconds.get(part, 0.0) for part in (*WAITS, "device")}
+    spent = {part: seconds.get(part, 0.0) for part in (*WAITED, "device")}
     total = sum(spent.values())
     if total < LEAST:
         return []
-    part = max(WAITS, key=lambda part: spent[part])
-    rule, share, of = WAITS[part], spent[part] / total, "the time of the steps"
+    part = max(WAITED, key=lambda part: spent[part])
+    rule, share, of = WAITED[part], spent[part] / total, "the time of the steps"
     if share < IDLE:
         rule, share = COMPUTES, spent["device"] / total
         if profiled is not None and (step := sum(profiled.parts.values())):

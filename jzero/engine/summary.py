@@ -18,7 +18,7 @@ from jzero.loss import LOSS
 
 # The parts of the clock in the words of a summary. The devices' time is that of steps only, so the host's part of a
 # step is the time in which they wait for it.
-PARTS = {
+IN_WORDS = {
     START: "start", COMPILE: "compile", DATA: "data", PEERS: "other processes", HOST: "steps", DEVICE: "steps",
     PROFILE: "steps", EVALUATION: "evaluation", CHECKPOINT: "saves", SCRIPT: "script",
 }  # fmt: skip
@@ -50,7 +50,7 @@ class Summary(NamedTuple):
         """{part of the summary: seconds}, the longest first."""
         found: dict[str, float] = {}
         for part, spent in self.seconds.items():
-            found[PARTS[part]] = found.get(PARTS[part], 0.0) + spent
+            found[IN_WORDS[part]] = found.get(IN_WORDS[part], 0.0) + spent
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def __str__(self) -> str:

@@ -94,8 +94,8 @@ class Carry(NamedTuple):
     seen: Sums
 
 
-class Run:
-    """One run of a program over the micro-batches of a batch; without a `cotangent` forward only."""
+class Execution:
+    """One execution of a program over the micro-batches of a batch; without a `cotangent` forward only."""
 
     def __init__(
         self, stages: Stages, program: Program, weights: Weights, batch: PyTree, rng: Any, first_index: Any,

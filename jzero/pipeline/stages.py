@@ -27,7 +27,7 @@ from jzero.mesh import PIPE
 from jzero.model import ENDS, STACK, StackModel, fold, replace_state, stack_functions, suffix_key
 from jzero.pipeline import vocab_parallel
 from jzero.pipeline.chunk_placement import from_chunks, to_chunks
-from jzero.pipeline.executor import Functions, Run, Stages
+from jzero.pipeline.executor import Execution, Functions, Stages
 from jzero.pipeline.layer_switch import switched
 from jzero.pipeline.module import PipelineModule
 from jzero.pipeline.program import make_program
@@ -85,7 +85,7 @@ def pipelined(
 
     def gradients(weights: Weights, batch: PyTree, key: jax.Array, cotangent: jax.Array, first: Any = 0) -> Any:
         program = make_program(schedule(leading_dim(batch)))
-        summed, seen, state = Run(stages, program, weights, batch, key, first, cotangent).result()
+        summed, seen, state = Execution(stages, program, weights, batch, key, first, cotangent).result()
 
         # All stages compute the ends' gradients; only the first stage's counts, so that all agree.
         def once(layout: ParamLayout, g: Any) -> Any:
@@ -96,7 +96,7 @@ def pipelined(
 
     def losses(weights: Weights, batch: PyTree, key: jax.Array | None, first: Any = 0) -> Sums:
         program = make_program(forward_only(n_stages, leading_dim(batch), chunks))
-        return _agreed(Run(stages, program, weights, batch, key, first).result()[1])
+        return _agreed(Execution(stages, program, weights, batch, key, first).result()[1])
 
     def line(micro_batches: int) -> str:
         made = schedule(micro_batches)
