@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,24 +71,29 @@ def _finite(layout: ParamLayout, x: jax.Array) -> jax.Array:
 def _of(setup: Setup, layout: ParamLayout, finite: np.ndarray) -> list[BadParameter]:
     """Sort the devices by the part that they hold; `finite` is [devices, local layers or 1]."""
     devices = list(setup.mesh.devices.flat)
-    places = NamedSharding(setup.mesh, layout.spec).devices_indices_map(layout.shape)
-    parts: dict[str, list[int]] = {}
-    for number, device in enumerate(devices):
-        parts.setdefault(str(places[device]), []).append(number)
     found: dict[tuple, tuple[list[str], list[str]]] = {}
-    for holders in parts.values():
+    for place, holders in by_part(devices, NamedSharding(setup.mesh, layout.spec), layout.shape):
         bad = [n for n in holders if not finite[n].all()]
         good = [n for n in holders if n not in bad]
         if not bad:
             continue
         layers: tuple[int, ...] = ()
         if layout.stacked:
-            first = places[devices[bad[0]]][0].start or 0
+            first = place[0].start or 0
             layers = tuple(first + int(i) for i in np.flatnonzero(~finite[bad].all(0)))
         named = found.setdefault((layers, bool(good)), ([], []))
         for names, numbers in zip(named, (bad, good), strict=True):
             names += [device_name(devices, n) for n in numbers]
     return [BadParameter(layout.name, layers, tuple(bad), tuple(good)) for (layers, _), (bad, good) in found.items()]
+
+
+def by_part(devices: list[Any], sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Iterable[tuple]:
+    """Group devices by the part of an array that they hold: (its index, the numbers of the devices)."""
+    places = sharding.devices_indices_map(shape)
+    parts: dict[str, tuple] = {}
+    for number, device in enumerate(devices):
+        parts.setdefault(str(places[device]), (places[device], []))[1].append(number)
+    return parts.values()
 
 
 def device_name(devices: list[Any], number: int) -> str:

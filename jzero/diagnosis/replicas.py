@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero.checkpoint.checksums import checksums
-from jzero.diagnosis.parameters import device_name
+from jzero.diagnosis.parameters import by_part, device_name
 from jzero.diagnosis.watch import Log
 from jzero.errors import some_of
 from jzero.state import TrainState
@@ -25,7 +25,7 @@ DIFFER = "replicas differ"
 MOST_LEAVES = 5  # in a report
 
 
-class Run(Protocol):
+class Compared(Protocol):
     """The part of the engine that is compared."""
 
     state: TrainState
@@ -42,7 +42,7 @@ class Replicas:
         self._step, self._every, self._log = step, step.config.desync_check.every, log
         self._held: tuple[int, jax.Array] | None = None
 
-    def finish(self, run: Run) -> None:
+    def finish(self, run: Compared) -> None:
         """Report the copies that differed after the step before, and take the checksums of this one if it is due."""
         self.settle()
         if self._every and run.global_steps % self._every == 0:
@@ -80,11 +80,8 @@ class Replicas:
         shapes, shardings = named(self._step.state_shapes), named(self._step.state_shardings)
         found = []
         for column, name in enumerate(sorted(shapes)):
-            places = shardings[name].devices_indices_map(shapes[name].shape)
-            parts: dict[str, list[int]] = {}
-            for number, device in enumerate(devices):
-                parts.setdefault(str(places[device]), []).append(number)
-            odd = sorted(n for holders in parts.values() for n in odd_ones(holders, sums[:, column]))
+            parts = by_part(devices, shardings[name], shapes[name].shape)
+            odd = sorted(n for _, holders in parts for n in odd_ones(holders, sums[:, column]))
             if odd:
                 found.append(f"{name} on {some_of(device_name(devices, n) for n in odd)}")
         return found

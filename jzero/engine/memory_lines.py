@@ -11,6 +11,7 @@ from jzero.data.curriculum import Curriculum
 from jzero.engine.text import size_text
 from jzero.errors import in_a_line
 from jzero.planner.memory import memory
+from jzero.profiling.device_memory import fullest_first
 
 STATUS = Path("/proc/self/status")  # Linux
 
@@ -21,13 +22,11 @@ def used(when: str) -> str:
     The peaks are those since the process began: JAX cannot reset them. CPU devices count nothing: their arrays are part
     of the host's memory.
     """
-    stats = [(device, device.memory_stats()) for device in jax.local_devices()]
-    counted = [(device, found) for device, found in stats if found]
-    host = _host()
+    counted, host = fullest_first(), _host()
     if not counted:
         kind = jax.local_devices()[0].platform
         return f"memory {when}: {host} ({kind} devices report none of their own)"
-    device, found = max(counted, key=lambda pair: pair[1]["peak_bytes_in_use"])
+    device, found = counted[0]
     limit = f" of {size_text(found['bytes_limit'])}" if found.get("bytes_limit") else ""
     of = f", the fullest of {len(counted)}" if len(counted) > 1 else ""
     now, peak = size_text(found["bytes_in_use"]), size_text(found["peak_bytes_in_use"])

@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
-
 from jzero.display import slow_work
 from jzero.display.live import Display, bar_of_script, opener
 from jzero.engine.clock import COMPILE, DATA, SCRIPT, START, Clock
@@ -21,6 +19,7 @@ from jzero.engine.text import size_text
 from jzero.errors import in_a_line
 from jzero.ledger.goodput import duration
 from jzero.loss import LOSS, STEP_METRICS
+from jzero.profiling.device_memory import fullest_first
 from jzero.train_step import TrainStep
 
 if TYPE_CHECKING:
@@ -184,11 +183,9 @@ class Panel:
 
 def memory() -> tuple[int, int] | None:
     """Return the peak bytes in use on the fullest device of this process, and its limit; None on CPU devices."""
-    counted = [found for device in jax.local_devices() if (found := device.memory_stats())]
-    if not counted:
-        return None
-    fullest = max(counted, key=lambda found: found["peak_bytes_in_use"])
-    return fullest["peak_bytes_in_use"], fullest.get("bytes_limit", 0)
+    for _, found in fullest_first():
+        return found["peak_bytes_in_use"], found.get("bytes_limit", 0)
+    return None
 
 
 def make_panel(

@@ -22,6 +22,7 @@ from jzero.ledger.read import read
 from jzero.ledger.writer import Later, Writer
 from jzero.loss import SCALING
 from jzero.profiling import compile_times
+from jzero.profiling.device_memory import fullest_first
 from jzero.train_step import TrainStep
 
 WAITS = {"save": "checkpoint", "evaluation": "evaluation", "wait": "data"}  # field of a record -> part of the clock
@@ -222,8 +223,7 @@ class Recorder:
 
     def _new_peak(self) -> int:
         """Return the peak of memory in use on the fullest device of this process; 0 if it has not grown."""
-        stats = [device.memory_stats() or {} for device in jax.local_devices()]
-        peak = max((one.get("peak_bytes_in_use", 0) for one in stats), default=0)
+        peak = next((found["peak_bytes_in_use"] for _, found in fullest_first()), 0)
         grown, self._peak = peak > self._peak, max(peak, self._peak)
         return peak if grown else 0
 
