@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers.configs import problem, problems
+from helpers.curricula import LEGACY, LENGTH, NEWER
 from helpers.engines import printed, three_calls
 
 import jzero
@@ -17,12 +17,7 @@ from jzero.data.curriculum import Curriculum, curriculum_of
 from jzero.engine.text import size_text
 from jzero.planner import memory
 
-VOCABULARY, LENGTH, ROWS = 11, 12, 8
-LINEAR = {"total_curriculum_step": 4, "difficulty_step": 4}
-LEGACY = {
-    "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 4, "max_difficulty": LENGTH,
-    "schedule_type": "fixed_linear", "schedule_config": LINEAR,
-}  # fmt: skip
+VOCABULARY, ROWS = 11, 8
 LENGTHS = [4, 8, 8, 12, 12]  # of the first steps
 
 
@@ -184,22 +179,6 @@ def halves(batch):
     return [jax.tree.map(lambda x, i=i: x[4 * i : 4 * i + 4], batch) for i in range(2)]
 
 
-NEWER = {
-    "enabled": True, "seed": 1,
-    "data_routing": {"enabled": False, "random_ltd": {"enabled": False, "total_layer_num": 2}},
-    "data_sampling": {
-        "enabled": True, "num_epochs": 2, "num_workers": 0, "dynamic_batching": {"enabled": False},
-        "curriculum_learning": {
-            "enabled": True, "data_cluster_path": "/nowhere",
-            "curriculum_metrics": {"seqlen_truncate": {
-                "difficulty_type": "value", "clustering_type": "single_cluster", "min_difficulty": 4,
-                "max_difficulty": LENGTH, "schedule_type": "fixed_linear", "schedule_config": LINEAR,
-            }},
-        },
-    },
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("loop", ["batches", "iterator", "three calls", "training_data", "newer keys"])
 def test_training_is_plain_jax_on_cut_batches(loop, capsys):
     more = {}
@@ -345,75 +324,6 @@ def test_functions_of_your_own():
         engine.set_custom_curriculum_learning_schedule({"voc": lambda step: 3})
     with pytest.raises(jzero.ConfigError, match="set_data_post_process_func: the config has no curriculum"):
         build({**LEGACY, "enabled": False}).set_data_post_process_func(own)
-
-
-# ------------------------------------------------------------------------------------------- the config
-
-
-def test_a_curriculum_that_is_off_loads():
-    assert curriculum_of(Config.load({"curriculum_learning": {**LEGACY, "enabled": False}})) is None
-    sampling = {"enabled": True, "num_epochs": 3, "pin_memory": True, "curriculum_learning": {"enabled": False}}
-    config = Config.load({"data_efficiency": {"enabled": True, "data_sampling": sampling}})
-    assert curriculum_of(config) is None
-    assert [r.key.rpartition(".")[2] for r in config.replaced] == ["num_epochs", "pin_memory"]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"min_difficulty": None}, "curriculum_learning.min_difficulty: required with enabled = true"),
-        ({"schedule_type": None}, "curriculum_learning.schedule_type: required with enabled = true"),
-        ({"schedule_config": {"difficulty_step": 8}}, "schedule_config.total_curriculum_step: required with"),
-        ({"schedule_type": "fixed_root"}, "schedule_config.root_degree: required with enabled = true and"),
-        ({"min_difficulty": 13}, "min_difficulty = 13 and max_difficulty = 12: the minimum must not be above"),
-        ({"min_difficulty": 3}, "min_difficulty = 3 and schedule_config.difficulty_step = 4: lengths are multiples"),
-        ({"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [4, 8], "max_step": [1, 2]}},
-            "schedule_config.max_step: has 2 entries, and difficulty 2; it must have one less"),
-        ({"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [4, 8, 12], "max_step": [2, 2]}},
-            "schedule_config.max_step = [2, 2]: the steps must increase"),
-        ({"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [4, 16], "max_step": [2]}},
-            "schedule_config.difficulty = [4, 16]: must not be above max_difficulty 12"),
-        ({"curriculum_type": "voc"}, 'curriculum_learning.curriculum_type = "voc": must be "seqlen"'),
-    ],
-)  # fmt: skip
-def test_a_schedule_that_does_not_work(change, message):
-    assert message in problem({"curriculum_learning": {**LEGACY, **change}})
-
-
-def test_a_wrong_value_is_the_only_problem():
-    """Not also that the key is missing, because the default took the place of the wrong value."""
-    with pytest.raises(jzero.ConfigError) as error:
-        jzero.Config.load({"curriculum_learning": {**LEGACY, "min_difficulty": "eight"}})
-    assert [text.split(":")[0] for text in error.value.problems] == ['curriculum_learning.min_difficulty = "eight"']
-
-
-def newer(**metrics):
-    learning = {"enabled": True, "curriculum_metrics": metrics}
-    return {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True, "curriculum_learning": learning}}}
-
-
-METRIC = NEWER["data_sampling"]["curriculum_learning"]["curriculum_metrics"]["seqlen_truncate"]
-
-
-def test_the_newer_keys_that_do_not_work():
-    assert "curriculum_metrics.seqlen: required with enabled = true" in problem(newer())
-    assert "sort training_data yourself" in problem(newer(seqlen=METRIC, vocabularyrarity={"difficulty_type": "value"}))
-    assert "sort training_data yourself" in problem(newer(seqlen={**METRIC, "clustering_type": "schedule_based"}))
-    assert "curriculum_metrics.rarity = {}: unknown key" in problem(newer(seqlen=METRIC, rarity={}))
-    assert "is another name of" in problem(newer(seqlen=METRIC, seqlen_truncate=METRIC))
-    assert "both set the length of the sequences; keep one" in problem(
-        newer(seqlen=METRIC) | {"curriculum_learning": LEGACY}
-    )
-    off = newer(seqlen=METRIC)
-    off["data_efficiency"]["data_sampling"]["enabled"] = False
-    assert "data_sampling.enabled = false and" in problem(off)
-    assert len(problems(off)) == 1
-
-
-def test_random_ltd_is_refused_by_name():
-    ltd = {"enabled": True, "total_layer_num": 12, "random_ltd_schedule": {"min_value": 128}}
-    text = problem({"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": ltd}}})
-    assert "data_efficiency.data_routing.random_ltd.enabled = true: not yet supported: dropping tokens" in text
 
 
 def test_a_train_step_without_an_engine_refuses():

@@ -1,4 +1,4 @@
-"""The ledger: its records are what the run did, and its arithmetic is that of hand-made times."""
+"""The ledger: its records are what the run did."""
 
 import errno
 import json
@@ -12,9 +12,8 @@ import pytest
 
 import jzero
 from jzero import ledger
-from jzero.distributed import outages, preemption
+from jzero.distributed import preemption
 from jzero.ledger import writer
-from jzero.ledger.goodput import goodput
 from jzero.ledger.read import parse
 from jzero.plots.history import read_run
 
@@ -323,108 +322,3 @@ def test_a_link_is_not_followed(tmp_path):
     with pytest.warns(RuntimeWarning, match="no records of this run"):
         train(start(tmp_path), 1)
     assert (tmp_path / "theirs").read_text() == "theirs"
-
-
-# ------------------------------------------------------------------ goodput
-
-
-def record(kind, time, **fields):
-    return {"kind": kind, "time": float(time), **fields}
-
-
-def steps(first, begins, ends, **fields):
-    """Step records; `fields` belong to the first."""
-    numbers = range(first, first + len(ends))
-    pairs = zip(numbers, begins, ends, strict=True)
-    made = [record("step", b, step=n, samples=8 * n, rows=8, began=float(a), metrics={}) for n, a, b in pairs]
-    made[0] |= fields
-    return made
-
-
-def started(began, time, new=False):
-    return record("start", time, began=float(began), new=new)
-
-
-def state(time, step, origin=None):
-    return record("state", time, step=step, samples=8 * step, **{"from": origin})
-
-
-def save(began, time, step):
-    return record(
-        "save", time, tag=f"global_step{step}", step=step, began=float(began), stall=1.0, background=1.0, bytes=9
-    )
-
-
-def failure(died, noticed, attempt):
-    return record("failure", noticed, attempt=attempt, died=float(died), code=137, reason="killed")
-
-
-def test_goodput_of_a_run_with_a_failure():
-    """Times by hand: 100 s, 4 of 7 steps repeat."""
-    records = [
-        started(1000, 1004),  # start 4
-        state(1006, 0),  # start 2 more
-        # compiles from 1007 to 1017, runs until 1021; then 2 s each; a save of 1 s delays the third by 1 s; data 0.5
-        *steps(1, [1007], [1021], compile=10.0),  # script 1, compile 10, first step 4 - 2, step 2
-        *steps(2, [1021], [1023]),
-        *steps(3, [1024.5], [1026.5], save=1.0, wait=0.5),
-        save(1023, 1025, 2),
-        *steps(4, [1026, 1028], [1028.5, 1030.5]),  # given ahead of time
-        failure(1031, 1033, "a 0"),  # 0.5 s of a sixth step are lost, then 2 s until the notice
-        started(1040, 1042),  # restart 7, start 2
-        state(1045, 2, "/runs/global_step2"),  # restore 3; steps 3 to 5 no longer count
-        *steps(3, [1045], [1050], compile=2.5),  # compile 2.5, then 2.5: 0.5 more than the median
-        *steps(4, [1050, 1052, 1058], [1052, 1054, 1060], evaluation=0.0),  # the script takes 4 s before step 6
-        save(1060, 1063, 6),
-        record("end", 1064, step=6, reason=""),
-        started(1096, 1096.5),  # stopped 33: nobody knows why
-        state(1098, 6, "/runs/global_step6"),  # restore 1.5
-        *steps(7, [1099], [1100], compile_before=0.75),  # compile 0.75, script 0.25
-    ]
-    found = goodput(records)
-    assert found.wall == 100
-    assert found.lost == pytest.approx(
-        {
-            "start": 4 + 2 + 2 + 0.5, "script": 1 + 4 + 0.25, "compile": 10 + 2.5 + 0.75, "first step": 2 + 0.5,
-            "save": 1 + 3, "data": 0.5, "repeated steps": 0.5 + 6, "detect": 2, "restart": 7, "restore": 3 + 1.5,
-            "stopped": 33,
-        }
-    )  # fmt: skip
-    assert found.steps == pytest.approx(2 + 2 + 2 + 2 + 2 + 2 + 1)  # steps 1, 2; 3 to 6; 7
-    assert found.steps + sum(found.lost.values()) == pytest.approx(found.wall)
-    assert found.share == pytest.approx(0.13)
-    assert str(found).startswith(
-        "goodput 13.0% of 1 min 40 s; lost: stopped 33.0%, compile 13.2%, start 8.5%, restart 7.0%"
-    )
-
-
-def test_failures_of_several_attempts():
-    """Each attempt may repeat the failures before it; the time of one that wrote nothing is the restart's."""
-    records = [
-        started(0, 1), state(1, 0), *steps(1, [1, 2, 3], [2, 3, 4]),
-        failure(5, 5, "a 0"), failure(9, 10, "a 1"), started(20, 21), state(21, 0), *steps(1, [21], [22]),
-        failure(5, 5, "a 0"), failure(9, 10, "a 1"), failure(30, 90, "a 2"), started(100, 101), state(101, 1, "x"),
-        *steps(2, [101], [102]),
-    ]  # fmt: skip
-    found = goodput(records)
-    assert found.wall == 102
-    assert found.lost == {
-        "start": 1 + 1 + 1, "repeated steps": 3 + 1 + 8, "restart": 15 + 10, "detect": 60,
-    }  # fmt: skip
-    assert found.steps == 1 + 1
-
-
-def test_clocks_that_differ_give_no_negative_time():
-    found = goodput(
-        [started(10, 11), state(11, 0), *steps(1, [11], [12]), failure(5, 6, "a"), started(7, 8), state(9, 0)]
-    )
-    assert found.lost == {"start": 1.0, "repeated steps": 1.0}
-    assert (found.wall, found.steps) == (2.0, 0.0)
-
-
-def test_no_records():
-    assert str(goodput([])) == "goodput 0.0% of 0.0 s"
-
-
-def test_outages_of_another_program_are_ignored():
-    assert outages.read({outages.VARIABLE: "[[1]]"}) == outages.read({outages.VARIABLE: "{"}) == outages.read({}) == []

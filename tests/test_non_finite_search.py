@@ -2,138 +2,33 @@
 
 import re
 from functools import lru_cache
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from helpers.reference import assert_bitwise
+from helpers.planted_faults import (
+    ACCUM,
+    LAYOUTS,
+    MICRO,
+    Net,
+    batch_of,
+    change,
+    config,
+    engine_of,
+    found_by,
+    put,
+    replicas_of,
+    rows,
+    train,
+)
 from helpers.sampling import keep
 from helpers.stack_models import BATCHES, SmallGPT, loss_fn
 
 import jzero
 from jzero import ledger
-from jzero.cli import main
-from jzero.diagnosis import replay, watch
 from jzero.diagnosis.finding import Finding
 from jzero.loss_scale import NonFiniteError
-
-LAYERS, WIDTH, MICRO, ACCUM = 4, 8, 2, 3
-
-
-class Net:
-    """Four layers. One whose gain is 1 overflows in a row that begins with 200; `root` has no gradient at 0."""
-
-    def init(self, rng):
-        w = 0.3 * jax.random.normal(rng, (LAYERS, WIDTH, WIDTH))
-        return {"ends": {"out": w[0]}, "stack": {"w": w, "gain": jnp.zeros(LAYERS), "root": jnp.zeros(LAYERS)}}
-
-    def prefix(self, ends, batch, rng):
-        return batch["x"]
-
-    def block(self, layer, x, rng):
-        x = x * jnp.exp(layer["gain"] * x[:, :1])
-        return x + jnp.tanh(x @ layer["w"]) + layer["root"] * jnp.sqrt(jnp.maximum(x[:, -1:], 1 - layer["root"]))
-
-    def suffix(self, ends, x, batch, rng):
-        return ((x @ ends["out"] - batch["y"]) ** 2).mean()
-
-    def loss(self, params, batch, rng):
-        x = self.prefix(params["ends"], batch, rng)
-        for i in range(LAYERS):
-            x = self.block(jax.tree.map(lambda w, i=i: w[i], params["stack"]), x, rng)
-        return self.suffix(params["ends"], x, batch, rng)
-
-
-class Whole:
-    """The same network without a layer stack."""
-
-    def init(self, rng):
-        return Net().init(rng)
-
-    def loss(self, params, batch, rng):
-        return Net().loss(params, batch, rng)
-
-
-LAYOUTS = {  # stage, pipe, data, zero
-    "stage 0": (0, 1, 4, 1),
-    "stage 3": (3, 1, 1, 4),
-    "stage 3 in groups": (3, 1, 2, 2),
-    "pipeline": (1, 2, 1, 2),
-}
-
-
-def config(stage, **more):
-    return {
-        "train_micro_batch_size_per_gpu": MICRO,
-        "gradient_accumulation_steps": ACCUM,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "non_finite": {"action": "stop", "output_path": "saved"},
-        **more,
-    }
-
-
-@lru_cache
-def step_of(layout):
-    stage, pipe, data, zero = LAYOUTS[layout]
-    mesh = jzero.make_mesh(pipe=pipe, data=data, zero=zero, devices=jax.devices()[: pipe * data * zero])
-    return jzero.make_train_step(Net(), config(stage), mesh=mesh)
-
-
-@lru_cache
-def first_state(layout):
-    return step_of(layout).init(jax.random.key(0))
-
-
-def engine_of(layout):
-    engine = jzero.Engine(step_of(layout), jax.random.key(0))
-    engine.state = jax.tree.map(jnp.copy, first_state(layout))
-    return engine
-
-
-def rows(seed, n):
-    x = np.random.default_rng(seed).normal(size=(n, WIDTH)).astype(np.float32)
-    return {"x": np.clip(x, -1, 1), "y": np.roll(x, 1, axis=1)}
-
-
-def replicas_of(layout):
-    return LAYOUTS[layout][2] * LAYOUTS[layout][3]
-
-
-def batch_of(layout, seed=0):
-    return rows(seed, MICRO * ACCUM * replicas_of(layout))
-
-
-def change(engine, leaf, f):
-    """Replace a stacked parameter by f of it, in its own sharding."""
-    stack, old = engine.state.params["stack"], engine.state.params["stack"][leaf]
-    stack[leaf] = jax.device_put(f(np.array(old)), old.sharding)
-
-
-def put(x, index, value):
-    x[index] = value
-    return x
-
-
-def train(engine, *batches):
-    for batch in batches:
-        engine.train_batch(batch)
-
-
-def found_by(engine, bad, good, plant):
-    """Train on a good batch, plant a fault, train on the bad batch and a good one; return what the error says."""
-    engine.train_batch(good)
-    change(engine, *plant)
-    before = jax.device_get((engine.state.params, engine.state.opt_state))
-    engine.train_batch(bad)
-    with pytest.raises(NonFiniteError) as error:
-        engine.train_batch(good)
-    assert_bitwise(before, (engine.state.params, engine.state.opt_state))
-    assert engine.global_steps == int(engine.state.step) == 1
-    return str(error.value)
 
 
 @pytest.fixture(autouse=True)
@@ -263,6 +158,16 @@ def test_nothing_is_saved_between_a_bad_step_and_the_next(tmp_path):
     assert engine.global_steps == 2
 
 
+class Whole:
+    """The same network without a layer stack."""
+
+    def init(self, rng):
+        return Net().init(rng)
+
+    def loss(self, params, batch, rng):
+        return Net().loss(params, batch, rng)
+
+
 @lru_cache
 def whole_engine():
     mesh = jzero.make_mesh(devices=jax.devices()[:2])
@@ -323,112 +228,6 @@ def test_a_gradient_that_fails_in_the_suffix():
 def test_the_words_of_a_finding():
     assert str(Finding(3, float("nan"))).startswith("step 3: the loss is nan")
     assert "the gradient is not finite" in str(Finding(3, 1.0))
-
-
-# ------------------------------------------------------------------ replay
-
-
-@pytest.mark.parametrize("layout", keep(LAYOUTS, ("stage 3", "pipeline")))
-def test_a_replay_on_one_device_finds_the_same(layout, tmp_path, monkeypatch, capsys):
-    engine, bad = engine_of(layout), batch_of(layout)
-    bad["x"][11, 0] = 200
-    text = found_by(engine, bad, batch_of(layout, 1), ("gain", lambda gain: put(0 * gain, 1, 1.0)))
-    saved = tmp_path / "saved" / "step2"
-    assert f"jzero replay {saved} --model" in text
-    assert f"jzero replay {saved} --model" in (saved / "README.md").read_text()
-    found = jzero.replay(saved, Net())
-    assert str(found).splitlines() == text.splitlines()[: len(str(found).splitlines())]
-    assert found.rows == (11,)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "my_model.py").write_text("from test_non_finite_search import Net as make_model\n")
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    assert main(["replay", str(saved), "--model", "my_model:make_model"]) == 0
-    assert capsys.readouterr().out.strip() == str(found)
-
-
-def test_a_replay_of_a_backward_pass(tmp_path):
-    engine, bad = engine_of("stage 3"), batch_of("stage 3")
-    for batch in (bad, good := batch_of("stage 3", 1)):
-        batch["x"][:, -1] = 1.0
-    bad["x"][9, -1] = 0.0
-    text = found_by(engine, bad, good, ("root", lambda root: put(0 * root, 0, 1.0)))
-    found = jzero.replay(tmp_path / "saved" / "step2", Net())
-    assert str(found).splitlines() == text.splitlines()[: len(str(found).splitlines())]
-
-
-class Balanced:
-    """Its gradient is not finite where the rows add up to 0, on one replica or, `together`, on all."""
-
-    def __init__(self, together):
-        self.together = together
-
-    def init(self, rng):
-        return {"w": jnp.ones(())}
-
-    def loss(self, params, batch, rng):
-        x = jzero.all_gather(batch["x"]) if self.together else batch["x"]
-        return jnp.sqrt(jnp.abs(params["w"] * x.mean()))
-
-
-@pytest.mark.parametrize("together", [False, True])
-def test_a_replay_of_rows_that_fail_only_together(together, tmp_path):
-    model, mesh = Balanced(together), jzero.make_mesh(devices=jax.devices()[:2])
-    engine = jzero.initialize(model=model, config=config(0), mesh=mesh)[0]
-    bad = np.ones((2, ACCUM, MICRO), np.float32)  # replica, micro-batch, row
-    bad[:, 1] = [[1, 1], [-1, -1]] if together else [[1, 1], [1, -1]]
-    engine.train_batch({"x": bad.ravel()})
-    with pytest.raises(NonFiniteError) as error:
-        engine.train_batch({"x": bad.ravel()})
-    text = str(error.value)
-    where = "in micro-batch 1 of 3" if together else "in micro-batch 1 of 3, on replica 1"
-    assert "first in the backward pass: the model; gradients that are not finite: w\n" in text
-    assert f"  {where}; no row fails by itself" in text
-    found = jzero.replay(tmp_path / "saved" / "step1", model)
-    assert str(found).splitlines() == text.splitlines()[: len(str(found).splitlines())]
-
-
-@pytest.mark.parametrize("fault", ["the save", "another process"])
-def test_a_fault_beside_the_search_does_not_hide_the_finding(fault, tmp_path, monkeypatch):
-    def no_memory(*_):
-        raise RuntimeError("no memory")
-
-    if fault == "the save":
-        monkeypatch.setattr(replay, "save", no_memory)
-    else:
-        monkeypatch.setattr(watch, "anyone", lambda topic, problem, timeout: problem or "no memory")
-    engine = jzero.initialize(
-        model=Net(),
-        config=config(0, checkpoint={"dir": str(tmp_path / "run")}),
-        mesh=jzero.make_mesh(devices=jax.devices()[:1]),
-    )[0]
-    change(engine, "w", lambda w: put(w, (2, 0, 0), np.nan))
-    with pytest.raises(NonFiniteError) as error:
-        train(engine, *(rows(seed, MICRO * ACCUM) for seed in range(2)))
-    assert "first in the forward pass: layer 2 of 4" in str(error.value)
-    said = {"the save": "nothing is saved for a replay", "another process": "the search failed"}[fault]
-    assert f"\n  {said}: no memory" in str(error.value)
-    assert not (tmp_path / "saved").exists()
-    engine._monitor.ledger.close()
-    run = ledger.read(tmp_path / "run")
-    assert [one["text"] in str(error.value) for one in run.of("notice")] == [True]
-    assert [one["from"] for one in run.of("state")] == [None, "before step 1"]
-    assert not run.steps
-
-
-def test_what_a_replay_refuses(tmp_path):
-    with pytest.raises(jzero.ConfigError, match="model"):
-        replay.main(str(tmp_path), "nothing")
-    engine = engine_of("stage 0")
-    change(engine, "w", lambda w: put(w, (2, 0, 0), np.nan))
-    engine.train_batch(batch_of("stage 0"))
-    with pytest.raises(NonFiniteError):
-        engine.save_checkpoint(tmp_path / "run")
-    other = jzero.from_flax(lambda rngs: nnx.Linear(WIDTH, 1, rngs=rngs), lambda model, batch: model(batch["x"]).mean())
-    with pytest.raises(jzero.ConfigError, match="another model: missing params/bias"):
-        jzero.replay(tmp_path / "saved" / "step1", other)
-    engine.save_checkpoint(tmp_path / "run", tag="whole").wait()
-    with pytest.raises(jzero.ConfigError, match="a checkpoint, not a saved step"):
-        jzero.replay(tmp_path / "run" / "whole", Net())
 
 
 # ------------------------------------------------------------------ other models, warnings, fp16

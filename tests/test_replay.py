@@ -1,0 +1,139 @@
+"""A step that was not finite, repeated on one device. The oracle is the fault: each test plants one."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers.planted_faults import (
+    ACCUM,
+    LAYOUTS,
+    MICRO,
+    WIDTH,
+    Net,
+    batch_of,
+    change,
+    config,
+    engine_of,
+    found_by,
+    put,
+    rows,
+    train,
+)
+from helpers.sampling import keep
+
+import jzero
+from jzero import ledger
+from jzero.cli import main
+from jzero.diagnosis import replay, watch
+from jzero.loss_scale import NonFiniteError
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("layout", keep(LAYOUTS, ("stage 3", "pipeline")))
+def test_a_replay_on_one_device_finds_the_same(layout, tmp_path, monkeypatch, capsys):
+    engine, bad = engine_of(layout), batch_of(layout)
+    bad["x"][11, 0] = 200
+    text = found_by(engine, bad, batch_of(layout, 1), ("gain", lambda gain: put(0 * gain, 1, 1.0)))
+    saved = tmp_path / "saved" / "step2"
+    assert f"jzero replay {saved} --model" in text
+    assert f"jzero replay {saved} --model" in (saved / "README.md").read_text()
+    found = jzero.replay(saved, Net())
+    assert str(found).splitlines() == text.splitlines()[: len(str(found).splitlines())]
+    assert found.rows == (11,)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "my_model.py").write_text("from helpers.planted_faults import Net as make_model\n")
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    assert main(["replay", str(saved), "--model", "my_model:make_model"]) == 0
+    assert capsys.readouterr().out.strip() == str(found)
+
+
+def test_a_replay_of_a_backward_pass(tmp_path):
+    engine, bad = engine_of("stage 3"), batch_of("stage 3")
+    for batch in (bad, good := batch_of("stage 3", 1)):
+        batch["x"][:, -1] = 1.0
+    bad["x"][9, -1] = 0.0
+    text = found_by(engine, bad, good, ("root", lambda root: put(0 * root, 0, 1.0)))
+    found = jzero.replay(tmp_path / "saved" / "step2", Net())
+    assert str(found).splitlines() == text.splitlines()[: len(str(found).splitlines())]
+
+
+class Balanced:
+    """Its gradient is not finite where the rows add up to 0, on one replica or, `together`, on all."""
+
+    def __init__(self, together):
+        self.together = together
+
+    def init(self, rng):
+        return {"w": jnp.ones(())}
+
+    def loss(self, params, batch, rng):
+        x = jzero.all_gather(batch["x"]) if self.together else batch["x"]
+        return jnp.sqrt(jnp.abs(params["w"] * x.mean()))
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_replay_of_rows_that_fail_only_together(together, tmp_path):
+    model, mesh = Balanced(together), jzero.make_mesh(devices=jax.devices()[:2])
+    engine = jzero.initialize(model=model, config=config(0), mesh=mesh)[0]
+    bad = np.ones((2, ACCUM, MICRO), np.float32)  # replica, micro-batch, row
+    bad[:, 1] = [[1, 1], [-1, -1]] if together else [[1, 1], [1, -1]]
+    engine.train_batch({"x": bad.ravel()})
+    with pytest.raises(NonFiniteError) as error:
+        engine.train_batch({"x": bad.ravel()})
+    text = str(error.value)
+    where = "in micro-batch 1 of 3" if together else "in micro-batch 1 of 3, on replica 1"
+    assert "first in the backward pass: the model; gradients that are not finite: w\n" in text
+    assert f"  {where}; no row fails by itself" in text
+    found = jzero.replay(tmp_path / "saved" / "step1", model)
+    assert str(found).splitlines() == text.splitlines()[: len(str(found).splitlines())]
+
+
+@pytest.mark.parametrize("fault", ["the save", "another process"])
+def test_a_fault_beside_the_search_does_not_hide_the_finding(fault, tmp_path, monkeypatch):
+    def no_memory(*_):
+        raise RuntimeError("no memory")
+
+    if fault == "the save":
+        monkeypatch.setattr(replay, "save", no_memory)
+    else:
+        monkeypatch.setattr(watch, "anyone", lambda topic, problem, timeout: problem or "no memory")
+    engine = jzero.initialize(
+        model=Net(),
+        config=config(0, checkpoint={"dir": str(tmp_path / "run")}),
+        mesh=jzero.make_mesh(devices=jax.devices()[:1]),
+    )[0]
+    change(engine, "w", lambda w: put(w, (2, 0, 0), np.nan))
+    with pytest.raises(NonFiniteError) as error:
+        train(engine, *(rows(seed, MICRO * ACCUM) for seed in range(2)))
+    assert "first in the forward pass: layer 2 of 4" in str(error.value)
+    said = {"the save": "nothing is saved for a replay", "another process": "the search failed"}[fault]
+    assert f"\n  {said}: no memory" in str(error.value)
+    assert not (tmp_path / "saved").exists()
+    engine._monitor.ledger.close()
+    run = ledger.read(tmp_path / "run")
+    assert [one["text"] in str(error.value) for one in run.of("notice")] == [True]
+    assert [one["from"] for one in run.of("state")] == [None, "before step 1"]
+    assert not run.steps
+
+
+def test_what_a_replay_refuses(tmp_path):
+    with pytest.raises(jzero.ConfigError, match="model"):
+        replay.main(str(tmp_path), "nothing")
+    engine = engine_of("stage 0")
+    change(engine, "w", lambda w: put(w, (2, 0, 0), np.nan))
+    engine.train_batch(batch_of("stage 0"))
+    with pytest.raises(NonFiniteError):
+        engine.save_checkpoint(tmp_path / "run")
+    other = jzero.from_flax(lambda rngs: nnx.Linear(WIDTH, 1, rngs=rngs), lambda model, batch: model(batch["x"]).mean())
+    with pytest.raises(jzero.ConfigError, match="another model: missing params/bias"):
+        jzero.replay(tmp_path / "saved" / "step1", other)
+    engine.save_checkpoint(tmp_path / "run", tag="whole").wait()
+    with pytest.raises(jzero.ConfigError, match="a checkpoint, not a saved step"):
+        jzero.replay(tmp_path / "run" / "whole", Net())
