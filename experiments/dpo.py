@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jzero
-from experiments.finetune_lora import answers, read_dataset, settings
-from experiments.show import curves, steps_of
+from experiments.finetune_lora import answers, read_dataset
+from experiments.show import before_and_after, finish, options, read_config
 from experiments.tiny_chat import COLORS, FRIENDLY, LENGTH, PLAIN, QUESTIONS, chats, make_model
 from jzero.data import DataLoader, Pairs, RepeatingLoader
 from models.decoder import Decoder
@@ -57,7 +57,7 @@ class Preferring(Decoder):
 def main(argv: list[str] | None = None) -> list[float]:
     """Train, and return the loss of each step."""
     args = parse(argv)
-    config = jzero.Config.load(settings(args.config, args.out))
+    config, steps = read_config(args)
     directory = args.model or make_model(Path("runs/tiny-chat"))
     from transformers import AutoTokenizer
 
@@ -80,31 +80,23 @@ def main(argv: list[str] | None = None) -> list[float]:
     questions = args.ask or [QUESTIONS[2].format(thing) for thing in list(COLORS)[:6]]
     sampled = partial(answers, engine, tokenizer, questions, temperature=0.7)
     before = sampled(rng=jax.random.key(0))
-    losses = [engine.train_batch(batches) for _ in range(steps_of(args.steps, config))]
-    losses = [float(loss) for loss in losses]
-    for question, old, new in zip(questions, before, sampled(rng=jax.random.key(0)), strict=True):
-        jzero.log_dist(f"{question}\n  before: {old}\n  after:  {new}")
+    losses = [engine.train_batch(batches) for _ in range(steps)]
+    before_and_after(questions, before, sampled(rng=jax.random.key(0)))
 
     engine.save_16bit_model(args.out / "model")
     if jax.process_index() == 0:
         tokenizer.save_pretrained(args.out / "model")
-        events = {"train_loss": "loss", "margin": "reward margin", "accuracy": "accuracy"}
-        events = {f"Train/Samples/{name}": label for name, label in events.items()}
-        curves(args.out / "curves" / "metrics.jsonl", events, args.out / "curves.png", f"DPO, beta {args.beta}")
-    jzero.log_dist(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; the model and curves are in {args.out}")
-    return losses
+    lines = {"reward margin": "margin", "accuracy": "accuracy"}
+    return finish(args.out, losses, lines, f"DPO, beta {args.beta}")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser("dpo", None, __doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p = options("dpo", __doc__, "runs/dpo")
     p.add_argument("--model", type=Path, metavar="DIR", help="safetensors and tokenizer (default: a tiny model)")
     p.add_argument("--data", metavar="FILE", help="JSONL, or a data set of Hugging Face: prompt, chosen, rejected")
-    p.add_argument("--config", type=Path, default=Path(__file__).with_suffix(".json"), help="a config file")
     p.add_argument("--length", type=int, default=LENGTH, help=f"tokens per row (default {LENGTH})")
     p.add_argument("--beta", type=float, default=0.1, help="how far to go from the reference (default 0.1)")
-    p.add_argument("--steps", type=int, help="default: the scheduler's total_num_steps")
     p.add_argument("--ask", action="append", metavar="QUESTION", help="a question for the samples before and after")
-    p.add_argument("--out", type=Path, default=Path("runs/dpo"), help="default runs/dpo")
     return p.parse_args(argv)
 
 

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import jax
 
 import jzero
-from experiments.show import curves, steps_of
+from experiments.show import before_and_after, finish, options, read_config
 from experiments.tiny_chat import LENGTH, PIRATE, QUESTIONS, chats, make_model
 from jzero.data import Chat
 from models.decoder import Decoder
@@ -30,7 +29,7 @@ from models.lora import LoRAConfig
 def main(argv: list[str] | None = None) -> list[float]:
     """Fine-tune, and return the loss of each step."""
     args = parse(argv)
-    config = jzero.Config.load(settings(args.config, args.out))
+    config, steps = read_config(args)
     directory = args.model or make_model(Path("runs/tiny-chat"))
 
     # 1. The data: conversations in rows of one length. The loss takes the assistant's turns only.
@@ -50,39 +49,24 @@ def main(argv: list[str] | None = None) -> list[float]:
     # 3. The training, between two samples.
     questions = args.ask or [QUESTIONS[2].format(thing) for thing in ("snow", "a frog", "the sea")]
     before = answers(engine, tokenizer, questions)
-    losses = [engine.train_batch() for _ in range(steps_of(args.steps, config))]
-    losses = [float(loss) for loss in losses]
-    after = answers(engine, tokenizer, questions)
-    for question, old, new in zip(questions, before, after, strict=True):
-        jzero.log_dist(f"{question}\n  before: {old}\n  after:  {new}")
+    losses = [engine.train_batch() for _ in range(steps)]
+    before_and_after(questions, before, answers(engine, tokenizer, questions))
 
     # 4. The adapters, as peft's files: PeftModel.from_pretrained(model, OUT / "adapters") in transformers.
     engine.save_adapters(args.out / "adapters")
     if jax.process_index() == 0:
         tokenizer.save_pretrained(args.out / "adapters")
-        events = {"Train/Samples/train_loss": "loss", "Train/Samples/lr": "learning rate"}
-        curves(args.out / "curves" / "metrics.jsonl", events, args.out / "curves.png", f"LoRA, rank {args.rank}")
-    jzero.log_dist(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; adapters and curves are in {args.out}")
-    return losses
+    return finish(args.out, losses, {"learning rate": "lr"}, f"LoRA, rank {args.rank}")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser("finetune_lora", None, __doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p = options("finetune_lora", __doc__, "runs/finetune-lora")
     p.add_argument("--model", type=Path, metavar="DIR", help="safetensors and tokenizer (default: a tiny model)")
     p.add_argument("--data", metavar="FILE", help="a JSONL file, or a data set of Hugging Face, with a column messages")
-    p.add_argument("--config", type=Path, default=Path(__file__).with_suffix(".json"), help="a config file")
     p.add_argument("--length", type=int, default=LENGTH, help=f"tokens per row (default {LENGTH})")
     p.add_argument("--rank", type=int, default=8, help="of the adapters (default 8)")
-    p.add_argument("--steps", type=int, help="default: the scheduler's total_num_steps")
     p.add_argument("--ask", action="append", metavar="QUESTION", help="a question for the samples before and after")
-    p.add_argument("--out", type=Path, default=Path("runs/finetune-lora"), help="default runs/finetune-lora")
     return p.parse_args(argv)
-
-
-def settings(path: Path, out: Path) -> dict[str, Any]:
-    """Read a config whose curves go to `out`."""
-    config = json.loads(path.read_text())
-    return {**config, "jsonl_monitor": {"enabled": True, "output_path": str(out), "job_name": "curves"}}
 
 
 def read_dataset(data: str) -> Any:

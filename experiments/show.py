@@ -1,12 +1,14 @@
-"""Shows a training run: a live progress bar, the metrics as a CSV file, the loss as a curve."""
+"""What the examples share: options and config, a live progress bar, metrics as a CSV file, curves."""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import resource
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -14,11 +16,12 @@ import matplotlib
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+import jzero
+
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-import jzero
-
+Curve = Sequence[tuple[int, float]]  # (step, value)
 BLUE, GREY, ORANGE = "#1f5fbf", "#777777", "#d9730d"
 
 
@@ -97,12 +100,53 @@ def loss_curve(path: Path, losses: list[float], held_out: float, bigram: float, 
     plt.close(figure)
 
 
-def curves(metrics: Path, names: dict[str, str], path: Path, title: str) -> None:
-    """Plot curves of a `metrics.jsonl` (the config's `jsonl_monitor`) one above the other: {event: its label}."""
-    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
-    figure, axes = plt.subplots(len(names), figsize=(8, 2.6 * len(names) + 0.4), sharex=True, layout="constrained")
-    for axis, (name, label) in zip(np.atleast_1d(axes), names.items(), strict=True):
-        points = [(step["step"], float(step[name])) for step in steps if name in step]
+def options(name: str, description: str | None, out: str) -> argparse.ArgumentParser:
+    """Make the parser of an example whose config is experiments/NAME.json, and whose files go to `out`."""
+    p = argparse.ArgumentParser(name, None, description, formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("--config", type=Path, default=Path(__file__).with_name(f"{name}.json"), help="a config file")
+    p.add_argument("--steps", type=int, help="default: the scheduler's total_num_steps")
+    p.add_argument("--out", type=Path, default=Path(out), help=f"default {out}")
+    return p
+
+
+def read_config(args: argparse.Namespace) -> tuple[jzero.Config, int]:
+    """Read an example's config, whose curves go to --out; return it and the number of steps."""
+    read = json.loads(args.config.read_text())
+    monitor = {"enabled": True, "output_path": str(args.out), "job_name": "curves"}
+    config = jzero.Config.load({**read, "jsonl_monitor": monitor})
+    return config, steps_of(args.steps, config)
+
+
+def before_and_after(questions: list[str], before: list[str], after: list[str]) -> None:
+    """Print the answers to each question."""
+    for question, old, new in zip(questions, before, after, strict=True):
+        jzero.log_dist(f"{question}\n  before: {old}\n  after:  {new}")
+
+
+def finish(out: Path, losses: Sequence[float], lines: Mapping[str, Curve | str], title: str) -> list[float]:
+    """Draw OUT/curves.png on process 0, print the first and the last loss, and return the losses.
+
+    Args:
+      lines: {label: points (step, value), or the name of a metric that the run wrote}.
+    """
+    losses = [float(loss) for loss in losses]
+    if jax.process_index() == 0:
+        steps = [json.loads(line) for line in (out / "curves" / "metrics.jsonl").read_text().splitlines()]
+        found = {
+            label: [(step["step"], step[key]) for step in steps if (key := f"Train/Samples/{line}") in step]
+            if isinstance(line, str)
+            else line
+            for label, line in lines.items()
+        }
+        curves({"loss": list(enumerate(losses, 1)), **found}, out / "curves.png", title)
+    jzero.log_dist(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; files are in {out}")
+    return losses
+
+
+def curves(lines: Mapping[str, Curve], path: Path, title: str) -> None:
+    """Plot curves one above the other: {label: points (step, value)}."""
+    figure, axes = plt.subplots(len(lines), figsize=(8, 2.6 * len(lines) + 0.4), sharex=True, layout="constrained")
+    for axis, (label, points) in zip(np.atleast_1d(axes), lines.items(), strict=True):
         axis.plot(*zip(*points, strict=True), color=BLUE)
         axis.set(ylabel=label)
         axis.spines[["top", "right"]].set_visible(False)
