@@ -95,15 +95,16 @@ class ViT(nnx.Module):
     def suffix(self, x_BSD: jax.Array, batch: dict[str, jax.Array]) -> Mean:
         """Return the images' mean cross-entropy."""
         labels_B = batch["labels"]
-        losses_B = optax.softmax_cross_entropy_with_integer_labels(self.logits(x_BSD), jnp.maximum(labels_B, 0))
+        losses_B = optax.softmax_cross_entropy_with_integer_labels(self.outputs(x_BSD), jnp.maximum(labels_B, 0))
         return Mean(jnp.sum(losses_B, where=labels_B >= 0), (labels_B >= 0).sum())
 
-    def logits(self, x_BSD: jax.Array) -> jax.Array:
+    def outputs(self, x_BSD: jax.Array, batch: Any = None) -> jax.Array:
+        """Compute the logits [B, O] in float32 from the stack's output."""
         return self.head(self.norm(x_BSD)[:, 0]).astype(jnp.float32)
 
     def __call__(self, images: jax.Array) -> jax.Array:
         """Compute logits [B, O] in float32, without remat or parallelism."""
-        return self.logits(run(self.stack, self.prefix({"images": images})))
+        return self.outputs(run(self.stack, self.prefix({"images": images})))
 
     def report_notes(self, dtype: jnp.dtype) -> list[str]:
         return [kernel_note(self.config.attention, dtype, self.config.head_dim)]

@@ -11,6 +11,7 @@ from helpers.sampling import keep
 
 import jzero
 from models.llama import Llama, LlamaConfig
+from models.vit import ViT, ViTConfig
 
 ROWS = 16
 X = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
@@ -227,3 +228,15 @@ def test_what_is_refused():
     wide = jzero.make_eval_step(model, lambda m, b: {"logits": m(b)}, config(), mesh=mesh())
     with pytest.raises(jzero.ConfigError, match=r"metric 'logits' has shape \(16, 3\)"):
         wide.metrics(state, [X])
+
+
+def test_predictions_of_a_vit():
+    """Those of eight devices are those of the module."""
+    shape = ViTConfig(2, 32, 4, 48, num_classes=5, image_size=8, patch_size=4)
+    model = jzero.from_flax(lambda rngs: ViT(shape, rngs=rngs))
+    step = jzero.make_train_step(model, {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+    params = model.init(jax.random.key(0))
+    images = np.random.default_rng(0).normal(size=(8, 8, 8, 3)).astype(np.float32)
+    found = step.predict(step.init(jax.random.key(0), params), {"images": images}, numpy=True)
+    assert found.shape == (8, 5)
+    np.testing.assert_allclose(found, model.module(params)(images), atol=1e-5)

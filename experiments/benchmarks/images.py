@@ -20,16 +20,16 @@ import optax
 from flax import nnx
 
 import jzero
+from experiments.resnet import MACS, ResNet
 from jzero.planner import gpu_devices, memory, products
 from jzero.update import ALWAYS
 from models.vit import ViT, ViTConfig
 
 from .gpu import PEAK, measure
-from .resnet import MACS, ResNet50
 
 RATE, DECAY = 1e-3, 0.1
 VIT = ViTConfig(12, 768, 12, 3072)  # vit-base-patch16-224
-MODELS = {"vit": lambda rngs: ViT(VIT, rngs=rngs), "resnet": ResNet50}
+MODELS = {"vit": lambda rngs: ViT(VIT, rngs=rngs), "resnet": ResNet}
 
 
 def loss_fn(model: nnx.Module, batch: dict[str, jax.Array]) -> jax.Array:
@@ -107,7 +107,7 @@ def run_jzero(args: argparse.Namespace) -> dict[str, Any]:
 def run_plain(args: argparse.Namespace) -> dict[str, Any]:
     build, optimizer = MODELS[args.model], optax.adamw(RATE, weight_decay=DECAY)
     if args.model == "resnet":  # or the float32 statistics of BatchNorm would widen all that follows
-        build = partial(ResNet50, dtype=jnp.bfloat16)
+        build = partial(ResNet, dtype=jnp.bfloat16)
 
     def start() -> Any:
         _, params, rest = nnx.split(build(nnx.Rngs(0)), nnx.Param, ...)
