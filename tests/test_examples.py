@@ -1,20 +1,21 @@
-"""The examples of fine-tuning learn, and leave their files; the loss of DPO is trl's formula."""
+"""The examples learn, and leave their files; the losses of DPO and of the two towers are the papers' formulas."""
 
+import argparse
 import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-transformers = pytest.importorskip("transformers")
-
-import jzero  # noqa: E402
-from experiments import dpo, finetune_lora, tiny_chat  # noqa: E402
-from jzero.data import Pairs  # noqa: E402
-from models.decoder import Decoder  # noqa: E402
-from models.families import from_hf  # noqa: E402
-from models.llama import preset  # noqa: E402
+import jzero
+from experiments import clip, dpo, finetune_lora, gpt, images, tiny_chat
+from jzero.data import Pairs
+from models.decoder import Decoder
+from models.families import from_hf
+from models.llama import preset
 
 pytestmark = pytest.mark.slow
 
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """A directory like that of a download, with a model that has learned little."""
+    pytest.importorskip("transformers")
     return tiny_chat.make_model(tmp_path_factory.mktemp("tiny"), steps=10)
 
 
@@ -31,6 +33,99 @@ def config(program, tmp_path, lr):
     read = json.loads(Path(program.__file__).with_suffix(".json").read_text())
     path.write_text(json.dumps({**read, "optimizer": {"type": "AdamW", "params": {"lr": lr}}}))
     return str(path)
+
+
+def tokenizer_of(directory):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory)
+
+
+def is_picture(path):
+    return path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_gpt(tmp_path, capsys):
+    """On a text file; a byte at random costs log 256 = 5.5 nats."""
+    shape = f"--layers 1 --width 64 --sequence 32 --steps 60 --text {argparse.__file__} --out {tmp_path}"
+    losses, held_out, bigram = gpt.main([*shape.split(), "--prompt", "def "])
+    assert len(losses) == 60
+    assert losses[0] > 5
+    assert held_out < 3.3
+    assert 2 < bigram < 3
+    sample = (tmp_path / "sample.txt").read_text()
+    assert sample.startswith("def ")
+    assert len(sample.encode()) >= 32
+    assert f"a sample:\n\n{sample}" in capsys.readouterr().out
+    assert is_picture(tmp_path / "curves.png")
+
+
+def test_images(tmp_path, capsys):
+    """One digit in ten is right by chance; the running statistics must be those of the training for more."""
+    losses, accuracies = images.main(["--steps", "46", "--out", str(tmp_path)])
+    assert len(losses) == 46
+    assert losses[-1] < 1
+    assert len(accuracies) == 2
+    assert accuracies[-1] > 0.8
+    assert f"held-out accuracy {accuracies[-1]:.1%}" in capsys.readouterr().out
+    assert is_picture(tmp_path / "curves.png")
+
+
+def test_images_of_a_directory(tmp_path):
+    """A subdirectory for each class; the smallest value of a pixel becomes -1, the largest 1."""
+    pytest.importorskip("datasets")
+    image = pytest.importorskip("PIL.Image")
+    colors = {"blue": (0, 0, 255), "red": (255, 0, 0)}
+    for name, color in colors.items():
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for i in range(10):
+            image.new("RGB", (20, 10), color).save(tmp_path / "data" / name / f"{i}.png")
+    train, test = images.read_images(str(tmp_path / "data"), size=8)
+    assert (len(train), len(test), train.classes) == (18, 2, 2)
+    rows = train.rows(np.arange(18))
+    assert rows["images"].shape == (18, 8, 8, 3)
+    expected = np.array(list(colors.values()))[rows["labels"]] / 127.5 - 1
+    np.testing.assert_allclose(rows["images"], np.broadcast_to(expected[:, None, None], rows["images"].shape))
+
+
+def info_nce(vectors, scale):
+    """Compute the loss of arXiv:2103.00020, figure 3, on one device."""
+    logits = scale * vectors[0] @ vectors[1].T
+    rows, columns = (jax.nn.log_softmax(x, axis=1) for x in (logits, logits.T))
+    return -(jnp.trace(rows) + jnp.trace(columns)) / 2 / len(logits)
+
+
+def test_the_loss_of_the_towers_is_over_the_global_batch():
+    """Eight devices under ZeRO-3 have the loss and the gradient of one device with all rows."""
+    batch = {name: x[:16] for name, x in clip.pairs()[0].items()}
+    model = jzero.from_flax(clip.Towers, clip.loss_fn)
+    params = model.init(jax.random.key(0))
+
+    def plain(params):
+        module = model.module(params)
+        return info_nce(module(batch), jnp.exp(module.log_scale[...]))
+
+    loss, gradient = jax.value_and_grad(plain)(params)
+    config = {
+        "train_batch_size": 16,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    step = jzero.make_train_step(model, config, mesh=jzero.make_mesh(zero=8))
+    _, metrics = step(step.init(jax.random.key(0), params), batch)
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
+    assert float(metrics["grad_norm"]) == pytest.approx(float(optax.tree.norm(gradient)), rel=1e-5)
+
+
+def test_clip(tmp_path, capsys):
+    """One caption in 256 is right by chance."""
+    losses, found = clip.main(["--steps", "80", "--out", str(tmp_path)])
+    assert len(losses) == 80
+    assert losses[0] > 4
+    assert losses[-1] < 3.8
+    assert found > 0.02
+    assert f"captions found {found:.1%}" in capsys.readouterr().out
+    assert is_picture(tmp_path / "curves.png")
 
 
 def test_finetune_lora(tiny, tmp_path, capsys):
@@ -51,13 +146,13 @@ def test_finetune_lora(tiny, tmp_path, capsys):
     adapter = json.loads((out / "adapters" / "adapter_config.json").read_text())
     assert (adapter["r"], adapter["lora_alpha"]) == (8, 16)
     assert (out / "adapters" / "adapter_model.safetensors").exists()
-    saved, before = (transformers.AutoTokenizer.from_pretrained(path) for path in (out / "adapters", tiny))
+    saved, before = tokenizer_of(out / "adapters"), tokenizer_of(tiny)
     assert saved.chat_template == tiny_chat.CHATML
     assert (saved.padding_side, saved.pad_token) == (before.padding_side, before.pad_token)
     steps = [json.loads(line) for line in (out / "curves" / "metrics.jsonl").read_text().splitlines()]
     assert [step["Train/Samples/train_loss"] for step in steps] == pytest.approx(losses[: len(steps)])
     assert len(steps) >= 10
-    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert is_picture(out / "curves.png")
 
 
 def log_probabilities(module, rows):
@@ -81,7 +176,7 @@ def test_dpo(tiny, tmp_path, capsys):
     assert losses[-1] < losses[0] - 0.02
     assert "Hi?\n  before: " in capsys.readouterr().out
     assert (out / "model" / "model.safetensors").exists()
-    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert is_picture(out / "curves.png")
 
 
 def test_the_loss_is_trls(tiny):
@@ -89,8 +184,7 @@ def test_the_loss_is_trls(tiny):
 
     As in trl's DPOTrainer with loss_type "sigmoid"; the reference is another model here, so the loss is not log 2.
     """
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
-    rows = Pairs(dpo.tiny_pairs()[:8], tokenizer, length=96).rows(np.arange(8))
+    rows = Pairs(dpo.tiny_pairs()[:8], tokenizer_of(tiny), length=96).rows(np.arange(8))
     shape = from_hf(tiny)
     models = [jzero.from_flax(lambda rngs: Decoder(shape, rngs=rngs)) for _ in range(2)]
     params = [model.init(jax.random.key(seed)) for seed, model in enumerate(models)]
