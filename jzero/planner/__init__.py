@@ -1,13 +1,17 @@
-"""Plans a program for GPUs that this machine does not have: compiles it, reads its memory and its collectives."""
+"""Plans a program for GPUs that this machine does not have: compiles it, reads its memory, collectives and time."""
 
 from jzero.planner.bytes_by_stage import bytes_by_stage
 from jzero.planner.collectives import Collective, Collectives, collectives
 from jzero.planner.gpus import GPUS, gpu, gpu_devices
+from jzero.planner.kernels import UnreadableProgram
 from jzero.planner.memory import Memory, memory
 from jzero.planner.products import Product, Products, products
+from jzero.planner.rates import Rates
 from jzero.planner.state_bytes import StateBytes, state_bytes
+from jzero.planner.step_time import StepTime, step_time
 
 __all__ = [
-    "GPUS", "Collective", "Collectives", "Memory", "Product", "Products", "StateBytes", "bytes_by_stage", "collectives",
-    "gpu", "gpu_devices", "memory", "products", "state_bytes",
+    "GPUS", "Collective", "Collectives", "Memory", "Product", "Products", "Rates", "StateBytes", "StepTime",
+    "UnreadableProgram", "bytes_by_stage", "collectives", "gpu", "gpu_devices", "memory", "products", "state_bytes",
+    "step_time",
 ]  # fmt: skip

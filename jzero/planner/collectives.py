@@ -10,7 +10,6 @@ may be printed without types, so their shapes are looked up by name in the same 
 
 import functools
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,6 +18,8 @@ import jax
 import numpy as np
 
 from jzero.errors import ConfigError
+from jzero.planner.hlo import BITS, Computation, Instruction, Module, read
+from jzero.planner.replica_groups import group_text, groups, longest_chain
 
 KINDS = (
     "all-gather",
@@ -29,9 +30,6 @@ KINDS = (
     "ragged-all-to-all",
     "collective-broadcast",
 )
-_BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128, "f8e8m0fnu": 8, "f4e2m1fn": 4}
-_BITS |= {f"{sign}{bits}": bits for sign in "su" for bits in (1, 2, 4, 8, 16, 32, 64)}
-_BITS |= {f"f8{kind}": 8 for kind in ("e5m2", "e4m3", "e3m4", "e4m3fn", "e4m3b11fnuz", "e5m2fnuz", "e4m3fnuz")}
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ class Collectives:
         """
         if kind is not None and kind not in KINDS:
             raise ConfigError(f"kind = {kind!r}: unknown collective; allowed: {', '.join(KINDS)}")
-        if dtype is not None and dtype not in _BITS:
+        if dtype is not None and dtype not in BITS:
             raise ConfigError(f"dtype = {dtype!r}: unknown HLO element type; use a short name such as 'f32' or 'bf16'")
         if axes is not None and any(row.axes is None for row in self):
             raise ConfigError(f"axes = {axes!r}: read without a mesh; fix: collectives(compiled, mesh)")
@@ -206,35 +204,17 @@ def collectives(compiled: jax.stages.Compiled | str, mesh: jax.sharding.Mesh | N
         1  all-gather  bf16          1  1.000  zero      8  -      -         1.000
         1 launches, 1 operands, 1.000 MiB per run
     """
-    text = compiled if isinstance(compiled, str) else compiled.as_text()
-    if text is None:
-        raise ValueError("this backend does not provide its optimized HLO")
-    return Collectives(_Module(text, mesh).rows())
+    return Collectives(_Walk(read(compiled), mesh).rows())
 
 
-class _Module:
-    """An HLO module's text as computations, each a table from instruction name to the text right of its ``=``."""
+class _Walk:
+    """A walk through the computations that a module executes."""
 
-    def __init__(self, text: str, mesh: jax.sharding.Mesh | None):
-        header, *lines = text.splitlines()
-        counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)
-        self.devices = math.prod(map(int, counts))
+    def __init__(self, module: Module, mesh: jax.sharding.Mesh | None):
+        self.module = module
         self.mesh_shape = None if mesh is None else tuple(mesh.shape.items())
-        if mesh is not None and mesh.size != self.devices:
-            raise ConfigError(f"mesh has {mesh.size} devices, but the program was compiled for {self.devices}")
-        self.computations: dict[str, dict[str, str]] = {}
-        self.entry, current = "", None
-        for line in lines:
-            if current is None:
-                if start := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line):
-                    current = self.computations.setdefault(start[2], {})
-                    self.entry = start[2] if start[1] else self.entry
-            elif line.startswith("}"):
-                current = None
-            elif instruction := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)", line):
-                current[instruction[1]] = instruction[2]
-        if not self.entry:
-            raise ValueError(f"not an HLO module, it has no ENTRY computation: {header[:80]!r}")
+        if mesh is not None and mesh.size != module.devices:
+            raise ConfigError(f"mesh has {mesh.size} devices, but the program was compiled for {module.devices}")
         self._rows: dict[str, tuple[Collective, ...]] = {}
 
     def rows(self, computation: str = "") -> tuple[Collective, ...]:
@@ -242,70 +222,45 @@ class _Module:
 
         Cached by computation, because several instructions may call the same one.
         """
-        name = computation or self.entry
+        name = computation or self.module.entry
         if name not in self._rows:
             found: list[Collective] = []
-            for text in self.computations[name].values():
-                opcode = re.search(r" ([a-z][a-z0-9\-]*)\(", " " + text)
+            for instruction in self.module.computations[name].values():
                 # The -start half of an asynchronous pair has the operands and counts; the other halves do not.
-                if opcode is None or opcode[1].endswith(("-done", "-update")):
+                if instruction.opcode.endswith(("-done", "-update")):
                     continue
-                kind = opcode[1].removesuffix("-start")
-                if kind in KINDS:
-                    found += self._collective(kind, text[opcode.end() - 1 :], self.computations[name])
+                if instruction.opcode.removesuffix("-start") in KINDS:
+                    found += self._collective(instruction, self.module.computations[name])
                 else:
-                    found += self._called(kind, text)
+                    found += self._called(instruction)
             self._rows[name] = tuple(found)
         return self._rows[name]
 
-    def _called(self, opcode: str, text: str) -> Iterator[Collective]:
+    def _called(self, instruction: Instruction) -> Iterator[Collective]:
         """Yield the collectives of the computations that an instruction executes."""
-        if opcode == "while":
-            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', text)
-            loop = (int(trips[1]) if trips else None,)
-            for name in re.findall(r"\b(?:condition|body)=%?([\w.\-]+)", text):
-                yield from (replace(row, loops=loop + row.loops) for row in self.rows(name))
-        elif opcode == "conditional":
-            names = re.findall(r"\b(?:true|false)_computation=%?([\w.\-]+)", text)
-            for listed in re.findall(r"\bbranch_computations=\{([^}]*)\}", text):
-                names += [name.strip().lstrip("%") for name in listed.split(",")]
-            for name in names:
-                yield from (replace(row, in_branch=True) for row in self.rows(name))
-        else:
-            # Only a call executes its to_apply; elsewhere (reduce, sort, all-reduce) it is a scalar function.
-            attribute = r"\b(?:to_apply|calls)=%?([\w.\-]+)" if opcode == "call" else r"\bcalls=%?([\w.\-]+)"
-            for name in re.findall(attribute, text):
-                yield from self.rows(name)
+        loop = (instruction.trips,) if instruction.opcode == "while" else ()
+        branch = instruction.opcode == "conditional"
+        for name in instruction.called():
+            for row in self.rows(name):
+                yield replace(row, loops=loop + row.loops, in_branch=branch or row.in_branch)
 
-    def _collective(self, kind: str, text: str, scope: dict[str, str]) -> list[Collective]:
-        """Make the rows of one collective, one per dtype; ``text`` starts after the parenthesis of its operands."""
-        arguments, attributes = text.split(")", 1)
-        names = re.findall(r"%([\w.\-]+)", arguments)
-        shapes = [shape for name in names for shape in _shapes(scope[name])]
-        members = re.search(r"replica_groups=(.*?)(?=, \w+=[^(]|$)|source_target_pairs=(\{\{.*?\}\})", attributes)
-        pairs = members is not None and members[2] is not None
-        group_text = "{}" if members is None else members[2] or members[1]
-        axes, group_size = _group_axes(group_text, pairs, self.devices, self.mesh_shape)
+    def _collective(self, instruction: Instruction, scope: Computation) -> list[Collective]:
+        """Make the rows of one collective, one per dtype."""
+        kind = instruction.opcode.removesuffix("-start")
+        arrays = [array for name in instruction.operands for array in scope[name].arrays]
+        text, pairs = group_text(instruction)
+        axes, size = _group_axes(text, pairs, self.module.devices, self.mesh_shape)
         parts = 1
-        if kind == "all-to-all" and "dimensions=" not in attributes:
-            parts = group_size  # the tuple form has one operand per peer
+        if kind == "all-to-all" and "dimensions=" not in instruction.attributes:
+            parts = size  # the tuple form has one operand per peer
         elif kind == "ragged-all-to-all":
-            shapes = shapes[:1]  # the other operands are the output and the offsets
-        op_name = re.search(r'op_name="([^"]*)"', attributes)
-        size = Counter[str]()
-        for dtype, n_bytes in shapes:
-            size[dtype] += n_bytes * (group_size if kind == "all-gather" else 1)
-        count = Counter(dtype for dtype, _ in shapes)
-        row = Collective(kind, "", 0, 0, axes, group_size, op_name=op_name[1] if op_name else "")
-        return [replace(row, dtype=dtype, operands=count[dtype] // parts, bytes=size[dtype]) for dtype in count]
-
-
-def _shapes(instruction: str) -> list[tuple[str, int]]:
-    """Return (dtype, bytes) of each array in the type at the start of an instruction's text, without tokens."""
-    opcode = re.search(r" [a-z][a-z0-9\-]*\(", instruction)
-    found = re.findall(r"([a-z]\w*)\[([\d,<=]*)\]", instruction[: opcode.start() if opcode else None])
-    sizes = [(dtype, [int(d.lstrip("<=")) for d in dims.split(",") if d]) for dtype, dims in found if dtype in _BITS]
-    return [(dtype, (math.prod(dims) * _BITS[dtype] + 7) // 8) for dtype, dims in sizes]
+            arrays = arrays[:1]  # the other operands are the output and the offsets
+        total = Counter[str]()
+        for array in arrays:
+            total[array.dtype] += array.bytes * (size if kind == "all-gather" else 1)
+        count = Counter(array.dtype for array in arrays)
+        row = Collective(kind, "", 0, 0, axes, size, op_name=instruction.op_name)
+        return [replace(row, dtype=dtype, operands=count[dtype] // parts, bytes=total[dtype]) for dtype in count]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -313,63 +268,12 @@ def _group_axes(
     text: str, pairs: bool, devices: int, mesh_shape: tuple[tuple[str, int], ...] | None
 ) -> tuple[tuple[str, ...] | None, int]:
     """Return (mesh axes that vary inside a group, devices per group) of replica groups or source-target pairs."""
-    groups = [np.array(group) for group in _groups(text, devices)]
-    group_size = _longest_chain(groups) if pairs else max(map(len, groups))
+    members = groups(text, devices)
+    size = longest_chain(members) if pairs else max(map(len, members))
     if mesh_shape is None:
-        return None, group_size
+        return None, size
     varies = np.zeros(len(mesh_shape), bool)
-    for group in groups:
-        coordinates = np.array(np.unravel_index(group, [size for _, size in mesh_shape]))
+    for group in members:
+        coordinates = np.array(np.unravel_index(np.array(group), [size for _, size in mesh_shape]))
         varies |= (coordinates != coordinates[:, :1]).any(1)
-    return tuple(name for (name, _), varying in zip(mesh_shape, varies, strict=True) if varying), group_size
-
-
-def _groups(text: str, devices: int) -> list[list[int]]:
-    """Parse replica groups, in any form that XLA prints, into lists of device numbers (positions in the mesh)."""
-    text = text.strip()
-    if text == "{}":
-        return [list(range(devices))]
-    if text.startswith("{{"):  # {{0,1},{2,3}}
-        return [_ints(group) for group in re.findall(r"\{([\d,\s]+)\}", text)]
-    if iota := re.match(r"(\[[\d,]+\])<=(\S+)$", text):  # [4,2]<=[2,4]T(1,0)
-        return _iota(iota[2]).reshape(_ints(iota[1])).tolist()
-    if named := re.match(r"mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}$", text):  # mesh['a'=2,'b'=4] {'b'}
-        sizes = {name: int(size) for name, size in re.findall(r"([^,=]+)=(\d+)", named[1])}
-        ids = _iota(f"[{devices}]") if named[2] is None else _iota(named[2])
-        shape: list[int] = []  # every axis, divided where a group takes part of it: 'a':(pre)size
-        inside: list[int] = []  # dimensions of `shape` that vary inside a group
-        parts = [re.fullmatch(r"(.*?)(?::\((\d+)\)(\d+))?", part.strip()) for part in named[3].split(",") if part]
-        for name, size in sizes.items():
-            cuts = sorted((int(p[2] or 1), int(p[3] or size)) for p in parts if p and p[1] == name)
-            done = 1
-            for before, taken in cuts:
-                shape += [before // done, taken]
-                inside.append(len(shape) - 1)
-                done = before * taken
-            shape.append(size // done)
-        outside = [d for d in range(len(shape)) if d not in inside]
-        return ids.reshape(shape).transpose(outside + inside).reshape(-1, math.prod(shape[d] for d in inside)).tolist()
-    raise ValueError(f"replica_groups have an unknown form: {text[:120]!r}")
-
-
-def _iota(text: str) -> np.ndarray:
-    """Parse device numbers from ``[8]``, ``[2,4]T(1,0)`` or a plain list ``0,2,1,3``."""
-    if counted := re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?$", text):
-        dims = _ints(counted[1])
-        ids = np.arange(math.prod(dims)).reshape(dims)
-        return (ids.transpose(_ints(counted[2])) if counted[2] else ids).reshape(-1)
-    return np.array(_ints(text))
-
-
-def _ints(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", text)]
-
-
-def _longest_chain(pairs: list[np.ndarray]) -> int:
-    """Return the size of the largest set of devices that the pairs connect."""
-    member: dict[int, set[int]] = {}
-    for pair in pairs:
-        source, target = map(int, pair)
-        joined = member.get(source, {source}) | member.get(target, {target})
-        member |= dict.fromkeys(joined, joined)  # every device of a connected set maps to the whole set
-    return max((len(group) for group in member.values()), default=1)
+    return tuple(name for (name, _), varying in zip(mesh_shape, varies, strict=True) if varying), size

@@ -1,0 +1,183 @@
+"""Reads the text of an optimized HLO module into computations and instructions.
+
+Each line of a computation is one instruction: ``%name = type opcode(%operand, ...), attribute=value, ...``. The order
+of the lines in a scheduled module is the order in which XLA enqueues them. Operands may be printed without types, so
+their shapes are looked up by name in the same computation.
+"""
+
+import functools
+import math
+import re
+from dataclasses import dataclass
+
+import jax
+
+BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128, "f8e8m0fnu": 8, "f4e2m1fn": 4}
+BITS |= {f"{sign}{bits}": bits for sign in "su" for bits in (1, 2, 4, 8, 16, 32, 64)}
+BITS |= {f"f8{kind}": 8 for kind in ("e5m2", "e4m3", "e3m4", "e4m3fn", "e4m3b11fnuz", "e5m2fnuz", "e4m3fnuz")}
+
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)")
+_OPCODE = re.compile(r" ([a-z][a-z0-9\-]*)\(")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
+_CALLED = {"while": "condition|body", "conditional": "true_computation|false_computation", "call": "to_apply|calls"}
+_HOST = "S(5)"  # in a layout: the memory space of the host
+
+
+@dataclass(frozen=True)
+class Array:
+    """One array of an instruction's result: HLO's name of its element type, its dimensions, and where it lies."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    layout: str = ""  # "1,0", without tiles
+    on_host: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of its elements; types of less than a byte are packed."""
+        return (math.prod(self.dims) * BITS[self.dtype] + 7) // 8
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+        arrays: of the result, in order; tuples are flattened and tokens left out.
+        arguments: the text between the parentheses: ``%p, %q``, or the number of a parameter.
+        operands: the names in it.
+        attributes: the text after the parentheses.
+        root: whether it is the computation's result.
+    """
+
+    name: str
+    opcode: str
+    arrays: tuple[Array, ...]
+    arguments: str
+    operands: tuple[str, ...]
+    attributes: str
+    root: bool
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of the whole result."""
+        return sum(array.bytes for array in self.arrays)
+
+    @property
+    def op_name(self) -> str:
+        """Return the JAX name stack of the operation, or an empty text."""
+        return self.attribute(r'op_name="([^"]*)"')
+
+    @property
+    def target(self) -> str:
+        """Return the name of the library's function that a custom call runs, or an empty text."""
+        return self.attribute(r'custom_call_target="([^"]*)"')
+
+    def attribute(self, pattern: str) -> str:
+        """Return what the first group of a pattern finds in the attributes, or an empty text."""
+        found = re.search(pattern, self.attributes)
+        return found[1] if found else ""
+
+    def numbers(self, pattern: str) -> tuple[int, ...]:
+        """Return the integers in what the first group of a pattern finds: ``{1,0}``, ``["1","0"]`` or ``3x3``."""
+        return tuple(int(number) for number in re.findall(r"\d+", self.attribute(pattern)))
+
+    @property
+    def trips(self) -> int | None:
+        """Return how often a while loop runs its body; None if the compiler does not know."""
+        count = self.attribute(r'"known_trip_count":\{"n":"(\d+)"')
+        return int(count) if count else None
+
+    def called(self) -> tuple[str, ...]:
+        """Return the names of the computations that it executes.
+
+        A while loop executes its condition and its body; a conditional one of its branches; a call its ``to_apply``,
+        which elsewhere (reduce, sort, all-reduce) is a function of scalars.
+        """
+        names = re.findall(rf"\b(?:{_CALLED.get(self.opcode, 'calls')})=%?([\w.\-]+)", self.attributes)
+        if self.opcode == "conditional":
+            for listed in re.findall(r"\bbranch_computations=\{([^}]*)\}", self.attributes):
+                names += [name.strip().lstrip("%") for name in listed.split(",")]
+        return tuple(names)
+
+
+Computation = dict[str, Instruction]
+
+
+@dataclass(frozen=True)
+class Module:
+    """An HLO module: its computations by name, the name of the entry, and how many devices it runs on."""
+
+    computations: dict[str, Computation]
+    entry: str
+    devices: int
+    scheduled: bool
+
+    def root(self, computation: str) -> Instruction:
+        """Return the instruction whose result is the computation's."""
+        return next(i for i in self.computations[computation].values() if i.root)
+
+
+def read(compiled: jax.stages.Compiled | str) -> Module:
+    """Read a compiled program, or the text of its optimized HLO module.
+
+    Raises:
+        ValueError: the backend does not provide the text, or it is not an HLO module.
+    """
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    if text is None:
+        raise ValueError("this backend does not provide its optimized HLO")
+    return _read(text)
+
+
+@functools.lru_cache(maxsize=2)  # a plan reads the same text several times
+def _read(text: str) -> Module:
+    header, *lines = text.splitlines()
+    counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)
+    computations: dict[str, Computation] = {}
+    entry, current = "", None
+    for line in lines:
+        if current is None:
+            if start := _COMPUTATION.match(line):
+                current = computations.setdefault(start[2], {})
+                entry = start[2] if start[1] else entry
+        elif line.startswith("}"):
+            current = None
+        elif found := _INSTRUCTION.match(line):
+            current[found[2]] = _instruction(found[2], found[3], bool(found[1]))
+    if not entry:
+        raise ValueError(f"not an HLO module, it has no ENTRY computation: {header[:80]!r}")
+    return Module(computations, entry, math.prod(map(int, counts)), "is_scheduled=true" in header)
+
+
+def _instruction(name: str, text: str, root: bool) -> Instruction:
+    opcode = _OPCODE.search(" " + text)  # a type has no " word(": its layouts follow a "{"
+    if opcode is None:
+        raise ValueError(f"not an HLO instruction: {name} = {text[:120]!r}")
+    kind, rest = text[: max(0, opcode.start() - 1)], text[opcode.end() - 1 :]
+    end = _closing(rest)
+    arguments = rest[:end]
+    operands = tuple(re.findall(r"%([\w.\-]+)", arguments))
+    return Instruction(name, opcode[1], _arrays(kind), arguments, operands, rest[end + 1 :], root)
+
+
+def _closing(text: str) -> int:
+    """Return the position of the parenthesis that closes the one before the text."""
+    depth = 1
+    for found in re.finditer(r"[()]", text):
+        depth += 1 if found[0] == "(" else -1
+        if depth == 0:
+            return found.start()
+    return len(text)
+
+
+@functools.lru_cache(maxsize=4096)
+def _arrays(text: str) -> tuple[Array, ...]:
+    return tuple(
+        Array(
+            dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d), layout.partition(":")[0], _HOST in layout
+        )
+        for dtype, dims, layout in _ARRAY.findall(text)
+        if dtype in BITS
+    )

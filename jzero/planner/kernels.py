@@ -1,0 +1,306 @@
+"""Prices one instruction of a GPU program on the compute stream: its seconds, FLOPs and bytes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from jzero.planner.hlo import Array, Computation, Instruction, Module
+from jzero.planner.rates import Rates
+
+PRODUCTS, ATTENTION, ELEMENTWISE, REDUCTIONS = "products", "attention", "elementwise", "reductions"
+TRANSPOSES, COPIES, HOST = "transposes", "copies", "host memory"
+
+_FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
+    "opt-barrier", "optimization-barrier", "iota", "add-dependency",
+}  # fmt: skip
+_UNREADABLE = {"cholesky", "triangular-solve", "fft", "infeed", "outfeed", "send", "recv", "domain"}
+_FREE_CALLS = {
+    "Sharding",
+    "SPMDFullToShardShape",
+    "SPMDShardToFullShape",
+    "AllocateBuffer",
+    "LayoutConstraint",
+}
+_BY_BYTES = ("__cub$", "__gpu$TopK", "__cudnn$norm", "cu_threefry2x32", "MoveToHost", "MoveToDevice")
+_VIEWS = ("bitcast", "reshape")
+
+
+class UnreadableProgram(ValueError):
+    """An instruction whose time this reader cannot tell."""
+
+    def __init__(self, instruction: Instruction, why: str):
+        what = f"{instruction.opcode} {instruction.target}".strip()
+        super().__init__(f"step_time: %{instruction.name} ({what}): {why}; a step's time would be wrong without it")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an instruction takes on the compute stream; `bytes` are those read and written in device memory."""
+
+    category: str
+    seconds: float
+    flops: float = 0.0
+    bytes: float = 0.0
+
+
+class Kernels:
+    """The costs of a module's instructions at some rates."""
+
+    def __init__(self, module: Module, rates: Rates):
+        self.module, self.rates = module, rates
+        self.products = dict(rates.products)
+
+    def cost(self, op: Instruction, scope: Computation) -> Cost | None:
+        """Price one instruction; None if it is free.
+
+        Raises:
+            UnreadableProgram: it may take long, and nothing tells how long.
+        """
+        if op.opcode in _FREE or op.opcode.endswith(("-done", "-update")):
+            return None
+        if op.opcode in _UNREADABLE:
+            raise UnreadableProgram(op, "no rate is known for this operation")
+        if op.opcode == "custom-call":
+            return self._custom_call(op, scope)
+        if op.opcode == "fusion":
+            return self._fusion(op, scope)
+        if op.opcode in ("dot", "scaled-dot", "convolution"):
+            return self._product(op, op, scope, _bytes(op.operands, scope) + op.bytes)
+        return self._plain(op, scope)
+
+    # ---------------------------------------------------------------- what memory bounds
+
+    def _plain(self, op: Instruction, scope: Computation) -> Cost:
+        """Price an operation outside fusions by what it reads and writes."""
+        read, written = _bytes(op.operands, scope), op.bytes
+        if op.opcode == "copy-start":  # its result is the copy, the original and a context
+            read = written = op.arrays[0].bytes
+        elif op.opcode == "dynamic-update-slice":
+            read = written = scope[op.operands[1]].bytes
+        elif op.opcode == "scatter":
+            read = written = scope[op.operands[-1]].bytes
+        elif op.opcode in ("slice", "dynamic-slice", "gather"):
+            read = written
+        elif op.opcode == "sort":  # a pass for each doubling of the sorted length
+            keys = op.arrays[0].dims
+            read, written = (max(1, math.ceil(math.log2(max(keys, default=1)))) * size for size in (read, written))
+        category = {"copy": COPIES, "copy-start": COPIES, "transpose": TRANSPOSES, "reduce": REDUCTIONS}
+        return self._traffic(category.get(op.opcode, ELEMENTWISE), read + written, op, scope)
+
+    def _traffic(self, category: str, size: float, op: Instruction, scope: Computation, rate: float = 0.0) -> Cost:
+        rates = self.rates
+        arrays = [*op.arrays, *(a for name in op.operands if name in scope for a in scope[name].arrays)]
+        if any(a.on_host for a in arrays) and (hosted := min(size / 2, max(a.bytes for a in arrays if a.on_host))):
+            return Cost(HOST, max(hosted / rates.host_memory, rates.shortest), 0.0, size)
+        by = {REDUCTIONS: rates.reductions, TRANSPOSES: rates.transposes}
+        return Cost(category, max(size / (rate or by.get(category, rates.elementwise)), rates.shortest), 0.0, size)
+
+    def _fusion(self, op: Instruction, scope: Computation) -> Cost | None:
+        (name,) = op.called()
+        inner = self.module.computations[name]
+        for call in inner.values():  # a library's product or attention with the slices around it
+            if call.opcode == "custom-call" and call.target not in _FREE_CALLS:
+                return self._custom_call(call, inner)
+        read, written = _read(inner), _written(self.module.root(name), inner)
+        products = list(self._products(name))
+        if products:
+            costs = [self._product(op, product, where, read + written) for product, where in products]
+            seconds, flops = sum(cost.seconds for cost in costs), sum(cost.flops for cost in costs)
+            return Cost(PRODUCTS, seconds, flops, read + written)
+        inside = Counter(i.opcode for i in inner.values())
+        if op.attribute(r"kind=k(\w+)") == "Custom" and inside.keys() & _UNREADABLE:
+            raise UnreadableProgram(op, "no rate is known for what is inside")
+        big = sum(scope[x].bytes > 2**20 for x in op.operands)
+        if inside["reduce"] and inside["concatenate"] and big >= 4 and written < read / 64:
+            return self._traffic(REDUCTIONS, read + written, op, scope, self.rates.many)
+        if inside["transpose"] or (inside["concatenate"] and _turned(op, scope)):
+            return self._traffic(TRANSPOSES, read + written, op, scope)
+        return self._traffic(REDUCTIONS if inside["reduce"] else ELEMENTWISE, read + written, op, scope)
+
+    # ---------------------------------------------------------------- products
+
+    def _products(self, computation: str) -> Iterator[tuple[Instruction, Computation]]:
+        """Yield the products in a fusion, and in the fusions in it, each with its computation."""
+        inner = self.module.computations[computation]
+        for i in inner.values():
+            if i.opcode in ("dot", "scaled-dot", "convolution"):
+                yield i, inner
+            elif i.opcode == "fusion":
+                for name in i.called():
+                    yield from self._products(name)
+
+    def _product(self, op: Instruction, product: Instruction, scope: Computation, size: float) -> Cost:
+        """Price a plain `dot` or `convolution`, alone or in a fusion `op` that moves `size` bytes."""
+        left = scope[product.operands[0]].arrays[0]
+        if product.opcode == "convolution":
+            flops = _convolution(product, product.arrays[0], scope[product.operands[1]].arrays[0])
+        else:
+            contracted = product.numbers(r"lhs_contracting_dims=\{([\d,]*)\}")
+            flops = 2.0 * math.prod(product.arrays[0].dims) * math.prod(left.dims[d] for d in contracted)
+        return self._priced(op, product, left.dtype, flops, size, product.arrays[0])
+
+    def _priced(
+        self,
+        op: Instruction,
+        product: Instruction,
+        dtype: str,
+        flops: float,
+        size: float,
+        result: Array,
+        beta: bool = False,
+    ) -> Cost:
+        rates = self.rates
+        kind, factor = _precision(product, dtype)
+        if kind not in self.products:
+            raise UnreadableProgram(
+                op, f"a product of {dtype}, and the rates of {rates.kind} have {sorted(self.products)}"
+            )
+        seconds = max(factor * flops / self.products[kind], size / rates.elementwise)
+        if result.dtype == "f32":
+            seconds += rates.wide_result * result.bytes * (1 + beta) / rates.elementwise
+        return Cost(PRODUCTS, seconds + rates.product_start, flops, size)
+
+    def _custom_call(self, op: Instruction, scope: Computation) -> Cost | None:
+        target = op.target
+        if target in _FREE_CALLS:
+            return None
+        if target.startswith("__cublas$"):
+            return self._cublas(op, scope)
+        if target.startswith("__cudnn$conv"):
+            return self._cudnn_convolution(op, scope)
+        if target.startswith("__cudnn$fmha"):
+            return self._attention(op, scope)
+        if target.startswith(_BY_BYTES):
+            return self._traffic(ELEMENTWISE, _bytes(op.operands, scope) + op.bytes, op, scope)
+        raise UnreadableProgram(op, "a custom call that may be heavy, and that this reader does not know")
+
+    def _cublas(self, op: Instruction, scope: Computation) -> Cost:
+        left, result = scope[op.operands[0]].arrays[0], op.arrays[0]
+        contracted = op.numbers(r'"lhs_contracting_dimensions":\s*\[(.*?)\]')
+        if "lhs_contracting_dimensions" not in op.attributes:
+            raise UnreadableProgram(op, "a product without lhs_contracting_dimensions")
+        beta = float(op.attribute(r'"beta":\s*([\d.eE+-]+)') or 0) != 0
+        flops = 2.0 * math.prod(result.dims) * math.prod(left.dims[d] for d in contracted)
+        size = _bytes(op.operands[:2], scope) + result.bytes * (1 + beta)
+        return self._priced(op, op, left.dtype, flops, size, result, beta)
+
+    def _cudnn_convolution(self, op: Instruction, scope: Computation) -> Cost:
+        """Price a convolution: both gradients multiply as often as the forward pass."""
+        first, second = (scope[name].arrays[0] for name in op.operands[:2])
+        output, kernel = op.arrays[0], second
+        if "BackwardInput" in op.target:
+            output = first
+        elif "BackwardFilter" in op.target:
+            output, kernel = second, op.arrays[0]
+        size = _bytes(op.operands, scope) + op.arrays[0].bytes
+        return self._priced(op, op, first.dtype, _convolution(op, output, kernel), size, op.arrays[0])
+
+    def _attention(self, op: Instruction, scope: Computation) -> Cost:
+        """Price cuDNN's attention; a causal mask leaves half of the pairs of query and key."""
+        rates, back = self.rates, "Backward" in op.target
+        shape = op.numbers(r'"intermediate_tensor_shape":\s*\{.*?"dimensions":\s*\[(.*?)\]')
+        layout = op.numbers(r"operand_layout_constraints=\{\w+\[([\d,]*)\]")
+        mask = op.attribute(r'"mask_type":\s*"(\w+)"')
+        if len(shape) != 4 or not layout or not mask:
+            raise UnreadableProgram(op, "attention without intermediate_tensor_shape, mask_type or operand layouts")
+        batch, heads, queries, keys = shape
+        width, pairs = layout[-1], float(queries * keys)
+        window = int(op.attribute(r'"sliding_window_length":\s*"?(\d+)') or 0)
+        if "CAUSAL" in mask:
+            pairs -= queries * (queries - 1) / 2 if queries == keys else pairs / 2
+            pairs = min(pairs, float(queries * window)) if window else pairs
+        flops = 4.0 * batch * heads * pairs * width * (2.5 if back else 1.0)
+        table = rates.attention_backward if back else rates.attention_forward
+        length = (1 + rates.attention_diagonal / 4096) / (1 + rates.attention_diagonal / keys)
+        faster = 2.0 if scope[op.operands[0]].arrays[0].dtype.startswith("f8") else 1.0  # as its data sheet's products
+        seconds = flops / (_at(table, width) * length * faster) + rates.attention_start
+        return Cost(ATTENTION, seconds, flops, _bytes(op.operands, scope) + op.bytes)
+
+
+def _at(table: tuple[tuple[int, float], ...], width: int) -> float:
+    """Interpolate the rate at a head width; below the narrowest, rates fall with the width."""
+    widths, rates = zip(*sorted(table), strict=True)
+    return float(np.interp(width, (0, *widths), (0.0, *rates)))
+
+
+def _precision(product: Instruction, dtype: str) -> tuple[str, float]:
+    """Return (the key of `Rates.products`, how often the GPU multiplies for each product of the program)."""
+    text = product.attributes
+    algorithm = product.attribute(r'algorithm"?[:=]\s*"?(\w+)').lower()
+    if dtype.startswith(("f8", "f4")):
+        return "f8", 1.0
+    if dtype in ("bf16", "f16"):
+        return "f16", 1.0
+    if dtype != "f32":
+        return dtype, 1.0
+    for name, found in (
+        ("x9", ("f16", 9.0)), ("x6", ("f16", 6.0)), ("bf16_f32_x3", ("f16", 3.0)), ("tf32_f32_x3", ("tf32", 3.0)),
+        ("bf16", ("f16", 1.0)), ("dot_f32", ("f32", 1.0)),
+    ):  # fmt: skip
+        if name in algorithm:
+            return found
+    return ("f32" if "highest" in text.lower() else "tf32"), 1.0
+
+
+def _convolution(op: Instruction, output: Array, kernel: Array) -> float:
+    """Count the FLOPs of a convolution from the labels of the kernel's dimensions, as in ``b01f_01io->b01f``."""
+    labels = op.attribute(r"dim_labels=\w+_(\w+)->")
+    if "o" not in labels:
+        raise UnreadableProgram(op, "a convolution without dim_labels")
+    return 2.0 * math.prod(output.dims) * math.prod(kernel.dims) / kernel.dims[labels.index("o")]
+
+
+def _bytes(names: tuple[str, ...], scope: Computation) -> int:
+    return sum(scope[name].bytes for name in names)
+
+
+def _read(inner: Computation) -> float:
+    """Sum the bytes that a fusion reads, of a sliced or updated operand only what is touched."""
+    users: dict[str, list[Instruction]] = {}
+    for i in inner.values():
+        for name in i.operands:
+            users.setdefault(name, []).append(i)
+
+    def read(name: str) -> float:
+        whole, total = inner[name].bytes, 0.0
+        for user in users.get(name, []):
+            first = user.operands[0] == name
+            if first and user.opcode in ("slice", "dynamic-slice", "gather"):
+                total += user.bytes
+            elif first and user.opcode == "scatter":
+                total += inner[user.operands[-1]].bytes
+            elif user.opcode in _VIEWS and not user.root:
+                total += read(user.name)
+            elif not (first and user.opcode == "dynamic-update-slice"):
+                return whole
+        return min(whole, total)
+
+    return sum(read(i.name) for i in inner.values() if i.opcode == "parameter")
+
+
+def _written(root: Instruction, inner: Computation) -> float:
+    """Sum the bytes that a fusion writes, of an array that it updates in place only the part."""
+
+    def written(i: Instruction) -> float:
+        while i.opcode in _VIEWS:
+            i = inner[i.operands[0]]
+        if i.opcode == "dynamic-update-slice":
+            return inner[i.operands[1]].bytes
+        return inner[i.operands[-1]].bytes if i.opcode == "scatter" else i.bytes
+
+    return sum(written(inner[name]) for name in root.operands) if root.opcode == "tuple" else written(root)
+
+
+def _turned(op: Instruction, scope: Computation) -> bool:
+    """Return whether an operand has attention's layout, [B, H, S, C] beside a result of [B, S, H, C]."""
+    arrays = [a for name in op.operands for a in scope[name].arrays[:1] if len(a.dims) == 4]
+    result = op.arrays[0].dims if op.arrays else ()
+    return any(
+        a.layout == "3,1,2,0" or (len(result) == 4 and a.bytes > 2**20 and a.dims[1] != result[1]) for a in arrays
+    )

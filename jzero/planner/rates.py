@@ -1,0 +1,216 @@
+"""The rates at which a kind of GPU and its links run a training step: measured, or from its data sheet."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from jzero.errors import ConfigError
+from jzero.planner.gpus import GPU, gpu
+
+MEASURED, DATA_SHEET = "measured", "data sheet"
+_SHARE = 0.70  # of a data sheet's FLOP/s that products sustain in a step (0.73 on the H200)
+
+Table = tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The constants of one kind of GPU and its links, as they are *inside* training steps.
+
+    Attributes:
+        kind: the GPU's name.
+        origin: `MEASURED` or `DATA_SHEET`.
+        source: when and where they were measured, with the power cap, or how they follow from the data sheet.
+        products: FLOP/s of matrix products, sustained, by operands: "f8", "f16" (and bf16), "tf32", "f32".
+        product_start: seconds per product: prologue, epilogue, tail.
+        wide_result: share of a float32 result's traffic that the product does not hide.
+        attention_forward, attention_backward: (head width, FLOP/s) of cuDNN's attention at 4,096 tokens, by the
+            FLOPs that a causal mask leaves.
+        attention_diagonal: these rates grow with the tokens S as 1 / (1 + attention_diagonal / S).
+        attention_start: seconds per attention kernel.
+        elementwise, reductions, transposes: bytes/s read and written.
+        many: bytes/s of one reduction over many arrays.
+        shortest, gap: seconds of the shortest kernel, and between two kernels.
+        gather, scatter: (GPUs in the group, bytes/s that each sends) inside a host, of all-gather and of reduce-scatter
+            and all-reduce.
+        permute: bytes/s that each GPU sends to another of its host.
+        latency: seconds per collective.
+        slow: share by which compute slows while a collective runs beside it, which takes SMs and power.
+        late: share of the kernel that follows a collective's start that the collective waits for: it holds the SMs.
+        hosts: bytes/s per GPU across hosts. Assumed: 400 Gbit/s InfiniBand per GPU (50 GB/s), 0.9 of it used.
+        host_memory: bytes/s between a GPU and its host's memory, one way.
+        step: seconds between steps. trip: seconds per trip of a loop.
+        scale: the ratio of a real step to the walk, from a calibration.
+    """
+
+    kind: str
+    origin: str
+    source: str
+    products: tuple[tuple[str, float], ...]
+    attention_forward: Table
+    attention_backward: Table
+    elementwise: float
+    reductions: float
+    transposes: float
+    many: float
+    gather: Table
+    scatter: Table
+    permute: float
+    host_memory: float
+    hosts: float = 45e9
+    product_start: float = 4e-6
+    wide_result: float = 0.5
+    attention_diagonal: float = 1000.0
+    attention_start: float = 20e-6
+    shortest: float = 2.0e-6
+    gap: float = 1.5e-6
+    latency: float = 30e-6
+    slow: float = 0.30
+    late: float = 0.95
+    step: float = 3.5e-3
+    trip: float = 5e-6
+    scale: float = 1.0
+
+    @property
+    def uncertainty(self) -> float:
+        """Return the share of a step's time by which an estimate may be off."""
+        return 0.04 if self.origin == MEASURED else 0.10
+
+    @classmethod
+    def of(cls, name: str) -> Rates:
+        """Return the rates of a GPU of `jzero.planner.GPUS`: the measured ones, or those of its data sheet.
+
+        Raises:
+            ConfigError: the name is not in the table.
+
+        >>> Rates.of("h200").uncertainty, Rates.of("a100").uncertainty
+        (0.04, 0.1)
+        """
+        return H200 if name == H200.kind else from_data_sheet(name, gpu(name))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Rates:
+        """Read the file that `save` or `jzero calibrate` wrote.
+
+        Raises:
+            ConfigError: no such file, not JSON, or a field that is missing, unknown or out of range.
+        """
+        try:
+            values = json.loads(Path(path).read_text())
+        except OSError as error:
+            raise ConfigError(
+                f"rates = {str(path)!r}: {error.strerror}; `jzero calibrate --out FILE` writes it"
+            ) from error
+        except ValueError as error:
+            raise ConfigError(f"rates = {str(path)!r}: not JSON: {error}") from error
+        return _checked(values, str(path))
+
+    def save(self, path: str | Path) -> None:
+        """Write the rates as JSON, which `load` reads."""
+        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+H200 = Rates(
+    kind="h200",
+    origin=MEASURED,
+    source="2026-11-22, H200s at 700 W, NVLink 18, jax 0.11.2; NVLS off; f8 alone; tf32, f32: data sheet x 0.70",
+    products=(("f8", 1393e12), ("f16", 724e12), ("tf32", 346e12), ("f32", 46.8e12)),
+    attention_forward=((64, 368e12), (128, 508e12)),
+    attention_backward=((64, 338e12), (128, 385e12)),
+    elementwise=3.95e12,
+    reductions=3.5e12,
+    transposes=2.3e12,
+    many=1.2e12,
+    gather=((2, 195e9), (4, 200e9)),
+    scatter=((2, 195e9), (4, 222e9)),
+    permute=190e9,
+    host_memory=55e9,
+)
+
+
+def from_data_sheet(name: str, card: GPU) -> Rates:
+    """Estimate the rates of a GPU that nobody measured.
+
+    Products take 0.70 of the data sheet's FLOP/s. Attention, kernels bound by memory and links take the share of their
+    data sheets that the H200 reaches; a GPU without NVLink sends over PCIe.
+    """
+    peak, tf32 = (1e12 * tflops for tflops in card.tflops)
+    products = {"f16": peak, "tf32": tf32, "f32": 2e9 * card.cores * card.fpus_per_core * card.clock}
+    if card.compute_capability >= (8, 9):
+        products["f8"] = 2 * peak
+    known = gpu(H200.kind)
+    compute, memory = peak / (1e12 * known.tflops[0]), card.memory_bandwidth / known.memory_bandwidth
+    pcie = _pcie(card)
+    link = _nvlink(card) / _nvlink(known) if card.nvlinks else _SHARE * pcie / H200.permute
+    return replace(
+        H200,
+        kind=name,
+        origin=DATA_SHEET,
+        source="data sheet: products x 0.70; the rest at the share of its data sheet that the H200 reaches",
+        products=tuple((kind, _SHARE * rate) for kind, rate in products.items()),
+        attention_forward=_times(compute, H200.attention_forward),
+        attention_backward=_times(compute, H200.attention_backward),
+        elementwise=memory * H200.elementwise,
+        reductions=memory * H200.reductions,
+        transposes=memory * H200.transposes,
+        many=memory * H200.many,
+        gather=_times(link, H200.gather),
+        scatter=_times(link, H200.scatter),
+        permute=link * H200.permute,
+        host_memory=pcie / _pcie(known) * H200.host_memory,
+    )
+
+
+def _nvlink(card: GPU) -> float:
+    """Return the bytes/s of all links in one direction: 25 GB/s each, 50 from Blackwell on."""
+    return card.nvlinks * (50e9 if card.compute_capability >= (10, 0) else 25e9)
+
+
+def _pcie(card: GPU) -> float:
+    """Return the bytes/s of 16 lanes in one direction: PCIe 5 from Hopper on, 4 on Ampere and Ada, 3 before."""
+    major = card.compute_capability[0]
+    return 64e9 if major >= 9 else 32e9 if major == 8 else 16e9
+
+
+def _times(factor: float, table: Table) -> Table:
+    return tuple((key, factor * value) for key, value in table)
+
+
+def _checked(values: Any, path: str) -> Rates:
+    """Make the rates that a file has."""
+    names = {f.name: f for f in fields(Rates)}
+    if not isinstance(values, dict) or set(values) != set(names):
+        given = set(values) if isinstance(values, dict) else set()
+        raise ConfigError(
+            f"rates = {path!r}: missing {sorted(set(names) - given)}, unknown {sorted(given - set(names))}; "
+            "write the file with `jzero calibrate --out FILE`"
+        )
+    for name, value in values.items():
+        if name == "origin" and value not in (MEASURED, DATA_SHEET):
+            raise ConfigError(f"{path}: origin = {value!r}: allowed: {MEASURED!r}, {DATA_SHEET!r}")
+        wanted = str if name in ("kind", "origin", "source") else list if names[name].type in _TABLES else float
+        if not _fits(value, wanted, str if name == "products" else int):
+            raise ConfigError(f"{path}: {name} = {value!r}: {_ALLOWED[wanted]}")
+    found: dict[str, Any] = {k: tuple(map(tuple, v)) if isinstance(v, list) else v for k, v in values.items()}
+    return Rates(**found)
+
+
+_TABLES = ("Table", "tuple[tuple[str, float], ...]")
+_ALLOWED = {
+    str: "must be text",
+    float: "must be a finite number, 0 or more",
+    list: "must be a list of [key, number > 0]",
+}
+
+
+def _fits(value: Any, wanted: type, key: type) -> bool:
+    if wanted is str:
+        return isinstance(value, str)
+    if wanted is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    rows = isinstance(value, list) and value and all(isinstance(row, list) and len(row) == 2 for row in value)
+    return bool(rows) and all(isinstance(k, key) and _fits(rate, float, key) and rate > 0 for k, rate in value)

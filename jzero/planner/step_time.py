@@ -1,0 +1,260 @@
+"""Estimates the time of one execution of a scheduled GPU program, from its optimized HLO alone.
+
+The order of a scheduled module's instructions is the order in which XLA enqueues them. Collectives run on their own
+stream, everything else on the compute stream: a ``-start`` queues a collective, a ``-done`` makes the compute stream
+wait for it. The walk plays this with two clocks. Two facts matter besides: a collective waits until the kernel that is
+enqueued after its start leaves the streaming multiprocessors (`Rates.late`), and compute beside a collective slows
+(`Rates.slow`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import jax
+from jax.sharding import Mesh
+
+from jzero.errors import ConfigError
+from jzero.planner.collectives import KINDS
+from jzero.planner.hlo import Computation, Instruction, Module, read
+from jzero.planner.kernels import Kernels, UnreadableProgram
+from jzero.planner.rates import Rates
+from jzero.planner.timeline import COMMUNICATION, COMPUTE, Segment, coarse, repeated
+from jzero.planner.wire import Message, Wire
+
+SLOWED, LOOPS, BETWEEN = "slowed by communication", "loops", "between steps"
+
+
+@dataclass(frozen=True, repr=False)
+class StepTime:
+    """The estimated time of one step, in seconds, on the slowest device of a program.
+
+    Attributes:
+        step_s: of the whole step: compute_s + exposed_s.
+        compute_s: of the compute stream without waiting.
+        exposed_s: that compute waits for communication.
+        by: {category: seconds} of compute_s.
+        exposed: {kind of collective: seconds} of exposed_s.
+        flops, bytes, wire: per device: FLOPs of products and attention, bytes read and written in memory, bytes sent.
+        uncertainty: the share by which the estimate may be off.
+        timeline: (stream, label, start_s, end_s), at most some hundred segments.
+    """
+
+    step_s: float
+    compute_s: float
+    exposed_s: float
+    by: dict[str, float]
+    exposed: dict[str, float]
+    flops: float
+    bytes: float
+    wire: float
+    uncertainty: float
+    timeline: list[Segment] = field(compare=False)
+
+    def __repr__(self) -> str:
+        parts = {**self.by, **{f"exposed {kind}": seconds for kind, seconds in self.exposed.items()}}
+        listed = [
+            f"  {seconds * 1e3:9.2f} ms  {seconds / self.step_s:6.1%}  {name}" for name, seconds in _sorted(parts)
+        ]
+        sums = (
+            f"{self.flops / 1e12:.2f} TFLOP, {self.bytes / 1e9:.1f} GB of memory traffic, {self.wire / 1e9:.2f} GB sent"
+        )
+        head = f"StepTime({self.step_s * 1e3:.1f} ms +- {self.uncertainty:.0%}: {sums})"
+        return "\n".join([head, *listed])
+
+
+def step_time(
+    compiled: jax.stages.Compiled | str, rates: Rates, *, mesh: Mesh | None = None, gpus_per_node: int = 8
+) -> StepTime:
+    """Estimate the time of one execution of a compiled GPU program; nothing runs.
+
+    Args:
+        compiled: from ``jax.jit(f).lower(...).compile()``, or the text of its optimized HLO module.
+        rates: of the GPU and its links.
+        mesh: of the program. Its devices' numbers tell which GPUs share a host; without it, consecutive positions do.
+        gpus_per_node: GPUs of one host. Collectives of groups on several hosts take the links between them.
+
+    Raises:
+        UnreadableProgram: an instruction whose time this reader cannot tell; a ValueError that names it.
+        ConfigError: the mesh and the program have different numbers of devices, or gpus_per_node is not positive.
+        ValueError: the program has no schedule: it was compiled for CPUs, or the text is not its optimized one.
+    """
+    if gpus_per_node < 1:
+        raise ConfigError(f"gpus_per_node = {gpus_per_node}: must be at least 1")
+    module = read(compiled)
+    if not module.scheduled:
+        raise ValueError("step_time: the HLO module has no schedule (is_scheduled=true); compile the step for a GPU")
+    walk = _Walk(module, Kernels(module, rates), Wire(module, rates, mesh, gpus_per_node), rates)
+    return walk.result()
+
+
+class _Walk:
+    """A walk through a program with a clock for the compute stream and one for the communication stream.
+
+    Attributes:
+        compute, communication: the clocks, in seconds.
+        times: how often what is being walked runs.
+        by, exposed, sums: totals, each execution counted.
+        segments: of the timeline so far.
+    """
+
+    def __init__(self, module: Module, kernels: Kernels, wire: Wire, rates: Rates):
+        self.module, self.kernels, self.wire, self.rates = module, kernels, wire, rates
+        self.compute = self.communication = 0.0
+        self.times = 1
+        self.by, self.exposed, self.sums = _totals(), _totals(), _totals()
+        self.segments: list[Segment] = []
+        self.flying: dict[str, _Flight] = {}
+        self.waiting: list[_Flight] = []
+
+    def result(self) -> StepTime:
+        self._walk(self.module.entry)
+        scale = self.rates.scale
+        self._spend(BETWEEN, self.rates.step)
+        by = {name: scale * seconds for name, seconds in _sorted(self.by)}
+        exposed = {name: scale * seconds for name, seconds in _sorted(self.exposed)}
+        timeline = [(s, label, scale * a, scale * b) for s, label, a, b in coarse(self.segments)]
+        compute_s, exposed_s = sum(by.values()), sum(exposed.values())
+        sums = self.sums["flops"], self.sums["bytes"], self.sums["wire"]
+        return StepTime(
+            compute_s + exposed_s, compute_s, exposed_s, by, exposed, *sums, self.rates.uncertainty, timeline
+        )
+
+    # ---------------------------------------------------------------- instructions
+
+    def _walk(self, computation: str) -> None:
+        outside, self.flying = self.flying, {}
+        scope = self.module.computations[computation]
+        for op in scope.values():
+            self._instruction(op, scope)
+        self._launch()
+        for flight in list(self.flying.values()):  # a pair does not leave its computation
+            self._arrive(flight)
+        self.flying = outside
+
+    def _instruction(self, op: Instruction, scope: Computation) -> None:
+        if op.opcode.endswith("-done"):
+            if flight := self.flying.pop(op.operands[0], None):
+                self._arrive(flight)
+        elif found := self._collective(op, scope):
+            self._send(op, self.wire.message(*found))
+        elif op.opcode == "while":
+            self._loop(op)
+        elif op.opcode == "conditional":
+            self._branches(op)
+        elif op.opcode in ("call", "async-start"):
+            for name in op.called():
+                self._walk(name)
+        elif op.opcode.endswith("-start") and op.opcode not in ("copy-start", "fusion-start"):
+            raise UnreadableProgram(op, "an asynchronous operation that this reader does not know")
+        elif cost := self.kernels.cost(op, scope):
+            self._launch(cost.seconds)
+            self.sums["flops"] += cost.flops * self.times
+            self.sums["bytes"] += cost.bytes * self.times
+            self._spend(cost.category, cost.seconds + self.rates.gap)
+
+    def _collective(self, op: Instruction, scope: Computation) -> tuple[Instruction, Computation] | None:
+        """Return the collective that an instruction is, or wraps, with the computation of its operands."""
+        if op.opcode.removesuffix("-start") in KINDS:
+            return op, scope
+        if op.opcode in ("async-start", "fusion", "fusion-start"):
+            for name in op.called():
+                inner = self.module.computations[name]
+                for i in inner.values():
+                    if i.opcode.removesuffix("-start") in KINDS:
+                        return i, inner
+        return None
+
+    def _spend(self, category: str, seconds: float) -> None:
+        self.segments.append((COMPUTE, category, self.compute, self.compute + seconds))
+        self.compute += seconds
+        self.by[category] += seconds * self.times
+
+    # ---------------------------------------------------------------- communication
+
+    def _send(self, op: Instruction, message: Message) -> None:
+        flight = _Flight(message, self.compute)
+        self.sums["wire"] += message.wire * self.times
+        self.waiting.append(flight)
+        if op.opcode.endswith("-start") and '"is_sync":true' not in op.attributes.replace(" ", ""):
+            self.flying[op.name] = flight
+        else:
+            self._arrive(flight)
+
+    def _launch(self, kernel: float = 0.0) -> None:
+        """Begin the collectives that were asked for, late by the kernel that takes the multiprocessors first."""
+        for flight in self.waiting:
+            flight.begin = max(flight.asked + self.rates.late * kernel, self.communication)
+            flight.end = self.communication = flight.begin + flight.message.seconds
+            self.segments.append((COMMUNICATION, flight.message.kind, flight.begin, flight.end))
+        self.waiting.clear()
+
+    def _arrive(self, flight: _Flight) -> None:
+        """Make the compute stream wait for a collective, after it was slowed beside it."""
+        if flight in self.waiting:
+            self._launch()
+        beside = max(0.0, min(flight.end, self.compute) - flight.begin)
+        if beside:
+            self._spend(SLOWED, self.rates.slow * beside)
+        if flight.end > self.compute:
+            self.exposed[flight.message.kind] += (flight.end - self.compute) * self.times
+            self.compute = flight.end
+
+    # ---------------------------------------------------------------- control flow
+
+    def _loop(self, op: Instruction) -> None:
+        """Walk the body of a loop twice: the first trip, and one that stands for the others."""
+        if op.trips is None:
+            raise UnreadableProgram(op, "a loop whose number of trips the compiler does not know")
+        bodies = [op.attribute(r"\bbody=%?([\w.\-]+)")]
+        self._launch()
+        if op.trips:
+            self._trip(bodies[0])
+        if op.trips > 1:
+            rest, start, sent, done = op.trips - 1, self.compute, self.communication, len(self.segments)
+            self.times *= rest
+            self._trip(bodies[0])
+            self.times //= rest
+            length = self.compute - start
+            self.segments[done:] = repeated(self.segments[done:], start, self.compute, rest)
+            self.compute = start + rest * length
+            if self.communication > sent:
+                self.communication += (rest - 1) * length
+
+    def _trip(self, body: str) -> None:
+        self._walk(body)
+        self._spend(LOOPS, self.rates.trip)
+
+    def _branches(self, op: Instruction) -> None:
+        """Take the slowest branch: devices that take others wait for it at the next collective."""
+        self._launch()
+        before, slowest = copy.copy(self), None
+        for name in op.called():
+            branch = copy.copy(before)
+            branch.by, branch.exposed, branch.sums = self.by.copy(), self.exposed.copy(), self.sums.copy()
+            branch.segments, branch.flying, branch.waiting = list(self.segments), dict(self.flying), []
+            branch._walk(name)
+            slowest = branch if slowest is None or branch.compute > slowest.compute else slowest
+        if slowest is None:
+            raise UnreadableProgram(op, "a conditional without branches")
+        self.__dict__.update(slowest.__dict__)
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A collective on its way: when compute asked for it, when it begins and ends."""
+
+    message: Message
+    asked: float
+    begin: float = 0.0
+    end: float = 0.0
+
+
+def _totals() -> defaultdict[str, float]:
+    return defaultdict(float)
+
+
+def _sorted(parts: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(((name, seconds) for name, seconds in parts.items() if seconds), key=lambda item: -item[1])
