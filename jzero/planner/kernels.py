@@ -87,9 +87,8 @@ class Kernels:
             read = written = scope[op.operands[-1]].bytes
         elif op.opcode in ("slice", "dynamic-slice", "gather"):
             read = written
-        elif op.opcode == "sort":  # a pass for each doubling of the sorted length
-            keys = op.arrays[0].dims
-            read, written = (max(1, math.ceil(math.log2(max(keys, default=1)))) * size for size in (read, written))
+        elif op.opcode == "sort":
+            read, written = _passes(op) * read, _passes(op) * written
         category = {"copy": COPIES, "copy-start": COPIES, "transpose": TRANSPOSES, "reduce": REDUCTIONS}
         return self._traffic(category.get(op.opcode, ELEMENTWISE), read + written, op, scope)
 
@@ -108,6 +107,8 @@ class Kernels:
             if call.opcode == "custom-call" and call.target not in _FREE_CALLS:
                 return self._custom_call(call, inner)
         read, written = _read(inner), _written(self.module.root(name), inner)
+        passes = sum(_passes(i) for i in inner.values() if i.opcode == "sort")
+        read, written = max(1, passes) * read, max(1, passes) * written
         products = list(self._products(name))
         if products:
             costs = [self._product(op, product, where, read + written) for product, where in products]
@@ -254,6 +255,12 @@ def _convolution(op: Instruction, output: Array, kernel: Array) -> float:
     if "o" not in labels:
         raise UnreadableProgram(op, "a convolution without dim_labels")
     return 2.0 * math.prod(output.dims) * math.prod(kernel.dims) / kernel.dims[labels.index("o")]
+
+
+def _passes(sort: Instruction) -> int:
+    """Count the passes of a sort over its arrays: one for each doubling of the sorted length."""
+    (dimension,) = sort.numbers(r"dimensions=\{(\d+)\}")
+    return max(1, math.ceil(math.log2(max(1, sort.arrays[0].dims[dimension]))))
 
 
 def _bytes(names: tuple[str, ...], scope: Computation) -> int:
