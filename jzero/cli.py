@@ -1,5 +1,5 @@
 """The command `jzero`: `jzero [run] [options] script ...`, `jzero report`, `jzero export DIR OUT`, `jzero replay DIR`,
-`jzero plot RUN ...`.
+`jzero plot RUN ...`, `jzero calibrate`.
 
 Help and `--dry_run` work without JAX, NumPy or any other third-party module: each command imports its modules after it
 has parsed its options.
@@ -37,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from jzero.plots import command
 
             return command.main(rest)
+        if name == "calibrate":
+            return calibrate(rest)
         return launch(rest if name == "run" else argv)
     except ConfigError as error:
         print(f"jzero: {numbered(error)}", file=sys.stderr)
@@ -97,6 +99,23 @@ def export(argv: Sequence[str]) -> int:
     print(f"{a.out}: {sum(map(len, files.values()))} tensors, {total / 1e9:.3g} GB, in {', '.join(files)}")
     if not a.adapters and not (Path(a.out) / "config.json").exists():
         print("tensors have the names of the leaves: the checkpoint contains no weights_layout")
+    return 0
+
+
+def calibrate(argv: Sequence[str]) -> int:
+    """Measure the rates of the GPUs at hand, and write them for `jzero.planner.Rates.load`."""
+    p = argparse.ArgumentParser(
+        prog="jzero calibrate",
+        description="Measure the rates of this machine's GPUs and their links in about a minute: products, attention, "
+        "memory, collectives and one real step. Plans take the file.",
+    )
+    p.add_argument("--out", default="rates.json", metavar="FILE", help="default: rates.json")
+    a = p.parse_args(argv)
+    from jzero.planner import calibrate
+
+    rates = calibrate.calibrate()
+    rates.save(a.out)
+    print(f"{a.out}: {rates.source}")
     return 0
 
 

@@ -68,7 +68,7 @@ class Kernels:
             raise UnreadableProgram(op, "no rate is known for this operation")
         if op.opcode == "custom-call":
             return self._custom_call(op, scope)
-        if op.opcode == "fusion":
+        if op.opcode in ("fusion", "fusion-start"):
             return self._fusion(op, scope)
         if op.opcode in ("dot", "scaled-dot", "convolution"):
             return self._product(op, op, scope, _bytes(op.operands, scope) + op.bytes)

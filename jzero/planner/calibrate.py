@@ -1,0 +1,268 @@
+"""Measures the rates of the GPUs at hand in about a minute, for `jzero.planner.step_time`.
+
+Rates under a power cap fall within seconds, so products run for ten seconds and only the second half counts; what
+follows is measured while the GPU is hot. At the end one real step tells by how much the walk is off.
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jzero.errors import ConfigError
+from jzero.planner.calibration_step import DecoderShape, attention_kernel, measured_ratio
+from jzero.planner.gpus import GPUS
+from jzero.planner.rates import MEASURED, Rates, Table
+
+_CALLS = 5  # in flight before the host waits
+_ARRAYS = 16  # moved by one program, so that its start does not count
+_HEADS, _KV_HEADS = 32, 8
+_GROUPED = {"xla_gpu_enable_latency_hiding_scheduler": True}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a calibration measures: the shapes of a layer, bytes of arrays and messages, and seconds."""
+
+    shape: DecoderShape = field(default_factory=DecoderShape)
+    attention_tokens: int = 16384
+    lengths: tuple[int, int] = (4096, 16384)
+    head_widths: tuple[int, ...] = (64, 128)
+    array: int = 2**30
+    message: int = 128 * 2**20
+    hot: float = 10.0
+    each: float = 1.0
+
+
+SMALL = Sizes(shape=DecoderShape(width=2048, hidden=8192, rows=1), array=2**28)  # for GPUs of less than 40 GiB
+_ENOUGH = 40 * 2**30
+
+
+def calibrate(
+    devices: list[jax.Device] | None = None, *, sizes: Sizes | None = None, log: Callable[[str], Any] = print
+) -> Rates:
+    """Measure the rates of the GPUs of this process.
+
+    What is not measured stays as in `Rates.of`: float8 and float32 products, links between hosts, host memory.
+
+    Args:
+        devices: default `jax.local_devices()`, all of one kind on one host.
+        sizes: default: for the memory of the first device.
+        log: called with a line after each measurement.
+
+    Raises:
+        ConfigError: the devices are of no kind that jzero knows.
+    """
+    devices = devices or jax.local_devices()
+    kinds = {card.description: name for name, card in GPUS.items()}
+    if devices[0].platform == "gpu" and devices[0].device_kind not in kinds:
+        raise ConfigError(f"calibrate: {devices[0].device_kind!r} is unknown; allowed: {', '.join(kinds)}")
+    rates = replace(Rates.of(kinds.get(devices[0].device_kind, "h100")), origin=MEASURED, source=_source(devices))
+    sizes = sizes or _sizes(devices[0])
+    with jax.default_device(devices[0]):
+        rates = replace(rates, **_products(rates, sizes))
+        log(f"products: {dict(rates.products)['f16'] / 1e12:.0f} TFLOP/s")
+        rates = replace(rates, **_attention(rates, sizes, devices[0]))
+        log(f"attention: forward {rates.attention_forward}, backward {rates.attention_backward}, FLOP/s by head width")
+        rates = replace(rates, **_memory(rates, sizes))
+        log(f"memory: {rates.elementwise / 1e12:.2f} TB/s")
+    rates = replace(rates, **_links(devices, rates, sizes))
+    log(f"links: gather {rates.gather}, scatter {rates.scatter}, permute {rates.permute:.3g}, slow {rates.slow:.2f}")
+    rates = replace(rates, scale=measured_ratio(devices, replace(rates, scale=1.0), sizes.shape, sizes.each))
+    log(f"step: scale {rates.scale:.3f}")
+    return rates
+
+
+def _sizes(device: jax.Device) -> Sizes:
+    memory = (device.memory_stats() or {}).get("bytes_limit", 0)
+    return Sizes() if memory >= _ENOUGH * 0.7 else SMALL
+
+
+def _source(devices: list[jax.Device]) -> str:
+    """Describe when and on what the rates are measured; the power cap is nvidia-smi's, if there is one."""
+    query = ["nvidia-smi", "--query-gpu=power.limit", "--format=csv,noheader"]
+    try:
+        cap = (
+            subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split("\n")[0].strip()
+        )
+    except (OSError, subprocess.SubprocessError):
+        cap = "unknown"
+    today = datetime.datetime.now(datetime.UTC).date()
+    kind = devices[0].device_kind
+    return f"{today}, {len(devices)} x {kind}, power cap {cap}, jax {jax.__version__}, jzero calibrate"
+
+
+def hot_seconds(f: Callable, *args: Any, seconds: float) -> float:
+    """Return the median seconds of a call in the second half of the time, several calls in flight."""
+    jax.block_until_ready(f(*args))
+    begin, times = time.perf_counter(), list[float]()
+    while len(times) < 2 or time.perf_counter() - begin < seconds:
+        start = time.perf_counter()
+        for _ in range(_CALLS):
+            out = f(*args)
+        jax.block_until_ready(out)
+        times.append((time.perf_counter() - start) / _CALLS)
+    return statistics.median(times[len(times) // 2 :])
+
+
+# ---------------------------------------------------------------- one GPU
+
+
+def _layer(shape: DecoderShape) -> tuple[Callable, Any, float]:
+    """Return the twelve products of a layer, forward and backward, their operands and FLOPs."""
+    key, tokens = jax.random.key(0), shape.rows * shape.sequence
+
+    def normal(*dims: int) -> jax.Array:
+        return jax.random.normal(key, dims, jnp.bfloat16)
+
+    operands = [(normal(tokens, k), normal(k, n), normal(tokens, n)) for k, n in shape.matrices()]
+
+    def products(operands: Any) -> list[Any]:
+        return [(x @ w, g @ w.T, x.T @ g) for x, w, g in operands]
+
+    return products, operands, 6.0 * tokens * sum(k * n for k, n in shape.matrices())
+
+
+def _products(rates: Rates, sizes: Sizes) -> dict[str, Any]:
+    products, operands, flops = _layer(sizes.shape)
+    taken = hot_seconds(jax.jit(products), operands, seconds=sizes.hot)
+    rate = flops / max(taken - 12 * (rates.product_start + rates.gap), taken / 2)
+    return {"products": tuple({"f16": rate, **{k: v for k, v in rates.products if k != "f16"}}.items())}
+
+
+def _attention(rates: Rates, sizes: Sizes, device: jax.Device) -> dict[str, Any]:
+    """Measure cuDNN's attention at two head widths and two lengths, forward and backward."""
+    kernel: Any = attention_kernel(device)
+    tables: dict[bool, dict[tuple[int, int], float]] = {False: {}, True: {}}
+    for width in sizes.head_widths:
+        for S in sizes.lengths:
+            B = max(1, sizes.attention_tokens // S)
+            q = jax.random.normal(jax.random.key(1), (B, S, _HEADS, width), jnp.bfloat16)
+            k = v = q[:, :, :_KV_HEADS]
+            f = partial(jax.nn.dot_product_attention, is_causal=True, implementation=kernel)
+
+            def total(q: jax.Array, k: jax.Array, v: jax.Array, f: Callable = f) -> jax.Array:
+                return f(q, k, v).astype(jnp.float32).sum()
+
+            forward = hot_seconds(jax.jit(f), q, k, v, seconds=sizes.each)
+            both = hot_seconds(jax.jit(jax.grad(total, (0, 1, 2))), q, k, v, seconds=sizes.each)
+            flops = 4.0 * B * _HEADS * width * S * (S + 1) / 2
+            for back, taken, work in ((False, forward, flops), (True, both - forward, 2.5 * flops)):
+                tables[back][width, S] = work / max(taken - rates.attention_start, 0.1 * taken, 1e-9)
+    short = sizes.lengths[0]
+    long = sizes.lengths[1]
+    pairs = [(rates_of[w, short], rates_of[w, long]) for rates_of in tables.values() for w in sizes.head_widths]
+    diagonal = statistics.median(_diagonal(*pair, sizes.lengths) for pair in pairs)
+    at_4096 = (1 + diagonal / short) / (1 + diagonal / 4096)
+
+    def table(back: bool) -> Table:
+        return tuple((width, tables[back][width, short] * at_4096) for width in sizes.head_widths)
+
+    return {"attention_forward": table(False), "attention_backward": table(True), "attention_diagonal": diagonal}
+
+
+def _diagonal(short: float, long: float, lengths: tuple[int, int]) -> float:
+    """Solve rate(S) = c / (1 + d / S) for d, at least 0."""
+    ratio = min(long / short, 0.9 * lengths[1] / lengths[0])
+    return max(0.0, (ratio - 1) / (1 / lengths[0] - ratio / lengths[1]))
+
+
+def _memory(rates: Rates, sizes: Sizes) -> dict[str, Any]:
+    """Measure an optimizer's update, a reduction over rows, and the transpose of attention's layout."""
+    n = sizes.array // 4
+    p, m, v = (jnp.full(n, value, jnp.float32) for value in (1.0, 0.1, 0.1))
+    g = jnp.full(n, 0.1, jnp.bfloat16)
+
+    def update(p: jax.Array, m: jax.Array, v: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
+        wide = g.astype(jnp.float32)
+        m, v = 0.9 * m + 0.1 * wide, 0.95 * v + 0.05 * wide * wide
+        return p - 1e-3 * (m / (jnp.sqrt(v) + 1e-8) + 0.1 * p), m, v
+
+    elementwise = (3 * 4 + 2 + 3 * 4) * n / hot_seconds(jax.jit(update), p, m, v, g, seconds=sizes.each)
+    rows = jnp.full((sizes.array // 2 // sizes.shape.width, sizes.shape.width), 0.5, jnp.bfloat16)
+    squares = jax.jit(lambda x: jnp.square(x.astype(jnp.float32)).sum(-1))
+    reductions = rows.nbytes / hot_seconds(squares, rows, seconds=sizes.each)
+    heads = rows.reshape(-1, sizes.lengths[0] // 16, 16, sizes.shape.width // 16)
+    turn = jax.jit(lambda x: 2 * jnp.swapaxes(x, 1, 2))
+    transposes = 2 * rows.nbytes / hot_seconds(turn, heads, seconds=sizes.each)
+    many = rates.many * reductions / rates.reductions
+    return {"elementwise": elementwise, "reductions": reductions, "transposes": transposes, "many": many}
+
+
+# ---------------------------------------------------------------- links
+
+
+def _links(devices: list[jax.Device], rates: Rates, sizes: Sizes) -> dict[str, Any]:
+    """Measure collectives of 2, 4, ... GPUs alone, and how much products slow beside gathers of all."""
+    gather, scatter, permute = dict[int, float](), dict[int, float](), rates.permute
+    for n in _groups(len(devices)):
+        mesh = Mesh(np.array(devices[:n]), ("x",))
+        parts, wholes = _arrays(mesh, sizes, P("x")), _arrays(mesh, sizes, P())
+        sent = _ARRAYS * sizes.message * (n - 1) / n
+        gather[n] = sent / hot_seconds(_mapped(_gather, mesh, P("x"), P()), parts, seconds=sizes.each)
+        scatter[n] = sent / hot_seconds(_mapped(_scatter, mesh, P(), P("x")), wholes, seconds=sizes.each)
+        ring = partial(_permute, [(i, (i + 1) % n) for i in range(n)])
+        permute = _ARRAYS * sizes.message / hot_seconds(_mapped(ring, mesh, P(), P()), wholes, seconds=sizes.each)
+    if not gather:
+        return {}
+    slow = _slow(mesh, sizes, parts, _ARRAYS * sizes.message * (n - 1) / n / gather[n])
+    return {"gather": tuple(gather.items()), "scatter": tuple(scatter.items()), "permute": permute, "slow": slow}
+
+
+def _groups(devices: int) -> Iterator[int]:
+    n = 2
+    while n <= devices:
+        yield n
+        n *= 2
+
+
+def _arrays(mesh: Mesh, sizes: Sizes, spec: P) -> list[jax.Array]:
+    make = jax.jit(
+        lambda: [jnp.full(sizes.message // 2, i, jnp.bfloat16) for i in range(_ARRAYS)],
+        out_shardings=NamedSharding(mesh, spec),
+    )
+    return make()
+
+
+def _mapped(f: Callable, mesh: Mesh, given: Any, returned: Any, options: dict[str, Any] | None = None) -> Callable:
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=given, out_specs=returned, check_vma=False)
+    return jax.jit(mapped, compiler_options=options)
+
+
+def _gather(arrays: list[jax.Array]) -> list[jax.Array]:
+    return [lax.all_gather(x, "x", tiled=True) for x in arrays]
+
+
+def _scatter(arrays: list[jax.Array]) -> list[jax.Array]:
+    return [lax.psum_scatter(x, "x", tiled=True) for x in arrays]
+
+
+def _permute(pairs: list[tuple[int, int]], arrays: list[jax.Array]) -> list[jax.Array]:
+    return [lax.ppermute(x, "x", pairs) for x in arrays]
+
+
+def _slow(mesh: Mesh, sizes: Sizes, parts: list[jax.Array], gathering: float) -> float:
+    """Measure the share by which products slow while gathers run beside them."""
+    products, operands, _ = _layer(sizes.shape)
+    operands = jax.device_put(operands, NamedSharding(mesh, P()))
+
+    def both(operands: Any, parts: list[jax.Array]) -> tuple[Any, Any]:
+        return products(operands), _gather(parts)
+
+    options = _GROUPED if mesh.devices.flat[0].platform == "gpu" else None
+    alone = hot_seconds(_mapped(products, mesh, P(), P(), options), operands, seconds=3 * sizes.each)
+    together = hot_seconds(_mapped(both, mesh, (P(), P("x")), P(), options), operands, parts, seconds=3 * sizes.each)
+    return float(np.clip((together - alone) / min(gathering, alone), 0.0, 1.0))

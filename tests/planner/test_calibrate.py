@@ -1,0 +1,47 @@
+"""A calibration of tiny sizes on the CPU: what it measures is written, and within what a clock can show."""
+
+import time
+
+import jax
+import pytest
+
+from jzero.planner import Rates
+from jzero.planner.calibrate import Sizes, _diagonal, calibrate, hot_seconds
+from jzero.planner.calibration_step import DecoderShape
+
+TINY = Sizes(
+    shape=DecoderShape(width=256, hidden=256, layers=2, vocabulary=64, rows=1, sequence=64),
+    attention_tokens=64, lengths=(32, 64), head_widths=(64,), array=2**16, message=2**12, hot=0.01, each=0.01,
+)  # fmt: skip
+
+
+def test_calibrate(tmp_path):
+    lines = []
+    rates = calibrate(jax.devices()[:2], sizes=TINY, log=lines.append)
+    before = Rates.of("h100")
+    measured = ("products", "attention_forward", "attention_backward", "elementwise", "reductions", "transposes")
+    for name in (*measured, "gather", "scatter", "permute"):
+        assert getattr(rates, name) != getattr(before, name), name
+    assert [n for n, _ in rates.gather] == [n for n, _ in rates.scatter] == [2]
+    assert 0 <= rates.slow <= 1
+    assert (rates.uncertainty, rates.scale, rates.hosts) == (0.04, 1.0, before.hosts)
+    assert jax.__version__ in rates.source
+    rates.save(tmp_path / "rates.json")
+    assert Rates.load(tmp_path / "rates.json") == rates
+    assert len(lines) == 5
+
+
+def test_the_hot_half_counts():
+    """The first calls are fast, as before a GPU is hot; the median is that of the slow ones."""
+    begin = time.perf_counter()
+
+    def f():
+        time.sleep(0.001 if time.perf_counter() - begin < 0.1 else 0.01)
+
+    assert hot_seconds(f, seconds=0.5) >= 0.01
+
+
+@pytest.mark.parametrize("d", [0.0, 200.0, 1000.0])
+def test_diagonal(d):
+    short, long = (300e12 / (1 + d / S) for S in (4096, 16384))
+    assert _diagonal(short, long, (4096, 16384)) == pytest.approx(d, abs=1e-6)
