@@ -1,10 +1,10 @@
 """Estimates the time of one execution of a scheduled GPU program, from its optimized HLO alone.
 
 The order of a scheduled module's instructions is the order in which XLA enqueues them. Collectives run on their own
-stream, everything else on the compute stream: a ``-start`` queues a collective, a ``-done`` makes the compute stream
-wait for it. The walk plays this with two clocks. Two facts matter besides: a collective waits until the kernel that is
-enqueued after its start leaves the streaming multiprocessors (`Rates.late`), and compute beside a collective slows
-(`Rates.slow`).
+stream, asynchronous copies on a third, everything else on the compute stream: a ``-start`` queues a collective, a
+``-done`` makes the compute stream wait for it. The walk plays this with a clock for each. Two facts matter besides: a
+collective waits until the kernel that is enqueued after its start leaves the streaming multiprocessors
+(`Rates.late`), and compute beside a collective slows (`Rates.slow`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jzero.planner.collectives import KINDS
 from jzero.planner.hlo import Computation, Instruction, Module, read
 from jzero.planner.kernels import Kernels, UnreadableProgram
 from jzero.planner.rates import Rates
-from jzero.planner.timeline import COMMUNICATION, COMPUTE, Segment, coarse, repeated
+from jzero.planner.timeline import COMMUNICATION, COMPUTE, COPIES, Segment, coarse, repeated
 from jzero.planner.wire import Message, Wire
 
 SLOWED, LOOPS, BETWEEN = "slowed by communication", "loops", "between steps"
@@ -34,9 +34,9 @@ class StepTime:
     Attributes:
         step_s: of the whole step: compute_s + exposed_s.
         compute_s: of the compute stream without waiting.
-        exposed_s: that compute waits for communication.
+        exposed_s: that compute waits for communication, or for copies.
         by: {category: seconds} of compute_s.
-        exposed: {kind of collective: seconds} of exposed_s.
+        exposed: {kind of collective, or "copies", "host memory": seconds} of exposed_s.
         flops, bytes, wire: per device: FLOPs of products and attention, bytes read and written in memory, bytes sent.
         uncertainty: the share by which the estimate may be off.
         timeline: (stream, label, start_s, end_s), at most some hundred segments.
@@ -91,10 +91,11 @@ def step_time(
 
 
 class _Walk:
-    """A walk through a program with a clock for the compute stream and one for the communication stream.
+    """A walk through a program with a clock for each stream.
 
     Attributes:
-        compute, communication: the clocks, in seconds.
+        compute: the clock of the compute stream, in seconds.
+        free: when the other streams have done what was queued.
         times: how often what is being walked runs.
         by, exposed, sums: totals, each execution counted.
         segments: of the timeline so far.
@@ -102,7 +103,7 @@ class _Walk:
 
     def __init__(self, module: Module, kernels: Kernels, wire: Wire, rates: Rates):
         self.module, self.kernels, self.wire, self.rates = module, kernels, wire, rates
-        self.compute = self.communication = 0.0
+        self.compute, self.free = 0.0, {COMMUNICATION: 0.0, COPIES: 0.0}
         self.times = 1
         self.by, self.exposed, self.sums = _totals(), _totals(), _totals()
         self.segments: list[Segment] = []
@@ -150,10 +151,14 @@ class _Walk:
         elif op.opcode.endswith("-start") and op.opcode not in ("copy-start", "fusion-start"):
             raise UnreadableProgram(op, "an asynchronous operation that this reader does not know")
         elif cost := self.kernels.cost(op, scope):
-            self._launch(cost.seconds)
             self.sums["flops"] += cost.flops * self.times
             self.sums["bytes"] += cost.bytes * self.times
-            self._spend(cost.category, cost.seconds + self.rates.gap)
+            if op.opcode.endswith("-start"):
+                self.flying[op.name] = flight = _Flight(COPIES, cost.category, cost.seconds, self.compute)
+                self._begin(flight, self.compute)
+            else:
+                self._launch(cost.seconds)
+                self._spend(cost.category, cost.seconds + self.rates.gap)
 
     def _collective(self, op: Instruction, scope: Computation) -> tuple[Instruction, Computation] | None:
         """Return the collective that an instruction is, or wraps, with the computation of its operands."""
@@ -175,7 +180,7 @@ class _Walk:
     # ---------------------------------------------------------------- communication
 
     def _send(self, op: Instruction, message: Message) -> None:
-        flight = _Flight(message, self.compute)
+        flight = _Flight(COMMUNICATION, message.kind, message.seconds, self.compute)
         self.sums["wire"] += message.wire * self.times
         self.waiting.append(flight)
         if op.opcode.endswith("-start") and '"is_sync":true' not in op.attributes.replace(" ", ""):
@@ -186,20 +191,24 @@ class _Walk:
     def _launch(self, kernel: float = 0.0) -> None:
         """Begin the collectives that were asked for, late by the kernel that takes the multiprocessors first."""
         for flight in self.waiting:
-            flight.begin = max(flight.asked + self.rates.late * kernel, self.communication)
-            flight.end = self.communication = flight.begin + flight.message.seconds
-            self.segments.append((COMMUNICATION, flight.message.kind, flight.begin, flight.end))
+            self._begin(flight, flight.asked + self.rates.late * kernel)
         self.waiting.clear()
 
+    def _begin(self, flight: _Flight, earliest: float) -> None:
+        """Queue a collective or copy on its stream."""
+        flight.begin = max(earliest, self.free[flight.stream])
+        flight.end = self.free[flight.stream] = flight.begin + flight.seconds
+        self.segments.append((flight.stream, flight.label, flight.begin, flight.end))
+
     def _arrive(self, flight: _Flight) -> None:
-        """Make the compute stream wait for a collective, after it was slowed beside it."""
+        """Make the compute stream wait for a collective or copy, after a collective slowed it."""
         if flight in self.waiting:
             self._launch()
         beside = max(0.0, min(flight.end, self.compute) - flight.begin)
-        if beside:
+        if beside and flight.stream == COMMUNICATION:
             self._spend(SLOWED, self.rates.slow * beside)
         if flight.end > self.compute:
-            self.exposed[flight.message.kind] += (flight.end - self.compute) * self.times
+            self.exposed[flight.label] += (flight.end - self.compute) * self.times
             self.compute = flight.end
 
     # ---------------------------------------------------------------- control flow
@@ -213,15 +222,16 @@ class _Walk:
         if op.trips:
             self._trip(bodies[0])
         if op.trips > 1:
-            rest, start, sent, done = op.trips - 1, self.compute, self.communication, len(self.segments)
+            rest, start, sent, done = op.trips - 1, self.compute, self.free.copy(), len(self.segments)
             self.times *= rest
             self._trip(bodies[0])
             self.times //= rest
             length = self.compute - start
             self.segments[done:] = repeated(self.segments[done:], start, self.compute, rest)
             self.compute = start + rest * length
-            if self.communication > sent:
-                self.communication += (rest - 1) * length
+            for stream in self.free:
+                if self.free[stream] > sent[stream]:
+                    self.free[stream] += (rest - 1) * length
 
     def _trip(self, body: str) -> None:
         self._walk(body)
@@ -234,6 +244,7 @@ class _Walk:
         for name in op.called():
             branch = copy.copy(before)
             branch.by, branch.exposed, branch.sums = self.by.copy(), self.exposed.copy(), self.sums.copy()
+            branch.free = self.free.copy()
             branch.segments, branch.flying, branch.waiting = list(self.segments), dict(self.flying), []
             branch._walk(name)
             slowest = branch if slowest is None or branch.compute > slowest.compute else slowest
@@ -244,9 +255,11 @@ class _Walk:
 
 @dataclass(eq=False)
 class _Flight:
-    """A collective on its way: when compute asked for it, when it begins and ends."""
+    """A collective or copy on its way: how long it takes, when compute asked for it, when it begins and ends."""
 
-    message: Message
+    stream: str
+    label: str
+    seconds: float
     asked: float
     begin: float = 0.0
     end: float = 0.0

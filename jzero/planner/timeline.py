@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-COMPUTE, COMMUNICATION = "compute", "communication"
+COMPUTE, COMMUNICATION, COPIES = "compute", "communication", "copies"  # the streams
 _MOST = 400  # segments per stream
 
 Segment = tuple[str, str, float, float]  # stream, label, start_s, end_s
@@ -17,7 +17,7 @@ def coarse(segments: list[Segment], most: int = _MOST) -> list[Segment]:
     [('compute', 'a', 0.0, 2.0), ('compute', 'b', 2.0, 3.0)]
     """
     found = []
-    for stream in (COMPUTE, COMMUNICATION):
+    for stream in (COMPUTE, COMMUNICATION, COPIES):
         own = _merged([s for s in segments if s[0] == stream and s[3] > s[2]])
         found += own if len(own) <= most else _merged(_sampled(own, most))
     return found
