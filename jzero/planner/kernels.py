@@ -11,6 +11,7 @@ import numpy as np
 
 from jzero.planner.hlo import Array, Computation, Instruction, Module
 from jzero.planner.rates import Rates
+from jzero.planner.traffic import Traffic, of_fusion, of_operation
 
 PRODUCTS, ATTENTION, ELEMENTWISE, REDUCTIONS = "products", "attention", "elementwise", "reductions"
 TRANSPOSES, COPIES, HOST = "transposes", "copies", "host memory"
@@ -28,7 +29,7 @@ _FREE_CALLS = {
     "LayoutConstraint",
 }
 _BY_BYTES = ("__cub$", "__gpu$TopK", "__cudnn$norm", "cu_threefry2x32", "MoveToHost", "MoveToDevice")
-_VIEWS = ("bitcast", "reshape")
+ONE_WAY = 55 / 98  # the rate to the device over that of both ways at once, measured on an H200 (GB/s)
 
 
 class UnreadableProgram(ValueError):
@@ -78,27 +79,18 @@ class Kernels:
 
     def _plain(self, op: Instruction, scope: Computation) -> Cost:
         """Price an operation outside fusions by what it reads and writes."""
-        read, written = _bytes(op.operands, scope), op.bytes
-        if op.opcode == "copy-start":  # its result is the copy, the original and a context
-            read = written = op.arrays[0].bytes
-        elif op.opcode == "dynamic-update-slice":
-            read = written = scope[op.operands[1]].bytes
-        elif op.opcode == "scatter":
-            read = written = scope[op.operands[-1]].bytes
-        elif op.opcode in ("slice", "dynamic-slice", "gather"):
-            read = written
-        elif op.opcode == "sort":
-            read, written = _passes(op) * read, _passes(op) * written
         category = {"copy": COPIES, "copy-start": COPIES, "transpose": TRANSPOSES, "reduce": REDUCTIONS}
-        return self._traffic(category.get(op.opcode, ELEMENTWISE), read + written, op, scope)
+        return self._moved(category.get(op.opcode, ELEMENTWISE), of_operation(op, scope))
 
-    def _traffic(self, category: str, size: float, op: Instruction, scope: Computation, rate: float = 0.0) -> Cost:
-        rates = self.rates
-        arrays = [*op.arrays, *(a for name in op.operands if name in scope for a in scope[name].arrays)]
-        if any(a.on_host for a in arrays) and (hosted := min(size / 2, max(a.bytes for a in arrays if a.on_host))):
-            return Cost(HOST, max(hosted / rates.host_memory, rates.shortest), 0.0, size)
+    def _moved(self, category: str, traffic: Traffic, rate: float = 0.0) -> Cost:
+        """Price a kernel that memory bounds: the device's, or the host's over PCIe."""
+        rates, size = self.rates, traffic.read + traffic.written
         by = {REDUCTIONS: rates.reductions, TRANSPOSES: rates.transposes}
-        return Cost(category, max(size / (rate or by.get(category, rates.elementwise)), rates.shortest), 0.0, size)
+        seconds = max(size / (rate or by.get(category, rates.elementwise)), rates.shortest)
+        if both := traffic.host_read + traffic.host_written:
+            most = max(traffic.host_read, traffic.host_written, ONE_WAY * both)
+            return Cost(HOST, max(seconds, most / rates.host_memory), 0.0, size - both)
+        return Cost(category, seconds, 0.0, size)
 
     def _fusion(self, op: Instruction, scope: Computation) -> Cost | None:
         (name,) = op.called()
@@ -106,23 +98,22 @@ class Kernels:
         for call in inner.values():  # a library's product or attention with the slices around it
             if call.opcode == "custom-call" and call.target not in _FREE_CALLS:
                 return self._custom_call(call, inner)
-        read, written = _read(inner), _written(self.module.root(name), inner)
-        passes = sum(_passes(i) for i in inner.values() if i.opcode == "sort")
-        read, written = max(1, passes) * read, max(1, passes) * written
+        traffic = of_fusion(op, inner)
+        size = traffic.read + traffic.written
         products = list(self._products(name))
         if products:
-            costs = [self._product(op, product, where, read + written) for product, where in products]
+            costs = [self._product(op, product, where, size) for product, where in products]
             seconds, flops = sum(cost.seconds for cost in costs), sum(cost.flops for cost in costs)
-            return Cost(PRODUCTS, seconds, flops, read + written)
+            return Cost(PRODUCTS, seconds, flops, size)
         inside = Counter(i.opcode for i in inner.values())
-        if op.attribute(r"kind=k(\w+)") == "Custom" and inside.keys() & _UNREADABLE:
-            raise UnreadableProgram(op, "no rate is known for what is inside")
+        if unreadable := inside.keys() & _UNREADABLE:
+            raise UnreadableProgram(op, f"no rate is known for the {min(unreadable)} inside")
         big = sum(scope[x].bytes > 2**20 for x in op.operands)
-        if inside["reduce"] and inside["concatenate"] and big >= 4 and written < read / 64:
-            return self._traffic(REDUCTIONS, read + written, op, scope, self.rates.many)
+        if inside["reduce"] and inside["concatenate"] and big >= 4 and traffic.written < traffic.read / 64:
+            return self._moved(REDUCTIONS, traffic, self.rates.many)
         if inside["transpose"] or (inside["concatenate"] and _turned(op, scope)):
-            return self._traffic(TRANSPOSES, read + written, op, scope)
-        return self._traffic(REDUCTIONS if inside["reduce"] else ELEMENTWISE, read + written, op, scope)
+            return self._moved(TRANSPOSES, traffic)
+        return self._moved(REDUCTIONS if inside["reduce"] else ELEMENTWISE, traffic)
 
     # ---------------------------------------------------------------- products
 
@@ -178,7 +169,7 @@ class Kernels:
         if target.startswith("__cudnn$fmha"):
             return self._attention(op, scope)
         if target.startswith(_BY_BYTES):
-            return self._traffic(ELEMENTWISE, _bytes(op.operands, scope) + op.bytes, op, scope)
+            return self._plain(op, scope)
         raise UnreadableProgram(op, "a custom call that may be heavy, and that this reader does not know")
 
     def _cublas(self, op: Instruction, scope: Computation) -> Cost:
@@ -257,51 +248,8 @@ def _convolution(op: Instruction, output: Array, kernel: Array) -> float:
     return 2.0 * math.prod(output.dims) * math.prod(kernel.dims) / kernel.dims[labels.index("o")]
 
 
-def _passes(sort: Instruction) -> int:
-    """Count the passes of a sort over its arrays: one for each doubling of the sorted length."""
-    (dimension,) = sort.numbers(r"dimensions=\{(\d+)\}")
-    return max(1, math.ceil(math.log2(max(1, sort.arrays[0].dims[dimension]))))
-
-
 def _bytes(names: tuple[str, ...], scope: Computation) -> int:
     return sum(scope[name].bytes for name in names)
-
-
-def _read(inner: Computation) -> float:
-    """Sum the bytes that a fusion reads, of a sliced or updated operand only what is touched."""
-    users: dict[str, list[Instruction]] = {}
-    for i in inner.values():
-        for name in i.operands:
-            users.setdefault(name, []).append(i)
-
-    def read(name: str) -> float:
-        whole, total = inner[name].bytes, 0.0
-        for user in users.get(name, []):
-            first = user.operands[0] == name
-            if first and user.opcode in ("slice", "dynamic-slice", "gather"):
-                total += user.bytes
-            elif first and user.opcode == "scatter":
-                total += inner[user.operands[-1]].bytes
-            elif user.opcode in _VIEWS and not user.root:
-                total += read(user.name)
-            elif not (first and user.opcode == "dynamic-update-slice"):
-                return whole
-        return min(whole, total)
-
-    return sum(read(i.name) for i in inner.values() if i.opcode == "parameter")
-
-
-def _written(root: Instruction, inner: Computation) -> float:
-    """Sum the bytes that a fusion writes, of an array that it updates in place only the part."""
-
-    def written(i: Instruction) -> float:
-        while i.opcode in _VIEWS:
-            i = inner[i.operands[0]]
-        if i.opcode == "dynamic-update-slice":
-            return inner[i.operands[1]].bytes
-        return inner[i.operands[-1]].bytes if i.opcode == "scatter" else i.bytes
-
-    return sum(written(inner[name]) for name in root.operands) if root.opcode == "tuple" else written(root)
 
 
 def _turned(op: Instruction, scope: Computation) -> bool:

@@ -163,6 +163,10 @@ FUSIONS = """
   %p = f32[1000,1000]{1,0} parameter(0)
   ROOT %m = f32[1000,1000]{1,0} multiply(%p, %p)
 }
+%hosted (p: f32[1000,1000]) -> f32[1000,1000] {
+  %p = f32[1000,1000]{1,0:S(5)} parameter(0)
+  ROOT %m = f32[1000,1000]{1,0:S(5)} multiply(%p, %p)
+}
 %sum (p: f32[1000,1000]) -> f32[1000] {
   %p = f32[1000,1000]{1,0} parameter(0)
   %z = f32[] constant(0)
@@ -198,11 +202,37 @@ INDEX = "%i = s32[] constant(3)"
         (["%a = f32[1000,1000]{0,1} copy(%w)"], "copies", 8e6 / 1e12),
         (["%a = f32[1000,1000]{1,0} transpose(%w), dimensions={1,0}"], "transposes", 8e6 / 0.25e12),
         (["%a = f32[1000,1000]{1,0:S(5)} copy(%w)"], "host memory", 4e6 / 10e9),
+        # A kernel that reads and writes host memory: both ways at once take 98 GB/s where one takes 55.
+        (
+            ["%h = f32[1000,1000]{1,0:S(5)} parameter(3)", "%a = f32[1000,1000]{1,0:S(5)} fusion(%h), calls=%hosted"],
+            "host memory",
+            8e6 * 55 / 98 / 10e9,
+        ),
     ],
 )
 def test_what_memory_bounds(lines, category, expected):
     t = step_time(program(*lines, others=FUSIONS), replace(RATES, shortest=1e-12))
     assert t.by == {category: pytest.approx(expected, rel=1e-2 if "s32[]" in lines[0] else 1e-9)}
+
+
+def test_asynchronous_copies_run_beside_compute():
+    """4 MB from the host take 400 us, products 20 us each; what is left at the end is waited for."""
+    start = "%s = (f32[1000,1000]{1,0}, f32[1000,1000]{1,0:S(5)}, u32[]) copy-start(%h)"
+    given = ["%h = f32[1000,1000]{1,0:S(5)} parameter(3)", start]
+    done = "%d = f32[1000,1000]{1,0} copy-done(%s)"
+    t = step_time(program(*given, f"%a = {MATMUL}", done), RATES)
+    assert (t.step_s, t.compute_s) == (pytest.approx(4e6 / 10e9), pytest.approx(PRODUCT_S))
+    assert t.exposed == {"host memory": pytest.approx(4e6 / 10e9 - PRODUCT_S)}
+    hidden = [f"%a{i} = {MATMUL}" for i in range(30)]
+    assert seconds(*given, *hidden, done) == pytest.approx(30 * PRODUCT_S)
+
+
+def test_state_in_host_memory_that_the_program_does_not_show():
+    text = program(f"%a = {MATMUL}")
+    t = step_time(text, RATES, host_bytes=10**9)
+    assert t.by["host memory"] == pytest.approx(2e9 * 55 / 98 / 10e9)
+    shown = program("%h = f32[1000,1000]{1,0:S(5)} copy(%w)")
+    assert step_time(shown, RATES, host_bytes=10**9).step_s == step_time(shown, RATES).step_s
 
 
 # ---------------------------------------------------------------- collectives
