@@ -26,11 +26,12 @@ from jzero.errors import ConfigError
 from jzero.planner.calibration_step import DecoderShape, attention_kernel, measured_ratio
 from jzero.planner.gpus import GPUS
 from jzero.planner.rates import MEASURED, Rates, Table
+from jzero.planner.step_time import step_time
 
 _CALLS = 5  # in flight before the host waits
 _ARRAYS = 16  # moved by one program, so that its start does not count
 _HEADS, _KV_HEADS = 32, 8
-_GROUPED = {"xla_gpu_enable_latency_hiding_scheduler": True}
+_OVERLAP = {"xla_gpu_enable_latency_hiding_scheduler": True}
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ def calibrate(
 ) -> Rates:
     """Measure the rates of the GPUs of this process.
 
-    What is not measured stays as in `Rates.of`: float8 and float32 products, links between hosts, host memory.
+    What is not measured stays as in `Rates.of`: float8 and float32 products, links between hosts, host memory,
+    latencies, and the share by which collectives slow compute.
 
     Args:
         devices: default `jax.local_devices()`, all of one kind on one host.
@@ -79,8 +81,8 @@ def calibrate(
         log(f"attention: forward {rates.attention_forward}, backward {rates.attention_backward}, FLOP/s by head width")
         rates = replace(rates, **_memory(rates, sizes))
         log(f"memory: {rates.elementwise / 1e12:.2f} TB/s")
-    rates = replace(rates, **_links(devices, rates, sizes))
-    log(f"links: gather {rates.gather}, scatter {rates.scatter}, permute {rates.permute:.3g}, slow {rates.slow:.2f}")
+    rates = _links(devices, rates, sizes)
+    log(f"links: gather {rates.gather}, scatter {rates.scatter}, permute {rates.permute:.3g}, late {rates.late:.2f}")
     rates = replace(rates, scale=measured_ratio(devices, replace(rates, scale=1.0), sizes.shape, sizes.each))
     log(f"step: scale {rates.scale:.3f}")
     return rates
@@ -102,7 +104,7 @@ def _source(devices: list[jax.Device]) -> str:
         cap = "unknown"
     today = datetime.datetime.now(datetime.UTC).date()
     kind = devices[0].device_kind
-    return f"{today}, {len(devices)} x {kind}, power cap {cap}, jax {jax.__version__}, jzero calibrate"
+    return f"{today}, {len(devices)} x {kind}, power cap {cap}, jax {jax.__version__}, jzero calibrate; not measured: f8, f32, hosts, slow"
 
 
 def hot_seconds(f: Callable, *args: Any, seconds: float) -> float:
@@ -205,8 +207,8 @@ def _memory(rates: Rates, sizes: Sizes) -> dict[str, Any]:
 # ---------------------------------------------------------------- links
 
 
-def _links(devices: list[jax.Device], rates: Rates, sizes: Sizes) -> dict[str, Any]:
-    """Measure collectives of 2, 4, ... GPUs alone, and how much products slow beside gathers of all."""
+def _links(devices: list[jax.Device], rates: Rates, sizes: Sizes) -> Rates:
+    """Measure collectives of 2, 4, ... GPUs alone, and how late gathers of all begin beside products."""
     gather, scatter, permute = dict[int, float](), dict[int, float](), rates.permute
     for n in _groups(len(devices)):
         mesh = Mesh(np.array(devices[:n]), ("x",))
@@ -217,9 +219,9 @@ def _links(devices: list[jax.Device], rates: Rates, sizes: Sizes) -> dict[str, A
         ring = partial(_permute, [(i, (i + 1) % n) for i in range(n)])
         permute = _ARRAYS * sizes.message / hot_seconds(_mapped(ring, mesh, P(), P()), wholes, seconds=sizes.each)
     if not gather:
-        return {}
-    slow = _slow(mesh, sizes, parts, _ARRAYS * sizes.message * (n - 1) / n / gather[n])
-    return {"gather": tuple(gather.items()), "scatter": tuple(scatter.items()), "permute": permute, "slow": slow}
+        return rates
+    rates = replace(rates, gather=tuple(gather.items()), scatter=tuple(scatter.items()), permute=permute)
+    return replace(rates, late=_late(mesh, rates, sizes))
 
 
 def _groups(devices: int) -> Iterator[int]:
@@ -237,7 +239,7 @@ def _arrays(mesh: Mesh, sizes: Sizes, spec: P) -> list[jax.Array]:
     return make()
 
 
-def _mapped(f: Callable, mesh: Mesh, given: Any, returned: Any, options: dict[str, Any] | None = None) -> Callable:
+def _mapped(f: Callable, mesh: Mesh, given: Any, returned: Any, options: dict[str, Any] | None = None) -> Any:
     mapped = jax.shard_map(f, mesh=mesh, in_specs=given, out_specs=returned, check_vma=False)
     return jax.jit(mapped, compiler_options=options)
 
@@ -254,15 +256,38 @@ def _permute(pairs: list[tuple[int, int]], arrays: list[jax.Array]) -> list[jax.
     return [lax.ppermute(x, "x", pairs) for x in arrays]
 
 
-def _slow(mesh: Mesh, sizes: Sizes, parts: list[jax.Array], gathering: float) -> float:
-    """Measure the share by which products slow while gathers run beside them."""
-    products, operands, _ = _layer(sizes.shape)
-    operands = jax.device_put(operands, NamedSharding(mesh, P()))
+def _chain(gathered: bool, x: jax.Array, weights: list[jax.Array]) -> jax.Array:
+    """Multiply by one matrix after the other, each gathered before: XLA gathers the next one beside a product."""
+    for w in weights:
+        x = x @ (lax.all_gather(w, "x", tiled=True) if gathered else w)
+    return x
 
-    def both(operands: Any, parts: list[jax.Array]) -> tuple[Any, Any]:
-        return products(operands), _gather(parts)
 
-    options = _GROUPED if mesh.devices.flat[0].platform == "gpu" else None
-    alone = hot_seconds(_mapped(products, mesh, P(), P(), options), operands, seconds=3 * sizes.each)
-    together = hot_seconds(_mapped(both, mesh, (P(), P("x")), P(), options), operands, parts, seconds=3 * sizes.each)
-    return float(np.clip((together - alone) / min(gathering, alone), 0.0, 1.0))
+def _late(mesh: Mesh, rates: Rates, sizes: Sizes) -> float:
+    """Measure for which share of the product beside it a gather waits; the walk tells what no and all would take."""
+    shape = sizes.shape
+    x = jnp.ones((shape.rows * shape.sequence, shape.width), jnp.bfloat16)
+    pair = [(shape.width, shape.hidden), (shape.hidden, shape.width)]
+    weights = [jnp.zeros(dims, jnp.bfloat16) for dims in _ARRAYS // 2 * pair]
+    on_gpu, compiled, seconds = mesh.devices.flat[0].platform == "gpu", [], []
+    for spec in (P(), P("x")):
+        f = _mapped(partial(_chain, spec != P()), mesh, (P(), spec), P(), _OVERLAP if on_gpu else None)
+        given = jax.device_put((x, weights), (NamedSharding(mesh, P()), NamedSharding(mesh, spec)))
+        compiled.append(f.lower(*given).compile())
+        seconds.append(hot_seconds(compiled[-1], *given, seconds=3 * sizes.each))
+    if not on_gpu:
+        return rates.late  # a CPU's program has one stream
+    none, whole = (
+        step_time(compiled[1], replace(rates, late=late)).step_s - step_time(compiled[0], rates).step_s
+        for late in (0.0, 1.0)
+    )
+    return share(seconds[1] - seconds[0], none, whole)
+
+
+def share(measured: float, least: float, most: float) -> float:
+    """Return where a measured value lies between two estimates, from 0 to 1.
+
+    >>> share(3.0, 2.0, 4.0)
+    0.5
+    """
+    return float(np.clip((measured - least) / max(most - least, 1e-9), 0.0, 1.0))

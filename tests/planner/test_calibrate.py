@@ -23,7 +23,7 @@ def test_calibrate(tmp_path):
     for name in (*measured, "gather", "scatter", "permute"):
         assert getattr(rates, name) != getattr(before, name), name
     assert [n for n, _ in rates.gather] == [n for n, _ in rates.scatter] == [2]
-    assert 0 <= rates.slow <= 1
+    assert 0 <= rates.late <= 1
     assert (rates.uncertainty, rates.scale, rates.hosts) == (0.04, 1.0, before.hosts)
     assert jax.__version__ in rates.source
     rates.save(tmp_path / "rates.json")
@@ -45,3 +45,13 @@ def test_the_hot_half_counts():
 def test_diagonal(d):
     short, long = (300e12 / (1 + d / S) for S in (4096, 16384))
     assert _diagonal(short, long, (4096, 16384)) == pytest.approx(d, abs=1e-6)
+
+
+def test_command(monkeypatch, tmp_path, capsys):
+    from jzero import cli
+    from jzero.planner import calibrate as module
+
+    monkeypatch.setattr(module, "calibrate", lambda: Rates.of("a100"))
+    assert cli.main(["calibrate", "--out", str(tmp_path / "rates.json")]) == 0
+    assert Rates.load(tmp_path / "rates.json") == Rates.of("a100")
+    assert "rates.json" in capsys.readouterr().out
