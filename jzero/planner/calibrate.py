@@ -97,14 +97,13 @@ def _source(devices: list[jax.Device]) -> str:
     """Describe when and on what the rates are measured; the power cap is nvidia-smi's, if there is one."""
     query = ["nvidia-smi", "--query-gpu=power.limit", "--format=csv,noheader"]
     try:
-        cap = (
-            subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split("\n")[0].strip()
-        )
+        caps = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        cap = "unknown"
+        caps = ""
+    cap = caps.split("\n")[0].strip() or "unknown"
+    where = f"{len(devices)} x {devices[0].device_kind}, power cap {cap}, jax {jax.__version__}"
     today = datetime.datetime.now(datetime.UTC).date()
-    kind = devices[0].device_kind
-    return f"{today}, {len(devices)} x {kind}, power cap {cap}, jax {jax.__version__}, jzero calibrate; not measured: f8, f32, hosts, slow"
+    return f"{today}, {where}, jzero calibrate; not measured: f8, f32, latencies, hosts, host memory, slow"
 
 
 def hot_seconds(f: Callable, *args: Any, seconds: float) -> float:
