@@ -148,6 +148,9 @@ class _Walk:
         if op.opcode.endswith("-done"):
             if flight := self.flying.pop(op.operands[0], None):
                 self._arrive(flight)
+        elif op.opcode.endswith("-update"):
+            if flight := self.flying.pop(op.operands[0], None):
+                self.flying[op.name] = flight  # a done names the update instead of the start
         elif found := self._collective(op, scope):
             self._send(op, self.wire.message(*found))
         elif op.opcode == "while":

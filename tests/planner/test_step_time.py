@@ -237,6 +237,8 @@ def test_state_in_host_memory_that_the_program_does_not_show():
 
 # ---------------------------------------------------------------- collectives
 
+X = "bf16[1000,1000]{1,0}"
+
 
 def gather(groups="{{0,1,2,3}}", name="s"):
     """Start to gather 1000 x 1000 bf16 from each of a group."""
@@ -266,13 +268,25 @@ def test_a_collective_under_a_product_is_free_but_for_the_slowdown():
     assert seconds(gather(), products[0], DONE, rates=late) == pytest.approx(0.75 * PRODUCT_S + GATHER_S)
 
 
+def test_a_wrapped_collective_is_asynchronous():
+    """The start, the update and the done call a computation with a reduce-scatter."""
+    wrapped = f"""%wrapped (q: bf16[1000,1000]) -> bf16[500,1000] {{
+  %q = {X} parameter(0)
+  ROOT %rs = bf16[500,1000] reduce-scatter(%q), replica_groups={{{{0,1}},{{2,3}}}}, dimensions={{0}}, to_apply=%add
+}}
+"""
+    pair = "((bf16[1000,1000]), bf16[500,1000])"
+    start = f"%s = {pair} async-start(%x), calls=%wrapped", f"%u = {pair} async-update(%s), calls=%wrapped"
+    lines = *start, f"%p = {MATMUL}", "%d = bf16[500,1000] async-done(%u), calls=%wrapped", f"%r = {MATMUL}"
+    t = step_time(program(*lines, others=wrapped), RATES)
+    assert t.step_s == pytest.approx(2 * PRODUCT_S)  # 1 MB at 50 GB/s takes as long as one product
+    assert t.exposed_s == pytest.approx(0, abs=1e-12)
+
+
 def test_collectives_wait_for_each_other():
     """Both are on one stream, so the second ends after the sum of their times."""
     second = gather(name="t"), "%e = bf16[4000,1000]{1,0} all-gather-done(%t)"
     assert seconds(gather(), *second, DONE) == pytest.approx(2 * GATHER_S)
-
-
-X = "bf16[1000,1000]{1,0}"
 
 
 @pytest.mark.parametrize(
