@@ -135,7 +135,7 @@ class Kernels:
         else:
             contracted = product.numbers(r"lhs_contracting_dims=\{([\d,]*)\}")
             flops = 2.0 * math.prod(product.arrays[0].dims) * math.prod(left.dims[d] for d in contracted)
-        return self._priced(op, product, left.dtype, flops, size, product.arrays[0])
+        return self._priced(op, product, left.dtype, flops, size, op.arrays[0])
 
     def _priced(
         self,
@@ -147,6 +147,7 @@ class Kernels:
         result: Array,
         beta: bool = False,
     ) -> Cost:
+        """Price a product of `flops` that moves `size` bytes, at the rate of its precision or of the memory."""
         rates = self.rates
         kind, factor = _precision(product, dtype)
         if kind not in self.products:
