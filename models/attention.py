@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jzero.planner.gpus import GPU, GPUS
+
 Attend = Literal["auto", "cudnn", "xla"]
 HALF = (jnp.bfloat16, jnp.float16)
 
@@ -137,8 +139,18 @@ def segment_positions(segments_BS: jax.Array) -> jax.Array:
 # ------------------------------------------------------------------------------------------- kernels
 
 
+def absent_gpu() -> GPU | None:
+    """Return the GPU that the program is traced for if this machine has no such GPU: a plan's mesh has others."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None or device.device_kind == jax.devices()[0].device_kind:
+        return None
+    return next((gpu for gpu in GPUS.values() if gpu.description == device.device_kind), None)
+
+
 def widest_head() -> int:
-    """Return the width of a head that cuDNN's attention supports on this machine's GPU; 0 if it does not run there."""
+    """Return the width of a head that cuDNN's attention supports on the program's GPU; 0 if it does not run there."""
+    if planned := absent_gpu():
+        return 128 if planned.compute_capability >= (8, 0) else 0  # without a GPU, jax._src.cudnn refuses wider ones
     if jax.default_backend() != "gpu":
         return 0
     capability = tuple(map(int, getattr(jax.devices()[0], "compute_capability", "8.0").split(".")))
@@ -174,7 +186,7 @@ def cudnn_obstacle(dtype: jnp.dtype, head_dim: int, widest: int, softcap: float 
 def attention_kernel(
     choice: Attend, dtype: jnp.dtype, head_dim: int = 64, softcap: float | None = None
 ) -> Literal["cudnn", "xla"]:
-    """Resolve "auto" for this machine: cuDNN's kernel where it can be used, otherwise XLA's."""
+    """Resolve "auto" for the program's devices: cuDNN's kernel where it can be used, otherwise XLA's."""
     if choice != "auto":
         return choice
     return "xla" if cudnn_obstacle(dtype, head_dim, widest_head(), softcap) else "cudnn"
@@ -183,7 +195,8 @@ def attention_kernel(
 def kernel_note(choice: Attend, dtype: jnp.dtype, head_dim: int = 64, softcap: float | None = None) -> str:
     """Return the line about the kernel for the run report."""
     kernel = attention_kernel(choice, dtype, head_dim, softcap)
-    widest = widest_head() if jax.default_backend() == "gpu" else 256  # on simulated devices the reason is plain
+    on_gpu = absent_gpu() or jax.default_backend() == "gpu"
+    widest = widest_head() if on_gpu else 256  # on simulated devices the reason is plain
     why = cudnn_obstacle(dtype, head_dim, widest, softcap) if choice == "auto" else None
     reason = f": {why}" if why and dtype in HALF else ""
     return f"attention kernel {kernel} (attention={choice!r}, {dtype}){reason}"
@@ -220,7 +233,8 @@ def attend(
     kernel = "xla" if S == 1 else attention_kernel(choice, dtype, C, softcap)  # one token attends to a cache
     if softcap is not None:
         return _soft_capped(q_BSHC, k_BTKC, v_BTKC, mask_B1ST, causal, window, scale, softcap).astype(dtype)
-    if kernel == "xla" and dtype == jnp.float16 and jax.default_backend() == "cpu":  # JAX has no such products there
+    on_cpu = jax.default_backend() == "cpu" and absent_gpu() is None
+    if kernel == "xla" and dtype == jnp.float16 and on_cpu:  # JAX has no such products there
         q_BSHC, k_BTKC, v_BTKC = (x.astype(jnp.float32) for x in (q_BSHC, k_BTKC, v_BTKC))
     if mask_B1ST is not None and kernel == "cudnn":  # which broadcasts only the batch and the heads
         mask_B1ST = jnp.broadcast_to(mask_B1ST, (len(mask_B1ST), 1, S, T))

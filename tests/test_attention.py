@@ -235,3 +235,13 @@ def test_windows_under_cudnn(changes, kernels):
     text = step.lower({"inputs": tokens, "labels": tokens}).compile().as_text()
     assert sorted(set(re.findall(r"__cudnn\$fmha\w*", text))) == kernels
     assert bool(re.search(r'"sliding_window_length": ?100\b', text)) == (changes != {})
+
+
+@needs_cuda_compiler
+@pytest.mark.parametrize(("gpu", "kernels"), [("h200", ["cudnn", "xla"]), ("t4", ["xla", "xla"])])
+def test_the_planned_gpus_decide(gpu, kernels):
+    """Without a GPU, JAX refuses cuDNN's heads wider than 128."""
+    mesh = jax.sharding.Mesh(np.array(gpu_devices(gpu, 2)), "zero")
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        assert [attention_kernel("auto", BF16, width) for width in (128, 256)] == kernels
+    assert attention_kernel("auto", BF16, 128) == "xla"  # on this machine

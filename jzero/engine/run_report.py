@@ -240,7 +240,8 @@ def _effective(step: Any) -> list[str]:
     if small:
         elements = sum(prod(leaf.shape) for leaf in small)
         lines.append(f"replicated, {small[0].why}: {len(small)} leaves, {elements:,} elements")
-    return [*lines, *getattr(step.model, "report_notes", lambda dtype: [])(step.precision.compute)]
+    with jax.sharding.use_abstract_mesh(step.mesh.abstract_mesh):  # the devices decide some of it
+        return [*lines, *getattr(step.model, "report_notes", lambda dtype: [])(step.precision.compute)]
 
 
 def _autos(step: Any) -> list[str]:

@@ -1,8 +1,11 @@
 """Device descriptions from which XLA compiles real GPU programs on a machine without a GPU."""
 
+import contextlib
 import functools
 import importlib.util
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -31,6 +34,8 @@ class GPU:
     shared_memory_per_block: int  # the opt-in maximum
     nvlinks: int
     tflops: tuple[float, float]  # of dense products in 16 bits, and of float32 (in TF32); from the data sheets
+    watts: int  # the power limit that the card is sold with; from the data sheets
+    source: str  # of the device properties
     threads_per_core: int = 2048
 
     def text_proto(self) -> str:
@@ -78,8 +83,7 @@ class GPU:
         )
 
 
-# XLA has no target file for the T4. These are the device properties that CUDA's deviceQuery prints, and the bandwidth
-# that TensorFlow logs (298.08 GiB/s).
+_XLA = "openxla/xla, xla/backends/gpu/target_config/specs/"
 _T4 = GPU(
     description="Tesla T4",
     compute_capability=(7, 5),
@@ -93,6 +97,8 @@ _T4 = GPU(
     shared_memory_per_block=64 * 1024,
     nvlinks=0,
     tflops=(65, 8.1),
+    watts=70,
+    source="CUDA's deviceQuery; the bandwidth as TensorFlow logs it (298.08 GiB/s)",
     threads_per_core=1024,
 )
 _A100 = GPU(
@@ -108,6 +114,8 @@ _A100 = GPU(
     shared_memory_per_block=163 * 1024,
     nvlinks=12,
     tflops=(312, 156),
+    watts=400,
+    source=_XLA + "a100_sxm_80.txtpb",
 )
 _H100 = GPU(
     description="NVIDIA H100 80GB HBM3",
@@ -122,8 +130,45 @@ _H100 = GPU(
     shared_memory_per_block=227 * 1024,
     nvlinks=18,
     tflops=(989.4, 494.7),
+    watts=700,
+    source=_XLA + "h100_sxm.txtpb",
 )
-_H200 = replace(_H100, description="NVIDIA H200", memory=151_397_597_184, memory_bandwidth=4_800_000_000_000)
+_H100_PCIE = replace(
+    _H100,
+    description="NVIDIA H100 PCIe",
+    memory_bandwidth=2_039_040_000_000,
+    cores=114,
+    clock=1.755,
+    nvlinks=0,
+    tflops=(756, 378),
+    watts=350,
+    source=_XLA + "h100_pcie.txtpb",
+)
+_H100_NVL = replace(
+    _H100,
+    description="NVIDIA H100 NVL",
+    memory=99_900_000_000,
+    memory_bandwidth=3_938_000_000_000,
+    clock=1.785,
+    nvlinks=0,  # a bridge joins two cards only
+    tflops=(835, 417),
+    watts=400,
+    source="data sheet; the memory is nvidia-smi's 95,830 MiB less what CUDA takes on an H100 SXM",
+)
+_H200 = replace(
+    _H100,
+    description="NVIDIA H200",
+    memory=151_397_597_184,
+    memory_bandwidth=4_800_000_000_000,
+    source=_XLA + "h200.txtpb",
+)
+_A100_40 = replace(
+    _A100,
+    description="NVIDIA A100-SXM4-40GB",
+    memory=42_331_013_120,
+    memory_bandwidth=1_555_200_000_000,
+    source=_XLA + "a100_sxm_40.txtpb",
+)
 _B200 = GPU(
     description="NVIDIA B200",
     compute_capability=(10, 0),
@@ -137,10 +182,64 @@ _B200 = GPU(
     shared_memory_per_block=227 * 1024,
     nvlinks=18,
     tflops=(2250, 1125),
+    watts=1000,
+    source=_XLA + "b200.txtpb",
+)
+_GB200 = replace(
+    _B200,
+    description="NVIDIA GB200",
+    memory=197_897_748_480,
+    memory_bandwidth=7_928_064_000_000,
+    l2_cache=135_528_448,
+    cores=152,
+    clock=2.062,
+    tflops=(2500, 1250),
+    watts=1200,
+    source=_XLA + "gb200.txtpb",
+)
+_RTX_4090 = GPU(
+    description="NVIDIA GeForce RTX 4090",
+    compute_capability=(8, 9),
+    memory=25_393_692_672,
+    memory_bandwidth=1_008_096_000_000,
+    l2_cache=72 * 2**20,
+    cores=128,
+    fpus_per_core=128,
+    clock=2.52,
+    shared_memory_per_core=100 * 1024,
+    shared_memory_per_block=99 * 1024,
+    nvlinks=0,
+    tflops=(165.2, 82.6),
+    watts=450,
+    source="CUDA's deviceQuery; the products are those that add in float32 (Ada white paper)",
+    threads_per_core=1536,
+)
+_L40S = replace(
+    _RTX_4090,
+    description="NVIDIA L40S",
+    memory=47_670_000_000,
+    memory_bandwidth=864_000_000_000,
+    l2_cache=96 * 2**20,
+    cores=142,
+    tflops=(362, 183),
+    watts=350,
+    source="data sheet; the memory as PyTorch's messages round it (44.4 GiB)",
 )
 
-GPUS: dict[str, GPU] = {"t4": _T4, "a100": _A100, "h100": _H100, "h200": _H200, "b200": _B200}
-"""The GPUs that a plan can name. The A100 is the 80 GB SXM model."""
+GPUS: dict[str, GPU] = {
+    "t4": _T4,
+    "rtx4090": _RTX_4090,
+    "l40s": _L40S,
+    "a100-40": _A100_40,
+    "a100": _A100,
+    "h100-pcie": _H100_PCIE,
+    "h100-nvl": _H100_NVL,
+    "h100": _H100,
+    "h200": _H200,
+    "b200": _B200,
+    "gb200": _GB200,
+}
+"""The GPUs that a plan can name. Without a suffix: the SXM models, and the A100 with 80 GB."""
 
 
 def gpu(name: str) -> GPU:
@@ -179,11 +278,7 @@ def gpu_devices(name: str, count: int, *, per_host: int = 8) -> list[jax.Device]
         (16, 'NVIDIA H100 80GB HBM3', 1)
     """
     target = gpu(name)
-    if count < 1 or per_host < 1 or (count > per_host and count % per_host):
-        raise ConfigError(
-            f"count = {count}: {count} GPUs do not fill hosts of {per_host}; "
-            f"use 1 to {per_host}, a multiple of {per_host}, or another per_host"
-        )
+    _check_hosts(count, per_host)
     return list(_topology(target, max(1, count // per_host), min(count, per_host)))
 
 
@@ -194,13 +289,60 @@ def _topology(target: GPU, hosts: int, per_host: int) -> tuple[jax.Device, ...]:
             platform="cuda", target_config=target.text_proto(), topology=f"1x{hosts}x{per_host}"
         )
     except NotImplementedError as error:
-        if any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+        for plugin in ("jax-cuda12-plugin", "jax-cuda13-plugin"):
+            with contextlib.suppress(PackageNotFoundError):
+                if (found := version(plugin)) != (needed := version("jaxlib")):
+                    raise ConfigError(
+                        f"gpu: {plugin} {found} is not for jaxlib {needed}, so JAX does not load it; "
+                        f"fix: pip install '{plugin}=={needed}'"
+                    ) from error
+        if any(importlib.util.find_spec(f"jax_cuda{number}_plugin") for number in (12, 13)):
             raise ConfigError(
                 "gpu: JAX's CUDA compiler is installed, but JAX did not load it because it found no GPU; "
                 "fix: set JAX_PLATFORMS=cpu, or jax.config.update('jax_platforms', 'cpu') before JAX starts"
             ) from error
         raise ConfigError(
             "gpu: compiling for GPUs needs JAX's CUDA compiler, which is not installed; "
-            "fix: pip install 'jzero[plan]' (no GPU or driver is needed)"
+            "fix: pip install 'jzero[plan]' (no GPU or driver is needed); "
+            "or jzero plan --formula, which needs none"
         ) from error
     return tuple(topology.devices)
+
+
+@dataclass(frozen=True)
+class DescribedGPU:
+    """A GPU that a mesh can hold and nothing can compile for: enough for layouts, and so for bytes."""
+
+    id: int
+    process_index: int
+    device_kind: str
+    platform: str = "gpu"
+
+    @property
+    def client(self) -> Any:
+        return jax.devices()[0].client
+
+    def default_memory(self) -> Any:
+        return jax.devices()[0].default_memory()
+
+
+def described_gpus(name: str, count: int, *, per_host: int = 8) -> list[Any]:
+    """Describe ``count`` GPUs in a mesh's terms, without JAX's CUDA compiler: `state_bytes` needs no more.
+
+    Args:
+        name, count, per_host: as for `gpu_devices`.
+
+    Raises:
+        ConfigError: unknown name, or a count that does not fill its hosts.
+    """
+    target = gpu(name)
+    _check_hosts(count, per_host)
+    return [DescribedGPU(i, i // per_host, target.description) for i in range(count)]
+
+
+def _check_hosts(count: int, per_host: int) -> None:
+    if count < 1 or per_host < 1 or (count > per_host and count % per_host):
+        raise ConfigError(
+            f"count = {count}: {count} GPUs do not fill hosts of {per_host}; "
+            f"use 1 to {per_host}, a multiple of {per_host}, or another per_host"
+        )

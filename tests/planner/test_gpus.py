@@ -22,10 +22,16 @@ pytestmark = pytest.mark.usefixtures("no_compilation_cache")
 def test_device_memory():
     assert {name: round(gpu(name).memory / 2**30) for name in GPUS} == {
         "t4": 15,
+        "rtx4090": 24,
+        "l40s": 44,
+        "a100-40": 39,
         "a100": 79,
+        "h100-pcie": 79,
+        "h100-nvl": 93,
         "h100": 79,
         "h200": 141,
         "b200": 178,
+        "gb200": 184,
     }
 
 
