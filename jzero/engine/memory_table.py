@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from jzero.display.table import table
 from jzero.engine.text import numberless, size_text
 from jzero.model import ENDS, STACK
 from jzero.planner.state_bytes import LeafBytes, leaf_bytes
-from jzero.profiling.table import table
 
 OTHER = "other optimizer state"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import os
 import re
@@ -11,6 +10,7 @@ from functools import cached_property
 from html import escape
 from pathlib import Path
 
+from jzero.display.page import document, image, styled, table
 from jzero.errors import ConfigError
 from jzero.ledger.goodput import LOSSES, duration
 from jzero.plots.figures import AXES, GOODPUT, draw, names
@@ -19,18 +19,6 @@ from jzero.plots.history import History, read_all
 DPI = 150
 PAGE = "index.html"
 WORDS = "what it is"  # the header of a column of words
-STYLE = """
-.jzero { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1180px; margin: 0 auto; padding: 8px 20px; }
-.jzero h1 { font-size: 22px; } .jzero h2 { font-size: 17px; margin: 26px 0 6px; }
-.jzero table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-.jzero th, .jzero td { text-align: right; padding: 4px 12px; border-bottom: 1px solid #e2e2e2; }
-.jzero th { color: #666; font-weight: 600; } .jzero th:first-child, .jzero td:first-child { text-align: left; }
-.jzero .words :is(th, td):last-child { text-align: left; color: #444; }
-.jzero .plots { margin-top: 22px; display: grid; }
-.jzero .plots { grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 14px; }
-.jzero figure { margin: 0; }
-.jzero img { width: 100%; height: auto; background: white; } .jzero p, .jzero li { color: #444; }
-"""
 
 
 class Plots:
@@ -97,26 +85,22 @@ def read(
 
 def page(histories: Sequence[History], images: dict[str, bytes]) -> str:
     """Return the page."""
-    title = escape(", ".join(history.name for history in histories))
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>\n'
-        f"<body>{body(histories, images)}</body></html>\n"
-    )
+    return document(", ".join(history.name for history in histories), body(histories, images))
 
 
 def body(histories: Sequence[History], images: dict[str, bytes]) -> str:
     """Return the contents of the page, for a notebook."""
-    return "\n".join([f'<style>{STYLE}</style><div class="jzero">', *_parts(histories, images), "</div>"])
+    return styled(*_parts(histories, images))
 
 
 def _parts(histories: Sequence[History], images: dict[str, bytes]) -> Iterator[str]:
     yield f"<h1>{escape(', '.join(history.name for history in histories))}</h1>"
-    yield _table(
+    yield table(
         ("run", "steps", "samples", "loss", "speed", "goodput", "wall time", "restarts", "devices"),
         [_row(history) for history in histories],
     )
-    curves = {name: image for name, image in images.items() if name != GOODPUT}
-    yield f'<div class="plots">{"".join(_image(name, image) for name, image in curves.items())}</div>'
+    curves = {name: found for name, found in images.items() if name != GOODPUT}
+    yield f'<div class="plots">{"".join(image(name, found) for name, found in curves.items())}</div>'
     if any(history.restarts for history in histories):
         yield "<h2>Restarts</h2><p>A triangle and a dotted line mark where a later start continued.</p><ul>"
         for history in histories:
@@ -126,7 +110,7 @@ def _parts(histories: Sequence[History], images: dict[str, bytes]) -> Iterator[s
         yield "</ul>"
     if GOODPUT in images:
         yield "<h2>Goodput</h2><p>The share of the wall time since the first start in steps that count.</p>"
-        yield _image(GOODPUT, images[GOODPUT])
+        yield image(GOODPUT, images[GOODPUT])
         yield from _losses(histories)
 
 
@@ -158,20 +142,4 @@ def _losses(histories: Sequence[History]) -> Iterator[str]:
     rows += [
         [line, *(duration(found.lost.get(line, 0.0)) for _, found in with_goodput), LOSSES[line]] for line in lines
     ]
-    yield _table(("", *(name for name, _ in with_goodput), WORDS), rows, "words")
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "numbers") -> str:
-    """Format a table of numbers, or one whose last column has words."""
-    head = "".join(_cell(cell, "th") for cell in header)
-    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
-    return f"<table class={kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _cell(text: str, tag: str = "td") -> str:
-    return f"<{tag}>{escape(text)}</{tag}>"
-
-
-def _image(name: str, image: bytes) -> str:
-    data = base64.b64encode(image).decode()
-    return f'<figure><img alt="{escape(name, quote=True)}" src="data:image/png;base64,{data}"></figure>'
+    yield table(("", *(name for name, _ in with_goodput), WORDS), rows, "words")

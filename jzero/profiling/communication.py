@@ -6,9 +6,9 @@ import math
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
+from jzero.display.table import quantity, table
 from jzero.planner.collectives import KINDS, Collective, Collectives
 from jzero.profiling.device_times import Kernel
-from jzero.profiling.table import quantity, table
 
 # NCCL's names in the names of its kernels. SendRecv is a permute or a part of an all-to-all: the operation tells.
 _NCCL = {"AllGather": "all-gather", "ReduceScatter": "reduce-scatter", "AllReduce": "all-reduce"}

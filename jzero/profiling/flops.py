@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jzero.display.table import quantity, table
 from jzero.mesh import PIPE
 from jzero.model import STACK, WHOLE
 from jzero.planner.gpus import GPUS
 from jzero.planner.products import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTED, Product, Walk
-from jzero.profiling.table import quantity, table
 from jzero.train_step import TrainStep
 
 Path = tuple[str, ...]

@@ -1,0 +1,68 @@
+"""The parts of pages that refer to nothing else: style, tables, pictures. All text is escaped."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+STYLE = """
+.jzero { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1180px; margin: 0 auto; padding: 8px 20px; }
+.jzero h1 { font-size: 22px; } .jzero h2 { font-size: 17px; margin: 26px 0 6px; }
+.jzero table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+.jzero th, .jzero td { text-align: right; padding: 4px 12px; border-bottom: 1px solid #e2e2e2; }
+.jzero th { color: #666; font-weight: 600; } .jzero th:first-child, .jzero td:first-child { text-align: left; }
+.jzero .words :is(th, td):last-child { text-align: left; color: #444; }
+.jzero .plots { margin-top: 22px; display: grid; }
+.jzero .plots { grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 14px; }
+.jzero figure { margin: 0; }
+.jzero .tiles { display: flex; flex-wrap: wrap; gap: 12px; margin: 14px 0; }
+.jzero .tiles div { border: 1px solid #e2e2e2; border-radius: 6px; padding: 8px 18px; }
+.jzero .tiles b { display: block; font-size: 22px; } .jzero .tiles span { color: #666; font-size: 13px; }
+.jzero img { width: 100%; height: auto; background: white; } .jzero p, .jzero li { color: #444; }
+"""
+
+
+def document(title: str, body: str) -> str:
+    """Return a whole page."""
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title></head>\n'
+        f"<body>{body}</body></html>\n"
+    )
+
+
+def styled(*parts: str) -> str:
+    """Join the parts of a page, or of a notebook's cell, under jzero's style."""
+    return "\n".join([f'<style>{STYLE}</style><div class="jzero">', *parts, "</div>"])
+
+
+def drawing(name: str, figure: Figure) -> str:
+    """Return a figure as SVG inside the page; `name` describes it to those who do not see it."""
+    stream = io.StringIO()
+    figure.savefig(stream, format="svg", metadata={"Date": None})
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", stream.getvalue()[stream.getvalue().index("<svg") :], count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    return f'<figure role="img" aria-label="{escape(name, quote=True)}">{svg}</figure>'
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "numbers") -> str:
+    """Format a table of numbers, or with the kind "words" one whose last column has words."""
+    head = "".join(_cell(cell, "th") for cell in header)
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    return f"<table class={kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _cell(text: str, tag: str = "td") -> str:
+    return f"<{tag}>{escape(text)}</{tag}>"
+
+
+def image(name: str, png: bytes) -> str:
+    """Return a PNG as part of a page; `name` describes it to those who do not see it."""
+    data = base64.b64encode(png).decode()
+    return f'<figure><img alt="{escape(name, quote=True)}" src="data:image/png;base64,{data}"></figure>'
