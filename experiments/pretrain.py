@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     args = p.parse_args(argv)
     try:
         config = settings(args)
-        (plan if args.plan else train)(args, config, changed_preset(args, config))
+        (plan if args.plan else train)(args, config, changed_preset(args))
     except (jzero.ConfigError, FloatingPointError) as error:
         p.exit(2, f"pretrain: {error}\n")
 
@@ -100,15 +100,16 @@ def train(args: Namespace, config: jzero.Config, shape: LlamaConfig) -> None:
 
 def plan(args: Namespace, config: jzero.Config, shape: LlamaConfig) -> None:
     jax.config.update("jax_platforms", "cpu")
-    mesh = jzero.make_mesh(config, devices=planner.gpu_devices(args.gpu, args.plan, per_host=min(8, args.plan)))
-    jax.config.update("jax_enable_compilation_cache", False)  # it cannot read back programs for absent GPUs
-    step = jzero.make_train_step(jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs)), config, mesh=mesh)
-    print(jzero.report(step), flush=True)
-    tokens = jax.ShapeDtypeStruct((step.batch_sizes.train, args.sequence), np.int32)
-    compiled = step.lower({"inputs": tokens, "labels": tokens}).compile()
-    need, there = planner.memory(compiled), planner.gpu(args.gpu).memory
-    print(f"\nCollectives of a step\n{planner.collectives(compiled, mesh)}\n\n{need}")
-    print(f"{need.peak / there:.0%} of the {there / 2**30:.1f} GiB of {args.gpu.upper()}")
+    per_node = min(8, args.plan)
+    if args.plan % per_node:
+        raise jzero.ConfigError(f"--plan {args.plan}: {args.plan} GPUs do not fill nodes of {per_node}")
+
+    def tokens(rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        return {key: jax.ShapeDtypeStruct((rows, args.sequence), np.int32) for key in ("inputs", "labels")}
+
+    model, nodes = jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs)), args.plan // per_node
+    made = jzero.plan(model, config, tokens, gpu=args.gpu, nodes=nodes, gpus_per_node=per_node)
+    print(f"{jzero.report(made.step)}\n\n{made}")
 
 
 def data(args: Namespace, shape: LlamaConfig) -> tuple[TokenFile | Packed, TokenFile]:
@@ -144,8 +145,8 @@ def settings(args: Namespace) -> jzero.Config:
     return jzero.Config.load(config)
 
 
-def changed_preset(args: Namespace, config: jzero.Config) -> LlamaConfig:
-    """Return the preset with the vocabulary of the data, the attention of a plan, and the changes of --set."""
+def changed_preset(args: Namespace) -> LlamaConfig:
+    """Return the preset with the vocabulary of the data and the changes of --set."""
     bytes_alone = not (args.random or args.plan or args.data)
     known = token_note(args.data).get("vocab_size") if args.data else BYTES if bytes_alone else None
     # A multiple of 64, because pipeline stages divide the vocabulary.
@@ -154,10 +155,8 @@ def changed_preset(args: Namespace, config: jzero.Config) -> LlamaConfig:
         least = BYTES if bytes_alone and name == "vocab_size" else 1
         if type(value) is not type(vars(shape).get(name, ...)) or (type(value) is int and value < least):
             raise jzero.ConfigError(f"--set {name}={value}: not a field or value of {shape}")
-    cudnn = args.plan and config.precision != "fp32" and planner.gpu(args.gpu).compute_capability >= (8, 0)
-    changes: dict[str, Any] = {"attention": "cudnn"} if cudnn else {}
     try:
-        return dataclasses.replace(shape, **changes | dict(args.set))
+        return dataclasses.replace(shape, **dict(args.set))
     except ValueError as error:
         raise jzero.ConfigError(f"--set: {error}") from None
 

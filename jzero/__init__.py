@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jzero.mesh import make_mesh
     from jzero.optimizers.mup import mup_groups
     from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
+    from jzero.planner.plan import plan
     from jzero.state import TrainState
     from jzero.train_step import TrainStep, make_train_step
 
@@ -57,6 +58,7 @@ _HOME = {
     "make_train_step": "train_step",
     "mean": "communication.replicas",
     "mup_groups": "optimizers.mup",
+    "plan": "planner.plan",
     "replay": "diagnosis.replay",
     "report": "engine.run_report",
 }
@@ -103,6 +105,7 @@ __all__ = [
     "make_train_step",
     "mean",
     "mup_groups",
+    "plan",
     "replay",
     "report",
     "weights",

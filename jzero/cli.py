@@ -1,5 +1,5 @@
 """The command `jzero`: `jzero [run] [options] script ...`, `jzero report`, `jzero export DIR OUT`, `jzero replay DIR`,
-`jzero plot RUN ...`, `jzero calibrate`.
+`jzero plot RUN ...`, `jzero plan CONFIG`, `jzero calibrate`.
 
 Help and `--dry_run` work without JAX, NumPy or any other third-party module: each command imports its modules after it
 has parsed its options.
@@ -37,6 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from jzero.plots import command
 
             return command.main(rest)
+        if name == "plan":
+            from jzero.launcher import plan
+
+            return plan.main(rest)
         if name == "calibrate":
             return calibrate(rest)
         return launch(rest if name == "run" else argv)

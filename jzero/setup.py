@@ -134,7 +134,7 @@ def resolve(
     """
     check_model(model)
     pinned_memory.allow(config)
-    config = _with_stages(config, model, mesh)
+    config = with_stages(config, model, mesh)
     mesh = make_mesh(config) if mesh is None else mesh
     check_mesh(mesh)
     check_against(config, mesh)
@@ -194,7 +194,7 @@ def make_passes(
     return make(model, config, mesh, layouts, precision, read)
 
 
-def _with_stages(config: Config, model: Model, mesh: Mesh | None) -> Config:
+def with_stages(config: Config, model: Model, mesh: Mesh | None) -> Config:
     """Set the config's number of stages to the one that a `PipelineModule` was made for."""
     stages = getattr(model, "num_stages", None)
     if stages is None:

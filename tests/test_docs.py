@@ -134,6 +134,9 @@ def check_command(words: list[str]) -> None:
         case "jzero", ["export" | "replay", *arguments]:
             source = (ROOT / "jzero/cli.py").read_text()
             assert all(f'"{word}"' in source for word in arguments if word.startswith("--")), words
+        case "jzero", ["plan", *arguments]:
+            source = (ROOT / "jzero/launcher/plan.py").read_text()
+            assert all(f'"{word}"' in source for word in arguments if word.startswith("--")), words
         case "jzero", arguments:
             options.parse(arguments)
         case "python" | "python3", ["-m", "pip" | "venv" | "build", *_]:

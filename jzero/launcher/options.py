@@ -29,7 +29,8 @@ def parser() -> argparse.ArgumentParser:
         description="Start a script once per GPU, on one host or many, and stop all processes when one dies.",
         epilog="Other commands: `jzero report` lists versions, devices and faults of this machine or of all hosts of a "
         "hostfile; `jzero export DIR OUT` writes a checkpoint's weights as safetensors; `jzero plot RUN ...` draws the "
-        "curves and the goodput of runs; `jzero calibrate` measures the rates of this machine's GPUs for plans.",
+        "curves and the goodput of runs; `jzero plan CONFIG` compiles a step for GPUs that need not be there; "
+        "`jzero calibrate` measures the rates of this machine's GPUs for plans.",
         allow_abbrev=False,
     )
     hosts = p.add_argument_group("hosts and devices")

@@ -2,16 +2,18 @@
 
 from jzero.planner.bytes_by_stage import bytes_by_stage
 from jzero.planner.collectives import Collective, Collectives, collectives
-from jzero.planner.gpus import GPUS, gpu, gpu_devices
+from jzero.planner.gpus import GPUS, described_gpus, gpu, gpu_devices
 from jzero.planner.kernels import UnreadableProgram
+from jzero.planner.live import Live, live
 from jzero.planner.memory import Memory, memory
+from jzero.planner.plan import Plan, plan
 from jzero.planner.products import Product, Products, products
 from jzero.planner.rates import Rates
 from jzero.planner.state_bytes import StateBytes, state_bytes
 from jzero.planner.step_time import StepTime, step_time
 
 __all__ = [
-    "GPUS", "Collective", "Collectives", "Memory", "Product", "Products", "Rates", "StateBytes", "StepTime",
-    "UnreadableProgram", "bytes_by_stage", "collectives", "gpu", "gpu_devices", "memory", "products", "state_bytes",
-    "step_time",
+    "GPUS", "Collective", "Collectives", "Live", "Memory", "Plan", "Product", "Products", "Rates", "StateBytes",
+    "StepTime", "UnreadableProgram", "bytes_by_stage", "collectives", "described_gpus", "gpu", "gpu_devices", "live",
+    "memory", "plan", "products", "state_bytes", "step_time",
 ]  # fmt: skip

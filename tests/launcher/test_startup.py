@@ -23,6 +23,7 @@ ANSWERS = {
     "report": ["report", "--help"],
     "export": ["export", "--help"],
     "plot": ["plot", "--help"],
+    "plan": ["plan", "--help"],
     "ssh": ["--dry_run", "--hostfile", "hosts", "train.py"],
     "slurm": ["--dry_run", "--hostfile", "hosts", "--launcher", "slurm", "train.py"],
     "openmpi": ["--dry_run", "--hostfile", "hosts", "--launcher", "openmpi", "train.py"],

@@ -1,0 +1,100 @@
+"""The models that `jzero plan --model` names: presets, or the user's own by module and function."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jzero.adapters.from_flax import from_flax
+from jzero.errors import ConfigError, in_a_line
+from jzero.tree import PyTree
+
+Shapes = Callable[[int], PyTree]
+GPT2 = {  # layers, width, heads, width of the MLP (Radford et al., 2019)
+    "small": (12, 768, 12, 3072),
+    "medium": (24, 1024, 16, 4096),
+    "large": (36, 1280, 20, 5120),
+    "xl": (48, 1600, 25, 6400),
+}
+
+
+def named_model(name: str, sequence: int, changes: Sequence[str] = ()) -> tuple[Any, Shapes]:
+    """Return a model, and the function from the global batch size to the shapes of a batch.
+
+    Args:
+      name: "llama:8b", "gpt2:xl", or "package.module:function".
+      sequence: tokens of a row.
+      changes: of a preset's fields, as "num_layers=16".
+
+    Raises:
+      ConfigError: an unknown preset, field or module, or a function that fails.
+    """
+    if sequence < 1:
+        raise ConfigError(f"--seq {sequence}: must be positive")
+    family, _, rest = name.partition(":")
+    if family in ("llama", "gpt2"):
+        return _preset(family, rest, sequence, changes), tokens(sequence)
+    if changes:
+        raise ConfigError(f"--set {changes[0]}: changes a preset only, not {name}")
+    made = _call(name)
+    return made if isinstance(made, tuple) else (made, tokens(sequence))
+
+
+def tokens(sequence: int) -> Shapes:
+    """Make the function that returns the shapes of a batch of tokens."""
+
+    def shapes(rows: int) -> PyTree:
+        return {key: jax.ShapeDtypeStruct((rows, sequence), np.int32) for key in ("inputs", "labels")}
+
+    return shapes
+
+
+def _preset(family: str, name: str, sequence: int, changes: Sequence[str]) -> Any:
+    if family == "llama":
+        llama = importlib.import_module("jzero.models.llama")
+        shape, module = llama.preset(name), llama.Llama
+    elif name in GPT2:
+        gpt2 = importlib.import_module("jzero.models.gpt2")
+        shape = gpt2.GPT2Config(*GPT2[name], pad_vocab_to=128, max_positions=max(1024, sequence))
+        module = gpt2.GPT2
+    else:
+        raise ConfigError(f"GPT-2 preset {name!r} is unknown; choose one of {', '.join(GPT2)}")
+    shape = _changed(shape, changes)
+    return from_flax(lambda rngs: module(shape, rngs=rngs))
+
+
+def _changed(shape: Any, changes: Sequence[str]) -> Any:
+    for change in changes:
+        field, _, text = change.partition("=")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        if type(value) is not type(getattr(shape, field, None)):
+            raise ConfigError(f"--set {change}: not a field or value of {shape}")
+        try:
+            shape = dataclasses.replace(shape, **{field: value})
+        except ValueError as error:
+            raise ConfigError(f"--set {change}: {error}") from None
+    return shape
+
+
+def _call(name: str) -> Any:
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise ConfigError(f"--model {name}: must be llama:PRESET, gpt2:PRESET or package.module:function")
+    sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), function)()
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the user's module raises
+        raise ConfigError(f"--model {name}: {in_a_line(error)}") from None

@@ -1,0 +1,138 @@
+"""The command `jzero plan`: what it prints and writes, and one line for each mistake."""
+
+import json
+import sys
+
+import pytest
+from helpers.cuda import needs_cuda_compiler
+
+from jzero import cli
+from jzero.planner import gpus, room
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
+TINY = "--model llama:tiny --set num_layers=1 --seq 128"
+
+
+@pytest.fixture
+def jzero_plan(tmp_path, monkeypatch, capsys):
+    """Run `jzero plan` on a config; returns (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def run(options="", **changes):
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG | changes))
+        code = cli.main(["plan", "config.json", *options.split()])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+def test_a_plan(jzero_plan, tmp_path):
+    code, out, _ = jzero_plan(f"{TINY} --gpu h100 --nodes 2 --gpus_per_node 2 --tokens 1e9 --price 2 --json plan.json")
+    assert code == 0
+    for words in ("on 4 x NVIDIA H100", "batch 4 = 1 per GPU", "peak", "reduce-scatter", "GPU-hours", "cost"):
+        assert words in out
+    record = json.loads((tmp_path / "plan.json").read_text())
+    assert (record["gpu"]["nodes"], record["gpu"]["count"], record["layout"]["tokens"]) == (2, 4, 4 * 128)
+    assert record["budget"]["cost"] == pytest.approx(2 * record["budget"]["gpu_hours"])
+
+
+def test_the_formula_needs_no_compiler(jzero_plan, monkeypatch):
+    """Stage 3: 16 bytes a parameter of 7.24 billion over 8 GPUs, and the sum of one micro-batch is in bf16."""
+    monkeypatch.setattr(gpus, "_topology", None)
+    code, out, _ = jzero_plan("--model llama:8b --formula")
+    assert code == 0
+    (row,) = [line for line in out.splitlines() if "<- the config's" in line]
+    assert row.split()[0] == "3"
+    assert f"{16 * 7.241e9 / 8 / 2**30:.1f} GiB" in row
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "named"),
+    [
+        ("--gpu h300", {}, "gpu = 'h300': unknown GPU; allowed: t4, rtx4090"),
+        ("--model llama:9b", {}, "Llama preset '9b' is unknown; choose one of tiny"),
+        ("--model gpt2:huge", {}, "choose one of small, medium, large, xl"),
+        ("--model llama", {}, "Llama preset '' is unknown"),
+        ("--model nowhere:make", {}, "--model nowhere:make: ModuleNotFoundError: No module named 'nowhere'"),
+        ("--model broken:make", {}, "--model broken:make: no weights here"),
+        ("--model mine", {}, "must be llama:PRESET"),
+        ("--set layers=3", {}, "--set layers=3: not a field"),
+        ("--seq 0", {}, "--seq 0: must be positive"),
+        ("--nodes 0", {}, "--nodes 0 --gpus_per_node 8: must be positive"),
+        ("--price 2", {}, "--price: requires --tokens"),
+        ("", {"mesh": {"pipe": 3}}, "mesh.pipe = 3"),
+        ("", {"train_batch_size": 7}, "train_batch_size"),
+        ("", {"zero_optimisation": {}}, "zero_optimization"),
+    ],
+)
+def test_one_line_for_each_mistake(jzero_plan, tmp_path, options, changes, named):
+    """Nothing is compiled: `--formula` reads the same options."""
+    (tmp_path / "broken.py").write_text("def make():\n    raise RuntimeError('no weights here')\n")
+    code, _, said = jzero_plan(f"--formula {options}", **changes)
+    assert code == 2
+    assert named in said
+    assert "Traceback" not in said
+
+
+def test_a_plugin_of_another_jaxlib(jzero_plan, monkeypatch):
+    def absent(**_):
+        raise NotImplementedError("cuda")
+
+    monkeypatch.setattr(gpus.topologies, "get_topology_desc", absent)
+    monkeypatch.setattr(gpus, "version", lambda name: "0.9.9" if name.endswith("plugin") else "0.10.2")
+    gpus._topology.cache_clear()
+    code, _, said = jzero_plan(TINY)
+    assert (code, said.count("\n")) == (2, 1)
+    assert "jax-cuda12-plugin 0.9.9 is not for jaxlib 0.10.2" in said
+
+
+def test_without_the_plugin(jzero_plan, monkeypatch):
+    def absent(**_):
+        raise NotImplementedError("cuda")
+
+    def no_package(name):
+        raise gpus.PackageNotFoundError(name)
+
+    monkeypatch.setattr(gpus.topologies, "get_topology_desc", absent)
+    monkeypatch.setattr(gpus, "version", no_package)
+    monkeypatch.setattr(gpus.importlib.util, "find_spec", lambda name: None)
+    gpus._topology.cache_clear()
+    code, _, said = jzero_plan(TINY)
+    assert (code, said.count("\n")) == (2, 1)
+    assert "pip install 'jzero[plan]'" in said
+    assert "--formula" in said
+
+
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+def test_a_step_that_cannot_fit(jzero_plan, monkeypatch):
+    monkeypatch.setitem(
+        gpus.GPUS, "h100", gpus.replace(gpus.GPUS["h100"], memory=room.NCCL_ROOM + room.CUDA_ROOM + 2**20)
+    )
+    code, out, said = jzero_plan(f"{TINY} --gpu h100 --gpus_per_node 2")
+    assert code == 2
+    assert "does not fit" in out
+    assert "largest: " in said
+
+
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+def test_a_batch_that_the_model_does_not_take(jzero_plan, tmp_path):
+    (tmp_path / "mine_of_plan.py").write_text(
+        "import jax.numpy as jnp\n"
+        "class Model:\n"
+        "    def init(self, rng): return {'w': jnp.zeros((4, 4))}\n"
+        "    def loss(self, params, batch, rng): return jnp.mean(batch['x'] @ params['w'])\n"
+        "def make(): return Model()\n"
+    )
+    code, _, said = jzero_plan("--model mine_of_plan:make --gpus_per_node 1")
+    assert code == 2
+    assert "the loss fails on the planned batch: KeyError: 'x'" in said

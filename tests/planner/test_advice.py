@@ -1,0 +1,79 @@
+"""Each warning about a plan, from a program that has the problem and one that has not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jzero
+from jzero.batch import Amount
+from jzero.planner import GPUS, described_gpus, products
+from jzero.planner.advice import MANY, WIDE, advice
+from jzero.planner.collectives import Collective, Collectives
+
+TOKENS = Amount(2, 2 * 4096)
+CLEAN = """
+  %rs = ((bf16[8]{0}), (bf16[4]{0})) reduce-scatter-start(%x), backend_config={"is_sync":false}
+  %fmha = bf16[2,4096,8,64]{3,2,1,0} custom-call(%q), custom_call_target="__cudnn$fmhaSoftmax"
+"""
+
+
+class Net:
+    """One product, in float32 if `wide`."""
+
+    def __init__(self, wide=False):
+        self.wide = wide
+
+    def init(self, rng):
+        return {"w": jnp.zeros((8, 8))}
+
+    def loss(self, params, batch, rng):
+        x = batch["x"].astype(jnp.float32 if self.wide else params["w"].dtype)
+        return jnp.mean(x @ params["w"])
+
+
+def warn(text=CLEAN, rows=(), gpu="h100", net=None, **config):
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    config = {"train_batch_size": 2, "optimizer": sgd, "bf16": {"enabled": True, "auto_cast": False}} | config
+    mesh = jzero.make_mesh(config, devices=described_gpus("h100", 2))
+    step = jzero.make_train_step(net or Net(), config, mesh=mesh)
+    found = products(step.trace({"x": jax.ShapeDtypeStruct((2, 8), np.float32)}))
+    return advice(step, GPUS[gpu], text, Collectives(tuple(rows)), found, TOKENS)
+
+
+def collective(kind, dtype="bf16", size=2**20, loops=()):
+    return Collective(kind, dtype, 1, size, ("zero",), 2, loops)
+
+
+def test_a_clean_program_has_none():
+    rows = [collective("all-gather"), collective("reduce-scatter"), collective("all-reduce", "f32", 4)]
+    assert warn(rows=rows) == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        ("1 reduce-scatter operations of the program are synchronous", {"text": CLEAN.replace("false", "true")}),
+        (
+            "1 reduce-scatter operations of the program are synchronous",
+            {"text": CLEAN + "  %r = f32[4] reduce-scatter(%x)"},
+        ),
+        ("all-gathers of a step move 32.0 MiB in float32", {"rows": [collective("all-gather", "f32", 2 * WIDE)]}),
+        ("are reduced in float32", {"rows": [collective("reduce-scatter", "f32", 2 * WIDE)]}),
+        (f"{MANY + 1} all-reduce operations", {"rows": [collective("all-reduce", size=9, loops=(MANY + 1,))]}),
+        ("XLA recomputes 2 operations", {"text": CLEAN + "  %a.remat = f32[] f(%x)\n  %b.2.remat3 = f32[] f(%x)\n"}),
+        ("of the products' FLOPs run in float32, most of them at Net.loss", {"net": Net(wide=True)}),
+        ("scores of 4096 x 4096", {"text": "  %s = bf16[2,8,4096,4096]{3,2,1,0} custom-call(%q)\n"}),
+    ],
+)
+def test_a_warning_and_its_fix(words, changes):
+    (line,) = warn(**changes)
+    assert words in line
+    assert "; fix: " in line
+    assert "\n" not in line
+
+
+def test_what_is_meant_to_be_so():
+    wide = [collective("all-gather", "f32", 2 * WIDE)]
+    assert warn(rows=wide, bf16={"enabled": False}) == ()  # everything is float32
+    assert warn(text="  %s = bf16[2,8,4096,4096]{3,2,1,0} custom-call(%q)\n", gpu="t4") == ()  # has no cuDNN attention

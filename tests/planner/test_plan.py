@@ -1,0 +1,270 @@
+"""Plans, against XLA's figures, hand counts, the model's FLOPs, DeepSpeed's estimates and the ZeRO paper's table."""
+
+import importlib
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers.cuda import needs_cuda_compiler
+
+import jzero
+from jzero.errors import ConfigError
+from jzero.planner import GPUS, bytes_by_stage, described_gpus, live, memory
+from jzero.planner.deepspeed_estimate import zero2, zero3
+from jzero.planner.plan_record import SCHEMA
+from jzero.planner.room import CUDA_ROOM, FRACTION, NCCL_ROOM, room
+from jzero.planner.useful_flops import schedule_of, useful_flops
+from models.llama import Llama, preset
+
+SHAPE = preset("tiny", num_layers=2, d_model=256, d_ff=512, vocab_size=1536)
+ROWS, LENGTH = 1, 512
+CONFIG = {
+    "train_micro_batch_size_per_gpu": ROWS,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "bf16": {"enabled": True},
+}
+
+
+def llama(**changes):
+    return jzero.from_flax(
+        lambda rngs: Llama(preset("tiny", **{"num_layers": 2, "vocab_size": 1536} | changes), rngs=rngs)
+    )
+
+
+def tokens(rows):
+    return {name: jax.ShapeDtypeStruct((rows, LENGTH), np.int32) for name in ("inputs", "labels")}
+
+
+def planned(stage=3, **config):
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    model = llama(d_model=256, d_ff=512)
+    return jzero.plan(model, CONFIG | {"zero_optimization": zero} | config, tokens, gpu="h200", gpus_per_node=4)
+
+
+STATS = []  # what the compiler says of the fixture's program
+
+
+@pytest.fixture(scope="module")
+def plan():
+    def read(compiled, step):
+        STATS.append(compiled.memory_analysis())
+        return memory(compiled, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.import_module("jzero.planner.plan"), "memory", read)
+        return planned()
+
+
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+class TestPlan:
+    def test_parts_add_up_to_the_compilers_peak(self, plan):
+        """Oracle: XLA's own figures, and the ZeRO formula: 12 bytes a parameter over 4 GPUs."""
+        (stats,) = STATS
+        peak = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+        assert plan.memory.peak_bytes == sum(plan.memory.parts.values()) == peak + stats.temp_size_in_bytes
+        size = sum(x.size for x in jax.tree.leaves(plan.step.state_shapes.params))
+        assert plan.memory.parts["masters"] == size  # 4 bytes / 4
+        assert plan.memory.parts["optimizer state"] == pytest.approx(2 * size, abs=16)
+        assert plan.memory.parts["compute parameters"] == size / 2
+        assert plan.memory.host_bytes == 0
+        assert plan.memory.fits
+
+    def test_the_buffers_at_the_peak_are_those_of_xlas_block(self, plan):
+        """XLA's own figure for its block is the oracle; in 20 MB the gaps between buffers are 9 %."""
+        assert plan.memory.live.peak_bytes == pytest.approx(plan.memory.xla.temps, rel=0.1)
+        assert sum(b.bytes for b in plan.memory.live.buffers) >= plan.memory.live.peak_bytes
+        logits = [b for b in plan.memory.live.buffers if b.shape == f"bf16[{ROWS},{LENGTH},1536]"]
+        assert logits
+        assert "head" in logits[0].op_name
+
+    def test_the_program_is_the_gpus_and_the_speed_is_of_its_flops(self, plan):
+        assert "__cudnn$fmha" in plan.text  # attention "auto" on an H200
+        flops = SHAPE.flops_per_token(LENGTH) * ROWS * LENGTH
+        assert plan.time.useful_flops == pytest.approx(flops, rel=0.01)
+        assert plan.time.tokens_per_s_gpu == pytest.approx(ROWS * LENGTH / plan.time.step_s)
+        assert plan.time.mfu == pytest.approx(flops / plan.time.step_s / 989.4e12, rel=0.01)
+
+    def test_a_run_of_tokens(self, plan):
+        budget = plan.time.budget(4 * LENGTH * 1000, price=2.5)
+        hours = 1000 * plan.time.step_s / 3600
+        assert budget.steps == 1000
+        assert [budget.days, budget.gpu_hours, budget.kwh, budget.cost] == pytest.approx(
+            [hours / 24, 4 * hours, 4 * hours * 0.7, 4 * hours * 2.5]
+        )
+        with pytest.raises(ConfigError, match="tokens = -1"):
+            plan.time.budget(-1)
+
+    def test_the_record_keeps_its_schema(self, plan):
+        """docs/plan.md documents these keys; another set of keys is another schema."""
+        record = json.loads(json.dumps(plan.record(1e9, 2.0)))
+        assert {key: sorted(value) if isinstance(value, dict) else None for key, value in record.items()} == {
+            "schema": None,
+            "versions": ["jax", "jaxlib", "jzero"],
+            "gpu": ["count", "description", "gpus_per_node", "memory_bytes", "nodes", "source", "tflops", "watts"],
+            "layout": ["batch", "mesh", "model", "parameters", "precision", "stage", "tokens"],
+            "memory": [
+                "deepspeed_bytes", "fits", "host_bytes", "live", "live_at", "live_bytes", "parts", "peak_bytes",
+                "preallocated_bytes", "temps_bytes", "usable_bytes", "verdict",
+            ],
+            "collectives": None,
+            "time": [
+                "by", "compute_s", "exposed", "exposed_s", "mfu", "rates", "samples_per_s", "step_s", "tokens_per_s",
+                "tokens_per_s_gpu", "uncertainty", "useful_flops",
+            ],
+            "time_problem": None,
+            "budget": ["cost", "days", "gpu_hours", "kwh", "steps", "tokens"],
+            "pipeline": None,
+            "parameters": None,
+            "warnings": None,
+            "compile_s": None,
+        }  # fmt: skip
+        assert record["schema"] == SCHEMA == 1
+        assert record["layout"]["mesh"] == {"pipe": 1, "data": 1, "zero": 4, "tensor": 1}
+        gathered = {row["dtype"] for row in record["collectives"] if row["kind"] == "all-gather"}
+        assert gathered == {"bf16"}
+        assert {p["name"]: p["spec"] for p in record["parameters"]}["ends/embed"] == ["zero"]
+
+    def test_text_and_page(self, plan, tmp_path):
+        text = str(plan)
+        for words in (
+            "memory per GPU",
+            "activations and temporaries",
+            "reduce-scatter",
+            "tokens/s per GPU",
+            "ends/embed",
+        ):
+            assert words in text
+        plan.html(tmp_path / "plan.html", tokens=1e9)
+        page = (tmp_path / "plan.html").read_text()
+        assert page.count("<svg") == 2
+        assert "GPU-hours" in page
+        assert not re.search(r'(src|href)="http', page)
+
+    def test_a_step_of_another_optimizer_needs_it_again(self, plan):
+        step = jzero.make_train_step(
+            llama(), {"train_batch_size": 8}, optimizer=optax.sgd(0.1), mesh=jzero.make_mesh(devices=jax.devices())
+        )
+        with pytest.raises(ConfigError, match="optimizer: the step was made with one of your own"):
+            jzero.plan(step, None, tokens)
+
+    def test_a_batch_of_another_size(self, plan):
+        with pytest.raises(ConfigError, match="train_batch_size 4"):
+            jzero.plan(plan.step, None, tokens(3), gpus_per_node=4)
+
+
+def test_a_pipeline_counts_no_idle_ticks():
+    """Nothing is compiled, so that the GPUs need only a description."""
+    config = CONFIG | {"mesh": {"pipe": 2}, "gradient_accumulation_steps": 3}
+    mesh = jzero.make_mesh(config, devices=described_gpus("h200", 4, per_host=4))
+    step = jzero.make_train_step(llama(d_model=256, d_ff=512), config, mesh=mesh)
+    batch = tokens(step.batch_sizes.train)
+    flops = SHAPE.flops_per_token(LENGTH) * ROWS * LENGTH * 3 * 2 / 4  # micro-batches x replicas / GPUs
+    assert useful_flops(step, step.trace(batch), batch) == pytest.approx(flops, rel=0.01)
+    assert schedule_of(step).ticks == 5
+
+
+# The ZeRO paper, arXiv:1910.02054, table 1: GB of model state per device, by GPUs: P_os, P_os+g, P_os+g+p.
+PAPER = {
+    7.5e9: {
+        1: (120, 120, 120), 4: (52.5, 41.3, 30), 16: (35.6, 21.6, 7.5), 64: (31.4, 16.6, 1.88),
+        256: (30.4, 15.4, 0.47), 1024: (30.1, 15.1, 0.12),
+    },
+    128e9: {
+        1: (2048, 2048, 2048), 4: (896, 704, 512), 16: (608, 368, 128), 64: (536, 284, 32), 256: (518, 263, 8),
+        1024: (513, 257, 2),
+    },
+    1e12: {
+        1: (16000, 16000, 16000), 4: (7000, 5500, 4000), 16: (4750, 2875, 1000), 64: (4187, 2218, 250),
+        256: (4046, 2054, 62.5), 1024: (4011, 2013, 15.6),
+    },
+}  # fmt: skip
+
+
+class Flat:
+    """A model of one array."""
+
+    def __init__(self, size):
+        self.shape = (1024, -(-int(size) // 1024))
+
+    def init(self, rng):
+        return {"w": jnp.zeros(self.shape, jnp.float32)}
+
+    def loss(self, params, batch, rng):
+        return jnp.sum(params["w"]) * jnp.mean(batch)
+
+
+@pytest.mark.parametrize("size", PAPER)
+def test_the_table_of_the_zero_paper(size):
+    for gpus, figures in PAPER[size].items():
+        found = bytes_by_stage(Flat(size), CONFIG, devices=described_gpus("h100", gpus, per_host=min(gpus, 8)))
+        for stage, figure in zip((1, 2, 3), figures, strict=True):
+            assert found[stage].total / 1e9 == pytest.approx(figure, rel=0.006, abs=0.006), (gpus, stage)
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [  # what estimate_zero{2,3}_model_states_mem_needs of deepspeed 0.18.2 return
+        (zero2(7_000_000_000, 8), 29_750_000_000),
+        (zero2(7_000_000_000, 8, offload=True), 14_000_000_000),
+        (zero3(7_000_000_000, 200_000_000, 8), 16_550_000_000),
+        (zero3(7_000_000_000, 200_000_000, 8, offload=True), 2_550_000_000),
+        (zero3(7_000_000_000, 200_000_000, 8, offload=True, offload_params=True), 800_000_000),
+    ],
+)
+def test_deepspeeds_estimate(found, wanted):
+    assert found == wanted
+
+
+def test_what_a_gpu_has(monkeypatch):
+    monkeypatch.delenv(FRACTION, raising=False)
+    there = room(GPUS["h100"], 8)
+    assert there.preallocated == int(0.75 * 84_942_979_072)
+    assert there.most == 84_942_979_072 - NCCL_ROOM - CUDA_ROOM
+    assert room(GPUS["h100"], 1).most == 84_942_979_072 - CUDA_ROOM
+    monkeypatch.setenv(FRACTION, "0.9")
+    assert room(GPUS["h100"], 8).fraction == 0.9
+
+
+SCHEDULED = """HloModule m, is_scheduled=true, num_partitions=1
+
+%body (p: (f32[256], f32[4,256])) -> (f32[256], f32[4,256]) {
+  %p = (f32[256]{0}, f32[4,256]{1,0}) parameter(0)
+  %x = f32[256]{0} get-tuple-element(%p), index=0
+  %all = f32[4,256]{1,0} get-tuple-element(%p), index=1
+  %wide = f32[1024]{0} custom-call(%x), custom_call_target="f", metadata={op_name="jit(step)/jvp(net)/wide"}
+  %y = f32[256]{0} custom-call(%wide), custom_call_target="f"
+  ROOT %t = (f32[256]{0}, f32[4,256]{1,0}) tuple(%y, %all)
+}
+
+%condition (p: (f32[256], f32[4,256])) -> pred[] {
+  %p = (f32[256]{0}, f32[4,256]{1,0}) parameter(0)
+  ROOT %c = pred[] constant(true)
+}
+
+ENTRY %main (a: f32[256]) -> f32[256] {
+  %a = f32[256]{0} parameter(0)
+  %first = f32[256]{0} custom-call(%a), custom_call_target="f"
+  %stash = f32[4,256]{1,0} custom-call(%a), custom_call_target="f", metadata={op_name="jit(step)/stash"}
+  %dead = f32[2048]{0} custom-call(%a), custom_call_target="f"
+  %t = (f32[256]{0}, f32[4,256]{1,0}) tuple(%first, %stash)
+  %loop = (f32[256]{0}, f32[4,256]{1,0}) while(%t), condition=%condition, body=%body
+  %out = f32[256]{0} get-tuple-element(%loop), index=0
+  ROOT %r = f32[256]{0} custom-call(%out), custom_call_target="f"
+}
+"""
+
+
+def test_live_buffers_by_hand():
+    """At %dead: first 1 KiB, stash 4 KiB, dead 8 KiB. In the loop: first, stash, wide 4 KiB; %y lies in its state."""
+    found = live(SCHEDULED)
+    assert (found.peak_bytes, found.at) == (13 * 1024, "custom-call")
+    inside = live(SCHEDULED.replace("f32[2048]", "f32[16]"))
+    assert (inside.peak_bytes, inside.at) == (9 * 1024, "net/wide")
+    assert [(b.shape, b.op_name) for b in inside.buffers][:2] == [("f32[4,256]", "stash"), ("f32[1024]", "net/wide")]
+    with pytest.raises(ValueError, match="no schedule"):
+        live(SCHEDULED.replace(", is_scheduled=true", ""))
