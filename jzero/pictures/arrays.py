@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from jzero.pictures.figure import INK, PALE, WHITE, colour, new_figure, numbers
+from jzero.display.figure import INK, PALE, WHITE, colour, new_figure, numbers
 from jzero.tree import PyTree, named
 from jzero.values.sizes import size_text
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jzero.pictures.figure import PALE, WHITE, colour
+from jzero.display.figure import PALE, WHITE, colour
 from jzero.pictures.mesh import label, present_axes, shown, title
 from jzero.tree import PyTree, named
 from jzero.values.sizes import size_text

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from jzero.display.figure import GRID, INK, SHARDS, new_figure
 from jzero.errors import ConfigError
-from jzero.pictures.figure import GRID, INK, SHARDS, new_figure
 from jzero.values.sizes import size_text
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jzero.pictures.figure import INK, PALE, WHITE, colour, new_figure
+from jzero.display.figure import INK, PALE, WHITE, colour, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

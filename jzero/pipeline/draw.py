@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from string import ascii_letters
 from typing import TYPE_CHECKING, NamedTuple
 
-from jzero.pictures.figure import GRID, INK, new_figure
+from jzero.display.figure import GRID, INK, new_figure
 from jzero.pipeline.schedules import PipelineSchedule
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from jzero.pictures.figure import GRID, INK, PALE, SHARDS, colour, new_figure
+from jzero.display.figure import GRID, INK, PALE, SHARDS, colour, new_figure
 from jzero.planner.room import PlannedMemory
 from jzero.planner.timeline import COMMUNICATION, COMPUTE
 from jzero.values.sizes import size_text

@@ -90,7 +90,7 @@ class Rates:
         >>> Rates.of("h200").uncertainty, Rates.of("a100").uncertainty
         (0.04, 0.1)
         """
-        return H200 if name == H200.kind else from_data_sheet(name, gpu(name))
+        return _MEASURED.get(name) or from_data_sheet(name, gpu(name))
 
     @classmethod
     def load(cls, path: str | Path) -> Rates:
@@ -130,6 +130,26 @@ H200 = Rates(
     permute=190e9,
     host_memory=55e9,
 )
+H100 = replace(
+    H200,
+    kind="h100",
+    source="2026-11-24, two H100 80GB HBM3 at 700 W, NVLink 18, jax 0.11.2, jzero calibrate; tf32, f32, f8: data sheet "
+    "x 0.70; latencies, host memory and slow as on the H200",
+    products=(("f8", 1385e12), ("f16", 698e12), ("tf32", 346e12), ("f32", 46.8e12)),
+    attention_forward=((64, 383e12), (128, 497e12)),
+    attention_backward=((64, 336e12), (128, 418e12)),
+    attention_diagonal=1169.0,
+    elementwise=2.88e12,
+    reductions=2.72e12,
+    transposes=2.74e12,
+    many=0.93e12,
+    gather=((2, 220e9),),
+    scatter=((2, 209e9),),
+    permute=279e9,
+    late=0.71,
+    scale=0.994,
+)
+_MEASURED = {rates.kind: rates for rates in (H200, H100)}
 
 
 def from_data_sheet(name: str, card: GPU) -> Rates:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from jzero.display.figure import new_figure
 from jzero.errors import ConfigError
 from jzero.ledger.goodput import LOSSES, duration
-from jzero.pictures.figure import new_figure
 from jzero.plots.history import EVAL, LOSS, MEMORY, SPEED, TOKENS, History, Point
 
 if TYPE_CHECKING:
