@@ -120,11 +120,32 @@ def numbered(error: ConfigError) -> str:
 
 
 def in_a_line(error: Exception) -> str:
-    """Return an exception's message in one line, without the specifications that TensorStore appends."""
-    if type(error) is Exception and isinstance(error.__cause__, Exception):  # Orbax repeats the whole specification
-        error = error.__cause__
+    """Return an exception's message in one line, without the specifications that TensorStore appends.
+
+    The type comes first, unless it tells nothing more: that of a RuntimeError, for example.
+    """
+    error = _cause(error)
+    line, plain = _first_line(error), type(error) is ValueError or isinstance(error, OSError | RuntimeError)
+    return line if line and plain else with_type(error)
+
+
+def with_type(error: Exception) -> str:
+    """Return the type and the message of an exception in one line, as `in_a_line` shortens it.
+
+    >>> with_type(KeyError("loss")), with_type(RuntimeError("no memory")), with_type(ValueError())
+    ("KeyError: 'loss'", 'RuntimeError: no memory', 'ValueError')
+    """
+    error = _cause(error)
+    return f"{type(error).__name__}: {_first_line(error)}".removesuffix(": ")
+
+
+def _cause(error: Exception) -> Exception:
+    """Return the cause of what Orbax raises, which repeats the whole specification."""
+    return error.__cause__ if type(error) is Exception and isinstance(error.__cause__, Exception) else error
+
+
+def _first_line(error: Exception) -> str:
     line = re.split(r" \[[\w ]+='", (str(error).strip().splitlines() or [""])[0])[0]
     if len(line) > 500:  # the reason comes last, after paths
         line = f"{line[:240]} ... {line[-240:]}"
-    plain = type(error) is ValueError or isinstance(error, OSError | RuntimeError)
-    return line if line and plain else f"{type(error).__name__}: {line}".removesuffix(": ")
+    return line

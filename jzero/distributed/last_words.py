@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from jzero.distributed.exit_codes import CONFIG, UNAVAILABLE
-from jzero.errors import ConfigError, PassingError, in_a_line, numbered
+from jzero.errors import ConfigError, PassingError, numbered, with_type
 
 VARIABLE = "JZERO_TRACEBACK"
 _INSTALLED = (f"{Path(__file__).parents[1]}/", f"{sysconfig.get_path('stdlib')}/", "<frozen ")
@@ -47,7 +47,7 @@ def ended_by() -> str:
 
 def _end(before: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     global _ended_by
-    _ended_by = f"{kind.__name__}: {in_a_line(error)}" if isinstance(error, Exception) else kind.__name__
+    _ended_by = with_type(error) if isinstance(error, Exception) else kind.__name__
     after, last = f"after step {_step}: " if _step else "", ""
     short = isinstance(error, ConfigError | KeyboardInterrupt) and os.environ.get(VARIABLE, "0") in ("", "0")
     # A hook that the script installed, such as a reporter of crashes, must see every exception.
@@ -58,7 +58,7 @@ def _end(before: Any, kind: type[BaseException], error: BaseException, trace: Tr
     elif short:
         last = f"{_place(trace)}{after}interrupted ({VARIABLE}=1 prints the traceback)"
     elif after and isinstance(error, Exception):
-        last = f"{after}{kind.__name__}: {in_a_line(error)}"
+        last = f"{after}{with_type(error)}"
     if last:
         print(f"jzero: {last}", file=sys.stderr, flush=True)
     if isinstance(error, ConfigError):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jzero.errors import in_a_line
+from jzero.errors import with_type
 
 LAST = 10.0  # seconds to wait for the last step at the end; after the death of a peer it never comes
 
@@ -114,11 +114,7 @@ class Follower:
                     then(values, end)
                 except Exception as error:  # the thread must go on, or all that waits for it never ends
                     with contextlib.suppress(RuntimeWarning):  # Python was told to raise warnings
-                        warnings.warn(
-                            f"a step is not shown or recorded: {type(error).__name__}: {in_a_line(error)}",
-                            RuntimeWarning,
-                            2,
-                        )
+                        warnings.warn(f"a step is not shown or recorded: {with_type(error)}", RuntimeWarning, 2)
 
 
 _open: weakref.WeakSet[Follower] = weakref.WeakSet()

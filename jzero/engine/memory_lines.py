@@ -9,7 +9,7 @@ import jax
 
 from jzero.data.curriculum import Curriculum
 from jzero.engine.text import size_text
-from jzero.errors import in_a_line
+from jzero.errors import with_type
 from jzero.planner.memory import memory
 from jzero.profiling.device_memory import fullest_first
 
@@ -46,7 +46,7 @@ def planned(step: Any, curriculum: Curriculum | None = None) -> str:
         traced = step.traced_with(curriculum.uncut) if curriculum else step.traced
         need = memory(traced.lower().compile(), step)  # without a curriculum JAX finds the compiled program in a cache
     except Exception as error:  # of the model or the compiler: a line of the report must not end the run
-        return f"memory of a step{which}, not planned: {type(error).__name__}: {in_a_line(error)}"
+        return f"memory of a step{which}, not planned: {with_type(error)}"
     parts = {"arguments": need.arguments, "outputs": need.outputs - need.aliased, "temporaries": need.temps}
     listed = " + ".join(f"{name} {size_text(n_bytes)}" for name, n_bytes in parts.items())
     host = f", and {size_text(need.host)} of the host" if need.host else ""

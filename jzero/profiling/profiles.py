@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from jzero.config import Config
-from jzero.errors import in_a_line
+from jzero.errors import with_type
 from jzero.planner.collectives import KINDS, collectives
 from jzero.profiling.communication import communication
 from jzero.profiling.device_times import DeviceTimes, Profile, device_line, device_times, parts_of
@@ -142,7 +142,7 @@ def _tried(section: str, draw: Callable[[], str]) -> str:
     try:
         return draw()
     except Exception as error:  # of a program with a form that no reader knows
-        return f"{section}: no table: {type(error).__name__}: {in_a_line(error)}"
+        return f"{section}: no table: {with_type(error)}"
 
 
 def _on_gpus() -> bool:

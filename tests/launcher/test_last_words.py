@@ -1,5 +1,6 @@
 """The last words of a process and of a job: one line for a user's mistake and for Ctrl-C, and no noise of libraries."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -8,8 +9,11 @@ import pytest
 from jobs import ROOT
 from workers import CPU
 
+from jzero.distributed import last_words
 from jzero.distributed.exit_codes import CONFIG, UNAVAILABLE
+from jzero.errors import ConfigError
 from jzero.launcher.noise import is_noise
+from jzero.loss_scale import NonFiniteError
 
 HEADER = "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR"
 NOISE = [
@@ -96,6 +100,24 @@ def end(folder, what, **env):
 def test_a_mistake_and_ctrl_c_are_one_line(tmp_path, what, code, lines):
     """With the innermost line of the user's own code, not those of jzero, JAX and Python."""
     assert end(tmp_path, what) == (code, "", lines)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (NonFiniteError("step 13: the loss is nan\n  first in layer 1"), "NonFiniteError: step 13: the loss is nan"),
+        (ConfigError("rank = 8: must be 4"), "ConfigError: rank = 8: must be 4"),
+        (RuntimeError("no memory"), "RuntimeError: no memory"),
+    ],
+)
+def test_the_type_of_an_error_comes_once(monkeypatch, capsys, error, words):
+    monkeypatch.setattr(last_words, "_step", 14)
+    monkeypatch.setattr(last_words, "_ended_by", "")
+    with contextlib.suppress(SystemExit):
+        last_words._end(lambda *error: None, type(error), error, None)
+    assert last_words.ended_by() == words
+    shown = str(error) if isinstance(error, ConfigError) else words
+    assert capsys.readouterr().err == f"jzero: after step 14: {shown}\n"
 
 
 def test_tracebacks_that_are_wanted(tmp_path):
