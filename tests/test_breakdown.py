@@ -113,7 +113,8 @@ def test_only_the_breakdown_waits_for_the_devices(loop, monkeypatch, capsys):
 def test_without_steps_per_print_every_tenth_step_has_lines(key, capsys):
     made = engine()
     config = made.step_fn.config.model_copy(update={key: True})
-    made._monitor = Monitor(SimpleNamespace(config=config, amount=Amount(), mesh=made.step_fn.mesh))
+    step = SimpleNamespace(config=config, amount=Amount(), mesh=made.step_fn.mesh, setup=made.step_fn.setup)
+    made._monitor = Monitor(step)
     capsys.readouterr()
     for step in range(1, 21):
         made.train_batch(rows(0))

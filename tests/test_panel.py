@@ -118,6 +118,10 @@ def test_a_panel_reads_its_run(monkeypatch):
     assert (found.step, found.total, found.skipped, found.memory) == (7, 40, 1, (5, 9))
     assert (found.metrics["loss"], found.waits) == (0.5, {DATA: 0.25})
     assert not found.scaled
+    finished.add(40, Amount(8), {"loss": 0.5}, 11.0)
+    assert (facts().total, facts().left) == (40, 0)
+    finished.add(41, Amount(8), {"loss": 0.5}, 12.0)
+    assert (facts().step, facts().total, facts().left) == (41, None, None)  # the run goes on after its schedule
 
 
 # ------------------------------------------------------------------------------------------- when it is there

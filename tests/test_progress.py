@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.engines import TRAIN, build, rows
+from helpers.engines import TRAIN, build, printed, rows
 
 from jzero.batch import Amount, amount_of
 from jzero.display import screen
@@ -25,7 +25,9 @@ from jzero.engine import summary
 from jzero.engine.clock import CHECKPOINT, COMPILE, DEVICE, EVALUATION, HOST, SCRIPT, START, Clock
 from jzero.engine.finished import Finished, Totals
 from jzero.engine.follower import Follower
+from jzero.engine.schedule_end import ScheduleEnd
 from jzero.engine.speed import Speed
+from jzero.optimizers.lr_schedules import make_lr_schedule
 from jzero.profiling import compile_times
 
 # ------------------------------------------------------------------------------------------- the clock
@@ -206,6 +208,34 @@ def test_a_program_that_fails_waits_for_the_thread():
 )
 def test_only_text_has_tokens(batch, amount):
     assert amount_of(batch) == amount
+
+
+# ------------------------------------------------------------------------------------------- the schedule's end
+
+
+def test_a_run_beyond_its_schedule_has_one_line(capsys):
+    params = {"total_num_steps": 2, "warmup_num_steps": 1, "warmup_max_lr": 0.1, "warmup_min_lr": 0.02}
+    made = build(more={"scheduler": {"type": "WarmupDecayLR", "params": params}})[0]
+    for seed in range(2):
+        made.train_batch(rows(seed))
+    assert "schedule" not in printed(made, capsys)
+    for seed in range(3):
+        made.train_batch(rows(seed))
+    found = [line for line in printed(made, capsys).splitlines() if "schedule" in line]
+    assert found == ["jzero: the schedule ended at step 2; the learning rate stays at 0.02"]
+    assert float(made.metrics["lr"]) == pytest.approx(0.02)
+
+
+def test_skipped_steps_delay_the_end_of_the_schedule():
+    params = {"total_num_steps": 20, "warmup_num_steps": 2, "cos_min_ratio": 0.01}
+    schedule = make_lr_schedule("WarmupCosineLR", params, base_lr=0.1)
+    end = ScheduleEnd(schedule)
+    assert [end.line(20, 0), end.line(22, 2)] == ["", ""]
+    assert end.line(23, 2) == "jzero: the schedule ended at step 22; the learning rate stays at 0.001"
+    assert end.line(24, 2) == ""
+    late = make_lr_schedule("WarmupDecayLR", {"total_num_steps": 20, "warmup_num_steps": 30}, base_lr=0.1)
+    for endless in (None, make_lr_schedule("WarmupLR", {}, base_lr=0.1), late):
+        assert not ScheduleEnd(endless).may_be_over(10**6)
 
 
 # ------------------------------------------------------------------------------------------- the summary

@@ -22,6 +22,7 @@ from jzero.engine.memory_lines import planned
 from jzero.engine.memory_table import by_module
 from jzero.engine.panel import Panel, make_panel
 from jzero.engine.run_report import half_precision
+from jzero.engine.schedule_end import ScheduleEnd
 from jzero.engine.speed import ideal
 from jzero.engine.summary import Ending, print_at_end
 from jzero.ledger.recorder import Recorder
@@ -49,6 +50,7 @@ class Monitor:
         self._profiles = Profiles(step.config)
         self.lines, self.curves = Lines(step.config), Curves(step.config)
         self.follower, self.finished = Follower(), Finished()
+        self._schedule_end = ScheduleEnd(step.setup.schedule)
         self.clock = Clock(self.follower.worked)
         self.spent = self.clock.total
         progress = step.config.progress
@@ -137,11 +139,12 @@ class Monitor:
 
     def _pass_on(self, run: Run, skipped: jax.Array, last: bool) -> None:
         """Have the step's metrics written and printed once they are there."""
-        curves, samples, step = self.curves, run.global_samples, run.global_steps
+        lines, curves, samples, step = self.lines, self.curves, run.global_samples, run.global_steps
         record = self.ledger.step(run, last)
         due = last or self.lines.is_due(step)
         say = self.lines.progress(run, self.clock) if due else None
         times = dict(self.lines.times) if due and self.lines.timed else None
+        end_of_schedule, may_be_over = self._schedule_end, self._schedule_end.may_be_over(step)
 
         def pass_on(results: tuple[Metrics, Any], end: float) -> None:
             metrics = {name: float(x) for name, x in results[0].items()}
@@ -151,9 +154,11 @@ class Monitor:
                 curves.times(times, samples, step)
             if say is not None:
                 say((metrics, results[1]), end)
+            if may_be_over and (text := end_of_schedule.line(step, int(results[1]))):
+                lines.say(text)
 
         if self.lines.prints:
-            self.follower.give((run.metrics, skipped if due else 0), pass_on)
+            self.follower.give((run.metrics, skipped if due or may_be_over else 0), pass_on)
             if last or times is not None:  # the host has waited for the step anyway
                 self.follower.settle()
 

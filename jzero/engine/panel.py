@@ -14,6 +14,7 @@ from jzero.display.live import Display, bar_of_script, opener
 from jzero.engine.clock import COMPILE, DATA, SCRIPT, START, Clock
 from jzero.engine.finished import Finished
 from jzero.engine.follower import Follower
+from jzero.engine.schedule_end import steps_of
 from jzero.engine.speed import Ideal, Speed, recent, remaining
 from jzero.engine.text import size_text
 from jzero.errors import in_a_line
@@ -196,12 +197,13 @@ def make_panel(
     if open_display is None:
         return None
     schedule, scaled = step.setup.schedule, step.config.fp16.enabled
-    total = schedule.params.get("total_num_steps") if schedule else None
+    last = steps_of(schedule)
 
     def read() -> Facts:
         spent = dict(clock.total)
         time_of_steps = sum(spent.values()) - spent.get(START, 0.0) - spent.get(COMPILE, 0.0)
         waits = {part: spent[part] / time_of_steps for part in (DATA, SCRIPT) if spent.get(part) and time_of_steps > 0}
+        total = None if last is None or finished.number > last else last  # the run goes on after its schedule
         return Facts(
             finished.number, total, finished.metrics, finished.totals.skipped, scaled, recent(finished, best),
             remaining(finished, total), waits, memory(), clock.elapsed, str(slow_work.current() or ""),
