@@ -54,8 +54,8 @@ def test_goodput_of_a_run_with_a_failure():
         *steps(3, [1045], [1050], compile=2.5),  # compile 2.5, then 2.5: 0.5 more than the median
         *steps(4, [1050, 1052, 1058], [1052, 1054, 1060], evaluation=0.0),  # the script takes 4 s before step 6
         save(1060, 1063, 6),
-        record("end", 1064, step=6, reason=""),
-        started(1096, 1096.5),  # stopped 33: nobody knows why
+        record("end", 1064, step=6, reason="SIGTERM"),
+        started(1096, 1096.5),  # stopped 33
         state(1098, 6, "/runs/global_step6"),  # restore 1.5
         *steps(7, [1099], [1100], compile_before=0.75),  # compile 0.75, script 0.25
     ]
@@ -90,6 +90,43 @@ def test_failures_of_several_attempts():
         "start": 1 + 1 + 1, "repeated steps": 3 + 1 + 8, "restart": 15 + 10, "detect": 60,
     }  # fmt: skip
     assert found.steps == 1 + 1
+
+
+def refused(began, **fields):
+    """A start that a mistake ends 2 s later, without a state."""
+    return [
+        started(began, began + 1) | fields,
+        record("end", began + 2, step=0, reason="ConfigError: the rank is 8, the checkpoint's is 4"),
+    ]
+
+
+def test_a_refused_start_and_the_time_after_a_clean_end_do_not_count():
+    """By hand: 1 s of start, 3 steps of 1 s and a save of 1 s; then 1 s of start, 2 of restore, 2 steps of 1 s."""
+    first = [
+        started(0, 1), state(1, 0), *steps(1, [1, 2, 3], [2, 3, 4]), save(4, 5, 3), record("end", 7, step=3, reason=""),
+    ]  # fmt: skip
+    again = [started(1000, 1001), state(1003, 3, "x"), *steps(4, [1003, 1004], [1004, 1005])]
+    assert goodput(first) == goodput([*first, *refused(500)])
+    found = goodput([*refused(-90), *first, *refused(500), *refused(600), *again])
+    assert found == goodput([*first, *again])
+    assert (found.wall, found.steps) == (5 + 5, 3 + 2)
+    assert found.lost == {"start": 1 + 1, "save": 1, "restore": 2}
+
+
+@pytest.mark.parametrize("reason", ["SIGTERM", "KeyboardInterrupt", "ValueError: no", None])
+def test_the_time_after_any_other_end_counts(reason):
+    end = [] if reason is None else [record("end", 3, step=1, reason=reason)]
+    records = [started(0, 1), state(1, 0), *steps(1, [1], [2]), *end, *refused(40), started(102, 103), state(103, 1)]
+    found = goodput(records)
+    assert (found.wall, found.lost) == (103, {"start": 1 + 1, "stopped": 100})
+
+
+def test_a_start_without_a_state_counts_if_a_launcher_saw_it_fail():
+    """The job's time: its first attempt failed in the read of a checkpoint, say."""
+    lost = refused(0, attempt="a 0")
+    found = goodput([*lost, failure(2, 4, "a 0"), started(7, 8), state(8, 0), *steps(1, [8], [9])])
+    assert (found.wall, found.steps) == (9, 1)
+    assert found.lost == {"start": 1 + 1, "repeated steps": 1, "detect": 2, "restart": 3}
 
 
 def test_clocks_that_differ_give_no_negative_time():

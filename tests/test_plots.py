@@ -4,6 +4,7 @@ import base64
 import html.parser
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -88,6 +89,70 @@ def test_tokens_where_every_step_knows_them(tmp_path):
     assert drawn.speed == {"samples/s": 4.0, "tokens/s": (200 + 400 + 500) / 6}
 
 
+def written(directory, records):
+    directory.mkdir(exist_ok=True)
+    (directory / "ledger.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    return directory
+
+
+def quick(seconds):
+    """A run whose steps of 8 samples take so long each, after a first one."""
+    times = [1010.0]
+    for spent in seconds:
+        times.append(times[-1] + spent)
+    made = [
+        record("step", t, step=n, samples=8 * n, rows=8, began=t, metrics={"loss": 1.0}) for n, t in enumerate(times, 1)
+    ]
+    return [record("start", 1000.0, began=1000.0, new=True), state(1001.0, 0), *made]
+
+
+def test_a_speed_has_five_steps_or_half_a_second(tmp_path):
+    """A thread that reads the results of two steps at once gives the second no time."""
+    uneven = quick([0.0806, 0.0006, 0.04, 0.04, 0.0388, 0.04, 0.04, 0.0794, 0.0006, 0.04, 0.04])
+    (short,) = history.read_all([written(tmp_path / "short", uneven)])
+    found = [(point.step, point.value) for point in short.curves["samples/s"]]
+    assert found == [(6, pytest.approx(8 / 0.04)), (12, pytest.approx(8 / 0.04))]  # the last one joins the five before
+    (slow,) = history.read_all([written(tmp_path / "slow", quick([0.5, 0.25, 0.25, 0.1]))])
+    assert [point.step for point in slow.curves["samples/s"]] == [2, 5]
+    (tiny,) = history.read_all([written(tmp_path / "tiny", quick([0.04]))])
+    assert [point.step for point in tiny.curves["samples/s"]] == [2]
+
+
+def test_a_refused_start_is_no_restart(tmp_path):
+    """Its devices are not the run's, and times begin with the first start that counts."""
+    refused = [
+        record("start", 900.0, began=899.0, new=False, mesh={"zero": 8}, devices=8, device="cpu"),
+        record("end", 902.0, step=0, reason="ConfigError: the rank is 8"),
+    ]
+    later = [{**one, "time": one["time"] + 500} for one in refused]
+    alone, among = (
+        history.read_all([written(tmp_path / name, records)])[0]
+        for name, records in (("alone", RECORDS), ("among", [*refused, *RECORDS, *later]))
+    )
+    assert among == replace(alone, name="among")
+
+
+def test_the_reason_of_a_restart_is_one_clause(tmp_path):
+
+    def shown(reason):
+        records = [one | {"reason": reason} if one["kind"] == "failure" else one for one in RECORDS]
+        (found,) = history.read_all([written(tmp_path / "run", records)])
+        return found.restarts[0].reason
+
+    assert (
+        shown("ValueError: the host has no room; delete old checkpoints. More.") == "ValueError: the host has no room"
+    )
+    assert shown("word " * 99) == "word " * 31 + "..."
+
+
+def test_a_step_that_is_not_finite_has_a_mark(tmp_path):
+    records = [*RECORDS[:2], *steps(1, [9.0, "nan", 7.0, "inf"], 1010.0)]
+    found = history.read_all([written(tmp_path / "run", records)])
+    drawn = lines(figures.draw(found, "loss", smooth=0.5))
+    assert drawn["run, not finite"][0] == [2, 4]
+    assert list(lines(figures.draw(found, "lr"))) == ["run"]
+
+
 def test_smoothing_keeps_the_values_visible(runs):
     drawn = lines(figures.draw(history.read_all(runs[1:]), "loss", smooth=0.5))
     assert drawn["_curves, not smoothed"] == ([1, 2, 3], [4.0, 2.5, 2.0])
@@ -138,6 +203,9 @@ def test_the_page_stands_alone(runs, tmp_path):
     assert not {"script", "link", "iframe"} & set(page.tags)
     heads = "data:image/png;base64,"
     assert [base64.b64decode(a.removeprefix(heads)) for a in page.addresses] == [f.read_bytes() for f in files[:-1]]
+    assert text.count('<div class="plots">') == 2  # a column of the page for the goodput too
+    assert '<div class="plots"><figure><img alt="goodput"' in text
+    assert "auto-fill" in text  # auto-fit would give a picture that stands alone the whole width
     cells = page.texts[page.texts.index("first", page.texts.index("devices")) :]
     assert cells[:9] == ["first", "5", "40", "5.0000", "4 samples/s", "27.0%", "37.0 s", "1", "4 cpu (zero 4)"]
     assert cells[9:18] == ["curves", "3", "24", "2.0000", "–", "–", "–", "–", "–"]

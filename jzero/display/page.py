@@ -20,7 +20,7 @@ STYLE = """
 .jzero th { color: #666; font-weight: 600; } .jzero th:first-child, .jzero td:first-child { text-align: left; }
 .jzero .words :is(th, td):last-child { text-align: left; color: #444; }
 .jzero .plots { margin-top: 22px; display: grid; }
-.jzero .plots { grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 14px; }
+.jzero .plots { grid-template-columns: repeat(auto-fill, minmax(420px, 1fr)); gap: 14px; }
 .jzero figure { margin: 0; }
 .jzero .tiles { display: flex; flex-wrap: wrap; gap: 12px; margin: 14px 0; }
 .jzero .tiles div { border: 1px solid #e2e2e2; border-radius: 6px; padding: 8px 18px; }

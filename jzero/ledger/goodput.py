@@ -1,8 +1,11 @@
 """Goodput: the share of a run's wall time that its steps took, and what the rest went to.
 
-The wall time goes from the first start of the run to the last step, evaluation or save. Every second of it belongs to
-one line of the table, so the lines add up to it. A step begins when the devices have finished the one before and have
-been given this one, and ends when it is computed. It counts once: the time of a step that a resume takes again is lost.
+The wall time goes from the first start of the run to the last step, evaluation or save. It leaves out the pause between
+the last activity of a script that ended in order and the next start. A start that never had a state, such as one that a
+mistake in the config ended, is part of the pause around it, unless a launcher saw it fail. Every other second belongs
+to one line of the table, so the lines add up to the wall time. A step begins when the devices have finished the one
+before and have been given this one, and ends when it is computed. It counts once: the time of a step that a resume
+takes again is lost.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from jzero.ledger import schema
 
@@ -19,9 +22,9 @@ LOSSES = {
     "repeated steps": "steps after the checkpoint that a later start resumed, and the one that a failure cut",
     "detect": "from the last sign of life to the launcher's notice",
     "restart": "from there to the next call of initialize",
-    "stopped": "from the last record to the next call of initialize, where no launcher knows more",
-    "start": "initialize, without the read of a checkpoint",
-    "restore": "the read of a checkpoint, or the search of a step that was not finite and the way back before it",
+    "stopped": "from the last activity before an error, a signal or a kill to the next start, without a launcher",
+    "start": "initialize, without the read of a checkpoint or of weights",
+    "restore": "the read of a checkpoint or of weights, or the search of a step that was not finite and the way back",
     "compile": "tracing and compiling programs",
     "first step": "what the first step of a start took longer than the median of that start's others",
     "save": "saves that the devices waited for",
@@ -37,12 +40,15 @@ _GAPS = {
 }  # field of a step -> line of the table
 
 
+Record = TypeVar("Record", bound=Mapping[str, Any])
+
+
 @dataclass(frozen=True)
 class Goodput:
     """Where the wall time of a run went, in seconds.
 
     Attributes:
-      wall: from the first start to the last activity.
+      wall: from the first start to the last activity, without the pauses after a script that ended in order.
       steps: in steps that count.
       lost: {line of LOSSES: seconds}, without lines of 0.
     """
@@ -85,9 +91,25 @@ def duration(seconds: float) -> str:
 def goodput(records: Iterable[Mapping[str, Any]]) -> Goodput:
     """Compute the goodput of a run from its records, in the order of the file."""
     account = _Account()
-    for record in records:
+    for record in counted(records):
         account.take(record)
     return account.total()
+
+
+def counted(records: Iterable[Record]) -> list[Record]:
+    """Leave out each start that never had a state, with its end, unless a launcher saw it fail and repeated it."""
+    records = list(records)
+    failed = {record["attempt"] for record in records if record["kind"] == schema.FAILURE}
+    parts: list[list[Record]] = [[]]  # the first precedes all starts
+    for record in records:
+        if record["kind"] == schema.START:
+            parts.append([])
+        parts[-1].append(record)
+    for part in parts[1:]:
+        has_state = any(record["kind"] in (schema.STATE, schema.STEP) for record in part)
+        if not has_state and part[0].get("attempt") not in failed:
+            part[:] = [record for record in part if record["kind"] == schema.FAILURE]  # before the next start
+    return [record for part in parts for record in part]
 
 
 @dataclass
@@ -106,6 +128,8 @@ class _Account:
 
     origin: float | None = None
     mark: float = 0.0
+    left_out: float = 0.0  # seconds after scripts that ended in order
+    done: bool = False  # whether the script of the last start ended in order
     starts: int = 0
     lost: dict[str, float] = field(default_factory=dict)
     works: list[_Work] = field(default_factory=list)
@@ -127,6 +151,8 @@ class _Account:
             self.tail.append(record)
         elif kind == schema.FAILURE and record["attempt"] not in self.known:
             self.outages.append(record)
+        elif kind == schema.END:
+            self.done = record["reason"] == ""
 
     def book(self, line: str, until: float) -> None:
         """Book the time from the mark to `until`; clocks of two hosts may differ, so it may be earlier."""
@@ -138,6 +164,9 @@ class _Account:
         if self.origin is None:
             self.origin = self.mark = record["began"]
         self.end_tail()
+        if self.done and not self.outages and record["began"] > self.mark:
+            self.left_out += record["began"] - self.mark
+            self.mark = record["began"]
         if self.outages:
             self.book("repeated steps", self.outages[0]["died"])
             self.book("detect", self.outages[0]["time"])
@@ -145,6 +174,7 @@ class _Account:
         self.book("start", record["time"])
         self.known |= {outage["attempt"] for outage in self.outages}
         self.outages.clear()
+        self.done = False
         self.starts += 1
 
     def step(self, record: Mapping[str, Any]) -> None:
@@ -188,5 +218,5 @@ class _Account:
         steps = sum(work.seconds for work in self.works if work.counts)
         if repeated := sum(work.seconds for work in self.works if not work.counts):
             self.lost["repeated steps"] = self.lost.get("repeated steps", 0.0) + repeated
-        wall = 0.0 if self.origin is None else self.mark - self.origin
+        wall = 0.0 if self.origin is None else self.mark - self.origin - self.left_out
         return Goodput(wall, steps, {line: self.lost[line] for line in LOSSES if self.lost.get(line)})

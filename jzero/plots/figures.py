@@ -85,6 +85,11 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
 def _curve(axes: Axes, history: History, name: str, x: str, smooth: float, colour: str) -> None:
     points, run = history.curves[name], _literal(history.name)
     at, values = [_x(point, x) for point in points], [point.value for point in points]
+    if gaps := [place for place, value in zip(at, values, strict=True) if not math.isfinite(value)]:
+        axes.plot(
+            gaps, [0.03] * len(gaps), transform=axes.get_xaxis_transform(), marker="x", markersize=6, color=colour,
+            linestyle="", label=f"{run}, not finite",
+        )  # fmt: skip
     if smooth and name not in _PLAIN:
         axes.plot(at, values, color=colour, linewidth=0.8, alpha=0.25, label=f"_{run}, not smoothed")
         values = smoothed(values, smooth)

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jzero import ledger
 from jzero.errors import ConfigError
 from jzero.ledger import schema
-from jzero.ledger.goodput import Goodput
+from jzero.ledger.goodput import Goodput, counted
 from jzero.values.json_lines import number
 
 METRICS = "metrics.jsonl"  # of jsonl_monitor
 SPEED, TOKENS, MEMORY = "samples/s", "tokens/s", "peak memory (GiB)"
 LOSS, EVAL = "loss", "eval_"
 MOST = 100  # points of a curve of the speed: each is a mean over its steps
+FEWEST, SHORTEST = 5, 0.5  # steps or seconds of a point at least: the results of two steps may be read at once
+CLAUSE = 160  # characters of a reason
 
 
 class Point(NamedTuple):
@@ -106,6 +110,7 @@ def _place(run: str | os.PathLike) -> Path:
 
 def _of_ledger(directory: Path, name: str) -> History:
     run = ledger.read(directory)
+    run = replace(run, records=counted(run.records))
     starts = run.of(schema.START)
     origin = starts[0]["began"] if starts else 0.0
     curves: dict[str, list[Point]] = {}
@@ -175,8 +180,21 @@ def _spans(run: ledger.Run) -> list[_Span]:
 
 
 def _chunks(spans: list[_Span]) -> list[list[_Span]]:
-    size = -(-len(spans) // MOST) or 1
-    return [spans[i : i + size] for i in range(0, len(spans), size)]
+    """Divide the spans into points of a curve; what is left at the end belongs to the last one."""
+    size = -(-len(spans) // MOST)
+    found: list[list[_Span]] = [[]]
+    for span in spans:
+        if _is_full(found[-1], size):
+            found.append([])
+        found[-1].append(span)
+    if found[1:] and not _is_full(found[-1], 1):
+        rest = found.pop()
+        found[-1].extend(rest)
+    return [chunk for chunk in found if chunk]
+
+
+def _is_full(spans: list[_Span], size: int) -> bool:
+    return len(spans) >= size and (len(spans) >= FEWEST or sum(span.seconds for span in spans) >= SHORTEST)
 
 
 def _speed(spans: list[_Span]) -> dict[str, float]:
@@ -202,9 +220,18 @@ def _restarts(run: ledger.Run, origin: float) -> list[Restart]:
         elif record["kind"] == schema.STATE and fresh:
             if starts > 1:
                 at = Point(record["step"], record["samples"], record["time"] - origin, 0.0)
-                found.append(Restart(at, reason or "the process was gone"))
+                found.append(Restart(at, _clause(reason) or "the process was gone"))
             reason, fresh = "", False
     return found
+
+
+def _clause(reason: str) -> str:
+    """Return the first clause of a reason; the ledger has all of it.
+
+    >>> _clause("ValueError: the rank is 8, not 4; pass rank=4")
+    'ValueError: the rank is 8, not 4'
+    """
+    return textwrap.shorten(re.split(r"[;.] ", reason)[0], CLAUSE, placeholder=" ...")
 
 
 # ------------------------------------------------------------------ from the file of jsonl_monitor

@@ -100,7 +100,7 @@ def _parts(histories: Sequence[History], images: dict[str, bytes]) -> Iterator[s
         [_row(history) for history in histories],
     )
     curves = {name: found for name, found in images.items() if name != GOODPUT}
-    yield f'<div class="plots">{"".join(image(name, found) for name, found in curves.items())}</div>'
+    yield _plots(curves)
     if any(history.restarts for history in histories):
         yield "<h2>Restarts</h2><p>A triangle and a dotted line mark where a later start continued.</p><ul>"
         for history in histories:
@@ -109,9 +109,15 @@ def _parts(histories: Sequence[History], images: dict[str, bytes]) -> Iterator[s
                 yield f"<li>{escape(history.name)}, {when}, from step {at.step}: {escape(reason)}</li>"
         yield "</ul>"
     if GOODPUT in images:
-        yield "<h2>Goodput</h2><p>The share of the wall time since the first start in steps that count.</p>"
-        yield image(GOODPUT, images[GOODPUT])
+        yield "<h2>Goodput</h2><p>The share of the wall time since the first start in steps that count. Pauses after a "
+        yield "script that ended in order are no part of the wall time.</p>"
+        yield _plots({GOODPUT: images[GOODPUT]})
         yield from _losses(histories)
+
+
+def _plots(images: Mapping[str, bytes]) -> str:
+    """Return pictures of one width, and so with letters of one size."""
+    return f'<div class="plots">{"".join(image(name, found) for name, found in images.items())}</div>'
 
 
 def _row(history: History) -> list[str]:
