@@ -55,7 +55,7 @@ class Chat:
                 raise ConfigError(f"dataset[{number}]: {error}") from error
             found += fitted or ()
         if not found:
-            raise ConfigError("no conversation to train on", *self.fit.notes())
+            raise ConfigError(self.fit.nothing_left("conversation"))
         self.store = Pieces.of_documents([x.tokens for x in found], (x.trained for x in found), vocab_size)
         self.trained = sum(int(x.trained.sum()) for x in found)
         self.pieces, self.offsets = _pack(self.store.sizes, length) if pack else _one_a_row(len(found))
@@ -80,7 +80,7 @@ class Chat:
 
 
 def _encode(template: Template, sample: Any, column: str, mask: Mask) -> Encoded:
-    messages = sample if isinstance(sample, list) else column_of(sample, column)
+    messages = sample if isinstance(sample, list) else column_of(sample, column, is_conversation=True)
     return template.conversation(read_messages(messages, column), mask, tools_of(sample))
 
 

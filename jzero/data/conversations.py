@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from jzero.data.other_forms import how_to_read
 from jzero.data.template import Encoded
 from jzero.errors import ConfigError, some_of
 
@@ -20,6 +21,7 @@ class Fit:
     Attributes:
       too_long: "cut" keeps the first `length` tokens, "drop" leaves the sample out.
       samples, long, untrained: how many there were, were too long, and had nothing left to train on.
+      longest: the tokens of the longest sample.
     """
 
     length: int
@@ -27,6 +29,7 @@ class Fit:
     samples: int = 0
     long: int = 0
     untrained: int = 0
+    longest: int = 0
 
     def __post_init__(self):
         if self.length < 2:
@@ -35,7 +38,9 @@ class Fit:
 
     def __call__(self, *parts: Encoded) -> tuple[Encoded, ...] | None:
         """Return the parts of a sample in at most `length` tokens each, or None if the sample is left out."""
-        is_long = any(len(part.tokens) > self.length for part in parts)
+        tokens = max(len(part.tokens) for part in parts)
+        is_long = tokens > self.length
+        self.longest = max(self.longest, tokens)
         self.samples += 1
         self.long += is_long
         if is_long and self.too_long == "drop":
@@ -49,12 +54,19 @@ class Fit:
     def notes(self) -> list[str]:
         """Return what was cut or left out, for the run report."""
         what = {"cut": "cut to their first tokens", "drop": "left out"}[self.too_long]
-        lines = []
-        if self.long:
-            lines.append(f"{self.long:,} of {self.samples:,} are longer than {self.length:,} tokens: {what}")
-        if self.untrained:
-            lines.append(f"{self.untrained:,} of {self.samples:,} have no token to train on in a row: left out")
-        return lines
+        return [*(f"{x}: {what}" for x in self._long()), *(f"{x}: left out" for x in self._untrained())]
+
+    def nothing_left(self, kind: str, *others: str) -> str:
+        """Say why no sample is left, for an error; `others` are the caller's reasons."""
+        reasons = [*self._long(), *self._untrained(), *others] or ["the dataset is empty"]
+        fix = f"; raise length (now {self.length:,}; the longest has {self.longest:,} tokens)" if self.long else ""
+        return f"no {kind} to train on: {', '.join(reasons)}{fix}"
+
+    def _long(self) -> list[str]:
+        return [f"{self.long:,} of {self.samples:,} are longer than {self.length:,} tokens"] if self.long else []
+
+    def _untrained(self) -> list[str]:
+        return [f"{self.untrained:,} of {self.samples:,} have no token to train on in a row"] if self.untrained else []
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:
@@ -79,15 +91,16 @@ def samples_of(dataset: Any) -> Iterator[Any]:
     return iter(dataset.with_format(None) if hasattr(dataset, "with_format") else dataset)
 
 
-def column_of(sample: Any, column: str) -> Any:
-    """Return a sample's column.
+def column_of(sample: Any, column: str, is_conversation: bool = False) -> Any:
+    """Return a sample's column; the error for a whole conversation has the call that makes it of other columns.
 
     Raises:
       ConfigError: it has no such column.
     """
     if not isinstance(sample, Mapping) or sample.get(column) is None:
         there = f"has {some_of(sample)}" if isinstance(sample, Mapping) else f"is {type(sample).__name__}"
-        raise ConfigError(f"no column {column!r}: the sample {there}; rename its column")
+        fix = how_to_read(sample, column) if is_conversation and isinstance(sample, Mapping) else ""
+        raise ConfigError(f"no column {column!r}: the sample {there}" + (f"; {fix}" if fix else ""))
     return sample[column]
 
 

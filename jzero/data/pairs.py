@@ -59,7 +59,7 @@ class Pairs:
             except ConfigError as error:
                 raise ConfigError(f"dataset[{number}]: {error}") from error
         if not found:
-            raise ConfigError("no pair to train on", *self._left_out())
+            raise ConfigError(self.fit.nothing_left("pair", *self._equal()))
         self.store = Pieces.of_documents([x.tokens for x in found], (x.trained for x in found), vocab_size)
 
     def __len__(self) -> int:
@@ -72,12 +72,10 @@ class Pairs:
 
     def report_notes(self) -> list[str]:
         """Return the lines for the run report."""
-        return [repr(self), *self._left_out()]
+        return [repr(self), *self.fit.notes(), *(f"{count}: left out" for count in self._equal())]
 
-    def _left_out(self) -> list[str]:
-        of = self.equal + self.fit.samples
-        equal = [f"{self.equal:,} of {of:,} have equal sides: left out"] if self.equal else []
-        return [*self.fit.notes(), *equal]
+    def _equal(self) -> list[str]:
+        return [f"{self.equal:,} of {self.equal + self.fit.samples:,} have equal sides"] if self.equal else []
 
     def rows(self, indices: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
         batch = {}

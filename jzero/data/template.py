@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from jzero.data.other_forms import how_to_rename
 from jzero.errors import ConfigError, one_line, shorten
 
 Message = Mapping[str, Any]
@@ -57,6 +58,7 @@ class Template:
 
         Raises:
           ConfigError: the template refuses the messages, or its turns cannot be found.
+          ImportError: jinja2, which renders templates, is not installed.
         """
         if mask != "all" and self._has_blocks(tools):
             return self._by_blocks(messages, mask, tools)
@@ -94,6 +96,8 @@ class Template:
             found = self.tokenizer.apply_chat_template(
                 list(messages), tools=tools, return_dict=True, return_assistant_tokens_mask=True
             )
+        except ImportError:  # transformers names the package, jinja2, and its pip line
+            raise
         except Exception as error:
             raise _refusal(error) from error
         tokens, trained = np.asarray(found["input_ids"], np.int32), np.asarray(found["assistant_masks"], bool)
@@ -118,6 +122,8 @@ class Template:
             return self.tokenizer.apply_chat_template(
                 list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
             )
+        except ImportError:
+            raise
         except Exception as error:  # of jinja2, or whatever a template makes of these messages
             raise _refusal(error) from error
 
@@ -145,7 +151,11 @@ def read_messages(value: Any, name: str) -> list[dict[str, Any]]:
         raise ConfigError(f'{name} is {shorten(repr(value), 80)}: must be a list of {{"role": ..., "content": ...}}')
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ConfigError(f'{name} contains {shorten(repr(message), 80)}: must be {{"role": ..., "content": ...}}')
+            is_sharegpt = isinstance(message, Mapping) and {"from", "value"} <= message.keys()
+            fix = f"; {how_to_rename(name, name)}" if is_sharegpt else ""
+            raise ConfigError(
+                f'{name} contains {shorten(repr(message), 80)}: must be {{"role": ..., "content": ...}}{fix}'
+            )
     return [{key: _present(x) for key, x in message.items() if x is not None or key == "content"} for message in value]
 
 

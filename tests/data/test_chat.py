@@ -171,12 +171,13 @@ def test_a_template_that_rewrites_earlier_turns():
 @pytest.mark.parametrize(
     ("dataset", "options", "words"),
     [
-        ([], {}, "no conversation to train on"),
-        ([turns("only a question")], {}, "1 of 1 have no token to train on"),
+        ([], {}, "no conversation to train on: the dataset is empty$"),
+        ([turns("only a question")], {}, "no conversation to train on: 1 of 1 have no token to train on in a row$"),
         ({"train": CHATS}, {}, r"dataset is a mapping with train: pass one split"),
         ("chats.jsonl", {}, "dataset is str: must be a list of samples or a Hugging Face dataset"),
-        ([{"conversations": CHATS[0]}], {}, r"dataset\[0\]: no column 'messages': the sample has conversations"),
-        (["hello"], {}, r"no column 'messages': the sample is str"),
+        ([{"conversations": CHATS[0]}], {}, r"dataset\[0\]: no column 'messages': the sample has conversations; dat"),
+        (["hello"], {}, r"no column 'messages': the sample is str$"),
+        ([{"text": "hello"}], {}, r"no column 'messages': the sample has text$"),
         ([{"messages": "hello"}], {}, r"messages is 'hello': must be a list of \{\"role\""),
         ([[{"from": "human"}]], {}, r"messages contains \{'from': 'human'\}: must be"),
         ([{"messages": CHATS[0], "tools": "no json"}], {}, "column 'tools' is a text that is no JSON"),
@@ -190,6 +191,51 @@ def test_a_template_that_rewrites_earlier_turns():
 def test_what_does_not_fit(dataset, options, words):
     with pytest.raises(jzero.ConfigError, match=words):
         Chat(dataset, make_tokenizer(TEMPLATES["mistral"]), **{"length": 99, **options})
+
+
+@pytest.mark.parametrize(("too_long", "rest"), [("drop", ""), ("cut", ", 2 of 2 have no token to train on in a row")])
+def test_a_length_that_is_too_short_for_all(too_long, rest):
+    longest = max(len(expected("chatml", messages)[0]) for messages in CHATS[:2])
+    with pytest.raises(jzero.ConfigError) as error:
+        Chat(CHATS[:2], make_tokenizer(TEMPLATES["chatml"]), length=8, too_long=too_long)
+    assert str(error.value) == (
+        f"no conversation to train on: 2 of 2 are longer than 8 tokens{rest}; "
+        f"raise length (now 8; the longest has {longest} tokens)"
+    )
+
+
+SHAREGPT = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi"}]
+ALPACA = {"instruction": "say", "input": "hello", "output": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("sample", "asked"),
+    [
+        ({"conversations": SHAREGPT}, "hello"),
+        ({"messages": SHAREGPT}, "hello"),
+        (ALPACA, "say\n\nhello"),
+        ({**ALPACA, "input": ""}, "say"),
+        ({"instruction": "say", "output": "hi"}, "say"),
+        ({"question": "say", "answer": "hi"}, "say"),
+        ({"chat": turns("hello", "hi")}, "hello"),
+    ],
+)
+def test_an_error_has_the_call_that_makes_messages(sample, asked):
+    datasets, tokenizer = pytest.importorskip("datasets"), make_tokenizer(TEMPLATES["chatml"])
+    dataset = datasets.Dataset.from_list([sample])
+    with pytest.raises(jzero.ConfigError) as error:
+        Chat(dataset, tokenizer, length=99)
+    mapped = eval(str(error.value).rpartition("; ")[2])
+    assert pieces(Chat(mapped, tokenizer, length=99)) == pieces(Chat([turns(asked, "hi")], tokenizer, length=99))
+
+
+@pytest.mark.parametrize("source", [TEMPLATES, MARKED], ids=["prefixes", "blocks"])
+def test_without_jinja2(monkeypatch, source):
+    """The error is that of `transformers`, and no refused message."""
+    monkeypatch.setattr("transformers.utils.chat_template_utils.is_jinja_available", lambda: False)
+    template = source["chatml"] + "{# not in the cache of transformers #}"
+    with pytest.raises(ImportError, match="pip install jinja2"):
+        Chat(CHATS, make_tokenizer(template), length=99)
 
 
 def test_tokenizers_that_do_not_fit():
