@@ -18,6 +18,9 @@ from pathlib import Path
 from jzero.errors import ConfigError, numbered
 from jzero.launcher import options, transports
 from jzero.launcher.job import Job, make_job
+from jzero.values.kinds import closest
+
+COMMANDS = ("run", "report", "export", "replay", "plot", "plan", "calibrate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,10 +46,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             return plan.main(rest)
         if name == "calibrate":
             return calibrate(rest)
+        check_name(name)
         return launch(rest if name == "run" else argv)
     except ConfigError as error:
         print(f"jzero: {numbered(error)}", file=sys.stderr)
         return 2
+
+
+def check_name(name: str) -> None:
+    """Raise a ConfigError for a first word that is no script here and resembles a command."""
+    close = closest(name, COMMANDS) if "." not in name and not Path(name).exists() else None
+    if name not in COMMANDS and close:
+        raise ConfigError(f"{name}: no such script; did you mean `jzero {close}`?")
 
 
 def launch(argv: Sequence[str]) -> int:

@@ -259,7 +259,8 @@ def test_names_of_runs_are_drawn_as_they_are(tmp_path, runs):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["nowhere"], "nowhere: has no records of a run (ledger.jsonl or metrics.jsonl): set checkpoint.dir in"),
+        (["nowhere"], "nowhere: no such directory or file"),
+        (["."], ".: has no records of a run (ledger.jsonl or metrics.jsonl): set checkpoint.dir in"),
         (["empty"], "empty: its records contain no step with a loss yet"),
         (["first", "--metric", "acc"], "metric acc: the runs have loss, lr, samples/s, peak memory (GiB), goodput"),
         (["first", "--smooth", "1"], "smooth = 1.0: must be from 0 to below 1, such as 0.9"),

@@ -82,6 +82,8 @@ def read_run(run: str | os.PathLike, name: str | None = None) -> History:
         history = _of_ledger(path, name)
     elif (file := path if path.is_file() else path / METRICS).is_file():
         history = History(name, _of_metrics(file))
+    elif not path.exists():
+        raise ConfigError(f"{run}: no such directory or file")
     else:
         raise ConfigError(
             f"{run}: has no records of a run ({schema.FILE} or {METRICS}): set checkpoint.dir in the config, or pass "

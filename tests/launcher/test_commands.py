@@ -205,6 +205,15 @@ def test_jobset_passes_options_on(here):
     assert [theirs[name] for name in ("hang_timeout", "master_port", "num_nodes", "num_gpus")] == [60, 1234, 3, 2]
 
 
+def test_a_command_with_a_typing_error(here, capsys):
+    """A script of that name, or a word that resembles no command, is a script."""
+    assert cli.main(["plots", "runs/a"]) == 2
+    assert capsys.readouterr().err == "jzero: plots: no such script; did you mean `jzero plot`?\n"
+    (here.path / "plots").touch()
+    for script in ("plots", "plan.py", "train"):
+        cli.check_name(script)
+
+
 @pytest.mark.parametrize("system", ["slurm", "openmpi"])
 def test_system_that_is_not_there(here, capsys, system):
     here.setenv("PATH", str(here.path))
