@@ -33,6 +33,7 @@ from .attention import (
     same_segment,
     visible_ST,
 )
+from .batches import column
 from .decoder_config import DecoderConfig
 from .families import weights_table
 from .lora import linear
@@ -184,8 +185,8 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """The decoder as prefix (embedding), stack (blocks) and suffix (norm, head, loss).
 
-    A batch is {"inputs": [B, S] int32, "labels": [B, S] int32}; negative labels are ignored. With "segments" [B, S]
-    int32, from `jzero.data.Packed`, tokens attend only to their own segment.
+    A batch is {"inputs": [B, S] int32, "labels": [B, S] int32}: labels[i] is the token after inputs[i]; negative labels
+    are ignored. With "segments" [B, S] int32, from `jzero.data.Packed`, tokens attend only to their own segment.
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
@@ -203,7 +204,8 @@ class Decoder(nnx.Module):
             self.head = _linear(c, c.d_model, {"lm_head": c.vocab_rows}, rngs)
 
     def prefix(self, batch: dict[str, jax.Array]) -> Hidden:
-        x_BSD, layer, segments_BS = self.embedded(batch["inputs"]), self.first_layer, batch.get("segments")
+        x_BSD, layer = self.embedded(column(batch, "inputs", "the decoder")), self.first_layer
+        segments_BS = batch.get("segments")
         return x_BSD if segments_BS is None and layer is None else Carry(x_BSD, segments_BS, layer)
 
     def embedded(self, tokens_BS: jax.Array) -> jax.Array:
@@ -219,8 +221,9 @@ class Decoder(nnx.Module):
         """Return the tokens' mean cross-entropy."""
         x_BSD, c = self.norm(x.x_BSD if isinstance(x, Carry) else x), self.config
         with jax.named_scope("head"):
+            labels_BS = column(batch, "labels", "the decoder")
             return vocab_parallel.cross_entropy(
-                x_BSD, self.head_DV, batch["labels"], vocab_size=c.vocab_size, softcap=c.logit_softcap
+                x_BSD, self.head_DV, labels_BS, vocab_size=c.vocab_size, softcap=c.logit_softcap
             )
 
     def outputs(self, x: Hidden, batch: Any = None) -> jax.Array:

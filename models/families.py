@@ -151,6 +151,13 @@ def require(there: Mapping[str, Any], names: Mapping[str, str], fixed: Mapping[s
     return {field: there[key] for field, key in names.items()}
 
 
+def no_such_directory(path: Path) -> str:
+    """Say that a path is not there, and how to get it if it is a name of Hugging Face."""
+    is_name = len(path.parts) == 2 and path.parts[0] not in ("/", "..") and path.suffix != ".json"
+    fix = f"; a model of Hugging Face must be downloaded first: hf download {path} --local-dir {path.name}"
+    return f"{path}: no such directory{fix}" if is_name else f"{path}: no such file or directory"
+
+
 def _read(path: Path) -> dict[str, Any]:
     path = path / "config.json" if path.is_dir() else path
     try:
@@ -158,6 +165,8 @@ def _read(path: Path) -> dict[str, Any]:
         if not isinstance(there, dict):
             raise ValueError("it is not an object")
         return there
+    except FileNotFoundError:
+        raise ConfigError(no_such_directory(path)) from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:

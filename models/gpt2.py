@@ -18,6 +18,7 @@ from jzero.loss import Mean
 from jzero.pipeline import vocab_parallel
 
 from .attention import Carry, Decoding, Hidden, KVCache, kernel_note, segment_positions
+from .batches import column
 from .blocks import BlockConfig, check_length, fused_matrices, linear_rows, norm, norm_rows, plain, run, stacked
 from .decoder_config import padded
 from .families import embedding, read_config, require
@@ -70,18 +71,20 @@ class GPT2(nnx.Module):
         self.norm = norm(c, rngs)
 
     def prefix(self, batch: dict[str, jax.Array]) -> Hidden:
-        S, segments_BS = batch["inputs"].shape[1], batch.get("segments")
+        tokens_BS = column(batch, "inputs", "GPT-2")
+        S, segments_BS = tokens_BS.shape[1], batch.get("segments")
         check_length(S, self.config.max_positions)
         where = jnp.arange(S) if segments_BS is None else segment_positions(segments_BS)
         with jax.named_scope("embed"):
-            x_BSD = vocab_parallel.embed(self.embed[...], batch["inputs"]) + self.positions[...][where]
+            x_BSD = vocab_parallel.embed(self.embed[...], tokens_BS) + self.positions[...][where]
         return x_BSD if segments_BS is None else Carry(x_BSD, segments_BS)
 
     def suffix(self, x: Hidden, batch: dict[str, jax.Array]) -> Mean:
         """Return the tokens' mean cross-entropy."""
         x_BSD, size = self.norm(plain(x)), self.config.vocab_size
         with jax.named_scope("head"):
-            return vocab_parallel.cross_entropy(x_BSD, self.embed[...].T, batch["labels"], vocab_size=size)
+            labels_BS = column(batch, "labels", "GPT-2")
+            return vocab_parallel.cross_entropy(x_BSD, self.embed[...].T, labels_BS, vocab_size=size)
 
     def __call__(self, tokens_BS: jax.Array, segments_BS: jax.Array | None = None) -> jax.Array:
         """Compute logits [B, S, vocab_size] in float32, without remat or parallelism."""

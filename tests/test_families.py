@@ -277,14 +277,40 @@ def test_a_config_that_the_decoder_lacks(change, words):
 
 
 def test_files_that_are_no_config(tmp_path):
-    with pytest.raises(jzero.ConfigError, match=r"config\.json cannot be read: No such file"):
+    with pytest.raises(jzero.ConfigError, match=r"config\.json: no such file or directory$"):
         from_hf(tmp_path / "config.json")
+    with pytest.raises(
+        jzero.ConfigError, match=r"^Qwen/Qwen3-8B: no such directory; .*hf download Qwen/Qwen3-8B --local-"
+    ):
+        from_hf("Qwen/Qwen3-8B")
+    with pytest.raises(jzero.ConfigError, match=r"/Qwen3-8B: no such file or directory$"):
+        from_hf(tmp_path / "Qwen3-8B")
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(jzero.ConfigError, match=r"is not a config\.json: it is not an object"):
         from_hf(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(jzero.ConfigError, match=r"(?s)has no hidden_size.*has no vocab_size"):
         from_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        (
+            {"input_ids": np.zeros((8, 9)), "labels": np.zeros((8, 9))},
+            "the batch has input_ids, labels; the decoder reads",
+        ),
+        (
+            {"inputs": np.zeros((8, 9), np.int32)},
+            r"the batch has inputs; .* labels\[i\] is the token after inputs\[i\]",
+        ),
+        (np.zeros((8, 9), np.int32), "the batch is ndarray; the decoder reads inputs and labels"),
+    ],
+)
+def test_a_batch_for_transformers(batch, words):
+    model = jzero.from_flax(lambda rngs: Decoder(from_hf(TINY), rngs=rngs))
+    with pytest.raises(jzero.ConfigError, match=words):
+        model.loss(model.init(jax.random.key(0)), batch, jax.random.key(1))
 
 
 def test_a_mixture_that_transformers_lacks():
