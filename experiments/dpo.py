@@ -21,7 +21,7 @@ import numpy as np
 
 import jzero
 from experiments.finetune_lora import answers, read_dataset
-from experiments.show import before_and_after, finish, options, read_config
+from experiments.show import before_and_after, dataset_name, downloaded_model, finish, options, read_config
 from experiments.tiny_chat import COLORS, FRIENDLY, LENGTH, PLAIN, QUESTIONS, chats, make_model
 from jzero.data import DataLoader, Pairs, RepeatingLoader
 from models.decoder import Decoder
@@ -92,8 +92,13 @@ def main(argv: list[str] | None = None) -> list[float]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = options("dpo", __doc__, "runs/dpo")
-    p.add_argument("--model", type=Path, metavar="DIR", help="safetensors and tokenizer (default: a tiny model)")
-    p.add_argument("--data", metavar="FILE", help="JSONL, or a data set of Hugging Face: prompt, chosen, rejected")
+    p.add_argument(
+        "--model", type=downloaded_model, metavar="DIR", help="safetensors and tokenizer (default: a tiny model)"
+    )
+    p.add_argument(
+        "--data", type=dataset_name, metavar="FILE",
+        help="JSONL, or a data set of Hugging Face: prompt, chosen, rejected",
+    )  # fmt: skip
     p.add_argument("--length", type=int, default=LENGTH, help=f"tokens per row (default {LENGTH})")
     p.add_argument("--beta", type=float, default=0.1, help="how far to go from the reference (default 0.1)")
     p.add_argument("--ask", action="append", metavar="QUESTION", help="a question for the samples before and after")

@@ -18,9 +18,10 @@ from typing import Any
 import jax
 
 import jzero
-from experiments.show import before_and_after, finish, options, read_config
+from experiments.show import before_and_after, dataset_name, downloaded_model, finish, options, read_config
 from experiments.tiny_chat import LENGTH, PIRATE, QUESTIONS, chats, make_model
 from jzero.data import Chat
+from jzero.errors import one_line
 from models.decoder import Decoder
 from models.families import from_hf
 from models.lora import LoRAConfig
@@ -61,8 +62,13 @@ def main(argv: list[str] | None = None) -> list[float]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = options("finetune_lora", __doc__, "runs/finetune-lora")
-    p.add_argument("--model", type=Path, metavar="DIR", help="safetensors and tokenizer (default: a tiny model)")
-    p.add_argument("--data", metavar="FILE", help="a JSONL file, or a data set of Hugging Face, with a column messages")
+    p.add_argument(
+        "--model", type=downloaded_model, metavar="DIR", help="safetensors and tokenizer (default: a tiny model)"
+    )
+    p.add_argument(
+        "--data", type=dataset_name, metavar="FILE",
+        help="a JSONL file, or a data set of Hugging Face, with a column messages",
+    )  # fmt: skip
     p.add_argument("--length", type=int, default=LENGTH, help=f"tokens per row (default {LENGTH})")
     p.add_argument("--rank", type=int, default=8, help="of the adapters (default 8)")
     p.add_argument("--ask", action="append", metavar="QUESTION", help="a question for the samples before and after")
@@ -74,7 +80,10 @@ def read_dataset(data: str) -> Any:
     import datasets
 
     name, files = ("json", data) if Path(data).is_file() else (data, None)
-    return datasets.load_dataset(name, data_files=files, split="train")
+    try:
+        return datasets.load_dataset(name, data_files=files, split="train")
+    except OSError as error:  # no such data set, or no way to the hub
+        raise SystemExit(f"--data {data}: cannot be loaded: {one_line(str(error))}") from None
 
 
 def answers(engine: jzero.Engine, tokenizer: Any, questions: list[str], **sampling: Any) -> list[str]:

@@ -17,6 +17,7 @@ import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import jzero
+from models.families import no_such_directory
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -103,10 +104,33 @@ def loss_curve(path: Path, losses: list[float], held_out: float, bigram: float, 
 def options(name: str, description: str | None, out: str) -> argparse.ArgumentParser:
     """Make the parser of an example whose config is experiments/NAME.json, and whose files go to `out`."""
     p = argparse.ArgumentParser(name, None, description, formatter_class=argparse.RawTextHelpFormatter)
-    p.add_argument("--config", type=Path, default=Path(__file__).with_name(f"{name}.json"), help="a config file")
+    p.add_argument(
+        "--config", type=existing_file, default=Path(__file__).with_name(f"{name}.json"), help="a config file"
+    )
     p.add_argument("--steps", type=int, help="default: the scheduler's total_num_steps")
     p.add_argument("--out", type=Path, default=Path(out), help=f"default {out}")
     return p
+
+
+def existing_file(name: str) -> Path:
+    """Return the path of a file; without one, argparse prints the message in a line."""
+    if not Path(name).is_file():
+        raise argparse.ArgumentTypeError(f"{name}: no such file")
+    return Path(name)
+
+
+def downloaded_model(name: str) -> Path:
+    """Return the path of a model's directory, as `existing_file` does."""
+    if not Path(name).is_dir():
+        raise argparse.ArgumentTypeError(no_such_directory(Path(name)))
+    return Path(name)
+
+
+def dataset_name(name: str) -> str:
+    """Return a JSONL file or the name of a data set of Hugging Face, as `existing_file` does."""
+    if Path(name).suffix in (".json", ".jsonl"):
+        existing_file(name)
+    return name
 
 
 def read_config(args: argparse.Namespace) -> tuple[jzero.Config, int]:

@@ -9,7 +9,7 @@ import pytest
 from helpers.cuda import needs_cuda_compiler
 
 import jzero
-from experiments import pretrain, quickstart, show, text, tokens
+from experiments import dpo, finetune_lora, pretrain, quickstart, show, text, tokens
 from experiments.tutorial import data_parallel, pipeline, zero1, zero2, zero3
 
 PROGRAMS = [data_parallel, zero1, zero2, zero3, pipeline]
@@ -199,6 +199,39 @@ def test_quickstart_refuses_in_one_line(options, named, capsys, tmp_path, monkey
     assert said.count("\n") == 1
     assert named in said
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("program", [finetune_lora, dpo])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--config", "none.json"], "argument --config: none.json: no such file"),
+        (["--data", "none.jsonl"], "argument --data: none.jsonl: no such file"),
+        (
+            ["--model", "Qwen/Qwen3-8B"],
+            "argument --model: Qwen/Qwen3-8B: no such directory; a model of Hugging Face must",
+        ),
+    ],
+)
+def test_wrong_paths_in_one_line(program, options, message, capsys, tmp_path, monkeypatch):
+    """Before anything is imported, made or trained."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        program.main(options)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dataset_that_is_not_there(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
+    def load_dataset(name, **options):
+        raise datasets.exceptions.DatasetNotFoundError(f"Dataset '{name}' doesn't exist on the Hub\n")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(SystemExit, match=r"^--data cht: cannot be loaded: Dataset 'cht' doesn't exist on the Hub"):
+        finetune_lora.read_dataset("cht")
 
 
 def test_corpus_splits_by_file_and_repeats():
