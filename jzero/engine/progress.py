@@ -10,6 +10,7 @@ from jzero.engine.restore import scaling_of
 from jzero.model import weights_layout
 from jzero.train_step import TrainStep
 from jzero.update import why_no_rate
+from jzero.weights.adapters import trained_beside
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps")
 
@@ -22,7 +23,7 @@ def make_notes(step: TrainStep, loader: Any, counters: Mapping[str, int], client
       counters: {name: count} of COUNTERS.
       client: the user's own notes.
     """
-    sizes = step.batch_sizes
+    sizes, table = step.batch_sizes, weights_layout(step.model)
     return {
         "engine": dict(counters),
         "batch": {
@@ -38,7 +39,8 @@ def make_notes(step: TrainStep, loader: Any, counters: Mapping[str, int], client
         "order": getattr(loader, "order", None),
         "seen": getattr(loader, "seen", None),
         "client": client,
-        "weights": weights_layout(step.model),  # for jzero export
+        "weights": table,  # for jzero export, as is the next
+        "trained_beside_adapters": trained_beside(table, step.layouts),
     }
 
 

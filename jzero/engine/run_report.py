@@ -22,11 +22,13 @@ from jzero.engine.layout_table import grouped
 from jzero.engine.text import bullets, numberless, size_text, table, value_text, wrap
 from jzero.errors import shorten, some_of
 from jzero.mesh import AXES, PIPE, ZERO
+from jzero.model import weights_layout
 from jzero.planner.products import products
 from jzero.planner.state_bytes import gradient_dtype, state_bytes, sums_gradients
 from jzero.setup import float16_on_cpu
 from jzero.values.kinds import as_json
 from jzero.values.masking import mask
+from jzero.weights.adapters import trained_beside
 from jzero.zero import ParamLayout
 
 HALF = "Half precision"
@@ -105,10 +107,18 @@ def _plus(plus: Plus) -> Iterator[str]:
 
 
 def _warnings(step: Any) -> list[str]:
-    """List the precision that the config leaves open, what is odd about its schedule, and its keys that do nothing."""
+    """List the precision that the config leaves open, what is odd about schedule and adapters, keys that do nothing."""
     schedule, precision = step.setup.schedule, [step.precision.why] if step.precision.why else []
     ignored = (f"ignored: {line}" for line in _by_reason(step.config.ignored))
-    return [*precision, *(schedule.warnings if schedule else ()), *ignored]
+    return [*precision, *(schedule.warnings if schedule else ()), *_beside_adapters(step), *ignored]
+
+
+def _beside_adapters(step: Any) -> Iterator[str]:
+    if others := trained_beside(weights_layout(step.model), step.layouts):
+        yield (
+            f"{some_of(others, 4)} {'is' if len(others) == 1 else 'are'} trained beside the adapters, which can then "
+            'not be saved alone; to train only these: "trainable_parameters": ["lora_"]'
+        )
 
 
 def _by_reason(settings: Iterable[tuple[str, Any, str]]) -> list[str]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.errors import ConfigError
+from jzero.errors import ConfigError, some_of
+from jzero.tree import PyTree
 from jzero.weights.name_map import Box, ShapeDtype, adapter_leaves, dotted
+from jzero.zero import ParamLayout
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's names
 
@@ -27,6 +29,31 @@ def declared(table: Mapping[str, Any] | None) -> list[str]:
         "the model has no adapters in peft's format (its weights_layout has no key adapters): give a decoder "
         "of models/ lora=LoRAConfig(...), and a shape that transformers has (if it has none, the run report says why)"
     )
+
+
+def trained_beside(table: Mapping[str, Any] | None, layouts: PyTree) -> list[str]:
+    """List the names of the parameters that are trained beside the adapters; [] if the table declares no adapters.
+
+    Args:
+      table: the model's `weights_layout()`.
+      layouts: a `ParamLayout` for each parameter.
+    """
+    adapters, leaves = set(adapter_leaves(table)), list[ParamLayout](jax.tree.leaves(layouts))
+    return [leaf.name for leaf in leaves if adapters and leaf.trainable and dotted(leaf.name) not in adapters]
+
+
+def check_alone(others: Sequence[str], instead: str) -> None:
+    """Refuse to write the adapters alone if other parameters are trained: on the old ones they give another model.
+
+    Args:
+      others: from `trained_beside`.
+      instead: how to write all of the model.
+    """
+    if others:
+        raise ConfigError(
+            f"adapters alone: {some_of(others, 4)} {'is' if len(others) == 1 else 'are'} trained too, and not in "
+            f'peft\'s files; train with "trainable_parameters": ["lora_"], or write the merged weights with {instead}'
+        )
 
 
 def trained(table: Mapping[str, Any] | None, values: Mapping[str, jax.Array]) -> set[str]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from jzero.display.slow_work import slow_work
 from jzero.errors import ConfigError
-from jzero.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, Merge, declared
+from jzero.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, Merge, check_alone, declared
 from jzero.weights.checkpoint_parameters import CheckpointParameters
 from jzero.weights.name_map import Tensor, tensors, widest, with_dtype
 from jzero.weights.tensor_writer import TensorWriter, unwritable
@@ -52,12 +52,14 @@ def export(
       file name -> its tensors
 
     Raises:
-      ConfigError: no checkpoint, one without parameters that are needed, no adapters, `out` is not empty or not
-        writable, or an invalid size.
+      ConfigError: no checkpoint, one without parameters that are needed, no adapters, parameters that an engine
+        trained beside them, `out` is not empty or not writable, or an invalid size.
     """
     limit = parse_size(max_shard_size)
     checkpoint = CheckpointParameters(directory, tag)
     table = checkpoint.notes.get("weights")
+    if adapters:
+        check_alone(checkpoint.notes.get("trained_beside_adapters", ()), "jzero export without --adapters")
     needed = checkpoint.require(declared(table) if adapters else None)
     to = DTYPES[dtype] if dtype else widest(checkpoint.leaves[name].dtype for name in needed)
     some = with_dtype(tensors(checkpoint.leaves, table, adapters=adapters), to)

@@ -18,7 +18,7 @@ from jzero.distributed.host_collectives import anyone
 from jzero.errors import ConfigError
 from jzero.model import weights_layout
 from jzero.tree import PyTree
-from jzero.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, Merge, declared
+from jzero.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, Merge, check_alone, declared, trained_beside
 from jzero.weights.export import config_json, write_json
 from jzero.weights.gather import gather
 from jzero.weights.load import file_names
@@ -49,8 +49,8 @@ def save(
       adapters: write the adapters alone, with their adapter_config.json.
 
     Raises:
-      ConfigError: the file cannot be written, has another suffix, or a value overflows float16; no adapters. Raised on
-        all processes.
+      ConfigError: the file cannot be written, has another suffix, or a value overflows float16; no adapters, or other
+        parameters are trained beside them. Raised on all processes.
     """
     if Path(filename).name != filename or Path(filename).suffix != ".safetensors":
         raise ConfigError(f"save_filename = {filename!r}: must be a name that ends in .safetensors")
@@ -59,6 +59,8 @@ def save(
     table, in_files = weights_layout(step.model), [dotted(name) for name in file_names(step).values()]
     leaves = dict(zip(in_files, leaves_of(step.state_shapes.params).values(), strict=True))
     wanted = declared(table) if adapters else leaves
+    if adapters:
+        check_alone(trained_beside(table, step.layouts), "engine.save_16bit_model")
     some = with_dtype(tensors(leaves, table, adapters=adapters), dtype)
     merge = Merge(leaves, None if adapters else table)
     problem: str | None = None

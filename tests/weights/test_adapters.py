@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 import jzero
 from jzero import weights
 from jzero.cli import main
+from jzero.engine.run_report import report
 from models.lora import MODULES, LoRAConfig
 
 ALL = replace(GROUPED, lora=LoRAConfig(r=2, lora_alpha=3, target_modules="all-linear"))
@@ -274,6 +275,24 @@ def test_refused_adapters(tmp_path, base, adapter):
     base[1].save_checkpoint(tmp_path / "plain").wait()
     refused(lambda: weights.export(tmp_path / "plain", tmp_path / "no", adapters=True), "no adapters")
     assert not (tmp_path / "no").exists()
+
+
+def test_adapters_alone_are_refused_where_more_is_trained(tmp_path):
+    """They would go onto weights that they were not trained with; merged weights have all of it."""
+    made = engine(model(SOME), more={"trainable_parameters": ["lora_", "embed"]})
+    assert "ends/embed is trained beside the adapters" in " ".join(report(made.step_fn).split())
+    made.save_checkpoint(tmp_path / "run").wait()
+    for save in (made.save_adapters, lambda out: weights.export(tmp_path / "run", out, adapters=True)):
+        with pytest.raises(jzero.ConfigError, match=r'ends/embed is trained too.*"trainable_parameters": \["lora_"]'):
+            save(tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+    made.save_16bit_model(tmp_path / "merged")
+    weights.export(tmp_path / "run", tmp_path / "exported")
+    for name in ("merged", "exported"):
+        found = load_file(tmp_path / name / "model.safetensors")["model.embed_tokens.weight"]
+        np.testing.assert_allclose(np.float32(found), made.state.params["ends"]["embed"], rtol=2**-8)
+    assert "and 5 more are trained beside the adapters" in " ".join(report(step(model(SOME))).split())
+    assert "beside the adapters" not in report(step(model(SOME), more=TRAINED)) + report(step())
 
 
 def test_all_modules_have_rows():
