@@ -39,6 +39,10 @@ class Preferring(Decoder):
         both = jnp.concatenate([batch[side]["inputs"] for side in SIDES])  # one pass over 2 B rows
         return super().prefix({"inputs": both})
 
+    def check_batch(self, batch: dict[str, Any]) -> None:
+        for side in SIDES:
+            super().check_batch(batch[side])
+
     def log_probabilities(self, x: Any, batch: dict[str, Any]) -> jax.Array:
         """Sum the log-probabilities of each reply's tokens: [B, 2], chosen and rejected."""
         labels = jnp.concatenate([batch[side]["labels"] for side in SIDES])

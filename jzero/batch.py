@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jzero.distributed.host_collectives import together
 from jzero.errors import ConfigError
 from jzero.offload.transfers import to_devices
 from jzero.tree import named, path_name
@@ -163,12 +164,29 @@ def rows_of_this_process(sharding: NamedSharding, rows: int) -> np.ndarray:
     return np.unique(np.concatenate([np.arange(*part) for part in sorted(parts)]))
 
 
-def check_batch(batch: Any, rows: int, also: int, why: str, multiples: bool = False) -> None:
-    """Check the leading dimension of every leaf.
+def check_first_batch(model: Any, batch: Any) -> None:
+    """Call the model's `check_batch`, if it has one, with this process's rows of a batch on the devices.
+
+    All processes call it, and a ConfigError on one is raised on all.
+    """
+    if (check := getattr(model, "check_batch", None)) is not None:
+        together("the first batch", lambda: check(jax.tree.map(_rows_here, batch)))
+
+
+def _rows_here(x: jax.Array) -> np.ndarray:
+    """Copy this process's rows to the host, each once, though several devices may hold it."""
+    if x.is_fully_addressable:
+        return np.asarray(x)
+    parts = {str(shard.index): shard.data for shard in x.addressable_shards}
+    return np.concatenate([np.asarray(part) for part in parts.values()])
+
+
+def check_batch(batch: Any, rows: int, sharding: NamedSharding, why: str, multiples: bool = False) -> None:
+    """Check the leading dimension of every leaf: the expected number of rows, or those of this process's devices.
 
     Args:
       rows: the expected number.
-      also: another valid number, such as the rows of one process.
+      sharding: of every leaf on the devices.
       why: the arithmetic behind `rows`, for the message.
       multiples: whether multiples of `rows` are valid.
 
@@ -178,6 +196,7 @@ def check_batch(batch: Any, rows: int, also: int, why: str, multiples: bool = Fa
     leaves = named(batch)
     if not leaves:
         raise ConfigError("batch: it contains no arrays; pass a pytree of arrays")
+    also = rows if jax.process_count() == 1 else len(rows_of_this_process(sharding, rows))
     for name, x in leaves.items():
         shape = tuple(getattr(x, "shape", ()))
         if not shape or not shape[0] or (shape[0] % rows if multiples else shape[0] not in (rows, also)):

@@ -20,7 +20,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jzero import optimizers
-from jzero.batch import Amount, amount_of, check_batch, host_arrays, place_batch, place_extra, rows_of_this_process
+from jzero.batch import Amount, amount_of, check_batch, check_first_batch, host_arrays, place_batch, place_extra
 from jzero.config import Config, without_curriculum
 from jzero.display.slow_work import compiling, slow_work
 from jzero.distributed import heartbeat
@@ -269,6 +269,8 @@ class TrainStep:
 
     def _run(self, state: TrainState, fed: Fed, only: Conditions, steady: bool) -> Done:
         rate = None if self.rate is None else np.float32(self.rate)
+        if self._seen is None:
+            check_first_batch(self.model, fed.batch)
         if self._seen is None or self._is_profiled:
             of_halted = jax.tree.map(_shape, only.halted)
             self._seen = (*jax.tree.map(_shape, (fed.batch, fed.extra)), rate, only._replace(halted=of_halted))
@@ -388,8 +390,7 @@ class TrainStep:
     def _check_batch(self, batch: PyTree, rows: int, multiples: bool = False) -> None:
         b = self.batch_sizes
         why = f"train_batch_size {b.train} = micro-batch {b.micro} x accumulation {b.accum} x {self.replicas} replicas"
-        here = rows if jax.process_count() == 1 else len(rows_of_this_process(self.batch_sharding, rows))
-        check_batch(batch, rows, here, why, multiples)
+        check_batch(batch, rows, self.batch_sharding, why, multiples)
 
 
 def _shape(x: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:

@@ -34,6 +34,7 @@ from .blocks import (
 )
 from .decoder_config import padded
 from .families import embedding, read_config, require
+from .vocabulary import check_tokens
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,10 @@ class Bert(nnx.Module):
         x_BSD = run(self.stack, self.prefix({key: x for key, x in batch.items() if x is not None}))
         logits = self.features(x_BSD) @ self.embed[...].T + self.head_bias[...]
         return logits.astype(jnp.float32)[..., : self.config.vocab_size]
+
+    def check_batch(self, batch: dict[str, Any]) -> None:
+        """Raise a ConfigError for tokens outside the vocabulary, see `jzero.model`."""
+        check_tokens(batch, self.config.vocab_size)
 
     def report_notes(self, dtype: jnp.dtype) -> list[str]:
         return [kernel_note(self.config.attention, dtype, self.config.head_dim)]

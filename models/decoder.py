@@ -37,6 +37,7 @@ from .batches import column
 from .decoder_config import DecoderConfig
 from .families import weights_table
 from .lora import linear
+from .vocabulary import check_tokens
 
 ACTIVATIONS = {"silu": nnx.silu, "gelu_tanh": nnx.gelu}
 
@@ -243,6 +244,10 @@ class Decoder(nnx.Module):
     def decode_suffix(self, x: Decoding) -> jax.Array:
         """Compute the logits [B, vocab_size] of each row's last token."""
         return self.outputs(x.x_BSD[:, -1:])[:, 0]
+
+    def check_batch(self, batch: dict[str, Any]) -> None:
+        """Raise a ConfigError for tokens outside the vocabulary, see `jzero.model`."""
+        check_tokens(batch, self.config.vocab_size)
 
     def report_notes(self, dtype: jnp.dtype) -> list[str]:
         """Return the lines for the run report, given the compute dtype."""

@@ -22,6 +22,7 @@ from .batches import column
 from .blocks import BlockConfig, check_length, fused_matrices, linear_rows, norm, norm_rows, plain, run, stacked
 from .decoder_config import padded
 from .families import embedding, read_config, require
+from .vocabulary import check_tokens
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,10 @@ class GPT2(nnx.Module):
     def decode_suffix(self, x: Decoding) -> jax.Array:
         """Compute the logits [B, vocab_size] of each row's last token."""
         return self.outputs(x.x_BSD[:, -1:])[:, 0]
+
+    def check_batch(self, batch: dict[str, Any]) -> None:
+        """Raise a ConfigError for tokens outside the vocabulary, see `jzero.model`."""
+        check_tokens(batch, self.config.vocab_size)
 
     def report_notes(self, dtype: jnp.dtype) -> list[str]:
         return [kernel_note(self.config.attention, dtype, self.config.head_dim)]

@@ -41,6 +41,8 @@ class CriterionModel(ParametersInHTML):
         for name in ("report_notes", "weights_layout", "fused_matrices", "adopt", "values", *stacked, *cached):
             if hasattr(net, name):
                 setattr(self, name, getattr(net, name))
+        if hasattr(net, "check_batch"):
+            self.check_batch = lambda batch: net.check_batch(inputs_and_labels(batch)[0])
         if isinstance(net, StackModel):
             self.prefix, self.block, self.suffix = self._prefix, net.block, self._suffix
 

@@ -56,7 +56,7 @@ def train(devices=None):
     _, metrics = engine.step_fn.gradients(engine.state, batch, {"weight": 2.0})
     found.append({name: float(x) for name, x in metrics.items()})
     found.append({str(i): float(v) for i, v in enumerate(engine.predict(x, numpy=True).ravel())})
-    return [*found, *outside(devices), text(devices)]
+    return [*found, *outside(devices), text(devices), refused(devices)]
 
 
 class Bigrams(nnx.Module):
@@ -78,6 +78,26 @@ def text(devices):
     engine = jzero.initialize(model=model, config=config, mesh=jzero.make_mesh(devices=devices))[0]
     prompts, options = np.arange(6).reshape(3, 2), {"rng": jax.random.key(1), "temperature": 0.5, "numpy": True}
     return {str(i): float(x) for i, x in enumerate(engine.generate(prompts, 5, **options).ravel())}
+
+
+class Checked(Bigrams):
+    def check_batch(self, batch):
+        assert len(batch) == 2 // jax.process_count()
+        if 7 in batch:
+            raise jzero.ConfigError("has a 7")
+
+
+def refused(devices):
+    """A first batch in which the rows of one process are wrong."""
+    config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    model = jzero.from_flax(Checked, lambda model, batch: model.table(batch).mean())
+    engine = jzero.initialize(model=model, config=config, mesh=jzero.make_mesh(devices=devices))[0]
+    try:
+        engine.train_batch(np.array([[1, 2], [3, 7]]))
+    except jzero.ConfigError as error:
+        assert str(error) == "has a 7"
+        return {"refused": 1.0}
+    raise AssertionError("a step ran")
 
 
 def criterion(outputs, labels):

@@ -1,0 +1,92 @@
+"""A model checks the values of its first batch on the host: decoders, that the tokens are in the vocabulary."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import jzero
+from jzero.adapters.from_flax import from_flax
+from models.bert import Bert, BertConfig
+from models.decoder import Decoder
+from models.gpt2 import GPT2, GPT2Config
+from models.llama import LlamaConfig
+
+SIZE = 16  # of the vocabulary; the embedding has 64 rows
+SETTINGS = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-2}}}
+MODELS = {
+    "decoder": (Decoder, LlamaConfig(1, 16, 2, 1, 16, vocab_size=SIZE, pad_vocab_to=64)),
+    "gpt2": (GPT2, GPT2Config(1, 16, 2, 16, vocab_size=SIZE, max_positions=8, pad_vocab_to=64)),
+    "bert": (Bert, BertConfig(1, 16, 2, 16, vocab_size=SIZE, max_positions=8, pad_vocab_to=64)),
+}
+
+
+def rows(**changed):
+    """Tokens of the vocabulary, with another one in row 5 of an array."""
+    batch = {name: np.arange(64, dtype=np.int32).reshape(8, 8) % SIZE for name in ("inputs", "labels")}
+    for name, token in changed.items():
+        batch[name][5, 3] = token
+    return batch
+
+
+def model(name):
+    module, config = MODELS[name]
+    return jzero.from_flax(lambda rngs: module(config, rngs=rngs))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_outside_the_vocabulary_are_refused(name):
+    for leaf, token in (("inputs", SIZE), ("inputs", -1), ("labels", 9999)):
+        words = rf"leaf '{leaf}' has token {token}, but.* 0 to 15: .*len\(tokenizer\)"
+        with pytest.raises(jzero.ConfigError, match=words):
+            model(name).check_batch(rows(**{leaf: token}))
+    model(name).check_batch(rows(inputs=SIZE - 1, labels=-100))
+
+
+def test_the_engine_refuses_them_before_its_first_step():
+    """Also if the batch lies on the devices already, as a loader's does."""
+    made, *_ = jzero.initialize(model=model("decoder"), config=SETTINGS, training_data=rows(labels=346))
+    for batch in ((), (rows(inputs=346),)):
+        with pytest.raises(jzero.ConfigError, match="has token 346"):
+            made.train_batch(*batch)
+    assert made.global_steps == 0
+    assert np.isfinite(float(made.train_batch(rows(labels=-100))))
+
+
+seen = []  # the batches that were checked
+
+
+class Checked(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def check_batch(self, batch):
+        seen.append(batch)
+
+
+def squares(module, batch):
+    return (module(batch) ** 2).mean()
+
+
+def gap(outputs, labels):
+    return ((outputs - labels) ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    "way", [{"loss_fn": squares}, {"loss_fn": squares, "stack": "layers"}, {"criterion": gap}], ids=str
+)
+def test_only_the_first_batch_is_checked(way):
+    """With a criterion the module gets what its call gets: the inputs."""
+    step = jzero.make_train_step(from_flax(Checked, **way), SETTINGS)
+    x, state = np.arange(32, dtype=np.float32).reshape(8, 4), step.init(jax.random.key(0))
+    seen.clear()
+    for _ in range(3):
+        state, _ = step(state, (x, x) if "criterion" in way else x)
+    (found,) = seen
+    assert isinstance(found, np.ndarray)
+    np.testing.assert_array_equal(found, x)
