@@ -2,16 +2,11 @@
 
 import contextlib
 import gc
-import queue
 import re
-import subprocess
 import sys
-import threading
-import time
 import weakref
 from types import SimpleNamespace
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.engines import TRAIN, build, printed, rows
@@ -20,11 +15,9 @@ from jzero.batch import Amount, amount_of
 from jzero.display import screen
 from jzero.display import slow_work as slow
 from jzero.engine import clock as clock_module
-from jzero.engine import follower as follower_module
 from jzero.engine import summary
 from jzero.engine.clock import CHECKPOINT, COMPILE, DEVICE, EVALUATION, HOST, SCRIPT, START, Clock
 from jzero.engine.finished import Finished, Totals
-from jzero.engine.follower import Follower
 from jzero.engine.schedule_end import ScheduleEnd
 from jzero.engine.speed import Speed
 from jzero.optimizers.lr_schedules import make_lr_schedule
@@ -82,17 +75,6 @@ def test_the_compilation_inside_another_counts_once(monkeypatch):
 # ------------------------------------------------------------------------------------------- finished steps
 
 
-class Waits:
-    """A result that becomes ready when the test sets `there`; JAX's device_get converts it."""
-
-    def __init__(self, value):
-        self.value, self.there = value, threading.Event()
-
-    def __array__(self, dtype=None, copy=None):
-        self.there.wait()
-        return np.asarray(self.value)
-
-
 def test_finished_steps_add_up():
     finished = Finished()
     finished.add(1, Amount(8, 80), {"loss": 2.0, "skipped": 1.0}, 10.0)
@@ -101,95 +83,6 @@ def test_finished_steps_add_up():
     assert finished.totals == (2, 12, 100, 1, 11.0)
     finished.add(3, Amount(4), {"loss": 0.25}, 12.0)
     assert finished.totals == (3, 16, None, 1, 12.0)
-
-
-def test_results_come_in_the_order_of_the_devices():
-    follower, found, metric = Follower(), [], Waits(0.5)
-    follower.give({"loss": jnp.float32(2.0)}, lambda values, end: found.append(float(values["loss"])))
-    follower.give({"loss": metric}, lambda values, end: found.append(float(values["loss"])), part=DEVICE)
-    follower.give(None, lambda values, end: found.append(values))
-    assert follower.busy()
-    metric.there.set()
-    follower.close()
-    assert found == [2.0, 0.5, None]
-    assert not follower.busy()
-
-
-def test_the_time_of_the_devices_belongs_to_what_they_run(monkeypatch):
-    """A step and an evaluation, given at once: the devices run one after the other."""
-    now, step, evaluation = [0.0], Waits(1.0), Waits(2.0)
-    monkeypatch.setattr(follower_module.time, "perf_counter", lambda: now[0])
-    follower, ended = Follower(), queue.SimpleQueue()
-    now[0] = 10.0
-    follower.give(step, lambda values, end: ended.put(end), part=DEVICE)
-    follower.give(evaluation, lambda values, end: ended.put(end), part=EVALUATION)
-    assert follower.worked(8.0, 11.0) == {DEVICE: 1.0}
-    now[0] = 13.0
-    step.there.set()
-    assert ended.get(timeout=60) == 13.0
-    assert follower.worked(11.0, 14.0) == {DEVICE: 2.0, EVALUATION: 1.0}
-    now[0] = 15.0
-    evaluation.there.set()
-    assert ended.get(timeout=60) == 15.0
-    assert follower.worked(14.0, 17.0) == {EVALUATION: 1.0}
-    assert follower.worked(17.0, 18.0) == {}
-    follower.close()
-
-
-def test_a_result_that_fails_ends_nothing():
-    follower, found = Follower(), []
-    deleted = jnp.ones(2)
-    deleted.delete()
-    follower.give({"loss": deleted}, lambda values, end: found.append(values), part=DEVICE)
-    follower.give(jnp.float32(3.0), lambda values, end: found.append(float(values)))
-    follower.close()
-    assert found == [3.0]
-    assert not follower.busy()
-
-
-def test_what_shows_a_step_and_fails_ends_nothing():
-    def fail(values, end):
-        raise ValueError("no")
-
-    def follow():
-        follower.give(1.0, fail, lambda values, end: found.append(values))
-        follower.close()
-
-    follower, found = Follower(), []
-    with pytest.warns(RuntimeWarning, match="a step is not shown or recorded: ValueError: no"):
-        follow()
-    assert found == [1.0]
-
-
-def test_a_step_that_never_ends_is_waited_for_once(monkeypatch):
-    """As after the death of a peer, whose collective never completes."""
-    monkeypatch.setattr(follower_module, "LAST", 0.2)
-    follower, never = Follower(), Waits(0.0)
-    follower.give(never)
-    follower.settle()
-    began = time.monotonic()
-    monkeypatch.setattr(follower_module, "LAST", 600.0)
-    follower.settle()
-    follower.close()
-    assert time.monotonic() - began < 300.0
-    never.there.set()
-
-
-AFTER_AN_EXCEPTION = """
-import time, jax
-from jzero.engine.follower import Follower
-jax.device_get = lambda results: (time.sleep(0.5), print("fetched", flush=True), {})[2]
-follower = Follower()
-follower.give({})
-raise ValueError("bad luck")
-"""
-
-
-def test_a_program_that_fails_waits_for_the_thread():
-    """Python would stop the thread inside of JAX, and abort."""
-    done = subprocess.run([sys.executable, "-c", AFTER_AN_EXCEPTION], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stdout == "fetched\n"
 
 
 @pytest.mark.parametrize(

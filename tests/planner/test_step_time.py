@@ -406,39 +406,6 @@ def test_mistakes():
         step_time(text.replace("is_scheduled=true, ", ""), RATES)
 
 
-# ---------------------------------------------------------------- rates
-
-
-def test_rates_from_a_data_sheet():
-    a100 = Rates.of("a100")
-    assert dict(a100.products) == pytest.approx(
-        {"f16": 0.7 * 312e12, "tf32": 0.7 * 156e12, "f32": 0.7 * 2 * 108 * 64 * 1.41e9}
-    )
-    assert a100.uncertainty == 0.10
-    with pytest.raises(ConfigError, match="h100"):
-        Rates.of("h1000")
-
-
-def test_rates_in_a_file(tmp_path):
-    path = tmp_path / "rates.json"
-    RATES.save(path)
-    assert Rates.load(path) == RATES
-    text = path.read_text()
-    for old, new, match in (
-        ('"slow"', '"slwo"', "slow.*slwo"),
-        ('"permute": 80000000000.0', '"permute": "fast"', "permute = 'fast'"),
-        ('"permute": 80000000000.0', '"permute": NaN', "permute = nan"),
-        ('"origin": "measured"', '"origin": "guessed"', "origin = 'guessed'"),
-        ('"gather": [', '"gather": [3, ', "gather"),
-        ("{", "", "not JSON"),
-    ):
-        path.write_text(text.replace(old, new, 1))
-        with pytest.raises(ConfigError, match=match):
-            Rates.load(path)
-    with pytest.raises(ConfigError, match="calibrate"):
-        Rates.load(tmp_path / "absent.json")
-
-
 # ---------------------------------------------------------------- compiled programs
 
 
@@ -470,4 +437,4 @@ def test_compiled_layers():
         assert t.step_s == pytest.approx(t.compute_s + t.exposed_s)
         assert 0 <= t.exposed_s < t.step_s
     assert many.step_s > few.step_s
-    assert re.match(r"StepTime\([\d.]+ ms \+- 10%: 0.27 TFLOP", repr(many))
+    assert re.match(r"StepTime\([\d.]+ ms \+- 4%: 0.27 TFLOP", repr(many))

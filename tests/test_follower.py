@@ -1,0 +1,115 @@
+"""The thread that waits for the devices: in their order, and whatever fails."""
+
+import queue
+import subprocess
+import sys
+import threading
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jzero.engine import follower as follower_module
+from jzero.engine.clock import DEVICE, EVALUATION
+from jzero.engine.follower import Follower
+
+
+class Waits:
+    """A result that becomes ready when the test sets `there`; JAX's device_get converts it."""
+
+    def __init__(self, value):
+        self.value, self.there = value, threading.Event()
+
+    def __array__(self, dtype=None, copy=None):
+        self.there.wait()
+        return np.asarray(self.value)
+
+
+def test_results_come_in_the_order_of_the_devices():
+    follower, found, metric = Follower(), [], Waits(0.5)
+    follower.give({"loss": jnp.float32(2.0)}, lambda values, end: found.append(float(values["loss"])))
+    follower.give({"loss": metric}, lambda values, end: found.append(float(values["loss"])), part=DEVICE)
+    follower.give(None, lambda values, end: found.append(values))
+    assert follower.busy()
+    metric.there.set()
+    follower.close()
+    assert found == [2.0, 0.5, None]
+    assert not follower.busy()
+
+
+def test_the_time_of_the_devices_belongs_to_what_they_run(monkeypatch):
+    """A step and an evaluation, given at once: the devices run one after the other."""
+    now, step, evaluation = [0.0], Waits(1.0), Waits(2.0)
+    monkeypatch.setattr(follower_module.time, "perf_counter", lambda: now[0])
+    follower, ended = Follower(), queue.SimpleQueue()
+    now[0] = 10.0
+    follower.give(step, lambda values, end: ended.put(end), part=DEVICE)
+    follower.give(evaluation, lambda values, end: ended.put(end), part=EVALUATION)
+    assert follower.worked(8.0, 11.0) == {DEVICE: 1.0}
+    now[0] = 13.0
+    step.there.set()
+    assert ended.get(timeout=60) == 13.0
+    assert follower.worked(11.0, 14.0) == {DEVICE: 2.0, EVALUATION: 1.0}
+    now[0] = 15.0
+    evaluation.there.set()
+    assert ended.get(timeout=60) == 15.0
+    assert follower.worked(14.0, 17.0) == {EVALUATION: 1.0}
+    assert follower.worked(17.0, 18.0) == {}
+    follower.close()
+
+
+def test_a_result_that_fails_ends_nothing():
+    follower, found = Follower(), []
+    deleted = jnp.ones(2)
+    deleted.delete()
+    follower.give({"loss": deleted}, lambda values, end: found.append(values), part=DEVICE)
+    follower.give(jnp.float32(3.0), lambda values, end: found.append(float(values)))
+    follower.close()
+    assert found == [3.0]
+    assert not follower.busy()
+
+
+def test_what_shows_a_step_and_fails_ends_nothing():
+    def fail(values, end):
+        raise ValueError("no")
+
+    def follow():
+        follower.give(1.0, fail, lambda values, end: found.append(values))
+        follower.close()
+
+    follower, found = Follower(), []
+    with pytest.warns(RuntimeWarning, match="a step is not shown or recorded: ValueError: no"):
+        follow()
+    assert found == [1.0]
+
+
+def test_a_step_that_never_ends_is_waited_for_once(monkeypatch):
+    """As after the death of a peer, whose collective never completes."""
+    monkeypatch.setattr(follower_module, "LAST", 0.2)
+    follower, never = Follower(), Waits(0.0)
+    follower.give(never)
+    follower.settle()
+    began = time.monotonic()
+    monkeypatch.setattr(follower_module, "LAST", 600.0)
+    follower.settle()
+    follower.close()
+    assert time.monotonic() - began < 300.0
+    never.there.set()
+
+
+AFTER_AN_EXCEPTION = """
+import time, jax
+from jzero.engine.follower import Follower
+jax.device_get = lambda results: (time.sleep(0.5), print("fetched", flush=True), {})[2]
+follower = Follower()
+follower.give({})
+raise ValueError("bad luck")
+"""
+
+
+def test_a_program_that_fails_waits_for_the_thread():
+    """Python would stop the thread inside of JAX, and abort."""
+    done = subprocess.run([sys.executable, "-c", AFTER_AN_EXCEPTION], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout == "fetched\n"
