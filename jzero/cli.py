@@ -55,8 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check_name(name: str) -> None:
     """Raise a ConfigError for a first word that is no script here and resembles a command."""
-    close = closest(name, COMMANDS) if "." not in name and not Path(name).exists() else None
-    if name not in COMMANDS and close:
+    if name in COMMANDS or name.startswith("-") or "." in name or Path(name).exists():
+        return
+    if close := closest(name, COMMANDS):
         raise ConfigError(f"{name}: no such script; did you mean `jzero {close}`?")
 
 

@@ -66,7 +66,7 @@ Any model may have `fused_matrices: dict[str, list[int]]`, which maps leaves tha
 ("stack/attention/qkv/kernel") to their widths along the last axis; Muon orthogonalises each for itself.
 
 Any model may have `check_batch(batch)`, which raises a ConfigError for values that it cannot train on. It runs on the
-host before the first step of a program, with each process's rows of that step's batch as NumPy arrays; an error is
+host before the first step, with each process's rows of that step's batch as NumPy arrays; an error is
 raised on all processes.
 
 Any model may also have `report_notes(dtype) -> list[str]`, lines for the run report, given the compute dtype; and

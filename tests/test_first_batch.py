@@ -11,6 +11,7 @@ from models.bert import Bert, BertConfig
 from models.decoder import Decoder
 from models.gpt2 import GPT2, GPT2Config
 from models.llama import LlamaConfig
+from models.vocabulary import check_tokens
 
 SIZE = 16  # of the vocabulary; the embedding has 64 rows
 SETTINGS = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-2}}}
@@ -41,6 +42,11 @@ def test_tokens_outside_the_vocabulary_are_refused(name):
         with pytest.raises(jzero.ConfigError, match=words):
             model(name).check_batch(rows(**{leaf: token}))
     model(name).check_batch(rows(inputs=SIZE - 1, labels=-100))
+
+
+def test_what_is_no_token_is_left_to_the_model():
+    check_tokens((np.array([[9]]), np.array([[9]])), vocab_size=4)
+    check_tokens({"inputs": np.array([[3]]), "labels": np.array([9.5])}, vocab_size=4)
 
 
 def test_the_engine_refuses_them_before_its_first_step():

@@ -86,12 +86,12 @@ def test_what_shows_a_step_and_fails_ends_nothing():
 
 def test_a_step_that_never_ends_is_waited_for_once(monkeypatch):
     """As after the death of a peer, whose collective never completes."""
-    monkeypatch.setattr(follower_module, "LAST", 0.2)
+    monkeypatch.setattr(follower_module, "_limit", lambda: 0.2)
     follower, never = Follower(), Waits(0.0)
     follower.give(never)
     follower.settle()
     began = time.monotonic()
-    monkeypatch.setattr(follower_module, "LAST", 600.0)
+    monkeypatch.setattr(follower_module, "_limit", lambda: 600.0)
     follower.settle()
     follower.close()
     assert time.monotonic() - began < 300.0

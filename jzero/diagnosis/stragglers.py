@@ -8,6 +8,7 @@ the same product.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -57,6 +58,8 @@ class Stragglers:
         if not self._every:
             return
         now = {part: self._log.spent.get(part, 0.0) for part in STEP}
+        if self._mark is not None and number <= self._mark[0]:  # a step that is not finite took the run back
+            self._mark = None
         if self._mark is not None and number % self._every == 0:
             since, before = self._mark
             parts = {part: 1000 * (now[part] - before[part]) / (number - since) for part in STEP}
@@ -107,10 +110,12 @@ def slow(reports: Sequence[Report]) -> list[str]:
 def products(devices: Sequence[jax.Device]) -> dict[str, float]:
     """Time the same chain of products on each GPU, one after the other: {id of the device: ms}.
 
-    Empty on CPUs, whose devices share the cores. The step that still runs comes first, so the GPU is as warm as in
-    training.
+    Empty on CPUs, whose devices share the cores, and without room for the arrays. The step that still runs comes first,
+    so the GPU is as warm as in training.
     """
-    return {str(d.id): 1000 * _time(_chain, d) for d in devices if d.platform != "cpu"}
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # a full GPU must not end the run
+        return {str(d.id): 1000 * _time(_chain, d) for d in devices if d.platform != "cpu"}
+    return {}
 
 
 @jax.jit

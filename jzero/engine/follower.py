@@ -85,21 +85,31 @@ class Follower:
             self._works.popleft()
         return found
 
+    def ended(self) -> None:
+        """Note that all work so far has ended: the host has waited for it, and knows it before the thread does."""
+        now = time.perf_counter()
+        for work in list(self._works):
+            work.end = now if work.end is None else work.end
+
     def settle(self, seconds: float | None = None) -> None:
-        """Wait until all that was given has ended, at most `LAST` or these seconds; not again after `LAST` in vain."""
-        if self._thread is None or self._closed or self._lost:
+        """Wait until all that was given has ended, for a limited time; once a wait has failed, return at once."""
+        thread = self._thread
+        if thread is None or self._closed or self._lost:
+            return
+        if thread is threading.current_thread() or not thread.is_alive():  # it collects an engine; a fork has none
             return
         done = threading.Event()
         self.give(None, lambda values, end: done.set())
-        self._lost = not done.wait(LAST if seconds is None else seconds) and seconds is None
+        self._lost = not done.wait(_limit() if seconds is None else seconds) and seconds is None
 
     def close(self, seconds: float | None = None) -> None:
         """Take nothing more, and end the thread after what was given so far; wait for it as `settle` does."""
         self._closed = True
-        if self._thread is None or self._thread is threading.current_thread():
+        if self._thread is None:
             return
         self._queue.put(None)
-        self._thread.join(0.0 if self._lost else LAST if seconds is None else max(0.0, seconds))
+        if self._thread is not threading.current_thread():
+            self._thread.join(0.0 if self._lost else _limit() if seconds is None else max(0.0, seconds))
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -107,7 +117,7 @@ class Follower:
             with contextlib.suppress(Exception):  # of the devices: the script gets it too
                 values, failed = jax.device_get(item.results), False  # waits without Python's lock
             end = time.perf_counter()
-            if item.work is not None:
+            if item.work is not None and item.work.end is None:
                 item.work.end = end
             for then in () if failed else item.then:
                 try:
@@ -115,6 +125,11 @@ class Follower:
                 except Exception as error:  # the thread must go on, or all that waits for it never ends
                     with contextlib.suppress(RuntimeWarning):  # Python was told to raise warnings
                         warnings.warn(f"a step is not shown or recorded: {with_type(error)}", RuntimeWarning, 2)
+
+
+def _limit() -> float | None:
+    """Return the seconds to wait at the end: without peers every step ends or fails, however long it takes."""
+    return LAST if jax.process_count() > 1 else None
 
 
 _open: weakref.WeakSet[Follower] = weakref.WeakSet()

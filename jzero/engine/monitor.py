@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import time
@@ -66,6 +67,8 @@ class Monitor:
         self._follows = self.lines.prints or step.config.straggler_check.every is not None
         # With the engine, or at the program's end.
         self.close = weakref.finalize(self, _close, self.follower, self.curves, self.ledger)
+        # The common hook of all finalizers may be older than that of `joining`, which leaves the process at once.
+        atexit.register(self.close)
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -92,15 +95,16 @@ class Monitor:
 
         Otherwise the host prepares the next step in the meantime.
         """
-        due = self.lines.timed and self.lines.is_due(number)
-        with self._profiles.around(number, lambda: self.part(PROFILE), line_due=due) as wait:
+        line = self.lines.is_due(number)
+        profiled = self._profiles.around(number, lambda: self.part(PROFILE), line_due=self.lines.timed and line)
+        with profiled as wait:
             self.ledger.begin()
             with self.part(HOST):
                 done = step()
             if self._follows:
                 self.follower.give(done[1], self._finished(number), part=DEVICE)
             with self.part(DEVICE):
-                return self.ready(done, wait)
+                return self.ready(done, wait or (self._planned and line))  # before the next step takes memory
 
     def evaluated(self, result: Any) -> Any:
         """Return the result of an evaluation, as `ready` does."""
@@ -110,7 +114,10 @@ class Monitor:
 
     def ready(self, result: Any, wait: bool = False) -> Any:
         """Return a result; under wall_clock_breakdown once it is ready, so that no other part waits for it."""
-        return jax.block_until_ready(result) if self.lines.timed or wait else result
+        if self.lines.timed or wait:
+            jax.block_until_ready(result)
+            self.follower.ended()
+        return result
 
     def finish(self, run: Run, skipped: jax.Array, last: bool) -> None:
         """Show a step that was given to the devices; the run's last step always has a progress line.
@@ -159,7 +166,7 @@ class Monitor:
 
         if self.lines.prints:
             self.follower.give((run.metrics, skipped if due or may_be_over else 0), pass_on)
-            if last or times is not None:  # the host has waited for the step anyway
+            if last or (due and (self.lines.timed or self._planned)):  # the host has waited for the step anyway
                 self.follower.settle()
 
     def evaluation(self, run: Run, metrics: Metrics) -> None:
@@ -180,6 +187,7 @@ class Monitor:
 
     def restarted(self, run: Run, origin: str | os.PathLike | None = None) -> None:
         """Measure from here, where the run has a new state; `origin` is the directory that it is from."""
+        self.follower.settle()  # lines of the former state measure from its mark
         self.clock.restart(run.global_steps)
         self.lines.restart(run.global_samples)
         self.ledger.state(run, origin)

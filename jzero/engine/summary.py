@@ -127,7 +127,7 @@ def print_last() -> None:
     if run is None or _process != os.getpid():
         return
     if isinstance(getattr(sys, "last_value", None), Exception):  # set by Python for what nothing catches
-        run.stop_panel()  # and no wait for steps that may never end
+        run.stop_panel()
     elif summary := run.end():
         with contextlib.suppress(OSError, ValueError):  # the reader of a pipe has gone, or stdout is closed
             print(summary, flush=True)

@@ -218,8 +218,9 @@ class Recorder:
             self._follower.give(None, lambda values, end: self._write(kind, about, at))
 
     def _write(self, kind: str, about: Mapping[str, Any], at: float) -> None:
-        if self._writer is not None:
-            self._writer.put(_record(kind, about, at))
+        writer = self._writer  # the script's thread may close it
+        if writer is not None:
+            writer.put(_record(kind, about, at))
 
     def _new_peak(self) -> int:
         """Return the peak of memory in use on the fullest device of this process; 0 if it has not grown."""

@@ -12,7 +12,7 @@ A position in the data is [epoch, samples], inside of a global batch [epoch, sam
 | `step` | `step`, `samples` (in all), `rows` (of this step), `began` (given to the devices; `time`: computed), `metrics`; where they are not 0 or unknown: `tokens` (of this step), `data` (the positions before and after), `compile` (seconds after `began`), `compile_before`, `save`, `evaluation`, `wait` (seconds before `began` in which the devices waited for compilation, saves, evaluations and data), `peak` (memory of the fullest device of process 0) |
 | `evaluation` | `step`, `samples`, `began`, `metrics` |
 | `save` | a save has ended: `tag`, `directory`, `step`, `began`, `stall` (seconds that the script waited), `background` (seconds of the writing thread), `bytes`, `error` or null |
-| `notice` | a check found something about a step (`jzero.diagnosis`): `step`, `what` ("not finite", "spike", "replicas differ"), `text` |
+| `notice` | a check found something about a step (`jzero.diagnosis`): `step`, `what` ("not finite", "spike", "replicas differ", "straggler"), `text` |
 | `end` | the process ends in order: `step`, `reason` ("" if the script ended) |
 
 A reader skips lines that are no record (a kill may tear the last one) and kinds and fields that it does not know. A

@@ -80,7 +80,8 @@ class Writer:
         """Write what is known within `LAST` seconds, and close the file."""
         self._deadline = time.monotonic() + LAST
         self._queue.put(None)
-        self._thread.join(2 * LAST)
+        if self._thread is not threading.current_thread():  # which may be the one that collects an engine
+            self._thread.join(2 * LAST)
 
     def _run(self) -> None:
         ending = False

@@ -70,7 +70,7 @@ class Curves:
             warnings.warn(
                 f"{section}: no more curves from this run: {type(error).__name__}: {error}", RuntimeWarning, 2
             )
-            del self._writers[section]
+            self._writers.pop(section, None)
 
 
 def _start(section: str, config: Config) -> Writer:

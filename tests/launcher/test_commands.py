@@ -214,6 +214,12 @@ def test_a_command_with_a_typing_error(here, capsys):
         cli.check_name(script)
 
 
+def test_no_option_of_the_launcher_is_a_mistyped_command():
+    for action in options.parser()._actions:
+        for name in action.option_strings:
+            cli.check_name(name)
+
+
 @pytest.mark.parametrize("system", ["slurm", "openmpi"])
 def test_system_that_is_not_there(here, capsys, system):
     here.setenv("PATH", str(here.path))

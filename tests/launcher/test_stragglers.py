@@ -50,6 +50,16 @@ def test_a_slow_device_is_named_in_the_run(capsys, monkeypatch):
     assert all(re.search(text, line) for line in lines)
 
 
+def test_a_run_that_goes_back_measures_again(monkeypatch):
+    """As after a step that is not finite, and stopped the run."""
+    monkeypatch.setattr(stragglers, "products", lambda devices: {})
+    made = build(more={"straggler_check": {"every": 2}})[0]
+    check = made._checks._stragglers
+    for number in (1, 2, 2, 3, 4):
+        check.finish(number)
+    assert check._mark[0] == 4
+
+
 def test_the_program_that_is_timed_keeps_its_values_finite(monkeypatch):
     monkeypatch.setattr(stragglers, "SIZE", 64)
     assert 0 < stragglers._time(stragglers._chain, stragglers.jax.devices()[1]) < 600
