@@ -84,7 +84,9 @@ def gap(outputs, labels):
 
 
 @pytest.mark.parametrize(
-    "way", [{"loss_fn": squares}, {"loss_fn": squares, "stack": "layers"}, {"criterion": gap}], ids=str
+    "way",
+    [{"loss_fn": squares}, {"loss_fn": squares, "stack": "layers"}, {"criterion": gap}],
+    ids=["loss_fn", "stack", "criterion"],
 )
 def test_only_the_first_batch_is_checked(way):
     """With a criterion the module gets what its call gets: the inputs."""
