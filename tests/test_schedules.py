@@ -281,5 +281,5 @@ def test_draw_figure_is_saved(suffix, start, tmp_path):
 
 def test_draw_figure_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"pictures need matplotlib, .*pip install 'jzero\[plot\]'"):
+    with pytest.raises(ConfigError, match=r"pictures and plots need matplotlib: pip install 'jzero\[plot\]'"):
         draw_figure(make_schedule("1f1b", 2, 2))
