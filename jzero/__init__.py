@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jzero.engine.engine import Engine
     from jzero.engine.initialize import initialize
     from jzero.engine.run_report import report
-    from jzero.errors import CheckpointError, ConfigError
+    from jzero.errors import CheckpointError, ConfigError, OutOfMemoryError
     from jzero.inference.eval_step import make_eval_step
     from jzero.loss import Mean
     from jzero.mesh import make_mesh
@@ -38,6 +38,7 @@ _HOME = {
     "Engine": "engine.engine",
     "LayerSpec": "pipeline.module",
     "Mean": "loss",
+    "OutOfMemoryError": "errors",
     "PipelineModule": "pipeline.module",
     "RepeatingLoader": "data",
     "TiedLayerSpec": "pipeline.module",
@@ -84,6 +85,7 @@ __all__ = [
     "Engine",
     "LayerSpec",
     "Mean",
+    "OutOfMemoryError",
     "PipelineModule",
     "RepeatingLoader",
     "TiedLayerSpec",

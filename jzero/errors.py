@@ -54,6 +54,10 @@ class ConfigError(ValueError):
         super().__init__("\n".join([*lines, *([f"- and {more} more problems"] if more > 0 else [])]))
 
 
+class OutOfMemoryError(ConfigError):
+    """A step needs more memory than its device has; the message has its parts, and configurations that fit."""
+
+
 def both(first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
     """Return what two calls return.
 

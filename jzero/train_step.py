@@ -27,6 +27,7 @@ from jzero.distributed import heartbeat
 from jzero.distributed.consistency import Guard
 from jzero.distributed.host_collectives import check_same
 from jzero.errors import ConfigError
+from jzero.first_call import FirstCall
 from jzero.inference.eval_step import EvalStep
 from jzero.inference.generate import Generator
 from jzero.loss import LOSS
@@ -78,6 +79,8 @@ class TrainStep:
       host_bytes: bytes of host memory per device.
       batch_sharding: of every leaf of a batch.
       amount: the samples and tokens of the last step's batch.
+      first: the shapes of its first call, and the trace for other batches.
+      before_first: called with the step when its first call is about to compile and run; `traced` is then known.
       generate: `step.generate(state, tokens, max_new_tokens)` continues prompts; see
         `jzero.inference.generate.Generator`.
     """
@@ -94,8 +97,9 @@ class TrainStep:
         self.model, self.config, self.mesh = setup.model, setup.config, setup.mesh
         self.batch_sizes, self.precision, self.layouts = setup.batch_sizes, setup.precision, setup.layouts
         self.replicas = replicas(self.mesh)
+        self.before_first: Callable[[TrainStep], None] = lambda step: None
         self.rate: float | None = None  # by set_lr
-        self._seen: tuple | None = None  # the shapes of the first step's batch, extra, rate and conditions
+        self._began = False  # whether a step ran
         # A profile reads the program of its step, which differs from the first under a curriculum.
         self._is_profiled = any(
             (self.config.wall_clock_breakdown, self.config.flops_profiler.enabled, self.config.comms_logger.enabled)
@@ -109,6 +113,7 @@ class TrainStep:
         self.host_bytes = states.host_bytes
         self.batch_sharding = NamedSharding(self.mesh, batch_spec(self.mesh))
         self._programs = make_programs(setup, states)
+        self.first = FirstCall(self._programs.step, states.shapes, states.shardings)
         self.generate = Generator(setup, self._guard)
 
     def __repr__(self) -> str:
@@ -208,15 +213,7 @@ class TrainStep:
     @property
     def traced(self) -> jax.stages.Traced | None:
         """The trace of the first step that ran; None before it."""
-        return self.traced_with(lambda batch: batch)
-
-    def traced_with(self, change: Callable[[PyTree], PyTree]) -> jax.stages.Traced | None:
-        """Trace the first step that ran with another batch: `change` maps the shapes of its own."""
-        if self._seen is None:
-            return None
-        batch, *rest = self._seen
-        state = jax.tree.map(_shape, self.state_shapes, self.state_shardings)
-        return self._programs.step.trace(state, change(batch), *rest)
+        return self.first.traced()
 
     def lower(self, batch_shapes: PyTree, extra: PyTree = None) -> jax.stages.Lowered:
         """Lower the step for the mesh's devices, which you need not have; the arguments are those of `trace`."""
@@ -268,20 +265,34 @@ class TrainStep:
         return self._run(state, Fed(self._programs.concatenate(parts), extra, in_parts=True), only, steady)
 
     def _run(self, state: TrainState, fed: Fed, only: Conditions, steady: bool) -> Done:
-        rate = None if self.rate is None else np.float32(self.rate)
-        if self._seen is None:
+        unchecked = not self.first.is_known
+        if not self._began:
             check_first_batch(self.model, fed.batch)
-        if self._seen is None or self._is_profiled:
-            of_halted = jax.tree.map(_shape, only.halted)
-            self._seen = (*jax.tree.map(_shape, (fed.batch, fed.extra)), rate, only._replace(halted=of_halted))
+        if not self._began or self._is_profiled:
+            self.first.note(fed, self._rate, only)
+        self._began = True
         shapes = tuple(x.shape for x in jax.tree.leaves(fed.batch))
         if shapes not in self._amounts:
             self._amounts[shapes] = amount_of(fed.batch)
         self.amount = self._amounts[shapes]
         with heartbeat.work(steady) as finished_when, self._call("the step", fed.batch, fed.extra):
-            state, metrics, details = self._programs.step(state, fed.batch, fed.extra, rate, only)
+            if unchecked:
+                self.before_first(self)
+            state, metrics, details = self._programs.step(state, fed.batch, fed.extra, self._rate, only)
             finished_when(metrics["loss"])
         return state, metrics, details if only.halted is None else details._replace(fed=fed)
+
+    def expect(self, parts: Sequence[PyTree], only: Conditions = ALWAYS) -> None:
+        """Compile the step for micro-batches like these, and call `before_first` with it; nothing runs."""
+        if not self.first.is_known:
+            parts = [self.place_micro_batch(part) for part in parts]
+            self.first.note(Fed(self._programs.concatenate(parts), None, in_parts=True), self._rate, only)
+            with heartbeat.work(), slow_work(compiling("the step")):
+                self.before_first(self)
+
+    @property
+    def _rate(self) -> np.float32 | None:
+        return None if self.rate is None else np.float32(self.rate)
 
     def _call(self, program: str, batch: PyTree, extra: PyTree) -> contextlib.AbstractContextManager[None]:
         """Show that the first call of a program for these shapes compiles it."""
@@ -391,9 +402,3 @@ class TrainStep:
         b = self.batch_sizes
         why = f"train_batch_size {b.train} = micro-batch {b.micro} x accumulation {b.accum} x {self.replicas} replicas"
         check_batch(batch, rows, self.batch_sharding, why, multiples)
-
-
-def _shape(x: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
-    """Return all that JAX knows an array by when it looks up a trace."""
-    weak = getattr(x, "weak_type", False)  # keys have no such attribute
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding, weak_type=weak)

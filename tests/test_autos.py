@@ -330,12 +330,10 @@ def test_a_config_to_tune_trains_as_it_is():
 
 @pytest.mark.parametrize(
     ("section", "tool"),
-    [("autotuning", "memory"), ("eigenvalue", "")],
+    [("autotuning", "jzero plan CONFIG --search"), ("eigenvalue", "")],
 )
 def test_a_tool_beside_the_training_is_a_warning_with_what_to_call(section, tool):
     ((key, value, why),) = Config.load({section: {"enabled": True}}).ignored
     assert (key, value) == (f"{section}.enabled", True)
-    if tool:
-        assert f"jzero.planner.{tool}(step." in why
-        assert callable(getattr(jzero.planner, tool))
+    assert tool in why
     assert Config.load({section: {"enabled": False}}).ignored == ()

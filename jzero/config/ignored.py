@@ -59,8 +59,8 @@ IGNORED: dict[str, str] = _ignored(
     ("fp16", "DeepSpeed no longer has it", "fp16_scale_tolerance"),
     ("bf16", _WIDE, _SCALER),
     ("bf16", SWITCH, "bf16 opt_level"),
-    ("autotuning", "nothing is tuned; the rest of the config trains as it is. To choose batch sizes, read the memory "
-        "of a compiled step: jzero.planner.memory(step.lower(batch).compile())", "enabled"),
+    ("autotuning", "nothing is tuned; the rest of the config trains as it is. `jzero plan CONFIG --search` chooses the "
+        "keys that are \"auto\" or left out", "enabled"),
     ("eigenvalue", "DeepSpeed reads it only under quantize_training", "enabled"),
     ("pipeline", _STAGES, "pipeline_parallel_size num_stages pipeline_num_layers"),
     (_REMAT, 'DeepSpeed reads no such key; write "policy": "full", or "matmuls"', "enabled"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
@@ -119,6 +120,17 @@ class DataLoader:
             raise ConfigError(other_data(at, len(self.source)))
         self._stop()
         self._at, self._resumes, self._ended = at, True, False
+
+    def first(self) -> PyTree | None:
+        """Return a first micro-batch, for its shapes; nothing moves on. None for data without a length."""
+        if isinstance(self.source, IterableStyle):
+            return None
+        other = copy.copy(self)
+        other._streams = []
+        try:
+            return other._next()
+        finally:
+            other._stop()
 
     def __iter__(self) -> Iterator[PyTree]:
         """Iterate over one epoch: the rest of the current one at first and after `seek`, else the next."""

@@ -25,6 +25,7 @@ from jzero.engine.deferred_loss import Loss, Outputs
 from jzero.engine.monitor import Monitor
 from jzero.engine.newest import resume_from, warn, warn_if_not_resumed
 from jzero.engine.restore import Selection
+from jzero.engine.room_check import check_data, check_room, out_of_memory
 from jzero.engine.stop import save_and_exit
 from jzero.engine.take import take
 from jzero.engine.views import Views
@@ -52,6 +53,7 @@ class Engine(Views):
         resume: Path | None = None, params: Any = None, began: float | None = None,
     ):  # fmt: skip
         self.step_fn, self.config, self.mesh = step_fn, step_fn.config, step_fn.mesh
+        step_fn.before_first = check_room
         self._rng = rng
         self.training_dataloader = loader
         self.client_state: dict = {}
@@ -75,6 +77,8 @@ class Engine(Views):
             self.state = step_fn.init(rng, params)
             self._monitor.restarted(self)
         self._monitor.lines.memory("with the state", self.state)
+        if loader is not None:
+            check_data(step_fn, loader, self._cut, self._checks.begin(self))
 
     def __repr__(self) -> str:
         return f"Engine({self.step_fn!r}, global step {self.global_steps})"
@@ -213,7 +217,8 @@ class Engine(Views):
 
     def _run(self, run: Callable[..., Done], batch: Any, extra: Any) -> Done:
         only = self._checks.begin(self)
-        return self._monitor.run(lambda: run(self.state, batch, extra, only), self.global_steps + 1)
+        with out_of_memory(self.step_fn):
+            return self._monitor.run(lambda: run(self.state, batch, extra, only), self.global_steps + 1)
 
     def _finish(self, done: Done, micro_batches: int) -> None:
         self.state, self._metrics, details = done

@@ -89,6 +89,7 @@ def initialize(
     Raises:
       ConfigError: the arguments do not fit each other, the devices or the model, or another job writes into the
         directory of `resume`; raised before any compilation.
+      OutOfMemoryError: a step on `training_data` needs more memory than its device has.
     """
     if deepspeed:
         raise ConfigError(*(f"initialize({name}=...): {_INSTEAD.get(name, 'unknown argument')}" for name in deepspeed))

@@ -43,7 +43,7 @@ def planned(step: Any, curriculum: Curriculum | None = None) -> str:
     if curriculum:
         which = " like the first" if curriculum.post_process else f" of sequence {curriculum.longest}"
     try:
-        traced = step.traced_with(curriculum.uncut) if curriculum else step.traced
+        traced = step.first.traced(curriculum.uncut) if curriculum else step.traced
         need = memory(traced.lower().compile(), step)  # without a curriculum JAX finds the compiled program in a cache
     except Exception as error:  # of the model or the compiler: a line of the report must not end the run
         return f"memory of a step{which}, not planned: {with_type(error)}"

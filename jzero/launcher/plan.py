@@ -35,6 +35,12 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("--json", nargs="?", const="-", metavar="FILE", help="JSON instead of tables, or into a file")
     p.add_argument("--html", metavar="FILE", help="write one page")
     p.add_argument("--formula", action="store_true", help="only the bytes of the model state, without compiling")
+    s = p.add_argument_group("search", 'the keys that the config leaves open, or that are "auto", are chosen')
+    s.add_argument("--search", action="store_true", help="find the fastest configuration that fits")
+    s.add_argument("--fit", action="store_true", help="find the smallest cluster that fits, of --gpus_per_node a host")
+    s.add_argument("--frontier", metavar="FILE", help="search, and draw memory against speed: .svg, .png, .pdf")
+    s.add_argument("--minutes", type=float, default=10.0, metavar="M", help="of a search, at most (default 10)")
+    s.add_argument("--out", default="best.json", metavar="FILE", help="the config found (default best.json)")
     args = p.parse_args(argv)
     with _quiet():
         from jzero.planner import planning

@@ -325,6 +325,9 @@ class DescribedGPU:
     def default_memory(self) -> Any:
         return jax.devices()[0].default_memory()
 
+    def addressable_memories(self) -> tuple[str, ...]:
+        return "device", "pinned_host"  # jaxlib takes what a device that is not its own returns as the kinds themselves
+
 
 def described_gpus(name: str, count: int, *, per_host: int = 8) -> list[Any]:
     """Describe ``count`` GPUs in a mesh's terms, without JAX's CUDA compiler: `state_bytes` needs no more.

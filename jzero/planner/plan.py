@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -95,35 +96,81 @@ def plan(
     Raises:
       ConfigError: an unknown GPU, a config that does not fit the GPUs, the batch or itself, no CUDA compiler.
     """
-    target = gpus.gpu(gpu)
+    return prepare(
+        step_or_model, config, batch_shapes, gpu=gpu, nodes=nodes, gpus_per_node=gpus_per_node, optimizer=optimizer
+    ).plan(rates)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A step that is traced and lowered for GPUs that need not be there; `plan` compiles it.
+
+    Attributes:
+      step, gpu, nodes, gpus_per_node: as in a `Plan`.
+      kind: the GPU's key of `GPUS`.
+      batch: the shapes of a global batch.
+      seconds: of tracing and lowering.
+    """
+
+    step: TrainStep
+    kind: str
+    nodes: int
+    gpus_per_node: int
+    batch: PyTree
+    traced: jax.stages.Traced
+    lowered: jax.stages.Lowered
+    seconds: float
+
+    @property
+    def gpu(self) -> gpus.GPU:
+        return gpus.gpu(self.kind)
+
+    def plan(self, rates: Rates | None = None) -> Plan:
+        """Compile the step and read it; `rates` as for `plan`."""
+        step, count, start = self.step, self.step.mesh.size, time.monotonic()
+        with slow_work(f"compiling the step for {count} x {self.gpu.description}"), no_compilation_cache():
+            compiled = self.lowered.compile()
+        text, amount = compiled.as_text() or "", amount_of(self.batch)
+        seconds = self.seconds + time.monotonic() - start
+        found, half = collectives(text, step.mesh), step.config.precision != "fp32"
+        planned, problem = None, ""
+        try:
+            rates = Rates.of(self.kind) if rates is None else rates
+            timed = step_time(text, rates, mesh=step.mesh, gpus_per_node=self.gpus_per_node, host_bytes=step.host_bytes)
+            origin, useful = f"{rates.origin}: {rates.source}", useful_flops(step, self.traced, self.batch)
+            planned = PlannedTime(timed, amount, useful, self.gpu, count, half, origin)
+        except ValueError as error:  # a spelling that the reader of the program does not know
+            problem = str(error)
+        return Plan(
+            step, self.gpu, self.nodes, self.gpus_per_node, amount,
+            planned_memory(step, memory(compiled, step), text, room(self.gpu, count)), found, planned, problem,
+            advice(step, self.gpu, text, found, products(self.traced), amount), deepspeed_estimate(step), text, seconds,
+        )  # fmt: skip
+
+
+def prepare(
+    step_or_model: TrainStep | Model,
+    config: Config | dict | str | None = None,
+    batch_shapes: PyTree | Callable[[int], PyTree] = None,
+    *,
+    gpu: str = "h200",
+    nodes: int = 1,
+    gpus_per_node: int = 8,
+    optimizer: Any = None,
+) -> Prepared:
+    """Trace and lower a step for GPUs that need not be there; arguments and errors are those of `plan`."""
+    gpus.gpu(gpu)
     model, config, optimizer = _what(step_or_model, config, optimizer)
     if batch_shapes is None:
         raise ConfigError("batch_shapes: missing; pass the shapes of a global batch, or a function of its size")
     devices = gpus.gpu_devices(gpu, nodes * gpus_per_node, per_host=gpus_per_node)
-    mesh = make_mesh(with_stages(config, model, None), devices=devices)
-    start = time.monotonic()
-    with slow_work(f"compiling the step for {len(devices)} x {target.description}"), _no_compilation_cache():
+    mesh, start = make_mesh(with_stages(config, model, None), devices=devices), time.monotonic()
+    with slow_work("tracing the step"), no_compilation_cache():
         step = make_train_step(model, config, mesh=mesh, optimizer=optimizer)
         batch = batch_shapes(step.batch_sizes.train) if callable(batch_shapes) else batch_shapes
         traced = step.trace(batch)
-        compiled = traced.lower().compile()
-    text, amount = compiled.as_text() or "", amount_of(batch)
-    seconds = time.monotonic() - start
-    found, half = collectives(text, mesh), step.config.precision != "fp32"
-    planned, problem = None, ""
-    try:
-        rates = Rates.of(gpu) if rates is None else rates
-        timed = step_time(text, rates, mesh=mesh, gpus_per_node=gpus_per_node)
-        origin, useful = f"{rates.origin}: {rates.source}", useful_flops(step, traced, batch)
-        planned = PlannedTime(timed, amount, useful, target, len(devices), half, origin)
-    except ValueError as error:  # a spelling that the reader of the program does not know
-        problem = str(error)
-    return Plan(
-        step, target, nodes, gpus_per_node, amount,
-        planned_memory(step, memory(compiled, step), text, room(target, len(devices))),
-        found, planned, problem, advice(step, target, text, found, products(traced), amount), deepspeed_estimate(step),
-        text, seconds,
-    )  # fmt: skip
+        lowered = traced.lower()
+    return Prepared(step, gpu, nodes, gpus_per_node, batch, traced, lowered, time.monotonic() - start)
 
 
 def _what(step_or_model: Any, config: Any, optimizer: Any) -> tuple[Model, Config, Any]:
@@ -135,7 +182,7 @@ def _what(step_or_model: Any, config: Any, optimizer: Any) -> tuple[Model, Confi
 
 
 @contextlib.contextmanager
-def _no_compilation_cache() -> Iterator[None]:
+def no_compilation_cache() -> Iterator[None]:
     """Keep programs for absent GPUs out of JAX's cache, which cannot read them back.
 
     JAX asks once in a process whether there is a cache, and so does not write programs that compile in less than a

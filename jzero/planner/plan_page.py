@@ -33,9 +33,9 @@ def _parts(plan: PlanFacts, tokens: float | None, price: float | None) -> Iterat
     yield _tiles(plan, tokens, price)
     yield f"<h2>Memory per GPU</h2><p>{escape(plan.memory.verdict)}</p>"
     yield drawing("memory per GPU, part by part", memory_figure(plan.memory))
-    yield table(("part", "bytes", "of the peak"), plan_text.memory_rows(plan))
+    yield table(("part", "bytes", "of the peak"), plan_text.memory_rows(plan.memory, plan.deepspeed_bytes))
     yield f"<h2>At the peak</h2><p>{escape(plan_text.live_title(plan))}</p>"
-    yield table(plan_text.LIVE_COLUMNS, plan_text.live_cells(plan), "words")
+    yield table(plan_text.LIVE_COLUMNS, plan_text.live_rows(plan.memory), "words")
     if plan.time:
         yield "<h2>Time of a step</h2>"
         yield drawing("one step on one GPU: compute and communication", timeline_figure(plan.time.step))
@@ -82,7 +82,8 @@ def _method(plan: PlanFacts) -> list[str]:
         f"The step was compiled for {plan.gpus} x {plan.gpu.description} ({plan.nodes} nodes of {plan.gpus_per_node}) "
         f"with no GPU in the machine. Device properties: {plan.gpu.source}.",
         f"Of the GPU's {size_text(there.device)}, {size_text(there.nccl)} for NCCL's buffers and "
-        f"{size_text(CUDA_ROOM)} for CUDA and its libraries are assumed; XLA preallocates {there.fraction:.0%}.",
+        f"{size_text(CUDA_ROOM)} for CUDA and its libraries are assumed; XLA preallocates "
+        f"{size_text(there.preallocated)}.",
         "The peak is XLA's. Masters, optimizer state and the batch are its arguments; compute parameters and gradients "
         "follow from the layout; activations and temporaries are the rest of XLA's block.",
     ]

@@ -11,6 +11,7 @@ from jzero.pipeline.draw import draw_text
 from jzero.planner.plan_facts import PlanFacts
 from jzero.planner.plan_record import collective_rows, parameter_rows
 from jzero.planner.plan_time import Budget
+from jzero.planner.room import PlannedMemory
 from jzero.values.sizes import size_text
 
 LARGEST = 8  # buffers at the peak
@@ -22,7 +23,8 @@ PARAMETER_COLUMNS = ["name", "shape", "spec"]
 
 def plan_text(plan: PlanFacts, tokens: float | None = None, price: float | None = None) -> str:
     """Return a plan as text; `tokens` and `price` as for `Plan.record`."""
-    parts = [title(plan), memory_table(plan), _live(plan), _collectives(plan), *_pipeline(plan)]
+    memory = f"{memory_table(plan.memory, plan.deepspeed_bytes)}\n{plan.memory.verdict}"
+    parts = [title(plan), memory, _live(plan), _collectives(plan), *_pipeline(plan)]
     parts += [_parameters(plan), _time(plan)]
     if tokens is not None and plan.time:
         parts.append(budget_text(plan.time.budget(tokens, price)))
@@ -44,28 +46,25 @@ def title(plan: PlanFacts) -> str:
     )
 
 
-def memory_rows(plan: PlanFacts) -> list[list[str]]:
-    """Return the rows of the memory table."""
-    memory = plan.memory
+def memory_rows(memory: PlannedMemory, deepspeed: int | None = None) -> list[list[str]]:
+    """Return the rows of the memory table; `deepspeed`: bytes by DeepSpeed's formula."""
     rows = [[name, size_text(size), f"{size / memory.peak_bytes:.0%}"] for name, size in memory.parts.items()]
     rows += [["peak", size_text(memory.peak_bytes), ""]]
     if memory.host_bytes:
         rows += [["host memory", size_text(memory.host_bytes), ""]]
-    if plan.deepspeed_bytes is not None:
-        rows += [["model state by DeepSpeed's formula", size_text(plan.deepspeed_bytes), ""]]
+    if deepspeed is not None:
+        rows += [["model state by DeepSpeed's formula", size_text(deepspeed), ""]]
     return rows
 
 
-def memory_table(plan: PlanFacts) -> str:
-    """Return the memory, part by part, and whether it fits."""
-    return table("memory per GPU", ["part", "bytes", "of the peak"], memory_rows(plan), left=["part"]) + (
-        f"\n{plan.memory.verdict}"
-    )
+def memory_table(memory: PlannedMemory, deepspeed: int | None = None) -> str:
+    """Return the memory, part by part; `deepspeed` as for `memory_rows`."""
+    return table("memory per GPU", ["part", "bytes", "of the peak"], memory_rows(memory, deepspeed), left=["part"])
 
 
-def live_cells(plan: PlanFacts) -> list[list[str]]:
+def live_rows(memory: PlannedMemory) -> list[list[str]]:
     """Return the rows of the largest buffers at the peak."""
-    shown = plan.memory.live.buffers[:LARGEST]
+    shown = memory.live.buffers[:LARGEST]
     return [[size_text(b.bytes), str(b.count), b.shape, b.op_name] for b in shown]
 
 
@@ -76,7 +75,7 @@ def live_title(plan: PlanFacts) -> str:
 
 
 def _live(plan: PlanFacts) -> str:
-    drawn = table("", LIVE_COLUMNS, live_cells(plan), left=["shape", "operation"])
+    drawn = table("", LIVE_COLUMNS, live_rows(plan.memory), left=["shape", "operation"])
     return f"{live_title(plan)}\n{drawn.lstrip()}"
 
 

@@ -11,10 +11,12 @@ import jax
 
 from jzero.config import Config
 from jzero.errors import ConfigError, in_a_line
+from jzero.planner import searching
 from jzero.planner.fitting import formula, too_large
 from jzero.planner.gpus import gpu, gpu_devices
 from jzero.planner.named_models import Shapes, named_model
-from jzero.planner.plan import Plan, plan
+from jzero.planner.nearest import nearest, nearest_text
+from jzero.planner.plan import Plan, no_compilation_cache, plan
 from jzero.planner.plan_text import plan_text
 from jzero.planner.rates import Rates
 
@@ -41,6 +43,8 @@ def main(args: Namespace) -> int:
     """
     if args.price is not None and args.tokens is None:
         raise ConfigError("--price: requires --tokens")
+    if args.search or args.fit or args.frontier:
+        return searching.main(args)
     config = Config.load(args.config)
     model, shapes = named_model(args.model, args.seq, args.set)
     if args.formula:
@@ -49,6 +53,8 @@ def main(args: Namespace) -> int:
     made = _planned(args, model, config, shapes)
     _write(made, args)
     if not made.memory.fits:
+        if args.json != "-":
+            print(_nearest(made, shapes))
         raise ConfigError(too_large(made))
     return 0
 
@@ -65,6 +71,14 @@ def _planned(args: Namespace, model: Any, config: Config, shapes: Shapes) -> Pla
         raise ConfigError(
             f"{problem}; the function may return (model, shapes), with shapes(rows) of a batch"
         ) from error
+
+
+def _nearest(made: Plan, shapes: Shapes) -> str:
+    """Return the lines about the nearest configurations that fit, compiled."""
+    memory, batch = made.memory, shapes(made.step.batch_sizes.train)
+    with no_compilation_cache():
+        found = nearest(made.step, batch, memory.peak_bytes, memory.room.most)
+    return f"\n{nearest_text(found)}"
 
 
 def _write(made: Plan, args: Namespace) -> None:

@@ -12,6 +12,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import jax
+
 from jzero.planner.gpus import GPU
 from jzero.planner.live import Live, live
 from jzero.planner.memory import Memory
@@ -30,25 +32,31 @@ NCCL_ROOM, CUDA_ROOM = int(1.5 * 2**30), 2**30
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes of one GPU: all that CUDA reports, what XLA preallocates, and the most that it could."""
+    """Bytes of one GPU.
+
+    Attributes:
+      device: all that CUDA reports.
+      preallocated: what XLA takes at the start.
+      most: the most that it could take: without NCCL's and CUDA's own, which are assumed.
+      nccl: of NCCL's buffers.
+    """
 
     device: int
-    fraction: float
-    nccl: int
-
-    @property
-    def preallocated(self) -> int:
-        return int(self.fraction * self.device)
-
-    @property
-    def most(self) -> int:
-        """The device's memory without NCCL's and CUDA's own, which are assumed."""
-        return self.device - self.nccl - CUDA_ROOM
+    preallocated: int
+    most: int
+    nccl: int = 0
 
 
 def room(gpu: GPU, gpus: int) -> Room:
-    """Return what one of `gpus` GPUs has; the fraction is JAX's default, or that of this process's environment."""
-    return Room(gpu.memory, float(os.environ.get(FRACTION, PREALLOCATED)), NCCL_ROOM if gpus > 1 else 0)
+    """Return what one of `gpus` GPUs has; XLA's share is JAX's default, or that of this process's environment."""
+    share, nccl = float(os.environ.get(FRACTION, PREALLOCATED)), NCCL_ROOM if gpus > 1 else 0
+    return Room(gpu.memory, int(share * gpu.memory), gpu.memory - nccl - CUDA_ROOM, nccl)
+
+
+def room_here() -> Room | None:
+    """Return what XLA has of this process's first device; None if it does not say, as CPUs do not."""
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    return Room(limit, limit, limit) if limit else None
 
 
 @dataclass(frozen=True)

@@ -227,7 +227,7 @@ def test_what_a_gpu_has(monkeypatch):
     assert there.most == 84_942_979_072 - NCCL_ROOM - CUDA_ROOM
     assert room(GPUS["h100"], 1).most == 84_942_979_072 - CUDA_ROOM
     monkeypatch.setenv(FRACTION, "0.9")
-    assert room(GPUS["h100"], 8).fraction == 0.9
+    assert room(GPUS["h100"], 8).preallocated == int(0.9 * GPUS["h100"].memory)
 
 
 SCHEDULED = """HloModule m, is_scheduled=true, num_partitions=1
@@ -268,3 +268,14 @@ def test_live_buffers_by_hand():
     assert [(b.shape, b.op_name) for b in inside.buffers][:2] == [("f32[4,256]", "stash"), ("f32[1024]", "net/wide")]
     with pytest.raises(ValueError, match="no schedule"):
         live(SCHEDULED.replace(", is_scheduled=true", ""))
+
+
+def test_the_formula_takes_offload():
+    """Oracle: 12 bytes a parameter leave the GPU for the host."""
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    plain, offloaded = (
+        bytes_by_stage(llama(), CONFIG | {"zero_optimization": section}, devices=described_gpus("h200", 2))[1]
+        for section in ({"stage": 1}, zero)
+    )
+    assert offloaded.host == pytest.approx(plain.masters + plain.optimizer, rel=0.02)
+    assert offloaded.persistent == pytest.approx(0, abs=plain.persistent / 50)

@@ -1,0 +1,76 @@
+"""Whether the compiled step fits its devices; if not, what is largest and what to change."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import jax
+
+from jzero.data import DataLoader
+from jzero.display.table import table
+from jzero.errors import OutOfMemoryError
+from jzero.planner.memory import memory
+from jzero.planner.nearest import nearest, nearest_text
+from jzero.planner.plan_text import LIVE_COLUMNS, live_rows, memory_table
+from jzero.planner.room import PlannedMemory, Room, planned_memory, room_here
+from jzero.train_step import TrainStep
+from jzero.tree import PyTree
+from jzero.update import Conditions
+from jzero.values.sizes import size_text
+
+EXHAUSTED = "RESOURCE_EXHAUSTED"  # the status of XLA's error when memory runs out
+
+
+def check_room(step: TrainStep) -> None:
+    """Compare the peak of the step that is about to run with its device; devices that tell no limit are not checked.
+
+    Raises:
+      OutOfMemoryError: the peak is larger. All processes compile the same, and so raise the same.
+    """
+    there = room_here()
+    if there is not None and step.traced is not None and not (need := _planned(step, there)).fits:
+        raise OutOfMemoryError(explained(step, need, f"the step {need.verdict} per device"))
+
+
+def check_data(step: TrainStep, loader: DataLoader, cut: Callable[[PyTree], PyTree], only: Conditions) -> None:
+    """Compile the step for the training data before it begins, and check its room, as `check_room` does.
+
+    Data without a length is not read ahead: its first step is checked.
+
+    Args:
+      cut: cuts a batch to the length of the first step.
+      only: the conditions of the first step.
+    """
+    if room_here() is not None and (part := loader.first()) is not None:
+        step.expect([cut(part)] * step.batch_sizes.accum, only)
+
+
+@contextlib.contextmanager
+def out_of_memory(step: TrainStep) -> Iterator[None]:
+    """Explain XLA's error if memory runs out in a step, as an OutOfMemoryError."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        there = room_here()
+        if EXHAUSTED not in str(error) or there is None or step.traced is None:
+            raise
+        need = _planned(step, there)
+        own, most = size_text(need.peak_bytes), size_text(there.most)
+        what = (
+            f"a step ran out of memory: it needs {own} per device, and other arrays and gaps the rest of XLA's {most}"
+        )
+        raise OutOfMemoryError(explained(step, need, what)) from error
+
+
+def explained(step: TrainStep, need: PlannedMemory, what: str) -> str:
+    """Return what a step needs, part by part, and the nearest configurations that fit."""
+    lines = [what, memory_table(need), f"largest temporary buffers, in {need.live.at}:"]
+    lines.append(table("", LIVE_COLUMNS, live_rows(need), left=["shape", "operation"], plain=True).lstrip())
+    found = nearest(step, step.first.batch_shapes, need.peak_bytes, need.room.most)
+    return "\n".join([*lines, nearest_text(found)])
+
+
+def _planned(step: TrainStep, there: Room) -> PlannedMemory:
+    compiled: jax.stages.Compiled = step.traced.lower().compile()  # type: ignore[union-attr]  # shared with the call
+    return planned_memory(step, memory(compiled, step), compiled.as_text() or "", there)

@@ -1,0 +1,111 @@
+"""What to change in a config whose step does not fit: the nearest configurations that do, compiled.
+
+The changes keep the global batch and the mesh, and so the losses; those that cost the least speed come first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jzero.config import Config
+from jzero.config.sizes import ACCUM, MICRO, TRAIN
+from jzero.display.slow_work import slow_work
+from jzero.mesh import PIPE, ZERO
+from jzero.planner import choices as keys
+from jzero.planner.choices import Choice, merged
+from jzero.planner.memory import memory
+from jzero.planner.state_bytes import state_bytes
+from jzero.train_step import TrainStep, make_train_step
+from jzero.tree import PyTree
+from jzero.values.sizes import size_text
+
+TRIES, WANTED = 8, 2  # programs that are compiled at most; configurations that are enough
+
+
+@dataclass(frozen=True)
+class Near:
+    """A configuration that fits: what it changes, and its peak on each device."""
+
+    changes: Choice
+    peak_bytes: int
+
+
+def nearest(step: TrainStep, batch: PyTree, peak: int, most: int) -> list[Near]:
+    """Compile configurations near that of a step that does not fit, until some do; [] if none does.
+
+    Args:
+      batch: a global batch, or its shapes.
+      peak: bytes that the step needs on a device.
+      most: bytes that there are.
+    """
+    found: list[Near] = []
+    activations, tries = peak - _least(step), 0
+    with slow_work("looking for the nearest configurations that fit"):
+        for choice in ways(step):
+            if len(found) == WANTED or tries == TRIES:
+                break
+            if any(choice.items() >= near.changes.items() for near in found):
+                continue  # more of what is enough
+            try:
+                other = _changed(step, choice)
+                kept = activations * other.batch_sizes.micro / step.batch_sizes.micro
+                same = not choice.keys() & {keys.POLICY, keys.UNROLL}
+                if _least(other) + (kept if same else 0) > most:
+                    continue
+                tries += 1
+                needed = memory(other.lower(batch).compile(), other).peak
+            except (ValueError, TypeError, RuntimeError):  # not for this model: a ConfigError, or XLA's own
+                continue
+            if needed <= most:
+                found.append(Near(choice, needed))
+    return found
+
+
+def nearest_text(found: list[Near]) -> str:
+    """Return the configurations as lines of JSON."""
+    if not found:
+        return "no smaller micro-batch, more recomputation, higher stage or offload fits: use more devices"
+    return "\n".join(
+        f"fits with {size_text(near.peak_bytes)}: {json.dumps(merged({}, near.changes))}" for near in found
+    )
+
+
+def ways(step: TrainStep) -> Iterator[Choice]:
+    """Yield what could be changed: one thing at a time, then more and more of it together."""
+    levers = [lever for lever in _levers(step) if lever]
+    for lever in levers:
+        yield from lever
+    together: Choice = {}
+    for lever in levers:
+        for choice in lever:
+            together = together | choice
+            yield dict(together)
+
+
+def _levers(step: TrainStep) -> Iterator[list[Choice]]:
+    """Yield the choices of each kind, the cheapest kind first, and of a kind the mildest."""
+    sizes, facts, zero = step.batch_sizes, step.setup.passes.facts, step.config.zero_optimization
+    halves = [sizes.micro // 2**i for i in range(1, sizes.micro.bit_length())]
+    each = sizes.micro * sizes.accum
+    yield [{TRAIN: sizes.train, MICRO: micro, ACCUM: each // micro} for micro in halves if each % micro == 0]
+    yield [{keys.POLICY: policy} for policy in keys.POLICIES[keys.POLICIES.index(facts.remat.kind) + 1 :]]
+    several = step.mesh.shape[ZERO] > 1
+    yield [{keys.STAGE: stage} for stage in range(zero.stage + 1, 4) if several]
+    yield [{keys.UNROLL: False}] if facts.unrolled and step.mesh.shape[PIPE] == 1 else []
+    yield [{keys.STAGE: max(zero.stage, 1), keys.OFFLOAD_OPTIMIZER: "cpu"}]
+    yield [{keys.STAGE: 3, keys.OFFLOAD_PARAM: "cpu"}]
+
+
+def _changed(step: TrainStep, choice: Choice) -> TrainStep:
+    given: dict[str, Any] = step.config.model_dump(mode="json", exclude_unset=True)
+    optimizer = step.setup.tx if step.setup.callers_optimizer else None
+    return make_train_step(step.model, Config.load(merged(given, choice)), mesh=step.mesh, optimizer=optimizer)
+
+
+def _least(step: TrainStep) -> int:
+    """Return bytes that a step needs on the device beside activations: clipping reads all gradients at once."""
+    found = state_bytes(step)
+    return found.persistent + max(found.parameters, found.gradients)

@@ -1,0 +1,88 @@
+"""`jzero plan --fit`: the smallest cluster of a kind of GPU on which a model trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from jzero.config.sizes import ACCUM, MICRO
+from jzero.display.slow_work import slow_work
+from jzero.errors import ConfigError
+from jzero.planner import choices as keys
+from jzero.planner.bounds import Bounds
+from jzero.planner.choices import Choice, Space, is_open, merged
+from jzero.planner.gpus import gpu
+from jzero.planner.outcomes import Outcome, Pool, Task
+from jzero.planner.room import room
+
+MOST_NODES = 2048
+TRIED = 3  # of the leanest choices for one number of GPUs
+
+
+def smallest(
+    task: Task, raw: Mapping[str, Any], seen: Callable[[Outcome], None] = lambda found: None
+) -> tuple[Task, Outcome]:
+    """Find the smallest number of GPUs that fits, and a configuration that does.
+
+    A host is filled before a second one is taken: 1, 2, 4, ... GPUs of one host, then any number of whole hosts. The
+    formula rejects, the rest is compiled; state in host memory counts only if the config asks for it.
+
+    Args:
+      task: its `gpus_per_node` fills a host; `nodes` does not matter.
+      raw: the config's dict, as for `search`.
+      seen: called with every outcome.
+
+    Raises:
+      ConfigError: no global batch, or not even `MOST_NODES` hosts are enough.
+    """
+    with Pool() as pool, slow_work("looking for the smallest cluster"):
+
+        def fits(nodes: int, each: int) -> Outcome | None:
+            there = replace(task, nodes=nodes, gpus_per_node=each)
+            leanest = list(_leanest(there, raw))
+            for future in [pool.submit(there, merged(raw, choice), choice) for choice in leanest]:
+                found = future.result()
+                seen(found)
+                if found.fits:
+                    return found
+            return None
+
+        powers = (2**i for i in range(task.gpus_per_node.bit_length()))
+        for each in dict.fromkeys([*(n for n in powers if n < task.gpus_per_node), task.gpus_per_node]):
+            if found := fits(1, each):
+                return replace(task, nodes=1, gpus_per_node=each), found
+        low, high = 1, 2
+        while not (found := fits(high, task.gpus_per_node)):
+            low, high = high, 2 * high
+            if high > MOST_NODES:
+                raise ConfigError(
+                    f"{task.model}: does not fit {low * task.gpus_per_node:,} x {gpu(task.gpu).description} either; "
+                    "a larger train_batch_size, a shorter sequence or state in host memory may help"
+                )
+        while high - low > 1:
+            middle = (low + high) // 2
+            if better := fits(middle, task.gpus_per_node):
+                high, found = middle, better
+            else:
+                low = middle
+        return replace(task, nodes=high), found
+
+
+def _leanest(task: Task, raw: Mapping[str, Any]) -> Iterator[Choice]:
+    """Yield the choices that need the least memory, by the formula, of those that it does not reject."""
+    model, shapes = task.named()
+    bounds = Bounds(raw, model, shapes, task.gpu, task.gpus, task.gpus_per_node, task.rates)
+    most, needs = room(gpu(task.gpu), task.gpus).most, {}
+    for choice in Space(raw, gpu(task.gpu), task.gpus, task.gpus_per_node, bounds.layers).choices():
+        if choice.get(keys.POLICY, "full") != "full" or choice.get(keys.CHUNKS, 1) > 1:
+            continue
+        scanned = choice.get(keys.PIPE, 1) == 1 and is_open(raw, keys.UNROLL)
+        lean = choice | ({keys.UNROLL: False} if scanned else {})
+        key = tuple(value for name, value in lean.items() if name not in (MICRO, ACCUM))
+        try:
+            needs[key] = bounds.memory(choice), lean  # the last has the smallest micro-batch
+        except ConfigError:  # the choice fits the model or itself not at all
+            continue
+    ranked = sorted(needs.values(), key=lambda item: item[0])
+    yield from (lean for need, lean in ranked[:TRIED] if need <= most)

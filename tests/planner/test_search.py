@@ -1,0 +1,216 @@
+"""The search, against trying everything on a made-up machine; and the choices, against counts by hand."""
+
+import itertools
+import json
+from concurrent.futures import Future
+
+import pytest
+from helpers.cuda import needs_cuda_compiler
+
+from jzero import cli
+from jzero.config.sizes import ACCUM, MICRO
+from jzero.errors import ConfigError
+from jzero.planner import choices as keys
+from jzero.planner import search as search_module
+from jzero.planner import smallest as smallest_module
+from jzero.planner.choices import Space, is_open, merged, value_at
+from jzero.planner.gpus import GPUS
+from jzero.planner.outcomes import Outcome, Task
+from jzero.planner.rates import Rates
+from jzero.planner.search import search
+from jzero.planner.smallest import smallest
+
+RAW = {"train_batch_size": 16, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "bf16": {"enabled": True}}
+CHANGES = ("num_layers=4", "d_model=384", "d_ff=768")
+
+
+def space(gpus=4, each=4, layers=4, **raw):
+    return Space(RAW | raw, GPUS["h200"], gpus, each, layers)
+
+
+def task(nodes=1, each=2):
+    return Task("llama:tiny", 128, CHANGES, "h200", nodes, each, Rates.of("h200"))
+
+
+class TestChoices:
+    def test_count_by_hand(self):
+        """4 GPUs, 4 layers, 16 rows.
+
+        pipe 1, zero 4: 4 rows each: micro 1, 2, 4; 4 stages x 3 policies x 3 = 36. pipe 2, zero 2: 8 rows each: micro
+        1, 2, 4, 8; schedules 1f1b, interleaved 2, zero_bubble 1 and 2: 4 stages x 4 x 3 x 4 = 192. pipe 4: 16 rows,
+        5 micro-batches, one chunk: 1f1b and zero_bubble: 1 stage x 2 x 3 x 5 = 30.
+        """
+        assert len(list(space().choices())) == 36 + 192 + 30
+
+    def test_what_the_config_has_is_kept(self):
+        given = {"zero_optimization": {"stage": 2}, "mesh": {"pipe": 2}, "train_micro_batch_size_per_gpu": "auto"}
+        found = list(space(**given).choices())
+        assert {choice[MICRO] * choice[ACCUM] for choice in found} == {8}
+        assert not any(choice.keys() & {keys.STAGE, keys.PIPE} for choice in found)
+        assert len(found) == 4 * 3 * 4
+
+    def test_zero_in_a_host_across_hosts(self):
+        found = list(space(gpus=8, each=4, layers=0).choices())
+        assert {(c[keys.DATA], c[keys.ZERO]) for c in found} == {(1, 8), (2, 4)}
+
+    def test_precision_of_a_gpu(self):
+        raw = {"train_batch_size": 16}
+        assert Space(raw, GPUS["h100"], 1, 1, 0).precision() == {"bf16.enabled": True}
+        assert Space(raw, GPUS["t4"], 1, 1, 0).precision() == {"fp16.enabled": True}
+        assert Space(RAW, GPUS["h100"], 1, 1, 0).precision() == {}
+
+    def test_no_global_batch(self):
+        with pytest.raises(ConfigError, match="train_batch_size = None"):
+            list(Space({}, GPUS["h100"], 1, 1, 0).choices())
+
+    def test_open_keys(self):
+        raw = {"zero_optimization": {"stage": "auto"}, "stack": {"unroll": False}}
+        assert is_open(raw, keys.STAGE)
+        assert not is_open(raw, keys.UNROLL)
+        assert value_at(merged(raw, {keys.STAGE: 2}), keys.STAGE) == 2
+
+
+MEMORY = GPUS["h200"].memory
+
+
+def machine(bounds_of, activations, scale=1.0):
+    """Make a planner of a machine that obeys a formula; returns what it compiled too."""
+    compiled = []
+
+    def outcome(task, raw, choice):
+        bounds = bounds_of(task)
+        compiled.append(json.dumps(choice))
+        micro, policy = choice[MICRO], {"none": 1.0, "matmuls": 0.6, "full": 0.1}[choice[keys.POLICY]]
+        beyond = activations * policy * micro * bounds.held(choice) * (0.5 if choice.get(keys.UNROLL) is False else 1)
+        waste = 1.05 + 0.2 / micro + (0.1 if choice.get(keys.STAGE, 0) == 3 else 0.0)
+        seconds = bounds.seconds(choice) * waste * (1.1 if choice.get(keys.PIPE, 1) > 1 else 1.0)
+        seconds *= 1.08 if choice.get(keys.UNROLL) is False else 1
+        seconds *= 3 if choice.get(keys.OFFLOAD_OPTIMIZER) == "cpu" else 1
+        peak = int(scale * (bounds.memory(choice) + beyond))
+        return Outcome(choice, peak, MEMORY, 0, seconds, 16 / seconds, 2048 / seconds, 0.5)
+
+    class Pool:
+        size = 2
+
+        def submit(self, task, raw, choice):
+            future = Future()
+            future.set_result(outcome(task, raw, choice))
+            return future
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    return Pool, outcome, compiled
+
+
+def bounds_of(task, raw=RAW):
+    model, shapes = task.named()
+    return search_module.Bounds(raw, model, shapes, task.gpu, task.gpus, task.gpus_per_node, task.rates)
+
+
+@needs_cuda_compiler
+class TestSearch:
+    @pytest.mark.parametrize("activations", [12 * 2**30, 60 * 2**30, 2**38])
+    def test_finds_what_trying_everything_finds(self, activations, monkeypatch):
+        """From much memory to so little that the state must be offloaded or nothing fits."""
+        shared = bounds_of(task())
+        pool, outcome, compiled = machine(lambda _: shared, activations)
+        monkeypatch.setattr(search_module, "Pool", lambda processes: pool())
+        there = Space(RAW, GPUS["h200"], 2, 2, 4)
+        everything = []
+        for choice, unroll in itertools.product(there.choices(), ({}, {keys.UNROLL: False})):
+            if not (unroll and choice.get(keys.PIPE, 1) > 1):
+                everything.append(outcome(task(), RAW, choice | unroll))
+        fitting = [o for o in everything if o.peak_bytes <= search_module.room(GPUS["h200"], 2).most]
+        compiled.clear()
+        if not fitting:
+            with pytest.raises(ConfigError, match="the smallest needs"):
+                search(task(), RAW).best  # noqa: B018
+            return
+        found = search(task(), RAW)
+        assert found.best.step_s == pytest.approx(min(o.step_s for o in fitting), rel=0.01)
+        assert len(compiled) == len(set(compiled)) < len(everything) / 3
+        assert sum(found.dropped.values()) > 0
+        assert found.config["train_batch_size"] == 16
+
+    def test_the_frontier_is_not_beaten(self, monkeypatch):
+        shared = bounds_of(task())
+        pool, outcome, _ = machine(lambda _: shared, 12 * 2**30)
+        monkeypatch.setattr(search_module, "Pool", lambda processes: pool())
+        everything = [outcome(task(), RAW, choice) for choice in Space(RAW, GPUS["h200"], 2, 2, 4).choices()]
+        frontier = search(task(), RAW, every=True).frontier
+        assert len(frontier) > 1
+        for one in frontier:
+            assert not any(o.step_s < 0.999 * one.step_s and o.peak_bytes < 0.999 * one.peak_bytes for o in everything)
+
+    def test_no_time(self, monkeypatch):
+        pool, *_ = machine(lambda _: None, 0)
+        monkeypatch.setattr(search_module, "Pool", lambda processes: pool())
+        found = search(task(), RAW, minutes=0)
+        assert found.dropped == {search_module.LATE: len(list(Space(RAW, GPUS["h200"], 2, 2, 4).choices()))}
+        with pytest.raises(ConfigError, match="no time left"):
+            found.best  # noqa: B018
+
+    @pytest.mark.parametrize("cluster", [(1, 2), (3, 4)])
+    def test_the_smallest_cluster(self, cluster, monkeypatch):
+        """The made-up machine needs a multiple of the formula's bytes, such that this cluster is just large enough."""
+        raw = RAW | {
+            "train_batch_size": 48,
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            "mesh": {"pipe": 1},
+        }
+        known = {}
+
+        def of(there):
+            return known.setdefault((there.nodes, there.gpus_per_node), bounds_of(there, raw))
+
+        there = Space(raw, GPUS["h200"], cluster[0] * cluster[1], cluster[1], 4)
+        least = min(of(task(*cluster)).memory(choice) for choice in there.choices())
+        scale = 0.999 * search_module.room(GPUS["h200"], cluster[0] * cluster[1]).most / least
+        pool, *_ = machine(of, 0, scale)
+        monkeypatch.setattr(smallest_module, "Pool", pool)
+        found, outcome = smallest(task(each=4), raw)
+        assert (found.nodes, found.gpus_per_node) == cluster
+        assert outcome.fits
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+def test_the_command(tmp_path, capsys, monkeypatch):
+    """Two real processes; the config found plans to the same figures."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    raw = RAW | {"train_batch_size": 4, "zero_optimization": {"stage": 2}, "mesh": {"pipe": 1, "data": 1, "zero": 2}}
+    raw["activation_checkpointing"] = {"policy": "none"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    options = ["--model", "llama:tiny", "--seq", "128", "--gpu", "h200", "--gpus_per_node", "2"]
+    best = tmp_path / "best.json"
+    found = cli.main(["plan", str(tmp_path / "config.json"), *options, "--search", "--out", str(best), "--json"])
+    assert found == 0
+    record = json.loads(capsys.readouterr().out)
+    assert {key: record["config"][key] for key in raw} == raw
+    first = record["outcomes"][0]
+    assert first["choice"].keys() == {MICRO, ACCUM}
+    assert cli.main(["plan", str(best), *options, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["memory"]["peak_bytes"] == first["peak_bytes"]
+    assert planned["time"]["step_s"] == pytest.approx(first["step_s"])
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--fit", "--search"], "--fit: without --search"),
+        (["--search", "--html", "x.html"], "without --html and --tokens"),
+        (["--search", "--minutes", "0"], "--minutes 0: must be positive"),
+        (["--frontier", "x.txt"], "must end in .svg"),
+    ],
+)
+@needs_cuda_compiler
+def test_options_that_do_not_go_together(options, problem, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(RAW))
+    assert cli.main(["plan", str(tmp_path / "config.json"), "--model", "llama:tiny", *options]) == 2
+    assert problem in capsys.readouterr().err

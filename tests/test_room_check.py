@@ -1,0 +1,133 @@
+"""A step that needs more memory than its device has: what is largest, and configurations that fit, compiled."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import jzero
+from jzero.engine import room_check
+from jzero.errors import OutOfMemoryError
+from jzero.planner.choices import merged
+from jzero.planner.room import Room
+from models.llama import Llama, preset
+
+ROWS, LENGTH = 16, 64
+CONFIG = {
+    "train_batch_size": ROWS,
+    "train_micro_batch_size_per_gpu": 8,
+    "gradient_accumulation_steps": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 1, "stage3_param_persistence_threshold": 0},
+    "steps_per_print": None,
+}
+DATA = {name: np.ones((2 * ROWS, LENGTH), np.int32) for name in ("inputs", "labels")}
+BATCH = {name: values[:ROWS] for name, values in DATA.items()}
+
+
+def mesh():
+    return jzero.make_mesh(devices=jax.devices()[:2])
+
+
+def model():
+    return jzero.from_flax(lambda rngs: Llama(preset("tiny", num_layers=2), rngs=rngs))
+
+
+def limit(patch, size):
+    """Let the devices report a limit, which CPUs have none of."""
+    patch.setattr(room_check, "room_here", lambda: size and Room(size, size, size))
+
+
+def peak(config):
+    """XLA's own figure for the plain step."""
+    step = jzero.make_train_step(model(), config, mesh=mesh())
+    stats = step.lower(BATCH).compile().memory_analysis()
+    return (
+        stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
+    )
+
+
+def start(config, **data):
+    return jzero.initialize(model=model(), config=config, mesh=mesh(), **data)[0]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return peak(CONFIG)
+
+
+def test_initialize_names_what_fits_and_it_does(whole, monkeypatch, capsys):
+    limit(monkeypatch, int(0.8 * whole))
+    with pytest.raises(OutOfMemoryError) as caught:
+        start(CONFIG, training_data=DATA)
+    message = str(caught.value)
+    assert message.startswith("the step does not fit: ")
+    assert "activations and temporaries" in message  # the parts
+    found = re.findall(r"^fits with .*?: (\{.*\})$", message, re.MULTILINE)
+    assert found
+    changed = CONFIG
+    for line in found:
+        changes = json.loads(line)
+        changed = {
+            **CONFIG,
+            **{k: {**CONFIG.get(k, {}), **v} if isinstance(v, dict) else v for k, v in changes.items()},
+        }
+        assert peak(changed) <= 0.8 * whole
+        assert changed["train_batch_size"] == ROWS
+    engine = start(changed, training_data=DATA)
+    assert np.isfinite(float(engine.train_batch()))
+
+
+def test_without_training_data_the_first_step_tells(whole, monkeypatch):
+    limit(monkeypatch, int(0.8 * whole))
+    engine = start(CONFIG)
+    with pytest.raises(OutOfMemoryError, match="fits with"):
+        engine.train_batch(BATCH)
+
+
+def test_nothing_fits(whole, monkeypatch):
+    limit(monkeypatch, 2**18)  # less than the parameters
+    engine = start(CONFIG)
+    with pytest.raises(OutOfMemoryError, match="use more devices"):
+        engine.train_batch(BATCH)
+
+
+def test_a_check_compiles_nothing_twice(whole, monkeypatch):
+    events = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, seconds, **_: events.append(name) if "backend_compile" in name else None
+    )
+
+    def compiled(size):
+        limit(monkeypatch, size)
+        events.clear()
+        engine = start(CONFIG, training_data=DATA)
+        engine.train_batch()
+        return len(events)
+
+    compiled(None)  # what is compiled once in a process
+    assert compiled(2 * whole) == compiled(None)
+
+
+def test_a_step_that_runs_out_of_memory(whole, monkeypatch):
+    limit(monkeypatch, 2 * whole)
+    engine = start(CONFIG)
+    engine.train_batch(BATCH)
+
+    def run(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")
+
+    monkeypatch.setattr(engine.step_fn, "run", run)
+    with pytest.raises(OutOfMemoryError, match="a step ran out of memory") as caught:
+        engine.train_batch(BATCH)
+    assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
+
+
+def test_a_choice_changes_only_its_keys():
+    raw = {"zero_optimization": {"stage": 1, "overlap_comm": True}, "bf16": {"enabled": True}}
+    assert merged(raw, {"zero_optimization.stage": 3, "stack.unroll": False}) == {
+        "zero_optimization": {"stage": 3, "overlap_comm": True}, "bf16": {"enabled": True}, "stack": {"unroll": False},
+    }  # fmt: skip
+    assert raw["zero_optimization"]["stage"] == 1
