@@ -25,7 +25,8 @@ from jzero.sharding import stack_length
 from jzero.tree import PyTree, leading_dim
 from jzero.zero import ParamLayout
 
-# Unrolling saves 5-18 % of the step time on GPUs; past this many layers its compile time is no longer small.
+# Unrolling saves 5-18 % of the step time on GPUs; past this many layers its compile time is no longer small: XLA takes
+# about 0.7 CPU seconds for the forward and backward pass of one (experiments/benchmarks).
 UNROLL_LIMIT = 48
 
 

@@ -110,6 +110,7 @@ LAYOUTS = {
     "1f1b": {"pipe": 2},
     "pipe and zero3": {"stage": 3, "pipe": 2, "zero": 2},
     "interleaved": {"stage": 3, "pipe": 2, "zero": 2, "more": {"pipeline": {"schedule": "interleaved", "chunks": 2}}},
+    "pipe, scanned": {"pipe": 2, "more": {"stack": {"unroll": False}}},
 }
 GREEDY = [
     *product(["everything"], LAYOUTS),

@@ -100,6 +100,21 @@ def test_two_layers_in_each_of_two_chunks(schedule):
     check(model(Decoder, 8), Case(schedule, 2, 4, chunks=2))
 
 
+SCANNED = [  # and the layers of an activation checkpoint
+    (Everything, Case("1f1b", 2, 3, 1, 2), 0),
+    (Decoder, Case("interleaved", 2, 2, 3, 2, chunks=2), 0),
+    (Everything, Case("zero_bubble", 2, 3, 2, 2), 0),
+    (Decoder, Case("gpipe", 2, 3, 3, 2, gather="step"), 2),
+]
+
+
+@pytest.mark.parametrize(("kind", "case", "interval"), keep(SCANNED, SCANNED[1:3]), ids=str)
+def test_a_loop_over_the_layers_of_a_chunk(kind, case, interval):
+    pipeline = case.config()["pipeline"] | {"activation_checkpoint_interval": interval}
+    ours = run(model(kind, 8), case, stack={"unroll": False}, pipeline=pipeline)
+    assert_close(ours, unpipelined(model(kind, 8), case.unpipelined))
+
+
 # ------------------------------------------------------------------------------------------ every kind of model
 
 

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import pytest
+from helpers.layer_lists import layers
 from helpers.pipelines import Case, Decoder, batch_of, model
 from test_bad_input import mlp, refused
 
@@ -75,8 +76,16 @@ def test_the_problem_of_the_batch_comes_with_that_of_the_layout(case, more, othe
     assert layout.startswith(other)
 
 
-def test_a_pipelines_layers_are_always_unrolled():
-    step = lambda: Case("1f1b", 2, 2).step(Decoder(4), stack={"unroll": False})  # noqa: E731
+def test_a_loop_over_checkpoints_that_do_not_divide_a_chunk():
+    pipeline = {"activation_checkpoint_interval": 3}
+    step = lambda **more: Case("1f1b", 2, 2).step(Decoder(8), pipeline=pipeline, **more)  # noqa: E731
+    parts = "stack.unroll = false", "mesh.pipe = 2", "activation_checkpoint_interval = 3", "the 4 layers"
+    refused(lambda: step(stack={"unroll": False}), *parts)
+    assert step().setup.passes.facts.unrolled
+
+
+def test_a_loop_over_layers_of_different_structure():
+    step = lambda: Case("gpipe", 2, 3).step(layers("different"), stack={"unroll": False})  # noqa: E731
     refused(step, "stack.unroll = false", "mesh.pipe = 2", "always unrolled")
 
 

@@ -23,7 +23,8 @@ and over `zero`, leaf by leaf, of a stage's layers
 
 The ends do the same: what the suffix has is gathered and reduced with S, the embedding gathered with E and reduced with
 G, for which it is not gathered again. Of the ticks that are no loop's the compiler sees what is the same or unread:
-all their gathers of a leaf are one, and the last gradient of all is sent to nobody.
+all their gathers of a leaf are one, and the last gradient of all is sent to nobody. With the layers of a chunk in a
+loop, their gathers are all apart, and what happens once a step happens to the stacked leaf as a whole.
 """
 
 import functools
@@ -69,12 +70,13 @@ class Scaled(Decoder):
         return vocab_parallel.cross_entropy(x * ends["scale"], ends["head"], batch["labels"])
 
 
-def compile(case, model, rows, sequence, **options):
+def compile(case, model, rows, sequence, unroll="auto", **options):
     """(compiled step, mesh): micro-batches of so many rows, and compiler options."""
     config = case.config(
         train_micro_batch_size_per_gpu=rows,
         optimizer={"type": "AdamW", "params": {"lr": 1e-3}},
         bf16={"enabled": True},
+        stack={"unroll": unroll},
         compiler_options={"xla_gpu_autotune_level": 0, **options},
     )
     mesh = jzero.make_mesh(config, devices=gpu_devices("h100", case.stages * case.data * case.zero))
@@ -84,8 +86,8 @@ def compile(case, model, rows, sequence, **options):
 
 
 @functools.cache
-def collectives_of(case):
-    return collectives(*compile(case, Scaled(case.layers), MICRO, SEQUENCE, **SEPARATE))
+def collectives_of(case, unroll="auto"):
+    return collectives(*compile(case, Scaled(case.layers), MICRO, SEQUENCE, unroll, **SEPARATE))
 
 
 def ticks(table):
@@ -97,7 +99,7 @@ def ticks(table):
     return {name: int(there.sum()) for name, there in works.items()} | dict.fromkeys("ESG", table.micro_batches)
 
 
-def expected(case):
+def expected(case, loop=False):
     """The tables of the module's docstring as a Counter of (kind, dtype, axes, bytes) -> arrays moved."""
     moved, sizes = Counter(), {"pipe": case.stages, "data": case.data, "zero": case.zero}
     table = make_schedule(case.schedule, case.stages, case.micro, case.chunks)
@@ -120,31 +122,33 @@ def expected(case):
     add("all-reduce", "f32", ["pipe", "data", "zero"], 2 * case.micro, 1)
     add("all-reduce", "f32", ["data", "zero"], 1, 1)  # the total count, which the gradients are divided by
 
-    def gathers(works):
+    def gathers(works, loop):
         """In so many ticks any of these works; all of those that are no loop's are one."""
-        return sum(at[work] for work in works) - max(0, sum(bool(set(works) & set(what.upper())) for what in alone) - 1)
+        same = max(0, sum(bool(set(works) & set(what.upper())) for what in alone) - 1)
+        return sum(at[work] for work in works) - (0 if loop else same)
 
-    def leaf(shape, needed, reduced, on_pipe=True, layers=1, together=1):
+    def leaf(shape, needed, reduced, on_pipe=True, layers=1, together=1, loop=False):
         """`needed`, `reduced`: in which ticks, by their works; `together`: that many are one array once a step."""
+        arrays, together = (1, layers * together) if loop else (layers, together)
         one, over_pipe = prod(shape), [] if on_pipe else ["pipe"]
         add("all-reduce", "f32", [*["pipe"] * on_pipe, *["zero"] * (case.stage > 0)], 1, 1)  # the gradient's norm
         if not case.stage:
-            add("all-reduce", "bf16", [*over_pipe, "data", "zero"], together * one, layers)
+            add("all-reduce", "bf16", [*over_pipe, "data", "zero"], together * one, arrays)
             return
         if gather == "step":
-            add("all-gather", "bf16", ["zero"], together * one, layers)
+            add("all-gather", "bf16", ["zero"], together * one, arrays)
         else:
-            add("all-gather", "bf16", ["zero"], one, layers * sum(map(gathers, needed)))
+            add("all-gather", "bf16", ["zero"], one, layers * sum(gathers(works, loop) for works in needed))
         if case.stage == 1:
-            add("reduce-scatter", "bf16", ["zero"], together * one, layers)
+            add("reduce-scatter", "bf16", ["zero"], together * one, arrays)
         else:
             add("reduce-scatter", "bf16", ["zero"], one, layers * sum(at[work] for work in reduced))
-        add("all-reduce", "bf16", [*over_pipe, "data"], together * one // case.zero, layers)
+        add("all-reduce", "bf16", [*over_pipe, "data"], together * one // case.zero, arrays)
 
     shapes = jax.eval_shape(Scaled(case.layers).init, jax.random.key(0))
     for name, x in shapes["stack"].items():
         works = (["F"], "BD") if name == "b" else (["F", "BD"], "BW")
-        leaf(x.shape[1:], *works, layers=depth, together=case.chunks)
+        leaf(x.shape[1:], *works, layers=depth, together=case.chunks, loop=loop)
         chunk = depth * prod(x.shape[1:]) // (case.zero if case.stage else 1)
         if case.chunks % case.stages == 0:
             add("all-to-all", "bf16", ["pipe"], case.chunks * chunk, 2)
@@ -188,6 +192,16 @@ def test_collectives_are_the_tables(case):
         activations = row.bytes == MICRO * SEQUENCE * WIDTH * SIZE["bf16"]
         assert row.axes == ("pipe",)
         assert activations or row.loops == ()  # the layers go to their places and back once a step
+
+
+LOOPS = [Case("1f1b", 2, 4, 3, 2, 2), Case("gpipe", 2, 4, 1, 2)]
+
+
+@pytest.mark.parametrize("case", keep(LOOPS, []), ids=str)
+def test_collectives_of_a_loop_over_the_layers(case):
+    program = collectives_of(case, unroll=False)
+    assert not program.unknown_trips
+    assert found(program) == expected(case, loop=True)
 
 
 # ------------------------------------------------------------------------------------------------------- memory

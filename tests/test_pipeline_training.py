@@ -1,5 +1,6 @@
 """Pipelines with a PipelineModule, activation checkpointing, losses without a step, and half precision."""
 
+from collections import Counter
 from itertools import product
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from helpers.engines import three_calls
 from helpers.layer_lists import layers
+from helpers.offload import scans
 from helpers.pipelines import (
     BOUND,
     ROWS,
@@ -139,6 +141,33 @@ def test_what_an_interval_keeps():
         step = case.step(model(Decoder, 8), pipeline=pipeline)
         peaks.append(memory(step.lower({"inputs": tokens, "labels": tokens}).compile()).peak)
     assert peaks[0] - peaks[1] == pytest.approx(3 * (4 - 1) * ROWS * 4096 * WIDTH * 4, rel=0.01)
+
+
+@pytest.mark.parametrize(("policy", "arrays"), [("none", 3), ("matmuls", 2), ("full", 1)])
+def test_what_a_loop_over_the_layers_keeps(policy, arrays):
+    """A layer keeps its input, its product, and what the gradient of `tanh` needs, but no weight, gathered or not."""
+    case = Case("1f1b", 2, 6, 3, 2)
+    slots, depth, size = 2 * 2 - 1, 4, (ROWS, SEQUENCE, WIDTH)
+    for unroll, buffer, n in ((True, (slots, *size), depth * arrays), (False, (slots * depth, *size), arrays)):
+        step = case.step(model(Decoder, 8), activation_checkpointing={"policy": policy}, stack={"unroll": unroll})
+        loops = [Counter(x.aval.shape for x in eqn.outvars) for eqn in scans(step.trace(batch_of(case)).jaxpr.jaxpr)]
+        ticks = [carried for carried in loops if (6, 2) in carried]  # with the losses of six micro-batches
+        assert len(ticks) == 3
+        for carried in ticks:
+            assert carried[buffer] == n
+            assert {shape for shape in carried if shape and shape[0] in (slots, slots * depth)} == {buffer}
+
+
+LIMITS = [(Case("1f1b", 2, 4), 24), (Case("zero_bubble", 2, 4), 16), (Case("interleaved", 2, 4, chunks=2), 24)]
+
+
+@pytest.mark.parametrize(("case", "layers"), LIMITS, ids=str)
+def test_many_layers_run_in_a_loop(case, layers):
+    """48 layers are unrolled in a step; the phases of these schedules have them 4, 5.5 and 7 times."""
+    for n, unrolled in ((layers, True), (layers + case.stages * case.chunks, False)):
+        step = case.step(model(Decoder, n))
+        assert step.setup.passes.facts.unrolled == unrolled
+        assert f"{n} layers, {'unrolled' if unrolled else 'scanned'}; " in report(step)
 
 
 @pytest.mark.slow

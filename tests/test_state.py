@@ -273,6 +273,7 @@ LAYOUTS = [
     ({"pipe": 2, "zero": 2}, 1, {"pipeline": {"schedule": "zero_bubble"}}),
     ({"pipe": 2}, 3, {"pipeline": {"schedule": "interleaved", "chunks": 2}}),
     ({"pipe": 4, "zero": 2}, 0, {"pipeline": {"schedule": "gpipe"}}),
+    ({"pipe": 2, "zero": 2}, 3, {"stack": {"unroll": False}}),
 ]
 
 

@@ -184,7 +184,8 @@ def _how(step: Any) -> str:
         return "unrolled"
     in_use = any(leaf.on_host.in_use for leaf in jax.tree.leaves(step.layouts))
     asked = "cpu_checkpointing" if facts.remat.offload else "offload_param" if in_use else ""
-    return f"scanned for {asked}" if asked and config.stack.unroll == "auto" else "scanned"
+    # A pipeline scans many layers, whatever is on the host.
+    return f"scanned for {asked}" if asked and config.stack.unroll == "auto" and not facts.pipeline else "scanned"
 
 
 def _not_offloaded(step: Any) -> list[str]:

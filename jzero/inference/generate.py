@@ -29,7 +29,7 @@ from jzero.setup import Setup
 from jzero.sharding import stack_length
 from jzero.stack import fetch
 from jzero.state import TrainState, check_alive, check_key
-from jzero.tree import PyTree
+from jzero.tree import PyTree, leading_dim
 
 Forward = Callable[..., tuple[jax.Array, PyTree]]  # (tokens [B, S], column, padding, cache) -> (logits [B, V], cache)
 
@@ -343,7 +343,9 @@ def _through_stages(setup: Setup, pair: Any, empty: Callable, has_columns: PyTre
     stage, ring = lax.axis_index(PIPE), [(s, (s + 1) % stages) for s in range(stages)]
     layers: list[Any] = [list(zip(*pair, strict=True))]
     if setup.passes.view.layer_axis:
-        layers = [jax.tree.map(lambda w, c=c: w[c], layers[0]) for c in range(chunks)]  # type: ignore[misc]
+        pieces = [[jax.tree.map(lambda w, i=i: w[i], one) for one in layers[0]] for i in range(leading_dim(pair))]
+        n = len(pieces) // chunks
+        layers = [[one for piece in pieces[c * n : (c + 1) * n] for one in piece] for c in range(chunks)]
 
     def run(x: Any, cache: Any) -> tuple[Any, Any]:
         def turn(t: Any, carry: Any, chunk: Any) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jzero.loss import Mean, Sums
 from jzero.mesh import PIPE
 from jzero.model import ENDS, STACK, Inputs, fold, replace_state
 from jzero.pipeline import slots
+from jzero.pipeline.carry import Carry
 from jzero.pipeline.ends_state import needs_former
 from jzero.pipeline.layer_switch import kind_of
 from jzero.pipeline.program import Program, Runs, count
@@ -37,7 +38,7 @@ from jzero.tree import PyTree, combine, leading_dim, partition
 from jzero.zero import ParamLayout, keep_state
 
 Columns = dict[str, jax.Array]  # this stage's numbers by name, see `program.Program.columns`
-Functions = tuple[Callable, Callable, Callable]  # prefix, chunk, suffix
+Functions = tuple[Callable, Callable, Callable]  # prefix, piece, suffix
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,14 @@ class Stages:
 
     Attributes:
       n_stages, chunks: pipeline stages, and chunks of layers on each.
-      view: the form of the parameters in use; its stack is a list, and with several chunks a leaf has an axis for them.
+      pieces: the equal pieces of a chunk; a tick's pass is a loop over them, or unrolled if there is only one.
+      view: the form of the parameters in use; its stack is a list of the layers of a piece, and with several pieces on
+        a stage a leaf has an axis for them, chunk by chunk.
       objective: what the suffix returns -> loss and metrics, to differentiate; see `loss.read_loss`.
       read: what the suffix returns -> what is collected of it.
       functions: called with (pairs, micro-batch), whose shapes alone matter; returns prefix(ends, batch, key) -> x,
-        chunk(weights, state, x, context) -> x, suffix(ends, x, batch, key) -> loss, each with the new state beside its
-        result. The weights are (diff, nondiff); a context is the micro-batch's key and the chunk's number in the whole
+        piece(weights, state, x, context) -> x, suffix(ends, x, batch, key) -> loss, each with the new state beside its
+        result. The weights are (diff, nondiff); a context is the micro-batch's key and the piece's number in the whole
         model.
       offload: whether what a forward pass keeps for the backward pass lies in host memory.
     """
@@ -64,34 +67,7 @@ class Stages:
     read: Callable[[Any], PyTree]
     functions: Callable[[Any, PyTree], Functions]
     offload: bool = False
-
-
-class Carry(NamedTuple):
-    """The values that a stage carries from tick to tick; M micro-batches.
-
-    Attributes:
-      entering: the prefix's output, for the first stage's next forward pass.
-      inbox: the output of the stage before.
-      returned: the gradient from the stage after.
-      leaving: the gradient of this stage's last input.
-      stash: residuals between F and B or W, [slots, ...] each.
-      rest: operands of the weights' gradient between D and W, [slots, ...] each.
-      gradients: summed so far.
-      state: the model's, None in the place of parameters.
-      former: the ends' state before every micro-batch, [M, ...] each, if the prefix's output depends on it.
-      seen: the loss and metrics of every micro-batch, [M, 2] each.
-    """
-
-    entering: Any
-    inbox: Any
-    returned: Any
-    leaving: Any
-    stash: Any
-    rest: Any
-    gradients: Any
-    state: Any
-    former: Any
-    seen: Sums
+    pieces: int = 1
 
 
 class Execution:
@@ -112,8 +88,8 @@ class Execution:
         self.prefix = lambda *args: jax.tree.map(jnp.asarray, prefix(*args))
         ends = partial(self.ends, self.diff[ENDS], self.state[ENDS])
         self.x = jax.eval_shape(lambda: self.prefix(ends(), part, key)[0])
-        pair, context = jax.eval_shape(self.weights, 0), jax.eval_shape(self.context, 0, 0)
-        state = jax.eval_shape(lambda: self.of_chunk(self.state[STACK], 0))
+        pair, context = jax.eval_shape(self.weights, 0), jax.eval_shape(self.context, 0, 0, 0)
+        state = jax.eval_shape(lambda: self.of_piece(self.state[STACK], 0))
         _check_chain(self.x, jax.eval_shape(self.layers, pair, state, self.x, context)[0])
         self.sums = jax.eval_shape(lambda x: stages.read(self.suffix(ends(), x, part, key)[0]), self.x)
         if cotangent is not None:
@@ -138,15 +114,15 @@ class Execution:
         seen = jax.tree.map(lambda s: jnp.zeros((leading_dim(self.batch), *s.shape), s.dtype), self.sums)
         floats = split_floats(x)[0]
         if self.cotangent is None:
-            return Carry(x, x, None, None, None, None, None, self.state, None, seen)
-        accum = self.stages.precision.accum
-        stash = slots.buffer(self.program.stash, self.chunk.stashed_types)
-        stash += [] if self.program.turns else [slots.buffer(self.program.stash, self.x, self.stages.offload)]
-        rest = slots.buffer(self.program.rest, self.chunk.rest_types)
+            return Carry(x, x, None, None, None, None, None, None, self.state, None, seen)
+        accum, pieces = self.stages.precision.accum, self.stages.pieces
+        stash = slots.buffer(self.program.stash * pieces, self.chunk.stashed_types)
+        outputs = None if self.program.turns else slots.buffer(self.program.stash, self.x, self.stages.offload)
+        rest = slots.buffer(self.program.rest * pieces, self.chunk.rest_types)
         gradients = jax.tree.map(lambda w: jnp.zeros(w.shape, accum), self.diff)
         ends = jax.tree.map(jax.typeof, self.state[ENDS])
         former = slots.buffer(leading_dim(self.batch), ends) if self.keeps_former else None
-        return Carry(x, x, floats, floats, stash, rest, gradients, self.state, former, seen)
+        return Carry(x, x, floats, floats, stash, outputs, rest, gradients, self.state, former, seen)
 
     def execute(self, runs: Runs, carry: Carry, columns: Columns) -> Carry:
         """Run nested runs of ticks, each repeated run as one scan over its rows of the columns."""
@@ -191,30 +167,23 @@ class Execution:
                 new["former"] = slots.write(carry.former, at["E.micro"], carry.state[ENDS])
             new["entering"], state = self.prefix(ends, *self.micro_batch(at["E.micro"]))
             ends = replace_state(ends, state)
-            self.keep(new, ENDS, state)
+            self.keep(new, state)
 
         if "F" in work:
             y = self.forward(new, carry, at)
 
-        kept = None
-        if work & set("BD"):
-            # Read after F wrote: the last stage begins B in the tick of its F, with the residuals of that F.
-            kept = slots.read(new["stash"], at["B.slot"])
-            if not self.program.turns:  # gpipe: the suffix runs long after F, on the output that F stashed last
-                y, kept = slots.on_device(kept[-1]), kept[:-1]
+        if work & set("BD") and carry.outputs is not None:
+            y = slots.on_device(slots.read(new["outputs"], at["B.slot"]))
 
         if "S" in work:
             gradient, dy = self.leave(new, ends, y, at)
             ends_gradients += gradient
 
         if work & set("BD"):
-            self.backward(new, carry, kept, dy, at, split="D" in work, may_idle="B" in idle)
+            self.backward(new, carry, dy, at, split="D" in work, may_idle="B" in idle)
 
         if "W" in work:
-            weights, context = self.weights(at["W.chunk"], again=True), self.context(at["W.chunk"], at["W.micro"])
-            stashed, rest = slots.read(new["stash"], at["W.slot"]), slots.read(new["rest"], at["W.rest"])
-            gradient = self.chunk.weight_backward(weights, context, stashed, rest)
-            self.add(new, gradient, at["W.chunk"], "W" in idle and at["W.active"])
+            self.weight_backward(new, at, may_idle="W" in idle)
 
         if "G" in work:
             part, key = self.micro_batch(at["G.micro"])
@@ -233,15 +202,21 @@ class Execution:
         """Run F, a chunk's forward pass: stash its residuals, send its output to the next stage, and return it."""
         # Chunk 0 of the first stage begins a micro-batch; every other chunk continues with the previous stage's output.
         x = _select(self.is_first & (at["F.chunk"] == 0), carry.entering, carry.inbox)
-        weights, context = self.weights(at["F.chunk"]), self.context(at["F.chunk"], at["F.micro"])
-        state = self.of_chunk(carry.state[STACK], at["F.chunk"])
-        if self.cotangent is None:
-            y, _ = self.layers(weights, state, x, context)
-        else:
+
+        def piece(p: Any, x: Any, stack: Any, stash: Any) -> tuple[Any, Any, Any]:
+            index = self.index(at["F.chunk"], p)
+            weights, context = self.weights(index), self.context(at["F.chunk"], at["F.micro"], p)
+            state = self.of_piece(stack, index)
+            if self.cotangent is None:
+                return self.layers(weights, state, x, context)[0], stack, stash
             (y, new_state), kept = self.chunk.forward(weights, state, x, context)
-            self.keep(new, STACK, new_state, at["F.active"], at["F.chunk"])
-            kept += [] if self.program.turns else [y]
-            new["stash"] = slots.write(carry.stash, at["F.slot"], kept)
+            stack = self.kept(STACK, stack, new_state, at["F.active"], index)
+            return y, stack, slots.write(stash, self.index(at["F.slot"], p), kept)
+
+        y, stack, new["stash"] = self.through(piece, x, carry.state[STACK], carry.stash)
+        new["state"] = {**new["state"], STACK: stack}
+        if carry.outputs is not None:
+            new["outputs"] = slots.write(carry.outputs, at["F.slot"], y)
         new["inbox"] = self.send(y, +1)
         return y
 
@@ -262,16 +237,14 @@ class Execution:
             return total, (sums, state)
 
         _, pullback, (seen, state) = jax.vjp(loss, ends, floats, has_aux=True)
-        self.keep(new, ENDS, state)
+        self.keep(new, state)
         new["seen"] = jax.tree.map(lambda all, x: all.at[at["S.micro"]].set(x), new["seen"], seen)
         if self.cotangent is None:
             return [], None
         gradient, dy = pullback(jnp.float32(1))
         return [gradient], dy
 
-    def backward(
-        self, new: dict[str, Any], carry: Carry, kept: Any, dy: Any, at: Columns, *, split: bool, may_idle: bool
-    ) -> None:
+    def backward(self, new: dict[str, Any], carry: Carry, dy: Any, at: Columns, *, split: bool, may_idle: bool) -> None:
         """Run B, a chunk's backward pass, or, if `split`, D, for its input alone; send the input's gradient back.
 
         `dy` is the suffix's gradient, if S ran in this tick: the last chunk of the last stage begins with it.
@@ -280,14 +253,36 @@ class Execution:
             dy = carry.returned
         else:
             dy = _select(self.is_last & (at["B.chunk"] == self.last_chunk), dy, carry.returned)
-        weights, context = self.weights(at["B.chunk"], again=True), self.context(at["B.chunk"], at["B.micro"])
-        if split:
-            dx, rest = self.chunk.input_backward(weights, context, kept, dy)
-            new["rest"] = slots.write(carry.rest, at["B.rest"], rest)
-        else:
+        # Read after F wrote: the last stage begins B in the tick of its F, with the residuals of that F.
+        stash = new["stash"]
+
+        def piece(p: Any, dy: Any, summed: Any, rest: Any) -> tuple[Any, Any, Any]:
+            index = self.index(at["B.chunk"], p)
+            weights, context = self.weights(index, again=True), self.context(at["B.chunk"], at["B.micro"], p)
+            kept = slots.read(stash, self.index(at["B.slot"], p))
+            if split:
+                dx, operands = self.chunk.input_backward(weights, context, kept, dy)
+                return dx, summed, slots.write(rest, self.index(at["B.rest"], p), operands)
             gradient, dx = self.chunk.backward(weights, context, kept, dy)
-            self.add(new, gradient, at["B.chunk"], may_idle and at["B.active"])
+            return dx, self.added(summed, gradient, index, may_idle and at["B.active"]), rest
+
+        dx, summed, new["rest"] = self.through(piece, dy, new["gradients"][STACK], carry.rest, reverse=True)
+        new["gradients"] = {**new["gradients"], STACK: summed}
         new["leaving"], new["returned"] = dx, self.send(dx, -1)
+
+    def weight_backward(self, new: dict[str, Any], at: Columns, *, may_idle: bool) -> None:
+        """Run W, the gradient of a chunk's weights."""
+
+        def piece(p: Any, summed: Any) -> tuple[Any]:
+            index = self.index(at["W.chunk"], p)
+            weights, context = self.weights(index, again=True), self.context(at["W.chunk"], at["W.micro"], p)
+            stashed = slots.read(new["stash"], self.index(at["W.slot"], p))
+            rest = slots.read(new["rest"], self.index(at["W.rest"], p))
+            gradient = self.chunk.weight_backward(weights, context, stashed, rest)
+            return (self.added(summed, gradient, index, may_idle and at["W.active"]),)
+
+        (summed,) = self.through(piece, new["gradients"][STACK])
+        new["gradients"] = {**new["gradients"], STACK: summed}
 
     # ------------------------------------------------------------------ parts of it
 
@@ -296,58 +291,71 @@ class Execution:
         part = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), self.batch)
         return Inputs(part, self.extra), fold(self.rng, self.first_index + index)
 
-    def context(self, chunk: Any, micro: Any) -> Any:
-        """Pair a micro-batch's key with the number that this stage's chunk has in the whole model."""
-        return fold(self.rng, self.first_index + micro), chunk * self.stages.n_stages + self.stage
+    def through(self, piece: Callable, *carry: Any, reverse: bool = False) -> Any:
+        """Run `carry = piece(p, *carry)` for every piece of a chunk."""
+        if self.stages.pieces == 1:
+            return piece(0, *carry)
+        numbers = jnp.arange(self.stages.pieces)
+        return lax.scan(lambda carry, p: (piece(p, *carry), None), carry, numbers, reverse=reverse)[0]
+
+    def index(self, chunk_or_slot: Any, piece: Any) -> Any:
+        """Find a piece among those of all chunks or slots."""
+        return chunk_or_slot if self.stages.pieces == 1 else chunk_or_slot * self.stages.pieces + piece
+
+    def context(self, chunk: Any, micro: Any, piece: Any) -> Any:
+        """Pair a micro-batch's key with the number that a piece of this stage's chunk has in the whole model."""
+        number = chunk * self.stages.n_stages + self.stage
+        return fold(self.rng, self.first_index + micro), self.index(number, piece)
 
     def ends(self, diff: PyTree, state: PyTree) -> PyTree:
         """Fetch the weights of prefix and suffix."""
         nondiff = replace_state(self.nondiff[ENDS], state)
         return fetch(self.stages.view.layouts[ENDS], (diff, nondiff), self.stages.precision)
 
-    def weights(self, chunk: Any, again: bool = False) -> Any:
-        """Return (diff, nondiff) of a chunk.
+    def weights(self, index: Any, again: bool = False) -> Any:
+        """Return (diff, nondiff) of a piece.
 
         With `again`, XLA must gather again: without the barrier it would keep the weights of the forward pass alive.
         """
-        pair = self.of_chunk((self.diff[STACK], self.nondiff[STACK]), chunk)
+        pair = self.of_piece((self.diff[STACK], self.nondiff[STACK]), index)
         return lax.optimization_barrier(pair) if again and self.gathers else pair
 
-    def of_chunk(self, stack: Any, chunk: Any) -> Any:
-        """Index trees of the stack by the chunk, if there are several."""
+    def of_piece(self, stack: Any, index: Any) -> Any:
+        """Index trees of the stack by the piece, if there are several."""
         if not self.stages.view.layer_axis:
             return stack
-        return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, chunk, keepdims=False), stack)
+        return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, index, keepdims=False), stack)
 
-    def keep(self, new: dict[str, Any], part: str, state: PyTree, active: Any = True, chunk: Any = None) -> None:
-        """Put new state of the ends or of a chunk into the carry, unless this stage is idle or nothing is trained."""
-        if self.cotangent is None:
-            return
+    def keep(self, new: dict[str, Any], state: PyTree) -> None:
+        """Put new state of the ends into the carry, unless nothing is trained."""
+        if self.cotangent is not None:
+            new["state"] = {**new["state"], ENDS: self.kept(ENDS, new["state"][ENDS], state)}
+
+    def kept(self, part: str, old: PyTree, new: PyTree, active: Any = True, index: Any = None) -> PyTree:
+        """Replace the state of the ends, or of a piece of the stack, unless this stage is idle."""
 
         def keep(layout: ParamLayout, old: Any, value: Any) -> Any:
             if value is None:
                 return old
-            if chunk is None or not self.stages.view.layer_axis:
+            if index is None or not self.stages.view.layer_axis:
                 return jnp.where(active, keep_state(layout, value, old), old)
-            mine = lax.dynamic_index_in_dim(old, chunk, keepdims=False)
+            mine = lax.dynamic_index_in_dim(old, index, keepdims=False)
             kept = jnp.where(active, keep_state(layout, value, mine), mine)
-            return lax.dynamic_update_index_in_dim(old, kept, chunk, 0)
+            return lax.dynamic_update_index_in_dim(old, kept, index, 0)
 
-        kept = jax.tree.map(keep, self.stages.view.layouts[part], new["state"][part], state)
-        new["state"] = {**new["state"], part: kept}
+        return jax.tree.map(keep, self.stages.view.layouts[part], old, new)
 
-    def add(self, new: dict[str, Any], gradient: PyTree, chunk: Any, active: jax.Array | Literal[False]) -> None:
-        """Add a chunk's gradient to the sums, unless this stage is idle; `active` is False if no stage is.
+    def added(self, summed: PyTree, gradient: PyTree, index: Any, active: jax.Array | Literal[False]) -> PyTree:
+        """Add a piece's gradient to the sums, unless this stage is idle; `active` is False if no stage is.
 
         Without a select, XLA fuses the addition into the matrix product.
         """
 
         def add(s: jax.Array, g: jax.Array) -> jax.Array:
             g = g.astype(s.dtype) if active is False else jnp.where(active, g.astype(s.dtype), 0)
-            return s.at[chunk].add(g) if self.stages.view.layer_axis else s + g
+            return s.at[index].add(g) if self.stages.view.layer_axis else s + g
 
-        summed = new["gradients"]
-        new["gradients"] = {**summed, STACK: jax.tree.map(add, summed[STACK], gradient)}
+        return jax.tree.map(add, summed, gradient)
 
     def send(self, x: Any, step: int) -> Any:
         """Send x to the next stage (+1) or the previous one (-1); with several chunks the last precedes the first."""

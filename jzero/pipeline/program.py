@@ -125,3 +125,9 @@ def compress(runs: Runs) -> Runs:
 def count(runs: Runs) -> int:
     """Count the ticks of a sequence of runs."""
     return sum(times * (1 if isinstance(what, str) else count(what)) for what, times in runs)
+
+
+def passes(runs: Runs) -> float:
+    """Count how often a program contains the layers of a stage; one forward and one backward pass are once."""
+    each = (sum(x in "FBDW" for x in what.upper()) / 2 if isinstance(what, str) else passes(what) for what, _ in runs)
+    return sum(each)

@@ -1,4 +1,4 @@
-"""A chunk of layers as a forward and a backward program that run ticks apart.
+"""A chunk of layers, or a piece of one, as a forward and a backward program that run ticks apart.
 
 `jax.vjp` makes the two, and its residuals wait in a stash between them. Slicing the jaxpr keeps the stash small:
 

@@ -30,12 +30,12 @@ from jzero.pipeline.chunk_placement import from_chunks, to_chunks
 from jzero.pipeline.executor import Execution, Functions, Stages
 from jzero.pipeline.layer_switch import switched
 from jzero.pipeline.module import PipelineModule
-from jzero.pipeline.program import make_program
+from jzero.pipeline.program import make_program, passes
 from jzero.pipeline.schedules import forward_only, make_schedule
 from jzero.precision import Precision, cast
 from jzero.remat import Remat, checkpointed
 from jzero.sharding import is_state, stack_length, trainable
-from jzero.stack import StackView, fetch, scanned, unrolled
+from jzero.stack import UNROLL_LIMIT, StackView, fetch, scanned, unrolled
 from jzero.tree import PyTree, combine, leading_dim, partition, path_name
 from jzero.values.kinds import either
 from jzero.zero import ParamLayout
@@ -49,6 +49,7 @@ class _Cut:
       view: the form of the parameters.
       functions: what a tick calls.
       facts, summary: for the report.
+      pieces: see `executor.Stages`.
       owned: replaces every leaf of the state by that of the stage that computed it.
     """
 
@@ -56,6 +57,7 @@ class _Cut:
     functions: Callable[[Any, PyTree], Functions]
     facts: Facts
     summary: str
+    pieces: int = 1
     owned: Callable[[PyTree], PyTree] = lambda state: state
 
 
@@ -77,8 +79,9 @@ def pipelined(
     cut = (_switched_stages if switches else _stack_stages)(model, config, mesh, layouts, precision)
     read = read or partial(read_sums, model)
     stages = Stages(
-        n_stages, chunks, cut.view, precision, partial(read_loss, model), read, cut.functions, cut.facts.remat.offload
-    )
+        n_stages, chunks, cut.view, precision, partial(read_loss, model), read, cut.functions, cut.facts.remat.offload,
+        cut.pieces,
+    )  # fmt: skip
 
     def schedule(micro_batches: int) -> Any:
         return make_schedule(config.pipeline.schedule, n_stages, micro_batches, chunks)
@@ -132,9 +135,11 @@ def _stack_stages(model: StackModel, config: Config, mesh: Mesh, layouts: PyTree
     _check_stack(model, config, layouts, stages)
     length = stack_length(layouts)
     depth = length // (stages * chunks)
-    view = _chunk_view(layouts, stages, chunks, depth, precision)
-    vocabulary = divided_vocabulary(layouts)
     every = min(remat.interval or 1, depth)
+    unrolls = _unrolls(config, stages, depth, every)
+    piece = depth if unrolls else every  # layers
+    view = _piece_view(layouts, stages, chunks, depth // piece, piece, precision)
+    vocabulary = divided_vocabulary(layouts)
 
     first, block, last = stack_functions(model)
 
@@ -159,20 +164,20 @@ def _stack_stages(model: StackModel, config: Config, mesh: Mesh, layouts: PyTree
     # The stash separates the forward from the backward pass, so XLA cannot merge them: no barrier is needed.
     run = checkpointed(fetch_layers, layers, remat, unrolled=False)
 
-    def chunk(weights: Any, state: Any, x: Any, context: Any) -> Any:
+    def run_piece(weights: Any, state: Any, x: Any, context: Any) -> Any:
         (diff, nondiff), (key, number) = weights, context
         pairs = list(zip(diff, replace_state(nondiff, state), strict=True))
-        keys = [fold(key, number * depth + k + 1) for k in range(depth)]
+        keys = [fold(key, number * piece + k + 1) for k in range(piece)]
         states: list[Any] = []
-        for k in range(0, depth, every):
+        for k in range(0, piece, every):
             x, new = run(pairs[k : k + every], x, keys[k : k + every])
             states += new
         return x, states
 
     ends = "divided among the stages" if vocabulary[0] else "computed by all stages together"
-    facts = Facts(remat, length, unrolled=True, by_layer=True, layers_per_checkpoint=every)
+    facts = Facts(remat, length, unrolled=unrolls, by_layer=True, layers_per_checkpoint=every)
     summary = f"{depth} layer{'s' * (depth > 1)} a chunk, prefix and suffix {ends}"
-    return _Cut(view, lambda pairs, part: (prefix, chunk, suffix), facts, summary)
+    return _Cut(view, lambda pairs, part: (prefix, run_piece, suffix), facts, summary, depth // piece)
 
 
 def divided_vocabulary(layouts: PyTree) -> tuple[str | None, set[int]]:
@@ -197,31 +202,51 @@ def _check_stack(model: Any, config: Config, layouts: PyTree, stages: int) -> No
             f"mesh.pipe = {stages} stages x pipeline.chunks = {chunks}: must divide the {length} layers of "
             f"{model!r}; {use}"
         )
-    if config.stack.unroll is False:
-        _refuse("stack.unroll = false", stages, "the layers of a pipeline's chunk are always unrolled")
 
 
-def _chunk_view(layouts: PyTree, stages: int, chunks: int, depth: int, precision: Precision) -> StackView:
-    """View a stage's part of the stack as a list of the layers of a chunk.
+def _unrolls(config: Config, stages: int, depth: int, every: int) -> bool:
+    """Return whether the layers of a chunk are unrolled: `stack.unroll`; by default by `UNROLL_LIMIT`, as in a stack.
 
-    With several chunks a leaf keeps a leading axis for them, and the layers move between stages: see `chunk_placement`.
+    A program contains the layers of a chunk in each of its phases, and XLA compiles every one.
     """
-    several = chunks > 1
+    unroll, fits = config.stack.unroll, depth % every == 0
+    if unroll is False and not fits:
+        raise ConfigError(
+            f"stack.unroll = false with mesh.pipe = {stages}: activation_checkpoint_interval = {every} must divide the "
+            f"{depth} layers of a chunk; change it, or leave stack.unroll out"
+        )
+    if unroll != "auto" or not fits:
+        return unroll is not False
+    # Every number of stages, and of micro-batches if there are enough, has these phases.
+    schedule = make_schedule(config.pipeline.schedule, 2, 8, config.pipeline.chunks)
+    return depth * passes(make_program(schedule).runs) <= UNROLL_LIMIT
+
+
+def _piece_view(layouts: PyTree, stages: int, chunks: int, pieces: int, depth: int, precision: Precision) -> StackView:
+    """View a stage's part of the stack as a list of the `depth` layers of a piece of a chunk.
+
+    With several pieces on a stage a leaf keeps a leading axis for them, chunk by chunk. With several chunks the layers
+    move between stages: see `chunk_placement`.
+    """
+    moves, several = chunks > 1, chunks * pieces > 1
 
     def split(params: PyTree) -> PyTree:
         stack = params[STACK]
-        if several:  # moved in the widest dtype that is needed inside, which often is half of the masters'
+        if moves:  # moved in the widest dtype that is needed inside, which often is half of the masters'
             trained, frozen = partition(stack, trainable(layouts[STACK]))
             stack = combine(cast(trained, jnp.promote_types(precision.compute, precision.reduce)), frozen)
-            stack = jax.tree.map(lambda m: to_chunks(m, stages, chunks).swapaxes(0, 1), stack)
+            stack = jax.tree.map(lambda m: to_chunks(m, stages, chunks), stack)
+        if several:
+            stack = jax.tree.map(lambda m: m.reshape(-1, depth, *m.shape[1 + moves :]).swapaxes(0, 1), stack)
         layers = [jax.tree.map(lambda m, k=k: m[k], stack) for k in range(depth)]  # type: ignore[misc]
         return {ENDS: params[ENDS], STACK: layers}
 
     def merge(gradients: PyTree) -> PyTree:
         def stack(*layers: jax.Array) -> jax.Array:
-            return from_chunks(jnp.stack(layers, axis=1), stages, chunks) if several else jnp.stack(layers)
+            whole, rest = jnp.stack(layers, axis=int(several)), layers[0].shape[several:]
+            return from_chunks(whole.reshape(chunks, -1, *rest), stages, chunks) if moves else whole.reshape(-1, *rest)
 
-        if several:
+        if moves:
             gradients = {**gradients, STACK: jax.tree.map(moved_in, [layouts[STACK]] * depth, gradients[STACK])}
         return {ENDS: gradients[ENDS], STACK: jax.tree.map(stack, *gradients[STACK])}
 
@@ -243,7 +268,7 @@ def _switched_stages(model: PipelineModule, config: Config, mesh: Mesh, layouts:
         why = "layers in no stack that the stages divide are always recomputed"
         _refuse(f'activation_checkpointing.policy = "{section.policy}"', stages, why)
     if config.stack.unroll is False:
-        _refuse("stack.unroll = false", stages, "the layers of a pipeline are always unrolled")
+        _refuse("stack.unroll = false", stages, "layers in no stack that the stages divide are always unrolled")
     section = ActivationCheckpointing(policy="full", cpu_checkpointing=asked.offload)
     remat = Remat(section, asked.interval, regather=False)
     stacked = isinstance(model, StackModel)
@@ -288,4 +313,4 @@ def _switched_stages(model: PipelineModule, config: Config, mesh: Mesh, layouts:
         f"layers again in the backward pass{interval}"
     )
     facts = Facts(remat, length, unrolled=stacked, fallback=fallback)
-    return _Cut(view, functions, facts, f"layers cut at {boundaries}, each stage switches to its own", owned)
+    return _Cut(view, functions, facts, f"layers cut at {boundaries}, each stage switches to its own", owned=owned)
