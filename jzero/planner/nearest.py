@@ -13,7 +13,7 @@ from typing import Any
 from jzero.config import Config
 from jzero.config.sizes import ACCUM, MICRO, TRAIN
 from jzero.display.slow_work import slow_work
-from jzero.mesh import PIPE, ZERO
+from jzero.mesh import ZERO
 from jzero.planner import choices as keys
 from jzero.planner.choices import Choice, merged
 from jzero.planner.memory import memory
@@ -94,7 +94,7 @@ def _levers(step: TrainStep) -> Iterator[list[Choice]]:
     yield [{keys.POLICY: policy} for policy in keys.POLICIES[keys.POLICIES.index(facts.remat.kind) + 1 :]]
     several = step.mesh.shape[ZERO] > 1
     yield [{keys.STAGE: stage} for stage in range(zero.stage + 1, 4) if several]
-    yield [{keys.UNROLL: False}] if facts.unrolled and step.mesh.shape[PIPE] == 1 else []
+    yield [{keys.UNROLL: False}] if facts.unrolled else []
     yield [{keys.STAGE: max(zero.stage, 1), keys.OFFLOAD_OPTIMIZER: "cpu"}]
     yield [{keys.STAGE: 3, keys.OFFLOAD_PARAM: "cpu"}]
 

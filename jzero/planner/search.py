@@ -189,7 +189,7 @@ class _Walk:
                 if policies and policies[0] and not self.every
                 else keys.POLICIES
             )
-            yield [c | {keys.UNROLL: False} for c in first if self._pipe(c) == 1 and c.get(keys.POLICY, "none") in less]
+            yield [c | {keys.UNROLL: False} for c in first if c.get(keys.POLICY, "none") in less]
         for key, least in ((keys.OFFLOAD_OPTIMIZER, 1), (keys.OFFLOAD_PARAM, 3)):
             if is_open(raw, key) and (self.every or not self.fitting()):
                 first = [c | {key: "cpu"} for c in first if c.get(keys.STAGE, value_at(raw, keys.STAGE) or 0) >= least]

@@ -77,8 +77,7 @@ def _leanest(task: Task, raw: Mapping[str, Any]) -> Iterator[Choice]:
     for choice in Space(raw, gpu(task.gpu), task.gpus, task.gpus_per_node, bounds.layers).choices():
         if choice.get(keys.POLICY, "full") != "full" or choice.get(keys.CHUNKS, 1) > 1:
             continue
-        scanned = choice.get(keys.PIPE, 1) == 1 and is_open(raw, keys.UNROLL)
-        lean = choice | ({keys.UNROLL: False} if scanned else {})
+        lean = choice | ({keys.UNROLL: False} if is_open(raw, keys.UNROLL) else {})
         key = tuple(value for name, value in lean.items() if name not in (MICRO, ACCUM))
         try:
             needs[key] = bounds.memory(choice), lean  # the last has the smallest micro-batch

@@ -122,8 +122,7 @@ class TestSearch:
         there = Space(RAW, GPUS["h200"], 2, 2, 4)
         everything = []
         for choice, unroll in itertools.product(there.choices(), ({}, {keys.UNROLL: False})):
-            if not (unroll and choice.get(keys.PIPE, 1) > 1):
-                everything.append(outcome(task(), RAW, choice | unroll))
+            everything.append(outcome(task(), RAW, choice | unroll))
         fitting = [o for o in everything if o.peak_bytes <= search_module.room(GPUS["h200"], 2).most]
         compiled.clear()
         if not fitting:
