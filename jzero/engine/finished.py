@@ -37,6 +37,13 @@ class Finished:
     def totals(self) -> Totals:
         return self.recent[-1] if self.recent else Totals()
 
+    @property
+    def step_s(self) -> float | None:
+        """Mean seconds of the last steps, at most `WINDOW`; None before two have finished."""
+        if len(self.recent) < 2:
+            return None
+        return (self.recent[-1].time - self.recent[0].time) / (len(self.recent) - 1)
+
     def add(self, number: int, amount: Amount, metrics: Mapping[str, float], time: float) -> None:
         """Take a step that the devices finished at a time by `time.perf_counter`, with what its batch held."""
         before = self.totals

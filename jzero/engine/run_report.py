@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from math import prod
@@ -23,6 +24,7 @@ from jzero.engine.text import bullets, numberless, size_text, table, value_text,
 from jzero.errors import shorten, some_of
 from jzero.mesh import AXES, PIPE, ZERO
 from jzero.model import weights_layout
+from jzero.planner.observed import observed
 from jzero.planner.products import products
 from jzero.planner.state_bytes import gradient_dtype, state_bytes, sums_gradients
 from jzero.setup import float16_on_cpu
@@ -34,12 +36,28 @@ from jzero.zero import ParamLayout
 HALF = "Half precision"
 
 
-def report(step: Any, data_notes: Sequence[str] = ()) -> str:
+def report(
+    step: Any, data_notes: Sequence[str] = (), *, html: str | os.PathLike | None = None, step_s: float | None = None
+) -> str:
     """Report on a `TrainStep`: mesh, batch, ignored keys, layout, bytes, defaults in effect, replaced keys, fallbacks.
 
-    `data_notes` are lines about the training data. After its first step, which shows what a batch looks like, also
-    products in float32 under bf16 or fp16.
+    After its first step, which shows what a batch looks like, also products in float32 under bf16 or fp16.
+
+    Args:
+      step: the step, or an engine.
+      data_notes: lines about the training data.
+      html: a file: write the page of `jzero.plan` for this run too, with the measured memory and time beside the
+        planned. The step ran on GPUs of `jzero.planner.GPUS`.
+      step_s: the measured seconds of a step; an engine knows them.
+
+    Raises:
+      ConfigError: `html` before the first step, on other devices, or without matplotlib.
     """
+    if engine_s := getattr(step, "seconds_per_step", None):
+        step_s = engine_s() if step_s is None else step_s
+    step = getattr(step, "step_fn", step)
+    if html is not None:
+        observed(step, step_s).html(html)
     sections = (
         ("jzero run report", _head(step)),
         ("Warnings", bullets(_warnings(step))),

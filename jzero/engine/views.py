@@ -175,6 +175,10 @@ class Views:
             raise ConfigError(f"{call}: the config has no curriculum; add curriculum_learning with enabled = true")
         return self.curriculum
 
+    def seconds_per_step(self) -> float | None:
+        """Return the mean time of the last steps that the devices finished, at most 50; None before two."""
+        return self._monitor.finished.step_s
+
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Return the milliseconds per step of each part that `wall_clock_breakdown` printed last; {} before that."""
         return dict(self._monitor.lines.times)

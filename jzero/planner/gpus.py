@@ -329,6 +329,18 @@ class DescribedGPU:
         return "device", "pinned_host"  # jaxlib takes what a device that is not its own returns as the kinds themselves
 
 
+def gpu_of(device: Any) -> GPU:
+    """Return the description of a device that is there.
+
+    Raises:
+        ConfigError: a kind of device that is not in `GPUS`.
+    """
+    for described in GPUS.values():
+        if described.description == device.device_kind:
+            return described
+    raise ConfigError(f"{device.device_kind}: not a GPU that jzero.planner describes ({', '.join(GPUS)})")
+
+
 def described_gpus(name: str, count: int, *, per_host: int = 8) -> list[Any]:
     """Describe ``count`` GPUs in a mesh's terms, without JAX's CUDA compiler: `state_bytes` needs no more.
 

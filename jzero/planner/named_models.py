@@ -72,6 +72,8 @@ def _preset(family: str, name: str, sequence: int, changes: Sequence[str]) -> An
 
 
 def _changed(shape: Any, changes: Sequence[str]) -> Any:
+    """Change fields together: one alone may contradict another's old value."""
+    values = {}
     for change in changes:
         field, _, text = change.partition("=")
         try:
@@ -80,11 +82,11 @@ def _changed(shape: Any, changes: Sequence[str]) -> Any:
             value = text
         if type(value) is not type(getattr(shape, field, None)):
             raise ConfigError(f"--set {change}: not a field or value of {shape}")
-        try:
-            shape = dataclasses.replace(shape, **{field: value})
-        except ValueError as error:
-            raise ConfigError(f"--set {change}: {error}") from None
-    return shape
+        values[field] = value
+    try:
+        return dataclasses.replace(shape, **values)
+    except ValueError as error:
+        raise ConfigError(f"--set {' --set '.join(changes)}: {error}") from None
 
 
 def _call(name: str) -> Any:

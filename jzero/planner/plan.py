@@ -29,7 +29,7 @@ from jzero.planner.plan_text import plan_text
 from jzero.planner.plan_time import PlannedTime
 from jzero.planner.products import products
 from jzero.planner.rates import Rates
-from jzero.planner.room import planned_memory, room
+from jzero.planner.room import Room, planned_memory, room
 from jzero.planner.step_time import step_time
 from jzero.planner.useful_flops import useful_flops
 from jzero.setup import with_stages
@@ -127,25 +127,41 @@ class Prepared:
 
     def plan(self, rates: Rates | None = None) -> Plan:
         """Compile the step and read it; `rates` as for `plan`."""
-        step, count, start = self.step, self.step.mesh.size, time.monotonic()
-        with slow_work(f"compiling the step for {count} x {self.gpu.description}"), no_compilation_cache():
+        step, start = self.step, time.monotonic()
+        with slow_work(f"compiling the step for {step.mesh.size} x {self.gpu.description}"), no_compilation_cache():
             compiled = self.lowered.compile()
-        text, amount = compiled.as_text() or "", amount_of(self.batch)
-        seconds = self.seconds + time.monotonic() - start
-        found, half = collectives(text, step.mesh), step.config.precision != "fp32"
-        planned, problem = None, ""
-        try:
-            rates = Rates.of(self.kind) if rates is None else rates
-            timed = step_time(text, rates, mesh=step.mesh, gpus_per_node=self.gpus_per_node, host_bytes=step.host_bytes)
-            origin, useful = f"{rates.origin}: {rates.source}", useful_flops(step, self.traced, self.batch)
-            planned = PlannedTime(timed, amount, useful, self.gpu, count, half, origin)
-        except ValueError as error:  # a spelling that the reader of the program does not know
-            problem = str(error)
-        return Plan(
-            step, self.gpu, self.nodes, self.gpus_per_node, amount,
-            planned_memory(step, memory(compiled, step), text, room(self.gpu, count)), found, planned, problem,
-            advice(step, self.gpu, text, found, products(self.traced), amount), deepspeed_estimate(step), text, seconds,
+        return read_plan(
+            step, compiled, self.traced, self.batch, self.gpu, self.nodes, self.gpus_per_node,
+            room(self.gpu, step.mesh.size), Rates.of(self.kind) if rates is None else rates,
+            self.seconds + time.monotonic() - start,
         )  # fmt: skip
+
+
+def read_plan(
+    step: TrainStep, compiled: jax.stages.Compiled, traced: jax.stages.Traced, batch: PyTree, gpu: gpus.GPU, nodes: int,
+    gpus_per_node: int, there: Room, rates: Rates, seconds: float,
+) -> Plan:  # fmt: skip
+    """Read the memory, collectives and time of a compiled step.
+
+    Args:
+      traced, batch: its trace, and the shapes of its global batch.
+      gpu, nodes, gpus_per_node, there, rates: its devices, what they have for XLA, and their rates.
+      seconds: that tracing and compiling took.
+    """
+    text, amount, count = compiled.as_text() or "", amount_of(batch), step.mesh.size
+    found, half = collectives(text, step.mesh), step.config.precision != "fp32"
+    planned, problem = None, ""
+    try:
+        timed = step_time(text, rates, mesh=step.mesh, gpus_per_node=gpus_per_node, host_bytes=step.host_bytes)
+        origin, useful = f"{rates.origin}: {rates.source}", useful_flops(step, traced, batch)
+        planned = PlannedTime(timed, amount, useful, gpu, count, nodes, half, origin)
+    except ValueError as error:  # a spelling that the reader of the program does not know
+        problem = str(error)
+    return Plan(
+        step, gpu, nodes, gpus_per_node, amount, planned_memory(step, memory(compiled, step), text, there), found,
+        planned, problem, advice(step, gpu, text, found, products(traced), amount), deepspeed_estimate(step), text,
+        seconds,
+    )  # fmt: skip
 
 
 def prepare(

@@ -14,6 +14,19 @@ from jzero.planner.useful_flops import schedule_of
 from jzero.train_step import TrainStep
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What a run measured.
+
+    Attributes:
+      step_s: seconds of a step, over the last ones; None before two have finished.
+      peak_bytes: in use on the fullest device since the process began.
+    """
+
+    step_s: float | None
+    peak_bytes: int
+
+
 @dataclass(frozen=True, repr=False)
 class PlanFacts:
     """A train step, compiled for GPUs that need not be there.
@@ -29,6 +42,7 @@ class PlanFacts:
       deepspeed_bytes: DeepSpeed's own estimate of the model state per GPU for the same config; None for stages 0 and 1.
       text: the optimized program.
       compile_s: seconds that tracing and compiling took.
+      measured: of a run of this step; None for a plan.
     """
 
     step: TrainStep
@@ -44,6 +58,7 @@ class PlanFacts:
     deepspeed_bytes: int | None
     text: str = field(repr=False)
     compile_s: float
+    measured: Measured | None = None
 
     @property
     def gpus(self) -> int:

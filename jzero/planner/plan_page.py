@@ -31,6 +31,8 @@ def _parts(plan: PlanFacts, tokens: float | None, price: float | None) -> Iterat
     heading, batch = plan_text.title(plan).splitlines()
     yield f"<h1>{escape(heading)}</h1><p>{escape(batch)}</p>"
     yield _tiles(plan, tokens, price)
+    if plan.measured:
+        yield f"<h2>Planned and measured</h2>{table(plan_text.MEASURED_COLUMNS, plan_text.measured_rows(plan))}"
     yield f"<h2>Memory per GPU</h2><p>{escape(plan.memory.verdict)}</p>"
     yield drawing("memory per GPU, part by part", memory_figure(plan.memory))
     yield table(("part", "bytes", "of the peak"), plan_text.memory_rows(plan.memory, plan.deepspeed_bytes))
@@ -80,7 +82,7 @@ def _method(plan: PlanFacts) -> list[str]:
     there = plan.memory.room
     lines = [
         f"The step was compiled for {plan.gpus} x {plan.gpu.description} ({plan.nodes} nodes of {plan.gpus_per_node}) "
-        f"with no GPU in the machine. Device properties: {plan.gpu.source}.",
+        f"{'on them' if plan.measured else 'with no GPU in the machine'}. Device properties: {plan.gpu.source}.",
         f"Of the GPU's {size_text(there.device)}, {size_text(there.nccl)} for NCCL's buffers and "
         f"{size_text(CUDA_ROOM)} for CUDA and its libraries are assumed; XLA preallocates "
         f"{size_text(there.preallocated)}.",

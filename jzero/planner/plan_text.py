@@ -18,6 +18,7 @@ LARGEST = 8  # buffers at the peak
 LIVE_COLUMNS = ["bytes", "count", "shape", "operation"]
 WIDEST = 40  # ticks of a schedule that is drawn
 COLLECTIVE_COLUMNS = ["kind", "dtype", "count", "arrays", "bytes", "axes", "group", "loops", "bytes a step"]
+MEASURED_COLUMNS = ["", "planned", "measured", "planned / measured"]
 PARAMETER_COLUMNS = ["name", "shape", "spec"]
 
 
@@ -30,6 +31,32 @@ def plan_text(plan: PlanFacts, tokens: float | None = None, price: float | None 
         parts.append(budget_text(plan.time.budget(tokens, price)))
     parts += ["\n".join(f"warning: {line}" for line in plan.warnings)] if plan.warnings else []
     return "\n\n".join(parts)
+
+
+def measured_rows(plan: PlanFacts) -> list[list[str]]:
+    """Return the rows of what was measured beside what was planned; none for a plan."""
+    if plan.measured is None:
+        return []
+    seconds, peak = plan.measured.step_s, plan.measured.peak_bytes
+    rows = [
+        [
+            "peak memory per GPU",
+            size_text(plan.memory.peak_bytes),
+            size_text(peak),
+            _ratio(plan.memory.peak_bytes, peak),
+        ]
+    ]
+    if plan.time and seconds:
+        ours = plan.time.step_s
+        rows += [["step", f"{1000 * ours:,.1f} ms", f"{1000 * seconds:,.1f} ms", _ratio(ours, seconds)]]
+        if tokens := plan.amount.tokens:
+            per_gpu = [f"{tokens / s / plan.gpus:,.0f}" for s in (ours, seconds)]
+            rows += [["tokens/s per GPU", *per_gpu, _ratio(seconds, ours)]]
+    return rows
+
+
+def _ratio(planned: float, measured: float) -> str:
+    return f"{planned / measured:.3f}" if measured else "-"
 
 
 def title(plan: PlanFacts) -> str:

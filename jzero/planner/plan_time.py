@@ -9,6 +9,8 @@ from jzero.errors import ConfigError
 from jzero.planner.gpus import GPU
 from jzero.planner.step_time import StepTime
 
+ASSUMED = 0.10  # the relative error to expect where a rate is assumed
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -33,7 +35,7 @@ class PlannedTime:
       step: where the time goes, see `step_time`.
       amount: samples and tokens of a global batch.
       useful_flops: of one GPU, see `useful_flops`; None if nothing tells.
-      gpu, gpus: the kind and the number.
+      gpu, gpus, nodes: the kind, and the numbers of GPUs and of hosts.
       half: whether the products run in 16 bits.
       origin: of the rates that the estimate takes, "measured: ..." or "data sheet: ...".
     """
@@ -43,6 +45,7 @@ class PlannedTime:
     useful_flops: float | None
     gpu: GPU
     gpus: int
+    nodes: int
     half: bool
     origin: str
 
@@ -53,8 +56,8 @@ class PlannedTime:
 
     @property
     def uncertainty(self) -> float:
-        """The relative error to expect: 0.04 is 4 % either way."""
-        return self.step.uncertainty
+        """The relative error to expect: 0.04 is 4 % either way. The rate of the links between hosts is assumed."""
+        return max(self.step.uncertainty, ASSUMED if self.nodes > 1 else 0.0)
 
     @property
     def samples_per_s(self) -> float:

@@ -1,0 +1,40 @@
+"""The plan of a step that runs on the GPUs that are there, with what was measured beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+
+from jzero.distributed.joining import host_of
+from jzero.errors import ConfigError
+from jzero.planner.gpus import GPUS, gpu_of
+from jzero.planner.plan import Plan, read_plan
+from jzero.planner.plan_facts import Measured
+from jzero.planner.rates import Rates
+from jzero.planner.room import room, room_here
+from jzero.train_step import TrainStep
+
+
+def observed(step: TrainStep, step_s: float | None = None, rates: Rates | None = None) -> Plan:
+    """Read the program of a step that ran; JAX has it still.
+
+    Args:
+      step_s: measured seconds of a step.
+      rates: of its GPUs, as for `plan`.
+
+    Raises:
+      ConfigError: the step did not run yet, or its devices are not in `GPUS`.
+    """
+    traced = step.traced
+    if traced is None:
+        raise ConfigError("html: the step did not run yet; call it once, or plan it with jzero.plan")
+    devices = list(step.mesh.devices.flat)
+    gpu, nodes = gpu_of(devices[0]), len({host_of(device) for device in devices})
+    kind = next(name for name in GPUS if GPUS[name] == gpu)
+    plan = read_plan(
+        step, traced.lower().compile(), traced, step.first.batch_shapes, gpu, nodes, len(devices) // nodes,
+        room_here() or room(gpu, len(devices)), rates or Rates.of(kind), 0.0,
+    )  # fmt: skip
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
+    return replace(plan, measured=Measured(step_s, max(peaks)))
