@@ -37,7 +37,7 @@ def model():
 
 def limit(patch, size):
     """Let the devices report a limit, which CPUs have none of."""
-    patch.setattr(room_check, "room_here", lambda: size and Room(size, size, size))
+    patch.setattr(room_check, "room_here", lambda: size and Room(size, size, size, size))
 
 
 def peak(config):

@@ -225,7 +225,7 @@ class Engine(Views):
         self.global_steps += 1
         last_words.passed(self.global_steps)
         self.global_samples += micro_batches * self.step_fn.micro_size
-        with self._monitor.part(DEVICE):  # waits for the step before
+        with self._monitor.part(DEVICE), out_of_memory(self.step_fn):  # waits for the step before
             self._checks.finish(self, self._metrics, details)
         last = self._home is not None and preemption.reached()
         self._monitor.finish(self, details.loss_scale.skipped, last)

@@ -13,7 +13,8 @@ from jzero.errors import OutOfMemoryError
 from jzero.planner.memory import memory
 from jzero.planner.nearest import nearest, nearest_text
 from jzero.planner.plan_text import LIVE_COLUMNS, live_rows, memory_table
-from jzero.planner.room import PlannedMemory, Room, planned_memory, room_here
+from jzero.planner.planned_memory import PlannedMemory, planned_memory
+from jzero.planner.room import Room, room_here
 from jzero.train_step import TrainStep
 from jzero.tree import PyTree
 from jzero.update import Conditions

@@ -11,7 +11,6 @@ from jzero.model import Model
 from jzero.planner.bytes_by_stage import bytes_by_stage
 from jzero.planner.gpus import GPUS, described_gpus, gpu
 from jzero.planner.plan import Plan
-from jzero.planner.room import room
 from jzero.planner.state_bytes import state_bytes
 from jzero.values.sizes import size_text
 
@@ -25,7 +24,7 @@ def formula(model: Model, config: Config, kind: str, nodes: int, gpus_per_node: 
       ConfigError: a config that does not fit the GPUs or itself.
     """
     devices = described_gpus(kind, nodes * gpus_per_node, per_host=gpus_per_node)
-    there, rows = room(gpu(kind), len(devices)), []
+    there, rows = gpu(kind).room(len(devices)), []
     for stage, found in bytes_by_stage(model, config, devices=devices).items():
         sizes = (found.masters + found.optimizer - found.host, found.parameters, found.gradients, found.total)
         mark = "  <- the config's" if stage == config.zero_optimization.stage else ""

@@ -11,6 +11,7 @@ import jax
 from jax.experimental import topologies
 
 from jzero.errors import ConfigError
+from jzero.planner.room import Room, planned_room
 
 
 @dataclass(frozen=True)
@@ -38,15 +39,20 @@ class GPU:
     source: str  # of the device properties
     threads_per_core: int = 2048
 
-    def text_proto(self) -> str:
-        """Render the text form of XLA's ``GpuTargetConfigProto``."""
+    def room(self, gpus: int) -> Room:
+        """Return what one of ``gpus`` such GPUs has for XLA; see ``planned_room``."""
+        return planned_room(self.memory, gpus)
+
+    def text_proto(self, limit: int) -> str:
+        """Render the text form of XLA's ``GpuTargetConfigProto``; ``limit``: bytes that XLA may have."""
         major, minor = self.compute_capability
         feature = "ACCELERATED_FEATURES" if major >= 9 else "NONE"  # sm_90a, sm_100a
         device = {
             "name": f'"{self.description}"',
             "device_vendor": '"NVIDIA Corporation"',
             "cuda_compute_capability": f"{{ major: {major} minor: {minor} feature_extension: {feature} }}",
-            "device_memory_size": self.memory,
+            # XLA takes four fifths of this for its limit, where no allocator tells one.
+            "device_memory_size": limit * 5 // 4,
             "memory_bandwidth": self.memory_bandwidth,
             "l2_cache_size": self.l2_cache,
             "clock_rate_ghz": self.clock,
@@ -279,14 +285,14 @@ def gpu_devices(name: str, count: int, *, per_host: int = 8) -> list[jax.Device]
     """
     target = gpu(name)
     _check_hosts(count, per_host)
-    return list(_topology(target, max(1, count // per_host), min(count, per_host)))
+    return list(_topology(target, max(1, count // per_host), min(count, per_host), target.room(count).limit))
 
 
 @functools.cache
-def _topology(target: GPU, hosts: int, per_host: int) -> tuple[jax.Device, ...]:
+def _topology(target: GPU, hosts: int, per_host: int, limit: int) -> tuple[jax.Device, ...]:
     try:
         topology = topologies.get_topology_desc(
-            platform="cuda", target_config=target.text_proto(), topology=f"1x{hosts}x{per_host}"
+            platform="cuda", target_config=target.text_proto(limit), topology=f"1x{hosts}x{per_host}"
         )
     except NotImplementedError as error:
         for plugin in ("jax-cuda12-plugin", "jax-cuda13-plugin"):

@@ -47,7 +47,7 @@ def nearest(step: TrainStep, batch: PyTree, peak: int, most: int) -> list[Near]:
         for choice in ways(step):
             if len(found) == WANTED or tries == TRIES:
                 break
-            if any(choice.items() >= near.changes.items() for near in found):
+            if any(choice.keys() >= near.changes.keys() for near in found):
                 continue  # more of what is enough
             try:
                 other = _changed(step, choice)

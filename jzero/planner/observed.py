@@ -12,7 +12,7 @@ from jzero.planner.gpus import GPUS, gpu_of
 from jzero.planner.plan import Plan, read_plan
 from jzero.planner.plan_facts import Measured
 from jzero.planner.rates import Rates
-from jzero.planner.room import room, room_here
+from jzero.planner.room import room_here
 from jzero.train_step import TrainStep
 
 
@@ -34,7 +34,7 @@ def observed(step: TrainStep, step_s: float | None = None, rates: Rates | None =
     kind = next(name for name in GPUS if GPUS[name] == gpu)
     plan = read_plan(
         step, traced.lower().compile(), traced, step.first.batch_shapes, gpu, nodes, len(devices) // nodes,
-        room_here() or room(gpu, len(devices)), rates or Rates.of(kind), 0.0,
+        room_here() or gpu.room(len(devices)), rates or Rates.of(kind), 0.0,
     )  # fmt: skip
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
     return replace(plan, measured=Measured(step_s, max(peaks)))

@@ -27,9 +27,10 @@ from jzero.planner.plan_page import write_page
 from jzero.planner.plan_record import plan_record
 from jzero.planner.plan_text import plan_text
 from jzero.planner.plan_time import PlannedTime
+from jzero.planner.planned_memory import planned_memory
 from jzero.planner.products import products
 from jzero.planner.rates import Rates
-from jzero.planner.room import Room, planned_memory, room
+from jzero.planner.room import Room
 from jzero.planner.step_time import step_time
 from jzero.planner.useful_flops import useful_flops
 from jzero.setup import with_stages
@@ -132,7 +133,7 @@ class Prepared:
             compiled = self.lowered.compile()
         return read_plan(
             step, compiled, self.traced, self.batch, self.gpu, self.nodes, self.gpus_per_node,
-            room(self.gpu, step.mesh.size), Rates.of(self.kind) if rates is None else rates,
+            self.gpu.room(step.mesh.size), Rates.of(self.kind) if rates is None else rates,
             self.seconds + time.monotonic() - start,
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ from jzero.pipeline.schedules import PipelineSchedule
 from jzero.planner.collectives import Collectives
 from jzero.planner.gpus import GPU
 from jzero.planner.plan_time import PlannedTime
-from jzero.planner.room import PlannedMemory
+from jzero.planner.planned_memory import PlannedMemory
 from jzero.planner.useful_flops import schedule_of
 from jzero.train_step import TrainStep
 

@@ -11,7 +11,7 @@ from jzero.pipeline.draw import draw_text
 from jzero.planner.plan_facts import PlanFacts
 from jzero.planner.plan_record import collective_rows, parameter_rows
 from jzero.planner.plan_time import Budget
-from jzero.planner.room import PlannedMemory
+from jzero.planner.planned_memory import PlannedMemory
 from jzero.values.sizes import size_text
 
 LARGEST = 8  # buffers at the peak
@@ -68,8 +68,8 @@ def title(plan: PlanFacts) -> str:
     return (
         f"{quantity(count)} parameters, ZeRO-{step.config.zero_optimization.stage}, {step.config.precision}, "
         f"on {plan.gpus} x {plan.gpu.description} ({mesh})\n"
-        f"batch {b.train} = {b.micro} per GPU x {b.accum} accumulation x {step.replicas} replicas{tokens}; "
-        f"compiled in {plan.compile_s:.1f} s"
+        f"batch {b.train} = {b.micro} per GPU x {b.accum} accumulation x {step.replicas} replicas{tokens}"
+        f"{f'; compiled in {plan.compile_s:.1f} s' if plan.compile_s else ''}"
     )
 
 

@@ -1,27 +1,11 @@
-"""What a GPU has for XLA, and what the parts of a step take of it.
-
-The parts add up to XLA's peak. Masters, optimizer state and the batch are the program's arguments, exactly. What a step
-makes lives in XLA's one block of temporaries: the compute parameters and the gradients are computed from the layout
-(`state_bytes`), and the rest of the block is activations and temporaries. Without gradient accumulation the update
-uses up the gradients one by one, so that their part may be smaller at the peak, and the rest larger.
-"""
+"""What a GPU has for XLA."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import jax
-
-from jzero.planner.gpus import GPU
-from jzero.planner.live import Live, live
-from jzero.planner.memory import Memory
-from jzero.planner.state_bytes import state_bytes
-from jzero.values.sizes import size_text
-
-if TYPE_CHECKING:
-    from jzero.train_step import TrainStep
 
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 PREALLOCATED = 0.75  # of the GPU's memory: JAX's default, see its page "GPU memory allocation"
@@ -38,85 +22,29 @@ class Room:
       device: all that CUDA reports.
       preallocated: what XLA takes at the start.
       most: the most that it could take: without NCCL's and CUDA's own, which are assumed.
+      limit: what XLA's scheduler keeps a step's memory under, where it can.
       nccl: of NCCL's buffers.
     """
 
     device: int
     preallocated: int
     most: int
+    limit: int
     nccl: int = 0
 
 
-def room(gpu: GPU, gpus: int) -> Room:
-    """Return what one of `gpus` GPUs has; XLA's share is JAX's default, or that of this process's environment."""
-    share, nccl = float(os.environ.get(FRACTION, PREALLOCATED)), NCCL_ROOM if gpus > 1 else 0
-    return Room(gpu.memory, int(share * gpu.memory), gpu.memory - nccl - CUDA_ROOM, nccl)
+def planned_room(memory: int, gpus: int) -> Room:
+    """Return what one of `gpus` GPUs of so much memory has.
+
+    The environment's share is XLA's limit; without one, a plan lets XLA have the most that there is, since a run that
+    needs it sets the share. XLA then compiles the program of that run: short of memory, it schedules another one.
+    """
+    given, nccl = os.environ.get(FRACTION), NCCL_ROOM if gpus > 1 else 0
+    preallocated, most = int(float(given or PREALLOCATED) * memory), memory - nccl - CUDA_ROOM
+    return Room(memory, preallocated, most, preallocated if given else most, nccl)
 
 
 def room_here() -> Room | None:
     """Return what XLA has of this process's first device; None if it does not say, as CPUs do not."""
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    return Room(limit, limit, limit) if limit else None
-
-
-@dataclass(frozen=True)
-class PlannedMemory:
-    """Bytes per GPU of a planned step.
-
-    Attributes:
-      parts: {part: bytes}; they add up to the peak. A part that is computed, not read from the program, never exceeds
-        the temporaries that contain it.
-      host_bytes: of host memory per GPU.
-      xla: the compiler's own figures.
-      live: the largest temporary buffers at the peak.
-      room: what the GPU has.
-    """
-
-    parts: dict[str, int]
-    host_bytes: int
-    xla: Memory
-    live: Live
-    room: Room
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.xla.peak
-
-    @property
-    def fits(self) -> bool:
-        """Whether the peak fits into the GPU beside NCCL and CUDA, with XLA's fraction raised if need be."""
-        return self.peak_bytes <= self.room.most
-
-    @property
-    def largest(self) -> str:
-        return max(self.parts, key=lambda part: self.parts[part])
-
-    @property
-    def verdict(self) -> str:
-        """One line: whether the step fits, and how."""
-        peak, own = size_text(self.peak_bytes), size_text(self.room.device - self.room.most)
-        if not self.fits:
-            return f"does not fit: {peak} of at most {size_text(self.room.most)}"
-        if self.peak_bytes <= self.room.preallocated:
-            share = self.peak_bytes / self.room.preallocated
-            return f"fits: {peak} is {share:.0%} of the {size_text(self.room.preallocated)} that XLA preallocates"
-        fraction = -(-100 * self.peak_bytes // self.room.device) / 100
-        return (
-            f"fits if XLA may take more than its {size_text(self.room.preallocated)}: set {FRACTION}={fraction:.2f} or "
-            f"more; {own} are assumed for NCCL and CUDA"
-        )
-
-
-def planned_memory(step: TrainStep, xla: Memory, text: str, there: Room) -> PlannedMemory:
-    """Divide the peak of a compiled step into parts; `text` is its optimized program."""
-    state, temps = state_bytes(step), xla.temps
-    parts = {"masters and optimizer state": state.persistent}
-    if not state.host:
-        parts = {"masters": state.masters, "optimizer state": state.optimizer}
-    parts["batch and counters"] = xla.arguments - sum(parts.values())
-    for name, size in (("compute parameters", state.parameters), ("gradients", state.gradients)):
-        parts[name] = min(size, temps)
-        temps -= parts[name]
-    parts["activations and temporaries"] = temps
-    parts["new outputs"] = xla.outputs - xla.aliased
-    return PlannedMemory({name: size for name, size in parts.items() if size}, xla.host, xla, live(text), there)
+    return Room(limit, limit, limit, limit) if limit else None

@@ -23,7 +23,6 @@ from jzero.planner.bounds import Bounds
 from jzero.planner.choices import Choice, Space, is_open, lines, merged, value_at
 from jzero.planner.gpus import gpu
 from jzero.planner.outcomes import Outcome, Pool, Task
-from jzero.planner.room import room
 from jzero.values.sizes import size_text
 
 EQUAL = 0.03  # two estimates that differ by less are called equal
@@ -102,7 +101,7 @@ def search(
     model, shapes = task.named()
     bounds = Bounds(raw, model, shapes, task.gpu, task.gpus, task.gpus_per_node, task.rates)
     space = Space(raw, gpu(task.gpu), task.gpus, task.gpus_per_node, bounds.layers)
-    walk = _Walk(bounds, list(space.choices()), room(gpu(task.gpu), task.gpus).most, every)
+    walk = _Walk(bounds, list(space.choices()), gpu(task.gpu).room(task.gpus).most, every)
     if not walk.open:
         raise ConfigError(f"train_batch_size = {space.rows}: no mesh and micro-batch of {task.gpus} GPUs divides it")
     with Pool(processes) as pool, slow_work("searching"):

@@ -14,7 +14,6 @@ from jzero.planner.bounds import Bounds
 from jzero.planner.choices import Choice, Space, is_open, merged
 from jzero.planner.gpus import gpu
 from jzero.planner.outcomes import Outcome, Pool, Task
-from jzero.planner.room import room
 
 MOST_NODES = 2048
 TRIED = 3  # of the leanest choices for one number of GPUs
@@ -73,7 +72,7 @@ def _leanest(task: Task, raw: Mapping[str, Any]) -> Iterator[Choice]:
     """Yield the choices that need the least memory, by the formula, of those that it does not reject."""
     model, shapes = task.named()
     bounds = Bounds(raw, model, shapes, task.gpu, task.gpus, task.gpus_per_node, task.rates)
-    most, needs = room(gpu(task.gpu), task.gpus).most, {}
+    most, needs = gpu(task.gpu).room(task.gpus).most, {}
     for choice in Space(raw, gpu(task.gpu), task.gpus, task.gpus_per_node, bounds.layers).choices():
         if choice.get(keys.POLICY, "full") != "full" or choice.get(keys.CHUNKS, 1) > 1:
             continue

@@ -16,7 +16,7 @@ from jzero.errors import ConfigError
 from jzero.planner import GPUS, bytes_by_stage, described_gpus, live, memory
 from jzero.planner.deepspeed_estimate import zero2, zero3
 from jzero.planner.plan_record import SCHEMA
-from jzero.planner.room import CUDA_ROOM, FRACTION, NCCL_ROOM, room
+from jzero.planner.room import CUDA_ROOM, FRACTION, NCCL_ROOM
 from jzero.planner.useful_flops import schedule_of, useful_flops
 from models.llama import Llama, preset
 
@@ -222,12 +222,25 @@ def test_deepspeeds_estimate(found, wanted):
 
 def test_what_a_gpu_has(monkeypatch):
     monkeypatch.delenv(FRACTION, raising=False)
-    there = room(GPUS["h100"], 8)
+    there = GPUS["h100"].room(8)
     assert there.preallocated == int(0.75 * 84_942_979_072)
     assert there.most == 84_942_979_072 - NCCL_ROOM - CUDA_ROOM
-    assert room(GPUS["h100"], 1).most == 84_942_979_072 - CUDA_ROOM
+    assert GPUS["h100"].room(1).most == 84_942_979_072 - CUDA_ROOM
     monkeypatch.setenv(FRACTION, "0.9")
-    assert room(GPUS["h100"], 8).preallocated == int(0.9 * GPUS["h100"].memory)
+    assert GPUS["h100"].room(8).preallocated == GPUS["h100"].room(8).limit == int(0.9 * GPUS["h100"].memory)
+
+
+def test_xlas_limit_is_what_the_run_will_have(monkeypatch):
+    """XLA takes 80 % of the described memory for its limit; on a GPU it takes the pool (measured on H100s)."""
+
+    def limit():
+        text = GPUS["h100"].text_proto(GPUS["h100"].room(2).limit)
+        return 0.8 * int(re.search(r"device_memory_size: (\d+)", text)[1])
+
+    monkeypatch.delenv(FRACTION, raising=False)
+    assert limit() == pytest.approx(GPUS["h100"].memory - NCCL_ROOM - CUDA_ROOM)
+    monkeypatch.setenv(FRACTION, "0.5")
+    assert limit() == pytest.approx(GPUS["h100"].memory / 2)
 
 
 SCHEDULED = """HloModule m, is_scheduled=true, num_partitions=1

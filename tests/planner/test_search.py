@@ -123,7 +123,7 @@ class TestSearch:
         everything = []
         for choice, unroll in itertools.product(there.choices(), ({}, {keys.UNROLL: False})):
             everything.append(outcome(task(), RAW, choice | unroll))
-        fitting = [o for o in everything if o.peak_bytes <= search_module.room(GPUS["h200"], 2).most]
+        fitting = [o for o in everything if o.peak_bytes <= GPUS["h200"].room(2).most]
         compiled.clear()
         if not fitting:
             with pytest.raises(ConfigError, match="the smallest needs"):
@@ -168,7 +168,7 @@ class TestSearch:
 
         there = Space(raw, GPUS["h200"], cluster[0] * cluster[1], cluster[1], 4)
         least = min(of(task(*cluster)).memory(choice) for choice in there.choices())
-        scale = 0.999 * search_module.room(GPUS["h200"], cluster[0] * cluster[1]).most / least
+        scale = 0.999 * GPUS["h200"].room(cluster[0] * cluster[1]).most / least
         pool, *_ = machine(of, 0, scale)
         monkeypatch.setattr(smallest_module, "Pool", pool)
         found, outcome = smallest(task(each=4), raw)
