@@ -13,6 +13,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 
@@ -222,3 +223,10 @@ def subclass(cls: Any, space: dict[str, Any]) -> Any:
     """
     keywords = {} if getattr(cls, "_pytree__is_pytree", True) else {"pytree": False}
     return type(cls)(cls.__name__, (cls,), space, **keywords)
+
+
+def terminate(pool: ProcessPoolExecutor) -> None:
+    """Stop the processes of a pool in the middle of their work; Python 3.14 has `terminate_workers`."""
+    for process in list((pool._processes or {}).values()):
+        process.terminate()
+    pool.shutdown(wait=False, cancel_futures=True)

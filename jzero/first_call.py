@@ -38,6 +38,10 @@ class FirstCall:
         of_halted = jax.tree.map(_shape, only.halted)
         self._rest = (*jax.tree.map(_shape, (fed.batch, fed.extra)), rate, only._replace(halted=of_halted))
 
+    def forget(self) -> None:
+        """Forget the shapes: another call comes first."""
+        self._rest = None
+
     def traced(self, change: Callable[[PyTree], PyTree] = lambda batch: batch) -> jax.stages.Traced | None:
         """Trace the call, with another batch if `change` maps the shapes of its own; None before it."""
         if self._rest is None:

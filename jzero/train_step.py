@@ -212,7 +212,7 @@ class TrainStep:
 
     @property
     def traced(self) -> jax.stages.Traced | None:
-        """The trace of the first step that ran; None before it."""
+        """The trace of the first step that ran, or that `expect` announced; None before it."""
         return self.first.traced()
 
     def lower(self, batch_shapes: PyTree, extra: PyTree = None) -> jax.stages.Lowered:
@@ -283,12 +283,17 @@ class TrainStep:
         return state, metrics, details if only.halted is None else details._replace(fed=fed)
 
     def expect(self, parts: Sequence[PyTree], only: Conditions = ALWAYS) -> None:
-        """Compile the step for micro-batches like these, and call `before_first` with it; nothing runs."""
+        """Announce the shapes of the first step, of such micro-batches, and call `before_first` with it."""
         if not self.first.is_known:
             parts = [self.place_micro_batch(part) for part in parts]
             self.first.note(Fed(self._programs.concatenate(parts), None, in_parts=True), self._rate, only)
             with heartbeat.work(), slow_work(compiling("the step")):
                 self.before_first(self)
+
+    @property
+    def has_varied(self) -> bool:
+        """Whether steps ran on batches of several shapes."""
+        return len(self._amounts) > 1
 
     @property
     def _rate(self) -> np.float32 | None:

@@ -108,7 +108,7 @@ def test_a_check_compiles_nothing_twice(whole, monkeypatch):
         return len(events)
 
     compiled(None)  # what is compiled once in a process
-    assert compiled(2 * whole) == compiled(None)
+    assert compiled(2 * whole) == compiled(None) > 0
 
 
 def test_a_step_that_runs_out_of_memory(whole, monkeypatch):

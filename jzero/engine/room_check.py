@@ -1,4 +1,4 @@
-"""Whether the compiled step fits its devices; if not, what is largest and what to change."""
+"""Compares the compiled step with its devices; if it does not fit, names what is largest and what to change."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ EXHAUSTED = "RESOURCE_EXHAUSTED"  # the status of XLA's error when memory runs o
 
 
 def check_room(step: TrainStep) -> None:
-    """Compare the peak of the step that is about to run with its device; devices that tell no limit are not checked.
+    """Compare the peak of the step that is about to run with its device; devices without a limit are not checked.
 
     Raises:
       OutOfMemoryError: the peak is larger. All processes compile the same, and so raise the same.
     """
     there = room_here()
     if there is not None and step.traced is not None and not (need := _planned(step, there)).fits:
-        raise OutOfMemoryError(explained(step, need, f"the step {need.verdict} per device"))
+        raise OutOfMemoryError(explained(step, need, f"the step {need.verdict} per device", there.most))
 
 
 def check_data(step: TrainStep, loader: DataLoader, cut: Callable[[PyTree], PyTree], only: Conditions) -> None:
@@ -43,8 +43,14 @@ def check_data(step: TrainStep, loader: DataLoader, cut: Callable[[PyTree], PyTr
       cut: cuts a batch to the length of the first step.
       only: the conditions of the first step.
     """
-    if room_here() is not None and (part := loader.first()) is not None:
+    if room_here() is None or (part := loader.first()) is None:
+        return
+    try:
         step.expect([cut(part)] * step.batch_sizes.accum, only)
+    except OutOfMemoryError:
+        raise
+    except Exception:  # the script may change these batches, or give the loss more; its first step tells
+        step.first.forget()
 
 
 @contextlib.contextmanager
@@ -54,21 +60,21 @@ def out_of_memory(step: TrainStep) -> Iterator[None]:
         yield
     except jax.errors.JaxRuntimeError as error:
         there = room_here()
-        if EXHAUSTED not in str(error) or there is None or step.traced is None:
-            raise
+        if EXHAUSTED not in str(error) or there is None or step.traced is None or step.has_varied:
+            raise  # of several programs nothing tells which it was
         need = _planned(step, there)
         own, most = size_text(need.peak_bytes), size_text(there.most)
         what = (
             f"a step ran out of memory: it needs {own} per device, and other arrays and gaps the rest of XLA's {most}"
         )
-        raise OutOfMemoryError(explained(step, need, what)) from error
+        raise OutOfMemoryError(explained(step, need, what, min(there.most, need.peak_bytes - 1))) from error
 
 
-def explained(step: TrainStep, need: PlannedMemory, what: str) -> str:
-    """Return what a step needs, part by part, and the nearest configurations that fit."""
+def explained(step: TrainStep, need: PlannedMemory, what: str, most: int) -> str:
+    """Return what a step needs, part by part, and the nearest configurations that fit into `most` bytes."""
     lines = [what, memory_table(need), f"largest temporary buffers, in {need.live.at}:"]
     lines.append(table("", LIVE_COLUMNS, live_rows(need), left=["shape", "operation"], plain=True).lstrip())
-    found = nearest(step, step.first.batch_shapes, need.peak_bytes, need.room.most)
+    found = nearest(step, step.first.batch_shapes, need.peak_bytes, most)
     return "\n".join([*lines, nearest_text(found)])
 
 

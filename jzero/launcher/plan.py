@@ -39,8 +39,8 @@ def main(argv: Sequence[str]) -> int:
     s.add_argument("--search", action="store_true", help="find the fastest configuration that fits")
     s.add_argument("--fit", action="store_true", help="find the smallest cluster that fits, of --gpus_per_node a host")
     s.add_argument("--frontier", metavar="FILE", help="search, and draw memory against speed: .svg, .png, .pdf")
-    s.add_argument("--minutes", type=float, default=10.0, metavar="M", help="of a search, at most (default 10)")
-    s.add_argument("--out", default="best.json", metavar="FILE", help="the config found (default best.json)")
+    s.add_argument("--minutes", type=float, metavar="M", help="of a search, at most (default 10)")
+    s.add_argument("--out", metavar="FILE", help="the config found (default best.json)")
     args = p.parse_args(argv)
     with _quiet():
         from jzero.planner import planning

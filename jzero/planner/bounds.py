@@ -1,4 +1,4 @@
-"""What is known of a choice before it is compiled: the least memory and the least time it can take."""
+"""Bounds of a choice before it is compiled: the least memory and the least time it can take."""
 
 from __future__ import annotations
 
@@ -49,11 +49,10 @@ class Bounds:
     _schedules: dict[tuple[Any, ...], tuple[PipelineSchedule, float]] = field(default_factory=dict)
 
     def memory(self, choice: Choice) -> int:
-        """Return bytes that every step of the choice needs on the device: clipping reads all gradients at once."""
-        key = tuple(choice.get(key) for key in _STATE)
+        """Return bytes that every step of the choice needs on the device."""
+        key = *(choice.get(key) for key in _STATE), choice.get(ACCUM, 2) > 1
         if key not in self._states:
-            found = state_bytes(self._step(merged(self.raw, choice), self._devices(self.gpus)))
-            self._states[key] = found.persistent + max(found.parameters, found.gradients)
+            self._states[key] = state_bytes(self._step(merged(self.raw, choice), self._devices(self.gpus))).least
         return self._states[key]
 
     def held(self, choice: Choice) -> float:
@@ -66,16 +65,23 @@ class Bounds:
 
     def schedule(self, choice: Choice) -> tuple[PipelineSchedule, float] | None:
         """Return the pipeline's schedule and the share of its time that a stage is busy; None without one."""
-        asked = tuple(
-            choice.get(key) or value_at(self.raw, key) for key in (keys.SCHEDULE, keys.PIPE, ACCUM, keys.CHUNKS)
-        )
-        if (asked[1] or 1) == 1:
+        if (stages := self.stages(choice)) == 1:
             return None
+        names = (keys.SCHEDULE, ACCUM, keys.CHUNKS)
+        name, accum, chunks = (choice.get(key) or value_at(self.raw, key) for key in names)
+        asked = name, stages, accum, chunks
         if asked not in self._schedules:
-            name, stages, accum, chunks = asked
             made = make_schedule(name or "1f1b", stages, accum, chunks or 1)
             self._schedules[asked] = made, 1 - made.bubble()
         return self._schedules[asked]
+
+    def stages(self, choice: Choice) -> int:
+        """Return the stages of the pipeline: those of the choice, or the config's."""
+        return choice.get(keys.PIPE) or self._given
+
+    @cached_property
+    def _given(self) -> int:
+        return Config.load(dict(self.raw)).mesh_degrees(self.gpus)["pipe"]
 
     def seconds(self, choice: Choice) -> float:
         """Return the time of the step's products at the full rate, recomputation and the pipeline's bubble included."""
@@ -97,7 +103,7 @@ class Bounds:
 
     def _alone(self) -> dict[str, Any]:
         """Return the config for one row on one device, without what only more devices can do."""
-        sections = ("mesh", "pipeline")
+        sections = ("mesh", "pipeline", "data_parallel_size")
         zero = {"stage": 0}
         kept = {key: value for key, value in self.raw.items() if key not in sections}
         return kept | {TRAIN: 1, MICRO: 1, ACCUM: 1, "zero_optimization": zero}

@@ -106,7 +106,8 @@ class Space:
 
     def precision(self) -> Choice:
         """Return half precision, if the config has no precision: bf16, or fp16 on GPUs without it."""
-        if any(value_at(self.raw, f"{name}.enabled") is not None for name in ("bf16", "fp16")):
+        given = [value_at(self.raw, f"{name}.enabled") for name in ("bf16", "fp16")]
+        if Config.load(dict(self.raw)).precision != "fp32" or False in given:
             return {}
         return {"bf16.enabled": True} if self.gpu.compute_capability >= _BFLOAT16 else {"fp16.enabled": True}
 
@@ -131,11 +132,10 @@ class Space:
         if pipe == 1:
             yield {}
             return
-        for schedule, chunks in ((name, n) for name, numbers in SCHEDULES.items() for n in numbers):
-            given = value_at(self.raw, SCHEDULE), value_at(self.raw, CHUNKS)
-            if self.layers % (pipe * chunks) or given[0] not in (None, schedule) or given[1] not in (None, chunks):
-                continue
-            yield {SCHEDULE: schedule, CHUNKS: chunks}
+        for schedule in self._open(SCHEDULE, tuple(SCHEDULES)):
+            for chunks in self._open(CHUNKS, SCHEDULES.get(schedule, (1,))):
+                if self.layers % (pipe * chunks) == 0 or not is_open(self.raw, CHUNKS) or chunks == 1:
+                    yield {SCHEDULE: schedule, CHUNKS: chunks}
 
     def _sizes(self, replicas: int) -> Iterator[Choice]:
         """Yield the micro-batches that divide the global batch, the largest first."""

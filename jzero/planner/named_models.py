@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -46,6 +47,20 @@ def named_model(name: str, sequence: int, changes: Sequence[str] = ()) -> tuple[
         raise ConfigError(f"--set {changes[0]}: changes a preset only, not {name}")
     made = _call(name)
     return made if isinstance(made, tuple) else (made, tokens(sequence))
+
+
+@contextlib.contextmanager
+def of_the_model(name: str, sequence: int) -> Iterator[None]:
+    """Name the model in an error that its loss raises on the planned batch."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        problem = f"--model {name}, --seq {sequence}: the loss fails on the planned batch: {in_a_line(error)}"
+        raise ConfigError(
+            f"{problem}; the function may return (model, shapes), with shapes(rows) of a batch"
+        ) from error
 
 
 def tokens(sequence: int) -> Shapes:

@@ -1,4 +1,4 @@
-"""What to change in a config whose step does not fit: the nearest configurations that do, compiled.
+"""The nearest configurations of a step that does not fit, compiled.
 
 The changes keep the global batch and the mesh, and so the losses; those that cost the least speed come first.
 """
@@ -42,7 +42,7 @@ def nearest(step: TrainStep, batch: PyTree, peak: int, most: int) -> list[Near]:
       most: bytes that there are.
     """
     found: list[Near] = []
-    activations, tries = peak - _least(step), 0
+    activations, tries = peak - state_bytes(step).least, 0
     with slow_work("looking for the nearest configurations that fit"):
         for choice in ways(step):
             if len(found) == WANTED or tries == TRIES:
@@ -53,7 +53,7 @@ def nearest(step: TrainStep, batch: PyTree, peak: int, most: int) -> list[Near]:
                 other = _changed(step, choice)
                 kept = activations * other.batch_sizes.micro / step.batch_sizes.micro
                 same = not choice.keys() & {keys.POLICY, keys.UNROLL}
-                if _least(other) + (kept if same else 0) > most:
+                if state_bytes(other).least + (kept if same else 0) > most:
                     continue
                 tries += 1
                 needed = memory(other.lower(batch).compile(), other).peak
@@ -100,12 +100,8 @@ def _levers(step: TrainStep) -> Iterator[list[Choice]]:
 
 
 def _changed(step: TrainStep, choice: Choice) -> TrainStep:
-    given: dict[str, Any] = step.config.model_dump(mode="json", exclude_unset=True)
-    optimizer = step.setup.tx if step.setup.callers_optimizer else None
+    """Make the step with a choice, with the batch sizes in use, which may not be the config's; at a constant rate."""
+    given: dict[str, Any] = step.config.model_dump(mode="json", exclude_unset=True, exclude={"scheduler"})
+    optimizer, sizes = step.setup.tx if step.setup.callers_optimizer else None, step.batch_sizes
+    given |= {TRAIN: sizes.train, MICRO: sizes.micro, ACCUM: sizes.accum}
     return make_train_step(step.model, Config.load(merged(given, choice)), mesh=step.mesh, optimizer=optimizer)
-
-
-def _least(step: TrainStep) -> int:
-    """Return bytes that a step needs on the device beside activations: clipping reads all gradients at once."""
-    found = state_bytes(step)
-    return found.persistent + max(found.parameters, found.gradients)

@@ -17,7 +17,7 @@ from jzero.train_step import TrainStep
 
 
 def observed(step: TrainStep, step_s: float | None = None, rates: Rates | None = None) -> Plan:
-    """Read the program of a step that ran; JAX has it still.
+    """Read the program of a step that ran, from JAX's cache.
 
     Args:
       step_s: measured seconds of a step.

@@ -1,7 +1,8 @@
-"""What a choice takes: its step is compiled in a process of its own, once per program; a cache keeps the figures."""
+"""The figures of a choice: its step is compiled in a process of its own, once per program, and a cache keeps them."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -14,8 +15,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from jzero._compat import terminate
 from jzero.config import Config
-from jzero.errors import ConfigError, in_a_line
+from jzero.errors import in_a_line
 from jzero.planner.choices import Choice
 from jzero.planner.named_models import Shapes, named_model
 from jzero.planner.plan import Prepared, prepare
@@ -96,12 +98,13 @@ def outcome(task: Task, raw: Mapping[str, Any], choice: Choice) -> Outcome:
         if path.exists():
             return Outcome(choice, **json.loads(path.read_text(encoding="utf-8")))
         found = _read(prepared, task.rates)
-    except (ConfigError, TypeError, ValueError, RuntimeError) as error:  # RuntimeError: XLA's
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:  # the model's, or XLA's
         return Outcome(choice, problem=in_a_line(error))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps(found), encoding="utf-8")
-    part.replace(path)
+    with contextlib.suppress(OSError):  # a cache that cannot be written
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(found), encoding="utf-8")
+        part.replace(path)
     return Outcome(choice, **found)
 
 
@@ -117,7 +120,9 @@ def _read(prepared: Prepared, rates: Rates) -> dict[str, Any]:
 
 def _cached(prepared: Prepared, rates: Rates) -> Path:
     """Return the path of a program's figures: they depend on the program, the GPUs and the planner itself."""
-    where = f"{prepared.kind} {prepared.nodes} {prepared.gpus_per_node} {json.dumps(asdict(rates))} {_planner()}"
+    limit, options = prepared.gpu.room(prepared.step.mesh.size).limit, prepared.step.setup.compiler_options
+    where = f"{prepared.kind} {prepared.nodes} {prepared.gpus_per_node} {limit} {options} {os.environ.get('XLA_FLAGS')}"
+    where += f"{json.dumps(asdict(rates))} {_planner()}"
     key = hashlib.sha256((where + prepared.lowered.as_text()).encode()).hexdigest()
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "jzero" / "plans" / f"{key[:32]}.json"
@@ -145,9 +150,7 @@ class Pool:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        for process in list((self._pool._processes or {}).values()):  # a compilation cannot be cancelled
-            process.terminate()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        terminate(self._pool)  # a compilation cannot be cancelled
 
 
 def default_processes() -> int:

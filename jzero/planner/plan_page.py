@@ -89,6 +89,8 @@ def _method(plan: PlanFacts) -> list[str]:
         "The peak is XLA's. Masters, optimizer state and the batch are its arguments; compute parameters and gradients "
         "follow from the layout; activations and temporaries are the rest of XLA's block.",
     ]
+    if plan.measured:
+        del lines[1]  # nothing is assumed about a device that is there
     if plan.time:
         lines.append(
             f"Rates: {plan.time.origin}. Energy: the card's power limit, {plan.gpu.watts} W, all the time; no hosts, "

@@ -1,4 +1,4 @@
-"""What the parts of a step take of a GPU's memory.
+"""The memory of a step, part by part.
 
 The parts add up to XLA's peak. Masters, optimizer state and the batch are the program's arguments, exactly. What a step
 makes lives in XLA's one block of temporaries: the compute parameters and the gradients are computed from the layout
@@ -65,6 +65,9 @@ class PlannedMemory:
         if self.peak_bytes <= SLACK * self.room.preallocated:
             share = self.peak_bytes / self.room.preallocated
             return f"fits: {peak} is {share:.0%} of the {size_text(self.room.preallocated)} that XLA preallocates"
+        if self.room.most == self.room.device:  # a device that is there, and what XLA has of it
+            share = self.peak_bytes / self.room.most
+            return f"fits: {peak} is {share:.0%} of the {size_text(self.room.most)} that XLA has"
         fraction, given = int(100 * self.room.limit / self.room.device) / 100, size_text(self.room.preallocated)
         return (
             f"fits if XLA may take more than its {given}: set {FRACTION}={fraction:.2f}, as planned; {own} are assumed "

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 
 from jzero.config import Config
-from jzero.errors import ConfigError, in_a_line
+from jzero.errors import ConfigError
 from jzero.planner import searching
 from jzero.planner.fitting import formula, too_large
 from jzero.planner.gpus import gpu, gpu_devices
-from jzero.planner.named_models import Shapes, named_model
+from jzero.planner.named_models import Shapes, named_model, of_the_model
 from jzero.planner.nearest import nearest, nearest_text
 from jzero.planner.plan import Plan, no_compilation_cache, plan
 from jzero.planner.plan_text import plan_text
@@ -45,6 +45,8 @@ def main(args: Namespace) -> int:
         raise ConfigError("--price: requires --tokens")
     if args.search or args.fit or args.frontier:
         return searching.main(args)
+    if args.minutes is not None or args.out is not None:
+        raise ConfigError("--minutes, --out: of a search; add --search, --frontier or --fit")
     config = Config.load(args.config)
     model, shapes = named_model(args.model, args.seq, args.set)
     if args.formula:
@@ -62,15 +64,8 @@ def main(args: Namespace) -> int:
 def _planned(args: Namespace, model: Any, config: Config, shapes: Shapes) -> Plan:
     rates = Rates.load(args.rates) if args.rates else None
     there: dict[str, Any] = {"gpu": args.gpu, "nodes": args.nodes, "gpus_per_node": args.gpus_per_node}
-    try:
+    with of_the_model(args.model, args.seq):
         return plan(model, config, shapes, rates=rates, **there)
-    except ConfigError:
-        raise
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:  # the user's model, on this batch
-        problem = f"--model {args.model}, --seq {args.seq}: the loss fails on the planned batch: {in_a_line(error)}"
-        raise ConfigError(
-            f"{problem}; the function may return (model, shapes), with shapes(rows) of a batch"
-        ) from error
 
 
 def _nearest(made: Plan, shapes: Shapes) -> str:

@@ -1,4 +1,4 @@
-"""What a GPU has for XLA."""
+"""The memory that a GPU has for XLA."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +28,9 @@ from jzero.values.sizes import size_text
 
 EQUAL = 0.03  # two estimates that differ by less are called equal
 SLACK = 0.05  # of the memory: how far a prediction from other choices may be off
-STATE, SLOW, PREDICTED, SMALLER, LATE = (
-    "model state too large", "slower even at the full rate of products", "too large or slow, as those compiled tell",
-    "a larger micro-batch fits", "no time left",
+INVALID, STATE, SLOW, PREDICTED, SMALLER, LATE = (
+    "not for this model", "model state too large", "slower even at the full rate of products",
+    "too large or slow, as those compiled tell", "a larger micro-batch fits", "no time left",
 )  # fmt: skip
 
 
@@ -42,6 +43,7 @@ class Search:
       outcomes: all that was compiled: those that fit first, the fastest first.
       dropped: {reason: number of choices} that were not compiled.
       seconds: of the search.
+      problem: of the first choice that the model or the config refused.
     """
 
     task: Task
@@ -49,6 +51,7 @@ class Search:
     outcomes: tuple[Outcome, ...]
     dropped: Mapping[str, int]
     seconds: float
+    problem: str = ""
 
     @property
     def fitting(self) -> tuple[Outcome, ...]:
@@ -72,7 +75,7 @@ class Search:
 
     @property
     def frontier(self) -> tuple[Outcome, ...]:
-        """Those that nothing compiled beats in both memory and speed, the fastest first."""
+        """The outcomes that no other beats in both memory and speed, the fastest first."""
         best: int | None = None
         found: list[Outcome] = []
         for one in sorted((o for o in self.outcomes if o.step_s), key=lambda o: (o.step_s, o.peak_bytes)):
@@ -106,8 +109,9 @@ def search(
         raise ConfigError(f"train_batch_size = {space.rows}: no mesh and micro-batch of {task.gpus} GPUs divides it")
     with Pool(processes) as pool, slow_work("searching"):
         running: dict[Future[Outcome], Choice] = {}
+        alive = True
         while True:
-            in_time = time.monotonic() < began + 60 * minutes
+            in_time = alive and time.monotonic() < began + 60 * minutes
             while in_time and len(running) < pool.size and (choice := walk.next(list(running.values()))):
                 running[pool.submit(task, merged(raw, choice), choice)] = choice
             if not running:
@@ -116,14 +120,17 @@ def search(
             if not done:
                 break
             for future in done:
-                running.pop(future)
-                found = future.result()
+                choice = running.pop(future)
+                try:
+                    found = future.result()
+                except BrokenProcessPool:  # the system ran out of memory, for example
+                    found, alive = Outcome(choice, problem="the process that compiled it was killed"), False
                 walk.learn(found)
                 seen(found)
     walk.dropped[LATE] += len(walk.open) + len(running)
     outcomes = sorted(walk.found, key=lambda o: (not o.fits, o.step_s or 1e9, o.peak_bytes))
     dropped = {reason: count for reason, count in walk.dropped.items() if count}
-    return Search(task, raw, tuple(outcomes), dropped, time.monotonic() - began)
+    return Search(task, raw, tuple(outcomes), dropped, time.monotonic() - began, walk.problem)
 
 
 class _Walk:
@@ -141,14 +148,15 @@ class _Walk:
         self.found: list[Outcome] = []
         self.dropped: Counter[str] = Counter()
         self.activations: dict[Any, float] = {}
+        self.problem = ""  # of the first choice that is invalid
         self.wider = self._wider(list(choices))
 
     def next(self, running: list[Choice]) -> Choice | None:
         """Take the most promising open choice; None if there is none before one that runs tells more."""
         while True:
             self._drop()
-            probing = {_kind(choice) for choice in running} - self.activations.keys()
-            ready = [c for c in self.open if _kind(c) not in probing and self._peak(c) <= (1 + SLACK) * self.most]
+            probing = {self._kind(choice) for choice in running} - self.activations.keys()
+            ready = [c for c in self.open if self._kind(c) not in probing and self._peak(c) <= (1 + SLACK) * self.most]
             if ready:
                 chosen = min(ready, key=self._promise)
                 self.open.remove(chosen)
@@ -167,7 +175,7 @@ class _Walk:
         choice = found.choice
         if not found.peak_bytes:
             return
-        kind, rows = _kind(choice), self._micro(choice) * self.bounds.held(choice)
+        kind, rows = self._kind(choice), self._micro(choice) * self.bounds.held(choice)
         beyond = max(0, found.peak_bytes - self.bounds.memory(choice)) / rows
         self.activations[kind] = min(beyond, self.activations.get(kind, beyond))
         if found.fits and not self.every and self._pipe(choice) == 1:
@@ -205,13 +213,14 @@ class _Walk:
         Of a kind that nothing is known of, small micro-batches and high stages come first, which should fit.
         """
         micro, stage = self._micro(choice), choice.get(keys.STAGE, 0)
-        known = _kind(choice) in self.activations
+        known = self._kind(choice) in self.activations
         return round(self._seconds(choice), 3), *((-micro, stage) if known else (micro, -stage))
 
     def _drop(self) -> None:
         """Close the choices that are known to be too large or too slow."""
         fastest = min((o.step_s for o in self.fitting() if o.step_s), default=None)
-        self._close(STATE, lambda c: self._needs(c) > self.most)
+        self._close(INVALID, self._is_invalid)
+        self._close(STATE, lambda c: self.bounds.memory(c) > self.most)
         if self.every:
             known = [(o.step_s, o.peak_bytes) for o in self.found if o.step_s]
             self._close(PREDICTED, lambda c: _beaten(self._seconds(c), self._peak(c), known))
@@ -224,14 +233,17 @@ class _Walk:
         self.dropped[reason] += len(self.open) - len(kept)
         self.open = kept
 
-    def _needs(self, choice: Choice) -> float:
+    def _is_invalid(self, choice: Choice) -> bool:
+        """Return whether a choice contradicts itself or the model."""
         try:
-            return self.bounds.memory(choice)
-        except ConfigError:  # the choice fits the model or itself not at all
-            return float("inf")
+            self.bounds.memory(choice)
+        except ConfigError as error:
+            self.problem = self.problem or str(error)
+            return True
+        return False
 
     def _peak(self, choice: Choice) -> float:
-        beyond = self.activations.get(_kind(choice), 0.0)
+        beyond = self.activations.get(self._kind(choice), 0.0)
         return self.bounds.memory(choice) + beyond * self._micro(choice) * self.bounds.held(choice)
 
     def _seconds(self, choice: Choice) -> float:
@@ -240,31 +252,29 @@ class _Walk:
         shares = [
             self.bounds.seconds(o.choice) / o.step_s
             for o in self.found
-            if o.step_s and _alike(o.choice, choice) and self._micro(o.choice) >= micro
+            if o.step_s and self._alike(o.choice, choice) and self._micro(o.choice) >= micro
         ]
         return bound / max(shares, default=1.0)
+
+    def _kind(self, choice: Choice) -> tuple[Any, ...]:
+        """Return what choices have in common that are alike in activations and efficiency."""
+        names = (keys.POLICY, keys.UNROLL, keys.OFFLOAD_OPTIMIZER, keys.OFFLOAD_PARAM)
+        return self._pipe(choice) > 1, *(choice.get(key) for key in names)
+
+    def _alike(self, one: Choice, other: Choice) -> bool:
+        """Return whether products take the same share of the time; what communicates depends on the stage."""
+        stages = self._pipe(one) == 1 and one.get(keys.STAGE) != other.get(keys.STAGE)
+        return self._kind(one) == self._kind(other) and not stages
 
     def _micro(self, choice: Choice) -> int:
         return choice.get(MICRO) or value_at(self.bounds.raw, MICRO)
 
     def _pipe(self, choice: Choice) -> int:
-        return choice.get(keys.PIPE, 1)
+        return self.bounds.stages(choice)
 
 
 def _beaten(seconds: float, peak: float, known: list[tuple[float, int]]) -> bool:
     return any(s < seconds and p < peak for s, p in known)
-
-
-def _kind(choice: Choice) -> tuple[Any, ...]:
-    """Return what choices have in common that are alike in activations and efficiency."""
-    names = (keys.POLICY, keys.UNROLL, keys.OFFLOAD_OPTIMIZER, keys.OFFLOAD_PARAM)
-    return choice.get(keys.PIPE, 1) > 1, *(choice.get(key) for key in names)
-
-
-def _alike(one: Choice, other: Choice) -> bool:
-    """Return whether two choices spend the same share of their time beside products: communication is the stage's."""
-    stages = one.get(keys.PIPE, 1) == 1 and one.get(keys.STAGE) != other.get(keys.STAGE)
-    return _kind(one) == _kind(other) and not stages
 
 
 def _same(one: Choice, other: Choice) -> bool:
@@ -277,8 +287,8 @@ def nothing_fits(found: Search) -> str:
     tried = [one for one in found.outcomes if one.peak_bytes]
     where = f"{found.task.gpus} x {gpu(found.task.gpu).description}"
     if not tried:
-        problems = dict.fromkeys(one.problem for one in found.outcomes if one.problem)
-        why = f": {next(iter(problems))}" if problems else f" ({', '.join(found.dropped)})"
+        problem = next((one.problem for one in found.outcomes if one.problem), found.problem)
+        why = f": {problem}" if problem else f" ({', '.join(found.dropped)})"
         return f"no configuration of {found.task.model} fits {where}{why}; `--fit` finds the smallest cluster"
     least = min(tried, key=lambda one: one.peak_bytes)
     if least.fits:

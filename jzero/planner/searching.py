@@ -1,4 +1,4 @@
-"""What `jzero plan` does with --search, --frontier and --fit."""
+"""`jzero plan` with --search, --frontier or --fit."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from jzero.config import Config
 from jzero.config.source import read
+from jzero.display.figure import new_figure
 from jzero.display.table import table
 from jzero.errors import ConfigError
 from jzero.planner import frontier
 from jzero.planner.choices import merged
+from jzero.planner.named_models import of_the_model
 from jzero.planner.outcomes import Outcome, Task
 from jzero.planner.rates import Rates
 from jzero.planner.search import search
 from jzero.planner.search_text import COLUMNS, changes, progress, row, search_text
 from jzero.planner.smallest import smallest
 
-SCHEMA = 1
+SCHEMA, OUT, MINUTES = 1, "best.json", 10.0
 
 
 def main(args: Namespace) -> int:
@@ -31,6 +34,7 @@ def main(args: Namespace) -> int:
     """
     _check(args)
     raw = read(args.config)
+    Config.load(raw)  # raises for a mistake, before anything is searched
     rates = Rates.load(args.rates) if args.rates else Rates.of(args.gpu)
     task = Task(args.model, args.seq, tuple(args.set), args.gpu, args.nodes, args.gpus_per_node, rates)
 
@@ -38,18 +42,20 @@ def main(args: Namespace) -> int:
         print(progress(raw, found), file=sys.stderr, flush=True)
 
     if args.fit:
-        task, found = smallest(task, raw, seen)
+        with of_the_model(args.model, args.seq):
+            task, found = smallest(task, raw, seen)
         text = _smallest_text(task, raw, found)
         record: dict[str, Any] = {"nodes": task.nodes, "gpus_per_node": task.gpus_per_node, "outcomes": [asdict(found)]}
         config = merged(raw, found.choice)
     else:
-        result = search(task, raw, minutes=args.minutes, every=bool(args.frontier), seen=seen)
+        with of_the_model(args.model, args.seq):
+            result = search(task, raw, minutes=args.minutes or MINUTES, every=bool(args.frontier), seen=seen)
         text, config = search_text(result), result.config
         outcomes = [asdict(one) for one in result.outcomes]
         record = {"outcomes": outcomes, "dropped": dict(result.dropped), "seconds": result.seconds}
-        if args.frontier:
-            frontier.write_frontier(result, args.frontier)
     _write(args, text, {"schema": SCHEMA, "config": config, **record})
+    if args.frontier:
+        frontier.write_frontier(result, args.frontier)
     return 0
 
 
@@ -57,21 +63,30 @@ def _check(args: Namespace) -> None:
     """Raise a ConfigError for options that do not go together, before anything is compiled."""
     if args.fit and (args.search or args.frontier):
         raise ConfigError("--fit: without --search and --frontier; search on the cluster that it finds")
-    if args.html or args.tokens is not None:
-        raise ConfigError(f"--search, --fit: without --html and --tokens; plan the config found: jzero plan {args.out}")
-    if not args.minutes > 0:
+    if args.fit and (args.minutes is not None or args.nodes != 1):
+        raise ConfigError("--fit: without --minutes and --nodes; it finds the number of nodes")
+    if args.html or args.formula or args.tokens is not None:
+        raise ConfigError("--search, --fit: without --html, --formula and --tokens; plan the config found for these")
+    if args.minutes is not None and not args.minutes > 0:
         raise ConfigError(f"--minutes {args.minutes:g}: must be positive")
     if args.frontier:
         frontier.check_path(args.frontier)
+        new_figure(1, 1)  # raises without matplotlib
+    for option, path in (("--out", args.out or OUT), ("--json", args.json), ("--frontier", args.frontier)):
+        if path and path != "-" and not Path(path).absolute().parent.is_dir():
+            raise ConfigError(f"{option} {path}: no such directory")
+    if args.out is None and Path(OUT).exists():
+        raise ConfigError(f"--out: {OUT} exists; name the file to write")
 
 
 def _write(args: Namespace, text: str, record: dict[str, Any]) -> None:
-    Path(args.out).write_text(json.dumps(record["config"], indent=2) + "\n", encoding="utf-8")
+    out = args.out or OUT
+    Path(out).write_text(json.dumps(record["config"], indent=2) + "\n", encoding="utf-8")
     if args.json:
         written = json.dumps(record, indent=1)
         print(written) if args.json == "-" else Path(args.json).write_text(written + "\n", encoding="utf-8")
     if args.json != "-":
-        print(f"{text}\nwritten: {args.out}")
+        print(f"{text}\nwritten: {out}")
 
 
 def _smallest_text(task: Task, raw: dict[str, Any], found: Outcome) -> str:

@@ -11,11 +11,11 @@ from jzero.display.slow_work import slow_work
 from jzero.errors import ConfigError
 from jzero.planner import choices as keys
 from jzero.planner.bounds import Bounds
-from jzero.planner.choices import Choice, Space, is_open, merged
+from jzero.planner.choices import Choice, Space, is_open, merged, value_at
 from jzero.planner.gpus import gpu
 from jzero.planner.outcomes import Outcome, Pool, Task
 
-MOST_NODES = 2048
+MOST_NODES, MOST_STAGES = 2048, 64
 TRIED = 3  # of the leanest choices for one number of GPUs
 
 
@@ -51,21 +51,34 @@ def smallest(
         for each in dict.fromkeys([*(n for n in powers if n < task.gpus_per_node), task.gpus_per_node]):
             if found := fits(1, each):
                 return replace(task, nodes=1, gpus_per_node=each), found
-        low, high = 1, 2
-        while not (found := fits(high, task.gpus_per_node)):
-            low, high = high, 2 * high
-            if high > MOST_NODES:
-                raise ConfigError(
-                    f"{task.model}: does not fit {low * task.gpus_per_node:,} x {gpu(task.gpu).description} either; "
-                    "a larger train_batch_size, a shorter sequence or state in host memory may help"
-                )
+        hosts, low, best = _hosts(task, raw), -1, None
+        last = len(hosts) - 1
+        for high in dict.fromkeys(min(2**i - 1, last) for i in range(len(hosts).bit_length() + 1) if hosts):
+            if best := fits(hosts[high], task.gpus_per_node):
+                break
+            low = high
+        if best is None:
+            most = f"{(hosts[-1] if hosts else 1) * task.gpus_per_node:,} x {gpu(task.gpu).description}"
+            raise ConfigError(
+                f"{task.model}: does not fit {most} either, the most whose replicas divide train_batch_size; a larger "
+                "one, a shorter sequence or state in host memory may help"
+            )
         while high - low > 1:
             middle = (low + high) // 2
-            if better := fits(middle, task.gpus_per_node):
-                high, found = middle, better
+            if better := fits(hosts[middle], task.gpus_per_node):
+                high, best = middle, better
             else:
                 low = middle
-        return replace(task, nodes=high), found
+        return replace(task, nodes=hosts[high]), best
+
+
+def _hosts(task: Task, raw: Mapping[str, Any]) -> list[int]:
+    """List the numbers of hosts, from two, whose replicas can divide the global batch."""
+    rows, each = Space(raw, gpu(task.gpu), 1, 1, 0).rows, task.gpus_per_node
+    divisors = [n for n in range(1, rows + 1) if rows % n == 0]
+    stages = range(1, MOST_STAGES + 1) if is_open(raw, keys.PIPE) else (value_at(raw, keys.PIPE),)
+    counts = {n * s for n in divisors for s in stages if n * s % each == 0}
+    return sorted(count // each for count in counts if each < count <= MOST_NODES * each)
 
 
 def _leanest(task: Task, raw: Mapping[str, Any]) -> Iterator[Choice]:

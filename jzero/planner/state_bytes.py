@@ -58,6 +58,11 @@ class StateBytes:
         return self.masters + self.optimizer - self.host
 
     @property
+    def least(self) -> int:
+        """Bytes that every step needs on the device: clipping reads all gradients at once."""
+        return self.persistent + max(self.parameters, self.gradients)
+
+    @property
     def total(self) -> int:
         """Persistent bytes plus the compute parameters and gradients inside a step."""
         return self.persistent + self.parameters + self.gradients

@@ -11,11 +11,13 @@ from jzero import cli
 from jzero.config.sizes import ACCUM, MICRO
 from jzero.errors import ConfigError
 from jzero.planner import choices as keys
+from jzero.planner import outcomes
 from jzero.planner import search as search_module
 from jzero.planner import smallest as smallest_module
 from jzero.planner.choices import Space, is_open, merged, value_at
 from jzero.planner.gpus import GPUS
 from jzero.planner.outcomes import Outcome, Task
+from jzero.planner.plan import prepare
 from jzero.planner.rates import Rates
 from jzero.planner.search import search
 from jzero.planner.smallest import smallest
@@ -111,11 +113,51 @@ def bounds_of(task, raw=RAW):
     return search_module.Bounds(raw, model, shapes, task.gpu, task.gpus, task.gpus_per_node, task.rates)
 
 
+def test_a_given_pipeline_keeps_its_small_micro_batches():
+    """Their bubble is the smallest: a larger micro-batch that fits says nothing about them."""
+    raw = RAW | {"mesh": {"pipe": 2}}
+    bounds = bounds_of(task(), raw)
+    walk = search_module._Walk(bounds, list(Space(raw, GPUS["h200"], 2, 2, 4).choices()), MEMORY, False)
+    before = len(walk.open)
+    walk.learn(Outcome(next(c for c in walk.open if c[MICRO] == 8), 1, MEMORY, 0, 1.0, 16.0))
+    assert len(walk.open) == before
+
+
+def test_a_given_schedule_is_the_one():
+    found = list(space(mesh={"pipe": 2}, pipeline={"schedule": "gpipe"}).choices())
+    assert found
+    assert not any(keys.SCHEDULE in choice for choice in found)
+
+
+def test_auto_precision_is_open():
+    raw = {"train_batch_size": 16, "bf16": {"enabled": "auto"}}
+    assert Space(raw, GPUS["h100"], 1, 1, 0).precision() == {"bf16.enabled": True}
+    assert Space(raw | {"bf16": {"enabled": False}}, GPUS["h100"], 1, 1, 0).precision() == {}
+
+
+@needs_cuda_compiler
+def test_what_decides_the_program_is_in_the_key(monkeypatch):
+    """XLA's options and its memory limit are not in the lowered text."""
+    model, shapes = task().named()
+
+    def key(**config):
+        prepared = prepare(
+            model, RAW | {"train_micro_batch_size_per_gpu": 8} | config, shapes, gpu="h200", gpus_per_node=2
+        )
+        return outcomes._cached(prepared, Rates.of("h200"))
+
+    plain = key()
+    assert key() == plain
+    assert key(compiler_options={"xla_gpu_enable_latency_hiding_scheduler": False}) != plain
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    assert key() != plain
+
+
 @needs_cuda_compiler
 class TestSearch:
-    @pytest.mark.parametrize("activations", [12 * 2**30, 60 * 2**30, 2**38])
+    @pytest.mark.parametrize("activations", [12 * 2**30, 60 * 2**30, 2**42])
     def test_finds_what_trying_everything_finds(self, activations, monkeypatch):
-        """From much memory to so little that the state must be offloaded or nothing fits."""
+        """From much memory to so little that nothing fits, not even with the state on the host."""
         shared = bounds_of(task())
         pool, outcome, compiled = machine(lambda _: shared, activations)
         monkeypatch.setattr(search_module, "Pool", lambda processes: pool())
@@ -167,7 +209,7 @@ class TestSearch:
             return known.setdefault((there.nodes, there.gpus_per_node), bounds_of(there, raw))
 
         there = Space(raw, GPUS["h200"], cluster[0] * cluster[1], cluster[1], 4)
-        least = min(of(task(*cluster)).memory(choice) for choice in there.choices())
+        least = min(of(task(*cluster)).memory(choice) for choice in there.choices() if choice[MICRO] == 1)
         scale = 0.999 * GPUS["h200"].room(cluster[0] * cluster[1]).most / least
         pool, *_ = machine(of, 0, scale)
         monkeypatch.setattr(smallest_module, "Pool", pool)
@@ -203,9 +245,12 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     ("options", "problem"),
     [
         (["--fit", "--search"], "--fit: without --search"),
-        (["--search", "--html", "x.html"], "without --html and --tokens"),
+        (["--search", "--html", "x.html"], "without --html, --formula and --tokens"),
         (["--search", "--minutes", "0"], "--minutes 0: must be positive"),
         (["--frontier", "x.txt"], "must end in .svg"),
+        (["--search", "--out", "nowhere/x.json"], "no such directory"),
+        (["--fit", "--nodes", "2"], "--fit: without --minutes and --nodes"),
+        (["--minutes", "2"], "--minutes, --out: of a search"),
     ],
 )
 @needs_cuda_compiler
