@@ -67,15 +67,18 @@ def out_of_memory(step: TrainStep) -> Iterator[None]:
         what = (
             f"a step ran out of memory: it needs {own} per device, and other arrays and gaps the rest of XLA's {most}"
         )
-        raise OutOfMemoryError(explained(step, need, what, min(there.most, need.peak_bytes - 1))) from error
+        # Of several processes maybe only this one is here, while the others wait in a collective: it compiles nothing.
+        less = min(there.most, need.peak_bytes - 1) if jax.process_count() == 1 else None
+        raise OutOfMemoryError(explained(step, need, what, less)) from error
 
 
-def explained(step: TrainStep, need: PlannedMemory, what: str, most: int) -> str:
-    """Return what a step needs, part by part, and the nearest configurations that fit into `most` bytes."""
+def explained(step: TrainStep, need: PlannedMemory, what: str, most: int | None) -> str:
+    """Return what a step needs, part by part, and the nearest configurations that fit into `most` bytes, if given."""
     lines = [what, memory_table(need), f"largest temporary buffers, in {need.live.at}:"]
     lines.append(table("", LIVE_COLUMNS, live_rows(need), left=["shape", "operation"], plain=True).lstrip())
-    found = nearest(step, step.first.batch_shapes, need.peak_bytes, most)
-    return "\n".join([*lines, nearest_text(found)])
+    if most is not None:
+        lines.append(nearest_text(nearest(step, step.first.batch_shapes, need.peak_bytes, most)))
+    return "\n".join(lines)
 
 
 def _planned(step: TrainStep, there: Room) -> PlannedMemory:
