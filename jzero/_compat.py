@@ -13,8 +13,10 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # it imports multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
 
 
 def backends_are_initialized() -> bool:
