@@ -27,7 +27,6 @@ from jzero.distributed import heartbeat
 from jzero.distributed.consistency import Guard
 from jzero.distributed.host_collectives import check_same
 from jzero.errors import ConfigError
-from jzero.first_call import FirstCall
 from jzero.inference.eval_step import EvalStep
 from jzero.inference.generate import Generator
 from jzero.loss import LOSS
@@ -36,7 +35,7 @@ from jzero.mesh import batch_spec, replicas
 from jzero.model import Model, replace_state
 from jzero.pictures import html
 from jzero.pipeline.module import PipelineModule
-from jzero.programs import Done, Fed, make_programs
+from jzero.programs import Done, Fed, FirstCall, make_programs
 from jzero.setup import TotalSteps, resolve
 from jzero.sharding import trainable
 from jzero.state import States, TrainState, check_alive

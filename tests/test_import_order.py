@@ -25,7 +25,7 @@ checkpoint
 pipeline adapters
 state batch update setup
 inference
-programs first_call train_step
+programs train_step
 data planner
 weights monitors profiling diagnosis ledger
 plots

@@ -335,15 +335,15 @@ class DescribedGPU:
         return "device", "pinned_host"  # jaxlib takes what a device that is not its own returns as the kinds themselves
 
 
-def gpu_of(device: Any) -> GPU:
-    """Return the description of a device that is there.
+def kind_of(device: Any) -> str:
+    """Return the key in ``GPUS`` of a device that is there.
 
     Raises:
         ConfigError: a kind of device that is not in `GPUS`.
     """
-    for described in GPUS.values():
+    for name, described in GPUS.items():
         if described.description == device.device_kind:
-            return described
+            return name
     raise ConfigError(f"{device.device_kind}: not a GPU that jzero.planner describes ({', '.join(GPUS)})")
 
 

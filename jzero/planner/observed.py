@@ -8,7 +8,7 @@ import jax
 
 from jzero.distributed.joining import host_of
 from jzero.errors import ConfigError
-from jzero.planner.gpus import GPUS, gpu_of
+from jzero.planner import gpus
 from jzero.planner.plan import Plan, read_plan
 from jzero.planner.plan_facts import Measured
 from jzero.planner.rates import Rates
@@ -30,8 +30,8 @@ def observed(step: TrainStep, step_s: float | None = None, rates: Rates | None =
     if traced is None:
         raise ConfigError("html: the step did not run yet; call it once, or plan it with jzero.plan")
     devices = list(step.mesh.devices.flat)
-    gpu, nodes = gpu_of(devices[0]), len({host_of(device) for device in devices})
-    kind = next(name for name in GPUS if GPUS[name] == gpu)
+    kind, nodes = gpus.kind_of(devices[0]), len({host_of(device) for device in devices})
+    gpu = gpus.gpu(kind)
     plan = read_plan(
         step, traced.lower().compile(), traced, step.first.batch_shapes, gpu, nodes, len(devices) // nodes,
         room_here() or gpu.room(len(devices)), rates or Rates.of(kind), 0.0,

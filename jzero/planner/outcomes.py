@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from multiprocessing import get_context
@@ -121,8 +121,10 @@ def _read(prepared: Prepared, rates: Rates) -> dict[str, Any]:
 def _cached(prepared: Prepared, rates: Rates) -> Path:
     """Return the path of a program's figures: they depend on the program, the GPUs and the planner itself."""
     limit, options = prepared.gpu.room(prepared.step.mesh.size).limit, prepared.step.setup.compiler_options
-    where = f"{prepared.kind} {prepared.nodes} {prepared.gpus_per_node} {limit} {options} {os.environ.get('XLA_FLAGS')}"
-    where += f"{json.dumps(asdict(rates))} {_planner()}"
+    settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith("XLA_")}
+    where = (
+        f"{prepared.kind} {prepared.nodes} {prepared.gpus_per_node} {limit} {options} {settings} {rates!r} {_planner()}"
+    )
     key = hashlib.sha256((where + prepared.lowered.as_text()).encode()).hexdigest()
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "jzero" / "plans" / f"{key[:32]}.json"

@@ -83,14 +83,15 @@ def _method(plan: PlanFacts) -> list[str]:
     lines = [
         f"The step was compiled for {plan.gpus} x {plan.gpu.description} ({plan.nodes} nodes of {plan.gpus_per_node}) "
         f"{'on them' if plan.measured else 'with no GPU in the machine'}. Device properties: {plan.gpu.source}.",
-        f"Of the GPU's {size_text(there.device)}, {size_text(there.nccl)} for NCCL's buffers and "
-        f"{size_text(CUDA_ROOM)} for CUDA and its libraries are assumed; XLA preallocates "
-        f"{size_text(there.preallocated)}.",
         "The peak is XLA's. Masters, optimizer state and the batch are its arguments; compute parameters and gradients "
         "follow from the layout; activations and temporaries are the rest of XLA's block.",
     ]
-    if plan.measured:
-        del lines[1]  # nothing is assumed about a device that is there
+    if not plan.measured:
+        lines.append(
+            f"Of the GPU's {size_text(there.device)}, {size_text(there.nccl)} for NCCL's buffers and "
+            f"{size_text(CUDA_ROOM)} for CUDA and its libraries are assumed; XLA preallocates "
+            f"{size_text(there.preallocated)}."
+        )
     if plan.time:
         lines.append(
             f"Rates: {plan.time.origin}. Energy: the card's power limit, {plan.gpu.watts} W, all the time; no hosts, "

@@ -38,14 +38,8 @@ def measured_rows(plan: PlanFacts) -> list[list[str]]:
     if plan.measured is None:
         return []
     seconds, peak = plan.measured.step_s, plan.measured.peak_bytes
-    rows = [
-        [
-            "peak memory per GPU",
-            size_text(plan.memory.peak_bytes),
-            size_text(peak),
-            _ratio(plan.memory.peak_bytes, peak),
-        ]
-    ]
+    planned = plan.memory.peak_bytes
+    rows = [["peak memory per GPU", size_text(planned), size_text(peak), _ratio(planned, peak)]]
     if plan.time and seconds:
         ours = plan.time.step_s
         rows += [["step", f"{1000 * ours:,.1f} ms", f"{1000 * seconds:,.1f} ms", _ratio(ours, seconds)]]

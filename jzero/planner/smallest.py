@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +42,12 @@ def smallest(
             there = replace(task, nodes=nodes, gpus_per_node=each)
             leanest = list(_leanest(there, raw))
             for future in [pool.submit(there, merged(raw, choice), choice) for choice in leanest]:
-                found = future.result()
+                try:
+                    found = future.result()
+                except BrokenProcessPool:
+                    raise ConfigError(
+                        f"--fit: a process that compiled for {there.gpus} GPUs was killed; free memory on this machine"
+                    ) from None
                 seen(found)
                 if found.fits:
                     return found
@@ -76,7 +82,8 @@ def _hosts(task: Task, raw: Mapping[str, Any]) -> list[int]:
     """List the numbers of hosts, from two, whose replicas can divide the global batch."""
     rows, each = Space(raw, gpu(task.gpu), 1, 1, 0).rows, task.gpus_per_node
     divisors = [n for n in range(1, rows + 1) if rows % n == 0]
-    stages = range(1, MOST_STAGES + 1) if is_open(raw, keys.PIPE) else (value_at(raw, keys.PIPE),)
+    given = value_at(raw, keys.PIPE)
+    stages = (given,) if isinstance(given, int) and given > 0 else range(1, MOST_STAGES + 1)
     counts = {n * s for n in divisors for s in stages if n * s % each == 0}
     return sorted(count // each for count in counts if each < count <= MOST_NODES * each)
 
