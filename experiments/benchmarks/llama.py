@@ -50,7 +50,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="an XLA compiler option")
     p.add_argument("--steps", type=int, default=10, help="measured steps, with and without synchronisation")
     p.add_argument("--tag", default="")
-    p.add_argument("--plan", type=int, metavar="GPUS", help="only compile, for this many H200s that need not be there")
+    p.add_argument("--plan", type=int, metavar="GPUS", help="only compile, for this many GPUs that need not be there")
+    p.add_argument("--gpu", default="h200", metavar="KIND", help="of --plan")
     p.add_argument("--hlo", metavar="FILE", help="write the optimized program")
     p.add_argument("--profile", help="write a profile of three steps to this directory")
     return p.parse_args(argv)
@@ -90,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.plan:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_enable_compilation_cache", False)  # it cannot read back programs for absent GPUs
-        devices = gpu_devices("h200", args.plan, per_host=min(8, args.plan))
+        devices = gpu_devices(args.gpu, args.plan, per_host=min(8, args.plan))
     else:
         jzero.init_distributed()
         devices = jax.devices()
@@ -103,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
         "tag": args.tag,
         "gpus": len(devices),
         "processes": jzero.get_world_size(),
-        **{k: v for k, v in vars(args).items() if k not in ("tag", "plan")},
+        **{k: v for k, v in vars(args).items() if k not in ("tag", "plan", "gpu")},
         "parameters": sum(x.size for x in jax.tree.leaves(step.state_shapes.params)),
     }
     record |= {

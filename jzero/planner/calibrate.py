@@ -23,9 +23,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero.errors import ConfigError
+from jzero.offload import transfers
 from jzero.planner.calibration_step import DecoderShape, attention_kernel, measured_ratio
 from jzero.planner.gpus import GPUS
-from jzero.planner.rates import MEASURED, Rates, Table
+from jzero.planner.rates import MEASURED, Rates
 from jzero.planner.step_time import step_time
 
 _CALLS = 5  # in flight before the host waits
@@ -40,7 +41,7 @@ class Sizes:
 
     shape: DecoderShape = field(default_factory=DecoderShape)
     attention_tokens: int = 16384
-    lengths: tuple[int, int] = (4096, 16384)
+    lengths: tuple[int, int] = (1024, 16384)
     head_widths: tuple[int, ...] = (64, 128)
     array: int = 2**30
     message: int = 128 * 2**20
@@ -57,8 +58,8 @@ def calibrate(
 ) -> Rates:
     """Measure the rates of the GPUs of this process.
 
-    What is not measured stays as in `Rates.of`: float8 and float32 products, links between hosts, host memory,
-    latencies, and the share by which collectives slow compute.
+    What is not measured stays as in `Rates.of`: float8 and float32 products, links between hosts, latencies, and the
+    share by which collectives slow compute.
 
     Args:
         devices: default `jax.local_devices()`, all of one kind on one host.
@@ -81,6 +82,8 @@ def calibrate(
         log(f"attention: forward {rates.attention_forward}, backward {rates.attention_backward}, FLOP/s by head width")
         rates = replace(rates, **_memory(rates, sizes))
         log(f"memory: {rates.elementwise / 1e12:.2f} TB/s")
+    rates = replace(rates, **_host_memory(devices, sizes))
+    log(f"host memory: read {rates.host_read}, update {rates.host_update}, bytes/s by GPUs")
     rates = _links(devices, rates, sizes)
     log(f"links: gather {rates.gather}, scatter {rates.scatter}, permute {rates.permute:.3g}, late {rates.late:.2f}")
     rates = replace(rates, scale=measured_ratio(devices, replace(rates, scale=1.0), sizes.shape, sizes.each))
@@ -103,7 +106,7 @@ def _source(devices: list[jax.Device]) -> str:
     cap = caps.split("\n")[0].strip() or "unknown"
     where = f"{len(devices)} x {devices[0].device_kind}, power cap {cap}, jax {jax.__version__}"
     today = datetime.datetime.now(datetime.UTC).date()
-    return f"{today}, {where}, jzero calibrate; not measured: f8, f32, latencies, hosts, host memory, slow"
+    return f"{today}, {where}, jzero calibrate; not measured: f8, f32, latencies, hosts, slow"
 
 
 def hot_seconds(f: Callable, *args: Any, seconds: float) -> float:
@@ -145,10 +148,12 @@ def _products(rates: Rates, sizes: Sizes) -> dict[str, Any]:
 
 
 def _attention(rates: Rates, sizes: Sizes, device: jax.Device) -> dict[str, Any]:
-    """Measure cuDNN's attention at two head widths and two lengths, forward and backward."""
+    """Measure cuDNN's attention at some head widths and two lengths, forward and backward."""
     kernel: Any = attention_kernel(device)
-    tables: dict[bool, dict[tuple[int, int], float]] = {False: {}, True: {}}
+    tables: dict[bool, dict[int, float]] = {False: {}, True: {}}
+    rows: dict[bool, list[float]] = {False: [], True: []}
     for width in sizes.head_widths:
+        taken: dict[bool, list[float]] = {False: [], True: []}
         for S in sizes.lengths:
             B = max(1, sizes.attention_tokens // S)
             q = jax.random.normal(jax.random.key(1), (B, S, _HEADS, width), jnp.bfloat16)
@@ -160,25 +165,26 @@ def _attention(rates: Rates, sizes: Sizes, device: jax.Device) -> dict[str, Any]
 
             forward = hot_seconds(jax.jit(f), q, k, v, seconds=sizes.each)
             both = hot_seconds(jax.jit(jax.grad(total, (0, 1, 2))), q, k, v, seconds=sizes.each)
-            flops = 4.0 * B * _HEADS * width * S * (S + 1) / 2
-            for back, taken, work in ((False, forward, flops), (True, both - forward, 2.5 * flops)):
-                tables[back][width, S] = work / max(taken - rates.attention_start, 0.1 * taken, 1e-9)
-    short = sizes.lengths[0]
-    long = sizes.lengths[1]
-    pairs = [(rates_of[w, short], rates_of[w, long]) for rates_of in tables.values() for w in sizes.head_widths]
-    diagonal = statistics.median(_diagonal(*pair, sizes.lengths) for pair in pairs)
-    at_4096 = (1 + diagonal / short) / (1 + diagonal / 4096)
+            per_query = 4.0 * B * S * _HEADS * width
+            taken[False].append(max(forward - rates.attention_start, 0.1 * forward) / per_query)
+            taken[True].append(max(both - forward - rates.attention_start, 0.1 * forward) / (2.5 * per_query))
+        for back, (short, long) in taken.items():
+            tables[back][width], more = _rate_and_row(short, long, sizes.lengths)
+            rows[back].append(more)
+    return {
+        "attention_forward": tuple(tables[False].items()),
+        "attention_backward": tuple(tables[True].items()),
+        "row_forward": statistics.median(rows[False]),
+        "row_backward": statistics.median(rows[True]),
+    }
 
-    def table(back: bool) -> Table:
-        return tuple((width, tables[back][width, short] * at_4096) for width in sizes.head_widths)
 
-    return {"attention_forward": table(False), "attention_backward": table(True), "attention_diagonal": diagonal}
-
-
-def _diagonal(short: float, long: float, lengths: tuple[int, int]) -> float:
-    """Solve rate(S) = c / (1 + d / S) for d, at least 0."""
-    ratio = min(long / short, 0.9 * lengths[1] / lengths[0])
-    return max(0.0, (ratio - 1) / (1 / lengths[0] - ratio / lengths[1]))
+def _rate_and_row(short: float, long: float, lengths: tuple[int, int]) -> tuple[float, float]:
+    """Solve seconds per FLOP of a key = (keys + row) / rate, with a causal mask's mean of keys; row is at least 0."""
+    keys = [(S + 1) / 2 for S in lengths]
+    slope = max((long - short) / (keys[1] - keys[0]), 0.1 * long / keys[1])
+    row = max(0.0, long / slope - keys[1])
+    return (keys[1] + row) / long, row
 
 
 def _memory(rates: Rates, sizes: Sizes) -> dict[str, Any]:
@@ -203,7 +209,34 @@ def _memory(rates: Rates, sizes: Sizes) -> dict[str, Any]:
     return {"elementwise": elementwise, "reductions": reductions, "transposes": transposes, "many": many}
 
 
-# ---------------------------------------------------------------- links
+# ---------------------------------------------------------------- all GPUs of a host
+
+
+def _host_memory(devices: list[jax.Device], sizes: Sizes) -> dict[str, Any]:
+    """Measure 1, 2, 4, ... GPUs at once: copies of host memory, and an update that reads and writes it in kernels."""
+    read, update = dict[int, float](), dict[int, float]()
+    for n in (1, *_groups(len(devices))):
+        mesh = Mesh(np.array(devices[:n]), ("x",))
+        there, here = (NamedSharding(mesh, P("x"), memory_kind=kind) for kind in (transfers.HOST, "device"))
+        x = jax.device_put(jnp.ones(n * sizes.array // 4, jnp.float32), there)
+        copied = jax.jit(lambda x: jax.device_put(x, jax.memory.Space.Device), out_shardings=here)
+        read[n] = sizes.array / hot_seconds(copied, x, seconds=sizes.each)
+        update[n] = sizes.array / hot_seconds(_updates(x, there), seconds=sizes.each)
+    return {"host_read": tuple(read.items()), "host_update": tuple(update.items())}
+
+
+def _updates(x: jax.Array, where: NamedSharding) -> Callable[[], jax.Array]:
+    """Return a function that updates an array in host memory in place, as a step does."""
+    halved = jax.jit(
+        lambda x: transfers.as_stored(0.5 * transfers.on_device(x), x), donate_argnums=0, out_shardings=where
+    )
+
+    def once() -> jax.Array:
+        nonlocal x
+        x = halved(x)
+        return x
+
+    return once
 
 
 def _links(devices: list[jax.Device], rates: Rates, sizes: Sizes) -> Rates:

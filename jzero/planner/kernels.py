@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jzero.planner.hlo import Array, Computation, Instruction, Module
-from jzero.planner.rates import Rates
+from jzero.planner.rates import Rates, Table
 from jzero.planner.traffic import Traffic, of_fusion, of_operation
 
 PRODUCTS, ATTENTION, ELEMENTWISE, REDUCTIONS = "products", "attention", "elementwise", "reductions"
@@ -29,7 +29,6 @@ _FREE_CALLS = {
     "LayoutConstraint",
 }
 _BY_BYTES = ("__cub$", "__gpu$TopK", "__cudnn$norm", "cu_threefry2x32", "MoveToHost", "MoveToDevice")
-ONE_WAY = 55 / 98  # the rate to the device over that of both ways at once, measured on an H200 (GB/s)
 
 
 class UnreadableProgram(ValueError):
@@ -53,8 +52,11 @@ class Cost:
 class Kernels:
     """The costs of a module's instructions at some rates."""
 
-    def __init__(self, module: Module, rates: Rates):
+    def __init__(self, module: Module, rates: Rates, gpus_per_node: int = 8):
         self.module, self.rates = module, rates
+        self.host_read, self.host_update = (
+            at_most(table, min(gpus_per_node, module.devices)) for table in (rates.host_read, rates.host_update)
+        )
         self.products = dict(rates.products)
 
     def cost(self, op: Instruction, scope: Computation) -> Cost | None:
@@ -88,8 +90,8 @@ class Kernels:
         by = {REDUCTIONS: rates.reductions, TRANSPOSES: rates.transposes}
         seconds = max(size / (rate or by.get(category, rates.elementwise)), rates.shortest)
         if both := traffic.host_read + traffic.host_written:
-            most = max(traffic.host_read, traffic.host_written, ONE_WAY * both)
-            return Cost(HOST, max(seconds, most / rates.host_memory), 0.0, size - both)
+            one_way = max(traffic.host_read, traffic.host_written) / self.host_read
+            return Cost(HOST, max(seconds, one_way, both / 2 / self.host_update), 0.0, size - both)
         return Cost(category, seconds, 0.0, size)
 
     def _fusion(self, op: Instruction, scope: Computation) -> Cost | None:
@@ -204,19 +206,25 @@ class Kernels:
             raise UnreadableProgram(op, "attention without intermediate_tensor_shape, mask_type or operand layouts")
         batch, heads, queries, keys = shape
         width, pairs = layout[-1], float(queries * keys)
+        row = rates.row_backward if back else rates.row_forward
         window = int(op.attribute(r'"sliding_window_length":\s*"?(\d+)') or 0)
         if "CAUSAL" in mask:
             pairs -= queries * (queries - 1) / 2 if queries == keys else pairs / 2
             pairs = min(pairs, float(queries * window)) if window else pairs
         flops = 4.0 * batch * heads * pairs * width * (2.5 if back else 1.0)
         table = rates.attention_backward if back else rates.attention_forward
-        length = (1 + rates.attention_diagonal / 4096) / (1 + rates.attention_diagonal / keys)
         faster = 2.0 if scope[op.operands[0]].arrays[0].dtype.startswith("f8") else 1.0  # as its data sheet's products
-        seconds = flops / (_at(table, width) * length * faster) + rates.attention_start
+        seconds = flops * (1 + row * queries / pairs) / (_at(table, width) * faster) + rates.attention_start
         return Cost(ATTENTION, seconds, flops, _bytes(op.operands, scope) + op.bytes)
 
 
-def _at(table: tuple[tuple[int, float], ...], width: int) -> float:
+def at_most(table: Table, n: int) -> float:
+    """Return the rate of the largest measured group of at most n GPUs, or of the smallest."""
+    known = [rate for size, rate in sorted(table) if size <= n]
+    return known[-1] if known else min(table)[1]
+
+
+def _at(table: Table, width: int) -> float:
     """Interpolate the rate at a head width; below the narrowest, rates fall with the width."""
     widths, rates = zip(*sorted(table), strict=True)
     return float(np.interp(width, (0, *widths), (0.0, *rates)))

@@ -31,6 +31,7 @@ from jzero.planner.planned_memory import planned_memory
 from jzero.planner.products import products
 from jzero.planner.rates import Rates
 from jzero.planner.room import Room
+from jzero.planner.state_bytes import host_reads
 from jzero.planner.step_time import step_time
 from jzero.planner.useful_flops import useful_flops
 from jzero.setup import with_stages
@@ -153,7 +154,10 @@ def read_plan(
     found, half = collectives(text, step.mesh), step.config.precision != "fp32"
     planned, problem = None, ""
     try:
-        timed = step_time(text, rates, mesh=step.mesh, gpus_per_node=gpus_per_node, host_bytes=step.host_bytes)
+        timed = step_time(
+            text, rates, mesh=step.mesh, gpus_per_node=gpus_per_node, host_bytes=step.host_bytes,
+            host_reads=host_reads(step),
+        )  # fmt: skip
         origin, useful = f"{rates.origin}: {rates.source}", useful_flops(step, traced, batch)
         planned = PlannedTime(timed, amount, useful, gpu, count, nodes, half, origin)
     except ValueError as error:  # a spelling that the reader of the program does not know

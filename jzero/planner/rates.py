@@ -12,7 +12,7 @@ from jzero.errors import ConfigError
 from jzero.planner.gpus import GPU, gpu
 
 MEASURED, DATA_SHEET = "measured", "data sheet"
-_SHARE = 0.70  # of a data sheet's FLOP/s that products sustain in a step (0.73 on the H200)
+_SHARE = 0.70  # of a data sheet's FLOP/s that products sustain in a step (0.69 on the H200, 0.70 on the H100)
 
 Table = tuple[tuple[int, float], ...]
 
@@ -28,9 +28,10 @@ class Rates:
         products: FLOP/s of matrix products, sustained, by operands: "f8", "f16" (and bf16), "tf32", "f32".
         product_start: seconds per product: prologue, epilogue, tail.
         wide_result: share of a float32 result's traffic that the product does not hide.
-        attention_forward, attention_backward: (head width, FLOP/s) of cuDNN's attention at 4,096 tokens, by the
-            FLOPs that a causal mask leaves.
-        attention_diagonal: these rates grow with the tokens S as 1 / (1 + attention_diagonal / S).
+        attention_forward, attention_backward: (head width, FLOP/s) of cuDNN's attention over long rows, by the FLOPs
+            that a causal mask leaves.
+        row_forward, row_backward: how many keys more each query of attention costs: its reading and writing, which do
+            not grow with the keys.
         attention_start: seconds per attention kernel.
         elementwise, reductions, transposes: bytes/s read and written.
         many: bytes/s of one reduction over many arrays.
@@ -42,7 +43,8 @@ class Rates:
         slow: share by which compute slows while a collective runs beside it, which takes SMs and power.
         late: share of the kernel that follows a collective's start that the collective waits for: it holds the SMs.
         hosts: bytes/s per GPU across hosts. Assumed: 400 Gbit/s InfiniBand per GPU (50 GB/s), 0.9 of it used.
-        host_memory: bytes/s between a GPU and its host's memory, one way.
+        host_read: (GPUs of a host, bytes/s that each moves between its host's memory and itself), one way.
+        host_update: the same for kernels that read and write host memory at once: bytes/s each way.
         step: seconds between steps. trip: seconds per trip of a loop.
         scale: the ratio of a real step to the walk, from a calibration.
     """
@@ -60,11 +62,13 @@ class Rates:
     gather: Table
     scatter: Table
     permute: float
-    host_memory: float
+    host_read: Table
+    host_update: Table
     hosts: float = 45e9
     product_start: float = 4e-6
     wide_result: float = 0.5
-    attention_diagonal: float = 1000.0
+    row_forward: float = 500.0
+    row_backward: float = 500.0
     attention_start: float = 20e-6
     shortest: float = 2.0e-6
     gap: float = 1.5e-6
@@ -117,37 +121,46 @@ class Rates:
 H200 = Rates(
     kind="h200",
     origin=MEASURED,
-    source="2026-11-22, H200s at 700 W, NVLink 18, jax 0.11.2; NVLS off; f8 alone; tf32, f32: data sheet x 0.70",
-    products=(("f8", 1393e12), ("f16", 724e12), ("tf32", 346e12), ("f32", 46.8e12)),
-    attention_forward=((64, 368e12), (128, 508e12)),
-    attention_backward=((64, 338e12), (128, 385e12)),
-    elementwise=3.95e12,
-    reductions=3.5e12,
-    transposes=2.3e12,
-    many=1.2e12,
-    gather=((2, 195e9), (4, 200e9)),
-    scatter=((2, 195e9), (4, 222e9)),
-    permute=190e9,
-    host_memory=55e9,
+    source="2026-11-25, two H200s at 700 W, NVLink 18, jax 0.11.2, jzero calibrate; f8 2026-11-22 alone; four GPUs "
+    "2026-11-22; tf32, f32: data sheet x 0.70; latencies and slow: fitted to steps of 2026-11-22",
+    products=(("f8", 1393e12), ("f16", 678e12), ("tf32", 346e12), ("f32", 46.8e12)),
+    attention_forward=((64, 447e12), (128, 579e12)),
+    attention_backward=((64, 488e12), (128, 612e12)),
+    row_forward=354.0,
+    row_backward=759.0,
+    elementwise=3.87e12,
+    reductions=3.89e12,
+    transposes=3.56e12,
+    many=1.33e12,
+    gather=((2, 220e9), (4, 200e9)),
+    scatter=((2, 207e9), (4, 222e9)),
+    permute=281e9,
+    host_read=((1, 55.0e9), (2, 54.7e9)),
+    host_update=((1, 41.9e9), (2, 38.5e9)),
+    late=0.20,
+    scale=0.982,
 )
 H100 = replace(
     H200,
     kind="h100",
-    source="2026-11-24, two H100 80GB HBM3 at 700 W, NVLink 18, jax 0.11.2, jzero calibrate; tf32, f32, f8: data sheet "
-    "x 0.70; latencies, host memory and slow as on the H200",
-    products=(("f8", 1385e12), ("f16", 698e12), ("tf32", 346e12), ("f32", 46.8e12)),
-    attention_forward=((64, 383e12), (128, 497e12)),
-    attention_backward=((64, 336e12), (128, 418e12)),
-    attention_diagonal=1169.0,
-    elementwise=2.88e12,
-    reductions=2.72e12,
-    transposes=2.74e12,
-    many=0.93e12,
-    gather=((2, 220e9),),
-    scatter=((2, 209e9),),
-    permute=279e9,
-    late=0.71,
-    scale=0.994,
+    source="2026-11-25, two H100 80GB HBM3 at 700 W, NVLink 18, jax 0.11.2, jzero calibrate; tf32, f32, f8: data sheet "
+    "x 0.70; latencies and slow as on the H200",
+    products=(("f8", 1385e12), ("f16", 692e12), ("tf32", 346e12), ("f32", 46.8e12)),
+    attention_forward=((64, 441e12), (128, 606e12)),
+    attention_backward=((64, 502e12), (128, 584e12)),
+    row_forward=340.0,
+    row_backward=891.0,
+    elementwise=2.89e12,
+    reductions=2.77e12,
+    transposes=2.72e12,
+    many=0.95e12,
+    gather=((2, 221e9),),
+    scatter=((2, 206e9),),
+    permute=280e9,
+    host_read=((1, 54.6e9), (2, 53.1e9)),
+    host_update=((1, 41.7e9), (2, 34.5e9)),
+    late=0.69,
+    scale=0.980,
 )
 _MEASURED = {rates.kind: rates for rates in (H200, H100)}
 
@@ -181,7 +194,10 @@ def from_data_sheet(name: str, card: GPU) -> Rates:
         gather=_times(link, H200.gather),
         scatter=_times(link, H200.scatter),
         permute=link * H200.permute,
-        host_memory=pcie / _pcie(known) * H200.host_memory,
+        host_read=_times(pcie / _pcie(known), H200.host_read),
+        host_update=_times(pcie / _pcie(known), H200.host_update),
+        late=H100.late,
+        scale=1.0,
     )
 
 

@@ -142,6 +142,20 @@ def leaf_bytes(step: TrainStep) -> dict[str, LeafBytes]:
     return found
 
 
+def host_reads(step: TrainStep) -> int:
+    """Compute the bytes of masters in host memory that each device reads in a step, before the update.
+
+    Each master is read once for the copy in the compute dtype, or, where a layer's weights stay on the host, in the
+    forward and the backward pass of every micro-batch.
+    """
+    total, passes = 0, 2 * step.batch_sizes.accum
+    for layout, x in zip(jax.tree.leaves(step.layouts), jax.tree.leaves(step.state_shapes.params), strict=True):
+        if layout.on_host.master:
+            size = _local_size(x.shape, layout.spec, step.mesh) * x.dtype.itemsize
+            total += int(size) * (passes if layout.on_host.in_use else 1)
+    return total
+
+
 def state_bytes(step: TrainStep) -> StateBytes:
     """Compute the model-state bytes per device of a `TrainStep`."""
     shapes, specs, group = step.state_shapes, step.state_specs, step.mesh.shape[ZERO]

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jzero.errors import ConfigError
 from jzero.planner.collectives import KINDS
 from jzero.planner.hlo import Computation, Instruction, Module, read
-from jzero.planner.kernels import HOST, ONE_WAY, Kernels, UnreadableProgram
+from jzero.planner.kernels import HOST, Kernels, UnreadableProgram
 from jzero.planner.rates import Rates
 from jzero.planner.timeline import COMMUNICATION, COMPUTE, COPIES, Segment, coarse, repeated
 from jzero.planner.wire import Message, Wire
@@ -72,6 +72,7 @@ def step_time(
     mesh: Mesh | None = None,
     gpus_per_node: int = 8,
     host_bytes: int = 0,
+    host_reads: int = 0,
 ) -> StepTime:
     """Estimate the time of one execution of a compiled GPU program; nothing runs.
 
@@ -82,6 +83,7 @@ def step_time(
         gpus_per_node: GPUs of one host. Collectives of groups on several hosts take the links between them.
         host_bytes: of the state in host memory (`TrainStep.host_bytes`). A program compiled for a GPU that is not there
             does not show it; each byte is then read and written once a step, beside nothing else.
+        host_reads: bytes that the passes read of it before (`host_reads(step)`), beside nothing else.
 
     Raises:
         UnreadableProgram: an instruction whose time this reader cannot tell; a ValueError that names it.
@@ -93,8 +95,8 @@ def step_time(
     module = read(compiled)
     if not module.scheduled:
         raise ValueError("step_time: the HLO module has no schedule (is_scheduled=true); compile the step for a GPU")
-    walk = _Walk(module, Kernels(module, rates), Wire(module, rates, mesh, gpus_per_node), rates)
-    return walk.result(host_bytes)
+    walk = _Walk(module, Kernels(module, rates, gpus_per_node), Wire(module, rates, mesh, gpus_per_node), rates)
+    return walk.result(host_bytes, host_reads)
 
 
 class _Walk:
@@ -117,10 +119,10 @@ class _Walk:
         self.flying: dict[str, _Flight] = {}
         self.waiting: list[_Flight] = []
 
-    def result(self, host_bytes: int) -> StepTime:
+    def result(self, host_bytes: int, host_reads: int) -> StepTime:
         self._walk(self.module.entry)
         if HOST not in self.by and HOST not in self.exposed:
-            self._spend(HOST, 2 * ONE_WAY * host_bytes / self.rates.host_memory)
+            self._spend(HOST, host_bytes / self.kernels.host_update + host_reads / self.kernels.host_read)
         scale = self.rates.scale
         self._spend(BETWEEN, self.rates.step)
         by = {name: scale * seconds for name, seconds in _sorted(self.by)}

@@ -9,8 +9,8 @@ from jax.sharding import Mesh
 
 from jzero.errors import ConfigError
 from jzero.planner.hlo import Computation, Instruction, Module
-from jzero.planner.kernels import UnreadableProgram
-from jzero.planner.rates import Rates, Table
+from jzero.planner.kernels import UnreadableProgram, at_most
+from jzero.planner.rates import Rates
 from jzero.planner.replica_groups import group_text, groups
 
 # Seconds per hop of NCCL's rings and trees, protocol LL128 (hwLat in NCCL's src/graph/tuning.cc): NVLink, network.
@@ -69,7 +69,7 @@ class Wire:
             return self._all_to_all(kind, size, n, each, hosts)
         factor = {"all-gather": n - 1.0, "all-reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
         table = self.rates.gather if kind in ("all-gather", "collective-broadcast") else self.rates.scatter
-        inside = _rate(table, each if hosts > 1 else n) if each > 1 else math.inf
+        inside = at_most(table, each if hosts > 1 else n) if each > 1 else math.inf
         rate = inside if hosts == 1 else min(inside, each * self.rates.hosts)
         return Message(kind, self._latency(kind, n, hosts) + factor * size / rate, factor * size)
 
@@ -87,12 +87,6 @@ class Wire:
 
     def _all_to_all(self, kind: str, size: float, n: int, each: int, hosts: int) -> Message:
         """Price pairwise messages: those to other hosts go through the GPU's own network card, at the same time."""
-        inside = size * (each - 1) / n / _rate(self.rates.gather, each)
+        inside = size * (each - 1) / n / at_most(self.rates.gather, each)
         outside = size * (n - each) / n / self.rates.hosts if hosts > 1 else 0.0
         return Message(kind, self.rates.latency + max(inside, outside), size * (n - 1) / n)
-
-
-def _rate(table: Table, n: int) -> float:
-    """Return the rate of the largest measured group of at most n GPUs, or of the smallest."""
-    known = [rate for size, rate in sorted(table) if size <= n]
-    return known[-1] if known else min(table)[1]

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jzero.planner import Rates
-from jzero.planner.calibrate import Sizes, _diagonal, calibrate, hot_seconds
+from jzero.planner.calibrate import Sizes, _rate_and_row, calibrate, hot_seconds
 from jzero.planner.calibration_step import DecoderShape
 
 TINY = Sizes(
@@ -20,15 +20,16 @@ def test_calibrate(tmp_path):
     rates = calibrate(jax.devices()[:2], sizes=TINY, log=lines.append)
     before = Rates.of("h100")
     measured = ("products", "attention_forward", "attention_backward", "elementwise", "reductions", "transposes")
-    for name in (*measured, "gather", "scatter", "permute"):
+    for name in (*measured, "host_read", "host_update", "gather", "scatter", "permute"):
         assert getattr(rates, name) != getattr(before, name), name
     assert [n for n, _ in rates.gather] == [n for n, _ in rates.scatter] == [2]
+    assert [n for n, _ in rates.host_read] == [n for n, _ in rates.host_update] == [1, 2]
     assert 0 <= rates.late <= 1
     assert (rates.uncertainty, rates.scale, rates.hosts) == (0.04, 1.0, before.hosts)
     assert jax.__version__ in rates.source
     rates.save(tmp_path / "rates.json")
     assert Rates.load(tmp_path / "rates.json") == rates
-    assert len(lines) == 5
+    assert len(lines) == 6
 
 
 def test_the_hot_half_counts():
@@ -41,10 +42,10 @@ def test_the_hot_half_counts():
     assert hot_seconds(f, seconds=0.5) >= 0.01
 
 
-@pytest.mark.parametrize("d", [0.0, 200.0, 1000.0])
-def test_diagonal(d):
-    short, long = (300e12 / (1 + d / S) for S in (4096, 16384))
-    assert _diagonal(short, long, (4096, 16384)) == pytest.approx(d, abs=1e-6)
+@pytest.mark.parametrize("row", [0.0, 200.0, 1000.0])
+def test_rate_and_row(row):
+    short, long = (((S + 1) / 2 + row) / 300e12 for S in (1024, 16384))
+    assert _rate_and_row(short, long, (1024, 16384)) == pytest.approx((300e12, row), rel=1e-9, abs=1e-6)
 
 
 def test_command(monkeypatch, tmp_path, capsys):
