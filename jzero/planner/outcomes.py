@@ -17,6 +17,7 @@ from typing import Any
 
 from jzero._compat import terminate
 from jzero.config import Config
+from jzero.distributed.host_memory import memory_gb
 from jzero.errors import in_a_line
 from jzero.planner.choices import Choice
 from jzero.planner.named_models import Shapes, named_model
@@ -156,9 +157,9 @@ class Pool:
 
 
 def default_processes() -> int:
-    """Return one process per core, as far as the memory of this machine goes."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(os.cpu_count() or 1, memory // PROCESS_BYTES))
+    """Return one process per core of this job, as far as its memory goes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, memory_gb() * 2**30 // PROCESS_BYTES))
 
 
 def _start() -> None:

@@ -1,7 +1,7 @@
 """The rates of GPUs: from data sheets, and in files."""
 
 import pytest
-from planner.test_step_time import RATES
+from helpers.hlo_programs import RATES
 
 from jzero.errors import ConfigError
 from jzero.planner import Rates

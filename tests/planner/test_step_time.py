@@ -8,55 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cuda import needs_cuda_compiler
+from helpers.hlo_programs import DONE, GATHER_S, MATMUL, PRODUCT_S, RATES, X, gather, program, seconds
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jzero.errors import ConfigError
 from jzero.planner import Rates, UnreadableProgram, gpu_devices, step_time
-
-# Round numbers, so that the arithmetic below can be done by hand.
-RATES = Rates(
-    kind="test", origin="measured", source="made up",
-    products=(("f16", 100e12), ("f8", 200e12), ("tf32", 50e12), ("f32", 10e12)),
-    attention_forward=((64, 40e12), (128, 80e12)), attention_backward=((64, 20e12), (128, 40e12)),
-    elementwise=1e12, reductions=0.5e12, transposes=0.25e12, many=0.1e12,
-    gather=((2, 100e9), (4, 200e9)), scatter=((2, 50e9), (4, 100e9)), permute=80e9, hosts=10e9,
-    host_read=((1, 10e9), (4, 8e9)), host_update=((1, 7e9), (4, 5e9)),
-    product_start=0.0, wide_result=0.0, row_forward=0.0, row_backward=0.0, attention_start=0.0, shortest=0.0, gap=0.0,
-    latency=0.0, slow=0.0, late=0.0, step=0.0, trip=0.0,
-)  # fmt: skip
-
-MATMUL = (
-    '(bf16[1000,1000]{1,0}, s8[4]{0}) custom-call(%x, %x), custom_call_target="__cublas$lt$matmul", backend_config='
-    '{"gemm_backend_config":{"beta":0,"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'
-)
-PRODUCT_S = 2 * 1000**3 / 100e12
-
-
-def program(*lines, others="", devices=4):
-    """Return a scheduled module whose entry has x: bf16[1000, 1000], w: f32[1000, 1000] and v: bf16[1000000]."""
-    body = "\n  ".join(lines)
-    return f"""HloModule m, is_scheduled=true, num_partitions={devices}
-
-%add (x: f32[], y: f32[]) -> f32[] {{
-  %x = f32[] parameter(0)
-  %y = f32[] parameter(1)
-  ROOT %sum = f32[] add(%x, %y)
-}}
-
-{others}
-ENTRY %main (x: bf16[1000,1000], w: f32[1000,1000], v: bf16[1000000]) -> bf16[1000,1000] {{
-  %x = bf16[1000,1000]{{1,0}} parameter(0)
-  %w = f32[1000,1000]{{1,0}} parameter(1)
-  %v = bf16[1000000]{{0}} parameter(2)
-  {body}
-}}
-"""
-
-
-def seconds(*lines, rates=RATES, **kwargs):
-    return step_time(program(*lines, **kwargs), rates).step_s
 
 
 def test_product():
@@ -247,110 +205,6 @@ def test_state_in_host_memory_that_the_program_does_not_show():
     assert t.by["host memory"] == pytest.approx(1e9 / 5e9 + 0.4e9 / 8e9)
     shown = program("%h = f32[1000,1000]{1,0:S(5)} copy(%w)")
     assert step_time(shown, RATES, host_bytes=10**9).step_s == step_time(shown, RATES).step_s
-
-
-# ---------------------------------------------------------------- collectives
-
-X = "bf16[1000,1000]{1,0}"
-
-
-def gather(groups="{{0,1,2,3}}", name="s"):
-    """Start to gather 1000 x 1000 bf16 from each of a group."""
-    shapes = "(bf16[1000,1000]{1,0}, bf16[4000,1000]{1,0})"
-    return f"%{name} = {shapes} all-gather-start(%x), replica_groups={groups}, dimensions={{0}}"
-
-
-DONE = "%d = bf16[4000,1000]{1,0} all-gather-done(%s)"
-GATHER_S = 3 * 2e6 / 200e9  # each GPU sends three parts of 2 MB
-
-
-def test_a_collective_that_nothing_hides():
-    t = step_time(program(gather(), DONE), RATES)
-    assert t.exposed == {"all-gather": t.step_s}
-    assert (t.step_s, t.exposed_s, t.compute_s, t.wire) == (pytest.approx(GATHER_S), t.step_s, 0, 6e6)
-
-
-def test_a_collective_under_a_product_is_free_but_for_the_slowdown():
-    products = [f"%p{i} = {MATMUL}" for i in range(3)]
-    assert 3 * PRODUCT_S > GATHER_S
-    assert seconds(gather(), *products, DONE) == pytest.approx(3 * PRODUCT_S)
-    slowed = step_time(program(gather(), *products, DONE), replace(RATES, slow=0.5))
-    assert slowed.exposed == {}
-    assert slowed.step_s == pytest.approx(3 * PRODUCT_S + 0.5 * GATHER_S)
-    # Late: it begins when a quarter of the first product is left.
-    late = replace(RATES, late=0.75)
-    assert seconds(gather(), products[0], DONE, rates=late) == pytest.approx(0.75 * PRODUCT_S + GATHER_S)
-
-
-def test_a_wrapped_collective_is_asynchronous():
-    """The start, the update and the done call a computation with a reduce-scatter."""
-    wrapped = f"""%wrapped (q: bf16[1000,1000]) -> bf16[500,1000] {{
-  %q = {X} parameter(0)
-  ROOT %rs = bf16[500,1000] reduce-scatter(%q), replica_groups={{{{0,1}},{{2,3}}}}, dimensions={{0}}, to_apply=%add
-}}
-"""
-    pair = "((bf16[1000,1000]), bf16[500,1000])"
-    start = f"%s = {pair} async-start(%x), calls=%wrapped", f"%u = {pair} async-update(%s), calls=%wrapped"
-    lines = *start, f"%p = {MATMUL}", "%d = bf16[500,1000] async-done(%u), calls=%wrapped", f"%r = {MATMUL}"
-    t = step_time(program(*lines, others=wrapped), RATES)
-    assert t.step_s == pytest.approx(2 * PRODUCT_S)  # 1 MB at 50 GB/s takes as long as one product
-    assert t.exposed_s == pytest.approx(0, abs=1e-12)
-
-
-def test_collectives_wait_for_each_other():
-    """Both are on one stream, so the second ends after the sum of their times."""
-    second = gather(name="t"), "%e = bf16[4000,1000]{1,0} all-gather-done(%t)"
-    assert seconds(gather(), *second, DONE) == pytest.approx(2 * GATHER_S)
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        (f"bf16[500,1000] reduce-scatter({X} %x), replica_groups={{{{0,1}},{{2,3}}}}, to_apply=%add", 1e6 / 50e9),
-        (f"bf16[250,1000] reduce-scatter({X} %x), replica_groups=[1,4]<=[4], to_apply=%add", 1.5e6 / 100e9),
-        (f"{X} all-reduce(%x), replica_groups={{}}, to_apply=%add", 3e6 / 100e9),
-        (f"{X} all-to-all(%x), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}", 1.5e6 / 200e9),
-        (f"{X} collective-permute(%x), source_target_pairs={{{{0,1}},{{1,0}}}}", 2e6 / 80e9),
-        (f"{X} all-reduce(%x), replica_groups={{{{0}},{{1}},{{2}},{{3}}}}, to_apply=%add", 0.0),
-    ],
-)
-def test_collectives_inside_a_host(line, expected):
-    assert seconds(f"%c = {line}") == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        # Two GPUs on each of two hosts: two network cards of 10 GB/s carry each ring's bytes.
-        (f"bf16[250,1000] reduce-scatter({X} %x), replica_groups={{}}, to_apply=%add", 1.5e6 / 20e9),
-        (f"{X} all-reduce(%x), replica_groups={{}}, to_apply=%add", 3e6 / 20e9),
-        # One GPU on each of two hosts: one card.
-        (f"bf16[500,1000] reduce-scatter({X} %x), replica_groups={{{{0,2}},{{1,3}}}}, to_apply=%add", 1e6 / 10e9),
-        # On one host: NVLink.
-        (f"bf16[500,1000] reduce-scatter({X} %x), replica_groups={{{{0,1}},{{2,3}}}}, to_apply=%add", 1e6 / 50e9),
-        (f"{X} collective-permute(%x), source_target_pairs={{{{0,1}},{{1,2}}}}", 2e6 / 10e9),
-        # Half of the parts go to the other host.
-        (f"{X} all-to-all(%x), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}", 1e6 / 10e9),
-    ],
-)
-def test_collectives_between_hosts(line, expected):
-    t = step_time(program(f"%c = {line}"), RATES, gpus_per_node=2)
-    assert t.step_s == pytest.approx(expected, abs=60e-6)  # and hops
-
-
-def test_hops_of_a_ring_across_hosts():
-    """1 byte to 64 hosts of 8: 448 hops of NVLink, 63 of the network."""
-    line = "bf16[512]{0} all-gather(%y), replica_groups={}, dimensions={0}"
-    t = step_time(program("%y = bf16[1]{0} parameter(3)", f"%c = {line}", devices=512), RATES)
-    assert t.step_s == pytest.approx(448 * 1.9e-6 + 63 * 4.0e-6, rel=1e-3)
-
-
-def test_a_mesh_tells_which_devices_share_a_host():
-    """Positions 0 and 1 of this mesh are the devices 0 and 2, on different hosts of two."""
-    line = f"%c = bf16[500,1000] reduce-scatter({X} %x), replica_groups={{{{0,1}},{{2,3}}}}, to_apply=%add"
-    mesh = Mesh(np.array(jax.devices())[[0, 2, 1, 3]], ("zero",))
-    assert step_time(program(line), RATES, gpus_per_node=2).step_s == pytest.approx(1e6 / 50e9)
-    assert step_time(program(line), RATES, mesh=mesh, gpus_per_node=2).step_s == pytest.approx(1e6 / 10e9, abs=60e-6)
 
 
 # ---------------------------------------------------------------- control flow
