@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from helpers.sampling import some
 
 ROOT = Path(__file__).parent.parent
 
@@ -46,8 +47,7 @@ def test_public_names():
 
 
 @pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+@pytest.mark.parametrize("method", some(["spawn", "fork", "forkserver"], ["spawn"]))
 def test_a_child_process_trains(method, tmp_path):
     program = f"""
         import multiprocessing

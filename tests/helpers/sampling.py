@@ -1,4 +1,4 @@
-"""Choose the cases of the default run; the others get the marker `slow` and run in CI.
+"""Choose the cases of the default run; the others get the markers `slow` and `matrix`, and CI runs a part of them.
 
 A bug in a layout shows in one setting or in two together far more often than in three (Kuhn, Wallace and Gallo, 2004,
 "Software fault interactions"), so a sample in which all pairs occur finds nearly as much as the full matrix.
@@ -10,7 +10,7 @@ import pytest
 
 
 def sample(cases, levels=lambda case: case, strength=2):
-    """Mark as slow all cases but a covering sample of them.
+    """Mark all cases but a covering sample of them.
 
     Args:
         cases: the full matrix; a case is a parameter, or a plain tuple of several.
@@ -37,11 +37,16 @@ def sample(cases, levels=lambda case: case, strength=2):
 
 
 def keep(cases, chosen):
-    """Mark all cases but the chosen ones as slow; every chosen one must be a case."""
+    """Mark all cases but the chosen ones; every chosen one must be a case."""
     cases, chosen = list(cases), list(chosen)
     unknown = [case for case in chosen if case not in cases]
     assert not unknown, unknown
     return [_param(case, case in chosen) for case in cases]
+
+
+def some(cases, chosen):
+    """Mark all cases as slow, and those that are not among the chosen ones as a part of the full matrix."""
+    return [pytest.param(*case.values, marks=(*case.marks, pytest.mark.slow)) for case in keep(cases, chosen)]
 
 
 def _combinations(levels, strength):
@@ -50,4 +55,4 @@ def _combinations(levels, strength):
 
 def _param(case, chosen):
     values = case if type(case) is tuple else (case,)
-    return pytest.param(*values, marks=() if chosen else pytest.mark.slow)
+    return pytest.param(*values, marks=() if chosen else (pytest.mark.slow, pytest.mark.matrix))
