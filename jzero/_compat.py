@@ -10,10 +10,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import re
 import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+_LIBRARY = re.compile(r"/(jzero/(?!models/)|flax/|optax/)")
 
 if TYPE_CHECKING:  # it imports multiprocessing
     from concurrent.futures import ProcessPoolExecutor
@@ -172,6 +175,37 @@ def source_of(eqn: Any) -> Any:
 
     names = source_info_util.current_name_stack() + eqn.source_info.name_stack
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
+
+
+def source_line(eqn: Any) -> str:
+    """Return the line of the model that an operation in a jaxpr comes from, as "llama.py:159"; empty if unknown.
+
+    Frames of jzero, Flax and Optax are skipped, but not those of jzero.models. `source_info` is private (jax 0.10 and
+    0.11); a jaxpr prints it only as text.
+    """
+    from jax._src import source_info_util
+
+    frames = list(source_info_util.user_frames(eqn.source_info.traceback))
+    frame = next((f for f in frames if not _LIBRARY.search(f.file_name)), frames[0] if frames else None)
+    return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line}" if frame else ""
+
+
+def closed_jaxpr(jaxpr: Any) -> Any:
+    """Return a jaxpr with its constants; checkpoints hold one that has none (jax 0.10 and 0.11)."""
+    from jax.extend.core import ClosedJaxpr
+
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
+
+
+def scan_sizes(eqn: Any) -> tuple[int, int]:
+    """Return how many operands of a scan are constants, and how many it carries; the rest are scanned over.
+
+    Jax 0.10 has the numbers among the scan's parameters, jax 0.11 a private tree of its operands.
+    """
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(consts), len(carry)
 
 
 def needed_part(traced: Any) -> tuple[Callable[[list[Any]], list[Any]], list[bool]]:

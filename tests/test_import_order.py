@@ -19,7 +19,7 @@ optimizers
 config
 distributed
 display mesh precision loss loss_scale
-communication pictures tracing
+communication pictures spread tracing
 zero sharding offload remat stack micro_batches gradients
 checkpoint
 pipeline adapters

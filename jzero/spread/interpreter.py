@@ -1,0 +1,59 @@
+"""Runs a jaxpr of whole arrays on shards, equation by equation, by the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jzero._compat import is_constant, source_line, source_of
+from jzero.spread.rules import RULES, everywhere
+from jzero.spread.value import Group, Value, whole
+
+
+def spread(f: Callable, group: Group) -> Callable:
+    """Make `f`, a function of trees of whole arrays, a function of trees of `Value`s; so are its results.
+
+    An array that is not a Value is the same on every device of the group. Call it inside `jax.shard_map`, manual over
+    the axes of the group, with check_vma=False.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=lambda x: isinstance(x, Value))
+        values = [x if isinstance(x, Value) else whole(x) for x in leaves]
+
+        def whole_arrays(*xs: Any) -> Any:
+            args, kwargs = jax.tree.unflatten(treedef, xs)
+            return f(*args, **kwargs)
+
+        closed, out = jax.make_jaxpr(whole_arrays, return_shape=True)(*map(_shape, values))
+        return jax.tree.unflatten(jax.tree.structure(out), interpret(group, closed, values))
+
+    return run
+
+
+def _shape(v: Value) -> jax.ShapeDtypeStruct:
+    x: Any = jax.typeof(v.x)
+    return jax.ShapeDtypeStruct(v.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
+
+
+def interpret(group: Group, closed: Any, values: Sequence[Value]) -> list[Value]:
+    """Run a closed jaxpr on Values."""
+    jaxpr, ledger = closed.jaxpr, group.ledger
+    known: dict[Any, Value] = dict(zip(jaxpr.constvars, map(whole, closed.consts), strict=True))
+    known |= zip(jaxpr.invars, values, strict=True)
+
+    def read(variables: Sequence[Any]) -> list[Value]:
+        return [whole(v.val) if is_constant(v) else known[v] for v in variables]
+
+    for eqn in jaxpr.eqns:
+        operands, name = read(eqn.invars), eqn.primitive.name
+        # What is whole stays whole: the primitive runs as it is, with the programs that it contains.
+        run = everywhere if all(v.whole for v in operands) else RULES.get(name, everywhere)
+        before = ledger.line, ledger.primitive
+        ledger.line, ledger.primitive = source_line(eqn) or ledger.line, name
+        with source_of(eqn), eqn.ctx.manager:
+            known |= zip(eqn.outvars, run(group, eqn, operands), strict=True)
+        ledger.line, ledger.primitive = before
+    return read(jaxpr.outvars)

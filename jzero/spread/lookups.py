@@ -1,0 +1,62 @@
+"""The rule of lookups: `table[indices]`, `jnp.take`, `jnp.take_along_axis`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jzero.spread.rules import bind, everywhere, results, rule
+from jzero.spread.value import Axes, Group, Value
+
+
+@rule("gather")
+def gather(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
+    """Look up along one dimension. A divided table stays, and each device finds those rows that it has.
+
+    So embeddings and the logits of labels are vocabulary-parallel. What divides the indices divides the result.
+    """
+    p, n = eqn.params, eqn.params["dimension_numbers"]
+    if len(n.start_index_map) != 1 or n.start_index_map != n.collapsed_slice_dims:
+        return everywhere(group, eqn, values)
+    table, indices = group.summed(values[0]), group.gathered(values[1], len(values[1].shape) - 1)
+    (row,) = n.start_index_map
+    windows = [d for d in range(len(table.shape)) if d != row and d not in n.operand_batching_dims]
+    cut = [d for d in windows if p["slice_sizes"][d] != table.shape[d]]
+    dt: list[Axes] = [() if d in cut else axes for d, axes in enumerate(table.dims)]
+    stay = {axis for d in (row, *windows) for axis in dt[d]}
+    di: list[Axes] = [() if stay & set(axes) else axes for axes in indices.dims]
+    for d, i in zip(n.operand_batching_dims, n.start_indices_batching_dims, strict=True):
+        free = {axis for k, axes in enumerate(di) if k != i for axis in axes}
+        axes = di[i] or (() if set(dt[d]) & (free | stay) else dt[d])
+        dt[d] = di[i] = axes
+    table, indices = group.place(table, tuple(dt)), group.place(indices, tuple(di))
+    sizes = tuple(s if d in cut or d == row else min(s, table.x.shape[d]) for d, s in enumerate(p["slice_sizes"]))
+    window, batch = iter(windows), iter(di[:-1])
+    ndim = len(eqn.outvars[0].aval.shape)
+    dims = tuple(dt[next(window)] if d in n.offset_dims else next(batch) for d in range(ndim))
+    if not dt[row]:
+        weight = table.weight and indices.weight
+        return results(eqn, bind(eqn, [table.x, indices.x], slice_sizes=sizes), dims, weight=weight)
+    return results(eqn, [_own_rows(eqn, table, indices, row, sizes)], dims, dt[row])
+
+
+def _own_rows(eqn: Any, table: Value, indices: Value, row: int, sizes: tuple[int, ...]) -> Any:
+    """Look up the rows that this device has, and zeros for others."""
+    n, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
+    size, total = table.x.shape[row], table.shape[row]
+    at = indices.x.astype(jnp.int32)
+    if mode != lax.GatherScatterMode.FILL_OR_DROP:
+        at = jnp.clip(at, 0, total - 1)
+    place = lax.axis_index(table.dims[row])
+    local = at - place * size
+    mine = (local >= 0) & (local < size)
+    # Outside of the table the first device alone lets the primitive fill in its value.
+    outside = ((at < 0) | (at >= total)) & (place == 0)
+    local = jnp.where(mine, local, jnp.where(outside, size, 0))
+    (found,) = bind(eqn, [table.x, local], slice_sizes=sizes)
+    counts = (mine | outside)[..., 0]
+    for d in n.offset_dims:
+        counts = jnp.expand_dims(counts, d)
+    return jnp.where(counts, found, jnp.zeros((), found.dtype))

@@ -1,0 +1,69 @@
+"""Rules of products: matrices and convolutions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jzero.spread.rules import bind, everywhere, results, rule
+from jzero.spread.value import Axes, Group, Value
+
+
+@rule("dot_general")
+def dot_general(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
+    """Megatron's column and row division, and what lies between.
+
+    Contracted and batch dimensions are divided alike on both sides; a contracted one makes the result partial. Between
+    free dimensions that one axis divides, the weight stays and the activation is gathered.
+    """
+    (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
+    a, b = (group.summed(v) for v in values)
+    da, db = list(a.dims), list(b.dims)
+    taken: set[str] = set()
+    for i, j in [*zip(lb, rb, strict=True), *zip(lc, rc, strict=True)]:
+        da[i] = db[j] = _open(_either(a, da[i], b, db[j]), taken)
+        taken |= set(da[i])
+    free_a = [i for i in range(len(da)) if i not in (*lb, *lc)]
+    free_b = [j for j in range(len(db)) if j not in (*rb, *rc)]
+    for d, free in ((db, free_b), (da, free_a)) if b.weight or not a.weight else ((da, free_a), (db, free_b)):
+        for i in free:
+            d[i] = _open(d[i], taken)
+            taken |= set(d[i])
+    a, b = group.place(a, tuple(da)), group.place(b, tuple(db))
+    dims = (*(da[i] for i in lb), *(da[i] for i in free_a), *(db[j] for j in free_b))
+    partial = tuple(axis for i in lc for axis in da[i])
+    return results(eqn, bind(eqn, [a.x, b.x]), dims, partial, a.weight and b.weight)
+
+
+def _either(a: Value, da: Axes, b: Value, db: Axes) -> Axes:
+    """Choose how two dimensions that belong together are divided: as a weight, else as the first that is divided."""
+    if a.weight != b.weight and (da if a.weight else db):
+        return da if a.weight else db
+    return da or db
+
+
+def _open(axes: Axes, taken: set[str]) -> Axes:
+    """Keep an axis only where it divides nothing else."""
+    return axes if not taken & set(axes) else ()
+
+
+@rule("conv_general_dilated")
+def convolution(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
+    """Rows and features are divided as in a product; images and windows are whole."""
+    p, (x, w) = eqn.params, (group.summed(v) for v in values)
+    numbers = p["dimension_numbers"]
+    rows, features = numbers.lhs_spec[:2]
+    out, into = numbers.rhs_spec[:2]
+    if p["feature_group_count"] != 1 or p["batch_group_count"] != 1:
+        return everywhere(group, eqn, values)
+    contracted = _either(x, x.dims[features], w, w.dims[into])
+    outputs = _open(w.dims[out], set(contracted))
+    dx, dw, dims = _none(x), _none(w), _none(x)
+    dx[rows] = _open(x.dims[rows], {*contracted, *outputs})
+    dx[features], dw[into], dw[out] = contracted, contracted, outputs
+    dims[numbers.out_spec[0]], dims[numbers.out_spec[1]] = dx[rows], outputs
+    x, w = group.place(x, tuple(dx)), group.place(w, tuple(dw))
+    return results(eqn, bind(eqn, [x.x, w.x]), tuple(dims), contracted, x.weight and w.weight)
+
+
+def _none(v: Value) -> list[Axes]:
+    return [() for _ in v.shape]

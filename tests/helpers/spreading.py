@@ -1,0 +1,86 @@
+"""Runs a function on shards of its arrays, with any division of them, for comparison with the plain function."""
+
+from functools import partial
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+from jax.sharding import Mesh, PartitionSpec
+
+from jzero.spread import Group, Value, spread
+
+DEGREES = {"a": 2, "b": 2}
+SUM = "sum"
+
+
+def forms(shape, integer=False):
+    """How an array lies: for each axis the dimension that it divides, SUM (partial), or None; and whether a weight."""
+
+    def valid(choice):
+        return all(
+            size % 2 ** sum(at == d for at in choice) == 0 and (not integer or SUM not in choice)
+            for d, size in enumerate(shape)
+        )
+
+    places = [None, SUM, *range(len(shape))]
+    choices = [c for c in product(places, repeat=len(DEGREES)) if valid(c)]
+    return st.tuples(st.sampled_from(choices), st.booleans())
+
+
+def _dims(shape, choice):
+    return tuple(tuple(a for a, at in zip(DEGREES, choice, strict=True) if at == d) for d in range(len(shape)))
+
+
+def _value(x, shape, form):
+    choice, weight = form
+    sums = tuple(a for a, at in zip(DEGREES, choice, strict=True) if at == SUM)
+    for axis in sums:  # this device's part of the sum
+        x = x * jnp.where(jax.lax.axis_index(axis) == 0, 1.5, -0.5).astype(x.dtype)
+    return Value(x, shape, _dims(shape, choice), sums, weight and not sums)
+
+
+def on_shards(f, arrays, forms_of, rest=True):
+    """(results, gradients of sum(sin(results)) with respect to floats, group)."""
+    group = Group(DEGREES, {1: ("a", "b")} if rest else None)
+    shapes = [x.shape for x in arrays]
+    dims = [_dims(x.shape, choice) for x, (choice, _) in zip(arrays, forms_of, strict=True)]
+    specs = tuple(PartitionSpec(*(axes or None for axes in d)) for d in dims)
+    floats = [i for i, x in enumerate(arrays) if np.issubdtype(x.dtype, np.floating)]
+
+    def results(xs):
+        values = [_value(x, s, form) for x, s, form in zip(xs, shapes, forms_of, strict=True)]
+        out = spread(f, group)(*values)
+        return jax.tree.map(lambda v: group.undivided(v).x, out, is_leaf=lambda v: isinstance(v, Value))
+
+    def local(*xs):
+        def loss(some):
+            every = list(xs)
+            for i, x in zip(floats, some, strict=True):
+                every[i] = x
+            return total(results(every)) / group.size
+
+        shares = jax.grad(loss)([xs[i] for i in floats])
+        lacking = [tuple(a for a in DEGREES if not any(a in axes for axes in dims[i])) for i in floats]
+        return results(xs), [jax.lax.psum(g, axes) for g, axes in zip(shares, lacking, strict=True)]
+
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), tuple(DEGREES))
+    out_specs = (PartitionSpec(), [specs[i] for i in floats])
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False))
+    return *run(*arrays), group
+
+
+def total(out):
+    return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating))
+
+
+def check(f, arrays, forms_of, rest=True, tolerance=2e-5):
+    """Compare with `f` on one device: values, and gradients."""
+    results, gradients, group = on_shards(f, arrays, forms_of, rest)
+    close = partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance)
+    jax.tree.map(close, results, f(*arrays))
+    floats = tuple(i for i, x in enumerate(arrays) if np.issubdtype(x.dtype, np.floating))
+    if floats:
+        jax.tree.map(close, gradients, list(jax.grad(lambda *xs: total(f(*xs)), argnums=floats)(*arrays)))
+    return group

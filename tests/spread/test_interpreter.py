@@ -1,0 +1,67 @@
+"""What `jzero.spread` lists of a function: its collectives with source lines, and what ran on whole arrays."""
+
+import inspect
+
+import jax.numpy as jnp
+import numpy as np
+from helpers.spreading import SUM, check
+from jax import lax
+
+from jzero.spread import Fallback, Move
+
+RNG = np.random.default_rng(0)
+COLUMNS, ROWS = ((None, 1), True), ((None, 0), True)
+SEQUENCE = ((None, 1), False)
+
+
+def normal(*shape):
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+def feed_forward(x, up, down):
+    h = jnp.tanh(x @ up)
+    return x + h @ down
+
+
+LINE = inspect.getsourcelines(feed_forward)[1]
+
+
+def test_a_feed_forward_layer_moves_what_megatrons_does():
+    """Sequence parallelism falls out: one all-gather into the layer, one reduce-scatter out of it."""
+    group = check(feed_forward, [normal(2, 8, 4), normal(4, 8), normal(8, 4)], [SEQUENCE, COLUMNS, ROWS])
+    assert group.ledger.moves[:2] == [
+        Move("all-gather", "b", (2, 8, 4), f"test_interpreter.py:{LINE + 1}", "dot_general"),
+        Move("reduce-scatter", "b", (2, 8, 4), f"test_interpreter.py:{LINE + 2}", "add"),
+    ]
+    assert not group.ledger.fallbacks
+
+
+def test_queries_keys_and_values_share_one_gather():
+    def three(x, q, k, v):
+        return x @ q * (x @ k) + x @ v
+
+    group = check(three, [normal(2, 8, 4), *(normal(4, 8) for _ in range(3))], [SEQUENCE, COLUMNS, COLUMNS, COLUMNS])
+    first = group.ledger.moves[: len(group.ledger.moves) // 2]
+    assert [move.kind for move in first if move.primitive] == ["all-gather"]
+
+
+def test_a_primitive_without_a_rule_runs_on_whole_arrays_and_is_listed():
+    def unruled(x):
+        return lax.reduce_window(x, -jnp.inf, lax.max, (2, 2), (1, 1), "VALID")
+
+    group = check(unruled, [normal(4, 8)], [((0, 1), False)])
+    assert {fallback.primitive for fallback in group.ledger.fallbacks} == {"reduce_window_max"}
+    assert isinstance(group.ledger.fallbacks[0], Fallback)
+    assert group.ledger.fallbacks[0].line.startswith("test_interpreter.py:")
+    whole = check(unruled, [normal(4, 8)], [((None, None), False)])
+    assert not whole.ledger.fallbacks
+    assert not whole.ledger.moves
+
+
+def test_a_sum_is_made_once_and_scaled_before():
+    def scaled(x):
+        return (x / 2).sum() / 3
+
+    group = check(scaled, [normal(4, 8)], [((SUM, 1), False)])
+    first = group.ledger.moves[: len(group.ledger.moves) // 2]
+    assert [(move.kind, move.shape) for move in first] == [("all-reduce", ()), ("all-reduce", ())]

@@ -1,0 +1,118 @@
+"""Each rule of `jzero.spread`, with arrays divided in any way: values and gradients of the plain function."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers.spreading import check, forms
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+
+def attention(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def loop(x, w, xs):
+    def body(carry, item):
+        carry = jnp.tanh(carry @ w + item)
+        return carry, carry.sum(-1)
+
+    return lax.scan(body, x, xs)
+
+
+def shifted(x, i):
+    return jnp.sin(x) + i
+
+
+def backward(saved, g):
+    x, mean = saved
+    return 2 * g * jnp.cos(x) + mean, None  # not its derivative: the custom one must be used
+
+
+own_backward = jax.custom_vjp(shifted)
+own_backward.defvjp(lambda x, i: (shifted(x, i), (x, x.mean(-1, keepdims=True))), backward)
+
+
+def until(x):
+    return lax.while_loop(lambda x: x.sum() < 0, lambda x: x + 1, lax.stop_gradient(x))
+
+
+def conv(x, w):
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+CASES = {  # name: (function, shapes of floats, (shape, limit) of integers)
+    "add": (lambda x, y: x + y, [(4, 8, 2), (4, 8, 2)], []),
+    "broadcast": (lambda x, y: x * y + 2.0, [(4, 8, 4), (8, 1)], []),
+    "unary": (lambda x: jnp.tanh(x) * lax.rsqrt(x**2 + 1) - x / 3, [(4, 8)], []),
+    "cast": (lambda x: x.astype(jnp.float16).astype(jnp.float32), [(4, 8, 4)], []),
+    "select": (lambda x, y: jnp.where(x > 0, x, 2 * y), [(4, 8), (4, 8)], []),
+    "clamp": (lambda x: jnp.clip(x, -0.5, 0.5), [(4, 8)], []),
+    "barrier": (lambda x, y: lax.optimization_barrier((x, y))[0], [(4, 8), (4,)], []),
+    "matmul": (lambda x, w: x @ w, [(2, 8, 4), (4, 8)], []),
+    "two matmuls": (lambda x, w, v: x + jax.nn.gelu(x @ w) @ v, [(2, 8, 4), (4, 8), (8, 4)], []),
+    "batched": (lambda x, y: jnp.einsum("bij,bjk->bik", x, y), [(4, 2, 4), (4, 4, 8)], []),
+    "outer": (lambda x, y: jnp.einsum("i,j->ij", x, y), [(4,), (8,)], []),
+    "contracted": (lambda x, y: jnp.einsum("bsd,bsf->df", x, y), [(2, 4, 4), (2, 4, 8)], []),
+    "attention": (attention, [(4, 4, 4, 2), (4, 4, 4, 2), (4, 4, 4, 2)], []),
+    "grouped attention": (attention, [(2, 4, 4, 2), (2, 4, 2, 2), (2, 4, 2, 2)], []),
+    "merge": (lambda x: x.reshape(8, 16), [(2, 4, 4, 4)], []),
+    "part": (lambda x: x.reshape(2, 2, 1, 8, 2), [(4, 16)], []),
+    "regroup": (lambda x: x.reshape(4, 6), [(8, 3)], []),
+    "transpose": (lambda x: x.transpose(1, 2, 0) * 2, [(2, 4, 8)], []),
+    "squeeze": (lambda x: x[:, 0] + x.squeeze(1), [(4, 1, 8)], []),
+    "sum": (lambda x: (x.sum(1), x.mean(), x.sum((0, 2))), [(2, 4, 8)], []),
+    "max": (lambda x: (x.max(-1), x.min(), jnp.any(x > 1), x.prod(0)), [(4, 8)], []),
+    "argmax": (lambda x: (x.argmax(1), x), [(4, 8)], []),
+    "cumsum": (lambda x: (jnp.cumsum(x, 1), lax.cummax(x, 0)), [(4, 8)], []),
+    "sort": (lambda x: (jnp.sort(x, 1), jnp.flip(x, 0), lax.top_k(x, 2)[0]), [(4, 8)], []),
+    "concatenate": (lambda x, y: jnp.concatenate([x, y], 1), [(4, 8), (4, 4)], []),
+    "stack": (lambda x, y: jnp.stack([x, y], 1), [(4, 8), (4, 8)], []),
+    "split": (lambda x: [p * p for p in jnp.split(x, [4, 6], -1)], [(2, 4, 8)], []),
+    "slice": (lambda x: x[:, 1:5:2] * x[:, :2], [(4, 8)], []),
+    "dynamic slice": (lambda x: lax.dynamic_slice(x, (1, 0), (2, 8)), [(4, 8)], []),
+    "dynamic update": (lambda x, y: lax.dynamic_update_slice(x, y, (1, 0)), [(4, 8), (2, 8)], []),
+    "pad": (lambda x: jnp.pad(x, ((0, 0), (1, 2))), [(4, 8)], []),
+    "embedding": (lambda t, i: t[i], [(8, 4)], [((4, 4), 8)]),
+    "embedding, filled": (lambda t, i: jnp.nan_to_num(jnp.take(t, i, 0, mode="fill")), [(8, 4)], [((4, 4), 12)]),
+    "embedding, clipped": (lambda t, i: jnp.take(t, i, 0, mode="clip"), [(8, 4)], [((4, 4), 12)]),
+    "along": (lambda x, i: jnp.take_along_axis(x, i, 1), [(4, 8)], [((4, 2), 8)]),
+    "scatter": (lambda x, i: jnp.asarray(x).at[i].add(1.0), [(8, 4)], [((4,), 8)]),
+    "convolution": (conv, [(4, 4, 4, 4), (3, 3, 4, 8)], []),
+    "softmax": (lambda x: jax.nn.softmax(x, -1), [(4, 8)], []),
+    "cross-entropy": (optax.softmax_cross_entropy_with_integer_labels, [(4, 4, 8)], [((4, 4), 8)]),
+    "custom_jvp": (lambda x, w: jax.nn.relu(x @ w), [(2, 4, 4), (4, 8)], []),
+    "custom_vjp": (own_backward, [(4, 8)], [((4, 8), 5)]),
+    "checkpoint": (jax.checkpoint(lambda x, w: jnp.sin(x @ w)), [(2, 4, 4), (4, 8)], []),
+    "scan": (loop, [(2, 8, 4), (4, 4), (4, 2, 8, 4)], []),
+    "while": (until, [(4, 8)], []),
+    "cond": (lambda x: lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x), [(4, 8)], []),
+    "norm": (lambda x, s: x * lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-6) * s, [(2, 8, 4), (4,)], []),
+}
+
+
+def example(data, name):
+    f, floats, integers = CASES[name]
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    arrays = [rng.normal(size=shape).astype(np.float32) for shape in floats]
+    arrays += [rng.integers(0, limit, shape).astype(np.int32) for shape, limit in integers]
+    drawn = [data.draw(forms(x.shape, integer=x.dtype == np.int32)) for x in arrays]
+    tolerance = 3e-3 if name == "cast" else 2e-5
+    check(f, arrays, drawn, data.draw(st.booleans()), tolerance)
+
+
+@settings(max_examples=8)
+@given(st.data())
+def test_rules(data):
+    example(data, data.draw(st.sampled_from(list(CASES))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(CASES))
+@settings(max_examples=20)
+@given(st.data())
+def test_each_rule(name, data):
+    example(data, name)
