@@ -16,7 +16,7 @@ from jzero import micro_batches, zero
 from jzero.config import Config
 from jzero.errors import ConfigError
 from jzero.loss import LOSS, Mean, Sums, means, nonzero, pack, read_loss, read_sums
-from jzero.mesh import BATCH_AXES, present, replicas
+from jzero.mesh import BATCH_AXES, group_size, present, replicas
 from jzero.model import (
     ENDS,
     STACK,
@@ -34,6 +34,7 @@ from jzero.offload import transfers
 from jzero.precision import Precision, cast
 from jzero.remat import Remat, checkpointed
 from jzero.sharding import is_state, stack_length, trainable
+from jzero.spread.model import on_group
 from jzero.stack import StackView, fetch, run_stack, scanned, unrolled, unrolls
 from jzero.tracing.auto_cast import cast_arrays, inputs_of_products, wide_arrays
 from jzero.tracing.loss_count import counter
@@ -122,7 +123,7 @@ def sequential(
     remat = Remat.resolve(config, model, regather)
     view = unrolled(layouts) if stack and unrolls(config, layouts, remat) else scanned(layouts)
     make_loss: Callable = _stack_loss if stack else _whole_loss
-    loss = make_loss(model, layouts, view, remat, precision)
+    loss = make_loss(on_group(model, mesh, layouts), layouts, view, remat, precision)
 
     def gradients(weights: Weights, batch: PyTree, key: jax.Array, cotangent: jax.Array, first: Any = 0) -> Any:
         def micro(i: Any, part: PyTree, state: PyTree) -> tuple[PyTree, Sums, PyTree]:
@@ -218,6 +219,8 @@ class ManualRegion:
         cotangent = scale / count
         if self.config.gradient_allreduce_op == "sum":
             cotangent *= replicas(self.mesh)
+        if (devices := group_size(self.mesh)) > 1:
+            cotangent /= devices  # they all compute this loss, and gradients arrive as a sum over them
         summed, seen, state = self.passes.gradients(weights, batch, key, cotangent, first)
         # With an infinite scale inf * (1 / inf) = NaN marks the step as overflowed; keep this form.
         unscale = 1 / scale

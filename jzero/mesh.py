@@ -5,14 +5,16 @@
 | `pipe`   | pipeline stages: consecutive slices of the layer stack                 |
 | `data`   | replicas of a ZeRO group (DDP, MiCS, HSDP: the outer axis)             |
 | `zero`   | the ZeRO group: shards of states, gradients and parameters             |
-| `tensor` | tensor parallelism                                                     |
+| `tensor` | a group of devices that acts as one: parts of weights and activations  |
 
-The batch is sharded over (`data`, `zero`). An axis of size 1 appears in no spec.
+The batch is sharded over (`data`, `zero`); the devices along `tensor` get the same rows. An axis of size 1 appears in
+no spec.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 PIPE, DATA, ZERO, TENSOR = AXES = ("pipe", "data", "zero", "tensor")
 BATCH_AXES = (DATA, ZERO)
+GROUP_AXES = (TENSOR,)  # of the devices that act as one, see `jzero.spread`
 
 
 def make_mesh(
@@ -82,8 +85,6 @@ def check_mesh(mesh: Mesh) -> None:
         raise ConfigError(f"mesh is {mesh!r}, not a jax.sharding.Mesh: build it with jzero.make_mesh(...)")
     if mesh.axis_names != AXES:
         raise ConfigError(f"mesh axes are {mesh.axis_names}, jzero needs {AXES}: build it with jzero.make_mesh(...)")
-    if mesh.shape[TENSOR] > 1:
-        raise ConfigError(f"mesh axis {TENSOR!r} has size {mesh.shape[TENSOR]}: not yet; only 1 is accepted")
 
 
 def check_against(config: Config, mesh: Mesh) -> None:
@@ -117,6 +118,11 @@ def present(mesh: Mesh, *axes: str) -> tuple[str, ...]:
 def replicas(mesh: Mesh) -> int:
     """Compute the data-parallel degree |data| x |zero|."""
     return mesh.shape[DATA] * mesh.shape[ZERO]
+
+
+def group_size(mesh: Mesh) -> int:
+    """Compute the number of devices that act as one."""
+    return prod(mesh.shape[axis] for axis in GROUP_AXES)
 
 
 def batch_spec(mesh: Mesh) -> PartitionSpec:

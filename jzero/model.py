@@ -62,6 +62,10 @@ What the caller passes as `step(state, batch, extra)` reaches `loss`, or `prefix
 Its `vocabulary: dict[str, int]` may map leaves of the ends ("embed", without "ends/") to their vocabulary dimension.
 A pipeline divides them among its stages; prefix and suffix must use them through `jzero.pipeline.vocab_parallel` alone.
 
+Any model may have `divided: dict[str, dict[str, int]]`: {"tensor": {regular expression: dimension}} says which
+dimension of the matching parameters (in the stack: of one layer) that mesh axis divides. It changes what is moved, not
+the result.
+
 Any model may have `fused_matrices: dict[str, list[int]]`, which maps leaves that hold several matrices side by side
 ("stack/attention/qkv/kernel") to their widths along the last axis; Muon orthogonalises each for itself.
 

@@ -25,6 +25,7 @@ from jzero.offload import choice, pinned_memory
 from jzero.optimizers import lr_schedules, wrappers
 from jzero.pipeline.stages import pipelined
 from jzero.precision import Precision, cast, settle_precision
+from jzero.spread.limits import tensor_dims
 from jzero.stored_names import StoredNames
 from jzero.tree import PyTree, named, partition
 from jzero.values.kinds import INT32
@@ -235,6 +236,7 @@ def _layouts(model: Model, shapes: PyTree, config: Config, mesh: Mesh, plus: zer
         state=getattr(model, "state", ()),
         plus=plus,
         names=getattr(model, "names", None),
+        tensor_dims=tensor_dims(model, shapes, config, mesh, isinstance(model, StackModel)),
     )
     if not any(layout.trainable for layout in jax.tree.leaves(layouts)):
         given = {

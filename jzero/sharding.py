@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jzero.communication.zeropp import NOTHING, Plus
 from jzero.errors import ConfigError, some_of
-from jzero.mesh import PIPE, ZERO
+from jzero.mesh import PIPE, TENSOR, ZERO
 from jzero.model import ENDS, STACK
 from jzero.optimizers.compressed import has_rows
 from jzero.stored_names import StoredNames, matches
@@ -24,7 +24,7 @@ def param_layouts(
     params: PyTree, *, stage: int, mesh: Mesh, persistence_threshold: int = 0, has_stack: bool = False,
     chunks: int = 1, trained: Iterable[str] | None = None, frozen: Iterable[str] = (),
     vocabulary: Mapping[str, int] | None = None, gather_once: bool = False, state: Collection[str] = (),
-    plus: Plus = NOTHING, names: StoredNames | None = None,
+    plus: Plus = NOTHING, names: StoredNames | None = None, tensor_dims: Mapping[str, int] | None = None,
 ) -> PyTree:  # fmt: skip
     """Decide the `ParamLayout` of every parameter; nothing else decides how a parameter is sharded.
 
@@ -41,6 +41,7 @@ def param_layouts(
       state: the names of the leaves that the forward pass replaces.
       plus: how stage 3 moves weights and gradients; a model's state it moves as they are.
       names: the parameters' names without a layer stack, which expressions may match too.
+      tensor_dims: name -> the dimension that `tensor` divides, of one layer's slice; `zero` partitions what is left.
 
     Returns:
       A tree of `ParamLayout`s with the structure of `params`.
@@ -59,18 +60,25 @@ def param_layouts(
         stacked, trainable = has_stack and name.startswith(STACK + "/"), name in to_train
         by_layers = stacked and x.shape and x.shape[0] % (stages * chunks) == 0
         pipe_dim = None if stages == 1 else 0 if by_layers else (vocabulary or {}).get(name)
-        local = tuple(size // stages if dim == pipe_dim else size for dim, size in enumerate(x.shape))[stacked:]
+        local = [size // stages if dim == pipe_dim else size for dim, size in enumerate(x.shape)][stacked:]
+        tensor_dim = (tensor_dims or {}).get(name)
+        if tensor_dim is not None:
+            local[tensor_dim] //= mesh.shape[TENSOR]
         # The persistence threshold is stage 3's own, also where a pipeline has it gather once a step: hence `asked`.
         rule, asked = stage_rule(stage, gather_once), RULES[stage]
         if not trainable and rule.gather == "step":
             asked = RULES[0]  # needed whole at every step: a shard beside it would be a second copy
-        dim, why = _partitioned_dim(local, asked, mesh, persistence_threshold)
-        spec = _spec({PIPE: pipe_dim, ZERO: None if dim is None else stacked + dim})
+        dim, why = _partitioned_dim(tuple(local), asked, mesh, persistence_threshold)
+        # In one dimension `zero` is the minor axis, so that a gather over it gives one device's part of `tensor`.
+        inner = {axis: None if at is None else stacked + at for axis, at in ((TENSOR, tensor_dim), (ZERO, dim))}
+        spec = _spec({PIPE: pipe_dim, **inner})
         if dim is None:
             rule = RULES[0]
         elif name not in state:
-            rule = rule._replace(plus=plus.of(x, local, mesh.shape[ZERO]))
-        return ParamLayout(name, tuple(x.shape), spec, dim, stacked, trainable, rule, why, name in state)
+            rule = rule._replace(plus=plus.of(x, tuple(local), mesh.shape[ZERO]))
+        return ParamLayout(
+            name, tuple(x.shape), spec, dim, stacked, trainable, rule, why, name in state, tensor_dim=tensor_dim
+        )
 
     layouts = jax.tree_util.tree_map_with_path(layout, params)
     if unknown := sorted(set(state) - {layout.name for layout in jax.tree.leaves(layouts)}):

@@ -13,6 +13,10 @@ with `data` > 1 this is MiCS / HSDP, arXiv:2205.00119.) `communication.zeropp` h
 `pipe` divides the layer stack and the vocabulary of a language model's ends, so nothing is gathered over it. A
 parameter that `pipe` does not divide is stored on every stage; its gradient is all-reduced over `pipe` once a step.
 
+`tensor` divides the parameters that a table names (`jzero.spread`), and a divided one is used as it is, never gathered
+over it. One rule holds for all axes: once a step a gradient is summed over every axis that does not divide its
+parameter.
+
 `prepare`, `fetch` and `reduce_gradient` do this for one parameter. They run inside one `jax.shard_map` that is manual
 over the whole mesh: a parameter is a local shard, `all_gather` is the gather, its transpose is the reduce-scatter.
 """
@@ -28,7 +32,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jzero.communication import zeropp
-from jzero.mesh import DATA, PIPE, ZERO, present
+from jzero.mesh import AXES, DATA, PIPE, TENSOR, ZERO, present
 from jzero.precision import Precision, cast
 
 
@@ -88,6 +92,7 @@ class ParamLayout:
         rule 3 or rule 0.
       why: why the stage's rule does not apply; empty if it does.
       on_host: which parts of its state live in host memory.
+      tensor_dim: the dimension that `tensor` divides (of one layer's slice, as `dim`), also while it is used.
     """
 
     name: str
@@ -100,6 +105,17 @@ class ParamLayout:
     why: str = ""
     state: bool = False
     on_host: OnHost = ON_DEVICE
+    tensor_dim: int | None = None
+
+    @property
+    def axes(self) -> set[str]:
+        """The mesh axes that divide it."""
+        return {axis for axes in self.spec for axis in (axes if isinstance(axes, tuple) else (axes,)) if axis}
+
+    @property
+    def held(self) -> tuple[tuple[str, ...], ...]:
+        """For each dimension (of one layer's slice) the axes that divide it while it is used."""
+        return tuple((TENSOR,) if d == self.tensor_dim else () for d in range(len(self.shape) - self.stacked))
 
     @property
     def by_layer(self) -> bool:
@@ -109,7 +125,7 @@ class ParamLayout:
     @property
     def on_pipe(self) -> bool:
         """Whether every pipeline stage holds its own part."""
-        return any(PIPE in (axes if isinstance(axes, tuple) else (axes,)) for axes in self.spec)
+        return PIPE in self.axes
 
 
 # Inside the step a parameter is a pair (diff, nondiff): the gradient is taken with respect to `diff`, `nondiff` is
@@ -183,7 +199,7 @@ def reduce_gradient(layout: ParamLayout, gradient: jax.Array, mesh: Mesh, precis
     """Apply the once-a-step reductions: turn an accumulated gradient into the gradient of the local master."""
     if layout.rule.scatter == "step":
         gradient = _scatter(layout, gradient.astype(precision.reduce))
-    axes = present(mesh, *(() if layout.on_pipe else (PIPE,)), DATA, *(() if layout.rule.scatter else (ZERO,)))
+    axes = tuple(axis for axis in present(mesh, *AXES) if axis not in layout.axes)
     return lax.psum(gradient.astype(precision.reduce), axes) if axes else gradient
 
 

@@ -280,6 +280,16 @@ class Decoder(nnx.Module):
         return {"embed": 0} if self.config.tied else {"embed": 0, "head/kernel": 1}
 
     @property
+    def divided(self) -> dict[str, dict[str, int]]:
+        """{mesh axis: {regular expression: the dimension that it divides}}: heads, feed-forward width, vocabulary.
+
+        Queries, keys and values lie side by side in one parameter, and so do gate and up: each costs an all-gather.
+        """
+        columns, rows = ("qkv/kernel", "gate_up/kernel"), ("attention/out/kernel", "mlp/down/kernel")
+        table = {**dict.fromkeys(columns, 1), **dict.fromkeys(rows, 0), **self.vocabulary}
+        return {"tensor": table | ({"qkv/bias": 0} if self.config.qkv_bias else {})}
+
+    @property
     def fused_matrices(self) -> dict[str, tuple[int, ...]]:
         """The widths of the matrices that share one parameter; Muon orthogonalises each for itself."""
         c = self.config

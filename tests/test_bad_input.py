@@ -69,7 +69,7 @@ def test_compilations_are_seen():
         ({"zero": "4"}, ['mesh.zero = "4"', "positive integer", "without quotes"]),
         ({"zero": 2.5}, ["mesh.zero = 2.5", "positive integer"]),
         ({"data": -1}, ["mesh.data = -1", "mesh.zero = -1", "one axis only"]),
-        ({"tensor": 2}, ["mesh.tensor = 2", "not yet", "1"]),
+        ({"tensor": 3}, ["mesh.tensor = 3", "the number of devices, 8", "1, 2, 4 or 8"]),
     ],
     ids=named,
 )
@@ -94,7 +94,11 @@ def test_mesh_from_a_config_and_from_degrees():
         (("x", "y"), (2, 4), ["('x', 'y')", "('pipe', 'data', 'zero', 'tensor')", "jzero.make_mesh"]),
         (("zero", "data", "pipe", "tensor"), (2, 4, 1, 1), ["('zero', 'data', 'pipe', 'tensor')", "jzero.make_mesh"]),
         (("pipe", "data", "zero", "tensor"), (2, 1, 4, 1), ["mesh.pipe = 2", "no layer stack", "jzero.PipelineModule"]),
-        (("pipe", "data", "zero", "tensor"), (1, 1, 4, 2), ["'tensor' has size 2", "not yet", "only 1"]),
+        (
+            ("pipe", "data", "zero", "tensor"),
+            (1, 1, 4, 2),
+            ["mesh.tensor = 2", "no table", "tensor_parallel.dimensions"],
+        ),
     ],
     ids=["foreign", "other-order", "pipe", "tensor"],
 )

@@ -49,7 +49,7 @@ def test_all_problems_come_at_once():
     found = problems({
         "train_batch_sise": 1, "seed": "x", "fp16": {"enabled": True, "hysteresis": -1}, "bf16": {"enabled": True},
         "wandb": {"enabled": "on", "projet": "p"}, "zero_optimization": {"stage": 9, "reduce_bucket_size": "big"},
-        "optimizer": {}, "mesh": {"tensor": 2},
+        "optimizer": {}, "mesh": {"tensor": 0},
     })  # fmt: skip
     expected = [
         "train_batch_sise", "seed", "fp16.hysteresis", "fp16.enabled = true and bf16", "wandb.enabled", "wandb.projet",
@@ -62,9 +62,9 @@ def test_all_problems_come_at_once():
 
 
 def test_the_optimizers_and_the_schedulers_problems_come_with_the_others():
-    wrong = {"optimizer": {"type": "Adamm"}, "scheduler": {"type": "X"}, "gradient_cliping": 1, "mesh": {"tensor": 2}}
+    wrong = {"optimizer": {"type": "Adamm"}, "scheduler": {"type": "X"}, "gradient_cliping": 1, "mesh": {"tensor": 0}}
     found = problems(wrong)
-    starts = ["gradient_cliping = 1", "mesh.tensor = 2", "optimizer.type: 'Adamm'", "scheduler.type: 'X'"]
+    starts = ["gradient_cliping = 1", "mesh.tensor = 0", "optimizer.type: 'Adamm'", "scheduler.type: 'X'"]
     assert [start for start, line in zip(starts, sorted(found), strict=True) if not line.startswith(start)] == []
     several = {
         "optimizer": {"type": "SGD", "params": {"lr": -1, "max_grad_norm": 1.0, "epsilon": 1}},

@@ -73,6 +73,7 @@ def test_mesh_degrees_resolve_the_rest(data, zero, rest):
     got = Config.load({"mesh": mesh, "data_parallel_size": data * zero}).mesh_degrees(data * zero)
     assert got == {"pipe": 1, "data": data, "zero": zero, "tensor": 1}
     assert list(got) == ["pipe", "data", "zero", "tensor"]
+    assert Config.load({"mesh": {"tensor": -1, "zero": 2}}).mesh_degrees(8)["tensor"] == 4
 
 
 @given(st.integers(1, 12), st.integers(2, 12))
@@ -124,11 +125,7 @@ def test_mesh_degrees_use_every_device_or_say_what_fits(devices, data, zero, mic
             8,
             ["zero_optimization.mics_shard_size = 4", "the number of devices, 8", "mesh.data = 2"],
         ),
-        (
-            {"mesh": {"tensor": -1, "zero": 2}},
-            8,
-            ["mesh.tensor = -1: gives 4", "not yet supported: tensor parallelism"],
-        ),
+        ({"mesh": {"tensor": 3, "zero": 2}}, 8, ["mesh.zero 2 × mesh.tensor 3 = 6 devices: must equal"]),
         ({"data_parallel_size": 4}, 8, ["data_parallel_size = 4", "data 1 × zero 8 = 8"]),
         ({}, 0, ["num_devices = 0"]),
     ],

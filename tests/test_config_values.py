@@ -196,7 +196,6 @@ def _parses(kind, value) -> bool:
         ("tensor_parallel.autotp_size", 2), ("sequence_parallel_size", 2), ("expert_parallel.enabled", True),
         ("checkpoint.use_node_local_storage", True), ("nebula.enabled", True), ("progressive_layer_drop.enabled", True),
         
-        ("mesh.tensor", 2),
         ("compile.offload_opt_states", True), ("datastates_ckpt.host_cache_size", 16),
     ],
 )  # fmt: skip

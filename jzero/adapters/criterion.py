@@ -38,7 +38,16 @@ class CriterionModel(ParametersInHTML):
         # Not `vocabulary`: in a pipeline, the stages would divide what the criterion needs whole.
         cached = ("make_cache", "vocab_size", "decode", "decode_prefix", "decode_block", "decode_suffix")
         stacked = ("plain", "names", "one_key")
-        for name in ("report_notes", "weights_layout", "fused_matrices", "adopt", "values", *stacked, *cached):
+        for name in (
+            "report_notes",
+            "weights_layout",
+            "fused_matrices",
+            "divided",
+            "adopt",
+            "values",
+            *stacked,
+            *cached,
+        ):
             if hasattr(net, name):
                 setattr(self, name, getattr(net, name))
         if hasattr(net, "check_batch"):

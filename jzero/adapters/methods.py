@@ -14,7 +14,7 @@ TRAINING = {"train": True, "training": True, "is_training": True, "deterministic
 
 def take_methods(model: Any, module: Any) -> None:
     """Copy the methods and properties that jzero reads from a module to its model."""
-    described = ("report_notes", "weights_layout", "fused_matrices", "vocabulary", "vocab_size")
+    described = ("report_notes", "weights_layout", "fused_matrices", "vocabulary", "vocab_size", "divided")
     for name in (*described, "make_cache", "check_batch"):
         if hasattr(module, name):
             setattr(model, name, getattr(module, name))

@@ -6,7 +6,7 @@ from jzero import optimizers
 from jzero.config import curriculum
 from jzero.config.schedule_names import chunk_problems
 from jzero.config.sections import MeshConfig, Settings
-from jzero.config.sizes import AXES_TO_COME, MICS, asked_degrees, zero_group
+from jzero.config.sizes import MICS, asked_degrees, zero_group
 from jzero.optimizers import lr_schedules
 from jzero.values.kinds import as_json
 
@@ -135,13 +135,6 @@ def _interval(s: Settings) -> Iterator[str]:
             f"pipeline.activation_checkpoint_interval = {interval}: does nothing with activation_checkpointing.policy "
             '"none"; use policy "full" or "matmuls", or remove one'
         )
-
-
-@_reads(*_MESH)
-def _axes_to_come(s: Settings) -> Iterator[str]:
-    for axis, what in AXES_TO_COME.items():
-        if (degree := getattr(s.mesh, axis)) > 1:
-            yield f"mesh.{axis} = {degree}: not yet supported: {what}; only 1 is accepted, or leave it out"
 
 
 @_reads("activation_checkpointing.policy", "activation_checkpointing.cpu_checkpointing")

@@ -19,6 +19,7 @@ PositivesOrNone = Annotated[tuple[int, ...] | None, PlainValidator(kinds.POSITIV
 NonNegative = Annotated[float, PlainValidator(kinds.NON_NEGATIVE)]
 Params = Annotated[dict[str, Any], PlainValidator(kinds.PARAMS)]
 Options = Annotated[dict[str, bool | int | float | str], PlainValidator(kinds.OPTIONS)]
+Dimensions = Annotated[dict[str, int], PlainValidator(kinds.DIMENSIONS)]
 Patterns = Annotated[tuple[str, ...], PlainValidator(kinds.PATTERNS)]
 PatternsOrNone = Annotated[tuple[str, ...] | None, PlainValidator(kinds.PATTERNS_OR_NULL)]
 

@@ -7,6 +7,7 @@ from pydantic import Field, PlainValidator
 from jzero.config.fields import (
     OR_NULL,
     Count,
+    Dimensions,
     Flag,
     Options,
     Params,
@@ -170,6 +171,15 @@ class MeshConfig(Section):
     tensor: PositiveOrRest = 1
 
 
+class TensorParallelConfig(Section):
+    """The dimension of each parameter that the axis `tensor` divides, by regular expressions of names.
+
+    `dimensions` replaces the model's own table, `divided`. In a layer stack the dimension is that of one layer.
+    """
+
+    dimensions: Dimensions = {}
+
+
 class PipelineConfig(Section):
     """How the stages on the `pipe` axis work together.
 
@@ -300,6 +310,7 @@ class Settings(Section):
     zero_optimization: ZeroConfig = ZeroConfig()
     activation_checkpointing: ActivationCheckpointing | None = None
     mesh: MeshConfig = MeshConfig()
+    tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     pipeline: PipelineConfig = PipelineConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     ema: EmaConfig | None = None

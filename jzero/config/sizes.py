@@ -11,7 +11,6 @@ from jzero.values.kinds import either
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 TRAIN, MICRO, ACCUM = BATCH
 MICS = "zero_optimization.mics_shard_size"
-AXES_TO_COME = {"tensor": "tensor parallelism"}
 
 
 def _divisors(n: int) -> list[int]:
@@ -148,19 +147,12 @@ def mesh_degrees(s: Settings, num_devices: int) -> dict[str, int]:
     if num_devices % fixed if rest else num_devices != fixed:
         raise ConfigError(_misfit(s, degrees, fixed, num_devices))
     degrees |= {axis: num_devices // fixed for axis in rest}
-    problems = [
-        f"mesh.{axis} = -1: gives {degrees[axis]} on {num_devices} devices, not yet supported: {what}; set it to 1"
-        for axis, what in AXES_TO_COME.items()
-        if degrees[axis] > 1
-    ]
     replicas = degrees["data"] * degrees["zero"]
     if s.data_parallel_size not in (None, replicas):
-        problems.append(
+        raise ConfigError(
             f"data_parallel_size = {s.data_parallel_size}: must be data {degrees['data']} × zero {degrees['zero']}"
             f" = {replicas} on this mesh; leave it out, or change the mesh section"
         )
-    if problems:
-        raise ConfigError(*problems)
     return degrees
 
 
@@ -173,7 +165,7 @@ def _misfit(s: Settings, degrees: dict[str, int], fixed: int, num_devices: int) 
     fits = []
     for axis, n in degrees.items():
         # Give no advice about an axis that the user did not ask for: a pipeline, or another axis beside a -1.
-        if n == -1 or axis in AXES_TO_COME or (n == 1 and (rest or axis == "pipe")):
+        if n == -1 or (n == 1 and (rest or axis in ("pipe", "tensor"))):
             continue
         others = fixed // n
         if num_devices % others == 0:

@@ -21,7 +21,7 @@ from jzero.distributed import heartbeat
 from jzero.distributed.consistency import Guard
 from jzero.errors import ConfigError
 from jzero.inference.eval_step import pad_rows, to_host
-from jzero.mesh import BATCH_AXES, PIPE, batch_spec, present, replicas
+from jzero.mesh import BATCH_AXES, PIPE, batch_spec, group_size, present, replicas
 from jzero.model import ENDS, STACK, StackModel, replace_state
 from jzero.pipeline import vocab_parallel
 from jzero.pipeline.stages import divided_vocabulary
@@ -86,8 +86,13 @@ class Generator:
           The prompts and their continuations, [rows, S + max_new_tokens] int32.
 
         Raises:
-          ConfigError: a model without a cache, bad arguments.
+          ConfigError: a model without a cache, a mesh with tensor larger than 1, bad arguments.
         """
+        if (devices := group_size(self.setup.mesh)) > 1:
+            raise ConfigError(
+                f"generate on a mesh with tensor {devices}: not yet supported; save a checkpoint, and generate with "
+                "mesh.tensor = 1"
+            )
         check_alive(state)
         model = self.setup.model
         if not hasattr(model, "make_cache"):

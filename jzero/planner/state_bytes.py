@@ -8,8 +8,7 @@ Master parameters and optimizer state persist between steps; their bytes are exa
 - gradients of trainable parameters: the sum over micro-batches in `data_types.grad_accum_dtype`; without accumulation
   the gradient in the dtype of the backward pass. A pipeline always sums.
 
-A parameter divided by `pipe` (`ParamLayout.on_pipe`) counts with its local part; the formula divides everything by
-`pipe`.
+A parameter divided by `pipe` or `tensor` counts with its local part; the formula divides everything by them.
 
 Not included, because it changes from layer to layer: the layer that stage 3 has gathered, the gradient of the current
 micro-batch, activations. `jzero.planner.memory` gives the peak of the whole program.
@@ -27,12 +26,12 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jzero import optimizers
-from jzero.mesh import PIPE, ZERO, replicas
+from jzero.mesh import GROUP_AXES, PIPE, ZERO, group_size, replicas
 from jzero.optimizers.compressed import rows_of
 from jzero.precision import Precision
 from jzero.sharding import optimizer_layouts, owners
 from jzero.tree import PyTree, named
-from jzero.zero import ON_DEVICE, RULES, OnHost, Rule
+from jzero.zero import ON_DEVICE, RULES, OnHost, ParamLayout, Rule
 
 if TYPE_CHECKING:
     from jzero.train_step import TrainStep
@@ -114,6 +113,11 @@ def _inside(
     )
 
 
+def _parts(layout: ParamLayout, mesh: Mesh) -> int:
+    """Return the number of parts in which a parameter is used."""
+    return prod(mesh.shape[axis] for axis in (PIPE, *GROUP_AXES) if axis in layout.axes)
+
+
 class LeafBytes(NamedTuple):
     """Bytes per device of one parameter; as in `StateBytes`, but masters and optimizer without what is on the host."""
 
@@ -128,7 +132,7 @@ def leaf_bytes(step: TrainStep) -> dict[str, LeafBytes]:
     """Compute the bytes per device of every parameter; "" has the optimizer's state that belongs to none."""
     setup, shapes, mesh, found = step.setup, step.state_shapes, step.mesh, {"": LeafBytes()}
     for layout, x in zip(jax.tree.leaves(step.layouts), jax.tree.leaves(shapes.params), strict=True):
-        parts = mesh.shape[PIPE] if layout.on_pipe else 1
+        parts = _parts(layout, mesh)
         master = _local_size(x.shape, layout.spec, mesh) * x.dtype.itemsize
         there, inside = layout.on_host.master, _inside(step, layout.rule, x, layout.trainable, parts, layout.on_host)
         found[layout.name] = LeafBytes(master * (not there), 0, *inside, master * there)
@@ -159,12 +163,10 @@ def host_reads(step: TrainStep) -> int:
 def state_bytes(step: TrainStep) -> StateBytes:
     """Compute the model-state bytes per device of a `TrainStep`."""
     shapes, specs, group = step.state_shapes, step.state_specs, step.mesh.shape[ZERO]
-    stage, pipe = step.setup.rule if group > 1 else RULES[0], step.mesh.shape[PIPE]
+    stage, parts = step.setup.rule if group > 1 else RULES[0], step.mesh.shape[PIPE] * group_size(step.mesh)
     leaves = list(zip(jax.tree.leaves(step.layouts), jax.tree.leaves(shapes.params), strict=True))
-    actual = [
-        _inside(step, leaf.rule, x, leaf.trainable, pipe if leaf.on_pipe else 1, leaf.on_host) for leaf, x in leaves
-    ]
-    ideal = [_inside(step, stage, x, leaf.trainable, pipe) for leaf, x in leaves]
+    actual = [_inside(step, leaf.rule, x, leaf.trainable, _parts(leaf, step.mesh), leaf.on_host) for leaf, x in leaves]
+    ideal = [_inside(step, stage, x, leaf.trainable, parts) for leaf, x in leaves]
     persistent = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((shapes.params, shapes.opt_state)))
     # Errors of compressed communication have a row for each device, whatever the stage.
     state = named(shapes.opt_state)
@@ -177,7 +179,7 @@ def state_bytes(step: TrainStep) -> StateBytes:
         optimizer=bytes_per_device(shapes.opt_state, specs.opt_state, step.mesh),
         parameters=int(sum(parameters for parameters, _ in actual)),
         gradients=int(sum(gradients for _, gradients in actual)),
-        formula=((persistent - whole) / (group if stage.shards_state else 1) + whole) / pipe
+        formula=((persistent - whole) / (group if stage.shards_state else 1) + whole) / parts
         + sum(map(sum, ideal))
         + errors / replicas(step.mesh),
         host=step.host_bytes,

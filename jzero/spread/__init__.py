@@ -10,6 +10,9 @@ table of how weights are divided decides how much is moved, never what is comput
     control        rules of primitives that contain programs: calls, checkpoints, scans, custom derivatives
     interpreter    runs a jaxpr by the rules
     ledger         what was moved, and what ran on whole arrays, with the model's source lines
+    division       which dimension of each parameter an axis divides, from a table
+    model          prefix, block, suffix and loss of a model, on shards
+    limits         what a mesh with the axis `tensor` cannot do yet
 """
 
 from jzero.spread import control, lookups, products, shapes  # they fill the table of rules

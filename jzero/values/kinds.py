@@ -232,6 +232,16 @@ def _pattern(value: Any) -> str:
     return value
 
 
+def _dimensions(value: Any) -> dict[str, int]:
+    if not isinstance(value, Mapping):
+        raise ValueError
+    for pattern, dim in value.items():
+        _pattern(pattern)
+        if isinstance(dim, bool) or not isinstance(dim, int) or not -32 <= dim < 32:
+            raise ValueError(f"{as_json(pattern)}: {as_json(dim)} is not the number of a dimension")
+    return dict(value)
+
+
 def _objects(value: Any) -> tuple[dict[str, Any], ...]:
     if not isinstance(value, list | tuple):
         raise ValueError(f"write [{as_json(value)}]" if isinstance(value, Mapping) else "")
@@ -304,6 +314,7 @@ NAME_LIST = instance("a list of names", list, tuple)
 PATTERNS = Kind("a list of regular expressions", _patterns)
 PATTERNS_OR_NULL = Kind(f"{PATTERNS.allowed} or null", lambda value: None if value is None else PATTERNS.parse(value))
 PATTERN = Kind("a regular expression", _pattern)
+DIMENSIONS = Kind("an object of regular expressions and dimensions", _dimensions)
 POSITIVES_OR_NULL = Kind("a list of positive integers or null", _positives)
 PARAM_LIST = Kind("a list of objects of names and values", _objects)
 PARAMS = instance("an object of names and values", dict)

@@ -1,0 +1,75 @@
+"""What a mesh with `tensor` larger than 1 cannot do yet, and the table that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jzero.config import Config
+from jzero.errors import ConfigError
+from jzero.mesh import AXES, PIPE, TENSOR
+from jzero.optimizers import compresses
+from jzero.spread.division import divided_dims
+from jzero.tree import PyTree
+
+KEY = "tensor_parallel.dimensions"
+
+
+def tensor_dims(model: Any, params: PyTree, config: Config, mesh: Mesh, has_stack: bool) -> dict[str, int]:
+    """Return the dimension of each parameter that `tensor` divides: by the config's table, else by the model's.
+
+    Raises:
+      ConfigError: no table or one that does not fit, a table without the axis, what does not work with the axis yet.
+    """
+    degree, own = mesh.shape[TENSOR], config.tensor_parallel.dimensions
+    if degree == 1:
+        if own:
+            raise ConfigError(f"{KEY}: does nothing on a mesh with tensor 1; set mesh.tensor, or leave the table out")
+        return {}
+    if problems := [f"mesh.tensor = {degree} with {what}" for what in _not_yet(model, config, mesh)]:
+        raise ConfigError(*problems)
+    table = own or getattr(model, "divided", {}).get(TENSOR, {})
+    if not table:
+        raise ConfigError(
+            f"mesh.tensor = {degree}: no table says which dimensions of the parameters it divides; write {KEY} = "
+            '{"up/kernel": 1, "down/kernel": 0}, or give the model an attribute divided = {"tensor": {...}}'
+        )
+    names = getattr(model, "names", None)
+    key = KEY if own else f"{model!r}: divided['tensor']"
+    return divided_dims(params, table, degree, key=key, has_stack=has_stack, names=names)
+
+
+def _not_yet(model: Any, config: Config, mesh: Mesh) -> Iterator[str]:
+    """Describe what the config asks for and `tensor` does not work with yet, each with the fix."""
+    zero, remat = config.zero_optimization, config.activation_checkpointing
+    if mesh.shape[PIPE] > 1:
+        yield f"mesh.pipe = {mesh.shape[PIPE]}: not yet supported; set one of them to 1"
+    for section in ("offload_param", "offload_optimizer"):
+        if (device := getattr(zero, section).device) != "none":
+            yield f'zero_optimization.{section}.device = "{device}": not yet supported; remove one'
+    if remat and remat.cpu_checkpointing:
+        yield "activation_checkpointing.cpu_checkpointing = true: not yet supported; remove one"
+    for key in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if getattr(zero, key):
+            yield f"zero_optimization.{key} = true: not yet supported; remove one"
+    if zero.zero_hpz_partition_size > 1:
+        size = zero.zero_hpz_partition_size
+        yield f"zero_optimization.zero_hpz_partition_size = {size}: not yet supported; remove one"
+    if config.optimizer and compresses(config.optimizer):
+        yield (
+            f"optimizer.type {config.optimizer.type!r}: its compressed communication needs tensor 1; or write "
+            "optimizer.params.exact_communication: true"
+        )
+    if getattr(model, "state", ()):
+        yield f"a model that has state, such as BatchNorm's statistics ({min(model.state)}): not yet supported"
+    if _spans_processes(mesh):
+        yield "more devices than a process has: not yet supported; the devices along tensor must be of one process"
+
+
+def _spans_processes(mesh: Mesh) -> bool:
+    processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    first = processes.take([0], axis=AXES.index(TENSOR))
+    return bool((processes != first).any())

@@ -1,0 +1,80 @@
+"""A model's functions on a group of devices: they take and return what one device holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jzero.mesh import GROUP_AXES, TENSOR, group_size
+from jzero.model import ENDS, STACK
+from jzero.spread.interpreter import spread
+from jzero.spread.value import Group, Value
+from jzero.tree import PyTree
+
+
+def on_group(model: Any, mesh: Mesh, layouts: PyTree) -> Any:
+    """Return the model for the group of devices to which this one belongs; the model itself if it is alone."""
+    return model if group_size(mesh) == 1 else SpreadModel(model, mesh, layouts)
+
+
+class SpreadModel:
+    """`prefix`, `block`, `suffix` and `loss` of a model, on shards.
+
+    Weights arrive as local shards, as their layouts say. The batch is the same on all devices of the group, and so are
+    the results. What passes between the layers is a tree of `Value`s, with the sequence divided.
+    """
+
+    def __init__(self, model: Any, mesh: Mesh, layouts: PyTree):
+        self.model, self._layouts = model, layouts
+        # Sequence parallelism (Korthikanti et al., arXiv:2205.05198): dimension 1 of [rows, sequence, width].
+        self.group = Group({axis: mesh.shape[axis] for axis in GROUP_AXES}, {1: (TENSOR,)})
+
+    def __repr__(self) -> str:
+        return repr(self.model)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def prefix(self, ends: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._rested(self._run("prefix", self._weights(ENDS, ends), *args, **kwargs))
+
+    def block(self, layer: Any, *args: Any) -> Any:
+        return self._rested(self._run("block", self._weights(STACK, layer), *args))
+
+    def suffix(self, ends: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._results(self._run("suffix", self._weights(ENDS, ends), *args, **kwargs))
+
+    def loss(self, params: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._results(self._run("loss", self._weights(None, params), *args, **kwargs))
+
+    def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        results = spread(getattr(self.model, name), self.group)(*args, **kwargs)
+        self.group.ledger.line, self.group.ledger.primitive = "", name  # for what its results need
+        return results
+
+    def _weights(self, part: str | None, weights: Any) -> Any:
+        layouts = self._layouts if part is None else self._layouts[part]
+
+        def value(layout: Any, x: Any) -> Value:
+            shape = tuple(n * self.group.degree(axes) for n, axes in zip(jnp.shape(x), layout.held, strict=True))
+            return Value(x, shape, layout.held, weight=True)
+
+        return jax.tree.map(value, layouts, weights)
+
+    def _rested(self, x: Any) -> Any:
+        def rest(v: Value) -> Value:
+            v = self.group.rested(v)
+            return Value(v.x, v.shape, v.dims)
+
+        return _map(rest, x)
+
+    def _results(self, x: Any) -> Any:
+        return _map(lambda v: self.group.undivided(v).x, x)
+
+
+def _map(f: Callable[[Value], Any], tree: Any) -> Any:
+    return jax.tree.map(f, tree, is_leaf=lambda x: isinstance(x, Value))

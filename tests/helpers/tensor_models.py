@@ -1,0 +1,165 @@
+"""Models for tensor parallelism that know nothing of it, and the plain single-device loop that they are compared with.
+
+The oracle never calls jzero: value_and_grad of the model's own loss, SGD, one device. SGD's parameters are linear in
+the gradients, so that an error in one shows at its own size.
+"""
+
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen, nnx
+
+import jzero
+
+VOCAB, WIDTH, BATCH, SEQUENCE, STEPS, LR = 64, 32, 16, 8, 3, 0.1
+
+
+class Block(nnx.Module):
+    """NNX's own attention, with biases."""
+
+    def __init__(self, *, rngs):
+        self.norm1 = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.attn = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=rngs)
+        self.norm2 = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attn(self.norm1(x), mask=nnx.make_causal_mask(x[..., 0]))
+        return x + self.down(nnx.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nnx.Module):
+    """A layer stack, a vocabulary-parallel embedding, head and loss, without a line about parallelism."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+
+        @nnx.split_rngs(splits=2)
+        @nnx.vmap
+        def blocks(rngs):
+            return Block(rngs=rngs)
+
+        self.stack = blocks(rngs)
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, VOCAB, use_bias=False, rngs=rngs)
+
+    def prefix(self, batch):
+        tokens = batch["inputs"]
+        return self.embed(tokens) + nnx.one_hot(jnp.arange(tokens.shape[1]), WIDTH)
+
+    def suffix(self, x, batch):
+        logits, labels = self.head(self.norm(x)).astype(jnp.float32), batch["labels"]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
+        return jzero.Mean(jnp.sum(losses, where=labels >= 0), (labels >= 0).sum())
+
+
+class LinenBlock(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        y = linen.LayerNorm()(x)
+        x = x + linen.MultiHeadDotProductAttention(4)(y, mask=linen.make_causal_mask(x[..., 0]))
+        y = linen.Dense(4 * WIDTH)(linen.LayerNorm()(x))
+        return x + linen.Dense(WIDTH)(linen.gelu(y))
+
+
+class LinenGPT(linen.Module):
+    @linen.compact
+    def __call__(self, tokens):
+        x = linen.Embed(VOCAB, WIDTH)(tokens)
+        for _ in range(2):
+            x = LinenBlock()(x)
+        return linen.Dense(VOCAB, use_bias=False)(linen.LayerNorm()(x))
+
+
+def linen_loss(module, batch):
+    logits = module(batch["inputs"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(batch["labels"], 0)).mean()
+
+
+DIMENSIONS = {
+    "nnx": {
+        "attn/(query|key|value)/kernel": 1, "attn/(query|key|value)/bias": 0, "attn/out/kernel": 0, "up/kernel": 1,
+        "up/bias": 0, "down/kernel": 0, "embed/embedding": 0, "head/kernel": 1,
+    },
+    "linen": {
+        "(query|key|value)/kernel": 1, "(query|key|value)/bias": 0, "Attention_0/out/kernel": 0,
+        "LinenBlock.*/Dense_0/kernel": 1, "LinenBlock.*/Dense_0/bias": 0, "LinenBlock.*/Dense_1/kernel": 0,
+        "embedding": 0, "^Dense_0/kernel": 1,
+    },
+}  # fmt: skip
+
+
+@lru_cache
+def model(name):
+    if name == "nnx":
+        return jzero.from_flax(GPT)
+    return jzero.from_flax(LinenGPT(), linen_loss, example_batch=batches()[0])
+
+
+@lru_cache
+def batches():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB, (STEPS, BATCH, SEQUENCE + 1)).astype(np.int32)
+    lengths = rng.integers(1, SEQUENCE + 1, (STEPS, BATCH, 1))
+    labels = np.where(np.arange(SEQUENCE) < lengths, tokens[..., 1:], -1)
+    return [{"inputs": x[:, :-1], "labels": y} for x, y in zip(tokens, labels, strict=True)]
+
+
+@lru_cache
+def initial(name):
+    return jax.device_get(jax.jit(model(name).init)(jax.random.key(0)))
+
+
+@lru_cache
+def reference(name):
+    """([(loss, gradient norm)], parameters) of the plain loop."""
+    params = initial(name)
+
+    def mean(params, batch):
+        loss = model(name).loss(params, batch, None)
+        return loss[0] / loss[1] if isinstance(loss, tuple) else loss
+
+    @jax.jit
+    def update(params, batch):
+        loss, gradient = jax.value_and_grad(mean)(params, batch)
+        return jax.tree.map(lambda w, g: w - LR * g, params, gradient), loss, optax.tree.norm(gradient)
+
+    seen = []
+    for batch in batches():
+        params, loss, norm = update(params, batch)
+        seen.append((float(loss), float(norm)))
+    return np.array(seen), jax.device_get(params)
+
+
+def make_step(name, *, stage=0, accum=1, remat="none", precision=None, unroll=True, dimensions=None, **mesh):
+    degrees = {"data": 1, "zero": 1, **mesh}
+    devices = jax.devices()[: int(np.prod(list(degrees.values())))]
+    config = {
+        "train_batch_size": BATCH, "gradient_accumulation_steps": accum, "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "activation_checkpointing": {"policy": remat}, "stack": {"unroll": unroll},
+        "tensor_parallel": {"dimensions": DIMENSIONS[name] if dimensions is None else dimensions},
+        **({precision: {"enabled": True}} if precision else {}),
+    }  # fmt: skip
+    return jzero.make_train_step(model(name), config, mesh=jzero.make_mesh(**degrees, devices=devices))
+
+
+def errors(name, **layout):
+    """The largest relative error of losses and gradient norms, and of the parameters, leaf by leaf."""
+    step = make_step(name, **layout)
+    state, seen = step.init(jax.random.key(0), initial(name)), []
+    for batch in batches():
+        state, metrics = step(state, batch)
+        seen.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    known, params = reference(name)
+
+    def error(a, b):  # a key's bias has no gradient, so all of it is rounding: hence the floor
+        return np.abs(a - b).max() / max(np.abs(b).max(), 1e-2)
+
+    leaves = jax.tree.leaves(jax.tree.map(error, jax.device_get(state.params), params))
+    return np.abs(np.array(seen) / known - 1).max(), max(leaves), step, state
