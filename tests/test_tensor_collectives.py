@@ -1,0 +1,94 @@
+"""The compiled H100 program of an unmodified NNX model holds Megatron's collectives over `tensor`, and no others.
+
+Expected are, for each layer, 2 all-gathers and 2 reduce-scatters of an activation forward, and as many backward
+(Korthikanti et al., arXiv:2205.05198, figure 5); for the embedding one reduce-scatter forward and one all-gather
+backward, for the head the reverse. Once a step the gradients of norms and of biases of row-divided products are
+all-reduced. Per token the loss needs the maximum of its logits, the sum of their exponentials and the label's logit; no
+device gets all logits.
+"""
+
+from collections import Counter
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers.cuda import needs_cuda_compiler
+from helpers.tensor_models import BATCH, DIMENSIONS, SEQUENCE, WIDTH, model
+
+import jzero
+from jzero.planner import collectives, gpu_devices
+from models.llama import Llama, LlamaConfig
+
+pytestmark = [pytest.mark.gpu_compile, needs_cuda_compiler, pytest.mark.usefixtures("no_compilation_cache")]
+
+LAYERS, TENSOR, F32, BF16 = 2, 2, 4, 2
+SEPARATE = {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+
+
+def compiled(subject, dimensions, *, stage=0, zero=1):
+    """The collectives of a step in bf16, one by one: (kind, dtype, axes, bytes) -> how many a step."""
+    config = {
+        "train_batch_size": BATCH, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "tensor_parallel": {"dimensions": dimensions},
+        "compiler_options": {"xla_gpu_autotune_level": 0} | SEPARATE,
+    }  # fmt: skip
+    mesh = jzero.make_mesh(zero=zero, tensor=TENSOR, devices=gpu_devices("h100", zero * TENSOR))
+    tokens = jax.ShapeDtypeStruct((BATCH, SEQUENCE), jnp.int32)
+    step = jzero.make_train_step(subject, config, mesh=mesh)
+    program = collectives(step.lower({"inputs": tokens, "labels": tokens}).compile(), mesh)
+    assert len(program.select(in_branch=True)) == 0
+    found = Counter()
+    for row in program:
+        found[row.kind, row.dtype, row.axes, row.bytes] += row.operands * row.times
+    return found
+
+
+def over_tensor(found):
+    return {row[:2] + row[3:]: times for row, times in found.items() if row[2] == ("tensor",)}
+
+
+def moved(rows):
+    """What `tensor` moves, with GPT's positions, which are float32, so that its activations are too."""
+    tokens = rows * SEQUENCE * F32  # a number for each token
+    whole_leaves = 6 * LAYERS + 2  # two norms, the biases of `out` and `down`; the last norm
+    return {
+        ("all-gather", "f32", WIDTH * tokens): 4 * LAYERS + 2,
+        ("reduce-scatter", "f32", WIDTH * tokens): 4 * LAYERS + 2,
+        ("all-gather", "f32", TENSOR * tokens): 1,  # the maximum of the logits, which has no gradient
+        ("all-reduce", "f32", tokens): 2,  # the sum of the exponentials, forward and backward
+        ("reduce-scatter", "f32", tokens): 1,  # the label's logit
+        ("all-gather", "f32", tokens): 1,
+    }, whole_leaves
+
+
+def test_a_layer_moves_two_and_two_forward_and_backward():
+    found = over_tensor(compiled(model("nnx"), DIMENSIONS["nnx"]))
+    expected, whole_leaves = moved(BATCH)
+    divided = len(jax.tree.leaves(jax.eval_shape(model("nnx").init, jax.random.key(0)))) - 8
+    # Numbers: the parts of the gradient's norm, one of each divided parameter; the sum of the loss and its gradient.
+    assert found.pop(("all-reduce", "f32", F32)) == divided + 2
+    assert found == expected | {("all-reduce", "bf16", WIDTH * BF16): whole_leaves}
+
+
+@pytest.mark.slow
+def test_zero_3_beside_it():
+    """Rows are half as many; `zero` gathers and scatters halves of the divided weights, and nothing else changes."""
+    found = compiled(model("nnx"), DIMENSIONS["nnx"], stage=3, zero=2)
+    expected, whole_leaves = moved(BATCH // 2)
+    ours = {key: n for key, n in over_tensor(found).items() if key != ("all-reduce", "f32", F32)}
+    assert ours == expected | {("all-reduce", "bf16", WIDTH * BF16 // 2): whole_leaves}
+    largest = max(row[3] for row in found if row[0] == "all-gather" and row[2] == ("zero",))
+    assert largest == 4 * WIDTH * WIDTH * BF16 // TENSOR  # a feed-forward kernel's part
+
+
+@pytest.mark.slow
+def test_weights_side_by_side_cost_an_all_gather_each():
+    config = LlamaConfig(LAYERS, 64, 4, 2, 96, vocab_size=128, attention="xla")
+    found = over_tensor(compiled(jzero.from_flax(lambda rngs: Llama(config, rngs=rngs)), {}))
+    activation = prod((BATCH, SEQUENCE, BF16))
+    for kind in ("all-gather", "reduce-scatter"):
+        assert found[kind, "bf16", 128 * activation] == LAYERS  # queries, keys and values
+        assert found[kind, "bf16", 192 * activation] == LAYERS  # gate and up
+    assert found["all-gather", "bf16", 64 * activation] == 4 * LAYERS + 2
