@@ -7,6 +7,7 @@ table of how weights are divided decides how much is moved, never what is comput
     value          an array as one device holds it: divided, partial or whole; collectives between these forms
     rules          the table of rules, and those of elementwise primitives
     shapes, products, lookups    rules of primitives that change shapes, that multiply, that index
+    kernels        rules of fused attention
     control        rules of primitives that contain programs: calls, checkpoints, scans, custom derivatives
     interpreter    runs a jaxpr by the rules
     ledger         what was moved, and what ran on whole arrays, with the model's source lines
@@ -15,12 +16,12 @@ table of how weights are divided decides how much is moved, never what is comput
     limits         what a mesh with the axis `tensor` cannot do yet
 """
 
-from jzero.spread import control, lookups, products, shapes  # they fill the table of rules
+from jzero.spread import control, kernels, lookups, products, shapes  # they fill the table of rules
 from jzero.spread.interpreter import spread
 from jzero.spread.ledger import Fallback, Ledger, Move
 from jzero.spread.value import Dims, Group, Value, whole
 
 __all__ = [
-    "Dims", "Fallback", "Group", "Ledger", "Move", "Value", "control", "lookups", "products", "shapes", "spread",
-    "whole",
+    "Dims", "Fallback", "Group", "Ledger", "Move", "Value", "control", "kernels", "lookups", "products", "shapes",
+    "spread", "whole",
 ]  # fmt: skip
