@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jzero.config.sizes import tensor_group
 from jzero.distributed.joining import host_of, init_distributed
 from jzero.errors import ConfigError
 
@@ -99,6 +100,12 @@ def check_against(config: Config, mesh: Mesh) -> None:
         raise ConfigError(
             f"pipeline.stages = {config.pipeline.stages} in the config, but the mesh passed in has pipe "
             f"{mesh.shape[PIPE]}: pass one of them, or jzero.make_mesh(config)"
+        )
+    key, size = tensor_group(config)
+    if size not in (0, mesh.shape[TENSOR]):
+        raise ConfigError(
+            f"{key} = {size} in the config, but the mesh passed in has tensor {mesh.shape[TENSOR]}: pass one of them, "
+            "or jzero.make_mesh(config)"
         )
     if not grouped and "mesh" not in config.model_fields_set:
         return

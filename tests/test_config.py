@@ -115,7 +115,7 @@ def test_fp16_dynamic_scale_config():
     assert config.activation_checkpointing.kind == "full", "what cpu_checkpointing asks for"
     assert config.activation_checkpointing.cpu_checkpointing
     by = {r.key: r.by for r in config.replaced}
-    assert "tensor axis" in by["activation_checkpointing.partition_activations"]
+    assert "mesh.tensor" in by["activation_checkpointing.partition_activations"]
     assert config.fp16.auto_cast is False
     assert by.keys() >= {"prescale_gradients", "zero_allow_untested_optimizer", "activation_checkpointing.profile"}
     assert config.batch(16).accum == 8

@@ -45,6 +45,18 @@ def test_contradictions(given, parts):
         assert part in message
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 4}}},
+        {"tensor_parallel": {"autotp_size": 2}, "mesh": {"tensor": 4}},
+    ],
+)
+def test_two_degrees_of_tensor(given):
+    assert problem(given).startswith("tensor_parallel.autotp_size = 2 and ")
+    assert problem(given).endswith("= 4: both are the degree of tensor; keep one")
+
+
 def test_all_problems_come_at_once():
     found = problems({
         "train_batch_sise": 1, "seed": "x", "fp16": {"enabled": True, "hysteresis": -1}, "bf16": {"enabled": True},

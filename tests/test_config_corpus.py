@@ -24,7 +24,6 @@ FILES = sorted(PLACE.glob("*.json"))
 CAUSES = (
     r"zero_optimization\.offload_optimizer\.device = ",
     r"zero_optimization\.offload_param\.device = ",
-    r"tensor_parallel\.autotp_size = \d+: not yet supported",
     r"sequence_parallel_size = \d+: not yet supported",
     r"compile\.passes = ",
     r"data_efficiency\.data_routing\.random_ltd\.enabled = true: ",

@@ -73,7 +73,22 @@ def test_mesh_degrees_resolve_the_rest(data, zero, rest):
     got = Config.load({"mesh": mesh, "data_parallel_size": data * zero}).mesh_degrees(data * zero)
     assert got == {"pipe": 1, "data": data, "zero": zero, "tensor": 1}
     assert list(got) == ["pipe", "data", "zero", "tensor"]
-    assert Config.load({"mesh": {"tensor": -1, "zero": 2}}).mesh_degrees(8)["tensor"] == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "tensor"),
+    [
+        ({"mesh": {"tensor": -1, "zero": 2}}, 4),
+        ({"tensor_parallel": {"autotp_size": 2}}, 2),
+        ({"tensor_parallel": {"tp": {"tp_size": 4}}}, 4),
+        ({"tensor_parallel": {"autotp_size": 4}, "mesh": {"tensor": -1, "zero": 2}}, 4),
+        ({"tensor_parallel": {"autotp_size": 1}, "mesh": {"tensor": 2}}, 2),
+    ],
+)
+def test_degree_of_tensor(given, tensor):
+    """`zero` has the rest."""
+    degrees = Config.load(given).mesh_degrees(8)
+    assert (degrees["tensor"], degrees["zero"]) == (tensor, 8 // tensor)
 
 
 @given(st.integers(1, 12), st.integers(2, 12))

@@ -118,6 +118,13 @@ def test_a_table_without_the_axis():
         make_step("nnx", zero=2)
 
 
+def test_another_degree_than_the_meshs():
+    config = {"train_batch_size": BATCH, "tensor_parallel": {"autotp_size": 4, "dimensions": DIMENSIONS["nnx"]}}
+    mesh = jzero.make_mesh(tensor=2, zero=2, devices=jax.devices()[:4])
+    with pytest.raises(ConfigError, match="autotp_size = 4 in the config, but the mesh passed in has tensor 2"):
+        jzero.make_train_step(model("nnx"), config, mesh=mesh)
+
+
 def test_a_pipeline():
     with pytest.raises(ConfigError, match=r"mesh.tensor = 2 with mesh.pipe = 2: not yet supported"):
         make_step("nnx", tensor=2, pipe=2)

@@ -55,6 +55,7 @@ def _replaced(*rows: tuple[str, Kind, str, str]) -> dict[str, Replacement]:
 _ZERO, _REMAT = "zero_optimization", "activation_checkpointing"
 _SAMPLING = "data_efficiency.data_sampling"
 _MEAN = "the mean over the global batch inside the compiled step"
+_EQUAL_PARTS = "mesh.tensor, which divides into equal parts"
 _ONE_STEP = "the compiled step: XLA fuses, combines and orders the collectives"
 _COMBINER = "XLA's collective combiner; its thresholds can be set in compiler_options"
 _SCHEDULER = "XLA's latency-hiding scheduler, which overlaps communication and compute at every stage"
@@ -93,7 +94,11 @@ REPLACED: dict[str, Replacement] = _replaced(
     ("timers.throughput", FLAG, "steps are timed when their result is ready", "synchronized"),
     (_REMAT, FLAG, _PLANNER, "contiguous_memory_optimization synchronize_checkpoint_boundary profile"),
     (_REMAT, COUNT_OR_FALSE, "the layer stack: every layer is a checkpoint", "number_checkpoints"),
-    (_REMAT, FLAG, "the mesh: there is no tensor axis to partition over", "partition_activations"),
+    (_REMAT, FLAG, "mesh.tensor, which divides the sequence between layers", "partition_activations"),
+    ("tensor_parallel", TEXT, "the model's own table `divided`, or tensor_parallel.dimensions", "preset_model"),
+    ("tensor_parallel", TEXT, "the section bf16 or fp16", "dtype"),
+    ("tensor_parallel", COUNT, _EQUAL_PARTS, "tp_grain_size"),
+    ("tensor_parallel.tp", COUNT, _EQUAL_PARTS, "tp_grain_size"),
     ("pipeline", FLAG, "random keys: each layer's key is folded from the seed", "seed_layers"),
     ("pipeline", FLAG, "the mesh", "pipe_partitioned grad_partitioned"),
     ("pipeline", TEXT, "PipelineModule's partition_method", "partition"),
@@ -235,10 +240,12 @@ REFUSED: dict[str, Refused] = {
         offload_opt_states=False, offload_parameters=False),
     **_later("compile", "a choice of compiler passes; XLA chooses its own", passes=[]),
     # other ways to be parallel
-    **_later("tensor_parallel", "tensor parallelism", "preset_model tp_overlap_comm partition_config tp_grain_size"
-        " dtype injection_policy_tuple keep_module_on_host replace_with_kernel_inject kernel_inject",
-        autotp_size=(0, 1)),
-    **_later("tensor_parallel.tp", "tensor parallelism", "tp_grain_size mpu tp_group", tp_size=1),
+    **_later("tensor_parallel", "rules by PyTorch's names; write tensor_parallel.dimensions, by the model's",
+        partition_config=None, injection_policy_tuple=None),
+    **_later("tensor_parallel", "a choice of what overlaps; XLA's scheduler chooses", tp_overlap_comm=False),
+    **_later("tensor_parallel", "kernels for inference", replace_with_kernel_inject=False, kernel_inject=False),
+    **_later("tensor_parallel", "weights that stay on the host", keep_module_on_host=False),
+    **_later("tensor_parallel.tp", "process groups from outside; the mesh has them", mpu=None, tp_group=None),
     **_later("", "sequence parallelism", sequence_parallel_size=1),
     **_later("expert_parallel", "expert parallelism", "autoep_size preset_model use_grouped_mm score_func top_k"
         " moe_layer_pattern router_pattern expert_pattern combine_impl disable_triton_grouped_mm expert_w1 expert_w2"

@@ -171,12 +171,22 @@ class MeshConfig(Section):
     tensor: PositiveOrRest = 1
 
 
-class TensorParallelConfig(Section):
-    """The dimension of each parameter that the axis `tensor` divides, by regular expressions of names.
+class TensorGroup(Section):
+    """Another name of `autotp_size`, for 1 and more."""
 
-    `dimensions` replaces the model's own table, `divided`. In a layer stack the dimension is that of one layer.
+    tp_size: PositiveInt32 = 1
+
+
+class TensorParallelConfig(Section):
+    """The devices that act as one, and the dimension of each parameter that they divide.
+
+    `autotp_size` and `tp.tp_size` are other names of `mesh.tensor`; 0 and 1 leave it alone. `dimensions` maps regular
+    expressions of names to dimensions, in a layer stack those of one layer. It replaces the model's own table,
+    `divided`.
     """
 
+    autotp_size: Count = 0
+    tp: TensorGroup = TensorGroup()
     dimensions: Dimensions = {}
 
 

@@ -125,11 +125,20 @@ def zero_group(s: Settings) -> tuple[str, int]:
     return (MICS, size) if size > 0 else ("mesh.zero", 0)
 
 
+def tensor_group(s: Settings) -> tuple[str, int]:
+    """Return DeepSpeed's key that sets the degree of `tensor`, and the degree; 0 where `mesh.tensor` sets it."""
+    sizes = {"tensor_parallel.autotp_size": s.tensor_parallel.autotp_size}
+    sizes["tensor_parallel.tp.tp_size"] = s.tensor_parallel.tp.tp_size
+    return next(((key, size) for key, size in sizes.items() if size > 1), ("mesh.tensor", 0))
+
+
 def asked_degrees(s: Settings) -> dict[str, int]:
     """Return the requested degrees; `checks` allows -1, all remaining devices, on one axis at most."""
     degrees = s.mesh.model_dump()
     if s.pipeline.stages:
         degrees["pipe"] = s.pipeline.stages
+    if size := tensor_group(s)[1]:
+        degrees["tensor"] = size
     if size := zero_group(s)[1]:
         degrees["zero"] = size
         if "data" not in s.mesh.model_fields_set and -1 not in degrees.values():
@@ -159,7 +168,7 @@ def mesh_degrees(s: Settings, num_devices: int) -> dict[str, int]:
 def _misfit(s: Settings, degrees: dict[str, int], fixed: int, num_devices: int) -> str:
     """Word a product that is wrong, with the values of each axis that fit while the others stay."""
     rest = -1 in degrees.values()
-    keys = {axis: f"mesh.{axis}" for axis in degrees} | {"zero": zero_group(s)[0]}
+    keys = {axis: f"mesh.{axis}" for axis in degrees} | {"zero": zero_group(s)[0], "tensor": tensor_group(s)[0]}
     if s.pipeline.stages:
         keys["pipe"] = "pipeline.stages"
     fits = []
