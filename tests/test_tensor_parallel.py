@@ -150,3 +150,35 @@ def test_generation():
     step = make_step("nnx", tensor=2)
     with pytest.raises(ConfigError, match="generate on a mesh with tensor 2: not yet supported"):
         step.generate(None, np.zeros((2, 4), np.int32), 2)
+
+
+class Contrastive:
+    """Every row against the rows of all replicas, with dropout: collectives and random numbers inside of a loss."""
+
+    def init(self, rng):
+        a, b = jax.random.split(rng)
+        return {"up": 0.3 * jax.random.normal(a, (8, 16)), "down": 0.3 * jax.random.normal(b, (16, 8))}
+
+    def loss(self, params, batch, rng):
+        hidden = jnp.tanh(batch["x"] @ params["up"])
+        if rng is not None:
+            hidden = jnp.where(jax.random.bernoulli(jax.random.key(7), 0.7, hidden.shape), hidden / 0.7, 0)
+        y = hidden @ params["down"]
+        scores = y @ jzero.all_gather(batch["x"]).T
+        own = jzero.axis_index() * len(y) + jnp.arange(len(y))
+        return -jnp.take_along_axis(jax.nn.log_softmax(scores), own[:, None], 1).mean()
+
+
+@pytest.mark.slow
+def test_a_loss_over_all_replicas_with_dropout():
+    """The mask depends on the shape alone, so that one replica of 8 rows and tensor 4 are comparable."""
+    x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    table, found = {"tensor_parallel": {"dimensions": {"up": 1, "down": 0}}}, []
+    for degrees, more in (({"zero": 2}, {}), ({"zero": 2, "tensor": 4}, table)):
+        mesh = jzero.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))])
+        config = {"train_batch_size": 16, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **more}
+        step = jzero.make_train_step(Contrastive(), config, mesh=mesh)
+        state, metrics = step(step.init(jax.random.key(0)), {"x": x})
+        found.append((float(metrics["loss"]), float(metrics["grad_norm"]), *jax.tree.leaves(state.params)))
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
