@@ -103,7 +103,7 @@ class Bounds:
 
     def _alone(self) -> dict[str, Any]:
         """Return the config for one row on one device, without what only more devices can do."""
-        sections = ("mesh", "pipeline", "data_parallel_size")
+        sections = ("mesh", "tensor_parallel", "pipeline", "data_parallel_size")
         zero = {"stage": 0}
         kept = {key: value for key, value in self.raw.items() if key not in sections}
         return kept | {TRAIN: 1, MICRO: 1, ACCUM: 1, "zero_optimization": zero}

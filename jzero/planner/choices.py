@@ -26,7 +26,10 @@ OFFLOAD_PARAM = "zero_optimization.offload_param.device"
 POLICIES = ("none", "matmuls", "full")
 # gpipe has 1f1b's bubble and more memory.
 SCHEDULES = {"1f1b": (1,), "interleaved": (2, 4), "zero_bubble": (1, 2, 4)}  # with the numbers of chunks
-_MESH = (PIPE, DATA, ZERO, "mesh.tensor", "pipeline.stages", "zero_optimization.mics_shard_size")
+_MESH = (
+    PIPE, DATA, ZERO, "mesh.tensor", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size", "pipeline.stages",
+    "zero_optimization.mics_shard_size",
+)  # fmt: skip
 _BFLOAT16 = (8, 0)  # the first compute capability with bfloat16 products
 
 

@@ -8,6 +8,7 @@ import pytest
 from helpers.cuda import needs_cuda_compiler
 
 from jzero import cli
+from jzero.config import Config
 from jzero.config.sizes import ACCUM, MICRO
 from jzero.errors import ConfigError
 from jzero.planner import choices as keys
@@ -54,6 +55,14 @@ class TestChoices:
     def test_zero_in_a_host_across_hosts(self):
         found = list(space(gpus=8, each=4, layers=0).choices())
         assert {(c[keys.DATA], c[keys.ZERO]) for c in found} == {(1, 8), (2, 4)}
+
+    @pytest.mark.parametrize("given", [{"tensor_parallel": {"autotp_size": 2}}, {"mesh": {"tensor": 2}}])
+    def test_the_degree_of_tensor_is_kept(self, given):
+        """What is left of the devices is ZeRO's."""
+        found = {(choice.get(keys.PIPE, 1), choice.get(keys.ZERO, -1)) for choice in space(**given).choices()}
+        assert found <= {(1, 2), (1, -1)}
+        raw = merged(RAW | given, next(space(**given).choices()))
+        assert Config.load(raw).mesh_degrees(4) == {"pipe": 1, "data": 1, "zero": 2, "tensor": 2}
 
     def test_precision_of_a_gpu(self):
         raw = {"train_batch_size": 16}
