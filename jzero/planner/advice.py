@@ -35,8 +35,19 @@ def advice(
     half = step.config.precision != "fp32"
     found = [*_reductions(text), *_small(collectives), *_rematerialisation(text)]
     if half:
-        found += [*_wide_collectives(step, collectives), *_wide_products(products), *_attention(gpu, text, amount)]
-    return tuple(found)
+        found += [*_wide_collectives(step, collectives), *_wide_products(products)]
+    else:
+        found += _no_half(gpu)
+    return (*found, *_attention(gpu, text, amount))
+
+
+def _no_half(gpu: GPU) -> Iterator[str]:
+    name = "bf16" if gpu.compute_capability >= (8, 0) else "fp16"
+    if gpu.compute_capability >= (7, 0):
+        yield (
+            f"the step computes in float32, at a fraction of the speed and with twice the activations; fix: "
+            f'"{name}": {{"enabled": true}}'
+        )
 
 
 def _reductions(text: str) -> Iterator[str]:

@@ -59,20 +59,24 @@ class PlannedMemory:
     @property
     def verdict(self) -> str:
         """One line: whether the step fits, and how."""
-        peak, own = size_text(self.peak_bytes), size_text(self.room.device - self.room.most)
-        if not self.fits:
-            return f"does not fit: {peak} of at most {size_text(self.room.most)}"
-        if self.peak_bytes <= SLACK * self.room.preallocated:
-            share = self.peak_bytes / self.room.preallocated
-            return f"fits: {peak} is {share:.0%} of the {size_text(self.room.preallocated)} that XLA preallocates"
-        if self.room.most == self.room.device:  # a device that is there, and what XLA has of it
-            share = self.peak_bytes / self.room.most
-            return f"fits: {peak} is {share:.0%} of the {size_text(self.room.most)} that XLA has"
-        fraction, given = int(100 * self.room.limit / self.room.device) / 100, size_text(self.room.preallocated)
-        return (
-            f"fits if XLA may take more than its {given}: set {FRACTION}={fraction:.2f}, as planned; {own} are assumed "
-            "for NCCL and CUDA"
-        )
+        return verdict(self.peak_bytes, self.room)
+
+
+def verdict(peak_bytes: int, room: Room) -> str:
+    """Say in one line whether a peak fits, and what XLA must be given for it."""
+    peak, own = size_text(peak_bytes), size_text(room.device - room.most)
+    if peak_bytes > room.most:
+        return f"does not fit: {peak} of at most {size_text(room.most)}"
+    if peak_bytes <= SLACK * room.preallocated:
+        share = peak_bytes / room.preallocated
+        return f"fits: {peak} is {share:.0%} of the {size_text(room.preallocated)} that XLA preallocates"
+    if room.most == room.device:  # a device that is there, and what XLA has of it
+        return f"fits: {peak} is {peak_bytes / room.most:.0%} of the {size_text(room.most)} that XLA has"
+    fraction, given = int(100 * room.limit / room.device) / 100, size_text(room.preallocated)
+    return (
+        f"fits if XLA may take more than its {given}: set {FRACTION}={fraction:.2f}, as planned; {own} are assumed "
+        "for NCCL and CUDA"
+    )
 
 
 def planned_memory(step: TrainStep, xla: Memory, text: str, there: Room) -> PlannedMemory:

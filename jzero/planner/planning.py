@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jzero.batch import amount_of
 from jzero.config import Config
 from jzero.errors import ConfigError
 from jzero.planner import searching
@@ -63,6 +64,10 @@ def main(args: Namespace) -> int:
 
 def _planned(args: Namespace, model: Any, config: Config, shapes: Shapes) -> Plan:
     rates = Rates.load(args.rates) if args.rates else None
+    if args.tokens is not None and amount_of(shapes(1)).tokens is None:
+        raise ConfigError(
+            f"--tokens: the batch of {args.model} has no tokens, which are integers `inputs` of [rows, length]"
+        )
     there: dict[str, Any] = {"gpu": args.gpu, "nodes": args.nodes, "gpus_per_node": args.gpus_per_node}
     with of_the_model(args.model, args.seq):
         return plan(model, config, shapes, rates=rates, **there)

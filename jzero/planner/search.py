@@ -199,8 +199,15 @@ class _Walk:
             yield [c | {keys.UNROLL: False} for c in first if c.get(keys.POLICY, "none") in less]
         for key, least in ((keys.OFFLOAD_OPTIMIZER, 1), (keys.OFFLOAD_PARAM, 3)):
             if is_open(raw, key) and (self.every or not self.fitting()):
-                first = [c | {key: "cpu"} for c in first if c.get(keys.STAGE, value_at(raw, keys.STAGE) or 0) >= least]
+                first = [wide | {key: "cpu"} for choice in first if (wide := self._at_stage(choice, least))]
                 yield first
+
+    def _at_stage(self, choice: Choice, least: int) -> Choice | None:
+        """Return the choice if its stage is high enough; on one replica every stage partitions the same: raise it."""
+        stage = choice.get(keys.STAGE, value_at(self.bounds.raw, keys.STAGE) or 0)
+        if stage >= least:
+            return choice
+        return choice | {keys.STAGE: least} if keys.STAGE in choice and choice.get(keys.ZERO) == 1 else None
 
     def fitting(self) -> list[Outcome]:
         return [found for found in self.found if found.fits]

@@ -10,8 +10,9 @@ from jzero.display.table import table
 from jzero.planner import choices as keys
 from jzero.planner.choices import Choice, merged, value_at
 from jzero.planner.gpus import gpu
-from jzero.planner.outcomes import Outcome
-from jzero.planner.search import EQUAL, Search
+from jzero.planner.outcomes import Outcome, Task
+from jzero.planner.planned_memory import verdict
+from jzero.planner.search import EQUAL, LATE, Search
 from jzero.values.sizes import size_text
 
 SHOWN = 12  # configurations
@@ -22,7 +23,7 @@ def label(raw: dict[str, Any], choice: Choice) -> str:
     """Describe a choice in the field's words; `raw` has what the config keeps.
 
     >>> label({"zero_optimization": {"stage": 2}}, {"mesh.zero": 8, MICRO: 2, ACCUM: 4})
-    'ZeRO-2, zero 8, micro-batch 2 x 4, none recomputed'
+    'ZeRO-2, zero 8, micro-batch 2 x 4, policy none'
     """
 
     def value(key: str) -> Any:
@@ -35,10 +36,10 @@ def label(raw: dict[str, Any], choice: Choice) -> str:
     if (value(keys.PIPE) or 1) > 1:
         chunks = value(keys.CHUNKS) or 1
         words += [f"{value(keys.SCHEDULE) or '1f1b'}{f' of {chunks} chunks' if chunks > 1 else ''}"]
-    words += [{"none": "none", "full": "all"}.get(value(keys.POLICY) or "none", "elementwise") + " recomputed"]
-    words += ["scanned"] if value(keys.UNROLL) is False else []
-    words += ["optimizer on the host"] if value(keys.OFFLOAD_OPTIMIZER) == "cpu" else []
-    words += ["weights on the host"] if value(keys.OFFLOAD_PARAM) == "cpu" else []
+    words += [f"policy {value(keys.POLICY) or 'none'}"]
+    words += ["stack.unroll false"] if value(keys.UNROLL) is False else []
+    words += ["offload_optimizer"] if value(keys.OFFLOAD_OPTIMIZER) == "cpu" else []
+    words += ["offload_param"] if value(keys.OFFLOAD_PARAM) == "cpu" else []
     return ", ".join(words)
 
 
@@ -78,7 +79,16 @@ def search_text(found: Search) -> str:
     parts = [drawn, f'"=": as fast as the first, as far as the estimate tells ({EQUAL:.0%})']
     if found.dropped:
         parts.append("not compiled: " + ", ".join(f"{count} ({why})" for why, count in found.dropped.items()))
-    return "\n".join([*parts, "", "the fastest, as lines of the config:", changes(best.choice)])
+    untried = found.dropped.get(LATE, 0)
+    which = f"the fastest of {len(compiled)}; --minutes left {untried} untried" if untried else "the fastest"
+    return "\n".join([*parts, *needs(task, best), "", f"{which}, as lines of the config:", changes(best.choice)])
+
+
+def needs(task: Task, found: Outcome) -> list[str]:
+    """Return the lines about what a configuration needs of its GPUs and hosts."""
+    room = gpu(task.gpu).room(task.gpus)
+    host = f"needs {size_text(found.host_bytes)} of pinned host memory for each GPU"
+    return [verdict(found.peak_bytes, room), *[host] * bool(found.host_bytes)]
 
 
 def changes(choice: Choice) -> str:

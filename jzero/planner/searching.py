@@ -15,15 +15,19 @@ from jzero.display.figure import new_figure
 from jzero.display.table import table
 from jzero.errors import ConfigError
 from jzero.planner import frontier
-from jzero.planner.choices import merged
+from jzero.planner.choices import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, is_open, merged
 from jzero.planner.named_models import of_the_model
 from jzero.planner.outcomes import Outcome, Task
 from jzero.planner.rates import Rates
 from jzero.planner.search import search
-from jzero.planner.search_text import COLUMNS, changes, progress, row, search_text
+from jzero.planner.search_text import COLUMNS, changes, needs, progress, row, search_text
 from jzero.planner.smallest import smallest
 
 SCHEMA, OUT, MINUTES = 1, "best.json", 10.0
+HELD = (
+    "all state on the GPUs; fewer may do with it in host memory: "
+    '"zero_optimization": {"offload_optimizer": {"device": "cpu"}} in the config'
+)
 
 
 def main(args: Namespace) -> int:
@@ -53,7 +57,7 @@ def main(args: Namespace) -> int:
         text, config = search_text(result), result.config
         outcomes = [asdict(one) for one in result.outcomes]
         record = {"outcomes": outcomes, "dropped": dict(result.dropped), "seconds": result.seconds}
-    _write(args, text, {"schema": SCHEMA, "config": config, **record})
+    _write(args, task, text, {"schema": SCHEMA, "config": config, **record})
     if args.frontier:
         frontier.write_frontier(result, args.frontier)
     return 0
@@ -64,9 +68,11 @@ def _check(args: Namespace) -> None:
     if args.fit and (args.search or args.frontier):
         raise ConfigError("--fit: without --search and --frontier; search on the cluster that it finds")
     if args.fit and (args.minutes is not None or args.nodes != 1):
-        raise ConfigError("--fit: without --minutes and --nodes; it finds the number of nodes")
+        raise ConfigError("--fit: without --minutes, it compiles few; and without --nodes, it finds their number")
     if args.html or args.formula or args.tokens is not None:
-        raise ConfigError("--search, --fit: without --html, --formula and --tokens; plan the config found for these")
+        raise ConfigError(
+            "--search, --fit: without --html, --formula, --tokens and --price; plan the config found for these"
+        )
     if args.minutes is not None and not args.minutes > 0:
         raise ConfigError(f"--minutes {args.minutes:g}: must be positive")
     if args.frontier:
@@ -79,17 +85,26 @@ def _check(args: Namespace) -> None:
         raise ConfigError(f"--out: {OUT} exists; name the file to write")
 
 
-def _write(args: Namespace, text: str, record: dict[str, Any]) -> None:
+def _write(args: Namespace, task: Task, text: str, record: dict[str, Any]) -> None:
     out = args.out or OUT
     Path(out).write_text(json.dumps(record["config"], indent=2) + "\n", encoding="utf-8")
     if args.json:
         written = json.dumps(record, indent=1)
         print(written) if args.json == "-" else Path(args.json).write_text(written + "\n", encoding="utf-8")
     if args.json != "-":
-        print(f"{text}\nwritten: {out}")
+        print(f"{text}\nwritten: {out}; its plan: {_next(task, out)}")
 
 
 def _smallest_text(task: Task, raw: dict[str, Any], found: Outcome) -> str:
     title = f"{task.model} fits {task.gpus} x {task.gpu} ({task.nodes} x {task.gpus_per_node})"
     drawn = table(title, COLUMNS[1:], [row(raw, found)[1:]], left=["configuration"])
-    return f"{drawn}\n\nas lines of the config (--search finds a faster one):\n{changes(found.choice)}"
+    held = [HELD] if all(is_open(raw, key) for key in (OFFLOAD_OPTIMIZER, OFFLOAD_PARAM)) else []
+    lines = [*needs(task, found), *held, "", "as lines of the config (--search finds a faster one):"]
+    return "\n".join([drawn, *lines, changes(found.choice)])
+
+
+def _next(task: Task, out: str) -> str:
+    """Return the command that plans the config found."""
+    of_preset = "".join(f" --set {change}" for change in task.changes)
+    where = f"--gpu {task.gpu} --nodes {task.nodes} --gpus_per_node {task.gpus_per_node}"
+    return f"jzero plan {out} --model {task.model}{of_preset} --seq {task.sequence} {where}"

@@ -7,7 +7,7 @@ import pytest
 from helpers.cuda import needs_cuda_compiler
 
 from jzero import cli
-from jzero.planner import gpus, room
+from jzero.planner import gpus, planning, room
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -121,6 +121,21 @@ def test_a_step_that_cannot_fit(jzero_plan, monkeypatch):
     assert code == 2
     assert "does not fit" in out
     assert "largest: " in said
+
+
+@needs_cuda_compiler
+def test_a_budget_in_tokens_of_a_batch_without_any(jzero_plan, tmp_path, monkeypatch):
+    (tmp_path / "mine_of_images.py").write_text(
+        "import jax, jax.numpy as jnp\n"
+        "class Model:\n"
+        "    def init(self, rng): return {'w': jnp.zeros((4, 4))}\n"
+        "    def loss(self, params, batch, rng): return jnp.mean(batch['x'] @ params['w'])\n"
+        "def make(): return Model(), lambda rows: {'x': jax.ShapeDtypeStruct((rows, 4), jnp.float32)}\n"
+    )
+    monkeypatch.setattr(planning, "plan", lambda *_, **__: pytest.fail("compiled before it was refused"))
+    code, _, said = jzero_plan("--model mine_of_images:make --gpus_per_node 1 --tokens 1e9")
+    assert (code, said.count("\n")) == (2, 1)
+    assert "--tokens: the batch of mine_of_images:make has no tokens" in said
 
 
 @pytest.mark.gpu_compile

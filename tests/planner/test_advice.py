@@ -63,6 +63,8 @@ def test_a_clean_program_has_none():
         (f"{MANY + 1} all-reduce operations", {"rows": [collective("all-reduce", size=9, loops=(MANY + 1,))]}),
         ("XLA recomputes 2 operations", {"text": CLEAN + "  %a.remat = f32[] f(%x)\n  %b.2.remat3 = f32[] f(%x)\n"}),
         ("of the products' FLOPs run in float32, most of them at Net.loss", {"net": Net(wide=True)}),
+        ('fix: "bf16": {"enabled": true}', {"bf16": {"enabled": False}}),
+        ('fix: "fp16"', {"bf16": {"enabled": False}, "gpu": "t4"}),
         ("scores of 4096 x 4096", {"text": "  %s = bf16[2,8,4096,4096]{3,2,1,0} custom-call(%q)\n"}),
     ],
 )
@@ -75,5 +77,6 @@ def test_a_warning_and_its_fix(words, changes):
 
 def test_what_is_meant_to_be_so():
     wide = [collective("all-gather", "f32", 2 * WIDE)]
-    assert warn(rows=wide, bf16={"enabled": False}) == ()  # everything is float32
+    (line,) = warn(rows=wide, bf16={"enabled": False})  # everything is float32, and that is said once
+    assert "the step computes in float32" in line
     assert warn(text="  %s = bf16[2,8,4096,4096]{3,2,1,0} custom-call(%q)\n", gpu="t4") == ()  # has no cuDNN attention

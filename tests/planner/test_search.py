@@ -186,6 +186,18 @@ class TestSearch:
         assert sum(found.dropped.values()) > 0
         assert found.config["train_batch_size"] == 16
 
+    def test_one_gpu_with_its_state_on_the_host(self, monkeypatch):
+        """Where masters and moments do not fit; every stage is the same on one GPU, but offload needs the first."""
+        shared = bounds_of(task(each=1))
+        there = list(Space(RAW, GPUS["h200"], 1, 1, 4).choices())
+        assert {choice[keys.STAGE] for choice in there} == {0}
+        least = min(map(shared.memory, there))
+        pool, *_ = machine(lambda _: shared, 0, 1.2 * GPUS["h200"].room(1).most / least)
+        monkeypatch.setattr(search_module, "Pool", lambda processes: pool())
+        best = search(task(each=1), RAW).best
+        assert best.choice[keys.OFFLOAD_OPTIMIZER] == "cpu"
+        assert best.choice[keys.STAGE] == 1
+
     def test_the_frontier_is_not_beaten(self, monkeypatch):
         shared = bounds_of(task())
         pool, outcome, _ = machine(lambda _: shared, 12 * 2**30)
@@ -254,11 +266,11 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     ("options", "problem"),
     [
         (["--fit", "--search"], "--fit: without --search"),
-        (["--search", "--html", "x.html"], "without --html, --formula and --tokens"),
+        (["--search", "--html", "x.html"], "without --html, --formula, --tokens and --price"),
         (["--search", "--minutes", "0"], "--minutes 0: must be positive"),
         (["--frontier", "x.txt"], "must end in .svg"),
         (["--search", "--out", "nowhere/x.json"], "no such directory"),
-        (["--fit", "--nodes", "2"], "--fit: without --minutes and --nodes"),
+        (["--fit", "--nodes", "2"], "--fit: without --minutes, it compiles few"),
         (["--minutes", "2"], "--minutes, --out: of a search"),
     ],
 )
