@@ -10,13 +10,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
-import re
+import os
 import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-_LIBRARY = re.compile(r"/(jzero/(?!models/)|flax/|optax/)")
 
 if TYPE_CHECKING:  # it imports multiprocessing
     from concurrent.futures import ProcessPoolExecutor
@@ -186,8 +184,21 @@ def source_line(eqn: Any) -> str:
     from jax._src import source_info_util
 
     frames = list(source_info_util.user_frames(eqn.source_info.traceback))
-    frame = next((f for f in frames if not _LIBRARY.search(f.file_name)), frames[0] if frames else None)
+    frame = next((f for f in frames if not _is_library(f.file_name)), frames[0] if frames else None)
     return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line}" if frame else ""
+
+
+def _is_library(path: str) -> bool:
+    jzero, *others = _library_folders()
+    return path.startswith(tuple(others)) or (path.startswith(jzero) and not path.startswith(f"{jzero}models/"))
+
+
+@functools.cache
+def _library_folders() -> list[str]:
+    import flax
+    import optax
+
+    return [f"{os.path.dirname(os.path.abspath(file))}/" for file in (__file__, flax.__file__, optax.__file__)]
 
 
 def closed_jaxpr(jaxpr: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jzero.mesh import PIPE, make_mesh
+from jzero.mesh import PIPE, group_size, make_mesh
 from jzero.pipeline.schedules import PipelineSchedule, make_schedule
 from jzero.planner.products import BACKWARD, FORWARD, Walk
 from jzero.tree import PyTree
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 def useful_flops(step: TrainStep, traced: jax.stages.Traced, batch: PyTree) -> float | None:
     """Compute the useful FLOPs of one step on one device (Chowdhery et al., arXiv:2204.02311, appendix B).
 
-    A pipeline's devices compute in idle ticks too, so its model is traced once more, on one device.
+    A pipeline's devices compute in idle ticks too, and a group's devices some things all alike, so their model is
+    traced once more, on one device.
 
     Args:
       traced: the step's trace for the global batch `batch`.
@@ -26,7 +27,7 @@ def useful_flops(step: TrainStep, traced: jax.stages.Traced, batch: PyTree) -> f
     Returns:
       None for a `PipelineModule` of a fixed number of stages, which one device cannot run.
     """
-    if step.mesh.shape[PIPE] == 1:
+    if step.mesh.shape[PIPE] == group_size(step.mesh) == 1:
         return _count(traced)
     if getattr(step.model, "num_stages", None):
         return None

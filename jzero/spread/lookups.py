@@ -55,7 +55,9 @@ def _own_rows(eqn: Any, table: Value, indices: Value, row: int, sizes: tuple[int
     # Outside of the table the first device alone lets the primitive fill in its value.
     outside = ((at < 0) | (at >= total)) & (place == 0)
     local = jnp.where(mine, local, jnp.where(outside, size, 0))
-    (found,) = bind(eqn, [table.x, local], slice_sizes=sizes)
+    # What the caller promised of the indices does not hold for these.
+    promised = {"indices_are_sorted": False, "unique_indices": False}
+    (found,) = bind(eqn, [table.x, local], slice_sizes=sizes, **promised)
     counts = (mine | outside)[..., 0]
     for d in n.offset_dims:
         counts = jnp.expand_dims(counts, d)

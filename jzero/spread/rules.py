@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from jzero.spread.value import Dims, Group, Value, undivided
 
 Rule = Callable[[Group, Any, list[Value]], list[Value]]
@@ -76,7 +78,9 @@ def _keeps_sum(eqn: Any, values: list[Value]) -> bool:
         return False
     if name in LINEAR and all((v.partial, v.dims, v.shape) == (first.partial, first.dims, first.shape) for v in values):
         return True
-    return name in ("mul", "div") and not values[1].shape and values[1].whole
+    # A quotient of integers is rounded, and the sum of rounded parts is another number.
+    scales = name == "mul" or (name == "div" and jnp.issubdtype(first.x.dtype, jnp.inexact))
+    return scales and not values[1].shape and values[1].whole
 
 
 def common(values: Sequence[Value], ndim: int) -> Dims:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -96,15 +97,29 @@ _COMBINE = {"reduce_max": jnp.max, "reduce_min": jnp.min, "reduce_and": jnp.all,
 @rule(*_COMBINE)
 def reduce(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
     v, over = group.summed(values[0]), eqn.params["axes"]
-    (x,) = bind(eqn, [v.x])
-    combine = {"max": jnp.max, "min": jnp.min, "and": jnp.all, "or": jnp.any}[
-        eqn.primitive.name.removeprefix("reduce_")
-    ]
-    for axis in (axis for d in over for axis in v.dims[d]):  # gathered, not pmax, which has no derivative
-        x = lax.all_gather(x, axis)
-        group.ledger.move("all-gather", axis, x.shape)
-        x = combine(x, axis=0)
-    return results(eqn, [x], _without(v.dims, over))
+    divided = tuple(axis for d in over for axis in v.dims[d])
+
+    def extreme(x: Any) -> Any:
+        (x,) = bind(eqn, [x])
+        for axis in divided:
+            x = lax.all_gather(x, axis)
+            group.ledger.move("all-gather", axis, x.shape)
+            x = _COMBINE[eqn.primitive.name](x, axis=0)
+        return x
+
+    if not divided or not jnp.issubdtype(v.x.dtype, jnp.inexact):
+        return results(eqn, [extreme(v.x)], _without(v.dims, over))
+    of_all = jax.custom_jvp(extreme)
+
+    @of_all.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        """All elements that are the extreme share the derivative evenly, as in JAX, on whatever device they are."""
+        (x,), (t,) = primals, tangents
+        y = of_all(x)
+        equal = (x == jnp.expand_dims(y, over)).astype(t.dtype)
+        return y, lax.psum((t * equal).sum(over), divided) / lax.psum(equal.sum(over), divided)
+
+    return results(eqn, [of_all(v.x)], _without(v.dims, over))
 
 
 @rule("reduce_prod", "argmax", "argmin")

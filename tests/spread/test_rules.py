@@ -5,10 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.sampling import some
 from helpers.spreading import check, forms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+
+from jzero.errors import ConfigError
 
 
 def attention(q, k, v):
@@ -110,9 +113,48 @@ def test_rules(data):
     example(data, data.draw(st.sampled_from(list(CASES))))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", some(CASES, []))
 @settings(max_examples=20)
 @given(st.data())
 def test_each_rule(name, data):
     example(data, name)
+
+
+@jax.custom_vjp
+def clipped(x):
+    """The identity, with a backward pass that is not linear: it must see the gradient, not a device's share of it."""
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
+WHOLE, DIVIDED = (None, None), (0, None)
+ROWS = np.array([1, 2, 3, -1, 4, -5, -6, -7], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("f", "x", "form"),
+    [
+        (lambda x: clipped(2 * x), ROWS, WHOLE),
+        (jax.jit(lambda x: clipped(2 * x)), ROWS, WHOLE),
+        (lambda x: lax.scan(lambda c, y: (clipped(c + y), y), jnp.zeros(()), x)[0], ROWS, WHOLE),
+        (lambda x: clipped(2 * x), ROWS, DIVIDED),
+        (lambda x: ((x > 0).sum() // 3) * x.sum(), ROWS, DIVIDED),  # the parts' quotients add up to less
+        (lambda x: lax.div((x > 0).sum(), 3) * x.sum(), ROWS, DIVIDED),
+        (lambda x: x.max(), np.array([1, 1, 1, 0], np.float32), DIVIDED),  # equal elements on two devices
+        (lambda x: x.min(), np.array([1, 0, 0, 0], np.float32), DIVIDED),
+        (
+            lambda x: (
+                jnp.asarray(x).at[jnp.array([0, 5])].get(unique_indices=True, indices_are_sorted=True, mode="clip") * 2
+            ),
+            ROWS,
+            DIVIDED,
+        ),
+    ],
+)
+def test_what_shares_and_parts_could_get_wrong(f, x, form):
+    check(f, [x], [(form, False)])
+
+
+def test_a_backward_pass_inside_a_condition_is_refused():
+    with pytest.raises(ConfigError, match=r"test_rules.py:\d+: a jax.custom_vjp inside a jax.lax.cond"):
+        check(lambda x: lax.cond(x.sum() > 0, clipped, jnp.sin, x), [ROWS], [(WHOLE, False)])
