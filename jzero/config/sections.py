@@ -172,7 +172,7 @@ class MeshConfig(Section):
 
 
 class TensorGroup(Section):
-    """Another name of `autotp_size`, for 1 and more."""
+    """DeepSpeed's older key for the same degree as `autotp_size`."""
 
     tp_size: PositiveInt32 = 1
 

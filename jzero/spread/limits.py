@@ -16,6 +16,7 @@ from jzero.spread.division import divided_dims
 from jzero.tree import PyTree
 
 KEY = "tensor_parallel.dimensions"
+OR_ONE = "remove it, or set mesh.tensor to 1"
 
 
 def tensor_dims(model: Any, params: PyTree, config: Config, mesh: Mesh, has_stack: bool) -> dict[str, int]:
@@ -46,27 +47,27 @@ def _not_yet(model: Any, config: Config, mesh: Mesh) -> Iterator[str]:
     """Describe what the config asks for and `tensor` does not work with yet, each with the fix."""
     zero, remat = config.zero_optimization, config.activation_checkpointing
     if mesh.shape[PIPE] > 1:
-        yield f"mesh.pipe = {mesh.shape[PIPE]}: not yet supported; set one of them to 1"
+        yield f"mesh.pipe = {mesh.shape[PIPE]}: not yet supported; set mesh.pipe or mesh.tensor to 1"
     for section in ("offload_param", "offload_optimizer"):
         if (device := getattr(zero, section).device) != "none":
-            yield f'zero_optimization.{section}.device = "{device}": not yet supported; remove one'
+            yield f'zero_optimization.{section}.device = "{device}": not yet supported; {OR_ONE}'
     if remat and remat.cpu_checkpointing:
-        yield "activation_checkpointing.cpu_checkpointing = true: not yet supported; remove one"
+        yield f"activation_checkpointing.cpu_checkpointing = true: not yet supported; {OR_ONE}"
     for key in ("zero_quantized_weights", "zero_quantized_gradients"):
         if getattr(zero, key):
-            yield f"zero_optimization.{key} = true: not yet supported; remove one"
+            yield f"zero_optimization.{key} = true: not yet supported; {OR_ONE}"
     if zero.zero_hpz_partition_size > 1:
         size = zero.zero_hpz_partition_size
-        yield f"zero_optimization.zero_hpz_partition_size = {size}: not yet supported; remove one"
+        yield f"zero_optimization.zero_hpz_partition_size = {size}: not yet supported; {OR_ONE}"
     if config.optimizer and compresses(config.optimizer):
         yield (
             f"optimizer.type {config.optimizer.type!r}: its compressed communication needs tensor 1; or write "
             "optimizer.params.exact_communication: true"
         )
     if getattr(model, "state", ()):
-        yield f"a model that has state, such as BatchNorm's statistics ({min(model.state)}): not yet supported"
+        yield f"a model that has state, such as BatchNorm's statistics ({min(model.state)}): set mesh.tensor to 1"
     if _spans_processes(mesh):
-        yield "more devices than a process has: not yet supported; the devices along tensor must be of one process"
+        yield "devices of several processes along tensor: not yet supported; make it no more than a process has"
 
 
 def _spans_processes(mesh: Mesh) -> bool:
