@@ -1,14 +1,15 @@
-"""The device mesh: four named axes, the same names everywhere.
+"""The device mesh: named axes, the same names everywhere.
 
-| axis     | placed along it                                                        |
-|----------|------------------------------------------------------------------------|
-| `pipe`   | pipeline stages: consecutive slices of the layer stack                 |
-| `data`   | replicas of a ZeRO group (DDP, MiCS, HSDP: the outer axis)             |
-| `zero`   | the ZeRO group: shards of states, gradients and parameters             |
-| `tensor` | a group of devices that acts as one: parts of weights and activations  |
+| axis      | placed along it                                                       |
+|-----------|-----------------------------------------------------------------------|
+| `pipe`    | pipeline stages: consecutive slices of the layer stack                |
+| `data`    | replicas of a ZeRO group (DDP, MiCS, HSDP: the outer axis)            |
+| `zero`    | the ZeRO group: shards of states, gradients and parameters            |
+| `context` | a group of devices that acts as one: parts of the sequence            |
+| `tensor`  | a group of devices that acts as one: parts of weights and activations |
 
-The batch is sharded over (`data`, `zero`); the devices along `tensor` get the same rows. An axis of size 1 appears in
-no spec.
+The batch is sharded over (`data`, `zero`); the devices along `context` and `tensor` get the same rows. ZeRO shards over
+`context` too. An axis of size 1 appears in no spec.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jzero.config.sizes import tensor_group
+from jzero.config.sizes import group_degrees
 from jzero.distributed.joining import host_of, init_distributed
 from jzero.errors import ConfigError
 
 if TYPE_CHECKING:
     from jzero.config import Config
 
-PIPE, DATA, ZERO, TENSOR = AXES = ("pipe", "data", "zero", "tensor")
+PIPE, DATA, ZERO, CONTEXT, TENSOR = AXES = ("pipe", "data", "zero", "context", "tensor")
 BATCH_AXES = (DATA, ZERO)
-GROUP_AXES = (TENSOR,)  # of the devices that act as one, see `jzero.spread`
+ZERO_AXES = (ZERO, CONTEXT)  # ZeRO partitions over these
+GROUP_AXES = (CONTEXT, TENSOR)  # of the devices that act as one, see `jzero.spread`
 
 
 def make_mesh(
@@ -39,16 +41,17 @@ def make_mesh(
     pipe: int = 1,
     data: int = 1,
     zero: int = -1,
+    context: int = 1,
     tensor: int = 1,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """Arrange the devices as a mesh (`pipe`, `data`, `zero`, `tensor`).
+    """Arrange the devices as a mesh (`pipe`, `data`, `zero`, `context`, `tensor`).
 
     Args:
       config: takes the degrees from its `mesh` section (and from DeepSpeed's `mics_shard_size`) instead of
         from the keywords.
-      pipe, data, zero, tensor: the degrees; at most one may be -1, which means the rest.
-      devices: default `jax.devices()`. They are sorted by host, so that the inner axes `tensor` and `zero` stay on
+      pipe, data, zero, context, tensor: the degrees; at most one may be -1, which means the rest.
+      devices: default `jax.devices()`. They are sorted by host, so that the inner axes, `tensor` first, stay on
         a host's fast links, and `pipe` and `data` cross hosts.
 
     Raises:
@@ -61,14 +64,14 @@ def make_mesh(
 
     init_distributed()
     devices = sorted(jax.devices() if devices is None else devices, key=_by_host)
-    keywords = {PIPE: pipe, DATA: data, ZERO: zero, TENSOR: tensor}
+    keywords = {PIPE: pipe, DATA: data, ZERO: zero, CONTEXT: context, TENSOR: tensor}
     if data == zero == -1:
         raise ConfigError(
             "mesh.data = -1 and mesh.zero = -1, its default: -1 (the rest) is allowed on one axis only; pass zero=1"
         )
     if config is None:
         config = Config.load({"mesh": keywords})
-    elif keywords != {PIPE: 1, DATA: 1, ZERO: -1, TENSOR: 1}:
+    elif keywords != {**dict.fromkeys(AXES, 1), ZERO: -1}:
         raise ConfigError(f"make_mesh: give a config or degrees {keywords}, not both; put the degrees in `mesh`")
     degrees = Config.load(config).mesh_degrees(len(devices))
     shape = [degrees[axis] for axis in AXES]
@@ -101,12 +104,12 @@ def check_against(config: Config, mesh: Mesh) -> None:
             f"pipeline.stages = {config.pipeline.stages} in the config, but the mesh passed in has pipe "
             f"{mesh.shape[PIPE]}: pass one of them, or jzero.make_mesh(config)"
         )
-    key, size = tensor_group(config)
-    if size not in (0, mesh.shape[TENSOR]):
-        raise ConfigError(
-            f"{key} = {size} in the config, but the mesh passed in has tensor {mesh.shape[TENSOR]}: pass one of them, "
-            "or jzero.make_mesh(config)"
-        )
+    for axis, (key, size) in group_degrees(config).items():
+        if size not in (0, mesh.shape[axis]):
+            raise ConfigError(
+                f"{key} = {size} in the config, but the mesh passed in has {axis} {mesh.shape[axis]}: pass one of "
+                "them, or jzero.make_mesh(config)"
+            )
     if not grouped and "mesh" not in config.model_fields_set:
         return
     for axis, degree in config.mesh_degrees(mesh.size).items():

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jzero.communication.zeropp import NOTHING, Plus
 from jzero.errors import ConfigError, some_of
-from jzero.mesh import PIPE, TENSOR, ZERO
+from jzero.mesh import PIPE, TENSOR, ZERO, ZERO_AXES, present
 from jzero.model import ENDS, STACK
 from jzero.optimizers.compressed import has_rows
 from jzero.stored_names import StoredNames, matches
@@ -32,7 +32,7 @@ def param_layouts(
       params: shapes and dtypes, as from `jax.eval_shape(model.init, rng)`.
       stage: the ZeRO stage, 0 to 3.
       persistence_threshold: parameters with fewer elements (per layer) stay replicated under stage 3.
-      has_stack: whether `params["stack"]` is a layer stack; `zero` never partitions its layer axis.
+      has_stack: whether `params["stack"]` is a layer stack; ZeRO never partitions its layer axis.
       chunks: of the stack per pipeline stage; if stages x chunks does not divide the layers, every stage holds all.
       trained: regular expressions; only parameters whose name matches one (`re.search`) are trained. None: all.
       frozen: regular expressions; a parameter whose name matches one is not trained, whatever `trained` says.
@@ -41,7 +41,7 @@ def param_layouts(
       state: the names of the leaves that the forward pass replaces.
       plus: how stage 3 moves weights and gradients; a model's state it moves as they are.
       names: the parameters' names without a layer stack, which expressions may match too.
-      tensor_dims: name -> the dimension that `tensor` divides, of one layer's slice; `zero` partitions what is left.
+      tensor_dims: name -> the dimension that `tensor` divides, of one layer's slice; ZeRO partitions what is left.
 
     Returns:
       A tree of `ParamLayout`s with the structure of `params`.
@@ -68,10 +68,10 @@ def param_layouts(
         rule, asked = stage_rule(stage, gather_once), RULES[stage]
         if not trainable and rule.gather == "step":
             asked = RULES[0]  # needed whole at every step: a shard beside it would be a second copy
-        dim, why = _partitioned_dim(tuple(local), asked, mesh, persistence_threshold)
-        # In one dimension `zero` is the minor axis, so that a gather over it gives one device's part of `tensor`.
-        inner = {axis: None if at is None else stacked + at for axis, at in ((TENSOR, tensor_dim), (ZERO, dim))}
-        spec = _spec({PIPE: pipe_dim, **inner})
+        dim, group, why = _partitioned_dim(tuple(local), asked, mesh, persistence_threshold)
+        # In one dimension ZeRO's axes are the minor ones: a gather over them gives one device's part of `tensor`.
+        inner = {TENSOR: tensor_dim, **dict.fromkeys(group, dim)}
+        spec = _spec({PIPE: pipe_dim} | {axis: None if at is None else stacked + at for axis, at in inner.items()})
         if dim is None:
             rule = RULES[0]
         elif name not in state:
@@ -116,17 +116,24 @@ def _spec(dims: Mapping[str, int | None]) -> PartitionSpec:
     return PartitionSpec(*(one if len(one) > 1 else one[0] if one else None for one in axes))
 
 
-def _partitioned_dim(shape: tuple[int, ...], rule: Rule, mesh: Mesh, threshold: int) -> tuple[int | None, str]:
-    """Choose the first dimension that `zero` divides (a gather along it copies least), or None and the reason."""
-    group = mesh.shape[ZERO]
-    if not rule.shards_state or group == 1:
-        return None, ""
+def _partitioned_dim(
+    shape: tuple[int, ...], rule: Rule, mesh: Mesh, threshold: int
+) -> tuple[int | None, tuple[str, ...], str]:
+    """Choose the first dimension that ZeRO's group divides (a gather along it copies least), and the group's axes.
+
+    If the whole group divides none, `zero` alone may. Otherwise the dimension is None, with the reason.
+    """
+    groups = [axes for axes in (present(mesh, *ZERO_AXES), present(mesh, ZERO)) if axes]
+    if not rule.shards_state or not groups:
+        return None, (), ""
     if rule.gather == "layer" and prod(shape) < threshold:
-        return None, f"under stage3_param_persistence_threshold {threshold}"
-    for dim, size in enumerate(shape):
-        if size and size % group == 0:
-            return dim, ""
-    return None, f"no dimension of {shape} is a multiple of {group}"
+        return None, (), f"under stage3_param_persistence_threshold {threshold}"
+    sizes = [prod(mesh.shape[axis] for axis in axes) for axes in groups]
+    for axes, n in zip(groups, sizes, strict=True):
+        for dim, size in enumerate(shape):
+            if size and size % n == 0:
+                return dim, axes, ""
+    return None, (), f"no dimension of {shape} is a multiple of {sizes[-1]}"
 
 
 def stack_length(layouts: PyTree) -> int:

@@ -7,8 +7,10 @@
 | 2     | `zero`           | once a step                 | reduce-scatter every micro-batch, summed sharded |
 | 3     | `zero`           | every layer, forward + back | reduce-scatter every micro-batch, summed sharded |
 
-Over `data` the gradients are all-reduced once a step, at every stage. (Rajbhandari et al., 2020, arXiv:1910.02054;
-with `data` > 1 this is MiCS / HSDP, arXiv:2205.00119.) `communication.zeropp` has cheaper collectives for stage 3.
+The devices along `context`, which share a sequence, are members of the ZeRO group too: `zero` above is (`zero`,
+`context`). Over `data` the gradients are all-reduced once a step, at every stage. (Rajbhandari et al., 2020,
+arXiv:1910.02054; with `data` > 1 this is MiCS / HSDP, arXiv:2205.00119.) `communication.zeropp` has cheaper collectives
+for stage 3.
 
 `pipe` divides the layer stack and the vocabulary of a language model's ends, so nothing is gathered over it. A
 parameter that `pipe` does not divide is stored on every stage; its gradient is all-reduced over `pipe` once a step.
@@ -32,7 +34,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jzero.communication import zeropp
-from jzero.mesh import AXES, DATA, PIPE, TENSOR, ZERO, present
+from jzero.mesh import AXES, DATA, PIPE, TENSOR, ZERO, ZERO_AXES, present
 from jzero.precision import Precision, cast
 
 
@@ -84,7 +86,7 @@ class ParamLayout:
       name: as in `tree.named`.
       shape: global.
       spec: over the mesh.
-      dim: the dimension that `zero` partitions (of one layer's slice if the parameter is stacked); None: replicated.
+      dim: the dimension that ZeRO partitions (of one layer's slice if the parameter is stacked); None: replicated.
       stacked: whether the leading dimension is the layer axis of a layer stack.
       trainable: whether it has a gradient.
       state: whether the forward pass replaces it; it is not trained then, and keeps its dtype.
@@ -111,6 +113,11 @@ class ParamLayout:
     def axes(self) -> set[str]:
         """The mesh axes that divide it."""
         return {axis for axes in self.spec for axis in (axes if isinstance(axes, tuple) else (axes,)) if axis}
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """The axes over which ZeRO partitions it."""
+        return tuple(axis for axis in ZERO_AXES if axis in self.axes)
 
     @property
     def held(self) -> tuple[tuple[str, ...], ...]:
@@ -250,7 +257,7 @@ def _secondary(layout: ParamLayout, shard: jax.Array) -> jax.Array:
 
 
 def _gather(layout: ParamLayout, shard: jax.Array) -> jax.Array:
-    return zeropp.gather(shard, _dim(layout), layout.rule.plus)
+    return zeropp.gather(shard, _dim(layout), layout.rule.plus, layout.group)
 
 
 def _dim(layout: ParamLayout) -> int:
@@ -259,4 +266,4 @@ def _dim(layout: ParamLayout) -> int:
 
 
 def _scatter(layout: ParamLayout, gradient: jax.Array) -> jax.Array:
-    return lax.psum_scatter(gradient, ZERO, scatter_dimension=layout.dim, tiled=True)
+    return lax.psum_scatter(gradient, layout.group, scatter_dimension=layout.dim, tiled=True)

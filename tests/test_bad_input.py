@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 import jzero
 from jzero.data import DataLoader
+from jzero.mesh import AXES
 from models.mlp import MLP, cross_entropy
 
 CONFIG = {"train_batch_size": 16, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
@@ -91,12 +92,12 @@ def test_mesh_from_a_config_and_from_degrees():
 @pytest.mark.parametrize(
     ("names", "shape", "parts"),
     [
-        (("x", "y"), (2, 4), ["('x', 'y')", "('pipe', 'data', 'zero', 'tensor')", "jzero.make_mesh"]),
-        (("zero", "data", "pipe", "tensor"), (2, 4, 1, 1), ["('zero', 'data', 'pipe', 'tensor')", "jzero.make_mesh"]),
-        (("pipe", "data", "zero", "tensor"), (2, 1, 4, 1), ["mesh.pipe = 2", "no layer stack", "jzero.PipelineModule"]),
+        (("x", "y"), (2, 4), ["('x', 'y')", str(AXES), "jzero.make_mesh"]),
+        (AXES[::-1], (1, 1, 4, 2, 1), [str(AXES[::-1]), "jzero.make_mesh"]),
+        (AXES, (2, 1, 4, 1, 1), ["mesh.pipe = 2", "no layer stack", "jzero.PipelineModule"]),
         (
-            ("pipe", "data", "zero", "tensor"),
-            (1, 1, 4, 2),
+            AXES,
+            (1, 1, 4, 1, 2),
             ["mesh.tensor = 2", "no table", "tensor_parallel.dimensions"],
         ),
     ],

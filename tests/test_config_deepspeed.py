@@ -165,7 +165,7 @@ def test_advice_leads_to_a_config_that_loads():
         "bf16.fp16 = true: unknown key; the keys here are auto_cast, bf16_master_weights_and_grads, "
         "bf16_optimizer_states, check_grad_overflow, enabled"
     )
-    assert "only 1 is accepted" in problem({"sequence_parallel_size": 2})
+    assert "only false is accepted" in problem({"elasticity": {"enabled": True}})
     message = problem({"no_resemblance_at_all": 1})
     assert len(message) < 160
     assert '"strict": false' in message

@@ -71,8 +71,8 @@ def test_no_batch_size():
 def test_mesh_degrees_resolve_the_rest(data, zero, rest):
     mesh = {"data": data, "zero": zero} | ({rest: -1} if rest else {})
     got = Config.load({"mesh": mesh, "data_parallel_size": data * zero}).mesh_degrees(data * zero)
-    assert got == {"pipe": 1, "data": data, "zero": zero, "tensor": 1}
-    assert list(got) == ["pipe", "data", "zero", "tensor"]
+    assert got == {"pipe": 1, "data": data, "zero": zero, "context": 1, "tensor": 1}
+    assert list(got) == ["pipe", "data", "zero", "context", "tensor"]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,13 @@ def test_degree_of_tensor(given, tensor):
 def test_a_shard_size_sets_zero_and_leaves_the_rest_to_data(groups, shard):
     for mesh in ({}, {"zero": -1}, {"zero": shard}, {"data": -1}, {"data": groups}):
         config = Config.load({"zero_optimization": {"mics_shard_size": shard}, "mesh": mesh})
-        assert config.mesh_degrees(groups * shard) == {"pipe": 1, "data": groups, "zero": shard, "tensor": 1}
+        assert config.mesh_degrees(groups * shard) == {
+            "pipe": 1,
+            "data": groups,
+            "zero": shard,
+            "context": 1,
+            "tensor": 1,
+        }
 
 
 axis = st.none() | st.integers(1, 8)

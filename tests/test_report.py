@@ -54,7 +54,7 @@ def test_head():
     _, text = report_of(llama(), data=2)
     head = " ".join(section(text, "jzero run report"))
     assert "LlamaConfig(num_layers=3, d_model=64" in head
-    assert "8 x cpu = pipe 1 x data 2 x zero 4 x tensor 1" in head
+    assert "8 x cpu = pipe 1 x data 2 x zero 4" in head
     assert "64 = 4 per device x 2 accumulation x 8 replicas (train_batch_size = 64: inferred)" in head
     assert "bf16: masters float32, gradients reduced in bfloat16 and accumulated in float32" in head
 

@@ -115,7 +115,7 @@ def test_a_dimension_that_the_axis_does_not_divide():
 
 def test_a_table_without_the_axis():
     with pytest.raises(ConfigError, match="does nothing on a mesh with tensor 1"):
-        make_step("nnx", zero=2)
+        make_step("nnx", zero=2, dimensions=DIMENSIONS["nnx"])
 
 
 def test_another_degree_than_the_meshs():

@@ -38,6 +38,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--accum", type=int, default=1)
     p.add_argument("--sequence", type=int, default=4096)
     p.add_argument("--data", type=int, default=1, help="size of the data axis; the rest is zero")
+    p.add_argument("--context", type=int, default=1, help="size of the context axis")
     p.add_argument("--tensor", type=int, default=1, help="size of the tensor axis")
     p.add_argument("--pipe", type=int, default=1, help="pipeline stages")
     p.add_argument("--schedule", choices=["gpipe", "1f1b", "interleaved", "zero_bubble"], default="1f1b")
@@ -77,7 +78,7 @@ def config(args: argparse.Namespace) -> dict:
         "communication_data_type": args.reduce,
         "zero_optimization": {"stage": args.stage, **values(args.zero)},
         "activation_checkpointing": {"policy": args.remat},
-        "mesh": {"pipe": args.pipe, "data": args.data, "tensor": args.tensor},
+        "mesh": {"pipe": args.pipe, "data": args.data, "context": args.context, "tensor": args.tensor},
         "pipeline": {"schedule": args.schedule, "chunks": args.chunks, "gather": args.gather},
         "stack": {"unroll": not args.scan},
         "compiler_options": values(args.option),

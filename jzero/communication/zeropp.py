@@ -119,9 +119,9 @@ def across(size: int, n: int) -> Groups:
     return tuple(tuple(range(place, size, n)) for place in range(n))
 
 
-def gather(shard: jax.Array, dim: int, plus: Plus) -> jax.Array:
-    """Gather a parameter from its shards over the whole ZeRO group."""
-    return _gathered(shard, dim, plus.weights, None, 1)
+def gather(shard: jax.Array, dim: int, plus: Plus, group: tuple[str, ...] = (ZERO,)) -> jax.Array:
+    """Gather a parameter from its shards over the whole ZeRO group, the axes `group`."""
+    return _gathered(shard, dim, plus.weights, None, 1, group)
 
 
 def secondary(shard: jax.Array, dim: int, plus: Plus) -> jax.Array:
@@ -135,16 +135,18 @@ def gather_secondary(part: jax.Array, dim: int, plus: Plus) -> jax.Array:
     return _gathered(part, dim, plus.weights, inside(size, plus.secondary), size // plus.secondary)
 
 
-def _gathered(part: jax.Array, dim: int, quantized: bool, groups: Groups, pieces: int) -> jax.Array:
+def _gathered(
+    part: jax.Array, dim: int, quantized: bool, groups: Groups, pieces: int, axes: tuple[str, ...] = (ZERO,)
+) -> jax.Array:
     """Gather parts of several pieces along `dim`: the result has all first pieces, then all second ones, and so on."""
     if not quantized and pieces == 1:
-        return lax.all_gather(part, ZERO, axis=dim, tiled=True, axis_index_groups=groups)
+        return lax.all_gather(part, axes, axis=dim, tiled=True, axis_index_groups=groups)
     if quantized:
         both = quantize(part.reshape(-1), WEIGHT_BITS)
-        codes, scales = (lax.all_gather(x, ZERO, axis_index_groups=groups) for x in both)
+        codes, scales = (lax.all_gather(x, axes, axis_index_groups=groups) for x in both)
         parts = dequantize(codes, scales, WEIGHT_BITS).astype(part.dtype).reshape(-1, *part.shape)
     else:
-        parts = lax.all_gather(part, ZERO, axis_index_groups=groups)
+        parts = lax.all_gather(part, axes, axis_index_groups=groups)
     n, *shape = parts.shape
     split = parts.reshape(n, *shape[:dim], pieces, shape[dim] // pieces, *shape[dim + 1 :])
     return jnp.moveaxis(split, 0, dim + 1).reshape(*shape[:dim], n * shape[dim], *shape[dim + 1 :])

@@ -6,7 +6,7 @@ from jzero import optimizers
 from jzero.config import curriculum
 from jzero.config.schedule_names import chunk_problems
 from jzero.config.sections import MeshConfig, Settings
-from jzero.config.sizes import MICS, asked_degrees, tensor_group, zero_group
+from jzero.config.sizes import MICS, asked_degrees, group_degrees, zero_group
 from jzero.optimizers import lr_schedules
 from jzero.values.kinds import as_json
 
@@ -73,13 +73,15 @@ def _one_rest(s: Settings) -> Iterator[str]:
         yield f"{' and '.join(rest)}: -1 (the rest) is allowed on one axis only{hint}"
 
 
-@_reads("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size", "mesh.tensor")
-def _tensor_against_mesh(s: Settings) -> Iterator[str]:
-    (key, size), tp_size = tensor_group(s), s.tensor_parallel.tp.tp_size
-    if tp_size not in (1, size):
-        yield f"{key} = {size} and tensor_parallel.tp.tp_size = {tp_size}: both are the degree of tensor; keep one"
-    if size and "tensor" in s.mesh.model_fields_set and s.mesh.tensor not in (-1, size):
-        yield f"{key} = {size} and mesh.tensor = {s.mesh.tensor}: both are the degree of tensor; keep one"
+@_reads("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size", "sequence_parallel_size", *_MESH)
+def _groups_against_mesh(s: Settings) -> Iterator[str]:
+    tp_size = s.tensor_parallel.tp.tp_size
+    for axis, (key, size) in group_degrees(s).items():
+        if axis == "tensor" and tp_size not in (1, size):
+            yield f"{key} = {size} and tensor_parallel.tp.tp_size = {tp_size}: both are the degree of tensor; keep one"
+        own = getattr(s.mesh, axis)
+        if size and axis in s.mesh.model_fields_set and own not in (-1, size):
+            yield f"{key} = {size} and mesh.{axis} = {own}: both are the degree of {axis}; keep one"
 
 
 @_reads("pipeline.stages", "mesh.pipe")

@@ -246,7 +246,6 @@ REFUSED: dict[str, Refused] = {
     **_later("tensor_parallel", "kernels for inference", replace_with_kernel_inject=False, kernel_inject=False),
     **_later("tensor_parallel", "weights that stay on the host", keep_module_on_host=False),
     **_later("tensor_parallel.tp", "process groups from outside; the mesh has them", mpu=None, tp_group=None),
-    **_later("", "sequence parallelism", sequence_parallel_size=1),
     **_later("expert_parallel", "expert parallelism", "autoep_size preset_model use_grouped_mm score_func top_k"
         " moe_layer_pattern router_pattern expert_pattern combine_impl disable_triton_grouped_mm expert_w1 expert_w2"
         " expert_w3 expert_tensor_parallel_size has_shared_experts load_balance_coeff num_expert_groups"

@@ -168,6 +168,7 @@ class MeshConfig(Section):
     pipe: PositiveOrRest = 1
     data: PositiveOrRest = 1
     zero: PositiveOrRest = -1
+    context: PositiveOrRest = 1
     tensor: PositiveOrRest = 1
 
 
@@ -327,6 +328,7 @@ class Settings(Section):
     curriculum_learning: CurriculumLearning = CurriculumLearning()
     data_efficiency: DataEfficiency = DataEfficiency()
     data_parallel_size: PositiveInt32OrNone = None
+    sequence_parallel_size: PositiveInt32 = 1
     trainable_parameters: PatternsOrNone = None
     frozen_parameters: Patterns = ()
     stack: StackConfig = StackConfig()

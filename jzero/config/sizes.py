@@ -125,11 +125,17 @@ def zero_group(s: Settings) -> tuple[str, int]:
     return (MICS, size) if size > 0 else ("mesh.zero", 0)
 
 
-def tensor_group(s: Settings) -> tuple[str, int]:
-    """Return DeepSpeed's key that sets the degree of `tensor`, and the degree; 0 where `mesh.tensor` sets it."""
-    sizes = {"tensor_parallel.autotp_size": s.tensor_parallel.autotp_size}
-    sizes["tensor_parallel.tp.tp_size"] = s.tensor_parallel.tp.tp_size
-    return next(((key, size) for key, size in sizes.items() if size > 1), ("mesh.tensor", 0))
+def group_degrees(s: Settings) -> dict[str, tuple[str, int]]:
+    """Return DeepSpeed's key that sets the degree of an axis, and the degree; 0 where the mesh section sets it."""
+    tensor = s.tensor_parallel
+    keys = {
+        "context": {"sequence_parallel_size": s.sequence_parallel_size},
+        "tensor": {"tensor_parallel.autotp_size": tensor.autotp_size, "tensor_parallel.tp.tp_size": tensor.tp.tp_size},
+    }
+    return {
+        axis: next(((key, size) for key, size in sizes.items() if size > 1), (f"mesh.{axis}", 0))
+        for axis, sizes in keys.items()
+    }
 
 
 def asked_degrees(s: Settings) -> dict[str, int]:
@@ -137,8 +143,7 @@ def asked_degrees(s: Settings) -> dict[str, int]:
     degrees = s.mesh.model_dump()
     if s.pipeline.stages:
         degrees["pipe"] = s.pipeline.stages
-    if size := tensor_group(s)[1]:
-        degrees["tensor"] = size
+    degrees |= {axis: size for axis, (_, size) in group_degrees(s).items() if size}
     if size := zero_group(s)[1]:
         degrees["zero"] = size
         if "data" not in s.mesh.model_fields_set and -1 not in degrees.values():
@@ -168,13 +173,14 @@ def mesh_degrees(s: Settings, num_devices: int) -> dict[str, int]:
 def _misfit(s: Settings, degrees: dict[str, int], fixed: int, num_devices: int) -> str:
     """Word a product that is wrong, with the values of each axis that fit while the others stay."""
     rest = -1 in degrees.values()
-    keys = {axis: f"mesh.{axis}" for axis in degrees} | {"zero": zero_group(s)[0], "tensor": tensor_group(s)[0]}
+    keys = {axis: f"mesh.{axis}" for axis in degrees} | {"zero": zero_group(s)[0]}
+    keys |= {axis: key for axis, (key, _) in group_degrees(s).items()}
     if s.pipeline.stages:
         keys["pipe"] = "pipeline.stages"
     fits = []
     for axis, n in degrees.items():
         # Give no advice about an axis that the user did not ask for: a pipeline, or another axis beside a -1.
-        if n == -1 or (n == 1 and (rest or axis in ("pipe", "tensor"))):
+        if n == -1 or (n == 1 and (rest or axis not in ("data", "zero"))):
             continue
         others = fixed // n
         if num_devices % others == 0:

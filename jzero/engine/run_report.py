@@ -22,7 +22,7 @@ from jzero.distributed.gpu_faults import loaded_nccl
 from jzero.engine.layout_table import grouped
 from jzero.engine.text import bullets, numberless, size_text, table, value_text, wrap
 from jzero.errors import shorten, some_of
-from jzero.mesh import AXES, PIPE, ZERO
+from jzero.mesh import BATCH_AXES, GROUP_AXES, PIPE, ZERO, present
 from jzero.model import weights_layout
 from jzero.planner.observed import observed
 from jzero.planner.products import products
@@ -85,7 +85,9 @@ def half_precision(step: Any) -> list[str]:
 def _head(step: Any) -> list[str]:
     devices, b, precision, facts = step.mesh.devices, step.batch_sizes, step.precision, step.setup.passes.facts
     kind = getattr(devices.flat[0], "device_kind", devices.flat[0].platform)
-    degrees = " x ".join(f"{axis} {step.mesh.shape[axis]}" for axis in AXES)
+    degrees = " x ".join(
+        f"{axis} {step.mesh.shape[axis]}" for axis in (PIPE, *BATCH_AXES, *present(step.mesh, *GROUP_AXES))
+    )
     inferred = f" ({b.inferred.replace(', ', ' and ')}: inferred)" if b.inferred else ""
     rows = {
         "model": repr(step.model),

@@ -1,4 +1,4 @@
-"""What a mesh with `tensor` larger than 1 cannot do yet, and the table that it needs."""
+"""What a mesh with `context` or `tensor` larger than 1 cannot do yet, and the table that `tensor` needs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from jax.sharding import Mesh
 
 from jzero.config import Config
 from jzero.errors import ConfigError
-from jzero.mesh import AXES, PIPE, TENSOR
+from jzero.mesh import GROUP_AXES, PIPE, TENSOR, group_size, present
 from jzero.optimizers import compresses
 from jzero.spread.division import divided_dims
 from jzero.tree import PyTree
 
 KEY = "tensor_parallel.dimensions"
-OR_ONE = "remove it, or set mesh.tensor to 1"
 
 
 def tensor_dims(model: Any, params: PyTree, config: Config, mesh: Mesh, has_stack: bool) -> dict[str, int]:
@@ -26,12 +25,16 @@ def tensor_dims(model: Any, params: PyTree, config: Config, mesh: Mesh, has_stac
       ConfigError: no table or one that does not fit, a table without the axis, what does not work with the axis yet.
     """
     degree, own = mesh.shape[TENSOR], config.tensor_parallel.dimensions
+    if group_size(mesh) > 1:
+        axes = present(mesh, *GROUP_AXES)
+        asked = " and ".join(f"mesh.{axis} = {mesh.shape[axis]}" for axis in axes)
+        keys = " and ".join(f"mesh.{axis}" for axis in axes)
+        if problems := [f"{asked} with {what}" for what in _not_yet(model, config, mesh, keys)]:
+            raise ConfigError(*problems)
     if degree == 1:
         if own:
             raise ConfigError(f"{KEY}: does nothing on a mesh with tensor 1; set mesh.tensor, or leave the table out")
         return {}
-    if problems := [f"mesh.tensor = {degree} with {what}" for what in _not_yet(model, config, mesh)]:
-        raise ConfigError(*problems)
     table = own or getattr(model, "divided", {}).get(TENSOR, {})
     if not table:
         raise ConfigError(
@@ -43,34 +46,35 @@ def tensor_dims(model: Any, params: PyTree, config: Config, mesh: Mesh, has_stac
     return divided_dims(params, table, degree, key=key, has_stack=has_stack, names=names)
 
 
-def _not_yet(model: Any, config: Config, mesh: Mesh) -> Iterator[str]:
-    """Describe what the config asks for and `tensor` does not work with yet, each with the fix."""
+def _not_yet(model: Any, config: Config, mesh: Mesh, keys: str) -> Iterator[str]:
+    """Describe what the config asks for and the axes with these keys do not work with yet, each with the fix."""
     zero, remat = config.zero_optimization, config.activation_checkpointing
+    or_one = f"remove it, or set {keys} to 1"
     if mesh.shape[PIPE] > 1:
-        yield f"mesh.pipe = {mesh.shape[PIPE]}: not yet supported; set mesh.pipe or mesh.tensor to 1"
+        yield f"mesh.pipe = {mesh.shape[PIPE]}: not yet supported; set mesh.pipe or {keys} to 1"
     for section in ("offload_param", "offload_optimizer"):
         if (device := getattr(zero, section).device) != "none":
-            yield f'zero_optimization.{section}.device = "{device}": not yet supported; {OR_ONE}'
+            yield f'zero_optimization.{section}.device = "{device}": not yet supported; {or_one}'
     if remat and remat.cpu_checkpointing:
-        yield f"activation_checkpointing.cpu_checkpointing = true: not yet supported; {OR_ONE}"
+        yield f"activation_checkpointing.cpu_checkpointing = true: not yet supported; {or_one}"
     for key in ("zero_quantized_weights", "zero_quantized_gradients"):
         if getattr(zero, key):
-            yield f"zero_optimization.{key} = true: not yet supported; {OR_ONE}"
+            yield f"zero_optimization.{key} = true: not yet supported; {or_one}"
     if zero.zero_hpz_partition_size > 1:
         size = zero.zero_hpz_partition_size
-        yield f"zero_optimization.zero_hpz_partition_size = {size}: not yet supported; {OR_ONE}"
+        yield f"zero_optimization.zero_hpz_partition_size = {size}: not yet supported; {or_one}"
     if config.optimizer and compresses(config.optimizer):
         yield (
-            f"optimizer.type {config.optimizer.type!r}: its compressed communication needs tensor 1; or write "
+            f"optimizer.type {config.optimizer.type!r}: its compressed communication needs {keys} 1; or write "
             "optimizer.params.exact_communication: true"
         )
     if getattr(model, "state", ()):
-        yield f"a model that has state, such as BatchNorm's statistics ({min(model.state)}): set mesh.tensor to 1"
+        yield f"a model that has state, such as BatchNorm's statistics ({min(model.state)}): set {keys} to 1"
     if _spans_processes(mesh):
-        yield "devices of several processes along tensor: not yet supported; make it no more than a process has"
+        yield "devices of several processes along them: not yet supported; make them no more than a process has"
 
 
 def _spans_processes(mesh: Mesh) -> bool:
     processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
-    first = processes.take([0], axis=AXES.index(TENSOR))
-    return bool((processes != first).any())
+    of_groups = processes.reshape(-1, group_size(mesh))  # the group's axes are the last ones
+    return bool((of_groups != of_groups[:, :1]).any())

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jzero.mesh import GROUP_AXES, TENSOR, group_size
+from jzero.mesh import CONTEXT, GROUP_AXES, TENSOR, group_size
 from jzero.model import ENDS, STACK
 from jzero.spread.interpreter import spread
-from jzero.spread.value import Group, Value
+from jzero.spread.value import Group, Value, whole
 from jzero.tree import PyTree
 
 
@@ -30,8 +30,8 @@ class SpreadModel:
 
     def __init__(self, model: Any, mesh: Mesh, layouts: PyTree):
         self.model, self._layouts = model, layouts
-        # Sequence parallelism (Korthikanti et al., arXiv:2205.05198): dimension 1 of [rows, sequence, width].
-        self.group = Group({axis: mesh.shape[axis] for axis in GROUP_AXES}, {1: (TENSOR,)})
+        # Dimension 1 of [rows, sequence, width]: `tensor` too, for Megatron's sequence parallelism (arXiv:2205.05198).
+        self.group = Group({axis: mesh.shape[axis] for axis in GROUP_AXES}, {1: (CONTEXT, TENSOR)})
 
     def __repr__(self) -> str:
         return repr(self.model)
@@ -40,16 +40,16 @@ class SpreadModel:
         return getattr(self.model, name)
 
     def prefix(self, ends: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._rested(self._run("prefix", self._weights(ENDS, ends), *args, **kwargs))
+        return self._rested(self._run("prefix", self._weights(ENDS, ends), *self._tokens(args), **kwargs))
 
     def block(self, layer: Any, *args: Any) -> Any:
         return self._rested(self._run("block", self._weights(STACK, layer), *args))
 
     def suffix(self, ends: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._results(self._run("suffix", self._weights(ENDS, ends), *args, **kwargs))
+        return self._results(self._run("suffix", self._weights(ENDS, ends), *self._tokens(args), **kwargs))
 
     def loss(self, params: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._results(self._run("loss", self._weights(None, params), *args, **kwargs))
+        return self._results(self._run("loss", self._weights(None, params), *self._tokens(args), **kwargs))
 
     def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
         results = spread(getattr(self.model, name), self.group)(*args, **kwargs)
@@ -64,6 +64,18 @@ class SpreadModel:
             return Value(x, shape, layout.held, weight=True)
 
         return jax.tree.map(value, layouts, weights)
+
+    def _tokens(self, args: Any) -> Any:
+        """Divide the tokens [rows, sequence] of a batch over `context`, so that no device looks up all of them."""
+
+        def part(x: Any) -> Any:
+            is_tokens = not isinstance(x, Value) and jnp.ndim(x) == 2 and jnp.issubdtype(x.dtype, jnp.integer)
+            axes = tuple(axis for axis in self.group.rest[1] if axis == CONTEXT)
+            if not is_tokens or not axes or not self.group.fits(x.shape[1], axes):
+                return x
+            return self.group.place(whole(x), ((), axes))
+
+        return _map(part, args)
 
     def _rested(self, x: Any) -> Any:
         def rest(v: Value) -> Value:

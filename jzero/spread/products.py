@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from jzero.spread.rules import bind, everywhere, results, rule
@@ -19,15 +20,23 @@ def dot_general(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
     a, b = (group.summed(v) for v in values)
     da, db = list(a.dims), list(b.dims)
     taken: set[str] = set()
-    for i, j in [*zip(lb, rb, strict=True), *zip(lc, rc, strict=True)]:
-        da[i] = db[j] = _open(_either(a, da[i], b, db[j]), taken)
-        taken |= set(da[i])
     free_a = [i for i in range(len(da)) if i not in (*lb, *lc)]
     free_b = [j for j in range(len(db)) if j not in (*rb, *rc)]
+    for i, j in [*zip(lb, rb, strict=True), *zip(lc, rc, strict=True)]:
+        axes = _either(a, da[i], b, db[j])
+        if i in lc and a.weight != b.weight and not (da[i] if a.weight else db[j]):
+            # A whole weight stays whole: to move the activation costs less than to sum the product.
+            v, free = (b, free_b) if a.weight else (a, free_a)
+            axes = _open(axes, {axis for d in free for axis in group.resting(v.shape)[d]})
+        da[i] = db[j] = _open(axes, taken)
+        taken |= set(da[i])
     for d, free in ((db, free_b), (da, free_a)) if b.weight or not a.weight else ((da, free_a), (db, free_b)):
         for i in free:
             d[i] = _open(d[i], taken)
             taken |= set(d[i])
+    for v, d, free in ((a, da, free_a), (b, db, free_b)):
+        if not v.weight:
+            _rest(group, v, d, free, taken)
     a, b = group.place(a, tuple(da)), group.place(b, tuple(db))
     dims = (*(da[i] for i in lb), *(da[i] for i in free_a), *(db[j] for j in free_b))
     partial = tuple(axis for i in lc for axis in da[i])
@@ -42,8 +51,18 @@ def _either(a: Value, da: Axes, b: Value, db: Axes) -> Axes:
 
 
 def _open(axes: Axes, taken: set[str]) -> Axes:
-    """Keep an axis only where it divides nothing else."""
-    return axes if not taken & set(axes) else ()
+    """Keep the major axes that divide nothing else."""
+    return tuple(itertools.takewhile(lambda axis: axis not in taken, axes))
+
+
+def _rest(group: Group, v: Value, dims: list[Axes], free: list[int], taken: set[str]) -> None:
+    """Move axes of an activation that would be gathered to where activations rest: heads to the sequence."""
+    for axis in sorted(v.axes - taken, key=list(group.degrees).index):
+        for i in free:
+            if axis in group.resting(v.shape)[i] and group.fits(v.shape[i], (*dims[i], axis)):
+                dims[i] = (*dims[i], axis)
+                taken.add(axis)
+                break
 
 
 @rule("conv_general_dilated")

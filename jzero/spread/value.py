@@ -71,7 +71,7 @@ class Group:
 
     Attributes:
       degrees: axis -> its size, of the axes larger than 1.
-      rest: dimension -> the axes that divide it in activations between layers (Megatron's sequence parallelism).
+      rest: dimension -> the axes that divide it in activations between layers.
       ledger: what was moved.
     """
 

@@ -41,9 +41,9 @@ def _value(x, shape, form):
     return Value(x, shape, _dims(shape, choice), sums, weight and not sums)
 
 
-def on_shards(f, arrays, forms_of, rest=True):
+def on_shards(f, arrays, forms_of, rest=True, degrees=DEGREES):
     """(results, gradients of sum(sin(results)) with respect to floats, group)."""
-    group = Group(DEGREES, {1: ("a", "b")} if rest else None)
+    group = Group(degrees, {1: ("a", "b")} if rest else None)
     shapes = [x.shape for x in arrays]
     dims = [_dims(x.shape, choice) for x, (choice, _) in zip(arrays, forms_of, strict=True)]
     specs = tuple(PartitionSpec(*(axes or None for axes in d)) for d in dims)
@@ -65,7 +65,7 @@ def on_shards(f, arrays, forms_of, rest=True):
         lacking = [tuple(a for a in DEGREES if not any(a in axes for axes in dims[i])) for i in floats]
         return results(xs), [jax.lax.psum(g, axes) for g, axes in zip(shares, lacking, strict=True)]
 
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), tuple(DEGREES))
+    mesh = Mesh(np.array(jax.devices()[: group.size]).reshape(*degrees.values()), tuple(DEGREES))
     out_specs = (PartitionSpec(), [specs[i] for i in floats])
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False))
     return *run(*arrays), group
@@ -75,9 +75,9 @@ def total(out):
     return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating))
 
 
-def check(f, arrays, forms_of, rest=True, tolerance=2e-5):
+def check(f, arrays, forms_of, rest=True, tolerance=2e-5, degrees=DEGREES):
     """Compare with `f` on one device: values, and gradients."""
-    results, gradients, group = on_shards(f, arrays, forms_of, rest)
+    results, gradients, group = on_shards(f, arrays, forms_of, rest, degrees)
     close = partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance)
     jax.tree.map(close, results, f(*arrays))
     floats = tuple(i for i, x in enumerate(arrays) if np.issubdtype(x.dtype, np.floating))

@@ -1,4 +1,4 @@
-"""Models for tensor parallelism that know nothing of it, and the plain single-device loop that they are compared with.
+"""Unmodified models for tensor and context parallelism, and the plain single-device loop to compare with.
 
 The oracle never calls jzero: value_and_grad of the model's own loss, SGD, one device. SGD's parameters are linear in
 the gradients, so that an error in one shows at its own size.
@@ -13,6 +13,7 @@ import optax
 from flax import linen, nnx
 
 import jzero
+from models.llama import Llama, LlamaConfig
 
 VOCAB, WIDTH, BATCH, SEQUENCE, STEPS, LR = 64, 32, 16, 8, 3, 0.1
 
@@ -80,7 +81,10 @@ def linen_loss(module, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(batch["labels"], 0)).mean()
 
 
+PACKED = LlamaConfig(2, WIDTH, 4, 2, 2 * WIDTH, vocab_size=VOCAB, attention="xla")  # reads the segments
+
 DIMENSIONS = {
+    "llama": {},  # the model has a table
     "nnx": {
         "attn/(query|key|value)/kernel": 1, "attn/(query|key|value)/bias": 0, "attn/out/kernel": 0, "up/kernel": 1,
         "up/bias": 0, "down/kernel": 0, "embed/embedding": 0, "head/kernel": 1,
@@ -97,6 +101,8 @@ DIMENSIONS = {
 def model(name):
     if name == "nnx":
         return jzero.from_flax(GPT)
+    if name == "llama":
+        return jzero.from_flax(lambda rngs: Llama(PACKED, rngs=rngs))
     return jzero.from_flax(LinenGPT(), linen_loss, example_batch=batches()[0])
 
 
@@ -106,7 +112,9 @@ def batches():
     tokens = rng.integers(0, VOCAB, (STEPS, BATCH, SEQUENCE + 1)).astype(np.int32)
     lengths = rng.integers(1, SEQUENCE + 1, (STEPS, BATCH, 1))
     labels = np.where(np.arange(SEQUENCE) < lengths, tokens[..., 1:], -1)
-    return [{"inputs": x[:, :-1], "labels": y} for x, y in zip(tokens, labels, strict=True)]
+    segments = 1 + (np.arange(SEQUENCE) >= lengths).astype(np.int32)
+    rows = zip(tokens, labels, segments, strict=True)
+    return [{"inputs": x[:, :-1], "labels": y, "segments": s} for x, y, s in rows]
 
 
 @lru_cache
@@ -138,12 +146,14 @@ def reference(name):
 def make_step(name, *, stage=0, accum=1, remat="none", precision=None, unroll=True, dimensions=None, **mesh):
     degrees = {"data": 1, "zero": 1, **mesh}
     devices = jax.devices()[: int(np.prod(list(degrees.values())))]
+    if dimensions is None:
+        dimensions = DIMENSIONS[name] if mesh.get("tensor", 1) > 1 else {}
     config = {
         "train_batch_size": BATCH, "gradient_accumulation_steps": accum, "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "activation_checkpointing": {"policy": remat}, "stack": {"unroll": unroll},
-        "tensor_parallel": {"dimensions": DIMENSIONS[name] if dimensions is None else dimensions},
+        "tensor_parallel": {"dimensions": dimensions},
         **({precision: {"enabled": True}} if precision else {}),
     }  # fmt: skip
     return jzero.make_train_step(model(name), config, mesh=jzero.make_mesh(**degrees, devices=devices))

@@ -1,0 +1,79 @@
+"""The compiled H100 program of the Llama holds DeepSpeed-Ulysses' all-to-alls over `context`, and no other moves.
+
+For each layer that is queries, keys, values and the output, forward and backward (Jacobs et al., arXiv:2309.14509,
+section 3). ZeRO gathers and scatters over (`zero`, `context`) in one collective. Besides there are numbers: of the loss
+and of the norm.
+"""
+
+from collections import Counter
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers.cuda import needs_cuda_compiler
+
+import jzero
+from jzero.planner import collectives, gpu_devices
+from models.llama import Llama, LlamaConfig
+
+pytestmark = [pytest.mark.gpu_compile, needs_cuda_compiler, pytest.mark.usefixtures("no_compilation_cache")]
+
+LAYERS, ROWS, SEQUENCE, WIDTH, HEADS, KV_HEADS, BF16 = 2, 4, 128, 256, 8, 4, 2
+SMALL = 128  # bytes
+SEPARATE = {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+
+
+def compiled(*, stage=0, **mesh):
+    """The collectives of a step in bf16, one by one: (kind, axes, bytes) -> how many a step."""
+    config = {
+        "train_batch_size": ROWS, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "compiler_options": {"xla_gpu_autotune_level": 0} | SEPARATE,
+    }  # fmt: skip
+    shape = LlamaConfig(LAYERS, WIDTH, HEADS, KV_HEADS, 512, vocab_size=1024, attention="cudnn")
+    devices = gpu_devices("h100", 2 * mesh.get("zero", 1))
+    step = jzero.make_train_step(
+        jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs)), config, mesh=jzero.make_mesh(**mesh, devices=devices)
+    )
+    tokens = jax.ShapeDtypeStruct((ROWS, SEQUENCE), jnp.int32)
+    program = collectives(step.lower({"inputs": tokens, "labels": tokens}).compile(), step.mesh)
+    assert len(program.select(in_branch=True)) == 0
+    found = Counter()
+    for row in program:
+        found[row.kind, row.axes, row.bytes] += row.operands * row.times
+    large = {key: times for key, times in found.items() if key[2] > SMALL}
+    return large, step
+
+
+def of_every_leaf(kind, axes, step):
+    """One collective of each parameter a step, of each layer's for itself."""
+    found = Counter()
+    for layout in jax.tree.leaves(step.layouts):
+        found[kind, axes, prod(layout.shape[layout.stacked :]) * BF16] += LAYERS if layout.stacked else 1
+    return found
+
+
+def all_to_alls(rows):
+    """What one device holds of queries and of keys: both forward and backward, with the output and the values."""
+    queries = rows * SEQUENCE * WIDTH * BF16 // 2
+    both = 2 * 2 * LAYERS
+    return {
+        ("all-to-all", ("context",), queries): both,
+        ("all-to-all", ("context",), queries * KV_HEADS // HEADS): both,
+    }
+
+
+def test_four_all_to_alls_forward_and_backward_in_each_layer():
+    found, step = compiled(zero=1, context=2)
+    assert found == all_to_alls(ROWS) | of_every_leaf("all-reduce", ("context",), step)
+
+
+@pytest.mark.slow
+def test_zero_3_gathers_over_both_axes():
+    found, step = compiled(stage=3, zero=2, context=2)
+    both = ("zero", "context")
+    gathers = {key for key in found if key[0] == "all-gather"}
+    assert gathers == of_every_leaf("all-gather", both, step).keys()
+    rest = {key: times for key, times in found.items() if key not in gathers}
+    assert rest == all_to_alls(ROWS // 2) | of_every_leaf("reduce-scatter", both, step)
