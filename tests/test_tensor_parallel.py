@@ -125,11 +125,6 @@ def test_another_degree_than_the_meshs():
         jzero.make_train_step(model("nnx"), config, mesh=mesh)
 
 
-def test_a_pipeline():
-    with pytest.raises(ConfigError, match=r"mesh.tensor = 2 with mesh.pipe = 2: not yet supported"):
-        make_step("nnx", tensor=2, pipe=2)
-
-
 def test_a_model_with_state():
     class Counting:
         state = ("count",)

@@ -388,7 +388,7 @@ def _check_chain(x: Any, y: Any) -> None:
     def form(x: Any) -> Any:
         return jax.tree.map(lambda v: f"{v.dtype.name}{list(v.shape)}", x)
 
-    if form(x) != form(y):
+    if jax.tree.flatten(form(x)) != jax.tree.flatten(form(y)):
         raise ConfigError(
             f"the layer stack takes {form(x)} and gives {form(y)}: every layer gives what the next one takes"
         )

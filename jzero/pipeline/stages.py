@@ -23,7 +23,7 @@ from jzero.config import ActivationCheckpointing, Config
 from jzero.errors import ConfigError
 from jzero.gradients import Facts, Passes, Weights
 from jzero.loss import Sums, read_loss, read_sums
-from jzero.mesh import PIPE
+from jzero.mesh import GROUP_AXES, PIPE, present
 from jzero.model import ENDS, STACK, StackModel, fold, replace_state, stack_functions, suffix_key
 from jzero.pipeline import vocab_parallel
 from jzero.pipeline.chunk_placement import from_chunks, to_chunks
@@ -35,6 +35,7 @@ from jzero.pipeline.schedules import forward_only, make_schedule
 from jzero.precision import Precision, cast
 from jzero.remat import Remat, checkpointed
 from jzero.sharding import is_state, stack_length, trainable
+from jzero.spread.model import on_group
 from jzero.stack import StackView, fetch, scanned, unrolled
 from jzero.tree import PyTree, combine, leading_dim, partition, path_name
 from jzero.values.kinds import either
@@ -145,7 +146,7 @@ def _stack_stages(model: StackModel, config: Config, mesh: Mesh, layouts: PyTree
     view = _piece_view(layouts, stages, chunks, depth // piece, piece, precision)
     vocabulary = divided_vocabulary(layouts)
 
-    first, block, last = stack_functions(model)
+    first, block, last = stack_functions(on_group(model, mesh, layouts))
 
     def prefix(ends: PyTree, part: PyTree, key: Any) -> Any:
         with vocab_parallel.parallel(*vocabulary):
@@ -266,6 +267,12 @@ def _piece_view(layouts: PyTree, stages: int, chunks: int, pieces: int, depth: i
 
 def _switched_stages(model: PipelineModule, config: Config, mesh: Mesh, layouts: PyTree, precision: Precision) -> _Cut:
     stages, chunks = mesh.shape[PIPE], config.pipeline.chunks
+    if axes := present(mesh, *GROUP_AXES):
+        keys = " and ".join(f"mesh.{axis} = {mesh.shape[axis]}" for axis in axes)
+        raise ConfigError(
+            f"{keys} with mesh.pipe = {stages} and layers of {model!r} in no stack that the stages divide: not yet "
+            "supported; make more of the layers alike, choose a number of stages that divides them, or leave one out"
+        )
     section = config.activation_checkpointing
     asked = Remat.resolve(config, model, regather=False)
     if section and section.policy in ("matmuls", "none"):

@@ -8,20 +8,21 @@ table of how weights are divided decides how much is moved, never what is comput
     rules          the table of rules, and those of elementwise primitives
     shapes, products, lookups    rules of primitives that change shapes, that multiply, that index
     kernels        rules of fused attention
+    collectives    rules of a program's own collectives, over other axes
     control        rules of primitives that contain programs: calls, checkpoints, scans, custom derivatives
     interpreter    runs a jaxpr by the rules
     ledger         what was moved, and what ran on whole arrays, with the model's source lines
     division       which dimension of each parameter an axis divides, from a table
     model          prefix, block, suffix and loss of a model, on shards
-    limits         what a mesh with the axis `tensor` cannot do yet
+    limits         what a mesh with the axes `context` or `tensor` cannot do yet
 """
 
-from jzero.spread import control, kernels, lookups, products, shapes  # they fill the table of rules
+from jzero.spread import collectives, control, kernels, lookups, products, shapes  # they fill the table of rules
 from jzero.spread.interpreter import spread
 from jzero.spread.ledger import Fallback, Ledger, Move
 from jzero.spread.value import Dims, Group, Value, whole
 
 __all__ = [
-    "Dims", "Fallback", "Group", "Ledger", "Move", "Value", "control", "kernels", "lookups", "products", "shapes",
-    "spread", "whole",
+    "Dims", "Fallback", "Group", "Ledger", "Move", "Value", "collectives", "control", "kernels", "lookups",
+    "products", "shapes", "spread", "whole",
 ]  # fmt: skip

@@ -134,6 +134,8 @@ def custom_vjp(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
     """Run the function, its own forward and its own backward pass, all on shards."""
     if not _all_float(eqn):
         return everywhere(group, eqn, values)
+    if group.no_gradient:
+        return interpret(group, _inside(eqn), values)
     values, flags, n = [group.summed(v) for v in values], _floats(eqn), len(eqn.outvars)
     floats, others = _split(eqn)
     pullback: list[Any] = []  # its structure
@@ -157,13 +159,15 @@ def custom_vjp(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
 
     def run_forward(*xs: Value) -> Any:
         x, rest = (_pick(xs, flags, wanted) for wanted in (True, False))
-        found = interpret(group, program, [*x, *rest])
+        with group.without_gradient():  # which often calls the function itself
+            found = interpret(group, program, [*x, *rest])
         return [group.summed(v) for v in found[:n]], found[n:]
 
     def run_backward(residuals: list[Value], gradients: list[Value]) -> Any:
         # A gradient arrives in shares, see `value`: it is partial over the axes that do not divide it.
         parts = [Value(g.x, g.shape, g.dims, tuple(a for a in group.degrees if a not in g.axes)) for g in gradients]
-        found = iter(interpret(group, back, [*residuals, *parts]))
+        with group.without_gradient():
+            found = iter(interpret(group, back, [*residuals, *parts]))
         # Of the operands their form alone is used here: as residuals they would stay in memory.
         return tuple(_gradient(group, next(found), v) if flag else None for v, flag in zip(values, flags, strict=True))
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jzero.config import Config
 from jzero.errors import ConfigError
-from jzero.mesh import GROUP_AXES, PIPE, TENSOR, group_size, present
+from jzero.mesh import GROUP_AXES, TENSOR, group_size, present
 from jzero.optimizers import compresses
 from jzero.spread.division import divided_dims
 from jzero.tree import PyTree
@@ -50,8 +50,6 @@ def _not_yet(model: Any, config: Config, mesh: Mesh, keys: str) -> Iterator[str]
     """Describe what the config asks for and the axes with these keys do not work with yet, each with the fix."""
     zero, remat = config.zero_optimization, config.activation_checkpointing
     or_one = f"remove it, or set {keys} to 1"
-    if mesh.shape[PIPE] > 1:
-        yield f"mesh.pipe = {mesh.shape[PIPE]}: not yet supported; set mesh.pipe or {keys} to 1"
     for section in ("offload_param", "offload_optimizer"):
         if (device := getattr(zero, section).device) != "none":
             yield f'zero_optimization.{section}.device = "{device}": not yet supported; {or_one}'

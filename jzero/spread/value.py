@@ -10,7 +10,8 @@ of an array that is whole arrives in shares, one on each device, whose sum it is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial as apply
 from math import prod
@@ -73,12 +74,21 @@ class Group:
       degrees: axis -> its size, of the axes larger than 1.
       rest: dimension -> the axes that divide it in activations between layers.
       ledger: what was moved.
+      no_gradient: whether nothing takes gradients of what is computed now, so that no function needs its own.
     """
 
     def __init__(self, degrees: Mapping[str, int], rest: Mapping[int, Axes] | None = None):
         self.degrees = {axis: n for axis, n in degrees.items() if n > 1}
         self.rest = {d: tuple(a for a in axes if a in self.degrees) for d, axes in (rest or {}).items()}
-        self.ledger = Ledger()
+        self.ledger, self.no_gradient = Ledger(), False
+
+    @contextlib.contextmanager
+    def without_gradient(self) -> Iterator[None]:
+        before, self.no_gradient = self.no_gradient, True
+        try:
+            yield
+        finally:
+            self.no_gradient = before
 
     @property
     def size(self) -> int:

@@ -143,7 +143,9 @@ def reference(name):
     return np.array(seen), jax.device_get(params)
 
 
-def make_step(name, *, stage=0, accum=1, remat="none", precision=None, unroll=True, dimensions=None, **mesh):
+def make_step(
+    name, *, stage=0, accum=1, remat="none", precision=None, unroll=True, dimensions=None, pipeline=None, **mesh
+):
     degrees = {"data": 1, "zero": 1, **mesh}
     devices = jax.devices()[: int(np.prod(list(degrees.values())))]
     if dimensions is None:
@@ -152,7 +154,7 @@ def make_step(name, *, stage=0, accum=1, remat="none", precision=None, unroll=Tr
         "train_batch_size": BATCH, "gradient_accumulation_steps": accum, "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "activation_checkpointing": {"policy": remat}, "stack": {"unroll": unroll},
+        "activation_checkpointing": {"policy": remat}, "stack": {"unroll": unroll}, "pipeline": pipeline or {},
         "tensor_parallel": {"dimensions": dimensions},
         **({precision: {"enabled": True}} if precision else {}),
     }  # fmt: skip

@@ -39,6 +39,14 @@ own_backward = jax.custom_vjp(shifted)
 own_backward.defvjp(lambda x, i: (shifted(x, i), (x, x.mean(-1, keepdims=True))), backward)
 
 
+def calls_itself(x):
+    return jnp.tanh(x @ x.swapaxes(-1, -2))
+
+
+recursive = jax.custom_vjp(calls_itself)  # the usual form: the forward pass calls the function, which has it
+recursive.defvjp(lambda x: (recursive(x), x), lambda x, g: jax.vjp(calls_itself, x)[1](2 * g))
+
+
 def until(x):
     return lax.while_loop(lambda x: x.sum() < 0, lambda x: x + 1, lax.stop_gradient(x))
 
@@ -89,6 +97,7 @@ CASES = {  # name: (function, shapes of floats, (shape, limit) of integers)
     "cross-entropy": (optax.softmax_cross_entropy_with_integer_labels, [(4, 4, 8)], [((4, 4), 8)]),
     "custom_jvp": (lambda x, w: jax.nn.relu(x @ w), [(2, 4, 4), (4, 8)], []),
     "custom_vjp": (own_backward, [(4, 8)], [((4, 8), 5)]),
+    "recursive custom_vjp": (recursive, [(4, 8, 2)], []),
     "checkpoint": (jax.checkpoint(lambda x, w: jnp.sin(x @ w)), [(2, 4, 4), (4, 8)], []),
     "scan": (loop, [(2, 8, 4), (4, 4), (4, 2, 8, 4)], []),
     "while": (until, [(4, 8)], []),
