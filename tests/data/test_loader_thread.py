@@ -82,6 +82,7 @@ def test_the_thread_ends_with_the_loader():
     assert not its & set(threading.enumerate())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", keep(["", "raise RuntimeError('of its own')"], ["raise RuntimeError('of its own')"]))
 def test_a_program_ends_while_the_thread_reads(end):
     """It exits normally or with its own error only; a thread inside C++ at exit would abort it."""

@@ -222,6 +222,7 @@ def test_a_host_with_another_jaxlib(launch, hosts, tmp_path):
     without.gone(1)
 
 
+@pytest.mark.slow
 def test_report_on_all_hosts(hosts, tmp_path):
     names = [*hosts.names.values(), "nowhere"]
     (tmp_path / "hostfile").write_text("".join(f"{name} slots=1\n" for name in names))

@@ -120,6 +120,7 @@ def test_the_type_of_an_error_comes_once(monkeypatch, capsys, error, words):
     assert capsys.readouterr().err == f"jzero: after step 14: {shown}\n"
 
 
+@pytest.mark.slow
 def test_tracebacks_that_are_wanted(tmp_path):
     code, _, lines = end(tmp_path, "one", JZERO_TRACEBACK="1")
     assert code == CONFIG

@@ -36,6 +36,7 @@ raise ValueError("bad luck")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_killed_job_has_one_curve(tmp_path):
     (tmp_path / "worker.py").write_text(WORKER)

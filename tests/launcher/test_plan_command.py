@@ -111,6 +111,7 @@ def test_without_the_plugin(jzero_plan, monkeypatch):
     assert "--formula" in said
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compile
 @needs_cuda_compiler
 def test_a_step_that_cannot_fit(jzero_plan, monkeypatch):

@@ -133,6 +133,7 @@ open(f"gave up {rank}", "w").close()
     assert "timed out after 3 s waiting for process 0" in said[2]["joined"]
 
 
+@pytest.mark.slow
 def test_jax_that_was_used_before(run):
     _, said = run("""
 jax.devices()

@@ -4,6 +4,7 @@ from collections import deque
 from types import SimpleNamespace
 
 import pytest
+from helpers.sampling import keep
 from workers import CPU
 
 from jzero.distributed.exit_codes import CONFIG, HUNG, SAVED, UNAVAILABLE
@@ -73,7 +74,7 @@ raise jzero.errors.LostProcessError("process 1 was lost")
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("what", "code", "attempts"),
-    [("config", 78, 1), ("step", 1, 2), pytest.param("lost", 69, 4, marks=pytest.mark.slow)],
+    keep([("config", 78, 1), ("step", 1, 2), ("lost", 69, 4)], [("step", 1, 2)]),
 )
 def test_restarts_that_would_not_help(start, tmp_path, what, code, attempts):
     (tmp_path / "worker.py").write_text(WORKER)

@@ -199,6 +199,7 @@ def test_sigterm_when_another_rank_takes_no_more_steps(job, tmp_path, what, code
     assert (late in running.errors) == (what == "stopped")
 
 
+@pytest.mark.slow
 def test_sigterm_of_one_process_alone(tmp_path):
     """Without the launcher."""
     (tmp_path / "worker.py").write_text(WORKER + TRAIN)

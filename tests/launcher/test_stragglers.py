@@ -94,6 +94,7 @@ for _ in range(4):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_process_whose_data_are_slow_is_named(tmp_path):
     (tmp_path / "worker.py").write_text(PROGRAM)

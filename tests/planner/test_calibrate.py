@@ -15,6 +15,7 @@ TINY = Sizes(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_calibrate(tmp_path):
     lines = []
     rates = calibrate(jax.devices()[:2], sizes=TINY, log=lines.append)

@@ -135,6 +135,7 @@ MODELS = {
 CASES = [("convolutions", "auto", 8, 0), ("convolutions", False, 8, 8), ("vit", "auto", 41, 0)]
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compile
 @needs_cuda_compiler
 @pytest.mark.usefixtures("no_compilation_cache")
@@ -153,6 +154,7 @@ def test_the_gpu_program_has_the_products_that_are_counted(model, auto_cast, cou
     assert library_calls(traced.lower().compile().as_text()) == (count, float32)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compile
 @needs_cuda_compiler
 @pytest.mark.usefixtures("no_compilation_cache")

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 from helpers.cuda import needs_cuda_compiler
+from helpers.sampling import keep
 
 from jzero import cli
 from jzero.config import Config
@@ -144,6 +145,7 @@ def test_auto_precision_is_open():
     assert Space(raw | {"bf16": {"enabled": False}}, GPUS["h100"], 1, 1, 0).precision() == {}
 
 
+@pytest.mark.slow
 @needs_cuda_compiler
 def test_what_decides_the_program_is_in_the_key(monkeypatch):
     """XLA's options and its memory limit are not in the lowered text."""
@@ -164,7 +166,7 @@ def test_what_decides_the_program_is_in_the_key(monkeypatch):
 
 @needs_cuda_compiler
 class TestSearch:
-    @pytest.mark.parametrize("activations", [12 * 2**30, 60 * 2**30, 2**42])
+    @pytest.mark.parametrize("activations", keep([12 * 2**30, 60 * 2**30, 2**42], [12 * 2**30]))
     def test_finds_what_trying_everything_finds(self, activations, monkeypatch):
         """From much memory to so little that nothing fits, not even with the state on the host."""
         shared = bounds_of(task())
@@ -186,6 +188,7 @@ class TestSearch:
         assert sum(found.dropped.values()) > 0
         assert found.config["train_batch_size"] == 16
 
+    @pytest.mark.slow
     def test_one_gpu_with_its_state_on_the_host(self, monkeypatch):
         """Where masters and moments do not fit; every stage is the same on one GPU, but offload needs the first."""
         shared = bounds_of(task(each=1))
@@ -198,6 +201,7 @@ class TestSearch:
         assert best.choice[keys.OFFLOAD_OPTIMIZER] == "cpu"
         assert best.choice[keys.STAGE] == 1
 
+    @pytest.mark.slow
     def test_the_frontier_is_not_beaten(self, monkeypatch):
         shared = bounds_of(task())
         pool, outcome, _ = machine(lambda _: shared, 12 * 2**30)
@@ -216,8 +220,8 @@ class TestSearch:
         with pytest.raises(ConfigError, match="no time left"):
             found.best  # noqa: B018
 
-    @pytest.mark.parametrize("cluster", [(1, 2), (3, 4)])
-    def test_the_smallest_cluster(self, cluster, monkeypatch):
+    @pytest.mark.parametrize(("nodes", "gpus"), keep([(1, 2), (3, 4)], [(1, 2)]))
+    def test_the_smallest_cluster(self, nodes, gpus, monkeypatch):
         """The made-up machine needs a multiple of the formula's bytes, such that this cluster is just large enough."""
         raw = RAW | {
             "train_batch_size": 48,
@@ -229,13 +233,13 @@ class TestSearch:
         def of(there):
             return known.setdefault((there.nodes, there.gpus_per_node), bounds_of(there, raw))
 
-        there = Space(raw, GPUS["h200"], cluster[0] * cluster[1], cluster[1], 4)
-        least = min(of(task(*cluster)).memory(choice) for choice in there.choices() if choice[MICRO] == 1)
-        scale = 0.999 * GPUS["h200"].room(cluster[0] * cluster[1]).most / least
+        there = Space(raw, GPUS["h200"], nodes * gpus, gpus, 4)
+        least = min(of(task(nodes, gpus)).memory(choice) for choice in there.choices() if choice[MICRO] == 1)
+        scale = 0.999 * GPUS["h200"].room(nodes * gpus).most / least
         pool, *_ = machine(of, 0, scale)
         monkeypatch.setattr(smallest_module, "Pool", pool)
         found, outcome = smallest(task(each=4), raw)
-        assert (found.nodes, found.gpus_per_node) == cluster
+        assert (found.nodes, found.gpus_per_node) == (nodes, gpus)
         assert outcome.fits
 
 

@@ -39,6 +39,7 @@ def test_chosen_steps_are_traced_and_others_are_profiled_later(tmp_path, capsys)
     assert found == {"traced": [3], "profiled": [4], "FLOPs of": [5]}
 
 
+@pytest.mark.slow
 def test_a_script_that_profiles_keeps_its_profile(tmp_path, capsys):
     made = build(more={"profiler": {"steps": [1, 1], "output_path": str(tmp_path / "ours")}})[0]
     with jax.profiler.trace(str(tmp_path / "script")):

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from helpers.sampling import keep
+from helpers.sampling import some
 from llamas import GROUPED, TOKENS, engine, logits, model, same, step
 from safetensors.numpy import load_file
 
@@ -88,7 +88,8 @@ def test_peft_reads_what_jzero_writes(tmp_path, base, peft):
         assert same(half[name], x.astype(half[name].dtype)), name
 
 
-@pytest.mark.parametrize("shape", [pytest.param(ALL, marks=pytest.mark.slow), SOME], ids=["all", "some"])
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [ALL, SOME], ids=["all", "some"])
 def test_jzero_reads_what_peft_writes(tmp_path, base, peft, shape):
     torch, transformers, peft = peft
     lora = shape.lora
@@ -122,7 +123,7 @@ def test_jzero_reads_what_peft_writes(tmp_path, base, peft, shape):
 LAYOUTS = [{"stage": 3, "zero": 4}, {"stage": 1, "zero": 2, "pipe": 2}]
 
 
-@pytest.mark.parametrize("layout", keep(LAYOUTS, LAYOUTS[:1]), ids=str)
+@pytest.mark.parametrize("layout", some(LAYOUTS, LAYOUTS[:1]), ids=str)
 def test_checkpoints(tmp_path, base, layout):
     """A checkpoint without frozen weights has the adapters; a whole one also what is merged, in its chunks."""
     made = tuned(base, SOME, **layout)
@@ -166,6 +167,7 @@ def test_missing_adapters_keep_their_values(base, adapter):
     assert same(made.state.params, adapter[1].state.params)
 
 
+@pytest.mark.slow
 def test_merged_weights_do_not_count_adapters_twice(tmp_path, base):
     made, twin = tuned(base, SOME), engine(model(SOME), more=TRAINED)
     made.save_16bit_model(tmp_path)
