@@ -268,7 +268,7 @@ def damage_of(how, file):
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # one error, no further tracebacks
-@pytest.mark.parametrize("how", keep(["deleted", "truncated", *range(12)], ["deleted", "truncated", 0, 1, 2]))
+@pytest.mark.parametrize("how", keep(["deleted", "truncated", *range(12)], ["deleted", "truncated", 0]))
 def test_damage_is_found_and_the_checkpoint_before_it_is_read(tmp_path, two, how):
     """For every file in turn: reading raises an error that names the checkpoint, or returns what was saved."""
     expected, harmless, said = state(1), [], []

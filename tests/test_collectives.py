@@ -204,7 +204,7 @@ def found(case, program):
 
 
 # The stage that gathers and scatters layer by layer.
-SAMPLE = [Case(3, data=2, zero=4, unroll=False, reduce="fp32")]
+SAMPLE = [Case(3, data=2, zero=4, llama=False)]
 
 
 @pytest.mark.parametrize("case", keep(CASES, SAMPLE), ids=str)

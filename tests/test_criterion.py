@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers.engines import assert_same
-from helpers.sampling import keep
+from helpers.sampling import keep, some
 
 import jzero
 
@@ -137,15 +137,18 @@ def build(model, stage=0, pipe=1, **more):
     )[0]
 
 
+TRAINED = [
+    (Net, Net.__call__, 0, 1),
+    (Stacked, through_stack, 3, 2),
+    (Net, Net.__call__, 3, 1),
+    (Stacked, through_stack, 3, 1),
+    (Stacked, through_stack, 0, 2),
+]
+
+
 @pytest.mark.parametrize(
     ("model", "call", "stage", "pipe"),
-    [
-        (Net, Net.__call__, 0, 1),
-        pytest.param(Stacked, through_stack, 3, 2, marks=pytest.mark.slow),
-        pytest.param(Net, Net.__call__, 3, 1, marks=pytest.mark.slow),
-        pytest.param(Stacked, through_stack, 3, 1, marks=pytest.mark.slow),
-        pytest.param(Stacked, through_stack, 0, 2, marks=pytest.mark.slow),
-    ],
+    some(TRAINED, TRAINED[1:2]),
 )
 def test_the_tutorials_loop_is_plain_training(model, call, stage, pipe):
     engine, whole = build(model, stage, pipe), build(model, stage, pipe)
@@ -163,11 +166,10 @@ def test_the_tutorials_loop_is_plain_training(model, call, stage, pipe):
 
 @pytest.mark.parametrize(
     ("model", "call", "stage", "pipe"),
-    [
-        (Net, Net.__call__, 0, 1),
-        (Stacked, through_stack, 3, 1),
-        pytest.param(Stacked, through_stack, 3, 2, marks=pytest.mark.slow),
-    ],
+    keep(
+        [(Net, Net.__call__, 0, 1), (Stacked, through_stack, 3, 1), (Stacked, through_stack, 3, 2)],
+        [(Net, Net.__call__, 0, 1)],
+    ),
 )
 def test_outputs_are_those_of_the_module(model, call, stage, pipe):
     engine = build(model, stage, pipe)
@@ -188,6 +190,7 @@ def test_outputs_are_those_of_the_module(model, call, stage, pipe):
     np.testing.assert_allclose(engine.predict(x[:3]), call(module, x[:3]), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", keep([0, 3], [3]))
 def test_the_outputs_have_the_dropout_of_the_step(stage):
     """What a loop reads is what the step trains on: the criterion of the outputs is the loss, in each micro-batch."""

@@ -74,6 +74,7 @@ def plain(rates, scale=lambda name: 1.0, decay=lambda name: 0.1):
     return params, average
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", keep([0, 3], [3]))
 def test_set_lr_is_adamw_at_these_rates(stage):
     """The rates change within one run, and step 0 is the config's. The groups keep their ratios."""

@@ -3,11 +3,13 @@
 import copy
 import math
 import operator
+from itertools import product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.sampling import sample
 
 from jzero.engine.deferred_loss import Loss
 
@@ -72,10 +74,16 @@ def assert_same(ours, theirs):
         np.testing.assert_array_equal(a, b)
 
 
+def name(value):
+    return getattr(value, "__name__", repr(value))
+
+
+OTHERS = [3, 0.5, np.float32(3), jnp.float32(0.5), np.ones(2, np.float32), jnp.arange(1.0, 4)]
+
+
 @pytest.mark.parametrize(
-    "other", [3, 0.5, np.float32(3), jnp.float32(0.5), np.ones(2, np.float32), jnp.arange(1.0, 4)], ids=repr
+    ("op", "other"), sample(product([*TWO, *COMPARE], OTHERS), lambda case: map(name, case), strength=1), ids=name
 )
-@pytest.mark.parametrize("op", [*TWO, *COMPARE], ids=lambda op: op.__name__)
 def test_operators_on_both_sides(op, other):
     value = jnp.float32(VALUE)
     assert_same(op(new(), other), op(value, other))

@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from helpers.sampling import keep
 
 from jzero.distributed.host_names import slurm_hosts
 from jzero.distributed.place import Place, find_place, get_local_rank, get_rank, get_world_size, log_dist
@@ -151,7 +152,7 @@ def test_all_come(port, size, job):
     assert said == [""] * size
 
 
-@pytest.mark.parametrize("missing", [[2], [1, 3]])
+@pytest.mark.parametrize("missing", keep([[2], [1, 3]], [[1, 3]]))
 def test_everyone_hears_who_is_missing(port, missing):
     said, seconds = met(port, [(rank, 5, 3, "") for rank in range(5) if rank not in missing])
     ranks = ", ".join(map(str, missing))

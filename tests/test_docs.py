@@ -59,6 +59,9 @@ LONG = {
     "data",
     "weights",
     "examples",
+    "gone-wrong",
+    "plan",
+    "profiling",
 }
 
 

@@ -16,6 +16,7 @@ def sgd_steps(rates):
     return e.state.params
 
 
+@pytest.mark.slow
 def test_client_optimizers():
     expected = sgd_steps([0.1, 0.1])
     e, tx, _, schedule = build(3, optimizer=(own := optax.sgd(0.1)))
@@ -32,6 +33,7 @@ def test_client_optimizers():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), params, expected)
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_the_schedule_and_a_scheduler():
     e, _, _, schedule = build(3, optimizer=lambda lr: optax.sgd(lr), lr_scheduler=lambda count: 0.1 * (count + 1))
     assert [float(schedule(n)) for n in (0, 4)] == pytest.approx([0.1, 0.5])

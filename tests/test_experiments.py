@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 from helpers.cuda import needs_cuda_compiler
+from helpers.sampling import some
 
 import jzero
 from experiments import dpo, finetune_lora, pretrain, quickstart, show, text, tokens
@@ -17,8 +18,7 @@ SMALL = {"d_model": 64, "num_heads": 2, "num_kv_heads": 1, "d_ff": 96}
 LOSS = re.compile(r"^step +(\d+)   loss (\S+)", re.MULTILINE)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__.rsplit(".", 1)[1])
+@pytest.mark.parametrize("program", some(PROGRAMS, [zero3, pipeline]), ids=lambda p: p.__name__.rsplit(".", 1)[1])
 def test_tutorial_learns_the_digits(program):
     assert program.main() > 0.95
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from helpers.sampling import keep
+from helpers.sampling import keep, some
 
 import jzero
 from jzero.tree import named
@@ -77,7 +77,7 @@ TEACHERS = [{"teacher": RNG.normal(size=(4, 4)).astype(np.float32), "weight": 1.
 
 @pytest.mark.parametrize(
     ("make", "stage"),
-    keep(list(product([nnx_student, linen_student], [0, 3])), [(nnx_student, 3), (linen_student, 0)]),
+    keep(list(product([nnx_student, linen_student], [0, 3])), [(nnx_student, 3)]),
 )
 def test_a_teacher_that_moves(make, stage):
     step = jzero.make_train_step(make(), config(stage, accum=2), mesh=mesh())
@@ -94,7 +94,7 @@ def test_a_teacher_that_moves(make, stage):
     assert float(found) == pytest.approx(float(linear(jax.device_get(state.params), BATCH, TEACHERS[1])), rel=1e-5)
 
 
-@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("outside", keep([False, True], [True]))
 def test_the_three_call_loop_takes_it(outside):
     def criterion(outputs, target, extra):
         return jnp.mean((outputs - target @ extra["teacher"]) ** 2) * extra["weight"]
@@ -198,8 +198,7 @@ def stacked(pipe):
     return {"nnx": jzero.from_flax(Deep), "even": even, "odd": odd}
 
 
-@pytest.mark.parametrize("kind", ["nnx", "even", "odd"])
-@pytest.mark.parametrize("pipe", keep([1, 2], [2]))
+@pytest.mark.parametrize(("pipe", "kind"), keep(product([1, 2], ["nnx", "even", "odd"]), [(2, "odd")]))
 def test_models_with_stages_take_it_too(kind, pipe):
     model = stacked(pipe)[kind]
     step = jzero.make_train_step(model, config(), mesh=mesh(pipe, 2))
@@ -334,7 +333,7 @@ def test_a_contrastive_loss_sees_the_global_batch(stage, data):
     )
 
 
-@pytest.mark.parametrize("equal", keep([True, False], [False]))
+@pytest.mark.parametrize("equal", some([True, False], [False]))
 def test_a_contrastive_loss_after_a_pipeline(equal):
     def loss(out, labels):
         return contrastive(normed(out), normed(labels), jzero.axis_index(), jzero.all_gather)

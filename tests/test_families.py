@@ -5,7 +5,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from helpers.sampling import keep
+from helpers.sampling import keep, some
 from safetensors.numpy import load_file
 
 import jzero
@@ -101,7 +101,7 @@ def module_logits(step, params, tokens, **more):
     return jax.jit(lambda params, tokens: step.model.module(params)(tokens, **more))(params, tokens)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", keep(list(CASES), ["llama3.1", "qwen2-window", "qwen3", "gemma3"]))
 def test_weights_in_and_out(name, tmp_path):
     """The files of transformers give its logits, and ours give transformers ours."""
     theirs = torch_model(name)
@@ -129,7 +129,7 @@ def test_weights_in_and_out(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", keep(["llama3.1", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"], ["gemma3"])
+    "name", some(["llama3.1", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"], ["gemma3"])
 )
 def test_generated_text(name, tmp_path):
     """Greedy, in rows of unequal length, further than windows reach."""
@@ -145,7 +145,7 @@ def test_generated_text(name, tmp_path):
     np.testing.assert_array_equal(step.generate(state, rows, 12, attention_mask=mask, numpy=True), expected)
 
 
-@pytest.mark.parametrize("name", keep(list(CASES), ["gemma3"]))
+@pytest.mark.parametrize("name", some(list(CASES), ["gemma3"]))
 def test_losses_of_twenty_steps(name, tmp_path):
     theirs = torch_model(name)
     theirs.save_pretrained(tmp_path)
@@ -169,7 +169,7 @@ DEVICE_LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", keep(list(DEVICE_LAYOUTS), ["interleaved"]))
+@pytest.mark.parametrize("layout", some(list(DEVICE_LAYOUTS), ["interleaved"]))
 def test_layers_that_differ_on_every_layout(layout):
     """The layer's index travels with the activations; documents are packed and the vocabulary is padded."""
     config = from_hf(torch_model("gemma3").config.to_dict(), pad_vocab_to=16)
@@ -196,7 +196,7 @@ def test_layers_that_differ_on_every_layout(layout):
     np.testing.assert_allclose(found, losses({}), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", keep(["qwen2", "qwen3"], ["qwen3"]))  # tied and untied
+@pytest.mark.parametrize("name", some(["qwen2", "qwen3"], ["qwen3"]))  # tied and untied
 def test_a_padded_vocabulary(name, tmp_path):
     """Files have no padding, logits have none, and the loss and its gradient do not see it."""
     theirs = torch_model(name)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
-from helpers.sampling import keep
+from helpers.sampling import keep, some
 
 import jzero
 from jzero.inference.generate import Sampling, _sampling, choose
@@ -118,9 +118,7 @@ GREEDY = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"), keep(GREEDY, [("everything", "scanned"), ("everything", "interleaved"), ("gpt2", "scanned")])
-)
+@pytest.mark.parametrize(("name", "layout"), keep(GREEDY, [("everything", "interleaved")]))
 def test_greedy_is_the_plain_modules(name, layout):
     """Rows of unequal length, and not as many as the replicas divide."""
     model, params, expected = case(name)
@@ -131,6 +129,7 @@ def test_greedy_is_the_plain_modules(name, layout):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_zero3_gathers_the_layers_in_every_pass():
     """Left alone, XLA gathers all layers once, before the loop, and keeps them."""
     model, params, _ = case("llama")
@@ -161,6 +160,7 @@ def restricted(logits, temperature, top_k, top_p):
     return (p / p.sum())[np.argsort(order)]
 
 
+@pytest.mark.slow
 def test_samples_follow_the_models_distribution():
     model, params, _ = case("llama")
     step = step_of(model, zero=2, more={"stack": {"unroll": False}})
@@ -206,7 +206,7 @@ def sampled(layout):
     return step.generate(state, TOKENS, NEW, **options, numpy=True)
 
 
-@pytest.mark.parametrize("layout", keep([name for name in LAYOUTS if name != "scanned"], ["pipe and zero3"]))
+@pytest.mark.parametrize("layout", some([name for name in LAYOUTS if name != "scanned"], ["pipe and zero3"]))
 def test_samples_are_the_same_on_every_layout(layout):
     expected = sampled("scanned")
     assert (expected[:, S:] != case("everything")[2][:, S:]).mean() > 0.2
@@ -339,6 +339,7 @@ def test_layers_that_are_recurrent(layout):
 # ------------------------------------------------------------------ precision, averages, mistakes
 
 
+@pytest.mark.slow
 def test_half_precision_and_averaged_weights():
     """With rounding a token may be another, but then it is as probable; the plain module reads what was generated."""
     model, params, _ = case("everything")

@@ -184,6 +184,7 @@ def test_the_state_is_that_without_groups():
     assert moments["stack"]["w"] == step.state_specs.params["stack"]["w"] != jax.sharding.PartitionSpec()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_and_one_with_other_groups(tmp_path):
     def engine(**more):
         made, *_ = jzero.initialize(model=Net(), config=config(3, **more), rng=jax.random.key(0))

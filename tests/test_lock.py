@@ -196,6 +196,7 @@ def test_other_things_in_the_place_of_the_lock(tmp_path, job):
         file.rmdir() if file.is_dir() else file.unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_saves_of_two_jobs(tmp_path, capfd):
     """The second job's save is an error before it touches anything; every complete save of the first one exists."""

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from helpers.sampling import keep
+from helpers.sampling import keep, some
 from safetensors.numpy import load_file, save_file
 
 import jzero
@@ -152,7 +152,7 @@ def test_generated_text(tmp_path):
     np.testing.assert_array_equal(step.generate(state, rows, 8, attention_mask=mask, numpy=True), expected)
 
 
-@pytest.mark.parametrize("case", keep(list(CASES), ["bert"]), indirect=True)
+@pytest.mark.parametrize("case", some(list(CASES), ["bert"]), indirect=True)
 def test_losses_of_twenty_steps(case):
     name, directory, _ = case
     step, theirs = step_of(name, directory), torch_model(name)
@@ -176,7 +176,7 @@ LAYOUTS = {"zero3": (3, {"zero": 2}, {}), "pipe": (1, {"pipe": 2}, {"gradient_ac
 
 
 @pytest.mark.parametrize(
-    ("case", "layout"), keep(list(product(CASES, LAYOUTS)), [("gpt2", "zero3"), ("bert", "pipe")]), indirect=["case"]
+    ("case", "layout"), keep(list(product(CASES, LAYOUTS)), [("gpt2", "zero3")]), indirect=["case"]
 )
 def test_layouts(case, layout):
     """One step on two devices; a vocabulary is padded, so that two stages divide it."""

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from helpers.reference import LR, Layout, assert_bitwise, batches, initial, leaves, model
-from helpers.sampling import sample
+from helpers.sampling import keep
 
 import jzero
 from jzero.loss_scale import NonFiniteError
@@ -22,7 +22,7 @@ def spoiled(batch):
     return images, labels
 
 
-@pytest.mark.parametrize(("precision", "stage"), sample(product(["fp32", "bf16", "fp16"], [0, 3]), strength=1))
+@pytest.mark.parametrize(("precision", "stage"), keep(product(["fp32", "bf16", "fp16"], [0, 3]), [("fp16", 3)]))
 def test_a_step_that_is_not_finite_changes_nothing(precision, stage):
     layout = Layout(stage, 4, 2, precision=precision)
     more = {"fp16": SCALED} if precision == "fp16" else {}
@@ -56,7 +56,7 @@ def test_without_the_overflow_check_bf16_takes_what_comes():
     assert not np.isfinite(state.params["fc2"]["kernel"]).all()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", keep(["fp32", "fp16"], ["fp32"]))
 def test_a_run_that_is_stuck_ends_with_the_leaves_names(precision):
     config = Layout(3, 4, 2).config(**({"fp16": SCALED} if precision == "fp16" else {}))
     engine, *_ = jzero.initialize(model=model("mlp"), config=config, mesh=Layout(3, 4, 2).mesh)

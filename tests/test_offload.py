@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers.offload import BF16, BOTH, CPU, OPTIMIZER, PARAM, on_host, run
-from helpers.sampling import keep
+from helpers.sampling import keep, some
 from layouts import LAYOUTS, Net, assert_same, batch, build, make_mesh, settings
 
 import jzero
@@ -39,7 +39,7 @@ CASES = [
     ("stage2", OPTIMIZER, {"ema": {"decay": 0.9}}),
     ("stage2", {"offload_optimizer": {**CPU, "ratio": 0.5}}, BF16),
 ]
-CHOSEN = [CASES[i] for i in (9, 12)]
+CHOSEN = [("stage3", BOTH, BF16 | FULL)]
 
 
 @pytest.mark.parametrize(("name", "offloaded", "more"), keep(CASES, CHOSEN), ids=str)
@@ -60,6 +60,7 @@ def test_the_numbers_are_the_same_bit_for_bit(name, offloaded, more):
     assert engine.skipped_steps < steps
 
 
+@pytest.mark.slow
 def test_an_optimizer_passed_in():
     """Its constants and random numbers are the device's; JAX alone would refuse to mix them with the host's arrays."""
     layout = LAYOUTS["stage2"]
@@ -128,6 +129,7 @@ def test_a_ratio_of_the_state(ratio, elements):
     assert step.host_bytes == elements * 3 * 4 // 8
 
 
+@pytest.mark.slow
 def test_parameters_from_elsewhere_and_a_large_state_go_there_too(monkeypatch, tmp_path):
     engine, _ = run("stage3", BOTH, steps=1)
     params = jax.device_get(engine.state.params)
@@ -157,7 +159,7 @@ def test_parameters_from_elsewhere_and_a_large_state_go_there_too(monkeypatch, t
 MOVES = [(("stage2", OPTIMIZER), ("stage3", {})), (("one", {}), ("stage3", BOTH))]
 
 
-@pytest.mark.parametrize(("one", "other"), keep(MOVES, MOVES[1:]), ids=str)
+@pytest.mark.parametrize(("one", "other"), some(MOVES, MOVES[1:]), ids=str)
 def test_checkpoints_move_between_offloaded_and_not(tmp_path, one, other):
     straight, _ = run(*one, noise=False)
     straight.save_checkpoint(tmp_path)
@@ -169,6 +171,7 @@ def test_checkpoints_move_between_offloaded_and_not(tmp_path, one, other):
     assert after[0] == pytest.approx(after[1], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_watchdog_sees_a_save_until_it_is_complete(monkeypatch, tmp_path):
     engine, _ = run("one", OPTIMIZER, steps=1)
     write, seen = async_save._write, []
@@ -197,6 +200,7 @@ class Listed(nnx.Module):
         return x
 
 
+@pytest.mark.slow
 def test_a_stack_of_listed_layers_is_read_into_host_memory(tmp_path):
     def loss(module, batch):
         return jnp.mean((module(batch["x"]) - batch["y"]) ** 2)

@@ -117,6 +117,7 @@ print("LIMIT", os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"])
 """
 
 
+@pytest.mark.slow
 def test_initialize_lets_jax_pin_most_of_the_hosts_memory():
     """JAX reads the limit when it starts its devices, so it is set before."""
     env = {name: value for name, value in os.environ.items() if name != pinned_memory.LIMIT}

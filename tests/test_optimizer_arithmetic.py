@@ -9,7 +9,7 @@ import optax
 import optax.contrib
 import pytest
 from helpers.optimizers import RATES, STACKED, STEPS, assert_close, config, make, schedule, train, tree
-from helpers.sampling import keep
+from helpers.sampling import keep, sample
 from test_optimizer_stages import newton_schulz
 
 from jzero import optimizers
@@ -154,12 +154,14 @@ def in_torch(kernel, widths=None):
     return np.split(kernel.T, np.cumsum(widths)[:-1]) if widths else [kernel.T]
 
 
+SHAPES = [((8, 16), None), ((16, 8), None), ((8, 8), None), ((8, 24), (12, 6, 6)), ((4, 12), (6, 6))]
+
+
 @pytest.mark.parametrize(
-    ("shape", "widths"),
-    [((8, 16), None), ((16, 8), None), ((8, 8), None), ((8, 24), (12, 6, 6)), ((4, 12), (6, 6))],
-    ids=["wide", "tall", "square", "fused qkv", "fused gate and up"],
+    ("layers", "shape", "widths"),
+    sample([(n, *shape) for n in (None, 3) for shape in SHAPES], lambda case: (case[0], case[1:]), strength=1),
+    ids=str,
 )
-@pytest.mark.parametrize("layers", [None, 3], ids=["one", "stacked"])
 def test_muon_is_deepspeeds(shape, widths, layers):
     hyper = {"weight_decay": 0.1, "momentum": 0.9}
     series = weights(0, *([layers] if layers else []), *shape)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from helpers.optimizers import STEPS, assert_close, cases, config, kinds, make, schedule, train, tree, unstack
+from helpers.optimizers import STEPS, assert_close, cases, config, few, kinds, make, schedule, train, tree, unstack
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.errors import ConfigError
@@ -16,7 +16,7 @@ from jzero.optimizers import base_lr, callers_optimizer, describe, fused_matrice
 from jzero.optimizers.lr_schedules import make_lr_schedule
 
 
-@kinds
+@few
 def test_a_stack_is_trained_as_its_layers_would_be(name, params):
     grads = [tree(seed) for seed in range(1, STEPS)]
     stacked, _ = train(make(name, params), tree(0), grads)
@@ -52,7 +52,7 @@ def test_state_leaves_end_with_their_parameters_path(name, params):
         assert len(found) == 2 * len(jax.tree.leaves(p))
 
 
-@cases
+@kinds
 @pytest.mark.parametrize("state_dtype", [jnp.float32, jnp.bfloat16])
 def test_state_dtype_and_low_precision_parameters(name, params, state_dtype):
     tx, p = make(name, params, state_dtype=state_dtype), tree(0, jnp.bfloat16)

@@ -24,7 +24,7 @@ from helpers.pipelines import (
     run,
     unpipelined,
 )
-from helpers.sampling import keep, sample
+from helpers.sampling import keep, sample, some
 from jax import lax
 
 from models.llama import Llama
@@ -77,6 +77,7 @@ def test_layouts(case):
     check(model(Decoder, case.layers, **{"tied": True} if case.tied else {}), case)
 
 
+@pytest.mark.slow
 def test_one_stage_is_the_step_without_a_pipeline():
     for schedule, chunks in KINDS:
         case = Case(schedule, 1, 2, 3, 2, chunks=chunks)
@@ -95,7 +96,7 @@ def test_one_micro_batch(case):
     check(model(Decoder, case.layers), case)
 
 
-@pytest.mark.parametrize("schedule", keep(["interleaved", "zero_bubble"], ["interleaved"]))
+@pytest.mark.parametrize("schedule", some(["interleaved", "zero_bubble"], ["interleaved"]))
 def test_two_layers_in_each_of_two_chunks(schedule):
     check(model(Decoder, 8), Case(schedule, 2, 4, chunks=2))
 
@@ -108,7 +109,7 @@ SCANNED = [  # and the layers of an activation checkpoint
 ]
 
 
-@pytest.mark.parametrize(("kind", "case", "interval"), keep(SCANNED, SCANNED[1:3]), ids=str)
+@pytest.mark.parametrize(("kind", "case", "interval"), keep(SCANNED, SCANNED[1:2]), ids=str)
 def test_a_loop_over_the_layers_of_a_chunk(kind, case, interval):
     pipeline = case.config()["pipeline"] | {"activation_checkpoint_interval": interval}
     ours = run(model(kind, 8), case, stack={"unroll": False}, pipeline=pipeline)
@@ -126,15 +127,14 @@ LLAMAS = [
 ]
 
 
-@pytest.mark.slow
-@named(LLAMAS)
+@named(some(LLAMAS, LLAMAS[2:3]))
 def test_llama(case):
     check(model(Llama, case.layers), case)
 
 
 @pytest.mark.parametrize(
     ("kind", "case"),
-    keep(  # the others' schedules and stages: the tied ones of LAYOUTS
+    some(  # the others' schedules and stages: the tied ones of LAYOUTS
         [
             (Llama, Case("1f1b", 2, 2)),
             (Decoder, Case("gpipe", 2, 3)),
@@ -154,7 +154,10 @@ def test_tied_ends(kind, case):
 
 @pytest.mark.parametrize(
     ("case", "tied"),
-    sample(product([Case("1f1b", 4, 3), Case("zero_bubble", 4, 4, 2, 2)], (False, True)), strength=1),
+    keep(
+        product([Case("1f1b", 4, 3), Case("zero_bubble", 4, 4, 2, 2)], (False, True)),
+        [(Case("zero_bubble", 4, 4, 2, 2), True)],
+    ),
     ids=str,
 )
 def test_a_vocabulary_that_the_stages_do_not_divide_lies_on_all_of_them(case, tied):
@@ -168,7 +171,7 @@ FROZEN = [("stack/b", "embed"), ("stack",), ("ends",)]
 FREEZING = [Case("1f1b", 2, 3, 3, 2), Case("interleaved", 2, 2, 1, 2, chunks=2), Case("zero_bubble", 2, 3, 2, 2)]
 
 
-@pytest.mark.parametrize(("case", "frozen"), sample(product(FREEZING, FROZEN), strength=1), ids=str)
+@pytest.mark.parametrize(("case", "frozen"), keep(product(FREEZING, FROZEN), [(FREEZING[0], FROZEN[0])]), ids=str)
 def test_frozen_parameters(case, frozen):
     ours = check(model(Decoder, case.layers), case, frozen_parameters=list(frozen))
     for name, gradient in ours.gradients.items():
@@ -183,14 +186,16 @@ EVERYTHING = [
 ]
 
 
-@named(keep(EVERYTHING, EVERYTHING[-1:]))
+@named(keep(EVERYTHING, EVERYTHING[2:3]))
 def test_a_model_with_everything(case):
     """Dropout, integers and masks between the layers, parameters that are integers; each alone is a slow test."""
     check(model(Everything, case.layers), case)
 
 
-@pytest.mark.slow
-@named([Case("1f1b", 4, 4), Case("zero_bubble", 2, 2, chunks=2)])
+DRAWN = [Case("1f1b", 4, 4), Case("zero_bubble", 2, 2, chunks=2)]
+
+
+@named(some(DRAWN, DRAWN[1:]))
 def test_the_dropout_masks_are_those_of_the_unpipelined_step(case):
     noisy = model(Dropout, case.layers)
     assert abs(check(noisy, case).loss / unpipelined(model(Decoder, case.layers), case.unpipelined).loss - 1) > 1e-3
@@ -217,7 +222,7 @@ STALE = [
 ]
 
 
-@named(keep(STALE, STALE[1:2]))
+@named(some(STALE, STALE[1:2]))
 def test_stale_data_leaks_nothing(case, monkeypatch):
     """What an idle stage makes is NaN here: of the zeros that it has at first or is sent, of what its buffers hold."""
     monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan if dtype == jnp.float32 else -1))

@@ -155,6 +155,7 @@ def test_repr():
     assert repr(LayerSpec(nnx.Linear, 3, 4, use_bias=False)) == "LayerSpec(Linear, 3, 4, use_bias=False)"
 
 
+@pytest.mark.slow
 def test_making_one_starts_no_backend():  # jax.distributed.initialize must come before it
     code = """
 import numpy as np

@@ -182,7 +182,7 @@ CASES = [
 
 
 # The schedule that splits the backward pass, under ZeRO-3.
-@pytest.mark.parametrize("case", keep(CASES, [CASES[7]]), ids=str)
+@pytest.mark.parametrize("case", keep(CASES, [CASES[5]]), ids=str)
 def test_collectives_are_the_tables(case):
     program = collectives_of(case)
     assert not program.unknown_trips

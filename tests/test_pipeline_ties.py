@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 from helpers.layer_lists import BLOCK, EMBED, HEAD, KEY, TOKENS, attend, close, linear, pipeline, shapes
+from helpers.sampling import keep
 
 from jzero.pipeline.module import LayerSpec, TiedLayerSpec
 
+MIDDLES = [[BLOCK] * 4, [LayerSpec(nnx.Linear, 8, 4), LayerSpec(nnx.Linear, 4, 8)]]
 
-@pytest.mark.parametrize("middle", [[BLOCK] * 4, [LayerSpec(nnx.Linear, 8, 4), LayerSpec(nnx.Linear, 4, 8)]])
+
+@pytest.mark.parametrize("middle", keep(MIDDLES, MIDDLES[1:]))
 def test_tied(middle):
     model = pipeline(EMBED, *middle, HEAD, loss_fn=lambda logits, labels: (logits * labels).sum())
     params = model.init(KEY)

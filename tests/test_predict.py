@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
-from helpers.sampling import keep
+from helpers.sampling import keep, some
 
 import jzero
 from models.llama import Llama, LlamaConfig
@@ -44,7 +44,7 @@ def squares(model, batch):
     return jnp.mean(model(batch) ** 2)
 
 
-@pytest.mark.parametrize(("rows", "stage"), keep(list(product([16, 5, 33, 1], [0, 3])), [(16, 0), (33, 3)]))
+@pytest.mark.parametrize(("rows", "stage"), keep(list(product([16, 5, 33, 1], [0, 3])), [(33, 3)]))
 def test_any_number_of_rows(stage, rows):
     model = jzero.from_flax(Net, squares)
     engine = jzero.initialize(model=model, config=config(stage), mesh=mesh())[0]
@@ -87,6 +87,7 @@ class Called(nnx.Module):
         return self.drop(self.linear(x), deterministic=deterministic)
 
 
+@pytest.mark.slow
 def test_a_call_is_told_whether_it_trains():
     model = jzero.from_flax(Told(), criterion=lambda y, labels: jnp.mean((y - labels) ** 2), example_batch=(X, X))
     engine = jzero.initialize(model=model, config=config(gradient_accumulation_steps=1), mesh=mesh())[0]
@@ -124,14 +125,14 @@ TOKENS = np.random.default_rng(0).integers(0, 64, (6, 8)).astype(np.int32)
 
 @pytest.mark.parametrize(
     ("stage", "pipe", "more"),
-    keep(
+    some(
         [
             (3, 1, {}),
             (3, 1, {"stack": {"unroll": False}}),
             (0, 2, {}),
             (1, 2, {"pipeline": {"schedule": "interleaved", "chunks": 2}}),
         ],
-        [(3, 1, {"stack": {"unroll": False}}), (0, 2, {})],
+        [(3, 1, {"stack": {"unroll": False}})],
     ),
 )
 def test_logits_of_a_decoder(stage, pipe, more):
@@ -143,9 +144,7 @@ def test_logits_of_a_decoder(stage, pipe, more):
     np.testing.assert_allclose(found, plain, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("pipe", "equal"), keep(list(product([1, 2], [True, False])), [(1, True), (2, True), (2, False)])
-)
+@pytest.mark.parametrize(("pipe", "equal"), keep(list(product([1, 2], [True, False])), [(2, True)]))
 def test_outputs_of_a_pipeline_module(equal, pipe):
     layer = jzero.LayerSpec(nnx.Linear, 4, 4)
     odd = [jzero.LayerSpec(nnx.Linear, 4, 6), jnp.tanh, jzero.LayerSpec(nnx.Linear, 6, 3)]
@@ -166,7 +165,7 @@ def hits(module, batch):
     return {"accuracy": right, "of ones": jzero.Mean(right & (batch["y"] == 1), batch["y"] == 1)}
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", keep([0, 3], [3]))
 def test_metrics_of_a_data_set_whose_last_batch_is_small(stage):
     model = jzero.from_flax(Net, squares)
     evaluate = jzero.make_eval_step(model, hits, config(stage), mesh=mesh())
@@ -180,6 +179,7 @@ def test_metrics_of_a_data_set_whose_last_batch_is_small(stage):
     assert found == pytest.approx({"accuracy": right.mean(), "of ones": right[y == 1].mean()})
 
 
+@pytest.mark.slow
 def test_a_function_of_a_module_with_a_stack():
     model = jzero.from_flax(lambda rngs: Llama(LLAMA, rngs=rngs))
     evaluate = jzero.make_eval_step(model, lambda module, x, batch: module.norm(x)[:, -1], config(3), mesh=mesh(1, 2))
@@ -230,6 +230,7 @@ def test_what_is_refused():
         wide.metrics(state, [X])
 
 
+@pytest.mark.slow
 def test_predictions_of_a_vit():
     """Those of eight devices are those of the module."""
     shape = ViTConfig(2, 32, 4, 48, num_classes=5, image_size=8, patch_size=4)

@@ -32,6 +32,7 @@ def cpus(monkeypatch):
     monkeypatch.setitem(GPUS, "h200", kind)
 
 
+@pytest.mark.slow
 def test_an_engine_knows_its_time_and_the_page_shows_it(cpus, tmp_path):
     pytest.importorskip("matplotlib")
     engine, *_ = jzero.initialize(model=model(), config=CONFIG)

@@ -58,6 +58,7 @@ def test_the_newest_that_can_be_read(tmp_path, capfd):
         build(LAYOUTS["one"], resume=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_resume_beside_checkpoints(tmp_path, capfd):
     """A run prints that it ignores them, and does not remove what it did not write."""
     section = {"checkpoint": {"dir": str(tmp_path / "runs"), "max_to_keep": 2}}
@@ -282,6 +283,7 @@ def test_another_model_is_an_error_and_not_skipped(tmp_path):
         build(LAYOUTS["one"], resume=tmp_path, optimizer={"type": "Adagrad", "params": {"lr": 0.1}})
 
 
+@pytest.mark.slow
 def test_a_functional_checkpoint_in_an_engine_and_back(tmp_path):
     engine = build(LAYOUTS["stage2"])
     engine.train_batch(batch(0))

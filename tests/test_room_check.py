@@ -58,6 +58,7 @@ def whole():
     return peak(CONFIG)
 
 
+@pytest.mark.slow
 def test_initialize_names_what_fits_and_it_does(whole, monkeypatch, capsys):
     limit(monkeypatch, int(0.8 * whole))
     with pytest.raises(OutOfMemoryError) as caught:
@@ -80,6 +81,7 @@ def test_initialize_names_what_fits_and_it_does(whole, monkeypatch, capsys):
     assert np.isfinite(float(engine.train_batch()))
 
 
+@pytest.mark.slow
 def test_without_training_data_the_first_step_tells(whole, monkeypatch):
     limit(monkeypatch, int(0.8 * whole))
     engine = start(CONFIG)
@@ -94,6 +96,7 @@ def test_nothing_fits(whole, monkeypatch):
         engine.train_batch(BATCH)
 
 
+@pytest.mark.slow
 def test_a_check_compiles_nothing_twice(whole, monkeypatch):
     events = []
     jax.monitoring.register_event_duration_secs_listener(

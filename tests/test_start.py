@@ -55,6 +55,7 @@ def plain(params, batch):
     return jnp.mean((x - batch["y"]) ** 2)
 
 
+@pytest.mark.slow
 def test_a_built_module_starts_from_its_values():
     for built, stage in (nnx.Linear(4, 4, rngs=nnx.Rngs(5)), 0), (Deep(nnx.Rngs(5)), 3):
         model = jzero.from_flax(built, None if isinstance(built, Deep) else loss_fn)
@@ -100,7 +101,7 @@ def test_params_of_another_model_are_refused():
         )
 
 
-@pytest.mark.parametrize(("stage", "pipe"), keep([(0, 1), (3, 1), (2, 2)], [(3, 1), (2, 2)]))
+@pytest.mark.parametrize(("stage", "pipe"), keep([(0, 1), (3, 1), (2, 2)], [(2, 2)]))
 def test_gradients_are_those_of_one_device(stage, pipe):
     step = jzero.make_train_step(
         jzero.from_flax(Deep), config(stage, frozen_parameters=["first/bias"], gradient_clipping=1e-3), mesh=mesh(pipe)

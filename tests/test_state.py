@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from helpers.sampling import keep
+from helpers.sampling import keep, some
 
 import jzero
 from jzero.tree import named
@@ -141,7 +141,7 @@ def train(step):
             (linen_model, plain_linen, 3),
             (pmap_model, plain_linen, 3),
         ],
-        [(nnx_model, plain_nnx, 3), (linen_model, plain_linen, 0), (pmap_model, plain_linen, 3)],
+        [(linen_model, plain_linen, 0)],
     ),
 )
 def test_batch_norm_trains_as_on_one_device(make, plain, stage):
@@ -157,6 +157,7 @@ def test_batch_norm_trains_as_on_one_device(make, plain, stage):
     assert float(step.evaluate(state, BATCHES[0])) == pytest.approx(evaluation, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_batch_norm_keeps_the_axis_of_a_vmap_around_it():
     """Two halves of a batch under vmap are normalised together, in the step too."""
 
@@ -277,7 +278,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "stage", "more"), keep(LAYOUTS, LAYOUTS[4:5]))
+@pytest.mark.parametrize(("mesh", "stage", "more"), some(LAYOUTS, LAYOUTS[4:5]))
 def test_a_stack_with_state_trains_as_on_one_device(mesh, stage, more):
     n = np.prod(list(mesh.values()))
     mesh = jzero.make_mesh(**{"zero": 1, **mesh}, devices=jax.devices()[:n])

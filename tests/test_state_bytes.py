@@ -55,8 +55,7 @@ def held(shapes, group):
 
 
 @needs_cuda_compiler
-@pytest.mark.parametrize("devices", [8, 64, 1024])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "devices"), sample(product([0, 1, 2, 3], [8, 64, 1024]), strength=1))
 def test_1b_llama(stage, devices):
     model, mesh = llama(preset("1b")), gpus(devices)
     found = state_bytes(train_step(model, stage, mesh))
@@ -100,7 +99,7 @@ ZERO_PAPER = {
 
 
 @needs_cuda_compiler
-@pytest.mark.parametrize("devices", ZERO_PAPER)
+@pytest.mark.parametrize("devices", keep(ZERO_PAPER, [4, 1024]))
 def test_zero_papers_table(devices):
     model, mesh = llama(PAPER), gpus(devices)
     assert PAPER.num_parameters == pytest.approx(7.5e9, rel=1e-3)
@@ -146,7 +145,7 @@ def test_gradients_are_in_the_dtype_they_wait_in(accum, more, size):
     assert found.gradients == size * held(shapes_of(llama(TINY)), 8)
 
 
-@pytest.mark.parametrize("stage", keep([0, 1, 2, 3], [0, 3]))
+@pytest.mark.parametrize("stage", keep([0, 1, 2, 3], [3]))
 def test_a_frozen_parameter_is_there_once_in_the_compute_dtype(stage):
     """LoRA's base weights: 2 bytes each (2 / N under stage 3), no gradient, no moments, no second copy."""
     step = train_step(llama(TINY), stage, jzero.make_mesh(), frozen_parameters=["^ends/"])
@@ -165,7 +164,9 @@ def test_a_frozen_parameter_is_there_once_in_the_compute_dtype(stage):
 
 
 @pytest.mark.parametrize(
-    ("model", "stage", "data"), sample(product(["llama", "mlp"], [0, 1, 2, 3], [1, 2]), strength=1), ids=str
+    ("model", "stage", "data"),
+    keep(product(["llama", "mlp"], [0, 1, 2, 3], [1, 2]), [("llama", 3, 1), ("mlp", 1, 2)]),
+    ids=str,
 )
 def test_devices_hold_what_the_accounting_says(model, stage, data):
     model = llama(TINY) if model == "llama" else jzero.from_flax(MLP, cross_entropy)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
-from helpers.sampling import keep
+from helpers.sampling import keep, some
 from test_state import ACCUM, BATCHES, LR, config, cross_entropy, linen_model, micro_batches, nnx_model, plain_norm
 
 import jzero
@@ -149,7 +149,7 @@ def test_linen_layers_with_batch_norm():
     assert float(metrics["loss"]) == pytest.approx(float(np.mean(total)), rel=1e-5)
 
 
-@pytest.mark.parametrize("make", keep([nnx_model, linen_model], [nnx_model]))
+@pytest.mark.parametrize("make", some([nnx_model, linen_model], [nnx_model]))
 def test_without_synchronisation_every_replica_has_its_own_statistics(make):
     step = jzero.make_train_step(
         make(sync_batch_norm=False), config(), mesh=jzero.make_mesh(data=4, zero=1, devices=jax.devices()[:4])
@@ -177,6 +177,7 @@ def test_without_synchronisation_every_replica_has_its_own_statistics(make):
     np.testing.assert_allclose(after[f"{stats}/var"], np.mean([v for _, v in running], 0), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_for_bit_on_another_stage(tmp_path):
     def engine(stage):
         return jzero.initialize(
@@ -312,7 +313,7 @@ def plain_moving(params, replicas, partitioned):
 
 @pytest.mark.parametrize(
     ("zero", "stage", "pipeline"),
-    keep(
+    some(
         [
             (2, 3, {}),
             (1, 0, {"schedule": "gpipe"}),

@@ -63,6 +63,7 @@ def moved(rows):
     }, whole_leaves
 
 
+@pytest.mark.slow
 def test_a_layer_moves_two_and_two_forward_and_backward():
     found = over_tensor(compiled(model("nnx"), DIMENSIONS["nnx"]))
     expected, whole_leaves = moved(BATCH)

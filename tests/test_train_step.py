@@ -30,7 +30,7 @@ import jzero
 from jzero.model import stack_loss
 
 
-@pytest.mark.parametrize("stage", keep(range(4), [1, 3]))
+@pytest.mark.parametrize("stage", keep(range(4), [3]))
 def test_frozen_leaves(stage):
     """Bitwise alone, no optimizer state, and out of the gradient norm: as if they were constants."""
     layout = DECODER._replace(stage=stage)
@@ -110,7 +110,7 @@ def test_sum_is_mean_times_replicas(stage):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, 4 * b, atol=5e-7), results["sum"][2], results["mean"][2])
 
 
-@pytest.mark.parametrize("stage", keep(range(4), [3]))
+@pytest.mark.parametrize("stage", keep(range(4), [2]))
 def test_the_state_is_born_sharded_and_donated(stage):
     layout = Layout(stage, 8, 1)
     step = jzero.make_train_step(model("untied"), layout.config(), mesh=layout.mesh)
@@ -140,6 +140,7 @@ def test_bf16_masters_and_optimizer_states():
     assert dtypes(bf16_master_weights_and_grads=True, bf16_optimizer_states=True) == ("bfloat16", "bfloat16")
 
 
+@pytest.mark.slow
 def test_bf16_masters_train():
     config = DECODER.config(
         bf16={"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
@@ -188,7 +189,7 @@ class StackedDraws:
 
 @pytest.mark.parametrize(
     ("drawing", "unroll"),
-    keep([(Draws, True), (StackedDraws, True), (StackedDraws, False)], [(Draws, True), (StackedDraws, False)]),
+    keep([(Draws, True), (StackedDraws, True), (StackedDraws, False)], [(StackedDraws, False)]),
     ids=["mean", "unroll", "scan"],
 )
 def test_every_replica_micro_batch_layer_and_step_draws_anew(drawing, unroll):

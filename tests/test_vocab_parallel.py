@@ -38,7 +38,7 @@ def divided(function, in_specs, rows):
     return jax.jit(jax.shard_map(inside, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=False))
 
 
-@pytest.mark.parametrize(("dtype", "rows"), TYPES)
+@pytest.mark.parametrize(("dtype", "rows"), keep(TYPES, [TYPES[i] for i in (0, 2, 4)]))
 def test_embed_takes_the_rows_that_numpy_takes(dtype, rows):
     table = np.random.default_rng(0).normal(size=(rows, WIDTH)).astype(np.float32)
     tokens = tokens_of(dtype, rows, negative=True)
@@ -48,7 +48,7 @@ def test_embed_takes_the_rows_that_numpy_takes(dtype, rows):
     np.testing.assert_array_equal(embed(table, narrow), expected)
 
 
-@pytest.mark.parametrize(("dtype", "rows"), TYPES)
+@pytest.mark.parametrize(("dtype", "rows"), keep(TYPES, [TYPES[i] for i in (0, 2, 4)]))
 def test_cross_entropy_counts_the_labels_that_numpy_counts(dtype, rows):
     rng = np.random.default_rng(0)
     x, head = rng.normal(size=(48, WIDTH)).astype(np.float32), rng.normal(size=(WIDTH, rows)).astype(np.float32)
@@ -89,7 +89,7 @@ class Decoder:
         return stack_loss(self, params, batch, rng)
 
 
-@pytest.mark.parametrize(("dtype", "rows"), keep(NARROW, [NARROW[0], NARROW[2]]))
+@pytest.mark.parametrize(("dtype", "rows"), keep(NARROW, NARROW[:1]))
 def test_a_pipeline_trains_on_narrow_tokens(dtype, rows):
     """The step's loss, against the formula in NumPy."""
     config = {
@@ -123,6 +123,7 @@ class OfLogits(Llama):
         return (losses * batch["weights"]).mean()
 
 
+@pytest.mark.slow
 def test_a_loss_of_logits_has_its_gradient_in_a_pipeline():
     """The gradients of plain Flax on one device, though each stage computes a part of the logits."""
     shape, rng = LlamaConfig(2, 16, 2, 1, 24, vocab_size=32, logit_softcap=3.0), np.random.default_rng(0)

@@ -1,13 +1,14 @@
 """ZeRO++: the arithmetic beside NumPy's, losses beside the plain optax loop, hpZ bit for bit beside stage 3."""
 
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.reference import Layout, assert_bitwise, batches, model, reference
-from helpers.sampling import keep
+from helpers.sampling import keep, sample, some
 from jax.sharding import Mesh, PartitionSpec
 
 import jzero
@@ -37,8 +38,7 @@ def rounded(x, bits):
     return (codes * scales).reshape(x.shape), codes.reshape(x.shape), scales[..., 0]
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("n", [16, 1000, 1024])
+@pytest.mark.parametrize(("n", "bits"), sample(product([16, 1000, 1024], [8, 4]), strength=1))
 def test_blocks_are_rounded_to_the_nearest_code(bits, n):
     x = np.random.default_rng(0).normal(size=(3, n)).astype(np.float32) * np.array([[1e-3], [1], [1e4]], np.float32)
     x[1, : block_of(n)] = 0
@@ -57,8 +57,7 @@ def test_blocks_are_rounded_to_the_nearest_code(bits, n):
         np.testing.assert_array_equal(both.astype(int) - 8, expected_codes)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize(("bad", "bits"), sample(product([np.inf, -np.inf, np.nan], [8, 4]), strength=1))
 def test_a_block_with_a_number_that_is_not_finite_has_none_that_is(bits, bad):
     x = np.ones((2, 64), np.float32)
     x[0, 5] = bad
@@ -81,8 +80,10 @@ def mapped(function, x, out):
     return np.asarray(jax.jit(run)(x))
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2])
-@pytest.mark.parametrize(("n", "codes"), [(2, False), (4, False), (4, True)])
+COPIES = [(n, codes, dim) for n, codes in ((2, False), (4, False), (4, True)) for dim in (0, 1, 2)]
+
+
+@pytest.mark.parametrize(("n", "codes", "dim"), keep(COPIES, COPIES[::4]))
 def test_the_second_copy_holds_the_weight(dim, n, codes):
     shape = [4, 6, 8]
     shape[dim] = 16
@@ -103,8 +104,7 @@ def test_the_second_copy_holds_the_weight(dim, n, codes):
             np.testing.assert_array_equal(device, whole)
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("node", [1, 2, 4, 8])
+@pytest.mark.parametrize(("node", "dim"), sample(product([1, 2, 4, 8], [0, 1]), strength=1))
 def test_gradients_are_rounded_summed_inside_nodes_and_again_across(dim, node):
     gradients = np.random.default_rng(0).normal(size=(8, 16, 24)).astype(np.float32)  # of each device
     parts = np.stack([np.stack(np.split(g, 8, dim)).reshape(8, -1) for g in gradients])  # [source, target, elements]
@@ -160,7 +160,7 @@ NEAR = [Layout(3, 8, 2, unroll=False), Layout(3, 8, 1, "full")]
 PARTS = [QWZ, QGZ, hpz(2), {**QWZ, **QGZ, **hpz(4)}]
 
 
-@pytest.mark.parametrize("plus", keep(PARTS, PARTS[1:2] + PARTS[3:]), ids=str)
+@pytest.mark.parametrize("plus", keep(PARTS, PARTS[3:]), ids=str)
 @pytest.mark.parametrize(
     "layout", keep([Layout(3, 8, 2, unroll=False), Layout(3, 8, 1, "full")], [Layout(3, 8, 1, "full")])
 )
@@ -182,7 +182,7 @@ HPZ = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "more", "n"), keep(HPZ, HPZ[:1]), ids=str)
+@pytest.mark.parametrize(("layout", "more", "n"), some(HPZ, HPZ[:1]), ids=str)
 def test_hpz_is_stage_3_bit_for_bit(layout, more, n):
     plain, losses = train(step_of({}, layout, **more), 3)
     step = step_of(hpz(n), layout, **more)
@@ -193,7 +193,7 @@ def test_hpz_is_stage_3_bit_for_bit(layout, more, n):
     assert_bitwise(state, plain)
 
 
-@pytest.mark.parametrize("plus", keep([hpz(2), {**QWZ, **QGZ, **hpz(2)}], [{**QWZ, **QGZ, **hpz(2)}]), ids=str)
+@pytest.mark.parametrize("plus", some([hpz(2), {**QWZ, **QGZ, **hpz(2)}], [{**QWZ, **QGZ, **hpz(2)}]), ids=str)
 def test_pipelines_have_all_parts(plus):
     layout, mesh = Layout(3, 4, 4), jzero.make_mesh(pipe=2)
     (plain, losses), (state, found) = (
