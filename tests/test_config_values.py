@@ -193,7 +193,7 @@ def _parses(kind, value) -> bool:
         ("zero_optimization.zero_quantized_nontrainable_weights", True),
         ("zero_optimization.zeropp_loco_param.reset_T", 9),
         ("zero_optimization.stage3_model_persistence_threshold", 1),
-        ("tensor_parallel.tp_overlap_comm", True), ("expert_parallel.enabled", True),
+        ("expert_parallel.enabled", True),
         ("checkpoint.use_node_local_storage", True), ("nebula.enabled", True), ("progressive_layer_drop.enabled", True),
         
         ("compile.offload_opt_states", True), ("datastates_ckpt.host_cache_size", 16),
@@ -224,7 +224,7 @@ def test_nested_compression_is_refused():
         {"zero_optimization": {"offload_optimizer": None, "cpu_offload": False, "zenflow": {}}},
         {"zero_optimization": {"zero_quantized_weights": False, "zeropp_loco_param": None}},
         {"pipeline": {"stages": "auto"}}, {"sequence_parallel_size": 1},
-        {"tensor_parallel": {"autotp_size": 0, "tp": {"tp_size": 1}, "tp_overlap_comm": False}},
+        {"tensor_parallel": {"autotp_size": 0, "tp": {"tp_size": 1}, "keep_module_on_host": False}},
         {"checkpoint": {"use_node_local_storage": False, "writer": {}}}, {"sparse_attention": {}},
         {"amp": {"enabled": False}},
         {"torch_autocast": {"enabled": False, "dtype": "bfloat16"}}, {"vocabulary_size": None}, {"mesh": {"pipe": 1}},

@@ -97,6 +97,7 @@ REPLACED: dict[str, Replacement] = _replaced(
     (_REMAT, FLAG, "mesh.tensor, which divides the sequence between layers", "partition_activations"),
     ("tensor_parallel", TEXT, "the model's own table `divided`, or tensor_parallel.dimensions", "preset_model"),
     ("tensor_parallel", TEXT, "the section bf16 or fp16", "dtype"),
+    ("tensor_parallel", FLAG, _SCHEDULER, "tp_overlap_comm"),
     ("tensor_parallel", COUNT, _EQUAL_PARTS, "tp_grain_size"),
     ("tensor_parallel.tp", COUNT, _EQUAL_PARTS, "tp_grain_size"),
     ("pipeline", FLAG, "random keys: each layer's key is folded from the seed", "seed_layers"),
@@ -242,7 +243,6 @@ REFUSED: dict[str, Refused] = {
     # other ways to be parallel
     **_later("tensor_parallel", "rules by PyTorch's names; write tensor_parallel.dimensions, by the model's",
         partition_config=None, injection_policy_tuple=None),
-    **_later("tensor_parallel", "a choice of what overlaps; XLA's scheduler chooses", tp_overlap_comm=False),
     **_later("tensor_parallel", "kernels for inference", replace_with_kernel_inject=False, kernel_inject=False),
     **_later("tensor_parallel", "weights that stay on the host", keep_module_on_host=False),
     **_later("tensor_parallel.tp", "process groups from outside; the mesh has them", mpu=None, tp_group=None),
