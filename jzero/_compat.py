@@ -178,13 +178,14 @@ def source_of(eqn: Any) -> Any:
 def source_line(eqn: Any) -> str:
     """Return the line of the model that an operation in a jaxpr comes from, as "llama.py:159"; empty if unknown.
 
-    Frames of jzero, Flax and Optax are skipped, but not those of jzero.models. `source_info` is private (jax 0.10 and
-    0.11); a jaxpr prints it only as text.
+    Frames of jzero, Flax and Optax are skipped, but not those of jzero.models; Flax's and Optax's count where there are
+    no others. `source_info` is private (jax 0.10 and 0.11); a jaxpr prints it only as text.
     """
     from jax._src import source_info_util
 
     frames = list(source_info_util.user_frames(eqn.source_info.traceback))
-    frame = next((f for f in frames if not _is_library(f.file_name)), frames[0] if frames else None)
+    others = (f for f in frames if not f.file_name.startswith(_library_folders()[0]))
+    frame = next((f for f in frames if not _is_library(f.file_name)), next(others, None))
     return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line}" if frame else ""
 
 

@@ -40,7 +40,8 @@ from jzero.tracing.auto_cast import cast_arrays, inputs_of_products, wide_arrays
 from jzero.tracing.loss_count import counter
 from jzero.tree import PyTree, combine, leading_dim, named, partition
 
-COUNT = "loss_count"  # the scope of what counts the elements of the loss before any gradient
+# Scopes: of what counts the elements of the loss before any gradient, and of what is summed once a step.
+COUNT, REDUCE = "loss_count", "reduce_gradients"
 Read = Callable[[Any], PyTree]  # what a model returned for a micro-batch -> what is collected of it
 
 
@@ -299,7 +300,8 @@ class ManualRegion:
         if self.local:
             return jax.tree.map(lambda g: g[None], cast(view.merge(gradients), jnp.float32))
         reduce = view.per_layer(partial(zero.reduce_gradient, mesh=self.mesh, precision=self.precision))
-        return cast(view.merge(_map(reduce, view.layouts, gradients)), jnp.float32)
+        with jax.named_scope(REDUCE):
+            return cast(view.merge(_map(reduce, view.layouts, gradients)), jnp.float32)
 
     def agree(self, state: PyTree) -> PyTree:
         """Average the model's new state over the replicas, and return it in the form of the masters."""

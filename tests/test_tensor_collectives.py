@@ -18,6 +18,7 @@ from helpers.tensor_models import BATCH, DIMENSIONS, SEQUENCE, WIDTH, model
 
 import jzero
 from jzero.planner import collectives, gpu_devices
+from jzero.planner.moves import moves
 from models.llama import Llama, LlamaConfig
 
 pytestmark = [pytest.mark.gpu_compile, needs_cuda_compiler, pytest.mark.usefixtures("no_compilation_cache")]
@@ -26,8 +27,11 @@ LAYERS, TENSOR, F32, BF16 = 2, 2, 4, 2
 SEPARATE = {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in ("all_gather", "reduce_scatter", "all_reduce")}
 
 
-def compiled(subject, dimensions, *, stage=0, zero=1):
-    """The collectives of a step in bf16, one by one: (kind, dtype, axes, bytes) -> how many a step."""
+TOKENS = jax.ShapeDtypeStruct((BATCH, SEQUENCE), jnp.int32)
+
+
+def traced(subject, dimensions, *, stage=0, zero=1):
+    """A step in bf16, and its trace."""
     config = {
         "train_batch_size": BATCH, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "bf16": {"enabled": True},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
@@ -35,9 +39,14 @@ def compiled(subject, dimensions, *, stage=0, zero=1):
         "compiler_options": {"xla_gpu_autotune_level": 0} | SEPARATE,
     }  # fmt: skip
     mesh = jzero.make_mesh(zero=zero, tensor=TENSOR, devices=gpu_devices("h100", zero * TENSOR))
-    tokens = jax.ShapeDtypeStruct((BATCH, SEQUENCE), jnp.int32)
     step = jzero.make_train_step(subject, config, mesh=mesh)
-    program = collectives(step.lower({"inputs": tokens, "labels": tokens}).compile(), mesh)
+    return step, step.trace({"inputs": TOKENS, "labels": TOKENS})
+
+
+def compiled(*args, **layout):
+    """The collectives of a step in bf16, one by one: (kind, dtype, axes, bytes) -> how many a step."""
+    step, trace = traced(*args, **layout)
+    program = collectives(trace.lower().compile(), step.mesh)
     assert len(program.select(in_branch=True)) == 0
     found = Counter()
     for row in program:
@@ -47,6 +56,23 @@ def compiled(subject, dimensions, *, stage=0, zero=1):
 
 def over_tensor(found):
     return {row[:2] + row[3:]: times for row, times in found.items() if row[2] == ("tensor",)}
+
+
+def by_kind(found):
+    counts = Counter()
+    for (kind, _, size), times in found.items():
+        counts[kind, size] += times
+    return counts
+
+
+def of_the_trace(*args):
+    """What the report lists of a step, without numbers: the compiled program has those of the gradient's norm too."""
+    step, trace = traced(*args)
+    counts = Counter()
+    for move in moves(trace, step.mesh).all:
+        assert move.axes == ("tensor",)
+        counts[move.kind, move.bytes] += move.times
+    return Counter({key: times for key, times in counts.items() if key[1] > F32})
 
 
 def moved(rows):
@@ -71,6 +97,7 @@ def test_a_layer_moves_two_and_two_forward_and_backward():
     # Numbers: the parts of the gradient's norm, one of each divided parameter; the sum of the loss and its gradient.
     assert found.pop(("all-reduce", "f32", F32)) == divided + 2
     assert found == expected | {("all-reduce", "bf16", WIDTH * BF16): whole_leaves}
+    assert of_the_trace(model("nnx"), DIMENSIONS["nnx"]) == by_kind(found)
 
 
 @pytest.mark.slow

@@ -22,9 +22,9 @@ from jzero.engine.lines import Lines, Run
 from jzero.engine.memory_lines import planned
 from jzero.engine.memory_table import by_module
 from jzero.engine.panel import Panel, make_panel
-from jzero.engine.run_report import half_precision
 from jzero.engine.schedule_end import ScheduleEnd
 from jzero.engine.speed import ideal
+from jzero.engine.step_report import step_report
 from jzero.engine.summary import Ending, print_at_end
 from jzero.ledger.recorder import Recorder
 from jzero.monitors import Curves
@@ -198,8 +198,8 @@ class Monitor:
             self.lines.say(by_module(run.step_fn))
             self.lines.say(planned(run.step_fn, run.curriculum))  # on every process, because it may compile
             self.lines.memory("after the first step", run.metrics)
-        if self.lines.prints and (remarks := half_precision(run.step_fn)):
-            self.lines.say("\n".join(remarks))
+        if self.lines.prints and (remarks := step_report(run.step_fn)):
+            self.lines.say(remarks)
         if self._shows:
             with contextlib.suppress(Exception):  # it serves the displays alone, and other processes would wait
                 self.ending.best = ideal(run.step_fn)

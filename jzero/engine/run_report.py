@@ -20,12 +20,12 @@ from jzero.config.sizes import BATCH
 from jzero.data.curriculum import curriculum_of
 from jzero.distributed.gpu_faults import loaded_nccl
 from jzero.engine.layout_table import grouped
+from jzero.engine.step_report import joined, sections_of_step
 from jzero.engine.text import bullets, numberless, size_text, table, value_text, wrap
 from jzero.errors import shorten, some_of
-from jzero.mesh import BATCH_AXES, GROUP_AXES, PIPE, ZERO, present
+from jzero.mesh import BATCH_AXES, GROUP_AXES, PIPE, ZERO, group_size, present
 from jzero.model import weights_layout
 from jzero.planner.observed import observed
-from jzero.planner.products import products
 from jzero.planner.state_bytes import gradient_dtype, state_bytes, sums_gradients
 from jzero.setup import float16_on_cpu
 from jzero.values.kinds import as_json
@@ -33,15 +33,14 @@ from jzero.values.masking import mask
 from jzero.weights.adapters import trained_beside
 from jzero.zero import ParamLayout
 
-HALF = "Half precision"
-
 
 def report(
     step: Any, data_notes: Sequence[str] = (), *, html: str | os.PathLike | None = None, step_s: float | None = None
 ) -> str:
     """Report on a `TrainStep`: mesh, batch, ignored keys, layout, bytes, defaults in effect, replaced keys, fallbacks.
 
-    After its first step, which shows what a batch looks like, also products in float32 under bf16 or fp16.
+    After its first step, which shows what a batch looks like, also what the devices of a group (`tensor`) move, and
+    products in float32 under bf16 or fp16.
 
     Args:
       step: the step, or an engine.
@@ -68,15 +67,9 @@ def report(
         ("Replaced keys", bullets(_by_reason((r.key, r.value, r.by) for r in step.config.replaced))),
         ("Training data", bullets(data_notes)),
         ("Fallbacks", bullets(_fallbacks(step))),
-        (HALF, bullets(_half_precision(step))),
+        *sections_of_step(step),
     )
-    return "\n\n".join("\n".join([title, *lines]) for title, lines in sections if lines)
-
-
-def half_precision(step: Any) -> list[str]:
-    """Return the section of the report that only a step shows, as lines; [] if there is nothing to say."""
-    lines = bullets(_half_precision(step))
-    return [HALF, *lines] if lines else []
+    return joined(sections)
 
 
 # ---------------------------------------------------------------- sections
@@ -106,6 +99,8 @@ def _head(step: Any) -> list[str]:
 def _zero(step: Any) -> str:
     stage, rule, by_layer = step.config.zero_optimization.stage, step.setup.rule, step.setup.passes.facts.by_layer
     if stage and all(leaf.dim is None for leaf in jax.tree.leaves(step.layouts)):
+        if group_size(step.mesh) > 1 and step.mesh.shape[ZERO] == 1:
+            return f"stage {stage}, but mesh.zero = 1, so nothing is partitioned beyond the axes of the layout below"
         return f"stage {stage}, but every parameter is replicated (see below), so this is plain data parallelism"
     layer = "gathered layer by layer" if by_layer else "gathered where they are used"
     gather = {None: "replicated", "step": "gathered once a step", "layer": layer}[rule.gather]
@@ -369,23 +364,4 @@ def _fallbacks(step: Any) -> list[str]:
         lines.append("activation_checkpoint_interval: without a pipeline every layer is a checkpoint of its own")
     if checkpointing and checkpointing.kind != "none" and not facts.layers and stages == 1:
         lines.append("activation_checkpointing: the model has no layer stack, so it is one checkpoint as a whole")
-    return lines
-
-
-def _half_precision(step: Any) -> list[str]:
-    """List what is not in half precision in the first step that ran, and which arrays of its batch were cast."""
-    if step.precision.compute.itemsize > 2 or step.traced is None:
-        return []
-    found, lines = products(step.traced), []
-    name = step.config.precision
-    if found.cast:
-        arrays = ", ".join(array or "the batch" for array in found.cast)
-        lines.append(f"cast to {step.precision.compute} ({name}.auto_cast): {arrays}")
-    if found.float32:
-        where = [f"{count} in {line}, {share:.0%}" for line, (count, share) in found.float32_by_line.items()]
-        lines.append(
-            f"{found.float32} of {found.count} matrix products ({found.float32_share:.0%} of the FLOPs) run in float32 "
-            f"under {name}, since an operand is float32: {some_of(where, 6)}. Where this is not on purpose, cast the "
-            "operand to the dtype of the weights"
-        )
     return lines

@@ -22,6 +22,7 @@ from jzero.planner.advice import advice
 from jzero.planner.collectives import collectives
 from jzero.planner.deepspeed_estimate import deepspeed_estimate
 from jzero.planner.memory import memory
+from jzero.planner.moves import moves
 from jzero.planner.plan_facts import PlanFacts
 from jzero.planner.plan_page import write_page
 from jzero.planner.plan_record import plan_record
@@ -164,8 +165,8 @@ def read_plan(
         problem = str(error)
     return Plan(
         step, gpu, nodes, gpus_per_node, amount, planned_memory(step, memory(compiled, step), text, there), found,
-        planned, problem, advice(step, gpu, text, found, products(traced), amount), deepspeed_estimate(step), text,
-        seconds,
+        moves(traced, step.mesh), planned, problem, advice(step, gpu, text, found, products(traced), amount),
+        deepspeed_estimate(step), text, seconds,
     )  # fmt: skip
 
 

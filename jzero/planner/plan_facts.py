@@ -8,6 +8,7 @@ from jzero.batch import Amount
 from jzero.pipeline.schedules import PipelineSchedule
 from jzero.planner.collectives import Collectives
 from jzero.planner.gpus import GPU
+from jzero.planner.moves import Moves
 from jzero.planner.plan_time import PlannedTime
 from jzero.planner.planned_memory import PlannedMemory
 from jzero.planner.useful_flops import schedule_of
@@ -37,6 +38,7 @@ class PlanFacts:
       amount: samples and tokens of a global batch.
       memory: bytes per GPU, part by part; `memory.peak_bytes`, `memory.fits`.
       collectives: every collective of a step.
+      moves: what devices that act as one move, from the trace: with the model's modules and lines.
       time: the estimated speed, `time.step_s`; None where `time_problem` tells what the estimate could not read.
       warnings: what costs throughput or memory, each with its fix.
       deepspeed_bytes: DeepSpeed's own estimate of the model state per GPU for the same config; None for stages 0 and 1.
@@ -52,6 +54,7 @@ class PlanFacts:
     amount: Amount
     memory: PlannedMemory
     collectives: Collectives
+    moves: Moves
     time: PlannedTime | None
     time_problem: str
     warnings: tuple[str, ...]

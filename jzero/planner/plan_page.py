@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jzero.display.page import document, drawing, styled, table
 from jzero.pipeline.draw import draw_figure
-from jzero.planner import plan_text
+from jzero.planner import by_axis, moves, plan_text
 from jzero.planner.plan_facts import PlanFacts
 from jzero.planner.plan_figures import memory_figure, timeline_figure
 from jzero.planner.room import CUDA_ROOM
@@ -49,12 +49,23 @@ def _parts(plan: PlanFacts, tokens: float | None, price: float | None) -> Iterat
         yield f"<h2>Warnings</h2>{_list(plan.warnings)}"
     yield "<h2>Collectives of a step</h2>"
     yield table(plan_text.COLLECTIVE_COLUMNS, plan_text.collective_cells(plan))
+    yield from _by_axis(plan)
     if schedule := plan.schedule:
         yield "<h2>Pipeline</h2>"
         drawn = schedule.ticks <= plan_text.WIDEST
         yield drawing("pipeline schedule", draw_figure(schedule)) if drawn else f"<p>{escape(repr(schedule))}</p>"
     yield f"<h2>Parameters</h2>{table(plan_text.PARAMETER_COLUMNS, plan_text.parameter_cells(plan), 'words')}"
     yield f"<h2>Method</h2>{_list(_method(plan))}"
+
+
+def _by_axis(plan: PlanFacts) -> Iterator[str]:
+    if rows := by_axis.axis_rows(plan):
+        yield f"<h2>By axis</h2>{table(by_axis.COLUMNS, rows)}"
+    if plan.moves.all:
+        title = plan_text.MOVES_TITLE.capitalize()
+        yield f"<h2>{title}</h2>{table(moves.COLUMNS, plan.moves.rows(), 'words')}"
+    if plan.moves.whole:
+        yield f"<p>On whole arrays: {escape(', '.join(plan.moves.whole))}</p>"
 
 
 def _tiles(plan: PlanFacts, tokens: float | None, price: float | None) -> str:

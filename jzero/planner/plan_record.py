@@ -28,6 +28,8 @@ def plan_record(plan: PlanFacts, tokens: float | None = None, price: float | Non
         "layout": _layout(plan),
         "memory": _memory(plan),
         "collectives": list(collective_rows(plan.collectives)),
+        "moves": [asdict(move) for move in plan.moves.all],
+        "whole_arrays": list(plan.moves.whole),
         "time": _time(plan),
         "time_problem": plan.time_problem or None,
         "budget": asdict(budget) if budget else None,

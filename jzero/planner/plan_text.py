@@ -8,6 +8,7 @@ from typing import Any
 
 from jzero.display.table import quantity, table
 from jzero.pipeline.draw import draw_text
+from jzero.planner import by_axis, moves
 from jzero.planner.plan_facts import PlanFacts
 from jzero.planner.plan_record import collective_rows, parameter_rows
 from jzero.planner.plan_time import Budget
@@ -16,6 +17,8 @@ from jzero.values.sizes import size_text
 
 LARGEST = 8  # buffers at the peak
 LIVE_COLUMNS = ["bytes", "count", "shape", "operation"]
+MOST_MOVES = 24
+MOVES_TITLE = "moved between devices that act as one, from the trace"
 WIDEST = 40  # ticks of a schedule that is drawn
 COLLECTIVE_COLUMNS = ["kind", "dtype", "count", "arrays", "bytes", "axes", "group", "loops", "bytes a step"]
 MEASURED_COLUMNS = ["", "planned", "measured", "planned / measured"]
@@ -25,7 +28,7 @@ PARAMETER_COLUMNS = ["name", "shape", "spec"]
 def plan_text(plan: PlanFacts, tokens: float | None = None, price: float | None = None) -> str:
     """Return a plan as text; `tokens` and `price` as for `Plan.record`."""
     memory = f"{memory_table(plan.memory, plan.deepspeed_bytes)}\n{plan.memory.verdict}"
-    parts = [title(plan), memory, _live(plan), _collectives(plan), *_pipeline(plan)]
+    parts = [title(plan), memory, _live(plan), _collectives(plan), *_by_axis(plan), *_pipeline(plan)]
     parts += [_parameters(plan), _time(plan)]
     if tokens is not None and plan.time:
         parts.append(budget_text(plan.time.budget(tokens, price)))
@@ -116,6 +119,15 @@ def _collectives(plan: PlanFacts) -> str:
     cells = collective_cells(plan)
     left = ["kind", "dtype", "axes", "loops"]
     return table("collectives of a step", COLLECTIVE_COLUMNS, cells, left=left) if cells else "no collectives"
+
+
+def _by_axis(plan: PlanFacts) -> Iterator[str]:
+    if rows := by_axis.axis_rows(plan):
+        yield table("by axis", by_axis.COLUMNS, rows, left=["axes"])
+    if plan.moves.all:
+        yield table(MOVES_TITLE, moves.COLUMNS, plan.moves.rows(MOST_MOVES), left=moves.WORDS)
+    if plan.moves.whole:
+        yield f"on whole arrays: {', '.join(plan.moves.whole)}"
 
 
 def _pipeline(plan: PlanFacts) -> Iterator[str]:

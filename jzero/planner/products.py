@@ -157,14 +157,14 @@ class Walk:
             if name in _UNREAD:
                 self.unread[name] += times
                 continue
-            part = _part(scope)
+            part = part_of(scope)
             if part != OPTIMIZER:
-                self.scopes[_scopes(scope)] = None
+                self.scopes[names_of(scope)] = None
             for flops, which in _work(eqn, part):
                 self.found.append(
                     Product(
                         _line(eqn), _is_wide(eqn), times, times * share * flops, times * share * _bytes(eqn),
-                        _scopes(scope), which, name in _ATTENTION,
+                        names_of(scope), which, name in _ATTENTION,
                     )
                 )  # fmt: skip
             inner, before = inner_jaxprs(eqn), len(self.found)
@@ -175,7 +175,7 @@ class Walk:
                 self.guesses[name] += 1
 
 
-def _part(scope: str) -> str:
+def part_of(scope: str) -> str:
     """Tell the part of the step from the scopes: transposes are the backward pass, and jax.checkpoint names its own."""
     if UPDATE in scope:
         return OPTIMIZER
@@ -183,10 +183,10 @@ def _part(scope: str) -> str:
     return RECOMPUTED if again > back else BACKWARD if back >= 0 else FORWARD
 
 
-def _scopes(scope: str) -> tuple[str, ...]:
+def names_of(scope: str) -> tuple[str, ...]:
     """Return the names that someone gave: no transformations ("jvp("), no subscripts of einsum, nothing of JAX's own.
 
-    >>> _scopes("/transpose(jvp(stack))/attention/vmap(BTNH,BSNH->BNTS)")
+    >>> names_of("/transpose(jvp(stack))/attention/vmap(BTNH,BSNH->BNTS)")
     ('stack', 'attention')
     """
     names = re.sub(r"\w+\(", "", scope).replace(")", "").split("/")

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jzero.spread.value import Dims, Group, Value, undivided
 
 Rule = Callable[[Group, Any, list[Value]], list[Value]]
 RULES: dict[str, Rule] = {}
+WHOLE_ARRAYS = "whole_arrays"  # the scope of primitives that run on whole arrays although their operands were divided
 
 ELEMENTWISE = (
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz conj"
@@ -51,9 +53,13 @@ def results(
 
 def everywhere(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
     """Run a primitive on whole arrays, the same on every device."""
-    if not all(v.whole for v in values):
+    gathered = [group.undivided(v).x for v in values]
+    if all(v.whole for v in values):
+        xs = bind(eqn, gathered)
+    else:
         group.ledger.fall_back()
-    xs = bind(eqn, [group.undivided(v).x for v in values])
+        with jax.named_scope(WHOLE_ARRAYS):
+            xs = bind(eqn, gathered)
     return [Value(x, v.aval.shape, undivided(len(v.aval.shape))) for x, v in zip(xs, eqn.outvars, strict=True)]
 
 

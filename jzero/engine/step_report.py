@@ -1,0 +1,59 @@
+"""The sections of the run report that only a step shows: its trace tells them, once the shapes of a batch are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from jzero.engine.text import bullets, table
+from jzero.errors import some_of
+from jzero.mesh import GROUP_AXES, group_size, present
+from jzero.planner.moves import COLUMNS, moves
+from jzero.planner.products import products
+
+MOST_MOVES = 12
+Sections = Iterable[tuple[str, Sequence[str]]]
+
+
+def step_report(step: Any) -> str:
+    """Return these sections as text; empty if there is nothing to say."""
+    return joined(sections_of_step(step))
+
+
+def sections_of_step(step: Any) -> Iterator[tuple[str, list[str]]]:
+    """Yield (title, lines) of each section; without lines before the first step."""
+    yield f"Moved over {' x '.join(present(step.mesh, *GROUP_AXES))} in a step, per device", _moves(step)
+    yield "Half precision", bullets(_half_precision(step))
+
+
+def joined(sections: Sections) -> str:
+    """Return the sections that have lines as text."""
+    return "\n\n".join("\n".join([title, *lines]) for title, lines in sections if lines)
+
+
+def _moves(step: Any) -> list[str]:
+    """Tabulate what the devices of a group moved in the first step that ran, and list what ran on whole arrays."""
+    if group_size(step.mesh) == 1 or step.traced is None:
+        return []
+    found = moves(step.traced, step.mesh)
+    lines = table([COLUMNS, *found.rows(MOST_MOVES)], "<<>>><<<") if found.all else []
+    return lines + (bullets([f"ran on whole arrays: {some_of(found.whole, 6)}"]) if found.whole else [])
+
+
+def _half_precision(step: Any) -> list[str]:
+    """List what is not in half precision in the first step that ran, and which arrays of its batch were cast."""
+    if step.precision.compute.itemsize > 2 or step.traced is None:
+        return []
+    found, lines = products(step.traced), []
+    name = step.config.precision
+    if found.cast:
+        arrays = ", ".join(array or "the batch" for array in found.cast)
+        lines.append(f"cast to {step.precision.compute} ({name}.auto_cast): {arrays}")
+    if found.float32:
+        where = [f"{count} in {line}, {share:.0%}" for line, (count, share) in found.float32_by_line.items()]
+        lines.append(
+            f"{found.float32} of {found.count} matrix products ({found.float32_share:.0%} of the FLOPs) run in float32 "
+            f"under {name}, since an operand is float32: {some_of(where, 6)}. Where this is not on purpose, cast the "
+            "operand to the dtype of the weights"
+        )
+    return lines

@@ -1,0 +1,136 @@
+"""What a traced step moves between the devices that act as one, by axis and line of the model.
+
+`jzero.spread` runs a model on shards with collectives of its own, so that the trace has them all, forward and backward,
+before anything is compiled. XLA may combine some, or remove what is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import jax
+
+from jzero._compat import inner_jaxprs, source_line, without_dead_code
+from jzero.gradients import COUNT, REDUCE
+from jzero.mesh import GROUP_AXES, present
+from jzero.planner.products import BACKWARD, FORWARD, OPTIMIZER, names_of, part_of
+from jzero.spread.rules import WHOLE_ARRAYS
+from jzero.values.sizes import size_text
+
+COLUMNS = ["collective", "axes", "bytes", "times", "bytes a step", "pass", "in", "line"]
+WORDS = ["collective", "axes", "pass", "in", "line"]  # those with text
+_KINDS = {
+    "psum": "all-reduce", "pmax": "all-reduce", "pmin": "all-reduce", "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all", "ragged_all_to_all": "ragged-all-to-all",
+    "ppermute": "collective-permute",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Move:
+    """A collective of a step, on each device.
+
+    Attributes:
+      kind: as in compiled programs, such as "all-gather".
+      axes: of the mesh.
+      bytes: the larger one of what a device puts in and gets out.
+      part: of the step: "forward", "backward", "recomputed".
+      scope: the module, such as "stack/attention/out"; "reduce_gradients" for what is summed once a step.
+      line: of the model, such as "llama.py:159"; empty if it is jzero's own.
+      times: how often it runs in a step.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    part: str
+    scope: str
+    line: str
+    times: int = 1
+
+    @property
+    def total(self) -> int:
+        """Its bytes in a step."""
+        return self.bytes * self.times
+
+
+@dataclass(frozen=True)
+class Moves:
+    """The collectives of a traced step over axes of the mesh.
+
+    Attributes:
+      all: those that differ, the largest total first.
+      whole: the primitives that ran on whole arrays although their operands were divided, as "sort (model.py:12)".
+    """
+
+    all: tuple[Move, ...] = ()
+    whole: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """The bytes of a step."""
+        return sum(move.total for move in self.all)
+
+    def rows(self, most: int | None = None) -> list[list[str]]:
+        """Return the cells of a table with `COLUMNS`: the `most` largest collectives, and a row that sums up others."""
+        rows = [
+            [m.kind, ", ".join(m.axes), size_text(m.bytes), str(m.times), size_text(m.total), m.part, m.scope, m.line]
+            for m in self.all[:most]
+        ]
+        if rest := self.all[len(rows) :]:
+            times, size = sum(m.times for m in rest), size_text(sum(m.total for m in rest))
+            rows.append([f"{len(rest)} smaller", "", "", str(times), size, "", "", ""])
+        return rows
+
+
+def moves(traced: jax.stages.Traced, mesh: jax.sharding.Mesh) -> Moves:
+    """List what a traced step moves over the axes of the mesh whose devices act as one; nothing if there are none.
+
+    Args:
+      traced: from `TrainStep.trace(batch_shapes)`.
+      mesh: the step's.
+    """
+    axes = present(mesh, *GROUP_AXES)
+    return moves_over(without_dead_code(traced.jaxpr), axes) if axes else Moves()
+
+
+def moves_over(jaxpr: Any, axes: Sequence[str]) -> Moves:
+    """List the collectives of a jaxpr over at least one of these axes, and what ran on whole arrays."""
+    times, whole = Counter[Move](), Counter[str]()
+    for eqn, runs, scope in _operations(jaxpr, 1, ""):
+        part, line, over = BACKWARD if REDUCE in scope else part_of(scope), source_line(eqn), _axes(eqn)
+        if set(axes) & set(over) and part != OPTIMIZER:
+            times[Move(_KINDS[eqn.primitive.name], over, _bytes(eqn), part, _module(scope), line)] += runs
+        elif WHOLE_ARRAYS in str(eqn.source_info.name_stack) and part == FORWARD and not over:
+            whole[f"{eqn.primitive.name} ({line})"] += 1
+    found = (replace(move, times=runs) for move, runs in times.items())
+    return Moves(tuple(sorted(found, key=lambda move: -move.total)), tuple(whole))
+
+
+def _operations(jaxpr: Any, times: int, outside: str) -> Iterator[tuple[Any, int, str]]:
+    """Yield (operation, how often it runs, its scopes); a loop of unknown length counts as one pass."""
+    for eqn in jaxpr.eqns:
+        scope = f"{outside}/{eqn.source_info.name_stack}"
+        yield eqn, times, scope
+        for body in inner_jaxprs(eqn):
+            yield from _operations(body, times * eqn.params.get("length", 1), scope)
+
+
+def _axes(eqn: Any) -> tuple[str, ...]:
+    if eqn.primitive.name not in _KINDS:
+        return ()
+    axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
+    return axes if isinstance(axes, tuple) else (axes,)
+
+
+def _bytes(eqn: Any) -> int:
+    return max(sum(prod(v.aval.shape) * v.aval.dtype.itemsize for v in side) for side in (eqn.invars, eqn.outvars))
+
+
+def _module(scope: str) -> str:
+    names = names_of(scope)
+    return next((name for name in (REDUCE, COUNT) if name in names), "/".join(n for n in names if n != WHOLE_ARRAYS))

@@ -1,0 +1,132 @@
+"""The run report of a step with `tensor`: what is moved, with the model's lines; what each device holds.
+
+Expected bytes are counted by hand: an activation is [rows, sequence, width], of 4 bytes an element.
+"""
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.tensor_models import BATCH, DIMENSIONS, GPT, SEQUENCE, WIDTH, Block, batches, initial, make_step, model
+from jax import lax
+
+import jzero
+from jzero.planner.moves import moves
+from jzero.planner.state_bytes import state_bytes
+from jzero.tree import named
+
+DEVICES, LAYERS = jax.devices(), 2
+ACTIVATION = BATCH * SEQUENCE * WIDTH * 4
+TOKENS = jax.ShapeDtypeStruct((BATCH, SEQUENCE), jnp.int32)
+
+
+def line_of(cls, text):
+    """ "tensor_models.py:31": the only line of a class that contains a text."""
+    lines, first = inspect.getsourcelines(cls)
+    (number,) = (first + i for i, line in enumerate(lines) if text in line)
+    return f"tensor_models.py:{number}"
+
+
+ATTENTION, FEED_FORWARD = line_of(Block, "self.attn(self"), line_of(Block, "self.down(nnx")
+EMBED, HEAD = line_of(GPT, "self.embed(tokens)"), line_of(GPT, "self.head(self")
+
+
+def moved(step, tokens=TOKENS):
+    found = moves(step.trace({"inputs": tokens, "labels": tokens}), step.mesh)
+    assert not found.whole
+    return {(m.part, m.kind, m.scope, m.line): (m.bytes, m.times) for m in found.all if m.bytes >= ACTIVATION // 4}
+
+
+def megatrons(size, layers, forward=("forward",)):
+    """Two gathers and two scatters a layer and direction; embedding and head once each."""
+    gather, scatter, whole = "all-gather", "reduce-scatter", (size, layers)
+    layer = {
+        (gather, "stack/attn/query", ATTENTION), (scatter, "stack/attn/out", ATTENTION),
+        (gather, "stack/up", FEED_FORWARD), (scatter, "stack/down", FEED_FORWARD),
+    }  # fmt: skip
+    ends = {(scatter, "prefix", EMBED), (gather, "suffix/head", HEAD)}
+    other = {gather: scatter, scatter: gather}
+    found = {(part, *move): whole for move in layer for part in forward}
+    found |= {("backward", other[kind], *where): whole for kind, *where in layer}
+    found |= {("forward", *move): (size, layers // LAYERS) for move in ends}
+    return found | {("backward", other[kind], *where): (size, layers // LAYERS) for kind, *where in ends}
+
+
+@pytest.mark.parametrize("unroll", [True, False])
+def test_a_layer_moves_two_and_two_at_these_lines(unroll):
+    assert moved(make_step("nnx", tensor=2, unroll=unroll)) == megatrons(ACTIVATION, LAYERS)
+
+
+def test_micro_batches_and_a_second_forward_pass():
+    """Two micro-batches move halves twice as often, and nothing else: no entry of an earlier trace is left."""
+    step = make_step("nnx", tensor=2, zero=2, stage=3, accum=2, remat="full", unroll=False)
+    first = moved(step)
+    assert first == moved(step)
+    size, runs = ACTIVATION // 4, 2 * LAYERS
+    layer = megatrons(size, runs, ("forward", "recomputed"))
+    # The last product of a layer is not needed again.
+    assert first.items() <= layer.items()
+    assert {key for key in layer if key not in first} == {("recomputed", "reduce-scatter", "stack/down", FEED_FORWARD)}
+
+
+def test_the_report_after_a_step():
+    step = make_step("nnx", tensor=2, zero=2, stage=2)
+    before = jzero.report(step)
+    assert "Moved over" not in before
+    assert "stage 2: parameters gathered once a step" in before
+    step(step.init(jax.random.key(0), initial("nnx")), batches()[0])
+    section = re.search(r"Moved over tensor in a step, per device\n(.*?)(\n\n|\Z)", jzero.report(step), re.S)[1]
+    rows = [re.split(r"\s{2,}", line.strip()) for line in section.splitlines()]
+    row = ["all-gather", "tensor", "8.00 KiB", "2", "16.0 KiB", "forward", "stack/up", FEED_FORWARD]
+    assert row in rows
+    assert "whole arrays" not in section
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_bytes_of_state_are_those_of_the_arrays(stage):
+    """Masters and moments as the devices hold them; inside the step, what the formula leaves of each leaf."""
+    config = {
+        "train_batch_size": BATCH, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "tensor_parallel": {"dimensions": DIMENSIONS["nnx"]},
+    }  # fmt: skip
+    step = jzero.make_train_step(model("nnx"), config, mesh=jzero.make_mesh(tensor=2, zero=2, devices=DEVICES[:4]))
+    state, found = step.init(jax.random.key(0), initial("nnx")), state_bytes(step)
+    for device in DEVICES[:4]:
+        masters, moments = (
+            sum(s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards if s.device == device)
+            for tree in (state.params, state.opt_state)
+        )
+        assert (found.masters, found.optimizer) == (masters, moments)
+    whole = {name for name in named(state.params) if "norm" in name or name.endswith(("out/bias", "down/bias"))}
+    used = sum(2 * x.size // (1 if name in whole else 2) for name, x in named(state.params).items())
+    assert (found.parameters, found.gradients) == (used // (2 if stage == 3 else 1), used // (2 if stage >= 2 else 1))
+
+
+class Windowed:
+    """A window over a divided dimension has no rule."""
+
+    def __init__(self):
+        self.divided = {"tensor": {"up": 1}}
+
+    def init(self, rng):
+        return {"up": 0.3 * jax.random.normal(rng, (8, 16))}
+
+    def loss(self, params, batch, rng):
+        hidden = batch["x"] @ params["up"]
+        return lax.reduce_window(hidden, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID").mean()
+
+
+def test_what_ran_on_whole_arrays_and_stage_1_without_zero():
+    mesh = jzero.make_mesh(tensor=2, zero=1, devices=DEVICES[:2])
+    config = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+    step = jzero.make_train_step(Windowed(), config | {"zero_optimization": {"stage": 1}}, mesh=mesh)
+    step(step.init(jax.random.key(0)), {"x": np.ones((4, 8), np.float32)})
+    text = jzero.report(step)
+    assert "every parameter is replicated" not in text
+    assert "stage 1, but mesh.zero = 1" in text
+    line = inspect.getsourcelines(Windowed.loss)[1] + 2
+    assert f"ran on whole arrays: reduce_window_max (test_tensor_report.py:{line})" in text
