@@ -1,4 +1,4 @@
-"""Rules of primitives that contain programs: calls, checkpoints, scans and custom derivatives."""
+"""Rules of primitives that contain programs: calls, checkpoints, loops, conditions and custom derivatives."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jzero._compat import closed_jaxpr, scan_sizes
 from jzero.spread.interpreter import interpret
@@ -40,20 +41,56 @@ def scan(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
 
     def body(carried: list[Value], xs_of_turn: list[Any]) -> Any:
         items = [Value(x, v.shape[1:], v.dims[1:], weight=v.weight) for x, v in zip(xs_of_turn, xs, strict=True)]
-        # Copies, because an array that is moved inside of the loop is not known outside.
-        known = [Value(v.x, v.shape, v.dims, v.partial, v.weight) for v in consts]
-        ys = interpret(group, _inside(eqn), [*known, *carried, *items])
+        ys = interpret(group, _inside(eqn), [*_copies(consts), *carried, *items])
         outs[:] = [group.summed(v) for v in ys[len(carry) :]]
         new = [_activation(group.place(v, c.dims)) for v, c in zip(ys[: len(carry)], carry, strict=True)]
         return new, [v.x for v in outs]
 
-    last, ys = jax.lax.scan(body, carry, [v.x for v in xs], p["length"], p["reverse"], p["unroll"])
+    last, ys = lax.scan(body, carry, [v.x for v in xs], p["length"], p["reverse"], p["unroll"])
     stacked = [Value(y, (p["length"], *v.shape), ((), *v.dims)) for y, v in zip(ys, outs, strict=True)]
     return [*last, *stacked]
 
 
 def _activation(v: Value) -> Value:
     return Value(v.x, v.shape, v.dims)
+
+
+def _copies(values: list[Value]) -> list[Value]:
+    """Copy values for a loop: an array that is moved inside of it is not known outside."""
+    return [Value(v.x, v.shape, v.dims, v.partial, v.weight) for v in values]
+
+
+@rule("while")
+def while_(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
+    """Between its turns, what a loop carries lies as in a scan. All devices of the group take the same turns."""
+    p, values = eqn.params, [group.summed(v) for v in values]
+    n, m = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+
+    def rested(found: list[Value]) -> list[Value]:
+        return [_activation(group.rested(v)) for v in found]
+
+    def goes_on(carried: list[Value]) -> Any:
+        (found,) = interpret(group, closed_jaxpr(p["cond_jaxpr"]), [*_copies(values[:n]), *carried])
+        return group.undivided(found).x
+
+    def body(carried: list[Value]) -> list[Value]:
+        return rested(interpret(group, closed_jaxpr(p["body_jaxpr"]), [*_copies(values[n:m]), *carried]))
+
+    return lax.while_loop(goes_on, body, rested(values[m:]))
+
+
+@rule("cond")
+def cond(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
+    """Results lie as activations do between layers, whichever branch runs. The group's devices take the same one."""
+    index, *operands = [group.summed(v) for v in values]
+
+    def branch(jaxpr: Any) -> Any:
+        def run(*xs: Value) -> list[Value]:
+            return [_activation(group.rested(v)) for v in interpret(group, closed_jaxpr(jaxpr), list(xs))]
+
+        return run
+
+    return lax.switch(group.undivided(index).x, [branch(jaxpr) for jaxpr in eqn.params["branches"]], *operands)
 
 
 # ------------------------------------------------------------------ custom derivatives

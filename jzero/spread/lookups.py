@@ -1,7 +1,8 @@
-"""The rule of lookups: `table[indices]`, `jnp.take`, `jnp.take_along_axis`."""
+"""The rules of lookups (`table[indices]`, `jnp.take`, `jnp.take_along_axis`) and of updates (`table.at[indices]`)."""
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import jax.numpy as jnp
@@ -62,3 +63,44 @@ def _own_rows(eqn: Any, table: Value, indices: Value, row: int, sizes: tuple[int
     for d in n.offset_dims:
         counts = jnp.expand_dims(counts, d)
     return jnp.where(counts, found, jnp.zeros((), found.dtype))
+
+
+_SCATTERS = ("scatter", *(f"scatter{mark}{kind}" for mark in "-_" for kind in ("add", "sub", "mul", "min", "max")))
+
+
+@rule(*_SCATTERS)
+def scatter(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
+    """Update along whole dimensions. Others may be divided, in the table as in the updates.
+
+    Many updates that are added to a small table, as in the gradient of a lookup, stay where they are: each device adds
+    its own, and the result is partial.
+    """
+    n = eqn.params["dimension_numbers"]
+    table, updates = group.summed(values[0]), group.summed(values[2])
+    indices = group.gathered(values[1], len(values[1].shape) - 1)
+    forms: list[list[Axes]] = [[() for _ in v.shape] for v in (table, indices, updates)]
+    dt, di, du = forms
+    places = [u for u in range(len(updates.shape)) if u not in n.update_window_dims]  # of the indices' dimensions
+    windows = [d for d in range(len(table.shape)) if d not in (*n.inserted_window_dims, *n.operand_batching_dims)]
+    taken: set[str] = set()
+
+    def free(*choices: Axes) -> Axes:
+        axes = next((axes for axes in choices if axes and not taken & set(axes)), ())
+        taken.update(axes)
+        return axes
+
+    for d, u in zip(windows, n.update_window_dims, strict=True):
+        if d not in n.scatter_dims_to_operand_dims and table.shape[d] == updates.shape[u]:
+            dt[d] = du[u] = free(table.dims[d], updates.dims[u])
+    for d, i in zip(n.operand_batching_dims, n.scatter_indices_batching_dims, strict=True):
+        dt[d] = di[i] = du[places[i]] = free(table.dims[d], updates.dims[places[i]], indices.dims[i])
+    partial: Axes = ()
+    if eqn.primitive.name in ("scatter-add", "scatter_add") and prod(updates.shape) > prod(table.shape):
+        for i, u in enumerate(places):
+            if i not in n.scatter_indices_batching_dims:
+                di[i] = du[u] = free(updates.dims[u], indices.dims[i])
+                partial = (*partial, *di[i])
+    x, *xs = (group.place(v, tuple(d)).x for v, d in ((table, dt), (indices, di), (updates, du)))
+    if partial:
+        x = jnp.where(lax.axis_index(partial) == 0, x, jnp.zeros((), x.dtype))
+    return results(eqn, bind(eqn, [x, *xs]), tuple(dt), partial)

@@ -72,8 +72,10 @@ def convolution(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
     numbers = p["dimension_numbers"]
     rows, features = numbers.lhs_spec[:2]
     out, into = numbers.rhs_spec[:2]
-    if p["feature_group_count"] != 1 or p["batch_group_count"] != 1:
+    if p["batch_group_count"] != 1:
         return everywhere(group, eqn, values)
+    if p["feature_group_count"] != 1:
+        return _in_groups(group, eqn, x, w)
     contracted = _either(x, x.dims[features], w, w.dims[into])
     outputs = _open(w.dims[out], set(contracted))
     dx, dw, dims = _none(x), _none(w), _none(x)
@@ -86,3 +88,17 @@ def convolution(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
 
 def _none(v: Value) -> list[Axes]:
     return [() for _ in v.shape]
+
+
+def _in_groups(group: Group, eqn: Any, x: Value, w: Value) -> list[Value]:
+    """Convolve groups of features, each with windows of its own: an axis divides the groups, and nothing is summed."""
+    count, numbers = eqn.params["feature_group_count"], eqn.params["dimension_numbers"]
+    rows, features = numbers.lhs_spec[:2]
+    axes = _either(x, x.dims[features], w, w.dims[numbers.rhs_spec[0]])
+    axes = axes if group.fits(count, axes) else ()
+    dx, dw, dims = _none(x), _none(w), _none(x)
+    dx[rows], dx[features], dw[numbers.rhs_spec[0]] = _open(x.dims[rows], set(axes)), axes, axes
+    dims[numbers.out_spec[0]], dims[numbers.out_spec[1]] = dx[rows], axes
+    xs = [group.place(x, tuple(dx)).x, group.place(w, tuple(dw)).x]
+    found = bind(eqn, xs, feature_group_count=count // group.degree(axes))
+    return results(eqn, found, tuple(dims), weight=x.weight and w.weight)

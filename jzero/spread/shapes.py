@@ -141,11 +141,28 @@ def _along(dimensions: Callable[[Any], Sequence[int]]) -> Rule:
     return f
 
 
+def _windowed(params: Any) -> list[int]:
+    """List the dimensions along which windows are larger than an element, or skip or add some."""
+    plain = {"window_dimensions": 1, "window_strides": 1, "base_dilation": 1, "window_dilation": 1, "padding": (0, 0)}
+    given = [(params[name], value) for name, value in plain.items() if name in params]
+    return [d for d in range(len(params["window_dimensions"])) if any(sizes[d] != value for sizes, value in given)]
+
+
 RULES |= dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along(lambda e: [e.params["axis"]]))
 RULES |= {
     "concatenate": _along(lambda e: [e.params["dimension"]]),
     "rev": _along(lambda e: e.params["dimensions"]),
     "sort": _along(lambda e: [e.params["dimension"]]),
+    **dict.fromkeys(
+        (
+            "reduce_window_sum",
+            "reduce_window_max",
+            "reduce_window_min",
+            "select_and_scatter_add",
+            "select_and_gather_add",
+        ),
+        _along(lambda e: _windowed(e.params)),
+    ),
     "top_k": _along(lambda e: [e.params.get("axis", len(e.invars[0].aval.shape) - 1)]),
 }
 

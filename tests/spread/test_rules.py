@@ -55,6 +55,37 @@ def conv(x, w):
     return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
+def turns(x, w):
+    """Turns until a condition holds that needs a sum over all devices; no reverse derivative."""
+    x, w = lax.stop_gradient((x, w))
+    return lax.while_loop(lambda c: (c[0] < 3) & (c[1].sum() < 100), lambda c: (c[0] + 1, jnp.tanh(c[1] @ w)), (0, x))
+
+
+def branches(x, w, i):
+    return lax.switch(i[0], [lambda x: x @ w, lambda x: 2 * x, lambda x: jnp.ones_like(x)], x)
+
+
+def pooled(x):
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 1), (1, 2, 1), "VALID")
+
+
+def depthwise(x, w):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=4)
+
+
+def upwards(x, w):
+    return lax.conv_transpose(x, w, (2, 2), "SAME")
+
+
+DISTINCT = np.array([0, 3])  # of updates of one element, which comes last is not defined
+
+
+def slope(f):
+    """A gradient inside of the function: its operations, transposes among them, run by rules."""
+    return lambda x, *rest: jax.grad(lambda x: 0.1 * (f(x, *rest) ** 2).sum())(x)
+
+
 CASES = {  # name: (function, shapes of floats, (shape, limit) of integers)
     "add": (lambda x, y: x + y, [(4, 8, 2), (4, 8, 2)], []),
     "broadcast": (lambda x, y: x * y + 2.0, [(4, 8, 4), (8, 1)], []),
@@ -92,6 +123,24 @@ CASES = {  # name: (function, shapes of floats, (shape, limit) of integers)
     "embedding, clipped": (lambda t, i: jnp.take(t, i, 0, mode="clip"), [(8, 4)], [((4, 4), 12)]),
     "along": (lambda x, i: jnp.take_along_axis(x, i, 1), [(4, 8)], [((4, 2), 8)]),
     "scatter": (lambda x, i: jnp.asarray(x).at[i].add(1.0), [(8, 4)], [((4,), 8)]),
+    "scatter, many": (lambda x, y, i: jnp.asarray(x).at[i].add(y), [(4, 8), (4, 4, 8)], [((4, 4), 5)]),
+    "scatter, columns": (lambda x, y, i: jnp.asarray(x).at[:, i[0] + DISTINCT].set(y), [(4, 8), (4, 2)], [((1,), 8)]),
+    "scatter, largest": (lambda x, y, i: jnp.asarray(x).at[i].max(y), [(8, 4), (2, 4)], [((2,), 8)]),
+    "scatter, one": (lambda x, y, i: jnp.asarray(x).at[i[0]].set(y), [(4, 8, 2), (8, 2)], [((1,), 4)]),
+    "gradient of a lookup": (slope(lambda t, i: t[i]), [(8, 4)], [((4, 4), 8)]),
+    "gradient of along": (slope(lambda x, i: jnp.take_along_axis(x, i, 1)), [(4, 8)], [((4, 2), 8)]),
+    "pooling": (
+        lambda x: (pooled(x), lax.reduce_window(x, 0.0, lax.add, (2, 1, 1), (1, 1, 1), "SAME")),
+        [(4, 8, 4)],
+        [],
+    ),
+    "gradient of pooling": (slope(pooled), [(4, 8, 4)], []),
+    "depthwise": (depthwise, [(4, 4, 4, 4), (3, 3, 1, 8)], []),
+    "gradient of depthwise": (slope(depthwise), [(4, 4, 4, 4), (3, 3, 1, 8)], []),
+    "upwards": (upwards, [(4, 4, 4, 4), (2, 2, 4, 8)], []),
+    "gradient of convolution": (slope(conv), [(4, 4, 4, 4), (3, 3, 4, 8)], []),
+    "turns": (turns, [(2, 8, 4), (4, 4)], []),
+    "switch": (branches, [(2, 8, 4), (4, 4)], [((1,), 3)]),
     "convolution": (conv, [(4, 4, 4, 4), (3, 3, 4, 8)], []),
     "softmax": (lambda x: jax.nn.softmax(x, -1), [(4, 8)], []),
     "cross-entropy": (optax.softmax_cross_entropy_with_integer_labels, [(4, 4, 8)], [((4, 4), 8)]),

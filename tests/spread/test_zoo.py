@@ -1,0 +1,262 @@
+"""No primitive of the models here runs on whole arrays where `tensor` divides their parameters.
+
+An upgrade of JAX may bring primitives without a rule; results stay right, but each would cost an all-gather. Models are
+traced with their gradients, not compiled.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from helpers.tensor_models import DIMENSIONS, model
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import jzero
+from experiments.resnet import ResNet
+from jzero.model import STACK
+from jzero.pipeline.module import LayerSpec, PipelineModule
+from jzero.planner.moves import moves
+from jzero.spread import Group, Value, spread
+from jzero.spread.division import divided_dims
+from jzero.tree import named
+from models.bert import Bert, BertConfig
+from models.gpt2 import GPT2, GPT2Config
+from models.llama import Llama, LlamaConfig
+from models.vit import ViT, ViTConfig
+
+ROWS, SEQUENCE, TENSOR = 4, 8, 2
+INT = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+FLOAT = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+TOKENS = INT((ROWS, SEQUENCE))
+IMAGES = {"images": FLOAT((ROWS, 16, 16, 4)), "labels": INT((ROWS,))}
+BLOCK = {
+    "attention/qkv/kernel": 1, "attention/qkv/bias": 0, "attention/out/kernel": 0, "mlp/up/kernel": 1,
+    "mlp/up/bias": 0, "mlp/down/kernel": 0,
+}  # fmt: skip
+SHAPE = (2, 32, 4, 64)
+
+
+def mesh():
+    return jzero.make_mesh(tensor=TENSOR, zero=1, devices=jax.devices()[:TENSOR])
+
+
+def of_step(subject, batch, table=None):
+    """What runs on whole arrays in a train step."""
+    dimensions = {} if getattr(subject, "divided", None) else {"tensor_parallel": {"dimensions": table}}
+    config = {"train_batch_size": ROWS, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **dimensions}
+    step = jzero.make_train_step(subject, config, mesh=mesh())
+    return moves(step.trace(batch), step.mesh).whole
+
+
+def of_function(f, params, table, *inputs, stacked=False):
+    """What runs on whole arrays in f(params, *inputs), and in its gradient if it returns a number."""
+    group = Group({"tensor": TENSOR}, {1: ("tensor",)})
+    dims = divided_dims(params, table, TENSOR, key="table", has_stack=stacked, names=None)
+
+    def spec(name, x):
+        at = dims.get(name)
+        at = at if at is None or not (stacked and name.startswith(f"{STACK}/")) else at + 1
+        return PartitionSpec(*("tensor" if d == at else None for d in range(len(x.shape))))
+
+    specs = {name: spec(name, x) for name, x in named(params).items()}
+    leaves, treedef = jax.tree.flatten(params)
+
+    def local(xs, *inputs):
+        values = [
+            Value(x, leaf.shape, tuple((axis,) if axis else () for axis in axes), weight=True)
+            for x, leaf, axes in zip(xs, leaves, specs.values(), strict=True)
+        ]
+        out = spread(f, group)(jax.tree.unflatten(treedef, values), *inputs)
+        return jax.tree.map(lambda v: group.undivided(v).x, out, is_leaf=lambda v: isinstance(v, Value))
+
+    def both(xs, *inputs):
+        results, pullback = jax.vjp(lambda xs: local(xs, *inputs), xs)
+        return pullback(jax.tree.map(jnp.ones_like, results))[0] if jnp.shape(results) == () else results
+
+    specs_in = (list(specs.values()), *(PartitionSpec() for _ in inputs))
+    run = jax.shard_map(both, mesh=mesh(), in_specs=specs_in, out_specs=PartitionSpec(), check_vma=False)
+    jax.eval_shape(run, leaves, *inputs)
+    return [f"{fallback.primitive} ({fallback.line})" for fallback in group.ledger.fallbacks]
+
+
+# ------------------------------------------------------------------ transformers, in a train step
+
+
+def llama(**changes):
+    config = LlamaConfig(2, 32, 4, 2, 64, vocab_size=64, attention="xla", **changes)
+    return jzero.from_flax(lambda rngs: Llama(config, rngs=rngs))
+
+
+def with_dropout():
+    def loss(module, batch):
+        x = module(batch["x"])
+        return (x**2).mean()
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.up, self.down = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, 32, rngs=rngs)
+            self.drop = nnx.Dropout(0.3, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.drop(self.down(self.drop(nnx.gelu(self.up(x)))))
+
+    return jzero.from_flax(Net, loss)
+
+
+def layer_list():
+    layers = [LayerSpec(nnx.Linear, 32, 32), *[LayerSpec(Wide) for _ in range(2)], LayerSpec(nnx.Linear, 32, 8)]
+    return PipelineModule(layers, num_stages=1, loss_fn=lambda y, labels: ((y - labels) ** 2).mean())
+
+
+class Wide(nnx.Module):
+    def __init__(self, rngs):
+        self.norm, self.up = nnx.RMSNorm(32, rngs=rngs), nnx.Linear(32, 64, rngs=rngs)
+        self.down = nnx.Linear(64, 32, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.silu(self.up(self.norm(x))))
+
+
+PAIRS = {"inputs": TOKENS, "labels": TOKENS}
+IN_A_STEP = {  # name: (model, batch, table)
+    "llama": (llama, PAIRS, None),
+    "llama, packed": (llama, PAIRS | {"segments": TOKENS}, None),
+    "gpt2": (
+        lambda: jzero.from_flax(
+            lambda rngs: GPT2(GPT2Config(*SHAPE, vocab_size=64, max_positions=16, attention="xla"), rngs=rngs)
+        ),
+        PAIRS,
+        BLOCK | {"embed": 0},
+    ),
+    "bert": (
+        lambda: jzero.from_flax(
+            lambda rngs: Bert(BertConfig(*SHAPE, vocab_size=64, max_positions=16, attention="xla"), rngs=rngs)
+        ),
+        PAIRS,
+        BLOCK | {"embed": 0},
+    ),
+    "vit": (
+        lambda: jzero.from_flax(
+            lambda rngs: ViT(
+                ViTConfig(*SHAPE, num_classes=8, image_size=16, patch_size=4, num_channels=4, attention="xla"),
+                rngs=rngs,
+            )
+        ),
+        IMAGES,
+        BLOCK | {"head/kernel": 1, "head/bias": 0},
+    ),
+    "nnx": (lambda: model("nnx"), PAIRS, DIMENSIONS["nnx"]),
+    "linen": (lambda: model("linen"), PAIRS, DIMENSIONS["linen"]),
+    "dropout": (with_dropout, {"x": FLOAT((ROWS, SEQUENCE, 32))}, {"up/kernel": 1, "up/bias": 0, "down/kernel": 0}),
+    "pipeline module": (
+        layer_list,
+        (FLOAT((ROWS, SEQUENCE, 32)), FLOAT((ROWS, SEQUENCE, 8))),
+        {"up/kernel": 1, "up/bias": 0, "down/kernel": 0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_A_STEP)
+def test_a_train_step(name):
+    make, batch, table = IN_A_STEP[name]
+    assert of_step(make(), batch, table) == ()
+
+
+# ------------------------------------------------------------------ what a train step refuses
+
+
+def test_a_resnet_with_batch_norm():
+    net = partial(ResNet, classes=8, channels=4, stages=(1, 1), width=16)
+
+    def loss_fn(module, batch):
+        return optax.softmax_cross_entropy_with_integer_labels(module(batch["images"]), batch["labels"]).mean()
+
+    resnet = jzero.from_flax(net, loss_fn)
+    params = jax.eval_shape(resnet.init, jax.random.key(0))
+    table = {name: 3 for name, x in named(params).items() if len(x.shape) == 4 and x.shape[3] % 2 == 0}
+
+    def loss(params, batch):
+        return resnet.loss(params, batch, None)[0]
+
+    assert of_function(loss, params, {f"^{name}$": dim for name, dim in table.items()}, IMAGES) == []
+
+
+class UNet(nnx.Module):
+    """Down, middle with attention, up; with group norms, and the time of the noise."""
+
+    def __init__(self, rngs):
+        conv = partial(nnx.Conv, kernel_size=(3, 3), rngs=rngs)
+        self.start, self.first, self.down = conv(4, 16), conv(16, 16), conv(16, 32, strides=2)
+        self.norm, self.time = nnx.GroupNorm(32, 4, rngs=rngs), nnx.Linear(16, 32, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(4, 32, decode=False, rngs=rngs)
+        self.depthwise = conv(32, 32, feature_group_count=32)
+        self.up = nnx.ConvTranspose(32, 16, (2, 2), strides=(2, 2), rngs=rngs)
+        self.join, self.end = conv(32, 16), conv(16, 4)
+        self.drop = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x, t):
+        frequencies = jnp.exp(-jnp.arange(8) / 8)
+        angles = t[:, None] * frequencies
+        time = self.time(jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1))
+        a = nnx.silu(self.first(self.start(x)))
+        b = nnx.silu(self.norm(self.down(a))) + time[:, None, None]
+        rows, height, width, channels = b.shape
+        b = b + self.attention(b.reshape(rows, height * width, channels)).reshape(b.shape)
+        b = self.drop(nnx.silu(self.depthwise(b)))
+        c = jnp.concatenate([self.up(b), jax.image.resize(b, (*a.shape[:3], 32), "nearest")[..., :16]], -1)
+        c = jax.image.resize(nnx.avg_pool(self.join(c), (2, 2), (2, 2)), a.shape, "bilinear")
+        return self.end(nnx.silu(c))
+
+
+def test_a_diffusion_u_net():
+    def loss_fn(module, batch, rng):
+        a, b = jax.random.split(rng)
+        images, t = batch["images"], jax.random.uniform(a, (ROWS,))
+        noise = jax.random.normal(b, images.shape)
+        noisy = jnp.sqrt(1 - t)[:, None, None, None] * images + jnp.sqrt(t)[:, None, None, None] * noise
+        return ((module(noisy, t) - noise) ** 2).mean()
+
+    unet = jzero.from_flax(UNet, lambda module, batch: loss_fn(module, batch, batch["rng"]))
+    shapes = jax.eval_shape(unet.init, jax.random.key(0))
+    table = {
+        "(start|first|down|time|depthwise)/kernel": -1, "(start|first|down|time|depthwise)/bias": 0,
+        "(query|key|value)/kernel": 1, "(query|key|value)/bias": 0, "out/kernel": 0, "norm": 0,
+        "up/kernel": 3, "up/bias": 0, "join/kernel": 2, "end/kernel": 2,
+    }  # fmt: skip
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    batch = {"images": IMAGES["images"], "rng": key}
+    assert of_function(lambda p, batch, rng: unet.loss(p, batch, rng), shapes, table, batch, key) == []
+
+
+def generate(decoder, layers, new, params, tokens):
+    """Continue prompts greedily with a cache, until all rows have token 0."""
+    rows, length = tokens.shape
+    one = decoder.make_cache(rows, length + new, jnp.float32)
+    empty = jax.tree.map(lambda x: jnp.zeros((layers, *x.shape), x.dtype), one)
+
+    def forward(tokens, column, cache):
+        x = decoder.decode_prefix(params["ends"], tokens, column, None)
+        x, cache = lax.scan(lambda x, item: decoder.decode_block(item[0], x, item[1]), x, (params[STACK], cache))
+        return decoder.decode_suffix(params["ends"], x).argmax(-1).astype(jnp.int32), cache
+
+    token, cache = forward(tokens, 0, empty)
+    found = lax.dynamic_update_slice(jnp.zeros((rows, new), jnp.int32), token[:, None], (0, 0))
+
+    def turn(carry):
+        t, token, found, cache = carry
+        token, cache = forward(token[:, None], length + t, cache)
+        return t + 1, token, found.at[:, t + 1].set(token), cache
+
+    going = (jnp.int32(0), token, found, cache)
+    return lax.while_loop(lambda carry: (carry[0] < new - 1) & (carry[1] != 0).any(), turn, going)[2]
+
+
+def test_a_decoder_with_a_cache():
+    decoder = llama()
+    params = jax.eval_shape(decoder.init, jax.random.key(0))
+    run = partial(generate, decoder, 2, 3)
+    assert of_function(run, params, decoder.divided["tensor"], TOKENS, stacked=True) == []
