@@ -190,10 +190,13 @@ def test_devices_hold_what_the_accounting_says(model, stage, data):
 # ------------------------------------------------------------------------------------------- by parameter
 
 
-@pytest.mark.parametrize("stage", keep([0, 1, 2, 3], [3]))
-def test_bytes_of_each_parameter(stage):
+@pytest.mark.parametrize(
+    ("stage", "axis"), keep(product([0, 1, 2, 3], ["zero", "context"]), [(3, "zero"), (2, "context")])
+)
+def test_bytes_of_each_parameter(stage, axis):
     """By the ZeRO table: masters 4, moments 8, bf16 weights 2, bf16 gradients 2 bytes, each divided or not."""
-    step = train_step(llama(TINY), stage, jzero.make_mesh(devices=jax.devices()[:2]))
+    mesh = jzero.make_mesh(**{"zero": 1, axis: 2}, devices=jax.devices()[:2])
+    step = train_step(llama(TINY), stage, mesh)
     found = leaf_bytes(step)
     state, weights, gradients = (2 if stage >= s else 1 for s in (1, 3, 2))
     for name, shape, _ in shapes_of(llama(TINY)):

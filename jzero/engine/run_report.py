@@ -23,7 +23,7 @@ from jzero.engine.layout_table import grouped
 from jzero.engine.step_report import joined, sections_of_step
 from jzero.engine.text import bullets, numberless, size_text, table, value_text, wrap
 from jzero.errors import shorten, some_of
-from jzero.mesh import BATCH_AXES, GROUP_AXES, PIPE, ZERO, group_size, present
+from jzero.mesh import BATCH_AXES, GROUP_AXES, PIPE, TENSOR, ZERO_AXES, group_size, present
 from jzero.model import weights_layout
 from jzero.planner.observed import observed
 from jzero.planner.state_bytes import gradient_dtype, state_bytes, sums_gradients
@@ -99,7 +99,7 @@ def _head(step: Any) -> list[str]:
 def _zero(step: Any) -> str:
     stage, rule, by_layer = step.config.zero_optimization.stage, step.setup.rule, step.setup.passes.facts.by_layer
     if stage and all(leaf.dim is None for leaf in jax.tree.leaves(step.layouts)):
-        if group_size(step.mesh) > 1 and step.mesh.shape[ZERO] == 1:
+        if group_size(step.mesh) > 1 and not present(step.mesh, *ZERO_AXES):
             return f"stage {stage}, but mesh.zero = 1, so nothing is partitioned beyond the axes of the layout below"
         return f"stage {stage}, but every parameter is replicated (see below), so this is plain data parallelism"
     layer = "gathered layer by layer" if by_layer else "gathered where they are used"
@@ -260,7 +260,7 @@ def _effective(step: Any) -> list[str]:
         lines.append(f"layer stack: {facts.layers} layers, {_how(step)}; {checkpointing}{every}")
     elif facts.remat.kind != "none":
         lines.append(checkpointing)
-    if min(step.mesh.shape[PIPE], step.mesh.shape[ZERO]) > 1 and config.zero_optimization.stage == 3:
+    if step.mesh.shape[PIPE] > 1 and present(step.mesh, *ZERO_AXES) and config.zero_optimization.stage == 3:
         lines.append(_gathers(step))
     small = [leaf for leaf in jax.tree.leaves(step.layouts) if leaf.why and not _fell_back(leaf)]
     if small:
@@ -295,17 +295,13 @@ def _autos(step: Any) -> list[str]:
 
 def _gathers(step: Any) -> str:
     """Describe when a pipeline gathers parameters, and the memory that each way takes in the compute dtype."""
-    itemsize, pipe, group = step.precision.compute.itemsize, step.mesh.shape[PIPE], step.mesh.shape[ZERO]
-    leaves = jax.tree.leaves(step.layouts)
-    whole = sum(prod(leaf.shape) * itemsize // (pipe if leaf.on_pipe else 1) for leaf in leaves)
-    parts = sum(
-        prod(leaf.shape) * itemsize // (pipe if leaf.on_pipe else 1) // (1 if leaf.dim is None else group)
-        for leaf in leaves
-    )
+    itemsize, sizes, leaves = step.precision.compute.itemsize, step.mesh.shape, jax.tree.leaves(step.layouts)
+    used = [prod(leaf.shape) * itemsize // prod(sizes[a] for a in leaf.axes & {PIPE, TENSOR}) for leaf in leaves]
+    kept = [size // prod(sizes[a] for a in leaf.group) for leaf, size in zip(leaves, used, strict=True)]
     asked = step.config.pipeline.gather or "micro_batch"
     return (
-        f"pipeline.gather {asked}: micro_batch keeps {size_text(parts)} of parameters per device and gathers them for "
-        f"every micro-batch, step keeps {size_text(whole)} and gathers once"
+        f"pipeline.gather {asked}: micro_batch keeps {size_text(sum(kept))} of parameters per device and gathers them "
+        f"for every micro-batch, step keeps {size_text(sum(used))} and gathers once"
     )
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jzero import optimizers
-from jzero.mesh import GROUP_AXES, PIPE, ZERO, group_size, replicas
+from jzero.mesh import PIPE, TENSOR, ZERO_AXES, replicas
 from jzero.optimizers.compressed import rows_of
 from jzero.precision import Precision
 from jzero.sharding import optimizer_layouts, owners
@@ -95,10 +95,18 @@ def sums_gradients(step: TrainStep) -> bool:
 
 
 def _inside(
-    step: TrainStep, rule: Rule, x: jax.ShapeDtypeStruct, trainable: bool, parts: int, on_host: OnHost = ON_DEVICE
+    step: TrainStep,
+    rule: Rule,
+    x: jax.ShapeDtypeStruct,
+    trainable: bool,
+    parts: int,
+    group: int,
+    on_host: OnHost = ON_DEVICE,
 ) -> tuple[float, float]:
-    """Return (bytes of a leaf's compute copy, bytes of its gradient) under a rule, for 1/`parts` of the leaf."""
-    group = step.mesh.shape[ZERO]
+    """Return (bytes of a leaf's compute copy, bytes of its gradient) under a rule, for 1/`parts` of the leaf.
+
+    `group` is the number of devices that ZeRO partitions the leaf over.
+    """
     moved = optimizers.own_steps(step.state_shapes.opt_state) is not None  # every device computes at its own parameters
     compute = jnp.dtype(step.precision.compute if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
     # A frozen parameter is there once, unless there is a second copy.
@@ -115,7 +123,11 @@ def _inside(
 
 def _parts(layout: ParamLayout, mesh: Mesh) -> int:
     """Return the number of parts in which a parameter is used."""
-    return prod(mesh.shape[axis] for axis in (PIPE, *GROUP_AXES) if axis in layout.axes)
+    return prod(mesh.shape[axis] for axis in (PIPE, TENSOR) if axis in layout.axes)
+
+
+def _zero_degree(layout: ParamLayout, mesh: Mesh) -> int:
+    return prod(mesh.shape[axis] for axis in layout.group)
 
 
 class LeafBytes(NamedTuple):
@@ -134,7 +146,8 @@ def leaf_bytes(step: TrainStep) -> dict[str, LeafBytes]:
     for layout, x in zip(jax.tree.leaves(step.layouts), jax.tree.leaves(shapes.params), strict=True):
         parts = _parts(layout, mesh)
         master = _local_size(x.shape, layout.spec, mesh) * x.dtype.itemsize
-        there, inside = layout.on_host.master, _inside(step, layout.rule, x, layout.trainable, parts, layout.on_host)
+        there, group = layout.on_host.master, _zero_degree(layout, mesh)
+        inside = _inside(step, layout.rule, x, layout.trainable, parts, group, layout.on_host)
         found[layout.name] = LeafBytes(master * (not there), 0, *inside, master * there)
     owner_of = owners(step.layouts)
     moments = optimizer_layouts(shapes.opt_state, step.layouts, setup.averaging.spec if setup.averaging else None)
@@ -162,11 +175,12 @@ def host_reads(step: TrainStep) -> int:
 
 def state_bytes(step: TrainStep) -> StateBytes:
     """Compute the model-state bytes per device of a `TrainStep`."""
-    shapes, specs, group = step.state_shapes, step.state_specs, step.mesh.shape[ZERO]
-    stage, parts = step.setup.rule if group > 1 else RULES[0], step.mesh.shape[PIPE] * group_size(step.mesh)
+    shapes, specs, mesh = step.state_shapes, step.state_specs, step.mesh
+    group, parts = prod(mesh.shape[axis] for axis in ZERO_AXES), mesh.shape[PIPE] * mesh.shape[TENSOR]
+    stage = step.setup.rule if group > 1 else RULES[0]
     leaves = list(zip(jax.tree.leaves(step.layouts), jax.tree.leaves(shapes.params), strict=True))
-    actual = [_inside(step, leaf.rule, x, leaf.trainable, _parts(leaf, step.mesh), leaf.on_host) for leaf, x in leaves]
-    ideal = [_inside(step, stage, x, leaf.trainable, parts) for leaf, x in leaves]
+    actual = leaf_bytes(step).values()
+    ideal = [_inside(step, stage, x, leaf.trainable, parts, group) for leaf, x in leaves]
     persistent = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((shapes.params, shapes.opt_state)))
     # Errors of compressed communication have a row for each device, whatever the stage.
     state = named(shapes.opt_state)
@@ -175,12 +189,12 @@ def state_bytes(step: TrainStep) -> StateBytes:
     frozen = sum(x.size * x.dtype.itemsize for leaf, x in leaves if not leaf.trainable)
     whole = 0 if stage.gather == "layer" else frozen  # frozen weights are partitioned under stage 3 alone
     return StateBytes(
-        masters=bytes_per_device(shapes.params, specs.params, step.mesh),
-        optimizer=bytes_per_device(shapes.opt_state, specs.opt_state, step.mesh),
-        parameters=int(sum(parameters for parameters, _ in actual)),
-        gradients=int(sum(gradients for _, gradients in actual)),
+        masters=bytes_per_device(shapes.params, specs.params, mesh),
+        optimizer=bytes_per_device(shapes.opt_state, specs.opt_state, mesh),
+        parameters=int(sum(leaf.parameters for leaf in actual)),
+        gradients=int(sum(leaf.gradients for leaf in actual)),
         formula=((persistent - whole) / (group if stage.shards_state else 1) + whole) / parts
         + sum(map(sum, ideal))
-        + errors / replicas(step.mesh),
+        + errors / replicas(mesh),
         host=step.host_bytes,
     )
