@@ -100,7 +100,7 @@ class TestPlan:
             plan.time.budget(-1)
 
     def test_the_record_keeps_its_schema(self, plan):
-        """docs/plan.md documents these keys; another set of keys is another schema."""
+        """docs/plan.md documents these keys, and all the keys of these sections."""
         record = json.loads(json.dumps(plan.record(1e9, 2.0)))
         assert {key: sorted(value) if isinstance(value, dict) else None for key, value in record.items()} == {
             "schema": None,
@@ -112,6 +112,8 @@ class TestPlan:
                 "preallocated_bytes", "temps_bytes", "usable_bytes", "verdict",
             ],
             "collectives": None,
+            "moves": None,
+            "whole_arrays": None,
             "time": [
                 "by", "compute_s", "exposed", "exposed_s", "mfu", "rates", "samples_per_s", "step_s", "tokens_per_s",
                 "tokens_per_s_gpu", "uncertainty", "useful_flops",
