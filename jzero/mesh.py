@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jzero.config.sizes import group_degrees
-from jzero.distributed.joining import host_of, init_distributed
+from jzero.distributed.joining import host_of, hosts, init_distributed
 from jzero.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ def check_mesh(mesh: Mesh) -> None:
         raise ConfigError(f"mesh is {mesh!r}, not a jax.sharding.Mesh: build it with jzero.make_mesh(...)")
     if mesh.axis_names != AXES:
         raise ConfigError(f"mesh axes are {mesh.axis_names}, jzero needs {AXES}: build it with jzero.make_mesh(...)")
+    hosts()  # all processes call this function, so that one alone may ask for hosts later
 
 
 def check_against(config: Config, mesh: Mesh) -> None:
@@ -133,6 +134,13 @@ def replicas(mesh: Mesh) -> int:
 def group_size(mesh: Mesh) -> int:
     """Compute the number of devices that act as one."""
     return prod(mesh.shape[axis] for axis in GROUP_AXES)
+
+
+def spans_hosts(mesh: Mesh, *axes: str) -> bool:
+    """Return whether devices of several hosts lie along these axes, the last ones of `AXES`."""
+    of_devices = np.asarray([host_of(device) for device in mesh.devices.flat])
+    of_groups = of_devices.reshape(-1, prod(mesh.shape[axis] for axis in axes))
+    return bool((of_groups != of_groups[:, :1]).any())
 
 
 def batch_spec(mesh: Mesh) -> PartitionSpec:

@@ -8,7 +8,7 @@ from typing import Any
 from jzero.engine.text import bullets, table
 from jzero.errors import some_of
 from jzero.mesh import GROUP_AXES, group_size, present
-from jzero.planner.moves import COLUMNS, moves
+from jzero.planner.moves import COLUMNS, across_hosts, moves
 from jzero.planner.products import products
 
 MOST_MOVES = 12
@@ -37,7 +37,8 @@ def _moves(step: Any) -> list[str]:
         return []
     found = moves(step.traced, step.mesh)
     lines = table([COLUMNS, *found.rows(MOST_MOVES)], "<<>>><<<") if found.all else []
-    return lines + (bullets([f"ran on whole arrays: {some_of(found.whole, 6)}"]) if found.whole else [])
+    whole = [f"ran on whole arrays: {some_of(found.whole, 6)}"] if found.whole else []
+    return lines + bullets([*whole, *across_hosts(found, step.mesh)])
 
 
 def _half_precision(step: Any) -> list[str]:

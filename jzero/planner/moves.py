@@ -16,7 +16,7 @@ import jax
 
 from jzero._compat import inner_jaxprs, source_line, without_dead_code
 from jzero.gradients import COUNT, REDUCE
-from jzero.mesh import GROUP_AXES, present
+from jzero.mesh import GROUP_AXES, present, spans_hosts
 from jzero.planner.products import BACKWARD, FORWARD, OPTIMIZER, names_of, part_of
 from jzero.spread.rules import WHOLE_ARRAYS
 from jzero.values.sizes import size_text
@@ -96,6 +96,17 @@ def moves(traced: jax.stages.Traced, mesh: jax.sharding.Mesh) -> Moves:
     """
     axes = present(mesh, *GROUP_AXES)
     return moves_over(without_dead_code(traced.jaxpr), axes) if axes else Moves()
+
+
+def across_hosts(found: Moves, mesh: jax.sharding.Mesh) -> Iterator[str]:
+    """Warn where the devices that act as one are of several hosts."""
+    axes = present(mesh, *GROUP_AXES)
+    if axes and spans_hosts(mesh, *GROUP_AXES):
+        sizes = " and ".join(f"mesh.{axis} = {mesh.shape[axis]}" for axis in axes)
+        yield (
+            f"{sizes}: such groups of devices span hosts, and move {size_text(found.total)} a step per device at the "
+            "speed of the network; fix: degrees whose product divides the number of GPUs of a host"
+        )
 
 
 def moves_over(jaxpr: Any, axes: Sequence[str]) -> Moves:

@@ -22,7 +22,7 @@ from jzero.planner.advice import advice
 from jzero.planner.collectives import collectives
 from jzero.planner.deepspeed_estimate import deepspeed_estimate
 from jzero.planner.memory import memory
-from jzero.planner.moves import moves
+from jzero.planner.moves import across_hosts, moves
 from jzero.planner.plan_facts import PlanFacts
 from jzero.planner.plan_page import write_page
 from jzero.planner.plan_record import plan_record
@@ -153,7 +153,7 @@ def read_plan(
     """
     text, amount, count = compiled.as_text() or "", amount_of(batch), step.mesh.size
     found, half = collectives(text, step.mesh), step.config.precision != "fp32"
-    planned, problem = None, ""
+    planned, problem, moved = None, "", moves(traced, step.mesh)
     try:
         timed = step_time(
             text, rates, mesh=step.mesh, gpus_per_node=gpus_per_node, host_bytes=step.host_bytes,
@@ -163,10 +163,10 @@ def read_plan(
         planned = PlannedTime(timed, amount, useful, gpu, count, nodes, half, origin)
     except ValueError as error:  # a spelling that the reader of the program does not know
         problem = str(error)
+    warnings = advice(step, gpu, text, found, products(traced), amount)
     return Plan(
         step, gpu, nodes, gpus_per_node, amount, planned_memory(step, memory(compiled, step), text, there), found,
-        moves(traced, step.mesh), planned, problem, advice(step, gpu, text, found, products(traced), amount),
-        deepspeed_estimate(step), text, seconds,
+        moved, planned, problem, (*warnings, *across_hosts(moved, step.mesh)), deepspeed_estimate(step), text, seconds,
     )  # fmt: skip
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from jzero._compat import inner_jaxprs, is_constant, source_line, source_of
-from jzero.errors import ConfigError
 from jzero.spread.rules import RULES, everywhere
 from jzero.spread.value import Group, Value, whole
 
@@ -57,15 +56,9 @@ def interpret(group: Group, closed: Any, values: Sequence[Value]) -> list[Value]
 
     for eqn in jaxpr.eqns:
         operands, name = read(eqn.invars), eqn.primitive.name
-        own_backward = has_own_backward(eqn)
-        if own_backward and name == "cond":
-            raise ConfigError(
-                f"{source_line(eqn) or 'the model'}: a jax.custom_vjp inside a jax.lax.cond is not yet supported with "
-                "mesh.tensor larger than 1; use jnp.where instead of the cond, or set mesh.tensor to 1"
-            )
         # What is whole stays whole: the primitive runs as it is, with the programs that it contains. The exception is
         # a backward pass of the model's own, which must see the gradient, not this device's share of it.
-        as_it_is = all(v.whole for v in operands) and not own_backward
+        as_it_is = all(v.whole for v in operands) and not has_own_backward(eqn)
         run = everywhere if as_it_is else RULES.get(name, everywhere)
         before = ledger.line, ledger.primitive
         ledger.line, ledger.primitive = source_line(eqn) or ledger.line, name

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from jax.sharding import Mesh
 
 from jzero.config import Config
@@ -68,11 +67,3 @@ def _not_yet(model: Any, config: Config, mesh: Mesh, keys: str) -> Iterator[str]
         )
     if getattr(model, "state", ()):
         yield f"a model that has state, such as BatchNorm's statistics ({min(model.state)}): set {keys} to 1"
-    if _spans_processes(mesh):
-        yield "devices of several processes along them: not yet supported; make them no more than a process has"
-
-
-def _spans_processes(mesh: Mesh) -> bool:
-    processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
-    of_groups = processes.reshape(-1, group_size(mesh))  # the group's axes are the last ones
-    return bool((of_groups != of_groups[:, :1]).any())

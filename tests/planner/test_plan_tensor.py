@@ -81,3 +81,18 @@ def test_by_axis_and_line(tmp_path):
     page = (tmp_path / "plan.html").read_text()
     assert line("down") in page
     assert "By axis" in page
+
+
+@pytest.mark.parametrize(("nodes", "of_node", "warns"), [(2, 2, True), (1, 4, False)])
+def test_a_group_across_hosts_has_its_price(nodes, of_node, warns):
+    config = {
+        "train_batch_size": ROWS, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "bf16": {"enabled": True},
+        "mesh": {"tensor": 4},
+    }  # fmt: skip
+    shapes = {"x": jax.ShapeDtypeStruct((ROWS, SEQUENCE, WIDTH), jnp.bfloat16)}
+    plan = jzero.plan(FeedForward(), config, shapes, gpu="h100", nodes=nodes, gpus_per_node=of_node)
+    found = [line for line in plan.warnings if line.startswith("mesh.tensor = 4: such groups of devices span hosts")]
+    assert bool(found) == warns
+    if warns:  # the two collectives of the layer, see above, and the bias
+        size = re.search(r"move ([\d.]+) KiB a step", found[0])[1]
+        assert float(size) == pytest.approx((2 * ROWS * SEQUENCE * WIDTH * BF16 + WIDTH * BF16) / 2**10, rel=0.01)
