@@ -34,7 +34,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jzero.communication import zeropp
-from jzero.mesh import AXES, DATA, PIPE, TENSOR, ZERO, ZERO_AXES, present
+from jzero.mesh import AXES, BATCH_AXES, PIPE, TENSOR, ZERO_AXES, present
 from jzero.precision import Precision, cast
 
 
@@ -216,15 +216,15 @@ def keep_state(layout: ParamLayout, new: jax.Array, old: jax.Array) -> jax.Array
     if layout.dim is None:
         return new
     if jnp.issubdtype(new.dtype, jnp.floating):
-        return _scatter(layout, new / lax.psum(1, ZERO))
-    new = _first(new, (ZERO,))
+        return _scatter(layout, new / lax.psum(1, layout.group))
+    new = _first(new, layout.group)
     size = old.shape[layout.dim]
-    return lax.dynamic_slice_in_dim(new, lax.axis_index(ZERO) * size, size, layout.dim)
+    return lax.dynamic_slice_in_dim(new, lax.axis_index(layout.group) * size, size, layout.dim)
 
 
 def agree_on_state(layout: ParamLayout, new: jax.Array, mesh: Mesh) -> jax.Array:
     """Make the replicas that store a state agree: on the mean of floats, else on the first replica's value."""
-    axes = present(mesh, DATA, *(() if layout.dim is not None else (ZERO,)))
+    axes = tuple(axis for axis in present(mesh, *BATCH_AXES) if axis not in layout.group)
     if not axes:
         return new
     return lax.pmean(new, axes) if jnp.issubdtype(new.dtype, jnp.floating) else _first(new, axes)

@@ -104,9 +104,12 @@ def test_deepspeeds_name():
 
 
 REFUSED = [
-    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, ["offload_param", "not yet"]),
+    ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, ["zero_quantized_gradients", "not yet"]),
     ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, ["zero_hpz_partition_size", "not yet"]),
-    ({"activation_checkpointing": {"cpu_checkpointing": True}}, ["cpu_checkpointing", "or set mesh.context to 1"]),
+    (
+        {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": 0}},
+        ["OneBitAdam", "needs mesh.context 1"],
+    ),
 ]
 
 

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jzero.config import Config
 from jzero.errors import ConfigError
-from jzero.mesh import GROUP_AXES, TENSOR, group_size, present
+from jzero.mesh import CONTEXT, GROUP_AXES, TENSOR, group_size, present
 from jzero.optimizers import compresses
 from jzero.spread.division import divided_dims
 from jzero.tree import PyTree
@@ -28,7 +28,7 @@ def tensor_dims(model: Any, params: PyTree, config: Config, mesh: Mesh, has_stac
         axes = present(mesh, *GROUP_AXES)
         asked = " and ".join(f"mesh.{axis} = {mesh.shape[axis]}" for axis in axes)
         keys = " and ".join(f"mesh.{axis}" for axis in axes)
-        if problems := [f"{asked} with {what}" for what in _not_yet(model, config, mesh, keys)]:
+        if problems := [f"{asked} with {what}" for what in _not_yet(config, mesh, keys)]:
             raise ConfigError(*problems)
     if degree == 1:
         if own:
@@ -42,28 +42,23 @@ def tensor_dims(model: Any, params: PyTree, config: Config, mesh: Mesh, has_stac
         )
     names = getattr(model, "names", None)
     key = KEY if own else f"{model!r}: divided['tensor']"
-    return divided_dims(params, table, degree, key=key, has_stack=has_stack, names=names)
+    dims = divided_dims(params, table, degree, key=key, has_stack=has_stack, names=names)
+    if found := sorted(set(dims) & set(getattr(model, "state", ()))):
+        raise ConfigError(f"{key}: {found} are state, which is whole on every device; write a table without them")
+    return dims
 
 
-def _not_yet(model: Any, config: Config, mesh: Mesh, keys: str) -> Iterator[str]:
+def _not_yet(config: Config, mesh: Mesh, keys: str) -> Iterator[str]:
     """Describe what the config asks for and the axes with these keys do not work with yet, each with the fix."""
-    zero, remat = config.zero_optimization, config.activation_checkpointing
-    or_one = f"remove it, or set {keys} to 1"
-    for section in ("offload_param", "offload_optimizer"):
-        if (device := getattr(zero, section).device) != "none":
-            yield f'zero_optimization.{section}.device = "{device}": not yet supported; {or_one}'
-    if remat and remat.cpu_checkpointing:
-        yield f"activation_checkpointing.cpu_checkpointing = true: not yet supported; {or_one}"
-    for key in ("zero_quantized_weights", "zero_quantized_gradients"):
-        if getattr(zero, key):
-            yield f"zero_optimization.{key} = true: not yet supported; {or_one}"
-    if zero.zero_hpz_partition_size > 1:
-        size = zero.zero_hpz_partition_size
-        yield f"zero_optimization.zero_hpz_partition_size = {size}: not yet supported; {or_one}"
+    zero = config.zero_optimization
+    if mesh.shape[CONTEXT] > 1:  # its devices are among those that ZeRO partitions over
+        or_one = "not yet supported; remove it, or set mesh.context to 1"
+        if zero.zero_quantized_gradients:
+            yield f"zero_optimization.zero_quantized_gradients = true: {or_one}"
+        if zero.zero_hpz_partition_size > 1:
+            yield f"zero_optimization.zero_hpz_partition_size = {zero.zero_hpz_partition_size}: {or_one}"
     if config.optimizer and compresses(config.optimizer):
         yield (
             f"optimizer.type {config.optimizer.type!r}: its compressed communication needs {keys} 1; or write "
             "optimizer.params.exact_communication: true"
         )
-    if getattr(model, "state", ()):
-        yield f"a model that has state, such as BatchNorm's statistics ({min(model.state)}): set {keys} to 1"

@@ -144,8 +144,9 @@ def reference(name):
 
 
 def make_step(
-    name, *, stage=0, accum=1, remat="none", precision=None, unroll=True, dimensions=None, pipeline=None, **mesh
-):
+    name, *, stage=0, accum=1, remat="none", precision=None, unroll=True, dimensions=None, pipeline=None,
+    zero_section=None, checkpointing=None, **mesh
+):  # fmt: skip
     degrees = {"data": 1, "zero": 1, **mesh}
     devices = jax.devices()[: int(np.prod(list(degrees.values())))]
     if dimensions is None:
@@ -153,8 +154,9 @@ def make_step(
     config = {
         "train_batch_size": BATCH, "gradient_accumulation_steps": accum, "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "activation_checkpointing": {"policy": remat}, "stack": {"unroll": unroll}, "pipeline": pipeline or {},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **(zero_section or {})},
+        "activation_checkpointing": {"policy": remat, **(checkpointing or {})},
+        "stack": {"unroll": unroll}, "pipeline": pipeline or {},
         "tensor_parallel": {"dimensions": dimensions},
         **({precision: {"enabled": True}} if precision else {}),
     }  # fmt: skip
