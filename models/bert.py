@@ -19,9 +19,10 @@ from jzero.pipeline import vocab_parallel
 
 from .attention import Carry, Hidden, kernel_note, segment_positions
 from .blocks import (
+    DIVIDED,
+    FUSED,
     BlockConfig,
     check_length,
-    fused_matrices,
     gelu,
     linear,
     linear_rows,
@@ -127,8 +128,12 @@ class Bert(nnx.Module):
         return {"embed": 0, "head_bias": 0}
 
     @property
-    def fused_matrices(self) -> dict[str, tuple[int, ...]]:
-        return fused_matrices(self.config)
+    def divided(self) -> dict[str, dict[str, int]]:
+        return {"tensor": {**DIVIDED, **self.vocabulary}}
+
+    @property
+    def fused_matrices(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        return FUSED
 
     def weights_layout(self) -> dict[str, Any]:
         """Describe the parameters in `BertForMaskedLM`."""

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jzero.errors import ConfigError
 
 from .attention import Attend, Carry, Decoding, Hidden, KVCache, attend, same_segment
+from .lora import FusedLinear
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -53,7 +53,8 @@ class Attention(nnx.Module):
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs):
         self.config = c = config
-        self.qkv = linear(c.d_model, 3 * c.d_model, rngs)
+        shape, widths = (3, c.num_heads, c.head_dim), {"query": 1, "key": 1, "value": 1}
+        self.qkv = FusedLinear(c.d_model, shape, 0, widths, rngs=rngs, kernel_init=nnx.initializers.normal(0.02))
         self.out = linear(c.d_model, c.d_model, rngs, 0.02 / (2 * c.num_layers) ** 0.5)
 
     def __call__(self, x_BSD: jax.Array, segments_BS: jax.Array | None) -> jax.Array:
@@ -70,7 +71,7 @@ class Attention(nnx.Module):
 
     def heads(self, x_BSD: jax.Array) -> list[jax.Array]:
         """Compute queries, keys and values [B, S, H, C]."""
-        return jnp.split(self.qkv(x_BSD).reshape(*x_BSD.shape[:2], -1, self.config.head_dim), 3, axis=2)
+        return [part_BS1HC.squeeze(2) for part_BS1HC in self.qkv(x_BSD)]
 
     def attend(
         self, q_BSHC: jax.Array, k_BTHC: jax.Array, v_BTHC: jax.Array, mask_B1ST: jax.Array | None,
@@ -140,9 +141,14 @@ def plain(x: Hidden) -> jax.Array:
     return x.x_BSD if isinstance(x, Carry) else x
 
 
-def fused_matrices(config: Any) -> dict[str, tuple[int, ...]]:
-    """The widths of the matrices that share one parameter, see `jzero.model`."""
-    return {"stack/attention/qkv/kernel": (config.d_model,) * 3}
+# The cut of the parameter that contains several matrices, see `jzero.model`.
+FUSED: dict[str, tuple[int, tuple[int, ...]]] = {"stack/attention/qkv/kernel": (1, (1, 1, 1))}
+
+# The dimensions that the mesh axis `tensor` divides, see `jzero.model`: heads and the feed-forward width.
+DIVIDED = {
+    "qkv/kernel": 2, "qkv/bias": 1, "attention/out/kernel": 0, "mlp/up/kernel": 1, "mlp/up/bias": 0,
+    "mlp/down/kernel": 0,
+}  # fmt: skip
 
 
 def linear(d_in: int, d_out: int, rngs: nnx.Rngs, std: float = 0.02) -> nnx.Linear:
@@ -162,11 +168,11 @@ def check_length(length: int, most: int) -> None:
 # ------------------------------------------------------------------------------------------- rows of weights_layout
 
 
-def linear_rows(name: str, leaf: str, columns: list[int] | None = None, transposed: bool = True) -> list[dict]:
-    """Describe a linear layer, or the columns of one that several tensors share."""
+def linear_rows(name: str, leaf: str, transposed: bool = True) -> list[dict]:
+    """Describe a linear layer."""
     return [
-        {"name": f"{name}.weight", "leaf": f"{leaf}/kernel", "columns": columns, "transposed": transposed},
-        {"name": f"{name}.bias", "leaf": f"{leaf}/bias", "columns": columns},
+        {"name": f"{name}.weight", "leaf": f"{leaf}/kernel", "transposed": transposed},
+        {"name": f"{name}.bias", "leaf": f"{leaf}/bias"},
     ]
 
 
@@ -176,8 +182,9 @@ def norm_rows(name: str, leaf: str) -> list[dict]:
 
 def qkv_rows(names: tuple[str, str, str], d_model: int) -> list[dict]:
     """Describe the queries, keys and values of the stack, of three names."""
-    return [
-        row
-        for i, name in enumerate(names)
-        for row in linear_rows(name, "stack/attention/qkv", [i * d_model, (i + 1) * d_model])
-    ]
+    leaf, rows = "stack/attention/qkv", []
+    for i, name in enumerate(names):
+        kernel = {"slices": [[1, i, i + 1]], "transposed": [1, 2, 3, 0], "reshape": [d_model, d_model]}
+        rows.append({"name": f"{name}.weight", "leaf": f"{leaf}/kernel", **kernel})
+        rows.append({"name": f"{name}.bias", "leaf": f"{leaf}/bias", "slices": [[0, i, i + 1]], "reshape": [d_model]})
+    return rows

@@ -8,6 +8,7 @@ Shape suffixes, as in `x_BSD`:
     B  batch                 H  query heads              F  feed-forward width
     S  sequence              K  key-value heads, K <= H  V  vocabulary, padded
     D  model width           C  width of a head          1  a broadcast axis
+                             G  query heads that share a key-value head, H / K
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from .attention import (
 from .batches import column
 from .decoder_config import DecoderConfig
 from .families import weights_table
-from .lora import linear
+from .lora import FusedLinear, linear
 from .vocabulary import check_tokens
 
 ACTIVATIONS = {"silu": nnx.silu, "gelu_tanh": nnx.gelu}
@@ -64,9 +65,15 @@ class Attention(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = c = config
-        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        self.qkv = _linear(c, c.d_model, {"q_proj": q, "k_proj": kv, "v_proj": kv}, rngs, bias=c.qkv_bias)
-        self.out = _linear(c, q, {"o_proj": c.d_model}, rngs, last=True)
+        # A key-value head lies beside its queries, so that an equal cut of K keeps together what belongs together.
+        shape, widths = (
+            (c.num_kv_heads, c.num_groups + 2, c.head_dim),
+            {"q_proj": c.num_groups, "k_proj": 1, "v_proj": 1},
+        )
+        self.qkv = FusedLinear(
+            c.d_model, shape, 1, widths, c.lora, rngs=rngs, use_bias=c.qkv_bias, kernel_init=_normal(c)
+        )
+        self.out = _linear(c, c.num_heads * c.head_dim, c.d_model, "o_proj", rngs, last=True)
         if c.qk_norm:
             self.q_norm, self.k_norm = (_norm(c, rngs, c.head_dim) for _ in range(2))
 
@@ -92,8 +99,9 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Compute queries [B, S, H, C], keys and values [B, S, K, C]."""
         c = self.config
-        qkv = self.qkv(x_BSD).reshape(*x_BSD.shape[:2], -1, c.head_dim)
-        q_BSHC, k_BSKC, v_BSKC = jnp.split(qkv, [c.num_heads, c.num_heads + c.num_kv_heads], axis=2)
+        q_BSKGC, k_BSK1C, v_BSK1C = self.qkv(x_BSD)
+        q_BSHC = q_BSKGC.reshape(*x_BSD.shape[:2], c.num_heads, c.head_dim)
+        k_BSKC, v_BSKC = k_BSK1C.squeeze(3), v_BSK1C.squeeze(3)
         if c.qk_norm:
             q_BSHC, k_BSKC = self.q_norm(q_BSHC), self.k_norm(k_BSKC)
         frequency, is_global = frequencies(c.head_dim, c.rope_theta, c.rope_scaling), self.is_global(layer)
@@ -141,11 +149,14 @@ class GatedMLP(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.activation, c = ACTIVATIONS[config.activation], config
-        self.gate_up = _linear(c, c.d_model, {"gate_proj": c.d_ff, "up_proj": c.d_ff}, rngs)
-        self.down = _linear(c, c.d_ff, {"down_proj": c.d_model}, rngs, last=True)
+        widths = {"gate_proj": 1, "up_proj": 1}
+        self.gate_up = FusedLinear(
+            c.d_model, (2, c.d_ff), 0, widths, c.lora, rngs=rngs, use_bias=False, kernel_init=_normal(c)
+        )
+        self.down = _linear(c, c.d_ff, c.d_model, "down_proj", rngs, last=True)
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        gate_BSF, up_BSF = jnp.split(self.gate_up(x_BSD), 2, axis=-1)
+        gate_BSF, up_BSF = (part_BS1F.squeeze(2) for part_BS1F in self.gate_up(x_BSD))
         return self.down(self.activation(gate_BSF) * up_BSF)
 
 
@@ -202,7 +213,7 @@ class Decoder(nnx.Module):
         self.stack = blocks(rngs)  # each parameter has a leading layer axis
         self.norm = _norm(c, rngs)
         if not c.tied:
-            self.head = _linear(c, c.d_model, {"lm_head": c.vocab_rows}, rngs)
+            self.head = _linear(c, c.d_model, c.vocab_rows, "lm_head", rngs)
 
     def prefix(self, batch: dict[str, jax.Array]) -> Hidden:
         x_BSD, layer = self.embedded(column(batch, "inputs", "the decoder")), self.first_layer
@@ -283,26 +294,32 @@ class Decoder(nnx.Module):
     def divided(self) -> dict[str, dict[str, int]]:
         """{mesh axis: {regular expression: the dimension that it divides}}: heads, feed-forward width, vocabulary.
 
-        Queries, keys and values lie side by side in one parameter, and so do gate and up: each costs an all-gather.
+        Key-value heads are divided together with their queries, gate together with up.
         """
-        columns, rows = ("qkv/kernel", "gate_up/kernel"), ("attention/out/kernel", "mlp/down/kernel")
-        table = {**dict.fromkeys(columns, 1), **dict.fromkeys(rows, 0), **self.vocabulary}
-        return {"tensor": table | ({"qkv/bias": 0} if self.config.qkv_bias else {})}
+        table = {"qkv/kernel": 1, "gate_up/kernel": 2, "attention/out/kernel": 0, "mlp/down/kernel": 0}
+        table |= {"qkv/bias": 0} if self.config.qkv_bias else {}
+        for name in self.config.lora.target_modules if self.config.lora else ():
+            table |= {f"{name}/lora_a": 0} if name in ("o_proj", "down_proj") else {f"{name}/lora_b": 1}
+        return {"tensor": table | self.vocabulary}
 
     @property
-    def fused_matrices(self) -> dict[str, tuple[int, ...]]:
-        """The widths of the matrices that share one parameter; Muon orthogonalises each for itself."""
-        c = self.config
-        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        return {"stack/attention/qkv/kernel": (q, kv, kv), "stack/mlp/gate_up/kernel": (c.d_ff, c.d_ff)}
+    def fused_matrices(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """The cuts of the parameters that contain several matrices, see `jzero.model`."""
+        return {
+            "stack/attention/qkv/kernel": (2, (self.config.num_groups, 1, 1)),
+            "stack/mlp/gate_up/kernel": (1, (1, 1)),
+        }
 
 
 def _linear(
-    config: DecoderConfig, d_in: int, widths: dict[str, int], rngs: nnx.Rngs, *, bias: bool = False, last: bool = False
+    config: DecoderConfig, d_in: int, d_out: int, name: str, rngs: nnx.Rngs, *, last: bool = False
 ) -> nnx.Linear:
-    """Make one product for several of the modules in files; the `last` ones of a residual branch start smaller."""
-    std = 0.02 / (2 * config.num_layers) ** 0.5 if last else 0.02
-    return linear(d_in, widths, config.lora, rngs=rngs, use_bias=bias, kernel_init=nnx.initializers.normal(std))
+    """Make the product of one module in files; the `last` ones of a residual branch start smaller."""
+    return linear(d_in, d_out, name, config.lora, rngs=rngs, use_bias=False, kernel_init=_normal(config, last))
+
+
+def _normal(config: DecoderConfig, last: bool = False) -> nnx.Initializer:
+    return nnx.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5 if last else 0.02)
 
 
 def _norm(config: DecoderConfig, rngs: nnx.Rngs, width: int | None = None) -> nnx.Module:

@@ -99,6 +99,11 @@ class DecoderConfig:
         return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
 
     @property
+    def num_groups(self) -> int:
+        """Query heads that share a key-value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
     def head_dim(self) -> int:
         return self.d_model // self.num_heads if self.head_width is None else self.head_width
 

@@ -337,7 +337,7 @@ def _rope_json(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
 def _tensors(c: DecoderConfig) -> list[dict[str, Any]]:
     """List the rows of the table."""
     layer, norm = "model.layers.{layer}.", "post_attention_layernorm"  # jzero.weights fills in {layer}
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    K, G, C, D, F = c.num_kv_heads, c.num_groups, c.head_dim, c.d_model, c.d_ff
 
     def matrix(name: str, leaf: str, columns: list[int] | None = None) -> dict[str, Any]:
         return {"name": f"{name}.weight", "leaf": f"{leaf}/kernel", "columns": columns, "transposed": True}
@@ -349,22 +349,24 @@ def _tensors(c: DecoderConfig) -> list[dict[str, Any]]:
         *embedding("model.embed_tokens.weight", "ends/embed", c.vocab_size, c.vocab_rows),
         scale(layer + "input_layernorm", "stack/attention_norm"),
     ]
-    for part, columns in (("q", [0, q]), ("k", [q, q + kv]), ("v", [q + kv, q + 2 * kv])):
-        name, leaf = f"{layer}self_attn.{part}_proj", "stack/attention/qkv"
-        rows.append(matrix(name, leaf, columns))
+    for part, start, stop in (("q", 0, G), ("k", G, G + 1), ("v", G + 1, G + 2)):
+        name, leaf, width = f"{layer}self_attn.{part}_proj", "stack/attention/qkv", K * (stop - start) * C
+        kernel = {"slices": [[2, start, stop]], "transposed": [1, 2, 3, 0], "reshape": [width, D]}
+        rows.append({"name": f"{name}.weight", "leaf": f"{leaf}/kernel", **kernel})
         if c.qkv_bias:
-            rows.append({"name": f"{name}.bias", "leaf": f"{leaf}/bias", "columns": columns})
+            bias = {"slices": [[1, start, stop]], "reshape": [width]}
+            rows.append({"name": f"{name}.bias", "leaf": f"{leaf}/bias", **bias})
         if c.qk_norm and part != "v":
             rows.append(scale(f"{layer}self_attn.{part}_norm", f"stack/attention/{part}_norm"))
     if c.post_norms:
         rows.append(scale(layer + norm, "stack/attention_post_norm"))
         rows.append(scale(layer + "post_feedforward_layernorm", "stack/mlp_post_norm"))
         norm = "pre_feedforward_layernorm"
+    rows += [matrix(layer + "self_attn.o_proj", "stack/attention/out"), scale(layer + norm, "stack/mlp_norm")]
+    for i, part in enumerate(("gate", "up")):
+        kernel = {"slices": [[1, i, i + 1]], "transposed": [1, 2, 0], "reshape": [F, D]}
+        rows.append({"name": f"{layer}mlp.{part}_proj.weight", "leaf": "stack/mlp/gate_up/kernel", **kernel})
     rows += [
-        matrix(layer + "self_attn.o_proj", "stack/attention/out"),
-        scale(layer + norm, "stack/mlp_norm"),
-        matrix(layer + "mlp.gate_proj", "stack/mlp/gate_up", [0, c.d_ff]),
-        matrix(layer + "mlp.up_proj", "stack/mlp/gate_up", [c.d_ff, 2 * c.d_ff]),
         matrix(layer + "mlp.down_proj", "stack/mlp/down"),
         scale("model.norm", "ends/norm"),
     ]

@@ -19,7 +19,7 @@ from jzero.pipeline import vocab_parallel
 
 from .attention import Carry, Decoding, Hidden, KVCache, kernel_note, segment_positions
 from .batches import column
-from .blocks import BlockConfig, check_length, fused_matrices, linear_rows, norm, norm_rows, plain, run, stacked
+from .blocks import DIVIDED, FUSED, BlockConfig, check_length, linear_rows, norm, norm_rows, plain, run, stacked
 from .decoder_config import padded
 from .families import embedding, read_config, require
 from .vocabulary import check_tokens
@@ -127,17 +127,23 @@ class GPT2(nnx.Module):
         return {"embed": 0}
 
     @property
-    def fused_matrices(self) -> dict[str, tuple[int, ...]]:
-        return fused_matrices(self.config)
+    def divided(self) -> dict[str, dict[str, int]]:
+        return {"tensor": {**DIVIDED, **self.vocabulary}}
+
+    @property
+    def fused_matrices(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        return FUSED
 
     def weights_layout(self) -> dict[str, Any]:
         """Describe the parameters in `GPT2LMHeadModel`, whose linear layers are stored as here, [in, out]."""
         c, layer = self.config, "transformer.h.{layer}."
-        linears = {"attn.c_attn": "attention/qkv", "attn.c_proj": "attention/out"}
-        linears |= {"mlp.c_fc": "mlp/up", "mlp.c_proj": "mlp/down"}
+        linears = {"attn.c_proj": "attention/out", "mlp.c_fc": "mlp/up", "mlp.c_proj": "mlp/down"}
+        qkv, width = {"name": layer + "attn.c_attn.weight", "leaf": "stack/attention/qkv/kernel"}, 3 * c.d_model
         rows = [
             *embedding("transformer.wte.weight", "ends/embed", c.vocab_size, c.vocab_rows),
             {"name": "transformer.wpe.weight", "leaf": "ends/positions"},
+            {**qkv, "reshape": [c.d_model, width]},
+            {"name": layer + "attn.c_attn.bias", "leaf": "stack/attention/qkv/bias", "reshape": [width]},
             *norm_rows(layer + "ln_1", "stack/attention_norm"),
             *norm_rows(layer + "ln_2", "stack/mlp_norm"),
         ]

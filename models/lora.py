@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
 from typing import Any
 
 import jax
@@ -50,31 +52,58 @@ class LoRAConfig:
         return self.lora_alpha / self.r
 
 
-class LoRALinear(nnx.Linear):
-    """A linear layer that computes several modules side by side, each with an adapter of its own or without.
+class FusedLinear(nnx.LinearGeneral):
+    """A linear layer that computes several modules in one product: its kernel [in, *shape] is cut along one dimension.
 
-    Its kernel is named as that of nnx.Linear; the adapter of q_proj is q_proj/lora_a [in, r], q_proj/lora_b [r, out].
+    The adapter of q_proj is q_proj/lora_a [in, r], q_proj/lora_b [r, out]; out is in the order of the kernel's part.
 
     Args:
-      widths: module -> its width, in the order of the outputs.
-      options: of nnx.Linear.
+      shape: of the outputs, without rows and sequence.
+      cut: the dimension of `shape` along which the modules lie.
+      widths: module -> its width along that dimension.
+      options: of nnx.LinearGeneral.
     """
 
-    def __init__(self, d_in: int, widths: Mapping[str, int], lora: LoRAConfig, *, rngs: nnx.Rngs, **options: Any):
-        super().__init__(d_in, sum(widths.values()), rngs=rngs, **options)
-        self.widths, self.scale = tuple(widths.items()), lora.scale
-        start_a = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # peft's; nnx.LoRA's is wider
-        for name, width in widths.items():
-            if name in lora.target_modules:
-                setattr(self, name, nnx.LoRA(d_in, lora.r, width, a_initializer=start_a, rngs=rngs))
+    def __init__(
+        self, d_in: int, shape: tuple[int, ...], cut: int, widths: Mapping[str, int], lora: LoRAConfig | None = None,
+        *, rngs: nnx.Rngs, **options: Any,
+    ):  # fmt: skip
+        super().__init__(d_in, shape, rngs=rngs, **options)
+        self.cut, self.widths, self.scale = cut - len(shape), tuple(widths.items()), lora.scale if lora else 0.0
+        other = prod(shape) // shape[cut]
+        _add_adapters(self, d_in, {name: width * other for name, width in self.widths}, lora, rngs)
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> tuple[jax.Array, ...]:  # type: ignore[override]
+        """Return one array for each module, [..., *shape] with its width along the cut dimension."""
+        y = super().__call__(inputs, out_sharding)
+        parts = jnp.split(y, [*accumulate(width for _, width in self.widths)][:-1], axis=self.cut)
+        return tuple(_adapted(self, name, inputs, part) for (name, _), part in zip(self.widths, parts, strict=True))
+
+
+class LoRALinear(nnx.Linear):
+    """A linear layer with an adapter: that of o_proj is o_proj/lora_a [in, r], o_proj/lora_b [r, out]."""
+
+    def __init__(self, d_in: int, d_out: int, name: str, lora: LoRAConfig, *, rngs: nnx.Rngs, **options: Any):
+        super().__init__(d_in, d_out, rngs=rngs, **options)
+        self.name, self.scale = name, lora.scale
+        _add_adapters(self, d_in, {name: d_out}, lora, rngs)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        y, parts, start = super().__call__(inputs, out_sharding), [], 0
-        for name, width in self.widths:
-            part, adapter = y[..., start : start + width], getattr(self, name, None)
-            parts.append(part if adapter is None else part + self.scale * adapter(inputs))
-            start += width
-        return jnp.concatenate(parts, axis=-1)
+        return _adapted(self, self.name, inputs, super().__call__(inputs, out_sharding))
+
+
+def _add_adapters(
+    module: nnx.Module, d_in: int, widths: Mapping[str, int], lora: LoRAConfig | None, rngs: nnx.Rngs
+) -> None:
+    start_a = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # peft's; nnx.LoRA's is wider
+    for name, width in widths.items():
+        if lora is not None and name in lora.target_modules:
+            setattr(module, name, nnx.LoRA(d_in, lora.r, width, a_initializer=start_a, rngs=rngs))
+
+
+def _adapted(module: Any, name: str, inputs: jax.Array, y: jax.Array) -> jax.Array:
+    adapter = getattr(module, name, None)
+    return y if adapter is None else y + module.scale * adapter(inputs).reshape(y.shape)
 
 
 def adapters_table(lora: LoRAConfig, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -89,7 +118,8 @@ def adapters_table(lora: LoRAConfig, rows: Iterable[Mapping[str, Any]]) -> dict[
         for part in "AB":
             name = f"base_model.model.{path}.lora_{part}.weight"
             tensors.append({"name": name, "leaf": f"{leaf}/lora_{part.lower()}", "transposed": True})
-        matrices.append({"leaf": row["leaf"], "columns": row["columns"], "a": f"{leaf}/lora_a", "b": f"{leaf}/lora_b"})
+        cut = {key: row[key] for key in ("columns", "slices") if row.get(key)}
+        matrices.append({"leaf": row["leaf"], **cut, "a": f"{leaf}/lora_a", "b": f"{leaf}/lora_b"})
     # The tensors show the modules, and dropout changes only the training.
     may_differ = ["task_type", "base_model_name_or_path", "inference_mode", "target_modules", "lora_dropout"]
     table = {"scale": lora.scale, "matrices": matrices, "tensors": tensors}
@@ -116,10 +146,8 @@ def config_json(lora: LoRAConfig) -> dict[str, Any]:
     }
 
 
-def linear(
-    d_in: int, widths: Mapping[str, int], lora: LoRAConfig | None, *, rngs: nnx.Rngs, **options: Any
-) -> nnx.Linear:
-    """Make a layer that computes several modules side by side, with the adapters that `lora` asks for."""
-    if lora is None or not set(widths) & set(lora.target_modules):
-        return nnx.Linear(d_in, sum(widths.values()), rngs=rngs, **options)
-    return LoRALinear(d_in, widths, lora, rngs=rngs, **options)
+def linear(d_in: int, d_out: int, name: str, lora: LoRAConfig | None, *, rngs: nnx.Rngs, **options: Any) -> nnx.Linear:
+    """Make a layer that computes one module, with its adapter if `lora` asks for one."""
+    if lora is None or name not in lora.target_modules:
+        return nnx.Linear(d_in, d_out, rngs=rngs, **options)
+    return LoRALinear(d_in, d_out, name, lora, rngs=rngs, **options)

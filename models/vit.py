@@ -19,7 +19,7 @@ from jzero.errors import ConfigError
 from jzero.loss import Mean
 
 from .attention import kernel_note
-from .blocks import BlockConfig, fused_matrices, gelu, linear, linear_rows, norm, norm_rows, qkv_rows, run, stacked
+from .blocks import DIVIDED, FUSED, BlockConfig, gelu, linear, linear_rows, norm, norm_rows, qkv_rows, run, stacked
 from .families import read_config, require
 
 
@@ -110,8 +110,12 @@ class ViT(nnx.Module):
         return [kernel_note(self.config.attention, dtype, self.config.head_dim)]
 
     @property
-    def fused_matrices(self) -> dict[str, tuple[int, ...]]:
-        return fused_matrices(self.config)
+    def divided(self) -> dict[str, dict[str, int]]:
+        return {"tensor": DIVIDED}
+
+    @property
+    def fused_matrices(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        return FUSED
 
     def weights_layout(self) -> dict[str, Any]:
         """Describe the parameters in `ViTForImageClassification`."""

@@ -296,8 +296,8 @@ def test_attention_by_hand():
     """Grouped queries: query head h reads key-value head h // (H / K)."""
     config, x = TINY, np.asarray(jax.random.normal(jax.random.key(0), (2, 6, 32)))
     attention = Attention(config, rngs=nnx.Rngs(1))
-    qkv = np.asarray(x @ attention.qkv.kernel[...]).reshape(2, 6, 8, 8)
-    q, k, v = (np.asarray(t) for t in np.split(qkv, [4, 6], axis=2))
+    qkv = np.einsum("bsd,dkgc->bskgc", x, np.asarray(attention.qkv.kernel[...]))  # a head's 2 queries, key, value
+    q, k, v = qkv[:, :, :, :2].reshape(2, 6, 4, 8), qkv[:, :, :, 2], qkv[:, :, :, 3]
     q, k = (np.asarray(rope(jnp.asarray(t), config.rope_theta)) for t in (q, k))
     out = np.zeros((2, 6, 4, 8))
     for b in range(2):
@@ -318,9 +318,10 @@ def test_feed_forward_and_norm_by_hand():
     def norm(x, scale):
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + TINY.norm_eps) * scale
 
-    value = (norm(x, layer["attention_norm"]["scale"]) @ layer["attention"]["qkv"]["kernel"])[..., 48:].reshape(2, 8)
+    values = layer["attention"]["qkv"]["kernel"][:, :, 3].reshape(32, 16)  # of 2 heads
+    value = (norm(x, layer["attention_norm"]["scale"]) @ values).reshape(2, 8)
     x1 = x + value[[0, 0, 1, 1]].reshape(1, 1, 32) @ layer["attention"]["out"]["kernel"]
-    gate, up = np.split(norm(x1, layer["mlp_norm"]["scale"]) @ layer["mlp"]["gate_up"]["kernel"], 2, axis=-1)
+    gate, up = (norm(x1, layer["mlp_norm"]["scale"]) @ layer["mlp"]["gate_up"]["kernel"][:, i] for i in (0, 1))
     expected = x1 + (gate / (1 + np.exp(-gate)) * up) @ layer["mlp"]["down"]["kernel"]
     got = jax.jit(model.block)(jax.tree.map(lambda w: np.asarray(w)[0], params["stack"]), jnp.float32(x), None)
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)

@@ -149,36 +149,51 @@ def weights(seed, *shape, count=4):
     return [np.random.default_rng([seed, i]).normal(size=shape) for i in range(count)]
 
 
-def in_torch(kernel, widths=None):
-    """The torch weights [out, in] of a kernel [in, out]: one for each of the fused `widths`."""
-    return np.split(kernel.T, np.cumsum(widths)[:-1]) if widths else [kernel.T]
+def in_torch(kernel, cut=None):
+    """The torch weights [out, in] of a kernel [in, ...]: one for each part of its fused dimension."""
+    if not cut:
+        return [kernel.T]
+    dim, widths = cut
+    parts = np.split(kernel, np.cumsum(widths)[:-1], axis=dim)
+    return [part.reshape(len(part), -1).T for part in parts]
 
 
-SHAPES = [((8, 16), None), ((16, 8), None), ((8, 8), None), ((8, 24), (12, 6, 6)), ((4, 12), (6, 6))]
+SHAPES = [
+    ((8, 16), None), ((16, 8), None), ((8, 8), None), ((8, 24), (1, (12, 6, 6))), ((4, 12), (1, (6, 6))),
+    ((8, 2, 4, 3), (2, (2, 1, 1))), ((6, 2, 5), (1, (1, 1))),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("layers", "shape", "widths"),
+    ("layers", "shape", "cut"),
     sample([(n, *shape) for n in (None, 3) for shape in SHAPES], lambda case: (case[0], case[1:]), strength=1),
     ids=str,
 )
-def test_muon_is_deepspeeds(shape, widths, layers):
+def test_muon_is_deepspeeds(shape, cut, layers):
     hyper = {"weight_decay": 0.1, "momentum": 0.9}
     series = weights(0, *([layers] if layers else []), *shape)
     with jax.enable_x64(True):
         tx = optimizers.make_optimizer(
             config("Muon", hyper), LRSchedule(lambda count: 0.125), stacked=layers and {"mlp": {"kernel": True}},
-            fused={"mlp/kernel": widths} if widths else {},
+            fused={"mlp/kernel": cut} if cut else {},
         )  # fmt: skip
         w, *grads = ({"mlp": {"kernel": jnp.asarray(x)}} for x in series)
         trained = train(tx, w, grads)[0]["mlp"]["kernel"]
     for i in range(layers or 1):
         ours, mine = (trained[i], [x[i] for x in series]) if layers else (trained, series)
         for part, (w, *grads) in zip(
-            in_torch(np.asarray(ours), widths), zip(*(in_torch(x, widths) for x in mine), strict=True), strict=True
+            in_torch(np.asarray(ours), cut), zip(*(in_torch(x, cut) for x in mine), strict=True), strict=True
         ):
             expected = muon_reference(w, grads, lr=0.125, beta=0.9, decay=0.1)
             np.testing.assert_allclose(part, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("stacked", [{"mlp": True}, None], ids=["stack", "none"])
+def test_muon_leaves_biases_of_heads_to_adam(stacked):
+    """A bias [K, G + 2, C] is no matrix: Adam's first step is ± lr."""
+    w, g = ({"mlp": {"bias": jnp.asarray(x)}} for x in weights(0, 3, 2, 4, 5, count=2))
+    tx = optimizers.make_optimizer(config("Muon", {"lr": 0.1}), LRSchedule(lambda count: 0.1), stacked=stacked)
+    np.testing.assert_allclose(np.abs(tx.update(g, tx.init(w), w)[0]["mlp"]["bias"]), 0.1, rtol=1e-4)
 
 
 def test_muon_orthogonalises_hidden_matrices_only():

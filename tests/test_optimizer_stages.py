@@ -184,13 +184,17 @@ def test_muon_orthogonalises_a_llamas_fused_matrices_each_for_itself():
     clip = min(1.0, 1 / np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in jax.tree.leaves(gradients))))
     first_blend = (1 - 0.95**2) * clip  # the first momentum is 0.05 g, and the blend 0.05 g + 0.95 * 0.05 g
     end = jax.device_get(run(step, state, [batch]).params)["stack"]
-    for path, widths in ((("attention", "qkv"), (16, 8, 8)), (("mlp", "gate_up"), (24, 24)), (("mlp", "down"), (16,))):
+    matrices = {
+        ("attention", "qkv"): lambda w: (w[:, 0, :2].reshape(16, 16), w[:, 0, 2], w[:, 0, 3]),  # 2 queries, key, value
+        ("mlp", "gate_up"): lambda w: (w[:, 0], w[:, 1]),
+        ("mlp", "down"): lambda w: (w,),
+    }
+    for path, apart in matrices.items():
         before, after, gradient = (
             tree[path[0]][path[1]]["kernel"].astype(np.float64) for tree in (start["stack"], end, gradients["stack"])
         )
         for i in range(LAYERS):
-            blends = np.split(first_blend * gradient[i], np.cumsum(widths)[:-1], axis=1)
-            moved = np.split((before[i] - after[i]) / 0.125, np.cumsum(widths)[:-1], axis=1)
+            blends, moved = apart(first_blend * gradient[i]), apart((before[i] - after[i]) / 0.125)
             for ours, blend in zip(moved, blends, strict=True):
                 theirs = newton_schulz(blend) * max(1, blend.shape[1] / blend.shape[0]) ** 0.5
                 assert np.linalg.norm(ours - theirs) < 1e-4 * np.linalg.norm(theirs), path

@@ -208,9 +208,18 @@ def test_fused_matrices_of_a_model():
     params = {"mlp": {"kernel": jax.ShapeDtypeStruct((4, 12), jnp.float32)}}
     read = lambda **fused: fused_matrices(SimpleNamespace(fused_matrices=fused), params)  # noqa: E731
     assert fused_matrices(object(), params) == {}
-    assert read(**{"mlp/kernel": [6, 6]}) == {"mlp/kernel": (6, 6)}
+    assert read(**{"mlp/kernel": (1, [6, 6])}) == {"mlp/kernel": (1, (6, 6))}
     with pytest.raises(ConfigError) as error:
-        read(**{"mlp/kernel": [6, 8], "mlp/up": [12]})
+        read(**{"mlp/kernel": (1, [6, 8]), "mlp/up": (1, [12])})
     adds, unknown = error.value.problems
-    assert "fused_matrices['mlp/kernel'] = [6, 8]: must add up to the last axis of the parameter, (4, 12)" in adds
-    assert "fused_matrices['mlp/up'] = [12]: no such parameter; they are mlp/kernel" in unknown
+    assert "['mlp/kernel'] = (1, [6, 8]): the widths must add up to dimension 1 of the parameter, (4, 12)" in adds
+    assert "fused_matrices['mlp/up'] = (1, [12]): no such parameter; they are mlp/kernel" in unknown
+
+
+@pytest.mark.parametrize("cut", [[6, 6], (0, [2, 2]), (2, [1]), 12], ids=str)
+def test_a_cut_is_a_dimension_and_widths(cut):
+    params = {"mlp": {"kernel": jax.ShapeDtypeStruct((4, 12), jnp.float32)}}
+    with pytest.raises(ConfigError) as error:
+        fused_matrices(SimpleNamespace(fused_matrices={"mlp/kernel": cut}), params)
+    text = "must be (dimension, widths), such as (1, (4, 2, 2)), with a dimension of 1 to 1"
+    assert f"fused_matrices['mlp/kernel'] = {cut!r}: {text}" in str(error.value)

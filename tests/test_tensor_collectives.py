@@ -8,7 +8,6 @@ device gets all logits.
 """
 
 from collections import Counter
-from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -112,11 +111,17 @@ def test_zero_3_beside_it():
 
 
 @pytest.mark.slow
-def test_weights_side_by_side_cost_an_all_gather_each():
+def test_a_llamas_fused_weights_move_nothing_more():
+    """Queries, keys and values are one product, and so are gate and up: a layer moves what it would with them apart."""
     config = LlamaConfig(LAYERS, 64, 4, 2, 96, vocab_size=128, attention="xla")
     found = over_tensor(compiled(jzero.from_flax(lambda rngs: Llama(config, rngs=rngs)), {}))
-    activation = prod((BATCH, SEQUENCE, BF16))
-    for kind in ("all-gather", "reduce-scatter"):
-        assert found[kind, "bf16", 128 * activation] == LAYERS  # queries, keys and values
-        assert found[kind, "bf16", 192 * activation] == LAYERS  # gate and up
-    assert found["all-gather", "bf16", 64 * activation] == 4 * LAYERS + 2
+    tokens, width, divided = BATCH * SEQUENCE, 64, 6  # divided: embedding, head, and a layer's four kernels
+    assert found == {
+        ("all-gather", "bf16", width * tokens * BF16): 4 * LAYERS + 2,
+        ("reduce-scatter", "bf16", width * tokens * BF16): 4 * LAYERS + 1,
+        ("reduce-scatter", "f32", width * tokens * F32): 1,  # the embedding's lookup, which is in float32
+        ("all-reduce", "bf16", width * BF16): 2 * LAYERS + 1,  # the norms' gradients
+        ("all-gather", "f32", TENSOR * tokens * F32): 1,  # the maximum of the logits
+        ("all-reduce", "f32", tokens * F32): 3,  # the exponentials' sum and the label's logit, and one backward
+        ("all-reduce", "f32", F32): divided,  # the parts of the gradient's norm
+    }

@@ -40,7 +40,7 @@ def make_optimizer(
     lr: LRSchedule | None,
     *,
     stacked: Any,
-    fused: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    fused: Mapping[str, tuple[int, Sequence[int]]] = MappingProxyType({}),
     groups: Sequence[Group] = (),
     state_dtype: Any = jnp.float32,
     replicas: Replicas | None = None,
@@ -52,7 +52,7 @@ def make_optimizer(
       lr: the schedule, built on `base_lr(optimizer_config)`, so there is one if there is a section.
       stacked: a tree of bool over the parameters (or a prefix of it), True where the leading axis is the layer axis;
         None for a model without a layer stack.
-      fused: the widths of the matrices that are stored side by side in a parameter, see `fused_matrices`.
+      fused: the cuts of the parameters that contain several matrices, see `fused_matrices`.
       groups: parameters with values of their own, see `make_groups`.
       state_dtype: dtype of the moments; the arithmetic is fp32 in any case.
       replicas: the devices that average inside the optimizer; its updates then have a row for each. None: none do.

@@ -9,7 +9,7 @@ fp32; DeepSpeed in half precision on GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -26,52 +26,60 @@ from jzero.tree import named, path_name
 FUSED = "fused_matrices"  # the model's attribute
 
 
-def fused_matrices(model: Any, params: Any) -> dict[str, tuple[int, ...]]:
-    """Find the parameters that contain several matrices side by side, such as one weight for q, k and v.
+Cut = tuple[int, Sequence[int]]  # a dimension of one layer's parameter, and the widths into which it is cut
+
+
+def fused_matrices(model: Any, params: Any) -> dict[str, Cut]:
+    """Find the parameters that contain several matrices, such as one weight for q, k and v.
 
     Muon orthogonalises each matrix on its own, as it does separate weights.
 
     Args:
-      model: may have an attribute `fused_matrices`: name of a parameter -> widths of its matrices along the last axis.
-      params: the model's parameters, or a tree of objects with their `shape`.
+      model: may have an attribute `fused_matrices`: name of a parameter -> (dimension, widths). The widths cut this
+        dimension (of one layer's parameter, not the first, which is the input) into matrices; all dimensions of a part
+        after the first are a matrix's columns.
+      params: the model's parameters, or a tree of objects with their `shape`, and `stacked` in a layer stack.
 
     Returns:
       The attribute, checked; empty if the model has none.
 
     Raises:
-      ConfigError: a name that is no parameter, or widths that do not add up to the last axis.
+      ConfigError: a name that is no parameter, no (dimension, widths), or widths that do not add up to the dimension.
 
     >>> from types import SimpleNamespace
-    >>> fused_matrices(SimpleNamespace(fused_matrices={"qkv": [4, 2, 2]}), {"qkv": jnp.ones((3, 8))})
-    {'qkv': (4, 2, 2)}
+    >>> fused_matrices(SimpleNamespace(fused_matrices={"qkv": (1, [4, 2, 2])}), {"qkv": jnp.ones((3, 8))})
+    {'qkv': (1, (4, 2, 2))}
     """
-    fused = {name: tuple(widths) for name, widths in getattr(model, FUSED, {}).items()}
-    shapes = {name: x.shape for name, x in named(params).items()} if fused else {}
-    wrong = [
-        f"{model!r}: {FUSED}[{name!r}] = {list(widths)}: "
-        + (
-            f"must add up to the last axis of the parameter, {shapes[name]}"
-            if name in shapes
-            else f"no such parameter; they are {', '.join(shapes)}"
-        )
-        for name, widths in fused.items()
-        if sum(widths) != shapes.get(name, (None,))[-1]
-    ]
-    if wrong:
+    fused = dict(getattr(model, FUSED, {}))
+    shapes = {n: x.shape[getattr(x, "stacked", False) :] for n, x in named(params).items()} if fused else {}
+    problems = {name: _misfit(cut, shapes.get(name), shapes) for name, cut in fused.items()}
+    if wrong := [f"{model!r}: {FUSED}[{n!r}] = {fused[n]!r}: {problem}" for n, problem in problems.items() if problem]:
         raise ConfigError(*wrong)
-    return fused
+    return {name: (dim, tuple(widths)) for name, (dim, widths) in fused.items()}
+
+
+def _misfit(cut: Any, shape: tuple[int, ...] | None, names: Iterable[str]) -> str:
+    """Explain why a cut does not fit a parameter; "" if it does."""
+    if shape is None:
+        return f"no such parameter; they are {', '.join(names)}"
+    pair = isinstance(cut, Sequence) and len(cut) == 2 and isinstance(cut[0], int) and isinstance(cut[1], Sequence)
+    if not pair or not 1 <= cut[0] < len(shape):
+        return f"must be (dimension, widths), such as (1, (4, 2, 2)), with a dimension of 1 to {len(shape) - 1}"
+    if sum(cut[1]) != shape[cut[0]]:
+        return f"the widths must add up to dimension {cut[0]} of the parameter, {shape}"
+    return ""
 
 
 def muon(k: Knobs, p: dict[str, Any]) -> Transform:
     """Make Muon for the hidden matrices, Adam for the rest.
 
     Hidden: at least 2-D per layer, and inside the layer stack, or, in a model without one, with no "embed" or
-    "lm_head" in its name. Matrices are the last two axes, [..., in, out]; the axes before them (layers, experts) are a
-    batch.
+    "lm_head" in its name; no biases, which may have a shape of heads. Matrices are the last two axes, [..., in, out];
+    the axes before them (layers, experts) are a batch. Parameters in `fused_matrices` are cut as that says.
     """
     decay = add_decay(k, p)
     hidden = optax.chain(
-        _scale_by_muon(p["momentum"], k.fused),
+        _scale_by_muon(p["momentum"], k.fused, k.stacked),
         decay,
         optax.scale_by_learning_rate(k.lr_from(first(p["muon_lr"], p["lr"], 0.02))),
     )
@@ -85,20 +93,28 @@ def muon(k: Knobs, p: dict[str, Any]) -> Transform:
 
 def _muon_labels(stacked: Any, params: Any) -> Any:
     if stacked is not None and any(jax.tree.leaves(stacked)):
-        return labels(stacked, lambda s, p: "muon" if s and p.ndim >= 3 else "adam", params)
+        made = labels(stacked, lambda s, p: "muon" if s and p.ndim >= 3 else "adam", params)
+        return jax.tree_util.tree_map_with_path(lambda path, x: "adam" if _is_bias(path_name(path)) else x, made)
 
     def label(path: tuple, p: Any) -> str:
         name = path_name(path).lower()
-        return "muon" if p.ndim >= 2 and "embed" not in name and "lm_head" not in name else "adam"
+        others = "embed" in name or "lm_head" in name or _is_bias(name)
+        return "muon" if p.ndim >= 2 and not others else "adam"
 
     return jax.tree_util.tree_map_with_path(label, params)
 
 
-def _scale_by_muon(beta: float, fused: Mapping[str, Sequence[int]]) -> Transform:
+def _is_bias(name: str) -> bool:
+    return name.rpartition("/")[2] == "bias"
+
+
+def _scale_by_muon(beta: float, fused: Mapping[str, Cut], stacked: Any) -> Transform:
     """Make a transformation to Nesterov momentum, orthogonalised.
 
     optax corrects the momentum's bias, which gives it more weight in the blend: 10 % of the second update.
     """
+
+    stack = named(stacked) if stacked is not None else {}  # names of parameters, or of trees of them
 
     def init(params: Any) -> optax.TraceState:
         return optax.TraceState(optax.tree.zeros_like(params))
@@ -106,19 +122,31 @@ def _scale_by_muon(beta: float, fused: Mapping[str, Sequence[int]]) -> Transform
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, optax.TraceState]:
         momentum = jax.tree.map(lambda g, m: m + (1 - beta) * (g - m), updates, state.trace)
         blend = jax.tree.map(lambda g, m: g + beta * (m - g), updates, momentum)
-        direction = jax.tree_util.tree_map_with_path(
-            lambda path, u: _orthogonalise_parts(u, fused.get(path_name(path))), blend
-        )
+
+        def orthogonal(path: tuple, u: jax.Array) -> jax.Array:
+            name = path_name(path)
+            if name not in fused:
+                return _scaled(u)
+            dim, widths = fused[name]
+            in_stack = any(has_layers and f"{name}/".startswith(f"{part}/") for part, has_layers in stack.items())
+            return _in_parts(u, dim, widths, in_stack)
+
+        direction = jax.tree_util.tree_map_with_path(orthogonal, blend)
         return direction, optax.TraceState(momentum)
 
     return Transform(init, update)
 
 
-def _orthogonalise_parts(u: jax.Array, widths: Sequence[int] | None) -> jax.Array:
-    """Orthogonalise each matrix of a parameter, scaled by sqrt(max(1, out / in))."""
-    parts = jnp.split(u, list(accumulate(widths))[:-1], axis=-1) if widths else [u]
-    scales = [max(1.0, part.shape[-1] / part.shape[-2]) ** 0.5 for part in parts]
-    return jnp.concatenate([s * _orthogonalise(part) for s, part in zip(scales, parts, strict=True)], axis=-1)
+def _in_parts(u: jax.Array, dim: int, widths: Sequence[int], stacked: bool) -> jax.Array:
+    """Orthogonalise each matrix of a parameter that is cut along a dimension of one layer."""
+    parts = jnp.split(u, list(accumulate(widths))[:-1], axis=dim + stacked)
+    flat = [_scaled(part.reshape(*part.shape[: 1 + stacked], -1)) for part in parts]
+    return jnp.concatenate([x.reshape(p.shape) for x, p in zip(flat, parts, strict=True)], axis=dim + stacked)
+
+
+def _scaled(u: jax.Array) -> jax.Array:
+    """Orthogonalise matrices, scaled by sqrt(max(1, out / in))."""
+    return max(1.0, u.shape[-1] / u.shape[-2]) ** 0.5 * _orthogonalise(u)
 
 
 def _orthogonalise(u: jax.Array) -> jax.Array:

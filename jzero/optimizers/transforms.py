@@ -29,7 +29,7 @@ class Knobs:
     schedule: LRSchedule
     base_lr: float
     stacked: Any
-    fused: Mapping[str, Sequence[int]]
+    fused: Mapping[str, tuple[int, Sequence[int]]]
     own: Mapping[str, Mapping[str, Any]]
     replicas: Replicas | None = None
 

@@ -52,8 +52,11 @@ def _checked(what: str, name: str, shape: tuple[int, ...], dim: int, degree: int
     if not -len(shape) <= dim < len(shape):
         raise ConfigError(f"{what}: {name} has the dimensions {list(shape)}; choose one of 0 to {len(shape) - 1}")
     if shape[dim] % degree:
+        smaller = gcd(shape[dim], degree)
         raise ConfigError(
             f"{what}: mesh.tensor = {degree} does not divide the {shape[dim]} of {name} {list(shape)}; "
-            f"{gcd(shape[dim], degree)} does; or take the parameter out of the table, so that it is replicated"
+            + (f"{smaller} does; or " if smaller > 1 else "")
+            + "leave the parameter out of the table (tensor_parallel.dimensions replaces a model's own): it is "
+            "replicated, and each device computes its whole product"
         )
     return dim % len(shape)

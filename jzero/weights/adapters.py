@@ -11,7 +11,7 @@ import numpy as np
 
 from jzero.errors import ConfigError, some_of
 from jzero.tree import PyTree
-from jzero.weights.name_map import Box, ShapeDtype, adapter_leaves, dotted
+from jzero.weights.name_map import Box, Range, ShapeDtype, adapter_leaves, cut, dotted
 from jzero.zero import ParamLayout
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's names
@@ -80,12 +80,13 @@ class Merge:
     def __init__(self, leaves: Mapping[str, ShapeDtype], table: Mapping[str, Any] | None):
         adapters = (table or {}).get("adapters", {"matrices": [], "scale": 1.0})
         self.scale = adapters["scale"]
-        self.of_leaf: dict[str, list[tuple[slice, str, str]]] = {}
+        self.of_leaf: dict[str, list[tuple[tuple[Range, ...], str, str]]] = {}
         self.arrays: dict[str, np.ndarray] = {}
         for matrix in adapters["matrices"]:
             leaf, a, b = (dotted(matrix[key]) for key in ("leaf", "a", "b"))
-            columns = slice(*(matrix["columns"] or (0, leaves[leaf].shape[-1])))
-            self.of_leaf.setdefault(leaf, []).append((columns, a, b))
+            shape = leaves[leaf].shape[len(leaves[a].shape) - 2 :]  # of one layer
+            ranges = cut(matrix, shape, f"weights_layout: the adapter {a}", f"{leaf} {shape}")
+            self.of_leaf.setdefault(leaf, []).append((ranges, a, b))
             self.arrays |= {name: np.zeros(leaves[name].shape, np.float32) for name in (a, b)}
 
     def ordered(self, names: Iterable[str]) -> list[str]:
@@ -98,7 +99,7 @@ class Merge:
             self.arrays[leaf][box] = values
         elif leaf not in self.of_leaf:
             yield box, values
-        elif values.ndim == 2:
+        elif self.arrays[self.of_leaf[leaf][0][1]].ndim == 2:
             yield box, self._merged(leaf, (), box, values)
         else:
             for i, layer in enumerate(range(box[0].start, box[0].stop)):
@@ -106,12 +107,14 @@ class Merge:
                 yield own, self._merged(leaf, (layer,), own[1:], values[i])[None]
 
     def _merged(self, leaf: str, layer: tuple[int, ...], box: Box, values: np.ndarray) -> np.ndarray:
-        rows, columns = box
         sums = values.astype(np.float32)
         for part, a, b in self.of_leaf[leaf]:
-            start, stop = max(part.start, columns.start), min(part.stop, columns.stop)
-            if start < stop:
-                right = self.arrays[b][layer][:, start - part.start : stop - part.start]
-                left = self.arrays[a][layer][rows]
-                sums[:, start - columns.start : stop - columns.start] += np.float32(self.scale) * (left @ right)
+            both = [(max(s.start, start), min(s.stop, stop)) for s, (start, stop) in zip(box, part, strict=True)]
+            if any(stop <= start for start, stop in both):
+                continue
+            here = tuple(slice(i - s.start, j - s.start) for (i, j), s in zip(both, box, strict=True))
+            rows, *columns = (slice(i - start, j - start) for (i, j), (start, _) in zip(both, part, strict=True))
+            right = self.arrays[b][layer].reshape(-1, *(stop - start for start, stop in part[1:]))[:, *columns]
+            product = self.arrays[a][layer][rows] @ right.reshape(len(right), -1)
+            sums[here] += np.float32(self.scale) * product.reshape(-1, *right.shape[1:])
         return sums

@@ -9,9 +9,10 @@ A model's leaves (`stack.attention.qkv.kernel`, with the layer axis first) and t
         {"name": "model.layers.{layer}.self_attn.q_proj.weight", "leaf": "stack/attention/qkv/kernel",
          "columns": [0, 2048], "transposed": true}, ...]}
 
-tensors   A row with `{layer}` in its name describes one tensor per layer: `leaf[layer]`, cut by `rows` and `columns`,
-          ranges of its first and its last dimension (default: all), then `transposed`, then with the shape `reshape`,
-          as in NumPy. `transposed` is true for a matrix, or a list of axes.
+tensors   A row with `{layer}` in its name describes one tensor per layer: `leaf[layer]`, cut by `slices`, a list of
+          [dimension, start, stop] (default: all), then `transposed`, then with the shape `reshape`, as in NumPy.
+          `rows` and `columns`, [start, stop], are slices of the first and the last dimension. `transposed` is true for
+          a matrix, or a list of axes.
           nnx.MultiHeadAttention's query kernel [D, H, K] as torch's [H * K, D]: "transposed": [1, 2, 0],
           "reshape": [H * K, D]. A row whose name is null describes padding: a part of a leaf that no file has.
 config    Written to config.json. Files whose config.json differs belong to another model, except for the keys in
@@ -23,7 +24,8 @@ ignored   Name patterns (* matches anything) of tensors that are not read.
 adapters  Low-rank adapters, if the model has them, in the format of the `peft` library:
           {"config": {...}, "scale": 2.0, "tensors": [rows as above], "matrices": [{"leaf": "stack/qkv/kernel",
           "columns": [0, 2048], "a": "stack/qkv/q/lora_a", "b": "stack/qkv/q/lora_b"}, ...]}
-          `config` is that of adapter_config.json. Every matrix is leaf[..., columns] + scale * a @ b.
+          `config` is that of adapter_config.json. Every matrix is the leaf's part, cut as in a row, + scale * a @ b,
+          whose columns are in the order of the part's elements.
 
 Without a table, every leaf is one tensor of the same name.
 
@@ -49,7 +51,7 @@ from jzero.errors import ConfigError, some_of
 from jzero.tree import PyTree, named
 
 Box = tuple[slice, ...]  # part of an array: start and stop in every dimension
-KEYS = {"name", "leaf", "rows", "columns", "transposed", "reshape"}
+KEYS = {"name", "leaf", "rows", "columns", "slices", "transposed", "reshape"}
 Range = tuple[int, int]
 
 
@@ -116,8 +118,12 @@ class Tensor:
 
 def assign(target: np.ndarray, source: np.ndarray) -> None:
     """Copy source to target. A transposing copy goes sixteen rows at a time, four times as fast as NumPy's own."""
-    if target.ndim != 2 or all(x.strides[1] == x.itemsize for x in (target, source)):
+    if target.ndim < 2 or all(x.strides[-1] == x.itemsize for x in (target, source)):
         target[...] = source
+        return
+    if target.ndim > 2:
+        for own, other in zip(target, source, strict=True):
+            assign(own, other)
         return
     for i in range(0, len(target), 16):
         target[i : i + 16] = source[i : i + 16]
@@ -164,6 +170,29 @@ def tensors(
     return made
 
 
+def cut(row: Mapping[str, Any], shape: tuple[int, ...], what: str, leaf: str) -> tuple[Range, ...]:
+    """Return the range of every dimension that a row's `rows`, `columns` and `slices` leave.
+
+    Raises:
+      ConfigError: a range outside of the dimension, no such dimension, or two ranges of one.
+
+    >>> cut({"slices": [[1, 0, 4]]}, (8, 6), "q", "qkv")
+    ((0, 8), (0, 4))
+    """
+    ranges = [(0, n) for n in shape]
+    ends = [("rows", 0, row.get("rows")), ("columns", len(shape) - 1, row.get("columns"))]
+    slices = [("slices", dim, bounds) for dim, *bounds in row.get("slices") or ()]
+    cut_already: set[int] = set()
+    for key, dim, bounds in [*(end for end in ends if end[2]), *slices]:
+        if not 0 <= dim < len(shape) or not 0 <= bounds[0] < bounds[1] <= shape[dim]:
+            raise ConfigError(f"{what} has {key} {row[key]}, outside {leaf}")
+        if dim in cut_already:
+            raise ConfigError(f"{what} has two ranges of dimension {dim} of {leaf}")
+        cut_already.add(dim)
+        ranges[dim] = (bounds[0], bounds[1])
+    return tuple(ranges)
+
+
 def adapter_leaves(table: Mapping[str, Any] | None) -> list[str]:
     """Return the dotted names of the leaves that a table's adapters consist of."""
     return [dotted(row["leaf"]) for row in (table or {}).get("adapters", {}).get("tensors", ())]
@@ -188,15 +217,10 @@ class _Row(NamedTuple):
             raise ConfigError(f"weights_layout: {what} names the leaf {leaf}, but the leaves are {some_of(leaves)}")
         whole, transposed = leaves[leaf].shape, row.get("transposed") or False
         shape = whole[1:] if stacked else whole
-        cuts = {dim: row[key] for key, dim in (("rows", 0), ("columns", -1)) if row.get(key)}
-        if len(whole) < stacked or len(shape) < (2 if transposed or len(cuts) > 1 else 1 if cuts else 0):
+        cuts = sum(bool(row.get(key)) for key in ("rows", "columns"))
+        if len(whole) < stacked or len(shape) < (2 if transposed or cuts > 1 else cuts):
             raise ConfigError(f"weights_layout: {what} needs more dimensions than {leaf} {whole} has")
-        ranges = [(0, n) for n in shape]
-        for dim, (start, stop) in cuts.items():
-            if not 0 <= start < stop <= shape[dim]:
-                key = "columns" if dim else "rows"
-                raise ConfigError(f"weights_layout: {what} has {key} {row[key]}, outside {leaf} {whole}")
-            ranges[dim] = (start, stop)
+        ranges = cut(row, shape, f"weights_layout: {what}", f"{leaf} {whole}")
         axes = _axes(transposed, len(shape))
         if axes is None:
             raise ConfigError(
@@ -204,7 +228,7 @@ class _Row(NamedTuple):
                 "the layers: true is for a matrix; otherwise list the axes, such as [1, 2, 0]"
             )
         reshape = tuple(row["reshape"]) if row.get("reshape") else None
-        made = cls(name, leaf, leaves[leaf], whole[0] if stacked else None, tuple(ranges), axes, reshape)
+        made = cls(name, leaf, leaves[leaf], whole[0] if stacked else None, ranges, axes, reshape)
         if reshape and prod(reshape) != prod(made.sizes):
             raise ConfigError(f"weights_layout: {what} has reshape {list(reshape)}, which {made.sizes} cannot take")
         return made

@@ -4,6 +4,7 @@ The oracle never calls jzero: value_and_grad of the model's own loss, SGD, one d
 the gradients, so that an error in one shows at its own size.
 """
 
+import dataclasses
 from functools import lru_cache
 
 import jax
@@ -13,7 +14,11 @@ import optax
 from flax import linen, nnx
 
 import jzero
+from models.bert import Bert, BertConfig
+from models.gpt2 import GPT2, GPT2Config
 from models.llama import Llama, LlamaConfig
+from models.lora import LoRAConfig
+from models.vit import ViT, ViTConfig
 
 VOCAB, WIDTH, BATCH, SEQUENCE, STEPS, LR = 64, 32, 16, 8, 3, 0.1
 
@@ -82,9 +87,21 @@ def linen_loss(module, batch):
 
 
 PACKED = LlamaConfig(2, WIDTH, 4, 2, 2 * WIDTH, vocab_size=VOCAB, attention="xla")  # reads the segments
+MORE = {"qkv_bias": True, "qk_norm": True, "post_norms": True, "lora": LoRAConfig(4, 8, "all-linear")}
+BLOCKS = (2, WIDTH, 4, 2 * WIDTH)
+TEXT = {"vocab_size": VOCAB, "max_positions": SEQUENCE, "attention": "xla"}
+ZOO = {
+    "llama": (Llama, PACKED),
+    "more": (Llama, dataclasses.replace(PACKED, **MORE)),
+    "multi-query": (Llama, dataclasses.replace(PACKED, num_kv_heads=1)),
+    "gpt2": (GPT2, GPT2Config(*BLOCKS, **TEXT)),
+    "bert": (Bert, BertConfig(*BLOCKS, **TEXT)),
+    "vit": (ViT, ViTConfig(*BLOCKS, num_classes=8, image_size=16, patch_size=4, attention="xla")),
+}
 
 DIMENSIONS = {
-    "llama": {},  # the model has a table
+    **{name: {} for name in ZOO},  # the models have tables
+    "multi-query": {"gate_up/kernel": 2, "attention/out/kernel": 0, "mlp/down/kernel": 0, "embed": 0, "head/kernel": 1},
     "nnx": {
         "attn/(query|key|value)/kernel": 1, "attn/(query|key|value)/bias": 0, "attn/out/kernel": 0, "up/kernel": 1,
         "up/bias": 0, "down/kernel": 0, "embed/embedding": 0, "head/kernel": 1,
@@ -101,14 +118,18 @@ DIMENSIONS = {
 def model(name):
     if name == "nnx":
         return jzero.from_flax(GPT)
-    if name == "llama":
-        return jzero.from_flax(lambda rngs: Llama(PACKED, rngs=rngs))
+    if name in ZOO:
+        cls, config = ZOO[name]
+        return jzero.from_flax(lambda rngs: cls(config, rngs=rngs))
     return jzero.from_flax(LinenGPT(), linen_loss, example_batch=batches()[0])
 
 
 @lru_cache
-def batches():
+def batches(name=None):
     rng = np.random.default_rng(0)
+    if name == "vit":
+        images = rng.normal(size=(STEPS, BATCH, 16, 16, 3)).astype(np.float32)
+        return [{"images": x, "labels": rng.integers(0, 8, BATCH).astype(np.int32)} for x in images]
     tokens = rng.integers(0, VOCAB, (STEPS, BATCH, SEQUENCE + 1)).astype(np.int32)
     lengths = rng.integers(1, SEQUENCE + 1, (STEPS, BATCH, 1))
     labels = np.where(np.arange(SEQUENCE) < lengths, tokens[..., 1:], -1)
@@ -137,7 +158,7 @@ def reference(name):
         return jax.tree.map(lambda w, g: w - LR * g, params, gradient), loss, optax.tree.norm(gradient)
 
     seen = []
-    for batch in batches():
+    for batch in batches(name):
         params, loss, norm = update(params, batch)
         seen.append((float(loss), float(norm)))
     return np.array(seen), jax.device_get(params)
@@ -167,7 +188,7 @@ def errors(name, **layout):
     """The largest relative error of losses and gradient norms, and of the parameters, leaf by leaf."""
     step = make_step(name, **layout)
     state, seen = step.init(jax.random.key(0), initial(name)), []
-    for batch in batches():
+    for batch in batches(name):
         state, metrics = step(state, batch)
         seen.append((float(metrics["loss"]), float(metrics["grad_norm"])))
     known, params = reference(name)

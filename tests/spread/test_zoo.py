@@ -4,7 +4,8 @@ An upgrade of JAX may bring primitives without a rule; results stay right, but e
 traced with their gradients, not compiled.
 """
 
-from functools import partial
+from collections import Counter
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -33,23 +34,23 @@ INT = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
 FLOAT = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
 TOKENS = INT((ROWS, SEQUENCE))
 IMAGES = {"images": FLOAT((ROWS, 16, 16, 4)), "labels": INT((ROWS,))}
-BLOCK = {
-    "attention/qkv/kernel": 1, "attention/qkv/bias": 0, "attention/out/kernel": 0, "mlp/up/kernel": 1,
-    "mlp/up/bias": 0, "mlp/down/kernel": 0,
-}  # fmt: skip
-SHAPE = (2, 32, 4, 64)
+LAYERS, WIDTH = 2, 32
+SHAPE = (LAYERS, WIDTH, 4, 64)
 
 
 def mesh():
     return jzero.make_mesh(tensor=TENSOR, zero=1, devices=jax.devices()[:TENSOR])
 
 
-def of_step(subject, batch, table=None):
-    """What runs on whole arrays in a train step."""
+@lru_cache
+def of_step(name):
+    """What a train step moves, and runs on whole arrays."""
+    make, batch, table = IN_A_STEP[name]
+    subject = make()
     dimensions = {} if getattr(subject, "divided", None) else {"tensor_parallel": {"dimensions": table}}
     config = {"train_batch_size": ROWS, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **dimensions}
     step = jzero.make_train_step(subject, config, mesh=mesh())
-    return moves(step.trace(batch), step.mesh).whole
+    return moves(step.trace(batch), step.mesh)
 
 
 def of_function(f, params, table, *inputs, stacked=False):
@@ -87,7 +88,7 @@ def of_function(f, params, table, *inputs, stacked=False):
 
 
 def llama(**changes):
-    config = LlamaConfig(2, 32, 4, 2, 64, vocab_size=64, attention="xla", **changes)
+    config = LlamaConfig(LAYERS, WIDTH, 4, 2, 64, vocab_size=64, attention="xla", **changes)
     return jzero.from_flax(lambda rngs: Llama(config, rngs=rngs))
 
 
@@ -130,14 +131,14 @@ IN_A_STEP = {  # name: (model, batch, table)
             lambda rngs: GPT2(GPT2Config(*SHAPE, vocab_size=64, max_positions=16, attention="xla"), rngs=rngs)
         ),
         PAIRS,
-        BLOCK | {"embed": 0},
+        None,
     ),
     "bert": (
         lambda: jzero.from_flax(
             lambda rngs: Bert(BertConfig(*SHAPE, vocab_size=64, max_positions=16, attention="xla"), rngs=rngs)
         ),
         PAIRS,
-        BLOCK | {"embed": 0},
+        None,
     ),
     "vit": (
         lambda: jzero.from_flax(
@@ -147,7 +148,7 @@ IN_A_STEP = {  # name: (model, batch, table)
             )
         ),
         IMAGES,
-        BLOCK | {"head/kernel": 1, "head/bias": 0},
+        None,
     ),
     "nnx": (lambda: model("nnx"), PAIRS, DIMENSIONS["nnx"]),
     "linen": (lambda: model("linen"), PAIRS, DIMENSIONS["linen"]),
@@ -162,8 +163,29 @@ IN_A_STEP = {  # name: (model, batch, table)
 
 @pytest.mark.parametrize("name", IN_A_STEP)
 def test_a_train_step(name):
-    make, batch, table = IN_A_STEP[name]
-    assert of_step(make(), batch, table) == ()
+    assert of_step(name).whole == ()
+
+
+def moved_in_layers(name):
+    found = Counter()
+    for move in of_step(name).all:
+        if move.scope.startswith(STACK):
+            found[move.part, move.kind, move.bytes] += move.times
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_a_layer_of_fused_weights_moves_as_megatrons(name):
+    """Two all-gathers and two reduce-scatters of an activation forward, and as many backward; nothing else."""
+    activation, kinds = ROWS * SEQUENCE * WIDTH * 4, ("all-gather", "reduce-scatter")
+    expected = {(part, kind, activation): 2 * LAYERS for part in ("forward", "backward") for kind in kinds}
+    assert moved_in_layers(name) == expected
+
+
+def test_a_layer_of_an_odd_sequence_sums_instead():
+    """A ViT's 17 tokens are whole on each device: two all-reduces a layer and direction, as in Megatron."""
+    sums = {(part, "all-reduce", ROWS * 17 * WIDTH * 4): 2 * LAYERS for part in ("forward", "backward")}
+    assert moved_in_layers("vit") == sums
 
 
 # ------------------------------------------------------------------ what a train step refuses

@@ -26,6 +26,16 @@ TABLE = {
         {"name": "norm.{layer}", "leaf": "stack/norm"},
         {"name": "query.{layer}", "leaf": "stack/query", "transposed": [1, 2, 0], "reshape": [6, 4]},
         {"name": "out.{layer}", "leaf": "stack/out", "transposed": [2, 0, 1], "reshape": [4, 6]},
+        *(
+            {
+                "name": f"{name}.{{layer}}",
+                "leaf": "stack/heads",
+                "slices": [[2, start, stop]],
+                "transposed": [1, 2, 3, 0],
+                "reshape": [6 * (stop - start), 4],
+            }
+            for name, start, stop in (("hq", 0, 2), ("hk", 2, 3), ("hv", 3, 4))
+        ),
         {"name": "scale", "leaf": "scale"},
         {"name": "conv", "leaf": "conv", "transposed": True, "reshape": [5, 3, 2, 2]},
         {"name": "embed", "leaf": "embed", "rows": [0, 5]},
@@ -39,6 +49,7 @@ VALUES = {
     "stack.norm": np.arange(6, dtype="f4").reshape(3, 2),
     "stack.query": np.arange(3 * 24, dtype="f4").reshape(3, 4, 2, 3),  # [layer, D, H, K]
     "stack.out": np.arange(3 * 24, dtype="f4").reshape(3, 2, 3, 4),  # [layer, H, K, D]
+    "stack.heads": np.arange(3 * 96, dtype="f4").reshape(3, 4, 2, 4, 3),  # [layer, D, K, two queries, key, value, C]
     "scale": np.float32(3).reshape(()),
     "conv": np.arange(12 * 5, dtype="f4").reshape(12, 5),
     "embed": np.arange(8 * 3, dtype="f4").reshape(8, 3),
@@ -67,6 +78,9 @@ def expected(table):
         found |= {f"q.{i}": qk[i, :, :4].T, f"k.{i}": qk[i, :, 4:], f"norm.{i}": norm[i]}
         found[f"query.{i}"] = VALUES["stack.query"][i].reshape(4, 6).T  # torch's [H * K, D] and [D, H * K]
         found[f"out.{i}"] = VALUES["stack.out"][i].reshape(6, 4).T
+        heads = VALUES["stack.heads"][i]
+        found[f"hq.{i}"] = np.concatenate([heads[:, h // 2, h % 2].T for h in range(4)])  # torch's [H * C, D]
+        found |= {f"h{x}.{i}": np.concatenate([heads[:, k, j].T for k in (0, 1)]) for x, j in (("k", 2), ("v", 3))}
     return found
 
 
@@ -107,7 +121,7 @@ def test_boxes_into_files_and_back(tmp_path_factory, table, data, window):
 
 def test_layers_come_together():
     names = [t.name for t in tensors(LEAVES, TABLE)]
-    layer = ("q", "k", "norm", "query", "out")
+    layer = ("q", "k", "norm", "query", "out", "hq", "hk", "hv")
     assert names == [*(f"{name}.{i}" for i in range(3) for name in layer), "scale", "conv", "embed", "head"]
 
 
@@ -125,6 +139,12 @@ def test_layers_come_together():
         ({"name": "q.{layer}", "leaf": "stack/norm", "transposed": True}, "needs more dimensions than stack.norm"),
         ({"name": "q.{layer}", "leaf": "stack/qk", "rows": [0, 6]}, "has rows [0, 6], outside stack.qk (3, 5, 7)"),
         ({"name": "q.{layer}", "leaf": "stack/qk", "columns": [0, 4], "rows": [0, 3]}, "omit, or name twice, a part"),
+        ({"name": "q.{layer}", "leaf": "stack/qk", "slices": [[2, 0, 4]]}, "slices [[2, 0, 4]], outside stack.qk"),
+        ({"name": "q.{layer}", "leaf": "stack/qk", "slices": [[1, 0, 8]]}, "slices [[1, 0, 8]], outside stack.qk"),
+        (
+            {"name": "q.{layer}", "leaf": "stack/qk", "columns": [0, 4], "slices": [[1, 0, 4]]},
+            "q.{layer} has two ranges of dimension 1 of stack.qk",
+        ),
         ({"name": "q", "leaf": "stack/qk"}, "omit, or name twice, a part of stack.qk"),
         ({"name": "q.{layer}", "leaf": "stack/query", "transposed": True}, "true is for a matrix; otherwise list"),
         ({"name": "q.{layer}", "leaf": "stack/query", "transposed": [0, 1]}, "has transposed [0, 1], but stack.query"),

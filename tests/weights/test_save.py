@@ -70,13 +70,13 @@ def test_a_layer_at_a_time_is_gathered(monkeypatch):
     made = engine(stage=3, pipe=2, zero=2)
     shapes = [x.shape for _, _, x in weights.gather.gather(
         made.state.params, made.step_fn.layouts, made.mesh, np.dtype("float32"))]  # fmt: skip
-    assert shapes.count((1, 32, 96)) == 4
+    assert shapes.count((1, 32, 2, 48)) == 4
     gate_up = next(leaf for leaf in jax.tree.leaves(made.step_fn.layouts) if leaf.name == "stack/mlp/gate_up/kernel")
     part = weights.gather._part(gate_up, made.mesh, np.dtype("float32"))
     x = made.state.params["stack"]["mlp"]["gate_up"]["kernel"]
     text = part.lower(x, jnp.int32(0)).compile().as_text()
     gathered = {tuple(map(int, m.split(","))) for m in re.findall(r"f32\[([\d,]+)\]\S* all-gather", text)}
-    assert gathered == {(1, 32, 96)}
+    assert gathered == {(1, 32, 2, 48)}
 
 
 def test_mistakes(tmp_path, monkeypatch):
