@@ -83,10 +83,20 @@ class Checkpoint:
         there = {name: self.shapes[name] for name in (self.shapes if ours is None else ours)}
         if problems := differences(there, shapes):
             raise ConfigError(
-                f"checkpoint {self.path} belongs to another model or optimizer: {some_of(problems)}. To load only the "
-                "parameters: engine.load_checkpoint(..., load_module_only=True); only those that fit: "
-                "load_module_strict=False"
+                f"checkpoint {self.path} belongs to another model or optimizer: {some_of(problems)}. "
+                + self._way(there, shapes)
             )
+
+    def _way(self, there: Mapping[str, tuple], shapes: Mapping[str, tuple | None]) -> str:
+        """Say what can be loaded. Of parameters stored in another shape, the table in the notes says what they are."""
+        sizes = [(there[n], shape) for n, shape in shapes.items() if shape and n in there and n.startswith("params/")]
+        if self.notes.get("weights") and any(a != b and prod(a) == prod(b) for a, b in sizes):
+            export = f"jzero export {self.path.parent} OUT"
+            return f"To load the parameters in their new shapes: {export}, then engine.load_weights(OUT)"
+        return (
+            "To load only the parameters: engine.load_checkpoint(..., load_module_only=True); only those that fit: "
+            "load_module_strict=False"
+        )
 
     def read(self, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
         """Read leaves by name, each with the given sharding, and compare their checksums.
