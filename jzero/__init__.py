@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jzero.optimizers.mup import mup_groups
     from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
     from jzero.planner.plan import plan
+    from jzero.spread.search import find_dimensions
     from jzero.state import TrainState
     from jzero.train_step import TrainStep, make_train_step
 
@@ -47,6 +48,7 @@ _HOME = {
     "add_config_arguments": "engine.arguments",
     "all_gather": "communication.replicas",
     "axis_index": "communication.replicas",
+    "find_dimensions": "spread.search",
     "from_flax": "adapters.from_flax",
     "get_local_rank": "distributed.place",
     "get_rank": "distributed.place",
@@ -95,6 +97,7 @@ __all__ = [
     "all_gather",
     "axis_index",
     "checkpoint",
+    "find_dimensions",
     "from_flax",
     "get_local_rank",
     "get_rank",

@@ -25,7 +25,7 @@ from jzero.offload import choice, pinned_memory
 from jzero.optimizers import lr_schedules, wrappers
 from jzero.pipeline.stages import pipelined
 from jzero.precision import Precision, cast, settle_precision
-from jzero.spread.limits import tensor_dims
+from jzero.spread.limits import tensor_dims, with_found_dimensions
 from jzero.stored_names import StoredNames
 from jzero.tree import PyTree, named, partition
 from jzero.values.kinds import INT32
@@ -59,6 +59,7 @@ class Setup:
       callers_optimizer: whether the caller passed it in.
       averaging: the devices whose gradients the optimizer averages; None: they are averaged before it.
       passes: how the forward and backward passes run.
+      searched: whether the config's `tensor_parallel.dimensions` was found by trying.
     """
 
     model: Model
@@ -75,6 +76,7 @@ class Setup:
     callers_optimizer: bool
     averaging: optimizers.Replicas | None
     passes: Passes
+    searched: bool
 
     @property
     def rule(self) -> Rule:
@@ -139,6 +141,7 @@ def resolve(
     mesh = make_mesh(config) if mesh is None else mesh
     check_mesh(mesh)
     check_against(config, mesh)
+    given, config = config.tensor_parallel.dimensions, with_found_dimensions(config, model, mesh)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     config, why = settle_precision(config, shapes, mesh.devices.flat[0])
     precision = Precision.from_config(config, why)
@@ -174,7 +177,7 @@ def resolve(
     return Setup(
         model, config, mesh, batch_sizes, precision, plus, layouts, weights, schedule,
         tx,
-        groups, optimizer is not None, averaging, passes,
+        groups, optimizer is not None, averaging, passes, given != config.tensor_parallel.dimensions,
     )  # fmt: skip
 
 

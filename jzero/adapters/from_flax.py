@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import linen, nnx
 
 from jzero.adapters.criterion import CriterionModel, inputs_and_labels
@@ -60,7 +62,7 @@ def from_flax(
       sync_batch_norm: BatchNorm normalises a training batch by the statistics of all replicas' micro-batches together,
         as torch's SyncBatchNorm; False: each replica's by its own, and the running statistics are averaged.
       example_batch: a batch, or its ShapeDtypeStructs. Linen needs it, because parameters take their shapes from an
-        input.
+        input; and `mesh.tensor` without a table of dimensions, which is then found by trying.
       example_extra: for a Linen module whose loss_fn reads `extra`: what is passed to the step, or its shapes.
 
     Raises:
@@ -71,6 +73,21 @@ def from_flax(
     >>> jax.tree.map(jax.numpy.shape, model.init(jax.random.key(0)))
     {'bias': (1,), 'kernel': (3, 1)}
     """
+    model = _model(
+        module, loss_fn, criterion=criterion, stack=stack, has_aux=has_aux, sync_batch_norm=sync_batch_norm,
+        example_batch=example_batch, example_extra=example_extra,
+    )  # fmt: skip
+    if example_batch is not None:
+        model.example_batch = jax.tree.map(  # type: ignore[attr-defined]
+            lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example_batch
+        )
+    return model
+
+
+def _model(
+    module: Any, loss_fn: Callable | None = None, *, criterion: Callable | None = None, stack: str | None = None,
+    has_aux: bool = False, sync_batch_norm: bool = True, example_batch: Any = None, example_extra: Any = None,
+) -> Model:  # fmt: skip
     if example_extra is not None and (criterion is not None or not isinstance(module, linen.Module)):
         raise ConfigError("from_flax: example_extra is for a Linen module with loss_fn; leave it out")
     check_no_torch_module("model", module, "write it in Flax; nnx.Module has nearly the same layers")
@@ -78,7 +95,7 @@ def from_flax(
         if loss_fn is not None:
             raise ConfigError("from_flax: loss_fn and criterion are both given: leave one of them out")
         example = None if example_batch is None else inputs_and_labels(example_batch)[0]
-        net = from_flax(module, _outputs, stack=stack, sync_batch_norm=sync_batch_norm, example_batch=example)
+        net = _model(module, _outputs, stack=stack, sync_batch_norm=sync_batch_norm, example_batch=example)
         return CriterionModel(net, criterion, has_aux)
     if isinstance(module, linen.Module):
         if loss_fn is None or example_batch is None:
@@ -90,7 +107,7 @@ def from_flax(
     if isinstance(module, nnx.Module):
         built = nnx.clone(module)
         built.train()  # it may have been evaluated before
-        model = from_flax(
+        model = _model(
             lambda rngs: nnx.clone(built), loss_fn, stack=stack, has_aux=has_aux, sync_batch_norm=sync_batch_norm
         )
         model.values = model.adopt(module)  # type: ignore[attr-defined]

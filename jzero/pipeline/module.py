@@ -114,6 +114,10 @@ class PipelineModule(ParametersInHTML):
         self.loss_fn, self.has_aux = loss_fn, has_aux
         self._layers: list[Layer] = []
         inputs = self._make_layers(example_batch)
+        if example_batch is not None:
+            self.example_batch = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example_batch
+            )
         self._check_ties()
         self.boundaries(1 if num_stages is None else num_stages)  # raises if they do not fit
         self.stack: Any = self._find_stack(inputs)

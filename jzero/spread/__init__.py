@@ -13,6 +13,7 @@ table of how weights are divided decides how much is moved, never what is comput
     interpreter    runs a jaxpr by the rules
     ledger         what was moved, and what ran on whole arrays, with the model's source lines
     division       which dimension of each parameter an axis divides, from a table
+    search         finds such a table by trying
     model          prefix, block, suffix and loss of a model, on shards
     limits         what a mesh with the axes `context` or `tensor` cannot do yet
 """

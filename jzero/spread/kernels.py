@@ -7,12 +7,14 @@ the same one.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jzero.spread.rules import bind, everywhere, rule
+from jzero.spread.rules import WHOLE_ARRAYS, bind, everywhere, rule
 from jzero.spread.value import Axes, Dims, Group, Value
 
 # Operands of both primitives: query, key, value, bias, and lengths and offsets of the rows; the backward one has in
@@ -27,12 +29,14 @@ class Form(NamedTuple):
       rows, heads: the axes that divide the rows, and the query heads.
       shared: those of `heads` that divide the key-value heads; the devices along the rest have one of them each.
       at: the dimension of heads in [rows, sequence, heads, width] or [rows, heads, sequence, width].
+      again: whether some devices compute the same heads.
     """
 
     rows: Axes
     heads: Axes
     shared: Axes
     at: int
+    again: bool
 
     @property
     def rest(self) -> Axes:
@@ -57,7 +61,8 @@ def attention_forward(group: Group, eqn: Any, values: list[Value]) -> list[Value
         return everywhere(group, eqn, values)
     form = _form(group, eqn, values)
     xs = [_operand(group, form, i, v) for i, v in enumerate(values)]
-    out, *sums = bind(eqn, xs)
+    with jax.named_scope(WHOLE_ARRAYS) if form.again else contextlib.nullcontext():
+        out, *sums = bind(eqn, xs)
     shapes = [v.aval.shape for v in eqn.outvars]
     dims = [form.dims(form.heads), (form.rows, form.heads, ())]
     return [Value(x, s, d) for x, s, d in zip([out, *sums], shapes, dims[: len(shapes)], strict=True)]
@@ -95,9 +100,9 @@ def _form(group: Group, eqn: Any, values: list[Value]) -> Form:
         rest = group.degree(heads[len(shared) :])
         if group.fits(query.shape[at], heads) and (rest == 1 or rest % (kv_heads // group.degree(shared)) == 0):
             break
-    if heads != axes:  # some devices compute the same heads
+    if heads != axes:
         group.ledger.fall_back()
-    return Form(query.dims[0], heads, shared, at)
+    return Form(query.dims[0], heads, shared, at, heads != axes)
 
 
 def _operand(group: Group, form: Form, i: int, v: Value) -> Any:

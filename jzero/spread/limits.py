@@ -8,10 +8,12 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jzero.config import Config
+from jzero.display.slow_work import slow_work
 from jzero.errors import ConfigError
 from jzero.mesh import CONTEXT, GROUP_AXES, TENSOR, group_size, present
 from jzero.optimizers import compresses
 from jzero.spread.division import divided_dims
+from jzero.spread.search import find_dimensions
 from jzero.tree import PyTree
 
 KEY = "tensor_parallel.dimensions"
@@ -38,7 +40,7 @@ def tensor_dims(model: Any, params: PyTree, config: Config, mesh: Mesh, has_stac
     if not table:
         raise ConfigError(
             f"mesh.tensor = {degree}: no table says which dimensions of the parameters it divides; write {KEY} = "
-            '{"up/kernel": 1, "down/kernel": 0}, or give the model an attribute divided = {"tensor": {...}}'
+            '{"up/kernel": 1, "down/kernel": 0}, or pass example_batch to jzero.from_flax, so that jzero finds one'
         )
     names = getattr(model, "names", None)
     key = KEY if own else f"{model!r}: divided['tensor']"
@@ -46,6 +48,21 @@ def tensor_dims(model: Any, params: PyTree, config: Config, mesh: Mesh, has_stac
     if found := sorted(set(dims) & set(getattr(model, "state", ()))):
         raise ConfigError(f"{key}: {found} are state, which is whole on every device; write a table without them")
     return dims
+
+
+def with_found_dimensions(config: Config, model: Any, mesh: Mesh) -> Config:
+    """Write a table into the config that has none, for a model that has none, by trying (`find_dimensions`).
+
+    A model with an `example_batch` can be tried; others stay as they are.
+    """
+    example, degree = getattr(model, "example_batch", None), mesh.shape[TENSOR]
+    known = config.tensor_parallel.dimensions or getattr(model, "divided", {}).get(TENSOR)
+    if degree == 1 or known or example is None:
+        return config
+    with slow_work(f"trying how to divide the parameters by {degree}"):
+        table = find_dimensions(model, example, degree)
+    section = config.tensor_parallel.model_copy(update={"dimensions": table})
+    return config.model_copy(update={"tensor_parallel": section})
 
 
 def _not_yet(config: Config, mesh: Mesh, keys: str) -> Iterator[str]:

@@ -1,0 +1,102 @@
+"""The table found by trying moves no more than one written by hand, and is Megatron's where that is best."""
+
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers.sampling import keep
+from helpers.tensor_models import BATCH, DIMENSIONS, GPT, batches, initial, model, reference
+
+import jzero
+from jzero.errors import ConfigError
+from jzero.planner.moves import moves
+from models.llama import Llama, preset
+
+MEGATRON = {
+    "stack/attention/qkv/kernel": 1, "stack/attention/out/kernel": 0, "stack/mlp/gate_up/kernel": 2,
+    "stack/mlp/down/kernel": 0, "ends/head/kernel": 1,
+}  # fmt: skip
+
+
+def dims_of(table, names):
+    return {name: next((d for pattern, d in table.items() if re.search(pattern, name)), None) for name in names}
+
+
+def moved(name, dimensions):
+    """Bytes that a traced step moves over the axis, by the collectives of its jaxpr."""
+    config = {
+        "train_batch_size": BATCH, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "tensor_parallel": {"dimensions": dimensions},
+    }  # fmt: skip
+    mesh = jzero.make_mesh(tensor=2, zero=1, devices=jax.devices()[:2])
+    step = jzero.make_train_step(model(name), config, mesh=mesh)
+    return moves(step.trace(batches()[0]), mesh).total
+
+
+@pytest.mark.parametrize("name", keep(["nnx", "linen", "llama"], ["llama"]))
+def test_no_more_is_moved_than_by_hand(name):
+    found = jzero.find_dimensions(model(name), batches()[0], 2)
+    assert 0 < moved(name, found) <= moved(name, DIMENSIONS[name])
+
+
+def test_megatrons_table_for_a_large_llama_in_seconds():
+    """Llama-70B by its shapes: only one of its 80 layers is tried, and nothing is computed."""
+    config = preset("8b", d_model=8192, num_layers=80, num_heads=64, num_kv_heads=8, d_ff=28672, attention="xla")
+    tokens = jax.ShapeDtypeStruct((1, 4096), np.int32)
+    start = time.process_time()
+    found = jzero.find_dimensions(
+        jzero.from_flax(lambda rngs: Llama(config, rngs=rngs)), {"inputs": tokens, "labels": tokens}, 8
+    )
+    assert time.process_time() - start < 60
+    assert dims_of(found, MEGATRON) == MEGATRON
+    assert not any("norm" in pattern for pattern in found)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
+def test_a_step_without_a_table_finds_one(stage):
+    """`autotp_size` alone, as in DeepSpeed; the result is one device's."""
+    examples = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batches()[0].items()}
+    untold = jzero.from_flax(GPT, example_batch=examples)
+    config = {
+        "train_batch_size": BATCH, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "tensor_parallel": {"autotp_size": 2}, "mesh": {"zero": 2},
+    }  # fmt: skip
+    mesh = jzero.make_mesh(config, devices=jax.devices()[:4])
+    step = jzero.make_train_step(untold, config, mesh=mesh)
+    found = step.config.tensor_parallel.dimensions
+    assert dims_of(found, ["stack/up/kernel", "stack/down/kernel"]) == {"stack/up/kernel": 1, "stack/down/kernel": 0}
+    assert 'tensor_parallel.dimensions, found by trying: {"^ends/' in re.sub(r"\s+", " ", jzero.report(step))
+    state = step.init(jax.random.key(0), initial("nnx"))
+    for batch, known in zip(batches(), reference("nnx")[0], strict=True):
+        state, metrics = step(state, batch)
+        np.testing.assert_allclose([float(metrics["loss"]), float(metrics["grad_norm"])], known, rtol=1e-6)
+
+
+def test_layers_outside_of_a_stack_share_an_expression():
+    """Four layers have one entry; the last one, of another shape, has its own."""
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(4)])
+            self.last = nnx.Linear(8, 6, use_bias=False, rngs=rngs)
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = nnx.relu(layer(x))
+            return self.last(x)
+
+    net = jzero.from_flax(Net, lambda net, batch: net(batch).mean())
+    found = jzero.find_dimensions(net, jax.ShapeDtypeStruct((4, 6, 8), jnp.float32), 2)
+    assert r"^layers/\d+/kernel$" in found
+    assert "^last/kernel$" in found
+
+
+def test_nothing_to_divide():
+    net = jzero.from_flax(lambda rngs: nnx.Linear(3, 1, rngs=rngs), lambda net, batch: net(batch).mean())
+    with pytest.raises(ConfigError, match="tensor = 2 divides no dimension of a parameter"):
+        jzero.find_dimensions(net, jax.ShapeDtypeStruct((4, 3), jnp.float32), 2)
