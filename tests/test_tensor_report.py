@@ -5,6 +5,7 @@ Expected bytes are counted by hand: an activation is [rows, sequence, width], of
 
 import inspect
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import pytest
 from helpers.tensor_models import BATCH, DIMENSIONS, GPT, SEQUENCE, WIDTH, Block, batches, initial, make_step, model
 
 import jzero
+from jzero.engine.step_report import step_report
 from jzero.planner.moves import moves
 from jzero.planner.state_bytes import state_bytes
 from jzero.tree import named
@@ -129,3 +131,25 @@ def test_what_ran_on_whole_arrays_and_stage_1_without_zero():
     assert "stage 1, but mesh.zero = 1" in text
     line = inspect.getsourcelines(Incomplete.loss)[1] + 2
     assert f"ran on whole arrays: igamma (test_tensor_report.py:{line})" in text
+
+
+def test_a_sequence_that_the_axes_do_not_divide():
+    """Of 8 tokens both axes take their part, of 6 context alone, of 7 none."""
+    step = make_step("nnx", tensor=2, context=2)
+    assert "does not divide" not in report_of(step, batches()[0])
+    text = report_of(step, {name: x[:, :7] for name, x in batches()[0].items()})
+    for axis in ("context", "tensor"):
+        assert f"mesh.{axis} = 2 does not divide the sequence of 7 between layers" in text
+    text = report_of(step, {name: x[:, :6] for name, x in batches()[0].items()})
+    assert "mesh.context" not in text
+    assert "mesh.tensor = 2 does not divide the sequence of 3 between layers" in text
+    assert "a multiple of 4" in text
+
+
+def report_of(step, batch):
+    """The sections that a trace shows, in one line."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    traced = SimpleNamespace(
+        traced=step.trace(shapes), mesh=step.mesh, model=step.model, setup=step.setup, precision=step.precision
+    )
+    return " ".join(step_report(traced).split())

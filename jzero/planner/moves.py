@@ -17,8 +17,10 @@ import jax
 from jzero._compat import inner_jaxprs, source_line, without_dead_code
 from jzero.gradients import COUNT, REDUCE
 from jzero.mesh import GROUP_AXES, present, spans_hosts
+from jzero.model import ENDS, StackModel, stack_functions
 from jzero.planner.products import BACKWARD, FORWARD, OPTIMIZER, names_of, part_of
 from jzero.spread.rules import WHOLE_ARRAYS
+from jzero.tree import PyTree
 from jzero.values.sizes import size_text
 
 COLUMNS = ["collective", "axes", "bytes", "times", "bytes a step", "pass", "in", "line"]
@@ -107,6 +109,30 @@ def across_hosts(found: Moves, mesh: jax.sharding.Mesh) -> Iterator[str]:
             f"{sizes}: such groups of devices span hosts, and move {size_text(found.total)} a step per device at the "
             "speed of the network; fix: degrees whose product divides the number of GPUs of a host"
         )
+
+
+def whole_sequences(model: Any, weights: PyTree, batch: PyTree, mesh: jax.sharding.Mesh) -> Iterator[str]:
+    """Warn where an axis does not divide the sequence between the layers of a stack.
+
+    Args:
+      weights, batch: shapes.
+    """
+    axes = present(mesh, *GROUP_AXES)
+    if not axes or not isinstance(model, StackModel):
+        return
+    prefix = stack_functions(model)[0]
+    x = jax.eval_shape(lambda ends, batch: prefix(ends, batch, None)[0], weights[ENDS], batch)
+    for length in sorted({leaf.shape[1] for leaf in jax.tree.leaves(x) if leaf.ndim > 2}):
+        divided = 1
+        for axis in axes:
+            if length % (divided * mesh.shape[axis]):
+                yield (
+                    f"mesh.{axis} = {mesh.shape[axis]} does not divide the sequence of {length // divided} between "
+                    "layers: its devices hold it, and compute norms and residuals, all alike; fix: a length that is a "
+                    f"multiple of {divided * mesh.shape[axis]}"
+                )
+            else:
+                divided *= mesh.shape[axis]
 
 
 def moves_over(jaxpr: Any, axes: Sequence[str]) -> Moves:

@@ -22,7 +22,7 @@ from jzero.planner.advice import advice
 from jzero.planner.collectives import collectives
 from jzero.planner.deepspeed_estimate import deepspeed_estimate
 from jzero.planner.memory import memory
-from jzero.planner.moves import across_hosts, moves
+from jzero.planner.moves import across_hosts, moves, whole_sequences
 from jzero.planner.plan_facts import PlanFacts
 from jzero.planner.plan_page import write_page
 from jzero.planner.plan_record import plan_record
@@ -163,10 +163,14 @@ def read_plan(
         planned = PlannedTime(timed, amount, useful, gpu, count, nodes, half, origin)
     except ValueError as error:  # a spelling that the reader of the program does not know
         problem = str(error)
-    warnings = advice(step, gpu, text, found, products(traced), amount)
+    warnings = [
+        *advice(step, gpu, text, found, products(traced), amount),
+        *whole_sequences(step.model, step.setup.weights, batch, step.mesh),
+        *across_hosts(moved, step.mesh),
+    ]
     return Plan(
         step, gpu, nodes, gpus_per_node, amount, planned_memory(step, memory(compiled, step), text, there), found,
-        moved, planned, problem, (*warnings, *across_hosts(moved, step.mesh)), deepspeed_estimate(step), text, seconds,
+        moved, planned, problem, tuple(warnings), deepspeed_estimate(step), text, seconds,
     )  # fmt: skip
 
 
