@@ -35,6 +35,7 @@ EVERYTHING = DecoderConfig(
 CONFIGS = {
     "everything": EVERYTHING,
     "llama": DecoderConfig(4, 32, 4, 2, 48, vocab_size=61, rope_theta=50.0, tied=True),
+    "padded": DecoderConfig(4, 32, 4, 2, 48, vocab_size=61, pad_vocab_to=4, rope_theta=50.0, tied=True),
     "window": DecoderConfig(4, 32, 4, 2, 48, vocab_size=61, rope_theta=50.0, window=4),
     "gpt2": GPT2Config(4, 32, 4, 48, vocab_size=61, max_positions=24),
 }
@@ -111,14 +112,20 @@ LAYOUTS = {
     "pipe and zero3": {"stage": 3, "pipe": 2, "zero": 2},
     "interleaved": {"stage": 3, "pipe": 2, "zero": 2, "more": {"pipeline": {"schedule": "interleaved", "chunks": 2}}},
     "pipe, scanned": {"pipe": 2, "more": {"stack": {"unroll": False}}},
+    "tensor and zero3": {"stage": 3, "zero": 2, "tensor": 2},
+    "context, scanned": {"stage": 3, "context": 2, "tensor": 2, "more": {"stack": {"unroll": False}}},
+    "pipe and tensor": {"pipe": 2, "tensor": 2},
 }
 GREEDY = [
     *product(["everything"], LAYOUTS),
     ("llama", "zero2"), ("window", "zero3"), ("gpt2", "scanned"), ("gpt2", "pipe and zero3"),
+    ("padded", "tensor and zero3"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "layout"), keep(GREEDY, [("everything", "interleaved")]))
+@pytest.mark.parametrize(
+    ("name", "layout"), keep(GREEDY, [("everything", "interleaved"), ("padded", "tensor and zero3")])
+)
 def test_greedy_is_the_plain_modules(name, layout):
     """Rows of unequal length, and not as many as the replicas divide."""
     model, params, expected = case(name)

@@ -155,12 +155,6 @@ def test_a_table_that_names_state():
         jzero.make_train_step(Counting(), config, mesh=mesh)
 
 
-def test_generation():
-    step = make_step("nnx", tensor=2)
-    with pytest.raises(ConfigError, match="generate on a mesh with tensor 2: not yet supported"):
-        step.generate(None, np.zeros((2, 4), np.int32), 2)
-
-
 class Contrastive:
     """Every row against the rows of all replicas, with dropout: collectives and random numbers inside of a loss."""
 

@@ -21,12 +21,13 @@ from jzero.distributed import heartbeat
 from jzero.distributed.consistency import Guard
 from jzero.errors import ConfigError
 from jzero.inference.eval_step import pad_rows, to_host
-from jzero.mesh import BATCH_AXES, PIPE, batch_spec, group_size, present, replicas
+from jzero.mesh import BATCH_AXES, PIPE, batch_spec, present, replicas
 from jzero.model import ENDS, STACK, StackModel, replace_state
 from jzero.pipeline import vocab_parallel
 from jzero.pipeline.stages import divided_vocabulary
 from jzero.setup import Setup
 from jzero.sharding import stack_length
+from jzero.spread.model import on_group
 from jzero.stack import fetch
 from jzero.state import TrainState, check_alive, check_key
 from jzero.tree import PyTree, leading_dim
@@ -86,13 +87,8 @@ class Generator:
           The prompts and their continuations, [rows, S + max_new_tokens] int32.
 
         Raises:
-          ConfigError: a model without a cache, a mesh with tensor larger than 1, bad arguments.
+          ConfigError: a model without a cache, bad arguments.
         """
-        if (devices := group_size(self.setup.mesh)) > 1:
-            raise ConfigError(
-                f"generate on a mesh with tensor {devices}: not yet supported; save a checkpoint, and generate with "
-                "mesh.tensor = 1"
-            )
         check_alive(state)
         model = self.setup.model
         if not hasattr(model, "make_cache"):
@@ -282,7 +278,7 @@ def restrict(logits: jax.Array, top_k: Any, top_p: Any) -> jax.Array:
 
 def _forward(setup: Setup, params: PyTree, rows: int, length: int) -> tuple[Forward, PyTree]:
     """Make the forward pass of this device's parameters, and an empty cache."""
-    model: Any = setup.model
+    model: Any = on_group(setup.model, setup.mesh, setup.layouts)
     weights, layouts = setup.region().prepare(params, None), setup.passes.view.layouts
     diff, nondiff = weights.diff, replace_state(weights.nondiff, weights.state)
 
@@ -311,13 +307,13 @@ def _forward(setup: Setup, params: PyTree, rows: int, length: int) -> tuple[Forw
 
 def _layer(setup: Setup) -> Callable:
     """Make `layer((diff, nondiff), x, cache) -> (x, cache)`."""
-    model, layouts, precision = setup.model, setup.layouts[STACK], setup.precision
+    model, layouts, precision = on_group(setup.model, setup.mesh, setup.layouts), setup.layouts[STACK], setup.precision
     gathers = any(layout.by_layer for layout in jax.tree.leaves(layouts))
 
     def layer(pair: Any, x: Any, cache: Any) -> Any:
         if gathers:  # in every pass: without the barrier XLA gathers all layers once, before the loop
             pair, x = lax.optimization_barrier((pair, x))
-        return model.decode_block(fetch(layouts, pair, precision), x, cache)  # type: ignore[attr-defined]
+        return model.decode_block(fetch(layouts, pair, precision), x, cache)
 
     return layer
 

@@ -22,10 +22,11 @@ def on_group(model: Any, mesh: Mesh, layouts: PyTree) -> Any:
 
 
 class SpreadModel:
-    """`prefix`, `block`, `suffix` and `loss` of a model, on shards.
+    """The functions of a model, on shards: `prefix`, `block`, `suffix` and `loss`, and those that decode.
 
     Weights arrive as local shards, as their layouts say. The batch is the same on all devices of the group, and so are
-    the results. What passes between the layers is a tree of `Value`s, with the sequence divided.
+    the results. What passes between the layers is a tree of `Value`s, with the sequence divided. Decoding passes arrays
+    and a cache that are whole on every device.
     """
 
     def __init__(self, model: Any, mesh: Mesh, layouts: PyTree):
@@ -50,6 +51,18 @@ class SpreadModel:
 
     def loss(self, params: Any, *args: Any, **kwargs: Any) -> Any:
         return self._results(self._run("loss", self._weights(None, params), *self._tokens(args), **kwargs))
+
+    def decode(self, params: Any, *args: Any) -> Any:
+        return self._results(self._run("decode", self._weights(None, params), *args))
+
+    def decode_prefix(self, ends: Any, *args: Any) -> Any:
+        return self._results(self._run("decode_prefix", self._weights(ENDS, ends), *args))
+
+    def decode_block(self, layer: Any, *args: Any) -> Any:
+        return self._results(self._run("decode_block", self._weights(STACK, layer), *args))
+
+    def decode_suffix(self, ends: Any, *args: Any) -> Any:
+        return self._results(self._run("decode_suffix", self._weights(ENDS, ends), *args))
 
     def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
         results = spread(getattr(self.model, name), self.group)(*args, **kwargs)
