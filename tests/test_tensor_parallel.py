@@ -90,7 +90,7 @@ def test_evaluation_prediction_and_checkpoints(tmp_path):
 # ------------------------------------------------------------------ refused
 
 REFUSED = [
-    ({"tensor_parallel": {"dimensions": {}}}, ["mesh.tensor = 2", "no table", "divided"]),
+    ({"tensor_parallel": {"dimensions": {}}}, ["mesh.tensor = 2", "no table", "example_batch"]),
     ({"tensor_parallel": {"dimensions": {"nothing": 0}}}, ["tensor_parallel.dimensions", "'nothing'", "no parameter"]),
     ({"tensor_parallel": {"dimensions": {"up/kernel": 2}}}, ["up/kernel", "= 2", "[32, 128]", "0 to 1"]),
     ({"tensor_parallel": {"dimensions": {"up/kernel": "1"}}}, ["up/kernel", '"1"', "dimension"]),
