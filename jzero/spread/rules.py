@@ -19,8 +19,8 @@ RULES: dict[str, Rule] = {}
 WHOLE_ARRAYS = "whole_arrays"  # the scope of primitives that run on whole arrays although their operands were divided
 
 ELEMENTWISE = (
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz conj"
-    " convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag"
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex"
+    " conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag"
     " integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not or population_count"
     " pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign"
     " sin sinh sqrt square stop_gradient sub tan tanh xor"
@@ -105,6 +105,12 @@ def _onto(v: Value, shape: Sequence[int], dims: Dims) -> Dims:
     if len(v.shape) != len(shape):
         return undivided(len(v.shape))
     return tuple(() if n == 1 != size else axes for n, size, axes in zip(v.shape, shape, dims, strict=True))
+
+
+@rule("reshard")
+def reshard(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
+    """JAX puts it before updates of arrays; without explicit shardings it does nothing."""
+    return values
 
 
 @rule("optimization_barrier")

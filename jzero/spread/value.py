@@ -98,7 +98,7 @@ class Group:
         return prod(self.degrees[axis] for axis in axes)
 
     def fits(self, size: int, axes: Iterable[str]) -> bool:
-        return size % self.degree(axes) == 0
+        return size > 0 and size % self.degree(axes) == 0  # XLA gathers no dimension of size 0
 
     def local(self, shape: Sequence[int], dims: Dims) -> tuple[int, ...]:
         """Return the shape of what one device holds."""

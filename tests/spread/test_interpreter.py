@@ -58,6 +58,15 @@ def test_a_primitive_without_a_rule_runs_on_whole_arrays_and_is_listed():
     assert not whole.ledger.moves
 
 
+def test_updates_of_zeros_run_on_shards():
+    """JAX puts a `reshard` before them."""
+    rows = np.array([1, 5, 0, 3], np.int32)
+    group = check(
+        lambda u, i: jnp.zeros((8, 4)).at[i].add(u), [normal(4, 4), rows], [((1, None), False), ((None, None), False)]
+    )
+    assert not group.ledger.fallbacks
+
+
 def test_a_sum_is_made_once_and_scaled_before():
     def scaled(x):
         return (x / 2).sum() / 3
