@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jzero._compat import closed_jaxpr, scan_sizes
@@ -63,7 +64,10 @@ def _copies(values: list[Value]) -> list[Value]:
 @rule("while")
 def while_(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
     """Between its turns, what a loop carries lies as in a scan. All devices of the group take the same turns."""
-    p, values = eqn.params, [group.summed(v) for v in values]
+    p = eqn.params
+    if p["cond_jaxpr"].out_avals[0].shape:  # under vmap each row of the carry ends at a turn of its own
+        return everywhere(group, eqn, values)
+    values = [group.summed(v) for v in values]
     n, m = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
 
     def rested(found: list[Value]) -> list[Value]:
@@ -97,19 +101,15 @@ def cond(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def _is_float(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.floating))
-
-
-def _all_float(eqn: Any) -> bool:
-    return all(_is_float(v.aval) for v in eqn.outvars)
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def _shapes(variables: Any) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in variables]
 
 
-def _floats(eqn: Any) -> list[bool]:
-    return [_is_float(v.aval) for v in eqn.invars]
+def _floats(variables: Any) -> list[bool]:
+    return [_is_float(v.aval) for v in variables]
 
 
 def _pick(xs: Any, flags: list[bool], wanted: bool) -> list[Any]:
@@ -118,7 +118,7 @@ def _pick(xs: Any, flags: list[bool], wanted: bool) -> list[Any]:
 
 def _of_floats(eqn: Any, others: Any) -> Any:
     """Make the function of an equation's floating-point operands, given its others."""
-    flags = _floats(eqn)
+    flags = _floats(eqn.invars)
 
     def f(*floats: Any) -> list[Any]:
         first, second = iter(floats), iter(others)
@@ -128,17 +128,17 @@ def _of_floats(eqn: Any, others: Any) -> Any:
 
 
 def _split(eqn: Any) -> tuple[list[Any], list[Any]]:
-    flags, shapes = _floats(eqn), _shapes(eqn.invars)
+    flags, shapes = _floats(eqn.invars), _shapes(eqn.invars)
     return _pick(shapes, flags, True), _pick(shapes, flags, False)
 
 
 @rule("custom_jvp_call")
 def custom_jvp(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
     """Run the function and its own derivative, both on shards."""
-    if not _all_float(eqn):
+    if not all(_floats(eqn.outvars)):
         return everywhere(group, eqn, values)
     values = [group.summed(v) for v in values]
-    flags, n = _floats(eqn), len(eqn.outvars)
+    flags, n = _floats(eqn.invars), len(eqn.outvars)
     floats, others = _split(eqn)
 
     def derivative(x: Any, tangents: Any, rest: Any) -> Any:
@@ -169,11 +169,10 @@ def custom_jvp(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
 @rule("custom_vjp_call", "custom_vjp_call_jaxpr")
 def custom_vjp(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
     """Run the function, its own forward and its own backward pass, all on shards."""
-    if not _all_float(eqn):
-        return everywhere(group, eqn, values)
     if group.no_gradient:
         return interpret(group, _inside(eqn), values)
-    values, flags, n = [group.summed(v) for v in values], _floats(eqn), len(eqn.outvars)
+    values, flags, n = [group.summed(v) for v in values], _floats(eqn.invars), len(eqn.outvars)
+    has_gradient = _floats(eqn.outvars)
     floats, others = _split(eqn)
     pullback: list[Any] = []  # its structure
 
@@ -186,9 +185,12 @@ def custom_vjp(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
     program, (_, residual_shapes) = jax.make_jaxpr(forward, return_shape=True)(floats, others)
 
     def backward(residuals: Any, gradients: Any) -> Any:
-        return jax.tree.unflatten(pullback[0], residuals)(gradients)
+        found = iter(gradients)
+        nothing = [np.zeros(v.aval.shape, jax.dtypes.float0) for v in eqn.outvars]
+        every = [next(found) if flag else zeros for flag, zeros in zip(has_gradient, nothing, strict=True)]
+        return jax.tree.unflatten(pullback[0], residuals)(every)
 
-    back = jax.make_jaxpr(backward)(residual_shapes, _shapes(eqn.outvars))
+    back = jax.make_jaxpr(backward)(residual_shapes, _pick(_shapes(eqn.outvars), has_gradient, True))
 
     @jax.custom_vjp
     def run(*xs: Value) -> list[Value]:
@@ -202,7 +204,8 @@ def custom_vjp(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
 
     def run_backward(residuals: list[Value], gradients: list[Value]) -> Any:
         # A gradient arrives in shares, see `value`: it is partial over the axes that do not divide it.
-        parts = [Value(g.x, g.shape, g.dims, tuple(a for a in group.degrees if a not in g.axes)) for g in gradients]
+        shares = _pick(gradients, has_gradient, True)
+        parts = [Value(g.x, g.shape, g.dims, tuple(a for a in group.degrees if a not in g.axes)) for g in shares]
         with group.without_gradient():
             found = iter(interpret(group, back, [*residuals, *parts]))
         # Of the operands their form alone is used here: as residuals they would stay in memory.

@@ -183,6 +183,29 @@ def clipped(x):
 
 
 clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
+
+
+@jax.custom_vjp
+def with_largest(x):
+    return x, x.argmax()
+
+
+with_largest.defvjp(lambda x: (with_largest(x), None), lambda _, g: (jnp.clip(g[0], -0.1, 0.1),))
+
+
+@jax.custom_vjp
+def power(z):
+    """|z|^2 of complex numbers."""
+    return jnp.abs(z) ** 2
+
+
+power.defvjp(lambda z: (power(z), z), lambda z, g: (2 * jnp.clip(g, -0.1, 0.1) * z.conj(),))
+
+
+def climb(x):
+    return lax.while_loop(lambda x: x < 5, lambda x: x + 1, lax.stop_gradient(x))
+
+
 WHOLE, DIVIDED = (None, None), (0, None)
 ROWS = np.array([1, 2, 3, -1, 4, -5, -6, -7], np.float32)
 
@@ -194,6 +217,11 @@ ROWS = np.array([1, 2, 3, -1, 4, -5, -6, -7], np.float32)
         (jax.jit(lambda x: clipped(2 * x)), ROWS, WHOLE),
         (lambda x: lax.scan(lambda c, y: (clipped(c + y), y), jnp.zeros(()), x)[0], ROWS, WHOLE),
         (lambda x: clipped(2 * x), ROWS, DIVIDED),
+        (lambda x: with_largest(2 * x)[0], ROWS, WHOLE),  # with an integer among its results
+        (lambda x: with_largest(2 * x)[0], ROWS, DIVIDED),
+        (lambda x: power(lax.complex(x, 2 * x)), ROWS, DIVIDED),
+        (jax.vmap(climb), ROWS, DIVIDED),  # each row takes turns of its own
+        (lambda x: lax.associative_scan(jnp.multiply, x), ROWS, DIVIDED),  # it makes arrays of size 0
         (lambda x: lax.cond(x.sum() < 0, clipped, jnp.sin, 2 * x), ROWS, WHOLE),
         (lambda x: lax.cond(x.sum() < 0, clipped, jnp.sin, 2 * x), ROWS, DIVIDED),
         (lambda x: ((x > 0).sum() // 3) * x.sum(), ROWS, DIVIDED),  # the parts' quotients add up to less
