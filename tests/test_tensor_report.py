@@ -133,6 +133,29 @@ def test_what_ran_on_whole_arrays_and_stage_1_without_zero():
     assert f"ran on whole arrays: igamma (test_tensor_report.py:{line})" in text
 
 
+@jax.custom_vjp
+def straight(x):
+    return x
+
+
+straight.defvjp(lambda x: (x, x), lambda x, g: (g * jax.scipy.special.gammainc(2.0, x**2 + 1),))
+
+
+class OwnBackward(Incomplete):
+    """Only the backward pass has no rule."""
+
+    def loss(self, params, batch, rng):
+        return straight(batch["x"] @ params["up"]).mean()
+
+
+def test_what_ran_on_whole_arrays_in_a_backward_pass_alone():
+    mesh = jzero.make_mesh(tensor=2, zero=1, devices=DEVICES[:2])
+    config = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+    step = jzero.make_train_step(OwnBackward(), config, mesh=mesh)
+    (found,) = moves(step.trace({"x": jax.ShapeDtypeStruct((4, 8), jnp.float32)}), mesh).whole
+    assert found.startswith("igamma (test_tensor_report.py:")
+
+
 def test_a_sequence_that_the_axes_do_not_divide():
     """Of 8 tokens both axes take their part, of 6 context alone, of 7 none."""
     step = make_step("nnx", tensor=2, context=2)
@@ -146,10 +169,28 @@ def test_a_sequence_that_the_axes_do_not_divide():
     assert "a multiple of 4" in text
 
 
-def report_of(step, batch):
+class Scaled(GPT):
+    """Reads what is passed beside the batch."""
+
+    def prefix(self, batch, extra):
+        return super().prefix(batch) * extra["scale"]
+
+
+def test_a_model_that_reads_what_is_passed_beside_the_batch():
+    config = {
+        "train_batch_size": BATCH, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "tensor_parallel": {"dimensions": DIMENSIONS["nnx"]},
+    }  # fmt: skip
+    mesh = jzero.make_mesh(tensor=2, zero=1, devices=DEVICES[:2])
+    step = jzero.make_train_step(jzero.from_flax(Scaled), config, mesh=mesh)
+    text = report_of(step, {name: x[:, :7] for name, x in batches()[0].items()}, {"scale": jnp.float32(2)})
+    assert "mesh.tensor = 2 does not divide the sequence of 7" in text
+
+
+def report_of(step, batch, extra=None):
     """The sections that a trace shows, in one line."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     traced = SimpleNamespace(
-        traced=step.trace(shapes), mesh=step.mesh, model=step.model, setup=step.setup, precision=step.precision
+        traced=step.trace(shapes, extra), mesh=step.mesh, model=step.model, setup=step.setup, precision=step.precision
     )
     return " ".join(step_report(traced).split())

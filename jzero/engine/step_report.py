@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import jax
-
 from jzero.engine.text import bullets, table
 from jzero.errors import some_of
 from jzero.mesh import GROUP_AXES, group_size, present
@@ -40,8 +38,7 @@ def _moves(step: Any) -> list[str]:
     found = moves(step.traced, step.mesh)
     lines = table([COLUMNS, *found.rows(MOST_MOVES)], "<<>>><<<") if found.all else []
     whole = [f"ran on whole arrays: {some_of(found.whole, 6)}"] if found.whole else []
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), step.traced.args_info[0][1])
-    undivided = whole_sequences(step.model, step.setup.weights, batch, step.mesh)
+    undivided = whole_sequences(step.model, step.setup.weights, step.traced, step.mesh)
     return lines + bullets([*whole, *undivided, *across_hosts(found, step.mesh)])
 
 

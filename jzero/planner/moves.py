@@ -17,9 +17,9 @@ import jax
 from jzero._compat import inner_jaxprs, source_line, without_dead_code
 from jzero.gradients import COUNT, REDUCE
 from jzero.mesh import GROUP_AXES, present, spans_hosts
-from jzero.model import ENDS, StackModel, stack_functions
+from jzero.model import ENDS, Inputs, StackModel, stack_functions
 from jzero.planner.products import BACKWARD, FORWARD, OPTIMIZER, names_of, part_of
-from jzero.spread.rules import WHOLE_ARRAYS
+from jzero.spread.rules import WHOLE_ARRAYS, WHOLE_BACKWARD
 from jzero.tree import PyTree
 from jzero.values.sizes import size_text
 
@@ -111,17 +111,21 @@ def across_hosts(found: Moves, mesh: jax.sharding.Mesh) -> Iterator[str]:
         )
 
 
-def whole_sequences(model: Any, weights: PyTree, batch: PyTree, mesh: jax.sharding.Mesh) -> Iterator[str]:
+def whole_sequences(model: Any, weights: PyTree, traced: jax.stages.Traced, mesh: jax.sharding.Mesh) -> Iterator[str]:
     """Warn where an axis does not divide the sequence between the layers of a stack.
 
     Args:
-      weights, batch: shapes.
+      weights: shapes.
+      traced: the step, which knows the shapes of the batch.
     """
     axes = present(mesh, *GROUP_AXES)
     if not axes or not isinstance(model, StackModel):
         return
-    prefix = stack_functions(model)[0]
-    x = jax.eval_shape(lambda ends, batch: prefix(ends, batch, None)[0], weights[ENDS], batch)
+    prefix, (_, *inputs) = stack_functions(model)[0], traced.args_info[0]
+    batch, extra = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs[:2])
+    x = jax.eval_shape(
+        lambda ends, batch, extra: prefix(ends, Inputs(batch, extra), None)[0], weights[ENDS], batch, extra
+    )
     for length in sorted({leaf.shape[1] for leaf in jax.tree.leaves(x) if leaf.ndim > 2}):
         divided = 1
         for axis in axes:
@@ -142,10 +146,15 @@ def moves_over(jaxpr: Any, axes: Sequence[str]) -> Moves:
         part, line, over = BACKWARD if REDUCE in scope else part_of(scope), source_line(eqn), _axes(eqn)
         if set(axes) & set(over) and part != OPTIMIZER:
             times[Move(_KINDS[eqn.primitive.name], over, _bytes(eqn), part, _module(scope), line)] += runs
-        elif WHOLE_ARRAYS in str(eqn.source_info.name_stack) and part == FORWARD and not over:
+        elif not over and _on_whole_arrays(str(eqn.source_info.name_stack).split("/"), part):
             whole[f"{eqn.primitive.name} ({line})"] += 1
     found = (replace(move, times=runs) for move, runs in times.items())
     return Moves(tuple(sorted(found, key=lambda move: -move.total)), tuple(whole))
+
+
+def _on_whole_arrays(names: Sequence[str], part: str) -> bool:
+    """Tell a primitive that ran on whole arrays from the transpose of one, which needs no line of its own."""
+    return any(WHOLE_BACKWARD in name or (WHOLE_ARRAYS in name and part == FORWARD) for name in names)
 
 
 def _operations(jaxpr: Any, times: int, outside: str) -> Iterator[tuple[Any, int, str]]:
@@ -169,5 +178,5 @@ def _bytes(eqn: Any) -> int:
 
 
 def _module(scope: str) -> str:
-    names = names_of(scope)
-    return next((name for name in (REDUCE, COUNT) if name in names), "/".join(n for n in names if n != WHOLE_ARRAYS))
+    names = [name for name in names_of(scope) if name not in (WHOLE_ARRAYS, WHOLE_BACKWARD)]
+    return next((name for name in (REDUCE, COUNT) if name in names), "/".join(names))

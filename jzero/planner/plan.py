@@ -165,7 +165,7 @@ def read_plan(
         problem = str(error)
     warnings = [
         *advice(step, gpu, text, found, products(traced), amount),
-        *whole_sequences(step.model, step.setup.weights, batch, step.mesh),
+        *whole_sequences(step.model, step.setup.weights, traced, step.mesh),
         *across_hosts(moved, step.mesh),
     ]
     return Plan(

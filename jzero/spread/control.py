@@ -206,7 +206,7 @@ def custom_vjp(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
         # A gradient arrives in shares, see `value`: it is partial over the axes that do not divide it.
         shares = _pick(gradients, has_gradient, True)
         parts = [Value(g.x, g.shape, g.dims, tuple(a for a in group.degrees if a not in g.axes)) for g in shares]
-        with group.without_gradient():
+        with group.without_gradient(backward=True):
             found = iter(interpret(group, back, [*residuals, *parts]))
         # Of the operands their form alone is used here: as residuals they would stay in memory.
         return tuple(_gradient(group, next(found), v) if flag else None for v, flag in zip(values, flags, strict=True))

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jzero._compat import inner_jaxprs, is_constant, source_line, source_of
+from jzero.errors import ConfigError
 from jzero.spread.rules import RULES, everywhere
 from jzero.spread.value import Group, Value, whole
 
@@ -40,6 +41,12 @@ def has_own_backward(eqn: Any) -> bool:
     )
 
 
+def _named_axes(eqn: Any) -> set[str]:
+    """Return the mesh axes over which an equation of the model communicates, or asks for its place."""
+    found = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return {axis for axis in (found if isinstance(found, tuple | list) else (found,)) if isinstance(axis, str)}
+
+
 def _shape(v: Value) -> jax.ShapeDtypeStruct:
     x: Any = jax.typeof(v.x)
     return jax.ShapeDtypeStruct(v.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
@@ -56,6 +63,11 @@ def interpret(group: Group, closed: Any, values: Sequence[Value]) -> list[Value]
 
     for eqn in jaxpr.eqns:
         operands, name = read(eqn.invars), eqn.primitive.name
+        if own := _named_axes(eqn) & group.degrees.keys():
+            raise ConfigError(
+                f"{source_line(eqn) or 'the model'}: {name} over the mesh axis {min(own)!r}: its devices act as one, "
+                "and a model computes as if on one device; leave it out"
+            )
         # What is whole stays whole: the primitive runs as it is, with the programs that it contains. The exception is
         # a backward pass of the model's own, which must see the gradient, not this device's share of it.
         as_it_is = all(v.whole for v in operands) and not has_own_backward(eqn)

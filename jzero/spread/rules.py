@@ -16,7 +16,9 @@ from jzero.spread.value import Dims, Group, Value, undivided
 
 Rule = Callable[[Group, Any, list[Value]], list[Value]]
 RULES: dict[str, Rule] = {}
-WHOLE_ARRAYS = "whole_arrays"  # the scope of primitives that run on whole arrays although their operands were divided
+# Scopes of primitives that run on whole arrays although their operands were divided; the second in a backward pass of
+# the model's own.
+WHOLE_ARRAYS, WHOLE_BACKWARD = "whole_arrays", "whole_arrays_backward"
 
 ELEMENTWISE = (
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex"
@@ -58,7 +60,7 @@ def everywhere(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
         xs = bind(eqn, gathered)
     else:
         group.ledger.fall_back()
-        with jax.named_scope(WHOLE_ARRAYS):
+        with jax.named_scope(WHOLE_BACKWARD if group.backward else WHOLE_ARRAYS):
             xs = bind(eqn, gathered)
     return [Value(x, v.aval.shape, undivided(len(v.aval.shape))) for x, v in zip(xs, eqn.outvars, strict=True)]
 

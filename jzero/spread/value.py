@@ -75,20 +75,22 @@ class Group:
       rest: dimension -> the axes that divide it in activations between layers.
       ledger: what was moved.
       no_gradient: whether nothing takes gradients of what is computed now, so that no function needs its own.
+      backward: whether a backward pass of the model's own runs now.
     """
 
     def __init__(self, degrees: Mapping[str, int], rest: Mapping[int, Axes] | None = None):
         self.degrees = {axis: n for axis, n in degrees.items() if n > 1}
         self.rest = {d: tuple(a for a in axes if a in self.degrees) for d, axes in (rest or {}).items()}
-        self.ledger, self.no_gradient = Ledger(), False
+        self.ledger, self.no_gradient, self.backward = Ledger(), False, False
 
     @contextlib.contextmanager
-    def without_gradient(self) -> Iterator[None]:
-        before, self.no_gradient = self.no_gradient, True
+    def without_gradient(self, backward: bool = False) -> Iterator[None]:
+        before = self.no_gradient, self.backward
+        self.no_gradient, self.backward = True, backward
         try:
             yield
         finally:
-            self.no_gradient = before
+            self.no_gradient, self.backward = before
 
     @property
     def size(self) -> int:

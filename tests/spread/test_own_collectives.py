@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from jzero.errors import ConfigError
 from jzero.spread import Group, Value, spread
 
 OTHER = "c"  # an axis outside the group
@@ -46,3 +47,18 @@ def test_collectives(name, form):
     found, expected = jax.jit(f)(whole)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     assert not group.ledger.fallbacks
+
+
+@pytest.mark.parametrize(
+    "call", [lambda x: lax.psum(x, "a"), lambda x: x + lax.axis_index("a"), lambda x: lax.all_gather(2 * x, ("c", "a"))]
+)
+def test_a_collective_over_devices_that_act_as_one(call):
+    """Such a model would count itself twice."""
+
+    def run(x):
+        return group.undivided(spread(call, group)(Value(x, x.shape, ((),)))).x
+
+    group, mesh = Group({"a": 2}), Mesh(np.array(jax.devices()[:4]).reshape(2, 2), (OTHER, "a"))
+    f = jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    with pytest.raises(ConfigError, match=r"test_own_collectives.py:\d+: \w+ over the mesh axis 'a'"):
+        jax.eval_shape(f, np.ones(4, np.float32))
