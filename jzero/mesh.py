@@ -136,11 +136,10 @@ def group_size(mesh: Mesh) -> int:
     return prod(mesh.shape[axis] for axis in GROUP_AXES)
 
 
-def spans_hosts(mesh: Mesh, *axes: str) -> bool:
-    """Return whether devices of several hosts lie along these axes, the last ones of `AXES`."""
-    of_devices = np.asarray([host_of(device) for device in mesh.devices.flat])
-    of_groups = of_devices.reshape(-1, prod(mesh.shape[axis] for axis in axes))
-    return bool((of_groups != of_groups[:, :1]).any())
+def spans_hosts(mesh: Mesh, axis: str) -> bool:
+    """Return whether devices of several hosts lie along an axis."""
+    hosts_of = np.asarray([host_of(device) for device in mesh.devices.flat]).reshape(mesh.devices.shape)
+    return bool((hosts_of != hosts_of.take([0], axis=mesh.axis_names.index(axis))).any())
 
 
 def batch_spec(mesh: Mesh) -> PartitionSpec:

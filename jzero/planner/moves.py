@@ -101,13 +101,13 @@ def moves(traced: jax.stages.Traced, mesh: jax.sharding.Mesh) -> Moves:
 
 
 def across_hosts(found: Moves, mesh: jax.sharding.Mesh) -> Iterator[str]:
-    """Warn where the devices that act as one are of several hosts."""
-    axes = present(mesh, *GROUP_AXES)
-    if axes and spans_hosts(mesh, *GROUP_AXES):
+    """Warn where devices of several hosts act as one."""
+    if axes := [axis for axis in present(mesh, *GROUP_AXES) if spans_hosts(mesh, axis)]:
         sizes = " and ".join(f"mesh.{axis} = {mesh.shape[axis]}" for axis in axes)
+        size = sum(move.total for move in found.all if set(axes) & set(move.axes))
         yield (
-            f"{sizes}: such groups of devices span hosts, and move {size_text(found.total)} a step per device at the "
-            "speed of the network; fix: degrees whose product divides the number of GPUs of a host"
+            f"{sizes}: devices of several hosts act as one, and move {size_text(size)} a step, each, at the speed of "
+            "the network; fix: degrees of context and tensor whose product divides the number of GPUs of a host"
         )
 
 

@@ -14,6 +14,7 @@ from helpers.cuda import needs_cuda_compiler
 
 import jzero
 from jzero.planner.moves import Move
+from jzero.values.sizes import size_text
 
 pytestmark = [pytest.mark.gpu_compile, needs_cuda_compiler]
 
@@ -83,16 +84,27 @@ def test_by_axis_and_line(tmp_path):
     assert "By axis" in page
 
 
-@pytest.mark.parametrize(("nodes", "of_node", "warns"), [(2, 2, True), (1, 4, False)])
-def test_a_group_across_hosts_has_its_price(nodes, of_node, warns):
+def planned(nodes, of_node, **mesh):
     config = {
         "train_batch_size": ROWS, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "bf16": {"enabled": True},
-        "mesh": {"tensor": 4},
+        "mesh": {"zero": 1, **mesh},
     }  # fmt: skip
     shapes = {"x": jax.ShapeDtypeStruct((ROWS, SEQUENCE, WIDTH), jnp.bfloat16)}
-    plan = jzero.plan(FeedForward(), config, shapes, gpu="h100", nodes=nodes, gpus_per_node=of_node)
-    found = [line for line in plan.warnings if line.startswith("mesh.tensor = 4: such groups of devices span hosts")]
-    assert bool(found) == warns
-    if warns:  # the two collectives of the layer, see above, and the bias
-        size = re.search(r"move ([\d.]+) KiB a step", found[0])[1]
-        assert float(size) == pytest.approx((2 * ROWS * SEQUENCE * WIDTH * BF16 + WIDTH * BF16) / 2**10, rel=0.01)
+    return jzero.plan(FeedForward(), config, shapes, gpu="h100", nodes=nodes, gpus_per_node=of_node)
+
+
+def test_a_group_across_hosts_has_its_price():
+    (found,) = [line for line in planned(2, 2, tensor=4).warnings if line.startswith("mesh.tensor = 4: devices of sev")]
+    size = re.search(r"move ([\d.]+) KiB a step", found)[1]
+    # the two collectives of the layer, see above, and the bias
+    assert float(size) == pytest.approx((2 * ROWS * SEQUENCE * WIDTH * BF16 + WIDTH * BF16) / 2**10, rel=0.01)
+    assert not any("several hosts" in line for line in planned(1, 4, tensor=4).warnings)
+
+
+def test_only_the_axis_across_hosts_has_a_price():
+    """`tensor`, the inner axis, stays within the hosts."""
+    plan = planned(2, 2, context=2, tensor=2)
+    (found,) = [line for line in plan.warnings if "several hosts" in line]
+    crossing = sum(move.total for move in plan.moves.all if "context" in move.axes)
+    assert 0 < crossing < plan.moves.total
+    assert found.startswith(f"mesh.context = 2: devices of several hosts act as one, and move {size_text(crossing)} a")
