@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -25,15 +25,16 @@ from jzero.spread.value import Dims, Group, Value, undivided
 from jzero.tree import PyTree, named
 
 HELD = 1e-3  # an element that is held weighs this much beside one that is moved
+SMALL = 0.005  # the smallest matrices, up to this share of the elements, may stay whole, as adapters do
 Choice = int | None
 
 
 def find_dimensions(model: Any, batch_shapes: PyTree, tensor: int) -> dict[str, int]:
     """Find a table for `tensor_parallel.dimensions` by trying.
 
-    Every matrix is divided along a dimension that `tensor` divides, if there is one; vectors are, where that moves
-    nothing. Of the tables that were tried the one is taken whose forward pass moves the fewest elements between the
-    devices. The trials change one parameter at a time, and those of one shape together.
+    Every matrix is divided along a dimension that `tensor` divides, if there is one; vectors and very small matrices
+    are divided where that moves nothing. Of the tables that were tried the one is taken whose forward pass moves the
+    fewest elements between the devices. The trials change one parameter at a time, and those of one shape together.
 
     Args:
       model: as for `make_train_step`.
@@ -50,9 +51,10 @@ def find_dimensions(model: Any, batch_shapes: PyTree, tensor: int) -> dict[str, 
     state = set(getattr(model, "state", ()))
     found: dict[str, Choice] = {}
     for part in _parts(model, batch_shapes):
+        fixed = [name in state or not jnp.issubdtype(x.dtype, jnp.floating) for name, x in part.parameters]
         choices = [
-            [None] if name in state or not jnp.issubdtype(x.dtype, jnp.floating) else _choices(x.shape, tensor)
-            for name, x in zip(part.names, part.leaves, strict=True)
+            [None] if whole else _choices(x.shape, tensor, may_be_whole)
+            for whole, may_be_whole, x in zip(fixed, _small(part.leaves), part.leaves, strict=True)
         ]
         found |= dict(zip(part.names, _least(part, choices, tensor), strict=True))
     table = _table(found)
@@ -74,6 +76,10 @@ class _Part(NamedTuple):
     leaves: list[jax.ShapeDtypeStruct]
     closed: Any
     rest: list[tuple[jax.ShapeDtypeStruct, bool]]
+
+    @property
+    def parameters(self) -> Iterator[tuple[str, jax.ShapeDtypeStruct]]:
+        return zip(self.names, self.leaves, strict=True)
 
 
 def _parts(model: Any, batch: PyTree) -> Iterator[_Part]:
@@ -102,9 +108,17 @@ def _trace(f: Callable, prefix: str, weights: PyTree, batch: PyTree, x: PyTree) 
     return _Part([prefix + name for name in table], list(table.values()), closed, rest)
 
 
-def _choices(shape: Sequence[int], degree: int) -> list[Choice]:
+def _small(leaves: Sequence[jax.ShapeDtypeStruct]) -> list[bool]:
+    """Tell which leaves may stay whole: vectors, and the smallest of the others."""
+    sizes = sorted(prod(x.shape) for x in leaves)
+    totals = zip(sizes, accumulate(sizes), strict=True)
+    largest = max((size for size, total in totals if total <= SMALL * sum(sizes)), default=0)
+    return [len(x.shape) < 2 or prod(x.shape) <= largest for x in leaves]
+
+
+def _choices(shape: Sequence[int], degree: int, small: bool) -> list[Choice]:
     fits: list[Choice] = [d for d, size in enumerate(shape) if size % degree == 0]
-    return fits + [None] * (len(shape) < 2) or [None]
+    return fits + [None] * small or [None]
 
 
 def _least(part: _Part, choices: Sequence[Sequence[Choice]], degree: int) -> list[Choice]:
@@ -127,7 +141,7 @@ def _least(part: _Part, choices: Sequence[Sequence[Choice]], degree: int) -> lis
 def _together(part: _Part) -> list[list[int]]:
     """List the parameters that change together: those of one shape, as queries and keys, and those of one name."""
     shapes, names = defaultdict(list), defaultdict(list)
-    for i, (name, x) in enumerate(zip(part.names, part.leaves, strict=True)):
+    for i, (name, x) in enumerate(part.parameters):
         shapes[x.shape].append(i)
         names[_pattern(name), x.shape].append(i)
     unique = {tuple(together): None for together in chain(shapes.values(), names.values())}
