@@ -34,11 +34,11 @@ def slow(module, name, words, at):
     setattr(module, name, f)
 
 def tried(name, f):
-    # one write, so that the lines of other threads and of gloo do not split it
+    # one write that begins a line, so that the lines of other threads and of gloo neither split it nor precede it
     try:
-        print(f"{{name}}: {{f()}}\\n", end="", flush=True)
+        print(f"\\n{{name}}: {{f()}}\\n", end="", flush=True)
     except (jzero.ConfigError, jzero.CheckpointError) as error:
-        print(f"{{name}}: {{type(error).__name__}}: {{error}}\\n", end="", flush=True)
+        print(f"\\n{{name}}: {{type(error).__name__}}: {{error}}\\n", end="", flush=True)
 
 def train(engine):
     while engine.global_steps < {STEPS}:

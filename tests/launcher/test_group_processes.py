@@ -52,7 +52,7 @@ def test_one_device_computes_the_same(tmp_path, model, processes, layout, rows):
         assert job.wait() == 0, job.errors
     finally:
         job.end()
-    lines = [json.loads(line) for line in re.findall(r"^\[\d\] (\[\d+, \[\[.*)$", job.output, re.M)]
+    lines = [json.loads(line) for line in re.findall(r"^\[\d\].*?(\[\d+, \[\[.*)$", job.output, re.M)]
     assert [mine for mine, _ in lines] == [rows] * processes
     for _, seen in lines:
         np.testing.assert_allclose(seen, reference(model)[0], rtol=1e-6)

@@ -26,9 +26,9 @@ def rows(n):
 
 def tried(name, f):
     try:
-        print(f"{name}: {f()}\\n", end="", flush=True)
+        print(f"\\n{name}: {f()}\\n", end="", flush=True)
     except jzero.ConfigError as error:
-        print(f"{name}: error: {error}\\n", end="", flush=True)
+        print(f"\\n{name}: error: {error}\\n", end="", flush=True)
 """
 
 
