@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen, nnx
 
 from jzero.adapters.criterion import CriterionModel, inputs_and_labels
@@ -78,9 +77,7 @@ def from_flax(
         example_batch=example_batch, example_extra=example_extra,
     )  # fmt: skip
     if example_batch is not None:
-        model.example_batch = jax.tree.map(  # type: ignore[attr-defined]
-            lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example_batch
-        )
+        model.example_batch = jax.eval_shape(lambda x: x, example_batch)  # type: ignore[attr-defined]
     return model
 
 

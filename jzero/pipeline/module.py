@@ -115,9 +115,7 @@ class PipelineModule(ParametersInHTML):
         self._layers: list[Layer] = []
         inputs = self._make_layers(example_batch)
         if example_batch is not None:
-            self.example_batch = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example_batch
-            )
+            self.example_batch = jax.eval_shape(lambda x: x, example_batch)
         self._check_ties()
         self.boundaries(1 if num_stages is None else num_stages)  # raises if they do not fit
         self.stack: Any = self._find_stack(inputs)

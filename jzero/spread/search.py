@@ -83,7 +83,7 @@ class _Part(NamedTuple):
 
 
 def _parts(model: Any, batch: PyTree) -> Iterator[_Part]:
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), batch)
+    batch = jax.eval_shape(lambda x: x, batch)
     params = jax.eval_shape(model.init, jax.random.key(0))
     if not isinstance(model, StackModel):
         yield _trace(lambda weights, batch: model.loss(weights, batch, None), "", params, batch, ())
