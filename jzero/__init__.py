@@ -23,9 +23,12 @@ if TYPE_CHECKING:
     from jzero.inference.eval_step import make_eval_step
     from jzero.loss import Mean
     from jzero.mesh import make_mesh
+    from jzero.moe.mixture import experts
+    from jzero.moe.routing import Routing, balance_loss, balanced_bias, route
     from jzero.optimizers.mup import mup_groups
     from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
     from jzero.planner.plan import plan
+    from jzero.spread.operation import Operation
     from jzero.spread.search import find_dimensions
     from jzero.state import TrainState
     from jzero.train_step import TrainStep, make_train_step
@@ -39,6 +42,12 @@ _HOME = {
     "Engine": "engine.engine",
     "LayerSpec": "pipeline.module",
     "Mean": "loss",
+    "Operation": "spread.operation",
+    "Routing": "moe.routing",
+    "balance_loss": "moe.routing",
+    "balanced_bias": "moe.routing",
+    "experts": "moe.mixture",
+    "route": "moe.routing",
     "OutOfMemoryError": "errors",
     "PipelineModule": "pipeline.module",
     "RepeatingLoader": "data",
@@ -87,16 +96,21 @@ __all__ = [
     "Engine",
     "LayerSpec",
     "Mean",
+    "Operation",
     "OutOfMemoryError",
     "PipelineModule",
     "RepeatingLoader",
+    "Routing",
     "TiedLayerSpec",
     "TrainState",
     "TrainStep",
     "add_config_arguments",
     "all_gather",
     "axis_index",
+    "balance_loss",
+    "balanced_bias",
     "checkpoint",
+    "experts",
     "find_dimensions",
     "from_flax",
     "get_local_rank",
@@ -113,6 +127,7 @@ __all__ = [
     "plan",
     "replay",
     "report",
+    "route",
     "weights",
 ]
 

@@ -278,3 +278,37 @@ def terminate(pool: ProcessPoolExecutor) -> None:
     for process in list((pool._processes or {}).values()):
         process.terminate()
     pool.shutdown(wait=False, cancel_futures=True)
+
+
+def function_primitive(name: str, f: Callable[..., Any]) -> Any:
+    """Make a primitive that stands for a function of arrays and static parameters, which returns a list of arrays.
+
+    It is differentiated, batched and compiled as the function is. JAX has no documented way to keep a function as one
+    equation of a trace under a name of its own; `jax.extend.core` and `jax.interpreters` promise no compatibility.
+    """
+    import jax
+    from jax.extend.core import Primitive
+    from jax.interpreters import ad, batching, mlir
+
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(jax.jit(f, static_argnames="static"))
+
+    @primitive.def_abstract_eval
+    def _(*xs: Any, static: Any) -> Any:
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs]
+        outs = jax.eval_shape(functools.partial(f, static=static), *shapes)
+        return [jax.core.ShapedArray(out.shape, out.dtype) for out in outs]
+
+    def jvp(primals: Any, tangents: Any, *, static: Any) -> Any:
+        tangents = [ad.instantiate_zeros(t) for t in tangents]
+        return jax.jvp(functools.partial(f, static=static), tuple(primals), tuple(tangents))
+
+    def batch(xs: Any, dims: Any, *, static: Any) -> Any:
+        outs = jax.vmap(functools.partial(f, static=static), in_axes=dims)(*xs)
+        return outs, [0] * len(outs)
+
+    ad.primitive_jvps[primitive] = jvp
+    batching.primitive_batchers[primitive] = batch
+    mlir.register_lowering(primitive, mlir.lower_fun(f, multiple_results=True))
+    return primitive

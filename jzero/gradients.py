@@ -16,7 +16,7 @@ from jzero import micro_batches, zero
 from jzero.config import Config
 from jzero.errors import ConfigError
 from jzero.loss import LOSS, Mean, Sums, means, nonzero, pack, read_loss, read_sums
-from jzero.mesh import BATCH_AXES, group_size, present, replicas
+from jzero.mesh import BATCH_AXES, batch_parts, group_size, present, replicas
 from jzero.model import (
     ENDS,
     STACK,
@@ -235,7 +235,7 @@ class ManualRegion:
         first = Inputs(jax.tree.map(lambda x: x[0], batch), weights.extra)
         count = counter(self.model, self.weights, first, key)
         if isinstance(count, float):
-            return count * accum * replicas(self.mesh)
+            return count * accum * batch_parts(self.mesh)
         if count is None:  # it depends on the parameters: one more forward pass
             counts = self.passes.losses(weights, batch, key)[LOSS][:, 1]
         else:

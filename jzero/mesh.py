@@ -5,11 +5,13 @@
 | `pipe`    | pipeline stages: consecutive slices of the layer stack                |
 | `data`    | replicas of a ZeRO group (DDP, MiCS, HSDP: the outer axis)            |
 | `zero`    | the ZeRO group: shards of states, gradients and parameters            |
+| `expert`  | a group of devices that acts as one: rows, and experts                |
 | `context` | a group of devices that acts as one: parts of the sequence            |
 | `tensor`  | a group of devices that acts as one: parts of weights and activations |
 
-The batch is sharded over (`data`, `zero`); the devices along `context` and `tensor` get the same rows. ZeRO shards over
-`context` too. An axis of size 1 appears in no spec.
+The batch is sharded over (`data`, `zero`). The devices that act as one get the same rows; `expert` divides these, so
+it counts in the batch sizes as `data` and `zero` do. ZeRO shards over `expert` and `context` too. An axis of size 1
+appears in no spec.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ from jzero.errors import ConfigError
 if TYPE_CHECKING:
     from jzero.config import Config
 
-PIPE, DATA, ZERO, CONTEXT, TENSOR = AXES = ("pipe", "data", "zero", "context", "tensor")
+PIPE, DATA, ZERO, EXPERT, CONTEXT, TENSOR = AXES = ("pipe", "data", "zero", "expert", "context", "tensor")
 BATCH_AXES = (DATA, ZERO)
-ZERO_AXES = (ZERO, CONTEXT)  # ZeRO partitions over these
-GROUP_AXES = (CONTEXT, TENSOR)  # of the devices that act as one, see `jzero.spread`
+ZERO_AXES = (ZERO, EXPERT, CONTEXT)  # ZeRO partitions over these
+GROUP_AXES = (EXPERT, CONTEXT, TENSOR)  # of the devices that act as one, see `jzero.spread`
 
 
 def make_mesh(
@@ -41,16 +43,17 @@ def make_mesh(
     pipe: int = 1,
     data: int = 1,
     zero: int = -1,
+    expert: int = 1,
     context: int = 1,
     tensor: int = 1,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """Arrange the devices as a mesh (`pipe`, `data`, `zero`, `context`, `tensor`).
+    """Arrange the devices as a mesh (`pipe`, `data`, `zero`, `expert`, `context`, `tensor`).
 
     Args:
       config: takes the degrees from its `mesh` section (and from DeepSpeed's `mics_shard_size`) instead of
         from the keywords.
-      pipe, data, zero, context, tensor: the degrees; at most one may be -1, which means the rest.
+      pipe, data, zero, expert, context, tensor: the degrees; at most one may be -1, which means the rest.
       devices: default `jax.devices()`. They are sorted by host, so that the inner axes, `tensor` first, stay on
         a host's fast links, and `pipe` and `data` cross hosts.
 
@@ -64,7 +67,7 @@ def make_mesh(
 
     init_distributed()
     devices = sorted(jax.devices() if devices is None else devices, key=_by_host)
-    keywords = {PIPE: pipe, DATA: data, ZERO: zero, CONTEXT: context, TENSOR: tensor}
+    keywords = {PIPE: pipe, DATA: data, ZERO: zero, EXPERT: expert, CONTEXT: context, TENSOR: tensor}
     if data == zero == -1:
         raise ConfigError(
             "mesh.data = -1 and mesh.zero = -1, its default: -1 (the rest) is allowed on one axis only; pass zero=1"
@@ -97,7 +100,7 @@ def check_against(config: Config, mesh: Mesh) -> None:
     if config.data_parallel_size not in (None, replicas(mesh)):
         raise ConfigError(
             f"data_parallel_size = {config.data_parallel_size} in the config, but the mesh passed in has "
-            f"data x zero = {replicas(mesh)}: pass one of them, or jzero.make_mesh(config)"
+            f"data x zero x expert = {replicas(mesh)}: pass one of them, or jzero.make_mesh(config)"
         )
     grouped = config.zero_optimization.mics_shard_size > 0
     if config.pipeline.stages not in (None, mesh.shape[PIPE]):
@@ -127,8 +130,13 @@ def present(mesh: Mesh, *axes: str) -> tuple[str, ...]:
 
 
 def replicas(mesh: Mesh) -> int:
-    """Compute the data-parallel degree |data| x |zero|."""
-    return mesh.shape[DATA] * mesh.shape[ZERO]
+    """Compute the data-parallel degree |data| x |zero| x |expert|: the devices whose rows add up to the batch."""
+    return mesh.shape[EXPERT] * batch_parts(mesh)
+
+
+def batch_parts(mesh: Mesh) -> int:
+    """Compute |data| x |zero|, the parts of the batch; the devices of a group have the same one."""
+    return prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def group_size(mesh: Mesh) -> int:

@@ -19,13 +19,24 @@ from jzero.config import Config
 from jzero.config.sizes import BatchSizes
 from jzero.errors import ConfigError, both
 from jzero.gradients import ManualRegion, Passes, sequential
-from jzero.mesh import BATCH_AXES, PIPE, batch_spec, check_against, check_mesh, is_gpu, make_mesh, present, replicas
+from jzero.mesh import (
+    BATCH_AXES,
+    EXPERT,
+    PIPE,
+    batch_spec,
+    check_against,
+    check_mesh,
+    is_gpu,
+    make_mesh,
+    present,
+    replicas,
+)
 from jzero.model import ENDS, Model, StackModel, check_model
 from jzero.offload import choice, pinned_memory
 from jzero.optimizers import lr_schedules, wrappers
 from jzero.pipeline.stages import pipelined
 from jzero.precision import Precision, cast, settle_precision
-from jzero.spread.limits import tensor_dims, with_found_dimensions
+from jzero.spread.limits import divided, with_found_dimensions
 from jzero.stored_names import StoredNames
 from jzero.tree import PyTree, named, partition
 from jzero.values.kinds import INT32
@@ -109,11 +120,16 @@ class Setup:
         """`jax.jit` with the compiler options."""
         return partial(jax.jit, compiler_options=self.compiler_options or None)
 
+    @property
+    def rows(self) -> int:
+        """The rows of a micro-batch on the devices that act as one."""
+        return self.batch_sizes.micro * self.mesh.shape[EXPERT]
+
     def region(self, model: Model | None = None, passes: Passes | None = None) -> ManualRegion:
         """Make the manual region of the model; or of another one with the same parameters, with its passes."""
         return ManualRegion(
             model or self.model, self.layouts, self.weights, passes or self.passes, self.config, self.mesh,
-            self.precision, self.batch_sizes.micro, self.averaging is not None,
+            self.precision, self.rows, self.averaging is not None,
         )  # fmt: skip
 
     def manual(self, f: Callable, *rest: PartitionSpec, out_specs: Any) -> Callable:
@@ -239,7 +255,7 @@ def _layouts(model: Model, shapes: PyTree, config: Config, mesh: Mesh, plus: zer
         state=getattr(model, "state", ()),
         plus=plus,
         names=getattr(model, "names", None),
-        tensor_dims=tensor_dims(model, shapes, config, mesh, isinstance(model, StackModel)),
+        divided=divided(model, shapes, config, mesh, isinstance(model, StackModel)),
     )
     if not any(layout.trainable for layout in jax.tree.leaves(layouts)):
         given = {

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jzero.communication.zeropp import NOTHING, Plus
 from jzero.errors import ConfigError, some_of
-from jzero.mesh import PIPE, TENSOR, ZERO, ZERO_AXES, present
+from jzero.mesh import PIPE, ZERO, ZERO_AXES, present
 from jzero.model import ENDS, STACK
 from jzero.optimizers.compressed import has_rows
 from jzero.stored_names import StoredNames, matches
@@ -24,7 +24,7 @@ def param_layouts(
     params: PyTree, *, stage: int, mesh: Mesh, persistence_threshold: int = 0, has_stack: bool = False,
     chunks: int = 1, trained: Iterable[str] | None = None, frozen: Iterable[str] = (),
     vocabulary: Mapping[str, int] | None = None, gather_once: bool = False, state: Collection[str] = (),
-    plus: Plus = NOTHING, names: StoredNames | None = None, tensor_dims: Mapping[str, int] | None = None,
+    plus: Plus = NOTHING, names: StoredNames | None = None, divided: Mapping[str, Mapping[str, int]] | None = None,
 ) -> PyTree:  # fmt: skip
     """Decide the `ParamLayout` of every parameter; nothing else decides how a parameter is sharded.
 
@@ -41,7 +41,7 @@ def param_layouts(
       state: the names of the leaves that the forward pass replaces.
       plus: how stage 3 moves weights and gradients; a model's state it moves as they are.
       names: the parameters' names without a layer stack, which expressions may match too.
-      tensor_dims: name -> the dimension that `tensor` divides, of one layer's slice; ZeRO partitions what is left.
+      divided: axis -> name -> the dimension that it divides, of one layer's slice; ZeRO partitions what is left.
 
     Returns:
       A tree of `ParamLayout`s with the structure of `params`.
@@ -61,23 +61,24 @@ def param_layouts(
         by_layers = stacked and x.shape and x.shape[0] % (stages * chunks) == 0
         pipe_dim = None if stages == 1 else 0 if by_layers else (vocabulary or {}).get(name)
         local = [size // stages if dim == pipe_dim else size for dim, size in enumerate(x.shape)][stacked:]
-        tensor_dim = (tensor_dims or {}).get(name)
-        if tensor_dim is not None:
-            local[tensor_dim] //= mesh.shape[TENSOR]
+        own = {axis: dims[name] for axis, dims in (divided or {}).items() if name in dims}
+        for axis, at in own.items():
+            local[at] //= mesh.shape[axis]
         # The persistence threshold is stage 3's own, also where a pipeline has it gather once a step: hence `asked`.
         rule, asked = stage_rule(stage, gather_once), RULES[stage]
         if not trainable and rule.gather == "step":
             asked = RULES[0]  # needed whole at every step: a shard beside it would be a second copy
-        dim, group, why = _partitioned_dim(tuple(local), asked, mesh, persistence_threshold)
-        # In one dimension ZeRO's axes are the minor ones: a gather over them gives one device's part of `tensor`.
-        inner = {TENSOR: tensor_dim, **dict.fromkeys(group, dim)}
+        groups = [tuple(axis for axis in present(mesh, *axes) if axis not in own) for axes in (ZERO_AXES, (ZERO,))]
+        dim, group, why = _partitioned_dim(tuple(local), asked, mesh, groups, persistence_threshold)
+        # In one dimension ZeRO's axes are the minor ones: a gather over them gives the part that this device uses.
+        inner = own | dict.fromkeys(group, dim)
         spec = _spec({PIPE: pipe_dim} | {axis: None if at is None else stacked + at for axis, at in inner.items()})
         if dim is None:
             rule = RULES[0]
         elif name not in state:
             rule = rule._replace(plus=plus.of(x, tuple(local), mesh.shape[ZERO]))
         return ParamLayout(
-            name, tuple(x.shape), spec, dim, stacked, trainable, rule, why, name in state, tensor_dim=tensor_dim
+            name, tuple(x.shape), spec, dim, stacked, trainable, rule, why, name in state, divided=tuple(own.items())
         )
 
     layouts = jax.tree_util.tree_map_with_path(layout, params)
@@ -117,13 +118,13 @@ def _spec(dims: Mapping[str, int | None]) -> PartitionSpec:
 
 
 def _partitioned_dim(
-    shape: tuple[int, ...], rule: Rule, mesh: Mesh, threshold: int
+    shape: tuple[int, ...], rule: Rule, mesh: Mesh, groups: Iterable[tuple[str, ...]], threshold: int
 ) -> tuple[int | None, tuple[str, ...], str]:
-    """Choose the first dimension that ZeRO's group divides (a gather along it copies least), and the group's axes.
+    """Choose the first dimension that a group divides (a gather along it copies least), and the axes of this group.
 
-    If the whole group divides none, `zero` alone may. Otherwise the dimension is None, with the reason.
+    The first group that divides one is taken. Otherwise the dimension is None, with the reason.
     """
-    groups = [axes for axes in (present(mesh, *ZERO_AXES), present(mesh, ZERO)) if axes]
+    groups = [axes for axes in groups if axes]
     if not rule.shards_state or not groups:
         return None, (), ""
     if rule.gather == "layer" and prod(shape) < threshold:

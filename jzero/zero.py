@@ -7,7 +7,7 @@
 | 2     | `zero`           | once a step                 | reduce-scatter every micro-batch, summed sharded |
 | 3     | `zero`           | every layer, forward + back | reduce-scatter every micro-batch, summed sharded |
 
-The devices along `context`, which share a sequence, are members of the ZeRO group too: `zero` above is (`zero`,
+The devices along `expert` and `context` are members of the ZeRO group too: `zero` above is (`zero`, `expert`,
 `context`). Over `data` the gradients are all-reduced once a step, at every stage. (Rajbhandari et al., 2020,
 arXiv:1910.02054; with `data` > 1 this is MiCS / HSDP, arXiv:2205.00119.) `communication.zeropp` has cheaper collectives
 for stage 3.
@@ -15,9 +15,9 @@ for stage 3.
 `pipe` divides the layer stack and the vocabulary of a language model's ends, so nothing is gathered over it. A
 parameter that `pipe` does not divide is stored on every stage; its gradient is all-reduced over `pipe` once a step.
 
-`tensor` divides the parameters that a table names (`jzero.spread`), and a divided one is used as it is, never gathered
-over it. One rule holds for all axes: once a step a gradient is summed over every axis that does not divide its
-parameter.
+`tensor` and `expert` divide the parameters that a table names (`jzero.spread`), and a divided one is used as it is,
+never gathered over them. One rule holds for all axes: once a step a gradient is summed over every axis that does not
+divide its parameter.
 
 `prepare`, `fetch` and `reduce_gradient` do this for one parameter. They run inside one `jax.shard_map` that is manual
 over the whole mesh: a parameter is a local shard, `all_gather` is the gather, its transpose is the reduce-scatter.
@@ -34,7 +34,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jzero.communication import zeropp
-from jzero.mesh import AXES, BATCH_AXES, PIPE, TENSOR, ZERO_AXES, present
+from jzero.mesh import AXES, BATCH_AXES, PIPE, ZERO_AXES, present
 from jzero.precision import Precision, cast
 
 
@@ -94,7 +94,7 @@ class ParamLayout:
         rule 3 or rule 0.
       why: why the stage's rule does not apply; empty if it does.
       on_host: which parts of its state live in host memory.
-      tensor_dim: the dimension that `tensor` divides (of one layer's slice, as `dim`), also while it is used.
+      divided: (axis, dimension of one layer's slice) that a table names: so it is divided while it is used, too.
     """
 
     name: str
@@ -107,7 +107,7 @@ class ParamLayout:
     why: str = ""
     state: bool = False
     on_host: OnHost = ON_DEVICE
-    tensor_dim: int | None = None
+    divided: tuple[tuple[str, int], ...] = ()
 
     @property
     def axes(self) -> set[str]:
@@ -117,12 +117,13 @@ class ParamLayout:
     @property
     def group(self) -> tuple[str, ...]:
         """The axes over which ZeRO partitions it."""
-        return tuple(axis for axis in ZERO_AXES if axis in self.axes)
+        return tuple(axis for axis in ZERO_AXES if axis in self.axes and axis not in dict(self.divided))
 
     @property
     def held(self) -> tuple[tuple[str, ...], ...]:
         """For each dimension (of one layer's slice) the axes that divide it while it is used."""
-        return tuple((TENSOR,) if d == self.tensor_dim else () for d in range(len(self.shape) - self.stacked))
+        dims = range(len(self.shape) - self.stacked)
+        return tuple(tuple(axis for axis, dim in self.divided if dim == d) for d in dims)
 
     @property
     def by_layer(self) -> bool:

@@ -29,6 +29,7 @@ class Carry(NamedTuple):
     x_BSD: jax.Array  # D: model width
     segments_BS: jax.Array | None = None  # of packed documents
     layer: jax.Array | None = None  # the index of the next layer, if layers differ
+    metrics: dict[str, jax.Array] | None = None  # of the layers before: sums [], of a mixture of experts
 
 
 Hidden = jax.Array | Carry

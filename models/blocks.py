@@ -102,7 +102,7 @@ class Block(nnx.Module):
         self.attention_norm, self.mlp_norm = norm(config, rngs), norm(config, rngs)
 
     def __call__(self, x: Hidden) -> Hidden:
-        x_BSD, segments_BS, _ = x if isinstance(x, Carry) else Carry(x)
+        x_BSD, segments_BS, *_ = x if isinstance(x, Carry) else Carry(x)
         if self.pre_norm:
             x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), segments_BS)
             x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))

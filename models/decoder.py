@@ -38,6 +38,7 @@ from .batches import column
 from .decoder_config import DecoderConfig
 from .families import weights_table
 from .lora import FusedLinear, linear
+from .moe import METRICS, Mixture
 from .vocabulary import check_tokens
 
 ACTIVATIONS = {"silu": nnx.silu, "gelu_tanh": nnx.gelu}
@@ -167,7 +168,7 @@ class Block(nnx.Module):
         self.attention_norm = _norm(config, rngs)
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = _norm(config, rngs)
-        self.mlp = GatedMLP(config, rngs=rngs)
+        self.mlp = _feed_forward(config, rngs)
         self.post_norms = config.post_norms
         if self.post_norms:
             self.attention_post_norm, self.mlp_post_norm = _norm(config, rngs), _norm(config, rngs)
@@ -176,22 +177,24 @@ class Block(nnx.Module):
         carry = x if isinstance(x, Carry) else Carry(x)
         x_BSD = carry.x_BSD
         y_BSD = self.attention(self.attention_norm(x_BSD), carry.segments_BS, carry.layer)
-        x_BSD = self.feed_forward(x_BSD, y_BSD)
+        x_BSD, metrics = self.feed_forward(x_BSD, y_BSD)
         if not isinstance(x, Carry):
             return x_BSD
-        return Carry(x_BSD, carry.segments_BS, None if carry.layer is None else carry.layer + 1)
+        metrics = jax.tree.map(jnp.add, carry.metrics, metrics)
+        return Carry(x_BSD, carry.segments_BS, None if carry.layer is None else carry.layer + 1, metrics)
 
     def decode(self, x: Decoding, cache: KVCache) -> tuple[Decoding, KVCache]:
         """Run the layer in generation."""
         y_BSD, cache = self.attention.decode(x._replace(x_BSD=self.attention_norm(x.x_BSD)), cache)
         layer = None if x.layer is None else x.layer + 1
-        return x._replace(x_BSD=self.feed_forward(x.x_BSD, y_BSD), layer=layer), cache
+        return x._replace(x_BSD=self.feed_forward(x.x_BSD, y_BSD)[0], layer=layer), cache
 
-    def feed_forward(self, x_BSD: jax.Array, y_BSD: jax.Array) -> jax.Array:
-        """Add attention's output y_BSD to x_BSD, and then the feed-forward layer's."""
+    def feed_forward(self, x_BSD: jax.Array, y_BSD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array] | None]:
+        """Add attention's output y_BSD to x_BSD, and then the feed-forward layer's; return its metrics too."""
         x_BSD = x_BSD + (self.attention_post_norm(y_BSD) if self.post_norms else y_BSD)
         y_BSD = self.mlp(self.mlp_norm(x_BSD))
-        return x_BSD + (self.mlp_post_norm(y_BSD) if self.post_norms else y_BSD)
+        y_BSD, metrics = y_BSD if isinstance(y_BSD, tuple) else (y_BSD, None)
+        return x_BSD + (self.mlp_post_norm(y_BSD) if self.post_norms else y_BSD), metrics
 
 
 class Decoder(nnx.Module):
@@ -218,7 +221,9 @@ class Decoder(nnx.Module):
     def prefix(self, batch: dict[str, jax.Array]) -> Hidden:
         x_BSD, layer = self.embedded(column(batch, "inputs", "the decoder")), self.first_layer
         segments_BS = batch.get("segments")
-        return x_BSD if segments_BS is None and layer is None else Carry(x_BSD, segments_BS, layer)
+        metrics = {name: jnp.zeros((), jnp.float32) for name in METRICS} if self.has_aux else None
+        plain = segments_BS is None and layer is None and metrics is None
+        return x_BSD if plain else Carry(x_BSD, segments_BS, layer, metrics)
 
     def embedded(self, tokens_BS: jax.Array) -> jax.Array:
         with jax.named_scope("embed"):
@@ -229,9 +234,23 @@ class Decoder(nnx.Module):
     def first_layer(self) -> jax.Array | None:
         return jnp.int32(0) if self.config.global_every else None
 
-    def suffix(self, x: Hidden, batch: dict[str, jax.Array]) -> Mean:
-        """Return the tokens' mean cross-entropy."""
-        x_BSD, c = self.norm(x.x_BSD if isinstance(x, Carry) else x), self.config
+    @property
+    def has_aux(self) -> bool:
+        """Whether the suffix returns metrics beside the loss."""
+        return self.config.mixture is not None
+
+    def suffix(self, x: Hidden, batch: dict[str, jax.Array]) -> Mean | tuple[Mean, dict[str, jax.Array]]:
+        """Return the tokens' mean cross-entropy; of a mixture of experts (the loss, its metrics)."""
+        loss = self.cross_entropy(x.x_BSD if isinstance(x, Carry) else x, batch)
+        if self.config.mixture is None:
+            return loss
+        assert isinstance(x, Carry) and x.metrics is not None  # noqa: PT018  # the prefix made it
+        metrics = {name: total / self.config.num_layers for name, total in x.metrics.items()}
+        balance = self.config.mixture.balance * metrics["balance_loss"]
+        return Mean(loss.sum + balance * loss.count, loss.count), metrics
+
+    def cross_entropy(self, x_BSD: jax.Array, batch: dict[str, jax.Array]) -> Mean:
+        x_BSD, c = self.norm(x_BSD), self.config
         with jax.named_scope("head"):
             labels_BS = column(batch, "labels", "the decoder")
             return vocab_parallel.cross_entropy(
@@ -296,19 +315,28 @@ class Decoder(nnx.Module):
 
         Key-value heads are divided together with their queries, gate together with up.
         """
-        table = {"qkv/kernel": 1, "gate_up/kernel": 2, "attention/out/kernel": 0, "mlp/down/kernel": 0}
+        table = {"qkv/kernel": 1, "attention/out/kernel": 0}
+        if self.config.mixture:
+            table |= {"mlp/gate_up$": 3, "mlp/down$": 1}
+        else:
+            table |= {"gate_up/kernel": 2, "mlp/down/kernel": 0}
         table |= {"qkv/bias": 0} if self.config.qkv_bias else {}
         for name in self.config.lora.target_modules if self.config.lora else ():
             table |= {f"{name}/lora_a": 0} if name in ("o_proj", "down_proj") else {f"{name}/lora_b": 1}
-        return {"tensor": table | self.vocabulary}
+        experts = {"expert": {"mlp/(gate_up|down)$": 0}} if self.config.mixture else {}
+        return {"tensor": table | self.vocabulary} | experts
 
     @property
     def fused_matrices(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         """The cuts of the parameters that contain several matrices, see `jzero.model`."""
-        return {
-            "stack/attention/qkv/kernel": (2, (self.config.num_groups, 1, 1)),
-            "stack/mlp/gate_up/kernel": (1, (1, 1)),
-        }
+        feed_forward = {} if self.config.mixture else {"stack/mlp/gate_up/kernel": (1, (1, 1))}
+        return {"stack/attention/qkv/kernel": (2, (self.config.num_groups, 1, 1)), **feed_forward}
+
+
+def _feed_forward(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.Module:
+    if config.mixture is None:
+        return GatedMLP(config, rngs=rngs)
+    return Mixture(config.mixture, config.d_model, rngs=rngs, init=_normal(config), last=_normal(config, last=True))
 
 
 def _linear(

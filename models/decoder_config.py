@@ -12,6 +12,7 @@ from jzero.errors import ConfigError
 
 from .attention import Attend, RopeScaling, cudnn_obstacle
 from .lora import LoRAConfig
+from .moe import MixtureConfig
 
 
 def padded(size: int, multiple: int) -> int:
@@ -47,6 +48,7 @@ class DecoderConfig:
       query_scalar: attention's scores are divided by its square root; default: head_dim.
       attention_softcap, logit_softcap: bounds x by softcap * tanh(x / softcap) (Gemma 2).
       lora: low-rank adapters beside the layers' matrices.
+      mixture: experts in the place of the feed-forward layers, of which d_ff is then not used (Mixtral, Qwen3-MoE).
     """
 
     num_layers: int
@@ -76,6 +78,7 @@ class DecoderConfig:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     lora: LoRAConfig | None = None
+    mixture: MixtureConfig | None = None
 
     def __post_init__(self):
         name = type(self).__name__
@@ -115,22 +118,26 @@ class DecoderConfig:
     @property
     def num_parameters(self) -> int:
         """Count the parameters without adapters, embedding and head included."""
-        return self.num_layers * self.layer_parameters + self.d_model * (1 + self.vocab_rows * (1 if self.tied else 2))
+        ends = self.d_model * (1 + self.vocab_rows * (1 if self.tied else 2))
+        return self.num_layers * self.layer_parameters() + ends
 
-    @property
-    def layer_parameters(self) -> int:
+    def layer_parameters(self, *, active: bool = False) -> int:
+        """Count the parameters of a layer; `active`: those that a token uses."""
+        mixture, wide = self.mixture, 3 * self.d_ff
+        if mixture:
+            wide = mixture.num_experts + 3 * mixture.width * (mixture.top_k if active else mixture.num_experts)
         heads = 2 * self.num_heads + 2 * self.num_kv_heads
         norms = self.d_model * (4 if self.post_norms else 2) + (2 * self.head_dim if self.qk_norm else 0)
         biases = (heads - self.num_heads) * self.head_dim if self.qkv_bias else 0
-        return self.d_model * (heads * self.head_dim + 3 * self.d_ff) + norms + biases
+        return self.d_model * (heads * self.head_dim + wide) + norms + biases
 
     def flops_per_token(self, sequence: int) -> float:
         """Count the model FLOPs of one training token, forward and backward, without recomputation.
 
-        That is 6 per parameter outside the input embedding (a lookup), and 12 * width of the heads * keys that a token
-        sees, on average, for attention's two products: half the sequence, or less with a window.
+        That is 6 per parameter that a token uses, outside the input embedding (a lookup), and 12 * width of the heads *
+        keys that a token sees, on average, for attention's two products: half the sequence, or less with a window.
         """
-        used = self.num_layers * self.layer_parameters + self.d_model * (1 + self.vocab_rows)
+        used = self.num_layers * self.layer_parameters(active=True) + self.d_model * (1 + self.vocab_rows)
         window = min(self.window or sequence, sequence)
         wide = self.num_layers // self.global_every if self.global_every else 0 if self.window else self.num_layers
         keys = wide * sequence / 2 + (self.num_layers - wide) * (window - window**2 / (2 * sequence))

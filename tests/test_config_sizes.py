@@ -71,8 +71,8 @@ def test_no_batch_size():
 def test_mesh_degrees_resolve_the_rest(data, zero, rest):
     mesh = {"data": data, "zero": zero} | ({rest: -1} if rest else {})
     got = Config.load({"mesh": mesh, "data_parallel_size": data * zero}).mesh_degrees(data * zero)
-    assert got == {"pipe": 1, "data": data, "zero": zero, "context": 1, "tensor": 1}
-    assert list(got) == ["pipe", "data", "zero", "context", "tensor"]
+    assert got == {"pipe": 1, "data": data, "zero": zero, "expert": 1, "context": 1, "tensor": 1}
+    assert list(got) == ["pipe", "data", "zero", "expert", "context", "tensor"]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +99,7 @@ def test_a_shard_size_sets_zero_and_leaves_the_rest_to_data(groups, shard):
             "pipe": 1,
             "data": groups,
             "zero": shard,
+            "expert": 1,
             "context": 1,
             "tensor": 1,
         }

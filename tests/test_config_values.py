@@ -137,7 +137,7 @@ def test_advice_fits_the_value():
         ("lr", "it belongs in optimizer.params"),
         ("warmup_num_steps", "it belongs in scheduler.params"),
         ("fp16.bf16", "the keys here are auto_cast, "),
-        ("mesh.model", "the keys here are context, data, pipe, tensor, zero"),
+        ("mesh.model", "the keys here are context, data, expert, pipe, tensor, zero"),
         ("timers.throughput.synchronised", 'did you mean "synchronized"?'),
         ("flops_profiler.step", "the keys here are detailed, "),
         ("tensorboard.jobname", 'did you mean "job_name"?'),
@@ -193,7 +193,6 @@ def _parses(kind, value) -> bool:
         ("zero_optimization.zero_quantized_nontrainable_weights", True),
         ("zero_optimization.zeropp_loco_param.reset_T", 9),
         ("zero_optimization.stage3_model_persistence_threshold", 1),
-        ("expert_parallel.enabled", True),
         ("checkpoint.use_node_local_storage", True), ("nebula.enabled", True), ("progressive_layer_drop.enabled", True),
         
         ("compile.offload_opt_states", True), ("datastates_ckpt.host_cache_size", 16),

@@ -93,7 +93,14 @@ def test_a_sequence_that_context_does_not_divide():
 
 def test_deepspeeds_name():
     config = {**CONFIG, "sequence_parallel_size": 2}
-    assert dict(jzero.make_mesh(config).shape) == {"pipe": 1, "data": 1, "zero": 4, "context": 2, "tensor": 1}
+    assert dict(jzero.make_mesh(config).shape) == {
+        "pipe": 1,
+        "data": 1,
+        "zero": 4,
+        "expert": 1,
+        "context": 2,
+        "tensor": 1,
+    }
     with pytest.raises(ConfigError, match=r"sequence_parallel_size = 2 and mesh.context = 4: both are the degree"):
         jzero.make_mesh({**config, "mesh": {"context": 4}})
     mesh = jzero.make_mesh(context=4)

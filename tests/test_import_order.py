@@ -20,6 +20,7 @@ config
 distributed
 display mesh precision loss loss_scale
 communication pictures spread tracing
+moe
 zero sharding offload remat stack micro_batches gradients
 checkpoint
 pipeline adapters

@@ -8,7 +8,7 @@ All problems are reported together.
 >>> config
 Config(train_batch_size=32, bf16=BF16Config(enabled=True), zero_optimization=ZeroConfig(stage=3))
 >>> config.precision, config.batch(replicas=8).micro, config.mesh_degrees(8)
-('bf16', 4, {'pipe': 1, 'data': 1, 'zero': 8, 'context': 1, 'tensor': 1})
+('bf16', 4, {'pipe': 1, 'data': 1, 'zero': 8, 'expert': 1, 'context': 1, 'tensor': 1})
 >>> Config.load({"zero_optimization": {"stge": 3}})
 Traceback (most recent call last):
 jzero.errors.ConfigError: zero_optimization.stge = 3: unknown key; did you mean "stage"?

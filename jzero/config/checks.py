@@ -73,7 +73,14 @@ def _one_rest(s: Settings) -> Iterator[str]:
         yield f"{' and '.join(rest)}: -1 (the rest) is allowed on one axis only{hint}"
 
 
-@_reads("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size", "sequence_parallel_size", *_MESH)
+@_reads(
+    "expert_parallel.enabled",
+    "expert_parallel.autoep_size",
+    "tensor_parallel.autotp_size",
+    "tensor_parallel.tp.tp_size",
+    "sequence_parallel_size",
+    *_MESH,
+)
 def _groups_against_mesh(s: Settings) -> Iterator[str]:
     tp_size = s.tensor_parallel.tp.tp_size
     for axis, (key, size) in group_degrees(s).items():

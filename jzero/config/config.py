@@ -129,6 +129,6 @@ class Config(Settings):
           ConfigError: the product of the degrees does not fit `num_devices`; the message gives degrees that do.
 
         >>> Config.load({"zero_optimization": {"stage": 3, "mics_shard_size": 4}}).mesh_degrees(16)
-        {'pipe': 1, 'data': 4, 'zero': 4, 'context': 1, 'tensor': 1}
+        {'pipe': 1, 'data': 4, 'zero': 4, 'expert': 1, 'context': 1, 'tensor': 1}
         """
         return sizes.mesh_degrees(self, num_devices)

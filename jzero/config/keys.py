@@ -100,6 +100,12 @@ REPLACED: dict[str, Replacement] = _replaced(
     ("tensor_parallel", FLAG, _SCHEDULER, "tp_overlap_comm"),
     ("tensor_parallel", COUNT, _EQUAL_PARTS, "tp_grain_size"),
     ("tensor_parallel.tp", COUNT, _EQUAL_PARTS, "tp_grain_size"),
+    ("expert_parallel", TEXT, "the model's own table `divided`, or expert_parallel.dimensions", "preset_model"
+        " moe_layer_pattern router_pattern expert_pattern expert_w1 expert_w2 expert_w3 num_experts_attr top_k_attr"
+        " shared_experts_gate_pattern shared_experts_pattern"),
+    ("expert_parallel", FLAG, "jzero.experts, which chooses the kernel", "use_grouped_mm disable_triton_grouped_mm"),
+    ("expert_parallel", TEXT, "jzero.experts, which combines the experts' outputs", "combine_impl"),
+    ("expert_parallel", FLAG, "the mesh, which checks its degrees", "validate_folding_routing"),
     ("pipeline", FLAG, "random keys: each layer's key is folded from the seed", "seed_layers"),
     ("pipeline", FLAG, "the mesh", "pipe_partitioned grad_partitioned"),
     ("pipeline", TEXT, "PipelineModule's partition_method", "partition"),
@@ -202,6 +208,11 @@ def _later(section: str, what: str, details: str = "", **off: Any) -> dict[str, 
     return rows
 
 
+def _in_the_model(section: str, keys: str) -> dict[str, Refused]:
+    text = 'the model\'s code decides, see jzero.route and jzero.experts; only "auto" is accepted, or leave it out'
+    return {dotted_key(section, key): Refused((None, "auto"), text) for key in keys.split()}
+
+
 def _elsewhere(section: str, where: str, keys: str) -> dict[str, Refused]:
     text = f"jzero does not change the model; {where}, and leave this out"
     return {dotted_key(section, key): Refused(_NothingEnabled(), text) for key in keys.split()}
@@ -246,11 +257,10 @@ REFUSED: dict[str, Refused] = {
     **_later("tensor_parallel", "kernels for inference", replace_with_kernel_inject=False, kernel_inject=False),
     **_later("tensor_parallel", "weights that stay on the host", keep_module_on_host=False),
     **_later("tensor_parallel.tp", "process groups from outside; the mesh has them", mpu=None, tp_group=None),
-    **_later("expert_parallel", "expert parallelism", "autoep_size preset_model use_grouped_mm score_func top_k"
-        " moe_layer_pattern router_pattern expert_pattern combine_impl disable_triton_grouped_mm expert_w1 expert_w2"
-        " expert_w3 expert_tensor_parallel_size has_shared_experts load_balance_coeff num_expert_groups"
-        " num_experts_attr num_limited_groups route_norm route_scale routed_scaling_factor score_apply"
-        " shared_experts_gate_pattern shared_experts_pattern top_k_attr validate_folding_routing", enabled=False),
+    **_in_the_model("expert_parallel", "score_func top_k route_norm route_scale routed_scaling_factor score_apply"
+        " load_balance_coeff num_expert_groups num_limited_groups has_shared_experts"),
+    "expert_parallel.expert_tensor_parallel_size": Refused((None, 1),
+        "write tensor_parallel.dimensions, with the dimension of the experts' weights that mesh.tensor divides"),
     # checkpoints
     **_later("checkpoint", "checkpoints on the disks of each host", use_node_local_storage=False),
     **_later("nebula", "Nebula; checkpoints are asynchronous without it (checkpoint.dir, checkpoint.max_to_keep)",

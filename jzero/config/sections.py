@@ -168,6 +168,7 @@ class MeshConfig(Section):
     pipe: PositiveOrRest = 1
     data: PositiveOrRest = 1
     zero: PositiveOrRest = -1
+    expert: PositiveOrRest = 1
     context: PositiveOrRest = 1
     tensor: PositiveOrRest = 1
 
@@ -188,6 +189,18 @@ class TensorParallelConfig(Section):
 
     autotp_size: Count = 0
     tp: TensorGroup = TensorGroup()
+    dimensions: Dimensions = {}
+
+
+class ExpertParallelConfig(Section):
+    """The devices that divide the experts among themselves, and the dimension of their parameters.
+
+    `autoep_size` is another name of `mesh.expert` if `enabled` is true. `dimensions` is a table as in
+    `tensor_parallel`; it replaces the model's own.
+    """
+
+    enabled: Flag = False
+    autoep_size: PositiveInt32 = 1
     dimensions: Dimensions = {}
 
 
@@ -322,6 +335,7 @@ class Settings(Section):
     activation_checkpointing: ActivationCheckpointing | None = None
     mesh: MeshConfig = MeshConfig()
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
+    expert_parallel: ExpertParallelConfig = ExpertParallelConfig()
     pipeline: PipelineConfig = PipelineConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     ema: EmaConfig | None = None

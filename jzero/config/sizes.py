@@ -36,7 +36,7 @@ def batch(s: Settings, replicas: int, former: Mapping[str, Any] | None = None) -
     remainder, which the last check reports.
     """
     if replicas < 1:
-        raise ConfigError(f"replicas = {replicas}: must be a positive integer (the mesh's data × zero)")
+        raise ConfigError(f"replicas = {replicas}: must be a positive integer (the mesh's data × zero × expert)")
     if former and (sizes := kept(s, replicas, former)):
         return sizes
     train, micro, accum = s.train_batch_size, s.train_micro_batch_size_per_gpu, s.gradient_accumulation_steps
@@ -127,8 +127,9 @@ def zero_group(s: Settings) -> tuple[str, int]:
 
 def group_degrees(s: Settings) -> dict[str, tuple[str, int]]:
     """Return DeepSpeed's key that sets the degree of an axis, and the degree; 0 where the mesh section sets it."""
-    tensor = s.tensor_parallel
+    tensor, experts = s.tensor_parallel, s.expert_parallel
     keys = {
+        "expert": {"expert_parallel.autoep_size": experts.autoep_size if experts.enabled else 0},
         "context": {"sequence_parallel_size": s.sequence_parallel_size},
         "tensor": {"tensor_parallel.autotp_size": tensor.autotp_size, "tensor_parallel.tp.tp_size": tensor.tp.tp_size},
     }
@@ -161,11 +162,12 @@ def mesh_degrees(s: Settings, num_devices: int) -> dict[str, int]:
     if num_devices % fixed if rest else num_devices != fixed:
         raise ConfigError(_misfit(s, degrees, fixed, num_devices))
     degrees |= {axis: num_devices // fixed for axis in rest}
-    replicas = degrees["data"] * degrees["zero"]
+    replicas = degrees["data"] * degrees["zero"] * degrees["expert"]
     if s.data_parallel_size not in (None, replicas):
+        expert = f" × expert {degrees['expert']}" if degrees["expert"] > 1 else ""
         raise ConfigError(
             f"data_parallel_size = {s.data_parallel_size}: must be data {degrees['data']} × zero {degrees['zero']}"
-            f" = {replicas} on this mesh; leave it out, or change the mesh section"
+            f"{expert} = {replicas} on this mesh; leave it out, or change the mesh section"
         )
     return degrees
 

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jzero import micro_batches, optimizers
 from jzero.diagnosis.probe import Probed, Tapped, finite, largest_loss
 from jzero.gradients import ManualRegion
-from jzero.mesh import batch_spec, replicas
+from jzero.mesh import batch_parts, batch_spec
 from jzero.model import StackModel
 from jzero.programs import Fed
 from jzero.setup import Setup, make_passes
@@ -42,7 +42,7 @@ class Repeat:
         self._setup, self._state, self._fed = setup, state, fed
         divided = isinstance(setup.model, StackModel) and not setup.passes.facts.fallback
         self.layers = setup.passes.facts.layers if divided else 0
-        self.micro, self.replicas = setup.batch_sizes.micro, replicas(setup.mesh)
+        self.micro, self.replicas = setup.rows, batch_parts(setup.mesh)
         self.accum = leading_dim(fed.batch) // (self.micro * self.replicas)
         self._key = jax.random.fold_in(state.rng, state.step) if key is None else key
         self._rows = NamedSharding(setup.mesh, batch_spec(setup.mesh))

@@ -8,7 +8,8 @@ Master parameters and optimizer state persist between steps; their bytes are exa
 - gradients of trainable parameters: the sum over micro-batches in `data_types.grad_accum_dtype`; without accumulation
   the gradient in the dtype of the backward pass. A pipeline always sums.
 
-A parameter divided by `pipe` or `tensor` counts with its local part; the formula divides everything by them.
+A parameter divided by `pipe`, `expert` or `tensor` counts with its local part; the formula divides everything by `pipe`
+and `tensor`, and the experts by `expert`.
 
 Not included, because it changes from layer to layer: the layer that stage 3 has gathered, the gradient of the current
 micro-batch, activations. `jzero.planner.memory` gives the peak of the whole program.
@@ -26,7 +27,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jzero import optimizers
-from jzero.mesh import PIPE, TENSOR, ZERO_AXES, replicas
+from jzero.mesh import EXPERT, PIPE, TENSOR, ZERO_AXES, replicas
 from jzero.optimizers.compressed import rows_of
 from jzero.precision import Precision
 from jzero.sharding import optimizer_layouts, owners
@@ -123,7 +124,8 @@ def _inside(
 
 def _parts(layout: ParamLayout, mesh: Mesh) -> int:
     """Return the number of parts in which a parameter is used."""
-    return prod(mesh.shape[axis] for axis in (PIPE, TENSOR) if axis in layout.axes)
+    own = (*dict(layout.divided), PIPE)
+    return prod(mesh.shape[axis] for axis in own if axis in layout.axes)
 
 
 def _zero_degree(layout: ParamLayout, mesh: Mesh) -> int:
@@ -180,7 +182,10 @@ def state_bytes(step: TrainStep) -> StateBytes:
     stage = step.setup.rule if group > 1 else RULES[0]
     leaves = list(zip(jax.tree.leaves(step.layouts), jax.tree.leaves(shapes.params), strict=True))
     actual = leaf_bytes(step).values()
-    ideal = [_inside(step, stage, x, leaf.trainable, parts, group) for leaf, x in leaves]
+    ideal = []
+    for leaf, x in leaves:
+        experts = mesh.shape[EXPERT] if EXPERT in dict(leaf.divided) else 1
+        ideal.append(_inside(step, stage, x, leaf.trainable, parts * experts, group // experts))
     persistent = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((shapes.params, shapes.opt_state)))
     # Errors of compressed communication have a row for each device, whatever the stage.
     state = named(shapes.opt_state)

@@ -10,12 +10,13 @@ table of how weights are divided decides how much is moved, never what is comput
     kernels        rules of fused attention
     collectives    rules of a program's own collectives, over other axes
     control        rules of primitives that contain programs: calls, checkpoints, scans, custom derivatives
+    operation      functions of a model with a way of their own to run on shards
     interpreter    runs a jaxpr by the rules
     ledger         what was moved, and what ran on whole arrays, with the model's source lines
     division       which dimension of each parameter an axis divides, from a table
     search         finds such a table by trying
     model          prefix, block, suffix and loss of a model, on shards
-    limits         what a mesh with the axes `context` or `tensor` cannot do yet
+    limits         the tables of `expert` and `tensor`, and what these axes and `context` cannot do yet
 """
 
 from jzero.spread import collectives, control, kernels, lookups, products, shapes  # they fill the table of rules

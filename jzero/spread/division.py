@@ -16,7 +16,14 @@ from jzero.tree import PyTree, named
 
 
 def divided_dims(
-    params: PyTree, table: Mapping[str, int], degree: int, *, key: str, has_stack: bool, names: StoredNames | None
+    params: PyTree,
+    table: Mapping[str, int],
+    axis: str,
+    degree: int,
+    *,
+    key: str,
+    has_stack: bool,
+    names: StoredNames | None,
 ) -> dict[str, int]:
     """Return the dimension of each parameter that a table names.
 
@@ -24,7 +31,7 @@ def divided_dims(
       params: shapes and dtypes.
       table: regular expression (`re.search` in a parameter's name) -> dimension, of one layer's slice if the parameter
         is in the layer stack; negative ones count from the end. The first expression that matches decides.
-      degree: the size of the axis.
+      axis, degree: the axis of the mesh and its size.
       key: names the table in errors.
       names: the parameters' names without a layer stack, which expressions may match too.
 
@@ -40,7 +47,7 @@ def divided_dims(
     for name, shape in shapes.items():
         pattern = next((p for p, found in hits.items() if name in found), None)
         if pattern is not None:
-            dims[name] = _checked(f"{key}[{pattern!r}] = {table[pattern]}", name, shape, table[pattern], degree)
+            dims[name] = _checked(f"{key}[{pattern!r}] = {table[pattern]}", name, shape, table[pattern], axis, degree)
     return dims
 
 
@@ -48,15 +55,15 @@ def _layer_shape(name: str, x: Any, has_stack: bool) -> tuple[int, ...]:
     return tuple(jnp.shape(x))[has_stack and bool(re.match(f"{STACK}/", name)) :]
 
 
-def _checked(what: str, name: str, shape: tuple[int, ...], dim: int, degree: int) -> int:
+def _checked(what: str, name: str, shape: tuple[int, ...], dim: int, axis: str, degree: int) -> int:
     if not -len(shape) <= dim < len(shape):
         raise ConfigError(f"{what}: {name} has the dimensions {list(shape)}; choose one of 0 to {len(shape) - 1}")
     if shape[dim] % degree:
         smaller = gcd(shape[dim], degree)
         raise ConfigError(
-            f"{what}: mesh.tensor = {degree} does not divide the {shape[dim]} of {name} {list(shape)}; "
+            f"{what}: mesh.{axis} = {degree} does not divide the {shape[dim]} of {name} {list(shape)}; "
             + (f"{smaller} does; or " if smaller > 1 else "")
-            + "leave the parameter out of the table (tensor_parallel.dimensions replaces a model's own): it is "
+            + f"leave the parameter out of the table ({axis}_parallel.dimensions replaces a model's own): it is "
             "replicated, and each device computes its whole product"
         )
     return dim % len(shape)

@@ -1,8 +1,8 @@
-"""What a mesh with `context` or `tensor` larger than 1 cannot do yet, and the table that `tensor` needs."""
+"""What a mesh whose devices act as one cannot do yet, and the tables that `expert` and `tensor` need."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jax.sharding import Mesh
@@ -10,44 +10,57 @@ from jax.sharding import Mesh
 from jzero.config import Config
 from jzero.display.slow_work import slow_work
 from jzero.errors import ConfigError
-from jzero.mesh import CONTEXT, GROUP_AXES, TENSOR, group_size, present
+from jzero.mesh import CONTEXT, EXPERT, GROUP_AXES, TENSOR, group_size, present
 from jzero.optimizers import compresses
 from jzero.spread.division import divided_dims
 from jzero.spread.search import find_dimensions
 from jzero.tree import PyTree
 
-KEY = "tensor_parallel.dimensions"
 
-
-def tensor_dims(model: Any, params: PyTree, config: Config, mesh: Mesh, has_stack: bool) -> dict[str, int]:
-    """Return the dimension of each parameter that `tensor` divides: by the config's table, else by the model's.
+def divided(model: Any, params: PyTree, config: Config, mesh: Mesh, has_stack: bool) -> dict[str, dict[str, int]]:
+    """Return axis -> name -> the dimension that the axis divides: by the config's table, else by the model's.
 
     Raises:
-      ConfigError: no table or one that does not fit, a table without the axis, what does not work with the axis yet.
+      ConfigError: no table or one that does not fit, a table without the axis, what does not work with the axes yet.
     """
-    degree, own = mesh.shape[TENSOR], config.tensor_parallel.dimensions
     if group_size(mesh) > 1:
         axes = present(mesh, *GROUP_AXES)
         asked = " and ".join(f"mesh.{axis} = {mesh.shape[axis]}" for axis in axes)
         keys = " and ".join(f"mesh.{axis}" for axis in axes)
         if problems := [f"{asked} with {what}" for what in _not_yet(config, mesh, keys)]:
             raise ConfigError(*problems)
+    tables = {EXPERT: config.expert_parallel.dimensions, TENSOR: config.tensor_parallel.dimensions}
+    found = {}
+    for axis, own in tables.items():
+        table = _table(model, own, axis, mesh.shape[axis])
+        key = f"{axis}_parallel.dimensions" if own else f"{model!r}: divided[{axis!r}]"
+        names = getattr(model, "names", None)
+        found[axis] = divided_dims(params, table, axis, mesh.shape[axis], key=key, has_stack=has_stack, names=names)
+        if of_state := sorted(set(found[axis]) & set(getattr(model, "state", ()))):
+            raise ConfigError(
+                f"{key}: {of_state} are state, which is whole on every device; write a table without them"
+            )
+    return found
+
+
+_EXAMPLES = {
+    EXPERT: '{"experts/gate_up": 0, "experts/down": 0}',
+    TENSOR: '{"up/kernel": 1, "down/kernel": 0}, or pass example_batch to jzero.from_flax, so that jzero finds one',
+}
+
+
+def _table(model: Any, own: Mapping[str, int], axis: str, degree: int) -> Mapping[str, int]:
+    key = f"{axis}_parallel.dimensions"
     if degree == 1:
         if own:
-            raise ConfigError(f"{KEY}: does nothing on a mesh with tensor 1; set mesh.tensor, or leave the table out")
+            raise ConfigError(f"{key}: does nothing on a mesh with {axis} 1; set mesh.{axis}, or leave the table out")
         return {}
-    table = own or getattr(model, "divided", {}).get(TENSOR, {})
-    if not table:
-        raise ConfigError(
-            f"mesh.tensor = {degree}: no table says which dimensions of the parameters it divides; write {KEY} = "
-            '{"up/kernel": 1, "down/kernel": 0}, or pass example_batch to jzero.from_flax, so that jzero finds one'
-        )
-    names = getattr(model, "names", None)
-    key = KEY if own else f"{model!r}: divided['tensor']"
-    dims = divided_dims(params, table, degree, key=key, has_stack=has_stack, names=names)
-    if found := sorted(set(dims) & set(getattr(model, "state", ()))):
-        raise ConfigError(f"{key}: {found} are state, which is whole on every device; write a table without them")
-    return dims
+    if table := own or getattr(model, "divided", {}).get(axis, {}):
+        return table
+    raise ConfigError(
+        f"mesh.{axis} = {degree}: no table says which dimensions of the parameters it divides; write {key} = "
+        + _EXAMPLES[axis]
+    )
 
 
 def with_found_dimensions(config: Config, model: Any, mesh: Mesh) -> Config:
@@ -68,8 +81,8 @@ def with_found_dimensions(config: Config, model: Any, mesh: Mesh) -> Config:
 def _not_yet(config: Config, mesh: Mesh, keys: str) -> Iterator[str]:
     """Describe what the config asks for and the axes with these keys do not work with yet, each with the fix."""
     zero = config.zero_optimization
-    if mesh.shape[CONTEXT] > 1:  # its devices are among those that ZeRO partitions over
-        or_one = "not yet supported; remove it, or set mesh.context to 1"
+    if axes := present(mesh, EXPERT, CONTEXT):  # their devices are among those that ZeRO partitions over
+        or_one = f"not yet supported; remove it, or set {' and '.join(f'mesh.{axis}' for axis in axes)} to 1"
         if zero.zero_quantized_gradients:
             yield f"zero_optimization.zero_quantized_gradients = true: {or_one}"
         if zero.zero_hpz_partition_size > 1:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jzero.mesh import CONTEXT, GROUP_AXES, TENSOR, group_size
+from jzero.mesh import CONTEXT, EXPERT, GROUP_AXES, TENSOR, group_size, is_gpu
 from jzero.model import ENDS, STACK
 from jzero.spread.interpreter import spread
 from jzero.spread.value import Group, Value, whole
@@ -32,7 +32,9 @@ class SpreadModel:
     def __init__(self, model: Any, mesh: Mesh, layouts: PyTree):
         self.model, self._layouts = model, layouts
         # Dimension 1 of [rows, sequence, width]: `tensor` too, for Megatron's sequence parallelism (arXiv:2205.05198).
-        self.group = Group({axis: mesh.shape[axis] for axis in GROUP_AXES}, {1: (CONTEXT, TENSOR)})
+        self.group = Group(
+            {axis: mesh.shape[axis] for axis in GROUP_AXES}, {0: (EXPERT,), 1: (CONTEXT, TENSOR)}, is_gpu(mesh)
+        )
 
     def __repr__(self) -> str:
         return repr(self.model)
@@ -79,14 +81,20 @@ class SpreadModel:
         return jax.tree.map(value, layouts, weights)
 
     def _tokens(self, args: Any) -> Any:
-        """Divide the tokens [rows, sequence] of a batch over `context`, so that no device looks up all of them."""
+        """Divide the rows of a batch over `expert`, and its tokens [rows, sequence] over `context`.
+
+        So no device looks up all of them.
+        """
+        group = self.group
 
         def part(x: Any) -> Any:
-            is_tokens = not isinstance(x, Value) and jnp.ndim(x) == 2 and jnp.issubdtype(x.dtype, jnp.integer)
-            axes = tuple(axis for axis in self.group.rest[1] if axis == CONTEXT)
-            if not is_tokens or not axes or not self.group.fits(x.shape[1], axes):
+            if isinstance(x, Value) or not jnp.ndim(x) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 return x
-            return self.group.place(whole(x), ((), axes))
+            is_tokens = jnp.ndim(x) == 2 and jnp.issubdtype(x.dtype, jnp.integer)
+            wanted = {0: (EXPERT,), 1: (CONTEXT,) if is_tokens else ()}
+            dims = [tuple(axis for axis in wanted.get(d, ()) if axis in group.degrees) for d in range(jnp.ndim(x))]
+            dims = [axes if group.fits(size, axes) else () for size, axes in zip(x.shape, dims, strict=True)]
+            return group.place(whole(x), tuple(dims))
 
         return _map(part, args)
 

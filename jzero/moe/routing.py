@@ -1,0 +1,139 @@
+"""Which experts each token goes to, and the balance of their loads.
+
+Shapes: B rows, S tokens of a row, k experts of a token, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from math import ceil
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jzero.errors import ConfigError
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["experts", "weights", "scores", "slots"],
+    meta_fields=["capacity"],
+)
+@dataclass(frozen=True)
+class Routing:
+    """Where the tokens go.
+
+    Attributes:
+      experts: of each token, the one with the largest score first [B, S, k] int32.
+      weights: of these experts' outputs in the sum [B, S, k] float32.
+      scores: of all experts [B, S, E] float32.
+      slots: the place of a token among those of its row that go to the same expert [B, S, k] int32; None: no capacity.
+      capacity: the tokens of a row that an expert takes; those in later slots are dropped. None: all.
+    """
+
+    experts: jax.Array
+    weights: jax.Array
+    scores: jax.Array
+    slots: jax.Array | None = None
+    capacity: int | None = None
+
+    @property
+    def counts(self) -> jax.Array:
+        """The tokens that chose each expert [E] int32."""
+        return _chosen(self).sum((0, 1, 2), dtype=jnp.int32)
+
+    @property
+    def drop_rate(self) -> jax.Array:
+        """The part of the choices that is dropped [], between 0 and 1."""
+        if self.slots is None or self.capacity is None:
+            return jnp.zeros((), jnp.float32)
+        return (self.slots >= self.capacity).mean(dtype=jnp.float32)
+
+
+def route(
+    logits: jax.Array,
+    top_k: int,
+    *,
+    score: Literal["softmax", "sigmoid"] = "softmax",
+    normalize: bool = True,
+    scale: float = 1.0,
+    bias: jax.Array | None = None,
+    capacity_factor: float | None = None,
+    min_capacity: int = 4,
+) -> Routing:
+    """Choose the `top_k` experts of each token.
+
+    Args:
+      logits: of the router [B, S, E]; computed and used in float32.
+      top_k: experts of a token.
+      score: "softmax" over the experts (Mixtral, Qwen3-MoE), or "sigmoid" of each (DeepSeek-V3).
+      normalize: divides a token's weights by their sum.
+      scale: multiplies the weights.
+      bias: [E], added to the scores for the choice alone; see `balanced_bias`.
+      capacity_factor: limits the tokens of a row that an expert takes to this many times the even share, S k / E
+        rounded up (GShard, arXiv:2006.16668), so that all products have one size. First choices come before second
+        ones, and early tokens before late ones. None: nothing is dropped. DeepSpeed counts over the rows of a GPU, and
+        jzero over one row, so that the layout does not change which tokens are dropped.
+      min_capacity: the smallest limit.
+
+    Raises:
+      ConfigError: more experts of a token than experts.
+
+    >>> route(jnp.array([[[0.0, 2.0, 1.0]]]), top_k=2).experts.tolist()
+    [[[1, 2]]]
+    """
+    _, tokens, experts = logits.shape
+    if not 1 <= top_k <= experts:
+        raise ConfigError(f"route: top_k = {top_k} of {experts} experts; must be 1 to {experts}")
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
+    choice = scores if bias is None else scores + lax.stop_gradient(bias)
+    _, chosen = lax.top_k(choice, top_k)
+    weights = jnp.take_along_axis(scores, chosen, axis=-1)
+    if normalize:
+        weights = weights / weights.sum(-1, keepdims=True)
+    if capacity_factor is None:
+        return Routing(chosen, weights * scale, scores)
+    capacity = max(min_capacity, ceil(tokens * top_k / experts * capacity_factor))
+    return Routing(chosen, weights * scale, scores, _slots(chosen, experts), min(capacity, tokens))
+
+
+def _slots(chosen: jax.Array, experts: int) -> jax.Array:
+    """Number the tokens of a row that go to the same expert, first choices first: [B, S, k] -> [B, S, k]."""
+    rows, tokens, k = chosen.shape
+    flat = chosen.swapaxes(1, 2).reshape(rows, k * tokens)
+    order = jnp.argsort(flat, axis=1, stable=True)
+    rank = jnp.argsort(order, axis=1)  # the inverse permutation
+    counts = (flat[..., None] == jnp.arange(experts)).sum(1, dtype=jnp.int32)
+    first = jnp.cumsum(counts, axis=1) - counts
+    slots = rank.astype(jnp.int32) - jnp.take_along_axis(first, flat, axis=1)
+    return slots.reshape(rows, k, tokens).swapaxes(1, 2)
+
+
+def balance_loss(routing: Routing) -> jax.Array:
+    """Compute the load-balancing loss [] of the Switch Transformer (arXiv:2101.03961, eq. 4), for k experts of a token.
+
+    It is E times the sum over the experts of the part of tokens that chose it times its mean score; k if all loads and
+    scores are even. Mixtral's in Hugging Face's transformers is the same. The mean is over the tokens of a micro-batch.
+    """
+    experts, tokens = routing.scores.shape[-1], routing.scores.shape[0] * routing.scores.shape[1]
+    part = _chosen(routing).sum((0, 1, 2), dtype=jnp.float32) / tokens
+    return experts * (part * routing.scores.mean((0, 1))).sum()
+
+
+def balanced_bias(bias: jax.Array, counts: jax.Array, rate: float = 1e-3) -> jax.Array:
+    """Move a bias [E] towards even loads, without a loss (arXiv:2408.15664): up for experts with few tokens.
+
+    Args:
+      bias: what `route` adds to the scores for the choice; state beside the parameters, not trained.
+      counts: tokens of each expert [E]; over all replicas `jzero.all_gather(routing.counts[None]).sum(0)`.
+      rate: the size of one move.
+    """
+    return bias + rate * jnp.sign(counts.mean() - counts)
+
+
+def _chosen(routing: Routing) -> jax.Array:
+    return routing.experts[..., None] == jnp.arange(routing.scores.shape[-1])

@@ -1,0 +1,65 @@
+"""The feed-forward layer of a mixture of experts (Mixtral, arXiv:2401.04088; Qwen3-MoE, arXiv:2505.09388).
+
+Shape suffixes beside those of `decoder`: E experts, N experts of a token, F width of an expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jzero.errors import ConfigError
+from jzero.moe import balance_loss, experts, route
+
+# What a layer adds to what the layers before it report: means over the layers are in the step's metrics.
+METRICS = ("balance_loss", "drop_rate")
+
+
+@dataclass(frozen=True)
+class MixtureConfig:
+    """The shape of a mixture of experts, in the place of a feed-forward layer.
+
+    Attributes:
+      num_experts: experts of a layer.
+      top_k: experts of a token.
+      width: inner width of an expert.
+      normalize: divides the weights of a token's experts by their sum; Mixtral always does.
+      capacity_factor: bounds the tokens of a row that an expert takes, see `jzero.route`; None: no token is dropped.
+      balance: what the load-balancing loss counts in the loss, as its mean over the layers.
+    """
+
+    num_experts: int
+    top_k: int
+    width: int
+    normalize: bool = True
+    capacity_factor: float | None = None
+    balance: float = 0.01
+
+    def __post_init__(self):
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ConfigError(f"MixtureConfig: top_k = {self.top_k}; must be 1 to num_experts = {self.num_experts}")
+        if self.capacity_factor is not None and self.capacity_factor <= 0:
+            raise ConfigError(f"MixtureConfig: capacity_factor = {self.capacity_factor}; must be positive, or None")
+
+
+class Mixture(nnx.Module):
+    """Gated experts and their router, whose scores are float32."""
+
+    def __init__(
+        self, config: MixtureConfig, d_model: int, *, rngs: nnx.Rngs, init: nnx.Initializer, last: nnx.Initializer
+    ):
+        self.config, c = config, config
+        self.router = nnx.Linear(d_model, c.num_experts, use_bias=False, kernel_init=init, rngs=rngs)
+        self.gate_up = nnx.Param(init(rngs.params(), (c.num_experts, d_model, 2, c.width)))
+        self.down = nnx.Param(last(rngs.params(), (c.num_experts, c.width, d_model)))
+
+    def __call__(self, x_BSD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return (y_BSD, the metrics of this layer)."""
+        c, kernel_DE = self.config, self.router.kernel[...]
+        logits_BSE = x_BSD.astype(jnp.float32) @ kernel_DE.astype(jnp.float32)
+        routing = route(logits_BSE, c.top_k, normalize=c.normalize, capacity_factor=c.capacity_factor)
+        y_BSD = experts(x_BSD, routing, self.gate_up[...], self.down[...])
+        return y_BSD, dict(zip(METRICS, (balance_loss(routing), routing.drop_rate), strict=True))

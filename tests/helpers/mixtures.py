@@ -1,0 +1,41 @@
+"""Mixtures of experts in plain JAX: every expert computes every token, and a mask chooses. No jzero in it."""
+
+from math import ceil
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+
+
+def plain_route(logits, top_k, *, normalize=True, capacity_factor=None, min_capacity=4):
+    """Choices as masks [B, S, k, E]; places by a running count, first choices first."""
+    rows, tokens, experts = logits.shape
+    scores = jax.nn.softmax(logits.astype(jnp.float32))
+    _, chosen = jax.lax.top_k(scores, top_k)
+    mask = jax.nn.one_hot(chosen, experts)
+    weights = jnp.einsum("bske,bse->bsk", mask, scores)
+    weights = weights / weights.sum(-1, keepdims=True) if normalize else weights
+    kept = jnp.ones((rows, tokens, top_k))
+    if capacity_factor is not None:
+        capacity = max(min_capacity, ceil(tokens * top_k / experts * capacity_factor))
+        in_order = mask.swapaxes(1, 2).reshape(rows, top_k * tokens, experts)
+        places = ((jnp.cumsum(in_order, 1) - in_order) * in_order).sum(-1)
+        kept = (places < capacity).astype(jnp.float32).reshape(rows, top_k, tokens).swapaxes(1, 2)
+    return SimpleNamespace(mask=mask, weights=weights, scores=scores, kept=kept, drop_rate=1 - kept.mean())
+
+
+def plain_experts(x, routing, up, down, activation=jax.nn.silu):
+    if up.ndim == 4:
+        gate, value = (jnp.einsum("bsd,edf->bsef", x, up[:, :, i]) for i in range(2))
+        hidden = activation(gate) * value
+    else:
+        hidden = activation(jnp.einsum("bsd,edf->bsef", x, up))
+    outputs = jnp.einsum("bsef,efd->bsed", hidden, down)
+    counted = jnp.einsum("bske,bsk->bse", routing.mask, routing.weights * routing.kept)
+    return jnp.einsum("bsed,bse->bsd", outputs, counted.astype(x.dtype))
+
+
+def plain_balance_loss(routing):
+    """E times the sum over the experts of (part of the tokens that chose it) x (its mean score)."""
+    part = routing.mask.sum(2).mean((0, 1))
+    return routing.scores.shape[-1] * (part * routing.scores.mean((0, 1))).sum()

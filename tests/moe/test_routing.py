@@ -1,0 +1,78 @@
+"""Choices, weights, capacity and balance of experts, against loops and plain JAX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.mixtures import plain_balance_loss, plain_route
+
+from jzero.errors import ConfigError
+from jzero.moe import balance_loss, balanced_bias, route
+
+
+def logits(rows=3, tokens=12, experts=6, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(rows, tokens, experts)), jnp.float32)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 6])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_choices_and_weights(top_k, normalize):
+    routing, plain = route(logits(), top_k, normalize=normalize), plain_route(logits(), top_k, normalize=normalize)
+    np.testing.assert_array_equal(jax.nn.one_hot(routing.experts, 6), plain.mask)
+    np.testing.assert_allclose(routing.weights, plain.weights, rtol=1e-6)
+    np.testing.assert_array_equal(routing.counts, plain.mask.sum((0, 1, 2)))
+    assert routing.drop_rate == 0
+    np.testing.assert_allclose(balance_loss(routing), plain_balance_loss(plain), rtol=1e-6)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.25, 10.0])
+@pytest.mark.parametrize("min_capacity", [1, 4])
+def test_capacity(factor, min_capacity):
+    """A loop over choices and tokens, in the order of GShard: first choices first, early tokens first."""
+    routing = route(logits(), 2, capacity_factor=factor, min_capacity=min_capacity)
+    capacity = min(max(min_capacity, int(np.ceil(12 * 2 / 6 * factor))), 12)
+    assert routing.capacity == capacity
+    dropped = 0
+    for row, chosen in enumerate(np.asarray(routing.experts)):
+        taken = np.zeros(6, int)
+        for k in range(2):
+            for token in range(12):
+                expert = chosen[token, k]
+                assert routing.slots[row, token, k] == taken[expert]
+                dropped += taken[expert] >= capacity
+                taken[expert] += 1
+    assert float(routing.drop_rate) == pytest.approx(dropped / (3 * 12 * 2))
+    assert (dropped > 0) == (factor < 10)
+
+
+def test_sigmoid_scores_and_a_scale():
+    """DeepSeek-V3: scores of each expert alone, normalised, then scaled (arXiv:2412.19437, eq. 12 to 16)."""
+    routing = route(logits(), 2, score="sigmoid", scale=2.5)
+    scores = 1 / (1 + np.exp(-np.asarray(logits())))
+    best = np.sort(scores, -1)[..., ::-1][..., :2]
+    np.testing.assert_allclose(routing.weights, 2.5 * best / best.sum(-1, keepdims=True), rtol=1e-6)
+
+
+def test_the_bias_chooses_and_does_not_weigh():
+    bias = jnp.zeros(6).at[5].set(10.0)
+    routing = route(logits(), 1, bias=bias, normalize=False)
+    assert (routing.experts == 5).all()
+    np.testing.assert_allclose(routing.weights[..., 0], jax.nn.softmax(logits())[..., 5], rtol=1e-6)
+    gradient = jax.grad(lambda bias: route(logits(), 1, bias=bias, normalize=False).weights.sum())(bias)
+    assert (gradient == 0).all()
+
+
+def test_the_bias_balances():
+    bias, tokens = jnp.zeros(6), logits(8, 64) + jnp.arange(6) * 0.5
+    before = route(tokens, 2).counts
+    for _ in range(300):
+        bias = balanced_bias(bias, route(tokens, 2, bias=bias).counts, rate=0.01)
+    after = route(tokens, 2, bias=bias).counts
+    assert before.max() > 1.5 * before.mean()
+    assert after.max() < 1.1 * after.mean()
+
+
+@pytest.mark.parametrize("top_k", [0, 7])
+def test_bad_top_k(top_k):
+    with pytest.raises(ConfigError, match=f"route: top_k = {top_k} of 6 experts; must be 1 to 6"):
+        route(logits(), top_k)

@@ -1,0 +1,155 @@
+"""Expert parallelism in training: the losses, gradient norms and parameters of one device.
+
+The oracle is a plain loop on one device of the same decoder, whose experts all compute every token
+(`helpers.mixtures`). The balance loss of a replica is not linear in its rows, so it counts only where one replica has
+the whole batch.
+"""
+
+import dataclasses
+from functools import lru_cache
+from unittest.mock import patch
+
+import jax
+import numpy as np
+import optax
+import pytest
+from helpers.mixtures import plain_balance_loss, plain_experts, plain_route
+from helpers.sampling import keep
+
+import jzero
+from jzero.errors import ConfigError
+from jzero.tree import named
+from models.decoder import Decoder
+from models.decoder_config import DecoderConfig
+from models.moe import MixtureConfig
+
+BATCH, SEQUENCE, VOCAB, STEPS, LR = 16, 8, 64, 3, 0.1
+CONFIG = DecoderConfig(2, 32, 4, 2, 64, vocab_size=VOCAB, attention="xla", mixture=MixtureConfig(4, 2, 16))
+
+LAYOUTS = [
+    {"expert": 1},
+    {"expert": 2},
+    {"expert": 4, "stage": 3},
+    {"expert": 2, "zero": 2, "stage": 1},
+    {"expert": 2, "zero": 2, "stage": 2, "accum": 2},
+    {"expert": 2, "data": 2, "zero": 2, "stage": 3, "accum": 2},
+    {"expert": 2, "tensor": 2, "zero": 2, "stage": 3, "remat": "full"},
+    {"expert": 2, "context": 2, "tensor": 2, "stage": 3},
+    {"expert": 4, "context": 2, "stage": 2, "unroll": False, "remat": "matmuls"},
+    {"pipe": 2, "expert": 2, "zero": 2, "stage": 3, "accum": 2},
+    {"pipe": 2, "expert": 2, "tensor": 2, "stage": 2, "accum": 4, "schedule": "zero_bubble"},
+]
+CASES = [(layout, factor) for layout in LAYOUTS for factor in (None, 1.0)]
+SAMPLE = [(LAYOUTS[i], factor) for i, factor in ((4, 1.0), (5, None), (7, 1.0), (9, None))]
+
+
+def config_of(layout, factor):
+    balance = 0.01 if layout.get("accum", 1) == layout.get("zero", 1) == layout.get("data", 1) == 1 else 0.0
+    mixture = dataclasses.replace(CONFIG.mixture, capacity_factor=factor, balance=balance)
+    return dataclasses.replace(CONFIG, mixture=mixture)
+
+
+@lru_cache
+def model(config):
+    return jzero.from_flax(lambda rngs: Decoder(config, rngs=rngs))
+
+
+@lru_cache
+def initial(config):
+    return jax.device_get(jax.jit(model(config).init)(jax.random.key(0)))
+
+
+@lru_cache
+def batches():
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (STEPS, BATCH, SEQUENCE + 1)).astype(np.int32)
+    return [{"inputs": x[:, :-1], "labels": x[:, 1:]} for x in tokens]
+
+
+@lru_cache
+def reference(config):
+    """([(loss, gradient norm)], parameters) of the plain loop."""
+
+    def mean(params, batch):
+        loss, _ = model(config).loss(params, batch, None)
+        return loss.sum / loss.count
+
+    params, seen = initial(config), []
+    with (
+        patch("models.moe.route", plain_route),
+        patch("models.moe.experts", plain_experts),
+        patch("models.moe.balance_loss", plain_balance_loss),
+    ):
+        for batch in batches():
+            loss, gradient = jax.jit(jax.value_and_grad(mean))(params, batch)
+            params = jax.tree.map(lambda w, g: w - LR * g, params, gradient)
+            seen.append((float(loss), float(optax.tree.norm(gradient))))
+    return np.array(seen), jax.device_get(params)
+
+
+def make_step(config, *, stage=0, accum=1, remat="none", unroll=True, schedule="1f1b", more=None, **mesh):
+    degrees = {"data": 1, "zero": 1, **mesh}
+    devices = jax.devices()[: int(np.prod(list(degrees.values())))]
+    settings = {
+        "train_batch_size": BATCH, "gradient_accumulation_steps": accum, "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "activation_checkpointing": {"policy": remat}, "stack": {"unroll": unroll},
+        **({"pipeline": {"schedule": schedule}} if "pipe" in mesh else {}), **(more or {}),
+    }  # fmt: skip
+    return jzero.make_train_step(model(config), settings, mesh=jzero.make_mesh(**degrees, devices=devices))
+
+
+@pytest.mark.parametrize(("layout", "factor"), keep(CASES, SAMPLE), ids=str)
+def test_one_device_computes_the_same(layout, factor):
+    config = config_of(layout, factor)
+    step = make_step(config, **layout)
+    state, seen = step.init(jax.random.key(0), initial(config)), []
+    for batch in batches():
+        state, metrics = step(state, batch)
+        seen.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+        assert (metrics["drop_rate"] > 0) == (factor is not None)
+        assert metrics["balance_loss"] > 1.9
+    known, params = reference(config)
+    assert np.abs(np.array(seen) / known - 1).max() < 1e-6
+    for name, x in named(jax.device_get(state.params)).items():
+        other = named(params)[name]
+        assert np.abs(x - other).max() < 2e-6 * max(np.abs(other).max(), 1e-2), name
+
+
+def test_rows_count_along_expert():
+    step = make_step(CONFIG, expert=2, zero=2, accum=2)
+    assert step.batch_sizes[:3] == (16, 2, 2)
+    assert step.replicas == 4
+
+
+def test_zero_partitions_experts_and_the_rest():
+    """Experts lie along `expert`, and ZeRO partitions them over `zero`; other parameters it partitions over both."""
+    specs = named(make_step(CONFIG, expert=2, zero=2, stage=3).state_specs.params)
+    assert specs["stack/mlp/gate_up"] == jax.sharding.PartitionSpec(None, ("expert", "zero"))
+    assert specs["stack/attention/out/kernel"] == jax.sharding.PartitionSpec(None, ("zero", "expert"))
+
+
+def test_deepspeeds_names():
+    mesh = jzero.make_mesh({"train_batch_size": 8, "expert_parallel": {"enabled": True, "autoep_size": 2}})
+    assert mesh.shape["expert"] == 2
+    off = jzero.make_mesh({"train_batch_size": 8, "expert_parallel": {"enabled": False, "autoep_size": 2}})
+    assert off.shape["expert"] == 1
+    with pytest.raises(ConfigError, match=r"expert_parallel.autoep_size = 2 and mesh.expert = 4: both are the degree"):
+        jzero.make_mesh({"expert_parallel": {"enabled": True, "autoep_size": 2}, "mesh": {"expert": 4}})
+    with pytest.raises(ConfigError, match=r"expert_parallel.top_k = 2: .*jzero.route"):
+        jzero.Config.load({"expert_parallel": {"top_k": 2}})
+
+
+def test_experts_that_the_axis_does_not_divide():
+    with pytest.raises(ConfigError) as error:
+        make_step(CONFIG, expert=8)
+    for part in ("mesh.expert = 8 does not divide the 4 of stack/mlp/", "4 does", "expert_parallel.dimensions"):
+        assert part in str(error.value)
+
+
+def test_a_model_without_a_table():
+    dense = dataclasses.replace(CONFIG, mixture=None)
+    with pytest.raises(ConfigError, match=r"mesh.expert = 2: no table says .* write expert_parallel.dimensions = "):
+        make_step(dense, expert=2)
+    with pytest.raises(ConfigError, match=r"expert_parallel.dimensions: does nothing on a mesh with expert 1"):
+        make_step(CONFIG, more={"expert_parallel": {"dimensions": {"mlp/down": 0}}})
