@@ -35,19 +35,20 @@ def exchange(
     if not axes:
         return x, sizes, lambda y: y
     n, total = lax.axis_size(axes), len(x)
-    parts = sizes.reshape(n, -1)  # [to, expert]
-    theirs = lax.all_to_all(parts, axes, split_axis=0, concat_axis=0, tiled=True)  # [from, expert]
+    everyone = lax.all_gather(sizes, axes).reshape(n, n, -1)  # [from, to, expert]
+    me = lax.axis_index(axes)
+    theirs = everyone[:, me]  # [from, expert]
     if ragged:
-        send, receive, starts = _ragged(parts, theirs, axes, total)
+        send, receive, starts = _ragged(everyone.sum(2), axes, total)
     else:
-        send, receive, starts = _padded(parts, axes, total)
+        send, receive, starts = _padded(everyone[me].sum(1), axes, total)
     sort = _by_expert(theirs, starts, n * total)
     return dispatch(send(x), sort), theirs.sum(0), lambda y: receive(dispatch(y, _inverse(sort)))
 
 
-def _padded(parts: jax.Array, axes: tuple[str, ...], total: int) -> tuple[Callable, Callable, jax.Array]:
+def _padded(counts: jax.Array, axes: tuple[str, ...], total: int) -> tuple[Callable, Callable, jax.Array]:
     """Send N rows to each device, however many there are; those from device i begin at i N."""
-    n, counts = len(parts), parts.sum(1)
+    n = len(counts)
     at = jnp.arange(total)
     to = jnp.searchsorted(jnp.cumsum(counts), at, side="right")  # n: after all
     place = to * total + at - (jnp.cumsum(counts) - counts)[jnp.minimum(to, n - 1)]
@@ -60,26 +61,31 @@ def _padded(parts: jax.Array, axes: tuple[str, ...], total: int) -> tuple[Callab
     return lambda x: move(dispatch(x, packed)), lambda y: dispatch(move(y), _inverse(packed)), starts
 
 
-def _ragged(
-    parts: jax.Array, theirs: jax.Array, axes: tuple[str, ...], total: int
-) -> tuple[Callable, Callable, jax.Array]:
-    """Send the rows that there are; those from a device begin where those from the devices before it end."""
-    n, me = len(parts), lax.axis_index(axes)
-    matrix = lax.all_gather(parts.sum(1), axes)  # [from, to]
+def _ragged(matrix: jax.Array, axes: tuple[str, ...], total: int) -> tuple[Callable, Callable, jax.Array]:
+    """Send the rows that there are, `matrix` [from, to]; they begin where those of the devices before end."""
+    n, me = len(matrix), lax.axis_index(axes)
     sent, received = matrix[me], matrix[:, me]
     starts = jnp.cumsum(received) - received
     before = jnp.cumsum(matrix, axis=0) - matrix  # on device `to`, where rows of `from` begin
     offsets = jnp.cumsum(matrix, axis=1) - matrix  # on device `from`, where rows to `to` begin
 
-    def send(x: jax.Array) -> jax.Array:
-        out = jnp.zeros((n * total, x.shape[1]), x.dtype)
-        return lax.ragged_all_to_all(x, out, offsets[me], sent, before[me], received, axis_name=axes)
+    def move(x: jax.Array, rows: int, here: jax.Array, size: jax.Array, there: jax.Array, back: jax.Array) -> jax.Array:
+        out = jnp.zeros((rows, x.shape[1]), x.dtype)
+        return lax.ragged_all_to_all(x, out, here, size, there, back, axis_name=axes)
 
-    def receive(y: jax.Array) -> jax.Array:
-        out = jnp.zeros((total, y.shape[1]), y.dtype)
-        return lax.ragged_all_to_all(y, out, starts, received, offsets[:, me], sent, axis_name=axes)
+    def forth(x: jax.Array) -> jax.Array:
+        return move(x, n * total, offsets[me], sent, before[me], received)
 
-    return send, receive, starts
+    def back(y: jax.Array) -> jax.Array:
+        return move(y, total, starts, received, offsets[:, me], sent)
+
+    # Each is the other's transpose; JAX's own asks the other devices for their offsets.
+    return _linear(forth, back), _linear(back, forth), starts
+
+
+def _linear(f: Callable, transpose: Callable) -> Callable:
+    """Make a linear function of rows with this transpose."""
+    return lambda x: jax.custom_derivatives.linear_call(lambda _, x: f(x), lambda _, y: transpose(y), (), x)
 
 
 def _by_expert(theirs: jax.Array, starts: jax.Array, total: int) -> Rows:

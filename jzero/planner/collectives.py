@@ -42,9 +42,9 @@ class Collective:
         operands: number of arrays that the operation moves; more than one if the compiler combined operations.
         bytes: size of the *full* buffers, summed over ``operands``, for one execution on one device. all-gather: the
             gathered output; reduce-scatter and all-reduce: the unreduced input; collective-permute: the array sent;
-            all-to-all: the device's whole input, including its own part. The bytes that a device sends follow from it
-            and ``group_size`` n: (n-1)/n of it for all-gather, reduce-scatter and all-to-all, twice that for a ring
-            all-reduce, all of it for collective-permute.
+            all-to-all: the device's whole input, including its own part (ragged: the most that it may be). The bytes
+            that a device sends follow from it and ``group_size`` n: (n-1)/n of it for all-gather, reduce-scatter and
+            all-to-all, twice that for a ring all-reduce, all of it for collective-permute.
         axes: names of the mesh axes whose coordinate varies inside a group, in mesh order; None without a mesh.
         group_size: devices in a group; for collective-permute the longest ring or chain of its pairs.
         loops: trip counts of the enclosing loops, outermost first; None for a count that the compiler does not know.
@@ -254,7 +254,8 @@ class _Walk:
         if kind == "all-to-all" and "dimensions=" not in instruction.attributes:
             parts = size  # the tuple form has one operand per peer
         elif kind == "ragged-all-to-all":
-            arrays = arrays[:1]  # the other operands are the output and the offsets
+            # The rows and their buffer, of which one holds the most that others may send; the rest are offsets.
+            arrays = [min(arrays[:2], key=lambda array: array.bytes)]
         total = Counter[str]()
         for array in arrays:
             total[array.dtype] += array.bytes * (size if kind == "all-gather" else 1)

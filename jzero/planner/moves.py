@@ -174,7 +174,9 @@ def _axes(eqn: Any) -> tuple[str, ...]:
 
 
 def _bytes(eqn: Any) -> int:
-    return max(sum(prod(v.aval.shape) * v.aval.dtype.itemsize for v in side) for side in (eqn.invars, eqn.outvars))
+    sizes = [[prod(v.aval.shape) * v.aval.dtype.itemsize for v in side] for side in (eqn.invars, eqn.outvars)]
+    # Of rows and their buffer one holds the most that others may send.
+    return min(sizes[0][:2]) if eqn.primitive.name == "ragged_all_to_all" else max(map(sum, sizes))
 
 
 def _module(scope: str) -> str:

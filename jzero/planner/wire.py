@@ -50,8 +50,8 @@ class Wire:
             UnreadableProgram: its groups have a spelling that this reader does not know.
         """
         kind = op.opcode.removesuffix("-start")
-        operands = op.operands[:1] if kind == "ragged-all-to-all" else op.operands
-        size = sum(scope[name].bytes for name in operands)
+        sizes = [scope[name].bytes for name in op.operands]
+        size = min(sizes[:2]) if kind == "ragged-all-to-all" else sum(sizes)
         text, pairs = group_text(op)
         try:
             members = groups(text, self.module.devices)
