@@ -91,6 +91,11 @@ class DecoderConfig:
                 raise ConfigError(f"{name}: {words}, but {part} does not divide {whole}")
         if self.global_every and not self.window:
             raise ConfigError(f"{name}: global_every = {self.global_every} needs a window, for the other layers")
+        alone = {"gate_proj", "up_proj", "down_proj"} & set(self.lora.target_modules if self.lora else ())
+        if self.mixture and alone:
+            raise ConfigError(
+                f"{name}: lora.target_modules has {', '.join(sorted(alone))}: experts have no adapters; leave them out"
+            )
         if self.attention == "cudnn":
             why = cudnn_obstacle(jnp.dtype("bfloat16"), self.head_dim, 256, self.attention_softcap)
             if why:

@@ -19,12 +19,13 @@ from jzero.errors import ConfigError
 from .attention import RopeScaling
 from .decoder_config import DecoderConfig
 from .lora import adapters_table
+from .moe_families import NAMES, mixture_json, mixture_of, mixture_rows
 
 # The fields in which families differ, with the values that Llama has.
 DIFFERENCES: dict[str, Any] = {
     "rope_scaling": None, "qkv_bias": False, "qk_norm": False, "window": None, "global_every": None,
     "local_theta": None, "norm_offset": False, "post_norms": False, "embed_scale": False, "activation": "silu",
-    "query_scalar": None, "attention_softcap": None, "logit_softcap": None,
+    "query_scalar": None, "attention_softcap": None, "logit_softcap": None, "mixture": None,
 }  # fmt: skip
 ABSENT = {"rope_theta": 10_000.0, "rope_type": "default"}
 
@@ -46,6 +47,8 @@ FAMILIES = {
     "mistral": Family("MistralForCausalLM", {}, ("rope_scaling", "window")),
     "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True}, ("rope_scaling", "window")),
     "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, ("rope_scaling", "window")),
+    "mixtral": Family("MixtralForCausalLM", {}, ("rope_scaling", "window", "mixture")),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", {"qk_norm": True}, ("rope_scaling", "window", "mixture")),
     "gemma": Family("GemmaForCausalLM", GEMMA),
     "gemma2": Family("Gemma2ForCausalLM", {**GEMMA, "post_norms": True}, GEMMA2),
     "gemma3_text": Family(
@@ -91,7 +94,7 @@ def from_hf(source: str | os.PathLike | Mapping[str, Any], **changes: Any) -> De
     heads, layers = there["num_attention_heads"], there["num_hidden_layers"]
     windows = _windows(there)
     rope, local = _rope(there, family)
-    found: dict[str, Any] = {"rope_scaling": _scaling(rope), **windows}
+    found: dict[str, Any] = {"rope_scaling": _scaling(rope), "mixture": mixture_of(there), **windows}
     if windows.get("global_every"):
         found["local_theta"] = local
     found["query_scalar"] = there.get("query_pre_attn_scalar")
@@ -115,7 +118,12 @@ def from_hf(source: str | os.PathLike | Mapping[str, Any], **changes: Any) -> De
     return DecoderConfig(**{**shape, **family.fixed, **of_family, **changes})
 
 
-DEFAULT_HEADS = {"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3_text": 256}  # where config.json does not have one
+DEFAULT_HEADS = {
+    "qwen3": 128,
+    "gemma": 256,
+    "gemma2": 256,
+    "gemma3_text": 256,
+}  # where config.json does not have one
 
 
 def read_config(source: str | os.PathLike | Mapping[str, Any], model_type: str | None = None) -> dict[str, Any]:
@@ -249,6 +257,8 @@ def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[st
         for key, plain in DIFFERENCES.items()
         if key not in family.free and getattr(config, key) != family.fixed.get(key, plain)
     ]
+    if config.family in NAMES and config.mixture is None:
+        wrong.append("mixture=None")
     if wrong:
         return None, [f"weights in files have jzero's own names: {family.architecture} has no {', '.join(wrong)}"]
     may_differ = [
@@ -256,6 +266,8 @@ def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[st
         "head_dim",  # the tensors' shapes imply it
         "rope_parameters",  # its entries are compared individually
     ]  # fmt: skip
+    if config.mixture:  # the names of the tensors imply it; the rest is what the loss counts
+        may_differ += ["num_experts", "num_local_experts", "router_aux_loss_coef", "output_router_logits"]
     if config.rope_scaling:
         may_differ += ["rope_scaling"]  # likewise
     if config.activation == "gelu_tanh":
@@ -298,6 +310,8 @@ def config_json(config: DecoderConfig, family: Family) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": None,
     }
+    if c.mixture:
+        content |= mixture_json(c.family, c.mixture)
     if c.family == "llama":
         content["mlp_bias"] = False
     if "window" in family.free:
@@ -363,13 +377,14 @@ def _tensors(c: DecoderConfig) -> list[dict[str, Any]]:
         rows.append(scale(layer + "post_feedforward_layernorm", "stack/mlp_post_norm"))
         norm = "pre_feedforward_layernorm"
     rows += [matrix(layer + "self_attn.o_proj", "stack/attention/out"), scale(layer + norm, "stack/mlp_norm")]
-    for i, part in enumerate(("gate", "up")):
-        kernel = {"slices": [[1, i, i + 1]], "transposed": [1, 2, 0], "reshape": [F, D]}
-        rows.append({"name": f"{layer}mlp.{part}_proj.weight", "leaf": "stack/mlp/gate_up/kernel", **kernel})
-    rows += [
-        matrix(layer + "mlp.down_proj", "stack/mlp/down"),
-        scale("model.norm", "ends/norm"),
-    ]
+    if c.mixture:
+        rows += mixture_rows(c.family, c.mixture, D, layer)
+    else:
+        for i, part in enumerate(("gate", "up")):
+            kernel = {"slices": [[1, i, i + 1]], "transposed": [1, 2, 0], "reshape": [F, D]}
+            rows.append({"name": f"{layer}mlp.{part}_proj.weight", "leaf": "stack/mlp/gate_up/kernel", **kernel})
+        rows.append(matrix(layer + "mlp.down_proj", "stack/mlp/down"))
+    rows.append(scale("model.norm", "ends/norm"))
     if not c.tied:
         rows.append(matrix("lm_head", "ends/head", [0, c.vocab_size]))
         if c.vocab_rows > c.vocab_size:

@@ -39,6 +39,12 @@ CASES = {
         {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0, "layer_types": KINDS[:1] * 4},
     ),
     "qwen3": ("Qwen3", WIDE),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "router_aux_loss_coef": 0.0}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**WIDE, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True,
+         "router_aux_loss_coef": 0.0},
+    ),
     "gemma": ("Gemma", WIDE),
     "gemma2": (
         "Gemma2",
@@ -101,7 +107,7 @@ def module_logits(step, params, tokens, **more):
     return jax.jit(lambda params, tokens: step.model.module(params)(tokens, **more))(params, tokens)
 
 
-@pytest.mark.parametrize("name", keep(list(CASES), ["llama3.1", "qwen2-window", "qwen3", "gemma3"]))
+@pytest.mark.parametrize("name", keep(list(CASES), ["llama3.1", "qwen2-window", "qwen3_moe", "gemma3"]))
 def test_weights_in_and_out(name, tmp_path):
     """The files of transformers give its logits, and ours give transformers ours."""
     theirs = torch_model(name)
