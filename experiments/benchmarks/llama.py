@@ -25,6 +25,7 @@ import jzero
 from jzero.planner import gpu_devices, memory
 from jzero.update import ALWAYS
 from models.llama import PRESETS, Llama, preset
+from models.moe import MixtureConfig
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -33,11 +34,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     p.add_argument("--preset", choices=sorted(PRESETS), default="1b")
     p.add_argument("--layers", type=int, help="instead of the preset's")
+    p.add_argument("--d-ff", type=int, help="instead of the preset's")
+    p.add_argument("--mixture", type=int, nargs=3, metavar=("EXPERTS", "TOP_K", "WIDTH"), help="of experts")
+    p.add_argument("--capacity", type=float, metavar="FACTOR", help="of an expert; default: no token is dropped")
     p.add_argument("--stage", type=int, default=3)
     p.add_argument("--micro-batch", type=int, default=4, help="sequences per GPU")
     p.add_argument("--accum", type=int, default=1)
     p.add_argument("--sequence", type=int, default=4096)
     p.add_argument("--data", type=int, default=1, help="size of the data axis; the rest is zero")
+    p.add_argument("--expert", type=int, default=1, help="size of the expert axis")
     p.add_argument("--context", type=int, default=1, help="size of the context axis")
     p.add_argument("--tensor", type=int, default=1, help="size of the tensor axis")
     p.add_argument("--pipe", type=int, default=1, help="pipeline stages")
@@ -78,16 +83,24 @@ def config(args: argparse.Namespace) -> dict:
         "communication_data_type": args.reduce,
         "zero_optimization": {"stage": args.stage, **values(args.zero)},
         "activation_checkpointing": {"policy": args.remat},
-        "mesh": {"pipe": args.pipe, "data": args.data, "context": args.context, "tensor": args.tensor},
+        "mesh": {name: getattr(args, name) for name in ("pipe", "data", "expert", "context", "tensor")},
         "pipeline": {"schedule": args.schedule, "chunks": args.chunks, "gather": args.gather},
         "stack": {"unroll": not args.scan},
         "compiler_options": values(args.option),
     }
 
 
+def changes(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of the preset that the options change."""
+    fields = {name: value for name, value in (("num_layers", args.layers), ("d_ff", args.d_ff)) if value}
+    if args.mixture:
+        fields["mixture"] = MixtureConfig(*args.mixture, capacity_factor=args.capacity)
+    return fields
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    shape = preset(args.preset, attention="cudnn", **({"num_layers": args.layers} if args.layers else {}))
+    shape = preset(args.preset, attention="cudnn", **changes(args))
     model = jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs))
     settings = config(args)
     if args.plan:
