@@ -318,6 +318,7 @@ class Decoder(nnx.Module):
         table = {"qkv/kernel": 1, "attention/out/kernel": 0}
         if self.config.mixture:
             table |= {"mlp/gate_up$": 3, "mlp/down$": 1}
+            table |= {"mlp/shared_gate_up": 2, "mlp/shared_down": 0} if self.config.mixture.shared else {}
         else:
             table |= {"gate_up/kernel": 2, "mlp/down/kernel": 0}
         table |= {"qkv/bias": 0} if self.config.qkv_bias else {}

@@ -130,7 +130,8 @@ class DecoderConfig:
         """Count the parameters of a layer; `active`: those that a token uses."""
         mixture, wide = self.mixture, 3 * self.d_ff
         if mixture:
-            wide = mixture.num_experts + 3 * mixture.width * (mixture.top_k if active else mixture.num_experts)
+            experts = mixture.top_k if active else mixture.num_experts
+            wide = mixture.num_experts + 3 * (mixture.width * experts + mixture.shared)
         heads = 2 * self.num_heads + 2 * self.num_kv_heads
         norms = self.d_model * (4 if self.post_norms else 2) + (2 * self.head_dim if self.qk_norm else 0)
         biases = (heads - self.num_heads) * self.head_dim if self.qkv_bias else 0

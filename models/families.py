@@ -19,7 +19,7 @@ from jzero.errors import ConfigError
 from .attention import RopeScaling
 from .decoder_config import DecoderConfig
 from .lora import adapters_table
-from .moe_families import NAMES, mixture_json, mixture_of, mixture_rows
+from .moe_families import NAMES, lacking, mixture_json, mixture_of, mixture_rows
 
 # The fields in which families differ, with the values that Llama has.
 DIFFERENCES: dict[str, Any] = {
@@ -257,8 +257,8 @@ def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[st
         for key, plain in DIFFERENCES.items()
         if key not in family.free and getattr(config, key) != family.fixed.get(key, plain)
     ]
-    if config.family in NAMES and config.mixture is None:
-        wrong.append("mixture=None")
+    if config.family in NAMES:
+        wrong += lacking(config.mixture) if config.mixture else ["mixture=None"]
     if wrong:
         return None, [f"weights in files have jzero's own names: {family.architecture} has no {', '.join(wrong)}"]
     may_differ = [

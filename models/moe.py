@@ -1,4 +1,5 @@
-"""The feed-forward layer of a mixture of experts (Mixtral, arXiv:2401.04088; Qwen3-MoE, arXiv:2505.09388).
+"""The feed-forward layer of a mixture of experts (Mixtral, arXiv:2401.04088; Qwen3-MoE, arXiv:2505.09388; the router of
+DeepSeek-V3, arXiv:2412.19437).
 
 Shape suffixes beside those of `decoder`: E experts, N experts of a token, F width of an expert.
 """
@@ -6,13 +7,15 @@ Shape suffixes beside those of `decoder`: E experts, N experts of a token, F wid
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jzero.communication.replicas import all_gather
 from jzero.errors import ConfigError
-from jzero.moe import balance_loss, experts, route
+from jzero.moe import balance_loss, balanced_bias, experts, route
 
 # What a layer adds to what the layers before it report: means over the layers are in the step's metrics.
 METRICS = ("balance_loss", "drop_rate")
@@ -27,16 +30,25 @@ class MixtureConfig:
       top_k: experts of a token.
       width: inner width of an expert.
       normalize: divides the weights of a token's experts by their sum; Mixtral always does.
+      score: of the router, see `jzero.route`.
+      scale: multiplies the weights.
+      shared: inner width of one more expert, which all tokens use; 0: there is none.
       capacity_factor: bounds the tokens of a row that an expert takes, see `jzero.route`; None: no token is dropped.
       balance: what the load-balancing loss counts in the loss, as its mean over the layers.
+      bias_rate: balances by a bias too, which is state: its move after each micro-batch, by the counts of all replicas,
+        see `jzero.balanced_bias`. 0: there is none.
     """
 
     num_experts: int
     top_k: int
     width: int
     normalize: bool = True
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    scale: float = 1.0
+    shared: int = 0
     capacity_factor: float | None = None
     balance: float = 0.01
+    bias_rate: float = 0.0
 
     def __post_init__(self):
         if not 1 <= self.top_k <= self.num_experts:
@@ -55,11 +67,27 @@ class Mixture(nnx.Module):
         self.router = nnx.Linear(d_model, c.num_experts, use_bias=False, kernel_init=init, rngs=rngs)
         self.gate_up = nnx.Param(init(rngs.params(), (c.num_experts, d_model, 2, c.width)))
         self.down = nnx.Param(last(rngs.params(), (c.num_experts, c.width, d_model)))
+        if c.shared:
+            self.shared_gate_up = nnx.Param(init(rngs.params(), (d_model, 2, c.shared)))
+            self.shared_down = nnx.Param(last(rngs.params(), (c.shared, d_model)))
+        if c.bias_rate:
+            self.bias = nnx.BatchStat(jnp.zeros(c.num_experts, jnp.float32))
 
     def __call__(self, x_BSD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return (y_BSD, the metrics of this layer)."""
         c, kernel_DE = self.config, self.router.kernel[...]
         logits_BSE = x_BSD.astype(jnp.float32) @ kernel_DE.astype(jnp.float32)
-        routing = route(logits_BSE, c.top_k, normalize=c.normalize, capacity_factor=c.capacity_factor)
+        bias_E = self.bias[...] if c.bias_rate else None
+        routing = route(
+            logits_BSE, c.top_k, score=c.score, normalize=c.normalize, scale=c.scale, bias=bias_E,
+            capacity_factor=c.capacity_factor,
+        )  # fmt: skip
         y_BSD = experts(x_BSD, routing, self.gate_up[...], self.down[...])
+        if c.shared:
+            gate_up_BS2F = jnp.einsum("bsd,dgf->bsgf", x_BSD, self.shared_gate_up[...])
+            gate_BSF, up_BSF = gate_up_BS2F[:, :, 0], gate_up_BS2F[:, :, 1]
+            y_BSD += (nnx.silu(gate_BSF) * up_BSF) @ self.shared_down[...]
+        if bias_E is not None:
+            counts_E = all_gather(routing.counts[None]).sum(0)
+            self.bias[...] = balanced_bias(bias_E, counts_E, c.bias_rate)
         return y_BSD, dict(zip(METRICS, (balance_loss(routing), routing.drop_rate), strict=True))

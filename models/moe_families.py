@@ -65,6 +65,14 @@ def mixture_of(there: Mapping[str, Any]) -> MixtureConfig | None:
     )  # fmt: skip
 
 
+def lacking(mixture: MixtureConfig) -> list[str]:
+    """List the fields that no family here has."""
+    plain = {"score": "softmax", "scale": 1.0, "shared": 0, "bias_rate": 0.0}
+    return [
+        f"mixture.{key}={getattr(mixture, key)!r}" for key, value in plain.items() if getattr(mixture, key) != value
+    ]
+
+
 def mixture_json(family: str, mixture: MixtureConfig) -> dict[str, Any]:
     """Return what config.json has of a mixture."""
     names = NAMES[family]

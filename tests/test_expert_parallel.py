@@ -7,14 +7,13 @@ the whole batch.
 
 import dataclasses
 from functools import lru_cache
-from unittest.mock import patch
 
 import jax
 import numpy as np
 import optax
 import pytest
-from helpers.mixtures import plain_balance_loss, plain_experts, plain_route
-from helpers.sampling import keep
+from helpers.mixtures import plain_mixtures
+from helpers.sampling import keep, some
 
 import jzero
 from jzero.errors import ConfigError
@@ -74,11 +73,7 @@ def reference(config):
         return loss.sum / loss.count
 
     params, seen = initial(config), []
-    with (
-        patch("models.moe.route", plain_route),
-        patch("models.moe.experts", plain_experts),
-        patch("models.moe.balance_loss", plain_balance_loss),
-    ):
+    with plain_mixtures():
         for batch in batches():
             loss, gradient = jax.jit(jax.value_and_grad(mean))(params, batch)
             params = jax.tree.map(lambda w, g: w - LR * g, params, gradient)
@@ -114,6 +109,45 @@ def test_one_device_computes_the_same(layout, factor):
     for name, x in named(jax.device_get(state.params)).items():
         other = named(params)[name]
         assert np.abs(x - other).max() < 2e-6 * max(np.abs(other).max(), 1e-2), name
+
+
+DEEPSEEK = MixtureConfig(4, 2, 16, score="sigmoid", scale=2.5, shared=24, balance=0.0, bias_rate=0.01)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    some(
+        [
+            {"expert": 2, "zero": 2, "stage": 3},
+            {"expert": 2, "tensor": 2, "data": 2, "stage": 0},
+            {"pipe": 2, "expert": 2, "stage": 2},
+        ],
+        [{"expert": 2, "zero": 2, "stage": 3}],
+    ),
+    ids=str,
+)
+def test_a_bias_and_a_shared_expert(layout):
+    """All replicas move the bias by the counts of the whole batch, as one device does."""
+    config = dataclasses.replace(CONFIG, mixture=DEEPSEEK)
+    step = make_step(config, **layout)
+    state = step.init(jax.random.key(0), initial(config))
+    for batch in batches():
+        state, _ = step(state, batch)
+
+    def mean(params, batch):
+        (loss, _), new = model(config).loss(params, batch, jax.random.key(0))
+        return loss.sum / loss.count, new
+
+    params = initial(config)
+    with plain_mixtures():
+        for batch in batches():
+            gradient, new = jax.jit(jax.grad(mean, has_aux=True))(params, batch)
+            trained = jax.tree.map(lambda w, g: w - LR * g, params, gradient)
+            params = jax.tree.map(lambda x, w: w if x is None else x, new, trained, is_leaf=lambda x: x is None)
+    found, known = named(jax.device_get(state.params)), named(params)
+    assert (known["stack/mlp/bias"] != 0).any()
+    for name, x in found.items():
+        assert np.abs(x - known[name]).max() < 2e-6 * max(np.abs(known[name]).max(), 1e-2), name
 
 
 def test_rows_count_along_expert():

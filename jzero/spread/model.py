@@ -43,10 +43,10 @@ class SpreadModel:
         return getattr(self.model, name)
 
     def prefix(self, ends: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._rested(self._run("prefix", self._weights(ENDS, ends), *self._tokens(args), **kwargs))
+        return self._passed_on(self._run("prefix", self._weights(ENDS, ends), *self._tokens(args), **kwargs))
 
     def block(self, layer: Any, *args: Any) -> Any:
-        return self._rested(self._run("block", self._weights(STACK, layer), *args))
+        return self._passed_on(self._run("block", self._weights(STACK, layer), *args))
 
     def suffix(self, ends: Any, *args: Any, **kwargs: Any) -> Any:
         return self._results(self._run("suffix", self._weights(ENDS, ends), *self._tokens(args), **kwargs))
@@ -97,6 +97,13 @@ class SpreadModel:
             return group.place(whole(x), tuple(dims))
 
         return _map(part, args)
+
+    def _passed_on(self, result: Any) -> Any:
+        """Return what goes to the next layer as it lies between layers, and a model's new state whole."""
+        if getattr(self.model, "state", ()):
+            x, new = result
+            return self._rested(x), self._results(new)
+        return self._rested(result)
 
     def _rested(self, x: Any) -> Any:
         def rest(v: Value) -> Value:

@@ -130,7 +130,7 @@ class Group:
             return v
         dims = list(v.dims)
         for axis in v.partial:
-            for hint in (like, self.resting(v.shape)):
+            for hint in (like if len(like) == len(dims) else (), self.resting(v.shape)):
                 d = next((d for d, axes in enumerate(hint) if axis in axes), None)
                 if d is not None and self.fits(v.shape[d], (*dims[d], axis)):
                     dims[d] = (*dims[d], axis)

@@ -1,17 +1,20 @@
 """Mixtures of experts in plain JAX: every expert computes every token, and a mask chooses. No jzero in it."""
 
+from contextlib import contextmanager
 from math import ceil
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
 
 
-def plain_route(logits, top_k, *, normalize=True, capacity_factor=None, min_capacity=4):
+def plain_route(logits, top_k, *, score="softmax", normalize=True, scale=1.0, bias=None, capacity_factor=None,
+                min_capacity=4):  # fmt: skip
     """Choices as masks [B, S, k, E]; places by a running count, first choices first."""
     rows, tokens, experts = logits.shape
-    scores = jax.nn.softmax(logits.astype(jnp.float32))
-    _, chosen = jax.lax.top_k(scores, top_k)
+    scores = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[score](logits.astype(jnp.float32))
+    _, chosen = jax.lax.top_k(scores if bias is None else scores + bias, top_k)
     mask = jax.nn.one_hot(chosen, experts)
     weights = jnp.einsum("bske,bse->bsk", mask, scores)
     weights = weights / weights.sum(-1, keepdims=True) if normalize else weights
@@ -21,7 +24,10 @@ def plain_route(logits, top_k, *, normalize=True, capacity_factor=None, min_capa
         in_order = mask.swapaxes(1, 2).reshape(rows, top_k * tokens, experts)
         places = ((jnp.cumsum(in_order, 1) - in_order) * in_order).sum(-1)
         kept = (places < capacity).astype(jnp.float32).reshape(rows, top_k, tokens).swapaxes(1, 2)
-    return SimpleNamespace(mask=mask, weights=weights, scores=scores, kept=kept, drop_rate=1 - kept.mean())
+    counts = mask.sum((0, 1, 2))
+    return SimpleNamespace(
+        mask=mask, weights=weights * scale, scores=scores, kept=kept, drop_rate=1 - kept.mean(), counts=counts
+    )
 
 
 def plain_experts(x, routing, up, down, activation=jax.nn.silu):
@@ -39,3 +45,14 @@ def plain_balance_loss(routing):
     """E times the sum over the experts of (part of the tokens that chose it) x (its mean score)."""
     part = routing.mask.sum(2).mean((0, 1))
     return routing.scores.shape[-1] * (part * routing.scores.mean((0, 1))).sum()
+
+
+@contextmanager
+def plain_mixtures():
+    """Make the models of this project compute so."""
+    with (
+        patch("models.moe.route", plain_route),
+        patch("models.moe.experts", plain_experts),
+        patch("models.moe.balance_loss", plain_balance_loss),
+    ):
+        yield

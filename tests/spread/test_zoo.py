@@ -25,8 +25,11 @@ from jzero.spread import Group, Value, spread
 from jzero.spread.division import divided_dims
 from jzero.tree import named
 from models.bert import Bert, BertConfig
+from models.decoder import Decoder
+from models.decoder_config import DecoderConfig
 from models.gpt2 import GPT2, GPT2Config
 from models.llama import Llama, LlamaConfig
+from models.moe import MixtureConfig
 from models.vit import ViT, ViTConfig
 
 ROWS, SEQUENCE, TENSOR = 4, 8, 2
@@ -35,6 +38,7 @@ FLOAT = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
 TOKENS = INT((ROWS, SEQUENCE))
 IMAGES = {"images": FLOAT((ROWS, 16, 16, 4)), "labels": INT((ROWS,))}
 LAYERS, WIDTH = 2, 32
+MIXTURE = MixtureConfig(4, 2, 16, shared=16, capacity_factor=1.0, bias_rate=0.01)
 SHAPE = (LAYERS, WIDTH, 4, 64)
 
 
@@ -56,7 +60,7 @@ def of_step(name):
 def of_function(f, params, table, *inputs, stacked=False):
     """What runs on whole arrays in f(params, *inputs), and in its gradient if it returns a number."""
     group = Group({"tensor": TENSOR}, {1: ("tensor",)})
-    dims = divided_dims(params, table, TENSOR, key="table", has_stack=stacked, names=None)
+    dims = divided_dims(params, table, "tensor", TENSOR, key="table", has_stack=stacked, names=None)
 
     def spec(name, x):
         at = dims.get(name)
@@ -126,6 +130,15 @@ PAIRS = {"inputs": TOKENS, "labels": TOKENS}
 IN_A_STEP = {  # name: (model, batch, table)
     "llama": (llama, PAIRS, None),
     "llama, packed": (llama, PAIRS | {"segments": TOKENS}, None),
+    "mixture": (
+        lambda: jzero.from_flax(
+            lambda rngs: Decoder(
+                DecoderConfig(LAYERS, WIDTH, 4, 2, 64, vocab_size=64, attention="xla", mixture=MIXTURE), rngs=rngs
+            )
+        ),
+        PAIRS,
+        None,
+    ),
     "gpt2": (
         lambda: jzero.from_flax(
             lambda rngs: GPT2(GPT2Config(*SHAPE, vocab_size=64, max_positions=16, attention="xla"), rngs=rngs)
