@@ -70,7 +70,8 @@ def _ragged(matrix: jax.Array, axes: tuple[str, ...], total: int) -> tuple[Calla
     offsets = jnp.cumsum(matrix, axis=1) - matrix  # on device `from`, where rows to `to` begin
 
     def move(x: jax.Array, rows: int, here: jax.Array, size: jax.Array, there: jax.Array, back: jax.Array) -> jax.Array:
-        out = jnp.zeros((rows, x.shape[1]), x.dtype)
+        # Without the barrier XLA makes the buffers of all layers at the start of the step.
+        x, out = lax.optimization_barrier((x, jnp.zeros((rows, x.shape[1]), x.dtype)))
         return lax.ragged_all_to_all(x, out, here, size, there, back, axis_name=axes)
 
     def forth(x: jax.Array) -> jax.Array:

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import functools
+import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-_WEIGHT_GRADIENT = lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
-)
+from jzero._compat import lower_grouped_products
+
+Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+# What `lax.ragged_dot_general` multiplies, by its dimension numbers: rows by matrices, rows by transposed matrices
+# (the gradient of the rows), and transposed rows by rows (the gradient of the matrices).
+_SUMMED = {((1,), (1,), (0,)): "rows", ((1,), (2,), (0,)): "transposed", ((0,), (0,), ()): "matrices"}
+_HOPPER = re.compile(r"\bG?H(100|200|800|20)\b")
+_NO_TRITON = re.compile(r"\b(T4|[PV]100|TITAN|GTX|RTX 20\d\d|RTX [3-8]000)\b")  # before Ampere
 
 
-@jax.custom_vjp
 def grouped_dot(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     """Multiply consecutive groups of rows by one matrix each.
+
+    This is `jax.lax.ragged_dot` with kernels for NVIDIA GPUs: XLA's own program multiplies every row by every matrix,
+    E times the FLOPs (jax 0.10 and 0.11). The call makes all `ragged_dot`s of the process use these kernels. On Hopper,
+    Mosaic's takes bfloat16 and float16 with T divisible by 8, D and F by 64. Triton's takes the rest from Ampere on,
+    float32 included, in the precision of other products (TF32 by default). Other devices run XLA's program.
 
     Args:
         x: rows [T, D], sorted by group. Rows after the last group are padding; their values do not matter.
@@ -24,21 +36,54 @@ def grouped_dot(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
         sizes: rows of each group [E], int32; their sum is at most T, and any of them may be 0.
 
     Returns:
-        [T, F] in the dtype of `x`, summed in float32; zero in padding rows. Both gradients are grouped products, too.
+        [T, F] in the dtype of `x`, summed in float32; zero in padding rows. Derivatives are JAX's; both gradients are
+        grouped products, too.
+
+    Raises:
+        TypeError: shapes that do not fit, or different dtypes.
+
+    >>> x, w = jnp.ones((5, 2)), jnp.array([[[1.0], [1.0]], [[3.0], [4.0]]])
+    >>> grouped_dot(x, w, jnp.array([3, 1], jnp.int32)).ravel().tolist()
+    [2.0, 2.0, 2.0, 7.0, 0.0]
     """
-    return _forward(x, w, sizes)[0]
+    if x.dtype != w.dtype:
+        raise TypeError(f"grouped_dot of {x.dtype} rows and {w.dtype} matrices: both need the same dtype")
+    lower_grouped_products(choose)
+    return lax.ragged_dot(x, w, sizes)
 
 
-def _forward(x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
-    out = lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32)
-    return out.astype(x.dtype), (x, w, sizes)
+def choose(avals: Any, out: Any, params: dict[str, Any], device: Any) -> Kernel | None:
+    """Choose the kernel of a `ragged_dot_general`; None: XLA's program.
+
+    Args:
+        avals: shapes and dtypes of the operands.
+        out: shape and dtype of the result.
+        params: of the operation.
+        device: what runs the program, as JAX describes devices: `device_kind`, and `num_cores` if known.
+    """
+    x, w, _ = avals
+    numbers = params["ragged_dot_dimension_numbers"]
+    (summed, batch), ragged = numbers.dot_dimension_numbers, tuple(numbers.lhs_ragged_dimensions)
+    what = _SUMMED.get((tuple(summed[0]), tuple(summed[1]), tuple(numbers.rhs_group_dimensions)))
+    plain = x.ndim == 2 and not batch[0] and ragged == (0,) and params.get("group_offset") is None
+    if device.platform != "gpu" or what is None or not plain or x.dtype != w.dtype or x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return None
+    if _HOPPER.search(device.device_kind) and out.dtype == x.dtype != jnp.float32:
+        from jzero.moe import hopper
+
+        if hopper.supports(x.shape[0], x.shape[1], *(w.shape[1:])):
+            cores = device.num_cores or 132
+            if what == "matrices":
+                return functools.partial(hopper.grouped_transposed, cores=cores)
+            return functools.partial(hopper.grouped, transposed=what == "transposed", cores=cores)
+    exact = x.dtype == jnp.float32 and params["precision"] not in _DEFAULT
+    if exact or _NO_TRITON.search(device.device_kind) or max(x.size, w.size, out.size) >= 2**31:
+        return None
+    from jzero.moe import triton
+
+    if what == "matrices":
+        return functools.partial(triton.grouped_transposed, dtype=out.dtype)
+    return functools.partial(triton.grouped, transposed=what == "transposed", dtype=out.dtype)
 
 
-def _backward(residuals: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, np.ndarray]:
-    x, w, sizes = residuals
-    dx = lax.ragged_dot(dy, w.swapaxes(1, 2), sizes, preferred_element_type=jnp.float32)
-    dw = lax.ragged_dot_general(x, dy, sizes, _WEIGHT_GRADIENT, preferred_element_type=jnp.float32)
-    return dx.astype(x.dtype), dw.astype(w.dtype), np.zeros(sizes.shape, jax.dtypes.float0)
-
-
-grouped_dot.defvjp(_forward, _backward)
+_DEFAULT = (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT, lax.Precision.DEFAULT))
