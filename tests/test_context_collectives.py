@@ -2,7 +2,7 @@
 
 For each layer that is queries, keys, values and the output, forward and backward (Jacobs et al., arXiv:2309.14509,
 section 3). ZeRO gathers and scatters over (`zero`, `context`) in one collective. Besides there are numbers: of the loss
-and of the norm.
+and of the norm. Where the heads do not suffice, keys, values and their gradients go around a ring.
 """
 
 from collections import Counter
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers.cuda import needs_cuda_compiler
+from helpers.sampling import keep
 
 import jzero
 from jzero.planner import collectives, gpu_devices
@@ -24,21 +25,27 @@ SMALL = 128  # bytes
 SEPARATE = {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in ("all_gather", "reduce_scatter", "all_reduce")}
 
 
-def compiled(*, stage=0, **mesh):
-    """The collectives of a step in bf16, one by one: (kind, axes, bytes) -> how many a step."""
+def program_of(*, stage=0, width=WIDTH, heads=HEADS, kv_heads=KV_HEADS, **mesh):
+    """The collectives of a step in bf16, and the step."""
     config = {
         "train_batch_size": ROWS, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "bf16": {"enabled": True},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "compiler_options": {"xla_gpu_autotune_level": 0} | SEPARATE,
     }  # fmt: skip
-    shape = LlamaConfig(LAYERS, WIDTH, HEADS, KV_HEADS, 512, vocab_size=1024, attention="cudnn")
-    devices = gpu_devices("h100", 2 * mesh.get("zero", 1))
+    shape = LlamaConfig(LAYERS, width, heads, kv_heads, 512, vocab_size=1024, attention="cudnn")
+    devices = gpu_devices("h100", prod(mesh.values()))
     step = jzero.make_train_step(
         jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs)), config, mesh=jzero.make_mesh(**mesh, devices=devices)
     )
     tokens = jax.ShapeDtypeStruct((ROWS, SEQUENCE), jnp.int32)
     program = collectives(step.lower({"inputs": tokens, "labels": tokens}).compile(), step.mesh)
     assert len(program.select(in_branch=True)) == 0
+    return program, step
+
+
+def compiled(**layout):
+    """The collectives one by one: (kind, axes, bytes) -> how many a step."""
+    program, step = program_of(**layout)
     found = Counter()
     for row in program:
         found[row.kind, row.axes, row.bytes] += row.operands * row.times
@@ -77,3 +84,32 @@ def test_zero_3_gathers_over_both_axes():
     assert gathers == of_every_leaf("all-gather", both, step).keys()
     rest = {key: times for key, times in found.items() if key not in gathers}
     assert rest == all_to_alls(ROWS // 2) | of_every_leaf("reduce-scatter", both, step)
+
+
+RINGS = {
+    "ring": {"width": 192, "heads": 3, "kv_heads": 1, "context": 2},
+    "tensor": {"width": 384, "heads": 6, "kv_heads": 2, "context": 2, "tensor": 2},
+    "both": {"width": 128, "heads": 2, "kv_heads": 2, "context": 4},
+}
+
+
+@pytest.mark.parametrize("case", keep(RINGS, ["ring"]))
+def test_a_ring_moves_keys_and_values_alone(case):
+    """Zigzag moves the second half of each stop's part, and back; around the ring go keys, values, their gradients.
+
+    XLA combines permutes, so their bytes are compared.
+    """
+    mesh = {axis: n for axis, n in RINGS[case].items() if axis in ("context", "tensor")}
+    bytes_of = Counter()
+    for row in program_of(zero=1, **RINGS[case])[0]:
+        if "context" in row.axes and row.kind != "all-reduce" and row.bytes > SMALL:
+            bytes_of[row.kind] += row.bytes * row.times
+    part = ROWS * SEQUENCE // mesh["context"]  # tokens
+    queries, keys = (part * 64 * RINGS[case][kind] // mesh.get("tensor", 1) * BF16 for kind in ("heads", "kv_heads"))
+    sums = part * RINGS[case]["heads"] // mesh.get("tensor", 1) * 4
+    zigzag = 5 * queries + 4 * keys + 2 * sums  # queries and gradient; output, twice, and gradient; sums, twice
+    ring = 6 * keys  # keys and values, twice, and their gradients
+    expected = {"collective-permute": LAYERS * (zigzag // 2 + ring)}
+    if case == "both":  # as four all-to-alls forward and backward; the output and the sums once more
+        expected["all-to-all"] = LAYERS * (5 * queries + 4 * keys + 2 * sums)
+    assert bytes_of == expected

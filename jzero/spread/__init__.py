@@ -8,6 +8,7 @@ table of how weights are divided decides how much is moved, never what is comput
     rules          the table of rules, and those of elementwise primitives
     shapes, products, lookups    rules of primitives that change shapes, that multiply, that index
     kernels        rules of fused attention
+    ring           fused attention of sequences that stay divided
     collectives    rules of a program's own collectives, over other axes
     control        rules of primitives that contain programs: calls, checkpoints, scans, custom derivatives
     operation      functions of a model with a way of their own to run on shards

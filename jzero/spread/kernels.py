@@ -1,8 +1,8 @@
-"""The rules of cuDNN's fused attention: rows and heads are divided, sequences are whole.
+"""The rules of cuDNN's fused attention: rows and heads are divided; sequences are whole, or divided around a ring.
 
 Axes that divide the sequence move to the heads for the kernel, by all-to-alls of queries, keys, values and the output
 (DeepSpeed-Ulysses, Jacobs et al., arXiv:2309.14509). Where the devices are more than the key-value heads, several have
-the same one.
+the same one. Where they are more than the query heads, they make a ring (`ring`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jzero.spread import ring
 from jzero.spread.rules import WHOLE_ARRAYS, bind, everywhere, rule
 from jzero.spread.value import Axes, Dims, Group, Value
 
@@ -30,20 +31,30 @@ class Form(NamedTuple):
       shared: those of `heads` that divide the key-value heads; the devices along the rest have one of them each.
       at: the dimension of heads in [rows, sequence, heads, width] or [rows, heads, sequence, width].
       again: whether some devices compute the same heads.
+      ring: the devices that share a divided sequence.
     """
 
     rows: Axes
     heads: Axes
     shared: Axes
     at: int
-    again: bool
+    again: bool = False
+    ring: ring.Ring | None = None
 
     @property
     def rest(self) -> Axes:
         return self.heads[len(self.shared) :]
 
+    @property
+    def sequence(self) -> Axes:
+        return self.ring.axes if self.ring else ()
+
     def dims(self, heads: Axes) -> Dims:
-        return (self.rows, (), heads, ()) if self.at == 2 else (self.rows, heads, (), ())
+        return (self.rows, self.sequence, heads, ()) if self.at == 2 else (self.rows, heads, self.sequence, ())
+
+    @property
+    def sums(self) -> Dims:
+        return self.rows, self.heads, self.sequence
 
     def beside(self, i: int, v: Value) -> Dims:
         """Return how a bias [rows or 1, heads or 1, queries, keys] lies, or lengths [rows, ...]."""
@@ -62,10 +73,9 @@ def attention_forward(group: Group, eqn: Any, values: list[Value]) -> list[Value
     form = _form(group, eqn, values)
     xs = [_operand(group, form, i, v) for i, v in enumerate(values)]
     with jax.named_scope(WHOLE_ARRAYS) if form.again else contextlib.nullcontext():
-        out, *sums = bind(eqn, xs)
-    shapes = [v.aval.shape for v in eqn.outvars]
-    dims = [form.dims(form.heads), (form.rows, form.heads, ())]
-    return [Value(x, s, d) for x, s, d in zip([out, *sums], shapes, dims[: len(shapes)], strict=True)]
+        found = ring.forward(form.ring, xs) if form.ring else bind(eqn, xs)
+    shapes = [v.aval.shape for v in eqn.outvars]  # in evaluation without the sums
+    return [Value(x, s, d) for x, s, d in zip(found, shapes, (form.dims(form.heads), form.sums), strict=False)]
 
 
 @rule("dot_product_attention_bwd_wrapper")
@@ -73,7 +83,8 @@ def attention_backward(group: Group, eqn: Any, values: list[Value]) -> list[Valu
     if eqn.params["dropout_rate"]:
         return everywhere(group, eqn, values)
     form = _form(group, eqn, values)
-    xs = bind(eqn, [_operand(group, form, i, v) for i, v in enumerate(values)])
+    operands = [_operand(group, form, i, v) for i, v in enumerate(values)]
+    xs = ring.backward(form.ring, operands) if form.ring else bind(eqn, operands)
     gradients = []
     for i, (x, out) in enumerate(zip(xs, eqn.outvars, strict=True)):
         if i == 0:
@@ -89,27 +100,39 @@ def attention_backward(group: Group, eqn: Any, values: list[Value]) -> list[Valu
 
 
 def _form(group: Group, eqn: Any, values: list[Value]) -> Form:
-    """Divide the heads by all axes that divide the heads or the sequence of the queries, or by the first of them."""
+    """Divide the heads by all axes that divide the heads or the sequence of the queries.
+
+    If they do not divide them, those of the sequence make a ring. If that is not possible, divide by the first axes.
+    """
     at = 2 if eqn.params["layout"] == 0 else 1
     query, key = group.summed(values[0]), values[1]
-    axes = (*query.dims[at], *query.dims[3 - at])
-    kv_heads = key.shape[at]
-    for n in range(len(axes), -1, -1):
-        heads = axes[:n]
-        shared = next(heads[:m] for m in range(n, -1, -1) if group.fits(kv_heads, heads[:m]))
-        rest = group.degree(heads[len(shared) :])
-        if group.fits(query.shape[at], heads) and (rest == 1 or rest % (kv_heads // group.degree(shared)) == 0):
-            break
-    if heads != axes:
+    heads, sequence = query.dims[at], query.dims[3 - at]
+    axes, sizes = (*heads, *sequence), (query.shape[at], key.shape[at])
+    shared = {n: _shared(group, *sizes, axes[:n]) for n in range(len(axes) + 1)}
+    fitting = max(n for n, found in shared.items() if found is not None)
+    if fitting < len(axes) and (of_keys := shared[len(heads)]) is not None:
+        rest = group.degree(heads[len(of_keys) :])
+        own = query.shape[at] // group.degree(heads), key.shape[at] // group.degree(of_keys) if rest == 1 else 1
+        if found := ring.find_ring(group, eqn, values, sequence, at, *own):
+            return Form(query.dims[0], heads, of_keys, at, ring=found)
+    if again := fitting < len(axes):
         group.ledger.fall_back()
-    return Form(query.dims[0], heads, shared, at, heads != axes)
+    return Form(query.dims[0], axes[:fitting], shared[fitting] or (), at, again)
+
+
+def _shared(group: Group, heads: int, kv_heads: int, axes: Axes) -> Axes | None:
+    """Return which of the axes that divide the query heads divide the key-value heads too; None if they divide none."""
+    shared = next(axes[:m] for m in range(len(axes), -1, -1) if group.fits(kv_heads, axes[:m]))
+    rest = group.degree(axes[len(shared) :])
+    fits = group.fits(heads, axes) and (rest == 1 or rest % (kv_heads // group.degree(shared)) == 0)
+    return shared if fits else None
 
 
 def _operand(group: Group, form: Form, i: int, v: Value) -> Any:
     if i in _KEYS:
         return _own_head(group, form, group.place(v, form.dims(form.shared)).x)
     if i == _SUMS:
-        return group.place(v, (form.rows, form.heads, ())).x
+        return group.place(v, form.sums).x
     dims = form.dims(form.heads) if i == 0 or i > _SUMS else form.beside(i, v)
     return group.place(v, dims).x
 

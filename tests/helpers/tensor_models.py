@@ -94,6 +94,8 @@ ZOO = {
     "llama": (Llama, PACKED),
     "more": (Llama, dataclasses.replace(PACKED, **MORE)),
     "multi-query": (Llama, dataclasses.replace(PACKED, num_kv_heads=1)),
+    "two-heads": (Llama, dataclasses.replace(PACKED, num_heads=2)),
+    "ring": (Llama, dataclasses.replace(PACKED, num_heads=2, attention="cudnn")),
     "gpt2": (GPT2, GPT2Config(*BLOCKS, **TEXT)),
     "bert": (Bert, BertConfig(*BLOCKS, **TEXT)),
     "vit": (ViT, ViTConfig(*BLOCKS, num_classes=8, image_size=16, patch_size=4, attention="xla")),
@@ -135,6 +137,8 @@ def batches(name=None):
     labels = np.where(np.arange(SEQUENCE) < lengths, tokens[..., 1:], -1)
     segments = 1 + (np.arange(SEQUENCE) >= lengths).astype(np.int32)
     rows = zip(tokens, labels, segments, strict=True)
+    if name in ("two-heads", "ring"):
+        return [{"inputs": x[:, :-1], "labels": y} for x, y, _ in rows]
     return [{"inputs": x[:, :-1], "labels": y, "segments": s} for x, y, s in rows]
 
 
@@ -184,14 +188,17 @@ def make_step(
     return jzero.make_train_step(model(name), config, mesh=jzero.make_mesh(**degrees, devices=devices))
 
 
-def errors(name, **layout):
-    """The largest relative error of losses and gradient norms, and of the parameters, leaf by leaf."""
+def errors(name, oracle=None, **layout):
+    """The largest relative error of losses and gradient norms, and of the parameters, leaf by leaf.
+
+    The oracle is another model, which computes the same.
+    """
     step = make_step(name, **layout)
     state, seen = step.init(jax.random.key(0), initial(name)), []
     for batch in batches(name):
         state, metrics = step(state, batch)
         seen.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-    known, params = reference(name)
+    known, params = reference(oracle or name)
 
     def error(a, b):  # a key's bias has no gradient, so all of it is rounding: hence the floor
         return np.abs(a - b).max() / max(np.abs(b).max(), 1e-2)

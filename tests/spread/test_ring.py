@@ -1,0 +1,143 @@
+"""Attention around a ring: values and gradients of XLA's attention on one device, and what is moved.
+
+cuDNN's kernels are replaced by plain JAX, `helpers.attention_kernels`.
+"""
+
+from collections import Counter
+from itertools import product
+from math import prod
+
+import jax
+import numpy as np
+import pytest
+from helpers import attention_kernels
+from helpers.cuda import needs_cuda_compiler
+from helpers.sampling import keep
+from helpers.spreading import on_shards, total
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+pytestmark = needs_cuda_compiler  # with which cuDNN comes, whose version JAX asks for
+LENGTH, WIDTH = 16, 8
+FORWARD, BACKWARD = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_cpus():
+    attention_kernels.install()
+
+
+def attend(causal=True, implementation="cudnn", window=None):
+    @jax.jit
+    def f(q, k, v, *bias):
+        return jax.nn.dot_product_attention(
+            q, k, v, *bias, is_causal=causal, implementation=implementation, local_window_size=window
+        )
+
+    return f
+
+
+# What two axes divide: rows 0, the sequence 1, heads 2; and how many devices they have.
+FORMS = {
+    "two": (1, None, 2, 1), "alone": (1, None, 4, 1), "rows": (1, 0, 4, 2), "long": (1, 1, 4, 2), "heads": (1, 2, 4, 2),
+}  # fmt: skip
+
+
+def operands(heads, kv_heads, form, length=LENGTH, kv_length=LENGTH):
+    rng = np.random.default_rng(0)
+    shapes = [(2, length, heads, WIDTH), *[(2, kv_length, kv_heads, WIDTH)] * 2]
+    arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    of_keys = tuple(None if at == 2 and kv_heads % 2 else at for at in form[:2])
+    return arrays, [(form[:2], False), (of_keys, False), (of_keys, False)], {"a": form[2], "b": form[3]}
+
+
+def compare(f, plain, arrays, forms, degrees):
+    """Check the numbers; return the moves of attention, and which primitives ran on whole arrays."""
+    results, gradients, group = on_shards(f, arrays, forms, degrees=degrees)
+    expected = plain(*arrays), *jax.grad(lambda *xs: total(plain(*xs)), argnums=range(len(arrays)))(*arrays)
+    for found, x in zip((results, *gradients), expected, strict=True):
+        assert np.abs(found - x).max() < 1e-6 * np.abs(x).max()
+    moves = [move for move in group.ledger.moves if move.primitive in (FORWARD, BACKWARD)]
+    return moves, {fallback.primitive for fallback in group.ledger.fallbacks}
+
+
+HEADS = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 1), (6, 2), (6, 3)]
+CASES = [
+    case for case in product(HEADS, FORMS, [True, False])
+    if case[0][0] % prod(n for at, n in zip(FORMS[case[1]][:2], FORMS[case[1]][2:], strict=True) if at == 1)
+    if case[1] != "heads" or case[0] in [(2, 1), (2, 2), (6, 2)]
+]  # fmt: skip
+"""(heads, key-value heads), form, causal: those where the heads do not suffice."""
+SAMPLE = [
+    ((1, 1), "two", True), ((1, 1), "alone", True), ((2, 1), "long", True), ((2, 2), "heads", False),
+    ((6, 2), "heads", True), ((6, 3), "rows", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("heads", "form", "causal"), keep(CASES, SAMPLE))
+def test_one_device_computes_the_same(heads, form, causal):
+    moves, whole = compare(attend(causal), attend(causal, "xla"), *operands(*heads, FORMS[form]))
+    assert not whole
+    assert {move.primitive for move in moves if move.kind == "collective-permute"} == {FORWARD, BACKWARD}
+    assert {move.kind for move in moves} <= {"collective-permute", "all-to-all"}  # no device has all keys
+
+
+def test_heads_before_sequence():
+    """Of four devices with two heads two share the heads, and two pairs make a ring."""
+    moves, _ = compare(attend(), attend(implementation="xla"), *operands(2, 2, FORMS["alone"]))
+    found = Counter((move.kind, move.shape) for move in moves if move.primitive == BACKWARD)
+    part, half, keys = (2, LENGTH // 4, 2, WIDTH), (2, LENGTH // 4, 1, WIDTH), (2, LENGTH // 2, 1, WIDTH)
+    assert found == {
+        ("all-to-all", part): 5,  # queries, keys, values, the output and its gradient come
+        ("all-to-all", (2, 2, LENGTH // 4)): 1,  # their sums
+        ("all-to-all", keys): 3,  # three gradients go
+        ("collective-permute", half): 8,  # of two halves one stays where it is
+        ("collective-permute", (2, 1, LENGTH // 4)): 1,
+        ("collective-permute", keys): 4,  # keys, values and their gradients, around the ring
+    }  # fmt: skip
+
+
+def test_keys_of_another_length():
+    """Without a causal mask."""
+    moves, whole = compare(attend(False), attend(False, "xla"), *operands(1, 1, FORMS["alone"], kv_length=2 * LENGTH))
+    assert not whole
+    assert {move.kind for move in moves} == {"collective-permute"}
+
+
+def test_heads_before_the_sequence_in_memory():
+    """cuDNN's other layout, [rows, heads, sequence, width]."""
+
+    @jax.jit
+    def f(q, k, v):
+        return cudnn.dot_product_attention(q, k, v, scale=0.5, mask_type=cudnn.MaskType.CAUSAL, qkv_layout="BNTH")
+
+    def plain(q, k, v):
+        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+        return jax.nn.dot_product_attention(q, k, v, scale=0.5, is_causal=True, implementation="xla").swapaxes(1, 2)
+
+    arrays, _, degrees = operands(6, 2, FORMS["alone"])
+    moves, whole = compare(f, plain, [x.swapaxes(1, 2) for x in arrays], [((2, None), False)] * 3, degrees)
+    assert not whole
+    assert {move.kind for move in moves} == {"collective-permute", "all-to-all"}
+
+
+REFUSED = {
+    "window": (attend(window=(4, 0)), attend(implementation="xla", window=(4, 0)), LENGTH, LENGTH),
+    "odd": (attend(), attend(implementation="xla"), 12, 12),  # no two halves of 3 tokens
+    "keys": (attend(), attend(implementation="xla"), LENGTH, 2 * LENGTH),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_allows_no_ring_runs_on_whole_arrays(case):
+    f, plain, length, kv_length = REFUSED[case]
+    moves, whole = compare(f, plain, *operands(1, 1, FORMS["alone"], length, kv_length))
+    assert whole == {FORWARD, BACKWARD}
+    assert {move.kind for move in moves} == {"all-gather", "all-reduce"}  # of the output's gradient, in shares
+
+
+def test_key_value_heads_that_no_axis_divides():
+    """Two devices with three heads each need one and a half key-value heads: both compute all."""
+    arrays, forms, degrees = operands(6, 4, FORMS["heads"])
+    arrays = [arrays[0], arrays[1][:, :, :3], arrays[2][:, :, :3]]
+    forms = [forms[0], *[((1, None), False)] * 2]
+    assert compare(attend(), attend(implementation="xla"), arrays, forms, degrees)[1] == {FORWARD, BACKWARD}
