@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from jzero.spread.operation import Operation
     from jzero.spread.search import find_dimensions
     from jzero.state import TrainState
+    from jzero.tiling import tiled
     from jzero.train_step import TrainStep, make_train_step
 
 __version__ = "0.2.0"
@@ -73,6 +74,7 @@ _HOME = {
     "plan": "planner.plan",
     "replay": "diagnosis.replay",
     "report": "engine.run_report",
+    "tiled": "tiling",
 }
 _ROOMS = (
     "checkpoint",
@@ -128,6 +130,7 @@ __all__ = [
     "replay",
     "report",
     "route",
+    "tiled",
     "weights",
 ]
 

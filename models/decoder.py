@@ -21,6 +21,7 @@ from flax import nnx
 
 from jzero.loss import Mean
 from jzero.pipeline import vocab_parallel
+from jzero.tiling import tiled
 
 from .attention import (
     Carry,
@@ -169,7 +170,7 @@ class Block(nnx.Module):
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = _norm(config, rngs)
         self.mlp = _feed_forward(config, rngs)
-        self.post_norms = config.post_norms
+        self.post_norms, self.tiles = config.post_norms, config.mlp_tiles
         if self.post_norms:
             self.attention_post_norm, self.mlp_post_norm = _norm(config, rngs), _norm(config, rngs)
 
@@ -177,7 +178,7 @@ class Block(nnx.Module):
         carry = x if isinstance(x, Carry) else Carry(x)
         x_BSD = carry.x_BSD
         y_BSD = self.attention(self.attention_norm(x_BSD), carry.segments_BS, carry.layer)
-        x_BSD, metrics = self.feed_forward(x_BSD, y_BSD)
+        x_BSD, metrics = self.feed_forward(x_BSD, y_BSD, self.tiles)
         if not isinstance(x, Carry):
             return x_BSD
         metrics = jax.tree.map(jnp.add, carry.metrics, metrics)
@@ -189,10 +190,12 @@ class Block(nnx.Module):
         layer = None if x.layer is None else x.layer + 1
         return x._replace(x_BSD=self.feed_forward(x.x_BSD, y_BSD)[0], layer=layer), cache
 
-    def feed_forward(self, x_BSD: jax.Array, y_BSD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array] | None]:
+    def feed_forward(
+        self, x_BSD: jax.Array, y_BSD: jax.Array, tiles: int = 1
+    ) -> tuple[jax.Array, dict[str, jax.Array] | None]:
         """Add attention's output y_BSD to x_BSD, and then the feed-forward layer's; return its metrics too."""
         x_BSD = x_BSD + (self.attention_post_norm(y_BSD) if self.post_norms else y_BSD)
-        y_BSD = self.mlp(self.mlp_norm(x_BSD))
+        y_BSD = tiled(lambda x_BSD: self.mlp(self.mlp_norm(x_BSD)), x_BSD, tiles)
         y_BSD, metrics = y_BSD if isinstance(y_BSD, tuple) else (y_BSD, None)
         return x_BSD + (self.mlp_post_norm(y_BSD) if self.post_norms else y_BSD), metrics
 
@@ -254,7 +257,7 @@ class Decoder(nnx.Module):
         with jax.named_scope("head"):
             labels_BS = column(batch, "labels", "the decoder")
             return vocab_parallel.cross_entropy(
-                x_BSD, self.head_DV, labels_BS, vocab_size=c.vocab_size, softcap=c.logit_softcap
+                x_BSD, self.head_DV, labels_BS, vocab_size=c.vocab_size, softcap=c.logit_softcap, tiles=c.loss_tiles
             )
 
     def outputs(self, x: Hidden, batch: Any = None) -> jax.Array:

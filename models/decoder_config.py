@@ -47,6 +47,8 @@ class DecoderConfig:
       embed_scale: embeddings are multiplied by d_model ** 0.5 (Gemma).
       query_scalar: attention's scores are divided by its square root; default: head_dim.
       attention_softcap, logit_softcap: bounds x by softcap * tanh(x / softcap) (Gemma 2).
+      loss_tiles, mlp_tiles: the logits, and the feed-forward layer, of one tile of the sequence exist at a time, for
+        very long sequences; see `jzero.tiled`.
       lora: low-rank adapters beside the layers' matrices.
       mixture: experts in the place of the feed-forward layers, of which d_ff is then not used (Mixtral, Qwen3-MoE).
     """
@@ -77,6 +79,8 @@ class DecoderConfig:
     query_scalar: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    loss_tiles: int = 1
+    mlp_tiles: int = 1
     lora: LoRAConfig | None = None
     mixture: MixtureConfig | None = None
 
@@ -95,6 +99,10 @@ class DecoderConfig:
         if self.mixture and alone:
             raise ConfigError(
                 f"{name}: lora.target_modules has {', '.join(sorted(alone))}: experts have no adapters; leave them out"
+            )
+        if self.mixture and self.mlp_tiles > 1:
+            raise ConfigError(
+                f"{name}: mlp_tiles = {self.mlp_tiles}: experts balance over whole sequences; set it to 1"
             )
         if self.attention == "cudnn":
             why = cudnn_obstacle(jnp.dtype("bfloat16"), self.head_dim, 256, self.attention_softcap)

@@ -21,7 +21,7 @@ distributed
 display mesh precision loss loss_scale
 communication pictures spread tracing
 moe
-zero sharding offload remat stack micro_batches gradients
+zero sharding offload remat tiling stack micro_batches gradients
 checkpoint
 pipeline adapters
 state batch update setup

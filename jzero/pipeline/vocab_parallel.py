@@ -22,6 +22,7 @@ from jax import lax
 
 from jzero.errors import ConfigError
 from jzero.loss import Mean
+from jzero.tiling import tiled
 
 _AXIS: ContextVar[tuple[str | None, frozenset[int]]] = ContextVar("vocabulary_axis", default=(None, frozenset()))
 
@@ -103,6 +104,7 @@ def cross_entropy(
     bias_V: jax.Array | None = None,
     vocab_size: int | None = None,
     softcap: float | None = None,
+    tiles: int = 1,
 ) -> Mean:
     """Compute the mean cross-entropy of the logits x @ head.
 
@@ -113,6 +115,7 @@ def cross_entropy(
       bias_V: added to the logits.
       vocab_size: the columns of the head from here on are padding, with probability 0; default: none are.
       softcap: bounds the logits: softcap * tanh(logit / softcap).
+      tiles: the logits of one tile of the sequence (the last dimension of labels) exist at a time, see `jzero.tiled`.
 
     Returns:
       The mean over the counted tokens, as a loss: `Mean(sum, count)`.
@@ -122,17 +125,21 @@ def cross_entropy(
     (2.0794, 1)
     """
     axis = _axis_of(head_DV.shape[1])
-    logits = (x if axis is None else _copy(x, axis)) @ head_DV
-    if bias_V is not None:
-        logits = logits + bias_V
-    if softcap is not None:
-        logits = (softcap * jnp.tanh(logits.astype(jnp.float32) / softcap)).astype(logits.dtype)
-    if vocab_size is not None and vocab_size < head_DV.shape[1] * (1 if axis is None else lax.psum(1, axis)):
-        columns = _columns(logits, axis)
-        logits = jnp.where(columns < vocab_size, logits, -jnp.inf)
-    losses = _losses(logits, labels, axis)
+
+    def losses(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        x, labels = part
+        logits = (x if axis is None else _copy(x, axis)) @ head_DV
+        if bias_V is not None:
+            logits = logits + bias_V
+        if softcap is not None:
+            logits = (softcap * jnp.tanh(logits.astype(jnp.float32) / softcap)).astype(logits.dtype)
+        if vocab_size is not None and vocab_size < head_DV.shape[1] * (1 if axis is None else lax.psum(1, axis)):
+            columns = _columns(logits, axis)
+            logits = jnp.where(columns < vocab_size, logits, -jnp.inf)
+        return _losses(logits, labels, axis)
+
     counted = labels >= 0
-    return Mean(jnp.sum(losses, where=counted), counted.sum())
+    return Mean(jnp.sum(tiled(losses, (x, labels), tiles, axis=labels.ndim - 1), where=counted), counted.sum())
 
 
 def _columns(logits: jax.Array, axis: str | None) -> jax.Array:

@@ -94,6 +94,7 @@ ZOO = {
     "llama": (Llama, PACKED),
     "more": (Llama, dataclasses.replace(PACKED, **MORE)),
     "multi-query": (Llama, dataclasses.replace(PACKED, num_kv_heads=1)),
+    "tiled": (Llama, dataclasses.replace(PACKED, loss_tiles=2, mlp_tiles=2)),
     "two-heads": (Llama, dataclasses.replace(PACKED, num_heads=2)),
     "ring": (Llama, dataclasses.replace(PACKED, num_heads=2, attention="cudnn")),
     "gpt2": (GPT2, GPT2Config(*BLOCKS, **TEXT)),

@@ -1,0 +1,159 @@
+"""Functions of a sequence, tile by tile: the values and gradients of plain JAX, and no array of the whole in between.
+
+Models with tiles are compared with the plain loop on one device without (`helpers.tensor_models.reference`).
+"""
+
+from collections import Counter
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.sampling import keep
+from helpers.tensor_models import batches, errors, make_step
+
+import jzero
+from jzero.errors import ConfigError
+from jzero.planner.moves import moves
+from jzero.planner.products import FORWARD, RECOMPUTED
+from models.llama import preset
+from models.moe import MixtureConfig
+
+ROWS, LENGTH, WIDTH, WORDS = 2, 24, 8, 48
+
+
+def operands(dtype=np.float32, length=LENGTH):
+    rng = np.random.default_rng(0)
+    head, x = rng.normal(size=(WIDTH, WORDS)), rng.normal(size=(ROWS, length, WIDTH))
+    return jnp.asarray(head, dtype), jnp.asarray(x, dtype), jnp.asarray(rng.integers(0, WORDS, (ROWS, length)))
+
+
+def losses(head, x, labels):
+    logits = jax.nn.log_softmax((x @ head).astype(jnp.float32))
+    return -jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+
+
+def in_tiles(head, x, labels, tiles=4):
+    return jzero.tiled(lambda part: losses(head, *part), (x, labels), tiles)
+
+
+@pytest.mark.parametrize("tiles", [1, 4, LENGTH])
+def test_values_and_gradients(tiles):
+    head, x, labels = operands()
+
+    def total(f, *weights):
+        return jnp.sum(jnp.sin(f(*weights, labels)))
+
+    expected = losses(head, x, labels), *jax.grad(lambda *w: total(losses, *w), (0, 1))(head, x)
+    f = lambda *args: in_tiles(*args, tiles=tiles)  # noqa: E731
+    for run in (lambda g: g, jax.jit):  # weights are hoisted from eager code too
+        found = run(f)(head, x, labels), *run(jax.grad(lambda *w: total(f, *w), (0, 1)))(head, x)
+        for a, b in zip(found, expected, strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_another_axis_and_trees():
+    _, x, labels = operands()
+    found = jzero.tiled(lambda x: {"a": 2 * x["x"], "b": x["n"]}, {"x": x[0], "n": labels[0]}, 3, axis=0)
+    np.testing.assert_array_equal(found["a"], 2 * x[0])
+    np.testing.assert_array_equal(found["b"], labels[0])
+
+
+def arrays(jaxpr):
+    for eqn in jaxpr.eqns:
+        for v in eqn.outvars:
+            yield v.aval.shape
+        for x in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            if hasattr(x, "eqns") or hasattr(x, "jaxpr"):
+                yield from arrays(getattr(x, "jaxpr", x))
+
+
+def test_logits_of_one_tile_exist():
+    def largest(f):
+        jaxpr = jax.make_jaxpr(jax.grad(lambda *args: f(*args).sum(), (0, 1)))(*operands()).jaxpr
+        return max(prod(shape) for shape in arrays(jaxpr))
+
+    assert largest(losses) == ROWS * LENGTH * WORDS
+    assert largest(in_tiles) < ROWS * LENGTH * WORDS // 2
+
+
+def test_gradients_of_weights_are_added_in_float32():
+    """Of many tiles in bfloat16; added in bfloat16 as a scan does, they are off by as much as a tenth."""
+    length = 4096
+    head, x, labels = operands(jnp.bfloat16, length)
+
+    def gradient(f, dtype=jnp.bfloat16):
+        grad = jax.jit(jax.grad(lambda head: f(head, x.astype(dtype), labels).sum()))
+        return np.asarray(grad(head.astype(dtype)), np.float32)
+
+    def scanned(head, x, labels):
+        cut = [jnp.moveaxis(v.reshape(ROWS, length // 256, 256, *v.shape[2:]), 2, 0) for v in (x, labels)]
+        return jax.lax.scan(lambda _, part: (None, losses(head, *part)), None, cut)[1]
+
+    exact = gradient(losses, np.float32)
+
+    def error(found):
+        return np.abs(found - exact).max() / np.abs(exact).max()
+
+    assert error(gradient(lambda *args: in_tiles(*args, tiles=256))) < 0.01
+    assert error(gradient(scanned)) > 0.02
+
+
+def test_errors():
+    head, x, labels = operands()
+    with pytest.raises(
+        ConfigError, match=r"tiles = 5 for the sequence of 24 in \[2, 24, 8\].* 1, 2, 3, 4, 6, 8, 12, 24"
+    ):
+        in_tiles(head, x, labels, tiles=5)
+    with pytest.raises(ConfigError, match=r"a tile of 6 positions f returned \[\]: dimension 1 must be the sequence"):
+        jzero.tiled(lambda x: x.sum(), x, 4)
+    with pytest.raises(ConfigError, match="mlp_tiles = 2: experts balance over whole sequences"):
+        preset("tiny", mlp_tiles=2, mixture=MixtureConfig(4, 2, 64))
+
+
+# ------------------------------------------------------------------ models
+
+LAYOUTS = [
+    {},
+    {"context": 2, "zero": 2, "stage": 3},
+    {"tensor": 2, "zero": 2, "stage": 3, "remat": "full"},
+    {"context": 2, "tensor": 2, "zero": 2, "stage": 3},
+    {"context": 2, "tensor": 2, "stage": 2, "unroll": False, "remat": "matmuls"},
+    {"context": 2, "pipe": 2, "tensor": 2, "accum": 4, "stage": 1, "pipeline": {"schedule": "zero_bubble"}},
+    {"pipe": 2, "zero": 2, "accum": 4, "stage": 1},
+]
+SAMPLE = [LAYOUTS[3], LAYOUTS[5]]
+
+
+def name_of(layout):
+    return "-".join(f"{k}{v}" for k, v in layout.items()) or "one"
+
+
+@pytest.mark.parametrize("layout", keep(LAYOUTS, SAMPLE), ids=name_of)
+def test_one_device_computes_the_same(layout):
+    loss, parameters, *_ = errors("tiled", oracle="llama", **layout)
+    assert loss < 1e-6
+    assert parameters < 2e-6
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("layout", [{"context": 4}, {"context": 2, "tensor": 2}], ids=name_of)
+def test_tiles_move_the_same_bytes(layout, precision):
+    """What `tensor` gathers is gathered once more, with what is computed again."""
+
+    def moved(name):
+        step = make_step(name, precision=precision, **layout)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batches(name)[0])
+        found, total = moves(step.trace(shapes), step.mesh), Counter()
+        assert not found.whole
+        for move in found.all:
+            total[move.kind, move.axes, move.part] += move.total
+        return total
+
+    plain, tiled = moved("llama"), moved("tiled")
+    again = {key: tiled.pop(key) for key in [*tiled] if key[2] == RECOMPUTED}
+    assert tiled == plain
+    assert {axis for _, axes, _ in again for axis in axes} <= {"tensor"}
+    assert all(size <= plain[kind, axes, FORWARD] for (kind, axes, _), size in again.items())
