@@ -124,7 +124,8 @@ def lower_grouped_products(choose: Callable[..., Any]) -> None:
     """Let CUDA devices run other kernels for `jax.lax.ragged_dot_general`.
 
     XLA multiplies every row by every matrix, and no compiler option of jaxlib 0.10 and 0.11 changes that on a Hopper
-    GPU. JAX's hook for a kernel, `jax_ragged_dot_use_gpu_pallas_triton_lowering`, imports a module that its wheels lack.
+    GPU. JAX's own hook for a kernel, `jax_ragged_dot_use_gpu_pallas_triton_lowering`, imports a module that its wheels
+    lack.
 
     Args:
       choose: `choose(avals, out, params, device)` returns a function of the operands, or None: as JAX does it.
@@ -135,21 +136,13 @@ def lower_grouped_products(choose: Callable[..., Any]) -> None:
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
         mesh = ctx.avals_in[0].sharding.mesh
-        kernel = choose(ctx.avals_in, ctx.avals_out[0], params, mesh.abstract_device or _first_device())
+        kernel = choose(ctx.avals_in, ctx.avals_out[0], params, mesh.abstract_device or jax.devices()[0])
         if kernel is None:
             return internal._ragged_dot_general_gpu_lowering(ctx, *operands, **params)
         with jax.sharding.use_abstract_mesh(mesh):  # Pallas looks there for the device
             return mlir.lower_fun(kernel, multiple_results=False)(ctx, *operands)
 
     mlir.register_lowering(internal.ragged_dot_general_p, lower, platform="cuda")
-
-
-def _first_device() -> Any:
-    """Describe the first device in the terms of a mesh's."""
-    import jax
-    from jax._src.mesh import abstract_device_from
-
-    return abstract_device_from(jax.devices()[0])
 
 
 @functools.cache

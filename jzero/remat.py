@@ -21,7 +21,12 @@ Block = Callable[[Any, Any, Any], Any]  # (weights or (diff, nondiff), x, key) -
 
 _INPUT = "layer_input"
 # Outputs worth keeping beside `dot_general`, which `_keep_matmuls` tests.
-_MATMULS = ("ragged_dot", "conv_general_dilated", "dot_product_attention_fwd_wrapper", "dot_product_attention_fwd")
+_MATMULS = (
+    "ragged_dot_general",
+    "conv_general_dilated",
+    "dot_product_attention_fwd_wrapper",
+    "dot_product_attention_fwd",
+)
 
 
 @dataclass(frozen=True)

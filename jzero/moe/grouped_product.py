@@ -18,6 +18,7 @@ Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 # What `lax.ragged_dot_general` multiplies, by its dimension numbers: rows by matrices, rows by transposed matrices
 # (the gradient of the rows), and transposed rows by rows (the gradient of the matrices).
 _SUMMED = {((1,), (1,), (0,)): "rows", ((1,), (2,), (0,)): "transposed", ((0,), (0,), ()): "matrices"}
+_DEFAULT = (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT, lax.Precision.DEFAULT))
 _HOPPER = re.compile(r"\bG?H(100|200|800|20)\b")
 _NO_TRITON = re.compile(r"\b(T4|[PV]100|TITAN|GTX|RTX 20\d\d|RTX [3-8]000)\b")  # before Ampere
 
@@ -59,20 +60,26 @@ def choose(avals: Any, out: Any, params: dict[str, Any], device: Any) -> Kernel 
         avals: shapes and dtypes of the operands.
         out: shape and dtype of the result.
         params: of the operation.
-        device: what runs the program, as JAX describes devices: `device_kind`, and `num_cores` if known.
+        device: what runs the program: a device, or a mesh's description of its devices.
     """
     x, w, _ = avals
     numbers = params["ragged_dot_dimension_numbers"]
     (summed, batch), ragged = numbers.dot_dimension_numbers, tuple(numbers.lhs_ragged_dimensions)
     what = _SUMMED.get((tuple(summed[0]), tuple(summed[1]), tuple(numbers.rhs_group_dimensions)))
     plain = x.ndim == 2 and not batch[0] and ragged == (0,) and params.get("group_offset") is None
-    if device.platform != "gpu" or what is None or not plain or x.dtype != w.dtype or x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+    if (
+        device.platform != "gpu"
+        or what is None
+        or not plain
+        or x.dtype != w.dtype
+        or x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16)
+    ):
         return None
     if _HOPPER.search(device.device_kind) and out.dtype == x.dtype != jnp.float32:
         from jzero.moe import hopper
 
         if hopper.supports(x.shape[0], x.shape[1], *(w.shape[1:])):
-            cores = device.num_cores or 132
+            cores: Any = getattr(device, "num_cores", None) or getattr(device, "core_count", 132)
             if what == "matrices":
                 return functools.partial(hopper.grouped_transposed, cores=cores)
             return functools.partial(hopper.grouped, transposed=what == "transposed", cores=cores)
@@ -84,6 +91,3 @@ def choose(avals: Any, out: Any, params: dict[str, Any], device: Any) -> Kernel 
     if what == "matrices":
         return functools.partial(triton.grouped_transposed, dtype=out.dtype)
     return functools.partial(triton.grouped, transposed=what == "transposed", dtype=out.dtype)
-
-
-_DEFAULT = (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT, lax.Precision.DEFAULT))

@@ -48,7 +48,14 @@ def grouped(x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, c
             i, j = plgpu.planar_snake(index[0], (tiles, columns), 0, BAND)
             group, start = info_gmem[0, i], pl.multiple_of(info_gmem[1, i], ALIGN)
             # Tiles of padding have no steps: they store zeros.
-            return group, start, info_gmem[2, i], info_gmem[3, i], j, jnp.where(group < E, jnp.int32(steps), jnp.int32(0))
+            return (
+                group,
+                start,
+                info_gmem[2, i],
+                info_gmem[3, i],
+                j,
+                jnp.where(group < E, jnp.int32(steps), jnp.int32(0)),
+            )
 
         @pl.when(wg == MEMORY)
         def _() -> None:
@@ -83,7 +90,7 @@ def grouped(x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, c
 
 def grouped_transposed(x: jax.Array, dy: jax.Array, sizes: jax.Array, *, cores: int) -> jax.Array:
     """Multiply each group's rows [T, D], transposed, by the same rows of [T, F]: [E, D, F]; zero for empty groups."""
-    (T, D), (_, F), (E,), dtype = x.shape, dy.shape, sizes.shape, x.dtype
+    D, F, E, dtype = x.shape[1], dy.shape[1], len(sizes), x.dtype
     N, half = _width(F), M // 2
     rows, columns = pl.cdiv(D, M), pl.cdiv(F, N)
     ends = jnp.cumsum(sizes.astype(jnp.int32))
@@ -195,8 +202,7 @@ def _compute(grid: Any, shape: tuple[int, int], compute: Callable[[Any, Any, Any
 
     @plgpu.nd_loop(grid, collective_axes="sm", init_carry=jnp.int32(0))
     def _(info: Any, carry: Any) -> Any:
-        tile = functools.partial(compute, info.index, done=carry)
-        return carry + pl.run_scoped(lambda acc: tile(acc), plgpu.ACC(shape, jnp.float32))
+        return carry + pl.run_scoped(lambda acc: compute(info.index, acc, carry), plgpu.ACC(shape, jnp.float32))
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -204,13 +210,13 @@ def _compute(grid: Any, shape: tuple[int, int], compute: Callable[[Any, Any, Any
 def _accumulate(steps: Any, done: Any, multiply: Callable[[Any, Any], None], loaded: Any, used: Any) -> None:
     """Run the steps of a tile; `multiply(k, slot)` starts adding a product to the accumulator."""
 
-    def step(k: Any, _: Any) -> None:
+    def step(k: Any, _: None) -> None:
         plgpu.barrier_wait(loaded.at[_slot(done + k)])
         multiply(k, _slot(done + k))
         plgpu.wgmma_wait(1)
 
         @pl.when(k > 0)
-        def _() -> None:  # the product of the step before is complete, so its operands may be overwritten
+        def release() -> None:  # the product of the step before is complete, so its operands may be overwritten
             plgpu.barrier_arrive(used.at[_slot(done + k - 1)])
 
     lax.fori_loop(0, steps, step, None)

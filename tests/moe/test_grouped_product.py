@@ -1,0 +1,284 @@
+"""Grouped products against a loop over the groups: XLA's program, the kernels in JAX's interpreters, H100 programs."""
+
+import functools
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.cuda import needs_cuda_compiler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jzero.config import ActivationCheckpointing
+from jzero.moe import grouped_dot, grouped_product, hopper, triton
+from jzero.moe.tiles import max_tiles, tile_map
+from jzero.planner.gpus import gpu_devices
+from jzero.remat import Remat, checkpointed
+
+# rows, D, F, sizes: all rows in use, padding, empty groups at both ends, one group, no row at all
+SHAPES = [
+    (24, 8, 6, [3, 0, 14, 7]),
+    (40, 8, 6, [0, 5, 1, 0, 20, 0]),
+    (9, 4, 3, [9]),
+    (9, 4, 3, [5]),
+    (8, 4, 3, [0, 0]),
+]
+# The same for the kernels: tiles of 128 rows, several in a group, partly filled, of dimensions that fill no tile.
+TILED = [(304, 128, 320, [130, 0, 101]), (64, 64, 128, [64]), (704, 192, 256, [0, 3, 330, 367, 0])]
+
+
+def operands(rows, d, f, sizes, dtype=jnp.float32):
+    """Return rows, matrices, sizes and the result's gradient; padding rows hold NaN."""
+    random = np.random.default_rng(rows)
+    x, w, dy = (jnp.asarray(random.normal(size=s), dtype) for s in ((rows, d), (len(sizes), d, f), (rows, f)))
+    padding = (np.arange(rows) >= sum(sizes))[:, None]
+    return jnp.where(padding, jnp.nan, x), w, jnp.asarray(sizes, jnp.int32), jnp.where(padding, jnp.nan, dy)
+
+
+def loop(x, w, sizes, dy):
+    """The result and both gradients in float32, group by group."""
+    x, w, dy = (np.asarray(a, np.float32) for a in (x, w, dy))
+    y, dx, dw = np.zeros_like(dy), np.zeros_like(x), np.zeros_like(w)
+    ends = np.cumsum(np.asarray(sizes))
+    for g, end in enumerate(ends):
+        at = slice(end - int(sizes[g]), end)
+        y[at], dx[at], dw[g] = x[at] @ w[g], dy[at] @ w[g].T, x[at].T @ dy[at]
+    return y, dx, dw
+
+
+def difference(found, wanted):
+    """The relative difference in the 2-norm; NaN where a NaN came through."""
+    found = np.asarray(found, np.float32)
+    return np.linalg.norm(found - wanted) / max(np.linalg.norm(wanted), 1e-30)
+
+
+def bound(dtype):
+    """A rounding to bfloat16 costs 2**-8 at most, and sums in float32 cost nothing beside it."""
+    return 2**-8 if dtype == jnp.bfloat16 else 1e-6
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("rows", "d", "f", "sizes"), SHAPES)
+def test_product_and_gradients(rows, d, f, sizes, dtype):
+    x, w, sizes, dy = operands(rows, d, f, sizes, dtype)
+    y, pullback = jax.vjp(lambda x, w: grouped_dot(x, w, sizes), x, w)
+    for found, wanted in zip((y, *pullback(dy)), loop(x, w, sizes, dy), strict=True):
+        assert found.dtype == dtype
+        assert difference(found, wanted) < bound(dtype)
+
+
+def test_sums_are_float32():
+    x, w = jnp.ones((8, 4096), jnp.bfloat16), jnp.ones((1, 4096, 2), jnp.bfloat16)
+    assert grouped_dot(x, w, jnp.array([8], jnp.int32)).tolist() == [[4096.0, 4096.0]] * 8  # a bfloat16 sum ends at 256
+
+
+def test_different_dtypes_are_refused():
+    with pytest.raises(TypeError, match="float32 rows and bfloat16 matrices"):
+        grouped_dot(jnp.ones((2, 2)), jnp.ones((1, 2, 2), jnp.bfloat16), jnp.array([2], jnp.int32))
+
+
+def test_in_a_manual_region_a_scan_and_a_checkpoint():
+    x, w, sizes, dy = operands(24, 8, 8, [3, 0, 14, 7])
+
+    def layers(x, w):
+        layer = jax.checkpoint(lambda x, _: (jnp.tanh(grouped_dot(x, w, sizes)), None))
+        return lax.scan(layer, x, None, length=3)[0]
+
+    def plain(x, w):
+        expert = np.repeat(np.arange(4), np.asarray(sizes))
+        for _ in range(3):
+            x = jnp.tanh(jnp.einsum("td,tdf->tf", x, w[expert]))
+        return x
+
+    def gradients(f, x, w):
+        y, pullback = jax.vjp(f, x, w)
+        return y, *pullback(dy)
+
+    mesh, whole = Mesh(np.array(jax.devices()[:2]), ("zero",)), PartitionSpec()
+    mapped = jax.shard_map(
+        functools.partial(gradients, layers), mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False
+    )
+    for found, wanted in zip(jax.jit(mapped)(x, w), gradients(plain, x, w), strict=True):
+        assert difference(found, np.asarray(wanted)) < 1e-6
+
+
+@pytest.mark.parametrize(("policy", "products"), [("matmuls", 3), ("full", 4)])
+def test_checkpoints_keep_it_as_a_product_with_weights(policy, products):
+    x, w, sizes, _ = operands(24, 8, 6, [3, 0, 14, 7])
+    remat = Remat(ActivationCheckpointing(policy=policy), 0, False)
+    block = checkpointed(lambda pair: pair, lambda w, x, key: jnp.sin(grouped_dot(x, w, sizes)), remat, unrolled=True)
+    trace = jax.make_jaxpr(jax.grad(lambda w, x: jnp.sum(block(w, x, None)), (0, 1)))(w, x)
+    assert len(re.findall(r"= ragged_dot_general\[", str(trace))) == products
+
+
+# ------------------------------------------------------------------------------------------------- kernels
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=6), st.integers(0, 40), st.sampled_from([1, 8]))
+def test_tiles_hold_every_row_once(sizes, padding, align):
+    rows = sum(sizes) + padding
+    info, used = tile_map(jnp.asarray(sizes, jnp.int32), rows, 128, align)
+    group, start, begin, end = (row[: int(used[0])] for row in np.asarray(info))
+    assert int(used[0]) <= max_tiles(rows, len(sizes), 128, align) == info.shape[1]
+    assert not (start % align).any()
+    held = [(g, s + i) for g, s, b, e in zip(group, start, begin, end, strict=True) for i in range(b, e)]
+    assert held == list(zip(np.repeat(np.arange(len(sizes) + 1), [*sizes, padding]), range(rows), strict=True))
+    assert (np.asarray(info)[2] == np.asarray(info)[3])[int(used[0]) :].all()  # no row
+
+
+def hopper_kernels(x, w, sizes, dy):
+    with interpreter():
+        return (
+            hopper.grouped(x, w, sizes, transposed=False, cores=2),
+            hopper.grouped(dy, w, sizes, transposed=True, cores=2),
+            hopper.grouped_transposed(x, dy, sizes, cores=2),
+        )
+
+
+def interpreter():
+    if hasattr(mosaic_gpu, "force_gpu_interpret_mode"):
+        return mosaic_gpu.force_gpu_interpret_mode()
+    from jax._src.pallas.mosaic_gpu.interpret.params import force_gpu_interpret_mode  # jax 0.10
+
+    return force_gpu_interpret_mode()
+
+
+def triton_kernels(x, w, sizes, dy):
+    return (
+        triton.grouped(x, w, sizes, transposed=False, dtype=x.dtype),
+        triton.grouped(dy, w, sizes, transposed=True, dtype=x.dtype),
+        triton.grouped_transposed(x, dy, sizes, dtype=x.dtype),
+    )
+
+
+def test_hopper_forward():
+    x, w, sizes, dy = operands(432, 128, 256, [130, 0, 101], jnp.bfloat16)
+    with interpreter():
+        y = hopper.grouped(x, w, sizes, transposed=False, cores=2)
+    assert difference(y, loop(x, w, sizes, dy)[0]) < bound(jnp.bfloat16)
+
+
+@pytest.mark.skipif(
+    not hasattr(mosaic_gpu, "force_gpu_interpret_mode"),
+    reason="jax 0.10's interpreter has no transposes, and hangs where a copy reads zeros beyond an array",
+)
+@pytest.mark.parametrize(("rows", "d", "f", "sizes"), TILED)
+def test_hopper_kernels(rows, d, f, sizes):
+    values = operands(rows, d, f, sizes, jnp.bfloat16)
+    for found, wanted in zip(hopper_kernels(*values), loop(*values), strict=True):
+        assert difference(found, wanted) < bound(jnp.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("rows", "d", "f", "sizes"), [(301, 72, 200, [130, 0, 101]), *TILED[1:]])
+def test_triton_kernels(rows, d, f, sizes, dtype, monkeypatch):
+    monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
+    values = operands(rows, d, f, sizes, dtype)
+    for found, wanted in zip(triton_kernels(*values), loop(*values), strict=True):
+        assert difference(found, wanted) < bound(dtype)
+
+
+# ------------------------------------------------------------------------------------------------ programs
+
+
+def gpu_program(gpu, rows, d, f, dtype):
+    """Compile two layers with their gradients for a GPU, as jzero runs them: in a manual region."""
+    mesh = Mesh(np.array(gpu_devices(gpu, 2)), ("zero",))
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def loss(x, w, sizes):
+        layer = jax.checkpoint(lambda x, _: (jnp.tanh(grouped_dot(x, w, sizes))[:, :d], None))
+        return lax.scan(layer, x, None, length=2)[0].astype(jnp.float32).sum()
+
+    shapes = [((rows, d), dtype), ((16, d, f), dtype), ((16,), jnp.int32)]
+    args = [jax.ShapeDtypeStruct(shape, kind, sharding=whole) for shape, kind in shapes]
+    run = jax.shard_map(
+        jax.grad(loss, (0, 1)), mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+    )
+    return jax.jit(run).lower(*args).compile().as_text()
+
+
+def kernels(program):
+    return Counter(re.findall(r'custom_call_target="([^"]+)"', program))
+
+
+# Two layers: the product forward, again in the backward pass, and two gradients.
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+@pytest.mark.usefixtures("no_compilation_cache")
+@pytest.mark.parametrize(
+    ("gpu", "rows", "d", "f", "dtype", "found"),
+    [
+        ("h100", 1024, 256, 512, jnp.bfloat16, {"mosaic_gpu_v2": 4}),
+        ("h100", 1024, 256, 512, jnp.float32, {"__gpu$xla.gpu.triton": 4}),
+        ("h100", 1020, 200, 300, jnp.bfloat16, {"__gpu$xla.gpu.triton": 4}),
+        ("a100", 1024, 256, 512, jnp.bfloat16, {"__gpu$xla.gpu.triton": 4}),
+    ],
+)
+def test_programs_have_no_dense_product(gpu, rows, d, f, dtype, found):
+    program = gpu_program(gpu, rows, d, f, dtype)
+    assert kernels(program) == found
+    assert not re.search(r" (dot|convolution)\(", program)
+    assert not re.search(rf"\[({rows},16|16,{rows}),", program)  # rows by experts: XLA's masked copies
+
+
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+@pytest.mark.usefixtures("no_compilation_cache")
+def test_gpus_before_ampere_run_xla_s_program():
+    assert "mosaic_gpu_v2" not in (found := kernels(gpu_program("t4", 1024, 256, 512, jnp.float16)))
+    assert "__gpu$xla.gpu.triton" not in found
+
+
+class Device:
+    def __init__(self, kind):
+        self.device_kind, self.platform, self.num_cores = kind, "cpu" if kind == "cpu" else "gpu", 132
+
+
+def chosen(f, kind, *shapes, dtype=jnp.bfloat16):
+    """The module of the kernel that a device of this kind runs for the only grouped product in `f`; None: XLA's."""
+    args = [jax.ShapeDtypeStruct(shape, dtype if len(shape) > 1 else jnp.int32) for shape in shapes]
+    (eqn,) = [e for e in jax.make_jaxpr(f)(*args).eqns if e.primitive.name.startswith("ragged_dot")]
+    avals = [v.aval for v in eqn.invars]
+    kernel = grouped_product.choose(avals, eqn.outvars[0].aval, eqn.params, Device(kind))
+    return kernel and kernel.func.__module__.rpartition(".")[2]
+
+
+ROWS = ((1024, 256), (4, 256, 512), (4,))
+
+
+@pytest.mark.parametrize(
+    ("f", "kind", "dtype", "found"),
+    [
+        (lax.ragged_dot, "NVIDIA H100 80GB HBM3", jnp.bfloat16, "hopper"),
+        (lax.ragged_dot, "NVIDIA GH200 480GB", jnp.float16, "hopper"),
+        (lax.ragged_dot, "NVIDIA B200", jnp.bfloat16, "triton"),  # its tensor cores have other instructions
+        (lax.ragged_dot, "Tesla V100-SXM2-16GB", jnp.float16, None),
+        (lax.ragged_dot, "cpu", jnp.bfloat16, None),
+        (lax.ragged_dot, "NVIDIA H100 80GB HBM3", jnp.float32, "triton"),
+        (functools.partial(lax.ragged_dot, precision="highest"), "NVIDIA H100 80GB HBM3", jnp.float32, None),
+        (functools.partial(lax.ragged_dot, precision="highest"), "NVIDIA H100 80GB HBM3", jnp.bfloat16, "hopper"),
+        (
+            functools.partial(lax.ragged_dot, preferred_element_type=jnp.float32),
+            "NVIDIA H100 80GB HBM3",
+            jnp.bfloat16,
+            "triton",
+        ),
+    ],
+)
+def test_choice_of_the_kernel(f, kind, dtype, found):
+    assert chosen(f, kind, *ROWS, dtype=dtype) == found
+
+
+def test_other_ragged_products_are_left_to_xla():
+    numbers = lax.RaggedDotDimensionNumbers((((2,), (2,)), ((0,), (0,))), [1], [1])
+    f = functools.partial(lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers)
+    assert chosen(f, "NVIDIA H100 80GB HBM3", (2, 64, 64), (2, 4, 64, 128), (4,)) is None
