@@ -139,6 +139,7 @@ def lower_grouped_products(choose: Callable[..., Any]) -> None:
         kernel = choose(ctx.avals_in, ctx.avals_out[0], params, mesh.abstract_device or jax.devices()[0])
         if kernel is None:
             return internal._ragged_dot_general_gpu_lowering(ctx, *operands, **params)
+        kernel = jax.named_scope("grouped_dot")(kernel)
         with jax.sharding.use_abstract_mesh(mesh):  # Pallas looks there for the device
             return mlir.lower_fun(kernel, multiple_results=False)(ctx, *operands)
 

@@ -173,6 +173,8 @@ class Kernels:
             return self._attention(op, scope)
         if target.startswith(_BY_BYTES):
             return self._plain(op, scope)
+        if "/grouped_dot/" in op.op_name:
+            return self._grouped(op, scope)
         raise UnreadableProgram(op, "a custom call that may be heavy, and that this reader does not know")
 
     def _cublas(self, op: Instruction, scope: Computation) -> Cost:
@@ -184,6 +186,12 @@ class Kernels:
         flops = 2.0 * math.prod(result.dims) * math.prod(left.dims[d] for d in contracted)
         size = _bytes(op.operands[:2], scope) + result.bytes * (1 + beta)
         return self._priced(op, op, left.dtype, flops, size, result, beta)
+
+    def _grouped(self, op: Instruction, scope: Computation) -> Cost:
+        """Price a kernel of `jzero.moe` as a dense product of all rows; which are padding, the program cannot tell."""
+        rows, result = scope[op.operands[-2]].arrays[0], op.arrays[0]
+        flops = 2.0 * math.prod(rows.dims) * result.dims[-1]
+        return self._priced(op, op, rows.dtype, flops, _bytes(op.operands[-2:], scope) + result.bytes, result)
 
     def _cudnn_convolution(self, op: Instruction, scope: Computation) -> Cost:
         """Price a convolution: both gradients multiply as often as the forward pass."""

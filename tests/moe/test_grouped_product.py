@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jzero.config import ActivationCheckpointing
 from jzero.moe import grouped_dot, grouped_product, hopper, triton
 from jzero.moe.tiles import max_tiles, tile_map
-from jzero.planner.gpus import gpu_devices
+from jzero.planner import Rates, gpu_devices, step_time
 from jzero.remat import Remat, checkpointed
 
 # rows, D, F, sizes: all rows in use, padding, empty groups at both ends, one group, no row at all
@@ -228,6 +228,15 @@ def test_programs_have_no_dense_product(gpu, rows, d, f, dtype, found):
     assert kernels(program) == found
     assert not re.search(r" (dot|convolution)\(", program)
     assert not re.search(rf"\[({rows},16|16,{rows}),", program)  # rows by experts: XLA's masked copies
+
+
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+@pytest.mark.usefixtures("no_compilation_cache")
+@pytest.mark.parametrize("gpu", ["h100", "a100"])
+def test_planned_flops(gpu):
+    planned = step_time(gpu_program(gpu, 1024, 256, 512, jnp.bfloat16), Rates.of(gpu))
+    assert planned.flops == 2 * 4 * (2 * 1024 * 256 * 512)  # layers, products
 
 
 @pytest.mark.gpu_compile
