@@ -144,7 +144,7 @@ def measure(step: jzero.TrainStep, compiled, args: argparse.Namespace, shape) ->
     start = time.perf_counter()
     state = jax.block_until_ready(step.init(jax.random.key(0)))
     initialised = time.perf_counter() - start
-    losses = []
+    losses, drops = [], []
 
     def run(n: int, synchronise: bool) -> list[float]:
         nonlocal state
@@ -154,6 +154,7 @@ def measure(step: jzero.TrainStep, compiled, args: argparse.Namespace, shape) ->
             # No extra, no rate from outside.
             state, metrics, _ = compiled(state, pool[i % len(pool)], None, None, ALWAYS)
             losses.append(metrics["loss"])
+            drops.append(metrics.get("drop_rate", 0.0))
             if synchronise:
                 jax.block_until_ready(state)
             times.append(time.perf_counter() - start)
@@ -187,6 +188,7 @@ def measure(step: jzero.TrainStep, compiled, args: argparse.Namespace, shape) ->
         ),
         "losses": [round(float(loss), 5) for loss in losses[:14]],
         "last_loss": round(float(losses[-1]), 4),
+        "drop_rate": round(float(statistics.fmean(map(float, drops))), 4),
         "jax": jax.__version__,
         "device": step.mesh.devices.flat[0].device_kind,
     }

@@ -32,7 +32,7 @@ class Tokens(NamedTuple):
 
 def mixed(
     tokens: Tokens, up: jax.Array, down: jax.Array, capacity: int | None, activation: Callable,
-    axes: tuple[str, ...] = (), *, ragged: bool = False,
+    axes: tuple[str, ...] = (),
 ) -> jax.Array:  # fmt: skip
     """Sum the outputs of each token's experts: [B, S, D].
 
@@ -41,13 +41,12 @@ def mixed(
       up, down: of this device's experts.
       capacity: tokens of a row that an expert takes; None: all.
       axes: the mesh axes along which devices with other tokens have other experts.
-      ragged: whether the devices send each other only the tokens that there are, see `exchange`.
     """
     rows, (x, chosen, weights) = len(tokens.x), (a.reshape(-1, a.shape[-1]) for a in tokens[:3])
     count = len(up) * (lax.axis_size(axes) if axes else 1)
     if capacity is None:
         plan, sizes = by_expert(chosen, count)
-        x, sizes, back = exchange(dispatch(x, plan), sizes, axes, ragged=ragged)
+        x, sizes, back = exchange(dispatch(x, plan), sizes, axes)
         y = back(_products(partial(grouped_dot, sizes=sizes), x, up, down, activation))
     else:
         size = rows * capacity  # of one expert

@@ -42,7 +42,7 @@ def experts_on_group(
         for _ in range(2):
             size = (up.shape[0] // group.degree(apart), choices.chosen.size, x.shape[2])
             group.ledger.move("all-to-all", exchanged[0], size)
-    y = mixed(choices, up.x, down.x, capacity, activation, exchanged, ragged=group.gpu)
+    y = mixed(choices, up.x, down.x, capacity, activation, exchanged)
     return Value(y, x.shape, dims, apart)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jzero.mesh import CONTEXT, EXPERT, GROUP_AXES, TENSOR, group_size, is_gpu
+from jzero.mesh import CONTEXT, EXPERT, GROUP_AXES, TENSOR, group_size
 from jzero.model import ENDS, STACK
 from jzero.spread.interpreter import spread
 from jzero.spread.value import Group, Value, whole
@@ -32,9 +32,7 @@ class SpreadModel:
     def __init__(self, model: Any, mesh: Mesh, layouts: PyTree):
         self.model, self._layouts = model, layouts
         # Dimension 1 of [rows, sequence, width]: `tensor` too, for Megatron's sequence parallelism (arXiv:2205.05198).
-        self.group = Group(
-            {axis: mesh.shape[axis] for axis in GROUP_AXES}, {0: (EXPERT,), 1: (CONTEXT, TENSOR)}, is_gpu(mesh)
-        )
+        self.group = Group({axis: mesh.shape[axis] for axis in GROUP_AXES}, {0: (EXPERT,), 1: (CONTEXT, TENSOR)})
 
     def __repr__(self) -> str:
         return repr(self.model)
