@@ -126,7 +126,7 @@ class TestPlan:
             "compile_s": None,
         }  # fmt: skip
         assert record["schema"] == SCHEMA == 1
-        assert record["layout"]["mesh"] == {"pipe": 1, "data": 1, "zero": 4, "context": 1, "tensor": 1}
+        assert record["layout"]["mesh"] == {"pipe": 1, "data": 1, "zero": 4, "expert": 1, "context": 1, "tensor": 1}
         gathered = {row["dtype"] for row in record["collectives"] if row["kind"] == "all-gather"}
         assert gathered == {"bf16"}
         assert {p["name"]: p["spec"] for p in record["parameters"]}["ends/embed"] == ["zero"]
