@@ -63,7 +63,8 @@ class TestChoices:
         found = {(choice.get(keys.PIPE, 1), choice.get(keys.ZERO, -1)) for choice in space(**given).choices()}
         assert found == {(1, 2)}
         raw = merged(RAW | given, next(space(**given).choices()))
-        assert Config.load(raw).mesh_degrees(4) == {"pipe": 1, "data": 1, "zero": 2, "expert": 1, "context": 1, "tensor": 2}
+        degrees = Config.load(raw).mesh_degrees(4)
+        assert {axis: n for axis, n in degrees.items() if n > 1} == {"zero": 2, "tensor": 2}
 
     def test_precision_of_a_gpu(self):
         raw = {"train_batch_size": 16}
