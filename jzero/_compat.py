@@ -307,35 +307,32 @@ def terminate(pool: ProcessPoolExecutor) -> None:
     pool.shutdown(wait=False, cancel_futures=True)
 
 
-def function_primitive(name: str, f: Callable[..., Any]) -> Any:
-    """Make a primitive that stands for a function of arrays and static parameters, which returns a list of arrays.
+def function_primitive(name: str) -> Any:
+    """Make a primitive for functions of arrays: its parameter `jaxpr` is the function.
 
     It is differentiated, batched and compiled as the function is. JAX has no documented way to keep a function as one
     equation of a trace under a name of its own; `jax.extend.core` and `jax.interpreters` promise no compatibility.
     """
     import jax
-    from jax.extend.core import Primitive
+    from jax.extend.core import Primitive, jaxpr_as_fun
     from jax.interpreters import ad, batching, mlir
+
+    def run(*xs: Any, jaxpr: Any, **_: Any) -> Any:
+        return jaxpr_as_fun(jaxpr)(*xs)
+
+    def jvp(primals: Any, tangents: Any, *, jaxpr: Any, **_: Any) -> Any:
+        tangents = [ad.instantiate_zeros(t) for t in tangents]
+        return jax.jvp(jaxpr_as_fun(jaxpr), tuple(primals), tuple(tangents))
+
+    def batch(xs: Any, dims: Any, *, jaxpr: Any, **_: Any) -> Any:
+        outs = jax.vmap(jaxpr_as_fun(jaxpr), in_axes=dims)(*xs)
+        return outs, [0] * len(outs)
 
     primitive = Primitive(name)
     primitive.multiple_results = True
-    primitive.def_impl(jax.jit(f, static_argnames="static"))
-
-    @primitive.def_abstract_eval
-    def _(*xs: Any, static: Any) -> Any:
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs]
-        outs = jax.eval_shape(functools.partial(f, static=static), *shapes)
-        return [jax.core.ShapedArray(out.shape, out.dtype) for out in outs]
-
-    def jvp(primals: Any, tangents: Any, *, static: Any) -> Any:
-        tangents = [ad.instantiate_zeros(t) for t in tangents]
-        return jax.jvp(functools.partial(f, static=static), tuple(primals), tuple(tangents))
-
-    def batch(xs: Any, dims: Any, *, static: Any) -> Any:
-        outs = jax.vmap(functools.partial(f, static=static), in_axes=dims)(*xs)
-        return outs, [0] * len(outs)
-
+    primitive.def_impl(lambda *xs, jaxpr, **_: jax.jit(jaxpr_as_fun(jaxpr))(*xs))
+    primitive.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
     ad.primitive_jvps[primitive] = jvp
     batching.primitive_batchers[primitive] = batch
-    mlir.register_lowering(primitive, mlir.lower_fun(f, multiple_results=True))
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
     return primitive

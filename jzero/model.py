@@ -66,9 +66,10 @@ Any model may have `divided: dict[str, dict[str, int]]`: {"tensor": {regular exp
 dimension of the matching parameters (in the stack: of one layer) that mesh axis divides. It changes what is moved, not
 the result.
 
-Any model may have `fused_matrices: dict[str, tuple[int, Sequence[int]]]`, which maps leaves that hold several matrices
-("stack/attention/qkv/kernel") to a dimension (in the stack: of one layer) and the widths into which it is cut. Each
-part, as [first dimension, all others], is one matrix; Muon orthogonalises each for itself.
+Any model may have `fused_matrices: dict[str, tuple]`, which maps leaves that hold several matrices
+("stack/attention/qkv/kernel") to a dimension (in the stack: of one layer), the widths into which it is cut, and how
+many dimensions before the matrices count them (experts; default 0). Each part, as [first dimension, all others], is one
+matrix; Muon orthogonalises each for itself.
 
 Any model may have `check_batch(batch)`, which raises a ConfigError for values that it cannot train on. It runs on the
 host before the first step, with each process's rows of that step's batch as NumPy arrays; an error is

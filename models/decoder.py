@@ -331,10 +331,14 @@ class Decoder(nnx.Module):
         return {"tensor": table | self.vocabulary} | experts
 
     @property
-    def fused_matrices(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+    def fused_matrices(self) -> dict[str, tuple]:
         """The cuts of the parameters that contain several matrices, see `jzero.model`."""
-        feed_forward = {} if self.config.mixture else {"stack/mlp/gate_up/kernel": (1, (1, 1))}
-        return {"stack/attention/qkv/kernel": (2, (self.config.num_groups, 1, 1)), **feed_forward}
+        cuts = {"stack/attention/qkv/kernel": (2, (self.config.num_groups, 1, 1))}
+        mixture = self.config.mixture
+        if mixture is None:
+            return cuts | {"stack/mlp/gate_up/kernel": (1, (1, 1))}
+        shared = {"stack/mlp/shared_gate_up": (1, (1, 1))} if mixture.shared else {}
+        return cuts | {"stack/mlp/gate_up": (2, (1, 1), 1)} | shared
 
 
 def _feed_forward(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.Module:

@@ -50,7 +50,7 @@ class DecoderConfig:
       loss_tiles, mlp_tiles: the logits, and the feed-forward layer, of one tile of the sequence exist at a time, for
         very long sequences; see `jzero.tiled`.
       lora: low-rank adapters beside the layers' matrices.
-      mixture: experts in the place of the feed-forward layers, of which d_ff is then not used (Mixtral, Qwen3-MoE).
+      mixture: experts instead of the feed-forward layers; d_ff is then unused (Mixtral, Qwen3-MoE).
     """
 
     num_layers: int

@@ -118,12 +118,7 @@ def from_hf(source: str | os.PathLike | Mapping[str, Any], **changes: Any) -> De
     return DecoderConfig(**{**shape, **family.fixed, **of_family, **changes})
 
 
-DEFAULT_HEADS = {
-    "qwen3": 128,
-    "gemma": 256,
-    "gemma2": 256,
-    "gemma3_text": 256,
-}  # where config.json does not have one
+DEFAULT_HEADS = {"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3_text": 256}  # where config.json does not have one
 
 
 def read_config(source: str | os.PathLike | Mapping[str, Any], model_type: str | None = None) -> dict[str, Any]:

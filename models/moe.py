@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jzero.communication.replicas import all_gather
-from jzero.errors import ConfigError
 from jzero.moe import balance_loss, balanced_bias, experts, route
 
 # What a layer adds to what the layers before it report: means over the layers are in the step's metrics.
@@ -49,12 +48,6 @@ class MixtureConfig:
     capacity_factor: float | None = None
     balance: float = 0.01
     bias_rate: float = 0.0
-
-    def __post_init__(self):
-        if not 1 <= self.top_k <= self.num_experts:
-            raise ConfigError(f"MixtureConfig: top_k = {self.top_k}; must be 1 to num_experts = {self.num_experts}")
-        if self.capacity_factor is not None and self.capacity_factor <= 0:
-            raise ConfigError(f"MixtureConfig: capacity_factor = {self.capacity_factor}; must be positive, or None")
 
 
 class Mixture(nnx.Module):

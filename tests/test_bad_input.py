@@ -93,11 +93,11 @@ def test_mesh_from_a_config_and_from_degrees():
     ("names", "shape", "parts"),
     [
         (("x", "y"), (2, 4), ["('x', 'y')", str(AXES), "jzero.make_mesh"]),
-        (AXES[::-1], (1, 1, 4, 2, 1), [str(AXES[::-1]), "jzero.make_mesh"]),
-        (AXES, (2, 1, 4, 1, 1), ["mesh.pipe = 2", "no layer stack", "jzero.PipelineModule"]),
+        (AXES[::-1], (1, 1, 1, 4, 2, 1), [str(AXES[::-1]), "jzero.make_mesh"]),
+        (AXES, (2, 1, 4, 1, 1, 1), ["mesh.pipe = 2", "no layer stack", "jzero.PipelineModule"]),
         (
             AXES,
-            (1, 1, 4, 1, 2),
+            (1, 1, 4, 1, 1, 2),
             ["mesh.tensor = 2", "no table", "tensor_parallel.dimensions"],
         ),
     ],

@@ -213,8 +213,8 @@ def test_the_dump_has_every_parameter_as_it_is(run):
 
 def test_the_dump_has_every_device_and_the_step(run):
     rows_of = [row.split() for row in section(run, "mesh")[2:]]
-    assert [row[:5] for row in rows_of] == [["0", "0", str(i), "0", "0"] for i in range(4)]
-    assert [row[5] for row in rows_of] == [str(device) for device in np.ravel(run.engine.mesh.devices)]
+    assert [row[:6] for row in rows_of] == [["0", "0", str(i), "0", "0", "0"] for i in range(4)]
+    assert [row[6] for row in rows_of] == [str(device) for device in np.ravel(run.engine.mesh.devices)]
     settings = section(run, "settings")
     assert f"  step: {run.engine.step_fn!r}" in settings
     others = [line for line in settings if not line.startswith("  step: ")]  # the model has a repr of its own

@@ -17,6 +17,7 @@ from helpers.sampling import keep, some
 
 import jzero
 from jzero.errors import ConfigError
+from jzero.planner.state_bytes import leaf_bytes, state_bytes
 from jzero.tree import named
 from models.decoder import Decoder
 from models.decoder_config import DecoderConfig
@@ -161,6 +162,21 @@ def test_zero_partitions_experts_and_the_rest():
     specs = named(make_step(CONFIG, expert=2, zero=2, stage=3).state_specs.params)
     assert specs["stack/mlp/gate_up"] == jax.sharding.PartitionSpec(None, ("expert", "zero"))
     assert specs["stack/attention/out/kernel"] == jax.sharding.PartitionSpec(None, ("zero", "expert"))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bytes_of_state(stage):
+    """Masters and fp32 gradients, 4 bytes each, and weights that stage 1 and 2 gather; experts are always divided."""
+    step = make_step(CONFIG, expert=2, zero=2, stage=stage)
+    found = leaf_bytes(step)
+    for layout in jax.tree.leaves(step.layouts):
+        size = 4 * int(np.prod(layout.shape))
+        own = 2 if layout.name in ("stack/mlp/gate_up", "stack/mlp/down") else 1
+        state, gradients = (4 if stage >= s else own for s in (1, 2))
+        weights = size / own if stage in (1, 2) else 0
+        assert tuple(found.pop(layout.name)) == (size / state, 0, weights, size / gradients, 0), layout.name
+    whole = state_bytes(step)
+    assert whole.formula == pytest.approx(whole.total, abs=16)  # the optimizer's counters
 
 
 def test_deepspeeds_names():

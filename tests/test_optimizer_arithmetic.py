@@ -153,14 +153,16 @@ def in_torch(kernel, cut=None):
     """The torch weights [out, in] of a kernel [in, ...]: one for each part of its fused dimension."""
     if not cut:
         return [kernel.T]
-    dim, widths = cut
+    dim, widths, *batch = cut
+    if batch:  # matrices of their own, such as experts
+        return [part for one in kernel for part in in_torch(one, (dim - 1, widths))]
     parts = np.split(kernel, np.cumsum(widths)[:-1], axis=dim)
     return [part.reshape(len(part), -1).T for part in parts]
 
 
 SHAPES = [
     ((8, 16), None), ((16, 8), None), ((8, 8), None), ((8, 24), (1, (12, 6, 6))), ((4, 12), (1, (6, 6))),
-    ((8, 2, 4, 3), (2, (2, 1, 1))), ((6, 2, 5), (1, (1, 1))),
+    ((8, 2, 4, 3), (2, (2, 1, 1))), ((6, 2, 5), (1, (1, 1))), ((3, 6, 2, 5), (2, (1, 1), 1)),
 ]  # fmt: skip
 
 

@@ -62,7 +62,7 @@ def test_a_mesh_shows_every_device_once(degrees):
     boxes = {text: patch.get_facecolor() for text, patch in zip(_devices(texts), figure.axes[0].patches, strict=True)}
     assert sorted(boxes) == [f"device {device.id}" for device in jax.devices()]
     by_shard = {boxes[f"device {d.id}"]: set() for d in mesh.devices.flat}
-    for _, _, zero, _, _ in (index for index, _ in np.ndenumerate(mesh.devices)):
+    for _, _, zero, *_ in (index for index, _ in np.ndenumerate(mesh.devices)):
         for device in mesh.devices[:, :, zero].flat:
             by_shard[boxes[f"device {device.id}"]].add(zero)
     assert all(len(shards) == 1 for shards in by_shard.values())
@@ -84,7 +84,7 @@ class Device:
 
 def test_a_large_mesh_shows_its_ends():
     there = [Device(id=i, process_index=i // 8) for i in range(512)]
-    mesh = Mesh(np.array(there).reshape(4, 16, 8, 1, 1), AXES)
+    mesh = Mesh(np.array(there).reshape(4, 16, 8, 1, 1, 1), AXES)
     figure = jzero.pictures.draw_mesh(mesh)
     texts = _devices(drawn(figure))
     assert len(texts) == 4 * 2 * 8  # data 0 and data 15

@@ -116,7 +116,7 @@ def _model(
     if all(hasattr(abstract, name) for name in ("prefix", "stack", "suffix")):
         if loss_fn not in (None, _outputs):
             raise ConfigError("from_flax: a module with prefix, stack, suffix has its loss in suffix; drop loss_fn")
-        return NNXStackModel(build, abstract, has_aux, sync_batch_norm)
+        return NNXStackModel(build, abstract, has_aux or getattr(abstract, "has_aux", False), sync_batch_norm)
     if loss_fn is None:
         raise ConfigError(
             "from_flax: loss_fn(module, batch) is missing, or criterion; only prefix, stack, suffix need none"

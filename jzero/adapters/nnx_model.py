@@ -309,7 +309,6 @@ class NNXStackModel(ParametersInHTML):
     """An NNX module with `prefix`, `stack` and `suffix` as a model with a layer stack."""
 
     def __init__(self, build: Build, abstract: Any, has_aux: bool = False, sync_batch_norm: bool = True):
-        has_aux = has_aux or getattr(abstract, "has_aux", False)
         self.build, self.has_aux, self.name = build, has_aux, repr(getattr(abstract, "config", type(abstract).__name__))
         apply = partial(Apply, constants=constants_of(build), sync_batch_norm=sync_batch_norm)
         self.whole, self.layer = apply(abstract), apply(abstract.stack, stack=STACK)

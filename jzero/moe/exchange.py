@@ -20,7 +20,7 @@ def exchange(
     """Send each row to the device that has its expert.
 
     Any device may get all rows, so that the result has n N, most of them empty, and N go from each device to each.
-    XLA's ragged all-to-all would send only those that there are; with it, steps that fit their GPUs ran out of memory
+    XLA's ragged all-to-all would send only the occupied ones; with it, steps that fit their GPUs ran out of memory
     (jax 0.11.2, experiments/benchmarks/2026-11-25-mixtures-h100.md).
 
     Args:

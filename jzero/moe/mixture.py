@@ -29,6 +29,8 @@ def experts(
     The weights' expert dimension may be divided by the mesh axis `expert`, which divides the rows of the batch too:
     then tokens move to their experts, by all-to-alls. A model says so with `divided = {"expert": {"moe/": 0}}`.
 
+    Without a capacity it cannot be batched by `jax.vmap`: JAX's `ragged_dot` has no rule for that. Put rows into B.
+
     Args:
       x: tokens [B, S, D].
       routing: from `route`.
@@ -43,7 +45,8 @@ def experts(
       ConfigError: shapes that do not belong together.
     """
     count, width = up.shape[:2]
-    if x.ndim != 3 or width != x.shape[2] or down.shape != (count, up.shape[-1], width) or up.ndim not in (3, 4):
+    fits = x.ndim == 3 and width == x.shape[2] and down.shape == (count, up.shape[-1], width)
+    if not fits or up.shape[2:-1] not in ((), (2,)):
         raise ConfigError(
             f"experts: x {list(x.shape)}, up {list(up.shape)}, down {list(down.shape)}; must be [B, S, D], [E, D, 2, F]"
             " or [E, D, F], and [E, F, D]"

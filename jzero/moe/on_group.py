@@ -38,10 +38,6 @@ def experts_on_group(
     if capacity is not None and choices.slots is not None and of_slots:
         capacity, slots_here = _own_slots(group, choices.slots, of_slots, capacity)
         choices = choices._replace(slots=slots_here)
-    if exchanged:
-        for _ in range(2):
-            size = (up.shape[0] // group.degree(apart), choices.chosen.size, x.shape[2])
-            group.ledger.move("all-to-all", exchanged[0], size)
     y = mixed(choices, up.x, down.x, capacity, activation, exchanged)
     return Value(y, x.shape, dims, apart)
 

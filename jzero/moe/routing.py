@@ -80,21 +80,29 @@ def route(
       min_capacity: the smallest limit.
 
     Raises:
-      ConfigError: more experts of a token than experts.
+      ConfigError: other shapes, more experts of a token than there are, an unknown score, a capacity below 1.
 
     >>> route(jnp.array([[[0.0, 2.0, 1.0]]]), top_k=2).experts.tolist()
     [[[1, 2]]]
     """
+    if logits.ndim != 3:
+        raise ConfigError(f"route: logits {list(logits.shape)}; must be [B, S, E]")
     _, tokens, experts = logits.shape
     if not 1 <= top_k <= experts:
         raise ConfigError(f"route: top_k = {top_k} of {experts} experts; must be 1 to {experts}")
+    if score not in ("softmax", "sigmoid"):
+        raise ConfigError(f'route: score = {score!r}; must be "softmax" or "sigmoid"')
+    if capacity_factor is not None and (capacity_factor <= 0 or min_capacity < 1):
+        raise ConfigError(
+            f"route: capacity_factor = {capacity_factor}, min_capacity = {min_capacity}; both must be positive"
+        )
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
     choice = scores if bias is None else scores + lax.stop_gradient(bias)
     _, chosen = lax.top_k(choice, top_k)
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if normalize:
-        weights = weights / weights.sum(-1, keepdims=True)
+        weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)  # sigmoids may all be zero
     if capacity_factor is None:
         return Routing(chosen, weights * scale, scores)
     capacity = max(min_capacity, ceil(tokens * top_k / experts * capacity_factor))
@@ -117,7 +125,8 @@ def balance_loss(routing: Routing) -> jax.Array:
     """Compute the load-balancing loss [] of the Switch Transformer (arXiv:2101.03961, eq. 4), for k experts of a token.
 
     It is E times the sum over the experts of the part of tokens that chose it times its mean score; k if all loads and
-    scores are even. Mixtral's in Hugging Face's transformers is the same. The mean is over the tokens of a micro-batch.
+    scores are even. The mean is over the tokens of a micro-batch. In Hugging Face's transformers it is over all layers'
+    tokens together.
     """
     experts, tokens = routing.scores.shape[-1], routing.scores.shape[0] * routing.scores.shape[1]
     part = _chosen(routing).sum((0, 1, 2), dtype=jnp.float32) / tokens

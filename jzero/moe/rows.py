@@ -45,7 +45,7 @@ def by_expert(experts: jax.Array, count: int) -> tuple[Rows, jax.Array]:
 
 
 def by_slot(row: jax.Array, rows: int) -> Rows:
-    """Make the plan of rows that are known: [T, k], of which those not in 0 to `rows` - 1 are none."""
+    """Make a plan from known rows [T, k]; a number outside 0 to `rows` - 1 means no row."""
     tokens, k = row.shape
     row = jnp.where((row >= 0) & (row < rows), row, rows)
     of_choice = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[:, None], (tokens, k))

@@ -40,7 +40,7 @@ def make_optimizer(
     lr: LRSchedule | None,
     *,
     stacked: Any,
-    fused: Mapping[str, tuple[int, Sequence[int]]] = MappingProxyType({}),
+    fused: Mapping[str, tuple] = MappingProxyType({}),
     groups: Sequence[Group] = (),
     state_dtype: Any = jnp.float32,
     replicas: Replicas | None = None,

@@ -26,7 +26,8 @@ from jzero.tree import named, path_name
 FUSED = "fused_matrices"  # the model's attribute
 
 
-Cut = tuple[int, Sequence[int]]  # a dimension of one layer's parameter, and the widths into which it is cut
+# A dimension of one layer's parameter, the widths into which it is cut, and the dimensions before its matrices.
+Cut = tuple[int, Sequence[int]] | tuple[int, Sequence[int], int]
 
 
 def fused_matrices(model: Any, params: Any) -> dict[str, Cut]:
@@ -35,9 +36,9 @@ def fused_matrices(model: Any, params: Any) -> dict[str, Cut]:
     Muon orthogonalises each matrix on its own, as it does separate weights.
 
     Args:
-      model: may have an attribute `fused_matrices`: name of a parameter -> (dimension, widths). The widths cut this
-        dimension (of one layer's parameter, not the first, which is the input) into matrices; all dimensions of a part
-        after the first are a matrix's columns.
+      model: may have an attribute `fused_matrices`: name of a parameter -> (dimension, widths) or (dimension, widths,
+        batch). The widths cut this dimension (of one layer's parameter) into matrices. The first `batch` dimensions
+        (default 0), such as experts, count them; the next is a matrix's input, and all others are its columns.
       params: the model's parameters, or a tree of objects with their `shape`, and `stacked` in a layer stack.
 
     Returns:
@@ -55,16 +56,18 @@ def fused_matrices(model: Any, params: Any) -> dict[str, Cut]:
     problems = {name: _misfit(cut, shapes.get(name), shapes) for name, cut in fused.items()}
     if wrong := [f"{model!r}: {FUSED}[{n!r}] = {fused[n]!r}: {problem}" for n, problem in problems.items() if problem]:
         raise ConfigError(*wrong)
-    return {name: (dim, tuple(widths)) for name, (dim, widths) in fused.items()}
+    return {name: (dim, tuple(widths), *batch) for name, (dim, widths, *batch) in fused.items()}
 
 
 def _misfit(cut: Any, shape: tuple[int, ...] | None, names: Iterable[str]) -> str:
     """Explain why a cut does not fit a parameter; "" if it does."""
     if shape is None:
         return f"no such parameter; they are {', '.join(names)}"
-    pair = isinstance(cut, Sequence) and len(cut) == 2 and isinstance(cut[0], int) and isinstance(cut[1], Sequence)
-    if not pair or not 1 <= cut[0] < len(shape):
+    form = isinstance(cut, Sequence) and len(cut) in (2, 3) and isinstance(cut[1], Sequence)
+    if not form or not all(isinstance(n, int) for n in (cut[0], *cut[2:])) or not 1 <= cut[0] < len(shape):
         return f"must be (dimension, widths), such as (1, (4, 2, 2)), with a dimension of 1 to {len(shape) - 1}"
+    if not 0 <= sum(cut[2:]) < cut[0]:
+        return f"batch = {cut[2]}; must be 0 to {cut[0] - 1}: the matrix's input comes before dimension {cut[0]}"
     if sum(cut[1]) != shape[cut[0]]:
         return f"the widths must add up to dimension {cut[0]} of the parameter, {shape}"
     return ""
@@ -127,9 +130,9 @@ def _scale_by_muon(beta: float, fused: Mapping[str, Cut], stacked: Any) -> Trans
             name = path_name(path)
             if name not in fused:
                 return _scaled(u)
-            dim, widths = fused[name]
+            dim, widths, *batch = fused[name]
             in_stack = any(has_layers and f"{name}/".startswith(f"{part}/") for part, has_layers in stack.items())
-            return _in_parts(u, dim, widths, in_stack)
+            return _in_parts(u, dim + in_stack, widths, sum(batch) + in_stack)
 
         direction = jax.tree_util.tree_map_with_path(orthogonal, blend)
         return direction, optax.TraceState(momentum)
@@ -137,11 +140,11 @@ def _scale_by_muon(beta: float, fused: Mapping[str, Cut], stacked: Any) -> Trans
     return Transform(init, update)
 
 
-def _in_parts(u: jax.Array, dim: int, widths: Sequence[int], stacked: bool) -> jax.Array:
-    """Orthogonalise each matrix of a parameter that is cut along a dimension of one layer."""
-    parts = jnp.split(u, list(accumulate(widths))[:-1], axis=dim + stacked)
-    flat = [_scaled(part.reshape(*part.shape[: 1 + stacked], -1)) for part in parts]
-    return jnp.concatenate([x.reshape(p.shape) for x, p in zip(flat, parts, strict=True)], axis=dim + stacked)
+def _in_parts(u: jax.Array, dim: int, widths: Sequence[int], batch: int) -> jax.Array:
+    """Orthogonalise each matrix of a parameter that is cut along a dimension."""
+    parts = jnp.split(u, list(accumulate(widths))[:-1], axis=dim)
+    flat = [_scaled(part.reshape(*part.shape[: batch + 1], -1)) for part in parts]
+    return jnp.concatenate([x.reshape(p.shape) for x, p in zip(flat, parts, strict=True)], axis=dim)
 
 
 def _scaled(u: jax.Array) -> jax.Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ class Knobs:
     schedule: LRSchedule
     base_lr: float
     stacked: Any
-    fused: Mapping[str, tuple[int, Sequence[int]]]
+    fused: Mapping[str, tuple]
     own: Mapping[str, Mapping[str, Any]]
     replicas: Replicas | None = None
 

@@ -27,7 +27,8 @@ POLICIES = ("none", "matmuls", "full")
 # gpipe has 1f1b's bubble and more memory.
 SCHEDULES = {"1f1b": (1,), "interleaved": (2, 4), "zero_bubble": (1, 2, 4)}  # with the numbers of chunks
 _MESH = (
-    PIPE, DATA, ZERO, "mesh.tensor", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size", "pipeline.stages",
+    PIPE, DATA, ZERO, "mesh.expert", "expert_parallel.autoep_size", "mesh.context", "sequence_parallel_size",
+    "mesh.tensor", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size", "pipeline.stages",
     "zero_optimization.mics_shard_size",
 )  # fmt: skip
 _BFLOAT16 = (8, 0)  # the first compute capability with bfloat16 products
@@ -96,9 +97,9 @@ class Space:
 
     def choices(self) -> Iterator[Choice]:
         """Yield all choices on the device, the unrolled stack first; a choice has open keys only."""
-        for mesh in self._meshes():
-            pipe, replicas = mesh[PIPE], mesh[DATA] * mesh[ZERO]
-            for stage in self._open(STAGE, (0, 1, 2, 3) if mesh[ZERO] > 1 else (0,)):
+        for mesh, experts, contexts in self._meshes():
+            pipe, replicas = mesh[PIPE], mesh[DATA] * mesh[ZERO] * experts
+            for stage in self._open(STAGE, (0, 1, 2, 3) if mesh[ZERO] * experts * contexts > 1 else (0,)):
                 if mesh[DATA] > 1 and not stage:
                     continue  # the same program as with all replicas on `zero`
                 for schedule in self._schedules(pipe):
@@ -117,19 +118,20 @@ class Space:
     def _open(self, key: str, values: Sequence[Any]) -> Sequence[Any]:
         return values if is_open(self.raw, key) else (value_at(self.raw, key),)
 
-    def _meshes(self) -> Iterator[dict[str, int]]:
-        """Yield pipe, data and zero: ZeRO over all replicas, or over those of one host."""
+    def _meshes(self) -> Iterator[tuple[dict[str, int], int, int]]:
+        """Yield pipe, data and zero: ZeRO over all replicas, or over those of one host; and expert and context."""
         if not all(is_open(self.raw, key) for key in _MESH):
             degrees = Config.load(self.raw).mesh_degrees(self.gpus)
-            yield {PIPE: degrees["pipe"], DATA: degrees["data"], ZERO: degrees["zero"]}
+            mesh = {key: degrees[key.removeprefix("mesh.")] for key in (PIPE, DATA, ZERO)}
+            yield mesh, degrees["expert"], degrees["context"]
             return
         for pipe in (n for n in range(1, self.gpus + 1) if self.gpus % n == 0):
             if pipe > 1 and (not self.layers or self.layers % pipe):
                 continue
             replicas = self.gpus // pipe
-            yield {PIPE: pipe, DATA: 1, ZERO: replicas}
+            yield {PIPE: pipe, DATA: 1, ZERO: replicas}, 1, 1
             if 1 < self.gpus_per_node < replicas and replicas % self.gpus_per_node == 0:
-                yield {PIPE: pipe, DATA: replicas // self.gpus_per_node, ZERO: self.gpus_per_node}
+                yield {PIPE: pipe, DATA: replicas // self.gpus_per_node, ZERO: self.gpus_per_node}, 1, 1
 
     def _schedules(self, pipe: int) -> Iterator[Choice]:
         if pipe == 1:

@@ -254,7 +254,7 @@ class _Walk:
         if kind == "all-to-all" and "dimensions=" not in instruction.attributes:
             parts = size  # the tuple form has one operand per peer
         elif kind == "ragged-all-to-all":
-            # The rows and their buffer, of which one holds the most that others may send; the rest are offsets.
+            # The rows and their buffer; the smaller one holds the most that others may send. The rest are offsets.
             arrays = [min(arrays[:2], key=lambda array: array.bytes)]
         total = Counter[str]()
         for array in arrays:

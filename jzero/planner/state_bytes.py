@@ -186,7 +186,12 @@ def state_bytes(step: TrainStep) -> StateBytes:
     for leaf, x in leaves:
         experts = mesh.shape[EXPERT] if EXPERT in dict(leaf.divided) else 1
         ideal.append(_inside(step, stage, x, leaf.trainable, parts * experts, group // experts))
-    persistent = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((shapes.params, shapes.opt_state)))
+    lies = jax.tree.leaves((specs.params, specs.opt_state), is_leaf=lambda s: isinstance(s, PartitionSpec))
+    persistent = sum(
+        # A stage that shards state divides experts among the whole group; without one only `expert` divides them.
+        x.size * x.dtype.itemsize / (1 if stage.shards_state or EXPERT not in str(spec) else mesh.shape[EXPERT])
+        for x, spec in zip(jax.tree.leaves((shapes.params, shapes.opt_state)), lies, strict=True)
+    )
     # Errors of compressed communication have a row for each device, whatever the stage.
     state = named(shapes.opt_state)
     errors = sum(state[name].size * state[name].dtype.itemsize for name in rows_of(shapes.opt_state))

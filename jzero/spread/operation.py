@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jzero._compat import function_primitive
+from jzero.errors import ConfigError
 from jzero.spread.rules import rule
 from jzero.spread.value import Group, Value
 
@@ -32,9 +33,9 @@ class Operation:
 
     def __init__(self, plain: Callable, spread: Callable, name: str | None = None):
         self.plain, self.spread = plain, spread
-        self.name = name or plain.__name__
+        self.name = name or getattr(plain, "__name__", repr(plain))
         # Two operations may have one name, and the table of rules goes by names.
-        self._primitive = function_primitive(f"{self.name}_{id(self):x}", self._flat)
+        self._primitive = function_primitive(f"{self.name}_{id(self):x}")
         rule(self._primitive.name)(self._on_group)
 
     def __repr__(self) -> str:
@@ -42,15 +43,30 @@ class Operation:
 
     def __call__(self, *args: Any, **static: Any) -> Any:
         leaves, treedef = jax.tree.flatten(args)
-        key = (treedef, tuple(sorted(static.items())))
-        shape = jax.eval_shape(lambda *xs: self.plain(*jax.tree.unflatten(treedef, xs), **static), *leaves)
-        return jax.tree.unflatten(jax.tree.structure(shape), self._primitive.bind(*leaves, static=key))
+        self._check(static)
 
-    def _flat(self, *leaves: Any, static: Any) -> list[Any]:
-        treedef, keywords = static
-        return jax.tree.leaves(self.plain(*jax.tree.unflatten(treedef, leaves), **dict(keywords)))
+        def flat(*xs: Any) -> Any:
+            return self.plain(*jax.tree.unflatten(treedef, xs), **static)
+
+        jaxpr, shape = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+        call = treedef, tuple(sorted(static.items())), jax.tree.structure(shape)
+        return jax.tree.unflatten(call[-1], self._primitive.bind(*leaves, jaxpr=jaxpr, call=call))
+
+    def _check(self, static: dict[str, Any]) -> None:
+        for name, value in static.items():
+            try:
+                hash(value)
+            except TypeError:
+                raise ConfigError(
+                    f"{self}: {name} = {value!r} has no hash: pass arrays by position, and lists as tuples"
+                ) from None
 
     def _on_group(self, group: Group, eqn: Any, values: list[Value]) -> list[Value]:
-        treedef, keywords = eqn.params["static"]
+        treedef, keywords, wanted = eqn.params["call"]
         out = self.spread(group, *jax.tree.unflatten(treedef, values), **dict(keywords))
-        return jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, Value))
+        leaves, found = jax.tree.flatten(out, is_leaf=lambda x: isinstance(x, Value))
+        if found != wanted or not all(isinstance(x, Value) for x in leaves):
+            raise ConfigError(
+                f"{self}: spread must return Values in the structure of plain, {wanted}; returned {found}"
+            )
+        return leaves

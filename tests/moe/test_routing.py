@@ -72,6 +72,25 @@ def test_the_bias_balances():
     assert after.max() < 1.1 * after.mean()
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"score": "softmx"}, "score = 'softmx'; must be"),
+        ({"capacity_factor": 0.0}, "capacity_factor = 0.0, min_capacity = 4; both must be positive"),
+        ({"capacity_factor": 1.0, "min_capacity": 0}, "both must be positive"),
+    ],
+)
+def test_bad_arguments(change, message):
+    with pytest.raises(ConfigError, match=message):
+        route(logits(), 2, **change)
+    with pytest.raises(ConfigError, match=r"route: logits \[12, 6\]; must be \[B, S, E\]"):
+        route(logits()[0], 2)
+
+
+def test_sigmoids_that_are_all_zero():
+    assert (route(jnp.full((1, 2, 4), -200.0), 2, score="sigmoid").weights == 0).all()
+
+
 @pytest.mark.parametrize("top_k", [0, 7])
 def test_bad_top_k(top_k):
     with pytest.raises(ConfigError, match=f"route: top_k = {top_k} of 6 experts; must be 1 to 6"):

@@ -66,6 +66,26 @@ class TestChoices:
         degrees = Config.load(raw).mesh_degrees(4)
         assert {axis: n for axis, n in degrees.items() if n > 1} == {"zero": 2, "tensor": 2}
 
+    @pytest.mark.parametrize(
+        ("given", "zero", "replicas"),
+        [
+            ({"mesh": {"expert": 2}}, 2, 4),
+            ({"expert_parallel": {"enabled": True, "autoep_size": 4}}, 1, 4),
+            ({"mesh": {"context": 2}}, 2, 2),
+            ({"sequence_parallel_size": 4}, 1, 1),
+        ],
+    )
+    def test_the_degrees_of_expert_and_context_are_kept(self, given, zero, replicas):
+        """The devices along `expert` count as replicas, and ZeRO partitions over both axes."""
+        found = list(space(**given).choices())
+        assert {choice[keys.ZERO] for choice in found} == {zero}
+        assert {choice[MICRO] * choice[ACCUM] * replicas for choice in found} == {16}
+        assert {choice[keys.STAGE] for choice in found} == {0, 1, 2, 3}
+        for choice in found[:: len(found) // 5]:
+            made = Config.load(merged(RAW | given, choice))
+            assert made.mesh_degrees(4)["zero"] == zero
+            assert made.batch(replicas).train == 16
+
     def test_precision_of_a_gpu(self):
         raw = {"train_batch_size": 16}
         assert Space(raw, GPUS["h100"], 1, 1, 0).precision() == {"bf16.enabled": True}
