@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from helpers.mixture_models import CONFIG, LR, batches, initial, make_step, model
 from helpers.mixtures import plain_mixtures
 from helpers.sampling import keep, some
 
@@ -19,12 +20,7 @@ import jzero
 from jzero.errors import ConfigError
 from jzero.planner.state_bytes import leaf_bytes, state_bytes
 from jzero.tree import named
-from models.decoder import Decoder
-from models.decoder_config import DecoderConfig
 from models.moe import MixtureConfig
-
-BATCH, SEQUENCE, VOCAB, STEPS, LR = 16, 8, 64, 3, 0.1
-CONFIG = DecoderConfig(2, 32, 4, 2, 64, vocab_size=VOCAB, attention="xla", mixture=MixtureConfig(4, 2, 16))
 
 LAYOUTS = [
     {"expert": 1},
@@ -50,22 +46,6 @@ def config_of(layout, factor):
 
 
 @lru_cache
-def model(config):
-    return jzero.from_flax(lambda rngs: Decoder(config, rngs=rngs))
-
-
-@lru_cache
-def initial(config):
-    return jax.device_get(jax.jit(model(config).init)(jax.random.key(0)))
-
-
-@lru_cache
-def batches():
-    tokens = np.random.default_rng(0).integers(0, VOCAB, (STEPS, BATCH, SEQUENCE + 1)).astype(np.int32)
-    return [{"inputs": x[:, :-1], "labels": x[:, 1:]} for x in tokens]
-
-
-@lru_cache
 def reference(config):
     """([(loss, gradient norm)], parameters) of the plain loop."""
 
@@ -80,19 +60,6 @@ def reference(config):
             params = jax.tree.map(lambda w, g: w - LR * g, params, gradient)
             seen.append((float(loss), float(optax.tree.norm(gradient))))
     return np.array(seen), jax.device_get(params)
-
-
-def make_step(config, *, stage=0, accum=1, remat="none", unroll=True, schedule="1f1b", more=None, **mesh):
-    degrees = {"data": 1, "zero": 1, **mesh}
-    devices = jax.devices()[: int(np.prod(list(degrees.values())))]
-    settings = {
-        "train_batch_size": BATCH, "gradient_accumulation_steps": accum, "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "activation_checkpointing": {"policy": remat}, "stack": {"unroll": unroll},
-        **({"pipeline": {"schedule": schedule}} if "pipe" in mesh else {}), **(more or {}),
-    }  # fmt: skip
-    return jzero.make_train_step(model(config), settings, mesh=jzero.make_mesh(**degrees, devices=devices))
 
 
 @pytest.mark.parametrize(("layout", "factor"), keep(CASES, SAMPLE), ids=str)
