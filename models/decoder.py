@@ -242,7 +242,7 @@ class Decoder(nnx.Module):
         """Whether the suffix returns metrics beside the loss."""
         return self.config.mixture is not None
 
-    def suffix(self, x: Hidden, batch: dict[str, jax.Array]) -> Mean | tuple[Mean, dict[str, jax.Array]]:
+    def suffix(self, x: Hidden, batch: dict[str, jax.Array]) -> Mean | tuple[Mean, dict[str, Any]]:
         """Return the tokens' mean cross-entropy; of a mixture of experts (the loss, its metrics)."""
         loss = self.cross_entropy(x.x_BSD if isinstance(x, Carry) else x, batch)
         if self.config.mixture is None:
@@ -250,7 +250,7 @@ class Decoder(nnx.Module):
         assert isinstance(x, Carry) and x.metrics is not None  # noqa: PT018  # the prefix made it
         metrics = {name: total / self.config.num_layers for name, total in x.metrics.items()}
         balance = self.config.mixture.balance * metrics["balance_loss"]
-        return Mean(loss.sum + balance * loss.count, loss.count), metrics
+        return Mean(loss.sum + balance * loss.count, loss.count), {"cross_entropy": loss, **metrics}
 
     def cross_entropy(self, x_BSD: jax.Array, batch: dict[str, jax.Array]) -> Mean:
         x_BSD, c = self.norm(x_BSD), self.config

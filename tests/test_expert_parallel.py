@@ -7,12 +7,14 @@ the whole batch.
 
 import dataclasses
 from functools import lru_cache
+from typing import ClassVar
 
 import jax
 import numpy as np
 import optax
 import pytest
-from helpers.mixture_models import CONFIG, LR, batches, initial, make_step, model
+from flax import nnx
+from helpers.mixture_models import BATCH, CONFIG, LR, VOCAB, batches, initial, make_step, model
 from helpers.mixtures import plain_mixtures
 from helpers.sampling import keep, some
 
@@ -72,6 +74,9 @@ def test_one_device_computes_the_same(layout, factor):
         seen.append((float(metrics["loss"]), float(metrics["grad_norm"])))
         assert (metrics["drop_rate"] > 0) == (factor is not None)
         assert metrics["balance_loss"] > 1.9
+        assert metrics["cross_entropy"] + config.mixture.balance * metrics["balance_loss"] == pytest.approx(
+            metrics["loss"]
+        )
     known, params = reference(config)
     assert np.abs(np.array(seen) / known - 1).max() < 1e-6
     for name, x in named(jax.device_get(state.params)).items():
@@ -166,7 +171,56 @@ def test_experts_that_the_axis_does_not_divide():
 
 def test_a_model_without_a_table():
     dense = dataclasses.replace(CONFIG, mixture=None)
-    with pytest.raises(ConfigError, match=r"mesh.expert = 2: no table says .* write expert_parallel.dimensions = "):
+    with pytest.raises(
+        ConfigError, match=r"mesh.expert = 2: no table says .* write expert_parallel.dimensions = .*the names are"
+    ):
         make_step(dense, expert=2)
     with pytest.raises(ConfigError, match=r"expert_parallel.dimensions: does nothing on a mesh with expert 1"):
         make_step(CONFIG, more={"expert_parallel": {"dimensions": {"mlp/down": 0}}})
+
+
+class Own(nnx.Module):
+    """A block of a user's own."""
+
+    def __init__(self, rngs):
+        self.router = nnx.Linear(16, 4, use_bias=False, rngs=rngs)
+        self.up = nnx.Param(jax.random.normal(rngs.params(), (4, 16, 2, 8)) / 4)
+        self.down = nnx.Param(jax.random.normal(rngs.params(), (4, 8, 16)) / 4)
+
+    def __call__(self, x):
+        return x + jzero.experts(x, jzero.route(self.router(x), 2), self.up[...], self.down[...])
+
+
+class OwnModel(nnx.Module):
+    divided: ClassVar = {"expert": {"blocks/.*/(up|down)$": 0}}
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(VOCAB, 16, rngs=rngs)
+        self.blocks = nnx.List([Own(rngs) for _ in range(2)])
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.embed.attend(x)
+
+
+def own_loss(module, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(module(batch["inputs"]), batch["labels"]).mean()
+
+
+@pytest.mark.parametrize("stack", [None, "blocks"])
+def test_a_module_of_a_users_own(stack):
+    """Its table counts with and without a layer stack."""
+    subject, losses = jzero.from_flax(OwnModel, own_loss, stack=stack), []
+    for expert in (1, 2):
+        mesh = jzero.make_mesh(expert=expert, zero=1, devices=jax.devices()[:expert])
+        settings = {"train_batch_size": BATCH, "optimizer": {"type": "SGD", "params": {"lr": LR}}}
+        step = jzero.make_train_step(subject, settings, mesh=mesh)
+        state = step.init(jax.random.key(0))
+        divided = {name.rpartition("/")[2] for name, spec in named(step.state_specs.params).items() if "expert" in spec}
+        assert divided == ({"up", "down"} if expert == 2 else set())
+        for batch in batches():
+            state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)

@@ -50,7 +50,7 @@ class StackedModel(ParametersInHTML):
         self.has_aux = plain.has_aux
         self.call_layer = layers.function(plain)
         self._calls: dict[Any, Call] = {}
-        for name in ("report_notes", "vocabulary", "check_batch"):
+        for name in ("report_notes", "vocabulary", "check_batch", "divided"):
             if hasattr(plain, name):
                 setattr(self, name, getattr(plain, name))
 

@@ -26,6 +26,7 @@ def _ignored(*rows: tuple[str, str, str]) -> dict[str, str]:
 CLIP_ABOVE = 'DeepSpeed ignores it here; write "gradient_clipping" with this value at the top level'
 _LOG = 'DeepSpeed reads no such key; "steps_per_print" sets how often a progress line comes'
 _MONITORS = 'DeepSpeed reads no such key; the sections are "tensorboard", "wandb", "csv_monitor" and "comet"'
+_MIXTURE = "DeepSpeed reads no such key; the model's code decides, see jzero.route and jzero.experts"
 _STAGES = 'DeepSpeed reads no such key; write "stages" here, or "pipe" in the "mesh" section'
 SWITCH = 'only "enabled" turns it on'
 _WIDE = "bfloat16 has float32's range, so bf16 has no loss scale"
@@ -50,6 +51,9 @@ IGNORED: dict[str, str] = _ignored(
         " world_size"),
     ("", 'DeepSpeed reads no such key; the section is "comms_logger"', "comms_config"),
     ("", _MONITORS, "monitor_config"),
+    ("", 'DeepSpeed reads no such key; write "expert" in the "mesh" section', "ep_size expert_parallel_size"),
+    ("", _MIXTURE, "moe num_experts moe_top_k capacity_factor eval_capacity_factor min_capacity moe_param_group"),
+    ("expert_parallel", _MIXTURE, "num_experts capacity_factor eval_capacity_factor min_capacity"),
     ("", CLIP_ABOVE, "max_grad_norm"),
     ("", "DeepSpeed's engine does not use it either; only a model's own code can", "sparse_attention"),
     ("", "a key of accelerate, which DeepSpeed does not read; parameters are initialized sharded", "zero3_init_flag"),

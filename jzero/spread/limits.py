@@ -9,12 +9,12 @@ from jax.sharding import Mesh
 
 from jzero.config import Config
 from jzero.display.slow_work import slow_work
-from jzero.errors import ConfigError
+from jzero.errors import ConfigError, some_of
 from jzero.mesh import CONTEXT, EXPERT, GROUP_AXES, TENSOR, group_size, present
 from jzero.optimizers import compresses
 from jzero.spread.division import divided_dims
 from jzero.spread.search import find_dimensions
-from jzero.tree import PyTree
+from jzero.tree import PyTree, named
 
 
 def divided(model: Any, params: PyTree, config: Config, mesh: Mesh, has_stack: bool) -> dict[str, dict[str, int]]:
@@ -32,7 +32,7 @@ def divided(model: Any, params: PyTree, config: Config, mesh: Mesh, has_stack: b
     tables = {EXPERT: config.expert_parallel.dimensions, TENSOR: config.tensor_parallel.dimensions}
     found = {}
     for axis, own in tables.items():
-        table = _table(model, own, axis, mesh.shape[axis])
+        table = _table(model, own, axis, mesh.shape[axis], params)
         key = f"{axis}_parallel.dimensions" if own else f"{model!r}: divided[{axis!r}]"
         names = getattr(model, "names", None)
         found[axis] = divided_dims(params, table, axis, mesh.shape[axis], key=key, has_stack=has_stack, names=names)
@@ -44,12 +44,12 @@ def divided(model: Any, params: PyTree, config: Config, mesh: Mesh, has_stack: b
 
 
 _EXAMPLES = {
-    EXPERT: '{"experts/gate_up": 0, "experts/down": 0}',
+    EXPERT: '{"regular expression": 0} for the weights that jzero.experts takes, or give the model `divided`',
     TENSOR: '{"up/kernel": 1, "down/kernel": 0}, or pass example_batch to jzero.from_flax, so that jzero finds one',
 }
 
 
-def _table(model: Any, own: Mapping[str, int], axis: str, degree: int) -> Mapping[str, int]:
+def _table(model: Any, own: Mapping[str, int], axis: str, degree: int, params: PyTree) -> Mapping[str, int]:
     key = f"{axis}_parallel.dimensions"
     if degree == 1:
         if own:
@@ -59,7 +59,7 @@ def _table(model: Any, own: Mapping[str, int], axis: str, degree: int) -> Mappin
         return table
     raise ConfigError(
         f"mesh.{axis} = {degree}: no table says which dimensions of the parameters it divides; write {key} = "
-        + _EXAMPLES[axis]
+        f"{_EXAMPLES[axis]}; the names are {some_of(named(params))}"
     )
 
 
