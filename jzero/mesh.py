@@ -16,7 +16,7 @@ appears in no spec.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -142,6 +142,11 @@ def batch_parts(mesh: Mesh) -> int:
 def group_size(mesh: Mesh) -> int:
     """Compute the number of devices that act as one."""
     return prod(mesh.shape[axis] for axis in GROUP_AXES)
+
+
+def degrees_text(mesh: Mesh, axes: Iterable[str]) -> str:
+    """Write degrees as keys of a config: "mesh.context = 2 and mesh.tensor = 4"."""
+    return " and ".join(f"mesh.{axis} = {mesh.shape[axis]}" for axis in axes)
 
 
 def spans_hosts(mesh: Mesh, axis: str) -> bool:

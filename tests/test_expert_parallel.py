@@ -20,6 +20,7 @@ from helpers.sampling import keep, some
 
 import jzero
 from jzero.errors import ConfigError
+from jzero.planner.moves import whole_sequences
 from jzero.planner.state_bytes import leaf_bytes, state_bytes
 from jzero.tree import named
 from models.moe import MixtureConfig
@@ -224,3 +225,11 @@ def test_a_module_of_a_users_own(stack):
             state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_the_length_of_a_sequence_is_not_experts_matter():
+    """`expert` divides rows: an odd length beside it needs no warning."""
+    step = make_step(CONFIG, expert=2)
+    tokens = jax.ShapeDtypeStruct((BATCH, 7), np.int32)
+    traced = step.trace({"inputs": tokens, "labels": tokens})
+    assert list(whole_sequences(step.model, step.setup.weights, traced, step.mesh)) == []

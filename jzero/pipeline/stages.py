@@ -23,7 +23,7 @@ from jzero.config import ActivationCheckpointing, Config
 from jzero.errors import ConfigError
 from jzero.gradients import Facts, Passes, Weights
 from jzero.loss import Sums, read_loss, read_sums
-from jzero.mesh import GROUP_AXES, PIPE, present
+from jzero.mesh import GROUP_AXES, PIPE, degrees_text, present
 from jzero.model import ENDS, STACK, StackModel, fold, replace_state, stack_functions, suffix_key
 from jzero.pipeline import vocab_parallel
 from jzero.pipeline.chunk_placement import from_chunks, to_chunks
@@ -268,10 +268,10 @@ def _piece_view(layouts: PyTree, stages: int, chunks: int, pieces: int, depth: i
 def _switched_stages(model: PipelineModule, config: Config, mesh: Mesh, layouts: PyTree, precision: Precision) -> _Cut:
     stages, chunks = mesh.shape[PIPE], config.pipeline.chunks
     if axes := present(mesh, *GROUP_AXES):
-        keys = " and ".join(f"mesh.{axis} = {mesh.shape[axis]}" for axis in axes)
         raise ConfigError(
-            f"{keys} with mesh.pipe = {stages} and layers of {model!r} in no stack that the stages divide: not yet "
-            "supported; make more of the layers alike, choose a number of stages that divides them, or leave one out"
+            f"{degrees_text(mesh, axes)} with mesh.pipe = {stages} and layers of {model!r} in no stack that the stages "
+            "divide: not yet supported; make more of the layers alike, choose a number of stages that divides them, or "
+            "leave one out"
         )
     section = config.activation_checkpointing
     asked = Remat.resolve(config, model, regather=False)

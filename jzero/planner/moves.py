@@ -16,7 +16,7 @@ import jax
 
 from jzero._compat import inner_jaxprs, source_line, without_dead_code
 from jzero.gradients import COUNT, REDUCE
-from jzero.mesh import GROUP_AXES, present, spans_hosts
+from jzero.mesh import CONTEXT, GROUP_AXES, TENSOR, degrees_text, present, spans_hosts
 from jzero.model import ENDS, Inputs, StackModel, stack_functions
 from jzero.planner.products import BACKWARD, FORWARD, OPTIMIZER, names_of, part_of
 from jzero.spread.rules import WHOLE_ARRAYS, WHOLE_BACKWARD
@@ -103,11 +103,10 @@ def moves(traced: jax.stages.Traced, mesh: jax.sharding.Mesh) -> Moves:
 def across_hosts(found: Moves, mesh: jax.sharding.Mesh) -> Iterator[str]:
     """Warn where devices of several hosts act as one."""
     if axes := [axis for axis in present(mesh, *GROUP_AXES) if spans_hosts(mesh, axis)]:
-        sizes = " and ".join(f"mesh.{axis} = {mesh.shape[axis]}" for axis in axes)
-        size = sum(move.total for move in found.all if set(axes) & set(move.axes))
+        asked, size = degrees_text(mesh, axes), sum(move.total for move in found.all if set(axes) & set(move.axes))
         yield (
-            f"{sizes}: devices of several hosts act as one, and move {size_text(size)} a step, each, at the speed of "
-            "the network; fix: degrees of context and tensor whose product divides the number of GPUs of a host"
+            f"{asked}: devices of several hosts act as one, and move {size_text(size)} a step, each, at the speed of "
+            "the network; fix: degrees of expert, context and tensor whose product divides the number of GPUs of a host"
         )
 
 
@@ -118,7 +117,7 @@ def whole_sequences(model: Any, weights: PyTree, traced: jax.stages.Traced, mesh
       weights: shapes.
       traced: the step, which knows the shapes of the batch.
     """
-    axes = present(mesh, *GROUP_AXES)
+    axes = present(mesh, CONTEXT, TENSOR)
     if not axes or not isinstance(model, StackModel):
         return
     prefix, (_, *inputs) = stack_functions(model)[0], traced.args_info[0]

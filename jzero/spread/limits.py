@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jzero.config import Config
 from jzero.display.slow_work import slow_work
 from jzero.errors import ConfigError, some_of
-from jzero.mesh import CONTEXT, EXPERT, GROUP_AXES, TENSOR, group_size, present
+from jzero.mesh import CONTEXT, EXPERT, GROUP_AXES, TENSOR, degrees_text, group_size, present
 from jzero.optimizers import compresses
 from jzero.spread.division import divided_dims
 from jzero.spread.search import find_dimensions
@@ -25,9 +25,8 @@ def divided(model: Any, params: PyTree, config: Config, mesh: Mesh, has_stack: b
     """
     if group_size(mesh) > 1:
         axes = present(mesh, *GROUP_AXES)
-        asked = " and ".join(f"mesh.{axis} = {mesh.shape[axis]}" for axis in axes)
         keys = " and ".join(f"mesh.{axis}" for axis in axes)
-        if problems := [f"{asked} with {what}" for what in _not_yet(config, mesh, keys)]:
+        if problems := [f"{degrees_text(mesh, axes)} with {what}" for what in _not_yet(config, mesh, keys)]:
             raise ConfigError(*problems)
     tables = {EXPERT: config.expert_parallel.dimensions, TENSOR: config.tensor_parallel.dimensions}
     found = {}
