@@ -197,7 +197,7 @@ def test_signals_go_through(launch):
 @pytest.mark.slow
 def test_one_host_that_is_not_this_one(launch, hosts):
     job = launch("--include", hosts.names["b"], "--no_python", "--no_local_rank", "sh", "-c", "hostname; echo $0")
-    assert job.wait() == 0
+    assert job.wait() == 0, job.errors
     assert sorted(line[4:] for line in job.output.splitlines()).count(hosts.names["b"]) == 2
 
 
