@@ -27,7 +27,7 @@ def experts(
     or not, and the products are batched.
 
     The weights' expert dimension may be divided by the mesh axis `expert`, which divides the rows of the batch too:
-    then tokens move to their experts, by all-to-alls. A model says so with `divided = {"expert": {"moe/": 0}}`.
+    then tokens move to their experts, by all-to-alls. A model names these weights: `divided = {"expert": {"moe/": 0}}`.
 
     Without a capacity it cannot be batched by `jax.vmap`: JAX's `ragged_dot` has no rule for that. Put rows into B.
 

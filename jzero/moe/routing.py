@@ -90,6 +90,8 @@ def route(
     _, tokens, experts = logits.shape
     if not 1 <= top_k <= experts:
         raise ConfigError(f"route: top_k = {top_k} of {experts} experts; must be 1 to {experts}")
+    if bias is not None and bias.shape != (experts,):
+        raise ConfigError(f"route: bias {list(bias.shape)}; must be [E], here [{experts}]")
     if score not in ("softmax", "sigmoid"):
         raise ConfigError(f'route: score = {score!r}; must be "softmax" or "sigmoid"')
     if capacity_factor is not None and (capacity_factor <= 0 or min_capacity < 1):

@@ -1,4 +1,4 @@
-"""Which rows of which group a kernel's tiles hold."""
+"""Maps the tiles of a kernel to the rows of groups."""
 
 from __future__ import annotations
 

@@ -189,7 +189,9 @@ def state_bytes(step: TrainStep) -> StateBytes:
     lies = jax.tree.leaves((specs.params, specs.opt_state), is_leaf=lambda s: isinstance(s, PartitionSpec))
     persistent = sum(
         # A stage that shards state divides experts among the whole group; without one only `expert` divides them.
-        x.size * x.dtype.itemsize / (1 if stage.shards_state or EXPERT not in str(spec) else mesh.shape[EXPERT])
+        x.size
+        * x.dtype.itemsize
+        / (1 if stage.shards_state or EXPERT not in jax.tree.leaves(tuple(spec)) else mesh.shape[EXPERT])
         for x, spec in zip(jax.tree.leaves((shapes.params, shapes.opt_state)), lies, strict=True)
     )
     # Errors of compressed communication have a row for each device, whatever the stage.

@@ -75,6 +75,7 @@ def test_the_bias_balances():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"bias": jnp.zeros(5)}, "bias \\[5\\]; must be \\[E\\], here \\[6\\]"),
         ({"score": "softmx"}, "score = 'softmx'; must be"),
         ({"capacity_factor": 0.0}, "capacity_factor = 0.0, min_capacity = 4; both must be positive"),
         ({"capacity_factor": 1.0, "min_capacity": 0}, "both must be positive"),

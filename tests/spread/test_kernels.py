@@ -61,7 +61,7 @@ def test_more_devices_than_key_value_heads(kv_heads):
 
 
 def test_heads_that_the_axis_does_not_divide():
-    """With a bias, which allows no ring, every device computes all heads, and the ledger says so."""
+    """With a bias, which allows no ring, every device computes all heads, and the ledger records it."""
     arrays, forms = operands(6, 2, (1, None), bias=1)
     group = check(attention, arrays, forms, tolerance=2e-2, degrees={"a": 4, "b": 2})
     assert {fallback.primitive for fallback in group.ledger.fallbacks} == {
