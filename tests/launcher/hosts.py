@@ -64,7 +64,11 @@ class Hosts:
             ["ip", "netns", "exec", self.names[host], *isolated], start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        end = time.monotonic() + 15
+        self.wait_for(host)
+
+    def wait_for(self, host):
+        """Wait until the host's sshd answers."""
+        end = time.monotonic() + 30
         while subprocess.run([*self.on("a"), *self.ssh(host), "true"], capture_output=True).returncode:
             assert time.monotonic() < end, f"sshd on {host} does not answer"
             time.sleep(0.1)
@@ -78,8 +82,14 @@ class Hosts:
         return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", f'hostname {name}; exec "$@"', "sh"]
 
     def link(self, state):
-        """Set b's network "up" or "down"."""
+        """Set b's network "up" or "down".
+
+        Up: wait until a finds b again. While b was gone, connections that retry may have left a search for its address
+        that is about to fail, and a new connection would fail with it ("No route to host").
+        """
         sh("ip", "netns", "exec", self.names["b"], "ip", "link", "set", "net", state)
+        if state == "up":
+            self.wait_for("b")
 
     def stop(self, host):
         os.killpg(self.servers[host].pid, signal.SIGKILL)
