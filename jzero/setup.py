@@ -36,6 +36,7 @@ from jzero.offload import choice, pinned_memory
 from jzero.optimizers import lr_schedules, wrappers
 from jzero.pipeline.stages import pipelined
 from jzero.precision import Precision, cast, settle_precision
+from jzero.spread.layer_specs import with_layer_specs
 from jzero.spread.limits import divided, with_found_dimensions
 from jzero.stored_names import StoredNames
 from jzero.tree import PyTree, named, partition
@@ -157,8 +158,9 @@ def resolve(
     mesh = make_mesh(config) if mesh is None else mesh
     check_mesh(mesh)
     check_against(config, mesh)
-    given, config = config.tensor_parallel.dimensions, with_found_dimensions(config, model, mesh)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
+    config = with_layer_specs(config, model, shapes, isinstance(model, StackModel))
+    given, config = config.tensor_parallel.dimensions, with_found_dimensions(config, model, mesh)
     config, why = settle_precision(config, shapes, mesh.devices.flat[0])
     precision = Precision.from_config(config, why)
     if float16_on_cpu(precision, mesh):

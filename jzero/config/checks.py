@@ -91,6 +91,15 @@ def _groups_against_mesh(s: Settings) -> Iterator[str]:
             yield f"{key} = {size} and mesh.{axis} = {own}: both are the degree of {axis}; keep one"
 
 
+@_reads("tensor_parallel.dimensions", "tensor_parallel.partition_config.layer_specs")
+def _two_tables(s: Settings) -> Iterator[str]:
+    if s.tensor_parallel.dimensions and s.tensor_parallel.partition_config.layer_specs:
+        yield (
+            "tensor_parallel.dimensions and tensor_parallel.partition_config.layer_specs: both say which dimensions "
+            "mesh.tensor divides; keep one"
+        )
+
+
 @_reads("pipeline.stages", "mesh.pipe")
 def _stages_against_mesh(s: Settings) -> Iterator[str]:
     if s.pipeline.stages and "pipe" in s.mesh.model_fields_set and s.mesh.pipe not in (-1, s.pipeline.stages):

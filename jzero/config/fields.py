@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator
 
 from jzero.values import kinds
+from jzero.values.layer_specs import LAYER_SPECS
 
 Flag = Annotated[bool, PlainValidator(kinds.FLAG)]
 Text = Annotated[str, PlainValidator(kinds.TEXT)]
@@ -20,6 +21,7 @@ NonNegative = Annotated[float, PlainValidator(kinds.NON_NEGATIVE)]
 Params = Annotated[dict[str, Any], PlainValidator(kinds.PARAMS)]
 Options = Annotated[dict[str, bool | int | float | str], PlainValidator(kinds.OPTIONS)]
 Dimensions = Annotated[dict[str, int], PlainValidator(kinds.DIMENSIONS)]
+LayerSpecs = Annotated[tuple[dict[str, Any], ...], PlainValidator(LAYER_SPECS)]
 Patterns = Annotated[tuple[str, ...], PlainValidator(kinds.PATTERNS)]
 PatternsOrNone = Annotated[tuple[str, ...] | None, PlainValidator(kinds.PATTERNS_OR_NULL)]
 

@@ -9,6 +9,7 @@ from jzero.config.fields import (
     Count,
     Dimensions,
     Flag,
+    LayerSpecs,
     Options,
     Params,
     Patterns,
@@ -179,6 +180,20 @@ class TensorGroup(Section):
     tp_size: PositiveInt32 = 1
 
 
+class PartitionConfig(Section):
+    """DeepSpeed's rules (AutoTP), from which jzero makes the table `tensor_parallel.dimensions`.
+
+    Each of `layer_specs` has `patterns`, regular expressions that match the beginning of a weight's name as PyTorch
+    writes it (`layers.0.up.weight`) or the model (`layers.0.up.kernel`), and a `partition_type`: column divides the
+    outputs, row the inputs, skip nothing. The first spec that matches decides. `shape` and `partition_dim` are
+    PyTorch's, for weights with a dimension of their own for fused parts or experts. With `use_default_specs` the
+    model's own table `divided` decides about the other parameters.
+    """
+
+    use_default_specs: Flag = True
+    layer_specs: LayerSpecs = ()
+
+
 class TensorParallelConfig(Section):
     """The devices that act as one, and the dimension of each parameter that they divide.
 
@@ -190,6 +205,7 @@ class TensorParallelConfig(Section):
     autotp_size: Count = 0
     tp: TensorGroup = TensorGroup()
     dimensions: Dimensions = {}
+    partition_config: Annotated[PartitionConfig, OR_NULL] = PartitionConfig()
 
 
 class ExpertParallelConfig(Section):

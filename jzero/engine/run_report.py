@@ -233,8 +233,11 @@ def _effective(step: Any) -> list[str]:
         lines.append("bf16.check_grad_overflow false: a gradient that is not finite reaches the parameters")
     else:
         lines.append("a step whose gradient is not finite is skipped")
+    tensor = config.tensor_parallel
+    if tensor.partition_config.layer_specs:
+        lines.append(f"tensor_parallel.partition_config, as dimensions: {value_text(tensor.dimensions)}")
     if step.setup.searched:
-        lines.append(f"tensor_parallel.dimensions, found by trying: {value_text(config.tensor_parallel.dimensions)}")
+        lines.append(f"tensor_parallel.dimensions, found by trying: {value_text(tensor.dimensions)}")
     if there := [leaf for leaf in jax.tree.leaves(step.layouts) if leaf.on_host.master or leaf.on_host.moments]:
         lines.append(
             f"offload: {size_text(step.host_bytes)} of the state in the host's memory for each device; the update "

@@ -31,8 +31,11 @@ def divided(model: Any, params: PyTree, config: Config, mesh: Mesh, has_stack: b
     tables = {EXPERT: config.expert_parallel.dimensions, TENSOR: config.tensor_parallel.dimensions}
     found = {}
     for axis, own in tables.items():
-        table = _table(model, own, axis, mesh.shape[axis], params)
-        key = f"{axis}_parallel.dimensions" if own else f"{model!r}: divided[{axis!r}]"
+        key = f"{axis}_parallel.dimensions"
+        if axis == TENSOR and config.tensor_parallel.partition_config.layer_specs:
+            key = "tensor_parallel.partition_config"
+        table = _table(model, own, axis, mesh.shape[axis], params, key)
+        key = key if own else f"{model!r}: divided[{axis!r}]"
         names = getattr(model, "names", None)
         found[axis] = divided_dims(params, table, axis, mesh.shape[axis], key=key, has_stack=has_stack, names=names)
         if of_state := sorted(set(found[axis]) & set(getattr(model, "state", ()))):
@@ -48,11 +51,10 @@ _EXAMPLES = {
 }
 
 
-def _table(model: Any, own: Mapping[str, int], axis: str, degree: int, params: PyTree) -> Mapping[str, int]:
-    key = f"{axis}_parallel.dimensions"
+def _table(model: Any, own: Mapping[str, int], axis: str, degree: int, params: PyTree, key: str) -> Mapping[str, int]:
     if degree == 1:
         if own:
-            raise ConfigError(f"{key}: does nothing on a mesh with {axis} 1; set mesh.{axis}, or leave the table out")
+            raise ConfigError(f"{key}: does nothing on a mesh with {axis} 1; set mesh.{axis}, or leave it out")
         return {}
     if table := own or getattr(model, "divided", {}).get(axis, {}):
         return table
