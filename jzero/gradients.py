@@ -124,7 +124,7 @@ def sequential(
     remat = Remat.resolve(config, model, regather)
     view = unrolled(layouts) if stack and unrolls(config, layouts, remat) else scanned(layouts)
     make_loss: Callable = _stack_loss if stack else _whole_loss
-    loss = make_loss(on_group(model, mesh, layouts), layouts, view, remat, precision)
+    loss = make_loss(on_group(model, mesh, layouts, config.context_parallel.attention), layouts, view, remat, precision)
 
     def gradients(weights: Weights, batch: PyTree, key: jax.Array, cotangent: jax.Array, first: Any = 0) -> Any:
         def micro(i: Any, part: PyTree, state: PyTree) -> tuple[PyTree, Sums, PyTree]:

@@ -9,8 +9,9 @@ import pytest
 from helpers import attention_kernels
 from helpers.cuda import needs_cuda_compiler
 from helpers.sampling import keep
-from helpers.tensor_models import batches, errors
+from helpers.tensor_models import batches, errors, make_step
 
+from jzero.errors import ConfigError
 from jzero.planner.moves import moves
 from jzero.planner.products import BACKWARD, FORWARD
 
@@ -37,9 +38,60 @@ def test_one_device_computes_the_same(layout):
     losses, parameters, step, _ = errors("ring", oracle="two-heads", **layout)
     assert losses < 1e-6
     assert parameters < 2e-6
+    attention = moves_of_attention(step)
+    assert {move.kind for move in attention} <= {"collective-permute", "all-to-all"}
+    assert {move.part for move in attention if move.kind == "collective-permute"} >= {FORWARD, BACKWARD}
+
+
+def moves_of_attention(step):
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batches("ring")[0])
     found = moves(step.trace(shapes), step.mesh)
     assert not found.whole
-    attention = [move for move in found.all if move.line.startswith("attention.py")]
-    assert {move.kind for move in attention} <= {"collective-permute", "all-to-all"}
-    assert {move.part for move in attention if move.kind == "collective-permute"} >= {FORWARD, BACKWARD}
+    return [move for move in found.all if move.line.startswith("attention.py")]
+
+
+# ------------------------------------------------------------------ context_parallel.attention
+
+CHOICES = [
+    ("auto", {"context": 2}, {"all-to-all"}),
+    ("ulysses", {"context": 2}, {"all-to-all"}),
+    ("ring", {"context": 2}, {"collective-permute"}),
+    ("ring", {"context": 4, "zero": 2, "stage": 3}, {"collective-permute"}),
+]
+
+
+@pytest.mark.parametrize(("attention", "layout", "kinds"), keep(CHOICES, CHOICES[1:3]))
+def test_a_choice_is_what_runs(attention, layout, kinds):
+    """Two heads suffice for two devices; a ring by choice shares no heads."""
+    losses, parameters, step, _ = errors("ring", oracle="two-heads", attention=attention, **layout)
+    assert losses < 1e-6
+    assert parameters < 2e-6
+    assert {move.kind for move in moves_of_attention(step)} == kinds
+
+
+def refusal(name, batch, **layout):
+    step = make_step(name, **layout)
+    with pytest.raises(ConfigError) as error:
+        step.trace(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch))
+    return str(error.value)
+
+
+def test_ulysses_needs_heads():
+    text = refusal("ring", batches("ring")[0], attention="ulysses", context=4, tensor=1)
+    assert text.startswith(
+        'context_parallel.attention = "ulysses": context 4 do not divide the 2 heads, with 2 of keys'
+    )
+    assert "attention.py:" in text
+    assert text.endswith('what fits: mesh.context = 2 or "auto", which adds a ring where it can')
+    text = refusal("ring", batches("ring")[0], attention="ulysses", context=2, tensor=2)
+    assert "tensor 2 and context 2 do not divide the 2 heads" in text
+    assert 'what fits: "auto"' in text
+
+
+def test_a_ring_needs_plain_attention():
+    """Segments are a mask of their own; two devices need sequences of four parts under a causal mask."""
+    text = refusal("ring", batches()[0], attention="ring", context=2, precision="bf16")
+    assert 'context_parallel.attention = "ring": the attention at attention.py' in text
+    assert "has a bias or a mask of its own" in text
+    short = {key: x[:, :6] for key, x in batches("ring")[0].items()}
+    assert "a length without two parts for each of the devices" in refusal("ring", short, attention="ring", context=2)

@@ -46,6 +46,7 @@ Policy = Literal["none", "full", "matmuls"]
 Reduction = Literal["mean", "sum"]
 Gather = Literal["step", "micro_batch"]
 Growth = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
+ContextAttention = Literal["auto", "ulysses", "ring"]
 NoDecay = Literal["norms_biases", "norms_biases_embeddings"]
 
 
@@ -208,6 +209,16 @@ class TensorParallelConfig(Section):
     partition_config: Annotated[PartitionConfig, OR_NULL] = PartitionConfig()
 
 
+class ContextParallelConfig(Section):
+    """How cuDNN's attention runs on sequences that `mesh.context` divides.
+
+    "ulysses" moves the division to the heads, "ring" sends keys and values from device to device; where that cannot
+    be, it is an error. "auto": Ulysses where the heads suffice, else a ring with as many of them as fit.
+    """
+
+    attention: Annotated[ContextAttention, PlainValidator(one_of(get_args(ContextAttention)))] = "auto"
+
+
 class ExpertParallelConfig(Section):
     """The devices that divide the experts among themselves, and the dimension of their parameters.
 
@@ -351,6 +362,7 @@ class Settings(Section):
     activation_checkpointing: ActivationCheckpointing | None = None
     mesh: MeshConfig = MeshConfig()
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
+    context_parallel: ContextParallelConfig = ContextParallelConfig()
     expert_parallel: ExpertParallelConfig = ExpertParallelConfig()
     pipeline: PipelineConfig = PipelineConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

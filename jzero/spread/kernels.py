@@ -14,9 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jzero.errors import ConfigError
 from jzero.spread import ring
 from jzero.spread.rules import WHOLE_ARRAYS, bind, everywhere, rule
 from jzero.spread.value import Axes, Dims, Group, Value
+from jzero.values.kinds import either
 
 # Operands of both primitives: query, key, value, bias, and lengths and offsets of the rows; the backward one has in
 # addition the sums of exponentials, the output and its gradient. An absent operand has no elements.
@@ -68,7 +70,7 @@ class Form(NamedTuple):
 
 @rule("dot_product_attention_fwd_wrapper")
 def attention_forward(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
-    if eqn.params["dropout_rate"]:  # each device would draw the same mask for its own heads
+    if _has_dropout(group, eqn):
         return everywhere(group, eqn, values)
     form = _form(group, eqn, values)
     xs = [_operand(group, form, i, v) for i, v in enumerate(values)]
@@ -80,7 +82,7 @@ def attention_forward(group: Group, eqn: Any, values: list[Value]) -> list[Value
 
 @rule("dot_product_attention_bwd_wrapper")
 def attention_backward(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
-    if eqn.params["dropout_rate"]:
+    if _has_dropout(group, eqn):
         return everywhere(group, eqn, values)
     form = _form(group, eqn, values)
     operands = [_operand(group, form, i, v) for i, v in enumerate(values)]
@@ -102,7 +104,11 @@ def attention_backward(group: Group, eqn: Any, values: list[Value]) -> list[Valu
 def _form(group: Group, eqn: Any, values: list[Value]) -> Form:
     """Divide the heads by all axes that divide the heads or the sequence of the queries.
 
-    If they do not divide them, those of the sequence make a ring. If that is not possible, divide by the first axes.
+    If they do not divide them, or `group.attention` is "ring", those of the sequence make a ring. If that is not
+    possible, divide by the first axes.
+
+    Raises:
+      ConfigError: `group.attention` asks for what these operands do not allow.
     """
     at = 2 if eqn.params["layout"] == 0 else 1
     query, key = group.summed(values[0]), values[1]
@@ -110,14 +116,54 @@ def _form(group: Group, eqn: Any, values: list[Value]) -> Form:
     axes, sizes = (*heads, *sequence), (query.shape[at], key.shape[at])
     shared = {n: _shared(group, *sizes, axes[:n]) for n in range(len(axes) + 1)}
     fitting = max(n for n, found in shared.items() if found is not None)
-    if fitting < len(axes) and (of_keys := shared[len(heads)]) is not None:
+    only_ring = group.attention == "ring" and sequence != ()
+    if group.attention == "ulysses" and sequence and fitting < len(axes):
+        raise ConfigError(_too_few_heads(group, heads, sequence, sizes))
+    if (fitting < len(axes) or only_ring) and (of_keys := shared[len(heads)]) is not None:
         rest = group.degree(heads[len(of_keys) :])
         own = query.shape[at] // group.degree(heads), key.shape[at] // group.degree(of_keys) if rest == 1 else 1
+        own = (1, 1) if only_ring else own  # no devices beside each other share heads
         if found := ring.find_ring(group, eqn, values, sequence, at, *own):
             return Form(query.dims[0], heads, of_keys, at, ring=found)
+    if only_ring:
+        why = ring.obstacle(group, eqn, values, sequence, at) or "a length without two parts for each of the devices"
+        raise ConfigError(
+            f'context_parallel.attention = "ring": the attention at {_place(group)} has {why}; write "auto", '
+            "which then divides the heads"
+        )
     if again := fitting < len(axes):
         group.ledger.fall_back()
     return Form(query.dims[0], axes[:fitting], shared[fitting] or (), at, again)
+
+
+def _too_few_heads(group: Group, heads: Axes, sequence: Axes, sizes: tuple[int, int]) -> str:
+    """Describe heads that the axes do not divide, with smaller degrees of the sequence's first axis that would."""
+    axis, *others = sequence
+    fits = []
+    for n in range(2, group.degrees[axis]):
+        smaller = Group({**group.degrees, axis: n})
+        if _shared(smaller, *sizes, (*heads, axis, *others)) is not None:
+            fits.append(f"mesh.{axis} = {n}")
+    degrees = " and ".join(f"{name} {group.degrees[name]}" for name in (*heads, *sequence))
+    return (
+        f'context_parallel.attention = "ulysses": {degrees} do not divide the {sizes[0]} heads, with {sizes[1]} of '
+        f"keys and values, of the attention at {_place(group)}; what fits: "
+        + either([*fits, '"auto", which adds a ring where it can'])
+    )
+
+
+def _place(group: Group) -> str:
+    return group.ledger.line or "an unknown line"
+
+
+def _has_dropout(group: Group, eqn: Any) -> bool:
+    """Return whether attention drops weights: each device would draw the same mask for its own heads."""
+    if eqn.params["dropout_rate"] and group.attention != "auto":
+        raise ConfigError(
+            f'context_parallel.attention = "{group.attention}": the attention at {_place(group)} has dropout, which '
+            'every device computes for all heads; write "auto", or train without'
+        )
+    return bool(eqn.params["dropout_rate"])
 
 
 def _shared(group: Group, heads: int, kv_heads: int, axes: Axes) -> Axes | None:

@@ -16,9 +16,13 @@ from jzero.spread.value import Group, Value, whole
 from jzero.tree import PyTree
 
 
-def on_group(model: Any, mesh: Mesh, layouts: PyTree) -> Any:
-    """Return the model for the group of devices to which this one belongs; the model itself if it is alone."""
-    return model if group_size(mesh) == 1 else SpreadModel(model, mesh, layouts)
+def on_group(model: Any, mesh: Mesh, layouts: PyTree, attention: str = "auto") -> Any:
+    """Return the model for the group of devices to which this one belongs; the model itself if it is alone.
+
+    Args:
+      attention: how it runs on divided sequences, see `jzero.config.sections.ContextParallelConfig`.
+    """
+    return model if group_size(mesh) == 1 else SpreadModel(model, mesh, layouts, attention)
 
 
 class SpreadModel:
@@ -29,10 +33,11 @@ class SpreadModel:
     and a cache that are whole on every device.
     """
 
-    def __init__(self, model: Any, mesh: Mesh, layouts: PyTree):
+    def __init__(self, model: Any, mesh: Mesh, layouts: PyTree, attention: str = "auto"):
         self.model, self._layouts = model, layouts
         # Dimension 1 of [rows, sequence, width]: `tensor` too, for Megatron's sequence parallelism (arXiv:2205.05198).
-        self.group = Group({axis: mesh.shape[axis] for axis in GROUP_AXES}, {0: (EXPERT,), 1: (CONTEXT, TENSOR)})
+        degrees = {axis: mesh.shape[axis] for axis in GROUP_AXES}
+        self.group = Group(degrees, {0: (EXPERT,), 1: (CONTEXT, TENSOR)}, attention)
 
     def __repr__(self) -> str:
         return repr(self.model)

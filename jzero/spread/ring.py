@@ -74,18 +74,31 @@ def find_ring(
       at: the dimension of heads.
       heads, kv_heads: what one device has of them while the sequence is divided.
     """
-    p, degree = eqn.params, group.degree(axes)
-    in_order = axes == tuple(axis for axis in group.degrees if axis in axes)  # as lax.ppermute counts devices
-    plain = p["mask_type"].name in ("NO_MASK", "CAUSAL") and not p["dropout_rate"] and not p["sliding_window_length"]
-    absent = all(0 in v.shape for v in values[_BETWEEN])
-    length, kv_length = (v.shape[3 - at] for v in values[:2])
-    if not (axes and in_order and plain and absent and group.fits(kv_length, axes)):
+    if obstacle(group, eqn, values, axes, at):
         return None
+    degree, length, kv_length = group.degree(axes), *(v.shape[3 - at] for v in values[:2])
     shared = (n for n in range(degree, 0, -1) if degree % n == 0 and heads % n == 0)
     near = next(n for n in shared if kv_heads % n == 0 or n % kv_heads == 0)
     ring = Ring(group, eqn, axes, near, degree // near, at)
     uneven = length != kv_length or length % (2 * ring.stops)
     return None if ring.causal and uneven else ring
+
+
+def obstacle(group: Group, eqn: Any, values: Sequence[Value], axes: Axes, at: int) -> str:
+    """Return in words what allows no ring over these axes; "" if nothing does."""
+    p = eqn.params
+    found = {
+        "a mask that is neither causal nor none": p["mask_type"].name not in ("NO_MASK", "CAUSAL"),
+        "a window": p["sliding_window_length"],
+        "dropout": p["dropout_rate"],
+        "a bias or a mask of its own, or lengths of its rows": any(0 not in v.shape for v in values[_BETWEEN]),
+        "keys whose length the devices do not divide": not group.fits(values[1].shape[3 - at], axes),
+        "a sequence that is not divided": not axes,
+        "a division in another order than the mesh's": (  # as lax.ppermute counts devices
+            axes != tuple(axis for axis in group.degrees if axis in axes)
+        ),
+    }
+    return next((text for text, there in found.items() if there), "")
 
 
 # ------------------------------------------------------------------ forward and backward

@@ -74,11 +74,13 @@ class Group:
       degrees: axis -> its size, of the axes larger than 1.
       rest: dimension -> the axes that divide it in activations between layers.
       ledger: what was moved.
+      attention: how cuDNN's runs on divided sequences: "auto", "ulysses" or "ring".
       no_gradient: whether nothing takes gradients of what is computed now, so that no function needs its own.
       backward: whether a backward pass of the model's own runs now.
     """
 
-    def __init__(self, degrees: Mapping[str, int], rest: Mapping[int, Axes] | None = None):
+    def __init__(self, degrees: Mapping[str, int], rest: Mapping[int, Axes] | None = None, attention: str = "auto"):
+        self.attention = attention
         self.degrees = {axis: n for axis, n in degrees.items() if n > 1}
         self.rest = {d: tuple(a for a in axes if a in self.degrees) for d, axes in (rest or {}).items()}
         self.ledger, self.no_gradient, self.backward = Ledger(), False, False
