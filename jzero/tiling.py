@@ -12,6 +12,8 @@ from jax import lax
 from jzero.errors import ConfigError
 from jzero.tree import PyTree
 
+CUT = "cut_in_tiles_"  # the scope of the cut, as "cut_in_tiles_4_of_1024"
+
 
 def tiled(f: Callable[[PyTree], PyTree], x: PyTree, tiles: int, *, axis: int = 1) -> PyTree:
     """Compute f(x) for one tile of the sequence after another, forward and backward.
@@ -44,7 +46,8 @@ def tiled(f: Callable[[PyTree], PyTree], x: PyTree, tiles: int, *, axis: int = 1
     """
     if tiles == 1:
         return f(x)
-    cut = jax.tree.map(lambda leaf: _cut(leaf, tiles, axis), x)
+    with jax.named_scope(f"{CUT}{tiles}_of_{jnp.shape(jax.tree.leaves(x)[0])[axis]}"):
+        cut = jax.tree.map(lambda leaf: _cut(leaf, tiles, axis), x)
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), cut)
     run, weights = jax.closure_convert(f, one)
     wide = [_wide(w) for w in weights]

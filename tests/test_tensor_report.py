@@ -194,3 +194,27 @@ def report_of(step, batch, extra=None):
         traced=step.trace(shapes, extra), mesh=step.mesh, model=step.model, setup=step.setup, precision=step.precision
     )
     return " ".join(step_report(traced).split())
+
+
+# ------------------------------------------------------------------ sequences that are gathered
+
+
+def test_attention_without_cudnn_gathers_over_context():
+    """The price is that of the trace: a layer's queries [16, 8, 4, 8] whole, in float32, of two layers."""
+    text = report_of(make_step("llama", context=2), batches()[0])
+    price = BATCH * 8 * 4 * 8 * 4 * 2
+    assert text.count("XLA's own attention") == 1
+    assert re.search(rf"XLA's own attention at attention.py:\d+ gathers .* over context, {price // 1024}.0 KiB a", text)
+    assert "XLA's own attention" not in report_of(make_step("llama", tensor=2), batches()[0])
+
+
+def test_tiles_that_the_axes_do_not_divide():
+    """Of a sequence of 8, two tiles of 4 fit context 2 x tensor 2, and three axes of 8 devices only one tile."""
+    fits = report_of(make_step("tiled", context=2, tensor=2), batches()[0])
+    assert "tiles of the sequence" not in fits
+    text = report_of(make_step("tiled", context=4, tensor=2), batches()[0])
+    found = re.search(
+        r"2 tiles of the sequence of 8 at decoder.py:\d+(, decoder.py:\d+)?: (.*?); fix: (.*?)( -|$)", text
+    )
+    assert found[2].startswith("mesh.context = 4 and mesh.tensor = 2 do not divide a tile of 4, so the sequence is")
+    assert found[3].startswith("1 tiles")

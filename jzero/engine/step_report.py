@@ -8,6 +8,7 @@ from typing import Any
 from jzero.engine.text import bullets, table
 from jzero.errors import some_of
 from jzero.mesh import GROUP_AXES, group_size, present
+from jzero.planner.gathered_sequences import gathered_sequences
 from jzero.planner.moves import COLUMNS, across_hosts, moves, whole_sequences
 from jzero.planner.products import products
 
@@ -39,7 +40,7 @@ def _moves(step: Any) -> list[str]:
     lines = table([COLUMNS, *found.rows(MOST_MOVES)], "<<>>><<<") if found.all else []
     whole = [f"ran on whole arrays: {some_of(found.whole, 6)}"] if found.whole else []
     undivided = whole_sequences(step.model, step.setup.weights, step.traced, step.mesh)
-    return lines + bullets([*whole, *undivided, *across_hosts(found, step.mesh)])
+    return lines + bullets([*whole, *undivided, *gathered_sequences(found, step.mesh), *across_hosts(found, step.mesh)])
 
 
 def _half_precision(step: Any) -> list[str]:

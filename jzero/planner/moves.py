@@ -19,7 +19,9 @@ from jzero.gradients import COUNT, REDUCE
 from jzero.mesh import CONTEXT, GROUP_AXES, TENSOR, degrees_text, present, spans_hosts
 from jzero.model import ENDS, Inputs, StackModel, stack_functions
 from jzero.planner.products import BACKWARD, FORWARD, OPTIMIZER, names_of, part_of
+from jzero.spread.products import WHOLE_FACTOR
 from jzero.spread.rules import WHOLE_ARRAYS, WHOLE_BACKWARD
+from jzero.tiling import CUT
 from jzero.tree import PyTree
 from jzero.values.sizes import size_text
 
@@ -67,10 +69,12 @@ class Moves:
     Attributes:
       all: those that differ, the largest total first.
       whole: the primitives that ran on whole arrays although their operands were divided, as "sort (model.py:12)".
+      marked: pairs of a scope and an all-gather of the forward pass in it: `WHOLE_FACTOR`, or that of a cut in tiles.
     """
 
     all: tuple[Move, ...] = ()
     whole: tuple[str, ...] = ()
+    marked: tuple[tuple[str, Move], ...] = ()
 
     @property
     def total(self) -> int:
@@ -140,15 +144,23 @@ def whole_sequences(model: Any, weights: PyTree, traced: jax.stages.Traced, mesh
 
 def moves_over(jaxpr: Any, axes: Sequence[str]) -> Moves:
     """List the collectives of a jaxpr over at least one of these axes, and what ran on whole arrays."""
-    times, whole = Counter[Move](), Counter[str]()
+    times, whole, marked = Counter[Move](), Counter[str](), Counter[tuple[str, Move]]()
     for eqn, runs, scope in _operations(jaxpr, 1, ""):
         part, line, over = BACKWARD if REDUCE in scope else part_of(scope), source_line(eqn), _axes(eqn)
         if set(axes) & set(over) and part != OPTIMIZER:
-            times[Move(_KINDS[eqn.primitive.name], over, _bytes(eqn), part, _module(scope), line)] += runs
+            move = Move(_KINDS[eqn.primitive.name], over, _bytes(eqn), part, _module(scope), line)
+            times[move] += runs
+            if (move.kind, part) == ("all-gather", FORWARD) and (marks := [*filter(_is_mark, names_of(scope))]):
+                marked[marks[-1], move] += runs
         elif not over and _on_whole_arrays(str(eqn.source_info.name_stack).split("/"), part):
             whole[f"{eqn.primitive.name} ({line})"] += 1
     found = (replace(move, times=runs) for move, runs in times.items())
-    return Moves(tuple(sorted(found, key=lambda move: -move.total)), tuple(whole))
+    with_marks = ((mark, replace(move, times=runs)) for (mark, move), runs in marked.items())
+    return Moves(tuple(sorted(found, key=lambda move: -move.total)), tuple(whole), tuple(with_marks))
+
+
+def _is_mark(name: str) -> bool:
+    return name == WHOLE_FACTOR or name.startswith(CUT)
 
 
 def _on_whole_arrays(names: Sequence[str], part: str) -> bool:
@@ -179,5 +191,5 @@ def _bytes(eqn: Any) -> int:
 
 
 def _module(scope: str) -> str:
-    names = [name for name in names_of(scope) if name not in (WHOLE_ARRAYS, WHOLE_BACKWARD)]
+    names = [name for name in names_of(scope) if name not in (WHOLE_ARRAYS, WHOLE_BACKWARD) and not _is_mark(name)]
     return next((name for name in (REDUCE, COUNT) if name in names), "/".join(names))

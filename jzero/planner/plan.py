@@ -21,6 +21,7 @@ from jzero.planner import gpus
 from jzero.planner.advice import advice
 from jzero.planner.collectives import collectives
 from jzero.planner.deepspeed_estimate import deepspeed_estimate
+from jzero.planner.gathered_sequences import gathered_sequences
 from jzero.planner.memory import memory
 from jzero.planner.moves import across_hosts, moves, whole_sequences
 from jzero.planner.plan_facts import PlanFacts
@@ -166,6 +167,7 @@ def read_plan(
     warnings = [
         *advice(step, gpu, text, found, products(traced), amount),
         *whole_sequences(step.model, step.setup.weights, traced, step.mesh),
+        *gathered_sequences(moved, step.mesh),
         *across_hosts(moved, step.mesh),
     ]
     return Plan(

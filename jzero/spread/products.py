@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
+import jax
+
 from jzero.spread.rules import bind, everywhere, results, rule
 from jzero.spread.value import Axes, Group, Value
+
+WHOLE_FACTOR = "whole_factor"  # the scope of what is gathered for products of activations: attention without cuDNN
 
 
 @rule("dot_general")
@@ -37,7 +42,9 @@ def dot_general(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
     for v, d, free in ((a, da, free_a), (b, db, free_b)):
         if not v.weight:
             _rest(group, v, d, free, taken)
-    a, b = group.place(a, tuple(da)), group.place(b, tuple(db))
+    of_activations = lb and not (a.weight or b.weight)
+    with jax.named_scope(WHOLE_FACTOR) if of_activations else contextlib.nullcontext():
+        a, b = group.place(a, tuple(da)), group.place(b, tuple(db))
     dims = (*(da[i] for i in lb), *(da[i] for i in free_a), *(db[j] for j in free_b))
     partial = tuple(axis for i in lc for axis in da[i])
     return results(eqn, bind(eqn, [a.x, b.x]), dims, partial, a.weight and b.weight)
