@@ -1,6 +1,7 @@
 """Layer stacks from modules as people write them. Oracle: the same module with plain Flax and optax on one device."""
 
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -293,3 +294,70 @@ def test_prefix_and_suffix_as_methods():
     compare(model.places.join(of_stack), gradients, rtol=1e-5, atol=1e-6)
     logits = model.predicting(None).loss(model.adopt(params), BATCHES[0], None)
     assert logits.shape == (*BATCHES[0]["x"].shape, VOCAB)
+
+
+# ------------------------------------------------------------------ fused matrices
+
+
+class Fused(nnx.Module):
+    """Gates and values side by side in each layer, and in the head."""
+
+    fused_matrices: ClassVar = {
+        "layers/0/up/kernel": (1, (6, 6)),
+        "layers/1/up/kernel": (1, (6, 6)),
+        "head/kernel": (1, (2, 2)),
+    }
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([FusedLayer(rngs) for _ in range(2)])
+        self.head = nnx.Linear(6, 4, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class FusedLayer(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(6, 12, rngs=rngs)
+
+    def __call__(self, x):
+        gate, value = jnp.split(self.up(x), 2, axis=-1)
+        return x + jax.nn.silu(gate) * value
+
+
+class Uneven(Fused):
+    fused_matrices: ClassVar = {"layers/0/up/kernel": (1, (6, 6))}
+
+
+def muon_step(module, stack):
+    model = jzero.from_flax(module, lambda net, batch: (net(batch) ** 2).mean(), stack=stack)
+    config = {"train_batch_size": 8, "optimizer": {"type": "Muon", "params": {"lr": 0.1}}}
+    return jzero.make_train_step(model, config, mesh=jzero.make_mesh(data=1, devices=jax.devices()[:1]))
+
+
+def test_fused_matrices_are_those_of_the_module():
+    """Muon cuts a stacked weight like the layers' own."""
+    found = []
+    for stack in (None, "layers"):
+        step = muon_step(Fused, stack)
+        state, _ = step(step.init(jax.random.key(0)), np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32))
+        params = named(jax.device_get(state.params))
+        up = [v for name, v in sorted(params.items()) if name.endswith("up/kernel")]
+        found.append(np.concatenate([v.reshape(-1, 6, 12) for v in up]))
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5, atol=1e-6)
+    assert step.model.fused_matrices["stack/up/kernel"] == (1, (6, 6))
+
+
+def test_layers_that_are_cut_differently():
+    with pytest.raises(jzero.ConfigError, match=r"has None for layers/1/up/kernel and \(1, \(6, 6\)\) for layers/0/up"):
+        muon_step(Uneven, "layers")
+
+
+def test_an_unknown_fused_matrix():
+    class Misspelt(Fused):
+        fused_matrices: ClassVar = {"layers/0/down": (1, (6, 6))}
+
+    with pytest.raises(jzero.ConfigError, match="no such parameter"):
+        muon_step(Misspelt, "layers")

@@ -8,7 +8,7 @@ suffix computes again (a mask, a skip connection, dropout) is what the prefix co
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from jzero.adapters.nnx_model import taken
 from jzero.adapters.torch_habits import refuses_of_models
 from jzero.errors import ConfigError, in_a_line
 from jzero.model import ENDS, STACK, Inputs, stack_loss
+from jzero.optimizers.muon import FUSED
 from jzero.pictures.html import ParametersInHTML
 from jzero.stored_names import StoredNames
 from jzero.tree import PyTree, named, path_name
@@ -53,6 +54,27 @@ class StackedModel(ParametersInHTML):
         for name in ("report_notes", "vocabulary", "check_batch", "divided"):
             if hasattr(plain, name):
                 setattr(self, name, getattr(plain, name))
+        if hasattr(plain, FUSED):
+            self.fused_matrices = self._in_the_stack(plain.fused_matrices)
+
+    def _in_the_stack(self, fused: Mapping[str, Any]) -> dict[str, Any]:
+        """Name the parameters of `fused_matrices` as here; unknown ones as they are, for the error that names them.
+
+        Raises:
+          ConfigError: the layers of a stack are cut differently.
+        """
+        found, named = {}, {part for _, parts in self.names.parameters for part in parts}
+        for name, parts in self.names.parameters:
+            cuts = [fused.get(part) for part in parts]
+            if any(cut != cuts[0] for cut in cuts):
+                other = next(part for part, cut in zip(parts, cuts, strict=True) if cut != cuts[0])
+                raise ConfigError(
+                    f"{self!r}: {FUSED} has {fused.get(other)!r} for {other} and {cuts[0]!r} for {parts[0]}, which are "
+                    "one parameter of the stack; cut all layers alike, or leave out stack="
+                )
+            if cuts[0] is not None:
+                found[name] = cuts[0]
+        return found | {name: cut for name, cut in fused.items() if name not in named}
 
     def __repr__(self) -> str:
         return f"{str(self.plain).removesuffix(')')}, stack={self.layers.path!r})"

@@ -23,7 +23,7 @@ from jzero.engine.layout_table import grouped
 from jzero.engine.step_report import joined, sections_of_step
 from jzero.engine.text import bullets, numberless, size_text, table, value_text, wrap
 from jzero.errors import shorten, some_of
-from jzero.mesh import BATCH_AXES, GROUP_AXES, PIPE, TENSOR, ZERO_AXES, group_size, present
+from jzero.mesh import BATCH_AXES, EXPERT, GROUP_AXES, PIPE, TENSOR, ZERO_AXES, group_size, present
 from jzero.model import weights_layout
 from jzero.planner.observed import observed
 from jzero.planner.state_bytes import gradient_dtype, state_bytes, sums_gradients
@@ -81,11 +81,13 @@ def _head(step: Any) -> list[str]:
     degrees = " x ".join(
         f"{axis} {step.mesh.shape[axis]}" for axis in (PIPE, *BATCH_AXES, *present(step.mesh, *GROUP_AXES))
     )
+    of_axes = " (data x zero x expert)" if step.mesh.shape[EXPERT] > 1 else ""
     inferred = f" ({b.inferred.replace(', ', ' and ')}: inferred)" if b.inferred else ""
     rows = {
         "model": repr(step.model),
         "mesh": f"{devices.size} x {kind} = {degrees}",
-        "batch": f"{b.train} = {b.micro} per device x {b.accum} accumulation x {step.replicas} replicas{inferred}",
+        "batch": f"{b.train} = {b.micro} per device x {b.accum} accumulation x {step.replicas} replicas"
+        f"{of_axes}{inferred}",
         **({"pipeline": facts.pipeline(b.accum)} if facts.pipeline else {}),
         "ZeRO": _zero(step),
         "precision": f"{step.config.precision}: masters {precision.master}, gradients reduced in {precision.reduce} "

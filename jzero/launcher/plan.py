@@ -19,8 +19,8 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("config", metavar="CONFIG", help="a config file")
     p.add_argument(
         "--model", default="llama:8b", metavar="NAME",
-        help="llama:PRESET, gpt2:PRESET, or package.module:function, which returns a model, or a model and a function "
-        "from the global batch size to the batch's shapes (default llama:8b)",
+        help="llama:PRESET, gpt2:PRESET, moe:PRESET, or package.module:function, which returns a model, or it and a "
+        "function from the global batch size to the batch's shapes (default llama:8b)",
     )  # fmt: skip
     p.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="change a preset's shape: num_layers=16"

@@ -31,7 +31,7 @@ def named_model(name: str, sequence: int, changes: Sequence[str] = ()) -> tuple[
     """Return a model, and the function from the global batch size to the shapes of a batch.
 
     Args:
-      name: "llama:8b", "gpt2:xl", or "package.module:function".
+      name: "llama:8b", "gpt2:xl", "moe:mixtral-8x7b", or "package.module:function".
       sequence: tokens of a row.
       changes: of a preset's fields, as "num_layers=16".
 
@@ -41,7 +41,7 @@ def named_model(name: str, sequence: int, changes: Sequence[str] = ()) -> tuple[
     if sequence < 1:
         raise ConfigError(f"--seq {sequence}: must be positive")
     family, _, rest = name.partition(":")
-    if family in ("llama", "gpt2"):
+    if family in ("llama", "gpt2", "moe"):
         return _preset(family, rest, sequence, changes), tokens(sequence)
     if changes:
         raise ConfigError(f"--set {changes[0]}: changes a preset only, not {name}")
@@ -76,6 +76,9 @@ def _preset(family: str, name: str, sequence: int, changes: Sequence[str]) -> An
     if family == "llama":
         llama = importlib.import_module("jzero.models.llama")
         shape, module = llama.preset(name), llama.Llama
+    elif family == "moe":
+        shape = importlib.import_module("jzero.models.mixtures").preset(name)
+        module = importlib.import_module("jzero.models.decoder").Decoder
     elif name in GPT2:
         gpt2 = importlib.import_module("jzero.models.gpt2")
         shape = gpt2.GPT2Config(*GPT2[name], pad_vocab_to=128, max_positions=max(1024, sequence))
@@ -107,7 +110,7 @@ def _changed(shape: Any, changes: Sequence[str]) -> Any:
 def _call(name: str) -> Any:
     module, _, function = name.partition(":")
     if not module or not function:
-        raise ConfigError(f"--model {name}: must be llama:PRESET, gpt2:PRESET or package.module:function")
+        raise ConfigError(f"--model {name}: must be llama:PRESET, gpt2:PRESET, moe:PRESET or package.module:function")
     sys.path.insert(0, os.getcwd())
     try:
         return getattr(importlib.import_module(module), function)()

@@ -8,6 +8,7 @@ from helpers.cuda import needs_cuda_compiler
 
 from jzero import cli
 from jzero.planner import gpus, planning, room
+from models.mixtures import preset
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -54,6 +55,17 @@ def test_the_formula_needs_no_compiler(jzero_plan, monkeypatch):
     assert f"{16 * 7.241e9 / 8 / 2**30:.1f} GiB" in row
 
 
+# The numbers of elements in the files of mistralai/Mixtral-8x7B-v0.1 and Qwen/Qwen3-30B-A3B.
+@pytest.mark.parametrize(("name", "size"), [("mixtral-8x7b", 46_702_792_704), ("qwen3-30b-a3b", 30_532_122_624)])
+def test_mixtures_by_name(jzero_plan, name, size):
+    """Stage 3 holds 16 bytes of each parameter over 8 GPUs."""
+    assert preset(name).num_parameters == size
+    code, out, _ = jzero_plan(f"--model moe:{name} --formula")
+    assert code == 0
+    (row,) = [line for line in out.splitlines() if "<- the config's" in line]
+    assert f"{16 * size / 8 / 2**30:.1f} GiB" in row
+
+
 @pytest.mark.parametrize(
     ("options", "changes", "named"),
     [
@@ -64,6 +76,7 @@ def test_the_formula_needs_no_compiler(jzero_plan, monkeypatch):
         ("--model nowhere:make", {}, "--model nowhere:make: ModuleNotFoundError: No module named 'nowhere'"),
         ("--model broken:make", {}, "--model broken:make: no weights here"),
         ("--model mine", {}, "must be llama:PRESET"),
+        ("--model moe:mixtral", {}, "choose one of mixtral-8x7b, qwen3-30b-a3b"),
         ("--set layers=3", {}, "--set layers=3: not a field"),
         ("--seq 0", {}, "--seq 0: must be positive"),
         ("--nodes 0", {}, "--nodes 0 --gpus_per_node 8: must be positive"),
