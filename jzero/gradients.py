@@ -121,7 +121,7 @@ def sequential(
     stack = isinstance(model, StackModel)
     layers = stack_length(layouts) if stack else 0
     regather = any(layout.by_layer for layout in jax.tree.leaves(layouts))
-    remat = Remat.resolve(config, model, regather)
+    remat = Remat.resolve(config, model, regather, mesh)
     view = unrolled(layouts) if stack and unrolls(config, layouts, remat) else scanned(layouts)
     make_loss: Callable = _stack_loss if stack else _whole_loss
     loss = make_loss(on_group(model, mesh, layouts, config.context_parallel.attention), layouts, view, remat, precision)

@@ -346,7 +346,7 @@ def test_fused_matrices_are_those_of_the_module():
         params = named(jax.device_get(state.params))
         up = [v for name, v in sorted(params.items()) if name.endswith("up/kernel")]
         found.append(np.concatenate([v.reshape(-1, 6, 12) for v in up]))
-    np.testing.assert_allclose(found[0], found[1], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found[0], found[1], atol=1e-5)  # weights of size 1, and uncut 0.1 off
     assert step.model.fused_matrices["stack/up/kernel"] == (1, (6, 6))
 
 

@@ -200,12 +200,15 @@ class TensorParallelConfig(Section):
 
     `autotp_size` and `tp.tp_size` are other names of `mesh.tensor`; 0 and 1 leave it alone. `dimensions` maps regular
     expressions of names to dimensions, in a layer stack those of one layer. It replaces the model's own table,
-    `divided`.
+    `divided`; `tensor_parallel.partition_config` has DeepSpeed's rules instead. With `regather` the inputs of products
+    are gathered over `tensor` again in the backward pass instead of kept whole; activation checkpointing does that
+    anyway.
     """
 
     autotp_size: Count = 0
     tp: TensorGroup = TensorGroup()
     dimensions: Dimensions = {}
+    regather: Flag = False
     partition_config: Annotated[PartitionConfig, OR_NULL] = PartitionConfig()
 
 

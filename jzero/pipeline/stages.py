@@ -136,7 +136,7 @@ def _refuse(key: str, stages: int, why: str) -> None:
 
 def _stack_stages(model: StackModel, config: Config, mesh: Mesh, layouts: PyTree, precision: Precision) -> _Cut:
     stages, chunks = mesh.shape[PIPE], config.pipeline.chunks
-    remat = Remat.resolve(config, model, regather=False)
+    remat = Remat.resolve(config, model, False, mesh)
     _check_stack(model, config, layouts, stages)
     length = stack_length(layouts)
     depth = length // (stages * chunks)
@@ -274,7 +274,7 @@ def _switched_stages(model: PipelineModule, config: Config, mesh: Mesh, layouts:
             "leave one out"
         )
     section = config.activation_checkpointing
-    asked = Remat.resolve(config, model, regather=False)
+    asked = Remat.resolve(config, model, False, mesh)
     if section and section.policy in ("matmuls", "none"):
         why = "layers in no stack that the stages divide are always recomputed"
         _refuse(f'activation_checkpointing.policy = "{section.policy}"', stages, why)

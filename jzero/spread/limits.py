@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jzero.config import Config
 from jzero.display.slow_work import slow_work
 from jzero.errors import ConfigError, some_of
-from jzero.mesh import CONTEXT, EXPERT, GROUP_AXES, TENSOR, degrees_text, group_size, present
+from jzero.mesh import CONTEXT, EXPERT, GROUP_AXES, PIPE, TENSOR, degrees_text, group_size, present
 from jzero.optimizers import compresses
 from jzero.spread.division import divided_dims
 from jzero.spread.search import find_dimensions
@@ -88,6 +88,11 @@ def _not_yet(config: Config, mesh: Mesh, keys: str) -> Iterator[str]:
             yield f"zero_optimization.zero_quantized_gradients = true: {or_one}"
         if zero.zero_hpz_partition_size > 1:
             yield f"zero_optimization.zero_hpz_partition_size = {zero.zero_hpz_partition_size}: {or_one}"
+    if config.tensor_parallel.regather and mesh.shape[PIPE] > 1:
+        yield (
+            f"tensor_parallel.regather = true and mesh.pipe = {mesh.shape[PIPE]}: not yet supported; leave it out, or "
+            'write activation_checkpointing.policy "matmuls", which gathers again too'
+        )
     if config.optimizer and compresses(config.optimizer):
         yield (
             f"optimizer.type {config.optimizer.type!r}: its compressed communication needs {keys} 1; or write "

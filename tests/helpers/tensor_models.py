@@ -171,7 +171,7 @@ def reference(name):
 
 def make_step(
     name, *, stage=0, accum=1, remat="none", precision=None, unroll=True, dimensions=None, pipeline=None,
-    zero_section=None, checkpointing=None, attention="auto", **mesh
+    zero_section=None, checkpointing=None, attention="auto", regather=False, **mesh
 ):  # fmt: skip
     degrees = {"data": 1, "zero": 1, **mesh}
     devices = jax.devices()[: int(np.prod(list(degrees.values())))]
@@ -183,7 +183,8 @@ def make_step(
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **(zero_section or {})},
         "activation_checkpointing": {"policy": remat, **(checkpointing or {})},
         "stack": {"unroll": unroll}, "pipeline": pipeline or {},
-        "tensor_parallel": {"dimensions": dimensions}, "context_parallel": {"attention": attention},
+        "tensor_parallel": {"dimensions": dimensions, "regather": regather},
+        "context_parallel": {"attention": attention},
         **({precision: {"enabled": True}} if precision else {}),
     }  # fmt: skip
     return jzero.make_train_step(model(name), config, mesh=jzero.make_mesh(**degrees, devices=devices))
