@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jzero import micro_batches, zero
 from jzero.config import Config
 from jzero.errors import ConfigError
+from jzero.fp8.quantized import GRADIENTS
 from jzero.loss import LOSS, Mean, Sums, means, nonzero, pack, read_loss, read_sums
 from jzero.mesh import BATCH_AXES, batch_parts, group_size, present, replicas
 from jzero.model import (
@@ -37,8 +38,10 @@ from jzero.sharding import is_state, stack_length, trainable
 from jzero.spread.model import on_group
 from jzero.stack import StackView, fetch, run_stack, scanned, unrolled, unrolls
 from jzero.tracing.auto_cast import cast_arrays, inputs_of_products, wide_arrays
+from jzero.tracing.fp8_weights import weights_in_fp8
 from jzero.tracing.loss_count import counter
 from jzero.tree import PyTree, combine, leading_dim, named, partition
+from jzero.zero import ParamLayout
 
 # Scopes: of what counts the elements of the loss before any gradient, and of what is summed once a step.
 COUNT, REDUCE = "loss_count", "reduce_gradients"
@@ -124,7 +127,8 @@ def sequential(
     remat = Remat.resolve(config, model, regather, mesh)
     view = unrolled(layouts) if stack and unrolls(config, layouts, remat) else scanned(layouts)
     make_loss: Callable = _stack_loss if stack else _whole_loss
-    loss = make_loss(on_group(model, mesh, layouts, config.context_parallel.attention), layouts, view, remat, precision)
+    spread = on_group(model, mesh, layouts, config.context_parallel.attention, config.fp8.enabled)
+    loss = make_loss(spread, layouts, view, remat, precision)
 
     def gradients(weights: Weights, batch: PyTree, key: jax.Array, cotangent: jax.Array, first: Any = 0) -> Any:
         def micro(i: Any, part: PyTree, state: PyTree) -> tuple[PyTree, Sums, PyTree]:
@@ -212,9 +216,9 @@ class ManualRegion:
           steps: what this device adds to the masters, a row of a dimension of its own; None: nothing.
           first: the index of the first micro-batch in the step.
         """
-        weights = self.prepare(self.moved(masters, steps), extra)
         key = self.replica_key(rng)
         batch = self.split(batch, extra, key)
+        weights = self.prepare(self.moved(masters, steps), extra, batch, key)
         with jax.named_scope(COUNT):
             count = self.total_count(weights, batch, key)
         cotangent = scale / count
@@ -232,7 +236,7 @@ class ManualRegion:
     def total_count(self, weights: Weights, batch: PyTree, key: jax.Array) -> jax.Array | float:
         """Sum the counts of all micro-batches and replicas, before any gradient is computed."""
         accum = leading_dim(batch)
-        first = Inputs(jax.tree.map(lambda x: x[0], batch), weights.extra)
+        first = Inputs(_first(batch), weights.extra)
         count = counter(self.model, self.weights, first, key)
         if isinstance(count, float):
             return count * accum * batch_parts(self.mesh)
@@ -248,7 +252,8 @@ class ManualRegion:
 
     def evaluate(self, masters: PyTree, batch: PyTree, extra: PyTree) -> Sums:
         """Compute the loss and metrics of the global batch without dropout (rng None)."""
-        losses = self.passes.losses(self.prepare(masters, extra), self.split(batch, extra, None), None)
+        batch = self.split(batch, extra, None)
+        losses = self.passes.losses(self.prepare(masters, extra, batch), batch, None)
         return means(self.all_reduce(_total(losses)))
 
     def predict(self, masters: PyTree, batch: PyTree, extra: PyTree, rng: Any = None, index: Any = 0) -> PyTree:
@@ -258,7 +263,8 @@ class ManualRegion:
           rng: the step's key, for the dropout of its micro-batch `index` (and those after it); None: no dropout.
         """
         key = None if rng is None else self.replica_key(rng)
-        results = self.passes.losses(self.prepare(masters, extra), self.split(batch, extra, key), key, index)
+        batch = self.split(batch, extra, key)
+        results = self.passes.losses(self.prepare(masters, extra, batch, key), batch, key, index)
         for name, x in named(results).items():
             if x.shape[1:2] != (self.micro,):
                 raise ConfigError(
@@ -271,9 +277,10 @@ class ManualRegion:
         self, masters: PyTree, batch: PyTree, extra: PyTree, rng: jax.Array, index: jax.Array, steps: PyTree = None
     ) -> jax.Array:
         """Compute the loss that `gradients` would report for this micro-batch."""
-        weights = self.prepare(self.moved(masters, steps), extra)
         key = self.replica_key(rng)
-        losses = self.passes.losses(weights, self.split(batch, extra, key), key, index)
+        batch = self.split(batch, extra, key)
+        weights = self.prepare(self.moved(masters, steps), extra, batch, key)
+        losses = self.passes.losses(weights, batch, key, index)
         return means(self.all_reduce(_total(losses)))[LOSS]
 
     def moved(self, masters: PyTree, steps: PyTree) -> PyTree:
@@ -283,12 +290,28 @@ class ManualRegion:
         trained, rest = partition(masters, trainable(self.layouts))
         return combine(jax.tree.map(lambda w, s: (w + s[0]).astype(w.dtype), trained, steps), rest)
 
-    def prepare(self, masters: PyTree, extra: PyTree) -> Weights:
-        """Convert local masters to the form that the passes use; see `zero.prepare`."""
-        view = self.passes.view
-        prepare = view.per_layer(partial(zero.prepare, precision=self.precision))
+    def prepare(
+        self, masters: PyTree, extra: PyTree, batch: PyTree = None, key: jax.Array | None = None
+    ) -> Weights:
+        """Convert local masters to the form that the passes use; see `zero.prepare`.
+
+        Args:
+          batch, key: split into micro-batches, whose products show which weights are cast to fp8; None: none is.
+        """
+        view, section = self.passes.view, self.config.fp8
         read = partial(transfers.read, dtype=self.precision.compute)
-        pairs = jax.tree.map(prepare, view.layouts, view.split(jax.tree.map(read, self.layouts, masters)))
+        in_fp8: frozenset[str] = frozenset()
+        if section.enabled and batch is not None:
+            first, names = Inputs(_first(batch), extra), getattr(self.model, "names", None)
+            in_fp8 = weights_in_fp8(self.model, self.weights, first, key, section, names)
+
+        def prepare(layout: ParamLayout, master: jax.Array) -> tuple[Any, Any]:
+            fp8 = GRADIENTS[section.format] if layout.name in in_fp8 else None
+            return zero.prepare(layout, master, self.precision, fp8)
+
+        pairs = jax.tree.map(
+            view.per_layer(prepare), view.layouts, view.split(jax.tree.map(read, self.layouts, masters))
+        )
         diff = jax.tree.map(lambda _, pair: pair[0], view.layouts, pairs)
         nondiff = jax.tree.map(lambda _, pair: pair[1], view.layouts, pairs)
         state, nondiff = partition(nondiff, is_state(view.layouts))
@@ -315,7 +338,7 @@ class ManualRegion:
         auto_cast, dtype = self.precision.auto_cast, self.precision.compute
         names: Collection[str] = ()
         if auto_cast == "auto":
-            first = Inputs(jax.tree.map(lambda x: x[0], batch), extra)
+            first = Inputs(_first(batch), extra)
             names = inputs_of_products(self.model, self.weights, first, key, dtype)
         elif auto_cast:
             names = wide_arrays(batch, dtype)
@@ -347,6 +370,11 @@ def _keep(layouts: PyTree, new: PyTree, old: PyTree, view: StackView) -> PyTree:
 def _map(f: Callable, layouts: PyTree, *trees: PyTree) -> PyTree:
     """Map `f(layout, *leaves)`; None where a tree has None."""
     return jax.tree.map(lambda layout, *xs: None if xs[0] is None else f(layout, *xs), layouts, *trees)
+
+
+def _first(batch: PyTree) -> PyTree:
+    """Return the first of the micro-batches."""
+    return jax.tree.map(lambda x: x[0], batch)
 
 
 def _total(seen: Sums) -> Sums:

@@ -89,6 +89,7 @@ import jax
 import jax.numpy as jnp
 
 from jzero.errors import ConfigError, some_of
+from jzero.fp8.quantized import Quantized
 from jzero.tree import leading_dim, named, path_name
 
 ENDS, STACK = "ends", "stack"
@@ -169,7 +170,9 @@ def uniform(model: Any, f: Callable, scope: str) -> Callable:
         for name, x in values.items():
             if jnp.shape(x) != shapes[name]:
                 raise ConfigError(f"{model!r}: new state {name} has shape {jnp.shape(x)}, must have {shapes[name]}")
-        state = jax.tree_util.tree_map_with_path(lambda path, _: values.get(path_name(path)), weights)
+        state = jax.tree_util.tree_map_with_path(
+            lambda path, _: values.get(path_name(path)), weights, is_leaf=lambda x: isinstance(x, Quantized)
+        )
         return result, jax.lax.stop_gradient(state)
 
     return run

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jzero.config import ActivationCheckpointing, Config
 from jzero.errors import ConfigError
+from jzero.fp8.product import NAME as FP8_PRODUCT
 from jzero.mesh import TENSOR
 from jzero.offload.transfers import HOST
 from jzero.spread.value import noted_gathers
@@ -25,6 +26,7 @@ Block = Callable[[Any, Any, Any], Any]  # (weights or (diff, nondiff), x, key) -
 _INPUT = "layer_input"
 # Outputs worth keeping beside `dot_general`, which `_keep_matmuls` tests.
 _MATMULS = (
+    FP8_PRODUCT,
     "ragged_dot_general",
     "conv_general_dilated",
     "dot_product_attention_fwd_wrapper",

@@ -25,6 +25,7 @@ over the whole mesh: a parameter is a local shard, `all_gather` is the gather, i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -34,6 +35,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jzero.communication import zeropp
+from jzero.fp8.quantized import Quantized, quantize_weight
 from jzero.mesh import AXES, BATCH_AXES, PIPE, ZERO_AXES, present
 from jzero.precision import Precision, cast
 
@@ -147,17 +149,29 @@ class ParamLayout:
 #   3    | the shard        | -                | diff, gathered; reduce-scatters
 #   host | zeros            | the master there | nondiff, copied to the device, then as rule 3
 #   hpZ  | the shard        | the second copy  | nondiff, gathered in its group; reduce-scatters into diff's gradient
+#   fp8  | zeros            | the rule's array | a `Quantized`; its gradient arrives in `place`, and is reduced by the rule
 #
-# Under rule 2, hpZ and on the host diff is only the place where the gradient arrives. A frozen parameter has no diff;
+# Under rule 2, hpZ, on the host and in fp8 diff is only the place where the gradient arrives. A frozen parameter has no diff;
 # it is kept in the compute dtype, and nondiff is the weight as stored, whole (rule 0) or the shard (rule 3), or the
 # second copy.
 
 
-def prepare(layout: ParamLayout, master: jax.Array, precision: Precision) -> tuple[Any, Any]:
-    """Convert a local master (or one layer's slice of it) to (diff, nondiff); gather it under rules 1 and 2."""
+def prepare(layout: ParamLayout, master: jax.Array, precision: Precision, fp8: Any = None) -> tuple[Any, Any]:
+    """Convert a local master (or one layer's slice of it) to (diff, nondiff); gather it under rules 1 and 2.
+
+    Args:
+      fp8: the fp8 dtype of gradients, if the weight is multiplied in fp8. The shard is cast before any gather.
+    """
     if layout.state:
         return None, master
     gradient_dtype = jnp.promote_types(precision.compute, precision.reduce)
+    if fp8 is not None:
+        stored = quantize_weight(master, (*layout.group, *dict(layout.divided)), precision.compute, fp8)
+        x8 = _gather(layout, stored.x8) if layout.rule.gather == "step" else stored.x8
+        x8 = _secondary(layout, x8) if layout.rule.plus.secondary else x8
+        by_micro_batch = layout.rule.scatter == "micro_batch"
+        shape, dtype = (master.shape, gradient_dtype) if by_micro_batch else (x8.shape, precision.compute)
+        return jnp.zeros(shape, dtype) if layout.trainable else None, stored.with_place(x8, None)
     if layout.on_host.in_use:
         return (jnp.zeros(master.shape, gradient_dtype) if layout.trainable else None), master
     if not layout.trainable:
@@ -174,23 +188,34 @@ def prepare(layout: ParamLayout, master: jax.Array, precision: Precision) -> tup
     return diff, (whole if layout.rule.gather == "step" else None)
 
 
-def fetch(layout: ParamLayout, diff: Any, nondiff: Any, precision: Precision) -> jax.Array:
+def fetch(layout: ParamLayout, diff: Any, nondiff: Any, precision: Precision) -> Any:
     """Return the whole weight where the model uses it; the transpose reduces its gradient by the rule."""
+    if isinstance(nondiff, Quantized):
+        x8 = _use(layout, nondiff.x8)
+        place = None
+        if layout.trainable:
+            place = _reducing(layout, lambda *_: jnp.zeros(x8.shape, precision.compute), diff, None, precision)
+        return nondiff.with_place(x8, place)
     if not layout.trainable:
         return _use(layout, to_device(nondiff) if layout.on_host.in_use else nondiff)
-    if layout.rule.scatter != "micro_batch" and not layout.on_host.in_use:
-        return diff
 
-    # JAX's own transpose does not fit: the gradient is reduced in `precision.reduce`, whatever the weight's dtype,
-    # and rule 2 takes the value from one array and gives the gradient to another.
-    @jax.custom_vjp
-    def use(shard: jax.Array, kept: jax.Array | None) -> jax.Array:
+    def whole(shard: jax.Array, kept: jax.Array | None) -> jax.Array:
         if layout.on_host.in_use:
             kept = to_device(kept).astype(precision.compute)
         return _use(layout, shard.astype(precision.compute) if kept is None else kept)
 
-    def forward(shard: jax.Array, kept: jax.Array | None) -> tuple[jax.Array, None]:
-        return use(shard, kept), None
+    return _reducing(layout, whole, diff, nondiff, precision)
+
+
+def _reducing(layout: ParamLayout, whole: Callable, diff: jax.Array, nondiff: Any, precision: Precision) -> jax.Array:
+    """Return whole(diff, nondiff), and reduce its gradient into that of diff by the rule.
+
+    JAX's own transpose does not fit: the gradient is reduced in `precision.reduce`, whatever the weight's dtype, and
+    rule 2 takes the value from one array and gives the gradient to another.
+    """
+    if layout.rule.scatter != "micro_batch" and not layout.on_host.in_use:
+        return diff
+    use = jax.custom_vjp(whole)
 
     def backward(_: None, gradient: jax.Array) -> tuple[jax.Array, None]:
         if layout.rule.plus.gradients:
@@ -199,7 +224,7 @@ def fetch(layout: ParamLayout, diff: Any, nondiff: Any, precision: Precision) ->
             gradient = _scatter(layout, gradient.astype(precision.reduce))
         return gradient.astype(diff.dtype), None
 
-    use.defvjp(forward, backward)
+    use.defvjp(lambda diff, nondiff: (whole(diff, nondiff), None), backward)
     return use(diff, nondiff)
 
 

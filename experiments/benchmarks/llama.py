@@ -52,6 +52,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--remat", choices=["none", "matmuls", "full"], default="none")
     p.add_argument("--scan", action="store_true", help="scan the stack instead of unrolling it")
     p.add_argument("--reduce", choices=["fp32", "bf16"], default="bf16", help="dtype of the gradient reduction")
+    p.add_argument("--fp8", choices=["hybrid", "e4m3"], help="multiply the stack's weights in fp8, in this format")
     p.add_argument("--lr", type=float, default=3e-4)
     p.add_argument("--zero", action="append", default=[], metavar="KEY=VALUE", help="of zero_optimization, in JSON")
     p.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="an XLA compiler option")
@@ -80,6 +81,7 @@ def config(args: argparse.Namespace) -> dict:
         "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
+        "fp8": {"enabled": bool(args.fp8), "format": args.fp8 or "hybrid"},
         "communication_data_type": args.reduce,
         "zero_optimization": {"stage": args.stage, **values(args.zero)},
         "activation_checkpointing": {"policy": args.remat},

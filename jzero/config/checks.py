@@ -49,6 +49,27 @@ def _two_precisions(s: Settings) -> Iterator[str]:
         yield 'fp16.enabled = true and bf16.enabled = true: only one may be on; remove the "fp16" section to use bf16'
 
 
+@_reads("fp8.enabled", "fp16.enabled")
+def _fp8_beside_fp16(s: Settings) -> Iterator[str]:
+    if s.fp8.enabled and s.fp16.enabled:
+        yield "fp8.enabled = true and fp16.enabled = true: fp8 needs bf16; remove the \"fp16\" section, and enable bf16"
+
+
+@_reads("fp8.enabled", "zero_optimization.zero_quantized_weights", "zero_optimization.offload_param.device")
+def _fp8_weights(s: Settings) -> Iterator[str]:
+    zero = s.zero_optimization
+    if s.fp8.enabled and zero.zero_quantized_weights:
+        yield (
+            "fp8.enabled = true and zero_optimization.zero_quantized_weights = true: fp8 weights are gathered as one "
+            "byte an element already; keep one"
+        )
+    if s.fp8.enabled and zero.offload_param.device != "none":
+        yield (
+            f'fp8.enabled = true and zero_optimization.offload_param.device = "{zero.offload_param.device}": weights '
+            "that stay on the host are not cast to fp8; use offload_optimizer, which works beside fp8, or remove one"
+        )
+
+
 @_reads("bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads")
 def _bf16_states(s: Settings) -> Iterator[str]:
     if s.bf16.bf16_optimizer_states and not s.bf16.bf16_master_weights_and_grads:

@@ -38,6 +38,7 @@ from jzero.config.observed import (
     WandbConfig,
     WatchdogConfig,
 )
+from jzero.config.precisions import BF16Config, FP8Config, FP16Config
 from jzero.config.schedule_names import SCHEDULE_NAMES, ScheduleName
 from jzero.values import kinds
 from jzero.values.kinds import Dtype, OffloadDevice, number, one_of
@@ -75,41 +76,6 @@ class SchedulerConfig(Section):
 
     type: Text = Field(examples=["WarmupLR"])
     params: Params = {}
-
-
-class FP16Config(Section):
-    """float16 compute with loss scaling; `loss_scale` 0 is dynamic, any other value static.
-
-    `fp16_master_weights_and_grads` keeps no float32 masters: the optimizer updates float16 parameters, from gradients
-    in `data_types.grad_accum_dtype`. `auto_cast` casts the floating-point arrays of the batch to float16.
-    """
-
-    enabled: Flag = False
-    loss_scale: Annotated[float, PlainValidator(kinds.NON_NEGATIVE32)] = 0.0
-    initial_scale_power: Annotated[int, PlainValidator(number(0, most=127, whole=True))] = 16
-    loss_scale_window: PositiveInt32 = 1000
-    hysteresis: PositiveInt32 = 2
-    consecutive_hysteresis: Flag = False
-    min_loss_scale: Annotated[float, PlainValidator(number(above=0, float32=True))] = 1.0
-    fp16_master_weights_and_grads: Flag = False
-    auto_cast: Flag = False
-
-
-class BF16Config(Section):
-    """bfloat16 compute.
-
-    `bf16_master_weights_and_grads` keeps no float32 masters: the optimizer updates bfloat16 parameters, from gradients
-    in `data_types.grad_accum_dtype`. `bf16_optimizer_states` keeps its moments in bfloat16 too.
-
-    `auto_cast` casts the floating-point arrays of the batch to bfloat16: all (true), none (false), or "auto": those
-    that the model only multiplies with its bfloat16 weights, so that targets, masks and time steps keep their digits.
-    """
-
-    enabled: Flag = False
-    check_grad_overflow: Flag = True
-    bf16_master_weights_and_grads: Flag = False
-    bf16_optimizer_states: Flag = False
-    auto_cast: Annotated[bool | Literal["auto"], PlainValidator(kinds.FLAG_OR_AUTO)] = "auto"
 
 
 class OffloadOptimizer(Section):
@@ -361,6 +327,7 @@ class Settings(Section):
     scheduler: SchedulerConfig | None = None
     fp16: FP16Config = FP16Config()
     bf16: BF16Config = BF16Config()
+    fp8: FP8Config = FP8Config()
     zero_optimization: ZeroConfig = ZeroConfig()
     activation_checkpointing: ActivationCheckpointing | None = None
     mesh: MeshConfig = MeshConfig()

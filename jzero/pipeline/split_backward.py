@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 
 from jzero._compat import is_constant
+from jzero.fp8.product import NAME as FP8_PRODUCT
 from jzero.pipeline.jaxpr import Equations, inlined
 from jzero.tree import PyTree, combine, partition
 
 Arrays = list[jax.Array]
 # The operations worth delaying: all others cost little, and their operands would have to wait in a buffer.
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "scan", "while")
+_PRODUCTS = (FP8_PRODUCT, "dot_general", "conv_general_dilated", "ragged_dot_general", "scan", "while")
 
 
 class Chunk:

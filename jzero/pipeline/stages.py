@@ -146,7 +146,9 @@ def _stack_stages(model: StackModel, config: Config, mesh: Mesh, layouts: PyTree
     view = _piece_view(layouts, stages, chunks, depth // piece, piece, precision)
     vocabulary = divided_vocabulary(layouts)
 
-    first, block, last = stack_functions(on_group(model, mesh, layouts, config.context_parallel.attention))
+    first, block, last = stack_functions(
+        on_group(model, mesh, layouts, config.context_parallel.attention, config.fp8.enabled)
+    )
 
     def prefix(ends: PyTree, part: PyTree, key: Any) -> Any:
         with vocab_parallel.parallel(*vocabulary):

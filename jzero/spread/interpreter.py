@@ -9,8 +9,10 @@ import jax
 
 from jzero._compat import inner_jaxprs, is_constant, source_line, source_of
 from jzero.errors import ConfigError
+from jzero.fp8.product import CALLS
+from jzero.fp8.quantized import Quantized
 from jzero.spread.rules import RULES, everywhere
-from jzero.spread.value import Group, Value, whole
+from jzero.spread.value import Group, Value, dequantized, whole
 
 
 def spread(f: Callable, group: Group) -> Callable:
@@ -48,6 +50,8 @@ def _named_axes(eqn: Any) -> set[str]:
 
 
 def _shape(v: Value) -> jax.ShapeDtypeStruct:
+    if isinstance(v.x, Quantized):
+        return jax.ShapeDtypeStruct(v.shape, v.x.dtype)
     x: Any = jax.typeof(v.x)
     return jax.ShapeDtypeStruct(v.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
 
@@ -68,9 +72,12 @@ def interpret(group: Group, closed: Any, values: Sequence[Value]) -> list[Value]
                 f"{source_line(eqn) or 'the model'}: {name} over the mesh axis {min(own)!r}: its devices act as one, "
                 "and a model computes as if on one device; leave it out"
             )
+        in_fp8 = any(isinstance(v.x, Quantized) for v in operands)
+        if in_fp8 and name not in ("dot_general", *CALLS):
+            operands, in_fp8 = [dequantized(v) for v in operands], False
         # What is whole stays whole: the primitive runs as it is, with the programs that it contains. The exception is
         # a backward pass of the model's own, which must see the gradient, not this device's share of it.
-        as_it_is = all(v.whole for v in operands) and not has_own_backward(eqn)
+        as_it_is = not in_fp8 and all(v.whole for v in operands) and not (group.size > 1 and has_own_backward(eqn))
         run = everywhere if as_it_is else RULES.get(name, everywhere)
         before = ledger.line, ledger.primitive
         ledger.line, ledger.primitive = source_line(eqn) or ledger.line, name

@@ -16,13 +16,14 @@ from jzero.spread.value import Group, Value, whole
 from jzero.tree import PyTree
 
 
-def on_group(model: Any, mesh: Mesh, layouts: PyTree, attention: str = "auto") -> Any:
+def on_group(model: Any, mesh: Mesh, layouts: PyTree, attention: str = "auto", fp8: bool = False) -> Any:
     """Return the model for the group of devices to which this one belongs; the model itself if it is alone.
 
     Args:
       attention: how it runs on divided sequences, see `jzero.config.sections.ContextParallelConfig`.
+      fp8: whether weights may arrive in fp8; then a single device is a group, too.
     """
-    return model if group_size(mesh) == 1 else SpreadModel(model, mesh, layouts, attention)
+    return SpreadModel(model, mesh, layouts, attention) if fp8 or group_size(mesh) > 1 else model
 
 
 class SpreadModel:
@@ -78,7 +79,7 @@ class SpreadModel:
         layouts = self._layouts if part is None else self._layouts[part]
 
         def value(layout: Any, x: Any) -> Value:
-            shape = tuple(n * self.group.degree(axes) for n, axes in zip(jnp.shape(x), layout.held, strict=True))
+            shape = tuple(n * self.group.degree(axes) for n, axes in zip(x.shape, layout.held, strict=True))
             return Value(x, shape, layout.held, weight=True)
 
         return jax.tree.map(value, layouts, weights)

@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 
+from jzero.fp8 import product
+from jzero.fp8.quantized import Quantized
 from jzero.spread.rules import bind, everywhere, results, rule
-from jzero.spread.value import Axes, Group, Value
+from jzero.spread.value import Axes, Dims, Group, Value, dequantized
 
 WHOLE_FACTOR = "whole_factor"  # the scope of what is gathered for products of activations: attention without cuDNN
 
@@ -44,10 +46,25 @@ def dot_general(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
             _rest(group, v, d, free, taken)
     of_activations = lb and not (a.weight or b.weight)
     with jax.named_scope(WHOLE_FACTOR) if of_activations else contextlib.nullcontext():
-        a, b = group.place(a, tuple(da)), group.place(b, tuple(db))
+        a, b = (_placed(group, v, tuple(d)) for v, d in ((a, da), (b, db)))
     dims = (*(da[i] for i in lb), *(da[i] for i in free_a), *(db[j] for j in free_b))
     partial = tuple(axis for i in lc for axis in da[i])
-    return results(eqn, bind(eqn, [a.x, b.x]), dims, partial, a.weight and b.weight)
+    return results(eqn, _product(eqn, a, b), dims, partial, a.weight and b.weight)
+
+
+def _placed(group: Group, v: Value, dims: Dims) -> Value:
+    return group.place(v if v.dims == dims else dequantized(v), dims)
+
+
+def _product(eqn: Any, a: Value, b: Value) -> list[Any]:
+    """Multiply what this device holds: in fp8, if one factor is a weight in fp8 and the other an activation."""
+    weight = next((i for i, v in enumerate((a, b)) if isinstance(v.x, Quantized)), None)
+    if weight is not None:
+        w, x = (a, b)[weight], (a, b)[1 - weight]
+        form = product.form_of(eqn.params["dimension_numbers"], (len(a.shape), len(b.shape)), weight)
+        if form and not x.weight and x.x.dtype == w.x.dtype:
+            return [product.dot_general(x.x, w.x, form, eqn.outvars[0].aval.dtype)]
+    return bind(eqn, [dequantized(v).x for v in (a, b)])
 
 
 def _either(a: Value, da: Axes, b: Value, db: Axes) -> Axes:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial as apply
 from math import prod
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jzero.fp8.quantized import Quantized
 from jzero.mesh import TENSOR as _TENSOR
 from jzero.spread.ledger import Ledger
 
@@ -63,6 +64,11 @@ def whole(x: Any) -> Value:
     """Make the Value of an array that is the same on every device."""
     shape = tuple(jnp.shape(x))
     return Value(x, shape, undivided(len(shape)))
+
+
+def dequantized(v: Value) -> Value:
+    """Return a weight in fp8 in the dtype that the model sees; other values as they are."""
+    return replace(v, x=v.x.dequantized()) if isinstance(v.x, Quantized) else v
 
 
 def undivided(ndim: int) -> Dims:

@@ -185,7 +185,7 @@ def make_step(
         "stack": {"unroll": unroll}, "pipeline": pipeline or {},
         "tensor_parallel": {"dimensions": dimensions, "regather": regather},
         "context_parallel": {"attention": attention},
-        **({precision: {"enabled": True}} if precision else {}),
+        **(precision or {}),
     }  # fmt: skip
     return jzero.make_train_step(model(name), config, mesh=jzero.make_mesh(**degrees, devices=devices))
 

@@ -1,0 +1,136 @@
+"""The product of an activation with a weight in fp8, and its backward products.
+
+    y = x w      x e4m3,      w e4m3
+    dx = g w^T   g e5m2 *,    w e4m3
+    dw = x^T g   x e4m3,      g e5m2 *        * e4m3 with `fp8.format` "e4m3"
+
+The backward pass keeps the activation in fp8: one byte per element instead of two. Activations and gradients are scaled
+by their own maximum on each device, so no collective is added.
+
+Hopper's tensor cores read both factors of an fp8 product along the contracted dimension, so each of the three products
+has the form [M, K] [N, K]^T, and x and g are needed transposed too.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jzero._compat import function_primitive
+from jzero.fp8.quantized import E4M3, Quantized, amax, cast8, scale_of
+
+NAME = "fp8_dot_general"
+_primitive = function_primitive(NAME)
+
+# Equations of a trace whose inner programs take weights in fp8; `dot_general` does, and every other primitive gets the
+# rounded weight.
+CALLS = ("jit", "closed_call", "core_call", "remat2", "checkpoint")
+
+
+class Form(NamedTuple):
+    """A product of an activation and a weight as one of matrices.
+
+    Attributes:
+      weight_first: whether the weight is the left factor.
+      rows: the activation's dimensions that are not contracted.
+      contracted: the activation's contracted dimensions, in the order of the weight's.
+      leading: whether the weight's contracted dimensions come first: it is [K, N], else [N, K].
+    """
+
+    weight_first: bool
+    rows: tuple[int, ...]
+    contracted: tuple[int, ...]
+    leading: bool
+
+
+def form_of(dimension_numbers: Any, ndims: tuple[int, int], weight: int) -> Form | None:
+    """Return the form of a `dot_general` whose factor number `weight` is the weight; None if it has none."""
+    contracting, batch = dimension_numbers
+    if batch[0]:
+        return None
+    pairs = sorted(zip(contracting[weight], contracting[1 - weight], strict=True))
+    of_weight, contracted = [w for w, _ in pairs], tuple(a for _, a in pairs)
+    ndim, n = ndims[weight], len(pairs)
+    leading = of_weight == list(range(n))
+    if not 0 < n < ndim or not (leading or of_weight == list(range(ndim - n, ndim))):
+        return None
+    rows = tuple(d for d in range(ndims[1 - weight]) if d not in contracted)
+    return Form(weight == 0, rows, contracted, leading)
+
+
+def dot_general(x: jax.Array, w: Quantized, form: Form, dtype: Any) -> jax.Array:
+    """Compute a `dot_general` of an activation and a weight in fp8; the result has this dtype."""
+    n = len(form.contracted)
+    kept = w.shape[n:] if form.leading else w.shape[:-n]
+    size = prod(x.shape[d] for d in form.contracted)
+    matrix = lax.transpose(x, (*form.rows, *form.contracted)).reshape(-1, size)
+    flat = w.with_place(*(v if v is None else _matrix(v, form.leading, size) for v in (w.x8, w.place)))
+    how = _How(form.leading, x.dtype, jnp.dtype(dtype), w.gradients, w.place is not None)
+    y = _product(how, matrix, flat.x8, flat.scale, flat.place)
+    rows = tuple(x.shape[d] for d in form.rows)
+    y = y.reshape(*rows, *kept)
+    if not form.weight_first:
+        return y
+    return lax.transpose(y, (*range(len(rows), y.ndim), *range(len(rows))))
+
+
+def _matrix(v: jax.Array, leading: bool, size: int) -> jax.Array:
+    return v.reshape(size, -1) if leading else v.reshape(-1, size)
+
+
+class _How(NamedTuple):
+    leading: bool
+    x: Any  # dtypes
+    y: Any
+    gradients: Any
+    trained: bool
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(how: _How, x: Any, w8: Any, scale: Any, place: Any) -> Any:
+    return _forward(how, x, w8, scale, place)[0]
+
+
+def _forward(how: _How, x: Any, w8: Any, scale: Any, place: Any) -> tuple[Any, Any]:
+    of_x = scale_of(amax(x), E4M3)
+    y = _multiply(cast8(x, of_x, E4M3), of_x, w8.T if how.leading else w8, scale, how.y)
+    transposed = cast8(x.T, of_x, E4M3) if how.trained else None
+    return y, (transposed, of_x, w8, scale)
+
+
+def _backward(how: _How, kept: Any, g: Any) -> tuple[Any, None, None, Any]:
+    transposed, of_x, w8, scale = kept
+    of_g = scale_of(amax(g), how.gradients)
+    dx = _multiply(cast8(g, of_g, how.gradients), of_g, w8 if how.leading else w8.T, scale, how.x)
+    if not how.trained:
+        return dx, None, None, None
+    factors = (transposed, of_x), (cast8(g.T, of_g, how.gradients), of_g)
+    (a, of_a), (b, of_b) = factors if how.leading else factors[::-1]
+    return dx, None, None, _multiply(a, of_a, b, of_b, how.x)
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _multiply(a: Any, of_a: Any, b: Any, of_b: Any, dtype: Any) -> Any:
+    """Compute [M, K] [N, K]^T of scaled arrays. It is one equation of a trace, whose operands are fp8."""
+    operands = a, 1 / of_a, b, 1 / of_b
+    jaxpr = jax.make_jaxpr(partial(_scaled, dtype=dtype))(*operands)
+    (y,) = _primitive.bind(*operands, jaxpr=jaxpr)
+    return y
+
+
+def _scaled(a: Any, inverse_a: Any, b: Any, inverse_b: Any, *, dtype: Any) -> Any:
+    """XLA recognizes this form, and makes one fp8 product of it (`__cublas$lt$matmul$f8`)."""
+    wide = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+
+    def widened(v: Any, inverse: Any) -> Any:
+        return v.astype(wide) * jnp.broadcast_to(inverse.astype(wide), v.shape)
+
+    numbers = (((1,), (1,)), ((), ()))
+    return lax.dot_general(widened(a, inverse_a), widened(b, inverse_b), numbers, preferred_element_type=dtype)
