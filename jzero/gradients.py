@@ -290,9 +290,7 @@ class ManualRegion:
         trained, rest = partition(masters, trainable(self.layouts))
         return combine(jax.tree.map(lambda w, s: (w + s[0]).astype(w.dtype), trained, steps), rest)
 
-    def prepare(
-        self, masters: PyTree, extra: PyTree, batch: PyTree = None, key: jax.Array | None = None
-    ) -> Weights:
+    def prepare(self, masters: PyTree, extra: PyTree, batch: PyTree = None, key: jax.Array | None = None) -> Weights:
         """Convert local masters to the form that the passes use; see `zero.prepare`.
 
         Args:

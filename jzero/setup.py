@@ -165,6 +165,7 @@ def resolve(
     precision = Precision.from_config(config, why)
     if float16_on_cpu(precision, mesh):
         allow_float16_products_on_cpu()
+    _check_fp8(config, precision, mesh)
 
     def laid_out() -> tuple[zeropp.Plus, PyTree, Passes]:
         choice.check(config.zero_optimization, mesh)
@@ -202,6 +203,23 @@ def resolve(
 def float16_on_cpu(precision: Precision, mesh: Mesh) -> bool:
     """Return whether a model computes in float16 on simulated devices."""
     return precision.compute == jnp.float16 and mesh.devices.flat[0].platform == "cpu"
+
+
+def _check_fp8(config: Config, precision: Precision, mesh: Mesh) -> None:
+    if not config.fp8.enabled:
+        return
+    if precision.compute != jnp.bfloat16:
+        raise ConfigError(
+            f'fp8.enabled = true in {config.precision}: what is not multiplied in fp8 needs bfloat16; set "bf16": '
+            '{"enabled": true}'
+        )
+    device = mesh.devices.flat[0]
+    capability = str(getattr(device, "compute_capability", ""))
+    if is_gpu(mesh) and capability.replace(".", "").isdigit() and float(capability) < 8.9:
+        raise ConfigError(
+            f"fp8.enabled = true on {device.device_kind} (compute capability {capability}): fp8 products need 8.9 or "
+            "higher (Ada, Hopper, Blackwell); turn fp8 off"
+        )
 
 
 def _cast_weights(layouts: PyTree, precision: Precision, params: PyTree) -> PyTree:

@@ -149,11 +149,11 @@ class ParamLayout:
 #   3    | the shard        | -                | diff, gathered; reduce-scatters
 #   host | zeros            | the master there | nondiff, copied to the device, then as rule 3
 #   hpZ  | the shard        | the second copy  | nondiff, gathered in its group; reduce-scatters into diff's gradient
-#   fp8  | zeros            | the rule's array | a `Quantized`; its gradient arrives in `place`, and is reduced by the rule
+#   fp8  | zeros            | a `Quantized`    | nondiff, gathered by the rule; reduces into diff's gradient by the rule
 #
-# Under rule 2, hpZ, on the host and in fp8 diff is only the place where the gradient arrives. A frozen parameter has no diff;
-# it is kept in the compute dtype, and nondiff is the weight as stored, whole (rule 0) or the shard (rule 3), or the
-# second copy.
+# Under rule 2, hpZ, on the host and in fp8 diff is only the place where the gradient arrives. A frozen parameter has no
+# diff; it is kept in the compute dtype, and nondiff is the weight as stored, whole (rule 0) or the shard (rule 3), or
+# the second copy.
 
 
 def prepare(layout: ParamLayout, master: jax.Array, precision: Precision, fp8: Any = None) -> tuple[Any, Any]:

@@ -52,7 +52,7 @@ def _two_precisions(s: Settings) -> Iterator[str]:
 @_reads("fp8.enabled", "fp16.enabled")
 def _fp8_beside_fp16(s: Settings) -> Iterator[str]:
     if s.fp8.enabled and s.fp16.enabled:
-        yield "fp8.enabled = true and fp16.enabled = true: fp8 needs bf16; remove the \"fp16\" section, and enable bf16"
+        yield 'fp8.enabled = true and fp16.enabled = true: fp8 needs bf16; remove the "fp16" section, and enable bf16'
 
 
 @_reads("fp8.enabled", "zero_optimization.zero_quantized_weights", "zero_optimization.offload_param.device")

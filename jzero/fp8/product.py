@@ -69,9 +69,9 @@ def dot_general(x: jax.Array, w: Quantized, form: Form, dtype: Any) -> jax.Array
     kept = w.shape[n:] if form.leading else w.shape[:-n]
     size = prod(x.shape[d] for d in form.contracted)
     matrix = lax.transpose(x, (*form.rows, *form.contracted)).reshape(-1, size)
-    flat = w.with_place(*(v if v is None else _matrix(v, form.leading, size) for v in (w.x8, w.place)))
-    how = _How(form.leading, x.dtype, jnp.dtype(dtype), w.gradients, w.place is not None)
-    y = _product(how, matrix, flat.x8, flat.scale, flat.place)
+    place = None if w.place is None else _matrix(w.place, form.leading, size)
+    how = _How(form.leading, x.dtype, jnp.dtype(dtype), w.gradients, place is not None)
+    y = _product(how, matrix, _matrix(w.x8, form.leading, size), w.scale, place)
     rows = tuple(x.shape[d] for d in form.rows)
     y = y.reshape(*rows, *kept)
     if not form.weight_first:

@@ -23,9 +23,7 @@ _LEAST, _MOST = -100, 100
 _BIAS, _MANTISSA = 127, 23  # of float32
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=["x8", "scale", "place"], meta_fields=["dtype", "gradients"]
-)
+@partial(jax.tree_util.register_dataclass, data_fields=["x8", "scale", "place"], meta_fields=["dtype", "gradients"])
 @dataclass(frozen=True, eq=False)
 class Quantized:
     """A weight in fp8, or this device's shard of one.

@@ -275,6 +275,8 @@ def _switched_stages(model: PipelineModule, config: Config, mesh: Mesh, layouts:
             "divide: not yet supported; make more of the layers alike, choose a number of stages that divides them, or "
             "leave one out"
         )
+    if config.fp8.enabled:
+        _refuse("fp8.enabled = true", stages, "fp8 multiplies the weights of a stack that the stages divide")
     section = config.activation_checkpointing
     asked = Remat.resolve(config, model, False, mesh)
     if section and section.policy in ("matmuls", "none"):

@@ -18,6 +18,7 @@ from jzero.model import ENDS, STACK, Inputs, Model, StackModel, stack_functions
 from jzero.stored_names import StoredNames, matches
 from jzero.tree import PyTree, named
 
+
 def weights_in_fp8(
     model: Model, weights: PyTree, inputs: Inputs, key: jax.Array | None, section: Any, names: StoredNames | None
 ) -> frozenset[str]:
