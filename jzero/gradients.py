@@ -16,6 +16,7 @@ from jzero import micro_batches, zero
 from jzero.config import Config
 from jzero.errors import ConfigError
 from jzero.fp8.quantized import GRADIENTS
+from jzero.gradient_norm import sums_of_squares
 from jzero.loss import LOSS, Mean, Sums, means, nonzero, pack, read_loss, read_sums
 from jzero.mesh import BATCH_AXES, batch_parts, group_size, present, replicas
 from jzero.model import (
@@ -49,10 +50,12 @@ Read = Callable[[Any], PyTree]  # what a model returned for a micro-batch -> wha
 
 
 class Result(NamedTuple):
-    """Float32 `gradients` of the local masters; loss and metrics as `means` []; every micro-batch's loss [accum];
-    the new `state` of the model, None in the place of parameters."""
+    """Float32 `gradients` of the local masters, and the sum of the `squares` of each parameter's, whole [parameters];
+    loss and metrics as `means` []; every micro-batch's loss [accum]; the new `state` of the model, None in the place of
+    parameters."""
 
     gradients: PyTree
+    squares: jax.Array
     means: Sums
     micro_losses: jax.Array
     state: PyTree
@@ -229,9 +232,13 @@ class ManualRegion:
         summed, seen, state = self.passes.gradients(weights, batch, key, cotangent, first)
         # With an infinite scale inf * (1 / inf) = NaN marks the step as overflowed; keep this form.
         unscale = 1 / scale
-        gradients = jax.tree.map(lambda g: g * unscale, self.reduce(summed))
+        reduced = self.reduce(summed)
+        gradients = jax.tree.map(lambda g: g * unscale, self.merged(reduced))
+        squares = sums_of_squares(
+            self.layouts, self.passes.view.layouts, reduced, unscale, self.mesh, self.axes if self.local else None
+        )
         seen = self.all_reduce(seen)
-        return Result(gradients, means(_total(seen)), means(seen)[LOSS], self.agree(state))
+        return Result(gradients, squares, means(_total(seen)), means(seen)[LOSS], self.agree(state))
 
     def total_count(self, weights: Weights, batch: PyTree, key: jax.Array) -> jax.Array | float:
         """Sum the counts of all micro-batches and replicas, before any gradient is computed."""
@@ -316,13 +323,19 @@ class ManualRegion:
         return Weights(diff, nondiff, state, extra)
 
     def reduce(self, gradients: PyTree) -> PyTree:
-        """Reduce summed gradients to float32 gradients of the local masters; see `zero.reduce_gradient`."""
+        """Reduce summed gradients to those of the local masters, in the form of the passes; see `zero`."""
         view = self.passes.view
         if self.local:
-            return jax.tree.map(lambda g: g[None], cast(view.merge(gradients), jnp.float32))
+            return gradients
         reduce = view.per_layer(partial(zero.reduce_gradient, mesh=self.mesh, precision=self.precision))
         with jax.named_scope(REDUCE):
-            return cast(view.merge(_map(reduce, view.layouts, gradients)), jnp.float32)
+            return _map(reduce, view.layouts, gradients)
+
+    def merged(self, reduced: PyTree) -> PyTree:
+        """Return reduced gradients in float32 and in the form of the masters; `local`: in a row of their own."""
+        with jax.named_scope(REDUCE):
+            merged = cast(self.passes.view.merge(reduced), jnp.float32)
+        return jax.tree.map(lambda g: g[None], merged) if self.local else merged
 
     def agree(self, state: PyTree) -> PyTree:
         """Average the model's new state over the replicas, and return it in the form of the masters."""

@@ -86,7 +86,7 @@ def make_programs(setup: Setup, states: States) -> Programs:
     own = averaging.spec if averaging else replicated
     gradients = setup.manual(
         region.gradients, replicated, replicated, replicated, own,
-        out_specs=Result(local_specs, replicated, replicated, new_state_specs),
+        out_specs=Result(local_specs, replicated, replicated, replicated, new_state_specs),
     )  # fmt: skip
 
     def next_result(state: TrainState, batch: PyTree, extra: PyTree) -> Result:

@@ -60,8 +60,7 @@ def update(
       loss, grad_norm (global, before clipping), lr, loss_scale, skipped, and the model's own. And whether the next step
       is halted.
     """
-    grads = result.gradients
-    squares = jnp.stack([jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)])
+    grads, squares = result.gradients, result.squares
     norm = jnp.sqrt(squares.sum())
     clip = setup.config.gradient_clipping
     if clip and not setup.averaging:

@@ -22,7 +22,7 @@ distributed
 display mesh precision loss loss_scale
 communication pictures spread tracing
 moe
-zero sharding offload remat tiling stack micro_batches gradients
+zero sharding offload remat tiling stack micro_batches gradient_norm gradients
 checkpoint
 pipeline adapters
 state batch update setup

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jzero._compat import function_primitive
+from jzero.fp8.casts import cast_pair
 from jzero.fp8.quantized import E4M3, Quantized, amax, cast8, scale_of
 
 NAME = "fp8_dot_general"
@@ -98,18 +99,19 @@ def _product(how: _How, x: Any, w8: Any, scale: Any, place: Any) -> Any:
 
 def _forward(how: _How, x: Any, w8: Any, scale: Any, place: Any) -> tuple[Any, Any]:
     of_x = scale_of(amax(x), E4M3)
-    y = _multiply(cast8(x, of_x, E4M3), of_x, w8.T if how.leading else w8, scale, how.y)
-    transposed = cast8(x.T, of_x, E4M3) if how.trained else None
+    x8, transposed = cast_pair(x, of_x, E4M3) if how.trained else (cast8(x, of_x, E4M3), None)
+    y = _multiply(x8, of_x, w8.T if how.leading else w8, scale, how.y)
     return y, (transposed, of_x, w8, scale)
 
 
 def _backward(how: _How, kept: Any, g: Any) -> tuple[Any, None, None, Any]:
     transposed, of_x, w8, scale = kept
-    of_g = scale_of(amax(g), how.gradients)
-    dx = _multiply(cast8(g, of_g, how.gradients), of_g, w8 if how.leading else w8.T, scale, how.x)
+    of_g, to = scale_of(amax(g), how.gradients), how.gradients
+    g8, g8t = cast_pair(g, of_g, to) if how.trained else (cast8(g, of_g, to), None)
+    dx = _multiply(g8, of_g, w8 if how.leading else w8.T, scale, how.x)
     if not how.trained:
         return dx, None, None, None
-    factors = (transposed, of_x), (cast8(g.T, of_g, how.gradients), of_g)
+    factors = (transposed, of_x), (g8t, of_g)
     (a, of_a), (b, of_b) = factors if how.leading else factors[::-1]
     return dx, None, None, _multiply(a, of_a, b, of_b, how.x)
 
