@@ -307,15 +307,15 @@ def terminate(pool: ProcessPoolExecutor) -> None:
     pool.shutdown(wait=False, cancel_futures=True)
 
 
-def function_primitive(name: str, kernel: Callable[[Any, Any, Any], Callable | None] | None = None) -> Any:
+def function_primitive(name: str, kernel: Callable[..., Callable | None] | None = None) -> Any:
     """Make a primitive for functions of arrays: its parameter `jaxpr` is the function.
 
     It is differentiated, batched and compiled as the function is. JAX has no documented way to keep a function as one
     equation of a trace under a name of its own; `jax.extend.core` and `jax.interpreters` promise no compatibility.
 
     Args:
-      kernel: `kernel(operands, results, device)`, of shapes and dtypes, returns the function that CUDA devices run
-        instead, or None: the same as others. The device may be a mesh's description of its devices.
+      kernel: `kernel(operands, results, device, **parameters)`, of shapes and dtypes, returns the function that CUDA
+        devices run instead, or None: the same as others. The device may be a mesh's description of its devices.
     """
     import jax
     from jax.extend.core import Primitive, jaxpr_as_fun
@@ -340,11 +340,11 @@ def function_primitive(name: str, kernel: Callable[[Any, Any, Any], Callable | N
     batching.primitive_batchers[primitive] = batch
     plain = mlir.lower_fun(run, multiple_results=True)
 
-    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+    def lower(ctx: Any, *operands: Any, jaxpr: Any, **params: Any) -> Any:
         mesh = ctx.avals_in[0].sharding.mesh
-        chosen = kernel and kernel(ctx.avals_in, ctx.avals_out, mesh.abstract_device or jax.devices()[0])
+        chosen = kernel and kernel(ctx.avals_in, ctx.avals_out, mesh.abstract_device or jax.devices()[0], **params)
         if not chosen:
-            return plain(ctx, *operands, **params)
+            return plain(ctx, *operands, jaxpr=jaxpr)
         with jax.sharding.use_abstract_mesh(mesh):  # Pallas looks there for the device
             return mlir.lower_fun(chosen, multiple_results=True)(ctx, *operands)
 

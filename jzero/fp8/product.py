@@ -13,6 +13,7 @@ has the form [M, K] [N, K]^T, and x and g are needed transposed too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -22,8 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jzero._compat import function_primitive
-from jzero.fp8.casts import cast_pair
-from jzero.fp8.quantized import E4M3, Quantized, amax, cast8, scale_of
+from jzero.fp8.elementwise import Elementwise, Pullback, amax_of, cast_pair, identity
+from jzero.fp8.quantized import E4M3, Quantized, cast8, scale_of
 
 NAME = "fp8_dot_general"
 _primitive = function_primitive(NAME)
@@ -66,18 +67,53 @@ def form_of(dimension_numbers: Any, ndims: tuple[int, int], weight: int) -> Form
 
 def dot_general(x: jax.Array, w: Quantized, form: Form, dtype: Any) -> jax.Array:
     """Compute a `dot_general` of an activation and a weight in fp8; the result has this dtype."""
+    return _product_of(x, w, form, dtype, linked=False)[0]
+
+
+class Link(NamedTuple):
+    """Where the gradient of a product's result [M, N] arrives in fp8, from the function that alone uses the result.
+
+    All are zeros in the forward pass; the gradients that flow to them are: fp8 [M, N] and [N, M], and their scale.
+    """
+
+    g8: jax.Array
+    transposed: jax.Array
+    scale: jax.Array
+
+
+def linked_dot_general(x: jax.Array, w: Quantized, form: Form, dtype: Any) -> tuple[jax.Array, Link]:
+    """Compute `dot_general`; the gradient of its result must come through the link."""
+    return _product_of(x, w, form, dtype, linked=True)
+
+
+def mapped_dot_general(
+    f: Elementwise, xs: Sequence[jax.Array], links: Sequence[Link], w: Quantized, dtype: Any
+) -> jax.Array:
+    """Compute `dot_general(f(parts of xs), w)` for [M, P, K] and a weight [K, ...] in fp8.
+
+    The function's result is written in fp8 alone, and the gradients of xs go through their links: nothing between this
+    product and those of the links is written in the compute dtype.
+    """
+    size = xs[0].shape[-1]
+    how = _How(True, xs[0].dtype, jnp.dtype(dtype), w.gradients, w.place is not None, False)
+    place = None if w.place is None else w.place.reshape(size, -1)
+    y = _mapped(how, f, tuple(xs), tuple(links), w.x8.reshape(size, -1), w.scale, place)
+    return y.reshape(-1, *w.shape[1:])
+
+
+def _product_of(x: jax.Array, w: Quantized, form: Form, dtype: Any, linked: bool) -> tuple[jax.Array, Any]:
     n = len(form.contracted)
     kept = w.shape[n:] if form.leading else w.shape[:-n]
     size = prod(x.shape[d] for d in form.contracted)
     matrix = lax.transpose(x, (*form.rows, *form.contracted)).reshape(-1, size)
     place = None if w.place is None else _matrix(w.place, form.leading, size)
-    how = _How(form.leading, x.dtype, jnp.dtype(dtype), w.gradients, place is not None)
-    y = _product(how, matrix, _matrix(w.x8, form.leading, size), w.scale, place)
+    how = _How(form.leading, x.dtype, jnp.dtype(dtype), w.gradients, place is not None, linked)
+    y, link = _product(how, matrix, _matrix(w.x8, form.leading, size), w.scale, place)
     rows = tuple(x.shape[d] for d in form.rows)
     y = y.reshape(*rows, *kept)
-    if not form.weight_first:
-        return y
-    return lax.transpose(y, (*range(len(rows), y.ndim), *range(len(rows))))
+    if form.weight_first:
+        y = lax.transpose(y, (*range(len(rows), y.ndim), *range(len(rows))))
+    return y, link
 
 
 def _matrix(v: jax.Array, leading: bool, size: int) -> jax.Array:
@@ -90,6 +126,15 @@ class _How(NamedTuple):
     y: Any
     gradients: Any
     trained: bool
+    linked: bool
+
+
+def _scaled_pair(f: Any, xs: Sequence[jax.Array], dtype: Any, pair: bool = True) -> tuple[Any, Any, jax.Array]:
+    """Cast f(*xs) to fp8 by its largest element; return it, its transpose unless it is not wanted, and the scale."""
+    scale = scale_of(amax_of(f, xs), dtype)
+    if pair:
+        return *cast_pair(f, xs, scale, dtype), scale
+    return cast8(f(*[x[:, 0] for x in xs])[0], scale, dtype), None, scale
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -98,25 +143,53 @@ def _product(how: _How, x: Any, w8: Any, scale: Any, place: Any) -> Any:
 
 
 def _forward(how: _How, x: Any, w8: Any, scale: Any, place: Any) -> tuple[Any, Any]:
-    of_x = scale_of(amax(x), E4M3)
-    x8, transposed = cast_pair(x, of_x, E4M3) if how.trained else (cast8(x, of_x, E4M3), None)
+    x8, transposed, of_x = _scaled_pair(identity, [x[:, None]], E4M3, how.trained)
     y = _multiply(x8, of_x, w8.T if how.leading else w8, scale, how.y)
-    return y, (transposed, of_x, w8, scale)
+    zeros = Link(jnp.zeros(y.shape, how.gradients), jnp.zeros(y.shape[::-1], how.gradients), jnp.zeros(()))
+    return (y, zeros if how.linked else None), (transposed, of_x, w8, scale)
 
 
-def _backward(how: _How, kept: Any, g: Any) -> tuple[Any, None, None, Any]:
-    transposed, of_x, w8, scale = kept
-    of_g, to = scale_of(amax(g), how.gradients), how.gradients
-    g8, g8t = cast_pair(g, of_g, to) if how.trained else (cast8(g, of_g, to), None)
+def _backward(how: _How, kept: Any, gradients: Any) -> tuple[Any, None, None, Any]:
+    g, link = gradients
+    pair = link if how.linked else _scaled_pair(identity, [g[:, None]], how.gradients, how.trained)
+    dx, dw = _backward_products(how, kept, *pair)
+    return dx, None, None, dw
+
+
+def _backward_products(how: _How, kept: Any, g8: Any, g8t: Any, of_g: Any) -> tuple[Any, Any]:
+    x8t, of_x, w8, scale = kept
     dx = _multiply(g8, of_g, w8 if how.leading else w8.T, scale, how.x)
     if not how.trained:
-        return dx, None, None, None
-    factors = (transposed, of_x), (g8t, of_g)
+        return dx, None
+    factors = (x8t, of_x), (g8t, of_g)
     (a, of_a), (b, of_b) = factors if how.leading else factors[::-1]
-    return dx, None, None, _multiply(a, of_a, b, of_b, how.x)
+    return dx, _multiply(a, of_a, b, of_b, how.x)
 
 
 _product.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _mapped(how: _How, f: Elementwise, xs: Any, links: Any, w8: Any, scale: Any, place: Any) -> Any:
+    return _mapped_forward(how, f, xs, links, w8, scale, place)[0]
+
+
+def _mapped_forward(how: _How, f: Elementwise, xs: Any, links: Any, w8: Any, scale: Any, place: Any) -> Any:
+    x8, x8t, of_x = _scaled_pair(f, xs, E4M3)
+    return _multiply(x8, of_x, w8.T, scale, how.y), (xs, (x8t, of_x, w8, scale))
+
+
+def _mapped_backward(how: _How, f: Elementwise, saved: Any, g: Any) -> tuple[None, Any, None, None, Any]:
+    xs, kept = saved
+    dx, dw = _backward_products(how, kept, *_scaled_pair(identity, [g[:, None]], how.gradients))
+    links, start = [], 0
+    for x in xs:
+        own = Pullback(f, tuple(range(start, start := start + x.shape[1])))
+        links.append(Link(*_scaled_pair(own, [*xs, dx[:, None]], how.gradients)))
+    return None, tuple(links), None, None, dw
+
+
+_mapped.defvjp(_mapped_forward, _mapped_backward)
 
 
 def _multiply(a: Any, of_a: Any, b: Any, of_b: Any, dtype: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,30 +16,41 @@ from jzero.fp8.quantized import cast8
 ROWS, COLUMNS, WARPS = 32, 128, 4
 
 
-def supports(shape: tuple[int, ...], dtype: Any) -> bool:
-    """Return whether the kernel takes an array [m, n]."""
-    m, n = shape
-    return m % ROWS == 0 and n % COLUMNS == 0 and m * n < 2**31 and dtype in (jnp.bfloat16, jnp.float32)
+def supports(shapes: Sequence[tuple[int, ...]], out: tuple[int, ...]) -> bool:
+    """Return whether the kernel takes arrays [m, p, n], and returns [m, q n]."""
+    m, _, n = shapes[0]
+    parts = [p for _, p, _ in shapes] + [out[1] // n]
+    largest = m * n * max(parts)
+    return m % ROWS == 0 and n % COLUMNS == 0 and largest < 2**31 and all(p & (p - 1) == 0 for p in parts)
 
 
-def cast_pair(x: jax.Array, scale: jax.Array, *, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Round `x * scale` [M, N] to an fp8 dtype, and write it twice: [M, N] and [N, M]."""
-    m, n = x.shape
+def cast_pair(f: Callable, *operands: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Compute `elementwise.cast_pair`: write each tile of the results, and its transpose."""
+    *xs, scale = operands
+    (m, _, n), read = xs[0].shape, sum(x.shape[1] for x in xs)
+    made = len(jax.eval_shape(f, *[jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.float32)] * read))
 
-    def kernel(x_ref: Any, scale_ref: Any, out_ref: Any, transposed_ref: Any) -> None:
-        x8 = cast8(x_ref[...], scale_ref[0], dtype)
-        out_ref[...] = x8
-        transposed_ref[...] = x8.T
+    def kernel(*refs: Any) -> None:
+        *x_refs, scale_ref, out_ref, transposed_ref = refs
+        tiles = [ref[:, p, :].astype(jnp.float32) for ref, x in zip(x_refs, xs, strict=True) for p in range(x.shape[1])]
+        for q, y in enumerate(f(*tiles)):
+            y8 = cast8(y, scale_ref[0], dtype)
+            out_ref[:, q, :] = y8
+            transposed_ref[q, :, :] = y8.T
 
-    return pl.pallas_call(
+    out, transposed = pl.pallas_call(
         kernel,
         grid=(m // ROWS, n // COLUMNS),
-        in_specs=[pl.BlockSpec((ROWS, COLUMNS), lambda i, j: (i, j)), pl.BlockSpec((1,), lambda i, j: (0,))],
-        out_specs=[
-            pl.BlockSpec((ROWS, COLUMNS), lambda i, j: (i, j)),
-            pl.BlockSpec((COLUMNS, ROWS), lambda i, j: (j, i)),
+        in_specs=[
+            *(pl.BlockSpec((ROWS, x.shape[1], COLUMNS), lambda i, j: (i, 0, j)) for x in xs),
+            pl.BlockSpec((1,), lambda i, j: (0,)),
         ],
-        out_shape=[jax.ShapeDtypeStruct((m, n), dtype), jax.ShapeDtypeStruct((n, m), dtype)],
+        out_specs=[
+            pl.BlockSpec((ROWS, made, COLUMNS), lambda i, j: (i, 0, j)),
+            pl.BlockSpec((made, COLUMNS, ROWS), lambda i, j: (0, j, i)),
+        ],
+        out_shape=[jax.ShapeDtypeStruct((m, made, n), dtype), jax.ShapeDtypeStruct((made, n, m), dtype)],
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=2),
         name="fp8_cast_pair",
-    )(x, scale.reshape(1))
+    )(*xs, scale.reshape(1))
+    return out.reshape(m, -1), transposed.reshape(-1, m)

@@ -11,6 +11,7 @@ from jzero._compat import inner_jaxprs, is_constant, source_line, source_of
 from jzero.errors import ConfigError
 from jzero.fp8.product import CALLS
 from jzero.fp8.quantized import Quantized
+from jzero.spread.chained import Chained
 from jzero.spread.rules import RULES, everywhere
 from jzero.spread.value import Group, Value, dequantized, whole
 
@@ -65,7 +66,14 @@ def interpret(group: Group, closed: Any, values: Sequence[Value]) -> list[Value]
     def read(variables: Sequence[Any]) -> list[Value]:
         return [whole(v.val) if is_constant(v) else known[v] for v in variables]
 
+    chained = Chained(group, jaxpr, known)
     for eqn in jaxpr.eqns:
+        if id(eqn) in chained.skipped:
+            continue
+        if chained.takes(eqn):
+            with source_of(eqn), eqn.ctx.manager:
+                known |= zip(eqn.outvars, chained.run(eqn), strict=True)
+            continue
         operands, name = read(eqn.invars), eqn.primitive.name
         if own := _named_axes(eqn) & group.degrees.keys():
             raise ConfigError(
