@@ -32,6 +32,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[list[float]]]:
     p.add_argument("--lr", type=float, default=6e-4)
     p.add_argument("--rows", type=int, default=8, help="of a global batch")
     p.add_argument("--sequence", type=int, default=1024)
+    p.add_argument("--runs", nargs="*", choices=RUNS, default=list(RUNS))
     p.add_argument("--min-size", type=int, default=512, help="of a product in fp8")
     args = p.parse_args(argv)
     shape = preset(args.preset, vocab_size=text.BYTES)
@@ -39,7 +40,8 @@ def main(argv: list[str] | None = None) -> dict[str, list[list[float]]]:
     train, _ = text.standard_library(10_000_000)
     batch = text.windows(train, args.sequence)
     curves: dict[str, list[list[float]]] = {}
-    for name, form in RUNS.items():
+    for name in args.runs:
+        form = RUNS[name]
         step = jzero.make_train_step(model, config(args, form))
         curves[name] = [run(step, batch, args, seed, reverse="reversed" in name) for seed in range(args.seeds)]
         print(json.dumps({"run": name, "losses": np.round(curves[name], 4).tolist()}), flush=True)
@@ -86,8 +88,8 @@ def table(curves: dict[str, list[list[float]]]) -> str:
             last = a[-EVERY:].mean() / b[-EVERY:].mean() - 1
             early = np.abs(a[:TRANSIENT] / b[:TRANSIENT] - 1).max()
             lines.append(
-                f"{name}, seed {seed}: mean of the last {EVERY} {last:+.2%} of the first run's; largest difference of a "
-                f"step among the first {TRANSIENT} {early:.2%}"
+                f"{name}, seed {seed}: mean of the last {EVERY} {last:+.2%} of the first run's; largest difference "
+                f"of a step among the first {TRANSIENT} {early:.2%}"
             )
     return "\n".join(lines)
 

@@ -29,6 +29,10 @@ from jzero.fp8.quantized import E4M3, Quantized, cast8, scale_of
 NAME = "fp8_dot_general"
 _primitive = function_primitive(NAME)
 
+# Hopper's tensor cores sum an fp8 product in about 14 bits. XLA lets them at the default precision; at the highest,
+# partial sums go to float32 often enough. As in Transformer Engine and torchao, gradients are summed exactly.
+FAST, EXACT = lax.Precision.DEFAULT, lax.Precision.HIGHEST
+
 # Equations of a trace whose inner programs take weights in fp8; `dot_general` does, and every other primitive gets the
 # rounded weight.
 CALLS = ("jit", "closed_call", "core_call", "remat2", "checkpoint")
@@ -144,7 +148,7 @@ def _product(how: _How, x: Any, w8: Any, scale: Any, place: Any) -> Any:
 
 def _forward(how: _How, x: Any, w8: Any, scale: Any, place: Any) -> tuple[Any, Any]:
     x8, transposed, of_x = _scaled_pair(identity, [x[:, None]], E4M3, how.trained)
-    y = _multiply(x8, of_x, w8.T if how.leading else w8, scale, how.y)
+    y = _multiply(x8, of_x, w8.T if how.leading else w8, scale, how.y, FAST)
     zeros = Link(jnp.zeros(y.shape, how.gradients), jnp.zeros(y.shape[::-1], how.gradients), jnp.zeros(()))
     return (y, zeros if how.linked else None), (transposed, of_x, w8, scale)
 
@@ -176,7 +180,7 @@ def _mapped(how: _How, f: Elementwise, xs: Any, links: Any, w8: Any, scale: Any,
 
 def _mapped_forward(how: _How, f: Elementwise, xs: Any, links: Any, w8: Any, scale: Any, place: Any) -> Any:
     x8, x8t, of_x = _scaled_pair(f, xs, E4M3)
-    return _multiply(x8, of_x, w8.T, scale, how.y), (xs, (x8t, of_x, w8, scale))
+    return _multiply(x8, of_x, w8.T, scale, how.y, FAST), (xs, (x8t, of_x, w8, scale))
 
 
 def _mapped_backward(how: _How, f: Elementwise, saved: Any, g: Any) -> tuple[None, Any, None, None, Any]:
@@ -192,15 +196,15 @@ def _mapped_backward(how: _How, f: Elementwise, saved: Any, g: Any) -> tuple[Non
 _mapped.defvjp(_mapped_forward, _mapped_backward)
 
 
-def _multiply(a: Any, of_a: Any, b: Any, of_b: Any, dtype: Any) -> Any:
+def _multiply(a: Any, of_a: Any, b: Any, of_b: Any, dtype: Any, precision: Any = EXACT) -> Any:
     """Compute [M, K] [N, K]^T of scaled arrays. It is one equation of a trace, whose operands are fp8."""
     operands = a, 1 / of_a, b, 1 / of_b
-    jaxpr = jax.make_jaxpr(partial(_scaled, dtype=dtype))(*operands)
+    jaxpr = jax.make_jaxpr(partial(_scaled, dtype=dtype, precision=precision))(*operands)
     (y,) = _primitive.bind(*operands, jaxpr=jaxpr)
     return y
 
 
-def _scaled(a: Any, inverse_a: Any, b: Any, inverse_b: Any, *, dtype: Any) -> Any:
+def _scaled(a: Any, inverse_a: Any, b: Any, inverse_b: Any, *, dtype: Any, precision: Any) -> Any:
     """XLA recognizes this form, and makes one fp8 product of it (`__cublas$lt$matmul$f8`)."""
     wide = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
 
@@ -208,4 +212,6 @@ def _scaled(a: Any, inverse_a: Any, b: Any, inverse_b: Any, *, dtype: Any) -> An
         return v.astype(wide) * jnp.broadcast_to(inverse.astype(wide), v.shape)
 
     numbers = (((1,), (1,)), ((), ()))
-    return lax.dot_general(widened(a, inverse_a), widened(b, inverse_b), numbers, preferred_element_type=dtype)
+    return lax.dot_general(
+        widened(a, inverse_a), widened(b, inverse_b), numbers, precision=precision, preferred_element_type=dtype
+    )
