@@ -23,6 +23,7 @@ from jzero.mesh import (
     BATCH_AXES,
     EXPERT,
     PIPE,
+    TENSOR,
     batch_spec,
     check_against,
     check_mesh,
@@ -72,6 +73,7 @@ class Setup:
       averaging: the devices whose gradients the optimizer averages; None: they are averaged before it.
       passes: how the forward and backward passes run.
       searched: whether the config's `tensor_parallel.dimensions` was found by trying.
+      unfit: parameter -> the dimension of the model's table that `tensor` does not divide, see `spread.division`.
     """
 
     model: Model
@@ -89,6 +91,7 @@ class Setup:
     averaging: optimizers.Replicas | None
     passes: Passes
     searched: bool
+    unfit: Mapping[str, int | None]
 
     @property
     def rule(self) -> Rule:
@@ -161,19 +164,21 @@ def resolve(
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     config = with_layer_specs(config, model, shapes, isinstance(model, StackModel))
     given, config = config.tensor_parallel.dimensions, with_found_dimensions(config, model, mesh)
+    searched = given != config.tensor_parallel.dimensions
     config, why = settle_precision(config, shapes, mesh.devices.flat[0])
     precision = Precision.from_config(config, why)
     if float16_on_cpu(precision, mesh):
         allow_float16_products_on_cpu()
     _check_fp8(config, precision, mesh)
 
-    def laid_out() -> tuple[zeropp.Plus, PyTree, Passes]:
+    def laid_out() -> tuple[zeropp.Plus, Mapping[str, int | None], PyTree, Passes]:
         choice.check(config.zero_optimization, mesh)
         plus = zeropp.from_config(config.zero_optimization, mesh)
-        layouts = _layouts(model, shapes, config, mesh, plus)
-        return plus, layouts, make_passes(model, config, mesh, layouts, precision)
+        division = divided(model, shapes, config, mesh, isinstance(model, StackModel), searched)
+        layouts = _layouts(model, shapes, config, mesh, plus, {axis: of.dims for axis, of in division.items()})
+        return plus, division[TENSOR].unfit, layouts, make_passes(model, config, mesh, layouts, precision)
 
-    batch_sizes, (plus, layouts, passes) = both(lambda: config.batch(replicas(mesh), former), laid_out)
+    batch_sizes, (plus, unfit, layouts, passes) = both(lambda: config.batch(replicas(mesh), former), laid_out)
     if passes.facts.pipeline:
         passes.facts.pipeline(batch_sizes.accum)  # raises for a number of micro-batches that the schedule cannot run
     weights = jax.eval_shape(partial(_cast_weights, layouts, precision), shapes)
@@ -196,7 +201,7 @@ def resolve(
     return Setup(
         model, config, mesh, batch_sizes, precision, plus, layouts, weights, schedule,
         tx,
-        groups, optimizer is not None, averaging, passes, given != config.tensor_parallel.dimensions,
+        groups, optimizer is not None, averaging, passes, searched, unfit,
     )  # fmt: skip
 
 
@@ -260,7 +265,9 @@ def _check_compiler_options(config: Config, mesh: Mesh) -> None:
         raise ConfigError(f"compiler_options = {config.compiler_options}: XLA refuses them: {error}") from None
 
 
-def _layouts(model: Model, shapes: PyTree, config: Config, mesh: Mesh, plus: zeropp.Plus) -> PyTree:
+def _layouts(
+    model: Model, shapes: PyTree, config: Config, mesh: Mesh, plus: zeropp.Plus, dims: dict[str, dict[str, int]]
+) -> PyTree:
     layouts = sharding.param_layouts(
         shapes,
         stage=config.zero_optimization.stage,
@@ -275,7 +282,7 @@ def _layouts(model: Model, shapes: PyTree, config: Config, mesh: Mesh, plus: zer
         state=getattr(model, "state", ()),
         plus=plus,
         names=getattr(model, "names", None),
-        divided=divided(model, shapes, config, mesh, isinstance(model, StackModel)),
+        divided=dims,
     )
     if not any(layout.trainable for layout in jax.tree.leaves(layouts)):
         given = {

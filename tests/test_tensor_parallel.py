@@ -110,21 +110,11 @@ def test_refused_by_name(changes, parts):
 
 
 def test_a_dimension_that_the_axis_does_not_divide():
+    """In a table of the config it is a mistake; of a model's table see `test_undivided`."""
     with pytest.raises(
         ConfigError, match=r"mesh.tensor = 8 does not divide the 4 of stack/attn/key/bias.* 4 does; or leave"
     ):
         make_step("nnx", tensor=8)
-
-
-def test_key_value_heads_that_the_axis_does_not_divide():
-    """The model's table puts heads on devices; a table without them computes all heads on each (see LAYOUTS)."""
-    with pytest.raises(ConfigError) as error:
-        make_step("multi-query", tensor=2, dimensions={})
-    text = str(error.value)
-    for part in ("divided['tensor']['qkv/kernel'] = 1", "mesh.tensor = 2", "the 1 of stack/attention/qkv/kernel"):
-        assert part in text
-    assert "leave the parameter out of the table (tensor_parallel.dimensions replaces a model's own)" in text
-    assert " does;" not in text  # no smaller degree does
 
 
 def test_a_table_without_the_axis():

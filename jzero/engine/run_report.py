@@ -22,6 +22,7 @@ from jzero.distributed.gpu_faults import loaded_nccl
 from jzero.engine.layout_table import grouped
 from jzero.engine.step_report import joined, sections_of_step
 from jzero.engine.text import bullets, numberless, size_text, table, value_text, wrap
+from jzero.engine.undivided import undivided
 from jzero.errors import shorten, some_of
 from jzero.mesh import BATCH_AXES, EXPERT, GROUP_AXES, PIPE, TENSOR, ZERO_AXES, group_size, present
 from jzero.model import weights_layout
@@ -343,6 +344,7 @@ def _fallbacks(step: Any) -> list[str]:
     for leaf in filter(_fell_back, jax.tree.leaves(step.layouts)):
         names.setdefault(leaf.why, []).append(leaf.name)
     lines = [f"replicated, {why}: {some_of(leaves, 4)}" for why, leaves in names.items()]
+    lines += undivided(step)
     if step.setup.callers_optimizer and step.config.optimizer:
         lines.append(f"optimizer section ({step.config.optimizer.type}) not used: an optimizer was passed in")
     if float16_on_cpu(step.precision, step.mesh):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -13,6 +13,19 @@ from jzero.errors import ConfigError, some_of
 from jzero.model import STACK
 from jzero.stored_names import StoredNames, matches
 from jzero.tree import PyTree, named
+
+
+class Division(NamedTuple):
+    """The dimensions of parameters that an axis divides.
+
+    Attributes:
+      dims: parameter -> the dimension, of one layer's slice if the parameter is in the layer stack.
+      unfit: parameter -> the dimension that a table names although the axis does not divide it; None: the table was
+        found by trying, and the axis divides no dimension.
+    """
+
+    dims: dict[str, int]
+    unfit: dict[str, int | None]
 
 
 def divided_dims(
@@ -24,7 +37,8 @@ def divided_dims(
     key: str,
     has_stack: bool,
     names: StoredNames | None,
-) -> dict[str, int]:
+    must_fit: bool = True,
+) -> Division:
     """Return the dimension of each parameter that a table names.
 
     Args:
@@ -34,36 +48,54 @@ def divided_dims(
       axis, degree: the axis of the mesh and its size.
       key: names the table in errors.
       names: the parameters' names without a layer stack, which expressions may match too.
+      must_fit: whether a dimension that the axis does not divide is an error; else its parameter is replicated.
 
     Raises:
       ConfigError: an expression that matches no parameter, a dimension that a parameter does not have, or that the
-        axis does not divide.
+        axis does not divide (`must_fit`); one that divides none at all.
     """
     shapes = {name: _layer_shape(name, x, has_stack) for name, x in named(params).items()}
     hits = {p: {n for n in shapes if matches(f"{key}: {p!r}", p, n, names)} for p in table}
-    if unused := sorted(p for p, found in hits.items() if not found):
+    if unused := sorted(p for p, of_pattern in hits.items() if not of_pattern):
         raise ConfigError(f"{key}: {unused} match no parameter; the names are {some_of(shapes)}")
-    dims = {}
+    found: dict[str, int] = {}
+    unfit: dict[str, tuple[int, str]] = {}  # with the error
     for name, shape in shapes.items():
-        pattern = next((p for p, found in hits.items() if name in found), None)
+        pattern = next((p for p, of_pattern in hits.items() if name in of_pattern), None)
         if pattern is not None:
-            dims[name] = _checked(f"{key}[{pattern!r}] = {table[pattern]}", name, shape, table[pattern], axis, degree)
-    return dims
+            what = f"{key}[{pattern!r}] = {table[pattern]}"
+            dim = _existing(what, name, shape, table[pattern])
+            if shape[dim] % degree == 0:
+                found[name] = dim
+            else:
+                unfit[name] = dim, _unfit(what, name, shape, dim, axis, degree)
+    if unfit and (must_fit or not found):
+        _, error = next(iter(unfit.values()))
+        raise ConfigError(error)
+    return Division(found, {name: dim for name, (dim, _) in unfit.items()})
 
 
 def _layer_shape(name: str, x: Any, has_stack: bool) -> tuple[int, ...]:
     return tuple(jnp.shape(x))[has_stack and bool(re.match(f"{STACK}/", name)) :]
 
 
-def _checked(what: str, name: str, shape: tuple[int, ...], dim: int, axis: str, degree: int) -> int:
+def undividable(params: PyTree, degree: int, has_stack: bool) -> dict[str, int | None]:
+    """Return the matrices (parameters of two dimensions or more) no dimension of which `degree` divides -> None."""
+    shapes = {name: _layer_shape(name, x, has_stack) for name, x in named(params).items()}
+    return {n: None for n, shape in shapes.items() if len(shape) > 1 and all(size % degree for size in shape)}
+
+
+def _existing(what: str, name: str, shape: tuple[int, ...], dim: int) -> int:
     if not -len(shape) <= dim < len(shape):
         raise ConfigError(f"{what}: {name} has the dimensions {list(shape)}; choose one of 0 to {len(shape) - 1}")
-    if shape[dim] % degree:
-        smaller = gcd(shape[dim], degree)
-        raise ConfigError(
-            f"{what}: mesh.{axis} = {degree} does not divide the {shape[dim]} of {name} {list(shape)}; "
-            + (f"{smaller} does; or " if smaller > 1 else "")
-            + f"leave the parameter out of the table ({axis}_parallel.dimensions replaces a model's own): it is "
-            "replicated, and each device computes its whole product"
-        )
     return dim % len(shape)
+
+
+def _unfit(what: str, name: str, shape: tuple[int, ...], dim: int, axis: str, degree: int) -> str:
+    smaller = gcd(shape[dim], degree)
+    return (
+        f"{what}: mesh.{axis} = {degree} does not divide the {shape[dim]} of {name} {list(shape)}; "
+        + (f"{smaller} does; or " if smaller > 1 else "")
+        + f"leave the parameter out of the table ({axis}_parallel.dimensions replaces a model's own): it is "
+        "replicated, and each device computes its whole product"
+    )

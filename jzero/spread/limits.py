@@ -12,13 +12,21 @@ from jzero.display.slow_work import slow_work
 from jzero.errors import ConfigError, some_of
 from jzero.mesh import CONTEXT, EXPERT, GROUP_AXES, PIPE, TENSOR, degrees_text, group_size, present
 from jzero.optimizers import compresses
-from jzero.spread.division import divided_dims
+from jzero.spread.division import Division, divided_dims, undividable
 from jzero.spread.search import find_dimensions
 from jzero.tree import PyTree, named
 
 
-def divided(model: Any, params: PyTree, config: Config, mesh: Mesh, has_stack: bool) -> dict[str, dict[str, int]]:
-    """Return axis -> name -> the dimension that the axis divides: by the config's table, else by the model's.
+def divided(
+    model: Any, params: PyTree, config: Config, mesh: Mesh, has_stack: bool, searched: bool = False
+) -> dict[str, Division]:
+    """Return axis -> the dimensions that the axis divides: by the config's table, else by the model's.
+
+    A dimension of a model's table that `tensor` does not divide, as a vocabulary of 50,257, is left whole. It is an
+    error in a config's table, and for `expert`: experts that are whole on every device are no expert parallelism.
+
+    Args:
+      searched: whether the config's table for `tensor` was found by trying.
 
     Raises:
       ConfigError: no table or one that does not fit, a table without the axis, what does not work with the axes yet.
@@ -37,8 +45,14 @@ def divided(model: Any, params: PyTree, config: Config, mesh: Mesh, has_stack: b
         table = _table(model, own, axis, mesh.shape[axis], params, key)
         key = key if own else f"{model!r}: divided[{axis!r}]"
         names = getattr(model, "names", None)
-        found[axis] = divided_dims(params, table, axis, mesh.shape[axis], key=key, has_stack=has_stack, names=names)
-        if of_state := sorted(set(found[axis]) & set(getattr(model, "state", ()))):
+        division = divided_dims(
+            params, table, axis, mesh.shape[axis],
+            key=key, has_stack=has_stack, names=names, must_fit=bool(own) or axis != TENSOR,
+        )  # fmt: skip
+        if axis == TENSOR and searched:
+            division = division._replace(unfit=undividable(params, mesh.shape[axis], has_stack))
+        found[axis] = division
+        if of_state := sorted(set(division.dims) & set(getattr(model, "state", ()))):
             raise ConfigError(
                 f"{key}: {of_state} are state, which is whole on every device; write a table without them"
             )

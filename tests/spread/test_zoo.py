@@ -60,7 +60,7 @@ def of_step(name):
 def of_function(f, params, table, *inputs, stacked=False):
     """What runs on whole arrays in f(params, *inputs), and in its gradient if it returns a number."""
     group = Group({"tensor": TENSOR}, {1: ("tensor",)})
-    dims = divided_dims(params, table, "tensor", TENSOR, key="table", has_stack=stacked, names=None)
+    dims = divided_dims(params, table, "tensor", TENSOR, key="table", has_stack=stacked, names=None).dims
 
     def spec(name, x):
         at = dims.get(name)
