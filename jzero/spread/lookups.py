@@ -14,52 +14,56 @@ from jzero.spread.value import Axes, Group, Value
 
 @rule("gather")
 def gather(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
-    """Look up along one dimension. A divided table stays, and each device finds those rows that it has.
+    """Look up along one dimension or several. A divided table stays, and each device finds those rows that it has.
 
     So embeddings and the logits of labels are vocabulary-parallel. What divides the indices divides the result.
     """
     p, n = eqn.params, eqn.params["dimension_numbers"]
-    if len(n.start_index_map) != 1 or n.start_index_map != n.collapsed_slice_dims:
+    if not n.start_index_map or n.start_index_map != n.collapsed_slice_dims:
         return everywhere(group, eqn, values)
     table, indices = group.summed(values[0]), group.gathered(values[1], len(values[1].shape) - 1)
-    (row,) = n.start_index_map
-    windows = [d for d in range(len(table.shape)) if d != row and d not in n.operand_batching_dims]
+    rows = n.start_index_map
+    windows = [d for d in range(len(table.shape)) if d not in (*rows, *n.operand_batching_dims)]
     cut = [d for d in windows if p["slice_sizes"][d] != table.shape[d]]
     dt: list[Axes] = [() if d in cut else axes for d, axes in enumerate(table.dims)]
-    stay = {axis for d in (row, *windows) for axis in dt[d]}
+    stay = {axis for d in (*rows, *windows) for axis in dt[d]}
     di: list[Axes] = [() if stay & set(axes) else axes for axes in indices.dims]
     for d, i in zip(n.operand_batching_dims, n.start_indices_batching_dims, strict=True):
         free = {axis for k, axes in enumerate(di) if k != i for axis in axes}
         axes = di[i] or (() if set(dt[d]) & (free | stay) else dt[d])
         dt[d] = di[i] = axes
     table, indices = group.place(table, tuple(dt)), group.place(indices, tuple(di))
-    sizes = tuple(s if d in cut or d == row else min(s, table.x.shape[d]) for d, s in enumerate(p["slice_sizes"]))
+    sizes = tuple(s if d in cut or d in rows else min(s, table.x.shape[d]) for d, s in enumerate(p["slice_sizes"]))
     window, batch = iter(windows), iter(di[:-1])
     ndim = len(eqn.outvars[0].aval.shape)
     dims = tuple(dt[next(window)] if d in n.offset_dims else next(batch) for d in range(ndim))
-    if not dt[row]:
+    partial = tuple(axis for d in rows for axis in dt[d])
+    if not partial:
         weight = table.weight and indices.weight
         return results(eqn, bind(eqn, [table.x, indices.x], slice_sizes=sizes), dims, weight=weight)
-    return results(eqn, [_own_rows(eqn, table, indices, row, sizes)], dims, dt[row])
+    return results(eqn, [_own_rows(eqn, table, indices, sizes)], dims, partial)
 
 
-def _own_rows(eqn: Any, table: Value, indices: Value, row: int, sizes: tuple[int, ...]) -> Any:
+def _own_rows(eqn: Any, table: Value, indices: Value, sizes: tuple[int, ...]) -> Any:
     """Look up the rows that this device has, and zeros for others."""
     n, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
-    size, total = table.x.shape[row], table.shape[row]
-    at = indices.x.astype(jnp.int32)
-    if mode != lax.GatherScatterMode.FILL_OR_DROP:
-        at = jnp.clip(at, 0, total - 1)
-    place = lax.axis_index(table.dims[row])
-    local = at - place * size
-    mine = (local >= 0) & (local < size)
-    # Outside of the table the first device alone lets the primitive fill in its value.
-    outside = ((at < 0) | (at >= total)) & (place == 0)
-    local = jnp.where(mine, local, jnp.where(outside, size, 0))
+    at = [indices.x[..., i].astype(jnp.int32) for i in range(len(n.start_index_map))]
+    divided = [(i, d) for i, d in enumerate(n.start_index_map) if table.dims[d]]
+    mine, outside = jnp.bool_(True), jnp.bool_(False)
+    for i, d in divided:
+        if mode != lax.GatherScatterMode.FILL_OR_DROP:
+            at[i] = jnp.clip(at[i], 0, table.shape[d] - 1)
+        # Outside of the table the first device alone lets the primitive fill in its value.
+        outside |= (at[i] < 0) | (at[i] >= table.shape[d])
+        at[i] -= lax.axis_index(table.dims[d]) * table.x.shape[d]
+        mine &= (at[i] >= 0) & (at[i] < table.x.shape[d])
+    outside &= lax.axis_index(tuple(axis for _, d in divided for axis in table.dims[d])) == 0
+    for i, d in divided:
+        at[i] = jnp.where(mine, at[i], jnp.where(outside, table.x.shape[d], 0))
     # What the caller promised of the indices does not hold for these.
     promised = {"indices_are_sorted": False, "unique_indices": False}
-    (found,) = bind(eqn, [table.x, local], slice_sizes=sizes, **promised)
-    counts = (mine | outside)[..., 0]
+    (found,) = bind(eqn, [table.x, jnp.stack(at, axis=-1)], slice_sizes=sizes, **promised)
+    counts = mine | outside
     for d in n.offset_dims:
         counts = jnp.expand_dims(counts, d)
     return jnp.where(counts, found, jnp.zeros((), found.dtype))

@@ -119,6 +119,13 @@ CASES = {  # name: (function, shapes of floats, (shape, limit) of integers)
     "embedding": (lambda t, i: t[i], [(8, 4)], [((4, 4), 8)]),
     "embedding, filled": (lambda t, i: jnp.nan_to_num(jnp.take(t, i, 0, mode="fill")), [(8, 4)], [((4, 4), 12)]),
     "embedding, clipped": (lambda t, i: jnp.take(t, i, 0, mode="clip"), [(8, 4)], [((4, 4), 12)]),
+    "elements": (lambda x, i, j: jnp.asarray(x)[i, j], [(4, 8, 2)], [((4, 4), 4), ((4, 4), 8)]),
+    "elements, filled": (
+        lambda x, i, j: jnp.asarray(x).at[i, j].get(mode="fill", fill_value=3.0),
+        [(4, 8, 2)],
+        [((4, 4), 6), ((4, 4), 12)],
+    ),
+    "elements of columns": (lambda x, i, j: jnp.asarray(x)[i, :, j], [(4, 8, 2)], [((4,), 4), ((4,), 2)]),
     "along": (lambda x, i: jnp.take_along_axis(x, i, 1), [(4, 8)], [((4, 2), 8)]),
     "scatter": (lambda x, i: jnp.asarray(x).at[i].add(1.0), [(8, 4)], [((4,), 8)]),
     "scatter, many": (lambda x, y, i: jnp.asarray(x).at[i].add(y), [(4, 8), (4, 4, 8)], [((4, 4), 5)]),
