@@ -129,7 +129,7 @@ def _least(part: _Part, choices: Sequence[Sequence[Choice]], degree: int) -> lis
         least, before = _cost(part, plan, degree), float("inf")
         while least < before:
             before = least
-            for together in _together(part):
+            for together in _together(part, choices):
                 for d in choices[together[0]]:
                     tried = [d if i in together else at for i, at in enumerate(plan)]
                     if tried != plan and (cost := _cost(part, tried, degree)) < least:
@@ -138,12 +138,16 @@ def _least(part: _Part, choices: Sequence[Sequence[Choice]], degree: int) -> lis
     return best[1]
 
 
-def _together(part: _Part) -> list[list[int]]:
-    """List the parameters that change together: those of one shape, as queries and keys, and those of one name."""
+def _together(part: _Part, choices: Sequence[Sequence[Choice]]) -> list[list[int]]:
+    """List the parameters that change together: those of one shape, as queries and keys, and those of one name.
+
+    State, which stays whole, does not change with parameters of its shape.
+    """
     shapes, names = defaultdict(list), defaultdict(list)
     for i, (name, x) in enumerate(part.parameters):
-        shapes[x.shape].append(i)
-        names[_pattern(name), x.shape].append(i)
+        alike = x.shape, tuple(choices[i])
+        shapes[alike].append(i)
+        names[_pattern(name), alike].append(i)
     unique = {tuple(together): None for together in chain(shapes.values(), names.values())}
     return [list(together) for together in unique]
 

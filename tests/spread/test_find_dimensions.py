@@ -119,6 +119,24 @@ def test_layers_outside_of_a_stack_share_an_expression():
     assert "^last/kernel$" in found
 
 
+class Gated:
+    """A bias and state of one shape; the new state is no function of the old, so that nothing is moved for it."""
+
+    state = ("gate",)
+
+    def init(self, rng):
+        return {"bias": jnp.ones(16), "down": jnp.ones((16, 8)), "gate": jnp.ones(16), "up": jnp.ones((8, 16))}
+
+    def loss(self, params, batch, rng):
+        hidden = (batch @ params["up"] + params["bias"]) * params["gate"]
+        return (hidden @ params["down"]).mean(), {"gate": jnp.zeros(16)}
+
+
+def test_state_stays_whole_beside_parameters_of_its_shape():
+    found = jzero.find_dimensions(Gated(), jax.ShapeDtypeStruct((4, 8), jnp.float32), 2)
+    assert found == {"^bias$": 0, "^down$": 0, "^up$": 1}
+
+
 def test_nothing_to_divide():
     net = jzero.from_flax(lambda rngs: nnx.Linear(3, 1, rngs=rngs), lambda net, batch: net(batch).mean())
     with pytest.raises(ConfigError, match="tensor = 2 divides no dimension of a parameter"):
