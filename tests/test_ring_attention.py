@@ -90,7 +90,7 @@ def test_ulysses_needs_heads():
 
 def test_a_ring_needs_plain_attention():
     """Segments are a mask of their own; two devices need sequences of four parts under a causal mask."""
-    text = refusal("ring", batches()[0], attention="ring", context=2, precision="bf16")
+    text = refusal("ring", batches()[0], attention="ring", context=2, precision={"bf16": {"enabled": True}})
     assert 'context_parallel.attention = "ring": the attention at attention.py' in text
     assert "has a bias or a mask of its own" in text
     short = {key: x[:, :6] for key, x in batches("ring")[0].items()}
