@@ -19,12 +19,20 @@ LAYOUTS = [
     ("llama", "zero_bubble", {"pipe": 2, "context": 2, "tensor": 2, "stage": 2, "accum": 4, "remat": "matmuls"}),
     ("llama", "1f1b", {"pipe": 2, "context": 2, "zero": 2, "stage": 3, "accum": 4, "remat": "full"}),
     ("llama", "gpipe", {"pipe": 2, "tensor": 2, "data": 2, "stage": 1, "accum": 4, "unroll": False}),
+    ("four", "interleaved", {"pipe": 2, "tensor": 2, "stage": 1, "accum": 4}),
+    ("four", "interleaved", {"pipe": 2, "context": 2, "zero": 2, "stage": 3, "accum": 4, "remat": "full"}),
+    ("four", "interleaved", {"pipe": 2, "context": 2, "tensor": 2, "stage": 2, "accum": 2, "unroll": False}),
+    ("layers", "1f1b", {"pipe": 2, "tensor": 2, "zero": 2, "stage": 3, "accum": 4}),
+    ("layers", "zero_bubble", {"pipe": 4, "tensor": 2, "accum": 4, "remat": "matmuls"}),
+    ("layers", "gpipe", {"pipe": 2, "context": 2, "zero": 2, "stage": 2, "accum": 4, "unroll": False}),
+    ("layers", "interleaved", {"pipe": 2, "context": 2, "tensor": 2, "stage": 3, "accum": 4}),
 ]
+CHUNKS = {"interleaved": 2}
 
 
-@pytest.mark.parametrize(("name", "schedule", "layout"), keep(LAYOUTS, [LAYOUTS[2]]))
+@pytest.mark.parametrize(("name", "schedule", "layout"), keep(LAYOUTS, [LAYOUTS[2], LAYOUTS[-1]]))
 def test_one_device_computes_the_same(name, schedule, layout):
-    losses, parameters, *_ = errors(name, **layout, pipeline={"schedule": schedule})
+    losses, parameters, *_ = errors(name, **layout, pipeline={"schedule": schedule, "chunks": CHUNKS.get(schedule, 1)})
     assert losses < 1e-6
     assert parameters < 2e-6
 

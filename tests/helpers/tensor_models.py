@@ -14,6 +14,7 @@ import optax
 from flax import linen, nnx
 
 import jzero
+from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
 from models.bert import Bert, BertConfig
 from models.gpt2 import GPT2, GPT2Config
 from models.llama import Llama, LlamaConfig
@@ -58,9 +59,7 @@ class GPT(nnx.Module):
         return self.embed(tokens) + nnx.one_hot(jnp.arange(tokens.shape[1]), WIDTH)
 
     def suffix(self, x, batch):
-        logits, labels = self.head(self.norm(x)).astype(jnp.float32), batch["labels"]
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
-        return jzero.Mean(jnp.sum(losses, where=labels >= 0), (labels >= 0).sum())
+        return mean_over_labels(self.head(self.norm(x)).astype(jnp.float32), batch["labels"])
 
 
 class LinenBlock(linen.Module):
@@ -81,6 +80,22 @@ class LinenGPT(linen.Module):
         return linen.Dense(VOCAB, use_bias=False)(linen.LayerNorm()(x))
 
 
+def attend(module, x):
+    return module.attend(x)
+
+
+def list_of_layers():
+    """Four layers alike between tied ends, as a `PipelineModule`."""
+    embed, head = (TiedLayerSpec("tokens", nnx.Embed, VOCAB, WIDTH, forward_fn=f) for f in (None, attend))
+    layers = [embed, *[LayerSpec(Block)] * 4, LayerSpec(nnx.LayerNorm, WIDTH), head]
+    return PipelineModule(layers, loss_fn=mean_over_labels)
+
+
+def mean_over_labels(logits, labels):
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
+    return jzero.Mean(jnp.sum(losses, where=labels >= 0), (labels >= 0).sum())
+
+
 def linen_loss(module, batch):
     logits = module(batch["inputs"])
     return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(batch["labels"], 0)).mean()
@@ -96,6 +111,7 @@ ZOO = {
     "multi-query": (Llama, dataclasses.replace(PACKED, num_kv_heads=1)),
     "tiled": (Llama, dataclasses.replace(PACKED, loss_tiles=2, mlp_tiles=2)),
     "two-heads": (Llama, dataclasses.replace(PACKED, num_heads=2)),
+    "four": (Llama, dataclasses.replace(PACKED, num_layers=4)),
     "ring": (Llama, dataclasses.replace(PACKED, num_heads=2, attention="cudnn")),
     "gpt2": (GPT2, GPT2Config(*BLOCKS, **TEXT)),
     "bert": (Bert, BertConfig(*BLOCKS, **TEXT)),
@@ -109,6 +125,10 @@ DIMENSIONS = {
         "attn/(query|key|value)/kernel": 1, "attn/(query|key|value)/bias": 0, "attn/out/kernel": 0, "up/kernel": 1,
         "up/bias": 0, "down/kernel": 0, "embed/embedding": 0, "head/kernel": 1,
     },
+    "layers": {
+        "attn/(query|key|value)/kernel": 1, "attn/(query|key|value)/bias": 0, "attn/out/kernel": 0, "up/kernel": 1,
+        "up/bias": 0, "down/kernel": 0, "embedding": 0,
+    },
     "linen": {
         "(query|key|value)/kernel": 1, "(query|key|value)/bias": 0, "Attention_0/out/kernel": 0,
         "LinenBlock.*/Dense_0/kernel": 1, "LinenBlock.*/Dense_0/bias": 0, "LinenBlock.*/Dense_1/kernel": 0,
@@ -121,6 +141,8 @@ DIMENSIONS = {
 def model(name):
     if name == "nnx":
         return jzero.from_flax(GPT)
+    if name == "layers":
+        return list_of_layers()
     if name in ZOO:
         cls, config = ZOO[name]
         return jzero.from_flax(lambda rngs: cls(config, rngs=rngs))
@@ -138,6 +160,8 @@ def batches(name=None):
     labels = np.where(np.arange(SEQUENCE) < lengths, tokens[..., 1:], -1)
     segments = 1 + (np.arange(SEQUENCE) >= lengths).astype(np.int32)
     rows = zip(tokens, labels, segments, strict=True)
+    if name == "layers":
+        return [(x[:, :-1], y) for x, y, _ in rows]
     if name in ("two-heads", "ring"):
         return [{"inputs": x[:, :-1], "labels": y} for x, y, _ in rows]
     return [{"inputs": x[:, :-1], "labels": y, "segments": s} for x, y, s in rows]
