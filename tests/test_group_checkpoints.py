@@ -1,0 +1,94 @@
+"""Checkpoints between groups of devices that act as one: what any layout saves, every other continues.
+
+The oracle is optax on one device, three AdamW steps from the same weights.
+"""
+
+import dataclasses
+from functools import cache
+from itertools import product
+
+import jax
+import numpy as np
+import optax
+import pytest
+from helpers.mixture_models import BATCH, CONFIG, batches, initial, model
+from helpers.sampling import keep
+
+import jzero
+from jzero.tree import named
+
+QUIET = dataclasses.replace(CONFIG, num_layers=4, mixture=dataclasses.replace(CONFIG.mixture, balance=0.0))
+CHUNKED = {"schedule": "interleaved", "chunks": 2}
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+LAYOUTS = {
+    "pipe x tensor": ({"pipe": 2, "tensor": 2}, 0, {"schedule": "zero_bubble"}, {}),
+    "pipe x expert x context": ({"pipe": 2, "expert": 2, "context": 2}, 2, CHUNKED, {}),
+    "expert x context x tensor": ({"expert": 2, "context": 2, "tensor": 2}, 3, {}, {}),
+    "data x zero x tensor, offloaded": ({"data": 2, "zero": 2, "tensor": 2}, 3, {}, OFFLOADED),
+    "zero x context, scanned": ({"zero": 2, "context": 2}, 3, {}, {}),
+    "zero": ({"zero": 4}, 2, {}, {}),
+    "one": ({}, 0, {}, {}),
+}
+PAIRS = [pair for pair in product(LAYOUTS, LAYOUTS) if len(set(pair)) == 2]
+RING = [*zip(LAYOUTS, [*LAYOUTS][1:] + [*LAYOUTS][:1], strict=True)]
+
+
+def make_engine(name):
+    degrees, stage, pipeline, offload = LAYOUTS[name]
+    degrees = {"zero": 1, **degrees}
+    settings = {
+        "train_batch_size": BATCH, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **offload}, "mesh": degrees,
+        "pipeline": pipeline, "stack": {"unroll": not ("scanned" in name or offload)}, "steps_per_print": None,
+    }  # fmt: skip
+    mesh = jzero.make_mesh(settings, devices=jax.devices()[: int(np.prod(list(degrees.values())))])
+    return jzero.initialize(model=model(QUIET), config=settings, mesh=mesh, params=initial(QUIET))[0]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A function of a layout: (an engine that has done two steps, the directory of its checkpoint)."""
+
+    @cache
+    def train(name):
+        directory, engine = tmp_path_factory.mktemp("run"), make_engine(name)
+        for batch in batches()[:2]:
+            engine.train_batch(batch)
+        engine.save_checkpoint(directory)
+        return engine, directory
+
+    return train
+
+
+@cache
+def plain():
+    """(loss of the third step, parameters after it) of optax."""
+    params = initial(QUIET)
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-3, weight_decay=0.1))
+
+    def mean(params, batch):
+        logits = model(QUIET).module(params)(batch["inputs"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+    @jax.jit
+    def update(params, opt, batch):
+        loss, gradient = jax.value_and_grad(mean)(params, batch)
+        updates, opt = tx.update(gradient, opt, params)
+        return optax.apply_updates(params, updates), opt, loss
+
+    opt = tx.init(params)
+    for batch in batches():
+        params, opt, loss = update(params, opt, batch)
+    return float(loss), named(jax.device_get(params))
+
+
+@pytest.mark.parametrize(("first", "second"), keep(PAIRS, RING[:2]))
+def test_a_checkpoint_continues_on_another_layout(first, second, trained):
+    (_, directory), (engine, _) = trained(first), trained(second)
+    engine.load_checkpoint(directory)
+    assert engine.global_steps == 2
+    loss, params = plain()
+    assert float(engine.train_batch(batches()[2])) == pytest.approx(loss, rel=1e-6)
+    for name, x in named(jax.device_get(engine.state.params)).items():
+        assert np.abs(x - params[name]).max() < 5e-6 * max(np.abs(params[name]).max(), 1e-2), name
