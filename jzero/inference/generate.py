@@ -1,7 +1,7 @@
 """Text generation under the training layout: greedy or sampled, with a key-value cache.
 
 One compiled program reads the prompts in one pass and adds a token to every row in each further pass. ZeRO-3 gathers
-layer by layer in every pass. In a pipeline every stage keeps the cache of its own layers.
+layer by layer in every pass. In a pipeline every stage keeps the cache of its own layers, and `tensor` divides it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from jzero.batch import host_arrays, place_batch
 from jzero.distributed import heartbeat
 from jzero.distributed.consistency import Guard
 from jzero.errors import ConfigError
+from jzero.inference.cache import Make, divided, has_columns
 from jzero.inference.eval_step import pad_rows, to_host
 from jzero.mesh import BATCH_AXES, PIPE, batch_spec, present, replicas
 from jzero.model import ENDS, STACK, StackModel, replace_state
@@ -282,23 +283,29 @@ def _forward(setup: Setup, params: PyTree, rows: int, length: int) -> tuple[Forw
     weights, layouts = setup.region().prepare(params, None), setup.passes.view.layouts
     diff, nondiff = weights.diff, replace_state(weights.nondiff, weights.state)
 
-    def empty(length: int = length) -> PyTree:
+    def undivided(length: int) -> PyTree:
         return model.make_cache(rows, length, setup.precision.compute)
 
+    token = jnp.zeros((rows, 1), jnp.int32)
     if not isinstance(setup.model, StackModel):
-        return partial(model.decode, fetch(layouts, (diff, nondiff), setup.precision)), empty()
+        decode = partial(model.decode, fetch(layouts, (diff, nondiff), setup.precision))
+        return decode, divided(model, undivided, lambda cache: decode(token, 0, None, cache)[1], length)(length)
     # Gathered once, as in training: they stay alive through all layers anyway.
     ends = fetch(layouts[ENDS], (diff[ENDS], nondiff[ENDS]), setup.precision)
     through = _through_stages if setup.mesh.shape[PIPE] > 1 else _through_layers
-    shapes, shorter = jax.eval_shape(empty), jax.eval_shape(partial(empty, length - 1))
-    has_columns = jax.tree.map(lambda x, y: x.shape != y.shape, shapes, shorter)
-    run, cache = through(setup, (diff[STACK], nondiff[STACK]), empty, has_columns)
+    pair, layer = (diff[STACK], nondiff[STACK]), _layer(setup)
     vocabulary = partial(vocab_parallel.parallel, *divided_vocabulary(setup.layouts))
 
-    def forward(tokens: jax.Array, column: Any, padding: Any, cache: PyTree) -> tuple[jax.Array, PyTree]:
+    def prefix(*args: Any) -> Any:
         with vocabulary():
-            x = jax.tree.map(jnp.asarray, model.decode_prefix(ends, tokens, column, padding))
-        x, cache = run(x, cache)
+            return jax.tree.map(jnp.asarray, model.decode_prefix(ends, *args))
+
+    first = _first_layer(pair, setup.passes.view.layer_axis)
+    make = divided(model, undivided, lambda cache: layer(first, prefix(token, 0, None), cache)[1], length)
+    run, cache = through(setup, layer, pair, make, length)
+
+    def forward(tokens: jax.Array, column: Any, padding: Any, cache: PyTree) -> tuple[jax.Array, PyTree]:
+        x, cache = run(prefix(tokens, column, padding), cache)
         with vocabulary():
             return model.decode_suffix(ends, x), cache
 
@@ -318,29 +325,32 @@ def _layer(setup: Setup) -> Callable:
     return layer
 
 
-def _through_layers(setup: Setup, pair: Any, empty: Callable, has_columns: PyTree) -> tuple[Callable, PyTree]:
+def _first_layer(pair: Any, layer_axis: bool) -> Any:
+    """Return the parameters (diff, nondiff) of the first layer that this device has."""
+    one = tuple(part[0] if isinstance(part, list) else part for part in pair)
+    return jax.tree.map(lambda w: w[0], one) if layer_axis else one
+
+
+def _through_layers(setup: Setup, layer: Callable, pair: Any, make: Make, length: int) -> tuple[Callable, PyTree]:
     """Make `run(x, cache) -> (x, cache)` through all layers, and an empty cache."""
-    layer, length = _layer(setup), stack_length(setup.layouts)
+    layers = stack_length(setup.layouts)
     if isinstance(pair[0], list):
-        return partial(_in_sequence, layer, list(zip(*pair, strict=True))), [empty() for _ in range(length)]
+        return partial(_in_sequence, layer, list(zip(*pair, strict=True))), [make(length) for _ in range(layers)]
 
     def run(x: Any, cache: Any) -> tuple[Any, Any]:
         return lax.scan(lambda x, item: layer(item[0], x, item[1]), x, (pair, cache))
 
-    return run, jax.tree.map(lambda c: jnp.broadcast_to(c, (length, *c.shape)), empty())
+    return run, jax.tree.map(lambda c: jnp.broadcast_to(c, (layers, *c.shape)), make(length))
 
 
-def _through_stages(setup: Setup, pair: Any, empty: Callable, has_columns: PyTree) -> tuple[Callable, PyTree]:
+def _through_stages(setup: Setup, layer: Callable, pair: Any, make: Make, length: int) -> tuple[Callable, PyTree]:
     """Make `run(x, cache) -> (x, cache)` through the chunks of all stages, and an empty cache of this stage's layers.
 
     The stages take turns. They all compute in every turn, because they would wait anyway. What a stage computes before
     its turn is wrong. After its turn it keeps its input, and writes the same into the same columns again: so a large
     cache is updated in place. What has no columns (the state of a recurrent layer) is selected.
-
-    Args:
-      has_columns: which arrays of a layer's cache have a column for each token.
     """
-    stages, chunks, layer = setup.mesh.shape[PIPE], setup.config.pipeline.chunks, _layer(setup)
+    stages, chunks, in_place = setup.mesh.shape[PIPE], setup.config.pipeline.chunks, has_columns(make, length)
     stage, ring = lax.axis_index(PIPE), [(s, (s + 1) % stages) for s in range(stages)]
     layers: list[Any] = [list(zip(*pair, strict=True))]
     if setup.passes.view.layer_axis:
@@ -348,14 +358,17 @@ def _through_stages(setup: Setup, pair: Any, empty: Callable, has_columns: PyTre
         n = len(pieces) // chunks
         layers = [[one for piece in pieces[c * n : (c + 1) * n] for one in piece] for c in range(chunks)]
 
+    def kept(select: Callable, new: PyTree, old: PyTree) -> PyTree:
+        leaves = zip(in_place, *map(jax.tree.leaves, (new, old)), strict=True)
+        return jax.tree.unflatten(jax.tree.structure(new), [x if has else select(x, y) for has, x, y in leaves])
+
     def run(x: Any, cache: Any) -> tuple[Any, Any]:
         def turn(t: Any, carry: Any, chunk: Any) -> Any:
             x, y, cache = carry
             select = partial(jnp.where, stage == t)
             x = jax.tree.map(select, _send(y, ring), x)
             y, new = _in_sequence(layer, chunk, x, cache)
-            keep = partial(jax.tree.map, lambda has, new, old: new if has else select(new, old), has_columns)
-            return x, y, [keep(*both) for both in zip(new, cache, strict=True)]
+            return x, y, [kept(select, *both) for both in zip(new, cache, strict=True)]
 
         y, new = x, []
         for chunk, of_chunk in zip(layers, cache, strict=True):
@@ -363,7 +376,7 @@ def _through_stages(setup: Setup, pair: Any, empty: Callable, has_columns: PyTre
             new.append(of_chunk)
         return _from_last(y, stage == stages - 1), new
 
-    return run, [[empty() for _ in chunk] for chunk in layers]
+    return run, [[make(length) for _ in chunk] for chunk in layers]
 
 
 def _in_sequence(layer: Callable, pairs: list[Any], x: Any, cache: list[Any]) -> tuple[Any, list[Any]]:

@@ -31,7 +31,7 @@ class SpreadModel:
 
     Weights arrive as local shards, as their layouts say. The batch is the same on all devices of the group, and so are
     the results. What passes between the layers is a tree of `Value`s, with the sequence divided. Decoding passes arrays
-    and a cache that are whole on every device.
+    that are whole on every device, and a cache of `Value`s, which `tensor` may divide.
     """
 
     def __init__(self, model: Any, mesh: Mesh, layouts: PyTree, attention: str = "auto"):
@@ -59,16 +59,22 @@ class SpreadModel:
         return self._results(self._run("loss", self._weights(None, params), *self._tokens(args), **kwargs))
 
     def decode(self, params: Any, *args: Any) -> Any:
-        return self._results(self._run("decode", self._weights(None, params), *args))
+        logits, cache = self._run("decode", self._weights(None, params), *args)
+        return self._results(logits), self._cached(args[-1], cache)
 
     def decode_prefix(self, ends: Any, *args: Any) -> Any:
         return self._results(self._run("decode_prefix", self._weights(ENDS, ends), *args))
 
-    def decode_block(self, layer: Any, *args: Any) -> Any:
-        return self._results(self._run("decode_block", self._weights(STACK, layer), *args))
+    def decode_block(self, layer: Any, x: Any, cache: Any) -> Any:
+        x, new = self._run("decode_block", self._weights(STACK, layer), x, cache)
+        return self._results(x), self._cached(cache, new)
 
     def decode_suffix(self, ends: Any, *args: Any) -> Any:
         return self._results(self._run("decode_suffix", self._weights(ENDS, ends), *args))
+
+    def divide(self, arrays: PyTree, like: PyTree) -> PyTree:
+        """Divide arrays that are whole on every device as these `Value`s."""
+        return jax.tree.map(lambda x, v: self.group.place(whole(x), v.dims), arrays, like)
 
     def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
         results = spread(getattr(self.model, name), self.group)(*args, **kwargs)
@@ -115,6 +121,17 @@ class SpreadModel:
             return Value(v.x, v.shape, v.dims)
 
         return _map(rest, x)
+
+    def _cached(self, before: Any, new: Any) -> Any:
+        """Return a cache divided as it was before; one of arrays, over `tensor` as the pass left it."""
+
+        def put(old: Any, v: Value) -> Value:
+            v = self.group.summed(v)
+            dims = old.dims if isinstance(old, Value) else tuple((TENSOR,) if TENSOR in axes else () for axes in v.dims)
+            v = self.group.place(v, dims)
+            return Value(v.x, v.shape, v.dims)
+
+        return jax.tree.map(put, before, new, is_leaf=lambda x: isinstance(x, Value))
 
     def _results(self, x: Any) -> Any:
         return _map(lambda v: self.group.undivided(v).x, x)
