@@ -84,19 +84,20 @@ class _Part(NamedTuple):
 
 def _parts(model: Any, batch: PyTree) -> Iterator[_Part]:
     batch = jax.eval_shape(lambda x: x, batch)
-    params = jax.eval_shape(model.init, jax.random.key(0))
+    key = jax.random.key(0)  # as in training: some models draw in any case
+    params = jax.eval_shape(model.init, key)
     if not isinstance(model, StackModel):
-        yield _trace(lambda weights, batch: model.loss(weights, batch, None), "", params, batch, ())
+        yield _trace(lambda weights, batch: model.loss(weights, batch, key), "", params, batch, ())
         return
     prefix, block, suffix = stack_functions(model)
     layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params[STACK])
-    x = jax.eval_shape(lambda ends, batch: prefix(ends, batch, None)[0], params[ENDS], batch)
+    x = jax.eval_shape(lambda ends, batch: prefix(ends, batch, key)[0], params[ENDS], batch)
 
     def both_ends(ends: PyTree, batch: PyTree, x: PyTree) -> Any:
-        return prefix(ends, batch, None)[0], suffix(ends, x, batch, None)[0]
+        return prefix(ends, batch, key)[0], suffix(ends, x, batch, key)[0]
 
     yield _trace(both_ends, f"{ENDS}/", params[ENDS], batch, x)
-    yield _trace(lambda weights, _, x: block(weights, x, None)[0], f"{STACK}/", layer, (), x)
+    yield _trace(lambda weights, _, x: block(weights, x, key)[0], f"{STACK}/", layer, (), x)
 
 
 def _trace(f: Callable, prefix: str, weights: PyTree, batch: PyTree, x: PyTree) -> _Part:

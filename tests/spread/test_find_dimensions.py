@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from helpers.sampling import keep
 from helpers.tensor_models import BATCH, DIMENSIONS, GPT, batches, initial, model, reference
 
@@ -135,6 +135,22 @@ class Gated:
 def test_state_stays_whole_beside_parameters_of_its_shape():
     found = jzero.find_dimensions(Gated(), jax.ShapeDtypeStruct((4, 8), jnp.float32), 2)
     assert found == {"^bias$": 0, "^down$": 0, "^up$": 1}
+
+
+class Sampling(linen.Module):
+    """Draws whenever it is called, as the decoder of Flax's seq2seq example does."""
+
+    @linen.compact
+    def __call__(self, x):
+        x = linen.Dense(16)(x)
+        return linen.Dense(8)(x + jax.random.normal(self.make_rng("noise"), x.shape))
+
+
+def test_a_model_that_draws_in_any_case():
+    batch = jnp.zeros((4, 6, 8))
+    net = jzero.from_flax(Sampling(), lambda net, batch: net(batch).mean(), example_batch=batch)
+    kernels = {"Dense_0/kernel": 1, "Dense_1/kernel": 0}
+    assert dims_of(jzero.find_dimensions(net, batch, 2), kernels) == kernels
 
 
 def test_nothing_to_divide():
