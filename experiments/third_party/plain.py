@@ -16,8 +16,8 @@ STEPS = 4
 KEY = 0
 
 
-def train(written: Any, batch: Any, optimizer: optax.GradientTransformation) -> tuple[Any, list[float]]:
-    """Return the values that training starts from, and the loss of each step on the same batch."""
+def train(written: Any, batch: Any, optimizer: optax.GradientTransformation) -> tuple[Any, list[float], Any]:
+    """Return the values that training starts from, the loss of each step on the same batch, and the last values."""
     batch = jax.tree.map(jnp.asarray, batch)
     if not isinstance(written, tuple):
         return _functional(written.init(jax.random.key(KEY)), written.loss, batch, optimizer)
@@ -26,7 +26,7 @@ def train(written: Any, batch: Any, optimizer: optax.GradientTransformation) -> 
     return loop(module, loss_fn, batch, optimizer)
 
 
-def _nnx(module: Any, loss_fn: Callable, batch: Any, optimizer: Any) -> tuple[Any, list[float]]:
+def _nnx(module: Any, loss_fn: Callable, batch: Any, optimizer: Any) -> tuple[Any, list[float], Any]:
     with nnx.use_eager_sharding(False):  # parameters with sharding annotations need no mesh then
         module = nnx.clone(module) if isinstance(module, nnx.Module) else module(nnx.Rngs(KEY))
     module.train()
@@ -40,10 +40,11 @@ def _nnx(module: Any, loss_fn: Callable, batch: Any, optimizer: Any) -> tuple[An
         state.update(module, gradients)
         return loss
 
-    return start, [float(step(module, state, batch)) for _ in range(STEPS)]
+    losses = [float(step(module, state, batch)) for _ in range(STEPS)]
+    return start, losses, jax.device_get(nnx.state(module, nnx.Not(nnx.RngState)))
 
 
-def _linen(module: linen.Module, loss_fn: Callable, batch: Any, optimizer: Any) -> tuple[Any, list[float]]:
+def _linen(module: linen.Module, loss_fn: Callable, batch: Any, optimizer: Any) -> tuple[Any, list[float], Any]:
     takes_rng = len(inspect.signature(loss_fn).parameters) > 2
 
     def loss(module: Any, batch: Any) -> Any:
@@ -74,10 +75,10 @@ def _linen(module: linen.Module, loss_fn: Callable, batch: Any, optimizer: Any) 
     for _ in range(STEPS):
         params, rest, state, value = step(params, rest, state, batch)
         losses.append(float(value))
-    return start, losses
+    return start, losses, {"params": params, **rest}
 
 
-def _functional(start: Any, loss_fn: Callable, batch: Any, optimizer: Any) -> tuple[Any, list[float]]:
+def _functional(start: Any, loss_fn: Callable, batch: Any, optimizer: Any) -> tuple[Any, list[float], Any]:
     @jax.jit
     def step(params: Any, state: Any, batch: Any) -> Any:
         value, gradients = jax.value_and_grad(loss_fn)(params, batch, jax.random.key(KEY))
@@ -88,4 +89,4 @@ def _functional(start: Any, loss_fn: Callable, batch: Any, optimizer: Any) -> tu
     for _ in range(STEPS):
         params, state, value = step(params, state, batch)
         losses.append(float(value))
-    return start, losses
+    return start, losses, params
