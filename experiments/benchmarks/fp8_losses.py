@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[list[float]]]:
     p.add_argument("--preset", choices=sorted(PRESETS), default="125m")
     p.add_argument("--steps", type=int, default=1000)
     p.add_argument("--seeds", type=int, default=2)
-    p.add_argument("--lr", type=float, default=6e-4)
+    p.add_argument("--lr", type=float, default=3e-4)
     p.add_argument("--rows", type=int, default=8, help="of a global batch")
     p.add_argument("--sequence", type=int, default=1024)
     p.add_argument("--runs", nargs="*", choices=RUNS, default=list(RUNS))
