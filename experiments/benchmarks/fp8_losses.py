@@ -55,7 +55,7 @@ def config(args: argparse.Namespace, form: str | None) -> dict:
         "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         "scheduler": {
             "type": "WarmupCosineLR",
-            "params": {"total_num_steps": args.steps, "warmup_num_steps": max(2, args.steps // 20)},
+            "params": {"total_num_steps": args.steps, "warmup_num_steps": args.steps // 5, "warmup_type": "linear"},
         },
         "bf16": {"enabled": True},
         "fp8": {"enabled": form is not None, "format": form or "hybrid", "min_size": args.min_size},
