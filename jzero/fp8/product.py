@@ -101,7 +101,7 @@ def mapped_dot_general(
     size = xs[0].shape[-1]
     how = _How(True, xs[0].dtype, jnp.dtype(dtype), w.gradients, w.place is not None, False)
     place = None if w.place is None else w.place.reshape(size, -1)
-    y = _mapped(how, f, tuple(xs), tuple(links), w.x8.reshape(size, -1), w.scale, place)
+    y = _mapped(how, f, tuple(xs), tuple(links), w.x8, w.scale, place)
     return y.reshape(-1, *w.shape[1:])
 
 
@@ -112,7 +112,7 @@ def _product_of(x: jax.Array, w: Quantized, form: Form, dtype: Any, linked: bool
     matrix = lax.transpose(x, (*form.rows, *form.contracted)).reshape(-1, size)
     place = None if w.place is None else _matrix(w.place, form.leading, size)
     how = _How(form.leading, x.dtype, jnp.dtype(dtype), w.gradients, place is not None, linked)
-    y, link = _product(how, matrix, _matrix(w.x8, form.leading, size), w.scale, place)
+    y, link = _product(how, matrix, w.x8, w.scale, place)
     rows = tuple(x.shape[d] for d in form.rows)
     y = y.reshape(*rows, *kept)
     if form.weight_first:
@@ -148,8 +148,10 @@ def _product(how: _How, x: Any, w8: Any, scale: Any, place: Any) -> Any:
 
 def _forward(how: _How, x: Any, w8: Any, scale: Any, place: Any) -> tuple[Any, Any]:
     x8, transposed, of_x = _scaled_pair(identity, [x[:, None]], E4M3, how.trained)
-    y = _multiply(x8, of_x, w8.T if how.leading else w8, scale, how.y, FAST)
+    w = _matrix(w8, how.leading, x.shape[1])
+    y = _multiply(x8, of_x, w.T if how.leading else w, scale, how.y, FAST)
     zeros = Link(jnp.zeros(y.shape, how.gradients), jnp.zeros(y.shape[::-1], how.gradients), jnp.zeros(()))
+    # The weight as it was gathered: stage 3 keeps any other array, such as a reshaped one, until the backward pass.
     return (y, zeros if how.linked else None), (transposed, of_x, w8, scale)
 
 
@@ -162,7 +164,8 @@ def _backward(how: _How, kept: Any, gradients: Any) -> tuple[Any, None, None, An
 
 def _backward_products(how: _How, kept: Any, g8: Any, g8t: Any, of_g: Any) -> tuple[Any, Any]:
     x8t, of_x, w8, scale = kept
-    dx = _multiply(g8, of_g, w8 if how.leading else w8.T, scale, how.x)
+    w = w8.reshape(-1, g8.shape[1]) if how.leading else w8.reshape(g8.shape[1], -1)
+    dx = _multiply(g8, of_g, w if how.leading else w.T, scale, how.x)
     if not how.trained:
         return dx, None
     factors = (x8t, of_x), (g8t, of_g)
@@ -180,7 +183,8 @@ def _mapped(how: _How, f: Elementwise, xs: Any, links: Any, w8: Any, scale: Any,
 
 def _mapped_forward(how: _How, f: Elementwise, xs: Any, links: Any, w8: Any, scale: Any, place: Any) -> Any:
     x8, x8t, of_x = _scaled_pair(f, xs, E4M3)
-    return _multiply(x8, of_x, w8.T, scale, how.y, FAST), (xs, (x8t, of_x, w8, scale))
+    w = _matrix(w8, how.leading, xs[0].shape[-1])
+    return _multiply(x8, of_x, w.T, scale, how.y, FAST), (xs, (x8t, of_x, w8, scale))
 
 
 def _mapped_backward(how: _How, f: Elementwise, saved: Any, g: Any) -> tuple[None, Any, None, None, Any]:
