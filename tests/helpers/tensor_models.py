@@ -19,6 +19,7 @@ from models.bert import Bert, BertConfig
 from models.gpt2 import GPT2, GPT2Config
 from models.llama import Llama, LlamaConfig
 from models.lora import LoRAConfig
+from models.moe import MixtureConfig
 from models.vit import ViT, ViTConfig
 
 VOCAB, WIDTH, BATCH, SEQUENCE, STEPS, LR = 64, 32, 16, 8, 3, 0.1
@@ -107,6 +108,8 @@ BLOCKS = (2, WIDTH, 4, 2 * WIDTH)
 TEXT = {"vocab_size": VOCAB, "max_positions": SEQUENCE, "attention": "xla"}
 ZOO = {
     "llama": (Llama, PACKED),
+    "four-layers": (Llama, dataclasses.replace(PACKED, num_layers=4, vocab_size=VOCAB + 1)),  # `pipe` cannot divide it
+    "mixture": (Llama, dataclasses.replace(PACKED, mixture=MixtureConfig(4, 2, 16, balance=0.0))),
     "more": (Llama, dataclasses.replace(PACKED, **MORE)),
     "multi-query": (Llama, dataclasses.replace(PACKED, num_kv_heads=1)),
     "tiled": (Llama, dataclasses.replace(PACKED, loss_tiles=2, mlp_tiles=2)),

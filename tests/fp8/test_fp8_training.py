@@ -1,0 +1,126 @@
+"""Steps in fp8 compute what plain JAX computes with emulated fp8 products, on one device and in every layout.
+
+The oracle is `helpers.fp8`. With `xla_allow_excess_precision` off both round at the same places, so that on one device
+they agree to float32's last digits. fp8 enlarges any other difference: two values beside a border between numbers of
+e5m2 end up to a quarter apart. So where products are summed in parts, the question is how far on the way from bf16 to
+fp8 the gradients lie.
+"""
+
+import numpy as np
+import pytest
+from helpers.fp8 import BF16, FP8, distances, reference, shares, trained
+from helpers.sampling import keep
+
+E4M3 = {**FP8, "fp8": {**FP8["fp8"], "format": "e4m3"}}
+ADAPTERS = {**FP8, "trainable_parameters": ["lora_"]}
+TWICE = {"twice": True}  # the weights come as bfloat16
+
+
+def name_of(value):
+    return "-".join(f"{k}{v}" for k, v in value.items()) if isinstance(value, dict) else value
+
+
+def _run(name, oracle, layout):
+    """(gradients of jzero, of the oracle, of the oracle in bf16; errors of losses and norms)."""
+    seen, gradients, _ = trained(name, **layout)
+    chained = not any(layout.get(axis, 1) > 1 for axis in ("tensor", "context", "expert"))
+    oracle = {"chained": chained and name != "more", **oracle}  # adapters lie between the products of SwiGLU
+    known, expected = reference(name, **oracle)
+    _, bf16 = reference(name, None, trained=oracle.get("trained", ""))
+    return gradients, expected, bf16, np.abs(seen / known - 1).max(0)
+
+
+def _matrices(values):
+    return [x for key, x in values.items() if key.startswith("stack") and key.endswith(("kernel", "lora_b"))]
+
+
+ALONE = [
+    ("llama", {}, {}),
+    ("llama", {"fp8_format": "e4m3"}, {"precision": E4M3}),
+    ("llama", {}, {"unroll": False, "remat": "full"}),
+    ("llama", {}, {"remat": "matmuls"}),
+    ("gpt2", {}, {}),
+    ("bert", {}, {}),
+    ("mixture", {}, {}),
+    ("more", {}, {}),
+    ("more", {**TWICE, "trained": "lora_"}, {"precision": ADAPTERS}),  # frozen weights are stored in bfloat16
+]
+
+
+@pytest.mark.parametrize(("name", "oracle", "layout"), keep(ALONE, [ALONE[0], ALONE[4], ALONE[8]]), ids=name_of)
+def test_one_device_computes_the_emulated_products(name, oracle, layout):
+    gradients, expected, bf16, metrics = _run(name, oracle, layout)
+    found, of_bf16 = distances(gradients, expected), distances(bf16, expected)
+    assert metrics.max() < 1e-6
+    assert max(_matrices(found)) < 3e-4 < min(_matrices(of_bf16)) / 50
+    assert max(found.values()) < 2e-2  # the scales of norms, whose sums over rows are rounded to bfloat16
+
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+HPZ = {"zero_hpz_partition_size": 2}
+ZERO_BUBBLE = {"schedule": "zero_bubble"}
+INTERLEAVED = {"schedule": "interleaved", "chunks": 2}
+EXACT = [
+    ("llama", {}, {"zero": 2, "stage": 0}),
+    ("llama", {}, {"zero": 2, "stage": 1, "unroll": False}),
+    ("llama", {}, {"zero": 4, "data": 2, "stage": 2, "accum": 2}),
+    ("llama", {}, {"zero": 8, "stage": 3}),
+    ("llama", {}, {"zero": 4, "stage": 3, "accum": 2, "remat": "full", "unroll": False}),
+    ("llama", {}, {"zero": 4, "stage": 3, "remat": "matmuls"}),
+    ("llama", {}, {"zero": 4, "stage": 3, "zero_section": HPZ}),
+    ("llama", TWICE, {"zero": 2, "stage": 2, "zero_section": OFFLOAD}),
+    ("four-layers", {}, {"zero": 2, "pipe": 2, "stage": 2, "accum": 4}),
+    ("four-layers", {}, {"zero": 2, "pipe": 2, "stage": 3, "accum": 4, "pipeline": ZERO_BUBBLE}),
+    ("four-layers", TWICE, {"zero": 2, "pipe": 2, "stage": 2, "accum": 4, "pipeline": INTERLEAVED}),
+    ("more", {**TWICE, "trained": "lora_"}, {"zero": 4, "stage": 3, "precision": ADAPTERS}),
+]
+
+
+@pytest.mark.parametrize(("name", "oracle", "layout"), keep(EXACT, [EXACT[4], EXACT[9]]), ids=name_of)
+def test_layouts_that_divide_no_product(name, oracle, layout):
+    """Gradients are reduced and summed in bfloat16, each sum rounded to 2^-9 of its size."""
+    gradients, expected, bf16, metrics = _run(name, oracle, layout)
+    assert max(distances(gradients, expected).values()) < 1e-2 < min(_matrices(distances(bf16, expected))) / 6
+    assert metrics[0] < 2e-4
+    assert metrics[1] < 5e-3
+
+
+DIVIDED = [
+    ("llama", {"zero": 2, "tensor": 2, "stage": 3}),
+    ("llama", {"context": 2, "stage": 2}),
+    ("llama", {"zero": 2, "tensor": 2, "context": 2, "stage": 2, "unroll": False}),
+    ("llama", {"tensor": 2, "pipe": 2, "zero": 2, "stage": 1, "accum": 4}),
+    ("llama", {"zero": 2, "tensor": 2, "stage": 3, "regather": True, "accum": 2}),
+    ("mixture", {"expert": 2, "zero": 2, "stage": 3}),
+    ("gpt2", {"tensor": 2, "stage": 0}),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), keep(DIVIDED, DIVIDED[:1]), ids=name_of)
+def test_layouts_that_divide_products(name, layout):
+    """Parts of a product are rounded to bfloat16 before they are summed, and those of the loss too."""
+    gradients, expected, bf16, metrics = _run(name, {}, layout)
+    found = shares(gradients, expected, bf16)
+    assert min(_matrices(found)) > 0.6, found
+    assert max(_matrices(found)) < 1.2, found
+    assert metrics[0] < 2e-4
+    assert metrics[1] < 5e-3
+
+
+@pytest.mark.slow
+def test_four_bits_of_gradients_beside_it():
+    """qgZ rounds the reduced gradients to 4 bits, far more than fp8 does to them; losses stay beside bf16's."""
+    section = {"zero_quantized_gradients": True}
+    (fp8, *_), (bf16, *_) = (
+        trained("llama", precision, zero=4, stage=3, zero_section=section) for precision in (FP8, BF16)
+    )
+    np.testing.assert_allclose(fp8[:, 0], bf16[:, 0], rtol=5e-4)
+    np.testing.assert_allclose(fp8[:, 1], bf16[:, 1], rtol=1e-2)
+
+
+def test_losses_stay_beside_those_in_bf16():
+    """The oracles' own, for three steps: fp8 moves the loss by 1e-4 and the gradient's norm by 2e-3."""
+    (fp8, _), (bf16, _) = reference("llama"), reference("llama", None)
+    difference = np.abs(fp8 / bf16 - 1).max(0)
+    assert 0 < difference[0] < 1e-3
+    assert 0 < difference[1] < 1e-2

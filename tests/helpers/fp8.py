@@ -1,0 +1,150 @@
+"""fp8 without jzero: products of rounded factors in plain JAX, and models whose Linear modules compute them.
+
+An array is multiplied by the largest power of two that keeps it in the range of the dtype, rounded, and divided again.
+"""
+
+from functools import lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from helpers.tensor_models import LR, ZOO, batches, initial, make_step
+from helpers.tensor_models import model as model_of
+
+import jzero
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+GRADIENTS = {"hybrid": E5M2, "e4m3": E4M3}
+EXACT = {"xla_allow_excess_precision": False}
+BF16 = {"bf16": {"enabled": True}, "compiler_options": EXACT}
+FP8 = {**BF16, "fp8": {"enabled": True, "min_size": 8}}
+
+
+def rounded(x, dtype, axes=None):
+    """Round to fp8 in float32, with a scale for each part along the axes that are left; None: one scale."""
+    x = x.astype(jnp.float32)
+    _, exponent = jnp.frexp(float(jnp.finfo(dtype).max) / jnp.abs(x).max(axes, keepdims=True))
+    scale = jnp.ldexp(jnp.float32(1), exponent - 1)
+    return (x * scale).astype(dtype).astype(jnp.float32) / scale
+
+
+def product(fp8_format, wide=False):
+    """Make a `dot_general(x, w, dimension_numbers)` of factors that are rounded, forward and backward.
+
+    The results are bfloat16; with `wide` they are so in float32, and their gradient arrives in it.
+    """
+
+    def exact(x, w, numbers):
+        return jax.lax.dot_general(x, w, numbers, preferred_element_type=jnp.float32)
+
+    @partial(jax.custom_vjp, nondiff_argnums=(2,))
+    def dot(x, w, numbers):
+        y = exact(rounded(x, E4M3), rounded(w, E4M3), numbers).astype(jnp.bfloat16)
+        return y.astype(jnp.float32) if wide else y
+
+    def backward(numbers, factors, g):
+        _, vjp = jax.vjp(partial(exact, numbers=numbers), *(rounded(v, E4M3) for v in factors))
+        gradients = vjp(rounded(g, GRADIENTS[fp8_format]))
+        return tuple(d.astype(jnp.bfloat16).astype(v.dtype) for d, v in zip(gradients, factors, strict=True))
+
+    dot.defvjp(lambda x, w, numbers: (dot(x, w, numbers), (x, w)), backward)
+    return lambda x, w, numbers, **_: dot(x, w, numbers)
+
+
+@lru_cache
+def emulated(name, fp8_format, chained):
+    """The model of `helpers.tensor_models` whose stack computes such products itself.
+
+    Args:
+      chained: whether nothing between the two products of SwiGLU is rounded to bfloat16.
+    """
+    cls, config = ZOO[name]
+
+    def make(rngs):
+        model = cls(config, rngs=rngs)
+        for path, module in nnx.iter_graph(model.stack):
+            if isinstance(module, nnx.Linear | nnx.LinearGeneral):
+                module.dot_general = product(fp8_format, wide=chained and path[-1] == "gate_up")
+        return model
+
+    return jzero.from_flax(make)
+
+
+def name_of(path):
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def in_fp8(path):
+    """Whether a weight is multiplied in fp8: the matrices of the stack, but a mixture's, whose products are grouped."""
+    name = name_of(path)
+    return name.startswith("stack/") and name.endswith("/kernel") and "router" not in name
+
+
+@lru_cache
+def reference(name, fp8_format="hybrid", chained=True, twice=False, trained=""):
+    """([(loss, gradient norm)], first gradients) of a plain loop in bf16 and this format; None: in bf16 alone.
+
+    Args:
+      chained: see `emulated`.
+      twice: whether weights are rounded to bfloat16 before they are to fp8.
+      trained: a part of the names of the parameters that are trained; the others have no gradient.
+    """
+    model = emulated(name, fp8_format, chained) if fp8_format else model_of(name)
+
+    def copy(path, w):
+        if fp8_format and in_fp8(path):  # every layer has a scale of its own
+            w = rounded(w.astype(jnp.bfloat16) if twice else w, E4M3, tuple(range(1, w.ndim)))
+        return w.astype(jnp.bfloat16)
+
+    def mean(weights, batch):
+        loss = model.loss(weights, batch, None)
+        loss = loss[0] if isinstance(loss[0], jzero.Mean) else loss  # without metrics
+        return loss[0] / loss[1]
+
+    @partial(jax.jit, compiler_options=EXACT)
+    def update(params, batch):
+        loss, gradient = jax.value_and_grad(mean)(jax.tree_util.tree_map_with_path(copy, params), batch)
+        gradient = jax.tree_util.tree_map_with_path(
+            lambda path, g: g.astype(jnp.float32) * (trained in name_of(path)), gradient
+        )
+        return jax.tree.map(lambda w, g: w - LR * g, params, gradient), loss, optax.tree.norm(gradient), gradient
+
+    params, seen, first = initial(name), [], None
+    for batch in batches(name):
+        params, loss, norm, gradient = update(params, batch)
+        seen.append((float(loss), float(norm)))
+        first = first or jax.device_get(gradient)
+    return np.array(seen), first
+
+
+def trained(name, precision=FP8, **layout):
+    """([(loss, gradient norm)], first gradients, the step) of jzero in a layout of `helpers.tensor_models`."""
+    step = make_step(name, precision=precision, **layout)
+    state, seen, first = step.init(jax.random.key(0), initial(name)), [], None
+    for batch in batches(name):
+        state, metrics = step(state, batch)
+        seen.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+        if first is None:  # plain SGD
+            first = jax.tree.map(
+                lambda before, after: (before - after) / LR, initial(name), jax.device_get(state.params)
+            )
+    return np.array(seen), first, step
+
+
+def distances(gradients, others):
+    """The relative distances of gradients, leaf by leaf: {name: |a - b| / |b|}."""
+    flat = jax.tree_util.tree_flatten_with_path(gradients)[0]
+    return {
+        name_of(path): float(np.linalg.norm(a - b) / np.linalg.norm(b))
+        for (path, a), b in zip(flat, jax.tree.leaves(others), strict=True)
+        if b.any()
+    }
+
+
+def shares(gradients, oracle, bf16):
+    """How far gradients lie on the way from the oracle's in bf16 (0) to that in fp8 (1), leaf by leaf."""
+    flat = jax.tree_util.tree_flatten_with_path(oracle)[0]
+    rest = zip(flat, jax.tree.leaves(gradients), jax.tree.leaves(bf16), strict=True)
+    return {name_of(path): float(np.vdot(g - b, f - b) / np.vdot(f - b, f - b)) for (path, f), g, b in rest if f.any()}
