@@ -39,7 +39,7 @@ from jzero.sharding import is_state, stack_length, trainable
 from jzero.spread.model import on_group
 from jzero.stack import StackView, fetch, run_stack, scanned, unrolled, unrolls
 from jzero.tracing.auto_cast import cast_arrays, inputs_of_products, wide_arrays
-from jzero.tracing.fp8_weights import weights_in_fp8
+from jzero.tracing.fp8_weights import Noted, weights_in_fp8
 from jzero.tracing.loss_count import counter
 from jzero.tree import PyTree, combine, leading_dim, named, partition
 from jzero.zero import ParamLayout
@@ -199,6 +199,7 @@ class ManualRegion:
     precision: Precision
     micro: int
     local: bool = False  # whether the gradients of each device come out, in a row of their own
+    fp8: Noted = field(default_factory=Noted)  # takes note of the weights that are cast to fp8
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -308,7 +309,8 @@ class ManualRegion:
         in_fp8: frozenset[str] = frozenset()
         if section.enabled and batch is not None:
             first, names = Inputs(_first(batch), extra), getattr(self.model, "names", None)
-            in_fp8 = weights_in_fp8(self.model, self.weights, first, key, section, names)
+            self.fp8.choice = weights_in_fp8(self.model, self.weights, first, key, section, names)
+            in_fp8 = self.fp8.choice.names
 
         def prepare(layout: ParamLayout, master: jax.Array) -> tuple[Any, Any]:
             fp8 = GRADIENTS[section.format] if layout.name in in_fp8 else None

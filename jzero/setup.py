@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,7 @@ from jzero.precision import Precision, cast, settle_precision
 from jzero.spread.layer_specs import with_layer_specs
 from jzero.spread.limits import divided, with_found_dimensions
 from jzero.stored_names import StoredNames
+from jzero.tracing.fp8_weights import Noted
 from jzero.tree import PyTree, named, partition
 from jzero.values.kinds import INT32
 from jzero.values.trainer import Total, is_auto
@@ -74,6 +75,7 @@ class Setup:
       passes: how the forward and backward passes run.
       searched: whether the config's `tensor_parallel.dimensions` was found by trying.
       unfit: parameter -> the dimension of the model's table that `tensor` does not divide, see `spread.division`.
+      fp8: which weights are multiplied in fp8, known once a step is traced.
     """
 
     model: Model
@@ -92,6 +94,7 @@ class Setup:
     passes: Passes
     searched: bool
     unfit: Mapping[str, int | None]
+    fp8: Noted = field(default_factory=Noted)
 
     @property
     def rule(self) -> Rule:
@@ -133,7 +136,7 @@ class Setup:
         """Make the manual region of the model; or of another one with the same parameters, with its passes."""
         return ManualRegion(
             model or self.model, self.layouts, self.weights, passes or self.passes, self.config, self.mesh,
-            self.precision, self.rows, self.averaging is not None,
+            self.precision, self.rows, self.averaging is not None, self.fp8,
         )  # fmt: skip
 
     def manual(self, f: Callable, *rest: PartitionSpec, out_specs: Any) -> Callable:

@@ -1,15 +1,23 @@
 """The fields of the sections `fp16`, `bf16` and `fp8`."""
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import PlainValidator
 
 from jzero.config.fields import Count, Flag, Patterns, PositiveInt32, Section
 from jzero.values import kinds
-from jzero.values.kinds import number, one_of
+from jzero.values.kinds import Kind, number, one_of
 
 FP8Format = Literal["hybrid", "e4m3"]
 FP8Recipe = Literal["current"]
+
+_RECIPE = one_of(get_args(FP8Recipe))
+
+
+def _recipe(value: Any) -> Any:
+    if isinstance(value, str) and value.lower().startswith(("mx", "nv")):
+        raise ValueError("scales of blocks (MXFP8, NVFP4) need Blackwell GPUs, and are not supported")
+    return _RECIPE.parse(value)
 
 
 class FP16Config(Section):
@@ -56,7 +64,7 @@ class FP8Config(Section):
     """
 
     enabled: Flag = False
-    recipe: Annotated[FP8Recipe, PlainValidator(one_of(get_args(FP8Recipe)))] = "current"
+    recipe: Annotated[FP8Recipe, PlainValidator(Kind(_RECIPE.allowed, _recipe))] = "current"
     format: Annotated[FP8Format, PlainValidator(one_of(get_args(FP8Format)))] = "hybrid"
     exclude: Patterns = ()
     min_size: Count = 1024

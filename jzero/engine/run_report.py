@@ -27,7 +27,7 @@ from jzero.errors import shorten, some_of
 from jzero.mesh import BATCH_AXES, EXPERT, GROUP_AXES, PIPE, TENSOR, ZERO_AXES, group_size, present
 from jzero.model import weights_layout
 from jzero.planner.observed import observed
-from jzero.planner.state_bytes import gradient_dtype, state_bytes, sums_gradients
+from jzero.planner.state_bytes import gradient_dtype, names_in_fp8, state_bytes, sums_gradients
 from jzero.setup import float16_on_cpu
 from jzero.values.kinds import as_json
 from jzero.values.masking import mask
@@ -186,7 +186,7 @@ def _model_state(step: Any) -> list[str]:
         *([["of these in host memory", size_text(b.host), "not on the device"]] if b.host else []),
         ["total between steps", size_text(b.persistent), ""],
         [
-            f"parameters, {precision.compute}",
+            f"parameters, {precision.compute}{' and fp8' if names_in_fp8(step) else ''}",
             size_text(b.parameters),
             in_step if b.parameters else "copied to the device layer by layer" if in_use else "equal to the masters",
         ],

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 from typing import Any
 
-from jzero.engine.text import bullets, table
+import jax
+
+from jzero.engine.text import bullets, numberless, table
 from jzero.errors import some_of
 from jzero.mesh import GROUP_AXES, group_size, present
+from jzero.model import STACK
 from jzero.planner.gathered_sequences import gathered_sequences
 from jzero.planner.moves import COLUMNS, across_hosts, moves, whole_sequences
 from jzero.planner.products import products
@@ -24,6 +28,7 @@ def step_report(step: Any) -> str:
 def sections_of_step(step: Any) -> Iterator[tuple[str, list[str]]]:
     """Yield (title, lines) of each section; without lines before the first step."""
     yield f"Moved over {' x '.join(present(step.mesh, *GROUP_AXES))} in a step, per device", _moves(step)
+    yield "fp8", bullets(_fp8(step))
     yield "Half precision", bullets(_half_precision(step))
 
 
@@ -60,3 +65,25 @@ def _half_precision(step: Any) -> list[str]:
             "operand to the dtype of the weights"
         )
     return lines
+
+
+def _fp8(step: Any) -> list[str]:
+    """List the weights that the first step multiplied in fp8, and why the other large ones of the stack were not."""
+    choice = step.setup.fp8.choice
+    if choice is None:
+        return []
+    shapes = {leaf.name: leaf.shape for leaf in jax.tree.leaves(step.layouts)}
+
+    def listed(names: Iterable[str]) -> str:
+        return some_of(sorted({numberless(name).removeprefix(f"{STACK}/") for name in names}), 6)
+
+    stack = sum(prod(shape) for name, shape in shapes.items() if name.startswith(f"{STACK}/"))
+    share = sum(prod(shapes[name]) for name in choice.names) / stack
+    lines = [
+        f"{len(choice.names)} weights of each layer, {share:.1%} of the stack's elements, are multiplied in fp8 "
+        f"(fp8.format {step.config.fp8.format}): {listed(choice.names)}"
+    ]
+    reasons: dict[str, list[str]] = {}
+    for name, why in choice.others.items():
+        reasons.setdefault(why, []).append(name)
+    return lines + [f"in {step.precision.compute} stay {listed(names)}: {why}" for why, names in reasons.items()]

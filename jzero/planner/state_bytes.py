@@ -4,7 +4,9 @@ Master parameters and optimizer state persist between steps; their bytes are exa
 (arXiv:1910.02054, section 3; 2 + 2 + 12 bytes per parameter):
 
 - parameters in the compute dtype: full size if the stage gathers once per step, else sharded like the masters, or
-  among the n devices of a group (hpZ). In fp32 only gathered parameters are a copy; the others are the masters.
+  among the n devices of a group (hpZ). In fp32 only gathered parameters are a copy; the others are the masters. A
+  weight that is multiplied in fp8 has one byte per element; before a trace tells which ones these are, it is every
+  matrix of the stack that is large enough.
 - gradients of trainable parameters: the sum over micro-batches in `data_types.grad_accum_dtype`; without accumulation
   the gradient in the dtype of the backward pass. A pipeline always sums.
 
@@ -31,6 +33,7 @@ from jzero.mesh import EXPERT, PIPE, TENSOR, ZERO_AXES, replicas
 from jzero.optimizers.compressed import rows_of
 from jzero.precision import Precision
 from jzero.sharding import optimizer_layouts, owners
+from jzero.tracing.fp8_weights import excluded_names
 from jzero.tree import PyTree, named
 from jzero.zero import ON_DEVICE, RULES, OnHost, ParamLayout, Rule
 
@@ -103,21 +106,22 @@ def _inside(
     parts: int,
     group: int,
     on_host: OnHost = ON_DEVICE,
+    in_fp8: bool = False,
 ) -> tuple[float, float]:
     """Return (bytes of a leaf's compute copy, bytes of its gradient) under a rule, for 1/`parts` of the leaf.
 
-    `group` is the number of devices that ZeRO partitions the leaf over.
+    `group` is the number of devices that ZeRO partitions the leaf over; `in_fp8` whether it is multiplied in fp8.
     """
     moved = optimizers.own_steps(step.state_shapes.opt_state) is not None  # every device computes at its own parameters
     compute = jnp.dtype(step.precision.compute if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
     # A frozen parameter is there once, unless there is a second copy.
     copied = rule.plus.secondary > 0 or (trainable and (rule.gather == "step" or compute != x.dtype or moved))
-    copied = (copied or on_host.master) and not on_host.in_use
+    copied = (copied or on_host.master or in_fp8) and not on_host.in_use
     shares = rule.plus.secondary or (group if rule.gather == "layer" else 1)  # the devices that share it
     gradient = gradient_dtype(rule, step.precision, sums_gradients(step))
     size = x.size / parts
     return (
-        copied * size * compute.itemsize / shares,
+        copied * size * (1 if in_fp8 else compute.itemsize) / shares,
         trainable * size * gradient.itemsize / (group if rule.scatter == "micro_batch" else 1),
     )
 
@@ -130,6 +134,24 @@ def _parts(layout: ParamLayout, mesh: Mesh) -> int:
 
 def _zero_degree(layout: ParamLayout, mesh: Mesh) -> int:
     return prod(mesh.shape[axis] for axis in layout.group)
+
+
+def names_in_fp8(step: TrainStep) -> frozenset[str]:
+    """Return the parameters that are multiplied in fp8, or, before a trace, those whose size allows it."""
+    section, noted = step.config.fp8, step.setup.fp8.choice
+    if not section.enabled:
+        return frozenset()
+    if noted is not None:
+        return noted.names
+    leaves = jax.tree.leaves(step.layouts)
+    names = getattr(step.model, "names", None)
+    excluded = excluded_names(section.exclude, [leaf.name for leaf in leaves], names)
+    least = section.min_size**2
+    return frozenset(
+        leaf.name
+        for leaf in leaves
+        if leaf.stacked and not leaf.state and len(leaf.shape) > 2 and prod(leaf.shape[1:]) >= least
+    ) - excluded  # fmt: skip
 
 
 class LeafBytes(NamedTuple):
@@ -145,11 +167,12 @@ class LeafBytes(NamedTuple):
 def leaf_bytes(step: TrainStep) -> dict[str, LeafBytes]:
     """Compute the bytes per device of every parameter; "" has the optimizer's state that belongs to none."""
     setup, shapes, mesh, found = step.setup, step.state_shapes, step.mesh, {"": LeafBytes()}
+    in_fp8 = names_in_fp8(step)
     for layout, x in zip(jax.tree.leaves(step.layouts), jax.tree.leaves(shapes.params), strict=True):
         parts = _parts(layout, mesh)
         master = _local_size(x.shape, layout.spec, mesh) * x.dtype.itemsize
         there, group = layout.on_host.master, _zero_degree(layout, mesh)
-        inside = _inside(step, layout.rule, x, layout.trainable, parts, group, layout.on_host)
+        inside = _inside(step, layout.rule, x, layout.trainable, parts, group, layout.on_host, layout.name in in_fp8)
         found[layout.name] = LeafBytes(master * (not there), 0, *inside, master * there)
     owner_of = owners(step.layouts)
     moments = optimizer_layouts(shapes.opt_state, step.layouts, setup.averaging.spec if setup.averaging else None)
@@ -182,10 +205,12 @@ def state_bytes(step: TrainStep) -> StateBytes:
     stage = step.setup.rule if group > 1 else RULES[0]
     leaves = list(zip(jax.tree.leaves(step.layouts), jax.tree.leaves(shapes.params), strict=True))
     actual = leaf_bytes(step).values()
-    ideal = []
+    ideal, in_fp8 = [], names_in_fp8(step)
     for leaf, x in leaves:
         experts = mesh.shape[EXPERT] if EXPERT in dict(leaf.divided) else 1
-        ideal.append(_inside(step, stage, x, leaf.trainable, parts * experts, group // experts))
+        ideal.append(
+            _inside(step, stage, x, leaf.trainable, parts * experts, group // experts, in_fp8=leaf.name in in_fp8)
+        )
     lies = jax.tree.leaves((specs.params, specs.opt_state), is_leaf=lambda s: isinstance(s, PartitionSpec))
     persistent = sum(
         # A stage that shards state divides experts among the whole group; without one only `expert` divides them.

@@ -6,6 +6,7 @@ The first and last parameters of a model, `ends`, stay in the compute dtype, as 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -18,10 +19,32 @@ from jzero.model import ENDS, STACK, Inputs, Model, StackModel, stack_functions
 from jzero.stored_names import StoredNames, matches
 from jzero.tree import PyTree, named
 
+LARGE = 0.01  # of a layer's elements; smaller weights need no reason to stay in the compute dtype
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which parameters of the stack are multiplied in fp8.
+
+    Attributes:
+      names: of these.
+      others: name -> why it is not, of the other large ones.
+    """
+
+    names: frozenset[str] = frozenset()
+    others: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Noted:
+    """The choice of the last program that was traced; None before it."""
+
+    choice: Choice | None = None
+
 
 def weights_in_fp8(
     model: Model, weights: PyTree, inputs: Inputs, key: jax.Array | None, section: Any, names: StoredNames | None
-) -> frozenset[str]:
+) -> Choice:
     """Choose the parameters that are multiplied in fp8.
 
     Args:
@@ -45,18 +68,35 @@ def weights_in_fp8(
     variables = dict(zip(jaxpr.invars, named(layer), strict=False))  # x and key follow
     for name, size in _uses(jaxpr, variables):
         uses.setdefault(f"{STACK}/{name}", []).append(size)
-    excluded = _excluded(section.exclude, list(named(weights)), names)
-    large = frozenset(name for name, sizes in uses.items() if min(sizes) >= max(section.min_size, 1))
+    excluded = excluded_names(section.exclude, list(named(weights)), names)
+    least = max(section.min_size, 1)
+    large = frozenset(name for name, sizes in uses.items() if min(sizes) >= least)
     if not large - excluded:
         raise ConfigError(
             f"fp8.enabled = true: no weight of a layer of {model!r} is used for nothing but products of "
             f"fp8.min_size = {section.min_size} or more in and out and is outside fp8.exclude; lower min_size (smaller "
             "products gain nothing), or turn fp8 off"
         )
-    return large - excluded
+    return Choice(large - excluded, _others(layer, uses, excluded, least))
 
 
-def _excluded(patterns: Sequence[str], every: Sequence[str], names: StoredNames | None) -> frozenset[str]:
+def _others(layer: PyTree, uses: dict[str, list[int]], excluded: frozenset[str], least: int) -> dict[str, str]:
+    sizes, found = {f"{STACK}/{name}": prod(w.shape) for name, w in named(layer).items()}, {}
+    for name, size in sizes.items():
+        if size < LARGE * sum(sizes.values()):
+            continue
+        smallest = min(uses.get(name, [0]))
+        if name in excluded:
+            found[name] = "excluded"
+        elif not smallest:
+            found[name] = "not used in products with half-precision activations alone"
+        elif smallest < least:
+            found[name] = f"{smallest} in or out, below min_size = {least}"
+    return found
+
+
+def excluded_names(patterns: Sequence[str], every: Sequence[str], names: StoredNames | None) -> frozenset[str]:
+    """Return the parameters that `fp8.exclude` matches; raise ConfigError for an expression that matches none."""
     found: set[str] = set()
     for pattern in patterns:
         hits = {name for name in every if matches(f"fp8.exclude: {pattern!r}", pattern, name, names)}

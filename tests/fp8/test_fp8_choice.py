@@ -1,0 +1,230 @@
+"""Which weights are multiplied in fp8, what is refused, and what the run report says of both."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers.tensor_models import BATCH, SEQUENCE, VOCAB, make_step
+from helpers.tensor_models import model as model_of
+
+import jzero
+from jzero.engine.run_report import report
+from jzero.errors import ConfigError
+from jzero.pipeline.module import LayerSpec, PipelineModule
+from jzero.planner.state_bytes import names_in_fp8, state_bytes
+
+TOKENS = {name: jax.ShapeDtypeStruct((BATCH, SEQUENCE), jnp.int32) for name in ("inputs", "labels")}
+KERNELS = {
+    "stack/attention/qkv/kernel",
+    "stack/attention/out/kernel",
+    "stack/mlp/gate_up/kernel",
+    "stack/mlp/down/kernel",
+}
+
+
+class Uses:
+    """A layer that uses each weight [8, 8] in another way; `ends` has one too."""
+
+    def init(self, rng):
+        names = ("product", "twice", "transposed", "added", "both", "itself", "row", "wide", "checkpointed", "narrow")
+        shapes = {name: (2, 8, 3) if name == "narrow" else (2, 8, 8) for name in names}
+        stack = {name: 0.3 * jax.random.normal(rng, shape) for name, shape in shapes.items()}
+        return {"ends": {"w": 0.3 * jax.random.normal(rng, (VOCAB, 8))}, "stack": stack}
+
+    def prefix(self, ends, batch, rng):
+        return ends["w"][batch["inputs"]]
+
+    def block(self, w, x, rng):
+        x = x + x @ w["product"] + jnp.tanh(x @ w["twice"]) @ w["twice"] + x @ w["transposed"].T
+        x = x + x @ w["added"] + w["added"][0]  # a row of it
+        x = x + x @ w["both"] * w["both"].mean() + x @ (w["itself"] @ w["itself"]) + w["row"][batch_row(x)]
+        x = x + (x.astype(jnp.float32) @ w["wide"]).astype(x.dtype)
+        x = x + jax.checkpoint(jax.jit(lambda x, w: x @ w))(x, w["checkpointed"])
+        return x + (x @ w["narrow"]).sum(-1, keepdims=True)
+
+    def suffix(self, ends, x, batch, rng):
+        logits = (x @ ends["w"].T).astype(jnp.float32)
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["labels"][..., None], -1).mean()
+
+    def loss(self, params, batch, rng):
+        return jzero.stack_loss(self, params, batch, rng)
+
+
+def batch_row(x):
+    return (jnp.abs(x[..., 0]) * 7).astype(jnp.int32) % 8
+
+
+def step_of(model, mesh=None, stage=0, more=None, **fp8):
+    config = {
+        "train_batch_size": BATCH, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "bf16": {"enabled": True},
+        "fp8": {"enabled": True, "min_size": 8, **fp8},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, **(more or {}),
+    }  # fmt: skip
+    degrees = {"zero": 1, **(mesh or {})}
+    devices = jax.devices()[: int(np.prod(list(degrees.values())))]
+    return jzero.make_train_step(model, config, mesh=jzero.make_mesh(**degrees, devices=devices))
+
+
+def chosen(step):
+    step.trace(TOKENS)
+    return step.setup.fp8.choice
+
+
+# ---------------------------------------------------------------- the choice
+
+
+def test_weights_used_for_nothing_but_products():
+    found = chosen(step_of(Uses()))
+    assert found.names == {f"stack/{name}" for name in ("product", "twice", "checkpointed")}
+    otherwise = "not used in products with half-precision activations alone"
+    uses = {f"stack/{name}": otherwise for name in ("transposed", "added", "both", "itself", "row", "wide")}
+    assert found.others == uses | {"stack/narrow": "3 in or out, below min_size = 8"}
+
+
+def test_ends_stay_though_they_are_products():
+    """The head is a product of 64 columns; a tied embedding is looked up, too."""
+    assert chosen(step_of(model_of("llama"))).names == KERNELS
+
+
+def test_the_smaller_side_decides():
+    assert chosen(step_of(model_of("llama"), min_size=32)).names == KERNELS
+    message = r"no weight of a layer .* of fp8.min_size = 33 or more in and out .* lower min_size"
+    with pytest.raises(ConfigError, match=message):
+        step_of(model_of("llama"), min_size=33).trace(TOKENS)
+
+
+def test_exclude_by_regex():
+    found = chosen(step_of(model_of("llama"), exclude=["mlp/", "qkv"]))
+    assert found.names == {"stack/attention/out/kernel"}
+    assert found.others == {name: "excluded" for name in KERNELS - found.names}
+
+
+def test_a_regex_that_matches_nothing():
+    with pytest.raises(ConfigError, match=r"^fp8.exclude: 'mpl' matches no parameter; leave it out, or correct it"):
+        step_of(model_of("llama"), exclude=["mlp", "mpl"]).trace(TOKENS)
+
+
+def test_nothing_is_left():
+    with pytest.raises(ConfigError, match=r"is outside fp8.exclude; lower min_size .*, or turn fp8 off"):
+        step_of(model_of("llama"), exclude=["stack"]).trace(TOKENS)
+
+
+def test_experts_stay():
+    found = chosen(step_of(model_of("mixture")))
+    assert found.names == {"stack/attention/qkv/kernel", "stack/attention/out/kernel"}
+    assert {"stack/mlp/gate_up", "stack/mlp/down"} <= set(found.others)
+
+
+def test_a_convolution_stays():
+    class Convolves(Uses):
+        def init(self, rng):
+            stack = {name: 0.3 * jax.random.normal(rng, (2, 8, 8)) for name in ("product", "window")}
+            return super().init(rng) | {"stack": stack}
+
+        def block(self, w, x, rng):
+            window = jax.lax.conv_general_dilated(
+                x, w["window"][None], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+            )
+            return x + x @ w["product"] + window
+
+    assert chosen(step_of(Convolves())).names == {"stack/product"}
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_a_model_without_a_stack():
+    class Plain:
+        def init(self, rng):
+            return {"w": jnp.zeros((VOCAB, 8))}
+
+        def loss(self, params, batch, rng):
+            return (params["w"][batch["inputs"]] @ params["w"].T).astype(jnp.float32).mean()
+
+    with pytest.raises(ConfigError, match=r"^fp8.enabled = true: .*has no layer stack, .*from_flax\(..., stack=\)"):
+        step_of(Plain()).trace(TOKENS)
+
+
+REFUSED = {
+    "fp16": ({"bf16": {}, "fp16": {"enabled": True}}, r"fp8.enabled = true and fp16.enabled = true: fp8 needs bf16"),
+    "fp32": ({"bf16": {}}, r'fp8.enabled = true in fp32: .* set "bf16": {"enabled": true}'),
+    "qwZ": (
+        {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
+        r"fp8.enabled = true and zero_optimization.zero_quantized_weights = true: .* keep one",
+    ),
+    "offload_param": (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+        r'fp8.enabled = true and zero_optimization.offload_param.device = "cpu": .*use offload_optimizer',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_config_that_does_not_fit(name):
+    more, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message) as error:
+        step_of(model_of("llama"), mesh={"zero": 2}, more=more)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "MXFP8", "MXFP8BlockScaling"])
+def test_formats_of_blackwell(recipe):
+    message = rf'^fp8.recipe = "{recipe}": must be "current"; scales of blocks .* need Blackwell GPUs, and are not supp'
+    with pytest.raises(ConfigError, match=message) as error:
+        step_of(model_of("llama"), recipe=recipe)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", 1])
+def test_another_recipe(recipe):
+    with pytest.raises(ConfigError, match=r'^fp8.recipe = .*: must be "current"; or leave it out') as error:
+        step_of(model_of("llama"), recipe=recipe)
+    assert "\n" not in str(error.value)
+
+
+def test_another_format():
+    with pytest.raises(ConfigError, match=r'^fp8.format = "e5m2": must be "hybrid" or "e4m3"'):
+        step_of(model_of("llama"), format="e5m2")
+
+
+def test_a_pipeline_of_unlike_layers():
+    specs = [LayerSpec(nnx.Linear, 8, 8), LayerSpec(nnx.Linear, 8, 16), LayerSpec(nnx.Linear, 16, 4)]
+    model = PipelineModule(specs, 2, loss_fn=lambda out, labels: ((out - labels) ** 2).mean())
+    with pytest.raises(ConfigError, match=r"fp8.enabled = true .*mesh.pipe = 2.*a stack that the stages divide"):
+        step_of(model, mesh={"pipe": 2}, more={"gradient_accumulation_steps": 2})
+
+
+# ---------------------------------------------------------------- the report and the planner
+
+
+def test_the_report_lists_both():
+    step = make_step(
+        "llama", precision={"bf16": {"enabled": True}, "fp8": {"enabled": True, "min_size": 8, "exclude": ["down"]}}
+    )
+    state = step.init(jax.random.key(0))
+    assert "\nfp8\n" not in report(step)
+    step(state, {name: np.ones(x.shape, np.int32) for name, x in TOKENS.items()})
+    text = re.sub(r"\s+", " ", report(step))
+    found = re.search(r" fp8 - (.*?) - (.*?)(?= [A-Z]\w+ precision| Fallbacks|$)", text)
+    assert found[1].startswith("3 weights of each layer, 77.2% of the stack's elements, are multiplied in fp8")
+    assert found[1].endswith("(fp8.format hybrid): attention/out/kernel, attention/qkv/kernel, mlp/gate_up/kernel")
+    assert found[2].startswith("in bfloat16 stay mlp/down/kernel: excluded")
+    assert "parameters, bfloat16 and fp8" in text
+
+
+def test_bytes_of_a_plan_before_and_after_the_trace():
+    """Before it every matrix that is large enough counts; a mixture's experts are found out by the trace."""
+    for name, same in (("llama", True), ("mixture", False)):
+        step = step_of(model_of(name), mesh={"zero": 2}, stage=2)
+        before = names_in_fp8(step), state_bytes(step).parameters
+        step.trace(TOKENS)
+        after = names_in_fp8(step), state_bytes(step).parameters
+        assert (before == after) == same
+        assert before[0] >= after[0]
+        plain = step_of(model_of(name), mesh={"zero": 2}, stage=2, enabled=False)
+        leaves = {leaf.name: int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(step.layouts)}
+        assert names_in_fp8(plain) == frozenset()
+        assert state_bytes(plain).parameters - after[1] == sum(leaves[name] for name in after[0])

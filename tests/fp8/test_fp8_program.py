@@ -1,0 +1,123 @@
+"""The compiled H100 program multiplies the chosen weights in fp8 three times, and gathers one byte per element."""
+
+import dataclasses
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers.cuda import needs_cuda_compiler
+
+import jzero
+from jzero.errors import ConfigError
+from jzero.planner import Rates, collectives, gpu_devices, products, state_bytes, step_time
+from models.llama import Llama, LlamaConfig
+
+pytestmark = [pytest.mark.gpu_compile, needs_cuda_compiler, pytest.mark.usefixtures("no_compilation_cache")]
+
+LAYERS, WIDTH, ROWS, LENGTH, VOCAB, ZERO = 2, 128, 8, 128, 256, 2
+SEPARATE = {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in ("all_gather", "reduce_scatter")}
+MODEL = jzero.from_flax(
+    lambda rngs: Llama(LlamaConfig(LAYERS, WIDTH, 4, 4, 2 * WIDTH, vocab_size=VOCAB, attention="xla"), rngs=rngs)
+)
+WEIGHTS = {"qkv": 3 * WIDTH * WIDTH, "out": WIDTH * WIDTH, "gate_up": 4 * WIDTH * WIDTH, "down": 2 * WIDTH * WIDTH}
+
+
+def step_on(devices, *, stage=2, unroll=True, **fp8):
+    config = {
+        "train_batch_size": ROWS, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "bf16": {"enabled": True},
+        "fp8": {"enabled": True, "min_size": WIDTH, **fp8}, "stack": {"unroll": unroll},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "compiler_options": {"xla_gpu_autotune_level": 0} | SEPARATE,
+    }  # fmt: skip
+    return jzero.make_train_step(MODEL, config, mesh=jzero.make_mesh(zero=len(devices), devices=devices))
+
+
+def compiled(**settings):
+    step, tokens = step_on(gpu_devices("h100", ZERO), **settings), jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
+    return step, step.lower({"inputs": tokens, "labels": tokens}).compile()
+
+
+def products_by_target(text):
+    """How often each cuBLAS function is called, and what dtypes it multiplies for a weight of the stack."""
+    dtypes = dict(re.findall(r"^\s*(?:ROOT )?(%[\w.-]+) = \(?(\w+)\[", text, re.M))
+    calls = re.findall(r'custom-call\(([^)]*)\).*custom_call_target="(__cublas\$lt\$matmul[^"]*)"(.*)', text)
+    found = Counter(target for _, target, _ in calls)
+    of_stack = [
+        tuple(dtypes[name] for name in operands.split(", ")[:2])
+        for operands, _, rest in calls
+        if re.search(r'op_name="[^"]*stack[^"]*/(qkv|out|gate_up|down)/', rest)
+    ]
+    return found, of_stack
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_three_products_of_each_weight_and_one_byte_gathered(stage):
+    step, program = compiled(stage=stage)
+    found, of_stack = products_by_target(program.as_text())
+    assert found["__cublas$lt$matmul$f8"] == 3 * len(WEIGHTS) * LAYERS
+    assert set(of_stack) <= {("f8e4m3fn", "f8e4m3fn"), ("f8e5m2", "f8e4m3fn"), ("f8e4m3fn", "f8e5m2")}
+    attention, head = 2 + 4, 3  # batched products of scores and values; XLA calls the score's gradient's apart
+    assert found["__cublas$lt$matmul"] == attention * LAYERS + head
+    moved = Counter()
+    for row in collectives(program, step.mesh):
+        moved[row.kind, row.dtype, row.bytes] += row.operands * row.times
+    passes = 2 if stage == 3 else 1  # stage 3 gathers each weight again, and keeps none
+    gathered = {key[1:]: n for key, n in moved.items() if key[0] == "all-gather" and key[2] > 2 * WIDTH}
+    ends = {("bf16", 2 * VOCAB * WIDTH): 2}
+    assert gathered == ends | {("f8e4m3fn", size): passes * LAYERS for size in WEIGHTS.values()}
+    scattered = {size: n for (kind, dtype, size), n in moved.items() if kind == "reduce-scatter" and dtype == "bf16"}
+    assert all(scattered[2 * size] >= LAYERS for size in WEIGHTS.values())  # gradients stay bfloat16
+    text = program.as_text()
+    maximum = set(re.findall(r"^(%[\w.-]+) \([^\n]*\{\n(?:(?!\}).*\n)*?.* ROOT?[^\n]* maximum\(", text, re.M))
+    reduced = re.findall(r"= f32\[(\d+)\]\S* all-reduce(?:-start)?\(.*to_apply=(%[\w.-]+)", text)
+    sizes = [int(size) for size, region in reduced if region in maximum]
+    assert sum(sizes) == len(WEIGHTS) * LAYERS
+    assert len(sizes) <= LAYERS  # the maxima of a layer's weights together
+
+
+@pytest.mark.slow
+def test_the_transposed_copies_of_e4m3_gradients():
+    _, program = compiled(format="e4m3")
+    _, of_stack = products_by_target(program.as_text())
+    assert set(of_stack) == {("f8e4m3fn", "f8e4m3fn")}
+
+
+@pytest.mark.parametrize("name", ["a100", "t4"])
+def test_gpus_without_fp8_are_refused(name):
+    with pytest.raises(ConfigError, match=r"fp8.enabled = true on .*compute capability [78]\.\d\): .*8.9 or higher"):
+        step_on(gpu_devices(name, ZERO))
+
+
+def test_ada_has_fp8():
+    assert step_on(gpu_devices("l40s", ZERO)).config.fp8.enabled
+
+
+@pytest.mark.slow
+def test_a_plan_counts_one_byte_and_the_rate_of_fp8():
+    """The parameters of stage 2 are what it gathers; a product in fp8 takes the time of its rate."""
+    (step, fp8), (plain, bf16) = compiled(), compiled(enabled=False)
+    for each, program in ((step, fp8), (plain, bf16)):
+        gathered = sum(
+            r.bytes * r.operands * r.times for r in collectives(program, each.mesh) if r.kind == "all-gather"
+        )
+        assert state_bytes(each).parameters == gathered
+    saved = LAYERS * sum(WEIGHTS.values())  # a byte each
+    assert state_bytes(plain).parameters - state_bytes(step).parameters == saved
+    flops = LAYERS * 3 * 2 * sum(WEIGHTS.values()) * ROWS * LENGTH // ZERO
+    rates = dataclasses.replace(  # so slow that a product takes the time of its FLOPs
+        Rates.of("h100"), products=(("f8", 2e9), ("f16", 1e9), ("tf32", 1e9), ("f32", 1e9)), scale=1.0
+    )
+    times = [step_time(program, rates).by["products"] for program in (fp8, bf16)]
+    assert times[1] - times[0] == pytest.approx(flops / 1e9 - flops / 2e9, rel=1e-3)
+
+
+def test_as_many_flops_are_counted_as_in_bf16():
+    tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
+    steps = step_on(gpu_devices("h100", ZERO)), step_on(gpu_devices("h100", ZERO), enabled=False)
+    fp8, bf16 = (products(step.trace({"inputs": tokens, "labels": tokens})) for step in steps)
+    assert (fp8.count, fp8.flops, fp8.float32) == (bf16.count, bf16.flops, 0)
+    assert Counter((p.scopes, p.part, p.flops) for p in fp8.all) == Counter(
+        (p.scopes, p.part, p.flops) for p in bf16.all
+    )
