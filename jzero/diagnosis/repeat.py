@@ -120,8 +120,10 @@ class Repeat:
         region = setup.region(passes=passes)  # the run's own model decides on auto_cast
 
         def run(masters: PyTree, part: PyTree, extra: PyTree, rng: Any, index: Any, steps: PyTree) -> jax.Array:
-            weights, key = region.prepare(region.moved(masters, steps), extra), region.replica_key(rng)
-            return passes.losses(weights, region.split(part, extra, key), key, index)
+            key = region.replica_key(rng)
+            batch = region.split(part, extra, key)
+            weights = region.prepare(region.moved(masters, steps), extra, batch, key)
+            return passes.losses(weights, batch, key, index)
 
         out: Any = batch_spec(setup.mesh)
         rest = (REPLICATED, REPLICATED, REPLICATED, self._own)

@@ -6,10 +6,19 @@ e5m2 end up to a quarter apart. So where products are summed in parts, the quest
 fp8 the gradients lie.
 """
 
+from functools import partial
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.fp8 import BF16, FP8, distances, reference, shares, trained
+from helpers.fp8 import BF16, EXACT, FP8, distances, emulated, reference, shares, trained, used
 from helpers.sampling import keep
+from helpers.tensor_models import batches, initial, make_step
+
+from jzero.diagnosis.repeat import Repeat
+from jzero.model import Inputs, stack_functions
+from jzero.programs import Fed
 
 E4M3 = {**FP8, "fp8": {**FP8["fp8"], "format": "e4m3"}}
 ADAPTERS = {**FP8, "trainable_parameters": ["lora_"]}
@@ -60,7 +69,7 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 HPZ = {"zero_hpz_partition_size": 2}
 ZERO_BUBBLE = {"schedule": "zero_bubble"}
 INTERLEAVED = {"schedule": "interleaved", "chunks": 2}
-EXACT = [
+WHOLE = [
     ("llama", {}, {"zero": 2, "stage": 0}),
     ("llama", {}, {"zero": 2, "stage": 1, "unroll": False}),
     ("llama", {}, {"zero": 4, "data": 2, "stage": 2, "accum": 2}),
@@ -76,7 +85,7 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize(("name", "oracle", "layout"), keep(EXACT, [EXACT[4], EXACT[9]]), ids=name_of)
+@pytest.mark.parametrize(("name", "oracle", "layout"), keep(WHOLE, [WHOLE[4], WHOLE[9]]), ids=name_of)
 def test_layouts_that_divide_no_product(name, oracle, layout):
     """Gradients are reduced and summed in bfloat16, each sum rounded to 2^-9 of its size."""
     gradients, expected, bf16, metrics = _run(name, oracle, layout)
@@ -124,3 +133,25 @@ def test_losses_stay_beside_those_in_bf16():
     difference = np.abs(fp8 / bf16 - 1).max(0)
     assert 0 < difference[0] < 1e-3
     assert 0 < difference[1] < 1e-2
+
+
+def test_evaluation_predictions_and_a_repeated_step_are_in_fp8_too():
+    """A search for what is not finite must compute what the step computed. Text is generated in bf16."""
+    step, batch = make_step("llama", precision=FP8), batches("llama")[0]
+    state = step.init(jax.random.key(0), initial("llama"))
+    loss = reference("llama")[0][0, 0]
+    assert float(step.micro_loss(state, step.place_micro_batch(batch), 0)) == pytest.approx(loss, rel=1e-6)
+    assert float(step.evaluate(state, batch)) == pytest.approx(loss, rel=1e-6)
+    prefix, block, _ = stack_functions(emulated("llama", "hybrid", True))
+
+    @partial(jax.jit, compiler_options=EXACT)
+    def layers(params):
+        weights = jax.tree_util.tree_map_with_path(used, params)
+        xs = [prefix(weights["ends"], Inputs(batch, None), None)[0]]
+        for i in range(2):
+            xs.append(block(jax.tree.map(lambda w, i=i: w[i], weights["stack"]), xs[-1], None)[0])
+        return [jnp.abs(jax.tree.leaves(x)[0]).max() for x in xs]
+
+    repeat = Repeat(step.setup, state, Fed(step.place(batch), None, in_parts=False))
+    np.testing.assert_array_equal(repeat.forward(repeat.micro_batch(0), 0)[0, :3], np.float32(layers(initial("llama"))))
+    assert step.generate(state, batch["inputs"][:8], 2, numpy=True).shape == (8, 10)

@@ -82,6 +82,13 @@ def in_fp8(path):
     return name.startswith("stack/") and name.endswith("/kernel") and "router" not in name
 
 
+def used(path, w, fp8_format="hybrid", twice=False):
+    """A stacked weight as a step uses it: every layer has a scale of its own."""
+    if fp8_format and in_fp8(path):
+        w = rounded(w.astype(jnp.bfloat16) if twice else w, E4M3, tuple(range(1, w.ndim)))
+    return w.astype(jnp.bfloat16)
+
+
 @lru_cache
 def reference(name, fp8_format="hybrid", chained=True, twice=False, trained=""):
     """([(loss, gradient norm)], first gradients) of a plain loop in bf16 and this format; None: in bf16 alone.
@@ -92,11 +99,7 @@ def reference(name, fp8_format="hybrid", chained=True, twice=False, trained=""):
       trained: a part of the names of the parameters that are trained; the others have no gradient.
     """
     model = emulated(name, fp8_format, chained) if fp8_format else model_of(name)
-
-    def copy(path, w):
-        if fp8_format and in_fp8(path):  # every layer has a scale of its own
-            w = rounded(w.astype(jnp.bfloat16) if twice else w, E4M3, tuple(range(1, w.ndim)))
-        return w.astype(jnp.bfloat16)
+    copy = partial(used, fp8_format=fp8_format, twice=twice)
 
     def mean(weights, batch):
         loss = model.loss(weights, batch, None)
