@@ -155,3 +155,15 @@ def test_evaluation_predictions_and_a_repeated_step_are_in_fp8_too():
     repeat = Repeat(step.setup, state, Fed(step.place(batch), None, in_parts=False))
     np.testing.assert_array_equal(repeat.forward(repeat.micro_batch(0), 0)[0, :3], np.float32(layers(initial("llama"))))
     assert step.generate(state, batch["inputs"][:8], 2, numpy=True).shape == (8, 10)
+
+
+@pytest.mark.parametrize("name", ["attention/out", "mlp/gate_up", "mlp/down"])
+def test_a_step_with_an_infinite_weight_is_skipped(name):
+    """Even where it is the only one: fp8 has no infinity, and the largest number of e4m3 would look like any other."""
+    step, (module, part) = make_step("llama", precision=FP8, zero=2, stage=3), name.split("/")
+    params = jax.tree.map(np.copy, initial("llama"))
+    params["stack"][module][part]["kernel"].flat[5] = np.inf
+    state, metrics = step(step.init(jax.random.key(0), params), batches("llama")[0])
+    assert bool(metrics["skipped"])
+    for before, after in zip(jax.tree.leaves(params), jax.tree.leaves(jax.device_get(state.params)), strict=True):
+        np.testing.assert_array_equal(before, after)
