@@ -38,7 +38,7 @@ def sums_of_squares(
     jax.tree.map(add, in_use, gradients)
     trained = [layout for layout in jax.tree.leaves(layouts) if layout.trainable]
     over = {x.name: present(mesh, *(a for a in AXES if a in x.axes)) if axes is None else axes for x in trained}
-    for group in set(over.values()) - {()}:
+    for group in dict.fromkeys(filter(None, over.values())):  # in one order, the same in every process
         names = [name for name in over if over[name] == group]
         sums |= zip(names, lax.psum(jnp.stack([sums[name] for name in names]), group), strict=True)
     return jnp.stack([sums[name] for name in over])
