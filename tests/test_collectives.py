@@ -19,7 +19,7 @@ Beside the table's there are these small ones, the same at every stage, all of t
 
 - 1 all-reduce of f32[accumulation, 2], the losses and counts of the micro-batches, over (`data`, `zero`);
 - 1 all-reduce of a scalar over the same, what a loss of (sum, count) counts in the whole step, before any gradient;
-- 1 all-reduce of a scalar over `zero` for each partitioned leaf: its part of the gradient's norm.
+- 1 all-reduce over `zero` of a scalar for each partitioned leaf: its part of the gradient's norm.
 """
 
 import functools
@@ -167,7 +167,8 @@ def expected(case, params):
         if axes:
             moved[kind, dtype, axes, elements * SIZE[dtype], place] += times
 
-    for name, shape, layers, partitioned in leaves_of(case, params):
+    leaves = list(leaves_of(case, params))
+    for name, shape, layers, partitioned in leaves:
         one = prod(shape)
         # What happens once a step happens to a scanned stack's leaf as a whole, to an unrolled one's layer by layer.
         times, elements = (layers, one) if case.unroll else (1, layers * one)
@@ -184,7 +185,8 @@ def expected(case, params):
         else:
             add("reduce-scatter", wire, ("zero",), one, inside, layers * case.accum)
         add("all-reduce", wire, ("data",) * (case.data > 1), elements // case.zero, "step", times)
-        add("all-reduce", "f32", ("zero",), 1, "step", 1)  # the norm
+    if divided := sum(partitioned for *_, partitioned in leaves):
+        add("all-reduce", "f32", ("zero",), divided, "step", 1)  # the norm
     add("all-reduce", "f32", case.batch_axes, 2 * case.accum, "step", 1)  # the losses and counts of the micro-batches
     if case.llama:
         add("all-reduce", "f32", case.batch_axes, 1, "step", 1)  # the total count, which the gradients are divided by

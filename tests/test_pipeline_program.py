@@ -10,7 +10,8 @@ shapes, and is compared with the program as `test_collectives` does, as a multis
 - micro-batch, when its gradient has come back (G, a tick later): 1 all-reduce over `pipe`, that gradient to all stages;
 - step, with V chunks to a stage: V permutes of every stacked leaf to the chunks' places, and V back; 1 all-to-all each
   way where S divides V;
-- step: 1 all-reduce over `pipe` and the batch axes of the losses; 1 over `pipe` of each gradient that `pipe` does not
+- step: 1 all-reduce over `pipe` and the batch axes of the losses; 1 of a scalar for each leaf over the axes that divide
+  it, for the norm; 1 over `pipe` of each gradient that `pipe` does not
   divide; over the batch axes what `test_collectives` has;
 
 and over `zero`, leaf by leaf, of a stage's layers
@@ -101,7 +102,7 @@ def ticks(table):
 
 def expected(case, loop=False):
     """The tables of the module's docstring as a Counter of (kind, dtype, axes, bytes) -> arrays moved."""
-    moved, sizes = Counter(), {"pipe": case.stages, "data": case.data, "zero": case.zero}
+    moved, norms, sizes = Counter(), Counter(), {"pipe": case.stages, "data": case.data, "zero": case.zero}
     table = make_schedule(case.schedule, case.stages, case.micro, case.chunks)
     at, alone = ticks(table), [what for what, n in make_program(table).runs if isinstance(what, str) and n == 1]
     depth, tokens = case.layers // case.stages // case.chunks, MICRO * SEQUENCE
@@ -131,7 +132,7 @@ def expected(case, loop=False):
         """`needed`, `reduced`: in which ticks, by their works; `together`: that many are one array once a step."""
         arrays, together = (1, layers * together) if loop else (layers, together)
         one, over_pipe = prod(shape), [] if on_pipe else ["pipe"]
-        add("all-reduce", "f32", [*["pipe"] * on_pipe, *["zero"] * (case.stage > 0)], 1, 1)  # the gradient's norm
+        norms[on_pipe] += 1
         if not case.stage:
             add("all-reduce", "bf16", [*over_pipe, "data", "zero"], together * one, arrays)
             return
@@ -157,6 +158,8 @@ def expected(case, loop=False):
     leaf((VOCAB // case.stages, WIDTH), ["E"], "G")
     leaf((WIDTH,), ["S"], "S", on_pipe=False)
     leaf((WIDTH, 2 * VOCAB // case.stages), ["S"], "S")
+    for on_pipe, leaves in norms.items():  # the gradient's norm
+        add("all-reduce", "f32", [*["pipe"] * on_pipe, *["zero"] * (case.stage > 0)], leaves, 1)
     return moved
 
 
