@@ -96,7 +96,7 @@ def test_a_layer_moves_two_and_two_forward_and_backward():
     assert found.pop(("all-reduce", "f32", F32)) == 2  # the sum of the loss, and of its gradient
     assert found == expected | {
         ("all-reduce", "bf16", WIDTH * BF16): whole_leaves,
-        ("all-reduce", "f32", F32 * divided): 1,  # the gradient's norm: a number of each parameter
+        ("all-reduce", "f32", F32 * divided): 1,  # the gradient's norm: one number per parameter
     }
     assert of_the_trace(model("nnx"), DIMENSIONS["nnx"]) == by_kind(found)
 
@@ -125,5 +125,5 @@ def test_a_llamas_fused_weights_move_nothing_more():
         ("all-reduce", "bf16", width * BF16): 2 * LAYERS + 1,  # the norms' gradients
         ("all-gather", "f32", TENSOR * tokens * F32): 1,  # the maximum of the logits
         ("all-reduce", "f32", tokens * F32): 3,  # the exponentials' sum and the label's logit, and one backward
-        ("all-reduce", "f32", F32 * divided): 1,  # the gradient's norm: a number of each parameter
+        ("all-reduce", "f32", F32 * divided): 1,  # the gradient's norm: one number per parameter
     }
