@@ -14,8 +14,8 @@ import jax
 
 from jzero.errors import ConfigError, some_of
 from jzero.model import ENDS, replace_state
-from jzero.pipeline.jaxpr import touched
 from jzero.sharding import is_state
+from jzero.tracing.equations import touched
 from jzero.tree import PyTree, partition
 
 

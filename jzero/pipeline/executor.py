@@ -30,10 +30,10 @@ from jzero.pipeline.carry import Carry
 from jzero.pipeline.ends_state import needs_former
 from jzero.pipeline.layer_switch import kind_of
 from jzero.pipeline.program import Program, Runs, count
-from jzero.pipeline.split_backward import Chunk, split_floats
 from jzero.precision import Precision
 from jzero.sharding import is_state
 from jzero.stack import StackView, fetch
+from jzero.tracing.chunk import Chunk, split_floats
 from jzero.tree import PyTree, combine, leading_dim, partition
 from jzero.zero import ParamLayout, keep_state
 

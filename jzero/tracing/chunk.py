@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jzero._compat import is_constant
 from jzero.fp8.product import NAME as FP8_PRODUCT
-from jzero.pipeline.jaxpr import Equations, inlined
+from jzero.tracing.equations import Equations, inlined
 from jzero.tree import PyTree, combine, partition
 
 Arrays = list[jax.Array]
