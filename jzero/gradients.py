@@ -169,7 +169,8 @@ def _stack_loss(model: StackModel, layouts: PyTree, view: StackView, remat: Rema
     """Make `loss(weights, batch, key)` of prefix, stack and suffix: every layer fetches its own weights."""
     listed = not view.layer_axis
     prefix, block, suffix = stack_functions(model)
-    layer = checkpointed(lambda pair: fetch(layouts[STACK], pair, precision), block, remat, unrolled=listed)
+    fetch_layer = partial(fetch, layouts[STACK], precision=precision)
+    layer = checkpointed(fetch_layer, block, remat, unrolled=listed, layer=True)
 
     def loss(weights: Weights, batch: PyTree, key: jax.Array | None) -> Any:
         diff, nondiff = _pair(weights)

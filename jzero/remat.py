@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh
 
 from jzero.config import ActivationCheckpointing, Config
@@ -17,7 +18,8 @@ from jzero.errors import ConfigError
 from jzero.fp8.product import NAME as FP8_PRODUCT
 from jzero.mesh import TENSOR
 from jzero.offload.transfers import HOST
-from jzero.spread.value import noted_gathers
+from jzero.tracing.chunk import Chunk, split_floats
+from jzero.tracing.residuals import is_cheap
 from jzero.tree import PyTree
 
 Fetch = Callable[[Any], Any]  # (diff, nondiff) -> weights
@@ -80,13 +82,16 @@ class Remat:
         return self.section is not None and self.section.cpu_checkpointing
 
 
-def checkpointed(fetch: Fetch, block: Block, remat: Remat, *, unrolled: bool) -> Block:
+def checkpointed(fetch: Fetch, block: Block, remat: Remat, *, unrolled: bool, layer: bool = False) -> Block:
     """Make `run(pair, x, key) = block(fetch(pair), x, key)` with activation checkpointing.
 
-    The backward pass recomputes: under "none" nothing (with `regather` it gathers the weights again, with `again` the
-    inputs of products over `tensor`, as in Megatron's sequence parallelism, arXiv:2205.05198), under "matmuls"
-    everything but products with weights and fused attention, under "full" everything. `cpu_checkpointing` keeps the
-    layer's input, and under "matmuls" the products (fused attention is then recomputed), in host memory.
+    The backward pass recomputes: under "none" cheap operations of a layer, see `leanly`; under "matmuls" everything but
+    products with weights and fused attention; under "full" everything. `cpu_checkpointing` keeps the layer's input, and
+    under "matmuls" the products (fused attention is then recomputed), in host memory.
+
+    Args:
+      unrolled: whether XLA sees the forward and the backward pass in one program, without a loop around each.
+      layer: whether `block` is one of several layers, or the whole model.
     """
     inputs, products = only_inputs(remat.offload), _keep_matmuls
     if remat.offload:
@@ -97,8 +102,8 @@ def checkpointed(fetch: Fetch, block: Block, remat: Remat, *, unrolled: bool) ->
         return (inputs if named else products)(primitive, *args, **params)
 
     if remat.kind == "none":
-        if remat.regather or remat.again:
-            return regathering(fetch, block, weights=remat.regather, inputs=remat.again)
+        if remat.regather or remat.again or layer:
+            return leanly(fetch, block, remat, unrolled=unrolled, layer=layer)
         return lambda pair, x, key: block(fetch(pair), x, key)
 
     def run(pair: Any, x: Any, key: jax.Array | None) -> Any:
@@ -129,69 +134,87 @@ def _keep_matmuls(primitive: Any, *args: Any, **params: Any) -> bool:
     return primitive.name in _MATMULS
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=["pair", "kept", "parts"], meta_fields=["treedef", "holes", "gathers"]
-)
+@partial(jax.tree_util.register_dataclass, data_fields=["pair", "kept"], meta_fields=["chunk"])
 @dataclass(frozen=True)
 class _Residuals:
-    """The residuals of a pullback.
-
-    `holes[i]` is the index of residual i among the weights, and the gathered activations after them; None for a kept
-    one. `parts` are what these activations are gathered from, by `gathers`.
-    """
+    """What a layer's backward pass needs: the stored weights, and what the forward pass kept."""
 
     pair: Any
     kept: list[Any]
-    parts: list[Any]
-    treedef: Any
-    holes: tuple[int | None, ...]
-    gathers: tuple[Callable[[Any], Any], ...]
+    chunk: Chunk
 
 
-def regathering(fetch: Fetch, block: Block, *, weights: bool = True, inputs: bool = False) -> Block:
-    """Make `run(pair, x, key) = block(fetch(pair), x, key)` whose backward pass gathers again.
+def leanly(fetch: Fetch, block: Block, remat: Remat, *, unrolled: bool, layer: bool) -> Block:
+    """Make `run(pair, x, key) = block(fetch(pair), x, key)` that keeps few bytes for its backward pass.
 
-    `jax.checkpoint` cannot express this: a policy that drops the gathered weights also drops the results computed from
-    them, and recomputes the block. Here all residuals of `block` are kept except what is gathered again, compared by
-    identity: a weight that the block casts or transposes before its use is kept.
-
-    Args:
-      weights: fetch the weights again.
-      inputs: gather the inputs of products over `tensor` again. A policy that keeps all but these is no alternative:
-        its barrier makes XLA keep in float32 what it otherwise computes again (a Llama of 1B on `tensor` 4 took 21 %
-        more memory, unrolled).
+    The backward pass of a layer computes cheap operations again. With `remat.regather` it gathers the weights again,
+    with `remat.again` the inputs of products over `tensor`, as in Megatron's sequence parallelism (arXiv:2205.05198).
+    `jax.checkpoint` cannot express this: a policy that drops gathered weights also drops the results computed from
+    them.
     """
+    arrays = partial(jax.tree.map, jnp.asarray)  # of numbers, too
+    ordered = in_order(block) if layer and unrolled else block
+
+    def function(pair: Any, _: Any, inputs: Any, __: Any) -> tuple[Any, Any]:
+        return arrays(ordered(fetch(pair), *inputs)), ()
+
+    def again(eqn: Any, constant: bool) -> bool:
+        return (layer and is_cheap(eqn)) or (remat.regather and constant) or (remat.again and _gathers_inputs(eqn))
 
     @jax.custom_vjp
     def run(pair: Any, x: Any, key: jax.Array | None) -> Any:
-        return block(fetch(pair), x, key)
+        return arrays(block(fetch(pair), x, key))
 
     def forward(pair: Any, x: Any, key: jax.Array | None) -> tuple[Any, _Residuals]:
-        whole = fetch(pair)
-        with noted_gathers(inputs) as gathers:
-            y, pullback = jax.vjp(lambda whole, x: block(whole, x, key), whole, x)
-        residuals, treedef = jax.tree.flatten(pullback)
-        leaves = jax.tree.leaves(whole)
-        index = {id(w): i for i, w in enumerate(leaves)} if weights else {}
-        used = {id(r) for r in residuals}
-        gathers = [gather for gather in gathers if id(gather.whole) in used]
-        index |= {id(gather.whole): len(leaves) + i for i, gather in enumerate(gathers)}
-        holes = tuple(index.get(id(r)) for r in residuals)
-        kept = [r for r, hole in zip(residuals, holes, strict=True) if hole is None]
-        parts, runs = [gather.part for gather in gathers], tuple(gather.run for gather in gathers)
-        return y, _Residuals(pair, kept, parts, treedef, holes, runs)
+        chunk = Chunk(function, pair, (), (x, key), (), again=again)
+        (y, _), kept = chunk.forward(pair, (), (x, key), ())
+        return y, _Residuals(pair, kept, chunk)
 
     def backward(saved: _Residuals, gradient: Any) -> tuple[tuple[Any, None], Any, None]:
-        # Without the barrier XLA merges this gather with the forward pass's, and keeps the weights alive in between.
-        (diff, nondiff), kept = jax.lax.optimization_barrier(saved.pair), iter(saved.kept)
-        # After the gradient has come: XLA would gather early, and keep what it gathered.
-        parts, gradient = jax.lax.optimization_barrier((saved.parts, gradient))
-        again = [run(x) for run, x in zip(saved.gathers, parts, strict=True)]
-        whole, reduce = jax.vjp(lambda diff: fetch((diff, nondiff)), diff)
-        leaves = [*jax.tree.leaves(whole), *again]
-        residuals = [next(kept) if hole is None else leaves[hole] for hole in saved.holes]
-        weight_gradients, x_gradient = jax.tree.unflatten(saved.treedef, residuals)(gradient)
-        return (*reduce(weight_gradients), None), x_gradient, None
+        pair, kept, chunk = saved.pair, saved.kept, saved.chunk
+        gradient = split_floats(gradient)[0]
+        if remat.regather:
+            # Without the barrier XLA merges this gather with the forward pass's, and keeps the weights in between.
+            pair = jax.lax.optimization_barrier(pair)
+        if unrolled:
+            # After the gradient has come: XLA would compute early, or not again, and keep the results.
+            kept, gradient = chunk.after(kept, gradient)
+        weight_gradients, (x_gradient, _) = chunk.backward(pair, (), kept, gradient)
+        return (weight_gradients, None), x_gradient, None
 
     run.defvjp(forward, backward)
+    return lambda pair, x, key: run(pair, arrays(x), key)
+
+
+def _gathers_inputs(eqn: Any) -> bool:
+    return eqn.primitive.name == "all_gather" and TENSOR in eqn.params["axis_name"]
+
+
+def in_order(block: Block) -> Block:
+    """Make a layer whose backward pass has all gradients of its weights before the layer below it starts its own.
+
+    XLA would compute the gradients of all layers' inputs first, since the layer below waits for no gradient of a
+    weight. It then keeps the operands of these products to the end of the step, where the collectives that follow have
+    nothing to hide behind.
+    """
+
+    @jax.custom_vjp
+    def together(weights: Any, x: Any) -> Any:
+        return weights, x
+
+    def forward(weights: Any, x: Any) -> Any:
+        return jax.tree.map(lambda primal: primal.value, (weights, x)), None
+
+    def backward(_: None, gradients: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(gradients)
+        there = [i for i, g in enumerate(leaves) if not isinstance(g, SymbolicZero) and g.dtype != jax.dtypes.float0]
+        found = dict(zip(there, jax.lax.optimization_barrier([leaves[i] for i in there]), strict=True))
+        return jax.tree.unflatten(treedef, [found.get(i) for i in range(len(leaves))])
+
+    together.defvjp(forward, backward, symbolic_zeros=True)
+
+    def run(weights: Any, x: Any, key: Any) -> Any:
+        weights, x = together(weights, x)
+        return block(weights, x, key)
+
     return run

@@ -63,13 +63,16 @@ def compiled(monkeypatch, regather, **layout):
 
 @pytest.mark.parametrize("layout", [{}, {"zero": 2, "stage": 3}], ids=name_of)
 def test_two_gathers_a_layer_for_two_inputs_kept(monkeypatch, layout):
-    """In a scanned layer, whose program is written once: [rows, length, width] in float32 twice, less a fourth."""
+    """In a scanned layer, whose program is written once: [rows, length, width] in float32 twice.
+
+    A device's own part of it is not kept either: it is a norm's result, and computed again.
+    """
     before, after = (compiled(monkeypatch, regather, **layout) for regather in (False, True))
     assert after[0] == before[0] + 2
     assert after[1] == before[1]  # no product is computed again
     rows = ROWS // layout.get("zero", 1)
-    saved = 2 * LAYERS * rows * LENGTH * WIDTH * 4 * 3 // 4
-    assert before[2] - after[2] == pytest.approx(saved, rel=0.35)
+    saved = 2 * LAYERS * rows * LENGTH * WIDTH * 4
+    assert before[2] - after[2] == pytest.approx(saved, rel=0.15)
 
 
 def test_without_the_axis_it_changes_nothing():

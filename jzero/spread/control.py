@@ -13,7 +13,7 @@ from jax import lax
 from jzero._compat import closed_jaxpr, scan_sizes
 from jzero.spread.interpreter import interpret
 from jzero.spread.rules import bind, everywhere, rule
-from jzero.spread.value import Group, Value, noted_gathers
+from jzero.spread.value import Group, Value
 
 
 @rule("jit", "closed_call", "core_call")
@@ -160,8 +160,7 @@ def custom_jvp(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
     @run.defjvp
     def _(primals: Any, tangents: Any) -> Any:
         x, rest = (_pick(primals, flags, wanted) for wanted in (True, False))
-        with noted_gathers(False):  # of tangents, whose gather must be linear
-            found = interpret(group, both, [*x, *_pick(tangents, flags, True), *rest])
+        found = interpret(group, both, [*x, *_pick(tangents, flags, True), *rest])
         return settled(found[:n]), settled(found[n:])
 
     return run(*values)

@@ -11,19 +11,17 @@ of an array that is whole arrives in shares, one on each device, whose sum it is
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial as apply
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jzero.fp8.quantized import Quantized
-from jzero.mesh import TENSOR as _TENSOR
 from jzero.spread.ledger import Ledger
 
 Axes = tuple[str, ...]
@@ -73,47 +71,6 @@ def dequantized(v: Value) -> Value:
 
 def undivided(ndim: int) -> Dims:
     return ((),) * ndim
-
-
-class Gather(NamedTuple):
-    """An array that was gathered over `tensor`: what a device had, what it got, and the function between."""
-
-    part: Any
-    whole: Any
-    run: Callable[[Any], Any]
-
-
-_notes: ContextVar[list[Gather] | None] = ContextVar("gathers", default=None)
-
-
-@contextlib.contextmanager
-def noted_gathers(wanted: bool = True) -> Iterator[list[Gather]]:
-    """Note what is gathered over `tensor` while a function is differentiated; with `wanted` false, nothing."""
-    found: list[Gather] = []
-    token = _notes.set(found if wanted else None)
-    try:
-        yield found
-    finally:
-        _notes.reset(token)
-
-
-def _noted(x: Any, axis: str, d: int) -> Any:
-    """Gather, and note it. The forward pass of a custom_vjp sees the very arrays that later are residuals."""
-    gather = apply(lax.all_gather, axis_name=axis, axis=d, tiled=True)
-    notes = _notes.get()
-    if notes is None or axis != _TENSOR or not jnp.issubdtype(x.dtype, jnp.inexact):
-        return gather(x)
-    run = jax.custom_vjp(gather)
-
-    def forward(x: Any) -> tuple[Any, None]:
-        notes.append(Gather(x, y := gather(x), gather))
-        return y, None
-
-    def backward(_: None, g: Any) -> tuple[Any]:
-        return (lax.psum_scatter(g, axis, scatter_dimension=d, tiled=True),)
-
-    run.defvjp(forward, backward)
-    return run(x)
 
 
 class Group:
@@ -234,7 +191,7 @@ class Group:
         return x
 
     def _gather(self, x: Any, axis: str, d: int) -> Any:
-        x = _noted(x, axis, d)
+        x = lax.all_gather(x, axis, axis=d, tiled=True)
         self.ledger.move("all-gather", axis, x.shape)
         return x
 

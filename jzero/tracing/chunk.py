@@ -1,9 +1,10 @@
-"""A chunk of layers, or a piece of one, as a forward and a backward program that run ticks apart.
+"""A layer, or several, as a forward and a backward program that run apart: in a pipeline, ticks apart.
 
 `jax.vjp` makes the two, and its residuals wait in a stash between them. Slicing the jaxpr keeps the stash small:
 
-- A residual that follows from the parameters alone (a weight, its cast, its gather) or from keys (a dropout mask) is
-  not stashed. The backward pass computes it again.
+- Of the residuals, and what they are computed from, the fewest bytes are stashed, see `jzero.tracing.residuals`.
+- What follows from the parameters alone (a weight, its cast, its gather) or from keys (a dropout mask) need not be
+  stashed. The backward pass computes it again.
 - The backward pass can be split in two. The gradient of the input runs first, since the stage before waits for it; the
   gradient of the weights runs some ticks later, where the stage would be idle (Qi et al., arXiv:2401.10241).
 """
@@ -16,9 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jzero._compat import is_constant
+from jzero._compat import is_constant, own_source
 from jzero.fp8.product import NAME as FP8_PRODUCT
 from jzero.tracing.equations import Equations, inlined
+from jzero.tracing.residuals import fewest_bytes, is_cheap
 from jzero.tree import PyTree, combine, partition
 
 Arrays = list[jax.Array]
@@ -36,9 +38,13 @@ class Chunk:
       x: any pytree; leaves that are not floating have no gradient.
       context: other arguments that do not depend on `x`: keys, indices.
       split: whether to make `input_backward` and `weight_backward` instead of `backward`.
+      again: (equation, whether it depends on neither x nor state) -> whether the backward pass may run it again.
     """
 
-    def __init__(self, f: Callable, weights: Any, state: Any, x: Any, context: Any, *, split: bool = False):
+    def __init__(
+        self, f: Callable, weights: Any, state: Any, x: Any, context: Any, *, split: bool = False,
+        again: Callable[[Any, bool], bool] = lambda eqn, constant: constant or is_cheap(eqn),
+    ):  # fmt: skip
         def forward(weights: Any, state: Any, x: Any, context: Any) -> tuple[Any, Arrays]:
             (diff, nondiff), (floats, others) = weights, split_floats(x)
 
@@ -51,15 +57,19 @@ class Chunk:
             residuals, self.pullback = jax.tree.flatten(pullback)
             return (combine(y, others), new), residuals
 
-        traced, (y, _) = jax.make_jaxpr(forward, return_shape=True)(weights, state, x, context)
+        with own_source():
+            traced, (y, _) = jax.make_jaxpr(forward, return_shape=True)(weights, state, x, context)
         self.program, self.y_tree = Equations(traced), jax.tree.structure(y)
         self.n_y, start = len(jax.tree.leaves(y)), len(jax.tree.leaves(weights))
         stop = start + len(jax.tree.leaves((state, x)))
         self.known = self.program.inputs[:start] + self.program.inputs[stop:]
         self.residuals = self.program.outputs[self.n_y :]
-        # Only residuals that depend on x or state go into the stash; `remake` computes the others.
         depends = self.program.reached_from(self.program.inputs[start:stop])
-        self.stashed = list(dict.fromkeys(v for v in self.residuals if not is_constant(v) and v in depends))
+
+        def may_run_again(eqn: Any) -> bool:
+            return again(eqn, depends.isdisjoint(eqn.outvars))
+
+        self.stashed = fewest_bytes(self.program, self.residuals, self.known, may_run_again)
         self.stashed_types = [v.aval for v in self.stashed]
         self.rest_types: list[Any] = []
         self.remake = self.program.needed(self.residuals, given=[*self.known, *self.stashed])
@@ -71,6 +81,14 @@ class Chunk:
         leaves = jax.tree.leaves((weights, state, x, context))
         run = self.program.run(self.program.eqns, self.program.inputs, leaves)
         return jax.tree.unflatten(self.y_tree, run(self.program.outputs[: self.n_y])), run(self.stashed)
+
+    def after(self, kept: Arrays, dy: Any) -> tuple[Arrays, Any]:
+        """Let all that the backward pass computes again wait until dy is there."""
+        used = {v for eqn in self.remake for v in eqn.invars if not is_constant(v)}
+        at = [i for i, v in enumerate(self.stashed) if v in used]
+        waiting, dy = jax.lax.optimization_barrier(([kept[i] for i in at], dy))
+        later = dict(zip(at, waiting, strict=True))
+        return [later.get(i, x) for i, x in enumerate(kept)], dy
 
     def backward(self, weights: Any, context: Any, kept: Arrays, dy: Any) -> tuple[Any, Any]:
         """Compute (gradient of diff, dx); `dx` and `dy` have None where x is not floating."""

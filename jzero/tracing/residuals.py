@@ -1,0 +1,113 @@
+"""Chooses what a backward pass keeps: the fewest bytes from which cheap operations compute everything else it needs.
+
+Automatic differentiation keeps every operand of a derivative, among them results that one pass over memory computes
+again: of activation functions, norms, casts. Which ones to keep is a minimum cut of the forward program, as in
+PyTorch's min-cut partitioner (`torch._functorch.partitioners`) of compiled programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from jzero._compat import inner_jaxprs, is_constant
+from jzero.tracing.equations import Equations
+
+# A part of their operand, or its elements in another shape: nothing is computed.
+_VIEWS = frozenset({"expand_dims", "reshape", "slice", "split", "squeeze"})
+# XLA computes these where their results are read.
+_CHEAP = _VIEWS | frozenset(
+    {"abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "concatenate", "convert_element_type", "copy", "div"}
+    | {"eq", "erf", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "iota"}
+    | {"is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pad"}
+    | {"rem", "rev", "round", "rsqrt", "select_n", "sign", "sqrt", "square", "stop_gradient", "sub"}
+    | {"tanh", "transpose", "xor"}
+)
+_MOST = 1 << 28  # of a capacity: SciPy's are int32, and a sum of several must fit
+
+
+def is_cheap(eqn: Any) -> bool:
+    """Return whether an equation is elementwise, or moves elements: XLA computes it where its result is read."""
+    if eqn.primitive.name == "jit":
+        return all(map(is_cheap, inner_jaxprs(eqn)[0].eqns))
+    return eqn.primitive.name in _CHEAP
+
+
+def fewest_bytes(
+    program: Equations, wanted: Sequence[Any], free: Iterable[Any], again: Callable[[Any], bool] = is_cheap
+) -> list[Any]:
+    """Choose variables of a program from which equations that may run again compute all wanted ones.
+
+    What depends on no input is no choice: it runs again, and XLA finds that it did before.
+
+    Of equally many bytes those are chosen that need the fewest equations; but the parts of an array that together are
+    all of it are kept as that array, since each part would be a copy.
+
+    Args:
+      wanted: variables, or constants.
+      free: variables that need not be kept.
+      again: whether an equation may run again.
+
+    Returns:
+      The chosen variables, in the order in which they are computed.
+    """
+    dependent = program.reached_from(program.inputs)
+    free = {*free, *program.constants}
+
+    def costly(variables: Iterable[Any]) -> list[Any]:
+        return [v for v in variables if not is_constant(v) and v in dependent and v not in free]
+
+    made_from = {v: costly(eqn.invars) for eqn in program.eqns if again(eqn) for v in eqn.outvars}
+    needed: dict[Any, None] = {}  # in a fixed order
+    pending = wanted = costly(wanted)
+    while pending:
+        needed |= dict.fromkeys(pending)
+        pending = [u for v in pending for u in made_from.get(v, ()) if u not in needed]
+    chosen = _cut(list(needed), made_from, wanted)
+    views = {v: eqn.invars[0] for eqn in program.eqns if eqn.primitive.name in _VIEWS for v in eqn.outvars}
+    chosen = _whole_for_parts(chosen, {v: base for v, base in views.items() if base in needed})
+    return [v for v in [*program.inputs, *(v for eqn in program.eqns for v in eqn.outvars)] if v in chosen]
+
+
+def _cut(variables: Sequence[Any], made_from: dict[Any, list[Any]], wanted: Sequence[Any]) -> set[Any]:
+    """Return the variables of the minimum cut that is nearest to the wanted ones.
+
+    Each variable is an edge from its "made" to its "there" node, whose capacity is its bytes.
+    """
+    if not wanted:
+        return set()
+    number = {v: i for i, v in enumerate(variables)}
+    source, sink, unlimited = 2 * len(number), 2 * len(number) + 1, 2 * _MOST
+    unit = max(sum(map(_bytes, variables)) / _MOST, 1)
+    edges = {(2 * i, 2 * i + 1): max(round(_bytes(v) / unit), 1) for v, i in number.items()}
+    for v, i in number.items():
+        before = [2 * number[u] + 1 for u in made_from[v]] if v in made_from else [source]
+        edges |= {(node, 2 * i): unlimited for node in before}
+    edges |= {(2 * number[v] + 1, sink): unlimited for v in wanted}
+    rows, columns = zip(*edges, strict=True)
+    graph = csr_array((np.array(list(edges.values()), np.int32), (rows, columns)), shape=(sink + 1, sink + 1))
+    rest = (graph - maximum_flow(graph, source, sink).flow).T.tocsr()
+    rest.eliminate_zeros()
+    reaching = set(breadth_first_order(rest, sink, return_predecessors=False).tolist())
+    return {v for v, i in number.items() if 2 * i not in reaching and 2 * i + 1 in reaching}
+
+
+def _whole_for_parts(chosen: set[Any], views: dict[Any, Any]) -> set[Any]:
+    """Replace the chosen parts of an array by the array, where they are all of it; `views`: part -> array."""
+    parts: dict[Any, set[Any]] = {}
+    for v in chosen:
+        base = v
+        while base in views:
+            base = views[base]
+        parts.setdefault(base, set()).add(v)
+    whole = {base for base, found in parts.items() if sum(map(_bytes, found)) >= _bytes(base)}
+    return whole.union(*(found for base, found in parts.items() if base not in whole))
+
+
+def _bytes(v: Any) -> int:
+    return prod(v.aval.shape) * v.aval.dtype.itemsize

@@ -1,0 +1,160 @@
+"""What a layer keeps for its backward pass, against every choice that there is, and against bytes counted by hand.
+
+`minimum` tries all sets of variables. That a layer computes the right gradients from what it keeps, the comparisons
+with plain loops show (`test_oracle`, `test_model`, `test_pipeline`).
+"""
+
+import re
+from itertools import chain, combinations, pairwise
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers.cuda import needs_cuda_compiler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.extend.core import Literal
+
+import jzero
+from jzero.planner import gpu_devices
+from jzero.tracing.chunk import Chunk
+from jzero.tracing.equations import Equations
+from jzero.tracing.residuals import fewest_bytes, is_cheap
+from models.llama import Llama, LlamaConfig
+
+
+def bytes_of(variables):
+    return sum(prod(v.aval.shape) * v.aval.dtype.itemsize for v in variables)
+
+
+def can_compute(program, wanted, given_ones):
+    """Whether cheap equations compute all wanted variables from the given ones."""
+    known = set(given_ones)
+    for eqn in program.eqns:
+        if is_cheap(eqn) and all(isinstance(v, Literal) or v in known for v in eqn.invars):
+            known.update(eqn.outvars)
+    return known.issuperset(wanted)
+
+
+def minimum(program, wanted, free):
+    variables = [*program.inputs, *(v for eqn in program.eqns for v in eqn.outvars)]
+    sets = chain.from_iterable(combinations(variables, n) for n in range(len(variables) + 1))
+    return min(bytes_of(set(some) - set(free)) for some in sets if can_compute(program, wanted, {*some, *free}))
+
+
+UNARY = [
+    jnp.exp,
+    lambda x: x.astype(jnp.bfloat16),
+    lambda x: jnp.sort(x, axis=0),  # not cheap
+    lambda x: x.sum(1, keepdims=True) * jnp.ones((1, 4), x.dtype),  # a sum is not cheap
+    lambda x: x[:2],
+    lambda x: x > 0,
+    lambda x: jnp.concatenate([x, x]),
+]
+STEPS = st.lists(st.tuples(st.integers(0, len(UNARY)), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=STEPS, wanted=st.sets(st.integers(0, 9), min_size=1, max_size=3), free=st.booleans())
+def test_no_set_has_fewer_bytes(steps, wanted, free):
+    def f(x, w):
+        made = [x, w]
+        for op, a, b in steps:
+            a, b = made[a % len(made)], made[b % len(made)]
+            if op < len(UNARY):
+                made.append(UNARY[op](a))
+            elif a.shape == b.shape:
+                made.append(a * b)
+        return [made[i % len(made)] for i in sorted(wanted)]
+
+    program = Equations(jax.make_jaxpr(f)(jnp.ones((4, 4)), jnp.ones((4, 4))))
+    free_ones = program.inputs[1:] if free else []
+    chosen = fewest_bytes(program, program.outputs, free_ones)
+    assert can_compute(program, program.outputs, {*chosen, *free_ones})
+    if len(program.eqns) <= 11:
+        assert bytes_of(chosen) == minimum(program, program.outputs, free_ones)
+
+
+def kept(f, *args):
+    program = Equations(jax.make_jaxpr(f)(*args))
+    return [v.aval.str_short() for v in fewest_bytes(program, program.outputs, [])]
+
+
+def test_a_half_as_wide_cast_is_kept_instead():
+    assert kept(lambda x: jnp.exp(jnp.sort(x).astype(jnp.bfloat16)), jnp.ones(8)) == ["bfloat16[8]"]
+
+
+def test_of_equal_bytes_the_last_is_kept():
+    assert kept(lambda x: jnp.sort(jnp.exp(x)) * 2, jnp.ones(8)) == ["float32[8]"]
+    program = Equations(jax.make_jaxpr(lambda x: jnp.exp(jnp.sort(x)))(jnp.ones(8)))
+    assert fewest_bytes(program, program.outputs, []) == program.outputs
+
+
+def test_both_halves_are_kept_as_the_array():
+    def halves(x):
+        a, b = jnp.split(jnp.sort(x), 2)
+        return a, b, a * b
+
+    assert kept(halves, jnp.ones(8)) == ["float32[8]"]
+    assert kept(lambda x: jnp.split(jnp.sort(x), 2)[0], jnp.ones(8)) == ["float32[4]"]
+
+
+def test_nothing_is_kept_of_what_is_free():
+    program = Equations(jax.make_jaxpr(lambda x: (jnp.exp(x), x))(jnp.ones(8)))
+    assert fewest_bytes(program, program.outputs, program.inputs) == []
+
+
+ROWS, LENGTH, WIDTH, HIDDEN, HEADS, KV_HEADS, VOCAB, LAYERS = 2, 256, 256, 512, 4, 2, 512, 4
+
+
+def llama():
+    shape = LlamaConfig(LAYERS, WIDTH, HEADS, KV_HEADS, HIDDEN, vocab_size=VOCAB, attention="cudnn")
+    return jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs))
+
+
+def step_for_gpus(stage):
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "bf16": {"enabled": True}, "zero_optimization": {"stage": stage},
+        "compiler_options": {"xla_gpu_autotune_level": 0},
+    }  # fmt: skip
+    step = jzero.make_train_step(llama(), config, mesh=jzero.make_mesh(devices=gpu_devices("h100", 2)))
+    tokens = jax.ShapeDtypeStruct((2 * ROWS, LENGTH), jnp.int32)
+    return step, {"inputs": tokens, "labels": tokens}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_bytes_of_a_llamas_layer(monkeypatch, stage):
+    """Per token: the layer's input, queries, keys and values, attention's result, the sum after it, gate and up."""
+    chunks, make = [], Chunk.__init__
+
+    def note(self, *args, **options):
+        make(self, *args, **options)
+        chunks.append(self)
+
+    monkeypatch.setattr(Chunk, "__init__", note)
+    step, shapes = step_for_gpus(stage)
+    step.trace(shapes)
+    assert len(chunks) == LAYERS
+    head = WIDTH // HEADS
+    numbers = 3 * WIDTH + (HEADS + 2 * KV_HEADS) * head + 2 * HIDDEN
+    float32 = HEADS + 2  # attention's log-sum-exp, and a factor of each norm
+    for chunk in chunks:
+        assert bytes_of(chunk.stashed) == ROWS * LENGTH * (2 * numbers + 4 * float32)
+
+
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+@pytest.mark.usefixtures("no_compilation_cache")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_layers_weight_gradients_come_before_the_layer_below(stage):
+    """In the compiled program, whose text is in the order of execution."""
+    step, shapes = step_for_gpus(stage)
+    entry = step.lower(shapes).compile().as_text().split("\nENTRY ")[1]
+    weights = {f"{WIDTH},{2 * HIDDEN}", f"{2 * HIDDEN},{WIDTH}"}  # of gate and up
+    products = [re.findall(r"bf16\[([\d,]+)\]", line)[0] for line in entry.splitlines() if "$lt$matmul" in line]
+    assert len(products) >= 12 * LAYERS, products
+    at = [i for i, shape in enumerate(products) if shape in weights]
+    assert len(at) == LAYERS
+    assert all(b - a >= 6 for a, b in pairwise(at)), products  # the other products of a layer
