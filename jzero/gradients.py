@@ -37,7 +37,7 @@ from jzero.precision import Precision, cast
 from jzero.remat import Remat, checkpointed
 from jzero.sharding import is_state, stack_length, trainable
 from jzero.spread.model import on_group
-from jzero.stack import StackView, fetch, run_stack, scanned, unrolled, unrolls
+from jzero.stack import StackView, fetch, in_turn, run_stack, scanned, together, unrolled, unrolls
 from jzero.tracing.auto_cast import cast_arrays, inputs_of_products, wide_arrays
 from jzero.tracing.fp8_weights import Noted, weights_in_fp8
 from jzero.tracing.loss_count import counter
@@ -170,7 +170,7 @@ def _stack_loss(model: StackModel, layouts: PyTree, view: StackView, remat: Rema
     listed = not view.layer_axis
     prefix, block, suffix = stack_functions(model)
     fetch_layer = partial(fetch, layouts[STACK], precision=precision)
-    layer = checkpointed(fetch_layer, block, remat, unrolled=listed, layer=True)
+    layer = checkpointed(fetch_layer, in_turn(block) if listed else block, remat, unrolled=listed, layer=True)
 
     def loss(weights: Weights, batch: PyTree, key: jax.Array | None) -> Any:
         diff, nondiff = _pair(weights)
@@ -181,6 +181,8 @@ def _stack_loss(model: StackModel, layouts: PyTree, view: StackView, remat: Rema
         ends = fetch(layouts[ENDS], (diff[ENDS], nondiff[ENDS]), precision)
         x, first = prefix(ends, batch, fold(key, 0))
         x, stack = run_stack(layer, layers, x, key)
+        if listed:
+            ends, x = together((ends, x))
         value, last = suffix(replace_state(ends, first), x, batch, suffix_key(model, key, stack_length(layouts)))
         return value, {ENDS: replace_state(first, last), STACK: stack}
 

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh
 
 from jzero.config import ActivationCheckpointing, Config
@@ -153,10 +152,9 @@ def leanly(fetch: Fetch, block: Block, remat: Remat, *, unrolled: bool, layer: b
     them.
     """
     arrays = partial(jax.tree.map, jnp.asarray)  # of numbers, too
-    ordered = in_order(block) if layer and unrolled else block
 
     def function(pair: Any, _: Any, inputs: Any, __: Any) -> tuple[Any, Any]:
-        return arrays(ordered(fetch(pair), *inputs)), ()
+        return arrays(block(fetch(pair), *inputs)), ()
 
     def again(eqn: Any, constant: bool) -> bool:
         return (layer and is_cheap(eqn)) or (remat.regather and constant) or (remat.again and _gathers_inputs(eqn))
@@ -188,33 +186,3 @@ def leanly(fetch: Fetch, block: Block, remat: Remat, *, unrolled: bool, layer: b
 
 def _gathers_inputs(eqn: Any) -> bool:
     return eqn.primitive.name == "all_gather" and TENSOR in eqn.params["axis_name"]
-
-
-def in_order(block: Block) -> Block:
-    """Make a layer whose backward pass has all gradients of its weights before the layer below it starts its own.
-
-    XLA would compute the gradients of all layers' inputs first, since the layer below waits for no gradient of a
-    weight. It then keeps the operands of these products to the end of the step, where the collectives that follow have
-    nothing to hide behind.
-    """
-
-    @jax.custom_vjp
-    def together(weights: Any, x: Any) -> Any:
-        return weights, x
-
-    def forward(weights: Any, x: Any) -> Any:
-        return jax.tree.map(lambda primal: primal.value, (weights, x)), None
-
-    def backward(_: None, gradients: Any) -> Any:
-        leaves, treedef = jax.tree.flatten(gradients)
-        there = [i for i, g in enumerate(leaves) if not isinstance(g, SymbolicZero) and g.dtype != jax.dtypes.float0]
-        found = dict(zip(there, jax.lax.optimization_barrier([leaves[i] for i in there]), strict=True))
-        return jax.tree.unflatten(treedef, [found.get(i) for i in range(len(leaves))])
-
-    together.defvjp(forward, backward, symbolic_zeros=True)
-
-    def run(weights: Any, x: Any, key: Any) -> Any:
-        weights, x = together(weights, x)
-        return block(weights, x, key)
-
-    return run

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from jzero import zero
 from jzero.config import Config
@@ -106,13 +107,15 @@ def fetch(layouts: PyTree, pair: tuple[PyTree, PyTree], precision: Precision) ->
 def run_stack(layer: Block, weights: Any, x: Any, rng: jax.Array | None) -> tuple[Any, Any]:
     """Run x through every layer: `layer(weights_l, x, key_l) -> (x, new state_l)`; return (x, new state of all).
 
-    `weights` is a list with one tree per layer (unrolled), or one tree whose leaves have a leading layer axis
-    (scanned). The keys are those of `model.stack_loss`: layer l draws from `fold(rng, l + 1)`.
+    `weights` is a list with one pair (trained, other) of trees per layer, for a layer `in_turn` (unrolled), or one tree
+    whose leaves have a leading layer axis (scanned). The keys are those of `model.stack_loss`: layer l draws from
+    `fold(rng, l + 1)`.
     """
     if isinstance(weights, list):
-        states = []
-        for index, one in enumerate(weights):
-            x, state = layer(one, x, fold(rng, index + 1))
+        states, trained = [], weights[0][0]
+        for index, (_, others) in enumerate(weights):
+            following = weights[index + 1][0] if index + 1 < len(weights) else ()
+            (x, trained), state = layer((trained, others), (x, following), fold(rng, index + 1))
             states.append(state)
         return x, states
 
@@ -121,3 +124,41 @@ def run_stack(layer: Block, weights: Any, x: Any, rng: jax.Array | None) -> tupl
         return layer(one, x, fold(rng, index + 1))
 
     return jax.lax.scan(body, x, (jnp.arange(leading_dim(weights)), weights))
+
+
+def in_turn(block: Block) -> Block:
+    """Make a layer `run(weights, (x, following), key) -> ((y, following), new state)` that runs backward in its turn.
+
+    `following` are the trained weights of the layer above, as stored. All gradients of this layer's weights are
+    computed before the layer below starts its backward pass, while the gradients of `following` are reduced. XLA would
+    compute the gradients of all layers' inputs first, since the layer below waits for no gradient of a weight: it then
+    keeps the operands of these products, or their results, to the end of the step, where the collectives that follow
+    have nothing to hide behind.
+    """
+
+    def run(weights: Any, inputs: Any, key: Any) -> tuple[Any, Any]:
+        weights, (x, following) = together((weights, inputs))
+        y, new = block(weights, x, key)
+        return (y, following), new
+
+    return run
+
+
+@jax.custom_vjp
+def together(tree: PyTree) -> PyTree:
+    """Return the tree. The backward pass computes the gradients of all its leaves before it uses one of them."""
+    return tree
+
+
+def _forward(tree: Any) -> tuple[Any, None]:
+    return jax.tree.map(lambda primal: primal.value, tree), None
+
+
+def _backward(_: None, gradients: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(gradients)
+    there = [i for i, g in enumerate(leaves) if not isinstance(g, SymbolicZero) and g.dtype != jax.dtypes.float0]
+    found = dict(zip(there, jax.lax.optimization_barrier([leaves[i] for i in there]), strict=True))
+    return (jax.tree.unflatten(treedef, [found.get(i) for i in range(len(leaves))]),)
+
+
+together.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -64,6 +64,8 @@ class Chunk:
         stop = start + len(jax.tree.leaves((state, x)))
         self.known = self.program.inputs[:start] + self.program.inputs[stop:]
         self.residuals = self.program.outputs[self.n_y :]
+        of_y = zip(self.program.outputs, jax.tree.leaves(y[0]), strict=False)
+        self.floats_of_y = [v for v, shape in of_y if jnp.issubdtype(shape.dtype, jnp.floating)]
         depends = self.program.reached_from(self.program.inputs[start:stop])
 
         def may_run_again(eqn: Any) -> bool:
@@ -83,12 +85,14 @@ class Chunk:
         return jax.tree.unflatten(self.y_tree, run(self.program.outputs[: self.n_y])), run(self.stashed)
 
     def after(self, kept: Arrays, dy: Any) -> tuple[Arrays, Any]:
-        """Let all that the backward pass computes again wait until dy is there."""
+        """Let what the backward pass computes again wait for dy, without the gradients that only pass through."""
         used = {v for eqn in self.remake for v in eqn.invars if not is_constant(v)}
-        at = [i for i, v in enumerate(self.stashed) if v in used]
-        waiting, dy = jax.lax.optimization_barrier(([kept[i] for i in at], dy))
-        later = dict(zip(at, waiting, strict=True))
-        return [later.get(i, x) for i, x in enumerate(kept)], dy
+        waiting = [i for i, v in enumerate(self.stashed) if v in used]
+        leaves, treedef = jax.tree.flatten(dy)
+        first = [i for i, v in enumerate(self.floats_of_y) if v not in self.program.inputs]
+        later, now = jax.lax.optimization_barrier(([kept[i] for i in waiting], [leaves[i] for i in first]))
+        kept, leaves = _replaced(kept, waiting, later), _replaced(leaves, first, now)
+        return kept, jax.tree.unflatten(treedef, leaves)
 
     def backward(self, weights: Any, context: Any, kept: Arrays, dy: Any) -> tuple[Any, Any]:
         """Compute (gradient of diff, dx); `dx` and `dy` have None where x is not floating."""
@@ -131,6 +135,11 @@ class Chunk:
         self.crossing = list(dict.fromkeys(v for v in used if not is_constant(v) and v not in made))
         self.rest_types = [v.aval for v in self.crossing]
         self.first = self.back.needed([*self.dx, *self.crossing], given=self.back.inputs)
+
+
+def _replaced(values: Arrays, at: Sequence[int], new: Arrays) -> Arrays:
+    found = dict(zip(at, new, strict=True))
+    return [found.get(i, x) for i, x in enumerate(values)]
 
 
 def split_floats(x: PyTree) -> tuple[PyTree, PyTree]:
