@@ -9,8 +9,7 @@ How often stage 3 gathers a leaf per micro-batch, by activation checkpointing:
 - A leaf of the layer stack: 2, for the forward and for the backward pass, under every policy. "full" and "matmuls"
   recompute (parts of) the layer from the same second gather that its gradient needs; "none" gathers again because a
   gathered weight is never kept. Every weight of a Llama layer takes part in the gradient of the layer's input, so
-  none is left out. The exception under "none" are the norms' scales: RMSNorm reshapes its scale, and
-  `stack.regathering` tells only weights used as they are from activations, so the scale, one vector, is kept as one.
+  none is left out.
 - A leaf of the ends: 1. It is fetched once, for prefix and suffix, forward and backward.
 - A model without a stack is one layer. With "none" only what its backward pass reads is gathered again: the
   kernels of all linear layers but the first (the input's gradient is not asked for), no bias. With "full" all of it.
@@ -153,8 +152,7 @@ def gathers_per_micro_batch(case, name):
     """How often stage 3 gathers a leaf, see the module's docstring."""
     if not case.llama:
         return 2 if case.policy == "full" or name == "fc2/kernel" else 1
-    kept = case.policy == "none" and name.endswith("_norm/scale")
-    return 2 if name.startswith("stack/") and not kept else 1
+    return 2 if name.startswith("stack/") else 1
 
 
 def expected(case, params):
