@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent / "jzero"
 # A module may import from its own line and from those above it.
 ORDER = """
 errors files tree stored_names _compat
+fusion
 fp8
 model values
 optimizers

@@ -177,6 +177,8 @@ class Kernels:
             return self._grouped(op, scope)
         if "/fp8_cast" in op.op_name:  # of jzero.fp8: a cast and its transposed copy
             return self._moved(TRANSPOSES, of_operation(op, scope))
+        if "/map_parts" in op.op_name:  # of jzero.fusion
+            return self._moved(ELEMENTWISE, of_operation(op, scope))
         raise UnreadableProgram(op, "a custom call that may be heavy, and that this reader does not know")
 
     def _cublas(self, op: Instruction, scope: Computation) -> Cost:

@@ -1,13 +1,13 @@
-"""Chains of fp8 products in a program that runs on Values; see `jzero.fp8.chains`."""
+"""Chains of fp8 products in a program that runs on Values; see `jzero.fusion.chains`."""
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 from jzero.fp8 import product
-from jzero.fp8.chains import chains
 from jzero.fp8.quantized import Quantized
+from jzero.fusion.chains import chains
+from jzero.fusion.form import form_of
 from jzero.spread.rules import results
 from jzero.spread.value import Group, Value, undivided
 
@@ -38,18 +38,11 @@ class Chained:
         chain, out = self._chains.get(id(eqn)), eqn.outvars[0]
         w, dtype = self._known[eqn.invars[1]].x, out.aval.dtype
         if chain and out not in self._sources:
-            xs = [_parts(self._known[v].x, n) for v, n in chain.sources]
+            xs = chain.parts([self._known[v].x for v, _ in chain.sources])
             y = product.mapped_dot_general(chain.f, xs, [self._links[v] for v, _ in chain.sources], w, dtype)
         else:
             x = self._known[eqn.invars[0]].x
-            form = product.form_of(eqn.params["dimension_numbers"], (x.ndim, len(w.shape)), 1)
+            form = form_of(eqn.params["dimension_numbers"], (x.ndim, len(w.shape)), 1)
             assert form is not None  # noqa: S101  # `chains` asks for one
             y, self._links[out] = product.linked_dot_general(x, w, form, dtype)
         return results(eqn, [y.reshape(out.aval.shape)], undivided(out.aval.ndim))
-
-
-def _parts(x: Any, n: int) -> Any:
-    """Return [..., n, N] or [..., n * N] as [M, n, N]."""
-    size = x.size // prod(x.shape[:-1])
-    size = size if x.ndim > 2 and x.shape[-2] == n else size // n
-    return x.reshape(-1, n, size)

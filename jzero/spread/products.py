@@ -10,6 +10,7 @@ import jax
 
 from jzero.fp8 import product
 from jzero.fp8.quantized import Quantized
+from jzero.fusion.form import form_of
 from jzero.spread.rules import bind, everywhere, results, rule
 from jzero.spread.value import Axes, Dims, Group, Value, dequantized
 
@@ -61,7 +62,7 @@ def _product(eqn: Any, a: Value, b: Value) -> list[Any]:
     weight = next((i for i, v in enumerate((a, b)) if isinstance(v.x, Quantized)), None)
     if weight is not None:
         w, x = (a, b)[weight], (a, b)[1 - weight]
-        form = product.form_of(eqn.params["dimension_numbers"], (len(a.shape), len(b.shape)), weight)
+        form = form_of(eqn.params["dimension_numbers"], (len(a.shape), len(b.shape)), weight)
         if form and not x.weight and x.x.dtype == w.x.dtype:
             return [product.dot_general(x.x, w.x, form, eqn.outvars[0].aval.dtype)]
     return bind(eqn, [dequantized(v).x for v in (a, b)])

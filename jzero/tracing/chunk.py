@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jzero._compat import is_constant, own_source
 from jzero.fp8.product import NAME as FP8_PRODUCT
 from jzero.tracing.equations import Equations, inlined
+from jzero.tracing.fused import fused
 from jzero.tracing.residuals import fewest_bytes, is_cheap
 from jzero.tree import PyTree, combine, partition
 
@@ -45,6 +46,9 @@ class Chunk:
         self, f: Callable, weights: Any, state: Any, x: Any, context: Any, *, split: bool = False,
         again: Callable[[Any, bool], bool] = lambda eqn, constant: constant or is_cheap(eqn),
     ):  # fmt: skip
+        if not split:  # of one kernel, a part cannot wait
+            f = fused(f)
+
         def forward(weights: Any, state: Any, x: Any, context: Any) -> tuple[Any, Arrays]:
             (diff, nondiff), (floats, others) = weights, split_floats(x)
 

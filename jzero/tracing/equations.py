@@ -44,15 +44,19 @@ class Equations:
     def run(
         self, eqns: Iterable[Any], variables: Sequence[Any], values: Sequence[Any], bind: Callable | None = None
     ) -> Callable:
-        """Run these equations, each by `bind`, and return a function that reads variables from the result."""
-        bind = bind or _bind
+        """Run these equations and return a function that reads variables from the result.
+
+        Args:
+          bind: `bind(eqn, read)` runs one; `read` gives the values of a list of variables.
+        """
+        bind = bind or run_equation
         known = self.constants | dict(zip(variables, values, strict=True))
 
         def read(variables: Iterable[Any]) -> list[Any]:
             return [v.val if is_constant(v) else known[v] for v in variables]
 
         for eqn in eqns:
-            known |= zip(eqn.outvars, bind(eqn, read(eqn.invars)), strict=True)
+            known |= zip(eqn.outvars, bind(eqn, read), strict=True)
         return read
 
 
@@ -78,17 +82,18 @@ def inlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
     """Run a jaxpr with its calls (jit, checkpoint) inlined: a new trace then contains their equations one by one."""
     program = Equations(closed)
 
-    def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+    def bind(eqn: Any, read: Callable) -> Sequence[Any]:
         if eqn.primitive.name not in _CALLS:
-            return _bind(eqn, values)
+            return run_equation(eqn, read)
         inner = eqn.params["jaxpr"]
         with source_of(eqn):
-            return inlined(inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ()), values)
+            return inlined(inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ()), read(eqn.invars))
 
     return program.run(program.eqns, program.inputs, values, bind)(program.outputs)
 
 
-def _bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+def run_equation(eqn: Any, read: Callable) -> Sequence[Any]:
+    """Run an equation on the values that `read` gives for its operands."""
     with source_of(eqn), eqn.ctx.manager:
-        out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+        out = eqn.primitive.bind(*read(eqn.invars), **eqn.primitive.get_bind_params(eqn.params))
     return out if eqn.primitive.multiple_results else [out]

@@ -14,7 +14,8 @@ import jax
 
 from jzero._compat import inner_jaxprs, is_constant
 from jzero.errors import ConfigError
-from jzero.fp8.product import CALLS, form_of
+from jzero.fp8.product import CALLS
+from jzero.fusion.form import form_of
 from jzero.model import ENDS, STACK, Inputs, Model, StackModel, stack_functions
 from jzero.stored_names import StoredNames, matches
 from jzero.tree import PyTree, named

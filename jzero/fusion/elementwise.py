@@ -1,25 +1,23 @@
-"""Elementwise functions, and casts of their results to fp8, in one pass over memory where there is a kernel.
+"""Elementwise functions of a trace.
 
-The functions take and return float32 arrays of one shape. So a kernel may call them on the tiles of larger arrays, and
-nothing between what is read and what is written is rounded.
+They take and return float32 arrays of one shape. So a kernel may call them on the tiles of larger arrays, and nothing
+between what is read and what is written is rounded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jzero._compat import function_primitive, inner_jaxprs, is_constant
-from jzero.fp8.quantized import cast8
+from jzero._compat import inner_jaxprs, is_constant
 
 # Of a trace; all are differentiable, and Triton has them.
 PRIMITIVES = frozenset(
-    {"abs", "add_any", "add", "convert_element_type", "copy", "cos", "div", "erf", "exp", "exp2", "integer_pow", "log"}
+    {"abs", "add_any", "add", "convert_element_type", "copy", "cos", "div", "exp", "exp2", "integer_pow", "log"}
     | {"log1p", "logistic", "max", "min", "mul", "neg", "pow", "rsqrt", "sign", "sin", "sqrt", "square", "sub", "tanh"}
 )
 
@@ -55,10 +53,6 @@ class Pullback:
         return [found[i] for i in self.operands]
 
 
-def identity(*xs: jax.Array) -> list[jax.Array]:
-    return list(xs)
-
-
 def is_elementwise(eqn: Any) -> bool:
     """Return whether an equation computes each element of its result from those of its operands, or from numbers."""
     if eqn.primitive.name == "jit":
@@ -88,46 +82,3 @@ def _run(equations: Sequence[Any], known: dict[Any, Any]) -> dict[Any, Any]:
             full = [jnp.broadcast_to(x, shape) for x in operands]
             known[eqn.outvars[0]] = eqn.primitive.bind(*full, **eqn.params)
     return known
-
-
-def amax_of(f: Any, xs: Sequence[jax.Array]) -> jax.Array:
-    """Return the largest absolute value of f's results, float32 []."""
-    return reduce(jnp.maximum, [jnp.max(jnp.abs(y)) for y in _whole(f, xs)])
-
-
-def cast_pair(f: Any, xs: Sequence[jax.Array], scale: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Round `f(*xs) * scale` to an fp8 dtype; return it and its transpose.
-
-    Args:
-      f: takes one array for each part of each operand, and returns Q.
-      xs: [M, P, N], each of P parts.
-      scale: float32 [].
-
-    Returns:
-      [M, Q N] and [Q N, M].
-    """
-    jaxpr = jax.make_jaxpr(partial(_plain, f, dtype))(*xs, scale)
-    return tuple(_primitive.bind(*xs, scale, jaxpr=jaxpr, f=f))  # type: ignore[return-value]
-
-
-def _whole(f: Any, xs: Sequence[jax.Array]) -> list[jax.Array]:
-    return f(*(x[:, p].astype(jnp.float32) for x in xs for p in range(x.shape[1])))
-
-
-def _plain(f: Any, dtype: Any, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-    *xs, scale = operands
-    x8 = jnp.concatenate([cast8(y, scale, dtype) for y in _whole(f, xs)], axis=1)
-    return x8, x8.T
-
-
-def _kernel(operands: Any, results: Any, device: Any, f: Any) -> Any:
-    """Choose a kernel for an NVIDIA GPU; None: XLA's program."""
-    from jzero.fp8 import triton
-
-    *xs, _ = operands
-    if device.platform != "gpu" or not triton.supports([x.shape for x in xs], results[0].shape):
-        return None
-    return partial(triton.cast_pair, f, dtype=results[0].dtype)
-
-
-_primitive = function_primitive("fp8_cast_pair", _kernel)

@@ -1,18 +1,20 @@
 """Finds products whose result goes through an elementwise function into another product, and nowhere else: SwiGLU.
 
-Between the two nothing then needs to be written in the compute dtype: the function's result and, in the backward pass,
-the gradients of its operands are cast to fp8 where they are computed (`product.mapped_dot_general`).
+The function is then one kernel in the forward pass, and one in the backward pass (`jzero.fusion.product`). In fp8
+nothing between the products is written in the compute dtype (`jzero.fp8.product`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from jzero._compat import is_constant
-from jzero.fp8.elementwise import Elementwise, is_elementwise
-from jzero.fp8.product import form_of
+from jzero.fusion.elementwise import Elementwise, is_elementwise
+from jzero.fusion.form import form_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,37 +33,48 @@ class Chain:
     weight: Any
     skipped: frozenset[int]
 
+    def parts(self, values: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the values of the sources, each as [M, parts, N]."""
+        return [_in_parts(x, n) for x, (_, n) in zip(values, self.sources, strict=True)]
 
-def chains(jaxpr: Any, in_fp8: Callable[[Any], bool]) -> dict[int, Chain]:
+
+def _in_parts(x: jax.Array, n: int) -> jax.Array:
+    """Return [..., n, N] or [..., n * N] as [M, n, N]."""
+    size = x.shape[-1] if x.ndim > 2 and x.shape[-2] == n else x.shape[-1] // n
+    return x.reshape(-1, n, size)
+
+
+def chains(jaxpr: Any, fits: Callable[[Any], bool] = lambda weight: True) -> dict[int, Chain]:
     """Find the chains of a program: equation of the last product, by identity -> the chain.
 
     Args:
-      in_fp8: tells whether a variable is a weight in fp8.
+      fits: tells whether the product with a variable may be the first or the last of a chain.
     """
     made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     users: dict[Any, list[int]] = {}
     for eqn in jaxpr.eqns:
         for v in {v for v in eqn.invars if not is_constant(v)}:
             users.setdefault(v, []).append(id(eqn))
-    for v in jaxpr.outvars:
+    for v in (v for v in jaxpr.outvars if not is_constant(v)):
         users.setdefault(v, []).append(0)
     found: dict[int, Chain] = {}
     for eqn in jaxpr.eqns:
-        if _multiplies(eqn, in_fp8) and (chain := _chain(eqn, made, users, in_fp8)):
+        if _multiplies(eqn, fits) and (chain := _chain(eqn, made, users, fits)):
             found[id(eqn)] = chain
     return found
 
 
-def _multiplies(eqn: Any, in_fp8: Callable[[Any], bool]) -> bool:
-    """Return whether it is x [..., K] w [K, ...], with w in fp8."""
-    if eqn.primitive.name != "dot_general" or is_constant(eqn.invars[1]) or not in_fp8(eqn.invars[1]):
+def _multiplies(eqn: Any, fits: Callable[[Any], bool]) -> bool:
+    """Return whether it is x [..., K] w [K, ...], all of one dtype of two bytes, with a w that fits."""
+    if eqn.primitive.name != "dot_general" or is_constant(eqn.invars[1]) or not fits(eqn.invars[1]):
         return False
-    x, w = (v.aval for v in eqn.invars)
+    x, w, y = (v.aval for v in (*eqn.invars, *eqn.outvars))
     form = form_of(eqn.params["dimension_numbers"], (x.ndim, w.ndim), 1)
-    return form is not None and form.leading and form.contracted == (x.ndim - 1,) and x.dtype.itemsize == 2
+    alike = x.dtype == w.dtype == y.dtype and x.dtype.itemsize == 2
+    return alike and form is not None and form.leading and form.contracted == (x.ndim - 1,)
 
 
-def _chain(last: Any, made: dict[Any, Any], users: dict[Any, list[int]], in_fp8: Any) -> Chain | None:
+def _chain(last: Any, made: dict[Any, Any], users: dict[Any, list[int]], fits: Any) -> Chain | None:
     equations: list[Any] = []
     views: list[Any] = []
     parts: dict[Any, tuple[Any, int, int]] = {}  # variable -> source, index, count
@@ -75,7 +88,7 @@ def _chain(last: Any, made: dict[Any, Any], users: dict[Any, list[int]], in_fp8:
             return False
         if part := _part(v, made, ndim, views):
             parts[v] = part
-            return _multiplies(made[part[0]], in_fp8)
+            return part[0].aval.dtype == last.outvars[0].aval.dtype and _multiplies(made[part[0]], fits)
         if not is_elementwise(eqn) or not all(visit(x) for x in eqn.invars if not is_constant(x)):
             return False
         equations.append(eqn)

@@ -1,0 +1,60 @@
+"""Casts of an elementwise function's results to fp8, in one pass over memory where there is a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial, reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jzero._compat import function_primitive
+from jzero.fp8.quantized import cast8
+
+
+def identity(*xs: jax.Array) -> list[jax.Array]:
+    return list(xs)
+
+
+def amax_of(f: Any, xs: Sequence[jax.Array]) -> jax.Array:
+    """Return the largest absolute value of f's results, float32 []."""
+    return reduce(jnp.maximum, [jnp.max(jnp.abs(y)) for y in _whole(f, xs)])
+
+
+def cast_pair(f: Any, xs: Sequence[jax.Array], scale: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Round `f(*xs) * scale` to an fp8 dtype; return it and its transpose.
+
+    Args:
+      f: takes one array for each part of each operand, and returns Q.
+      xs: [M, P, N], each of P parts.
+      scale: float32 [].
+
+    Returns:
+      [M, Q N] and [Q N, M].
+    """
+    jaxpr = jax.make_jaxpr(partial(_plain, f, dtype))(*xs, scale)
+    return tuple(_primitive.bind(*xs, scale, jaxpr=jaxpr, f=f))  # type: ignore[return-value]
+
+
+def _whole(f: Any, xs: Sequence[jax.Array]) -> list[jax.Array]:
+    return f(*(x[:, p].astype(jnp.float32) for x in xs for p in range(x.shape[1])))
+
+
+def _plain(f: Any, dtype: Any, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+    *xs, scale = operands
+    x8 = jnp.concatenate([cast8(y, scale, dtype) for y in _whole(f, xs)], axis=1)
+    return x8, x8.T
+
+
+def _kernel(operands: Any, results: Any, device: Any, f: Any) -> Any:
+    """Choose a kernel for an NVIDIA GPU; None: XLA's program."""
+    from jzero.fp8 import triton
+
+    *xs, _ = operands
+    if device.platform != "gpu" or not triton.supports([x.shape for x in xs], results[0].shape):
+        return None
+    return partial(triton.cast_pair, f, dtype=results[0].dtype)
+
+
+_primitive = function_primitive("fp8_cast_pair", _kernel)

@@ -1,0 +1,45 @@
+"""Elementwise functions of the parts of arrays, in one pass over memory where there is a kernel."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jzero._compat import function_primitive
+
+
+def map_parts(f: Callable, xs: Sequence[jax.Array], parts: Sequence[int]) -> list[jax.Array]:
+    """Compute an elementwise function of all parts of some arrays.
+
+    Args:
+      f: takes one float32 array for each part of each operand, and returns one for each part of each result.
+      xs: [M, P, N], of one dtype.
+      parts: how many parts each result has.
+
+    Returns:
+      [M, Q, N] for each Q of `parts`, in the dtype of xs.
+    """
+    jaxpr = jax.make_jaxpr(partial(_plain, f, tuple(parts)))(*xs)
+    return _primitive.bind(*xs, jaxpr=jaxpr, f=f)
+
+
+def _plain(f: Callable, parts: tuple[int, ...], *xs: jax.Array) -> list[jax.Array]:
+    found = iter(f(*(x[:, p].astype(jnp.float32) for x in xs for p in range(x.shape[1]))))
+    return [jnp.stack([y.astype(xs[0].dtype) for y in itertools.islice(found, n)], axis=1) for n in parts]
+
+
+def _kernel(operands: Any, results: Any, device: Any, f: Callable) -> Any:
+    """Choose a kernel for an NVIDIA GPU; None: XLA's program."""
+    from jzero.fusion import triton
+
+    if device.platform != "gpu" or not triton.supports([x.shape for x in (*operands, *results)]):
+        return None
+    return partial(triton.map_parts, f, parts=[y.shape[1] for y in results])
+
+
+_primitive = function_primitive("map_parts", _kernel)

@@ -1,0 +1,250 @@
+"""Products with an elementwise function between them against float64, and the kernels of compiled GPU programs."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.cuda import needs_cuda_compiler
+
+import jzero
+from jzero._compat import inner_jaxprs
+from jzero.fusion import triton
+from jzero.fusion.elementwise import PRIMITIVES, is_elementwise
+from jzero.fusion.parts import map_parts
+from jzero.planner import gpu_devices
+from jzero.tracing.fused import fused
+from models.llama import Llama, LlamaConfig
+
+M, K, F = 24, 16, 32
+BF16 = 2.0**-8
+
+
+def separate(x, gate, up, down):
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+def halves(x, gate_up, down):
+    gate, up = jnp.split(x @ gate_up, 2, axis=-1)
+    return (jax.nn.silu(gate) * up) @ down
+
+
+def beside(x, gate_up, down):
+    y = jnp.einsum("...k,kpf->...pf", x, gate_up)
+    gate, up = jnp.split(y, 2, axis=-2)
+    return (jax.nn.silu(gate.squeeze(-2)) * up.squeeze(-2)) @ down
+
+
+def gelu(x, w, down):
+    return jax.nn.gelu(x @ w) @ down
+
+
+def squared(x, w, down):
+    return (jnp.maximum(x @ w, 0) ** 2) @ down
+
+
+def numbers(*shapes, dtype=jnp.bfloat16, seed=0):
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), dtype) for shape in shapes]
+
+
+SHAPES = {
+    separate: [(2, M, K), (K, F), (K, F), (F, K)],
+    halves: [(2, M, K), (K, 2 * F), (F, K)],
+    beside: [(2, M, K), (K, 2, F), (F, K)],
+    gelu: [(2, M, K), (K, F), (F, K)],
+    squared: [(2, M, K), (K, F), (F, K)],
+}
+
+
+def primitives(f, *args):
+    return [eqn.primitive.name for eqn in jax.make_jaxpr(f)(*args).eqns]
+
+
+def gradients(f, args, g):
+    y, pull = jax.vjp(f, *args)
+    return [y, *pull(g)]
+
+
+def distance(a, b):
+    return np.linalg.norm(np.asarray(a, np.float64) - np.asarray(b)) / np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("f", SHAPES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "fp16"])
+def test_values_and_gradients_against_float64(f, dtype):
+    args, (g,) = numbers(*SHAPES[f], dtype=dtype), numbers((2, M, K), dtype=dtype, seed=1)
+    assert "custom_vjp_call" in primitives(fused(f), *args)  # else this compared a function with itself
+    found = gradients(fused(f), args, g)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (*args, g)]
+        expected = gradients(f, wide[:-1], wide[-1])
+    for a, unfused, b in zip(found, gradients(f, args, g), expected, strict=True):
+        assert a.dtype == dtype
+        assert distance(a, b) <= min(2 * BF16, distance(unfused, b))  # fewer results are rounded
+
+
+def test_float32_is_left_to_xla():
+    args = numbers(*SHAPES[halves], dtype=jnp.float32)
+    assert primitives(fused(halves), *args) == primitives(halves, *args)
+
+
+def test_wide_results_are_left_alone():
+    def f(x, w, down):
+        return jax.lax.dot_general(jnp.tanh(x @ w), down, (((2,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+    args = numbers(*SHAPES[gelu])
+    y = fused(f)(*args)
+    assert y.dtype == jnp.float32
+    assert (y == f(*args)).all()
+
+
+def test_a_constant_result():
+    found = fused(lambda *args: (squared(*args), 1.0))(*numbers(*SHAPES[squared]))
+    assert found[1] == 1.0
+
+
+def used_elsewhere(x, w, down):
+    hidden = jnp.tanh(x @ w)
+    return hidden @ down + hidden.sum()
+
+
+def product_used_elsewhere(x, w, down):
+    y = x @ w
+    return jnp.tanh(y) @ down + y.sum()
+
+
+def returned(x, w, down):
+    hidden = jnp.tanh(x @ w)
+    return hidden @ down, hidden
+
+
+def of_rows(x, w, down):
+    return jax.nn.softmax(x @ w) @ down
+
+
+def of_another_array(x, w, down):
+    return (jnp.tanh(x @ w) * jnp.tile(x, 2)) @ down
+
+
+@pytest.mark.parametrize("f", [used_elsewhere, product_used_elsewhere, returned, of_rows, of_another_array])
+def test_what_is_not_between_two_products_alone_is_left_alone(f):
+    args = numbers(*SHAPES[gelu])
+    assert primitives(fused(f), *args) == primitives(f, *args)
+
+
+# ---------------------------------------------------------------- kernels
+
+
+def mixed(a, b, c):
+    return [a * jax.nn.sigmoid(b), b - c, jnp.exp(-c) * a]
+
+
+@pytest.mark.parametrize("shape", [(32, 512), (8, 1024), (16, 384)], ids=str)
+def test_the_kernel_in_pallas_interpreter(shape, monkeypatch):
+    monkeypatch.setattr(triton.pl, "pallas_call", partial(triton.pl.pallas_call, interpret=True))
+    (m, n), dtype = shape, jnp.bfloat16
+    x, y = numbers((m, 2, n), (m, 1, n), dtype=dtype)
+    assert triton.supports([x.shape, y.shape])
+    found = triton.map_parts(mixed, x, y, parts=(1, 2))
+    expected = map_parts(mixed, [x, y], (1, 2))
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == b.shape
+        assert a.dtype == dtype
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=BF16, atol=1e-6)
+    by_hand = np.asarray(x[:, 0], np.float64) / (1 + np.exp(-np.asarray(x[:, 1], np.float64)))
+    np.testing.assert_allclose(np.asarray(found[0][:, 0], np.float64), by_hand, rtol=BF16, atol=1e-6)
+
+
+@pytest.mark.parametrize("shapes", [[(7, 1, 512)], [(64, 1, 192)], [(64, 3, 512)], [(2**20, 1, 4096)]], ids=str)
+def test_shapes_that_the_kernel_does_not_take(shapes):
+    assert not triton.supports(shapes)
+
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu, "gelu": jax.nn.gelu, "smaller": lambda x: jnp.minimum(x, jnp.exp(x)) - 1,
+    "in float32": lambda x: jnp.copy(jnp.square(x.astype(jnp.float32)).astype(x.dtype)),
+    "tanh": jnp.tanh, "sigmoid": jax.nn.sigmoid, "squared relu": lambda x: jnp.maximum(x, 0) ** 2,
+    "exp2": jnp.exp2, "log1p": lambda x: jnp.log1p(x * x), "root": lambda x: jax.lax.rsqrt(1 + x * x),
+    "power": lambda x: (1 + x * x) ** 1.5, "abs": lambda x: jnp.abs(x) * jnp.sign(x),
+    "waves": lambda x: jnp.sin(x) * jnp.cos(x),
+    "quotient": lambda x: jnp.log(2 + x * x) / (1 + jnp.exp(-x)), "square root": lambda x: jnp.sqrt(1 + x * x),
+}  # fmt: skip
+
+
+def test_the_activations_below_use_every_elementwise_operation():
+    def names(jaxpr):
+        for eqn in jaxpr.eqns:
+            yield eqn.primitive.name
+            for inner in inner_jaxprs(eqn):
+                yield from names(inner)
+
+    wide = jax.ShapeDtypeStruct((64, 512), jnp.bfloat16)
+    used = {
+        name for f in ACTIVATIONS.values() for name in names(jax.make_jaxpr(partial(gradients_of, f))(wide, wide).jaxpr)
+    }
+    assert used >= PRIMITIVES
+
+
+def gradients_of(f, x, g):
+    return gradients(f, [x], g)
+
+
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+@pytest.mark.usefixtures("no_compilation_cache")
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_elementwise_operation_compiles_for_a_gpu(name):
+    """Forward and backward: two kernels, and no other pass over an array as wide as the hidden layer."""
+    activation, wide = ACTIVATIONS[name], jax.ShapeDtypeStruct((64, 512), jnp.bfloat16)
+    traced = jax.make_jaxpr(activation)(wide)
+    assert all(map(is_elementwise, traced.eqns))
+    mesh = jzero.make_mesh(devices=gpu_devices("h100", 1))
+    whole = jax.sharding.NamedSharding(mesh, jax.P())
+    shapes = [
+        jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=whole) for s in [(64, 128), (128, 512), (512, 128), (64, 128)]
+    ]
+
+    @jax.jit
+    def step(x, w, down, g):
+        return gradients(fused(lambda x, w, down: activation(x @ w) @ down), (x, w, down), g)
+
+    text = step.lower(*shapes).compile().as_text()
+    assert len(kernels(text)) == 2
+    assert not passes_over(text, "64,512")
+
+
+def kernels(text):
+    return re.findall(r'custom_call_target="__gpu\$xla\.gpu\.triton".*op_name="[^"]*/map_parts', text)
+
+
+def passes_over(text, shape):
+    """The fusions of the entry that write an array of this shape."""
+    entry = text.split("\nENTRY ")[1]
+    loops = rf"= \(?bf16\[{shape}\].* fusion\(.*kind=k(?:Loop|Input)"  # kCustom: products
+    return [line for line in entry.splitlines() if re.search(loops, line)]
+
+
+ROWS, LENGTH, WIDTH, HIDDEN, LAYERS = 2, 128, 128, 512, 2
+MODEL = jzero.from_flax(
+    lambda rngs: Llama(LlamaConfig(LAYERS, WIDTH, 2, 2, HIDDEN, vocab_size=256, attention="xla"), rngs=rngs)
+)
+
+
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+@pytest.mark.usefixtures("no_compilation_cache")
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_step_has_two_kernels_for_each_layer(stage):
+    config = {
+        "train_batch_size": 2 * ROWS, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }  # fmt: skip
+    mesh = jzero.make_mesh(zero=2, devices=gpu_devices("h100", 2))
+    step = jzero.make_train_step(MODEL, config, mesh=mesh)
+    tokens = jax.ShapeDtypeStruct((2 * ROWS, LENGTH), jnp.int32)
+    text = step.lower({"inputs": tokens, "labels": tokens}).compile().as_text()
+    assert len(kernels(text)) == 2 * LAYERS
+    assert not passes_over(text, rf"(?:{ROWS},{LENGTH}|{ROWS * LENGTH}),(?:1,)?{HIDDEN}")
