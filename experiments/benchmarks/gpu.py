@@ -13,17 +13,25 @@ from typing import Any
 import jax
 
 WARM_UP = 5
+WARM, MEASURED = "== measuring", "== measured"  # lines by which `matrix.py` knows when a program's steps run
 PEAK = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}  # FLOP/s of dense bf16 products, by the datasheet
 
 
 @contextlib.contextmanager
-def smi() -> Iterator[dict[str, Any]]:
-    """Record the power (W) and the clock (MHz) of the first GPU, five times a second, as medians; {} without a GPU."""
+def smi(gpu: int = 0) -> Iterator[dict[str, Any]]:
+    """Record the power (W) and the clock (MHz) of a GPU, five times a second, as medians; {} without a GPU."""
     found: dict[str, Any] = {}
     if shutil.which("nvidia-smi") is None:
         yield found
         return
-    query = ["nvidia-smi", "--id=0", "--query-gpu=power.draw,clocks.sm", "--format=csv,noheader,nounits", "-lms", "200"]
+    query = [
+        "nvidia-smi",
+        f"--id={gpu}",
+        "--query-gpu=power.draw,clocks.sm",
+        "--format=csv,noheader,nounits",
+        "-lms",
+        "200",
+    ]
     with subprocess.Popen(query, stdout=subprocess.PIPE, text=True) as process:
         yield found
         process.terminate()

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 import jzero
+from experiments.benchmarks.gpu import MEASURED, WARM
 from jzero.planner import gpu_devices, memory
 from jzero.update import ALWAYS
 from models.llama import PRESETS, Llama, preset
@@ -53,6 +54,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--scan", action="store_true", help="scan the stack instead of unrolling it")
     p.add_argument("--reduce", choices=["fp32", "bf16"], default="bf16", help="dtype of the gradient reduction")
     p.add_argument("--fp8", choices=["hybrid", "e4m3"], help="multiply the stack's weights in fp8, in this format")
+    p.add_argument("--attention", choices=["cudnn", "xla"], default="cudnn")
     p.add_argument("--lr", type=float, default=3e-4)
     p.add_argument("--zero", action="append", default=[], metavar="KEY=VALUE", help="of zero_optimization, in JSON")
     p.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="an XLA compiler option")
@@ -102,7 +104,7 @@ def changes(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    shape = preset(args.preset, attention="cudnn", **changes(args))
+    shape = preset(args.preset, attention=args.attention, **changes(args))
     model = jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs))
     settings = config(args)
     if args.plan:
@@ -164,11 +166,13 @@ def measure(step: jzero.TrainStep, compiled, args: argparse.Namespace, shape) ->
         return times
 
     run(4, True)
+    jzero.log_dist(WARM)
     walls = run(args.steps, True)
     start = time.perf_counter()
     run(args.steps, False)
     jax.block_until_ready(state)
     free = (time.perf_counter() - start) / args.steps
+    jzero.log_dist(MEASURED)
     if args.profile:
         with jax.profiler.trace(args.profile):
             run(3, True)
