@@ -106,9 +106,14 @@ def tables(shape: LlamaConfig, length: int, device: torch.device) -> tuple[torch
     return angles.cos(), angles.sin()
 
 
-def initialize(model: nn.Module) -> None:
+def initialize(model: Llama) -> None:
+    """Draw the parameters as `models/llama.py` does: what is added to the residual is smaller in deeper models."""
+    last = 0.02 / (2 * len(model.blocks)) ** 0.5
     for name, x in model.named_parameters():
-        nn.init.ones_(x) if "norm" in name else nn.init.normal_(x, std=0.02)
+        if "norm" in name:
+            nn.init.ones_(x)
+        else:
+            nn.init.normal_(x, std=last if name.endswith((".o.weight", ".down.weight")) else 0.02)
 
 
 def prepare(block: nn.Module, remat: str, compiled: bool) -> None:
