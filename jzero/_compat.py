@@ -279,6 +279,7 @@ def needed_part(traced: Any) -> tuple[Callable[[list[Any]], list[Any]], list[boo
       A function of the flat inputs (any value for unused ones), and a flag per input: whether it is used.
     """
     from jax._src import core
+    from jax.extend.core import ClosedJaxpr, Jaxpr
     from jax.interpreters import partial_eval
 
     def silent(jaxpr: Any) -> Any:
@@ -291,11 +292,11 @@ def needed_part(traced: Any) -> tuple[Callable[[list[Any]], list[Any]], list[boo
         return jaxpr.replace(eqns=eqns, effects=quiet(jaxpr.effects))
 
     def silent_inside(value: Any) -> Any:
-        if isinstance(value, core.ClosedJaxpr):
-            return value.replace(jaxpr=silent(value.jaxpr))
-        if isinstance(value, core.Jaxpr):
+        if isinstance(value, Jaxpr):  # jax 0.12: all have their constants
             return silent(value)
-        if isinstance(value, tuple) and any(isinstance(x, core.ClosedJaxpr | core.Jaxpr) for x in value):
+        if isinstance(value, ClosedJaxpr):
+            return value.replace(jaxpr=silent(value.jaxpr))
+        if isinstance(value, tuple) and any(isinstance(x, ClosedJaxpr | Jaxpr) for x in value):
             return tuple(map(silent_inside, value))
         return value
 

@@ -31,8 +31,8 @@ def mesh():
     return jzero.make_mesh(devices=jax.devices()[:2])
 
 
-def model():
-    return jzero.from_flax(lambda rngs: Llama(preset("tiny", num_layers=2), rngs=rngs))
+def model(**changes):
+    return jzero.from_flax(lambda rngs: Llama(preset("tiny", num_layers=2, **changes), rngs=rngs))
 
 
 def limit(patch, size):
@@ -40,17 +40,17 @@ def limit(patch, size):
     patch.setattr(room_check, "room_here", lambda: size and Room(size, size, size, size))
 
 
-def peak(config):
+def peak(config, **changes):
     """XLA's own figure for the plain step."""
-    step = jzero.make_train_step(model(), config, mesh=mesh())
+    step = jzero.make_train_step(model(**changes), config, mesh=mesh())
     stats = step.lower(BATCH).compile().memory_analysis()
     return (
         stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
     )
 
 
-def start(config, **data):
-    return jzero.initialize(model=model(), config=config, mesh=mesh(), **data)[0]
+def start(config, changes=(), **data):
+    return jzero.initialize(model=model(**dict(changes)), config=config, mesh=mesh(), **data)[0]
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +92,23 @@ def test_without_training_data_the_first_step_tells(whole, monkeypatch):
 def test_nothing_fits(whole, monkeypatch):
     limit(monkeypatch, 2**18)  # less than the parameters
     engine = start(CONFIG)
-    with pytest.raises(OutOfMemoryError, match="use more devices"):
+    with pytest.raises(OutOfMemoryError, match="use more devices") as caught:
         engine.train_batch(BATCH)
+    assert "the last layer" not in str(caught.value)  # 256 words
+
+
+def test_large_logits_can_be_computed_tile_by_tile(monkeypatch):
+    limit(monkeypatch, 2**18)
+    engine = start(CONFIG, {"vocab_size": 8192})
+    with pytest.raises(OutOfMemoryError) as caught:
+        engine.train_batch(BATCH)
+    logits = ROWS // 2 * LENGTH * 8192 * 4 / 2**20
+    (stated,) = map(
+        float, re.findall(r"^([\d.]+) MiB at the peak are of what follows", str(caught.value), re.MULTILINE)
+    )
+    assert logits <= stated <= 3.1 * logits  # with their gradient and probabilities
+    saved = peak(CONFIG, vocab_size=8192) - peak(CONFIG, vocab_size=8192, loss_tiles=8)
+    assert stated / 2 < saved / 2**20 < stated
 
 
 @pytest.mark.slow

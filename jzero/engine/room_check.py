@@ -77,7 +77,8 @@ def explained(step: TrainStep, need: PlannedMemory, what: str, most: int | None)
     lines = [what, memory_table(need), f"largest temporary buffers, in {need.live.at}:"]
     lines.append(table("", LIVE_COLUMNS, live_rows(need), left=["shape", "operation"], plain=True).lstrip())
     if most is not None:
-        lines.append(nearest_text(nearest(step, step.first.batch_shapes, need.peak_bytes, most)))
+        found = nearest(step, step.first.batch_shapes, need.peak_bytes, most)
+        lines.append(nearest_text(found, need.live))
     return "\n".join(lines)
 
 

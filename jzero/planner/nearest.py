@@ -14,8 +14,10 @@ from jzero.config import Config
 from jzero.config.sizes import ACCUM, MICRO, TRAIN
 from jzero.display.slow_work import slow_work
 from jzero.mesh import ZERO
+from jzero.model import SUFFIX
 from jzero.planner import choices as keys
 from jzero.planner.choices import Choice, merged
+from jzero.planner.live import Live
 from jzero.planner.memory import memory
 from jzero.planner.state_bytes import state_bytes
 from jzero.train_step import TrainStep, make_train_step
@@ -23,6 +25,7 @@ from jzero.tree import PyTree
 from jzero.values.sizes import size_text
 
 TRIES, WANTED = 8, 2  # programs that are compiled at most; configurations that are enough
+LARGE = 0.05  # of the buffers at the peak: worth a line
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,18 @@ def nearest(step: TrainStep, batch: PyTree, peak: int, most: int) -> list[Near]:
     return found
 
 
-def nearest_text(found: list[Near]) -> str:
-    """Return the configurations as lines of JSON."""
+def nearest_text(found: list[Near], live: Live) -> str:
+    """Return the configurations as lines of JSON, and what of the buffers at the peak a tiled loss would not need."""
+    lines = [f"fits with {size_text(near.peak_bytes)}: {json.dumps(merged({}, near.changes))}" for near in found]
     if not found:
-        return "no smaller micro-batch, more recomputation, higher stage or offload fits: use more devices"
-    return "\n".join(
-        f"fits with {size_text(near.peak_bytes)}: {json.dumps(merged({}, near.changes))}" for near in found
-    )
+        lines = ["no smaller micro-batch, more recomputation, higher stage or offload fits: use more devices"]
+    after_layers = sum(b.bytes for b in live.buffers if b.op_name.startswith(f"{SUFFIX}/"))
+    if after_layers > LARGE * live.peak_bytes:
+        lines.append(
+            f"{size_text(after_layers)} at the peak are of what follows the last layer: computed tile by tile, logits "
+            "and loss take a fraction: loss_tiles=8 of the decoders in jzero.models, jzero.tiled in models of your own"
+        )
+    return "\n".join(lines)
 
 
 def ways(step: TrainStep) -> Iterator[Choice]:
