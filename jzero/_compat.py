@@ -85,6 +85,14 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
     return list(jaxprs_in_params(eqn.params))
 
 
+def has_effect(eqn: Any) -> bool:
+    """Return whether an operation does more than compute its results: a callback, a print.
+
+    Collectives have the name of their axis among their effects, which no public name tells apart (jax 0.10 and 0.11).
+    """
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
 def is_constant(x: Any) -> bool:
     """Return whether an operand in a jaxpr is a number written in it, not a variable."""
     from jax.extend.core import Literal

@@ -23,7 +23,7 @@ from jzero.model import ENDS, STACK, fold
 from jzero.precision import Precision
 from jzero.remat import Block, Remat
 from jzero.sharding import stack_length
-from jzero.tree import PyTree, leading_dim
+from jzero.tree import PyTree, leading_dim, replaced
 from jzero.zero import ParamLayout
 
 # Unrolling saves 5-18 % of the step time on GPUs; past this many layers its compile time is no longer small: XLA takes
@@ -157,8 +157,8 @@ def _forward(tree: Any) -> tuple[Any, None]:
 def _backward(_: None, gradients: Any) -> Any:
     leaves, treedef = jax.tree.flatten(gradients)
     there = [i for i, g in enumerate(leaves) if not isinstance(g, SymbolicZero) and g.dtype != jax.dtypes.float0]
-    found = dict(zip(there, jax.lax.optimization_barrier([leaves[i] for i in there]), strict=True))
-    return (jax.tree.unflatten(treedef, [found.get(i) for i in range(len(leaves))]),)
+    now = jax.lax.optimization_barrier([leaves[i] for i in there])
+    return (jax.tree.unflatten(treedef, replaced([None] * len(leaves), there, now)),)
 
 
 together.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -74,3 +74,13 @@ def combine(kept: PyTree, rest: PyTree) -> PyTree:
     {'ids': 2, 'w': 1}
     """
     return jax.tree.map(lambda a, b: b if a is None else a, kept, rest, is_leaf=lambda x: x is None)
+
+
+def replaced(values: Sequence[Any], at: Sequence[int], new: Sequence[Any]) -> list[Any]:
+    """Return a list with new values at some indices.
+
+    >>> replaced("abc", [2, 0], [1, 2])
+    [2, 'b', 1]
+    """
+    found = dict(zip(at, new, strict=True))
+    return [found.get(i, x) for i, x in enumerate(values)]

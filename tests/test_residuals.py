@@ -10,14 +10,17 @@ from math import prod
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers.cuda import needs_cuda_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental import io_callback
 from jax.extend.core import Literal
 
 import jzero
 from jzero.planner import gpu_devices
+from jzero.remat import Remat, leanly
 from jzero.tracing.chunk import Chunk
 from jzero.tracing.equations import Equations
 from jzero.tracing.residuals import fewest_bytes, is_cheap
@@ -98,6 +101,42 @@ def test_both_halves_are_kept_as_the_array():
 
     assert kept(halves, jnp.ones(8)) == ["float32[8]"]
     assert kept(lambda x: jnp.split(jnp.sort(x), 2)[0], jnp.ones(8)) == ["float32[4]"]
+
+
+def test_a_view_of_a_number():
+    assert kept(lambda x: jnp.sort(x) * jax.lax.reshape(2.0, (1,)), jnp.ones(8)) == ["float32[8]"]
+
+
+def test_an_effect_happens_once():
+    calls = []
+
+    def block(w, x, key):
+        factor = io_callback(lambda: calls.append(0) or np.float32(len(calls)), jax.ShapeDtypeStruct((), jnp.float32))
+        return jnp.sin(x @ w) * factor, ()
+
+    def loss(run):
+        return lambda w: run(w)[0].sum()
+
+    w, x = np.eye(4, dtype=np.float32), np.ones((3, 4), np.float32)
+    layer = leanly(lambda pair: pair[0], block, Remat(None, 0, False), unrolled=True, layer=True)
+    found = jax.grad(loss(lambda w: layer((w, ()), x, None)))(w)
+    assert len(calls) == 1
+    np.testing.assert_allclose(found, jax.grad(lambda w: jnp.sin(x @ w).sum())(w), rtol=1e-6)
+
+
+def test_the_gradient_of_complex_activations():
+    def block(w, x, key):
+        return jnp.sin(x @ w) + x * jnp.exp(1j * x.real), ()
+
+    def loss(run):
+        return lambda w: (jnp.abs(run(run(x)(w))(w)) ** 2).sum()
+
+    x = np.linspace(-1, 1, 12).reshape(3, 4).astype(np.complex64)
+    layer = leanly(lambda pair: pair[0], block, Remat(None, 0, False), unrolled=True, layer=True)
+    found = jax.grad(loss(lambda x: lambda w: layer((w, ()), x, None)[0]))(np.eye(4, dtype=np.float32))
+    expected = jax.grad(loss(lambda x: lambda w: block(w, x, None)[0]))(np.eye(4, dtype=np.float32))
+    assert np.abs(expected).max() > 1
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_nothing_is_kept_of_what_is_free():

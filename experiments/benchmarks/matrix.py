@@ -91,12 +91,13 @@ def run_case(line: str, out: Path, index: int, first_gpu: int, limit_s: float) -
                 power = measuring.enter_context(smi(first_gpu))
             elif MEASURED in text:
                 measuring.close()
+        process.wait()  # while the timer still runs
     records = [text[text.index("{") :] for text in lines if '"tokens_s_gpu"' in text]
     if process.returncode == 0 and records:
         return json.loads(records[-1]) | base | power
     (out / f"case{index}.log").write_text(line + "\n" + "".join(lines)[-12000:])
-    said = [text.strip() for text in lines if text.strip()]
-    errors = [text for text in said if re.search(r"Error: .", text)] or said
+    texts = [text.strip() for text in lines if text.strip()]
+    errors = [text for text in texts if re.search(r"Error: .", text)] or texts
     return base | {"error": f"exit status {process.returncode}: {errors[-1] if errors else ''}"[:300]}
 
 
@@ -135,7 +136,7 @@ def main() -> None:
     p.add_argument("cases", type=Path)
     p.add_argument("out", type=Path)
     p.add_argument("--gpus", type=int, default=4, help="how many there are")
-    p.add_argument("--limit", type=float, default=600, metavar="SECONDS", help="of a case")
+    p.add_argument("--limit", type=float, default=600, metavar="SECONDS", help="that a case may take")
     args = p.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     lines = [line for line in args.cases.read_text().splitlines() if line.strip() and not line.startswith("#")]

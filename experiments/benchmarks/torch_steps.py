@@ -80,7 +80,7 @@ def run(step: Callable[[int], torch.Tensor], args: argparse.Namespace, tokens: i
 
     first, *_ = timed(WARM_UP, True)
     gc.collect()
-    gc.freeze()  # the collector has less to look at, as in a training loop that cares
+    gc.freeze()  # nothing that is alive now has to be looked at again
     say(WARM)
     times = timed(args.steps, True)
     begin = time.perf_counter()

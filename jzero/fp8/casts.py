@@ -11,6 +11,8 @@ import jax.numpy as jnp
 
 from jzero._compat import function_primitive
 from jzero.fp8.quantized import cast8
+from jzero.fusion.elementwise import each
+from jzero.fusion.parts import has_triton
 
 
 def identity(*xs: jax.Array) -> list[jax.Array]:
@@ -19,7 +21,7 @@ def identity(*xs: jax.Array) -> list[jax.Array]:
 
 def amax_of(f: Any, xs: Sequence[jax.Array]) -> jax.Array:
     """Return the largest absolute value of f's results, float32 []."""
-    return reduce(jnp.maximum, [jnp.max(jnp.abs(y)) for y in _whole(f, xs)])
+    return reduce(jnp.maximum, [jnp.max(jnp.abs(y)) for y in f(*each(xs))])
 
 
 def cast_pair(f: Any, xs: Sequence[jax.Array], scale: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -37,22 +39,18 @@ def cast_pair(f: Any, xs: Sequence[jax.Array], scale: jax.Array, dtype: Any) -> 
     return tuple(_primitive.bind(*xs, scale, jaxpr=jaxpr, f=f))  # type: ignore[return-value]
 
 
-def _whole(f: Any, xs: Sequence[jax.Array]) -> list[jax.Array]:
-    return f(*(x[:, p].astype(jnp.float32) for x in xs for p in range(x.shape[1])))
-
-
 def _plain(f: Any, dtype: Any, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
     *xs, scale = operands
-    x8 = jnp.concatenate([cast8(y, scale, dtype) for y in _whole(f, xs)], axis=1)
+    x8 = jnp.concatenate([cast8(y, scale, dtype) for y in f(*each(xs))], axis=1)
     return x8, x8.T
 
 
 def _kernel(operands: Any, results: Any, device: Any, f: Any) -> Any:
-    """Choose a kernel for an NVIDIA GPU; None: XLA's program."""
+    """Choose a kernel; None: XLA's program."""
     from jzero.fp8 import triton
 
     *xs, _ = operands
-    if device.platform != "gpu" or not triton.supports([x.shape for x in xs], results[0].shape):
+    if not has_triton(device) or not triton.supports([x.shape for x in xs], results[0].shape):
         return None
     return partial(triton.cast_pair, f, dtype=results[0].dtype)
 

@@ -23,25 +23,19 @@ class Chain:
 
     Attributes:
       f: of the parts, in the order of the sources.
-      sources: results of products, and the number of parts of each, which lie along the dimension before the last.
+      sources: results of products, and the shape [P, N] of the parts of a row of each.
       weight: the variable of w.
       skipped: the equations, by identity, that are a part of it.
     """
 
     f: Elementwise
-    sources: tuple[tuple[Any, int], ...]
+    sources: tuple[tuple[Any, tuple[int, int]], ...]
     weight: Any
     skipped: frozenset[int]
 
     def parts(self, values: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the values of the sources, each as [M, parts, N]."""
-        return [_in_parts(x, n) for x, (_, n) in zip(values, self.sources, strict=True)]
-
-
-def _in_parts(x: jax.Array, n: int) -> jax.Array:
-    """Return [..., n, N] or [..., n * N] as [M, n, N]."""
-    size = x.shape[-1] if x.ndim > 2 and x.shape[-2] == n else x.shape[-1] // n
-    return x.reshape(-1, n, size)
+        """Return the values of the sources, each as [M, P, N]."""
+        return [x.reshape(-1, *shape) for x, (_, shape) in zip(values, self.sources, strict=True)]
 
 
 def chains(jaxpr: Any, fits: Callable[[Any], bool] = lambda weight: True) -> dict[int, Chain]:
@@ -71,14 +65,14 @@ def _multiplies(eqn: Any, fits: Callable[[Any], bool]) -> bool:
     x, w, y = (v.aval for v in (*eqn.invars, *eqn.outvars))
     form = form_of(eqn.params["dimension_numbers"], (x.ndim, w.ndim), 1)
     alike = x.dtype == w.dtype == y.dtype and x.dtype.itemsize == 2
-    return alike and form is not None and form.leading and form.contracted == (x.ndim - 1,)
+    return alike and y.size > 0 and form is not None and form.leading and form.contracted == (x.ndim - 1,)
 
 
 def _chain(last: Any, made: dict[Any, Any], users: dict[Any, list[int]], fits: Any) -> Chain | None:
     equations: list[Any] = []
     views: list[Any] = []
     parts: dict[Any, tuple[Any, int, int]] = {}  # variable -> source, index, count
-    ndim = last.invars[0].aval.ndim
+    ndim, dtype = last.invars[0].aval.ndim, last.outvars[0].aval.dtype
 
     def visit(v: Any) -> bool:
         eqn = made.get(v)
@@ -88,8 +82,8 @@ def _chain(last: Any, made: dict[Any, Any], users: dict[Any, list[int]], fits: A
             return False
         if part := _part(v, made, ndim, views):
             parts[v] = part
-            return part[0].aval.dtype == last.outvars[0].aval.dtype and _multiplies(made[part[0]], fits)
-        if not is_elementwise(eqn) or not all(visit(x) for x in eqn.invars if not is_constant(x)):
+            return part[0].aval.dtype == dtype and _multiplies(made[part[0]], fits)
+        if not is_elementwise(eqn, dtype) or not all(visit(x) for x in eqn.invars if not is_constant(x)):
             return False
         equations.append(eqn)
         return True
@@ -103,10 +97,11 @@ def _chain(last: Any, made: dict[Any, Any], users: dict[Any, list[int]], fits: A
     own = [*counts, *parts, *(v for eqn in (*equations, *views) for v in eqn.outvars)]
     if len(by_part) < len(parts) or any((at not in by_part) for at in order):
         return None
-    if any(not set(users.get(v, ())) <= inside | {id(last)} for v in own):
+    if last.invars[1] in own or any(not set(users.get(v, ())) <= inside | {id(last)} for v in own):
         return None
     f = Elementwise(tuple(equations), tuple(by_part[at] for at in order), last.invars[0])
-    return Chain(f, tuple(counts.items()), last.invars[1], frozenset(inside))
+    size = last.invars[0].aval.shape[-1]
+    return Chain(f, tuple((v, (n, size)) for v, n in counts.items()), last.invars[1], frozenset(inside))
 
 
 def _part(v: Any, made: dict[Any, Any], ndim: int, views: list[Any]) -> tuple[Any, int, int] | None:

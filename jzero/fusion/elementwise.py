@@ -53,12 +53,22 @@ class Pullback:
         return [found[i] for i in self.operands]
 
 
-def is_elementwise(eqn: Any) -> bool:
-    """Return whether an equation computes each element of its result from those of its operands, or from numbers."""
-    if eqn.primitive.name == "jit":
-        return all(map(is_elementwise, inner_jaxprs(eqn)[0].eqns)) and len(eqn.outvars) == 1
+def each(xs: Sequence[Any]) -> list[jax.Array]:
+    """Return all parts [M, N] of arrays [M, P, N], or of references to them in a kernel, in float32."""
+    return [x[:, p].astype(jnp.float32) for x in xs for p in range(x.shape[1])]
+
+
+def is_elementwise(eqn: Any, dtype: Any) -> bool:
+    """Return whether an equation computes each element of its result from those of its operands, or from numbers.
+
+    The result must be of this dtype or float32: a cast to one with less range or precision does more than round.
+    """
     (out,) = eqn.outvars if len(eqn.outvars) == 1 else (None,)
-    if out is None or eqn.primitive.name not in PRIMITIVES or not jnp.issubdtype(out.aval.dtype, jnp.floating):
+    if eqn.primitive.name == "jit" and out is not None:
+        (inner,) = inner_jaxprs(eqn)
+        computed = not inner.constvars and not is_constant(inner.outvars[0])
+        return computed and all(is_elementwise(one, dtype) for one in inner.eqns)
+    if out is None or eqn.primitive.name not in PRIMITIVES or out.aval.dtype not in (dtype, jnp.float32):
         return False
     return all(v.aval.shape == out.aval.shape or (is_constant(v) and not v.aval.shape) for v in eqn.invars)
 

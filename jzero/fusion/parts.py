@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,6 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from jzero._compat import function_primitive
+from jzero.fusion.elementwise import each
+
+_BEFORE_AMPERE = re.compile(r"\b(T4|[PV]100|TITAN|GTX|RTX 20\d\d|RTX [3-8]000)\b")
 
 
 def map_parts(f: Callable, xs: Sequence[jax.Array], parts: Sequence[int]) -> list[jax.Array]:
@@ -28,16 +32,21 @@ def map_parts(f: Callable, xs: Sequence[jax.Array], parts: Sequence[int]) -> lis
     return _primitive.bind(*xs, jaxpr=jaxpr, f=f)
 
 
+def has_triton(device: Any) -> bool:
+    """Return whether Triton's kernels run on a device, or on those that a mesh describes: NVIDIA's from Ampere on."""
+    return device.platform == "gpu" and not _BEFORE_AMPERE.search(device.device_kind)
+
+
 def _plain(f: Callable, parts: tuple[int, ...], *xs: jax.Array) -> list[jax.Array]:
-    found = iter(f(*(x[:, p].astype(jnp.float32) for x in xs for p in range(x.shape[1]))))
+    found = iter(f(*each(xs)))
     return [jnp.stack([y.astype(xs[0].dtype) for y in itertools.islice(found, n)], axis=1) for n in parts]
 
 
 def _kernel(operands: Any, results: Any, device: Any, f: Callable) -> Any:
-    """Choose a kernel for an NVIDIA GPU; None: XLA's program."""
+    """Choose a kernel; None: XLA's program."""
     from jzero.fusion import triton
 
-    if device.platform != "gpu" or not triton.supports([x.shape for x in (*operands, *results)]):
+    if not has_triton(device) or not triton.supports([x.shape for x in (*operands, *results)]):
         return None
     return partial(triton.map_parts, f, parts=[y.shape[1] for y in results])
 

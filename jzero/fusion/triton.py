@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+
+from jzero.fusion.elementwise import each
 
 TILE, COLUMNS, WARPS = 1024, 512, 4  # elements of a part, at most as many columns
 
@@ -33,10 +34,7 @@ def map_parts(f: Callable, *xs: jax.Array, parts: Sequence[int]) -> list[jax.Arr
 
     def kernel(*refs: Any) -> None:
         sources, results = refs[: len(xs)], refs[len(xs) :]
-        tiles = [
-            ref[:, p, :].astype(jnp.float32) for ref, x in zip(sources, xs, strict=True) for p in range(x.shape[1])
-        ]
-        found = iter(f(*tiles))
+        found = iter(f(*each(sources)))
         for ref, count in zip(results, parts, strict=True):
             for p, y in enumerate(itertools.islice(found, count)):
                 ref[:, p, :] = y.astype(ref.dtype)

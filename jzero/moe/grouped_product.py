@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jzero._compat import lower_grouped_products
+from jzero.fusion.parts import has_triton
 
 Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -20,7 +21,6 @@ Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 _SUMMED = {((1,), (1,), (0,)): "rows", ((1,), (2,), (0,)): "transposed", ((0,), (0,), ()): "matrices"}
 _DEFAULT = (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT, lax.Precision.DEFAULT))
 _HOPPER = re.compile(r"\bG?H(100|200|800|20)\b")
-_NO_TRITON = re.compile(r"\b(T4|[PV]100|TITAN|GTX|RTX 20\d\d|RTX [3-8]000)\b")  # before Ampere
 
 
 def grouped_dot(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -84,7 +84,7 @@ def choose(avals: Any, out: Any, params: dict[str, Any], device: Any) -> Kernel 
                 return functools.partial(hopper.grouped_transposed, cores=cores)
             return functools.partial(hopper.grouped, transposed=what == "transposed", cores=cores)
     exact = x.dtype == jnp.float32 and params["precision"] not in _DEFAULT
-    if exact or _NO_TRITON.search(device.device_kind) or max(x.size, w.size, out.size) >= 2**31:
+    if exact or not has_triton(device) or max(x.size, w.size, out.size) >= 2**31:
         return None
     from jzero.moe import triton
 

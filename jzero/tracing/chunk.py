@@ -22,7 +22,7 @@ from jzero.fp8.product import NAME as FP8_PRODUCT
 from jzero.tracing.equations import Equations, inlined
 from jzero.tracing.fused import fused
 from jzero.tracing.residuals import fewest_bytes, is_cheap
-from jzero.tree import PyTree, combine, partition
+from jzero.tree import PyTree, combine, partition, replaced
 
 Arrays = list[jax.Array]
 # The operations worth delaying: all others cost little, and their operands would have to wait in a buffer.
@@ -36,7 +36,7 @@ class Chunk:
       f: `y` has the structure of `x`, and `new` that of `state`.
       weights: (diff, nondiff), any pytrees; the gradient is taken with respect to `diff`.
       state: any pytree, without gradients.
-      x: any pytree; leaves that are not floating have no gradient.
+      x: any pytree; leaves that are neither floating nor complex have no gradient.
       context: other arguments that do not depend on `x`: keys, indices.
       split: whether to make `input_backward` and `weight_backward` instead of `backward`.
       again: (equation, whether it depends on neither x nor state) -> whether the backward pass may run it again.
@@ -46,7 +46,7 @@ class Chunk:
         self, f: Callable, weights: Any, state: Any, x: Any, context: Any, *, split: bool = False,
         again: Callable[[Any, bool], bool] = lambda eqn, constant: constant or is_cheap(eqn),
     ):  # fmt: skip
-        if not split:  # of one kernel, a part cannot wait
+        if not split:  # a kernel cannot be split in two
             f = fused(f)
 
         def forward(weights: Any, state: Any, x: Any, context: Any) -> tuple[Any, Arrays]:
@@ -69,7 +69,7 @@ class Chunk:
         self.known = self.program.inputs[:start] + self.program.inputs[stop:]
         self.residuals = self.program.outputs[self.n_y :]
         of_y = zip(self.program.outputs, jax.tree.leaves(y[0]), strict=False)
-        self.floats_of_y = [v for v, shape in of_y if jnp.issubdtype(shape.dtype, jnp.floating)]
+        self.floats_of_y = [v for v, shape in of_y if jnp.issubdtype(shape.dtype, jnp.inexact)]
         depends = self.program.reached_from(self.program.inputs[start:stop])
 
         def may_run_again(eqn: Any) -> bool:
@@ -95,8 +95,7 @@ class Chunk:
         leaves, treedef = jax.tree.flatten(dy)
         first = [i for i, v in enumerate(self.floats_of_y) if v not in self.program.inputs]
         later, now = jax.lax.optimization_barrier(([kept[i] for i in waiting], [leaves[i] for i in first]))
-        kept, leaves = _replaced(kept, waiting, later), _replaced(leaves, first, now)
-        return kept, jax.tree.unflatten(treedef, leaves)
+        return replaced(kept, waiting, later), jax.tree.unflatten(treedef, replaced(leaves, first, now))
 
     def backward(self, weights: Any, context: Any, kept: Arrays, dy: Any) -> tuple[Any, Any]:
         """Compute (gradient of diff, dx); `dx` and `dy` have None where x is not floating."""
@@ -141,11 +140,6 @@ class Chunk:
         self.first = self.back.needed([*self.dx, *self.crossing], given=self.back.inputs)
 
 
-def _replaced(values: Arrays, at: Sequence[int], new: Arrays) -> Arrays:
-    found = dict(zip(at, new, strict=True))
-    return [found.get(i, x) for i, x in enumerate(values)]
-
-
 def split_floats(x: PyTree) -> tuple[PyTree, PyTree]:
-    """Split a tree into (floating leaves, other leaves); invert with `tree.combine`."""
-    return partition(x, jax.tree.map(lambda v: jnp.issubdtype(v.dtype, jnp.floating), x))
+    """Split a tree into (floating and complex leaves, other leaves); invert with `tree.combine`."""
+    return partition(x, jax.tree.map(lambda v: jnp.issubdtype(v.dtype, jnp.inexact), x))

@@ -6,18 +6,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr
 
-from jzero._compat import is_constant, source_of
+from jzero._compat import closed_jaxpr, is_constant, source_of
 from jzero.tree import named
 
 _CALLS = ("jit", "closed_call", "remat2")  # the primitives that `inlined` inlines
 
 
 class Equations:
-    """The equations of a jaxpr; any subset of them can run."""
+    """The equations of a closed jaxpr; any subset of them can run."""
 
-    def __init__(self, closed: ClosedJaxpr):
+    def __init__(self, closed: Any):
         self.eqns, self.inputs, self.outputs = closed.jaxpr.eqns, list(closed.jaxpr.invars), list(closed.jaxpr.outvars)
         self.constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
 
@@ -78,16 +77,15 @@ def touched(f: Callable, state: Any, *rest: Any) -> tuple[set[str], set[str]]:
     return set(replaced), {origin[v] for v in used if not is_constant(v) and v in origin}
 
 
-def inlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
+def inlined(closed: Any, values: Sequence[Any]) -> list[Any]:
     """Run a jaxpr with its calls (jit, checkpoint) inlined: a new trace then contains their equations one by one."""
     program = Equations(closed)
 
     def bind(eqn: Any, read: Callable) -> Sequence[Any]:
         if eqn.primitive.name not in _CALLS:
             return run_equation(eqn, read)
-        inner = eqn.params["jaxpr"]
         with source_of(eqn):
-            return inlined(inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ()), read(eqn.invars))
+            return inlined(closed_jaxpr(eqn.params["jaxpr"]), read(eqn.invars))
 
     return program.run(program.eqns, program.inputs, values, bind)(program.outputs)
 

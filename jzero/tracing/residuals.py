@@ -15,7 +15,7 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from jzero._compat import inner_jaxprs, is_constant
+from jzero._compat import has_effect, inner_jaxprs, is_constant
 from jzero.tracing.equations import Equations
 
 # A part of their operand, or its elements in another shape: nothing is computed.
@@ -28,7 +28,7 @@ _CHEAP = _VIEWS | frozenset(
     | {"rem", "rev", "round", "rsqrt", "select_n", "sign", "sqrt", "square", "stop_gradient", "sub"}
     | {"tanh", "transpose", "xor"}
 )
-_MOST = 1 << 28  # of a capacity: SciPy's are int32, and a sum of several must fit
+_MOST = 1 << 28  # the sum of all capacities, which SciPy adds up in int32
 
 
 def is_cheap(eqn: Any) -> bool:
@@ -43,7 +43,8 @@ def fewest_bytes(
 ) -> list[Any]:
     """Choose variables of a program from which equations that may run again compute all wanted ones.
 
-    What depends on no input is no choice: it runs again, and XLA finds that it did before.
+    What depends on no input always runs again, and XLA finds that it did before. An equation with an effect, such as a
+    callback, never does.
 
     Of equally many bytes those are chosen that need the fewest equations; but the parts of an array that together are
     all of it are kept as that array, since each part would be a copy.
@@ -56,13 +57,17 @@ def fewest_bytes(
     Returns:
       The chosen variables, in the order in which they are computed.
     """
-    dependent = program.reached_from(program.inputs)
+    dependent = program.reached_from(
+        [*program.inputs, *(v for eqn in program.eqns if has_effect(eqn) for v in eqn.outvars)]
+    )
     free = {*free, *program.constants}
 
     def costly(variables: Iterable[Any]) -> list[Any]:
         return [v for v in variables if not is_constant(v) and v in dependent and v not in free]
 
-    made_from = {v: costly(eqn.invars) for eqn in program.eqns if again(eqn) for v in eqn.outvars}
+    made_from = {
+        v: costly(eqn.invars) for eqn in program.eqns if not has_effect(eqn) and again(eqn) for v in eqn.outvars
+    }
     needed: dict[Any, None] = {}  # in a fixed order
     pending = wanted = costly(wanted)
     while pending:
@@ -70,7 +75,8 @@ def fewest_bytes(
         pending = [u for v in pending for u in made_from.get(v, ()) if u not in needed]
     chosen = _cut(list(needed), made_from, wanted)
     views = {v: eqn.invars[0] for eqn in program.eqns if eqn.primitive.name in _VIEWS for v in eqn.outvars}
-    chosen = _whole_for_parts(chosen, {v: base for v, base in views.items() if base in needed})
+    bases = {v: base for v, base in views.items() if not is_constant(base) and base in needed}
+    chosen = _whole_for_parts(chosen, bases)
     return [v for v in [*program.inputs, *(v for eqn in program.eqns for v in eqn.outvars)] if v in chosen]
 
 

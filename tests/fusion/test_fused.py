@@ -101,6 +101,13 @@ def test_wide_results_are_left_alone():
     assert (y == f(*args)).all()
 
 
+def test_halves_of_a_sequence_of_two():
+    """The length is the number of parts, too."""
+    args, (g,) = numbers((3, 2, K), (K, 2 * F), (F, K)), numbers((3, 2, K), seed=1)
+    for a, b in zip(gradients(fused(halves), args, g), gradients(halves, args, g), strict=True):
+        assert distance(a, np.asarray(b, np.float64)) < 2 * BF16
+
+
 def test_a_constant_result():
     found = fused(lambda *args: (squared(*args), 1.0))(*numbers(*SHAPES[squared]))
     assert found[1] == 1.0
@@ -129,7 +136,34 @@ def of_another_array(x, w, down):
     return (jnp.tanh(x @ w) * jnp.tile(x, 2)) @ down
 
 
-@pytest.mark.parametrize("f", [used_elsewhere, product_used_elsewhere, returned, of_rows, of_another_array])
+def as_in_fp8(x, w, down):
+    return jnp.tanh(x @ w).astype(jnp.float8_e4m3fn).astype(x.dtype) @ down
+
+
+def as_in_fp16(x, w, down):
+    return (x @ w).astype(jnp.float16).astype(x.dtype) @ down
+
+
+def closed_over(x, w, down):
+    return jax.jit(lambda y: y * np.arange(F, dtype=np.float32).astype(y.dtype))(x @ w) @ down
+
+
+def with_itself(x, w, down):
+    hidden = jnp.tanh(x[0, :K] @ w[:, :K])
+    return hidden @ hidden
+
+
+def empty(x, w, down):
+    return jnp.tanh(x @ w[:, :0]) @ down[:0]
+
+
+ALONE = [
+    used_elsewhere, product_used_elsewhere, returned, of_rows, of_another_array, as_in_fp8, as_in_fp16, closed_over,
+    with_itself, empty,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("f", ALONE)
 def test_what_is_not_between_two_products_alone_is_left_alone(f):
     args = numbers(*SHAPES[gelu])
     assert primitives(fused(f), *args) == primitives(f, *args)
@@ -200,7 +234,7 @@ def test_every_elementwise_operation_compiles_for_a_gpu(name):
     """Forward and backward: two kernels, and no other pass over an array as wide as the hidden layer."""
     activation, wide = ACTIVATIONS[name], jax.ShapeDtypeStruct((64, 512), jnp.bfloat16)
     traced = jax.make_jaxpr(activation)(wide)
-    assert all(map(is_elementwise, traced.eqns))
+    assert all(is_elementwise(eqn, jnp.bfloat16) for eqn in traced.eqns)
     mesh = jzero.make_mesh(devices=gpu_devices("h100", 1))
     whole = jax.sharding.NamedSharding(mesh, jax.P())
     shapes = [
@@ -214,6 +248,18 @@ def test_every_elementwise_operation_compiles_for_a_gpu(name):
     text = step.lower(*shapes).compile().as_text()
     assert len(kernels(text)) == 2
     assert not passes_over(text, "64,512")
+
+
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+@pytest.mark.usefixtures("no_compilation_cache")
+@pytest.mark.parametrize(("gpu", "kernel"), [("t4", False), ("a100", True)])
+def test_gpus_before_ampere_have_no_kernels(gpu, kernel):
+    mesh = jzero.make_mesh(devices=gpu_devices(gpu, 1))
+    whole = jax.sharding.NamedSharding(mesh, jax.P())
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float16, sharding=whole) for s in [(64, 128), (128, 512), (512, 128)]]
+    text = jax.jit(fused(gelu)).lower(*shapes).compile().as_text()
+    assert bool(kernels(text)) == kernel
 
 
 def kernels(text):
