@@ -24,14 +24,15 @@ from jzero.optimizers.compressed import WORKER_ERROR, Replicas
 from jzero.optimizers.groups import WHY, Group, group_problems, make_groups, own_values
 from jzero.optimizers.lr_schedules import LRSchedule
 from jzero.optimizers.muon import fused_matrices
+from jzero.optimizers.orthogonal import Placement
 from jzero.optimizers.table import Row, look_up
 from jzero.optimizers.transforms import Knobs
 from jzero.optimizers.wrappers import Transform, in_fp32, per_layer, scale_leaves, with_lr_factor
 
 __all__ = [
-    "Group", "Replicas", "at_step", "base_lr", "callers_optimizer", "compresses", "describe", "fused_matrices", "lr_of",
-    "make_groups", "make_optimizer", "norm_of", "optimizer_problems", "own_steps", "parameters", "per_layer",
-    "why_not_scaled",
+    "Group", "Placement", "Replicas", "at_step", "base_lr", "callers_optimizer", "compresses", "describe",
+    "fused_matrices", "lr_of", "make_groups", "make_optimizer", "norm_of", "optimizer_problems", "own_steps",
+    "parameters", "per_layer", "why_not_scaled",
 ]  # fmt: skip
 
 
@@ -44,6 +45,7 @@ def make_optimizer(
     groups: Sequence[Group] = (),
     state_dtype: Any = jnp.float32,
     replicas: Replicas | None = None,
+    placement: Placement | None = None,
 ) -> Transform:
     """Make the optimizer of a config's `optimizer` section.
 
@@ -56,6 +58,7 @@ def make_optimizer(
       groups: parameters with values of their own, see `make_groups`.
       state_dtype: dtype of the moments; the arithmetic is fp32 in any case.
       replicas: the devices that average inside the optimizer; its updates then have a row for each. None: none do.
+      placement: where the parameters are, for optimizers that move whole matrices; None: all are on each device.
 
     Returns:
       A transformation whose `update` needs the parameters. Apply its updates with `optax.apply_updates`.
@@ -85,7 +88,7 @@ def make_optimizer(
             "optimizer.groups: betas have no effect under OneCycle's cycle_momentum, which sets them for all "
             "parameters; remove them, or set scheduler.params.cycle_momentum to false"
         )
-    tx = row.make(Knobs(lr, float(row.base(params)), stacked, fused, own, replicas), params)
+    tx = row.make(Knobs(lr, float(row.base(params)), stacked, fused, own, replicas, placement), params)
     scales = {name: values["lr_scale"] for name, values in own.items() if "lr_scale" in values}
     if row.own_steps:  # its steps are in the rates of their groups
         scales = {}

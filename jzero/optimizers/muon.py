@@ -9,7 +9,7 @@ fp32; DeepSpeed in half precision on GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from jzero.errors import ConfigError
+from jzero.optimizers.orthogonal import Matrices, orthogonalised
 from jzero.optimizers.transforms import Knobs, add_decay, first, scale_by_adam
 from jzero.optimizers.wrappers import Transform, labels
 from jzero.tree import named, path_name
@@ -82,7 +83,7 @@ def muon(k: Knobs, p: dict[str, Any]) -> Transform:
     """
     decay = add_decay(k, p)
     hidden = optax.chain(
-        _scale_by_muon(p["momentum"], k.fused, k.stacked),
+        _scale_by_muon(k, p["momentum"]),
         decay,
         optax.scale_by_learning_rate(k.lr_from(first(p["muon_lr"], p["lr"], 0.02))),
     )
@@ -111,13 +112,12 @@ def _is_bias(name: str) -> bool:
     return name.rpartition("/")[2] == "bias"
 
 
-def _scale_by_muon(beta: float, fused: Mapping[str, Cut], stacked: Any) -> Transform:
+def _scale_by_muon(k: Knobs, beta: float) -> Transform:
     """Make a transformation to Nesterov momentum, orthogonalised.
 
     optax corrects the momentum's bias, which gives it more weight in the blend: 10 % of the second update.
     """
-
-    stack = named(stacked) if stacked is not None else {}  # names of parameters, or of trees of them
+    stack = named(k.stacked) if k.stacked is not None else {}  # names of parameters, or of trees of them
 
     def init(params: Any) -> optax.TraceState:
         return optax.TraceState(optax.tree.zeros_like(params))
@@ -125,43 +125,37 @@ def _scale_by_muon(beta: float, fused: Mapping[str, Cut], stacked: Any) -> Trans
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, optax.TraceState]:
         momentum = jax.tree.map(lambda g, m: m + (1 - beta) * (g - m), updates, state.trace)
         blend = jax.tree.map(lambda g, m: g + beta * (m - g), updates, momentum)
-
-        def orthogonal(path: tuple, u: jax.Array) -> jax.Array:
-            name = path_name(path)
-            if name not in fused:
-                return _scaled(u)
-            dim, widths, *batch = fused[name]
-            in_stack = any(has_layers and f"{name}/".startswith(f"{part}/") for part, has_layers in stack.items())
-            return _in_parts(u, dim + in_stack, widths, sum(batch) + in_stack)
-
-        direction = jax.tree_util.tree_map_with_path(orthogonal, blend)
+        parts = {name: parts_of(name, u) for name, u in named(blend).items()}
+        mesh = k.placement.mesh if k.placement else None
+        done = iter(orthogonalised([part for found in parts.values() for part in found], mesh))
+        found = {name: [next(done) for _ in those] for name, those in parts.items()}
+        direction = jax.tree_util.tree_map_with_path(
+            lambda path, u: joined(found[path_name(path)], path_name(path), u), blend
+        )
         return direction, optax.TraceState(momentum)
 
+    def cut(name: str) -> tuple[int, Sequence[int], int] | None:
+        """Return the dimension, the widths and the batch dimensions of a fused parameter, the layer axis included."""
+        if name not in k.fused:
+            return None
+        dim, widths, *batch = k.fused[name]
+        in_stack = any(has_layers and f"{name}/".startswith(f"{part}/") for part, has_layers in stack.items())
+        return dim + in_stack, widths, sum(batch) + in_stack
+
+    def parts_of(name: str, u: jax.Array) -> list[Matrices]:
+        axes = k.placement.axes(name, u.ndim) if k.placement else ((),) * u.ndim
+        if (how := cut(name)) is None:
+            return [Matrices(u, axes)]
+        dim, widths, batch = how
+        columns = tuple(axis for of_dim in axes[batch + 1 :] for axis in of_dim)
+        parts = jnp.split(u, list(accumulate(widths))[:-1], axis=dim)
+        return [Matrices(x.reshape(*x.shape[: batch + 1], -1), (*axes[: batch + 1], columns)) for x in parts]
+
+    def joined(parts: Sequence[jax.Array], name: str, u: jax.Array) -> jax.Array:
+        if (how := cut(name)) is None:
+            return parts[0]
+        dim, widths, _ = how
+        shapes = [(*u.shape[:dim], width, *u.shape[dim + 1 :]) for width in widths]
+        return jnp.concatenate([x.reshape(shape) for x, shape in zip(parts, shapes, strict=True)], axis=dim)
+
     return Transform(init, update)
-
-
-def _in_parts(u: jax.Array, dim: int, widths: Sequence[int], batch: int) -> jax.Array:
-    """Orthogonalise each matrix of a parameter that is cut along a dimension."""
-    parts = jnp.split(u, list(accumulate(widths))[:-1], axis=dim)
-    flat = [_scaled(part.reshape(*part.shape[: batch + 1], -1)) for part in parts]
-    return jnp.concatenate([x.reshape(p.shape) for x, p in zip(flat, parts, strict=True)], axis=dim)
-
-
-def _scaled(u: jax.Array) -> jax.Array:
-    """Orthogonalise matrices, scaled by sqrt(max(1, out / in))."""
-    return max(1.0, u.shape[-1] / u.shape[-2]) ** 0.5 * _orthogonalise(u)
-
-
-def _orthogonalise(u: jax.Array) -> jax.Array:
-    """Run five quintic Newton-Schulz steps on matrices [..., in, out]: singular values end in about 0.5 to 1.5."""
-    a, b, c = 3.4445, -4.7750, 2.0315
-    tall = u.shape[-2] > u.shape[-1]  # iterate on the smaller Gram matrix
-    x = jnp.swapaxes(u, -1, -2) if tall else u
-    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7)  # the spectral norm is at most 1
-
-    def step(_: int, x: jax.Array) -> jax.Array:
-        gram = x @ jnp.swapaxes(x, -1, -2)
-        return a * x + (b * gram + c * (gram @ gram)) @ x
-
-    x = jax.lax.fori_loop(0, 5, step, x)
-    return jnp.swapaxes(x, -1, -2) if tall else x

@@ -12,6 +12,7 @@ import optax
 
 from jzero.optimizers.compressed import Replicas
 from jzero.optimizers.lr_schedules import LRSchedule
+from jzero.optimizers.orthogonal import Placement
 from jzero.optimizers.wrappers import Transform, map_layers
 from jzero.tree import PyTree, path_name
 
@@ -23,7 +24,7 @@ class Knobs:
     Attributes:
       schedule: learning rate and perhaps momentum.
       base_lr: the rate that the schedule is built on.
-      stacked, fused, own, replicas: as for `make_optimizer`.
+      stacked, fused, own, replicas, placement: as for `make_optimizer`.
     """
 
     schedule: LRSchedule
@@ -32,6 +33,7 @@ class Knobs:
     fused: Mapping[str, tuple]
     own: Mapping[str, Mapping[str, Any]]
     replicas: Replicas | None = None
+    placement: Placement | None = None
 
     @property
     def lr(self) -> Callable[[Any], Any]:

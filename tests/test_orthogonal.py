@@ -1,0 +1,108 @@
+"""Muon's matrices, each computed on one device: against NumPy's, and the collectives of the compiled H100 program."""
+
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.cuda import needs_cuda_compiler
+from jax import P
+from jax.sharding import NamedSharding
+from test_optimizer_stages import newton_schulz
+
+import jzero
+from jzero.optimizers.orthogonal import Matrices, Placement, orthogonalised
+from jzero.planner import collectives, gpu_devices
+from models.llama import Llama, LlamaConfig
+
+# Shapes and specs over data 2, expert 2, zero 2.
+GIVEN = [
+    ((3, 8, 12), P(None, "zero")),
+    ((5, 8, 12), P(None, "zero")),
+    ((3, 12, 8), P(None, "zero")),
+    ((8, 12), P("zero", "data")),
+    ((8, 12), P(None, ("data", "zero"))),
+    ((4, 2, 8, 12), P(None, "expert", None, "zero")),
+    ((2, 4, 12, 8), P("expert", None, ("data", "zero"))),
+    ((3, 8, 12), P()),
+    ((2, 3, 4, 4), P("zero")),
+]
+
+
+def numpys(x):
+    return np.stack([newton_schulz(m) * max(1, m.shape[1] / m.shape[0]) ** 0.5 for m in x]).reshape(x.shape)
+
+
+def test_every_matrix_is_numpys():
+    mesh = jzero.make_mesh(data=2, expert=2, zero=2)
+    rng = np.random.default_rng(0)
+    xs = [rng.normal(size=shape).astype(np.float32) for shape, _ in GIVEN]
+    placement = Placement(mesh, {str(i): spec for i, (_, spec) in enumerate(GIVEN)})
+
+    @jax.jit
+    def run(*xs):
+        return orthogonalised([Matrices(x, placement.axes(str(i), x.ndim)) for i, x in enumerate(xs)], mesh)
+
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, (_, spec) in zip(xs, GIVEN, strict=True)]
+    alone = orthogonalised([Matrices(jnp.asarray(x), ((),) * x.ndim) for x in xs], None)
+    for x, found, one in zip(xs, run(*placed), alone, strict=True):
+        expected = numpys(x.astype(np.float64).reshape(-1, *x.shape[-2:])).reshape(x.shape)
+        for y in (found, one):
+            assert np.linalg.norm(np.asarray(y) - expected) < 1e-4 * np.linalg.norm(expected)
+
+
+LAYERS, WIDTH, HIDDEN, HEADS, KV_HEADS = 3, 128, 256, 4, 2
+MESHES = {
+    "zero 4": {"zero": 4},
+    "data 2, zero 2": {"data": 2, "zero": 2},
+    "pipe 3, zero 2": {"pipe": 3, "zero": 2},
+    "tensor 2, zero 2": {"tensor": 2, "zero": 2},
+}
+
+
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+@pytest.mark.usefixtures("no_compilation_cache")
+@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_two_all_to_alls_for_each_shape_and_none_in_the_iteration(sizes, stage):
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4 if "pipe" in sizes else 1,
+        "optimizer": {"type": "Muon", "params": {"lr": 0.02}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "compiler_options": {"xla_gpu_autotune_level": 0}, "mesh": sizes,
+    }  # fmt: skip
+    shape = LlamaConfig(LAYERS, WIDTH, HEADS, KV_HEADS, HIDDEN, vocab_size=256, attention="xla")
+    mesh = jzero.make_mesh(config, devices=gpu_devices("h100", int(np.prod([*sizes.values()]))))
+    step = jzero.make_train_step(jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs)), config, mesh=mesh)
+    tokens = jax.ShapeDtypeStruct((step.batch_sizes.train, 64), jnp.int32)
+    program = step.lower({"inputs": tokens, "labels": tokens}).compile()
+    found = Counter()
+    for row in collectives(program, mesh):
+        assert not (row.loops and row.dtype == "f32" and row.bytes > 4 * WIDTH and 5 in row.loops), row
+        if row.kind == "all-to-all":
+            found[row.axes, row.bytes] += row.operands
+    by_zero, by_tensor = sizes.get("zero", 1), sizes.get("tensor", 1)
+    layers, key = LAYERS // sizes.get("pipe", 1), WIDTH // HEADS * KV_HEADS
+    expected = Counter()
+    # q and out have one shape; k and v; gate and up; down. `tensor` divides columns of all but out and down, whose rows
+    # it divides, as `zero` does of all.
+    groups = [
+        (2, WIDTH, WIDTH, "columns"),
+        (2, WIDTH, key, "columns"),
+        (2, WIDTH, HIDDEN, "columns"),
+        (1, HIDDEN, WIDTH, "rows"),
+    ]
+    if by_tensor > 1:
+        groups[:1] = [(1, WIDTH, WIDTH, "columns"), (1, WIDTH, WIDTH, "rows")]
+    for count, n, k, divided in groups:
+        devices = by_zero * by_tensor
+        padded = -(-count * layers // devices) * devices
+        there = tuple(axis for axis in ("zero", "tensor") if sizes.get(axis, 1) > 1)
+        for axes in [there] if divided == "rows" else [(axis,) for axis in there]:
+            expected[axes, padded * n * k * 4 // devices] += 2
+    assert found == expected
+    update = re.findall(r'op_name="[^"]*jzero_update[^"]*/while/body/[^"]*"', program.as_text())
+    assert update  # the iteration is a loop
