@@ -26,6 +26,7 @@ class Precision:
       accum: the sum of the micro-batches' gradients.
       reduce: gradients on the wire.
       optimizer_state: moments.
+      at_random: whether moments are rounded up or down at random, not to the nearest.
       check_overflow: whether a step with a non-finite gradient is skipped.
       scaler: the loss scaler's settings; scale 1 unless fp16.
       auto_cast: whether the floats of a batch are cast to `compute`: all, none, or "auto", see `tracing.auto_cast`.
@@ -37,6 +38,7 @@ class Precision:
     accum: Any = _FLOAT32
     reduce: Any = _FLOAT32
     optimizer_state: Any = _FLOAT32
+    at_random: bool = False
     check_overflow: bool = True
     scaler: Scaler = field(default_factory=Scaler)
     auto_cast: bool | Literal["auto"] = False
@@ -48,13 +50,16 @@ class Precision:
         compute, wire = _DTYPES[config.precision], config.communication_data_type
         fp16 = config.precision == "fp16" and config.fp16
         bf16 = config.precision == "bf16" and config.bf16
+        at_random = config.optimizer is not None and config.optimizer.state_dtype == "bf16"
+        low_moments = at_random or (bf16 and bf16.bf16_optimizer_states)
         low_masters = (fp16 and fp16.fp16_master_weights_and_grads) or (bf16 and bf16.bf16_master_weights_and_grads)
         return cls(
             compute=compute,
             master=compute if low_masters else _FLOAT32,
             accum=_DTYPES[config.data_types.grad_accum_dtype],
             reduce=_DTYPES[wire] if wire else compute,
-            optimizer_state=compute if bf16 and bf16.bf16_optimizer_states else _FLOAT32,
+            optimizer_state=_DTYPES["bf16"] if low_moments else _FLOAT32,
+            at_random=at_random,
             check_overflow=bool(bf16.check_grad_overflow) if bf16 else True,
             scaler=_scaler(fp16) if fp16 else Scaler(),
             auto_cast=fp16.auto_cast if fp16 else bf16.auto_cast if bf16 else False,

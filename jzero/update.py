@@ -18,6 +18,7 @@ import optax
 from jzero import optimizers
 from jzero.gradients import Result
 from jzero.loss import LOSS
+from jzero.model import fold
 from jzero.offload import transfers
 from jzero.setup import Setup
 from jzero.sharding import is_state, trainable
@@ -40,6 +41,7 @@ class Conditions(NamedTuple):
 
 
 ALWAYS = Conditions()
+ROUNDING = 2**31 - 2  # folded into a step's key to make that of stochastic rounding
 SCOPE = "jzero_update"  # around the update's operations in the train step
 
 
@@ -69,6 +71,8 @@ def update(
     stored, frozen = partition(state.params, trainable(setup.layouts))
     old, old_opt_state = transfers.on_device((stored, state.opt_state))
     extra = {} if rate is None else {"lr_factor": rate / setup.schedule.constant}
+    if setup.precision.at_random and not setup.callers_optimizer:
+        extra["rounding"] = fold(fold(state.rng, state.step), ROUNDING)
     updates, opt_state = setup.tx.update(grads, old_opt_state, old, value=result.means[LOSS], **extra)
     if setup.averaging:  # before it, the gradients are those of each device
         norm = optimizers.norm_of(opt_state)

@@ -86,7 +86,7 @@ def test_accepted_values(path, value, expected):
         ("scheduler", {"type": "WarmupLr"}, ["scheduler.type: 'WarmupLr'", "did you mean 'WarmupLR'"]),
         ("scheduler", {"type": "OneCycle", "params": {"cycle_min_lr": 0}}, ["cycle_max_lr: missing"]),
         ("fp16", True, ["must be a section", "loss_scale_window", '{"enabled": true}']),
-        ("optimizer", "Adam", ["must be a section", "params, type", 'did you mean {"type": "Adam"}?']),
+        ("optimizer", "Adam", ["must be a section", "state_dtype, type", 'did you mean {"type": "Adam"}?']),
         ("bf16", False, ["must be a section", 'did you mean {"enabled": false}?']),
         ("optimizer", {"type": "Adam", "params": {"max_grad_norm": {}}}, ["max_grad_norm = {}", "gradient_clipping"]),
         ("optimizer.params", {"lr": 1}, ["optimizer.type: required", "AdamW"]),

@@ -48,6 +48,7 @@ Reduction = Literal["mean", "sum"]
 Gather = Literal["step", "micro_batch"]
 Growth = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
 ContextAttention = Literal["auto", "ulysses", "ring"]
+StateDtype = Literal["fp32", "bf16"]
 NoDecay = Literal["norms_biases", "norms_biases_embeddings"]
 
 
@@ -63,12 +64,14 @@ class OptimizerConfig(Section):
     A group of `groups` has `match`, a regular expression, and the values of the parameters whose name it matches:
     `lr_scale` (a factor on the learning rate), `weight_decay`, `betas`. The first group that matches a parameter wins.
     `no_weight_decay` sets the weight decay of norms and biases, or of embeddings too, to 0 where their group sets none.
+    `state_dtype` "bf16" keeps the moments in bfloat16, rounded up or down at random; the arithmetic stays in fp32.
     """
 
     type: Text = Field(examples=["AdamW"])
     params: Params = {}
     groups: Annotated[tuple[dict[str, Any], ...], PlainValidator(kinds.PARAM_LIST)] = ()
     no_weight_decay: Annotated[NoDecay | None, PlainValidator(one_of(get_args(NoDecay), none=None))] = None
+    state_dtype: Annotated[StateDtype, PlainValidator(one_of(get_args(StateDtype)))] = "fp32"
 
 
 class SchedulerConfig(Section):

@@ -92,11 +92,16 @@ def _head(step: Any) -> list[str]:
         **({"pipeline": facts.pipeline(b.accum)} if facts.pipeline else {}),
         "ZeRO": _zero(step),
         "precision": f"{step.config.precision}: masters {precision.master}, gradients reduced in {precision.reduce} "
-        f"and accumulated in {precision.accum}",
+        f"and accumulated in {precision.accum}{_moments(step)}",
     }
     if nccl := loaded_nccl():
         rows["NCCL"] = f"{nccl[1]} from {nccl[0]}"
     return [part for name, text in rows.items() for part in wrap(text, f"  {name:<9}  ", " " * 13)]
+
+
+def _moments(step: Any) -> str:
+    at_random = step.precision.at_random and not step.setup.callers_optimizer
+    return f", moments {step.precision.optimizer_state} rounded at random" if at_random else ""
 
 
 def _zero(step: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from jzero.optimizers.compressed import has_rows
+from jzero.optimizers.rounding import round_at_random
 from jzero.tree import path_name
 
 Transform: TypeAlias = optax.GradientTransformation
@@ -101,10 +103,11 @@ def with_lr_factor(tx: Transform) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
-def in_fp32(tx: Transform, state_dtype: Any) -> Transform:
+def in_fp32(tx: Transform, state_dtype: Any, at_random: bool = False) -> Transform:
     """Run `tx` in fp32 for parameters of any dtype, and keep its per-parameter state in `state_dtype`.
 
-    Each update loads low-precision state to fp32, computes, and rounds once, instead of at every operation. State that
+    Each update loads low-precision state to fp32, computes, and rounds once, instead of at every operation: to the
+    nearest number, or `at_random`, by the key that `update` then takes as `rounding`. State that
     belongs to no parameter (counts, scalars) keeps its dtype, and so do rows of single devices: errors of
     compressed communication are what rounding has lost, and momenta and steps of local steps are small sums.
     """
@@ -115,16 +118,25 @@ def in_fp32(tx: Transform, state_dtype: Any) -> Transform:
         # float64 parameters stay float64
         return jax.tree.map(lambda x: _cast_floating(x, jnp.promote_types(x.dtype, jnp.float32)), tree)
 
-    def store(state: Any, params: Any) -> Any:
-        return _map_owned(lambda x: _cast_floating(x, state_dtype), state, params) if low else state
+    def store(state: Any, params: Any, rounding: jax.Array | None = None) -> Any:
+        leaves = count()
+
+        def stored(x: Any) -> Any:
+            if rounding is None or x.dtype != jnp.float32:
+                return _cast_floating(x, state_dtype)
+            return round_at_random(x, jax.random.fold_in(rounding, next(leaves)))
+
+        return _map_owned(stored, state, params) if low else state
 
     def init(params: Any) -> Any:
         return store(tx.init(up(params)), params)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        updates: Any, state: Any, params: Any = None, *, rounding: jax.Array | None = None, **extra: Any
+    ) -> tuple[Any, Any]:
         loaded = _map_owned(lambda x: _cast_floating(x, jnp.float32), state, updates) if low else state
         new_updates, new_state = tx.update(up(updates), loaded, None if params is None else up(params), **extra)
-        return new_updates, store(new_state, updates)
+        return new_updates, store(new_state, updates, rounding if at_random else None)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -1,0 +1,152 @@
+"""Moments in bfloat16, rounded at random: against NumPy's neighbours, over every layout, and in training."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers.cuda import needs_cuda_compiler
+from jax import P
+from jax.sharding import NamedSharding
+
+import jzero
+from jzero.errors import ConfigError
+from jzero.optimizers.rounding import round_at_random
+from jzero.planner import collectives, gpu_devices
+from models.llama import Llama, LlamaConfig
+
+KEY = jax.random.key(3)
+
+
+def neighbours(x):
+    """The bfloat16 numbers at and beside x, as float64; x: float32."""
+    below = (x.view(np.uint32) & 0xFFFF0000).view(np.float32)  # towards zero
+    beyond = ((x.view(np.uint32) & 0xFFFF0000) + 0x10000).view(np.float32)
+    return below.astype(np.float64), np.where(below == x, below, beyond).astype(np.float64)
+
+
+def test_one_of_the_two_neighbours_and_the_mean_is_the_number():
+    x = (np.random.default_rng(0).normal(size=40) * 10.0 ** np.arange(-20, 20)).astype(np.float32)
+    many = 20_000
+    found = np.asarray(round_at_random(jnp.tile(x, (many, 1)), KEY), np.float64)
+    low, high = neighbours(x)
+    assert ((found == low) | (found == high)).all()
+    share = (x - low) / (high - low)
+    sigma = np.sqrt(share * (1 - share) / many)
+    assert (np.abs((found == high).mean(0) - share) < 5 * sigma).all()
+
+
+def test_what_bfloat16_has_stays():
+    x = np.array(
+        [0.0, -0.0, 1.0, -3.0, np.inf, -np.inf, np.nan, 2.0**-126, ml_dtypes.finfo("bfloat16").max], np.float32
+    )
+    found = np.asarray(round_at_random(jnp.asarray(x), KEY), np.float32)
+    np.testing.assert_array_equal(found, x)
+    assert np.signbit(found[1])
+
+
+def test_an_average_does_not_stand_still():
+    """0.999 of a moment and 0.001 of what is 1 % larger: less than half of bfloat16's last bit."""
+
+    def average(store):
+        value = jnp.ones(1000, jnp.bfloat16)
+        for i in range(300):
+            value = store(0.999 * value.astype(jnp.float32) + 0.001 * 1.01, jax.random.fold_in(KEY, i))
+        return float(value.astype(jnp.float32).mean())
+
+    exact = 1.01 - 0.01 * 0.999**300
+    assert average(lambda x, _: x.astype(jnp.bfloat16)) == 1.0
+    assert average(round_at_random) == pytest.approx(exact, abs=3e-4)
+
+
+def test_the_bits_do_not_depend_on_the_layout():
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(16, 24)), jnp.float32)
+    mesh = jzero.make_mesh(zero=8)
+    alone = round_at_random(x, KEY)
+    for spec in (P("zero"), P(None, "zero")):
+        placed = jax.device_put(x, NamedSharding(mesh, spec))
+        assert (jax.jit(round_at_random)(placed, KEY) == alone).all()
+
+
+SHAPE = LlamaConfig(2, 32, 2, 1, 64, vocab_size=64)
+TOKENS = np.random.default_rng(2).integers(0, 64, (8, 17)).astype(np.int32)
+BATCH = {"inputs": TOKENS[:, :-1], "labels": TOKENS[:, 1:]}
+
+
+def step_of(stage, kind="AdamW", devices=None, **optimizer):
+    config = {
+        "train_batch_size": 8, "optimizer": {"type": kind, "params": {"lr": 3e-3}, **optimizer},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }  # fmt: skip
+    mesh = jzero.make_mesh(zero=4, devices=devices or jax.devices()[:4])
+    return jzero.make_train_step(jzero.from_flax(lambda rngs: Llama(SHAPE, rngs=rngs)), config, mesh=mesh)
+
+
+def train(step, steps):
+    state, losses = step.init(jax.random.key(0)), []
+    for _ in range(steps):
+        state, metrics = step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def moments(state):
+    return [x for x in jax.tree.leaves(state.opt_state) if jnp.issubdtype(x.dtype, jnp.floating) and x.ndim]
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Lion", "Muon"])
+def test_moments_are_bfloat16_and_a_step_again_rounds_the_same(kind):
+    step = step_of(1, kind, state_dtype="bf16")
+    state, _ = train(step, 2)
+    assert {x.dtype for x in moments(state)} == {jnp.dtype(jnp.bfloat16)}
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
+    again, _ = train(step_of(1, kind, state_dtype="bf16"), 2)
+    for a, b in zip(moments(state), moments(again), strict=True):
+        assert (a == b).all()
+
+
+def test_the_first_moments_are_neighbours_of_the_exact_ones():
+    exact, low = (train(step_of(3, **given), 1)[0] for given in ({}, {"state_dtype": "bf16"}))
+    up = nearest = 0
+    for a, b in zip(moments(exact), moments(low), strict=True):
+        a, b = np.asarray(a), np.asarray(b, np.float64)
+        below, beyond = neighbours(a)
+        assert ((b == below) | (b == beyond)).all()
+        up += (b == beyond).sum()
+        nearest += (b == a.astype(ml_dtypes.bfloat16).astype(np.float64)).sum()
+    size = sum(x.size for x in moments(exact))
+    assert 0.4 < up / size < 0.6
+    assert nearest < 0.9 * size
+
+
+def test_training_is_as_with_float32_moments():
+    (_, exact), (_, low) = (train(step_of(2, **given), 60) for given in ({}, {"state_dtype": "bf16"}))
+    assert exact[-1] < 0.5 * exact[0]
+    assert low != exact
+    assert np.mean(low[-10:]) == pytest.approx(np.mean(exact[-10:]), rel=0.05)
+
+
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+@pytest.mark.usefixtures("no_compilation_cache")
+def test_rounding_moves_nothing_and_the_state_is_smaller():
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, jnp.int32) for name, x in BATCH.items()}
+    moved, sizes = [], []
+    for given in ({}, {"state_dtype": "bf16"}):
+        step = step_of(1, devices=gpu_devices("h100", 4), **given)
+        moved.append(collectives(step.lower(shapes).compile(), step.mesh).bytes)
+        sizes.append(sum(x.size * x.dtype.itemsize for x in moments(step.state_shapes)))
+    assert moved[0] == moved[1]
+    assert sizes[1] * 2 == sizes[0]
+
+
+def test_the_report_says_it(capsys):
+    config = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}, "state_dtype": "bf16"}}
+    model = jzero.from_flax(lambda rngs: Llama(SHAPE, rngs=rngs))
+    jzero.initialize(model=model, config=config)[0].train_batch(BATCH)
+    assert "moments bfloat16 rounded at random" in " ".join(capsys.readouterr().out.split())
+
+
+def test_other_dtypes_are_refused():
+    with pytest.raises(ConfigError, match=r'optimizer.state_dtype.*fp8.*"fp32" or "bf16"'):
+        step_of(1, state_dtype="fp8")
