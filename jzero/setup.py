@@ -195,7 +195,7 @@ def resolve(
     else:
         tx = optimizers.make_optimizer(
             config.optimizer, schedule, stacked=stacked, fused=optimizers.fused_matrices(model, layouts),
-            groups=groups, state_dtype=precision.optimizer_state, at_random=precision.at_random, replicas=averaging,
+            groups=groups, state_dtype=precision.optimizer_state, replicas=averaging,
             placement=optimizers.Placement(mesh, {x.name: x.spec for x in jax.tree.leaves(layouts)}),
         )  # fmt: skip
     tx = optax.with_extra_args_support(tx)  # reduce_on_plateau takes the loss

@@ -1,5 +1,7 @@
 """Moments in bfloat16, rounded at random: against NumPy's neighbours, over every layout, and in training."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -28,7 +30,7 @@ def neighbours(x):
 def test_one_of_the_two_neighbours_and_the_mean_is_the_number():
     x = (np.random.default_rng(0).normal(size=40) * 10.0 ** np.arange(-20, 20)).astype(np.float32)
     many = 20_000
-    found = np.asarray(round_at_random(jnp.tile(x, (many, 1)), KEY), np.float64)
+    found = np.asarray(round_at_random(jnp.tile(x, (many, 1)), KEY), np.float64)  # [many, 40]
     low, high = neighbours(x)
     assert ((found == low) | (found == high)).all()
     share = (x - low) / (high - low)
@@ -36,7 +38,7 @@ def test_one_of_the_two_neighbours_and_the_mean_is_the_number():
     assert (np.abs((found == high).mean(0) - share) < 5 * sigma).all()
 
 
-def test_what_bfloat16_has_stays():
+def test_numbers_of_bfloat16_stay():
     x = np.array(
         [0.0, -0.0, 1.0, -3.0, np.inf, -np.inf, np.nan, 2.0**-126, ml_dtypes.finfo("bfloat16").max], np.float32
     )
@@ -46,7 +48,7 @@ def test_what_bfloat16_has_stays():
 
 
 def test_an_average_does_not_stand_still():
-    """0.999 of a moment and 0.001 of what is 1 % larger: less than half of bfloat16's last bit."""
+    """It moves by 0.00001 of itself at a time, and bfloat16's last bit is 1/128."""
 
     def average(store):
         value = jnp.ones(1000, jnp.bfloat16)
@@ -57,6 +59,15 @@ def test_an_average_does_not_stand_still():
     exact = 1.01 - 0.01 * 0.999**300
     assert average(lambda x, _: x.astype(jnp.bfloat16)) == 1.0
     assert average(round_at_random) == pytest.approx(exact, abs=3e-4)
+
+
+def test_arrays_and_steps_have_bits_of_their_own():
+    x = jnp.full((64, 64), 1 + 1 / 256, jnp.float32)  # in the middle of two numbers
+    first, *others = (round_at_random(x, key, n) for key, n in [(KEY, 0), (KEY, 1), (jax.random.fold_in(KEY, 1), 0)])
+    for other in others:
+        assert 0.45 < float((first == other).mean()) < 0.55
+    for rows in (first, first.T):  # nor do neighbours in one dimension go together
+        assert 0.45 < float((rows[1:] == rows[:-1]).mean()) < 0.55
 
 
 def test_the_bits_do_not_depend_on_the_layout():
@@ -119,6 +130,42 @@ def test_the_first_moments_are_neighbours_of_the_exact_ones():
     assert nearest < 0.9 * size
 
 
+def test_the_stages_round_alike():
+    """But for elements whose gradients, summed in another order, lie on two sides of what the bits decide."""
+    first, other = (train(step_of(stage, state_dtype="bf16"), 2)[0] for stage in (1, 3))
+    same = [np.mean(np.asarray(a == b)) for a, b in zip(moments(first), moments(other), strict=True)]
+    assert np.mean(same) > 0.99
+
+
+def test_each_step_rounds_anew():
+    step = step_of(1, state_dtype="bf16")
+    state = step.init(jax.random.key(0))
+    first, _ = step(jax.tree.map(jnp.copy, state), BATCH)
+    later, _ = step(dataclasses.replace(state, step=state.step + 1), BATCH)  # the same gradients
+    assert any((a != b).mean() > 0.2 for a, b in zip(moments(first), moments(later), strict=True))
+
+
+@pytest.mark.parametrize(("kind", "copies"), [("dog", "init_params"), ("prodigy", "params0"), ("amsgrad", "nu_max")])
+def test_copies_and_running_maxima_stay_float32(kind, copies):
+    state = step_of(1, kind, state_dtype="bf16").state_shapes.opt_state
+    paths = {
+        jax.tree_util.keystr(path): x.dtype for path, x in jax.tree_util.tree_flatten_with_path(state)[0] if x.ndim
+    }
+    kept = {path for path in paths if copies in path}
+    assert kept
+    for path, dtype in paths.items():
+        assert dtype == (jnp.float32 if path in kept else jnp.bfloat16), path
+
+
+def test_two_dtypes_of_moments_are_refused():
+    config = {
+        "train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}, "state_dtype": "fp32"},
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"bf16_optimizer_states = true and optimizer.state_dtype = .fp32.*keep one"):
+        jzero.make_train_step(jzero.from_flax(lambda rngs: Llama(SHAPE, rngs=rngs)), config)
+
+
 def test_training_is_as_with_float32_moments():
     (_, exact), (_, low) = (train(step_of(2, **given), 60) for given in ({}, {"state_dtype": "bf16"}))
     assert exact[-1] < 0.5 * exact[0]
@@ -140,7 +187,7 @@ def test_rounding_moves_nothing_and_the_state_is_smaller():
     assert sizes[1] * 2 == sizes[0]
 
 
-def test_the_report_says_it(capsys):
+def test_the_run_report_names_the_rounding(capsys):
     config = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}, "state_dtype": "bf16"}}
     model = jzero.from_flax(lambda rngs: Llama(SHAPE, rngs=rngs))
     jzero.initialize(model=model, config=config)[0].train_batch(BATCH)

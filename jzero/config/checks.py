@@ -79,6 +79,15 @@ def _bf16_states(s: Settings) -> Iterator[str]:
         )
 
 
+@_reads("bf16.bf16_optimizer_states", "optimizer.state_dtype")
+def _two_dtypes_of_moments(s: Settings) -> Iterator[str]:
+    if s.bf16.bf16_optimizer_states and s.optimizer and "state_dtype" in s.optimizer.model_fields_set:
+        yield (
+            f'bf16.bf16_optimizer_states = true and optimizer.state_dtype = "{s.optimizer.state_dtype}": both set the '
+            "dtype of the moments; keep one"
+        )
+
+
 @_reads(MICS, "mesh.zero")
 def _group_against_mesh(s: Settings) -> Iterator[str]:
     key, size = zero_group(s)

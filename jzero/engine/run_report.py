@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 import jax
+import numpy as np
 
 from jzero import optimizers
 from jzero.communication.quantize import BLOCK, SMALLEST_BLOCK
@@ -100,8 +101,15 @@ def _head(step: Any) -> list[str]:
 
 
 def _moments(step: Any) -> str:
-    at_random = step.precision.at_random and not step.setup.callers_optimizer
-    return f", moments {step.precision.optimizer_state} rounded at random" if at_random else ""
+    precision = step.precision
+    dtypes = {x.dtype for x in jax.tree.leaves(step.state_shapes.opt_state)}
+    if (
+        step.setup.callers_optimizer
+        or precision.optimizer_state == np.float32
+        or precision.optimizer_state not in dtypes
+    ):
+        return ""
+    return f", moments {precision.optimizer_state}{' rounded at random' if precision.at_random else ''}"
 
 
 def _zero(step: Any) -> str:

@@ -44,7 +44,6 @@ def make_optimizer(
     fused: Mapping[str, tuple] = MappingProxyType({}),
     groups: Sequence[Group] = (),
     state_dtype: Any = jnp.float32,
-    at_random: bool = False,
     replicas: Replicas | None = None,
     placement: Placement | None = None,
 ) -> Transform:
@@ -57,8 +56,8 @@ def make_optimizer(
         None for a model without a layer stack.
       fused: the cuts of the parameters that contain several matrices, see `fused_matrices`.
       groups: parameters with values of their own, see `make_groups`.
-      state_dtype: dtype of the moments; the arithmetic is fp32 in any case.
-      at_random: round moments to bfloat16 up or down at random, by the key `rounding` of each update.
+      state_dtype: dtype of the moments; the arithmetic is fp32 in any case. With a key `rounding` an update rounds
+        them to bfloat16 up or down at random.
       replicas: the devices that average inside the optimizer; its updates then have a row for each. None: none do.
       placement: where the parameters are, for optimizers that move whole matrices; None: all are on each device.
 
@@ -94,7 +93,7 @@ def make_optimizer(
     scales = {name: values["lr_scale"] for name, values in own.items() if "lr_scale" in values}
     if row.own_steps:  # its steps are in the rates of their groups
         scales = {}
-    return with_lr_factor(in_fp32(scale_leaves(tx, scales), state_dtype, at_random))
+    return with_lr_factor(in_fp32(scale_leaves(tx, scales), state_dtype))
 
 
 def callers_optimizer(optimizer: Any, lr: LRSchedule | None) -> Transform:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Axes = tuple[str, ...]
@@ -38,7 +39,7 @@ class Matrices(NamedTuple):
 
 
 def orthogonalised(all_matrices: Sequence[Matrices], mesh: Mesh | None) -> list[jax.Array]:
-    """Return orthogonal matrices scaled by sqrt(max(1, out / in)), as those given."""
+    """Return orthogonal matrices scaled by sqrt(max(1, out / in)), in the shapes given."""
     batches = [_batch(matrices) for matrices in all_matrices]
     groups: dict[object, list[int]] = {}
     for i, (x, axes) in enumerate(batches):
@@ -50,7 +51,7 @@ def orthogonalised(all_matrices: Sequence[Matrices], mesh: Mesh | None) -> list[
         y, start = _on_owners(Matrices(together, batches[members[0]].axes), mesh), 0
         for i in members:
             n = batches[i].x.shape[-3]
-            found[i] = _as_given(jax.lax.slice_in_dim(y, start, start + n, axis=y.ndim - 3), all_matrices[i])
+            found[i] = _unbatch(jax.lax.slice_in_dim(y, start, start + n, axis=y.ndim - 3), all_matrices[i])
             start += n
     return [found[i] for i in range(len(batches))]
 
@@ -64,25 +65,27 @@ def _order(m: Matrices) -> tuple[list[int], list[int], bool]:
 
 def _batch(m: Matrices) -> Matrices:
     """Return matrices as [divided dimensions..., B, n, k] with n <= k."""
-    divided, others, tall = _order(m)
+    divided, undivided, tall = _order(m)
     ends = [m.x.ndim - 1, m.x.ndim - 2] if tall else [m.x.ndim - 2, m.x.ndim - 1]
-    x = jnp.transpose(m.x, (*divided, *others, *ends))
+    x = jnp.transpose(m.x, (*divided, *undivided, *ends))
     x = x.reshape(*x.shape[: len(divided)], -1, *x.shape[-2:])
     return Matrices(x, (*(m.axes[d] for d in divided), (), *(m.axes[d] for d in ends)))
 
 
-def _as_given(y: jax.Array, m: Matrices) -> jax.Array:
+def _unbatch(y: jax.Array, m: Matrices) -> jax.Array:
     """Invert `_batch`, and scale."""
-    divided, others, tall = _order(m)
-    y = y.reshape(*(m.x.shape[d] for d in (*divided, *others)), *y.shape[-2:])
+    divided, undivided, tall = _order(m)
+    y = y.reshape(*(m.x.shape[d] for d in (*divided, *undivided)), *y.shape[-2:])
     y = jnp.swapaxes(y, -1, -2) if tall else y
-    dims = [*divided, *others]
-    y = jnp.transpose(y, (*(dims.index(d) for d in range(len(dims))), y.ndim - 2, y.ndim - 1))
+    y = jnp.transpose(y, (*np.argsort([*divided, *undivided]).tolist(), y.ndim - 2, y.ndim - 1))
     return max(1.0, m.x.shape[-1] / m.x.shape[-2]) ** 0.5 * y
 
 
 def _on_owners(batch: Matrices, mesh: Mesh | None) -> jax.Array:
-    """Orthogonalise a batch [..., B, n, k], each matrix on one of the devices that divide it."""
+    """Orthogonalise a batch [..., B, n, k], each matrix on one of the devices that divide it.
+
+    The result has further matrices after the batch, up to a multiple of the devices.
+    """
     x, (*before, _, n, k) = batch
     owners = (*n, *k)
     if mesh is None or not owners:
@@ -99,7 +102,7 @@ def _on_owners(batch: Matrices, mesh: Mesh | None) -> jax.Array:
     y = _newton_schulz(x)
     for axes in reversed(steps):
         y = placed(y, *before, *axes)
-    return jax.lax.slice_in_dim(y, 0, size, axis=y.ndim - 3)
+    return y
 
 
 def _newton_schulz(x: jax.Array) -> jax.Array:

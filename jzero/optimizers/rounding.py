@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
-def round_at_random(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Round float32 numbers to one of the two nearest bfloat16 numbers, to the nearer more often.
+def round_at_random(x: jax.Array, key: jax.Array, number: int = 0) -> jax.Array:
+    """Round float32 numbers to one of the two nearest bfloat16 numbers, with a probability by its closeness.
 
-    The random bits of an element depend on the key and its index in the whole array, not on how devices divide it.
+    The random bits of an element follow from the key, the array's number and the element's place in the whole array,
+    not from how devices divide it. They are a hash, which XLA computes in the pass over memory that it makes anyway.
 
     >>> found = round_at_random(jnp.full(10000, 1 + 1 / 512), jax.random.key(0))  # bfloat16 has 1 and 1 + 4 / 512
     >>> sorted(set(found.tolist())), 0.7 < float((found == 1).mean()) < 0.8
     ([1.0, 1.0078125], True)
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)  # below the last bit that bfloat16 has
-    rounded = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
+    first, *_, last = jax.random.key_data(key).astype(jnp.uint32)
+    noise = _mixed(first + np.uint32(number * 0x9E3779B9 & 0xFFFFFFFF))
+    for dim in range(x.ndim):
+        noise = _mixed(noise ^ jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim))
+    noise = _mixed(noise ^ last) >> 16  # below the last bit that bfloat16 has
+    rounded = jax.lax.bitcast_convert_type((bits + noise) & np.uint32(0xFFFF0000), jnp.float32)
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
+
+
+def _mixed(h: jax.Array) -> jax.Array:
+    """Spread 32 bits: MurmurHash3's finalizer (Appleby, public domain)."""
+    h = (h ^ (h >> 16)) * np.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * np.uint32(0xC2B2AE35)
+    return h ^ (h >> 16)
