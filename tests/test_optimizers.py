@@ -52,6 +52,15 @@ def test_state_leaves_end_with_their_parameters_path(name, params):
         assert len(found) == 2 * len(jax.tree.leaves(p))
 
 
+@cases
+def test_no_copy_of_a_parameter_is_rounded(name, params):
+    """Some optimizers measure from one."""
+    p = tree(0)
+    for x, param in owners(make(name, params, state_dtype=jnp.bfloat16).init(p), p).values():
+        rounded = param.astype(jnp.bfloat16)
+        assert x.dtype == jnp.float32 or x.shape != param.shape or not (x == rounded).all()
+
+
 @kinds
 @pytest.mark.parametrize("state_dtype", [jnp.float32, jnp.bfloat16])
 def test_state_dtype_and_low_precision_parameters(name, params, state_dtype):

@@ -24,14 +24,7 @@ def smi(gpu: int = 0) -> Iterator[dict[str, Any]]:
     if shutil.which("nvidia-smi") is None:
         yield found
         return
-    query = [
-        "nvidia-smi",
-        f"--id={gpu}",
-        "--query-gpu=power.draw,clocks.sm",
-        "--format=csv,noheader,nounits",
-        "-lms",
-        "200",
-    ]
+    query = f"nvidia-smi --id={gpu} --query-gpu=power.draw,clocks.sm --format=csv,noheader,nounits -lms 200".split()
     with subprocess.Popen(query, stdout=subprocess.PIPE, text=True) as process:
         yield found
         process.terminate()

@@ -62,11 +62,12 @@ def run_case(line: str, out: Path, index: int, first_gpu: int, limit_s: float) -
     """Run one case and return its record; a failed case leaves its log and a record with its last error line."""
     gpus, program, options = (part.strip() for part in line.split("|", 2))
     words = options.split()
-    variables = dict(word.split("=", 1) for word in words if word.split("=")[0].isupper())
+    set_here = [word for word in words if re.match(r"[A-Z_]+=", word)]
+    variables = dict(word.split("=", 1) for word in set_here)
     visible = ",".join(map(str, range(first_gpu, first_gpu + int(gpus))))
     # JAX preallocates 75 % of the GPU by default; the largest cases need nearly all of it.
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"} | variables
-    arguments = [word for word in words if not word.split("=")[0].isupper()]
+    arguments = [word for word in words if word not in set_here]
     base = {"program": program, "gpus": int(gpus), "note": " ".join(words)}
     start, lines, power = time.perf_counter(), [], {}
     with contextlib.ExitStack() as stack:

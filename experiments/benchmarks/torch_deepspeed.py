@@ -24,6 +24,7 @@ from experiments.benchmarks.torch_steps import BACKENDS
 def parse() -> argparse.Namespace:
     p = torch_steps.parser(__doc__.splitlines()[0])
     p.add_argument("--stage", type=int, choices=[1, 2, 3], default=2)
+    torch_steps.add_reduce(p)
     return p.parse_args()
 
 

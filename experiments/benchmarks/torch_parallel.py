@@ -43,11 +43,20 @@ from models.llama import LlamaConfig
 def parse() -> argparse.Namespace:
     p = torch_steps.parser(__doc__.splitlines()[0])
     p.add_argument("--parallel", choices=["fsdp", "tensor", "context"], default="fsdp")
-    p.add_argument("--stage", type=int, choices=[2, 3], default=3, help="ZeRO's, of fsdp and context")
+    p.add_argument("--stage", type=int, choices=[2, 3], help="ZeRO's, of fsdp and context; default 3")
+    torch_steps.add_reduce(p)
     p.add_argument("--fp8", action="store_true", help="multiply the blocks' weights in fp8 (torchao)")
     p.add_argument("--async-tp", action="store_true")
     p.add_argument("--rotate", choices=["allgather", "alltoall"], default="alltoall", help="of keys and values")
-    return p.parse_args()
+    args = p.parse_args()
+    if args.parallel == "tensor" and args.stage:
+        p.error(f"--stage {args.stage} with --parallel tensor: nothing is sharded by ZeRO there; leave it out")
+    if args.parallel != "fsdp" and args.fp8:
+        p.error(f"--fp8 with --parallel {args.parallel}: only fsdp multiplies in fp8 here")
+    if args.parallel != "tensor" and args.async_tp:
+        p.error(f"--async-tp with --parallel {args.parallel}: only tensor has these collectives")
+    args.stage = args.stage or (3 if args.parallel != "tensor" else None)
+    return args
 
 
 def build(args: argparse.Namespace, shape: LlamaConfig, device: torch.device, mesh: DeviceMesh) -> nn.Module:

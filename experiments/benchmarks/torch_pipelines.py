@@ -34,7 +34,11 @@ def parse() -> argparse.Namespace:
     p.add_argument("--schedule", choices=sorted(SCHEDULES), default="1f1b")
     p.add_argument("--accum", type=int, default=16, help="micro-batches")
     p.add_argument("--chunks", type=int, default=1, help="stages per GPU; 2 for zero_bubble")
-    return p.parse_args()
+    args = p.parse_args()
+    allowed = {"zero_bubble": args.chunks == 2, "interleaved": args.chunks > 1}.get(args.schedule, args.chunks == 1)
+    if not allowed:
+        p.error(f"--chunks {args.chunks} with {args.schedule}: zero_bubble has 2, interleaved 2 or more, others 1")
+    return args
 
 
 class Part(nn.Module):
@@ -115,6 +119,10 @@ def main() -> None:
     rank, gpus = dist.get_rank(), dist.get_world_size()
     zero_bubble = args.schedule == "zero_bubble"
     parts = gpus * args.chunks
+    if shape.num_layers % parts:
+        raise SystemExit(
+            f"{shape.num_layers} layers in {parts} parts of equal size: choose --layers or --chunks to fit"
+        )
     mine = [rank, parts - 1 - rank] if zero_bubble else list(range(rank, parts, gpus))
     torch.manual_seed(0)
     with device:

@@ -29,12 +29,15 @@ def parser(description: str) -> argparse.ArgumentParser:
     p.add_argument("--micro-batch", type=int, default=1, help="sequences per GPU; of all GPUs if they share a batch")
     p.add_argument("--sequence", type=int, default=4096)
     p.add_argument("--remat", choices=["none", "matmuls", "full"], default="none")
-    p.add_argument("--reduce", choices=["fp32", "bf16"], default="bf16", help="dtype of the gradient reduction")
     p.add_argument("--attention", choices=sorted(BACKENDS), default="cudnn")
     p.add_argument("--eager", action="store_true", help="compile nothing but the loss")
     p.add_argument("--steps", type=int, default=10, help="measured steps, with and without synchronisation")
     p.add_argument("--tag", default="")
     return p
+
+
+def add_reduce(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--reduce", choices=["fp32", "bf16"], default="bf16", help="dtype of the gradient reduction")
 
 
 def shape_of(args: argparse.Namespace) -> LlamaConfig:
@@ -78,7 +81,7 @@ def run(step: Callable[[int], torch.Tensor], args: argparse.Namespace, tokens: i
             times.append(time.perf_counter() - begin)
         return times
 
-    first, *_ = timed(WARM_UP, True)
+    timed(WARM_UP, True)
     gc.collect()
     gc.freeze()  # nothing that is alive now has to be looked at again
     say(WARM)
@@ -94,7 +97,7 @@ def run(step: Callable[[int], torch.Tensor], args: argparse.Namespace, tokens: i
     peaks = everywhere(torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0)
     means = [statistics.fmean(everywhere(float(x.full_tensor() if hasattr(x, "full_tensor") else x))) for x in losses]
     record = {
-        **vars(args), "gpus": gpus, "first_step_s": round(first, 1), "step_s": round(median, 5),
+        **vars(args), "gpus": gpus, "step_s": round(median, 5),
         "step_s_min": round(min(times), 5), "step_s_max": round(max(times), 5), "free_step_s": round(free, 5),
         "tokens_s_gpu": round(tokens / gpus / median), "free_tokens_s_gpu": round(tokens / gpus / free),
         "model_tflops": round(tokens / gpus / median * flops / 1e12, 1), "peak_gib": round(max(peaks), 2),

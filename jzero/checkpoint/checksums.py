@@ -8,7 +8,6 @@ elements that changed places.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from jax import lax
 
 from jzero._compat import as_device_array, is_host_array, memory_view
 from jzero.checkpoint.leaves import key_data
+from jzero.values.hash32 import hash32
 
 BLOCK = 2**20  # elements that NumPy hashes at a time, so that the temporaries stay small
 
@@ -55,14 +55,7 @@ def _checksum(x: jax.Array) -> jax.Array:
     for dim in reversed(range(bits.ndim)):
         index += lax.broadcasted_iota(jnp.uint32, bits.shape, dim) * jnp.uint32(stride % 2**32)
         stride *= bits.shape[dim]
-    return jnp.sum(_hash(bits ^ _hash(index)), dtype=jnp.uint32)
-
-
-def _hash(x: Any) -> Any:
-    """Mix the bits of uint32s by a bijection: the finalizer of MurmurHash3 (Appleby, 2011)."""
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-    return x ^ (x >> np.uint32(16))
+    return jnp.sum(hash32(bits ^ hash32(index)), dtype=jnp.uint32)
 
 
 def part_of_checksum(values: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> int:
@@ -97,4 +90,4 @@ def part_of_checksum(values: np.ndarray, start: Sequence[int], shape: Sequence[i
         index += steps.astype(np.uint32).reshape([-1 if d == dim else 1 for d in range(values.ndim)])
         stride *= shape[dim]
     word_index = (index.reshape(-1, 1) + np.arange(words, dtype=np.uint32)).reshape(-1)
-    return int(_hash(bits ^ _hash(word_index)).sum(dtype=np.uint64))
+    return int(hash32(bits ^ hash32(word_index)).sum(dtype=np.uint64))

@@ -9,7 +9,6 @@ from math import prod
 from typing import Any
 
 import jax
-import numpy as np
 
 from jzero import optimizers
 from jzero.communication.quantize import BLOCK, SMALLEST_BLOCK
@@ -101,15 +100,10 @@ def _head(step: Any) -> list[str]:
 
 
 def _moments(step: Any) -> str:
-    precision = step.precision
-    dtypes = {x.dtype for x in jax.tree.leaves(step.state_shapes.opt_state)}
-    if (
-        step.setup.callers_optimizer
-        or precision.optimizer_state == np.float32
-        or precision.optimizer_state not in dtypes
-    ):
+    dtype, dtypes = step.precision.optimizer_state, {x.dtype for x in jax.tree.leaves(step.state_shapes.opt_state)}
+    if step.setup.callers_optimizer or dtype.itemsize == 4 or dtype not in dtypes:
         return ""
-    return f", moments {precision.optimizer_state}{' rounded at random' if precision.at_random else ''}"
+    return f", moments {dtype}{' rounded at random' if step.precision.at_random else ''}"
 
 
 def _zero(step: Any) -> str:

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jzero.values.hash32 import hash32
+
 
 def round_at_random(x: jax.Array, key: jax.Array, number: int = 0) -> jax.Array:
     """Round float32 numbers to one of the two nearest bfloat16 numbers, with a probability by its closeness.
@@ -19,16 +21,9 @@ def round_at_random(x: jax.Array, key: jax.Array, number: int = 0) -> jax.Array:
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     first, *_, last = jax.random.key_data(key).astype(jnp.uint32)
-    noise = _mixed(first + np.uint32(number * 0x9E3779B9 & 0xFFFFFFFF))
+    noise = hash32(first + np.uint32(number * 0x9E3779B9 & 0xFFFFFFFF))
     for dim in range(x.ndim):
-        noise = _mixed(noise ^ jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim))
-    noise = _mixed(noise ^ last) >> 16  # below the last bit that bfloat16 has
+        noise = hash32(noise ^ jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim))
+    noise = hash32(noise ^ last) >> 16  # below the last bit that bfloat16 has
     rounded = jax.lax.bitcast_convert_type((bits + noise) & np.uint32(0xFFFF0000), jnp.float32)
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
-
-
-def _mixed(h: jax.Array) -> jax.Array:
-    """Spread 32 bits: MurmurHash3's finalizer (Appleby, public domain)."""
-    h = (h ^ (h >> 16)) * np.uint32(0x85EBCA6B)
-    h = (h ^ (h >> 13)) * np.uint32(0xC2B2AE35)
-    return h ^ (h >> 16)

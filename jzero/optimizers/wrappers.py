@@ -17,9 +17,9 @@ from jzero.tree import path_name
 
 Transform: TypeAlias = optax.GradientTransformation
 
-# State that is no moment: copies of parameters, to which optax's dog, dowg, prodigy and cocob measure the distance, and
+# State that is no moment: copies of parameters, from which optax's dog, dowg, prodigy, cocob and madgrad measure, and
 # AMSGrad's running maximum, which would be one of rounding errors.
-_EXACT = frozenset({"init_params", "params0", "init_particles", "nu_max"})
+_EXACT = frozenset({"init_params", "params0", "init_particles", "x0", "nu_max"})
 
 
 def per_layer(tx: Transform, stacked: Any) -> Transform:
