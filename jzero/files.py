@@ -1,9 +1,10 @@
-"""Makes files whose names others may know in advance, in directories that others may write to."""
+"""Files that no link redirects, and the directory of what jzero keeps between runs."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 from typing import IO, Any
 
 
@@ -24,3 +25,15 @@ def create(path: str | os.PathLike[str], kind: str = "w", mode: int = 0o666) -> 
         os.unlink(path)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, mode), kind)
+
+
+def kept(name: str) -> Path:
+    """Return the directory of this user's files of one kind that make the next run faster; nothing is made.
+
+    Args:
+      name: as "plans", in $XDG_CACHE_HOME/jzero or ~/.cache/jzero.
+
+    Raises:
+      RuntimeError: nobody knows the user's home.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jzero" / name

@@ -197,6 +197,7 @@ def resolve(
             config.optimizer, schedule, stacked=stacked, fused=optimizers.fused_matrices(model, layouts),
             groups=groups, state_dtype=precision.optimizer_state, replicas=averaging,
             placement=optimizers.Placement(mesh, {x.name: x.spec for x in jax.tree.leaves(layouts)}),
+            compute_dtype=precision.compute,
         )  # fmt: skip
     tx = optax.with_extra_args_support(tx)  # reduce_on_plateau takes the loss
     if config.ema:

@@ -23,7 +23,7 @@ from jzero import optimizers
 from jzero.batch import Amount, amount_of, check_batch, check_first_batch, host_arrays, place_batch, place_extra
 from jzero.config import Config, without_curriculum
 from jzero.display.slow_work import compiling, slow_work
-from jzero.distributed import heartbeat
+from jzero.distributed import compilation_cache, heartbeat
 from jzero.distributed.consistency import Guard
 from jzero.distributed.host_collectives import check_same
 from jzero.errors import ConfigError
@@ -107,6 +107,8 @@ class TrainStep:
         self._amounts: dict[Any, Amount] = {}
         self.amount = Amount()
         self._guard = Guard(self.mesh, self.config, self.layouts)
+        if self._guard.shared or jax.process_count() == 1:
+            compilation_cache.turn_on()
         self._states = states = States(setup)
         self.state_shapes, self.state_specs, self.state_shardings = states.shapes, states.specs, states.shardings
         self.host_bytes = states.host_bytes

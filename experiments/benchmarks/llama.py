@@ -55,6 +55,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--reduce", choices=["fp32", "bf16"], default="bf16", help="dtype of the gradient reduction")
     p.add_argument("--fp8", choices=["hybrid", "e4m3"], help="multiply the stack's weights in fp8, in this format")
     p.add_argument("--attention", choices=["cudnn", "xla"], default="cudnn")
+    p.add_argument("--optimizer", choices=["AdamW", "Muon"], default="AdamW")
+    p.add_argument("--state-dtype", choices=["fp32", "bf16"], default="fp32", help="of the optimizer's moments")
     p.add_argument("--lr", type=float, default=3e-4)
     p.add_argument("--zero", action="append", default=[], metavar="KEY=VALUE", help="of zero_optimization, in JSON")
     p.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="an XLA compiler option")
@@ -80,7 +82,10 @@ def config(args: argparse.Namespace) -> dict:
     return {
         "train_micro_batch_size_per_gpu": args.micro_batch,
         "gradient_accumulation_steps": args.accum,
-        "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "optimizer": {
+            "type": args.optimizer, "state_dtype": args.state_dtype,
+            "params": {"lr": args.lr, "betas": [0.9, 0.95], "weight_decay": 0.1},
+        },
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "fp8": {"enabled": bool(args.fp8), "format": args.fp8 or "hybrid"},

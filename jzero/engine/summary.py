@@ -15,6 +15,7 @@ from jzero.engine.follower import Follower
 from jzero.engine.speed import Ideal, Speed, training
 from jzero.ledger.goodput import duration
 from jzero.loss import LOSS
+from jzero.profiling import compile_times
 
 # The parts of the clock in the words of a summary. The devices' time is that of steps only, so the host's part of a
 # step is the time in which they wait for it.
@@ -33,6 +34,7 @@ class Summary(NamedTuple):
       speed: without start, compile, evaluation and saves.
       metrics: of the last step.
       files: {what: where}.
+      cached: the programs that were read from the compilation cache instead of compiled.
       goodput: the line of the ledger; "" without one.
       verdict: lines about what the run waited for, and what to try.
     """
@@ -42,6 +44,7 @@ class Summary(NamedTuple):
     speed: Speed | None
     metrics: Mapping[str, float]
     files: Mapping[str, str]
+    cached: int = 0
     goodput: str = ""
     verdict: Sequence[str] = ()
 
@@ -55,7 +58,9 @@ class Summary(NamedTuple):
 
     def __str__(self) -> str:
         totals, parts = self.totals, self.parts
-        listed = " + ".join(f"{name} {duration(spent)}" for name, spent in parts.items() if spent >= 0.05)
+        spared = {IN_WORDS[COMPILE]: f" ({self.cached} program{'s' if self.cached > 1 else ''} from the cache)"}
+        after = spared if self.cached else {}
+        listed = " + ".join(f"{name} {duration(s)}{after.get(name, '')}" for name, s in parts.items() if s >= 0.05)
         count = f"{totals.steps:,} step{'s' if totals.steps > 1 else ''}"
         lines = [f"jzero: {count} in {duration(sum(parts.values()))}" + (f" = {listed}" if listed else "")]
         tokens = f", {totals.tokens:,} tokens" if totals.tokens else ""
@@ -102,7 +107,9 @@ class Ending:
         if not (totals.steps and self._has_summary):
             return None
         seconds, metrics = self._clock.total, self._finished.metrics
-        return Summary(seconds, totals, speed, metrics, self.files, self.goodput(), self.verdict(seconds))
+        return Summary(
+            seconds, totals, speed, metrics, self.files, compile_times.cached(), self.goodput(), self.verdict(seconds)
+        )  # fmt: skip
 
 
 _last: Ending | None = None  # of all runs of this process, the one that has taken the last step

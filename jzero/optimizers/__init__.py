@@ -6,7 +6,8 @@ sees each layer of a layer stack as a parameter of its own. The state keeps the 
 belongs to a parameter has a path that ends with the parameter's, and for elementwise state its shape. Sharding specs
 are assigned by that rule.
 
-The arithmetic and the state are fp32 whatever the parameters' dtype, unless `state_dtype` changes the state's.
+The arithmetic and the state are fp32 whatever the parameters' dtype, unless `state_dtype` changes the state's; Muon
+iterates in bfloat16 under a compute dtype of 16 bits.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def make_optimizer(
     state_dtype: Any = jnp.float32,
     replicas: Replicas | None = None,
     placement: Placement | None = None,
+    compute_dtype: Any = jnp.float32,
 ) -> Transform:
     """Make the optimizer of a config's `optimizer` section.
 
@@ -60,6 +62,7 @@ def make_optimizer(
         them to bfloat16 up or down at random.
       replicas: the devices that average inside the optimizer; its updates then have a row for each. None: none do.
       placement: where the parameters are, for optimizers that move whole matrices; None: all are on each device.
+      compute_dtype: of the model; with one of 16 bits Muon iterates in bfloat16.
 
     Returns:
       A transformation whose `update` needs the parameters. Apply its updates with `optax.apply_updates`.
@@ -89,7 +92,7 @@ def make_optimizer(
             "optimizer.groups: betas have no effect under OneCycle's cycle_momentum, which sets them for all "
             "parameters; remove them, or set scheduler.params.cycle_momentum to false"
         )
-    tx = row.make(Knobs(lr, float(row.base(params)), stacked, fused, own, replicas, placement), params)
+    tx = row.make(Knobs(lr, float(row.base(params)), stacked, fused, own, replicas, placement, compute_dtype), params)
     scales = {name: values["lr_scale"] for name, values in own.items() if "lr_scale" in values}
     if row.own_steps:  # its steps are in the rates of their groups
         scales = {}

@@ -3,8 +3,9 @@
 Sources: kellerjordan.github.io/posts/muon; deepspeed/runtime/zero/muon/original_muon.py and the ZeRO-2 path of
 DeepSpeed 0.19.8 (its ZeRO-3 path differs under gradient accumulation, its issue 8600).
 
-Two differences remain. jzero clips the gradients; DeepSpeed's ZeRO clips the orthogonalised updates. jzero iterates in
-fp32; DeepSpeed in half precision on GPUs.
+Two differences remain. jzero clips the gradients; DeepSpeed's ZeRO clips the orthogonalised updates. DeepSpeed iterates
+in half precision on every GPU (its `gram` method in fp16); jzero in bfloat16 if the model computes in 16 bits, else in
+fp32.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ def _scale_by_muon(k: Knobs, beta: float) -> Transform:
         blend = jax.tree.map(lambda g, m: g + beta * (m - g), updates, momentum)
         parts = {name: parts_of(name, u) for name, u in named(blend).items()}
         mesh = k.placement.mesh if k.placement else None
-        done = iter(orthogonalised([part for found in parts.values() for part in found], mesh))
+        dtype = jnp.bfloat16 if jnp.dtype(k.compute_dtype).itemsize == 2 else None
+        done = iter(orthogonalised([part for found in parts.values() for part in found], mesh, dtype))
         found = {name: [next(done) for _ in those] for name, those in parts.items()}
         direction = jax.tree_util.tree_map_with_path(
             lambda path, u: joined(found[path_name(path)], path_name(path), u), blend

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,9 +38,15 @@ class Matrices(NamedTuple):
     axes: tuple[Axes, ...]
 
 
-def orthogonalised(all_matrices: Sequence[Matrices], mesh: Mesh | None) -> list[jax.Array]:
-    """Return orthogonal matrices scaled by sqrt(max(1, out / in)), in the shapes given."""
-    batches = [_batch(matrices) for matrices in all_matrices]
+def orthogonalised(all_matrices: Sequence[Matrices], mesh: Mesh | None, dtype: Any = None) -> list[jax.Array]:
+    """Return orthogonal matrices scaled by sqrt(max(1, out / in)), in the shapes given.
+
+    Args:
+      mesh: None: all matrices are whole on each device.
+      dtype: of what is moved, and of the iteration; None: the matrices' own, which the results have in any case.
+        bfloat16 is enough (DeepSpeed's `original_muon.py`): in float32, too, the singular values end near 1 only.
+    """
+    batches = [_batch(Matrices(x.astype(dtype or x.dtype), axes)) for x, axes in all_matrices]
     groups: dict[object, list[int]] = {}
     for i, (x, axes) in enumerate(batches):
         alone = not (axes[-2] or axes[-1])  # nothing to move: a copy into a batch would gain nothing
@@ -78,7 +84,7 @@ def _unbatch(y: jax.Array, m: Matrices) -> jax.Array:
     y = y.reshape(*(m.x.shape[d] for d in (*divided, *undivided)), *y.shape[-2:])
     y = jnp.swapaxes(y, -1, -2) if tall else y
     y = jnp.transpose(y, (*np.argsort([*divided, *undivided]).tolist(), y.ndim - 2, y.ndim - 1))
-    return max(1.0, m.x.shape[-1] / m.x.shape[-2]) ** 0.5 * y
+    return max(1.0, m.x.shape[-1] / m.x.shape[-2]) ** 0.5 * y.astype(m.x.dtype)
 
 
 def _on_owners(batch: Matrices, mesh: Mesh | None) -> jax.Array:
@@ -106,12 +112,21 @@ def _on_owners(batch: Matrices, mesh: Mesh | None) -> jax.Array:
 
 
 def _newton_schulz(x: jax.Array) -> jax.Array:
-    """Run five quintic Newton-Schulz steps on matrices [..., n, k], n <= k: singular values end in about 0.5 to 1.5."""
+    """Run five quintic Newton-Schulz steps on matrices [..., n, k], n <= k: singular values end in about 0.5 to 1.5.
+
+    In 16 bits only the products' operands are rounded: coefficients in bfloat16 would double the error.
+    """
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7)  # the spectral norm is at most 1
+    dtype = x.dtype
+    wide = x.astype(jnp.promote_types(dtype, jnp.float32))
+    x = (wide / (jnp.linalg.norm(wide, axis=(-2, -1), keepdims=True) + 1e-7)).astype(dtype)  # spectral norm <= 1
+
+    def product(x: jax.Array, y: jax.Array) -> jax.Array:
+        return (x @ y).astype(wide.dtype)
 
     def step(_: int, x: jax.Array) -> jax.Array:
         gram = x @ jnp.swapaxes(x, -1, -2)
-        return a * x + (b * gram + c * (gram @ gram)) @ x
+        polynomial = (b * gram.astype(wide.dtype) + c * product(gram, gram)).astype(dtype)
+        return (a * x.astype(wide.dtype) + product(polynomial, x)).astype(dtype)
 
     return jax.lax.fori_loop(0, 5, step, x)

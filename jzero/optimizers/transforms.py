@@ -24,7 +24,7 @@ class Knobs:
     Attributes:
       schedule: learning rate and perhaps momentum.
       base_lr: the rate that the schedule is built on.
-      stacked, fused, own, replicas, placement: as for `make_optimizer`.
+      stacked, fused, own, replicas, placement, compute_dtype: as for `make_optimizer`.
     """
 
     schedule: LRSchedule
@@ -34,6 +34,7 @@ class Knobs:
     own: Mapping[str, Mapping[str, Any]]
     replicas: Replicas | None = None
     placement: Placement | None = None
+    compute_dtype: Any = jnp.float32
 
     @property
     def lr(self) -> Callable[[Any], Any]:

@@ -19,6 +19,7 @@ from jzero._compat import terminate
 from jzero.config import Config
 from jzero.distributed.host_memory import memory_gb
 from jzero.errors import in_a_line
+from jzero.files import kept
 from jzero.planner.choices import Choice
 from jzero.planner.named_models import Shapes, named_model
 from jzero.planner.plan import Prepared, prepare
@@ -127,8 +128,7 @@ def _cached(prepared: Prepared, rates: Rates) -> Path:
         f"{prepared.kind} {prepared.nodes} {prepared.gpus_per_node} {limit} {options} {settings} {rates!r} {_planner()}"
     )
     key = hashlib.sha256((where + prepared.lowered.as_text()).encode()).hexdigest()
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "jzero" / "plans" / f"{key[:32]}.json"
+    return kept("plans") / f"{key[:32]}.json"
 
 
 @cache

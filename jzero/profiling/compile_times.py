@@ -1,4 +1,4 @@
-"""The time that JAX has spent on compiling in this process, by its own events."""
+"""What JAX has spent on compiling in this process, and what its cache spared, by JAX's own events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import jax
 
 EVENTS = "/jax/core/compile/"  # tracing, lowering, and XLA's compilation or what JAX's cache has instead
 
+CACHE_HIT = "/jax/compilation_cache/cache_hits"
+
 _seconds = 0.0
+_cached = 0
 
 
 class _Counted(threading.local):
@@ -28,6 +31,16 @@ def seconds() -> float:
     return _seconds
 
 
+def cached() -> int:
+    """Return the number of programs that came from JAX's persistent cache so far."""
+    return _cached
+
+
+def _count(event: str, **_: Any) -> None:
+    global _cached
+    _cached += event == CACHE_HIT
+
+
 def _add(event: str, duration_secs: float, **_: Any) -> None:
     global _seconds
     if not event.startswith(EVENTS):
@@ -41,4 +54,5 @@ def _add(event: str, duration_secs: float, **_: Any) -> None:
     _seconds += duration_secs
 
 
+jax.monitoring.register_event_listener(_count)
 jax.monitoring.register_event_duration_secs_listener(_add)

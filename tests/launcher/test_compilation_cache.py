@@ -1,0 +1,107 @@
+"""Compiled programs are kept for the next start, if all processes see the same directory."""
+
+import json
+import os
+import re
+import stat
+import time
+
+import jax
+import pytest
+from jobs import Command
+
+from jzero.distributed import compilation_cache
+
+PROGRAM = """
+import json, os, sys
+import jax, jax.numpy as jnp
+from flax import nnx
+import jzero
+from jzero.distributed import compilation_cache
+from jzero.profiling import compile_times
+
+own = "own" in sys.argv  # every process has a home of its own, as on hosts without a common file system
+os.environ["XDG_CACHE_HOME"] = "caches" + (os.environ["RANK"] if own else "")
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jzero.init_distributed()
+jax.default_backend = lambda: "gpu"  # JAX's cache works on CPUs too
+model = jzero.from_flax(lambda rngs: nnx.Linear(8, 8, rngs=rngs), lambda m, b: jnp.mean(m(b) ** 2))
+step = jzero.make_train_step(model, {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}})
+state, metrics = step(step.init(jax.random.key(0)), jnp.ones((8, 8)))
+text = json.dumps([jax.config.jax_compilation_cache_dir, compile_times.cached(), float(metrics["loss"])])
+jzero.log_dist(text, ranks=[-1])
+"""
+
+
+@pytest.fixture
+def undecided(monkeypatch, tmp_path):
+    """A process on GPUs for which nobody has chosen a directory."""
+    former = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(compilation_cache, "_is_decided", False)
+    yield tmp_path / "jzero" / "programs"
+    jax.config.update("jax_compilation_cache_dir", former)
+
+
+def test_the_directory_belongs_to_the_user_and_old_programs_go(undecided):
+    undecided.mkdir(parents=True, mode=0o755)
+    for name, days in {"jit_step-1-cache": 31, "jit_step-2-cache": 29, "notes": 99}.items():
+        (undecided / name).touch()
+        os.utime(undecided / name, (time.time() - days * 86400,) * 2)
+    compilation_cache.turn_on()
+    assert jax.config.jax_compilation_cache_dir == str(undecided)
+    assert sorted(path.name for path in undecided.iterdir()) == ["jit_step-2-cache", "notes"]
+
+
+def test_nobody_else_may_write_a_new_directory(undecided):
+    compilation_cache.turn_on()
+    assert stat.S_IMODE(undecided.stat().st_mode) == 0o700
+
+
+def test_a_users_choice_stays(undecided, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
+    compilation_cache.turn_on()
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "own") and not undecided.exists()
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        assert compilation_cache.shared_directory() is None
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+
+
+def test_no_home_and_no_gpu_mean_no_cache(undecided, monkeypatch):
+    undecided.parent.parent.joinpath("jzero").touch()  # a file where the directory would be
+    compilation_cache.turn_on()
+    assert jax.config.jax_compilation_cache_dir is None
+    monkeypatch.setattr(compilation_cache, "_is_decided", False)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    undecided.parent.unlink()
+    compilation_cache.turn_on()
+    assert jax.config.jax_compilation_cache_dir is None and not undecided.exists()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("where", ["common", "own"])
+def test_processes_use_a_directory_that_all_see(tmp_path, where):
+    (tmp_path / "worker.py").write_text(PROGRAM)
+    starts = []
+    for _ in range(2):
+        job = Command("--platform", "cpu", "--num_gpus", 2, "worker.py", where, cwd=tmp_path)
+        try:
+            assert job.wait() == 0, job.errors
+        finally:
+            job.end()
+        starts.append([json.loads(line) for line in re.findall(r"^\[\d\].*?(\[[n\"].*\])$", job.output, re.M)])
+        assert len(starts[-1]) == 2, job.output
+    losses = {loss for start in starts for *_, loss in start}
+    assert len(losses) == 1
+    if where == "own":
+        assert all(directory is None and cached == 0 for start in starts for directory, cached, _ in start)
+    else:
+        assert all(directory == "caches/jzero/programs" for start in starts for directory, *_ in start)
+        # init and the step, on process 0; on CPUs JAX's keys differ among processes, unlike on GPUs
+        assert max(cached for _, cached, _ in starts[1]) >= 2, starts
+        assert not list((tmp_path / "caches/jzero/programs").glob("[0-9a-f]" * 32))
