@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jzero import checkpoint, weights
     from jzero.adapters.from_flax import from_flax
+    from jzero.attention_kernel import attention
     from jzero.communication.replicas import all_gather, axis_index, mean
     from jzero.config import Config
     from jzero.data import RepeatingLoader
@@ -53,6 +54,7 @@ _HOME = {
     "TrainStep": "train_step",
     "add_config_arguments": "engine.arguments",
     "all_gather": "communication.replicas",
+    "attention": "attention_kernel",
     "axis_index": "communication.replicas",
     "balance_loss": "moe.routing",
     "balanced_bias": "moe.routing",
@@ -108,6 +110,7 @@ __all__ = [
     "TrainStep",
     "add_config_arguments",
     "all_gather",
+    "attention",
     "axis_index",
     "balance_loss",
     "balanced_bias",

@@ -1,4 +1,4 @@
-"""Attention for all models: rotary positions, the choice of a kernel, and the product itself.
+"""Attention for all models: rotary positions, caches, masks, and the product itself.
 
 Shape suffixes:
 
@@ -10,17 +10,15 @@ Shape suffixes:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jzero.planner.gpus import GPU, GPUS
-
-Attend = Literal["auto", "cudnn", "xla"]
-HALF = (jnp.bfloat16, jnp.float16)
+from jzero import attention_kernel
+from jzero.attention_kernel import Attend
 
 
 class Carry(NamedTuple):
@@ -137,70 +135,7 @@ def segment_positions(segments_BS: jax.Array) -> jax.Array:
     return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
 
 
-# ------------------------------------------------------------------------------------------- kernels
-
-
-def absent_gpu() -> GPU | None:
-    """Return the GPU that the program is traced for if this machine has no such GPU: a plan's mesh has others."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is None or device.device_kind == jax.devices()[0].device_kind:
-        return None
-    return next((gpu for gpu in GPUS.values() if gpu.description == device.device_kind), None)
-
-
-def widest_head() -> int:
-    """Return the width of a head that cuDNN's attention supports on the program's GPU; 0 if it does not run there."""
-    if planned := absent_gpu():
-        return 128 if planned.compute_capability >= (8, 0) else 0  # without a GPU, jax._src.cudnn refuses wider ones
-    if jax.default_backend() != "gpu":
-        return 0
-    capability = tuple(map(int, getattr(jax.devices()[0], "compute_capability", "8.0").split(".")))
-    if capability < (8, 0):  # cuDNN has no such kernel for a T4 or a V100
-        return 0
-    return 256 if capability >= (9, 0) else 128  # as in jax._src.cudnn
-
-
-def cudnn_obstacle(dtype: jnp.dtype, head_dim: int, widest: int, softcap: float | None = None) -> str | None:
-    """Return why cuDNN's fused attention cannot be used, or None.
-
-    Args:
-      dtype, head_dim: of the queries.
-      widest: see `widest_head`.
-      softcap: of the scores.
-
-    >>> cudnn_obstacle(jnp.dtype("bfloat16"), 128, 256, softcap=50.0)
-    'cuDNN has no soft cap'
-    """
-    if softcap is not None:
-        return "cuDNN has no soft cap"
-    if head_dim % 8:
-        return f"cuDNN needs heads of a multiple of 8, not {head_dim}"
-    if dtype not in HALF:
-        return "cuDNN needs half precision"
-    if not widest:
-        return "cuDNN needs a GPU of compute capability 8.0 or newer"
-    if head_dim > widest:
-        return f"cuDNN's heads are at most {widest} wide on this GPU, not {head_dim}"
-    return None
-
-
-def attention_kernel(
-    choice: Attend, dtype: jnp.dtype, head_dim: int = 64, softcap: float | None = None
-) -> Literal["cudnn", "xla"]:
-    """Resolve "auto" for the program's devices: cuDNN's kernel where it can be used, otherwise XLA's."""
-    if choice != "auto":
-        return choice
-    return "xla" if cudnn_obstacle(dtype, head_dim, widest_head(), softcap) else "cudnn"
-
-
-def kernel_note(choice: Attend, dtype: jnp.dtype, head_dim: int = 64, softcap: float | None = None) -> str:
-    """Return the line about the kernel for the run report."""
-    kernel = attention_kernel(choice, dtype, head_dim, softcap)
-    on_gpu = absent_gpu() or jax.default_backend() == "gpu"
-    widest = widest_head() if on_gpu else 256  # on simulated devices the reason is plain
-    why = cudnn_obstacle(dtype, head_dim, widest, softcap) if choice == "auto" else None
-    reason = f": {why}" if why and dtype in HALF else ""
-    return f"attention kernel {kernel} (attention={choice!r}, {dtype}){reason}"
+# ------------------------------------------------------------------------------------------- the product
 
 
 def same_segment(segments_BS: jax.Array | None) -> jax.Array | None:
@@ -230,34 +165,14 @@ def attend(
       scale: of the scores; default: C ** -0.5.
       softcap: bounds the scores: softcap * tanh(score / softcap).
     """
-    dtype, (_, S, _, C), T = q_BSHC.dtype, q_BSHC.shape, k_BTKC.shape[1]
-    kernel = "xla" if S == 1 else attention_kernel(choice, dtype, C, softcap)  # one token attends to a cache
     if softcap is not None:
-        return _soft_capped(q_BSHC, k_BTKC, v_BTKC, mask_B1ST, causal, window, scale, softcap).astype(dtype)
-    on_cpu = jax.default_backend() == "cpu" and absent_gpu() is None
-    if kernel == "xla" and dtype == jnp.float16 and on_cpu:  # JAX has no such products there
-        q_BSHC, k_BTKC, v_BTKC = (x.astype(jnp.float32) for x in (q_BSHC, k_BTKC, v_BTKC))
-    if mask_B1ST is not None and kernel == "cudnn":  # which broadcasts only the batch and the heads
-        mask_B1ST = jnp.broadcast_to(mask_B1ST, (len(mask_B1ST), 1, S, T))
-    run = _even if kernel == "cudnn" and (S % 2 or T % 2) else jax.nn.dot_product_attention
-    o_BSHC = run(
-        q_BSHC, k_BTKC, v_BTKC, mask=mask_B1ST, scale=scale, is_causal=causal, implementation=kernel,
+        o_BSHC = _soft_capped(q_BSHC, k_BTKC, v_BTKC, mask_B1ST, causal, window, scale, softcap)
+        return o_BSHC.astype(q_BSHC.dtype)
+    return attention_kernel.attention(
+        q_BSHC, k_BTKC, v_BTKC, mask=mask_B1ST, scale=scale, is_causal=causal,
         local_window_size=None if window is None else (window - 1, 0),
+        implementation="xla" if q_BSHC.shape[1] == 1 else choice,  # one token attends to a cache
     )  # fmt: skip
-    return o_BSHC.astype(dtype)
-
-
-def _even(q_BSHC, k_BTKC, v_BTKC, *, mask, **kwargs: Any) -> jax.Array:
-    """Run jax.nn.dot_product_attention on even numbers of queries and keys, which cuDNN needs."""
-    (B, S), T = q_BSHC.shape[:2], k_BTKC.shape[1]
-    padded = [jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0))) for x in (q_BSHC, k_BTKC, v_BTKC)]
-    if mask is None:  # cheaper than a mask, which cuDNN takes as a bias
-        kwargs |= {"query_seq_lengths": jnp.full(B, S, "int32"), "key_value_seq_lengths": jnp.full(B, T, "int32")}
-    else:
-        mask = jnp.pad(mask, ((0, 0), (0, 0), (0, 0), (0, T % 2)))
-        mask = jnp.pad(mask, ((0, 0), (0, 0), (0, S % 2), (0, 0)), constant_values=True)  # a row must see something
-    q_BSHC, k_BTKC, v_BTKC = padded
-    return jax.nn.dot_product_attention(q_BSHC, k_BTKC, v_BTKC, mask=mask, **kwargs)[:, :S]
 
 
 def _soft_capped(q_BSHC, k_BTKC, v_BTKC, mask_B1ST, causal, window, scale, softcap) -> jax.Array:

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jzero.attention_kernel import kernel_note
 from jzero.loss import Mean
 from jzero.pipeline import vocab_parallel
 
-from .attention import Carry, Hidden, kernel_note, segment_positions
+from .attention import Carry, Hidden, segment_positions
 from .blocks import (
     DIVIDED,
     FUSED,

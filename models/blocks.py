@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
+from jzero.attention_kernel import Attend
 from jzero.errors import ConfigError
 
-from .attention import Attend, Carry, Decoding, Hidden, KVCache, attend, same_segment
+from .attention import Carry, Decoding, Hidden, KVCache, attend, same_segment
 from .lora import FusedLinear
 
 

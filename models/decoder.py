@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jzero.attention_kernel import kernel_note
 from jzero.loss import Mean
 from jzero.pipeline import vocab_parallel
 from jzero.tiling import tiled
@@ -30,7 +31,6 @@ from .attention import (
     KVCache,
     attend,
     frequencies,
-    kernel_note,
     rope,
     same_segment,
     visible_ST,

@@ -8,9 +8,10 @@ from typing import Literal
 
 import jax.numpy as jnp
 
+from jzero.attention_kernel import Attend, cudnn_obstacle
 from jzero.errors import ConfigError
 
-from .attention import Attend, RopeScaling, cudnn_obstacle
+from .attention import RopeScaling
 from .lora import LoRAConfig
 from .moe import MixtureConfig
 

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jzero.attention_kernel import kernel_note
 from jzero.loss import Mean
 from jzero.pipeline import vocab_parallel
 
-from .attention import Carry, Decoding, Hidden, KVCache, kernel_note, segment_positions
+from .attention import Carry, Decoding, Hidden, KVCache, segment_positions
 from .batches import column
 from .blocks import DIVIDED, FUSED, BlockConfig, check_length, linear_rows, norm, norm_rows, plain, run, stacked
 from .decoder_config import padded

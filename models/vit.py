@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from jzero.attention_kernel import kernel_note
 from jzero.errors import ConfigError
 from jzero.loss import Mean
 
-from .attention import kernel_note
 from .blocks import DIVIDED, FUSED, BlockConfig, gelu, linear, linear_rows, norm, norm_rows, qkv_rows, run, stacked
 from .families import read_config, require
 

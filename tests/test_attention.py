@@ -12,9 +12,10 @@ from helpers.cuda import needs_cuda_compiler
 from helpers.sampling import keep, some
 
 import jzero
+from jzero import attention_kernel
+from jzero.attention_kernel import cudnn_obstacle, kernel_for, kernel_note
 from jzero.planner import gpu_devices
-from models import attention
-from models.attention import attend, attention_kernel, cudnn_obstacle, kernel_note, same_segment, segment_positions
+from models.attention import attend, same_segment, segment_positions
 from models.decoder import Decoder
 from models.decoder_config import DecoderConfig
 from models.llama import preset
@@ -82,7 +83,7 @@ def test_odd_numbers_of_tokens_are_padded_for_cudnn(monkeypatch):
         shapes.add((q.shape[1], k.shape[1]))
         return kernel(q, k, v, implementation="xla", **more)
 
-    monkeypatch.setattr(attention, "attention_kernel", lambda *_: "cudnn")
+    monkeypatch.setattr(attention_kernel, "kernel_for", lambda *_: "cudnn")
     monkeypatch.setattr(jax.nn, "dot_product_attention", xla)
     run = jax.jit(attend, static_argnames=("causal", "window"))
     for causal, window, segments, padding, softcap in PATHS:
@@ -95,6 +96,14 @@ def test_odd_numbers_of_tokens_are_padded_for_cudnn(monkeypatch):
             )  # fmt: skip
             counts = ~np.isnan(expected)
             np.testing.assert_allclose(found[counts], expected[counts], atol=2e-6, err_msg=f"{causal} {window}")
+    short = np.array([7, 9], np.int32)
+    bias, few = np.random.default_rng(3).normal(size=(B, H, S, S)).astype("f4"), np.ones((1, 1, 1, 1), bool)
+    for more in (
+        {"bias": bias}, {"bias": bias, "mask": few, "is_causal": True},
+        {"query_seq_lengths": short, "key_value_seq_lengths": short}, {"key_value_seq_lengths": short},
+    ):  # fmt: skip
+        expected = kernel(Q, KEYS, VALUES, **more)
+        np.testing.assert_allclose(jzero.attention(Q, KEYS, VALUES, **more), expected, atol=2e-6, err_msg=f"{[*more]}")
     assert shapes == {(S + 1, S + 1)}
     gradient = jax.grad(lambda q: (run(q, KEYS, VALUES) ** 2).sum())(Q)
     monkeypatch.undo()
@@ -164,7 +173,7 @@ def test_what_the_kernel_gets(monkeypatch, S, rows):
         seen.append((implementation, q.shape[1], None if mask is None else mask.shape))
         return q
 
-    monkeypatch.setattr(attention, "widest_head", lambda: 256)
+    monkeypatch.setattr(attention_kernel, "widest_head", lambda: 256)
     monkeypatch.setattr(jax.nn, "dot_product_attention", spy)
     x = jnp.zeros((B, S, H, 8), "bfloat16")
     assert attend(x, x, x, None if rows is None else jnp.ones((B, 1, rows, S), bool)).shape == x.shape
@@ -204,9 +213,9 @@ def test_the_kernel_and_the_report(monkeypatch):
     with pytest.raises(jzero.ConfigError, match="attention = 'cudnn', but cuDNN has no soft cap: use 'auto' or 'xla'"):
         preset("tiny", attention="cudnn", attention_softcap=50.0)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(attention, "widest_head", lambda: 128)
-    assert attention_kernel("auto", BF16, 128) == "cudnn"
-    assert attention_kernel("auto", BF16, 128, softcap=50.0) == "xla"
+    monkeypatch.setattr(attention_kernel, "widest_head", lambda: 128)
+    assert kernel_for("auto", BF16, 128) == "cudnn"
+    assert kernel_for("auto", BF16, 128, softcap=50.0) == "xla"
     assert note() == "attention kernel cudnn (attention='auto', bfloat16)"
     assert kernel_note("auto", BF16, 32, 50.0) == capped
     assert note(head_width=192).endswith("bfloat16): cuDNN's heads are at most 128 wide on this GPU, not 192")
@@ -244,5 +253,23 @@ def test_the_planned_gpus_decide(gpu, kernels):
     """Without a GPU, JAX refuses cuDNN's heads wider than 128."""
     mesh = jax.sharding.Mesh(np.array(gpu_devices(gpu, 2)), "zero")
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        assert [attention_kernel("auto", BF16, width) for width in (128, 256)] == kernels
-    assert attention_kernel("auto", BF16, 128) == "xla"  # on this machine
+        assert [kernel_for("auto", BF16, width) for width in (128, 256)] == kernels
+    assert kernel_for("auto", BF16, 128) == "xla"  # on this machine
+
+
+def test_jzero_attention_is_jaxs():
+    mask = np.tril(np.ones((S, S), bool))[None, None]
+    for more in (
+        {},
+        {"mask": mask},
+        {"is_causal": True, "scale": 0.3},
+        {"is_causal": True, "local_window_size": (2, 0)},
+    ):
+        expected = jax.nn.dot_product_attention(Q, KEYS, VALUES, **more)
+        np.testing.assert_allclose(jzero.attention(Q, KEYS, VALUES, **more), expected, atol=1e-6)
+    half = [x.astype(jnp.float16) for x in (Q, KEYS, VALUES)]
+    assert jzero.attention(*half).dtype == jnp.float16
+    with pytest.raises(
+        ValueError, match='implementation = "flash": must be "auto", "cudnn" or "xla"'.replace('"flash"', "'flash'")
+    ):
+        jzero.attention(Q, KEYS, VALUES, implementation="flash")

@@ -30,7 +30,7 @@ state batch update setup
 inference
 programs train_step
 data planner
-weights monitors profiling diagnosis ledger
+attention_kernel weights monitors profiling diagnosis ledger
 plots
 engine
 launcher cli

@@ -13,7 +13,8 @@ from flax import linen, nnx
 from helpers.sampling import keep, sample
 
 import jzero
-from models.attention import attention_kernel, rope
+from jzero.attention_kernel import kernel_for
+from models.attention import rope
 from models.decoder import Attention
 from models.llama import PRESETS, Llama, LlamaConfig, preset
 from models.mlp import MLP, cross_entropy
@@ -358,11 +359,11 @@ def test_flops_per_token_by_hand():
 
 def test_attention_kernel(monkeypatch):
     dtypes = (jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("float16"))
-    assert [attention_kernel("auto", d) for d in dtypes] == ["xla"] * 3  # no GPU here
-    assert [attention_kernel("cudnn", d) for d in dtypes] == ["cudnn"] * 3
+    assert [kernel_for("auto", d) for d in dtypes] == ["xla"] * 3  # no GPU here
+    assert [kernel_for("cudnn", d) for d in dtypes] == ["cudnn"] * 3
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert [attention_kernel("auto", d) for d in dtypes] == ["xla", "cudnn", "cudnn"]
-    assert [attention_kernel("xla", d) for d in dtypes] == ["xla"] * 3
+    assert [kernel_for("auto", d) for d in dtypes] == ["xla", "cudnn", "cudnn"]
+    assert [kernel_for("xla", d) for d in dtypes] == ["xla"] * 3
 
 
 def test_mlp():

@@ -51,7 +51,8 @@ def test_every_matrix_is_numpys(dtype, error):
     for x, found, one in zip(xs, run(*placed), alone, strict=True):
         expected = numpys(x.astype(np.float64).reshape(-1, *x.shape[-2:])).reshape(x.shape)
         for y in (found, one):
-            assert np.linalg.norm(np.asarray(y) - expected) < error * np.linalg.norm(expected) and y.dtype == np.float32
+            assert np.linalg.norm(np.asarray(y) - expected) < error * np.linalg.norm(expected)
+            assert y.dtype == np.float32
 
 
 LAYERS, WIDTH, HIDDEN, HEADS, KV_HEADS = 3, 128, 256, 4, 2
@@ -68,7 +69,8 @@ MESHES = {
 @pytest.mark.usefixtures("no_compilation_cache")
 @pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
 @pytest.mark.parametrize(
-    ("stage", "bf16"), [pytest.param(1, False, marks=pytest.mark.slow), (3, True), pytest.param(3, False, marks=pytest.mark.slow)]
+    ("stage", "bf16"),
+    [pytest.param(1, False, marks=pytest.mark.slow), (3, True), pytest.param(3, False, marks=pytest.mark.slow)],
 )
 def test_two_all_to_alls_for_each_shape_and_none_in_the_iteration(sizes, stage, bf16):
     config = {

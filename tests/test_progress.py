@@ -137,11 +137,17 @@ def test_skipped_steps_delay_the_end_of_the_schedule():
 def test_the_parts_of_a_summary_add_up():
     seconds = {START: 1.0, COMPILE: 62.0, HOST: 2.0, DEVICE: 40.0, CHECKPOINT: 3.0, SCRIPT: 0.01}
     found = summary.Summary(
-        seconds, Totals(20, 160, 81920, 1), Speed(4.0, 2048.0, 2.0, 0.4), {"loss": 1.5}, {"checkpoints": "runs/a"}
+        seconds,
+        Totals(20, 160, 81920, 1),
+        Speed(4.0, 2048.0, 2.0, 0.4),
+        {"loss": 1.5},
+        {"checkpoints": "runs/a"},
+        cached=2,
     )
     assert sum(found.parts.values()) == pytest.approx(sum(seconds.values()), rel=1e-12)
     assert str(found) == (
-        "jzero: 20 steps in 1 min 48 s = compile 1 min 2 s + steps 42.0 s + saves 3.0 s + start 1.0 s\n"
+        "jzero: 20 steps in 1 min 48 s = compile 1 min 2 s (2 programs from the cache) + steps 42.0 s + saves 3.0 s"
+        " + start 1.0 s\n"
         "  160 samples, 81,920 tokens; 4.0 samples/s, 2,048 tokens/s, MFU 40.0 %; last loss 1.5000; 1 skipped\n"
         "  checkpoints in runs/a"
     )
@@ -294,9 +300,10 @@ def test_only_process_0_has_notices(monkeypatch):
 
 
 def test_the_cache_of_jax_is_named(monkeypatch):
-    monkeypatch.setattr(slow, "jax", SimpleNamespace(config=SimpleNamespace(**dict.fromkeys(slow.CACHE, "/cache"))))
+    config = SimpleNamespace(**dict.fromkeys((slow.ENABLED, slow.DIRECTORY), "/cache"))
+    monkeypatch.setattr(slow, "jax", SimpleNamespace(config=config))
     assert slow.compiling("the step") == "compiling the step (cached for the next start)"
-    monkeypatch.setattr(slow.jax.config, slow.CACHE[1], None)
+    monkeypatch.setattr(config, slow.DIRECTORY, None)
     assert slow.compiling("the step") == "compiling the step"
 
 

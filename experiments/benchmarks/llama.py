@@ -83,7 +83,8 @@ def config(args: argparse.Namespace) -> dict:
         "train_micro_batch_size_per_gpu": args.micro_batch,
         "gradient_accumulation_steps": args.accum,
         "optimizer": {
-            "type": args.optimizer, "state_dtype": args.state_dtype,
+            "type": args.optimizer,
+            "state_dtype": args.state_dtype,
             "params": {"lr": args.lr, "betas": [0.9, 0.95], "weight_decay": 0.1},
         },
         "gradient_clipping": 1.0,

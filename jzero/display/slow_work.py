@@ -13,12 +13,11 @@ import jax
 
 from jzero._compat import backends_are_initialized
 from jzero.display import screen
+from jzero.distributed.compilation_cache import DIRECTORY, ENABLED
 from jzero.distributed.place import get_rank
 from jzero.errors import ConfigError
 
 FIRST = 5.0  # seconds before the first notice; without a terminal the next ones come at 10, 20, 40 s ...
-
-CACHE = ("jax_enable_compilation_cache", "jax_compilation_cache_dir")  # options of JAX
 
 
 class Work(NamedTuple):
@@ -91,7 +90,7 @@ def _prints() -> bool:
 
 def compiling(program: str) -> str:
     """Describe the compilation of a program, and whether JAX's cache spares it to the next start."""
-    cached = all(getattr(jax.config, name) for name in CACHE)
+    cached = getattr(jax.config, ENABLED) and getattr(jax.config, DIRECTORY)
     return f"compiling {program}" + (" (cached for the next start)" if cached else "")
 
 

@@ -12,6 +12,7 @@ import jax
 from jzero.distributed.host_collectives import agree
 from jzero.files import kept
 
+ENABLED, DIRECTORY = "jax_enable_compilation_cache", "jax_compilation_cache_dir"  # options of JAX
 DAYS = 30  # after which a program is removed; to have it again costs one compilation
 
 _is_decided = False
@@ -29,7 +30,7 @@ def turn_on() -> None:
         return
     _is_decided = True
     if (directory := shared_directory()) is not None:
-        jax.config.update("jax_compilation_cache_dir", str(directory))
+        jax.config.update(DIRECTORY, str(directory))
 
 
 def shared_directory() -> Path | None:
@@ -48,7 +49,7 @@ def shared_directory() -> Path | None:
 
 def _directory() -> Path | None:
     """Make the directory of this process, for this user alone: whoever writes there has code run here."""
-    if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
+    if getattr(jax.config, DIRECTORY) is not None or not getattr(jax.config, ENABLED):
         return None
     try:
         directory = kept("programs")

@@ -109,5 +109,5 @@ def _attention(gpu: GPU, text: str, amount: Amount) -> Iterator[str]:
     if re.search(rf"\w\[\d+,(?:\d+,)*{length},{length}\]", text):
         yield (
             f"attention keeps scores of {length} x {length}; fix: cuDNN's, which keeps none: "
-            'jax.nn.dot_product_attention(..., implementation="cudnn") in half precision with heads of at most 128'
+            "jzero.attention, in half precision with heads of at most 128"
         )

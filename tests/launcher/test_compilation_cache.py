@@ -63,7 +63,8 @@ def test_nobody_else_may_write_a_new_directory(undecided):
 def test_a_users_choice_stays(undecided, tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
     compilation_cache.turn_on()
-    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "own") and not undecided.exists()
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "own")
+    assert not undecided.exists()
     jax.config.update("jax_compilation_cache_dir", None)
     jax.config.update("jax_enable_compilation_cache", False)
     try:
@@ -80,7 +81,8 @@ def test_no_home_and_no_gpu_mean_no_cache(undecided, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     undecided.parent.unlink()
     compilation_cache.turn_on()
-    assert jax.config.jax_compilation_cache_dir is None and not undecided.exists()
+    assert jax.config.jax_compilation_cache_dir is None
+    assert not undecided.exists()
 
 
 @pytest.mark.processes

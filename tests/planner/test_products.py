@@ -17,9 +17,9 @@ from helpers.sampling import keep
 from jax import lax
 
 import jzero
+from jzero.attention_kernel import kernel_note
 from jzero.planner import gpu_devices
 from jzero.planner.products import _is_library, products
-from models.attention import kernel_note
 from models.llama import Llama, preset
 from models.vit import ViT, ViTConfig
 
