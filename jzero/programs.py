@@ -13,6 +13,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero import optimizers
+from jzero.distributed import compilation_cache
 from jzero.gradients import Result
 from jzero.loss_scale import LossScale
 from jzero.mesh import batch_spec, shardings
@@ -76,6 +77,8 @@ class Programs:
 
 def make_programs(setup: Setup, states: States) -> Programs:
     """Make the programs of a config resolved for a mesh, with the sharding of its states."""
+    if jax.process_count() in (1, len({device.process_index for device in setup.mesh.devices.flat})):
+        compilation_cache.turn_on()  # all processes are here
     mesh, region, rows = setup.mesh, setup.region(), batch_spec(setup.mesh)
     replicated: Any = PartitionSpec()
     everywhere = NamedSharding(mesh, replicated)

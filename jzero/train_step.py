@@ -23,7 +23,7 @@ from jzero import optimizers
 from jzero.batch import Amount, amount_of, check_batch, check_first_batch, host_arrays, place_batch, place_extra
 from jzero.config import Config, without_curriculum
 from jzero.display.slow_work import compiling, slow_work
-from jzero.distributed import compilation_cache, heartbeat
+from jzero.distributed import heartbeat
 from jzero.distributed.consistency import Guard
 from jzero.distributed.host_collectives import check_same
 from jzero.errors import ConfigError
@@ -107,8 +107,6 @@ class TrainStep:
         self._amounts: dict[Any, Amount] = {}
         self.amount = Amount()
         self._guard = Guard(self.mesh, self.config, self.layouts)
-        if self._guard.shared or jax.process_count() == 1:
-            compilation_cache.turn_on()
         self._states = states = States(setup)
         self.state_shapes, self.state_specs, self.state_shardings = states.shapes, states.specs, states.shardings
         self.host_bytes = states.host_bytes
@@ -125,17 +123,7 @@ class TrainStep:
             f"mesh {degrees}, batch {b.train} = {b.micro} x {b.accum} x {self.replicas})"
         )
 
-    def _repr_html_(self) -> str:
-        """Show the mesh, the arithmetic of the batch and the layout of the parameters in a notebook."""
-        b = self.batch_sizes
-        facts = {
-            "model": repr(self.model),
-            "ZeRO": f"stage {self.config.zero_optimization.stage}",
-            "precision": self.config.precision,
-            "batch": f"{b.train} = {b.micro} per device × {b.accum} accumulation × {self.replicas} replicas",
-        }
-        parameters = html.leaves(self.state_shapes.params, self.state_shardings.params)
-        return html.mesh(self.mesh) + html.facts(facts) + html.folded("layout of the parameters", parameters)
+    _repr_html_ = html.train_step
 
     @property
     def trainable_names(self) -> list[str]:

@@ -120,6 +120,19 @@ def _spec(sharding: Any) -> str:
     return type(sharding).__name__ if spec is None else f"P({', '.join(map(repr, spec))})"
 
 
+def train_step(step: Any) -> str:
+    """Show the mesh of a `TrainStep`, the arithmetic of its batch and the layout of its parameters."""
+    b = step.batch_sizes
+    about = {
+        "model": repr(step.model),
+        "ZeRO": f"stage {step.config.zero_optimization.stage}",
+        "precision": step.config.precision,
+        "batch": f"{b.train} = {b.micro} per device × {b.accum} accumulation × {step.replicas} replicas",
+    }
+    parameters = leaves(step.state_shapes.params, step.state_shardings.params)
+    return mesh(step.mesh) + facts(about) + folded("layout of the parameters", parameters)
+
+
 class ParametersInHTML:
     """Mixed into models: a notebook shows their name and their parameters, which no device needs to hold for that."""
 
