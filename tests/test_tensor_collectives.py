@@ -127,3 +127,27 @@ def test_a_llamas_fused_weights_move_nothing_more():
         ("all-reduce", "f32", tokens * F32): 3,  # the exponentials' sum and the label's logit, and one backward
         ("all-reduce", "f32", F32 * divided): 1,  # the gradient's norm: one number per parameter
     }
+
+
+@pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_pipeline_sends_this_devices_part_of_the_sequence(tensor):
+    """Both ways, with `tensor` 2 half the bytes: activations are divided between layers, and so between stages."""
+    rows, accum, width = 2, 4, 64
+    config = {
+        "train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": accum, "bf16": {"enabled": True},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "mesh": {"pipe": 2, "tensor": tensor},
+        "compiler_options": {"xla_gpu_autotune_level": 0},
+    }  # fmt: skip
+    mesh = jzero.make_mesh(config, devices=gpu_devices("h100", 2 * tensor))
+    shape = LlamaConfig(LAYERS, width, 4, 2, 96, vocab_size=128, attention="xla")
+    step = jzero.make_train_step(jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs)), config, mesh=mesh)
+    tokens = jax.ShapeDtypeStruct((rows * accum, SEQUENCE), jnp.int32)
+    program = step.lower({"inputs": tokens, "labels": tokens}).compile()
+    sent = Counter()
+    for row in collectives(program, mesh):
+        if row.kind == "collective-permute":
+            assert row.axes == ("pipe",)
+            sent[row.dtype, row.bytes] += row.operands * row.times
+    ticks = accum + 1  # with a forward pass, and as many with a backward pass
+    # Nobody reads what the last tick sends back, and XLA drops it.
+    assert sent == {("bf16", rows * SEQUENCE * width * BF16 // tensor): 2 * ticks - 1}
