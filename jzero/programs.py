@@ -77,8 +77,7 @@ class Programs:
 
 def make_programs(setup: Setup, states: States) -> Programs:
     """Make the programs of a config resolved for a mesh, with the sharding of its states."""
-    if jax.process_count() in (1, len({device.process_index for device in setup.mesh.devices.flat})):
-        compilation_cache.turn_on()  # all processes are here
+    compilation_cache.turn_on(setup.mesh.devices.flat)
     mesh, region, rows = setup.mesh, setup.region(), batch_spec(setup.mesh)
     replicated: Any = PartitionSpec()
     everywhere = NamedSharding(mesh, replicated)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -18,15 +20,21 @@ DAYS = 30  # after which a program is removed; to have it again costs one compil
 _is_decided = False
 
 
-def turn_on() -> None:
-    """Give JAX's cache a directory if this process runs on GPUs and nobody has chosen one. All processes call it.
+def turn_on(devices: Iterable[Any]) -> None:
+    """Give JAX's cache a directory before programs run on GPUs, if nobody has chosen one.
+
+    For devices that are not there, as in a plan, and for those of a part of the processes it does nothing. Otherwise
+    all processes call it.
 
     JAX has process 0 write and all processes read. A process that finds its program takes no part in XLA's
     autotuning, where the others would wait for it. So the cache stays off unless all processes see one directory.
     JAX_COMPILATION_CACHE_DIR chooses another one; JAX_ENABLE_COMPILATION_CACHE=0 turns the cache off.
     """
     global _is_decided
-    if _is_decided or jax.default_backend() != "gpu":  # a program for CPUs runs on the same kind of machine only
+    used = set(devices)
+    if _is_decided or jax.default_backend() != "gpu" or not used <= set(jax.devices()):
+        return  # a program for CPUs runs on the same kind of machine only
+    if jax.process_count() not in (1, len({device.process_index for device in used})):
         return
     _is_decided = True
     if (directory := shared_directory()) is not None:

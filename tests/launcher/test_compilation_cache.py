@@ -50,19 +50,19 @@ def test_the_directory_belongs_to_the_user_and_old_programs_go(undecided):
     for name, days in {"jit_step-1-cache": 31, "jit_step-2-cache": 29, "notes": 99}.items():
         (undecided / name).touch()
         os.utime(undecided / name, (time.time() - days * 86400,) * 2)
-    compilation_cache.turn_on()
+    compilation_cache.turn_on(jax.devices())
     assert jax.config.jax_compilation_cache_dir == str(undecided)
     assert sorted(path.name for path in undecided.iterdir()) == ["jit_step-2-cache", "notes"]
 
 
 def test_nobody_else_may_write_a_new_directory(undecided):
-    compilation_cache.turn_on()
+    compilation_cache.turn_on(jax.devices())
     assert stat.S_IMODE(undecided.stat().st_mode) == 0o700
 
 
 def test_a_users_choice_stays(undecided, tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
-    compilation_cache.turn_on()
+    compilation_cache.turn_on(jax.devices())
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "own")
     assert not undecided.exists()
     jax.config.update("jax_compilation_cache_dir", None)
@@ -75,13 +75,21 @@ def test_a_users_choice_stays(undecided, tmp_path):
 
 def test_no_home_and_no_gpu_mean_no_cache(undecided, monkeypatch):
     undecided.parent.parent.joinpath("jzero").touch()  # a file where the directory would be
-    compilation_cache.turn_on()
+    compilation_cache.turn_on(jax.devices())
     assert jax.config.jax_compilation_cache_dir is None
     monkeypatch.setattr(compilation_cache, "_is_decided", False)
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     undecided.parent.unlink()
-    compilation_cache.turn_on()
+    compilation_cache.turn_on(jax.devices())
     assert jax.config.jax_compilation_cache_dir is None
+    assert not undecided.exists()
+
+
+def test_a_plan_decides_nothing(undecided, monkeypatch):
+    compilation_cache.turn_on([object()])
+    assert not undecided.exists()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    compilation_cache.turn_on(jax.devices())  # of one process alone
     assert not undecided.exists()
 
 
