@@ -28,12 +28,12 @@ def create(path: str | os.PathLike[str], kind: str = "w", mode: int = 0o666) -> 
 
 
 def kept(name: str) -> Path:
-    """Return the directory of this user's files of one kind that make the next run faster; nothing is made.
+    """Return the directory of this user's files of one kind that make the next run faster; does not create it.
 
     Args:
       name: as "plans", in $XDG_CACHE_HOME/jzero or ~/.cache/jzero.
 
     Raises:
-      RuntimeError: nobody knows the user's home.
+      RuntimeError: the home directory is unknown.
     """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jzero" / name

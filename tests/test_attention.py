@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from helpers.cuda import needs_cuda_compiler
 from helpers.sampling import keep, some
+from jax._src.cudnn import fused_attention_stablehlo
 
 import jzero
 from jzero import attention_kernel
@@ -96,14 +98,6 @@ def test_odd_numbers_of_tokens_are_padded_for_cudnn(monkeypatch):
             )  # fmt: skip
             counts = ~np.isnan(expected)
             np.testing.assert_allclose(found[counts], expected[counts], atol=2e-6, err_msg=f"{causal} {window}")
-    short = np.array([7, 9], np.int32)
-    bias, few = np.random.default_rng(3).normal(size=(B, H, S, S)).astype("f4"), np.ones((1, 1, 1, 1), bool)
-    for more in (
-        {"bias": bias}, {"bias": bias, "mask": few, "is_causal": True},
-        {"query_seq_lengths": short, "key_value_seq_lengths": short}, {"key_value_seq_lengths": short},
-    ):  # fmt: skip
-        expected = kernel(Q, KEYS, VALUES, **more)
-        np.testing.assert_allclose(jzero.attention(Q, KEYS, VALUES, **more), expected, atol=2e-6, err_msg=f"{[*more]}")
     assert shapes == {(S + 1, S + 1)}
     gradient = jax.grad(lambda q: (run(q, KEYS, VALUES) ** 2).sum())(Q)
     monkeypatch.undo()
@@ -257,19 +251,76 @@ def test_the_planned_gpus_decide(gpu, kernels):
     assert kernel_for("auto", BF16, 128) == "xla"  # on this machine
 
 
-def test_jzero_attention_is_jaxs():
-    mask = np.tril(np.ones((S, S), bool))[None, None]
-    for more in (
-        {},
-        {"mask": mask},
-        {"is_causal": True, "scale": 0.3},
-        {"is_causal": True, "local_window_size": (2, 0)},
-    ):
-        expected = jax.nn.dot_product_attention(Q, KEYS, VALUES, **more)
-        np.testing.assert_allclose(jzero.attention(Q, KEYS, VALUES, **more), expected, atol=1e-6)
+def softmax_attention(q, k, v, bias, seen):
+    """Attention in float64; `seen` [B, S, T]: which keys a query sees."""
+    k, v = (np.repeat(x.astype("f8"), q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = np.einsum("bshc,bthc->bhst", q.astype("f8"), k) * q.shape[-1] ** -0.5 + bias
+    weights = np.where(seen[:, None], np.exp(scores - scores.max(-1, keepdims=True)), 0)
+    return np.einsum("bhst,bthc->bshc", weights / weights.sum(-1, keepdims=True), v)
+
+
+@pytest.mark.parametrize("kernel", ["xla", "cudnn"])
+def test_jzero_attention(kernel, monkeypatch):
+    """cuDNN's part is played by XLA."""
+    jaxs = jax.nn.dot_product_attention
+    monkeypatch.setattr(attention_kernel, "kernel_for", lambda *_: kernel)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *x, implementation, **more: jaxs(*x, **more))
+    rng, T = np.random.default_rng(0), S - 2
+    k, v = (rng.normal(size=(B, T, K, C)).astype("f4") for _ in range(2))
+    ahead = np.arange(T) - np.arange(S)[:, None]
+    lengths = np.array([5, 7], np.int32)
+    everything = np.ones((B, S, T), bool)
+    few = rng.random((S, T)) < 0.7
+    few[:, 0] = True
+    for more, seen in [
+        ({}, everything),
+        ({"is_causal": True}, everything & (ahead <= 0)),
+        ({"mask": few}, everything & few),
+        ({"mask": few[None, None, :1]}, everything & few[:1]),
+        ({"key_value_seq_lengths": lengths}, np.arange(T) < lengths[:, None, None] + np.zeros((S, 1))),
+        ({"is_causal": True, "local_window_size": 2}, everything & (ahead <= 0) & (ahead >= -2)),
+        ({"local_window_size": (T, 0)}, everything & (ahead <= 0) & (ahead >= -T)),
+        ({"local_window_size": (S, 1)}, everything & (ahead <= 1)),
+    ]:
+        for bias in (0.0, *(rng.normal(size=shape).astype("f4") for shape in ((B, H, S, T), (1, 1, 1, T), (H, S, T)))):
+            given = more if isinstance(bias, float) else {**more, "bias": bias}
+            expected = softmax_attention(Q, k, v, bias, seen)
+            found = jzero.attention(Q, k, v, **given)
+            np.testing.assert_allclose(found, expected, atol=2e-6, err_msg=f"{[*given]} {np.shape(bias)}")
+
+
+def test_cudnn_takes_what_jzero_attention_gives_it(monkeypatch):
+    """Its own checks run, for every form of the operands; a kernel would need a GPU."""
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(attention_kernel, "widest_head", lambda: 128)
+    kernels = set()
+    jaxs = jax.nn.dot_product_attention
+
+    def spy(*x, implementation, **more):
+        kernels.add(implementation)
+        return jaxs(*x, implementation=implementation, **more)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", spy)
+    lengths = np.full(B, 5, np.int32)
+    for queries, keys in [(8, 8), (7, 7), (7, 8)]:
+        q, k = jnp.ones((B, queries, H, 64), jnp.bfloat16), jnp.ones((B, keys, K, 64), jnp.bfloat16)
+        for bias, mask, causal, window, own in itertools.product(
+            (None, (H, queries, keys), (1, 1, 1, keys)), (None, (B, 1, 1, keys)), (True, False), (None, 2, (2, 0)),
+            ({}, {"key_value_seq_lengths": lengths, "query_seq_lengths": lengths}),
+        ):  # fmt: skip
+            operands = {
+                "bias": bias and jnp.zeros(bias, q.dtype), "mask": mask and jnp.ones(mask, bool), "is_causal": causal,
+                "local_window_size": window, **own,
+            }  # fmt: skip
+            kernels.clear()
+            assert jax.eval_shape(partial(jzero.attention, **operands), q, k, k).shape == q.shape
+            assert kernels == {"xla" if window == 2 and not causal else "cudnn"}
+
+
+def test_jzero_attention_says_what_it_takes():
     half = [x.astype(jnp.float16) for x in (Q, KEYS, VALUES)]
     assert jzero.attention(*half).dtype == jnp.float16
-    with pytest.raises(
-        ValueError, match='implementation = "flash": must be "auto", "cudnn" or "xla"'.replace('"flash"', "'flash'")
-    ):
+    with pytest.raises(ValueError, match='implementation = \'flash\': must be "auto", "cudnn" or "xla"'):
         jzero.attention(Q, KEYS, VALUES, implementation="flash")
+    with pytest.raises(ValueError, match=re.escape("key has shape (9, 2, 8); must be [rows, sequence, heads, width]")):
+        jzero.attention(Q, KEYS[0], VALUES)

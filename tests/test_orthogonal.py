@@ -35,7 +35,7 @@ def numpys(x):
     return np.stack([newton_schulz(m) * max(1, m.shape[1] / m.shape[0]) ** 0.5 for m in x]).reshape(x.shape)
 
 
-@pytest.mark.parametrize(("dtype", "error"), [(None, 1e-4), (jnp.bfloat16, 0.06)])  # DeepSpeed's in bfloat16: 0.051
+@pytest.mark.parametrize(("dtype", "error"), [(None, 1e-4), (jnp.bfloat16, 0.04)])  # DeepSpeed's in bfloat16: 0.051
 def test_every_matrix_is_numpys(dtype, error):
     mesh = jzero.make_mesh(data=2, expert=2, zero=2)
     rng = np.random.default_rng(0)
@@ -53,6 +53,7 @@ def test_every_matrix_is_numpys(dtype, error):
         for y in (found, one):
             assert np.linalg.norm(np.asarray(y) - expected) < error * np.linalg.norm(expected)
             assert y.dtype == np.float32
+            assert dtype is None or np.linalg.norm(np.asarray(y) - expected) > 1e-3 * np.linalg.norm(expected)
 
 
 LAYERS, WIDTH, HIDDEN, HEADS, KV_HEADS = 3, 128, 256, 4, 2

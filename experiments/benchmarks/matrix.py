@@ -65,8 +65,9 @@ def run_case(line: str, out: Path, index: int, first_gpu: int, limit_s: float) -
     set_here = [word for word in words if re.match(r"[A-Z_]+=", word)]
     variables = dict(word.split("=", 1) for word in set_here)
     visible = ",".join(map(str, range(first_gpu, first_gpu + int(gpus))))
-    # JAX preallocates 75 % of the GPU by default; the largest cases need nearly all of it.
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"} | variables
+    # JAX preallocates 75 % of the GPU by default; the largest cases need nearly all of it. Each start compiles.
+    ours = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95", "JAX_ENABLE_COMPILATION_CACHE": "0"}
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible} | ours | variables
     arguments = [word for word in words if word not in set_here]
     base = {"program": program, "gpus": int(gpus), "note": " ".join(words)}
     start, lines, power = time.perf_counter(), [], {}

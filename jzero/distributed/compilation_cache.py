@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
+import sys
 import time
 import uuid
 from collections.abc import Iterable
@@ -12,10 +15,11 @@ from typing import Any
 import jax
 
 from jzero.distributed.host_collectives import agree
+from jzero.distributed.joining import hosts
 from jzero.files import kept
 
 ENABLED, DIRECTORY = "jax_enable_compilation_cache", "jax_compilation_cache_dir"  # options of JAX
-DAYS = 30  # after which a program is removed; to have it again costs one compilation
+DAYS = 30  # a program that is older is removed, and compiled again where it is needed
 
 _is_decided = False
 
@@ -26,9 +30,10 @@ def turn_on(devices: Iterable[Any]) -> None:
     For devices that are not there, as in a plan, and for those of a part of the processes it does nothing. Otherwise
     all processes call it.
 
-    JAX has process 0 write and all processes read. A process that finds its program takes no part in XLA's
-    autotuning, where the others would wait for it. So the cache stays off unless all processes see one directory.
-    JAX_COMPILATION_CACHE_DIR chooses another one; JAX_ENABLE_COMPILATION_CACHE=0 turns the cache off.
+    In JAX, process 0 writes and all processes read. A process that finds its program takes no part in XLA's autotuning,
+    for which the others would wait. So all must find it or none: the cache stays off for several hosts, whose network
+    file system may show a new file late, and unless all processes see the same directory. For several processes the
+    directory belongs to one command line, so that no other job writes while they look.
     """
     global _is_decided
     used = set(devices)
@@ -37,34 +42,47 @@ def turn_on(devices: Iterable[Any]) -> None:
     if jax.process_count() not in (1, len({device.process_index for device in used})):
         return
     _is_decided = True
-    if (directory := shared_directory()) is not None:
+    if len(set(hosts())) == 1 and (directory := shared_directory()) is not None:
         jax.config.update(DIRECTORY, str(directory))
 
 
 def shared_directory() -> Path | None:
     """Return the directory for programs; None unless all processes want one and see the same one."""
-    directory = _directory()
-    mark = agree("compilation cache: mark", uuid.uuid4().hex)[0]
-    if directory and jax.process_index() == 0:
-        with contextlib.suppress(OSError):  # a full disk
+    directory, leads = _directory(), jax.process_index() == 0
+    job, mark = agree("compilation cache: job", f"{_job()} {uuid.uuid4().hex}")[0].split()
+    if directory and jax.process_count() > 1:
+        directory /= job
+    if directory and leads:
+        with contextlib.suppress(OSError):  # read-only, or full
+            directory.mkdir(mode=0o700, exist_ok=True)
             (directory / mark).touch()
     agree("compilation cache: marked", "")
-    seen = agree("compilation cache: seen", str(directory and (directory / mark).exists()))
-    if directory and jax.process_index() == 0:
-        (directory / mark).unlink(missing_ok=True)
+    seen = agree("compilation cache: seen", str(directory is not None and os.access(directory / mark, os.F_OK)))
+    if directory and leads:
+        with contextlib.suppress(OSError):
+            (directory / mark).unlink()
     return directory if set(seen) == {"True"} else None
 
 
+def _job() -> str:
+    """Return what a job and its next start have in common."""
+    return hashlib.sha256(repr([os.getcwd(), sys.argv]).encode()).hexdigest()[:16]
+
+
 def _directory() -> Path | None:
-    """Make the directory of this process, for this user alone: whoever writes there has code run here."""
+    """Return the user's own directory, without old files: anyone who can write there can run code in this process."""
     if getattr(jax.config, DIRECTORY) is not None or not getattr(jax.config, ENABLED):
         return None
     try:
-        directory = kept("programs")
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for path in directory.glob("*-cache"):  # JAX's suffix
-            with contextlib.suppress(FileNotFoundError):  # another process removes it
-                if path.stat().st_mtime < time.time() - DAYS * 24 * 3600:
+        directory = kept("programs").absolute()
+        for path in (directory.parent, directory):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = path.stat()
+            if found.st_uid != os.getuid() or found.st_mode & 0o022:
+                return None
+        for path in directory.rglob("*"):
+            with contextlib.suppress(OSError):  # another process removes it
+                if path.is_file() and path.stat().st_mtime < time.time() - DAYS * 24 * 3600:
                     path.unlink()
     except (OSError, RuntimeError):  # a home that is read-only, or none
         return None

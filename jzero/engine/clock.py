@@ -37,12 +37,18 @@ class Clock:
         self._worked = worked
         self.total: dict[str, float] = {}
         self._compiled, self._lap = compile_times.seconds(), time.perf_counter()
+        self._cached = compile_times.cached()
         self._clear(0)
 
     @property
     def elapsed(self) -> float:
         """The seconds since the clock was made."""
         return time.perf_counter() - self._lap + sum(self.total.copy().values())
+
+    @property
+    def cached(self) -> int:
+        """The programs that came from the compilation cache since the clock was made."""
+        return compile_times.cached() - self._cached
 
     def restart(self, steps: int) -> None:
         """Start measuring now, with a state `steps` steps into the run."""

@@ -15,7 +15,6 @@ from jzero.engine.follower import Follower
 from jzero.engine.speed import Ideal, Speed, training
 from jzero.ledger.goodput import duration
 from jzero.loss import LOSS
-from jzero.profiling import compile_times
 
 # The parts of the clock in the words of a summary. The devices' time is that of steps only, so the host's part of a
 # step is the time in which they wait for it.
@@ -58,8 +57,8 @@ class Summary(NamedTuple):
 
     def __str__(self) -> str:
         totals, parts = self.totals, self.parts
-        spared = {IN_WORDS[COMPILE]: f" ({self.cached} program{'s' if self.cached > 1 else ''} from the cache)"}
-        after = spared if self.cached else {}
+        spared = f" ({self.cached} program{'s' if self.cached > 1 else ''} from the cache)" if self.cached else ""
+        after = {IN_WORDS[COMPILE]: spared}
         listed = " + ".join(f"{name} {duration(s)}{after.get(name, '')}" for name, s in parts.items() if s >= 0.05)
         count = f"{totals.steps:,} step{'s' if totals.steps > 1 else ''}"
         lines = [f"jzero: {count} in {duration(sum(parts.values()))}" + (f" = {listed}" if listed else "")]
@@ -108,7 +107,7 @@ class Ending:
             return None
         seconds, metrics = self._clock.total, self._finished.metrics
         return Summary(
-            seconds, totals, speed, metrics, self.files, compile_times.cached(), self.goodput(), self.verdict(seconds)
+            seconds, totals, speed, metrics, self.files, self._clock.cached, self.goodput(), self.verdict(seconds)
         )  # fmt: skip
 
 

@@ -43,8 +43,8 @@ def orthogonalised(all_matrices: Sequence[Matrices], mesh: Mesh | None, dtype: A
 
     Args:
       mesh: None: all matrices are whole on each device.
-      dtype: of what is moved, and of the iteration; None: the matrices' own, which the results have in any case.
-        bfloat16 is enough (DeepSpeed's `original_muon.py`): in float32, too, the singular values end near 1 only.
+      dtype: of what is moved, and of the iteration; default: the matrices' dtype, which the results always have.
+        bfloat16 is enough, as in DeepSpeed's `original_muon.py`: in float32, too, singular values are only roughly 1.
     """
     batches = [_batch(Matrices(x.astype(dtype or x.dtype), axes)) for x, axes in all_matrices]
     groups: dict[object, list[int]] = {}
@@ -114,7 +114,8 @@ def _on_owners(batch: Matrices, mesh: Mesh | None) -> jax.Array:
 def _newton_schulz(x: jax.Array) -> jax.Array:
     """Run five quintic Newton-Schulz steps on matrices [..., n, k], n <= k: singular values end in about 0.5 to 1.5.
 
-    In 16 bits only the products' operands are rounded: coefficients in bfloat16 would double the error.
+    In 16 bits the products are; what lies between is computed in float32. Coefficients in bfloat16 would double the
+    error.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     dtype = x.dtype

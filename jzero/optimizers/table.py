@@ -202,7 +202,8 @@ DEEPSPEED: dict[str, Row] = {
         (
             (
                 lambda p: p["ns_method"] == "gram",
-                "{name}: ns_method gram and standard give the same values; jzero runs the standard iteration, in fp32",
+                "{name}: ns_method gram and standard give the same values; jzero runs the standard iteration, "
+                "in bfloat16 under bf16 and fp16, else in fp32",
             ),
             (
                 lambda p: True,

@@ -5,6 +5,7 @@ import os
 import re
 import stat
 import time
+from pathlib import Path
 
 import jax
 import pytest
@@ -21,6 +22,7 @@ from jzero.distributed import compilation_cache
 from jzero.profiling import compile_times
 
 own = "own" in sys.argv  # every process has a home of its own, as on hosts without a common file system
+sys.argv = ["worker.py"]  # without what the tests add, another one in every start
 os.environ["XDG_CACHE_HOME"] = "caches" + (os.environ["RANK"] if own else "")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jzero.init_distributed()
@@ -45,19 +47,40 @@ def undecided(monkeypatch, tmp_path):
     jax.config.update("jax_compilation_cache_dir", former)
 
 
-def test_the_directory_belongs_to_the_user_and_old_programs_go(undecided):
-    undecided.mkdir(parents=True, mode=0o755)
-    for name, days in {"jit_step-1-cache": 31, "jit_step-2-cache": 29, "notes": 99}.items():
+def test_old_programs_go(undecided):
+    (undecided / "job" / "old-cache").mkdir(parents=True)
+    for name, days in {"jit_step-1-cache": 31, "jit_step-2-cache": 29, "job/jit_step-3-cache": 99}.items():
         (undecided / name).touch()
         os.utime(undecided / name, (time.time() - days * 86400,) * 2)
     compilation_cache.turn_on(jax.devices())
     assert jax.config.jax_compilation_cache_dir == str(undecided)
-    assert sorted(path.name for path in undecided.iterdir()) == ["jit_step-2-cache", "notes"]
+    assert sorted(path.name for path in undecided.rglob("*")) == ["jit_step-2-cache", "job", "old-cache"]
 
 
-def test_nobody_else_may_write_a_new_directory(undecided):
+def test_nobody_else_may_write_there(undecided, monkeypatch):
     compilation_cache.turn_on(jax.devices())
-    assert stat.S_IMODE(undecided.stat().st_mode) == 0o700
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (undecided.parent, undecided)] == [0o700, 0o700]
+    assert compilation_cache._directory() is None  # JAX has one now
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert compilation_cache._directory() == undecided
+    undecided.chmod(0o770)
+    assert compilation_cache._directory() is None
+    undecided.chmod(0o700)
+    other = undecided.stat().st_uid + 1
+    monkeypatch.setattr(os, "getuid", lambda: other)
+    assert compilation_cache._directory() is None
+
+
+def test_a_directory_that_cannot_be_written_is_left_alone(undecided, monkeypatch):
+    undecided.mkdir(parents=True, mode=0o700)
+
+    def refuse(*args, **kwargs):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    compilation_cache.turn_on(jax.devices())
+    assert jax.config.jax_compilation_cache_dir is None
 
 
 def test_a_users_choice_stays(undecided, tmp_path):
@@ -111,7 +134,8 @@ def test_processes_use_a_directory_that_all_see(tmp_path, where):
     if where == "own":
         assert all(directory is None and cached == 0 for start in starts for directory, cached, _ in start)
     else:
-        assert all(directory == "caches/jzero/programs" for start in starts for directory, *_ in start)
+        (job,) = (tmp_path / "caches/jzero/programs").iterdir()  # of this command line
+        assert all(directory == str(job) for start in starts for directory, *_ in start)
         # init and the step, on process 0; on CPUs JAX's keys differ among processes, unlike on GPUs
         assert max(cached for _, cached, _ in starts[1]) >= 2, starts
-        assert not list((tmp_path / "caches/jzero/programs").glob("[0-9a-f]" * 32))
+        assert all(path.name.endswith("-cache") for path in job.iterdir() if path.is_file())
