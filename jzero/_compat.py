@@ -203,12 +203,15 @@ def trace_state() -> Any:
 def source_of(eqn: Any) -> Any:
     """Return the context in which new operations get the scopes and the line of an operation in a jaxpr.
 
-    As in `jax.core.eval_jaxpr`; no public function sets both (jax 0.10 and 0.11).
+    As in `jax.core.eval_jaxpr`; no public function sets both (jax 0.10 and 0.11). An operation inside of one that JAX
+    itself compiles, as `jnp.fft.fft`, has no line of the model; it gets that of the call.
     """
     from jax._src import source_info_util
 
     names = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    return source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
+    of_call = source_info_util._source_info_context.context.traceback
+    traceback = eqn.source_info.traceback if of_call is None or source_line(eqn) else of_call
+    return source_info_util.user_context(traceback, name_stack=names)
 
 
 @contextlib.contextmanager

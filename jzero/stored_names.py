@@ -102,3 +102,12 @@ def stored_names(state: PyTree, shapes: Mapping[str, Any]) -> dict[str, tuple[st
     """
     names = getattr(state, "names", None)
     return {name: (name,) if names is None else names.of(name, x.shape) for name, x in shapes.items()}
+
+
+def numberless(name: str) -> str:
+    """Replace numbers by stars, but not the number in a name such as `fc1`.
+
+    >>> numberless("layers_3/fc1/kernel")
+    'layers_*/fc1/kernel'
+    """
+    return re.sub(r"(?<=[/_])\d+(?=[/_]|$)|^\d+(?=/|$)", "*", name)

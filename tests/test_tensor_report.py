@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from helpers.tensor_models import BATCH, DIMENSIONS, GPT, SEQUENCE, WIDTH, Block, batches, initial, make_step, model
 
 import jzero
@@ -174,6 +175,49 @@ class Scaled(GPT):
 
     def prefix(self, batch, extra):
         return super().prefix(batch) * extra["scale"]
+
+
+class Mixed(nnx.Module):
+    """A model without a layer stack, whose tokens are mixed by a function that JAX compiles (FNet)."""
+
+    def __init__(self, rngs):
+        self.embed, self.out = nnx.Embed(16, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        return self.out(x + jnp.fft.fft(x, axis=1).real) + jnp.linalg.svd(x, compute_uv=False)[:, None, :1]
+
+
+def mixed(sequence, **more):
+    config = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "mesh": {"context": 4},
+        **more,
+    }
+    model = jzero.from_flax(lambda rngs: Mixed(rngs=rngs), lambda module, batch: (module(batch) ** 2).mean())
+    return jzero.make_train_step(model, config), jnp.zeros((8, sequence), jnp.int32)
+
+
+def test_a_model_without_layers():
+    """An operation of JAX's own functions has the line of the model's call; a divided sequence is no warning."""
+    text = report_of(*mixed(8))
+    assert re.search(r"ran on whole arrays: svd \(test_tensor_report\.py:\d+\)", text)
+    assert "fft (" not in text
+    assert "does not divide the sequence" not in text
+    text = report_of(*mixed(6))
+    assert "mesh.context = 4 does not divide the sequence of 6: its devices all compute the whole of it; fix" in text
+
+
+def test_keys_that_change_nothing_are_named():
+    keys = {
+        "mesh": {"zero": 8}, "context_parallel": {"attention": "ring"}, "tensor_parallel": {"regather": True},
+        "expert_parallel": {"autoep_size": 4},
+    }  # fmt: skip
+    text = " ".join(jzero.report(mixed(8, **keys)[0]).split())
+    assert "context_parallel.attention: mesh.context is 1, so it changes nothing" in text
+    assert "tensor_parallel.regather: mesh.tensor is 1, so it changes nothing" in text
+    assert "expert_parallel.autoep_size: expert_parallel.enabled is false" in text
 
 
 def test_a_model_that_reads_what_is_passed_beside_the_batch():

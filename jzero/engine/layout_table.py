@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 
-from jzero.engine.text import numberless, table
+from jzero.engine.text import table
 from jzero.planner.state_bytes import bytes_per_device
+from jzero.stored_names import numberless
 from jzero.zero import ParamLayout
 
 MAX_ROWS = 12

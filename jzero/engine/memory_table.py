@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from jzero.display.table import table
-from jzero.engine.text import numberless, size_text
+from jzero.engine.text import size_text
 from jzero.model import ENDS, STACK
 from jzero.planner.state_bytes import LeafBytes, leaf_bytes
+from jzero.stored_names import numberless
 
 OTHER = "other optimizer state"
 

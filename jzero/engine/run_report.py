@@ -21,14 +21,15 @@ from jzero.data.curriculum import curriculum_of
 from jzero.distributed.gpu_faults import loaded_nccl
 from jzero.engine.layout_table import grouped
 from jzero.engine.step_report import joined, sections_of_step
-from jzero.engine.text import bullets, numberless, size_text, table, value_text, wrap
-from jzero.engine.undivided import undivided
+from jzero.engine.text import bullets, size_text, table, value_text, wrap
 from jzero.errors import shorten, some_of
-from jzero.mesh import BATCH_AXES, EXPERT, GROUP_AXES, PIPE, TENSOR, ZERO_AXES, group_size, present
+from jzero.mesh import BATCH_AXES, CONTEXT, EXPERT, GROUP_AXES, PIPE, TENSOR, ZERO_AXES, group_size, present
 from jzero.model import weights_layout
 from jzero.planner.observed import observed
 from jzero.planner.state_bytes import gradient_dtype, names_in_fp8, state_bytes, sums_gradients
+from jzero.planner.undivided import undivided
 from jzero.setup import float16_on_cpu
+from jzero.stored_names import numberless
 from jzero.values.kinds import as_json
 from jzero.values.masking import mask
 from jzero.weights.adapters import trained_beside
@@ -368,6 +369,14 @@ def _fallbacks(step: Any) -> list[str]:
     if any(leaf.by_layer for leaf in jax.tree.leaves(step.layouts)) and not facts.by_layer:
         why = "for the same reason" if facts.layers else "the model has no layer stack (docs/functional-api.md), so"
         lines.append(f"stage 3: {why} it is gathered as a whole")
+    for axis, key, given in (
+        (CONTEXT, "context_parallel.attention", step.config.context_parallel.attention != "auto"),
+        (TENSOR, "tensor_parallel.regather", step.config.tensor_parallel.regather),
+    ):
+        if given and step.mesh.shape[axis] == 1:
+            lines.append(f"{key}: mesh.{axis} is 1, so it changes nothing")
+    if step.config.expert_parallel.autoep_size > 1 and not step.config.expert_parallel.enabled:
+        lines.append("expert_parallel.autoep_size: expert_parallel.enabled is false")
     checkpointing = step.config.activation_checkpointing
     stages, pipeline = step.mesh.shape[PIPE], step.config.pipeline
     if stages == 1 and pipeline.model_fields_set & {"schedule", "chunks"}:

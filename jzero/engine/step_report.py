@@ -8,13 +8,14 @@ from typing import Any
 
 import jax
 
-from jzero.engine.text import bullets, numberless, table
+from jzero.engine.text import bullets, table
 from jzero.errors import some_of
 from jzero.mesh import GROUP_AXES, group_size, present
 from jzero.model import STACK
 from jzero.planner.gathered_sequences import gathered_sequences
 from jzero.planner.moves import COLUMNS, across_hosts, moves, whole_sequences
 from jzero.planner.products import products
+from jzero.stored_names import numberless
 
 MOST_MOVES = 12
 Sections = Iterable[tuple[str, Sequence[str]]]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jzero.values.sizes import size_text
 
-__all__ = ["bullets", "numberless", "size_text", "table", "value_text", "wrap"]
+__all__ = ["bullets", "size_text", "table", "value_text", "wrap"]
 
 WIDTH = 100
 
@@ -37,12 +36,3 @@ def table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
 def value_text(value: Any) -> str:
     """Format a value as in the JSON file: `true`, `5e+08`, `"text"`."""
     return f"{value:g}" if isinstance(value, float) else json.dumps(value, default=repr)
-
-
-def numberless(name: str) -> str:
-    """Replace numbers by stars, but not the number in a name such as `fc1`.
-
-    >>> numberless("layers_3/fc1/kernel")
-    'layers_*/fc1/kernel'
-    """
-    return re.sub(r"(?<=[/_])\d+(?=[/_]|$)|^\d+(?=/|$)", "*", name)

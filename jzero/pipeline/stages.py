@@ -198,8 +198,9 @@ def _check_stack(model: Any, config: Config, layouts: PyTree, stages: int) -> No
     chunks = config.pipeline.chunks
     if not isinstance(model, StackModel):
         raise ConfigError(
-            f"mesh.pipe = {stages}: {model!r} has no layer stack to cut into stages; give it prefix, "
-            "block, suffix (see docs/functional-api.md), or write it as a jzero.PipelineModule"
+            f"mesh.pipe = {stages}: {model!r} has no layer stack to cut into stages; name its list of "
+            'layers in jzero.from_flax(..., stack="layers"), give it prefix, block, suffix (docs/functional-api.md), '
+            "or write it as a jzero.PipelineModule"
         )
     length = stack_length(layouts)
     if length % (stages * chunks):

@@ -21,7 +21,7 @@ def gathered_sequences(found: Moves, mesh: Mesh) -> Iterator[str]:
     if factors := [move for mark, move in found.marked if mark == WHOLE_FACTOR and CONTEXT in move.axes]:
         yield (
             f"XLA's own attention at {_lines(factors)} gathers queries or keys over context, {_price(factors)}; fix: "
-            "jzero.attention, which takes cuDNN's on GPUs in bf16 or fp16 and leaves sequences divided"
+            "jzero.attention in bf16 or fp16 on GPUs, where it takes cuDNN's kernel and leaves sequences divided"
         )
     for cut in sorted({mark for mark, _ in found.marked if mark.startswith(CUT)}):
         yield _uneven(cut, [move for mark, move in found.marked if mark == cut], mesh)

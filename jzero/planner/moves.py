@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jzero._compat import inner_jaxprs, source_line, without_dead_code
 from jzero.gradients import COUNT, REDUCE
@@ -115,17 +116,19 @@ def across_hosts(found: Moves, mesh: jax.sharding.Mesh) -> Iterator[str]:
 
 
 def whole_sequences(model: Any, weights: PyTree, traced: jax.stages.Traced, mesh: jax.sharding.Mesh) -> Iterator[str]:
-    """Warn where an axis does not divide the sequence between the layers of a stack.
+    """Warn where an axis does not divide the sequence: of the batch, or between the layers of a stack.
 
     Args:
       weights: shapes.
       traced: the step, which knows the shapes of the batch.
     """
-    axes = present(mesh, CONTEXT, TENSOR)
+    axes, (_, *inputs) = present(mesh, CONTEXT, TENSOR), traced.args_info[0]
+    batch, extra = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs[:2])
+    if not isinstance(model, StackModel):
+        yield from _whole_tokens(batch, mesh.shape[CONTEXT])
     if not axes or not isinstance(model, StackModel):
         return
-    prefix, (_, *inputs) = stack_functions(model)[0], traced.args_info[0]
-    batch, extra = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs[:2])
+    prefix = stack_functions(model)[0]
     x = jax.eval_shape(
         lambda ends, batch, extra: prefix(ends, Inputs(batch, extra), None)[0], weights[ENDS], batch, extra
     )
@@ -140,6 +143,16 @@ def whole_sequences(model: Any, weights: PyTree, traced: jax.stages.Traced, mesh
                 )
             else:
                 divided *= mesh.shape[axis]
+
+
+def _whole_tokens(batch: PyTree, degree: int) -> Iterator[str]:
+    """Warn of tokens [rows, sequence] that `context` does not divide."""
+    tokens = [x for x in jax.tree.leaves(batch) if x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.integer)]
+    for length in sorted({x.shape[1] for x in tokens if x.shape[1] % degree}):
+        yield (
+            f"mesh.{CONTEXT} = {degree} does not divide the sequence of {length}: its devices all compute the whole of "
+            f"it; fix: a length that is a multiple of {degree}"
+        )
 
 
 def moves_over(jaxpr: Any, axes: Sequence[str]) -> Moves:

@@ -35,6 +35,7 @@ from jzero.planner.rates import Rates
 from jzero.planner.room import Room
 from jzero.planner.state_bytes import host_reads
 from jzero.planner.step_time import step_time
+from jzero.planner.undivided import undivided
 from jzero.planner.useful_flops import useful_flops
 from jzero.setup import with_stages
 from jzero.train_step import TrainStep, make_train_step
@@ -168,6 +169,7 @@ def read_plan(
         *advice(step, gpu, text, found, products(traced), amount),
         *whole_sequences(step.model, step.setup.weights, traced, step.mesh),
         *gathered_sequences(moved, step.mesh),
+        *undivided(step),
         *across_hosts(moved, step.mesh),
     ]
     return Plan(

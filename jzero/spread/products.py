@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jzero.fp8 import product
 from jzero.fp8.quantized import Quantized
@@ -109,6 +110,23 @@ def convolution(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
     dims[numbers.out_spec[0]], dims[numbers.out_spec[1]] = dx[rows], outputs
     x, w = group.place(x, tuple(dx)), group.place(w, tuple(dw))
     return results(eqn, bind(eqn, [x.x, w.x]), tuple(dims), contracted, x.weight and w.weight)
+
+
+@rule("fft")
+def fft(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
+    """The transformed dimensions, the last ones, are whole; what divides them moves to others that it divides."""
+    v = group.summed(values[0])
+    free = len(v.shape) - len(eqn.params["fft_lengths"])
+    dims = [*v.dims[:free], *[()] * (len(v.shape) - free)]
+    for axis in (axis for axes in v.dims[free:] for axis in axes):
+        d = next((d for d in range(free) if group.fits(v.shape[d], (*dims[d], axis))), None)
+        if d is not None:
+            dims[d] = (*dims[d], axis)
+    v = group.place(v, tuple(dims))
+    # XLA's transform on CPUs fails on any other layout, and a collective's would reach it (jaxlib 0.10 and 0.11).
+    row_major = Layout(tuple(range(len(v.shape))))
+    (y,) = bind(eqn, [with_layout_constraint(v.x, row_major)])
+    return results(eqn, [with_layout_constraint(y, row_major)], v.dims)
 
 
 def _none(v: Value) -> list[Axes]:

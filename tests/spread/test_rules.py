@@ -146,6 +146,7 @@ CASES = {  # name: (function, shapes of floats, (shape, limit) of integers)
     "gradient of convolution": (slope(conv), [(4, 4, 4, 4), (3, 3, 4, 8)], []),
     "turns": (turns, [(2, 8, 4), (4, 4)], []),
     "switch": (branches, [(2, 8, 4), (4, 4)], [((1,), 3)]),
+    "fourier transform": (lambda x: jnp.fft.fft(x, axis=1).imag, [(8, 8, 8)], []),
     "convolution": (conv, [(4, 4, 4, 4), (3, 3, 4, 8)], []),
     "softmax": (lambda x: jax.nn.softmax(x, -1), [(4, 8)], []),
     "cross-entropy": (optax.softmax_cross_entropy_with_integer_labels, [(4, 4, 8)], [((4, 4), 8)]),

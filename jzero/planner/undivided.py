@@ -1,4 +1,4 @@
-"""Lines of the run report about parameters that `tensor` leaves whole because it divides no fitting dimension."""
+"""Lines of reports and plans about parameters that `tensor` leaves whole because it divides no fitting dimension."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 
-from jzero.engine.text import numberless, size_text
 from jzero.errors import some_of
 from jzero.mesh import TENSOR
 from jzero.planner.state_bytes import leaf_bytes
+from jzero.stored_names import numberless
+from jzero.values.sizes import size_text
 
 
 def undivided(step: Any) -> Iterator[str]:
