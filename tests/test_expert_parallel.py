@@ -6,6 +6,7 @@ the whole batch.
 """
 
 import dataclasses
+import re
 from functools import lru_cache
 from typing import ClassVar
 
@@ -166,8 +167,12 @@ def test_deepspeeds_names():
 def test_experts_that_the_axis_does_not_divide():
     with pytest.raises(ConfigError) as error:
         make_step(CONFIG, expert=8)
-    for part in ("mesh.expert = 8 does not divide the 4 of stack/mlp/", "4 does", "expert_parallel.dimensions"):
-        assert part in str(error.value)
+    assert re.fullmatch(
+        r"the model's divided\['expert'\]\['mlp/.*'\] = 0: mesh\.expert = 8 does not divide the 4 of stack/mlp/\w+ "
+        r"\[.*\]; "
+        r"what fits: mesh\.expert = 4, or a number of experts that is a multiple of 8",
+        str(error.value),
+    )
 
 
 def test_a_model_without_a_table():
@@ -225,6 +230,19 @@ def test_a_module_of_a_users_own(stack):
             state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+@pytest.mark.parametrize(("name", "dim", "shape"), [("up", 1, [4, 16, 2, 8]), ("down", 2, [4, 8, 16])])
+def test_a_dimension_that_is_not_that_of_the_experts(name, dim, shape):
+    settings = {
+        "train_batch_size": BATCH, "optimizer": {"type": "SGD", "params": {"lr": LR}}, "mesh": {"expert": 2},
+        "expert_parallel": {"dimensions": {f"blocks/.*/{name}$": dim}},
+    }  # fmt: skip
+    step = jzero.make_train_step(jzero.from_flax(OwnModel, own_loss), settings)
+    with pytest.raises(ConfigError) as error:
+        step.trace(batches()[0])
+    text = f"mesh.expert divides dimension {dim} of the experts' weight {shape}, which would be gathered; "
+    assert text + "expert_parallel.dimensions must give dimension 0, that of the experts" in str(error.value)
 
 
 def test_the_length_of_a_sequence_is_not_experts_matter():

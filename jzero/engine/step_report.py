@@ -46,7 +46,8 @@ def _moves(step: Any) -> list[str]:
     lines = table([COLUMNS, *found.rows(MOST_MOVES)], "<<>>><<<") if found.all else []
     whole = [f"ran on whole arrays: {some_of(found.whole, 6)}"] if found.whole else []
     undivided = whole_sequences(step.model, step.setup.weights, step.traced, step.mesh)
-    return lines + bullets([*whole, *undivided, *gathered_sequences(found, step.mesh), *across_hosts(found, step.mesh)])
+    gathered = gathered_sequences(found, step.mesh, step.setup.config.context_parallel.attention)
+    return lines + bullets([*whole, *undivided, *gathered, *across_hosts(found, step.mesh)])
 
 
 def _half_precision(step: Any) -> list[str]:

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jzero.errors import ConfigError
+from jzero.mesh import EXPERT
 from jzero.moe.local_experts import Tokens, mixed
 from jzero.spread.value import Axes, Group, Value
 
@@ -23,6 +25,7 @@ def experts_on_group(
     computes its part of the sum. With a capacity tokens of a row must be together to have slots: of an axis that
     divides the sequence alone, each device takes a part of the slots.
     """
+    _check_division(group, up, down)
     x = group.rested(x)
     of_experts, inner = up.dims[0], up.dims[-1]
     down = group.place(down, (of_experts, inner, ()))
@@ -40,6 +43,17 @@ def experts_on_group(
         choices = choices._replace(slots=slots_here)
     y = mixed(choices, up.x, down.x, capacity, activation, exchanged)
     return Value(y, x.shape, dims, apart)
+
+
+def _check_division(group: Group, up: Value, down: Value) -> None:
+    """Raise a ConfigError for weights that `expert` divides neither by experts nor in their inner width."""
+    for v, dims in ((up, range(1, len(up.shape) - 1)), (down, range(2, len(down.shape)))):
+        if dim := next((d for d in dims if EXPERT in v.dims[d]), None):
+            raise ConfigError(
+                f"{group.ledger.line or 'jzero.experts'}: mesh.{EXPERT} divides dimension {dim} of the experts' weight "
+                f"{list(v.shape)}, which would be gathered; {EXPERT}_parallel.dimensions must give dimension 0, that "
+                "of the experts"
+            )
 
 
 def _own(group: Group, chosen: jax.Array, of_experts: Axes, exchanged: Axes, count: int) -> jax.Array:

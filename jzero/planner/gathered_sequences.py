@@ -16,12 +16,13 @@ from jzero.values.kinds import either
 from jzero.values.sizes import size_text
 
 
-def gathered_sequences(found: Moves, mesh: Mesh) -> Iterator[str]:
+def gathered_sequences(found: Moves, mesh: Mesh, attention: str = "auto") -> Iterator[str]:
     """Warn of attention that gathers sequences over `context`, and of tiles that the axes do not divide."""
     if factors := [move for mark, move in found.marked if mark == WHOLE_FACTOR and CONTEXT in move.axes]:
         yield (
             f"XLA's own attention at {_lines(factors)} gathers queries or keys over context, {_price(factors)}; fix: "
             "jzero.attention in bf16 or fp16 on GPUs, where it takes cuDNN's kernel and leaves sequences divided"
+            + (f'; context_parallel.attention = "{attention}" changes that kernel alone' if attention != "auto" else "")
         )
     for cut in sorted({mark for mark, _ in found.marked if mark.startswith(CUT)}):
         yield _uneven(cut, [move for mark, move in found.marked if mark == cut], mesh)

@@ -168,7 +168,7 @@ def read_plan(
     warnings = [
         *advice(step, gpu, text, found, products(traced), amount),
         *whole_sequences(step.model, step.setup.weights, traced, step.mesh),
-        *gathered_sequences(moved, step.mesh),
+        *gathered_sequences(moved, step.mesh, step.config.context_parallel.attention),
         *undivided(step),
         *across_hosts(moved, step.mesh),
     ]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jzero.errors import ConfigError, some_of
+from jzero.mesh import EXPERT
 from jzero.model import STACK
 from jzero.stored_names import StoredNames, matches
 from jzero.tree import PyTree, named
@@ -93,6 +94,12 @@ def _existing(what: str, name: str, shape: tuple[int, ...], dim: int) -> int:
 
 def _unfit(what: str, name: str, shape: tuple[int, ...], dim: int, axis: str, degree: int) -> str:
     smaller = gcd(shape[dim], degree)
+    if axis == EXPERT:
+        fits = f"mesh.{axis} = {smaller}, or " if smaller > 1 else ""
+        return (
+            f"{what}: mesh.{axis} = {degree} does not divide the {shape[dim]} of {name} {list(shape)}; what fits: "
+            f"{fits}a number of experts that is a multiple of {degree}"
+        )
     return (
         f"{what}: mesh.{axis} = {degree} does not divide the {shape[dim]} of {name} {list(shape)}; "
         + (f"{smaller} does; or " if smaller > 1 else "")

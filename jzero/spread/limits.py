@@ -43,7 +43,7 @@ def divided(
         if axis == TENSOR and config.tensor_parallel.partition_config.layer_specs:
             key = "tensor_parallel.partition_config"
         table = _table(model, own, axis, mesh.shape[axis], params, key)
-        key = key if own else f"{model!r}: divided[{axis!r}]"
+        key = key if own else f"the model's divided[{axis!r}]"
         names = getattr(model, "names", None)
         division = divided_dims(
             params, table, axis, mesh.shape[axis],
