@@ -141,12 +141,18 @@ def test_what_an_interval_keeps():
     assert peaks[0] - peaks[1] == pytest.approx(3 * (4 - 1) * ROWS * 4096 * WIDTH * 4, rel=0.01)
 
 
-@pytest.mark.parametrize(("policy", "arrays"), keep([("none", 3), ("matmuls", 2), ("full", 1)], [("matmuls", 2)]))
-def test_what_a_loop_over_the_layers_keeps(policy, arrays):
-    """A layer keeps its input, its product, and what the gradient of `tanh` needs, but no weight, gathered or not."""
+@pytest.mark.parametrize(
+    ("policy", "unrolled", "looped"),
+    keep([("none", 4 + 1, 2), ("matmuls", 4 * 2, 2), ("full", 4, 1)], [("none", 4 + 1, 2), ("matmuls", 4 * 2, 2)]),
+)
+def test_what_a_stage_keeps(policy, unrolled, looped):
+    """Each of four layers keeps its input and its product, but no weight, gathered or not.
+
+    Under "none", unrolled layers keep the first input alone: with the products, elementwise operations give the others.
+    """
     case = Case("1f1b", 2, 6, 3, 2)
     slots, depth, size = 2 * 2 - 1, 4, (ROWS, SEQUENCE, WIDTH)
-    for unroll, buffer, n in ((True, (slots, *size), depth * arrays), (False, (slots * depth, *size), arrays)):
+    for unroll, buffer, n in ((True, (slots, *size), unrolled), (False, (slots * depth, *size), looped)):
         step = case.step(model(Decoder, 8), activation_checkpointing={"policy": policy}, stack={"unroll": unroll})
         loops = [Counter(x.aval.shape for x in eqn.outvars) for eqn in scans(step.trace(batch_of(case)).jaxpr.jaxpr)]
         ticks = [carried for carried in loops if (6, 2) in carried]  # with the losses of six micro-batches
