@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jzero import checkpoint, weights
     from jzero.adapters.from_flax import from_flax
-    from jzero.attention_kernel import attention
+    from jzero.attention_kernels.attention import attention
     from jzero.communication.replicas import all_gather, axis_index, mean
     from jzero.config import Config
     from jzero.data import RepeatingLoader
@@ -54,7 +54,7 @@ _HOME = {
     "TrainStep": "train_step",
     "add_config_arguments": "engine.arguments",
     "all_gather": "communication.replicas",
-    "attention": "attention_kernel",
+    "attention": "attention_kernels.attention",
     "axis_index": "communication.replicas",
     "balance_loss": "moe.routing",
     "balanced_bias": "moe.routing",

@@ -1,6 +1,6 @@
-"""Private APIs of JAX and CPython: one function each, with the reason that no public one serves.
+"""Private APIs of JAX, CPython and flash-attn3-jax: one function each, with the reason that no public one serves.
 
-No other module of jzero uses a private name of JAX or CPython (tests/test_import_order.py checks it). All of these
+No other module of jzero uses a private name of another package (tests/test_import_order.py checks it). All of these
 exist in Python 3.11 and 3.12 and in jax 0.10.2 and 0.11.2. JAX is imported on first use, because the launcher works
 without it.
 """
@@ -238,9 +238,20 @@ def source_line(eqn: Any) -> str:
     Frames of jzero, Flax and Optax are skipped, but not those of jzero.models; Flax's and Optax's count where there are
     no others. `source_info` is private (jax 0.10 and 0.11); a jaxpr prints it only as text.
     """
+    return _model_line(eqn.source_info.traceback)
+
+
+def calling_line() -> str:
+    """Return the line of the model that runs now, as `source_line` does for an operation; empty if unknown."""
     from jax._src import source_info_util
 
-    frames = list(source_info_util.user_frames(eqn.source_info.traceback))
+    return _model_line(source_info_util.current().traceback)
+
+
+def _model_line(traceback: Any) -> str:
+    from jax._src import source_info_util
+
+    frames = list(source_info_util.user_frames(traceback))
     others = (f for f in frames if not f.file_name.startswith(_library_folders()[0]))
     frame = next((f for f in frames if not _is_library(f.file_name)), next(others, None))
     return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line}" if frame else ""
@@ -383,3 +394,17 @@ def function_primitive(name: str, kernel: Callable[..., Callable | None] | None 
     if kernel:
         mlir.register_lowering(primitive, lower, platform="cuda")
     return primitive
+
+
+def flash_attention_kernels(batched: Callable) -> tuple[Any, Any]:
+    """Return flash-attn3-jax's primitives; `batched(kernel, xs, dims, **options)` is their rule for `jax.vmap`.
+
+    Those behind the package's own function mix up the rows of gradients there (0.2.3), and these have no rule.
+    """
+    from flash_attn3_jax import flash_hlo
+    from jax.interpreters import batching
+
+    kernels = flash_hlo._flash_mha_fwd_hlo_p, flash_hlo._flash_mha_bwd_hlo_p
+    for kernel in kernels:
+        batching.primitive_batchers[kernel] = functools.partial(batched, kernel)
+    return kernels

@@ -32,6 +32,7 @@ _MATMULS = (
     "conv_general_dilated",
     "dot_product_attention_fwd_wrapper",
     "dot_product_attention_fwd",
+    "flash_mha_fwd_hlo",
 )
 
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jzero import attention_kernel
-from jzero.attention_kernel import Attend
+from jzero.attention_kernels.attention import attention
+from jzero.attention_kernels.choice import Attend
 
 
 class Carry(NamedTuple):
@@ -168,7 +168,7 @@ def attend(
     if softcap is not None:
         o_BSHC = _soft_capped(q_BSHC, k_BTKC, v_BTKC, mask_B1ST, causal, window, scale, softcap)
         return o_BSHC.astype(q_BSHC.dtype)
-    return attention_kernel.attention(
+    return attention(
         q_BSHC, k_BTKC, v_BTKC, mask=mask_B1ST, scale=scale, is_causal=causal,
         local_window_size=None if window is None else (window - 1, 0),
         implementation="xla" if q_BSHC.shape[1] == 1 else choice,  # one token attends to a cache

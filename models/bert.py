@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jzero.attention_kernel import kernel_note
+from jzero.attention_kernels.choice import kernel_note
 from jzero.loss import Mean
 from jzero.pipeline import vocab_parallel
 
@@ -122,7 +122,7 @@ class Bert(nnx.Module):
         check_tokens(batch, self.config.vocab_size)
 
     def report_notes(self, dtype: jnp.dtype) -> list[str]:
-        return [kernel_note(self.config.attention, dtype, self.config.head_dim)]
+        return [kernel_note(self.config.attention, dtype, self.config.head_dim, causal=False)]
 
     @property
     def vocabulary(self) -> dict[str, int]:

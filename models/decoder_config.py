@@ -8,7 +8,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jzero.attention_kernel import Attend, cudnn_obstacle
+from jzero.attention_kernels.choice import Attend, cudnn_obstacle
 from jzero.errors import ConfigError
 
 from .attention import RopeScaling

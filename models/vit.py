@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jzero.attention_kernel import kernel_note
+from jzero.attention_kernels.choice import kernel_note
 from jzero.errors import ConfigError
 from jzero.loss import Mean
 
@@ -107,7 +107,7 @@ class ViT(nnx.Module):
         return self.outputs(run(self.stack, self.prefix({"images": images})))
 
     def report_notes(self, dtype: jnp.dtype) -> list[str]:
-        return [kernel_note(self.config.attention, dtype, self.config.head_dim)]
+        return [kernel_note(self.config.attention, dtype, self.config.head_dim, causal=False)]
 
     @property
     def divided(self) -> dict[str, dict[str, int]]:

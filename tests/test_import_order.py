@@ -30,7 +30,7 @@ state batch update setup
 inference
 programs train_step
 data planner
-attention_kernel weights monitors profiling diagnosis ledger
+attention_kernels weights monitors profiling diagnosis ledger
 plots
 engine
 launcher cli

@@ -16,13 +16,14 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
 
 import jzero
 from experiments.benchmarks.gpu import MEASURED, WARM
+from jzero.attention_kernels.choice import Attend
 from jzero.planner import gpu_devices, memory
 from jzero.update import ALWAYS
 from models.llama import PRESETS, Llama, preset
@@ -54,7 +55,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--scan", action="store_true", help="scan the stack instead of unrolling it")
     p.add_argument("--reduce", choices=["fp32", "bf16"], default="bf16", help="dtype of the gradient reduction")
     p.add_argument("--fp8", choices=["hybrid", "e4m3"], help="multiply the stack's weights in fp8, in this format")
-    p.add_argument("--attention", choices=["cudnn", "xla"], default="cudnn")
+    p.add_argument("--attention", choices=get_args(Attend), default="auto", help="the kernel")
     p.add_argument("--optimizer", choices=["AdamW", "Muon"], default="AdamW")
     p.add_argument("--state-dtype", choices=["fp32", "bf16"], default="fp32", help="of the optimizer's moments")
     p.add_argument("--lr", type=float, default=3e-4)

@@ -121,7 +121,7 @@ def products(traced: jax.stages.Traced) -> Products:
     """Count the matrix products of a traced step, forward, backward and recomputed, each time that they run.
 
     A loop of unknown length counts as one pass, and every branch of a condition as taken. The optimizer's products are
-    left out, because float32 is deliberate there; so are those of cuDNN's attention, which has half precision alone.
+    left out, because float32 is deliberate there; so are those of fused attention, which has half precision alone.
 
     Args:
       traced: from `TrainStep.trace(batch_shapes)`, or `jax.jit(f).trace(...)` of any function.
@@ -255,16 +255,16 @@ def _conv_flops(eqn: Any) -> float:
 
 
 def _attention_flops(eqn: Any) -> float:
-    """Count one of the products of cuDNN's attention: of the pairs of query and key that its causal mask leaves.
+    """Count one of the products of fused attention: of the pairs of query and key that its causal mask leaves.
 
     It skips whole blocks that are masked and computes those on the diagonal whole, a little more than is counted. Other
     masks (padding, segments) skip nothing that a trace can know.
     """
     (B, T, N, C), S = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape[1]
-    if eqn.params["layout"]:  # BNTH
+    if eqn.params.get("layout"):  # BNTH
         N, T, S = T, N, eqn.invars[1].aval.shape[2]
-    pairs, window = T * S, eqn.params["sliding_window_length"]
-    if "CAUSAL" in eqn.params["mask_type"].name:
+    pairs, window = T * S, eqn.params.get("sliding_window_length")
+    if eqn.primitive.name.startswith("flash_mha") or "CAUSAL" in eqn.params["mask_type"].name:
         rows = np.arange(T)
         pairs = int(np.minimum(np.minimum(rows + 1, S), window or S).sum())
     return 2.0 * B * N * C * pairs
@@ -272,7 +272,12 @@ def _attention_flops(eqn: Any) -> float:
 
 # Kernels of attention -> their products: (of their part, recomputed). The backward pass computes the scores again, and
 # then the gradients of scores, queries, keys and values.
-_ATTENTION = {"dot_product_attention_fwd_wrapper": (2, 0), "dot_product_attention_bwd_wrapper": (4, 1)}
+_ATTENTION = {
+    "dot_product_attention_fwd_wrapper": (2, 0),
+    "dot_product_attention_bwd_wrapper": (4, 1),
+    "flash_mha_fwd_hlo": (2, 0),
+    "flash_mha_bwd_hlo": (4, 1),
+}
 _UNREAD = ("pallas_call", "ffi_call", "triton_kernel_call", "custom_call")
 _FLOPS = {
     "dot_general": _dot_flops,

@@ -122,11 +122,11 @@ class StepFlops:
 
 
 def step_flops(step: TrainStep, traced: jax.stages.Traced) -> StepFlops:
-    """Count the FLOPs of a step by module: matrix products, convolutions and cuDNN's attention.
+    """Count the FLOPs of a step by module: matrix products, convolutions and fused attention.
 
     The modules are the scopes of the operations: those of Flax modules, of `jax.named_scope` in a model, and jzero's
     own (prefix, stack, suffix; loss, of a model without a stack). A product of m x k and k x n is 2 m k n FLOPs.
-    Attention of XLA computes masked scores too, so all count; of cuDNN's causal attention the visible ones do.
+    Attention of XLA computes masked scores too, so all count; of fused causal attention the visible ones do.
 
     Args:
       traced: `step.trace(batch_shapes)`.
@@ -225,7 +225,7 @@ def _cells(module: Module, again: bool, total: float, indent: bool) -> list[str]
 
 def _notes(walk: Walk, products: list[Product]) -> Iterator[str]:
     if any(p.fused for p in products):
-        yield "cuDNN's attention counts the pairs of query and key that its mask leaves"
+        yield "fused attention counts the pairs of query and key that its mask leaves"
     if walk.guesses["while"]:
         yield "a loop whose length only its run tells counts as one pass"
     if walk.guesses["cond"]:

@@ -1,19 +1,17 @@
-"""Attention by the kernel that suits the program's devices: cuDNN's where it runs, otherwise XLA's.
+"""Attention by the kernel that suits the program's devices.
 
 Shape suffixes: B batch, S queries, T keys, H query heads, K key-value heads (K <= H), C width of a head.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 
-from jzero.planner.gpus import GPU, GPUS
-
-Attend = Literal["auto", "cudnn", "xla"]
-HALF = (jnp.bfloat16, jnp.float16)
+from jzero.attention_kernels.choice import FLASH, Attend, absent_gpu, flash_obstacle, kernel_for
+from jzero.attention_kernels.flash import flash_attention
 
 
 def attention(
@@ -37,6 +35,9 @@ def attention(
     absent GPUs do so too. Odd lengths, which cuDNN refuses, are padded. On a mesh with `tensor` or `context`, cuDNN's
     kernel runs on the device's own heads (Ulysses) or around a ring.
 
+    With the extra `flash` "auto" takes FlashAttention-3 where it is faster: on Hopper, for causal attention with heads
+    of 128, as many queries as keys, no `bias`, `mask`, lengths and windows, and no `tensor`, `context` and `expert`.
+
     Args:
       query: [B, S, H, C].
       key, value: [B, T, K, C], with K a divisor of H.
@@ -46,26 +47,34 @@ def attention(
       is_causal: query i sees only the keys 0 to i.
       query_seq_lengths, key_value_seq_lengths: [B], int32: rows are padded after these.
       local_window_size: how many keys before and after its own position a query sees; a number is both.
-      implementation: "auto", "cudnn" or "xla".
+      implementation: "auto", "flash_attention_3", "cudnn" or "xla".
 
     Returns:
       [B, S, H, C], in the dtype of the query.
 
     Raises:
-      ValueError: `implementation` is none of these, or an operand has another number of dimensions.
+      ValueError: `implementation` is none of these, an operand has another number of dimensions, or FlashAttention-3
+        is asked for and cannot be used.
 
     >>> q, k = jnp.ones((2, 5, 4, 8)), jnp.ones((2, 5, 2, 8))
     >>> attention(q, k, k, is_causal=True).shape
     (2, 5, 4, 8)
     """
-    if implementation not in ("auto", "cudnn", "xla"):
-        raise ValueError(f'implementation = {implementation!r}: must be "auto", "cudnn" or "xla"')
+    if implementation not in get_args(Attend):
+        raise ValueError(f'implementation = {implementation!r}: must be "auto", "flash_attention_3", "cudnn" or "xla"')
     for name, x in {"query": query, "key": key, "value": value}.items():
         if x.ndim != 4:
             raise ValueError(f"{name} has shape {x.shape}; must be [rows, sequence, heads, width]")
     (B, S, _, C), T, dtype = query.shape, key.shape[1], query.dtype
     is_causal, window = _window(is_causal, local_window_size)
-    kernel = kernel_for(implementation, dtype, C)
+    others = (bias, mask, query_seq_lengths, key_value_seq_lengths, window)
+    plain = is_causal and S == T and key.dtype == value.dtype == dtype and all(x is None for x in others)
+    plain = plain and not isinstance(scale, jax.Array)
+    kernel = kernel_for(implementation, dtype, C, plain=plain)
+    if kernel == FLASH:
+        if why := flash_obstacle(dtype, C, plain=plain):
+            raise ValueError(f'implementation = "{FLASH}": {why}; write "auto"')
+        return flash_attention(query, key, value, C**-0.5 if scale is None else float(scale))
     if implementation == "auto" and window and window[1]:  # which cuDNN does not have
         kernel = "xla"
     on_cpu = jax.default_backend() == "cpu" and absent_gpu() is None
@@ -111,66 +120,3 @@ def _padded(x: jax.Array, dim: int, fill: Any = 0) -> jax.Array:
 
 def _lengths(given: jax.Array | None, rows: int, length: int) -> jax.Array:
     return jnp.full(rows, length, jnp.int32) if given is None else given
-
-
-def absent_gpu() -> GPU | None:
-    """Return the GPU that the program is traced for if this machine has no such GPU: a plan's mesh has others."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is None or device.device_kind == jax.devices()[0].device_kind:
-        return None
-    return next((gpu for gpu in GPUS.values() if gpu.description == device.device_kind), None)
-
-
-def widest_head() -> int:
-    """Return the width of a head that cuDNN's attention supports on the program's GPU; 0 if it does not run there."""
-    if planned := absent_gpu():
-        return 128 if planned.compute_capability >= (8, 0) else 0  # without a GPU, jax._src.cudnn refuses wider ones
-    if jax.default_backend() != "gpu":
-        return 0
-    capability = tuple(map(int, getattr(jax.devices()[0], "compute_capability", "8.0").split(".")))
-    if capability < (8, 0):  # cuDNN has no such kernel for a T4 or a V100
-        return 0
-    return 256 if capability >= (9, 0) else 128  # as in jax._src.cudnn
-
-
-def cudnn_obstacle(dtype: jnp.dtype, head_dim: int, widest: int, softcap: float | None = None) -> str | None:
-    """Return why cuDNN's fused attention cannot be used, or None.
-
-    Args:
-      dtype, head_dim: of the queries.
-      widest: see `widest_head`.
-      softcap: of the scores.
-
-    >>> cudnn_obstacle(jnp.dtype("bfloat16"), 128, 256, softcap=50.0)
-    'cuDNN has no soft cap'
-    """
-    if softcap is not None:
-        return "cuDNN has no soft cap"
-    if head_dim % 8:
-        return f"cuDNN needs heads of a multiple of 8, not {head_dim}"
-    if dtype not in HALF:
-        return "cuDNN needs half precision"
-    if not widest:
-        return "cuDNN needs a GPU of compute capability 8.0 or newer"
-    if head_dim > widest:
-        return f"cuDNN's heads are at most {widest} wide on this GPU, not {head_dim}"
-    return None
-
-
-def kernel_for(
-    choice: Attend, dtype: jnp.dtype, head_dim: int = 64, softcap: float | None = None
-) -> Literal["cudnn", "xla"]:
-    """Resolve "auto" for the program's devices: cuDNN's kernel where it can be used, otherwise XLA's."""
-    if choice != "auto":
-        return choice
-    return "xla" if cudnn_obstacle(dtype, head_dim, widest_head(), softcap) else "cudnn"
-
-
-def kernel_note(choice: Attend, dtype: jnp.dtype, head_dim: int = 64, softcap: float | None = None) -> str:
-    """Return the line about the kernel for the run report."""
-    kernel = kernel_for(choice, dtype, head_dim, softcap)
-    on_gpu = absent_gpu() or jax.default_backend() == "gpu"
-    widest = widest_head() if on_gpu else 256  # on simulated devices the reason is plain
-    why = cudnn_obstacle(dtype, head_dim, widest, softcap) if choice == "auto" else None
-    reason = f": {why}" if why and dtype in HALF else ""
-    return f"attention kernel {kernel} (attention={choice!r}, {dtype}){reason}"
