@@ -56,6 +56,24 @@ def test_batch_error_prints_the_equation():
     assert "nearest valid: train_batch_size = 32 or 40" in message
 
 
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({TRAIN: 4}, "train_batch_size = 4: must be at least 8 (8 replicas), and a multiple of it; nearest valid: "
+         "train_batch_size = 8"),
+        ({TRAIN: 8, MICRO: 2}, f"must be at least 16 ({MICRO} 2 × 8 replicas), and a multiple of it; nearest valid: "
+         f"train_batch_size = 16, or {MICRO} = 1"),
+        ({TRAIN: 8, ACCUM: 2}, f"must be at least 16 ({ACCUM} 2 × 8 replicas), and a multiple of it; nearest valid: "
+         f"train_batch_size = 16, or {ACCUM} = 1"),
+    ],
+)  # fmt: skip
+def test_a_batch_of_fewer_rows_than_replicas(given, text):
+    """No size of 0 is inferred."""
+    with pytest.raises(ConfigError) as error:
+        Config.load(given).batch(8)
+    assert str(error.value).endswith(text)
+
+
 def test_no_batch_size():
     for given_, part in (({}, "give train_batch_size"), ({ACCUM: 3}, f"{ACCUM} = 3 alone")):
         with pytest.raises(ConfigError, match=part):
@@ -148,6 +166,19 @@ def test_mesh_degrees_use_every_device_or_say_what_fits(devices, data, zero, mic
             ["zero_optimization.mics_shard_size = 4", "the number of devices, 8", "mesh.data = 2"],
         ),
         ({"mesh": {"tensor": 3, "zero": 2}}, 8, ["mesh.zero 2 × mesh.tensor 3 = 6 devices: must equal"]),
+        (
+            {"mesh": {"tensor": 3, "zero": 1}},
+            8,
+            [
+                "mesh.zero 1 × mesh.tensor 3 = 3 devices: must equal the number of devices, 8",
+                "what fits: mesh.tensor = 8; mesh.tensor = 1, 2, 4 or 8 with mesh.zero = -1 (the rest)",
+            ],
+        ),
+        (
+            {"mesh": {"tensor": 2, "zero": 1}},
+            8,
+            ["mesh.zero 1 × mesh.tensor 2 = 2 devices", "fits: mesh.data = 4; mesh.zero = 4; mesh.tensor = 8"],
+        ),
         ({"data_parallel_size": 4}, 8, ["data_parallel_size = 4", "data 1 × zero 8 = 8"]),
         ({}, 0, ["num_devices = 0"]),
     ],

@@ -111,8 +111,9 @@ def test_training_is_that_of_one_device():
 REFUSED = [
     ("weights", [{"patterns": ["fused"], "shape": [[8, 4, 4], -1]}], ["side by side", "[8, 2, 16]"]),
     ("weights", [{"patterns": ["dense"], "shape": [2, -1]}], ["[in, 2, out]", "tensor_parallel.dimensions"]),
-    ("weights", [{"patterns": ["heads"]}], ["heads/kernel [8, 3, 2, 16]", "tensor_parallel.dimensions"]),
+    ("weights", [{"patterns": ["heads"]}], ["heads/kernel [8, 3, 2, 16]", "2 or 3 sizes; write tensor_parallel.dim"]),
     ("weights", [{"patterns": ["dense"], "partition_dim": 2}], ["partition_dim 2", "0 to 1"]),
+    ("weights", [{"patterns": ["fused"], "shape": [2, -1], "partition_dim": 2}], ["2 dimensions", "0 to 1"]),
     ("weights", [{"patterns": ["dense"], "partition_type": "skip"}], ["every spec skips"]),
     ("linen", [{"patterns": [r"LinenBlock_0.*Dense_1"]}, {"patterns": ["nothing"]}], ["layer_specs[1]", "match no"]),
     ("nnx", [{"patterns": ["norm"]}], ["match no weight"]),
@@ -125,6 +126,21 @@ def test_what_no_dimension_expresses_is_refused(name, specs, parts):
         make_step(name, specs)
     for part in ("tensor_parallel.partition_config.layer_specs", *parts):
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize("spec", [{}, {"partition_dim": 1}, {"shape": [-1, 32]}, {"shape": [4, 8, 32]}], ids=str)
+def test_the_heads_of_an_attention(spec):
+    """The kernels of nnx.MultiHeadAttention have three dimensions; the message says how to name each."""
+    query = {"patterns": [r"stack\.attn\.query\.weight"]}
+    with pytest.raises(ConfigError) as error:
+        make_step("nnx", [query | spec])
+    message = str(error.value)
+    assert "stack/attn/query/kernel [32, 4, 8]" in message
+    assert "tensor_parallel.dimensions" in message
+    assert '"shape": [32, 8, 4] (PyTorch\'s order) and "partition_dim": 0, 2 or 1 for dimension 0, 1 or 2 of' in message
+    for dim, asked in enumerate((0, 2, 1)):
+        step = make_step("nnx", [query | {"shape": [32, 8, 4], "partition_dim": asked}], defaults=False)
+        assert divided_by_tensor(step)["stack/attn/query/kernel"] == dim
 
 
 BAD = [

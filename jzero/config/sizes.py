@@ -103,10 +103,15 @@ def _unequal(s: Settings, train: int, micro: int, accum: int, replicas: int) -> 
         fits, remainder = divmod(train, replicas * (other or 1))
         if own and not remainder:
             fixes.append(f"{key} = {_around(own, _divisors(fits) if free else [fits])}")
+    nearest = f"nearest valid: {', or '.join(fixes)}"
+    if 0 in (micro, accum):  # inferred: no micro-batch is that small
+        sizes = [f"{key} {size}" for key, size in ((MICRO, own_micro), (ACCUM, own_accum)) if size]
+        product = " × ".join([*sizes, f"{replicas} replicas"])
+        return f"{TRAIN} = {train}: must be at least {unit} ({product}), and a multiple of it; {nearest}"
     inferred = {key: " (inferred)" if getattr(s, key) is None else "" for key in BATCH}
     return (
         f"{TRAIN} = {train}: must equal {MICRO} {micro}{inferred[MICRO]} × {ACCUM} {accum}{inferred[ACCUM]}"
-        f" × {replicas} replicas = {micro * accum * replicas}; nearest valid: {', or '.join(fixes)}"
+        f" × {replicas} replicas = {micro * accum * replicas}; {nearest}"
     )
 
 
@@ -188,7 +193,13 @@ def _misfit(s: Settings, degrees: dict[str, int], fixed: int, num_devices: int) 
         if num_devices % others == 0:
             choices = _divisors(num_devices // others) if rest else [num_devices // others]
             fits.append(f"{keys[axis]} = {either(choices)}")
-    terms = [axis for axis, n in degrees.items() if n > 1] or ["data", "zero"]
+    pinned = degrees["zero"] == 1 and not rest and keys["zero"] == "mesh.zero"  # the user's: the default is -1
+    if pinned and num_devices % fixed:
+        for axis, n in degrees.items():
+            most, remainder = divmod(num_devices, fixed // n)
+            if n > 1 and most > 1 and not remainder:
+                fits.append(f"{keys[axis]} = {either(_divisors(most))} with mesh.zero = -1 (the rest)")
+    terms = [axis for axis, n in degrees.items() if n > 1 or (axis == "zero" and pinned)] or ["data", "zero"]
     product = " × ".join(f"{keys[axis]} {degrees[axis]}" for axis in terms) + f" = {fixed} devices"
     if len(terms) == 1:
         product = f"{keys[terms[0]]} = {fixed}"

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jzero._compat import calling_line
 from jzero.errors import ConfigError
 
 
@@ -86,18 +87,16 @@ def route(
     [[[1, 2]]]
     """
     if logits.ndim != 3:
-        raise ConfigError(f"route: logits {list(logits.shape)}; must be [B, S, E]")
+        raise _error(f"logits {list(logits.shape)}; must be [B, S, E]")
     _, tokens, experts = logits.shape
     if not 1 <= top_k <= experts:
-        raise ConfigError(f"route: top_k = {top_k} of {experts} experts; must be 1 to {experts}")
+        raise _error(f"top_k = {top_k} of {experts} experts; must be 1 to {experts}")
     if bias is not None and bias.shape != (experts,):
-        raise ConfigError(f"route: bias {list(bias.shape)}; must be [E], here [{experts}]")
+        raise _error(f"bias {list(bias.shape)}; must be [E], here [{experts}]")
     if score not in ("softmax", "sigmoid"):
-        raise ConfigError(f'route: score = {score!r}; must be "softmax" or "sigmoid"')
+        raise _error(f'score = {score!r}; must be "softmax" or "sigmoid"')
     if capacity_factor is not None and (capacity_factor <= 0 or min_capacity < 1):
-        raise ConfigError(
-            f"route: capacity_factor = {capacity_factor}, min_capacity = {min_capacity}; both must be positive"
-        )
+        raise _error(f"capacity_factor = {capacity_factor}, min_capacity = {min_capacity}; both must be positive")
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
     choice = scores if bias is None else scores + lax.stop_gradient(bias)
@@ -109,6 +108,12 @@ def route(
         return Routing(chosen, weights * scale, scores)
     capacity = max(min_capacity, ceil(tokens * top_k / experts * capacity_factor))
     return Routing(chosen, weights * scale, scores, _slots(chosen, experts), min(capacity, tokens))
+
+
+def _error(problem: str) -> ConfigError:
+    """Make the exception of a bad call, which names the line of the model."""
+    line = calling_line()
+    return ConfigError(f"{line}: route: {problem}" if line else f"route: {problem}")
 
 
 def _slots(chosen: jax.Array, experts: int) -> jax.Array:

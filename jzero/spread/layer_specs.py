@@ -105,18 +105,31 @@ def _dimension(what: str, spec: Mapping[str, Any], name: str, shape: tuple[int, 
     text += f", shape {[list(n) if isinstance(n, tuple) else n for n in seen]}" if seen else ""
     text += f", partition_dim {asked}" if asked is not None else ""
     if dim >= len(seen or shape):
-        raise ConfigError(f"{text}: there are {len(seen or shape)} dimensions; choose one of 0 to {len(shape) - 1}")
-    if seen is None or (len(seen) == 2 and dim == 0 and seen[0] == -1):
-        if len(shape) == 2:
-            return 1 - dim
-        raise ConfigError(f"{text}: which of its dimensions are out and in is not known; {_BY_HAND}")
-    if len(seen) == 3 and len(shape) == 3 and seen[0] == shape[0]:
-        return (0, 2, 1)[dim]
-    if len(seen) == 2 and dim == 0 and len(shape) == 3 and seen[0] == shape[1]:
-        return 2
+        count = len(seen or shape)
+        raise ConfigError(f"{text}: there are {count} dimensions; choose one of 0 to {count - 1}")
+    if len(shape) == 2 and (seen is None or (len(seen) == 2 and dim == 0 and seen[0] == -1)):
+        return 1 - dim
+    if seen and len(shape) == 3:
+        if len(seen) == 3 and seen[0] == shape[0]:
+            return (0, 2, 1)[dim]
+        if len(seen) == 2 and dim == 0 and seen[0] == shape[1]:
+            return 2
+    if len(shape) > 2 and not any(isinstance(n, tuple) for n in seen or ()):
+        raise ConfigError(f"{text}: unclear for a weight of {len(shape)} dimensions; {_with_shape(shape)}{_BY_HAND}")
     raise ConfigError(
         f"{text}: an equal cut of it would separate what belongs together; give what is side by side in the weight a "
         f"dimension of its own, as [in, {seen[0] if isinstance(seen[0], int) else 'parts'}, out], or {_BY_HAND}"
+    )
+
+
+def _with_shape(shape: tuple[int, ...]) -> str:
+    """Word how a spec names each dimension of a weight, such as an attention's query kernel [in, heads, size]."""
+    if len(shape) != 3:
+        return '"shape" has 2 or 3 sizes; '
+    first, middle, last = shape
+    return (
+        f'write "shape": {[first, last, middle]} (PyTorch\'s order) and "partition_dim": 0, 2 or 1 for dimension 0, 1 '
+        f"or 2 of {list(shape)}; or "
     )
 
 

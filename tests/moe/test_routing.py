@@ -78,13 +78,15 @@ def test_the_bias_balances():
         ({"bias": jnp.zeros(5)}, "bias \\[5\\]; must be \\[E\\], here \\[6\\]"),
         ({"score": "softmx"}, "score = 'softmx'; must be"),
         ({"capacity_factor": 0.0}, "capacity_factor = 0.0, min_capacity = 4; both must be positive"),
-        ({"capacity_factor": 1.0, "min_capacity": 0}, "both must be positive"),
+        ({"capacity_factor": 1.0, "min_capacity": 0}, "capacity_factor = 1.0, min_capacity = 0; both must be positive"),
     ],
 )
 def test_bad_arguments(change, message):
+    """The message begins with the line of the call."""
+    message = rf"^test_routing.py:\d+: route: {message}"
     with pytest.raises(ConfigError, match=message):
         route(logits(), 2, **change)
-    with pytest.raises(ConfigError, match=r"route: logits \[12, 6\]; must be \[B, S, E\]"):
+    with pytest.raises(ConfigError, match=r"^test_routing.py:\d+: route: logits \[12, 6\]; must be \[B, S, E\]"):
         route(logits()[0], 2)
 
 
