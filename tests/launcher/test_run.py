@@ -290,7 +290,7 @@ def test_a_rank_that_leaves_among_collectives(start, tmp_path, what, code):
     """The others wait for it in a collective, and JAX's exit would wait for the others."""
     (tmp_path / "worker.py").write_text(TRAIN)
     job = start(*CPU, 2, "worker.py", env=QUICK | {"DO": what}).until(("ready", 2))
-    assert job.wait(15) == code
+    assert job.wait(15) == code, job.errors
     job.gone(1)
 
 
