@@ -10,10 +10,9 @@ from collections.abc import Callable
 
 import jax
 
-from jzero.errors import ConfigError
 from jzero.moe.local_experts import Tokens, mixed
 from jzero.moe.on_group import experts_on_group
-from jzero.moe.routing import Routing
+from jzero.moe.routing import Routing, bad_call
 from jzero.spread.operation import Operation
 
 
@@ -47,14 +46,16 @@ def experts(
     count, width = up.shape[:2]
     fits = x.ndim == 3 and width == x.shape[2] and down.shape == (count, up.shape[-1], width)
     if not fits or up.shape[2:-1] not in ((), (2,)):
-        raise ConfigError(
-            f"experts: x {list(x.shape)}, up {list(up.shape)}, down {list(down.shape)}; must be [B, S, D], [E, D, 2, F]"
-            " or [E, D, F], and [E, F, D]"
+        raise bad_call(
+            "experts",
+            f"x {list(x.shape)}, up {list(up.shape)}, down {list(down.shape)}; must be [B, S, D], [E, D, 2, F]"
+            " or [E, D, F], and [E, F, D]",
         )
     if routing.experts.shape[:2] != x.shape[:2] or routing.scores.shape[-1] != count:
-        raise ConfigError(
-            f"experts: the routing is of tokens {list(routing.experts.shape[:2])} and {routing.scores.shape[-1]} "
-            f"experts, x has tokens {list(x.shape[:2])} and up {count} experts"
+        raise bad_call(
+            "experts",
+            f"the routing is of tokens {list(routing.experts.shape[:2])} and {routing.scores.shape[-1]} "
+            f"experts, x has tokens {list(x.shape[:2])} and up {count} experts",
         )
     slots = () if routing.slots is None else (routing.slots,)
     arrays = (x, routing.experts, routing.weights, up, down, *slots)

@@ -87,16 +87,18 @@ def route(
     [[[1, 2]]]
     """
     if logits.ndim != 3:
-        raise _error(f"logits {list(logits.shape)}; must be [B, S, E]")
+        raise bad_call("route", f"logits {list(logits.shape)}; must be [B, S, E]")
     _, tokens, experts = logits.shape
     if not 1 <= top_k <= experts:
-        raise _error(f"top_k = {top_k} of {experts} experts; must be 1 to {experts}")
+        raise bad_call("route", f"top_k = {top_k} of {experts} experts; must be 1 to {experts}")
     if bias is not None and bias.shape != (experts,):
-        raise _error(f"bias {list(bias.shape)}; must be [E], here [{experts}]")
+        raise bad_call("route", f"bias {list(bias.shape)}; must be [E], here [{experts}]")
     if score not in ("softmax", "sigmoid"):
-        raise _error(f'score = {score!r}; must be "softmax" or "sigmoid"')
+        raise bad_call("route", f'score = {score!r}; must be "softmax" or "sigmoid"')
     if capacity_factor is not None and (capacity_factor <= 0 or min_capacity < 1):
-        raise _error(f"capacity_factor = {capacity_factor}, min_capacity = {min_capacity}; both must be positive")
+        raise bad_call(
+            "route", f"capacity_factor = {capacity_factor}, min_capacity = {min_capacity}; both must be positive"
+        )
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
     choice = scores if bias is None else scores + lax.stop_gradient(bias)
@@ -110,10 +112,10 @@ def route(
     return Routing(chosen, weights * scale, scores, _slots(chosen, experts), min(capacity, tokens))
 
 
-def _error(problem: str) -> ConfigError:
-    """Make the exception of a bad call, which names the line of the model."""
+def bad_call(name: str, problem: str) -> ConfigError:
+    """Make the exception of a bad call of a function; it names the line of the model."""
     line = calling_line()
-    return ConfigError(f"{line}: route: {problem}" if line else f"route: {problem}")
+    return ConfigError(f"{line}: {name}: {problem}" if line else f"{name}: {problem}")
 
 
 def _slots(chosen: jax.Array, experts: int) -> jax.Array:

@@ -133,5 +133,5 @@ def test_groups(case, capacity_factor):
 def test_shapes_that_do_not_belong_together(change, message):
     x, router, up, down = arrays()
     routing = route(x @ router, TOP)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=rf"^test_experts.py:\d+: experts: .*{message}"):
         experts(*change(x, up, down)[:1], routing, *change(x, up, down)[1:])
