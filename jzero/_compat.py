@@ -399,7 +399,8 @@ def function_primitive(name: str, kernel: Callable[..., Callable | None] | None 
 def flash_attention_kernels(batched: Callable) -> tuple[Any, Any]:
     """Return flash-attn3-jax's primitives; `batched(kernel, xs, dims, **options)` is their rule for `jax.vmap`.
 
-    Those behind the package's own function mix up the rows of gradients there (0.2.3), and these have no rule.
+    The primitives of the package's `flash_mha` return gradients in the wrong order of rows there (0.2.3). These two
+    have no rule.
     """
     from flash_attn3_jax import flash_hlo
     from jax.interpreters import batching

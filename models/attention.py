@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from jzero.attention_kernels.attention import attention
-from jzero.attention_kernels.choice import Attend
+from jzero.attention_kernels.choice import FLASH, Attend
 
 
 class Carry(NamedTuple):
@@ -168,6 +168,8 @@ def attend(
     if softcap is not None:
         o_BSHC = _soft_capped(q_BSHC, k_BTKC, v_BTKC, mask_B1ST, causal, window, scale, softcap)
         return o_BSHC.astype(q_BSHC.dtype)
+    if choice == FLASH and causal and mask_B1ST is not None:  # packed documents, padded prompts
+        choice = "auto"
     return attention(
         q_BSHC, k_BTKC, v_BTKC, mask=mask_B1ST, scale=scale, is_causal=causal,
         local_window_size=None if window is None else (window - 1, 0),

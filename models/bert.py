@@ -122,7 +122,7 @@ class Bert(nnx.Module):
         check_tokens(batch, self.config.vocab_size)
 
     def report_notes(self, dtype: jnp.dtype) -> list[str]:
-        return [kernel_note(self.config.attention, dtype, self.config.head_dim, causal=False)]
+        return [kernel_note(self.config.attention, dtype, self.config.head_dim)]
 
     @property
     def vocabulary(self) -> dict[str, int]:

@@ -8,7 +8,8 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jzero.attention_kernels.choice import Attend, cudnn_obstacle
+from jzero.attention_kernels.choice import FLASH, Attend, cudnn_obstacle
+from jzero.attention_kernels.flash import WIDTH
 from jzero.errors import ConfigError
 
 from .attention import RopeScaling
@@ -32,7 +33,8 @@ class DecoderConfig:
     """The shape of a decoder; the defaults are Llama's.
 
     Attributes:
-      attention: the kernel: "auto" is cuDNN's fused one where it can be used, and XLA's otherwise.
+      attention: the kernel: "auto" is cuDNN's fused one where it can be used, and XLA's otherwise; "flash_attention_3"
+        needs a Hopper GPU, heads of 128 and the extra `flash`.
       family: a key of `FAMILIES` in models/families.py: whose names the weights have in files.
       head_width: default: d_model / num_heads.
       pad_vocab_to: the embedding and the head get a multiple of this many rows; the loss ignores the additional ones,
@@ -109,6 +111,15 @@ class DecoderConfig:
             why = cudnn_obstacle(jnp.dtype("bfloat16"), self.head_dim, 256, self.attention_softcap)
             if why:
                 raise ConfigError(f"{name}: attention = 'cudnn', but {why}: use 'auto' or 'xla'")
+        if self.attention == FLASH:
+            given = {"attention_softcap": self.attention_softcap, "window": self.window}
+            for key, value in given.items():
+                if value is not None:
+                    raise ConfigError(f"{name}: attention = {FLASH!r} has no {key} = {value}: use 'auto'")
+            if self.head_dim != WIDTH:
+                raise ConfigError(
+                    f"{name}: attention = {FLASH!r} has heads of {WIDTH}, not {self.head_dim}: use 'auto'"
+                )
 
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)

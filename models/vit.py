@@ -107,7 +107,7 @@ class ViT(nnx.Module):
         return self.outputs(run(self.stack, self.prefix({"images": images})))
 
     def report_notes(self, dtype: jnp.dtype) -> list[str]:
-        return [kernel_note(self.config.attention, dtype, self.config.head_dim, causal=False)]
+        return [kernel_note(self.config.attention, dtype, self.config.head_dim)]
 
     @property
     def divided(self) -> dict[str, dict[str, int]]:

@@ -1,10 +1,12 @@
-"""FlashAttention-3: when it is taken, its gradients and `jax.vmap`, and the compiled program of an H200.
+"""FlashAttention-3: where it runs, its gradients and `jax.vmap`, and the compiled program of an H200.
 
 Its kernels run on Hopper GPUs only: experiments/benchmarks/2026-11-27-flash-attention-h200.md. Here plain JAX takes
 their place.
 """
 
+import dataclasses
 import importlib.util
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -16,8 +18,11 @@ from helpers.cuda import needs_cuda_compiler
 import jzero
 from jzero.attention_kernels import choice, flash
 from jzero.attention_kernels.choice import flash_obstacle, kernel_for, kernel_note
-from jzero.planner import Rates, gpu_devices, step_time
+from jzero.planner import Rates, gpu_devices, memory, step_time
+from jzero.planner.advice import _attention
+from jzero.planner.gpus import GPUS
 from jzero.profiling.flops import step_flops
+from models.attention import attend
 from models.decoder import Decoder
 from models.llama import preset
 
@@ -83,64 +88,126 @@ def test_a_mapped_axis_becomes_rows(kernels, dims):
             np.testing.assert_allclose(x[i], y, atol=1e-6)
 
 
+@needs_flash
+def test_vmap_of_gradients():
+    """The package's primitives get jzero's rule, each its own: the rows of all entries are in one call."""
+    q, k, v = (jax.ShapeDtypeStruct((3, B, S, n, 128), BF16) for n in (H, K, K))
+
+    def loss(q, k, v):
+        return flash.flash_attention(q, k, v, 0.3).astype(jnp.float32).sum()
+
+    traced = jax.make_jaxpr(jax.vmap(jax.grad(loss, argnums=(0, 1, 2))))(q, k, v)
+    assert [x.shape for x in traced.out_avals] == [x.shape for x in (q, k, v)]
+    calls = [eqn for eqn in traced.eqns if eqn.primitive.name.startswith("flash_mha")]
+    assert [eqn.primitive.name for eqn in calls] == ["flash_mha_fwd_hlo", "flash_mha_bwd_hlo"]
+    assert all(v.aval.shape[0] == 3 * B for eqn in calls for v in eqn.outvars)
+
+
 @pytest.fixture
 def hopper(monkeypatch):
     """Let this machine have an H100, and the package."""
     monkeypatch.setattr(choice, "compute_capability", lambda: (9, 0))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "flash_attn3_jax")
+    monkeypatch.setattr(flash, "missing", lambda: None)
 
 
-def test_when_it_is_taken(hopper, monkeypatch):
-    assert kernel_for("auto", BF16, 128, plain=True) == "flash_attention_3"
-    assert kernel_note("auto", BF16, 128) == (
-        "attention kernel flash_attention_3 (attention='auto', bfloat16): cuDNN's with masks"
-    )
-    assert kernel_note("auto", BF16, 128, causal=False) == "attention kernel cudnn (attention='auto', bfloat16)"
-    for arguments, why in (
-        ((BF16, 128), "used for causal attention"),
-        ((BF16, 128, 30.0, True), "without soft caps"),
-        ((BF16, 64, None, True), "heads of 128, not 64"),
-        ((jnp.dtype("float32"), 128, None, True), "half precision"),
+def test_where_it_runs(hopper, monkeypatch):
+    assert flash_obstacle(BF16, 128) is None
+    assert flash_obstacle(jnp.dtype("float16"), 128) is None
+    assert flash_obstacle(BF16, 64) == "flash-attn3-jax has heads of 128, not 64"
+    assert flash_obstacle(jnp.dtype("float32"), 128) == "FlashAttention-3 needs half precision, not float32"
+    for axes, why in (
+        (("zero", "tensor"), "FlashAttention-3 is not divided along tensor"),
+        (("expert", "context"), "FlashAttention-3 is not divided along expert and context"),
+        (("data", "zero"), "XLA does not divide FlashAttention-3 along data and zero"),
     ):
-        assert why in flash_obstacle(*arguments)
-        assert kernel_for("auto", *arguments) != "flash_attention_3"
-    for axis in ("tensor", "context", "expert"):
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2, 2), ("zero", axis))):
-            assert flash_obstacle(BF16, 128, None, True) == f"FlashAttention-3 is not divided along {axis}"
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert kernel_note("auto", BF16, 128).endswith(
-        "cudnn (attention='auto', bfloat16): FlashAttention-3 needs the extra flash: pip install 'jzero[flash]'"
-    )
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2, 2), axes)):
+            assert flash_obstacle(BF16, 128) == why
+    monkeypatch.undo()
     monkeypatch.setattr(choice, "compute_capability", lambda: (10, 0))
-    assert flash_obstacle(BF16, 128, None, True) == "FlashAttention-3 needs a Hopper GPU"
-    assert kernel_note("auto", BF16, 128) == "attention kernel cudnn (attention='auto', bfloat16)"
+    assert flash_obstacle(BF16, 128) == "FlashAttention-3 needs a Hopper GPU"
 
 
-def test_jzero_attention_by_it(kernels, hopper):
-    """With heads of 128 it runs; where it cannot, "auto" takes another kernel, and asking for it is an error."""
-    q, k, v = (jnp.asarray(np.tile(x, 16), BF16) for x in arrays(B))
-    expected = attention(*(x.astype("f4") for x in (q, k, v)), 128**-0.5)[0]
-    for implementation in ("auto", "flash_attention_3"):
-        found = jzero.attention(q, k, v, is_causal=True, implementation=implementation)
-        np.testing.assert_allclose(found.astype("f4"), expected, atol=0.02)
-    for more in (
-        {}, {"is_causal": True, "mask": jnp.ones((1, 1, S, S), bool)}, {"is_causal": True, "local_window_size": 2},
-        {"is_causal": True, "bias": jnp.zeros((1, 1, S, S))},
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=r'"flash_attention_3": FlashAttention-3 is used for .*; write "auto"'):
-            jzero.attention(q, k, v, implementation="flash_attention_3", **more)
+def test_without_the_package(monkeypatch):
+    monkeypatch.setattr(choice, "compute_capability", lambda: (9, 0))
+    monkeypatch.setitem(sys.modules, "flash_attn3_jax", None)
+    flash._kernels.cache_clear()
+    assert flash_obstacle(BF16, 128) == "FlashAttention-3 needs the extra flash: pip install 'jzero[flash]'"
 
 
-def make_step(devices, changes, **config):
-    shape = preset("tiny", d_model=256, num_heads=2, num_kv_heads=2, num_layers=2, **changes)
+def operands(**change):
+    """Return queries, keys and values for 128-wide heads, with changed [B, S, heads, C] of some."""
+    rng = np.random.default_rng(0)
+    shapes = {"q": (B, S, H, 128), "k": (B, S, K, 128), "v": (B, S, K, 128)} | change
+    return [jnp.asarray(rng.normal(size=shape), BF16) for shape in shapes.values()]
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_jzero_attention_by_it(kernels, hopper, scale):
+    q, k, v = operands()
+    expected = attention(*(x.astype("f4") for x in (q, k, v)), scale or 128**-0.5)[0]
+    found = jzero.attention(q, k, v, is_causal=True, scale=scale, implementation="flash_attention_3")
+    np.testing.assert_allclose(found.astype("f4"), expected, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("change", "more"),
+    [
+        ({}, {"is_causal": False}),
+        ({}, {"mask": jnp.ones((1, 1, S, S), bool)}),
+        ({}, {"bias": jnp.zeros((1, 1, S, S))}),
+        ({}, {"local_window_size": 2}),
+        ({}, {"query_seq_lengths": jnp.full(B, S)}),
+        ({}, {"key_value_seq_lengths": jnp.full(B, S)}),
+        ({"k": (B, S + 2, K, 128), "v": (B, S + 2, K, 128)}, {}),
+        ({"v": (B, S, K, 64)}, {}),
+        ({"k": (1, S, K, 128)}, {}),
+        ({"k": (B, S, 3, 128), "v": (B, S, 3, 128)}, {}),
+    ],
+)
+def test_what_it_does_not_compute(kernels, hopper, change, more):
+    """The package would compute something else (causal masks end at the last key), or fail when it is compiled."""
+    with pytest.raises(ValueError, match=r'"flash_attention_3": it computes causal attention of .*; write "auto"'):
+        jzero.attention(*operands(**change), implementation="flash_attention_3", **{"is_causal": True} | more)
+    q, k, v = operands()
+    with pytest.raises(ValueError, match="in one dtype"):
+        jzero.attention(q, k.astype("f4"), v, is_causal=True, implementation="flash_attention_3")
+
+
+def test_models(kernels, hopper, monkeypatch):
+    """Packed documents and padded prompts have a mask, which is for another kernel; what never runs is refused."""
+    monkeypatch.setattr(choice, "widest_head", lambda: 0)  # XLA's kernel takes cuDNN's part
+    q, k, v = operands()
+    mask = jnp.tril(jnp.ones((1, 1, S, S), bool))
+    found = attend(q, k, v, mask, choice="flash_attention_3", causal=True)
+    np.testing.assert_allclose(found.astype("f4"), attend(q, k, v, causal=True).astype("f4"), atol=0.05)
+    with pytest.raises(ValueError, match="it computes causal attention"):
+        attend(q, k, v, mask, choice="flash_attention_3")
+    for changes, why in (
+        ({"window": 100}, "has no window = 100"),
+        ({"attention_softcap": 30.0}, "has no attention_softcap = 30.0"),
+        ({"num_heads": 4, "num_kv_heads": 4}, "has heads of 128, not 64"),
+    ):
+        with pytest.raises(jzero.ConfigError, match=f"attention = 'flash_attention_3' {why}: use 'auto'"):
+            dataclasses.replace(SHAPE, **changes)
+    assert kernel_note("flash_attention_3", BF16, 128).endswith("flash_attention_3', bfloat16): cuDNN's with a mask")
+    assert kernel_for("auto", BF16, 128) == "xla"  # "auto" never is FlashAttention-3
+
+
+SHAPE = preset("tiny", d_model=256, num_heads=2, num_kv_heads=1, num_layers=2, attention="flash_attention_3")
+
+
+def make_step(attention="flash_attention_3", **config):
     settings = {
         "train_batch_size": 8,
         "bf16": {"enabled": True},
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "stack": {"unroll": True},
         **config,
     }
+    shape = dataclasses.replace(SHAPE, attention=attention)
     model = jzero.from_flax(lambda rngs: Decoder(shape, rngs=rngs))
-    return jzero.make_train_step(model, settings, mesh=jzero.make_mesh(settings, devices=devices))
+    mesh = jzero.make_mesh(settings, devices=gpu_devices("h200", 2))
+    return jzero.make_train_step(model, settings, mesh=mesh)
 
 
 TOKENS = {name: jax.ShapeDtypeStruct((8, 512), np.int32) for name in ("inputs", "labels")}
@@ -151,36 +218,56 @@ TOKENS = {name: jax.ShapeDtypeStruct((8, 512), np.int32) for name in ("inputs", 
 @needs_flash
 @pytest.mark.usefixtures("no_compilation_cache")
 @pytest.mark.parametrize(
-    ("config", "calls"),
+    ("config", "forward"),
     [
-        ({"zero_optimization": {"stage": 3}}, (2, 2, 0)),
-        ({"activation_checkpointing": {"policy": "matmuls"}}, (2, 2, 0)),
-        ({"activation_checkpointing": {"policy": "full"}}, (4, 2, 0)),
-        ({"mesh": {"tensor": 2}}, (0, 0, 4)),
+        ({"zero_optimization": {"stage": 3}}, 2),
+        ({"activation_checkpointing": {"policy": "matmuls"}}, 2),
+        ({"activation_checkpointing": {"policy": "full"}}, 4),
     ],
-    ids=["ZeRO-3", "matmuls kept", "all recomputed", "tensor"],
+    ids=["ZeRO-3", "matmuls kept", "all recomputed"],
 )
-def test_the_compiled_program(config, calls):
-    """Each layer calls it once forward and once backward; `tensor` leaves the heads to cuDNN."""
-    step = make_step(gpu_devices("h200", 2), {}, stack={"unroll": True}, **config)
+def test_the_compiled_program(config, forward):
+    """Each layer calls it once forward, again where everything is recomputed, and once backward."""
+    step = make_step(**config)
     compiled = step.lower(TOKENS).compile()
     text = compiled.as_text()
     found = [text.count(f'custom_call_target="{name}') for name in ("flash_mha_fwd", "flash_mha_bwd", "__cudnn$fmha")]
-    assert tuple(found) == calls
-    assert step_time(compiled, Rates.of("h200"), mesh=step.mesh).step_s > 0
+    assert found == [forward, 2, 0]
+    # The gradients that its backward pass sums in float32: of queries, and of keys and values that two heads share.
+    rows, length, width = 4, 512, 128
+    scratch = 4 * rows * length * width * (2 + 2 * 1)
+    assert memory(compiled).temps == compiled.memory_analysis().temp_size_in_bytes + scratch
 
 
 @needs_cuda_compiler
 @needs_flash
+def test_tensor_refuses_it():
+    with pytest.raises(ValueError, match="is not divided along tensor"):
+        make_step(mesh={"tensor": 2}).lower(TOKENS)
+
+
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+@needs_flash
+@pytest.mark.usefixtures("no_compilation_cache")
 def test_flops_and_time_beside_cudnns():
     """The FLOPs are the same, and a plan takes the measured ratio of the two kernels' speeds."""
     flops, times = [], []
     for attention in ("flash_attention_3", "cudnn"):
-        step = make_step(gpu_devices("h200", 2), {"attention": attention})
+        step = make_step(attention)
         traced = step.trace(TOKENS)
         flops.append(step_flops(step, traced))
-        found = step_time(traced.lower().compile(), Rates.of("h200"), mesh=step.mesh)
-        times.append(found.by["attention"])
-    assert [f.forward for f in flops[0].modules] == [f.forward for f in flops[1].modules]
-    assert [f.backward for f in flops[0].modules] == [f.backward for f in flops[1].modules]
-    assert times[0] < times[1]
+        rates = dataclasses.replace(Rates.of("h200"), attention_start=0.0, gap=0.0)
+        times.append(step_time(traced.lower().compile(), rates, mesh=step.mesh).by["attention"])
+    assert [(f.forward, f.backward, f.recomputed) for f in flops[0].modules] == [
+        (f.forward, f.backward, f.recomputed) for f in flops[1].modules
+    ]
+    assert 1 / 1.23 < times[0] / times[1] < 1 / 1.10
+
+
+def test_a_plan_does_not_advise_another_kernel():
+    """The text has a width that equals the sequence, as the shape of kept scores does."""
+    gpu, amount = GPUS["h200"], SimpleNamespace(tokens=4096 * 2, samples=2)
+    text = "%x = bf16[2,4096,4096]{2,1,0} add(%a, %b)"
+    assert len(list(_attention(gpu, text, amount))) == 1
+    assert not list(_attention(gpu, text + ' custom_call_target="flash_mha_fwd"', amount))

@@ -35,15 +35,16 @@ def attention(
     absent GPUs do so too. Odd lengths, which cuDNN refuses, are padded. On a mesh with `tensor` or `context`, cuDNN's
     kernel runs on the device's own heads (Ulysses) or around a ring.
 
-    With the extra `flash` "auto" takes FlashAttention-3 where it is faster: on Hopper, for causal attention with heads
-    of 128, as many queries as keys, no `bias`, `mask`, lengths and windows, and no `tensor`, `context` and `expert`.
+    "flash_attention_3", of the extra `flash`, runs on Hopper GPUs: causal attention of as many queries as keys, with
+    heads of 128, all in one dtype of half precision, without `bias`, `mask`, lengths and windows, on a mesh without
+    `tensor`, `context` and `expert`.
 
     Args:
       query: [B, S, H, C].
       key, value: [B, T, K, C], with K a divisor of H.
       bias: added to the scores; broadcast to [B or 1, H or 1, S, T].
       mask: the keys that a query sees, bool; broadcast to [B or 1, H or 1, S, T].
-      scale: of the scores; default: C ** -0.5.
+      scale: of the scores, a number; default: C ** -0.5.
       is_causal: query i sees only the keys 0 to i.
       query_seq_lengths, key_value_seq_lengths: [B], int32: rows are padded after these.
       local_window_size: how many keys before and after its own position a query sees; a number is both.
@@ -67,13 +68,17 @@ def attention(
             raise ValueError(f"{name} has shape {x.shape}; must be [rows, sequence, heads, width]")
     (B, S, _, C), T, dtype = query.shape, key.shape[1], query.dtype
     is_causal, window = _window(is_causal, local_window_size)
-    others = (bias, mask, query_seq_lengths, key_value_seq_lengths, window)
-    plain = is_causal and S == T and key.dtype == value.dtype == dtype and all(x is None for x in others)
-    plain = plain and not isinstance(scale, jax.Array)
-    kernel = kernel_for(implementation, dtype, C, plain=plain)
+    kernel = kernel_for(implementation, dtype, C)
     if kernel == FLASH:
-        if why := flash_obstacle(dtype, C, plain=plain):
-            raise ValueError(f'implementation = "{FLASH}": {why}; write "auto"')
+        others = (bias, mask, query_seq_lengths, key_value_seq_lengths, window)
+        alike = key.shape == value.shape == (B, S, key.shape[2], C) and key.dtype == value.dtype == dtype
+        if not (is_causal and alike and query.shape[2] % key.shape[2] == 0 and all(x is None for x in others)):
+            why = (
+                "it computes causal attention of as many queries as keys, in one dtype and without bias, mask, lengths"
+            )
+            raise ValueError(f'implementation = "{FLASH}": {why} and window; write "auto"')
+        if obstacle := flash_obstacle(dtype, C):
+            raise ValueError(f'implementation = "{FLASH}": {obstacle}; write "auto"')
         return flash_attention(query, key, value, C**-0.5 if scale is None else float(scale))
     if implementation == "auto" and window and window[1]:  # which cuDNN does not have
         kernel = "xla"

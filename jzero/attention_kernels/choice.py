@@ -1,20 +1,19 @@
-"""Chooses attention's kernel: FlashAttention-3's or cuDNN's where it runs, otherwise XLA's."""
+"""Chooses attention's kernel: cuDNN's where it runs, otherwise XLA's; FlashAttention-3's where it is asked for."""
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from jzero.attention_kernels.flash import WIDTH
+from jzero.attention_kernels import flash
 from jzero.mesh import CONTEXT, EXPERT, TENSOR
 from jzero.planner.gpus import GPU, GPUS
 
 FLASH: Literal["flash_attention_3"] = "flash_attention_3"  # as Hugging Face's attn_implementation has it
 Kernel = Literal["flash_attention_3", "cudnn", "xla"]
-Attend = Literal["auto", "flash_attention_3", "cudnn", "xla"]
+Attend = Literal["auto", Kernel]
 HALF = (jnp.bfloat16, jnp.float16)
 
 
@@ -31,11 +30,11 @@ def widest_head() -> int:
     capability = compute_capability()
     if capability < (8, 0):  # cuDNN has no such kernel for a T4 or a V100
         return 0
-    return 256 if capability >= (9, 0) and not absent_gpu() else 128  # as in jax._src.cudnn, which asks for a GPU
+    return 256 if capability >= (9, 0) and not absent_gpu() else 128  # without a GPU jax._src.cudnn refuses wider heads
 
 
 def compute_capability() -> tuple[int, ...]:
-    """Return that of the program's GPU, (9, 0) for an H100; () if there is none."""
+    """Return the compute capability of the program's GPU, (9, 0) for an H100; () if there is none."""
     if planned := absent_gpu():
         return planned.compute_capability
     if jax.default_backend() != "gpu":
@@ -43,29 +42,20 @@ def compute_capability() -> tuple[int, ...]:
     return tuple(map(int, getattr(jax.devices()[0], "compute_capability", "8.0").split(".")))
 
 
-def flash_obstacle(dtype: jnp.dtype, head_dim: int, softcap: float | None = None, plain: bool = False) -> str | None:
-    """Return why FlashAttention-3 cannot be used, or None.
-
-    Args:
-      dtype, head_dim: of the queries.
-      softcap: of the scores.
-      plain: whether attention is causal, of as many queries as keys, without a bias, a mask, lengths of rows and a
-        window. The backward pass of flash-attn3-jax 0.2.3 is wrong without a causal mask.
-    """
-    if softcap is not None or not plain:
-        return "FlashAttention-3 is used for causal attention without soft caps, biases, masks and windows"
-    if head_dim != WIDTH:
-        return f"flash-attn3-jax has heads of {WIDTH}, not {head_dim}"
+def flash_obstacle(dtype: jnp.dtype, head_dim: int) -> str | None:
+    """Return why FlashAttention-3 cannot be used for queries of this dtype and width of a head, or None."""
+    if head_dim != flash.WIDTH:
+        return f"flash-attn3-jax has heads of {flash.WIDTH}, not {head_dim}"
     if dtype not in HALF:
-        return "FlashAttention-3 needs half precision"
+        return f"FlashAttention-3 needs half precision, not {dtype}"
     if compute_capability() != (9, 0):
         return "FlashAttention-3 needs a Hopper GPU"
-    sizes = jax.sharding.get_abstract_mesh().shape
-    if divided := [axis for axis in (EXPERT, CONTEXT, TENSOR) if sizes.get(axis, 1) > 1]:
+    mesh = jax.sharding.get_abstract_mesh()
+    if divided := [axis for axis in (EXPERT, CONTEXT, TENSOR) if mesh.shape.get(axis, 1) > 1]:
         return f"FlashAttention-3 is not divided along {' and '.join(divided)}"
-    if importlib.util.find_spec("flash_attn3_jax") is None:
-        return "FlashAttention-3 needs the extra flash: pip install 'jzero[flash]'"
-    return None
+    if automatic := [axis for axis, n in mesh.shape.items() if n > 1 and axis not in mesh.manual_axes]:
+        return f"XLA does not divide FlashAttention-3 along {' and '.join(automatic)}"
+    return flash.missing()
 
 
 def cudnn_obstacle(dtype: jnp.dtype, head_dim: int, widest: int, softcap: float | None = None) -> str | None:
@@ -92,29 +82,18 @@ def cudnn_obstacle(dtype: jnp.dtype, head_dim: int, widest: int, softcap: float 
     return None
 
 
-def kernel_for(
-    choice: Attend, dtype: jnp.dtype, head_dim: int = 64, softcap: float | None = None, plain: bool = False
-) -> Kernel:
-    """Resolve "auto" for the program's devices; see `flash_obstacle` for the arguments."""
+def kernel_for(choice: Attend, dtype: jnp.dtype, head_dim: int = 64, softcap: float | None = None) -> Kernel:
+    """Resolve "auto" for the program's devices: cuDNN's kernel where it can be used, otherwise XLA's."""
     if choice != "auto":
         return choice
-    if flash_obstacle(dtype, head_dim, softcap, plain) is None:
-        return FLASH
     return "xla" if cudnn_obstacle(dtype, head_dim, widest_head(), softcap) else "cudnn"
 
 
-def kernel_note(
-    choice: Attend, dtype: jnp.dtype, head_dim: int = 64, softcap: float | None = None, causal: bool = True
-) -> str:
+def kernel_note(choice: Attend, dtype: jnp.dtype, head_dim: int = 64, softcap: float | None = None) -> str:
     """Return the line about the kernel for the run report."""
-    kernel = kernel_for(choice, dtype, head_dim, softcap, causal)
+    kernel = kernel_for(choice, dtype, head_dim, softcap)
     on_gpu = absent_gpu() or jax.default_backend() == "gpu"
     widest = widest_head() if on_gpu else 256  # on simulated devices the reason is plain
-    why = None
-    if choice == "auto" and dtype in HALF:
-        why = cudnn_obstacle(dtype, head_dim, widest, softcap)
-        if kernel == FLASH:
-            why = "cuDNN's with masks"
-        elif why is None and causal and head_dim == WIDTH and compute_capability() == (9, 0):
-            why = flash_obstacle(dtype, head_dim, plain=True)
-    return f"attention kernel {kernel} (attention={choice!r}, {dtype})" + f": {why}" * bool(why)
+    why = cudnn_obstacle(dtype, head_dim, widest, softcap) if choice == "auto" else None
+    reason = f": {why}" if why and dtype in HALF else ": cuDNN's with a mask" if kernel == FLASH else ""
+    return f"attention kernel {kernel} (attention={choice!r}, {dtype}){reason}"

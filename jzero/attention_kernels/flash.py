@@ -40,6 +40,15 @@ def _options(scale: float) -> dict[str, Any]:
     return {"softmax_scale": scale, "is_causal": True, "window_size": (-1, -1)}
 
 
+def missing() -> str | None:
+    """Return why the package cannot be used, or None."""
+    try:
+        _kernels()
+    except ImportError:
+        return "FlashAttention-3 needs the extra flash: pip install 'jzero[flash]'"
+    return None
+
+
 @functools.cache
 def _kernels() -> tuple[Any, Any]:
     """Return the primitives of the forward and the backward pass, `flash_mha_fwd_hlo` and `flash_mha_bwd_hlo`."""

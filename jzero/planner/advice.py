@@ -104,7 +104,7 @@ def _wide_products(products: Products) -> Iterator[str]:
 
 def _attention(gpu: GPU, text: str, amount: Amount) -> Iterator[str]:
     length = (amount.tokens or 0) // max(amount.samples, 1)
-    if length < LONG or gpu.compute_capability < (8, 0) or "__cudnn$fmha" in text:
+    if length < LONG or gpu.compute_capability < (8, 0) or "__cudnn$fmha" in text or "flash_mha_fwd" in text:
         return
     if re.search(rf"\w\[\d+,(?:\d+,)*{length},{length}\]", text):
         yield (

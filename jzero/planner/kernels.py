@@ -214,7 +214,7 @@ class Kernels:
 
     def _attention(self, op: Instruction, scope: Computation) -> Cost:
         """Price cuDNN's attention; a causal mask leaves half of the pairs of query and key."""
-        rates, back = self.rates, "Backward" in op.target
+        back = "Backward" in op.target
         shape = op.numbers(r'"intermediate_tensor_shape":\s*\{.*?"dimensions":\s*\[(.*?)\]')
         layout = op.numbers(r"operand_layout_constraints=\{\w+\[([\d,]*)\]")
         mask = op.attribute(r'"mask_type":\s*"(\w+)"')
@@ -222,26 +222,29 @@ class Kernels:
             raise UnreadableProgram(op, "attention without intermediate_tensor_shape, mask_type or operand layouts")
         batch, heads, queries, keys = shape
         width, pairs = layout[-1], float(queries * keys)
-        row = rates.row_backward if back else rates.row_forward
         window = int(op.attribute(r'"sliding_window_length":\s*"?(\d+)') or 0)
         if "CAUSAL" in mask:
             pairs -= queries * (queries - 1) / 2 if queries == keys else pairs / 2
             pairs = min(pairs, float(queries * window)) if window else pairs
-        flops = 4.0 * batch * heads * pairs * width * (2.5 if back else 1.0)
-        table = rates.attention_backward if back else rates.attention_forward
         faster = 2.0 if scope[op.operands[0]].arrays[0].dtype.startswith("f8") else 1.0  # as its data sheet's products
-        seconds = flops * (1 + row * queries / pairs) / (_at(table, width) * faster) + rates.attention_start
-        return Cost(ATTENTION, seconds, flops, _bytes(op.operands, scope) + op.bytes)
+        return self._attention_cost(op, scope, back, batch * heads, queries, pairs, width, faster)
 
     def _flash_attention(self, op: Instruction, scope: Computation) -> Cost:
         """Price causal attention by FlashAttention-3, whose first operand is [batch, queries, heads, width]."""
-        rates, back = self.rates, op.target == "flash_mha_bwd"
         batch, queries, heads, width = scope[op.operands[0]].arrays[0].dims
-        pairs = queries * (queries + 1) / 2
+        pairs, back = queries * (queries + 1) / 2, op.target == "flash_mha_bwd"
+        return self._attention_cost(op, scope, back, batch * heads, queries, pairs, width, _FLASH[op.target])
+
+    def _attention_cost(
+        self, op: Instruction, scope: Computation, back: bool, heads: int, queries: int, pairs: float, width: int,
+        faster: float,
+    ) -> Cost:  # fmt: skip
+        """Price the `pairs` of query and key of each head, `faster` than the rates have it."""
+        rates = self.rates
         row = rates.row_backward if back else rates.row_forward
-        flops = 4.0 * batch * heads * pairs * width * (2.5 if back else 1.0)
-        rate = _at(rates.attention_backward if back else rates.attention_forward, width) * _FLASH[op.target]
-        seconds = flops * (1 + row * queries / pairs) / rate + rates.attention_start
+        flops = 4.0 * heads * pairs * width * (2.5 if back else 1.0)
+        table = rates.attention_backward if back else rates.attention_forward
+        seconds = flops * (1 + row * queries / pairs) / (_at(table, width) * faster) + rates.attention_start
         return Cost(ATTENTION, seconds, flops, _bytes(op.operands, scope) + op.bytes)
 
 
