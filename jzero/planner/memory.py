@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 import jax
+
+from jzero.planner.hlo import read
 
 if TYPE_CHECKING:
     from jzero.train_step import TrainStep
@@ -71,17 +73,17 @@ def memory(compiled: jax.stages.Compiled, step: TrainStep | None = None) -> Memo
 
 
 def _flash_scratch(compiled: jax.stages.Compiled) -> int:
-    """Count the largest memory that a backward pass of FlashAttention-3 takes when it runs, of which XLA knows nothing.
+    """Count what one backward pass of FlashAttention-3 allocates outside of XLA's memory, the largest of the program.
 
     It sums the gradients of queries in float32, and those of keys and values if several heads share them; lengths are
-    rounded up to blocks.
+    rounded up to blocks of 128.
     """
     if "flash_attn3_jax" not in sys.modules:
         return 0
-    found = 0
-    for line in (compiled.as_text() or "").splitlines():
-        if 'custom_call_target="flash_mha_bwd"' in line:
-            queries, keys = re.findall(r"\w+\[(\d+),(\d+),(\d+),(\d+)\]", line.partition("custom-call")[0])[:2]
-            sizes = [4 * int(B) * -(-int(S) // 128) * 128 * int(H) * int(C) for B, S, H, C in (queries, keys)]
-            found = max(found, sizes[0] + (2 * sizes[1] if keys != queries else 0))
-    return found
+    found = [0]
+    for computation in read(compiled).computations.values():
+        for op in computation.values():
+            if op.target == "flash_mha_bwd":
+                queries, keys = ((b, -(-s // 128) * 128, h, c) for b, s, h, c in (x.dims for x in op.arrays[:2]))
+                found.append(4 * prod(queries) + (8 * prod(keys) if keys != queries else 0))
+    return max(found)
