@@ -1,16 +1,20 @@
 """Train a Llama on text in bf16 and in fp8, and print the losses beside each other.
 
-    python -m experiments.benchmarks.fp8_losses --preset 125m --steps 1000
+    python -m experiments.benchmarks.fp8_losses --preset 125m --steps 1000 | tee losses
     python -m experiments.benchmarks.fp8_losses --preset 1b --steps 300
+    python -m experiments.benchmarks.fp8_losses --read losses OTHERS
 
 Runs of one seed start from the same parameters and see the same rows. How far two runs in bf16 differ is what another
-seed shows, and the same seed with its rows in reverse order inside each batch, where only roundings differ.
+seed shows, and the same seed with its rows in reverse order inside each batch, where only roundings differ. Seeds can
+be divided over GPUs, one program on each with its own `--first-seed`; `--read` prints the table of all.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -24,29 +28,39 @@ TRANSIENT = 100  # steps at the beginning
 RUNS = {"bf16": None, "bf16, rows reversed": None, "fp8 hybrid": "hybrid", "fp8 e4m3": "e4m3"}
 
 
-def main(argv: list[str] | None = None) -> dict[str, list[list[float]]]:
+def main(argv: list[str] | None = None) -> list[dict]:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--preset", choices=sorted(PRESETS), default="125m")
     p.add_argument("--steps", type=int, default=1000)
     p.add_argument("--seeds", type=int, default=2)
+    p.add_argument("--first-seed", type=int, default=0)
     p.add_argument("--lr", type=float, default=3e-4)
     p.add_argument("--rows", type=int, default=8, help="of a global batch")
     p.add_argument("--sequence", type=int, default=1024)
     p.add_argument("--runs", nargs="*", choices=RUNS, default=list(RUNS))
     p.add_argument("--min-size", type=int, default=512, help="of a product in fp8")
+    p.add_argument("--read", nargs="*", type=Path, metavar="FILE", help="print the table of what earlier runs printed")
     args = p.parse_args(argv)
+    if args.read is not None:
+        done = [json.loads(line) for file in args.read for line in file.read_text().splitlines() if line[:1] == "{"]
+    else:
+        done = list(train(args))
+    print(table(done))
+    return done
+
+
+def train(args: argparse.Namespace) -> Iterator[dict]:
+    """Run seed by seed, so that what was interrupted has whole pairs."""
     shape = preset(args.preset, vocab_size=text.BYTES)
     model = jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs))
-    train, _ = text.standard_library(10_000_000)
-    batch = text.windows(train, args.sequence)
-    curves: dict[str, list[list[float]]] = {}
-    for name in args.runs:
-        form = RUNS[name]
-        step = jzero.make_train_step(model, config(args, form))
-        curves[name] = [run(step, batch, args, seed, reverse="reversed" in name) for seed in range(args.seeds)]
-        print(json.dumps({"run": name, "losses": np.round(curves[name], 4).tolist()}), flush=True)
-    print(table(curves))
-    return curves
+    steps = {form: jzero.make_train_step(model, config(args, form)) for form in {RUNS[name] for name in args.runs}}
+    batch = text.windows(text.standard_library(10_000_000)[0], args.sequence)
+    for seed in range(args.first_seed, args.first_seed + args.seeds):
+        for name in args.runs:
+            losses = run(steps[RUNS[name]], batch, args, seed, reverse="reversed" in name)
+            line = {"run": name, "seed": seed, "losses": [round(loss, 4) for loss in losses]}
+            print(json.dumps(line), flush=True)
+            yield line
 
 
 def config(args: argparse.Namespace, form: str | None) -> dict:
@@ -74,23 +88,29 @@ def run(step: jzero.TrainStep, batch: dict, args: argparse.Namespace, seed: int,
     return [float(loss) for loss in losses]
 
 
-def table(curves: dict[str, list[list[float]]]) -> str:
-    """Write means of `EVERY` steps over the seeds, and below the first run's differences from the others."""
-    means = {name: np.mean(runs, axis=0) for name, runs in curves.items()}
-    lines = [f"| steps | {' | '.join(means)} |", "|---" * (1 + len(means)) + "|"]
-    steps = len(next(iter(means.values())))
-    for start in range(0, steps, EVERY):
-        cells = (f"{x[start : start + EVERY].mean():.4f}" for x in means.values())
-        lines.append(f"| {start + 1} to {min(start + EVERY, steps)} | {' | '.join(cells)} |")
+def table(done: list[dict]) -> str:
+    """Write means of `EVERY` steps over the seeds of all runs, and how far the others are from the first."""
+    runs: dict[str, dict[int, list[float]]] = {}
+    for line in done:
+        runs.setdefault(line["run"], {})[line["seed"]] = line["losses"]
+    seeds = sorted(set.intersection(*map(set, runs.values())))
+    curves = {name: np.array([of[seed] for seed in seeds]) for name, of in runs.items()}  # [seeds, steps]
     first, *others = curves
+    lines = [f"{len(seeds)} seeds", "", f"| steps | {' | '.join(curves)} |", "|---" * (1 + len(curves)) + "|"]
+    steps = curves[first].shape[1]
+    for start in range(0, steps, EVERY):
+        cells = (f"{x[:, start : start + EVERY].mean():.4f}" for x in curves.values())
+        lines.append(f"| {start + 1} to {min(start + EVERY, steps)} | {' | '.join(cells)} |")
+    lines.append("")
     for name in others:
-        for seed, (a, b) in enumerate(zip(np.array(curves[name]), np.array(curves[first]), strict=True)):
-            last = a[-EVERY:].mean() / b[-EVERY:].mean() - 1
-            early = np.abs(a[:TRANSIENT] / b[:TRANSIENT] - 1).max()
-            lines.append(
-                f"{name}, seed {seed}: mean of the last {EVERY} {last:+.2%} of the first run's; largest difference "
-                f"of a step among the first {TRANSIENT} {early:.2%}"
-            )
+        last = 100 * (curves[name][:, -EVERY:].mean(1) / curves[first][:, -EVERY:].mean(1) - 1)
+        early = 100 * np.abs(curves[name] / curves[first] - 1)[:, :TRANSIENT].max(1)
+        lines.append(
+            f"{name}: mean of the last {EVERY} {last.mean():+.2f} % of {first}'s, standard error "
+            f"{last.std(ddof=1) / len(last) ** 0.5:.2f}, by seed {' '.join(f'{x:+.2f}' for x in last)}; largest "
+            f"difference of a step among the first {TRANSIENT}: median {np.median(early):.1f} %, "
+            f"by seed {' '.join(f'{x:.1f}' for x in early)}"
+        )
     return "\n".join(lines)
 
 

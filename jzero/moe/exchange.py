@@ -20,8 +20,8 @@ def exchange(
     """Send each row to the device that has its expert.
 
     Any device may get all rows, so that the result has n N, most of them empty, and N go from each device to each.
-    XLA's ragged all-to-all would send only the occupied ones; with it, steps that fit their GPUs ran out of memory
-    (jax 0.11.2, experiments/benchmarks/2026-11-25-mixtures-h100.md).
+    XLA's ragged all-to-all would send only the occupied ones; with it, steps that fit their GPUs ran out of memory, or
+    took 5.8 times as long (jax 0.11.2, experiments/benchmarks/2026-11-25-mixtures-h100.md).
 
     Args:
       x: rows [N, D], sorted by expert.
