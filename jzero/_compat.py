@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import contextlib
 import functools
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -200,18 +199,37 @@ def trace_state() -> Any:
     return core.get_opaque_trace_state(convention="nnx")
 
 
-def source_of(eqn: Any) -> Any:
-    """Return the context in which new operations get the scopes and the line of an operation in a jaxpr.
+def source_context(eqn: Any, traceback: Any) -> Any:
+    """Return the context in which new operations get the scopes of an operation in a jaxpr, and this traceback.
 
-    As in `jax.core.eval_jaxpr`; no public function sets both (jax 0.10 and 0.11). An operation inside of one that JAX
-    itself compiles, as `jnp.fft.fft`, has no line of the model; it gets that of the call.
+    As in `jax.core.eval_jaxpr`; no public function sets both (jax 0.10 and 0.11).
     """
     from jax._src import source_info_util
 
     names = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    of_call = source_info_util._source_info_context.context.traceback
-    traceback = eqn.source_info.traceback if of_call is None or source_line(eqn) else of_call
     return source_info_util.user_context(traceback, name_stack=names)
+
+
+def traceback_of_call() -> Any:
+    """Return the traceback that `source_context` has set, if it has; None outside of one."""
+    from jax._src import source_info_util
+
+    return source_info_util._source_info_context.context.traceback
+
+
+def current_traceback() -> Any:
+    """Return the traceback that an operation would have here; jaxprs show theirs, and JAX no other (0.10 and 0.11)."""
+    from jax._src import source_info_util
+
+    return source_info_util.current().traceback
+
+
+def located_here(jaxpr: Any) -> Any:
+    """Give the operations of a jaxpr the traceback that operations have here: `jax.make_jaxpr` cuts it (0.10, 0.11)."""
+    inner, traceback = getattr(jaxpr, "jaxpr", jaxpr), current_traceback()
+    eqns = [eqn.replace(source_info=eqn.source_info.replace(traceback=traceback)) for eqn in inner.eqns]
+    located = inner.replace(eqns=eqns)
+    return located if inner is jaxpr else jaxpr.replace(jaxpr=located)
 
 
 @contextlib.contextmanager
@@ -230,44 +248,6 @@ def own_source() -> Iterator[None]:
         yield
     finally:
         thread.context = before
-
-
-def source_line(eqn: Any) -> str:
-    """Return the line of the model that an operation in a jaxpr comes from, as "llama.py:159"; empty if unknown.
-
-    Frames of jzero, Flax and Optax are skipped, but not those of jzero.models; Flax's and Optax's count where there are
-    no others. `source_info` is private (jax 0.10 and 0.11); a jaxpr prints it only as text.
-    """
-    return _model_line(eqn.source_info.traceback)
-
-
-def calling_line() -> str:
-    """Return the line of the model that runs now, as `source_line` does for an operation; empty if unknown."""
-    from jax._src import source_info_util
-
-    return _model_line(source_info_util.current().traceback)
-
-
-def _model_line(traceback: Any) -> str:
-    from jax._src import source_info_util
-
-    frames = list(source_info_util.user_frames(traceback))
-    others = (f for f in frames if not f.file_name.startswith(_library_folders()[0]))
-    frame = next((f for f in frames if not _is_library(f.file_name)), next(others, None))
-    return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line}" if frame else ""
-
-
-def _is_library(path: str) -> bool:
-    jzero, *others = _library_folders()
-    return path.startswith(tuple(others)) or (path.startswith(jzero) and not path.startswith(f"{jzero}models/"))
-
-
-@functools.cache
-def _library_folders() -> list[str]:
-    import flax
-    import optax
-
-    return [f"{os.path.dirname(os.path.abspath(file))}/" for file in (__file__, flax.__file__, optax.__file__)]
 
 
 def closed_jaxpr(jaxpr: Any) -> Any:

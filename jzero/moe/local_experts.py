@@ -5,6 +5,7 @@ Shapes as in `jzero.moe.mixture`; N = T k choices, M rows of the products.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -16,6 +17,8 @@ from jax import lax
 from jzero.moe.exchange import exchange
 from jzero.moe.grouped_product import grouped_dot
 from jzero.moe.rows import by_expert, by_slot, combine, dispatch
+
+OCCUPIED = "one_row_of_"  # the scope of products of rows of which one of n is occupied, on average: "one_row_of_4"
 
 
 class Tokens(NamedTuple):
@@ -32,7 +35,7 @@ class Tokens(NamedTuple):
 
 def mixed(
     tokens: Tokens, up: jax.Array, down: jax.Array, capacity: int | None, activation: Callable,
-    axes: tuple[str, ...] = (),
+    axes: tuple[str, ...] = (), parts: int = 1,
 ) -> jax.Array:  # fmt: skip
     """Sum the outputs of each token's experts: [B, S, D].
 
@@ -41,13 +44,17 @@ def mixed(
       up, down: of this device's experts.
       capacity: tokens of a row that an expert takes; None: all.
       axes: the mesh axes along which devices with other tokens have other experts.
+      parts: the devices among which the experts are divided. Without a capacity there is a row for each choice that
+        may come to this device, but only one in `parts` comes, if the experts are equally popular.
     """
     rows, (x, chosen, weights) = len(tokens.x), (a.reshape(-1, a.shape[-1]) for a in tokens[:3])
     count = len(up) * (lax.axis_size(axes) if axes else 1)
     if capacity is None:
         plan, sizes = by_expert(chosen, count)
         x, sizes, back = exchange(dispatch(x, plan), sizes, axes)
-        y = back(_products(partial(grouped_dot, sizes=sizes), x, up, down, activation))
+        with jax.named_scope(f"{OCCUPIED}{parts}") if parts > 1 else contextlib.nullcontext():
+            y = _products(partial(grouped_dot, sizes=sizes), x, up, down, activation)
+        y = back(y)
     else:
         size = rows * capacity  # of one expert
         plan = by_slot(_row_of_slot(tokens, capacity), count * size)

@@ -41,7 +41,7 @@ def experts_on_group(
     if capacity is not None and choices.slots is not None and of_slots:
         capacity, slots_here = _own_slots(group, choices.slots, of_slots, capacity)
         choices = choices._replace(slots=slots_here)
-    y = mixed(choices, up.x, down.x, capacity, activation, exchanged)
+    y = mixed(choices, up.x, down.x, capacity, activation, exchanged, group.degree(of_experts))
     return Value(y, x.shape, dims, apart)
 
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jzero._compat import calling_line
 from jzero.errors import ConfigError
+from jzero.tracing.source_lines import calling_line
 
 
 @partial(

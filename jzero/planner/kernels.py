@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jzero.planner.hlo import Array, Computation, Instruction, Module
+from jzero.planner.products import occupied
 from jzero.planner.rates import Rates, Table
 from jzero.planner.traffic import Traffic, of_fusion, of_operation
 
@@ -196,9 +197,9 @@ class Kernels:
         return self._priced(op, op, left.dtype, flops, size, result, beta)
 
     def _grouped(self, op: Instruction, scope: Computation) -> Cost:
-        """Price a kernel of `jzero.moe` as a dense product of all rows; which are padding, the program cannot tell."""
-        rows, result = scope[op.operands[-2]].arrays[0], op.arrays[0]
-        flops = 2.0 * math.prod(rows.dims) * result.dims[-1]
+        """Price a kernel of `jzero.moe` as a dense product of the rows that are not padding, on average."""
+        rows, result, share = scope[op.operands[-2]].arrays[0], op.arrays[0], occupied(op.op_name)
+        flops = 2.0 * math.prod(rows.dims) * result.dims[-1] * share
         return self._priced(op, op, rows.dtype, flops, _bytes(op.operands[-2:], scope) + result.bytes, result)
 
     def _cudnn_convolution(self, op: Instruction, scope: Computation) -> Cost:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jzero._compat import inner_jaxprs, source_line, without_dead_code
+from jzero._compat import inner_jaxprs, without_dead_code
 from jzero.gradients import COUNT, REDUCE
 from jzero.mesh import CONTEXT, GROUP_AXES, TENSOR, degrees_text, present, spans_hosts
 from jzero.model import ENDS, Inputs, StackModel, stack_functions
@@ -23,6 +23,7 @@ from jzero.planner.products import BACKWARD, FORWARD, OPTIMIZER, names_of, part_
 from jzero.spread.products import WHOLE_FACTOR
 from jzero.spread.rules import WHOLE_ARRAYS, WHOLE_BACKWARD
 from jzero.tiling import CUT
+from jzero.tracing.source_lines import source_line
 from jzero.tree import PyTree
 from jzero.values.sizes import size_text
 

@@ -5,39 +5,31 @@ Each product has the scopes of its operation (`jax.named_scope`), by which `jzer
 
 from __future__ import annotations
 
-import os
 import re
-import sysconfig
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.lax import DotAlgorithmPreset
 
 from jzero._compat import inner_jaxprs, without_dead_code
+from jzero.moe.local_experts import OCCUPIED
 from jzero.tracing.auto_cast import SCOPE as AUTO_CAST
+from jzero.tracing.source_lines import source_function
 from jzero.update import SCOPE as UPDATE
 
-# Code that computes products for a model. The newest frame elsewhere is the model's.
-_JZERO = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-_LIBRARIES = (_JZERO, *(os.path.join(library.__path__[0], "") for library in (jax, flax, optax)))
-_PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
-_INSTALLED = tuple(os.path.join(_PYTHON, f"{kind}-packages", "") for kind in ("site", "dist"))
-_MODELS = os.path.join(_JZERO, "models", "")  # of an installed jzero
 _HALF = (
     DotAlgorithmPreset.F16_F16_F16,
     DotAlgorithmPreset.F16_F16_F32,
     DotAlgorithmPreset.BF16_BF16_BF16,
     DotAlgorithmPreset.BF16_BF16_F32,
 )
-
+_UNNAMED = re.compile(rf"rematted_computation|checkpoint|{OCCUPIED}\d+")
 
 FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER = "forward", "backward", "recomputed", "optimizer"
 
@@ -146,10 +138,13 @@ class Walk:
         self.cast: dict[str, None] = {}
         self.scopes: dict[tuple[str, ...], None] = {}
         self.unread, self.guesses = Counter[str](), Counter[str]()
-        self._visit(without_dead_code(traced.jaxpr), 1, 1.0, "")
+        self._visit(without_dead_code(traced.jaxpr), 1, 1.0, "", "an unknown line")
 
-    def _visit(self, jaxpr: Any, times: int, share: float, outside: str) -> None:
-        """Visit the operations of a jaxpr that runs `times` times, in `share` of its calls, in the scopes `outside`."""
+    def _visit(self, jaxpr: Any, times: int, share: float, outside: str, caller: str) -> None:
+        """Visit the operations of a jaxpr that runs `times` times, in `share` of its calls, in the scopes `outside`.
+
+        An operation without a line of its own, as those inside of one of jzero's, has its caller's.
+        """
         for eqn in jaxpr.eqns:
             scope, name = f"{outside}/{eqn.source_info.name_stack}", eqn.primitive.name
             if AUTO_CAST in scope:
@@ -160,17 +155,19 @@ class Walk:
             part = part_of(scope)
             if part != OPTIMIZER:
                 self.scopes[names_of(scope)] = None
-            for flops, which in _work(eqn, part):
+            for flops, which in _work(eqn, part, occupied(scope)):
+                where, runs = source_function(eqn) or caller, times * share
                 self.found.append(
                     Product(
-                        _line(eqn), _is_wide(eqn), times, times * share * flops, times * share * _bytes(eqn),
-                        names_of(scope), which, name in _ATTENTION,
+                        where, _is_wide(eqn), times, runs * flops, runs * _bytes(eqn), names_of(scope), which,
+                        name in _ATTENTION,
                     )
                 )  # fmt: skip
             inner, before = inner_jaxprs(eqn), len(self.found)
             passes = times * eqn.params["length"] if name == "scan" else times
             for body in inner:
-                self._visit(body, passes, share / len(inner) if name == "cond" else share, scope)
+                own = share / len(inner) if name == "cond" else share
+                self._visit(body, passes, own, scope, source_function(eqn) or caller)
             if name in ("cond", "while") and len(self.found) > before:
                 self.guesses[name] += 1
 
@@ -183,6 +180,12 @@ def part_of(scope: str) -> str:
     return RECOMPUTED if again > back else BACKWARD if back >= 0 else FORWARD
 
 
+def occupied(scope: str) -> float:
+    """Return the share of the rows of a grouped product that are not padding, on average."""
+    found = re.search(rf"{OCCUPIED}(\d+)", scope)
+    return 1 / int(found[1]) if found else 1.0
+
+
 def names_of(scope: str) -> tuple[str, ...]:
     """Return the names that someone gave: no transformations ("jvp("), no subscripts of einsum, nothing of JAX's own.
 
@@ -190,14 +193,14 @@ def names_of(scope: str) -> tuple[str, ...]:
     ('stack', 'attention')
     """
     names = re.sub(r"\w+\(", "", scope).replace(")", "").split("/")
-    return tuple(n for n in names if re.fullmatch(r"\w[\w.\-]*", n) and n not in ("rematted_computation", "checkpoint"))
+    return tuple(n for n in names if re.fullmatch(r"\w[\w.\-]*", n) and not _UNNAMED.fullmatch(n))
 
 
-def _work(eqn: Any, part: str) -> Iterator[tuple[float, str]]:
-    """Yield (FLOPs, part) of an operation that is a product of floats."""
+def _work(eqn: Any, part: str, rows: float) -> Iterator[tuple[float, str]]:
+    """Yield (FLOPs, part) of an operation that is a product of floats; `rows`: the share that a grouped one has."""
     name = eqn.primitive.name
     if name in _FLOPS and all(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in eqn.invars[:2]):
-        yield _FLOPS[name](eqn), part
+        yield _FLOPS[name](eqn) * (rows if name == "ragged_dot_general" else 1.0), part
     elif name in _ATTENTION:
         forward, again = _ATTENTION[name]
         yield forward * _attention_flops(eqn), part
@@ -212,23 +215,6 @@ def _bytes(eqn: Any) -> int:
 def _is_wide(eqn: Any) -> bool:
     """Return whether XLA computes a product in float32: in the widest dtype of the operands, unless told otherwise."""
     return eqn.params.get("precision") not in _HALF and max(x.aval.dtype.itemsize for x in eqn.invars[:2]) > 2
-
-
-def _line(eqn: Any) -> str:
-    """Return the newest line of the model in the traceback of an operation: "Net.__call__ (net.py:12)"."""
-    traceback = eqn.source_info.traceback
-    for frame in traceback.frames if traceback else ():
-        path = frame.file_name
-        if not _is_library(path):
-            name = frame.function_name.rpartition("<locals>.")[2]
-            return f"{name} ({os.path.basename(path)}:{frame.line_num})"
-    return "an unknown line"
-
-
-def _is_library(path: str) -> bool:
-    if path.startswith((_MODELS, *_INSTALLED)):
-        return path.startswith(_LIBRARIES) and not path.startswith(_MODELS)
-    return path.startswith((*_LIBRARIES, _PYTHON))
 
 
 def _dot_flops(eqn: Any) -> float:

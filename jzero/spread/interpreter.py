@@ -7,13 +7,14 @@ from typing import Any
 
 import jax
 
-from jzero._compat import inner_jaxprs, is_constant, source_line, source_of
+from jzero._compat import inner_jaxprs, is_constant
 from jzero.errors import ConfigError
 from jzero.fp8.product import CALLS
 from jzero.fp8.quantized import Quantized
 from jzero.spread.chained import Chained
 from jzero.spread.rules import RULES, everywhere
 from jzero.spread.value import Group, Value, dequantized, whole
+from jzero.tracing.source_lines import source_line, source_of
 
 
 def spread(f: Callable, group: Group) -> Callable:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jzero._compat import function_primitive
+from jzero._compat import function_primitive, located_here
 from jzero.errors import ConfigError
 from jzero.spread.rules import rule
 from jzero.spread.value import Group, Value
@@ -49,6 +49,7 @@ class Operation:
             return self.plain(*jax.tree.unflatten(treedef, xs), **static)
 
         jaxpr, shape = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+        jaxpr = located_here(jaxpr)
         call = treedef, tuple(sorted(static.items())), jax.tree.structure(shape)
         return jax.tree.unflatten(call[-1], self._primitive.bind(*leaves, jaxpr=jaxpr, call=call))
 

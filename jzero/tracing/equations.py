@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from jzero._compat import closed_jaxpr, is_constant, source_of
+from jzero._compat import closed_jaxpr, is_constant
+from jzero.tracing.source_lines import source_of
 from jzero.tree import named
 
 _CALLS = ("jit", "closed_call", "remat2")  # the primitives that `inlined` inlines

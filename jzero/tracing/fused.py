@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
-from jzero._compat import source_of
 from jzero.fusion.chains import chains
 from jzero.fusion.product import mapped_dot_general
 from jzero.tracing.equations import Equations, run_equation
+from jzero.tracing.source_lines import source_of
 
 
 def fused(f: Callable) -> Callable:

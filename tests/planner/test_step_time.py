@@ -57,6 +57,13 @@ def test_a_product_that_adds_reads_its_result():
     assert seconds(f"%a = {adding}", rates=rates) == pytest.approx(PRODUCT_S + 0.5 * 2 * 4e6 / 1e12)
 
 
+@pytest.mark.parametrize(("scopes", "parts"), [("", 1), ("transpose(jvp(one_row_of_4))/", 4)])
+def test_a_grouped_product_leaves_out_padding(scopes, parts):
+    kernel = f'{X} custom-call(%v, %x, %x), custom_call_target="mosaic_gpu_v2"'
+    t = step_time(program(f'%a = {kernel}, metadata={{op_name="jit(f)/{scopes}ragged_dot/grouped_dot/k"}}'), RATES)
+    assert (t.step_s, t.flops) == (pytest.approx(max(PRODUCT_S / parts, 3 * 2e6 / 1e12)), 2e9 / parts)
+
+
 TRITON = """
 %inner (a: bf16[1000,1000], b: bf16[1000,1000]) -> f32[1000,1000] {
   %a = bf16[1000,1000]{1,0} parameter(0)

@@ -20,6 +20,7 @@ from jzero.profiling import Module, StepFlops, profiles, step_flops
 from models.attention import attend
 from models.llama import Llama, LlamaConfig
 from models.mlp import MLP, cross_entropy
+from models.moe import MixtureConfig
 
 MICRO, S = 2, 16
 C = LlamaConfig(4, 32, 4, 2, 64, vocab_size=96, attention="xla")
@@ -158,6 +159,21 @@ def test_modules_of_nnx_have_the_names_of_their_attributes():
     names = ["loss/layers/0", "loss/layers/1", "loss/end/layers/2"]
     assert [found[name].forward for name in names] == [one] * 3
     assert [found[name].params for name in (*names, "loss/end")] == [20, 20, 20, 28]
+
+
+@pytest.mark.parametrize("mesh", [{"expert": 4}, {"expert": 2, "tensor": 2}])
+def test_padding_of_experts_is_not_counted(mesh):
+    """Rows are padded to the worst case along `expert`; a token is multiplied with its own experts alone."""
+    shape = dataclasses.replace(C, mixture=MixtureConfig(4, 2, F))
+    model = jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs))
+    tokens = jax.ShapeDtypeStruct((S,), jnp.int32)
+    _, found = flops_of(
+        model, {"inputs": tokens, "labels": tokens}, devices=4, mesh={"zero": 1, **mesh},
+        expert_parallel={"dimensions": {"mlp/(up|down)": 0}},
+    )  # fmt: skip
+    tensor = mesh.get("tensor", 1)  # its devices gather the tokens, and each has a part of the experts' width
+    router, experts, sum_of_outputs = MICRO * S * D * 4 / tensor, MICRO * S * 2 * D * 3 * F / tensor, MICRO * S * 2 * D
+    assert found["stack/mlp"].forward == 2 * L * (router + experts + sum_of_outputs)
 
 
 def test_unequal_stages_take_one_branch_each():
