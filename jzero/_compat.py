@@ -224,14 +224,6 @@ def current_traceback() -> Any:
     return source_info_util.current().traceback
 
 
-def located_here(jaxpr: Any) -> Any:
-    """Give the operations of a jaxpr the traceback that operations have here: `jax.make_jaxpr` cuts it (0.10, 0.11)."""
-    inner, traceback = getattr(jaxpr, "jaxpr", jaxpr), current_traceback()
-    eqns = [eqn.replace(source_info=eqn.source_info.replace(traceback=traceback)) for eqn in inner.eqns]
-    located = inner.replace(eqns=eqns)
-    return located if inner is jaxpr else jaxpr.replace(jaxpr=located)
-
-
 @contextlib.contextmanager
 def own_source() -> Iterator[None]:
     """Give new operations the line of the code that runs.

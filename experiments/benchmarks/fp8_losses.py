@@ -39,14 +39,27 @@ def main(argv: list[str] | None = None) -> list[dict]:
     p.add_argument("--sequence", type=int, default=1024)
     p.add_argument("--runs", nargs="*", choices=RUNS, default=list(RUNS))
     p.add_argument("--min-size", type=int, default=512, help="of a product in fp8")
-    p.add_argument("--read", nargs="*", type=Path, metavar="FILE", help="print the table of what earlier runs printed")
+    p.add_argument("--read", nargs="+", type=Path, metavar="FILE", help="print the table of what earlier runs printed")
     args = p.parse_args(argv)
-    if args.read is not None:
-        done = [json.loads(line) for file in args.read for line in file.read_text().splitlines() if line[:1] == "{"]
-    else:
-        done = list(train(args))
+    done = read(args.read) if args.read else list(train(args))
     print(table(done))
     return done
+
+
+def read(files: list[Path]) -> list[dict]:
+    """Read what runs printed; the last line of an interrupted one may be torn."""
+    done: dict[tuple, dict] = {}
+    for file in files:
+        for line in file.read_text().splitlines():
+            if line[:1] == "{" and line[-1:] == "}":
+                one = json.loads(line)
+                key = one["run"], one["seed"]
+                if key in done:
+                    raise SystemExit(f"{file}: {key[0]}, seed {key[1]}: an earlier line has it; read each run once")
+                done[key] = one
+    if len(settings := {one["settings"] for one in done.values()}) != 1:
+        raise SystemExit(f"--read: the files have runs of {len(settings)} kinds: {', '.join(settings)}; read one kind")
+    return list(done.values())
 
 
 def train(args: argparse.Namespace) -> Iterator[dict]:
@@ -54,11 +67,12 @@ def train(args: argparse.Namespace) -> Iterator[dict]:
     shape = preset(args.preset, vocab_size=text.BYTES)
     model = jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs))
     steps = {form: jzero.make_train_step(model, config(args, form)) for form in {RUNS[name] for name in args.runs}}
+    settings = f"{args.preset}, {args.steps} steps, lr {args.lr:g}, {args.rows} x {args.sequence}"
     batch = text.windows(text.standard_library(10_000_000)[0], args.sequence)
     for seed in range(args.first_seed, args.first_seed + args.seeds):
         for name in args.runs:
             losses = run(steps[RUNS[name]], batch, args, seed, reverse="reversed" in name)
-            line = {"run": name, "seed": seed, "losses": [round(loss, 4) for loss in losses]}
+            line = {"run": name, "seed": seed, "settings": settings, "losses": [round(loss, 4) for loss in losses]}
             print(json.dumps(line), flush=True)
             yield line
 
@@ -93,7 +107,8 @@ def table(done: list[dict]) -> str:
     runs: dict[str, dict[int, list[float]]] = {}
     for line in done:
         runs.setdefault(line["run"], {})[line["seed"]] = line["losses"]
-    seeds = sorted(set.intersection(*map(set, runs.values())))
+    if not (seeds := sorted(set.intersection(*map(set, runs.values())))):
+        return "no seed has all runs"
     curves = {name: np.array([of[seed] for seed in seeds]) for name, of in runs.items()}  # [seeds, steps]
     first, *others = curves
     lines = [f"{len(seeds)} seeds", "", f"| steps | {' | '.join(curves)} |", "|---" * (1 + len(curves)) + "|"]
@@ -101,17 +116,26 @@ def table(done: list[dict]) -> str:
     for start in range(0, steps, EVERY):
         cells = (f"{x[:, start : start + EVERY].mean():.4f}" for x in curves.values())
         lines.append(f"| {start + 1} to {min(start + EVERY, steps)} | {' | '.join(cells)} |")
-    lines.append("")
-    for name in others:
-        last = 100 * (curves[name][:, -EVERY:].mean(1) / curves[first][:, -EVERY:].mean(1) - 1)
-        early = 100 * np.abs(curves[name] / curves[first] - 1)[:, :TRANSIENT].max(1)
-        lines.append(
-            f"{name}: mean of the last {EVERY} {last.mean():+.2f} % of {first}'s, standard error "
-            f"{last.std(ddof=1) / len(last) ** 0.5:.2f}, by seed {' '.join(f'{x:+.2f}' for x in last)}; largest "
-            f"difference of a step among the first {TRANSIENT}: median {np.median(early):.1f} %, "
-            f"by seed {' '.join(f'{x:.1f}' for x in early)}"
-        )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *(differences(name, curves[name], first, curves[first]) for name in others)])
+
+
+def differences(name: str, x: np.ndarray, first: str, y: np.ndarray) -> str:
+    """Say how far losses x [seeds, steps] are from the first run's losses y."""
+    last = 100 * (x[:, -EVERY:].mean(1) / y[:, -EVERY:].mean(1) - 1)
+    error = f"standard error {last.std(ddof=1) / len(last) ** 0.5:.2f}, " if len(last) > 1 else ""
+    early, tens = 100 * (x / y - 1)[:, :TRANSIENT], 100 * (_tens(x) / _tens(y) - 1)
+    largest = np.abs(early).max(1)
+    return (
+        f"{name}: mean of the last {EVERY} {last.mean():+.2f} % of {first}'s, {error}by seed "
+        f"{' '.join(f'{d:+.2f}' for d in last)}\n  of a step among the first {TRANSIENT}: root mean square "
+        f"{np.sqrt((early**2).mean()):.2f} %, largest of a seed {np.median(largest):.1f} % (median), of all "
+        f"{largest.max():.1f} %; mean of ten steps over the seeds {tens.min():+.2f} to {tens.max():+.2f} %"
+    )
+
+
+def _tens(x: np.ndarray) -> np.ndarray:
+    """Return the means of ten steps over the seeds."""
+    return np.array([x[:, i : i + 10].mean() for i in range(0, min(TRANSIENT, x.shape[1]), 10)])
 
 
 if __name__ == "__main__":

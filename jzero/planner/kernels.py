@@ -198,9 +198,11 @@ class Kernels:
 
     def _grouped(self, op: Instruction, scope: Computation) -> Cost:
         """Price a kernel of `jzero.moe` as a dense product of the rows that are not padding, on average."""
-        rows, result, share = scope[op.operands[-2]].arrays[0], op.arrays[0], occupied(op.op_name)
+        operands, result = [scope[name].arrays[0] for name in op.operands[-2:]], op.arrays[0]
+        rows, share = operands[0], occupied(op.op_name)
         flops = 2.0 * math.prod(rows.dims) * result.dims[-1] * share
-        return self._priced(op, op, rows.dtype, flops, _bytes(op.operands[-2:], scope) + result.bytes, result)
+        size = sum(x.bytes * (share if len(x.dims) == 2 else 1.0) for x in operands)  # others are matrices
+        return self._priced(op, op, rows.dtype, flops, size + result.bytes, result)
 
     def _cudnn_convolution(self, op: Instruction, scope: Computation) -> Cost:
         """Price a convolution: both gradients multiply as often as the forward pass."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jzero.planner.hlo import Array, Computation, Instruction, Module, read
+from jzero.planner.products import UNNAMED
 
 _VIEWS = ("bitcast", "tuple", "opt-barrier", "while", "dynamic-update-slice", "reshape")
 _NOTHING = ("parameter", "constant", "partition-id", "replica-id", "after-all")
@@ -91,9 +92,9 @@ def scopes(op_name: str) -> str:
     >>> scopes("jit(step)/shard_map/transpose(jvp(stack))/mlp/gate_up/dot_general")
     'stack/mlp/gate_up/dot_general'
     """
-    hidden = ("", "jit", "step", "shard_map", "checkpoint", "rematted_computation", "while", "body", "closed_call")
+    hidden = ("", "jit", "step", "shard_map", "while", "body", "closed_call")
     first = re.split("[;:]", op_name)[0]  # the first of a combined operation
-    parts = [part for part in _WRAPPERS.sub("", first).split("/") if part not in hidden]
+    parts = [part for part in _WRAPPERS.sub("", first).split("/") if part not in hidden and not UNNAMED.fullmatch(part)]
     return "/".join(parts)
 
 

@@ -29,7 +29,7 @@ _HALF = (
     DotAlgorithmPreset.BF16_BF16_BF16,
     DotAlgorithmPreset.BF16_BF16_F32,
 )
-_UNNAMED = re.compile(rf"rematted_computation|checkpoint|{OCCUPIED}\d+")
+UNNAMED = re.compile(rf"rematted_computation|checkpoint|{OCCUPIED}\d+")
 
 FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER = "forward", "backward", "recomputed", "optimizer"
 
@@ -193,7 +193,7 @@ def names_of(scope: str) -> tuple[str, ...]:
     ('stack', 'attention')
     """
     names = re.sub(r"\w+\(", "", scope).replace(")", "").split("/")
-    return tuple(n for n in names if re.fullmatch(r"\w[\w.\-]*", n) and not _UNNAMED.fullmatch(n))
+    return tuple(n for n in names if re.fullmatch(r"\w[\w.\-]*", n) and not UNNAMED.fullmatch(n))
 
 
 def _work(eqn: Any, part: str, rows: float) -> Iterator[tuple[float, str]]:

@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 
-from jzero._compat import function_primitive, located_here
+from jzero._compat import function_primitive
 from jzero.errors import ConfigError
 from jzero.spread.rules import rule
 from jzero.spread.value import Group, Value
+from jzero.tracing.source_lines import located_here
 
 
 class Operation:

@@ -20,7 +20,7 @@ import jzero
 from jzero.attention_kernels.choice import kernel_note
 from jzero.planner import gpu_devices
 from jzero.planner.products import products
-from jzero.tracing.source_lines import _whose
+from jzero.tracing.source_lines import LAYERS, LIBRARIES, MODEL, _whose
 from models.llama import Llama, preset
 from models.vit import ViT, ViTConfig
 
@@ -91,21 +91,34 @@ def test_products_in_float32_are_listed_by_line():
 def test_a_model_is_found_wherever_it_is_installed():
     site = os.path.join(sysconfig.get_path("stdlib"), "site-packages")
     package = os.path.dirname(jzero.__file__)
-    assert _whose(os.path.join(package, "pipeline", "vocab_parallel.py")) == _whose(jax.__file__) == "libraries"
-    assert _whose(contextlib.__file__) == "libraries"
-    assert _whose(flax.__file__) == "layers"
+    assert _whose(os.path.join(package, "pipeline", "vocab_parallel.py")) == _whose(jax.__file__) == LIBRARIES
+    assert _whose(contextlib.__file__) == LIBRARIES
+    assert _whose(flax.__file__) == LAYERS
     for model in (os.path.join(site, "bonsai", "vit.py"), os.path.join(package, "models", "vit.py"), __file__):
-        assert _whose(model) == "model"
+        assert _whose(model) == MODEL
 
 
 def test_products_inside_of_jaxs_and_jzeros_functions_have_the_line_of_the_call():
     def f(x, w):
-        y = jnp.linalg.multi_dot([x, w, w.T])
-        return jzero.experts(x[None], jzero.route(y[None, :, :2], 1), w[None].repeat(2, 0), w.T[None].repeat(2, 0))
+        y, up = jnp.linalg.multi_dot([x, w, w.T]), w[None].repeat(2, 0)
+        return jzero.experts(x[None], jzero.route(y[None, :, :2], 1), up, up.mT).sum()
 
     first = f.__code__.co_firstlineno
-    where = {p.where for p in count(f, A, B).all}
-    assert where == {f"{f.__qualname__.rpartition('<locals>.')[2]} (test_products.py:{first + i})" for i in (1, 2)}
+    for traced in (f, jax.grad(f)):
+        assert {p.where for p in count(traced, A, B).all} == {f"f (test_products.py:{first + i})" for i in (1, 2)}
+
+
+def test_the_newest_line_of_the_model_counts():
+    def helper(x, w):
+        return x @ w
+
+    def f(x, w):
+        return helper(x, w)
+
+    line = f"helper (test_products.py:{helper.__code__.co_firstlineno + 1})"
+    assert [p.where for p in count(f, A, B).all] == [line]
+    own = jzero.Operation(helper, lambda group, x, w: None)
+    assert [p.where for p in count(lambda x, w: own(x, w), A, B).all] == [line]
 
 
 # ---------------------------------------------------------------- XLA's programs

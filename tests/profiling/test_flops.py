@@ -161,19 +161,23 @@ def test_modules_of_nnx_have_the_names_of_their_attributes():
     assert [found[name].params for name in (*names, "loss/end")] == [20, 20, 20, 28]
 
 
+@pytest.mark.parametrize("policy", ["none", "full"])
 @pytest.mark.parametrize("mesh", [{"expert": 4}, {"expert": 2, "tensor": 2}])
-def test_padding_of_experts_is_not_counted(mesh):
+def test_padding_of_experts_is_not_counted(mesh, policy):
     """Rows are padded to the worst case along `expert`; a token is multiplied with its own experts alone."""
     shape = dataclasses.replace(C, mixture=MixtureConfig(4, 2, F))
     model = jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs))
     tokens = jax.ShapeDtypeStruct((S,), jnp.int32)
     _, found = flops_of(
         model, {"inputs": tokens, "labels": tokens}, devices=4, mesh={"zero": 1, **mesh},
-        expert_parallel={"dimensions": {"mlp/(up|down)": 0}},
+        expert_parallel={"dimensions": {"mlp/(gate_up|down)": 0}}, activation_checkpointing={"policy": policy},
     )  # fmt: skip
     tensor = mesh.get("tensor", 1)  # its devices gather the tokens, and each has a part of the experts' width
     router, experts, sum_of_outputs = MICRO * S * D * 4 / tensor, MICRO * S * 2 * D * 3 * F / tensor, MICRO * S * 2 * D
-    assert found["stack/mlp"].forward == 2 * L * (router + experts + sum_of_outputs)
+    mlp, weights = found["stack/mlp"], 2 * L * (router + experts)
+    assert (mlp.forward, mlp.backward) == (weights + 2 * L * sum_of_outputs, 2 * weights)
+    assert mlp.recomputed == (weights if policy == "full" else 0)
+    assert not [name for name in found if "row" in name]
 
 
 def test_unequal_stages_take_one_branch_each():
