@@ -165,8 +165,9 @@ def resolve(
     check_mesh(mesh)
     check_against(config, mesh)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
-    config = with_layer_specs(config, model, shapes, isinstance(model, StackModel))
-    given, config = config.tensor_parallel.dimensions, with_found_dimensions(config, model, mesh)
+    has_stack = isinstance(model, StackModel)
+    config = with_layer_specs(config, model, shapes, has_stack)
+    given, config = config.tensor_parallel.dimensions, with_found_dimensions(config, model, mesh, shapes, has_stack)
     searched = given != config.tensor_parallel.dimensions
     config, why = settle_precision(config, shapes, mesh.devices.flat[0])
     precision = Precision.from_config(config, why)
@@ -177,7 +178,7 @@ def resolve(
     def laid_out() -> tuple[zeropp.Plus, Mapping[str, int | None], PyTree, Passes]:
         choice.check(config.zero_optimization, mesh)
         plus = zeropp.from_config(config.zero_optimization, mesh)
-        division = divided(model, shapes, config, mesh, isinstance(model, StackModel), searched)
+        division = divided(model, shapes, config, mesh, has_stack, searched)
         layouts = _layouts(model, shapes, config, mesh, plus, {axis: of.dims for axis, of in division.items()})
         return plus, division[TENSOR].unfit, layouts, make_passes(model, config, mesh, layouts, precision)
 

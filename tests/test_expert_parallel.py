@@ -211,6 +211,41 @@ class OwnModel(nnx.Module):
         return self.embed.attend(x)
 
 
+class Both(OwnModel):
+    divided: ClassVar = OwnModel.divided | {"tensor": {"(up|down)$": 0, "embed": 1}}
+
+
+def divided_by_both(model, devices=8, example=None, **more):
+    config = {"train_batch_size": 8, "optimizer": {"type": "Adam"}, "mesh": {"expert": 4, "tensor": 2, "zero": 1}}
+    mesh = jzero.make_mesh(expert=4, tensor=2, zero=1, devices=jax.devices()[:devices])
+    built = jzero.from_flax(model, own_loss, example_batch=example)
+    return jzero.make_train_step(built, config | more, mesh=mesh)
+
+
+def test_experts_that_both_axes_would_divide():
+    """4 experts are no multiple of 4 x 2."""
+    batch = {name: np.zeros((8, 6), np.int32) for name in ("inputs", "labels")}
+    found = divided_by_both(OwnModel, example=batch)
+    assert {found.config.tensor_parallel.dimensions[f"^blocks/\\d+/{name}$"] for name in ("up", "down")} <= {1, 2, 3}
+    found(found.init(jax.random.key(0)), batch)
+    specs = named(divided_by_both(Both).state_specs.params)
+    assert ("tensor" in specs["embed/embedding"], "tensor" in specs["blocks/0/up"]) == (True, False)
+    with pytest.raises(ConfigError, match=r"mesh.expert = 4 divides the 4 of .*, and mesh.tensor = 2 does not"):
+        divided_by_both(OwnModel, tensor_parallel={"dimensions": {"(up|down)$": 0}})
+
+
+@pytest.mark.parametrize(
+    ("divided", "message"),
+    [
+        ({"experts": {"up": 0}}, r"the model's divided\['experts'\]: no such axis; choose \"expert\" or \"tensor\""),
+        ({"expert": "up"}, r"the model's divided\['expert'\] = 'up': must be \{regular expression: dimension\}"),
+    ],
+)
+def test_bad_tables_of_a_model(divided, message):
+    with pytest.raises(ConfigError, match=message):
+        divided_by_both(type("Wrong", (OwnModel,), {"divided": divided}))
+
+
 def own_loss(module, batch):
     return optax.softmax_cross_entropy_with_integer_labels(module(batch["inputs"]), batch["labels"]).mean()
 

@@ -139,6 +139,27 @@ def test_has_aux_of_flax_modules_and_pipeline_modules(make, pipe):
     assert set(step.evaluate(state, batch)[1]) == {"accuracy"}
 
 
+class Staged(nnx.Module):
+    has_aux = True
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
+
+    def prefix(self, batch):
+        return batch["x"]
+
+    def suffix(self, x, batch):
+        return classify(x, batch["y"])
+
+
+def test_has_aux_of_a_module_whose_layers_are_named():
+    step = jzero.make_train_step(
+        jzero.from_flax(Staged, stack="layers"), {"train_batch_size": 16, "optimizer": {"type": "SGD"}}
+    )
+    _, metrics = step(step.init(jax.random.key(0)), {"x": X, "y": Y})
+    assert 0 <= metrics["accuracy"] <= 1
+
+
 @pytest.mark.parametrize(
     ("output", "message"),
     [

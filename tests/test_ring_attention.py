@@ -94,4 +94,4 @@ def test_a_ring_needs_plain_attention():
     assert 'context_parallel.attention = "ring": the attention at attention.py' in text
     assert "has a bias or a mask of its own" in text
     short = {key: x[:, :6] for key, x in batches("ring")[0].items()}
-    assert "a length without two parts for each of the devices" in refusal("ring", short, attention="ring", context=2)
+    assert "two parts for each of its devices" in refusal("ring", short, attention="ring", context=2)

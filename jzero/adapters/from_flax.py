@@ -114,6 +114,8 @@ def _model(
         return _nnx_with_stack(build, stack, loss_fn, has_aux, sync_batch_norm)
     abstract = abstract_module(build)
     if all(hasattr(abstract, name) for name in ("prefix", "stack", "suffix")):
+        if not callable(abstract.stack):
+            raise ConfigError('from_flax: a module with prefix, suffix has its layers in "stack": pass stack="stack"')
         if loss_fn not in (None, _outputs):
             raise ConfigError("from_flax: a module with prefix, stack, suffix has its loss in suffix; drop loss_fn")
         return NNXStackModel(build, abstract, has_aux or getattr(abstract, "has_aux", False), sync_batch_norm)
@@ -144,6 +146,7 @@ def _nnx_with_stack(build: Any, stack: str, loss_fn: Callable | None, has_aux: b
         raise ConfigError(layers.advice("there is no loss_fn"))
     if methods and loss_fn not in (None, _outputs):
         raise ConfigError("from_flax: a module with prefix and suffix has its loss in suffix; drop loss_fn")
+    has_aux = has_aux or (methods and getattr(layers.abstract, "has_aux", False))
     plain = NNXModel(layers.build, layers.abstract, _with_rng(loss_fn or _outputs), has_aux, sync_batch_norm)
     return (MethodsModel if methods else StackedModel)(plain, layers)
 

@@ -43,6 +43,10 @@ def experts(
     Raises:
       ConfigError: shapes that do not belong together.
     """
+    if not isinstance(routing, Routing):
+        raise bad_call("experts", f"routing is {type(routing).__name__}; must be what jzero.route returns")
+    if up.ndim < 3:
+        raise bad_call("experts", f"up {list(up.shape)}; must be [E, D, 2, F] or [E, D, F]")
     count, width = up.shape[:2]
     fits = x.ndim == 3 and width == x.shape[2] and down.shape == (count, up.shape[-1], width)
     if not fits or up.shape[2:-1] not in ((), (2,)):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
+from math import ceil, inf
+from numbers import Integral, Real
 from typing import Literal
 
 import jax
@@ -89,15 +90,18 @@ def route(
     if logits.ndim != 3:
         raise bad_call("route", f"logits {list(logits.shape)}; must be [B, S, E]")
     _, tokens, experts = logits.shape
-    if not 1 <= top_k <= experts:
-        raise bad_call("route", f"top_k = {top_k} of {experts} experts; must be 1 to {experts}")
+    if not isinstance(top_k, Integral) or not 1 <= top_k <= experts:
+        raise bad_call("route", f"top_k = {top_k} of {experts} experts; must be a whole number from 1 to {experts}")
     if bias is not None and bias.shape != (experts,):
         raise bad_call("route", f"bias {list(bias.shape)}; must be [E], here [{experts}]")
     if score not in ("softmax", "sigmoid"):
         raise bad_call("route", f'score = {score!r}; must be "softmax" or "sigmoid"')
-    if capacity_factor is not None and (capacity_factor <= 0 or min_capacity < 1):
+    numbers = isinstance(min_capacity, Integral) and isinstance(capacity_factor, Real | None)
+    if not numbers or min_capacity < 1 or not 0 < (1 if capacity_factor is None else capacity_factor) < inf:
         raise bad_call(
-            "route", f"capacity_factor = {capacity_factor}, min_capacity = {min_capacity}; both must be positive"
+            "route",
+            f"capacity_factor = {capacity_factor!r}, min_capacity = {min_capacity!r}; must be a positive number "
+            "or None, and a positive whole number",
         )
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
@@ -149,7 +153,12 @@ def balanced_bias(bias: jax.Array, counts: jax.Array, rate: float = 1e-3) -> jax
       bias: what `route` adds to the scores for the choice; state beside the parameters, not trained.
       counts: tokens of each expert [E]; over all replicas `jzero.all_gather(routing.counts[None]).sum(0)`.
       rate: the size of one move.
+
+    Raises:
+      ConfigError: other shapes.
     """
+    if bias.ndim != 1 or bias.shape != counts.shape:
+        raise bad_call("balanced_bias", f"bias {list(bias.shape)}, counts {list(counts.shape)}; both must be [E]")
     return bias + rate * jnp.sign(counts.mean() - counts)
 
 

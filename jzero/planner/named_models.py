@@ -9,14 +9,16 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 import jax
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from jzero.adapters.from_flax import from_flax
 from jzero.errors import ConfigError, in_a_line
 from jzero.tree import PyTree
+from jzero.values.parameters import did_you_mean
 
 Shapes = Callable[[int], PyTree]
 GPT2 = {  # layers, width, heads, width of the MLP (Radford et al., 2019)
@@ -91,20 +93,41 @@ def _preset(family: str, name: str, sequence: int, changes: Sequence[str]) -> An
 
 def _changed(shape: Any, changes: Sequence[str]) -> Any:
     """Change fields together: one alone may contradict another's old value."""
-    values = {}
+    values: dict[str, Any] = {}
+    inner: dict[str, list[str]] = {}
+    kinds = get_type_hints(type(shape))
     for change in changes:
         field, _, text = change.partition("=")
-        try:
-            value = json.loads(text)
-        except ValueError:
-            value = text
-        if type(value) is not type(getattr(shape, field, None)):
-            raise ConfigError(f"--set {change}: not a field or value of {shape}")
-        values[field] = value
+        field, _, part = field.partition(".")
+        if field not in kinds:
+            hint = did_you_mean(field, kinds).removesuffix(".") or f"; choose one of {', '.join(kinds)}"
+            raise ConfigError(f"--set {change}: not a field of {type(shape).__name__}{hint}")
+        if part:
+            inner.setdefault(field, []).append(f"{part}={text}")
+        else:
+            values[field] = _value(change, kinds[field], text)
+    for field, parts in inner.items():
+        value = values.get(field, getattr(shape, field))
+        if not dataclasses.is_dataclass(value):
+            raise ConfigError(f"--set {field}.{parts[0]}: {field} is {value}, which has no fields")
+        values[field] = _changed(value, parts)
     try:
         return dataclasses.replace(shape, **values)
     except ValueError as error:
         raise ConfigError(f"--set {' --set '.join(changes)}: {error}") from None
+
+
+def _value(change: str, kind: Any, text: str) -> Any:
+    """Read JSON, or else a plain text, as a value of a field."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    try:
+        return TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        message = error.errors()[0]["msg"].removeprefix("Input ").removeprefix("Value error, ")
+        raise ConfigError(f"--set {change}: {message}") from None
 
 
 def _call(name: str) -> Any:

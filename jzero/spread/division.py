@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from math import gcd
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from jzero.mesh import EXPERT
 from jzero.model import STACK
 from jzero.stored_names import StoredNames, matches
 from jzero.tree import PyTree, named
+
+Held = Mapping[str, tuple[int, int]]  # parameter -> (a dimension, into how many parts an axis divides it)
 
 
 class Division(NamedTuple):
@@ -39,6 +42,7 @@ def divided_dims(
     has_stack: bool,
     names: StoredNames | None,
     must_fit: bool = True,
+    held: Held = MappingProxyType({}),
 ) -> Division:
     """Return the dimension of each parameter that a table names.
 
@@ -50,6 +54,7 @@ def divided_dims(
       key: names the table in errors.
       names: the parameters' names without a layer stack, which expressions may match too.
       must_fit: whether a dimension that the axis does not divide is an error; else its parameter is replicated.
+      held: what another axis divides; a dimension of both must be a multiple of the product.
 
     Raises:
       ConfigError: an expression that matches no parameter, a dimension that a parameter does not have, or that the
@@ -66,14 +71,20 @@ def divided_dims(
         if pattern is not None:
             what = f"{key}[{pattern!r}] = {table[pattern]}"
             dim = _existing(what, name, shape, table[pattern])
-            if shape[dim] % degree == 0:
+            if shape[dim] % (degree * parts_of(held, name, dim)) == 0:
                 found[name] = dim
             else:
-                unfit[name] = dim, _unfit(what, name, shape, dim, axis, degree)
+                unfit[name] = dim, _unfit(what, name, shape, dim, axis, degree, parts_of(held, name, dim))
     if unfit and (must_fit or not found):
         _, error = next(iter(unfit.values()))
         raise ConfigError(error)
     return Division(found, {name: dim for name, (dim, _) in unfit.items()})
+
+
+def parts_of(held: Held, name: str, dim: int) -> int:
+    """Return into how many parts another axis divides a dimension."""
+    other, parts = held.get(name, (dim, 1))
+    return parts if other == dim else 1
 
 
 def _layer_shape(name: str, x: Any, has_stack: bool) -> tuple[int, ...]:
@@ -92,7 +103,12 @@ def _existing(what: str, name: str, shape: tuple[int, ...], dim: int) -> int:
     return dim % len(shape)
 
 
-def _unfit(what: str, name: str, shape: tuple[int, ...], dim: int, axis: str, degree: int) -> str:
+def _unfit(what: str, name: str, shape: tuple[int, ...], dim: int, axis: str, degree: int, others: int) -> str:
+    if others > 1:
+        return (
+            f"{what}: mesh.{EXPERT} = {others} divides the {shape[dim]} of {name} {list(shape)}, and mesh.{axis} = "
+            f"{degree} does not divide a part; choose another dimension, or leave the parameter out of the table"
+        )
     smaller = gcd(shape[dim], degree)
     if axis == EXPERT:
         fits = f"mesh.{axis} = {smaller}, or " if smaller > 1 else ""

@@ -126,7 +126,10 @@ def _form(group: Group, eqn: Any, values: list[Value]) -> Form:
         if found := ring.find_ring(group, eqn, values, sequence, at, *own):
             return Form(query.dims[0], heads, of_keys, at, ring=found)
     if only_ring:
-        why = ring.obstacle(group, eqn, values, sequence, at) or "a length without two parts for each of the devices"
+        why = ring.obstacle(group, eqn, values, sequence, at) or (
+            f"a length of {query.shape[3 - at]}; a causal ring needs a multiple of {2 * group.degree(sequence)}, two "
+            "parts for each of its devices"
+        )
         raise ConfigError(
             f'context_parallel.attention = "ring": the attention at {_place(group)} has {why}; write "auto", '
             "which then divides the heads"

@@ -12,7 +12,7 @@ from jzero.display.slow_work import slow_work
 from jzero.errors import ConfigError, some_of
 from jzero.mesh import CONTEXT, EXPERT, GROUP_AXES, PIPE, TENSOR, degrees_text, group_size, present
 from jzero.optimizers import compresses
-from jzero.spread.division import Division, divided_dims, undividable
+from jzero.spread.division import Division, Held, divided_dims, undividable
 from jzero.spread.search import find_dimensions
 from jzero.tree import PyTree, named
 
@@ -36,8 +36,14 @@ def divided(
         keys = " and ".join(f"mesh.{axis}" for axis in axes)
         if problems := [f"{degrees_text(mesh, axes)} with {what}" for what in _not_yet(config, mesh, keys)]:
             raise ConfigError(*problems)
+    for axis, table in getattr(model, "divided", {}).items():
+        if axis not in (EXPERT, TENSOR):
+            raise ConfigError(f'the model\'s divided[{axis!r}]: no such axis; choose "{EXPERT}" or "{TENSOR}"')
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"the model's divided[{axis!r}] = {table!r}: must be {{regular expression: dimension}}")
     tables = {EXPERT: config.expert_parallel.dimensions, TENSOR: config.tensor_parallel.dimensions}
-    found = {}
+    found: dict[str, Division] = {}
+    held: Held = {}
     for axis, own in tables.items():
         key = f"{axis}_parallel.dimensions"
         if axis == TENSOR and config.tensor_parallel.partition_config.layer_specs:
@@ -47,8 +53,9 @@ def divided(
         names = getattr(model, "names", None)
         division = divided_dims(
             params, table, axis, mesh.shape[axis],
-            key=key, has_stack=has_stack, names=names, must_fit=bool(own) or axis != TENSOR,
+            key=key, has_stack=has_stack, names=names, must_fit=bool(own) or axis != TENSOR, held=held,
         )  # fmt: skip
+        held = {name: (dim, mesh.shape[axis]) for name, dim in division.dims.items()}
         if axis == TENSOR and searched:
             division = division._replace(unfit=undividable(params, mesh.shape[axis], has_stack))
         found[axis] = division
@@ -78,7 +85,7 @@ def _table(model: Any, own: Mapping[str, int], axis: str, degree: int, params: P
     )
 
 
-def with_found_dimensions(config: Config, model: Any, mesh: Mesh) -> Config:
+def with_found_dimensions(config: Config, model: Any, mesh: Mesh, params: PyTree, has_stack: bool) -> Config:
     """Write a table into the config that has none, for a model that has none, by trying (`find_dimensions`).
 
     A model with an `example_batch` can be tried; others stay as they are.
@@ -88,9 +95,20 @@ def with_found_dimensions(config: Config, model: Any, mesh: Mesh) -> Config:
     if degree == 1 or known or example is None:
         return config
     with slow_work(f"trying how to divide the parameters by {degree}"):
-        table = find_dimensions(model, example, degree)
+        table = find_dimensions(model, example, degree, held=_held_by_experts(config, model, mesh, params, has_stack))
     section = config.tensor_parallel.model_copy(update={"dimensions": table})
     return config.model_copy(update={"tensor_parallel": section})
+
+
+def _held_by_experts(config: Config, model: Any, mesh: Mesh, params: PyTree, has_stack: bool) -> Held:
+    """Return what `expert` divides; nothing if its table has an error, which `divided` raises."""
+    table = config.expert_parallel.dimensions or getattr(model, "divided", {}).get(EXPERT, {})
+    degree, names = mesh.shape[EXPERT], getattr(model, "names", None)
+    try:
+        dims = divided_dims(params, table, EXPERT, degree, key="", has_stack=has_stack, names=names).dims
+    except ConfigError:
+        return {}
+    return {name: (dim, degree) for name, dim in dims.items()}
 
 
 def _not_yet(config: Config, mesh: Mesh, keys: str) -> Iterator[str]:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jzero.errors import ConfigError
 from jzero.mesh import TENSOR
 from jzero.model import ENDS, STACK, StackModel, check_model, stack_functions
+from jzero.spread.division import Held, parts_of
 from jzero.spread.interpreter import interpret
 from jzero.spread.value import Dims, Group, Value, undivided
 from jzero.tree import PyTree, named
@@ -29,7 +31,9 @@ SMALL = 0.005  # the smallest matrices, up to this share of the elements, may st
 Choice = int | None
 
 
-def find_dimensions(model: Any, batch_shapes: PyTree, tensor: int) -> dict[str, int]:
+def find_dimensions(
+    model: Any, batch_shapes: PyTree, tensor: int, *, held: Held = MappingProxyType({})
+) -> dict[str, int]:
     """Find a table for `tensor_parallel.dimensions` by trying.
 
     Every matrix is divided along a dimension that `tensor` divides, if there is one; vectors and very small matrices
@@ -40,6 +44,7 @@ def find_dimensions(model: Any, batch_shapes: PyTree, tensor: int) -> dict[str, 
       model: as for `make_train_step`.
       batch_shapes: a batch, or its ShapeDtypeStructs.
       tensor: the size of the mesh axis.
+      held: parameter -> (a dimension, into how many parts `expert` divides it); one of both axes must fit both.
 
     Returns:
       regular expression of names -> dimension, of one layer's slice for a layer stack.
@@ -53,8 +58,8 @@ def find_dimensions(model: Any, batch_shapes: PyTree, tensor: int) -> dict[str, 
     for part in _parts(model, batch_shapes):
         fixed = [name in state or not jnp.issubdtype(x.dtype, jnp.floating) for name, x in part.parameters]
         choices = [
-            [None] if whole else _choices(x.shape, tensor, may_be_whole)
-            for whole, may_be_whole, x in zip(fixed, _small(part.leaves), part.leaves, strict=True)
+            [None] if whole else _choices(x.shape, [tensor * parts_of(held, name, d) for d in range(x.ndim)], small)
+            for whole, small, (name, x) in zip(fixed, _small(part.leaves), part.parameters, strict=True)
         ]
         found |= dict(zip(part.names, _least(part, choices, tensor), strict=True))
     table = _table(found)
@@ -117,8 +122,8 @@ def _small(leaves: Sequence[jax.ShapeDtypeStruct]) -> list[bool]:
     return [len(x.shape) < 2 or prod(x.shape) <= largest for x in leaves]
 
 
-def _choices(shape: Sequence[int], degree: int, small: bool) -> list[Choice]:
-    fits: list[Choice] = [d for d, size in enumerate(shape) if size % degree == 0]
+def _choices(shape: Sequence[int], parts: Sequence[int], small: bool) -> list[Choice]:
+    fits: list[Choice] = [d for d, size in enumerate(shape) if size % parts[d] == 0]
     return fits + [None] * small or [None]
 
 

@@ -7,8 +7,8 @@ import pytest
 from helpers.cuda import needs_cuda_compiler
 
 from jzero import cli
-from jzero.planner import gpus, planning, room
-from models.mixtures import preset
+from jzero.planner import gpus, named_models, planning, room
+from models import llama, mixtures
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -59,7 +59,7 @@ def test_the_formula_needs_no_compiler(jzero_plan, monkeypatch):
 @pytest.mark.parametrize(("name", "size"), [("mixtral-8x7b", 46_702_792_704), ("qwen3-30b-a3b", 30_532_122_624)])
 def test_mixtures_by_name(jzero_plan, name, size):
     """Stage 3 holds 16 bytes of each parameter over 8 GPUs."""
-    assert preset(name).num_parameters == size
+    assert mixtures.preset(name).num_parameters == size
     code, out, _ = jzero_plan(f"--model moe:{name} --formula")
     assert code == 0
     (row,) = [line for line in out.splitlines() if "<- the config's" in line]
@@ -77,7 +77,12 @@ def test_mixtures_by_name(jzero_plan, name, size):
         ("--model broken:make", {}, "--model broken:make: no weights here"),
         ("--model mine", {}, "must be llama:PRESET"),
         ("--model moe:mixtral", {}, "choose one of mixtral-8x7b, qwen3-30b-a3b"),
-        ("--set layers=3", {}, "--set layers=3: not a field"),
+        ("--set layers=3", {}, "--set layers=3: not a field of LlamaConfig; did you mean 'num_layers'?"),
+        ("--set nofield=null", {}, "--set nofield=null: not a field of LlamaConfig; choose one of num_layers, d_model"),
+        ("--set num_layers=2.5", {}, "--set num_layers=2.5: should be a valid integer"),
+        ("--set activation=relu", {}, "--set activation=relu: should be 'silu' or 'gelu_tanh'"),
+        ("--set d_model.x=2", {}, "--set d_model.x=2: d_model is 4096, which has no fields"),
+        ("--model moe:mixtral-8x7b --set mixture.experts=6", {}, "not a field of MixtureConfig; did you mean"),
         ("--seq 0", {}, "--seq 0: must be positive"),
         ("--nodes 0", {}, "--nodes 0 --gpus_per_node 8: must be positive"),
         ("--price 2", {}, "--price: requires --tokens"),
@@ -165,3 +170,18 @@ def test_a_batch_that_the_model_does_not_take(jzero_plan, tmp_path):
     code, _, said = jzero_plan("--model mine_of_plan:make --gpus_per_node 1")
     assert code == 2
     assert "the loss fails on the planned batch: KeyError: 'x'" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "field", "value"),
+    [
+        ("llama:8b", "rope_theta=1000000", "rope_theta", 1e6),
+        ("llama:8b", "window=4096", "window", 4096),
+        ("llama:8b", "activation=gelu_tanh", "activation", "gelu_tanh"),
+        ("moe:mixtral-8x7b", "mixture.capacity_factor=1.25", "capacity_factor", 1.25),
+    ],
+)
+def test_fields_of_a_preset(name, change, field, value):
+    family, _, size = name.partition(":")
+    shape = named_models._changed((llama if family == "llama" else mixtures).preset(size), [change])
+    assert getattr(shape.mixture if "mixture" in change else shape, field) == value

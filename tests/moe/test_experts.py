@@ -123,6 +123,7 @@ def test_groups(case, capacity_factor):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (lambda x, up, down: (x, up[0, 0], down), r"up \[\d+, \d+\]; must be \[E, D, 2, F\] or"),
         (lambda x, up, down: (x[0], up, down), "must be \\[B, S, D\\]"),
         (lambda x, up, down: (x[:, :, 1:], up, down), "x \\[4, 8, 5\\]"),
         (lambda x, up, down: (x, up, down[:, 1:]), "down \\[8, 3, 6\\]"),
@@ -135,3 +136,5 @@ def test_shapes_that_do_not_belong_together(change, message):
     routing = route(x @ router, TOP)
     with pytest.raises(ConfigError, match=rf"^test_experts.py:\d+: experts: .*{message}"):
         experts(*change(x, up, down)[:1], routing, *change(x, up, down)[1:])
+    with pytest.raises(ConfigError, match=r"experts: routing is tuple; must be what jzero\.route returns"):
+        experts(x, (routing.experts, routing.weights), up, down)

@@ -77,8 +77,10 @@ def test_the_bias_balances():
     [
         ({"bias": jnp.zeros(5)}, "bias \\[5\\]; must be \\[E\\], here \\[6\\]"),
         ({"score": "softmx"}, "score = 'softmx'; must be"),
-        ({"capacity_factor": 0.0}, "capacity_factor = 0.0, min_capacity = 4; both must be positive"),
-        ({"capacity_factor": 1.0, "min_capacity": 0}, "capacity_factor = 1.0, min_capacity = 0; both must be positive"),
+        ({"capacity_factor": 0.0}, "capacity_factor = 0.0, min_capacity = 4; must be a positive number or None, and a"),
+        ({"capacity_factor": 1.0, "min_capacity": 0}, "capacity_factor = 1.0, min_capacity = 0; must be a positive"),
+        ({"capacity_factor": "1.0"}, "capacity_factor = '1.0', min_capacity = 4; must be a positive number"),
+        ({"capacity_factor": float("nan")}, "capacity_factor = nan, min_capacity = 4; must be a positive number"),
     ],
 )
 def test_bad_arguments(change, message):
@@ -90,11 +92,16 @@ def test_bad_arguments(change, message):
         route(logits()[0], 2)
 
 
+def test_a_bias_of_other_experts():
+    with pytest.raises(ConfigError, match=r"balanced_bias: bias \[4\], counts \[5\]; both must be \[E\]"):
+        balanced_bias(jnp.zeros(4), jnp.zeros(5))
+
+
 def test_sigmoids_that_are_all_zero():
     assert (route(jnp.full((1, 2, 4), -200.0), 2, score="sigmoid").weights == 0).all()
 
 
-@pytest.mark.parametrize("top_k", [0, 7])
+@pytest.mark.parametrize("top_k", [0, 7, 2.0])
 def test_bad_top_k(top_k):
-    with pytest.raises(ConfigError, match=f"route: top_k = {top_k} of 6 experts; must be 1 to 6"):
+    with pytest.raises(ConfigError, match=f"route: top_k = {top_k} of 6 experts; must be a whole number from 1 to 6"):
         route(logits(), top_k)
