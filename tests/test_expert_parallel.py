@@ -234,13 +234,6 @@ def test_experts_that_both_axes_would_divide():
         divided_by_both(OwnModel, tensor_parallel={"dimensions": {"(up|down)$": 0}})
 
 
-def test_a_table_that_names_one_weight_of_two():
-    step = divided_by_both(type("One", (OwnModel,), {"divided": {"expert": {"up$": 0}, "tensor": {"embed": 1}}}))
-    batch = {name: jax.ShapeDtypeStruct((8, 6), np.int32) for name in ("inputs", "labels")}
-    with pytest.raises(ConfigError, match=r"\.py:\d+: mesh.expert divides one weight .* not \[4, 8, 16\], which would"):
-        step.lower(batch)
-
-
 @pytest.mark.parametrize(
     ("divided", "message"),
     [

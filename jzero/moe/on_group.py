@@ -46,20 +46,14 @@ def experts_on_group(
 
 
 def _check_division(group: Group, up: Value, down: Value) -> None:
-    """Raise a ConfigError for weights of which `expert` divides another dimension, or only one weight of two."""
-    line = group.ledger.line or "jzero.experts"
+    """Raise a ConfigError for weights that `expert` divides neither by experts nor in their inner width."""
     for v, dims in ((up, range(1, len(up.shape) - 1)), (down, range(2, len(down.shape)))):
         if dim := next((d for d in dims if EXPERT in v.dims[d]), None):
             raise ConfigError(
-                f"{line}: mesh.{EXPERT} divides dimension {dim} of the experts' weight {list(v.shape)}, which would be "
-                f"gathered; {EXPERT}_parallel.dimensions must give dimension 0, that of the experts"
+                f"{group.ledger.line or 'jzero.experts'}: mesh.{EXPERT} divides dimension {dim} of the experts' weight "
+                f"{list(v.shape)}, which would be gathered; {EXPERT}_parallel.dimensions must give dimension 0, that "
+                "of the experts"
             )
-    whole = [v.shape for v in (up, down) if not any(EXPERT in axes for axes in v.dims)]
-    if len(whole) == 1:
-        raise ConfigError(
-            f"{line}: mesh.{EXPERT} divides one weight of the experts, but not {list(whole[0])}, which would be "
-            f"gathered; name both in {EXPERT}_parallel.dimensions"
-        )
 
 
 def _own(group: Group, chosen: jax.Array, of_experts: Axes, exchanged: Axes, count: int) -> jax.Array:
