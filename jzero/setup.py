@@ -38,7 +38,7 @@ from jzero.optimizers import lr_schedules, wrappers
 from jzero.pipeline.stages import pipelined
 from jzero.precision import Precision, cast, settle_precision
 from jzero.spread.layer_specs import with_layer_specs
-from jzero.spread.limits import divided, with_found_dimensions
+from jzero.spread.limits import check_tables, divided, with_found_dimensions
 from jzero.stored_names import StoredNames
 from jzero.tracing.fp8_weights import Noted
 from jzero.tree import PyTree, named, partition
@@ -159,6 +159,7 @@ def resolve(
       ConfigError: a config that does not fit the model, the devices or itself.
     """
     check_model(model)
+    check_tables(model)
     pinned_memory.allow(config)
     config = with_stages(config, model, mesh)
     mesh = make_mesh(config) if mesh is None else mesh

@@ -238,6 +238,7 @@ def test_experts_that_both_axes_would_divide():
     ("divided", "message"),
     [
         ({"experts": {"up": 0}}, r"the model's divided\['experts'\]: no such axis; choose \"expert\" or \"tensor\""),
+        ({"expert": {"up": "0"}}, r"the model.s divided\['expert'\] = {.up.: .0.}: must be"),
         ({"expert": "up"}, r"the model's divided\['expert'\] = 'up': must be \{regular expression: dimension\}"),
     ],
 )
@@ -286,3 +287,12 @@ def test_the_length_of_a_sequence_is_not_experts_matter():
     tokens = jax.ShapeDtypeStruct((BATCH, 7), np.int32)
     traced = step.trace({"inputs": tokens, "labels": tokens})
     assert list(whole_sequences(step.model, step.setup.weights, traced, step.mesh)) == []
+
+
+def test_what_the_report_says_of_experts_that_both_axes_would_divide():
+    text = " ".join(jzero.report(divided_by_both(Both)).split())
+    assert (
+        "whole along tensor, mesh.tensor = 2, beside mesh.expert = 4, does not divide the 4 of blocks/0/down, "
+        "blocks/1/down [4, 8, 16]:"
+    ) in text
+    assert "8 would fit" in text

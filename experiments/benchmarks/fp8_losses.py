@@ -23,6 +23,7 @@ import jzero
 from experiments import text
 from models.llama import PRESETS, Llama, preset
 
+BASE = "bf16"  # what others are compared with, if it was run
 EVERY = 50  # steps of which a line has the mean
 TRANSIENT = 100  # steps at the beginning
 RUNS = {"bf16": None, "bf16, rows reversed": None, "fp8 hybrid": "hybrid", "fp8 e4m3": "e4m3"}
@@ -57,8 +58,10 @@ def read(files: list[Path]) -> list[dict]:
                 if key in done:
                     raise SystemExit(f"{file}: {key[0]}, seed {key[1]}: an earlier line has it; read each run once")
                 done[key] = one
-    if len(settings := {one["settings"] for one in done.values()}) != 1:
-        raise SystemExit(f"--read: the files have runs of {len(settings)} kinds: {', '.join(settings)}; read one kind")
+    if len(settings := {one.get("settings", "") for one in done.values()}) != 1:
+        raise SystemExit(
+            f"--read: the files must have runs of one kind; they have {'; '.join(sorted(settings)) or 'none'}"
+        )
     return list(done.values())
 
 
@@ -110,7 +113,7 @@ def table(done: list[dict]) -> str:
     if not (seeds := sorted(set.intersection(*map(set, runs.values())))):
         return "no seed has all runs"
     curves = {name: np.array([of[seed] for seed in seeds]) for name, of in runs.items()}  # [seeds, steps]
-    first, *others = curves
+    first, *others = sorted(curves, key=lambda name: name != BASE)
     lines = [f"{len(seeds)} seeds", "", f"| steps | {' | '.join(curves)} |", "|---" * (1 + len(curves)) + "|"]
     steps = curves[first].shape[1]
     for start in range(0, steps, EVERY):

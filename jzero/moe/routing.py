@@ -91,7 +91,7 @@ def route(
         raise bad_call("route", f"logits {list(logits.shape)}; must be [B, S, E]")
     _, tokens, experts = logits.shape
     if not isinstance(top_k, Integral) or not 1 <= top_k <= experts:
-        raise bad_call("route", f"top_k = {top_k} of {experts} experts; must be a whole number from 1 to {experts}")
+        raise bad_call("route", f"top_k = {top_k!r} of {experts} experts; must be a whole number from 1 to {experts}")
     if bias is not None and bias.shape != (experts,):
         raise bad_call("route", f"bias {list(bias.shape)}; must be [E], here [{experts}]")
     if score not in ("softmax", "sigmoid"):

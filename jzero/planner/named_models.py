@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from math import isfinite
 from typing import Any, get_type_hints
 
 import jax
@@ -91,43 +92,49 @@ def _preset(family: str, name: str, sequence: int, changes: Sequence[str]) -> An
     return from_flax(lambda rngs: module(shape, rngs=rngs))
 
 
-def _changed(shape: Any, changes: Sequence[str]) -> Any:
-    """Change fields together: one alone may contradict another's old value."""
+def _changed(shape: Any, changes: Sequence[str], prefix: str = "") -> Any:
+    """Change fields together: one alone may contradict another's old value. `prefix` is the path to `shape`."""
+    hints = get_type_hints(type(shape))
+    kinds = {field.name: hints[field.name] for field in dataclasses.fields(shape)}
     values: dict[str, Any] = {}
     inner: dict[str, list[str]] = {}
-    kinds = get_type_hints(type(shape))
     for change in changes:
-        field, _, text = change.partition("=")
-        field, _, part = field.partition(".")
+        path, _, text = change.partition("=")
+        field, dot, part = path.partition(".")
+        what = f"--set {prefix}{change}"
         if field not in kinds:
             hint = did_you_mean(field, kinds).removesuffix(".") or f"; choose one of {', '.join(kinds)}"
-            raise ConfigError(f"--set {change}: not a field of {type(shape).__name__}{hint}")
-        if part:
+            raise ConfigError(f"{what}: not a field of {type(shape).__name__}{hint}")
+        if not dot:
+            values[field] = _value(what, kinds[field], text)
+        elif dataclasses.is_dataclass(getattr(shape, field)):
             inner.setdefault(field, []).append(f"{part}={text}")
         else:
-            values[field] = _value(change, kinds[field], text)
+            raise ConfigError(f"{what}: {prefix}{field} is {getattr(shape, field)}, which has no fields")
     for field, parts in inner.items():
-        value = values.get(field, getattr(shape, field))
-        if not dataclasses.is_dataclass(value):
-            raise ConfigError(f"--set {field}.{parts[0]}: {field} is {value}, which has no fields")
-        values[field] = _changed(value, parts)
+        values[field] = _changed(values.get(field, getattr(shape, field)), parts, f"{prefix}{field}.")
     try:
         return dataclasses.replace(shape, **values)
     except ValueError as error:
-        raise ConfigError(f"--set {' --set '.join(changes)}: {error}") from None
+        raise ConfigError(f"--set {prefix}{' --set '.join(changes)}: {error}") from None
 
 
-def _value(change: str, kind: Any, text: str) -> Any:
-    """Read JSON, or else a plain text, as a value of a field."""
+def _value(what: str, kind: Any, text: str) -> Any:
+    """Read a number, a boolean, null or a plain text as a value of a field."""
     try:
         value = json.loads(text)
     except ValueError:
         value = text
-    try:
-        return TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
-    except ValidationError as error:
-        message = error.errors()[0]["msg"].removeprefix("Input ").removeprefix("Value error, ")
-        raise ConfigError(f"--set {change}: {message}") from None
+    if isinstance(value, float) and not isfinite(value):  # NaN, Infinity, 1e400
+        value = text
+    forms = [value, text] if isinstance(value, int | float | bool | str | None) else []
+    problem = "must be a number, true, false, null or a word; change fields of fields one by one, as mixture.top_k=1"
+    for form in forms:
+        try:
+            return TypeAdapter(kind).validate_json(json.dumps(form), strict=True)
+        except ValidationError as error:
+            problem = error.errors()[0]["msg"].removeprefix("Input ") if form is forms[0] else problem
+    raise ConfigError(f"{what}: {problem}")
 
 
 def _call(name: str) -> Any:

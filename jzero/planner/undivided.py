@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import jax
@@ -27,12 +28,15 @@ def undivided(step: Any) -> Iterator[str]:
     alike: dict[Any, list[str]] = defaultdict(list)
     for name, dim in step.setup.unfit.items():
         layout = layouts[name]
-        alike[numberless(name), layout.shape[layout.stacked :], dim].append(name)
-    for (_, shape, dim), names in alike.items():
+        alike[numberless(name), layout.shape[layout.stacked :], dim, layout.divided].append(name)
+    for (_, shape, dim, divided), names in alike.items():
+        others = {axis: step.mesh.shape[axis] for axis, at in divided if at == dim or dim is None}
+        parts = degree * prod(others.values())
+        beside = "".join(f", beside mesh.{axis} = {n}," for axis, n in others.items())
         what = "any dimension" if dim is None else f"the {shape[dim]}"
         more = sum(sum(price[name]) for name in names) * (1 - 1 / degree)
-        fits = "" if dim is None else f"; {-(-shape[dim] // degree) * degree} would fit"
+        fits = "" if dim is None else f"; {-(-shape[dim] // parts) * parts} would fit"
         yield (
-            f"replicated, mesh.{TENSOR} = {degree} does not divide {what} of {some_of(names, 4)} {list(shape)}: "
-            f"{size_text(more)} more per device than divided{fits}"
+            f"whole along {TENSOR}, mesh.{TENSOR} = {degree}{beside} does not divide {what} of {some_of(names, 4)} "
+            f"{list(shape)}: {size_text(more)} more per device than divided{fits}"
         )

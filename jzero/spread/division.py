@@ -91,10 +91,14 @@ def _layer_shape(name: str, x: Any, has_stack: bool) -> tuple[int, ...]:
     return tuple(jnp.shape(x))[has_stack and bool(re.match(f"{STACK}/", name)) :]
 
 
-def undividable(params: PyTree, degree: int, has_stack: bool) -> dict[str, int | None]:
+def undividable(params: PyTree, degree: int, has_stack: bool, held: Held) -> dict[str, int | None]:
     """Return the matrices (parameters of two dimensions or more) no dimension of which `degree` divides -> None."""
     shapes = {name: _layer_shape(name, x, has_stack) for name, x in named(params).items()}
-    return {n: None for n, shape in shapes.items() if len(shape) > 1 and all(size % degree for size in shape)}
+
+    def fits(name: str, shape: tuple[int, ...]) -> bool:
+        return any(size % (degree * parts_of(held, name, dim)) == 0 for dim, size in enumerate(shape))
+
+    return {name: None for name, shape in shapes.items() if len(shape) > 1 and not fits(name, shape)}
 
 
 def _existing(what: str, name: str, shape: tuple[int, ...], dim: int) -> int:

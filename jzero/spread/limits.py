@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from numbers import Integral
 from typing import Any
 
 from jax.sharding import Mesh
@@ -36,11 +37,6 @@ def divided(
         keys = " and ".join(f"mesh.{axis}" for axis in axes)
         if problems := [f"{degrees_text(mesh, axes)} with {what}" for what in _not_yet(config, mesh, keys)]:
             raise ConfigError(*problems)
-    for axis, table in getattr(model, "divided", {}).items():
-        if axis not in (EXPERT, TENSOR):
-            raise ConfigError(f'the model\'s divided[{axis!r}]: no such axis; choose "{EXPERT}" or "{TENSOR}"')
-        if not isinstance(table, Mapping):
-            raise ConfigError(f"the model's divided[{axis!r}] = {table!r}: must be {{regular expression: dimension}}")
     tables = {EXPERT: config.expert_parallel.dimensions, TENSOR: config.tensor_parallel.dimensions}
     found: dict[str, Division] = {}
     held: Held = {}
@@ -55,15 +51,28 @@ def divided(
             params, table, axis, mesh.shape[axis],
             key=key, has_stack=has_stack, names=names, must_fit=bool(own) or axis != TENSOR, held=held,
         )  # fmt: skip
-        held = {name: (dim, mesh.shape[axis]) for name, dim in division.dims.items()}
         if axis == TENSOR and searched:
-            division = division._replace(unfit=undividable(params, mesh.shape[axis], has_stack))
+            division = division._replace(unfit=undividable(params, mesh.shape[axis], has_stack, held))
         found[axis] = division
+        held = {name: (dim, mesh.shape[axis]) for name, dim in division.dims.items()}
         if of_state := sorted(set(division.dims) & set(getattr(model, "state", ()))):
             raise ConfigError(
                 f"{key}: {of_state} are state, which is whole on every device; write a table without them"
             )
     return found
+
+
+def check_tables(model: Any) -> None:
+    """Raise a ConfigError unless `divided` of a model, if it has one, is {axis: {regular expression: dimension}}."""
+    tables = getattr(model, "divided", {})
+    if not isinstance(tables, Mapping):
+        raise ConfigError(f"the model's divided = {tables!r}: must be {{axis: {{regular expression: dimension}}}}")
+    for axis, table in tables.items():
+        what = f"the model's divided[{axis!r}]"
+        if axis not in (EXPERT, TENSOR):
+            raise ConfigError(f'{what}: no such axis; choose "{EXPERT}" or "{TENSOR}"')
+        if not isinstance(table, Mapping) or not all(isinstance(dim, Integral) for dim in table.values()):
+            raise ConfigError(f"{what} = {table!r}: must be {{regular expression: dimension}}")
 
 
 _EXAMPLES = {
