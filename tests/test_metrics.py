@@ -197,3 +197,13 @@ def test_a_count_of_zero_everywhere_is_a_mean_of_zero():
     step = jzero.make_train_step(model, SGD, mesh=jzero.make_mesh(devices=jax.devices()[:2]))
     _, metrics = step(step.init(jax.random.key(0)), {"x": X})
     assert float(metrics["none"]) == 0
+
+
+def test_layers_in_a_list_named_stack_are_named_to_from_flax():
+    class Listed(Staged):
+        def __init__(self, rngs):
+            self.stack = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
+
+    with pytest.raises(jzero.ConfigError, match='layers in "stack": pass stack="stack"'):
+        jzero.from_flax(Listed)
+    jzero.from_flax(Listed, stack="stack")

@@ -114,7 +114,7 @@ def _model(
         return _nnx_with_stack(build, stack, loss_fn, has_aux, sync_batch_norm)
     abstract = abstract_module(build)
     if all(hasattr(abstract, name) for name in ("prefix", "stack", "suffix")):
-        if not callable(abstract.stack):
+        if isinstance(abstract.stack, nnx.List | list | tuple):
             raise ConfigError('from_flax: a module with prefix, suffix has its layers in "stack": pass stack="stack"')
         if loss_fn not in (None, _outputs):
             raise ConfigError("from_flax: a module with prefix, stack, suffix has its loss in suffix; drop loss_fn")
