@@ -18,7 +18,8 @@ from jzero.moe.exchange import exchange
 from jzero.moe.grouped_product import grouped_dot
 from jzero.moe.rows import by_expert, by_slot, combine, dispatch
 
-OCCUPIED = "one_row_of_"  # the scope of products of rows of which one of n is occupied, on average: "one_row_of_4"
+# The scope of products of padded rows: in "one_row_of_4" every fourth row holds a token, on average.
+OCCUPIED = "one_row_of_"
 
 
 class Tokens(NamedTuple):

@@ -45,11 +45,9 @@ def experts(
     """
     if not isinstance(routing, Routing):
         raise bad_call("experts", f"routing is {type(routing).__name__}; must be what jzero.route returns")
-    if up.ndim < 3:
-        raise bad_call("experts", f"up {list(up.shape)}; must be [E, D, 2, F] or [E, D, F]")
-    count, width = up.shape[:2]
-    fits = x.ndim == 3 and width == x.shape[2] and down.shape == (count, up.shape[-1], width)
-    if not fits or up.shape[2:-1] not in ((), (2,)):
+    count, *matrix = up.shape
+    fits = x.ndim == 3 and len(matrix) > 1 and matrix[1:-1] in ([], [2])
+    if not fits or matrix[0] != x.shape[2] or down.shape != (count, matrix[-1], matrix[0]):
         raise bad_call(
             "experts",
             f"x {list(x.shape)}, up {list(up.shape)}, down {list(down.shape)}; must be [B, S, D], [E, D, 2, F]"

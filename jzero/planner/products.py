@@ -143,7 +143,7 @@ class Walk:
     def _visit(self, jaxpr: Any, times: int, share: float, outside: str, caller: str) -> None:
         """Visit the operations of a jaxpr that runs `times` times, in `share` of its calls, in the scopes `outside`.
 
-        An operation without a line of its own, as those inside of one of jzero's, has its caller's.
+        An operation without a line of the model takes the line of its caller.
         """
         for eqn in jaxpr.eqns:
             scope, name = f"{outside}/{eqn.source_info.name_stack}", eqn.primitive.name

@@ -37,29 +37,34 @@ def divided(
         keys = " and ".join(f"mesh.{axis}" for axis in axes)
         if problems := [f"{degrees_text(mesh, axes)} with {what}" for what in _not_yet(config, mesh, keys)]:
             raise ConfigError(*problems)
-    tables = {EXPERT: config.expert_parallel.dimensions, TENSOR: config.tensor_parallel.dimensions}
-    found: dict[str, Division] = {}
-    held: Held = {}
-    for axis, own in tables.items():
-        key = f"{axis}_parallel.dimensions"
-        if axis == TENSOR and config.tensor_parallel.partition_config.layer_specs:
-            key = "tensor_parallel.partition_config"
-        table = _table(model, own, axis, mesh.shape[axis], params, key)
-        key = key if own else f"the model's divided[{axis!r}]"
-        names = getattr(model, "names", None)
-        division = divided_dims(
-            params, table, axis, mesh.shape[axis],
-            key=key, has_stack=has_stack, names=names, must_fit=bool(own) or axis != TENSOR, held=held,
-        )  # fmt: skip
-        if axis == TENSOR and searched:
-            division = division._replace(unfit=undividable(params, mesh.shape[axis], has_stack, held))
-        found[axis] = division
-        held = {name: (dim, mesh.shape[axis]) for name, dim in division.dims.items()}
-        if of_state := sorted(set(division.dims) & set(getattr(model, "state", ()))):
-            raise ConfigError(
-                f"{key}: {of_state} are state, which is whole on every device; write a table without them"
-            )
-    return found
+    experts = _division(EXPERT, model, params, config, mesh, has_stack)
+    tensor = _division(TENSOR, model, params, config, mesh, has_stack, experts)
+    if searched:
+        unfit = undividable(params, mesh.shape[TENSOR], has_stack, _held(experts, mesh))
+        tensor = tensor._replace(unfit=unfit)
+    return {EXPERT: experts, TENSOR: tensor}
+
+
+def _division(
+    axis: str, model: Any, params: PyTree, config: Config, mesh: Mesh, has_stack: bool, experts: Division | None = None
+) -> Division:
+    """Return what an axis divides; `experts`: what `expert` divides already."""
+    own, key = getattr(config, f"{axis}_parallel").dimensions, f"{axis}_parallel.dimensions"
+    if axis == TENSOR and config.tensor_parallel.partition_config.layer_specs:
+        key = "tensor_parallel.partition_config"
+    table = _table(model, own, axis, mesh.shape[axis], params, key)
+    key = key if own else f"the model's divided[{axis!r}]"
+    division = divided_dims(
+        params, table, axis, mesh.shape[axis], key=key, has_stack=has_stack, names=getattr(model, "names", None),
+        must_fit=bool(own) or axis != TENSOR, held=_held(experts, mesh) if experts else {},
+    )  # fmt: skip
+    if of_state := sorted(set(division.dims) & set(getattr(model, "state", ()))):
+        raise ConfigError(f"{key}: {of_state} are state, which is whole on every device; write a table without them")
+    return division
+
+
+def _held(experts: Division, mesh: Mesh) -> Held:
+    return {name: (dim, mesh.shape[EXPERT]) for name, dim in experts.dims.items()}
 
 
 def check_tables(model: Any) -> None:
@@ -104,20 +109,10 @@ def with_found_dimensions(config: Config, model: Any, mesh: Mesh, params: PyTree
     if degree == 1 or known or example is None:
         return config
     with slow_work(f"trying how to divide the parameters by {degree}"):
-        table = find_dimensions(model, example, degree, held=_held_by_experts(config, model, mesh, params, has_stack))
+        experts = _division(EXPERT, model, params, config, mesh, has_stack)
+        table = find_dimensions(model, example, degree, held=_held(experts, mesh))
     section = config.tensor_parallel.model_copy(update={"dimensions": table})
     return config.model_copy(update={"tensor_parallel": section})
-
-
-def _held_by_experts(config: Config, model: Any, mesh: Mesh, params: PyTree, has_stack: bool) -> Held:
-    """Return what `expert` divides; nothing if its table has an error, which `divided` raises."""
-    table = config.expert_parallel.dimensions or getattr(model, "divided", {}).get(EXPERT, {})
-    degree, names = mesh.shape[EXPERT], getattr(model, "names", None)
-    try:
-        dims = divided_dims(params, table, EXPERT, degree, key="", has_stack=has_stack, names=names).dims
-    except ConfigError:
-        return {}
-    return {name: (dim, degree) for name, dim in dims.items()}
 
 
 def _not_yet(config: Config, mesh: Mesh, keys: str) -> Iterator[str]:

@@ -44,7 +44,7 @@ def find_dimensions(
       model: as for `make_train_step`.
       batch_shapes: a batch, or its ShapeDtypeStructs.
       tensor: the size of the mesh axis.
-      held: parameter -> (a dimension, into how many parts `expert` divides it); one of both axes must fit both.
+      held: parameter -> (the dimension that `expert` divides, into how many parts); both axes together must divide it.
 
     Returns:
       regular expression of names -> dimension, of one layer's slice for a layer stack.
