@@ -14,6 +14,7 @@ from jzero.loss_scale import Scaler
 _FLOAT32 = np.dtype(np.float32)
 
 _DTYPES = {name: np.dtype(t) for name, t in (("fp32", jnp.float32), ("fp16", jnp.float16), ("bf16", jnp.bfloat16))}
+_MOMENTS = _DTYPES | {"fp8": np.dtype(jnp.float8_e5m2)}
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,17 @@ class Precision:
         compute, wire = _DTYPES[config.precision], config.communication_data_type
         fp16 = config.precision == "fp16" and config.fp16
         bf16 = config.precision == "bf16" and config.bf16
-        at_random = config.optimizer is not None and config.optimizer.state_dtype == "bf16"
-        low_moments = at_random or (bf16 and bf16.bf16_optimizer_states)
+        moments = config.optimizer.state_dtype if config.optimizer else "fp32"
+        at_random = moments != "fp32"
+        if bf16 and bf16.bf16_optimizer_states:
+            moments = "bf16"
         low_masters = (fp16 and fp16.fp16_master_weights_and_grads) or (bf16 and bf16.bf16_master_weights_and_grads)
         return cls(
             compute=compute,
             master=compute if low_masters else _FLOAT32,
             accum=_DTYPES[config.data_types.grad_accum_dtype],
             reduce=_DTYPES[wire] if wire else compute,
-            optimizer_state=_DTYPES["bf16"] if low_moments else _FLOAT32,
+            optimizer_state=_MOMENTS[moments],
             at_random=at_random,
             check_overflow=bool(bf16.check_grad_overflow) if bf16 else True,
             scaler=_scaler(fp16) if fp16 else Scaler(),

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from helpers.sampling import some
-from helpers.stack_models import BATCHES, ROWS, SmallGPT, SmallScannedGPT, loss_fn
+from helpers.stack_models import BATCHES, ROWS, WIDTH, Small, SmallGPT, SmallScannedGPT, loss_fn
 from safetensors.numpy import load_file
 
 import jzero
@@ -57,6 +57,31 @@ def test_a_run_resumes_with_and_without_a_stack(tmp_path, module, first, second)
         np.testing.assert_array_equal(after[name], x, err_msg=name)
     assert int(other.state.step) == 1
     assert not all((x == 0).all() for name, x in after.items() if "/mu/" in name)
+
+
+class WideGPT(SmallGPT):
+    """Its layers' matrices are large enough for moments in fp8."""
+
+    @staticmethod
+    def block(rngs, rate):
+        return Small(rngs, rate, hidden=4096 // WIDTH)
+
+
+def test_so_does_one_with_moments_in_fp8(tmp_path):
+    """Each layer of a stacked moment has codes and a scale of its own."""
+    optimizer = {"type": "Adam", "params": {"lr": 1e-2}, "state_dtype": "fp8"}
+    one, other = (engine(*of, WideGPT, optimizer=optimizer) for of in MOVES[0])
+    one.train_batch(BATCHES[0])
+    one.save_checkpoint(tmp_path).wait()
+    other.load_checkpoint(tmp_path)
+    before, after = plain_state(one), plain_state(other)
+    assert before.keys() == after.keys()
+    for name, x in before.items():
+        np.testing.assert_array_equal(after[name], x, err_msg=name)
+    in_fp8 = [name for name, x in before.items() if x.dtype.itemsize == 1]
+    assert len(in_fp8) == 2 * 2 * 2  # first and second moments of two matrices in two layers
+    assert {name.replace("codes", "scales") for name in in_fp8} <= before.keys()
+    assert np.isfinite(float(other.train_batch(BATCHES[1])))
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Train a Llama on text in bf16 and in fp8, and print the losses beside each other.
+"""Train a Llama on text in bf16 and with products or moments in fp8, and print the losses beside each other.
 
     python -m experiments.benchmarks.fp8_losses --preset 125m --steps 1000 | tee losses
     python -m experiments.benchmarks.fp8_losses --preset 1b --steps 300
@@ -26,7 +26,16 @@ from models.llama import PRESETS, Llama, preset
 BASE = "bf16"  # what others are compared with, if it was run
 EVERY = 50  # steps of which a line has the mean
 TRANSIENT = 100  # steps at the beginning
-RUNS = {"bf16": None, "bf16, rows reversed": None, "fp8 hybrid": "hybrid", "fp8 e4m3": "e4m3"}
+RUNS = {  # name -> (`fp8.format`, `optimizer.state_dtype`)
+    "bf16": (None, "fp32"),
+    "bf16, rows reversed": (None, "fp32"),
+    "fp8 hybrid": ("hybrid", "fp32"),
+    "fp8 e4m3": ("e4m3", "fp32"),
+    "bf16, moments bf16": (None, "bf16"),
+    "bf16, moments fp8": (None, "fp8"),
+    "fp8 hybrid, moments fp8": ("hybrid", "fp8"),
+}
+BY_DEFAULT = list(RUNS)[:4]
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
@@ -36,9 +45,10 @@ def main(argv: list[str] | None = None) -> list[dict]:
     p.add_argument("--seeds", type=int, default=2)
     p.add_argument("--first-seed", type=int, default=0)
     p.add_argument("--lr", type=float, default=3e-4)
+    p.add_argument("--beta2", type=float, default=0.95)
     p.add_argument("--rows", type=int, default=8, help="of a global batch")
     p.add_argument("--sequence", type=int, default=1024)
-    p.add_argument("--runs", nargs="*", choices=RUNS, default=list(RUNS))
+    p.add_argument("--runs", nargs="*", choices=RUNS, default=BY_DEFAULT)
     p.add_argument("--min-size", type=int, default=512, help="of a product in fp8")
     p.add_argument("--read", nargs="+", type=Path, metavar="FILE", help="print the table of what earlier runs printed")
     args = p.parse_args(argv)
@@ -69,8 +79,9 @@ def train(args: argparse.Namespace) -> Iterator[dict]:
     """Run seed by seed, so that what was interrupted has whole pairs."""
     shape = preset(args.preset, vocab_size=text.BYTES)
     model = jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs))
-    steps = {form: jzero.make_train_step(model, config(args, form)) for form in {RUNS[name] for name in args.runs}}
-    settings = f"{args.preset}, {args.steps} steps, lr {args.lr:g}, {args.rows} x {args.sequence}"
+    kinds = {RUNS[name] for name in args.runs}
+    steps = {kind: jzero.make_train_step(model, config(args, *kind)) for kind in kinds}
+    settings = f"{args.preset}, {args.steps} steps, lr {args.lr:g}, beta2 {args.beta2:g}, {args.rows} x {args.sequence}"
     batch = text.windows(text.standard_library(10_000_000)[0], args.sequence)
     for seed in range(args.first_seed, args.first_seed + args.seeds):
         for name in args.runs:
@@ -80,10 +91,14 @@ def train(args: argparse.Namespace) -> Iterator[dict]:
             yield line
 
 
-def config(args: argparse.Namespace, form: str | None) -> dict:
+def config(args: argparse.Namespace, form: str | None, moments: str) -> dict:
     return {
         "train_batch_size": args.rows,
-        "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": args.lr, "betas": [0.9, args.beta2], "weight_decay": 0.1},
+            "state_dtype": moments,
+        },
         "scheduler": {
             "type": "WarmupCosineLR",
             "params": {"total_num_steps": args.steps, "warmup_num_steps": args.steps // 5, "warmup_type": "linear"},

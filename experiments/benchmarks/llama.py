@@ -57,7 +57,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--fp8", choices=["hybrid", "e4m3"], help="multiply the stack's weights in fp8, in this format")
     p.add_argument("--attention", choices=get_args(Attend), default="auto", help="the kernel")
     p.add_argument("--optimizer", choices=["AdamW", "Muon"], default="AdamW")
-    p.add_argument("--state-dtype", choices=["fp32", "bf16"], default="fp32", help="of the optimizer's moments")
+    p.add_argument("--state-dtype", choices=["fp32", "bf16", "fp8"], default="fp32", help="of the optimizer's moments")
     p.add_argument("--lr", type=float, default=3e-4)
     p.add_argument("--zero", action="append", default=[], metavar="KEY=VALUE", help="of zero_optimization, in JSON")
     p.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="an XLA compiler option")

@@ -48,7 +48,7 @@ Reduction = Literal["mean", "sum"]
 Gather = Literal["step", "micro_batch"]
 Growth = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
 ContextAttention = Literal["auto", "ulysses", "ring"]
-StateDtype = Literal["fp32", "bf16"]
+StateDtype = Literal["fp32", "bf16", "fp8"]
 NoDecay = Literal["norms_biases", "norms_biases_embeddings"]
 
 
@@ -64,7 +64,8 @@ class OptimizerConfig(Section):
     A group of `groups` has `match`, a regular expression, and the values of the parameters whose name it matches:
     `lr_scale` (a factor on the learning rate), `weight_decay`, `betas`. The first group that matches a parameter wins.
     `no_weight_decay` sets the weight decay of norms and biases, or of embeddings too, to 0 where their group sets none.
-    `state_dtype` "bf16" keeps the moments in bfloat16, rounded up or down at random; the arithmetic stays in fp32.
+    `state_dtype` "bf16" or "fp8" keeps the moments in fewer bits, rounded up or down at random; the arithmetic stays in
+    fp32.
     """
 
     type: Text = Field(examples=["AdamW"])

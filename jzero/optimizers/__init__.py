@@ -24,11 +24,12 @@ from jzero.errors import ConfigError
 from jzero.optimizers.compressed import WORKER_ERROR, Replicas
 from jzero.optimizers.groups import WHY, Group, group_problems, make_groups, own_values
 from jzero.optimizers.lr_schedules import LRSchedule
+from jzero.optimizers.moments import in_fp32
 from jzero.optimizers.muon import fused_matrices
 from jzero.optimizers.orthogonal import Placement
 from jzero.optimizers.table import Row, look_up
 from jzero.optimizers.transforms import Knobs
-from jzero.optimizers.wrappers import Transform, in_fp32, per_layer, scale_leaves, with_lr_factor
+from jzero.optimizers.wrappers import Transform, per_layer, scale_leaves, with_lr_factor
 
 __all__ = [
     "Group", "Placement", "Replicas", "at_step", "base_lr", "callers_optimizer", "compresses", "describe",
@@ -59,7 +60,7 @@ def make_optimizer(
       fused: the cuts of the parameters that contain several matrices, see `fused_matrices`.
       groups: parameters with values of their own, see `make_groups`.
       state_dtype: dtype of the moments; the arithmetic is fp32 in any case. With a key `rounding` an update rounds
-        them to bfloat16 up or down at random.
+        them to bfloat16 or fp8 up or down at random.
       replicas: the devices that average inside the optimizer; its updates then have a row for each. None: none do.
       placement: where the parameters are, for optimizers that move whole matrices; None: all are on each device.
       compute_dtype: of the model; with one of 16 bits Muon iterates in bfloat16.
@@ -96,7 +97,7 @@ def make_optimizer(
     scales = {name: values["lr_scale"] for name, values in own.items() if "lr_scale" in values}
     if row.own_steps:  # its steps are in the rates of their groups
         scales = {}
-    return with_lr_factor(in_fp32(scale_leaves(tx, scales), state_dtype))
+    return with_lr_factor(in_fp32(scale_leaves(tx, scales), state_dtype, stacked))
 
 
 def callers_optimizer(optimizer: Any, lr: LRSchedule | None) -> Transform:

@@ -1,25 +1,18 @@
-"""Wrappers around any transformation: a parameter per layer of a stack, scaled updates, arithmetic in fp32."""
+"""Wrappers around any transformation: a parameter per layer of a stack, scaled updates, the parameters' average."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import count
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jzero.optimizers.compressed import has_rows
-from jzero.optimizers.rounding import round_at_random
 from jzero.tree import path_name
 
 Transform: TypeAlias = optax.GradientTransformation
-
-# State that is no moment: copies of parameters, from which optax's dog, dowg, prodigy, cocob and madgrad measure, and
-# AMSGrad's running maximum, which would be one of rounding errors.
-_EXACT = frozenset({"init_params", "params0", "init_particles", "x0", "nu_max"})
 
 
 def per_layer(tx: Transform, stacked: Any) -> Transform:
@@ -105,68 +98,6 @@ def with_lr_factor(tx: Transform) -> optax.GradientTransformationExtraArgs:
         return updates, state
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
-
-
-def in_fp32(tx: Transform, state_dtype: Any) -> Transform:
-    """Run `tx` in fp32 for parameters of any dtype, and keep its per-parameter state in `state_dtype`.
-
-    Each update loads low-precision state to fp32, computes, and rounds once, instead of at every operation: to the
-    nearest number, or up or down at random by a key that `update` takes as `rounding`. State that belongs to no
-    parameter (counts, scalars) keeps its dtype, and so do rows of single devices: errors of compressed communication
-    are what rounding has lost, and momenta and steps of local steps are small sums.
-    """
-    tx = optax.with_extra_args_support(tx)
-    low = jnp.dtype(state_dtype) != jnp.float32
-
-    def up(tree: Any) -> Any:
-        # float64 parameters stay float64
-        return jax.tree.map(lambda x: _cast_floating(x, jnp.promote_types(x.dtype, jnp.float32)), tree)
-
-    def store(state: Any, params: Any, rounding: jax.Array | None = None) -> Any:
-        leaves = count()
-
-        def stored(x: Any) -> Any:
-            if rounding is None or not jnp.issubdtype(x.dtype, jnp.floating):
-                return _cast_floating(x, state_dtype)
-            return round_at_random(x.astype(jnp.float32), rounding, next(leaves))
-
-        return _map_owned(stored, state, params) if low else state
-
-    def init(params: Any) -> Any:
-        return store(tx.init(up(params)), params)
-
-    def update(
-        updates: Any, state: Any, params: Any = None, *, rounding: jax.Array | None = None, **extra: Any
-    ) -> tuple[Any, Any]:
-        owners = updates if params is None else params
-        loaded = _map_owned(lambda x: _cast_floating(x, jnp.float32), state, owners) if low else state
-        new_updates, new_state = tx.update(up(updates), loaded, None if params is None else up(params), **extra)
-        return new_updates, store(new_state, owners, rounding)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _cast_floating(x: Any, dtype: Any) -> Any:
-    return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-
-def _map_owned(function: Callable[[Any], Any], state: Any, params: Any) -> Any:
-    """Map `function` over the moments: the state leaves that belong to a parameter, the same on all devices.
-
-    The key path of such a leaf ends with the parameter's. State in `_EXACT` is left out if the parameter is float32: a
-    parameter with fewer bits has a copy with as few.
-
-    Paths are tuples of keys, so the suffixes of each state leaf are looked up, one for each length of parameter path.
-    """
-    owners = {path: x.dtype for path, x in jax.tree_util.tree_flatten_with_path(params)[0]}
-    lengths = {len(path) for path in owners}
-
-    def leaf(path: tuple, x: Any) -> Any:
-        found = [owners[path[len(path) - n :]] for n in lengths if n <= len(path) and path[len(path) - n :] in owners]
-        exact = jnp.float32 in found and any(getattr(key, "name", None) in _EXACT for key in path)
-        return function(x) if found and not exact and not has_rows(path) else x
-
-    return jax.tree_util.tree_map_with_path(leaf, state)
 
 
 class EmaState(NamedTuple):

@@ -1,0 +1,220 @@
+"""Moments in fp8: against NumPy's neighbours in e5m2, over every layout, in checkpoints and in training."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers.cuda import needs_cuda_compiler
+from jax import P
+from jax.sharding import NamedSharding
+
+import jzero
+from jzero.errors import ConfigError
+from jzero.optimizers.fp8_moments import decode, encode
+from jzero.optimizers.rounding import noise
+from jzero.planner import collectives, gpu_devices
+from jzero.tree import named
+from models.llama import Llama, LlamaConfig
+
+KEY = jax.random.key(3)
+GRID = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e5m2).astype(np.float64)
+GRID = np.sort(GRID[np.isfinite(GRID)])
+
+
+def rounded(x, layered=False, key=KEY):
+    return decode(*encode(x, layered, noise(x.shape, key)))
+
+
+def neighbours(x, largest):
+    """Return the numbers of e5m2 at and beside x, scaled so that `largest` is in [2^14, 2^15); x: float64."""
+    scale = 2.0 ** (np.floor(np.log2(largest)) - 14)
+    i = np.searchsorted(GRID, x / scale)
+    return GRID[np.where(GRID[i] == x / scale, i, i - 1)] * scale, GRID[i] * scale
+
+
+def test_one_of_the_two_neighbours_and_the_mean_is_the_number():
+    x = (np.random.default_rng(0).normal(size=64) * 2.0 ** -np.arange(0, 32, 0.5)).astype(np.float32)
+    many = 20_000
+    found = np.asarray(rounded(jnp.tile(x, (many, 1))), np.float64)  # [many, 64]
+    low, high = neighbours(x.astype(np.float64), np.abs(x).max())
+    assert ((found == low) | (found == high)).all()
+    away, toward = np.where(x > 0, high, low), np.where(x > 0, low, high)
+    above = toward != 0  # only 0 becomes 0, so below the smallest number all are that
+    assert above.sum() > 55
+    assert (found[:, ~above] == away[~above]).all()
+    share = ((x - low) / (high - low))[above]
+    sigma = np.sqrt(share * (1 - share) / many)
+    assert (np.abs((found == high).mean(0)[above] - share) <= 5 * sigma).all()
+
+
+def test_zeros_largest_numbers_and_what_is_not_finite():
+    assert (rounded(jnp.zeros(8)) == 0).all()
+    for largest in (1.0, 1.9999999, 2e38, 1e-37):
+        x = jnp.float32([largest, -largest, 0])
+        found = np.asarray(rounded(x))
+        np.testing.assert_allclose(found, x, rtol=0.25)
+    for bad in (jnp.nan, jnp.inf, -jnp.inf):
+        assert jnp.isnan(rounded(jnp.float32([1.0, bad]))).all()
+
+
+def test_without_random_bits_the_nearest_number():
+    x = np.random.default_rng(1).normal(size=1000).astype(np.float32)
+    low, high = neighbours(x.astype(np.float64), np.abs(x).max())
+    found = np.asarray(decode(*encode(jnp.asarray(x), False)), np.float64)
+    np.testing.assert_allclose(np.abs(found - x), np.minimum(x - low, high - x), rtol=1e-6)
+
+
+def test_each_layer_has_a_scale():
+    x = np.random.default_rng(2).normal(size=(3, 4, 5)).astype(np.float32) * np.float32([[[1e-9]], [[1]], [[1e9]]])
+    codes, scale = encode(jnp.asarray(x), True)
+    np.testing.assert_array_equal(scale, 2 ** (np.floor(np.log2(np.abs(x).max((1, 2)))) - 14))
+    for layer in range(3):
+        alone, scale_alone = encode(jnp.asarray(x[layer]), False)
+        assert (codes[layer] == alone).all()
+        assert scale[layer] == scale_alone
+
+
+def test_an_average_does_not_stand_still():
+    """It moves by 0.001 of itself at a time at most, and its last bit is 1/4; another number sets the scale."""
+    value, size = jnp.array([100.0, *[1.0] * 4000]), 300
+    for i in range(size):
+        value = rounded((0.999 * value + 0.001 * 2.0).at[0].set(100.0), key=jax.random.fold_in(KEY, i))
+    exact = 2 - 0.999**size
+    assert float(value[1:].mean()) == pytest.approx(exact, abs=0.03)  # three standard deviations
+
+
+def test_the_bits_do_not_depend_on_the_layout():
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(16, 24)), jnp.float32)
+    mesh = jzero.make_mesh(zero=8)
+    for spec in (P("zero"), P(None, "zero")):
+        placed = jax.device_put(x, NamedSharding(mesh, spec))
+        assert (jax.jit(rounded)(placed) == rounded(x)).all()
+
+
+SHAPE = LlamaConfig(2, 64, 4, 2, 192, vocab_size=64)
+TOKENS = np.random.default_rng(2).integers(0, 64, (8, 17)).astype(np.int32)
+BATCH = {"inputs": TOKENS[:, :-1], "labels": TOKENS[:, 1:]}
+
+
+def config_of(stage=2, kind="AdamW", state_dtype="fp8", **more):
+    return {
+        "train_batch_size": 8,
+        "optimizer": {"type": kind, "params": {"lr": 3e-3}, "state_dtype": state_dtype},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **more,
+    }
+
+
+def llama(**stack):
+    return jzero.from_flax(lambda rngs: Llama(SHAPE, rngs=rngs), **stack)
+
+
+def step_of(*given, devices=None, **more):
+    mesh = jzero.make_mesh(zero=4, devices=devices or jax.devices()[:4])
+    return jzero.make_train_step(llama(), config_of(*given, **more), mesh=mesh)
+
+
+def train(step, steps):
+    state, losses = step.init(jax.random.key(0)), []
+    for _ in range(steps):
+        state, metrics = step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def test_large_moments_are_in_fp8_and_the_others_in_float32():
+    step = step_of()
+    state, _ = train(step, 1)
+    of_state, params = named(state.opt_state), named(state.params)
+    moments = {name: x for name, x in of_state.items() if name.split("/")[2:3] and name.split("/")[2] in ("mu", "nu")}
+    assert len(moments) == 4 * len(params) - 2 * sum("norm" in name for name in params)
+    for name, x in moments.items():
+        parameter = params[name.split("/", 3)[3]]
+        small = "norm" in name
+        if name.startswith("codes/"):
+            assert x.dtype == (jnp.float32 if small else jnp.float8_e5m2)
+            assert x.sharding.spec == parameter.sharding.spec
+        else:
+            assert not small
+            assert x.shape == ((2,) if "stack/" in name else ())
+    assert {x.dtype for x in params.values()} == {jnp.dtype(jnp.float32)}
+
+
+def test_a_step_again_rounds_the_same_and_the_next_one_anew():
+    step = step_of()
+    state = step.init(jax.random.key(0))
+    first, again, later = (
+        step(dataclasses.replace(jax.tree.map(jnp.copy, state), step=state.step + i), BATCH)[0].opt_state.codes
+        for i in (0, 0, 1)
+    )
+    pairs = [x for x in zip(*map(jax.tree.leaves, (first, again, later)), strict=True) if x[0].dtype.itemsize == 1]
+    assert all((a == b).all() for a, b, _ in pairs)
+    assert all((a != c).mean() > 0.2 for a, _, c in pairs)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Muon", "Lamb"])
+def test_training_is_as_with_float32_moments(kind):
+    (_, exact), (_, low) = (train(step_of(2, kind, dtype), 60) for dtype in ("fp32", "fp8"))
+    assert low != exact
+    np.testing.assert_allclose(low, exact, atol=0.05)
+
+
+def test_a_skipped_step_changes_nothing():
+    step = step_of(fp16={"enabled": True, "initial_scale_power": 40})  # so large that the gradients overflow
+    state = step.init(jax.random.key(0))
+    before = jax.tree.map(np.asarray, state.opt_state)
+    state, metrics = step(state, BATCH)
+    assert bool(metrics["skipped"])
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state.opt_state), before)
+
+
+def test_a_checkpoint_continues_on_another_mesh_at_another_stage(tmp_path):
+    state, _ = train(step_of(1), 3)
+    jzero.checkpoint.save(state, tmp_path, "a").wait()
+    step = jzero.make_train_step(llama(), config_of(3), mesh=jzero.make_mesh(zero=8))
+    read = jzero.checkpoint.restore(tmp_path, step.state_shardings, shapes=step.state_shapes)
+    for a, b in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(read.opt_state), strict=True):
+        assert a.dtype == b.dtype
+        assert (np.asarray(a) == np.asarray(b)).all()
+    _, metrics = step(read, BATCH)
+    assert np.isfinite(float(metrics["loss"]))
+
+
+def test_a_checkpoint_with_other_moments_is_refused(tmp_path):
+    engines = {
+        dtype: jzero.initialize(model=llama(), config=config_of(state_dtype=dtype), mesh=jzero.make_mesh(zero=8))[0]
+        for dtype in ("fp8", "bf16")
+    }
+    for dtype, engine in engines.items():
+        engine.train_batch(BATCH)
+        engine.save_checkpoint(tmp_path / dtype)
+    for here, there in (("fp8", "bf16"), ("bf16", "fp8")):
+        with pytest.raises(ConfigError, match=rf'optimizer.state_dtype = "{here}".*load_optimizer_states=False'):
+            engines[here].load_checkpoint(tmp_path / there)
+        engines[here].load_checkpoint(tmp_path / there, load_optimizer_states=False)
+
+
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+@pytest.mark.usefixtures("no_compilation_cache")
+def test_a_quarter_of_the_bytes_and_the_maxima_are_combined():
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, jnp.int32) for name, x in BATCH.items()}
+    found = {}
+    for dtype in ("fp32", "fp8"):
+        step = step_of(1, state_dtype=dtype, devices=gpu_devices("h100", 4))
+        moved = collectives(step.lower(shapes).compile(), step.mesh)
+        large = [x for x in jax.tree.leaves(step.state_shapes.opt_state) if x.size >= 4096]
+        found[dtype] = moved, sum(x.size * x.dtype.itemsize for x in large)
+    (before, exact), (after, low) = found.values()
+    assert low * 4 == exact
+    maxima = 2 * (2 + 4 * 2)  # of the first and second moments of two matrices at the ends and of four in two layers
+    assert after.bytes - before.bytes == 4 * maxima
+    assert after.launches - before.launches <= 2
+
+
+def test_the_run_report_names_the_rounding(capsys):
+    jzero.initialize(model=llama(), config=config_of())[0].train_batch(BATCH)
+    assert "moments float8_e5m2 rounded at random" in " ".join(capsys.readouterr().out.split())
