@@ -12,6 +12,7 @@ from jzero.engine import room_check
 from jzero.errors import OutOfMemoryError
 from jzero.planner.choices import merged
 from jzero.planner.room import Room
+from jzero.values.sizes import size_text
 from models.llama import Llama, preset
 
 ROWS, LENGTH = 16, 64
@@ -95,6 +96,19 @@ def test_nothing_fits(whole, monkeypatch):
     with pytest.raises(OutOfMemoryError, match="use more devices") as caught:
         engine.train_batch(BATCH)
     assert "the last layer" not in str(caught.value)  # 256 words
+    (stated,) = re.findall(
+        r"^([\d.]+ \w+) are the optimizer's state: .*\"bf16\" or \"fp8\"", str(caught.value), re.MULTILINE
+    )
+    moments = sum(x.size * 4 for x in jax.tree.leaves(engine.state.params))  # two, divided between two devices
+    assert stated == size_text(moments)
+
+
+def test_moments_in_fewer_bits_are_not_offered_again(whole, monkeypatch):
+    limit(monkeypatch, 2**18)
+    engine = start(CONFIG | {"optimizer": {**CONFIG["optimizer"], "state_dtype": "bf16"}})
+    with pytest.raises(OutOfMemoryError, match="use more devices") as caught:
+        engine.train_batch(BATCH)
+    assert "state_dtype" not in str(caught.value)
 
 
 def test_large_logits_can_be_computed_tile_by_tile(monkeypatch):

@@ -18,7 +18,7 @@ from jzero.checkpoint.directory import check_home, local_path
 from jzero.checkpoint.lock import hold
 from jzero.config import Config
 from jzero.data import DataLoader, steps_per_epoch
-from jzero.distributed import gpu_faults, watchdog
+from jzero.distributed import gpu_faults, last_words, watchdog
 from jzero.distributed.host_collectives import check_same, together
 from jzero.distributed.joining import init_distributed
 from jzero.distributed.place import find_place
@@ -95,6 +95,7 @@ def initialize(
         raise ConfigError(*(f"initialize({name}=...): {_INSTEAD.get(name, 'unknown argument')}" for name in deepspeed))
     began, model = time.time(), model if criterion is None else with_criterion(model, criterion)
     init_distributed()
+    last_words.passed(0)  # an earlier engine's step is not this run's
     config = Config.load(choose_config(args, config))
     pinned_memory.allow(config)  # the next line starts JAX's devices
     watchdog.start(config.watchdog.floor, config.watchdog.ceiling)

@@ -78,7 +78,7 @@ def explained(step: TrainStep, need: PlannedMemory, what: str, most: int | None)
     lines.append(table("", LIVE_COLUMNS, live_rows(need), left=["shape", "operation"], plain=True).lstrip())
     if most is not None:
         found = nearest(step, step.first.batch_shapes, need.peak_bytes, most)
-        lines.append(nearest_text(found, need.live))
+        lines.append(nearest_text(found, step, need.live))
     return "\n".join(lines)
 
 

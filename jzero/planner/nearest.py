@@ -67,8 +67,8 @@ def nearest(step: TrainStep, batch: PyTree, peak: int, most: int) -> list[Near]:
     return found
 
 
-def nearest_text(found: list[Near], live: Live) -> str:
-    """Return the configurations as lines of JSON, and what of the buffers at the peak a tiled loss would not need."""
+def nearest_text(found: list[Near], step: TrainStep, live: Live) -> str:
+    """Return the configurations as lines of JSON, and what a tiled loss and rounded moments would not need."""
     lines = [f"fits with {size_text(near.peak_bytes)}: {json.dumps(merged({}, near.changes))}" for near in found]
     if not found:
         lines = ["no smaller micro-batch, more recomputation, higher stage or offload fits: use more devices"]
@@ -77,6 +77,14 @@ def nearest_text(found: list[Near], live: Live) -> str:
         lines.append(
             f"{size_text(after_layers)} at the peak are of what follows the last layer: computed tile by tile, logits "
             "and loss take a fraction: loss_tiles=8 of the decoders in jzero.models, jzero.tiled in models of your own"
+        )
+    moments = state_bytes(step).optimizer
+    in_fp32 = step.precision.optimizer_state.itemsize == 4 and not step.setup.callers_optimizer
+    on_device = step.config.zero_optimization.offload_optimizer.device == "none"
+    if in_fp32 and on_device and moments > LARGE * live.peak_bytes:
+        lines.append(
+            f'{size_text(moments)} are the optimizer\'s state: optimizer.state_dtype = "bf16" or "fp8" keeps its '
+            "moments in 2 bytes or 1 per element instead of 4, rounded at random"
         )
     return "\n".join(lines)
 

@@ -78,7 +78,7 @@ def _nearest(made: Plan, shapes: Shapes) -> str:
     memory, batch = made.memory, shapes(made.step.batch_sizes.train)
     with no_compilation_cache():
         found = nearest(made.step, batch, memory.peak_bytes, memory.room.most)
-    return f"\n{nearest_text(found, memory.live)}"
+    return f"\n{nearest_text(found, made.step, memory.live)}"
 
 
 def _write(made: Plan, args: Namespace) -> None:

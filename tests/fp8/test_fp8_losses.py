@@ -8,6 +8,7 @@ import pytest
 from experiments.benchmarks import fp8_losses
 
 
+@pytest.mark.slow
 def test_a_run_and_its_table(capsys, tmp_path):
     options = ["--preset", "tiny", "--steps", "2", "--seeds", "1", "--sequence", "32", "--min-size", "64"]
     fp8_losses.main([*options, "--runs", "bf16", "fp8 hybrid"])

@@ -9,6 +9,7 @@ import pytest
 from jobs import ROOT
 from workers import CPU
 
+import jzero
 from jzero.distributed import last_words
 from jzero.distributed.exit_codes import CONFIG, UNAVAILABLE
 from jzero.errors import ConfigError
@@ -118,6 +119,13 @@ def test_the_type_of_an_error_comes_once(monkeypatch, capsys, error, words):
     assert last_words.ended_by() == words
     shown = str(error) if isinstance(error, ConfigError) else words
     assert capsys.readouterr().err == f"jzero: after step 14: {shown}\n"
+
+
+def test_the_step_of_an_earlier_engine_is_not_named(monkeypatch):
+    monkeypatch.setattr(last_words, "_step", 14)
+    with pytest.raises(ConfigError):
+        jzero.initialize(model=lambda: 0, config={"train_batch_size": -1})
+    assert last_words._step == 0
 
 
 @pytest.mark.slow
