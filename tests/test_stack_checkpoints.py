@@ -64,10 +64,10 @@ class WideGPT(SmallGPT):
 
     @staticmethod
     def block(rngs, rate):
-        return Small(rngs, rate, hidden=4096 // WIDTH)
+        return Small(rngs, rate, hidden=2**16 // WIDTH)
 
 
-def test_so_does_one_with_moments_in_fp8(tmp_path):
+def test_a_run_with_moments_in_fp8_resumes_with_and_without_a_stack(tmp_path):
     """Each layer of a stacked moment has codes and a scale of its own."""
     optimizer = {"type": "Adam", "params": {"lr": 1e-2}, "state_dtype": "fp8"}
     one, other = (engine(*of, WideGPT, optimizer=optimizer) for of in MOVES[0])

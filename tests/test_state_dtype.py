@@ -91,9 +91,9 @@ TOKENS = np.random.default_rng(2).integers(0, 64, (8, 17)).astype(np.int32)
 BATCH = {"inputs": TOKENS[:, :-1], "labels": TOKENS[:, 1:]}
 
 
-def step_of(stage, kind="AdamW", devices=None, **optimizer):
+def step_of(stage, kind="AdamW", devices=None, bf16=None, **optimizer):
     config = {
-        "train_batch_size": 8, "optimizer": {"type": kind, "params": {"lr": 3e-3}, **optimizer},
+        "train_batch_size": 8, "bf16": bf16 or {}, "optimizer": {"type": kind, "params": {"lr": 3e-3}, **optimizer},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }  # fmt: skip
     mesh = jzero.make_mesh(zero=4, devices=devices or jax.devices()[:4])
@@ -153,8 +153,10 @@ def test_each_step_rounds_anew():
 
 
 @pytest.mark.parametrize(("kind", "copies"), [("dog", "init_params"), ("prodigy", "params0"), ("amsgrad", "nu_max")])
-def test_copies_and_running_maxima_stay_float32(kind, copies):
-    state = step_of(1, kind, state_dtype="bf16").state_shapes.opt_state
+@pytest.mark.parametrize("masters", ["fp32", "bf16"])
+def test_copies_and_running_maxima_stay_float32(kind, copies, masters):
+    section = {"enabled": True, "bf16_master_weights_and_grads": masters == "bf16"}
+    state = step_of(1, kind, state_dtype="bf16", bf16=section).state_shapes.opt_state
     paths = {
         jax.tree_util.keystr(path): x.dtype for path, x in jax.tree_util.tree_flatten_with_path(state)[0] if x.ndim
     }

@@ -116,8 +116,8 @@ def plan(source: Checkpoint, step: TrainStep, former: TrainState | None, selecti
         field_of = stored_name.startswith("opt_state/") and not ROWS.isdisjoint(stored_name.split("/"))
         return mine.get(stored_name, field_of)
 
+    _check_moments(source, step, wanted)
     if selection.strict:  # rows fit their number of devices only; on others they start at 0, as in DeepSpeed
-        _check_moments(source, step, wanted)
         expected = {name: x for name, x in wanted.items() if name not in source.without and not has_rows(name)}
         source.check_fit(expected, [name for name in stored if name in selection and not has_rows(name)])
     fit = {name for name, shape in wanted.items() if name in stored and shape in (None, stored[name])}
@@ -145,9 +145,12 @@ def _check_moments(source: Checkpoint, step: TrainStep, wanted: Collection[str])
     if not theirs or not ours or there == here or not section or step.setup.callers_optimizer:
         return
     fix, are = ('"fp8"', "are") if there else ('"fp32" or "bf16"', "are not")
+    key = f'optimizer.state_dtype = "{section.state_dtype}"'
+    if step.config.bf16.bf16_optimizer_states:
+        key, fix = "bf16.bf16_optimizer_states = true", f"false, and optimizer.state_dtype to {fix}"
     raise ConfigError(
-        f'optimizer.state_dtype = "{section.state_dtype}": the moments of checkpoint {source.path} {are} in fp8; set '
-        f"it to {fix}, or load the rest: engine.load_checkpoint(..., load_optimizer_states=False)"
+        f"{key}: the moments of checkpoint {source.path} {are} in fp8; set it to {fix}, or load the rest: "
+        "engine.load_checkpoint(..., load_optimizer_states=False)"
     )
 
 

@@ -1,10 +1,11 @@
 """Optimizers: DeepSpeed's by its names, parameters and defaults; optax's by theirs, except `table.REFUSED`.
 
-Read `table` (a name is a row), then `transforms` and `muon` (the arithmetic), then `wrappers` and `groups`. An
-optimizer that looks at a whole parameter (Lamb's trust ratio, Muon's orthogonalisation, Adafactor's factored moments)
-sees each layer of a layer stack as a parameter of its own. The state keeps the parameters' key paths: a state leaf that
-belongs to a parameter has a path that ends with the parameter's, and for elementwise state its shape. Sharding specs
-are assigned by that rule.
+Read `table` (a name is a row), `transforms` and `muon` (the arithmetic), `moments` (its dtype), `wrappers`, `groups`.
+
+An optimizer that looks at a whole parameter (Lamb's trust ratio, Muon's orthogonalisation, Adafactor's factored
+moments) sees each layer of a layer stack as a parameter of its own. The state keeps the parameters' key paths: a state
+leaf that belongs to a parameter has a path that ends with the parameter's, and for elementwise state its shape.
+Sharding specs are assigned by that rule.
 
 The arithmetic and the state are fp32 whatever the parameters' dtype, unless `state_dtype` changes the state's; Muon
 iterates in bfloat16 under a compute dtype of 16 bits.

@@ -1,8 +1,8 @@
 """Moments in fp8: e5m2 times one power of two for each array of a layer.
 
-Moments, second moments above all, span many powers of two: e5m2 has 31, with four numbers in each. A change far below
-the distance of two numbers is not lost, because they are rounded at random. Nothing but 0 becomes 0, since an update
-divides by the root of a second moment.
+Moments, second moments above all, span many powers of two: e5m2 has 32, with four numbers in each but the lowest two.
+A change far below the distance of two numbers is not lost, because they are rounded at random. Nothing but 0 becomes
+0, since an update divides by the root of a second moment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from jzero.optimizers.rounding import keep_bits
 
 DTYPE = jnp.float8_e5m2
-LEAST = 4096  # elements of a layer's array; smaller ones, norms and biases, stay as they are
+LEAST = 2**16  # elements of a layer's array; smaller ones, norms and biases, stay as they are
 _LARGEST = 14  # exponent of an array's largest code, which may be rounded up; e5m2 goes on to 15
 _NORMAL, _SUBNORMAL = np.float32(2.0**-14), np.float32(2.0**-16)  # the smallest of each in e5m2
 _HALF = np.uint32(2**31)
@@ -36,7 +36,8 @@ def encode(x: jax.Array, layered: bool, words: jax.Array | None = None) -> tuple
       words: random uint32s, see `rounding.noise`; None: round to the nearest number.
 
     Returns:
-      The codes, float8_e5m2 with the shape of `x`, and the scale, float32 [] or [layers].
+      The codes, float8_e5m2 with the shape of `x`, and the scale, float32 [] or [layers]: NaN if an element is not
+      finite.
 
     >>> codes, scale = encode(jnp.array([0.0, -1.0, 1.2e-4, 1e-12]), False)
     >>> codes.tolist(), float(scale) * 2**14
@@ -48,14 +49,14 @@ def encode(x: jax.Array, layered: bool, words: jax.Array | None = None) -> tuple
     largest = jnp.max(jnp.abs(x), axis=tuple(range(int(layered), x.ndim)))
     exponent = (jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23 & 0xFF) - 127
     exponent = jnp.maximum(exponent, -100) - _LARGEST  # so that the inverse is a normal number
-    # one number that is not finite makes all of them NaN, which the step must see
-    inverse = jnp.where(jnp.isfinite(largest), _power_of_two(-exponent), jnp.nan)
-    size = jnp.abs(x * _over(inverse, x))
+    size = jnp.abs(x * _over(_power_of_two(-exponent), x))
     # subnormal numbers have the distances of those in the first power of two above them
     lift = jnp.where(size < _NORMAL, _NORMAL, 0)
     size = keep_bits(size + lift, _HALF if words is None else words, 2) - lift
     size = jnp.where(x == 0, 0, jnp.maximum(size, _SUBNORMAL))
-    return _to_e5m2(jnp.copysign(size, x)), _power_of_two(exponent)
+    # A saturated infinity would look like any other number, and the bits of a NaN may be rounded to one.
+    scale = jnp.where(jnp.isfinite(largest), _power_of_two(exponent), jnp.nan)
+    return _to_e5m2(jnp.copysign(size, x)), scale
 
 
 def decode(codes: jax.Array, scale: jax.Array) -> jax.Array:

@@ -17,16 +17,16 @@ from jzero.optimizers.rounding import noise, to_bfloat16
 from jzero.optimizers.wrappers import Transform, labels
 from jzero.tree import path_name
 
-# State that is no moment: copies of parameters, from which optax's dog, dowg, prodigy, cocob and madgrad measure, and
-# AMSGrad's running maximum, which would be one of rounding errors.
+# These fields are not moments: optax's dog, dowg, prodigy, cocob and madgrad measure from copies of the parameters, and
+# AMSGrad's running maximum would be one of rounding errors.
 _EXACT = frozenset({"init_params", "params0", "init_particles", "x0", "nu_max"})
 
 
 class Fp8State(NamedTuple):
-    """An optimizer's state with its large moments in fp8.
+    """An optimizer's state with its large moments in fp8. A state without any has no scales, and stays as it is.
 
     Attributes:
-      codes: the state; an array in fp8 has to be multiplied by its scale.
+      codes: the state; multiply an fp8 array by its scale.
       scales: name of a leaf of `codes` in fp8 -> float32 [] or [layers].
     """
 
@@ -40,7 +40,7 @@ def in_fp32(tx: Transform, state_dtype: Any, stacked: Any = None) -> Transform:
     Each update loads low-precision state to fp32, computes, and rounds once, instead of at every operation: to the
     nearest number, or up or down at random by a key that `update` takes as `rounding`. State that belongs to no
     parameter (counts, scalars) keeps its dtype, and so do rows of single devices: errors of compressed communication
-    are what rounding has lost, and momenta and steps of local steps are small sums. In fp8 small arrays keep it too.
+    are what rounding has lost, and momenta and steps of local steps are small sums. In fp8, small arrays stay in fp32.
 
     Args:
       tx: any transformation.
@@ -92,7 +92,7 @@ def _load(stored: Any, params: Any) -> Any:
     return _map_moments(lambda path, x, owner: _cast_floating(x, jnp.float32), stored, params)
 
 
-def _store_fp8(stacked: Any, state: Any, params: Any, key: jax.Array | None) -> Fp8State:
+def _store_fp8(stacked: Any, state: Any, params: Any, key: jax.Array | None) -> Any:
     words, scales = None if key is None else _words(params, key), {}
     in_layers = dict(_flat(labels(stacked, lambda s, p: s, params)))
 
@@ -103,19 +103,19 @@ def _store_fp8(stacked: Any, state: Any, params: Any, key: jax.Array | None) -> 
         scales[path_name(path)] = scale
         return codes
 
-    return Fp8State(_map_moments(encoded, state, params), scales)
+    codes = _map_moments(encoded, state, params)
+    return Fp8State(codes, scales) if scales else codes
 
 
-def _load_fp8(stored: Fp8State, params: Any) -> Any:
-    def decoded(path: tuple, x: jax.Array, owner: tuple) -> jax.Array:
-        scale = stored.scales.get(path_name(path))
-        return x if scale is None else fp8_moments.decode(x, scale)
+def _load_fp8(stored: Any, params: Any) -> Any:
+    def decoded(path: tuple, x: jax.Array) -> jax.Array:
+        return fp8_moments.decode(x, stored.scales[path_name(path)]) if x.dtype == fp8_moments.DTYPE else x
 
-    return _map_moments(decoded, stored.codes, params)
+    return jax.tree_util.tree_map_with_path(decoded, stored.codes) if isinstance(stored, Fp8State) else stored
 
 
 def _words(params: Any, key: jax.Array) -> Callable[[tuple, jax.Array], jax.Array]:
-    """Make a function: a parameter's path and one of its moments -> random words, others at each call."""
+    """Make a function: a parameter's path and one of its moments -> random words, new ones at each call."""
     arrays = {path: (i, count()) for i, (path, _) in enumerate(_flat(params))}
 
     def words(owner: tuple, x: jax.Array) -> jax.Array:
@@ -136,19 +136,17 @@ def _flat(tree: Any) -> list[tuple[tuple, Any]]:
 def _map_moments(function: Callable[[tuple, Any, tuple], Any], state: Any, params: Any) -> Any:
     """Map function(path, leaf, owner's path) over the moments.
 
-    These are the state leaves that belong to a parameter, the same on all devices. The key path of such a leaf ends
-    with the parameter's. State in `_EXACT` is left out if the parameter is float32: a parameter with fewer bits has a
-    copy with as few.
+    These are the state leaves that belong to a parameter, the same on all devices, but for the fields in `_EXACT`. The
+    key path of such a leaf ends with the parameter's.
 
     Paths are tuples of keys, so the suffixes of each state leaf are looked up, one for each length of parameter path.
     """
-    owners = {path: x.dtype for path, x in _flat(params)}
+    owners = {path for path, _ in _flat(params)}
     lengths = {len(path) for path in owners}
 
     def leaf(path: tuple, x: Any) -> Any:
         found = [path[len(path) - n :] for n in lengths if n <= len(path) and path[len(path) - n :] in owners]
-        exact = any(owners[owner] == jnp.float32 for owner in found)
-        exact = exact and any(getattr(key, "name", None) in _EXACT for key in path)
+        exact = any(getattr(key, "name", None) in _EXACT for key in path)
         return function(path, x, max(found, key=len)) if found and not exact and not has_rows(path) else x
 
     return jax.tree_util.tree_map_with_path(leaf, state)

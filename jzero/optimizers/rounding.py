@@ -24,14 +24,14 @@ def to_bfloat16(x: jax.Array, words: jax.Array) -> jax.Array:
 
 
 def keep_bits(x: jax.Array, words: jax.Array | np.uint32, mantissa: int) -> jax.Array:
-    """Round float32 numbers up or down to these mantissa bits, down where the words are 0; NaN may become infinite."""
+    """Round finite float32 numbers up or down to these mantissa bits; towards 0 where the words are 0."""
     dropped = 23 - mantissa
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (words >> np.uint32(32 - dropped))
     return jax.lax.bitcast_convert_type(bits >> np.uint32(dropped) << np.uint32(dropped), jnp.float32)
 
 
 def noise(shape: tuple[int, ...], key: jax.Array, array: int = 0, number: int = 0) -> jax.Array:
-    """Make random uint32s of a shape, of which the upper bits are the best.
+    """Make random uint32s of a shape; their upper bits are the most random.
 
     They follow from the key, the array's index and the element's place in the whole array, not from how devices divide
     it. They are a hash, which XLA computes in the pass over memory that it makes anyway: `number` 0 and 1 use two
