@@ -25,6 +25,7 @@ from jzero.checkpoint.leaves import is_key, nest
 from jzero.checkpoint.orbax_noise import silence_orbax
 from jzero.distributed.host_collectives import agree, anyone, check_same, together
 from jzero.errors import CheckpointError, ConfigError, in_a_line, some_of
+from jzero.optimizers.moments import without_fp8
 from jzero.stored_names import stored_names
 from jzero.tree import PyTree, differences, named
 
@@ -73,6 +74,18 @@ class Checkpoint:
             raise CheckpointError(f"checkpoint {path} differs between hosts: all hosts must share the directory")
         return found
 
+    def check_moments(self, names: Iterable[str]) -> None:
+        """Raise a ConfigError if the checkpoint and the named leaves differ by moments in fp8 alone."""
+        ours, theirs = ([name for name in some if name.startswith("opt_state/")] for some in (names, self.shapes))
+        if not ours or set(ours) == set(theirs) or without_fp8(ours) != without_fp8(theirs):
+            return
+        are, must = ("are", '"fp8"') if any("/scales/" in name for name in theirs) else ("are not", '"fp32" or "bf16"')
+        raise ConfigError(
+            f"the moments of checkpoint {self.path} {are} in fp8, so optimizer.state_dtype must be {must}; or leave "
+            "out resume= and load the rest: engine.load_checkpoint(..., load_optimizer_states=False); the moments then "
+            "start from 0"
+        )
+
     def check_fit(self, shapes: Mapping[str, tuple[int, ...] | None], ours: Iterable[str] | None = None) -> None:
         """Raise a ConfigError that names the leaves in which the checkpoint and a state differ.
 
@@ -81,6 +94,7 @@ class Checkpoint:
           ours: names of the checkpoint's leaves to compare; default: all.
         """
         there = {name: self.shapes[name] for name in (self.shapes if ours is None else ours)}
+        self.check_moments(shapes)
         if problems := differences(there, shapes):
             raise ConfigError(
                 f"checkpoint {self.path} belongs to another model or optimizer: {some_of(problems)}. "

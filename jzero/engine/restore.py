@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,7 +115,7 @@ def plan(source: Checkpoint, step: TrainStep, former: TrainState | None, selecti
         field_of = stored_name.startswith("opt_state/") and not ROWS.isdisjoint(stored_name.split("/"))
         return mine.get(stored_name, field_of)
 
-    _check_moments(source, step, wanted)
+    source.check_moments(wanted)
     if selection.strict:  # rows fit their number of devices only; on others they start at 0, as in DeepSpeed
         expected = {name: x for name, x in wanted.items() if name not in source.without and not has_rows(name)}
         source.check_fit(expected, [name for name in stored if name in selection and not has_rows(name)])
@@ -135,23 +134,6 @@ def plan(source: Checkpoint, step: TrainStep, former: TrainState | None, selecti
     read = {part for name in taken for part in names[name]}
     lost = [name for name in stored if name in selection and has_rows(name) and name not in read]
     return Plan(source, step, selection, taken, kept, zeros, lost)
-
-
-def _check_moments(source: Checkpoint, step: TrainStep, wanted: Collection[str]) -> None:
-    """Raise a ConfigError if the moments are in fp8 in the checkpoint or in the step alone."""
-    theirs, ours = ([name for name in names if name.startswith("opt_state/")] for names in (source.shapes, wanted))
-    there, here = (any(re.match("opt_state/(inner/)?codes/", name) for name in names) for names in (theirs, ours))
-    section = step.config.optimizer
-    if not theirs or not ours or there == here or not section or step.setup.callers_optimizer:
-        return
-    fix, are = ('"fp8"', "are") if there else ('"fp32" or "bf16"', "are not")
-    key = f'optimizer.state_dtype = "{section.state_dtype}"'
-    if step.config.bf16.bf16_optimizer_states:
-        key, fix = "bf16.bf16_optimizer_states = true", f"false, and optimizer.state_dtype to {fix}"
-    raise ConfigError(
-        f"{key}: the moments of checkpoint {source.path} {are} in fp8; set it to {fix}, or load the rest: "
-        "engine.load_checkpoint(..., load_optimizer_states=False)"
-    )
 
 
 def _report_rows(zeros: list[str], lost: list[str]) -> None:

@@ -25,6 +25,7 @@ from jzero.engine.text import bullets, size_text, table, value_text, wrap
 from jzero.errors import shorten, some_of
 from jzero.mesh import BATCH_AXES, CONTEXT, EXPERT, GROUP_AXES, PIPE, TENSOR, ZERO_AXES, group_size, present
 from jzero.model import weights_layout
+from jzero.optimizers import fp8_moments
 from jzero.planner.observed import observed
 from jzero.planner.state_bytes import gradient_dtype, names_in_fp8, state_bytes, sums_gradients
 from jzero.planner.undivided import undivided
@@ -101,10 +102,15 @@ def _head(step: Any) -> list[str]:
 
 
 def _moments(step: Any) -> str:
-    dtype, dtypes = step.precision.optimizer_state, {x.dtype for x in jax.tree.leaves(step.state_shapes.opt_state)}
-    if step.setup.callers_optimizer or dtype.itemsize == 4 or dtype not in dtypes:
+    dtype, leaves = step.precision.optimizer_state, jax.tree.leaves(step.state_shapes.opt_state)
+    if step.setup.callers_optimizer or dtype.itemsize == 4:
         return ""
-    return f", moments {dtype}{' rounded at random' if step.precision.at_random else ''}"
+    low, of_all = sum(x.size for x in leaves if x.dtype == dtype), sum(x.size for x in leaves)
+    if not low:
+        least = f" of {fp8_moments.LEAST:,} elements" if dtype == fp8_moments.DTYPE else ""
+        return f", optimizer.state_dtype without effect: no moments{least}"
+    at_random = " rounded at random" if step.precision.at_random else ""
+    return f", moments {dtype}{at_random} ({low:,} of the optimizer's {of_all:,} elements)"
 
 
 def _zero(step: Any) -> str:
@@ -354,7 +360,8 @@ def _fallbacks(step: Any) -> list[str]:
     lines = [f"replicated, {why}: {some_of(leaves, 4)}" for why, leaves in names.items()]
     lines += undivided(step)
     if step.setup.callers_optimizer and step.config.optimizer:
-        lines.append(f"optimizer section ({step.config.optimizer.type}) not used: an optimizer was passed in")
+        also = ", and its state_dtype" if "state_dtype" in step.config.optimizer.model_fields_set else ""
+        lines.append(f"optimizer section ({step.config.optimizer.type}{also}) not used: an optimizer was passed in")
     if float16_on_cpu(step.precision, step.mesh):
         lines.append(
             "fp16 on CPU devices: products that ask for float16 operands and a float32 sum by name (F16_F16_F32, as "

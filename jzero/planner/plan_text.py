@@ -61,9 +61,11 @@ def title(plan: PlanFacts) -> str:
     step, b = plan.step, plan.step.batch_sizes
     count = sum(prod(row["shape"]) for row in parameter_rows(plan))
     mesh = " x ".join(f"{axis} {n}" for axis, n in step.mesh.shape.items() if n > 1) or "1 device"
+    dtype = step.config.optimizer.state_dtype if step.config.optimizer else "fp32"
+    moments = f", moments {dtype}" if dtype != "fp32" and not step.setup.callers_optimizer else ""
     tokens = f", {plan.amount.tokens:,} tokens" if plan.amount.tokens else ""
     return (
-        f"{quantity(count)} parameters, ZeRO-{step.config.zero_optimization.stage}, {step.config.precision}, "
+        f"{quantity(count)} parameters, ZeRO-{step.config.zero_optimization.stage}, {step.config.precision}{moments}, "
         f"on {plan.gpus} x {plan.gpu.description} ({mesh})\n"
         f"batch {b.train} = {b.micro} per GPU x {b.accum} accumulation x {step.replicas} replicas{tokens}"
         f"{f'; compiled in {plan.compile_s:.1f} s' if plan.compile_s else ''}"
