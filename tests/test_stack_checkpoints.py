@@ -37,6 +37,18 @@ def plain_state(engine):
     return found
 
 
+def moved(one, other, directory):
+    """Train one engine, load its checkpoint into the other, and return that one's state, which is the same."""
+    one.train_batch(BATCHES[0])
+    one.save_checkpoint(directory).wait()
+    other.load_checkpoint(directory)
+    before, after = plain_state(one), plain_state(other)
+    assert before.keys() == after.keys()
+    for name, x in before.items():
+        np.testing.assert_array_equal(after[name], x, err_msg=name)
+    return after
+
+
 MOVES = [
     ((None, "zero"), ("blocks", "pipe")),
     (("blocks", "pipe"), (None, "zero")),
@@ -48,13 +60,7 @@ CASES = [(*move, module) for module in (SmallGPT, SmallScannedGPT) for move in M
 @pytest.mark.parametrize(("first", "second", "module"), some(CASES, [CASES[0], CASES[4]]))
 def test_a_run_resumes_with_and_without_a_stack(tmp_path, module, first, second):
     one, other = engine(*first, module), engine(*second, module)
-    one.train_batch(BATCHES[0])
-    one.save_checkpoint(tmp_path).wait()
-    other.load_checkpoint(tmp_path)
-    before, after = plain_state(one), plain_state(other)
-    assert before.keys() == after.keys()
-    for name, x in before.items():
-        np.testing.assert_array_equal(after[name], x, err_msg=name)
+    after = moved(one, other, tmp_path)
     assert int(other.state.step) == 1
     assert not all((x == 0).all() for name, x in after.items() if "/mu/" in name)
 
@@ -71,16 +77,10 @@ def test_a_run_with_moments_in_fp8_resumes_with_and_without_a_stack(tmp_path):
     """Each layer of a stacked moment has codes and a scale of its own."""
     optimizer = {"type": "Adam", "params": {"lr": 1e-2}, "state_dtype": "fp8"}
     one, other = (engine(*of, WideGPT, optimizer=optimizer) for of in MOVES[0])
-    one.train_batch(BATCHES[0])
-    one.save_checkpoint(tmp_path).wait()
-    other.load_checkpoint(tmp_path)
-    before, after = plain_state(one), plain_state(other)
-    assert before.keys() == after.keys()
-    for name, x in before.items():
-        np.testing.assert_array_equal(after[name], x, err_msg=name)
-    in_fp8 = [name for name, x in before.items() if x.dtype.itemsize == 1]
+    state = moved(one, other, tmp_path)
+    in_fp8 = [name for name, x in state.items() if x.dtype.itemsize == 1]
     assert len(in_fp8) == 2 * 2 * 2  # first and second moments of two matrices in two layers
-    assert {name.replace("codes", "scales") for name in in_fp8} <= before.keys()
+    assert {name.replace("codes", "scales") for name in in_fp8} <= state.keys()
     assert np.isfinite(float(other.train_batch(BATCHES[1])))
 
 
