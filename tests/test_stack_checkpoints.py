@@ -84,6 +84,20 @@ def test_a_run_with_moments_in_fp8_resumes_with_and_without_a_stack(tmp_path):
     assert np.isfinite(float(other.train_batch(BATCHES[1])))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("here", "there"), [("fp8", "fp32"), ("fp32", "fp8")])
+def test_moments_change_their_dtype_with_and_without_a_stack(tmp_path, here, there):
+    one, other = (
+        engine(*of, WideGPT, optimizer={"type": "Adam", "params": {"lr": 1e-2}, "state_dtype": dtype})
+        for of, dtype in zip(MOVES[1], (there, here), strict=True)
+    )
+    one.train_batch(BATCHES[0])
+    one.save_checkpoint(tmp_path).wait()
+    other.load_checkpoint(tmp_path)
+    losses = [[float(e.train_batch(batch)) for batch in BATCHES] for e in (one, other)]
+    np.testing.assert_allclose(*losses, rtol=0.02)
+
+
 @pytest.fixture(scope="module")
 def both():
     """The same start without and with a stack."""

@@ -9,6 +9,7 @@ that does not depend on the layout; reading compares it.
 """
 
 from jzero.checkpoint.async_save import Save, forgive, last_save, save, wait
-from jzero.checkpoint.reader import Checkpoint, restore
+from jzero.checkpoint.reader import Checkpoint
+from jzero.checkpoint.restoring import restore
 
 __all__ = ["Checkpoint", "Save", "forgive", "last_save", "restore", "save", "wait"]

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,11 @@ from jax.sharding import Sharding
 from jzero.checkpoint.async_save import settle
 from jzero.checkpoint.checksums import checksums
 from jzero.checkpoint.directory import STATE, find_checkpoint, read_notes
-from jzero.checkpoint.layers import Names, read_layers
-from jzero.checkpoint.leaves import is_key, nest
+from jzero.checkpoint.leaves import nest
 from jzero.checkpoint.orbax_noise import silence_orbax
 from jzero.distributed.host_collectives import agree, anyone, check_same, together
 from jzero.errors import CheckpointError, ConfigError, in_a_line, some_of
-from jzero.optimizers.moments import without_fp8
-from jzero.stored_names import stored_names
-from jzero.tree import PyTree, differences, named
+from jzero.tree import differences, named
 
 T = TypeVar("T")
 
@@ -74,18 +71,6 @@ class Checkpoint:
             raise CheckpointError(f"checkpoint {path} differs between hosts: all hosts must share the directory")
         return found
 
-    def check_moments(self, names: Iterable[str]) -> None:
-        """Raise a ConfigError if the checkpoint and the named leaves differ by moments in fp8 alone."""
-        ours, theirs = ([name for name in some if name.startswith("opt_state/")] for some in (names, self.shapes))
-        if not ours or set(ours) == set(theirs) or without_fp8(ours) != without_fp8(theirs):
-            return
-        are, must = ("are", '"fp8"') if any("/scales/" in name for name in theirs) else ("are not", '"fp32" or "bf16"')
-        raise ConfigError(
-            f"the moments of checkpoint {self.path} {are} in fp8, so optimizer.state_dtype must be {must}; or leave "
-            "out resume= and load the rest: engine.load_checkpoint(..., load_optimizer_states=False); the moments then "
-            "start from 0"
-        )
-
     def check_fit(self, shapes: Mapping[str, tuple[int, ...] | None], ours: Iterable[str] | None = None) -> None:
         """Raise a ConfigError that names the leaves in which the checkpoint and a state differ.
 
@@ -94,7 +79,6 @@ class Checkpoint:
           ours: names of the checkpoint's leaves to compare; default: all.
         """
         there = {name: self.shapes[name] for name in (self.shapes if ours is None else ours)}
-        self.check_moments(shapes)
         if problems := differences(there, shapes):
             raise ConfigError(
                 f"checkpoint {self.path} belongs to another model or optimizer: {some_of(problems)}. "
@@ -142,61 +126,6 @@ class Checkpoint:
         )
         found = named(tree)
         return {name: found[name] for name in shardings}
-
-
-def restore(
-    directory: str | os.PathLike, shardings: PyTree, *, tag: str | float | None = None, shapes: PyTree = None
-) -> PyTree:
-    """Read a state with the given shardings, from a checkpoint of any layout. All processes call it.
-
-    The loss scale is the saved one. To restore into another precision, start with a new loss scale:
-    `dataclasses.replace(state, loss_scale=step.new_loss_scale(state.loss_scale.skipped))`.
-
-    Args:
-      directory, tag: as given to `save`; without a tag, the checkpoint that directory/latest names.
-      shardings: a tree, such as `TrainStep.state_shardings`.
-      shapes: the same tree of arrays or ShapeDtypeStructs, such as `TrainStep.state_shapes`. Shapes are compared before
-        reading, and leaves are cast to these dtypes. Default: the shapes and dtypes that were saved.
-
-    Raises:
-      ConfigError: no checkpoint, or one of another model or optimizer; the message names the leaves that are missing,
-        extra or of another shape. Raised on all processes.
-      CheckpointError: the checkpoint is damaged. Raised on all processes.
-    """
-    checkpoint = Checkpoint.find(directory, tag)
-    wanted = named(shapes) if shapes is not None else {}
-    places = named(shardings)
-    if not wanted and getattr(shardings, "names", None) is not None:
-        raise ConfigError("restore: a model with stack= needs shapes=step.state_shapes beside step.state_shardings")
-    names = stored_names(shardings, wanted or places)
-    checkpoint.check_fit(stored_shapes(wanted, names) if wanted else dict.fromkeys(places))
-    read = read_layers(checkpoint, places, {name: x.shape for name, x in wanted.items()}, names)
-    return jax.tree.unflatten(jax.tree.structure(shardings), match_dtypes(read, wanted).values())
-
-
-def stored_shapes(leaves: Mapping[str, Any], names: Names) -> dict[str, tuple[int, ...] | None]:
-    """Map the names in a checkpoint to the shapes that the leaves of a state require there; None: any."""
-    shapes: dict[str, tuple[int, ...] | None] = {}
-    for name, x in leaves.items():
-        shape = expected_shape(x)
-        shapes |= dict.fromkeys(names[name], shape if len(names[name]) == 1 or shape is None else shape[1:])
-    return shapes
-
-
-def expected_shape(x: Any) -> tuple[int, ...] | None:
-    """Return a leaf's required shape in the checkpoint; None (any) for random keys, whose data differs in shape."""
-    return None if is_key(x) else tuple(x.shape)
-
-
-def match_dtypes(leaves: Mapping[str, jax.Array], wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Cast the leaves to the dtypes of `wanted`; random keys keep theirs."""
-    return {
-        n: x if n not in wanted or is_key(x) or x.dtype == wanted[n].dtype else _astype(x, wanted[n].dtype)
-        for n, x in leaves.items()
-    }
-
-
-_astype = jax.jit(lambda x, dtype: x.astype(dtype), static_argnums=1)
 
 
 def all_or_none(what: str, work: Callable[[], T], of: object = "") -> T:

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 
 from jzero.checkpoint.checksums import checksums
 from jzero.checkpoint.layers import read_layers
-from jzero.checkpoint.reader import Checkpoint, match_dtypes, stored_shapes
+from jzero.checkpoint.other_moments import with_moments_of
+from jzero.checkpoint.reader import Checkpoint
+from jzero.checkpoint.restoring import match_dtypes, stored_shapes
 from jzero.distributed.place import log_dist
 from jzero.errors import ConfigError, some_of
 from jzero.loss_scale import Scaler
@@ -107,6 +109,7 @@ def plan(source: Checkpoint, step: TrainStep, former: TrainState | None, selecti
     shapes = named(step.state_shapes)
     names = stored_names(step.state_shapes, shapes)
     wanted = stored_shapes({name: x for name, x in shapes.items() if name in selection}, names)
+    source = with_moments_of(source, wanted)
     stored = source.shapes
     rows = dict.fromkeys(rows_of(step.state_shapes))
     mine = {part: name in rows for name in shapes for part in names[name]}
@@ -115,7 +118,6 @@ def plan(source: Checkpoint, step: TrainStep, former: TrainState | None, selecti
         field_of = stored_name.startswith("opt_state/") and not ROWS.isdisjoint(stored_name.split("/"))
         return mine.get(stored_name, field_of)
 
-    source.check_moments(wanted)
     if selection.strict:  # rows fit their number of devices only; on others they start at 0, as in DeepSpeed
         expected = {name: x for name, x in wanted.items() if name not in source.without and not has_rows(name)}
         source.check_fit(expected, [name for name in stored if name in selection and not has_rows(name)])

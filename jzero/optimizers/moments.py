@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -21,7 +20,6 @@ from jzero.tree import path_name
 # These fields are not moments: optax's dog, dowg, prodigy, cocob and madgrad measure from copies of the parameters, and
 # AMSGrad's running maximum would be one of rounding errors.
 _EXACT = frozenset({"init_params", "params0", "init_particles", "x0", "nu_max"})
-_SCALE = re.compile("opt_state/(?:inner/)?scales/")
 
 
 class Fp8State(NamedTuple):
@@ -34,15 +32,6 @@ class Fp8State(NamedTuple):
 
     codes: Any
     scales: dict[str, jax.Array]
-
-
-def without_fp8(names: Iterable[str]) -> set[str]:
-    """Return the names that the leaves of a state would have without moments in fp8.
-
-    >>> sorted(without_fp8(["opt_state/codes/0/mu/w", "opt_state/scales/0/mu/w"]))
-    ['opt_state/0/mu/w']
-    """
-    return {re.sub("^(opt_state/(?:inner/)?)codes/", r"\1", name) for name in names if not _SCALE.match(name)}
 
 
 def in_fp32(tx: Transform, state_dtype: Any, stacked: Any = None) -> Transform:
