@@ -23,6 +23,7 @@ def run(cases, tmp_path, monkeypatch, gpus):
     return [json.loads(line) for line in (out / "cases.jsonl").read_text().splitlines()], (out / "page.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_case_and_one_that_fails(tmp_path, monkeypatch):
     jzeros = f"JAX_PLATFORMS=cpu {TINY} --attention xla --micro-batch 1"
     (good, bad), page = run([f"1 | jzero | {jzeros}", f"1 | jzero | {jzeros} --pipe 7"], tmp_path, monkeypatch, 1)
