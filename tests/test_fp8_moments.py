@@ -12,6 +12,7 @@ import pytest
 from helpers.cuda import needs_cuda_compiler
 from jax import P
 from jax.sharding import NamedSharding
+from test_state_dtype import BATCH, train
 
 import jzero
 from jzero.optimizers import fp8_moments
@@ -130,8 +131,6 @@ def test_moments_and_parameters_have_random_bits_of_their_own():
 
 
 SHAPE = LlamaConfig(2, 64, 4, 2, 192, vocab_size=64)
-TOKENS = np.random.default_rng(2).integers(0, 64, (8, 17)).astype(np.int32)
-BATCH = {"inputs": TOKENS[:, :-1], "labels": TOKENS[:, 1:]}
 
 
 def config_of(stage=2, kind="AdamW", state_dtype="fp8", **more):
@@ -143,21 +142,13 @@ def config_of(stage=2, kind="AdamW", state_dtype="fp8", **more):
     }
 
 
-def llama(**stack):
-    return jzero.from_flax(lambda rngs: Llama(SHAPE, rngs=rngs), **stack)
+def llama():
+    return jzero.from_flax(lambda rngs: Llama(SHAPE, rngs=rngs))
 
 
 def step_of(*given, devices=None, **more):
     mesh = jzero.make_mesh(zero=4, devices=devices or jax.devices()[:4])
     return jzero.make_train_step(llama(), config_of(*given, **more), mesh=mesh)
-
-
-def train(step, steps):
-    state, losses = step.init(jax.random.key(0)), []
-    for _ in range(steps):
-        state, metrics = step(state, BATCH)
-        losses.append(float(metrics["loss"]))
-    return state, losses
 
 
 def test_large_moments_are_in_fp8_and_the_others_in_float32():
@@ -194,7 +185,7 @@ def test_a_step_again_rounds_the_same_and_the_next_one_anew():
 def test_training_is_as_with_float32_moments(kind):
     (_, exact), (_, low) = (train(step_of(2, kind, dtype), 60) for dtype in ("fp32", "fp8"))
     assert low != exact
-    np.testing.assert_allclose(low, exact, atol=0.05)
+    np.testing.assert_allclose(low, exact, atol=0.05)  # they fall from 4.2; moments fluctuate by a quarter
 
 
 def test_a_skipped_step_changes_nothing():
@@ -258,12 +249,12 @@ def test_a_checkpoint_continues_with_moments_in_another_dtype(tmp_path, here, th
     other.load_checkpoint(tmp_path, load_module_strict=strict)
     before, after = in_float32(one.state.opt_state), in_float32(other.state.opt_state)
     assert before.keys() == after.keys()
-    for name, x in before.items():
+    for name, x in before.items():  # one of eight numbers away at most, or the smallest number
         np.testing.assert_allclose(after[name], x, rtol=1 / 7, atol=1e-8 * np.abs(x).max(), err_msg=name)
     same = [float(e.train_batch(BATCH)) for e in (one, other)]
     assert same[0] == pytest.approx(same[1], rel=1e-5)  # of the same parameters
-    after = [float(e.train_batch(BATCH)) for e in (one, other)]
-    assert after[0] == pytest.approx(after[1], rel=0.01)
+    changed = [float(e.train_batch(BATCH)) for e in (one, other)]
+    assert changed[0] == pytest.approx(changed[1], rel=0.01)  # after a step by moments of one rounding more
     assert one.get_lr() == other.get_lr()
 
 

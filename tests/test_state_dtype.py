@@ -201,6 +201,11 @@ def test_the_run_report_names_the_rounding(capsys):
     model = jzero.from_flax(lambda rngs: Llama(SHAPE, rngs=rngs))
     jzero.initialize(model=model, config=config)[0].train_batch(BATCH)
     assert "moments bfloat16 rounded at random" in " ".join(capsys.readouterr().out.split())
+    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    config = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 1e-3}}, "bf16": bf16}
+    jzero.initialize(model=model, config=config)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "bf16.bf16_optimizer_states without effect: no moments" in text
 
 
 def test_other_dtypes_are_refused():

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jzero.checkpoint.reader import Checkpoint
 from jzero.distributed.place import log_dist
-from jzero.offload.transfers import HOST
+from jzero.offload.transfers import to_devices
 from jzero.optimizers import fp8_moments
 
 _PART = re.compile("^(opt_state/(?:inner/)?)(codes|scales)/")  # of an `optimizers.moments.Fp8State`
@@ -70,7 +70,7 @@ class _ToFp8(_Converted):
             {name: to for name, to in shardings.items() if name not in scales and not _is(name, "scales")}
         )
         for codes, scale in scales.items():
-            x = self._as_they_are({codes: _on_device(shardings[codes])})[codes]
+            x = to_devices(self._as_they_are({codes: shardings[codes]}))[codes]
             made = _encode(x, bool(self.shapes[scale]))
             found |= {name: jax.device_put(y, shardings[name]) for name, y in zip((codes, scale), made, strict=True)}
         return found
@@ -87,26 +87,20 @@ class _FromFp8(_Converted):
         scales = {name: scale for name, scale in scales.items() if scale in self._source.shapes and scale != name}
         found = self._as_they_are({name: to for name, to in shardings.items() if name not in scales})
         for name, scale in scales.items():
-            to, codes = _on_device(shardings[name]), self._sources[name]
-            read = self._source.read({codes: to, scale: _everywhere(to)})
-            found[name] = jax.device_put(_decode(read[codes], read[scale]), shardings[name])
+            to, codes = shardings[name], self._sources[name]
+            read = to_devices(self._source.read({codes: to, scale: _everywhere(to)}))
+            found[name] = jax.device_put(_decode(read[codes], read[scale]), to)
         return found
 
 
 def _name_of(name: str, wanted: Shapes) -> str:
     """Return the name in an fp8 state of a leaf on disk."""
-    for prefix in ("opt_state/inner/", "opt_state/"):
-        if name.startswith(prefix) and (codes := f"{prefix}codes/{name.removeprefix(prefix)}") in wanted:
-            return codes
-    return name
+    codes = re.sub("^opt_state/(?:inner/)?", r"\g<0>codes/", name)
+    return codes if codes in wanted else name
 
 
 _encode = partial(jax.jit, static_argnums=1)(fp8_moments.encode)
 _decode = jax.jit(fp8_moments.decode)
-
-
-def _on_device(sharding: Any) -> Any:
-    return sharding.with_memory_kind("device") if sharding.memory_kind == HOST else sharding
 
 
 def _everywhere(sharding: Any) -> Any:

@@ -108,7 +108,8 @@ def _moments(step: Any) -> str:
     low, of_all = sum(x.size for x in leaves if x.dtype == dtype), sum(x.size for x in leaves)
     if not low:
         least = f" of {fp8_moments.LEAST:,} elements" if dtype == fp8_moments.DTYPE else ""
-        return f", optimizer.state_dtype without effect: no moments{least}"
+        key = "optimizer.state_dtype" if step.precision.at_random else "bf16.bf16_optimizer_states"
+        return f", {key} without effect: no moments{least}"
     at_random = " rounded at random" if step.precision.at_random else ""
     return f", moments {dtype}{at_random} ({low:,} of the optimizer's {of_all:,} elements)"
 
