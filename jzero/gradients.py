@@ -15,10 +15,11 @@ from jax.sharding import Mesh
 from jzero import micro_batches, zero
 from jzero.config import Config
 from jzero.errors import ConfigError
+from jzero.fp8 import history
 from jzero.fp8.quantized import GRADIENTS
 from jzero.gradient_norm import sums_of_squares
-from jzero.loss import LOSS, Mean, Sums, means, nonzero, pack, read_loss, read_sums
-from jzero.mesh import BATCH_AXES, batch_parts, group_size, present, replicas
+from jzero.loss import LOSS, Sums, means, nonzero, read_loss, read_sums, total, weighted
+from jzero.mesh import AXES, BATCH_AXES, PIPE, batch_parts, group_size, present, replicas
 from jzero.model import (
     ENDS,
     STACK,
@@ -39,7 +40,7 @@ from jzero.sharding import is_state, stack_length, trainable
 from jzero.spread.model import on_group
 from jzero.stack import StackView, fetch, in_turn, run_stack, scanned, together, unrolled, unrolls
 from jzero.tracing.auto_cast import cast_arrays, inputs_of_products, wide_arrays
-from jzero.tracing.fp8_weights import Noted, weights_in_fp8
+from jzero.tracing.fp8_weights import Noted
 from jzero.tracing.loss_count import counter
 from jzero.tree import PyTree, combine, leading_dim, named, partition
 from jzero.zero import ParamLayout
@@ -52,13 +53,14 @@ Read = Callable[[Any], PyTree]  # what a model returned for a micro-batch -> wha
 class Result(NamedTuple):
     """Float32 `gradients` of the local masters, and the sum of the `squares` of each parameter's, whole [parameters];
     loss and metrics as `means` []; every micro-batch's loss [accum]; the new `state` of the model, None in the place of
-    parameters."""
+    parameters; name -> what was `seen` of a weight's products, if the maxima of former steps decide their scales."""
 
     gradients: PyTree
     squares: jax.Array
     means: Sums
     micro_losses: jax.Array
     state: PyTree
+    seen: dict[str, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ class ManualRegion:
 
     def gradients(
         self, masters: PyTree, batch: PyTree, extra: PyTree, rng: jax.Array, scale: jax.Array, steps: PyTree = None,
-        first: Any = 0,
+        first: Any = 0, histories: history.Histories | None = None,
     ) -> Result:  # fmt: skip
         """Compute one step's gradients and losses.
 
@@ -222,10 +224,11 @@ class ManualRegion:
           scale: the loss scale.
           steps: what this device adds to the masters, a row of a dimension of its own; None: nothing.
           first: the index of the first micro-batch in the step.
+          histories: see `fp8.history`; None: each array's own maximum decides its scale in fp8.
         """
         key = self.replica_key(rng)
         batch = self.split(batch, extra, key)
-        weights = self.prepare(self.moved(masters, steps), extra, batch, key)
+        weights = self.prepare(self.moved(masters, steps), extra, batch, key, histories)
         with jax.named_scope(COUNT):
             count = self.total_count(weights, batch, key)
         cotangent = scale / count
@@ -234,6 +237,7 @@ class ManualRegion:
         if (devices := group_size(self.mesh)) > 1:
             cotangent /= devices  # they all compute this loss, and gradients arrive as a sum over them
         summed, seen, state = self.passes.gradients(weights, batch, key, cotangent, first)
+        summed, noted = history.apart(summed, weights.nondiff)
         # With an infinite scale inf * (1 / inf) = NaN marks the step as overflowed; keep this form.
         unscale = 1 / scale
         reduced = self.reduce(summed)
@@ -242,7 +246,11 @@ class ManualRegion:
             self.layouts, self.passes.view.layouts, reduced, unscale, self.mesh, self.axes if self.local else None
         )
         seen = self.all_reduce(seen)
-        return Result(gradients, squares, means(_total(seen)), means(seen)[LOSS], self.agree(state))
+        exponents: dict[str, jax.Array] = {}
+        if histories:
+            axes = present(self.mesh, *(axis for axis in AXES if axis != PIPE))
+            exponents = history.total(self.passes.view.merge(noted), histories, axes)
+        return Result(gradients, squares, means(total(seen)), means(seen)[LOSS], self.agree(state), exponents)
 
     def total_count(self, weights: Weights, batch: PyTree, key: jax.Array) -> jax.Array | float:
         """Sum the counts of all micro-batches and replicas, before any gradient is computed."""
@@ -265,7 +273,7 @@ class ManualRegion:
         """Compute the loss and metrics of the global batch without dropout (rng None)."""
         batch = self.split(batch, extra, None)
         losses = self.passes.losses(self.prepare(masters, extra, batch), batch, None)
-        return means(self.all_reduce(_total(losses)))
+        return means(self.all_reduce(total(losses)))
 
     def predict(self, masters: PyTree, batch: PyTree, extra: PyTree, rng: Any = None, index: Any = 0) -> PyTree:
         """Run a model that returns a row of results for each row of its batch.
@@ -285,14 +293,15 @@ class ManualRegion:
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
 
     def micro_loss(
-        self, masters: PyTree, batch: PyTree, extra: PyTree, rng: jax.Array, index: jax.Array, steps: PyTree = None
-    ) -> jax.Array:
+        self, masters: PyTree, batch: PyTree, extra: PyTree, rng: jax.Array, index: jax.Array, steps: PyTree = None,
+        histories: history.Histories | None = None,
+    ) -> jax.Array:  # fmt: skip
         """Compute the loss that `gradients` would report for this micro-batch."""
         key = self.replica_key(rng)
         batch = self.split(batch, extra, key)
-        weights = self.prepare(self.moved(masters, steps), extra, batch, key)
+        weights = self.prepare(self.moved(masters, steps), extra, batch, key, histories)
         losses = self.passes.losses(weights, batch, key, index)
-        return means(self.all_reduce(_total(losses)))[LOSS]
+        return means(self.all_reduce(total(losses)))[LOSS]
 
     def moved(self, masters: PyTree, steps: PyTree) -> PyTree:
         """Add this device's own steps to the masters."""
@@ -301,27 +310,29 @@ class ManualRegion:
         trained, rest = partition(masters, trainable(self.layouts))
         return combine(jax.tree.map(lambda w, s: (w + s[0]).astype(w.dtype), trained, steps), rest)
 
-    def prepare(self, masters: PyTree, extra: PyTree, batch: PyTree = None, key: jax.Array | None = None) -> Weights:
+    def prepare(
+        self, masters: PyTree, extra: PyTree, batch: PyTree = None, key: jax.Array | None = None,
+        histories: history.Histories | None = None,
+    ) -> Weights:  # fmt: skip
         """Convert local masters to the form that the passes use; see `zero.prepare`.
 
         Args:
           batch, key: split into micro-batches, whose products show which weights are cast to fp8; None: none is.
+          histories: see `gradients`.
         """
         view, section = self.passes.view, self.config.fp8
         read = partial(transfers.read, dtype=self.precision.compute)
         in_fp8: frozenset[str] = frozenset()
         if section.enabled and batch is not None:
-            first, names = Inputs(_first(batch), extra), getattr(self.model, "names", None)
-            self.fp8.choice = weights_in_fp8(self.model, self.weights, first, key, section, names)
-            in_fp8 = self.fp8.choice.names
+            in_fp8 = self.fp8.choose(self.model, self.weights, Inputs(_first(batch), extra), key, section)
 
-        def prepare(layout: ParamLayout, master: jax.Array) -> tuple[Any, Any]:
+        def prepare(layout: ParamLayout, master: jax.Array, former: jax.Array | None) -> tuple[Any, Any]:
             fp8 = GRADIENTS[section.format] if layout.name in in_fp8 else None
-            return zero.prepare(layout, master, self.precision, fp8)
+            return zero.prepare(layout, master, self.precision, fp8, former if fp8 else None)
 
-        pairs = jax.tree.map(
-            view.per_layer(prepare), view.layouts, view.split(jax.tree.map(read, self.layouts, masters))
-        )
+        former = jax.tree.map(lambda layout: (histories or {}).get(layout.name), self.layouts)
+        parts = view.split(jax.tree.map(read, self.layouts, masters)), view.split(former)
+        pairs = jax.tree.map(view.per_layer(prepare), view.layouts, *parts)
         diff = jax.tree.map(lambda _, pair: pair[0], view.layouts, pairs)
         nondiff = jax.tree.map(lambda _, pair: pair[1], view.layouts, pairs)
         state, nondiff = partition(nondiff, is_state(view.layouts))
@@ -368,11 +379,6 @@ class ManualRegion:
         return lax.psum(x, self.axes) if self.axes else x
 
 
-def weighted(parts: dict[str, Mean], cotangent: jax.Array | float) -> tuple[jax.Array, Sums]:
-    """Return (cotangent * the loss's sum, to differentiate; the loss and metrics, carried along)."""
-    return parts[LOSS].sum * cotangent, pack(parts)
-
-
 def _pair(weights: Weights) -> tuple[PyTree, PyTree]:
     """Return (diff, nondiff), with the state among the latter."""
     return weights.diff, replace_state(weights.nondiff, weights.state)
@@ -391,8 +397,3 @@ def _map(f: Callable, layouts: PyTree, *trees: PyTree) -> PyTree:
 def _first(batch: PyTree) -> PyTree:
     """Return the first of the micro-batches."""
     return jax.tree.map(lambda x: x[0], batch)
-
-
-def _total(seen: Sums) -> Sums:
-    """Sum over the micro-batches: {name: [accum, 2]} -> {name: [2]}."""
-    return {name: x.sum(0) for name, x in seen.items()}

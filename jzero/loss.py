@@ -100,3 +100,13 @@ def nonzero(count: jax.Array) -> jax.Array:
     An infinite count (an overflow in float16) becomes NaN, so that the step is skipped; dividing by it would give 0.
     """
     return jnp.where(count == 0, 1, jnp.where(jnp.isinf(count), jnp.nan, count))
+
+
+def weighted(parts: dict[str, Mean], cotangent: jax.Array | float) -> tuple[jax.Array, Sums]:
+    """Return (cotangent * the loss's sum, to differentiate; the loss and metrics, carried along)."""
+    return parts[LOSS].sum * cotangent, pack(parts)
+
+
+def total(seen: Sums) -> Sums:
+    """Sum over the micro-batches: {name: [accum, 2]} -> {name: [2]}."""
+    return {name: x.sum(0) for name, x in seen.items()}

@@ -64,7 +64,8 @@ class Programs:
       step: (state, batch, extra, rate, conditions) -> `Done`; the state is donated.
       gradients: (state, batch, extra) -> (gradients of the next step, metrics, the model's new state).
       evaluate: (params, batch, extra) -> the loss and metrics by name.
-      micro_loss: (params, micro-batch, extra, the step's key, its index, the devices' own steps) -> the loss.
+      micro_loss: (params, micro-batch, extra, the step's key, its index, the devices' own steps, the histories for fp8)
+        -> the loss.
       concatenate: micro-batches -> a batch, whose rows come in another order.
     """
 
@@ -87,13 +88,14 @@ def make_programs(setup: Setup, states: States) -> Programs:
     local_specs: Any = averaging.rows(grad_specs) if averaging else grad_specs
     own = averaging.spec if averaging else replicated
     gradients = setup.manual(
-        region.gradients, replicated, replicated, replicated, own,
-        out_specs=Result(local_specs, replicated, replicated, replicated, new_state_specs),
+        region.gradients, replicated, replicated, replicated, own, replicated, states.specs.fp8,
+        out_specs=Result(local_specs, replicated, replicated, replicated, new_state_specs, states.specs.fp8),
     )  # fmt: skip
 
     def next_result(state: TrainState, batch: PyTree, extra: PyTree) -> Result:
         steps = optimizers.own_steps(state.opt_state)
-        return gradients(state.params, batch, extra, fold(state.rng, state.step), state.loss_scale.scale, steps)
+        key, scale = fold(state.rng, state.step), state.loss_scale.scale
+        return gradients(state.params, batch, extra, key, scale, steps, 0, state.fp8)
 
     def step(state: TrainState, batch: PyTree, extra: PyTree, rate: Any = None, only: Conditions = ALWAYS) -> Done:
         result = next_result(state, batch, extra)
@@ -110,7 +112,9 @@ def make_programs(setup: Setup, states: States) -> Programs:
         return jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
 
     evaluate = setup.manual(region.evaluate, replicated, out_specs=replicated)
-    micro_loss = setup.manual(region.micro_loss, replicated, replicated, replicated, own, out_specs=replicated)
+    micro_loss = setup.manual(
+        region.micro_loss, replicated, replicated, replicated, own, states.specs.fp8, out_specs=replicated
+    )
     return Programs(
         step=setup.jit(
             step, in_shardings=(states.shardings, NamedSharding(mesh, rows), None, None, None),

@@ -40,7 +40,7 @@ from jzero.precision import Precision, cast, settle_precision
 from jzero.spread.layer_specs import with_layer_specs
 from jzero.spread.limits import check_tables, divided, with_found_dimensions
 from jzero.stored_names import StoredNames
-from jzero.tracing.fp8_weights import Noted
+from jzero.tracing.fp8_weights import Noted, large_weights
 from jzero.tree import PyTree, named, partition
 from jzero.values.kinds import INT32
 from jzero.values.trainer import Total, is_auto
@@ -102,6 +102,16 @@ class Setup:
         return stage_rule(self.config.zero_optimization.stage, self.config.pipeline.gather == "step", self.plus)
 
     @property
+    def histories(self) -> dict[str, PartitionSpec]:
+        """The specs of the histories of weights that may be multiplied in fp8; see `fp8.history`."""
+        section, names = self.config.fp8, getattr(self.model, "names", None)
+        if not section.enabled or section.recipe != "delayed":
+            return {}
+        trained = [layout for layout in jax.tree.leaves(self.layouts) if layout.trainable]
+        large = large_weights(section, trained, names)
+        return {layout.name: PartitionSpec(*layout.spec[:1]) for layout in trained if layout.name in large}
+
+    @property
     def gradient_names(self) -> list[tuple[str, int]]:
         """The names of the trained parameters in checkpoints, each with the index of the gradient's leaf."""
         trained = [layout.name for layout in jax.tree.leaves(self.layouts) if layout.trainable]
@@ -116,6 +126,9 @@ class Setup:
             # The profile of a step does not know which operation the kernels of a CUDA graph belong to.
             graphs = {"xla_gpu_enable_command_buffer": ""} if self.config.wall_clock_breakdown else {}
             own = {**GPU_COMPILER_OPTIONS, **graphs}
+            if self.config.fp8.enabled:
+                # It joins small products of one activation before XLA knows that they are in fp8, and leaves bf16.
+                own["xla_gpu_dot_merger_threshold_mb"] = 0
             if self.mesh.size == 1:
                 # Without collectives it hides nothing. Under offload it delays the products of the weights' gradients
                 # for the sake of the copies: 12.7 instead of 4.9 GiB (Llama 1b, H100, jax 0.11.2).
@@ -139,7 +152,7 @@ class Setup:
             self.precision, self.rows, self.averaging is not None, self.fp8,
         )  # fmt: skip
 
-    def manual(self, f: Callable, *rest: PartitionSpec, out_specs: Any) -> Callable:
+    def manual(self, f: Callable, *rest: Any, out_specs: Any) -> Callable:
         """Map `f(params, batch, ...)` over the mesh, manual on every axis; `rest`: the specs of what follows."""
         specs: Any = (sharding.specs(self.layouts), batch_spec(self.mesh), *rest)
         return jax.shard_map(f, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jzero.errors import ConfigError, some_of
+from jzero.fp8 import history
 from jzero.loss_scale import LossScale
 from jzero.mesh import shardings
 from jzero.offload import pinned_memory, transfers
@@ -38,7 +39,8 @@ class TrainState:
 
     `step` counts the calls of the train step; `loss_scale.skipped` counts the calls that changed nothing because a
     gradient was not finite. `params` are the master weights. `rng` is the run's key, the step folds `step` into it.
-    `names` are those of the leaves in checkpoints, if they are others there.
+    `fp8` has the maxima of former steps by the weight's name, with `fp8.recipe` "delayed". `names` are those of the
+    leaves in checkpoints, if they are others there.
     """
 
     step: jax.Array
@@ -46,6 +48,7 @@ class TrainState:
     opt_state: Any
     loss_scale: LossScale
     rng: jax.Array
+    fp8: history.Histories = dataclasses.field(default_factory=dict)
     names: StoredNames | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __repr__(self) -> str:
@@ -94,7 +97,9 @@ class States:
         everywhere = jax.tree.map(lambda _: PartitionSpec(), self.shapes)
         rows = setup.averaging.spec if setup.averaging else None
         params, opt_state = setup.layouts, optimizer_layouts(self.shapes.opt_state, setup.layouts, rows)
-        self.specs = dataclasses.replace(everywhere, params=specs(params), opt_state=specs(opt_state))
+        self.specs = dataclasses.replace(
+            everywhere, params=specs(params), opt_state=specs(opt_state), fp8=setup.histories
+        )
         self.on_host = dataclasses.replace(
             jax.tree.map(lambda _: False, self.shapes),
             params=jax.tree.map(lambda layout: layout.on_host.master, params),
@@ -122,8 +127,13 @@ class States:
         opt_state = self._setup.tx.init(transfers.on_device(partition(params, trainable(self._setup.layouts))[0]))
         return TrainState(
             jnp.zeros((), jnp.int32), params, opt_state, self._loss_scale(), jax.random.fold_in(rng, RUN_KEY),
-            getattr(self._setup.model, "names", None),
+            self._histories(params), getattr(self._setup.model, "names", None),
         )  # fmt: skip
+
+    def _histories(self, params: PyTree) -> history.Histories:
+        names, steps = self._setup.histories, self._setup.config.fp8.amax_history_len
+        weights = transfers.on_device({name: x for name, x in named(params).items() if name in names})
+        return {name: history.start(x, steps) for name, x in weights.items()}
 
     def _loss_scale(self) -> LossScale:
         return self._setup.precision.scaler.init(len(self._setup.gradient_names))

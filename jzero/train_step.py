@@ -351,7 +351,7 @@ class TrainStep:
         part, extra = self.place_micro_batch(part), place_extra(extra, self.mesh)
         self._guard.check("a micro-batch's loss", (part, extra))
         steps = optimizers.own_steps(state.opt_state)
-        return self._programs.micro_loss(state.params, part, extra, rng, jnp.int32(index), steps)
+        return self._programs.micro_loss(state.params, part, extra, rng, jnp.int32(index), steps, state.fp8)
 
     def predict(self, state: TrainState, x: PyTree, *, numpy: bool = False, dropout: int | None = None) -> PyTree:
         """Compute the model's outputs for every row of x: `module(x)` without dropout, under the training layout.

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from jzero import optimizers
+from jzero.fp8 import history
 from jzero.gradients import Result
 from jzero.loss import LOSS
 from jzero.model import fold
@@ -102,6 +103,9 @@ def update(
         "loss_scale": state.loss_scale.scale,
     }
     metrics = result.means | own
+    latest = {
+        name: jnp.where(applied, history.step(former, result.seen[name]), former) for name, former in state.fp8.items()
+    }
     loss_scale = setup.precision.scaler.update(state.loss_scale, of_names)
     if only.halted is not None or only.limits is not None:  # the schedule counts the applied steps
         also = finite.all() & ~applied
@@ -112,6 +116,7 @@ def update(
         params=combine(params, combine(kept, frozen)),
         opt_state=opt_state,
         loss_scale=loss_scale,
+        fp8=latest,
     )
     metrics["skipped"] = ~applied
     return state, metrics, halted

@@ -26,7 +26,7 @@ over the whole mesh: a parameter is a local shard, `all_gather` is the gather, i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -35,7 +35,8 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jzero.communication import zeropp
-from jzero.fp8.quantized import Quantized, quantize_weight
+from jzero.fp8 import history
+from jzero.fp8.quantized import Delayed, Quantized, amax, finite_or_nan, quantize_weight
 from jzero.mesh import AXES, BATCH_AXES, PIPE, ZERO_AXES, present
 from jzero.precision import Precision, cast
 
@@ -151,27 +152,38 @@ class ParamLayout:
 #   hpZ  | the shard        | the second copy  | nondiff, gathered in its group; reduce-scatters into diff's gradient
 #   fp8  | zeros            | a `Quantized`    | nondiff, gathered by the rule; reduces into diff's gradient by the rule
 #
+# With fp8.recipe "delayed" these zeros are `history.Places`.
 # Under rule 2, hpZ, on the host and in fp8 diff is only the place where the gradient arrives. A frozen parameter has no
 # diff; it is kept in the compute dtype, and nondiff is the weight as stored, whole (rule 0) or the shard (rule 3), or
 # the second copy.
 
 
-def prepare(layout: ParamLayout, master: jax.Array, precision: Precision, fp8: Any = None) -> tuple[Any, Any]:
+def prepare(
+    layout: ParamLayout, master: jax.Array, precision: Precision, fp8: Any = None, maxima: jax.Array | None = None
+) -> tuple[Any, Any]:
     """Convert a local master (or one layer's slice of it) to (diff, nondiff); gather it under rules 1 and 2.
 
     Args:
       fp8: the fp8 dtype of gradients, if the weight is multiplied in fp8. The shard is cast before any gather.
+      maxima: the history of this layer, if it decides the scales; see `fp8.history`.
     """
     if layout.state:
         return None, master
     gradient_dtype = jnp.promote_types(precision.compute, precision.reduce)
     if fp8 is not None:
-        stored = quantize_weight(master, (*layout.group, *dict(layout.divided)), precision.compute, fp8)
+        scales = None if maxima is None else history.scales(maxima, fp8)
+        axes, known = (*layout.group, *dict(layout.divided)), None if scales is None else scales[2]
+        stored = quantize_weight(master, axes, precision.compute, fp8, known)
         x8 = _gather(layout, stored.x8) if layout.rule.gather == "step" else stored.x8
         x8 = _secondary(layout, x8) if layout.rule.plus.secondary else x8
         by_micro_batch = layout.rule.scatter == "micro_batch"
         shape, dtype = (master.shape, gradient_dtype) if by_micro_batch else (x8.shape, precision.compute)
-        return jnp.zeros(shape, dtype) if layout.trainable else None, stored.with_place(x8, None)
+        diff: Any = jnp.zeros(shape, dtype) if layout.trainable else None
+        if scales is None:
+            return diff, stored.with_place(x8, None)
+        largest = amax(master)
+        delayed, scale = Delayed(scales[:2], largest), finite_or_nan(stored.scale, largest)
+        return history.Places(diff, history.places()), replace(stored, x8=x8, scale=scale, delayed=delayed)
     if layout.on_host.in_use:
         return (jnp.zeros(master.shape, gradient_dtype) if layout.trainable else None), master
     if not layout.trainable:
@@ -192,10 +204,12 @@ def fetch(layout: ParamLayout, diff: Any, nondiff: Any, precision: Precision) ->
     """Return the whole weight where the model uses it; the transpose reduces its gradient by the rule."""
     if isinstance(nondiff, Quantized):
         x8 = _use(layout, nondiff.x8)
-        place = None
+        place = seen = None
+        if nondiff.delayed is not None:
+            diff, seen = diff
         if layout.trainable:
             place = _reducing(layout, lambda *_: jnp.zeros(x8.shape, precision.compute), diff, None, precision)
-        return nondiff.with_place(x8, place)
+        return nondiff.with_place(x8, place, seen)
     if not layout.trainable:
         return _use(layout, to_device(nondiff) if layout.on_host.in_use else nondiff)
 

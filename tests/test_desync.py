@@ -102,7 +102,12 @@ def test_a_counter_and_a_moment():
     where = next(i for i, name in enumerate(names) if name.endswith("stack/w"))
     leaves[where] = flip(leaves[where], 1)
     changed = jzero.TrainState(
-        flip(state.step, 3), state.params, jax.tree.unflatten(tree, leaves), state.loss_scale, state.rng, state.names
+        flip(state.step, 3),
+        state.params,
+        jax.tree.unflatten(tree, leaves),
+        state.loss_scale,
+        state.rng,
+        names=state.names,
     )
     assert replicas.differing(np.asarray(replicas.sums(changed))) == [
         f"{names[where]} on device 1 (process 0)",

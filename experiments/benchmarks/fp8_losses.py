@@ -26,16 +26,17 @@ from models.llama import PRESETS, Llama, preset
 BASE = "bf16"  # what others are compared with, if it was run
 EVERY = 50  # steps of which a line has the mean
 TRANSIENT = 100  # steps at the beginning
-RUNS = {  # name -> (`fp8.format`, `optimizer.state_dtype`)
-    "bf16": (None, "fp32"),
-    "bf16, rows reversed": (None, "fp32"),
-    "fp8 hybrid": ("hybrid", "fp32"),
-    "fp8 e4m3": ("e4m3", "fp32"),
-    "bf16, moments bf16": (None, "bf16"),
-    "bf16, moments fp8": (None, "fp8"),
-    "fp8 hybrid, moments fp8": ("hybrid", "fp8"),
+RUNS = {  # name -> (`fp8.format`, `fp8.recipe`, `optimizer.state_dtype`)
+    "bf16": (None, "current", "fp32"),
+    "bf16, rows reversed": (None, "current", "fp32"),
+    "fp8 hybrid": ("hybrid", "current", "fp32"),
+    "fp8 e4m3": ("e4m3", "current", "fp32"),
+    "fp8 delayed": ("hybrid", "delayed", "fp32"),
+    "bf16, moments bf16": (None, "current", "bf16"),
+    "bf16, moments fp8": (None, "current", "fp8"),
+    "fp8 hybrid, moments fp8": ("hybrid", "current", "fp8"),
 }
-BY_DEFAULT = [name for name, (_, moments) in RUNS.items() if moments == "fp32"]
+BY_DEFAULT = [name for name, (_, _, moments) in RUNS.items() if moments == "fp32"]
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
@@ -91,7 +92,7 @@ def train(args: argparse.Namespace) -> Iterator[dict]:
             yield line
 
 
-def config(args: argparse.Namespace, form: str | None, moments: str) -> dict:
+def config(args: argparse.Namespace, form: str | None, recipe: str, moments: str) -> dict:
     return {
         "train_batch_size": args.rows,
         "optimizer": {
@@ -104,7 +105,12 @@ def config(args: argparse.Namespace, form: str | None, moments: str) -> dict:
             "params": {"total_num_steps": args.steps, "warmup_num_steps": args.steps // 5, "warmup_type": "linear"},
         },
         "bf16": {"enabled": True},
-        "fp8": {"enabled": form is not None, "format": form or "hybrid", "min_size": args.min_size},
+        "fp8": {
+            "enabled": form is not None,
+            "format": form or "hybrid",
+            "recipe": recipe,
+            "min_size": args.min_size,
+        },
         "zero_optimization": {"stage": 2},
     }
 

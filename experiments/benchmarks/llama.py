@@ -55,6 +55,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--scan", action="store_true", help="scan the stack instead of unrolling it")
     p.add_argument("--reduce", choices=["fp32", "bf16"], default="bf16", help="dtype of the gradient reduction")
     p.add_argument("--fp8", choices=["hybrid", "e4m3"], help="multiply the stack's weights in fp8, in this format")
+    p.add_argument("--recipe", choices=["current", "delayed"], default="current", help="of the scales of --fp8")
     p.add_argument("--attention", choices=get_args(Attend), default="auto", help="the kernel")
     p.add_argument("--optimizer", choices=["AdamW", "Muon"], default="AdamW")
     p.add_argument("--state-dtype", choices=["fp32", "bf16", "fp8"], default="fp32", help="of the optimizer's moments")
@@ -90,7 +91,7 @@ def config(args: argparse.Namespace) -> dict:
         },
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
-        "fp8": {"enabled": bool(args.fp8), "format": args.fp8 or "hybrid"},
+        "fp8": {"enabled": bool(args.fp8), "format": args.fp8 or "hybrid", "recipe": args.recipe},
         "communication_data_type": args.reduce,
         "zero_optimization": {"stage": args.stage, **values(args.zero)},
         "activation_checkpointing": {"policy": args.remat},

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jzero.checkpoint.layers import Names, read_layers
 from jzero.checkpoint.leaves import is_key
 from jzero.checkpoint.other_moments import with_moments_of
 from jzero.checkpoint.reader import Checkpoint
 from jzero.errors import ConfigError
+from jzero.fp8 import history
 from jzero.stored_names import stored_names
 from jzero.tree import PyTree, named
 
@@ -23,7 +25,8 @@ def restore(
     """Read a state with the given shardings, from a checkpoint of any layout. All processes call it.
 
     The loss scale is the saved one. To restore into another precision, start with a new loss scale:
-    `dataclasses.replace(state, loss_scale=step.new_loss_scale(state.loss_scale.skipped))`.
+    `dataclasses.replace(state, loss_scale=step.new_loss_scale(state.loss_scale.skipped))`. Histories for fp8 that the
+    checkpoint lacks are zeros: not seen.
 
     Args:
       directory, tag: as given to `save`; without a tag, the checkpoint that directory/latest names.
@@ -44,9 +47,19 @@ def restore(
     names = stored_names(shardings, wanted or places)
     stored = stored_shapes(wanted, names) if wanted else dict.fromkeys(places)
     checkpoint = with_moments_of(checkpoint, stored) if wanted else checkpoint
-    checkpoint.check_fit(stored)
-    read = read_layers(checkpoint, places, {name: x.shape for name, x in wanted.items()}, names)
-    return jax.tree.unflatten(jax.tree.structure(shardings), match_dtypes(read, wanted).values())
+    new = [name for name in wanted if name.startswith(history.LEAVES) and not _has(checkpoint, stored, names[name])]
+    optional = {part for part in (*stored, *checkpoint.shapes) if wanted and part.startswith(history.LEAVES)}
+    ours = checkpoint.shapes.keys() - optional
+    checkpoint.check_fit({part: shape for part, shape in stored.items() if part not in optional}, ours)
+    taken = {name: place for name, place in places.items() if name not in new}
+    read = read_layers(checkpoint, taken, {name: x.shape for name, x in wanted.items()}, names)
+    read |= {name: jnp.zeros(wanted[name].shape, wanted[name].dtype, device=places[name]) for name in new}
+    leaves = match_dtypes({name: read[name] for name in places}, wanted)
+    return jax.tree.unflatten(jax.tree.structure(shardings), leaves.values())
+
+
+def _has(checkpoint: Checkpoint, stored: Mapping[str, tuple[int, ...] | None], parts: Sequence[str]) -> bool:
+    return all(part in checkpoint.shapes and checkpoint.shapes[part] == stored[part] for part in parts)
 
 
 def stored_shapes(leaves: Mapping[str, Any], names: Names) -> dict[str, tuple[int, ...] | None]:

@@ -70,6 +70,15 @@ def _fp8_weights(s: Settings) -> Iterator[str]:
         )
 
 
+@_reads("fp8.recipe", "fp8.amax_history_len")
+def _fp8_history(s: Settings) -> Iterator[str]:
+    if s.fp8.recipe != "delayed" and "amax_history_len" in s.fp8.model_fields_set:
+        yield (
+            f'fp8.amax_history_len = {s.fp8.amax_history_len} with fp8.recipe = "{s.fp8.recipe}": only the recipe '
+            '"delayed" has a history; set "recipe": "delayed", or remove amax_history_len'
+        )
+
+
 @_reads("bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads")
 def _bf16_states(s: Settings) -> Iterator[str]:
     if s.bf16.bf16_optimizer_states and not s.bf16.bf16_master_weights_and_grads:

@@ -9,7 +9,7 @@ from jzero.values import kinds
 from jzero.values.kinds import Kind, number, one_of
 
 FP8Format = Literal["hybrid", "e4m3"]
-FP8Recipe = Literal["current"]
+FP8Recipe = Literal["current", "delayed"]
 
 _RECIPE = one_of(get_args(FP8Recipe))
 
@@ -58,13 +58,15 @@ class BF16Config(Section):
 class FP8Config(Section):
     """Products with the weights of the layer stack in fp8; needs `bf16`, and Hopper or Ada GPUs or newer.
 
-    `recipe` "current": each array is scaled by its own largest element. `format` is the dtype of gradients: "hybrid"
-    e5m2, "e4m3" as weights and activations have. A weight stays in bfloat16 if it is used for more than products, if
+    `recipe` "current": each array is scaled by its own largest element; "delayed": activations and gradients by the
+    largest of the last `amax_history_len` steps, which is faster. `format` is the dtype of gradients: "hybrid" e5m2,
+    "e4m3" as weights and activations have. A weight stays in bfloat16 if it is used for more than products, if
     it has less than `min_size` inputs or outputs, or if a regular expression of `exclude` matches its name.
     """
 
     enabled: Flag = False
     recipe: Annotated[FP8Recipe, PlainValidator(Kind(_RECIPE.allowed, _recipe))] = "current"
+    amax_history_len: PositiveInt32 = 1024
     format: Annotated[FP8Format, PlainValidator(one_of(get_args(FP8Format)))] = "hybrid"
     exclude: Patterns = ()
     min_size: Count = 1024

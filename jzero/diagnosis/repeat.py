@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero import micro_batches, optimizers
 from jzero.diagnosis.probe import Probed, Tapped, finite, largest_loss
+from jzero.fp8.history import Histories
 from jzero.gradients import ManualRegion
 from jzero.mesh import batch_parts, batch_spec
 from jzero.model import StackModel
@@ -49,6 +50,7 @@ class Repeat:
         self._replicated = NamedSharding(setup.mesh, REPLICATED)
         self._own = setup.averaging.spec if setup.averaging else REPLICATED
         self._steps = optimizers.own_steps(state.opt_state)
+        self._histories = state.fp8
 
     @property
     def places(self) -> list[str]:
@@ -66,15 +68,15 @@ class Repeat:
 
     def forward(self, part: PyTree, index: int) -> np.ndarray:
         """Return the largest absolute value at each of `places` on each replica, [replicas, places]."""
-        args = (self._state.params, part, self._fed.extra, self._key, np.int32(index), self._steps)
+        args = (self._state.params, part, self._fed.extra, self._key, np.int32(index), self._steps, self._histories)
         return np.asarray(self._forward(*args))
 
     def backward(self, part: PyTree, index: int, only_suffix: bool = False) -> dict[str, np.ndarray]:
         """Return whether each gradient is finite, by name: [L] of a stacked one, [] of others."""
         run = self._suffix_gradients if only_suffix else self._gradients
         scale = self._state.loss_scale.scale / self.accum  # as the step divides it
-        steps = self._steps
-        found = run(self._state.params, part, self._fed.extra, self._key, scale, steps, np.int32(index))
+        args = (self._fed.extra, self._key, scale, self._steps, np.int32(index), self._histories)
+        found = run(self._state.params, part, *args)
         return jax.tree.map(np.asarray, named(found))
 
     def not_finite(self, part: PyTree) -> list[str]:
@@ -119,14 +121,16 @@ class Repeat:
         passes = make_passes(model, setup.config, setup.mesh, setup.layouts, setup.precision, read=read)
         region = setup.region(passes=passes)  # the run's own model decides on auto_cast
 
-        def run(masters: PyTree, part: PyTree, extra: PyTree, rng: Any, index: Any, steps: PyTree) -> jax.Array:
+        def run(
+            masters: PyTree, part: PyTree, extra: PyTree, rng: Any, index: Any, steps: PyTree, histories: Histories
+        ) -> jax.Array:
             key = region.replica_key(rng)
             batch = region.split(part, extra, key)
-            weights = region.prepare(region.moved(masters, steps), extra, batch, key)
+            weights = region.prepare(region.moved(masters, steps), extra, batch, key, histories)
             return passes.losses(weights, batch, key, index)
 
         out: Any = batch_spec(setup.mesh)
-        rest = (REPLICATED, REPLICATED, REPLICATED, self._own)
+        rest = (REPLICATED, REPLICATED, REPLICATED, self._own, setup.histories)
         return setup.jit(setup.manual(run, *rest, out_specs=out), out_shardings=self._replicated)
 
     @cached_property
@@ -142,7 +146,7 @@ class Repeat:
         region = _tapped(setup, only_suffix) if self.layers else setup.region()
         layouts, _ = partition(setup.layouts, trainable(setup.layouts))
         local: Any = averaging.rows(specs(layouts)) if averaging else specs(layouts)
-        rest = (REPLICATED, REPLICATED, REPLICATED, self._own, REPLICATED)
+        rest = (REPLICATED, REPLICATED, REPLICATED, self._own, REPLICATED, setup.histories)
         manual = setup.manual(lambda *args: region.gradients(*args).gradients, *rest, out_specs=local)
 
         def run(*args: Any) -> PyTree:

@@ -21,6 +21,7 @@ from jzero.diagnosis.finding import Finding
 from jzero.diagnosis.repeat import Repeat
 from jzero.diagnosis.search import search
 from jzero.errors import CheckpointError, ConfigError, in_a_line, some_of
+from jzero.fp8 import history
 from jzero.mesh import make_mesh
 from jzero.programs import Fed
 from jzero.setup import Setup
@@ -61,7 +62,7 @@ def save(output_path: str, setup: Setup, state: TrainState, fed: Fed, found: Fin
         notes |= {"batch": _outline(batch), "extra": _outline(extra)}
         tree = {
             "params": state.params, "batch": jax.tree.leaves(batch), "extra": jax.tree.leaves(extra),
-            "key": jax.random.fold_in(state.rng, state.step), "scale": state.loss_scale.scale,
+            "key": jax.random.fold_in(state.rng, state.step), "scale": state.loss_scale.scale, "fp8": state.fp8,
         }  # fmt: skip
         path = checkpoint.save(tree, output_path, f"step{found.step}", notes=notes, latest=False).wait()
         if jax.process_index() == 0:
@@ -123,7 +124,8 @@ def _repeat(
     key = leaves["key"] if replicas == 1 else jax.random.fold_in(leaves["key"], replica)
     scale = leaves["scale"] / notes["of"] / (replicas if alone else 1)  # of the mean over the replicas
     scaling = replace(setup.precision.scaler.init(1), scale=scale)
-    state = TrainState(jnp.zeros((), jnp.int32), params, (), scaling, key)
+    histories = {name: leaves[f"{history.LEAVES}{name}"] for name in setup.histories}
+    state = TrainState(jnp.zeros((), jnp.int32), params, (), scaling, key, histories)
     fed = Fed(batch, _rebuild(notes["extra"], "extra", leaves), in_parts=True)
     found = Finding(notes["step"], float(notes["loss"]), of=notes["of"])
     found = search(setup, state, fed, found, key=key, first=notes["micro_batch"])

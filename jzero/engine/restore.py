@@ -17,6 +17,7 @@ from jzero.checkpoint.reader import Checkpoint
 from jzero.checkpoint.restoring import match_dtypes, stored_shapes
 from jzero.distributed.place import log_dist
 from jzero.errors import ConfigError, some_of
+from jzero.fp8 import history
 from jzero.loss_scale import Scaler
 from jzero.offload import pinned_memory
 from jzero.optimizers import at_step
@@ -59,7 +60,8 @@ class Plan:
     Checks come first and cost nothing: once they pass, the caller drops its former state, and `read` has room for the
     new one. The plan refers only to the kept leaves of the former state.
 
-    State of single devices fits no other number of them: of `zeros` nothing is read, and `lost` is read into nothing.
+    State of single devices fits no other number of them, and histories for fp8 no other number of steps, and no weights
+    but those of their run: of `zeros` nothing is read, and `lost` is read into nothing.
     """
 
     source: Checkpoint
@@ -85,6 +87,7 @@ class Plan:
         leaves = self.kept | read | zeros
         if self.selection.optimizer and not self.selection.only_module:
             _report_rows(self.zeros, self.lost)
+            _report_histories(self.zeros, self.lost)
         state = jax.tree.unflatten(jax.tree.structure(step.state_shapes), [leaves[name] for name in shapes])
         scale = read.get("loss_scale/scale")
         former = self.source.notes.get("loss_scale")
@@ -111,21 +114,22 @@ def plan(source: Checkpoint, step: TrainStep, former: TrainState | None, selecti
     wanted = stored_shapes({name: x for name, x in shapes.items() if name in selection}, names)
     source = with_moments_of(source, wanted)
     stored = source.shapes
-    rows = dict.fromkeys(rows_of(step.state_shapes))
-    mine = {part: name in rows for name in shapes for part in names[name]}
+    # Rows fit their number of devices only; on others they start at 0, as in DeepSpeed.
+    own = dict.fromkeys((*rows_of(step.state_shapes), *(name for name in shapes if name.startswith(history.LEAVES))))
+    mine = {part: name in own for name in shapes for part in names[name]}
 
-    def has_rows(stored_name: str) -> bool:  # a checkpoint has only names
-        field_of = stored_name.startswith("opt_state/") and not ROWS.isdisjoint(stored_name.split("/"))
-        return mine.get(stored_name, field_of)
+    def is_own(stored_name: str) -> bool:  # a checkpoint has only names
+        of_rows = stored_name.startswith("opt_state/") and not ROWS.isdisjoint(stored_name.split("/"))
+        return mine.get(stored_name, of_rows or stored_name.startswith(history.LEAVES))
 
-    if selection.strict:  # rows fit their number of devices only; on others they start at 0, as in DeepSpeed
-        expected = {name: x for name, x in wanted.items() if name not in source.without and not has_rows(name)}
-        source.check_fit(expected, [name for name in stored if name in selection and not has_rows(name)])
+    if selection.strict:
+        expected = {name: x for name, x in wanted.items() if name not in source.without and not is_own(name)}
+        source.check_fit(expected, [name for name in stored if name in selection and not is_own(name)])
     fit = {name for name, shape in wanted.items() if name in stored and shape in (None, stored[name])}
     taken = [name for name in shapes if fit.issuperset(names[name])]
     if not taken:
         raise ConfigError(f"checkpoint {source.path} has nothing for this model: its leaves are {some_of(stored)}")
-    zeros = [name for name in rows if name not in taken]
+    zeros = [name for name in own if name not in taken]
     found = set(zeros).union(taken)
     if former is None and any(name not in found for name in shapes):
         check_alive(None)
@@ -134,7 +138,7 @@ def plan(source: Checkpoint, step: TrainStep, former: TrainState | None, selecti
     layers = {name: list(x) if len(names[name]) > 1 else [x] for name, x in omitted.items()}
     _check_kept(source, {part: x for name in omitted for part, x in zip(names[name], layers[name], strict=True)})
     read = {part for name in taken for part in names[name]}
-    lost = [name for name in stored if name in selection and has_rows(name) and name not in read]
+    lost = [name for name in stored if name in selection and is_own(name) and name not in read]
     return Plan(source, step, selection, taken, kept, zeros, lost)
 
 
@@ -145,6 +149,14 @@ def _report_rows(zeros: list[str], lost: list[str]) -> None:
         why = "that of other devices" if zeros and lost else "not in the checkpoint" if zeros else "not in this run"
         then = "it starts at 0" if zeros else "it is dropped"
         log_dist(f"state of single devices ({', '.join(sorted(fields))}) is {why}: {then}")
+
+
+def _report_histories(zeros: list[str], lost: list[str]) -> None:
+    """Print that the scales of fp8 have no history here."""
+    if any(name.startswith(history.LEAVES) for name in zeros):
+        another = any(name.startswith(history.LEAVES) for name in lost)
+        why = "has another fp8.amax_history_len" if another else "has no maxima for fp8"
+        log_dist(f'the checkpoint {why}: fp8.recipe = "delayed" begins anew', ranks=[0])
 
 
 def _check_kept(source: Checkpoint, kept: dict[str, Any]) -> None:

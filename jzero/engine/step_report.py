@@ -83,7 +83,7 @@ def _fp8(step: Any) -> list[str]:
     share = sum(prod(shapes[name]) for name in choice.names) / stack
     lines = [
         f"{len(choice.names)} weights of each layer, {share:.1%} of the stack's elements, are multiplied in fp8 "
-        f"(fp8.format {step.config.fp8.format}): {listed(choice.names)}"
+        f"(format {step.config.fp8.format}, {step.config.fp8.recipe} scales): {listed(choice.names)}"
     ]
     reasons: dict[str, list[str]] = {}
     for name, why in choice.others.items():

@@ -5,7 +5,7 @@
     dw = x^T g   x e4m3,      g e5m2 *        * e4m3 with `fp8.format` "e4m3"
 
 The backward pass keeps the activation in fp8: one byte per element instead of two. Activations and gradients are scaled
-by their own maximum on each device, so no collective is added.
+by their own maximum on each device, so no collective is added; or by those of former steps (`jzero.fp8.history`).
 
 Hopper's tensor cores read both factors of an fp8 product along the contracted dimension, so each of the three products
 has the form [M, K] [N, K]^T, and x and g are needed transposed too.
@@ -24,7 +24,8 @@ from jax import lax
 
 from jzero._compat import function_primitive
 from jzero.fp8.casts import amax_of, cast_pair, identity
-from jzero.fp8.quantized import E4M3, Quantized, cast8, scale_of
+from jzero.fp8.history import counts
+from jzero.fp8.quantized import E4M3, Delayed, Quantized, cast8, finite_or_nan, scale_of
 from jzero.fusion.elementwise import Elementwise, Pullback
 from jzero.fusion.form import Form
 
@@ -40,25 +41,50 @@ FAST, EXACT = lax.Precision.DEFAULT, lax.Precision.HIGHEST
 CALLS = ("jit", "closed_call", "core_call", "remat2", "checkpoint")
 
 
-def dot_general(x: jax.Array, w: Quantized, form: Form, dtype: Any) -> jax.Array:
-    """Compute a `dot_general` of an activation and a weight in fp8; the result has this dtype."""
-    return _product_of(x, w, form, dtype, linked=False)[0]
+def dot_general(x: jax.Array, w: Quantized, form: Form, dtype: Any, casts: Casts) -> jax.Array:
+    """Compute a `dot_general` of an activation and a weight in fp8; the result has this dtype.
+
+    Args:
+      casts: of this activation, by earlier products; this one is added.
+    """
+    return _product_of(x, w, form, dtype, casts, linked=False)[0]
+
+
+class Cast(NamedTuple):
+    """A matrix [M, N] in fp8.
+
+    Attributes:
+      x8, transposed: fp8 [M, N] and [N, M]; None where one is not wanted.
+      scale: float32 [], NaN unless all elements are finite.
+      amax: float32 [], the largest absolute value, if `scale` does not come from it.
+    """
+
+    x8: Any
+    transposed: Any
+    scale: jax.Array
+    amax: Any
+
+
+Casts = dict[Any, Cast]
 
 
 class Link(NamedTuple):
     """Where the gradient of a product's result [M, N] arrives in fp8, from the function that alone uses the result.
 
-    All are zeros in the forward pass; the gradients that flow to them are: fp8 [M, N] and [N, M], and their scale.
+    The cast is zeros in the forward pass; the gradient that flows to it is that of the result.
+
+    Attributes:
+      cast: of the gradient.
+      known: the scale for it, if former steps decide it.
     """
 
-    g8: jax.Array
-    transposed: jax.Array
-    scale: jax.Array
+    cast: Cast
+    known: jax.Array | None
 
 
-def linked_dot_general(x: jax.Array, w: Quantized, form: Form, dtype: Any) -> tuple[jax.Array, Link]:
+def linked_dot_general(x: jax.Array, w: Quantized, form: Form, dtype: Any, casts: Casts) -> tuple[jax.Array, Link]:
     """Compute `dot_general`; the gradient of its result must come through the link."""
-    return _product_of(x, w, form, dtype, linked=True)
+    return _product_of(x, w, form, dtype, casts, linked=True)
 
 
 def mapped_dot_general(
@@ -72,18 +98,24 @@ def mapped_dot_general(
     size = xs[0].shape[-1]
     how = _How(True, xs[0].dtype, jnp.dtype(dtype), w.gradients, w.place is not None, False)
     place = None if w.place is None else w.place.reshape(size, -1)
-    y = _mapped(how, f, tuple(xs), tuple(links), w.x8, w.scale, place)
+    y = _mapped(how, f, tuple(xs), tuple(links), w.x8, w.scale, place, w.delayed)
     return y.reshape(-1, *w.shape[1:])
 
 
-def _product_of(x: jax.Array, w: Quantized, form: Form, dtype: Any, linked: bool) -> tuple[jax.Array, Any]:
+def _product_of(
+    x: jax.Array, w: Quantized, form: Form, dtype: Any, casts: Casts, linked: bool
+) -> tuple[jax.Array, Any]:
     n = len(form.contracted)
     kept = w.shape[n:] if form.leading else w.shape[:-n]
     size = prod(x.shape[d] for d in form.contracted)
     matrix = lax.transpose(x, (*form.rows, *form.contracted)).reshape(-1, size)
     place = None if w.place is None else _matrix(w.place, form.leading, size)
     how = _How(form.leading, x.dtype, jnp.dtype(dtype), w.gradients, place is not None, linked)
-    y, link = _product(how, matrix, w.x8, w.scale, place)
+    key = form.rows, form.contracted, how.trained
+    if key not in casts:  # XLA would not find that two of them are the same
+        known = lax.stop_gradient(w.delayed.scales[0]) if w.delayed else None
+        casts[key] = _cast(identity, [lax.stop_gradient(matrix)[:, None]], E4M3, known, how.trained)
+    y, link = _product(how, matrix, casts[key], w.x8, w.scale, place, w.delayed)
     rows = tuple(x.shape[d] for d in form.rows)
     y = y.reshape(*rows, *kept)
     if form.weight_first:
@@ -104,68 +136,90 @@ class _How(NamedTuple):
     linked: bool
 
 
-def _scaled_pair(f: Any, xs: Sequence[jax.Array], dtype: Any, pair: bool = True) -> tuple[Any, Any, jax.Array]:
-    """Cast f(*xs) to fp8 by its largest element; return it, its transpose unless it is not wanted, and the scale."""
-    scale = scale_of(amax_of(f, xs), dtype)
-    if pair:
-        return *cast_pair(f, xs, scale, dtype), scale
-    return cast8(f(*[x[:, 0] for x in xs])[0], scale, dtype), None, scale
+def _cast(f: Any, xs: Sequence[jax.Array], dtype: Any, known: jax.Array | None, pair: bool = True) -> Cast:
+    """Cast f(*xs) to fp8.
+
+    Args:
+      known: the scale; None: the largest element decides it.
+      pair: whether the transpose is wanted.
+    """
+    if known is None:
+        scale = scale_of(amax_of(f, xs), dtype)
+        if pair:
+            x8, transposed = cast_pair(f, xs, scale, dtype)
+            return Cast(x8, transposed, scale, None)
+        return Cast(cast8(f(*[x[:, 0] for x in xs])[0], scale, dtype), None, scale, None)
+    x8, transposed, amax = cast_pair(f, xs, known, dtype, with_amax=True)
+    return Cast(x8, transposed, finite_or_nan(known, amax), amax)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(how: _How, x: Any, w8: Any, scale: Any, place: Any) -> Any:
-    return _forward(how, x, w8, scale, place)[0]
+def _product(how: _How, x: Any, cast: Cast, w8: Any, scale: Any, place: Any, delayed: Any) -> Any:
+    return _forward(how, x, cast, w8, scale, place, delayed)[0]
 
 
-def _forward(how: _How, x: Any, w8: Any, scale: Any, place: Any) -> tuple[Any, Any]:
-    x8, transposed, of_x = _scaled_pair(identity, [x[:, None]], E4M3, how.trained)
+def _forward(how: _How, x: Any, cast: Cast, w8: Any, scale: Any, place: Any, delayed: Any) -> tuple[Any, Any]:
+    of_g = delayed.scales[1] if delayed else None
     w = _matrix(w8, how.leading, x.shape[1])
-    y = _multiply(x8, of_x, w.T if how.leading else w, scale, how.y, FAST)
-    zeros = Link(jnp.zeros(y.shape, how.gradients), jnp.zeros(y.shape[::-1], how.gradients), jnp.zeros(()))
+    y = _multiply(cast.x8, cast.scale, w.T if how.leading else w, scale, how.y, FAST)
+    zero = jnp.zeros(())
+    zeros = Cast(jnp.zeros(y.shape, how.gradients), jnp.zeros(y.shape[::-1], how.gradients), zero, delayed and zero)
     # The weight as it was gathered: stage 3 keeps any other array, such as a reshaped one, until the backward pass.
-    return (y, zeros if how.linked else None), (transposed, of_x, w8, scale)
+    return (y, Link(zeros, of_g) if how.linked else None), (cast._replace(x8=None), w8, scale, of_g)
 
 
-def _backward(how: _How, kept: Any, gradients: Any) -> tuple[Any, None, None, Any]:
+def _backward(how: _How, kept: Any, gradients: Any) -> tuple[Any, None, None, None, Any, Any]:
     g, link = gradients
-    pair = link if how.linked else _scaled_pair(identity, [g[:, None]], how.gradients, how.trained)
-    dx, dw = _backward_products(how, kept, *pair)
-    return dx, None, None, dw
+    cast = link.cast if how.linked else _cast(identity, [g[:, None]], how.gradients, kept[-1], how.trained)
+    dx, dw = _backward_products(how, kept, cast)
+    return dx, None, None, None, dw, _seen(kept, cast)
 
 
-def _backward_products(how: _How, kept: Any, g8: Any, g8t: Any, of_g: Any) -> tuple[Any, Any]:
-    x8t, of_x, w8, scale = kept
-    w = w8.reshape(-1, g8.shape[1]) if how.leading else w8.reshape(g8.shape[1], -1)
-    dx = _multiply(g8, of_g, w if how.leading else w.T, scale, how.x)
+def _backward_products(how: _How, kept: Any, g: Cast) -> tuple[Any, Any]:
+    x, w8, scale, _ = kept
+    w = w8.reshape(-1, g.x8.shape[1]) if how.leading else w8.reshape(g.x8.shape[1], -1)
+    dx = _multiply(g.x8, g.scale, w if how.leading else w.T, scale, how.x)
     if not how.trained:
         return dx, None
-    factors = (x8t, of_x), (g8t, of_g)
+    factors = (x.transposed, x.scale), (g.transposed, g.scale)
     (a, of_a), (b, of_b) = factors if how.leading else factors[::-1]
     return dx, _multiply(a, of_a, b, of_b, how.x)
+
+
+def _seen(kept: Any, g: Cast) -> Delayed | None:
+    """Return the "gradient" of a `Delayed`: how large the activations and the gradients were."""
+    x = kept[0]
+    return None if x.amax is None else Delayed(jnp.zeros(2), seen=counts(jnp.stack([x.amax, g.amax])))
 
 
 _product.defvjp(_forward, _backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _mapped(how: _How, f: Elementwise, xs: Any, links: Any, w8: Any, scale: Any, place: Any) -> Any:
-    return _mapped_forward(how, f, xs, links, w8, scale, place)[0]
+def _mapped(how: _How, f: Elementwise, xs: Any, links: Any, w8: Any, scale: Any, place: Any, delayed: Any) -> Any:
+    return _mapped_forward(how, f, xs, links, w8, scale, place, delayed)[0]
 
 
-def _mapped_forward(how: _How, f: Elementwise, xs: Any, links: Any, w8: Any, scale: Any, place: Any) -> Any:
-    x8, x8t, of_x = _scaled_pair(f, xs, E4M3)
+def _mapped_forward(
+    how: _How, f: Elementwise, xs: Any, links: Any, w8: Any, scale: Any, place: Any, delayed: Any
+) -> Any:
+    of_x, of_g = delayed.scales if delayed else (None, None)
+    cast = _cast(f, xs, E4M3, of_x)
     w = _matrix(w8, how.leading, xs[0].shape[-1])
-    return _multiply(x8, of_x, w.T, scale, how.y, FAST), (xs, (x8t, of_x, w8, scale))
+    y = _multiply(cast.x8, cast.scale, w.T, scale, how.y, FAST)
+    return y, (xs, [link.known for link in links], (cast._replace(x8=None), w8, scale, of_g))
 
 
-def _mapped_backward(how: _How, f: Elementwise, saved: Any, g: Any) -> tuple[None, Any, None, None, Any]:
-    xs, kept = saved
-    dx, dw = _backward_products(how, kept, *_scaled_pair(identity, [g[:, None]], how.gradients))
+def _mapped_backward(how: _How, f: Elementwise, saved: Any, g: Any) -> tuple[None, Any, None, None, Any, Any]:
+    xs, known, kept = saved
+    cast = _cast(identity, [g[:, None]], how.gradients, kept[-1])
+    dx, dw = _backward_products(how, kept, cast)
     links, start = [], 0
-    for x in xs:
+    for x, scale in zip(xs, known, strict=True):
         own = Pullback(f, tuple(range(start, start := start + x.shape[1])))
-        links.append(Link(*_scaled_pair(own, [*xs, dx[:, None]], how.gradients)))
-    return None, tuple(links), None, None, dw
+        arrived = _cast(own, [*xs, dx[:, None]], how.gradients, scale)
+        links.append(Link(arrived, None if scale is None else jnp.zeros(())))
+    return None, tuple(links), None, None, dw, _seen(kept, cast)
 
 
 _mapped.defvjp(_mapped_forward, _mapped_backward)

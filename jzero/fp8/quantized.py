@@ -1,15 +1,16 @@
 """An array in fp8 with one scale (per-tensor scaling; Micikevicius et al., 2022, arXiv:2209.05433).
 
 Scales are powers of two: the products by them are exact, so the only error is the rounding to fp8, and two devices that
-scale parts of an array differently agree on all but the smallest elements. The current maximum decides the scale.
+scale parts of an array differently agree on all but the smallest elements. The current maximum decides the scale, or
+with the recipe "delayed" the maxima of former steps (`jzero.fp8.history`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,25 @@ _LEAST, _MOST = -100, 100
 _BIAS, _MANTISSA = 127, 23  # of float32
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["x8", "scale", "place"], meta_fields=["dtype", "gradients"])
+class Delayed(NamedTuple):
+    """Scales that former steps decided, see `jzero.fp8.history`.
+
+    Attributes:
+      scales: float32 [2], of the activations that a weight is multiplied with, and of the gradients of the product.
+      weight: float32 [], the largest element of this device's part of the weight; None where it is used.
+      seen: zeros, whose "gradient" tells how large both were this time; None where it is not used.
+    """
+
+    scales: jax.Array
+    weight: jax.Array | None = None
+    seen: jax.Array | None = None
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["x8", "scale", "place", "delayed"],
+    meta_fields=["dtype", "gradients"],
+)
 @dataclass(frozen=True, eq=False)
 class Quantized:
     """A weight in fp8, or this device's shard of one.
@@ -35,6 +54,7 @@ class Quantized:
         None: it has no gradient.
       dtype: in which the model sees it.
       gradients: the fp8 dtype of the gradients in its backward products.
+      delayed: the scales of the activations and gradients that it is multiplied with; None: their own maxima decide.
     """
 
     x8: jax.Array
@@ -42,6 +62,7 @@ class Quantized:
     place: jax.Array | None
     dtype: Any
     gradients: Any
+    delayed: Delayed | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,21 +73,32 @@ class Quantized:
         x = lax.stop_gradient(self.x8.astype(self.dtype) * (1 / self.scale).astype(self.dtype))
         return x if self.place is None else x + self.place
 
-    def with_place(self, x8: jax.Array, place: jax.Array | None) -> Quantized:
+    def with_place(self, x8: jax.Array, place: jax.Array | None, seen: jax.Array | None = None) -> Quantized:
         """Return the weight as the model uses it, made from what this device keeps of it."""
-        return replace(self, x8=x8, place=place)
+        delayed = self.delayed and self.delayed._replace(weight=None, seen=seen)
+        return replace(self, x8=x8, place=place, delayed=delayed)
 
 
-def quantize_weight(x: jax.Array, axes: Sequence[str], dtype: Any, gradients: Any) -> Quantized:
-    """Cast a shard of a weight to fp8, by a scale that the devices along `axes` agree on."""
-    largest = amax(x)
-    scale = scale_of(lax.pmax(largest, tuple(axes)) if axes else largest, E4M3)
+def quantize_weight(
+    x: jax.Array, axes: Sequence[str], dtype: Any, gradients: Any, known: jax.Array | None = None
+) -> Quantized:
+    """Cast a shard of a weight to fp8, by a scale that the devices along `axes` agree on.
+
+    Args:
+      known: the scale; None: the largest element decides it.
+    """
+    scale = scale_of(lax.pmax(amax(x), tuple(axes)) if axes else amax(x), E4M3) if known is None else known
     return Quantized(cast8(x, scale, E4M3), scale, None, jnp.dtype(dtype), jnp.dtype(gradients))
 
 
-def amax(x: jax.Array) -> jax.Array:
-    """Return the largest absolute value, float32 []."""
-    return jnp.max(jnp.abs(x)).astype(jnp.float32)
+def amax(*xs: jax.Array, axis: tuple[int, ...] | None = None) -> jax.Array:
+    """Return the largest absolute value of all elements, float32 [], or along axes; NaN if one is NaN.
+
+    As integers the bits of nonnegative numbers have the same order, with infinity and NaN above all. XLA's maximum of
+    floating-point numbers drops NaN on GPUs (`xla_gpu_enable_fast_min_max`), as Triton's does.
+    """
+    bits = (lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32) for x in xs)
+    return lax.bitcast_convert_type(jnp.max(reduce(jnp.maximum, bits), axis), jnp.float32)
 
 
 def scale_of(largest: jax.Array, dtype: Any) -> jax.Array:
@@ -75,14 +107,26 @@ def scale_of(largest: jax.Array, dtype: Any) -> jax.Array:
     >>> float(scale_of(jnp.float32(7.0), E4M3))
     64.0
     """
-    ratio = float(jnp.finfo(dtype).max) / largest
-    exponent = (lax.bitcast_convert_type(ratio, jnp.int32) >> _MANTISSA) - _BIAS
-    bits = (jnp.clip(exponent, _LEAST, _MOST) + _BIAS) << _MANTISSA
-    # A saturated infinity would look like any other number; so the step must see NaN.
-    return jnp.where(jnp.isfinite(largest), lax.bitcast_convert_type(bits, jnp.float32), jnp.nan)
+    exponent = exponent_of(float(jnp.finfo(dtype).max) / largest.astype(jnp.float32))
+    return finite_or_nan(power_of_two(jnp.clip(exponent, _LEAST + _BIAS, _MOST + _BIAS)), largest)
+
+
+def finite_or_nan(scale: jax.Array, largest: jax.Array) -> jax.Array:
+    """Return the scale; NaN if the largest element is not finite, so that the step sees it: see `cast8`."""
+    return jnp.where(jnp.isfinite(largest), scale, jnp.nan)
+
+
+def exponent_of(x: jax.Array) -> jax.Array:
+    """Return the exponent of nonnegative float32 numbers as it is stored: with `_BIAS`, 0 for the smallest numbers."""
+    return lax.bitcast_convert_type(x, jnp.int32) >> _MANTISSA
+
+
+def power_of_two(exponent: jax.Array) -> jax.Array:
+    """Make a float32 number of a stored exponent."""
+    return lax.bitcast_convert_type(exponent << _MANTISSA, jnp.float32)
 
 
 def cast8(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
-    """Round `x * scale` to an fp8 dtype."""
+    """Round `x * scale` to an fp8 dtype. Clipped, what is not finite may look like any other number."""
     limit = float(jnp.finfo(dtype).max)
     return jnp.clip(x.astype(jnp.float32) * scale, -limit, limit).astype(dtype)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jzero.fp8.quantized import amax
 from jzero.optimizers.rounding import keep_bits
 
 DTYPE = jnp.float8_e5m2
@@ -46,7 +47,7 @@ def encode(x: jax.Array, layered: bool, words: jax.Array | None = None) -> tuple
     ['0', '-1', '0.00012', '9.3e-10']
     """
     x = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(x), axis=tuple(range(int(layered), x.ndim)))
+    largest = amax(x, axis=tuple(range(int(layered), x.ndim)))
     exponent = (jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23 & 0xFF) - 127
     exponent = jnp.maximum(exponent, -100) - _LARGEST  # so that the inverse is a normal number
     size = jnp.abs(x * _over(_power_of_two(-exponent), x))

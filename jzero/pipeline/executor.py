@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jzero.errors import ConfigError
-from jzero.gradients import Weights, weighted
-from jzero.loss import Mean, Sums
+from jzero.gradients import Weights
+from jzero.loss import Mean, Sums, weighted
 from jzero.mesh import PIPE
 from jzero.model import ENDS, STACK, Inputs, fold, replace_state
 from jzero.pipeline import slots

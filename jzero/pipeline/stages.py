@@ -34,10 +34,10 @@ from jzero.pipeline.program import make_program, passes
 from jzero.pipeline.schedules import forward_only, make_schedule
 from jzero.precision import Precision, cast
 from jzero.remat import Remat, checkpointed
-from jzero.sharding import is_state, stack_length, trainable
+from jzero.sharding import is_state, stack_length
 from jzero.spread.model import on_group
 from jzero.stack import StackView, fetch, scanned, unrolled
-from jzero.tree import PyTree, combine, leading_dim, partition, path_name
+from jzero.tree import PyTree, leading_dim, path_name
 from jzero.values.kinds import either
 from jzero.zero import ParamLayout
 
@@ -241,8 +241,8 @@ def _piece_view(layouts: PyTree, stages: int, chunks: int, pieces: int, depth: i
     def split(params: PyTree) -> PyTree:
         stack = params[STACK]
         if moves:  # moved in the widest dtype that is needed inside, which often is half of the masters'
-            trained, frozen = partition(stack, trainable(layouts[STACK]))
-            stack = combine(cast(trained, jnp.promote_types(precision.compute, precision.reduce)), frozen)
+            dtype = jnp.promote_types(precision.compute, precision.reduce)
+            stack = jax.tree.map(lambda layout, m: cast(m, dtype) if layout.trainable else m, layouts[STACK], stack)
             stack = jax.tree.map(lambda m: to_chunks(m, stages, chunks), stack)
         if several:
             stack = jax.tree.map(lambda m: m.reshape(-1, depth, *m.shape[1 + moves :]).swapaxes(0, 1), stack)

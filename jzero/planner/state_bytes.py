@@ -33,7 +33,7 @@ from jzero.mesh import EXPERT, PIPE, TENSOR, ZERO_AXES, replicas
 from jzero.optimizers.compressed import rows_of
 from jzero.precision import Precision
 from jzero.sharding import optimizer_layouts, owners
-from jzero.tracing.fp8_weights import excluded_names
+from jzero.tracing.fp8_weights import large_weights
 from jzero.tree import PyTree, named
 from jzero.zero import ON_DEVICE, RULES, OnHost, ParamLayout, Rule
 
@@ -143,15 +143,7 @@ def names_in_fp8(step: TrainStep) -> frozenset[str]:
         return frozenset()
     if noted is not None:
         return noted.names
-    leaves = jax.tree.leaves(step.layouts)
-    names = getattr(step.model, "names", None)
-    excluded = excluded_names(section.exclude, [leaf.name for leaf in leaves], names)
-    least = section.min_size**2
-    return frozenset(
-        leaf.name
-        for leaf in leaves
-        if leaf.stacked and not leaf.state and len(leaf.shape) > 2 and prod(leaf.shape[1:]) >= least
-    ) - excluded  # fmt: skip
+    return large_weights(section, jax.tree.leaves(step.layouts), getattr(step.model, "names", None))
 
 
 class LeafBytes(NamedTuple):

@@ -41,8 +41,8 @@ class Chained:
             xs = chain.parts([self._known[v].x for v, _ in chain.sources])
             y = product.mapped_dot_general(chain.f, xs, [self._links[v] for v, _ in chain.sources], w, dtype)
         else:
-            x = self._known[eqn.invars[0]].x
-            form = form_of(eqn.params["dimension_numbers"], (x.ndim, len(w.shape)), 1)
+            x = self._known[eqn.invars[0]]
+            form = form_of(eqn.params["dimension_numbers"], (len(x.shape), len(w.shape)), 1)
             assert form is not None  # noqa: S101  # `chains` asks for one
-            y, self._links[out] = product.linked_dot_general(x, w, form, dtype)
+            y, self._links[out] = product.linked_dot_general(x.x, w, form, dtype, x.casts)
         return results(eqn, [y.reshape(out.aval.shape)], undivided(out.aval.ndim))

@@ -65,7 +65,7 @@ def _product(eqn: Any, a: Value, b: Value) -> list[Any]:
         w, x = (a, b)[weight], (a, b)[1 - weight]
         form = form_of(eqn.params["dimension_numbers"], (len(a.shape), len(b.shape)), weight)
         if form and not x.weight and x.x.dtype == w.x.dtype:
-            return [product.dot_general(x.x, w.x, form, eqn.outvars[0].aval.dtype)]
+            return [product.dot_general(x.x, w.x, form, eqn.outvars[0].aval.dtype, x.casts)]
     return bind(eqn, [dequantized(v).x for v in (a, b)])
 
 

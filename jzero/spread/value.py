@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jzero.fp8.product import Casts
 from jzero.fp8.quantized import Quantized
 from jzero.spread.ledger import Ledger
 
@@ -47,6 +48,7 @@ class Value:
     partial: Axes = ()
     weight: bool = False
     known: dict[Dims, Value] = field(default_factory=dict, init=False, repr=False)  # the same array, placed otherwise
+    casts: Casts = field(default_factory=dict, init=False, repr=False)  # to fp8, by its products
 
     @property
     def axes(self) -> set[str]:

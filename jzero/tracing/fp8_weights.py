@@ -42,6 +42,13 @@ class Noted:
 
     choice: Choice | None = None
 
+    def choose(
+        self, model: Model, weights: PyTree, inputs: Inputs, key: jax.Array | None, section: Any
+    ) -> frozenset[str]:
+        """Choose by `weights_in_fp8`, take note, and return the names."""
+        self.choice = weights_in_fp8(model, weights, inputs, key, section, getattr(model, "names", None))
+        return self.choice.names
+
 
 def weights_in_fp8(
     model: Model, weights: PyTree, inputs: Inputs, key: jax.Array | None, section: Any, names: StoredNames | None
@@ -74,11 +81,23 @@ def weights_in_fp8(
     large = frozenset(name for name, sizes in uses.items() if min(sizes) >= least)
     if not large - excluded:
         raise ConfigError(
-            f"fp8.enabled = true: no weight of a layer of {model!r} is used for nothing but products of "
-            f"fp8.min_size = {section.min_size} or more in and out and is outside fp8.exclude; lower min_size (smaller "
-            "products gain nothing), or turn fp8 off"
+            f"fp8.enabled = true: no weight of a layer of {model!r} is used for nothing but products with bfloat16 "
+            f"activations of fp8.min_size = {section.min_size} or more in and out and is outside fp8.exclude; "
+            "lower min_size (smaller products gain nothing), let the model compute in bfloat16 (nnx.Embed has "
+            "float32 results without dtype=jnp.bfloat16), or turn fp8 off"
         )
     return Choice(large - excluded, _others(layer, uses, excluded, least))
+
+
+def large_weights(section: Any, layouts: Sequence[Any], names: StoredNames | None) -> frozenset[str]:
+    """Return the parameters whose size lets them be multiplied in fp8, before a trace shows their use."""
+    excluded = excluded_names(section.exclude, [layout.name for layout in layouts], names)
+    return frozenset(
+        layout.name
+        for layout in layouts
+        if layout.stacked and not layout.state and len(layout.shape) > 2
+        and prod(layout.shape[1:]) >= max(section.min_size, 1) ** 2
+    ) - excluded  # fmt: skip
 
 
 def _others(layer: PyTree, uses: dict[str, list[int]], excluded: frozenset[str], least: int) -> dict[str, str]:

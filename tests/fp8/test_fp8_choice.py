@@ -172,15 +172,23 @@ def test_a_config_that_does_not_fit(name):
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "MXFP8", "MXFP8BlockScaling"])
 def test_formats_of_blackwell(recipe):
-    message = rf'^fp8.recipe = "{recipe}": must be "current"; scales of blocks .* need Blackwell GPUs, and are not supp'
+    message = rf'^fp8.recipe = "{recipe}": must be "current" or "delayed"; scales of blocks .* need Blackwell GPUs'
     with pytest.raises(ConfigError, match=message) as error:
         step_of(model_of("llama"), recipe=recipe)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", 1])
+def test_a_history_of_current_scales():
+    message = r'^fp8.amax_history_len = 16 with fp8.recipe = "current": only the recipe "delayed" has a history'
+    with pytest.raises(ConfigError, match=message):
+        step_of(model_of("llama"), amax_history_len=16)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", 1])
 def test_another_recipe(recipe):
-    with pytest.raises(ConfigError, match=r'^fp8.recipe = .*: must be "current"; or leave it out') as error:
+    with pytest.raises(
+        ConfigError, match=r'^fp8.recipe = .*: must be "current" or "delayed"; or leave it out'
+    ) as error:
         step_of(model_of("llama"), recipe=recipe)
     assert "\n" not in str(error.value)
 
@@ -210,7 +218,9 @@ def test_the_report_lists_both():
     text = re.sub(r"\s+", " ", report(step))
     found = re.search(r" fp8 - (.*?) - (.*?)(?= [A-Z]\w+ precision| Fallbacks|$)", text)
     assert found[1].startswith("3 weights of each layer, 77.2% of the stack's elements, are multiplied in fp8")
-    assert found[1].endswith("(fp8.format hybrid): attention/out/kernel, attention/qkv/kernel, mlp/gate_up/kernel")
+    assert found[1].endswith(
+        "(format hybrid, current scales): attention/out/kernel, attention/qkv/kernel, mlp/gate_up/kernel"
+    )
     assert found[2].startswith("in bfloat16 stay mlp/down/kernel: excluded")
     assert "parameters, bfloat16 and fp8" in text
 

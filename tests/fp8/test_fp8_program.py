@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections import Counter
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +53,13 @@ def products_by_target(text):
     return found, of_stack
 
 
+def agreed_maxima(text):
+    """The numbers in each all-reduce of maxima."""
+    maximum = set(re.findall(r"^(%[\w.-]+) \([^\n]*\{\n(?:(?!\}).*\n)*?.* ROOT?[^\n]* maximum\(", text, re.M))
+    reduced = re.findall(r"= f32\[(\d+)\]\S* all-reduce(?:-start)?\(.*to_apply=(%[\w.-]+)", text)
+    return [int(size) for size, region in reduced if region in maximum]
+
+
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_three_products_of_each_weight_and_one_byte_gathered(stage):
     step, program = compiled(stage=stage)
@@ -69,10 +77,7 @@ def test_three_products_of_each_weight_and_one_byte_gathered(stage):
     assert gathered == ends | {("f8e4m3fn", size): passes * LAYERS for size in WEIGHTS.values()}
     scattered = {size: n for (kind, dtype, size), n in moved.items() if kind == "reduce-scatter" and dtype == "bf16"}
     assert all(scattered[2 * size] >= LAYERS for size in WEIGHTS.values())  # gradients stay bfloat16
-    text = program.as_text()
-    maximum = set(re.findall(r"^(%[\w.-]+) \([^\n]*\{\n(?:(?!\}).*\n)*?.* ROOT?[^\n]* maximum\(", text, re.M))
-    reduced = re.findall(r"= f32\[(\d+)\]\S* all-reduce(?:-start)?\(.*to_apply=(%[\w.-]+)", text)
-    sizes = [int(size) for size, region in reduced if region in maximum]
+    sizes = agreed_maxima(program.as_text())
     assert sum(sizes) == len(WEIGHTS) * LAYERS
     assert len(sizes) <= LAYERS  # the maxima of a layer's weights together
 
@@ -121,3 +126,71 @@ def test_as_many_flops_are_counted_as_in_bf16():
     assert Counter((p.scopes, p.part, p.flops) for p in fp8.all) == Counter(
         (p.scopes, p.part, p.flops) for p in bf16.all
     )
+
+
+def casts_of(text):
+    """The operands and results of each kernel that casts."""
+    return re.findall(r"= \(([^)]*)\) custom-call\(([^)]*)\).*fp8_cast_pair", text)
+
+
+def sizes_searched(text):
+    """The elements of each array of the stack's products of which a maximum is found."""
+    shapes = dict(re.findall(r"^\s*(?:ROOT )?(%[\w.-]+) = \w+\[([\d,]*)\]", text, re.M))
+    operands = re.findall(
+        r" reduce\((%[\w.-]+), .*op_name=\"[^\"]*stack[^\"]*/(?:qkv|out|gate_up|down)/.*reduce_max", text
+    )
+    return [prod(int(n) for n in shapes[name].split(",") if n) for name in operands]
+
+
+def test_no_pass_finds_a_maximum_first():
+    """The kernels that cast find the maxima, and the devices agree on them at the end of the step."""
+    text = compiled(recipe="delayed")[1].as_text()
+    found, of_stack = products_by_target(text)
+    assert found["__cublas$lt$matmul$f8"] == 3 * len(WEIGHTS) * LAYERS
+    assert set(of_stack) <= {("f8e4m3fn", "f8e4m3fn"), ("f8e5m2", "f8e4m3fn"), ("f8e4m3fn", "f8e5m2")}
+    casts = casts_of(text)
+    assert len(casts) == 2 * len(WEIGHTS) * LAYERS  # of activations and of gradients
+    assert all(re.search(r"f32\[\d+,\d+\]", results) for results, _ in casts)
+    whole = ROWS // ZERO * LENGTH * WIDTH  # elements of the smallest activation
+    assert max(sizes_searched(text)) <= whole / 1024  # tiles
+    assert max(sizes_searched(compiled()[1].as_text())) >= whole
+    assert not agreed_maxima(text)
+
+
+class Separate:
+    """Attention with its three projections apart, as most models have them."""
+
+    def init(self, rng):
+        names, shape = ("q", "k", "v", "o"), (LAYERS, WIDTH, WIDTH)
+        keys = dict(zip(names, jax.random.split(rng, 4), strict=True))
+        stack = {name: 0.1 * jax.random.normal(key, shape) for name, key in keys.items()}
+        return {"ends": {"w": jax.random.normal(rng, (VOCAB, WIDTH))}, "stack": stack}
+
+    def prefix(self, ends, batch, rng):
+        return ends["w"][batch["inputs"]]
+
+    def block(self, w, x, rng):
+        h = x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+        q, k, v = h @ w["q"], h @ w["k"], h @ w["v"]
+        weights = jax.nn.softmax(q @ k.swapaxes(1, 2))
+        return x + (weights @ v) @ w["o"]
+
+    def suffix(self, ends, x, batch, rng):
+        return jnp.square((x @ ends["w"].T).astype(jnp.float32)).mean()
+
+    def loss(self, params, batch, rng):
+        return jzero.stack_loss(self, params, batch, rng)
+
+
+@pytest.mark.parametrize("recipe", ["current", pytest.param("delayed", marks=pytest.mark.slow)])
+def test_products_of_one_activation_share_its_cast(recipe):
+    """And XLA does not join them to one product in bfloat16."""
+    config = {
+        "train_batch_size": ROWS, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "bf16": {"enabled": True},
+        "fp8": {"enabled": True, "min_size": WIDTH, "recipe": recipe},
+        "compiler_options": {"xla_gpu_autotune_level": 0},
+    }  # fmt: skip
+    step = jzero.make_train_step(Separate(), config, mesh=jzero.make_mesh(devices=gpu_devices("h100", 1)))
+    text = step.lower({"inputs": jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)}).compile().as_text()
+    assert products_by_target(text)[0]["__cublas$lt$matmul$f8"] == 3 * 4 * LAYERS
+    assert len(casts_of(text)) == (2 + 4) * LAYERS  # two activations, four gradients

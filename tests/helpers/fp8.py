@@ -22,31 +22,44 @@ BF16 = {"bf16": {"enabled": True}, "compiler_options": EXACT}
 FP8 = {**BF16, "fp8": {"enabled": True, "min_size": 8}}
 
 
-def rounded(x, dtype, axes=None):
-    """Round to fp8 in float32, with a scale for each part along the axes that are left; None: one scale."""
-    x = x.astype(jnp.float32)
-    _, exponent = jnp.frexp(float(jnp.finfo(dtype).max) / jnp.abs(x).max(axes, keepdims=True))
-    scale = jnp.ldexp(jnp.float32(1), exponent - 1)
-    return (x * scale).astype(dtype).astype(jnp.float32) / scale
+def rounded(x, dtype, axes=None, scale=None):
+    """Round to fp8 in float32, with a scale for each part along the axes that are left; None: one scale.
+
+    Args:
+      scale: instead; what it takes out of range becomes the largest number.
+    """
+    x, limit = x.astype(jnp.float32), float(jnp.finfo(dtype).max)
+    if scale is None:
+        _, exponent = jnp.frexp(limit / jnp.abs(x).max(axes, keepdims=True))
+        scale = jnp.ldexp(jnp.float32(1), exponent - 1)
+    return jnp.clip(x * scale, -limit, limit).astype(dtype).astype(jnp.float32) / scale
 
 
-def product(fp8_format, wide=False):
+def product(fp8_format, wide=False, scales=(None, None), note=None):
     """Make a `dot_general(x, w, dimension_numbers)` of factors that are rounded, forward and backward.
 
     The results are bfloat16; with `wide` they are so in float32, and their gradient arrives in it.
+
+    Args:
+      scales: of x and of the gradient of the product; w is rounded already then, and no other scale would change it.
+      note: called with the largest elements of both in each backward pass.
     """
+    of_x, of_g = scales
 
     def exact(x, w, numbers):
         return jax.lax.dot_general(x, w, numbers, preferred_element_type=jnp.float32)
 
     @partial(jax.custom_vjp, nondiff_argnums=(2,))
     def dot(x, w, numbers):
-        y = exact(rounded(x, E4M3), rounded(w, E4M3), numbers).astype(jnp.bfloat16)
+        y = exact(rounded(x, E4M3, scale=of_x), rounded(w, E4M3), numbers).astype(jnp.bfloat16)
         return y.astype(jnp.float32) if wide else y
 
     def backward(numbers, factors, g):
-        _, vjp = jax.vjp(partial(exact, numbers=numbers), *(rounded(v, E4M3) for v in factors))
-        gradients = vjp(rounded(g, GRADIENTS[fp8_format]))
+        x, w = factors
+        if note is not None:
+            jax.debug.callback(note, jnp.abs(x).max(), jnp.abs(g).max())
+        _, vjp = jax.vjp(partial(exact, numbers=numbers), rounded(x, E4M3, scale=of_x), rounded(w, E4M3))
+        gradients = vjp(rounded(g, GRADIENTS[fp8_format], scale=of_g))
         return tuple(d.astype(jnp.bfloat16).astype(v.dtype) for d, v in zip(gradients, factors, strict=True))
 
     dot.defvjp(lambda x, w, numbers: (dot(x, w, numbers), (x, w)), backward)
@@ -54,11 +67,12 @@ def product(fp8_format, wide=False):
 
 
 @lru_cache
-def emulated(name, fp8_format, chained):
+def emulated(name, fp8_format, chained, scales=(None, None), note=None):
     """The model of `helpers.tensor_models` whose stack computes such products itself.
 
     Args:
       chained: whether nothing between the two products of SwiGLU is rounded to bfloat16.
+      scales, note: see `product`; `note` is called with the module's name first.
     """
     cls, config = ZOO[name]
 
@@ -66,7 +80,8 @@ def emulated(name, fp8_format, chained):
         model = cls(config, rngs=rngs)
         for path, module in nnx.iter_graph(model.stack):
             if isinstance(module, nnx.Linear | nnx.LinearGeneral):
-                module.dot_general = product(fp8_format, wide=chained and path[-1] == "gate_up")
+                wide, noted = chained and path[-1] == "gate_up", note and partial(note, path[-1])
+                module.dot_general = product(fp8_format, wide, scales, noted)
         return model
 
     return jzero.from_flax(make)
@@ -82,24 +97,26 @@ def in_fp8(path):
     return name.startswith("stack/") and name.endswith("/kernel") and "router" not in name
 
 
-def used(path, w, fp8_format="hybrid", twice=False):
-    """A stacked weight as a step uses it: every layer has a scale of its own."""
+def used(path, w, fp8_format="hybrid", twice=False, scale=None):
+    """A stacked weight as a step uses it: every layer has a scale of its own, or this one."""
     if fp8_format and in_fp8(path):
-        w = rounded(w.astype(jnp.bfloat16) if twice else w, E4M3, tuple(range(1, w.ndim)))
+        w = rounded(w.astype(jnp.bfloat16) if twice else w, E4M3, tuple(range(1, w.ndim)), scale)
     return w.astype(jnp.bfloat16)
 
 
 @lru_cache
-def reference(name, fp8_format="hybrid", chained=True, twice=False, trained=""):
+def reference(name, fp8_format="hybrid", chained=True, twice=False, trained="", scales=(None, None, None), note=None):
     """([(loss, gradient norm)], first gradients) of a plain loop in bf16 and this format; None: in bf16 alone.
 
     Args:
       chained: see `emulated`.
       twice: whether weights are rounded to bfloat16 before they are to fp8.
       trained: a part of the names of the parameters that are trained; the others have no gradient.
+      scales: of activations, gradients and weights; None: by the largest element.
+      note: see `emulated`.
     """
-    model = emulated(name, fp8_format, chained) if fp8_format else model_of(name)
-    copy = partial(used, fp8_format=fp8_format, twice=twice)
+    model = emulated(name, fp8_format, chained, scales[:2], note) if fp8_format else model_of(name)
+    copy = partial(used, fp8_format=fp8_format, twice=twice, scale=scales[2])
 
     def mean(weights, batch):
         loss = model.loss(weights, batch, None)

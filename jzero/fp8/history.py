@@ -1,0 +1,119 @@
+"""Delayed scaling: the largest elements of former steps decide the scales, as in Transformer Engine.
+
+A cast then needs no pass over memory that finds the maximum first: the kernel that casts finds it for later steps.
+
+The maxima leave the backward pass as the "gradient" of an argument. Gradients are summed: over micro-batches, ticks of
+a pipeline, devices. So each maximum travels as a one-hot vector of its exponent, and the last place of the sum that is
+not zero is that of the largest.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jzero.fp8.quantized import E4M3, amax, exponent_of, power_of_two, scale_of
+from jzero.tree import PyTree, named
+
+EXPONENTS = 255  # of finite float32 numbers; a step with another maximum changes nothing
+
+# Before a step has seen an array. Hardly any activation is larger; gradients are small, so that their range matters
+# more: in e5m2 these are those from 2^-32 to 2^-1.
+FIRST = {"activations": 4, "gradients": -1, "weights": 2}  # powers of two
+
+
+class Places(NamedTuple):
+    """Where gradients arrive: that of a weight, and `Delayed.seen`."""
+
+    weight: jax.Array
+    seen: jax.Array
+
+
+Histories = dict[str, jax.Array]
+"""For each weight of a layer stack of L layers, by its name, float32 [L, 3, steps], the last step first: powers of two
+above the largest activation that it was multiplied with, above the largest gradient of these products, and above its
+own largest element; 0: not seen."""
+
+LEAVES = "fp8/"  # how the names of their leaves in a state begin
+
+
+def start(weight: jax.Array, steps: int) -> jax.Array:
+    """Begin the history of a weight [L, ...]."""
+    own = bound(counts(jax.vmap(amax)(weight)))
+    return jnp.zeros((weight.shape[0], 3, steps), jnp.float32).at[:, 2, 0].set(own)
+
+
+def step(history: jax.Array, seen: jax.Array) -> jax.Array:
+    """Add what a step has seen, the summed counts [L, 3, EXPONENTS]."""
+    return jnp.concatenate([bound(seen)[..., None], history[..., :-1]], axis=-1)
+
+
+def scales(history: jax.Array, gradients: Any) -> jax.Array:
+    """Decide the scales of one layer by its history [3, steps]: float32 [3].
+
+    Args:
+      gradients: the fp8 dtype of gradients.
+    """
+    largest = history.max(axis=-1)
+    x, g, w = jnp.where(largest > 0, largest, 2.0 ** jnp.array(list(FIRST.values()), jnp.float32))
+    return jnp.stack([scale_of(x, E4M3), scale_of(g, gradients), scale_of(w, E4M3)])
+
+
+def apart(gradients: PyTree, weights: PyTree) -> tuple[PyTree, PyTree]:
+    """Split gradients, with `Places` among them, into those of the weights and what was seen, with None elsewhere.
+
+    Args:
+      weights: the `Quantized` ones among them have `Delayed.weight`.
+
+    Returns:
+      The gradients, and counts [..., 3, EXPONENTS], with the leading axes that leaves have in this form.
+    """
+
+    def seen(g: Any, w: Any) -> Any:
+        if not isinstance(g, Places):
+            return None
+        return jnp.concatenate([g.seen, counts(w.delayed.weight)[..., None, :]], axis=-2)
+
+    def is_places(g: Any) -> bool:
+        return isinstance(g, Places)
+
+    own = jax.tree.map(lambda g: g.weight if is_places(g) else g, gradients, is_leaf=is_places)
+    return own, jax.tree.map(seen, gradients, weights, is_leaf=lambda g: g is None or is_places(g))
+
+
+def total(seen: PyTree, histories: Histories, axes: tuple[str, ...]) -> dict[str, jax.Array]:
+    """Sum what all devices saw, for each of the histories; zeros for a weight that was not multiplied in fp8.
+
+    Args:
+      seen: this device's counts [L, 3, EXPONENTS], in the form of the parameters.
+      axes: of the mesh, along which devices have parts of the same layers, or of their products.
+    """
+    found = named(seen)
+    summed = {
+        name: found.get(name, jnp.zeros((*history.shape[:2], EXPONENTS), jnp.float32))
+        for name, history in histories.items()
+    }
+    return lax.psum(summed, axes) if axes else summed
+
+
+def places() -> jax.Array:
+    """Make a `Delayed.seen`."""
+    return jnp.zeros((2, EXPONENTS), jnp.float32)
+
+
+def counts(largest: jax.Array) -> jax.Array:
+    """Return a one at the place of each number's exponent: float32 [...] -> float32 [..., EXPONENTS]."""
+    return jax.nn.one_hot(exponent_of(largest), EXPONENTS)
+
+
+def bound(counts: jax.Array) -> jax.Array:
+    """Return the power of two above the largest number that was counted; 0 without one, or with zeros alone.
+
+    >>> float(bound(counts(jnp.float32(7.0)) + counts(jnp.float32(3.0))))
+    8.0
+    """
+    last = jnp.max(jnp.where(counts > 0, jnp.arange(EXPONENTS), 0), axis=-1)
+    return jnp.where(last > 0, power_of_two(last + 1), 0.0)
