@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero import optimizers
 from jzero.distributed import compilation_cache
+from jzero.fp8 import history
 from jzero.gradients import Result
 from jzero.loss_scale import LossScale
 from jzero.mesh import batch_spec, shardings
@@ -53,6 +54,18 @@ class Details(NamedTuple):
     fed: Fed | None = None
 
 
+class Moved(NamedTuple):
+    """What a step changes beside the trained parameters and the optimizer's state.
+
+    Attributes:
+      model: the model's new state, None in the place of parameters.
+      fp8: the histories with what this step saw.
+    """
+
+    model: PyTree
+    fp8: history.Histories
+
+
 Done = tuple[TrainState, Metrics, Details]
 
 
@@ -62,7 +75,7 @@ class Programs:
 
     Attributes:
       step: (state, batch, extra, rate, conditions) -> `Done`; the state is donated.
-      gradients: (state, batch, extra) -> (gradients of the next step, metrics, the model's new state).
+      gradients: (state, batch, extra) -> (gradients of the next step, metrics, `Moved`).
       evaluate: (params, batch, extra) -> the loss and metrics by name.
       micro_loss: (params, micro-batch, extra, the step's key, its index, the devices' own steps, the histories for fp8)
         -> the loss.
@@ -103,10 +116,11 @@ def make_programs(setup: Setup, states: States) -> Programs:
             state, metrics, halted = update(setup, state, result, rate, only)
         return state, metrics, Details(result.micro_losses, state.loss_scale, halted)
 
-    def only_gradients(state: TrainState, batch: PyTree, extra: PyTree) -> tuple[PyTree, Metrics, PyTree]:
+    def only_gradients(state: TrainState, batch: PyTree, extra: PyTree) -> tuple[PyTree, Metrics, Moved]:
         result = next_result(state, batch, extra)
         whole = averaging.total(result.gradients) if averaging else result.gradients
-        return whole, {**result.means, "grad_norm": optax.tree.norm(whole)}, result.state
+        histories = history.advance(state.fp8, result.seen, jnp.isfinite(result.squares).all())
+        return whole, {**result.means, "grad_norm": optax.tree.norm(whole)}, Moved(result.state, histories)
 
     def concatenate(parts: list[PyTree]) -> PyTree:
         return jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
@@ -121,7 +135,10 @@ def make_programs(setup: Setup, states: States) -> Programs:
             out_shardings=(states.shardings, everywhere, everywhere), donate_argnums=0,
         ),
         gradients=setup.jit(
-            only_gradients, out_shardings=(shardings(mesh, grad_specs), everywhere, shardings(mesh, new_state_specs))
+            only_gradients,
+            out_shardings=(
+                shardings(mesh, grad_specs), everywhere, Moved(shardings(mesh, new_state_specs), states.shardings.fp8),
+            ),
         ),
         evaluate=setup.jit(evaluate),
         micro_loss=setup.jit(micro_loss),

@@ -302,8 +302,8 @@ class TrainStep:
         Args:
           state: is not donated; its dropout and loss scale are those that the step would use.
           batch, extra: as for a step.
-          new_state: return a third value, the state in which what is not trained (BatchNorm's statistics) has moved on
-            as in a step.
+          new_state: return a third value, the state in which what is not trained (BatchNorm's statistics, histories of
+            fp8) has moved on as in a step.
 
         Returns:
           The float32 gradients of the global batch's loss, before clipping, sharded like the master parameters at every
@@ -317,7 +317,7 @@ class TrainStep:
         with heartbeat.work() as finished_when, self._call("the gradients", batch, extra):
             gradients, metrics, moved = self._programs.gradients(state, batch, extra)
             finished_when(metrics[LOSS])
-        state = dataclasses.replace(state, params=replace_state(state.params, moved))
+        state = dataclasses.replace(state, params=replace_state(state.params, moved.model), fp8=moved.fp8)
         return (gradients, metrics, state) if new_state else (gradients, metrics)
 
     def evaluate(self, state: TrainState, batch: PyTree, extra: PyTree = None) -> Any:

@@ -103,9 +103,6 @@ def update(
         "loss_scale": state.loss_scale.scale,
     }
     metrics = result.means | own
-    latest = {
-        name: jnp.where(applied, history.step(former, result.seen[name]), former) for name, former in state.fp8.items()
-    }
     loss_scale = setup.precision.scaler.update(state.loss_scale, of_names)
     if only.halted is not None or only.limits is not None:  # the schedule counts the applied steps
         also = finite.all() & ~applied
@@ -116,7 +113,7 @@ def update(
         params=combine(params, combine(kept, frozen)),
         opt_state=opt_state,
         loss_scale=loss_scale,
-        fp8=latest,
+        fp8=history.advance(state.fp8, result.seen, applied),
     )
     metrics["skipped"] = ~applied
     return state, metrics, halted

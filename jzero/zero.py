@@ -36,7 +36,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jzero.communication import zeropp
 from jzero.fp8 import history
-from jzero.fp8.quantized import Delayed, Quantized, amax, finite_or_nan, quantize_weight
+from jzero.fp8.quantized import Quantized, quantize_weight
 from jzero.mesh import AXES, BATCH_AXES, PIPE, ZERO_AXES, present
 from jzero.precision import Precision, cast
 
@@ -171,19 +171,14 @@ def prepare(
         return None, master
     gradient_dtype = jnp.promote_types(precision.compute, precision.reduce)
     if fp8 is not None:
-        scales = None if maxima is None else history.scales(maxima, fp8)
-        axes, known = (*layout.group, *dict(layout.divided)), None if scales is None else scales[2]
-        stored = quantize_weight(master, axes, precision.compute, fp8, known)
+        known = None if maxima is None else history.scales(maxima, fp8)
+        stored = quantize_weight(master, (*layout.group, *dict(layout.divided)), precision.compute, fp8, known)
         x8 = _gather(layout, stored.x8) if layout.rule.gather == "step" else stored.x8
         x8 = _secondary(layout, x8) if layout.rule.plus.secondary else x8
         by_micro_batch = layout.rule.scatter == "micro_batch"
         shape, dtype = (master.shape, gradient_dtype) if by_micro_batch else (x8.shape, precision.compute)
         diff: Any = jnp.zeros(shape, dtype) if layout.trainable else None
-        if scales is None:
-            return diff, stored.with_place(x8, None)
-        largest = amax(master)
-        delayed, scale = Delayed(scales[:2], largest), finite_or_nan(stored.scale, largest)
-        return history.Places(diff, history.places()), replace(stored, x8=x8, scale=scale, delayed=delayed)
+        return diff if known is None else history.Places(diff, history.places()), replace(stored, x8=x8)
     if layout.on_host.in_use:
         return (jnp.zeros(master.shape, gradient_dtype) if layout.trainable else None), master
     if not layout.trainable:
@@ -209,7 +204,7 @@ def fetch(layout: ParamLayout, diff: Any, nondiff: Any, precision: Precision) ->
             diff, seen = diff
         if layout.trainable:
             place = _reducing(layout, lambda *_: jnp.zeros(x8.shape, precision.compute), diff, None, precision)
-        return nondiff.with_place(x8, place, seen)
+        return nondiff.used(x8, place, seen)
     if not layout.trainable:
         return _use(layout, to_device(nondiff) if layout.on_host.in_use else nondiff)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,7 +13,8 @@ from jzero.checkpoint.layers import Names, read_layers
 from jzero.checkpoint.leaves import is_key
 from jzero.checkpoint.other_moments import with_moments_of
 from jzero.checkpoint.reader import Checkpoint
-from jzero.errors import ConfigError
+from jzero.distributed.place import log_dist
+from jzero.errors import ConfigError, some_of
 from jzero.fp8 import history
 from jzero.stored_names import stored_names
 from jzero.tree import PyTree, named
@@ -25,8 +26,8 @@ def restore(
     """Read a state with the given shardings, from a checkpoint of any layout. All processes call it.
 
     The loss scale is the saved one. To restore into another precision, start with a new loss scale:
-    `dataclasses.replace(state, loss_scale=step.new_loss_scale(state.loss_scale.skipped))`. Histories for fp8 that the
-    checkpoint lacks are zeros: not seen.
+    `dataclasses.replace(state, loss_scale=step.new_loss_scale(state.loss_scale.skipped))`. fp8 histories that the
+    checkpoint lacks start as zeros.
 
     Args:
       directory, tag: as given to `save`; without a tag, the checkpoint that directory/latest names.
@@ -47,19 +48,29 @@ def restore(
     names = stored_names(shardings, wanted or places)
     stored = stored_shapes(wanted, names) if wanted else dict.fromkeys(places)
     checkpoint = with_moments_of(checkpoint, stored) if wanted else checkpoint
-    new = [name for name in wanted if name.startswith(history.LEAVES) and not _has(checkpoint, stored, names[name])]
-    optional = {part for part in (*stored, *checkpoint.shapes) if wanted and part.startswith(history.LEAVES)}
-    ours = checkpoint.shapes.keys() - optional
-    checkpoint.check_fit({part: shape for part, shape in stored.items() if part not in optional}, ours)
-    taken = {name: place for name, place in places.items() if name not in new}
+    of_fp8 = {part for part in (*stored, *checkpoint.shapes) if part.startswith(history.LEAVES)}
+    optional = of_fp8 if wanted and hasattr(shardings, "fp8") else set()  # of a TrainState
+    required = {part: shape for part, shape in stored.items() if part not in optional}
+    checkpoint.check_fit(required, checkpoint.shapes.keys() - optional)
+    same = required.keys() | {part for part in optional & stored.keys() if checkpoint.shapes.get(part) == stored[part]}
+    taken = {name: place for name, place in places.items() if same.issuperset(names[name])}
     read = read_layers(checkpoint, taken, {name: x.shape for name, x in wanted.items()}, names)
-    read |= {name: jnp.zeros(wanted[name].shape, wanted[name].dtype, device=places[name]) for name in new}
+    zeros = [name for name in places if name not in taken]
+    report_histories(checkpoint, {name: wanted[name] for name in zeros}, names)
+    read |= {name: jnp.zeros(wanted[name].shape, wanted[name].dtype, device=places[name]) for name in zeros}
     leaves = match_dtypes({name: read[name] for name in places}, wanted)
     return jax.tree.unflatten(jax.tree.structure(shardings), leaves.values())
 
 
-def _has(checkpoint: Checkpoint, stored: Mapping[str, tuple[int, ...] | None], parts: Sequence[str]) -> bool:
-    return all(part in checkpoint.shapes and checkpoint.shapes[part] == stored[part] for part in parts)
+def report_histories(checkpoint: Checkpoint, zeros: Mapping[str, Any], names: Names) -> None:
+    """Print which fp8 histories start as zeros, and why; `zeros` has shapes by name."""
+    found: dict[str, list[str]] = {}
+    for name in (name for name in zeros if name.startswith(history.LEAVES)):
+        steps = {checkpoint.shapes[part][-1] for part in names[name] if part in checkpoint.shapes}
+        why = "another fp8.amax_history_len" if steps - {zeros[name].shape[-1]} else "only the weights are read"
+        found.setdefault(why if steps else "not in the checkpoint", []).append(name.removeprefix(history.LEAVES))
+    for why, weights in found.items():
+        log_dist(f"fp8 histories start at zero ({why}): {some_of(weights)}", ranks=[0])
 
 
 def stored_shapes(leaves: Mapping[str, Any], names: Names) -> dict[str, tuple[int, ...] | None]:

@@ -241,6 +241,11 @@ REFUSED: dict[str, Refused] = {
         " cast_model_outputs num_losses verbosity min_loss_scale max_loss_scale loss_scale"),
     "torch_autocast.enabled": Refused((None, False), _SWITCHES),
     **_details("torch_autocast", "dtype lower_precision_safe_modules"),
+    # fp8, by Transformer Engine's names
+    "fp8.amax_compute_algo": Refused((None, "max"),
+        "the largest of the last amax_history_len steps decides; leave it out"),
+    "fp8.margin": Refused((None, 0), "scales leave room for elements at least 1.75 times larger; leave it out"),
+    "fp8.reduce_amax": Refused((None, True), "maxima are those over all devices; leave it out"),
     # ZeRO
     **_later(_ZERO, "frozen weights stored as int8; zero_quantized_weights gathers them as int8",
         zero_quantized_nontrainable_weights=False),

@@ -14,7 +14,7 @@ from jzero.checkpoint.checksums import checksums
 from jzero.checkpoint.layers import read_layers
 from jzero.checkpoint.other_moments import with_moments_of
 from jzero.checkpoint.reader import Checkpoint
-from jzero.checkpoint.restoring import match_dtypes, stored_shapes
+from jzero.checkpoint.restoring import match_dtypes, report_histories, stored_shapes
 from jzero.distributed.place import log_dist
 from jzero.errors import ConfigError, some_of
 from jzero.fp8 import history
@@ -60,8 +60,8 @@ class Plan:
     Checks come first and cost nothing: once they pass, the caller drops its former state, and `read` has room for the
     new one. The plan refers only to the kept leaves of the former state.
 
-    State of single devices fits no other number of them, and histories for fp8 no other number of steps, and no weights
-    but those of their run: of `zeros` nothing is read, and `lost` is read into nothing.
+    State of single devices fits their number only, and an fp8 history its `amax_history_len` and the weights of its own
+    run: of `zeros` nothing is read, and `lost` is read into nothing.
     """
 
     source: Checkpoint
@@ -85,9 +85,9 @@ class Plan:
         read = match_dtypes(stored, shapes)
         zeros = {name: jnp.zeros(shapes[name].shape, shapes[name].dtype, device=shardings[name]) for name in self.zeros}
         leaves = self.kept | read | zeros
+        report_histories(self.source, zeros, names)
         if self.selection.optimizer and not self.selection.only_module:
             _report_rows(self.zeros, self.lost)
-            _report_histories(self.zeros, self.lost)
         state = jax.tree.unflatten(jax.tree.structure(step.state_shapes), [leaves[name] for name in shapes])
         scale = read.get("loss_scale/scale")
         former = self.source.notes.get("loss_scale")
@@ -149,14 +149,6 @@ def _report_rows(zeros: list[str], lost: list[str]) -> None:
         why = "that of other devices" if zeros and lost else "not in the checkpoint" if zeros else "not in this run"
         then = "it starts at 0" if zeros else "it is dropped"
         log_dist(f"state of single devices ({', '.join(sorted(fields))}) is {why}: {then}")
-
-
-def _report_histories(zeros: list[str], lost: list[str]) -> None:
-    """Print that the scales of fp8 have no history here."""
-    if any(name.startswith(history.LEAVES) for name in zeros):
-        another = any(name.startswith(history.LEAVES) for name in lost)
-        why = "has another fp8.amax_history_len" if another else "has no maxima for fp8"
-        log_dist(f'the checkpoint {why}: fp8.recipe = "delayed" begins anew', ranks=[0])
 
 
 def _check_kept(source: Checkpoint, kept: dict[str, Any]) -> None:

@@ -81,10 +81,15 @@ def _fp8(step: Any) -> list[str]:
 
     stack = sum(prod(shape) for name, shape in shapes.items() if name.startswith(f"{STACK}/"))
     share = sum(prod(shapes[name]) for name in choice.names) / stack
+    section, frozen = step.config.fp8, choice.names - step.setup.histories.keys()
+    delayed = section.recipe == "delayed"
+    scales = f"delayed scales, by {section.amax_history_len} steps" if delayed else "current scales"
     lines = [
         f"{len(choice.names)} weights of each layer, {share:.1%} of the stack's elements, are multiplied in fp8 "
-        f"(format {step.config.fp8.format}, {step.config.fp8.recipe} scales): {listed(choice.names)}"
+        f"(format {section.format}, {scales}): {listed(choice.names)}"
     ]
+    if delayed and frozen:
+        lines.append(f"current scales have the frozen ones, {listed(frozen)}: they have no history")
     reasons: dict[str, list[str]] = {}
     for name, why in choice.others.items():
         reasons.setdefault(why, []).append(name)

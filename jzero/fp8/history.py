@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jzero.fp8.quantized import E4M3, amax, exponent_of, power_of_two, scale_of
+from jzero.fp8.quantized import E4M3, E5M2, amax, exponent_of, power_of_two, scale_of
 from jzero.tree import PyTree, named
 
 EXPONENTS = 255  # of finite float32 numbers; a step with another maximum changes nothing
 
-# Before a step has seen an array. Hardly any activation is larger; gradients are small, so that their range matters
-# more: in e5m2 these are those from 2^-32 to 2^-1.
-FIRST = {"activations": 4, "gradients": -1, "weights": 2}  # powers of two
+# Bounds before a step has seen an array. Few activations and weights are larger. Gradients of a mean are small, and
+# those that underflow hide the gradients of the layers below: numbers from 2^-35 in e5m2 and 2^-26 in e4m3 are normal.
+FIRST_ACTIVATION, FIRST_WEIGHT, FIRST_GRADIENT = 2.0**4, 2.0**2, {E5M2: 2.0**-6, E4M3: 2.0**-12}
 
 
 class Places(NamedTuple):
@@ -46,19 +46,24 @@ def start(weight: jax.Array, steps: int) -> jax.Array:
     return jnp.zeros((weight.shape[0], 3, steps), jnp.float32).at[:, 2, 0].set(own)
 
 
-def step(history: jax.Array, seen: jax.Array) -> jax.Array:
-    """Add what a step has seen, the summed counts [L, 3, EXPONENTS]."""
-    return jnp.concatenate([bound(seen)[..., None], history[..., :-1]], axis=-1)
+def advance(histories: Histories, seen: dict[str, jax.Array], applied: jax.Array) -> Histories:
+    """Add what a step has seen, the summed counts [L, 3, EXPONENTS]; a step that is not applied adds nothing."""
+
+    def one(former: jax.Array, counts: jax.Array) -> jax.Array:
+        return jnp.where(applied, jnp.concatenate([bound(counts)[..., None], former[..., :-1]], axis=-1), former)
+
+    return {name: one(former, seen[name]) for name, former in histories.items()}
 
 
 def scales(history: jax.Array, gradients: Any) -> jax.Array:
-    """Decide the scales of one layer by its history [3, steps]: float32 [3].
+    """Compute one layer's scales from its history [3, steps]: float32 [3].
 
     Args:
       gradients: the fp8 dtype of gradients.
     """
     largest = history.max(axis=-1)
-    x, g, w = jnp.where(largest > 0, largest, 2.0 ** jnp.array(list(FIRST.values()), jnp.float32))
+    first = jnp.array([FIRST_ACTIVATION, FIRST_GRADIENT[gradients], FIRST_WEIGHT], jnp.float32)
+    x, g, w = jnp.where(largest > 0, largest, first)
     return jnp.stack([scale_of(x, E4M3), scale_of(g, gradients), scale_of(w, E4M3)])
 
 
@@ -77,11 +82,11 @@ def apart(gradients: PyTree, weights: PyTree) -> tuple[PyTree, PyTree]:
             return None
         return jnp.concatenate([g.seen, counts(w.delayed.weight)[..., None, :]], axis=-2)
 
-    def is_places(g: Any) -> bool:
-        return isinstance(g, Places)
+    def is_leaf(g: Any) -> bool:
+        return g is None or isinstance(g, Places)
 
-    own = jax.tree.map(lambda g: g.weight if is_places(g) else g, gradients, is_leaf=is_places)
-    return own, jax.tree.map(seen, gradients, weights, is_leaf=lambda g: g is None or is_places(g))
+    own = jax.tree.map(lambda g: g.weight if isinstance(g, Places) else g, gradients, is_leaf=is_leaf)
+    return own, jax.tree.map(seen, gradients, weights, is_leaf=is_leaf)
 
 
 def total(seen: PyTree, histories: Histories, axes: tuple[str, ...]) -> dict[str, jax.Array]:
@@ -116,4 +121,4 @@ def bound(counts: jax.Array) -> jax.Array:
     8.0
     """
     last = jnp.max(jnp.where(counts > 0, jnp.arange(EXPONENTS), 0), axis=-1)
-    return jnp.where(last > 0, power_of_two(last + 1), 0.0)
+    return jnp.where(last > 0, power_of_two(jnp.minimum(last + 1, EXPONENTS - 1)), 0.0)  # a finite one

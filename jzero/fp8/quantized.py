@@ -73,7 +73,7 @@ class Quantized:
         x = lax.stop_gradient(self.x8.astype(self.dtype) * (1 / self.scale).astype(self.dtype))
         return x if self.place is None else x + self.place
 
-    def with_place(self, x8: jax.Array, place: jax.Array | None, seen: jax.Array | None = None) -> Quantized:
+    def used(self, x8: jax.Array, place: jax.Array | None, seen: jax.Array | None = None) -> Quantized:
         """Return the weight as the model uses it, made from what this device keeps of it."""
         delayed = self.delayed and self.delayed._replace(weight=None, seen=seen)
         return replace(self, x8=x8, place=place, delayed=delayed)
@@ -85,10 +85,16 @@ def quantize_weight(
     """Cast a shard of a weight to fp8, by a scale that the devices along `axes` agree on.
 
     Args:
-      known: the scale; None: the largest element decides it.
+      known: the scales that former steps decided, float32 [3]: of the activations that the weight is multiplied with,
+        of the gradients of the product and of the weight; None: the largest element decides.
     """
-    scale = scale_of(lax.pmax(amax(x), tuple(axes)) if axes else amax(x), E4M3) if known is None else known
-    return Quantized(cast8(x, scale, E4M3), scale, None, jnp.dtype(dtype), jnp.dtype(gradients))
+    largest = amax(x)
+    if known is None:
+        scale, delayed = scale_of(lax.pmax(largest, tuple(axes)) if axes else largest, E4M3), None
+    else:
+        scale, delayed = known[2], Delayed(known[:2], largest)
+    x8, scale = cast8(x, scale, E4M3), finite_or_nan(scale, largest)  # the group's maximum may have dropped a NaN
+    return Quantized(x8, scale, None, jnp.dtype(dtype), jnp.dtype(gradients), delayed)
 
 
 def amax(*xs: jax.Array, axis: tuple[int, ...] | None = None) -> jax.Array:

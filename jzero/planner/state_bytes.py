@@ -157,8 +157,12 @@ class LeafBytes(NamedTuple):
 
 
 def leaf_bytes(step: TrainStep) -> dict[str, LeafBytes]:
-    """Compute the bytes per device of every parameter; "" has the optimizer's state that belongs to none."""
-    setup, shapes, mesh, found = step.setup, step.state_shapes, step.mesh, {"": LeafBytes()}
+    """Compute the bytes per device of every parameter; "" has the optimizer's state that belongs to none.
+
+    The histories of fp8 count as state of the optimizer.
+    """
+    setup, shapes, mesh = step.setup, step.state_shapes, step.mesh
+    found = {"": LeafBytes(optimizer=bytes_per_device(shapes.fp8, step.state_specs.fp8, mesh))}
     in_fp8 = names_in_fp8(step)
     for layout, x in zip(jax.tree.leaves(step.layouts), jax.tree.leaves(shapes.params), strict=True):
         parts = _parts(layout, mesh)
@@ -215,15 +219,17 @@ def state_bytes(step: TrainStep) -> StateBytes:
     state = named(shapes.opt_state)
     errors = sum(state[name].size * state[name].dtype.itemsize for name in rows_of(shapes.opt_state))
     persistent -= errors
+    histories = bytes_per_device(shapes.fp8, specs.fp8, mesh)
     frozen = sum(x.size * x.dtype.itemsize for leaf, x in leaves if not leaf.trainable)
     whole = 0 if stage.gather == "layer" else frozen  # frozen weights are partitioned under stage 3 alone
     return StateBytes(
         masters=bytes_per_device(shapes.params, specs.params, mesh),
-        optimizer=bytes_per_device(shapes.opt_state, specs.opt_state, mesh),
+        optimizer=bytes_per_device(shapes.opt_state, specs.opt_state, mesh) + histories,
         parameters=int(sum(leaf.parameters for leaf in actual)),
         gradients=int(sum(leaf.gradients for leaf in actual)),
         formula=((persistent - whole) / (group if stage.shards_state else 1) + whole) / parts
         + sum(map(sum, ideal))
+        + histories
         + errors / replicas(mesh),
         host=step.host_bytes,
     )

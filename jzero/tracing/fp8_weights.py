@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jzero._compat import inner_jaxprs, is_constant
-from jzero.errors import ConfigError
+from jzero.errors import ConfigError, some_of
 from jzero.fp8.product import CALLS
 from jzero.fusion.form import form_of
 from jzero.model import ENDS, STACK, Inputs, Model, StackModel, stack_functions
@@ -45,7 +45,7 @@ class Noted:
     def choose(
         self, model: Model, weights: PyTree, inputs: Inputs, key: jax.Array | None, section: Any
     ) -> frozenset[str]:
-        """Choose by `weights_in_fp8`, take note, and return the names."""
+        """Choose the weights, record the choice, and return their names."""
         self.choice = weights_in_fp8(model, weights, inputs, key, section, getattr(model, "names", None))
         return self.choice.names
 
@@ -121,7 +121,10 @@ def excluded_names(patterns: Sequence[str], every: Sequence[str], names: StoredN
     for pattern in patterns:
         hits = {name for name in every if matches(f"fp8.exclude: {pattern!r}", pattern, name, names)}
         if not hits:
-            raise ConfigError(f"fp8.exclude: {pattern!r} matches no parameter; leave it out, or correct it")
+            raise ConfigError(
+                f"fp8.exclude: {pattern!r} matches no parameter; leave it out, or correct it; the stack has "
+                f"{some_of([name for name in every if name.startswith(STACK)], 4)}"
+            )
         found |= hits
     return frozenset(found)
 

@@ -1,7 +1,9 @@
 """Scales that the maxima of former steps decide: beside NumPy, plain JAX with the same scales, and in every layout."""
 
 import dataclasses
+import re
 from collections import defaultdict
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jzero
+from jzero.engine.run_report import report
+from jzero.errors import ConfigError
 from jzero.fp8 import history
 from jzero.fp8.product import dot_general
-from jzero.fp8.quantized import E4M3, E5M2, Delayed, quantize_weight
+from jzero.fp8.quantized import E4M3, E5M2, quantize_weight
 from jzero.fusion.form import form_of
+from jzero.planner.state_bytes import state_bytes
 
 STEPS = 4
 DELAYED = {**FP8, "fp8": {**FP8["fp8"], "recipe": "delayed", "amax_history_len": STEPS}}
@@ -30,11 +35,14 @@ def above(x):
     return 2.0 ** (np.floor(np.log2(np.asarray(x, np.float64))) + 1)
 
 
-@given(st.lists(st.floats(2.0**-126, 2.0**126, width=32), min_size=1, max_size=9))
+LARGEST = float(np.finfo(np.float32).max)
+
+
+@given(st.lists(st.floats(2.0**-126, LARGEST, width=32), min_size=1, max_size=9))
 def test_the_bound_of_summed_counts_is_that_of_the_largest(numbers):
-    counts = history.counts(jnp.array(numbers, jnp.float32)).sum(0)
-    assert float(history.bound(counts)) == above(max(numbers))
-    assert float(history.bound(counts.astype(jnp.bfloat16))) == above(max(numbers))  # as a sum of gradients may be
+    counts, expected = history.counts(jnp.array(numbers, jnp.float32)).sum(0), min(above(max(numbers)), 2.0**127)
+    assert float(history.bound(counts)) == expected
+    assert float(history.bound(counts.astype(jnp.bfloat16))) == expected  # as a sum of gradients may be
 
 
 def test_nothing_was_seen():
@@ -43,17 +51,19 @@ def test_nothing_was_seen():
 
 
 def test_a_history_forgets():
-    """The largest of the last steps decides the scale, until it is older than all of them."""
+    """The largest of the last two steps decides the scale."""
     seen = history.start(jnp.full((1, 8, 8), 0.75), 2)
     np.testing.assert_array_equal(seen[0], [[0, 0], [0, 0], [1, 0]])
-    first = np.array(history.scales(seen[0], E5M2))
-    np.testing.assert_array_equal(first, 2.0 ** np.array([8 - 4, 15 + 1, 8]))
-    for largest, expected in ((5.0, 8.0), (0.3, 8.0), (0.1, 0.5)):
-        counts = history.counts(jnp.full((1, 3), largest))
-        seen = history.step(seen, counts)
-        x, g, w = history.scales(seen[0], E4M3)
-        assert float(x) == float(g) == 256 / expected
-        assert float(w) == 256 / max(expected, 1.0 if expected == 8.0 else 0)
+    for gradients, bound in ((E5M2, 2.0**15 * 2**6), (E4M3, 2.0**8 * 2**12)):  # before a step has seen any
+        np.testing.assert_array_equal(history.scales(seen[0], gradients), [2.0 ** (8 - 4), bound, 2.0**8])
+    # largest element of a step, bound of activations and gradients, bound of weights
+    for largest, expected, of_weights in ((5.0, 8.0, 8.0), (0.3, 8.0, 8.0), (0.1, 0.5, 0.5)):
+        counts = {"w": history.counts(jnp.full((1, 3), largest))}
+        seen = history.advance({"w": seen}, counts, jnp.bool_(True))["w"]
+        found = history.scales(seen[0], E4M3)
+        np.testing.assert_array_equal(found, 256 / np.array([expected, expected, of_weights]))
+    unchanged = history.advance({"w": seen}, {"w": history.counts(jnp.full((1, 3), 9.0))}, jnp.bool_(False))["w"]
+    np.testing.assert_array_equal(unchanged, seen)
 
 
 @pytest.mark.parametrize("order", ["tk,kn->tn", "tk,nk->tn"])
@@ -64,12 +74,11 @@ def test_a_product_by_known_scales(order):
     x[3, 4] = 700.0  # 448 / 4 is the largest number at this scale
     x, w, g = (jnp.asarray(v, jnp.bfloat16) for v in (x, w, 1e-4 * g))
     form = form_of((((1,), (0 if "kn" in order else 1,)), ((), ())), (2, 2), 1)
-    scales = jnp.array([4.0, 2.0**20])
+    scales = jnp.array([4.0, 2.0**20, 16.0])
 
     def run(x, place, seen):
-        q = quantize_weight(w, (), jnp.bfloat16, E5M2, jnp.float32(16))
-        q = dataclasses.replace(q, delayed=Delayed(scales)).with_place(q.x8, place, seen)
-        return dot_general(x, q, form, jnp.bfloat16, {})
+        q = quantize_weight(w, (), jnp.bfloat16, E5M2, scales)
+        return dot_general(x, q.used(q.x8, place, seen), form, jnp.bfloat16, {})
 
     y, pull = jax.vjp(run, x, jnp.zeros_like(w), history.places())
     dx, dw, counts = pull(g)
@@ -94,7 +103,7 @@ def test_products_of_one_activation_share_its_cast():
     form, casts = form_of((((1,), (0,)), ((), ())), (2, 2), 1), {}
     for _ in range(3):
         q = quantize_weight(w, (), jnp.bfloat16, E5M2)
-        dot_general(x, q.with_place(q.x8, jnp.zeros((8, 8), jnp.bfloat16)), form, jnp.bfloat16, casts)
+        dot_general(x, q.used(q.x8, jnp.zeros((8, 8), jnp.bfloat16)), form, jnp.bfloat16, casts)
     assert len(casts) == 1
 
 
@@ -122,12 +131,13 @@ def test_a_step_by_known_scales(bounds):
     assert max(apart) > (0.1 if x < 1 else 1e-3)  # the scales matter
 
 
+@lru_cache
 def noted():
-    """The maxima of the first step by plain JAX: module -> sorted [layers, (x, g)]."""
+    """The maxima of the first step by plain JAX: module -> [layers, (x, g)], the last layer first."""
     found = defaultdict(list)
     reference("llama", note=lambda name, x, g: found[name].append((float(x), float(g))))
     jax.effects_barrier()
-    return {f"stack/{part}/{name}/kernel": np.array(found[name]) for part, name in PARTS}
+    return {f"stack/{part}/{name}/kernel": np.array(found[name][:2]) for part, name in PARTS}
 
 
 PARTS = [("attention", "qkv"), ("attention", "out"), ("mlp", "gate_up"), ("mlp", "down")]
@@ -147,7 +157,8 @@ def test_a_step_notes_what_it_saw(layout):
     """Over all layers, micro-batches, stages and devices, the maxima are those of plain JAX on one device.
 
     Its scales are the current ones, and a layout rounds in other places: a maximum beside a power of two may be beyond
-    it. A part of a divided product is not larger than the whole. The weights' maxima are exact.
+    it, by one. A part of a divided product is not larger than the whole, so with `tensor` more are off; elsewhere at
+    most one in eight is. The weights' maxima are exact.
     """
     step = make_step("llama", precision=DELAYED, **layout)
     params = initial("llama")
@@ -156,16 +167,35 @@ def test_a_step_notes_what_it_saw(layout):
     for name, largest in weights.items():
         np.testing.assert_array_equal(state.fp8[name][:, 2, 0], above(largest))
         assert not np.asarray(state.fp8[name])[:, :2].any()
-    expected = noted()
     state, metrics = step(state, batches("llama")[0])
     assert not bool(metrics["skipped"])
-    same = []
-    for name, history_ in jax.device_get(state.fp8).items():
-        np.testing.assert_array_equal(history_[:, 2, 0], above(weights[name]))
-        off = np.log2(np.sort(history_[:, :2, 0], 0) / np.sort(above(expected[name])[: len(history_)], 0))
-        assert np.abs(off).max() <= 1, (name, off)
-        same += list(off.ravel() == 0)
-    assert np.mean(same) > 0.8
+    off = []
+    for name, found in jax.device_get(state.fp8).items():
+        np.testing.assert_array_equal(found[:, 2, 0], above(weights[name]))
+        off.append(np.log2(found[:, :2, 0] / above(noted()[name][::-1])))
+    assert np.abs(off).max() <= 1, off
+    assert np.count_nonzero(off) <= (6 if "tensor" in layout else 2), off
+
+
+def test_histories_stay_with_their_layers():
+    """Also where layers move between the stages: each layer's weights have a size of their own."""
+    interleaved = {"pipe": 2, "zero": 4, "stage": 1, "accum": 4, "pipeline": {"schedule": "interleaved", "chunks": 2}}
+    params = jax.tree.map(np.copy, initial("four-layers"))
+    sizes = 2.0 ** np.array([0, 2, 1, 3])
+    for name in PARTS:
+        kernel = params["stack"][name[0]][name[1]]["kernel"]
+        kernel *= sizes.reshape(-1, *[1] * (kernel.ndim - 1))
+    weights = {name: np.abs(x).reshape(len(x), -1).max(1) for name, x in kernels(params).items()}
+    assert all(len(set(above(largest))) > 2 for largest in weights.values())
+    found = []
+    for layout in ({}, interleaved):
+        step = make_step("four-layers", precision=DELAYED, **layout)
+        state, _ = step(step.init(jax.random.key(0), params), batches("four-layers")[0])
+        for name, history_ in jax.device_get(state.fp8).items():
+            np.testing.assert_array_equal(history_[:, 2, 0], above(weights[name]))
+        found.append(np.stack([history_[:, :2, 0] for _, history_ in sorted(jax.device_get(state.fp8).items())]))
+    assert np.abs(np.log2(found[0] / found[1])).max() <= 1  # both round to bfloat16 in places of their own
+    assert len(np.unique(np.log2(found[0]).sum(-1))) > 4  # layers differ
 
 
 def kernels(params):
@@ -206,7 +236,7 @@ class Half(SmallGPT):
         self.tokens.dtype = self.positions.dtype = jnp.bfloat16
 
 
-def engine(recipe="delayed", length=STEPS, **mesh):
+def engine(recipe="delayed", length=STEPS, exclude=(), **mesh):
     history_len = {"amax_history_len": length} if recipe == "delayed" else {}
     config = {
         "train_batch_size": ROWS,
@@ -215,7 +245,7 @@ def engine(recipe="delayed", length=STEPS, **mesh):
         "zero_optimization": {"stage": 2},
         "mesh": mesh,
         **FP8,
-        "fp8": {"enabled": True, "min_size": WIDTH, "recipe": recipe, **history_len},
+        "fp8": {"enabled": True, "min_size": WIDTH, "recipe": recipe, "exclude": list(exclude), **history_len},
     }
     model = jzero.from_flax(Half, loss_fn, stack="blocks")
     return jzero.initialize(model=model, config=config)[0]
@@ -262,8 +292,8 @@ def test_histories_begin_anew(tmp_path, former, functional, capsys):
         assert not bool(metrics["skipped"])
         return
     other.load_checkpoint(tmp_path)
-    why = "has no maxima for fp8" if former[0] == "current" else "has another fp8.amax_history_len"
-    assert f'the checkpoint {why}: fp8.recipe = "delayed" begins anew' in capsys.readouterr().out
+    why = "not in the checkpoint" if former[0] == "current" else "another fp8.amax_history_len"
+    assert f"fp8 histories start at zero ({why}): " in capsys.readouterr().out
     assert not any(x.any() for x in histories(other).values())
     other.train_batch(BATCHES[0])
     assert all(x[:, :, 0].all() and not x[:, :, 1:].any() for x in histories(other).values())
@@ -284,7 +314,23 @@ def test_current_scales_need_no_history(tmp_path, functional):
     assert other.state.fp8 == {}
 
 
-def test_other_weights_end_a_history(tmp_path):
+def test_only_the_history_of_another_choice_starts_at_zero(tmp_path, capsys):
+    one, other = engine(exclude=["down"]), engine(exclude=["up"])
+    one.train_batch(BATCHES[0])
+    one.save_checkpoint(tmp_path).wait()
+    other.load_checkpoint(tmp_path)
+    assert {name: x.any() for name, x in histories(other).items()} == {"stack/down/kernel": False}
+    assert "fp8 histories start at zero (not in the checkpoint): stack/down/kernel" in capsys.readouterr().out
+
+
+def test_another_tree_with_a_branch_of_that_name_is_compared(tmp_path):
+    jzero.checkpoint.save({"fp8": {"a": jnp.ones(3)}}, tmp_path, tag="one").wait()
+    like = {"fp8": {"b": jnp.ones(4)}}
+    with pytest.raises(ConfigError, match=r"missing fp8/b \(4,\)"):
+        jzero.checkpoint.restore(tmp_path, jax.tree.map(lambda x: x.sharding, like), shapes=like)
+
+
+def test_other_weights_end_a_history(tmp_path, capsys):
     """Read without the rest of a checkpoint, they may be far larger than those of this run."""
     one, other = engine(), engine()
     for run in (one, other):
@@ -292,3 +338,50 @@ def test_other_weights_end_a_history(tmp_path):
     one.save_checkpoint(tmp_path).wait()
     other.load_checkpoint(tmp_path, load_module_only=True)
     assert not any(x.any() for x in histories(other).values())
+    assert "fp8 histories start at zero (only the weights are read): " in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- the rest
+
+
+@pytest.mark.parametrize("fp8_format", ["hybrid", "e4m3"])
+def test_the_first_step_sees_small_gradients(fp8_format):
+    """Those of a mean over 65,536 tokens; the model's own have 256. None may underflow to zero in a layer."""
+    section = {**DELAYED["fp8"], "format": fp8_format}
+    norms = []
+    for recipe in ("current", "delayed"):
+        fp8 = section if recipe == "delayed" else {k: v for k, v in section.items() if k != "amax_history_len"}
+        step = make_step("llama", precision={**DELAYED, "fp8": {**fp8, "recipe": recipe}})
+        state = step.init(jax.random.key(0), initial("llama"))
+        scale = dataclasses.replace(state.loss_scale, scale=state.loss_scale.scale / 256)
+        gradients, _ = step.gradients(dataclasses.replace(state, loss_scale=scale), batches("llama")[0])
+        norms.append({name: np.linalg.norm(x) for name, x in kernels(jax.device_get(gradients)).items()})
+    for name, norm in norms[0].items():
+        assert norms[1][name] == pytest.approx(norm, rel=0.05)  # clipped and rounded elements
+
+
+def test_gradients_alone_move_the_histories():
+    """A loop with an update of its own goes on by the state that `gradients` returns."""
+    step, batch = make_step("llama", precision=DELAYED), batches("llama")[0]
+    state = step.init(jax.random.key(0), initial("llama"))
+    _, _, moved = step.gradients(state, batch, new_state=True)
+    after, _ = step(state, batch)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(moved.fp8), jax.device_get(after.fp8))
+
+
+def test_frozen_weights_have_current_scales():
+    frozen = {**DELAYED, "frozen_parameters": ["mlp/"]}
+    step = make_step("llama", precision=frozen)
+    assert step.state_shapes.fp8.keys() == {name for name in KERNELS if "attention" in name}
+    state, metrics = step(step.init(jax.random.key(0), initial("llama")), batches("llama")[0])
+    assert all(np.asarray(x)[:, :, 0].all() for x in state.fp8.values())
+    assert float(metrics["loss"]) == pytest.approx(reference("llama")[0][0, 0], rel=1e-3)  # as losses in fp8 and bf16
+    text = re.sub(r"\s+", " ", report(step))
+    assert "(format hybrid, delayed scales, by 4 steps)" in text
+    assert "current scales have the frozen ones, mlp/down/kernel, mlp/gate_up/kernel: they have no history" in text
+
+
+def test_the_bytes_of_histories_are_counted():
+    delayed, current = (make_step("llama", precision=precision, zero=8, stage=2) for precision in (DELAYED, FP8))
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(delayed.state_shapes.fp8))
+    assert state_bytes(delayed).optimizer - state_bytes(current).optimizer == size > 0
