@@ -119,7 +119,7 @@ class TrainStep:
         degrees = " x ".join(f"{axis} {n}" for axis, n in self.mesh.shape.items() if n > 1) or "1 device"
         b = self.batch_sizes
         return (
-            f"TrainStep({self.model!r}, ZeRO-{self.config.zero_optimization.stage}, {self.config.precision}, "
+            f"TrainStep({self.model!r}, ZeRO-{self.config.zero_optimization.stage}, {self.config.precision_text}, "
             f"mesh {degrees}, batch {b.train} = {b.micro} x {b.accum} x {self.replicas})"
         )
 

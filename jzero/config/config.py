@@ -101,6 +101,11 @@ class Config(Settings):
         """The compute dtype."""
         return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
 
+    @property
+    def precision_text(self) -> str:
+        """The compute dtype, and fp8 where weights are multiplied in it."""
+        return f"{self.precision} and fp8" if self.fp8.enabled else self.precision
+
     def batch(self, replicas: int, former: Mapping[str, Any] | None = None) -> sizes.BatchSizes:
         """Resolve the three batch sizes and infer the missing ones.
 

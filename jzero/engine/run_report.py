@@ -93,8 +93,8 @@ def _head(step: Any) -> list[str]:
         f"{of_axes}{inferred}",
         **({"pipeline": facts.pipeline(b.accum)} if facts.pipeline else {}),
         "ZeRO": _zero(step),
-        "precision": f"{step.config.precision}: masters {precision.master}, gradients reduced in {precision.reduce} "
-        f"and accumulated in {precision.accum}{_moments(step)}",
+        "precision": f"{step.config.precision_text}: masters {precision.master}, gradients reduced in "
+        f"{precision.reduce} and accumulated in {precision.accum}{_moments(step)}",
     }
     if nccl := loaded_nccl():
         rows["NCCL"] = f"{nccl[1]} from {nccl[0]}"

@@ -332,6 +332,8 @@ def look_up(optimizer_config: Any) -> tuple[Row | None, dict[str, Any], list[str
     if row is None:
         return None, {}, [_no_such(str(optimizer_config.type))]
     given, twice = _in_our_names(optimizer_config.params or {}, row.params)
+    outside = [key for key in ("state_dtype", "groups") if key in given and key not in row.params]
+    twice += [f'optimizer.params.{key}: {given.pop(key)!r} belongs to "optimizer", beside "params"' for key in outside]
     values, problems = read_params("optimizer.params", trainer.fill(given, row.params), row.params)
     return row, values, [*twice, *(problems or row.check(values))]
 

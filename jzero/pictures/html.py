@@ -126,7 +126,7 @@ def train_step(step: Any) -> str:
     about = {
         "model": repr(step.model),
         "ZeRO": f"stage {step.config.zero_optimization.stage}",
-        "precision": step.config.precision,
+        "precision": step.config.precision_text,
         "batch": f"{b.train} = {b.micro} per device × {b.accum} accumulation × {step.replicas} replicas",
     }
     parameters = leaves(step.state_shapes.params, step.state_shardings.params)

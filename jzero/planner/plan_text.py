@@ -65,8 +65,8 @@ def title(plan: PlanFacts) -> str:
     moments = f", moments {dtype}" if dtype != "fp32" and not step.setup.callers_optimizer else ""
     tokens = f", {plan.amount.tokens:,} tokens" if plan.amount.tokens else ""
     return (
-        f"{quantity(count)} parameters, ZeRO-{step.config.zero_optimization.stage}, {step.config.precision}{moments}, "
-        f"on {plan.gpus} x {plan.gpu.description} ({mesh})\n"
+        f"{quantity(count)} parameters, ZeRO-{step.config.zero_optimization.stage}, "
+        f"{step.config.precision_text}{moments}, on {plan.gpus} x {plan.gpu.description} ({mesh})\n"
         f"batch {b.train} = {b.micro} per GPU x {b.accum} accumulation x {step.replicas} replicas{tokens}"
         f"{f'; compiled in {plan.compile_s:.1f} s' if plan.compile_s else ''}"
     )

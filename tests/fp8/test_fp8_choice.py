@@ -214,6 +214,8 @@ def test_the_report_lists_both():
     )
     state = step.init(jax.random.key(0))
     assert "\nfp8\n" not in report(step)
+    assert "bf16 and fp8: masters float32" in report(step)
+    assert "ZeRO-0, bf16 and fp8, " in repr(step)
     step(state, {name: np.ones(x.shape, np.int32) for name, x in TOKENS.items()})
     text = re.sub(r"\s+", " ", report(step))
     found = re.search(r" fp8 - (.*?) - (.*?)(?= [A-Z]\w+ precision| Fallbacks|$)", text)
