@@ -98,7 +98,7 @@ def quantize_weight(
 
 
 def amax(*xs: jax.Array, axis: tuple[int, ...] | None = None) -> jax.Array:
-    """Return the largest absolute value of all elements, float32 [], or along axes; NaN if one is NaN.
+    """Return the largest absolute value in arrays of one shape, float32 [], or along axes; NaN if one is NaN.
 
     As integers the bits of nonnegative numbers have the same order, with infinity and NaN above all. XLA's maximum of
     floating-point numbers drops NaN on GPUs (`xla_gpu_enable_fast_min_max`), as Triton's does.
