@@ -332,7 +332,7 @@ class ManualRegion:
 
         former = jax.tree.map(lambda layout: (histories or {}).get(layout.name), self.layouts)
         parts = view.split(jax.tree.map(read, self.layouts, masters)), view.split(former)
-        pairs = jax.tree.map(view.per_layer(prepare), view.layouts, *parts)
+        pairs = jax.tree.map(history.in_turn(view.per_layer(prepare)), view.layouts, *parts)
         diff = jax.tree.map(lambda _, pair: pair[0], view.layouts, pairs)
         nondiff = jax.tree.map(lambda _, pair: pair[1], view.layouts, pairs)
         state, nondiff = partition(nondiff, is_state(view.layouts))

@@ -9,6 +9,7 @@ not zero is that of the largest.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -65,6 +66,25 @@ def scales(history: jax.Array, gradients: Any) -> jax.Array:
     first = jnp.array([FIRST_ACTIVATION, FIRST_GRADIENT[gradients], FIRST_WEIGHT], jnp.float32)
     x, g, w = jnp.where(largest > 0, largest, first)
     return jnp.stack([scale_of(x, E4M3), scale_of(g, gradients), scale_of(w, E4M3)])
+
+
+def in_turn(prepare: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    """Let `prepare(layout, master, history)` cast a weight in one layer after the other.
+
+    The layers are parts of one stacked array: XLA would find maxima of some in one kernel and cast others in another,
+    and read each of them twice.
+    """
+    last: dict[str, jax.Array] = {}
+
+    def run(layout: Any, master: jax.Array, history: jax.Array | None) -> tuple[Any, Any]:
+        if layout.name in last:
+            history, _ = lax.optimization_barrier((history, last[layout.name]))
+        diff, nondiff = prepare(layout, master, history)
+        if isinstance(diff, Places):
+            last[layout.name] = nondiff.delayed.weight
+        return diff, nondiff
+
+    return run
 
 
 def apart(gradients: PyTree, weights: PyTree) -> tuple[PyTree, PyTree]:

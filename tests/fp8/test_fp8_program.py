@@ -17,7 +17,7 @@ from models.llama import Llama, LlamaConfig
 
 pytestmark = [pytest.mark.gpu_compile, needs_cuda_compiler, pytest.mark.usefixtures("no_compilation_cache")]
 
-LAYERS, WIDTH, ROWS, LENGTH, VOCAB, ZERO = 2, 128, 8, 128, 256, 2
+LAYERS, WIDTH, ROWS, LENGTH, VOCAB, ZERO = 3, 128, 8, 128, 256, 2
 SEPARATE = {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in ("all_gather", "reduce_scatter")}
 MODEL = jzero.from_flax(
     lambda rngs: Llama(LlamaConfig(LAYERS, WIDTH, 4, 4, 2 * WIDTH, vocab_size=VOCAB, attention="xla"), rngs=rngs)
@@ -155,6 +155,12 @@ def test_no_pass_finds_a_maximum_first():
     assert max(sizes_searched(text)) <= whole / 1024  # tiles
     assert max(sizes_searched(compiled()[1].as_text())) >= whole
     assert not agreed_maxima(text)
+    # One kernel for each layer of a weight reads its masters, casts them, and finds their maximum.
+    kernels = re.findall(
+        r"= \((s32\[[^\n]*|f8e4m3fn\[[^\n]*)\) fusion\([^\n]*shard_map/(?:reduce_max|convert_element_type)", text
+    )
+    assert sorted(results.count("f8e4m3fn[") for results in kernels) == [1] * len(WEIGHTS) * LAYERS
+    assert all(results.count("s32[") == 1 for results in kernels)
 
 
 class Separate:
