@@ -17,7 +17,7 @@ from models.llama import Llama, LlamaConfig
 
 pytestmark = [pytest.mark.gpu_compile, needs_cuda_compiler, pytest.mark.usefixtures("no_compilation_cache")]
 
-LAYERS, WIDTH, ROWS, LENGTH, VOCAB, ZERO = 3, 128, 8, 128, 256, 2
+LAYERS, WIDTH, ROWS, LENGTH, VOCAB, ZERO = 2, 128, 8, 128, 256, 2
 SEPARATE = {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in ("all_gather", "reduce_scatter")}
 MODEL = jzero.from_flax(
     lambda rngs: Llama(LlamaConfig(LAYERS, WIDTH, 4, 4, 2 * WIDTH, vocab_size=VOCAB, attention="xla"), rngs=rngs)
@@ -142,6 +142,7 @@ def sizes_searched(text):
     return [prod(int(n) for n in shapes[name].split(",") if n) for name in operands]
 
 
+@pytest.mark.slow
 def test_no_pass_finds_a_maximum_first():
     """The kernels that cast find the maxima, and the devices agree on them at the end of the step."""
     text = compiled(recipe="delayed")[1].as_text()
@@ -188,7 +189,7 @@ class Separate:
         return jzero.stack_loss(self, params, batch, rng)
 
 
-@pytest.mark.parametrize("recipe", ["current", pytest.param("delayed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", [pytest.param("current", marks=pytest.mark.slow), "delayed"])
 def test_products_of_one_activation_share_its_cast(recipe):
     """And XLA does not join them to one product in bfloat16."""
     config = {
