@@ -107,9 +107,10 @@ class Setup:
         section, names = self.config.fp8, getattr(self.model, "names", None)
         if not section.enabled or section.recipe != "delayed":
             return {}
-        trained = [layout for layout in jax.tree.leaves(self.layouts) if layout.trainable]
-        large = large_weights(section, trained, names)
-        return {layout.name: PartitionSpec(*layout.spec[:1]) for layout in trained if layout.name in large}
+        layouts = jax.tree.leaves(self.layouts)
+        large = large_weights(section, layouts, names)
+        trained = (layout for layout in layouts if layout.trainable and layout.name in large)
+        return {layout.name: PartitionSpec(*layout.spec[:1]) for layout in trained}
 
     @property
     def gradient_names(self) -> list[tuple[str, int]]:

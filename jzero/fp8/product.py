@@ -141,7 +141,7 @@ def _cast(f: Any, xs: Sequence[jax.Array], dtype: Any, known: jax.Array | None, 
 
     Args:
       known: the scale; None: the largest element decides it.
-      pair: whether the transpose is wanted.
+      pair: whether the transpose is wanted; by a known scale it always comes.
     """
     if known is None:
         scale = scale_of(amax_of(f, xs), dtype)

@@ -21,7 +21,7 @@ GRADIENTS = {"hybrid": E5M2, "e4m3": E4M3}  # `fp8.format` -> the dtype of gradi
 
 # Of a scale, so that it and its inverse are normal numbers in bfloat16 and float32.
 _LEAST, _MOST = -100, 100
-_BIAS, _MANTISSA = 127, 23  # of float32
+BIAS, _MANTISSA = 127, 23  # of float32: what is added to exponents, and the bits after them
 
 
 class Delayed(NamedTuple):
@@ -118,7 +118,7 @@ def scale_of(largest: jax.Array, dtype: Any) -> jax.Array:
     64.0
     """
     exponent = exponent_of(float(jnp.finfo(dtype).max) / largest.astype(jnp.float32))
-    return finite_or_nan(power_of_two(jnp.clip(exponent, _LEAST + _BIAS, _MOST + _BIAS)), largest)
+    return finite_or_nan(power_of_two(jnp.clip(exponent, _LEAST + BIAS, _MOST + BIAS)), largest)
 
 
 def finite_or_nan(scale: jax.Array, largest: jax.Array) -> jax.Array:
@@ -127,7 +127,7 @@ def finite_or_nan(scale: jax.Array, largest: jax.Array) -> jax.Array:
 
 
 def exponent_of(x: jax.Array) -> jax.Array:
-    """Return the exponent of nonnegative float32 numbers as it is stored: with `_BIAS`, 0 for the smallest numbers."""
+    """Return the exponent of nonnegative float32 numbers as it is stored: with `BIAS`, 0 for the smallest numbers."""
     return lax.bitcast_convert_type(x, jnp.int32) >> _MANTISSA
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.fp8.quantized import amax
+from jzero.fp8.quantized import BIAS, amax, exponent_of, finite_or_nan, power_of_two
 from jzero.optimizers.rounding import keep_bits
 
 DTYPE = jnp.float8_e5m2
@@ -48,7 +48,7 @@ def encode(x: jax.Array, layered: bool, words: jax.Array | None = None) -> tuple
     """
     x = x.astype(jnp.float32)
     largest = amax(x, axis=tuple(range(int(layered), x.ndim)))
-    exponent = (jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23 & 0xFF) - 127
+    exponent = exponent_of(largest) - BIAS
     exponent = jnp.maximum(exponent, -100) - _LARGEST  # so that the inverse is a normal number
     size = jnp.abs(x * _over(_power_of_two(-exponent), x))
     # subnormal numbers have the distances of those in the first power of two above them
@@ -56,8 +56,7 @@ def encode(x: jax.Array, layered: bool, words: jax.Array | None = None) -> tuple
     size = keep_bits(size + lift, _HALF if words is None else words, 2) - lift
     size = jnp.where(x == 0, 0, jnp.maximum(size, _SUBNORMAL))
     # A saturated infinity would look like any other number, and the bits of a NaN may be rounded to one.
-    scale = jnp.where(jnp.isfinite(largest), _power_of_two(exponent), jnp.nan)
-    return _to_e5m2(jnp.copysign(size, x)), scale
+    return _to_e5m2(jnp.copysign(size, x)), finite_or_nan(_power_of_two(exponent), largest)
 
 
 def decode(codes: jax.Array, scale: jax.Array) -> jax.Array:
@@ -72,7 +71,7 @@ def _to_e5m2(x: jax.Array) -> jax.Array:
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+    return power_of_two(exponent + BIAS)
 
 
 def _over(scale: jax.Array, x: jax.Array) -> jax.Array:

@@ -204,12 +204,13 @@ def kernels(params):
 
 
 def test_losses_are_beside_those_of_current_scales():
-    """From the first step on, which knows the weights alone: fp8 itself moves the loss by 1e-4."""
+    """From the first step on, which knows the weights alone."""
     step = make_step("llama", precision=DELAYED, zero=2, stage=2)
     state, losses = step.init(jax.random.key(0), initial("llama")), []
     for batch in batches("llama"):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
+    # fp8 itself moves the loss by 1e-4, and other scales round the smallest elements in another way
     np.testing.assert_allclose(losses, reference("llama")[0][:, 0], rtol=3e-4)
 
 
@@ -378,11 +379,14 @@ def test_gradients_alone_move_the_histories():
 
 def test_frozen_weights_have_current_scales():
     frozen = {**DELAYED, "frozen_parameters": ["mlp/"]}
+    excluded = {**frozen, "fp8": {**DELAYED["fp8"], "exclude": ["mlp/down"]}}  # names a frozen one
+    assert make_step("llama", precision=excluded).state_shapes.fp8.keys() == {n for n in KERNELS if "attention" in n}
     step = make_step("llama", precision=frozen)
     assert step.state_shapes.fp8.keys() == {name for name in KERNELS if "attention" in name}
     state, metrics = step(step.init(jax.random.key(0), initial("llama")), batches("llama")[0])
     assert all(np.asarray(x)[:, :, 0].all() for x in state.fp8.values())
-    assert float(metrics["loss"]) == pytest.approx(reference("llama")[0][0, 0], rel=1e-3)  # as losses in fp8 and bf16
+    # the frozen half is rounded to bfloat16 before it is to fp8; fp8 and bf16 differ by up to 1e-3, as tested elsewhere
+    assert float(metrics["loss"]) == pytest.approx(reference("llama")[0][0, 0], rel=1e-3)
     text = re.sub(r"\s+", " ", report(step))
     assert "(format hybrid, delayed scales, by 4 steps)" in text
     assert "current scales have the frozen ones, mlp/down/kernel, mlp/gate_up/kernel: they have no history" in text

@@ -134,7 +134,7 @@ def casts_of(text):
 
 
 def sizes_searched(text):
-    """The elements of each array of the stack's products of which a maximum is found."""
+    """Return the number of elements of each array whose maximum is found for the stack's products."""
     shapes = dict(re.findall(r"^\s*(?:ROOT )?(%[\w.-]+) = \w+\[([\d,]*)\]", text, re.M))
     operands = re.findall(
         r" reduce\((%[\w.-]+), .*op_name=\"[^\"]*stack[^\"]*/(?:qkv|out|gate_up|down)/.*reduce_max", text
