@@ -49,6 +49,16 @@ def _two_precisions(s: Settings) -> Iterator[str]:
         yield 'fp16.enabled = true and bf16.enabled = true: only one may be on; remove the "fp16" section to use bf16'
 
 
+@_reads("fp8")
+def _fp8_without_enabled(s: Settings) -> Iterator[str]:
+    given = s.fp8.model_fields_set
+    if given and "enabled" not in given:
+        yield (
+            f"fp8 has {', '.join(sorted(given))} but no fp8.enabled = true or false, so fp8 stays off; write "
+            '"enabled": true, or "enabled": false to keep the section for later'
+        )
+
+
 @_reads("fp8.enabled", "fp16.enabled")
 def _fp8_beside_fp16(s: Settings) -> Iterator[str]:
     if s.fp8.enabled and s.fp16.enabled:

@@ -178,6 +178,17 @@ def test_formats_of_blackwell(recipe):
     assert "\n" not in str(error.value)
 
 
+def test_a_section_without_enabled():
+    message = (
+        r'^fp8 has exclude, recipe but no fp8.enabled = true or false, so fp8 stays off; write "enabled": true, or'
+    )
+    section = {"recipe": "delayed", "exclude": ["down"]}
+    with pytest.raises(ConfigError, match=message):
+        make_step("llama", precision={"bf16": {"enabled": True}, "fp8": section})
+    make_step("llama", precision={"fp8": {**section, "enabled": False}})
+    make_step("llama", precision={"fp8": {}})
+
+
 def test_a_history_of_current_scales():
     message = r'^fp8.amax_history_len = 16 with fp8.recipe = "current": only the recipe "delayed" has a history'
     with pytest.raises(ConfigError, match=message):
