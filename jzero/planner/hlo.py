@@ -34,9 +34,13 @@ class Array:
     on_host: bool = False
 
     @property
+    def elements(self) -> int:
+        return math.prod(self.dims)
+
+    @property
     def bytes(self) -> int:
         """Return the bytes of its elements; types of less than a byte are packed."""
-        return (math.prod(self.dims) * BITS[self.dtype] + 7) // 8
+        return (self.elements * BITS[self.dtype] + 7) // 8
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,11 @@ class Instruction:
     def bytes(self) -> int:
         """Return the bytes of the whole result."""
         return sum(array.bytes for array in self.arrays)
+
+    @property
+    def elements(self) -> int:
+        """Return the elements of the whole result."""
+        return sum(array.elements for array in self.arrays)
 
     @property
     def op_name(self) -> str:

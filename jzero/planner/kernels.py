@@ -31,6 +31,9 @@ _FREE_CALLS = {
 }
 # FlashAttention-3's rates over cuDNN's, heads of 128: measured on an H200, 2 x 4,096 tokens, 32 heads and 8 of keys.
 _FLASH = {"flash_mha_fwd": 1.10, "flash_mha_bwd": 1.23}
+# An fp8 product that sums exactly takes about so much longer than one that sums fast: on H200s 7.2B steps took 14.7 ms
+# more once two of three products, 164 ms, summed exactly (2026-11-26-fp8-h200.md).
+_EXACT_F8 = 1.08
 _BY_BYTES = ("__cub$", "__gpu$TopK", "__cudnn$norm", "cu_threefry2x32", "MoveToHost", "MoveToDevice")
 
 
@@ -53,14 +56,14 @@ class Cost:
 
 
 class Kernels:
-    """The costs of a module's instructions at some rates."""
+    """The costs of a module's instructions at some rates; `in_f8`: whether one so far is a product in fp8."""
 
     def __init__(self, module: Module, rates: Rates, gpus_per_node: int = 8):
         self.module, self.rates = module, rates
         self.host_read, self.host_update = (
             at_most(table, min(gpus_per_node, module.devices)) for table in (rates.host_read, rates.host_update)
         )
-        self.products = dict(rates.products)
+        self.products, self.in_f8 = dict(rates.products), False
 
     def cost(self, op: Instruction, scope: Computation) -> Cost | None:
         """Price one instruction; None if it is free.
@@ -155,6 +158,7 @@ class Kernels:
         """Price a product of `flops` that moves `size` bytes, at the rate of its precision or of the memory."""
         rates = self.rates
         kind, factor = _precision(product, dtype)
+        self.in_f8 |= kind == "f8"
         if kind not in self.products:
             raise UnreadableProgram(
                 op, f"a product of {dtype}, and the rates of {rates.kind} have {sorted(self.products)}"
@@ -265,10 +269,10 @@ def _at(table: Table, width: int) -> float:
 
 def _precision(product: Instruction, dtype: str) -> tuple[str, float]:
     """Return (the key of `Rates.products`, how often the GPU multiplies for each product of the program)."""
-    text = product.attributes
+    highest = "highest" in product.attributes.lower()
     algorithm = product.attribute(r'algorithm"?[:=]\s*"?(\w+)').lower()
     if dtype.startswith(("f8", "f4")):
-        return "f8", 1.0
+        return "f8", _EXACT_F8 if highest else 1.0
     if dtype in ("bf16", "f16"):
         return "f16", 1.0
     if dtype != "f32":
@@ -279,7 +283,7 @@ def _precision(product: Instruction, dtype: str) -> tuple[str, float]:
     ):  # fmt: skip
         if name in algorithm:
             return found
-    return ("f32" if "highest" in text.lower() else "tf32"), 1.0
+    return ("f32" if highest else "tf32"), 1.0
 
 
 def _convolution(op: Instruction, output: Array, kernel: Array) -> float:

@@ -62,7 +62,8 @@ class Outcome:
     Attributes:
       choice: of the keys that the config leaves open.
       peak_bytes, usable_bytes, host_bytes: what the step needs, what the GPU has for XLA, and host memory.
-      step_s, samples_per_s, tokens_per_s_gpu, mfu: the speed; None if the estimate cannot read the program.
+      step_s, samples_per_s, tokens_per_s_gpu, mfu, uncertainty: the speed; None if the estimate cannot read the
+        program.
       problem: why there is no speed, or, without a peak, why there is no program.
     """
 
@@ -74,6 +75,7 @@ class Outcome:
     samples_per_s: float | None = None
     tokens_per_s_gpu: float | None = None
     mfu: float | None = None
+    uncertainty: float | None = None
     problem: str = ""
 
     @property
@@ -116,7 +118,7 @@ def _read(prepared: Prepared, rates: Rates) -> dict[str, Any]:
     found = {"peak_bytes": memory.peak_bytes, "usable_bytes": memory.room.most, "host_bytes": memory.host_bytes}
     if time is None:
         return found | {"problem": plan.time_problem}
-    names = ("step_s", "samples_per_s", "tokens_per_s_gpu", "mfu")
+    names = ("step_s", "samples_per_s", "tokens_per_s_gpu", "mfu", "uncertainty")
     return found | {name: getattr(time, name) for name in names}
 
 

@@ -84,6 +84,11 @@ class Rates:
         """Return the share of a step's time by which an estimate may be off."""
         return 0.04 if self.origin == MEASURED else 0.10
 
+    @property
+    def uncertainty_f8(self) -> float:
+        """Return the same of a step that multiplies in fp8: nine took 3 to 11 % longer (2026-11-28-two-h200.md)."""
+        return 0.10
+
     @classmethod
     def of(cls, name: str) -> Rates:
         """Return the rates of a GPU of `jzero.planner.GPUS`: the measured ones, or those of its data sheet.

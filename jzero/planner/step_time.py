@@ -130,9 +130,8 @@ class _Walk:
         timeline = [(s, label, scale * a, scale * b) for s, label, a, b in coarse(self.segments)]
         compute_s, exposed_s = sum(by.values()), sum(exposed.values())
         sums = self.sums["flops"], self.sums["bytes"], self.sums["wire"]
-        return StepTime(
-            compute_s + exposed_s, compute_s, exposed_s, by, exposed, *sums, self.rates.uncertainty, timeline
-        )
+        uncertainty = self.rates.uncertainty_f8 if self.kernels.in_f8 else self.rates.uncertainty
+        return StepTime(compute_s + exposed_s, compute_s, exposed_s, by, exposed, *sums, uncertainty, timeline)
 
     # ---------------------------------------------------------------- instructions
 

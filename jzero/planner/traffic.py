@@ -8,6 +8,12 @@ from typing import NamedTuple
 from jzero.planner.hlo import Computation, Instruction
 
 _VIEWS = ("bitcast", "reshape")
+_ELEMENTWISE = (
+    "abs", "add", "and", "bitcast-convert", "clamp", "compare", "convert", "divide", "exponential", "is-finite",
+    "maximum", "minimum", "multiply", "negate", "not", "or", "power", "rsqrt", "select", "sqrt", "subtract", "tanh",
+    "xor",
+)  # fmt: skip
+_THROUGH = _VIEWS + _ELEMENTWISE
 
 
 class Traffic(NamedTuple):
@@ -62,26 +68,47 @@ def of_fusion(op: Instruction, inner: Computation) -> Traffic:
 
 
 def _read(name: str, inner: Computation, users: dict[str, list[Instruction]]) -> float:
-    whole, total = inner[name].bytes, 0.0
-    for user in users.get(name, []):
-        first = user.operands[0] == name
-        if first and user.opcode in ("slice", "dynamic-slice", "gather"):
-            total += user.bytes
-        elif first and user.opcode == "scatter":
-            total += inner[user.operands[-1]].bytes
-        elif user.opcode in _VIEWS and not user.root:
-            total += _read(user.name, inner, users)
-        elif not (first and user.opcode == "dynamic-update-slice"):
-            return whole
-    return min(whole, total)
+    """Count the bytes that a fusion reads of a parameter; of slices of it, or of an elementwise result, only theirs."""
+    whole = inner[name]
+    shares: dict[str, float] = {}  # of the array, by the instruction that takes them
+    waiting, seen, same = [name], {name}, {name}  # same: views of the parameter, which can be updated in place
+    while waiting:
+        at = waiting.pop()
+        size = max(1, inner[at].elements)
+        for user in users.get(at, []):
+            first = user.operands[0] == at
+            if first and user.opcode in ("slice", "dynamic-slice", "gather"):
+                shares[user.name] = user.elements / size
+            elif first and at in same and user.opcode == "scatter":
+                shares[user.name] = inner[user.operands[-1]].elements / size
+            elif first and at in same and user.opcode == "dynamic-update-slice":
+                continue
+            elif user.opcode in _THROUGH and not user.root:
+                if at in same and user.opcode in _VIEWS:
+                    same.add(user.name)
+                if user.name not in seen:
+                    seen.add(user.name)
+                    waiting.append(user.name)
+            else:
+                return whole.bytes
+    return whole.bytes * min(1.0, sum(shares.values()))
 
 
 def _written(i: Instruction, inner: Computation) -> float:
+    i = _origin(i, inner)
+    if (
+        i.opcode not in ("dynamic-update-slice", "scatter")
+        or _origin(inner[i.operands[0]], inner).opcode != "parameter"
+    ):
+        return i.bytes
+    return inner[i.operands[1 if i.opcode == "dynamic-update-slice" else -1]].bytes
+
+
+def _origin(i: Instruction, inner: Computation) -> Instruction:
+    """Return what a view is of."""
     while i.opcode in _VIEWS:
         i = inner[i.operands[0]]
-    if i.opcode == "dynamic-update-slice":
-        return inner[i.operands[1]].bytes
-    return inner[i.operands[-1]].bytes if i.opcode == "scatter" else i.bytes
+    return i
 
 
 def _passes(sort: Instruction) -> int:

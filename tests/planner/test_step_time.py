@@ -29,6 +29,7 @@ def test_product():
     [
         ("f16", "", 100e12),
         ("f8e4m3fn", "", 200e12),
+        ("f8e4m3fn", 'operand_precision":["HIGHEST","HIGHEST"]', 200e12 / 1.08),
         ("f32", "", 50e12),  # XLA's default for float32 is TF32
         ("f32", 'operand_precision":["HIGHEST","HIGHEST"]', 10e12),
         ("f32", '"algorithm":"ALG_DOT_F32_F32_F32"', 10e12),
@@ -40,6 +41,11 @@ def test_product():
 def test_products_by_precision(dtype, attributes, rate):
     call = MATMUL.replace("(%x, %x)", "(%q, %q)").replace('{"beta"', f'{{{attributes}, "beta"')
     assert seconds(f"%q = {dtype}[1000,1000]{{1,0}} parameter(3)", f"%a = {call}") == pytest.approx(2e9 / rate)
+
+
+def test_products_in_fp8_make_an_estimate_less_certain():
+    in_f8 = program("%q = f8e4m3fn[1000,1000]{1,0} parameter(3)", f"%a = {MATMUL.replace('(%x, %x)', '(%q, %q)')}")
+    assert [step_time(text, RATES).uncertainty for text in (program(f"%a = {MATMUL}"), in_f8)] == [0.04, 0.10]
 
 
 def test_a_small_product_takes_as_long_as_its_weights():
@@ -161,6 +167,38 @@ FUSIONS = """
   %i = s32[] parameter(1)
   ROOT %s = f32[1,1000]{1,0} dynamic-slice(%p, %i, %i), dynamic_slice_sizes={1,1000}
 }
+%largest (p: f32[1000,1000]) -> (s32[10], s32[20]) {
+  %p = f32[1000,1000]{1,0} parameter(0)
+  %m = f32[1000,1000]{1,0} abs(%p)
+  %n = f32[1000,1000]{1,0} multiply(%m, %p)
+  %b = s32[1000,1000]{1,0} bitcast-convert(%n)
+  %s = s32[10,1000]{1,0} slice(%b), slice={[0:10], [0:1000]}
+  %t = s32[20,1000]{1,0} slice(%b), slice={[10:30], [0:1000]}
+  %z = s32[] constant(0)
+  %q = s32[10]{0} reduce(%s, %z), dimensions={1}, to_apply=%add
+  %r = s32[20]{0} reduce(%t, %z), dimensions={1}, to_apply=%add
+  ROOT %y = (s32[10]{0}, s32[20]{0}) tuple(%q, %r)
+}
+%wider (p: u8[1000,1000,4]) -> u32[10,1000] {
+  %p = u8[1000,1000,4]{2,1,0} parameter(0)
+  %b = u32[1000,1000]{1,0} bitcast-convert(%p)
+  ROOT %s = u32[10,1000]{1,0} slice(%b), slice={[0:10], [0:1000]}
+}
+%both (p: f32[1000,1000]) -> (f32[1000], f32[10,1000]) {
+  %p = f32[1000,1000]{1,0} parameter(0)
+  %m = f32[1000,1000]{1,0} abs(%p)
+  %s = f32[10,1000]{1,0} slice(%m), slice={[0:10], [0:1000]}
+  %z = f32[] constant(0)
+  %r = f32[1000]{0} reduce(%m, %z), dimensions={1}, to_apply=%add
+  ROOT %y = (f32[1000]{0}, f32[10,1000]{1,0}) tuple(%r, %s)
+}
+%scaled_put (p: f32[1000,1000], u: f32[1,1000], i: s32[]) -> f32[1000,1000] {
+  %p = f32[1000,1000]{1,0} parameter(0)
+  %u = f32[1,1000]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %m = f32[1000,1000]{1,0} multiply(%p, %p)
+  ROOT %s = f32[1000,1000]{1,0} dynamic-update-slice(%m, %u, %i, %i)
+}
 %put (p: f32[1000,1000], u: f32[1,1000], i: s32[]) -> f32[1000,1000] {
   %p = f32[1000,1000]{1,0} parameter(0)
   %u = f32[1,1000]{1,0} parameter(1)
@@ -182,6 +220,32 @@ INDEX = "%i = s32[] constant(3)"
             [INDEX, "%u = f32[1,1000]{1,0} parameter(3)", "%a = f32[1000,1000]{1,0} fusion(%w, %u, %i), calls=%put"],
             "elementwise",
             8e3 / 1e12,
+        ),
+        # Slices of what is computed of an array element by element count as slices of the array.
+        (
+            ["%a = (s32[10]{0}, s32[20]{0}) fusion(%w), kind=kInput, calls=%largest"],
+            "reductions",
+            (30 * 4e3 + 30 * 4) / 0.5e12,
+        ),
+        (
+            ["%q = u8[1000,1000,4]{2,1,0} parameter(3)", "%a = u32[10,1000]{1,0} fusion(%q), kind=kLoop, calls=%wider"],
+            "elementwise",
+            2 * 10 * 4e3 / 1e12,
+        ),
+        (
+            ["%a = (f32[1000]{0}, f32[10,1000]{1,0}) fusion(%w), kind=kInput, calls=%both"],
+            "reductions",
+            (4e6 + 4e3 + 10 * 4e3) / 0.5e12,
+        ),
+        # What is computed is no buffer that can be updated in place.
+        (
+            [
+                INDEX,
+                "%u = f32[1,1000]{1,0} parameter(3)",
+                "%a = f32[1000,1000]{1,0} fusion(%w, %u, %i), calls=%scaled_put",
+            ],
+            "elementwise",
+            8e6 / 1e12,
         ),
         (["%a = f32[1000,1000]{0,1} copy(%w)"], "copies", 8e6 / 1e12),
         (["%a = f32[1000,1000]{1,0} transpose(%w), dimensions={1,0}"], "transposes", 8e6 / 0.25e12),
