@@ -268,7 +268,7 @@ def _at(table: Table, width: int) -> float:
 
 
 def _precision(product: Instruction, dtype: str) -> tuple[str, float]:
-    """Return (the key of `Rates.products`, how often the GPU multiplies for each product of the program)."""
+    """Return (the key of `Rates.products`, how many times as long as a plain product at that rate it takes)."""
     highest = "highest" in product.attributes.lower()
     algorithm = product.attribute(r'algorithm"?[:=]\s*"?(\w+)').lower()
     if dtype.startswith(("f8", "f4")):

@@ -73,7 +73,7 @@ def search_text(found: Search) -> str:
     compiled = [one for one in found.outcomes if one.peak_bytes]
     title = (
         f"{task.model}, {task.sequence} tokens a row, on {task.gpus} x {gpu(task.gpu).description}: {len(compiled)} "
-        f"configurations compiled in {found.seconds:.0f} s, ±{best.uncertainty or 0:.0%}"
+        f"configurations compiled in {found.seconds:.0f} s, ±{best.uncertainty:.0%}"
     )
     drawn = table(title, COLUMNS, [row(raw, one, best) for one in compiled[:SHOWN]], left=["", "configuration"])
     parts = [drawn, f'"=": as fast as the first, as far as the estimate tells ({EQUAL:.0%})']
