@@ -49,6 +49,9 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # tests shar
 
 def pytest_addoption(parser):
     parser.addoption("--matrix-part", metavar="K/N", help="of the tests marked `matrix` run numbers K, K + N, ...")
+    parser.addoption(
+        "--update-golden", action="store_true", help="write tests/golden/*.json anew, after a meant change"
+    )
 
 
 def pytest_collection_modifyitems(config, items):
@@ -73,7 +76,7 @@ def pytest_collection_finish():
 
 def pytest_unconfigure():
     """Keep the summary of the last engine of the tests from coming after pytest's last line."""
-    from jzero.engine.summary import print_last
+    from jzero.run.summary import print_last
 
     atexit.unregister(print_last)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import generated_part
 
-from jzero.config import ignored, keys
-from jzero.config.autocast import is_autocast
-from jzero.config.fields import Section
-from jzero.config.screen import FIELDS
+from jzero.config import keys
+from jzero.config.aliases import DEPRECATED, RENAMED, is_autocast
+from jzero.config.fields import kind_of
+from jzero.config.screen import FIELDS, section_in
 from jzero.config.sections import Settings
 from jzero.optimizers import groups, lr_schedules, table
 
@@ -59,20 +59,20 @@ EVERY_KEY = (
 
 def _every_key() -> Iterator[tuple[str, str, str]]:
     for key, field in FIELDS.items():
-        if kind := _kind(field):
+        if kind := kind_of(field):
             default = "required" if field.is_required() else f"default {_default(field)}"
             yield f"`{key}`", "honoured", f"{kind.allowed}; {default}"
-    for key, row in keys.REPLACED.items():
-        yield f"`{key}`", "replaced", f"{row.by} (allowed: {row.kind.allowed})"
-    for key, (_, text) in keys.REFUSED.items():
+    for key, row in keys.KEYS.items():
         if is_autocast(key):
             yield f"`{key}`", "replaced", "the `bf16` or `fp16` section, see [Auto](#auto)"
         else:
-            yield f"`{key}`", "refused" if text else "detail", text
-    for key, why in ignored.IGNORED.items():
-        yield f"`{key}`", "ignored", why
-    for name, key in {**keys.RENAMED, **keys.DEPRECATED}.items():
-        if name not in keys.REPLACED and name not in keys.REFUSED:
+            yield (
+                f"`{key}`",
+                row.fate,
+                f"{row.text} (allowed: {row.kind.allowed})" if row.kind and row.fate == "replaced" else row.text,
+            )
+    for name, key in {**RENAMED, **DEPRECATED}.items():
+        if name not in keys.KEYS:
             yield f"`{name}`", "name", f"`{key}`"
 
 
@@ -88,31 +88,21 @@ def _by_group() -> dict[tuple[str, ...], list[str]]:
 
 def _sections() -> Iterator[str]:
     yield ""
-    yield from (path for path, field in FIELDS.items() if _section(field))
-
-
-def _section(field: Any) -> type[Section] | None:
-    parts = (field.annotation, *getattr(field.annotation, "__args__", ()))
-    return next((part for part in parts if isinstance(part, type) and issubclass(part, Section)), None)
+    yield from (path for path, field in FIELDS.items() if section_in(field))
 
 
 def _fields_of(section: str) -> Iterator[str]:
-    model = _section(FIELDS[section]) if section else Settings
+    model = section_in(FIELDS[section]) if section else Settings
     assert model is not None
     rows = []
     for name in model.model_fields:
         path = f"{section}.{name}" if section else name
-        if kind := _kind(FIELDS[path]):
+        if kind := kind_of(FIELDS[path]):
             rows.append((f"`{path}`", kind.allowed, _default(FIELDS[path])))
     if rows:
         yield f"### {section or 'Top level'}\n"
         yield (model.__doc__ or "").replace("\n    ", "\n").strip() + "\n"
         yield from _table(("key", "allowed", "default"), rows)
-
-
-def _kind(field: Any) -> Any:
-    """The kind of value that a field's validator knows; None for a section."""
-    return next((item.func for item in field.metadata if hasattr(getattr(item, "func", None), "allowed")), None)
 
 
 def _default(field: Any) -> str:

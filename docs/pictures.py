@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import matplotlib
@@ -9,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
+from jzero.display.page import dark
 from jzero.pipeline.draw import draw_figure
 from jzero.pipeline.schedules import make_schedule
 
@@ -30,7 +32,10 @@ def main() -> None:
 
 
 def save(figure: Figure, name: str) -> None:
-    figure.savefig(IMAGES / f"{name}.svg", metadata={"Date": None, "Creator": None})
+    stream = io.StringIO()
+    figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
+    text = stream.getvalue().replace("</style>", f"{dark(':root')}</style>", 1)
+    (IMAGES / f"{name}.svg").write_text(text, encoding="utf-8")
 
 
 def canvas(width: float, height: float) -> tuple[Figure, Axes]:

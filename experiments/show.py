@@ -17,7 +17,7 @@ import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import jzero
-from models.families import no_such_directory
+from jzero.errors import no_such_directory
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

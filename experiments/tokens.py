@@ -1,4 +1,4 @@
-"""Encode text files into a file of tokens for experiments.pretrain; each file is a document.
+"""Encode text into a file of tokens for experiments.pretrain: a text file, or a line of JSONL, is a document.
 
     python -m experiments.tokens my_texts/ --bpe 8192 --out runs/tokens
     python -m experiments.pretrain --data runs/tokens/tokens.npy --pack
@@ -13,34 +13,37 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jzero
-from experiments.tokenizers import BPE, Bytes, train_bpe
+from experiments.tokenizers import Bytes, train_bpe
 from jzero.data import write_tokens
+from jzero.data.tokens import documents, token_note
 
 
 def main(argv: list[str] | None = None) -> None:
     p = ArgumentParser("tokens", "%(prog)s PATH... [options]", __doc__, formatter_class=RawTextHelpFormatter)
-    p.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="text files, or directories of text files")
+    p.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="text files, JSONL files, or directories")
     p.add_argument("--files", default="*.txt", metavar="PATTERN", help="files to take from a directory (default *.txt)")
     p.add_argument("--bpe", type=int, metavar="SIZE", help="train a BPE with at most SIZE tokens (default: bytes)")
     p.add_argument("--out", type=Path, default=Path("runs/tokens"), help="output directory (default runs/tokens)")
     args = p.parse_args(argv)
     try:
         files = [file for path in args.paths for file in _files(path, args.files)]
-        tokenizer: BPE | Bytes = Bytes() if args.bpe is None else train_bpe(texts(files), args.bpe)
+        tokenizer = Bytes() if args.bpe is None else train_bpe(texts(files), args.bpe)
         args.out.mkdir(parents=True, exist_ok=True)
-        if isinstance(tokenizer, BPE):
-            tokenizer.save(args.out / "tokenizer.json")
+        if args.bpe is not None:
+            tokenizer.save(str(args.out / "tokenizer.json"))
         count = write_tokens(texts(files), args.out / "tokens.npy", tokenizer)
     except (jzero.ConfigError, OSError) as error:
         p.exit(2, f"tokens: {error}\n")
     size = sum(file.stat().st_size for file in files)
-    print(f"{args.out / 'tokens.npy'}: {count:,} tokens, vocabulary {tokenizer.vocab_size:,}")
-    print(f"{len(files):,} documents, {size / count:.2f} bytes per token")
+    note = token_note(args.out / "tokens.npy")
+    print(f"{args.out / 'tokens.npy'}: {count:,} tokens, vocabulary {note['vocab_size']:,}")
+    print(f"{note['documents']:,} documents, {size / count:.2f} bytes per token")
 
 
 def texts(files: list[Path]) -> Iterator[str]:
-    """Read the files one at a time; invalid UTF-8 is replaced."""
-    return (file.read_text(errors="replace") for file in files)
+    """Read the documents one at a time; in text files invalid UTF-8 is replaced."""
+    for file in files:
+        yield from documents(file if file.suffix == ".jsonl" else [file.read_text(errors="replace")])
 
 
 def _files(path: Path, pattern: str) -> list[Path]:

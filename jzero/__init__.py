@@ -10,30 +10,29 @@ if TYPE_CHECKING:
     from jzero import checkpoint, weights
     from jzero.adapters.from_flax import from_flax
     from jzero.attention_kernels.attention import attention
-    from jzero.communication.replicas import all_gather, axis_index, mean
     from jzero.config import Config
     from jzero.data import RepeatingLoader
-    from jzero.diagnosis.replay import replay
     from jzero.distributed.joining import init_distributed
     from jzero.distributed.place import get_local_rank, get_rank, get_world_size, log_dist
-    from jzero.engine.arguments import add_config_arguments
-    from jzero.engine.engine import Engine
-    from jzero.engine.initialize import initialize
-    from jzero.engine.run_report import report
     from jzero.errors import CheckpointError, ConfigError, OutOfMemoryError
-    from jzero.inference.eval_step import make_eval_step
+    from jzero.layout.replicas import all_gather, axis_index, mean
     from jzero.loss import Mean
     from jzero.mesh import make_mesh
     from jzero.moe.mixture import experts
     from jzero.moe.routing import Routing, balance_loss, balanced_bias, route
-    from jzero.optimizers.mup import mup_groups
+    from jzero.optimizers.groups import mup_groups
     from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
     from jzero.planner.plan import plan
-    from jzero.spread.operation import Operation
+    from jzero.run.diagnosis.replay import replay
+    from jzero.run.engine import Engine
+    from jzero.run.initialize import add_config_arguments, initialize
+    from jzero.run.run_report import report
+    from jzero.spread.rules import Operation
     from jzero.spread.search import find_dimensions
-    from jzero.state import TrainState
+    from jzero.step.evaluate import make_eval_step
+    from jzero.step.state import TrainState
+    from jzero.step.train_step import TrainStep, make_train_step
     from jzero.tiling import tiled
-    from jzero.train_step import TrainStep, make_train_step
 
 __version__ = "0.2.0"
 
@@ -41,21 +40,21 @@ _HOME = {
     "CheckpointError": "errors",
     "Config": "config",
     "ConfigError": "errors",
-    "Engine": "engine.engine",
+    "Engine": "run.engine",
     "LayerSpec": "pipeline.module",
     "Mean": "loss",
-    "Operation": "spread.operation",
+    "Operation": "spread.rules",
     "OutOfMemoryError": "errors",
     "PipelineModule": "pipeline.module",
     "RepeatingLoader": "data",
     "Routing": "moe.routing",
     "TiedLayerSpec": "pipeline.module",
-    "TrainState": "state",
-    "TrainStep": "train_step",
-    "add_config_arguments": "engine.arguments",
-    "all_gather": "communication.replicas",
+    "TrainState": "step.state",
+    "TrainStep": "step.train_step",
+    "add_config_arguments": "run.initialize",
+    "all_gather": "layout.replicas",
     "attention": "attention_kernels.attention",
-    "axis_index": "communication.replicas",
+    "axis_index": "layout.replicas",
     "balance_loss": "moe.routing",
     "balanced_bias": "moe.routing",
     "experts": "moe.mixture",
@@ -65,16 +64,16 @@ _HOME = {
     "get_rank": "distributed.place",
     "get_world_size": "distributed.place",
     "init_distributed": "distributed.joining",
-    "initialize": "engine.initialize",
+    "initialize": "run.initialize",
     "log_dist": "distributed.place",
-    "make_eval_step": "inference.eval_step",
+    "make_eval_step": "step.evaluate",
     "make_mesh": "mesh",
-    "make_train_step": "train_step",
-    "mean": "communication.replicas",
-    "mup_groups": "optimizers.mup",
+    "make_train_step": "step.train_step",
+    "mean": "layout.replicas",
+    "mup_groups": "optimizers.groups",
     "plan": "planner.plan",
-    "replay": "diagnosis.replay",
-    "report": "engine.run_report",
+    "replay": "run.diagnosis.replay",
+    "report": "run.run_report",
     "route": "moe.routing",
     "tiled": "tiling",
 }
@@ -83,13 +82,13 @@ _ROOMS = (
     "config",
     "data",
     "distributed",
-    "engine",
     "ledger",
     "optimizers",
     "pictures",
     "pipeline",
     "planner",
     "plots",
+    "profiling",
     "weights",
 )
 

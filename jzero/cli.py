@@ -1,63 +1,57 @@
-"""The command `jzero`: `jzero [run] [options] script ...`, `jzero report`, `jzero export DIR OUT`, `jzero replay DIR`,
-`jzero plot RUN ...`, `jzero plan CONFIG`, `jzero calibrate`.
+"""The command `jzero`: `jzero [run] [options] script ...`, and the other commands of `options.COMMANDS`.
 
-Help and `--dry_run` work without JAX, NumPy or any other third-party module: each command imports its modules after it
-has parsed its options.
+Help and `--dry_run` work without JAX, NumPy or any other third-party module but PyYAML, for Kubernetes: each command
+imports its modules after it has parsed its options.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from jzero.errors import ConfigError, numbered
+from jzero.errors import ConfigError, numbered, printable
+from jzero.files import create
 from jzero.launcher import options, transports
 from jzero.launcher.job import Job, make_job
 from jzero.values.kinds import closest
 
-COMMANDS = ("run", "report", "export", "replay", "plot", "plan", "calibrate")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code; 2 after a ConfigError."""
+    """Run the command and return its exit code; 2 after a ConfigError, or a path that cannot be used."""
     argv = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     name, *rest = argv
     try:
-        if name == "report":
-            from jzero.launcher import machine_check
-
-            return machine_check.main(rest)
-        if name == "export":
-            return export(rest)
-        if name == "replay":
-            return replay(rest)
+        if name == "--version" or argv[:2] == ["run", "--version"]:
+            print(f"jzero {sys.modules['jzero'].__version__}")  # imports point the other way
+            return 0
         if name == "plot":
             from jzero.plots import command
 
             return command.main(rest)
-        if name == "plan":
-            from jzero.launcher import plan
-
-            return plan.main(rest)
-        if name == "calibrate":
-            return calibrate(rest)
+        if name in OTHERS:
+            return OTHERS[name](options.parse_other(name, rest))
         check_name(name)
         return launch(rest if name == "run" else argv)
     except ConfigError as error:
         print(f"jzero: {numbered(error)}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"jzero: {printable(str(error.filename))}: {error.strerror}", file=sys.stderr)
+        return 2
 
 
 def check_name(name: str) -> None:
     """Raise a ConfigError for a first word that is no script here and resembles a command."""
-    if name in COMMANDS or name.startswith("-") or "." in name or Path(name).exists():
+    if name in options.COMMANDS or name.startswith("-") or "." in name or Path(name).exists():
         return
-    if close := closest(name, COMMANDS):
+    if close := closest(name, options.COMMANDS):
         raise ConfigError(f"{name}: no such script; did you mean `jzero {close}`?")
 
 
@@ -67,13 +61,32 @@ def launch(argv: Sequence[str]) -> int:
     if job.options.dry_run:
         print(transports.dry_run(job))
         return 0
-    from jzero.launcher import guard, restarts
-    from jzero.launcher.pid_file import pid_file
+    from jzero.launcher import restarts
 
-    with pid_file(job.options.save_pid):
+    with pid_file() if job.options.save_pid else contextlib.nullcontext():
         if job.options.launcher in transports.HANDOVERS:
             return hand_over(job)
-        return guard.run(lambda signals: restarts.run(job, signals), job.options.grace)
+        return restarts.run(job)
+
+
+@contextlib.contextmanager
+def pid_file() -> Iterator[None]:
+    """Keep this command's pid in `/tmp/PID.jzero` while it runs.
+
+    Raises:
+      ConfigError: the file cannot be written.
+    """
+    # A name that others can guess, so that a script finds it; `create` follows no link that waits there.
+    path = Path(os.environ.get("TMPDIR", "/tmp"), f"{os.getpid()}.jzero")  # noqa: S108
+    try:
+        with create(path) as file:
+            file.write(f"{os.getpid()}\n")
+    except OSError as error:
+        raise ConfigError(f"--save_pid: {path}: {error.strerror}: remove it, or set TMPDIR") from None
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def hand_over(job: Job) -> int:
@@ -81,74 +94,73 @@ def hand_over(job: Job) -> int:
     (command,) = transports.commands(job)
     try:
         if job.options.launcher == "k8s":
-            manifest = json.dumps(transports.jobset(job, job.processes[0].env)).encode()
-            return subprocess.run(command, input=manifest, check=False).returncode
+            from jzero.launcher import kubernetes
+
+            manifest = kubernetes.to_yaml(kubernetes.jobset(job, job.processes[0].env))
+            return subprocess.run(command, input=manifest.encode(), check=False).returncode
         os.execvpe(command[0], command, os.environ | transports.handover_env(job))
     except FileNotFoundError:
         raise ConfigError(f"--launcher {job.options.launcher}: there is no {command[0]} on this machine") from None
 
 
-def export(argv: Sequence[str]) -> int:
+def report(args: Namespace) -> int:
+    """Print the table of hosts; return 1 if something is wrong."""
+    from jzero.launcher import machine_check
+
+    return machine_check.main(args)
+
+
+def plan(args: Namespace) -> int:
+    """Plan a config for GPUs that need not be there, and print memory, collectives and time."""
+    # JAX's CUDA plugin logs about the missing driver, and no log level reaches these lines.
+    sys.stderr.flush()
+    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        from jzero.planner import plan_command
+
+        plan_command.start(args)
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)
+    return plan_command.main(args)
+
+
+def export(args: Namespace) -> int:
     """Write a checkpoint's parameters as safetensors, and print the files."""
-    p = argparse.ArgumentParser(
-        prog="jzero export",
-        description="Write a checkpoint's parameters as safetensors, in the layout of `transformers` if the model "
-        "defines one (weights_layout).",
-    )
-    p.add_argument("checkpoint", metavar="DIR", help="save_checkpoint's directory")
-    p.add_argument("out", metavar="OUT", help="a new or empty directory")
-    p.add_argument("--tag", help="the checkpoint in DIR (default: the latest)")
-    p.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as stored")
-    p.add_argument(
-        "--max_shard_size", default="5GB", metavar="SIZE", help="of one file, as 5GB or 500MB (default: 5GB)"
-    )
-    p.add_argument(
-        "--adapters", action="store_true", help="the adapters alone, for `peft` (default: merged into the weights)"
-    )
-    a = p.parse_args(argv)
     from jzero import weights
 
-    files = weights.export(
-        a.checkpoint, a.out, tag=a.tag, dtype=a.dtype, max_shard_size=a.max_shard_size, adapters=a.adapters
-    )
+    given = vars(args)
+    checkpoint, out = given.pop("checkpoint"), given.pop("out")
+    files = weights.export(checkpoint, out, **given)
     total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
-    print(f"{a.out}: {sum(map(len, files.values()))} tensors, {total / 1e9:.3g} GB, in {', '.join(files)}")
-    if not a.adapters and not (Path(a.out) / "config.json").exists():
+    print(f"{out}: {sum(map(len, files.values()))} tensors, {total / 1e9:.3g} GB, in {', '.join(files)}")
+    if not args.adapters and not (Path(out) / "config.json").exists():
         print("tensors have the names of the leaves: the checkpoint contains no weights_layout")
     return 0
 
 
-def calibrate(argv: Sequence[str]) -> int:
+def calibrate(args: Namespace) -> int:
     """Measure the rates of the GPUs at hand, and write them for `jzero.planner.Rates.load`."""
-    p = argparse.ArgumentParser(
-        prog="jzero calibrate",
-        description="Measure the rates of this machine's GPUs and their links in about a minute: products, attention, "
-        "memory, collectives and one real step. Plans take the file.",
-    )
-    p.add_argument("--out", default="rates.json", metavar="FILE", help="default: rates.json")
-    a = p.parse_args(argv)
     from jzero.planner import calibrate
 
     rates = calibrate.calibrate()
-    rates.save(a.out)
-    print(f"{a.out}: {rates.source}")
+    rates.save(args.out)
+    print(f"{args.out}: {rates.source}")
     return 0
 
 
-def replay(argv: Sequence[str]) -> int:
+def replay(args: Namespace) -> int:
     """Repeat a saved step that was not finite on one device, and print what is found."""
-    p = argparse.ArgumentParser(
-        prog="jzero replay",
-        description="Repeat a step that was not finite on one device, and find where it begins. The exit code is 1 if "
-        "the step is finite here.",
-    )
-    p.add_argument("directory", metavar="DIR", help="non_finite.output_path/stepN of the run")
-    p.add_argument("--model", required=True, metavar="MODULE:FUNCTION", help="the function returns the run's model")
-    a = p.parse_args(argv)
-    from jzero.diagnosis import replay
+    from jzero.run.diagnosis import replay
 
-    return replay.main(a.directory, a.model)
+    return replay.main(args.directory, args.model)
 
+
+OTHERS: dict[str, Callable[[Namespace], int]] = {
+    "report": report, "plan": plan, "calibrate": calibrate, "export": export, "replay": replay,
+}  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,11 +1,14 @@
-"""The exceptions, and how to write names and other exceptions into their messages.
+"""The exceptions, and how to write names, other exceptions and missing extras into their messages.
 
 Messages quote what users, files and other processes give: megabytes, control characters, lone surrogates. The
 exceptions themselves shorten and escape it, so that no caller has to.
 """
 
+import importlib.metadata
 import re
-from collections.abc import Callable, Iterable
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 A = TypeVar("A")
@@ -25,14 +28,22 @@ def shorten(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - last]}... ({len(text) - most} more) ...{text[-last:]}"
 
 
+def escaped(text: object) -> str:
+    """Escape control characters (not line ends) and lone surrogates: a name may contain what commands a terminal.
+
+    >>> escaped("a\\x1b[2J")
+    'a\\\\x1b[2J'
+    """
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], str(text))
+
+
 def printable(text: str) -> str:
-    """Escape control characters (not line ends) and lone surrogates, and shorten long words and lines.
+    """Escape as `escaped` does, and shorten long words and lines.
 
     >>> printable("a\\x1b[2J, " + 1000 * "b")[:16]
     'a\\\\x1b[2J, bbbbbb'
     """
-    text = _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
-    text = re.sub(rf"\S{{{_WORD + 1},}}", lambda found: shorten(found[0], _WORD), text)
+    text = re.sub(rf"\S{{{_WORD + 1},}}", lambda found: shorten(found[0], _WORD), escaped(text))
     return "\n".join(shorten(line, _LINE) for line in text.split("\n"))
 
 
@@ -52,6 +63,20 @@ class ConfigError(ValueError):
         shown, more = self.problems[:MOST_PROBLEMS], len(problems) - MOST_PROBLEMS
         lines = shown if len(problems) == 1 else [f"- {problem}" for problem in shown]
         super().__init__("\n".join([*lines, *([f"- and {more} more problems"] if more > 0 else [])]))
+
+
+def refuse_keywords(call: str, given: Mapping[str, Any], instead: Mapping[str, str]) -> None:
+    """Raise a ConfigError with what to write instead of each given keyword; None is DeepSpeed's default, not given.
+
+    >>> refuse_keywords("step", {"lr_kwargs": None}, {"lr_kwargs": "leave it out"})
+    >>> refuse_keywords("step", {"lr_kwargs": {}}, {"lr_kwargs": "leave it out"})
+    Traceback (most recent call last):
+        ...
+    jzero.errors.ConfigError: step(lr_kwargs=...): leave it out
+    """
+    refused = [name for name, x in given.items() if x is not None or name not in instead]
+    if problems := [f"{call}({name}=...): {instead.get(name, 'unknown argument')}" for name in refused]:
+        raise ConfigError(*problems)
 
 
 class OutOfMemoryError(ConfigError):
@@ -102,6 +127,36 @@ def one_line(text: str) -> str:
     return printable(text).replace("\n", "\\n")
 
 
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of jzero, which is on no index of packages.
+
+    A clone installs its own extra. Elsewhere, as from a wheel, pip gets the packages that the extra names.
+    """
+    root = Path(__file__).parent.parent
+    if not (root / "constraints.txt").exists():  # no clone
+        try:
+            requirements = importlib.metadata.requires("jzero") or ()
+        except importlib.metadata.PackageNotFoundError:  # a copy of the files
+            root = Path("CLONE")
+        else:
+            named = [line for line in requirements if re.search(rf"extra == .{extra}\W", line)]
+            return shlex.join(["pip", "install", *(line.partition(";")[0] for line in named)])
+    return f"pip install -e {shlex.quote(f'{root}[{extra}]')}"
+
+
+def no_such_directory(path: Path, what: str = "directory") -> str:
+    """Say that a path does not exist, and how to get it if it may be a name of Hugging Face.
+
+    >>> print(no_such_directory(Path("a/b")))
+    a/b: no such directory; a model of Hugging Face must be downloaded first: hf download a/b --local-dir b
+    """
+    may_be_name = len(path.parts) in (1, 2) and path.parts[0] not in ("/", "..") and path.suffix != ".json"
+    download = shlex.join(["hf", "download", str(path), "--local-dir", path.name])
+    if may_be_name:
+        return f"{path}: no such directory; a model of Hugging Face must be downloaded first: {download}"
+    return f"{path}: no such {what}"
+
+
 def some_of(names: Iterable[object], most: int = 8) -> str:
     """Join the first names as prose, with the number of the others.
 
@@ -123,7 +178,7 @@ def numbered(error: ConfigError) -> str:
     return f"{len(error.problems)} problems:\n{error}" if error.problems[1:] else str(error)
 
 
-def in_a_line(error: Exception) -> str:
+def in_a_line(error: BaseException) -> str:
     """Return an exception's message in one line, without the specifications that TensorStore appends.
 
     The type comes first, unless it tells nothing more: that of a RuntimeError, for example.
@@ -133,7 +188,7 @@ def in_a_line(error: Exception) -> str:
     return line if line and plain else with_type(error)
 
 
-def with_type(error: Exception) -> str:
+def with_type(error: BaseException) -> str:
     """Return the type and the message of an exception in one line, as `in_a_line` shortens it.
 
     >>> with_type(KeyError("loss")), with_type(RuntimeError("no memory")), with_type(ValueError())
@@ -143,13 +198,13 @@ def with_type(error: Exception) -> str:
     return f"{type(error).__name__}: {_first_line(error)}".removesuffix(": ")
 
 
-def _cause(error: Exception) -> Exception:
+def _cause(error: BaseException) -> BaseException:
     """Return the cause of what Orbax raises, which repeats the whole specification."""
     return error.__cause__ if type(error) is Exception and isinstance(error.__cause__, Exception) else error
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     line = re.split(r" \[[\w ]+='", (str(error).strip().splitlines() or [""])[0])[0]
     if len(line) > 500:  # the reason comes last, after paths
         line = f"{line[:240]} ... {line[-240:]}"
-    return line
+    return escaped(line)

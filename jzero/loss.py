@@ -1,4 +1,4 @@
-"""What a model's loss gives: a loss, and metrics beside it."""
+"""The results of a model's loss: a loss, and metrics besides."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def read_loss(model: Any, value: Any) -> dict[str, Mean]:
                 f"the model's loss is a tuple of {len(value)} values: return jzero.Mean(sum, count) for a weighted "
                 "mean, or set has_aux=True and return (loss, {name: metric})"
             )
-        return {LOSS: _sum_and_count("loss", value)}
+        return {LOSS: _sum_and_count(LOSS, value)}
     if not isinstance(value, tuple) or isinstance(value, Mean) or len(value) != 2 or not isinstance(value[1], dict):
         found = f"an array of shape {value.shape}" if isinstance(value, jax.Array) else type(value).__name__
         found = f"a tuple of {len(value)} values" if type(value) is tuple else found
@@ -61,7 +61,7 @@ def read_loss(model: Any, value: Any) -> dict[str, Mean]:
             raise ConfigError(
                 f"metric {name!r}: must be a string other than {', '.join(STEP_METRICS)}, which the train step reports"
             )
-    return {LOSS: _sum_and_count("loss", loss)} | {
+    return {LOSS: _sum_and_count(LOSS, loss)} | {
         name: _sum_and_count(f"metric {name!r}", metric) for name, metric in metrics.items()
     }
 
@@ -76,6 +76,16 @@ def _sum_and_count(what: str, value: Any) -> Mean:
                 "write x.mean(), or jzero.Mean(x.sum(), x.size)"
             )
     total, count = value if isinstance(value, Mean) else (value, 1.0)
+    for part in (total, count):
+        if jnp.iscomplexobj(part):
+            raise ConfigError(
+                f"the model's {what} is {jnp.result_type(part)}: it must be real; write jnp.real(x) or jnp.abs(x)"
+            )
+    if what == LOSS and not jnp.issubdtype(dtype := jnp.result_type(total), jnp.floating):
+        raise ConfigError(
+            f"the model's loss is {dtype}, which has no gradient: it must be a float; return an accuracy or a number "
+            "of errors as a metric (has_aux=True)"
+        )
     return Mean(jnp.asarray(total, jnp.float32), jnp.asarray(count, jnp.float32))
 
 
@@ -102,9 +112,17 @@ def nonzero(count: jax.Array) -> jax.Array:
     return jnp.where(count == 0, 1, jnp.where(jnp.isinf(count), jnp.nan, count))
 
 
-def weighted(parts: dict[str, Mean], cotangent: jax.Array | float) -> tuple[jax.Array, Sums]:
-    """Return (cotangent * the loss's sum, to differentiate; the loss and metrics, carried along)."""
-    return parts[LOSS].sum * cotangent, pack(parts)
+def weighted(parts: dict[str, Mean], cotangents: Mean) -> tuple[jax.Array, Sums]:
+    """Return (the loss's sum and count times their cotangents, to differentiate; the loss and metrics, carried along).
+
+    With S the sum of sums and C that of counts, d(S / C) = (dS - S / C dC) / C. A count that does not depend on the
+    parameters has the cotangent None.
+    """
+    loss = parts[LOSS]
+    to_differentiate = loss.sum * cotangents.sum
+    if cotangents.count is not None:
+        to_differentiate += loss.count * cotangents.count
+    return to_differentiate, pack(parts)
 
 
 def total(seen: Sums) -> Sums:

@@ -1,4 +1,4 @@
-"""The loss scaler of every stage: DeepSpeed's dynamic one with its hysteresis, as a pytree and pure functions.
+"""The loss scaler, one for all devices: DeepSpeed's dynamic one with its hysteresis, as a pytree and pure functions.
 
 The device decides whether a step is skipped; nothing waits for the host. The scale never falls below its minimum; after
 `MAX_STUCK` skipped steps in a row there, `check_stuck` raises and names the parameters that failed first.
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.errors import some_of
+from jzero.errors import escaped, some_of
 
 MAX_STUCK = 20
 """Skipped steps in a row, at the minimum scale, before training stops: a batch or two may be bad, twenty are not.
@@ -25,6 +25,9 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 class NonFiniteError(FloatingPointError):
     """The gradients were not finite for `MAX_STUCK` steps in a row."""
+
+    def __init__(self, text: str):
+        super().__init__(escaped(text))
 
 
 @jax.tree_util.register_dataclass

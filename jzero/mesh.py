@@ -103,11 +103,6 @@ def check_against(config: Config, mesh: Mesh) -> None:
             f"data x zero x expert = {replicas(mesh)}: pass one of them, or jzero.make_mesh(config)"
         )
     grouped = config.zero_optimization.mics_shard_size > 0
-    if config.pipeline.stages not in (None, mesh.shape[PIPE]):
-        raise ConfigError(
-            f"pipeline.stages = {config.pipeline.stages} in the config, but the mesh passed in has pipe "
-            f"{mesh.shape[PIPE]}: pass one of them, or jzero.make_mesh(config)"
-        )
     for axis, (key, size) in group_degrees(config).items():
         if size not in (0, mesh.shape[axis]):
             raise ConfigError(

@@ -6,10 +6,10 @@ A model is anything with
     loss(params, batch, rng) -> scalar | Mean          rng is None in evaluation: no dropout
 
 A scalar loss is averaged over micro-batches and replicas. With `jzero.Mean(sum, count)` the loss of the global batch is
-the sum of sums divided by the sum of counts, for any micro-batch size; a count that depends on the parameters costs one
-more forward pass. With `has_aux = True` on the model, `loss` returns (loss, {name: metric}); a metric, too, is a scalar
-or a `Mean`. Parameters arrive in the compute dtype; the floats of the batch unchanged, or cast as `auto_cast` in the
-config decides. For half precision cast those that are left: `x.astype(self.kernel.dtype)`.
+the sum of sums divided by the sum of counts, for any micro-batch size; a count that depends on the parameters has its
+gradient and costs one more forward pass. With `has_aux = True` on the model, `loss` returns (loss, {name: metric}); a
+metric, too, is a scalar or a `Mean`. Parameters arrive in the compute dtype; the floats of the batch unchanged, or cast
+as `auto_cast` in the config decides. For half precision cast those that are left: `x.astype(self.kernel.dtype)`.
 
 These functions are traced several times and must be pure: do not keep an array from one call for the next.
 
@@ -31,7 +31,7 @@ keeps its dtype. Replicas that compute different floats are averaged.
 A model may have `predicting(fn) -> model`, for `jzero.make_eval_step`: a model whose `loss`, or `suffix`, returns
 predictions [rows, ...], or what `fn` makes of them.
 
-A model generates text (`jzero.inference.generate`) if it has a cache of the tokens that it has seen, and
+A model generates text (`jzero.step.generate`) if it has a cache of the tokens that it has seen, and
 
     make_cache(rows, length, dtype) -> cache            empty: a pytree of arrays [rows, ...] for `length` columns
     decode(params, tokens, column, padding, cache) -> (logits [rows, vocabulary] of each row's last token, cache)
@@ -82,14 +82,15 @@ a module's methods of these names.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
 from jzero.errors import ConfigError, some_of
-from jzero.fp8.quantized import Quantized
+from jzero.kernels.fp8.quantized import Quantized
 from jzero.tree import leading_dim, named, path_name
 
 ENDS, STACK = "ends", "stack"
@@ -122,6 +123,30 @@ def check_model(model: Any) -> None:
             "and loss(params, batch, rng): wrap a Flax module with jzero.from_flax(module, loss_fn), or with "
             "jzero.from_flax(module, criterion=criterion)"
         )
+
+
+class ModelFacts(NamedTuple):
+    """The facts of a model that its layout depends on.
+
+    Attributes:
+      shapes: the tree of its parameters, as ShapeDtypeStructs.
+      has_stack: whether `shapes["stack"]` is a layer stack.
+      state: the names of the leaves that the forward pass replaces.
+      names: the parameters' names without a layer stack; None: they are those of the tree.
+    """
+
+    model: Model
+    shapes: Any
+    has_stack: bool
+    state: Collection[str]
+    names: Any
+
+    @classmethod
+    def of(cls, model: Model) -> ModelFacts:
+        """Read the facts of a model; nothing is computed."""
+        shapes = jax.eval_shape(model.init, jax.random.key(0))
+        names = getattr(model, "names", None)
+        return cls(model, shapes, isinstance(model, StackModel), getattr(model, "state", ()), names)
 
 
 def fold(rng: jax.Array | None, index: int | jax.Array) -> jax.Array | None:
@@ -202,6 +227,16 @@ def stack_loss(model: StackModel, params: Any, batch: Any, rng: jax.Array | None
     result, last = suffix(replace_state(params[ENDS], first), x, batch, suffix_key(model, rng, layers))
     new = {ENDS: replace_state(first, last), STACK: stack}
     return (result, new) if getattr(model, "state", ()) else result
+
+
+def loss_of_passes(model: Any) -> Callable:
+    """Return (weights, inputs, key) -> (loss, new state), with the random numbers that the passes draw.
+
+    A stack model's own `loss` may derive other keys than prefix, block and suffix get.
+    """
+    if isinstance(model, StackModel):
+        return uniform(model, partial(stack_loss, model), WHOLE)
+    return uniform(model, model.loss, WHOLE)
 
 
 def weights_layout(model: Any) -> dict[str, Any] | None:

@@ -34,8 +34,9 @@ from .blocks import (
     run,
     stacked,
 )
-from .decoder_config import padded
-from .families import embedding, read_config, require
+from .decoder_config import check_fields, padded
+from .downloads import Download, require
+from .families import embedding
 from .vocabulary import check_tokens
 
 
@@ -57,7 +58,9 @@ class BertConfig(BlockConfig):
 
 def from_hf(source: str | os.PathLike | Mapping[str, Any], **changes: Any) -> BertConfig:
     """Read the shape from a config.json of `transformers`, as `families.from_hf` does."""
-    there = read_config(source, "bert")
+    check_fields(BertConfig, changes)
+    download = Download.read(source, "bert")
+    there = download.config
     names = {
         "num_layers": "num_hidden_layers", "d_model": "hidden_size", "num_heads": "num_attention_heads",
         "d_ff": "intermediate_size", "vocab_size": "vocab_size", "max_positions": "max_position_embeddings",
@@ -67,7 +70,7 @@ def from_hf(source: str | os.PathLike | Mapping[str, Any], **changes: Any) -> Be
         "position_embedding_type": "absolute",
     }  # fmt: skip
     more = {"num_types": there.get("type_vocab_size", 2), "norm_eps": there.get("layer_norm_eps", 1e-12)}
-    return BertConfig(**{**require(there, names, fixed), **more, **changes})
+    return BertConfig(**{**require(there, names, fixed), **more, "download": download, **changes})
 
 
 class Bert(nnx.Module):
@@ -170,6 +173,7 @@ class Bert(nnx.Module):
                 "hidden_act": "gelu",
                 "tie_word_embeddings": True,
             },
+            "download": c.download and c.download.table(c.vocab_size),
             "may_differ": ["architectures"],
             "aliases": {r"LayerNorm\.gamma$": "LayerNorm.weight", r"LayerNorm\.beta$": "LayerNorm.bias"},
             "ignored": [

@@ -5,7 +5,7 @@ Shape suffixes: B batch, S sequence, D model width, H heads, C width of a head, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import jax
@@ -15,6 +15,7 @@ from jzero.attention_kernels.choice import Attend
 from jzero.errors import ConfigError
 
 from .attention import Carry, Decoding, Hidden, KVCache, attend, same_segment
+from .downloads import Download
 from .lora import FusedLinear
 
 
@@ -25,7 +26,7 @@ def gelu(x: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """The shape of a stack of blocks. A subclass says what its blocks are like."""
+    """The shape of a stack of blocks, and the `download` it comes from. A subclass says what its blocks are like."""
 
     num_layers: int
     d_model: int
@@ -33,6 +34,7 @@ class BlockConfig:
     d_ff: int
     norm_eps: float = 1e-12
     attention: Attend = "auto"
+    download: Download | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     causal: ClassVar[bool]
     pre_norm: ClassVar[bool]  # norms before attention and feed-forward layers; otherwise after the sums

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from jzero.attention_kernels.choice import FLASH, Attend, cudnn_obstacle
-from jzero.attention_kernels.flash import WIDTH
+from jzero.attention_kernels.choice import FLASH, FLASH_WIDTH, Attend, cudnn_obstacle
 from jzero.errors import ConfigError
+from jzero.values.kinds import closest
 
 from .attention import RopeScaling
+from .downloads import Download
 from .lora import LoRAConfig
 from .moe import MixtureConfig
 
@@ -26,6 +28,18 @@ def padded(size: int, multiple: int) -> int:
     if multiple < 1:
         raise ConfigError(f"pad_vocab_to = {multiple}: must be at least 1, which does not pad")
     return -(-size // multiple) * multiple
+
+
+def check_fields(config: type, changes: Mapping[str, Any]) -> None:
+    """Raise a ConfigError for changes to fields that a config does not have."""
+    fields = [field.name for field in dataclasses.fields(config)]
+    problems = []
+    for name in changes.keys() - set(fields):
+        close = closest(name, fields)
+        fix = f"did you mean {close}?" if close else f"it has {', '.join(fields)}"
+        problems.append(f"{name} = {changes[name]!r}: {config.__name__} has no such field; {fix}")
+    if problems:
+        raise ConfigError(*sorted(problems))
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,6 +68,7 @@ class DecoderConfig:
         very long sequences; see `jzero.tiled`.
       lora: low-rank adapters beside the layers' matrices.
       mixture: experts instead of the feed-forward layers; d_ff is then unused (Mixtral, Qwen3-MoE).
+      download: from which `from_hf` read the shape; the rest of its config.json goes back with the weights.
     """
 
     num_layers: int
@@ -86,6 +101,7 @@ class DecoderConfig:
     mlp_tiles: int = 1
     lora: LoRAConfig | None = None
     mixture: MixtureConfig | None = None
+    download: Download | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
         name = type(self).__name__
@@ -116,14 +132,14 @@ class DecoderConfig:
             for key, value in given.items():
                 if value is not None:
                     raise ConfigError(f"{name}: attention = {FLASH!r} has no {key} = {value}: use 'auto'")
-            if self.head_dim != WIDTH:
+            if self.head_dim != FLASH_WIDTH:
                 raise ConfigError(
-                    f"{name}: attention = {FLASH!r} has heads of {WIDTH}, not {self.head_dim}: use 'auto'"
+                    f"{name}: attention = {FLASH!r} has heads of {FLASH_WIDTH}, not {self.head_dim}: use 'auto'"
                 )
 
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)
-        shown = [f for i, f in enumerate(fields) if i < 10 or getattr(self, f.name) != f.default]
+        shown = [f for i, f in enumerate(fields) if f.repr and (i < 10 or getattr(self, f.name) != f.default)]
         return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
 
     @property

@@ -7,17 +7,16 @@ engine.load_weights("Qwen3-8B")
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from jzero.errors import ConfigError
 
 from .attention import RopeScaling
-from .decoder_config import DecoderConfig
+from .decoder_config import DecoderConfig, check_fields
+from .downloads import TEXT, Download
 from .lora import adapters_table
 from .moe_families import NAMES, lacking, mixture_json, mixture_of, mixture_rows
 
@@ -38,6 +37,8 @@ class Family:
     fixed: dict[str, Any] = field(default_factory=dict)
     free: tuple[str, ...] = ()
     absent: dict[str, Any] = field(default_factory=lambda: dict(ABSENT))  # of keys missing in config.json
+    aliases: dict[str, str] = field(default_factory=dict)  # see jzero.weights.name_map, as the next
+    ignored: tuple[str, ...] = ()
 
 
 GEMMA = {"norm_offset": True, "embed_scale": True, "activation": "gelu_tanh"}
@@ -55,7 +56,24 @@ FAMILIES = {
         "Gemma3ForCausalLM",
         {**GEMMA, "post_norms": True, "qk_norm": True},
         (*GEMMA2, "local_theta", "rope_scaling"),
-        absent={},  # these lie one level deeper in files of transformers 5
+        # RoPE's lie one level deeper in files of transformers 5; the text_config of a download has what differs from
+        # the class only.
+        absent={
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "vocab_size": 262_208,
+            "sliding_window": 4096,
+            "query_pre_attn_scalar": 256,
+        },
+        aliases={r"^(language_model\.model|model\.language_model)\.": "model."},
+        ignored=(
+            "vision_tower.*",
+            "multi_modal_projector.*",
+            "model.vision_tower.*",
+            "model.multi_modal_projector.*",
+            "language_model.lm_head.weight",
+        ),
     ),
 }
 ADVICE = "build the model from these files: Decoder(jzero.models.families.from_hf(DIR), rngs=rngs)"
@@ -78,14 +96,16 @@ def from_hf(source: str | os.PathLike | Mapping[str, Any], **changes: Any) -> De
     >>> from_hf({"model_type": "qwen2", "vocab_size": 64, **shape}).qkv_bias
     True
     """
-    there = read_config(source)
-    name = there.get("model_type")
+    check_fields(DecoderConfig, changes)
+    download = Download.read(source)
+    name = download.config.get("model_type")
     if name not in FAMILIES:
         raise ConfigError(
-            f"config.json has model_type = {name!r}: must be one of {', '.join(FAMILIES)}; gpt2, bert and vit have a "
-            "from_hf in models/gpt2.py, models/bert.py and models/vit.py"
+            f"config.json has model_type = {name!r}: must be one of {', '.join([*FAMILIES, *TEXT])}; gpt2, bert and "
+            "vit have a from_hf in models/gpt2.py, models/bert.py and models/vit.py"
         )
     family = FAMILIES[name]
+    there = {**family.absent, **download.config}
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     missing = [key for key in sizes if key not in there]
     problems = [f"config.json has no {key}" for key in missing] + _unsupported(there)
@@ -113,67 +133,13 @@ def from_hf(source: str | os.PathLike | Mapping[str, Any], **changes: Any) -> De
         "norm_eps": there.get("rms_norm_eps", 1e-6),
         "family": name,
         "head_width": None if width is None or width * heads == there["hidden_size"] else width,
+        "download": download,
     }
     of_family = {key: value for key, value in found.items() if key in family.free}
     return DecoderConfig(**{**shape, **family.fixed, **of_family, **changes})
 
 
-DEFAULT_HEADS = {"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3_text": 256}  # where config.json does not have one
-
-
-def read_config(source: str | os.PathLike | Mapping[str, Any], model_type: str | None = None) -> dict[str, Any]:
-    """Read a config.json: the file, its directory, or its content.
-
-    Raises:
-      ConfigError: it cannot be read, or has another model_type.
-    """
-    there = dict(source) if isinstance(source, Mapping) else _read(Path(source))
-    if model_type is not None and there.get("model_type") != model_type:
-        raise ConfigError(f"config.json has model_type = {there.get('model_type')!r}: must be {model_type}")
-    return there
-
-
-def require(there: Mapping[str, Any], names: Mapping[str, str], fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename keys of a config.json to fields.
-
-    Args:
-      names: field -> key.
-      fixed: key -> the only value that the model has; a missing key stands for it.
-
-    Raises:
-      ConfigError: keys are missing or have other values; all problems at once.
-    """
-    problems = [f"config.json has no {key}" for key in names.values() if key not in there]
-    problems += [
-        f"config.json has {key} = {there[key]!r}: must be {value!r}"
-        for key, value in fixed.items()
-        if there.get(key, value) != value
-    ]
-    if problems:
-        raise ConfigError(*problems)
-    return {field: there[key] for field, key in names.items()}
-
-
-def no_such_directory(path: Path) -> str:
-    """Say that a path is not there, and how to get it if it is a name of Hugging Face."""
-    is_name = len(path.parts) == 2 and path.parts[0] not in ("/", "..") and path.suffix != ".json"
-    fix = f"; a model of Hugging Face must be downloaded first: hf download {path} --local-dir {path.name}"
-    return f"{path}: no such directory{fix}" if is_name else f"{path}: no such file or directory"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        there = json.loads(path.read_text())
-        if not isinstance(there, dict):
-            raise ValueError("it is not an object")
-        return there
-    except FileNotFoundError:
-        raise ConfigError(no_such_directory(path)) from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not a config.json: {error}") from None
+DEFAULT_HEADS = {"qwen3": 128, "gemma": 256, "gemma2": 256}  # where config.json does not have one
 
 
 def _unsupported(there: Mapping[str, Any]) -> list[str]:
@@ -268,13 +234,18 @@ def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[st
     if config.activation == "gelu_tanh":
         may_differ += ["hidden_act"]  # older downloads call it gelu
     if config.family.startswith("qwen"):
-        may_differ += ["max_window_layers"] + ["sliding_window"] * (config.window is None)  # not used then
+        may_differ += ["max_window_layers", "layer_types"]
+        may_differ += ["sliding_window"] * (config.window is None)  # not used then
     keys = {
         "may_differ": may_differ,
         "absent": family.absent,
         "advice": ADVICE,
-        "ignored": ["model.layers.*.self_attn.rotary_emb.inv_freq"],  # in older downloads; rope_theta implies them
+        "aliases": family.aliases,
+        # in older downloads; rope_theta implies them
+        "ignored": ["model.layers.*.self_attn.rotary_emb.inv_freq", *family.ignored],
     }
+    if config.download:
+        keys["download"] = config.download.table(config.vocab_size)
     rows = _tensors(config)
     adapters = {"adapters": adapters_table(config.lora, rows)} if config.lora else {}
     return {"config": config_json(config, family), **keys, "tensors": rows, **adapters}, []
@@ -301,10 +272,10 @@ def config_json(config: DecoderConfig, family: Family) -> dict[str, Any]:
         "rope_scaling": None if c.rope_scaling is None else {k: v for k, v in rope.items() if k != "rope_theta"},
         "rope_parameters": rope,  # transformers 5
         "attention_bias": False,
-        "max_position_embeddings": 4096,  # RoPE itself has no limit
-        "bos_token_id": None,
-        "eos_token_id": None,
     }
+    there = c.download.config if c.download else None
+    if there is None:
+        content |= {"max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": None}  # RoPE has no limit
     if c.mixture:
         content |= mixture_json(c.family, c.mixture)
     if c.family == "llama":
@@ -313,12 +284,16 @@ def config_json(config: DecoderConfig, family: Family) -> dict[str, Any]:
         content["sliding_window"] = c.window
     if c.family.startswith("qwen"):
         content |= {"use_sliding_window": c.window is not None, "max_window_layers": 0 if c.window else c.num_layers}
-    if c.family in ("gemma2", "gemma3_text"):
+        if there is not None and not c.window:  # not used, so the download's stay
+            del content["sliding_window"], content["max_window_layers"]
+    gemma = c.family in ("gemma2", "gemma3_text")
+    if gemma or "layer_types" in (there or ()):
         kinds = {True: "full_attention", False: "sliding_attention"}
         wide = [not c.window or bool(c.global_every and (i + 1) % c.global_every == 0) for i in range(c.num_layers)]
+        content["layer_types"] = [kinds[w] for w in wide]
+    if gemma:
         content |= {
             "hidden_activation": "gelu_pytorch_tanh",
-            "layer_types": [kinds[w] for w in wide],
             "query_pre_attn_scalar": c.query_scalar or c.head_dim,
             "attn_logit_softcapping": c.attention_softcap,
             "final_logit_softcapping": c.logit_softcap,

@@ -21,8 +21,9 @@ from jzero.pipeline import vocab_parallel
 from .attention import Carry, Decoding, Hidden, KVCache, segment_positions
 from .batches import column
 from .blocks import DIVIDED, FUSED, BlockConfig, check_length, linear_rows, norm, norm_rows, plain, run, stacked
-from .decoder_config import padded
-from .families import embedding, read_config, require
+from .decoder_config import check_fields, padded
+from .downloads import Download, require
+from .families import embedding
 from .vocabulary import check_tokens
 
 
@@ -48,7 +49,9 @@ class GPT2Config(BlockConfig):
 
 def from_hf(source: str | os.PathLike | Mapping[str, Any], **changes: Any) -> GPT2Config:
     """Read the shape from a config.json of `transformers`, as `families.from_hf` does."""
-    there = read_config(source, "gpt2")
+    check_fields(GPT2Config, changes)
+    download = Download.read(source, "gpt2")
+    there = download.config
     names = {
         "num_layers": "n_layer", "d_model": "n_embd", "num_heads": "n_head", "vocab_size": "vocab_size",
         "max_positions": "n_positions",
@@ -59,7 +62,8 @@ def from_hf(source: str | os.PathLike | Mapping[str, Any], **changes: Any) -> GP
     }  # fmt: skip
     shape = require(there, names, fixed)
     width = there.get("n_inner") or 4 * shape["d_model"]
-    return GPT2Config(**{**shape, "d_ff": width, "norm_eps": there.get("layer_norm_epsilon", 1e-5), **changes})
+    more = {"d_ff": width, "norm_eps": there.get("layer_norm_epsilon", 1e-5), "download": download}
+    return GPT2Config(**{**shape, **more, **changes})
 
 
 class GPT2(nnx.Module):
@@ -163,9 +167,9 @@ class GPT2(nnx.Module):
                 "layer_norm_epsilon": c.norm_eps,
                 "activation_function": "gelu_new",
                 "tie_word_embeddings": True,
-                "bos_token_id": None,
-                "eos_token_id": None,
+                **({} if c.download else {"bos_token_id": None, "eos_token_id": None}),
             },
+            "download": c.download and c.download.table(c.vocab_size),
             "may_differ": ["architectures", "n_inner", "bos_token_id", "eos_token_id"],  # n_inner: null is 4 * n_embd
             "aliases": {r"^(h\.|wte\.|wpe\.|ln_f\.)": r"transformer.\1"},  # names of the first downloads
             "ignored": ["transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias", "lm_head.weight"],

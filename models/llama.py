@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jzero.errors import ConfigError
 
 from .decoder import Decoder
-from .decoder_config import DecoderConfig
+from .decoder_config import DecoderConfig, check_fields
 
 
 @dataclass(frozen=True, repr=False)
@@ -34,4 +34,5 @@ def preset(name: str, **changes) -> LlamaConfig:
     """Return a preset by name, with changes: `preset("8b", vocab_size=128_256)`."""
     if name not in PRESETS:
         raise ConfigError(f"Llama preset {name!r} is unknown; choose one of {', '.join(PRESETS)}")
+    check_fields(type(PRESETS[name]), changes)
     return dataclasses.replace(PRESETS[name], **changes)

@@ -6,7 +6,7 @@ import dataclasses
 
 from jzero.errors import ConfigError
 
-from .decoder_config import DecoderConfig
+from .decoder_config import DecoderConfig, check_fields
 from .moe import MixtureConfig
 
 PRESETS = {
@@ -24,4 +24,5 @@ def preset(name: str, **changes) -> DecoderConfig:
     """Return a preset by name, with changes: `preset("mixtral-8x7b", num_layers=2)`."""
     if name not in PRESETS:
         raise ConfigError(f"mixture preset {name!r} is unknown; choose one of {', '.join(PRESETS)}")
+    check_fields(type(PRESETS[name]), changes)
     return dataclasses.replace(PRESETS[name], **changes)

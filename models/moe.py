@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jzero.communication.replicas import all_gather
+from jzero.layout.replicas import all_gather
 from jzero.moe import balance_loss, balanced_bias, experts, route
 
 # What a layer adds to what the layers before it report: means over the layers are in the step's metrics.

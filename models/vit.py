@@ -20,7 +20,8 @@ from jzero.errors import ConfigError
 from jzero.loss import Mean
 
 from .blocks import DIVIDED, FUSED, BlockConfig, gelu, linear, linear_rows, norm, norm_rows, qkv_rows, run, stacked
-from .families import read_config, require
+from .decoder_config import check_fields
+from .downloads import Download, require
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,9 @@ class ViTConfig(BlockConfig):
 
 def from_hf(source: str | os.PathLike | Mapping[str, Any], **changes: Any) -> ViTConfig:
     """Read the shape from a config.json of `transformers`, as `families.from_hf` does."""
-    there = read_config(source, "vit")
+    check_fields(ViTConfig, changes)
+    download = Download.read(source, "vit")
+    there = download.config
     names = {
         "num_layers": "num_hidden_layers", "d_model": "hidden_size", "num_heads": "num_attention_heads",
         "d_ff": "intermediate_size", "image_size": "image_size", "patch_size": "patch_size",
@@ -58,7 +61,8 @@ def from_hf(source: str | os.PathLike | Mapping[str, Any], **changes: Any) -> Vi
     }  # fmt: skip
     shape = require(there, names, {"hidden_act": "gelu", "qkv_bias": True})
     classes = there.get("num_labels") or len(there.get("id2label") or range(2))  # transformers makes two by default
-    return ViTConfig(**{**shape, "num_classes": classes, "norm_eps": there.get("layer_norm_eps", 1e-12), **changes})
+    more = {"num_classes": classes, "norm_eps": there.get("layer_norm_eps", 1e-12), "download": download}
+    return ViTConfig(**{**shape, **more, **changes})
 
 
 class ViT(nnx.Module):
@@ -122,6 +126,8 @@ class ViT(nnx.Module):
         c, tables, layer = self.config, "vit.embeddings.", "vit.encoder.layer.{layer}."
         patch, attention = tables + "patch_embeddings.projection", layer + "attention.attention."
         kernel = [c.d_model, c.num_channels, c.patch_size, c.patch_size]  # of torch's convolution
+        labels = c.download.config.get("id2label") if c.download else None
+        others = ("id2label", "label2id") if labels and len(labels) != c.num_classes else ()  # of other classes
         rows = [
             {"name": tables + "cls_token", "leaf": "ends/class_token"},
             {"name": tables + "position_embeddings", "leaf": "ends/positions"},
@@ -152,6 +158,7 @@ class ViT(nnx.Module):
                 "qkv_bias": True,
                 "num_labels": c.num_classes,
             },
+            "download": c.download and c.download.table(without=others),
             "may_differ": ["architectures"],
             "advice": "build the model from these files: ViT(jzero.models.vit.from_hf(DIR), rngs=rngs)",
             "tensors": rows,

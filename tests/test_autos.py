@@ -15,11 +15,11 @@ from helpers.configs import nest, problem
 
 import jzero
 from jzero.config import Config
-from jzero.engine.progress import other_precision
 from jzero.errors import ConfigError
 from jzero.optimizers import parameters
 from jzero.planner import gpu_devices
 from jzero.precision import settle_precision
+from jzero.run.progress import other_precision
 from models.mlp import MLP, cross_entropy
 
 A = "auto"
@@ -109,10 +109,13 @@ def test_a_total_that_nobody_knows():
         assert "pass total_num_steps=" in line
     with pytest.raises(ConfigError, match="total_num_steps = 0: must be"):
         jzero.make_train_step(mlp(), AUTOS, total_num_steps=0)
-    assert float(jzero.make_train_step(mlp(), AUTOS, total_num_steps=40).setup.schedule.lr(30)) == pytest.approx(
-        decay(30, 40), rel=1e-5
-    )
-    jzero.make_eval_step(mlp(), lambda net, x: net(x), AUTOS)  # needs no schedule
+    assert float(
+        jzero.make_train_step(mlp(), AUTOS, total_num_steps=40).setup.optimizer.schedule.lr(30)
+    ) == pytest.approx(decay(30, 40), rel=1e-5)
+    long = {**AUTOS, "scheduler": {**DECAY, "params": {**DECAY["params"], "warmup_num_steps": 50}}}
+    with pytest.raises(ConfigError, match=r"warmup_num_steps = 50 and total_num_steps = 40: the warm-up must not be"):
+        jzero.make_train_step(mlp(), long, total_num_steps=40)
+    jzero.make_eval_step(mlp(), lambda net, x: net(x), long)  # needs no schedule
 
 
 def test_another_total_than_the_configs():
@@ -125,9 +128,9 @@ def test_another_total_than_the_configs():
             call(mlp(), config, total_num_steps=40)
         (line,) = error.value.problems
         assert line.startswith("total_num_steps = 40, and scheduler.params.total_num_steps = 9: ")
-    assert float(jzero.make_train_step(mlp(), config, total_num_steps=9).setup.schedule.lr(5)) == pytest.approx(
-        decay(5, 9), rel=1e-5
-    )
+    assert float(
+        jzero.make_train_step(mlp(), config, total_num_steps=9).setup.optimizer.schedule.lr(5)
+    ) == pytest.approx(decay(5, 9), rel=1e-5)
     jzero.make_eval_step(mlp(), lambda net, x: net(x), config)
 
 

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 import jzero
 from jzero.data import DataLoader
 from jzero.mesh import AXES
+from models import families
 from models.mlp import MLP, cross_entropy
 
 CONFIG = {"train_batch_size": 16, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
@@ -329,3 +330,87 @@ def test_optimizer_and_config_of_a_wrong_type():
     refused(lambda: jzero.make_train_step(mlp(), None), "config = null", "a dict", "NoneType")
     refused(lambda: jzero.make_train_step(mlp(), "nowhere.json"), '"nowhere.json"', "no such file")
     refused(lambda: jzero.initialize(model=mlp(), config=CONFIG, resume=7), "resume = 7", "must be a directory")
+
+
+# ---------------------------------------------------------------- leaves that are no numbers
+
+
+STRINGS = {
+    "strings": np.array(["a"] * 16), "bytes": np.array([b"a"] * 16), "objects": np.array([object()] * 16),
+    "dates": np.array(["2026-01-01"] * 16, "datetime64[D]"), "one": "abc",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", STRINGS)
+def test_a_leaf_that_is_no_number(kind):
+    """JAX's own TypeError does not name the leaf."""
+    step, batch = make(), {"images": IMAGES, "ids": {"text": STRINGS[kind]}}
+    words = ("'ids/text'", "leaves are arrays of numbers", "leave it out, or")
+    refused(lambda: step(None, batch), *words)
+    refused(lambda: step.evaluate(None, batch), *words)
+    refused(lambda: step.place_micro_batch(batch), *words)
+    refused(lambda: step.place(batch), *words)
+
+
+def test_extra_that_is_no_number():
+    engine, *_ = jzero.initialize(model=mlp(), config=CONFIG)
+    refused(lambda: engine.train_batch((IMAGES, LABELS), extra={"t": np.array(["a"])}), "extra: leaf 't' has dtype str")
+    refused(lambda: engine.predict((IMAGES, STRINGS["strings"])), "'1'", "dtype str")
+
+
+@pytest.mark.parametrize("size", ["16", None, [16], 16.0, True, -16, 20])
+def test_a_size_that_is_no_multiple(size):
+    engine, *_ = jzero.initialize(model=mlp(), config=CONFIG)
+    refused(lambda: engine.set_train_batch_size(size), f"train_batch_size = {size!r}", "must be a multiple of")
+    engine.set_train_batch_size(np.int64(16))
+    assert type(engine.train_batch_size()) is int
+
+
+def test_training_data_smaller_than_a_batch_is_reported_once(capsys):
+    few = IMAGES[:3], LABELS[:3]
+    engine, *_ = jzero.initialize(model=mlp(), config={**CONFIG, "steps_per_print": 1}, training_data=few)
+    for _ in range(3):
+        engine.train_batch()
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("3 samples are fewer than train_batch_size 16: a step repeats some") == 1
+    jzero.initialize(model=mlp(), config=CONFIG, training_data=(IMAGES, LABELS))
+    assert "fewer than" not in capsys.readouterr().out
+
+
+def test_a_directory_that_does_not_exist(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    engine, *_ = jzero.initialize(model=mlp(), config=CONFIG)
+    refused(lambda: engine.load_checkpoint("nowhere"), f"{tmp_path}/nowhere: no such directory", "to save_checkpoint")
+    refused(
+        lambda: engine.load_checkpoint("Qwen/Qwen3-8B"), "no such directory", "engine.load_weights reads a download"
+    )
+    for name in ("Qwen/Qwen3-8B", "gpt2"):
+        download = f"{name}: no such directory; a model of Hugging Face must be downloaded first: hf download {name} "
+        refused(lambda name=name: engine.load_weights(name), download)
+        refused(lambda name=name: families.from_hf(name), download)
+    refused(lambda: families.from_hf("a b/c"), "hf download 'a b/c' --local-dir c")
+
+
+def one_device(count):
+    """A step on one device, its state, and a batch that its program takes as it is."""
+    step = make(mesh=jzero.make_mesh(devices=jax.devices()[:1]))
+    return step, step.init(jax.random.key(count)), (IMAGES, LABELS)
+
+
+def test_a_small_batch_of_numpy_compiles_once():
+    """What reads the program of the first step finds that of the call."""
+    step, state, batch = one_device(0)
+    state, _ = step(state, batch)
+    before = len(compilations)
+    step.traced.lower().compile()
+    step(state, batch)
+    assert len(compilations) == before
+
+
+def test_numbers_of_another_byte_order_are_refused():
+    """Read as they are they would be other numbers; the dtype may change from step to step."""
+    step, state, batch = one_device(1)
+    state, _ = step(state, batch)
+    for other in ((IMAGES.astype(">f4"), LABELS), (IMAGES, LABELS.astype(">i4"))):
+        with pytest.raises(TypeError, match="not a valid JAX array type"):
+            step(state, other)

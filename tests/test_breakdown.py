@@ -13,11 +13,11 @@ import pytest
 from helpers.engines import TRAIN, assert_same, build, engine, parts, parts_of, rows, three_calls
 from helpers.engines import printed as printed_by
 
-from jzero.batch import Amount
-from jzero.engine import clock as clock_module
-from jzero.engine import memory_lines
-from jzero.engine.clock import COMPILE, DATA, DEVICE, EVALUATION, HOST, PROFILE, SCRIPT, Clock
-from jzero.engine.monitor import Monitor
+from jzero.run import clock as clock_module
+from jzero.run import step_memory
+from jzero.run.clock import COMPILE, DATA, DEVICE, EVALUATION, HOST, PROFILE, SCRIPT, Clock, per_step
+from jzero.run.observers import Observers
+from jzero.step.batch import Amount
 
 TIMES = re.compile(r"step (\d+): ([\d.]+) ms a step = (.*)")
 ALL = {"wall_clock_breakdown": True, "memory_breakdown": True, "dump_state": True, "steps_per_print": 2}
@@ -65,9 +65,10 @@ def test_laps_add_up_to_the_whole(monkeypatch):
     clock.lap(HOST)
     clock.lap(DEVICE)
     clock.lap(SCRIPT)
-    assert clock.read(steps=2) == {HOST: 1000.0, DEVICE: 2000.0, SCRIPT: 4500.0}
+    first = clock.lap(HOST)
+    assert per_step({}, first.spent, steps=2) == {HOST: 1000.0, DEVICE: 2000.0, SCRIPT: 4500.0}
     clock.lap(DATA)
-    assert clock.read(steps=3) == {DATA: 3000.0, HOST: 5000.0}
+    assert per_step(first.spent, clock.lap(HOST).spent, steps=1) == {DATA: 3000.0, HOST: 5000.0}
 
 
 def test_one_line_of_times_beside_each_progress_line(run):
@@ -87,7 +88,7 @@ def test_one_line_of_times_beside_each_progress_line(run):
 def test_every_process_has_its_times():
     """Not only the one that prints."""
     made = build(more={"wall_clock_breakdown": True, "steps_per_print": 1})[0]
-    made._monitor.lines.prints = False
+    made._observers.lines.prints = False
     made.train_batch(rows(0))
     assert HOST in made.get_wall_clock_timers()
 
@@ -98,7 +99,7 @@ def test_only_the_breakdown_waits_for_the_devices(loop, monkeypatch, capsys):
     waits, block = [], jax.block_until_ready
     monkeypatch.setattr(jax, "block_until_ready", lambda x: waits.append(x) or block(x))
     plain, timed = engine(), engine()
-    timed._monitor.lines.timed = True
+    timed._observers.lines.timed = True
     for made, count in ((plain, 0), (timed, 3)):
         waits.clear()
         for seed in range(3):
@@ -114,7 +115,7 @@ def test_without_steps_per_print_every_tenth_step_has_lines(key, capsys):
     made = engine()
     config = made.step_fn.config.model_copy(update={key: True})
     step = SimpleNamespace(config=config, amount=Amount(), mesh=made.step_fn.mesh, setup=made.step_fn.setup)
-    made._monitor = Monitor(step)
+    made._observers = Observers(step)
     capsys.readouterr()
     for step in range(1, 21):
         made.train_batch(rows(0))
@@ -143,7 +144,7 @@ def test_the_planned_memory_is_the_compilers(run):
     stats = run.engine.step_fn.lower(rows(0)).compile().memory_analysis()
     new = stats.output_size_in_bytes - stats.alias_size_in_bytes
     sizes = stats.argument_size_in_bytes + new + stats.temp_size_in_bytes, stats.argument_size_in_bytes, new
-    total, arguments, outputs, temporaries = (memory_lines.size_text(x) for x in (*sizes, stats.temp_size_in_bytes))
+    total, arguments, outputs, temporaries = (step_memory.size_text(x) for x in (*sizes, stats.temp_size_in_bytes))
     assert (
         f"memory of a step, planned: {total} per device = arguments {arguments} + outputs {outputs} + temporaries "
         f"{temporaries}"
@@ -154,7 +155,7 @@ def test_planning_compiles_nothing():
     made, compiled = engine(), []
     made.train_batch(rows(0))
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
-    memory_lines.planned(made.step_fn)
+    step_memory.planned(made.step_fn)
     assert not [event for event in compiled if "backend_compile" in event]
     jax.jit(lambda x: x + 3).lower(1.0).compile()
     assert [event for event in compiled if "backend_compile" in event]  # this is how JAX calls it
@@ -169,15 +170,15 @@ def test_the_fullest_device_is_shown(monkeypatch, tmp_path):
     devices = [device(0, gib, 2 * gib, 75 * gib), device(1, 3 * gib, 4 * gib, 75 * gib)]
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
     (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\t 3145728 kB\nVmRSS:\t 2097152 kB\n")
-    monkeypatch.setattr(memory_lines, "STATUS", tmp_path / "status")
-    assert memory_lines.used("now") == (
+    monkeypatch.setattr(step_memory, "STATUS", tmp_path / "status")
+    assert step_memory.used("now") == (
         "memory now: 3.00 GiB in use, peak 4.00 GiB of 75.0 GiB on device 1, the fullest of 2; host 2.00 GiB, peak "
         "3.00 GiB"
     )
     del devices[1]
-    monkeypatch.setattr(memory_lines, "STATUS", tmp_path / "missing")
+    monkeypatch.setattr(step_memory, "STATUS", tmp_path / "missing")
     text = "memory now: 1.00 GiB in use, peak 2.00 GiB of 75.0 GiB on device 0; host memory unknown on this system"
-    assert memory_lines.used("now") == text
+    assert step_memory.used("now") == text
 
 
 # ------------------------------------------------------------------------------------------- the dump

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
-from jzero.checkpoint import Checkpoint, async_save, checksums, directory, restore, save, snapshot, tags, wait
+from jzero.checkpoint import Checkpoint, async_save, checksums, directory, restore, save, snapshot, wait
+from jzero.ledger import schema
 
 # ------------------------------------------------------------------------------------------- save and restore
 
@@ -63,12 +64,12 @@ def test_the_caller_goes_on_while_it_is_written(tmp_path, monkeypatch):
     under_way = save(state(), tmp_path, "a")
     assert not under_way.done
     assert "being written" in repr(under_way)
-    assert tags.read_latest(tmp_path)[0] is None
+    assert directory.read_latest(tmp_path)[0] is None
     assert not (tmp_path / "a").exists()
     going_on.set()
     assert save(state(1), tmp_path, "b").wait()  # waits for the first
     assert under_way.done
-    assert tags.read_latest(tmp_path)[0] == "b"
+    assert directory.read_latest(tmp_path)[0] == "b"
 
 
 def test_a_tag_again_replaces_it(tmp_path):
@@ -311,7 +312,18 @@ def test_changed_notes_are_noticed(tmp_path):
 # ------------------------------------------------------------------------------------------- mistakes
 
 
-@pytest.mark.parametrize("tag", ["a/b", "", "..", "latest", "a.saving", "a.replaced", b"a", "a\0", "a\nb", "a" * 247])
+OWN = [
+    "latest",
+    "latest.new",
+    schema.FILE,
+    directory.LOCK,
+    f"{directory.LOCK}.0123456789abcdef",
+]  # files in the directory
+
+
+@pytest.mark.parametrize(
+    "tag", ["a/b", "", "..", " ", "a ", " a", *OWN, "a.saving", "a.replaced", b"a", "a\0", "a\nb", "a" * 247]
+)
 def test_invalid_tags(tmp_path, tag):
     for call in (lambda: save(state(), tmp_path, tag), lambda: restore(tmp_path, shardings(state()), tag=tag or "a/")):
         with pytest.raises(jzero.ConfigError, match="tag = "):

@@ -1,9 +1,13 @@
 """Checkpoints on disks that are full, vanish or cannot be written: the error names the reason, nothing is lost."""
 
+import asyncio
+import errno
+import gc
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -13,7 +17,8 @@ import pytest
 from helpers.checkpoints import ROWS, assert_same, nothing_left_over, shardings, state  # noqa: F401
 
 import jzero
-from jzero.checkpoint import async_save, restore, save
+from jzero.checkpoint import async_save, orbax_trees, restore, save
+from jzero.checkpoint.async_save import Presence
 from jzero.errors import in_a_line
 
 
@@ -78,6 +83,49 @@ def test_a_directory_that_vanishes(tmp_path, monkeypatch, moment):
     assert_same(restore(runs, shardings(state())), state())
 
 
+def closed(self):
+    os.close(self._descriptor)
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def dying(*_):
+    raise SystemExit("the thread dies")
+
+
+def limited(self, start=threading.Thread.start):
+    if self.name == "jzero checkpoint":
+        raise RuntimeError("can't start new thread")
+    start(self)
+
+
+FULL = r"was not written: .*No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault", "words"),
+    [
+        pytest.param(Presence, "check", closed, FULL, id="the script closed all descriptors"),
+        pytest.param(Presence, "close", dying, r"SystemExit: the thread dies", id="close"),
+        pytest.param(ocp.PyTreeCheckpointHandler, "finalize", dying, r"SystemExit: the thread dies", id="finalize"),
+        pytest.param(async_save, "silence_orbax", dying, r"SystemExit: the thread dies", id="before the files"),
+        pytest.param(threading.Thread, "start", limited, FULL, id="no thread"),
+    ],
+)
+def test_a_save_whose_thread_dies(small_disk, monkeypatch, capfd, owner, name, fault, words):
+    """Whatever ends the thread, and wherever: `wait` raises, because nobody else learns of it."""
+    large = {"large": jnp.ones(1 << 20)} if fault is not dying else {"small": jnp.ones(8)}
+    monkeypatch.setattr(owner, name, fault)
+    under_way = save(large, small_disk, "a")
+    with pytest.raises(jzero.CheckpointError, match=words) as error:
+        under_way.wait()
+    assert str(error.value) in capfd.readouterr().err
+    assert "failed" in repr(under_way)
+    monkeypatch.undo()
+    assert not (small_disk / "a.saving").exists()
+    save(state(), small_disk, "a").wait()
+    assert_same(restore(small_disk, shardings(state())), state())
+
+
 def test_a_rename_that_copies(tmp_path, monkeypatch):
     """Some bucket mounts rename a directory by copying it: it is then another directory, and complete."""
     rename = os.replace
@@ -117,3 +165,26 @@ def test_a_place_that_cannot_be_written(tmp_path, place, words):
     finally:
         if place == "read-only":
             subprocess.run(["umount", "-l", tmp_path / place], check=True)
+
+
+@pytest.mark.parametrize(("file", "logged"), [("/site-packages/orbax/checkpoint/_src/write.py", 0), ("/mine.py", 1)])
+def test_futures_that_orbax_abandons_are_not_logged(caplog, file, logged):
+    """At a full disk it gathers writes, and leaves the loop at the first error."""
+    orbax_trees.silence_orbax()
+    code = "async def write():\n    raise ValueError('RESOURCE_EXHAUSTED: No space left on device')"
+    made = {}
+    exec(compile(code, file, "exec"), made)
+
+    async def leave():
+        if not logged:
+            told = 'RESOURCE_EXHAUSTED: Error writing "l25/0" in OCDBT database at local file "/runs/a.saving/"'
+            asyncio.get_running_loop().create_future().set_exception(ValueError(told))
+        writes = asyncio.gather(made["write"](), made["write"]())
+        await asyncio.sleep(0.01)
+        assert writes.done()
+
+    asyncio.run(leave())
+    gc.collect()
+    assert [record.name for record in caplog.records if "was never retrieved" in record.getMessage()] == (
+        ["asyncio"] * logged
+    )

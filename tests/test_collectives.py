@@ -1,4 +1,4 @@
-"""The compiled H100 program holds the collectives of the ZeRO table (`jzero.zero`), and no others.
+"""The compiled H100 program holds the collectives of the ZeRO table (`jzero.layout.zero`), and no others.
 
 What is expected is computed here, from the leaves' shapes and the table alone. It is compared as a multiset of
 (kind, dtype, axes, bytes, place) with the number of arrays moved, operands x loop trips, so that a loop that the

@@ -25,8 +25,6 @@ CAUSES = (
     r"zero_optimization\.offload_optimizer\.device = ",
     r"zero_optimization\.offload_param\.device = ",
     r"sequence_parallel_size = \d+: not yet supported",
-    r"compile\.passes = ",
-    r"data_efficiency\.data_routing\.random_ltd\.enabled = true: ",
     r"pipeline\.chunks = \d+: schedule \"1f1b\" has one chunk per stage",
 )
 
@@ -49,6 +47,7 @@ def test_configs_of_many_projects():
     print(f"\n{len(FILES) - len(stopped)} of {len(FILES)} configs load")
     print("\n".join(f"{count:3} {cause}" for cause, count in counts.items() if count))
     assert wrong == []
+    assert len(FILES) != 62 or len(stopped) <= 1
 
 
 # ---- configs in the manner of ... -----------------------------------------------------------------------------------

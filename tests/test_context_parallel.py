@@ -113,10 +113,6 @@ def test_deepspeeds_name():
 REFUSED = [
     ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, ["zero_quantized_gradients", "not yet"]),
     ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, ["zero_hpz_partition_size", "not yet"]),
-    (
-        {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": 0}},
-        ["OneBitAdam", "needs mesh.context 1"],
-    ),
 ]
 
 

@@ -15,8 +15,8 @@ from helpers.sampling import keep
 import jzero
 from jzero.config import Config
 from jzero.data.curriculum import Curriculum, curriculum_of
-from jzero.engine.text import size_text
 from jzero.planner import memory
+from jzero.values.sizes import size_text
 
 VOCABULARY, ROWS = 11, 8
 LENGTHS = [4, 8, 8, 12, 12]  # of the first steps
@@ -251,7 +251,7 @@ def test_a_resumed_run_continues_with_the_same_lengths(tmp_path):
 
 def test_memory_is_planned_for_the_longest_sequences(capsys):
     engine = build(more={"memory_breakdown": True})
-    engine.train_batch(iter(halves(tokens(0))))
+    engine.train_batch(tokens(0))
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "planned" in line]
     short = {name: x[:, : LENGTHS[0]] for name, x in tokens(0).items()}
     least, most = (size_text(memory(engine.step_fn.lower(x).compile()).peak) for x in (short, tokens(0)))

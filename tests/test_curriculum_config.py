@@ -56,9 +56,7 @@ METRIC = NEWER["data_sampling"]["curriculum_learning"]["curriculum_metrics"]["se
 
 def test_the_newer_keys_that_do_not_work():
     assert "curriculum_metrics.seqlen: required with enabled = true" in problem(newer())
-    assert "sort training_data yourself" in problem(newer(seqlen=METRIC, vocabularyrarity={"difficulty_type": "value"}))
     assert "sort training_data yourself" in problem(newer(seqlen={**METRIC, "clustering_type": "schedule_based"}))
-    assert "curriculum_metrics.rarity = {}: unknown key" in problem(newer(seqlen=METRIC, rarity={}))
     assert "is another name of" in problem(newer(seqlen=METRIC, seqlen_truncate=METRIC))
     assert "both set the length of the sequences; keep one" in problem(
         newer(seqlen=METRIC) | {"curriculum_learning": LEGACY}
@@ -69,7 +67,29 @@ def test_the_newer_keys_that_do_not_work():
     assert len(problems(off)) == 1
 
 
-def test_random_ltd_is_refused_by_name():
-    ltd = {"enabled": True, "total_layer_num": 12, "random_ltd_schedule": {"min_value": 128}}
-    text = problem({"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": ltd}}})
-    assert "data_efficiency.data_routing.random_ltd.enabled = true: not yet supported: dropping tokens" in text
+@pytest.mark.parametrize("metric", ["vocabularyrarity", "seqlen_reshape", "dummy_metric", "my.metric"])
+def test_a_metric_of_any_name_is_known(metric):
+    """DeepSpeed's metrics have names of the user's choice; with the curriculum off it reads none of them."""
+    given = {**METRIC, "difficulty_type": "value", "clustering_type": "schedule_based"}
+    for metrics in ({metric: given}, {metric: given, "seqlen": METRIC}):
+        config = newer(**metrics)
+        (text,) = problems(config)
+        assert text.startswith(
+            f"data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.{metric}: not yet"
+        )
+        assert "sort training_data yourself" in text
+        assert problems({**config, "strict": False}) == (text,), "it would change the run"
+    config = newer(**{metric: given})
+    config["data_efficiency"]["data_sampling"]["curriculum_learning"]["enabled"] = False
+    assert curriculum_of(Config.load(config)) is None
+
+
+def test_random_ltd_is_reported_as_ignored():
+    """The config alone drops no token in DeepSpeed: the script calls data_routing/helper.py, which wraps the layers."""
+    ltd = {"enabled": True, "total_layer_num": 12, "random_ltd_schedule": {"min_value": 128}, "micro_batch_size": 4}
+    routing = {"enabled": True, "random_ltd": ltd}
+    (entry,) = Config.load({"data_efficiency": {"enabled": True, "data_routing": routing}}).ignored
+    assert entry.key == "data_efficiency.data_routing.random_ltd.enabled"
+    assert "convert_to_random_ltd" in entry.why
+    ltd["enabled"] = False
+    assert Config.load({"data_efficiency": {"data_routing": routing}}).ignored == ()

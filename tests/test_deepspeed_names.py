@@ -13,7 +13,7 @@ from helpers.engines import REPLICAS, assert_same, build, engine, mesh, parts, r
 from helpers.sampling import keep
 
 import jzero
-from jzero.train_step import TrainStep
+from jzero.step.train_step import TrainStep
 
 ADAM = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
 GROUPS = {**ADAM, "groups": [{"match": "^last/", "lr_scale": 0.5, "weight_decay": 0.3}]}
@@ -159,7 +159,7 @@ def test_the_optimizer_and_the_scheduler():
         model=Net, criterion=squares, config=config(optimizer=GROUPS, scheduler=scheduler), mesh=mesh()
     )
     assert isinstance(optimizer, optax.GradientTransformation)
-    assert_same(optimizer.init({"w": jnp.ones(2)})[0], e.step_fn.setup.tx.init({"w": jnp.ones(2)})[0])
+    assert_same(optimizer.init({"w": jnp.ones(2)})[0], e.step_fn.setup.optimizer.tx.init({"w": jnp.ones(2)})[0])
     assert schedule.get_last_lr() == schedule.get_lr() == [0, 0]
     for i in range(4):
         e.train_batch(batch(i))
@@ -259,6 +259,26 @@ def test_arguments_of_deepspeeds_pipeline_module(argument, words):
 
 
 # ------------------------------------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize("own", [None, {"type": int}, {"type": int, "default": -1}, {"type": str, "default": "0"}])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("grouped", [True, False])
+def test_the_launchers_local_rank(own, first, grouped):
+    """A script needs no option --local_rank; one of its own decides on type and default, wherever it is added."""
+    parser = argparse.ArgumentParser()
+    holder = parser.add_argument_group("mine") if grouped else parser
+
+    def add_own():
+        if own is not None:
+            holder.add_argument("--local_rank", **own)
+
+    for add in (add_own, lambda: jzero.add_config_arguments(parser))[:: 1 if first else -1]:
+        add()
+    own = own or {"type": int}
+    assert parser.parse_args(["--local_rank=3"]).local_rank == own["type"](3)
+    assert parser.parse_args(["--local_rank", "3"]).local_rank == own["type"](3)
+    assert parser.parse_args([]).local_rank == own.get("default")
 
 
 def test_config_arguments(tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers.sampling import sample
 
-from jzero.engine.deferred_loss import Loss
+from jzero.run.deferred_loss import Loss
 
 VALUE = 2.5
 TWO = (

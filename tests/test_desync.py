@@ -9,7 +9,7 @@ from helpers.sampling import keep
 from planner.test_gpus import needs_cuda_compiler
 
 import jzero
-import jzero.diagnosis.replicas
+import jzero.run.diagnosis.replicas
 import jzero.tree
 from jzero.planner import gpu_devices
 
@@ -67,7 +67,7 @@ def test_one_bit_on_one_device(layout, expected, capsys):
     train(engine, 5)
     assert lines(capsys) == []
     engine.state.params["stack"]["w"] = flip(engine.state.params["stack"]["w"], 2)
-    engine._checks._replicas._held = None
+    engine._checks.restart()
     found = engine._checks._replicas.differing(np.asarray(engine._checks._replicas.sums(engine.state)))
     assert found == ([] if expected is None else [expected])
     train(engine, 3)  # the sixth step is compared, and read after the seventh
@@ -120,7 +120,7 @@ def test_a_counter_and_a_moment():
 @pytest.mark.usefixtures("no_compilation_cache")
 def test_the_comparison_needs_no_memory():
     step = jzero.make_train_step(Wide(), config(0), mesh=jzero.make_mesh(devices=gpu_devices("h100", 2)))
-    sums = jzero.diagnosis.replicas.Replicas(step, None).sums
+    sums = jzero.run.diagnosis.replicas.Replicas(step, None).sums
     shapes = jax.tree.map(_with_sharding, step.state_shapes, step.state_shardings)
     memory = sums.lower(shapes).compile().memory_analysis()
     assert memory.argument_size_in_bytes > 3 * 4 * 2**20

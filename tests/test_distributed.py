@@ -2,15 +2,16 @@
 
 import contextlib
 import socket
+import struct
 import threading
 import time
 
 import pytest
 from helpers.sampling import keep
 
-from jzero.distributed.host_names import slurm_hosts
-from jzero.distributed.place import Place, find_place, get_local_rank, get_rank, get_world_size, log_dist
-from jzero.distributed.rendezvous import meet
+from jzero.distributed.connections import authenticate
+from jzero.distributed.joining import meet
+from jzero.distributed.place import Place, find_place, get_local_rank, get_rank, get_world_size, log_dist, slurm_hosts
 from jzero.errors import ConfigError
 
 RUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}
@@ -210,3 +211,22 @@ def test_port_is_free_afterwards(port):
         said, _ = met(port, [(0, 2, 10, ""), (1, 2, 10, "")])
         assert said == ["", ""]
     socket.create_server(("", port)).close()
+
+
+def test_a_rank_whose_connection_was_reset_may_come_again(port):
+    said = []
+    first = threading.Thread(target=lambda: said.append(met(port, [(0, 3, 20, "job")])), daemon=True)
+    first.start()
+    for _ in range(100):
+        with contextlib.suppress(OSError):
+            connection = socket.create_connection(("127.0.0.1", port))
+            break
+        time.sleep(0.05)
+    authenticate(connection, "job 1 3", "")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a close is a reset then
+    time.sleep(0.3)
+    connection.close()
+    time.sleep(0.3)
+    assert met(port, [(rank, 3, 10, "job") for rank in (1, 2)])[0] == ["", ""]
+    first.join(20)
+    assert said[0][0] == [""]

@@ -5,7 +5,9 @@ import ast
 import collections
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
+import inspect
 import itertools
 import json
 import os
@@ -14,15 +16,19 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import pytest
+from packaging.requirements import Requirement
 
 import jzero
-from jzero.config import ignored, keys, screen
+from jzero.config import aliases, keys, screen
+from jzero.display.page import dark
+from jzero.errors import install_command
 from jzero.launcher import options
 
 ROOT = Path(__file__).parent.parent
@@ -49,6 +55,9 @@ def blocks(page: Path) -> list[Block]:
 
 # Many programs to compile.
 LONG = {
+    "fp8",
+    "expert-parallelism",
+    "performance",
     "README",
     "from-deepspeed",
     "getting-started",
@@ -98,6 +107,31 @@ def test_python_blocks_run(page, empty_directory, capsys, monkeypatch):
     assert "jzero" in variables
 
 
+@pytest.mark.slow
+def test_the_ported_script_runs_under_the_launcher(tmp_path):
+    """The launcher gives every process --local_rank=K, which the script's parser must know."""
+    pytest.importorskip("torch")
+    script = "import argparse, jax, torch\n"
+    for block in blocks(ROOT / "docs/from-deepspeed.md"):
+        if block.rest == 'title="jzero with PyTorch"':
+            script += block.text
+            break
+        if block.language == "python" and block.rest not in FOREIGN:  # what is above it, without its own training
+            kept = ast.Import | ast.ImportFrom | ast.ClassDef | ast.FunctionDef
+            nodes = [n for n in ast.parse(block.text).body if isinstance(n, kept) or "dataset = " in block.text]
+            script += "".join(f"{ast.unparse(n)}\n" for n in nodes)
+    (tmp_path / "train.py").write_text(script)
+    config = ROOT / "experiments/tutorial/ds_config.json"
+    words = f"--platform=cpu --num_gpus=2 train.py --epochs 1 --deepspeed --deepspeed_config {config}"
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "JZERO_"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "jzero", *words.split()], cwd=tmp_path, capture_output=True, text=True, timeout=600,
+        env=clean | {"PYTHONPATH": str(ROOT)}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"^(?:\[\d\] )?accuracy \d+\.\d%$", done.stdout, re.MULTILINE)) == 2
+
+
 def test_the_changed_lines_of_the_ported_programs():
     """A line changes if the program beside it lacks it; empty lines do not count."""
     page = ROOT / "docs/from-deepspeed.md"
@@ -121,7 +155,8 @@ def test_json_blocks_are_configs(page):
 @pytest.mark.parametrize("page", named(p for p in PAGES if any(b.language == "bash" for b in blocks(p))))
 def test_commands_exist_and_know_their_options(page, capsys):
     for block in blocks(page):
-        if block.language == "bash":
+        # A script is no list of commands; tests/launcher/test_other_systems.py runs it.
+        if block.language == "bash" and not block.text.startswith("#!"):
             for line in block.text.replace("\\\n", " ").splitlines():
                 for command in re.split(r"&&", line):
                     check_command(shlex.split(command, comments=True))
@@ -134,12 +169,8 @@ def check_command(words: list[str]) -> None:
     match Path(program).name, rest:
         case "jzero", ["report", *_]:
             assert not {w for w in rest if w.startswith("--")} - {"--hostfile"}
-        case "jzero", ["export" | "replay", *arguments]:
-            source = (ROOT / "jzero/cli.py").read_text()
-            assert all(f'"{word}"' in source for word in arguments if word.startswith("--")), words
-        case "jzero", ["plan", *arguments]:
-            source = (ROOT / "jzero/launcher/plan.py").read_text()
-            assert all(f'"{word}"' in source for word in arguments if word.startswith("--")), words
+        case "jzero", ["export" | "replay" | "plan" as name, *arguments]:
+            options.parse_other(name, arguments)
         case "jzero", arguments:
             options.parse(arguments)
         case "python" | "python3", ["-m", "pip" | "venv" | "build", *_]:
@@ -170,6 +201,46 @@ def check_install(arguments: list[str]) -> None:
     for extra in extras[1].split(",") if extras else ():
         assert re.search(rf"^{extra} = \[", pyproject, re.MULTILINE), f"no extra {extra}"
     assert "-c" not in arguments or (ROOT / arguments[arguments.index("-c") + 1]).exists()
+
+
+def with_requirements(requirement: Requirement, found: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Add a package and all that pip brings for it to `found`: (name, extra), "" for no extra."""
+    own = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extra in ("", *requirement.extras):
+        if (requirement.name, extra) not in found:
+            found.add((requirement.name, extra))
+            if requirement.name == "jzero":
+                needed = own["optional-dependencies"][extra] if extra else own["dependencies"]
+            else:
+                needed = importlib.metadata.requires(requirement.name) or ()
+            for more in map(Requirement, needed):
+                if more.marker is None or more.marker.evaluate({"extra": extra}):
+                    with_requirements(more, found)
+    return found
+
+
+@pytest.mark.parametrize("page", [README, CHINESE, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_only_the_environment_of_the_tests_has_a_plugin_of_jax(page):
+    """JAX's CUDA plugin prints a traceback into every program of a machine without a GPU; conftest.py silences it."""
+    commands = [
+        shlex.split(command, comments=True)
+        for block in blocks(page)
+        for line in block.text.replace("\\\n", " ").splitlines()
+        for command in (line.split("&&") if block.language == "bash" else ())
+    ]
+    plugins, programs = {}, set()
+    for program, *rest in filter(None, commands):
+        if Path(program).name == "pip":
+            packages = with_requirements(Requirement(rest[-1].replace(".[", "jzero[")), set())
+            entries = [importlib.metadata.distribution(name).entry_points for name, _ in packages]
+            plugins[Path(program).parent] = [
+                entry for points in entries for entry in points.select(group="jax_plugins")
+            ]
+        elif Path(program).name == "python" and "pytest" not in rest:
+            programs.add(Path(program).parent)
+    assert plugins.keys() >= programs
+    assert [place for place in programs if plugins[place]] == []
+    assert any(plugins.values())  # that of the tests
 
 
 def test_a_wrong_command_is_found(capsys):
@@ -232,11 +303,32 @@ def test_every_key_is_on_the_configuration_page():
     settings = [key for key, field in screen.FIELDS.items() if field.metadata]
     text = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
     assert len(settings) > 40
-    assert [
-        key
-        for key in (*settings, *keys.REPLACED, *keys.REFUSED, *ignored.IGNORED, *keys.RENAMED)
-        if f"`{key}`" not in text
-    ] == []
+    assert [key for key in (*settings, *keys.KEYS, *aliases.RENAMED) if f"`{key}`" not in text] == []
+
+
+def test_the_api_page_lists_every_argument_of_initialize():
+    args = jzero.initialize.__doc__.partition("Args:")[2].partition("Returns:")[0]
+    listed = re.findall(r"^ {6}(\w[\w, ]*):", args, re.MULTILINE)
+    parameters = inspect.signature(jzero.initialize).parameters.values()
+    assert listed == [one.name for one in parameters if one.kind is not one.VAR_POSITIONAL]
+
+
+def test_pictures_and_pages_turn_dark_by_one_rule():
+    pictures = sorted((ROOT / "docs/images").glob("*.svg"))
+    assert len(pictures) >= 6
+    assert [path.name for path in pictures if dark(":root") not in path.read_text(encoding="utf-8")] == []
+    rule = re.search(r"filter: .*?;", dark(":root"))[0]
+    assert rule in (ROOT / "docs/wide.css").read_text()
+
+
+def test_the_site_refers_to_nothing_that_is_elsewhere():
+    """The offline plugin would load its script for the search from another host."""
+    text = (ROOT / "mkdocs.yml").read_text()
+    assert re.search(r"^plugins:\n  - search\n  - offline\b", text, re.MULTILINE)
+    (script,) = re.search(r"^  polyfills: \[(.*?)\]", text, re.MULTILINE)[1].split(", ")
+    assert "iframe-worker" in script  # by this name the plugin knows it
+    assert (ROOT / "docs" / script).exists()
+    assert "http" not in text
 
 
 def test_the_tree_names_every_room():
@@ -244,6 +336,27 @@ def test_the_tree_names_every_room():
     rooms = [path.parent.name + "/" for path in (ROOT / "jzero").glob("*/__init__.py")]
     files = [path.name for path in (ROOT / "jzero").glob("*.py") if not path.name.startswith("_")]
     assert [name for name in [*rooms, *files] if name not in text] == []
+
+
+def test_how_to_install_an_extra(tmp_path, monkeypatch):
+    """No index has jzero: a clone installs its own extra; elsewhere, the slow test below, the extra's packages do."""
+    assert install_command("plot") == f"pip install -e '{ROOT}[plot]'"
+    monkeypatch.setattr(jzero.errors, "__file__", str(tmp_path / "site-packages" / "jzero" / "errors.py"))
+    assert install_command("plot") == "pip install 'matplotlib>=3.9'"
+
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", absent)
+    assert install_command("plot") == "pip install -e 'CLONE[plot]'"
+
+
+def test_no_text_names_jzero_as_if_an_index_had_it():
+    places = [ROOT / "README.md", ROOT / "README.zh-CN.md", ROOT / "pyproject.toml"]
+    for room in ("docs", "experiments", "jzero", "models"):
+        places += [p for p in (ROOT / room).rglob("*") if p.suffix in (".py", ".md", ".ipynb")]
+    wrong = re.compile(r"pip install '?jzero\b|'jzero\[")
+    assert [p for p in places if wrong.search(p.read_text(encoding="utf-8"))] == []
 
 
 @pytest.mark.slow
@@ -262,6 +375,18 @@ def test_the_wheel_holds_the_library_and_the_models(tmp_path):
     models = {f"jzero/models/{path.name}" for path in (ROOT / "models").glob("*.py")}
     assert names == ours | models | {"jzero/py.typed"}
     assert jzero.__version__ in wheel.name
+
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra in ("cuda12", "flash", "plan", "plot", "tensorboard"):
+        code = f"from jzero.errors import install_command; print(install_command({extra!r}))"
+        said = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+            check=True, capture_output=True, text=True,
+        ).stdout  # fmt: skip
+        pip, install, *packages = shlex.split(said)
+        assert (pip, install) == ("pip", "install")
+        assert [Requirement(x) for x in packages] == [Requirement(x.partition(";")[0]) for x in named[extra]]
 
 
 def test_pages_run_on_eight_simulated_devices():

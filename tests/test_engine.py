@@ -7,6 +7,7 @@ import optax
 import pytest
 from helpers.engines import (
     ACCUM,
+    FEATURES,
     MICRO,
     REPLICAS,
     TRAIN,
@@ -25,7 +26,7 @@ from helpers.engines import (
 from helpers.sampling import keep
 
 import jzero
-from jzero.engine.run_report import report
+from jzero.run.run_report import report
 
 # ------------------------------------------------------------------------------------------- the two loops
 
@@ -87,7 +88,7 @@ def test_the_boundary_is_counted():
 
 
 def test_the_boundary_by_hand():
-    """The mean is over what came: two micro-batches, then one, then the counted three."""
+    """A step takes what came: two micro-batches, then one, then the counted three."""
     e, (a, b, c) = engine(), parts(0)
     e.set_gradient_accumulation_boundary(False)
     three_calls(e, [a, b])
@@ -105,11 +106,70 @@ def test_the_boundary_by_hand():
     assert e.global_steps == 2
 
 
+class Line:
+    """A loss without a count: its mean over micro-batches is the plain mean."""
+
+    def init(self, rng):
+        return {"w": jax.random.normal(rng, (FEATURES,))}
+
+    def loss(self, params, batch, rng):
+        return jnp.mean((batch["x"] @ params["w"] - batch["y"][:, 0]) ** 2)
+
+
+# DeepSpeed's engine.backward divides each loss by gradient_accumulation_steps, unless scale_wrt_gas is false, and adds.
+@pytest.mark.parametrize("stage", keep([0, 3], [3]))
+@pytest.mark.parametrize(
+    ("accum", "calls", "more", "scale"),
+    [
+        (1, "bb step", {}, 1),
+        (2, "b step bb step", {}, 1 / 2),
+        (3, "False bb True step", {}, 1 / 3),
+        (4, "b step", {"managed_gradient_accumulation": False}, 1 / 4),
+        (2, "uu step", {}, 1),
+        (3, "uuu step", {"fp16": {"enabled": True, "initial_scale_power": 4}}, 1),
+    ],
+)
+def test_backward_calls_before_a_step_are_summed(stage, accum, calls, more, scale):
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0}
+    e, *_ = build(stage, model=Line(), more={"gradient_accumulation_steps": accum, **sgd, **more})
+    before = jnp.asarray(jax.device_get(e.state.params["w"]))
+    batches = iter(parts(0, 4))
+    expected = jnp.zeros_like(before)
+    for word in calls.split():
+        if word == "step":
+            e.step()
+        elif word in ("True", "False"):
+            e.set_gradient_accumulation_boundary(word == "True")
+        else:
+            for letter in word:
+                batch = next(batches)
+                expected += scale * jax.grad(lambda w, batch=batch: Line().loss({"w": w}, batch, None))(before)
+                e.backward(e(batch), **({} if letter == "b" else {"scale_wrt_gas": False}))
+    assert e.global_steps == 1
+    tolerance = {"rtol": 1e-2, "atol": 1e-3} if "fp16" in more else {"rtol": 1e-5, "atol": 1e-6}
+    np.testing.assert_allclose(e.state.params["w"], before - 0.1 * expected, **tolerance)
+    np.testing.assert_allclose(e.get_global_grad_norm(), jnp.linalg.norm(expected), **tolerance)
+
+
+def test_keywords_of_backward_and_step():
+    e, (a, b, _) = engine(), parts(0)
+    e.backward(e(a))
+    with pytest.raises(jzero.ConfigError, match=r"scale_wrt_gas = False: .* of a step differ"):
+        e.backward(e(b), scale_wrt_gas=False)
+    with pytest.raises(jzero.ConfigError, match=r"backward\(retain_graph=...\): leave it out"):
+        e.backward(e(b), retain_graph=True)
+    with pytest.raises(jzero.ConfigError, match=r"step\(lr_kwargs=...\): leave it out"):
+        e.step(lr_kwargs={"epoch": 1})
+    with pytest.raises(jzero.ConfigError, match=r"step\(closure=...\): unknown argument"):
+        e.step(closure=None)
+
+
 def test_unmanaged_accumulation_steps_on_every_call():
     unmanaged, *_ = build(more={"managed_gradient_accumulation": False})
     single, *_ = build(more={"gradient_accumulation_steps": 1})
-    three_calls(unmanaged, parts(0, 2))
     for micro_batch in parts(0, 2):
+        unmanaged.backward(unmanaged(micro_batch), scale_wrt_gas=False)
+        unmanaged.step()
         single.train_batch(micro_batch)
     assert unmanaged.global_steps == single.global_steps == 2
     assert unmanaged.is_gradient_accumulation_boundary()

@@ -67,6 +67,17 @@ def test_pretrain_on_text_files(run_pretrain, tmp_path, capsys):
     assert expected[8] < expected[1] - 0.1
 
 
+@pytest.mark.parametrize("options", [[], ["--bpe", "260"]])
+def test_tokens_of_jsonl(options, tmp_path, capsys):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"né {i}\n"}) + "\n" for i in range(3)))
+    (tmp_path / "b.txt").write_text("b")
+    tokens.main([str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt"), "--out", str(tmp_path), *options])
+    assert f"vocabulary {options[1] if options else 257}\n4 documents, " in capsys.readouterr().out
+    assert json.loads((tmp_path / "tokens.npy.json").read_text())["documents"] == 4
+    assert (tmp_path / "tokenizer.json").exists() == bool(options)
+
+
 def test_tokens_refuses(tmp_path, capsys):
     for arguments, words in (
         ([tmp_path], "contains no files that match --files *.txt"),
@@ -99,7 +110,7 @@ def test_pretrain_goes_on_where_another_layout_stopped(run_pretrain, tmp_path):
 
 def test_more_steps_than_the_schedule_has_are_announced(capsys):
     config = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
-    decay = {"type": "WarmupDecayLR", "params": {"total_num_steps": 30}}
+    decay = {"type": "WarmupDecayLR", "params": {"total_num_steps": 30, "warmup_num_steps": 5}}
     with_total, without = (jzero.Config.load({**config, **more}) for more in ({"scheduler": decay}, {}))
     assert [show.steps_of(steps, with_total) for steps in (None, 7, 30)] == [30, 7, 30]
     assert [show.steps_of(steps, without) for steps in (None, 7)] == [100, 7]

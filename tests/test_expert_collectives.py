@@ -15,7 +15,7 @@ from helpers.cuda import needs_cuda_compiler
 
 import jzero
 from jzero.planner import collectives, gpu_devices
-from jzero.planner.moves import moves
+from jzero.planner.traced_collectives import moves
 from models.decoder import Decoder
 from models.decoder_config import DecoderConfig
 from models.moe import MixtureConfig
@@ -48,10 +48,8 @@ def compiled(capacity_factor):
     return {key: times for key, times in found.items() if key[1] > SMALL}, moves(traced, mesh), step
 
 
-@pytest.mark.parametrize(
-    ("capacity_factor", "rows"),
-    [pytest.param(1.0, 1, marks=pytest.mark.slow), (None, 2)],  # all rows, to each of two devices
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("capacity_factor", "rows"), [(1.0, 1), (None, 2)])  # None: all rows, to each of two devices
 def test_all_to_alls_and_nothing_of_the_experts(capacity_factor, rows):
     found, moved, step = compiled(capacity_factor)
     kind, tokens = "all-to-all", rows * ROWS // 2 * SEQUENCE * TOP * WIDTH * BF16

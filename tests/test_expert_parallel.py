@@ -21,8 +21,8 @@ from helpers.sampling import keep, some
 
 import jzero
 from jzero.errors import ConfigError
-from jzero.planner.moves import whole_sequences
 from jzero.planner.state_bytes import leaf_bytes, state_bytes
+from jzero.planner.traced_collectives import whole_sequences
 from jzero.tree import named
 from models.moe import MixtureConfig
 
@@ -40,7 +40,7 @@ LAYOUTS = [
     {"pipe": 2, "expert": 2, "tensor": 2, "stage": 2, "accum": 4, "schedule": "zero_bubble"},
 ]
 CASES = [(layout, factor) for layout in LAYOUTS for factor in (None, 1.0)]
-SAMPLE = [(LAYOUTS[i], factor) for i, factor in ((4, 1.0), (5, None), (7, 1.0), (9, None))]
+SAMPLE = [(LAYOUTS[i], factor) for i, factor in ((5, None), (7, 1.0))]
 
 
 def config_of(layout, factor):
@@ -251,7 +251,7 @@ def own_loss(module, batch):
     return optax.softmax_cross_entropy_with_integer_labels(module(batch["inputs"]), batch["labels"]).mean()
 
 
-@pytest.mark.parametrize("stack", [None, "blocks"])
+@pytest.mark.parametrize("stack", [pytest.param(None, marks=pytest.mark.slow), "blocks"])
 def test_a_module_of_a_users_own(stack):
     """Its table counts with and without a layer stack."""
     subject, losses = jzero.from_flax(OwnModel, own_loss, stack=stack), []

@@ -49,6 +49,7 @@ def test_a_checkpoint_continues_on_another_layout(layout, straight):
         assert np.abs(x - params[name]).max() < 5e-6 * max(np.abs(params[name]).max(), 1e-2), name
 
 
+@pytest.mark.slow
 def test_evaluation_predictions_and_text_of_one_device():
     """Every device along `expert` evaluates rows of its own, and results come in the order of the batch."""
     batch, prompts = batches()[0], batches()[0]["inputs"][:8]

@@ -1,5 +1,6 @@
 """Families of decoders against `transformers`: logits, losses of twenty steps, weights in both directions."""
 
+import json
 import math
 
 import jax
@@ -10,7 +11,9 @@ from safetensors.numpy import load_file
 
 import jzero
 from jzero import weights
+from models import bert, gpt2, llama, mixtures, vit
 from models.decoder import Decoder
+from models.downloads import IDS
 from models.families import FAMILIES, from_hf
 
 torch = pytest.importorskip("torch")
@@ -127,6 +130,10 @@ def test_weights_in_and_out(name, tmp_path):
     for key, x in there.items():
         np.testing.assert_array_equal(x, here[key])
     assert from_hf(tmp_path / "ours") == config
+    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("theirs", "ours"))
+    assert {key: after.get(key) for key in before if key != "dtype"} == {
+        k: x for k, x in before.items() if k != "dtype"
+    }
     auto = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
     assert type(auto).__name__ == FAMILIES[config.family].architecture
     with torch.no_grad():
@@ -161,6 +168,42 @@ def test_losses_of_twenty_steps(name, tmp_path):
         state, metrics = step(state, {"inputs": rows[:, :-1], "labels": rows[:, 1:]})
         losses.append(float(metrics["loss"]))
     np.testing.assert_allclose(losses, torch_losses(theirs), rtol=1e-5)
+
+
+def test_the_text_decoder_of_a_model_with_images(tmp_path):
+    """Gemma 3 from 4B: a text_config that has only what differs from the class, and a vision tower."""
+    text = {key: x for key, x in SHAPE.items() if key not in ("num_attention_heads", "num_key_value_heads", *IDS)}
+    text |= {"hidden_size": 64, "num_hidden_layers": 7, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 16, "patch_size": 4}  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.Gemma3Config(text_config=dict(text), vision_config=vision, mm_tokens_per_image=4)
+    theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="300KB")
+    there = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    there |= {"text_config": {"model_type": "gemma3_text", **text}, "eos_token_id": [1, 60]}  # as in the downloads
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(there))
+
+    config = from_hf(tmp_path / "theirs")
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.window) == (8, 4, 256, 4096)
+    step, tokens = step_of(config), BATCHES[0]
+    params = weights.load(tmp_path / "theirs", step)
+    with torch.no_grad():
+        expected = theirs(input_ids=torch.tensor(tokens), token_type_ids=torch.zeros(tokens.shape)).logits.numpy()
+    assert abs(expected).max() > 0.5
+    np.testing.assert_allclose(module_logits(step, params, tokens), expected, atol=1e-5, rtol=0)
+    weights.save(params, step, tmp_path / "ours", "model.safetensors", np.dtype("float32"))
+    auto = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert (type(auto).__name__, auto.config.eos_token_id) == ("Gemma3ForCausalLM", [1, 60])
+    with torch.no_grad():
+        np.testing.assert_allclose(auto(torch.tensor(tokens)).logits, expected, atol=1e-5, rtol=0)
+
+    found = load_file(min((tmp_path / "theirs").glob("*.safetensors")))
+    assert any(name.startswith("language_model.model.") for name in found)
+    there["text_config"]["query_pre_attn_scalar"] = 24
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(there))
+    with pytest.raises(jzero.ConfigError, match=r"query_pre_attn_scalar = 24, not 256"):
+        weights.load(tmp_path / "theirs", step)
 
 
 # ------------------------------------------------------------------------------------------- layouts, padding
@@ -264,7 +307,7 @@ TINY = {**SHAPE, "model_type": "llama"}
     ("change", "words"),
     [
         ({"model_type": "mamba"}, "model_type = 'mamba': must be one of llama, mistral, qwen2"),
-        ({"model_type": "gemma3"}, "model_type = 'gemma3': must be one of"),
+        ({"model_type": "gemma3"}, "model_type = 'gemma3': must be one of"),  # without a text_config
         ({"attention_bias": True, "hidden_act": "relu"}, "(?s)attention_bias = True.*hidden_act = 'relu'"),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
@@ -344,3 +387,35 @@ def test_files_of_transformers_4():
     qwen = {**TINY, "model_type": "qwen2", "sliding_window": 5, "use_sliding_window": False}
     assert from_hf(qwen).window is None
     assert from_hf({**qwen, "use_sliding_window": True, "max_window_layers": 0}).window == 5
+
+
+@pytest.mark.parametrize(
+    "make_config",
+    [
+        lambda **changes: llama.preset("tiny", **changes),
+        lambda **changes: mixtures.preset("mixtral-8x7b", **changes),
+        lambda **changes: from_hf({}, **changes),
+        lambda **changes: gpt2.from_hf({}, **changes),
+        lambda **changes: bert.from_hf({}, **changes),
+        lambda **changes: vit.from_hf({}, **changes),
+    ],
+    ids=["llama", "mixtures", "families", "gpt2", "bert", "vit"],
+)
+def test_a_field_that_a_shape_does_not_have(make_config):
+    with pytest.raises(
+        jzero.ConfigError, match=r"^layers = 2: \w+Config has no such field; did you mean num_layers\?$"
+    ):
+        make_config(layers=2)
+    with pytest.raises(jzero.ConfigError, match=r"^xyz = 'x': .* has no such field; it has num_layers, d_model"):
+        make_config(xyz="x")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_special_tokens_outside_of_a_smaller_vocabulary_do_not_go_back(family):
+    """transformers refuses a padding token that its table of embeddings does not have."""
+    tokens = {"bos_token_id": 1, "eos_token_id": [2, 60], "pad_token_id": 60}
+    shape = from_hf({"model_type": family, **SHAPE, **tokens}, vocab_size=16)
+    table = jzero.from_flax(lambda rngs: Decoder(shape, rngs=rngs)).weights_layout()
+    found = {**table["download"]["config"], **table["config"]}
+    assert [found[key] for key in IDS] == [1, [2], None]
+    transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**found))

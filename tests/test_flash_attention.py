@@ -16,7 +16,7 @@ import pytest
 from helpers.cuda import needs_cuda_compiler
 
 import jzero
-from jzero.attention_kernels import choice, flash
+from jzero.attention_kernels import choice
 from jzero.attention_kernels.choice import flash_obstacle, kernel_for, kernel_note
 from jzero.planner import Rates, gpu_devices, memory, step_time
 from jzero.planner.advice import _attention
@@ -59,7 +59,7 @@ def kernels(monkeypatch):
         return jax.vjp(lambda *x: attention(*x, softmax_scale)[0], q, k, v)[1](gradient)
 
     found = SimpleNamespace(bind=forward), SimpleNamespace(bind=backward)
-    monkeypatch.setattr(flash, "_kernels", lambda: found)
+    monkeypatch.setattr(choice, "_flash_kernels", lambda: found)
     return found
 
 
@@ -71,7 +71,7 @@ def arrays(*rows):
 def test_gradients(kernels):
     xs = arrays(B)
     found, expected = (
-        jax.vjp(f, *xs) for f in (lambda *x: flash.flash_attention(*x, 0.3), lambda *x: attention(*x, 0.3)[0])
+        jax.vjp(f, *xs) for f in (lambda *x: choice.flash_attention(*x, 0.3), lambda *x: attention(*x, 0.3)[0])
     )
     np.testing.assert_allclose(found[0], expected[0], atol=1e-6)
     for x, y in zip(found[1](2 * xs[0]), expected[1](2 * xs[0]), strict=True):
@@ -83,7 +83,7 @@ def test_a_mapped_axis_becomes_rows(kernels, dims):
     """Each entry gets what it gets alone, wherever the mapped axis is."""
     each = arrays(3, B)
     given = [x[0] if d is None else np.moveaxis(x, 0, d) for x, d in zip(each, dims, strict=True)]
-    found, out_dims = flash._mapped(kernels[0], given, dims, softmax_scale=0.3, is_causal=True, window_size=(-1, -1))
+    found, out_dims = choice._mapped(kernels[0], given, dims, softmax_scale=0.3, is_causal=True, window_size=(-1, -1))
     assert out_dims == [0, 0]
     for i in range(3):
         alone = attention(*(x[0 if d is None else i] for x, d in zip(each, dims, strict=True)), 0.3)
@@ -97,7 +97,7 @@ def test_vmap_of_gradients():
     q, k, v = (jax.ShapeDtypeStruct((3, B, S, n, 128), BF16) for n in (H, K, K))
 
     def loss(q, k, v):
-        return flash.flash_attention(q, k, v, 0.3).astype(jnp.float32).sum()
+        return choice.flash_attention(q, k, v, 0.3).astype(jnp.float32).sum()
 
     traced = jax.make_jaxpr(jax.vmap(jax.grad(loss, argnums=(0, 1, 2))))(q, k, v)
     assert [x.shape for x in traced.out_avals] == [x.shape for x in (q, k, v)]
@@ -110,7 +110,7 @@ def test_vmap_of_gradients():
 def hopper(monkeypatch):
     """Let this machine have an H100, and the package."""
     monkeypatch.setattr(choice, "compute_capability", lambda: (9, 0))
-    monkeypatch.setattr(flash, "missing", lambda: None)
+    monkeypatch.setattr(choice, "flash_missing", lambda: None)
 
 
 def test_where_it_runs(hopper, monkeypatch):
@@ -133,8 +133,8 @@ def test_where_it_runs(hopper, monkeypatch):
 def test_without_the_package(monkeypatch):
     monkeypatch.setattr(choice, "compute_capability", lambda: (9, 0))
     monkeypatch.setitem(sys.modules, "flash_attn3_jax", None)
-    flash._kernels.cache_clear()
-    assert flash_obstacle(BF16, 128) == "FlashAttention-3 needs the extra flash: pip install 'jzero[flash]'"
+    choice._flash_kernels.cache_clear()
+    assert flash_obstacle(BF16, 128).startswith("FlashAttention-3 needs the extra flash: pip install -e ")
 
 
 def operands(**change):

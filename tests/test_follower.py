@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jzero.engine import follower as follower_module
-from jzero.engine.clock import DEVICE, EVALUATION
-from jzero.engine.follower import Follower
+from jzero.run import result_waiter as follower_module
+from jzero.run.clock import DEVICE, EVALUATION
+from jzero.run.result_waiter import ResultWaiter
 
 
 class Waits:
@@ -27,9 +27,9 @@ class Waits:
 
 
 def test_results_come_in_the_order_of_the_devices():
-    follower, found, metric = Follower(), [], Waits(0.5)
+    follower, found, metric = ResultWaiter(), [], Waits(0.5)
     follower.give({"loss": jnp.float32(2.0)}, lambda values, end: found.append(float(values["loss"])))
-    follower.give({"loss": metric}, lambda values, end: found.append(float(values["loss"])), part=DEVICE)
+    follower.give({"loss": metric}, lambda values, end: found.append(float(values["loss"])), follower.begin(DEVICE))
     follower.give(None, lambda values, end: found.append(values))
     assert follower.busy()
     metric.there.set()
@@ -42,10 +42,10 @@ def test_the_time_of_the_devices_belongs_to_what_they_run(monkeypatch):
     """A step and an evaluation, given at once: the devices run one after the other."""
     now, step, evaluation = [0.0], Waits(1.0), Waits(2.0)
     monkeypatch.setattr(follower_module.time, "perf_counter", lambda: now[0])
-    follower, ended = Follower(), queue.SimpleQueue()
+    follower, ended = ResultWaiter(), queue.SimpleQueue()
     now[0] = 10.0
-    follower.give(step, lambda values, end: ended.put(end), part=DEVICE)
-    follower.give(evaluation, lambda values, end: ended.put(end), part=EVALUATION)
+    follower.give(step, lambda values, end: ended.put(end), follower.begin(DEVICE))
+    follower.give(evaluation, lambda values, end: ended.put(end), follower.begin(EVALUATION))
     assert follower.worked(8.0, 11.0) == {DEVICE: 1.0}
     now[0] = 13.0
     step.there.set()
@@ -60,26 +60,28 @@ def test_the_time_of_the_devices_belongs_to_what_they_run(monkeypatch):
 
 
 def test_a_result_that_fails_ends_nothing():
-    follower, found = Follower(), []
+    follower, found = ResultWaiter(), []
     deleted = jnp.ones(2)
     deleted.delete()
-    follower.give({"loss": deleted}, lambda values, end: found.append(values), part=DEVICE)
+    follower.give({"loss": deleted}, lambda values, end: found.append(values), follower.begin(DEVICE))
     follower.give(jnp.float32(3.0), lambda values, end: found.append(float(values)))
     follower.close()
     assert found == [3.0]
     assert not follower.busy()
 
 
-def test_what_shows_a_step_and_fails_ends_nothing():
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_what_shows_a_step_and_fails_ends_nothing(error):
     def fail(values, end):
-        raise ValueError("no")
+        raise error("no")
 
     def follow():
-        follower.give(1.0, fail, lambda values, end: found.append(values))
+        follower.give(1.0, fail)
+        follower.give(1.0, lambda values, end: found.append(values))
         follower.close()
 
-    follower, found = Follower(), []
-    with pytest.warns(RuntimeWarning, match="a step is not shown or recorded: ValueError: no"):
+    follower, found = ResultWaiter(), []
+    with pytest.warns(RuntimeWarning, match=f"a step is not shown or recorded: {error.__name__}: no"):
         follow()
     assert found == [1.0]
 
@@ -87,7 +89,7 @@ def test_what_shows_a_step_and_fails_ends_nothing():
 def test_a_step_that_never_ends_is_waited_for_once(monkeypatch):
     """As after the death of a peer, whose collective never completes."""
     monkeypatch.setattr(follower_module, "_limit", lambda: 0.2)
-    follower, never = Follower(), Waits(0.0)
+    follower, never = ResultWaiter(), Waits(0.0)
     follower.give(never)
     follower.settle()
     began = time.monotonic()
@@ -100,9 +102,9 @@ def test_a_step_that_never_ends_is_waited_for_once(monkeypatch):
 
 AFTER_AN_EXCEPTION = """
 import time, jax
-from jzero.engine.follower import Follower
+from jzero.run.result_waiter import ResultWaiter
 jax.device_get = lambda results: (time.sleep(0.5), print("fetched", flush=True), {})[2]
-follower = Follower()
+follower = ResultWaiter()
 follower.give({})
 raise ValueError("bad luck")
 """

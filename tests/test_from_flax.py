@@ -94,6 +94,10 @@ def test_a_mode_that_the_constructor_fixed_stays():
     assert training == {"off": False, "open": True, "on": True, "shut": False}
     assert float(model.loss(params, ones, KEY)) == ones.sum()
     assert not any(draws(name, None) for name in training)
+    (line,) = model.report_notes(jnp.float32)
+    assert line.startswith("off, shut: use_running_average or deterministic is true, as built, in training too")
+    built = jzero.from_flax(Fixed(nnx.Rngs(0)), lambda module, batch: module.off(batch).sum())
+    assert not hasattr(built, "report_notes"), "`from_flax` calls train() of a built module"
 
 
 def test_nnx_with_partitioning():

@@ -17,8 +17,8 @@ from flax import linen, nnx
 from helpers.sampling import keep, some
 
 import jzero
-from jzero.inference.generate import Sampling, _sampling, choose
 from jzero.model import stack_loss
+from jzero.step.generate import Sampling, _sampling, choose
 from jzero.tree import named
 from models.attention import RopeScaling
 from models.decoder import Decoder
@@ -142,7 +142,7 @@ def test_zero3_gathers_the_layers_in_every_pass():
     model, params, _ = case("llama")
     step = step_of(model, 3, zero=2)
     state, greedy = step.init(jax.random.key(0), params), Sampling(None, None, None, None, None, np.int32(0))
-    lowered = step.generate._run.lower(state.params, TOKENS[:4], None, np.int32(4), greedy, new=3)
+    lowered = step.generate._run.program.lower(state.params, (TOKENS[:4], None), greedy, np.int32(4), None, new=3)
     gathers = {
         text.split()[0]: len(re.findall(r" all-gather(?:-start)?\(", text))
         for text in re.split(r"\n(?=\S)", lowered.compile().as_text())

@@ -12,7 +12,8 @@ import pytest
 from helpers.sampling import keep
 from test_generate import LAYOUTS, MASK, NEW, TOKENS, Recurrent, S, case, step_of
 
-from jzero.inference.generate import Sampling
+from jzero.step.generate import Sampling
+from jzero.tracing.equations import operations
 
 CUT = {
     "tensor": {"tensor": 2},
@@ -22,18 +23,16 @@ CUT = {
 
 def kept_or_gathered(jaxpr):
     """The shapes of what the loops of a program carry, and of what it gathers."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in ("while", "scan", "all_gather"):
-            yield from (x.aval.shape for x in eqn.outvars)
-        for inside in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(inside, "eqns"):
-                yield from kept_or_gathered(getattr(inside, "jaxpr", inside))
+    found = (operation.eqn for operation in operations(jaxpr) if operation.name in ("while", "scan", "all_gather"))
+    return (x.aval.shape for eqn in found for x in eqn.outvars)
 
 
 def heads_of(step, state):
     """The numbers of heads of the keys and values that a program keeps or gathers."""
-    run, greedy = step.generate._run.__wrapped__, Sampling(None, None, None, None, None, np.int32(0))
-    program = jax.make_jaxpr(functools.partial(run, new=NEW))(state.params, TOKENS[:4], None, np.int32(4), greedy)
+    run, greedy = step.generate._run.program.__wrapped__, Sampling(None, None, None, None, None, np.int32(0))
+    program = jax.make_jaxpr(functools.partial(run, new=NEW))(
+        state.params, (TOKENS[:4], None), greedy, np.int32(4), None
+    )
     return {shape[-2] for shape in kept_or_gathered(program) if shape[-3:-2] == (S + NEW,)}
 
 
@@ -68,9 +67,9 @@ def test_a_recurrent_state(layout):
     step = step_of(Mixing(), more={"tensor_parallel": {"dimensions": {"w": 1}}}, **layout)
     alone, tokens = step_of(Mixing()), TOKENS[:4] % 16
     state, plain = step.init(jax.random.key(0)), alone.init(jax.random.key(0))
-    run = functools.partial(step.generate._run.__wrapped__, new=NEW)
+    run = functools.partial(step.generate._run.program.__wrapped__, new=NEW)
     greedy = Sampling(None, None, None, None, None, np.int32(0))
-    shapes = set(kept_or_gathered(jax.make_jaxpr(run)(state.params, tokens, None, np.int32(4), greedy)))
+    shapes = set(kept_or_gathered(jax.make_jaxpr(run)(state.params, (tokens, None), greedy, np.int32(4), None)))
     rows = 2 if "zero" in layout else 4
     assert (rows, 1, 4) in shapes
     expected = alone.generate(plain, tokens, NEW)

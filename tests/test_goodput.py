@@ -2,7 +2,7 @@
 
 import pytest
 
-from jzero.distributed import outages
+from jzero.distributed import last_words
 from jzero.ledger.goodput import goodput
 
 
@@ -142,4 +142,9 @@ def test_no_records():
 
 
 def test_outages_of_another_program_are_ignored():
-    assert outages.read({outages.VARIABLE: "[[1]]"}) == outages.read({outages.VARIABLE: "{"}) == outages.read({}) == []
+    assert (
+        last_words.read_outages({last_words.OUTAGES: "[[1]]"})
+        == last_words.read_outages({last_words.OUTAGES: "{"})
+        == last_words.read_outages({})
+        == []
+    )

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jzero.distributed import gpu_faults, nccl_wheels
+from jzero.distributed import machine
 from jzero.launcher import agent
 from jzero.launcher.machine_check import weak_points
 
@@ -20,29 +20,29 @@ def test_the_loaded_nccl(tmp_path, monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda path: opened.append(path) or SimpleNamespace(ncclGetVersion=version))
     maps = tmp_path / "maps"
     maps.write_text("7f00-7f01 r-xp 00000000 08:01 42    /usr/lib/libc.so.6\n")
-    assert gpu_faults.loaded_nccl(str(maps)) is None
+    assert machine.loaded_nccl(str(maps)) is None
     path = "/env/nvidia/nccl/lib/libnccl.so.2"
     maps.write_text(f"7f00-7f01 r-xp 0 08:01 42  /usr/lib/libc.so.6\n7f02-7f03 r-xp 0 08:01 43    {path}\n")
-    assert gpu_faults.loaded_nccl(str(maps)) == (path, "2.27.3")
+    assert machine.loaded_nccl(str(maps)) == (path, "2.27.3")
     assert opened == [path]
 
 
 def test_another_nccl_than_the_plugins():
     installed = {"jax-cuda12-plugin": "0.11.2", "nvidia-nccl-cu12": "2.27.3", "nvidia-nccl-cu13": "2.28.9"}
-    fault = nccl_wheels.fault("/x/libnccl.so.2", "2.28.9", installed)
+    fault = machine.nccl_fault("/x/libnccl.so.2", "2.28.9", installed)
     assert "NCCL 2.28.9 is loaded from /x/libnccl.so.2, but nvidia-nccl-cu12 2.27.3 belongs to jax-cuda12" in fault
-    assert nccl_wheels.fault("/x/libnccl.so.2", "2.27.3", installed | {"nvidia-nccl-cu12": "2.27.3.1"}) == ""
-    assert nccl_wheels.fault("/x/libnccl.so.2", "2.1.0", {"jax-cuda12-plugin": "0.11.2"}) == ""
+    assert machine.nccl_fault("/x/libnccl.so.2", "2.27.3", installed | {"nvidia-nccl-cu12": "2.27.3.1"}) == ""
+    assert machine.nccl_fault("/x/libnccl.so.2", "2.1.0", {"jax-cuda12-plugin": "0.11.2"}) == ""
 
 
 def test_another_wheel_of_the_same_version(monkeypatch):
     """A process that has loaded the library of the wrong CUDA is told, although the versions are equal."""
     both = {"jax-cuda12-plugin": "0.11.2", "nvidia-nccl-cu12": "2.28.9", "nvidia-nccl-cu13": "2.28.9"}
-    monkeypatch.setattr(nccl_wheels, "installed", lambda: both)
-    monkeypatch.setattr(gpu_faults, "loaded_nccl", lambda: ("/x/libnccl.so.2", "2.28.9"))
+    monkeypatch.setattr(machine, "installed_wheels", lambda: both)
+    monkeypatch.setattr(machine, "loaded_nccl", lambda: ("/x/libnccl.so.2", "2.28.9"))
     for wheel in ("", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
-        monkeypatch.setattr(nccl_wheels, "wheel_of", {"/x/libnccl.so.2": wheel}.get)
-        found = gpu_faults.faults({}, 1)
+        monkeypatch.setattr(machine, "wheel_of", {"/x/libnccl.so.2": wheel}.get)
+        found = machine.process_faults({}, 1)
         assert len(found) == (wheel == "nvidia-nccl-cu13"), wheel
     assert "NCCL 2.28.9 (nvidia-nccl-cu13) is loaded from /x/libnccl.so.2, but nvidia-nccl-cu12 2.28.9" in found[0]
 
@@ -66,7 +66,7 @@ def test_devices_that_are_not_the_visible_ones(visible, local_size, devices, pla
     before = jax.config.jax_platforms
     jax.config.update("jax_platforms", platforms)
     try:
-        fault = gpu_faults.device_fault({"CUDA_VISIBLE_DEVICES": visible}, local_size, there)
+        fault = machine.device_fault({"CUDA_VISIBLE_DEVICES": visible}, local_size, there)
     finally:
         jax.config.update("jax_platforms", before)
     assert words in fault
@@ -95,6 +95,6 @@ def test_wheels_that_overwrite_each_other(tmp_path, monkeypatch):
     assert weak_points(hello) == []
     sizes.clear()
     monkeypatch.setenv("LD_LIBRARY_PATH", f":{tmp_path / 'none'}:{tmp_path}")
-    assert nccl_wheels.to_load() == (str(path), "? (no wheel's)")
+    assert machine.nccl_to_load() == (str(path), "? (no wheel's)")
     monkeypatch.delenv("LD_LIBRARY_PATH")
-    assert nccl_wheels.to_load()[0] == ""
+    assert machine.nccl_to_load()[0] == ""

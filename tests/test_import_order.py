@@ -14,25 +14,20 @@ ROOT = Path(__file__).parent.parent / "jzero"
 # A module may import from its own line and from those above it.
 ORDER = """
 errors files tree stored_names _compat
-fusion
-fp8
-model values
-optimizers
+loss loss_scale values kernels
+model precision tiling
+optimizers tracing
 config
 distributed
-display mesh precision loss loss_scale
-communication pictures spread tracing
-moe
-zero sharding offload remat tiling stack micro_batches gradient_norm gradients
-checkpoint
-pipeline adapters
-state batch update setup
-inference
-programs train_step
-data planner
-attention_kernels weights monitors profiling diagnosis ledger
-plots
-engine
+display mesh
+layout pictures spread
+passes moe adapters checkpoint
+pipeline
+step
+data planner weights
+attention_kernels profiling
+events ledger
+plots run
 launcher cli
 __init__ __main__
 """

@@ -13,8 +13,9 @@ import pytest
 import jzero
 from jzero import ledger
 from jzero.distributed import preemption
+from jzero.events import EvaluationGiven, Moment
 from jzero.ledger import writer
-from jzero.ledger.read import parse
+from jzero.ledger.read import records_of
 from jzero.plots.history import read_run
 
 
@@ -56,26 +57,26 @@ def start(directory, devices=1, training_data=None, resume=None, **sections):
 
 def train(engine, steps):
     """Return {step: (metrics, rows of its global batch)} as the engine returned and received them."""
-    found, run = {}, engine.step_fn.run_micro_batches
+    found, run = {}, engine.step_fn.run
 
     def seen(state, parts, *others, **more):
         rows = np.concatenate([np.asarray(part["row"]) for part in parts])
         found[engine.global_steps + 1] = rows
         return run(state, parts, *others, **more)
 
-    engine.step_fn.run_micro_batches = seen
+    engine.step_fn.run = seen
     try:
         for _ in range(steps):
             engine.train_batch()
             metrics = {name: float(x) for name, x in engine.metrics.items() if name not in ("loss_scale", "skipped")}
             found[engine.global_steps] = metrics, found[engine.global_steps]
     finally:
-        del engine.step_fn.run_micro_batches
+        del engine.step_fn.run
     return found
 
 
 def end(engine):
-    engine._monitor.close()
+    engine._observers.close()
 
 
 def check_steps(run, expected):
@@ -98,7 +99,7 @@ def test_records_are_what_the_run_did(tmp_path):
     engine.eval_batch({name: x[:8] for name, x in data().items()})
     evaluated = {name: float(x) for name, x in engine.eval_metrics.items()}
     expected |= train(engine, 4)  # into the second epoch
-    assert f"\n  {ledger.read(home).goodput}\n" in str(engine._monitor.ending.end())
+    assert f"\n  {ledger.read(home).goodput}\n" in str(engine._observers.summary())
     end(engine)
     run = ledger.read(home)
     check_steps(run, expected)
@@ -220,7 +221,7 @@ def test_a_torn_line_is_skipped_and_continued(tmp_path):
 
 def test_what_is_no_record_is_skipped():
     lines = ['{"kind": "later", "time": 1}', '{"kind": "step", "time": 1}', "[1]", "\x00", '{"kind": []}', "{}"]
-    assert parse("\n".join(lines)) == []
+    assert list(records_of(lines)) == []
 
 
 def test_no_ledger_is_an_error(tmp_path):
@@ -257,7 +258,7 @@ def test_a_full_disk_is_a_warning(tmp_path, monkeypatch):
 def test_a_save_that_never_ends_delays_nothing(tmp_path, monkeypatch):
     """Records keep their order; the end does not wait for ever."""
     monkeypatch.setattr(writer, "LAST", 0.3)
-    file = writer.Writer(tmp_path / "runs" / "ledger.jsonl")
+    file = writer.RecordWriter(tmp_path / "runs" / "ledger.jsonl")
     file.put({"n": 1})
     file.put_save(writer.Later(lambda: False, lambda: {"n": 2}))
     file.put_save(writer.Later(lambda: True, lambda: {"n": 3}))
@@ -272,7 +273,7 @@ def test_a_record_that_fails_does_not_end_the_records(tmp_path):
         raise KeyError("loss")
 
     def write():
-        file = writer.Writer(tmp_path / "ledger.jsonl")
+        file = writer.RecordWriter(tmp_path / "ledger.jsonl")
         file.put({"n": object()})
         file.put_save(writer.Later(lambda: True, bug))
         file.put({"n": 1})
@@ -290,7 +291,7 @@ def test_metrics_that_are_deleted(tmp_path):
     engine = start(tmp_path)
     expected, deleted = train(engine, 1), jnp.zeros(())
     deleted.delete()
-    engine._monitor.ledger.evaluation(engine, {"loss": deleted}, 0.0)
+    engine._observers.emit(EvaluationGiven(1, 8, {"loss": deleted}, Moment(0.0, {})))
     expected |= train(engine, 1)
     end(engine)
     check_steps(ledger.read(tmp_path), expected)
@@ -306,14 +307,14 @@ def test_metrics_that_are_not_finite(tmp_path):
     engine = start(tmp_path, jsonl_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "curves"})
     engine.train_batch({name: x[:8] * np.float32(np.nan) for name, x in data().items()})
     engine.train_batch()
-    engine._monitor.close()
+    engine._observers.close()
     for name in ("ledger.jsonl", "curves/metrics.jsonl"):
         lines = (tmp_path / name).read_text().splitlines()
         assert '"nan"' in "".join(lines)
         assert all(json.loads(line, parse_constant=refuse) for line in lines)
     first = ledger.read(tmp_path).steps[1]
     assert np.isnan(first.metrics["loss"])
-    assert np.isnan(read_run(tmp_path / "curves").curves["loss"][0].value)
+    assert np.isnan(read_run(tmp_path / "curves").curves["loss"].value[0])
 
 
 def test_a_link_is_not_followed(tmp_path):

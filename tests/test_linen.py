@@ -3,6 +3,8 @@
 The oracle is plain Flax and optax on one device.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,29 @@ class Boxed(linen.Module):
     def __call__(self, x):
         init = linen.with_partitioning(linen.initializers.lecun_normal(), ("model", None))
         return linen.Dense(WIDTH, kernel_init=init)(x)
+
+
+class Heads(linen.Module):
+    """Attention and `DenseGeneral`, which unbox their kernels in the initializer that Flax traces in every call."""
+
+    axes: tuple
+    annotate: Callable = linen.with_partitioning
+
+    @linen.compact
+    def __call__(self, x):
+        init = self.annotate(linen.initializers.lecun_normal(), self.axes)
+        x = linen.MultiHeadDotProductAttention(2, kernel_init=init, out_kernel_init=init)(x[:, None])
+        zeros = self.annotate(linen.initializers.zeros, self.axes[1:])
+        x = linen.DenseGeneral((2, WIDTH // 2), kernel_init=init, bias_init=zeros)(x)
+        return linen.DenseGeneral(WIDTH, axis=(-2, -1), kernel_init=init)(x)[:, 0]
+
+
+class Constrained(linen.Module):
+    """A constraint on an activation, as in MaxText."""
+
+    @linen.compact
+    def __call__(self, x):
+        return linen.with_logical_constraint(linen.Dense(WIDTH)(x), ("rows", "heads"))
 
 
 class Constants(linen.Module):
@@ -40,10 +65,24 @@ class Sown(linen.Module):
         return x
 
 
-@pytest.mark.parametrize("module", [Boxed(), Constants(), Sown()], ids=["boxed", "constants", "sown"])
+MODULES = {
+    "boxed": Boxed(),
+    "constants": Constants(),
+    "sown": Sown(),
+    **{f"heads, {axes}": Heads(axes) for axes in ((None, "model", None), ("data", "zero"), ("embed", "model", "data"))},
+    "constrained": Constrained(),
+    "heads, logical": Heads(("embed", "heads"), linen.with_logical_partitioning),
+}
+
+
+@pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
 def test_linen(module):
-    model = jzero.from_flax(module, mean_square, example_batch=X)
-    losses, start = train(model)
+    def loss(module, batch):
+        with linen.logical_axis_rules((("rows", "data"), ("embed", "zero"), ("heads", "tensor"))):
+            return mean_square(module, batch)
+
+    model = jzero.from_flax(module, loss, example_batch=X)
+    losses, start = train(model, gradient_clipping=0)
     rest = {name: part for name, part in module.init(KEY, X).items() if name not in ("params", "losses")}
     expected = plain(lambda params: (module.apply({"params": params, **rest}, X) ** 2).mean(), start)
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
@@ -111,3 +150,12 @@ def test_a_collection_named_like_a_submodule_is_refused():
 
     with pytest.raises(jzero.ConfigError, match=r"\['Dense_0'\] names both a submodule and a variable collection"):
         jzero.from_flax(Twice(), mean_square, example_batch=X)
+
+
+def test_constants_of_other_variables_are_refused():
+    """Training does not change the collection, so the step computes it from the module, and would ignore these."""
+    model = jzero.from_flax(Constants(), mean_square, example_batch=X)
+    variables = Constants().init(KEY, X)
+    model.adopt(variables)
+    with pytest.raises(jzero.ConfigError, match=r"params: tables/shift is not what the module computes: .*frozen_par"):
+        model.adopt({**variables, "tables": {"shift": variables["tables"]["shift"] + 1}})

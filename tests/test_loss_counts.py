@@ -1,5 +1,6 @@
 """A loss of (sum, count) has the range of a mean, whatever the batch contains. Oracle: plain JAX with a mean."""
 
+import math
 from itertools import product
 
 import jax
@@ -225,3 +226,96 @@ def test_an_infinite_count_skips_the_step():
     step = make(Masked(False, 4), 8, fp16={"enabled": True, "auto_cast": True})
     _, metrics = step(step.init(jax.random.key(0)), data)
     assert metrics["skipped"]
+
+
+class Weighed(Tokens):
+    """Learns how much each row counts, so that the count has a gradient."""
+
+    def init(self, rng):
+        params = super().init(rng)
+        return {**params, "ends": {**params["ends"], "weigh": jnp.linspace(-1, 1, 16)}}
+
+    def suffix(self, ends, x, batch, rng):
+        weights = jax.nn.sigmoid(x @ ends["weigh"].astype(x.dtype)).astype(jnp.float32)
+        logits = (x @ ends["table"].T.astype(x.dtype)).astype(jnp.float32)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+        return jzero.Mean((losses * weights).sum(), weights.sum())
+
+
+LAYOUTS = [
+    *({"mesh": {"zero": zero}, "zero_optimization": {"stage": stage}} for zero, stage in [(1, 0), (2, 1), (4, 3)]),
+    *({"mesh": {"pipe": pipe, "zero": 2}, "zero_optimization": {"stage": stage}} for pipe, stage in [(2, 2), (4, 1)]),
+]
+
+
+def lay_out(model, layout, **more):
+    """Make a step of two micro-batches that keeps its gradients."""
+    config = {
+        "train_batch_size": 16,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        **layout,
+        **more,
+    }
+    devices = jax.devices()[: math.prod(layout["mesh"].values())]
+    mesh = jzero.make_mesh(**layout["mesh"], devices=devices)
+    return jzero.make_train_step(model, config, mesh=mesh, optimizer=keep_gradients())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("fp16", [False, True])
+def test_a_count_with_a_gradient(layout, fp16):
+    """The gradient is that of sum / count in plain JAX; it includes the count's.
+
+    In fp16 both sides round products to 11 bits, in another order: hence its bounds.
+    """
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 32, size=(16, 9))
+    batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
+    step = lay_out(Weighed(), layout, fp16={"enabled": fp16, "initial_scale_power": 8})
+    state = step.init(jax.random.key(0))
+    alone, _ = step.gradients(state, batch)
+    state, metrics = step(state, batch)
+
+    def mean(params):
+        total, count = Weighed().loss(jax.tree.map(lambda w: w.astype(jnp.float16) if fp16 else w, params), batch, None)
+        return total / count
+
+    loss, plain = jax.value_and_grad(mean)(Weighed().init(jax.random.key(0)))
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=2e-3 if fp16 else 1e-6)
+    for ours, also, theirs in zip(*map(jax.tree.leaves, (state.opt_state, alone, plain)), strict=True):
+        largest = np.abs(theirs).max()
+        for found in (ours, also):
+            np.testing.assert_allclose(found / largest, theirs / largest, atol=2e-2 if fp16 else 2e-6)
+
+
+class Masked(Tokens):
+    """Draws a mask in the prefix; `loss` draws another one, so only the passes know the count."""
+
+    def init(self, rng):
+        return {"ends": {"w": jnp.ones(())}, "stack": {"w": jnp.ones((4, 2))}}
+
+    def prefix(self, ends, batch, rng):
+        return {"x": batch["x"] * ends["w"], "mask": jax.random.bernoulli(rng, 0.5, batch["x"].shape)}
+
+    def block(self, layer, x, rng):
+        return {**x, "x": x["x"] * layer["w"][0]}
+
+    def suffix(self, ends, x, batch, rng):
+        return jzero.Mean(jnp.sum(x["x"], where=x["mask"]), x["mask"].sum())
+
+    def loss(self, params, batch, rng):
+        x = self.prefix(params["ends"], batch, jax.random.fold_in(rng, 99))
+        for i in range(4):
+            x = self.block({"w": params["stack"]["w"][i]}, x, rng)
+        return self.suffix(params["ends"], x, batch, rng)
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[1], LAYOUTS[3]], ids=str)
+def test_a_random_count_of_a_stack(layout):
+    """The mean of ones times w has the gradient 1, whatever the mask, if the count is that of the same mask."""
+    step = lay_out(Masked(), layout)
+    state, metrics = step(step.init(jax.random.key(0)), {"x": np.ones((16, 5), "f")})
+    assert float(metrics["loss"]) == pytest.approx(1, rel=1e-6)
+    assert float(state.opt_state["ends"]["w"]) == pytest.approx(1, rel=1e-6)

@@ -202,6 +202,12 @@ SCALAR = r"it must be a scalar or jzero.Mean\(sum, count\)"
         (lambda x: None, f"loss is a NoneType: {SCALAR}"),
         (lambda x: x[None], rf"loss has shape \(1,\): {SCALAR}"),
         (lambda x: jzero.Mean(x[None], 1), rf"loss has shape \(1,\): {SCALAR}"),
+        (lambda x: x.astype(int), "loss is int32, which has no gradient: it must be a float"),
+        (lambda x: x > 0, "loss is bool, which has no gradient"),
+        (lambda x: 3, "loss is int32, which has no gradient"),
+        (lambda x: jzero.Mean((x > 0).sum(), 4.0), "loss is int32, which has no gradient"),
+        (lambda x: x * 1j, "loss is complex64: it must be real"),
+        (lambda x: jzero.Mean(x, x * 1j), "loss is complex64: it must be real"),
     ],
 )
 def test_a_loss_with_other_outputs_is_refused(output, message):

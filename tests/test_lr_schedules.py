@@ -53,7 +53,7 @@ def test_warmup_lr(kind, n):
 
 
 @pytest.mark.parametrize("kind", ["log", "linear"])
-@pytest.mark.parametrize(("n", "total"), [(10, 40), (1, 20), (30, 20), (20, 20)])
+@pytest.mark.parametrize(("n", "total"), [(10, 40), (1, 20), (1, 1), (20, 20)])
 def test_warmup_decay_lr(kind, n, total):
     def at_call(k):
         gamma = warmup(k, n, kind)
@@ -64,11 +64,10 @@ def test_warmup_decay_lr(kind, n, total):
     params = {"total_num_steps": total, "warmup_min_lr": 0.001, "warmup_max_lr": 0.1, "warmup_num_steps": n}
     schedule = lr_schedules.make_lr_schedule("WarmupDecayLR", {**params, "warmup_type": kind}, 0.1)
     assert measured(schedule.lr) == pytest.approx(run(0.001, at_call), rel=1e-5)
-    assert any("is less than" in note for note in schedule.warnings) == (total < n)
 
 
 @pytest.mark.parametrize("kind", ["log", "linear"])
-@pytest.mark.parametrize(("n", "total", "start"), [(10, 40, 0.0), (5, 200, 0.1), (30, 20, 0.5)])
+@pytest.mark.parametrize(("n", "total", "start"), [(10, 40, 0.0), (5, 200, 0.1), (20, 20, 0.5)])
 def test_warmup_cosine_lr(kind, n, total, start):
     def at_call(k):
         gamma = warmup(k, n, kind)
@@ -176,7 +175,7 @@ def test_the_peak_of_a_warm_up_that_does_not_give_one(type, given):
 
 
 def test_auto_for_a_parameter_that_the_schedule_does_not_have():
-    params = {"total_num_steps": 40, "warmup_max_lr": "auto"}
+    params = {"total_num_steps": 40, "warmup_num_steps": 10, "warmup_max_lr": "auto"}
     assert float(lr_schedules.make_lr_schedule("WarmupCosineLR", params, 0.25).lr(1)) == 0.0
     params = {"value": 0.5, "warmup_max_lr": "auto"}
     assert float(lr_schedules.make_lr_schedule("constant_schedule", params, 1.0).lr(1)) == 0.5
@@ -189,7 +188,7 @@ def test_the_peak_is_reported_where_it_may_surprise():
     assert len(lr_schedules.make_lr_schedule("WarmupLR", {"warmup_max_lr": 0.25}, 0.25).notes) == 1
     overriding = lr_schedules.make_lr_schedule("WarmupLR", {"warmup_max_lr": 0.5}, 0.25)
     assert "0.5 overrides the optimizer's lr 0.25" in overriding.notes[1]
-    decay = lr_schedules.make_lr_schedule("WarmupDecayLR", {"total_num_steps": 10}, 0.25)
+    decay = lr_schedules.make_lr_schedule("WarmupDecayLR", {"total_num_steps": 1000}, 0.25)
     assert "0.001 overrides the optimizer's lr 0.25" in decay.notes[1]
 
 
@@ -237,6 +236,15 @@ def test_optax_schedules_have_optax_indexing():
         ("WarmupLR", {"last_batch_iteration": 5}, ["last_batch_iteration: 5", "checkpoint"]),
         ("WarmupDecayLR", {}, ["total_num_steps: missing"]),
         ("WarmupDecayLR", {"total_num_steps": "auto"}, ['total_num_steps = "auto"', "pass total_num_steps="]),
+        *(
+            (
+                type,
+                {"total_num_steps": 100, **given},
+                [f"warmup_num_steps = {n} and total_num_steps = 100: "],
+            )
+            for type in ("WarmupDecayLR", "WarmupCosineLR")
+            for given, n in (({"warmup_num_steps": 101}, 101), ({}, 1000))
+        ),
         ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max": 1}, ["cycle_max_lr: missing", "did you mean 'cycle_max_lr'"]),
         ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_first_stair_count": 2**30}, ["too many"]),
         ("OneCycle", {"cycle_min_lr": 1e39, "cycle_max_lr": 1.0}, ["cycle_min_lr: 1e+39", "float32's range"]),

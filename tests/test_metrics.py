@@ -1,5 +1,7 @@
 """Metrics beside the loss, in every way to train. Oracle: one pass over the global batch in NumPy-like plain JAX."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from helpers.engines import Net, config, parts, printed, rows
 from helpers.sampling import keep
 
 import jzero
+from jzero import cli
 
 
 class Measured(Net):
@@ -207,3 +210,52 @@ def test_layers_in_a_list_named_stack_are_named_to_from_flax():
     with pytest.raises(jzero.ConfigError, match='layers in "stack": pass stack="stack"'):
         jzero.from_flax(Listed)
     jzero.from_flax(Listed, stack="stack")
+
+
+# ---------------------------------------------------------------- names that command a terminal
+
+
+EVIL = "\x1b]0;owned\x07\x1b[2J"
+
+
+class Named:
+    has_aux = True
+
+    def __repr__(self):
+        return f"Named{EVIL}"
+
+    def init(self, rng):
+        return {f"w{EVIL}": jnp.ones(8)}
+
+    def loss(self, params, batch, rng):
+        loss = (params[f"w{EVIL}"] * batch).mean()
+        return loss, {f"acc{EVIL}": loss}
+
+
+def test_names_with_escape_codes_are_escaped_on_the_terminal(tmp_path, capsys, monkeypatch):
+    home = tmp_path / f"run{EVIL.replace('/', '')}"
+    keys = {
+        "steps_per_print": 1, "memory_breakdown": True, "wall_clock_breakdown": True, "dump_state": True,
+        "flops_profiler": {"enabled": True, "profile_step": 1}, "checkpoint": {"dir": str(home)},
+        "non_finite": {"action": "stop", "output_path": str(tmp_path)},
+    }  # fmt: skip
+    engine, *_ = jzero.initialize(
+        model=Named(), config={"train_batch_size": 16, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, **keys}
+    )
+    for _ in range(2):
+        engine.train_batch(np.ones((16, 8), np.float32))
+    engine.save_checkpoint().wait()
+    engine.load_checkpoint(load_module_strict=False)
+    print(engine._observers.summary(), jzero.report(engine))
+    engine.train_batch(np.full((16, 8), np.nan, np.float32))
+    with pytest.raises(FloatingPointError) as error:
+        engine.train_batch(np.ones((16, 8), np.float32))
+    print(error.value)
+    engine._observers.close()
+    assert cli.main(["plot", str(home), "--out", str(tmp_path / "plots"), "--metric", "loss"]) == 0
+    said = capsys.readouterr()
+    for text in (said.out, said.err):
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)
+    shown = r"\x1b]0;owned\x07\x1b[2J"
+    for name in ("acc", "w", "run", "Named"):
+        assert name + shown in said.out

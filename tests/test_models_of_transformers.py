@@ -1,6 +1,7 @@
 """GPT-2, BERT and ViT against `transformers`: logits, losses of twenty steps, weights in both directions."""
 
 import dataclasses
+import json
 import math
 from itertools import product
 
@@ -134,6 +135,10 @@ def test_weights_in_and_out(case, tmp_path):
     with torch.no_grad():
         same_where_counted(auto(**as_torch(batch)).logits.numpy(), expected, batch)
     assert CASES[name][0].from_hf(tmp_path) == CASES[name][0].from_hf(directory)
+    before, after = (json.loads((path / "config.json").read_text()) for path in (directory, tmp_path))
+    assert {key: after.get(key) for key in before if key != "dtype"} == {
+        k: x for k, x in before.items() if k != "dtype"
+    }
     weights.load(tmp_path, step)
 
 
@@ -230,6 +235,15 @@ def test_names_of_the_first_downloads(name, tmp_path):
     save_file(found | {EXTRA[name]: np.ones(2, np.float32)}, tmp_path / "model.safetensors")
     old = weights.load(tmp_path, step)
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), old, new)))
+
+
+def test_the_labels_of_other_classes_do_not_go_back(tmp_path):
+    labels = {"id2label": {"0": "cat", "1": "dog"}, "label2id": {"cat": 0, "dog": 1}}
+    there = vit.from_hf({"model_type": "vit", "hidden_act": "gelu", **CASES["vit"][4], "num_channels": 3, **labels})
+    for classes, kept in ((2, labels), (3, {})):
+        shape = dataclasses.replace(there, num_classes=classes)
+        table = jzero.from_flax(lambda rngs, shape=shape: vit.ViT(shape, rngs=rngs)).weights_layout()
+        assert {key: x for key, x in table["download"]["config"].items() if key in labels} == kept
 
 
 def test_mistakes(tmp_path):

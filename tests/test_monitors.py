@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jzero
-from jzero.monitors import writers
+from jzero.run import monitors
 
 
 class Regression:
@@ -58,7 +58,7 @@ def files(tmp_path):
 
 
 def finish(engine):
-    engine._monitor.close()
+    engine._observers.close()
 
 
 def read_csv(directory):
@@ -108,7 +108,7 @@ def test_files_contain_the_metrics_of_every_step(tmp_path, precision):
 def test_a_step_is_written_once_it_has_ended(tmp_path):
     """Without another step, and without an end of the run."""
     engine, expected = train(steps=2, csv_monitor=files(tmp_path))
-    engine._monitor.follower.settle()
+    engine._observers.waiter.settle()
     assert read_csv(tmp_path / "run") == expected
 
 
@@ -142,7 +142,7 @@ def test_weights_and_biases(monkeypatch):
     run, started = Service(), {}
     fake = types.SimpleNamespace(init=lambda **keywords: started.update(keywords) or run)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(writers.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(monitors.importlib.util, "find_spec", lambda name: name)
     engine, expected = train(steps=2, wandb={"enabled": True, "project": "p", "team": "t"})
     finish(engine)
     assert started == {"project": "p", "group": None, "entity": "t"}
@@ -156,7 +156,7 @@ def test_comet_takes_a_value_every_so_many_samples(monkeypatch):
     experiment, started = Service(), {}
     fake = types.SimpleNamespace(start=lambda **keywords: started.update(keywords) or experiment)
     monkeypatch.setitem(sys.modules, "comet_ml", fake)
-    monkeypatch.setattr(writers.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(monitors.importlib.util, "find_spec", lambda name: name)
     section = {"enabled": True, "samples_log_interval": 16, "online": False, "experiment_name": "n"}
     finish(train(steps=5, comet=section)[0])
     assert started["online"] is False
@@ -169,7 +169,7 @@ def test_a_monitor_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
     def full(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(writers.CsvFiles, "write", full)
+    monkeypatch.setattr(monitors.CsvFiles, "write", full)
     sections = {"csv_monitor": files(tmp_path / "csv"), "jsonl_monitor": files(tmp_path / "lines")}
     with pytest.warns(RuntimeWarning, match="csv_monitor: no more curves from this run: OSError: No space left"):
         finish(train(steps=3, **sections)[0])  # it waits for the thread that writes
@@ -180,16 +180,17 @@ def test_a_monitor_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
     ("section", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("comet", "comet_ml")]
 )
 def test_a_missing_package_names_its_extra(monkeypatch, section, package):
-    monkeypatch.setattr(writers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(monitors.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        jzero.ConfigError, match=rf"{section}.enabled = true: the package {package} .*jzero\[{section}\]"
+        jzero.ConfigError,
+        match=rf"{section}.enabled = true: the package {package} .*; pip install -e '.*\[{section}\]'",
     ):
         train(**{section: {"enabled": True}})
 
 
 def test_a_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(jzero.ConfigError, match=r"csv_monitor: NotADirectoryError: .*Not a directory"):
+    with pytest.raises(jzero.ConfigError, match=r"csv_monitor.output_path, .*file is not a writable directory"):
         train(csv_monitor=files(tmp_path / "file"))
 
 
@@ -198,6 +199,6 @@ def test_a_service_that_refuses(monkeypatch):
         raise RuntimeError("no API key")
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=refuse))
-    monkeypatch.setattr(writers.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(monitors.importlib.util, "find_spec", lambda name: name)
     with pytest.raises(jzero.ConfigError, match="wandb: RuntimeError: no API key"):
         train(wandb={"enabled": True})

@@ -28,8 +28,8 @@ from helpers.stack_models import BATCHES, SmallGPT, loss_fn
 
 import jzero
 from jzero import ledger
-from jzero.diagnosis.finding import Finding
 from jzero.loss_scale import NonFiniteError
+from jzero.run.diagnosis.finding import Finding
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +132,7 @@ def test_a_fault_that_does_not_repeat():
     engine = engine_of("stage 0")
     engine.train_batch(batch_of("stage 0"))
     watch = engine._checks._finite
-    watch._halted = jax.device_put(np.True_, watch._halted.sharding)  # as if a device had failed once
+    watch._frozen = jax.device_put(np.True_, watch._frozen.sharding)  # as if a device had failed once
     engine.train_batch(batch_of("stage 0", 1))
     with pytest.raises(NonFiniteError, match="repeated, the step is finite"):
         engine.train_batch(batch_of("stage 0", 2))

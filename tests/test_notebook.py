@@ -3,7 +3,11 @@
 import importlib.util
 import json
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -66,6 +70,40 @@ def test_the_cells_that_compile_nothing_run():
         exec(compile(source(the_cell(cells, text)), NOTEBOOK.name, "exec"), names)
     assert list(names["bars"]) == [0, 1, 2, 3]
     assert len(names["many"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("place", "colab", "installed"),
+    [
+        ("experiments", False, "..[plot,plan]"),
+        ("wheel", False, "{place}/jzero-0.2.0-py3-none-any.whl[plot,plan]"),
+        ("elsewhere", True, "jzero-0.2.0-py3-none-any.whl[plot,plan]"),
+        ("elsewhere", False, None),
+    ],
+)
+def test_the_first_cell_installs_what_there_is(place, colab, installed, tmp_path, monkeypatch):
+    """A clone, a wheel next to the notebook, or one that Colab asks for; otherwise it says what is missing."""
+    for directory in ("experiments", "jzero", "outside/wheel", "outside/elsewhere"):
+        (tmp_path / directory).mkdir(parents=True)
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "outside/wheel/jzero-0.2.0-py3-none-any.whl").touch()
+    here = tmp_path / (place if place == "experiments" else f"outside/{place}")
+    monkeypatch.chdir(here)
+    calls = []
+    monkeypatch.setattr(subprocess, "run", lambda words, check: calls.append(words[-1]))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    if colab:
+        files = SimpleNamespace(upload=lambda: {"jzero-0.2.0-py3-none-any.whl": b""})
+        monkeypatch.setitem(sys.modules, "google.colab", SimpleNamespace(files=files))
+        monkeypatch.setitem(sys.modules, "google.colab.files", files)
+    cell = the_cell(code_cells(json.loads(NOTEBOOK.read_text())), "import importlib")
+    if installed is None:
+        with pytest.raises(SystemExit, match="put a wheel of it next to this notebook, or set SOURCE"):
+            exec(source(cell), {})
+    else:
+        exec(source(cell), {})
+    assert calls == ([] if installed is None else [installed.format(place=here)])
 
 
 @pytest.mark.slow

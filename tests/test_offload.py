@@ -135,7 +135,7 @@ def test_parameters_from_elsewhere_and_a_large_state_go_there_too(monkeypatch, t
     params = jax.device_get(engine.state.params)
     given = engine.step_fn.init(jax.random.key(1), params)
     assert_same(given.params, params)
-    monkeypatch.setattr("jzero.state.LARGE", 0)
+    monkeypatch.setattr("jzero.step.state.LARGE", 0)
     in_parts = jzero.make_train_step(Net(noise=True), engine.step_fn.config, mesh=engine.step_fn.mesh)
     fresh, around = in_parts.init(jax.random.key(1)), in_parts.init(jax.random.key(1), params)
     traced, init = [], Net.init

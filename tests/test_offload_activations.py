@@ -9,7 +9,7 @@ from helpers.offload import BF16, BOTH, PARAM, run, scans
 from layouts import LAYOUTS, Net, batch, settings
 
 import jzero
-from jzero.offload import pinned_memory
+from jzero.layout import pinned_memory
 
 
 @pytest.mark.parametrize("policy", ["full", "matmuls"])

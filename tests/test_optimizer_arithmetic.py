@@ -30,6 +30,26 @@ def adam_reference(w, grads, *, lr, b1, b2, eps, decay, decoupled, bias_correcti
 
 
 @pytest.mark.parametrize(
+    ("name", "exact", "params"),
+    [
+        ("OneBitAdam", "Adam", {"freeze_step": 1}),
+        ("ZeroOneAdam", "Adam", {"var_freeze_step": 2, "local_step_clipper": 4}),
+        ("OneBitLamb", "Lamb", {"freeze_step": 1, "coeff_beta": 0.9, "max_coeff": 0.3}),
+    ],
+)
+def test_a_one_bit_optimizer_is_the_exact_one(name, exact, params):
+    """DeepSpeed's configs load; what compresses has no effect, and the report says by what it is replaced."""
+    grads = [tree(seed) for seed in range(1, 6)]
+    shared = {"weight_decay": 0.1} | {key: x for key, x in params.items() if key == "max_coeff"}
+    trained, _ = train(make(name, {**shared, **params}), tree(0), grads)
+    expected, _ = train(make(exact, shared), tree(0), grads)
+    assert_close(trained, expected, rtol=0, atol=0)
+    notes = describe(config(name, params), schedule())
+    assert notes[0].startswith(f"{name} is replaced by {exact}")
+    assert all(any(f"{key} has no effect" in note for note in notes) for key in params if key != "max_coeff")
+
+
+@pytest.mark.parametrize(
     ("name", "mode", "decoupled"), [("Adam", True, True), ("Adam", False, False), ("AdamW", True, 1)]
 )
 @pytest.mark.parametrize("bias_correction", [True, False])

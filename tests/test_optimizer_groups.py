@@ -298,7 +298,7 @@ def test_mup_of_a_llama(tied):
     wide = jzero.from_flax(lambda rngs: Llama(LlamaConfig(3, 128, 8, 8, 5 * 96, vocab_size=64, tied=tied), rngs=rngs))
     groups = jzero.mup_groups(wide, base, weight_decay=0.1)
     config = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.1}, "groups": groups}}
-    made = jzero.make_train_step(wide, config).setup.groups
+    made = jzero.make_train_step(wide, config).setup.optimizer.groups
     scales = {name: (group.lr_scale, group.values.get("weight_decay")) for group in made for name in group.leaves}
     hidden = {f"stack/{name}/kernel": (1 / 4, 0.4) for name in ("attention/qkv", "attention/out", "mlp/gate_up")}
     hidden["stack/mlp/down/kernel"] = (1 / 5, 0.5)

@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding
 from test_optimizer_stages import newton_schulz
 
 import jzero
-from jzero.optimizers.orthogonal import Matrices, Placement, orthogonalised
+from jzero.optimizers import Placement
+from jzero.optimizers.muon import Matrices, orthogonalised
 from jzero.planner import collectives, gpu_devices
 from models.llama import Llama, LlamaConfig
 

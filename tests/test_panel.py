@@ -10,18 +10,16 @@ import pytest
 from helpers.engines import build, rows
 from rich.console import Console
 
-from jzero.batch import Amount
-from jzero.display import live, screen, slow_work
-from jzero.engine import panel as panel_module
-from jzero.engine.clock import COMPILE, DATA, DEVICE, SCRIPT, START, Clock
-from jzero.engine.finished import Finished, Totals
-from jzero.engine.follower import Follower
-from jzero.engine.panel import Facts, Panel, draw, fields, make_panel
-from jzero.engine.speed import Ideal, Speed, between, ideal, remaining, training
+from jzero.display import live, slow_work
 from jzero.planner import GPUS
+from jzero.run import panel as panel_module
+from jzero.run.clock import COMPILE, DATA, DEVICE, SCRIPT, START, Clock
+from jzero.run.panel import Panel, PanelFacts, draw, fields, make_panel
+from jzero.run.speed import CompletedSteps, Ideal, Speed, Totals, between, ideal
+from jzero.step.batch import Amount
 
 METRICS = {"loss": 2.34567, "accuracy": 0.51234, "lr": 3e-4, "grad_norm": 0.4125, "loss_scale": 1024.0, "skipped": 0.0}
-FACTS = Facts(
+FACTS = PanelFacts(
     step=250, total=1000, metrics=METRICS, skipped=2, scaled=False, speed=Speed(512.4, 524697.6, 0.0625, 0.4123),
     left=46.9, waits={DATA: 0.012, SCRIPT: 0.1}, memory=(61 * 2**30, 79 * 2**30), elapsed=125.0,
     work="saving a checkpoint, 12 s",
@@ -45,6 +43,14 @@ def test_the_fields_of_the_first_step_on_cpu_devices():
     assert fields(FACTS._replace(metrics={}, speed=None, waits={}, memory=None)) == {"skipped": "2"}
     slow = FACTS._replace(metrics={}, speed=Speed(1.0, None, 2.0, None), waits={}, memory=None)
     assert fields(slow) == {"skipped": "2", "step": "2,000.0 ms", "samples/s": "1.0"}
+
+
+def test_a_metric_whose_name_has_escape_codes():
+    facts = FACTS._replace(metrics={**FACTS.metrics, "a\x1b[2J": 1.0})
+    console = Console(file=io.StringIO(), width=200)
+    console.print(draw(facts))
+    assert r"a\x1b[2J" in console.file.getvalue()
+    assert "\x1b" not in console.file.getvalue()
 
 
 def test_the_drawing_has_every_field():
@@ -71,18 +77,17 @@ def test_speeds_and_the_time_that_is_left():
     assert between(first, last._replace(tokens=401), 8.0, best).mfu is None  # batches of other lengths
     assert between(first, last._replace(tokens=None), 8.0, None) == Speed(4.0, None, 2.0, None)
     assert between(first, first, 0.0, best) is None
-    finished = Finished()
-    assert remaining(finished, 15) is None
+    finished = CompletedSteps()
+    assert finished.remaining(15) is None
     finished.number = 5
     finished.recent.append(first)
-    assert remaining(finished, 15) is None  # one step has no speed
+    assert finished.remaining(15) is None  # one step has no speed
     finished.recent.append(last)
-    assert remaining(finished, 15) == 10 * 8 / 4
-    assert remaining(finished, None) is None
-    assert remaining(finished, 3) == 0
-    clock = Clock()
-    clock.total = {START: 100.0, COMPILE: 50.0, DEVICE: 15.0, SCRIPT: 5.0}
-    assert training(finished, clock, best).step == 20 / 5
+    assert finished.remaining(15) == 10 * 8 / 4
+    assert finished.remaining(None) is None
+    assert finished.remaining(3) == 0
+    finished.ideal = best
+    assert finished.training_speed({START: 100.0, COMPILE: 50.0, DEVICE: 15.0, SCRIPT: 5.0}).step == 20 / 5
 
 
 def test_the_ideal_of_a_step_compiles_nothing(monkeypatch):
@@ -97,18 +102,18 @@ def test_the_ideal_of_a_step_compiles_nothing(monkeypatch):
 
 
 def test_a_panel_reads_its_run(monkeypatch):
-    monkeypatch.setattr(screen, "kind", lambda: screen.TERMINAL)
+    monkeypatch.setattr(live, "kind", lambda: live.TERMINAL)
     stats = {"bytes_in_use": 1, "peak_bytes_in_use": 5, "bytes_limit": 9}
     devices = [
         SimpleNamespace(memory_stats=lambda: stats | {"peak_bytes_in_use": 4}),
         SimpleNamespace(memory_stats=lambda: stats),
     ]
-    schedule = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 40}}}
+    schedule = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 40, "warmup_num_steps": 5}}}
     step = build(more=schedule)[0].step_fn
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
-    finished, clock = Finished(), Clock()
+    finished, clock = CompletedSteps(), Clock()
     clock.total = {START: 5.0, DATA: 1.0, DEVICE: 3.0}
-    facts = make_panel(step, Follower(), finished, clock, None)._facts
+    facts = make_panel(step, lambda: False, finished, clock)._facts
     assert facts()[:2] == (0, 40)
     finished.add(7, Amount(8), {"loss": 0.5, "skipped": 1.0}, 10.0)
     found = facts()
@@ -297,10 +302,10 @@ def test_a_bar_of_tqdm_is_seen():
 
 @pytest.mark.parametrize(
     ("kind", "auto", "always"),
-    [(screen.PLAIN, False, True), (screen.TERMINAL, True, True), (screen.NOTEBOOK, True, True)],
+    [(live.PLAIN, False, True), (live.TERMINAL, True, True), (live.NOTEBOOK, True, True)],
 )
 def test_where_a_panel_is_shown(kind, auto, always, monkeypatch):
-    monkeypatch.setattr(screen, "kind", lambda: kind)
+    monkeypatch.setattr(live, "kind", lambda: kind)
     assert [bool(live.opener(wanted)) for wanted in ("auto", True, False)] == [auto, always, False]
 
 
@@ -312,13 +317,13 @@ def test_the_kinds_of_output(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", Terminal())
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert screen.kind() == screen.PLAIN
+    assert live.kind() == live.PLAIN
     monkeypatch.setattr(sys, "stderr", Terminal())
-    assert screen.kind() == screen.TERMINAL
+    assert live.kind() == live.TERMINAL
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    assert screen.kind() == screen.PLAIN  # a prompt
+    assert live.kind() == live.PLAIN  # a prompt
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=1)))
-    assert screen.kind() == screen.NOTEBOOK
+    assert live.kind() == live.NOTEBOOK
 
 
 def test_a_notebook_has_one_output_that_changes(monkeypatch):

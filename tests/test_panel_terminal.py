@@ -21,7 +21,7 @@ SCRIPT_OF_STEPS = """
             return jnp.mean((batch["x"] @ params["w"] - 1.0) ** 2)
 
     config = {"train_batch_size": 8, "optimizer": {"type": "Adam"}, "steps_per_print": 2,
-              "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10}}}
+              "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}}
     engine, *_ = jzero.initialize(model=Regression(), config=config)
     for i in range(3):
         engine.train_batch({"x": np.ones((8, 3), np.float32)})

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jzero
-from jzero.pipeline.partition import partition_layers
+from jzero.pipeline.layer_spec import partition_layers
 
 METHODS = ["uniform", "parameters", "best", "type:a"]
 NAMES = st.sampled_from(["Embed", "Block", "Attention", "relu"])

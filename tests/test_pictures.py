@@ -13,8 +13,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
+from jzero.display.figure import INK, PALE
 from jzero.mesh import AXES
-from jzero.pictures import arrays, html
+from jzero.pictures import drawing, html
 from jzero.planner import bytes_by_stage
 from models.mlp import MLP
 
@@ -113,7 +114,7 @@ def test_each_part_is_drawn_with_the_devices_that_hold_it(shape, spec):
     mesh = jzero.make_mesh(data=2)
     whole = np.arange(int(np.prod(shape)), dtype=np.float32).reshape(shape)
     x = jax.device_put(whole, NamedSharding(mesh, spec))
-    dims, found = arrays.parts(x)
+    dims, found = drawing.parts(x)
     held = {device: part for part, devices in found.items() for device in devices}
     assert sorted(held) == [device.id for device in jax.devices()]
     for shard in x.addressable_shards:
@@ -263,3 +264,9 @@ def test_long_trees_are_cut():
     assert len(rows) == 1 + html.MOST_LEAVES + 2
     assert [row[0] for row in rows[-2:]] == ["… and 60 more", "100 leaves"]
     assert rows[-1][1] == f"{sum(range(101)):,}"
+
+
+def test_a_box_has_its_own_ink():
+    """A notebook's dark theme has light ink, which nobody reads on a pale box."""
+    shown = html.mesh(jzero.make_mesh(devices=jax.devices()[:1]))
+    assert f"background:{PALE};color:{INK}" in shown

@@ -7,7 +7,7 @@ from helpers.pipelines import Case, Decoder, batch_of, model
 from test_bad_input import mlp, refused
 
 import jzero
-from jzero.engine.dump import dump
+from jzero.run.dump import dump
 
 # ----------------------------------------------------------------------------------------------------- mistakes
 

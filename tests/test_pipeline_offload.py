@@ -19,9 +19,9 @@ from helpers.pipelines import ROWS, SEQUENCE, WIDTH, Case, Decoder, Everything, 
 from helpers.sampling import keep, sample, some
 
 import jzero
-from jzero.engine.run_report import report
-from jzero.pipeline.slots import DEVICE_SPACE, HOST_SPACE
+from jzero.pipeline.carry import DEVICE_SPACE, HOST_SPACE
 from jzero.planner import gpu_devices, memory
+from jzero.run.run_report import report
 from models.llama import Llama
 
 

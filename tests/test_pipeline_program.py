@@ -1,6 +1,6 @@
 """The compiled H100 program of a pipeline: its collectives, tick by tick, and memory that does not grow with the step.
 
-What is expected follows from the schedule's table (`jzero.pipeline.schedules`), the ZeRO table (`jzero.zero`) and the
+What is expected follows from the schedule's table (`jzero.pipeline.schedules`), the ZeRO table (`layout.zero`) and the
 shapes, and is compared with the program as `test_collectives` does, as a multiset. For each
 
 - tick with F: 1 permute of the activations to the next stage; with B: 1 of their gradient to the previous one;
@@ -43,8 +43,7 @@ from test_collectives import SEPARATE, SIZE, pytestmark  # noqa: F401
 
 import jzero
 from jzero.pipeline import vocab_parallel
-from jzero.pipeline.program import make_program
-from jzero.pipeline.schedules import make_schedule
+from jzero.pipeline.schedules import make_program, make_schedule
 from jzero.planner import collectives, gpu_devices, memory
 from models.llama import Llama, LlamaConfig
 

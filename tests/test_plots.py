@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import jzero
@@ -85,7 +86,11 @@ def test_tokens_where_every_step_knows_them(tmp_path):
     records = [one | {"tokens": 100 * one["step"]} if one["kind"] == "step" else one for one in RECORDS]
     (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
     (drawn,) = plots.read(tmp_path).histories
-    assert [(point.step, point.value) for point in drawn.curves["tokens/s"]] == [(2, 100.0), (4, 200.0), (5, 250.0)]
+    assert [(point.step, point.value) for point in drawn.curves["tokens/s"].points()] == [
+        (2, 100.0),
+        (4, 200.0),
+        (5, 250.0),
+    ]
     assert drawn.speed == {"samples/s": 4.0, "tokens/s": (200 + 400 + 500) / 6}
 
 
@@ -110,12 +115,12 @@ def test_a_speed_has_five_steps_or_half_a_second(tmp_path):
     """A thread that reads the results of two steps at once gives the second no time."""
     uneven = quick([0.0806, 0.0006, 0.04, 0.04, 0.0388, 0.04, 0.04, 0.0794, 0.0006, 0.04, 0.04])
     (short,) = history.read_all([written(tmp_path / "short", uneven)])
-    found = [(point.step, point.value) for point in short.curves["samples/s"]]
+    found = [(point.step, point.value) for point in short.curves["samples/s"].points()]
     assert found == [(6, pytest.approx(8 / 0.04)), (12, pytest.approx(8 / 0.04))]  # the last one joins the five before
     (slow,) = history.read_all([written(tmp_path / "slow", quick([0.5, 0.25, 0.25, 0.1]))])
-    assert [point.step for point in slow.curves["samples/s"]] == [2, 5]
+    assert [point.step for point in slow.curves["samples/s"].points()] == [2, 5]
     (tiny,) = history.read_all([written(tmp_path / "tiny", quick([0.04]))])
-    assert [point.step for point in tiny.curves["samples/s"]] == [2]
+    assert [point.step for point in tiny.curves["samples/s"].points()] == [2]
 
 
 def test_a_refused_start_is_no_restart(tmp_path):
@@ -129,7 +134,10 @@ def test_a_refused_start_is_no_restart(tmp_path):
         history.read_all([written(tmp_path / name, records)])[0]
         for name, records in (("alone", RECORDS), ("among", [*refused, *RECORDS, *later]))
     )
-    assert among == replace(alone, name="among")
+    assert among.curves.keys() == alone.curves.keys()
+    for metric, curve in alone.curves.items():
+        assert among.curves[metric].points() == curve.points()
+    assert replace(among, curves={}) == replace(alone, curves={}, name="among")
 
 
 def test_the_reason_of_a_restart_is_one_clause(tmp_path):
@@ -278,4 +286,98 @@ def test_errors_name_the_fix(runs, tmp_path, monkeypatch, capsys, words, error):
 def test_without_matplotlib(runs, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert cli.main(["plot", str(runs[0])]) == 2
-    assert "plots need matplotlib: pip install 'jzero[plot]'" in capsys.readouterr().err
+    assert "plots need matplotlib: pip install -e " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["", "\x00", "a\x1b[2J\nb", "$\\frac{", "x" * 10**4, "/", "\ud800"])
+def test_metrics_with_hostile_names_are_drawn(tmp_path, name):
+    made = [*RECORDS[:2], *steps(1, [9.0, 8.0], 1010.0)]
+    made[2]["metrics"] |= {name: 1e308, f"{name}2": 3e38}
+    made[3]["metrics"] |= {name: -1e308, f"{name}2": -3e38}
+    (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(one) + "\n" for one in made))
+    (file, *_) = plots.read(tmp_path, metrics=[name, f"{name}2"]).write(tmp_path / "plots")
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def work(directory, monkeypatch, steps):
+    """Count the lines of jzero, and the numbers that NumPy joins or searches, to read a run with many restarts."""
+    made = [record("start", 1000.0, began=1000.0, new=True), state(1001.0, 0)]
+    for first in range(1, steps, 10):
+        made += steps_of_a_start(first, 12)  # two more than the next start resumes from
+    written(directory, made)
+    count = 0
+
+    def counted(function):
+        def run(arrays, *others):
+            nonlocal count
+            count += sum(map(np.size, arrays)) if isinstance(arrays, list | tuple) else np.size(arrays)
+            return function(arrays, *others)
+
+        return run
+
+    for name in ("concatenate", "searchsorted", "diff"):
+        monkeypatch.setattr(np, name, counted(getattr(np, name)))
+
+    def trace(frame, event, argument):
+        nonlocal count
+        count += event == "line"
+        return trace if "jzero" in frame.f_code.co_filename else None
+
+    sys.settrace(trace)
+    try:
+        found = history.read_run(directory)
+    finally:
+        sys.settrace(None)
+    assert found.last.step == made[-1]["step"]
+    assert len(found.restarts) == steps // 10 - 1
+    return count
+
+
+def steps_of_a_start(first, count):
+    begin = 1010.0 + 40 * first
+    restart = [record("start", begin, began=begin, new=False, attempt=str(first)), state(begin, first - 1, "/x")]
+    return [*(restart if first > 1 else []), *steps(first, [1.0] * count, begin)]
+
+
+def test_the_work_of_reading_grows_as_the_steps_do(tmp_path, monkeypatch):
+    """In operations, not seconds: twenty times the steps take twenty times the work, not four hundred times."""
+    few, many = (work(tmp_path / str(n), monkeypatch, n) for n in (100, 2000))
+    assert 15 * few < many < 25 * few
+
+
+def test_a_picture_of_a_million_steps_is_thin_and_keeps_the_spikes():
+    n, columns = 1_000_000, 1080
+    value = np.sin(np.arange(n) / 1e5) + np.random.default_rng(0).normal(0, 0.01, n)
+    value[123_456], value[777_777], value[[400_000, 900_000]] = 9.0, -9.0, np.nan
+    step = np.arange(1, n + 1)
+    curve = history.Curve(step, 8 * step, step / 10, value)
+    restarts = [history.Restart(history.Point(i, 8 * i, i / 10, 0.0), "why") for i in range(0, n, 100)]
+    made = history.History("run", {"loss": curve, "eval_loss": curve}, restarts=restarts)
+    figure = figures.draw([made], "loss")
+    drawn = lines(figure)
+    assert drawn["run, not finite"][0] == [400_001, 900_001]
+    assert all(len(x) <= 4 * columns for x, _ in drawn.values())
+    assert sum(len(part.get_paths()) for part in figure.axes[0].collections) <= 4 * columns
+    assert len(figure.axes[0].lines) < 10  # not one for each restart
+    # In each column of pixels the line reaches from the lowest to the highest value.
+    column = ((step - 1) / (n - 1) * (columns - 1)).astype(int)
+    for label in ("run", "run, evaluation"):
+        x, y = map(np.array, drawn[label])
+        assert np.all(np.diff(x) >= 0)
+        assert np.nanmax(y[np.abs(x - 123_457) < n / columns]) == 9.0
+        assert np.nanmin(y[np.abs(x - 777_778) < n / columns]) == -9.0
+        own = ((x - 1) / (n - 1) * (columns - 1)).astype(int)
+        for reduce, start in ((np.fmin, np.inf), (np.fmax, -np.inf)):
+            expected, found = np.full(columns, start), np.full(columns, start)
+            reduce.at(expected, column, value)
+            reduce.at(found, own, y)
+            np.testing.assert_array_equal(found, expected)
+
+
+def test_the_page_lists_some_of_many_restarts(tmp_path):
+    made = [record("start", 1000.0, began=1000.0, new=True), state(1001.0, 0)]
+    for first in range(1, 3000, 10):
+        made += steps_of_a_start(first, 10)
+    text = plots.read(written(tmp_path / "run", made), metrics=["loss"]).write(tmp_path / "out")[-1].read_text()
+    assert text.count("<li>") == 101
+    assert "<li>run, and 199 more</li>" in text

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 from helpers.engines import TRAIN, build, printed, rows
 
-from jzero.batch import Amount, amount_of
-from jzero.display import screen
+from jzero.config import Config
+from jzero.display import live
 from jzero.display import slow_work as slow
-from jzero.engine import clock as clock_module
-from jzero.engine import summary
-from jzero.engine.clock import CHECKPOINT, COMPILE, DEVICE, EVALUATION, HOST, SCRIPT, START, Clock
-from jzero.engine.finished import Finished, Totals
-from jzero.engine.schedule_end import ScheduleEnd
-from jzero.engine.speed import Speed
 from jzero.optimizers.lr_schedules import make_lr_schedule
 from jzero.profiling import compile_times
+from jzero.run import clock as clock_module
+from jzero.run import summary
+from jzero.run.clock import CHECKPOINT, COMPILE, DEVICE, EVALUATION, HOST, SCRIPT, START, Clock
+from jzero.run.lines import Lines
+from jzero.run.speed import CompletedSteps, Speed, Totals
+from jzero.step.batch import Amount, amount_of
 
 # ------------------------------------------------------------------------------------------- the clock
 
@@ -76,7 +76,7 @@ def test_the_compilation_inside_another_counts_once(monkeypatch):
 
 
 def test_finished_steps_add_up():
-    finished = Finished()
+    finished = CompletedSteps()
     finished.add(1, Amount(8, 80), {"loss": 2.0, "skipped": 1.0}, 10.0)
     finished.add(2, Amount(4, 20), {"loss": 0.5}, 11.0)
     assert (finished.number, finished.metrics) == (2, {"loss": 0.5})
@@ -122,13 +122,13 @@ def test_a_run_beyond_its_schedule_has_one_line(capsys):
 def test_skipped_steps_delay_the_end_of_the_schedule():
     params = {"total_num_steps": 20, "warmup_num_steps": 2, "cos_min_ratio": 0.01}
     schedule = make_lr_schedule("WarmupCosineLR", params, base_lr=0.1)
-    end = ScheduleEnd(schedule)
-    assert [end.line(20, 0), end.line(22, 2)] == ["", ""]
-    assert end.line(23, 2) == "jzero: the schedule ended at step 22; the learning rate stays at 0.001"
-    assert end.line(24, 2) == ""
-    late = make_lr_schedule("WarmupDecayLR", {"total_num_steps": 20, "warmup_num_steps": 30}, base_lr=0.1)
-    for endless in (None, make_lr_schedule("WarmupLR", {}, base_lr=0.1), late):
-        assert not ScheduleEnd(endless).may_be_over(10**6)
+    config = Config.load({"train_batch_size": 8})
+    found = Lines(config, schedule).end_of_schedule
+    assert [found(20, 0), found(22, 2)] == ["", ""]
+    assert found(23, 2) == "jzero: the schedule ended at step 22; the learning rate stays at 0.001"
+    assert found(24, 2) == ""
+    for endless in (None, make_lr_schedule("WarmupLR", {}, base_lr=0.1)):
+        assert not Lines(config, endless).end_of_schedule(10**6, 0)
 
 
 # ------------------------------------------------------------------------------------------- the summary
@@ -170,7 +170,7 @@ def test_a_run_ends_with_its_summary(capsys, monkeypatch, tmp_path):
     assert third == f"  curves in {tmp_path}/run; checkpoints in {tmp_path}/checkpoints"
     summary.print_last()
     assert not capsys.readouterr().out  # once
-    total = made._monitor.clock.total
+    total = made._observers.clock.total
     assert {START, HOST, CHECKPOINT} <= total.keys()
     assert sum(total.values()) > 0
 
@@ -207,11 +207,11 @@ def test_a_fork_has_no_summary_of_its_parent(capsys, monkeypatch):
 def test_the_ending_of_a_run_keeps_no_step():
     made = build()[0]
     made.train_batch(rows(0))
-    step, ending = weakref.ref(made.step_fn), made._monitor.ending
+    step, ending = weakref.ref(made.step_fn), made._observers
     del made
     gc.collect()
     assert step() is None
-    ending.end()
+    ending.summary()
 
 
 # ------------------------------------------------------------------------------------------- slow work
@@ -232,11 +232,11 @@ def seconds(monkeypatch):
     return time
 
 
-def watched(monkeypatch, seconds, takes, kind=screen.PLAIN):
-    work = slow.Work("compiling the step", seconds.now)
+def watched(monkeypatch, seconds, takes, kind=live.PLAIN):
+    work = slow.SlowWork("compiling the step", seconds.now)
     seconds.takes = takes
     monkeypatch.setattr(slow, "_open", [work])
-    monkeypatch.setattr(screen, "kind", lambda: kind)
+    monkeypatch.setattr(live, "kind", lambda: kind)
     slow._watch(work, seconds.wait)
 
 
@@ -264,7 +264,7 @@ def test_work_that_ends_while_its_line_is_printed_has_no_error(monkeypatch, seco
 
     monkeypatch.setattr(slow, "_open", Emptied())
     seconds.takes = 6.0
-    slow._print(slow.Work("saving", seconds.now), seconds.wait)
+    slow._print(slow.SlowWork("saving", seconds.now), seconds.wait)
     assert capsys.readouterr() == ("", "")
 
 
@@ -278,7 +278,7 @@ def test_a_notice_that_a_panel_shows_is_not_printed(monkeypatch, seconds, capsys
 def test_the_innermost_work_is_named(monkeypatch):
     """Also after an exception; and what has begun within five seconds has no name yet."""
     monkeypatch.setattr(slow, "FIRST", 0.0)
-    monkeypatch.setattr(screen, "kind", lambda: screen.TERMINAL)
+    monkeypatch.setattr(live, "kind", lambda: live.TERMINAL)
     with slow.shown_elsewhere():
         with slow.slow_work("reading a checkpoint"):
             with contextlib.suppress(ValueError), slow.slow_work("compiling"):
@@ -309,7 +309,8 @@ def test_the_cache_of_jax_is_named(monkeypatch):
 
 def test_the_first_call_of_a_program_is_slow_work(monkeypatch):
     shown = []
-    monkeypatch.setattr("jzero.train_step.slow_work", lambda what: shown.append(what) or slow.slow_work(what))
+    for module in ("train_step", "call"):
+        monkeypatch.setattr(f"jzero.step.{module}.slow_work", lambda what: shown.append(what) or slow.slow_work(what))
     made = build()[0]
     for seed in range(2):
         made.train_batch(rows(seed))

@@ -1,5 +1,7 @@
 """A step that was not finite, repeated on one device. The oracle is the fault: each test plants one."""
 
+import re
+import shlex
 from pathlib import Path
 
 import jax
@@ -27,8 +29,8 @@ from helpers.sampling import keep
 import jzero
 from jzero import ledger
 from jzero.cli import main
-from jzero.diagnosis import replay, watch
 from jzero.loss_scale import NonFiniteError
+from jzero.run.diagnosis import replay, watch
 
 
 @pytest.fixture(autouse=True)
@@ -38,12 +40,15 @@ def own_directory(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("layout", keep(LAYOUTS, ["stage 3"]))
 def test_a_replay_on_one_device_finds_the_same(layout, tmp_path, monkeypatch, capsys):
+    (here := tmp_path / "it's $HERE; true").mkdir()
+    monkeypatch.chdir(here)
     engine, bad = engine_of(layout), batch_of(layout)
     bad["x"][11, 0] = 200
     text = found_by(engine, bad, batch_of(layout, 1), ("gain", lambda gain: put(0 * gain, 1, 1.0)))
-    saved = tmp_path / "saved" / "step2"
-    assert f"jzero replay {saved} --model" in text
-    assert f"jzero replay {saved} --model" in (saved / "README.md").read_text()
+    saved = here / "saved" / "step2"
+    for printed in (text, (saved / "README.md").read_text()):  # a shell reads the command as it is meant
+        command = re.search("jzero replay .*", printed)[0]
+        assert shlex.split(command) == ["jzero", "replay", str(saved), "--model", "package.module:function"]
     found = jzero.replay(saved, Net())
     assert str(found).splitlines() == text.splitlines()[: len(str(found).splitlines())]
     assert found.rows == (11,)
@@ -117,7 +122,7 @@ def test_a_fault_beside_the_search_does_not_hide_the_finding(fault, tmp_path, mo
     said = {"the save": "nothing is saved for a replay", "another process": "the search failed"}[fault]
     assert f"\n  {said}: no memory" in str(error.value)
     assert not (tmp_path / "saved").exists()
-    engine._monitor.ledger.close()
+    engine._observers.close()
     run = ledger.read(tmp_path / "run")
     assert [one["text"] in str(error.value) for one in run.of("notice")] == [True]
     assert [one["from"] for one in run.of("state")] == [None, "before step 1"]

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import jzero
-from jzero.planner import GPUS, observed
+from jzero.planner import GPUS
+from jzero.planner.plan import observed
 from models.llama import Llama, preset
 
 CONFIG = {
@@ -56,7 +57,7 @@ def test_measured_beside_planned(cpus):
     """The program is the one that ran: XLA's own figures."""
     step = jzero.make_train_step(model(), CONFIG)
     step(step.init(jax.random.key(0)), BATCH)
-    plan = observed.observed(step, 0.5)
+    plan = observed(step, 0.5)
     stats = step.lower(BATCH).compile().memory_analysis()
     assert plan.memory.xla.temps == stats.temp_size_in_bytes
     assert plan.measured.step_s == 0.5

@@ -19,8 +19,8 @@ from jax.experimental import io_callback
 from jax.extend.core import Literal
 
 import jzero
+from jzero.passes.remat import Remat, leanly
 from jzero.planner import gpu_devices
-from jzero.remat import Remat, leanly
 from jzero.tracing.chunk import Chunk
 from jzero.tracing.equations import Equations
 from jzero.tracing.residuals import fewest_bytes, is_cheap

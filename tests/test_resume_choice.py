@@ -1,8 +1,10 @@
 """Which checkpoint a run resumes from, and what it prints about it."""
 
 import json
+import math
 import os
 import shutil
+import zlib
 
 import jax
 import pytest
@@ -10,6 +12,7 @@ from helpers.resuming import samples
 from layouts import LAYOUTS, assert_same, batch, build, data
 
 import jzero
+from jzero.checkpoint.directory import _seal
 from jzero.distributed import preemption
 
 
@@ -302,3 +305,81 @@ def test_a_functional_checkpoint_in_an_engine_and_back(tmp_path):
     loaded.state = jzero.checkpoint.restore(tmp_path / "engine", step.state_shardings)
     assert_same(loaded.state, engine.state)
     assert json.loads((tmp_path / "engine" / "global_step1" / "notes.json").read_text())["notes"]["notes"]["engine"]
+
+
+NEWEST = {
+    "no time": ("saved", ...), "a time that is a text": ("saved", "now"), "NaN": ("saved", math.nan),
+    "a time after all others": ("saved", 1e300), "no leaves": ("leaves", ...), "leaves in a list": ("leaves", []),
+    "a leaf without a shape": ("leaves/step", ["int32"]), "a shape of texts": ("leaves/step", ["int32", ["x"], 1]),
+    "no such dtype": ("leaves/step", ["float99", [], 1]), "without": ("without", {"x": ["float99", [], 1]}),
+    "no such key": ("keys", {"step": "nothing"}), "keys": ("keys", []), "no notes": ("notes", None),
+    "counters": ("notes/engine", {}), "a negative counter": ("notes/engine/global_steps", -1),
+    "no batch": ("notes/batch", ...), "a text": ("notes/batch/train", "8"), "no rows": ("notes/batch/micro", 0),
+    "a position": ("notes/data", {"epoch": "0"}), "an order": ("notes/order", [1]), "a rate": ("notes/lr", 10**400),
+    "client": ("notes/client", 3), "depth": ("notes/client", "deep"), "a fifo": ("", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", NEWEST)
+def test_crafted_notes_hide_no_other_checkpoint(tmp_path, capfd, fault):
+    """Their checksum is right, so their contents are what is wrong."""
+    engine = build(LAYOUTS["one"], training_data=data())
+    for _ in range(2):
+        engine.train_batch()
+        engine.save_checkpoint(tmp_path).wait()
+    file = tmp_path / "global_step2" / "notes.json"
+    place, value = NEWEST[fault]
+    notes = json.loads(file.read_text())["notes"]
+    *path, last = place.split("/")
+    node = notes
+    for name in path:
+        node = node[name]
+    node[last] = value
+    if value is ...:
+        del node[last]
+    text = _seal(notes)
+    if fault == "depth":
+        inner = json.dumps(notes).replace('"deep"', "[" * 10**5 + "]" * 10**5)
+        text = json.dumps({"crc32": zlib.crc32(inner.encode()), "notes": 0}).replace("0}", inner + "}") + "\n"
+    file.unlink()
+    file.write_text(text) if place else os.mkfifo(file)
+    capfd.readouterr()
+    resumed = build(LAYOUTS["one"], resume=tmp_path, training_data=data())
+    assert resumed.global_steps == 1
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "skipped" in line]
+    assert f"checkpoint {tmp_path}/global_step2" in line
+    resumed.train_batch()
+    resumed.save_checkpoint(tmp_path).wait()  # replaces it, and is the newest
+    assert build(LAYOUTS["one"], resume=tmp_path, training_data=data()).global_steps == 2
+
+
+STATELESS = {
+    "train_batch": lambda e, folder: e.train_batch(batch(0)), "eval_batch": lambda e, folder: e.eval_batch(batch(0)),
+    "engine": lambda e, folder: e({name: x[:8] for name, x in batch(0).items()}),
+    "get_lr": lambda e, folder: e.get_lr(),
+    "skipped_steps": lambda e, folder: e.skipped_steps, "loss_scale": lambda e, folder: e.loss_scale,
+    "lr_scheduler": lambda e, folder: e.lr_scheduler.last_batch_iteration,
+    "save_checkpoint": lambda e, folder: e.save_checkpoint(folder),
+    "save_16bit_model": lambda e, folder: e.save_16bit_model(folder),
+    "save_16bit_model(ema)": lambda e, folder: e.save_16bit_model(folder, ema=True),
+    "save_adapters": lambda e, folder: e.save_adapters(folder),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stateless(tmp_path_factory):
+    """An engine whose load was refused because the checkpoint is damaged."""
+    folder = tmp_path_factory.mktemp("stateless")
+    engine = build(LAYOUTS["one"], ema={"decay": 0.9}, scheduler={"type": "WarmupLR"})
+    engine.train_batch(batch(0))
+    engine.save_checkpoint(folder).wait()
+    shutil.rmtree(folder / "global_step1" / "state" / "d")
+    with pytest.raises(jzero.CheckpointError):
+        engine.load_checkpoint(folder)
+    return engine
+
+
+@pytest.mark.parametrize("call", STATELESS)
+def test_calls_after_a_refused_load(stateless, tmp_path, call):
+    with pytest.raises(jzero.ConfigError, match="there is no state: reading a checkpoint into its place failed"):
+        STATELESS[call](stateless, tmp_path)

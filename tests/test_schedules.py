@@ -8,7 +8,7 @@ from helpers.sampling import keep
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jzero.config.schedule_names import SCHEDULE_NAMES
+from jzero.config.sections import SCHEDULE_NAMES
 from jzero.errors import ConfigError
 from jzero.pipeline.draw import draw_figure, draw_text
 from jzero.pipeline.schedules import forward_only, make_schedule, slots
@@ -286,5 +286,5 @@ def test_draw_figure_is_saved(suffix, start, tmp_path):
 
 def test_draw_figure_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"pictures and plots need matplotlib: pip install 'jzero\[plot\]'"):
+    with pytest.raises(ConfigError, match=r"pictures and plots need matplotlib: pip install -e '/.*\[plot\]'"):
         draw_figure(make_schedule("1f1b", 2, 2))

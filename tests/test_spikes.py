@@ -9,7 +9,7 @@ from helpers.reference import assert_bitwise
 from helpers.sampling import keep
 
 import jzero
-from jzero.diagnosis.spikes import limit
+from jzero.run.diagnosis.spikes import limit
 
 ROWS = 8
 

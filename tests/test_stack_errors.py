@@ -168,8 +168,10 @@ def test_patterns_match_the_names_of_the_module():
         frozen = bool(re.search("^tokens|^blocks/./norm", parts[0]))
         assert [trained(plain)[part] for part in parts] == [not frozen] * len(parts)
         assert trained(stacked)[name] is not frozen
-    assert [*stacked.setup.groups[0].leaves] == ["stack/up/bias", "stack/up/kernel"]
-    assert [*plain.setup.groups[0].leaves] == [f"blocks/{i}/up/{x}" for i in range(2) for x in ("bias", "kernel")]
+    assert [*stacked.setup.optimizer.groups[0].leaves] == ["stack/up/bias", "stack/up/kernel"]
+    assert [*plain.setup.optimizer.groups[0].leaves] == [
+        f"blocks/{i}/up/{x}" for i in range(2) for x in ("bias", "kernel")
+    ]
 
 
 @pytest.mark.parametrize("key", ["frozen_parameters", "trainable_parameters", "groups"])

@@ -157,6 +157,66 @@ def test_batch_norm_trains_as_on_one_device(make, plain, stage):
     assert float(step.evaluate(state, BATCHES[0])) == pytest.approx(evaluation, rel=1e-4)
 
 
+STATISTICS = {"mean": np.full(8, 0.5, np.float32), "var": np.full(8, 4.0, np.float32)}
+
+
+def frozen_nnx():
+    """A net whose statistics are those of another run, and its parameters."""
+
+    class Frozen(Net):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.norm = nnx.BatchNorm(8, use_running_average=True, rngs=rngs)
+
+    model = jzero.from_flax(Frozen, lambda m, b: cross_entropy(m(b["x"]), b["y"]))
+    params = model.init(jax.random.key(0))
+    params["norm"] |= STATISTICS
+    return model, params, lambda p: (p["first"], p["norm"], p["last"])
+
+
+def frozen_linen():
+    class Frozen(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            x = linen.BatchNorm(use_running_average=True)(linen.Dense(8)(x))
+            return linen.Dense(3)(linen.relu(x))
+
+    net = Frozen()
+    model = jzero.from_flax(net, lambda m, b: cross_entropy(m(b["x"]), b["y"]), example_batch=BATCHES[0])
+    variables = net.init(jax.random.key(0), BATCHES[0]["x"])
+    variables["batch_stats"]["BatchNorm_0"] = STATISTICS
+    return model, variables, lambda p: (p["Dense_0"], p["BatchNorm_0"], p["Dense_1"])
+
+
+@pytest.mark.parametrize("make", [frozen_nnx, frozen_linen])
+def test_batch_norm_built_with_use_running_average_keeps_it_in_training(make):
+    """Its statistics, which come with the parameters, are read and stay; scale and bias train. The net is by hand."""
+    model, params, parts = make()
+    step = jzero.make_train_step(model, config(3))
+    state = step.init(jax.random.key(0), params)
+    start, losses = jax.tree.map(jnp.asarray, jax.device_get(state.params)), []
+    for batch in BATCHES:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+
+    def loss(params, batch):
+        first, norm, last = parts(params)
+        x = batch["x"] @ first["kernel"] + first["bias"]
+        x = (x - STATISTICS["mean"]) / np.sqrt(STATISTICS["var"] + 1e-5) * norm["scale"] + norm["bias"]
+        return cross_entropy(jax.nn.relu(x) @ last["kernel"] + last["bias"], batch["y"])
+
+    expected = []
+    for batch in BATCHES:
+        value, gradients = jax.value_and_grad(loss)(start, batch)
+        start = jax.tree.map(lambda p, g: p - LR * g, start, gradients)
+        expected.append(float(value))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert len(model.state) == 2
+    for name in model.state:
+        np.testing.assert_array_equal(named(state.params)[name], STATISTICS[name.rpartition("/")[2]])
+    assert float(step.evaluate(state, BATCHES[0])) == pytest.approx(float(loss(start, BATCHES[0])), rel=1e-5)
+
+
 @pytest.mark.slow
 def test_batch_norm_keeps_the_axis_of_a_vmap_around_it():
     """Two halves of a batch under vmap are normalised together, in the step too."""

@@ -10,9 +10,9 @@ from helpers.cuda import needs_cuda_compiler
 from helpers.sampling import keep, sample
 
 import jzero
-from jzero.engine.memory_table import by_module
 from jzero.planner import gpu_devices
 from jzero.planner.state_bytes import bytes_per_device, leaf_bytes, state_bytes
+from jzero.run.step_memory import by_module
 from models.llama import Llama, LlamaConfig, preset
 from models.mlp import MLP, cross_entropy
 

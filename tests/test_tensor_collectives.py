@@ -17,7 +17,7 @@ from helpers.tensor_models import BATCH, DIMENSIONS, SEQUENCE, WIDTH, model
 
 import jzero
 from jzero.planner import collectives, gpu_devices
-from jzero.planner.moves import moves
+from jzero.planner.traced_collectives import moves
 from models.llama import Llama, LlamaConfig
 
 pytestmark = [pytest.mark.gpu_compile, needs_cuda_compiler, pytest.mark.usefixtures("no_compilation_cache")]

@@ -84,7 +84,6 @@ REFUSED = [
     ({"tensor_parallel": {"dimensions": {"nothing": 0}}}, ["tensor_parallel.dimensions", "'nothing'", "no parameter"]),
     ({"tensor_parallel": {"dimensions": {"up/kernel": 2}}}, ["up/kernel", "= 2", "[32, 128]", "0 to 1"]),
     ({"tensor_parallel": {"dimensions": {"up/kernel": "1"}}}, ["up/kernel", '"1"', "dimension"]),
-    ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, ["OneBitAdam", "exact_communication"]),
 ]
 
 

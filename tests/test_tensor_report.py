@@ -15,9 +15,9 @@ from flax import nnx
 from helpers.tensor_models import BATCH, DIMENSIONS, GPT, SEQUENCE, WIDTH, Block, batches, initial, make_step, model
 
 import jzero
-from jzero.engine.step_report import step_report
-from jzero.planner.moves import moves
 from jzero.planner.state_bytes import state_bytes
+from jzero.planner.traced_collectives import moves
+from jzero.run.step_report import step_report
 from jzero.tree import named
 
 DEVICES, LAYERS = jax.devices(), 2

@@ -12,7 +12,7 @@ from helpers.engines import TRAIN, UNIT, assert_same, build, engine, parts, rows
 from helpers.sampling import keep
 
 import jzero
-from jzero.batch import host_arrays
+from jzero.step.batch import host_arrays
 
 torch = pytest.importorskip("torch")
 
@@ -103,7 +103,7 @@ def test_a_tensor_that_is_not_on_the_host():
 
 
 def test_extra_takes_tensors():
-    from jzero.batch import place_extra
+    from jzero.step.batch import place_extra
 
     mesh = jzero.make_mesh()
     placed = place_extra({"t": torch.arange(3.0)}, mesh)["t"]
@@ -115,9 +115,9 @@ def test_extra_takes_tensors():
 def test_torch_is_never_imported():
     program = (
         "import sys, numpy as np, jzero\n"
-        "from jzero.batch import host_arrays\n"
+        "from jzero.step.batch import host_arrays\n"
         "from jzero.data.sources import as_source\n"
-        "import jzero.engine.initialize\n"
+        "import jzero.run.initialize\n"
         "host_arrays({'x': np.ones(3)}); as_source({'x': np.ones(3)})\n"
         "assert 'torch' not in sys.modules\n"
     )

@@ -2,13 +2,13 @@
 
 import pytest
 
-import jzero.diagnosis.verdict
+import jzero.run.diagnosis.verdict
 from jzero.config import Config
-from jzero.diagnosis.verdict import verdict
-from jzero.engine import summary
-from jzero.engine.clock import COMPILE, DATA, DEVICE, HOST, SCRIPT
-from jzero.engine.finished import Totals
 from jzero.profiling.device_times import DeviceTimes
+from jzero.run import summary
+from jzero.run.clock import COMPILE, DATA, DEVICE, HOST, SCRIPT
+from jzero.run.diagnosis.verdict import verdict
+from jzero.run.speed import Totals
 
 BUSY = {DEVICE: 95.0, DATA: 3.0, HOST: 1.0, SCRIPT: 1.0}
 
@@ -61,4 +61,4 @@ def test_a_short_run_has_no_verdict():
 def test_the_verdict_is_part_of_the_summary():
     made = summary.Summary(BUSY, Totals(20, 160, None, 0), None, {}, {}, verdict=verdict(BUSY, config(), 1))
     assert [line.split(":")[0].strip() for line in str(made).splitlines()[2:]] == ["compute-bound", "try bf16.enabled"]
-    assert sum(BUSY.values()) > jzero.diagnosis.verdict.LEAST
+    assert sum(BUSY.values()) > jzero.run.diagnosis.verdict.LEAST

@@ -16,8 +16,8 @@ import pytest
 from helpers.sampling import some
 
 import jzero
-from jzero.distributed import heartbeat, nccl_ras, watchdog
-from jzero.distributed.consistency import Guard
+from jzero.distributed import heartbeat, watchdog
+from jzero.distributed.host_collectives import Guard
 
 ROOT = Path(__file__).parents[1]
 
@@ -51,21 +51,21 @@ def service():
 
 def test_what_nccl_knows(service):
     env, received = service(b"NCCL version 2.27.3\nCommunicators... \n  1 rank behind\n")
-    assert nccl_ras.status(env).splitlines()[1:] == ["NCCL version 2.27.3", "Communicators... ", "  1 rank behind"]
+    assert watchdog.nccl_status(env).splitlines()[1:] == ["NCCL version 2.27.3", "Communicators... ", "  1 rank behind"]
     assert received == ["VERBOSE STATUS\n"]
     env, _ = service(b"half", wait=1)
-    assert nccl_ras.status(env, timeout=0.5).endswith(":\nhalf")
-    env, _ = service(b"x" * 10 * nccl_ras.MOST)
-    assert len(nccl_ras.status(env)) < nccl_ras.MOST + 100
+    assert watchdog.nccl_status(env, timeout=0.5).endswith(":\nhalf")
+    env, _ = service(b"x" * 10 * watchdog.NCCL_MOST)
+    assert len(watchdog.nccl_status(env)) < watchdog.NCCL_MOST + 100
     env, _ = service(b"")
-    assert nccl_ras.status(env).endswith("did not answer: it closed the connection")
-    assert nccl_ras.status({"NCCL_RAS_ADDR": "127.0.0.1:1"}).endswith("did not answer: Connection refused")
-    assert "did not answer" in nccl_ras.status({"NCCL_RAS_ADDR": "nonsense"})
-    assert "is off" in nccl_ras.status({"NCCL_RAS_ENABLE": "0"})
+    assert watchdog.nccl_status(env).endswith("did not answer: it closed the connection")
+    assert watchdog.nccl_status({"NCCL_RAS_ADDR": "127.0.0.1:1"}).endswith("did not answer: Connection refused")
+    assert "did not answer" in watchdog.nccl_status({"NCCL_RAS_ADDR": "nonsense"})
+    assert "is off" in watchdog.nccl_status({"NCCL_RAS_ENABLE": "0"})
 
 
 def test_words(monkeypatch):
-    monkeypatch.setattr(nccl_ras, "status", lambda: "NCCL's view")
+    monkeypatch.setattr(watchdog, "nccl_status", lambda: "NCCL's view")
     assert watchdog.words({0: (3, 4), 1: (3, 3)}, 2, 60) == [
         "no step has finished for 60 s; steps finished of those begun: rank 0 3 of 4, rank 1 3 of 3",
         "look at rank 1 first: the others wait for it (its stack is above)",
@@ -98,7 +98,7 @@ def test_the_first_run_of_a_program_is_not_steady():
     guard = Guard(jzero.make_mesh(devices=jax.devices()[:1]), jzero.Config(train_batch_size=1), {})
     guard.shared = True
     batch = {"x": np.zeros((2, 3))}
-    assert [guard.check("a step", batch), guard.check("a step", batch), guard.check("a step", batch, 2)] == [
+    assert [guard.check("a step", batch), guard.check("a step", batch), guard.check("a step", [batch] * 2)] == [
         False, True, False,
     ]  # fmt: skip
 
@@ -186,3 +186,15 @@ def test_a_job_without_the_launcher(tmp_path, what):
     if what != "stopped":
         assert codes[1] != 0
         assert 'worker.py"' in errors[1]
+
+
+def test_a_work_inside_of_another_is_a_part_of_it(monkeypatch):
+    """A search for what is not finite runs programs; each would count as a finished step."""
+    monkeypatch.setattr(heartbeat, "_waiting", deque())
+    finished, begun = heartbeat.counts()
+    with heartbeat.work():
+        with heartbeat.work(steady=True):
+            assert heartbeat.counts() == (finished, begun + 1)
+        assert not heartbeat._waiting
+    assert [work.steady for _, work in heartbeat._waiting] == [False]
+    assert heartbeat.counts() == (finished, begun + 1)

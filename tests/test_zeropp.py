@@ -12,8 +12,8 @@ from helpers.sampling import keep, sample, some
 from jax.sharding import Mesh, PartitionSpec
 
 import jzero
-from jzero.communication import zeropp
-from jzero.communication.quantize import dequantize, quantize
+from jzero.layout import zeropp
+from jzero.layout.quantize import dequantize, quantize
 from jzero.planner.state_bytes import state_bytes
 
 QWZ, QGZ = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
@@ -284,7 +284,7 @@ def test_bad_input(section, more, words):
 def test_a_group_of_one_asks_for_nothing(nothing):
     for stage in (0, 3):
         config = jzero.Config.load({"zero_optimization": {"stage": stage, "zero_hpz_partition_size": nothing}})
-        assert zeropp.from_config(config.zero_optimization, Layout(3, 8, 1).mesh) == zeropp.Plus()
+        assert zeropp.read_plus(config.zero_optimization, Layout(3, 8, 1).mesh) == zeropp.Plus()
 
 
 def test_groups_that_do_not_divide_the_zero_group():

@@ -22,7 +22,7 @@ from flax import nnx
 import jzero
 from experiments.resnet import MACS, ResNet
 from jzero.planner import gpu_devices, memory, products
-from jzero.update import ALWAYS
+from jzero.step.update import NEVER
 from models.vit import ViT, ViTConfig
 
 from .gpu import PEAK, measure
@@ -97,7 +97,7 @@ def run_jzero(args: argparse.Namespace) -> dict[str, Any]:
 
     def run() -> Any:
         nonlocal state
-        state, metrics, _ = compiled(state, batch, None, None, ALWAYS)  # no extra, no rate from outside
+        state, metrics, _ = compiled(state, (batch,), None, None, NEVER, None)  # no extra, no rate from outside
         losses.append(metrics["loss"])
         return state
 

@@ -25,7 +25,7 @@ import jzero
 from experiments.benchmarks.gpu import MEASURED, WARM
 from jzero.attention_kernels.choice import Attend
 from jzero.planner import gpu_devices, memory
-from jzero.update import ALWAYS
+from jzero.step.update import NEVER
 from models.llama import PRESETS, Llama, preset
 from models.moe import MixtureConfig
 
@@ -164,7 +164,7 @@ def measure(step: jzero.TrainStep, compiled, args: argparse.Namespace, shape) ->
         for i in range(n):
             start = time.perf_counter()
             # No extra, no rate from outside.
-            state, metrics, _ = compiled(state, pool[i % len(pool)], None, None, ALWAYS)
+            state, metrics, _ = compiled(state, (pool[i % len(pool)],), None, None, NEVER, None)
             losses.append(metrics["loss"])
             drops.append(metrics.get("drop_rate", 0.0))
             if synchronise:

@@ -17,7 +17,7 @@ import numpy as np
 
 import jzero
 from jzero.planner import gpu_devices, memory
-from jzero.update import ALWAYS
+from jzero.step.update import NEVER
 from models.llama import PRESETS, Llama, preset
 from models.lora import LoRAConfig
 
@@ -80,7 +80,7 @@ def run(step: jzero.TrainStep, compiled: Any, args: argparse.Namespace, shape: A
 
     def one() -> Any:
         nonlocal state
-        state, metrics, _ = compiled(state, batch, None, None, ALWAYS)  # no extra, no rate from outside
+        state, metrics, _ = compiled(state, (batch,), None, None, NEVER, None)  # no extra, no rate from outside
         losses.append(metrics["loss"])
         return state
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero.spread import Group, Value, spread
+from jzero.spread import ModelGroup, ShardedArray, spread
 
 HEAD, DEVICES, AXIS = 64, 2, "context"
 SPEC = PartitionSpec(None, AXIS)
@@ -34,9 +34,11 @@ def with_gradients(f):
 
 
 def on_shards(q, k, v):
-    group = Group({AXIS: DEVICES}, {1: (AXIS,)})
-    values = [Value(x, (x.shape[0], DEVICES * x.shape[1], *x.shape[2:]), ((), (AXIS,), (), ())) for x in (q, k, v)]
-    return group.rested(spread(attention, group)(*values)).x
+    group = ModelGroup({AXIS: DEVICES}, {1: (AXIS,)})
+    values = [
+        ShardedArray(x, (x.shape[0], DEVICES * x.shape[1], *x.shape[2:]), ((), (AXIS,), (), ())) for x in (q, k, v)
+    ]
+    return group.in_activation_layout(spread(attention, group)(*values)).x
 
 
 def milliseconds(f, operands, runs=10):

@@ -91,8 +91,8 @@ def turn(engine: jzero.Engine, batch: dict, steps: int) -> float:
         engine.train_batch(batch)
     jax.block_until_ready(engine.state)
     seconds = (time.perf_counter() - start) / steps
-    if engine._monitor._panel:
-        engine._monitor._panel.stop(keep=False)  # it would go by itself, but draw during the next engine's turn
+    if engine._observers.panel:
+        engine._observers.panel.stop(keep=False)  # it would go by itself, but draw during the next engine's turn
     return seconds
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 import jzero
 from jzero.planner import Rates
-from jzero.planner.observed import observed
+from jzero.planner.plan import observed
 from models.bert import Bert, BertConfig
 from models.gpt2 import GPT2, GPT2Config
 from models.llama import Llama, preset

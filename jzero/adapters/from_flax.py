@@ -9,29 +9,24 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
-from jzero.adapters.criterion import CriterionModel, inputs_and_labels
+from jzero.adapters.criterion import add_criterion, inputs_and_labels
 from jzero.adapters.linen_layers import LinenLayers
 from jzero.adapters.linen_model import LinenModel
-from jzero.adapters.methods import extra_for, outputs_of
-from jzero.adapters.nnx_layers import NNXLayers
-from jzero.adapters.nnx_model import NNXModel, NNXStackModel, abstract_module, builder
+from jzero.adapters.methods import FlaxModel, extra_for, outputs_of
+from jzero.adapters.nnx_apply import Build, abstract_module, builder
+from jzero.adapters.nnx_layers import LISTS, NNXLayers
+from jzero.adapters.nnx_model import NNXModel, NNXStackModel
 from jzero.adapters.stacked_model import MethodsModel, StackedModel
 from jzero.adapters.torch_habits import check_no_torch_module
 from jzero.errors import ConfigError, in_a_line
 from jzero.model import Model
+from jzero.tree import PyTree
 
 
 def from_flax(
-    module: Any,
-    loss_fn: Callable | None = None,
-    *,
-    criterion: Callable | None = None,
-    stack: str | None = None,
-    has_aux: bool = False,
-    sync_batch_norm: bool = True,
-    example_batch: Any = None,
-    example_extra: Any = None,
-) -> Model:
+    module: Any, loss_fn: Callable | None = None, *, criterion: Callable | None = None, stack: str | None = None,
+    has_aux: bool = False, sync_batch_norm: bool = True, example_batch: PyTree = None, example_extra: PyTree = None,
+) -> Model:  # fmt: skip
     """Turn a Flax module into a model.
 
     Only parameters are trained. Other nnx.Variables, and Linen collections that training changes, are state: every
@@ -72,61 +67,43 @@ def from_flax(
     >>> jax.tree.map(jax.numpy.shape, model.init(jax.random.key(0)))
     {'bias': (1,), 'kernel': (3, 1)}
     """
-    model = _model(
-        module, loss_fn, criterion=criterion, stack=stack, has_aux=has_aux, sync_batch_norm=sync_batch_norm,
-        example_batch=example_batch, example_extra=example_extra,
-    )  # fmt: skip
+    if example_extra is not None and (criterion is not None or not isinstance(module, linen.Module)):
+        raise ConfigError("from_flax: example_extra is for a Linen module with loss_fn; leave it out")
+    check_no_torch_module("model", module, "write it in Flax; nnx.Module has nearly the same layers")
+    if criterion is None:
+        model = _model(module, loss_fn, stack, has_aux, sync_batch_norm, example_batch, example_extra)
+    elif loss_fn is not None:
+        raise ConfigError("from_flax: loss_fn and criterion are both given: leave one of them out")
+    else:
+        example = None if example_batch is None else inputs_and_labels(example_batch)[0]
+        net = _model(module, outputs_of, stack, False, sync_batch_norm, example)
+        model = add_criterion(net, criterion, has_aux)
     if example_batch is not None:
-        model.example_batch = jax.eval_shape(lambda x: x, example_batch)  # type: ignore[attr-defined]
+        model.example_batch = jax.eval_shape(lambda x: x, example_batch)
     return model
 
 
 def _model(
-    module: Any, loss_fn: Callable | None = None, *, criterion: Callable | None = None, stack: str | None = None,
-    has_aux: bool = False, sync_batch_norm: bool = True, example_batch: Any = None, example_extra: Any = None,
-) -> Model:  # fmt: skip
-    if example_extra is not None and (criterion is not None or not isinstance(module, linen.Module)):
-        raise ConfigError("from_flax: example_extra is for a Linen module with loss_fn; leave it out")
-    check_no_torch_module("model", module, "write it in Flax; nnx.Module has nearly the same layers")
-    if criterion is not None:
-        if loss_fn is not None:
-            raise ConfigError("from_flax: loss_fn and criterion are both given: leave one of them out")
-        example = None if example_batch is None else inputs_and_labels(example_batch)[0]
-        net = _model(module, _outputs, stack=stack, sync_batch_norm=sync_batch_norm, example_batch=example)
-        return CriterionModel(net, criterion, has_aux)
+    module: Any, loss_fn: Callable | None, stack: str | None, has_aux: bool, sync_batch_norm: bool,
+    example_batch: PyTree = None, example_extra: PyTree = None,
+) -> FlaxModel:  # fmt: skip
     if isinstance(module, linen.Module):
         if loss_fn is None or example_batch is None:
             raise ConfigError("from_flax: a Linen module needs loss_fn(module, batch) or criterion, and example_batch")
         plain = _linen_model(module, loss_fn, example_batch, has_aux, sync_batch_norm, example_extra)
         return plain if stack is None else StackedModel(plain, LinenLayers(plain, stack))
-    if not callable(module) and not isinstance(module, nnx.Module):
-        raise ConfigError(f"from_flax: {module!r} is neither an nnx or Linen module nor a function rngs -> nnx.Module")
     if isinstance(module, nnx.Module):
         built = nnx.clone(module)
         built.train()  # it may have been evaluated before
-        model = _model(
-            lambda rngs: nnx.clone(built), loss_fn, stack=stack, has_aux=has_aux, sync_batch_norm=sync_batch_norm
-        )
-        model.values = model.adopt(module)  # type: ignore[attr-defined]
+        model = _nnx_model(builder(lambda rngs: nnx.clone(built)), loss_fn, stack, has_aux, sync_batch_norm)
+        model.values = model.adopt(module)
         return model
-    build = builder(module)
-    if stack is not None:
-        return _nnx_with_stack(build, stack, loss_fn, has_aux, sync_batch_norm)
-    abstract = abstract_module(build)
-    if all(hasattr(abstract, name) for name in ("prefix", "stack", "suffix")):
-        if isinstance(abstract.stack, nnx.List | list | tuple):
-            raise ConfigError('from_flax: a module with prefix, suffix has its layers in "stack": pass stack="stack"')
-        if loss_fn not in (None, _outputs):
-            raise ConfigError("from_flax: a module with prefix, stack, suffix has its loss in suffix; drop loss_fn")
-        return NNXStackModel(build, abstract, has_aux or getattr(abstract, "has_aux", False), sync_batch_norm)
-    if loss_fn is None:
-        raise ConfigError(
-            "from_flax: loss_fn(module, batch) is missing, or criterion; only prefix, stack, suffix need none"
-        )
-    return NNXModel(build, abstract, _with_rng(loss_fn), has_aux, sync_batch_norm)
+    if not callable(module):
+        raise ConfigError(f"from_flax: {module!r} is neither an nnx or Linen module nor a function rngs -> nnx.Module")
+    return _nnx_model(builder(module), loss_fn, stack, has_aux, sync_batch_norm)
 
 
-def _linen_model(module: linen.Module, loss_fn: Callable, example_batch: Any, *settings: Any) -> LinenModel:
+def _linen_model(module: linen.Module, loss_fn: Callable, example_batch: PyTree, *settings: PyTree) -> LinenModel:
     try:
         return LinenModel(module, _with_rng(loss_fn), example_batch, *settings)
     except (TypeError, AttributeError) as error:  # of extra["..."] and extra.x
@@ -138,22 +115,27 @@ def _linen_model(module: linen.Module, loss_fn: Callable, example_batch: Any, *s
         raise
 
 
-def _nnx_with_stack(build: Any, stack: str, loss_fn: Callable | None, has_aux: bool, sync_batch_norm: bool) -> Model:
-    """Make a model whose layers lie at the path `stack`."""
-    layers = NNXLayers(build, stack)
-    methods = all(hasattr(layers.abstract, name) for name in ("prefix", "suffix"))
-    if loss_fn is None and not methods:
-        raise ConfigError(layers.advice("there is no loss_fn"))
-    if methods and loss_fn not in (None, _outputs):
-        raise ConfigError("from_flax: a module with prefix and suffix has its loss in suffix; drop loss_fn")
-    has_aux = has_aux or (methods and getattr(layers.abstract, "has_aux", False))
-    plain = NNXModel(layers.build, layers.abstract, _with_rng(loss_fn or _outputs), has_aux, sync_batch_norm)
-    return (MethodsModel if methods else StackedModel)(plain, layers)
-
-
-def _outputs(module: Any, inputs: Any, rng: Any) -> Any:
-    """Call a module: the "loss function" of a network whose criterion is outside."""
-    return outputs_of(module, inputs, training=rng is not None)
+def _nnx_model(
+    build: Build, loss_fn: Callable | None, stack: str | None, has_aux: bool, sync_batch_norm: bool
+) -> FlaxModel:
+    """Make the model that suits the methods of the module, and the path of its layers if there is one."""
+    layers = None if stack is None else NNXLayers(build, stack)
+    abstract = layers.abstract if layers else abstract_module(build)
+    parts = ("prefix", "suffix") if layers else ("prefix", "stack", "suffix")
+    if methods := all(hasattr(abstract, name) for name in parts):
+        if not layers and isinstance(abstract.stack, LISTS):
+            raise ConfigError('from_flax: a module with prefix, suffix has its layers in "stack": pass stack="stack"')
+        if loss_fn not in (None, outputs_of):
+            raise ConfigError(f"from_flax: a module with {', '.join(parts)} has its loss in suffix; drop loss_fn")
+        has_aux = has_aux or getattr(abstract, "has_aux", False)
+        if not layers:
+            return NNXStackModel(build, abstract, has_aux, sync_batch_norm)
+    elif loss_fn is None:
+        missing = "from_flax: loss_fn(module, batch) is missing, or criterion; only prefix, stack, suffix need none"
+        raise ConfigError(layers.advice("there is no loss_fn") if layers else missing)
+    build = layers.build if layers else build
+    plain = NNXModel(build, abstract, _with_rng(loss_fn or outputs_of), has_aux, sync_batch_norm)
+    return (MethodsModel if methods else StackedModel)(plain, layers) if layers else plain
 
 
 def with_criterion(model: Any, criterion: Callable) -> Model:
@@ -193,7 +175,7 @@ def _with_rng(loss_fn: Callable) -> Callable:
     by_name = not by_position and any(p.name == "rng" for p in named)
     refusal = "extra: the loss function does not take it; write def loss_fn(module, batch, extra)"
 
-    def call(module: Any, batch: Any, rng: Any, **extra: Any) -> Any:
+    def call(module: Any, batch: PyTree, rng: Any, **extra: Any) -> Any:
         extra = extra_for(loss_fn, extra, refusal)
         if by_position:
             return loss_fn(module, batch, rng, **extra)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -11,16 +13,15 @@ import jax
 from flax import linen
 
 from jzero._compat import trace_state
-from jzero.adapters.advice import linen_methods
-from jzero.adapters.layer_call import handler
+from jzero.adapters.cut import Arguments, handler
+from jzero.adapters.layer_paths import Key, LayerFunction, LayerPaths, Layers, layer_axis
 from jzero.adapters.linen_model import PARAMS, LinenModel, streams
-from jzero.adapters.nnx_layers import unrolled
-from jzero.adapters.places import Key, Places
+from jzero.adapters.methods import Outcome
 from jzero.errors import ConfigError, some_of
-from jzero.tree import differences, named
+from jzero.tree import PyTree, differences, named
 
 
-class LinenLayers:
+class LinenLayers(Layers):
     """The layers of a Linen module whose names are a path and a number, or which nn.scan stacked.
 
     Args:
@@ -36,16 +37,18 @@ class LinenLayers:
         stacked = keys == [tuple(path.split("."))]
         layers, self.layer = [modules[key] for key in keys], modules[keys[0]]
         self._numbers: dict[Key, int | None] = dict(zip(keys, [None] if stacked else range(len(keys)), strict=True))
-        length = _length(_at(shapes, keys[0]), path) if stacked else len(keys)
-        self.places = Places(tuple(keys), length, stacked, tuple(plain.mutable))
-        self._check_alike(layers, shapes)
+        length, parts = len(keys), [named(functools.reduce(operator.getitem, key, shapes)) for key in keys]
+        if stacked:
+            fix = 'name layers with numbers, or a module of nn.scan with variable_axes={"params": 0}'
+            length = layer_axis(parts[0], f"stack = {path!r}: is one module", fix)
+        self.places = LayerPaths(tuple(keys), length, stacked, tuple(plain.mutable))
+        self._check_alike(layers, parts)
 
     def name_of(self, number: int) -> str:
         name = self.path.replace(".", "/")
         return f"{name}[{number}]" if self.places.stacked else f"{name}_{number}"
 
-    def handing_over(self) -> AbstractContextManager:
-        """Return the context in which the layers give their calls to the handler."""
+    def handing_over(self) -> AbstractContextManager[object]:
         scope, trace = ExitStack(), trace_state()
 
         def intercept(next_method: Callable, args: Any, kwargs: Any, context: Any) -> Any:
@@ -54,18 +57,17 @@ class LinenLayers:
             # nn.scan also traces its body for constants, in a trace whose values mean nothing outside.
             if handle is None or not ours or trace != trace_state():
                 return next_method(*args, **kwargs)
-            return handle(self._numbers[key], args, kwargs)
+            return handle(self._numbers[key], (args, kwargs))
 
         scope.enter_context(linen.intercept_methods(intercept))
-        if self.places.stacked:
-            scope.enter_context(unrolled(self.places.layers))
+        scope.enter_context(super().handing_over())
         return scope
 
-    def function(self, plain: LinenModel) -> Callable:
-        """Make the pure function of one layer: (parameters, rng, args, kwargs) -> (output, new state)."""
-
-        def call(weights: Any, rng: jax.Array | None, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            if constant := [name for name in plain.collections if self._part(plain.constants.values[name])]:
+    def function(self, plain: LinenModel) -> LayerFunction:
+        def call(weights: PyTree, rng: jax.Array | None, arguments: Arguments) -> Outcome:
+            first, (args, kwargs) = self.places.keys[0], arguments
+            values = {name: plain.constants.values[name] for name in plain.collections}
+            if constant := [n for n, x in values.items() if functools.reduce(lambda t, k: t.get(k, {}), first, x)]:
                 raise ConfigError(f"stack = {self.path!r}: the layers have constants ({constant[0]}): leave out stack=")
             params = dict(weights)
             state = {name: params.pop(name) for name in plain.mutable if name in params}
@@ -73,22 +75,31 @@ class LinenLayers:
                 output, new = self.layer.apply(
                     {PARAMS: params, **state}, *args, rngs=streams(rng), mutable=list(state), **kwargs
                 )
-            return output, new
+            return output, dict(new)
 
         return call
 
     def advice(self, reason: str) -> str:
-        """Say what to write instead of `stack=`."""
-        return linen_methods(self.name, type(self.layer).__name__, self.path, self.places.layers, reason)
+        name, layer, path, layers = self.name, type(self.layer).__name__, self.path, self.places.layers
+        return f"""stack = {path!r}: the layers cannot be cut out of the loss of {name}: {reason}.
+Or write the model in three parts, with Linen modules for the ends and for a layer:
 
-    def _part(self, tree: Any) -> Any:
-        """Return the part of the first layer in a collection."""
-        for name in self.places.keys[0]:
-            tree = tree.get(name, {})
-        return tree
+    class {name}Model:
+        def init(self, rng):
+            keys = jax.random.split(rng, {layers} + 1)
+            stack = jax.vmap(lambda key: {layer}(...).init(key, x)["params"])(keys[1:])
+            return {{"ends": Ends(...).init(keys[0], batch)["params"], "stack": stack}}
+        def prefix(self, ends, batch, rng):    # what the first layer gets
+            return Ends(...).apply({{"params": ends}}, batch, method="prefix")
+        def block(self, layer, x, rng):    # one layer
+            return {layer}(...).apply({{"params": layer}}, x)
+        def suffix(self, ends, x, batch, rng):    # the loss, from what the last layer returns
+            return Ends(...).apply({{"params": ends}}, x, batch, method="suffix")
+        def loss(self, params, batch, rng):
+            return jzero.model.stack_loss(self, params, batch, rng)"""
 
-    def _check_alike(self, layers: list[linen.Module], params: Any) -> None:
-        first, shapes = layers[0], [{n: x.shape for n, x in named(_at(params, key)).items()} for key in self._numbers]
+    def _check_alike(self, layers: list[linen.Module], parts: list[dict[str, Any]]) -> None:
+        first, shapes = layers[0], [{name: x.shape for name, x in part.items()} for part in parts]
         for number, layer in enumerate(layers):
             problem = next(iter(differences(shapes[number], shapes[0])), "") or _difference(first, layer)
             if problem:
@@ -130,23 +141,6 @@ def _numbered(modules: dict[Key, linen.Module], path: str, name: str) -> list[Ke
         found = f"{name} has {len(keys)} submodules {path}_0, {path}_1, ... that its loss calls, must have at least 2"
         raise ConfigError(f"stack = {path!r}: {found}; numbered are {some_of(known) or 'none'}")
     return keys
-
-
-def _length(params: Any, path: str) -> int:
-    """Return the layer axis that all leaves of a scanned module share."""
-    lengths = {x.shape[:1]: name for name, x in named(params).items()}
-    if len(lengths) != 1 or () in lengths:
-        raise ConfigError(
-            f"stack = {path!r}: is one module, whose leaves {some_of(lengths.values())} have no common layer axis: "
-            'name layers with numbers, or a module of nn.scan with variable_axes={"params": 0}'
-        )
-    return next(iter(lengths))[0]
-
-
-def _at(tree: Any, key: Key) -> Any:
-    for name in key:
-        tree = tree[name]
-    return tree
 
 
 def _difference(a: linen.Module, b: linen.Module) -> str:

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import flax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen
 from flax.core import meta
 
-from jzero.adapters.constants import Constants
-from jzero.adapters.methods import take_methods
-from jzero.adapters.nnx_model import MASKED, predictor
-from jzero.adapters.torch_habits import refuses_of_models
-from jzero.communication.replicas import axis_exists, replica_axes
+from jzero.adapters.constants import Constants, same
+from jzero.adapters.methods import ModuleModel, Outcome, copy_description
+from jzero.adapters.nnx_apply import MASKED
 from jzero.errors import ConfigError
-from jzero.pictures.html import ParametersInHTML
-from jzero.tree import named
+from jzero.layout.replicas import axis_exists, replica_axes
+from jzero.mesh import AXES
+from jzero.tree import PyTree, named
 
-PARAMS = "params"
+PARAMS, STATISTICS = "params", "batch_stats"
 BATCH_NORM = {"axis_name", "use_running_average"}  # the fields that make a module one
 
 
-@refuses_of_models
-class LinenModel(ParametersInHTML):
+class LinenModel(ModuleModel):
     """A Linen module and a loss function as a model.
 
     Args:
@@ -44,53 +42,52 @@ class LinenModel(ParametersInHTML):
     """
 
     def __init__(
-        self, module: linen.Module, loss_fn: Callable, example: Any, has_aux: bool = False,
-        sync_batch_norm: bool = True, example_extra: Any = None,
+        self, module: linen.Module, loss_fn: Callable, example: PyTree, has_aux: bool = False,
+        sync_batch_norm: bool = True, example_extra: PyTree = None,
     ):  # fmt: skip
-        self.linen, self.loss_fn, self.example, self.has_aux = module, loss_fn, example, has_aux
-        self.sync_batch_norm, self.example_extra = sync_batch_norm, example_extra
+        _hide_step_from_flax()
+        self.name, self.linen, self.loss_fn, self.has_aux = type(module).__name__, module, loss_fn, has_aux
+        self.sync_batch_norm, self.example, self.example_extra = sync_batch_norm, example, example_extra
         shapes = jax.eval_shape(lambda: self._variables(jax.random.key(0)))
         self.collections, self.mutable, self.state = self._find_collections(shapes)
         self._names = named(self._params(shapes)).keys()
         self.constants = Constants(self._make_constants)
-        take_methods(self, module)
+        copy_description(self, module)
 
-    def __repr__(self) -> str:
-        return f"from_flax({type(self.linen).__name__})"
-
-    def module(self, params: Any, rng: jax.Array | None = None) -> Any:
+    def module(self, params: PyTree, rng: jax.Array | None = None) -> Any:
         variables = dict(self.constants.values) if self.collections else {}
         params = dict(params)
         variables |= {name: params.pop(name) for name in self.mutable}
         return self.linen.bind({PARAMS: params, **variables}, rngs=streams(rng), mutable=self.mutable or False)
 
-    def init(self, rng: jax.Array) -> Any:
+    def init(self, rng: jax.Array) -> PyTree:
         return self._params(self._variables(rng))
 
-    def adopt(self, values: Any) -> Any:
+    def adopt(self, values: PyTree) -> PyTree:
         """Convert Linen variables to the model's parameters; leave parameters as they are."""
         variables = set(values) <= {PARAMS, *self.collections, *self.mutable}
-        return self._params(meta.unbox(values)) if variables and named(values).keys() != self._names else values
+        if not variables or named(values).keys() == self._names:
+            return values
+        values = meta.unbox(values)
+        for name in set(values) & set(self.collections):
+            own = named(self.constants.values[name])
+            arrays = {leaf: x for leaf, x in named(values[name]).items() if isinstance(x, np.ndarray | jax.Array)}
+            for leaf, x in arrays.items():
+                if leaf not in own or x.shape != own[leaf].shape or not same(x, own[leaf]):
+                    raise ConfigError(
+                        f"params: {name}/{leaf} is not what the module computes: training does not change it, so it "
+                        "is a constant of the module; make it a parameter and name it in frozen_parameters"
+                    )
+        return self._params(values)
 
-    def _params(self, variables: Any) -> Any:
+    def _params(self, variables: PyTree) -> PyTree:
         return {**variables.get(PARAMS, {}), **{name: variables.get(name, {}) for name in self.mutable}}
 
-    def predicting(self, fn: Callable | None) -> LinenModel:
-        """Return the model with `fn(module, batch)`, or `module(batch)`, in the place of the loss."""
-        other = copy.copy(self)
-        other.loss_fn, other.has_aux = predictor(fn), False
-        return other
-
-    def loss(self, params: Any, batch: Any, rng: jax.Array | None, **extra: Any) -> Any:
+    def run(self, params: PyTree, rng: jax.Array | None, f: Callable[[Any], PyTree]) -> Outcome:
         module = self.module(params, rng)
         with self.batch_norm(training=rng is not None):
-            result = self.loss_fn(module, batch, rng, **extra)
-        if not self.state:
-            return result
+            result = f(module)
         return result, {name: module.variables[name] for name in self.mutable}
-
-    def decode(self, params: Any, *args: Any) -> Any:
-        return self.module(params).decode(*args)
 
     def _variables(self, rng: jax.Array) -> dict[str, Any]:
         """Initialise all collections, without metadata boxes."""
@@ -107,13 +104,14 @@ class LinenModel(ParametersInHTML):
         return {name: variables[name] for name in self.collections}
 
     def batch_norm(self, training: bool) -> AbstractContextManager:
-        return linen.intercept_methods(partial(_set_axes, sync=training and self.sync_batch_norm))
+        return linen.intercept_methods(functools.partial(_set_axes, sync=training and self.sync_batch_norm))
 
-    def _find_collections(self, shapes: Any) -> tuple[list[str], list[str], frozenset[str]]:
+    def _find_collections(self, shapes: PyTree) -> tuple[list[str], list[str], frozenset[str]]:
         """Sort the collections beside the parameters into constants, state and sown values, which are ignored.
 
-        Linen does not mark them, so the loss is traced. A collection that training does not change is constant. Of the
-        others, the loss needs those that it reads: without one of them it fails.
+        Linen does not mark them, so the loss is traced. A collection that training does not change is constant, unless
+        it has the statistics of BatchNorm: a frozen one reads those of another run. Of the others, the loss needs
+        those that it reads: without one of them it fails.
 
         Args:
           shapes: of all variables.
@@ -124,13 +122,13 @@ class LinenModel(ParametersInHTML):
         names = sorted(set(shapes) - {PARAMS})
         changed: set[str] = set()
 
-        def train(variables: Any, mutable: list[str]) -> Any:
+        def train(variables: PyTree, mutable: list[str]) -> Any:
             key = jax.random.key(0)
             apply = linen.apply(lambda module: self._loss_of_zeros(module, key), self.linen, mutable=mutable)
             with self.batch_norm(training=True):
                 return apply(variables, rngs=streams(key))
 
-        def find_changed(variables: Any) -> None:
+        def find_changed(variables: PyTree) -> None:
             _, after = train(variables, names)
             # An unchanged variable comes back as the same tracer.
             changed.update(name for name in names if _ids(after.get(name)) != _ids(variables[name]))
@@ -145,6 +143,7 @@ class LinenModel(ParametersInHTML):
 
         if names:
             jax.eval_shape(find_changed, shapes)
+        changed |= {STATISTICS} & set(names)
         state = [name for name in names if name in changed and needed(name)]
         if twice := sorted(set(state) & set(shapes.get(PARAMS, {}))):
             raise ConfigError(f"from_flax: {twice} names both a submodule and a variable collection: rename one")
@@ -174,10 +173,27 @@ def streams(rng: jax.Array | None) -> dict[str, jax.Array] | None:
     return None if rng is None else {"dropout": rng, PARAMS: jax.random.fold_in(rng, 1)}
 
 
+@functools.cache
+def _hide_step_from_flax() -> None:
+    """Make Flax see no mesh inside the train step, whose parameters jzero shards.
+
+    Where Flax sees a mesh, it applies the shardings of `with_partitioning` and `with_logical_constraint`. In the step
+    JAX refuses their axes, which are manual or not the mesh's. `_unbox` does not reach the initializers that
+    `DenseGeneral` traces in every call.
+    """
+    find = meta.get_global_mesh
+
+    def find_outside() -> Any:
+        mesh = find()
+        return None if mesh is not None and mesh.axis_names == AXES and mesh.manual_axes else mesh
+
+    meta.get_global_mesh = find_outside
+
+
 def _unbox(box: Any) -> Any:
     """Return the array in a metadata box, without the box's sharding: jzero decides how parameters are sharded."""
     return box.unbox(apply_constraint=False) if isinstance(box, meta.Partitioned) else box.unbox()
 
 
-def _ids(tree: Any) -> list[int]:
+def _ids(tree: PyTree) -> list[int]:
     return [id(leaf) for leaf in jax.tree.leaves(tree)]

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import count, takewhile
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
-from jzero.adapters.advice import nnx_methods
-from jzero.adapters.alike import difference
-from jzero.adapters.constants import same
-from jzero.adapters.layer_call import handler
-from jzero.adapters.nnx_model import Apply, Build, NNXModel, abstract_module
-from jzero.adapters.places import Key, Places
+from jzero.adapters.cut import Arguments, handler
+from jzero.adapters.layer_paths import Key, LayerFunction, LayerPaths, Layers, layer_axis
+from jzero.adapters.methods import Outcome
+from jzero.adapters.nnx_apply import VALUES, Apply, Build, abstract_module, part_name, variables, with_call
+from jzero.adapters.nnx_model import NNXModel
 from jzero.errors import ConfigError, some_of
-from jzero.tree import named
+from jzero.tree import PyTree, differences
+
+LISTS = (nnx.List, list, tuple)
 
 
-class NNXLayers:
+class NNXLayers(Layers):
     """The layers at a path of an NNX module.
 
     Args:
@@ -30,104 +31,47 @@ class NNXLayers:
       path: of the layers, as "layers" or "encoder.layers".
 
     Attributes:
-      build: builds the module with layers that give their calls to `layer_call.handler`.
+      build: builds the module with layers that give their calls to `cut.handler`.
       abstract: the module, without values.
-      places: of the layers' parameters.
     """
 
     def __init__(self, build: Build, path: str):
-        self.path = path
         plain = abstract_module(build)
         keys, layers, stacked = _find(plain, path)
         _check_alike(plain, path, keys, layers, stacked)
-        self._keys, self.name = keys, type(plain).__name__
+        self.path, self.name = path, type(plain).__name__
 
         def handing_over(rngs: nnx.Rngs) -> nnx.Module:
             module = build(rngs)
             for number, layer in enumerate(_find(module, path)[1]):
-                cls: Any = type(layer)
-                cls = _handing_over(cls, None if stacked else number)
+                cls = _handing_over(type(layer), None if stacked else number)
                 object.__setattr__(layer, "__class__", cls)  # nnx.Module.__setattr__ takes only state
             return module
 
         self.build, self.abstract = handing_over, abstract_module(handing_over)
         length = jax.tree.leaves(nnx.state(layers[0], nnx.Param))[0].shape[0] if stacked else len(layers)
-        self.places = Places(tuple(keys), length, stacked)
+        self.places = LayerPaths(tuple(keys), length, stacked)
 
-    def name_of(self, number: int) -> str:
-        return f"{self.path}[{number}]"
+    def function(self, plain: NNXModel) -> LayerFunction:
+        layer, whole, places = _find(self.abstract, self.path)[1][0], plain.apply, self.places
+        apply = Apply(layer, whole.constants, places.keys, places.stacked, sync_batch_norm=whole.sync_batch_norm)
 
-    def function(self, plain: NNXModel) -> Callable:
-        """Make the pure function of one layer: (parameters, rng, args, kwargs) -> (output, new state)."""
-        whole, layer = plain.module, _find(self.abstract, self.path)[1][0]
-        stack = _dotted(self._keys[0]) if self.places.stacked else None
-        constants: Any = whole.constants if stack else _SameConstants(whole.constants, self._keys)
-        apply = Apply(layer, constants, stack, sync_batch_norm=whole.sync_batch_norm)
-
-        def call(
-            weights: Any, rng: jax.Array | None, args: tuple, kwargs: dict[str, Any]
-        ) -> tuple[Any, dict[str, Any]]:
-            module = apply(weights, rng)
-            result = apply.with_new_state(module, module(*args, **kwargs))
-            return result if apply.state else (result, {})
+        def call(weights: PyTree, rng: jax.Array | None, arguments: Arguments) -> Outcome:
+            args, kwargs = arguments
+            return apply.run(weights, rng, lambda module: module(*args, **kwargs))
 
         return call
 
-    def handing_over(self) -> AbstractContextManager:
-        """Return the context in which the layers give their calls to the handler."""
-        return unrolled(self.places.layers) if self.places.stacked else nullcontext()
-
     def advice(self, reason: str) -> str:
-        """Say what to write instead of `stack=`."""
-        return nnx_methods(self.name, self.path, reason)
+        name, path = self.name, self.path
+        return f"""stack = {path!r}: the layers cannot be cut out of the loss of {name}: {reason}.
+Or write what comes before and after the layers as methods, and pass from_flax({name}, stack={path!r}) no loss_fn:
 
-
-@contextmanager
-def unrolled(layers: int) -> Iterator[None]:
-    """Run `lax.scan` as a Python loop up to the last layer, so that the handler gets the values between the layers."""
-    handle: Any = handler.get()
-    calls, scope = 0, ExitStack()
-
-    def counted(number: int | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == layers:
-            scope.close()
-        return handle(number, args, kwargs)
-
-    scope.enter_context(jax.disable_jit())
-    token = handler.set(counted)
-    try:
-        yield
-    finally:
-        handler.reset(token)
-        scope.close()
-
-
-class _SameConstants:
-    """The constants that every layer of a list holds alike."""
-
-    def __init__(self, constants: Any, keys: Sequence[Key]):
-        self.constants, self.keys = constants, [f"{_dotted(key)}." for key in keys]
-
-    @property
-    def values(self) -> dict[str, Any]:
-        values = self.constants.values
-        first, *others = (
-            {name.removeprefix(key): x for name, x in values.items() if name.startswith(key)} for key in self.keys
-        )
-        for key, other in zip(self.keys[1:], others, strict=True):
-            for name, x in first.items():
-                if not isinstance(x, jax.core.Tracer) and not same(x, other[name]):
-                    raise ConfigError(
-                        f"from_flax: the constant {name} differs between {self.keys[0][:-1]} and {key[:-1]}: make it "
-                        "an nnx.Param and name it in frozen_parameters"
-                    )
-        return first
-
-    @property
-    def fingerprint(self) -> Any:
-        return self.constants.fingerprint
+    class {name}(nnx.Module):
+        def prefix(self, batch):    # what the first layer gets
+            return x
+        def suffix(self, x, batch):    # the loss, from what the last layer returns; every layer runs x = layer(x)
+            return loss"""
 
 
 @functools.cache
@@ -136,54 +80,40 @@ def _handing_over(cls: type, number: int | None) -> type:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         handle = handler.get()
-        return cls.__call__(self, *args, **kwargs) if handle is None else handle(number, args, kwargs)
+        return cls.__call__(self, *args, **kwargs) if handle is None else handle(number, (args, kwargs))
 
-    space = {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls)(cls.__name__, (cls,), space)
+    return with_call(cls, call)
 
 
-def _find(module: Any, path: str) -> tuple[list[Key], list[Any], bool]:
+def _find(module: nnx.Module, path: str) -> tuple[list[Key], list[nnx.Module], bool]:
     """Return the keys of the layers, the layers, and whether they are one stacked module.
 
     Raises:
       ConfigError: there is nothing at the path, or no layers.
     """
-    *parents, last = path.split(".")
-    node = module
     key: Key = ()
-    for part in parents:
-        node, part = _child(node, part)
-        if node is None:
-            raise _unknown(module, path)
-        key += (part,)
-    found, last_key = _child(node, last)
-    if found is None:
-        names = _numbered(node, last)
-        if not names:
-            raise _unknown(module, path)
-        return [(*key, name) for name in names], [getattr(node, name) for name in names], False
-    key += (last_key,)
+    found: Any = module
+    for part in path.split("."):
+        parent, step = found, int(part) if isinstance(found, LISTS) and part.isdecimal() else part
+        if isinstance(step, int):
+            found = parent[step] if step < len(parent) else None
+        else:
+            found = getattr(parent, part, None)
+        key += (step,)
+    if found is None and (names := _numbered(parent, part)):
+        return [(*key[:-1], name) for name in names], [getattr(parent, name) for name in names], False
     if isinstance(found, nnx.Sequential):
         found, key = found.layers, (*key, "layers")
     if isinstance(found, nnx.Module) and not isinstance(found, nnx.List):
         return [key], [found], True
-    layers = list(found) if isinstance(found, nnx.List | list | tuple) else []
-    if not all(isinstance(layer, nnx.Module) for layer in layers):
-        other = next(layer for layer in layers if not isinstance(layer, nnx.Module))
-        raise ConfigError(f"stack = {path!r}: {other!r} is no nnx.Module; all layers must be modules of one class")
-    if not isinstance(found, nnx.List | list | tuple):
+    if not isinstance(found, LISTS):
         raise _unknown(module, path)
-    return [(*key, i) for i in range(len(layers))], layers, False
+    if others := [layer for layer in found if not isinstance(layer, nnx.Module)]:
+        raise ConfigError(f"stack = {path!r}: {others[0]!r} is no nnx.Module; all layers must be modules of one class")
+    return [(*key, i) for i in range(len(found))], list(found), False
 
 
-def _child(node: Any, part: str) -> tuple[Any, Any]:
-    """Return the attribute or element of a node, and its key; None if it has none."""
-    if isinstance(node, nnx.List | list | tuple) and part.isdecimal():
-        return (node[int(part)], int(part)) if int(part) < len(node) else (None, part)
-    return getattr(node, part, None), part
-
-
-def _numbered(node: Any, name: str) -> list[str]:
+def _numbered(node: object, name: str) -> list[str]:
     """List the attributes name_0, name_1, ..., or else name0, name1, ..."""
     for separator in ("_", ""):
         if found := list(takewhile(partial(hasattr, node), (f"{name}{separator}{i}" for i in count()))):
@@ -191,51 +121,100 @@ def _numbered(node: Any, name: str) -> list[str]:
     return []
 
 
-def _unknown(module: Any, path: str) -> ConfigError:
+def _unknown(module: nnx.Module, path: str) -> ConfigError:
     """Make the error about a path, with those that would do."""
     known = []
     for where, node in nnx.iter_modules(module):
         if isinstance(node, nnx.List) and len(node) > 1 and isinstance(node[0], nnx.Module):
-            known.append(f"{_dotted(where)!r} ({len(node)} x {type(node[0]).__name__})")
+            known.append(f"{part_name(where)!r} ({len(node)} x {type(node[0]).__name__})")
     names = some_of(sorted(name for name, _ in nnx.iter_children(module)))
     do = f"the lists of modules are {some_of(known)}" if known else f"it has no list of modules, only {names}"
     return ConfigError(f"stack = {path!r}: {type(module).__name__} has no layers there; {do}")
 
 
-def _check_alike(module: Any, path: str, keys: Sequence[Key], layers: Sequence[Any], stacked: bool) -> None:
+def _check_alike(
+    module: nnx.Module, path: str, keys: Sequence[Key], layers: Sequence[nnx.Module], stacked: bool
+) -> None:
     """Raise a ConfigError unless the layers are equal, and share nothing with other parts of the module."""
     what = f"stack = {path!r}"
     if not stacked and len(layers) < 2:
         raise ConfigError(f"{what}: has {len(layers)} layers, must have at least 2: leave out stack=")
-    leaves = named(nnx.to_pure_dict(nnx.state(layers[0], nnx.Param)))
+    leaves = variables(layers[0], nnx.Param)
     if not leaves:
         raise ConfigError(f"{what}: {type(layers[0]).__name__} has no parameters: leave out stack=")
     if stacked:
-        lengths = {x.shape[:1]: name for name, x in leaves.items()}
-        if len(lengths) > 1 or () in lengths:
-            raise ConfigError(
-                f"{what}: is one {type(layers[0]).__name__}, whose leaves {some_of(lengths.values())} have no common "
-                "layer axis: name an nnx.List, or a module whose layers nnx.vmap stacked"
-            )
-    for key, layer in zip(keys[1:], layers[1:], strict=True):
-        if problem := difference(layers[0], layer, _slashed(keys[0]), _slashed(key)):
+        fix = "name an nnx.List, or a module whose layers nnx.vmap stacked"
+        layer_axis(leaves, f"{what}: is one {type(layers[0]).__name__}", fix)
+    whole, names = variables(module), ["/".join(map(str, key)) for key in keys]
+    for name, layer in zip(names, layers, strict=True):
+        if problem := _difference(layers[0], layer, names[0], name):
             raise ConfigError(
                 f"{what}: the layers differ: {problem}. One program runs all layers of a stack: leave out stack=, or "
                 "build them alike and move what differs into a parameter"
             )
-    whole = set(named(nnx.to_pure_dict(nnx.state(module, nnx.Variable))))
-    for key, layer in zip(keys, layers, strict=True):
-        for name in named(nnx.to_pure_dict(nnx.state(layer, nnx.All(nnx.Variable, nnx.Not(nnx.RngState))))):
-            if f"{_slashed(key)}/{name}" not in whole:
-                raise ConfigError(
-                    f"{what}: {_slashed(key)}/{name} is also a variable of another part of the module: the layers of "
-                    "a stack share no variables; leave out stack="
-                )
+    for name, layer in zip(names, layers, strict=True):
+        if shared := [own for own in variables(layer, VALUES) if f"{name}/{own}" not in whole]:
+            raise ConfigError(
+                f"{what}: {name}/{shared[0]} is also a variable of another part of the module: the layers of a stack "
+                "share no variables; leave out stack="
+            )
 
 
-def _dotted(key: Key) -> str:
-    return ".".join(map(str, key))
+def _difference(a: nnx.Module, b: nnx.Module, name_a: str, name_b: str) -> str | None:
+    """Describe the first difference between two modules: a class, a variable's shape, a hyperparameter; None: none."""
+    if type(a) is not type(b):
+        return f"{name_b} is a {type(b).__name__}, {name_a} a {type(a).__name__}"
+    mine, others = (
+        {f"{name_b}/{name}": tuple(x.shape) for name, x in variables(module, VALUES).items()} for module in (a, b)
+    )
+    if problems := differences(others, mine):
+        return f"{problems[0]} as in {name_a}"
+    (kinds, settings), (other_kinds, other_settings) = _facts(a), _facts(b)
+    for path in sorted(kinds.keys() | other_kinds.keys()):
+        if kinds.get(path) != other_kinds.get(path):
+            return f"{name_a}{path} is a {kinds.get(path)}, {name_b}{path} a {other_kinds.get(path)}"
+    for path in sorted(settings.keys() | other_settings.keys()):
+        here, there = settings.get(path), other_settings.get(path)
+        if not _alike(here, there):
+            return f"{name_a}{path} is {here!r}, {name_b}{path} is {there!r}"
+    return None
 
 
-def _slashed(key: Key) -> str:
-    return "/".join(map(str, key))
+def _facts(module: nnx.Module) -> tuple[dict[str, str], dict[str, object]]:
+    """Map the path of every module (or other nnx.Pytree) inside a module, as "/attention", to the name of its class;
+    and that of every attribute that is neither module, variable, array nor random state, to its value."""
+    inside = (nnx.Pytree, nnx.Variable, jax.Array, jax.ShapeDtypeStruct, np.ndarray)
+    kinds: dict[str, str] = {}
+    settings: dict[str, object] = {}
+    for parts, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Pytree):
+            path = "".join(f"/{part}" for part in parts)
+            kinds[path] = type(node).__name__
+            own = {name: x for name, x in vars(node).items() if not name.startswith("_pytree__")}  # not NNX's notes
+            settings |= {f"{path}/{name}": x for name, x in own.items() if not isinstance(x, inside)}
+    return kinds, settings
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Compare hyperparameters; functions by their code, since a layer's lambda is another object in every layer."""
+    try:
+        return _equal(a, b)
+    except Exception:  # arrays, functions that refer to themselves, and whatever cannot be compared
+        return False
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, functools.partial):
+        return _equal((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
+    if callable(a) and hasattr(a, "__code__"):
+        cells = [[cell.cell_contents for cell in f.__closure__ or ()] for f in (a, b)]
+        return a.__code__ == b.__code__ and _equal(cells[0], cells[1]) and _equal(a.__defaults__, b.__defaults__)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    return bool(a == b)

@@ -7,33 +7,39 @@ suffix computes again (a mask, a skip connection, dropout) is what the prefix co
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
 
-from jzero.adapters.cut import NoCut, calls_handled, find_call, finish, first_call
-from jzero.adapters.layer_call import Call, LayerInput
-from jzero.adapters.nnx_model import taken
-from jzero.adapters.torch_habits import refuses_of_models
+from jzero.adapters.cut import Arguments, LayerCall, LayerInput, NoCut, calls_handled, find_call, finish, first_call
+from jzero.adapters.layer_paths import Layers
+from jzero.adapters.methods import (
+    FlaxModel,
+    ModuleModel,
+    Outcome,
+    changed,
+    copy_description,
+    returned,
+    stack_outputs,
+    with_taken,
+)
 from jzero.errors import ConfigError, in_a_line
 from jzero.model import ENDS, STACK, Inputs, stack_loss
 from jzero.optimizers.muon import FUSED
-from jzero.pictures.html import ParametersInHTML
 from jzero.stored_names import StoredNames
 from jzero.tree import PyTree, named, path_name
 
+Loss = Callable[[Any], PyTree]  # of the module
 
-@refuses_of_models
-class StackedModel(ParametersInHTML):
+
+class StackedModel(FlaxModel):
     """A model from `from_flax(..., stack=path)`.
 
     Args:
-      plain: the model without a stack, whose layers give their calls to `layer_call.handler`.
-      layers: `NNXLayers` or `LinenLayers`.
+      plain: the model without a stack, whose layers give their calls to `cut.handler`.
 
     Attributes:
       names: of the parameters in the module, and so in checkpoints.
@@ -42,20 +48,20 @@ class StackedModel(ParametersInHTML):
 
     one_key = True
 
-    def __init__(self, plain: Any, layers: Any):
+    def __init__(self, plain: ModuleModel, layers: Layers):
         self.plain, self.layers, self.places = plain, layers, layers.places
+        self.name, self.has_aux, self.call_layer = plain.name, plain.has_aux, layers.function(plain)
         whole = jax.eval_shape(lambda: plain.init(jax.random.key(0)))
-        self.shapes = jax.eval_shape(lambda: self.init(jax.random.key(0)))
+        self.shapes = jax.eval_shape(self.places.split, whole)
         self.names = StoredNames(tuple(self.places.names(whole).items()))
         self.state = frozenset(name for name, parts in self.names.parameters if parts[0] in plain.state)
-        self.has_aux = plain.has_aux
-        self.call_layer = layers.function(plain)
-        self._calls: dict[Any, Call] = {}
-        for name in ("report_notes", "vocabulary", "check_batch", "divided"):
-            if hasattr(plain, name):
-                setattr(self, name, getattr(plain, name))
+        self._calls: dict[object, LayerCall] = {}
+        copy_description(self, plain, ("report_notes", "vocabulary", "check_batch", "divided"))
         if hasattr(plain, FUSED):
-            self.fused_matrices = self._in_the_stack(plain.fused_matrices)
+            self.fused_matrices = self._in_the_stack(getattr(plain, FUSED))
+
+    def __repr__(self) -> str:
+        return f"from_flax({self.name}, stack={self.layers.path!r})"
 
     def _in_the_stack(self, fused: Mapping[str, Any]) -> dict[str, Any]:
         """Name the parameters of `fused_matrices` as here; unknown ones as they are, for the error that names them.
@@ -63,99 +69,93 @@ class StackedModel(ParametersInHTML):
         Raises:
           ConfigError: the layers of a stack are cut differently.
         """
-        found, named = {}, {part for _, parts in self.names.parameters for part in parts}
+        found = dict(fused)
         for name, parts in self.names.parameters:
-            cuts = [fused.get(part) for part in parts]
-            if any(cut != cuts[0] for cut in cuts):
-                other = next(part for part, cut in zip(parts, cuts, strict=True) if cut != cuts[0])
-                raise ConfigError(
-                    f"{self!r}: {FUSED} has {fused.get(other)!r} for {other} and {cuts[0]!r} for {parts[0]}, which are "
-                    "one parameter of the stack; cut all layers alike, or leave out stack="
-                )
-            if cuts[0] is not None:
-                found[name] = cuts[0]
-        return found | {name: cut for name, cut in fused.items() if name not in named}
+            cuts = {part: found.pop(part, None) for part in parts}
+            first = cuts[parts[0]]
+            for part, cut in cuts.items():
+                if cut != first:
+                    raise ConfigError(
+                        f"{self!r}: {FUSED} has {cut!r} for {part} and {first!r} for {parts[0]}, which are one "
+                        "parameter of the stack; cut all layers alike, or leave out stack="
+                    )
+            if first is not None:
+                found[name] = first
+        return found
 
-    def __repr__(self) -> str:
-        return f"{str(self.plain).removesuffix(')')}, stack={self.layers.path!r})"
-
-    def module(self, params: Any, rng: jax.Array | None = None) -> Any:
+    def module(self, params: PyTree, rng: jax.Array | None = None) -> Any:
         return self.plain.module(self.places.join(params), rng)
 
-    def init(self, rng: jax.Array) -> Any:
+    def init(self, rng: jax.Array) -> PyTree:
         return self.places.split(self.plain.init(rng))
 
-    def adopt(self, values: Any) -> Any:
+    def adopt(self, values: PyTree) -> PyTree:
         """Convert what the model without a stack adopts; leave this model's own parameters as they are."""
         if isinstance(values, dict) and set(values) == {ENDS, STACK}:
             return values
         return self.places.split(self.plain.adopt(values))
 
-    def predicting(self, fn: Callable | None) -> StackedModel:
+    def predicting(self, fn: Callable | None) -> Self:
         """Return the model with `fn(module, batch)`, or `module(batch)`, in the place of the loss."""
-        other = copy.copy(self)
-        other.plain, other.has_aux, other._calls = self.plain.predicting(fn), False, {}
-        return other
+        return changed(self, plain=self.plain.predicting(fn), has_aux=False, _calls={})
 
-    def prefix(self, ends: Any, batch: Any, rng: jax.Array | None, **extra: Any) -> Any:
-        inputs = batch, rng, extra
-        call = self._call(ends, inputs)
-        args, kwargs = first_call(lambda: self._run(ends, self._layer(ends), inputs))
-        x = call.pack(args, kwargs)
-        return (x, {}) if self.state else x
+    def prefix(self, ends: PyTree, batch: PyTree, rng: jax.Array | None, **extra: PyTree) -> PyTree:
+        call = self._call(ends, batch, rng, extra)
+        first = first_call(lambda: self._run(ends, self._layer(ends), rng, self._loss(batch, rng, extra)))
+        return returned(self, call.pack(first), {})
 
-    def block(self, layer: Any, x: LayerInput, rng: jax.Array | None) -> Any:
-        args, kwargs = x.arguments(rng)
-        output, new = self.call_layer(layer, rng, args, kwargs)
-        return (x.after(output), new) if self.state else x.after(output)
+    def block(self, layer: PyTree, x: LayerInput, rng: jax.Array | None) -> PyTree:
+        output, new = self.call_layer(layer, rng, x.arguments(rng))
+        return returned(self, x.after(output), new)
 
-    def suffix(self, ends: Any, x: LayerInput, batch: Any, rng: jax.Array | None, **extra: Any) -> Any:
-        layer, inputs = self._layer(ends), (batch, rng, extra)
+    def suffix(self, ends: PyTree, x: LayerInput, batch: PyTree, rng: jax.Array | None, **extra: PyTree) -> PyTree:
+        layer = self._layer(ends)
 
-        def call_layer(args: tuple, kwargs: dict[str, Any]) -> Any:
-            return self.call_layer(layer, rng, args, kwargs)[0]
+        def run() -> Outcome:
+            return self._run(ends, layer, rng, self._loss(batch, rng, extra))
 
-        result, new = finish(lambda: self._run(ends, layer, inputs), self.places.layers, x, call_layer)
-        return (result, new) if self.state else result
+        call_layer = partial(self.call_layer, layer, rng)
+        return returned(self, *finish(run, self.places.layers, x, lambda arguments: call_layer(arguments)[0]))
 
-    def loss(self, params: Any, batch: Any, rng: jax.Array | None, **extra: Any) -> Any:
+    def loss(self, params: PyTree, batch: PyTree, rng: jax.Array | None, **extra: PyTree) -> PyTree:
         return stack_loss(self, params, Inputs(batch, **extra), rng)
 
-    def _run(self, ends: PyTree, layer: PyTree, inputs: tuple) -> tuple[Any, dict[str, Any]]:
-        """Run the whole loss; return (what it returns, new state of the ends)."""
-        batch, rng, extra = inputs
-        with self.layers.handing_over():
-            result = self.plain.loss(self.places.join_alike(ends, layer), batch, rng, **extra)
-        if not self.plain.state:
-            return result, {}
-        result, new = result
-        own = {
-            parts[0]: name.removeprefix(f"{ENDS}/") for name, parts in self.names.parameters if name.startswith(ENDS)
-        }
-        return result, {own[name]: x for name, x in named(new).items() if name in own}
+    def _loss(self, batch: PyTree, rng: jax.Array | None, extra: dict[str, PyTree]) -> Loss:
+        return lambda module: self.plain.loss_fn(module, batch, rng, **extra)
 
-    def _call(self, ends: PyTree, inputs: tuple) -> Call:
+    def _run(self, ends: PyTree, layer: PyTree, rng: jax.Array | None, f: Loss) -> Outcome:
+        """Compute `f(module)`, and the new state of the ends; every layer has the parameters `layer`."""
+        with self.layers.handing_over():
+            result, new = self.plain.run(self.places.join_alike(ends, layer), rng, f)
+        values, start = named(new), f"{ENDS}/"
+        own = {name.removeprefix(start): parts[0] for name, parts in self.names.parameters if name.startswith(start)}
+        return result, {name: values[part] for name, part in own.items() if part in values}
+
+    def _call(self, ends: PyTree, batch: PyTree, rng: jax.Array | None, extra: dict[str, PyTree]) -> LayerCall:
         """Find how the layers are called, once for each kind of batch."""
-        batch, rng, extra = inputs
-        shapes: Any = jax.tree.map(_shape_of, (ends, batch, extra))
+        shapes: PyTree = jax.tree.map(_shape_of, (ends, batch, extra))
         leaves, tree = jax.tree.flatten(shapes)
-        kind = tree, tuple((x.shape, x.dtype) for x in leaves), rng is None
+        kind = tree, tuple(leaves), rng is None
         if kind not in self._calls:
-            self._calls[kind] = self._find_call(shapes, rng is not None)
+            self._calls[kind] = self._find_call(shapes, training=rng is not None)
         return self._calls[kind]
 
-    def _find_call(self, shapes: tuple, training: bool) -> Call:
-        def run(ends: PyTree, layer: PyTree, inputs: tuple) -> Any:
-            batch, extra = inputs
-            return self._run(ends, layer, (batch, jax.random.key(0) if training else None, extra))
+    def _find_call(self, shapes: tuple[PyTree, PyTree, dict[str, PyTree]], training: bool) -> LayerCall:
+        ends, *inputs = shapes
 
-        def call_layer(layer: PyTree, args: tuple, kwargs: dict[str, Any]) -> Any:
-            return self.call_layer(layer, jax.random.key(0) if training else None, args, kwargs)[0]
+        def key() -> jax.Array | None:
+            return jax.random.key(0) if training else None
 
-        ends, batch, extra = shapes
+        def run(ends: PyTree, layer: PyTree, batch: PyTree, extra: dict[str, PyTree]) -> Outcome:
+            rng = key()
+            return self._run(ends, layer, rng, self._loss(batch, rng, extra))
+
+        def call_layer(layer: PyTree, arguments: Arguments) -> PyTree:
+            return self.call_layer(layer, key(), arguments)[0]
+
         try:
-            layer = self._layer_shapes(ends)
-            return find_call(run, call_layer, self.layers.name_of, self.places.layers, ends, layer, (batch, extra))
+            operands = ends, self._layer_shapes(ends), *inputs
+            return find_call(run, call_layer, self.layers.name_of, self.places.layers, operands)
         except NoCut as reason:
             raise ConfigError(self.layers.advice(str(reason))) from None
         except ConfigError:
@@ -172,7 +172,7 @@ class StackedModel(ParametersInHTML):
         own = named(self.shapes[ENDS])
         casts = [x.dtype for name, x in named(ends).items() if x.dtype != own[name].dtype]
 
-        def shape(path: tuple, x: Any) -> jax.ShapeDtypeStruct:
+        def shape(path: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             kept = not casts or not jnp.issubdtype(x.dtype, jnp.floating) or f"{STACK}/{path_name(path)}" in self.state
             return jax.ShapeDtypeStruct(x.shape[1:], x.dtype if kept else casts[0])
 
@@ -185,48 +185,31 @@ class MethodsModel(StackedModel):
     one_key = False
     end: Callable | None = None  # instead of the module's suffix
 
-    def prefix(self, ends: Any, batch: Any, rng: jax.Array | None, **extra: Any) -> Any:
-        return self._method("prefix", ends, (batch, rng, extra), ())
+    def prefix(self, ends: PyTree, batch: PyTree, rng: jax.Array | None, **extra: PyTree) -> PyTree:
+        return self._method("prefix", ends, rng, lambda module: with_taken(extra, module.prefix, batch))
 
-    def block(self, layer: Any, x: Any, rng: jax.Array | None) -> Any:
-        output, new = self.call_layer(layer, rng, (x,), {})
-        return (output, new) if self.state else output
+    def block(self, layer: PyTree, x: PyTree, rng: jax.Array | None) -> PyTree:
+        return returned(self, *self.call_layer(layer, rng, ((x,), {})))
 
-    def suffix(self, ends: Any, x: Any, batch: Any, rng: jax.Array | None, **extra: Any) -> Any:
-        return self._method(self.end or "suffix", ends, (batch, rng, extra), (x,))
+    def suffix(self, ends: PyTree, x: PyTree, batch: PyTree, rng: jax.Array | None, **extra: PyTree) -> PyTree:
+        def call(module: Any) -> PyTree:
+            return with_taken(extra, partial(self.end, module) if self.end else module.suffix, x, batch)
 
-    def predicting(self, fn: Callable | None) -> MethodsModel:
+        return self._method(self.end or "suffix", ends, rng, call)
+
+    def predicting(self, fn: Callable | None) -> Self:
         """Return the model with `fn(module, x, batch)`, or `module.outputs(x, batch)`, in the place of the suffix."""
-        other = copy.copy(self)
-        other.end, other.has_aux = fn or _outputs, False
-        return other
+        return changed(self, end=fn or stack_outputs, has_aux=False)
 
-    def _method(self, method: str | Callable, ends: Any, inputs: tuple, args: tuple) -> Any:
+    def _method(self, name: object, ends: PyTree, rng: jax.Array | None, f: Loss) -> PyTree:
         """Run a method of the module, or a function of it."""
-        part = copy.copy(self)
-        part.plain = copy.copy(self.plain)
 
-        def call(module: Any, batch: Any, rng: jax.Array | None, **extra: Any) -> Any:
-            f = getattr(module, method) if isinstance(method, str) else partial(method, module)
-            return f(*args, batch, **taken(f, extra))
+        def refuse(number: int | None, arguments: Arguments) -> NoReturn:
+            raise ConfigError(f"{self!r}: {name} calls {self.layers.name_of(number or 0)}: jzero runs the layers")
 
-        def refuse(number: int | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-            raise ConfigError(f"{self!r}: {method} calls {self.layers.name_of(number or 0)}: jzero runs the layers")
-
-        part.plain.loss_fn = call
         with calls_handled(refuse):  # and without values, so that nothing uses the layers by other means
-            result, new = part._run(ends, self._layer_shapes(ends), inputs)
-        return (result, new) if self.state else result
+            return returned(self, *self._run(ends, self._layer_shapes(ends), rng, f))
 
 
 def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
-
-
-def _outputs(module: Any, x: Any, batch: Any) -> Any:
-    if not hasattr(module, "outputs"):
-        raise ConfigError(
-            f"{type(module).__name__} has no predictions: give it a method outputs(x, batch), with x the output of its "
-            "layers, or pass a function of (module, x, batch) to jzero.make_eval_step"
-        )
-    return module.outputs(x, batch)

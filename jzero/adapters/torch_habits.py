@@ -24,16 +24,16 @@ def refuses(**instead: str) -> Callable[[T], T]:
 
     def add(cls: T) -> T:
         for name, text in instead.items():
-            setattr(cls, name, _refusal(f"{cls.__name__}.{name}(): {text}"))
+            setattr(cls, name, _refusal(name, text))
         return cls
 
     return add
 
 
-def _refusal(message: str) -> Callable:
+def _refusal(name: str, text: str) -> Callable:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Raise an error that says what to write instead."""
-        raise ConfigError(message)
+        raise ConfigError(f"{type(self).__name__}.{name}(): {text}")
 
     return method
 
@@ -83,6 +83,5 @@ refuses_of_engines = refuses(
     state_dict="read engine.state, or write engine.save_checkpoint(directory)",
     load_state_dict="write engine.load_checkpoint(directory) or engine.load_weights(directory)",
     scale="write engine.backward(loss), which scales the loss",
-    allreduce_gradients="leave it out: engine.step() reduces the gradients",
     compile="leave it out: the step is always compiled",
 )

@@ -1,6 +1,5 @@
 """Attention.
 
 attention  `jzero.attention`: attention by the kernel that suits the program's devices
-choice     which kernel that is, and why
-flash      FlashAttention-3 for Hopper, of the package flash-attn3-jax
+choice     which kernel that is, and why; FlashAttention-3 for Hopper, of the package flash-attn3-jax
 """

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from jzero.attention_kernels import flash
+from jzero._compat import flash_attention_kernels
+from jzero.errors import install_command
 from jzero.mesh import CONTEXT, EXPERT, TENSOR
 from jzero.planner.gpus import GPU, GPUS
 
@@ -44,8 +47,8 @@ def compute_capability() -> tuple[int, ...]:
 
 def flash_obstacle(dtype: jnp.dtype, head_dim: int) -> str | None:
     """Return why FlashAttention-3 cannot be used for queries of this dtype and width of a head, or None."""
-    if head_dim != flash.WIDTH:
-        return f"flash-attn3-jax has heads of {flash.WIDTH}, not {head_dim}"
+    if head_dim != FLASH_WIDTH:
+        return f"flash-attn3-jax has heads of {FLASH_WIDTH}, not {head_dim}"
     if dtype not in HALF:
         return f"FlashAttention-3 needs half precision, not {dtype}"
     if compute_capability() != (9, 0):
@@ -55,7 +58,7 @@ def flash_obstacle(dtype: jnp.dtype, head_dim: int) -> str | None:
         return f"FlashAttention-3 is not divided along {' and '.join(divided)}"
     if automatic := [axis for axis, n in mesh.shape.items() if n > 1 and axis not in mesh.manual_axes]:
         return f"XLA does not divide FlashAttention-3 along {' and '.join(automatic)}"
-    return flash.missing()
+    return flash_missing()
 
 
 def cudnn_obstacle(dtype: jnp.dtype, head_dim: int, widest: int, softcap: float | None = None) -> str | None:
@@ -97,3 +100,62 @@ def kernel_note(choice: Attend, dtype: jnp.dtype, head_dim: int = 64, softcap: f
     why = cudnn_obstacle(dtype, head_dim, widest, softcap) if choice == "auto" else None
     reason = f": {why}" if why and dtype in HALF else ": cuDNN's with a mask" if kernel == FLASH else ""
     return f"attention kernel {kernel} (attention={choice!r}, {dtype}){reason}"
+
+
+# ------------------------------------------------------------------ FlashAttention-3
+# By Shah et al., arXiv:2407.08608, in the package flash-attn3-jax: the extra `flash`. Shape suffixes: B batch, S
+# sequence, H query heads, K key-value heads (K <= H), C width of a head.
+
+Kept = tuple[jax.Array, ...]  # query, key, value, output, sums
+FLASH_WIDTH = 128  # of a head: the package's wheels have no other
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def flash_attention(q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, scale: float) -> jax.Array:
+    """Compute causal attention [B, S, H, C] in half precision, with C = `FLASH_WIDTH`."""
+    return _flash_forward(q_BSHC, k_BSKC, v_BSKC, scale)[0]
+
+
+def _flash_forward(q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, scale: float) -> tuple[jax.Array, Kept]:
+    o_BSHC, sums_BHS = _flash_kernels()[0].bind(q_BSHC, k_BSKC, v_BSKC, **_options(scale))
+    return o_BSHC, (q_BSHC, k_BSKC, v_BSKC, o_BSHC, sums_BHS)
+
+
+def _flash_backward(scale: float, kept: Kept, gradient_BSHC: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(_flash_kernels()[1].bind(gradient_BSHC, *kept, **_options(scale)))
+
+
+flash_attention.defvjp(_flash_forward, _flash_backward)
+
+
+def _options(scale: float) -> dict[str, float | bool | tuple[int, int]]:
+    # Without a causal mask the backward pass of 0.2.3 is wrong for sequences of a multiple of 128.
+    return {"softmax_scale": scale, "is_causal": True, "window_size": (-1, -1)}
+
+
+def flash_missing() -> str | None:
+    """Return why the package cannot be used, or None."""
+    try:
+        _flash_kernels()
+    except ImportError:
+        return f"FlashAttention-3 needs the extra flash: {install_command('flash')}"
+    return None
+
+
+@functools.cache
+def _flash_kernels() -> tuple[Any, Any]:
+    """Return the primitives of the forward and the backward pass, `flash_mha_fwd_hlo` and `flash_mha_bwd_hlo`."""
+    return flash_attention_kernels(_mapped)
+
+
+def _mapped(
+    kernel: Any, xs: Sequence[jax.Array], dims: Sequence[int | None], **options: Any
+) -> tuple[list[jax.Array], list[int]]:
+    """Run a kernel with a mapped axis as more rows."""
+    size = next(x.shape[d] for x, d in zip(xs, dims, strict=True) if d is not None)
+    each = [
+        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in zip(xs, dims, strict=True)
+    ]
+    found = kernel.bind(*(x.reshape(-1, *x.shape[2:]) for x in each), **options)
+    return [x.reshape(size, -1, *x.shape[1:]) for x in found], [0] * len(found)

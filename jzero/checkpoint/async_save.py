@@ -9,6 +9,7 @@ save succeeds on every process or fails on every process.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import shutil
@@ -25,19 +26,16 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jzero._compat import before_threads_end
-from jzero.checkpoint.directory import STATE, begin_draft, checkpoint_path, commit, draft_path
-from jzero.checkpoint.layers import take_apart
-from jzero.checkpoint.leaves import key_names, nest
+from jzero.checkpoint.checksums import is_key
+from jzero.checkpoint.directory import DEFAULT_TAG, STATE, begin_draft, checkpoint_path, commit, draft_path
 from jzero.checkpoint.lock import check, hold
-from jzero.checkpoint.orbax_noise import silence_orbax
-from jzero.checkpoint.presence import Presence, vanished
+from jzero.checkpoint.orbax_trees import nest, silence_orbax
 from jzero.checkpoint.snapshot import has_room, snapshot, to_host
-from jzero.checkpoint.tags import DEFAULT_TAG
 from jzero.display.slow_work import slow_work
 from jzero.distributed import heartbeat
 from jzero.distributed.host_collectives import agree, anyone
-from jzero.errors import CheckpointError, ConfigError, in_a_line
-from jzero.offload.transfers import on_host
+from jzero.errors import CheckpointError, ConfigError, in_a_line, with_type
+from jzero.layout.offload import on_host
 from jzero.stored_names import stored_names
 from jzero.tree import PyTree, named
 
@@ -72,6 +70,15 @@ class Save:
 
     def __repr__(self) -> str:
         return f"Save({str(self.path)!r}, {'failed' if self.error else 'complete' if self.done else 'being written'})"
+
+    def _start(self, copies: dict[str, jax.Array], finish: Callable[[], None]) -> None:
+        """Write the copies in a thread, then `finish`."""
+        self.bytes = sum(x.nbytes for x in copies.values())
+        self.thread = threading.Thread(target=_write, args=(self, copies, finish), name="jzero checkpoint")
+        try:
+            self.thread.start()
+        except RuntimeError:  # the system has no more threads
+            _write(self, copies, finish)
 
     def settle(self) -> None:
         """Wait for the thread, without raising the error."""
@@ -122,15 +129,10 @@ def wait() -> None:
 
 @slow_work("saving a checkpoint")
 def save(
-    state: PyTree,
-    directory: str | os.PathLike,
-    tag: str | float | None = None,
-    *,
-    notes: Mapping[str, Any] | None = None,
-    latest: bool = True,
-    max_to_keep: int | None = None,
+    state: PyTree, directory: str | os.PathLike, tag: str | float | None = None, *,
+    notes: Mapping[str, Any] | None = None, latest: bool = True, max_to_keep: int | None = None,
     without: Collection[str] = (),
-) -> Save:
+) -> Save:  # fmt: skip
     """Save `state` as directory/tag; the files are written in a thread. All processes call it.
 
     If offload keeps a part of the state in host memory, the files are written before the call returns.
@@ -160,35 +162,25 @@ def save(
     global _last
     began = time.time()
     settle()
-    earlier = _last.error if _last and not _last.reported else None
     leaves = named(state)
     names = stored_names(state, leaves)
     without = {stored for name in without for stored in names.get(name, (name,))}
-    if tag is None:
-        if not hasattr(state, "step"):
-            raise ConfigError("saving a checkpoint: this state has no `step` for the default tag; pass tag=")
-        tag = DEFAULT_TAG.format(int(state.step))
+    tag = _default_tag(state) if tag is None else tag
     # A copy of what lies in host memory would double it, so that part is written before the next step may change it.
     offloaded = any(on_host(x) for x in leaves.values())
-    path, room, earlier = _agree_on_path(directory, tag, notes, not offloaded and has_room(leaves), earlier)
+    path, room, earlier = _agree_on_path(directory, tag, notes, not offloaded and has_room(leaves))
     with heartbeat.work():
-        stacked = {name: x for name, x in leaves.items() if len(names[name]) > 1}
-        whole = {names[name][0]: x for name, x in leaves.items() if name not in stacked}
-        copies, sums = snapshot(whole, room, take_apart(stacked, names, room))
+        copies, sums = snapshot(leaves, names, room)
         described = {name: [str(copies[name].dtype), list(copies[name].shape)] for name in sorted(copies)}
         copies = {name: x for name, x in copies.items() if name not in without}
-        about = {"keys": key_names(whole), "notes": json.loads(json.dumps(notes or {}, default=_number))}
+        keys = {names[name][0]: str(jax.random.key_impl(x)) for name, x in leaves.items() if is_key(x)}
+        about = {"keys": keys, "notes": json.loads(json.dumps(notes or {}, default=_number))}
 
         def finish() -> None:
-            entries = {n: [*kind, int(s)] for (n, kind), s in zip(described.items(), np.asarray(sums), strict=True)}
-            stored = {name: entry for name, entry in entries.items() if name not in without}
-            omitted = {name: entry for name, entry in entries.items() if name in without}
-            commit(path, {"leaves": stored, "without": omitted, **about}, latest, max_to_keep)
+            commit(path, _entries(described, sums, without) | about, latest, max_to_keep)
 
         _last = Save(path, began)
-        _last.bytes = sum(x.nbytes for x in copies.values())
-        _last.thread = threading.Thread(target=_write, args=(_last, copies, finish), name="jzero checkpoint")
-        _last.thread.start()
+        _last._start(copies, finish)
         if offloaded:  # inside, so that the watchdog sees a write that hangs
             _last.wait()
     _last.stall = time.time() - began
@@ -197,8 +189,21 @@ def save(
     return _last
 
 
+def _entries(described: Mapping[str, list], sums: jax.Array, without: Collection[str]) -> dict[str, dict[str, list]]:
+    """Return {name: [dtype, shape, checksum]} of the leaves that are stored, and of those that are omitted."""
+    entries = {name: [*kind, int(s)] for (name, kind), s in zip(described.items(), np.asarray(sums), strict=True)}
+    stored = {name: entry for name, entry in entries.items() if name not in without}
+    return {"leaves": stored, "without": {name: entry for name, entry in entries.items() if name in without}}
+
+
+def _default_tag(state: PyTree) -> str:
+    if not hasattr(state, "step"):
+        raise ConfigError("saving a checkpoint: this state has no `step` for the default tag; pass tag=")
+    return DEFAULT_TAG.format(int(state.step))
+
+
 def _agree_on_path(
-    directory: str | os.PathLike, tag: str | float, notes: Mapping[str, Any] | None, room: bool, earlier: str | None
+    directory: str | os.PathLike, tag: str | float, notes: Mapping[str, Any] | None, room: bool
 ) -> tuple[Path, bool, str | None]:
     """Make the draft and compare the arguments of all processes.
 
@@ -208,37 +213,34 @@ def _agree_on_path(
     Returns:
       (the checkpoint's path, whether every process has room for copies, the previous save's error)
     """
-    path, made = Path(), False
-    mine = {
-        "directory": str(directory), "tag": str(tag), "room": room, "earlier": earlier, "mistake": "", "problem": ""
-    }  # fmt: skip
+    path, earlier = Path(), _last.error if _last and not _last.reported else None
+    mistake = problem = ""
     try:
         path = checkpoint_path(directory, tag)
         _check_notes(notes or {})
         if jax.process_index() == 0:
             hold(path.parent)
             begin_draft(path)
-            made = True
     except ConfigError as error:
-        mine["mistake"] = str(error)
+        mistake = str(error)
     except (TypeError, ValueError) as error:
-        mine["mistake"] = f"client_state is not JSON: {error}"
+        mistake = f"client_state is not JSON: {error}"
     except OSError as error:
-        mine["problem"] = f"checkpoint {path} cannot be written: {error.strerror}: {error.filename}"
+        problem = f"checkpoint {path} cannot be written: {error.strerror}: {error.filename}"
+    mine = [str(directory), str(tag), room, earlier, mistake, problem]
     reports = [json.loads(text) for text in agree("saving a checkpoint", json.dumps(mine), TIMEOUT)]
-    errors: list[ConfigError | CheckpointError] = []
-    for key, error_type in (("mistake", ConfigError), ("problem", CheckpointError)):
-        errors += [error_type(one[key]) for one in reports if one[key]]
-    for key in ("directory", "tag"):
-        if len({one[key] for one in reports}) > 1:
-            each = ", ".join(f"{one[key]!r} on rank {rank}" for rank, one in enumerate(reports))
+    directories, tags, rooms, failed, mistakes, problems = zip(*reports, strict=True)
+    errors: list[ConfigError | CheckpointError] = [*map(ConfigError, filter(None, mistakes))]
+    errors += map(CheckpointError, filter(None, problems))
+    for key, values in (("directory", directories), ("tag", tags)):
+        if len(set(values)) > 1:
+            each = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
             errors.append(ConfigError(f"saving a checkpoint: {key} must be the same on all processes; it is {each}"))
     if errors:
-        if made:
+        if jax.process_index() == 0 and not mistake and not problem:  # the draft is this save's
             shutil.rmtree(draft_path(path), ignore_errors=True)
         raise errors[0]
-    failed = [one["earlier"] for one in reports if one["earlier"]]
-    return path, all(one["room"] for one in reports), failed[0] if failed else None
+    return path, all(rooms), next(filter(None, failed), None)
 
 
 def _check_notes(notes: Mapping[str, Any]) -> None:
@@ -246,13 +248,15 @@ def _check_notes(notes: Mapping[str, Any]) -> None:
     json.dumps(notes, default=_number)
     if not isinstance(client := notes.get("client", {}) if "engine" in notes else {}, Mapping):
         raise TypeError(f"{client!r} is not a dictionary")
-    queue: list[Any] = [client]
-    while queue:
-        x = queue.pop()
-        for key in x if isinstance(x, Mapping) else ():
-            if not isinstance(key, str):
-                raise TypeError(f"the key {key!r} would be read back as a string")
-        queue += x.values() if isinstance(x, Mapping) else x if isinstance(x, list | tuple) else ()
+    _check_keys(client)
+
+
+def _check_keys(x: Any) -> None:
+    for key in x if isinstance(x, Mapping) else ():
+        if not isinstance(key, str):
+            raise TypeError(f"the key {key!r} would be read back as a string")
+    for part in x.values() if isinstance(x, Mapping) else x if isinstance(x, list | tuple) else ():
+        _check_keys(part)
 
 
 def _number(x: Any) -> int | float | bool:
@@ -265,59 +269,107 @@ def _number(x: Any) -> int | float | bool:
 def _write(save: Save, copies: dict[str, jax.Array], finish: Callable[[], None]) -> None:
     """Write this process's part of the arrays; once all processes have, process 0 completes the checkpoint."""
     began = time.time()
-    draft = draft_path(save.path)
-    present: list[Presence] = []  # the draft, once this host sees it
     try:
-        silence_orbax()
-        handler = ocp.PyTreeCheckpointHandler(use_compression=False)  # floats hardly compress
-
-        def arrays() -> None:
-            host = jax.block_until_ready(to_host(copies))
-            copies.clear()  # frees the copies on the devices
-            _check_shared(draft)
-            present.append(Presence(draft, save.path))
-            chunks = {name: ocp.SaveArgs(chunk_byte_size=CHUNK) for name in host}
-            handler.save(epath.Path(draft) / STATE, args=ocp.args.PyTreeSave(nest(host), nest(chunks)))
-            present[0].check()
-
-        def complete() -> None:
-            check(save.path.parent)
-            present[0].check()
-            handler.finalize(epath.Path(draft) / STATE)
-            present[0].check()
-            finish()
-
-        error = anyone("a checkpoint's arrays", _failure(arrays, present))
-        if not error:
-            error = anyone("a checkpoint's end", _failure(complete, present) if jax.process_index() == 0 else None)
-    except Exception as unreachable:  # a process did not call save, or the coordination service is gone
+        error = _complete(save.path, copies, finish)
+    except ConfigError as unreachable:  # a process did not call save, or the coordination service is gone
         error = str(unreachable)
-    for one in present:
-        one.close()
-    if error:
-        save.error = f"checkpoint {save.path} was not written: {error}"
-        if jax.process_index() == 0:
-            shutil.rmtree(draft, ignore_errors=True)
-            print(f"jzero: {save.error}", file=sys.stderr, flush=True)
+    except BaseException as died:  # also SystemExit, and what Rust's and C++'s libraries raise: none reaches the caller
+        error = with_type(died)
+    save.error = error and f"checkpoint {save.path} was not written: {error}"
+    if error and jax.process_index() == 0:
+        shutil.rmtree(draft_path(save.path), ignore_errors=True)
+        print(f"jzero: {save.error}", file=sys.stderr, flush=True)
     save.ended = time.time()
     save.background = save.ended - began
 
 
-def _failure(work: Callable[[], None], present: list[Presence]) -> str | None:
-    """Run `work`; return its exception as one line, or None. A draft that has vanished explains any exception."""
-    try:
+def _complete(path: Path, copies: dict[str, jax.Array], finish: Callable[[], None]) -> str | None:
+    """Run both phases of a save; return the reason if it failed on any process, else None."""
+    draft, present = draft_path(path), list[Presence]()  # the second is empty until this host sees the draft
+    silence_orbax()
+    handler = ocp.PyTreeCheckpointHandler(use_compression=False)  # floats hardly compress
+
+    def arrays() -> None:
+        host = jax.block_until_ready(to_host(copies))
+        copies.clear()  # frees the copies on the devices
+        _check_shared(draft)
+        present.append(Presence(draft, path))
+        chunks = {name: ocp.SaveArgs(chunk_byte_size=CHUNK) for name in host}
+        handler.save(epath.Path(draft) / STATE, args=ocp.args.PyTreeSave(nest(host), nest(chunks)))
+        present[0].check()
+
+    def complete() -> None:
+        check(path.parent)
+        present[0].check()
+        handler.finalize(epath.Path(draft) / STATE)
+        present[0].check()
+        finish()
+
+    def failure(work: Callable[[], None]) -> str | None:
+        """Run `work`; return its exception as one line, or None. A draft that has vanished explains any exception."""
         try:
-            work()
-        except Exception:
-            for one in present:
-                one.check()
-            raise
-    except Exception as error:
-        line = in_a_line(error)
-        if "interpreter shutdown" in line:
-            line += " (this Python cannot start threads at exit: call jzero.checkpoint.wait() at the script's end)"
-        return f"{line} (process {jax.process_index()})" if jax.process_count() > 1 else line
-    return None
+            try:
+                work()
+            except BaseException:
+                for one in present:
+                    one.check()
+                raise
+        except BaseException as error:  # of any kind, or the other processes would wait for this one
+            line = in_a_line(error)
+            if "interpreter shutdown" in line:
+                line += " (this Python cannot start threads at exit: call jzero.checkpoint.wait() at the script's end)"
+            return f"{line} (process {jax.process_index()})" if jax.process_count() > 1 else line
+        return None
+
+    try:
+        error = anyone("a checkpoint's arrays", failure(arrays))
+        if not error:
+            error = anyone("a checkpoint's end", failure(complete) if jax.process_index() == 0 else None)
+    finally:
+        for one in present:
+            one.close()
+    return error
+
+
+class Presence:
+    """Notices that a draft, which will be renamed to the checkpoint `path`, was deleted or unmounted meanwhile.
+
+    The path alone does not show it: TensorStore makes missing directories again, and the checkpoint would be complete
+    but for the files that were already in the deleted one.
+
+    Raises:
+      OSError: it does not exist.
+    """
+
+    def __init__(self, draft: Path, path: Path):
+        self.draft, self.path = draft, path
+        # An open directory keeps its number, which the file system would otherwise give to a new one.
+        try:
+            self._descriptor = os.open(draft, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            raise vanished(draft) from None
+
+    def check(self) -> None:
+        """Raise an OSError if neither path is the directory any more."""
+        if not self._is_at(self.draft) and not self._is_at(self.path):
+            raise vanished(self.draft)
+
+    def _is_at(self, path: Path) -> bool:
+        try:
+            return os.path.samestat(os.stat(path), os.fstat(self._descriptor))
+        except OSError:  # no such directory; NFS: a stale handle
+            return False
+
+    def close(self) -> None:
+        """Close the directory. It was only read, so a failure means nothing for the files."""
+        with contextlib.suppress(OSError):  # the script has closed all descriptors
+            os.close(self._descriptor)
+
+
+def vanished(draft: Path) -> OSError:
+    """Make the error that names the missing directory: the draft, or the one that it was in."""
+    missing = draft if draft.parent.exists() else draft.parent
+    return OSError(f"{missing} vanished during the save: it was deleted or unmounted")
 
 
 def _check_shared(draft: Path, patience: float = 10.0) -> None:

@@ -8,6 +8,7 @@ elements that changed places.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,19 @@ import numpy as np
 from jax import lax
 
 from jzero._compat import as_device_array, is_host_array, memory_view
-from jzero.checkpoint.leaves import key_data
 from jzero.values.hash32 import hash32
 
 BLOCK = 2**20  # elements that NumPy hashes at a time, so that the temporaries stay small
+
+
+def is_key(x: Any) -> bool:
+    """Return whether `x` is an array of random keys."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def key_data(x: Any) -> jax.Array:
+    """Return the uint32 data of random keys, as a checkpoint stores them; return other arrays unchanged."""
+    return jax.random.key_data(x) if is_key(x) else x
 
 
 @jax.jit
@@ -42,22 +52,6 @@ def _of_leaf(x: jax.Array) -> jax.Array:
     return jax.device_put(memory_view(_checksum(as_device_array(x)), space.Host), space.Device)
 
 
-def _checksum(x: jax.Array) -> jax.Array:
-    size = x.dtype.itemsize
-    if x.dtype == bool:
-        bits = x.astype(jnp.uint32)
-    elif size < 4:
-        bits = lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16}[size]).astype(jnp.uint32)
-    else:
-        bits = lax.bitcast_convert_type(x, jnp.uint32)  # an element of eight bytes gives two words
-    # The flat index of every word, as a sum of iotas: a reshape could move shards between devices.
-    index, stride = jnp.zeros(bits.shape, jnp.uint32), 1
-    for dim in reversed(range(bits.ndim)):
-        index += lax.broadcasted_iota(jnp.uint32, bits.shape, dim) * jnp.uint32(stride % 2**32)
-        stride *= bits.shape[dim]
-    return jnp.sum(hash32(bits ^ hash32(index)), dtype=jnp.uint32)
-
-
 def part_of_checksum(values: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> int:
     """Compute with NumPy what a part of a leaf adds to the leaf's checksum, modulo 2**32.
 
@@ -71,23 +65,29 @@ def part_of_checksum(values: np.ndarray, start: Sequence[int], shape: Sequence[i
     >>> parts % 2**32 == int(checksums({"x": jnp.asarray(x)})[0])
     True
     """
-    if values.ndim > 1 and values.size > BLOCK:
-        middle = max(range(values.ndim), key=lambda d: values.shape[d])
-        half = values.shape[middle] // 2
-        first, second = np.split(values, [half], axis=middle)
-        after = [*start[:middle], start[middle] + half, *start[middle + 1 :]]
-        return part_of_checksum(first, start, shape) + part_of_checksum(second, after, shape)
-    bits = np.ascontiguousarray(values).reshape(-1)
-    if values.dtype == bool:
-        bits = bits.astype(np.uint32)
-    elif values.itemsize < 4:
-        bits = bits.view({1: np.uint8, 2: np.uint16}[values.itemsize]).astype(np.uint32)
+    if values.size <= BLOCK:
+        return int(_checksum(values, start, shape))
+    dim = int(np.argmax(values.shape))
+    first, second = np.array_split(values, 2, axis=dim)
+    after = [*start[:dim], start[dim] + first.shape[dim], *start[dim + 1 :]]
+    return part_of_checksum(first, start, shape) + part_of_checksum(second, after, shape)
+
+
+def _checksum(x: Any, start: Sequence[int] = (), shape: Sequence[int] = ()) -> Any:
+    """Sum the hashes of a leaf, or of its part at `start`, in JAX or NumPy as the array is."""
+    xp: Any = np if isinstance(x, np.ndarray) else jnp
+    to = np.dtype(f"u{min(x.dtype.itemsize, 4)}")  # elements of eight bytes are two words, in a last dimension
+    if xp is np:
+        words: Any = np.ascontiguousarray(x[..., None]).view(to)
     else:
-        bits = bits.view(np.uint32)
-    words, index, stride = max(1, values.itemsize // 4), np.zeros(values.shape, np.uint32), 1
-    for dim in reversed(range(values.ndim)):
-        steps = (np.arange(start[dim], start[dim] + values.shape[dim], dtype=np.uint64) * stride * words) % 2**32
-        index += steps.astype(np.uint32).reshape([-1 if d == dim else 1 for d in range(values.ndim)])
+        words = x.astype(to) if x.dtype == bool else lax.bitcast_convert_type(x, to)
+    start, shape = ([*some, *rest[len(some) :]] for some, rest in ((start, [0] * words.ndim), (shape, words.shape)))
+    # The flat index of every word, as a sum over dimensions: a reshape could move shards between devices.
+    index, stride = xp.zeros(words.shape, np.uint32), 1
+    for dim in reversed(range(words.ndim)):
+        steps = (xp.arange(words.shape[dim], dtype=np.uint32) + np.uint32(start[dim] % 2**32)) * np.uint32(
+            stride % 2**32
+        )
+        index += steps.reshape([-1 if d == dim else 1 for d in range(words.ndim)])
         stride *= shape[dim]
-    word_index = (index.reshape(-1, 1) + np.arange(words, dtype=np.uint32)).reshape(-1)
-    return int(hash32(bits ^ hash32(word_index)).sum(dtype=np.uint64))
+    return hash32(words.astype(np.uint32) ^ hash32(index)).sum(dtype=np.uint32)

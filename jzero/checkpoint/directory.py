@@ -23,6 +23,7 @@ jzero never replaces or deletes a directory that it did not write.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import numbers
 import os
@@ -33,11 +34,17 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from jzero.checkpoint.tags import DEFAULT_TAG, LATEST, LONGEST, REPLACED, SAVING, is_tag, read_latest
 from jzero.errors import CheckpointError, ConfigError, some_of
-from jzero.files import create
+from jzero.files import check_writable, create, read_file
 
 STATE, NOTES = "state", "notes.json"
+LATEST = "latest"
+SAVING, REPLACED = ".saving", ".replaced"
+DEFAULT_TAG = "global_step{}"  # DeepSpeed's
+LONGEST = 255 - len(REPLACED)  # bytes: a file system's limit for a name
+LOCK = ".lock"
+OWN = (LATEST, f"{LATEST}.new", LOCK, "ledger.jsonl")  # files among the checkpoints
+LATEST_TIME = 1e11  # seconds since 1970; a save at a later time would stay the newest for ever
 
 
 def checkpoint_path(directory: str | os.PathLike | None, tag: str | float) -> Path:
@@ -54,9 +61,35 @@ def checkpoint_path(directory: str | os.PathLike | None, tag: str | float) -> Pa
     if not isinstance(tag, str) or not is_tag(tag):
         raise ConfigError(
             f"tag = {ascii(tag)[:80]}: must be a number or a printable name of at most {LONGEST} bytes, without "
-            f"separators; {LATEST!r} and names that end with {SAVING!r} or {REPLACED!r} are reserved"
+            f"separators and without a space at either end; {', '.join(OWN)} and names that end with {SAVING} or "
+            f"{REPLACED} are reserved"
         )
     return root / tag
+
+
+def is_tag(text: str) -> bool:
+    """Return whether a text is a valid tag: one line, one directory name, and no name that jzero uses itself."""
+    fits = text.isprintable() and len(text.encode(errors="replace")) <= LONGEST and text == text.strip()
+    is_name = Path(text).name == text and text not in ("", "..")
+    ours = text in OWN or text.startswith(LOCK) or text.endswith((SAVING, REPLACED))
+    return fits and is_name and not ours
+
+
+def read_latest(directory: Path) -> tuple[str | None, str]:
+    """Read DIR/latest: (its tag, ""), or (None, why there is none)."""
+    try:
+        text = read_file(directory / LATEST, 10_000).decode(errors="surrogateescape").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None, f"it has no file {LATEST!r}"
+    except OSError as error:
+        is_none = error.errno in (errno.EINVAL, errno.EISDIR)
+        return (
+            None,
+            f"its {LATEST!r} is not a file" if is_none else f"its file {LATEST!r} cannot be read: {error.strerror}",
+        )
+    if not text:
+        return None, f"its file {LATEST!r} is empty"
+    return (text, "") if is_tag(text) else (None, f"its file {LATEST!r} is damaged: it contains {ascii(text)[:60]}")
 
 
 def local_path(directory: str | os.PathLike, key: str) -> Path:
@@ -92,6 +125,11 @@ def find_checkpoint(directory: str | os.PathLike | None, tag: str | float | None
     """
     path = checkpoint_path(directory, "any" if tag is None else tag)
     root = path.parent
+    if not root.exists():
+        raise ConfigError(
+            f"{root}: no such directory: pass the one that was given to save_checkpoint; engine.load_weights reads a "
+            "download of Hugging Face"
+        )
     if tag is None:
         named, problem = read_latest(root)
         if named is None:
@@ -114,11 +152,9 @@ def _hint(root: Path) -> str:
 def check_home(directory: str | os.PathLike, key: str) -> None:
     """Raise a ConfigError if checkpoints cannot be written there: before the first step rather than after hours."""
     root = local_path(directory, key)
+    check_writable(root, key)
     if _is_checkpoint(root):
         raise ConfigError(f"{key} = {str(directory)!r}: is itself a checkpoint; use its parent, {root.parent}")
-    there = next(path for path in (root, *root.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(f"{key} = {str(directory)!r}: {there} is not a writable directory; name one that is")
 
 
 def recover(root: Path) -> None:
@@ -267,13 +303,30 @@ def read_notes(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"checkpoint {path} {reason}") from None
     if notes is None:
         raise CheckpointError(f"checkpoint {path} is damaged: {NOTES} does not match its checksum")
+    if not _are_notes(notes):
+        raise CheckpointError(f"checkpoint {path} is damaged: {NOTES} has other contents than jzero writes")
     return notes
+
+
+def _are_notes(x: Any) -> bool:
+    """Return whether an object has what every reader of notes relies on; a checksum is no signature."""
+
+    def is_leaf(entry: Any) -> bool:
+        if not isinstance(entry, list) or list(map(type, entry)) != [str, list, int]:
+            return False
+        return all(type(n) is int and n >= 0 for n in entry[1])
+
+    if not isinstance(x, dict) or type(x.get("saved")) is not float or not 0 < x["saved"] < LATEST_TIME:
+        return False
+    if not all(isinstance(x.get(part), dict) for part in ("leaves", "without", "keys", "notes")):
+        return False
+    return all(map(is_leaf, (x["leaves"] | x["without"]).values()))
 
 
 def _unseal(path: Path) -> dict[str, Any] | None:
     """Read the notes; None if they do not match their checksum."""
-    text = (path / NOTES).read_text(errors="replace")
-    with contextlib.suppress(ValueError, KeyError, TypeError):
+    text = read_file(path / NOTES).decode(errors="replace")
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         notes = json.loads(text)["notes"]
         return notes if _seal(notes) == text else None
     return None

@@ -25,14 +25,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from jzero.errors import CheckpointError, ConfigError
+from jzero.checkpoint.directory import LOCK
+from jzero.errors import CheckpointError, ConfigError, escaped
 
-LOCK = ".lock"
 REFRESH = 3.0  # seconds between the owner's touches
 STALE = 30.0  # seconds without a touch after which the owner counts as dead
 POLL = 0.25  # seconds between two looks at another owner's lock
@@ -50,6 +50,7 @@ class Owner(NamedTuple):
       place: the host's boot and the namespace in which `pid` is valid.
       started: the process's start time, because pids are reused.
       attempts: {job: number of its attempt}.
+      modified: when the file was last touched, in nanoseconds; not in the file.
     """
 
     id: str = ""
@@ -60,13 +61,7 @@ class Owner(NamedTuple):
     job: str = "?"
     since: str = "?"
     attempts: Mapping[str, int] = {}
-
-
-class Sight(NamedTuple):
-    """A look at a lock file: its owner and the file's modification time in nanoseconds."""
-
-    owner: Owner
-    modified: int
+    modified: int = 0
 
 
 def hold(directory: Path) -> None:
@@ -83,16 +78,16 @@ def hold(directory: Path) -> None:
         seen = _look(file)
         if seen is None:  # it was released just now
             continue
-        if seen.owner.id == _ID:
+        if seen.id == _ID:
             break
-        touched = first is not None and seen.owner.id == first.owner.id and seen.modified != first.modified
-        alive = False if _is_earlier_attempt(seen.owner) else touched or _is_alive(seen.owner)
+        touched = first is not None and seen.id == first.id and seen.modified != first.modified
+        alive = False if _is_earlier_attempt(seen) else touched or _is_alive(seen)
         if alive:
-            raise ConfigError(_in_use(file, seen.owner))
+            raise ConfigError(_in_use(file, seen))
         if first is None and alive is None:
             wait = f"waiting {STALE:g} s to see whether it still runs"
-            print(f"jzero: {file} names {_words(seen.owner)}: {wait}", file=sys.stderr, flush=True)
-        if first is None or seen.owner.id != first.owner.id:
+            print(escaped(f"jzero: {file} names {_words(seen)}: {wait}"), file=sys.stderr, flush=True)
+        if first is None or seen.id != first.id:
             first, since = seen, time.monotonic()
         if alive is False or time.monotonic() - since > STALE:
             _take_over(file, seen)
@@ -104,17 +99,16 @@ def hold(directory: Path) -> None:
 def check(directory: Path) -> None:
     """Raise a CheckpointError if another job has taken the directory over."""
     seen = _look(file := Path(os.path.realpath(directory)) / LOCK)
-    if seen and seen.owner.id != _ID:
-        raise CheckpointError(_in_use(file, seen.owner))
+    if seen and seen.id != _ID:
+        raise CheckpointError(_in_use(file, seen))
 
 
 def other_holder(directory: Path) -> str:
     """Describe the other job that holds the directory and may be alive; "" if there is none. Never waits."""
     with contextlib.suppress(OSError):
         seen = _look(file := Path(os.path.realpath(directory)) / LOCK)
-        ours = seen is None or seen.owner.id == _ID or _is_earlier_attempt(seen.owner)
-        if seen and not ours and _is_alive(seen.owner) is not False:
-            return _in_use(file, seen.owner)
+        if seen and seen.id != _ID and not _is_earlier_attempt(seen) and _is_alive(seen) is not False:
+            return _in_use(file, seen)
     return ""
 
 
@@ -140,7 +134,7 @@ def _create(file: Path) -> bool:
         return False
     try:
         with open(descriptor, "w") as stream:
-            json.dump(_me()._asdict(), stream)
+            json.dump({key: x for key, x in _me()._asdict().items() if key != "modified"}, stream)
             stream.flush()
             os.fsync(descriptor)
     except OSError:  # a full disk
@@ -149,19 +143,19 @@ def _create(file: Path) -> bool:
     return True
 
 
-def _take_over(file: Path, dead: Sight) -> None:
+def _take_over(file: Path, dead: Owner) -> None:
     """Replace a dead owner's lock. If several processes do so at once, the last one has it; the others see that."""
     new = file.with_name(f"{LOCK}.{_ID}")
     new.unlink(missing_ok=True)
     _create(new)
     now = _look(file)  # the write above may have taken long
-    if now == dead or (now and now.owner.id == dead.owner.id and _is_earlier_attempt(now.owner)):
+    if now == dead or (now and now.id == dead.id and _is_earlier_attempt(now)):
         os.replace(new, file)
         time.sleep(SETTLE)
     new.unlink(missing_ok=True)
 
 
-def _look(file: Path) -> Sight | None:
+def _look(file: Path) -> Owner | None:
     """Read the lock file; None if there is none. A file that is not a lock, or not yet whole, has an unknown owner."""
     try:  # NFS fetches a file's attributes when it is opened, and otherwise caches them for up to a minute
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -172,9 +166,9 @@ def _look(file: Path) -> Sight | None:
     try:
         owner = Owner(**json.loads(text))
         attempts = {str(job): int(number) for job, number in owner.attempts.items()}
-        return Sight(owner._replace(pid=int(owner.pid), attempts=attempts), modified)
+        return owner._replace(pid=int(owner.pid), attempts=attempts, modified=modified)
     except (ValueError, TypeError, AttributeError, RecursionError):
-        return Sight(Owner(), modified)
+        return Owner(modified=modified)
 
 
 def _keep(file: Path) -> None:
@@ -182,24 +176,21 @@ def _keep(file: Path) -> None:
     if not _held:
         os.register_at_fork(after_in_child=_held.clear)  # a child that ends must not release its parent's lock
         threading.Thread(target=_touch, daemon=True, name="jzero lock").start()
-        atexit.register(_release)
+        atexit.register(_each_held, os.unlink)
     _held.add(file)
 
 
 def _touch() -> None:
     while True:
         time.sleep(REFRESH)
-        for file in list(_held):
-            with contextlib.suppress(OSError):
-                if (seen := _look(file)) and seen.owner.id == _ID:
-                    os.utime(file)
+        _each_held(os.utime)
 
 
-def _release() -> None:
+def _each_held(do: Callable[[Path], None]) -> None:
     for file in list(_held):
         with contextlib.suppress(OSError):
-            if (seen := _look(file)) and seen.owner.id == _ID:
-                file.unlink()
+            if (seen := _look(file)) and seen.id == _ID:
+                do(file)
 
 
 # ---------------------------------------------------------------- who is who

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from etils import epath
 from jax.sharding import Sharding
 
 from jzero.checkpoint.async_save import settle
 from jzero.checkpoint.checksums import checksums
 from jzero.checkpoint.directory import STATE, find_checkpoint, read_notes
-from jzero.checkpoint.leaves import nest
-from jzero.checkpoint.orbax_noise import silence_orbax
-from jzero.distributed.host_collectives import agree, anyone, check_same, together
+from jzero.checkpoint.orbax_trees import all_or_none, nest, read_arrays, silence_orbax
+from jzero.distributed.host_collectives import agree, check_same, together
 from jzero.errors import CheckpointError, ConfigError, in_a_line, some_of
-from jzero.tree import differences, named
-
-T = TypeVar("T")
+from jzero.tree import differences
 
 
 class Checkpoint:
@@ -35,7 +31,7 @@ class Checkpoint:
     Attributes:
       path: of its directory.
       notes: as given to `save`.
-      shapes, dtypes: of the leaves, by name, as stored.
+      shapes, dtypes, sums: of the leaves, by name, as stored; the last are checksums.
       keys: name -> implementation of the leaves that are random keys.
       without: name -> (dtype, checksum) of the leaves that were omitted.
     """
@@ -47,7 +43,7 @@ class Checkpoint:
         self.shapes = {name: tuple(shape) for name, (_, shape, _) in notes["leaves"].items()}
         self.dtypes = {name: dtype for name, (dtype, _, _) in notes["leaves"].items()}
         self.without = {name: (np.dtype(dtype), checksum) for name, (dtype, _, checksum) in notes["without"].items()}
-        self._sums = {name: checksum for name, (_, _, checksum) in notes["leaves"].items()}
+        self.sums = {name: checksum for name, (_, _, checksum) in notes["leaves"].items()}
 
     def __repr__(self) -> str:
         size = sum(prod(shape) * jnp.dtype(self.dtypes[name]).itemsize for name, shape in self.shapes.items())
@@ -66,7 +62,7 @@ class Checkpoint:
         path = together("reading a checkpoint", lambda: find_checkpoint(directory, tag))
         # A network file system may show hosts different contents of `latest`: process 0 decides.
         path = path.with_name(agree("the checkpoint to read", path.name)[0])
-        found = all_or_none("reading a checkpoint's notes", lambda: cls(path))
+        found = all_or_none("reading the notes of checkpoint", lambda: cls(path), path)
         if len(set(agree("a checkpoint's notes", str(found._fingerprint)))) > 1:
             raise CheckpointError(f"checkpoint {path} differs between hosts: all hosts must share the directory")
         return found
@@ -89,7 +85,7 @@ class Checkpoint:
         """Say what can be loaded. Of parameters stored in another shape, the table in the notes says what they are."""
         sizes = [(there[n], shape) for n, shape in shapes.items() if shape and n in there and n.startswith("params/")]
         if self.notes.get("weights") and any(a != b and prod(a) == prod(b) for a, b in sizes):
-            export = f"jzero export {self.path.parent} OUT"
+            export = shlex.join(["jzero", "export", str(self.path.parent), "OUT"])
             return f"To load the parameters in their new shapes: {export}, then engine.load_weights(OUT)"
         return (
             "To load only the parameters: engine.load_checkpoint(..., load_module_only=True); only those that fit: "
@@ -105,45 +101,15 @@ class Checkpoint:
         Raises:
           CheckpointError: missing or damaged files; the message names the damaged leaves.
         """
-        read = all_or_none("reading", lambda: self._read(shardings), self.path)
-        wrong = [n for n, s in zip(sorted(read), np.asarray(checksums(read)), strict=True) if int(s) != self._sums[n]]
+        silence_orbax()
+        wanted = {name: ocp.ArrayRestoreArgs(sharding=sharding) for name, sharding in shardings.items()}
+        read = all_or_none("reading", lambda: read_arrays(self.path / STATE, nest(self.dtypes), wanted), self.path)
+        wrong = [n for n, s in zip(sorted(read), np.asarray(checksums(read)), strict=True) if int(s) != self.sums[n]]
         if wrong:
             raise CheckpointError(f"checkpoint {self.path} is damaged: wrong checksum of {', '.join(wrong)}")
-        keys = {name: jax.random.wrap_key_data(read[name], impl=self.keys[name]) for name in read if name in self.keys}
-        return read | keys
-
-    def _read(self, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
-        silence_orbax()
-        handler = ocp.PyTreeCheckpointHandler()
-        target = {name: shardings.get(name, ocp.PLACEHOLDER) for name in self.shapes}
-        arguments = {
-            name: ocp.ArrayRestoreArgs(sharding=sharding) if name in shardings else ocp.RestoreArgs()
-            for name, sharding in target.items()
-        }
-        tree = handler.restore(
-            epath.Path(self.path) / STATE,
-            args=ocp.args.PyTreeRestore(item=nest(target), restore_args=nest(arguments)),
-        )
-        found = named(tree)
-        return {name: found[name] for name in shardings}
-
-
-def all_or_none(what: str, work: Callable[[], T], of: object = "") -> T:
-    """Run `work` on every process; if it raises on any process, every process raises a CheckpointError.
-
-    Args:
-      what: the name of the work, the same on all processes.
-      work: called once.
-      of: the object of the work; may differ between processes.
-    """
-    result: T | None = None
-    problem: str | None = None
-    try:
-        result = work()
-    except Exception as error:
-        problem = str(error) if isinstance(error, CheckpointError) else f"{f'{what} {of}'.strip()}: {in_a_line(error)}"
-        if jax.process_count() > 1:
-            problem += f" (process {jax.process_index()})"
-    if problem := anyone(what, problem):
-        raise CheckpointError(problem)
-    return result  # type: ignore[return-value]  # no process had a problem, so work returned
+        try:
+            return read | {
+                n: jax.random.wrap_key_data(read[n], impl=impl) for n, impl in self.keys.items() if n in read
+            }
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"checkpoint {self.path} is damaged: random keys: {in_a_line(error)}") from None

@@ -1,8 +1,12 @@
-"""A copy of a state's leaves that training cannot overwrite, on the devices or on the way to the host."""
+"""A copy of a state's leaves that training cannot overwrite, on the devices or on the way to the host.
+
+Layer stacks are stored layer by layer, under the names that the layers have in the module. So a checkpoint is the same
+with and without `from_flax(..., stack=...)`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -10,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jzero.checkpoint.checksums import checksums
-from jzero.checkpoint.leaves import is_key, key_data
-from jzero.offload.transfers import HOST
+from jzero.checkpoint.checksums import checksums, is_key, key_data
+from jzero.layout.offload import HOST
+
+Names = Mapping[str, tuple[str, ...]]  # of a leaf in a checkpoint: one, or one for each layer
 
 
 def copy_sharding(x: jax.Array) -> Sharding | None:
@@ -21,10 +26,10 @@ def copy_sharding(x: jax.Array) -> Sharding | None:
     Every device then transfers its own part to the host and every process writes its own part, instead of one replica
     doing all the work. None for random keys and for arrays without a mesh.
     """
-    return None if is_key(x) or not isinstance(x.sharding, NamedSharding) else spread(x.sharding, x.shape)
+    return None if is_key(x) or not isinstance(x.sharding, NamedSharding) else divide_further(x.sharding, x.shape)
 
 
-def spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+def divide_further(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     """Divide an array over the unused mesh axes too, if one of its dimensions divides."""
     mesh, spec = sharding.mesh, [*sharding.spec] + [None] * (len(shape) - len(sharding.spec))
     axes = [() if part is None else part if isinstance(part, tuple) else (part,) for part in spec]
@@ -54,25 +59,26 @@ def has_room(leaves: Mapping[str, jax.Array]) -> bool:
     return True
 
 
-def snapshot(
-    leaves: Mapping[str, jax.Array], room: bool, copied: Mapping[str, jax.Array] | None = None
-) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Copy the leaves: (copies in buffers of their own, checksums). Does not wait for the devices.
+def snapshot(leaves: Mapping[str, jax.Array], names: Names, room: bool) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Copy the leaves: (copies in buffers of their own, checksums), by their stored names, without waiting for devices.
 
     With `room`, the copies are on the devices (0.9 ms per GiB on an H200, a hundredth of the transfer to the host).
     Otherwise they are on the way to the host, and a train step that takes the leaves' buffers waits for the transfer.
-
-    Args:
-      copied: more leaves, which are in buffers of their own already.
     """
-    leaves, copied = dict(leaves), dict(copied or {})
-    sums = checksums(leaves | copied)
+    whole = {names[name][0]: x for name, x in leaves.items() if len(names[name]) == 1}
+    layers: dict[str, jax.Array] = {}
+    for name, x in leaves.items():
+        if len(names[name]) > 1:  # in buffers of their own, spread over all devices; to the host one leaf at a time
+            parts = jax.jit(tuple, out_shardings=(layer_sharding(x.sharding, x.shape),) * len(x))(x)
+            own = dict(zip(names[name], parts, strict=True))
+            layers |= own if room else to_host(own)
+    sums = checksums(whole | layers)
     if not room:
-        keys = {name: x for name, x in leaves.items() if is_key(x)}
+        keys = {name: x for name, x in whole.items() if is_key(x)}
         # Random keys cannot be transferred as such, so their data is copied first.
-        return to_host(leaves | copied | (jax.jit(_copies)(keys) if keys else {})), sums
-    copies = jax.jit(_copies, out_shardings={name: copy_sharding(x) for name, x in leaves.items()})(leaves)
-    return copies | copied, sums
+        return to_host(whole | layers | (jax.jit(_copies)(keys) if keys else {})), sums
+    copies = jax.jit(_copies, out_shardings={name: copy_sharding(x) for name, x in whole.items()})(whole)
+    return copies | layers, sums
 
 
 def to_host(copies: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -81,6 +87,14 @@ def to_host(copies: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     if device.platform == "cpu":
         return dict(copies)
     return jax.device_put(dict(copies), {n: x.sharding.with_memory_kind(HOST) for n, x in copies.items()})
+
+
+def layer_sharding(sharding: Any, shape: Sequence[int]) -> Sharding:
+    """Choose the sharding of one layer of a stacked leaf, over all devices where a dimension divides."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    layer = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
+    return divide_further(layer, tuple(shape[1:]))
 
 
 def _copies(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:

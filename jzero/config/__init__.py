@@ -14,10 +14,8 @@ Traceback (most recent call last):
 jzero.errors.ConfigError: zero_optimization.stge = 3: unknown key; did you mean "stage"?
 """
 
-from jzero.config.config import Config
-from jzero.config.curriculum import without_curriculum
-from jzero.config.ignored import Ignored
-from jzero.config.keys import Replaced
+from jzero.config.config import Config, without_curriculum
+from jzero.config.keys import Ignored, Replaced
 from jzero.config.observed import ThroughputConfig, TimersConfig, WatchdogConfig
 from jzero.config.sections import (
     ActivationCheckpointing,

@@ -1,24 +1,24 @@
 """`Config`: reads a source, screens its keys, validates the fields, checks them against each other, computes sizes.
 
 A config passes the other files of this package in this order: `source` (file to dict), `screen` (keys that are not
-fields, with `keys` and `suggest`), `sections` (the fields, with `fields` and `observed`), `checks`, `sizes`.
+fields, with `keys` and `aliases`), `sections` (the fields; also `fields`, `precisions`, `observed`), `checks`, `sizes`.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from pathlib import Path
 from typing import Any, Self
 
-from pydantic import PrivateAttr, ValidationError
+from pydantic import PrivateAttr
 
 from jzero.config import sizes
 from jzero.config.checks import contradictions
-from jzero.config.ignored import Ignored
-from jzero.config.keys import REPLACED, Replaced
-from jzero.config.screen import check_extent, explain, meant, plain, pop, screen
+from jzero.config.keys import Ignored, Replaced
+from jzero.config.screen import screen
 from jzero.config.sections import Settings
 from jzero.config.source import read
 from jzero.errors import ConfigError
-from jzero.values import trainer
 from jzero.values.kinds import Dtype
 
 
@@ -30,37 +30,14 @@ class Config(Settings):
     _autos: tuple[str, ...] = PrivateAttr(())
 
     def __init__(self, /, **given: Any):
-        check_extent(given)
-        autos: list[str] = []
-        data = plain(given, autos)
-        found = screen(data, autos)
-        if set(autos) & {sizes.TRAIN, sizes.MICRO} and not {sizes.TRAIN, sizes.MICRO} & set(data):
-            data[sizes.MICRO] = trainer.MICRO_BATCH
-        wrong: set[str] = set()
-        # pydantic builds nothing from bad values, but the user should see every problem at once, contradictions between
-        # the good values included. So each round drops the bad values and validates again, and `contradictions` skips
-        # the checks that read one of them.
-        while True:
-            try:
-                super().__init__(**data)
-                break
-            except ValidationError as error:
-                details = {".".join(map(str, detail["loc"])): detail for detail in error.errors()}
-                for path, detail in details.items():
-                    if detail["type"] == "extra_forbidden":
-                        wrong |= meant(path)
-                for path, detail in details.items():
-                    if detail["type"] == "missing":  # a required key: without it the section cannot be built
-                        pop(data, *detail["loc"][:-1])
-                    else:
-                        pop(data, *detail["loc"])
-                    if detail["type"] != "missing" or path not in wrong:
-                        explain(path, detail, found)
-                    wrong.add(path)
-        if problems := [*found.problems, *contradictions(self, wrong)]:
+        found = screen(given)
+        # Bad values have left their keys to the defaults, so that the user sees the contradictions between the good
+        # ones at once too; `contradictions` skips the checks that read a bad one.
+        super().__init__(**found.data)
+        if problems := [*found.noted(str), *contradictions(self, found.wrong)]:
             raise ConfigError(*dict.fromkeys(problems))
-        found.replaced.extend(Replaced(key, "auto", REPLACED[key].by) for key in autos if key in REPLACED)
-        self._replaced, self._ignored, self._autos = tuple(found.replaced), tuple(found.ignored), tuple(autos)
+        self._replaced, self._ignored = found.noted(Replaced), found.noted(Ignored)
+        self._autos = tuple(found.autos)
 
     @classmethod
     def load(cls, source: str | os.PathLike[str] | Mapping[str, Any] | Self) -> Self:
@@ -81,7 +58,7 @@ class Config(Settings):
     def autos(self) -> tuple[str, ...]:
         """The keys given as "auto".
 
-        They take the Hugging Face Trainer's default (`jzero.values.trainer`), or jzero's where that has none. The model
+        They take the Hugging Face Trainer's default (`values.parameters`), or jzero's where that has none. The model
         and the devices decide `bf16.enabled` and `fp16.enabled`, see `jzero.precision`.
         """
         return self._autos
@@ -110,7 +87,7 @@ class Config(Settings):
         """Resolve the three batch sizes and infer the missing ones.
 
         Args:
-          replicas: data-parallel replicas, |data| × |zero|.
+          replicas: the groups of devices that get rows of their own, see `mesh.replicas`.
           former: the sizes of the run that resumes (`batch` in a checkpoint's notes). Its global batch stays, by
             accumulation, unless the config has changed: to another global batch, or to other sizes on the same number
             of replicas. Its micro-batch stays too unless the config gives one.
@@ -137,3 +114,44 @@ class Config(Settings):
         {'pipe': 1, 'data': 4, 'zero': 4, 'expert': 1, 'context': 1, 'tensor': 1}
         """
         return sizes.mesh_degrees(self, num_devices)
+
+
+def without_curriculum(config: Config) -> Config:
+    """Return a config that has no curriculum.
+
+    Raises:
+      ConfigError: it has one, which only the engine follows.
+    """
+    for path in config.curricula:
+        raise ConfigError(
+            f"{path}: the engine of jzero.initialize cuts the batches, and a train step does not; turn it off here and "
+            "pass batches of the lengths that you want"
+        )
+    return config
+
+
+# ---- the keys that name files to write, and those that send data: all that an untrusted config can reach ------------
+
+
+# The keys of a path, joined -> whether a run with this config writes there. SECURITY.md has the same rows.
+OUTPUTS: dict[tuple[str, ...], Callable[[Config], object]] = {
+    ("checkpoint.dir",): attrgetter("checkpoint.dir"),
+    ("non_finite.output_path",): lambda config: config.non_finite.action == "stop",
+    ("flops_profiler.output_file",): lambda c: c.flops_profiler.enabled and c.flops_profiler.output_file,
+    ("profiler.output_path",): attrgetter("profiler.steps"),
+    **{
+        (f"{section}.output_path", f"{section}.job_name"): attrgetter(f"{section}.enabled")
+        for section in ("csv_monitor", "jsonl_monitor", "tensorboard")
+    },
+}
+SENDS = ("wandb", "comet")  # sections of services
+
+
+def outputs(config: Config) -> dict[str, Path]:
+    """Return {key, or keys: path} of the places that a run with this config writes to.
+
+    >>> outputs(Config.load({"csv_monitor": {"enabled": True, "output_path": "runs", "job_name": "first"}}))
+    {'csv_monitor.output_path, csv_monitor.job_name': PosixPath('runs/first')}
+    """
+    used = [keys for keys, is_used in OUTPUTS.items() if is_used(config)]
+    return {", ".join(keys): Path(*(attrgetter(key)(config) for key in keys)) for keys in used}

@@ -2,16 +2,51 @@
 
 from typing import Annotated, Literal
 
-from pydantic import PlainValidator
-
 from jzero.config.fields import Flag, NonNegative, PositiveInt32, PositiveOrNone, Section, Text, TextOrNone
-from jzero.config.profiled import COLLECTIVES, STEPS
 from jzero.values import kinds
-from jzero.values.kinds import number, one_of
+from jzero.values.kinds import INT32, Kind, either, number, one_of
+
+# DeepSpeed's name of an operation -> its kind in a compiled program.
+_COLLECTIVES = {
+    "all_reduce": "all-reduce",
+    "all_gather": "all-gather",
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "all_to_all_single": "all-to-all",
+    "send": "collective-permute",
+    "recv": "collective-permute",
+    "broadcast": "collective-broadcast",
+}
+
+
+def _collectives(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple):
+        raise ValueError("")
+    for name in value:
+        if name not in _COLLECTIVES:
+            raise ValueError(f"{name!r} is unknown")
+    return tuple(dict.fromkeys(_COLLECTIVES[name] for name in value))
+
+
+def _steps(value: object) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError("")
+    first, last = (INT32.parse(number) for number in value)
+    if last < first:
+        raise ValueError("the last is before the first")
+    return first, last
+
+
+COLLECTIVES = Kind(f"a list of {either(_COLLECTIVES)}", _collectives)
+STEPS = Kind("a list of the first and the last step, as [10, 12], or null", _steps)
 
 
 class WatchdogConfig(Section):
-    """How long a step may take before the job counts as hung, in seconds; ceiling 0: no limit.
+    """Limit the time of a step, in seconds, after which the job counts as hung; ceiling 0: no limit.
 
     The limit is 20 times the slowest of the last 20 train steps, between `floor` and `ceiling`. The ceiling holds for a
     train step whose program runs for the first time (it compiles), and for evaluations, saves, exports and the wait for
@@ -23,14 +58,14 @@ class WatchdogConfig(Section):
 
 
 class NonFiniteConfig(Section):
-    """What happens after a step whose loss or gradient is not finite; such a step changes no parameter.
+    """Choose what follows a step whose loss or gradient is not finite; such a step changes no parameter.
 
     "skip": the run prints a warning and continues; 20 such steps in a row end it. "stop": it ends at the first, returns
     to the state before that step, finds the parameters, the layer, the micro-batch and the rows where it begins, and
     saves what `jzero replay` needs in `output_path`. An overflow under fp16 counts only if no lower loss scale helps.
     """
 
-    action: Annotated[Literal["skip", "stop"], PlainValidator(one_of(("skip", "stop")))] = "skip"
+    action: Annotated[Literal["skip", "stop"], one_of(("skip", "stop"))] = "skip"
     output_path: Text = "non_finite"
 
 
@@ -55,17 +90,15 @@ class StragglerConfig(Section):
 
 
 class SpikesConfig(Section):
-    """What happens after a step whose loss or gradient norm is far above those of the last `window` steps.
+    """Choose what follows a step whose loss or gradient norm is far above those of the last `window` steps.
 
     "report": a line names the step. "skip": the step also changes nothing. The limit is the median plus `threshold`
     standard deviations, estimated by the median absolute deviation; there is none in the first `window`/2 steps, or 20.
     """
 
-    action: Annotated[Literal["ignore", "report", "skip"], PlainValidator(one_of(("ignore", "report", "skip")))] = (
-        "ignore"
-    )
-    window: Annotated[int, PlainValidator(number(20, whole=True))] = 128
-    threshold: Annotated[float, PlainValidator(number(above=0))] = 6.0
+    action: Annotated[Literal["ignore", "report", "skip"], one_of(("ignore", "report", "skip"))] = "ignore"
+    window: Annotated[int, number(20, whole=True)] = 128
+    threshold: Annotated[float, number(above=0)] = 6.0
 
 
 class ThroughputConfig(Section):
@@ -81,12 +114,12 @@ class TimersConfig(Section):
 
 
 class ProgressConfig(Section):
-    """What process 0 shows beside the progress lines: a live `panel`, and a `summary` at the end of the run.
+    """Choose what process 0 shows besides the progress lines: a live `panel`, and a `summary` at the end of the run.
 
     The panel "auto" appears on a terminal and in a notebook; true: wherever the output goes.
     """
 
-    panel: Annotated[bool | Literal["auto"], PlainValidator(kinds.FLAG_OR_AUTO)] = "auto"
+    panel: Annotated[bool | Literal["auto"], kinds.FLAG_OR_AUTO] = "auto"
     summary: Flag = True
 
 
@@ -117,7 +150,7 @@ class CometConfig(Section):
     api_key: TextOrNone = None
     experiment_name: TextOrNone = None
     experiment_key: TextOrNone = None
-    online: Annotated[bool | None, PlainValidator(kinds.FLAG_OR_NULL)] = None
+    online: Annotated[bool | None, kinds.FLAG_OR_NULL] = None
     mode: TextOrNone = None
 
 
@@ -125,12 +158,12 @@ class FlopsProfilerConfig(Section):
     """A table of the FLOPs of step `profile_step` by module, with the rate that the step reached.
 
     It has modules down to `module_depth` (-1: all), or, with `detailed` false, the `top_modules` with the most FLOPs at
-    each depth. It is printed, or written to `output_file`.
+    each depth. It is printed, or written to `output_file`, where it replaces only an earlier table.
     """
 
     enabled: Flag = False
     profile_step: PositiveInt32 = 1
-    module_depth: Annotated[int, PlainValidator(number(-1, whole=True))] = -1
+    module_depth: Annotated[int, number(-1, whole=True)] = -1
     top_modules: PositiveInt32 = 1
     detailed: Flag = True
     output_file: TextOrNone = None
@@ -147,7 +180,7 @@ class CommsLoggerConfig(Section):
     enabled: Flag = False
     verbose: Flag = False
     prof_all: Flag = True
-    prof_ops: Annotated[tuple[str, ...], PlainValidator(COLLECTIVES)] = ()
+    prof_ops: Annotated[tuple[str, ...], COLLECTIVES] = ()
     debug: Flag = False
 
 
@@ -158,7 +191,7 @@ class ProfilerConfig(Section):
     directory of its own.
     """
 
-    steps: Annotated[tuple[int, int] | None, PlainValidator(STEPS)] = None
+    steps: Annotated[tuple[int, int] | None, STEPS] = None
     output_path: Text = "traces"
     python: Flag = False
     all_processes: Flag = False

@@ -1,8 +1,6 @@
 """The fields of the sections `fp16`, `bf16` and `fp8`."""
 
-from typing import Annotated, Any, Literal, get_args
-
-from pydantic import PlainValidator
+from typing import Annotated, Literal, get_args
 
 from jzero.config.fields import Count, Flag, Patterns, PositiveInt32, Section
 from jzero.values import kinds
@@ -14,7 +12,7 @@ FP8Recipe = Literal["current", "delayed"]
 _RECIPE = one_of(get_args(FP8Recipe))
 
 
-def _recipe(value: Any) -> Any:
+def _recipe(value: object) -> str:
     if isinstance(value, str) and value.lower().startswith(("mx", "nv")):
         raise ValueError("scales of blocks (MXFP8, NVFP4) need Blackwell GPUs, and are not supported")
     return _RECIPE.parse(value)
@@ -28,12 +26,12 @@ class FP16Config(Section):
     """
 
     enabled: Flag = False
-    loss_scale: Annotated[float, PlainValidator(kinds.NON_NEGATIVE32)] = 0.0
-    initial_scale_power: Annotated[int, PlainValidator(number(0, most=127, whole=True))] = 16
+    loss_scale: Annotated[float, kinds.NON_NEGATIVE32] = 0.0
+    initial_scale_power: Annotated[int, number(0, most=127, whole=True)] = 16
     loss_scale_window: PositiveInt32 = 1000
     hysteresis: PositiveInt32 = 2
     consecutive_hysteresis: Flag = False
-    min_loss_scale: Annotated[float, PlainValidator(number(above=0, float32=True))] = 1.0
+    min_loss_scale: Annotated[float, number(above=0, float32=True)] = 1.0
     fp16_master_weights_and_grads: Flag = False
     auto_cast: Flag = False
 
@@ -52,7 +50,7 @@ class BF16Config(Section):
     check_grad_overflow: Flag = True
     bf16_master_weights_and_grads: Flag = False
     bf16_optimizer_states: Flag = False
-    auto_cast: Annotated[bool | Literal["auto"], PlainValidator(kinds.FLAG_OR_AUTO)] = "auto"
+    auto_cast: Annotated[bool | Literal["auto"], kinds.FLAG_OR_AUTO] = "auto"
 
 
 class FP8Config(Section):
@@ -65,8 +63,8 @@ class FP8Config(Section):
     """
 
     enabled: Flag = False
-    recipe: Annotated[FP8Recipe, PlainValidator(Kind(_RECIPE.allowed, _recipe))] = "current"
+    recipe: Annotated[FP8Recipe, Kind(_RECIPE.allowed, _recipe)] = "current"
     amax_history_len: PositiveInt32 = 1024
-    format: Annotated[FP8Format, PlainValidator(one_of(get_args(FP8Format)))] = "hybrid"
+    format: Annotated[FP8Format, one_of(get_args(FP8Format))] = "hybrid"
     exclude: Patterns = ()
     min_size: Count = 1024

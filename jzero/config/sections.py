@@ -1,9 +1,10 @@
-"""The fields: every key that is a setting of jzero, with its type, its default and its effect."""
+"""The settings of jzero: each key with its type, its default and its effect; more in `precisions` and `observed`."""
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, PlainValidator
+from pydantic import ConfigDict, Field
 
+from jzero.config import observed
 from jzero.config.fields import (
     OR_NULL,
     Count,
@@ -23,25 +24,9 @@ from jzero.config.fields import (
     Text,
     TextOrNone,
 )
-from jzero.config.observed import (
-    CometConfig,
-    CommsLoggerConfig,
-    DesyncConfig,
-    FilesConfig,
-    FlopsProfilerConfig,
-    NonFiniteConfig,
-    ProfilerConfig,
-    ProgressConfig,
-    SpikesConfig,
-    StragglerConfig,
-    TimersConfig,
-    WandbConfig,
-    WatchdogConfig,
-)
 from jzero.config.precisions import BF16Config, FP8Config, FP16Config
-from jzero.config.schedule_names import SCHEDULE_NAMES, ScheduleName
 from jzero.values import kinds
-from jzero.values.kinds import Dtype, OffloadDevice, number, one_of
+from jzero.values.kinds import Dtype, OffloadDevice, number, one_of, or_null
 
 Policy = Literal["none", "full", "matmuls"]
 Reduction = Literal["mean", "sum"]
@@ -50,12 +35,15 @@ Growth = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
 ContextAttention = Literal["auto", "ulysses", "ring"]
 StateDtype = Literal["fp32", "bf16", "fp8"]
 NoDecay = Literal["norms_biases", "norms_biases_embeddings"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+CURRICULUM = "data_efficiency.data_sampling.curriculum_learning"
 
 
 class DataTypes(Section):
     """The dtype in which gradients accumulate over micro-batches (DeepSpeed: the model's; here fp32)."""
 
-    grad_accum_dtype: Annotated[Dtype, PlainValidator(kinds.DTYPE)] = "fp32"
+    grad_accum_dtype: Annotated[Dtype, kinds.DTYPE] = "fp32"
 
 
 class OptimizerConfig(Section):
@@ -70,9 +58,9 @@ class OptimizerConfig(Section):
 
     type: Text = Field(examples=["AdamW"])
     params: Params = {}
-    groups: Annotated[tuple[dict[str, Any], ...], PlainValidator(kinds.PARAM_LIST)] = ()
-    no_weight_decay: Annotated[NoDecay | None, PlainValidator(one_of(get_args(NoDecay), none=None))] = None
-    state_dtype: Annotated[StateDtype, PlainValidator(one_of(get_args(StateDtype)))] = "fp32"
+    groups: Annotated[tuple[dict[str, Any], ...], kinds.PARAM_LIST] = ()
+    no_weight_decay: Annotated[NoDecay | None, one_of(get_args(NoDecay), none=None)] = None
+    state_dtype: Annotated[StateDtype, one_of(get_args(StateDtype))] = "fp32"
 
 
 class SchedulerConfig(Section):
@@ -83,22 +71,22 @@ class SchedulerConfig(Section):
 
 
 class OffloadOptimizer(Section):
-    """Where the float32 masters and the optimizer's state live: on the device, or in pinned host memory ("cpu").
+    """Keep the float32 masters and the optimizer's state on the device, or in pinned host memory ("cpu").
 
     `ratio` is the smallest share of their elements on the host: the largest parameters are offloaded until it is met.
     """
 
-    device: Annotated[OffloadDevice, PlainValidator(kinds.OFFLOAD_DEVICE)] = "none"
-    ratio: Annotated[float, PlainValidator(number(0, most=1))] = 1.0
+    device: Annotated[OffloadDevice, kinds.OFFLOAD_DEVICE] = "none"
+    ratio: Annotated[float, number(0, most=1)] = 1.0
 
 
 class OffloadParam(Section):
-    """Where the parameters live under stage 3: on the device, or in pinned host memory ("cpu").
+    """Keep the parameters under stage 3 on the device, or in pinned host memory ("cpu").
 
     A layer's weights are copied to the device when the layer runs, in the forward and again in the backward pass.
     """
 
-    device: Annotated[OffloadDevice, PlainValidator(kinds.OFFLOAD_DEVICE)] = "none"
+    device: Annotated[OffloadDevice, kinds.OFFLOAD_DEVICE] = "none"
 
 
 class ZeroConfig(Section):
@@ -112,7 +100,7 @@ class ZeroConfig(Section):
     a step, sharded over groups of that many devices, from which the layers are gathered.
     """
 
-    stage: Annotated[int, PlainValidator(kinds.STAGE)] = 0
+    stage: Annotated[int, kinds.STAGE] = 0
     stage3_param_persistence_threshold: Count = 100_000
     mics_shard_size: PositiveOrRest = -1
     zero_quantized_weights: Flag = False
@@ -125,7 +113,7 @@ class ZeroConfig(Section):
 class ActivationCheckpointing(Section):
     """Recomputation in the backward pass: of a whole layer, or of the operations between its matrix products."""
 
-    policy: Annotated[Policy | None, PlainValidator(one_of(get_args(Policy), none=None))] = None
+    policy: Annotated[Policy | None, one_of(get_args(Policy), none=None)] = None
     cpu_checkpointing: Flag = False
 
     @property
@@ -183,13 +171,13 @@ class TensorParallelConfig(Section):
 
 
 class ContextParallelConfig(Section):
-    """How cuDNN's attention runs on sequences that `mesh.context` divides.
+    """Choose how cuDNN's attention runs on sequences that `mesh.context` divides.
 
     "ulysses" moves the division to the heads, "ring" sends keys and values from device to device; where that cannot
     be, it is an error. "auto": Ulysses where the heads suffice, else a ring with as many of them as fit.
     """
 
-    attention: Annotated[ContextAttention, PlainValidator(one_of(get_args(ContextAttention)))] = "auto"
+    attention: Annotated[ContextAttention, one_of(get_args(ContextAttention))] = "auto"
 
 
 class ExpertParallelConfig(Section):
@@ -205,7 +193,7 @@ class ExpertParallelConfig(Section):
 
 
 class PipelineConfig(Section):
-    """How the stages on the `pipe` axis work together.
+    """Choose how the stages on the `pipe` axis work together.
 
     `stages` is another name for `mesh.pipe`; `chunks` is the number of slices of the layers on one stage. `gather`
     chooses when ZeRO-3 gathers a stage's parameters, by default for every micro-batch. One activation checkpoint spans
@@ -213,16 +201,16 @@ class PipelineConfig(Section):
     """
 
     stages: PositiveInt32OrNone = None
-    schedule: Annotated[ScheduleName, PlainValidator(one_of(SCHEDULE_NAMES))] = "1f1b"
+    schedule: Annotated[ScheduleName, one_of(SCHEDULE_NAMES)] = "1f1b"
     chunks: PositiveInt32 = 1
-    gather: Annotated[Gather | None, PlainValidator(one_of(get_args(Gather), none=None))] = None
+    gather: Annotated[Gather | None, one_of(get_args(Gather), none=None)] = None
     activation_checkpoint_interval: Count = 0
 
 
 class StackConfig(Section):
-    """How the layer stack runs: unrolled, as a scan, or "auto"."""
+    """Run the layer stack unrolled, as a scan, or "auto"."""
 
-    unroll: Annotated[bool | Literal["auto"], PlainValidator(kinds.FLAG_OR_AUTO)] = "auto"
+    unroll: Annotated[bool | Literal["auto"], kinds.FLAG_OR_AUTO] = "auto"
 
 
 class CheckpointConfig(Section):
@@ -239,7 +227,7 @@ class EmaConfig(Section):
     `engine.save_16bit_model(dir, ema=True)` return and export it.
     """
 
-    decay: Annotated[float, PlainValidator(kinds.FRACTION)] = 0.999
+    decay: Annotated[float, kinds.FRACTION] = 0.999
 
 
 class ScheduleConfig(Section):
@@ -251,7 +239,7 @@ class ScheduleConfig(Section):
 
     total_curriculum_step: PositiveOrNone = None
     difficulty_step: PositiveOrNone = None
-    root_degree: Annotated[float | None, PlainValidator(number(above=0, none=True))] = None
+    root_degree: Annotated[float | None, or_null(number(above=0))] = None
     difficulty: PositivesOrNone = None
     max_step: PositivesOrNone = None
 
@@ -261,7 +249,7 @@ class CurriculumMetric(Section):
 
     min_difficulty: PositiveOrNone = None
     max_difficulty: PositiveOrNone = None
-    schedule_type: Annotated[Growth | None, PlainValidator(one_of(get_args(Growth), none=None))] = None
+    schedule_type: Annotated[Growth | None, one_of(get_args(Growth), none=None)] = None
     schedule_config: ScheduleConfig = ScheduleConfig()
 
 
@@ -273,17 +261,22 @@ class CurriculumLearning(CurriculumMetric):
     """
 
     enabled: Flag = False
-    curriculum_type: Annotated[Literal["seqlen"], PlainValidator(one_of(("seqlen",)))] = "seqlen"
+    curriculum_type: Annotated[Literal["seqlen"], one_of(("seqlen",))] = "seqlen"
 
 
 class CurriculumMetrics(Section):
-    """The difficulties that grow: the length of the sequences."""
+    """The difficulties that grow: the length of the sequences. Others have any name, and are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
 
     seqlen: CurriculumMetric | None = None
 
 
 class SamplingCurriculum(Section):
-    """Curriculum learning by DeepSpeed's newer name."""
+    """Curriculum learning by DeepSpeed's newer name.
+
+    Other metrics than `seqlen` select samples, under any name. With `enabled` true they are refused.
+    """
 
     enabled: Flag = False
     curriculum_metrics: CurriculumMetrics = CurriculumMetrics()
@@ -319,13 +312,13 @@ class Settings(Section):
     train_micro_batch_size_per_gpu: PositiveInt32OrNone = None
     gradient_accumulation_steps: PositiveInt32OrNone = None
     managed_gradient_accumulation: Flag = True
-    steps_per_print: Annotated[int | None, PlainValidator(kinds.EVERY)] = None
+    steps_per_print: Annotated[int | None, kinds.EVERY] = None
     wall_clock_breakdown: Flag = False
     memory_breakdown: Flag = False
     dump_state: Flag = False
-    gradient_clipping: Annotated[float, PlainValidator(kinds.CLIP)] = 1.0
-    gradient_allreduce_op: Annotated[Reduction, PlainValidator(one_of(get_args(Reduction)))] = "mean"
-    communication_data_type: Annotated[Dtype | None, PlainValidator(kinds.DTYPE_OR_NULL)] = None
+    gradient_clipping: Annotated[float, kinds.CLIP] = 1.0
+    gradient_allreduce_op: Annotated[Reduction, one_of(get_args(Reduction))] = "mean"
+    communication_data_type: Annotated[Dtype | None, kinds.DTYPE_OR_NULL] = None
     data_types: DataTypes = DataTypes()
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
@@ -349,20 +342,30 @@ class Settings(Section):
     frozen_parameters: Patterns = ()
     stack: StackConfig = StackConfig()
     compiler_options: Options = {}
-    seed: Annotated[int, PlainValidator(kinds.SEED)] = 0
+    seed: Annotated[int, kinds.SEED] = 0
     dataloader_drop_last: Flag = False
-    timers: TimersConfig = TimersConfig()
-    flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
-    progress: ProgressConfig = ProgressConfig()
-    comms_logger: CommsLoggerConfig = CommsLoggerConfig()
-    profiler: ProfilerConfig = ProfilerConfig()
-    tensorboard: FilesConfig = FilesConfig()
-    csv_monitor: FilesConfig = FilesConfig()
-    jsonl_monitor: FilesConfig = FilesConfig()
-    wandb: WandbConfig = WandbConfig()
-    comet: CometConfig = CometConfig()
-    watchdog: WatchdogConfig = WatchdogConfig()
-    non_finite: NonFiniteConfig = NonFiniteConfig()
-    desync_check: DesyncConfig = DesyncConfig()
-    straggler_check: StragglerConfig = StragglerConfig()
-    spikes: SpikesConfig = SpikesConfig()
+    timers: observed.TimersConfig = observed.TimersConfig()
+    flops_profiler: observed.FlopsProfilerConfig = observed.FlopsProfilerConfig()
+    progress: observed.ProgressConfig = observed.ProgressConfig()
+    comms_logger: observed.CommsLoggerConfig = observed.CommsLoggerConfig()
+    profiler: observed.ProfilerConfig = observed.ProfilerConfig()
+    tensorboard: observed.FilesConfig = observed.FilesConfig()
+    csv_monitor: observed.FilesConfig = observed.FilesConfig()
+    jsonl_monitor: observed.FilesConfig = observed.FilesConfig()
+    wandb: observed.WandbConfig = observed.WandbConfig()
+    comet: observed.CometConfig = observed.CometConfig()
+    watchdog: observed.WatchdogConfig = observed.WatchdogConfig()
+    non_finite: observed.NonFiniteConfig = observed.NonFiniteConfig()
+    desync_check: observed.DesyncConfig = observed.DesyncConfig()
+    straggler_check: observed.StragglerConfig = observed.StragglerConfig()
+    spikes: observed.SpikesConfig = observed.SpikesConfig()
+
+    @property
+    def curricula(self) -> dict[str, CurriculumMetric]:
+        """The schedules that are on, by their path: DeepSpeed's older key is another name of the newer, at most one."""
+        older, newer = self.curriculum_learning, self.data_efficiency.data_sampling.curriculum_learning
+        both = {
+            "curriculum_learning": older if older.enabled else None,
+            f"{CURRICULUM}.curriculum_metrics.seqlen": newer.curriculum_metrics.seqlen if newer.enabled else None,
+        }
+        return {path: schedule for path, schedule in both.items() if schedule}

@@ -124,36 +124,29 @@ def _around(target: int, choices: list[int]) -> str:
 # ---- mesh degrees -------------------------------------------------------------------------------------------------
 
 
-def zero_group(s: Settings) -> tuple[str, int]:
-    """Return the key that sets the size of the ZeRO groups, and the size; 0 where `mesh.zero` sets it."""
-    size = s.zero_optimization.mics_shard_size
-    return (MICS, size) if size > 0 else ("mesh.zero", 0)
-
-
 def group_degrees(s: Settings) -> dict[str, tuple[str, int]]:
     """Return DeepSpeed's key that sets the degree of an axis, and the degree; 0 where the mesh section sets it."""
     tensor, experts = s.tensor_parallel, s.expert_parallel
     keys = {
+        "pipe": {"pipeline.stages": s.pipeline.stages or 0},
+        "zero": {MICS: s.zero_optimization.mics_shard_size},
         "expert": {"expert_parallel.autoep_size": experts.autoep_size if experts.enabled else 0},
         "context": {"sequence_parallel_size": s.sequence_parallel_size},
         "tensor": {"tensor_parallel.autotp_size": tensor.autotp_size, "tensor_parallel.tp.tp_size": tensor.tp.tp_size},
     }
+    least = {"pipe": 1, "zero": 1}  # a degree of 1 is the default of the others
     return {
-        axis: next(((key, size) for key, size in sizes.items() if size > 1), (f"mesh.{axis}", 0))
+        axis: next(((k, size) for k, size in sizes.items() if size >= least.get(axis, 2)), (f"mesh.{axis}", 0))
         for axis, sizes in keys.items()
     }
 
 
 def asked_degrees(s: Settings) -> dict[str, int]:
     """Return the requested degrees; `checks` allows -1, all remaining devices, on one axis at most."""
-    degrees = s.mesh.model_dump()
-    if s.pipeline.stages:
-        degrees["pipe"] = s.pipeline.stages
-    degrees |= {axis: size for axis, (_, size) in group_degrees(s).items() if size}
-    if size := zero_group(s)[1]:
-        degrees["zero"] = size
-        if "data" not in s.mesh.model_fields_set and -1 not in degrees.values():
-            degrees["data"] = -1  # the groups are replicas of each other
+    groups = {axis: size for axis, (_, size) in group_degrees(s).items() if size}
+    degrees = s.mesh.model_dump() | groups
+    if "zero" in groups and "data" not in s.mesh.model_fields_set and -1 not in degrees.values():
+        degrees["data"] = -1  # the groups are replicas of each other
     return degrees
 
 
@@ -180,10 +173,7 @@ def mesh_degrees(s: Settings, num_devices: int) -> dict[str, int]:
 def _misfit(s: Settings, degrees: dict[str, int], fixed: int, num_devices: int) -> str:
     """Word a product that is wrong, with the values of each axis that fit while the others stay."""
     rest = -1 in degrees.values()
-    keys = {axis: f"mesh.{axis}" for axis in degrees} | {"zero": zero_group(s)[0]}
-    keys |= {axis: key for axis, (key, _) in group_degrees(s).items()}
-    if s.pipeline.stages:
-        keys["pipe"] = "pipeline.stages"
+    keys = {"data": "mesh.data"} | {axis: key for axis, (key, _) in group_degrees(s).items()}
     fits = []
     for axis, n in degrees.items():
         # Give no advice about an axis that the user did not ask for: a pipeline, or another axis beside a -1.

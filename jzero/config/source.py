@@ -51,7 +51,7 @@ def _base64(source: str) -> str | None:
     return text if text.lstrip().startswith("{") else None
 
 
-def _load(text: str, name: str) -> Any:
+def _load(text: str, name: str) -> object:
     try:
         return json.loads(text, object_pairs_hook=_Pairs)
     except ValueError as not_json:
@@ -62,7 +62,7 @@ def _load(text: str, name: str) -> Any:
             raise ConfigError(f"{name}: is neither JSON nor hjson; {both}") from None
 
 
-class _Pairs(list[tuple[str, Any]]):
+class _Pairs(list[tuple[str, object]]):
     """A JSON object as pairs: a dict would keep the last of two equal keys without an error."""
 
 
@@ -82,7 +82,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
     return data
 
 
-def _distinct(node: Any, path: str, twice: list[str]) -> Any:
+def _distinct(node: object, path: str, twice: list[str]) -> Any:
     """Turn pairs into dicts; dotted keys that occur twice go to `twice`."""
     if isinstance(node, _Pairs):
         data: dict[str, Any] = {}

@@ -5,11 +5,10 @@
 `Pairs` of preferences.
 """
 
-from jzero.data.chat import Chat
+from jzero.data.chat import Chat, Pairs
 from jzero.data.loader import DataLoader, RepeatingLoader, steps_per_epoch
 from jzero.data.mixture import Mixture
 from jzero.data.packing import Packed
-from jzero.data.pairs import Pairs
 from jzero.data.sources import Source
 from jzero.data.tokens import TokenFile, Tokenizer, write_tokens
 

@@ -1,26 +1,27 @@
-"""Samples of a dataset of conversations: how they are read, cut to one length or left out, and counted."""
+"""Samples of a dataset of texts or conversations: how they are read, cut to one length or left out, and counted."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from jzero.data.other_forms import how_to_read
-from jzero.data.template import Encoded
-from jzero.errors import ConfigError, some_of
+from jzero.data.template import Encoded, Tools, how_to_read
+from jzero.errors import ConfigError, shorten, some_of
 
 TooLong = Literal["cut", "drop"]
 
 
 @dataclass
-class Fit:
+class LengthLimit:
     """Fits encoded samples into `length` tokens, and counts those that do not fit.
 
     Attributes:
       too_long: "cut" keeps the first `length` tokens, "drop" leaves the sample out.
       samples, long, untrained: how many there were, were too long, and had nothing left to train on.
+      equal: how many more were left out because their two sides are equal.
       longest: the tokens of the longest sample.
     """
 
@@ -29,6 +30,7 @@ class Fit:
     samples: int = 0
     long: int = 0
     untrained: int = 0
+    equal: int = 0
     longest: int = 0
 
     def __post_init__(self):
@@ -36,62 +38,99 @@ class Fit:
             raise ConfigError(f"length = {self.length}: must be at least 2 tokens per row")
         check_choice("too_long", self.too_long, TooLong)
 
-    def __call__(self, *parts: Encoded) -> tuple[Encoded, ...] | None:
-        """Return the parts of a sample in at most `length` tokens each, or None if the sample is left out."""
+    def encode(self, dataset: Any, encode: Callable[[object], Sequence[Encoded]], kind: str) -> list[Encoded]:
+        """Encode each sample as its parts, and return the parts of those that fit, one after another.
+
+        Raises:
+          ConfigError: names the sample that `encode` refuses, or says why no sample of this kind is left.
+        """
+        found: list[Encoded] = []
+        for number, sample in enumerate(samples_of(dataset)):
+            try:
+                found += self._cut(encode(sample))
+            except ConfigError as error:
+                raise ConfigError(f"dataset[{number}]: {error}") from error
+        if not found:
+            reasons = ", ".join(text for text, _ in self._counts()) or "the dataset is empty"
+            fix = f"; raise length (now {self.length:,}; the longest has {self.longest:,} tokens)" if self.long else ""
+            raise ConfigError(f"no {kind} to train on: {reasons}{fix}")
+        return found
+
+    def _cut(self, parts: Sequence[Encoded]) -> list[Encoded]:
+        """Return the parts of a sample in at most `length` tokens each, or none if the sample is left out."""
+        if not parts:
+            return []
         tokens = max(len(part.tokens) for part in parts)
         is_long = tokens > self.length
         self.longest = max(self.longest, tokens)
         self.samples += 1
         self.long += is_long
         if is_long and self.too_long == "drop":
-            return None
-        parts = tuple(Encoded(tokens[: self.length], trained[: self.length]) for tokens, trained in parts)
+            return []
+        parts = [Encoded(tokens[: self.length], trained[: self.length]) for tokens, trained in parts]
         if not all(part.trained[1:].any() for part in parts):  # no label is a row's first token
             self.untrained += 1
-            return None
+            return []
         return parts
 
     def notes(self) -> list[str]:
         """Return what was cut or left out, for the run report."""
-        what = {"cut": "cut to their first tokens", "drop": "left out"}[self.too_long]
-        return [*(f"{x}: {what}" for x in self._long()), *(f"{x}: left out" for x in self._untrained())]
+        return [f"{text}: {done}" for text, done in self._counts()]
 
-    def nothing_left(self, kind: str, *others: str) -> str:
-        """Say why no sample is left, for an error; `others` are the caller's reasons."""
-        reasons = [*self._long(), *self._untrained(), *others] or ["the dataset is empty"]
-        fix = f"; raise length (now {self.length:,}; the longest has {self.longest:,} tokens)" if self.long else ""
-        return f"no {kind} to train on: {', '.join(reasons)}{fix}"
-
-    def _long(self) -> list[str]:
-        return [f"{self.long:,} of {self.samples:,} are longer than {self.length:,} tokens"] if self.long else []
-
-    def _untrained(self) -> list[str]:
-        return [f"{self.untrained:,} of {self.samples:,} have no token to train on in a row"] if self.untrained else []
+    def _counts(self) -> list[tuple[str, str]]:
+        """List what did not fit: (how many, what was done with them)."""
+        cut = {"cut": "cut to their first tokens", "drop": "left out"}[self.too_long]
+        rows = [
+            (self.long, self.samples, f"are longer than {self.length:,} tokens", cut),
+            (self.untrained, self.samples, "have no token to train on in a row", "left out"),
+            (self.equal, self.samples + self.equal, "have equal sides", "left out"),
+        ]
+        return [(f"{count:,} of {of:,} {why}", done) for count, of, why, done in rows if count]
 
 
-def check_choice(name: str, value: Any, choices: Any) -> None:
+def check_choice(name: str, value: object, choices: object) -> None:
     """Raise a ConfigError for a value that is not one of a Literal's."""
     if value not in get_args(choices):
         raise ConfigError(f"{name} = {value!r}: must be one of {', '.join(map(repr, get_args(choices)))}")
 
 
 def samples_of(dataset: Any) -> Iterator[Any]:
-    """Iterate over a list, a Hugging Face dataset or another iterable of samples.
+    """Iterate over a list, a JSONL file, a Hugging Face dataset or another iterable of samples.
 
     Raises:
-      ConfigError: a dict of splits, a path, or something else that has no samples.
+      ConfigError: a dict of splits, or something else that has no samples.
     """
+    if isinstance(dataset, str | os.PathLike):
+        if not os.path.isfile(dataset):
+            name = shorten(repr(os.fspath(dataset)), 80)
+            raise ConfigError(
+                f"{name} is no file: give the path of a JSONL file, a list of samples or a Hugging Face dataset"
+            )
+        return _json_lines(dataset)
     if isinstance(dataset, Mapping):
         raise ConfigError(f"dataset is a mapping with {some_of(dataset)}: pass one split, such as dataset['train']")
-    if isinstance(dataset, str | bytes) or not (isinstance(dataset, Iterable) or hasattr(dataset, "__getitem__")):
+    if isinstance(dataset, bytes) or not (isinstance(dataset, Iterable) or hasattr(dataset, "__getitem__")):
         raise ConfigError(
-            f"dataset is {type(dataset).__name__}: must be a list of samples or a Hugging Face dataset, such as "
-            "datasets.load_dataset(...)['train'], for a JSONL file load_dataset('json', data_files=PATH)['train']"
+            f"dataset is {type(dataset).__name__}: must be a list of samples, the path of a JSONL file or a Hugging "
+            "Face dataset, such as datasets.load_dataset(...)['train']"
         )
     return iter(dataset.with_format(None) if hasattr(dataset, "with_format") else dataset)
 
 
-def column_of(sample: Any, column: str, is_conversation: bool = False) -> Any:
+def _json_lines(path: str | os.PathLike) -> Iterator[Any]:
+    with open(path, "rb") as file:  # lines end with \n alone, and json decodes them
+        for number, line in enumerate(file, 1):
+            try:
+                if line.strip():
+                    yield json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(
+                    f"{os.fspath(path)} line {number} is no JSON ({error}): expected a sample in each line; "
+                    "datasets.load_dataset reads other formats"
+                ) from None
+
+
+def column_of(sample: object, column: str, is_conversation: bool = False) -> Any:
     """Return a sample's column; the error for a whole conversation has the call that makes it of other columns.
 
     Raises:
@@ -104,7 +143,7 @@ def column_of(sample: Any, column: str, is_conversation: bool = False) -> Any:
     return sample[column]
 
 
-def tools_of(sample: Any) -> Any:
+def tools_of(sample: object) -> Tools:
     """Return the sample's column "tools": a list of JSON schemas, or its JSON; None without tools.
 
     Raises:

@@ -11,17 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import floor
-from typing import Any
 
 import jax
 import numpy as np
 
-from jzero.batch import host_arrays
 from jzero.config import Config
-from jzero.config.curriculum import active
 from jzero.config.sections import CurriculumMetric
 from jzero.errors import ConfigError
-from jzero.tree import named
+from jzero.step.batch import host_arrays
+from jzero.tree import PyTree, named
 
 METRIC = "seqlen"  # DeepSpeed's name for the length
 Schedule = Callable[[int], int]
@@ -29,7 +27,7 @@ Schedule = Callable[[int], int]
 
 def curriculum_of(config: Config) -> Curriculum | None:
     """Return the curriculum that a config turns on."""
-    return next((Curriculum(path, schedule) for path, schedule in active(config).items()), None)
+    return next((Curriculum(path, schedule) for path, schedule in config.curricula.items()), None)
 
 
 class Curriculum:
@@ -37,7 +35,7 @@ class Curriculum:
 
     Args:
       path: of the schedule in the config.
-      schedule: valid, see `jzero.config.curriculum`.
+      schedule: valid, see `jzero.config.checks`.
 
     Attributes:
       custom: the lengths of `schedule_type` "custom": step -> length.
@@ -56,7 +54,7 @@ class Curriculum:
         self.path, self._schedule, self._numbers = path, schedule, schedule.schedule_config
         self.longest: int = schedule.max_difficulty or 0
         self.custom: Schedule | None = None
-        self.post_process: Callable[[Any, dict], Any] | None = None
+        self.post_process: Callable[[PyTree, dict], PyTree] | None = None
         self._before: dict[tuple, int] = {}  # path in the batch -> the columns of the array before the cut
 
     def length(self, step: int) -> int:
@@ -98,7 +96,7 @@ class Curriculum:
             )
         return int(length)
 
-    def cut(self, batch: Any, step: int, *, part: int | None = None) -> Any:
+    def cut(self, batch: PyTree, step: int, *, part: int | None = None) -> PyTree:
         """Cut a batch, or a micro-batch, to the length of a step.
 
         Every array whose second dimension is the longest length keeps that many columns. An array with one more column,
@@ -121,7 +119,7 @@ class Curriculum:
 
         at = () if part is None else (jax.tree_util.SequenceKey(part),)  # in the pair that the step sees
 
-        def one(path: tuple, x: Any) -> Any:
+        def one(path: tuple, x: np.ndarray) -> np.ndarray:
             if np.ndim(x) < 2:
                 return x
             self._before[*at, *path] = x.shape[1]
@@ -130,10 +128,10 @@ class Curriculum:
 
         return jax.tree_util.tree_map_with_path(one, batch)
 
-    def uncut(self, shapes: Any) -> Any:
+    def uncut(self, shapes: PyTree) -> PyTree:
         """Return the shapes that a batch had before the last `cut`; those of `post_process` as they are."""
 
-        def one(path: tuple, x: Any) -> Any:
+        def one(path: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return x.update(shape=(x.shape[0], self._before.get(path, x.shape[1]), *x.shape[2:])) if x.ndim > 1 else x
 
         return jax.tree_util.tree_map_with_path(one, shapes)

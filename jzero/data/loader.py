@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import sys
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from jzero.batch import place_batch, rows_of_this_process
 from jzero.data.mixture import Mixture
 from jzero.data.order import ENDLESS, Position, other_data
-from jzero.data.sources import Escaped, IterableStyle, as_source, check_fill, too_few
+from jzero.data.sources import as_source, length_of, too_few
+from jzero.data.stream import Prefetcher, StreamSpec, micro_batches
 from jzero.errors import ConfigError
+from jzero.step.batch import place_batch, rows_of_this_process
 from jzero.tree import PyTree
 
 if TYPE_CHECKING:
-    from grain import DatasetIterator
-
-    from jzero.train_step import TrainStep
+    from jzero.step.train_step import TrainStep
 
 
 class DataLoader:
@@ -54,25 +51,29 @@ class DataLoader:
     def __init__(self, data: Any, step: TrainStep, *, seed: int = 0, shuffle: bool = True, drop_last: bool = False):
         self.source, self.step = as_source(data), step
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
-        self._at, self._resumes, self._ended = Position(), True, False
-        self._streams: list[DatasetIterator] = []  # the running one; empty before the first batch and after `seek`
-        self._sizes = (0, 0)  # of the stream: samples per micro-batch, per global batch
-        if not isinstance(self.source, IterableStyle):
+        self._at, self._resumes = Position(), True
+        self._ahead: Prefetcher[tuple[PyTree, Position]] | None = None  # None before the first batch and after `seek`
+        self._sizes = (0, 0)  # of `_ahead`: samples per micro-batch, per global batch
+        if (samples := length_of(self.source)) is not None:
             if not len(self):
-                raise ConfigError(too_few(len(self.source), step.batch_sizes.train))
-            check_fill(len(self.source), step.batch_sizes.train)
+                raise ConfigError(too_few(samples, step.batch_sizes.train))
+            if (train := step.batch_sizes.train) > (most := max(2**20, 1000 * samples)):  # before memory is allocated
+                raise ConfigError(
+                    f"train_batch_size = {train}: training_data has {samples} samples, which one batch would repeat "
+                    f"over and over; use at most {most}"
+                )
 
     def __len__(self) -> int:
         """Return the number of micro-batches in an epoch."""
-        if isinstance(self.source, IterableStyle):
+        if (samples := length_of(self.source)) is None:
             raise TypeError("this training data has no length")
-        return Position().end(len(self.source), self.step.batch_sizes.train, self.drop_last) // self.step.micro_size
+        return Position().end(samples, self.step.batch_sizes.train, self.drop_last) // self.step.micro_size
 
     def __repr__(self) -> str:
-        samples = "samples" if isinstance(self.source, IterableStyle) else f"{len(self.source)} samples"
-        samples = repr(self.source) if self._in_order else samples
+        samples = length_of(self.source)
+        kind = repr(self.source) if self._in_order else "samples" if samples is None else f"{samples} samples"
         of = f"{self.step.batch_sizes.train} in micro-batches of {self.step.micro_size}"
-        return f"DataLoader({samples}, global batches of {of}, at {self.position})"
+        return f"DataLoader({kind}, global batches of {of}, at {self.position})"
 
     @property
     def position(self) -> dict[str, int]:
@@ -85,15 +86,14 @@ class DataLoader:
     @property
     def order(self) -> dict[str, Any]:
         """The settings a position depends on, for JSON: under other values it would point at another sample."""
-        if isinstance(self.source, IterableStyle):  # never shuffled, so the seed does not matter
-            return {"samples": None, "seed": None, "drop_last": self.drop_last}
-        seed = self.seed if self.shuffle and not self._in_order else None
+        samples = length_of(self.source)
+        is_shuffled = self.shuffle and not self._in_order and samples is not None
         own = {"order": repr(self.source)} if self._in_order else {}
-        return {"samples": len(self.source), "seed": seed, "drop_last": self.drop_last, **own}
+        return {"samples": samples, "seed": self.seed if is_shuffled else None, "drop_last": self.drop_last, **own}
 
     @property
     def seen(self) -> dict[str, dict[str, float]] | None:
-        """What the batches up to the position took of each source of a `Mixture`; None for other data."""
+        """The share that the batches up to the position took of each source of a `Mixture`; None for other data."""
         return self.source.seen(self.position) if isinstance(self.source, Mixture) else None
 
     @property
@@ -103,6 +103,9 @@ class DataLoader:
     def report_notes(self) -> list[str]:
         """Return what the data say about themselves, for the run report."""
         notes: list[str] = getattr(self.source, "report_notes", list)()
+        samples, train = length_of(self.source), self.step.batch_sizes.train
+        if samples is not None and samples < train:
+            notes = [*notes, f"{samples} samples are fewer than train_batch_size {train}: a step repeats some"]
         if self.seen and self._at.samples + self._at.epoch:
             notes.append("read so far: " + ", ".join(f"{n} {x['samples']:,} samples" for n, x in self.seen.items()))
         return notes
@@ -115,22 +118,15 @@ class DataLoader:
         Raises:
           ConfigError: not a position, or a position outside this data.
         """
-        at = Position.from_json(position)
-        if not isinstance(self.source, IterableStyle) and (at.samples - at.begun) >= max(1, len(self.source)):
-            raise ConfigError(other_data(at, len(self.source)))
+        at, samples = Position.from_json(position), length_of(self.source)
+        if samples is not None and at.samples - at.begun >= max(1, samples):
+            raise ConfigError(other_data(at, samples))
         self._stop()
-        self._at, self._resumes, self._ended = at, True, False
+        self._at, self._resumes = at, True
 
     def first(self) -> PyTree | None:
         """Return a first micro-batch, for its shapes; nothing moves on. None for data without a length."""
-        if isinstance(self.source, IterableStyle):
-            return None
-        other = copy.copy(self)
-        other._streams = []
-        try:
-            return other._next()
-        finally:
-            other._stop()
+        return None if length_of(self.source) is None else next(self._batches())[0]
 
     def __iter__(self) -> Iterator[PyTree]:
         """Iterate over one epoch: the rest of the current one at first and after `seek`, else the next."""
@@ -149,47 +145,34 @@ class DataLoader:
     def _next(self) -> PyTree:
         """Return the next micro-batch, from this epoch or the next."""
         sizes = self.step.micro_size, self.step.batch_sizes.train
-        if self._ended:
-            raise StopIteration
-        if not self._streams or self._sizes != sizes:
-            self._start(*sizes)
+        if self._ahead is None or self._sizes != sizes:
+            self._stop()
+            self._ahead, self._sizes = Prefetcher(self._batches()), sizes
         try:
-            batch = next(self._streams[0])
+            batch, self._at = next(self._ahead)
         except StopIteration:
-            self._ended = True
             raise
         except BaseException as error:
             self._stop()
             self._resumes = True
-            if isinstance(error, Escaped) and isinstance(error.__cause__, SystemExit):
-                sys.exit(error.__cause__.code)  # tells joining.py the code, which `raise` would not
-            if isinstance(error, Escaped) and error.__cause__:
-                raise error.__cause__ from None
+            if isinstance(error, SystemExit):
+                sys.exit(error.code)  # tells joining.py the code, which `raise` would not
             raise
-        self._at, self._resumes = Position(**self._streams[0].get_state()), False
+        self._resumes = False
         return batch
 
-    def _start(self, micro: int, train: int) -> None:
-        from jzero.data.stream import StreamSpec, stream  # here, because importing grain takes a second
-
-        self._stop()
-        sharding = self.step.batch_sharding
+    def _batches(self) -> Iterator[tuple[PyTree, Position]]:
+        sharding, micro, train = self.step.batch_sharding, self.step.micro_size, self.step.batch_sizes.train
         spec = StreamSpec(
             self.source, self.seed if self.shuffle else None, self.drop_last, micro, train,
             mine=rows_of_this_process(sharding, micro), put=lambda rows: place_batch(rows, sharding, micro),
         )  # fmt: skip
-        self._streams, self._sizes = [stream(spec, self._at)], (micro, train)
-        # Stop the thread with the loader or at Python's exit: a thread inside C++ at exit aborts the process.
-        self._end = weakref.finalize(self, _end, self._streams)
+        return micro_batches(spec, self._at)
 
     def _stop(self) -> None:
-        if self._streams:
-            self._end()
-
-
-def _end(streams: list[DatasetIterator]) -> None:
-    while streams:
-        streams.pop().close()
+        if self._ahead:
+            self._ahead.close()
+        self._ahead = None
 
 
 def steps_per_epoch(data: Any, train_batch_size: int, drop_last: bool = False) -> int:
@@ -198,10 +181,10 @@ def steps_per_epoch(data: Any, train_batch_size: int, drop_last: bool = False) -
     >>> steps_per_epoch([1, 2, 3], 2), steps_per_epoch(lambda: iter([1]), 2)
     (2, 0)
     """
-    source = as_source(data)
-    if isinstance(source, IterableStyle) or len(source) >= ENDLESS:
+    samples = length_of(as_source(data))
+    if samples is None or samples >= ENDLESS:
         return 0
-    return Position().end(len(source), train_batch_size, drop_last) // train_batch_size
+    return Position().end(samples, train_batch_size, drop_last) // train_batch_size
 
 
 class RepeatingLoader:

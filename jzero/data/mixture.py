@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -14,10 +14,11 @@ import numpy as np
 from jzero.data.conversations import check_choice
 from jzero.data.interleave import BLOCK, Exhaustion, Interleaving
 from jzero.data.order import ENDLESS, permutation, shuffled
-from jzero.data.sources import IterableStyle, Source, as_source
+from jzero.data.sources import Iterated, Source, as_source
 from jzero.errors import ConfigError, some_of
 from jzero.tree import PyTree, named
 
+Stage = Mapping[Hashable, float]  # the weight of each source
 SMALL = 2**16  # samples of a source whose permutation is kept; there may be many sources
 
 
@@ -88,26 +89,18 @@ class Mixture:
         how = f"{self.exhaustion}, seed {self.seed}{'' if self.shuffle else ', in order'}"
         return f"Mixture({sizes}; samples of {BLOCK}: {segments}; {how})"
 
-    def _describe(self, number: int) -> str:
-        shares = zip(self.names, self._shares[number], strict=True)
-        return ", ".join(f"{name} {share:.4%}".replace(".0000%", "%") for name, share in shares if share)
-
     def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Find sample numbers [n] of the run: (the source of each [n], its index in the source [n])."""
         which, samples = self.order.locate(numbers)
         indices = np.empty_like(samples)
         for k in np.unique(which).tolist():
-            own = which == k
+            own, seed = which == k, zlib.crc32(self.names[k].encode()) + (self.seed << 32)
             epochs, at = np.divmod(samples[own], len(self.sources[k]))
             for epoch in np.unique(epochs).tolist() if self.shuffle else ():
                 now = epochs == epoch
-                at[now] = self._shuffled(k, at[now], epoch)
+                at[now] = shuffled(at[now], len(self.sources[k]), seed, epoch, SMALL, self._permutations[k])
             indices[own] = at
         return which, indices
-
-    def _shuffled(self, k: int, numbers: np.ndarray, epoch: int) -> np.ndarray:
-        seed = zlib.crc32(self.names[k].encode()) + (self.seed << 32)
-        return shuffled(numbers, len(self.sources[k]), seed, epoch, SMALL, self._permutations[k])
 
     def rows(self, indices: np.ndarray) -> PyTree:
         which, at = self.locate(indices)
@@ -148,13 +141,16 @@ class Mixture:
         """Return the lines for the run report."""
         sources = zip(self.names, self.sources, strict=True)
         lines = ["mixture of " + ", ".join(f"{name} ({len(source):,} samples)" for name, source in sources)]
-        lines += [f"from sample {number:,}: {self._describe(number)}" for number in self._shares]
+        for number, shares in self._shares.items():
+            pairs = zip(self.names, shares, strict=True)
+            each = ", ".join(f"{name} {share:.4%}".replace(".0000%", "%") for name, share in pairs if share)
+            lines.append(f"from sample {number:,}: {each}")
         end = "the epoch ends" if self.exhaustion == "stop" else "left out from there"
         lines += [f"{self.names[k]} is used up after sample {number:,}: {end}" for number, k in self.order.used_up]
         return [*lines, "no end: sources that are used up are read again"] if len(self) >= ENDLESS else lines
 
 
-def _pair(key: Any, value: Any) -> tuple[Any, Any]:
+def _pair(key: object, value: object) -> tuple[Any, Any]:
     """Return (source, weight) of an item of `sources`."""
     if isinstance(value, tuple) and len(value) == 2:
         return value
@@ -172,19 +168,19 @@ def _open(name: str, data: Any) -> Source:
         source = as_source(data)
     except ConfigError as error:
         raise ConfigError(f"source {name!r}: {error}") from error
-    if isinstance(source, IterableStyle):
+    if isinstance(source, Iterated):
         raise ConfigError(f"source {name!r} has no length: a mixture reads by index; pass a list, a dataset, a file")
     return source
 
 
-def _check_stages(stages: Mapping[int, Mapping[Any, float]]) -> dict[int, Mapping[Any, float]]:
+def _check_stages(stages: Mapping[int, Stage]) -> dict[int, Stage]:
     for number, stage in stages.items():
         if type(number) is not int or not 0 < number < ENDLESS or not isinstance(stage, Mapping):
             raise ConfigError(f"stages[{number!r}]: must be {{sample number from 1: {{name: weight}}}}")
     return dict(sorted(stages.items()))
 
 
-def _weights(number: int, stage: Mapping[Any, float], keys: list[Any]) -> list[float]:
+def _weights(number: int, stage: Stage, keys: list[Hashable]) -> list[float]:
     """Return the weight of each source in a stage."""
     where = f"stages[{number}]" if number else "sources"
     if unknown := [key for key in stage if key not in keys]:
@@ -205,12 +201,9 @@ def _check_alike(names: list[str], sources: list[Source]) -> int:
         forms.append({name or "samples": f"{x.dtype}{list(x.shape[1:])}" for name, x in named(batch).items()})
     for name, form in zip(names, forms, strict=True):
         if form != forms[0]:
+            own, first = (", ".join(f"{array} {kind}" for array, kind in x.items()) for x in (form, forms[0]))
             raise ConfigError(
-                f"source {name!r} has {_form(form)}, and {names[0]!r} has {_form(forms[0])}: all sources must have the "
+                f"source {name!r} has {own}, and {names[0]!r} has {first}: all sources must have the "
                 "same arrays, shapes and dtypes"
             )
     return sum(math.prod(x.shape[1:]) for name, x in named(batch).items() if name.split("/")[-1] == "inputs")
-
-
-def _form(form: dict[str, str]) -> str:
-    return ", ".join(f"{name} {kind}" for name, kind in form.items())

@@ -16,7 +16,7 @@ from jzero.errors import ConfigError
 
 
 class Position(NamedTuple):
-    """How far the loader is: whole epochs, samples of this epoch, and those of them in an unfinished global batch."""
+    """The progress of a loader: epochs, samples of this epoch, and those of them in an unfinished global batch."""
 
     epoch: int = 0
     samples: int = 0
@@ -30,9 +30,8 @@ class Position(NamedTuple):
           ConfigError: not a position.
         """
         wanted = '{"epoch": ..., "samples": ...}, whole numbers from 0, as loader.position returned them'
-        if not isinstance(position, dict) or not {"epoch", "samples"} <= position.keys() <= set(Position._fields):
-            raise ConfigError(f"position = {position!r}: must be {wanted}")
-        if not all(type(n) is int and n >= 0 for n in position.values()):
+        known = isinstance(position, dict) and {"epoch", "samples"} <= position.keys() <= set(Position._fields)
+        if not known or not all(type(n) is int and n >= 0 for n in position.values()):
             raise ConfigError(f"position = {position!r}: must be {wanted}")
         made = Position(**position)
         if made.begun > made.samples:

@@ -7,79 +7,19 @@ in the data is still one number.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from jzero.data.template import Encoded
 from jzero.data.tokens import check_tokens, open_tokens, token_note
 from jzero.display.slow_work import slow_work
 from jzero.errors import ConfigError
+from jzero.tree import PyTree
 
 BLOCK = 2**24  # tokens
-
-
-class Packed:
-    """Training data of packed documents: {"inputs", "labels", "segments"}, each [length] int32.
-
-    A label is the next token of the same document, or -1 (ignored by the loss) at its last token and in padding.
-    Segments number the documents of a row from 1; 0 is padding. A document longer than a row is cut into pieces.
-
-    Args:
-      documents: a file of tokens (see `jzero.data.tokens`) or a one-dimensional array, with `end` after every document;
-        or a sequence of one-dimensional arrays, one per document, which are copied into one array.
-      length: tokens per row.
-      end: the token that ends a document. Default: from `write_tokens`' note.
-      vocab_size: the model's; every token that is read is checked against it. Default: from `write_tokens`' note.
-
-    >>> packed = Packed([np.array([5, 6, 7]), np.array([8, 9])], length=6)
-    >>> {name: x.tolist() for name, x in packed.rows(np.array([0])).items()}  # doctest: +NORMALIZE_WHITESPACE
-    {'inputs': [[5, 6, 7, 8, 9, 0]], 'labels': [[6, 7, -1, 9, -1, -1]], 'segments': [[1, 1, 1, 2, 2, 0]]}
-    """
-
-    @slow_work("packing documents")
-    def __init__(self, documents: Any, length: int, *, end: int | None = None, vocab_size: int | None = None):
-        if length < 2:
-            raise ConfigError(f"length = {length}: must be at least 2 tokens per row")
-        self.length = length
-        if isinstance(documents, str | os.PathLike) or getattr(documents, "ndim", 0) == 1:
-            self.tokens, self.vocab_size = open_tokens(documents, vocab_size)
-            noted = token_note(documents).get("end", end) if isinstance(documents, str | os.PathLike) else end
-            end = noted if end is None else end
-            if end is None:
-                raise ConfigError("end = None: name the token that ends a document; there is no note beside the file")
-            if end != noted:
-                raise ConfigError(f"end = {end}: the note beside {documents} has end = {noted}; omit this argument")
-            ends = _ends(self.tokens, end)
-            if len(ends) == 1 and len(self.tokens) and self.tokens[-1] != end:
-                raise ConfigError(f"end = {end}: does not occur in the tokens; name the token that ends a document")
-        else:
-            if end is not None:
-                raise ConfigError(
-                    f"end = {end}: has no effect on documents given as separate arrays; omit this argument"
-                )
-            parts = [open_tokens(document)[0] for document in documents] or [np.zeros(0, np.int32)]
-            self.tokens, self.vocab_size = np.concatenate(parts), vocab_size
-            ends = np.cumsum([len(part) for part in parts])
-        if not len(self.tokens):
-            raise ConfigError("documents contain no tokens")
-        sizes = np.diff(ends, prepend=0)
-        self.documents = int((sizes > 0).sum())
-        starts, sizes = _cut(ends - sizes, sizes, length)
-        self.store = Pieces(self.tokens, starts, sizes, np.isin(starts + sizes, ends), self.vocab_size)
-        self.pieces, self.offsets = pack(sizes, length)
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __repr__(self) -> str:
-        filled = len(self.tokens) / (len(self) * self.length)
-        return f"Packed({self.documents} documents in {len(self)} rows of {self.length}, {filled:.1%} filled)"
-
-    def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        groups = [self.pieces[self.offsets[i] : self.offsets[i + 1]] for i in indices.tolist()]
-        return self.store.rows(groups, self.length)
 
 
 @dataclass(frozen=True)
@@ -100,20 +40,6 @@ class Pieces:
     last: np.ndarray
     vocab_size: int | None = None
     trained: np.ndarray | None = None
-
-    @classmethod
-    def of_documents(
-        cls, documents: Sequence[np.ndarray], trained: Iterable[np.ndarray], vocab_size: int | None
-    ) -> Pieces:
-        """Copy documents, each a piece of its own, into one array.
-
-        Raises:
-          ConfigError: a token outside the vocabulary.
-        """
-        tokens, sizes = np.concatenate(documents), np.array([len(document) for document in documents])
-        check_tokens(tokens, vocab_size)
-        last = np.ones(len(sizes), bool)
-        return cls(tokens, np.cumsum(sizes) - sizes, sizes, last, vocab_size, np.concatenate(list(trained)))
 
     def rows(self, groups: Sequence[np.ndarray], length: int) -> dict[str, np.ndarray]:
         """Read rows of `length` tokens: {"inputs", "labels", "segments"}.
@@ -143,6 +69,93 @@ class Pieces:
         tokens = self.tokens[at]
         check_tokens(tokens, self.vocab_size)
         return tokens
+
+
+def pieces_of(samples: Sequence[Encoded], vocab_size: int | None) -> tuple[Pieces, int]:
+    """Copy encoded samples, each a piece of its own, into one array; also count the tokens to train on.
+
+    Raises:
+      ConfigError: a token outside the vocabulary.
+    """
+    tokens, sizes = np.concatenate([x.tokens for x in samples]), np.array([len(x.tokens) for x in samples])
+    check_tokens(tokens, vocab_size)
+    trained = np.concatenate([x.trained for x in samples])
+    last = np.ones(len(sizes), bool)
+    return Pieces(tokens, np.cumsum(sizes) - sizes, sizes, last, vocab_size, trained), int(trained.sum())
+
+
+class PackedRows:
+    """Pieces of documents in rows of `length` tokens: several in a row, or one."""
+
+    def __init__(self, store: Pieces, length: int, packed: bool):
+        self.store, self.length = store, length
+        self.pieces, self.offsets = np.arange(len(store.sizes)), np.arange(len(store.sizes) + 1)  # a row each
+        if packed:
+            self.pieces, self.offsets = pack(store.sizes, length)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def _filled(self) -> float:
+        return len(self.store.tokens) / (len(self) * self.length)
+
+    def rows(self, indices: np.ndarray) -> PyTree:
+        groups = [self.pieces[self.offsets[i] : self.offsets[i + 1]] for i in indices.tolist()]
+        return self.store.rows(groups, self.length)
+
+
+class Packed(PackedRows):
+    """Training data of packed documents: {"inputs", "labels", "segments"}, each [length] int32.
+
+    A label is the next token of the same document, or -1 (ignored by the loss) at its last token and in padding.
+    Segments number the documents of a row from 1; 0 is padding. A document longer than a row is cut into pieces.
+
+    Args:
+      documents: a file of tokens (see `jzero.data.tokens`) or a one-dimensional array, with `end` after every document;
+        or a sequence of one-dimensional arrays, one per document, which are copied into one array.
+      length: tokens per row.
+      end: the token that ends a document. Default: from `write_tokens`' note.
+      vocab_size: the model's; every token that is read is checked against it. Default: from `write_tokens`' note.
+
+    >>> packed = Packed([np.array([5, 6, 7]), np.array([8, 9])], length=6)
+    >>> {name: x.tolist() for name, x in packed.rows(np.array([0])).items()}  # doctest: +NORMALIZE_WHITESPACE
+    {'inputs': [[5, 6, 7, 8, 9, 0]], 'labels': [[6, 7, -1, 9, -1, -1]], 'segments': [[1, 1, 1, 2, 2, 0]]}
+    """
+
+    @slow_work("packing documents")
+    def __init__(self, documents: Any, length: int, *, end: int | None = None, vocab_size: int | None = None):
+        if length < 2:
+            raise ConfigError(f"length = {length}: must be at least 2 tokens per row")
+        if isinstance(documents, str | os.PathLike) or getattr(documents, "ndim", 0) == 1:
+            self.tokens, self.vocab_size = open_tokens(documents, vocab_size)
+            noted = token_note(documents).get("end", end) if isinstance(documents, str | os.PathLike) else end
+            end = noted if end is None else end
+            if end is None:
+                raise ConfigError("end = None: name the token that ends a document; there is no note beside the file")
+            if end != noted:
+                raise ConfigError(f"end = {end}: the note beside {documents} has end = {noted}; omit this argument")
+            ends = _ends(self.tokens, end)
+            if len(ends) == 1 and len(self.tokens) and self.tokens[-1] != end:
+                raise ConfigError(f"end = {end}: does not occur in the tokens; name the token that ends a document")
+        else:
+            if end is not None:
+                raise ConfigError(
+                    f"end = {end}: has no effect on documents given as separate arrays; omit this argument"
+                )
+            parts = [open_tokens(document)[0] for document in documents] or [np.zeros(0, np.int32)]
+            self.tokens, self.vocab_size = np.concatenate(parts), vocab_size
+            ends = np.cumsum([len(part) for part in parts])
+        if not len(self.tokens):
+            raise ConfigError("documents contain no tokens")
+        sizes = np.diff(ends, prepend=0)
+        self.documents = int((sizes > 0).sum())
+        starts, sizes = _cut(ends - sizes, sizes, length)
+        last = np.isin(starts + sizes, ends)
+        super().__init__(Pieces(self.tokens, starts, sizes, last, self.vocab_size), length, packed=True)
+
+    def __repr__(self) -> str:
+        return f"Packed({self.documents} documents in {len(self)} rows of {self.length}, {self._filled:.1%} filled)"
 
 
 def _ends(tokens: np.ndarray, end: int) -> np.ndarray:

@@ -16,16 +16,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
-from jzero.batch import host_arrays
 from jzero.errors import ConfigError
+from jzero.step.batch import host_arrays
 from jzero.tree import PyTree, named
+
+FROM_TEXT = "jzero.data.write_tokens makes a file of tokens from text (a JSONL file, a column of a dataset)"
 
 
 @runtime_checkable
@@ -43,7 +46,7 @@ class Source(Protocol):
         ...
 
 
-def as_source(data: Any) -> Source | IterableStyle:
+def as_source(data: Any) -> Source | Iterated:
     """Wrap training data of any kind in the table above.
 
     Raises:
@@ -52,7 +55,7 @@ def as_source(data: Any) -> Source | IterableStyle:
     if isinstance(data, str | os.PathLike):
         raise ConfigError(
             f"training_data = {str(data)!r}: to read a file of tokens, pass jzero.data.TokenFile(path, sequence) or "
-            "jzero.data.Packed(path, length)"
+            f"jzero.data.Packed(path, length); {FROM_TEXT}"
         )
     if isinstance(data, getattr(sys.modules.get("torch.utils.data"), "DataLoader", ())):
         raise ConfigError(
@@ -64,15 +67,15 @@ def as_source(data: Any) -> Source | IterableStyle:
     if isinstance(data, Source):
         source: Source = data
     elif isinstance(data, Iterator):
-        return IterableStyle(data)
+        return Iterated(data)
     elif hasattr(data, "with_format") and hasattr(data, "format") and hasattr(data, "__len__"):
-        source = HuggingFace(data) if data.format["type"] != "custom" else MapStyle(data)
+        source = _hugging_face(data) if data.format["type"] != "custom" else _sequence(data)
     elif isinstance(data, dict | tuple | np.ndarray | jax.Array) or _is_node(data):
-        source = Arrays(data)
+        source = _arrays(data)
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-        source = MapStyle(data)
+        source = _sequence(data)
     elif isinstance(data, Iterable) or callable(data):
-        return IterableStyle(data.with_format("numpy") if hasattr(data, "with_format") else data)
+        return Iterated(data.with_format("numpy") if hasattr(data, "with_format") else data)
     else:
         raise ConfigError(
             f"training_data is {type(data).__name__}: must be a pytree of arrays, a sequence of samples, a Hugging "
@@ -83,73 +86,65 @@ def as_source(data: Any) -> Source | IterableStyle:
     return source
 
 
-def _is_node(data: Any) -> bool:
+def length_of(source: Source | Iterated) -> int | None:
+    """Return the number of samples; None for data without a length."""
+    return None if isinstance(source, Iterated) else len(source)
+
+
+def _is_node(data: object) -> bool:
     """Return whether JAX sees `data` as a pytree with children, such as a registered dataclass."""
     return not isinstance(data, list) and not jax.tree.all(jax.tree.map(lambda x: x is data, data))
 
 
-class Escaped(Exception):
-    """Carries what a source raised beside Exceptions, such as SystemExit, out of the prefetch thread as its cause."""
+@dataclass(frozen=True, repr=False)
+class Indexed:
+    """Samples that a function reads by their indices."""
+
+    data: Sized
+    rows: Callable[[np.ndarray], PyTree]
+
+    def __len__(self) -> int:
+        return len(self.data)
 
 
-class Arrays:
-    """A pytree of arrays, memory-mapped or not, with one leading sample dimension."""
-
-    def __init__(self, data: Any):
-        for path, x in jax.tree_util.tree_flatten_with_path(data)[0]:
-            if not hasattr(x, "shape") or not hasattr(x, "dtype") or not x.shape:
-                raise ConfigError(
-                    f"training_data{jax.tree_util.keystr(path)} is {type(x).__name__}; expected an array with a "
-                    "leading sample dimension (if this is a dict of splits, pass one split)"
-                )
-        self.data = jax.tree.map(np.asarray, data)
-        lengths = {len(x) for x in jax.tree.leaves(self.data)}
-        if len(lengths) > 1:
+def _arrays(data: Any) -> Indexed:
+    """Read a pytree of arrays, memory-mapped or not, with one leading sample dimension."""
+    for path, x in jax.tree_util.tree_flatten_with_path(data)[0]:
+        if not hasattr(x, "shape") or not hasattr(x, "dtype") or not x.shape:
             raise ConfigError(
-                f"training_data: its arrays have {sorted(lengths)} samples; all must have the same number"
+                f"training_data{jax.tree_util.keystr(path)} is {type(x).__name__}; expected an array with a "
+                "leading sample dimension (if this is a dict of splits, pass one split)"
             )
-        self.length = max(lengths, default=0)
-        check_numbers(self.data)
-
-    def __len__(self) -> int:
-        return self.length
-
-    def rows(self, indices: np.ndarray) -> PyTree:
-        return jax.tree.map(lambda x: x[indices], self.data)
+    data = jax.tree.map(np.asarray, data)
+    leaves = jax.tree.leaves(data)
+    if len(lengths := {len(x) for x in leaves}) > 1:
+        raise ConfigError(f"training_data: its arrays have {sorted(lengths)} samples; all must have the same number")
+    check_numbers(data)
+    return Indexed(leaves[0] if leaves else (), lambda indices: jax.tree.map(lambda x: x[indices], data))
 
 
-class MapStyle:
-    """A sequence of samples; every sample is a pytree of arrays with the same structure and shapes."""
-
-    def __init__(self, data: Any):
-        self.data = data
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def rows(self, indices: np.ndarray) -> PyTree:
-        return collate([read_sample(i, partial(self.data.__getitem__, i)) for i in indices.tolist()])
+def _sequence(data: Any) -> Indexed:
+    """Read samples one by one: each is a pytree of arrays with the same structure and shapes."""
+    return Indexed(
+        data, lambda indices: collate([read_sample(i, partial(data.__getitem__, i)) for i in indices.tolist()])
+    )
 
 
-class HuggingFace:
-    """A Hugging Face `Dataset`: its selected columns, which must hold numbers and have one shape in all samples."""
+def _hugging_face(data: Any) -> Indexed:
+    """Read a `Dataset`: its selected columns, which must hold numbers and have one shape in all samples."""
+    some = None if data.format["output_all_columns"] else data.format["columns"]
+    data = data.with_format("numpy", columns=some)
 
-    def __init__(self, data: Any):
-        some = None if data.format["output_all_columns"] else data.format["columns"]
-        self.data = data.with_format("numpy", columns=some)
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def rows(self, indices: np.ndarray) -> PyTree:
-        batch = self.data[indices.tolist()]
-        check_numbers(
-            batch, "; select columns of numbers (dataset.select_columns) of one length (pad, truncate or pack)"
-        )
+    def rows(indices: np.ndarray) -> PyTree:
+        batch = data[indices.tolist()]
+        fix = "; select columns of numbers (dataset.select_columns) of one length (pad, truncate or pack)"
+        check_numbers(batch, fix)
         return batch
 
+    return Indexed(data, rows)
 
-class IterableStyle:
+
+class Iterated:
     """Data without a length: an iterable, an iterator or a function. Every process reads all samples, keeps its own."""
 
     def __init__(self, data: Any):
@@ -201,7 +196,7 @@ def collate(samples: Sequence[PyTree]) -> PyTree:
     return batch
 
 
-def _is_numbers(x: Any) -> bool:
+def _is_numbers(x: object) -> bool:
     if not isinstance(x, list):
         return False
     kinds = set(map(type, x))
@@ -216,16 +211,8 @@ def check_numbers(batch: PyTree, fix: str = "") -> None:
         dtype = getattr(x, "dtype", None)
         if dtype is None or not any(jax.dtypes.issubdtype(dtype, kind) for kind in (np.number, np.bool_)):
             where = f"training_data[{name!r}]" if name else "training_data"
+            fix += f"; {FROM_TEXT}" if getattr(dtype, "kind", "") == "U" else ""
             raise ConfigError(f"{where} has dtype {dtype or type(x).__name__}; expected numbers{fix}")
-
-
-def check_fill(samples: int, train: int) -> None:
-    """Raise a ConfigError for a batch that is absurdly larger than the data, before memory for it is allocated."""
-    if train > (most := max(2**20, 1000 * samples)):
-        raise ConfigError(
-            f"train_batch_size = {train}: training_data has {samples} samples, which one batch would repeat over and "
-            f"over; use at most {most}"
-        )
 
 
 def too_few(samples: int, train: int) -> str:

@@ -1,27 +1,82 @@
-"""Micro-batches that a thread prefetches: a grain iterator whose state is the position.
+"""Micro-batches of an epoch and of all that follow, each with the position after it, and the thread that prefetches.
 
-Each element that grain handles is a whole micro-batch, because its prefetch thread adds 0.05 ms per element. Measured
-on one CPU core: 64 images of 784 floats take 2.6 ms sample by sample through grain's shuffle and batch, 0.01 ms by one
-fancy index; 8 rows of 4,096 tokens from a file take 1.2 ms and 0.1 ms.
+A position is taken from the stream together with its micro-batch, so what the thread has prefetched does not count: a
+run that resumes there skips no sample.
+
+An element of the stream is a whole micro-batch, because work per sample is slow in Python. Measured on one CPU core: 64
+images of 784 floats take 2.6 ms sample by sample, 0.01 ms by one fancy index.
 """
 
 from __future__ import annotations
 
+import contextlib
+import queue
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice
+from typing import Any, TypeVar
 
-import grain
 import jax
 import numpy as np
-from grain.experimental import ThreadPrefetchIterDataset
 
 from jzero.data.order import Position, other_data, shuffled
-from jzero.data.sources import Escaped, IterableStyle, Source, collate, read_sample, too_few
+from jzero.data.sources import Iterated, Source, collate, read_sample, too_few
 from jzero.errors import ConfigError
 from jzero.tree import PyTree
 
+T = TypeVar("T")
 PREFETCH = 2  # micro-batches
+LAST = 5.0  # seconds to wait for the thread at its end
+
+
+class Prefetcher(Iterator[T]):
+    """Runs an iterator in a thread, PREFETCH elements ahead. What it raises, SystemExit included, reaches the consumer.
+
+    The thread ends with `close()`, with this object or at Python's exit: a thread inside C++ at exit would abort the
+    process. A source that blocks is left alone after LAST seconds, so an executor, which waits for it, does not serve.
+    """
+
+    def __init__(self, elements: Iterator[T]):
+        self._ahead: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(PREFETCH)
+        self._ended, stop = False, threading.Event()
+        thread = threading.Thread(target=_prefetch, args=(elements, self._ahead, stop), daemon=True, name="jzero data")
+        self.close = weakref.finalize(self, _end, thread, stop)
+        thread.start()
+
+    def __next__(self) -> T:
+        if self._ended:
+            raise StopIteration
+        element, error = self._ahead.get()
+        if error is not None:
+            self._ended = True
+            raise error
+        return element
+
+
+def _prefetch(
+    elements: Iterator[Any], ahead: queue.Queue[tuple[Any, BaseException | None]], stop: threading.Event
+) -> None:
+    error = None
+    while error is None:
+        element = None
+        try:
+            element = next(elements)
+        except BaseException as raised:
+            error = raised
+        while not stop.is_set():
+            with contextlib.suppress(queue.Full):
+                ahead.put((element, error), timeout=0.05)
+                break
+        else:
+            return
+
+
+def _end(thread: threading.Thread, stop: threading.Event) -> None:
+    stop.set()
+    if thread is not threading.current_thread():  # which may collect the object
+        thread.join(LAST)
 
 
 @dataclass(frozen=True)
@@ -38,7 +93,7 @@ class StreamSpec:
       put: places this process's rows on its devices.
     """
 
-    source: Source | IterableStyle
+    source: Source | Iterated
     seed: int | None
     drop_last: bool
     micro: int
@@ -47,88 +102,46 @@ class StreamSpec:
     put: Callable[[PyTree], PyTree]
 
 
-def stream(spec: StreamSpec, start: Position, prefetch: int = PREFETCH) -> grain.DatasetIterator:
-    """Iterate over micro-batches from `start`, epoch after epoch. `close()` stops the thread.
-
-    grain queues each micro-batch together with the state after it. `get_state()` is therefore the position after the
-    last micro-batch returned, not the last one prefetched: a run that resumes there skips no sample.
-
-    Only data that is an iterator ends the stream.
-    """
-    return iter(ThreadPrefetchIterDataset(_MicroBatches(spec, start), prefetch_buffer_size=prefetch))
+def micro_batches(spec: StreamSpec, at: Position) -> Iterator[tuple[PyTree, Position]]:
+    """Yield (micro-batch, position after it) from a position, epoch after epoch; only an iterator's data end."""
+    if isinstance(spec.source, Iterated):
+        return _sequential(spec, spec.source, at)
+    return _indexed(spec, spec.source, at)
 
 
-class _MicroBatches(grain.IterDataset):
-    def __init__(self, spec: StreamSpec, start: Position):
-        super().__init__()
-        self._spec, self._start = spec, start
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _Iterator(self._spec, self._start)
-
-
-class _Iterator(grain.DatasetIterator):
-    def __init__(self, spec: StreamSpec, start: Position):
-        super().__init__()
-        self._position = start
-        make = sequential_batches if isinstance(spec.source, IterableStyle) else indexed_batches
-        self._batches = make(spec, start)
-
-    def __next__(self) -> PyTree:
-        try:
-            batch, self._position = next(self._batches)
-        except Exception:
-            raise
-        except BaseException as error:  # grain's thread would die of it in silence, and its consumer wait for ever
-            raise Escaped from error
-        return batch
-
-    def get_state(self) -> dict[str, int]:
-        return self._position._asdict()
-
-    def set_state(self, state: dict[str, int]) -> None:
-        raise NotImplementedError("start a new stream at the position instead")
-
-
-def indexed_batches(spec: StreamSpec, at: Position) -> Iterator[tuple[PyTree, Position]]:
-    """Yield (micro-batch, position after it) of data with a length, reading only this process's rows."""
-    length, at = len(spec.source), at.aligned(spec.micro, spec.train)  # type: ignore[arg-type]
-    while True:
+def _indexed(spec: StreamSpec, source: Source, at: Position) -> Iterator[tuple[PyTree, Position]]:
+    """Read only this process's rows, by their index."""
+    length, in_order = len(source), getattr(source, "in_order", False)
+    at = at.aligned(spec.micro, spec.train)
+    for epoch in count(at.epoch):
+        at = at if at.epoch == epoch else Position(epoch)  # a larger global batch may have ended an epoch at once
         end = at.end(length, spec.train, spec.drop_last)
-        while at.samples < end:
-            numbers = (at.samples + spec.mine) % length
-            if getattr(spec.source, "in_order", False):
-                chosen = numbers + at.epoch * length
-            else:
-                chosen = numbers if spec.seed is None else shuffled(numbers, length, spec.seed, at.epoch)
-            batch = spec.source.rows(chosen)  # type: ignore[union-attr]
-            wrong = [x for x in jax.tree.leaves(batch) if np.shape(x)[:1] != (len(chosen),)]
-            if wrong:
+        if not end:
+            raise ConfigError(too_few(length, spec.train))
+        while at.epoch == epoch and at.samples < end:
+            chosen = (at.samples + spec.mine) % length
+            if in_order:
+                chosen += epoch * length
+            elif spec.seed is not None:
+                chosen = shuffled(chosen, length, spec.seed, epoch)
+            batch = source.rows(chosen)
+            if wrong := [x for x in jax.tree.leaves(batch) if np.shape(x)[:1] != (len(chosen),)]:
                 raise ConfigError(
-                    f"training_data: {type(spec.source).__name__}.rows returned a leaf of shape {np.shape(wrong[0])} "
+                    f"training_data: {type(source).__name__}.rows returned a leaf of shape {np.shape(wrong[0])} "
                     f"for {len(chosen)} indices; the first dimension must be their number"
                 )
-            epoch, at = at.epoch, at.after(spec.micro, spec.train, end)
+            at = at.after(spec.micro, spec.train, end)
             yield spec.put(batch), at
-            if at.epoch > epoch:
-                break
-        else:
-            if at == Position(at.epoch):
-                raise ConfigError(too_few(length, spec.train))
-            at = Position(at.epoch + 1)
 
 
-def sequential_batches(spec: StreamSpec, at: Position) -> Iterator[tuple[PyTree, Position]]:
-    """Yield (micro-batch, position after it) of data without a length: read all samples, keep this process's."""
-    source: IterableStyle = spec.source  # type: ignore[assignment]
-    for epoch in count(at.epoch):
-        if epoch > at.epoch and source.once:
-            return
-        start = at if epoch == at.epoch else Position(epoch)
-        yield from _sequential_epoch(spec, start, source.start(epoch))
+def _sequential(spec: StreamSpec, source: Iterated, at: Position) -> Iterator[tuple[PyTree, Position]]:
+    """Read all samples one after another, and keep this process's."""
+    yield from _sequential_epoch(spec, source.start(at.epoch), at)
+    for epoch in count(at.epoch + 1) if not source.once else ():
+        yield from _sequential_epoch(spec, source.start(epoch), Position(epoch))
 
 
-def _sequential_epoch(spec: StreamSpec, at: Position, samples: Iterator[PyTree]) -> Iterator[tuple[PyTree, Position]]:
+def _sequential_epoch(spec: StreamSpec, samples: Iterator[PyTree], at: Position) -> Iterator[tuple[PyTree, Position]]:
     head: list[PyTree] = []  # the first global batch, kept because it fills up the last one
     kept = set(spec.mine.tolist())
 

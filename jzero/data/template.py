@@ -8,10 +8,11 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jzero.data.other_forms import how_to_rename
 from jzero.errors import ConfigError, one_line, shorten
 
 Message = Mapping[str, Any]
+Tools = Sequence[Message] | None  # JSON schemas
+REPLIES = {"output": "instruction", "response": "instruction", "answer": "question", "completion": "prompt"}
 Mask = Literal["assistant", "all", "last"]
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds it
 UNSTABLE = (
@@ -53,7 +54,7 @@ class Template:
         marks = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
         self.ends = tuple(mark for mark in marks if mark.strip())  # some tokenizers add tokens of spaces
 
-    def conversation(self, messages: Sequence[Message], mask: Mask, tools: Any = None) -> Encoded:
+    def conversation(self, messages: Sequence[Message], mask: Mask, tools: Tools = None) -> Encoded:
         """Encode a whole conversation.
 
         Raises:
@@ -69,7 +70,7 @@ class Template:
         chosen = turns[-1:] if mask == "last" else turns
         return self._encode(text, [self._turn(messages, tools, text, i, i + 1) for i in chosen])
 
-    def reply(self, prompt: Sequence[Message], reply: Sequence[Message], tools: Any = None) -> Encoded:
+    def reply(self, prompt: Sequence[Message], reply: Sequence[Message], tools: Tools = None) -> Encoded:
         """Encode prompt and reply; all messages of the reply are trained."""
         messages = [*prompt, *reply]
         text = self._render(messages, tools)
@@ -85,28 +86,21 @@ class Template:
             tokens, trained = tokens[:-1], trained[:-1]
         return Encoded(np.append(tokens, np.int32(end)), np.append(trained, True))
 
-    def _has_blocks(self, tools: Any) -> bool:
+    def _has_blocks(self, tools: Tools) -> bool:
         try:
             return bool(GENERATION.search(self.tokenizer.get_chat_template(None, tools)))
         except ValueError as error:  # it has none
             raise ConfigError(f"tokenizer.chat_template: {error}") from error
 
-    def _by_blocks(self, messages: Sequence[Message], mask: Mask, tools: Any) -> Encoded:
-        try:
-            found = self.tokenizer.apply_chat_template(
-                list(messages), tools=tools, return_dict=True, return_assistant_tokens_mask=True
-            )
-        except ImportError:  # transformers names the package, jinja2, and its pip line
-            raise
-        except Exception as error:
-            raise _refusal(error) from error
+    def _by_blocks(self, messages: Sequence[Message], mask: Mask, tools: Tools) -> Encoded:
+        found = self._apply(messages, tools, return_dict=True, return_assistant_tokens_mask=True)
         tokens, trained = np.asarray(found["input_ids"], np.int32), np.asarray(found["assistant_masks"], bool)
         if mask == "last" and trained.any():
             rest = np.flatnonzero(~trained[: np.flatnonzero(trained)[-1]])  # tokens between the turns
             trained[: rest[-1] + 1 if len(rest) else 0] = False
         return Encoded(tokens, trained)
 
-    def _turn(self, messages: Sequence[Message], tools: Any, text: str, first: int, end: int) -> tuple[int, int]:
+    def _turn(self, messages: Sequence[Message], tools: Tools, text: str, first: int, end: int) -> tuple[int, int]:
         """Find the characters of messages `first` to `end` in the text of all messages."""
         before = self._render(messages[:first], tools, add_generation_prompt=True)
         whole = text if end == len(messages) else self._render(messages[:end], tools)
@@ -117,15 +111,17 @@ class Template:
         kept = whole.rstrip()
         return len(before), len(kept) if kept.endswith(self.ends) and len(kept) > len(before) else len(whole)
 
-    def _render(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool = False) -> str:
+    def _render(self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool = False) -> str:
+        return self._apply(messages, tools, tokenize=False, add_generation_prompt=add_generation_prompt)
+
+    def _apply(self, messages: Sequence[Message], tools: Tools, **options: bool) -> Any:
         try:
-            return self.tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except ImportError:
+            return self.tokenizer.apply_chat_template(list(messages), tools=tools, **options)
+        except ImportError:  # transformers names the package, jinja2, and its pip line
             raise
         except Exception as error:  # of jinja2, or whatever a template makes of these messages
-            raise _refusal(error) from error
+            reason = shorten(one_line(str(error)), 300)
+            raise ConfigError(f"the chat template refuses the messages: {reason}") from error
 
     def _encode(self, text: str, spans: list[tuple[int, int]], add_special_tokens: bool = False) -> Encoded:
         """Tokenize a text; tokens that overlap a span of characters are trained."""
@@ -137,11 +133,7 @@ class Template:
         return Encoded(np.asarray(found["input_ids"], np.int32), trained)
 
 
-def _refusal(error: Exception) -> ConfigError:
-    return ConfigError(f"the chat template refuses the messages: {shorten(one_line(str(error)), 300)}")
-
-
-def read_messages(value: Any, name: str) -> list[dict[str, Any]]:
+def read_messages(value: object, name: str) -> list[Message]:
     """Read a list of messages, without fields that are None: Arrow adds the fields that other messages have.
 
     Raises:
@@ -159,7 +151,33 @@ def read_messages(value: Any, name: str) -> list[dict[str, Any]]:
     return [{key: _present(x) for key, x in message.items() if x is not None or key == "content"} for message in value]
 
 
-def _present(x: Any) -> Any:
+def _present(x: object) -> object:
     if isinstance(x, Mapping):
         return {key: _present(part) for key, part in x.items() if part is not None}
     return [_present(part) for part in x] if isinstance(x, list | tuple) else x
+
+
+def how_to_read(sample: Message, column: str) -> str:
+    """Return the call that gives the dataset of this sample the column of messages; "" if no column looks like one."""
+    for name, value in sample.items():
+        turns = isinstance(value, Sequence) and not isinstance(value, str) and value
+        keys = set(value[0]) if turns and isinstance(value[0], Mapping) else set()  # of the first turn
+        if {"role", "content"} <= keys:
+            return f"dataset.rename_column({name!r}, {column!r})"
+        if {"from", "value"} <= keys:
+            return how_to_rename(name, column)
+    for reply, asked in REPLIES.items():
+        if asked in sample and reply in sample:
+            question = f'x["{asked}"]'
+            if "input" in sample:  # Alpaca's, which may be empty
+                question = rf'({question} + "\n\n" + x["input"]).strip()'
+            turns = f'{{"role": "user", "content": {question}}}, {{"role": "assistant", "content": x["{reply}"]}}'
+            return f'dataset.map(lambda x: {{"{column}": [{turns}]}})'
+    return ""
+
+
+def how_to_rename(name: str, column: str) -> str:
+    """Return the call that makes messages of ShareGPT's {"from": "human", "value": ...} in the column `name`."""
+    role = '{"human": "user", "gpt": "assistant"}.get(turn["from"], turn["from"])'
+    turn = f'{{"role": {role}, "content": turn["value"]}}'
+    return f'dataset.map(lambda x: {{"{column}": [{turn} for turn in x["{name}"]]}})'

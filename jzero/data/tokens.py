@@ -1,6 +1,6 @@
 """Encode text once into a memory-mapped file of tokens, and use that file as training data.
 
-write_tokens(texts, "tokens.npy", tokenizer)
+write_tokens("train.jsonl", "tokens.npy", tokenizer)
 engine, *_ = jzero.initialize(model=model, config=config, training_data=TokenFile("tokens.npy", sequence=4096))
 """
 
@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any, Protocol
 
 import numpy as np
 
+from jzero.data.conversations import column_of, samples_of
 from jzero.display.slow_work import slow_work
-from jzero.errors import ConfigError
+from jzero.errors import ConfigError, some_of
 from jzero.files import create
 
 NOTED = ("tokens", "documents", "vocab_size", "end")
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # of GPT-2, of Llama 3, of Llama 2, of Gemma
 
 
 class Tokenizer(Protocol):
-    """Anything that encodes text; `experiments/tokenizers.py` has two examples.
+    """Anything that encodes text; `experiments/tokenizers.py` has an example.
 
     Attributes:
       vocab_size: all tokens are below it.
@@ -36,42 +40,100 @@ class Tokenizer(Protocol):
 
 
 @slow_work("encoding texts")
-def write_tokens(texts: Iterable[str], path: str | os.PathLike, tokenizer: Tokenizer) -> int:
+def write_tokens(
+    texts: Any, path: str | os.PathLike, tokenizer: Any, *, column: str = "text", end: str | None = None
+) -> int:
     """Encode documents into `path`, a one-dimensional .npy file, with the end token after each document.
 
     A note beside it, `path`.json, records tokens, documents, vocab_size and end. One document is in memory at a time.
+    Text that reads like a special token is encoded as text, so the end token is nowhere else.
+
+    Args:
+      texts: strings; the path of a JSONL file; a Hugging Face dataset, or other samples with the column `column`.
+      path: of the file to write.
+      tokenizer: a `Tokenizer`, a tokenizer of `transformers`, or a `tokenizers.Tokenizer`.
+      column: the text's, in samples that are no strings.
+      end: the token that ends a document, as text. Default: the `eos_token` of `transformers`; of a
+        `tokenizers.Tokenizer`, which has none, the one of ENDS that it has. A `Tokenizer` has its own.
 
     Returns:
       The number of tokens.
 
     Raises:
-      ConfigError: `path` does not end with .npy, `texts` is one string, or a token is outside the vocabulary.
+      ConfigError: `path` does not end with .npy, a sample without text, no end token or several, a token outside the
+        vocabulary, another kind of texts or tokenizer.
     """
     path = Path(path)
     if path.suffix != ".npy":
         raise ConfigError(f"path = {str(path)!r}: must end with .npy")
-    if isinstance(texts, str):
-        raise ConfigError("texts is one string: give the documents, [text, ...]")
+    found, tokenizer = documents(texts, column), _as_tokenizer(tokenizer, end)
     path.parent.mkdir(parents=True, exist_ok=True)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    count = documents = 0
+    count = written = 0
     unfinished = path.with_suffix(".unfinished")
     with create(unfinished, "wb") as file:
         begin = _write_header(file, dtype, 0)
-        for text in texts:
+        for text in found:
             tokens = np.append(np.asarray(tokenizer.encode(text), np.int64), tokenizer.end)
             check_tokens(tokens, tokenizer.vocab_size)
             tokens = tokens.astype(dtype)
             file.write(tokens.tobytes())
-            count, documents = count + len(tokens), documents + 1
+            count, written = count + len(tokens), written + 1
         # The header holds the token count, which is known only now. NumPy pads headers so that the shape can grow.
         file.seek(0)
         if _write_header(file, dtype, count) != begin:  # no assert: python -O would leave the header of an empty file
             raise RuntimeError(f"NumPy wrote a longer header for {count} tokens than for none")
-    note = dict(zip(NOTED, (count, documents, int(tokenizer.vocab_size), int(tokenizer.end)), strict=True))
+    note = dict(zip(NOTED, (count, written, int(tokenizer.vocab_size), int(tokenizer.end)), strict=True))
     _note_path(path).write_text(json.dumps(note) + "\n")
     unfinished.replace(path)  # last, so that a killed job leaves no .npy file that looks complete
     return count
+
+
+def documents(texts: Any, column: str = "text") -> Iterator[str]:
+    """Iterate over the texts that `write_tokens` takes."""
+    return (_text(f"texts[{number}]", sample, column) for number, sample in enumerate(samples_of(texts)))
+
+
+def _text(name: str, sample: object, column: str) -> str:
+    try:
+        text = sample if isinstance(sample, str) else column_of(sample, column)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    if not isinstance(text, str):
+        raise ConfigError(f"{name}: column {column!r} is {type(text).__name__}: must be a string")
+    return text
+
+
+def _as_tokenizer(tokenizer: Any, end: str | None) -> Tokenizer:
+    if all(hasattr(tokenizer, name) for name in ("encode", "vocab_size", "end")):
+        if end is not None:
+            raise ConfigError(f"end = {end!r}: has no effect, the tokenizer has its own, {tokenizer.end}; omit it")
+        return tokenizer
+    of_transformers = hasattr(tokenizer, "eos_token")
+    if not of_transformers and not hasattr(tokenizer, "from_str"):
+        raise ConfigError(
+            f"tokenizer is {type(tokenizer).__name__}: must be a tokenizer of transformers, a tokenizers.Tokenizer, or "
+            "an object with encode, vocab_size and end"
+        )
+    vocabulary = tokenizer.get_vocab()
+    encode: Callable[[str], Sequence[int]]
+    if of_transformers:
+        ends = [tokenizer.eos_token] if tokenizer.eos_token else []
+        encode = partial(tokenizer.encode, add_special_tokens=False, split_special_tokens=True, verbose=False)
+    else:
+        ends = [mark for mark in ENDS if mark in vocabulary]
+        copy = type(tokenizer).from_str(tokenizer.to_str())  # files of tokenizers may cut and pad
+        copy.no_truncation()
+        copy.no_padding()
+        copy.encode_special_tokens = True
+        encode = lambda text: copy.encode(text, add_special_tokens=False).ids  # noqa: E731
+    if end is None and len(ends) != 1:
+        has = some_of(ends) or "none"
+        raise ConfigError(f"end = None: name the token that ends a document; the tokenizer has {has}")
+    end = ends[0] if end is None else end
+    if end not in vocabulary:
+        raise ConfigError(f"end = {end!r}: the tokenizer has no such token; name the token that ends a document")
+    return SimpleNamespace(encode=encode, vocab_size=max(vocabulary.values()) + 1, end=vocabulary[end])
 
 
 def _write_header(file: IO[bytes], dtype: np.dtype, count: int) -> int:

@@ -1,1 +1,1 @@
-"""What a run shows while it works: notices of slow work, and a display that updates in place."""
+"""The displays of a run while it works: notices of slow work, and a display that updates in place."""

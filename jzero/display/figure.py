@@ -6,7 +6,7 @@ import functools
 import io
 from typing import TYPE_CHECKING
 
-from jzero.errors import ConfigError
+from jzero.errors import ConfigError, install_command
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,7 +26,7 @@ def new_figure(width: float, height: float, margin: float = 0.04167) -> Figure:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
-        raise ConfigError("pictures and plots need matplotlib: pip install 'jzero[plot]'") from error
+        raise ConfigError(f"pictures and plots need matplotlib: {install_command('plot')}") from error
     layout = ConstrainedLayoutEngine(w_pad=margin, h_pad=margin)
     return _picture(Figure)(figsize=(width, height), layout=layout)
 

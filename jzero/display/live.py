@@ -1,4 +1,4 @@
-"""A display that updates in place: on a terminal, or below the cell of a notebook."""
+"""The kind of a process's output, and a display that updates in place on a terminal or below a notebook's cell."""
 
 from __future__ import annotations
 
@@ -8,13 +8,33 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jzero.display import screen
-
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
 
+TERMINAL, NOTEBOOK, PLAIN = "terminal", "notebook", "plain"  # the kinds of output
 STREAMS = ("stdout", "stderr")
+
+
+def kind() -> str:
+    """Return the kind of this process's output.
+
+    A Python prompt counts as plain: a display that updates in place would write over the line that is being typed.
+    """
+    if notebook() is not None:
+        return NOTEBOOK
+    from rich.console import Console
+
+    streams = (sys.stdout, sys.stderr)  # both: the lines of one that is redirected may reach the screen by another way
+    both = all(stream is not None and stream.isatty() for stream in streams)
+    prompt = hasattr(sys, "ps1") or sys.flags.interactive
+    return TERMINAL if both and not prompt and not Console().is_dumb_terminal else PLAIN
+
+
+def notebook() -> Any:
+    """Return the IPython shell of a notebook's kernel; None elsewhere."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return shell if getattr(shell, "kernel", None) is not None else None
 
 
 class Display(Protocol):
@@ -99,14 +119,14 @@ class Notebook:
 
     def __init__(self, render: Callable[[], RenderableType]):
         self._render = render
-        self._cell = screen.notebook().execution_count
+        self._cell = notebook().execution_count
         self._handle: Any = importlib.import_module("IPython.display").display(render(), display_id=True)
 
     def refresh(self) -> None:
         self._handle.update(self._render())
 
     def is_left(self) -> bool:
-        return screen.notebook().execution_count != self._cell
+        return notebook().execution_count != self._cell
 
     def stop(self, keep: bool) -> None:
         pass  # a notebook keeps its output
@@ -120,14 +140,14 @@ def opener(wanted: bool | str) -> Callable[[Callable[[], RenderableType]], Displ
     """
     if wanted is False:
         return None
-    kind = screen.kind()
-    if kind == screen.PLAIN and wanted == "auto":
+    here = kind()
+    if here == PLAIN and wanted == "auto":
         return None
-    if kind == screen.PLAIN:
+    if here == PLAIN:
         from rich.console import Console
 
         return lambda render: Terminal(render, Console(force_terminal=True))
-    return Notebook if kind == screen.NOTEBOOK else Terminal
+    return Notebook if here == NOTEBOOK else Terminal
 
 
 def bar_of_script() -> bool:

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import jax
 
 from jzero._compat import backends_are_initialized
-from jzero.display import screen
+from jzero.display import live
 from jzero.distributed.compilation_cache import DIRECTORY, ENABLED
 from jzero.distributed.place import get_rank
-from jzero.errors import ConfigError
+from jzero.errors import ConfigError, one_line
 
 FIRST = 5.0  # seconds before the first notice; without a terminal the next ones come at 10, 20, 40 s ...
 
 
-class Work(NamedTuple):
+class SlowWork(NamedTuple):
     """Work that has begun: what it is, and since when."""
 
     what: str
@@ -34,12 +34,12 @@ class Work(NamedTuple):
         return f"{self.what}, {self.seconds} s"
 
 
-_open: list[Work] = []  # the innermost last
+_open: list[SlowWork] = []  # the innermost last
 _taken = 0  # displays that show `current()` themselves
 _line = threading.Lock()  # held by the thread that updates the terminal's line
 
 
-def current() -> Work | None:
+def current() -> SlowWork | None:
     """Return the innermost work that has run for `FIRST` seconds; None if there is none."""
     late = [work for work in list(_open) if time.monotonic() - work.began >= FIRST]
     return late[-1] if late else None
@@ -68,7 +68,7 @@ def slow_work(what: str) -> Iterator[None]:
     if not _prints():
         yield
         return
-    work, done = Work(what, time.monotonic()), threading.Event()
+    work, done = SlowWork(one_line(what), time.monotonic()), threading.Event()
     _open.append(work)
     with contextlib.suppress(RuntimeError):  # at the end of the program Python may allow no new threads
         threading.Thread(target=_watch, args=(work, done.wait), daemon=True, name="jzero slow work").start()
@@ -94,13 +94,13 @@ def compiling(program: str) -> str:
     return f"compiling {program}" + (" (cached for the next start)" if cached else "")
 
 
-def _watch(work: Work, wait: Callable[[float], bool]) -> None:
+def _watch(work: SlowWork, wait: Callable[[float], bool]) -> None:
     """Show `work` until it is done; `wait(seconds)` returns whether it is."""
     if not wait(FIRST):
-        (_update if screen.kind() == screen.TERMINAL else _print)(work, wait)
+        (_update if live.kind() == live.TERMINAL else _print)(work, wait)
 
 
-def _update(work: Work, wait: Callable[[float], bool]) -> None:
+def _update(work: SlowWork, wait: Callable[[float], bool]) -> None:
     import rich
     from rich.live import Live
 
@@ -127,7 +127,7 @@ def _text() -> Any:
     return Text(f"jzero: {current() or ''}", style="dim")
 
 
-def _print(work: Work, wait: Callable[[float], bool]) -> None:
+def _print(work: SlowWork, wait: Callable[[float], bool]) -> None:
     seconds, said = FIRST, False
     while True:
         if not _taken and list(_open)[-1:] == [work]:  # a copy, since the work may end meanwhile

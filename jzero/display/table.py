@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Sequence
 
+from jzero.errors import escaped
+
 
 def table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[str], *, plain: bool = False
@@ -23,13 +25,13 @@ def table(
 
     terminal = sys.stdout.isatty() and not plain
     drawn = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD if terminal else None, pad_edge=False,
+        title=escaped(title), title_justify="left", box=box.SIMPLE_HEAD if terminal else None, pad_edge=False,
         title_style="bold" if terminal else "", header_style="bold" if terminal else "",
     )  # fmt: skip
     for name in columns:
         drawn.add_column(name, justify="left" if name in left else "right", no_wrap=True, min_width=len(name))
     for row in rows:
-        drawn.add_row(*row)
+        drawn.add_row(*map(escaped, row))
     # Wide enough for any row: a table in a log file must be complete.
     console = Console(
         width=max(240, len(title)), force_terminal=terminal, color_system="auto" if terminal else None,

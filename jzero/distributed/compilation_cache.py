@@ -1,4 +1,4 @@
-"""Keeps compiled programs for the next start of a job, in JAX's persistent compilation cache."""
+"""Keep compiled programs for the next start of a job, in JAX's persistent compilation cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -24,7 +23,7 @@ DAYS = 30  # a program that is older is removed, and compiled again where it is 
 _is_decided = False
 
 
-def turn_on(devices: Iterable[Any]) -> None:
+def turn_on(devices: Iterable[jax.Device]) -> None:
     """Give JAX's cache a directory before programs run on GPUs, if nobody has chosen one.
 
     For devices that are not there, as in a plan, and for those of a part of the processes it does nothing. Otherwise
@@ -49,7 +48,8 @@ def turn_on(devices: Iterable[Any]) -> None:
 def shared_directory() -> Path | None:
     """Return the directory for programs; None unless all processes want one and see the same one."""
     directory, leads = _directory(), jax.process_index() == 0
-    job, mark = agree("compilation cache: job", f"{_job()} {uuid.uuid4().hex}")[0].split()
+    own = hashlib.sha256(repr([os.getcwd(), sys.argv]).encode()).hexdigest()[:16]  # the same in the job's next start
+    job, mark = agree("compilation cache: job", f"{own} {uuid.uuid4().hex}")[0].split()
     if directory and jax.process_count() > 1:
         directory /= job
     if directory and leads:
@@ -62,11 +62,6 @@ def shared_directory() -> Path | None:
         with contextlib.suppress(OSError):
             (directory / mark).unlink()
     return directory if set(seen) == {"True"} else None
-
-
-def _job() -> str:
-    """Return what a job and its next start have in common."""
-    return hashlib.sha256(repr([os.getcwd(), sys.argv]).encode()).hexdigest()[:16]
 
 
 def _directory() -> Path | None:

@@ -29,7 +29,8 @@ class Work(NamedTuple):
     steady: bool
 
 
-_waiting: deque[tuple[jax.Array | None, Work]] | None = None  # what each work gives, and the work
+_Waiting = deque[tuple[jax.Array | None, Work]]  # what each work gives, and the work
+_waiting: _Waiting | None = None
 _begun = _finished = 0
 _open: Work | None = None  # begun, and not given to the devices yet
 _moved = 0.0  # when a work last finished
@@ -56,41 +57,39 @@ def launched() -> bool:
 
 
 @contextlib.contextmanager
-def work(steady: bool = False) -> Iterator[Callable[[jax.Array], None]]:
+def work(steady: bool = False, counts: bool = True) -> Iterator[Callable[[jax.Array], None]]:
     """Count a step, an evaluation or a save: begun now, finished at the end of the context.
 
-    It gives a function that delays the finish until its argument is ready. A work that raises does not count.
+    It gives a function that delays the finish until its argument is ready. A work that raises does not count, nor does
+    one inside of another, whose part it is.
 
     Args:
       steady: whether it is a train step whose program has run before, and so takes as long as the last one.
+      counts: whether it counts once it is over.
     """
     global _begun, _open
     results: list[jax.Array] = []
+    if _open is not None:
+        yield results.append
+        return
     _begun, _open = _begun + 1, Work(time.monotonic(), steady)
     try:
         yield results.append
-        if _waiting is not None:
+        if counts and _waiting is not None:
             _waiting.append((results[0] if results else None, _open))
     except BaseException:
-        _begun -= 1
+        counts = False
         raise
     finally:
-        _open = None
+        _begun, _open = _begun - (not counts), None
 
 
-@contextlib.contextmanager
-def waiting() -> Iterator[None]:
+def waiting() -> contextlib.AbstractContextManager[object]:
     """Count a wait for the other processes as a step that has begun, for as long as it lasts."""
-    global _begun, _open
-    _begun, _open = _begun + 1, Work(time.monotonic(), steady=False)
-    try:
-        yield
-    finally:
-        _begun, _open = _begun - 1, None
+    return work(counts=False)
 
 
 def counts() -> tuple[int, int]:
-    """Return the steps finished and the steps begun."""
     return _finished, _begun
 
 
@@ -111,11 +110,11 @@ def pending() -> tuple[float, bool]:
     return (time.monotonic() - max(first.began, _moved), first.steady) if first else (0.0, False)
 
 
-def _count(path: str, waiting: deque[Any]) -> None:
+def _count(path: str, waiting: _Waiting) -> None:
     global _finished, _moved
     before = None
     while True:
-        while waiting and (waiting[0][0] is None or waiting[0][0].is_deleted() or waiting[0][0].is_ready()):
+        while waiting and _is_finished(waiting[0][0]):
             now, (_, done) = time.monotonic(), waiting[0]
             if done.steady:
                 _times.append(now - max(done.began, _moved))
@@ -126,6 +125,10 @@ def _count(path: str, waiting: deque[Any]) -> None:
             with contextlib.suppress(OSError):  # a full disk must not end the training
                 write(path, f"{_finished} {_begun}")
         time.sleep(0.2)
+
+
+def _is_finished(result: Any) -> bool:  # JAX's types do not know is_ready
+    return result is None or result.is_deleted() or result.is_ready()
 
 
 def write(path: str, text: str) -> None:

@@ -14,13 +14,21 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
+from jax.sharding import Mesh
 
-from jzero._compat import coordination_service
+from jzero import _compat
 from jzero.errors import ConfigError, LostProcessError, PassingError, in_a_line, some_of
+from jzero.files import lasts
+from jzero.tree import named
+
+if TYPE_CHECKING:
+    from jzero.config import Config
+
+T = TypeVar("T")
 
 NOTICE = 30.0  # seconds after which a waiting process prints the processes that are missing
 
@@ -39,7 +47,7 @@ def agree(topic: str, text: str, timeout: float = 3600.0) -> list[str]:
     """
     if jax.process_count() == 1:
         return [text]
-    client, key = coordination_service(), f"jzero/{topic}/{jax.process_index()}"
+    client, key = _compat.coordination_service(), f"jzero/{topic}/{jax.process_index()}"
     client.key_value_set(key, text, allow_overwrite=True)
     notice = threading.Timer(NOTICE, _print_who_is_late, (topic,))
     notice.daemon = True
@@ -64,7 +72,7 @@ def anyone(topic: str, text: str | None, timeout: float = 3600.0) -> str | None:
         return text
     _turns[topic] = turn = _turns.get(topic, 0) + 1
     # A key per turn, because a slow process may still be reading the previous one.
-    client, key = coordination_service(), f"jzero/one of {topic}/{turn}"
+    client, key = _compat.coordination_service(), f"jzero/one of {topic}/{turn}"
     if text is not None:
         client.key_value_set(key, text, allow_overwrite=True)
     _wait_for_all(topic, timeout)
@@ -76,13 +84,31 @@ def anyone(topic: str, text: str | None, timeout: float = 3600.0) -> str | None:
         return None
 
 
-def published(client: Any, key: str, seconds: float) -> dict[int, str]:
+def publish(key: str, text: str) -> None:
+    """Set "KEY/RANK" in the coordination service, once: the first text counts.
+
+    Raises:
+      JaxRuntimeError: this process has set it before, or the service does not answer.
+    """
+    _compat.coordination_service().key_value_set(f"{key}/{jax.process_index()}", text)
+
+
+def is_set(key: str) -> bool:
+    """Return whether a process has set the key; False also after this script has left the job, or without an answer."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        if client := _compat.coordination_service():
+            client.key_value_try_get(key)
+            return True
+    return False
+
+
+def published(key: str, seconds: float) -> dict[int, str]:
     """Return rank -> text of the processes that set "KEY/RANK" in the coordination service within `seconds`.
 
     Raises:
       JaxRuntimeError: the service does not answer.
     """
-    end, found = time.monotonic() + seconds, dict[int, str]()
+    client, end, found = _compat.coordination_service(), time.monotonic() + seconds, dict[int, str]()
     for rank in range(jax.process_count()):
         left = max(1, int(1000 * (end - time.monotonic())))
         try:
@@ -93,21 +119,23 @@ def published(client: Any, key: str, seconds: float) -> dict[int, str]:
     return found
 
 
-def together(topic: str, work: Callable[[], Any]) -> Any:
+def together(topic: str, work: Callable[[], T]) -> T:
     """Return `work()`. If it raises a ConfigError or OSError on any process, every process raises a ConfigError."""
-    result, problem = None, None
+    problem = None
     try:
         result = work()
     except (ConfigError, OSError) as error:
-        passes = isinstance(error, OSError | PassingError)
-        problem = f"{'passing' if passes else 'lasting'}:{error}"
+        passes, text = isinstance(error, PassingError), str(error)
+        if isinstance(error, OSError):
+            passes, text = not lasts(error), f"{error.filename}: {error.strerror}" if error.filename else text
+        problem = f"{'passing' if passes else 'lasting'}:{text}"
     if problem := anyone(topic, problem):
         kind, _, text = problem.partition(":")
         raise (PassingError if kind == "passing" else ConfigError)(text)
     return result
 
 
-def check_same(topic: str, values: dict[str, Any]) -> None:
+def check_same(topic: str, values: Mapping[str, object]) -> None:
     """Compare values, which must fit JSON, between all processes.
 
     Raises:
@@ -131,7 +159,42 @@ def check_same(topic: str, values: dict[str, Any]) -> None:
     raise ConfigError(*problems)
 
 
-def _flat(tree: Any, path: str = "") -> dict[str, str]:
+class Guard:
+    """Compares config, mesh and parameters of a train step now, and every new program before its first run.
+
+    So a difference is an error and not a hang in a collective.
+
+    Raises:
+      ConfigError: on all processes, with the values that differ and their ranks.
+    """
+
+    def __init__(self, mesh: Mesh, config: Config, leaves: object):
+        self.shared = any(device.process_index != jax.process_index() for device in mesh.devices.flat)
+        self.agreed: set[tuple] = set()
+        if self.shared and jax.process_count() > 1:
+            settings = config.model_dump(mode="json", warnings=False)
+            parameters = {leaf.name: f"{list(leaf.shape)} {leaf.spec}" for leaf in jax.tree.leaves(leaves)}
+            values = {"config": settings, "parameters": parameters, "jax": jax.__version__, "mesh": dict(mesh.shape)}
+            check_same("train step", values)
+
+    def check(self, call: str, batch: object) -> bool:
+        """Compare the shapes of `batch` once for each program.
+
+        Returns:
+          Whether several processes run this program, and have run it before.
+        """
+        if not self.shared:
+            return False
+        shapes = {name: f"{x.dtype}{list(x.shape)}" for name, x in named(batch).items()}
+        program = call, tuple(shapes.items())
+        if program in self.agreed:
+            return True
+        check_same("train step", {"call": call, "batch": shapes})
+        self.agreed.add(program)
+        return False
+
+
+def _flat(tree: object, path: str = "") -> dict[str, str]:
     if isinstance(tree, dict) and tree:
         parts = [_flat(value, f"{path}.{key}" if path else key) for key, value in tree.items()]
         return {key: value for part in parts for key, value in part.items()}
@@ -141,7 +204,8 @@ def _flat(tree: Any, path: str = "") -> dict[str, str]:
 def _print_who_is_late(topic: str) -> None:
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service has gone; the barrier raises that error
         arrived = {
-            int(name.rpartition("/")[2]) for name, _ in coordination_service().key_value_dir_get(f"jzero/{topic}")
+            int(name.rpartition("/")[2])
+            for name, _ in _compat.coordination_service().key_value_dir_get(f"jzero/{topic}")
         }
         late = sorted(set(range(jax.process_count())) - arrived)
         if late and jax.process_index() == min(arrived, default=None):  # one process prints for all
@@ -151,7 +215,7 @@ def _print_who_is_late(topic: str) -> None:
 
 def _wait_for_all(topic: str, timeout: float) -> None:
     try:
-        coordination_service().wait_at_barrier(f"jzero/{topic}", int(1000 * timeout))
+        _compat.coordination_service().wait_at_barrier(f"jzero/{topic}", int(1000 * timeout))
     except jax.errors.JaxRuntimeError as error:
         # The service lists the missing processes only in its message: "... task names:\n 1\n 3".
         late = re.search(r"task names:((?:\s+\d+)+)", str(error))

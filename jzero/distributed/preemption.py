@@ -13,12 +13,11 @@ import os
 import signal
 import sys
 import threading
-from typing import Any
 
 import jax
 
 from jzero import _compat
-from jzero.distributed.host_collectives import published
+from jzero.distributed.host_collectives import is_set, publish, published
 from jzero.errors import some_of
 
 GRACE = 30.0  # seconds from SIGTERM to SIGKILL: the default of jzero, Slurm and Kubernetes
@@ -51,8 +50,8 @@ def _end(thread: threading.Thread) -> None:
     _ending.set()
     thread.join(_timeout() + 5)
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # already published, or the other processes have gone
-        if client := _compat.coordination_service():
-            _publish(client)
+        if _compat.coordination_service():  # the script has not left the job
+            publish(_STEPS, str(_begun))
 
 
 def reached() -> bool:
@@ -72,32 +71,18 @@ def _timeout() -> float:
 
 def _agree_on_the_last() -> None:
     global _last
-    while not (_signalled.is_set() or _flag_is_set()):
+    while not (_signalled.is_set() or is_set(_FLAG)):
         if _ending.wait(1.0):
             return
-    client = _compat.coordination_service()
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # the other processes have gone
-        client.key_value_set(_FLAG, "", allow_overwrite=True)
+        _compat.coordination_service().key_value_set(_FLAG, "", allow_overwrite=True)
         # The lock stops `reached`, and so the training loop, until all processes have published their step.
         with _lock:
-            _publish(client)
-            begun = published(client, _STEPS, _timeout())
+            publish(_STEPS, str(_begun))
+            begun = published(_STEPS, _timeout())
             stuck = [rank for rank in range(jax.process_count()) if rank not in begun]
             if stuck:  # they would hang the save too
                 why = f"process {some_of(stuck)} did not answer within {_timeout():g} s"
                 print(f"jzero: SIGTERM: stopping without a checkpoint: {why}", file=sys.stderr, flush=True)
                 os._exit(128 + signal.SIGTERM)
             _last = max(map(int, begun.values()))
-
-
-def _publish(client: Any) -> None:
-    client.key_value_set(f"{_STEPS}/{jax.process_index()}", str(_begun))
-
-
-def _flag_is_set() -> bool:
-    try:
-        if client := _compat.coordination_service():  # None once the script has left the job
-            client.key_value_try_get(_FLAG)
-        return client is not None
-    except jax.errors.JaxRuntimeError:  # no such key, or the service does not answer now
-        return False

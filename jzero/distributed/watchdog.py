@@ -12,21 +12,23 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 
 from jzero import _compat
-from jzero.distributed import heartbeat, nccl_ras
-from jzero.distributed.exit_codes import HUNG
-from jzero.distributed.host_collectives import published
+from jzero.distributed import heartbeat
+from jzero.distributed.host_collectives import is_set, publish, published
+from jzero.distributed.last_words import HUNG
 from jzero.errors import ConfigError, some_of
 
 TIMES = 20  # the limit, in units of the slowest recent step
 ANSWER = 5.0  # seconds for the other processes to answer; all have ended within twice that
+NCCL_MOST = 16_384  # bytes of an answer of NCCL; one of a large job would hide the stacks
 _FLAG, _STEPS = "jzero/hung", "jzero/steps"  # keys in the coordination service; the second one with the rank
 
 _ending, _tripped = threading.Event(), threading.Event()
@@ -79,36 +81,31 @@ def _watch(floor: float, ceiling: float) -> None:
         most = limit(heartbeat.times() if steady else (), floor, ceiling)
         if idle > most and heartbeat.launched():
             if jax.process_index() == 0:
-                print(nccl_ras.status(), file=sys.stderr, flush=True)
+                print(nccl_status(), file=sys.stderr, flush=True)
             return
         if idle > most:
             _leave_within(2 * ANSWER)  # a stopped process 0 does not answer, and its service has no time limits
             _tripped.set()
             _print_stacks()
-            client = _compat.coordination_service()
             try:
-                client.key_value_set(_FLAG, "")
+                _compat.coordination_service().key_value_set(_FLAG, "")
             except jax.errors.JaxRuntimeError:  # another process has tripped and prints for all
                 return
-            for line in words(_gather(client), jax.process_count(), most):
+            for line in words(_gather(), jax.process_count(), most):
                 print(f"jzero: {line}", file=sys.stderr, flush=True)
             os._exit(HUNG)
 
 
 def _answer(_floor: float, _ceiling: float) -> None:
     """Once a process has tripped, publish this one's steps, and end it too."""
-    while not _ending.wait(2.0):
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # no flag, or the service does not answer now
-            client = _compat.coordination_service()
-            if client is None:  # the script has left the job
-                return
-            client.key_value_try_get(_FLAG)
-            if not _tripped.is_set():  # else it has printed its stacks
-                _print_stacks()  # first: once all have answered, the other process ends
-            finished, begun = heartbeat.counts()
-            client.key_value_set(f"{_STEPS}/{jax.process_index()}", f"{finished} {begun}", allow_overwrite=True)
-            _leave_within(2 * ANSWER)
+    while not is_set(_FLAG):
+        if _ending.wait(2.0):
             return
+    if not _tripped.is_set():  # else it has printed its stacks
+        _print_stacks()  # first: once all have answered, the other process ends
+    _leave_within(2 * ANSWER)
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service does not answer now
+        publish(_STEPS, "{} {}".format(*heartbeat.counts()))
 
 
 def _print_stacks() -> None:
@@ -121,13 +118,12 @@ def _leave_within(seconds: float) -> None:
     timer.start()
 
 
-def _gather(client: Any) -> dict[int, tuple[int, int]]:
+def _gather() -> dict[int, tuple[int, int]]:
     """Return rank -> (steps finished, steps begun) of the processes that answer."""
-    found: dict[int, str] = {}
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody answers: process 0 has gone
-        found = published(client, _STEPS, ANSWER)
-    counts = {rank: text.split() for rank, text in found.items()}
-    return {rank: (int(finished), int(begun)) for rank, (finished, begun) in counts.items()}
+        counts = {rank: text.split() for rank, text in published(_STEPS, ANSWER).items()}
+        return {rank: (int(finished), int(begun)) for rank, (finished, begun) in counts.items()}
+    return {}
 
 
 def words(steps: Mapping[int, tuple[int, int]], size: int, seconds: float) -> list[str]:
@@ -142,5 +138,38 @@ def words(steps: Mapping[int, tuple[int, int]], size: int, seconds: float) -> li
     elif len(behind) < size:
         lines.append(f"look at rank {some_of(behind)} first: the others wait for it (its stack is above)")
     else:
-        lines += [f"all {size} ranks have begun step {fewest}, so they wait in the devices", nccl_ras.status()]
+        lines += [f"all {size} ranks have begun step {fewest}, so they wait in the devices", nccl_status()]
     return lines
+
+
+def nccl_status(env: Mapping[str, str] = os.environ, timeout: float = 5.0) -> str:
+    """Ask NCCL's RAS service which ranks are missing, hang or differ; return its answer, or why there is none.
+
+    NCCL 2.24 and later start the service in every process; it listens on one port of each host and answers lines of
+    text (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting/ras.html).
+
+    Args:
+      env: NCCL_RAS_ADDR has the service's address, as host:port; NCCL_RAS_ENABLE=0 turns it off.
+      timeout: seconds to wait for all of the answer; after that what has come is returned.
+    """
+    address = env.get("NCCL_RAS_ADDR", "localhost:28028")
+    if env.get("NCCL_RAS_ENABLE") == "0":
+        return "NCCL's RAS service is off (NCCL_RAS_ENABLE=0)"
+    host, _, port = address.rpartition(":")
+    end, answer, why = time.monotonic() + timeout, b"", "it closed the connection"
+    try:
+        with socket.create_connection((host.strip("[]") or "localhost", int(port)), timeout) as connection:
+            connection.sendall(b"VERBOSE STATUS\n")
+            while len(answer) < NCCL_MOST:
+                connection.settimeout(max(0.01, end - time.monotonic()))
+                if not (data := connection.recv(4096)):
+                    break
+                answer += data
+    except (OSError, ValueError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+    text = answer[:NCCL_MOST].decode(errors="replace").strip()
+    return (
+        f"NCCL's RAS service at {address}:\n{text}"
+        if text
+        else f"NCCL's RAS service at {address} did not answer: {why}"
+    )

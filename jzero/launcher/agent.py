@@ -1,4 +1,4 @@
-"""The agent starts a job's processes on one host, watches them, and leaves none behind.
+"""The agent starts a job's processes on one host, watches them, and leaves none behind (descendants.py).
 
 The command sends this file through ssh's standard input to a Python on every host, this machine included. So the agent
 uses only the standard library and the modules that it is sent with, needs nothing installed, and has the
@@ -8,7 +8,7 @@ surviving processes would keep GPUs and ports.
 
 From the command: {"know": SECRET}, {"listen": [PORT or 0, ADDRESS or "" for all]}, {"connect": [[HOST, PORT], ...]},
 {"start": {...}}, {"signal": N}, {"dump": true}, {"stop": SECONDS}, {"sweep": JOB}, {"topology": true}, {"ping": true}.
-To the command: {"hello": {...}}, {"bound": PORT or null, "why": TEXT}, {"reached": [[INDEX, ADDRESS], ...]},
+To the command: {"hello": {...}}, {"bound": [PORT or null, WHY]}, {"reached": [[INDEX, ADDRESS], ...]},
 {"out": [RANK, 1 or 2, LINE]}, {"died": [RANK, CODE]} at once, {"exit": [RANK, CODE]} after its last output,
 {"status": {RANK: [FINISHED, BEGUN, STATE]}}, {"swept": true}, {"topology": TEXT}.
 """
@@ -16,10 +16,8 @@ To the command: {"hello": {...}}, {"bound": PORT or null, "why": TEXT}, {"reache
 import asyncio
 import concurrent.futures
 import contextlib
-import ctypes
 import fcntl
 import glob
-import importlib.metadata
 import json
 import os
 import select
@@ -33,8 +31,8 @@ import tempfile
 import time
 import traceback
 
-from jzero.distributed import handshake, nccl_wheels
-from jzero.distributed.bind_address import listen_at
+from jzero.distributed import connections, machine
+from jzero.launcher import descendants
 
 SILENCE = 8.0  # seconds without a message from the command
 
@@ -42,11 +40,8 @@ SILENCE = 8.0  # seconds without a message from the command
 def hello():
     """Return this host's versions, devices and addresses."""
     versions = {"python": ".".join(map(str, sys.version_info[:3]))}
-    for name in ("jzero", "jax", "jaxlib"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    versions |= nccl_wheels.installed()
-    nccl_path, nccl_version = nccl_wheels.to_load()
+    versions |= machine.installed_wheels("jzero", "jax", "jaxlib")
+    nccl_path, nccl_version = machine.nccl_to_load()
     if nccl_path:
         versions["nccl"] = nccl_version
     with contextlib.suppress(OSError), open("/proc/driver/nvidia/version") as file:
@@ -57,10 +52,9 @@ def hello():
         with contextlib.suppress(OSError), open(path) as file:
             models += [line.partition(":")[2].strip() for line in file if line.startswith("Model:")]
     shared = os.statvfs("/dev/shm")
-    gpus = [path for path in glob.glob("/dev/nvidia*") if path[len("/dev/nvidia") :].isdigit()]
     return {
         "versions": versions,
-        "gpus": len(gpus),
+        "gpus": machine.count_gpus(),
         "models": sorted(set(models)),
         "addresses": addresses(),
         "nccl_path": nccl_path,
@@ -78,63 +72,23 @@ def addresses():
     return sorted(found, key=lambda address: address.startswith("127."))
 
 
-def die_with_me():
-    """Have the kernel kill this process when the agent dies, even by SIGKILL; called in each child."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def of_job(job):
-    """Return the pids of the job's processes, found by the job's id in their environment.
-
-    A process group is not enough: a data loader's workers may have left it, and their parent may be dead.
-    """
-    mark, found = f"JZERO_JOB_ID={job}".encode(), []
-    for path in glob.glob("/proc/[0-9]*/environ"):
-        with contextlib.suppress(OSError), open(path, "rb") as file:
-            if mark in file.read().split(b"\0"):
-                found.append(int(path.split("/")[2]))
-    return found
-
-
-def sweep(job):
-    """Kill all processes of the job, and delete the directories that its agents made on this host."""
-    for _ in range(20):  # again, because one may have forked since the list was made
-        pids = of_job(job)
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if not pids:
-            break
-        time.sleep(0.05)
-    for folder in glob.glob(f"{tempfile.gettempdir()}/jzero-{job}-*"):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def reach(host, port, secret):
     """Return the address of the agent that listens there and knows the secret; None if there is none."""
     with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=3) as connection:
-        handshake.authenticate(connection, "agent", secret, seconds=3)
+        connections.authenticate(connection, "agent", secret, seconds=3)
         return connection.getpeername()[0]
     return None
-
-
-def state_of(pid):
-    """Read a process's state: R running, S sleeping, T stopped, ...; ? if there is no such process."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0]
-    return "?"
 
 
 class Agent:
     """Handles the command's messages; a message's name is its method's."""
 
-    def __init__(self, argv):
-        self.argv, self.processes, self.tasks = argv, {}, []
+    def __init__(self, pulse):
+        self.pulse, self.processes, self.tasks = pulse, {}, []
         self.job, self.folder, self.listener, self.secret = None, "", None, ""
-        self.heard = time.monotonic()
+        self.heard, self.guard = time.monotonic(), os.getppid()
 
     def say(self, **message):
-        """Send a message to the command."""
         data = (json.dumps(message) + "\n").encode()
         while data:
             try:
@@ -157,7 +111,9 @@ class Agent:
             while line := await reader.readline():
                 self.heard = time.monotonic()
                 for name, value in json.loads(line).items():
-                    if name in ("know", "listen", "connect", "start", "signal", "dump", "stop", "sweep", "topology"):
+                    if name in ("stop", "topology"):  # they take long, and pings must still be read
+                        self.tasks.append(asyncio.create_task(getattr(self, name)(value)))
+                    elif name in ("know", "listen", "connect", "start", "signal", "dump", "sweep"):
                         await getattr(self, name)(value)
             code = 0
         except Exception:
@@ -167,8 +123,11 @@ class Agent:
 
     def end(self, code=0):
         """Kill the job's processes and end, without waiting for threads or tasks that may be blocked."""
-        if self.job:
-            sweep(self.job)
+        descendants.kill_descendants()
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.kill(self.guard, signal.SIGCONT)  # it may be stopped
         sys.stderr.flush()
         os._exit(code)
 
@@ -181,49 +140,44 @@ class Agent:
             late = late + 1 if time.monotonic() - self.heard > SILENCE else 0
             if late == 2:
                 self.end()
-            self.answer()  # so that silent callers go
+            if self.job:
+                descendants.reap_orphans({child.pid for child in self.processes.values()})
             try:
                 self.say(status={rank: self.status(rank) for rank in self.processes})
+                self.show_life()
             except OSError:
                 self.end()
+
+    def show_life(self):
+        """Tell the guard that this agent runs; an OSError if the guard has been killed."""
+        with contextlib.suppress(BlockingIOError):  # it is stopped
+            os.write(self.pulse, b".")
 
     def status(self, rank):
         """Return steps finished, steps begun (-1 if the process does not count steps) and the process's state."""
         finished, begun = -1, -1
         with contextlib.suppress(OSError, ValueError), open(f"{self.folder}/{rank}") as file:
             finished, begun = map(int, file.read().split())
-        return [finished, begun, state_of(self.processes[rank].pid)]
+        return [finished, begun, descendants.state_and_parent(self.processes[rank].pid)[0]]
 
     async def listen(self, where):
         """Reserve the coordinator's port (0: any free one) until the processes start, and answer other agents there."""
         port, address = where
         self.close_listener()
         try:
-            server = listen_at(address, port)
+            server = connections.listen_at(address, port)
         except OSError as error:
-            self.say(bound=None, why=os.strerror(error.errno or 0))
+            self.say(bound=[None, os.strerror(error.errno or 0)])
             return
-        self.listener = handshake.Listener(server, self.secret)
-        asyncio.get_running_loop().add_reader(self.listener.fileno(), self.answer)
-        self.say(bound=server.getsockname()[1], why="")
-
-    def answer(self):
-        """Handle what has come to the reserved port; an authenticated caller has reached this host."""
-        if not (listener := self.listener):
-            return
-        for connection, words in listener.wait(0):
-            if words is not None:
-                listener.drop(connection)
+        self.listener = await connections.serve(server, self.secret)  # a caller has reached this host
+        self.say(bound=[server.getsockname()[1], ""])
 
     def close_listener(self):
-        """Free the reserved port."""
         if self.listener:
-            asyncio.get_running_loop().remove_reader(self.listener.fileno())
             self.listener.close()
             self.listener = None
 
     async def know(self, secret):
-        """Keep the job's secret."""
         self.secret = secret
 
     async def connect(self, places):
@@ -238,17 +192,15 @@ class Agent:
         self.say(reached=[one for one in found if one[1]])
 
     async def start(self, what):
-        """Start this host's processes."""
         self.close_listener()
+        self.show_life()
         self.job, self.folder = what["job"], tempfile.mkdtemp(prefix=f"jzero-{what['job']}-")
         threads = concurrent.futures.ThreadPoolExecutor(len(what["processes"]))
         asyncio.get_running_loop().set_default_executor(threads)  # follow() blocks one thread per process
         for process in what["processes"]:
             rank = process["rank"]
-            env = os.environ | process["env"] | {"JZERO_JOB_ID": self.job, "JZERO_PROGRESS": f"{self.folder}/{rank}"}
-            env |= {handshake.VARIABLE: self.secret} if self.secret else {}
-            argv = self.argv[: what["flag_at"]] + process["flag"] + self.argv[what["flag_at"] :]
-            log = None
+            env = os.environ | process["env"] | {"JZERO_PROGRESS": f"{self.folder}/{rank}"}
+            argv, log = process["argv"], None
             try:
                 if what["logs"]:
                     os.makedirs(what["logs"], exist_ok=True)
@@ -256,7 +208,7 @@ class Agent:
                     log = open(path, "wb", buffering=0)  # noqa: SIM115
                 child = subprocess.Popen(
                     argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env,
-                    cwd=what["cwd"], start_new_session=True, preexec_fn=die_with_me,
+                    cwd=what["cwd"], start_new_session=True, preexec_fn=descendants.die_with_parent,
                 )  # fmt: skip
             except OSError as error:
                 self.say(out=[rank, 2, f"{error.filename or argv[0]}: {error.strerror}\n"])
@@ -285,11 +237,10 @@ class Agent:
                 if log:
                     log.write(data)
             *lines, rest = (rest + data).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+            if len(rest) > 65536:
+                lines, rest = [*lines, rest], b""
             for line in lines:
                 self.say(out=[rank, number, line.decode(errors="replace")])
-            if len(rest) > 65536:
-                self.say(out=[rank, number, rest.decode(errors="replace")])
-                rest = b""
         if rest:
             self.say(out=[rank, number, rest.decode(errors="replace")])
 
@@ -307,27 +258,29 @@ class Agent:
 
     async def stop(self, grace):
         """Send SIGTERM now and SIGKILL after `grace` seconds."""
-        self.tasks.append(asyncio.create_task(self.stopping(grace)))  # a task, so that pings are still read
-
-    async def stopping(self, grace):
         await self.signal(signal.SIGTERM)
         end = time.monotonic() + grace
         while self.processes and time.monotonic() < end:
             await asyncio.sleep(0.05)
-        sweep(self.job)
+        descendants.kill_descendants()
 
     async def sweep(self, job):
-        """Kill the processes that an earlier agent of the job left."""
-        sweep(job)
+        """Kill what an earlier agent of the job left, itself included; delete its directory."""
+        descendants.kill_job(job)
+        for folder in glob.glob(f"{tempfile.gettempdir()}/jzero-{job}-*"):
+            shutil.rmtree(folder, ignore_errors=True)
         self.say(swept=True)
 
     async def topology(self, _):
         """Send the connections between the GPUs, as nvidia-smi prints them."""
-        text = ""
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            text = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=15).stdout
-        self.say(topology=text)
+
+        def ask():
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                return subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=15).stdout
+            return ""
+
+        self.say(topology=await asyncio.to_thread(ask))
 
 
 if __name__ == "__main__":
-    asyncio.run(Agent(sys.argv[1:]).run())
+    descendants.guarded(lambda pulse: asyncio.run(Agent(pulse).run()))

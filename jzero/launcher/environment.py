@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,12 +12,38 @@ from jzero.values.masking import mask
 
 PREFIXES = ("NCCL", "PYTHON", "MV2", "UCX", "MLFLOW", "JAX_", "JZERO_", "XLA_", "TF_", "CUDA_", "HF_", "WANDB_")
 NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-# jzero sets these for each process, from its rank and its host.
-OWN = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT",
-    "CUDA_VISIBLE_DEVICES", "JZERO_ATTEMPT", "JZERO_GRACE", "JZERO_HANG_TIMEOUT", "JZERO_JOB_ID",
-    "JZERO_MEETING", "JZERO_OUTAGES", "JZERO_PROGRESS", "JZERO_SECRET",
-)  # fmt: skip
+# jzero sets these for each process, from its rank, its host and its attempt; an option or a hint that replaces them.
+OWN = dict.fromkeys(
+    (
+        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "JZERO_ATTEMPT", "JZERO_GRACE",
+        "JZERO_HANG_TIMEOUT", "JZERO_JOB_ID", "JZERO_MEETING", "JZERO_OUTAGES", "JZERO_PROGRESS",
+    ), ""
+) | {
+    "CUDA_VISIBLE_DEVICES": "--include", "MASTER_ADDR": "--master_addr", "MASTER_PORT": "--master_port",
+    "JZERO_SECRET": "`export JZERO_SECRET` before the command",
+}  # fmt: skip
+
+
+def of_attempt(options: argparse.Namespace, id: str, secret: str, address: str, port: int, bind: str) -> dict[str, str]:
+    """Return the variables that all processes of an attempt get once the hosts have answered.
+
+    Args:
+      id: the attempt's.
+      secret: the job's; "": none.
+      address, port: the coordinator's.
+      bind: the address on which it listens; "": process 0 decides.
+    """
+    values = {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "JZERO_BIND_ADDRESS": bind,
+        "JZERO_GRACE": f"{options.grace:g}",
+        "JZERO_HANG_TIMEOUT": f"{options.hang_timeout:g}",
+        "JZERO_JOB_ID": id,
+        "JZERO_MEETING": "" if options.no_ssh else id,  # the rendezvous turns other jobs' processes away
+        "JZERO_SECRET": secret,
+    }
+    return {name: value for name, value in values.items() if value}
 
 
 def propagated(env: Mapping[str, str], cwd: str, home: str, export: Iterable[str] = ()) -> dict[str, str]:
@@ -36,10 +63,8 @@ def propagated(env: Mapping[str, str], cwd: str, home: str, export: Iterable[str
                 chosen |= _read(path, problems)
     for item in export:
         name, given, value = item.partition("=")
-        if not re.fullmatch(r"\w+", name):
-            problems.append(f"--export = {mask(item, item)!r}: must be NAME or NAME=VALUE")
-        elif name in OWN:
-            problems.append(f"--export = {mask(item, item)!r}: {_own(name)}")
+        if why := _refusal(name, "NAME or NAME=VALUE"):
+            problems.append(f"--export = {mask(item, item)!r}: {why}")
         elif given or name in env:
             chosen[name] = value if given else env[name]
         else:
@@ -62,17 +87,17 @@ def _read(path: Path, problems: list[str]) -> dict[str, str]:
         if not line or line.startswith("#"):
             continue
         name, given, value = line.partition("=")
-        if not given or not re.fullmatch(r"\w+", name.strip()) or "\0" in value:
-            problems.append(f"{path}, line {number}: {mask(line, line)!r}: must be NAME=VALUE, or a comment after #")
-        elif name.strip() in OWN:
-            problems.append(f"{path}, line {number}: {mask(line, line)!r}: {_own(name.strip())}")
+        name = name.strip() if given and "\0" not in value else ""
+        if why := _refusal(name, "NAME=VALUE, or a comment after #"):
+            problems.append(f"{path}, line {number}: {mask(line, line)!r}: {why}")
         else:
-            found[name.strip()] = value
+            found[name] = value
     return found
 
 
-def _own(name: str) -> str:
-    options = {"CUDA_VISIBLE_DEVICES": "--include", "MASTER_ADDR": "--master_addr", "MASTER_PORT": "--master_port"}
-    options |= {"JZERO_SECRET": "`export JZERO_SECRET` before the command"}
-    hint = f", and use {options[name]}" if name in options else ""
-    return f"jzero sets {name} for each process; leave it out{hint}"
+def _refusal(name: str, form: str) -> str:
+    """Return why a variable cannot be set; "" if it can."""
+    if not re.fullmatch(r"\w+", name):
+        return f"must be {form}"
+    hint = f", and use {OWN[name]}" if OWN.get(name) else ""
+    return f"jzero sets {name} for each process; leave it out{hint}" if name in OWN else ""

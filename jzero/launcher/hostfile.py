@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 
-from jzero.distributed.host_names import host_fault
+from jzero.distributed.machine import count_gpus
+from jzero.distributed.place import host_fault
 from jzero.errors import ConfigError
 
 MOST_DEVICES = 1024  # of one host
@@ -26,8 +27,8 @@ def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
       ConfigError: all malformed lines, by number; a file without a host.
     """
     slots: dict[str, int] = {}
-    problems: list[str] = []
     first: dict[str, int] = {}
+    problems: list[str] = []
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, ValueError) as error:
@@ -103,40 +104,38 @@ def choose(
             raise ConfigError(f"{option} = {n}: must be at least 1; leave it out to use all")
     if num_nodes > len(hosts):
         raise ConfigError(f"--num_nodes = {num_nodes}: there are {len(hosts)} hosts: {', '.join(hosts)}")
-    left: Hosts = {host: list(ids) for host, ids in hosts.items()}
-    if num_nodes != -1:
-        left = dict(list(left.items())[:num_nodes])
-    if num_gpus != -1:
-        if problems := [
-            f"--num_gpus = {num_gpus}: {host} has {len(ids)}: {_ids(ids)}; ask for fewer, or raise its slots"
-            for host, ids in left.items()
-            if num_gpus > len(ids)
-        ]:
-            raise ConfigError(*problems)
-        left = {host: ids[:num_gpus] for host, ids in left.items()}
-    option, text = ("--include", include) if include else ("--exclude", exclude)
-    if text:
-        named = parse_filter(text, option)
-        problems = [
-            f"{option} = {text!r}: no host {host!r}; the hosts are {', '.join(hosts)}"
-            for host in named
-            if host not in hosts
-        ]
-        problems += [
-            f"{option} = {text!r}: {host} has no device {id}; it has {_ids(hosts[host])}"
-            for host, ids in named.items()
-            for id in ids or ()
-            if host in hosts and id not in hosts[host]
-        ]
-        if problems:
-            raise ConfigError(*problems)
-        everything = {host: hosts[host] if ids is None else ids for host, ids in named.items()}
-        for host, ids in left.items():
-            left[host] = [id for id in ids if (id in everything.get(host, ())) == bool(include)]
-        left = {host: ids for host, ids in left.items() if ids}
-        if not left:
-            raise ConfigError(f"{option} = {text!r}: leaves no device of {', '.join(hosts)}")
-    return left
+    first = dict(islice(hosts.items(), None if num_nodes == -1 else num_nodes))
+    if problems := [
+        f"--num_gpus = {num_gpus}: {host} has {len(ids)}: {_ids(ids)}; ask for fewer, or raise its slots"
+        for host, ids in first.items()
+        if num_gpus > len(ids)
+    ]:
+        raise ConfigError(*problems)
+    if include or exclude:
+        return _filtered(hosts, include or exclude, "--include" if include else "--exclude")
+    return {host: list(ids)[: None if num_gpus == -1 else num_gpus] for host, ids in first.items()}
+
+
+def _filtered(hosts: Mapping[str, Sequence[int | str]], text: str, option: str) -> Hosts:
+    """Keep the hosts and devices that a filter includes, or does not exclude."""
+    named = parse_filter(text, option)
+    problems = [f"no host {host!r}; the hosts are {', '.join(hosts)}" for host in named if host not in hosts]
+    problems += [
+        f"{host} has no device {id}; it has {_ids(hosts[host])}"
+        for host, ids in named.items()
+        for id in ids or ()
+        if host in hosts and id not in hosts[host]
+    ]
+    if problems:
+        raise ConfigError(*(f"{option} = {text!r}: {problem}" for problem in problems))
+
+    def is_named(host: str, id: int | str) -> bool:
+        return host in named and (named[host] is None or id in (named[host] or ()))
+
+    left = {host: [id for id in ids if is_named(host, id) == (option == "--include")] for host, ids in hosts.items()}
+    if not any(left.values()):
+        raise ConfigError(f"{option} = {text!r}: leaves no device of {', '.join(hosts)}")
+    return {host: ids for host, ids in left.items() if ids}
 
 
 def visible_devices(env: Mapping[str, str]) -> Devices | None:
@@ -152,12 +151,10 @@ def visible_devices(env: Mapping[str, str]) -> Devices | None:
 
 
 def devices_here(env: Mapping[str, str]) -> Devices:
-    """List the visible GPUs of this machine without starting CUDA, which would take memory on every GPU."""
+    """List the visible GPUs of this machine."""
     visible = visible_devices(env)
-    if visible is not None:
-        return visible
-    found = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
-    return list(range(len(found)))  # CUDA counts from 0, even in a container with nvidia6 and 7
+    # CUDA counts from 0, even in a container with nvidia6 and 7.
+    return list(range(count_gpus())) if visible is None else visible
 
 
 def _ids(ids: Sequence[int | str]) -> str:

@@ -7,20 +7,17 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
 
-from jzero.distributed.bind_address import is_own
-from jzero.distributed.host_names import MOST_HOSTS, host_fault, slurm_hosts
-from jzero.distributed.place import DEFAULT_PORT, number_from
+from jzero.distributed.connections import is_own
+from jzero.distributed.place import DEFAULT_PORT, MOST_HOSTS, host_fault, number_from, slurm_hosts
 from jzero.errors import ConfigError
 from jzero.launcher import environment, hostfile
 from jzero.launcher.hostfile import LOCAL, Hosts
 from jzero.launcher.options import parser
-from jzero.values.masking import masked
 
 HOSTFILE = "/job/hostfile"
 NOT_HANDED_OVER = (
@@ -64,7 +61,7 @@ class Job:
 
     @property
     def address(self) -> str:
-        """The coordinator's host before the hosts are asked; coordinator.py may choose another address."""
+        """The coordinator's host before the hosts are asked; connecting.py may choose another address."""
         return self.options.master_addr or ("127.0.0.1" if len(self.hosts) == 1 else next(iter(self.hosts)))
 
     @cached_property
@@ -95,26 +92,32 @@ class Job:
         """Return the plan without these hosts, with the ranks renumbered."""
         return replace(self, hosts={host: ids for host, ids in self.hosts.items() if host not in hosts})
 
+    @property
+    def hosts_here(self) -> list[str]:
+        """The hosts on which this command starts processes."""
+        names, o = list(self.hosts), self.options
+        return [names[o.node_rank]] if o.no_ssh else names
+
     def is_here(self, host: str) -> bool:
-        """Return whether the host is this machine."""
         return not self.options.force_multi and is_this_machine(host)
 
     def of(self, host: str) -> list[Process]:
-        """Return the processes on a host."""
         return [process for process in self.processes if process.host == host]
 
-    def flag(self, process: Process) -> list[str]:
-        """Return the words that jzero adds to the script's command line."""
-        return [] if self.options.no_local_rank else [f"--local_rank={process.local_rank}"]
+    def per_host(self, devices: bool = False) -> int:
+        """Return the number of processes, or of devices, on every host; a ConfigError if it is not the same."""
+        counts = {len(ids) if devices else len(self.of(host)) for host, ids in self.hosts.items()}
+        if len(counts) > 1:
+            each = ", ".join(f"{host} {len(ids)}" for host, ids in self.hosts.items())
+            raise ConfigError(
+                f"--launcher {self.options.launcher}: needs the same number of devices on every host: {each}"
+            )
+        return counts.pop()
 
-    def as_json(self, commands: list[list[str]]) -> dict[str, Any]:
-        """Return the plan as `--dry_run` prints it, with secrets masked."""
-        return {
-            "hosts": self.hosts,
-            "coordinator": f"{self.address}:{self.port}",
-            "processes": [vars(process) | {"env": masked(process.env)} for process in self.processes],
-            "commands": commands,
-        }
+    def command(self, process: Process) -> list[str]:
+        """Return a rank's command line: the script's, with `--local_rank` before its own options."""
+        flag = [] if self.options.no_local_rank else [f"--local_rank={process.local_rank}"]
+        return self.argv[: self.flag_at] + flag + self.argv[self.flag_at :]
 
 
 def make_job(options: argparse.Namespace, env: Mapping[str, str], cwd: str) -> Job:
@@ -146,50 +149,56 @@ def is_this_machine(host: str) -> bool:
     return any(is_own(str(address)) for address in found)
 
 
-def _check(options: argparse.Namespace) -> None:
-    problems = []
-    if options.no_python and options.module:
-        problems.append("--no_python and --module: the script is a program or a module; keep one")
-    if options.no_ssh and options.node_rank < 0:
-        problems.append(f"--no_ssh: needs --node_rank (found {options.node_rank}): this host's number, from 0")
-    if options.no_ssh and not options.master_addr and options.num_nodes != 1:
-        problems.append("--no_ssh: needs --master_addr: the address of host number 0")
-    if options.no_ssh and options.launcher != "ssh":
-        problems.append(f"--no_ssh and --launcher {options.launcher}: keep one")
-    if options.node_rank >= 0 and not options.no_ssh:
-        problems.append(f"--node_rank = {options.node_rank}: needs --no_ssh; add it, or leave --node_rank out")
-    if options.master_addr and (fault := host_fault(options.master_addr)):
-        problems.append(f"--master_addr = {options.master_addr!r}: a host's name {fault}")
-    if options.master_port is not None and not 0 < options.master_port < 65536:
-        problems.append(f"--master_port = {options.master_port}: must be 1 to 65535")
-    if options.ssh_port is not None and not 0 < options.ssh_port < 65536:
-        problems.append(f"--ssh_port = {options.ssh_port}: must be 1 to 65535")
-    if options.min_nodes != -1 and options.min_nodes < 1:
-        problems.append(f"--min_nodes = {options.min_nodes}: must be at least 1; leave it out to need all hosts")
-    if options.min_nodes != -1 and (options.no_ssh or options.launcher == "k8s"):
-        problems.append("--min_nodes: works only over ssh; leave it out")
-    if options.min_nodes != -1 and options.master_addr:
-        problems.append(
+def _check(o: argparse.Namespace) -> None:
+    """Raise a ConfigError with all options that are wrong alone or exclude each other."""
+    fault = host_fault(o.master_addr) if o.master_addr else ""
+    ports = [(name, port) for name in ("master_port", "ssh_port") if (port := getattr(o, name)) is not None]
+    most = {"num_nodes": MOST_HOSTS, "num_gpus": hostfile.MOST_DEVICES}
+    other = NOT_HANDED_OVER if o.launcher in ("slurm", "openmpi") else ()
+    system, asked = f"--launcher {o.launcher}", o.min_nodes != -1
+    rules = [
+        (o.no_python and o.module, "--no_python and --module: the script is a program or a module; keep one"),
+        (
+            o.no_ssh and o.node_rank < 0,
+            f"--no_ssh: needs --node_rank (found {o.node_rank}): this host's number, from 0",
+        ),
+        (
+            o.no_ssh and not o.master_addr and o.num_nodes != 1,
+            "--no_ssh: needs --master_addr: the address of host number 0",
+        ),
+        (o.no_ssh and o.launcher != "ssh", f"--no_ssh and {system}: keep one"),
+        (
+            o.node_rank >= 0 and not o.no_ssh,
+            f"--node_rank = {o.node_rank}: needs --no_ssh; add it, or leave --node_rank out",
+        ),
+        (fault, f"--master_addr = {o.master_addr!r}: a host's name {fault}"),
+        *((not 0 < port < 65536, f"--{name} = {port}: must be 1 to 65535") for name, port in ports),
+        (asked and o.min_nodes < 1, f"--min_nodes = {o.min_nodes}: must be at least 1; leave it out to need all hosts"),
+        (asked and (o.no_ssh or o.launcher == "k8s"), "--min_nodes: works only over ssh; leave it out"),
+        (
+            asked and o.master_addr,
             "--min_nodes and --master_addr: the job may go on without that host; leave --master_addr out, and jzero "
-            "finds an address"
-        )
-    for name, most in (("num_nodes", MOST_HOSTS), ("num_gpus", hostfile.MOST_DEVICES)):
-        if (value := getattr(options, name)) > most:
-            problems.append(f"--{name} = {value}: must be at most {most}")
-    for name in ("max_restarts", "hang_timeout", "grace"):
-        if not (value := getattr(options, name)) >= 0:
-            problems.append(f"--{name} = {value}: must be 0 or more")
-    system = f"--launcher {options.launcher}"
-    if options.launcher != "ssh" and ":" in options.include + options.exclude:
-        problems.append(f"{system}: that system chooses devices itself; name only hosts in --include and --exclude")
-    if options.launcher in ("slurm", "openmpi"):
-        for name in NOT_HANDED_OVER:
-            if getattr(options, name) != parser().get_default(name):
-                problems.append(
-                    f"--{name}: does not work with {system}; leave it out, and use that system's own option "
-                    "(--launcher_args)"
-                )
-    if problems:
+            "finds an address",
+        ),
+        *((getattr(o, name) > n, f"--{name} = {getattr(o, name)}: must be at most {n}") for name, n in most.items()),
+        *(
+            (not getattr(o, name) >= 0, f"--{name} = {getattr(o, name)}: must be 0 or more")
+            for name in ("max_restarts", "hang_timeout", "grace")
+        ),
+        (
+            o.launcher != "ssh" and ":" in o.include + o.exclude,
+            f"{system}: that system chooses devices itself; name only hosts in --include and --exclude",
+        ),
+        *(
+            (
+                getattr(o, name) != parser().get_default(name),
+                f"--{name}: does not work with {system}; leave it out, and use that system's own option "
+                "(--launcher_args)",
+            )
+            for name in other
+        ),
+    ]
+    if problems := [text for wrong, text in rules if wrong]:
         raise ConfigError(*problems)
 
 
@@ -209,51 +218,60 @@ def _script(options: argparse.Namespace, env: Mapping[str, str]) -> tuple[list[s
     return [*head, *options.script_args], len(head)
 
 
-def _hosts(options: argparse.Namespace, env: Mapping[str, str]) -> Hosts:
-    choice = {name: getattr(options, name) for name in ("include", "exclude", "num_nodes", "num_gpus")}
-    path = options.hostfile or HOSTFILE
-    if options.hostfile and not Path(path).is_file():
-        raise ConfigError(f"--hostfile = {path}: no such file")
+def _hosts(o: argparse.Namespace, env: Mapping[str, str]) -> Hosts:
+    """Choose among the hosts of the hostfile, of Slurm's allocation, or among this machine's devices."""
+    path = o.hostfile or HOSTFILE
+    known: Mapping[str, Sequence[int | str]]
     if Path(path).is_file():
-        everywhere = {host: list[int | str](range(n)) for host, n in hostfile.read_hostfile(path).items()}
-        if options.platform == "gpu":
-            everywhere = _visible(everywhere, env, options.no_ssh)
-        hosts = hostfile.choose(everywhere, **choice)
-        if bare := [host for host, ids in hosts.items() if not ids]:
+        known = {host: range(n) for host, n in hostfile.read_hostfile(path).items()}
+        known = _visible(known, env, o.no_ssh) if o.platform == "gpu" else known
+    elif o.hostfile:
+        raise ConfigError(f"--hostfile = {path}: no such file")
+    elif o.no_ssh:  # each host starts its own processes, so any names will do
+        known = dict.fromkeys(unnamed(max(o.num_nodes, 1)), _devices(o, env))
+    elif o.launcher in ("slurm", "k8s") and o.num_nodes > 0:  # Slurm or Kubernetes chooses the hosts
+        if o.num_gpus < 1 or o.include or o.exclude:
             raise ConfigError(
-                f"{', '.join(bare)}: CUDA_VISIBLE_DEVICES = {env['CUDA_VISIBLE_DEVICES']!r} leaves none of its slots; "
-                "unset it, or --exclude that host"
+                f"--launcher {o.launcher} without a hostfile: needs --num_nodes and --num_gpus (found {o.num_nodes} "
+                f"and {o.num_gpus}), and no filter"
             )
-        return hosts
-    if options.no_ssh:  # each host starts its own processes, so any names will do
-        ids = _devices(options, env)
-        return hostfile.choose({f"node{n}": ids for n in range(max(options.num_nodes, 1))}, **choice)
-    if options.launcher in ("slurm", "k8s") and options.num_nodes > 0:  # Slurm or Kubernetes chooses the hosts
-        if options.num_gpus < 1 or options.include or options.exclude:
-            raise ConfigError(
-                f"--launcher {options.launcher} without a hostfile: needs --num_nodes and --num_gpus (found "
-                f"{options.num_nodes} and {options.num_gpus}), and no filter"
-            )
-        return {f"node{n}": list[int | str](range(options.num_gpus)) for n in range(options.num_nodes)}
-    if allocated := slurm_hosts(env.get("SLURM_JOB_NODELIST", "")):
-        if problems := [
-            f"SLURM_JOB_NODELIST: {name!r}: a host's name {fault}" for name in allocated if (fault := host_fault(name))
-        ]:
-            raise ConfigError(*problems[:8])
-        slots = max(options.num_gpus, 1)
-        if options.platform == "gpu":
-            slots = number_from(env, "SLURM_GPUS_ON_NODE", max(options.num_gpus, 0))
-        if slots > hostfile.MOST_DEVICES:
-            raise ConfigError(f"SLURM_GPUS_ON_NODE = {slots}: must be at most {hostfile.MOST_DEVICES}")
-        if slots < 1:
-            raise ConfigError("--num_gpus: needed in this Slurm job, which sets no SLURM_GPUS_ON_NODE")
-        return hostfile.choose({host: range(slots) for host in allocated}, **choice)
-    if options.num_nodes > 1:
+        known = dict.fromkeys(unnamed(o.num_nodes), range(o.num_gpus))
+    elif allocated := slurm_hosts(env.get("SLURM_JOB_NODELIST", "")):
+        known = dict.fromkeys(allocated, range(_slots_in_slurm(o, env, allocated)))
+    elif o.num_nodes > 1:
         raise ConfigError(
-            f"--num_nodes = {options.num_nodes}: there is no hostfile {path} that names them; write one and pass "
+            f"--num_nodes = {o.num_nodes}: there is no hostfile {path} that names them; write one and pass "
             "--hostfile FILE, or run on each host with --no_ssh --node_rank R --master_addr HOST"
         )
-    return hostfile.choose({LOCAL: _devices(options, env)}, **choice)
+    else:
+        known = {LOCAL: _devices(o, env)}
+    hosts = hostfile.choose(known, include=o.include, exclude=o.exclude, num_nodes=o.num_nodes, num_gpus=o.num_gpus)
+    if bare := [host for host, ids in hosts.items() if not ids]:
+        raise ConfigError(
+            f"{', '.join(bare)}: CUDA_VISIBLE_DEVICES = {env['CUDA_VISIBLE_DEVICES']!r} leaves none of its slots; "
+            "unset it, or --exclude that host"
+        )
+    return hosts
+
+
+def unnamed(count: int) -> list[str]:
+    """Name hosts that nobody has named."""
+    return [f"node{n}" for n in range(count)]
+
+
+def _slots_in_slurm(o: argparse.Namespace, env: Mapping[str, str], allocated: Sequence[str]) -> int:
+    """Return the number of devices on each host of Slurm's allocation."""
+    if problems := [
+        f"SLURM_JOB_NODELIST: {name!r}: a host's name {fault}" for name in allocated if (fault := host_fault(name))
+    ]:
+        raise ConfigError(*problems[:8])
+    on_node = "SLURM_GPUS_ON_NODE"
+    slots = number_from(env, on_node, max(o.num_gpus, 0)) if o.platform == "gpu" else max(o.num_gpus, 1)
+    if slots > hostfile.MOST_DEVICES:
+        raise ConfigError(f"{on_node} = {slots}: must be at most {hostfile.MOST_DEVICES}")
+    if slots < 1:
+        raise ConfigError(f"--num_gpus: needed in this Slurm job, which sets no {on_node}")
+    return slots
 
 
 def _devices(options: argparse.Namespace, env: Mapping[str, str]) -> hostfile.Devices:
@@ -272,7 +290,9 @@ def _devices(options: argparse.Namespace, env: Mapping[str, str]) -> hostfile.De
     return ids
 
 
-def _visible(hosts: Hosts, env: Mapping[str, str], no_ssh: bool) -> Hosts:
+def _visible(
+    hosts: Mapping[str, Sequence[int | str]], env: Mapping[str, str], no_ssh: bool
+) -> Mapping[str, Sequence[int | str]]:
     """Keep only this machine's devices that CUDA_VISIBLE_DEVICES lists, in its order.
 
     Raises:

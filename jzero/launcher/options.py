@@ -1,16 +1,175 @@
-"""The launcher's command line."""
+"""The options of all commands, as tables; `jzero plot` has its own."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from jzero._compat import option_names
 from jzero.values.kinds import closest
 
 LAUNCHERS = ("ssh", "slurm", "openmpi", "k8s")
+COMMANDS = {
+    "run": "start a script once per GPU, on one host or many; the command if none is named",
+    "report": "list versions, devices and faults of this machine, or of all hosts of a hostfile",
+    "plan": "compile a step for GPUs that need not be there: its memory, collectives and time",
+    "calibrate": "measure the rates of this machine's GPUs for plans",
+    "plot": "draw the curves and the goodput of runs",
+    "export": "write a checkpoint's weights as safetensors",
+    "replay": "repeat a saved step that was not finite on one device, and find where it begins",
+}
+
+Option = tuple[tuple[str, ...], dict[str, Any]]
+
+
+def option(usage: str, text: str | None = None, **settings: Any) -> Option:
+    """Return the arguments of a call of `add_argument`; without a value and settings the option is a flag.
+
+    >>> option("-H --hostfile FILE", "the hosts")
+    (('-H', '--hostfile'), {'metavar': 'FILE', 'help': 'the hosts'})
+    >>> option("--fit", "find the smallest cluster")
+    (('--fit',), {'action': 'store_true', 'help': 'find the smallest cluster'})
+    """
+    first, *words = usage.split()
+    names = (first, *(word for word in words if word.startswith("-")))
+    value = [word for word in words if word not in names]
+    kind = {"metavar": value[0]} if value else {} if settings else {"action": "store_true"}
+    return names, kind | settings | {"help": text}
+
+
+class Command(NamedTuple):
+    """A command besides `run`: its description, its options and, in a group of their own, those of a search."""
+
+    description: str
+    options: Sequence[Option]
+    search: Sequence[Option] = ()
+
+
+RUN = {
+    "hosts and devices": [
+        option("-H --hostfile FILE", "lines `host slots=N` (default: /job/hostfile, if it exists)"),
+        option("-i --include HOST[:ID,ID][@...]", "use only these", default=""),
+        option("-e --exclude HOST[:ID,ID][@...]", "use all but these", default=""),
+        option("--num_nodes N", "use the first N hosts", type=int, default=-1),
+        option("--num_gpus --num_accelerators N", "use devices 0 to N-1 of every host", type=int, default=-1),
+        option("--one_process_per_node", "one process per host, with all its devices"),
+        option("--platform", "cpu: N processes without GPUs", choices=["gpu", "cpu"], default="gpu"),
+    ],
+    "how processes find each other": [
+        option("--master_addr HOST", "the coordinator's host (default: found by asking the hosts)", default=""),
+        option("--master_port PORT", "the coordinator's port (default: a free one; 29500 with --no_ssh)", type=int),
+        option("--launcher", "the system that starts processes on other hosts", choices=LAUNCHERS, default="ssh"),
+        option(
+            "--launcher_args ARGS",
+            "options for ssh, srun, mpirun or the JobSet, as in --launcher_args='-A'",
+            default="",
+        ),
+        option("--ssh_port PORT", type=int),
+        option("--force_multi", "use ssh for a single host too, and for this machine"),
+        option("--no_ssh", "start only this host's processes; run the command on every host"),
+        option("--node_rank R", "with --no_ssh: this host's number, from 0", type=int, default=-1),
+    ],
+    "the script": [
+        option("--module", "the script is a module, as in `python -m`"),
+        option("--no_python", "the script is a program, not a Python file"),
+        option("--no_local_rank", "do not pass --local_rank=K to the script"),
+        option("--export NAME[=VALUE]", "pass a variable to all processes", action="append", default=[]),
+        option("--venv_script FILE", "source this file on every host first"),
+    ],
+    "failures and output": [
+        option("--max_restarts N", "restart up to N times after a failure", type=int, default=0),
+        option(
+            "--min_nodes N",
+            "start and restart without hosts that do not answer or have a fault, if N are left "
+            "(default: all hosts are needed)",
+            type=int,
+            default=-1,
+        ),
+        option("--resume", "initialize resumes from the newest checkpoint in the config's checkpoint.dir"),
+        option(
+            "--hang_timeout SECONDS",
+            "print all stacks and end the job when no step finishes for SECONDS; 0: never (default: 1800)",
+            type=float,
+            default=1800,
+        ),
+        option(
+            "--grace SECONDS",
+            "time for scripts to end after Ctrl-C, or to save and end after SIGTERM (default: 30)",
+            type=float,
+            default=30,
+        ),
+        option("--enable_each_rank_log DIR", "also write the output of each rank to a file in DIR"),
+        option("--save_pid", "write this command's pid to /tmp/PID.jzero"),
+        option("--dry_run", "start nothing; print the plan as JSON, or the JobSet as YAML"),
+    ],
+}
+OTHERS = {
+    "report": Command(
+        "`jzero report`: versions and devices of every host, what JAX finds on this one, and what is wrong.",
+        [
+            option("-H --hostfile FILE", "lines `host slots=N`: check all of these hosts"),
+            option("--ssh_port PORT", "of sshd on all hosts; default: as in ~/.ssh/config, or 22"),
+            option("--launcher_args ARGS", "options for ssh", default=""),
+        ],
+    ),
+    "plan": Command(
+        "Compile the train step of a config for GPUs that need not be there; print its memory, collectives and time.",
+        [
+            option("config CONFIG", "a config file"),
+            option(
+                "--model NAME",
+                "llama:PRESET, gpt2:PRESET, moe:PRESET, or package.module:function, which returns a model, or it and a "
+                "function from the global batch size to the batch's shapes (default llama:8b)",
+                default="llama:8b",
+            ),
+            option("--set FIELD=VALUE", "change a preset's shape: num_layers=16", action="append", default=[]),
+            option("--seq TOKENS", "tokens of a row (default 4096)", type=int, default=4096),
+            option("--gpu KIND", "h100, h200, b200, ... (default h200)", default="h200"),
+            option("--nodes", "default 1", type=int, default=1),
+            option("--gpus_per_node", "default 8", type=int, default=8),
+            option("--rates FILE", "what `jzero calibrate` measured on such GPUs"),
+            option("--tokens N", "of the whole run, as 15e12: days, GPU-hours, energy", type=float),
+            option("--price P", "of one GPU for one hour: the cost of --tokens", type=float),
+            option("--json FILE", "JSON instead of tables, or into a file", nargs="?", const="-"),
+            option("--html FILE", "write one page"),
+            option("--formula", "only the bytes of the model state, without compiling"),
+        ],
+        [
+            option("--search", "find the fastest configuration that fits"),
+            option("--fit", "find the smallest cluster that fits, of --gpus_per_node a host"),
+            option("--frontier FILE", "search, and draw memory against speed: .svg, .png, .pdf"),
+            option("--minutes M", "of a search, at most (default 10)", type=float),
+            option("--out FILE", "the config found (default best.json)"),
+        ],
+    ),
+    "calibrate": Command(
+        "Measure the rates of this machine's GPUs and their links in about a minute: products, attention, "
+        "memory, collectives and one real step. Plans take the file.",
+        [option("--out FILE", "default: rates.json", default="rates.json")],
+    ),
+    "export": Command(
+        "Write a checkpoint's parameters as safetensors, in the layout of `transformers` if the model "
+        "defines one (weights_layout).",
+        [
+            option("checkpoint DIR", "save_checkpoint's directory"),
+            option("out OUT", "a new or empty directory"),
+            option("--tag TAG", "the checkpoint in DIR (default: the latest)"),
+            option("--dtype", "default: as stored", choices=["float32", "bfloat16", "float16"]),
+            option("--max_shard_size SIZE", "of one file, as 5GB or 500MB (default: 5GB)", default="5GB"),
+            option("--adapters", "the adapters alone, for `peft` (default: merged into the weights)"),
+        ],
+    ),
+    "replay": Command(
+        "Repeat a step that was not finite on one device, and find where it begins. The exit code is 1 if "
+        "the step is finite here.",
+        [
+            option("directory DIR", "non_finite.output_path/stepN of the run"),
+            option("--model MODULE:FUNCTION", "the function returns the run's model", required=True),
+        ],
+    ),
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -24,98 +183,35 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Make the parser of `jzero [options] script [the script's options]`, which reads the options before the script."""
+    commands = "\n".join(f"  {name:<11}{text}" for name, text in COMMANDS.items())
     p = _Parser(
         prog="jzero",
-        description="Start a script once per GPU, on one host or many, and stop all processes when one dies.",
-        epilog="Other commands: `jzero report` lists versions, devices and faults of this machine or of all hosts of a "
-        "hostfile; `jzero export DIR OUT` writes a checkpoint's weights as safetensors; `jzero plot RUN ...` draws the "
-        "curves and the goodput of runs; `jzero plan CONFIG` compiles a step for GPUs that need not be there; "
-        "`jzero calibrate` measures the rates of this machine's GPUs for plans.",
+        usage="jzero [run] [options] script [its options]\n       jzero COMMAND --help\n       jzero --version",
+        description=f"commands:\n{commands}\n\n`jzero run` stops all processes when one dies. Its options:",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    hosts = p.add_argument_group("hosts and devices")
-    hosts.add_argument(
-        "-H", "--hostfile", metavar="FILE", help="lines `host slots=N` (default: /job/hostfile, if it exists)"
-    )
-    hosts.add_argument("-i", "--include", default="", metavar="HOST[:ID,ID][@...]", help="use only these")
-    hosts.add_argument("-e", "--exclude", default="", metavar="HOST[:ID,ID][@...]", help="use all but these")
-    hosts.add_argument("--num_nodes", type=int, default=-1, metavar="N", help="use the first N hosts")
-    hosts.add_argument(
-        "--num_gpus", "--num_accelerators", type=int, default=-1, metavar="N", help="use devices 0 to N-1 of every host"
-    )
-    hosts.add_argument("--one_process_per_node", action="store_true", help="one process per host, with all its devices")
-    hosts.add_argument("--platform", choices=["gpu", "cpu"], default="gpu", help="cpu: N processes without GPUs")
-
-    network = p.add_argument_group("how processes find each other")
-    network.add_argument(
-        "--master_addr", default="", metavar="HOST", help="the coordinator's host (default: found by asking the hosts)"
-    )
-    network.add_argument(
-        "--master_port",
-        type=int,
-        metavar="PORT",
-        help="the coordinator's port (default: a free one; 29500 with --no_ssh)",
-    )
-    network.add_argument(
-        "--launcher", choices=LAUNCHERS, default="ssh", help="the system that starts processes on other hosts"
-    )
-    network.add_argument(
-        "--launcher_args",
-        default="",
-        metavar="ARGS",
-        help="options for ssh, srun, mpirun or the JobSet, as in --launcher_args='-A'",
-    )
-    network.add_argument("--ssh_port", type=int, metavar="PORT")
-    network.add_argument(
-        "--force_multi", action="store_true", help="use ssh for a single host too, and for this machine"
-    )
-    network.add_argument(
-        "--no_ssh", action="store_true", help="start only this host's processes; run the command on every host"
-    )
-    network.add_argument(
-        "--node_rank", type=int, default=-1, metavar="R", help="with --no_ssh: this host's number, from 0"
-    )
-
-    script = p.add_argument_group("the script")
-    script.add_argument("--module", action="store_true", help="the script is a module, as in `python -m`")
-    script.add_argument("--no_python", action="store_true", help="the script is a program, not a Python file")
-    script.add_argument("--no_local_rank", action="store_true", help="do not pass --local_rank=K to the script")
-    script.add_argument(
-        "--export", action="append", default=[], metavar="NAME[=VALUE]", help="pass a variable to all processes"
-    )
-    script.add_argument("--venv_script", metavar="FILE", help="source this file on every host first")
-
-    failures = p.add_argument_group("failures and output")
-    failures.add_argument(
-        "--max_restarts", type=int, default=0, metavar="N", help="restart up to N times after a failure"
-    )
-    failures.add_argument(
-        "--min_nodes", type=int, default=-1, metavar="N",
-        help="start and restart without hosts that do not answer or have a fault, if N are left "
-        "(default: all hosts are needed)",
-    )  # fmt: skip
-    failures.add_argument(
-        "--resume",
-        action="store_true",
-        help="initialize resumes from the newest checkpoint in the config's checkpoint.dir",
-    )
-    failures.add_argument(
-        "--hang_timeout", type=float, default=1800, metavar="SECONDS",
-        help="print all stacks and end the job when no step finishes for SECONDS; 0: never (default: 1800)",
-    )  # fmt: skip
-    failures.add_argument(
-        "--grace", type=float, default=30, metavar="SECONDS",
-        help="time for scripts to end after Ctrl-C, or to save and end after SIGTERM (default: 30)",
-    )  # fmt: skip
-    failures.add_argument(
-        "--enable_each_rank_log", metavar="DIR", help="also write the output of each rank to a file in DIR"
-    )
-    failures.add_argument("--save_pid", action="store_true", help="write this command's pid to /tmp/PID.jzero")
-    failures.add_argument("--dry_run", action="store_true", help="start nothing; print the plan as JSON")
-
+    for title, group in RUN.items():
+        _add(p.add_argument_group(title).add_argument, group)
     p.add_argument("script", help="the script, module or program")
     p.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="its own options")
     return p
+
+
+def parse_other(name: str, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line of a command in OTHERS."""
+    command = OTHERS[name]
+    p = argparse.ArgumentParser(prog=f"jzero {name}", description=command.description)
+    _add(p.add_argument, command.options)
+    if command.search:
+        title = 'the keys that the config leaves open, or that are "auto", are chosen'
+        _add(p.add_argument_group("search", title).add_argument, command.search)
+    return p.parse_args(argv)
+
+
+def _add(add_argument: Callable[..., object], options: Sequence[Option]) -> None:
+    for names, settings in options:
+        add_argument(*names, **settings)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

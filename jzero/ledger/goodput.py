@@ -10,12 +10,14 @@ takes again is lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from statistics import median
-from typing import Any, TypeVar
+
+import numpy as np
 
 from jzero.ledger import schema
+from jzero.ledger.columns import CountingSteps, Record, Steps, stretches
 
 # What time is lost to -> what it means. The order of the table.
 LOSSES = {
@@ -40,12 +42,9 @@ _GAPS = {
 }  # field of a step -> line of the table
 
 
-Record = TypeVar("Record", bound=Mapping[str, Any])
-
-
 @dataclass(frozen=True)
 class Goodput:
-    """Where the wall time of a run went, in seconds.
+    """The wall time of a run by its use, in seconds.
 
     Attributes:
       wall: from the first start to the last activity, without the pauses after a script that ended in order.
@@ -88,65 +87,68 @@ def duration(seconds: float) -> str:
     return f"{hours} h {rest} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
-def goodput(records: Iterable[Mapping[str, Any]]) -> Goodput:
+def goodput(records: Iterable[Record]) -> Goodput:
     """Compute the goodput of a run from its records, in the order of the file."""
-    account = _Account()
-    for record in counted(records):
-        account.take(record)
+    account = Account()
+    for one in counted(stretches(records)):
+        account.take(one)
     return account.total()
 
 
-def counted(records: Iterable[Record]) -> list[Record]:
-    """Leave out each start that never had a state, with its end, unless a launcher saw it fail and repeated it."""
-    records = list(records)
-    failed = {record["attempt"] for record in records if record["kind"] == schema.FAILURE}
-    parts: list[list[Record]] = [[]]  # the first precedes all starts
-    for record in records:
-        if record["kind"] == schema.START:
-            parts.append([])
-        parts[-1].append(record)
-    for part in parts[1:]:
-        has_state = any(record["kind"] in (schema.STATE, schema.STEP) for record in part)
-        if not has_state and part[0].get("attempt") not in failed:
-            part[:] = [record for record in part if record["kind"] == schema.FAILURE]  # before the next start
-    return [record for part in parts for record in part]
+def counted(found: Iterable[Record | Steps]) -> Iterator[Record | Steps]:
+    """Leave out each start that never had a state, with its end, unless a launcher saw it fail and repeated it.
+
+    Args:
+      found: `columns.stretches` of a run.
+    """
+    part: list[Record] = []  # a start, and what follows it until there is a state
+    for one in found:
+        if isinstance(one, Steps) or one["kind"] == schema.STATE:
+            yield from part
+            part = []
+            yield one
+        elif one["kind"] == schema.START:
+            yield from _without_state(part)
+            part = [one]
+        elif part:
+            part.append(one)
+        else:
+            yield one
+    yield from _without_state(part)
+
+
+def _without_state(part: list[Record]) -> list[Record]:
+    failures = [record for record in part if record["kind"] == schema.FAILURE]  # before the next start
+    was_repeated = part and part[0].get("attempt") in {record["attempt"] for record in failures}
+    return part if was_repeated else failures
 
 
 @dataclass
-class _Work:
-    """A step: its number, the start that ran it, its seconds, and whether it counts."""
-
-    number: int
-    start: int
-    seconds: float
-    counts: bool = True
-
-
-@dataclass
-class _Account:
-    """Time up to `mark` is booked; each record books the time from there to its own."""
+class Account:
+    """Computes the goodput. Time up to `mark` is booked; each record books the time from there to its own."""
 
     origin: float | None = None
     mark: float = 0.0
     left_out: float = 0.0  # seconds after scripts that ended in order
     done: bool = False  # whether the script of the last start ended in order
-    starts: int = 0
-    lost: dict[str, float] = field(default_factory=dict)
-    works: list[_Work] = field(default_factory=list)
-    tail: list[Mapping[str, Any]] = field(default_factory=list)  # evaluations and saves since the last step
-    outages: list[Mapping[str, Any]] = field(default_factory=list)  # since the last start
+    lost: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    counting: CountingSteps = field(default_factory=CountingSteps)  # with their seconds
+    superseded: list[np.ndarray] = field(default_factory=list)  # seconds of steps that no longer count
+    of_start: list[np.ndarray] = field(default_factory=list)  # seconds of the last start's steps
+    tail: list[Record] = field(default_factory=list)  # evaluations and saves since the last step
+    outages: list[Record] = field(default_factory=list)  # since the last start
     known: set[str] = field(default_factory=set)  # attempts whose failure is booked
 
-    def take(self, record: Mapping[str, Any]) -> None:
-        """Book one record."""
+    def take(self, record: Record | Steps) -> None:
+        """Book a record, or steps."""
+        if isinstance(record, Steps):
+            return self.steps(record)
         kind = record["kind"]
         if kind == schema.START:
             self.start(record)
         elif kind == schema.STATE:
             self.book("restore" if record["from"] is not None else "start", record["time"])
-            self.supersede(record["step"])
-        elif kind == schema.STEP:
-            self.step(record)
+            self.supersede(record["step"] + 1)
         elif kind in (schema.EVALUATION, schema.SAVE):
             self.tail.append(record)
         elif kind == schema.FAILURE and record["attempt"] not in self.known:
@@ -157,10 +159,11 @@ class _Account:
     def book(self, line: str, until: float) -> None:
         """Book the time from the mark to `until`; clocks of two hosts may differ, so it may be earlier."""
         if until > self.mark:
-            self.lost[line] = self.lost.get(line, 0.0) + until - self.mark
+            self.lost[line] += until - self.mark
             self.mark = until
 
-    def start(self, record: Mapping[str, Any]) -> None:
+    def start(self, record: Record) -> None:
+        self.first_step()
         if self.origin is None:
             self.origin = self.mark = record["began"]
         self.end_tail()
@@ -175,25 +178,32 @@ class _Account:
         self.known |= {outage["attempt"] for outage in self.outages}
         self.outages.clear()
         self.done = False
-        self.starts += 1
 
-    def step(self, record: Mapping[str, Any]) -> None:
+    def steps(self, steps: Steps) -> None:
+        """Book steps: their marks move as that of `book`."""
         self.tail.clear()
-        begin = min(max(self.mark, record["began"]), record["time"])
-        for name, line in _GAPS.items():
-            self.book(line, min(begin, self.mark + record.get(name, 0.0)))
-        self.book("script", begin)
-        self.book("compile", min(record["time"], self.mark + record.get("compile", 0.0)))
-        self.supersede(record["step"] - 1)
-        self.works.append(_Work(record["step"], self.starts, max(0.0, record["time"] - self.mark)))
-        self.mark = max(self.mark, record["time"])
+        number, end = steps.column("step", "q"), steps.seconds("time")
+        begin = np.minimum(steps.seconds("began"), end)
+        marks = np.maximum.accumulate(np.append(self.mark, end[:-1]))
+        self.mark = float(max(marks[-1], end[-1]))
 
-    def supersede(self, step: int) -> None:
-        """Mark later steps as superseded."""
-        for work in reversed(self.works):
-            if work.number <= step:
-                break
-            work.counts = False
+        def book(line: str, until: np.ndarray) -> None:
+            nonlocal marks
+            self.lost[line] += float(np.maximum(until - marks, 0.0).sum())
+            marks = np.maximum(marks, until)
+
+        for name, line in _GAPS.items():
+            book(line, np.minimum(begin, marks + steps.seconds(name, default=0.0)))
+        book("script", begin)
+        book("compile", np.minimum(end, marks + steps.seconds("compile", default=0.0)))
+        seconds = np.maximum(end - marks, 0.0)
+        self.supersede(number[0])
+        self.of_start.append(seconds)
+        self.counting.add(number, seconds)
+
+    def supersede(self, first: int) -> None:
+        """Let the steps from a number on no longer count."""
+        self.superseded += [seconds for _, seconds in self.counting.drop(first)]
 
     def end_tail(self) -> None:
         """Book what came after the last step."""
@@ -202,21 +212,20 @@ class _Account:
             self.book("save" if record["kind"] == schema.SAVE else "evaluation", record["time"])
         self.tail.clear()
 
-    def first_steps(self) -> None:
-        """Move what the first step of each start took longer than the others to its own line."""
-        for start in range(1, self.starts + 1):
-            mine = [work for work in self.works if work.start == start]
-            if len(mine) > 2:
-                extra = max(0.0, mine[0].seconds - median(work.seconds for work in mine[1:]))
-                mine[0].seconds -= extra
-                self.lost["first step"] = self.lost.get("first step", 0.0) + extra
+    def first_step(self) -> None:
+        """Move what the first step of a start took longer than its others to its own line, at the end of the start."""
+        if self.origin is not None and sum(map(len, self.of_start)) > 2:
+            seconds = np.concatenate(self.of_start)
+            extra = max(0.0, float(seconds[0] - np.median(seconds[1:])))
+            self.of_start[0][0] -= extra  # and so in `counting` or `superseded`, which have views of it
+            self.lost["first step"] += extra
+        self.of_start = []
 
     def total(self) -> Goodput:
         """Return the result; the account is closed then."""
         self.end_tail()
-        self.first_steps()
-        steps = sum(work.seconds for work in self.works if work.counts)
-        if repeated := sum(work.seconds for work in self.works if not work.counts):
-            self.lost["repeated steps"] = self.lost.get("repeated steps", 0.0) + repeated
+        self.first_step()
+        _, seconds = self.counting.columns() or ((), np.zeros(()))
+        self.lost["repeated steps"] += float(sum(part.sum() for part in self.superseded))
         wall = 0.0 if self.origin is None else self.mark - self.origin - self.left_out
-        return Goodput(wall, steps, {line: self.lost[line] for line in LOSSES if self.lost.get(line)})
+        return Goodput(wall, float(seconds.sum()), {line: self.lost[line] for line in LOSSES if self.lost[line]})

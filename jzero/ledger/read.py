@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import gc
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from jzero.errors import ConfigError
 from jzero.ledger import schema
+from jzero.ledger.columns import Record, Steps
 from jzero.ledger.goodput import Goodput, goodput
 from jzero.ledger.writer import settle
-from jzero.values.json_lines import number as decoded
+from jzero.values.json_lines import as_objects, number
 
 if TYPE_CHECKING:
     import numpy as np
 
-Record = dict[str, Any]
-
-# Required fields by kind.
-_NEEDED = {
-    schema.FAILURE: ("attempt", "died", "code", "reason"),
-    schema.START: ("began", "new"),
-    schema.STATE: ("step", "samples", "from"),
-    schema.STEP: ("step", "samples", "rows", "began", "metrics"),
-    schema.EVALUATION: ("step", "samples", "began", "metrics"),
-    schema.SAVE: ("tag", "step", "began", "stall", "background", "bytes"),
-    schema.NOTICE: ("step", "what", "text"),
-    schema.END: ("step", "reason"),
-}
+CHUNK = 1000  # lines to decode at once
 
 
 class Step(NamedTuple):
@@ -79,7 +70,7 @@ class Run:
 
     @property
     def goodput(self) -> Goodput:
-        """Where the run's wall time went."""
+        """The run's wall time by its use."""
         return goodput(self.records)
 
     def rows(self, step: int) -> np.ndarray:
@@ -98,6 +89,19 @@ class Run:
         return f"Run({str(self.directory)!r}, {len(self.steps)} steps, {starts} starts, {self.goodput})"
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Pause Python's search for cycles: a ledger has none, but millions of objects, and the search doubles the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@uncollected()
 def read(directory: str | os.PathLike) -> Run:
     """Read the ledger of a checkpoint directory; of several runs in it, the last one's.
 
@@ -105,42 +109,62 @@ def read(directory: str | os.PathLike) -> Run:
       ConfigError: there is no ledger.
     """
     path = Path(directory).expanduser() / schema.FILE
+    records: list[Record] = []
+    with opened(path) as file:
+        for record in records_of(file):
+            if record["kind"] == schema.START and record["new"]:
+                records.clear()
+            records.append(record)
+    return Run(path.parent, records, steps_of(records))
+
+
+def opened(path: Path) -> TextIO:
+    """Open a ledger, after this process has written what it knows.
+
+    Raises:
+      ConfigError: there is no ledger.
+    """
     settle(path)
     try:
-        text = path.read_text(errors="replace")
+        return path.open(errors="replace", newline="\n")
     except OSError as error:
         raise ConfigError(
             f"{path}: {error.strerror}; a run writes its ledger if the config names checkpoint.dir, or initialize a "
             "directory to resume from"
         ) from None
-    records = last_run(parse(text))
-    return Run(path.parent, records, steps_of(records))
 
 
-def parse(text: str) -> list[Record]:
-    """Return the records in a text; skip lines that are not records: a kill tears one, a later version adds kinds.
+def records_of(lines: Iterable[str], unchecked: str = "") -> Iterator[Record]:
+    """Yield the records in lines; skip those that are not records: a kill tears one, a later version adds kinds.
 
-    >>> parse('{"kind": "end", "time": 1.0, "step": 3, "reason": ""}\\n{"kind": "end", "ti')
+    Args:
+      unchecked: a kind whose records come as they are: fields may be missing or have any type.
+
+    >>> list(records_of(['{"kind": "end", "time": 1.0, "step": 3, "reason": ""}', '{"kind": "end", "ti']))
     [{'kind': 'end', 'time': 1.0, 'step': 3, 'reason': ''}]
     """
-    found = []
-    for line in text.split("\n"):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        needed = _NEEDED.get(str(record.get("kind"))) if isinstance(record, dict) else None
-        if needed is not None and {"time", *needed} <= record.keys():
-            if isinstance(metrics := record.get("metrics"), dict):
-                record["metrics"] = {name: decoded(x) for name, x in metrics.items()}
-            found.append(record)
-    return found
+    lines = iter(lines)
+    while chunk := list(islice(lines, CHUNK)):
+        yield from [x for x in as_objects(chunk) if (unchecked and x.get("kind") == unchecked) or _is_record(x)]
 
 
-def last_run(records: list[Record]) -> list[Record]:
-    """Return the records from the last start of a new run on."""
-    new = [i for i, record in enumerate(records) if record["kind"] == schema.START and record["new"]]
-    return records[new[-1] :] if new else records
+def _is_record(x: Record) -> bool:
+    """Decode the metrics of an object, and return whether it is a record."""
+    if isinstance(metrics := x.get("metrics"), dict):
+        x["metrics"] = {name: number(value) for name, value in metrics.items()}
+    return schema.is_record(x)
+
+
+def runs(found: Iterable[Record | Steps]) -> Iterator[Iterator[Record | Steps]]:
+    """Divide `columns.stretches` into runs, one after the other: a start that is new begins one."""
+    count = 0
+
+    def run_of(one: Record | Steps) -> int:
+        nonlocal count
+        count += not isinstance(one, Steps) and one["kind"] == schema.START and bool(one["new"])
+        return count
+
+    return (run for _, run in groupby(found, run_of))
 
 
 def steps_of(records: Iterable[Mapping[str, Any]]) -> dict[int, Step]:
@@ -172,7 +196,7 @@ def rows_of(step: Step) -> np.ndarray:
 
     from jzero.data.order import shuffled
 
-    if step.data is None or step.data[0] is None or step.order is None:
+    if not step.data or None in step.data or step.order is None:
         raise ConfigError(f"step {step.step}: its batch did not come from training_data, so the ledger has no rows")
     (epoch, samples, *_), (end_epoch, end_samples, *_) = step.data
     parts = [(epoch, samples, step.rows)]
@@ -187,10 +211,10 @@ def rows_of(step: Step) -> np.ndarray:
     if length is None and end_epoch != epoch and not step.order["drop_last"]:
         raise ConfigError(
             f"step {step.step} ends an epoch of data without a length, which fills up its last batch with rows that "
-            "only a read of the data tells"
+            "only a read of the data shows"
         )
     found = []
-    for number, first, count in parts:
+    for its_number, first, count in parts:
         rows = np.arange(first, first + count) % (length or max(first + count, 1))
-        found.append(rows if seed is None else shuffled(rows, length, seed, number))
+        found.append(rows if seed is None else shuffled(rows, length, seed, its_number))
     return np.concatenate(found)

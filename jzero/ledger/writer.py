@@ -13,11 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jzero.files import append
 from jzero.values.json_lines import encode
 
 LAST = 10.0  # seconds to wait at the end for saves
 POLL = 0.05  # seconds between two looks at a running save
-_open: weakref.WeakValueDictionary[Path, Writer] = weakref.WeakValueDictionary()  # the writers of this process
+_open: weakref.WeakValueDictionary[Path, RecordWriter] = weakref.WeakValueDictionary()  # the writers of this process
 
 
 class Later(NamedTuple):
@@ -27,7 +28,7 @@ class Later(NamedTuple):
     make: Callable[[], dict[str, Any]]
 
 
-class Writer:
+class RecordWriter:
     """A file that only grows, a line per record; each line is one `write`, so that a kill tears at most the last.
 
     Records are written in their order, except for saves, which take long and must not delay the steps after them.
@@ -43,9 +44,7 @@ class Writer:
           before: waits a number of seconds for what will be written, and is not with this writer yet.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        # No link leads elsewhere, and a fifo is an error instead of a wait.
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        self._file, self._path, self._before = os.open(path, flags, 0o666), path, before
+        self._file, self._path, self._before = append(path), path, before
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":  # a kill tore the last line
             os.write(self._file, b"\n")
@@ -103,7 +102,7 @@ class Writer:
     def _write(self, make: Callable[[], dict[str, Any]], sync: bool = False) -> None:
         try:
             line = encode(make()).encode()
-        except Exception as error:  # must not end the thread
+        except BaseException as error:  # must not end the thread
             if not self._warned:
                 self._warned = True
                 warnings.warn(f"{self._path}: a record is lost: {type(error).__name__}: {error}", RuntimeWarning, 2)

@@ -6,14 +6,22 @@ width, F inner width of an expert.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
-from jzero.moe.local_experts import Tokens, mixed
-from jzero.moe.on_group import experts_on_group
+from jzero.errors import ConfigError
+from jzero.kernels.grouped_product import grouped_dot
+from jzero.mesh import EXPERT
 from jzero.moe.routing import Routing, bad_call
-from jzero.spread.operation import Operation
+from jzero.moe.rows import by_expert, by_slot, combine, dispatch, exchange
+from jzero.spread.rules import Operation
+from jzero.spread.sharded_array import Axes, ModelGroup, ShardedArray
 
 
 def experts(
@@ -59,16 +67,139 @@ def experts(
             f"the routing is of tokens {list(routing.experts.shape[:2])} and {routing.scores.shape[-1]} "
             f"experts, x has tokens {list(x.shape[:2])} and up {count} experts",
         )
-    slots = () if routing.slots is None else (routing.slots,)
-    arrays = (x, routing.experts, routing.weights, up, down, *slots)
-    return mixture(*arrays, capacity=routing.capacity, activation=activation)
+    tokens = Tokens(x, routing.experts, routing.weights, routing.slots)
+    return mixture(tokens, up, down, capacity=routing.capacity, activation=activation)
 
 
-def _plain(
-    x: jax.Array, chosen: jax.Array, weights: jax.Array, up: jax.Array, down: jax.Array, slots: jax.Array | None = None,
-    *, capacity: int | None, activation: Callable,
+# The scope of products of padded rows: in "one_row_of_4" every fourth row holds a token, on average.
+OCCUPIED = "one_row_of_"
+
+
+X = TypeVar("X", jax.Array, ShardedArray)
+
+
+class Tokens(NamedTuple, Generic[X]):
+    """Tokens x [B, S, D], and as in `Routing` the experts `chosen` [B, S, k], `weights` and `slots`.
+
+    A choice of an expert that is not among those of this call counts nothing.
+    """
+
+    x: X
+    chosen: X
+    weights: X
+    slots: X | None = None
+
+
+def mixed(
+    tokens: Tokens[jax.Array], up: jax.Array, down: jax.Array, capacity: int | None, activation: Callable,
+    axes: tuple[str, ...] = (), parts: int = 1,
 ) -> jax.Array:  # fmt: skip
-    return mixed(Tokens(x, chosen, weights, slots), up, down, capacity, activation)
+    """Sum the outputs of each token's experts: [B, S, D].
+
+    Args:
+      tokens: the experts that they chose are 0 to n E - 1, in the order of the n devices along `axes`.
+      up, down: of this device's experts.
+      capacity: tokens of a row that an expert takes; None: all.
+      axes: the mesh axes along which devices with other tokens have other experts.
+      parts: the devices among which the experts are divided. Without a capacity there is a row for each choice that
+        may come to this device, but only one in `parts` comes, if the experts are equally popular.
+    """
+    rows, (x, chosen, weights) = len(tokens.x), (a.reshape(-1, a.shape[-1]) for a in tokens[:3])
+    count = len(up) * (lax.axis_size(axes) if axes else 1)
+    if capacity is None:
+        plan, sizes = by_expert(chosen, count)
+        x, sizes, back = exchange(dispatch(x, plan), sizes, axes)
+        with jax.named_scope(f"{OCCUPIED}{parts}") if parts > 1 else contextlib.nullcontext():
+            y = _products(partial(grouped_dot, sizes=sizes), x, up, down, activation)
+        y = back(y)
+    else:
+        size = rows * capacity  # of one expert
+        plan = by_slot(_row_of_slot(tokens, capacity), count * size)
+        x = dispatch(x, plan).reshape(count, size, -1)
+        if axes:
+            x = lax.all_to_all(x, axes, split_axis=0, concat_axis=1, tiled=True)
+        y = _products(partial(jnp.einsum, "emd,edf->emf"), x, up, down, activation)
+        if axes:
+            y = lax.all_to_all(y, axes, split_axis=1, concat_axis=0, tiled=True)
+        y = y.reshape(count * size, -1)
+    return combine(y, weights, plan).reshape(tokens.x.shape)
 
 
-mixture = Operation(_plain, experts_on_group, "experts")
+def _row_of_slot(tokens: Tokens[jax.Array], capacity: int) -> jax.Array:
+    """Number the rows: expert, row of the batch, slot; -1: dropped, or not an expert of this call. [T, k]."""
+    rows, _, k = tokens.chosen.shape
+    assert tokens.slots is not None  # noqa: S101  # `route` makes them with a capacity
+    row = (tokens.chosen * rows + jnp.arange(rows)[:, None, None]) * capacity + tokens.slots
+    taken = (tokens.slots >= 0) & (tokens.slots < capacity)
+    return jnp.where(taken, row, -1).reshape(-1, k)
+
+
+def _products(product: Callable, x: jax.Array, up: jax.Array, down: jax.Array, activation: Callable) -> jax.Array:
+    """Apply the two products to rows [..., D]."""
+    up, down = up.astype(x.dtype), down.astype(x.dtype)
+    h = product(x, up.reshape(*up.shape[:2], -1))
+    if up.ndim == 4:
+        gate, value = jnp.split(h, 2, axis=-1)
+        h = activation(gate) * value
+    else:
+        h = activation(h)
+    return product(h, down)
+
+
+def experts_on_group(
+    group: ModelGroup, tokens: Tokens[ShardedArray], up: ShardedArray, down: ShardedArray, *, capacity: int | None,
+    activation: Callable,
+) -> ShardedArray:  # fmt: skip
+    """Run the experts on shards.
+
+    Where an axis divides the experts and the rows of the batch, tokens move to their experts and back. Where it divides
+    the experts or their inner width, but not the rows, the tokens of all its devices are gathered, and each device
+    computes its part of the sum. With a capacity tokens of a row must be together to have slots: of an axis that
+    divides the sequence alone, each device takes a part of the slots.
+    """
+    _check_division(group, up, down)
+    x = group.in_activation_layout(tokens.x)
+    of_experts, inner = up.dims[0], up.dims[-1]
+    down = group.place(down, (of_experts, inner, ()))
+    up = group.place(up, (of_experts, *((),) * (len(up.shape) - 2), inner))
+    rows, sequence = x.dims[:2]
+    exchanged = tuple(axis for axis in of_experts if axis in rows)
+    of_slots = tuple(axis for axis in sequence if axis not in (*of_experts, *inner)) if capacity else ()
+    apart = tuple(axis for axis in (*of_experts, *inner) if axis not in exchanged) + of_slots
+    rows, sequence = (tuple(axis for axis in axes if axis not in apart) for axes in (rows, sequence))
+    dims = (rows, sequence, ())
+    here = Tokens(*(group.place(v, dims).x for v in (x, *tokens[1:]) if v is not None))
+    here = here._replace(chosen=_own(group, here.chosen, of_experts, exchanged, up.shape[0]))
+    if capacity is not None and here.slots is not None and of_slots:
+        part = -(-capacity // group.degree(of_slots))  # of the slots; others are negative, or past the last
+        slots = jnp.where(here.slots < capacity, here.slots - lax.axis_index(of_slots) * part, -1)
+        capacity, here = part, here._replace(slots=slots)
+    y = mixed(here, up.x, down.x, capacity, activation, exchanged, group.degree(of_experts))
+    return ShardedArray(y, x.shape, dims, apart)
+
+
+def _check_division(group: ModelGroup, up: ShardedArray, down: ShardedArray) -> None:
+    """Raise a ConfigError for weights that `expert` divides neither by experts nor in their inner width."""
+    for v, dims in ((up, range(1, len(up.shape) - 1)), (down, range(2, len(down.shape)))):
+        if dim := next((d for d in dims if EXPERT in v.dims[d]), None):
+            raise ConfigError(
+                f"{group.ledger.line or 'jzero.experts'}: mesh.{EXPERT} divides dimension {dim} of the experts' weight "
+                f"{list(v.shape)}, which would be gathered; {EXPERT}_parallel.dimensions must give dimension 0, that "
+                "of the experts"
+            )
+
+
+def _own(group: ModelGroup, chosen: jax.Array, of_experts: Axes, exchanged: Axes, count: int) -> jax.Array:
+    """Number the experts along `exchanged`, in the order of the devices; others become `count`, which is none."""
+    here = count // group.degree(of_experts)
+    block, number, scale, mine = chosen // here, jnp.zeros_like(chosen), 1, jnp.ones(chosen.shape, bool)
+    for axis in reversed(of_experts):
+        block, at = jnp.divmod(block, group.degrees[axis])
+        if axis in exchanged:
+            number, scale = number + at * scale, scale * group.degrees[axis]
+        else:
+            mine &= at == lax.axis_index(axis)
+    return jnp.where(mine, number * here + chosen % here, count)
+
+
+mixture = Operation(mixed, experts_on_group, "experts")

@@ -26,7 +26,7 @@ from jzero.tracing.source_lines import calling_line
 )
 @dataclass(frozen=True)
 class Routing:
-    """Where the tokens go.
+    """The experts of each token.
 
     Attributes:
       experts: of each token, the one with the largest score first [B, S, k] int32.

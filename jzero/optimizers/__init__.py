@@ -1,6 +1,7 @@
 """Optimizers: DeepSpeed's by its names, parameters and defaults; optax's by theirs, except `table.REFUSED`.
 
-Read `table` (a name is a row), `transforms` and `muon` (the arithmetic), `moments` (its dtype), `wrappers`, `groups`.
+Read `table` (a name is a row), `transforms` and `muon` (the arithmetic), `moments` (its dtype), `wrappers`, `groups`,
+`lr_schedules`.
 
 An optimizer that looks at a whole parameter (Lamb's trust ratio, Muon's orthogonalisation, Adafactor's factored
 moments) sees each layer of a layer stack as a parameter of its own. The state keeps the parameters' key paths: a state
@@ -20,36 +21,36 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
-from jzero.errors import ConfigError
-from jzero.optimizers.compressed import WORKER_ERROR, Replicas
+from jzero.errors import ConfigError, one_line, shorten
 from jzero.optimizers.groups import WHY, Group, group_problems, make_groups, own_values
 from jzero.optimizers.lr_schedules import LRSchedule
 from jzero.optimizers.moments import in_fp32
 from jzero.optimizers.muon import fused_matrices
-from jzero.optimizers.orthogonal import Placement
-from jzero.optimizers.table import Row, look_up
-from jzero.optimizers.transforms import Knobs
-from jzero.optimizers.wrappers import Transform, per_layer, scale_leaves, with_lr_factor
+from jzero.optimizers.table import OptimizerSection, Row, base_rate, look_up
+from jzero.optimizers.transforms import Knobs, Placement
+from jzero.optimizers.wrappers import Transform, per_layer, scale_updates
+from jzero.tree import PyTree
+from jzero.values.parameters import Values
 
 __all__ = [
-    "Group", "Placement", "Replicas", "at_step", "base_lr", "callers_optimizer", "compresses", "describe",
-    "fused_matrices", "lr_of", "make_groups", "make_optimizer", "norm_of", "optimizer_problems", "own_steps",
+    "Group", "Placement", "at_step", "base_lr", "callers_optimizer", "describe",
+    "fused_matrices", "lr_of", "make_groups", "make_optimizer", "optimizer_problems",
     "parameters", "per_layer", "why_not_scaled",
 ]  # fmt: skip
 
 
 def make_optimizer(
-    optimizer_config: Any,
+    optimizer_config: OptimizerSection | None,
     lr: LRSchedule | None,
     *,
-    stacked: Any,
+    stacked: PyTree,
     fused: Mapping[str, tuple] = MappingProxyType({}),
     groups: Sequence[Group] = (),
-    state_dtype: Any = jnp.float32,
-    replicas: Replicas | None = None,
+    state_dtype: DTypeLike = jnp.float32,
     placement: Placement | None = None,
-    compute_dtype: Any = jnp.float32,
+    compute_dtype: DTypeLike = jnp.float32,
 ) -> Transform:
     """Make the optimizer of a config's `optimizer` section.
 
@@ -62,7 +63,6 @@ def make_optimizer(
       groups: parameters with values of their own, see `make_groups`.
       state_dtype: dtype of the moments; the arithmetic is fp32 in any case. With a key `rounding` an update rounds
         them to bfloat16 or fp8 up or down at random.
-      replicas: the devices that average inside the optimizer; its updates then have a row for each. None: none do.
       placement: where the parameters are, for optimizers that move whole matrices; None: all are on each device.
       compute_dtype: of the model; with one of 16 bits Muon iterates in bfloat16.
 
@@ -94,14 +94,12 @@ def make_optimizer(
             "optimizer.groups: betas have no effect under OneCycle's cycle_momentum, which sets them for all "
             "parameters; remove them, or set scheduler.params.cycle_momentum to false"
         )
-    tx = row.make(Knobs(lr, float(row.base(params)), stacked, fused, own, replicas, placement, compute_dtype), params)
+    tx = row.make(Knobs(lr, base_rate(params), stacked, fused, own, placement, compute_dtype), params)
     scales = {name: values["lr_scale"] for name, values in own.items() if "lr_scale" in values}
-    if row.own_steps:  # its steps are in the rates of their groups
-        scales = {}
-    return with_lr_factor(in_fp32(scale_leaves(tx, scales), state_dtype, stacked))
+    return scale_updates(in_fp32(tx, state_dtype, stacked), scales)
 
 
-def callers_optimizer(optimizer: Any, lr: LRSchedule | None) -> Transform:
+def callers_optimizer(optimizer: object, lr: LRSchedule | None) -> Transform:
     """Return the optimizer that user code passed in.
 
     Args:
@@ -116,7 +114,8 @@ def callers_optimizer(optimizer: Any, lr: LRSchedule | None) -> Transform:
         return optimizer
     if not callable(optimizer):
         raise ConfigError(
-            f"optimizer: {optimizer!r} is neither an optax.GradientTransformation nor a function from a schedule to one"
+            f"optimizer: {shorten(one_line(repr(optimizer)), 80)} is neither an optax.GradientTransformation nor a "
+            'function from a schedule to one; leave it out and write "optimizer" in the config, or pass optax.adamw()'
         )
     if lr is None:
         raise ConfigError(
@@ -129,19 +128,19 @@ def callers_optimizer(optimizer: Any, lr: LRSchedule | None) -> Transform:
     raise ConfigError(f"optimizer: the function returned {made!r}, not an optax.GradientTransformation")
 
 
-def optimizer_problems(optimizer_config: Any) -> list[str]:
+def optimizer_problems(optimizer_config: OptimizerSection) -> list[str]:
     """List the problems of a config's `optimizer` section that show before any array is made."""
     row, params, problems = look_up(optimizer_config)
     return [*problems, *group_problems(optimizer_config, row, params)]
 
 
-def parameters(optimizer_config: Any) -> dict[str, Any]:
+def parameters(optimizer_config: OptimizerSection) -> Values:
     """Return the parameters of a config's `optimizer` section that have an effect, with the defaults filled in."""
     row, params = _read(optimizer_config)
     return {name: value for name, value in params.items() if name not in row.idle}
 
 
-def _read(optimizer_config: Any) -> tuple[Row, dict[str, Any]]:
+def _read(optimizer_config: OptimizerSection) -> tuple[Row, Values]:
     """Return the row of a config's optimizer and its parameters; raise a ConfigError that lists every problem."""
     row, params, wrong = look_up(optimizer_config)
     if row is None or wrong:
@@ -149,7 +148,7 @@ def _read(optimizer_config: Any) -> tuple[Row, dict[str, Any]]:
     return row, params
 
 
-def base_lr(optimizer_config: Any) -> float | None:
+def base_lr(optimizer_config: OptimizerSection | None) -> float | None:
     """Return the learning rate that schedules start from: the optimizer's `lr`, or the type's default.
 
     Args:
@@ -167,68 +166,36 @@ def base_lr(optimizer_config: Any) -> float | None:
     """
     if optimizer_config is None:
         return None
-    row, params = _read(optimizer_config)
-    return float(row.base(params))
-
-
-def compresses(optimizer_config: Any) -> bool:
-    """Return whether the config's optimizer averages inside its update, so that it takes every device's gradient."""
-    row, params = _read(optimizer_config)
-    return row.compresses and not params["exact_communication"]
-
-
-def norm_of(opt_state: Any) -> jax.Array:
-    """Read the norm of the gradient from the state of an optimizer that averages them itself.
-
-    Where only every device's own is known, it is the root of their mean square.
-    """
-    return jnp.sqrt(jnp.mean(jnp.square(_compressed_state(opt_state).own_norm)))
-
-
-def own_steps(opt_state: Any) -> Any:
-    """Read what every device adds to the parameters, in a row for each, from an optimizer's state; None: nothing."""
-    return getattr(_compressed_state(opt_state), "own_steps", None)
-
-
-def _compressed_state(opt_state: Any) -> Any:
-    """Return the state of the optimizer that averages inside its update, or None."""
-
-    def has_errors(node: Any) -> bool:
-        return WORKER_ERROR in getattr(node, "_fields", ())
-
-    nodes = jax.tree.leaves(opt_state, is_leaf=has_errors)
-    return next(filter(has_errors, nodes), None)
+    _, params = _read(optimizer_config)
+    return base_rate(params)
 
 
 def why_not_scaled(optimizer_config: Any) -> str:
     """Explain why the config's optimizer cannot run at another rate by scaling its updates; "" if it can."""
     row, _ = _read(optimizer_config)
-    if row.own_steps and compresses(optimizer_config):
-        return f"{optimizer_config.type} sums the rates of the steps between two averages; set a scheduler"
     return "" if "lr_scale" in row.by_group else f"{optimizer_config.type} {WHY['lr_scale']}"
 
 
-def describe(optimizer_config: Any, lr: LRSchedule | None, averages: bool = False) -> tuple[str, ...]:
+def describe(optimizer_config: OptimizerSection, lr: LRSchedule | None) -> tuple[str, ...]:
     """List the run report's notes on the config's optimizer: where it differs from what its name suggests.
 
     Args:
       optimizer_config, lr: as for `make_optimizer`.
-      averages: whether the devices average inside its update.
     """
     row, params = _read(optimizer_config)
     name, given = optimizer_config.type, optimizer_config.params or {}
-    texts = [note for when, note in row.notes if when(params)] + list(row.signs if averages else ())
+    texts = [note for when, note in row.notes if when(params)]
     notes = [text.format(name=name, **params) for text in texts]
     notes += [f"{name}: {key} has no effect: {why}" for key, why in row.idle.items() if key in given]
     if lr is not None and lr.momentum is not None:
-        if row.cycles:
+        if "betas" in row.params:
             notes.append(f"{name}: OneCycle's cycle_momentum sets beta1; beta2 is 0.99, as in DeepSpeed")
         else:
             notes.append(f"{name}: OneCycle's cycle_momentum is not used, the optimizer has no betas")
     return tuple(notes)
 
 
-def at_step(opt_state: Any, count: Any) -> Any:
+def at_step(opt_state: PyTree, count: ArrayLike) -> PyTree:
     """Move the schedules in an optimizer's state to a step; the moments keep their own counts.
 
     A state whose only field is `count` is a schedule's. Some optimizers look up the rate by the count that also
@@ -247,16 +214,16 @@ def at_step(opt_state: Any, count: Any) -> Any:
     (0, 7)
     """
 
-    def is_schedule(node: Any) -> bool:
+    def is_schedule(node: PyTree) -> bool:
         return getattr(node, "_fields", ()) == ("count",)
 
-    def moved(node: Any) -> Any:
+    def moved(node: PyTree) -> PyTree:
         return node._replace(count=jnp.full_like(node.count, count)) if is_schedule(node) else node
 
     return jax.tree.map(moved, opt_state, is_leaf=is_schedule)
 
 
-def lr_of(opt_state: Any) -> jax.Array:
+def lr_of(opt_state: PyTree) -> jax.Array:
     """Read the learning rate from the state of an `optax.inject_hyperparams` optimizer; nan for any other.
 
     >>> tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.25)

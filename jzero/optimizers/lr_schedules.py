@@ -12,21 +12,32 @@ Source: deepspeed/runtime/lr_schedules.py of DeepSpeed 0.19.8.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from jzero.errors import ConfigError
-from jzero.values import trainer
-from jzero.values.kinds import COUNT32, FLAG, FRACTION, NON_NEGATIVE32, POSITIVE32, either, number, one_of
-from jzero.values.parameters import REQUIRED, Param, did_you_mean, only, read_params, signature_params
-from jzero.values.trainer import is_auto
+from jzero.values.kinds import COUNT32, FLAG, FRACTION, NON_NEGATIVE32, POSITIVE32, either, number, one_of, or_null
+from jzero.values.parameters import (
+    REQUIRED,
+    Param,
+    Total,
+    Values,
+    did_you_mean,
+    fill_autos,
+    is_auto,
+    only,
+    read_by_table,
+    signature_params,
+)
 
-Curve = Callable[[Any], jax.Array]
+Curve = Callable[[ArrayLike], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -36,7 +47,7 @@ class LRSchedule:
     Attributes:
       lr: count (int or traced int32 scalar) -> float32 scalar.
       momentum: the same for Adam's first beta (OneCycle with cycle_momentum), or None.
-      notes, warnings: lines for the run report.
+      notes: lines for the run report.
       constant: the rate, if it is the same at every step.
       name: its type.
       params: the values of its parameters.
@@ -48,23 +59,20 @@ class LRSchedule:
     lr: Curve
     momentum: Curve | None = None
     notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
     constant: float | None = None
     name: str = "lr_scheduler"
-    params: Mapping[str, Any] = field(default_factory=dict)
+    params: Values = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.params.items())})"
 
 
-def make_lr_schedule(
-    type: str | None, params: Mapping[str, Any], base_lr: float, total: trainer.Total | None = None
-) -> LRSchedule:
+def make_lr_schedule(type: str | None, params: Values, base_lr: float, total: Total | None = None) -> LRSchedule:
     """Make the schedule of a config's `scheduler` section.
 
     Args:
       type: a DeepSpeed schedule, the exact name of an optax schedule, or None for a constant rate.
-      params: its parameters. "auto" is the Trainer's default (`jzero.values.trainer`), under `warmup_max_lr` `base_lr`.
+      params: its parameters. "auto" is the Trainer's default (`values.parameters`), under `warmup_max_lr` `base_lr`.
       base_lr: the optimizer's own learning rate.
       total: what "auto" means under `total_num_steps`.
 
@@ -85,21 +93,16 @@ def make_lr_schedule(
     if type is None:
         return LRSchedule(_float32(lambda count: base_lr), constant=base_lr, name="constant", params={"lr": base_lr})
     params, notes = _with_total(type, params, total)
-    values, problems = _read(type, params)
-    if problems:
+    row, values, problems = _look_up(type, params)
+    if row is None or problems:
         raise ConfigError(*problems)
-    if type in _DEEPSPEED:
-        schedule = _DEEPSPEED[type].make(values, base_lr)
-        if values.get("warmup_max_lr", base_lr) is None:
-            values["warmup_max_lr"] = base_lr
-        return replace(schedule, notes=(*schedule.notes, *notes), name=type, params=values)
-    own = {name: values[name] for name, given in params.items() if not is_auto(given)}
-    return replace(_optax_schedule(type, own, base_lr), name=type, params=values)
+    schedule = row.make(values, base_lr)
+    if values.get("warmup_max_lr", base_lr) is None:
+        values["warmup_max_lr"] = base_lr
+    return replace(schedule, notes=(*schedule.notes, *notes), name=type, params=values)
 
 
-def _with_total(
-    type: str, params: Mapping[str, Any], total: trainer.Total | None
-) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+def _with_total(type: str, params: Values, total: Total | None) -> tuple[Values, tuple[str, ...]]:
     """Give `total_num_steps` its value if it is "auto", and a note that says which."""
     if not is_auto(params.get("total_num_steps")):
         return params, ()
@@ -114,34 +117,37 @@ def _with_total(
 def scheduler_problems(scheduler: Any) -> list[str]:
     """List the problems of a config's `scheduler` section that show before any array is made."""
     params = scheduler.params or {}
-    total = 2 if is_auto(params.get("total_num_steps")) else None  # any: the run will tell
-    return _read(scheduler.type, {**params, "total_num_steps": total} if total else params)[1]
+    total = 2**31 - 1 if is_auto(params.get("total_num_steps")) else None  # the longest: the run will tell
+    return _look_up(scheduler.type, {**params, "total_num_steps": total} if total else params)[2]
 
 
-def _read(type: str, params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the parameters, with the schedule's defaults filled in, and every problem."""
+def _look_up(type: str, params: Values) -> tuple[_ScheduleRow | None, dict[str, Any], list[str]]:
+    """Return the row of a schedule, the parameters with its defaults filled in, and every problem."""
     # "auto" is not DeepSpeed's. The Hugging Face Trainer reads it and writes its own learning rate, which is also the
     # optimizer's; null asks DeepSpeed for the same.
     if params.get("warmup_max_lr") == "auto" and type in ("WarmupLR", "WarmupDecayLR"):
         params = {**params, "warmup_max_lr": None}
-    if type in _DEEPSPEED:
-        params = trainer.fill(params, _DEEPSPEED[type].params)
-        values, problems = read_params("scheduler.params", params, _DEEPSPEED[type].params)
-        return values, problems or list(_DEEPSPEED[type].check(values))
+    row = _DEEPSPEED.get(type)
     if type in OPTAX_SCHEDULES:
-        params = trainer.fill(params, ())
-        return read_params("scheduler.params", params, signature_params(getattr(optax, type)))
+        row = _ScheduleRow(signature_params(getattr(optax, type)), partial(_optax_schedule, type))
+    if row:
+        values, problems = read_by_table("scheduler.params", fill_autos(params, row.params), row.params)
+        return row, values, problems or list(row.check(values))
     if is_auto(type):
-        return {}, [
-            'scheduler.type = "auto": "auto" is the Hugging Face Trainer\'s default of a parameter, and a type has '
-            'none; write a type, for example "WarmupDecayLR", or leave the section out for a constant rate'
-        ]
+        return (
+            None,
+            {},
+            [
+                'scheduler.type = "auto": "auto" is the Hugging Face Trainer\'s default of a parameter, and a type has '
+                'none; write a type, for example "WarmupDecayLR", or leave the section out for a constant rate'
+            ],
+        )
     hint = did_you_mean(type, [*_DEEPSPEED, *OPTAX_SCHEDULES])
     use = f"Use {either(_DEEPSPEED)}, or one of optax's (docs/configuration.md lists them)"
-    return {}, [f"scheduler.type: {type!r} is unknown{hint} {use}"]
+    return None, {}, [f"scheduler.type: {type!r} is unknown{hint} {use}"]
 
 
-def from_config(scheduler: Any, base_lr: float | None, total: trainer.Total | None = None) -> LRSchedule | None:
+def from_config(scheduler: Any, base_lr: float | None, total: Total | None = None) -> LRSchedule | None:
     """Make the schedule of a config's `scheduler` section, or a constant one without a section.
 
     Args:
@@ -171,14 +177,14 @@ def _float32(curve: Callable[[Any], Any]) -> Curve:
 def _by_call(at_construction: float, at_call: Callable[[jax.Array], Any]) -> Curve:
     """Make a curve: the value of construction at step 0, then the value of call k = n - 1 at step n."""
 
-    def curve(count: Any) -> jax.Array:
+    def curve(count: ArrayLike) -> jax.Array:
         k = jnp.asarray(count, jnp.int32) - 1
         return jnp.where(k < 0, at_construction, at_call(jnp.maximum(k, 0)))
 
     return _float32(curve)
 
 
-def _ramp(p: dict[str, Any]) -> tuple[int, Callable[[jax.Array], jax.Array]]:
+def _ramp(p: Values) -> tuple[int, Callable[[jax.Array], jax.Array]]:
     """Return (n, γ): the number of warm-up steps and the ramp from 0 to 1 over them."""
     n = max(2, p["warmup_num_steps"])  # DeepSpeed's bound: log(1) = 0 would be a divisor
     if p["warmup_type"] == "log":
@@ -186,7 +192,7 @@ def _ramp(p: dict[str, Any]) -> tuple[int, Callable[[jax.Array], jax.Array]]:
     return n, lambda k: k / n
 
 
-def _warmup(p: dict[str, Any], base_lr: float, gamma_after: Callable[[jax.Array, int], Any], name: str) -> LRSchedule:
+def _warmup(p: Values, base_lr: float, gamma_after: Callable[[jax.Array, int], Any], name: str) -> LRSchedule:
     """Make the schedule min + (max - min)·γ(k); γ is the ramp while k < n, then `gamma_after(k, n)`."""
     n, ramp = _ramp(p)
     low = p["warmup_min_lr"]
@@ -199,29 +205,25 @@ def _warmup(p: dict[str, Any], base_lr: float, gamma_after: Callable[[jax.Array,
     return LRSchedule(
         _by_call(low, lambda k: low + (high - low) * jnp.where(k < n, ramp(k), gamma_after(k, n))),
         notes=tuple(notes),
-        warnings=_short_total(p, n, name),
     )
 
 
-def _short_total(p: dict[str, Any], n: int, name: str) -> tuple[str, ...]:
-    """Return a warning if the decay has no steps; DeepSpeed also warns and continues."""
-    total = p.get("total_num_steps", n)
-    if total >= n:
-        return ()
-    return (f"{name}: total_num_steps {total} is less than warmup_num_steps {n}, so the rate does not decay by then",)
+def _check_warmup(p: Values) -> Iterator[str]:
+    """Check that the warm-up ends within the run; DeepSpeed warns, and never reaches the asked rate."""
+    warmup, total = p["warmup_num_steps"], p["total_num_steps"]
+    if warmup > total:
+        yield (
+            f"scheduler.params.warmup_num_steps = {warmup} and total_num_steps = {total}: the warm-up must not be "
+            f"longer than the whole schedule; set warmup_num_steps (1000 if left out) to {total} or less"
+        )
 
 
-def _warmup_lr(p: dict[str, Any], base_lr: float) -> LRSchedule:
-    return _warmup(p, base_lr, lambda k, n: 1.0, "WarmupLR")
-
-
-def _warmup_decay_lr(p: dict[str, Any], base_lr: float) -> LRSchedule:
+def _warmup_decay_lr(p: Values, base_lr: float) -> LRSchedule:
     total = p["total_num_steps"]
-    decay = lambda k, n: jnp.maximum(0.0, (total - k) / max(1, total - n))  # noqa: E731
-    return _warmup(p, base_lr, decay, "WarmupDecayLR")
+    return _warmup(p, base_lr, lambda k, n: jnp.maximum(0.0, (total - k) / max(1, total - n)), "WarmupDecayLR")
 
 
-def _warmup_cosine_lr(p: dict[str, Any], base_lr: float) -> LRSchedule:
+def _warmup_cosine_lr(p: Values, base_lr: float) -> LRSchedule:
     n, ramp = _ramp(p)
     total, start, floor = p["total_num_steps"], p["warmup_min_ratio"], p["cos_min_ratio"]
 
@@ -231,14 +233,13 @@ def _warmup_cosine_lr(p: dict[str, Any], base_lr: float) -> LRSchedule:
         return jnp.where(k < n, start + (1 - start) * ramp(k), cosine)
 
     note = f"WarmupCosineLR: as in DeepSpeed, the first two optimizer steps run at 0 and {base_lr * start:g}"
-    curve = _by_call(0.0, lambda k: base_lr * ratio(k))
-    return LRSchedule(curve, notes=(note,), warnings=_short_total(p, n, "WarmupCosineLR"))
+    return LRSchedule(_by_call(0.0, lambda k: base_lr * ratio(k)), notes=(note,))
 
 
-def _lr_range_test(p: dict[str, Any], base_lr: float) -> LRSchedule:
+def _lr_range_test(p: Values, base_lr: float) -> LRSchedule:
     low, size, rate = p["lr_range_test_min_lr"], p["lr_range_test_step_size"], p["lr_range_test_step_rate"]
 
-    def curve(count: Any) -> jax.Array:
+    def curve(count: ArrayLike) -> jax.Array:
         count = jnp.asarray(count, jnp.int32)  # k + 1, and 0 at construction: one formula for both
         x = count // size if p["lr_range_test_staircase"] else count / size
         return low * (1 + rate * x)
@@ -247,7 +248,7 @@ def _lr_range_test(p: dict[str, Any], base_lr: float) -> LRSchedule:
     return LRSchedule(_float32(curve), notes=(note,))
 
 
-def _cycle_sides(p: dict[str, Any]) -> tuple[int, int, int, int]:
+def _cycle_sides(p: Values) -> tuple[int, int, int, int]:
     """Return (steps up, stairs up, steps down, stairs down)."""
     up, stairs, down, down_stairs = (
         p[f"cycle_{key}"] for key in ("first_step_size", "first_stair_count", "second_step_size", "second_stair_count")
@@ -256,7 +257,7 @@ def _cycle_sides(p: dict[str, Any]) -> tuple[int, int, int, int]:
     return up, stairs, up if down is None else down, stairs if down_stairs is None else down_stairs
 
 
-def _check_stairs(p: dict[str, Any]) -> Iterator[str]:
+def _check_stairs(p: Values) -> Iterator[str]:
     """Check that steps times stairs fits int32: in `height` a larger product would wrap to a negative rate."""
     up, up_stairs, down, down_stairs = _cycle_sides(p)
     if max(up * up_stairs, down * down_stairs) >= 2**31:
@@ -266,7 +267,7 @@ def _check_stairs(p: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _one_cycle(p: dict[str, Any], base_lr: float) -> LRSchedule:
+def _one_cycle(p: Values, base_lr: float) -> LRSchedule:
     up, up_stairs, down, down_stairs = _cycle_sides(p)
     total, decay_step = up + down, p["decay_step_size"]
 
@@ -302,21 +303,26 @@ class _ScheduleRow(NamedTuple):
 
     params: dict[str, Param]
     make: Callable[[dict[str, Any], float], LRSchedule]
-    check: Callable[[dict[str, Any]], Iterator[str]] = lambda p: iter(())
+    check: Callable[[Values], Iterator[str]] = lambda p: iter(())
 
 
 _START = {"last_batch_iteration": only(-1, "a resumed run takes its step from the checkpoint")}
 _RAMP = {"warmup_num_steps": Param(1000, COUNT32), "warmup_type": Param("log", one_of(("log", "linear"))), **_START}
 _FLOOR = {"warmup_min_lr": Param(0.0, NON_NEGATIVE32), **_RAMP}
-_PEAK_KIND = number(0, float32=True, none=True)  # null: the optimizer's rate
+_PEAK = or_null(NON_NEGATIVE32)  # null: the optimizer's rate
 _RATIOS = {"warmup_min_ratio": Param(0.0, NON_NEGATIVE32), "cos_min_ratio": Param(1e-4, NON_NEGATIVE32), **_RAMP}
 _TOTAL = {"total_num_steps": Param(REQUIRED, POSITIVE32)}
 
 _DEEPSPEED: dict[str, _ScheduleRow] = {
     # The two defaults differ in DeepSpeed too (pull request 7360 changed WarmupLR's alone).
-    "WarmupLR": _ScheduleRow({**_FLOOR, "warmup_max_lr": Param(None, _PEAK_KIND)}, _warmup_lr),
-    "WarmupDecayLR": _ScheduleRow({**_TOTAL, **_FLOOR, "warmup_max_lr": Param(0.001, _PEAK_KIND)}, _warmup_decay_lr),
-    "WarmupCosineLR": _ScheduleRow({**_TOTAL, **_RATIOS}, _warmup_cosine_lr),
+    "WarmupLR": _ScheduleRow(
+        {**_FLOOR, "warmup_max_lr": Param(None, _PEAK)},
+        lambda p, lr: _warmup(p, lr, lambda k, n: 1.0, "WarmupLR"),
+    ),
+    "WarmupDecayLR": _ScheduleRow(
+        {**_TOTAL, **_FLOOR, "warmup_max_lr": Param(0.001, _PEAK)}, _warmup_decay_lr, _check_warmup
+    ),
+    "WarmupCosineLR": _ScheduleRow({**_TOTAL, **_RATIOS}, _warmup_cosine_lr, _check_warmup),
     "LRRangeTest": _ScheduleRow(
         {
             "lr_range_test_min_lr": Param(1e-3, NON_NEGATIVE32),
@@ -351,23 +357,14 @@ _DEEPSPEED: dict[str, _ScheduleRow] = {
 # ------------------------------------------------------------------------------------------ optax's schedules
 
 OPTAX_SCHEDULES = (
-    "constant_schedule",
-    "cosine_decay_schedule",
-    "cosine_onecycle_schedule",
-    "exponential_decay",
-    "linear_onecycle_schedule",
-    "linear_schedule",
-    "piecewise_constant_schedule",
-    "piecewise_interpolate_schedule",
-    "polynomial_schedule",
-    "sgdr_schedule",
-    "warmup_constant_schedule",
-    "warmup_cosine_decay_schedule",
+    "constant_schedule", "cosine_decay_schedule", "cosine_onecycle_schedule", "exponential_decay",
+    "linear_onecycle_schedule", "linear_schedule", "piecewise_constant_schedule", "piecewise_interpolate_schedule",
+    "polynomial_schedule", "sgdr_schedule", "warmup_constant_schedule", "warmup_cosine_decay_schedule",
     "warmup_exponential_decay_schedule",
-)
+)  # fmt: skip
 
 
-def _optax_schedule(name: str, params: Mapping[str, Any], base_lr: float) -> LRSchedule:
+def _optax_schedule(name: str, params: Values, base_lr: float) -> LRSchedule:
     given = dict(params)
     try:
         if isinstance(given.get("boundaries_and_scales"), dict):  # JSON keys are text

@@ -9,22 +9,39 @@ are `optax.lamb`, `optax.muon` and `optax.adagrad` where the numbers differ. The
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import jax
 import optax
 import optax.contrib
 
 from jzero.errors import ConfigError
-from jzero.optimizers import muon, onebit, onebit_lamb, transforms, zero_one
+from jzero.optimizers import muon, transforms
 from jzero.optimizers.wrappers import Transform, per_layer
-from jzero.values import trainer
-from jzero.values.kinds import FLAG, FRACTION, INT32, NON_NEGATIVE32, Kind, as_json, either, one_of
-from jzero.values.parameters import Param, did_you_mean, only, read_params, signature_params
+from jzero.values.kinds import FLAG, FRACTION, INT32, NON_NEGATIVE32, TEXT, Kind, as_json, either, one_of
+from jzero.values.parameters import (
+    Param,
+    Values,
+    did_you_mean,
+    fill_autos,
+    is_auto,
+    only,
+    read_by_table,
+    signature_params,
+)
 
-Make = Callable[[transforms.Knobs, dict[str, Any]], Transform]
-Note = tuple[Callable[[dict[str, Any]], bool], str]
+Make = Callable[[transforms.Knobs, Values], Transform]
+Note = tuple[Callable[[Values], bool], str]
+
+
+class OptimizerSection(Protocol):
+    """The `optimizer` section of a config; it may also have `groups`, `no_weight_decay` and `state_dtype`."""
+
+    @property
+    def type(self) -> str: ...
+    @property
+    def params(self) -> Values: ...
 
 
 @dataclass(frozen=True)
@@ -34,32 +51,30 @@ class Row:
     Attributes:
       params: name of a parameter -> its default and kind.
       make: builds the transformation from the knobs and the parameters' values.
-      notes: (test on the parameters, text) pairs; the run report prints the text where the test holds.
-      cycles: whether it has betas, to which OneCycle's momentum applies.
-      base: the learning rate that schedules start from.
-      check: lists the problems between its parameters.
       by_group: the keys that a parameter group can set.
-      decay: its weight decay's name.
+      notes: (test on the parameters, text) pairs; the run report prints the text where the test holds.
+      check: lists the problems between its parameters.
       idle: parameters that change nothing, each with the reason.
-      compresses: whether it can average inside its update.
-      signs: lines of the run report for a run in which it does.
-      own_steps: whether, if it does, every device also takes steps alone, by rates that it sums.
       one_decay: whether the weight decays of all groups are one number or 0.
     """
 
     params: dict[str, Param]
     make: Make
+    by_group: tuple[str, ...]
     notes: tuple[Note, ...] = ()
-    cycles: bool = False
-    base: Callable[[dict[str, Any]], float] = lambda p: p["lr"]
-    check: Callable[[dict[str, Any]], Iterator[str]] = lambda p: iter(())
-    by_group: tuple[str, ...] = ("lr_scale", "weight_decay")
-    decay: str = "weight_decay"
-    one_decay: bool = False
+    check: Callable[[Values], Iterator[str]] = lambda p: iter(())
     idle: Mapping[str, str] = field(default_factory=dict)
-    compresses: bool = False
-    signs: tuple[str, ...] = ()
-    own_steps: bool = False
+    one_decay: bool = False
+
+
+def base_rate(params: Values) -> float:
+    """Return the learning rate that schedules start from; Muon's is its matrices' where it has none for all."""
+    return float(transforms.first(params["lr"], params.get("muon_lr"), 0.02))
+
+
+def decay_key(params: Mapping[str, Any]) -> str:
+    """Return the name of an optimizer's weight decay."""
+    return "weight_decay_rate" if "weight_decay_rate" in params else "weight_decay"
 
 
 def _two_fractions(value: Any) -> list[float]:
@@ -71,12 +86,13 @@ def _two_fractions(value: Any) -> list[float]:
 BETAS = Kind("two numbers in [0, 1)", _two_fractions)
 
 
-def _momentum_for_nesterov(p: dict[str, Any]) -> Iterator[str]:
+def _momentum_for_nesterov(p: Values) -> Iterator[str]:
     if p["nesterov"] and not p["momentum"]:
         yield "optimizer.params.nesterov: true needs a momentum; give optimizer.params.momentum, e.g. 0.9"
 
 
-_ALL_BY_GROUP = ("lr_scale", "weight_decay", "betas")
+_BY_GROUP = ("lr_scale", "weight_decay")
+_ALL_BY_GROUP = (*_BY_GROUP, "betas")
 _LR_DECAY = {"lr": Param(1e-3, NON_NEGATIVE32), "weight_decay": Param(0.0, NON_NEGATIVE32)}
 _ADAM = {
     **_LR_DECAY,
@@ -85,53 +101,16 @@ _ADAM = {
     "bias_correction": Param(True, FLAG),
     "amsgrad": only(False, 'AMSGrad with weight decay is not supported; type "amsgrad" is optax\'s, without decay'),
 }
+_EXACT_EPS = {"eps_inside_sqrt": only(False, "other values are not supported")}
 _TORCH_ADAM = {"torch_adam": Param(False, FLAG)}
 _NO_TORCH = (lambda p: p["torch_adam"], "{name}: torch_adam chooses a kernel in DeepSpeed and has no meaning here")
-
-
-# Of the optimizers with compressed communication.
-_ONE_BIT: dict[str, Param] = {
-    **_ADAM,
-    "eps_inside_sqrt": only(False, "other values are not supported"),
-    "cuda_aware": Param(False, FLAG),
-    "comm_backend_name": Param("nccl", one_of(("nccl", "mpi", "hccl", "compressed"))),
-    "exact_communication": Param(False, FLAG),
-}
-_ONE_BIT_NOTES = (
-    (
-        lambda p: p["exact_communication"],
-        "{name}: exact_communication is true: gradients are averaged exactly, not as signs with error feedback; the "
-        "variance freezes as in DeepSpeed",
-    ),
-    (lambda p: True, "{name}: no bias is corrected, as in DeepSpeed"),
-)
-_TRANSPORT = "it chooses a transport in DeepSpeed"
-_IDLE = {
-    "bias_correction": "DeepSpeed reads it too, and corrects nothing",
-    "cuda_aware": _TRANSPORT,
-    "comm_backend_name": _TRANSPORT,
-}
-_FREEZE = {"freeze_step": Param(100_000, INT32)}
-_SIGNS = (
-    "{name}: after {freeze_step} steps the variance is frozen, and the devices average the signs of their momenta, "
-    "with error feedback"
-)
-
-
-def _one_bit(
-    make: Make, params: dict[str, Param], *signs: str, notes: tuple[Note, ...] = (), own_steps: bool = False
-) -> Row:
-    """Make the row of an optimizer with compressed communication."""
-    return Row(
-        {**_ONE_BIT, **params}, make, (*_ONE_BIT_NOTES, *notes), cycles=True, by_group=_ALL_BY_GROUP, compresses=True,
-        own_steps=own_steps, signs=signs, idle=_IDLE,
-    )  # fmt: skip
 
 
 DEEPSPEED: dict[str, Row] = {
     "Adam": Row(
         {**_ADAM, **_TORCH_ADAM, "adam_w_mode": Param(True, FLAG)},
         transforms.adam,
+        _ALL_BY_GROUP,
         (
             (
                 lambda p: p["adam_w_mode"],
@@ -140,15 +119,12 @@ DEEPSPEED: dict[str, Row] = {
             ),
             _NO_TORCH,
         ),
-        cycles=True,
-        by_group=_ALL_BY_GROUP,
     ),
     "AdamW": Row(
         {**_ADAM, **_TORCH_ADAM, "adam_w_mode": only(True, 'only type "Adam" can have false')},
         transforms.adam,
+        _ALL_BY_GROUP,
         (_NO_TORCH,),
-        cycles=True,
-        by_group=_ALL_BY_GROUP,
     ),
     "SGD": Row(
         {
@@ -158,22 +134,20 @@ DEEPSPEED: dict[str, Row] = {
             "dampening": only(0, "other values are not supported"),
         },
         transforms.sgd,
+        _BY_GROUP,
         check=_momentum_for_nesterov,
     ),
     "Lamb": Row(
         {
             **_ADAM,
-            "eps_inside_sqrt": only(False, "other values are not supported"),
+            **_EXACT_EPS,
             "min_coeff": Param(0.01, NON_NEGATIVE32),
             "max_coeff": Param(10.0, NON_NEGATIVE32),
         },
         transforms.lamb,
-        cycles=True,
-        by_group=_ALL_BY_GROUP,
+        _ALL_BY_GROUP,
     ),
-    "Lion": Row(
-        {**_LR_DECAY, "betas": Param((0.9, 0.99), BETAS)}, transforms.lion, cycles=True, by_group=_ALL_BY_GROUP
-    ),
+    "Lion": Row({**_LR_DECAY, "betas": Param((0.9, 0.99), BETAS)}, transforms.lion, _ALL_BY_GROUP),
     "Adagrad": Row(
         {
             **_LR_DECAY,
@@ -182,13 +156,12 @@ DEEPSPEED: dict[str, Row] = {
             "initial_accumulator_value": Param(0.0, NON_NEGATIVE32),
         },
         transforms.adagrad,
+        _BY_GROUP,
     ),
     "Muon": Row(
         {
             # Without a rate of its own, each half takes `lr`, else its default: 0.02 for Muon, 3e-4 for Adam.
-            "lr": Param(None, NON_NEGATIVE32),
-            "muon_lr": Param(None, NON_NEGATIVE32),
-            "adam_lr": Param(None, NON_NEGATIVE32),
+            **dict.fromkeys(("lr", "muon_lr", "adam_lr"), Param(None, NON_NEGATIVE32)),
             "momentum": Param(0.95, FRACTION),
             "betas": Param((0.9, 0.95), BETAS),
             "eps": Param(1e-10, NON_NEGATIVE32),
@@ -199,6 +172,7 @@ DEEPSPEED: dict[str, Row] = {
             "per_head_muon": only(False, "per-head orthogonalisation is not supported yet"),
         },
         muon.muon,
+        _BY_GROUP,
         (
             (
                 lambda p: p["ns_method"] == "gram",
@@ -217,42 +191,35 @@ DEEPSPEED: dict[str, Row] = {
             ),
             _NO_TORCH,
         ),
-        cycles=True,
-        base=lambda p: transforms.first(p["lr"], p["muon_lr"], 0.02),
     ),
-    "OneBitAdam": _one_bit(onebit.one_bit_adam, _FREEZE, _SIGNS),
-    "ZeroOneAdam": _one_bit(
-        zero_one.zero_one_adam,
-        {
-            "var_freeze_step": Param(100_000, INT32),
-            "var_update_scaler": Param(16, INT32),
-            "local_step_scaler": Param(32_678, INT32),
-            "local_step_clipper": Param(16, INT32),
-        },
-        "{name}: the devices average gradients in the steps in which the variance learns, and their signs in the "
-        "steps between",
-        "{name}: after {var_freeze_step} steps the devices take local steps, and average the signs of their sum "
-        "at least every {local_step_clipper} steps; evaluation and saved weights are those of the last average",
-        notes=(
-            (
-                lambda p: p["exact_communication"],
-                "{name}: local_step_scaler and local_step_clipper have no effect: every step communicates",
-            ),
-        ),
-        own_steps=True,
-    ),
-    "OneBitLamb": _one_bit(
-        onebit_lamb.one_bit_lamb,
-        {
-            **_FREEZE,
-            "max_coeff": Param(10.0, NON_NEGATIVE32),
-            "min_coeff": Param(0.01, NON_NEGATIVE32),
-            "coeff_beta": Param(0.9, FRACTION),
-            "factor_max": Param(4.0, NON_NEGATIVE32),
-            "factor_min": Param(0.5, NON_NEGATIVE32),
-            "factor_threshold": Param(0.1, NON_NEGATIVE32),
-        },
-        _SIGNS,
+}
+
+
+def _without_compression(name: str, exact: str, params: dict[str, Param]) -> Row:
+    """Make the row of a 1-bit optimizer: the exact one that it approximates, with the parameters that fall away.
+
+    DeepSpeed removed its own (issue 8489): on NVLink the signs of momenta take longer than gradients in bfloat16.
+    """
+    row, why = DEEPSPEED[exact], "gradients are averaged exactly, not as signs"
+    note = (lambda p: True, f"{name} is replaced by {exact}, which it approximates: {why}")
+    falls_away = {**_COMMUNICATION, **params}
+    params = {**row.params, **_EXACT_EPS, **falls_away}
+    return replace(row, params=params, notes=(note, *row.notes), idle=dict.fromkeys(falls_away, why))
+
+
+_COMMUNICATION = {
+    "cuda_aware": Param(False, FLAG),
+    "comm_backend_name": Param("nccl", TEXT),
+    "exact_communication": Param(True, FLAG),
+}
+_FREEZE = {"freeze_step": Param(100_000, INT32)}
+_LOCAL_STEPS = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
+_COEFFICIENTS = ("coeff_beta", "factor_max", "factor_min", "factor_threshold")
+DEEPSPEED |= {
+    "OneBitAdam": _without_compression("OneBitAdam", "Adam", _FREEZE),
+    "ZeroOneAdam": _without_compression("ZeroOneAdam", "Adam", dict.fromkeys(_LOCAL_STEPS, Param(1, INT32))),
+    "OneBitLamb": _without_compression(
+        "OneBitLamb", "Lamb", {**_FREEZE, **dict.fromkeys(_COEFFICIENTS, Param(0.0, NON_NEGATIVE32))}
     ),
 }
 
@@ -295,10 +262,10 @@ def _alias(name: str) -> Row:
     signature = signature_params(function)
     own_lr = signature.pop("learning_rate").default
     params = {key: param for key, param in signature.items() if key not in not_from_json}
-    decay = "weight_decay_rate" if "weight_decay_rate" in params else "weight_decay"
+    decay = decay_key(params)
     mask = next((key for key in ("mask", "weight_decay_mask") if key in signature), None)
 
-    def make(k: transforms.Knobs, p: dict[str, Any]) -> Transform:
+    def make(k: transforms.Knobs, p: Values) -> Transform:
         arguments = {key: value for key, value in p.items() if key != "lr"}
         if mask and (decays := [own["weight_decay"] for own in k.own.values() if "weight_decay" in own]):
             arguments[decay] = max(p[decay] or 0.0, *decays)  # of all groups one number or 0
@@ -316,29 +283,28 @@ def _alias(name: str) -> Row:
     by_group = ["lr_scale"] * (name not in NOT_PROPORTIONAL)
     # optax.muon has a second decay, without a mask, for the parameters that are no matrices
     by_group += ["weight_decay"] * (mask is not None and name != "optax.muon")
-    return Row({"lr": lr, **params}, make, by_group=tuple(by_group), decay=decay, one_decay=True)
+    return Row({"lr": lr, **params}, make, tuple(by_group), one_decay=True)
 
 
-def look_up(optimizer_config: Any) -> tuple[Row | None, dict[str, Any], list[str]]:
+def look_up(optimizer_config: OptimizerSection) -> tuple[Row | None, dict[str, Any], list[str]]:
     """Find the row of a config's optimizer.
 
     Returns:
       The row (None for an unknown type), the parameters with the row's defaults filled in, and every problem.
     """
     name = str(optimizer_config.type).lower()
-    row = {n.lower(): row for n, row in DEEPSPEED.items()}.get(name)
-    if row is None and name in (*OPTAX_ELEMENTWISE, *OPTAX_PER_PARAMETER):
-        row = _alias(name)
+    is_optax = name in (*OPTAX_ELEMENTWISE, *OPTAX_PER_PARAMETER)
+    row = _alias(name) if is_optax else {n.lower(): row for n, row in DEEPSPEED.items()}.get(name)
     if row is None:
         return None, {}, [_no_such(str(optimizer_config.type))]
     given, twice = _in_our_names(optimizer_config.params or {}, row.params)
     outside = [key for key in ("state_dtype", "groups") if key in given and key not in row.params]
     twice += [f'optimizer.params.{key}: {given.pop(key)!r} belongs to "optimizer", beside "params"' for key in outside]
-    values, problems = read_params("optimizer.params", trainer.fill(given, row.params), row.params)
+    values, problems = read_by_table("optimizer.params", fill_autos(given, row.params), row.params)
     return row, values, [*twice, *(problems or row.check(values))]
 
 
-def _in_our_names(given: Mapping[str, Any], table: Mapping[str, Param]) -> tuple[dict[str, Any], list[str]]:
+def _in_our_names(given: Values, table: Mapping[str, Param]) -> tuple[dict[str, Any], list[str]]:
     """Rename optax's `learning_rate` to `lr`, and `b1` and `b2` to `betas` where the table has that.
 
     Returns:
@@ -357,7 +323,7 @@ def _in_our_names(given: Mapping[str, Any], table: Mapping[str, Param]) -> tuple
         rename("learning_rate", "lr", ours.pop("learning_rate"))
     if "betas" in table:
         found = {key: ours.pop(key) for key in ("b1", "b2") if key in given}
-        if found := {key: value for key, value in found.items() if not trainer.is_auto(value)}:
+        if found := {key: value for key, value in found.items() if not is_auto(value)}:
             b1, b2 = table["betas"].default
             rename(" and ".join(found), "betas", [found.get("b1", b1), found.get("b2", b2)])
     return ours, problems
@@ -370,7 +336,7 @@ _ON_HOST = {f"deepspeedcpu{name}".lower(): name for name in ("Adam", "Adagrad", 
 def _no_such(name: str) -> str:
     names = [*DEEPSPEED, *OPTAX_ELEMENTWISE, *OPTAX_PER_PARAMETER]
     use = f"Use {either(DEEPSPEED)}, or one of optax's (docs/configuration.md lists them)"
-    if trainer.is_auto(name):
+    if is_auto(name):
         return (
             'optimizer.type = "auto": "auto" is the Hugging Face Trainer\'s default of a parameter, and a type has '
             'none; write "type": "AdamW", the Trainer\'s optimizer, whose params may be "auto"'

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
-from jzero.tree import path_name
+from jzero.tree import PyTree, path_name
 
 Transform: TypeAlias = optax.GradientTransformation
 
 
-def per_layer(tx: Transform, stacked: Any) -> Transform:
+def per_layer(tx: Transform, stacked: PyTree) -> Transform:
     """Map `tx` over the layer axis of stacked leaves, so that each layer is a parameter of its own.
 
     For transformations that look at one whole leaf at a time. All stacks must have the same number of layers, since one
@@ -37,7 +39,7 @@ def per_layer(tx: Transform, stacked: Any) -> Transform:
         return tx
     tx = optax.with_extra_args_support(tx)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         return jax.vmap(partial(tx.update, **extra))(updates, state, params)
 
     layered = optax.GradientTransformationExtraArgs(jax.vmap(tx.init), update)
@@ -45,54 +47,43 @@ def per_layer(tx: Transform, stacked: Any) -> Transform:
     return optax.partition({"layers": layered, "rest": tx}, partial(labels, stacked, lambda s, p: which[s]))
 
 
-def labels(stacked: Any, label: Callable[[bool, Any], Any], params: Any) -> Any:
+def labels(stacked: PyTree, label: Callable[[bool, Any], Any], params: PyTree) -> PyTree:
     """Map label(is stacked, leaf) over the parameters; `stacked` may be a prefix, or None for nothing stacked."""
     stacked = False if stacked is None else stacked
     return jax.tree.map(lambda s, part: jax.tree.map(lambda p: label(bool(s), p), part), stacked, params)
 
 
-def map_layers(function: Callable[..., Any], stacked: Any, *trees: Any) -> Any:
+def map_layers(function: Callable[..., Any], stacked: PyTree, *trees: PyTree) -> PyTree:
     """Map `function` over the trees' leaves, and over each layer of a stacked leaf; `stacked` as in `labels`."""
     stacked = False if stacked is None else stacked
     layered = jax.vmap(function)
     return jax.tree.map(lambda s, *parts: jax.tree.map(layered if s else function, *parts), stacked, *trees)
 
 
-def unzip(kind: type[Any], results: Any) -> Any:
-    """Turn a tree of named tuples into one named tuple of trees."""
-    fields = range(len(kind._fields))
-    is_leaf = lambda x: isinstance(x, kind)  # noqa: E731
-    return kind(*(jax.tree.map(lambda r, i=i: r[i], results, is_leaf=is_leaf) for i in fields))
+def scale_updates(
+    tx: Transform, scales: Mapping[str, float] = MappingProxyType({})
+) -> optax.GradientTransformationExtraArgs:
+    """Multiply the updates of the named parameters, and all of them by `lr_factor`, an argument of `update`.
 
+    The factor is the learning rate over the one that `tx` has. The state keeps `tx`'s names, so checkpoints fit any
+    scales.
 
-def scale_leaves(tx: Transform, scales: Mapping[str, float]) -> Transform:
-    """Multiply the updates of the named parameters; the state keeps `tx`'s names, so checkpoints fit any scales."""
-    if not scales:
-        return tx
-    tx = optax.with_extra_args_support(tx)
-
-    def scaled(path: tuple, update: jax.Array) -> jax.Array:
-        return update * scales[name] if (name := path_name(path)) in scales else update
-
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(updates, state, params, **extra)
-        return jax.tree_util.tree_map_with_path(scaled, updates), state
-
-    return optax.GradientTransformationExtraArgs(tx.init, update)
-
-
-def with_lr_factor(tx: Transform) -> optax.GradientTransformationExtraArgs:
-    """Let `update` take `lr_factor`, which multiplies all updates: the learning rate over the one that `tx` has.
-
-    >>> tx = with_lr_factor(optax.sgd(0.5))
+    >>> tx = scale_updates(optax.sgd(0.5))
     >>> updates, _ = tx.update({"w": jnp.array(1.0)}, tx.init({"w": jnp.array(0.0)}), lr_factor=3.0)
     >>> float(updates["w"])
     -1.5
     """
     tx = optax.with_extra_args_support(tx)
 
-    def update(updates: Any, state: Any, params: Any = None, *, lr_factor: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def scaled(path: tuple, update: jax.Array) -> jax.Array:
+        return update * scales[name] if (name := path_name(path)) in scales else update
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, *, lr_factor: ArrayLike | None = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
         updates, state = tx.update(updates, state, params, **extra)
+        if scales:
+            updates = jax.tree_util.tree_map_with_path(scaled, updates)
         if lr_factor is not None:
             updates = jax.tree.map(lambda u: u * jnp.asarray(lr_factor, u.dtype), updates)
         return updates, state
@@ -103,8 +94,8 @@ def with_lr_factor(tx: Transform) -> optax.GradientTransformationExtraArgs:
 class EmaState(NamedTuple):
     """The wrapped optimizer's state, and the moving average of the parameters in float32."""
 
-    inner: Any
-    ema: Any
+    inner: PyTree
+    ema: PyTree
 
 
 def with_ema(tx: optax.GradientTransformationExtraArgs, decay: float) -> optax.GradientTransformationExtraArgs:
@@ -119,10 +110,10 @@ def with_ema(tx: optax.GradientTransformationExtraArgs, decay: float) -> optax.G
     3.0
     """
 
-    def init(params: Any) -> EmaState:
+    def init(params: PyTree) -> EmaState:
         return EmaState(tx.init(params), jax.tree.map(lambda p: p.astype(jnp.float32), params))
 
-    def update(updates: Any, state: EmaState, params: Any = None, **extra: Any) -> tuple[Any, EmaState]:
+    def update(updates: PyTree, state: EmaState, params: PyTree = None, **extra: Any) -> tuple[PyTree, EmaState]:
         updates, inner = tx.update(updates, state.inner, params, **extra)
         new = optax.apply_updates(params, updates)
         ema = jax.tree.map(lambda e, p: decay * e + (1 - decay) * p.astype(jnp.float32), state.ema, new)

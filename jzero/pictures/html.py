@@ -1,20 +1,21 @@
 """Renders jzero's objects as HTML for notebooks: tables, a mesh, the leaves of a tree. All text is escaped.
 
-Styles are inline, because a notebook keeps only the output of a cell.
+Styles are in the output of each cell, because a notebook keeps nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from html import escape
 from math import prod
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
-from jzero.display.figure import PALE, WHITE, colour
-from jzero.pictures.mesh import label, present_axes, shown, title
+from jzero.display.figure import INK, PALE, WHITE, colour
+from jzero.display.page import styled, table
+from jzero.pictures.drawing import label, present_axes, shown, title
 from jzero.tree import PyTree, named
 from jzero.values.sizes import size_text
 
@@ -22,26 +23,11 @@ MOST_LEAVES = 40  # rows of a table
 LEFT = "text-align:left"  # notebooks align cells to the right
 
 
-def table(rows: Sequence[Sequence[Any]]) -> str:
-    """Format rows as a table; the first row holds the titles.
-
-    >>> "<td" in table([["name"], ["a<b"]]), "a&lt;b" in table([["name"], ["a<b"]])
-    (True, True)
-    """
-    head, *body = (_row("td" if i else "th", row) for i, row in enumerate(rows))
-    style = "font-family:monospace;white-space:pre"
-    return f'<table style="{style}"><thead>{head}</thead><tbody>{"".join(body)}</tbody></table>'
-
-
-def _row(tag: str, cells: Sequence[Any]) -> str:
-    return f"<tr>{''.join(_cell(tag, cell) for cell in cells)}</tr>"
-
-
-def _cell(tag: str, content: Any, style: str = LEFT) -> str:
+def _cell(tag: str, content: object, style: str = LEFT) -> str:
     return f'<{tag} style="{style}">{escape(str(content))}</{tag}>'
 
 
-def facts(values: dict[str, Any]) -> str:
+def facts(values: Mapping[str, object]) -> str:
     """Format names and values as a table without titles."""
     rows = "".join(f"<tr>{_cell('th', name)}{_cell('td', value)}</tr>" for name, value in values.items())
     return f"<table><tbody>{rows}</tbody></table>"
@@ -78,8 +64,8 @@ def mesh(mesh: Mesh) -> str:
     return f"<div>{escape(title(mesh))}</div><table><tbody>{''.join(rows)}</tbody></table>"
 
 
-def _box(device: Any, shard: int, names: list[str]) -> str:
-    face, ink = (colour(shard), WHITE) if names else (PALE, "inherit")
+def _box(device: jax.Device, shard: int, names: list[str]) -> str:
+    face, ink = (colour(shard), WHITE) if names else (PALE, INK)
     return _cell("td", label(device), f"{LEFT};background:{face};color:{ink};border:2px solid {WHITE}")
 
 
@@ -92,22 +78,23 @@ def leaves(tree: PyTree, shardings: PyTree = None) -> str:
     found = named(tree)
     placed = named(shardings) if shardings is not None else {n: getattr(x, "sharding", None) for n, x in found.items()}
     on_devices = any(sharding is not None for sharding in placed.values())
-    rows = [["name", "shape", "dtype", *(["spec", "per device"] if on_devices else [])]]
+    header = ["name", "shape", "dtype", *(["spec", "per device"] if on_devices else [])]
+    rows: list[list[str]] = []
     total = held = 0
     for name, x in found.items():
         size, to = _itemsize(x), placed[name]
         n_bytes = prod(x.shape if to is None else to.shard_shape(tuple(x.shape))) * size
         total, held = total + x.size, held + n_bytes
-        if len(rows) <= MOST_LEAVES:
+        if len(rows) < MOST_LEAVES:
             row = [name, "×".join(map(str, x.shape)) or "scalar", str(x.dtype)]
             rows.append([*row, *([_spec(to), size_text(n_bytes)] if on_devices else [])])
     if len(found) > MOST_LEAVES:
-        rows.append([f"… and {len(found) - MOST_LEAVES} more", *[""] * (len(rows[0]) - 1)])
+        rows.append([f"… and {len(found) - MOST_LEAVES} more", *[""] * (len(header) - 1)])
     rows.append([f"{len(found)} leaves", f"{total:,}", "", *(["", size_text(held)] if on_devices else [])])
-    return table(rows)
+    return styled(table(header, rows))
 
 
-def _itemsize(x: Any) -> int:
+def _itemsize(x: jax.Array) -> int:
     """Return the bytes of one element; of a random key, those of its data."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), x.dtype))
@@ -115,7 +102,7 @@ def _itemsize(x: Any) -> int:
     return x.dtype.itemsize
 
 
-def _spec(sharding: Any) -> str:
+def _spec(sharding: Sharding | None) -> str:
     spec = getattr(sharding, "spec", None)
     return type(sharding).__name__ if spec is None else f"P({', '.join(map(repr, spec))})"
 

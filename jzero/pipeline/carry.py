@@ -1,14 +1,26 @@
-"""What a pipeline stage carries from tick to tick."""
+"""The arrays that a pipeline stage carries from tick to tick."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
-from jzero.loss import Sums
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jzero._compat import memory_view
+from jzero.errors import ConfigError, some_of
+from jzero.layout.sharding import is_state
+from jzero.mesh import PIPE
+from jzero.model import ENDS, replace_state
+from jzero.tracing.equations import touched
+from jzero.tree import PyTree, partition
 
 
 class Carry(NamedTuple):
-    """The values that a stage carries from tick to tick; M micro-batches.
+    """The values that a stage carries from tick to tick; M micro-batches. None: an evaluation has no such value.
 
     Attributes:
       entering: the prefix's output, for the first stage's next forward pass.
@@ -18,20 +30,125 @@ class Carry(NamedTuple):
       stash: residuals between F and B or W, [slots * pieces, ...] each.
       outputs: gpipe's of the chunks, whose suffix runs long after F, [slots, ...] each.
       rest: operands of the weights' gradient between D and W, [slots * pieces, ...] each.
-      gradients: summed so far.
-      state: the model's, None in the place of parameters.
+      ends_gradients, stack_gradients: summed so far.
+      ends_state, stack_state: the model's, None in the place of parameters.
       former: the ends' state before every micro-batch, [M, ...] each, if the prefix's output depends on it.
       seen: the loss and metrics of every micro-batch, [M, 2] each.
     """
 
-    entering: Any
-    inbox: Any
-    returned: Any
-    leaving: Any
-    stash: Any
-    outputs: Any
-    rest: Any
-    gradients: Any
-    state: Any
-    former: Any
-    seen: Sums
+    entering: PyTree
+    inbox: PyTree
+    returned: PyTree = None
+    leaving: PyTree = None
+    stash: PyTree = None
+    outputs: PyTree = None
+    rest: PyTree = None
+    ends_gradients: PyTree = None
+    stack_gradients: PyTree = None
+    ends_state: PyTree = None
+    stack_state: PyTree = None
+    former: PyTree = None
+    seen: PyTree = None
+
+
+HOST_SPACE, DEVICE_SPACE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+def make_slots(slots: int, shapes: PyTree, on_host: bool = False) -> PyTree:
+    """Make slots for arrays of these shapes. Floats stay uninitialised: a value read too early is dropped.
+
+    Args:
+      shapes: ShapeDtypeStructs, or types as from `jax.typeof`: those of host memory get their slots there.
+      on_host: put the slots of all floats in host memory.
+    """
+
+    def one(x: PyTree) -> jax.Array:
+        floating = jnp.issubdtype(x.dtype, jnp.floating)
+        if (on_host and floating) or getattr(x, "memory_space", None) == HOST_SPACE:
+            # A view of constants: XLA allocates the buffer on the host and never fills it. JAX's scans do the same.
+            return memory_view(jnp.zeros((slots, *x.shape), x.dtype), HOST_SPACE)
+        return (lax.empty if floating else jnp.zeros)((slots, *x.shape), x.dtype)
+
+    return jax.tree.map(one, shapes)
+
+
+def write_slot(buffer: PyTree, slot: jax.Array | int, x: PyTree) -> PyTree:
+    """Write x into a slot, and move it to the memory of the buffer first."""
+
+    def one(b: jax.Array, x: jax.Array) -> jax.Array:
+        return lax.dynamic_update_index_in_dim(b, _to(jax.typeof(b).memory_space, x), slot, 0)
+
+    return jax.tree.map(one, buffer, x)
+
+
+def read_slot(buffer: PyTree, slot: jax.Array | int) -> PyTree:
+    """Read a slot; the result stays in the memory of the buffer."""
+    return jax.tree.map(lambda b: lax.dynamic_index_in_dim(b, slot, keepdims=False), buffer)
+
+
+def copied_to_device(x: PyTree) -> PyTree:
+    """Copy the arrays of a tree from host memory to the device."""
+    return jax.tree.map(partial(_to, DEVICE_SPACE), x)
+
+
+def _to(space: object, x: jax.Array) -> jax.Array:
+    return x if jax.typeof(x).memory_space == space else jax.device_put(x, space)  # type: ignore[arg-type]
+
+
+def select(condition: jax.Array, x: PyTree, y: PyTree) -> PyTree:
+    return jax.tree.map(partial(jnp.where, condition), x, y)
+
+
+def from_stage(mine: jax.Array, x: PyTree) -> PyTree:
+    """Broadcast x from the stage where `mine` is true to every stage."""
+    return jax.tree.map(lambda x: lax.psum(jnp.where(mine, x, jnp.zeros((), x.dtype)), PIPE).astype(x.dtype), x)
+
+
+def needs_former(prefix: Callable, suffix: Callable, ends: PyTree, x: PyTree, layouts: PyTree) -> bool:
+    """Return whether the prefix's output depends on its state, so that its backward pass needs the former state.
+
+    Args:
+      prefix, suffix: ends -> (x, new state), and (ends, x) -> (result, new state).
+      ends, x: the shapes of the whole weights of both, and of the prefix's output.
+      layouts: of the ends.
+
+    Raises:
+      ConfigError: prefix and suffix share state, which would move in another order than in sequence.
+    """
+    state, _ = partition(ends, is_state(layouts))
+    if not jax.tree.leaves(state):
+        return False
+
+    def first(state: PyTree, ends: PyTree) -> PyTree:
+        return prefix(replace_state(ends, state))
+
+    def last(state: PyTree, ends: PyTree, x: PyTree) -> PyTree:
+        return suffix(replace_state(ends, state), x)
+
+    (by_first, of_first), (by_last, of_last) = touched(first, state, ends), touched(last, state, ends, x)
+    if shared := by_first & (by_last | of_last) | by_last & of_first:
+        names = some_of(f"{ENDS}/{name}" for name in sorted(shared))
+        raise ConfigError(
+            f"pipeline: prefix and suffix share the state {names}, and one of them replaces it, but the next "
+            "micro-batch's prefix runs before the suffix: give each its own, or train without a pipeline"
+        )
+    return bool(touched(lambda *args: (first(*args)[0], {}), state, ends)[1])
+
+
+def check_chain(x: PyTree, y: PyTree) -> None:
+    """Raise a ConfigError unless a block's output is like its input, and can go from stage to stage."""
+    for leaf in jax.tree.leaves(x):
+        buffer_kind(leaf)  # raises
+
+    taken, given = (jax.tree.map(lambda v: f"{v.dtype.name}{list(v.shape)}", tree) for tree in (x, y))
+    if jax.tree.flatten(taken) != jax.tree.flatten(given):
+        raise ConfigError(f"the layer stack takes {taken} and gives {given}: every layer gives what the next one takes")
+
+
+def buffer_kind(leaf: PyTree) -> str:
+    """Return the kind of buffer in which a leaf goes from stage to stage; raise a ConfigError if there is none."""
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return "float"
+    if jnp.issubdtype(leaf.dtype, jnp.integer) or leaf.dtype == bool:
+        return "other"
+    raise ConfigError(f"pipeline: {leaf.dtype} cannot go from stage to stage; give floats, integers or bools")

@@ -6,7 +6,7 @@ is idle in a tick computes on stale data and a select drops the result: with a b
 different collectives and deadlock; with a multiplication by zero, 0 * NaN would be NaN.
 
 The operations of a tick: E prefix, F forward, S suffix, B backward, D backward of the input alone, W backward of the
-weights, G backward of the prefix; see `jzero.pipeline.program`.
+weights, G backward of the prefix; see `jzero.pipeline.schedules`.
 """
 
 from __future__ import annotations
@@ -14,89 +14,120 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from math import prod
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jzero.errors import ConfigError
-from jzero.gradients import Weights
+from jzero.layout.sharding import ParamLayout, is_state
+from jzero.layout.storage import keep_state
 from jzero.loss import Mean, Sums, weighted
 from jzero.mesh import PIPE
 from jzero.model import ENDS, STACK, Inputs, fold, replace_state
-from jzero.pipeline import slots
-from jzero.pipeline.carry import Carry
-from jzero.pipeline.ends_state import needs_former
-from jzero.pipeline.layer_switch import kind_of
-from jzero.pipeline.program import Program, Runs, count
+from jzero.passes.sequential import PassFacts, Weights
+from jzero.passes.stack import StackView, fetch
+from jzero.pipeline import carry as buffers
+from jzero.pipeline.carry import Carry, from_stage, make_slots, read_slot, select, write_slot
+from jzero.pipeline.schedules import Program, Runs, count
 from jzero.precision import Precision
-from jzero.sharding import is_state
-from jzero.stack import StackView, fetch
 from jzero.tracing.chunk import Chunk, split_floats
 from jzero.tree import PyTree, combine, leading_dim, partition
-from jzero.zero import ParamLayout, keep_state
 
-Columns = dict[str, jax.Array]  # this stage's numbers by name, see `program.Program.columns`
+Index = jax.Array | int
+Columns = dict[str, jax.Array]  # this stage's numbers by name, see `schedules.Program.columns`
 Functions = tuple[Callable, Callable, Callable]  # prefix, piece, suffix
 
 
 @dataclass(frozen=True)
-class Stages:
-    """The stages as the executor sees them.
+class Cut:
+    """A model cut into stages.
 
     Attributes:
-      n_stages, chunks: pipeline stages, and chunks of layers on each.
-      pieces: the equal pieces of a chunk; a tick's pass is a loop over them, or unrolled if there is only one.
       view: the form of the parameters in use; its stack is a list of the layers of a piece, and with several pieces on
         a stage a leaf has an axis for them, chunk by chunk.
-      objective: what the suffix returns -> loss and metrics, to differentiate; see `loss.read_loss`.
-      read: what the suffix returns -> what is collected of it.
       functions: called with (pairs, micro-batch), whose shapes alone matter; returns prefix(ends, batch, key) -> x,
         piece(weights, state, x, context) -> x, suffix(ends, x, batch, key) -> loss, each with the new state beside its
         result. The weights are (diff, nondiff); a context is the micro-batch's key and the piece's number in the whole
         model.
-      offload: whether what a forward pass keeps for the backward pass lies in host memory.
+      facts, summary: for the report.
+      pieces: the equal pieces of a chunk; a tick's pass is a loop over them, or unrolled if there is only one.
+      owned: replaces every leaf of the state by that of the stage that computed it.
+    """
+
+    view: StackView
+    functions: Callable[[PyTree, PyTree], Functions]
+    facts: PassFacts
+    summary: str
+    pieces: int = 1
+    owned: Callable[[PyTree], PyTree] = lambda state: state
+
+
+class Stages(NamedTuple):
+    """The stages as the executor sees them.
+
+    Attributes:
+      n_stages, chunks: pipeline stages, and chunks of layers on each.
+      objective: what the suffix returns -> loss and metrics, to differentiate; see `loss.read_loss`.
+      read: what the suffix returns -> what is collected of it.
     """
 
     n_stages: int
     chunks: int
-    view: StackView
+    cut: Cut
     precision: Precision
-    objective: Callable[[Any], dict[str, Mean]]
-    read: Callable[[Any], PyTree]
-    functions: Callable[[Any, PyTree], Functions]
-    offload: bool = False
-    pieces: int = 1
+    objective: Callable[[PyTree], dict[str, Mean]]
+    read: Callable[[PyTree], PyTree]
+
+
+class MicroBatches(NamedTuple):
+    """The micro-batches of a global batch: their arrays [M, rows, ...], the batch's key, the number of the first."""
+
+    arrays: PyTree
+    key: jax.Array | None
+    first: Index = 0
+
+    def key_of(self, index: Index) -> jax.Array | None:
+        return fold(self.key, self.first + index)
+
+
+class Piece(NamedTuple):
+    """A piece of a chunk: its number there, its place among the pieces of all of a stage's chunks, and its operands."""
+
+    number: Index
+    place: Index
+    weights: PyTree
+    context: tuple[jax.Array | None, Index]
 
 
 class Execution:
-    """One execution of a program over the micro-batches of a batch; without a `cotangent` forward only."""
+    """One execution of a program over the micro-batches of a batch; without `cotangents` forward only."""
 
     def __init__(
-        self, stages: Stages, program: Program, weights: Weights, batch: PyTree, rng: Any, first_index: Any,
-        cotangent: jax.Array | None = None,
-    ):  # fmt: skip
-        self.stages, self.program, self.batch, self.cotangent = stages, program, batch, cotangent
-        (self.diff, self.nondiff, self.state, self.extra), self.rng, self.first_index = weights, rng, first_index
+        self, stages: Stages, program: Program, weights: Weights, batch: MicroBatches, cotangents: Mean | None = None
+    ):
+        self.stages, self.cut, self.program = stages, stages.cut, program
+        self.batch, self.cotangents = batch, cotangents
+        self.diff, self.nondiff, self.state, self.extra = weights
         self.stage = lax.axis_index(PIPE)
         self.is_first, self.is_last = self.stage == 0, self.stage == stages.n_stages - 1
-        self.last_chunk = stages.chunks - 1
-        self.gathers = any(layout.rule.gather == "layer" for layout in jax.tree.leaves(stages.view.layouts[STACK]))
+        self.layouts = self.cut.view.layouts
+        self.gathers = any(layout.rule.gather == "layer" for layout in jax.tree.leaves(self.layouts[STACK]))
         part, key = self.micro_batch(0)
-        prefix, self.layers, self.suffix = stages.functions((self.diff, replace_state(self.nondiff, self.state)), part)
+        pair = self.diff, replace_state(self.nondiff, self.state)
+        prefix, self.layers, self.suffix = stages.cut.functions(pair, part)
         self.prefix = lambda *args: jax.tree.map(jnp.asarray, prefix(*args))
         ends = partial(self.ends, self.diff[ENDS], self.state[ENDS])
         self.x = jax.eval_shape(lambda: self.prefix(ends(), part, key)[0])
         pair, context = jax.eval_shape(self.weights, 0), jax.eval_shape(self.context, 0, 0, 0)
         state = jax.eval_shape(lambda: self.of_piece(self.state[STACK], 0))
-        _check_chain(self.x, jax.eval_shape(self.layers, pair, state, self.x, context)[0])
+        buffers.check_chain(self.x, jax.eval_shape(self.layers, pair, state, self.x, context)[0])
         self.sums = jax.eval_shape(lambda x: stages.read(self.suffix(ends(), x, part, key)[0]), self.x)
-        if cotangent is not None:
-            whole = jax.eval_shape(self.ends, self.diff[ENDS], self.state[ENDS])
+        if cotangents is not None:
             first, last = (lambda ends: self.prefix(ends, part, key)), lambda ends, x: self.suffix(ends, x, part, key)
-            self.keeps_former = needs_former(first, last, whole, self.x, stages.view.layouts[ENDS])
-            self.chunk = Chunk(self.layers, pair, state, self.x, context, split=program.rest > 0)
+            self.keeps_former = buffers.needs_former(first, last, jax.eval_shape(ends), self.x, self.layouts[ENDS])
+            self.chunk = Chunk(self.layers, (pair, state, self.x, context), split=program.rest > 0)
 
     def result(self) -> tuple[PyTree, Sums, PyTree]:
         """Run the program.
@@ -106,42 +137,49 @@ class Execution:
         """
         columns = {name: jnp.asarray(column)[:, self.stage] for name, column in self.program.columns.items()}
         carry = self.execute(self.program.runs, self.start(), columns)
-        return carry.gradients, carry.seen, carry.state
+        gradients = {ENDS: carry.ends_gradients, STACK: carry.stack_gradients}
+        return gradients, carry.seen, {ENDS: carry.ends_state, STACK: carry.stack_state}
 
     def start(self) -> Carry:
         """Make the carry before the first tick."""
-        x = slots.zeros(self.x)
-        seen = jax.tree.map(lambda s: jnp.zeros((leading_dim(self.batch), *s.shape), s.dtype), self.sums)
-        floats = split_floats(x)[0]
-        if self.cotangent is None:
-            return Carry(x, x, None, None, None, None, None, None, self.state, None, seen)
-        accum, pieces = self.stages.precision.accum, self.stages.pieces
-        stash = slots.buffer(self.program.stash * pieces, self.chunk.stashed_types)
-        outputs = None if self.program.turns else slots.buffer(self.program.stash, self.x, self.stages.offload)
-        rest = slots.buffer(self.program.rest * pieces, self.chunk.rest_types)
-        gradients = jax.tree.map(lambda w: jnp.zeros(w.shape, accum), self.diff)
+        x, micro_batches = jax.tree.map(jnp.zeros_like, self.x), leading_dim(self.batch.arrays)
+        seen = jax.tree.map(lambda s: jnp.zeros((micro_batches, *s.shape), s.dtype), self.sums)
+        carry = Carry(x, x, seen=seen, ends_state=self.state[ENDS], stack_state=self.state[STACK])
+        if self.cotangents is None:
+            return carry
+        floats, pieces, offload = split_floats(x)[0], self.cut.pieces, self.cut.facts.remat.offload
+
+        def sums(weights: PyTree) -> PyTree:
+            return jax.tree.map(lambda w: jnp.zeros(w.shape, self.stages.precision.accum), weights)
+
         ends = jax.tree.map(jax.typeof, self.state[ENDS])
-        former = slots.buffer(leading_dim(self.batch), ends) if self.keeps_former else None
-        return Carry(x, x, floats, floats, stash, outputs, rest, gradients, self.state, former, seen)
+        return carry._replace(
+            returned=floats,
+            leaving=floats,
+            stash=make_slots(self.program.stash * pieces, self.chunk.stashed_types),
+            outputs=None if self.program.turns else make_slots(self.program.stash, self.x, offload),
+            rest=make_slots(self.program.rest * pieces, self.chunk.rest_types),
+            ends_gradients=sums(self.diff[ENDS]),
+            stack_gradients=sums(self.diff[STACK]),
+            former=make_slots(micro_batches, ends) if self.keeps_former else None,
+        )
 
     def execute(self, runs: Runs, carry: Carry, columns: Columns) -> Carry:
         """Run nested runs of ticks, each repeated run as one scan over its rows of the columns."""
         start = 0
         for what, times in runs:
-            n = 1 if isinstance(what, str) else count(what)
-            part = {name: column[start : start + n * times] for name, column in columns.items()}
-            start += n * times
-
-            def body(carry: Carry, columns: Columns, what: Any = what) -> tuple[Carry, None]:
-                run = self.tick if isinstance(what, str) else self.execute
-                return run(what, carry, columns), None
-
+            run, shape = partial(self.run, what), (times,) if isinstance(what, str) else (times, count(what))
+            stop = start + prod(shape)
+            part = {name: column[start:stop].reshape(shape) for name, column in columns.items()}
+            start = stop
             if times == 1:
-                carry = body(carry, {name: column[0] for name, column in part.items()})[0]
+                carry, _ = run(carry, {name: column[0] for name, column in part.items()})
             else:
-                shape = (times,) if isinstance(what, str) else (times, n)
-                carry = lax.scan(body, carry, {name: column.reshape(shape) for name, column in part.items()})[0]
+                carry, _ = lax.scan(run, carry, part)
         return carry
+
+    def run(self, what: str | Runs, carry: Carry, columns: Columns) -> tuple[Carry, None]:
+        return self.tick(what, carry, columns) if isinstance(what, str) else self.execute(what, carry, columns), None
 
     # ------------------------------------------------------------------ one tick
 
@@ -152,99 +190,97 @@ class Execution:
         their all-reduces overlap with the chunks and delay no stage.
 
         Args:
-          operations: the letters of `jzero.pipeline.program`; lower case: some stage is idle.
+          operations: the letters of `jzero.pipeline.schedules`; lower case: some stage is idle.
           at: this stage's numbers for this tick: micro-batches, chunks, slots.
         """
-        idle = {name for name in "BW" if name.lower() in operations}
         work = set(operations.upper())
-        new, y, dy, ends_gradients = carry._asdict(), None, None, []
+        new, y, dy, ends_gradients = carry, None, None, []
         if work & set("ESG"):
             # E, S and G share one fetch of the ends, and one transpose reduces the sum of their gradients.
-            ends, reduce = jax.vjp(lambda diff: self.ends(diff, carry.state[ENDS]), self.diff[ENDS])
+            ends, reduce = jax.vjp(lambda diff: self.ends(diff, carry.ends_state), self.diff[ENDS])
 
         if "E" in work:
             if carry.former is not None:
-                new["former"] = slots.write(carry.former, at["E.micro"], carry.state[ENDS])
-            new["entering"], state = self.prefix(ends, *self.micro_batch(at["E.micro"]))
+                new = new._replace(former=write_slot(carry.former, at["E.micro"], carry.ends_state))
+            entering, state = self.prefix(ends, *self.micro_batch(at["E.micro"]))
             ends = replace_state(ends, state)
-            self.keep(new, state)
+            new = new._replace(entering=entering, ends_state=self.kept(ENDS, new.ends_state, state))
 
         if "F" in work:
-            y = self.forward(new, carry, at)
+            new, y = self.forward(new, at, carry.entering)
 
         if work & set("BD") and carry.outputs is not None:
-            y = slots.on_device(slots.read(new["outputs"], at["B.slot"]))
+            y = buffers.copied_to_device(read_slot(new.outputs, at["B.slot"]))
 
         if "S" in work:
-            gradient, dy = self.leave(new, ends, y, at)
+            new, gradient, dy = self.leave(new, ends, y, at)
             ends_gradients += gradient
 
         if work & set("BD"):
-            self.backward(new, carry, dy, at, split="D" in work, may_idle="B" in idle)
+            new = self.backward(new, dy, at, split="D" in work, may_idle="b" in operations)
 
         if "W" in work:
-            self.weight_backward(new, at, may_idle="W" in idle)
+            new = self.weight_backward(new, at, may_idle="w" in operations)
 
         if "G" in work:
             part, key = self.micro_batch(at["G.micro"])
             if carry.former is not None:
-                former = self.ends(self.diff[ENDS], slots.read(carry.former, at["G.micro"]))
-                ends = replace_state(ends, partition(former, is_state(self.stages.view.layouts[ENDS]))[0])
+                former = self.ends(self.diff[ENDS], read_slot(carry.former, at["G.micro"]))
+                ends = replace_state(ends, partition(former, is_state(self.layouts[ENDS]))[0])
             _, pullback = jax.vjp(lambda ends: split_floats(self.prefix(ends, part, key)[0])[0], ends)
-            ends_gradients += pullback(self.from_stage(self.is_first, carry.leaving))
+            ends_gradients += pullback(from_stage(self.is_first, carry.leaving))
 
         if ends_gradients:
             (gradient,) = reduce(jax.tree.map(_sum, *ends_gradients))
-            new["gradients"] = {**new["gradients"], ENDS: jax.tree.map(_add, new["gradients"][ENDS], gradient)}
-        return Carry(**new)
+            total = jax.tree.map(lambda s, g: s + g.astype(s.dtype), new.ends_gradients, gradient)
+            new = new._replace(ends_gradients=total)
+        return new
 
-    def forward(self, new: dict[str, Any], carry: Carry, at: Columns) -> Any:
-        """Run F, a chunk's forward pass: stash its residuals, send its output to the next stage, and return it."""
+    def forward(self, carry: Carry, at: Columns, entering: PyTree) -> tuple[Carry, PyTree]:
+        """Run F, a chunk's forward pass: stash its residuals, send its output to the next stage, and return it.
+
+        `entering` is the prefix's output of the tick before.
+        """
         # Chunk 0 of the first stage begins a micro-batch; every other chunk continues with the previous stage's output.
-        x = _select(self.is_first & (at["F.chunk"] == 0), carry.entering, carry.inbox)
+        x = select(self.is_first & (at["F.chunk"] == 0), entering, carry.inbox)
 
-        def piece(p: Any, x: Any, stack: Any, stash: Any) -> tuple[Any, Any, Any]:
-            index = self.index(at["F.chunk"], p)
-            weights, context = self.weights(index), self.context(at["F.chunk"], at["F.micro"], p)
-            state = self.of_piece(stack, index)
-            if self.cotangent is None:
-                return self.layers(weights, state, x, context)[0], stack, stash
-            (y, new_state), kept = self.chunk.forward(weights, state, x, context)
-            stack = self.kept(STACK, stack, new_state, at["F.active"], index)
-            return y, stack, slots.write(stash, self.index(at["F.slot"], p), kept)
+        def piece(piece: Piece, x: PyTree, stack: PyTree, stash: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+            state = self.of_piece(stack, piece.place)
+            if self.cotangents is None:
+                return self.layers(piece.weights, state, x, piece.context)[0], stack, stash
+            (y, new_state), kept = self.chunk.forward(piece.weights, state, x, piece.context)
+            stack = self.kept(STACK, stack, new_state, at["F.active"], piece.place)
+            return y, stack, write_slot(stash, self.index(at["F.slot"], piece.number), kept)
 
-        y, stack, new["stash"] = self.through(piece, x, carry.state[STACK], carry.stash)
-        new["state"] = {**new["state"], STACK: stack}
-        if carry.outputs is not None:
-            new["outputs"] = slots.write(carry.outputs, at["F.slot"], y)
-        new["inbox"] = self.send(y, +1)
-        return y
+        y, stack, stash = self.through("F", piece, at, x, carry.stack_state, carry.stash)
+        outputs = None if carry.outputs is None else write_slot(carry.outputs, at["F.slot"], y)
+        return carry._replace(stack_state=stack, stash=stash, outputs=outputs, inbox=self.send(y, +1)), y
 
-    def leave(self, new: dict[str, Any], ends: Any, y: Any, at: Columns) -> tuple[list[Any], Any]:
-        """Run S, the suffix and its backward pass; return ([gradient of the ends], gradient of y).
+    def leave(self, carry: Carry, ends: PyTree, y: PyTree, at: Columns) -> tuple[Carry, list[PyTree], PyTree]:
+        """Run S, the suffix and its backward pass; return (carry, [gradient of the ends], gradient of y).
 
         It runs on the last stage's output, and all stages compute it: in lockstep they would wait anyway, and a
         vocabulary is divided among them.
         """
         part, key = self.micro_batch(at["S.micro"])
-        floats, others = split_floats(self.from_stage(self.is_last, y))
+        floats, others = split_floats(from_stage(self.is_last, y))
 
-        def loss(ends: Any, floats: Any) -> Any:
+        def loss(ends: PyTree, floats: PyTree) -> PyTree:
             value, state = self.suffix(ends, combine(floats, others), part, key)
-            if self.cotangent is None:
+            if self.cotangents is None:
                 return 0.0, (self.stages.read(value), state)
-            total, sums = weighted(self.stages.objective(value), self.cotangent)
+            total, sums = weighted(self.stages.objective(value), self.cotangents)
             return total, (sums, state)
 
         _, pullback, (seen, state) = jax.vjp(loss, ends, floats, has_aux=True)
-        self.keep(new, state)
-        new["seen"] = jax.tree.map(lambda all, x: all.at[at["S.micro"]].set(x), new["seen"], seen)
-        if self.cotangent is None:
-            return [], None
+        seen = jax.tree.map(lambda all, x: all.at[at["S.micro"]].set(x), carry.seen, seen)
+        carry = carry._replace(seen=seen, ends_state=self.kept(ENDS, carry.ends_state, state))
+        if self.cotangents is None:
+            return carry, [], None
         gradient, dy = pullback(jnp.float32(1))
-        return [gradient], dy
+        return carry, [gradient], dy
 
-    def backward(self, new: dict[str, Any], carry: Carry, dy: Any, at: Columns, *, split: bool, may_idle: bool) -> None:
+    def backward(self, carry: Carry, dy: PyTree, at: Columns, *, split: bool, may_idle: bool) -> Carry:
         """Run B, a chunk's backward pass, or, if `split`, D, for its input alone; send the input's gradient back.
 
         `dy` is the suffix's gradient, if S ran in this tick: the last chunk of the last stage begins with it.
@@ -252,67 +288,66 @@ class Execution:
         if dy is None:
             dy = carry.returned
         else:
-            dy = _select(self.is_last & (at["B.chunk"] == self.last_chunk), dy, carry.returned)
-        # Read after F wrote: the last stage begins B in the tick of its F, with the residuals of that F.
-        stash = new["stash"]
+            dy = select(self.is_last & (at["B.chunk"] == self.stages.chunks - 1), dy, carry.returned)
 
-        def piece(p: Any, dy: Any, summed: Any, rest: Any) -> tuple[Any, Any, Any]:
-            index = self.index(at["B.chunk"], p)
-            weights, context = self.weights(index, again=True), self.context(at["B.chunk"], at["B.micro"], p)
-            kept = slots.read(stash, self.index(at["B.slot"], p))
+        def piece(piece: Piece, dy: PyTree, summed: PyTree, rest: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+            # Read after F wrote: the last stage begins B in the tick of its F, with the residuals of that F.
+            kept = read_slot(carry.stash, self.index(at["B.slot"], piece.number))
             if split:
-                dx, operands = self.chunk.input_backward(weights, context, kept, dy)
-                return dx, summed, slots.write(rest, self.index(at["B.rest"], p), operands)
-            gradient, dx = self.chunk.backward(weights, context, kept, dy)
-            return dx, self.added(summed, gradient, index, may_idle and at["B.active"]), rest
+                dx, operands = self.chunk.input_backward(piece.weights, piece.context, kept, dy)
+                return dx, summed, write_slot(rest, self.index(at["B.rest"], piece.number), operands)
+            gradient, dx = self.chunk.backward(piece.weights, piece.context, kept, dy)
+            return dx, self.added(summed, gradient, piece.place, may_idle and at["B.active"]), rest
 
-        dx, summed, new["rest"] = self.through(piece, dy, new["gradients"][STACK], carry.rest, reverse=True)
-        new["gradients"] = {**new["gradients"], STACK: summed}
-        new["leaving"], new["returned"] = dx, self.send(dx, -1)
+        dx, summed, rest = self.through("B", piece, at, dy, carry.stack_gradients, carry.rest)
+        return carry._replace(stack_gradients=summed, rest=rest, leaving=dx, returned=self.send(dx, -1))
 
-    def weight_backward(self, new: dict[str, Any], at: Columns, *, may_idle: bool) -> None:
+    def weight_backward(self, carry: Carry, at: Columns, *, may_idle: bool) -> Carry:
         """Run W, the gradient of a chunk's weights."""
 
-        def piece(p: Any, summed: Any) -> tuple[Any]:
-            index = self.index(at["W.chunk"], p)
-            weights, context = self.weights(index, again=True), self.context(at["W.chunk"], at["W.micro"], p)
-            stashed = slots.read(new["stash"], self.index(at["W.slot"], p))
-            rest = slots.read(new["rest"], self.index(at["W.rest"], p))
-            gradient = self.chunk.weight_backward(weights, context, stashed, rest)
-            return (self.added(summed, gradient, index, may_idle and at["W.active"]),)
+        def piece(piece: Piece, summed: PyTree) -> tuple[PyTree]:
+            stashed = read_slot(carry.stash, self.index(at["W.slot"], piece.number))
+            rest = read_slot(carry.rest, self.index(at["W.rest"], piece.number))
+            gradient = self.chunk.weight_backward(piece.weights, piece.context, stashed, rest)
+            return (self.added(summed, gradient, piece.place, may_idle and at["W.active"]),)
 
-        (summed,) = self.through(piece, new["gradients"][STACK])
-        new["gradients"] = {**new["gradients"], STACK: summed}
+        (summed,) = self.through("W", piece, at, carry.stack_gradients)
+        return carry._replace(stack_gradients=summed)
 
     # ------------------------------------------------------------------ parts of it
 
-    def micro_batch(self, index: Any) -> tuple[Inputs, Any]:
+    def micro_batch(self, index: Index) -> tuple[Inputs, jax.Array | None]:
         """Return (inputs, key) of a micro-batch."""
-        part = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), self.batch)
-        return Inputs(part, self.extra), fold(self.rng, self.first_index + index)
+        part = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), self.batch.arrays)
+        return Inputs(part, self.extra), self.batch.key_of(index)
 
-    def through(self, piece: Callable, *carry: Any, reverse: bool = False) -> Any:
-        """Run `carry = piece(p, *carry)` for every piece of a chunk."""
-        if self.stages.pieces == 1:
-            return piece(0, *carry)
-        numbers = jnp.arange(self.stages.pieces)
-        return lax.scan(lambda carry, p: (piece(p, *carry), None), carry, numbers, reverse=reverse)[0]
+    def through(self, operation: str, f: Callable, at: Columns, *carry: PyTree) -> tuple[PyTree, ...]:
+        """Run `carry = f(piece, *carry)` for every piece of a chunk, for B from the last one on."""
 
-    def index(self, chunk_or_slot: Any, piece: Any) -> Any:
+        def run(carry: tuple[PyTree, ...], p: Index) -> tuple[tuple[PyTree, ...], None]:
+            chunk = at[f"{operation}.chunk"]
+            index = self.index(chunk, p)
+            weights = self.weights(index, again=operation != "F")
+            return f(Piece(p, index, weights, self.context(chunk, at[f"{operation}.micro"], p)), *carry), None
+
+        if self.cut.pieces == 1:
+            return run(carry, 0)[0]
+        return lax.scan(run, carry, jnp.arange(self.cut.pieces), reverse=operation == "B")[0]
+
+    def index(self, chunk_or_slot: Index, piece: Index) -> Index:
         """Find a piece among those of all chunks or slots."""
-        return chunk_or_slot if self.stages.pieces == 1 else chunk_or_slot * self.stages.pieces + piece
+        return chunk_or_slot if self.cut.pieces == 1 else chunk_or_slot * self.cut.pieces + piece
 
-    def context(self, chunk: Any, micro: Any, piece: Any) -> Any:
+    def context(self, chunk: Index, micro: Index, piece: Index) -> tuple[jax.Array | None, Index]:
         """Pair a micro-batch's key with the number that a piece of this stage's chunk has in the whole model."""
         number = chunk * self.stages.n_stages + self.stage
-        return fold(self.rng, self.first_index + micro), self.index(number, piece)
+        return self.batch.key_of(micro), self.index(number, piece)
 
     def ends(self, diff: PyTree, state: PyTree) -> PyTree:
         """Fetch the weights of prefix and suffix."""
-        nondiff = replace_state(self.nondiff[ENDS], state)
-        return fetch(self.stages.view.layouts[ENDS], (diff, nondiff), self.stages.precision)
+        return fetch(self.layouts[ENDS], (diff, replace_state(self.nondiff[ENDS], state)), self.stages.precision)
 
-    def weights(self, index: Any, again: bool = False) -> Any:
+    def weights(self, index: Index, again: bool = False) -> PyTree:
         """Return (diff, nondiff) of a piece.
 
         With `again`, XLA must gather again: without the barrier it would keep the weights of the forward pass alive.
@@ -320,32 +355,29 @@ class Execution:
         pair = self.of_piece((self.diff[STACK], self.nondiff[STACK]), index)
         return lax.optimization_barrier(pair) if again and self.gathers else pair
 
-    def of_piece(self, stack: Any, index: Any) -> Any:
+    def of_piece(self, stack: PyTree, index: Index) -> PyTree:
         """Index trees of the stack by the piece, if there are several."""
-        if not self.stages.view.layer_axis:
-            return stack
-        return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, index, keepdims=False), stack)
+        return read_slot(stack, index) if self.cut.view.layer_axis else stack
 
-    def keep(self, new: dict[str, Any], state: PyTree) -> None:
-        """Put new state of the ends into the carry, unless nothing is trained."""
-        if self.cotangent is not None:
-            new["state"] = {**new["state"], ENDS: self.kept(ENDS, new["state"][ENDS], state)}
+    def kept(
+        self, part: str, old: PyTree, new: PyTree, active: jax.Array | bool = True, index: Index | None = None
+    ) -> PyTree:
+        """Replace state of the ends, or of a piece of the stack, unless this stage is idle or nothing is trained."""
+        if self.cotangents is None:
+            return old
 
-    def kept(self, part: str, old: PyTree, new: PyTree, active: Any = True, index: Any = None) -> PyTree:
-        """Replace the state of the ends, or of a piece of the stack, unless this stage is idle."""
-
-        def keep(layout: ParamLayout, old: Any, value: Any) -> Any:
+        def keep(layout: ParamLayout, old: jax.Array, value: jax.Array | None) -> jax.Array:
             if value is None:
                 return old
-            if index is None or not self.stages.view.layer_axis:
+            if index is None or not self.cut.view.layer_axis:
                 return jnp.where(active, keep_state(layout, value, old), old)
             mine = lax.dynamic_index_in_dim(old, index, keepdims=False)
             kept = jnp.where(active, keep_state(layout, value, mine), mine)
             return lax.dynamic_update_index_in_dim(old, kept, index, 0)
 
-        return jax.tree.map(keep, self.stages.view.layouts[part], old, new)
+        return jax.tree.map(keep, self.layouts[part], old, new)
 
-    def added(self, summed: PyTree, gradient: PyTree, index: Any, active: jax.Array | Literal[False]) -> PyTree:
+    def added(self, summed: PyTree, gradient: PyTree, index: Index, active: jax.Array | Literal[False]) -> PyTree:
         """Add a piece's gradient to the sums, unless this stage is idle; `active` is False if no stage is.
 
         Without a select, XLA fuses the addition into the matrix product.
@@ -353,42 +385,16 @@ class Execution:
 
         def add(s: jax.Array, g: jax.Array) -> jax.Array:
             g = g.astype(s.dtype) if active is False else jnp.where(active, g.astype(s.dtype), 0)
-            return s.at[index].add(g) if self.stages.view.layer_axis else s + g
+            return s.at[index].add(g) if self.cut.view.layer_axis else s + g
 
         return jax.tree.map(add, summed, gradient)
 
-    def send(self, x: Any, step: int) -> Any:
+    def send(self, x: PyTree, step: int) -> PyTree:
         """Send x to the next stage (+1) or the previous one (-1); with several chunks the last precedes the first."""
         n = self.stages.n_stages
         pairs = [(s, (s + step) % n) for s in range(n) if self.stages.chunks > 1 or 0 <= s + step < n]
         return jax.tree.map(lambda x: lax.ppermute(x, PIPE, pairs), x)
 
-    def from_stage(self, mine: jax.Array, x: Any) -> Any:
-        """Broadcast x from the stage where `mine` is true to every stage."""
-        return jax.tree.map(lambda x: lax.psum(jnp.where(mine, x, jnp.zeros((), x.dtype)), PIPE).astype(x.dtype), x)
-
-
-def _select(condition: jax.Array, x: Any, y: Any) -> Any:
-    return jax.tree.map(partial(jnp.where, condition), x, y)
-
 
 def _sum(*gs: jax.Array) -> jax.Array:
     return gs[0] if gs[0].dtype == jax.dtypes.float0 else sum(gs[1:], gs[0])  # float0: of an integer parameter
-
-
-def _add(s: jax.Array, g: jax.Array) -> jax.Array:
-    return s + g.astype(s.dtype)
-
-
-def _check_chain(x: Any, y: Any) -> None:
-    """Raise a ConfigError unless a block's output is like its input, and can go from stage to stage."""
-    for leaf in jax.tree.leaves(x):
-        kind_of(leaf)  # raises
-
-    def form(x: Any) -> Any:
-        return jax.tree.map(lambda v: f"{v.dtype.name}{list(v.shape)}", x)
-
-    if jax.tree.flatten(form(x)) != jax.tree.flatten(form(y)):
-        raise ConfigError(
-            f"the layer stack takes {form(x)} and gives {form(y)}: every layer gives what the next one takes"
-        )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -14,7 +16,9 @@ from flax import linen, nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jzero.adapters.from_flax import from_flax
+from jzero.adapters.nnx_apply import part_name
 from jzero.errors import ConfigError, some_of
+from jzero.tree import PyTree
 
 
 class LayerSpec:
@@ -81,30 +85,30 @@ class Layer:
     """
 
     name: str
-    init: Callable[[Any], Any]
-    call: Callable[[Any, Any, Any], Any]
-    params: Any
-    structure: Any
+    init: Callable[[jax.Array], PyTree]
+    call: Callable[[PyTree, PyTree, jax.Array | None], PyTree]
+    params: PyTree
+    structure: object
     key: str | None = None
     shared: frozenset[str] = frozenset()
     state: frozenset[str] = frozenset()
 
-    def split(self, params: Any) -> tuple[Any, Any]:
+    def split(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Split `params` into (own, shared)."""
         if self.key is None:
             return params, {}
-        own: dict[tuple, Any] = {}
-        shared: dict[tuple, Any] = {}
+        own: dict[tuple, PyTree] = {}
+        shared: dict[tuple, PyTree] = {}
         for path, leaf in flatten_dict(params).items():
-            (shared if _dotted(path) in self.shared else own)[path] = leaf
+            (shared if part_name(path) in self.shared else own)[path] = leaf
         return unflatten_dict(own), unflatten_dict(shared)
 
-    def join(self, own: Any, shared: Any) -> Any:
+    def join(self, own: PyTree, shared: PyTree) -> PyTree:
         """Undo `split`."""
         return own if self.key is None else unflatten_dict({**flatten_dict(own), **flatten_dict(shared)})
 
 
-def make_layer(item: Any, x: Any) -> Layer:
+def make_layer(item: Any, x: PyTree) -> Layer:
     """Make the layer that `item` describes; `x` is its abstract input, which only Linen needs."""
     name = layer_name(item)
     forward_fn = getattr(item, "forward_fn", None)
@@ -122,7 +126,7 @@ def make_layer(item: Any, x: Any) -> Layer:
     else:
         return Layer(name, lambda rng: {}, lambda params, x, rng: item(x), {}, None)
 
-    def forward(module: Any, x: Any, rng: jax.Array | None) -> Any:
+    def forward(module: Any, x: PyTree, rng: jax.Array | None) -> PyTree:
         if forward_fn:
             return forward_fn(module, x)
         return module(x, **{flag: (rng is None) == (flag == "deterministic") for flag in flags})
@@ -135,9 +139,9 @@ def make_layer(item: Any, x: Any) -> Layer:
                 f"TiedLayerSpec({item.key!r}, {name}): tied layers cannot have state ({some_of(model.state)}); use "
                 "LayerSpec, or LayerNorm, RMSNorm or GroupNorm for BatchNorm"
             )
-        shared = _shared(item, [_dotted(path) for path in flatten_dict(params)])
+        shared = _shared(item, [part_name(path) for path in flatten_dict(params)])
         return Layer(name, model.init, model.loss, params, None, item.key, shared)
-    structure = (module if is_linen(item) else model.module.structure, signature(params))
+    structure = (module if is_linen(item) else model.apply.structure, signature(params))
     return Layer(name, model.init, model.loss, params, structure, state=frozenset(model.state))
 
 
@@ -150,7 +154,7 @@ def _shared(spec: TiedLayerSpec, names: list[str]) -> frozenset[str]:
     return frozenset(name for matches in found.values() for name in matches)
 
 
-def is_linen(item: Any) -> bool:
+def is_linen(item: object) -> bool:
     """Return whether `item` is a Linen module or the spec of one."""
     return isinstance(item, linen.Module) or issubclass(getattr(item, "typename", int), linen.Module)
 
@@ -161,7 +165,7 @@ def layer_name(item: Any) -> str:
     return getattr(item, "__name__", type(item).__name__)
 
 
-def same_spec(a: Any, b: Any) -> bool:
+def same_spec(a: object, b: object) -> bool:
     """Return whether two items describe the same layer, neither of them tied."""
     if not type(a) is type(b) is LayerSpec:
         return False
@@ -171,18 +175,18 @@ def same_spec(a: Any, b: Any) -> bool:
         return False
 
 
-def signature(tree: Any) -> Any:
+def signature(tree: PyTree) -> tuple[object, list[tuple]]:
     """Return the structure, shapes and dtypes of a tree of arrays, to compare."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
 
 
-def size(tree: Any) -> int:
+def size(tree: PyTree) -> int:
     """Count the elements of a tree of arrays."""
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
-def show(tree: Any) -> str:
+def show(tree: PyTree) -> str:
     """Format a tree of arrays in one line.
 
     >>> show((jnp.zeros((2, 3)), jnp.zeros(3, bool)))
@@ -202,5 +206,78 @@ def prefixed_errors(what: str) -> Iterator[None]:
         raise ConfigError(f"{what}: {first}") from error
 
 
-def _dotted(path: tuple) -> str:
-    return ".".join(map(str, path))
+def partition_layers(method: str, names: Sequence[str], sizes: Sequence[int], parts: int) -> list[int]:
+    """Cut layers into parts; return the boundaries [parts + 1]: part p is the layers [b[p], b[p + 1]), never empty.
+
+    The methods are DeepSpeed's (`PipelineModule._partition_layers`).
+
+    Args:
+      method: "uniform": equal numbers of layers, with the remainder in the first parts. "parameters", or "best":
+        minimize the parameters of the largest part. "type:regex": minimize the layers whose class name matches
+        (case-insensitive) in the largest part.
+      names: the layers' class names.
+      sizes: the layers' numbers of parameters.
+      parts: the number of parts.
+
+    Raises:
+      ConfigError: an unknown method, a regex that matches no layer, more parts than layers.
+
+    >>> partition_layers("uniform", ["Linear"] * 7, [1] * 7, 3)
+    [0, 3, 5, 7]
+    >>> partition_layers("parameters", ["Embed", "Block", "Block", "Block", "Norm"], [7, 4, 4, 4, 1], 2)
+    [0, 2, 5]
+    >>> partition_layers("type:block", ["Embed", "Block", "Block", "Block", "Block", "Norm"], [7, 4, 4, 4, 4, 1], 2)
+    [0, 3, 6]
+    """
+    layers, kind = len(names), str(method).lower()
+    if not 1 <= parts <= layers:
+        wrong = "exceed the layers" if parts > layers else "are too few"
+        raise ConfigError(
+            f"pipeline: {parts} parts (num_stages x chunks) {wrong}: there are {layers} layers, ask for 1 to {layers}"
+        )
+    if kind == "uniform":
+        return [part * (layers // parts) + min(part, layers % parts) for part in range(parts + 1)]
+    if kind in ("parameters", "best"):
+        return _balanced(sizes, parts)
+    if kind.startswith("type:"):
+        return _balanced(_matches(method, names), parts)
+    raise ConfigError(
+        f"partition_method {method!r} is unknown: allowed are 'parameters' (or 'best'), 'uniform' and 'type:regex', "
+        "which counts the layers whose class name matches"
+    )
+
+
+def _matches(method: str, names: Sequence[str]) -> list[int]:
+    """Return 1 for each layer whose class name matches "type:regex", else 0."""
+    try:
+        regex = re.compile(method.partition(":")[2], re.IGNORECASE)
+    except re.error as error:
+        raise ConfigError(f"partition_method {method!r}: the text after 'type:' is not a regex: {error}") from None
+    matches = [int(bool(regex.search(name))) for name in names]
+    if not any(matches):
+        raise ConfigError(
+            f"partition_method {method!r} matches no layer: the class names are {', '.join(dict.fromkeys(names))}"
+        )
+    return matches
+
+
+def _balanced(weights: Sequence[int], parts: int) -> list[int]:
+    """Return the boundaries that make the heaviest part as light as possible, by dynamic programming over the parts.
+
+    Ties go to the most even cut (the least sum of squares), then to the one that cuts latest.
+    """
+    total = [0, *accumulate(weights)]
+    best = {0: (0, 0, [0])}  # layers -> (heaviest part, sum of squares, boundaries) of their best cut into parts
+    for _ in range(parts):
+        previous, best = best, {}
+        least, most = min(previous), max(previous)
+        for stop in range(least + 1, len(weights) + 1):
+            for start in range(min(most, stop - 1), least - 1, -1):
+                weight = total[stop] - total[start]
+                if stop in best and weight > best[stop][0]:
+                    break  # an earlier start makes this part only heavier
+                heaviest, squares, boundaries = previous[start]
+                cost = max(heaviest, weight), squares + weight**2
+                if stop not in best or cost < best[stop][:2]:
+                    best[stop] = (*cost, [*boundaries, stop])
+    return best[len(weights)][2]

@@ -12,11 +12,10 @@ cuts the stack. If there is none, or the stages do not divide it, the pipeline c
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import groupby
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -24,11 +23,9 @@ import jax.numpy as jnp
 
 from jzero.adapters.constants import shapes_only
 from jzero.adapters.criterion import inputs_and_labels
-from jzero.adapters.methods import extra_for
-from jzero.adapters.torch_habits import refuses_of_models
-from jzero.errors import ConfigError
+from jzero.adapters.methods import FlaxModel, Outcome, changed, extra_for, returned
+from jzero.errors import ConfigError, refuse_keywords
 from jzero.model import ENDS, STACK, Inputs, fold, stack_loss
-from jzero.pictures.html import ParametersInHTML
 from jzero.pipeline.layer_spec import (
     Layer,
     LayerSpec,
@@ -36,14 +33,14 @@ from jzero.pipeline.layer_spec import (
     is_linen,
     layer_name,
     make_layer,
+    partition_layers,
     prefixed_errors,
     same_spec,
     show,
     signature,
     size,  # fmt: skip
 )
-from jzero.pipeline.partition import partition_layers
-from jzero.tree import named
+from jzero.tree import PyTree, named
 
 __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
 _SEED = "leave it out: the config's seed decides, and layer i has the same values under any number of stages"
@@ -59,8 +56,7 @@ _INSTEAD = {  # what replaces DeepSpeed's other arguments
 LAYERS, TIED = "layers", "tied"
 
 
-@refuses_of_models
-class PipelineModule(ParametersInHTML):
+class PipelineModule(FlaxModel):
     """A model that runs layers one after the other, each on the output (any pytree) of the previous one, then a loss.
 
     A batch is `(inputs, labels)`. The module is a model in the sense of `jzero.model`: it has `init` and `loss`, and
@@ -72,7 +68,7 @@ class PipelineModule(ParametersInHTML):
       loss_fn: `loss_fn(outputs, labels)` -> a scalar, or `jzero.Mean(sum, count)`; a keyword argument `extra` gets what
         is passed to the step beside the batch.
       has_aux: `loss_fn` returns (loss, {name: metric}), each metric a scalar or a `Mean`.
-      partition_method: how `boundaries` cuts, see `jzero.pipeline.partition`.
+      partition_method: how `boundaries` cuts, see `jzero.pipeline.layer_spec`.
       activation_checkpoint_interval: the number of layers in one activation checkpoint; 0: the config decides.
       example_batch: a batch, or its ShapeDtypeStructs. Linen layers need it, because their parameters take their
         shapes from an input. With it, layers that do not fit together are an error here; without it, in the first step.
@@ -98,8 +94,7 @@ class PipelineModule(ParametersInHTML):
         has_aux: bool = False, partition_method: str = "parameters", activation_checkpoint_interval: int = 0,
         example_batch: Any = None, **deepspeed: Any,
     ):  # fmt: skip
-        if deepspeed:
-            raise ConfigError(*(f"PipelineModule({key}=...): {_INSTEAD.get(key, 'unknown')}" for key in deepspeed))
+        refuse_keywords("PipelineModule", deepspeed, _INSTEAD)
         self.layers, self.num_stages, self.partition_method = list(layers), num_stages, partition_method
         self.activation_checkpoint_interval = activation_checkpoint_interval
         if not self.layers:
@@ -118,10 +113,11 @@ class PipelineModule(ParametersInHTML):
             self.example_batch = jax.eval_shape(lambda x: x, example_batch)
         self._check_ties()
         self.boundaries(1 if num_stages is None else num_stages)  # raises if they do not fit
-        self.stack: Any = self._find_stack(inputs)
-        self.state = frozenset(self._state())
-        if self.stack:
-            self.prefix, self.block, self.suffix = self._prefix, self._block, self._suffix
+        self.stack: PyTree = self._find_stack(inputs)
+        self.state = frozenset(
+            f"{self._place(i)}/{name}" for i, layer in enumerate(self._layers) for name in layer.state
+        )
+        self._offer_stack()
 
     def __repr__(self) -> str:
         groups = [list(group) for _, group in groupby(self._layers, lambda layer: (layer.name, layer.structure))]
@@ -132,59 +128,53 @@ class PipelineModule(ParametersInHTML):
         names, sizes = [layer.name for layer in self._layers], [size(layer.params) for layer in self._layers]
         return partition_layers(self.partition_method, names, sizes, parts)
 
-    def init(self, rng: jax.Array) -> Any:
+    def init(self, rng: jax.Array) -> PyTree:
         """Initialise the parameters; layer i's come from `fold_in(rng, i)`."""
-        ends: dict[str, Any] = {LAYERS: {}, TIED: {}}
+        key = partial(jax.random.fold_in, rng)
+        ends: dict[str, dict[str, PyTree]] = {LAYERS: {}, TIED: {}}
         stack = self.stack or range(0)
         for i, layer in enumerate(self._layers):
             if i not in stack:
-                own, shared = layer.split(layer.init(jax.random.fold_in(rng, i)))
+                own, shared = layer.split(layer.init(key(i)))
                 if own:
                     ends[LAYERS][str(i)] = own
                 if shared:
-                    ends[TIED].setdefault(layer.key, shared)
+                    ends[TIED].setdefault(layer.key or "", shared)
         ends = {name: part for name, part in ends.items() if part}
         if not stack:
             return ends
-        keys, layers = [jax.random.fold_in(rng, i) for i in stack], [self._layers[i] for i in stack]
+        keys, layers = [key(i) for i in stack], [self._layers[i] for i in stack]
         if all(layer is layers[0] for layer in layers):  # vmap traces one initialisation, however many layers
             return {ENDS: ends, STACK: jax.vmap(layers[0].init)(jnp.stack(keys))}
         each = [layer.init(key) for layer, key in zip(layers, keys, strict=True)]
         return {ENDS: ends, STACK: jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)}
 
-    def loss(self, params: Any, batch: Any, rng: jax.Array | None, extra: Any = None) -> Any:
+    def loss(self, params: PyTree, batch: PyTree, rng: jax.Array | None, extra: PyTree = None) -> PyTree:
         if self.stack:
             return stack_loss(self, params, Inputs(batch, extra), rng)  # type: ignore[arg-type]
-        x, new = self._run(params, 0, len(self._layers), inputs_and_labels(batch)[0], rng)
-        return self._with(new, self.end(x, batch, extra))
+        x, new = self._walk(params, range(len(self._layers)), inputs_and_labels(batch)[0], rng)
+        return returned(self, self.end(x, batch, extra), new)
 
-    def end(self, outputs: Any, batch: Any, extra: Any) -> Any:
+    def end(self, outputs: PyTree, batch: PyTree, extra: PyTree) -> PyTree:
         """Call the loss function."""
         given = {} if extra is None else {"extra": extra}
         refusal = "extra: loss_fn does not take it; write def loss_fn(outputs, labels, extra)"
         return self.loss_fn(outputs, inputs_and_labels(batch)[1], **extra_for(self.loss_fn, given, refusal))
 
-    def module(self, params: Any, rng: jax.Array | None = None) -> Callable[[Any], Any]:
+    def module(self, params: PyTree, rng: jax.Array | None = None) -> Callable[[PyTree], PyTree]:
         """Return the layers as a function `inputs -> outputs`; rng None is evaluation."""
-        if not self.stack:
-            return lambda inputs: self.apply(params, 0, len(self._layers), inputs, rng)
-        without_loss: Any = SimpleNamespace(
-            prefix=self._prefix, block=self._block, suffix=lambda ends, x, batch, rng: self._after(ends, x, rng),
-            state=self.state,
-        )  # fmt: skip
+        model = self.predicting(None)
 
-        def run(inputs: Any) -> Any:
-            outputs = stack_loss(without_loss, params, (inputs, None), rng)
+        def run(inputs: PyTree) -> PyTree:
+            outputs = model.loss(params, (inputs, None), rng)
             return outputs[0] if self.state else outputs
 
         return run
 
     def predicting(self, fn: Callable | None) -> PipelineModule:
         """Return the module with `fn(outputs, labels)`, or the outputs themselves, in the place of the loss."""
-        other = copy.copy(self)
-        other.loss_fn, other.has_aux = fn or (lambda outputs, labels: outputs), False
-        if self.stack:
-            other.prefix, other.block, other.suffix = other._prefix, other._block, other._suffix
+        other = changed(self, loss_fn=fn or (lambda outputs, labels: outputs), has_aux=False)
+        other._offer_stack()
         return other
 
     def layer_index(self, name: str) -> int:
@@ -192,65 +182,61 @@ class PipelineModule(ParametersInHTML):
         parts = name.split("/")
         return self.stack.start + int(parts[1]) if parts[0] == STACK else int(parts[parts.index(LAYERS) + 1])
 
-    def apply(self, params: Any, start: int, stop: int, x: Any, rng: jax.Array | None) -> Any:
+    def apply(self, params: PyTree, start: int, stop: int, x: PyTree, rng: jax.Array | None) -> PyTree:
         """Run x through the layers [start, stop), with the random numbers of `loss`; the stack is a list of layers."""
-        return self._run(params, start, stop, x, rng)[0]
+        return self._walk(params, range(start, stop), x, rng)[0]
 
-    def run(self, params: Any, start: int, stop: int, x: Any, rng: jax.Array | None) -> Any:
+    def run(self, params: PyTree, start: int, stop: int, x: PyTree, rng: jax.Array | None) -> PyTree:
         """Run the layers like `apply`; with state, return (x, new state) as `jzero.model` describes."""
-        x, new = self._run(params, start, stop, x, rng)
-        return self._with(new, x)
+        return returned(self, *self._walk(params, range(start, stop), x, rng))
 
-    def _run(self, params: Any, start: int, stop: int, x: Any, rng: jax.Array | None) -> tuple[Any, dict[str, Any]]:
-        new: dict[str, Any] = {}
-        stack, ends = self.stack or range(0), params[ENDS] if self.stack else params
-        for i in range(start, stop):
-            if i in stack:
-                k = i - stack.start
-                with jax.named_scope(STACK):
-                    x, state = self._layer(i, params[STACK][k], x, fold(rng, k + 1))
-                new |= {f"{STACK}/{k}/{name}": value for name, value in state.items()}
+    def _walk(self, params: PyTree, layers: range, x: PyTree, rng: jax.Array | None, of: str = "") -> Outcome:
+        """Run x through layers; return (x, new state).
+
+        Args:
+          params: the whole model's, with the stack as a list of layers; with `of` = ENDS, those of the ends.
+          rng: the key of `params`; layer i of the ends, or of a module without a stack, draws from `fold(rng, i + 1)`.
+        """
+        new: dict[str, PyTree] = {}
+        for i in layers:
+            layer, name, weights, key = self._layers[i], self._place(i), params, rng
+            if self.stack and i in self.stack:
+                k = i - self.stack.start
+                name, scope, weights, key = f"{STACK}/{k}", STACK, params[STACK][k], fold(rng, k + 1)
             else:
-                part = 0 if i < stack.start else len(stack) + 1  # as `stack_loss` numbers the keys
-                x, state = self._through(ends, [i], x, fold(rng, part) if stack else rng)
-                new |= {f"{ENDS}/{name}" if stack else name: value for name, value in state.items()}
+                if self.stack and not of:  # as `stack_loss` numbers the keys
+                    weights, key = params[ENDS], fold(rng, 0 if i < self.stack.start else len(self.stack) + 1)
+                own, tied = weights.get(LAYERS, {}), weights.get(TIED, {})
+                weights, key = layer.join(own.get(str(i), {}), tied.get(layer.key, {})), fold(key, i + 1)
+                scope, name = f"{LAYERS}/{i}", name.removeprefix(f"{of}/")
+            with jax.named_scope(scope):
+                x, state = self._layer(i, weights, x, key)
+            new |= {f"{name}/{leaf}": value for leaf, value in state.items()}
         return x, new
 
-    def _state(self) -> Iterator[str]:
-        """List the names of the state."""
-        for i, layer in enumerate(self._layers):
-            stacked = self.stack and i in self.stack
-            where = STACK if stacked else f"{ENDS}/{LAYERS}/{i}" if self.stack else f"{LAYERS}/{i}"
-            yield from (f"{where}/{name}" for name in layer.state)
+    def _place(self, i: int) -> str:
+        """Return the beginning of the names of a layer's parameters."""
+        if self.stack and i in self.stack:
+            return STACK
+        return f"{ENDS}/{LAYERS}/{i}" if self.stack else f"{LAYERS}/{i}"
 
-    def _with(self, new: dict[str, Any], result: Any) -> Any:
-        """Pair a result with new state, if the module has state."""
-        return (result, new) if self.state else result
-
-    def _layer(self, i: int, params: Any, x: Any, rng: jax.Array | None) -> tuple[Any, dict[str, Any]]:
+    def _layer(self, i: int, params: PyTree, x: PyTree, rng: jax.Array | None) -> Outcome:
         """Run layer i; return (x, new state), with the layer's own names."""
         layer = self._layers[i]
         with self._fits(i, x):
             y = layer.call(params, x, rng)
         return (y[0], named(y[1])) if layer.state else (y, {})
 
-    def _through(self, ends: Any, indices: Iterable[int], x: Any, rng: jax.Array | None) -> tuple[Any, dict[str, Any]]:
-        """Run x through layers outside the stack; layer i draws from `fold(rng, i + 1)`."""
-        own, tied = ends.get(LAYERS, {}), ends.get(TIED, {})
-        new: dict[str, Any] = {}
-        for i in indices:
-            layer = self._layers[i]
-            params = layer.join(own.get(str(i), {}), tied.get(layer.key, {}))
-            with jax.named_scope(f"{LAYERS}/{i}"):
-                x, state = self._layer(i, params, x, fold(rng, i + 1))
-            new |= {f"{LAYERS}/{i}/{name}": value for name, value in state.items()}
-        return x, new
+    def _offer_stack(self) -> None:
+        """Give the module the functions of a model with a layer stack, if it has one."""
+        if self.stack:
+            self.prefix, self.block, self.suffix = self._prefix, self._block, self._suffix
 
-    def _prefix(self, ends: Any, batch: Any, rng: jax.Array | None, extra: Any = None) -> Any:
-        x, new = self._through(ends, range(self.stack.start), inputs_and_labels(batch)[0], rng)
-        return self._with(new, x)
+    def _prefix(self, ends: PyTree, batch: PyTree, rng: jax.Array | None, extra: PyTree = None) -> PyTree:
+        inputs, _ = inputs_and_labels(batch)
+        return returned(self, *self._walk(ends, range(self.stack.start), inputs, rng, ENDS))
 
-    def _block(self, layer: Any, x: Any, rng: jax.Array | None) -> Any:
+    def _block(self, layer: PyTree, x: PyTree, rng: jax.Array | None) -> PyTree:
         first = self.stack.start
         y, new = self._layer(first, layer, x, rng)
         if signature(y) != signature(x):
@@ -260,22 +246,18 @@ class PipelineModule(ParametersInHTML):
                 "dtype, cast in a function before them; for a shape, pass example_batch=(inputs, labels): then they "
                 "are not stacked"
             )
-        return self._with(new, y)
+        return returned(self, y, new)
 
-    def _suffix(self, ends: Any, x: Any, batch: Any, rng: jax.Array | None, extra: Any = None) -> Any:
-        x, new = self._through(ends, range(self.stack.stop, len(self._layers)), x, rng)
-        return self._with(new, self.end(x, batch, extra))
+    def _suffix(self, ends: PyTree, x: PyTree, batch: PyTree, rng: jax.Array | None, extra: PyTree = None) -> PyTree:
+        x, new = self._walk(ends, range(self.stack.stop, len(self._layers)), x, rng, ENDS)
+        return returned(self, self.end(x, batch, extra), new)
 
-    def _after(self, ends: Any, x: Any, rng: jax.Array | None) -> Any:
-        x, new = self._through(ends, range(self.stack.stop, len(self._layers)), x, rng)
-        return self._with(new, x)
-
-    def _fits(self, i: int, x: Any) -> AbstractContextManager:
+    def _fits(self, i: int, x: PyTree) -> AbstractContextManager:
         """Name layer i, its input and the source of that input in any error inside."""
         giver = f"the output of layers[{i - 1}] ({layer_name(self.layers[i - 1])})" if i else "the batch's inputs"
         return prefixed_errors(f"layers[{i}] ({layer_name(self.layers[i])}) does not fit {show(x)}, {giver}")
 
-    def _make_layers(self, example: Any) -> list[Any]:
+    def _make_layers(self, example: PyTree) -> list[PyTree]:
         """Make `_layers`; return each layer's abstract input and the last output, all None without an example batch."""
         x, labels = (None, None) if example is None else jax.eval_shape(lambda batch: batch, inputs_and_labels(example))
         inputs = [x]
@@ -302,7 +284,7 @@ class PipelineModule(ParametersInHTML):
         return inputs
 
     def _check_ties(self) -> None:
-        first: dict[str, tuple[int, Any]] = {}
+        first: dict[str, tuple[int, PyTree]] = {}
         for i, layer in enumerate(self._layers):
             if layer.key is not None:
                 shared = layer.split(layer.params)[1]
@@ -314,10 +296,10 @@ class PipelineModule(ParametersInHTML):
                         "the attributes that they have in common in tied_weight_attr"
                     )
 
-    def _find_stack(self, inputs: list[Any]) -> range | None:
+    def _find_stack(self, inputs: list[PyTree]) -> range | None:
         """Find the run of equal layers that keep the shape and hold at least half of the parameters, if any."""
 
-        def structure(i: int) -> Any:
+        def structure(i: int) -> object:
             stacks = self._layers[i].structure is not None and signature(inputs[i]) == signature(inputs[i + 1])
             return self._layers[i].structure if stacks else object()
 

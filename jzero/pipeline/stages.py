@@ -1,69 +1,48 @@
 """Pipeline stages: the passes of a mesh with `pipe` > 1.
 
-`_stack_stages` cuts a layer stack: every stage holds its own chunks of layers. `_switched_stages` is for layers without
-a stack, or with one that the stages do not divide: every stage holds all parameters and switches to its own layers. Its
-cost: whole parameters and gradient sums on every stage, activations padded to the largest, and a second forward pass of
-every stage in its backward pass.
+`_stack_stages` cuts a layer stack: every stage holds its own chunks of layers. `layer_switch` is for layers without
+a stack, or with one that the stages do not divide: every stage holds all parameters and switches to its own layers.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
+from math import gcd
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from jzero.config import ActivationCheckpointing, Config
+from jzero.config import Config
 from jzero.errors import ConfigError
-from jzero.gradients import Facts, Passes, Weights
-from jzero.loss import Sums, read_loss, read_sums
-from jzero.mesh import GROUP_AXES, PIPE, degrees_text, present
+from jzero.layout.sharding import ParamLayout, stack_length
+from jzero.loss import Mean, Sums, read_loss, read_sums
+from jzero.mesh import PIPE
 from jzero.model import ENDS, STACK, StackModel, fold, replace_state, stack_functions, suffix_key
+from jzero.passes.remat import Remat, checkpointed
+from jzero.passes.sequential import Passes, PassFacts, Weights
+from jzero.passes.stack import StackView, fetch
 from jzero.pipeline import vocab_parallel
-from jzero.pipeline.chunk_placement import from_chunks, to_chunks
-from jzero.pipeline.executor import Execution, Functions, Stages
-from jzero.pipeline.layer_switch import switched
+from jzero.pipeline.executor import Cut, Execution, Index, MicroBatches, Stages
+from jzero.pipeline.layer_switch import switched_stages
 from jzero.pipeline.module import PipelineModule
-from jzero.pipeline.program import make_program, passes
-from jzero.pipeline.schedules import forward_only, make_schedule
+from jzero.pipeline.schedules import PipelineSchedule, forward_only, make_program, make_schedule, passes
 from jzero.precision import Precision, cast
-from jzero.remat import Remat, checkpointed
-from jzero.sharding import is_state, stack_length
 from jzero.spread.model import on_group
-from jzero.stack import StackView, fetch, scanned, unrolled
-from jzero.tree import PyTree, leading_dim, path_name
+from jzero.tree import PyTree, leading_dim
 from jzero.values.kinds import either
-from jzero.zero import ParamLayout
 
 # Layers of a program, over all of its phases. XLA takes about 0.7 CPU seconds for each, and an estimated step is 5 to
 # 12 % shorter than with a loop (experiments/benchmarks): 8B on 2 stages (64) unrolls, 70B on 4 (80) does not.
 UNROLL_LIMIT = 72
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """A model cut into stages.
-
-    Attributes:
-      view: the form of the parameters.
-      functions: what a tick calls.
-      facts, summary: for the report.
-      pieces: see `executor.Stages`.
-      owned: replaces every leaf of the state by that of the stage that computed it.
-    """
-
-    view: StackView
-    functions: Callable[[Any, PyTree], Functions]
-    facts: Facts
-    summary: str
-    pieces: int = 1
-    owned: Callable[[PyTree], PyTree] = lambda state: state
+Gradients = tuple[PyTree, Sums, PyTree]  # gradients, the loss and metrics of every micro-batch, the new state
 
 
 def pipelined(
@@ -73,7 +52,7 @@ def pipelined(
 
     Args:
       model: with a layer stack, or a `PipelineModule`.
-      read: as for `gradients.sequential`.
+      read: as for `passes.sequential.sequential`.
 
     Raises:
       ConfigError: a model that cannot be cut, or not into this number of stages.
@@ -81,30 +60,27 @@ def pipelined(
     n_stages, chunks = mesh.shape[PIPE], config.pipeline.chunks
     parts = n_stages * chunks
     switches = isinstance(model, PipelineModule) and (not model.stack or len(model.stack) % parts)
-    cut = (_switched_stages if switches else _stack_stages)(model, config, mesh, layouts, precision)
+    cut = (switched_stages if switches else _stack_stages)(model, config, mesh, layouts, precision)
     read = read or partial(read_sums, model)
-    stages = Stages(
-        n_stages, chunks, cut.view, precision, partial(read_loss, model), read, cut.functions, cut.facts.remat.offload,
-        cut.pieces,
-    )  # fmt: skip
+    stages = Stages(n_stages, chunks, cut, precision, partial(read_loss, model), read)
 
-    def schedule(micro_batches: int) -> Any:
+    def schedule(micro_batches: int) -> PipelineSchedule:
         return make_schedule(config.pipeline.schedule, n_stages, micro_batches, chunks)
 
-    def gradients(weights: Weights, batch: PyTree, key: jax.Array, cotangent: jax.Array, first: Any = 0) -> Any:
+    def gradients(weights: Weights, batch: PyTree, key: jax.Array, cotangents: Mean, first: Index = 0) -> Gradients:
         program = make_program(schedule(leading_dim(batch)))
-        summed, seen, state = Execution(stages, program, weights, batch, key, first, cotangent).result()
+        summed, seen, state = Execution(stages, program, weights, MicroBatches(batch, key, first), cotangents).result()
 
         # All stages compute the ends' gradients; only the first stage's counts, so that all agree.
-        def once(layout: ParamLayout, g: Any) -> Any:
+        def once(layout: ParamLayout, g: jax.Array | None) -> jax.Array | None:
             return g if g is None or layout.on_pipe else _first(g)
 
         summed = {**summed, ENDS: jax.tree.map(once, cut.view.layouts[ENDS], summed[ENDS])}
         return summed, _agreed(seen), cut.owned(state)
 
-    def losses(weights: Weights, batch: PyTree, key: jax.Array | None, first: Any = 0) -> Sums:
+    def losses(weights: Weights, batch: PyTree, key: jax.Array | None, first: Index = 0) -> Sums:
         program = make_program(forward_only(n_stages, leading_dim(batch), chunks))
-        return _agreed(Execution(stages, program, weights, batch, key, first).result()[1])
+        return _agreed(Execution(stages, program, weights, MicroBatches(batch, key, first)).result()[1])
 
     def line(micro_batches: int) -> str:
         made = schedule(micro_batches)
@@ -127,14 +103,10 @@ def _agreed(seen: Sums) -> Sums:
     return jax.tree.map(lambda x: lax.psum(_first(x), PIPE).astype(x.dtype), seen)
 
 
-def _refuse(key: str, stages: int, why: str) -> None:
-    raise ConfigError(f"{key} with mesh.pipe = {stages}: {why}; leave it out")
-
-
 # ------------------------------------------------------------------ a stack that the stages divide
 
 
-def _stack_stages(model: StackModel, config: Config, mesh: Mesh, layouts: PyTree, precision: Precision) -> _Cut:
+def _stack_stages(model: StackModel, config: Config, mesh: Mesh, layouts: PyTree, precision: Precision) -> Cut:
     stages, chunks = mesh.shape[PIPE], config.pipeline.chunks
     remat = Remat.resolve(config, model, False, mesh)
     _check_stack(model, config, layouts, stages)
@@ -150,18 +122,18 @@ def _stack_stages(model: StackModel, config: Config, mesh: Mesh, layouts: PyTree
         on_group(model, mesh, layouts, config.context_parallel.attention, config.fp8.enabled)
     )
 
-    def prefix(ends: PyTree, part: PyTree, key: Any) -> Any:
+    def prefix(ends: PyTree, part: PyTree, key: jax.Array | None) -> PyTree:
         with vocab_parallel.parallel(*vocabulary):
             return first(ends, part, fold(key, 0))
 
-    def suffix(ends: PyTree, x: Any, part: PyTree, key: Any) -> Any:
+    def suffix(ends: PyTree, x: PyTree, part: PyTree, key: jax.Array | None) -> PyTree:
         with vocab_parallel.parallel(*vocabulary):
             return last(ends, x, part, suffix_key(model, key, length))
 
-    def fetch_layers(pairs: Any) -> list[Any]:
+    def fetch_layers(pairs: PyTree) -> list[PyTree]:
         return [fetch(layouts[STACK], pair, precision) for pair in pairs]
 
-    def layers(weights: Any, x: Any, keys: Any) -> Any:
+    def layers(weights: PyTree, x: PyTree, keys: list[jax.Array | None]) -> PyTree:
         states = []
         for layer, key in zip(weights, keys, strict=True):
             x, state = block(layer, x, key)
@@ -171,20 +143,20 @@ def _stack_stages(model: StackModel, config: Config, mesh: Mesh, layouts: PyTree
     # The stash separates the forward from the backward pass, so XLA cannot merge them: no barrier is needed.
     run = checkpointed(fetch_layers, layers, remat, unrolled=False)
 
-    def run_piece(weights: Any, state: Any, x: Any, context: Any) -> Any:
+    def run_piece(weights: PyTree, state: PyTree, x: PyTree, context: PyTree) -> PyTree:
         (diff, nondiff), (key, number) = weights, context
         pairs = list(zip(diff, replace_state(nondiff, state), strict=True))
         keys = [fold(key, number * piece + k + 1) for k in range(piece)]
-        states: list[Any] = []
+        states: list[PyTree] = []
         for k in range(0, piece, every):
             x, new = run(pairs[k : k + every], x, keys[k : k + every])
             states += new
         return x, states
 
     ends = "divided among the stages" if vocabulary[0] else "computed by all stages together"
-    facts = Facts(remat, length, unrolled=unrolls, by_layer=True, layers_per_checkpoint=every)
+    facts = PassFacts(remat, length, unrolled=unrolls, by_layer=True, layers_per_checkpoint=every)
     summary = f"{depth} layer{'s' * (depth > 1)} a chunk, prefix and suffix {ends}"
-    return _Cut(view, lambda pairs, part: (prefix, run_piece, suffix), facts, summary, depth // piece)
+    return Cut(view, lambda pairs, part: (prefix, run_piece, suffix), facts, summary, depth // piece)
 
 
 def divided_vocabulary(layouts: PyTree) -> tuple[str | None, set[int]]:
@@ -193,7 +165,7 @@ def divided_vocabulary(layouts: PyTree) -> tuple[str | None, set[int]]:
     return PIPE if divided else None, {size for layout in divided for size in layout.shape}
 
 
-def _check_stack(model: Any, config: Config, layouts: PyTree, stages: int) -> None:
+def _check_stack(model: object, config: Config, layouts: PyTree, stages: int) -> None:
     """Raise a ConfigError for a model or an option that stages of a stack do not support."""
     chunks = config.pipeline.chunks
     if not isinstance(model, StackModel):
@@ -234,7 +206,7 @@ def _piece_view(layouts: PyTree, stages: int, chunks: int, pieces: int, depth: i
     """View a stage's part of the stack as a list of the `depth` layers of a piece of a chunk.
 
     With several pieces on a stage a leaf keeps a leading axis for them, chunk by chunk. With several chunks the layers
-    move between stages: see `chunk_placement`.
+    move between stages: see `to_chunks`.
     """
     moves, several = chunks > 1, chunks * pieces > 1
 
@@ -258,75 +230,60 @@ def _piece_view(layouts: PyTree, stages: int, chunks: int, pieces: int, depth: i
             gradients = {**gradients, STACK: jax.tree.map(moved_in, [layouts[STACK]] * depth, gradients[STACK])}
         return {ENDS: gradients[ENDS], STACK: jax.tree.map(stack, *gradients[STACK])}
 
-    def moved_in(layout: ParamLayout, x: Any) -> Any:
+    def moved_in(layout: ParamLayout, x: jax.Array | None) -> jax.Array | None:
         return x if x is None or layout.state else x.astype(precision.reduce)
 
     in_use = {ENDS: layouts[ENDS], STACK: [layouts[STACK]] * depth}
     return StackView(in_use, split, merge, layer_axis=several)
 
 
-# ------------------------------------------------------------------ other layers
+# ------------------------------------------------------------------ the placement of an interleaved pipeline's layers
+# Between steps the layer stack is sharded over the stages in the model's order, stage s holding the s-th part, so that
+# states and checkpoints are the same for every schedule. Inside a step stage s works on the slices s, S + s, 2S + s,
+# and so on, of the S*V slices. Slice j moves from stage j // V to stage j % S. This takes V permutes; every stage sends
+# one slice in each.
 
 
-def _switched_stages(model: PipelineModule, config: Config, mesh: Mesh, layouts: PyTree, precision: Precision) -> _Cut:
-    stages, chunks = mesh.shape[PIPE], config.pipeline.chunks
-    if axes := present(mesh, *GROUP_AXES):
-        raise ConfigError(
-            f"{degrees_text(mesh, axes)} with mesh.pipe = {stages} and layers of {model!r} in no stack that the stages "
-            "divide: not yet supported; make more of the layers alike, choose a number of stages that divides them, or "
-            "leave one out"
-        )
-    if config.fp8.enabled:
-        _refuse("fp8.enabled = true", stages, "fp8 multiplies the weights of a stack that the stages divide")
-    section = config.activation_checkpointing
-    asked = Remat.resolve(config, model, False, mesh)
-    if section and section.policy in ("matmuls", "none"):
-        why = "layers in no stack that the stages divide are always recomputed"
-        _refuse(f'activation_checkpointing.policy = "{section.policy}"', stages, why)
-    if config.stack.unroll is False:
-        _refuse("stack.unroll = false", stages, "layers in no stack that the stages divide are always unrolled")
-    section = ActivationCheckpointing(policy="full", cpu_checkpointing=asked.offload)
-    remat = Remat(section, asked.interval, regather=False)
-    stacked = isinstance(model, StackModel)
-    whole = unrolled(layouts) if stacked else scanned(layouts)
-    view = StackView(  # one tree, where the executor expects a list of layers
-        {ENDS: {}, STACK: [whole.layouts]},
-        lambda params: {ENDS: {}, STACK: [whole.split(params)]},
-        lambda gradients: whole.merge(gradients[STACK][0]),
-        layer_axis=False,
-    )
-    boundaries = model.boundaries(stages * chunks)
+def _rounds(stages: int, chunks: int) -> Iterator[tuple[list[tuple[int, int]], np.ndarray, np.ndarray]]:
+    """Yield the permutes from the model's order to the chunks' places: pairs (from, to), and by stage the slice that it
+    sends and the place of the slice that it receives.
 
-    def functions(pairs: Any, part: PyTree) -> Functions:
-        def everything(weights: Any) -> Any:
-            return fetch(whole.layouts, tuple(tree[0] for tree in weights), precision)  # type: ignore[arg-type]
+    In round r stage d sends its slice (r + d*g // S) mod V with g = gcd(V, S): d*V takes every multiple of g modulo S
+    once for each value of d*g // S, so that no two stages send to the same stage.
+    """
+    stage = np.arange(stages)
+    for r in range(chunks):
+        sends = (r + stage * gcd(chunks, stages) // stages) % chunks
+        slices = stage * chunks + sends
+        puts = np.empty(stages, int)
+        puts[slices % stages] = slices // stages
+        yield list(zip(stage.tolist(), (slices % stages).tolist(), strict=True)), sends, puts
 
-        params = jax.eval_shape(lambda: everything([pair[STACK] for pair in pairs]))
-        pack, run, loss = switched(model, boundaries, params, part, is_state(whole.layouts), remat.offload)
 
-        def chunk(weights: Any, state: Any, x: Any, context: Any) -> Any:
-            (diff, nondiff), (key, number) = weights, context
-            params = everything((diff, replace_state(nondiff, state)))
-            x, new = run(params, x, number, key)
-            return x, [new]
+def to_chunks(x: jax.Array, stages: int, chunks: int) -> jax.Array:
+    """Convert a stage's part of a stacked leaf, in the model's order [V*K, ...], to its chunks [V, K, ...]."""
+    x = x.reshape(chunks, -1, *x.shape[1:])
+    if chunks % stages == 0:  # every stage sends equally much to every other: one all-to-all
+        x = x.reshape(-1, stages, *x.shape[1:])
+        return lax.all_to_all(x, PIPE, split_axis=1, concat_axis=0).reshape(chunks, *x.shape[2:])
+    return _exchange(x, _rounds(stages, chunks))
 
-        return (lambda ends, part, key: (pack(part), {})), chunk, (lambda ends, x, part, key: (loss(x, part, key), {}))
 
-    def owned(state: PyTree) -> PyTree:
-        def of_its_stage(path: tuple, x: jax.Array) -> jax.Array:
-            stage = (bisect_right(boundaries, model.layer_index(path_name(path))) - 1) % stages
-            return lax.psum(jnp.where(lax.axis_index(PIPE) == stage, x, jnp.zeros_like(x)), PIPE).astype(x.dtype)
+def from_chunks(x: jax.Array, stages: int, chunks: int) -> jax.Array:
+    """Invert `to_chunks`."""
+    if chunks % stages == 0:
+        x = x.reshape(stages, -1, *x.shape[1:])
+        x = lax.all_to_all(x, PIPE, split_axis=0, concat_axis=1)
+    else:
+        back = (([(b, a) for a, b in pairs], puts, sends) for pairs, sends, puts in _rounds(stages, chunks))
+        x = _exchange(x, back)[None]
+    return x.reshape(-1, *x.shape[3:])
 
-        return {**state, STACK: [jax.tree_util.tree_map_with_path(of_its_stage, state[STACK][0])]}
 
-    length = stack_length(layouts) if stacked else 0
-    why = "no run of equal layers holds half of the parameters"
-    if stacked:
-        why = f"stages x chunks = {stages * chunks} does not divide the {length} equal layers"
-    interval = ", in one piece whatever activation_checkpoint_interval says" if asked.interval > 1 else ""
-    fallback = (
-        f"pipeline: {why}, so every stage has all parameters and the sum of their gradients, and computes its "
-        f"layers again in the backward pass{interval}"
-    )
-    facts = Facts(remat, length, unrolled=stacked, fallback=fallback)
-    return _Cut(view, functions, facts, f"layers cut at {boundaries}, each stage switches to its own", owned=owned)
+def _exchange(x: jax.Array, rounds: Iterable[tuple]) -> jax.Array:
+    stage, out = lax.axis_index(PIPE), jnp.zeros_like(x)
+    for pairs, sends, puts in rounds:
+        slice_ = lax.dynamic_index_in_dim(x, jnp.asarray(sends)[stage], keepdims=False)
+        got = lax.ppermute(slice_, PIPE, pairs)
+        out = lax.dynamic_update_index_in_dim(out, got, jnp.asarray(puts)[stage], 0)
+    return out

@@ -13,7 +13,7 @@ Shape suffixes: V vocabulary, D width.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 
 import jax
@@ -24,6 +24,7 @@ from jzero.errors import ConfigError
 from jzero.loss import Mean
 from jzero.tiling import tiled
 
+Function = Callable[[jax.Array], jax.Array]
 _AXIS: ContextVar[tuple[str | None, frozenset[int]]] = ContextVar("vocabulary_axis", default=(None, frozenset()))
 
 
@@ -152,38 +153,31 @@ def _start(size: int, axis: str) -> jax.Array:
     return lax.axis_index(axis) * size
 
 
+def _with_gradient(f: Function, backward: Function, x: jax.Array) -> jax.Array:
+    """Compute f(x); its gradient is `backward` of the result's."""
+    run = jax.custom_vjp(f)
+    run.defvjp(lambda x: (f(x), None), lambda _, g: (backward(g),))
+    return run(x)
+
+
 def _sum(x: jax.Array, axis: str) -> jax.Array:
     """Sum over the axis. The gradient arrives whole on every device, so the backward pass returns it unchanged."""
-
-    @jax.custom_vjp
-    def f(x: jax.Array) -> jax.Array:
-        return lax.psum(x, axis)
-
-    f.defvjp(lambda x: (f(x), None), lambda _, g: (g,))
-    return f(x)
+    return _with_gradient(lambda x: lax.psum(x, axis), lambda g: g, x)
 
 
 def _copy(x: jax.Array, axis: str) -> jax.Array:
     """Return x, replicated over the axis. The gradient arrives in parts, so the backward pass sums it."""
-
-    @jax.custom_vjp
-    def f(x: jax.Array) -> jax.Array:
-        return x
-
-    f.defvjp(lambda x: (x, None), lambda _, g: (lax.psum(g, axis),))
-    return f(x)
+    return _with_gradient(lambda x: x, lambda g: lax.psum(g, axis), x)
 
 
 def _gather(x: jax.Array, axis: str) -> jax.Array:
     """Gather the last dimension over the axis. The gradient arrives whole on every stage, which keeps its own part."""
-
-    @jax.custom_vjp
-    def f(x: jax.Array) -> jax.Array:
-        return lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True)
-
     size = x.shape[-1]
-    f.defvjp(lambda x: (f(x), None), lambda _, g: (lax.dynamic_slice_in_dim(g, _start(size, axis), size, g.ndim - 1),))
-    return f(x)
+    return _with_gradient(
+        lambda x: lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True),
+        lambda g: lax.dynamic_slice_in_dim(g, _start(size, axis), size, g.ndim - 1),
+        x,
+    )
 
 
 def _losses(logits: jax.Array, labels: jax.Array, axis: str | None) -> jax.Array:

@@ -1,15 +1,13 @@
 """Plans a program for GPUs that this machine does not have: compiles it, reads its memory, collectives and time."""
 
-from jzero.planner.bytes_by_stage import bytes_by_stage
 from jzero.planner.collectives import Collective, Collectives, collectives
 from jzero.planner.gpus import GPUS, described_gpus, gpu, gpu_devices
-from jzero.planner.kernels import UnreadableProgram
-from jzero.planner.live import Live, live
-from jzero.planner.memory import Memory, memory
+from jzero.planner.hlo import UnreadableProgram
+from jzero.planner.memory import Live, Memory, live, memory
 from jzero.planner.plan import Plan, plan
 from jzero.planner.products import Product, Products, products
 from jzero.planner.rates import Rates
-from jzero.planner.state_bytes import StateBytes, state_bytes
+from jzero.planner.state_bytes import StateBytes, bytes_by_stage, state_bytes
 from jzero.planner.step_time import StepTime, step_time
 
 __all__ = [

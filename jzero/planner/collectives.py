@@ -1,11 +1,7 @@
-"""Lists every collective of a compiled program, read from its optimized HLO.
+"""Lists every collective of a compiled program, read from its optimized HLO; and prices each.
 
 The optimized HLO is the program that runs, after XLA has combined, split, hoisted or made asynchronous the collectives
-of the source. The reader walks the call graph from the entry: bodies of ``while`` loops (with their trip counts),
-branches of conditionals, calls, fusions and asynchronous wrappers. A computation that is reached twice counts twice.
-
-Each line of a computation is one instruction: ``%name = type opcode(%operand, ...), attribute=value, ...``. Operands
-may be printed without types, so their shapes are looked up by name in the same computation.
+of the source. A computation that is reached twice counts twice.
 """
 
 import functools
@@ -17,19 +13,31 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
+from jzero.display.table import table
 from jzero.errors import ConfigError
-from jzero.planner.hlo import BITS, Computation, Instruction, Module, read
-from jzero.planner.replica_groups import group_text, groups, longest_chain
+from jzero.planner.hlo import (
+    BITS,
+    Computation,
+    Executed,
+    HloModule,
+    Instruction,
+    UnreadableProgram,
+    group_text,
+    groups,
+    longest_chain,
+    read,
+)
+from jzero.planner.kernels import Cost
+from jzero.planner.rates import Rates, at_most
 
 KINDS = (
-    "all-gather",
-    "reduce-scatter",
-    "all-reduce",
-    "collective-permute",
-    "all-to-all",
-    "ragged-all-to-all",
+    "all-gather", "reduce-scatter", "all-reduce", "collective-permute", "all-to-all", "ragged-all-to-all",
     "collective-broadcast",
-)
+)  # fmt: skip
+# Seconds per hop of NCCL's rings and trees, protocol LL128 (hwLat in NCCL's src/graph/tuning.cc): NVLink, network.
+_RING, _TREE = (1.9e-6, 4.0e-6), (1.25e-6, 8.5e-6)
+
+MeshShape = tuple[tuple[str, int], ...] | None
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,7 @@ class Collectives:
 
     @property
     def unknown_trips(self) -> bool:
-        """Whether a collective is in a loop of unknown trip count; the totals are lower bounds then."""
+        """Return whether a collective is in a loop of unknown trip count; the totals are lower bounds then."""
         return any(None in row.loops for row in self)
 
     def select(
@@ -140,40 +148,33 @@ class Collectives:
             raise ConfigError(f"dtype = {dtype!r}: unknown HLO element type; use a short name such as 'f32' or 'bf16'")
         if axes is not None and any(row.axes is None for row in self):
             raise ConfigError(f"axes = {axes!r}: read without a mesh; fix: collectives(compiled, mesh)")
-        wanted = None if axes is None else {axes} if isinstance(axes, str) else set(axes)
+        equal = {"kind": kind, "dtype": dtype, "loops": loops, "in_branch": in_branch}
+        wanted = {axes} if isinstance(axes, str) else set(axes or ())
         return Collectives(
             tuple(
                 row
                 for row in self
-                if (kind is None or row.kind == kind)
-                and (dtype is None or row.dtype == dtype)
-                and (wanted is None or set(row.axes or ()) == wanted)
-                and (loops is None or row.loops == loops)
+                if all(value is None or getattr(row, name) == value for name, value in equal.items())
+                and (axes is None or set(row.axes or ()) == wanted)
                 and (in_loop is None or bool(row.loops) == in_loop)
-                and (in_branch is None or row.in_branch == in_branch)
                 and (op_name is None or op_name in row.op_name)
             )
         )
 
     def __repr__(self) -> str:
         """Format a plain table; rows that differ only in op_name share a line that starts with their number."""
-        lines = [["n", "kind", "dtype", "operands", "MiB", "axes", "group", "loops", "branch", "MiB/run"]]
-        for row, n in Counter(replace(row, op_name="") for row in self).items():
-            axes = "?" if row.axes is None else ",".join(row.axes) or "-"
-            loops = " x ".join("?" if trips is None else str(trips) for trips in row.loops) or "-"
-            sizes = f"{row.bytes / 2**20:.3f}", f"{n * row.bytes * row.times / 2**20:.3f}"
-            branch = "yes" if row.in_branch else "-"
-            line = (n, row.kind, row.dtype, row.operands, sizes[0], axes, row.group_size, loops, branch, sizes[1])
-            lines.append([str(cell) for cell in line])
-        columns = []
-        for title, *cells in zip(*lines, strict=True):
-            width = max(map(len, (title, *cells)))
-            pad = str.rjust if title in ("n", "operands", "MiB", "group", "MiB/run") else str.ljust
-            columns.append([pad(cell, width) for cell in (title, *cells)])
-        table = ["  ".join(line) for line in zip(*columns, strict=True)]
+        rows = []
+        for row, n in distinct(self).items():
+            axes, branch = "?" if row.axes is None else ",".join(row.axes) or "-", "yes" if row.in_branch else "-"
+            each, total = f"{row.bytes / 2**20:.3f}", f"{n * row.bytes * row.times / 2**20:.3f}"
+            line = (n, row.kind, row.dtype, row.operands, each, axes, row.group_size, loops_text(row), branch, total)
+            rows.append([str(cell) for cell in line])
+        columns = ["n", "kind", "dtype", "operands", "MiB", "axes", "group", "loops", "branch", "MiB/run"]
+        drawn = table("", columns, rows, ["kind", "dtype", "axes", "loops", "branch"], plain=True).lstrip()
         flag = "; some trip counts unknown, taken as 1" if self.unknown_trips else ""
-        total = f"{self.launches} launches, {self.operands} operands, {self.bytes / 2**20:.3f} MiB per run{flag}"
-        return "\n".join([line.rstrip() for line in table] + [total])
+        return (
+            f"{drawn}\n{self.launches} launches, {self.operands} operands, {self.bytes / 2**20:.3f} MiB per run{flag}"
+        )
 
 
 def collectives(compiled: jax.stages.Compiled | str, mesh: jax.sharding.Mesh | None = None) -> Collectives:
@@ -204,70 +205,52 @@ def collectives(compiled: jax.stages.Compiled | str, mesh: jax.sharding.Mesh | N
         1  all-gather  bf16          1  1.000  zero      8  -      -         1.000
         1 launches, 1 operands, 1.000 MiB per run
     """
-    return Collectives(_Walk(read(compiled), mesh).rows())
+    module, shape = read(compiled), None if mesh is None else tuple(mesh.shape.items())
+    if mesh is not None and mesh.size != module.devices:
+        raise ConfigError(f"mesh has {mesh.size} devices, but the program was compiled for {module.devices}")
+    found = (executed for executed in module.walk() if is_collective(executed.op))
+    return Collectives(tuple(row for executed in found for row in _rows(executed, module.devices, shape)))
 
 
-class _Walk:
-    """A walk through the computations that a module executes."""
+def distinct(found: Collectives) -> dict[Collective, int]:
+    """Count the rows that differ only in op_name."""
+    return Counter(replace(row, op_name="") for row in found)
 
-    def __init__(self, module: Module, mesh: jax.sharding.Mesh | None):
-        self.module = module
-        self.mesh_shape = None if mesh is None else tuple(mesh.shape.items())
-        if mesh is not None and mesh.size != module.devices:
-            raise ConfigError(f"mesh has {mesh.size} devices, but the program was compiled for {module.devices}")
-        self._rows: dict[str, tuple[Collective, ...]] = {}
 
-    def rows(self, computation: str = "") -> tuple[Collective, ...]:
-        """Return the collectives that ``computation`` (default: the entry) executes, with the loops inside it.
+def loops_text(row: Collective) -> str:
+    return " x ".join("?" if trips is None else str(trips) for trips in row.loops) or "-"
 
-        Cached by computation, because several instructions may call the same one.
-        """
-        name = computation or self.module.entry
-        if name not in self._rows:
-            found: list[Collective] = []
-            for instruction in self.module.computations[name].values():
-                # The -start half of an asynchronous pair has the operands and counts; the other halves do not.
-                if instruction.opcode.endswith(("-done", "-update")):
-                    continue
-                if instruction.opcode.removesuffix("-start") in KINDS:
-                    found += self._collective(instruction, self.module.computations[name])
-                else:
-                    found += self._called(instruction)
-            self._rows[name] = tuple(found)
-        return self._rows[name]
 
-    def _called(self, instruction: Instruction) -> Iterator[Collective]:
-        """Yield the collectives of the computations that an instruction executes."""
-        loop = (instruction.trips,) if instruction.opcode == "while" else ()
-        branch = instruction.opcode == "conditional"
-        for name in instruction.called():
-            for row in self.rows(name):
-                yield replace(row, loops=loop + row.loops, in_branch=branch or row.in_branch)
+def is_collective(op: Instruction) -> bool:
+    """Return whether an instruction is a collective, or the start of one: it has the operands, and counts."""
+    return op.opcode.removesuffix("-start") in KINDS
 
-    def _collective(self, instruction: Instruction, scope: Computation) -> list[Collective]:
-        """Make the rows of one collective, one per dtype."""
-        kind = instruction.opcode.removesuffix("-start")
-        arrays = [array for name in instruction.operands for array in scope[name].arrays]
-        text, pairs = group_text(instruction)
-        axes, size = _group_axes(text, pairs, self.module.devices, self.mesh_shape)
-        parts = 1
-        if kind == "all-to-all" and "dimensions=" not in instruction.attributes:
-            parts = size  # the tuple form has one operand per peer
-        elif kind == "ragged-all-to-all":
-            # The rows and their buffer; the smaller one holds the most that others may send. The rest are offsets.
-            arrays = [min(arrays[:2], key=lambda array: array.bytes)]
-        total = Counter[str]()
-        for array in arrays:
-            total[array.dtype] += array.bytes * (size if kind == "all-gather" else 1)
-        count = Counter(array.dtype for array in arrays)
-        row = Collective(kind, "", 0, 0, axes, size, op_name=instruction.op_name)
-        return [replace(row, dtype=dtype, operands=count[dtype] // parts, bytes=total[dtype]) for dtype in count]
+
+def _rows(executed: Executed, devices: int, mesh_shape: MeshShape) -> list[Collective]:
+    """Make the rows of one collective, one per dtype."""
+    op, kind = executed.op, executed.op.opcode.removesuffix("-start")
+    arrays = [array for name in op.operands for array in executed.scope[name].arrays]
+    text, pairs = group_text(op)
+    axes, size = _group_axes(text, pairs, devices, mesh_shape)
+    parts = 1
+    if kind == "all-to-all" and "dimensions=" not in op.attributes:
+        parts = size  # the tuple form has one operand per peer
+    elif kind == "ragged-all-to-all":
+        # The rows and their buffer; the smaller one holds the most that others may send. The rest are offsets.
+        arrays = [min(arrays[:2], key=lambda array: array.bytes)]
+    total, count = Counter[str](), Counter(array.dtype for array in arrays)
+    for array in arrays:
+        total[array.dtype] += array.bytes * (size if kind == "all-gather" else 1)
+    return [
+        Collective(
+            kind, dtype, count[dtype] // parts, total[dtype], axes, size, executed.loops, executed.in_branch, op.op_name
+        )
+        for dtype in count
+    ]
 
 
 @functools.lru_cache(maxsize=4096)
-def _group_axes(
-    text: str, pairs: bool, devices: int, mesh_shape: tuple[tuple[str, int], ...] | None
-) -> tuple[tuple[str, ...] | None, int]:
+def _group_axes(text: str, pairs: bool, devices: int, mesh_shape: MeshShape) -> tuple[tuple[str, ...] | None, int]:
     """Return (mesh axes that vary inside a group, devices per group) of replica groups or source-target pairs."""
     members = groups(text, devices)
     size = longest_chain(members) if pairs else max(map(len, members))
@@ -278,3 +261,64 @@ def _group_axes(
         coordinates = np.array(np.unravel_index(np.array(group), [size for _, size in mesh_shape]))
         varies |= (coordinates != coordinates[:, :1]).any(1)
     return tuple(name for (name, _), varying in zip(mesh_shape, varies, strict=True) if varying), size
+
+
+class CollectiveCosts:
+    """The costs of a module's collectives.
+
+    A ring sends the same bytes over each of its links. Inside a host each GPU sends at `rates.gather` or `.scatter`. A
+    group of g GPUs on each of several hosts has one ring through each GPU's network card, so that a GPU sends at the
+    slower of its NVLink's rate and g times `rates.hosts`: the bus bandwidth of nccl-tests' PERFORMANCE.md, which
+    makes a gather or scatter of S bytes among n GPUs take S (n-1)/n / bandwidth, an all-reduce twice. Latency grows
+    by a hop per GPU of a ring, and with the logarithm of the hosts for an all-reduce, which takes a tree.
+    """
+
+    def __init__(self, module: HloModule, rates: Rates, mesh: jax.sharding.Mesh | None, gpus_per_node: int):
+        if mesh is not None and mesh.size != module.devices:
+            raise ConfigError(f"mesh has {mesh.size} devices, but the program was compiled for {module.devices}")
+        self.module, self.rates = module, rates
+        ids = range(module.devices) if mesh is None else [d.id for d in mesh.devices.flat]
+        self.host = [i // gpus_per_node for i in ids]
+
+    def cost(self, op: Instruction, scope: Computation) -> Cost:
+        """Price one collective; the bytes are those that a GPU sends.
+
+        Raises:
+            UnreadableProgram: its groups have a spelling that this reader does not know.
+        """
+        kind = op.opcode.removesuffix("-start")
+        sizes = [scope[name].bytes for name in op.operands]
+        size = min(sizes[:2]) if kind == "ragged-all-to-all" else sum(sizes)
+        text, pairs = group_text(op)
+        try:
+            members = groups(text, self.module.devices)
+        except ValueError as error:
+            raise UnreadableProgram(op, str(error)) from error
+        rates = self.rates
+        if pairs:
+            crosses = any(self.host[source] != self.host[target] for source, target in members)
+            rate = min(rates.permute, rates.hosts) if crosses else rates.permute
+            return Cost(kind, rates.latency + size / rate, bytes=size)
+        n = max(map(len, members))
+        if n == 1:
+            return Cost(kind, rates.latency)
+        group = max(members, key=lambda group: (len({self.host[i] for i in group}), len(group)))
+        hosts = len({self.host[i] for i in group})
+        each = math.ceil(n / hosts)
+        if kind in ("all-to-all", "ragged-all-to-all"):
+            # Pairwise messages: those to other hosts go through the GPU's own network card, at the same time.
+            here = size * (each - 1) / n / at_most(rates.gather, each)
+            there = size * (n - each) / n / rates.hosts if hosts > 1 else 0.0
+            return Cost(kind, rates.latency + max(here, there), bytes=size * (n - 1) / n)
+        factor = {"all-gather": n - 1.0, "all-reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
+        table = rates.gather if kind in ("all-gather", "collective-broadcast") else rates.scatter
+        inside = at_most(table, each) if each > 1 else math.inf
+        rate = inside if hosts == 1 else min(inside, each * rates.hosts)
+        return Cost(kind, self._latency(kind, n, hosts) + factor * size / rate, bytes=factor * size)
+
+    def _latency(self, kind: str, n: int, hosts: int) -> float:
+        if hosts == 1:  # measured with its hops
+            return self.rates.latency
+        if kind == "all-reduce":
+            return self.rates.latency + 2 * ((n / hosts - 1) * _TREE[0] + math.log2(hosts) * _TREE[1])
+        return self.rates.latency + (n - hosts) * _RING[0] + (hosts - 1) * _RING[1]

@@ -3,15 +3,16 @@
 import contextlib
 import functools
 import importlib.util
-from dataclasses import dataclass, replace
+import os
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
 from jax.experimental import topologies
 
-from jzero.errors import ConfigError
-from jzero.planner.room import Room, planned_room
+from jzero.errors import ConfigError, install_command
+from jzero.planner.memory import CUDA_ROOM, FRACTION, NCCL_ROOM, PREALLOCATED, UsableMemory
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,15 @@ class GPU:
     source: str  # of the device properties
     threads_per_core: int = 2048
 
-    def room(self, gpus: int) -> Room:
-        """Return what one of ``gpus`` such GPUs has for XLA; see ``planned_room``."""
-        return planned_room(self.memory, gpus)
+    def room(self, gpus: int) -> UsableMemory:
+        """Return what one of ``gpus`` such GPUs has for XLA.
+
+        The environment's share is XLA's limit; without one, a plan lets XLA have the most that there is, since a run
+        that needs it sets the share. XLA then compiles the program of that run: short of memory, it schedules another.
+        """
+        given, nccl = os.environ.get(FRACTION), NCCL_ROOM if gpus > 1 else 0
+        preallocated, most = int(float(given or PREALLOCATED) * self.memory), self.memory - nccl - CUDA_ROOM
+        return UsableMemory(self.memory, preallocated, most, preallocated if given else most, nccl)
 
     def text_proto(self, limit: int) -> str:
         """Render the text form of XLA's ``GpuTargetConfigProto``; ``limit``: bytes that XLA may have."""
@@ -90,161 +97,55 @@ class GPU:
 
 
 _XLA = "openxla/xla, xla/backends/gpu/target_config/specs/"
-_T4 = GPU(
-    description="Tesla T4",
-    compute_capability=(7, 5),
-    memory=15_843_721_216,
-    memory_bandwidth=320_064_000_000,
-    l2_cache=4 * 2**20,
-    cores=40,
-    fpus_per_core=64,
-    clock=1.59,
-    shared_memory_per_core=64 * 1024,
-    shared_memory_per_block=64 * 1024,
-    nvlinks=0,
-    tflops=(65, 8.1),
-    watts=70,
-    source="CUDA's deviceQuery; the bandwidth as TensorFlow logs it (298.08 GiB/s)",
-    threads_per_core=1024,
-)
-_A100 = GPU(
-    description="NVIDIA A100-SXM4-80GB",
-    compute_capability=(8, 0),
-    memory=85_100_068_864,
-    memory_bandwidth=2_039_040_000_000,
-    l2_cache=40 * 2**20,
-    cores=108,
-    fpus_per_core=64,
-    clock=1.41,
-    shared_memory_per_core=164 * 1024,
-    shared_memory_per_block=163 * 1024,
-    nvlinks=12,
-    tflops=(312, 156),
-    watts=400,
-    source=_XLA + "a100_sxm_80.txtpb",
-)
-_H100 = GPU(
-    description="NVIDIA H100 80GB HBM3",
-    compute_capability=(9, 0),
-    memory=84_942_979_072,
-    memory_bandwidth=3_352_320_000_000,
-    l2_cache=50 * 2**20,
-    cores=132,
-    fpus_per_core=128,
-    clock=1.98,
-    shared_memory_per_core=228 * 1024,
-    shared_memory_per_block=227 * 1024,
-    nvlinks=18,
-    tflops=(989.4, 494.7),
-    watts=700,
-    source=_XLA + "h100_sxm.txtpb",
-)
-_H100_PCIE = replace(
-    _H100,
-    description="NVIDIA H100 PCIe",
-    memory_bandwidth=2_039_040_000_000,
-    cores=114,
-    clock=1.755,
-    nvlinks=0,
-    tflops=(756, 378),
-    watts=350,
-    source=_XLA + "h100_pcie.txtpb",
-)
-_H100_NVL = replace(
-    _H100,
-    description="NVIDIA H100 NVL",
-    memory=99_900_000_000,
-    memory_bandwidth=3_938_000_000_000,
-    clock=1.785,
-    nvlinks=0,  # a bridge joins two cards only
-    tflops=(835, 417),
-    watts=400,
-    source="data sheet; the memory is nvidia-smi's 95,830 MiB less what CUDA takes on an H100 SXM",
-)
-_H200 = replace(
-    _H100,
-    description="NVIDIA H200",
-    memory=151_397_597_184,
-    memory_bandwidth=4_800_000_000_000,
-    source=_XLA + "h200.txtpb",
-)
-_A100_40 = replace(
-    _A100,
-    description="NVIDIA A100-SXM4-40GB",
-    memory=42_331_013_120,
-    memory_bandwidth=1_555_200_000_000,
-    source=_XLA + "a100_sxm_40.txtpb",
-)
-_B200 = GPU(
-    description="NVIDIA B200",
-    compute_capability=(10, 0),
-    memory=191_514_411_008,
-    memory_bandwidth=7_672_320_000_000,
-    l2_cache=132_644_864,
-    cores=148,
-    fpus_per_core=128,
-    clock=1.965,
-    shared_memory_per_core=228 * 1024,
-    shared_memory_per_block=227 * 1024,
-    nvlinks=18,
-    tflops=(2250, 1125),
-    watts=1000,
-    source=_XLA + "b200.txtpb",
-)
-_GB200 = replace(
-    _B200,
-    description="NVIDIA GB200",
-    memory=197_897_748_480,
-    memory_bandwidth=7_928_064_000_000,
-    l2_cache=135_528_448,
-    cores=152,
-    clock=2.062,
-    tflops=(2500, 1250),
-    watts=1200,
-    source=_XLA + "gb200.txtpb",
-)
-_RTX_4090 = GPU(
-    description="NVIDIA GeForce RTX 4090",
-    compute_capability=(8, 9),
-    memory=25_393_692_672,
-    memory_bandwidth=1_008_096_000_000,
-    l2_cache=72 * 2**20,
-    cores=128,
-    fpus_per_core=128,
-    clock=2.52,
-    shared_memory_per_core=100 * 1024,
-    shared_memory_per_block=99 * 1024,
-    nvlinks=0,
-    tflops=(165.2, 82.6),
-    watts=450,
-    source="CUDA's deviceQuery; the products are those that add in float32 (Ada white paper)",
-    threads_per_core=1536,
-)
-_L40S = replace(
-    _RTX_4090,
-    description="NVIDIA L40S",
-    memory=47_670_000_000,
-    memory_bandwidth=864_000_000_000,
-    l2_cache=96 * 2**20,
-    cores=142,
-    tflops=(362, 183),
-    watts=350,
-    source="data sheet; the memory as PyTorch's messages round it (44.4 GiB)",
-)
-
+_SHEET, _QUERY = "data sheet; the memory ", "CUDA's deviceQuery; the "
+_KIB, _MIB = 2**10, 2**20
 GPUS: dict[str, GPU] = {
-    "t4": _T4,
-    "rtx4090": _RTX_4090,
-    "l40s": _L40S,
-    "a100-40": _A100_40,
-    "a100": _A100,
-    "h100-pcie": _H100_PCIE,
-    "h100-nvl": _H100_NVL,
-    "h100": _H100,
-    "h200": _H200,
-    "b200": _B200,
-    "gb200": _GB200,
-}
+    # The columns are the fields of `GPU`, in their order.
+    "t4": GPU(
+        "Tesla T4", (7, 5), 15_843_721_216, 320_064_000_000, 4 * _MIB, 40, 64, 1.59, 64 * _KIB, 64 * _KIB, 0,
+        (65, 8.1), 70, _QUERY + "bandwidth as TensorFlow logs it (298.08 GiB/s)", 1024,
+    ),
+    "rtx4090": GPU(
+        "NVIDIA GeForce RTX 4090", (8, 9), 25_393_692_672, 1_008_096_000_000, 72 * _MIB, 128, 128, 2.52, 100 * _KIB,
+        99 * _KIB, 0, (165.2, 82.6), 450, _QUERY + "products are those that add in float32 (Ada white paper)", 1536,
+    ),
+    "l40s": GPU(
+        "NVIDIA L40S", (8, 9), 47_670_000_000, 864_000_000_000, 96 * _MIB, 142, 128, 2.52, 100 * _KIB, 99 * _KIB, 0,
+        (362, 183), 350, _SHEET + "as PyTorch's messages round it (44.4 GiB)", 1536,
+    ),
+    "a100-40": GPU(
+        "NVIDIA A100-SXM4-40GB", (8, 0), 42_331_013_120, 1_555_200_000_000, 40 * _MIB, 108, 64, 1.41, 164 * _KIB,
+        163 * _KIB, 12, (312, 156), 400, _XLA + "a100_sxm_40.txtpb",
+    ),
+    "a100": GPU(
+        "NVIDIA A100-SXM4-80GB", (8, 0), 85_100_068_864, 2_039_040_000_000, 40 * _MIB, 108, 64, 1.41, 164 * _KIB,
+        163 * _KIB, 12, (312, 156), 400, _XLA + "a100_sxm_80.txtpb",
+    ),
+    "h100-pcie": GPU(
+        "NVIDIA H100 PCIe", (9, 0), 84_942_979_072, 2_039_040_000_000, 50 * _MIB, 114, 128, 1.755, 228 * _KIB,
+        227 * _KIB, 0, (756, 378), 350, _XLA + "h100_pcie.txtpb",
+    ),
+    "h100-nvl": GPU(  # a bridge joins two cards only: no NVLinks
+        "NVIDIA H100 NVL", (9, 0), 99_900_000_000, 3_938_000_000_000, 50 * _MIB, 132, 128, 1.785, 228 * _KIB,
+        227 * _KIB, 0, (835, 417), 400, _SHEET + "is nvidia-smi's 95,830 MiB less what CUDA takes on an H100 SXM",
+    ),
+    "h100": GPU(
+        "NVIDIA H100 80GB HBM3", (9, 0), 84_942_979_072, 3_352_320_000_000, 50 * _MIB, 132, 128, 1.98, 228 * _KIB,
+        227 * _KIB, 18, (989.4, 494.7), 700, _XLA + "h100_sxm.txtpb",
+    ),
+    "h200": GPU(
+        "NVIDIA H200", (9, 0), 151_397_597_184, 4_800_000_000_000, 50 * _MIB, 132, 128, 1.98, 228 * _KIB, 227 * _KIB,
+        18, (989.4, 494.7), 700, _XLA + "h200.txtpb",
+    ),
+    "b200": GPU(
+        "NVIDIA B200", (10, 0), 191_514_411_008, 7_672_320_000_000, 132_644_864, 148, 128, 1.965, 228 * _KIB,
+        227 * _KIB, 18, (2250, 1125), 1000, _XLA + "b200.txtpb",
+    ),
+    "gb200": GPU(
+        "NVIDIA GB200", (10, 0), 197_897_748_480, 7_928_064_000_000, 135_528_448, 152, 128, 2.062, 228 * _KIB,
+        227 * _KIB, 18, (2500, 1250), 1200, _XLA + "gb200.txtpb",
+    ),
+}  # fmt: skip
 """The GPUs that a plan can name. Without a suffix: the SXM models, and the A100 with 80 GB."""
 
 
@@ -309,7 +210,7 @@ def _topology(target: GPU, hosts: int, per_host: int, limit: int) -> tuple[jax.D
             ) from error
         raise ConfigError(
             "gpu: compiling for GPUs needs JAX's CUDA compiler, which is not installed; "
-            "fix: pip install 'jzero[plan]' (no GPU or driver is needed); "
+            f"fix: {install_command('plan')} (no GPU or driver is needed); "
             "or jzero plan --formula, which needs none"
         ) from error
     return tuple(topology.devices)
@@ -325,17 +226,17 @@ class DescribedGPU:
     platform: str = "gpu"
 
     @property
-    def client(self) -> Any:
+    def client(self) -> object:
         return jax.devices()[0].client
 
-    def default_memory(self) -> Any:
+    def default_memory(self) -> object:
         return jax.devices()[0].default_memory()
 
     def addressable_memories(self) -> tuple[str, ...]:
         return "device", "pinned_host"  # jaxlib takes what a device that is not its own returns as the kinds themselves
 
 
-def kind_of(device: Any) -> str:
+def gpu_key(device: jax.Device) -> str:
     """Return the key in ``GPUS`` of a device that is there.
 
     Raises:
@@ -367,3 +268,33 @@ def _check_hosts(count: int, per_host: int) -> None:
             f"count = {count}: {count} GPUs do not fill hosts of {per_host}; "
             f"use 1 to {per_host}, a multiple of {per_host}, or another per_host"
         )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs of one kind, a key of `GPUS`: `gpus_per_node` of them on each of the `nodes`."""
+
+    gpu: str
+    nodes: int = 1
+    gpus_per_node: int = 8
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def card(self) -> GPU:
+        return gpu(self.gpu)
+
+    @property
+    def room(self) -> UsableMemory:
+        return self.card.room(self.gpus)
+
+    def __str__(self) -> str:
+        return f"{self.gpus} x {self.card.description}"
+
+    def devices(self) -> list[jax.Device]:
+        return gpu_devices(self.gpu, self.gpus, per_host=self.gpus_per_node)
+
+    def described(self) -> list[Any]:
+        return described_gpus(self.gpu, self.gpus, per_host=self.gpus_per_node)

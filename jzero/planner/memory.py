@@ -1,18 +1,63 @@
-"""The device memory of a compiled program."""
+"""Reads the device memory of a compiled program: XLA's figures, the buffers at the peak, and what a GPU has for XLA.
+
+`live` walks over the instructions. XLA tells the size of its block of temporaries, but not what is in it. The order of
+a scheduled module's instructions is the order in which they run, so a buffer lives from the instruction that makes it
+to the last one that uses it. What shares a buffer: tuples and views; updates in place (of a slice, or as a library's
+call declares); the state of a loop. The sum differs from XLA's block by some per cent: XLA also lets buffers of other
+sizes share a place, and leaves gaps.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
 import jax
 
-from jzero.planner.hlo import read
+from jzero.planner.hlo import Array, Computation, HloModule, Instruction, read, returned
+from jzero.planner.products import UNNAMED
+from jzero.step.train_step import TrainStep
 
-if TYPE_CHECKING:
-    from jzero.train_step import TrainStep
+FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+PREALLOCATED = 0.75  # of the GPU's memory: JAX's default, see its page "GPU memory allocation"
+# Assumed, not measured: what NCCL's communicators (buffers per channel and peer) and CUDA with its libraries (context,
+# modules, cuBLAS's and cuDNN's workspaces) take beside XLA's memory.
+NCCL_ROOM, CUDA_ROOM = int(1.5 * 2**30), 2**30
+
+
+_VIEWS = ("bitcast", "tuple", "opt-barrier", "while", "dynamic-update-slice", "reshape")
+_NOTHING = ("parameter", "constant", "partition-id", "replica-id", "after-all")
+_ALIAS = re.compile(r"\{([\d,]*)\}: \((\d+), \{[\d,]*\}")
+_WRAPPERS = re.compile(r"\w*\(|\)")
+
+
+@dataclass(frozen=True)
+class UsableMemory:
+    """Bytes of one GPU.
+
+    Attributes:
+      device: all that CUDA reports.
+      preallocated: what XLA takes at the start.
+      most: the most that it could take: without NCCL's and CUDA's own, which are assumed.
+      limit: what XLA's scheduler keeps a step's memory under, where it can.
+      nccl: of NCCL's buffers.
+    """
+
+    device: int
+    preallocated: int
+    most: int
+    limit: int
+    nccl: int = 0
+
+
+def usable_memory_here() -> UsableMemory | None:
+    """Return what XLA has of this process's first device; None if it does not say, as CPUs do not."""
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    return UsableMemory(limit, limit, limit, limit) if limit else None
 
 
 @dataclass(frozen=True)
@@ -81,9 +126,179 @@ def _flash_scratch(compiled: jax.stages.Compiled) -> int:
     if "flash_attn3_jax" not in sys.modules:
         return 0
     found = [0]
-    for computation in read(compiled).computations.values():
-        for op in computation.values():
-            if op.target == "flash_mha_bwd":
-                queries, keys = ((b, -(-s // 128) * 128, h, c) for b, s, h, c in (x.dims for x in op.arrays[:2]))
-                found.append(4 * prod(queries) + (8 * prod(keys) if keys != queries else 0))
+    for op, *_ in read(compiled).walk():
+        if op.target == "flash_mha_bwd":
+            queries, keys = ((b, -(-s // 128) * 128, h, c) for b, s, h, c in (x.dims for x in op.arrays[:2]))
+            found.append(4 * prod(queries) + (8 * prod(keys) if keys != queries else 0))
     return max(found)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Buffers of one shape from one operation, alive at the same time.
+
+    Attributes:
+      count, bytes: how many there are, and the bytes of all of them.
+      shape: of each, as "bf16[4096,8192]".
+      op_name: the scopes of the operation, as "stack/mlp/gate_up/dot_general".
+    """
+
+    count: int
+    bytes: int
+    shape: str
+    op_name: str
+
+
+@dataclass(frozen=True)
+class Live:
+    """The buffers at the peak, the largest first.
+
+    Attributes:
+      peak_bytes: their sum.
+      at: the operation that runs at the peak.
+    """
+
+    peak_bytes: int
+    at: str
+    buffers: tuple[Buffer, ...]
+
+
+@dataclass(eq=False)
+class _Made:
+    """One array that an instruction makes; `free` ones lie in arguments, outputs, a loop's state or host memory."""
+
+    array: Array
+    by: Instruction
+    free: bool = False
+    last: int = -1
+
+    @property
+    def bytes(self) -> int:
+        return 0 if self.free or self.array.on_host else self.array.bytes
+
+
+def live(text: str) -> Live:
+    """Find the buffers that are alive when a scheduled program needs the most temporary memory.
+
+    Args:
+      text: the optimized HLO module.
+
+    Raises:
+      ValueError: the module has no schedule.
+    """
+    module = read(text)
+    if not module.scheduled:
+        raise ValueError("live: the HLO module has no schedule (is_scheduled=true); compile the step for a GPU")
+    total, at, made = _peak(module, module.entry, {})
+    shapes = Counter((m.array.text, scopes(m.by.op_name) or m.by.opcode, m.bytes) for m in made if m.bytes)
+    buffers = [Buffer(n, n * size, shape, name) for (shape, name, size), n in shapes.items()]
+    return Live(total, scopes(at.op_name) or at.opcode if at else "", tuple(sorted(buffers, key=lambda b: -b.bytes)))
+
+
+def scopes(op_name: str) -> str:
+    """Return the name stack of an operation without JAX's transformations.
+
+    >>> scopes("jit(step)/shard_map/transpose(jvp(stack))/mlp/gate_up/dot_general")
+    'stack/mlp/gate_up/dot_general'
+    """
+    hidden = ("", "jit", "step", "shard_map", "while", "body", "closed_call")
+    first = re.split("[;:]", op_name)[0]  # the first of a combined operation
+    parts = [part for part in _WRAPPERS.sub("", first).split("/") if part not in hidden and not UNNAMED.fullmatch(part)]
+    return "/".join(parts)
+
+
+Peak = tuple[int, Instruction | None, list[_Made]]
+
+
+def _peak(module: HloModule, computation: str, known: dict[str, Peak]) -> Peak:
+    """Return (bytes, instruction, buffers) at the peak of a computation, without its arguments and result.
+
+    `known` has the peaks that are found; each computation is walked once.
+    """
+    if computation in known:
+        return known[computation]
+    order = list(module.computations[computation].values())
+    values: dict[str, list[_Made]] = {}
+    for i, op in enumerate(order):
+        values[op.name] = _value(module, op, values)
+        used = [] if op.opcode == "get-tuple-element" else [m for name in op.operands for m in values.get(name, ())]
+        for made in (*used, *values[op.name]):
+            made.last = i
+        for made in values[op.name] if op.root else ():
+            made.free = True
+    alive: dict[int, _Made] = {}
+    size, best = 0, (0, None, [])  # type: tuple[int, Peak]
+    for i, op in enumerate(order):
+        for made in values[op.name]:
+            if id(made) not in alive and made.by is op:
+                alive[id(made)] = made
+                size += made.bytes
+        # The computations whose buffers are alive while it runs; a fusion has none.
+        runs = op.called() if op.opcode in ("while", "conditional", "call", "async-start") else ()
+        inside = max((_peak(module, name, known) for name in runs), key=lambda peak: peak[0], default=(0, None, []))
+        if size + inside[0] > best[0]:
+            best = (size + inside[0], inside[1] or op, [*alive.values(), *inside[2]])
+        for key in [key for key, made in alive.items() if made.last <= i]:
+            size -= alive.pop(key).bytes
+    known[computation] = best
+    return best
+
+
+def _value(module: HloModule, op: Instruction, values: dict[str, list[_Made]]) -> list[_Made]:
+    """Return the arrays of an instruction's result: its operands' where they share them, otherwise new ones."""
+    operands = [values.get(operand, []) for operand in op.operands]
+    first, every = operands[0] if operands else [], [made for operand in operands for made in operand]
+    if op.opcode in _NOTHING:
+        return [_Made(array, op, free=True) for array in op.arrays]
+    if op.opcode == "tuple":
+        return every
+    if op.opcode == "get-tuple-element":
+        index = int(op.attribute(r"index=(\d+)") or 0)
+        return first[index : index + 1] if len(op.arrays) == 1 else first
+    if op.opcode.endswith(("-done", "-update")):
+        return _outputs(first, op)
+    if op.opcode in _VIEWS and len(first) == len(op.arrays):
+        return first
+    made = [_Made(array, op) for array in op.arrays]
+    if op.opcode == "copy-start":  # its result has the original after the copy
+        made[1:2] = every[:1]
+    elif op.opcode.endswith("-start") and len(made) > len(every):  # other starts list operands before outputs
+        made[: len(every)] = every
+    for output, operand in _in_place(module, op):
+        if output < len(made) and operand < len(operands) and operands[operand]:
+            made[output] = operands[operand][0]
+    return made
+
+
+def _in_place(module: HloModule, op: Instruction) -> Iterator[tuple[int, int]]:
+    """Yield (output, operand) of those that share a buffer."""
+    if op.opcode == "custom-call":
+        for output, operand in _ALIAS.findall(op.attribute(r"output_to_operand_aliasing=\{(.*?\)\s*)\}")):
+            yield int(output or 0), int(operand)
+    if op.opcode == "fusion":
+        inside = module.computations[op.called()[0]]
+        for i, result in enumerate(returned(inside)):
+            if (number := _updated(inside, result)) is not None:
+                yield i, number
+
+
+def _updated(inside: Computation, op: Instruction) -> int | None:
+    """Return the number of the parameter that a fusion's result updates in place, if it does."""
+    while op.opcode in ("bitcast", "copy") and op.operands:
+        op = inside[op.operands[0]]
+    if op.opcode != "dynamic-update-slice":
+        return None
+    while op.opcode in ("bitcast", "dynamic-update-slice", "copy"):
+        op = inside[op.operands[0]]
+    return int(op.arguments) if op.opcode == "parameter" else None
+
+
+def _outputs(first: list[_Made], op: Instruction) -> list[_Made]:
+    """Return the outputs among the arrays of an asynchronous start, for its done."""
+    wanted = list(op.arrays)
+    if op.opcode == "copy-done":
+        return first[:1]
+    for start in range(len(first) - len(wanted), -1, -1):
+        if [made.array.dims for made in first[start : start + len(wanted)]] == [array.dims for array in wanted]:
+            return first[start : start + len(wanted)]
+    return [_Made(array, op) for array in wanted]

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from jzero.adapters.from_flax import from_flax
 from jzero.errors import ConfigError, in_a_line
+from jzero.model import Model
 from jzero.tree import PyTree
 from jzero.values.parameters import did_you_mean
 
@@ -30,7 +31,7 @@ GPT2 = {  # layers, width, heads, width of the MLP (Radford et al., 2019)
 }
 
 
-def named_model(name: str, sequence: int, changes: Sequence[str] = ()) -> tuple[Any, Shapes]:
+def named_model(name: str, sequence: int, changes: Sequence[str] = ()) -> tuple[Model, Shapes]:
     """Return a model, and the function from the global batch size to the shapes of a batch.
 
     Args:
@@ -75,7 +76,7 @@ def tokens(sequence: int) -> Shapes:
     return shapes
 
 
-def _preset(family: str, name: str, sequence: int, changes: Sequence[str]) -> Any:
+def _preset(family: str, name: str, sequence: int, changes: Sequence[str]) -> Model:
     if family == "llama":
         llama = importlib.import_module("jzero.models.llama")
         shape, module = llama.preset(name), llama.Llama
@@ -95,7 +96,7 @@ def _preset(family: str, name: str, sequence: int, changes: Sequence[str]) -> An
 def _changed(shape: Any, changes: Sequence[str], prefix: str = "") -> Any:
     """Change fields together: one alone may contradict another's old value. `prefix` is the path to `shape`."""
     hints = get_type_hints(type(shape))
-    kinds = {field.name: hints[field.name] for field in dataclasses.fields(shape)}
+    kinds = {field.name: hints[field.name] for field in dataclasses.fields(shape) if field.compare}
     values: dict[str, Any] = {}
     inner: dict[str, list[str]] = {}
     for change in changes:

@@ -6,44 +6,41 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import jax
+import optax
 
-from jzero.batch import amount_of
 from jzero.config import Config
 from jzero.display.slow_work import slow_work
+from jzero.distributed.joining import host_of
 from jzero.errors import ConfigError
-from jzero.mesh import make_mesh
+from jzero.mesh import PIPE, group_size, make_mesh
 from jzero.model import Model
-from jzero.planner import gpus
-from jzero.planner.advice import advice
+from jzero.pictures import html
+from jzero.planner.advice import advice, gathered_sequences, undivided_parameters
 from jzero.planner.collectives import collectives
-from jzero.planner.deepspeed_estimate import deepspeed_estimate
-from jzero.planner.gathered_sequences import gathered_sequences
-from jzero.planner.memory import memory
-from jzero.planner.moves import across_hosts, moves, whole_sequences
-from jzero.planner.plan_facts import PlanFacts
-from jzero.planner.plan_page import write_page
-from jzero.planner.plan_record import plan_record
+from jzero.planner.gpus import Cluster, gpu, gpu_key
+from jzero.planner.memory import UsableMemory, usable_memory_here
+from jzero.planner.plan_facts import Measured, PlanFacts, PlannedTime, plan_record, planned_memory
+from jzero.planner.plan_page import plan_html, write_page
 from jzero.planner.plan_text import plan_text
-from jzero.planner.plan_time import PlannedTime
-from jzero.planner.planned_memory import planned_memory
-from jzero.planner.products import products
+from jzero.planner.products import BACKWARD, FORWARD, Walk, products
 from jzero.planner.rates import Rates
-from jzero.planner.room import Room
-from jzero.planner.state_bytes import host_reads
+from jzero.planner.state_bytes import deepspeed_estimate, host_reads
 from jzero.planner.step_time import step_time
-from jzero.planner.undivided import undivided
-from jzero.planner.useful_flops import useful_flops
-from jzero.setup import with_stages
-from jzero.train_step import TrainStep, make_train_step
+from jzero.planner.traced_collectives import across_hosts, moves, whole_sequences
+from jzero.step.batch import amount_of
+from jzero.step.setup import with_stages
+from jzero.step.train_step import TrainStep, make_train_step
 from jzero.tree import PyTree
+
+Optimizer: TypeAlias = optax.GradientTransformation | Callable[[optax.Schedule], optax.GradientTransformation] | None
 
 
 class Plan(PlanFacts):
-    """A plan: `print(plan)` shows it, `plan.record()` returns it as JSON values, `plan.html(path)` writes a page.
+    """A plan: `print(plan)` and notebooks show it, `plan.record()` gives JSON values, `plan.html(path)` writes a page.
 
     `PlanFacts` has the attributes: memory, collectives, time, warnings, ...
     """
@@ -72,6 +69,13 @@ class Plan(PlanFacts):
     def __str__(self) -> str:
         return plan_text(self)
 
+    def _repr_html_(self) -> str:
+        """Show the page in a notebook; without matplotlib, the text."""
+        try:
+            return plan_html(self)
+        except ConfigError:
+            return html.text(str(self))
+
 
 def plan(
     step_or_model: TrainStep | Model,
@@ -82,7 +86,7 @@ def plan(
     nodes: int = 1,
     gpus_per_node: int = 8,
     rates: Rates | None = None,
-    optimizer: Any = None,
+    optimizer: Optimizer = None,
 ) -> Plan:
     """Compile a train step for GPUs that need not be there, and read its memory, collectives and time.
 
@@ -101,9 +105,7 @@ def plan(
     Raises:
       ConfigError: an unknown GPU, a config that does not fit the GPUs, the batch or itself, no CUDA compiler.
     """
-    return prepare(
-        step_or_model, config, batch_shapes, gpu=gpu, nodes=nodes, gpus_per_node=gpus_per_node, optimizer=optimizer
-    ).plan(rates)
+    return prepare(step_or_model, config, batch_shapes, Cluster(gpu, nodes, gpus_per_node), optimizer).plan(rates)
 
 
 @dataclass(frozen=True)
@@ -111,102 +113,79 @@ class Prepared:
     """A step that is traced and lowered for GPUs that need not be there; `plan` compiles it.
 
     Attributes:
-      step, gpu, nodes, gpus_per_node: as in a `Plan`.
-      kind: the GPU's key of `GPUS`.
       batch: the shapes of a global batch.
       seconds: of tracing and lowering.
     """
 
     step: TrainStep
-    kind: str
-    nodes: int
-    gpus_per_node: int
+    cluster: Cluster
     batch: PyTree
     traced: jax.stages.Traced
     lowered: jax.stages.Lowered
     seconds: float
 
-    @property
-    def gpu(self) -> gpus.GPU:
-        return gpus.gpu(self.kind)
-
     def plan(self, rates: Rates | None = None) -> Plan:
         """Compile the step and read it; `rates` as for `plan`."""
-        step, start = self.step, time.monotonic()
-        with slow_work(f"compiling the step for {step.mesh.size} x {self.gpu.description}"), no_compilation_cache():
+        start, rates = time.monotonic(), Rates.of(self.cluster.gpu) if rates is None else rates
+        with slow_work(f"compiling the step for {self.cluster}"), no_compilation_cache():
             compiled = self.lowered.compile()
-        return read_plan(
-            step, compiled, self.traced, self.batch, self.gpu, self.nodes, self.gpus_per_node,
-            self.gpu.room(step.mesh.size), Rates.of(self.kind) if rates is None else rates,
-            self.seconds + time.monotonic() - start,
-        )  # fmt: skip
+        seconds = self.seconds + time.monotonic() - start
+        return replace(read_plan(self, compiled, self.cluster.room, rates), compile_s=seconds)
 
 
-def read_plan(
-    step: TrainStep, compiled: jax.stages.Compiled, traced: jax.stages.Traced, batch: PyTree, gpu: gpus.GPU, nodes: int,
-    gpus_per_node: int, there: Room, rates: Rates, seconds: float,
-) -> Plan:  # fmt: skip
-    """Read the memory, collectives and time of a compiled step.
-
-    Args:
-      traced, batch: its trace, and the shapes of its global batch.
-      gpu, nodes, gpus_per_node, there, rates: its devices, what they have for XLA, and their rates.
-      seconds: that tracing and compiling took.
-    """
-    text, amount, count = compiled.as_text() or "", amount_of(batch), step.mesh.size
+def read_plan(prepared: Prepared, compiled: jax.stages.Compiled, there: UsableMemory, rates: Rates) -> Plan:
+    """Read the memory, collectives and time of a compiled step; `there` is what its devices have for XLA."""
+    step, traced, cluster = prepared.step, prepared.traced, prepared.cluster
+    text, amount, gpu = compiled.as_text() or "", amount_of(prepared.batch), cluster.card
     found, half = collectives(text, step.mesh), step.config.precision != "fp32"
     planned, problem, moved = None, "", moves(traced, step.mesh)
     try:
         timed = step_time(
-            text, rates, mesh=step.mesh, gpus_per_node=gpus_per_node, host_bytes=step.host_bytes,
+            text, rates, mesh=step.mesh, gpus_per_node=cluster.gpus_per_node, host_bytes=step.host_bytes,
             host_reads=host_reads(step),
         )  # fmt: skip
-        origin, useful = f"{rates.origin}: {rates.source}", useful_flops(step, traced, batch)
-        planned = PlannedTime(timed, amount, useful, gpu, count, nodes, half, origin)
+        origin, useful = f"{rates.origin}: {rates.source}", useful_flops(step, traced, prepared.batch)
+        planned = PlannedTime(timed, amount, useful, cluster, half, origin)
     except ValueError as error:  # a spelling that the reader of the program does not know
         problem = str(error)
     warnings = [
         *advice(step, gpu, text, found, products(traced), amount),
         *whole_sequences(step.model, step.setup.weights, traced, step.mesh),
         *gathered_sequences(moved, step.mesh, step.config.context_parallel.attention),
-        *undivided(step),
+        *undivided_parameters(step),
         *across_hosts(moved, step.mesh),
     ]
     return Plan(
-        step, gpu, nodes, gpus_per_node, amount, planned_memory(step, memory(compiled, step), text, there), found,
-        moved, planned, problem, tuple(warnings), deepspeed_estimate(step), text, seconds,
+        step, gpu, cluster.nodes, cluster.gpus_per_node, amount,
+        planned_memory(step, compiled, there), found, moved, planned, problem, tuple(warnings),
+        deepspeed_estimate(step), text, 0.0,
     )  # fmt: skip
 
 
 def prepare(
-    step_or_model: TrainStep | Model,
-    config: Config | dict | str | None = None,
-    batch_shapes: PyTree | Callable[[int], PyTree] = None,
-    *,
-    gpu: str = "h200",
-    nodes: int = 1,
-    gpus_per_node: int = 8,
-    optimizer: Any = None,
-) -> Prepared:
+    step_or_model: TrainStep | Model, config: Config | dict | str | None,
+    batch_shapes: PyTree | Callable[[int], PyTree], cluster: Cluster, optimizer: Optimizer = None,
+) -> Prepared:  # fmt: skip
     """Trace and lower a step for GPUs that need not be there; arguments and errors are those of `plan`."""
-    gpus.gpu(gpu)
-    model, config, optimizer = _what(step_or_model, config, optimizer)
+    gpu(cluster.gpu)
+    model, config, optimizer = _resolved(step_or_model, config, optimizer)
     if batch_shapes is None:
         raise ConfigError("batch_shapes: missing; pass the shapes of a global batch, or a function of its size")
-    devices = gpus.gpu_devices(gpu, nodes * gpus_per_node, per_host=gpus_per_node)
-    mesh, start = make_mesh(with_stages(config, model, None), devices=devices), time.monotonic()
+    mesh, start = make_mesh(with_stages(config, model, None), devices=cluster.devices()), time.monotonic()
     with slow_work("tracing the step"), no_compilation_cache():
         step = make_train_step(model, config, mesh=mesh, optimizer=optimizer)
         batch = batch_shapes(step.batch_sizes.train) if callable(batch_shapes) else batch_shapes
         traced = step.trace(batch)
         lowered = traced.lower()
-    return Prepared(step, gpu, nodes, gpus_per_node, batch, traced, lowered, time.monotonic() - start)
+    return Prepared(step, cluster, batch, traced, lowered, time.monotonic() - start)
 
 
-def _what(step_or_model: Any, config: Any, optimizer: Any) -> tuple[Model, Config, Any]:
+def _resolved(
+    step_or_model: TrainStep | Model, config: Config | dict | str | None, optimizer: Optimizer
+) -> tuple[Model, Config, Optimizer]:
     if not isinstance(step_or_model, TrainStep):
         return step_or_model, Config.load({} if config is None else config), optimizer
-    if step_or_model.setup.callers_optimizer and optimizer is None:
+    if step_or_model.setup.optimizer.callers and optimizer is None:
         raise ConfigError("optimizer: the step was made with one of your own; pass it to plan too")
     return step_or_model.model, Config.load(step_or_model.config if config is None else config), optimizer
 
@@ -227,3 +206,61 @@ def no_compilation_cache() -> Iterator[None]:
     finally:
         for name, value in former.items():
             jax.config.update(name, value)
+
+
+def observed(step: TrainStep, step_s: float | None = None, rates: Rates | None = None) -> Plan:
+    """Read the program of a step that ran, from JAX's cache.
+
+    Args:
+      step_s: measured seconds of a step.
+      rates: of its GPUs, as for `plan`.
+
+    Raises:
+      ConfigError: the step did not run yet, or its devices are not in `GPUS`.
+    """
+    traced = step.traced
+    if traced is None:
+        raise ConfigError("html: the step did not run yet; call it once, or plan it with jzero.plan")
+    devices = list(step.mesh.devices.flat)
+    nodes = len({host_of(device) for device in devices})
+    cluster = Cluster(gpu_key(devices[0]), nodes, len(devices) // nodes)
+    prepared = Prepared(step, cluster, step.first.batch_shapes, traced, traced.lower(), 0.0)
+    there, rates = usable_memory_here() or cluster.room, rates or Rates.of(cluster.gpu)
+    plan = read_plan(prepared, prepared.lowered.compile(), there, rates)
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
+    return replace(plan, measured=Measured(step_s, max(peaks)))
+
+
+def useful_flops(step: TrainStep, traced: jax.stages.Traced, batch: PyTree) -> float | None:
+    """Compute the useful FLOPs of one step on one device (Chowdhery et al., arXiv:2204.02311, appendix B).
+
+    A pipeline's devices compute in idle ticks too, and a group's devices some things all alike, so their model is
+    traced once more, on one device.
+
+    Args:
+      traced: the step's trace for the global batch `batch`.
+
+    Returns:
+      None for a `PipelineModule` of a fixed number of stages, which one device cannot run.
+    """
+    if step.mesh.shape[PIPE] == group_size(step.mesh) == 1:
+        return _count(traced)
+    if getattr(step.model, "num_stages", None):
+        return None
+    micro = step.batch_sizes.micro
+    alone: dict[str, object] = {
+        "train_micro_batch_size_per_gpu": micro,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "trainable_parameters": step.config.trainable_parameters,
+        "frozen_parameters": step.config.frozen_parameters,
+    }
+    if step.config.precision != "fp32":
+        alone[step.config.precision] = {"enabled": True}
+    mesh = make_mesh(devices=[step.mesh.devices.flat[0]])
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((micro, *x.shape[1:]), x.dtype), batch)
+    one = make_train_step(step.model, {k: v for k, v in alone.items() if v}, mesh=mesh)
+    return _count(one.trace(rows)) * step.batch_sizes.accum * step.replicas / step.mesh.size
+
+
+def _count(traced: jax.stages.Traced) -> float:
+    return sum(product.flops for product in Walk(traced).found if product.part in (FORWARD, BACKWARD))

@@ -1,23 +1,190 @@
-"""What a plan found: the facts that its text, its record and its page show."""
+"""The facts of a plan, memory and time, that its text and its page show; and its record of JSON values."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from math import prod
+from typing import Any
 
-from jzero.batch import Amount
-from jzero.pipeline.schedules import PipelineSchedule
-from jzero.planner.collectives import Collectives
-from jzero.planner.gpus import GPU
-from jzero.planner.moves import Moves
-from jzero.planner.plan_time import PlannedTime
-from jzero.planner.planned_memory import PlannedMemory
-from jzero.planner.useful_flops import schedule_of
-from jzero.train_step import TrainStep
+import jax
+
+from jzero.errors import ConfigError
+from jzero.mesh import PIPE
+from jzero.pipeline.schedules import PipelineSchedule, make_schedule
+from jzero.planner.collectives import Collectives, distinct
+from jzero.planner.gpus import GPU, Cluster
+from jzero.planner.memory import FRACTION, Live, Memory, UsableMemory, live, memory
+from jzero.planner.state_bytes import state_bytes
+from jzero.planner.step_time import StepTime
+from jzero.planner.traced_collectives import TracedCollectives
+from jzero.step.batch import Amount
+from jzero.step.train_step import TrainStep
+from jzero.values.sizes import size_text
+
+SLACK = 0.95  # of XLA's limit, from which it schedules a step to use less memory
+
+
+ASSUMED = 0.10  # the relative error to expect where a rate is assumed
+SCHEMA = 1
+MOST_BUFFERS = 20
+
+
+@dataclass(frozen=True)
+class PlannedMemory:
+    """Bytes per GPU of a planned step.
+
+    Attributes:
+      parts: {part: bytes}; they add up to the peak. A part that is computed, not read from the program, never exceeds
+        the temporaries that contain it.
+      host_bytes: of host memory per GPU.
+      xla: the compiler's own figures.
+      live: the largest temporary buffers at the peak.
+      room: what the GPU has.
+    """
+
+    parts: dict[str, int]
+    host_bytes: int
+    xla: Memory
+    live: Live
+    room: UsableMemory
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.xla.peak
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the peak fits into the GPU besides NCCL and CUDA, with XLA's fraction raised if need be."""
+        return self.peak_bytes <= self.room.most
+
+    @property
+    def largest(self) -> str:
+        return max(self.parts, key=lambda part: self.parts[part])
+
+    @property
+    def verdict(self) -> str:
+        return verdict(self.peak_bytes, self.room)
+
+
+def verdict(peak_bytes: int, room: UsableMemory) -> str:
+    """Say in one line whether a peak fits, and what XLA must be given for it."""
+    peak, own = size_text(peak_bytes), size_text(room.device - room.most)
+    if peak_bytes > room.most:
+        return f"does not fit: {peak} of at most {size_text(room.most)}"
+    if peak_bytes <= SLACK * room.preallocated:
+        share = peak_bytes / room.preallocated
+        return f"fits: {peak} is {share:.0%} of the {size_text(room.preallocated)} that XLA preallocates"
+    if room.most == room.device:  # a device that is there, and what XLA has of it
+        return f"fits: {peak} is {peak_bytes / room.most:.0%} of the {size_text(room.most)} that XLA has"
+    fraction, given = int(100 * room.limit / room.device) / 100, size_text(room.preallocated)
+    return (
+        f"fits if XLA may take more than its {given}: set {FRACTION}={fraction:.2f}, as planned; {own} are assumed "
+        "for NCCL and CUDA"
+    )
+
+
+def planned_memory(step: TrainStep, compiled: jax.stages.Compiled, there: UsableMemory) -> PlannedMemory:
+    """Divide the peak of a compiled step into parts."""
+    state, xla = state_bytes(step), memory(compiled, step)
+    temps = xla.temps
+    parts = {"masters and optimizer state": state.persistent}
+    if not state.host:
+        parts = {"masters": state.masters, "optimizer state": state.optimizer}
+    parts["batch and counters"] = xla.arguments - sum(parts.values())
+    for name, size in (("compute parameters", state.parameters), ("gradients", state.gradients)):
+        parts[name] = min(size, temps)
+        temps -= parts[name]
+    parts["activations and temporaries"] = temps
+    parts["new outputs"] = xla.outputs - xla.aliased
+    parts = {name: size for name, size in parts.items() if size}
+    return PlannedMemory(parts, xla.host, xla, live(compiled.as_text() or ""), there)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The days, GPU-hours and energy of training on a number of tokens.
+
+    `cost` is in the unit of the price, None without one. `kwh` takes the cards' power limit all the time, and nothing
+    for hosts, network and cooling.
+    """
+
+    tokens: float
+    steps: int
+    days: float
+    gpu_hours: float
+    kwh: float
+    cost: float | None = None
+
+
+@dataclass(frozen=True)
+class PlannedTime:
+    """The estimated time of a step.
+
+    Attributes:
+      step: where the time goes, see `step_time`.
+      amount: samples and tokens of a global batch.
+      useful_flops: of one GPU, see `useful_flops`; None if nothing tells.
+      half: whether the products run in 16 bits.
+      origin: of the rates that the estimate takes, "measured: ..." or "data sheet: ...".
+    """
+
+    step: StepTime
+    amount: Amount
+    useful_flops: float | None
+    cluster: Cluster
+    half: bool
+    origin: str
+
+    @property
+    def step_s(self) -> float:
+        return self.step.step_s
+
+    @property
+    def uncertainty(self) -> float:
+        """The relative error to expect: 0.04 is 4 % either way. The rate of the links between hosts is assumed."""
+        return max(self.step.uncertainty, ASSUMED if self.cluster.nodes > 1 else 0.0)
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.amount.samples / self.step_s
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return None if self.amount.tokens is None else self.amount.tokens / self.step_s
+
+    @property
+    def tokens_per_s_gpu(self) -> float | None:
+        return None if self.tokens_per_s is None else self.tokens_per_s / self.cluster.gpus
+
+    @property
+    def mfu(self) -> float | None:
+        """The share of the data sheet's FLOP/s that useful products reach, from 0 to 1."""
+        return self.useful_flops and self.useful_flops / self.step_s / (1e12 * self.cluster.card.tflops[not self.half])
+
+    def budget(self, tokens: float, price: float | None = None) -> Budget:
+        """Compute what training on `tokens` takes.
+
+        Args:
+          price: of one GPU for one hour.
+
+        Raises:
+          ConfigError: the batch has no tokens that are known, or a number that is not positive.
+        """
+        if self.amount.tokens is None:
+            raise ConfigError("tokens: the batch has none that the plan knows (integers of inputs [rows, length])")
+        if not tokens > 0 or (price is not None and not price >= 0):
+            raise ConfigError(f"tokens = {tokens}, price = {price}: must be positive numbers")
+        steps = -(-tokens // self.amount.tokens)
+        hours = steps * self.step_s / 3600
+        used = hours * self.cluster.gpus
+        kwh, cost = used * self.cluster.card.watts / 1000, None if price is None else used * price
+        return Budget(tokens, int(steps), hours / 24, used, kwh, cost)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run measured.
+    """The figures that a run measured.
 
     Attributes:
       step_s: seconds of a step, over the last ones; None before two have finished.
@@ -54,7 +221,7 @@ class PlanFacts:
     amount: Amount
     memory: PlannedMemory
     collectives: Collectives
-    moves: Moves
+    moves: TracedCollectives
     time: PlannedTime | None
     time_problem: str
     warnings: tuple[str, ...]
@@ -71,3 +238,74 @@ class PlanFacts:
     def schedule(self) -> PipelineSchedule | None:
         """The pipeline's schedule; None without one."""
         return schedule_of(self.step)
+
+
+def budget_of(plan: PlanFacts, tokens: float | None, price: float | None) -> Budget | None:
+    """Compute what a number of tokens takes; None without one or without an estimate of the time."""
+    return plan.time.budget(tokens, price) if tokens is not None and plan.time else None
+
+
+def schedule_of(step: TrainStep) -> PipelineSchedule | None:
+    """Return the schedule of the step's pipeline; None without one."""
+    pipeline, stages = step.config.pipeline, step.mesh.shape[PIPE]
+    if stages == 1:
+        return None
+    return make_schedule(pipeline.schedule, stages, step.batch_sizes.accum, pipeline.chunks)
+
+
+def plan_record(plan: PlanFacts, tokens: float | None = None, price: float | None = None) -> dict[str, Any]:
+    """Return a plan as JSON values; `tokens` and `price` as for `Plan.record`."""
+    budget, gpu, step, sizes = budget_of(plan, tokens, price), plan.gpu, plan.step, plan.step.batch_sizes
+    memory, room, time, schedule = plan.memory, plan.memory.room, plan.time, plan.schedule
+    layouts = jax.tree.leaves(step.layouts)
+    ticks = ("name", "stages", "micro_batches", "chunks", "ticks")
+    return {
+        "schema": SCHEMA,
+        "versions": {name: version(name) for name in ("jzero", "jax", "jaxlib")},
+        "gpu": {
+            "description": gpu.description, "count": plan.gpus, "nodes": plan.nodes,
+            "gpus_per_node": plan.gpus_per_node, "memory_bytes": gpu.memory, "tflops": gpu.tflops[0],
+            "watts": gpu.watts, "source": gpu.source,
+        },
+        "layout": {
+            "model": repr(step.model), "parameters": sum(prod(layout.shape) for layout in layouts),
+            "stage": step.config.zero_optimization.stage, "precision": step.config.precision,
+            "mesh": dict(step.mesh.shape), "tokens": plan.amount.tokens,
+            "batch": {
+                "global": sizes.train, "micro": sizes.micro, "accumulation": sizes.accum, "replicas": step.replicas,
+            },
+        },
+        "memory": {
+            "peak_bytes": memory.peak_bytes, "parts": dict(memory.parts), "host_bytes": memory.host_bytes,
+            "preallocated_bytes": room.preallocated, "usable_bytes": room.most, "fits": memory.fits,
+            "verdict": memory.verdict, "deepspeed_bytes": plan.deepspeed_bytes, "temps_bytes": memory.xla.temps,
+            "live_bytes": memory.live.peak_bytes, "live_at": memory.live.at,
+            "live": [asdict(buffer) for buffer in memory.live.buffers[:MOST_BUFFERS]],
+        },
+        "collectives": [
+            {"count": count, "times": row.times} | {name: v for name, v in asdict(row).items() if name != "op_name"}
+            for row, count in distinct(plan.collectives).items()
+        ],
+        "moves": [asdict(move) for move in plan.moves.all],
+        "whole_arrays": list(plan.moves.whole),
+        "time": time and {
+            "step_s": time.step_s, "uncertainty": time.uncertainty, "rates": time.origin,
+            "samples_per_s": time.samples_per_s, "tokens_per_s": time.tokens_per_s,
+            "tokens_per_s_gpu": time.tokens_per_s_gpu, "mfu": time.mfu, "useful_flops": time.useful_flops,
+            "compute_s": time.step.compute_s, "exposed_s": time.step.exposed_s, "by": dict(time.step.by),
+            "exposed": dict(time.step.exposed),
+        },
+        "time_problem": plan.time_problem or None,
+        "budget": asdict(budget) if budget else None,
+        "pipeline": schedule and {**{name: getattr(schedule, name) for name in ticks}, "bubble": schedule.bubble()},
+        "parameters": [
+            {
+                "name": layout.name, "shape": list(layout.shape),
+                "spec": [list(axes) if isinstance(axes, tuple) else axes for axes in layout.spec],
+                "trainable": layout.trainable,
+            }
+            for layout in layouts
+        ],
+        "warnings": list(plan.warnings),
+        "compile_s": round(plan.compile_s, 2),
+    }  # fmt: skip

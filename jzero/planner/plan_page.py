@@ -1,4 +1,4 @@
-"""A plan as one page that refers to nothing else: figures as SVG, tables, and every assumption."""
+"""Draws a plan as one page that refers to nothing else: figures as SVG, tables, and every assumption."""
 
 from __future__ import annotations
 
@@ -6,14 +6,51 @@ import os
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from jzero.display.figure import GRID, INK, PALE, colour, new_figure
 from jzero.display.page import document, drawing, styled, table
 from jzero.pipeline.draw import draw_figure
-from jzero.planner import by_axis, moves, plan_text
-from jzero.planner.plan_facts import PlanFacts
-from jzero.planner.plan_figures import memory_figure, timeline_figure
-from jzero.planner.room import CUDA_ROOM
+from jzero.planner import kernels
+from jzero.planner.collectives import KINDS
+from jzero.planner.memory import CUDA_ROOM
+from jzero.planner.plan_facts import PlanFacts, PlannedMemory, budget_of
+from jzero.planner.plan_text import WIDEST, PlanSection, sections, title
+from jzero.planner.step_time import (
+    BETWEEN,
+    COMMUNICATION,
+    COMPUTE,
+    COPIES,
+    EXPOSED,
+    INTERVALS,
+    LOOPS,
+    SLOWED,
+    StepTime,
+    seconds_of_labels,
+    shares,
+)
 from jzero.values.sizes import size_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+# The sections in the page's order, with their headings.
+_HEADINGS = {
+    "measured": "Planned and measured", "memory": "Memory per GPU", "live": "At the peak", "time": "Time of a step",
+    "budget": "The whole run", "warnings": "Warnings", "collectives": "Collectives of a step", "axes": "By axis",
+    "moves": "Moved between devices that act as one, from the trace", "whole": "On whole arrays",
+    "pipeline": "Pipeline", "parameters": "Parameters",
+}  # fmt: skip
+_WORDS = ("live", "moves", "parameters")  # whose last column is text
+SHOWN = 0.004  # of the peak: smaller parts have no entry in the legend
+COLUMNS = 4  # entries in a line of the legend of a step's chart
+_CATEGORIES = {
+    kernels.PRODUCTS: "#1f5fbf", kernels.ATTENTION: "#d9730d", kernels.ELEMENTWISE: "#23804a",
+    kernels.REDUCTIONS: "#c9a227", kernels.TRANSPOSES: "#11808a", kernels.COPIES: "#5b6470", kernels.HOST: "#8c564b",
+    SLOWED: "#a9b8d6", LOOPS: "#9aa0a8", BETWEEN: "#c2c6cc", EXPOSED: "#eab8c4",
+    **dict(zip(KINDS, ("#8a4fbf", "#b8336a", "#e0709f", "#5b7fe0", "#4b2e83", "#2fa3b0", "#b59a5f"), strict=True)),
+}  # fmt: skip
 
 
 def write_page(plan: PlanFacts, path: str | os.PathLike, tokens: float | None, price: float | None) -> None:
@@ -22,50 +59,35 @@ def write_page(plan: PlanFacts, path: str | os.PathLike, tokens: float | None, p
     Raises:
       ConfigError: matplotlib is not installed.
     """
-    heading = plan_text.title(plan).splitlines()[0]
-    text = document(heading, styled(*_parts(plan, tokens, price)))
+    text = document(title(plan).splitlines()[0], plan_html(plan, tokens, price))
     Path(path).expanduser().write_text(text, encoding="utf-8")
 
 
-def _parts(plan: PlanFacts, tokens: float | None, price: float | None) -> Iterator[str]:
-    heading, batch = plan_text.title(plan).splitlines()
-    yield f"<h1>{escape(heading)}</h1><p>{escape(batch)}</p>"
-    yield _tiles(plan, tokens, price)
-    if plan.measured:
-        yield f"<h2>Planned and measured</h2>{table(plan_text.MEASURED_COLUMNS, plan_text.measured_rows(plan))}"
-    yield f"<h2>Memory per GPU</h2><p>{escape(plan.memory.verdict)}</p>"
-    yield drawing("memory per GPU, part by part", memory_figure(plan.memory))
-    yield table(("part", "bytes", "of the peak"), plan_text.memory_rows(plan.memory, plan.deepspeed_bytes))
-    yield f"<h2>At the peak</h2><p>{escape(plan_text.live_title(plan))}</p>"
-    yield table(plan_text.LIVE_COLUMNS, plan_text.live_rows(plan.memory), "words")
-    if plan.time:
-        yield "<h2>Time of a step</h2>"
+def plan_html(plan: PlanFacts, tokens: float | None = None, price: float | None = None) -> str:
+    """Return the contents of the page, for a notebook; arguments and errors as for `write_page`."""
+    heading, batch = title(plan).splitlines()
+    found, parts = sections(plan, tokens, price), [f"<h1>{escape(heading)}</h1><p>{escape(batch)}</p>"]
+    parts.append(_tiles(plan, tokens, price))
+    for name, heading in _HEADINGS.items():
+        if section := found.get(name):
+            parts += [f"<h2>{heading}</h2>", *_contents(plan, name, section)]
+    return styled(*parts, f"<h2>Method</h2>{_list(_method(plan))}")
+
+
+def _contents(plan: PlanFacts, name: str, section: PlanSection) -> Iterator[str]:
+    schedule = plan.schedule
+    if name == "pipeline" and schedule and schedule.ticks <= WIDEST:
+        yield drawing("pipeline schedule", draw_figure(schedule))
+    elif name == "warnings":
+        yield _list(plan.warnings)
+    elif section.note:
+        yield f"<p>{escape(section.note)}</p>"
+    if name == "memory":
+        yield drawing("memory per GPU, part by part", memory_figure(plan.memory))
+    if name == "time" and plan.time:
         yield drawing("one step on one GPU: compute and communication", timeline_figure(plan.time.step))
-        yield table(("part", "time"), plan_text.time_rows(plan))
-        if tokens is not None:
-            yield "<h2>The whole run</h2>"
-            yield table(("quantity", "amount"), plan_text.budget_rows(plan.time.budget(tokens, price)))
-    if plan.warnings:
-        yield f"<h2>Warnings</h2>{_list(plan.warnings)}"
-    yield "<h2>Collectives of a step</h2>"
-    yield table(plan_text.COLLECTIVE_COLUMNS, plan_text.collective_cells(plan))
-    yield from _by_axis(plan)
-    if schedule := plan.schedule:
-        yield "<h2>Pipeline</h2>"
-        drawn = schedule.ticks <= plan_text.WIDEST
-        yield drawing("pipeline schedule", draw_figure(schedule)) if drawn else f"<p>{escape(repr(schedule))}</p>"
-    yield f"<h2>Parameters</h2>{table(plan_text.PARAMETER_COLUMNS, plan_text.parameter_cells(plan), 'words')}"
-    yield f"<h2>Method</h2>{_list(_method(plan))}"
-
-
-def _by_axis(plan: PlanFacts) -> Iterator[str]:
-    if rows := by_axis.axis_rows(plan):
-        yield f"<h2>By axis</h2>{table(by_axis.COLUMNS, rows)}"
-    if plan.moves.all:
-        title = plan_text.MOVES_TITLE.capitalize()
-        yield f"<h2>{title}</h2>{table(moves.COLUMNS, plan.moves.rows(), 'words')}"
-    if plan.moves.whole:
-        yield f"<p>On whole arrays: {escape(', '.join(plan.moves.whole))}</p>"
+    if section.rows:
+        yield table(section.columns, section.rows, "words" if name in _WORDS else "")
 
 
 def _tiles(plan: PlanFacts, tokens: float | None, price: float | None) -> str:
@@ -77,8 +99,7 @@ def _tiles(plan: PlanFacts, tokens: float | None, price: float | None) -> str:
             tiles.append(("tokens/s per GPU", f"{time.tokens_per_s_gpu:,.0f}"))
         if time.mfu:
             tiles.append(("MFU", f"{time.mfu:.1%}"))
-        if tokens is not None:
-            budget = time.budget(tokens, price)
+        if budget := budget_of(plan, tokens, price):
             tiles += [("days", f"{budget.days:,.1f}"), ("GPU-hours", f"{budget.gpu_hours:,.0f}")]
             tiles += [] if budget.cost is None else [("cost", f"{budget.cost:,.0f}")]
     cells = (f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in tiles)
@@ -110,3 +131,64 @@ def _method(plan: PlanFacts) -> list[str]:
             "TFLOP/s."
         )
     return lines
+
+
+def memory_figure(memory: PlannedMemory) -> Figure:
+    """Draw the parts of the peak side by side, above the GPU's memory and what of it XLA may have.
+
+    Raises:
+      ConfigError: matplotlib is not installed.
+    """
+    figure, there, gib = new_figure(11, 2.3), memory.room, 2**30
+    axes = figure.add_subplot(ylim=(-0.55, 1.5), xlim=(0, 1.01 * max(there.device, memory.peak_bytes) / gib))
+    left = 0.0
+    for i, (name, size) in enumerate(memory.parts.items()):
+        shown = size > SHOWN * memory.peak_bytes
+        label = f"{name}: {size_text(size)}" if shown else None
+        axes.barh(1, size / gib, left=left, height=0.62, color=colour(i), label=label)
+        left += size / gib
+    axes.barh(0, there.device / gib, height=0.62, color=PALE)
+    axes.barh(0, there.preallocated / gib, height=0.62, color=GRID)
+    axes.text(
+        there.preallocated / gib / 2, 0, f"XLA preallocates {size_text(there.preallocated)}", ha="center", va="center"
+    )
+    axes.axvline(there.most / gib, color=INK, linewidth=1, linestyle="--")
+    if there.most < there.device:  # of a device that is there, XLA tells its own part alone
+        axes.text(there.most / gib, -0.47, "beside NCCL and CUDA ", ha="right", va="center", fontsize=8, color=INK)
+    axes.set_yticks([0, 1], ["the GPU", "the step"])
+    axes.tick_params(length=0)
+    axes.set_xlabel("GiB")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.legend(loc="outside upper left", ncols=3, frameon=False, fontsize=9)
+    return figure
+
+
+def timeline_figure(step: StepTime) -> Figure:
+    """Draw one step: the share of each moment that a category takes, stacked; compute and its waits fill their row.
+
+    The area of a category is its time.
+
+    Raises:
+      ConfigError: matplotlib is not installed.
+    """
+    spent = seconds_of_labels(step.timeline)
+    streams = [stream for stream in (COPIES, COMMUNICATION, COMPUTE) if any(key[0] == stream for key in spent)]
+    lines = -(-len(spent) // COLUMNS)
+    figure = new_figure(11, 0.7 + 0.9 * len(streams) + 0.19 * lines)
+    axes = figure.add_subplot(xlim=(0, 1000 * step.step_s), ylim=(-0.5, len(streams) - 0.5))
+    edges = [1000 * step.step_s * i / INTERVALS for i in range(INTERVALS + 1)]
+    tops = {stream: [row - 0.4] * INTERVALS for row, stream in enumerate(streams)}
+    parts = shares(step.timeline, 0.0, step.step_s, INTERVALS)
+    for key in sorted(spent, key=lambda key: (-streams.index(key[0]), key[1] == EXPOSED)):
+        (stream, label), below = key, tops[key[0]]
+        tops[stream] = [low + 0.8 * part for low, part in zip(below, parts[key], strict=True)]
+        axes.fill_between(
+            edges, [*below, below[-1]], [*tops[stream], tops[stream][-1]], step="post", linewidth=0,
+            color=_CATEGORIES.get(label, GRID), label=f"{label}: {1000 * spent[key]:,.1f} ms", gid=f"{stream}: {label}",
+        )  # fmt: skip
+    axes.set_yticks(range(len(streams)), streams)
+    axes.tick_params(length=0)
+    axes.set_xlabel("ms")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.legend(loc="outside upper left", ncols=COLUMNS, frameon=False, fontsize=9)
+    return figure

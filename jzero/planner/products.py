@@ -10,18 +10,18 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.lax import DotAlgorithmPreset
 
-from jzero._compat import inner_jaxprs, without_dead_code
-from jzero.moe.local_experts import OCCUPIED
+from jzero._compat import without_dead_code
+from jzero.kernels.trace import Equation
+from jzero.moe.mixture import OCCUPIED
+from jzero.step.update import SCOPE as UPDATE
 from jzero.tracing.auto_cast import SCOPE as AUTO_CAST
-from jzero.tracing.source_lines import source_function
-from jzero.update import SCOPE as UPDATE
+from jzero.tracing.equations import UNREAD, TracedOperation, operations
 
 _HALF = (
     DotAlgorithmPreset.F16_F16_F16,
@@ -32,6 +32,17 @@ _HALF = (
 UNNAMED = re.compile(rf"rematted_computation|checkpoint|{OCCUPIED}\d+")
 
 FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER = "forward", "backward", "recomputed", "optimizer"
+
+
+# Kernels of attention -> their products: (of their part, recomputed). The backward pass computes the scores again, and
+# then the gradients of scores, queries, keys and values.
+_ATTENTION = {
+    "dot_product_attention_fwd_wrapper": (2, 0),
+    "dot_product_attention_bwd_wrapper": (4, 1),
+    "flash_mha_fwd_hlo": (2, 0),
+    "flash_mha_bwd_hlo": (4, 1),
+}
+_PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,7 @@ class Products:
 
     @property
     def float32(self) -> int:
-        """How many run in float32."""
+        """The number that runs in float32."""
         return sum(p.times for p in self.all if p.wide)
 
     @property
@@ -123,7 +134,7 @@ def products(traced: jax.stages.Traced) -> Products:
 
 
 class Walk:
-    """A walk through the operations of a traced program.
+    """The products of a traced program, and what else its operations tell.
 
     Attributes:
       found: all products, in the program's order.
@@ -137,39 +148,33 @@ class Walk:
         self.found: list[Product] = []
         self.cast: dict[str, None] = {}
         self.scopes: dict[tuple[str, ...], None] = {}
-        self.unread, self.guesses = Counter[str](), Counter[str]()
-        self._visit(without_dead_code(traced.jaxpr), 1, 1.0, "", "an unknown line")
+        self.unread = Counter[str]()
+        self._guessed: dict[TracedOperation, None] = {}
+        for operation in operations(without_dead_code(traced.jaxpr)):
+            self._note(operation)
+        self.guesses = Counter(operation.name for operation in self._guessed)
 
-    def _visit(self, jaxpr: Any, times: int, share: float, outside: str, caller: str) -> None:
-        """Visit the operations of a jaxpr that runs `times` times, in `share` of its calls, in the scopes `outside`.
-
-        An operation without a line of the model takes the line of its caller.
-        """
-        for eqn in jaxpr.eqns:
-            scope, name = f"{outside}/{eqn.source_info.name_stack}", eqn.primitive.name
-            if AUTO_CAST in scope:
-                self.cast[scope.partition(AUTO_CAST)[2]] = None
-            if name in _UNREAD:
-                self.unread[name] += times
-                continue
-            part = part_of(scope)
-            if part != OPTIMIZER:
-                self.scopes[names_of(scope)] = None
-            for flops, which in _work(eqn, part, occupied(scope)):
-                where, runs = source_function(eqn) or caller, times * share
-                self.found.append(
-                    Product(
-                        where, _is_wide(eqn), times, runs * flops, runs * _bytes(eqn), names_of(scope), which,
-                        name in _ATTENTION,
-                    )
-                )  # fmt: skip
-            inner, before = inner_jaxprs(eqn), len(self.found)
-            passes = times * eqn.params["length"] if name == "scan" else times
-            for body in inner:
-                own = share / len(inner) if name == "cond" else share
-                self._visit(body, passes, own, scope, source_function(eqn) or caller)
-            if name in ("cond", "while") and len(self.found) > before:
-                self.guesses[name] += 1
+    def _note(self, operation: TracedOperation) -> None:
+        eqn, scope, runs = operation.eqn, operation.scope, operation.times * operation.share
+        if AUTO_CAST in scope:
+            self.cast[scope.partition(AUTO_CAST)[2]] = None
+        if operation.name in UNREAD:
+            self.unread[operation.name] += operation.times
+            return
+        part, names = part_of(scope), names_of(scope)
+        if part != OPTIMIZER:
+            self.scopes[names] = None
+        for flops, which in _work(eqn, part, occupied(scope)):
+            fused = operation.name in _ATTENTION
+            size = runs * sum(x.aval.size * x.aval.dtype.itemsize for x in (*eqn.invars, *eqn.outvars))
+            # XLA computes a product in the widest dtype of the operands, unless told otherwise.
+            wide = eqn.params.get("precision") not in _HALF and max(x.aval.dtype.itemsize for x in eqn.invars[:2]) > 2
+            self.found.append(Product(operation.line, wide, operation.times, runs * flops, size, names, which, fused))
+            at = operation.outer
+            while at:
+                if at.name in ("cond", "while"):
+                    self._guessed[at] = None
+                at = at.outer
 
 
 def part_of(scope: str) -> str:
@@ -196,11 +201,11 @@ def names_of(scope: str) -> tuple[str, ...]:
     return tuple(n for n in names if re.fullmatch(r"\w[\w.\-]*", n) and not UNNAMED.fullmatch(n))
 
 
-def _work(eqn: Any, part: str, rows: float) -> Iterator[tuple[float, str]]:
+def _work(eqn: Equation, part: str, rows: float) -> Iterator[tuple[float, str]]:
     """Yield (FLOPs, part) of an operation that is a product of floats; `rows`: the share that a grouped one has."""
     name = eqn.primitive.name
-    if name in _FLOPS and all(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in eqn.invars[:2]):
-        yield _FLOPS[name](eqn) * (rows if name == "ragged_dot_general" else 1.0), part
+    if name in _PRODUCTS and all(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in eqn.invars[:2]):
+        yield _flops(eqn) * (rows if name == "ragged_dot_general" else 1.0), part
     elif name in _ATTENTION:
         forward, again = _ATTENTION[name]
         yield forward * _attention_flops(eqn), part
@@ -208,39 +213,20 @@ def _work(eqn: Any, part: str, rows: float) -> Iterator[tuple[float, str]]:
             yield again * _attention_flops(eqn), RECOMPUTED
 
 
-def _bytes(eqn: Any) -> int:
-    return sum(x.aval.size * x.aval.dtype.itemsize for x in (*eqn.invars, *eqn.outvars))
-
-
-def _is_wide(eqn: Any) -> bool:
-    """Return whether XLA computes a product in float32: in the widest dtype of the operands, unless told otherwise."""
-    return eqn.params.get("precision") not in _HALF and max(x.aval.dtype.itemsize for x in eqn.invars[:2]) > 2
-
-
-def _dot_flops(eqn: Any) -> float:
-    (_, contracted), (_, batch) = eqn.params["dimension_numbers"]
-    return _multiply_adds(eqn, {*contracted, *batch})
-
-
-def _ragged_dot_flops(eqn: Any) -> float:
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
-    return _multiply_adds(eqn, {*contracted, *batch, *numbers.rhs_group_dimensions})
-
-
-def _multiply_adds(eqn: Any, not_free: set[int]) -> float:
+def _flops(eqn: Equation) -> float:
+    """Count the FLOPs of a product; of a convolution padding too, but not the zeros of a strided one's gradient."""
     lhs, rhs = (x.aval.shape for x in eqn.invars[:2])
+    if eqn.primitive.name == "conv_general_dilated":
+        outputs = rhs[eqn.params["dimension_numbers"].rhs_spec[0]]
+        each = prod(rhs) / outputs / prod(eqn.params["lhs_dilation"])
+        return 2.0 * prod(eqn.outvars[0].aval.shape) * each
+    grouped = eqn.params.get("ragged_dot_dimension_numbers")
+    (_, contracted), (_, batch) = grouped.dot_dimension_numbers if grouped else eqn.params["dimension_numbers"]
+    not_free = {*contracted, *batch, *(grouped.rhs_group_dimensions if grouped else ())}
     return 2.0 * prod(lhs) * prod(size for i, size in enumerate(rhs) if i not in not_free)
 
 
-def _conv_flops(eqn: Any) -> float:
-    """Count padding as data, but not the zeros between the elements of a strided convolution's gradient."""
-    kernel, out_features = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"].rhs_spec[0]
-    each = prod(kernel) / kernel[out_features] / prod(eqn.params["lhs_dilation"])
-    return 2.0 * prod(eqn.outvars[0].aval.shape) * each
-
-
-def _attention_flops(eqn: Any) -> float:
+def _attention_flops(eqn: Equation) -> float:
     """Count one of the products of fused attention: of the pairs of query and key that its causal mask leaves.
 
     It skips whole blocks that are masked and computes those on the diagonal whole, a little more than is counted. Other
@@ -254,19 +240,3 @@ def _attention_flops(eqn: Any) -> float:
         rows = np.arange(T)
         pairs = int(np.minimum(np.minimum(rows + 1, S), window or S).sum())
     return 2.0 * B * N * C * pairs
-
-
-# Kernels of attention -> their products: (of their part, recomputed). The backward pass computes the scores again, and
-# then the gradients of scores, queries, keys and values.
-_ATTENTION = {
-    "dot_product_attention_fwd_wrapper": (2, 0),
-    "dot_product_attention_bwd_wrapper": (4, 1),
-    "flash_mha_fwd_hlo": (2, 0),
-    "flash_mha_bwd_hlo": (4, 1),
-}
-_UNREAD = ("pallas_call", "ffi_call", "triton_kernel_call", "custom_call")
-_FLOPS = {
-    "dot_general": _dot_flops,
-    "ragged_dot_general": _ragged_dot_flops,
-    "conv_general_dilated": _conv_flops,
-}

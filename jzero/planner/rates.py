@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from jzero.errors import ConfigError
 from jzero.planner.gpus import GPU, gpu
 
-MEASURED, DATA_SHEET = "measured", "data sheet"
+MEASURED: Literal["measured"] = "measured"
+DATA_SHEET: Literal["data sheet"] = "data sheet"
 _SHARE = 0.70  # of a data sheet's FLOP/s that products sustain in a step (0.69 on the H200, 0.70 on the H100)
 
-Table = tuple[tuple[int, float], ...]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Table = Annotated[tuple[tuple[int, Rate], ...], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -50,34 +54,34 @@ class Rates:
     """
 
     kind: str
-    origin: str
+    origin: Literal["measured", "data sheet"]
     source: str
-    products: tuple[tuple[str, float], ...]
+    products: Annotated[tuple[tuple[str, Rate], ...], Field(min_length=1)]
     attention_forward: Table
     attention_backward: Table
-    elementwise: float
-    reductions: float
-    transposes: float
-    many: float
+    elementwise: Number
+    reductions: Number
+    transposes: Number
+    many: Number
     gather: Table
     scatter: Table
-    permute: float
+    permute: Number
     host_read: Table
     host_update: Table
-    hosts: float = 45e9
-    product_start: float = 4e-6
-    wide_result: float = 0.5
-    row_forward: float = 500.0
-    row_backward: float = 500.0
-    attention_start: float = 20e-6
-    shortest: float = 2.0e-6
-    gap: float = 1.5e-6
-    latency: float = 30e-6
-    slow: float = 0.30
-    late: float = 0.95
-    step: float = 3.5e-3
-    trip: float = 5e-6
-    scale: float = 1.0
+    hosts: Number = 45e9
+    product_start: Number = 4e-6
+    wide_result: Number = 0.5
+    row_forward: Number = 500.0
+    row_backward: Number = 500.0
+    attention_start: Number = 20e-6
+    shortest: Number = 2.0e-6
+    gap: Number = 1.5e-6
+    latency: Number = 30e-6
+    slow: Number = 0.30
+    late: Number = 0.95
+    step: Number = 3.5e-3
+    trip: Number = 5e-6
+    scale: Number = 1.0
 
     @property
     def uncertainty(self) -> float:
@@ -109,14 +113,11 @@ class Rates:
             ConfigError: no such file, not JSON, or a field that is missing, unknown or out of range.
         """
         try:
-            values = json.loads(Path(path).read_text())
+            return _read(Path(path).read_text(), str(path))
         except OSError as error:
             raise ConfigError(
                 f"rates = {str(path)!r}: {error.strerror}; `jzero calibrate --out FILE` writes it"
             ) from error
-        except ValueError as error:
-            raise ConfigError(f"rates = {str(path)!r}: not JSON: {error}") from error
-        return _checked(values, str(path))
 
     def save(self, path: str | Path) -> None:
         """Write the rates as JSON, which `load` reads."""
@@ -181,29 +182,33 @@ def from_data_sheet(name: str, card: GPU) -> Rates:
     if card.compute_capability >= (8, 9):
         products["f8"] = 2 * peak
     known = gpu(H200.kind)
-    compute, memory = peak / (1e12 * known.tflops[0]), card.memory_bandwidth / known.memory_bandwidth
-    pcie = _pcie(card)
-    link = _nvlink(card) / _nvlink(known) if card.nvlinks else _SHARE * pcie / H200.permute
+    link = _nvlink(card) / _nvlink(known) if card.nvlinks else _SHARE * _pcie(card) / H200.permute
+    scaled: dict[str, Any] = {
+        name: _times(factor, getattr(H200, name))
+        for factor, names in (
+            (peak / (1e12 * known.tflops[0]), ("attention_forward", "attention_backward")),
+            (card.memory_bandwidth / known.memory_bandwidth, ("elementwise", "reductions", "transposes", "many")),
+            (link, ("gather", "scatter", "permute")),
+            (_pcie(card) / _pcie(known), ("host_read", "host_update")),
+        )
+        for name in names
+    }
     return replace(
         H200,
         kind=name,
         origin=DATA_SHEET,
         source="data sheet: products x 0.70; the rest at the share of its data sheet that the H200 reaches",
         products=tuple((kind, _SHARE * rate) for kind, rate in products.items()),
-        attention_forward=_times(compute, H200.attention_forward),
-        attention_backward=_times(compute, H200.attention_backward),
-        elementwise=memory * H200.elementwise,
-        reductions=memory * H200.reductions,
-        transposes=memory * H200.transposes,
-        many=memory * H200.many,
-        gather=_times(link, H200.gather),
-        scatter=_times(link, H200.scatter),
-        permute=link * H200.permute,
-        host_read=_times(pcie / _pcie(known), H200.host_read),
-        host_update=_times(pcie / _pcie(known), H200.host_update),
         late=H100.late,
         scale=1.0,
+        **scaled,
     )
+
+
+def at_most(table: Table, n: int) -> float:
+    """Return the rate of the largest measured group of at most n GPUs, or of the smallest."""
+    known = [rate for size, rate in sorted(table) if size <= n]
+    return known[-1] if known else min(table)[1]
 
 
 def _nvlink(card: GPU) -> float:
@@ -217,41 +222,24 @@ def _pcie(card: GPU) -> float:
     return 64e9 if major >= 9 else 32e9 if major == 8 else 16e9
 
 
-def _times(factor: float, table: Table) -> Table:
-    return tuple((key, factor * value) for key, value in table)
+def _times(factor: float, rate: Table | float) -> Table | float:
+    return factor * rate if isinstance(rate, float) else tuple((key, factor * value) for key, value in rate)
 
 
-def _checked(values: Any, path: str) -> Rates:
-    """Make the rates that a file has."""
-    names = {f.name: f for f in fields(Rates)}
-    if not isinstance(values, dict) or set(values) != set(names):
-        given = set(values) if isinstance(values, dict) else set()
+def _read(text: str, path: str) -> Rates:
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"rates = {path!r}: not JSON: {error}") from error
+    names, given = {f.name for f in fields(Rates)}, set(values) if isinstance(values, dict) else set()
+    if names != given:
         raise ConfigError(
-            f"rates = {path!r}: missing {sorted(set(names) - given)}, unknown {sorted(given - set(names))}; "
+            f"rates = {path!r}: missing {sorted(names - given)}, unknown {sorted(given - names)}; "
             "write the file with `jzero calibrate --out FILE`"
         )
-    for name, value in values.items():
-        if name == "origin" and value not in (MEASURED, DATA_SHEET):
-            raise ConfigError(f"{path}: origin = {value!r}: allowed: {MEASURED!r}, {DATA_SHEET!r}")
-        wanted = str if name in ("kind", "origin", "source") else list if names[name].type in _TABLES else float
-        if not _fits(value, wanted, str if name == "products" else int):
-            raise ConfigError(f"{path}: {name} = {value!r}: {_ALLOWED[wanted]}")
-    found: dict[str, Any] = {k: tuple(map(tuple, v)) if isinstance(v, list) else v for k, v in values.items()}
-    return Rates(**found)
-
-
-_TABLES = ("Table", "tuple[tuple[str, float], ...]")
-_ALLOWED = {
-    str: "must be text",
-    float: "must be a finite number, 0 or more",
-    list: "must be a list of [key, number > 0]",
-}
-
-
-def _fits(value: Any, wanted: type, key: type) -> bool:
-    if wanted is str:
-        return isinstance(value, str)
-    if wanted is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
-    rows = isinstance(value, list) and value and all(isinstance(row, list) and len(row) == 2 for row in value)
-    return bool(rows) and all(isinstance(k, key) and _fits(rate, float, key) and rate > 0 for k, rate in value)
+    try:
+        return TypeAdapter(Rates).validate_json(text, strict=True)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = problem["loc"][0]
+        raise ConfigError(f"{path}: {name} = {values[name]!r}: {problem['msg'].removeprefix('Input ')}") from None

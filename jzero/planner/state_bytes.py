@@ -19,26 +19,25 @@ micro-batch, activations. `jzero.planner.memory` gives the peak of the whole pro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jzero import optimizers
-from jzero.mesh import EXPERT, PIPE, TENSOR, ZERO_AXES, replicas
-from jzero.optimizers.compressed import rows_of
+from jzero.config import Config
+from jzero.layout.sharding import ON_DEVICE, ParamLayout, optimizer_layouts, owners
+from jzero.layout.zero import RULES, Rule
+from jzero.mesh import EXPERT, PIPE, TENSOR, ZERO_AXES, make_mesh
+from jzero.model import Model
 from jzero.precision import Precision
-from jzero.sharding import optimizer_layouts, owners
+from jzero.step.train_step import TrainStep, make_train_step
 from jzero.tracing.fp8_weights import large_weights
 from jzero.tree import PyTree, named
-from jzero.zero import ON_DEVICE, RULES, OnHost, ParamLayout, Rule
-
-if TYPE_CHECKING:
-    from jzero.train_step import TrainStep
 
 
 @dataclass(frozen=True)
@@ -73,17 +72,14 @@ class StateBytes:
 
 def bytes_per_device(shapes: PyTree, specs: PyTree, mesh: Mesh) -> int:
     """Compute the bytes per device of a tree of shapes that is sharded by a tree of PartitionSpecs."""
-    leaves = jax.tree.leaves(shapes)
     flat = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
-    return sum(_local_size(x.shape, spec, mesh) * x.dtype.itemsize for x, spec in zip(leaves, flat, strict=True))
+    return sum(_local_bytes(x, spec, mesh) for x, spec in zip(jax.tree.leaves(shapes), flat, strict=True))
 
 
-def _local_size(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> int:
-    size = prod(shape)
-    for axes in spec:
-        for axis in (axes,) if isinstance(axes, str) else axes or ():
-            size //= mesh.shape[axis]  # exact: a spec only names axes that divide its dimension
-    return size
+def _local_bytes(x: jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: Mesh) -> int:
+    axes = jax.tree.leaves(tuple(spec))
+    # Exact: a spec only names axes that divide its dimension.
+    return prod(x.shape) // prod(mesh.shape[axis] for axis in axes) * x.dtype.itemsize
 
 
 def gradient_dtype(stage: Rule, precision: Precision, summed: bool) -> np.dtype:
@@ -99,23 +95,16 @@ def sums_gradients(step: TrainStep) -> bool:
 
 
 def _inside(
-    step: TrainStep,
-    rule: Rule,
-    x: jax.ShapeDtypeStruct,
-    trainable: bool,
-    parts: int,
-    group: int,
-    on_host: OnHost = ON_DEVICE,
-    in_fp8: bool = False,
+    step: TrainStep, layout: ParamLayout, x: jax.ShapeDtypeStruct, parts: int, group: int, in_fp8: bool
 ) -> tuple[float, float]:
-    """Return (bytes of a leaf's compute copy, bytes of its gradient) under a rule, for 1/`parts` of the leaf.
+    """Return (bytes of a leaf's compute copy, bytes of its gradient) under its rule, for 1/`parts` of the leaf.
 
     `group` is the number of devices that ZeRO partitions the leaf over; `in_fp8` whether it is multiplied in fp8.
     """
-    moved = optimizers.own_steps(step.state_shapes.opt_state) is not None  # every device computes at its own parameters
+    rule, trainable, on_host = layout.rule, layout.trainable, layout.on_host
     compute = jnp.dtype(step.precision.compute if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
     # A frozen parameter is there once, unless there is a second copy.
-    copied = rule.plus.secondary > 0 or (trainable and (rule.gather == "step" or compute != x.dtype or moved))
+    copied = rule.plus.secondary > 0 or (trainable and (rule.gather == "step" or compute != x.dtype))
     copied = (copied or on_host.master or in_fp8) and not on_host.in_use
     shares = rule.plus.secondary or (group if rule.gather == "layer" else 1)  # the devices that share it
     gradient = gradient_dtype(rule, step.precision, sums_gradients(step))
@@ -124,16 +113,6 @@ def _inside(
         copied * size * (1 if in_fp8 else compute.itemsize) / shares,
         trainable * size * gradient.itemsize / (group if rule.scatter == "micro_batch" else 1),
     )
-
-
-def _parts(layout: ParamLayout, mesh: Mesh) -> int:
-    """Return the number of parts in which a parameter is used."""
-    own = (*dict(layout.divided), PIPE)
-    return prod(mesh.shape[axis] for axis in own if axis in layout.axes)
-
-
-def _zero_degree(layout: ParamLayout, mesh: Mesh) -> int:
-    return prod(mesh.shape[axis] for axis in layout.group)
 
 
 def names_in_fp8(step: TrainStep) -> frozenset[str]:
@@ -161,19 +140,19 @@ def leaf_bytes(step: TrainStep) -> dict[str, LeafBytes]:
 
     The histories of fp8 count as state of the optimizer.
     """
-    setup, shapes, mesh = step.setup, step.state_shapes, step.mesh
+    shapes, mesh = step.state_shapes, step.mesh
     found = {"": LeafBytes(optimizer=bytes_per_device(shapes.fp8, step.state_specs.fp8, mesh))}
     in_fp8 = names_in_fp8(step)
     for layout, x in zip(jax.tree.leaves(step.layouts), jax.tree.leaves(shapes.params), strict=True):
-        parts = _parts(layout, mesh)
-        master = _local_size(x.shape, layout.spec, mesh) * x.dtype.itemsize
-        there, group = layout.on_host.master, _zero_degree(layout, mesh)
-        inside = _inside(step, layout.rule, x, layout.trainable, parts, group, layout.on_host, layout.name in in_fp8)
+        parts = prod(mesh.shape[axis] for axis in (*dict(layout.divided), PIPE) if axis in layout.axes)  # while used
+        group = prod(mesh.shape[axis] for axis in layout.group)
+        inside = _inside(step, layout, x, parts, group, layout.name in in_fp8)
+        master, there = _local_bytes(x, layout.spec, mesh), layout.on_host.master
         found[layout.name] = LeafBytes(master * (not there), 0, *inside, master * there)
     owner_of = owners(step.layouts)
-    moments = optimizer_layouts(shapes.opt_state, step.layouts, setup.averaging.spec if setup.averaging else None)
+    moments = optimizer_layouts(shapes.opt_state, step.layouts)
     for (name, x), layout in zip(named(shapes.opt_state).items(), jax.tree.leaves(moments), strict=True):
-        owner, size = owner_of(name), _local_size(x.shape, layout.spec, mesh) * x.dtype.itemsize
+        owner, size = owner_of(name), _local_bytes(x, layout.spec, mesh)
         key, there = owner.name if owner else "", layout.on_host.moments
         old = found[key]
         found[key] = old._replace(optimizer=old.optimizer + size * (not there), host=old.host + size * there)
@@ -189,8 +168,7 @@ def host_reads(step: TrainStep) -> int:
     total, passes = 0, 2 * step.batch_sizes.accum
     for layout, x in zip(jax.tree.leaves(step.layouts), jax.tree.leaves(step.state_shapes.params), strict=True):
         if layout.on_host.master:
-            size = _local_size(x.shape, layout.spec, step.mesh) * x.dtype.itemsize
-            total += int(size) * (passes if layout.on_host.in_use else 1)
+            total += _local_bytes(x, layout.spec, step.mesh) * (passes if layout.on_host.in_use else 1)
     return total
 
 
@@ -204,9 +182,8 @@ def state_bytes(step: TrainStep) -> StateBytes:
     ideal, in_fp8 = [], names_in_fp8(step)
     for leaf, x in leaves:
         experts = mesh.shape[EXPERT] if EXPERT in dict(leaf.divided) else 1
-        ideal.append(
-            _inside(step, stage, x, leaf.trainable, parts * experts, group // experts, in_fp8=leaf.name in in_fp8)
-        )
+        layout = replace(leaf, rule=stage, on_host=ON_DEVICE)
+        ideal.append(_inside(step, layout, x, parts * experts, group // experts, leaf.name in in_fp8))
     lies = jax.tree.leaves((specs.params, specs.opt_state), is_leaf=lambda s: isinstance(s, PartitionSpec))
     persistent = sum(
         # A stage that shards state divides experts among the whole group; without one only `expert` divides them.
@@ -215,10 +192,6 @@ def state_bytes(step: TrainStep) -> StateBytes:
         / (1 if stage.shards_state or EXPERT not in jax.tree.leaves(tuple(spec)) else mesh.shape[EXPERT])
         for x, spec in zip(jax.tree.leaves((shapes.params, shapes.opt_state)), lies, strict=True)
     )
-    # Errors of compressed communication have a row for each device, whatever the stage.
-    state = named(shapes.opt_state)
-    errors = sum(state[name].size * state[name].dtype.itemsize for name in rows_of(shapes.opt_state))
-    persistent -= errors
     histories = bytes_per_device(shapes.fp8, specs.fp8, mesh)
     frozen = sum(x.size * x.dtype.itemsize for leaf, x in leaves if not leaf.trainable)
     whole = 0 if stage.gather == "layer" else frozen  # frozen weights are partitioned under stage 3 alone
@@ -229,7 +202,58 @@ def state_bytes(step: TrainStep) -> StateBytes:
         gradients=int(sum(leaf.gradients for leaf in actual)),
         formula=((persistent - whole) / (group if stage.shards_state else 1) + whole) / parts
         + sum(map(sum, ideal))
-        + histories
-        + errors / replicas(mesh),
+        + histories,
         host=step.host_bytes,
     )
+
+
+def zero2(parameters: int, gpus: int, *, offload: bool = False) -> int:
+    """Estimate the bytes of model state per GPU under ZeRO-2."""
+    return 2 * parameters + (0 if offload else int(18 * parameters / gpus))
+
+
+def zero3(parameters: int, largest: int, gpus: int, *, offload: bool = False, offload_params: bool = False) -> int:
+    """Estimate the bytes of model state per GPU under ZeRO-3; `largest`: parameters of the largest layer."""
+    if offload:
+        return 4 * largest + (0 if offload_params else int(2 * parameters / gpus))
+    return 4 * largest + int(18 * parameters / gpus)
+
+
+def deepspeed_estimate(step: TrainStep) -> int | None:
+    """Estimate the bytes per GPU for the config of a step; None where DeepSpeed has no formula (stages 0 and 1).
+
+    A pipeline's stage counts as a model of its own. The largest layer is the largest array of parameters in one layer.
+    """
+    zero, stages = step.config.zero_optimization, step.mesh.shape[PIPE]
+    leaves = jax.tree.leaves(step.layouts)
+    parameters = sum(prod(leaf.shape) for leaf in leaves if not leaf.state) // stages
+    largest = max(prod(leaf.shape[1:] if leaf.stacked else leaf.shape) for leaf in leaves)
+    offload, offload_params = zero.offload_optimizer.device == "cpu", zero.offload_param.device == "cpu"
+    gpus = step.mesh.size // stages
+    if zero.stage == 2:
+        return zero2(parameters, gpus, offload=offload)
+    if zero.stage == 3:
+        return zero3(parameters, largest, gpus, offload=offload, offload_params=offload_params)
+    return None
+
+
+def bytes_by_stage(
+    model: Model, config: Config | dict | str, *, devices: Sequence[jax.Device] | None = None
+) -> dict[int, StateBytes]:
+    """Compute the model-state bytes per device of a model under each ZeRO stage; nothing is compiled.
+
+    Args:
+      model, config: as for `jzero.make_train_step`; the config's own stage does not matter.
+      devices: default `jax.devices()`; `gpu_devices` makes any number of them.
+
+    Raises:
+      ConfigError: a config that does not fit itself, the devices or the model.
+    """
+    config = Config.load(config)
+    mesh = make_mesh(config, devices=devices)
+
+    def at(stage: int) -> StateBytes:
+        zero = config.zero_optimization.model_copy(update={"stage": stage})
+        return state_bytes(make_train_step(model, config.model_copy(update={"zero_optimization": zero}), mesh=mesh))
+
+    return {stage: at(stage) for stage in RULES}

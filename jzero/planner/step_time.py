@@ -17,14 +17,18 @@ import jax
 from jax.sharding import Mesh
 
 from jzero.errors import ConfigError
-from jzero.planner.collectives import KINDS
-from jzero.planner.hlo import Computation, Instruction, Module, read
-from jzero.planner.kernels import HOST, Kernels, UnreadableProgram
+from jzero.planner.collectives import CollectiveCosts, is_collective
+from jzero.planner.hlo import Computation, Instruction, UnreadableProgram, read
+from jzero.planner.kernels import HOST, Cost, Kernels
 from jzero.planner.rates import Rates
-from jzero.planner.timeline import COMMUNICATION, COMPUTE, COPIES, Segment, coarse, repeated
-from jzero.planner.wire import Message, Wire
 
-SLOWED, LOOPS, BETWEEN = "slowed by communication", "loops", "between steps"
+COMPUTE, COMMUNICATION, COPIES = "compute", "communication", "copies"  # the streams
+INTERVALS = 100  # that a chart shows
+_FINER = 16  # intervals of a loop's trips in one of the chart's, which then shows no pattern of how they meet
+
+Segment = tuple[str, str, float, float]  # stream, label, start_s, end_s
+Key = tuple[str, str]  # stream, label
+SLOWED, LOOPS, BETWEEN, EXPOSED = "slowed by communication", "loops", "between steps", "exposed communication"
 
 
 @dataclass(frozen=True, repr=False)
@@ -39,7 +43,8 @@ class StepTime:
         exposed: {kind of collective, or "copies", "host memory": seconds} of exposed_s.
         flops, bytes, wire: per device: FLOPs of products and attention, bytes read and written in memory, bytes sent.
         uncertainty: the share by which the estimate may be off.
-        timeline: (stream, label, start_s, end_s), at most some hundred segments.
+        timeline: (stream, label, start_s, end_s), at most some hundred segments. Compute and its waits ("exposed
+            communication") take the whole step; a label's segments add up to its seconds.
     """
 
     step_s: float
@@ -55,14 +60,12 @@ class StepTime:
 
     def __repr__(self) -> str:
         parts = {**self.by, **{f"exposed {kind}": seconds for kind, seconds in self.exposed.items()}}
-        listed = [
-            f"  {seconds * 1e3:9.2f} ms  {seconds / self.step_s:6.1%}  {name}" for name, seconds in _sorted(parts)
-        ]
         sums = (
             f"{self.flops / 1e12:.2f} TFLOP, {self.bytes / 1e9:.1f} GB of memory traffic, {self.wire / 1e9:.2f} GB sent"
         )
-        head = f"StepTime({self.step_s * 1e3:.1f} ms +- {self.uncertainty:.0%}: {sums})"
-        return "\n".join([head, *listed])
+        lines = [f"StepTime({self.step_s * 1e3:.1f} ms +- {self.uncertainty:.0%}: {sums})"]
+        lines += [f"  {s * 1e3:9.2f} ms  {s / self.step_s:6.1%}  {name}" for name, s in _sorted(parts)]
+        return "\n".join(lines)
 
 
 def step_time(
@@ -95,7 +98,7 @@ def step_time(
     module = read(compiled)
     if not module.scheduled:
         raise ValueError("step_time: the HLO module has no schedule (is_scheduled=true); compile the step for a GPU")
-    walk = _Walk(module, Kernels(module, rates, gpus_per_node), Wire(module, rates, mesh, gpus_per_node), rates)
+    walk = _Walk(Kernels(module, rates, gpus_per_node), CollectiveCosts(module, rates, mesh, gpus_per_node))
     return walk.result(host_bytes, host_reads)
 
 
@@ -110,11 +113,11 @@ class _Walk:
         segments: of the timeline so far.
     """
 
-    def __init__(self, module: Module, kernels: Kernels, wire: Wire, rates: Rates):
-        self.module, self.kernels, self.wire, self.rates = module, kernels, wire, rates
+    def __init__(self, kernels: Kernels, wire: CollectiveCosts):
+        self.module, self.rates, self.kernels, self.wire = kernels.module, kernels.rates, kernels, wire
         self.compute, self.free = 0.0, {COMMUNICATION: 0.0, COPIES: 0.0}
         self.times = 1
-        self.by, self.exposed, self.sums = _totals(), _totals(), _totals()
+        self.by, self.exposed, self.sums = (defaultdict[str, float](float) for _ in range(3))
         self.segments: list[Segment] = []
         self.flying: dict[str, _Flight] = {}
         self.waiting: list[_Flight] = []
@@ -153,7 +156,7 @@ class _Walk:
             if flight := self.flying.pop(op.operands[0], None):
                 self.flying[op.name] = flight  # a done names the update instead of the start
         elif found := self._collective(op, scope):
-            self._send(op, self.wire.message(*found))
+            self._send(op, self.wire.cost(*found))
         elif op.opcode == "while":
             self._loop(op)
         elif op.opcode == "conditional":
@@ -175,15 +178,10 @@ class _Walk:
 
     def _collective(self, op: Instruction, scope: Computation) -> tuple[Instruction, Computation] | None:
         """Return the collective that an instruction is, or wraps, with the computation of its operands."""
-        if op.opcode.removesuffix("-start") in KINDS:
+        if is_collective(op):
             return op, scope
-        if op.opcode in ("async-start", "fusion", "fusion-start"):
-            for name in op.called():
-                inner = self.module.computations[name]
-                for i in inner.values():
-                    if i.opcode.removesuffix("-start") in KINDS:
-                        return i, inner
-        return None
+        called = op.called() if op.opcode in ("async-start", "fusion", "fusion-start") else ()
+        return next(((i, at) for name in called for i, at, *_ in self.module.walk(name) if is_collective(i)), None)
 
     def _spend(self, category: str, seconds: float) -> None:
         self.segments.append((COMPUTE, category, self.compute, self.compute + seconds))
@@ -192,9 +190,9 @@ class _Walk:
 
     # ---------------------------------------------------------------- communication
 
-    def _send(self, op: Instruction, message: Message) -> None:
-        flight = _Flight(COMMUNICATION, message.kind, message.seconds, self.compute)
-        self.sums["wire"] += message.wire * self.times
+    def _send(self, op: Instruction, cost: Cost) -> None:
+        flight = _Flight(COMMUNICATION, cost.category, cost.seconds, self.compute)
+        self.sums["wire"] += cost.bytes * self.times
         self.waiting.append(flight)
         if op.opcode.endswith("-start") and '"is_sync":true' not in op.attributes.replace(" ", ""):
             self.flying[op.name] = flight
@@ -221,6 +219,7 @@ class _Walk:
         if beside and flight.stream == COMMUNICATION:
             self._spend(SLOWED, self.rates.slow * beside)
         if flight.end > self.compute:
+            self.segments.append((COMPUTE, EXPOSED, self.compute, flight.end))
             self.exposed[flight.label] += (flight.end - self.compute) * self.times
             self.compute = flight.end
 
@@ -230,14 +229,14 @@ class _Walk:
         """Walk the body of a loop twice: the first trip, and one that stands for the others."""
         if op.trips is None:
             raise UnreadableProgram(op, "a loop whose number of trips the compiler does not know")
-        bodies = [op.attribute(r"\bbody=%?([\w.\-]+)")]
+        body = op.attribute(r"\bbody=%?([\w.\-]+)")
         self._launch()
         if op.trips:
-            self._trip(bodies[0])
+            self._trip(body)
         if op.trips > 1:
             rest, start, sent, done = op.trips - 1, self.compute, self.free.copy(), len(self.segments)
             self.times *= rest
-            self._trip(bodies[0])
+            self._trip(body)
             self.times //= rest
             length = self.compute - start
             self.segments[done:] = repeated(self.segments[done:], start, self.compute, rest)
@@ -278,9 +277,84 @@ class _Flight:
     end: float = 0.0
 
 
-def _totals() -> defaultdict[str, float]:
-    return defaultdict(float)
-
-
 def _sorted(parts: dict[str, float]) -> list[tuple[str, float]]:
     return sorted(((name, seconds) for name, seconds in parts.items() if seconds), key=lambda item: -item[1])
+
+
+def coarse(segments: list[Segment], most: int = INTERVALS) -> list[Segment]:
+    """Merge segments to at most `most` equal intervals, in each a segment per label with its share of the time.
+
+    >>> coarse([("compute", "a", 0.0, 1.0), ("compute", "a", 1.0, 2.0), ("compute", "b", 2.0, 3.0)])
+    [('compute', 'a', 0.0, 2.0), ('compute', 'b', 2.0, 3.0)]
+    >>> coarse([("compute", "a", 0.0, 1.0), ("compute", "b", 1.0, 2.0), ("compute", "a", 2.0, 4.0)], most=1)
+    [('compute', 'a', 0.0, 3.0), ('compute', 'b', 3.0, 4.0)]
+    """
+    found = []
+    begin, end = min((s[2] for s in segments), default=0.0), max((s[3] for s in segments), default=0.0)
+    for stream in (COMPUTE, COMMUNICATION, COPIES):
+        own = _merged([s for s in segments if s[0] == stream and s[3] > s[2]])
+        found += own if len(own) <= most else _merged(_in_intervals(own, begin, end, most))
+    return found
+
+
+def repeated(segments: list[Segment], start: float, end: float, times: int) -> list[Segment]:
+    """Repeat the segments of one trip from `start` to `end`: more trips than a chart shows as fewer, longer ones."""
+    shown = min(times, INTERVALS)
+    if shown * len(segments) > 8 * _FINER * INTERVALS:
+        segments = coarse(segments, _FINER * INTERVALS // shown)
+    longer, length = times / shown, (end - start) * times / shown
+    return [
+        (stream, label, start + i * length + longer * (a - start), start + i * length + longer * (b - start))
+        for i in range(shown)
+        for stream, label, a, b in segments
+    ]
+
+
+def seconds_of_labels(segments: list[Segment]) -> dict[Key, float]:
+    """Sum the seconds of each stream's labels, the longest first."""
+    found: dict[Key, float] = defaultdict(float)
+    for stream, label, start, end in segments:
+        found[stream, label] += end - start
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def shares(segments: list[Segment], first: float, last: float, count: int) -> dict[Key, list[float]]:
+    """Return the share that each label takes of each of `count` equal intervals between two times.
+
+    >>> shares([("compute", "a", 0.0, 1.0), ("compute", "b", 1.0, 3.0)], 0.0, 4.0, 2)
+    {('compute', 'a'): [0.5, 0.0], ('compute', 'b'): [0.5, 0.5]}
+    """
+    width = (last - first) / count
+    found: dict[Key, list[float]] = defaultdict(lambda: [0.0] * count)
+    for stream, label, start, end in segments:
+        i = min(count - 1, int((start - first) / width))
+        while i < count and first + i * width < end:
+            part = min(end, first + (i + 1) * width) - max(start, first + i * width)
+            found[stream, label][i] += max(0.0, part) / width
+            i += 1
+    return dict(found)
+
+
+def _merged(segments: list[Segment]) -> list[Segment]:
+    """Join neighbours of one label."""
+    found: list[Segment] = []
+    for segment in segments:
+        last = found[-1] if found else None
+        if last and last[1] == segment[1] and segment[2] - last[3] < 1e-9:
+            found[-1] = (*last[:3], segment[3])
+        else:
+            found.append(segment)
+    return found
+
+
+def _in_intervals(segments: list[Segment], first: float, last: float, most: int) -> list[Segment]:
+    """Cut one stream's time into intervals; in each the labels follow one another, and then comes what is idle."""
+    width, made = (last - first) / most, []
+    by_label = shares(segments, first, last, most)
+    for i in range(most):
+        at = first + i * width
+        for (stream, label), found in by_label.items():
+            if found[i]:
+                made.append((stream, label, at, at + found[i] * width))
+                at += found[i] * width
+    return made

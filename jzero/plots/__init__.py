@@ -3,9 +3,17 @@
     jzero.plots.read("runs/first", "runs/second")                # a notebook shows figures and a table
     jzero.plots.read("runs/first", smooth=0.9).write("plots")
 
-matplotlib draws them: pip install 'jzero[plot]'.
+matplotlib draws them: the extra `plot`.
 """
 
-from jzero.plots.history import History as History
-from jzero.plots.page import Plots as Plots
-from jzero.plots.page import read as read
+from typing import Any
+
+__all__ = ["History", "Plots", "read"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from jzero.plots import page  # here, so that `jzero plot --help` does not import NumPy
+
+        return getattr(page, name)
+    raise AttributeError(f"module 'jzero.plots' has no attribute {name!r}")

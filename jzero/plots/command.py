@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from jzero.errors import escaped, one_line
+
 
 def main(argv: Sequence[str]) -> int:
     """Write the plots of runs, and print the files and each run's goodput."""
@@ -26,8 +28,8 @@ def main(argv: Sequence[str]) -> int:
 
     plots = read(*a.runs, metrics=a.metric, x=a.x, smooth=a.smooth)
     for file in plots.write(a.out):
-        print(file)
+        print(escaped(file))
     for history in plots.histories:
         if history.goodput:
-            print(f"{history.name}: {history.goodput}")
+            print(f"{one_line(history.name)}: {history.goodput}")
     return 0

@@ -6,10 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from jzero.display.figure import new_figure
-from jzero.errors import ConfigError
+from jzero.errors import ConfigError, printable, shorten
 from jzero.ledger.goodput import LOSSES, duration
-from jzero.plots.history import EVAL, LOSS, MEMORY, SPEED, TOKENS, History, Point
+from jzero.plots.history import EVAL, LOSS, MEMORY, SPEED, TOKENS, Curve, History
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,6 +30,7 @@ LOST = dict(
 )  # fmt: skip
 AXES = {"step": "step", "samples": "samples", "time": "hours since the first start"}
 GOODPUT = "goodput"
+COLUMNS = 1080  # of a picture, in pixels: 7.2 inches of 150 dots
 _PLAIN = (MEMORY, "lr", "loss_scale", "skipped")  # curves that need no smoothing
 _FIRST = (LOSS, "grad_norm", "lr")
 
@@ -82,39 +85,66 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
     return found
 
 
+def thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return a line that looks like the one through these points, from at most four for each column of pixels.
+
+    These are the first one, the lowest, the highest and the last one, so that no spike is lost.
+
+    >>> [part.size for part in thinned(np.arange(10**5), np.arange(10**5))]
+    [4320, 4320]
+    """
+    if x.size <= 4 * COLUMNS:
+        return x, y
+    y = np.where(np.isfinite(y), y, np.nan)  # drawn as gaps, both
+    column = np.floor((x - x.min()) / max(np.ptp(x), 1e-300) * (COLUMNS - 1))
+    first = np.flatnonzero(np.diff(column, prepend=-1))
+    last = np.append(first[1:], x.size) - 1
+    low, high = (reduce.reduceat(y, first) for reduce in (np.fmin, np.fmax))  # which leave out NaN
+    at, values = (x[first], x[first], x[last], x[last]), (y[first], low, high, y[last])
+    return np.stack(at, 1).ravel(), np.stack(values, 1).ravel()
+
+
 def _curve(axes: Axes, history: History, name: str, x: str, smooth: float, colour: str) -> None:
-    points, run = history.curves[name], _literal(history.name)
-    at, values = [_x(point, x) for point in points], [point.value for point in points]
-    if gaps := [place for place, value in zip(at, values, strict=True) if not math.isfinite(value)]:
+    curve, run, across = history.curves[name], _literal(history.name), axes.get_xaxis_transform()
+    at, values = _x(curve, x), _y(curve)
+    if (gaps := at[~np.isfinite(values)]).size:
         axes.plot(
-            gaps, [0.03] * len(gaps), transform=axes.get_xaxis_transform(), marker="x", markersize=6, color=colour,
+            *thinned(gaps, np.full(gaps.size, 0.03)), transform=across, marker="x", markersize=6, color=colour,
             linestyle="", label=f"{run}, not finite",
         )  # fmt: skip
     if smooth and name not in _PLAIN:
-        axes.plot(at, values, color=colour, linewidth=0.8, alpha=0.25, label=f"_{run}, not smoothed")
-        values = smoothed(values, smooth)
-    axes.plot(at, values, color=colour, linewidth=1.6, label=run, marker="o" if len(points) == 1 else "")
+        axes.plot(*thinned(at, values), color=colour, linewidth=0.8, alpha=0.25, label=f"_{run}, not smoothed")
+        values = np.array(smoothed(values.tolist(), smooth))
+    axes.plot(*thinned(at, values), color=colour, linewidth=1.6, label=run, marker="o" if len(values) == 1 else "")
     if evals := history.curves.get(f"{EVAL}{name}"):
-        label = f"{run}, evaluation"
         axes.plot(
-            [_x(point, x) for point in evals], [point.value for point in evals], color=colour, linewidth=1.2,
-            linestyle="--", marker="o", markersize=3.5, label=label,
+            *thinned(_x(evals, x), _y(evals)), color=colour, linewidth=1.2, linestyle="--", marker="o",
+            markersize=3.5, label=f"{run}, evaluation",
         )  # fmt: skip
-    for restart in history.restarts:
-        axes.axvline(_x(restart.at, x), color=colour, linewidth=0.9, linestyle=":", alpha=0.8, label="_restart")
+    if history.restarts:
+        columns = map(np.array, zip(*(restart.at for restart in history.restarts), strict=True))
+        places, heights = thinned(_x(Curve(*columns), x), np.ones(len(history.restarts)))
+        axes.vlines(places, 0, 1, transform=across, color=colour, linewidth=0.9, linestyle=":", alpha=0.8)
         axes.plot(
-            [_x(restart.at, x)], [1.0], transform=axes.get_xaxis_transform(), clip_on=False, marker="v", markersize=5,
-            color=colour, linestyle="", label="_restart",
+            places, heights, transform=across, clip_on=False, marker="v", markersize=5, color=colour, linestyle="",
+            label="_restart",
         )  # fmt: skip
 
 
 def _literal(text: str) -> str:
-    """Escape what matplotlib does not draw as it is: between two `$` a formula, and labels that begin with `_`."""
-    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
+    """Escape what matplotlib does not draw: controls, a formula between two `$`, labels that begin with `_`."""
+    return (" " if text.startswith("_") else "") + shorten(printable(text), 100).replace("$", r"\$")
 
 
-def _x(point: Point, x: str) -> float:
-    return point.seconds / 3600 if x == "time" and point.seconds is not None else getattr(point, x, point.step)
+def _x(curve: Curve, x: str) -> np.ndarray:
+    """Return the column of a curve for the horizontal axis."""
+    if x == "time" and curve.seconds is not None:
+        return curve.seconds / 3600
+    return curve.samples if x == "samples" else curve.step
+
+
+def _y(curve: Curve) -> np.ndarray:
+    return np.where(np.abs(curve.value) < 1e100, curve.value, np.inf)  # matplotlib cannot divide an axis up to 1e308
 
 
 def _dress(axes: Axes, title: str, x: str) -> None:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import math
 import os
 import re
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jzero import ledger
+import numpy as np
+
 from jzero.errors import ConfigError
 from jzero.ledger import schema
-from jzero.ledger.goodput import Goodput, counted
-from jzero.values.json_lines import number
+from jzero.ledger.columns import CountingSteps, Record, Steps, numbers, stretches
+from jzero.ledger.goodput import Account, Goodput, counted
+from jzero.ledger.read import opened, records_of, runs, uncollected
+from jzero.values.json_lines import as_objects, number
 
 METRICS = "metrics.jsonl"  # of jsonl_monitor
 SPEED, TOKENS, MEMORY = "samples/s", "tokens/s", "peak memory (GiB)"
@@ -34,6 +41,29 @@ class Point(NamedTuple):
     value: float
 
 
+class Curve(NamedTuple):
+    """The values of a curve as columns: a run may have millions; `seconds` as in `Point`, or None for all."""
+
+    step: np.ndarray
+    samples: np.ndarray
+    seconds: np.ndarray | None
+    value: np.ndarray
+
+    def take(self, rows: np.ndarray | list[int]) -> Curve:
+        """Return some of its rows: those of a mask, or at indices."""
+        seconds = None if self.seconds is None else self.seconds[rows]
+        return Curve(self.step[rows], self.samples[rows], seconds, self.value[rows])
+
+    def points(self) -> list[Point]:
+        """Return them one by one."""
+        seconds = [None] * len(self.step) if self.seconds is None else self.seconds.tolist()
+        return list(map(Point, self.step.tolist(), self.samples.tolist(), seconds, self.value.tolist()))
+
+    @property
+    def last(self) -> Point:
+        return self.take([-1]).points()[0]
+
+
 class Restart(NamedTuple):
     """A later start of a run: the state that it continued from, when, and what had ended the one before."""
 
@@ -47,7 +77,7 @@ class History:
 
     Attributes:
       name: in legends and tables.
-      curves: {name: points}: the metrics, `eval_...` of evaluations, `samples/s`, `tokens/s`, `peak memory (GiB)`.
+      curves: {name: values}: the metrics, `eval_...` of evaluations, `samples/s`, `tokens/s`, `peak memory (GiB)`.
       speed: {"samples/s", "tokens/s": the mean}, as far as known, without the first step of each start.
       restarts: in order.
       goodput: None without a ledger.
@@ -55,21 +85,22 @@ class History:
     """
 
     name: str
-    curves: dict[str, list[Point]]
+    curves: dict[str, Curve]
     speed: dict[str, float] = field(default_factory=dict)
     restarts: list[Restart] = field(default_factory=list)
     goodput: Goodput | None = None
-    about: dict[str, Any] = field(default_factory=dict)
+    about: Record = field(default_factory=dict)
 
     @property
     def last(self) -> Point:
         """The last step, with its loss."""
-        return self.curves[LOSS][-1]
+        return self.curves[LOSS].last
 
     def __repr__(self) -> str:
         return f"History({self.name!r}, {self.last.step} steps, loss {self.last.value:.4g})"
 
 
+@uncollected()
 def read_run(run: str | os.PathLike, name: str | None = None) -> History:
     """Read a run: a checkpoint directory with a ledger, or a directory or file of `jsonl_monitor`.
 
@@ -89,7 +120,7 @@ def read_run(run: str | os.PathLike, name: str | None = None) -> History:
             f"{run}: has no records of a run ({schema.FILE} or {METRICS}): set checkpoint.dir in the config, or pass "
             "resume= to initialize, for a ledger; or turn on jsonl_monitor"
         )
-    if not history.curves.get(LOSS):
+    if LOSS not in history.curves:
         raise ConfigError(f"{run}: its records contain no step with a loss yet; plot the run once it has finished one")
     return history
 
@@ -111,108 +142,162 @@ def _place(run: str | os.PathLike) -> Path:
 
 
 def _of_ledger(directory: Path, name: str) -> History:
-    run = ledger.read(directory)
-    run = replace(run, records=counted(run.records))
-    starts = run.of(schema.START)
+    """Read a ledger in parts: a million steps would take gigabytes at once."""
+    # To check the types of a million steps takes seconds; columns with a step of other types fail by themselves.
+    with contextlib.suppress(Exception):
+        return _read(directory, name, unchecked=schema.STEP)
+    return _read(directory, name)
+
+
+def _read(directory: Path, name: str, unchecked: str = "") -> History:
+    found = History(name, {})
+    with opened(directory / schema.FILE) as file:
+        for run in runs(stretches(records_of(file, unchecked))):
+            found = _of_run(name, counted(run))
+    return found
+
+
+def _of_run(name: str, run: Iterable[Record | Steps]) -> History:
+    account, steps, others = Account(), _CurvesOfSteps(), list[Record]()
+    for record in run:
+        account.take(record)
+        if isinstance(record, Steps):
+            steps.add(record)
+            continue
+        others.append(record)
+        if record["kind"] == schema.STATE:
+            steps.drop(record["step"] + 1)
+        if record["kind"] in (schema.START, schema.STATE):
+            steps.restart()
+    starts = [record for record in others if record["kind"] == schema.START]
     origin = starts[0]["began"] if starts else 0.0
-    curves: dict[str, list[Point]] = {}
-    for step in run.steps.values():
-        for metric, value in step.metrics.items():
-            curves.setdefault(metric, []).append(Point(step.step, step.samples, step.time - origin, value))
-    for record in _alive(run.of(schema.EVALUATION), run):
-        for metric, value in record["metrics"].items():
-            point = Point(record["step"], record["samples"], record["time"] - origin, value)
-            curves.setdefault(f"{EVAL}{metric}", []).append(point)
-    spans = _spans(run)
-    for unit in (SPEED, TOKENS):
-        curves[unit] = [
-            Point(chunk[-1].step, chunk[-1].samples, chunk[-1].end - origin, _speed(chunk)[unit])
-            for chunk in _chunks(spans)
-            if unit in _speed(chunk)
-        ]
-    curves[MEMORY] = [
-        Point(r["step"], r["samples"], r["time"] - origin, r["peak"] / 2**30)
-        for r in _alive(run.of(schema.STEP), run)
-        if "peak" in r
-    ]
-    return History(
-        name, {metric: points for metric, points in curves.items() if points}, _speed(spans),
-        _restarts(run, origin), run.goodput, starts[-1] if starts else {},
-    )  # fmt: skip
+    curves, speed = steps.curves(origin)
+    last = curves[LOSS].last.step if LOSS in curves else math.inf
+    evaluations = _CurvesOfSteps()
+    if alive := _alive([record for record in others if record["kind"] == schema.EVALUATION], last):
+        evaluations.add_metrics(Steps(alive))
+    curves |= {f"{EVAL}{metric}": curve for metric, curve in evaluations.curves(origin)[0].items()}
+    about = starts[-1] if starts else {}
+    return History(name, curves, speed, _restarts(others, origin), account.total(), about)
 
 
-def _alive(records: Iterable[dict[str, Any]], run: ledger.Run) -> list[dict[str, Any]]:
-    """Return the records of steps that count: those that no later state has superseded."""
-    found: list[dict[str, Any]] = []
+class _CurvesOfSteps:
+    """The steps that count: the values of each metric, and what else each step recorded, with its start's number."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, CountingSteps] = defaultdict(CountingSteps)
+        self._steps, self._starts = CountingSteps(), 0
+
+    def restart(self) -> None:
+        """Note that the next step does not follow the last one."""
+        self._starts += 1
+
+    def add(self, steps: Steps) -> None:
+        """Add steps, which supersede those from the first one on."""
+        self.drop(steps.records[0]["step"])
+        at = self.add_metrics(steps)
+        peak, tokens = (steps.column(field, default=math.nan) for field in ("peak", "tokens"))
+        self._steps.add(*at, peak, steps.column("rows"), tokens, np.full(len(peak), self._starts))
+
+    def add_metrics(self, steps: Steps) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Add the metrics alone; return where the records are: their steps, samples and times."""
+        at = steps.column("step", "q"), steps.column("samples", "q"), steps.column("time")
+        metrics = [record["metrics"] for record in steps.records]
+        for name in dict.fromkeys(chain.from_iterable(metrics)):
+            try:
+                self._metrics[name].add(*at, _values(map(itemgetter(name), metrics)))
+            except KeyError:
+                has = [name in found for found in metrics]
+                self._metrics[name].add(*(x[has] for x in at), _values(m[name] for m in metrics if name in m))
+        return at
+
+    def drop(self, step: int) -> None:
+        """Drop the steps from this one on."""
+        for table in (*self._metrics.values(), self._steps):
+            table.drop(step)
+
+    def curves(self, origin: float) -> tuple[dict[str, Curve], dict[str, float]]:
+        """Return the curves, and the mean speeds."""
+        curves = {
+            name: Curve(step, samples, time - origin, value)
+            for name, table in self._metrics.items()
+            for step, samples, time, value in [table.columns() or [np.empty(0)] * 4]
+            if step.size
+        }
+        if not (columns := self._steps.columns()):
+            return curves, {}
+        step, samples, time, peak, rows, tokens, start = columns
+        if (has := ~np.isnan(peak)).any():
+            curves[MEMORY] = Curve(step, samples, time - origin, peak / 2**30).take(has)
+        # The first step of each start has no span, since nobody knows when it began. A step that ends when the one
+        # before it does belongs to the next span.
+        of_starts = np.split(time, np.flatnonzero(np.diff(start)) + 1)
+        seconds = time - np.concatenate([np.append(math.nan, np.fmax.accumulate(x[:-1])) for x in of_starts])
+        ends = np.flatnonzero(~(seconds <= 0))
+        begins = np.append(0, ends[:-1] + 1)
+        rows, tokens = (np.add.reduceat(x[: ends[-1] + 1], begins) for x in (rows, tokens))
+        known = seconds[ends] > 0
+        if not known.any():
+            return curves, {}
+        spans = rows[known], tokens[known], seconds[ends][known]
+        first, ends = _chunks(spans[-1]), ends[known]
+        last = ends[[*(i - 1 for i in first[1:]), -1]]
+        for name, values in _speeds(first, *spans).items():
+            if (has := ~np.isnan(values)).any():
+                curves[name] = Curve(step[last], samples[last], time[last] - origin, values).take(has)
+        return curves, {name: x.item() for name, x in _speeds([0], *spans).items() if not np.isnan(x)}
+
+
+def _values(metric: Iterable[Any]) -> np.ndarray:
+    """Return the values of a metric, which are strings where they are not finite."""
+    found = list(metric)
+    try:
+        return numbers(found)
+    except TypeError:
+        return numbers(map(number, found))
+
+
+def _alive(records: Iterable[Record], last: float) -> list[Record]:
+    """Return the evaluations that count: those up to the last step that no later one has superseded."""
+    found: list[Record] = []
     for record in records:
         while found and found[-1]["step"] >= record["step"] and found[-1]["time"] < record["time"]:
             found.pop()
         found.append(record)
-    return [record for record in found if not run.steps or record["step"] <= max(run.steps)]
+    return [record for record in found if record["step"] <= last]
 
 
-class _Span(NamedTuple):
-    """Steps that follow each other in one start: the last one, what they took in (tokens -1: unknown), the seconds."""
+def _chunks(seconds: np.ndarray) -> list[int]:
+    """Divide spans into points of a curve: return each one's first span; what is left belongs to the last point."""
+    size, first = -(-len(seconds) // MOST), [0]
+    end = size
 
-    step: int
-    samples: int
-    end: float
-    rows: int
-    tokens: int
-    seconds: float
+    def is_enough() -> bool:
+        return end - first[-1] >= FEWEST or sum(seconds[first[-1] : end]) >= SHORTEST
 
-
-def _spans(run: ledger.Run) -> list[_Span]:
-    """Return the steps that count and whose begin is known: all but the first of each start."""
-    found, before, rows, tokens = [], None, 0, 0
-    for record in run.records:
-        if record["kind"] in (schema.START, schema.STATE):
-            before = None
-        elif record["kind"] == schema.STEP:
-            rows += record["rows"]
-            tokens = tokens + record["tokens"] if "tokens" in record and tokens >= 0 else -1
-            counts = record["step"] in run.steps and run.steps[record["step"]].time == record["time"]
-            if before is None or not counts:
-                before, rows, tokens = record["time"], 0, 0
-            elif record["time"] > before:
-                seconds = record["time"] - before
-                found.append(_Span(record["step"], record["samples"], record["time"], rows, tokens, seconds))
-                before, rows, tokens = record["time"], 0, 0
-    return found
+    while end < len(seconds):
+        if is_enough():
+            first.append(end)
+            end += size
+        else:
+            end += 1
+    end = len(seconds)
+    if first[1:] and not is_enough():
+        first.pop()
+    return first
 
 
-def _chunks(spans: list[_Span]) -> list[list[_Span]]:
-    """Divide the spans into points of a curve; what is left at the end belongs to the last one."""
-    size = -(-len(spans) // MOST)
-    found: list[list[_Span]] = [[]]
-    for span in spans:
-        if _is_full(found[-1], size):
-            found.append([])
-        found[-1].append(span)
-    if found[1:] and not _is_full(found[-1], 1):
-        rest = found.pop()
-        found[-1].extend(rest)
-    return [chunk for chunk in found if chunk]
+def _speeds(first: list[int], rows: np.ndarray, tokens: np.ndarray, seconds: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the mean speeds in spans, from each of `first` to the next; NaN where a step does not know its tokens."""
+    rows, tokens, seconds = (np.add.reduceat(x, first) for x in (rows, tokens, seconds))
+    return {SPEED: rows / seconds, TOKENS: tokens / seconds}
 
 
-def _is_full(spans: list[_Span], size: int) -> bool:
-    return len(spans) >= size and (len(spans) >= FEWEST or sum(span.seconds for span in spans) >= SHORTEST)
-
-
-def _speed(spans: list[_Span]) -> dict[str, float]:
-    """Return the mean speed in each unit that all steps know."""
-    seconds = sum(span.seconds for span in spans)
-    speed = {SPEED: sum(span.rows for span in spans) / seconds} if spans else {}
-    if spans and all(span.tokens >= 0 for span in spans):
-        speed[TOKENS] = sum(span.tokens for span in spans) / seconds
-    return speed
-
-
-def _restarts(run: ledger.Run, origin: float) -> list[Restart]:
+def _restarts(records: Iterable[Record], origin: float) -> list[Restart]:
     """Return the starts after the first, each with the state that it continued from."""
     found: list[Restart] = []
     reason, starts, fresh = "", 0, False
-    for record in run.records:
+    for record in records:
         if record["kind"] == schema.FAILURE:
             reason = record["reason"]
         elif record["kind"] == schema.END:
@@ -239,19 +324,20 @@ def _clause(reason: str) -> str:
 # ------------------------------------------------------------------ from the file of jsonl_monitor
 
 
-def _of_metrics(file: Path) -> dict[str, list[Point]]:
+def _of_metrics(file: Path) -> dict[str, Curve]:
     """Read curves by DeepSpeed's event names; a step that is repeated supersedes those from it on."""
-    curves: dict[str, list[Point]] = {}
-    for line in file.read_text(errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-            step, samples = record.pop("step"), record.pop("samples")
-        except (ValueError, KeyError, AttributeError, TypeError):  # torn by a kill, or no line of jsonl_monitor
+    curves: dict[str, list[tuple[int, int, float]]] = {}
+    for record in as_objects(file.read_text(errors="replace").splitlines()):
+        step, samples = record.pop("step", None), record.pop("samples", None)
+        if not schema.is_count(step) or not schema.is_count(samples):  # torn by a kill, or no line of jsonl_monitor
             continue
         for event, value in record.items():
+            if not schema.is_metric(value := number(value)):
+                continue
             metric = event.rpartition("/")[2]
-            points = curves.setdefault(LOSS if metric == "train_loss" else metric, [])
-            while points and points[-1].step >= step:
-                points.pop()
-            points.append(Point(step, samples, None, number(value)))
-    return curves
+            rows = curves.setdefault(LOSS if metric == "train_loss" else metric, [])
+            while rows and rows[-1][0] >= step:
+                rows.pop()
+            rows.append((step, samples, value))
+    columns = {metric: tuple(zip(*rows, strict=True)) for metric, rows in curves.items()}
+    return {m: Curve(np.array(step), np.array(at), None, np.array(x, float)) for m, (step, at, x) in columns.items()}

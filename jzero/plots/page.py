@@ -18,6 +18,7 @@ from jzero.plots.history import History, read_all
 
 DPI = 150
 PAGE = "index.html"
+MOST = 100  # restarts of a run in the list
 WORDS = "what it is"  # the header of a column of words
 
 
@@ -42,33 +43,30 @@ class Plots:
 
     @cached_property
     def images(self) -> dict[str, bytes]:
-        return {name: self._png(name) for name in self._names}
-
-    def _png(self, name: str) -> bytes:
-        stream = io.BytesIO()
-        draw(self.histories, name, self._x, self._smooth).savefig(stream, format="png", dpi=DPI)
-        return stream.getvalue()
+        files = {name: io.BytesIO() for name in self._names}
+        for name, file in files.items():
+            draw(self.histories, name, self._x, self._smooth).savefig(file, format="png", dpi=DPI)
+        return {name: file.getvalue() for name, file in files.items()}
 
     def write(self, out: str | os.PathLike) -> list[Path]:
         """Write a PNG file per plot and the page `index.html` into a directory; return the files."""
-        pages = {PAGE: page(self.histories, self.images).encode()}
-        named = {f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', name).strip('_')}.png": x for name, x in self.images.items()}
+        title = ", ".join(history.name for history in self.histories)
+        pages = {PAGE: document(title, self._repr_html_()).encode(errors="replace")}
+        named = {f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', name).strip('_')[:100]}.png": x for name, x in self.images.items()}
         directory = Path(out).expanduser()
         directory.mkdir(parents=True, exist_ok=True)
-        for file, contents in (named | pages).items():
-            (directory / file).write_bytes(contents)
+        for file, data in (named | pages).items():
+            (directory / file).write_bytes(data)
         return [directory / file for file in named | pages]
 
     def __repr__(self) -> str:
         return f"Plots({', '.join(map(repr, self.histories))}: {', '.join(self._names)})"
 
     def _repr_html_(self) -> str:
-        return body(self.histories, self.images)
+        return styled(*contents(self.histories, self.images))
 
 
-def read(
-    *runs: str | os.PathLike, metrics: Sequence[str] = (), x: str = "step", smooth: float = 0.0
-) -> Plots:  # fmt: skip
+def read(*runs: str | os.PathLike, metrics: Sequence[str] = (), x: str = "step", smooth: float = 0.0) -> Plots:
     """Read runs and plot them.
 
     Args:
@@ -83,30 +81,22 @@ def read(
     return Plots(read_all(runs), metrics, x, smooth)
 
 
-def page(histories: Sequence[History], images: dict[str, bytes]) -> str:
-    """Return the page."""
-    return document(", ".join(history.name for history in histories), body(histories, images))
-
-
-def body(histories: Sequence[History], images: dict[str, bytes]) -> str:
-    """Return the contents of the page, for a notebook."""
-    return styled(*_parts(histories, images))
-
-
-def _parts(histories: Sequence[History], images: dict[str, bytes]) -> Iterator[str]:
+def contents(histories: Sequence[History], images: dict[str, bytes]) -> Iterator[str]:
+    """Yield the parts of the page."""
     yield f"<h1>{escape(', '.join(history.name for history in histories))}</h1>"
     yield table(
         ("run", "steps", "samples", "loss", "speed", "goodput", "wall time", "restarts", "devices"),
         [_row(history) for history in histories],
     )
-    curves = {name: found for name, found in images.items() if name != GOODPUT}
-    yield _plots(curves)
+    yield _plots({name: found for name, found in images.items() if name != GOODPUT})
     if any(history.restarts for history in histories):
         yield "<h2>Restarts</h2><p>A triangle and a dotted line mark where a later start continued.</p><ul>"
         for history in histories:
-            for at, reason in history.restarts:
+            for at, reason in history.restarts[:MOST]:
                 when = f"after {duration(at.seconds)}" if at.seconds is not None else ""
                 yield f"<li>{escape(history.name)}, {when}, from step {at.step}: {escape(reason)}</li>"
+            if more := len(history.restarts[MOST:]):
+                yield f"<li>{escape(history.name)}, and {more:,} more</li>"
         yield "</ul>"
     if GOODPUT in images:
         yield "<h2>Goodput</h2><p>The share of the wall time since the first start in steps that count. Pauses after a "
@@ -123,7 +113,8 @@ def _plots(images: Mapping[str, bytes]) -> str:
 def _row(history: History) -> list[str]:
     last, found, about = history.last, history.goodput, history.about
     mesh = " × ".join(f"{axis} {n}" for axis, n in about.get("mesh", {}).items() if n > 1)
-    devices = f"{about['devices']} {about['device']}" + (f" ({mesh})" if mesh else "") if "devices" in about else "–"
+    known = {"devices", "device"} <= about.keys()
+    devices = f"{about['devices']} {about['device']}" + (f" ({mesh})" if mesh else "") if known else "–"
     return [
         history.name, f"{last.step:,}", f"{last.samples:,}", f"{last.value:.4f}",
         _speed(history.speed),

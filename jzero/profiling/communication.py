@@ -37,10 +37,9 @@ def communication(
         groups.setdefault(alike, []).append(row)
     cells = [_cells(alike, len(group), names) for alike, group in groups.items()]
     columns = [*_LEFT[:4], "devices", "times", "bytes each", "bytes", *_LEFT[4:][: int(names)]]
-    parts = [table(title, columns, cells, left=_LEFT)]
     milliseconds = times(kernels)
     lines = [_total(kind, [row for row in rows if row.kind == kind], milliseconds) for kind in KINDS if kind in kinds]
-    return "\n".join([*parts, *filter(None, lines)])
+    return "\n".join([table(title, columns, cells, left=_LEFT), *filter(None, lines)])
 
 
 def _cells(row: Collective, alike: int, names: bool) -> list[str]:
@@ -85,17 +84,17 @@ def times(kernels: Iterable[Kernel]) -> dict[str, float]:
     ends: dict[str, float] = {}
     found: dict[str, float] = {}
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
-        if kind := kind_of(kernel):
+        if kind := collective_kind(kernel):
             begin = max(kernel.start, ends.get(kind, -math.inf))
             found[kind] = found.get(kind, 0.0) + max(0.0, kernel.end - begin) / 1e6
             ends[kind] = max(kernel.end, ends.get(kind, -math.inf))
     return found
 
 
-def kind_of(kernel: Kernel) -> str:
+def collective_kind(kernel: Kernel) -> str:
     """Return the kind of collective of a kernel; "" if it is none.
 
-    >>> kind_of(Kernel("ncclDevKernel_AllGather_RING_LL(args)", "async-start.3", 0, 1))
+    >>> collective_kind(Kernel("ncclDevKernel_AllGather_RING_LL(args)", "async-start.3", 0, 1))
     'all-gather'
     """
     operation = kernel.operation.replace("_", "-")

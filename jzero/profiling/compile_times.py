@@ -1,10 +1,9 @@
-"""What JAX has spent on compiling in this process, and what its cache spared, by JAX's own events."""
+"""Counts the seconds that JAX spends on compiling in this process, and the programs that its cache spares."""
 
 from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
 import jax
 
@@ -16,14 +15,7 @@ _seconds = 0.0
 _cached = 0
 
 
-class _Counted(threading.local):
-    """The time of this thread that is counted: (begin, end) of its events in order, by `time.perf_counter`."""
-
-    def __init__(self) -> None:
-        self.spans: list[tuple[float, float]] = []
-
-
-_counted = _Counted()
+_counted = threading.local()  # spans: [(begin, end)] of this thread's events that are counted, by `time.perf_counter`
 
 
 def seconds() -> float:
@@ -36,17 +28,17 @@ def cached() -> int:
     return _cached
 
 
-def _count(event: str, **_: Any) -> None:
+def _count(event: str, **_: object) -> None:
     global _cached
     _cached += event == CACHE_HIT
 
 
-def _add(event: str, duration_secs: float, **_: Any) -> None:
+def _add(event: str, duration_secs: float, **_: object) -> None:
     global _seconds
     if not event.startswith(EVENTS):
         return
     end = time.perf_counter()
-    begin, spans = end - duration_secs, _counted.spans
+    begin, spans = end - duration_secs, vars(_counted).setdefault("spans", [])
     while spans and spans[-1][1] > begin:  # a constant that was computed while this one traced
         inner_begin, inner_end = spans.pop()
         duration_secs -= inner_end - max(begin, inner_begin)

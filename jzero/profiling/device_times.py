@@ -6,6 +6,7 @@ and the metadata of the compiled program maps the operation to a part of the ste
 
 from __future__ import annotations
 
+import atexit
 import re
 import shutil
 import tempfile
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import jax
 
 from jzero.planner.collectives import KINDS
-from jzero.update import SCOPE
+from jzero.step.update import SCOPE
 
 FORWARD, BACKWARD, UPDATE, OTHER, COLLECTIVES = "forward", "backward", "update", "other", "collectives"
 COMPUTE = (FORWARD, BACKWARD, UPDATE, OTHER)  # other: casts of the masters, sums of gradients, copies
@@ -44,37 +45,64 @@ class DeviceTimes(NamedTuple):
     hidden: float
 
 
-class Profile:
-    """A profile of one device between `start` and `stop`.
+class Session:
+    """A session of JAX's profiler, of which a process has one at a time.
 
     Attributes:
-      kernels: of the first device of this process.
-      problem: why there are none.
+      directory: of its files; "" for a session that does nothing.
+      problem: why there are no files.
+    """
+
+    def __init__(self, directory: str, **levels: int):
+        self.directory, self.problem, self.is_running = directory, "", False
+        self._levels = levels  # fields of `ProfileOptions`
+
+    def start(self) -> None:
+        if self.is_running or self.problem or not self.directory:
+            return
+        options = jax.profiler.ProfileOptions()
+        for name, level in self._levels.items():
+            setattr(options, name, level)
+        try:
+            jax.profiler.start_trace(self.directory, profiler_options=options)
+        except (RuntimeError, OSError) as error:  # the script profiles
+            self.problem = str(error)
+            return
+        self.is_running = True
+        atexit.register(self.stop)  # a run that ends in a session
+
+    def stop(self) -> None:
+        """Write the files."""
+        if self.is_running:
+            self.is_running = False
+            atexit.unregister(self.stop)
+            try:
+                jax.profiler.stop_trace()
+            except (RuntimeError, OSError) as error:  # a full disk must not end the run
+                self.problem = str(error)
+
+
+class Profile(Session):
+    """A profile of the first device of this process.
+
+    Attributes:
+      kernels: that ran between `start` and `stop`.
       is_new: whether they have not been read yet.
     """
 
     def __init__(self) -> None:
+        of_host = 2 if jax.local_devices()[0].platform == "cpu" else 0  # CPU kernels are host events
+        super().__init__(tempfile.mkdtemp(prefix="jzero-profile-"), python_tracer_level=0, host_tracer_level=of_host)
         self.kernels: list[Kernel] = []
-        self.problem, self.is_new = "", True
-        self._directory = ""
-
-    def start(self) -> None:
-        self._directory = tempfile.mkdtemp(prefix="jzero-profile-")
-        options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0
-        options.host_tracer_level = 2 if jax.local_devices()[0].platform == "cpu" else 0  # CPU kernels are host events
-        try:
-            jax.profiler.start_trace(self._directory, profiler_options=options)
-        except RuntimeError as error:  # the script profiles
-            self.problem = str(error)
+        self.is_new = True
 
     def stop(self) -> None:
+        super().stop()
         if not self.problem:
-            jax.profiler.stop_trace()
-            for file in Path(self._directory).rglob("*.xplane.pb"):
+            for file in Path(self.directory).rglob("*.xplane.pb"):
                 self.kernels = _read(file)
             self.problem = "" if self.kernels else "the profiler saw no kernels"
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
 
 def _read(file: Path) -> list[Kernel]:
@@ -92,10 +120,10 @@ def _read(file: Path) -> list[Kernel]:
     return found
 
 
-def parts_of(text: str) -> dict[str, str]:
+def parts_of_instructions(text: str) -> dict[str, str]:
     """Map the instructions of a compiled program (HLO text) to parts of the step; "" for loops and calls.
 
-    >>> parts_of('%dot.3 = f32[2,2] dot(%a, %b), metadata={op_name="jit(step)/transpose(jvp())/dot_general"}')
+    >>> parts_of_instructions('%dot.3 = f32[2] dot(%a), metadata={op_name="jit(step)/transpose(jvp())/dot_general"}')
     {'dot.3': 'backward'}
     """
     found = {}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from math import prod
 
 import jax
 import numpy as np
@@ -13,8 +14,8 @@ from jzero.display.table import quantity, table
 from jzero.mesh import PIPE
 from jzero.model import STACK, WHOLE
 from jzero.planner.gpus import GPUS
-from jzero.planner.products import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTED, Product, Walk
-from jzero.train_step import TrainStep
+from jzero.planner.products import OPTIMIZER, Product, Walk
+from jzero.step.train_step import TrainStep
 
 Path = tuple[str, ...]
 
@@ -132,22 +133,21 @@ def step_flops(step: TrainStep, traced: jax.stages.Traced) -> StepFlops:
       traced: `step.trace(batch_shapes)`.
     """
     walk = Walk(traced)
-    found: dict[Path, Module] = {(): Module(())}
-    for scopes in walk.scopes:
-        for depth in range(len(scopes) + 1):
-            found.setdefault(scopes[:depth], Module(scopes[:depth]))
+    params: Counter[Path] = Counter({path: 0 for scopes in ((), *walk.scopes) for path in _around(scopes)})
+    sums: dict[Path, dict[str, float]] = {path: defaultdict(float) for path in params}
     products = [p for p in walk.found if p.part != OPTIMIZER]
     for p in products:
-        for depth in range(len(p.scopes) + 1):
-            found[p.scopes[:depth]] = _plus(found[p.scopes[:depth]], p)
+        for path in _around(p.scopes):
+            sums[path][p.part] += p.flops  # each of these parts is an attribute of `Module`
+            sums[path]["bytes"] += p.bytes
     for layout in jax.tree.leaves(step.layouts):
         if not layout.state:
-            place = _place(layout.name.split("/"), found)
-            for depth in range(len(place) + 1):
-                module = found[place[:depth]]
-                found[place[:depth]] = replace(module, params=module.params + int(np.prod(layout.shape)))
+            for path in _around(_place(layout.name.split("/"), sums)):
+                params[path] += prod(layout.shape)
+    first = {path: number for number, path in enumerate(sums)}
+    depth_first = sorted(sums, key=lambda path: [first[around] for around in _around(path)])
     return StepFlops(
-        tuple(_depth_first(found)),
+        tuple(Module(path, params[path], **sums[path]) for path in depth_first),
         step.mesh.size,
         sum(p.flops for p in walk.found if p.part == OPTIMIZER),
         np.dtype(step.precision.compute).name,
@@ -156,10 +156,9 @@ def step_flops(step: TrainStep, traced: jax.stages.Traced) -> StepFlops:
     )
 
 
-def _plus(module: Module, p: Product) -> Module:
-    attribute = {FORWARD: "forward", BACKWARD: "backward", RECOMPUTED: "recomputed"}[p.part]
-    added: dict[str, Any] = {attribute: getattr(module, attribute) + p.flops, "bytes": module.bytes + p.bytes}
-    return replace(module, **added)
+def _around(path: Path) -> list[Path]:
+    """List the modules around a module, itself included, the whole step first."""
+    return [path[:depth] for depth in range(len(path) + 1)]
 
 
 def _place(name: list[str], found: Iterable[Path]) -> Path:
@@ -168,14 +167,11 @@ def _place(name: list[str], found: Iterable[Path]) -> Path:
     The layers' parameters belong to the modules in the stack, and no others do.
     """
     stacked, name = name[0] == STACK, name[1:] if name[0] in (STACK, "ends") else name
-    base = (STACK,) if stacked else (WHOLE,)
-    best: tuple[int, int, Path] | None = None
-    for path in found:
-        if (STACK in path) == stacked and (matched := _matched(name, path)):
-            best = max(best or (0, 0, ()), (matched, -len(path), path), key=lambda item: item[:2])
-    if best:
-        return best[2]
-    return next((path for path in found if path[-1:] == base), ())
+    inside = [path for path in found if (STACK in path) == stacked]
+    best = max(inside, key=lambda path: (_matched(name, path), -len(path)), default=())
+    if _matched(name, best):
+        return best
+    return next((path for path in found if path[-1:] == (STACK if stacked else WHOLE,)), ())
 
 
 def _matched(name: list[str], path: Path) -> int:
@@ -191,20 +187,6 @@ def _matched(name: list[str], path: Path) -> int:
         position = path.index(part, position) + 1
         matched += 1
     return matched
-
-
-def _depth_first(found: dict[Path, Module]) -> Iterator[Module]:
-    children: dict[Path, list[Path]] = {}
-    for path in found:
-        if path:
-            children.setdefault(path[:-1], []).append(path)
-
-    def visit(path: Path) -> Iterator[Module]:
-        yield found[path]
-        for child in children.get(path, ()):
-            yield from visit(child)
-
-    return visit(())
 
 
 def _largest(rows: list[Module], top: int) -> Iterator[Module]:
@@ -227,7 +209,7 @@ def _notes(walk: Walk, products: list[Product]) -> Iterator[str]:
     if any(p.fused for p in products):
         yield "fused attention counts the pairs of query and key that its mask leaves"
     if walk.guesses["while"]:
-        yield "a loop whose length only its run tells counts as one pass"
+        yield "a loop of a length that is only known in its run counts as one pass"
     if walk.guesses["cond"]:
         yield "a condition counts as the mean of its branches"
     for name, times in walk.unread.items():

@@ -7,21 +7,49 @@ The profiler of a process has one session at a time, so a step has at most one p
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from jzero.config import Config
-from jzero.errors import with_type
+from jzero.config.observed import ProfilerConfig
+from jzero.errors import ConfigError, with_type
+from jzero.files import create, read_file
 from jzero.planner.collectives import KINDS, collectives
 from jzero.profiling.communication import communication
-from jzero.profiling.device_times import DeviceTimes, Profile, device_line, device_times, parts_of
+from jzero.profiling.device_times import DeviceTimes, Profile, Session, device_line, device_times, parts_of_instructions
 from jzero.profiling.flops import step_flops
-from jzero.profiling.trace import Trace
-from jzero.train_step import TrainStep
+from jzero.step.train_step import TrainStep
+
+
+class Trace(Session):
+    """A trace of the steps from `first` to `last`, in files below `output_path`."""
+
+    def __init__(self, section: ProfilerConfig):
+        self.first, self.last = section.steps or (0, -1)
+        writes = section.all_processes or jax.process_index() == 0
+        # XProf names a file after its host, so processes of one host need a directory each.
+        own = f"process_{jax.process_index()}" if section.all_processes and jax.process_count() > 1 else ""
+        directory = str(Path(section.output_path) / own) if writes else ""
+        super().__init__(directory, python_tracer_level=int(section.python))
+
+    def contains(self, step: int) -> bool:
+        """Return whether a step is traced."""
+        return self.first <= step <= self.last
+
+    def line(self) -> str:
+        """Say where the files are."""
+        steps = f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
+        if self.problem:
+            return f"{steps}: no trace: {self.problem}"
+        return f"{steps}: traced to {self.directory}; open it with xprof, or its .trace.json.gz in Perfetto"
+
+
+OUTPUT, TITLE = "flops_profiler.output_file", "FLOPs of step "  # the key, and the begin of what it names
 
 
 class Profiles:
@@ -50,7 +78,9 @@ class Profiles:
         self._seconds, self._first = 0.0, 0
 
     @contextlib.contextmanager
-    def around(self, number: int, part: Callable[[], Any], *, line_due: bool) -> Iterator[bool]:
+    def around(
+        self, number: int, part: Callable[[], AbstractContextManager[object]], *, line_due: bool
+    ) -> Iterator[bool]:
         """Profile a step, if it is its turn; `part` is the context in which that counts as the profile's time.
 
         Args:
@@ -115,12 +145,12 @@ class Profiles:
         text = traced.lower().compile().as_text() or ""
         if profile.problem:
             return f"step {number}: no profile of the device: {profile.problem}"
-        self.times = device_times(profile.kernels, parts_of(text))
+        self.times = device_times(profile.kernels, parts_of_instructions(text))
         return device_line(number, self.times)
 
     def _flops_text(self, number: int, step: TrainStep, traced: jax.stages.Traced) -> str:
         section, found = self._flops, step_flops(step, traced)
-        title = f"FLOPs of step {number}: matrix products on one of {found.devices} devices"
+        title = f"{TITLE}{number}: matrix products on one of {found.devices} devices"
         top = None if section.detailed else section.top_modules
         drawn = found.table(title, section.module_depth, top, plain=section.output_file is not None)
         device = jax.local_devices()[0]
@@ -149,13 +179,26 @@ def _on_gpus() -> bool:
     return jax.local_devices()[0].platform != "cpu"
 
 
+def check_output_file(file: str | Path) -> None:
+    """Raise a ConfigError if the table would replace a file that jzero did not write."""
+    mine = False
+    with contextlib.suppress(OSError):
+        mine = not Path(file).is_symlink() and read_file(file, len(TITLE)) == TITLE.encode()
+    if not mine and os.path.lexists(file):
+        raise ConfigError(f"{OUTPUT} = {str(file)!r}: is not a table that jzero wrote; name another file, or remove it")
+
+
 def _written(text: str, file: str, title: str) -> str:
     """Write a text to a file on process 0; return a line with the path."""
     if jax.process_index():
         return ""
     try:
+        check_output_file(file)
         Path(file).parent.mkdir(parents=True, exist_ok=True)
-        Path(file).write_text(text + "\n")
+        with create(file) as stream:
+            stream.write(text + "\n")
+    except ConfigError as error:
+        return f"{text}\n{error}"
     except OSError as error:  # a profile must not end the run
-        return f"{text}\nflops_profiler.output_file = {file!r}: not written: {error}"
+        return f"{text}\n{OUTPUT} = {file!r}: not written: {error}"
     return f"{title}: written to {file}"

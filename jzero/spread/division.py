@@ -1,22 +1,29 @@
-"""Which dimension of each parameter an axis divides, from a table of regular expressions."""
+"""Which dimension of each parameter `expert` and `tensor` divide, from tables of regular expressions.
+
+A table is the config's or the model's. What a mesh whose devices act as one cannot do yet is an error here too.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import gcd
+from numbers import Integral
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from jzero.config import Config
 from jzero.errors import ConfigError, some_of
-from jzero.mesh import EXPERT
+from jzero.mesh import CONTEXT, EXPERT, GROUP_AXES, PIPE, TENSOR, degrees_text, group_size, present
 from jzero.model import STACK
 from jzero.stored_names import StoredNames, matches
 from jzero.tree import PyTree, named
 
+Shapes = Mapping[str, tuple[int, ...]]  # parameter -> its shape, of one layer's slice if it is in the layer stack
 Held = Mapping[str, tuple[int, int]]  # parameter -> (a dimension, into how many parts an axis divides it)
+NOTHING: Held = MappingProxyType({})
 
 
 class Division(NamedTuple):
@@ -32,53 +39,120 @@ class Division(NamedTuple):
     unfit: dict[str, int | None]
 
 
+class Table(NamedTuple):
+    """A table of the dimensions that an axis divides.
+
+    Attributes:
+      dims: regular expression (`re.search` in a parameter's name) -> dimension, of one layer's slice if the parameter
+        is in the layer stack; negative ones count from the end. The first expression that matches decides.
+      key: names the table in errors.
+      must_fit: whether a dimension that the axis does not divide is an error; else its parameter is replicated.
+    """
+
+    dims: Mapping[str, int]
+    key: str
+    must_fit: bool = True
+
+
+def divided(
+    model: Any, params: PyTree, config: Config, mesh: Mesh, has_stack: bool, searched: bool = False
+) -> dict[str, Division]:
+    """Return axis -> the dimensions that the axis divides: by the config's table, else by the model's.
+
+    A dimension of a model's table that `tensor` does not divide, as a vocabulary of 50,257, is left whole. It is an
+    error in a config's table, and for `expert`: experts that are whole on every device are no expert parallelism.
+
+    Args:
+      searched: whether the config's table for `tensor` was found by trying.
+
+    Raises:
+      ConfigError: no table or one that does not fit, a table without the axis, what does not work with the axes yet.
+    """
+    if group_size(mesh) > 1:
+        axes = present(mesh, *GROUP_AXES)
+        keys = " and ".join(f"mesh.{axis}" for axis in axes)
+        if problems := [f"{degrees_text(mesh, axes)} with {what}" for what in _not_yet(config, mesh, keys)]:
+            raise ConfigError(*problems)
+    shapes = layer_shapes(params, has_stack)
+    experts = divide(EXPERT, model, shapes, config, mesh)
+    held = held_by(experts, mesh)
+    tensor = divide(TENSOR, model, shapes, config, mesh, held)
+    if searched:
+        tensor = tensor._replace(unfit=_undividable(shapes, mesh.shape[TENSOR], held))
+    return {EXPERT: experts, TENSOR: tensor}
+
+
+_EXAMPLES = {
+    EXPERT: '{"regular expression": 0} for the weights that jzero.experts takes, or give the model `divided`',
+    TENSOR: '{"up/kernel": 1, "down/kernel": 0}, or pass example_batch to jzero.from_flax, so that jzero finds one',
+}
+
+
+def divide(axis: str, model: Any, shapes: Shapes, config: Config, mesh: Mesh, held: Held = NOTHING) -> Division:
+    """Return what an axis divides; `held`: what another one divides already."""
+    degree, own = mesh.shape[axis], getattr(config, f"{axis}_parallel").dimensions
+    of_specs = axis == TENSOR and config.tensor_parallel.partition_config.layer_specs
+    key = "tensor_parallel.partition_config" if of_specs else f"{axis}_parallel.dimensions"
+    if degree == 1:
+        if own:
+            raise ConfigError(f"{key}: does nothing on a mesh with {axis} 1; set mesh.{axis}, or leave it out")
+        return Division({}, {})
+    table = own or getattr(model, "divided", {}).get(axis, {})
+    if not table:
+        raise ConfigError(
+            f"mesh.{axis} = {degree}: no table says which dimensions of the parameters it divides; write {key} = "
+            f"{_EXAMPLES[axis]}; the names are {some_of(shapes)}"
+        )
+    key = key if own else f"the model's divided[{axis!r}]"
+    must_fit = bool(own) or axis != TENSOR
+    division = divided_dims(shapes, Table(table, key, must_fit), axis, degree, getattr(model, "names", None), held)
+    if of_state := sorted(set(division.dims) & set(getattr(model, "state", ()))):
+        raise ConfigError(f"{key}: {of_state} are state, which is whole on every device; write a table without them")
+    return division
+
+
+def held_by(experts: Division, mesh: Mesh) -> Held:
+    return {name: (dim, mesh.shape[EXPERT]) for name, dim in experts.dims.items()}
+
+
 def divided_dims(
-    params: PyTree,
-    table: Mapping[str, int],
-    axis: str,
-    degree: int,
-    *,
-    key: str,
-    has_stack: bool,
-    names: StoredNames | None,
-    must_fit: bool = True,
-    held: Held = MappingProxyType({}),
+    shapes: Shapes, table: Table, axis: str, degree: int, names: StoredNames | None = None, held: Held = NOTHING
 ) -> Division:
     """Return the dimension of each parameter that a table names.
 
     Args:
-      params: shapes and dtypes.
-      table: regular expression (`re.search` in a parameter's name) -> dimension, of one layer's slice if the parameter
-        is in the layer stack; negative ones count from the end. The first expression that matches decides.
       axis, degree: the axis of the mesh and its size.
-      key: names the table in errors.
       names: the parameters' names without a layer stack, which expressions may match too.
-      must_fit: whether a dimension that the axis does not divide is an error; else its parameter is replicated.
       held: what another axis divides; a dimension of both must be a multiple of the product.
 
     Raises:
       ConfigError: an expression that matches no parameter, a dimension that a parameter does not have, or that the
         axis does not divide (`must_fit`); one that divides none at all.
     """
-    shapes = {name: _layer_shape(name, x, has_stack) for name, x in named(params).items()}
-    hits = {p: {n for n in shapes if matches(f"{key}: {p!r}", p, n, names)} for p in table}
+    dims, key, must_fit = table
+    hits = {p: {n for n in shapes if matches(f"{key}: {p!r}", p, n, names)} for p in dims}
     if unused := sorted(p for p, of_pattern in hits.items() if not of_pattern):
         raise ConfigError(f"{key}: {unused} match no parameter; the names are {some_of(shapes)}")
     found: dict[str, int] = {}
-    unfit: dict[str, tuple[int, str]] = {}  # with the error
+    unfit: dict[str, int | None] = {}
+    errors = []
     for name, shape in shapes.items():
         pattern = next((p for p, of_pattern in hits.items() if name in of_pattern), None)
-        if pattern is not None:
-            what = f"{key}[{pattern!r}] = {table[pattern]}"
-            dim = _existing(what, name, shape, table[pattern])
-            if shape[dim] % (degree * parts_of(held, name, dim)) == 0:
-                found[name] = dim
-            else:
-                unfit[name] = dim, _unfit(what, name, shape, dim, axis, degree, parts_of(held, name, dim))
-    if unfit and (must_fit or not found):
-        _, error = next(iter(unfit.values()))
-        raise ConfigError(error)
-    return Division(found, {name: dim for name, (dim, _) in unfit.items()})
+        if pattern is None:
+            continue
+        what = f"{key}[{pattern!r}] = {dims[pattern]}"
+        if not -len(shape) <= dims[pattern] < len(shape):
+            raise ConfigError(f"{what}: {name} has the dimensions {list(shape)}; choose one of 0 to {len(shape) - 1}")
+        dim = dims[pattern] % len(shape)
+        others = parts_of(held, name, dim)
+        if shape[dim] % (degree * others) == 0:
+            found[name] = dim
+        else:
+            unfit[name] = dim
+            errors.append(_unfit(f"{name} {list(shape)}", what, shape[dim], axis, degree, others))
+    if errors and (must_fit or not found):
+        raise ConfigError(errors[0])
+    return Division(found, unfit)
 
 
 def parts_of(held: Held, name: str, dim: int) -> int:
@@ -87,13 +161,14 @@ def parts_of(held: Held, name: str, dim: int) -> int:
     return parts if other == dim else 1
 
 
-def _layer_shape(name: str, x: Any, has_stack: bool) -> tuple[int, ...]:
-    return tuple(jnp.shape(x))[has_stack and bool(re.match(f"{STACK}/", name)) :]
+def layer_shapes(params: PyTree, has_stack: bool) -> Shapes:
+    return {
+        name: tuple(jnp.shape(x))[has_stack and name.startswith(f"{STACK}/") :] for name, x in named(params).items()
+    }
 
 
-def undividable(params: PyTree, degree: int, has_stack: bool, held: Held) -> dict[str, int | None]:
+def _undividable(shapes: Shapes, degree: int, held: Held) -> dict[str, int | None]:
     """Return the matrices (parameters of two dimensions or more) no dimension of which `degree` divides -> None."""
-    shapes = {name: _layer_shape(name, x, has_stack) for name, x in named(params).items()}
 
     def fits(name: str, shape: tuple[int, ...]) -> bool:
         return any(size % (degree * parts_of(held, name, dim)) == 0 for dim, size in enumerate(shape))
@@ -101,28 +176,52 @@ def undividable(params: PyTree, degree: int, has_stack: bool, held: Held) -> dic
     return {name: None for name, shape in shapes.items() if len(shape) > 1 and not fits(name, shape)}
 
 
-def _existing(what: str, name: str, shape: tuple[int, ...], dim: int) -> int:
-    if not -len(shape) <= dim < len(shape):
-        raise ConfigError(f"{what}: {name} has the dimensions {list(shape)}; choose one of 0 to {len(shape) - 1}")
-    return dim % len(shape)
-
-
-def _unfit(what: str, name: str, shape: tuple[int, ...], dim: int, axis: str, degree: int, others: int) -> str:
+def _unfit(parameter: str, what: str, size: int, axis: str, degree: int, others: int) -> str:
+    """Describe a dimension that an axis does not divide, with what fits."""
     if others > 1:
         return (
-            f"{what}: mesh.{EXPERT} = {others} divides the {shape[dim]} of {name} {list(shape)}, and mesh.{axis} = "
+            f"{what}: mesh.{EXPERT} = {others} divides the {size} of {parameter}, and mesh.{axis} = "
             f"{degree} does not divide a part; choose another dimension, or leave the parameter out of the table"
         )
-    smaller = gcd(shape[dim], degree)
+    smaller = gcd(size, degree)
     if axis == EXPERT:
         fits = f"mesh.{axis} = {smaller}, or " if smaller > 1 else ""
         return (
-            f"{what}: mesh.{axis} = {degree} does not divide the {shape[dim]} of {name} {list(shape)}; what fits: "
+            f"{what}: mesh.{axis} = {degree} does not divide the {size} of {parameter}; what fits: "
             f"{fits}a number of experts that is a multiple of {degree}"
         )
     return (
-        f"{what}: mesh.{axis} = {degree} does not divide the {shape[dim]} of {name} {list(shape)}; "
+        f"{what}: mesh.{axis} = {degree} does not divide the {size} of {parameter}; "
         + (f"{smaller} does; or " if smaller > 1 else "")
         + f"leave the parameter out of the table ({axis}_parallel.dimensions replaces a model's own): it is "
         "replicated, and each device computes its whole product"
     )
+
+
+def check_tables(model: Any) -> None:
+    """Raise a ConfigError unless `divided` of a model, if it has one, is {axis: {regular expression: dimension}}."""
+    tables = getattr(model, "divided", {})
+    if not isinstance(tables, Mapping):
+        raise ConfigError(f"the model's divided = {tables!r}: must be {{axis: {{regular expression: dimension}}}}")
+    for axis, table in tables.items():
+        what = f"the model's divided[{axis!r}]"
+        if axis not in (EXPERT, TENSOR):
+            raise ConfigError(f'{what}: no such axis; choose "{EXPERT}" or "{TENSOR}"')
+        if not isinstance(table, Mapping) or not all(isinstance(dim, Integral) for dim in table.values()):
+            raise ConfigError(f"{what} = {table!r}: must be {{regular expression: dimension}}")
+
+
+def _not_yet(config: Config, mesh: Mesh, keys: str) -> Iterator[str]:
+    """Describe what the config asks for and the axes with these keys do not work with yet, each with the fix."""
+    zero = config.zero_optimization
+    if axes := present(mesh, EXPERT, CONTEXT):  # their devices are among those that ZeRO partitions over
+        or_one = f"not yet supported; remove it, or set {' and '.join(f'mesh.{axis}' for axis in axes)} to 1"
+        if zero.zero_quantized_gradients:
+            yield f"zero_optimization.zero_quantized_gradients = true: {or_one}"
+        if zero.zero_hpz_partition_size > 1:
+            yield f"zero_optimization.zero_hpz_partition_size = {zero.zero_hpz_partition_size}: {or_one}"
+    if config.tensor_parallel.regather and mesh.shape[PIPE] > 1:
+        yield (
+            f"tensor_parallel.regather = true and mesh.pipe = {mesh.shape[PIPE]}: not yet supported; leave it out, or "
+            'write activation_checkpointing.policy "matmuls", which gathers again too'
+        )

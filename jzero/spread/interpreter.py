@@ -7,26 +7,28 @@ from typing import Any
 
 import jax
 
-from jzero._compat import inner_jaxprs, is_constant
+from jzero._compat import inner_jaxprs
 from jzero.errors import ConfigError
-from jzero.fp8.product import CALLS
-from jzero.fp8.quantized import Quantized
-from jzero.spread.chained import Chained
-from jzero.spread.rules import RULES, everywhere
-from jzero.spread.value import Group, Value, dequantized, whole
+from jzero.kernels.fp8 import product
+from jzero.kernels.fp8.quantized import Quantized
+from jzero.kernels.fusion.chains import Chains, form_of
+from jzero.kernels.trace import CALLS, ClosedJaxpr, Equation, Jaxpr, Read, Variable, run_equations
+from jzero.spread.rules import RULES, replicated, results
+from jzero.spread.sharded_array import ModelGroup, ShardedArray, dequantized, undivided, whole
+from jzero.tracing.equations import operations
 from jzero.tracing.source_lines import source_line, source_of
 
 
-def spread(f: Callable, group: Group) -> Callable:
-    """Make `f`, a function of trees of whole arrays, a function of trees of `Value`s; so are its results.
+def spread(f: Callable, group: ModelGroup) -> Callable:
+    """Make `f`, a function of trees of whole arrays, a function of trees of `ShardedArray`s; so are its results.
 
-    An array that is not a Value is the same on every device of the group. Call it inside `jax.shard_map`, manual over
+    An array that is not one is the same on every device of the group. Call it inside `jax.shard_map`, manual over
     the axes of the group, with check_vma=False.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=lambda x: isinstance(x, Value))
-        values = [x if isinstance(x, Value) else whole(x) for x in leaves]
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=lambda x: isinstance(x, ShardedArray))
+        values = [x if isinstance(x, ShardedArray) else whole(x) for x in leaves]
 
         def whole_arrays(*xs: Any) -> Any:
             args, kwargs = jax.tree.unflatten(treedef, xs)
@@ -38,59 +40,86 @@ def spread(f: Callable, group: Group) -> Callable:
     return run
 
 
-def has_own_backward(eqn: Any) -> bool:
+def has_own_backward(eqn: Equation) -> bool:
     """Return whether an equation is, or contains, a function with a backward pass of its own."""
-    return eqn.primitive.name.startswith("custom_vjp_call") or any(
-        has_own_backward(inside) for jaxpr in inner_jaxprs(eqn) for inside in jaxpr.eqns
-    )
+    inside = (operation.name for jaxpr in inner_jaxprs(eqn) for operation in operations(jaxpr))
+    return any(name.startswith("custom_vjp_call") for name in (eqn.primitive.name, *inside))
 
 
-def _named_axes(eqn: Any) -> set[str]:
+def _named_axes(eqn: Equation) -> set[str]:
     """Return the mesh axes over which an equation of the model communicates, or asks for its place."""
     found = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     return {axis for axis in (found if isinstance(found, tuple | list) else (found,)) if isinstance(axis, str)}
 
 
-def _shape(v: Value) -> jax.ShapeDtypeStruct:
+def _shape(v: ShardedArray) -> jax.ShapeDtypeStruct:
     if isinstance(v.x, Quantized):
         return jax.ShapeDtypeStruct(v.shape, v.x.dtype)
     x: Any = jax.typeof(v.x)
     return jax.ShapeDtypeStruct(v.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
 
 
-def interpret(group: Group, closed: Any, values: Sequence[Value]) -> list[Value]:
-    """Run a closed jaxpr on Values."""
-    jaxpr, ledger = closed.jaxpr, group.ledger
-    known: dict[Any, Value] = dict(zip(jaxpr.constvars, map(whole, closed.consts), strict=True))
-    known |= zip(jaxpr.invars, values, strict=True)
+def interpret(group: ModelGroup, closed: ClosedJaxpr, values: Sequence[ShardedArray]) -> list[ShardedArray]:
+    """Run a program on shards."""
+    jaxpr = closed.jaxpr
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(whole, closed.consts), *values], strict=True))
+    chained = _Chained(group, jaxpr, known)
 
-    def read(variables: Sequence[Any]) -> list[Value]:
-        return [whole(v.val) if is_constant(v) else known[v] for v in variables]
-
-    chained = Chained(group, jaxpr, known)
-    for eqn in jaxpr.eqns:
-        if id(eqn) in chained.skipped:
-            continue
-        if chained.takes(eqn):
-            with source_of(eqn), eqn.ctx.manager:
-                known |= zip(eqn.outvars, chained.run(eqn), strict=True)
-            continue
-        operands, name = read(eqn.invars), eqn.primitive.name
-        if own := _named_axes(eqn) & group.degrees.keys():
-            raise ConfigError(
-                f"{source_line(eqn) or 'the model'}: {name} over the mesh axis {min(own)!r}: its devices act as one, "
-                "and a model computes as if on one device; leave it out"
-            )
-        in_fp8 = any(isinstance(v.x, Quantized) for v in operands)
-        if in_fp8 and name not in ("dot_general", *CALLS):
-            operands, in_fp8 = [dequantized(v) for v in operands], False
-        # What is whole stays whole: the primitive runs as it is, with the programs that it contains. The exception is
-        # a backward pass of the model's own, which must see the gradient, not this device's share of it.
-        as_it_is = not in_fp8 and all(v.whole for v in operands) and not (group.size > 1 and has_own_backward(eqn))
-        run = everywhere if as_it_is else RULES.get(name, everywhere)
-        before = ledger.line, ledger.primitive
-        ledger.line, ledger.primitive = source_line(eqn) or ledger.line, name
+    def step(eqn: Equation, read: Read[ShardedArray]) -> list[ShardedArray]:
         with source_of(eqn), eqn.ctx.manager:
-            known |= zip(eqn.outvars, run(group, eqn, operands), strict=True)
-        ledger.line, ledger.primitive = before
-    return read(jaxpr.outvars)
+            return chained.run(eqn) if chained.takes(eqn) else _run(group, eqn, read(eqn.invars))
+
+    eqns = (eqn for eqn in jaxpr.eqns if id(eqn) not in chained.chains.skipped)
+    return run_equations(eqns, known, step, whole)(jaxpr.outvars)
+
+
+def _run(group: ModelGroup, eqn: Equation, operands: list[ShardedArray]) -> list[ShardedArray]:
+    """Run an equation by its rule; the ledger gets its line."""
+    ledger, name = group.ledger, eqn.primitive.name
+    if own := _named_axes(eqn) & group.degrees.keys():
+        raise ConfigError(
+            f"{source_line(eqn) or 'the model'}: {name} over the mesh axis {min(own)!r}: its devices act as one, "
+            "and a model computes as if on one device; leave it out"
+        )
+    in_fp8 = any(isinstance(v.x, Quantized) for v in operands)
+    if in_fp8 and name not in ("dot_general", *CALLS):
+        operands, in_fp8 = [dequantized(v) for v in operands], False
+    # What is whole stays whole: the primitive runs as it is, with the programs that it contains. The exception is
+    # a backward pass of the model's own, which must see the gradient, not this device's share of it.
+    as_it_is = not in_fp8 and all(v.whole for v in operands) and not (group.size > 1 and has_own_backward(eqn))
+    before = ledger.line, ledger.primitive
+    ledger.line, ledger.primitive = source_line(eqn) or ledger.line, name
+    found = (replicated if as_it_is else RULES.get(name, replicated))(group, eqn, operands)
+    ledger.line, ledger.primitive = before
+    return found
+
+
+class _Chained:
+    """The chains of a program with weights in fp8.
+
+    A group of several devices runs the equations one by one: its shards may lie otherwise in each product.
+    """
+
+    def __init__(self, group: ModelGroup, jaxpr: Jaxpr, known: dict[Variable, ShardedArray]):
+        self._group, self._known, self._links = group, known, dict[Variable, product.GradientLink]()
+        alone = group.size == 1
+        self.chains = Chains(jaxpr, lambda v: alone and v in known and isinstance(known[v].x, Quantized))
+        self._sources = {v for chain in self.chains.of.values() for v, _ in chain.sources}
+
+    def takes(self, eqn: Equation) -> bool:
+        """Return whether an equation is one of a chain's products."""
+        return id(eqn) in self.chains.of or eqn.outvars[0] in self._sources
+
+    def run(self, eqn: Equation) -> list[ShardedArray]:
+        """Run the first or the last product of a chain."""
+        chain, out = self.chains.of.get(id(eqn)), eqn.outvars[0]
+        w, dtype = self._known[eqn.invars[1]].x, out.aval.dtype
+        if chain and out not in self._sources:
+            xs = chain.parts([self._known[v].x for v, _ in chain.sources])
+            y = product.mapped_dot_general(chain.f, xs, [self._links[v] for v, _ in chain.sources], w, dtype)
+        else:
+            x = self._known[eqn.invars[0]]
+            form = form_of(eqn.params["dimension_numbers"], (len(x.shape), len(w.shape)), 1)
+            assert form is not None  # noqa: S101  # `Chains` asks for one
+            y, self._links[out] = product.linked_dot_general(x.x, w, form, dtype, self._group.casts(x))
+        return results(eqn, [y.reshape(out.aval.shape)], undivided(out.aval.ndim))

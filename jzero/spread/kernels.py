@@ -8,16 +8,17 @@ the same one. Where they are more than the query heads, they make a ring (`ring`
 from __future__ import annotations
 
 import contextlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jzero.errors import ConfigError
-from jzero.spread import ring
-from jzero.spread.rules import WHOLE_ARRAYS, bind, everywhere, rule
-from jzero.spread.value import Axes, Dims, Group, Value
+from jzero.kernels.trace import Equation
+from jzero.spread.ring import Ring, find_ring, obstacle
+from jzero.spread.rules import WHOLE_ARRAYS, bind, replicated, rule
+from jzero.spread.sharded_array import Axes, Dims, ModelGroup, ShardedArray
 from jzero.values.kinds import either
 
 # Operands of both primitives: query, key, value, bias, and lengths and offsets of the rows; the backward one has in
@@ -25,8 +26,8 @@ from jzero.values.kinds import either
 _KEYS, _BIAS, _SUMS = (1, 2), 3, 10
 
 
-class Form(NamedTuple):
-    """How the operands of attention lie.
+class AttentionDivision(NamedTuple):
+    """The division of attention's operands.
 
     Attributes:
       rows, heads: the axes that divide the rows, and the query heads.
@@ -36,72 +37,70 @@ class Form(NamedTuple):
       ring: the devices that share a divided sequence.
     """
 
+    group: ModelGroup
     rows: Axes
     heads: Axes
     shared: Axes
     at: int
     again: bool = False
-    ring: ring.Ring | None = None
+    ring: Ring | None = None
 
     @property
     def rest(self) -> Axes:
         return self.heads[len(self.shared) :]
 
-    @property
-    def sequence(self) -> Axes:
-        return self.ring.axes if self.ring else ()
+    def dims(self, i: int, v: ShardedArray) -> Dims:
+        """Return the division of operand i: of gradients and outputs too."""
+        sequence = self.ring.axes if self.ring else ()
+        if i == _SUMS:
+            return self.rows, self.heads, sequence
+        if _KEYS[-1] < i < _SUMS:  # a bias [rows or 1, heads or 1, queries, keys], or lengths [rows, ...]
+            by_rows = self.rows if v.shape and v.shape[0] > 1 else ()
+            by_heads = self.heads if i == _BIAS and len(v.shape) == 4 and v.shape[1] > 1 else ()
+            return (by_rows, by_heads, *((),) * len(v.shape))[: len(v.shape)]
+        heads = self.shared if i in _KEYS else self.heads
+        return (self.rows, sequence, heads, ()) if self.at == 2 else (self.rows, heads, sequence, ())
 
-    def dims(self, heads: Axes) -> Dims:
-        return (self.rows, self.sequence, heads, ()) if self.at == 2 else (self.rows, heads, self.sequence, ())
+    def local(self, i: int, v: ShardedArray) -> jax.Array:
+        """Return what the kernel gets of operand i: of keys and values the one head that this device attends to."""
+        x = self.group.place(v, self.dims(i, v)).x
+        if i not in _KEYS or not self.rest or x.shape[self.at] == 1:
+            return x
+        return lax.dynamic_slice_in_dim(x, self._first_head(x.shape[self.at]), 1, self.at)
 
-    @property
-    def sums(self) -> Dims:
-        return self.rows, self.heads, self.sequence
+    def gradient(self, i: int, x: jax.Array, v: ShardedArray) -> ShardedArray:
+        """Return the gradient of operand i; a head or a bias that several devices share gets the sum of theirs."""
+        dims = self.dims(i, v)
+        if i not in _KEYS:
+            sums = tuple(axis for axis in (*self.rows, *self.heads) if all(axis not in axes for axes in dims))
+            return ShardedArray(x, v.shape, dims, sums)
+        heads = v.shape[self.at] // self.group.degree(self.shared)
+        if self.rest and heads > 1:  # of all heads that `shared` leaves, zero but for this device's
+            every = jnp.zeros((*x.shape[: self.at], heads, *x.shape[self.at + 1 :]), x.dtype)
+            x = lax.dynamic_update_slice_in_dim(every, x, self._first_head(heads), self.at)
+        return ShardedArray(x, v.shape, dims, self.rest)
 
-    def beside(self, i: int, v: Value) -> Dims:
-        """Return how a bias [rows or 1, heads or 1, queries, keys] lies, or lengths [rows, ...]."""
-        dims: list[Axes] = [() for _ in v.shape]
-        if v.shape and v.shape[0] > 1:
-            dims[0] = self.rows
-        if i == _BIAS and len(v.shape) == 4 and v.shape[1] > 1:
-            dims[1] = self.heads
-        return tuple(dims)
+    def _first_head(self, heads: int) -> jax.Array:
+        """Return the key-value head that this device attends to, if `rest` divides its query heads further."""
+        return lax.axis_index(self.rest) * heads // self.group.degree(self.rest)
 
 
-@rule("dot_product_attention_fwd_wrapper")
-def attention_forward(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
+@rule("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
+def attention(group: ModelGroup, eqn: Equation, values: list[ShardedArray]) -> list[ShardedArray]:
     if _has_dropout(group, eqn):
-        return everywhere(group, eqn, values)
+        return replicated(group, eqn, values)
     form = _form(group, eqn, values)
-    xs = [_operand(group, form, i, v) for i, v in enumerate(values)]
+    xs = [form.local(i, v) for i, v in enumerate(values)]
+    if len(values) > _SUMS:
+        gradients = form.ring.backward(xs) if form.ring else bind(eqn, xs)
+        return [form.gradient(i, x, values[i]) for i, x in enumerate(gradients)]
     with jax.named_scope(WHOLE_ARRAYS) if form.again else contextlib.nullcontext():
-        found = ring.forward(form.ring, xs) if form.ring else bind(eqn, xs)
-    shapes = [v.aval.shape for v in eqn.outvars]  # in evaluation without the sums
-    return [Value(x, s, d) for x, s, d in zip(found, shapes, (form.dims(form.heads), form.sums), strict=False)]
+        found = form.ring.forward(xs) if form.ring else bind(eqn, xs)
+    divided = (form.dims(i, values[0]) for i in (0, _SUMS))  # in evaluation without the sums
+    return [ShardedArray(x, v.aval.shape, dims) for x, v, dims in zip(found, eqn.outvars, divided, strict=False)]
 
 
-@rule("dot_product_attention_bwd_wrapper")
-def attention_backward(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
-    if _has_dropout(group, eqn):
-        return everywhere(group, eqn, values)
-    form = _form(group, eqn, values)
-    operands = [_operand(group, form, i, v) for i, v in enumerate(values)]
-    xs = ring.backward(form.ring, operands) if form.ring else bind(eqn, operands)
-    gradients = []
-    for i, (x, out) in enumerate(zip(xs, eqn.outvars, strict=True)):
-        if i == 0:
-            gradients.append(Value(x, out.aval.shape, form.dims(form.heads)))
-        elif i in _KEYS:
-            x = _among_heads(group, form, x, out.aval.shape[form.at])
-            gradients.append(Value(x, out.aval.shape, form.dims(form.shared), form.rest))
-        else:  # a bias that several heads or rows share gets the sum of theirs
-            dims = form.beside(i, values[i])
-            missing = tuple(axis for axis in (*form.rows, *form.heads) if all(axis not in axes for axes in dims))
-            gradients.append(Value(x, out.aval.shape, dims, missing))
-    return gradients
-
-
-def _form(group: Group, eqn: Any, values: list[Value]) -> Form:
+def _form(group: ModelGroup, eqn: Equation, values: list[ShardedArray]) -> AttentionDivision:
     """Divide the heads by all axes that divide the heads or the sequence of the queries.
 
     If they do not divide them, or `group.attention` is "ring", those of the sequence make a ring. If that is not
@@ -123,10 +122,10 @@ def _form(group: Group, eqn: Any, values: list[Value]) -> Form:
         rest = group.degree(heads[len(of_keys) :])
         own = query.shape[at] // group.degree(heads), key.shape[at] // group.degree(of_keys) if rest == 1 else 1
         own = (1, 1) if only_ring else own  # no devices beside each other share heads
-        if found := ring.find_ring(group, eqn, values, sequence, at, *own):
-            return Form(query.dims[0], heads, of_keys, at, ring=found)
+        if found := find_ring(group, eqn, values, sequence, at, *own):
+            return AttentionDivision(group, query.dims[0], heads, of_keys, at, ring=found)
     if only_ring:
-        why = ring.obstacle(group, eqn, values, sequence, at) or (
+        why = obstacle(group, eqn, values, sequence, at) or (
             f"a length of {query.shape[3 - at]}; a causal ring needs a multiple of {2 * group.degree(sequence)}, two "
             "parts for each of its devices"
         )
@@ -136,15 +135,15 @@ def _form(group: Group, eqn: Any, values: list[Value]) -> Form:
         )
     if again := fitting < len(axes):
         group.ledger.fall_back()
-    return Form(query.dims[0], axes[:fitting], shared[fitting] or (), at, again)
+    return AttentionDivision(group, query.dims[0], axes[:fitting], shared[fitting] or (), at, again)
 
 
-def _too_few_heads(group: Group, heads: Axes, sequence: Axes, sizes: tuple[int, int]) -> str:
+def _too_few_heads(group: ModelGroup, heads: Axes, sequence: Axes, sizes: tuple[int, int]) -> str:
     """Describe heads that the axes do not divide, with smaller degrees of the sequence's first axis that would."""
     axis, *others = sequence
     fits = []
     for n in range(2, group.degrees[axis]):
-        smaller = Group({**group.degrees, axis: n})
+        smaller = ModelGroup({**group.degrees, axis: n})
         if _shared(smaller, *sizes, (*heads, axis, *others)) is not None:
             fits.append(f"mesh.{axis} = {n}")
     degrees = " and ".join(f"{name} {group.degrees[name]}" for name in (*heads, *sequence))
@@ -155,11 +154,11 @@ def _too_few_heads(group: Group, heads: Axes, sequence: Axes, sizes: tuple[int, 
     )
 
 
-def _place(group: Group) -> str:
+def _place(group: ModelGroup) -> str:
     return group.ledger.line or "an unknown line"
 
 
-def _has_dropout(group: Group, eqn: Any) -> bool:
+def _has_dropout(group: ModelGroup, eqn: Equation) -> bool:
     """Return whether attention drops weights: each device would draw the same mask for its own heads."""
     if eqn.params["dropout_rate"] and group.attention != "auto":
         raise ConfigError(
@@ -169,38 +168,9 @@ def _has_dropout(group: Group, eqn: Any) -> bool:
     return bool(eqn.params["dropout_rate"])
 
 
-def _shared(group: Group, heads: int, kv_heads: int, axes: Axes) -> Axes | None:
+def _shared(group: ModelGroup, heads: int, kv_heads: int, axes: Axes) -> Axes | None:
     """Return which of the axes that divide the query heads divide the key-value heads too; None if they divide none."""
     shared = next(axes[:m] for m in range(len(axes), -1, -1) if group.fits(kv_heads, axes[:m]))
     rest = group.degree(axes[len(shared) :])
     fits = group.fits(heads, axes) and (rest == 1 or rest % (kv_heads // group.degree(shared)) == 0)
     return shared if fits else None
-
-
-def _operand(group: Group, form: Form, i: int, v: Value) -> Any:
-    if i in _KEYS:
-        return _own_head(group, form, group.place(v, form.dims(form.shared)).x)
-    if i == _SUMS:
-        return group.place(v, form.sums).x
-    dims = form.dims(form.heads) if i == 0 or i > _SUMS else form.beside(i, v)
-    return group.place(v, dims).x
-
-
-def _first_head(group: Group, form: Form, heads: int) -> Any:
-    """Return which of the key-value heads this device attends to, if `rest` divides its query heads further."""
-    return lax.axis_index(form.rest) * heads // group.degree(form.rest)
-
-
-def _own_head(group: Group, form: Form, x: Any) -> Any:
-    if not form.rest or x.shape[form.at] == 1:
-        return x
-    return lax.dynamic_slice_in_dim(x, _first_head(group, form, x.shape[form.at]), 1, form.at)
-
-
-def _among_heads(group: Group, form: Form, x: Any, kv_heads: int) -> Any:
-    """Return the gradient of all key-value heads that `shared` leaves, zero but for this device's."""
-    heads = kv_heads // group.degree(form.shared)
-    if not form.rest or heads == 1:
-        return x
-    whole = jnp.zeros((*x.shape[: form.at], heads, *x.shape[form.at + 1 :]), x.dtype)
-    return lax.dynamic_update_slice_in_dim(whole, x, _first_head(group, form, heads), form.at)

@@ -6,17 +6,15 @@ PyTorch's weight is [out, in], JAX's [in, out]: "column" divides the last dimens
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import jax.numpy as jnp
 
 from jzero.config import Config
 from jzero.errors import ConfigError, some_of
 from jzero.mesh import TENSOR
-from jzero.model import STACK
+from jzero.spread.division import layer_shapes
 from jzero.stored_names import StoredNames, matches
-from jzero.tree import PyTree, named
+from jzero.tree import PyTree
 from jzero.values.layer_specs import torch_name
 
 _KEY = "tensor_parallel.partition_config"
@@ -35,7 +33,7 @@ def with_layer_specs(config: Config, model: Any, params: PyTree, has_stack: bool
     section = config.tensor_parallel
     if not (specs := section.partition_config.layer_specs):
         return config
-    names, shapes = getattr(model, "names", None), _layer_shapes(params, has_stack)
+    names, shapes = getattr(model, "names", None), layer_shapes(params, has_stack)
     weights = {name: shape for name, shape in shapes.items() if len(shape) > 1 and not name.endswith("/bias")}
     chosen: dict[str, int | None] = {}
     for i, spec in enumerate(specs):
@@ -52,17 +50,14 @@ def with_layer_specs(config: Config, model: Any, params: PyTree, has_stack: bool
                 chosen |= _of_weight(what, spec, name, shapes)
     if section.partition_config.use_default_specs:
         own = getattr(model, "divided", {}).get(TENSOR, {})
-        chosen |= {name: dim for name, dim in _defaults(own, shapes, names) if name not in chosen}
+        for name in [name for name in shapes if name not in chosen]:
+            fitting = (dim for p, dim in own.items() if matches(f"divided: {p!r}", p, name, names))
+            if (found := next(fitting, None)) is not None:
+                chosen[name] = found
     table = {f"^{re.escape(name)}$": dim for name, dim in chosen.items() if dim is not None}
     if not table:
         raise ConfigError(f"{_KEY}.layer_specs: every spec skips its weights, so nothing is divided; add a column")
     return config.model_copy(update={"tensor_parallel": section.model_copy(update={"dimensions": table})})
-
-
-def _layer_shapes(params: PyTree, has_stack: bool) -> dict[str, tuple[int, ...]]:
-    return {
-        name: tuple(jnp.shape(x))[has_stack and name.startswith(f"{STACK}/") :] for name, x in named(params).items()
-    }
 
 
 def _aliases(name: str, names: StoredNames | None) -> tuple[str, ...]:
@@ -131,12 +126,3 @@ def _with_shape(shape: tuple[int, ...]) -> str:
         f'write "shape": {[first, last, middle]} (PyTorch\'s order) and "partition_dim": 0, 2 or 1 for dimension 0, 1 '
         f"or 2 of {list(shape)}; or "
     )
-
-
-def _defaults(
-    table: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]], names: StoredNames | None
-) -> Iterator[tuple[str, int]]:
-    for name in shapes:
-        found = (dim for p, dim in table.items() if matches(f"divided: {p!r}", p, name, names))
-        if (dim := next(found, None)) is not None:
-            yield name, dim

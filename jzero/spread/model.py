@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jzero.mesh import CONTEXT, EXPERT, GROUP_AXES, TENSOR, group_size
 from jzero.model import ENDS, STACK
 from jzero.spread.interpreter import spread
-from jzero.spread.value import Group, Value, whole
+from jzero.spread.sharded_array import ModelGroup, ShardedArray, undivided, whole
 from jzero.tree import PyTree
 
 
@@ -30,15 +30,15 @@ class SpreadModel:
     """The functions of a model, on shards: `prefix`, `block`, `suffix` and `loss`, and those that decode.
 
     Weights arrive as local shards, as their layouts say. The batch is the same on all devices of the group, and so are
-    the results. What passes between the layers is a tree of `Value`s, with the sequence divided. Decoding passes arrays
-    that are whole on every device, and a cache of `Value`s, which `tensor` may divide.
+    the results. What passes between the layers is a tree of `ShardedArray`s, with the sequence divided. Decoding passes
+    arrays that are whole on every device, and a cache of `ShardedArray`s, which `tensor` may divide.
     """
 
     def __init__(self, model: Any, mesh: Mesh, layouts: PyTree, attention: str = "auto"):
         self.model, self._layouts = model, layouts
         # Dimension 1 of [rows, sequence, width]: `tensor` too, for Megatron's sequence parallelism (arXiv:2205.05198).
         degrees = {axis: mesh.shape[axis] for axis in GROUP_AXES}
-        self.group = Group(degrees, {0: (EXPERT,), 1: (CONTEXT, TENSOR)}, attention)
+        self.group = ModelGroup(degrees, {0: (EXPERT,), 1: (CONTEXT, TENSOR)}, attention)
 
     def __repr__(self) -> str:
         return repr(self.model)
@@ -46,96 +46,91 @@ class SpreadModel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def prefix(self, ends: Any, *args: Any, **kwargs: Any) -> Any:
+    def prefix(self, ends: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return self._passed_on(self._run("prefix", self._weights(ENDS, ends), *self._tokens(args), **kwargs))
 
-    def block(self, layer: Any, *args: Any) -> Any:
+    def block(self, layer: PyTree, *args: PyTree) -> PyTree:
         return self._passed_on(self._run("block", self._weights(STACK, layer), *args))
 
-    def suffix(self, ends: Any, *args: Any, **kwargs: Any) -> Any:
+    def suffix(self, ends: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return self._results(self._run("suffix", self._weights(ENDS, ends), *self._tokens(args), **kwargs))
 
-    def loss(self, params: Any, *args: Any, **kwargs: Any) -> Any:
+    def loss(self, params: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return self._results(self._run("loss", self._weights(None, params), *self._tokens(args), **kwargs))
 
-    def decode(self, params: Any, *args: Any) -> Any:
+    def decode(self, params: PyTree, *args: PyTree) -> PyTree:
         logits, cache = self._run("decode", self._weights(None, params), *args)
         return self._results(logits), self._cached(args[-1], cache)
 
-    def decode_prefix(self, ends: Any, *args: Any) -> Any:
+    def decode_prefix(self, ends: PyTree, *args: PyTree) -> PyTree:
         return self._results(self._run("decode_prefix", self._weights(ENDS, ends), *args))
 
-    def decode_block(self, layer: Any, x: Any, cache: Any) -> Any:
+    def decode_block(self, layer: PyTree, x: PyTree, cache: PyTree) -> tuple[PyTree, PyTree]:
         x, new = self._run("decode_block", self._weights(STACK, layer), x, cache)
         return self._results(x), self._cached(cache, new)
 
-    def decode_suffix(self, ends: Any, *args: Any) -> Any:
+    def decode_suffix(self, ends: PyTree, *args: PyTree) -> PyTree:
         return self._results(self._run("decode_suffix", self._weights(ENDS, ends), *args))
 
     def divide(self, arrays: PyTree, like: PyTree) -> PyTree:
-        """Divide arrays that are whole on every device as these `Value`s."""
+        """Divide arrays that are whole on every device as these are."""
         return jax.tree.map(lambda x, v: self.group.place(whole(x), v.dims), arrays, like)
 
-    def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, name: str, *args: PyTree, **kwargs: PyTree) -> PyTree:
         results = spread(getattr(self.model, name), self.group)(*args, **kwargs)
         self.group.ledger.line, self.group.ledger.primitive = "", name  # for what its results need
         return results
 
-    def _weights(self, part: str | None, weights: Any) -> Any:
+    def _weights(self, part: str | None, weights: PyTree) -> PyTree:
         layouts = self._layouts if part is None else self._layouts[part]
 
-        def value(layout: Any, x: Any) -> Value:
+        def value(layout: Any, x: PyTree) -> ShardedArray:
             shape = tuple(n * self.group.degree(axes) for n, axes in zip(x.shape, layout.held, strict=True))
-            return Value(x, shape, layout.held, weight=True)
+            return ShardedArray(x, shape, layout.held, weight=True)
 
         return jax.tree.map(value, layouts, weights)
 
-    def _tokens(self, args: Any) -> Any:
+    def _tokens(self, args: PyTree) -> PyTree:
         """Divide the rows of a batch over `expert`, and its tokens [rows, sequence] over `context`.
 
         So no device looks up all of them.
         """
         group = self.group
 
-        def part(x: Any) -> Any:
-            if isinstance(x, Value) or not jnp.ndim(x) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        def part(x: PyTree) -> PyTree:
+            if isinstance(x, ShardedArray) or not jnp.ndim(x) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 return x
             is_tokens = jnp.ndim(x) == 2 and jnp.issubdtype(x.dtype, jnp.integer)
-            wanted = {0: (EXPERT,), 1: (CONTEXT,) if is_tokens else ()}
-            dims = [tuple(axis for axis in wanted.get(d, ()) if axis in group.degrees) for d in range(jnp.ndim(x))]
-            dims = [axes if group.fits(size, axes) else () for size, axes in zip(x.shape, dims, strict=True)]
-            return group.place(whole(x), tuple(dims))
+            wanted = [EXPERT, *[CONTEXT] * is_tokens]
+            fits = [axis in group.degrees and group.fits(n, (axis,)) for n, axis in zip(x.shape, wanted, strict=False)]
+            dims = [(axis,) if yes else () for axis, yes in zip(wanted, fits, strict=True)]
+            return group.place(whole(x), (*dims, *undivided(jnp.ndim(x) - len(dims))))
 
         return _map(part, args)
 
-    def _passed_on(self, result: Any) -> Any:
+    def _passed_on(self, result: PyTree) -> PyTree:
         """Return what goes to the next layer as it lies between layers, and a model's new state whole."""
         if getattr(self.model, "state", ()):
             x, new = result
             return self._rested(x), self._results(new)
         return self._rested(result)
 
-    def _rested(self, x: Any) -> Any:
-        def rest(v: Value) -> Value:
-            v = self.group.rested(v)
-            return Value(v.x, v.shape, v.dims)
+    def _rested(self, x: PyTree) -> PyTree:
+        return _map(lambda v: self.group.in_activation_layout(v).activation, x)
 
-        return _map(rest, x)
-
-    def _cached(self, before: Any, new: Any) -> Any:
+    def _cached(self, before: PyTree, new: PyTree) -> PyTree:
         """Return a cache divided as it was before; one of arrays, over `tensor` as the pass left it."""
 
-        def put(old: Any, v: Value) -> Value:
+        def put(old: PyTree, v: ShardedArray) -> ShardedArray:
             v = self.group.summed(v)
-            dims = old.dims if isinstance(old, Value) else tuple((TENSOR,) if TENSOR in axes else () for axes in v.dims)
-            v = self.group.place(v, dims)
-            return Value(v.x, v.shape, v.dims)
+            of_tensor = tuple((TENSOR,) if TENSOR in axes else () for axes in v.dims)
+            return self.group.place(v, old.dims if isinstance(old, ShardedArray) else of_tensor).activation
 
-        return jax.tree.map(put, before, new, is_leaf=lambda x: isinstance(x, Value))
+        return _map(put, before, new)
 
-    def _results(self, x: Any) -> Any:
+    def _results(self, x: PyTree) -> PyTree:
         return _map(lambda v: self.group.undivided(v).x, x)
 
 
-def _map(f: Callable[[Value], Any], tree: Any) -> Any:
-    return jax.tree.map(f, tree, is_leaf=lambda x: isinstance(x, Value))
+def _map(f: Callable[..., PyTree], *trees: PyTree) -> PyTree:
+    return jax.tree.map(f, *trees, is_leaf=lambda x: isinstance(x, ShardedArray))

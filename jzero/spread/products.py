@@ -9,17 +9,18 @@ from typing import Any
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from jzero.fp8 import product
-from jzero.fp8.quantized import Quantized
-from jzero.fusion.form import form_of
-from jzero.spread.rules import bind, everywhere, results, rule
-from jzero.spread.value import Axes, Dims, Group, Value, dequantized
+from jzero.kernels.fp8 import product
+from jzero.kernels.fp8.quantized import Quantized
+from jzero.kernels.fusion.chains import form_of
+from jzero.kernels.trace import Equation
+from jzero.spread.rules import bind, replicated, results, rule, run_local
+from jzero.spread.sharded_array import Axes, Dims, ModelGroup, ShardedArray, dequantized
 
 WHOLE_FACTOR = "whole_factor"  # the scope of what is gathered for products of activations: attention without cuDNN
 
 
 @rule("dot_general")
-def dot_general(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
+def dot_general(group: ModelGroup, eqn: Equation, values: list[ShardedArray]) -> list[ShardedArray]:
     """Megatron's column and row division, and what lies between.
 
     Contracted and batch dimensions are divided alike on both sides; a contracted one makes the result partial. Between
@@ -51,25 +52,25 @@ def dot_general(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
         a, b = (_placed(group, v, tuple(d)) for v, d in ((a, da), (b, db)))
     dims = (*(da[i] for i in lb), *(da[i] for i in free_a), *(db[j] for j in free_b))
     partial = tuple(axis for i in lc for axis in da[i])
-    return results(eqn, _product(eqn, a, b), dims, partial, a.weight and b.weight)
+    return results(eqn, _product(group, eqn, a, b), dims, partial, a.weight and b.weight)
 
 
-def _placed(group: Group, v: Value, dims: Dims) -> Value:
+def _placed(group: ModelGroup, v: ShardedArray, dims: Dims) -> ShardedArray:
     return group.place(v if v.dims == dims else dequantized(v), dims)
 
 
-def _product(eqn: Any, a: Value, b: Value) -> list[Any]:
+def _product(group: ModelGroup, eqn: Equation, a: ShardedArray, b: ShardedArray) -> list[Any]:
     """Multiply what this device holds: in fp8, if one factor is a weight in fp8 and the other an activation."""
     weight = next((i for i, v in enumerate((a, b)) if isinstance(v.x, Quantized)), None)
     if weight is not None:
         w, x = (a, b)[weight], (a, b)[1 - weight]
         form = form_of(eqn.params["dimension_numbers"], (len(a.shape), len(b.shape)), weight)
         if form and not x.weight and x.x.dtype == w.x.dtype:
-            return [product.dot_general(x.x, w.x, form, eqn.outvars[0].aval.dtype, x.casts)]
+            return [product.dot_general(x.x, w.x, form, eqn.outvars[0].aval.dtype, group.casts(x))]
     return bind(eqn, [dequantized(v).x for v in (a, b)])
 
 
-def _either(a: Value, da: Axes, b: Value, db: Axes) -> Axes:
+def _either(a: ShardedArray, da: Axes, b: ShardedArray, db: Axes) -> Axes:
     """Choose how two dimensions that belong together are divided: as a weight, else as the first that is divided."""
     if a.weight != b.weight and (da if a.weight else db):
         return da if a.weight else db
@@ -81,7 +82,7 @@ def _open(axes: Axes, taken: set[str]) -> Axes:
     return tuple(itertools.takewhile(lambda axis: axis not in taken, axes))
 
 
-def _rest(group: Group, v: Value, dims: list[Axes], free: list[int], taken: set[str]) -> None:
+def _rest(group: ModelGroup, v: ShardedArray, dims: list[Axes], free: list[int], taken: set[str]) -> None:
     """Move axes of an activation that would be gathered to where activations rest: heads to the sequence."""
     for axis in sorted(v.axes - taken, key=list(group.degrees).index):
         for i in free:
@@ -92,28 +93,38 @@ def _rest(group: Group, v: Value, dims: list[Axes], free: list[int], taken: set[
 
 
 @rule("conv_general_dilated")
-def convolution(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
-    """Rows and features are divided as in a product; images and windows are whole."""
+def convolution(group: ModelGroup, eqn: Equation, values: list[ShardedArray]) -> list[ShardedArray]:
+    """Rows and features are divided as in a product; images and windows are whole.
+
+    An axis divides groups of features, each with windows of its own, and nothing is summed.
+    """
     p, (x, w) = eqn.params, (group.summed(v) for v in values)
-    numbers = p["dimension_numbers"]
-    rows, features = numbers.lhs_spec[:2]
-    out, into = numbers.rhs_spec[:2]
     if p["batch_group_count"] != 1:
-        return everywhere(group, eqn, values)
-    if p["feature_group_count"] != 1:
-        return _in_groups(group, eqn, x, w)
-    contracted = _either(x, x.dims[features], w, w.dims[into])
-    outputs = _open(w.dims[out], set(contracted))
-    dx, dw, dims = _none(x), _none(w), _none(x)
-    dx[rows] = _open(x.dims[rows], {*contracted, *outputs})
-    dx[features], dw[into], dw[out] = contracted, contracted, outputs
-    dims[numbers.out_spec[0]], dims[numbers.out_spec[1]] = dx[rows], outputs
-    x, w = group.place(x, tuple(dx)), group.place(w, tuple(dw))
-    return results(eqn, bind(eqn, [x.x, w.x]), tuple(dims), contracted, x.weight and w.weight)
+        return replicated(group, eqn, values)
+    count, numbers = p["feature_group_count"], p["dimension_numbers"]
+    (rows, features), (out, into) = numbers.lhs_spec[:2], numbers.rhs_spec[:2]
+    contracted: Axes = ()
+    if count == 1:
+        contracted = _either(x, x.dims[features], w, w.dims[into])
+        outputs = _open(w.dims[out], set(contracted))
+    else:
+        outputs = _either(x, x.dims[features], w, w.dims[out])
+        outputs = outputs if group.fits(count, outputs) else ()
+        count //= group.degree(outputs)
+    of_rows = _open(x.dims[rows], {*contracted, *outputs})
+    of_features = contracted if p["feature_group_count"] == 1 else outputs
+    x = group.place(x, _dims(x, {rows: of_rows, features: of_features}))
+    w = group.place(w, _dims(w, {out: outputs, into: contracted}))
+    dims = _dims(x, {numbers.out_spec[0]: of_rows, numbers.out_spec[1]: outputs})
+    return run_local(eqn, [x, w], dims, contracted, feature_group_count=count)
+
+
+def _dims(v: ShardedArray, divided: dict[int, Axes]) -> Dims:
+    return tuple(divided.get(d, ()) for d in range(len(v.shape)))
 
 
 @rule("fft")
-def fft(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
+def fft(group: ModelGroup, eqn: Equation, values: list[ShardedArray]) -> list[ShardedArray]:
     """The transformed dimensions, the last ones, are whole; what divides them moves to others that it divides."""
     v = group.summed(values[0])
     free = len(v.shape) - len(eqn.params["fft_lengths"])
@@ -127,21 +138,3 @@ def fft(group: Group, eqn: Any, values: list[Value]) -> list[Value]:
     row_major = Layout(tuple(range(len(v.shape))))
     (y,) = bind(eqn, [with_layout_constraint(v.x, row_major)])
     return results(eqn, [with_layout_constraint(y, row_major)], v.dims)
-
-
-def _none(v: Value) -> list[Axes]:
-    return [() for _ in v.shape]
-
-
-def _in_groups(group: Group, eqn: Any, x: Value, w: Value) -> list[Value]:
-    """Convolve groups of features, each with windows of its own: an axis divides the groups, and nothing is summed."""
-    count, numbers = eqn.params["feature_group_count"], eqn.params["dimension_numbers"]
-    rows, features = numbers.lhs_spec[:2]
-    axes = _either(x, x.dims[features], w, w.dims[numbers.rhs_spec[0]])
-    axes = axes if group.fits(count, axes) else ()
-    dx, dw, dims = _none(x), _none(w), _none(x)
-    dx[rows], dx[features], dw[numbers.rhs_spec[0]] = _open(x.dims[rows], set(axes)), axes, axes
-    dims[numbers.out_spec[0]], dims[numbers.out_spec[1]] = dx[rows], axes
-    xs = [group.place(x, tuple(dx)).x, group.place(w, tuple(dw)).x]
-    found = bind(eqn, xs, feature_group_count=count // group.degree(axes))
-    return results(eqn, found, tuple(dims), weight=x.weight and w.weight)

@@ -11,19 +11,21 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain
 from math import prod
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from jzero.config import Config
+from jzero.display.slow_work import slow_work
 from jzero.errors import ConfigError
-from jzero.mesh import TENSOR
+from jzero.kernels.trace import ClosedJaxpr
+from jzero.mesh import EXPERT, TENSOR
 from jzero.model import ENDS, STACK, StackModel, check_model, stack_functions
-from jzero.spread.division import Held, parts_of
+from jzero.spread.division import NOTHING, Held, divide, held_by, layer_shapes, parts_of
 from jzero.spread.interpreter import interpret
-from jzero.spread.value import Dims, Group, Value, undivided
+from jzero.spread.sharded_array import Dims, ModelGroup, ShardedArray, undivided
 from jzero.tree import PyTree, named
 
 HELD = 1e-3  # an element that is held weighs this much beside one that is moved
@@ -31,9 +33,7 @@ SMALL = 0.005  # the smallest matrices, up to this share of the elements, may st
 Choice = int | None
 
 
-def find_dimensions(
-    model: Any, batch_shapes: PyTree, tensor: int, *, held: Held = MappingProxyType({})
-) -> dict[str, int]:
+def find_dimensions(model: Any, batch_shapes: PyTree, tensor: int, *, held: Held = NOTHING) -> dict[str, int]:
     """Find a table for `tensor_parallel.dimensions` by trying.
 
     Every matrix is divided along a dimension that `tensor` divides, if there is one; vectors and very small matrices
@@ -68,6 +68,22 @@ def find_dimensions(
     return table
 
 
+def with_found_dimensions(config: Config, model: Any, mesh: Mesh, params: PyTree, has_stack: bool) -> Config:
+    """Write a table into the config that has none, for a model that has none, by trying (`find_dimensions`).
+
+    A model with an `example_batch` can be tried; others stay as they are.
+    """
+    example, degree = getattr(model, "example_batch", None), mesh.shape[TENSOR]
+    known = config.tensor_parallel.dimensions or getattr(model, "divided", {}).get(TENSOR)
+    if degree == 1 or known or example is None:
+        return config
+    with slow_work(f"trying how to divide the parameters by {degree}"):
+        experts = divide(EXPERT, model, layer_shapes(params, has_stack), config, mesh)
+        table = find_dimensions(model, example, degree, held=held_by(experts, mesh))
+    section = config.tensor_parallel.model_copy(update={"dimensions": table})
+    return config.model_copy(update={"tensor_parallel": section})
+
+
 class _Part(NamedTuple):
     """A function of some parameters, traced.
 
@@ -79,7 +95,7 @@ class _Part(NamedTuple):
 
     names: list[str]
     leaves: list[jax.ShapeDtypeStruct]
-    closed: Any
+    closed: ClosedJaxpr
     rest: list[tuple[jax.ShapeDtypeStruct, bool]]
 
     @property
@@ -92,13 +108,13 @@ def _parts(model: Any, batch: PyTree) -> Iterator[_Part]:
     key = jax.random.key(0)  # as in training: some models draw in any case
     params = jax.eval_shape(model.init, key)
     if not isinstance(model, StackModel):
-        yield _trace(lambda weights, batch: model.loss(weights, batch, key), "", params, batch, ())
+        yield _trace(lambda weights, batch, _: model.loss(weights, batch, key), "", params, batch, ())
         return
     prefix, block, suffix = stack_functions(model)
     layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params[STACK])
     x = jax.eval_shape(lambda ends, batch: prefix(ends, batch, key)[0], params[ENDS], batch)
 
-    def both_ends(ends: PyTree, batch: PyTree, x: PyTree) -> Any:
+    def both_ends(ends: PyTree, batch: PyTree, x: PyTree) -> PyTree:
         return prefix(ends, batch, key)[0], suffix(ends, x, batch, key)[0]
 
     yield _trace(both_ends, f"{ENDS}/", params[ENDS], batch, x)
@@ -106,11 +122,8 @@ def _parts(model: Any, batch: PyTree) -> Iterator[_Part]:
 
 
 def _trace(f: Callable, prefix: str, weights: PyTree, batch: PyTree, x: PyTree) -> _Part:
-    operands = (weights, batch, x) if x != () else (weights, batch)
-    leaves, treedef = jax.tree.flatten(operands)
-    closed = jax.make_jaxpr(lambda *xs: f(*jax.tree.unflatten(treedef, xs)))(*leaves)
+    closed, table = jax.make_jaxpr(f)(weights, batch, x), named(weights)
     rest = [*((v, False) for v in jax.tree.leaves(batch)), *((v, True) for v in jax.tree.leaves(x))]
-    table = named(weights)
     return _Part([prefix + name for name in table], list(table.values()), closed, rest)
 
 
@@ -149,18 +162,17 @@ def _together(part: _Part, choices: Sequence[Sequence[Choice]]) -> list[list[int
 
     State, which stays whole, does not change with parameters of its shape.
     """
-    shapes, names = defaultdict(list), defaultdict(list)
+    shapes, names = defaultdict[Any, list[int]](list), defaultdict[Any, list[int]](list)
     for i, (name, x) in enumerate(part.parameters):
         alike = x.shape, tuple(choices[i])
         shapes[alike].append(i)
         names[_pattern(name), alike].append(i)
-    unique = {tuple(together): None for together in chain(shapes.values(), names.values())}
-    return [list(together) for together in unique]
+    return list(map(list, dict.fromkeys(map(tuple, chain(shapes.values(), names.values())))))
 
 
 def _cost(part: _Part, plan: Sequence[Choice], degree: int) -> float:
     """Count the elements that are moved if the parameters are divided like this, and a little of what is held."""
-    group = Group({TENSOR: degree}, {1: (TENSOR,)})
+    group = ModelGroup({TENSOR: degree}, {1: (TENSOR,)})
     shapes = [*part.leaves, *(x for x, _ in part.rest)]
     dims: list[Dims] = [
         tuple((TENSOR,) if d == at else () for d in range(len(x.shape)))
@@ -168,13 +180,13 @@ def _cost(part: _Part, plan: Sequence[Choice], degree: int) -> float:
     ]
     dims += [group.resting(x.shape) if rests else undivided(len(x.shape)) for x, rests in part.rest]
 
-    def run(*xs: Any) -> tuple[()]:
+    def run(*xs: jax.Array) -> tuple[()]:
         values = [
-            Value(x, whole.shape, lies, weight=i < len(part.leaves))
+            ShardedArray(x, whole.shape, lies, weight=i < len(part.leaves))
             for i, (x, whole, lies) in enumerate(zip(xs, shapes, dims, strict=True))
         ]
         for v in interpret(group, part.closed, values):
-            group.rested(v)
+            group.in_activation_layout(v)
         return ()
 
     specs = tuple(PartitionSpec(*(axes or None for axes in lies)) for lies in dims)

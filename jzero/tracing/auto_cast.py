@@ -9,19 +9,20 @@ framework's automatic mixed precision, and the rest of the loss is left as it is
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from jzero._compat import inner_jaxprs, is_constant
-from jzero.model import WHOLE, Inputs, Model, StackModel, stack_loss, uniform
+from jzero._compat import inner_jaxprs
+from jzero.kernels.trace import CALLS, Equation, Jaxpr, Read, run_equations
+from jzero.model import Inputs, Model, loss_of_passes
 from jzero.tree import PyTree, named, path_name
 
 SCOPE = "jzero_auto_cast:"  # the name of the cast in the program: this, and the name of the array
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
-_CALLS = ("jit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "scan")
 # Operations that keep every element, or scale it: rounding before them is rounding after them. Not a sum, in which a
 # large offset may cancel.
 _LAYOUT = (
@@ -30,7 +31,7 @@ _LAYOUT = (
 )  # fmt: skip
 
 
-def cast_arrays(batch: PyTree, names: Collection[str], dtype: Any) -> PyTree:
+def cast_arrays(batch: PyTree, names: Collection[str], dtype: DTypeLike) -> PyTree:
     """Cast these arrays of a batch."""
 
     def cast(path: tuple, x: jax.Array) -> jax.Array:
@@ -42,7 +43,7 @@ def cast_arrays(batch: PyTree, names: Collection[str], dtype: Any) -> PyTree:
     return jax.tree_util.tree_map_with_path(cast, batch)
 
 
-def wide_arrays(batch: PyTree, dtype: Any) -> list[str]:
+def wide_arrays(batch: PyTree, dtype: DTypeLike) -> list[str]:
     """List the arrays of a batch whose dtype is a wider float than `dtype`."""
     return [
         name
@@ -52,7 +53,7 @@ def wide_arrays(batch: PyTree, dtype: Any) -> list[str]:
 
 
 def inputs_of_products(
-    model: Model, weights: PyTree, inputs: Inputs, key: jax.Array | None, dtype: Any
+    model: Model, weights: PyTree, inputs: Inputs, key: jax.Array | None, dtype: DTypeLike
 ) -> frozenset[str]:
     """Choose the arrays of a batch that the model only multiplies with its half-precision weights.
 
@@ -63,27 +64,22 @@ def inputs_of_products(
       weights, inputs, key: the whole weights in the compute dtype, one micro-batch, its key; only shapes are used.
       dtype: the compute dtype.
     """
-    if not wide_arrays(inputs.batch, dtype):
-        return frozenset()
-
-    def loss(weights: PyTree, inputs: Inputs, key: jax.Array | None) -> Any:
-        if isinstance(model, StackModel):
-            return stack_loss(model, weights, inputs, key)
-        return uniform(model, model.loss, WHOLE)(weights, inputs, key)
+    wide = frozenset(wide_arrays(inputs.batch, dtype))
+    if not wide:
+        return wide
+    loss = loss_of_passes(model)
 
     def uses(cast: Collection[str]) -> _Uses:
         batch = jax.eval_shape(lambda batch: cast_arrays(batch, cast, dtype), inputs.batch)
         jaxpr = jax.make_jaxpr(loss)(weights, inputs._replace(batch=batch), key).jaxpr
-        found = _Uses()
         facts = [_Fact(of_weights=True)] * len(jax.tree.leaves(weights))
         facts += [_Fact(frozenset({name}), of_batch=True) for name in named(inputs.batch)]
-        facts += [_NOTHING] * (len(jaxpr.invars) - len(facts))
-        for fact in found.run(jaxpr, facts):
+        found = _Uses()
+        for fact in found.run(jaxpr, [*facts, *[_NOTHING] * (len(jaxpr.invars) - len(facts))]):
             found.other |= fact.arrays
         return found
 
     try:
-        wide = frozenset(wide_arrays(inputs.batch, dtype))
         plain = uses(())
         chosen = wide & plain.only_products() - plain.only_products(half=True)
         while chosen and chosen != (half := chosen & uses(chosen).only_products(half=True)):
@@ -96,7 +92,7 @@ def inputs_of_products(
 
 
 class _Fact(NamedTuple):
-    """What is known of a variable: the arrays of the batch whose elements it has, and what it depends on."""
+    """The facts about a variable: the arrays of the batch whose elements it has, and what it depends on."""
 
     arrays: frozenset[str] = frozenset()
     of_batch: bool = False
@@ -113,7 +109,7 @@ def _either(*facts: _Fact) -> _Fact:
 
 
 class _Uses:
-    """How a program uses the arrays of the batch.
+    """The uses of the arrays of the batch in a program.
 
     Attributes:
       products: {array: whether all its products with weights are in half precision}.
@@ -128,22 +124,18 @@ class _Uses:
         """Return the arrays that reach only products with weights; with `half`, only those in half precision."""
         return frozenset(name for name, is_half in self.products.items() if is_half >= half) - self.other
 
-    def run(self, jaxpr: Any, facts: Sequence[_Fact]) -> list[_Fact]:
-        known = dict(zip(jaxpr.invars, facts, strict=True))
+    def run(self, jaxpr: Jaxpr, facts: Sequence[_Fact]) -> list[_Fact]:
+        known = dict(zip(jaxpr.invars, facts, strict=True)) | dict.fromkeys(jaxpr.constvars, _NOTHING)
+        return run_equations(jaxpr.eqns, known, self.outputs, lambda _: _NOTHING)(jaxpr.outvars)
 
-        def read(variables: Sequence[Any]) -> list[_Fact]:
-            return [_NOTHING if is_constant(v) else known.get(v, _NOTHING) for v in variables]
-
-        for eqn in jaxpr.eqns:
-            known |= zip(eqn.outvars, self.outputs(eqn, read(eqn.invars)), strict=True)
-        return read(jaxpr.outvars)
-
-    def outputs(self, eqn: Any, facts: list[_Fact]) -> list[_Fact]:
-        name, inner = eqn.primitive.name, inner_jaxprs(eqn)
+    def outputs(self, eqn: Equation, read: Read[_Fact]) -> list[_Fact]:
+        name, inner, facts = eqn.primitive.name, inner_jaxprs(eqn), read(eqn.invars)
         if name == "cond":
             return self.branches(inner, *facts)
-        if name in _CALLS and len(inner) == 1 and len(inner[0].invars) == len(facts):
-            return self.run(inner[0], facts) if name != "scan" else self.scan(eqn, inner[0], facts)
+        if name == "scan":
+            return self.scan(eqn, inner[0], facts)
+        if name in (*CALLS, "custom_jvp_call", "custom_vjp_call") and len(inner[0].invars) == len(facts):
+            return self.run(inner[0], facts)
         arrays, of_batch, of_weights = _either(*facts)
         if name in _PRODUCTS:
             self.multiply(eqn, *facts)
@@ -153,12 +145,12 @@ class _Uses:
             arrays = frozenset()
         return [_Fact(arrays, of_batch, of_weights)] * len(eqn.outvars)
 
-    def branches(self, inner: Sequence[Any], index: _Fact, *facts: _Fact) -> list[_Fact]:
+    def branches(self, inner: Sequence[Jaxpr], index: _Fact, *facts: _Fact) -> list[_Fact]:
         """Follow every branch of a condition."""
         self.other |= index.arrays
         return [_either(*results) for results in zip(*(self.run(branch, facts) for branch in inner), strict=True)]
 
-    def scan(self, eqn: Any, body: Any, facts: list[_Fact]) -> list[_Fact]:
+    def scan(self, eqn: Equation, body: Jaxpr, facts: list[_Fact]) -> list[_Fact]:
         """Follow one pass of a scan, whose carry may depend on the batch after the first."""
         # jax 0.10 and 0.11 have different parameters; what is sliced and stacked has one more dimension outside.
         carry = sum(v.aval.ndim == inner.aval.ndim for v, inner in zip(eqn.outvars, body.outvars, strict=True))
@@ -170,7 +162,7 @@ class _Uses:
             self.other |= fact.arrays
         return results
 
-    def multiply(self, eqn: Any, lhs: _Fact, rhs: _Fact) -> None:
+    def multiply(self, eqn: Equation, lhs: _Fact, rhs: _Fact) -> None:
         half = all(v.aval.dtype.itemsize <= 2 for v in eqn.invars)
         for fact, factor in ((lhs, rhs), (rhs, lhs)):
             if factor.of_weights and not factor.of_batch:

@@ -12,16 +12,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jzero._compat import is_constant, own_source
-from jzero.fp8.product import NAME as FP8_PRODUCT
-from jzero.tracing.equations import Equations, inlined
-from jzero.tracing.fused import fused
+from jzero.kernels.fp8.product import NAME as FP8_PRODUCT
+from jzero.kernels.fusion.chains import Chains
+from jzero.kernels.fusion.parts import mapped_dot_general
+from jzero.kernels.trace import Equation, Read
+from jzero.tracing.equations import Equations, inlined, run_equation
 from jzero.tracing.residuals import fewest_bytes, is_cheap
+from jzero.tracing.source_lines import source_of
 from jzero.tree import PyTree, combine, partition, replaced
 
 Arrays = list[jax.Array]
@@ -34,25 +36,25 @@ class Chunk:
 
     Args:
       f: `y` has the structure of `x`, and `new` that of `state`.
-      weights: (diff, nondiff), any pytrees; the gradient is taken with respect to `diff`.
-      state: any pytree, without gradients.
-      x: any pytree; leaves that are neither floating nor complex have no gradient.
-      context: other arguments that do not depend on `x`: keys, indices.
+      operands: weights, state, x and context, any pytrees, whose shapes alone matter. The weights are (diff, nondiff);
+        the gradient is taken with respect to `diff`. The state has none, nor have leaves of x that are neither floating
+        nor complex. The context is other arguments that do not depend on x: keys, indices.
       split: whether to make `input_backward` and `weight_backward` instead of `backward`.
       again: (equation, whether it depends on neither x nor state) -> whether the backward pass may run it again.
     """
 
     def __init__(
-        self, f: Callable, weights: Any, state: Any, x: Any, context: Any, *, split: bool = False,
-        again: Callable[[Any, bool], bool] = lambda eqn, constant: constant or is_cheap(eqn),
+        self, f: Callable, operands: tuple[PyTree, PyTree, PyTree, PyTree], *, split: bool = False,
+        again: Callable[[Equation, bool], bool] = lambda eqn, constant: constant or is_cheap(eqn),
     ):  # fmt: skip
+        weights, state, x, _ = operands
         if not split:  # a kernel cannot be split in two
             f = fused(f)
 
-        def forward(weights: Any, state: Any, x: Any, context: Any) -> tuple[Any, Arrays]:
+        def forward(weights: PyTree, state: PyTree, x: PyTree, context: PyTree) -> tuple[PyTree, Arrays]:
             (diff, nondiff), (floats, others) = weights, split_floats(x)
 
-            def differentiable(diff: Any, floats: Any) -> tuple[Any, Any]:
+            def differentiable(diff: PyTree, floats: PyTree) -> tuple[PyTree, PyTree]:
                 y, new = f((diff, nondiff), state, combine(floats, others), context)
                 floats_of_y, others_of_y = split_floats(y)
                 return floats_of_y, (others_of_y, new)
@@ -62,7 +64,7 @@ class Chunk:
             return (combine(y, others), new), residuals
 
         with own_source():
-            traced, (y, _) = jax.make_jaxpr(forward, return_shape=True)(weights, state, x, context)
+            traced, (y, _) = jax.make_jaxpr(forward, return_shape=True)(*operands)
         self.program, self.y_tree = Equations(traced), jax.tree.structure(y)
         self.n_y, start = len(jax.tree.leaves(y)), len(jax.tree.leaves(weights))
         stop = start + len(jax.tree.leaves((state, x)))
@@ -72,23 +74,23 @@ class Chunk:
         self.floats_of_y = [v for v, shape in of_y if jnp.issubdtype(shape.dtype, jnp.inexact)]
         depends = self.program.reached_from(self.program.inputs[start:stop])
 
-        def may_run_again(eqn: Any) -> bool:
+        def may_run_again(eqn: Equation) -> bool:
             return again(eqn, depends.isdisjoint(eqn.outvars))
 
         self.stashed = fewest_bytes(self.program, self.residuals, self.known, may_run_again)
         self.stashed_types = [v.aval for v in self.stashed]
-        self.rest_types: list[Any] = []
+        self.rest_types: list[jax.core.ShapedArray] = []
         self.remake = self.program.needed(self.residuals, given=[*self.known, *self.stashed])
         if split:
             self._split([v.aval for v in self.residuals], split_floats(y[0])[0])
 
-    def forward(self, weights: Any, state: Any, x: Any, context: Any) -> tuple[Any, Arrays]:
+    def forward(self, weights: PyTree, state: PyTree, x: PyTree, context: PyTree) -> tuple[PyTree, Arrays]:
         """Compute ((y, new state), residuals to stash)."""
         leaves = jax.tree.leaves((weights, state, x, context))
         run = self.program.run(self.program.eqns, self.program.inputs, leaves)
         return jax.tree.unflatten(self.y_tree, run(self.program.outputs[: self.n_y])), run(self.stashed)
 
-    def after(self, kept: Arrays, dy: Any) -> tuple[Arrays, Any]:
+    def after(self, kept: Arrays, dy: PyTree) -> tuple[Arrays, PyTree]:
         """Let what the backward pass computes again wait for dy, without the gradients that only pass through."""
         used = {v for eqn in self.remake for v in eqn.invars if not is_constant(v)}
         waiting = [i for i, v in enumerate(self.stashed) if v in used]
@@ -97,28 +99,28 @@ class Chunk:
         later, now = jax.lax.optimization_barrier(([kept[i] for i in waiting], [leaves[i] for i in first]))
         return replaced(kept, waiting, later), jax.tree.unflatten(treedef, replaced(leaves, first, now))
 
-    def backward(self, weights: Any, context: Any, kept: Arrays, dy: Any) -> tuple[Any, Any]:
+    def backward(self, weights: PyTree, context: PyTree, kept: Arrays, dy: PyTree) -> tuple[PyTree, PyTree]:
         """Compute (gradient of diff, dx); `dx` and `dy` have None where x is not floating."""
         return jax.tree.unflatten(self.pullback, self._residuals(weights, context, kept))(dy)
 
-    def input_backward(self, weights: Any, context: Any, kept: Arrays, dy: Any) -> tuple[Any, Arrays]:
+    def input_backward(self, weights: PyTree, context: PyTree, kept: Arrays, dy: PyTree) -> tuple[PyTree, Arrays]:
         """Compute (dx, operands to keep until `weight_backward`)."""
         values = [*self._residuals(weights, context, kept), *jax.tree.leaves(dy)]
         run = self.back.run(self.first, self.back.inputs, values)
         return jax.tree.unflatten(self.dx_tree, run(self.dx)), run(self.crossing)
 
-    def weight_backward(self, weights: Any, context: Any, kept: Arrays, rest: Arrays) -> Any:
+    def weight_backward(self, weights: PyTree, context: PyTree, kept: Arrays, rest: Arrays) -> PyTree:
         """Compute the gradient of diff."""
         values = self._residuals(weights, context, kept)
         run = self.back.run(self.second, [*self.back.inputs[: len(values)], *self.crossing], [*values, *rest])
         return jax.tree.unflatten(self.dw_tree, run(self.dw))
 
-    def _residuals(self, weights: Any, context: Any, kept: Arrays) -> Arrays:
+    def _residuals(self, weights: PyTree, context: PyTree, kept: Arrays) -> Arrays:
         values = [*jax.tree.leaves((weights, context)), *kept]
         return self.program.run(self.remake, [*self.known, *self.stashed], values)(self.residuals)
 
-    def _split(self, residuals: Sequence[Any], dy: Any) -> None:
-        def backward(residuals: Any, dy: Any) -> Any:
+    def _split(self, residuals: Sequence[jax.core.ShapedArray], dy: PyTree) -> None:
+        def backward(residuals: PyTree, dy: PyTree) -> PyTree:
             return jax.tree.unflatten(self.pullback, residuals)(dy)
 
         traced, (dw, dx) = jax.make_jaxpr(backward, return_shape=True)(residuals, dy)
@@ -143,3 +145,25 @@ class Chunk:
 def split_floats(x: PyTree) -> tuple[PyTree, PyTree]:
     """Split a tree into (floating and complex leaves, other leaves); invert with `tree.combine`."""
     return partition(x, jax.tree.map(lambda v: jnp.issubdtype(v.dtype, jnp.inexact), x))
+
+
+def fused(f: Callable) -> Callable:
+    """Make the function that runs each chain of products in f's trace as one, see `kernels.fusion.parts`."""
+
+    def run(*args: PyTree) -> PyTree:
+        closed, result = jax.make_jaxpr(f, return_shape=True)(*args)
+        program, found = Equations(closed), Chains(closed.jaxpr)
+
+        def bind(eqn: Equation, read: Read[jax.Array]) -> Sequence[jax.Array]:
+            if not (chain := found.of.get(id(eqn))):
+                return run_equation(eqn, read)
+            *values, weight = read([*(v for v, _ in chain.sources), chain.weight])
+            with source_of(eqn), eqn.ctx.manager:
+                y = mapped_dot_general(chain.f, chain.parts(values), weight, eqn.params["precision"])
+            return [y.reshape(eqn.outvars[0].aval.shape)]
+
+        kept = [eqn for eqn in program.eqns if id(eqn) not in found.skipped]
+        outputs = program.run(kept, program.inputs, jax.tree.leaves(args), bind)(program.outputs)
+        return jax.tree.unflatten(jax.tree.structure(result), outputs)
+
+    return run

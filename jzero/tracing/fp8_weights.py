@@ -5,17 +5,16 @@ The first and last parameters of a model, `ends`, stay in the compute dtype, as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import jax
 
-from jzero._compat import inner_jaxprs, is_constant
 from jzero.errors import ConfigError, some_of
-from jzero.fp8.product import CALLS
-from jzero.fusion.form import form_of
+from jzero.kernels.fusion.chains import form_of
+from jzero.kernels.trace import CALLS, Equation, Jaxpr, Read, program_of, run_equations
 from jzero.model import ENDS, STACK, Inputs, Model, StackModel, stack_functions
 from jzero.stored_names import StoredNames, matches
 from jzero.tree import PyTree, named
@@ -45,48 +44,38 @@ class Noted:
     def choose(
         self, model: Model, weights: PyTree, inputs: Inputs, key: jax.Array | None, section: Any
     ) -> frozenset[str]:
-        """Choose the weights, record the choice, and return their names."""
-        self.choice = weights_in_fp8(model, weights, inputs, key, section, getattr(model, "names", None))
-        return self.choice.names
+        """Choose the weights that are multiplied in fp8, record the choice, and return their names.
 
+        Args:
+          weights, inputs, key: the whole weights in the compute dtype, one micro-batch, its key; only shapes are used.
+          section: the config's `fp8`.
 
-def weights_in_fp8(
-    model: Model, weights: PyTree, inputs: Inputs, key: jax.Array | None, section: Any, names: StoredNames | None
-) -> Choice:
-    """Choose the parameters that are multiplied in fp8.
-
-    Args:
-      weights, inputs, key: the whole weights in the compute dtype, one micro-batch, its key; only shapes are used.
-      section: the config's `fp8`.
-      names: the parameters' names without a layer stack, which `exclude` may match too.
-
-    Raises:
-      ConfigError: a model without a layer stack, an expression that matches no parameter, or nothing to choose.
-    """
-    if not isinstance(model, StackModel):
-        raise ConfigError(
-            f"fp8.enabled = true: {model!r} has no layer stack, whose weights are multiplied in fp8; name it with "
-            "jzero.from_flax(..., stack=), or turn fp8 off"
-        )
-    prefix, block, _ = stack_functions(model)
-    x, _ = jax.eval_shape(prefix, weights[ENDS], inputs, key)
-    layer = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), weights[STACK])
-    jaxpr = jax.make_jaxpr(block)(layer, x, key).jaxpr
-    uses: dict[str, list[int]] = {}
-    variables = dict(zip(jaxpr.invars, named(layer), strict=False))  # x and key follow
-    for name, size in _uses(jaxpr, variables):
-        uses.setdefault(f"{STACK}/{name}", []).append(size)
-    excluded = excluded_names(section.exclude, list(named(weights)), names)
-    least = max(section.min_size, 1)
-    large = frozenset(name for name, sizes in uses.items() if min(sizes) >= least)
-    if not large - excluded:
-        raise ConfigError(
-            f"fp8.enabled = true: no weight of a layer of {model!r} is used for nothing but products with bfloat16 "
-            f"activations of fp8.min_size = {section.min_size} or more in and out and is outside fp8.exclude; "
-            "lower min_size (smaller products gain nothing), let the model compute in bfloat16 (nnx.Embed has "
-            "float32 results without dtype=jnp.bfloat16), or turn fp8 off"
-        )
-    return Choice(large - excluded, _others(layer, uses, excluded, least))
+        Raises:
+          ConfigError: a model without a layer stack, an expression that matches no parameter, or nothing to choose.
+        """
+        if not isinstance(model, StackModel):
+            raise ConfigError(
+                f"fp8.enabled = true: {model!r} has no layer stack, whose weights are multiplied in fp8; name it with "
+                "jzero.from_flax(..., stack=), or turn fp8 off"
+            )
+        prefix, block, _ = stack_functions(model)
+        x, _ = jax.eval_shape(prefix, weights[ENDS], inputs, key)
+        layer = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), weights[STACK])
+        uses: dict[str, list[int]] = {}
+        for name, size in _uses(jax.make_jaxpr(block)(layer, x, key).jaxpr, list(named(layer))):
+            uses.setdefault(f"{STACK}/{name}", []).append(size)
+        excluded = excluded_names(section.exclude, list(named(weights)), getattr(model, "names", None))
+        least = max(section.min_size, 1)
+        chosen = frozenset(name for name, sizes in uses.items() if min(sizes) >= least) - excluded
+        if not chosen:
+            raise ConfigError(
+                f"fp8.enabled = true: no weight of a layer of {model!r} is used for nothing but products with bfloat16 "
+                f"activations of fp8.min_size = {section.min_size} or more in and out and is outside fp8.exclude; "
+                "lower min_size (smaller products gain nothing), let the model compute in bfloat16 (nnx.Embed has "
+                "float32 results without dtype=jnp.bfloat16), or turn fp8 off"
+            )
+        self.choice = Choice(chosen, _others(layer, uses, excluded, least))
+        return chosen
 
 
 def large_weights(section: Any, layouts: Sequence[Any], names: StoredNames | None) -> frozenset[str]:
@@ -129,22 +118,31 @@ def excluded_names(patterns: Sequence[str], every: Sequence[str], names: StoredN
     return frozenset(found)
 
 
-def _uses(jaxpr: Any, names: dict[Any, str]) -> Iterator[tuple[str, int]]:
-    """Yield (weight, size) of each use: the smaller of a product's two dimensions; 0 for any other use."""
-    for eqn in jaxpr.eqns:
-        marked = [(i, names[v]) for i, v in enumerate(eqn.invars) if not is_constant(v) and v in names]
-        if not marked:
-            continue
-        inner = inner_jaxprs(eqn)
-        if eqn.primitive.name in CALLS and len(inner) == 1 and len(inner[0].invars) == len(eqn.invars):
-            yield from _uses(inner[0], {inner[0].invars[i]: name for i, name in marked})
-            continue
-        for i, name in marked:
-            yield name, _product_size(eqn, i) if len(marked) == 1 else 0
-    yield from ((names[v], 0) for v in jaxpr.outvars if not is_constant(v) and v in names)
+def _uses(jaxpr: Jaxpr, names: Sequence[str]) -> list[tuple[str, int]]:
+    """List (weight, size) of each use: the smaller of a matmul's two dimensions; 0 for any other use.
+
+    Args:
+      names: of the weights, which are the first inputs.
+    """
+    found: list[tuple[str, int]] = []
+
+    def follow(jaxpr: Jaxpr, inputs: Sequence[str]) -> list[str]:
+        known = dict.fromkeys(jaxpr.constvars, "") | dict(zip(jaxpr.invars, inputs, strict=True))
+        return run_equations(jaxpr.eqns, known, step, lambda _: "")(jaxpr.outvars)
+
+    def step(eqn: Equation, read: Read[str]) -> list[str]:
+        inputs = read(eqn.invars)
+        if eqn.primitive.name in CALLS and any(inputs):
+            return follow(program_of(eqn).jaxpr, inputs)
+        alone = sum(map(bool, inputs)) == 1
+        found.extend((name, _product_size(eqn, i) if alone else 0) for i, name in enumerate(inputs) if name)
+        return [""] * len(eqn.outvars)
+
+    returned = follow(jaxpr, [*names, *[""] * (len(jaxpr.invars) - len(names))])
+    return [*found, *((name, 0) for name in returned if name)]
 
 
-def _product_size(eqn: Any, i: int) -> int:
+def _product_size(eqn: Equation, i: int) -> int:
     """Return the smaller of the contracted and the kept size of operand i; 0 if it is no factor of a product."""
     if eqn.primitive.name != "dot_general":
         return 0

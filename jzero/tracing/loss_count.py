@@ -17,15 +17,15 @@ import jax
 from jzero._compat import needed_part
 from jzero.errors import ConfigError, some_of
 from jzero.loss import LOSS, Mean, read_loss
-from jzero.model import WHOLE, Inputs, Model, uniform
+from jzero.model import Inputs, Model, loss_of_passes
 from jzero.tree import PyTree, named
 
 LARGE_CONSTANT = 16 * 2**20  # bytes
 
-Counter = Callable[[Inputs, Any], Any]  # (micro-batch, key) -> count
+Counter = Callable[[Inputs, jax.Array | None], jax.Array]  # (micro-batch, key) -> count
 
 
-def counter(model: Model, params: PyTree, part: Inputs, key: Any) -> Counter | float | None:
+def counter(model: Model, params: PyTree, part: Inputs, key: jax.Array | None) -> Counter | float | None:
     """Extract the computation of the count from the loss.
 
     The loss is traced, and every operation that the count does not need is removed.
@@ -39,9 +39,9 @@ def counter(model: Model, params: PyTree, part: Inputs, key: Any) -> Counter | f
     """
     is_mean = False
 
-    def count(params: PyTree, part: Inputs, key: Any) -> jax.Array:
+    def count(params: PyTree, part: Inputs, key: jax.Array | None) -> jax.Array:
         nonlocal is_mean
-        value, _ = uniform(model, model.loss, WHOLE)(params, part, key)
+        value, _ = loss_of_passes(model)(params, part, key)
         parts = read_loss(model, value)
         is_mean = not isinstance(value[0] if getattr(model, "has_aux", False) else value, Mean)
         return parts[LOSS].count

@@ -9,38 +9,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
-from typing import Any
 
 import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from jzero._compat import has_effect, inner_jaxprs, is_constant
+from jzero._compat import has_effect, is_constant
+from jzero.kernels.trace import Equation, Variable, elementwise_primitives, program_of
 from jzero.tracing.equations import Equations
 
 # A part of their operand, or its elements in another shape: nothing is computed.
 _VIEWS = frozenset({"expand_dims", "reshape", "slice", "split", "squeeze"})
 # XLA computes these where their results are read.
-_CHEAP = _VIEWS | frozenset(
-    {"abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "concatenate", "convert_element_type", "copy", "div"}
-    | {"eq", "erf", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "iota"}
-    | {"is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pad"}
-    | {"rem", "rev", "round", "rsqrt", "select_n", "sign", "sqrt", "square", "stop_gradient", "sub"}
-    | {"tanh", "transpose", "xor"}
-)
+_CHEAP = elementwise_primitives("c") | _VIEWS | {"broadcast_in_dim", "concatenate", "iota", "pad", "rev", "transpose"}
 _MOST = 1 << 28  # the sum of all capacities, which SciPy adds up in int32
 
 
-def is_cheap(eqn: Any) -> bool:
+def is_cheap(eqn: Equation) -> bool:
     """Return whether an equation is elementwise, or moves elements: XLA computes it where its result is read."""
     if eqn.primitive.name == "jit":
-        return all(map(is_cheap, inner_jaxprs(eqn)[0].eqns))
+        return all(map(is_cheap, program_of(eqn).jaxpr.eqns))
     return eqn.primitive.name in _CHEAP
 
 
 def fewest_bytes(
-    program: Equations, wanted: Sequence[Any], free: Iterable[Any], again: Callable[[Any], bool] = is_cheap
-) -> list[Any]:
+    program: Equations,
+    wanted: Sequence[Variable],
+    free: Iterable[Variable],
+    again: Callable[[Equation], bool] = is_cheap,
+) -> list[Variable]:
     """Choose variables of a program from which equations that may run again compute all wanted ones.
 
     What depends on no input always runs again, and XLA finds that it did before. An equation with an effect, such as a
@@ -62,13 +59,13 @@ def fewest_bytes(
     )
     free = {*free, *program.constants}
 
-    def costly(variables: Iterable[Any]) -> list[Any]:
+    def costly(variables: Iterable[Variable]) -> list[Variable]:
         return [v for v in variables if not is_constant(v) and v in dependent and v not in free]
 
     made_from = {
         v: costly(eqn.invars) for eqn in program.eqns if not has_effect(eqn) and again(eqn) for v in eqn.outvars
     }
-    needed: dict[Any, None] = {}  # in a fixed order
+    needed: dict[Variable, None] = {}  # in a fixed order
     pending = wanted = costly(wanted)
     while pending:
         needed |= dict.fromkeys(pending)
@@ -80,7 +77,9 @@ def fewest_bytes(
     return [v for v in [*program.inputs, *(v for eqn in program.eqns for v in eqn.outvars)] if v in chosen]
 
 
-def _cut(variables: Sequence[Any], made_from: dict[Any, list[Any]], wanted: Sequence[Any]) -> set[Any]:
+def _cut(
+    variables: Sequence[Variable], made_from: dict[Variable, list[Variable]], wanted: Sequence[Variable]
+) -> set[Variable]:
     """Return the variables of the minimum cut that is nearest to the wanted ones.
 
     Each variable is an edge from its "made" to its "there" node, whose capacity is its bytes.
@@ -103,9 +102,9 @@ def _cut(variables: Sequence[Any], made_from: dict[Any, list[Any]], wanted: Sequ
     return {v for v, i in number.items() if 2 * i not in reaching and 2 * i + 1 in reaching}
 
 
-def _whole_for_parts(chosen: set[Any], views: dict[Any, Any]) -> set[Any]:
+def _whole_for_parts(chosen: set[Variable], views: dict[Variable, Variable]) -> set[Variable]:
     """Replace the chosen parts of an array by the array, where they are all of it; `views`: part -> array."""
-    parts: dict[Any, set[Any]] = {}
+    parts: dict[Variable, set[Variable]] = {}
     for v in chosen:
         base = v
         while base in views:
@@ -115,5 +114,5 @@ def _whole_for_parts(chosen: set[Any], views: dict[Any, Any]) -> set[Any]:
     return whole.union(*(found for base, found in parts.items() if base not in whole))
 
 
-def _bytes(v: Any) -> int:
+def _bytes(v: Variable) -> int:
     return prod(v.aval.shape) * v.aval.dtype.itemsize

@@ -8,11 +8,12 @@ import sysconfig
 from typing import Any
 
 from jzero import _compat
+from jzero.kernels.trace import Equation
 
 MODEL, LAYERS, LIBRARIES = "model", "layers", "libraries"  # whose code: LAYERS are Flax and Optax
 
 
-def source_line(eqn: Any) -> str:
+def source_line(eqn: Equation) -> str:
     """Return the line of the model that an operation in a jaxpr comes from, as "llama.py:159".
 
     A layer of Flax's that no line of the model calls has its own line; empty: neither.
@@ -20,7 +21,7 @@ def source_line(eqn: Any) -> str:
     return _line(eqn.source_info.traceback)
 
 
-def source_function(eqn: Any) -> str:
+def source_function(eqn: Equation) -> str:
     """Return the model's function and line, as "Net.__call__ (net.py:12)"; empty if unknown."""
     frame = _frames(eqn.source_info.traceback).get(MODEL)
     return f"{frame.function_name.rpartition('<locals>.')[2]} ({_place(frame)})" if frame else ""
@@ -31,7 +32,7 @@ def calling_line() -> str:
     return _line(_compat.current_traceback())
 
 
-def source_of(eqn: Any) -> Any:
+def source_of(eqn: Equation) -> Any:
     """Return the context in which new operations get the scopes and the line of an operation in a jaxpr.
 
     An operation inside of one that JAX itself compiles, as `jnp.fft.fft`, has no line of the model; it gets that of the

@@ -7,10 +7,13 @@ import numbers
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jzero.errors import printable
 from jzero.values.masking import mask
+
+if TYPE_CHECKING:
+    from pydantic_core import CoreSchema
 
 
 def as_json(value: object, width: int = 70) -> str:
@@ -56,12 +59,18 @@ class Kind:
     allowed: str
     parse: Callable[[Any], Any]
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: object) -> Any:
         try:
             return self.parse(value)
         except (ValueError, OverflowError) as hint:
             # pydantic cannot carry a lone surrogate, so the text is made printable here and not in ConfigError
             raise ValueError(printable(f"must be {self.allowed}" + (f"; {hint}" if str(hint) else ""))) from None
+
+    def __get_pydantic_core_schema__(self, source: object, handler: object) -> "CoreSchema":
+        """Let a kind be the annotation of a field, which it then checks."""
+        from pydantic_core import core_schema  # here, since the launcher works without it
+
+        return core_schema.no_info_plain_validator_function(self, json_schema_input_schema=core_schema.any_schema())
 
 
 LARGEST, SMALLEST = float.fromhex("0x1.fffffep127"), 2.0**-126
@@ -76,8 +85,6 @@ def number(
     most: float = math.inf,
     whole: bool = False,
     float32: bool = False,
-    none: bool = False,
-    or_: float | None = None,
 ) -> Kind:
     """Make the kind of a finite number within bounds.
 
@@ -85,24 +92,20 @@ def number(
       least, above, below, most: the bounds; `above` and `below` exclude the bound itself.
       whole: only whole numbers, which may be written as 5e8.
       float32: only 0 and float32's normal numbers.
-      none: null too.
-      or_: one more value, outside the bounds.
 
     >>> number(0, below=1).allowed, number(0, whole=True).allowed, number(above=0, float32=True).allowed
     ('a number >= 0 and < 1', 'a non-negative integer', "a number > 0 in float32's range")
     """
 
-    def parse(value: Any) -> float | None:
-        if value is None and none:
-            return None
+    def parse(value: object) -> float:
         if isinstance(value, str):
             raise ValueError("write it without quotes" if _is_number(value) else "")
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise ValueError
         result = (int(value) if isinstance(value, numbers.Integral) else int(float(value))) if whole else float(value)
-        if result != value or (not (result >= least and above < result < below and result <= most) and result != or_):
-            raise ValueError
-        if float32 and result and not SMALLEST <= abs(result) <= LARGEST:
+        within = least <= result <= most and above < result < below
+        normal = not float32 or not result or SMALLEST <= abs(result) <= LARGEST
+        if result != value or not within or not normal:
             raise ValueError
         return result
 
@@ -113,7 +116,7 @@ def number(
     words = {"": f"{article} {noun}", ">= 0": f"a non-negative {noun}", ">= 1": f"a positive {noun}"}
     text = f"{article} {noun} {' and '.join(bounds)}".rstrip()
     text = f"{text} in float32's range" if float32 else words.get(" and ".join(bounds), text)
-    return Kind(either([*[str(or_)] * (or_ is not None), text, *["null"] * none]), parse)
+    return Kind(text, parse)
 
 
 def _is_number(text: str) -> bool:
@@ -150,7 +153,7 @@ def one_of(choices: Collection[str], spellings: Mapping[str, str] | None = None,
     """
     known = {**{c.lower(): c for c in choices}, **(spellings or {})}
 
-    def parse(value: Any) -> str | None:
+    def parse(value: object) -> str | None:
         if value is None and none is not ...:
             return none
         if not isinstance(value, str):
@@ -163,10 +166,15 @@ def one_of(choices: Collection[str], spellings: Mapping[str, str] | None = None,
     return Kind(either([*map(as_json, choices), *["null"] * (none is None)]), parse)
 
 
+def or_null(kind: Kind) -> Kind:
+    """Allow null too."""
+    return Kind(f"{kind.allowed} or null", lambda value: None if value is None else kind.parse(value))
+
+
 def instance(allowed: str, *types: type) -> Kind:
     """Make the kind of a value of one of the Python types, kept unchanged."""
 
-    def parse(value: Any) -> Any:
+    def parse(value: object) -> object:
         if not isinstance(value, types):
             raise ValueError
         return value
@@ -174,7 +182,7 @@ def instance(allowed: str, *types: type) -> Kind:
     return Kind(allowed, parse)
 
 
-def _flag(value: Any) -> bool:
+def _flag(value: object) -> bool:
     """Check a flag; 0 and 1 are flags too, as in DeepSpeed."""
     if not isinstance(value, bool) and not (isinstance(value, int) and value in (0, 1)):
         # "true" in quotes is a common mistake where a flag is meant
@@ -182,14 +190,14 @@ def _flag(value: Any) -> bool:
     return bool(value)
 
 
-def _every(value: Any) -> int | None:
+def _every(value: object) -> int | None:
     """Check an interval of steps; accelerate writes Infinity for "never"."""
     if value == math.inf or (isinstance(value, str) and value.lower() in ("inf", "infinity")):
         return None
     return POSITIVE_OR_NULL.parse(value)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Check a string that may become a path, or go into a file."""
     if not isinstance(value, str):
         raise ValueError
@@ -198,7 +206,7 @@ def _text(value: Any) -> str:
     return value
 
 
-def _options(value: Any) -> dict[str, Any]:
+def _options(value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError
     for name, option in value.items():
@@ -212,7 +220,7 @@ def _options(value: Any) -> dict[str, Any]:
 _PATTERN_CHARACTERS = 100_000  # which Python's `re` compiles in about half a second
 
 
-def _patterns(value: Any) -> tuple[str, ...]:
+def _patterns(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple):
         raise ValueError(f"write [{as_json(value)}]" if isinstance(value, str) else "")
     if sum(len(pattern) for pattern in value if isinstance(pattern, str)) > _PATTERN_CHARACTERS:
@@ -220,7 +228,7 @@ def _patterns(value: Any) -> tuple[str, ...]:
     return tuple(map(_pattern, value))
 
 
-def _pattern(value: Any) -> str:
+def _pattern(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{as_json(value)} is not a string")
     if len(value) > _PATTERN_CHARACTERS:
@@ -232,7 +240,7 @@ def _pattern(value: Any) -> str:
     return value
 
 
-def _dimensions(value: Any) -> dict[str, int]:
+def _dimensions(value: object) -> dict[str, int]:
     if not isinstance(value, Mapping):
         raise ValueError
     for pattern, dim in value.items():
@@ -242,7 +250,7 @@ def _dimensions(value: Any) -> dict[str, int]:
     return dict(value)
 
 
-def _objects(value: Any) -> tuple[dict[str, Any], ...]:
+def _objects(value: object) -> tuple[dict[str, Any], ...]:
     if not isinstance(value, list | tuple):
         raise ValueError(f"write [{as_json(value)}]" if isinstance(value, Mapping) else "")
     for item in value:
@@ -251,18 +259,10 @@ def _objects(value: Any) -> tuple[dict[str, Any], ...]:
     return tuple(map(dict, value))
 
 
-def _positives(value: Any) -> tuple[int, ...] | None:
-    if value is None:
-        return None
+def _positives(value: object) -> tuple[int, ...]:
     if not isinstance(value, list | tuple) or not value:
         raise ValueError
     return tuple(map(POSITIVE.parse, value))
-
-
-def _stage(value: Any) -> int:
-    if (stage := COUNT.parse(value)) > 3:
-        raise ValueError
-    return stage
 
 
 Dtype = Literal["fp32", "fp16", "bf16"]
@@ -272,7 +272,7 @@ _SPELLINGS = _DTYPES | {f"torch.{name}": dtype for name, dtype in _DTYPES.items(
 OffloadDevice = Literal["none", "cpu"]
 
 
-def _offload_device(value: Any) -> str:
+def _offload_device(value: object) -> str:
     if isinstance(value, str) and value.lower() == "nvme":
         raise ValueError(
             'nothing is kept on NVMe; write "cpu": masters and optimizer state take 12 bytes per parameter under Adam'
@@ -285,17 +285,16 @@ DTYPE = one_of(get_args(Dtype), _SPELLINGS, none="fp32")
 DTYPE_OR_NULL = one_of(get_args(Dtype), _SPELLINGS, none=None)
 FLAG = Kind("true or false", _flag)
 TEXT = Kind("a string", _text)
-TEXT_OR_NULL = Kind("a string or null", lambda value: None if value is None else _text(value))
+TEXT_OR_NULL = or_null(TEXT)
 COUNT = number(0, whole=True)
 POSITIVE = number(1, whole=True)
 COUNT_OR_FALSE = Kind("a non-negative integer or false", lambda value: 0 if value is False else COUNT.parse(value))
 COUNT32 = Kind(f"a non-negative integer up to {2**31 - 1}", number(0, most=2**31 - 1, whole=True).parse)
+POSITIVE32 = Kind(f"a positive integer up to {2**31 - 1}", number(1, most=2**31 - 1, whole=True).parse)
 INT32 = number(1, most=2**31 - 1, whole=True)
-_UP_TO = f"a positive integer up to {2**31 - 1}"
-POSITIVE32 = Kind(_UP_TO, INT32.parse)
-POSITIVE_OR_NULL = number(1, whole=True, none=True)
-INT32_OR_NULL = Kind(f"{_UP_TO} or null", number(1, most=2**31 - 1, whole=True, none=True).parse)
-INT32_OR_REST = Kind(f"-1 or {_UP_TO}", number(1, most=2**31 - 1, whole=True, or_=-1).parse)
+POSITIVE_OR_NULL = or_null(POSITIVE)
+INT32_OR_NULL = or_null(POSITIVE32)
+INT32_OR_REST = Kind(f"-1 or {POSITIVE32.allowed}", lambda value: -1 if value == -1 else INT32.parse(value))
 # jax.random.key drops higher bits: 2**32 + 7 would be the seed 7.
 SEED = Kind(f"a non-negative integer up to {2**32 - 1}", number(0, most=2**32 - 1, whole=True).parse)
 EVERY = Kind("a positive integer, Infinity (never) or null", _every)
@@ -307,15 +306,15 @@ CLIP = Kind(
 )
 NON_NEGATIVE32 = number(0, float32=True)
 FRACTION = number(0, below=1)
-STAGE = Kind("0, 1, 2 or 3", _stage)
+STAGE = Kind("0, 1, 2 or 3", number(0, most=3, whole=True).parse)
 FLAG_OR_NULL = Kind("true, false or null", lambda value: None if value is None else FLAG.parse(value))
 FLAG_OR_AUTO = Kind('true, false or "auto"', lambda value: value if value == "auto" else FLAG.parse(value))
 NAME_LIST = instance("a list of names", list, tuple)
 PATTERNS = Kind("a list of regular expressions", _patterns)
-PATTERNS_OR_NULL = Kind(f"{PATTERNS.allowed} or null", lambda value: None if value is None else PATTERNS.parse(value))
+PATTERNS_OR_NULL = or_null(PATTERNS)
 PATTERN = Kind("a regular expression", _pattern)
 DIMENSIONS = Kind("an object of regular expressions and dimensions", _dimensions)
-POSITIVES_OR_NULL = Kind("a list of positive integers or null", _positives)
+POSITIVES_OR_NULL = or_null(Kind("a list of positive integers", _positives))
 PARAM_LIST = Kind("a list of objects of names and values", _objects)
 PARAMS = instance("an object of names and values", dict)
 OPTIONS = Kind("an object of XLA option names and values", _options)

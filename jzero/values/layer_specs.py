@@ -13,7 +13,7 @@ _PARTITION = one_of(("column", "row", "skip"))
 _NO_TYPES = "is not read: jzero knows no types of models; leave it out, and the specs of other models too"
 
 
-def _spec(value: Any) -> dict[str, Any]:
+def _spec(value: object) -> dict[str, Any]:
     """Check one spec, and fill in its defaults."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{as_json(value)} is not an object")
@@ -31,7 +31,7 @@ def _spec(value: Any) -> dict[str, Any]:
     return {key: spec[key] for key in ("patterns", "partition_type", "shape", "partition_dim")}
 
 
-def _shape(value: Any) -> tuple[Any, ...] | None:
+def _shape(value: object) -> tuple[int | tuple[int, ...], ...] | None:
     """[3, -1], [[q, k, v], -1] or [experts, -1, width]: the weight seen with more dimensions, or as several in one."""
     if value is None:
         return None
@@ -44,7 +44,7 @@ def _shape(value: Any) -> tuple[Any, ...] | None:
     return tuple(tuple(size) if isinstance(size, list) else size for size in value)
 
 
-def _model_types(value: Any) -> None:
+def _model_types(value: object) -> None:
     if value:
         raise ValueError(_NO_TYPES)
 
@@ -60,7 +60,7 @@ _KEYS: dict[str, Callable[[Any], Any]] = {
 _ALLOWED = f"the keys are {', '.join(_KEYS)}"
 
 
-def _layer_specs(value: Any) -> tuple[dict[str, Any], ...]:
+def _layer_specs(value: object) -> tuple[dict[str, Any], ...]:
     if not isinstance(value, list | tuple):
         raise ValueError(f"write [{as_json(value)}]" if isinstance(value, Mapping) else "")
     specs = []

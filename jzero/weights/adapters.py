@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jzero.errors import ConfigError, some_of
+from jzero.layout.sharding import ParamLayout
 from jzero.tree import PyTree
-from jzero.weights.name_map import Box, Range, ShapeDtype, adapter_leaves, cut, dotted
-from jzero.zero import ParamLayout
+from jzero.weights.name_map import Box, Range, ShapeDtype, Table, adapter_leaves, cut, dotted, intersect
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's names
 
 
-def declared(table: Mapping[str, Any] | None) -> list[str]:
+def declared(table: Table | None) -> list[str]:
     """Return the names of the leaves of the adapters that a `weights_layout` describes.
 
     Raises:
@@ -31,7 +30,7 @@ def declared(table: Mapping[str, Any] | None) -> list[str]:
     )
 
 
-def trained_beside(table: Mapping[str, Any] | None, layouts: PyTree) -> list[str]:
+def trained_beside(table: Table | None, layouts: PyTree) -> list[str]:
     """List the names of the parameters that are trained beside the adapters; [] if the table declares no adapters.
 
     Args:
@@ -56,7 +55,7 @@ def check_alone(others: Sequence[str], instead: str) -> None:
         )
 
 
-def trained(table: Mapping[str, Any] | None, values: Mapping[str, jax.Array]) -> set[str]:
+def trained(table: Table | None, values: Mapping[str, jax.Array]) -> set[str]:
     """Return the names of the leaves, of those that end an adapter (B), that are not zero as in a new adapter.
 
     Args:
@@ -77,7 +76,7 @@ class Merge:
       table: the model's `weights_layout()`; without adapters nothing changes.
     """
 
-    def __init__(self, leaves: Mapping[str, ShapeDtype], table: Mapping[str, Any] | None):
+    def __init__(self, leaves: Mapping[str, ShapeDtype], table: Table | None):
         adapters = (table or {}).get("adapters", {"matrices": [], "scale": 1.0})
         self.scale = adapters["scale"]
         self.of_leaf: dict[str, list[tuple[tuple[Range, ...], str, str]]] = {}
@@ -109,11 +108,9 @@ class Merge:
     def _merged(self, leaf: str, layer: tuple[int, ...], box: Box, values: np.ndarray) -> np.ndarray:
         sums = values.astype(np.float32)
         for part, a, b in self.of_leaf[leaf]:
-            both = [(max(s.start, start), min(s.stop, stop)) for s, (start, stop) in zip(box, part, strict=True)]
-            if any(stop <= start for start, stop in both):
+            if (both := intersect(box, part)) is None:
                 continue
-            here = tuple(slice(i - s.start, j - s.start) for (i, j), s in zip(both, box, strict=True))
-            rows, *columns = (slice(i - start, j - start) for (i, j), (start, _) in zip(both, part, strict=True))
+            here, (rows, *columns) = both
             right = self.arrays[b][layer].reshape(-1, *(stop - start for start, stop in part[1:]))[:, *columns]
             product = self.arrays[a][layer][rows] @ right.reshape(len(right), -1)
             sums[here] += np.float32(self.scale) * product.reshape(-1, *right.shape[1:])

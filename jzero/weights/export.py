@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import itertools
 import json
+import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import tensorstore as ts
 
+from jzero.checkpoint.checksums import part_of_checksum
+from jzero.checkpoint.directory import STATE, find_checkpoint
+from jzero.checkpoint.reader import Checkpoint
 from jzero.display.slow_work import slow_work
-from jzero.errors import ConfigError
+from jzero.distributed.place import log_dist
+from jzero.errors import CheckpointError, ConfigError, in_a_line, some_of
 from jzero.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, Merge, check_alone, declared
-from jzero.weights.checkpoint_parameters import CheckpointParameters
-from jzero.weights.name_map import Tensor, tensors, widest, with_dtype
-from jzero.weights.tensor_writer import TensorWriter, unwritable
+from jzero.weights.name_map import Box, ShapeDtype, Table, Tensor, dotted, tensors, widest, with_dtype
+from jzero.weights.safetensors import TensorWriter
 
 DTYPES = {
     "float32": np.dtype("float32"), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype("float16")
 }  # fmt: skip
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+COMPANIONS = (
+    "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*",
+    "merges.txt", "*.model", "*.tiktoken", "tekken.json", "chat_template.*", "additional_chat_templates",
+    "preprocessor_config.json",
+)  # fmt: skip
+SMALL = 32 * 2**20  # bytes: smaller leaves are read at once
+PARAMS = "params/"
 UNFINISHED = "unfinished"  # directory in OUT that contains the files until all of them are complete
 
 
@@ -34,9 +49,10 @@ def export(
     """Write a checkpoint's parameters to `out` as safetensors, one chunk at a time.
 
     If the model has a `weights_layout` and an engine saved the checkpoint (or `save` got notes={"weights":
-    model.weights_layout()}), the tensors have its names and a config.json is written. Otherwise they have the names of
-    the leaves. Adapters that the model declares are merged into their matrices. The files appear in `out` once all of
-    them are complete.
+    model.weights_layout()}), the tensors have its names and a config.json is written; a model from a download gets the
+    rest of its config.json, and its tokenizer and generation files. Otherwise they have the names of the leaves.
+    Adapters that the model declares are merged into their matrices. The files appear in `out` once all of them are
+    complete.
 
     Host memory: two chunks of a leaf (a chunk is the part that one device wrote), a file window of 32 MiB, adapters.
 
@@ -66,39 +82,122 @@ def export(
     files = {ADAPTER_FILE: some} if adapters else shards(some, limit)
     merge = Merge(checkpoint.leaves, None if adapters else table)
     out = Path(out)
-    draft, is_new = out / UNFINISHED, not out.exists()
-    try:
-        if not is_new and any(path.name != UNFINISHED for path in out.iterdir()):
-            raise ConfigError(f"{out} is not empty: choose a new or empty directory")
-        shutil.rmtree(draft, ignore_errors=True)  # left by an interrupted export
-        draft.mkdir(parents=True)
-        try:
-            writer = TensorWriter({draft / name: some for name, some in files.items()})
-            for leaf in merge.ordered(needed):
-                for box, values in checkpoint.read(leaf):
-                    for part in merge(leaf, box, values):
-                        writer.write(leaf, *part)
-                    del values  # free the chunk before the next one is read
-            writer.close()
-            names = [*files]
-            if len(files) > 1:
-                names.append("model.safetensors.index.json")
-                write_json(draft / names[-1], index(files))
-            if adapters:
-                names.append(ADAPTER_CONFIG)
-                write_json(draft / names[-1], table["adapters"]["config"])
-            elif table:
-                names.append("config.json")
-                write_json(draft / names[-1], config_json(table, files))
-            for name in names:
-                (draft / name).rename(out / name)
-            draft.rmdir()
-        except BaseException:
-            shutil.rmtree(out if is_new else draft, ignore_errors=True)
-            raise
-    except OSError as error:
-        raise unwritable(out, error) from None
+    with writing(out), _complete_or_absent(out) as draft:
+        writer = TensorWriter({draft / name: some for name, some in files.items()}, merge)
+        for leaf in merge.ordered(needed):
+            for box, values in checkpoint.read(leaf):
+                writer.write(leaf, box, values)
+                del values  # free the chunk before the next one is read
+        writer.close()
+        if len(files) > 1:
+            size = sum(tensor.nbytes for some in files.values() for tensor in some)
+            where = {tensor.name: name for name, some in files.items() for tensor in some}
+            write_json(draft / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": where})
+        write_configs(table, files, draft, out, adapters)
     return files
+
+
+@contextlib.contextmanager
+def _complete_or_absent(out: Path) -> Iterator[Path]:
+    """Give a directory whose files move to `out` at the end; an error deletes them."""
+    draft, is_new = out / UNFINISHED, not out.exists()
+    if not is_new and any(path.name != UNFINISHED for path in out.iterdir()):
+        raise ConfigError(f"{out} is not empty: choose a new or empty directory")
+    shutil.rmtree(draft, ignore_errors=True)  # left by an interrupted export
+    draft.mkdir(parents=True)
+    try:
+        yield draft
+        for path in sorted(draft.iterdir()):
+            path.rename(out / path.name)
+        draft.rmdir()
+    except BaseException:
+        shutil.rmtree(out if is_new else draft, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise an OSError as a ConfigError that says `path` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        full = " (the disk is full)" if error.errno == errno.ENOSPC else ""
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}{full}") from None
+
+
+class CheckpointParameters:
+    """The parameters of a complete checkpoint, read in parts without the model, the mesh or JAX devices.
+
+    Orbax stores every array as chunks of a zarr array in an OCDBT store, named by its path in the TrainState:
+    `params.stack.attention.qkv.kernel`.
+
+    Attributes:
+      path: of the checkpoint.
+      notes: as given to `jzero.checkpoint.save`.
+      leaves: dotted name -> ShapeDtype.
+      without: the names of the parameters that were not saved.
+
+    Raises:
+      ConfigError: no checkpoint, or an incomplete or unreadable one.
+    """
+
+    def __init__(self, directory: str | os.PathLike, tag: str | float | None = None):
+        self.path, self._context = find_checkpoint(directory, tag), ts.Context()
+        try:
+            stored = Checkpoint(self.path)
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from None
+        self.notes = stored.notes
+        self.without = [dotted(name.removeprefix(PARAMS)) for name in stored.without]
+        names = [name for name in stored.shapes if f"{name}/".startswith(PARAMS)]
+        self._stored = {dotted(name.removeprefix("params").removeprefix("/")): name for name in names}
+        self.leaves = {
+            own: ShapeDtype(stored.shapes[name], np.dtype(stored.dtypes[name])) for own, name in self._stored.items()
+        }
+        self._sums = stored.sums
+        if not self.leaves:
+            raise ConfigError(f"checkpoint {self.path} contains no parameters")
+
+    def require(self, names: Collection[str] | None = None) -> list[str]:
+        """Return the names of all parameters, or those given.
+
+        Raises:
+          ConfigError: the checkpoint was saved without one of them.
+        """
+        if lacking := [name for name in self.without if names is None or name in names]:
+            raise ConfigError(
+                f"checkpoint {self.path} was saved without {some_of(lacking)} (exclude_frozen_parameters): export a "
+                "checkpoint with all parameters; adapters can be exported alone (jzero export --adapters)"
+            )
+        return list(self.leaves if names is None else names)
+
+    def read(self, name: str) -> Iterator[tuple[Box, np.ndarray]]:
+        """Yield a leaf as (box, values), one chunk at a time.
+
+        The boxes are the stored chunks, because reading half a chunk decodes all of it. The checksum is accumulated on
+        the way, since the leaf is never in memory as a whole; it is known, and compared, after the last chunk. A caller
+        must not publish results computed from the values before the iteration ends.
+
+        Raises:
+          ConfigError: a damaged chunk, or (at the end) a wrong checksum.
+        """
+        (shape, dtype), stored = self.leaves[name], self._stored[name]
+        store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{self.path / STATE}/"}}
+        spec = {"driver": "zarr", "kvstore": {**store, "path": f"{dotted(stored)}/"}}
+        total = 0
+        try:
+            array = ts.open(spec, open=True, context=self._context).result()
+            small = np.prod(shape, dtype=np.int64) * dtype.itemsize <= SMALL
+            chunk: Any = shape if small else array.chunk_layout.read_chunk.shape
+            for corner in itertools.product(*(range(0, n, c) for n, c in zip(shape, chunk, strict=True))):
+                box = tuple(slice(i, min(i + c, n)) for i, c, n in zip(corner, chunk, shape, strict=True))
+                values = array[box].read().result()
+                total += part_of_checksum(values, corner, shape)
+                yield box, values
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"checkpoint {self.path}: {name} cannot be read: {in_a_line(error)}") from None
+        if total % 2**32 != self._sums[stored]:
+            raise ConfigError(f"checkpoint {self.path} is damaged: wrong checksum of {name}")
 
 
 def parse_size(size: str | int) -> int:
@@ -128,16 +227,37 @@ def shards(some: Iterable[Tensor], limit: int) -> dict[str, list[Tensor]]:
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
-def index(files: dict[str, list[Tensor]]) -> dict[str, Any]:
-    """Return the contents of model.safetensors.index.json."""
-    where = {tensor.name: name for name, some in files.items() for tensor in some}
-    return {"metadata": {"total_size": sum(t.nbytes for some in files.values() for t in some)}, "weight_map": where}
+def write_configs(table: Table | None, files: dict[str, list[Tensor]], to: Path, out: Path, adapters: bool) -> None:
+    """Write what belongs to the tensors of a model with a table: a config, and the files of the model's download.
+
+    Args:
+      to: a directory; its own files stay.
+      out: the directory's name in reports.
+      adapters: the tensors are the adapters alone, whose config is peft's.
+    """
+    if table and adapters:
+        write_json(to / ADAPTER_CONFIG, table["adapters"]["config"])
+    elif table and not (to / "config.json").exists():
+        download, dtype = table.get("download") or {}, next(iter(files.values()))[0].dtype
+        # `torch_dtype` is the key of transformers 4 and 5.
+        write_json(to / "config.json", {**download.get("config", {}), **table["config"], "torch_dtype": dtype.name})
+        if directory := download.get("directory"):
+            _copy_companions(Path(directory), to, out)
 
 
-def config_json(table: dict[str, Any], files: dict[str, list[Tensor]]) -> dict[str, Any]:
-    """Return the contents of config.json: the table's config, and the dtype under the key of transformers 4 and 5."""
-    dtype = next(iter(files.values()))[0].dtype
-    return {**table["config"], "torch_dtype": dtype.name}
+def _copy_companions(directory: Path, to: Path, out: Path) -> None:
+    """Copy the tokenizer and generation files of a download. What cannot be copied is reported: weights matter more."""
+    if not directory.is_dir():
+        log_dist(f"{directory} is not there any more: copy its tokenizer and generation files to {out}", ranks=[0])
+    for path in sorted({path for pattern in COMPANIONS for path in directory.glob(pattern)}):
+        if (to / path.name).exists():
+            continue
+        target, is_directory = to / path.name, path.is_dir()
+        try:
+            (shutil.copytree if is_directory else shutil.copyfile)(path, target)
+        except OSError as error:
+            log_dist(f"{path} is not copied to {out}: {error.strerror or error}", ranks=[0])
+            shutil.rmtree(target, ignore_errors=True) if is_directory else target.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

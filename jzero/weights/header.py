@@ -2,11 +2,16 @@
 
 A header that two readers understand differently gives one of them other bytes than the tensor's. So the tensors must
 fill the file without gaps and overlaps, in bytes that their dtypes and shapes need, and no name may occur twice.
+
+jzero's own files have checksums in their metadata, which other readers ignore: "jzero.checksums": "jzero:" + 8 digits,
+the header's CRC-32 with zeros in their place, + ":" + 16 digits for each tensor, in the order of their bytes.
 """
 
 from __future__ import annotations
 
 import json
+import zlib
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -21,15 +26,30 @@ DTYPES = {
 }  # fmt: skip
 MOST = 100_000_000  # bytes of a header, as in the package
 LONGEST = 1000  # characters of a name: longer ones are damage, and would fill an error message
+CHECKSUMS, MARK = "jzero.checksums", "jzero:"  # of the metadata: a key, and how its value begins
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 class Entry(NamedTuple):
-    """A tensor of a file; `start` is the offset of its first byte."""
+    """A tensor of a file; `start` is the offset of its first byte, `checksum` is None in files of other programs."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
     start: int
+    checksum: int | None = None
+
+
+def sealed(text: bytes, checksums: Iterable[int]) -> bytes:
+    """Write checksums, and the header's own, over those in the text of a header.
+
+    >>> sealed(b'{"__metadata__": {"jzero.checksums": "jzero:00000000:0000000000000000"}}', [255])
+    b'{"__metadata__": {"jzero.checksums": "jzero:77d09b9b:00000000000000ff"}}'
+    """
+    begin = text.index(f'"{MARK}'.encode()) + 1 + len(MARK)
+    end = text.index(b'"', begin)
+    before, sums = text[:begin], b":" + "".join(f"{checksum:016x}" for checksum in checksums).encode()
+    crc = zlib.crc32(before + b"0" * 8 + sums + text[end:])
+    return before + f"{crc:08x}".encode() + sums + text[end:]
 
 
 def parse_header(text: bytes, size: int) -> dict[str, Entry]:
@@ -44,14 +64,17 @@ def parse_header(text: bytes, size: int) -> dict[str, Entry]:
     """
     try:
         header = json.loads(
-            text.decode(), object_pairs_hook=_once, parse_int=_natural, parse_float=_refuse, parse_constant=_refuse
+            text.decode(), object_pairs_hook=_once, parse_int=_natural, parse_float=_natural, parse_constant=_natural
         )
     except RecursionError:
         raise ValueError("its header is nested too deeply") from None
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")
-    if (metadata := header.pop("__metadata__", None)) is not None:  # MLX writes null
-        _check_metadata(metadata)
+    metadata = header.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata  # MLX writes null
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"__metadata__ = {_short(metadata)}: must map names to strings")
+    "".join([*metadata, *metadata.values()]).encode()  # half of a surrogate pair is an error
     begin = 8 + len(text)
     entries, end = {}, 0
     for name, (dtype, shape, start, stop) in sorted(
@@ -66,7 +89,27 @@ def parse_header(text: bytes, size: int) -> dict[str, Entry]:
         raise ValueError(f"it has {size} bytes but its header describes {begin + end}: it is truncated")
     if size > begin + end:
         raise ValueError(f"it has {size} bytes but its header describes {begin + end}: the rest belongs to no tensor")
-    return entries
+    checksums = _checksums(metadata, text, len(entries))
+    return {name: entry._replace(checksum=x) for (name, entry), x in zip(entries.items(), checksums, strict=True)}
+
+
+def _checksums(metadata: dict[str, str], text: bytes, count: int) -> list[int] | list[None]:
+    """Return the tensors' checksums, after a comparison of the header's own."""
+    # The value has a mark too, so that a damaged key does not make a file without checksums of it.
+    marked = [value for key, value in metadata.items() if key == CHECKSUMS or value.startswith(MARK)]
+    if not marked:
+        return [None] * count
+    try:
+        digits = marked[0].rpartition(":")[2]
+        sums = [int(digits[i : i + 16], 16) for i in range(0, len(digits), 16)]
+        if len(sums) == count and sealed(text, sums) == text:
+            return sums
+    except ValueError:
+        pass
+    raise ValueError(
+        "its header does not match its checksum: copy or export it again (if another program rewrote it: without "
+        f"{CHECKSUMS} in the metadata)"
+    )
 
 
 def _tensor(name: str, entry: Any) -> tuple[str, list[int], int, int]:
@@ -95,12 +138,6 @@ def _bytes(dtype: str, shape: list[int]) -> int:
     return total
 
 
-def _check_metadata(metadata: Any) -> None:
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError(f"__metadata__ = {_short(metadata)}: must map names to strings")
-    "".join([*metadata, *metadata.values()]).encode()  # half of a surrogate pair is an error
-
-
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a JSON object whose names occur once; `dict` would keep the last of two values."""
     found: dict[str, Any] = {}
@@ -112,13 +149,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _natural(text: str) -> int:
-    if text.startswith("-") or len(text) > 20 or (number := int(text)) >= 2**64:
+    if not text.isdecimal() or len(text) > 20 or (number := int(text)) >= 2**64:
         raise ValueError(f"its header contains {_short(text)}: must be an integer from 0 to 2**64 - 1")
     return number
-
-
-def _refuse(text: str) -> None:
-    raise ValueError(f"its header contains {_short(text)}: must be an integer from 0 to 2**64 - 1")
 
 
 def _short(x: Any) -> str:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from jzero.display.slow_work import slow_work
-from jzero.distributed.host_collectives import together
-from jzero.errors import ConfigError, some_of
+from jzero.distributed.host_collectives import agree, together
+from jzero.errors import ConfigError, no_such_directory, some_of
 from jzero.model import weights_layout
 from jzero.tree import PyTree, differences, path_name
 from jzero.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, trained
-from jzero.weights.name_map import ShapeDtype, Tensor, adapter_leaves, assign, dotted, leaves_of, tensors
+from jzero.weights.name_map import ShapeDtype, Table, Tensor, adapter_leaves, assign, dotted, leaves_of, tensors
 from jzero.weights.safetensors import File
 
 if TYPE_CHECKING:
-    from jzero.train_step import TrainStep
+    from jzero.step.train_step import TrainStep
 
 TORCH = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -57,15 +58,16 @@ def load(
       Parameters for `step.init(rng, params)`.
 
     Raises:
-      ConfigError: no such files, truncated files, or files of another model; the message names the tensors that are
-        missing, extra or of another shape, and differences in config.json. Files without adapters for `params` whose
-        adapters are not zero: the files may be merged. Raised on all processes.
+      ConfigError: no such files, truncated files, values that do not match the checksums that jzero writes, or files of
+        another model; the message names the tensors that are missing, extra or of another shape, and differences in
+        config.json. Files without adapters for `params` whose adapters are not zero: the files may be merged. Raised
+        on all processes.
 
     >>> state = step.init(jax.random.key(0), load("Llama-2-7b-hf", step), donate=True)  # doctest: +SKIP
     """
     shapes, shardings = step.state_shapes.params, step.state_shardings.params
     own = file_names(step)
-    in_files = renamed([*own.values()], rename or {})
+    in_files = names_in_files([*own.values()], rename or {})
     names = {name: in_files[other] for name, other in own.items()}
     optional = {in_files[name] for name in matched([*own.values()], missing)}
     leaves = dict(zip(names.values(), leaves_of(shapes).values(), strict=True))
@@ -80,12 +82,16 @@ def load(
                 'before its adapters; if these are not merged, keep the adapters with missing=["lora_"]'
             )
 
-    def read(path: tuple, shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding, kept: Any = None) -> Any:
+    check = _FileChecksums(part for parts in of_leaf.values() for part in parts)
+
+    def read(path: tuple, shape: jax.ShapeDtypeStruct, sharding: Sharding, kept: Any = None) -> Any:
         parts = of_leaf.get(names[path_name(path)])
-        return kept if parts is None else _read_leaf(parts, shape, sharding)
+        return kept if parts is None else _read_leaf(parts, shape, sharding, check)
 
     kept = () if params is None else (params,)
-    return jax.tree_util.tree_map_with_path(read, shapes, shardings, *kept)
+    result = jax.tree_util.tree_map_with_path(read, shapes, shardings, *kept)
+    check.finish(directory)
+    return result
 
 
 def file_names(step: TrainStep) -> dict[str, str]:
@@ -95,13 +101,13 @@ def file_names(step: TrainStep) -> dict[str, str]:
     return {name: name if names is None else names.template(name) for name in own}
 
 
-def renamed(names: Sequence[str], rename: Mapping[str, str]) -> dict[str, str]:
+def names_in_files(names: Sequence[str], rename: Mapping[str, str]) -> dict[str, str]:
     """Map the names of parameters to those, dotted, under which files have them.
 
     Raises:
       ConfigError: an expression that changes no name, or two parameters of one name.
 
-    >>> renamed(["fc/base_module/kernel", "fc/lora_a"], {"base_module/": ""})
+    >>> names_in_files(["fc/base_module/kernel", "fc/lora_a"], {"base_module/": ""})
     {'fc/base_module/kernel': 'fc.kernel', 'fc/lora_a': 'fc.lora_a'}
     """
     if not isinstance(rename, Mapping):
@@ -138,8 +144,63 @@ def matched(names: Sequence[str], patterns: Sequence[str], key: str = "missing")
     return found
 
 
+class _FileChecksums:
+    """Compares what all processes have read with the checksums of the files.
+
+    A tensor's checksum is a sum over its elements. A process adds its parts, so the parts of all make the sum, if each
+    counts once; the same part on several processes, which may read copies of the file, must add the same.
+
+    Args:
+      wanted: all tensors to be read.
+    """
+
+    def __init__(self, wanted: Iterable[tuple[File, Tensor]]):
+        self._once, self._copies = Counter[str](), Counter[str]()
+        for file, tensor in wanted:
+            if (checksum := file.entries[tensor.name].checksum) is not None:
+                self._once[file.path.name] -= checksum * self._factor(file, tensor) * (not jax.process_index())
+
+    @staticmethod
+    def _factor(file: File, tensor: Tensor) -> int:
+        """Return an odd number of the tensor's own, since two tensors that change places must change the file's sum."""
+        return file.entries[tensor.name].start | 1
+
+    def add(self, parts: Iterable[tuple[File, Tensor]], readers: set[int]) -> None:
+        """Count what was read for one slice of a leaf.
+
+        Args:
+          readers: the processes that read the same slice.
+        """
+        first = jax.process_index() == min(readers)
+        for file, tensor in parts:
+            if file.entries[tensor.name].checksum is None:
+                continue
+            part = file.sums.pop(tensor.name, 0) * self._factor(file, tensor)
+            self._once[file.path.name] += part * first
+            self._copies[file.path.name] += part * (1 - len(readers) * first)
+
+    def finish(self, directory: str | os.PathLike) -> None:
+        """Compare the sums of all processes.
+
+        Raises:
+          ConfigError: names the damaged files, on all processes.
+        """
+        mine = {name: [x % 2**64, self._copies[name] % 2**64] for name, x in self._once.items()}
+        found = [json.loads(text) for text in agree("checksums of the weights", json.dumps(mine))]
+        with_checksums = set.intersection(*map(set, found))  # of copies, one may be without
+        damaged = [
+            name for name in sorted(with_checksums)
+            if any(sum(sums) % 2**64 for sums in zip(*(one[name] for one in found), strict=True))
+        ]  # fmt: skip
+        if damaged:
+            raise ConfigError(
+                f"{os.fspath(directory)}: damaged: values in {some_of(damaged)} do not match their checksums; copy or "
+                "export the weights again"
+            )
+
+
 def _read_leaf(
-    parts: list[tuple[File, Tensor]], leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding
+    parts: list[tuple[File, Tensor]], leaf: jax.ShapeDtypeStruct, sharding: Sharding, check: _FileChecksums
 ) -> jax.Array:
     """Read this process's slices of a leaf; those that several devices hold are read only once."""
     known: dict[str, np.ndarray] = {}
@@ -147,6 +208,8 @@ def _read_leaf(
     def part(index: Any) -> np.ndarray:
         if str(index) not in known:
             known[str(index)] = _read(parts, index, leaf)
+            everywhere: Any = sharding.devices_indices_map(leaf.shape)
+            check.add(parts, {device.process_index for device, other in everywhere.items() if other == index})
         return known[str(index)]
 
     array = jax.make_array_from_callback(leaf.shape, sharding, part)
@@ -168,7 +231,7 @@ def _read(parts: list[tuple[File, Tensor]], index: tuple[slice, ...], leaf: jax.
 
 
 def _find(
-    path: Path, leaves: Mapping[str, ShapeDtype], table: dict | None, optional: Collection[str], has_others: bool
+    path: Path, leaves: Mapping[str, ShapeDtype], table: Table | None, optional: Collection[str], has_others: bool
 ) -> dict[str, list[tuple[File, Tensor]]]:
     """Map every leaf to the (file, tensor) pairs that contain its parts.
 
@@ -179,35 +242,35 @@ def _find(
     Raises:
       ConfigError: the files do not fit the model.
     """
-    adapters, files = adapter_leaves(table), [File.open(file) for file in _files(path)]
+    table, files = table or {}, [File.open(file) for file in _files(path)]
+    adapters = adapter_leaves(table)
     alone = [file.path.name for file in files] == [ADAPTER_FILE]
     if problem := _unclear(path, adapters, alone, has_others):
         raise ConfigError(f"{path} contains {problem}")
     count = sum(len(file.entries) for file in files)
-    for old, new in (table or {}).get("aliases", {}).items():
+    for old, new in table.get("aliases", {}).items():
         for file in files:
             file.entries = {re.sub(old, new, name): entry for name, entry in file.entries.items()}
     where = {name: file for file in files for name in file.entries}
     if len(where) != count:
         raise ConfigError(f"{path}: some tensors are in two of {some_of(file.path.name for file in files)}")
-    known = {dotted(row["leaf"]) for row in table["tensors"]} if table else leaves.keys()
+    known = {dotted(row["leaf"]) for row in table.get("tensors", ())} or {*leaves}
     described = {name: x for name, x in leaves.items() if name in known or name in adapters or name not in optional}
     wanted = tensors(described, table) + (tensors(described, table, adapters=True) if adapters else [])
     if len(where.keys() & leaves.keys()) > sum(tensor.name in where for tensor in wanted):
-        table, wanted = None, tensors(leaves, None)  # the files use the names of the leaves
+        table, wanted = {}, tensors(leaves, None)  # the files use the names of the leaves
     may_lack = known if alone else {*optional, *adapters}
     there = {tensor.leaf for tensor in wanted if tensor.name in where}
     wanted = [tensor for tensor in wanted if tensor.leaf in there or tensor.leaf not in may_lack]
-    ignored = table.get("ignored", ()) if table else ()
+    ignored = table.get("ignored", ())
     where = {name: file for name, file in where.items() if not any(fnmatchcase(name, pattern) for pattern in ignored)}
     directory = path.parent if path.is_file() else path
     problems = _config_differences(directory / "config.json", table) + _misfits(where, wanted)
     if alone and table:
         problems = _config_differences(directory / ADAPTER_CONFIG, table["adapters"]) + problems
     if problems:
-        advice = table.get("advice") if table else None
-        if alone:
-            advice = f"give the decoder the lora=LoRAConfig(...) of {ADAPTER_CONFIG}"
+        lora = f"give the decoder the lora=LoRAConfig(...) of {ADAPTER_CONFIG}"
+        advice = lora if alone else table.get("advice")
         raise ConfigError(f"{path} belongs to another model: {some_of(problems)}{f'; {advice}' if advice else ''}")
     of_leaf: dict[str, list[tuple[File, Tensor]]] = {}
     for tensor in wanted:
@@ -232,7 +295,7 @@ def _files(path: Path) -> list[Path]:
     if path.is_file() and path.suffix == ".safetensors":
         return [path]
     if not path.is_dir():
-        raise ConfigError(f"{path}: no such directory or .safetensors file")
+        raise ConfigError(no_such_directory(path, "directory or .safetensors file"))
     if (path / "model.safetensors").is_file():
         return [path / "model.safetensors"]
     if (index := path / "model.safetensors.index.json").is_file():
@@ -259,12 +322,16 @@ def _indexed(index: Path) -> list[Path]:
     return [index.with_name(name) for name in names]
 
 
-def _config_differences(file: Path, table: Mapping[str, Any] | None) -> list[str]:
+def _config_differences(file: Path, table: Table) -> list[str]:
     """List the entries of a config.json (or adapter_config.json) beside the files that contradict the model."""
-    if table is None or not file.is_file():
+    if not table or not file.is_file():
         return []
     try:
-        there = {**table.get("absent", {}), **_flattened(json.loads(file.read_text()))}
+        read = json.loads(file.read_text())
+        text = read.get("text_config")
+        if isinstance(text, dict) and text.get("model_type") == table["config"].get("model_type"):
+            read = text  # the model is the text decoder of one with other inputs too
+        there = {**table.get("absent", {}), **_flattened(read)}
     except (ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{file} is not a JSON object: {error}") from None
     here = _flattened(table["config"])
@@ -286,9 +353,9 @@ def _misfits(where: Mapping[str, File], wanted: list[Tensor]) -> list[str]:
     """List tensors that are missing, extra, of another shape, or of a dtype that is not cast (only wide floats are)."""
     expected = {t.name: t for t in wanted}
     found = {name: file.entries[name] for name, file in where.items()}
-    problems = differences({n: shape for n, (_, shape, _) in found.items()}, {n: t.shape for n, t in expected.items()})
+    problems = differences({n: x.shape for n, x in found.items()}, {n: t.shape for n, t in expected.items()})
     for name, tensor in expected.items():
-        dtype = found[name][0] if name in found else tensor.dtype
+        dtype = found[name].dtype if name in found else tensor.dtype
         floats = [jnp.issubdtype(x, jnp.floating) and x.itemsize > 1 for x in (dtype, tensor.dtype)]
         if dtype != tensor.dtype and not all(floats):
             problems.append(f"{name} is {dtype}, not {tensor.dtype}")

@@ -4,7 +4,7 @@ A model's leaves (`stack.attention.qkv.kernel`, with the layer axis first) and t
 (`model.layers.3.self_attn.q_proj.weight`) divide the same numbers differently. A model may have a method
 `weights_layout()` that returns the mapping as JSON data:
 
-    {"config": {...}, "may_differ": [keys of it], "absent": {...}, "advice": text, "aliases": {...},
+    {"config": {...}, "download": {...}, "may_differ": [keys of it], "absent": {...}, "advice": text, "aliases": {...},
      "ignored": [patterns], "adapters": {...}, "tensors": [
         {"name": "model.layers.{layer}.self_attn.q_proj.weight", "leaf": "stack/attention/qkv/kernel",
          "columns": [0, 2048], "transposed": true}, ...]}
@@ -17,6 +17,8 @@ tensors   A row with `{layer}` in its name describes one tensor per layer: `leaf
           "reshape": [H * K, D]. A row whose name is null describes padding: a part of a leaf that no file has.
 config    Written to config.json. Files whose config.json differs belong to another model, except for the keys in
           `may_differ`. Entries of nested dictionaries are compared individually too.
+download  Of a model that comes from one: {"config": what else is written to config.json, "directory": a path}. Its
+          tokenizer and generation files are copied to the weights. None: there is none.
 absent    The values that missing keys of config.json stand for.
 advice    What to do about files of another model; ends the error message.
 aliases   {regular expression: replacement}, applied to the names in files before they are compared.
@@ -38,7 +40,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -53,6 +55,7 @@ from jzero.tree import PyTree, named
 Box = tuple[slice, ...]  # part of an array: start and stop in every dimension
 KEYS = {"name", "leaf", "rows", "columns", "slices", "transposed", "reshape"}
 Range = tuple[int, int]
+Table = Mapping[str, Any]  # a `weights_layout()`, or one of its rows
 
 
 class ShapeDtype(NamedTuple):
@@ -100,11 +103,9 @@ class Tensor:
             if not box[0].start <= self.layer < box[0].stop:
                 return None
             inner, box = (self.layer - box[0].start,), box[1:]
-        both = [(max(a, s.start), min(b, s.stop)) for s, (a, b) in zip(box, self.ranges, strict=True)]
-        if any(stop <= start for start, stop in both):
+        if (both := intersect(box, self.ranges)) is None:
             return None
-        own = [slice(start - a, stop - a) for (start, stop), (a, _) in zip(both, self.ranges, strict=True)]
-        local = [slice(start - s.start, stop - s.start) for (start, stop), s in zip(both, box, strict=True)]
+        local, own = both
         return tuple(own[axis] for axis in self.axes), (*inner, *local, ...)
 
     def oriented(self, values: np.ndarray) -> np.ndarray:
@@ -114,6 +115,16 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
+
+
+def intersect(box: Box, ranges: Sequence[Range]) -> tuple[Box, Box] | None:
+    """Return what a box and ranges of the same array share, relative to each; None if they do not overlap."""
+    both = [(max(a, s.start), min(b, s.stop)) for s, (a, b) in zip(box, ranges, strict=True)]
+    if any(stop <= start for start, stop in both):
+        return None
+    corners = [s.start for s in box], [a for a, _ in ranges]
+    of_box, of_ranges = (tuple(slice(i - c, j - c) for (i, j), c in zip(both, at, strict=True)) for at in corners)
+    return of_box, of_ranges
 
 
 def assign(target: np.ndarray, source: np.ndarray) -> None:
@@ -139,9 +150,7 @@ def leaves_of(params: PyTree) -> dict[str, ShapeDtype]:
     return {dotted(name): ShapeDtype(x.shape, x.dtype) for name, x in named(params).items()}
 
 
-def tensors(
-    leaves: Mapping[str, ShapeDtype], table: Mapping[str, Any] | None, *, adapters: bool = False
-) -> list[Tensor]:
+def tensors(leaves: Mapping[str, ShapeDtype], table: Table | None, *, adapters: bool = False) -> list[Tensor]:
     """List the tensors of a model, layer by layer; without a table, one per leaf.
 
     Args:
@@ -152,25 +161,28 @@ def tensors(
     Raises:
       ConfigError: the table names a leaf that does not exist, omits part of a leaf or names a part twice.
     """
-    if table is None:
+    if not table:
         table = {"tensors": [{"name": name, "leaf": name} for name in leaves]}
     theirs = adapter_leaves(table)
     leaves = {name: x for name, x in leaves.items() if (name in theirs) == adapters}
-    rows = [_Row.read(row, leaves) for row in (table["adapters"] if adapters else table)["tensors"]]
+    rows = [_read_row(row, leaves) for row in (table["adapters"] if adapters else table)["tensors"]]
     made: list[Tensor] = []
-    for layers, group in groupby(rows, lambda row: row.layers):
-        some = [row for row in group if row.name is not None]
-        made += [row.tensor(layer) for layer in (range(layers) if layers is not None else [None]) for row in some]
+    for layers, group in groupby(rows, lambda row: row[1]):
+        some = [tensor for tensor, _ in group if tensor.name]
+        for layer in range(layers) if layers is not None else ():
+            names = [tensor.name.replace("{layer}", str(layer)) for tensor in some]
+            made += [dataclasses.replace(x, name=name, layer=layer) for x, name in zip(some, names, strict=True)]
+        made += some if layers is None else []
     for leaf, x in leaves.items():
-        if not _covered([row for row in rows if row.leaf == leaf]):
+        if not _covered(x.shape, [row for row in rows if row[0].leaf == leaf]):
             raise ConfigError(f"weights_layout: its rows omit, or name twice, a part of {leaf} {x.shape}")
-    names = Counter(tensor.name for tensor in made)
-    if twice := [name for name, times in names.items() if times > 1]:
+    counts = Counter(tensor.name for tensor in made)
+    if twice := [name for name, times in counts.items() if times > 1]:
         raise ConfigError(f"weights_layout: two tensors have the name {some_of(twice)}")
     return made
 
 
-def cut(row: Mapping[str, Any], shape: tuple[int, ...], what: str, leaf: str) -> tuple[Range, ...]:
+def cut(row: Table, shape: tuple[int, ...], what: str, leaf: str) -> tuple[Range, ...]:
     """Return the range of every dimension that a row's `rows`, `columns` and `slices` leave.
 
     Raises:
@@ -193,76 +205,49 @@ def cut(row: Mapping[str, Any], shape: tuple[int, ...], what: str, leaf: str) ->
     return tuple(ranges)
 
 
-def adapter_leaves(table: Mapping[str, Any] | None) -> list[str]:
+def adapter_leaves(table: Table | None) -> list[str]:
     """Return the dotted names of the leaves that a table's adapters consist of."""
     return [dotted(row["leaf"]) for row in (table or {}).get("adapters", {}).get("tensors", ())]
 
 
-class _Row(NamedTuple):
-    name: str | None
-    leaf: str
-    array: ShapeDtype
-    layers: int | None
-    ranges: tuple[Range, ...]
-    axes: tuple[int, ...]
-    reshape: tuple[int, ...] | None
-
-    @classmethod
-    def read(cls, row: Mapping[str, Any], leaves: Mapping[str, ShapeDtype]) -> _Row:
-        name, leaf = row["name"], dotted(row["leaf"])
-        what, stacked = name or f"the padding of {leaf}", "{layer}" in (name or "")
-        if unknown := row.keys() - KEYS:
-            raise ConfigError(f"weights_layout: {what} has unknown keys {sorted(unknown)}; allowed: {sorted(KEYS)}")
-        if leaf not in leaves:
-            raise ConfigError(f"weights_layout: {what} names the leaf {leaf}, but the leaves are {some_of(leaves)}")
-        whole, transposed = leaves[leaf].shape, row.get("transposed") or False
-        shape = whole[1:] if stacked else whole
-        cuts = sum(bool(row.get(key)) for key in ("rows", "columns"))
-        if len(whole) < stacked or len(shape) < (2 if transposed or cuts > 1 else cuts):
-            raise ConfigError(f"weights_layout: {what} needs more dimensions than {leaf} {whole} has")
-        ranges = cut(row, shape, f"weights_layout: {what}", f"{leaf} {whole}")
-        axes = _axes(transposed, len(shape))
-        if axes is None:
-            raise ConfigError(
-                f"weights_layout: {what} has transposed {transposed}, but {leaf} has {len(shape)} dimensions without "
-                "the layers: true is for a matrix; otherwise list the axes, such as [1, 2, 0]"
-            )
-        reshape = tuple(row["reshape"]) if row.get("reshape") else None
-        made = cls(name, leaf, leaves[leaf], whole[0] if stacked else None, ranges, axes, reshape)
-        if reshape and prod(reshape) != prod(made.sizes):
-            raise ConfigError(f"weights_layout: {what} has reshape {list(reshape)}, which {made.sizes} cannot take")
-        return made
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in self.ranges)
-
-    def overlaps(self, other: _Row) -> bool:
-        return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(self.ranges, other.ranges, strict=True))
-
-    def tensor(self, layer: int | None) -> Tensor:
-        name = (self.name or "").replace("{layer}", str(layer))
-        view = tuple(self.sizes[axis] for axis in self.axes)
-        return Tensor(name, self.leaf, self.reshape or view, self.array.dtype, layer, self.ranges, self.axes)
+def _read_row(row: Table, leaves: Mapping[str, ShapeDtype]) -> tuple[Tensor, int | None]:
+    """Return the tensor that a row describes (of every layer, if its name has {layer}), and the number of layers."""
+    name, leaf = row["name"] or "", dotted(row["leaf"])
+    what, stacked = name or f"the padding of {leaf}", "{layer}" in name
+    if unknown := row.keys() - KEYS:
+        raise ConfigError(f"weights_layout: {what} has unknown keys {sorted(unknown)}; allowed: {sorted(KEYS)}")
+    if leaf not in leaves:
+        raise ConfigError(f"weights_layout: {what} names the leaf {leaf}, but the leaves are {some_of(leaves)}")
+    (whole, dtype), transposed = leaves[leaf], row.get("transposed") or False
+    shape = whole[1:] if stacked else whole
+    cuts = sum(bool(row.get(key)) for key in ("rows", "columns"))
+    if len(whole) < stacked or len(shape) < (2 if transposed or cuts > 1 else cuts):
+        raise ConfigError(f"weights_layout: {what} needs more dimensions than {leaf} {whole} has")
+    ranges = cut(row, shape, f"weights_layout: {what}", f"{leaf} {whole}")
+    axes = tuple(range(len(shape))) if not transposed else (1, 0) if transposed is True else tuple(transposed)
+    if sorted(axes) != [*range(len(shape))]:
+        raise ConfigError(
+            f"weights_layout: {what} has transposed {transposed}, but {leaf} has {len(shape)} dimensions without "
+            "the layers: true is for a matrix; otherwise list the axes, such as [1, 2, 0]"
+        )
+    tensor, reshape = Tensor(name, leaf, (), dtype, None, ranges, axes), tuple(row.get("reshape") or ())
+    if reshape and prod(reshape) != prod(tensor.view):
+        sizes = tuple(stop - start for start, stop in ranges)
+        raise ConfigError(f"weights_layout: {what} has reshape {list(reshape)}, which {sizes} cannot take")
+    return dataclasses.replace(tensor, shape=reshape or tensor.view), whole[0] if stacked else None
 
 
-def _axes(transposed: bool | list[int], ndim: int) -> tuple[int, ...] | None:
-    """Return the axes of a permutation; None if it does not fit."""
-    if isinstance(transposed, bool):
-        return (1, 0) if transposed and ndim == 2 else None if transposed else tuple(range(ndim))
-    return tuple(transposed) if sorted(transposed) == list(range(ndim)) else None
-
-
-def _covered(rows: list[_Row]) -> bool:
+def _covered(shape: tuple[int, ...], rows: list[tuple[Tensor, int | None]]) -> bool:
     """Return whether the rows contain every element of their leaf exactly once.
 
     They do if no two overlap and their sizes sum to the leaf's.
     """
-    if not rows or len({row.layers for row in rows}) > 1:
+    if not rows or len({layers for _, layers in rows}) > 1:
         return False
-    if any(row.overlaps(other) for i, row in enumerate(rows) for other in rows[:i]):
+    boxes = [tuple(slice(*ends) for ends in tensor.ranges) for tensor, _ in rows]
+    if any(intersect(box, other.ranges) for i, box in enumerate(boxes) for other, _ in rows[:i]):
         return False
-    return sum(prod(row.sizes) for row in rows) * (rows[0].layers or 1) == prod(rows[0].array.shape)
+    return sum(prod(tensor.view) for tensor, _ in rows) * (rows[0][1] or 1) == prod(shape)
 
 
 def widest(dtypes: Iterable[np.dtype]) -> np.dtype | None:
@@ -272,11 +257,9 @@ def widest(dtypes: Iterable[np.dtype]) -> np.dtype | None:
 
 
 def with_dtype(some: Iterable[Tensor], dtype: np.dtype | None) -> list[Tensor]:
-    """Give all floating-point tensors one dtype; None: the widest that they have.
+    """Give all floating-point tensors one dtype, which is None only if there are none.
 
     A Hugging Face config.json has one dtype for all of a model's tensors, but frozen parameters are stored in the
     compute dtype and trained ones in that of the masters.
     """
-    some = list(some)
-    one: Any = dtype or widest(t.dtype for t in some)
-    return [dataclasses.replace(t, dtype=one) if jnp.issubdtype(t.dtype, jnp.floating) else t for t in some]
+    return [dataclasses.replace(t, dtype=dtype) if dtype and jnp.issubdtype(t.dtype, jnp.floating) else t for t in some]

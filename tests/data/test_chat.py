@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 from helpers.chats import MARKED, QWEN3, TEMPLATES, make_tokenizer, turns
@@ -82,6 +83,14 @@ def test_masks(name, source):
         end = len(trained) - trained[::-1].index(True)
         last = [end - len(turn) <= i < end for i in range(len(tokens))]
         assert labels == row(tokens, last)[1]
+
+
+def test_a_jsonl_file_is_a_dataset(tmp_path):
+    samples = [turns("hello", "hi"), turns("x", "yo")]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": x}) + "\n" for x in samples))
+    tokenizer = make_tokenizer(TEMPLATES["chatml"])
+    rows = [Chat(x, tokenizer, length=200).rows(np.array([0])) for x in (str(tmp_path / "chats.jsonl"), samples)]
+    jax.tree.map(np.testing.assert_array_equal, *rows)
 
 
 def test_the_end_token_is_trained_and_what_follows_is_not():
@@ -174,7 +183,7 @@ def test_a_template_that_rewrites_earlier_turns():
         ([], {}, "no conversation to train on: the dataset is empty$"),
         ([turns("only a question")], {}, "no conversation to train on: 1 of 1 have no token to train on in a row$"),
         ({"train": CHATS}, {}, r"dataset is a mapping with train: pass one split"),
-        ("chats.jsonl", {}, "dataset is str: must be a list of samples or a Hugging Face dataset"),
+        ("chats.jsonl", {}, "'chats.jsonl' is no file: give the path of a JSONL file"),
         ([{"conversations": CHATS[0]}], {}, r"dataset\[0\]: no column 'messages': the sample has conversations; dat"),
         (["hello"], {}, r"no column 'messages': the sample is str$"),
         ([{"text": "hello"}], {}, r"no column 'messages': the sample has text$"),

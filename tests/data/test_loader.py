@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
 import jzero
-from jzero.batch import rows_of_this_process
 from jzero.data import DataLoader, RepeatingLoader, order
 from jzero.data.order import Position, shuffled
 from jzero.data.sources import as_source
-from jzero.data.stream import StreamSpec, indexed_batches, sequential_batches
+from jzero.data.stream import StreamSpec, micro_batches
 from jzero.mesh import batch_spec
+from jzero.step.batch import rows_of_this_process
 
 # ------------------------------------------------------------------------------------------- the order
 
@@ -85,11 +85,10 @@ def test_a_shuffle_of_10_to_the_9_is_quick():
 def test_seek_goes_on_exactly(length, micro, accum, other, taken, drop_last, sized):
     """From any position: the same layout agrees to the end of the next epoch, another layout to the end of this one."""
     source = as_source(np.arange(length) if sized else lambda: iter(range(length)))
-    make = indexed_batches if sized else sequential_batches
 
     def stream(micro, accum, start=None):
         spec = StreamSpec(source, 3, drop_last, micro, micro * accum, np.arange(micro), lambda rows: rows.tolist())
-        return make(spec, start or Position())
+        return micro_batches(spec, start or Position())
 
     if drop_last and length < max(micro * accum, other[0] * other[1]):
         return
@@ -122,7 +121,7 @@ def test_each_sample_once_an_epoch(length, train, drop_last):
     if end == 0:
         return
     spec = StreamSpec(as_source(np.arange(length)), 1, drop_last, 1, train, np.arange(1), lambda rows: rows[0])
-    epoch, ends = zip(*itertools.islice(indexed_batches(spec, Position()), end), strict=True)
+    epoch, ends = zip(*itertools.islice(micro_batches(spec, Position()), end), strict=True)
     assert [at.epoch for at in ends] == [0] * (end - 1) + [1]
     assert end % train == 0
     once = epoch[:length]
@@ -224,20 +223,20 @@ def test_a_process_reads_its_own_rows_alone(pipe, local):
         part = SimpleNamespace(addressable_devices_indices_map=lambda shape: {d: every[d] for d in here})
         return rows_of_this_process(part, micro)
 
-    def stream(source, mine, make):
+    def stream(source, mine):
         spec = StreamSpec(source, 1, False, micro, train, mine, lambda rows: rows["x"].tolist())
-        return [batch for batch, _ in itertools.islice(make(spec, Position()), 4)]
+        return [batch for batch, _ in itertools.islice(micro_batches(spec, Position()), 4)]
 
-    whole, everything = stream(Rows(30), np.arange(micro), indexed_batches), as_source(lambda: iter(samples(30)))
-    walked = stream(everything, np.arange(micro), sequential_batches)
+    whole, everything = stream(Rows(30), np.arange(micro)), as_source(lambda: iter(samples(30)))
+    walked = stream(everything, np.arange(micro))
     held = {}
     for process in range(8 // local):
         source, mine = Rows(30), rows_of(process)
         assert len(mine) == min(micro, micro * pipe * local // 8)
-        parts = stream(source, mine, indexed_batches)
+        parts = stream(source, mine)
         assert source.read == [*itertools.chain(*parts)]
         for row, *values in zip(mine.tolist(), *parts, strict=True):
             assert held.setdefault(row, values) == values
-        of_all = stream(everything, mine, sequential_batches)
+        of_all = stream(everything, mine)
         assert of_all == [[batch[i] for i in mine] for batch in walked]
     assert [list(batch) for batch in zip(*[held[row] for row in range(micro)], strict=True)] == whole

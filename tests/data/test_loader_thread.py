@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from helpers.loaders import ROOT, Rows, Sizes, numbers, samples
@@ -12,6 +13,7 @@ from helpers.sampling import keep
 
 import jzero
 from jzero.data import DataLoader, RepeatingLoader
+from jzero.data.stream import Prefetcher
 
 
 class Broken(list):
@@ -116,3 +118,21 @@ def test_an_iterator_is_read_once():
     loader.seek({"epoch": 0, "samples": 0})
     with pytest.raises(jzero.ConfigError, match=r"an iterator, which can be read only once: .*pass a function"):
         next(iter(loader))
+
+
+def test_the_end_does_not_wait_for_what_is_ahead():
+    """Nor for more than the element that is being read."""
+    started, slow = threading.Event(), threading.Event()
+
+    def elements():
+        for number in range(100):
+            started.set()
+            slow.wait(0.2)
+            yield number
+
+    ahead = Prefetcher(elements())
+    assert next(ahead) == 0
+    began = time.monotonic()
+    ahead.close()
+    assert time.monotonic() - began < 5
+    assert not [thread for thread in threading.enumerate() if thread.name == "jzero data" and thread.is_alive()]

@@ -16,7 +16,7 @@ import jzero
 from jzero.data import DataLoader, Mixture, TokenFile, interleave, steps_per_epoch
 from jzero.data.interleave import Interleaving
 from jzero.data.order import ENDLESS, Position
-from jzero.data.stream import StreamSpec, indexed_batches
+from jzero.data.stream import StreamSpec, micro_batches
 
 
 def largest_remainder(weights, block):
@@ -183,7 +183,7 @@ def test_any_layout_reads_the_same_and_resumes_exactly(exhaustion, layout, stop,
     parts = []  # of several processes, each with its own rows of batches of 8
     for mine in np.split(np.arange(8), processes):
         spec = StreamSpec(mixed, None, False, 8, 8, mine, lambda rows: rows["x"])
-        parts.append([batch for batch, _ in itertools.islice(indexed_batches(spec, Position(0, at)), 3)])
+        parts.append([batch for batch, _ in itertools.islice(micro_batches(spec, Position(0, at)), 3)])
     assert np.concatenate(parts, axis=1).ravel().tolist() == samples(at, at + 24)
 
 

@@ -42,6 +42,7 @@ def test_positions_that_do_not_fit(position, words):
         (np.float32(1), "training_data is float32: must be a pytree"),
         (np.array(1), "is ndarray; expected an array with a leading sample dimension"),
         (7, "training_data is int: must be a pytree"),
+        ("train.jsonl", r"'train.jsonl': to read a file of tokens, .*; jzero.data.write_tokens makes a file of tokens"),
         (np.array(["a", "b"]), "training_data has dtype <U1; expected numbers"),
         ([np.zeros(2), np.zeros(3)] * 2, r"2 shapes, such as \(2,\) and \(3,\).*Packed"),
         ([{"x": 1.0}, {"y": 1.0}], "have 2 shapes"),
@@ -72,7 +73,8 @@ def test_hugging_face_columns():
     datasets = pytest.importorskip("datasets")
     mixed = datasets.Dataset.from_dict({"x": [1, 2], "text": ["a", "b"]})
     with pytest.raises(
-        jzero.ConfigError, match=r"\['text'\] has dtype <U1; expected numbers; select columns .*select_columns"
+        jzero.ConfigError,
+        match=r"\['text'\] has dtype <U1; expected numbers; select columns .*select_columns.*write_tokens",
     ):
         next(iter(DataLoader(mixed, Sizes(2, 1, 1))))
     with pytest.raises(jzero.ConfigError, match=r"training_data\['ragged'\] has dtype object; expected numbers"):

@@ -8,49 +8,110 @@ import numpy as np
 import pytest
 
 import jzero
-from experiments.tokenizers import BPE, Bytes, train_bpe
+from experiments.tokenizers import Bytes, train_bpe
 from jzero.data import Packed, TokenFile, write_tokens
 from jzero.data.sources import Source
 
-TEXTS = ["To be, or not to be: that is the question.\n" * 3, "", "Größe <|end|> \N{SNOWMAN} tab\tand\nline" * 5, "a"]
+END = "<|endoftext|>"
+TEXTS = ["To be, or not to be: that is the question.\n" * 3, "", f"Größe {END} \N{SNOWMAN} tab\tand\nline" * 5, "a"]
 
 
 def tokenizer(kind):
+    """Make a tokenizer of a kind, of 300 tokens and an end, or of bytes, that would add and cut tokens by default."""
     if kind == "bytes":
         return Bytes()
-    pytest.importorskip("tokenizers")
-    return train_bpe(TEXTS, 300)
+    library = pytest.importorskip("tokenizers")
+    made = train_bpe(TEXTS, 300)
+    number = made.token_to_id(END)
+    made.post_processor = library.processors.TemplateProcessing(f"{END} $A {END}", special_tokens=[(END, number)])
+    made.enable_truncation(8)
+    made.enable_padding(length=50, pad_token=END)
+    if kind == "tokenizers":
+        return made
+    return pytest.importorskip("transformers").PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def decode(made, tokens):
+    return made.decode(tokens.tolist()) if isinstance(made, Bytes) else made.decode(tokens, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "tokenizers", "transformers"])
 def test_round_trip(kind, tmp_path):
     """Every document decodes to its text and ends with the end token, which no text encodes to."""
     made = tokenizer(kind)
+    size, end = (257, 256) if kind == "bytes" else (300, 0)
     count = write_tokens(iter(TEXTS), tmp_path / "tokens.npy", made)
     tokens = np.load(tmp_path / "tokens.npy")
     assert tokens.dtype == np.uint16
     assert len(tokens) == count
-    documents = np.split(tokens, np.flatnonzero(tokens == made.end) + 1)
+    documents = np.split(tokens, np.flatnonzero(tokens == end) + 1)
     assert len(documents.pop()) == 0
-    assert [made.decode(document[:-1]) for document in documents] == TEXTS
+    assert [decode(made, document[:-1]) for document in documents] == TEXTS
     facts = json.loads((tmp_path / "tokens.npy.json").read_text())
-    assert facts == {"tokens": count, "documents": 4, "vocab_size": made.vocab_size, "end": made.end}
-    assert made.vocab_size == (257 if kind == "bytes" else 300)
-    assert (count < sum(len(text.encode()) for text in TEXTS)) == (kind == "bpe")
+    assert facts == {"tokens": count, "documents": 4, "vocab_size": size, "end": end}
+    assert (count < sum(len(text.encode()) for text in TEXTS)) == (kind != "bytes")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tokens.npy", "tokens.npy.json"]
+    if kind == "tokenizers":  # the caller's is as it was
+        assert (made.truncation["max_length"], made.padding["length"]) == (8, 50)
+        assert made.encode(END).ids[:3] == [end, end, end]
 
 
-def test_a_trained_tokenizer_is_saved(tmp_path):
-    made = tokenizer("bpe")
-    made.save(tmp_path / "bpe.json")
-    loaded = BPE.load(tmp_path / "bpe.json")
-    assert (loaded.vocab_size, loaded.end) == (made.vocab_size, made.end)
-    assert list(loaded.encode(TEXTS[2])) == list(made.encode(TEXTS[2]))
-    with pytest.raises(jzero.ConfigError, match=r"end = '</s>': the tokenizer has no such token"):
-        BPE(made.tokenizer, end="</s>")
-    (tmp_path / "bpe.json").write_text("{}")
-    with pytest.raises(jzero.ConfigError, match="not a tokenizer of the tokenizers library"):
-        BPE.load(tmp_path / "bpe.json")
+@pytest.mark.parametrize("kind", ["jsonl", "dataset", "stream", "column"])
+def test_documents_of_every_form(kind, tmp_path):
+    samples = [{"text": text, "url": str(i)} for i, text in enumerate(TEXTS)]
+    column = {"column": "url"} if kind == "column" else {}
+    given = tmp_path / "train.jsonl"
+    given.write_text("\ufeff" + "\n\n".join(json.dumps(sample, ensure_ascii=False) for sample in samples), "utf-8")
+    if kind in ("dataset", "stream"):
+        given = pytest.importorskip("datasets").Dataset.from_list(samples)
+        given = given.to_iterable_dataset() if kind == "stream" else given.with_format("numpy")
+    write_tokens(str(given) if kind == "jsonl" else given, tmp_path / "t.npy", Bytes(), **column)
+    expected = "0123" if column else TEXTS
+    assert np.load(tmp_path / "t.npy").tolist() == [x for text in expected for x in (*text.encode(), 256)]
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        (
+            "one text",
+            "'one text' is no file: give the path of a JSONL file, a list of samples or a Hugging Face dataset",
+        ),
+        (b'{"text": "a"}\n{"text": "b"', r"bad.jsonl line 2 is no JSON \(.*\): .*datasets.load_dataset"),
+        (b'{"text": "a"}\n"\xff"', r"bad.jsonl line 2 is no JSON \(.*\)"),
+        (b'{"body": "a"}', r"texts\[0\]: no column 'text': the sample has body$"),
+        (["a", {"text": 3}], r"texts\[1\]: column 'text' is int: must be a string"),
+        (["a", b"b"], r"texts\[1\]: no column 'text': the sample is bytes"),
+        ({"train": ["a"]}, "is a mapping with train: pass one split"),
+        (3, "is int: must be a list of samples"),
+    ],
+)
+def test_what_contains_no_documents(texts, words, tmp_path):
+    if isinstance(texts, bytes):
+        (tmp_path / "bad.jsonl").write_bytes(texts)
+        texts = tmp_path / "bad.jsonl"
+    with pytest.raises(jzero.ConfigError, match=words):
+        write_tokens(texts, tmp_path / "t.npy", Bytes())
+    assert not (tmp_path / "t.npy").exists()
+
+
+def test_the_end_of_a_document(tmp_path):
+    """A tokenizer's own end, or the one that is named."""
+    made = tokenizer("tokenizers")
+    made.add_special_tokens(["</s>"])
+    with pytest.raises(jzero.ConfigError, match=r"end = None: .* has <\|endoftext\|>, </s>"):
+        write_tokens(["a"], tmp_path / "t.npy", made)
+    write_tokens(["a"], tmp_path / "t.npy", made, end="</s>")
+    assert np.load(tmp_path / "t.npy")[-1] == made.token_to_id("</s>") == 300
+    without = pytest.importorskip("transformers").PreTrainedTokenizerFast(tokenizer_object=made)
+    for given, end, words in (
+        (without, "<x>", "end = '<x>': the tokenizer has no such token"),
+        (without, None, r"end = None: .* has none"),
+        (Bytes(), "<x>", r"end = '<x>': has no effect, .* its own, 256"),
+        ("gpt2", None, "tokenizer is str: must be a tokenizer of transformers, a tokenizers.Tokenizer, or an object"),
+    ):
+        with pytest.raises(jzero.ConfigError, match=words):
+            write_tokens(["a"], tmp_path / "t.npy", given, end=end)
     with pytest.raises(jzero.ConfigError, match="vocab_size = 256: must be at least 257"):
         train_bpe(TEXTS, 256)
 
@@ -73,8 +134,6 @@ def test_documents_are_written_one_by_one(tmp_path):
     with pytest.raises(OSError, match="no more"):
         write_tokens(texts(), tmp_path / "tokens.npy", Bytes())
     assert not (tmp_path / "tokens.npy").exists()
-    with pytest.raises(jzero.ConfigError, match="texts is one string"):
-        write_tokens("one text", tmp_path / "tokens.npy", Bytes())
     assert write_tokens(["ab"], tmp_path / "new" / "tokens.npy", Bytes()) == 3
     with pytest.raises(jzero.ConfigError, match=r"tokens.bin': must end with .npy"):
         write_tokens([], tmp_path / "tokens.bin", Bytes())

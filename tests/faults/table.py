@@ -59,6 +59,11 @@ TABLE: dict[str, list[Fault]] = {
             "its processes are killed, its folder is deleted",
         ),
         elsewhere(
+            "launcher/test_descendants.py::test_no_child_hides",
+            "an agent is stopped, or it or its guard is killed, and a detached child has emptied its environment",
+            "a restart begins without any process of the attempt before",
+        ),
+        elsewhere(
             "test_watchdog.py::test_a_job_without_the_launcher",
             "a rank stops under srun, mpirun or torchrun",
             "after the limit of the section `watchdog` all stacks, the steps of all ranks, and every process ends",
@@ -198,6 +203,16 @@ TABLE: dict[str, list[Fault]] = {
             "a load is one line; a resume prints the fault and takes the newest whole checkpoint",
         ),
         elsewhere(
+            "test_outputs.py::test_a_place_that_cannot_be_written",
+            "a path that a config names has a name too long, a dangling link or a loop, or is forbidden",
+            "one line with the key, before anything starts; `--max_restarts` does not start it again",
+        ),
+        elsewhere(
+            "test_resume_choice.py::test_crafted_notes_hide_no_other_checkpoint",
+            "`notes.json` of the newest checkpoint has a right checksum and other contents, or is a fifo",
+            "a resume prints the fault and takes the next older checkpoint",
+        ),
+        elsewhere(
             "data/test_tokens.py::test_invalid_files",
             "a token file or its note is empty, damaged or another file's",
             "one line",
@@ -213,6 +228,11 @@ TABLE: dict[str, list[Fault]] = {
             "a warning: the run's ledger ends; training goes on",
         ),
         elsewhere(
+            "faults/test_fuzz.py::test_few_cases",
+            "a line of a ledger, or of `metrics.jsonl`, has other types, deep nesting or numbers of 5,000 digits",
+            "readers skip the line; one line if no step is left",
+        ),
+        elsewhere(
             "test_ledger.py::test_a_torn_line_is_skipped_and_continued",
             "a kill tears the last line of the ledger",
             "readers skip the line; the next start begins a new one",
@@ -221,6 +241,11 @@ TABLE: dict[str, list[Fault]] = {
             "test_checkpoint_disk.py::test_a_directory_that_vanishes",
             "the directory vanishes during a save",
             "one line that names it; the save does not count",
+        ),
+        elsewhere(
+            "test_checkpoint_disk.py::test_a_save_whose_thread_dies",
+            "the thread of a save dies, wherever, or cannot start",
+            "`wait()` and the next save raise; the draft is deleted",
         ),
         elsewhere(
             "weights/test_header.py::test_each_fault",
@@ -310,6 +335,11 @@ TABLE: dict[str, list[Fault]] = {
             "NAME=VALUE",
         ),
         refused("a NUL in `.jzero_env`", variables(b"A=1\nB=2\0"), "line 2: 'B=2\\x00'", "NAME=VALUE"),
+        elsewhere(
+            "launcher/test_kubernetes.py::test_a_wrong_patch",
+            "a patch for Kubernetes that is no YAML, or does not fit the JobSet",
+            "one line with the file and the place; nothing is applied",
+        ),
         refused(
             "SLURM_GPUS_ON_NODE that is not a number",
             command(SLURM_JOB_NODELIST="gpu1", SLURM_GPUS_ON_NODE="tesla:8"),
@@ -336,6 +366,16 @@ TABLE: dict[str, list[Fault]] = {
             "faults/test_files.py::test_an_open_name_is_refused_rather_than_shared",
             "another user makes a link just before the file is opened",
             "the write fails",
+        ),
+        elsewhere(
+            "test_outputs.py::test_a_table_of_flops_replaces_only_its_own",
+            "a config's `flops_profiler.output_file` is a file of yours",
+            "one line, before anything starts; the file stays as it was",
+        ),
+        elsewhere(
+            "test_outputs.py::test_monitors_follow_no_link",
+            "a link under the name of a monitor's file",
+            "one line, or a warning; its target stays as it was",
         ),
         elsewhere(
             "faults/test_files.py::test_the_pid_file",

@@ -11,10 +11,10 @@ import pytest
 
 import jzero
 from jzero.checkpoint.directory import write_atomically
+from jzero.cli import pid_file
 from jzero.data import write_tokens
 from jzero.distributed import heartbeat
 from jzero.files import create
-from jzero.launcher.pid_file import pid_file
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,13 +85,13 @@ def test_the_pid_file(tmp_path, monkeypatch):
     file = tmp_path / f"{os.getpid()}.jzero"
     (tmp_path / "victim").write_text("precious")
     file.symlink_to(tmp_path / "victim")
-    with pid_file(True):
+    with pid_file():
         assert file.read_text() == f"{os.getpid()}\n"
         assert not file.is_symlink()
     assert not file.exists()
     assert (tmp_path / "victim").read_text() == "precious"
     file.mkdir()  # cannot be removed, as another user's file in /tmp cannot
-    with pytest.raises(jzero.ConfigError, match=r"--save_pid: .*\.jzero: .*remove it"), pid_file(True):
+    with pytest.raises(jzero.ConfigError, match=r"--save_pid: .*\.jzero: .*remove it"), pid_file():
         pass
     assert file.is_dir()
 

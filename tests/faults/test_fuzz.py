@@ -6,6 +6,7 @@ each fuzzer, `-m slow` thousands, or as many as the environment variable FUZZ sa
 
 import concurrent.futures
 import contextlib
+import copy
 import functools
 import json
 import os
@@ -21,13 +22,16 @@ import pytest
 from fuzzing import FUZZERS, HOSTILE, cut, fuzzer, garbled, places, run
 
 import jzero
-from jzero import checkpoint
+from jzero import checkpoint, ledger
 from jzero.config import Config
-from jzero.distributed.host_names import slurm_hosts
-from jzero.distributed.place import find_place
-from jzero.distributed.rendezvous import meet
+from jzero.display.page import styled
+from jzero.distributed.joining import meet
+from jzero.distributed.place import find_place, slurm_hosts
 from jzero.launcher import environment, hostfile
+from jzero.ledger import schema
 from jzero.optimizers import lr_schedules, table
+from jzero.plots import history, page
+from jzero.plots.history import METRICS
 
 # ---------------------------------------------------------------- configs
 
@@ -228,6 +232,60 @@ def latest(r, folder):
         assert found.path in (folder / "first", folder / "second")
     finally:
         remove(path)
+
+
+# ---------------------------------------------------------------- ledgers
+
+ORDER = {"samples": 24, "seed": 7, "drop_last": True}
+RECORDS = [
+    {"kind": "start", "time": 10.0, "began": 1.0, "new": True, "attempt": "a 0", "devices": 2, "device": "cpu",
+     "mesh": {"zero": 2, "data": 1}},
+    {"kind": "state", "time": 11.0, "step": 0, "samples": 0, "from": None, "data": [0, 0], "order": ORDER},
+    *({"kind": "step", "time": 11.0 + n, "step": n, "samples": 8 * n, "rows": 8, "began": 10.5 + n, "tokens": 64,
+       "metrics": {"loss": 3.0 / n, "lr": 0.5}, "data": [[0, 8 * n - 8], [0, 8 * n]], "compile": 0.1, "save": 0.2,
+       "compile_before": 0.1, "wait": 0.1, "evaluation": 0.1, "peak": 2**20 * n} for n in (1, 2, 3)),
+    {"kind": "evaluation", "time": 15.0, "step": 3, "samples": 24, "began": 14.5, "metrics": {"loss": 1.0}},
+    {"kind": "save", "time": 16.0, "tag": "a", "directory": "/runs", "step": 3, "began": 15.0, "stall": 0.1,
+     "background": 1.0, "bytes": 10, "error": None},
+    {"kind": "notice", "time": 16.5, "step": 3, "what": "spike", "text": "far above"},
+    {"kind": "failure", "time": 18.0, "attempt": "a 0", "died": 17.0, "code": 1, "reason": "rank 0 was killed"},
+    {"kind": "start", "time": 20.0, "began": 19.0, "new": False, "attempt": "a 1", "devices": 2, "device": "cpu"},
+    {"kind": "state", "time": 21.0, "step": 2, "samples": 16, "from": "/runs/a", "data": [0, 16], "order": ORDER},
+    {"kind": "step", "time": 23.0, "step": 3, "samples": 24, "rows": 8, "began": 21.0, "metrics": {"loss": "nan"},
+     "data": [[0, 16], [0, 24]]},
+    {"kind": "end", "time": 24.0, "step": 3, "reason": ""},
+]  # fmt: skip
+CURVES = [{"step": n, "samples": 8 * n, "Train/Samples/train_loss": 3.0 / n} for n in (1, 2, 3)]
+
+
+@fuzzer(few=600, many=10_000)
+def ledgers(r, folder):
+    name, lines = r.choice([(schema.FILE, RECORDS)] * 3 + [(METRICS, CURVES)])
+    lines = json.loads(json.dumps(lines))
+    for _ in range(r.choice([0, 1, 1, 2])):
+        *path, key = r.choice([place for place in places(lines) if len(place) > 1])
+        node = lines
+        for step in path:
+            node = node[step]
+        if r.random() < 0.8:
+            node[key] = copy.deepcopy(r.choice(HOSTILE))
+        elif isinstance(node, dict):
+            node[r.choice(["", "a\nb", "\x1b[2J", "/", "x" * 1000, "eval_loss"])] = node.pop(key)
+    written = [json.dumps(line, default=repr, skipkeys=True) for line in lines]
+    if r.random() < 0.2:
+        written.insert(r.randrange(len(written)), r.choice(["[" * 10**5, '{"step":' * 10**4, "9" * 5000, "null", "\0"]))
+    text = "\n".join(written) + "\n"
+    text = garbled(r, text, '{}[]",:e-.09\0\u2028') if r.random() < 0.3 else text
+    run = folder / "run"
+    shutil.rmtree(run, ignore_errors=True)
+    run.mkdir()
+    (run / name).write_bytes(text.encode("utf-8", "surrogatepass"))
+    if name == schema.FILE:
+        repr(ledger.read(run))
+    histories = history.read_all([run])
+    styled(*page.contents(histories, {}))
+    for step in ledger.read(run).steps if name == schema.FILE else ():
+        ledger.read(run).rows(step)
 
 
 # ---------------------------------------------------------------- the rendezvous

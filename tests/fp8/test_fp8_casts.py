@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
-from jzero.fp8 import triton
-from jzero.fp8.casts import cast_pair, identity
-from jzero.fp8.quantized import E4M3, E5M2, amax
+from jzero.kernels.fp8 import casts
+from jzero.kernels.fp8.casts import cast_pair, identity
+from jzero.kernels.fp8.quantized import E4M3, E5M2, amax
 
 TYPES = {E4M3: (ml_dtypes.float8_e4m3fn, 448.0), E5M2: (ml_dtypes.float8_e5m2, 57344.0)}
 SCALE = 4.0
@@ -36,18 +37,18 @@ def by_numpy(f, parts):
 @pytest.mark.parametrize(("f", "parts"), [(identity, (1,)), (swiglu, (2,)), (both, (2, 1))])
 @pytest.mark.parametrize("kernel", [True, False])
 def test_a_cast_its_transpose_and_its_largest_element(kernel, f, parts, dtype, monkeypatch):
-    monkeypatch.setattr(triton.pl, "pallas_call", partial(triton.pl.pallas_call, interpret=True))
+    monkeypatch.setattr(pl, "pallas_call", partial(pl.pallas_call, interpret=True))
     rng = np.random.default_rng(0)
     xs = [jnp.asarray(rng.normal(size=(64, p, 256)), jnp.bfloat16) for p in parts]
     xs[0] = xs[0].at[33, 0, 200].set(300.0)  # out of e4m3's range at this scale
     ours, most = TYPES[dtype]
     expected = np.concatenate(by_numpy(f, [np.asarray(x, np.float32)[:, p] for x in xs for p in range(x.shape[1])]), 1)
     results = jax.ShapeDtypeStruct(expected.shape, dtype)
-    assert triton.supports([x.shape for x in xs], results.shape)
+    assert casts.supports([x.shape for x in xs], results.shape)
     scale = jnp.float32(SCALE)
     for with_amax in (False, True):
         if kernel:
-            found = triton.cast_pair(f, *xs, scale, dtype=dtype, with_amax=with_amax)
+            found = casts.tiled_cast_pair(f, *xs, scale, dtype=dtype, with_amax=with_amax)
         else:
             found = cast_pair(f, xs, scale, dtype, with_amax)
         assert len(found) == 2 + with_amax

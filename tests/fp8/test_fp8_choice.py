@@ -11,10 +11,10 @@ from helpers.tensor_models import BATCH, SEQUENCE, VOCAB, make_step
 from helpers.tensor_models import model as model_of
 
 import jzero
-from jzero.engine.run_report import report
 from jzero.errors import ConfigError
 from jzero.pipeline.module import LayerSpec, PipelineModule
 from jzero.planner.state_bytes import names_in_fp8, state_bytes
+from jzero.run.run_report import report
 
 TOKENS = {name: jax.ShapeDtypeStruct((BATCH, SEQUENCE), jnp.int32) for name in ("inputs", "labels")}
 KERNELS = {

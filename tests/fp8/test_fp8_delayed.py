@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jzero
-from jzero.engine.run_report import report
 from jzero.errors import ConfigError
-from jzero.fp8 import history
-from jzero.fp8.product import dot_general
-from jzero.fp8.quantized import E4M3, E5M2, quantize_weight
-from jzero.fusion.form import form_of
+from jzero.kernels.fp8 import history
+from jzero.kernels.fp8.product import dot_general
+from jzero.kernels.fp8.quantized import E4M3, E5M2, quantize_weight
+from jzero.kernels.fusion.chains import form_of
 from jzero.planner.state_bytes import state_bytes
+from jzero.run.run_report import report
 
 STEPS = 4
 DELAYED = {**FP8, "fp8": {**FP8["fp8"], "recipe": "delayed", "amax_history_len": STEPS}}
@@ -59,11 +59,9 @@ def test_a_history_forgets():
     # largest element of a step, bound of activations and gradients, bound of weights
     for largest, expected, of_weights in ((5.0, 8.0, 8.0), (0.3, 8.0, 8.0), (0.1, 0.5, 0.5)):
         counts = {"w": history.counts(jnp.full((1, 3), largest))}
-        seen = history.advance({"w": seen}, counts, jnp.bool_(True))["w"]
+        seen = history.advance({"w": seen}, counts, ())["w"]
         found = history.scales(seen[0], E4M3)
         np.testing.assert_array_equal(found, 256 / np.array([expected, expected, of_weights]))
-    unchanged = history.advance({"w": seen}, {"w": history.counts(jnp.full((1, 3), 9.0))}, jnp.bool_(False))["w"]
-    np.testing.assert_array_equal(unchanged, seen)
 
 
 @pytest.mark.parametrize("order", ["tk,kn->tn", "tk,nk->tn"])
@@ -80,7 +78,7 @@ def test_a_product_by_known_scales(order):
         q = quantize_weight(w, (), jnp.bfloat16, E5M2, scales)
         return dot_general(x, q.used(q.x8, place, seen), form, jnp.bfloat16, {})
 
-    y, pull = jax.vjp(run, x, jnp.zeros_like(w), history.places())
+    y, pull = jax.vjp(run, x, jnp.zeros_like(w), history.zero_counts())
     dx, dw, counts = pull(g)
 
     def rounded(v, scale, dtype):
@@ -115,7 +113,13 @@ def prepared(step, bounds):
     return dataclasses.replace(state, fp8=jax.device_put(fp8, step.state_shardings.fp8))
 
 
-@pytest.mark.parametrize("bounds", [(0.5, 2.0**-10, 0.125), (2.0**4, 2.0**-6, 2.0)], ids=["clipped", "with room"])
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        pytest.param((0.5, 2.0**-10, 0.125), id="clipped", marks=pytest.mark.slow),
+        pytest.param((2.0**4, 2.0**-6, 2.0), id="with room"),
+    ],
+)
 def test_a_step_by_known_scales(bounds):
     """The first bounds are below the maxima, so that much is clipped; plain JAX rounds by the same scales."""
     step = make_step("llama", precision=DELAYED)
@@ -152,7 +156,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", keep(LAYOUTS, [LAYOUTS[2], LAYOUTS[4]]), ids=str)
+@pytest.mark.parametrize("layout", keep(LAYOUTS, [LAYOUTS[2]]), ids=str)
 def test_a_step_notes_what_it_saw(layout):
     """Over all layers, micro-batches, stages and devices, the maxima are those of plain JAX on one device.
 
@@ -257,6 +261,7 @@ def histories(engine):
     return {name: np.asarray(x) for name, x in jax.device_get(engine.state.fp8).items()}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_as_the_straight_one(tmp_path):
     straight, resumed = engine(), engine()
     for batch in BATCHES[:2]:
@@ -285,7 +290,7 @@ FORMER = [
 ]
 
 
-@pytest.mark.parametrize(("former", "functional"), keep(FORMER, [FORMER[1], FORMER[2]]), ids=str)
+@pytest.mark.parametrize(("former", "functional"), keep(FORMER, [FORMER[2]]), ids=str)
 def test_histories_begin_anew(tmp_path, former, functional, capsys):
     """After a checkpoint without them, or of another length."""
     one, other = engine(*former), engine()

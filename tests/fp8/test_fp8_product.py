@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jzero.fp8.product import dot_general
-from jzero.fp8.quantized import E4M3, E5M2, GRADIENTS, cast8, quantize_weight, scale_of
-from jzero.fusion.form import form_of
+from jzero.kernels.fp8.product import dot_general
+from jzero.kernels.fp8.quantized import E4M3, E5M2, GRADIENTS, cast8, quantize_weight, scale_of
+from jzero.kernels.fusion.chains import form_of
 
 MOST = {E4M3: 448.0, E5M2: 57344.0}
 TYPES = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}

@@ -16,9 +16,9 @@ from helpers.fp8 import BF16, EXACT, FP8, distances, emulated, reference, shares
 from helpers.sampling import keep
 from helpers.tensor_models import batches, initial, make_step
 
-from jzero.diagnosis.repeat import Repeat
 from jzero.model import Inputs, stack_functions
-from jzero.programs import Fed
+from jzero.run.diagnosis.repeat import Repeat
+from jzero.step.programs import StepInput
 
 E4M3 = {**FP8, "fp8": {**FP8["fp8"], "format": "e4m3"}}
 ADAPTERS = {**FP8, "trainable_parameters": ["lora_"]}
@@ -56,7 +56,7 @@ ALONE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "oracle", "layout"), keep(ALONE, [ALONE[0], ALONE[4], ALONE[8]]), ids=name_of)
+@pytest.mark.parametrize(("name", "oracle", "layout"), keep(ALONE, ALONE[:1]), ids=name_of)
 def test_one_device_computes_the_emulated_products(name, oracle, layout):
     gradients, expected, bf16, metrics = _run(name, oracle, layout)
     found, of_bf16 = distances(gradients, expected), distances(bf16, expected)
@@ -85,7 +85,7 @@ WHOLE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "oracle", "layout"), keep(WHOLE, [WHOLE[4], WHOLE[9]]), ids=name_of)
+@pytest.mark.parametrize(("name", "oracle", "layout"), keep(WHOLE, [WHOLE[4]]), ids=name_of)
 def test_layouts_that_divide_no_product(name, oracle, layout):
     """Gradients are reduced and summed in bfloat16, each sum rounded to 2^-9 of its size."""
     gradients, expected, bf16, metrics = _run(name, oracle, layout)
@@ -152,7 +152,7 @@ def test_evaluation_predictions_and_a_repeated_step_are_in_fp8_too():
             xs.append(block(jax.tree.map(lambda w, i=i: w[i], weights["stack"]), xs[-1], None)[0])
         return [jnp.abs(jax.tree.leaves(x)[0]).max() for x in xs]
 
-    repeat = Repeat(step.setup, state, Fed(step.place(batch), None, in_parts=False))
+    repeat = Repeat(step.setup, state, StepInput((step.place(batch),), None))
     np.testing.assert_array_equal(repeat.forward(repeat.micro_batch(0), 0)[0, :3], np.float32(layers(initial("llama"))))
     assert step.generate(state, batch["inputs"][:8], 2, numpy=True).shape == (8, 10)
 

@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cuda import needs_cuda_compiler
+from jax.experimental import pallas as pl
 
 import jzero
-from jzero._compat import inner_jaxprs
-from jzero.fusion import triton
-from jzero.fusion.elementwise import PRIMITIVES, is_elementwise
-from jzero.fusion.parts import map_parts
+from jzero.kernels.fusion import parts
+from jzero.kernels.fusion.elementwise import PRIMITIVES, is_elementwise
+from jzero.kernels.fusion.parts import map_parts
 from jzero.planner import gpu_devices
-from jzero.tracing.fused import fused
+from jzero.tracing.chunk import fused
+from jzero.tracing.equations import operations
 from models.llama import Llama, LlamaConfig
 
 M, K, F = 24, 16, 32
@@ -178,11 +179,11 @@ def mixed(a, b, c):
 
 @pytest.mark.parametrize("shape", [(32, 512), (8, 1024), (16, 384)], ids=str)
 def test_the_kernel_in_pallas_interpreter(shape, monkeypatch):
-    monkeypatch.setattr(triton.pl, "pallas_call", partial(triton.pl.pallas_call, interpret=True))
+    monkeypatch.setattr(pl, "pallas_call", partial(pl.pallas_call, interpret=True))
     (m, n), dtype = shape, jnp.bfloat16
     x, y = numbers((m, 2, n), (m, 1, n), dtype=dtype)
-    assert triton.supports([x.shape, y.shape])
-    found = triton.map_parts(mixed, x, y, parts=(1, 2))
+    assert parts.supports([x.shape, y.shape])
+    found = parts.tiled_map_parts(mixed, x, y, parts=(1, 2))
     expected = map_parts(mixed, [x, y], (1, 2))
     for a, b in zip(found, expected, strict=True):
         assert a.shape == b.shape
@@ -194,7 +195,7 @@ def test_the_kernel_in_pallas_interpreter(shape, monkeypatch):
 
 @pytest.mark.parametrize("shapes", [[(7, 1, 512)], [(64, 1, 192)], [(64, 3, 512)], [(2**20, 1, 4096)]], ids=str)
 def test_shapes_that_the_kernel_does_not_take(shapes):
-    assert not triton.supports(shapes)
+    assert not parts.supports(shapes)
 
 
 ACTIVATIONS = {
@@ -209,16 +210,9 @@ ACTIVATIONS = {
 
 
 def test_the_activations_below_use_every_elementwise_operation():
-    def names(jaxpr):
-        for eqn in jaxpr.eqns:
-            yield eqn.primitive.name
-            for inner in inner_jaxprs(eqn):
-                yield from names(inner)
-
     wide = jax.ShapeDtypeStruct((64, 512), jnp.bfloat16)
-    used = {
-        name for f in ACTIVATIONS.values() for name in names(jax.make_jaxpr(partial(gradients_of, f))(wide, wide).jaxpr)
-    }
+    traces = (jax.make_jaxpr(partial(gradients_of, f))(wide, wide).jaxpr for f in ACTIVATIONS.values())
+    used = {operation.name for trace in traces for operation in operations(trace)}
     assert used >= PRIMITIVES
 
 

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
-from jzero.checkpoint import async_save, leaves
+from jzero.checkpoint import async_save, checksums
 
 ROWS = 24
 
@@ -35,7 +35,7 @@ def shardings(of):
 
 
 def plain(tree):
-    return jax.tree.map(lambda x: np.asarray(jax.random.key_data(x) if leaves.is_key(x) else x), tree)
+    return jax.tree.map(lambda x: np.asarray(jax.random.key_data(x) if checksums.is_key(x) else x), tree)
 
 
 def assert_same(a, b):

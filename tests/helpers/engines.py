@@ -103,5 +103,5 @@ def parts_of(batch):
 
 def printed(engine, capsys):
     """Return what was printed so far, with the lines of the steps that the devices have finished."""
-    engine._monitor.follower.settle()
+    engine._observers.waiter.settle()
     return capsys.readouterr().out

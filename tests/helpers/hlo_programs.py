@@ -57,3 +57,16 @@ def gather(groups="{{0,1,2,3}}", name="s"):
 
 DONE = "%d = bf16[4000,1000]{1,0} all-gather-done(%s)"
 GATHER_S = 3 * 2e6 / 200e9  # each GPU sends three parts of 2 MB
+
+
+def attention(shape, mask, target="__cudnn$fmhaSoftmax", width=64):
+    """Call cuDNN's attention of shape (batch, heads, queries, keys)."""
+    B, N, T, S = shape
+    layout = f"bf16[{B},{T},{N},{width}]{{3,2,1,0}}"
+    return (
+        f"%a = (bf16[{B},{N},{T},{width}]{{3,1,2,0}}, u8[0]{{0}}) custom-call(%v, %v, %v), "
+        f'custom_call_target="{target}", '
+        f"operand_layout_constraints={{{layout}, {layout}, {layout}}}, "
+        f'backend_config={{"cudnn_fmha_backend_config": {{"intermediate_tensor_shape": {{"element_type": "BF16", '
+        f'"dimensions": ["{B}", "{N}", "{T}", "{S}"]}}, "mask_type": "{mask}", "sliding_window_length": 0}}}}'
+    )

@@ -29,9 +29,6 @@ CASES = [
     ("Lion", {"weight_decay": 0.1}),
     ("Adagrad", {"weight_decay": 0.1}),
     ("Muon", {"weight_decay": 0.1, "muon_lr": 0.02, "adam_lr": 0.01}),
-    ("OneBitAdam", {"weight_decay": 0.1, "freeze_step": 1, "exact_communication": True}),
-    ("ZeroOneAdam", {"var_update_scaler": 1, "exact_communication": True}),
-    ("OneBitLamb", {"weight_decay": 0.1, "freeze_step": 1, "exact_communication": True}),
     ("adafactor", {"min_dim_size_to_factor": 4}),
     ("adafactor", {"min_dim_size_to_factor": 4, "momentum": 0.9}),
     *(

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
-from jzero.spread import Group, Value, spread
+from jzero.spread import ModelGroup, ShardedArray, spread
 
 DEGREES = {"a": 2, "b": 2}
 SUM = "sum"
@@ -37,12 +37,12 @@ def _value(x, shape, form):
     sums = tuple(a for a, at in zip(DEGREES, choice, strict=True) if at == SUM)
     for axis in sums:  # this device's part of the sum
         x = x * jnp.where(jax.lax.axis_index(axis) == 0, 1.5, -0.5).astype(x.dtype)
-    return Value(x, shape, _dims(shape, choice), sums, weight and not sums)
+    return ShardedArray(x, shape, _dims(shape, choice), sums, weight and not sums)
 
 
 def on_shards(f, arrays, forms_of, rest=True, degrees=DEGREES):
     """(results, gradients of sum(sin(results)) with respect to floats, group)."""
-    group = Group(degrees, {1: ("a", "b")} if rest else None)
+    group = ModelGroup(degrees, {1: ("a", "b")} if rest else None)
     shapes = [x.shape for x in arrays]
     dims = [_dims(x.shape, choice) for x, (choice, _) in zip(arrays, forms_of, strict=True)]
     specs = tuple(PartitionSpec(*(axes or None for axes in d)) for d in dims)
@@ -51,7 +51,7 @@ def on_shards(f, arrays, forms_of, rest=True, degrees=DEGREES):
     def results(xs):
         values = [_value(x, s, form) for x, s, form in zip(xs, shapes, forms_of, strict=True)]
         out = spread(f, group)(*values)
-        return jax.tree.map(lambda v: group.undivided(v).x, out, is_leaf=lambda v: isinstance(v, Value))
+        return jax.tree.map(lambda v: group.undivided(v).x, out, is_leaf=lambda v: isinstance(v, ShardedArray))
 
     def local(*xs):
         def loss(some):

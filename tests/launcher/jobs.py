@@ -72,6 +72,15 @@ class Command:
         return pid
 
     def agents(self):
+        """The pids of the agents; `guards` has those of their parents, which run the same program."""
+        return [pid for pid in self._agents_and_guards() if pid not in self.guards()]
+
+    def guards(self):
+        both = self._agents_and_guards()
+        parents = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in both}
+        return [pid for pid in both if pid in parents]
+
+    def _agents_and_guards(self):
         return [pid for pid, words in self.processes("os.read(0").items() if "ssh -T" not in words]
 
     def gone(self, seconds=10):

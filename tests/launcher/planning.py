@@ -3,6 +3,8 @@
 import json
 import os
 
+import yaml
+
 from jzero import cli
 
 A, B, C = (
@@ -34,12 +36,21 @@ class Here:
     def hosts(self, *lines):
         return self.write("hosts", *lines)
 
-    def dry(self, *words):
-        """Return the plan."""
+    def printed(self, *words):
+        """Return what is printed."""
         assert cli.main(["--dry_run", *map(str, words)]) == 0
         out, err = self.capsys.readouterr()
         assert err == ""
-        return json.loads(out)
+        return out
+
+    def dry(self, *words):
+        """Return the plan."""
+        return json.loads(self.printed(*words))
+
+    def manifest(self, *words):
+        """Return the manifest for Kubernetes and the specification of its pods."""
+        manifest = yaml.safe_load(self.printed("--launcher", "k8s", *words))
+        return manifest, manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
 
     def refused(self, *words):
         """Return the error message."""

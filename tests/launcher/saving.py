@@ -53,7 +53,7 @@ TRAIN = """
 if "SLOW" in os.environ:
     slow(async_save, "_check_shared", "writing", 2)
     slow(async_save, "commit", "committing", 2)
-    slow(reader.Checkpoint, "_read", "reading", 1)
+    slow(reader, "read_arrays", "reading", 1)
 section = {"dir": directory, "max_to_keep": 3}
 engine = runs.build(layout, resume="auto", training_data=runs.data(), checkpoint=section)
 train(engine)

@@ -1,4 +1,4 @@
-"""The commands of a plan: quoting, the environment, and the commands for Slurm, Open MPI and Kubernetes."""
+"""The commands of a plan: quoting, the environment, and the commands for Slurm and Open MPI."""
 
 import os
 import re
@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning import A, B, Here
 
+import jzero
 from jzero import cli
 from jzero.errors import ConfigError
 from jzero.launcher import options
@@ -61,7 +62,7 @@ def test_script(here, words, argv, flags):
     assert command[0] == sys.executable
     assert command[command.index(BOOT) + 1 :] == [*argv, "--lr", "1"]
     job = make_job(options.parse(words), os.environ, os.getcwd())
-    started = [job.argv[: job.flag_at] + job.flag(process) + job.argv[job.flag_at :] for process in job.processes]
+    started = [job.command(process) for process in job.processes]
     assert started == [[*argv, *([f"--local_rank={k}"] if flags else []), "--lr", "1"] for k in (0, 1)]
 
 
@@ -148,61 +149,29 @@ def test_mpirun(here, monkeypatch):
     assert env.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "CROSS_RANK", "CUDA_VISIBLE_DEVICES"} == set()
 
 
-def expanded(word, env):
-    """Expand an argument as Kubernetes does."""
-    return re.sub(r"\$\$|\$\((\w+)\)", lambda m: env.get(m[1], m[0]) if m[1] else "$", word)
+def test_help_lists_the_commands_before_the_options(capsys):
+    """Those that `main` knows by name."""
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--help"])
+    said = capsys.readouterr().out
+    names = re.findall(r"^  ([a-z]+) +[a-z]", said.partition("\ncommands:\n")[2].partition("\n\n")[0], re.M)
+    assert set(names) == {"run", "plot", *cli.OTHERS} == set(options.COMMANDS)
+    assert cli.OTHERS.keys() == options.OTHERS.keys()
+    assert said.index("  replay ") < said.index("--hostfile")
+    assert end.value.code == 0
 
 
-def test_jobset(here):
-    here.setenv("SEEN", "$(X)")
-    words = ["--num_nodes", 2, "--num_gpus", 4, "--grace", 20, "--export", "SEEN", "--export", "SET=b=c"]
-    for_k8s = ["--launcher", "k8s", "--launcher_args", "image=here/is:1 name=run namespace=us", "--max_restarts", 3]
-    plan = here.dry(*for_k8s, *words, "train.py", *NASTY, "$$(X)", "$(SEEN)")
-    assert plan["commands"] == [["kubectl", "apply", "-f", "-"]]
-    manifest = plan["manifest"]
-    assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    assert manifest["metadata"] == {"name": "run", "namespace": "us"}
-    assert manifest["spec"]["failurePolicy"] == {"maxRestarts": 3}
-    (job,) = manifest["spec"]["replicatedJobs"]
-    pods = job["template"]["spec"]
-    assert (job["name"], job["replicas"]) == ("node", 1)
-    assert (pods["parallelism"], pods["completions"], pods["completionMode"]) == (2, 2, "Indexed")
-    assert pods["backoffLimit"] == 0
-    pod = pods["template"]["spec"]
-    assert (pod["restartPolicy"], pod["terminationGracePeriodSeconds"]) == ("Never", 30)
-    (container,) = pod["containers"]
-    assert (container["image"], container["workingDir"]) == ("here/is:1", os.getcwd())
-    assert container["resources"] == {"limits": {"nvidia.com/gpu": 4}}
-    assert {e["name"]: expanded(e["value"], {"X": "wrong"}) for e in container["env"]} == {"SEEN": "$(X)", "SET": "b=c"}
-
-    here.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    for node in (0, 1):  # each pod reads it
-        env = {"JOB_COMPLETION_INDEX": str(node), "SEEN": "wrong"}
-        python, m, name, *args = container["command"] + [expanded(word, env) for word in container["args"]]
-        assert (python, m, name) == ("python", "-m", "jzero")
-        parsed = options.parse(args)
-        assert (parsed.node_rank, parsed.grace) == (node, 20)
-        assert parsed.script_args == [*NASTY, "$$(X)", "$(SEEN)"]
-        part = here.dry(*args)
-        assert part["coordinator"] == "run-node-0-0.run:29500"
-        for theirs, ours in zip(part["processes"], plan["processes"], strict=True):
-            assert [theirs[k] for k in ("rank", "local_rank", "device_ids")] == [
-                ours[k] for k in ("rank", "local_rank", "device_ids")
-            ]
+@pytest.mark.parametrize("words", [["--version"], ["run", "--version"]])
+def test_the_version(words, capsys):
+    assert cli.main(words) == 0
+    assert capsys.readouterr().out == f"jzero {jzero.__version__}\n"
 
 
-def test_jobset_passes_options_on(here):
-    flags = ["one_process_per_node", "module", "no_local_rank", "resume"]
-    words = [*(f"--{flag}" for flag in flags), "--venv_script=a b", "--enable_each_rank_log=/l$"]
-    cpu = ["--platform", "cpu", "--launcher", "k8s", "--launcher_args", "image=i", "--num_nodes", 3, "--num_gpus", 2]
-    plan = here.dry(*cpu, *words, "--hang_timeout", 60, "--master_port", 1234, "m")
-    (container,) = plan["manifest"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
-    assert "resources" not in container
-    args = [expanded(word, {"JOB_COMPLETION_INDEX": "2"}) for word in container["args"][2:]]
-    theirs, ours = vars(options.parse(args)), vars(options.parse([*map(str, cpu), *words, "m"]))
-    same = [*flags, "venv_script", "enable_each_rank_log", "platform"]
-    assert [theirs[name] for name in same] == [ours[name] for name in same]
-    assert [theirs[name] for name in ("hang_timeout", "master_port", "num_nodes", "num_gpus")] == [60, 1234, 3, 2]
+@pytest.mark.parametrize("words", [["x" * 300], ["plot", "x" * 300], ["export", "x" * 300, "out"]])
+def test_a_path_that_cannot_be_used_is_one_line(words, capsys):
+    assert cli.main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(r"jzero: .*x{99}.*: File name too long$", line)
 
 
 def test_a_command_with_a_typing_error(here, capsys):

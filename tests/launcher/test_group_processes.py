@@ -19,7 +19,7 @@ import jzero
 
 jzero.init_distributed()
 from helpers.tensor_models import batches, initial, make_step
-from jzero.batch import rows_of_this_process
+from jzero.step.batch import rows_of_this_process
 
 step = make_step({model!r}, **{layout!r})
 state, seen = step.init(jax.random.key(0), initial({model!r})), []

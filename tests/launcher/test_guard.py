@@ -7,12 +7,12 @@ from jobs import wait_for
 from planning import A, Here
 from workers import CPU, WORKER
 
-from jzero.distributed.host_names import host_fault
+from jzero.distributed.place import host_fault
 
 MAIN = """
 import sys, time
 from jzero import cli
-from jzero.launcher import connecting, job, runner
+from jzero.launcher import attempt, connecting, failure, job
 
 def fails(*_):
     raise UnicodeError("label empty")
@@ -71,7 +71,7 @@ def test_a_host_name_that_is_allowed(name):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("fault", ["connecting.Link.to = fails", "runner.Attempt.note = fails"])
+@pytest.mark.parametrize("fault", ["connecting.Link.to = fails", "failure.Progress.note = fails"])
 def test_an_unexpected_error_in_the_launcher(faulty, fault):
     """It ends the job at once, with its type and text in one line."""
     job = faulty(fault)
@@ -84,7 +84,7 @@ def test_an_unexpected_error_in_the_launcher(faulty, fault):
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "fault",
-    ["runner.Attempt.interrupt = fails", pytest.param("runner.Attempt.check_clocks = sleeps", marks=pytest.mark.slow)],
+    ["attempt.Attempt.interrupt = fails", pytest.param("attempt.Attempt.tick = sleeps", marks=pytest.mark.slow)],
 )
 def test_a_launcher_that_is_stuck_ends_after_sigterm(faulty, fault):
     """Its handler fails, or it never comes to it; the grace and 8 s later it is gone."""

@@ -1,5 +1,6 @@
 """The choice of hosts and devices: the hostfile, the filters, CUDA_VISIBLE_DEVICES."""
 
+import re
 from collections import defaultdict
 
 import pytest
@@ -69,6 +70,19 @@ def test_all_bad_lines_at_once(write):
         strict=True,
     ):  # fmt: skip
         assert why in problem
+
+
+@pytest.mark.parametrize(
+    "name", ["a;reboot", "$(reboot)", "`id`", "a&b", "a|b", "a>b", "a'b", 'a"b', "a\\b", "a*", "~", "{a,b}"]
+)
+def test_a_name_that_a_shell_would_read(write, name):
+    """As that of ssh's ProxyCommand, with %h."""
+    (problem,) = refused(read_hostfile, write(f"{name} slots=1\n"))
+    assert re.search(
+        r"a host's name cannot contain '?\"?\S+; it may have letters, digits, \. _ - : % and \[ \]$", problem
+    )
+    (problem,) = refused(parse_filter, name, "--include")
+    assert "a host's name cannot contain" in problem
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# a slots=4\n"])

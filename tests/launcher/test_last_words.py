@@ -2,18 +2,20 @@
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import pytest
 from jobs import ROOT
 from workers import CPU
 
 import jzero
 from jzero.distributed import last_words
-from jzero.distributed.exit_codes import CONFIG, UNAVAILABLE
+from jzero.distributed.last_words import CONFIG, UNAVAILABLE
 from jzero.errors import ConfigError
-from jzero.launcher.noise import is_noise
+from jzero.launcher.output import is_noise
 from jzero.loss_scale import NonFiniteError
 
 HEADER = "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR"
@@ -121,6 +123,30 @@ def test_the_type_of_an_error_comes_once(monkeypatch, capsys, error, words):
     assert capsys.readouterr().err == f"jzero: after step 14: {shown}\n"
 
 
+@pytest.mark.parametrize(
+    ("call", "fix"),
+    [
+        (lambda: jnp.ones(1).to("cuda"), "leave it out: jzero puts batches on the devices"),
+        (lambda: jnp.ones(1).cuda(), "leave it out: jzero puts batches on the devices"),
+        (lambda: {"x": jnp.ones(1)}.to("cuda"), "leave it out: jzero puts batches on the devices"),
+        (lambda: jnp.ones(1).numpy(), "write np.asarray(x)"),
+        (lambda: jnp.ones(1).detach(), "write np.asarray(x)"),
+        (lambda: jnp.ones(1).backward(), "write engine.backward(loss), with the loss as the engine returned it"),
+        (lambda: jnp.ones(1).nonsense(), None),
+        (lambda: jzero.to("cuda"), None),
+        (lambda: ConfigError.numpy(), None),
+    ],
+)
+def test_a_habit_of_pytorch_on_an_array_names_the_fix(monkeypatch, capsys, call, fix):
+    """JAX's arrays and Python's containers cannot say it themselves."""
+    monkeypatch.setattr(last_words, "_step", 0)
+    with pytest.raises(AttributeError) as error:
+        call()
+    last_words._end(lambda *error: None, error.type, error.value, error.tb)
+    shown = re.sub(r":\d+:", ":", capsys.readouterr().err)
+    assert shown == (f"jzero: test_last_words.py: AttributeError: {error.value}; {fix}\n" if fix else "")
+
+
 def test_the_step_of_an_earlier_engine_is_not_named(monkeypatch):
     monkeypatch.setattr(last_words, "_step", 14)
     with pytest.raises(ConfigError):
@@ -184,7 +210,7 @@ def test_a_job_s_last_lines_are_meaningful(start, tmp_path):
 
 CRASH = f"""
 import os
-from jzero.launcher.noise import quiet_stderr
+from jzero.launcher.output import quiet_stderr
 with quiet_stderr():
     os.write(2, b"{HEADER}\\nfirst\\n")
 os.write(2, b"second\\n")

@@ -10,8 +10,8 @@ from hosts import NEEDS, Hosts, can_run
 from jobs import PATIENCE, wait_for
 
 from jzero import ConfigError
-from jzero.distributed import bind_address as module
-from jzero.distributed.bind_address import bind_address, listen_at
+from jzero.distributed import connections
+from jzero.distributed.connections import bind_address, listen_at
 
 WORKER = """
 import os, time
@@ -108,7 +108,7 @@ def test_the_address_of_a_name(monkeypatch, name, one_host, chosen):
         return [(0, 0, 0, "", (address, 0)) for address in NAMES.get(host, [host])]
 
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
-    monkeypatch.setattr(module, "is_own", lambda address: not address.startswith("203."))
+    monkeypatch.setattr(connections, "is_own", lambda address: not address.startswith("203."))
     assert bind_address(name, one_host, {}) == chosen
     loopback = one_host and name in ("localhost", "::1")  # the processes call it, so nothing else will do
     assert bind_address(name, one_host, {"JZERO_BIND_ADDRESS": "192.0.2.9"}) == (chosen if loopback else "192.0.2.9")

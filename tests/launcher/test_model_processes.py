@@ -109,7 +109,7 @@ def outside(devices):
 
     The parameters come from a file.
     """
-    from jzero.batch import rows_of_this_process
+    from jzero.step.batch import rows_of_this_process
 
     config = {"train_batch_size": 8, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
               "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}

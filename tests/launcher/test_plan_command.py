@@ -1,5 +1,6 @@
 """The command `jzero plan`: what it prints and writes, and one line for each mistake."""
 
+import dataclasses
 import json
 import sys
 
@@ -7,7 +8,8 @@ import pytest
 from helpers.cuda import needs_cuda_compiler
 
 from jzero import cli
-from jzero.planner import gpus, named_models, planning, room
+from jzero.planner import gpus, named_models, plan_command
+from jzero.planner.memory import CUDA_ROOM, NCCL_ROOM
 from models import llama, mixtures
 
 CONFIG = {
@@ -130,7 +132,7 @@ def test_without_the_plugin(jzero_plan, monkeypatch):
     gpus._topology.cache_clear()
     code, _, said = jzero_plan(TINY)
     assert (code, said.count("\n")) == (2, 1)
-    assert "pip install 'jzero[plan]'" in said
+    assert "[plan]' (no GPU or driver" in said
     assert "--formula" in said
 
 
@@ -139,7 +141,9 @@ def test_without_the_plugin(jzero_plan, monkeypatch):
 @needs_cuda_compiler
 def test_a_step_that_cannot_fit(jzero_plan, monkeypatch):
     monkeypatch.setitem(
-        gpus.GPUS, "h100", gpus.replace(gpus.GPUS["h100"], memory=room.NCCL_ROOM + room.CUDA_ROOM + 2**20)
+        gpus.GPUS,
+        "h100",
+        dataclasses.replace(gpus.GPUS["h100"], memory=NCCL_ROOM + CUDA_ROOM + 2**20),
     )
     code, out, said = jzero_plan(f"{TINY} --gpu h100 --gpus_per_node 2")
     assert code == 2
@@ -156,7 +160,7 @@ def test_a_budget_in_tokens_of_a_batch_without_any(jzero_plan, tmp_path, monkeyp
         "    def loss(self, params, batch, rng): return jnp.mean(batch['x'] @ params['w'])\n"
         "def make(): return Model(), lambda rows: {'x': jax.ShapeDtypeStruct((rows, 4), jnp.float32)}\n"
     )
-    monkeypatch.setattr(planning, "plan", lambda *_, **__: pytest.fail("compiled before it was refused"))
+    monkeypatch.setattr(plan_command, "prepare", lambda *_, **__: pytest.fail("compiled before it was refused"))
     code, _, said = jzero_plan("--model mine_of_images:make --gpus_per_node 1 --tokens 1e9")
     assert (code, said.count("\n")) == (2, 1)
     assert "--tokens: the batch of mine_of_images:make has no tokens" in said

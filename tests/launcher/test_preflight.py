@@ -6,11 +6,10 @@ import pytest
 
 from jzero import ConfigError
 from jzero.launcher import agent, options
-from jzero.launcher.connecting import Connecting
+from jzero.launcher.connecting import SAME, Connecting, faults, table
 from jzero.launcher.job import make_job
 from jzero.launcher.machine_check import weak_points
-from jzero.launcher.preflight import SAME, faults, table
-from jzero.launcher.runner import Attempt
+from jzero.launcher.runner import Runner
 
 CORRECT = "correct --num_gpus, CUDA_VISIBLE_DEVICES or its slots"
 
@@ -124,7 +123,7 @@ def cells(text):
 @pytest.mark.parametrize(
     ("said", "problems"),
     [
-        ({}, ["8 GPUs and no CUDA plugin"]),
+        ({}, ["8 GPUs and no CUDA plugin: pip install -e "]),
         ({"gpus": 0}, []),
         ({"jax_cuda12_plugin": "0.11.2"}, []),
         ({"jax_cuda13_plugin": "0.11.1"}, ["jax-cuda13-plugin 0.11.1 with jaxlib 0.11.2: install the same"]),
@@ -149,9 +148,10 @@ class Host:
     def tell(self, connect=(), **message):
         self.asked = [host for host, port in connect] or getattr(self, "asked", [])
 
-    async def answer(self, kind, timeout):
+    async def ask(self, kind, seconds, connect=(), **message):
+        self.tell(connect, **message)
         if kind == "bound":
-            return {"bound": 1234, "why": ""}
+            return [1234, ""]
         return [[i, "198.51.100.1"] for i, host in enumerate(self.asked) if host in self.reaches]
 
     def give_up(self):
@@ -174,22 +174,23 @@ def test_a_host_that_others_do_not_reach(tmp_path, monkeypatch, min_nodes, reach
         connecting.links[host] = Host(host, reaches[host])
         return hello(0) | {"addresses": []}
 
-    monkeypatch.setattr(Connecting, "_greet", greet)
+    monkeypatch.setattr(Connecting, "greet", greet)
     (tmp_path / "hostfile").write_text("".join(f"{host} slots=1\n" for host in reaches))
     words = ["--platform", "cpu", "-H", f"{tmp_path}/hostfile", "--min_nodes", f"{min_nodes}", "--no_python", "true"]
 
     async def connect():
-        attempt = Attempt(make_job(options.parse(words), {}, "/"))
-        await attempt.connecting.run()
-        attempt.use(attempt.connecting.job)
-        return attempt
+        runner = Runner(make_job(options.parse(words), {}, "/"))
+        await runner.connecting.run(print)
+        runner.start()
+        return runner
 
     if hosts is None:
         with pytest.raises(ConfigError, match="nothing was started"):
             asyncio.run(connect())
     else:
-        attempt = asyncio.run(connect())
-        assert attempt.connecting.hosts == list(hosts) == list(attempt.links)
+        runner = asyncio.run(connect())
+        attempt, connecting = runner.attempt, runner.connecting
+        assert attempt.job.hosts_here == list(hosts) == list(connecting.links)
         address, bind = (hosts[0], "198.51.100.1") if len(hosts) > 1 else ("127.0.0.1", "127.0.0.1")
-        assert (attempt.connecting.address, attempt.connecting.bind) == (address, bind)
+        assert (connecting.address, connecting.bind) == (address, bind)
         assert [process.env["WORLD_SIZE"] for process in attempt.left.values()] == [str(len(hosts))] * len(hosts)

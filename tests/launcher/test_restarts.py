@@ -7,16 +7,17 @@ import pytest
 from helpers.sampling import keep
 from workers import CPU
 
-from jzero.distributed.exit_codes import CONFIG, HUNG, SAVED, UNAVAILABLE
-from jzero.launcher.restarts import failure_of, outage_of, why_not
+from jzero.distributed.last_words import CONFIG, HUNG, SAVED, UNAVAILABLE
+from jzero.launcher.failure import Failure, Progress
+from jzero.launcher.restarts import outage_of, symptom_of, why_not
 
 
 def attempt(code, *lines, steps=-1, age=1.0, culprit=0):
     """An attempt whose rank `culprit` has failed."""
-    status = {0: (steps, steps + 1, "S")}
-    return SimpleNamespace(
-        failure=(code, ""), culprit=culprit, lines={0: deque(lines)}, steps=status, age=lambda: age
-    )  # fmt: skip
+    progress = Progress()
+    progress.note({"0": (steps, steps + 1, "S")})
+    failure = Failure(code, "", 10.0, 12.5, culprit)
+    return SimpleNamespace(failure=failure, lines={0: deque(lines)}, progress=progress, age=lambda: age)
 
 
 ERROR = "jzero: after step 7: ValueError: bad"
@@ -42,18 +43,18 @@ ERROR = "jzero: after step 7: ValueError: bad"
     ],
 )
 def test_the_same_failure_twice(first, second, stops):
-    assert bool(why_not(failure_of(second), failure_of(first))) == stops
+    assert bool(why_not(symptom_of(second, second.failure), symptom_of(first, first.failure))) == stops
 
 
 def test_the_outage_that_the_ledger_records():
     """A rank that ended itself has said why in its last line; one that was killed has not."""
     failed = attempt(1, "jzero: after step 7: ValueError: bad", " ")
-    failed.died, failed.noticed = 10.0, 12.5
-    failed.failure = (1, "rank 0 exited with code 1 first, after 9 s; its last lines:\n    more")
+    exited = failed.failure._replace(what="rank 0 exited with code 1 first, after 9 s; its last lines:\n    more")
     words = "rank 0 exited with code 1 first, after 9 s: jzero: after step 7: ValueError: bad"
-    assert outage_of(failed, "a 0") == ("a 0", 10.0, 12.5, 1, words)
-    failed.failure = (137, "rank 0 was killed by signal 9 (SIGKILL) first, after 9 s; its last lines: none")
-    assert outage_of(failed, "a 0").reason == "rank 0 was killed by signal 9 (SIGKILL) first, after 9 s"
+    assert outage_of(failed, exited, "a 0") == ("a 0", 10.0, 12.5, 1, words)
+    what = "rank 0 was killed by signal 9 (SIGKILL) first, after 9 s; its last lines: none"
+    killed = failed.failure._replace(code=137, what=what)
+    assert outage_of(failed, killed, "a 0").reason == "rank 0 was killed by signal 9 (SIGKILL) first, after 9 s"
 
 
 WORKER = """

@@ -4,11 +4,10 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 
 import pytest
-from helpers.sampling import keep, some
+from helpers.sampling import keep
 from jobs import PATIENCE, QUICK, wait_for
 from workers import CPU
 
@@ -58,7 +57,7 @@ def test_a_rank_s_exit_code(start, worker):
     job.gone(1)
 
 
-@pytest.mark.parametrize("what", keep(["", "children", "deaf"], ["children"]))
+@pytest.mark.parametrize("what", keep(["", "children", "hidden", "deaf"], ["children", "hidden"]))
 def test_kill_a_rank(start, worker, what):
     job = start(*CPU, 3, worker, what).until(("ready", 3))
     assert len(job.processes("worker.py")) >= 3
@@ -68,7 +67,7 @@ def test_kill_a_rank(start, worker, what):
     assert "rank 2 was killed by signal 9 (SIGKILL) first" in job.errors
 
 
-@pytest.mark.parametrize("what", ["children", "deaf"])
+@pytest.mark.parametrize("what", ["children", "hidden", "deaf"])
 def test_kill_the_agent(start, worker, what, tmp_path):
     """Another one kills the processes that it left, and deletes its temporary directory."""
     (tmp_path / "tmp").mkdir()
@@ -82,7 +81,7 @@ def test_kill_the_agent(start, worker, what, tmp_path):
     assert [*(tmp_path / "tmp").glob("jzero-*")] == []
 
 
-@pytest.mark.parametrize("what", ["children", "deaf"])
+@pytest.mark.parametrize("what", ["children", "hidden", "deaf"])
 def test_kill_the_command(start, worker, what):
     job = start(*CPU, 2, worker, what).until(("ready", 2))
     job.kill(job.process.pid)
@@ -349,32 +348,6 @@ def test_a_program_that_cannot_start(start, worker, tmp_path):
     job = start(*CPU, 1, "--enable_each_rank_log", tmp_path / "file" / "logs", worker)
     assert job.wait() == 127
     assert "Not a directory" in job.errors
-
-
-SHIMS = {  # the variables that each system sets for its processes
-    "srun": "SLURM_PROCID={r} SLURM_LOCALID={r} SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE='2' "
-    "SLURM_STEP_NODELIST=localhost SLURM_JOB_ID=7{port}",
-    "mpirun": "OMPI_COMM_WORLD_RANK={r} OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK={r} "
-    "OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=2{port}",
-}
-
-
-@pytest.mark.parametrize(("launcher", "program"), some([("slurm", "srun"), ("openmpi", "mpirun")], [("slurm", "srun")]))
-def test_processes_of_another_system(start, tmp_path, launcher, program):
-    """A stand-in for the system's command starts the processes with its variables; they find each other."""
-    (tmp_path / "worker.py").write_text("import jax, jzero\njzero.init_distributed()\nprint(jax.process_count())\n")
-    (tmp_path / "hostfile").write_text("localhost slots=2\n")
-    port = os.getpid() % 1000 + 9000
-    starts = [f'{SHIMS[program].format(r=r, port=port)} "$@" &' for r in (0, 1)]
-    shim = tmp_path / program
-    skip = f'until [ "$1" = "{sys.executable}" ]; do shift; done'
-    shim.write_text("\n".join(["#!/bin/sh", skip, *starts, "wait"]))
-    shim.chmod(0o755)
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    job = start("--platform", "cpu", "--hostfile", "hostfile", "--launcher", launcher, "worker.py", env=path)
-    assert job.wait() == 0
-    assert sorted(job.output) == ["\n", "\n", "2", "2"], job.errors
-    job.gone(2)
 
 
 def test_interrupted_before_it_starts(start, worker):

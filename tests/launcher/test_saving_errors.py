@@ -8,7 +8,7 @@ import pytest
 from jobs import wait_for
 from saving import TRAIN, losses
 
-from jzero.distributed.exit_codes import CONFIG
+from jzero.distributed.last_words import CONFIG
 
 pytestmark = pytest.mark.processes
 
@@ -100,7 +100,7 @@ tried("again", lambda: float(engine.train_batch(runs.batch(1))) > 0)
         assert "directory must be the same on all processes" in texts["directory"]
         assert "ConfigError: client_state is not JSON" in texts["json"]
         assert "CheckpointError: checkpoint /proc/none/global_step1 cannot be written" in texts["place"]
-        assert "worker.py is not a writable directory; name one" in texts["home"]
+        assert "worker.py is not a writable directory; name a directory that can be written" in texts["home"]
         assert "theirs.saving exists and is not a jzero checkpoint" in texts["theirs"]
         assert "ConfigError: " in texts["nothing"]
         assert "has no default checkpoint" in texts["nothing"]
@@ -130,7 +130,7 @@ engine.save_checkpoint(directory, tag="a").wait()
 if rank == 1:
     def broken(*args):
         raise OSError("the disk has gone")
-    reader.Checkpoint._read = broken
+    reader.read_arrays = broken
 tried("read", lambda: engine.load_checkpoint(directory))
 tried("after", lambda: engine.train_batch(runs.batch(1)))
 """,

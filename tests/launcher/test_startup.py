@@ -1,4 +1,4 @@
-"""Help and `--dry_run` import no third-party module, so they take no time to load JAX and print none of its logs."""
+"""Help and `--dry_run` import no third-party module but PyYAML, for Kubernetes: JAX takes time, and prints logs."""
 
 import json
 import os
@@ -49,7 +49,8 @@ def loaded(words, folder):
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_no_third_party_module_is_imported(tmp_path, answer):
     others, errors = loaded(ANSWERS[answer], tmp_path)
-    assert others == set()
+    # PyYAML itself brings Cython's.
+    assert {name for name in others if "cython" not in name} == ({"yaml"} if answer == "k8s" else set())
     assert errors == ("jzero: --hostfile = nowhere: no such file\n" if answer == "refused" else "")
 
 

@@ -1,13 +1,14 @@
 """Who is late: one of two processes whose data are slow, and a slow device."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from helpers.engines import build, printed, rows
 from jobs import QUICK, Command
 
-from jzero.diagnosis import stragglers
-from jzero.diagnosis.stragglers import Report, late, slow
+from jzero.run.diagnosis import stragglers
+from jzero.run.diagnosis.stragglers import Report, late, slow
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_a_run_that_goes_back_measures_again(monkeypatch):
     made = build(more={"straggler_check": {"every": 2}})[0]
     check = made._checks._stragglers
     for number in (1, 2, 2, 3, 4):
-        check.finish(number)
+        check.take(SimpleNamespace(global_steps=number), {}, None)
     assert check._mark[0] == 4
 
 

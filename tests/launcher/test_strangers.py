@@ -1,5 +1,6 @@
 """Strangers at a job's port neither delay it, nor grow its memory, nor count as its processes."""
 
+import asyncio
 import contextlib
 import json
 import resource
@@ -13,10 +14,10 @@ from jobs import PATIENCE, wait_for
 from planning import A, B, Here
 
 from jzero import ConfigError
-from jzero.distributed import handshake
-from jzero.distributed.handshake import Listener, authenticate
-from jzero.distributed.rendezvous import meet
-from jzero.launcher.agent import reach
+from jzero.distributed import connections
+from jzero.distributed.connections import authenticate
+from jzero.distributed.joining import meet
+from jzero.launcher import agent
 
 
 @pytest.fixture
@@ -65,11 +66,11 @@ def claim(port, words, secret=""):
     """Say words as a process does; return the answer."""
     with call(port) as connection:
         authenticate(connection, words, secret)
-        return handshake.read_line(connection, time.monotonic() + 20)
+        return connections.read_line(connection, time.monotonic() + 20)
 
 
 @pytest.mark.parametrize("secret", ["", "known to the job"])
-def test_strangers_do_no_harm(port, secret):
+def test_strangers_do_no_harm(port, secret, caplog):
     """Silence, one byte after another, and 300 MB without a newline, while the job's processes come."""
     before, over = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, threading.Event()
     first = Process(port, 0, 3, secret)
@@ -98,6 +99,7 @@ def test_strangers_do_no_harm(port, secret):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 * 1024  # KiB
     for connection in silent:
         connection.close()
+    assert caplog.messages == []
 
 
 def test_wrong_ranks_are_refused(port):
@@ -132,7 +134,7 @@ def test_the_error_names_who_was_refused(port):
     first, other, wrong = (Process(port, rank, 4, f"secret {rank // 2}", timeout=6) for rank in (0, 1, 2))
     assert "JZERO_SECRET" in wrong.ended()
     for words in ("another job 3 4", "job 9 4"):
-        with pytest.raises(handshake.AuthenticationError):
+        with pytest.raises(connections.AuthenticationError):
             claim(port, words, "a third one")
     reason = (
         f"rank 2, 3 of 4 did not come to 127.0.0.1:{port} within 6 s (refused rank 2, which did not prove that "
@@ -159,11 +161,12 @@ def test_a_proof_is_good_for_one_connection(port):
     assert len(heard) == 2
     assert secret.encode() not in b"".join(heard)
     for lines in (heard, heard[:1]):
-        with call(port, b"".join(lines)) as again, contextlib.suppress(ConnectionResetError):
+        with call(port, b"".join(lines)) as again:
             if len(lines) == 1:
-                assert len(handshake.read_line(again, time.monotonic() + 20).split()) == 2  # its nonce and its proof
+                assert len(connections.read_line(again, time.monotonic() + 20).split()) == 2  # its nonce and its proof
                 again.sendall(heard[1])
-            assert again.recv(100) == b""  # the connection is closed
+            answer = b"".join(iter(lambda: again.recv(100), b""))  # until it is closed
+            assert answer.count(b"\n") == len(lines) - 1  # its nonce and its proof, and no answer
     others = [Process(port, rank, 3, secret) for rank in (1, 2)]
     assert [process.ended() for process in (first, *others)] == ["", "", ""]
 
@@ -185,24 +188,41 @@ def test_a_stranger_that_listens(answer):
         error = Process(port, 1, 2, "secret").ended()
         assert error.startswith(f"process 1 of 2: process 0 at 127.0.0.1:{port} ")
         assert len(error) < 400
-        assert reach("127.0.0.1", port, "secret") is None
+        assert agent.reach("127.0.0.1", port, "secret") is None
 
 
 def test_an_agent_that_is_reached():
-    with socket.create_server(("127.0.0.1", 0)) as server, Listener(server, "secret") as listener:
-        port, over = server.getsockname()[1], threading.Event()
+    async def called():
+        serving = await connections.serve(server, "secret")
+        found = [await asyncio.to_thread(agent.reach, "127.0.0.1", port, secret) for secret in ("secret", "other")]
+        serving.close()
+        return found
 
-        def answer():
-            while not over.is_set():
-                listener.wait(0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert asyncio.run(called()) == ["127.0.0.1", None]
+    assert agent.reach("127.0.0.1", port, "secret") is None
 
-        thread = threading.Thread(target=answer)
-        thread.start()
-        assert reach("127.0.0.1", port, "secret") == "127.0.0.1"
-        assert reach("127.0.0.1", port, "other") is None
-        over.set()
-        thread.join()
-    assert reach("127.0.0.1", port, "secret") is None
+
+def test_silent_callers_are_bounded(monkeypatch):
+    """All that come at once, too: the oldest give way, one for each that comes."""
+    monkeypatch.setattr(connections, "MOST", 4)
+
+    async def called():
+        serving = await connections.serve(server, "secret")
+        callers = [socket.create_connection(("127.0.0.1", port)) for _ in range(30)]  # the loop sees all at once
+        await asyncio.sleep(0.5)
+        gone = 0
+        for caller in callers:
+            caller.setblocking(False)
+            with caller, contextlib.suppress(BlockingIOError):
+                gone += caller.recv(1) == b""
+        serving.close()
+        return len(callers) - gone
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert asyncio.run(called()) <= 4
 
 
 def test_plans_do_not_contain_the_secret(tmp_path, monkeypatch, capsys):

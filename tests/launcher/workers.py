@@ -24,6 +24,11 @@ if what == "children":
     for i in range(2):  # one of them leaves the process group
         wait = [sys.executable, "-c", "import time; time.sleep(1000)", sys.argv[-1]]
         subprocess.Popen(wait, start_new_session=i == 1)
+if what == "hidden":  # an orphan in a session of its own, without the environment and the output of its parents
+    wait = [sys.executable, "-c", "import time; time.sleep(1000)", sys.argv[-1]]
+    subprocess.run(["sh", "-c", 'setsid env -i "$@" </dev/null >/dev/null 2>&1 &', "sh", *wait])
+    if os.environ.get("SEEN") == "ends":
+        sys.exit()
 if what == "save":
     def save(number, frame):
         os.write(1, f"saved {rank} {number}\n".encode())

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jzero.errors import ConfigError
 from jzero.moe import balance_loss, experts, route
-from jzero.spread import Group, Value, spread, whole
+from jzero.spread import ModelGroup, ShardedArray, spread, whole
 
 ROWS, TOKENS, WIDTH, INNER, EXPERTS, TOP = 4, 8, 6, 4, 8, 2
 SHAPES = ((ROWS, TOKENS, WIDTH), (WIDTH, EXPERTS), (EXPERTS, WIDTH, 2, INNER), (EXPERTS, INNER, WIDTH))
@@ -96,15 +96,15 @@ def test_groups(case, capacity_factor):
     degrees, of_experts, inner = case
     dims = [None, None, (of_experts, (), (), inner), (of_experts, inner, ())]
     specs = [PartitionSpec(*(axes or None for axes in d)) if d else PartitionSpec() for d in dims]
-    group = Group(degrees, {0: ("expert",), 1: ("context", "tensor")})
+    group = ModelGroup(degrees, {0: ("expert",), 1: ("context", "tensor")})
 
     def local(*shards):
         def loss(*shards):
             values = [
-                whole(x) if d is None else Value(x, shape, d, weight=True)
+                whole(x) if d is None else ShardedArray(x, shape, d, weight=True)
                 for x, shape, d in zip(shards, SHAPES, dims, strict=True)
             ]
-            values[0] = group.rested(values[0])
+            values[0] = group.in_activation_layout(values[0])
             run = spread(partial(mixture, capacity_factor=capacity_factor), group)
             return group.undivided(run(*values)).x / group.size
 

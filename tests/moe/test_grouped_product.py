@@ -17,10 +17,11 @@ from jax.experimental.pallas import mosaic_gpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.config import ActivationCheckpointing
-from jzero.moe import grouped_dot, grouped_product, hopper, triton
-from jzero.moe.tiles import max_tiles, tile_map
+from jzero.kernels import grouped_hopper, grouped_product, grouped_triton
+from jzero.kernels.grouped_triton import max_tiles, tile_map
+from jzero.moe import grouped_dot
+from jzero.passes.remat import Remat, checkpointed
 from jzero.planner import Rates, gpu_devices, step_time
-from jzero.remat import Remat, checkpointed
 
 # rows, D, F, sizes: all rows in use, padding, empty groups at both ends, one group, no row at all
 SHAPES = [
@@ -137,9 +138,9 @@ def test_tiles_hold_every_row_once(sizes, padding, align):
 def hopper_kernels(x, w, sizes, dy):
     with interpreter():
         return (
-            hopper.grouped(x, w, sizes, transposed=False, cores=2),
-            hopper.grouped(dy, w, sizes, transposed=True, cores=2),
-            hopper.grouped_transposed(x, dy, sizes, cores=2),
+            grouped_hopper.grouped(x, w, sizes, transposed=False, cores=2),
+            grouped_hopper.grouped(dy, w, sizes, transposed=True, cores=2),
+            grouped_hopper.grouped_transposed(x, dy, sizes, cores=2),
         )
 
 
@@ -153,16 +154,16 @@ def interpreter():
 
 def triton_kernels(x, w, sizes, dy):
     return (
-        triton.grouped(x, w, sizes, transposed=False, dtype=x.dtype),
-        triton.grouped(dy, w, sizes, transposed=True, dtype=x.dtype),
-        triton.grouped_transposed(x, dy, sizes, dtype=x.dtype),
+        grouped_triton.grouped(x, w, sizes, transposed=False, dtype=x.dtype),
+        grouped_triton.grouped(dy, w, sizes, transposed=True, dtype=x.dtype),
+        grouped_triton.grouped_transposed(x, dy, sizes, dtype=x.dtype),
     )
 
 
 def test_hopper_forward():
     x, w, sizes, dy = operands(432, 128, 256, [130, 0, 101], jnp.bfloat16)
     with interpreter():
-        y = hopper.grouped(x, w, sizes, transposed=False, cores=2)
+        y = grouped_hopper.grouped(x, w, sizes, transposed=False, cores=2)
     assert difference(y, loop(x, w, sizes, dy)[0]) < bound(jnp.bfloat16)
 
 
@@ -258,7 +259,7 @@ def chosen(f, kind, *shapes, dtype=jnp.bfloat16):
     (eqn,) = [e for e in jax.make_jaxpr(f)(*args).eqns if e.primitive.name.startswith("ragged_dot")]
     avals = [v.aval for v in eqn.invars]
     kernel = grouped_product.choose(avals, eqn.outvars[0].aval, eqn.params, Device(kind))
-    return kernel and kernel.func.__module__.rpartition(".")[2]
+    return kernel and kernel.func.__module__.rpartition("_")[2]
 
 
 ROWS = ((1024, 256), (4, 256, 512), (4,))

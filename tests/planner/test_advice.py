@@ -1,15 +1,18 @@
 """Each warning about a plan, from a program that has the problem and one that has not."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jzero
-from jzero.batch import Amount
 from jzero.planner import GPUS, described_gpus, products
-from jzero.planner.advice import MANY, WIDE, advice
+from jzero.planner.advice import MANY, WIDE, advice, too_large
 from jzero.planner.collectives import Collective, Collectives
+from jzero.planner.state_bytes import state_bytes
+from jzero.step.batch import Amount
 
 TOKENS = Amount(2, 2 * 4096)
 CLEAN = """
@@ -65,6 +68,14 @@ def test_a_clean_program_has_none():
         ("of the products' FLOPs run in float32, most of them at Net.loss", {"net": Net(wide=True)}),
         ('fix: "bf16": {"enabled": true}', {"bf16": {"enabled": False}}),
         ('fix: "fp16"', {"bf16": {"enabled": False}, "gpu": "t4"}),
+        (
+            'zero_optimization.stage = 3 shards nothing: mesh.zero = 1; fix: "mesh": {"data": 1, "zero": 2}',
+            {"zero_optimization": {"stage": 3}, "mesh": {"data": 2, "zero": 1}},
+        ),
+        (
+            'shards nothing: zero_optimization.mics_shard_size = 1; fix: "zero_optimization": {"mics_shard_size": 2}',
+            {"zero_optimization": {"stage": 3, "mics_shard_size": 1}},
+        ),
         ("scores of 4096 x 4096", {"text": "  %s = bf16[2,8,4096,4096]{3,2,1,0} custom-call(%q)\n"}),
     ],
 )
@@ -76,7 +87,22 @@ def test_a_warning_and_its_fix(words, changes):
 
 
 def test_what_is_meant_to_be_so():
+    assert warn(mesh={"data": 2, "zero": 1}) == ()  # stage 0
     wide = [collective("all-gather", "f32", 2 * WIDE)]
     (line,) = warn(rows=wide, bf16={"enabled": False})  # everything is float32, and that is said once
     assert "the step computes in float32" in line
     assert warn(text="  %s = bf16[2,8,4096,4096]{3,2,1,0} custom-call(%q)\n", gpu="t4") == ()  # has no cuDNN attention
+
+
+def test_a_step_too_large_whose_stage_shards_nothing():
+    """Masters and moments of 64 parameters, 768 bytes, are a quarter on each of four GPUs that shard."""
+    zero = {"stage": 1}
+    config = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {}}, "zero_optimization": zero}
+    mesh = jzero.make_mesh(data=4, zero=1, devices=described_gpus("h100", 4))
+    step = jzero.make_train_step(Net(), config | {"mesh": {"data": 4, "zero": 1}}, mesh=mesh)
+    size = state_bytes(step).total
+    memory = SimpleNamespace(
+        room=SimpleNamespace(most=size - 256), peak_bytes=size, largest="masters", parts={"masters": 256}, verdict="no"
+    )
+    line = too_large(SimpleNamespace(step=step, gpu=GPUS["h100"], gpus=4, gpus_per_node=4, memory=memory))
+    assert 'by the formula ZeRO-1 on 4 of these GPUs with "mesh": {"data": 1, "zero": 4} would' in line

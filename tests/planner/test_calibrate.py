@@ -5,23 +5,23 @@ import time
 import jax
 import pytest
 
+from jzero import cli
 from jzero.planner import Rates
-from jzero.planner.calibrate import Sizes, _rate_and_row, calibrate, hot_seconds
-from jzero.planner.calibration_step import DecoderShape
+from jzero.planner.calibrate import Sizes, _rate_and_row, hot_seconds, measured
 
 TINY = Sizes(
-    shape=DecoderShape(width=256, hidden=256, layers=2, vocabulary=64, rows=1, sequence=64),
-    attention_tokens=64, lengths=(32, 64), head_widths=(64,), array=2**16, message=2**12, hot=0.01, each=0.01,
+    preset="tiny", layers=2, rows=1, sequence=64, attention_tokens=64,
+    lengths=(32, 64), head_widths=(64,), array=2**16, message=2**12, hot=0.01, each=0.01,
 )  # fmt: skip
 
 
 @pytest.mark.slow
 def test_calibrate(tmp_path):
     lines = []
-    rates = calibrate(jax.devices()[:2], sizes=TINY, log=lines.append)
     before = Rates.of("h100")
-    measured = ("products", "attention_forward", "attention_backward", "elementwise", "reductions", "transposes")
-    for name in (*measured, "host_read", "host_update", "gather", "scatter", "permute"):
+    rates = measured(before, jax.devices()[:2], TINY, lines.append)
+    fields = ("products", "attention_forward", "attention_backward", "elementwise", "reductions", "transposes")
+    for name in (*fields, "host_read", "host_update", "gather", "scatter", "permute"):
         assert getattr(rates, name) != getattr(before, name), name
     assert [n for n, _ in rates.gather] == [n for n, _ in rates.scatter] == [2]
     assert [n for n, _ in rates.host_read] == [n for n, _ in rates.host_update] == [1, 2]
@@ -50,10 +50,17 @@ def test_rate_and_row(row):
 
 
 def test_command(monkeypatch, tmp_path, capsys):
-    from jzero import cli
     from jzero.planner import calibrate as module
 
     monkeypatch.setattr(module, "calibrate", lambda: Rates.of("a100"))
     assert cli.main(["calibrate", "--out", str(tmp_path / "rates.json")]) == 0
     assert Rates.load(tmp_path / "rates.json") == Rates.of("a100")
     assert "rates.json" in capsys.readouterr().out
+
+
+def test_devices_that_are_no_gpus_are_refused_before_anything_runs(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("jzero.planner.calibrate.hot_seconds", lambda *args, **kwargs: pytest.fail("measured"))
+    assert cli.main(["calibrate", "--out", str(tmp_path / "rates.json")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "calibrate: the devices are 8 x cpu, no GPUs; run it on the machine whose GPUs you plan for" in line
+    assert not list(tmp_path.iterdir())

@@ -100,7 +100,7 @@ def test_mistakes():
         gpu_devices("h100", 0)
 
 
-@pytest.mark.parametrize(("installed", "fix"), [(None, r"pip install 'jzero\[plan\]'"), (True, "JAX_PLATFORMS=cpu")])
+@pytest.mark.parametrize(("installed", "fix"), [(None, r"pip install -e '/.*\[plan\]'"), (True, "JAX_PLATFORMS=cpu")])
 def test_missing_compiler_says_the_fix(monkeypatch, installed, fix):
     def missing(**_):
         raise NotImplementedError("topology not implemented for cuda")

@@ -3,6 +3,8 @@
 import importlib
 import json
 import re
+import sys
+from html import escape
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +16,10 @@ from helpers.cuda import needs_cuda_compiler
 import jzero
 from jzero.errors import ConfigError
 from jzero.planner import GPUS, bytes_by_stage, described_gpus, live, memory
-from jzero.planner.deepspeed_estimate import zero2, zero3
-from jzero.planner.plan_record import SCHEMA
-from jzero.planner.room import CUDA_ROOM, FRACTION, NCCL_ROOM
-from jzero.planner.useful_flops import schedule_of, useful_flops
+from jzero.planner.memory import CUDA_ROOM, FRACTION, NCCL_ROOM
+from jzero.planner.plan import useful_flops
+from jzero.planner.plan_facts import SCHEMA, schedule_of
+from jzero.planner.state_bytes import zero2, zero3
 from models.llama import Llama, preset
 
 SHAPE = preset("tiny", num_layers=2, d_model=256, d_ff=512, vocab_size=1536)
@@ -55,7 +57,7 @@ def plan():
         return memory(compiled, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(importlib.import_module("jzero.planner.plan"), "memory", read)
+        patch.setattr(importlib.import_module("jzero.planner.plan_facts"), "memory", read)
         return planned()
 
 
@@ -146,6 +148,14 @@ class TestPlan:
         assert page.count("<svg") == 2
         assert "GPU-hours" in page
         assert not re.search(r'(src|href)="http', page)
+        assert page.count("prefers-color-scheme: dark") == 1
+
+    def test_a_notebook_shows_the_page(self, plan, monkeypatch):
+        shown = plan._repr_html_()
+        assert shown.count("<svg") == 2
+        assert "<h2>Time of a step</h2>" in shown
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        assert plan._repr_html_() == f'<pre style="font-size:90%">{escape(str(plan))}</pre>'
 
     def test_a_step_of_another_optimizer_needs_it_again(self, plan):
         step = jzero.make_train_step(

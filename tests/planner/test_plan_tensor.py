@@ -13,7 +13,7 @@ import pytest
 from helpers.cuda import needs_cuda_compiler
 
 import jzero
-from jzero.planner.moves import Move
+from jzero.planner.traced_collectives import TracedCollective
 from jzero.values.sizes import size_text
 
 pytestmark = [pytest.mark.gpu_compile, needs_cuda_compiler]
@@ -53,9 +53,9 @@ def test_by_axis_and_line(tmp_path):
     activation = ROWS // ZERO * SEQUENCE * WIDTH * BF16
     # The input is the same on all devices of a group: nothing is gathered. The sum of `down` needs one reduce-scatter,
     # and its gradient one all-gather; the bias is added to a part of the sequence, so its gradient is summed.
-    scatter = Move("reduce-scatter", ("tensor",), activation, "forward", "loss", line("down"))
-    gather = Move("all-gather", ("tensor",), activation, "backward", "loss", line("down"))
-    bias = Move("all-reduce", ("tensor",), WIDTH * BF16 // ZERO, "backward", "reduce_gradients", "")
+    scatter = TracedCollective("reduce-scatter", ("tensor",), activation, "forward", "loss", line("down"))
+    gather = TracedCollective("all-gather", ("tensor",), activation, "backward", "loss", line("down"))
+    bias = TracedCollective("all-reduce", ("tensor",), WIDTH * BF16 // ZERO, "backward", "reduce_gradients", "")
     assert {scatter, gather, bias} <= set(plan.moves.all)
     # The rest are scalars: the loss, and one sum of squares for each of the two divided parameters.
     assert all(move.bytes <= 2 * 4 for move in set(plan.moves.all) - {scatter, gather, bias})

@@ -12,28 +12,26 @@ from jzero import cli
 from jzero.config import Config
 from jzero.config.sizes import ACCUM, MICRO
 from jzero.errors import ConfigError
-from jzero.planner import choices as keys
-from jzero.planner import outcomes
+from jzero.planner import candidates as keys
+from jzero.planner import estimates
 from jzero.planner import search as search_module
-from jzero.planner import smallest as smallest_module
-from jzero.planner.choices import Space, is_open, merged, value_at
-from jzero.planner.gpus import GPUS
-from jzero.planner.outcomes import Outcome, Task
+from jzero.planner.candidates import Bounds, SearchSpace, Task, is_open, merged, value_at
+from jzero.planner.estimates import Estimate
+from jzero.planner.gpus import GPUS, Cluster
 from jzero.planner.plan import prepare
 from jzero.planner.rates import Rates
-from jzero.planner.search import search
-from jzero.planner.smallest import smallest
+from jzero.planner.search import search, smallest
 
 RAW = {"train_batch_size": 16, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "bf16": {"enabled": True}}
 CHANGES = ("num_layers=4", "d_model=384", "d_ff=768")
 
 
 def space(gpus=4, each=4, layers=4, **raw):
-    return Space(RAW | raw, GPUS["h200"], gpus, each, layers)
+    return SearchSpace(RAW | raw, Cluster("h200", gpus // each, each), layers)
 
 
-def task(nodes=1, each=2):
-    return Task("llama:tiny", 128, CHANGES, "h200", nodes, each, Rates.of("h200"))
+def task(nodes=1, each=2, raw=RAW):
+    return Task(raw, "llama:tiny", 128, CHANGES, Cluster("h200", nodes, each), Rates.of("h200"))
 
 
 class TestChoices:
@@ -88,13 +86,13 @@ class TestChoices:
 
     def test_precision_of_a_gpu(self):
         raw = {"train_batch_size": 16}
-        assert Space(raw, GPUS["h100"], 1, 1, 0).precision() == {"bf16.enabled": True}
-        assert Space(raw, GPUS["t4"], 1, 1, 0).precision() == {"fp16.enabled": True}
-        assert Space(RAW, GPUS["h100"], 1, 1, 0).precision() == {}
+        assert SearchSpace(raw, Cluster("h100", 1, 1), 0).precision() == {"bf16.enabled": True}
+        assert SearchSpace(raw, Cluster("t4", 1, 1), 0).precision() == {"fp16.enabled": True}
+        assert SearchSpace(RAW, Cluster("h100", 1, 1), 0).precision() == {}
 
     def test_no_global_batch(self):
         with pytest.raises(ConfigError, match="train_batch_size = None"):
-            list(Space({}, GPUS["h100"], 1, 1, 0).choices())
+            list(SearchSpace({}, Cluster("h100", 1, 1), 0).choices())
 
     def test_open_keys(self):
         raw = {"zero_optimization": {"stage": "auto"}, "stack": {"unroll": False}}
@@ -110,24 +108,26 @@ def machine(bounds_of, activations, scale=1.0):
     """Make a planner of a machine that obeys a formula; returns what it compiled too."""
     compiled = []
 
-    def outcome(task, raw, choice):
+    def outcome(task, choice):
         bounds = bounds_of(task)
         compiled.append(json.dumps(choice))
         micro, policy = choice[MICRO], {"none": 1.0, "matmuls": 0.6, "full": 0.1}[choice[keys.POLICY]]
-        beyond = activations * policy * micro * bounds.held(choice) * (0.5 if choice.get(keys.UNROLL) is False else 1)
+        beyond = (
+            activations * policy * micro * bounds.pipeline(choice)[0] * (0.5 if choice.get(keys.UNROLL) is False else 1)
+        )
         waste = 1.05 + 0.2 / micro + (0.1 if choice.get(keys.STAGE, 0) == 3 else 0.0)
         seconds = bounds.seconds(choice) * waste * (1.1 if choice.get(keys.PIPE, 1) > 1 else 1.0)
         seconds *= 1.08 if choice.get(keys.UNROLL) is False else 1
         seconds *= 3 if choice.get(keys.OFFLOAD_OPTIMIZER) == "cpu" else 1
         peak = int(scale * (bounds.memory(choice) + beyond))
-        return Outcome(choice, peak, MEMORY, 0, seconds, 16 / seconds, 2048 / seconds, 0.5)
+        return Estimate(choice, peak, MEMORY, 0, seconds, 16 / seconds, 2048 / seconds, 0.5)
 
     class Pool:
         size = 2
 
-        def submit(self, task, raw, choice):
+        def submit(self, _, task, choice):
             future = Future()
-            future.set_result(outcome(task, raw, choice))
+            future.set_result(outcome(task, choice))
             return future
 
         def __enter__(self):
@@ -139,19 +139,16 @@ def machine(bounds_of, activations, scale=1.0):
     return Pool, outcome, compiled
 
 
-def bounds_of(task, raw=RAW):
-    model, shapes = task.named()
-    return search_module.Bounds(raw, model, shapes, task.gpu, task.gpus, task.gpus_per_node, task.rates)
-
-
 def test_a_given_pipeline_keeps_its_small_micro_batches():
     """Their bubble is the smallest: a larger micro-batch that fits says nothing about them."""
     raw = RAW | {"mesh": {"pipe": 2}}
-    bounds = bounds_of(task(), raw)
-    walk = search_module._Walk(bounds, list(Space(raw, GPUS["h200"], 2, 2, 4).choices()), MEMORY, False)
-    before = len(walk.open)
-    walk.learn(Outcome(next(c for c in walk.open if c[MICRO] == 8), 1, MEMORY, 0, 1.0, 16.0))
-    assert len(walk.open) == before
+    bounds = Bounds(task(raw=raw))
+    choices = search_module._OpenChoices(
+        bounds, list(SearchSpace(raw, Cluster("h200", 1, 2), 4).choices()), MEMORY, False
+    )
+    before = len(choices.open)
+    choices.learn(Estimate(next(c for c in choices.open if c[MICRO] == 8), 1, MEMORY, 0, 1.0, 16.0))
+    assert len(choices.open) == before
 
 
 def test_a_given_schedule_is_the_one():
@@ -162,21 +159,19 @@ def test_a_given_schedule_is_the_one():
 
 def test_auto_precision_is_open():
     raw = {"train_batch_size": 16, "bf16": {"enabled": "auto"}}
-    assert Space(raw, GPUS["h100"], 1, 1, 0).precision() == {"bf16.enabled": True}
-    assert Space(raw | {"bf16": {"enabled": False}}, GPUS["h100"], 1, 1, 0).precision() == {}
+    assert SearchSpace(raw, Cluster("h100", 1, 1), 0).precision() == {"bf16.enabled": True}
+    assert SearchSpace(raw | {"bf16": {"enabled": False}}, Cluster("h100", 1, 1), 0).precision() == {}
 
 
 @pytest.mark.slow
 @needs_cuda_compiler
 def test_what_decides_the_program_is_in_the_key(monkeypatch):
     """XLA's options and its memory limit are not in the lowered text."""
-    model, shapes = task().named()
+    model, shapes = task().named
 
     def key(**config):
-        prepared = prepare(
-            model, RAW | {"train_micro_batch_size_per_gpu": 8} | config, shapes, gpu="h200", gpus_per_node=2
-        )
-        return outcomes._cached(prepared, Rates.of("h200"))
+        prepared = prepare(model, RAW | {"train_micro_batch_size_per_gpu": 8} | config, shapes, Cluster("h200", 1, 2))
+        return estimates._cached(prepared, Rates.of("h200"))
 
     plain = key()
     assert key() == plain
@@ -190,54 +185,53 @@ class TestSearch:
     @pytest.mark.parametrize("activations", keep([12 * 2**30, 60 * 2**30, 2**42], [12 * 2**30]))
     def test_finds_what_trying_everything_finds(self, activations, monkeypatch):
         """From much memory to so little that nothing fits, not even with the state on the host."""
-        shared = bounds_of(task())
+        shared = Bounds(task())
         pool, outcome, compiled = machine(lambda _: shared, activations)
-        monkeypatch.setattr(search_module, "Pool", lambda processes: pool())
-        there = Space(RAW, GPUS["h200"], 2, 2, 4)
+        monkeypatch.setattr(search_module, "Pool", pool)
+        there = SearchSpace(RAW, Cluster("h200", 1, 2), 4)
         everything = []
         for choice, unroll in itertools.product(there.choices(), ({}, {keys.UNROLL: False})):
-            everything.append(outcome(task(), RAW, choice | unroll))
+            everything.append(outcome(task(), choice | unroll))
         fitting = [o for o in everything if o.peak_bytes <= GPUS["h200"].room(2).most]
         compiled.clear()
         if not fitting:
             with pytest.raises(ConfigError, match="the smallest needs"):
-                search(task(), RAW).best  # noqa: B018
+                search(task()).best  # noqa: B018
             return
-        found = search(task(), RAW)
+        found = search(task())
         assert found.best.step_s == pytest.approx(min(o.step_s for o in fitting), rel=0.01)
         assert len(compiled) == len(set(compiled)) < len(everything) / 3
         assert sum(found.dropped.values()) > 0
-        assert found.config["train_batch_size"] == 16
 
     @pytest.mark.slow
     def test_one_gpu_with_its_state_on_the_host(self, monkeypatch):
         """Where masters and moments do not fit; every stage is the same on one GPU, but offload needs the first."""
-        shared = bounds_of(task(each=1))
-        there = list(Space(RAW, GPUS["h200"], 1, 1, 4).choices())
+        shared = Bounds(task(each=1))
+        there = list(SearchSpace(RAW, Cluster("h200", 1, 1), 4).choices())
         assert {choice[keys.STAGE] for choice in there} == {0}
         least = min(map(shared.memory, there))
         pool, *_ = machine(lambda _: shared, 0, 1.2 * GPUS["h200"].room(1).most / least)
-        monkeypatch.setattr(search_module, "Pool", lambda processes: pool())
-        best = search(task(each=1), RAW).best
+        monkeypatch.setattr(search_module, "Pool", pool)
+        best = search(task(each=1)).best
         assert best.choice[keys.OFFLOAD_OPTIMIZER] == "cpu"
         assert best.choice[keys.STAGE] == 1
 
     @pytest.mark.slow
     def test_the_frontier_is_not_beaten(self, monkeypatch):
-        shared = bounds_of(task())
+        shared = Bounds(task())
         pool, outcome, _ = machine(lambda _: shared, 12 * 2**30)
-        monkeypatch.setattr(search_module, "Pool", lambda processes: pool())
-        everything = [outcome(task(), RAW, choice) for choice in Space(RAW, GPUS["h200"], 2, 2, 4).choices()]
-        frontier = search(task(), RAW, every=True).frontier
+        monkeypatch.setattr(search_module, "Pool", pool)
+        everything = [outcome(task(), choice) for choice in SearchSpace(RAW, Cluster("h200", 1, 2), 4).choices()]
+        frontier = search(task(), every=True).frontier
         assert len(frontier) > 1
         for one in frontier:
             assert not any(o.step_s < 0.999 * one.step_s and o.peak_bytes < 0.999 * one.peak_bytes for o in everything)
 
     def test_no_time(self, monkeypatch):
         pool, *_ = machine(lambda _: None, 0)
-        monkeypatch.setattr(search_module, "Pool", lambda processes: pool())
-        found = search(task(), RAW, minutes=0)
-        assert found.dropped == {search_module.LATE: len(list(Space(RAW, GPUS["h200"], 2, 2, 4).choices()))}
+        monkeypatch.setattr(search_module, "Pool", pool)
+        found = search(task(), minutes=0)
+        assert found.dropped == {search_module.LATE: len(list(SearchSpace(RAW, Cluster("h200", 1, 2), 4).choices()))}
         with pytest.raises(ConfigError, match="no time left"):
             found.best  # noqa: B018
 
@@ -252,15 +246,15 @@ class TestSearch:
         known = {}
 
         def of(there):
-            return known.setdefault((there.nodes, there.gpus_per_node), bounds_of(there, raw))
+            return known.setdefault(there.cluster, Bounds(there))
 
-        there = Space(raw, GPUS["h200"], nodes * gpus, gpus, 4)
-        least = min(of(task(nodes, gpus)).memory(choice) for choice in there.choices() if choice[MICRO] == 1)
+        there = SearchSpace(raw, Cluster("h200", nodes, gpus), 4)
+        least = min(of(task(nodes, gpus, raw)).memory(choice) for choice in there.choices() if choice[MICRO] == 1)
         scale = 0.999 * GPUS["h200"].room(nodes * gpus).most / least
         pool, *_ = machine(of, 0, scale)
-        monkeypatch.setattr(smallest_module, "Pool", pool)
-        found, outcome = smallest(task(each=4), raw)
-        assert (found.nodes, found.gpus_per_node) == (nodes, gpus)
+        monkeypatch.setattr(search_module, "Pool", pool)
+        found, outcome = smallest(task(each=4, raw=raw))
+        assert found.cluster == Cluster("h200", nodes, gpus)
         assert outcome.fits
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cuda import needs_cuda_compiler
-from helpers.hlo_programs import DONE, GATHER_S, MATMUL, PRODUCT_S, RATES, X, gather, program, seconds
+from helpers.hlo_programs import DONE, GATHER_S, MATMUL, PRODUCT_S, RATES, X, attention, gather, program, seconds
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -96,18 +96,6 @@ def test_a_product_inside_a_fusion():
     line = "%a = bf16[1000,1000]{1,0} fusion(%x, %x), kind=kCustom, calls=%gemm"
     t = step_time(program(line, others=TRITON), replace(RATES, wide_result=0.5))  # it writes bf16
     assert (t.by, t.flops) == ({"products": pytest.approx(PRODUCT_S)}, 2e9)
-
-
-def attention(shape, mask, target="__cudnn$fmhaSoftmax", width=64):
-    B, N, T, S = shape
-    layout = f"bf16[{B},{T},{N},{width}]{{3,2,1,0}}"
-    return (
-        f"%a = (bf16[{B},{N},{T},{width}]{{3,1,2,0}}, u8[0]{{0}}) custom-call(%v, %v, %v), "
-        f'custom_call_target="{target}", '
-        f"operand_layout_constraints={{{layout}, {layout}, {layout}}}, "
-        f'backend_config={{"cudnn_fmha_backend_config": {{"intermediate_tensor_shape": {{"element_type": "BF16", '
-        f'"dimensions": ["{B}", "{N}", "{T}", "{S}"]}}, "mask_type": "{mask}", "sliding_window_length": 0}}}}'
-    )
 
 
 def test_attention():

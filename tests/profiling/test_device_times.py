@@ -17,7 +17,7 @@ from jzero.profiling.device_times import (
     Kernel,
     Profile,
     device_times,
-    parts_of,
+    parts_of_instructions,
 )
 
 PARTS = {"a": FORWARD, "b": BACKWARD, "c": UPDATE, "d": OTHER, "ag": COLLECTIVES, "while.1": ""}
@@ -49,7 +49,7 @@ def test_kernels_add_up(kernels, parts, hidden):
 
 def dots(text, part):
     """The matrix products of a part, by the names that JAX gave their operations."""
-    found = parts_of(text)
+    found = parts_of_instructions(text)
     names = re.findall(r"^\s*(?:ROOT )?%?([\w.\-]+) = \S+ dot\(", text, re.MULTILINE)
     return sum(found[name] == part for name in names)
 
@@ -73,7 +73,7 @@ def test_the_parts_of_a_program():
     text = step.lower(jax.ShapeDtypeStruct((8, 8), "float32")).compile().as_text()
     assert (dots(text, FORWARD), dots(text, BACKWARD)) == (3, 5)
     assert dots(text, UPDATE) > 0  # Muon's
-    found = parts_of(text)
+    found = parts_of_instructions(text)
     collectives = re.findall(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*? (?:all-reduce|all-gather)\(", text, re.MULTILINE)
     assert collectives
     assert {found[name] for name in collectives} == {COLLECTIVES}
@@ -92,7 +92,7 @@ def test_one_line_once_in_a_run(capsys):
     assert {FORWARD, BACKWARD, UPDATE} <= set(terms) <= {FORWARD, BACKWARD, UPDATE, OTHER, COLLECTIVES}
     assert float(total) == pytest.approx(sum(map(float, terms.values())), abs=0.05 * 6)
     assert ["profile" in line for line in lines if "ms a step" in line] == [True, False, False]
-    names = [k.operation for k in made._monitor._profiles.device.kernels]
+    names = [k.operation for k in made._observers.profiles.device.kernels]
     assert (TRAIN, max(map(names.count, names)) % ACCUM) == (24, 0)  # what is in the loop ran for each micro-batch
 
 

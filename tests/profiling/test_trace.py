@@ -7,8 +7,8 @@ import pytest
 from helpers.engines import build, rows
 
 import jzero
-from jzero.config.sections import ProfilerConfig
-from jzero.profiling.trace import Trace
+from jzero.config.observed import ProfilerConfig
+from jzero.profiling.profiles import Trace
 
 
 def annotated(directory):

@@ -14,7 +14,7 @@ from helpers.tensor_models import BATCH, DIMENSIONS, GPT, batches, initial, mode
 import jzero
 from jzero.errors import ConfigError
 from jzero.model import STACK
-from jzero.planner.moves import moves
+from jzero.planner.traced_collectives import moves
 from models.llama import Llama, preset
 
 MEGATRON = {

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from helpers.spreading import SUM, check
 
-from jzero.spread import Fallback, Move
+from jzero.spread import Fallback, MovedArray
 
 RNG = np.random.default_rng(0)
 COLUMNS, ROWS = ((None, 1), True), ((None, 0), True)
@@ -30,8 +30,8 @@ def test_a_feed_forward_layer_moves_what_megatrons_does():
     """Sequence parallelism falls out: one all-gather into the layer, one reduce-scatter out of it."""
     group = check(feed_forward, [normal(2, 8, 4), normal(4, 8), normal(8, 4)], [SEQUENCE, COLUMNS, ROWS])
     assert group.ledger.moves[:2] == [
-        Move("all-gather", "b", (2, 8, 4), f"test_interpreter.py:{LINE + 1}", "dot_general"),
-        Move("reduce-scatter", "b", (2, 8, 4), f"test_interpreter.py:{LINE + 2}", "add"),
+        MovedArray("all-gather", "b", (2, 8, 4), f"test_interpreter.py:{LINE + 1}", "dot_general"),
+        MovedArray("reduce-scatter", "b", (2, 8, 4), f"test_interpreter.py:{LINE + 2}", "add"),
     ]
     assert not group.ledger.fallbacks
 

@@ -8,7 +8,7 @@ from helpers.spreading import check
 
 import jzero
 from jzero.errors import ConfigError
-from jzero.spread import Group, Value, spread
+from jzero.spread import ModelGroup, ShardedArray, spread
 
 
 def plain(tree, scale, *, power=1):
@@ -18,8 +18,8 @@ def plain(tree, scale, *, power=1):
 def on_shards(group, tree, scale, *, power=1):
     x = tree["x"]
     divided = tuple(axis for axes in x.dims for axis in axes)
-    y = Value(x.x**power * group.undivided(scale).x, x.shape, x.dims)
-    return {"y": y, "n": Value(x.x.sum(), (), (), divided)}
+    y = ShardedArray(x.x**power * group.undivided(scale).x, x.shape, x.dims)
+    return {"y": y, "n": ShardedArray(x.x.sum(), (), (), divided)}
 
 
 OPERATION = jzero.Operation(plain, on_shards, "powers")
@@ -70,4 +70,4 @@ def test_mistakes():
         OPERATION({"x": X}, 1.0, power=[1, 2])
     wrong = jzero.Operation(lambda x: x, lambda group, x: x.x, "wrong")
     with pytest.raises(ConfigError, match=r"Operation\(wrong\): spread must return Values in the structure of plain"):
-        spread(wrong, Group({"a": 2}))(Value(X, (4, 4), (("a",), ())))
+        spread(wrong, ModelGroup({"a": 2}))(ShardedArray(X, (4, 4), (("a",), ())))

@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jzero.errors import ConfigError
-from jzero.spread import Group, Value, spread
+from jzero.spread import ModelGroup, ShardedArray, spread
 
 OTHER = "c"  # an axis outside the group
 CALLS = {
@@ -27,7 +27,7 @@ CALLS = {
 @pytest.mark.parametrize("form", ["rows", "columns", "partial"])
 @pytest.mark.parametrize("name", CALLS)
 def test_collectives(name, form):
-    call, group = CALLS[name], Group({"a": 2})
+    call, group = CALLS[name], ModelGroup({"a": 2})
     columns = 2 if name == "psum_scatter untiled" else 8
     whole = np.random.default_rng(0).normal(size=(2, 4, columns)).astype(np.float32)  # [other axis, rows, columns]
     dims = {"rows": (("a",), ()), "columns": ((), ("a",)), "partial": ((), ())}[form]
@@ -39,7 +39,7 @@ def test_collectives(name, form):
         part = (
             x * jnp.where(lax.axis_index("a") == 0, 1.5, -0.5) if form == "partial" else lax.dynamic_slice(x, at, size)
         )
-        y = spread(call, group)(Value(part, x.shape, dims, ("a",) if form == "partial" else ()))
+        y = spread(call, group)(ShardedArray(part, x.shape, dims, ("a",) if form == "partial" else ()))
         return group.undivided(y).x[None], call(x)[None]
 
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), (OTHER, "a"))
@@ -56,9 +56,9 @@ def test_a_collective_over_devices_that_act_as_one(call):
     """Such a model would count itself twice."""
 
     def run(x):
-        return group.undivided(spread(call, group)(Value(x, x.shape, ((),)))).x
+        return group.undivided(spread(call, group)(ShardedArray(x, x.shape, ((),)))).x
 
-    group, mesh = Group({"a": 2}), Mesh(np.array(jax.devices()[:4]).reshape(2, 2), (OTHER, "a"))
+    group, mesh = ModelGroup({"a": 2}), Mesh(np.array(jax.devices()[:4]).reshape(2, 2), (OTHER, "a"))
     f = jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
     with pytest.raises(ConfigError, match=r"test_own_collectives.py:\d+: \w+ over the mesh axis 'a'"):
         jax.eval_shape(f, np.ones(4, np.float32))

@@ -20,9 +20,9 @@ import jzero
 from experiments.resnet import ResNet
 from jzero.model import STACK
 from jzero.pipeline.module import LayerSpec, PipelineModule
-from jzero.planner.moves import moves
-from jzero.spread import Group, Value, spread
-from jzero.spread.division import divided_dims
+from jzero.planner.traced_collectives import moves
+from jzero.spread import ModelGroup, ShardedArray, spread
+from jzero.spread.division import Table, divided_dims, layer_shapes
 from jzero.tree import named
 from models.bert import Bert, BertConfig
 from models.decoder import Decoder
@@ -59,8 +59,8 @@ def of_step(name):
 
 def of_function(f, params, table, *inputs, stacked=False):
     """What runs on whole arrays in f(params, *inputs), and in its gradient if it returns a number."""
-    group = Group({"tensor": TENSOR}, {1: ("tensor",)})
-    dims = divided_dims(params, table, "tensor", TENSOR, key="table", has_stack=stacked, names=None).dims
+    group = ModelGroup({"tensor": TENSOR}, {1: ("tensor",)})
+    dims = divided_dims(layer_shapes(params, stacked), Table(table, "table"), "tensor", TENSOR).dims
 
     def spec(name, x):
         at = dims.get(name)
@@ -72,11 +72,11 @@ def of_function(f, params, table, *inputs, stacked=False):
 
     def local(xs, *inputs):
         values = [
-            Value(x, leaf.shape, tuple((axis,) if axis else () for axis in axes), weight=True)
+            ShardedArray(x, leaf.shape, tuple((axis,) if axis else () for axis in axes), weight=True)
             for x, leaf, axes in zip(xs, leaves, specs.values(), strict=True)
         ]
         out = spread(f, group)(jax.tree.unflatten(treedef, values), *inputs)
-        return jax.tree.map(lambda v: group.undivided(v).x, out, is_leaf=lambda v: isinstance(v, Value))
+        return jax.tree.map(lambda v: group.undivided(v).x, out, is_leaf=lambda v: isinstance(v, ShardedArray))
 
     def both(xs, *inputs):
         results, pullback = jax.vjp(lambda xs: local(xs, *inputs), xs)

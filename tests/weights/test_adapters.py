@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 import jzero
 from jzero import weights
 from jzero.cli import main
-from jzero.engine.run_report import report
+from jzero.run.run_report import report
 from models.lora import MODULES, LoRAConfig
 
 ALL = replace(GROUPED, lora=LoRAConfig(r=2, lora_alpha=3, target_modules="all-linear"))

@@ -16,7 +16,10 @@ from safetensors.numpy import load_file
 import jzero
 from jzero import weights
 from jzero.cli import main
-from jzero.weights.export import parse_size
+from jzero.weights.export import CheckpointParameters, parse_size
+from models.decoder import Decoder
+from models.families import from_hf
+from models.lora import LoRAConfig
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +132,83 @@ def test_a_functional_checkpoint_says_no_names(tmp_path, capsys):
     assert "model.norm.weight" in load_file(tmp_path / "named-out" / "model.safetensors")
 
 
+EOS, COUNTER = 7, {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+                   "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96,
+                   "bos_token_id": 1, "pad_token_id": 0, "attention_dropout": 0.25}  # fmt: skip
+
+
+@pytest.fixture
+def counter(tmp_path):
+    """The directory of a Llama that answers each token with the next number, and of its tokenizer."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**COUNTER, eos_token_id=EOS))
+    with torch.no_grad():
+        for name, x in made.named_parameters():
+            x.fill_(1.0 if "norm" in name else 0.0)
+        made.model.embed_tokens.weight[:, :16] = torch.eye(16)
+        made.lm_head.weight[:, :16] = torch.eye(16).roll(1, 0)
+    made.generation_config.update(eos_token_id=EOS, max_length=64)
+    made.save_pretrained(tmp_path / "download")
+    plain = Tokenizer(models.WordLevel({f"n{i}": i for i in range(16)}, unk_token="n0"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token=f"n{EOS}")
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(tmp_path / "download")
+    (tmp_path / "download" / "vocab.txt").write_text("a word")
+    (tmp_path / "download" / "notes.md").write_text("stays")
+    return tmp_path / "download"
+
+
+@pytest.mark.parametrize("way", ["export", "save_16bit_model", "adapters merged"])
+def test_a_download_goes_back_with_its_config_and_tokenizer(counter, tmp_path, capsys, way):
+    """Generation stops at the eos token of the download, and its tokenizer is there."""
+    import torch
+    import transformers
+
+    lora = {"lora": LoRAConfig(r=2)} if way == "adapters merged" else {}
+    shape = from_hf(counter, **lora)
+    made = engine(jzero.from_flax(lambda rngs: Decoder(shape, rngs=rngs)), 3, zero=2)
+    made.load_weights(counter)
+    before, out = json.loads((counter / "config.json").read_text()), tmp_path / "out"
+    if way == "save_16bit_model":
+        made.save_16bit_model(out)
+    else:
+        made.save_checkpoint(tmp_path / "ckpt").wait()
+        assert main(["export", str(tmp_path / "ckpt"), str(out)]) == 0
+    assert {p.name for p in out.iterdir()} == {p.name for p in counter.iterdir()} - {"notes.md"}
+    after = json.loads((out / "config.json").read_text())
+    assert {key: after.get(key) for key in before if key != "dtype"} == {
+        k: x for k, x in before.items() if k != "dtype"
+    }
+
+    prompt = transformers.AutoTokenizer.from_pretrained(out)("n3 n4", return_tensors="pt").input_ids
+    for without in ((), ("generation_config.json",), ("generation_config.json", "config.json")):
+        if "config.json" in without:  # the eos token is what stops it
+            (out / "config.json").write_text(json.dumps(after | {"eos_token_id": None}))
+        elif without:
+            (out / without[0]).unlink()
+        found = transformers.AutoModelForCausalLM.from_pretrained(out)
+        text = found.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
+        assert text[0].tolist() == [3, 4, *range(5, 13 if "config.json" in without else EOS + 1)]
+
+
+def test_a_download_that_has_gone(counter, tmp_path, capsys):
+    shape = from_hf(counter, rope_theta=77.0)
+    made = engine(jzero.from_flax(lambda rngs: Decoder(shape, rngs=rngs)))
+    made.save_checkpoint(tmp_path / "ckpt").wait()
+    counter.rename(tmp_path / "elsewhere")
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out")]) == 0
+    assert f"{counter} is not there any more: copy its tokenizer and generation files to" in capsys.readouterr().out
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["eos_token_id"], config["max_position_embeddings"]) == (EOS, 96)
+    assert (
+        config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 77.0
+    )  # what was changed is not the download's
+
+
 def pipeline_module():
     from flax import nnx
 
@@ -151,7 +231,7 @@ def test_what_is_no_checkpoint(tmp_path, saved, capsys):
     path, _ = saved
     out = tmp_path / "out"
     assert "(it has no file 'latest')" in refused(capsys, tmp_path, out)
-    assert "has no default checkpoint" in refused(capsys, tmp_path / "nowhere", out)
+    assert "nowhere: no such directory: pass the one" in refused(capsys, tmp_path / "nowhere", out)
     assert "global_step9 does not exist" in refused(capsys, path, out, "--tag", "global_step9")
     broken = tmp_path / "broken"
     (broken / "a").mkdir(parents=True)
@@ -206,7 +286,7 @@ def test_an_interrupted_export_is_not_taken_for_one(tmp_path, saved, monkeypatch
     """An interrupted export leaves nothing; a killed one leaves a directory that the next export replaces."""
     path, _ = saved
     out = tmp_path / "out"
-    read = weights.checkpoint_parameters.CheckpointParameters.read
+    read = CheckpointParameters.read
 
     def interrupted(self, name):
         if name.startswith("stack"):
@@ -214,7 +294,7 @@ def test_an_interrupted_export_is_not_taken_for_one(tmp_path, saved, monkeypatch
         return read(self, name)
 
     with monkeypatch.context() as m:
-        m.setattr(weights.checkpoint_parameters.CheckpointParameters, "read", interrupted)
+        m.setattr(CheckpointParameters, "read", interrupted)
         with pytest.raises(KeyboardInterrupt):
             weights.export(path, out)
         assert not out.exists()
@@ -231,7 +311,7 @@ def test_sizes_and_ranges(tmp_path, saved, capsys):
     assert "max_shard_size = '5 bananas'" in refused(
         capsys, saved[0], tmp_path / "out", "--max_shard_size", "5 bananas"
     )
-    for size in ("0", "-1GB", "GB"):
+    for size in ("0", "-1GB", "GB", "5,000MB", "1.5.2GB", "5GB junk", "5Gbit"):
         with pytest.raises(jzero.ConfigError, match="must be a size such as 5GB"):
             parse_size(size)
     large = engine(Net())

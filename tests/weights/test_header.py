@@ -12,7 +12,7 @@ from safetensors import SafetensorError, deserialize
 import jzero
 from jzero import weights
 from jzero.weights import header
-from jzero.weights.safetensors import File
+from jzero.weights.safetensors import File, checksum_of
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 I16 = {"dtype": "I16", "shape": [2, 1], "data_offsets": [8, 12]}
@@ -46,7 +46,7 @@ def ours(path, blob):
     except jzero.ConfigError as error:
         return str(error)
     names, found = {dtype: name for name, dtype in header.DTYPES.items()}, {}
-    for name, (dtype, shape, _) in file.entries.items():
+    for name, (dtype, shape, *_) in file.entries.items():
         values = np.empty(shape, dtype)
         for part, view in file.windows(name, tuple(slice(0, n) for n in shape)):
             values[part] = view
@@ -162,6 +162,22 @@ def test_mutated_headers(tmp_path, number):
     # jzero alone refuses doubled names, fields that the format does not have, and an entry that is not an object.
     assert [us for us in stricter if "twice" not in us and "must have data_offsets" not in us] == []
     print(f"{number} files: {both} read by both, {len(stricter)} by the package alone")
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bool", "bfloat16", "float32", "int64"])
+def test_a_checksum_is_the_same_for_every_division(dtype):
+    """The oracle adds word by word, in Python's integers."""
+    x = np.random.default_rng(0).integers(0, 2**63, (3, 4, 5)).astype(jax.numpy.dtype(dtype))
+    words = x.view(np.uint32 if x.itemsize > 2 else f"u{x.itemsize}").reshape(-1).tolist()
+    expected = sum((2 * i + 1) * word for i, word in enumerate(words)) % 2**64
+    for a, b in ((0, 0), (1, 2), (2, 3), (3, 4)):
+        rows, columns = (slice(0, a), slice(a, 3)), (slice(0, b), slice(b, 5))
+        parts = [(x[r, :, c], (r.start, 0, c.start)) for r in rows for c in columns]
+        assert sum(checksum_of(part, start, x.shape) for part, start in parts) % 2**64 == expected
+    for i, j in ((0, 1), (0, 59), (7, 58)):  # the highest bit of two elements
+        other = x.copy().view(f"u{x.itemsize}").reshape(-1)
+        other[[i, j]] ^= other.dtype.type(1 << (8 * x.itemsize - 1) if dtype != "bool" else 1)
+        assert checksum_of(other.view(x.dtype).reshape(x.shape), (0, 0, 0), x.shape) != expected
 
 
 @pytest.mark.parametrize(

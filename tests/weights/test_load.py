@@ -1,6 +1,7 @@
 """Loading safetensors gives equal logits on any layout and reads only local slices; mistakes are errors."""
 
 import json
+import random
 import shutil
 from itertools import product
 
@@ -151,8 +152,9 @@ def test_every_slice_is_read_once(exported, read, layout):
     assert sum(read) == sum(x.nbytes for x in jax.tree.leaves(params))
 
 
-def test_a_process_reads_its_own_slices(exported, read, monkeypatch):
-    """Simulates one of two processes: the other's devices request nothing."""
+def test_a_process_reads_its_own_slices(copy, read, monkeypatch):
+    """Simulates one of two processes: the other's devices request nothing, so the files have no checksums."""
+    rewrite(copy, lambda found: found)
     made = step(stage=3, zero=8)
     make = jax.make_array_from_callback
 
@@ -163,7 +165,7 @@ def test_a_process_reads_its_own_slices(exported, read, monkeypatch):
         return make(shape, sharding, np.zeros(shape, np.float32).__getitem__)
 
     monkeypatch.setattr(jax, "make_array_from_callback", mine)
-    weights.load(exported[0], made)
+    weights.load(copy, made)
     leaves = jax.tree.leaves(made.layouts)
     expected = sum(4 * np.prod(leaf.shape) // (2 if leaf.dim is not None else 1) for leaf in leaves)
     assert sum(read) == expected
@@ -253,6 +255,58 @@ def test_missing_and_damaged_files(tmp_path, copy):
     refused(copy, f"{first.name}: No such file or directory")
     (copy / "model.safetensors.index.json").write_text("[]")
     refused(copy, "is not an index of safetensors files")
+
+
+@pytest.mark.parametrize("number", [60, pytest.param(1500, marks=pytest.mark.slow)])
+def test_no_damaged_byte_gives_other_weights(copy, exported, number):
+    """A load of a file with changed bytes is an error with the file's name."""
+    made, chance = step(), random.Random(number)
+    files = sorted(copy.glob("*.safetensors"))
+    for i in range(number):
+        file = files[i % len(files)]
+        good = file.read_bytes()
+        header, end, sums = 8 + int.from_bytes(good[:8], "little"), len(good), good.index(b"jzero")
+        begin, stop = ((0, 8), (8, header), (sums, good.index(b"}")), (header, end), (header, end))[i % 5]
+        at, some = chance.randrange(begin, stop), chance.choice([1, 1, 1, 2, 512])
+        bits = bytes([1 << chance.randrange(8)]) if some == 1 else chance.randbytes(some)
+        block = bytes(a ^ b for a, b in zip(good[at : at + some], bits, strict=False))
+        if i % 7 == 0:  # what belongs to another place
+            block = good[at - some // 2 :][: len(block)]
+        file.write_bytes(good[:at] + block + good[at + len(block) :])
+        if file.read_bytes() != good:
+            refused(copy, file.name, made=made)
+        file.write_bytes(good)
+    assert same(weights.load(copy, made), exported[1].state.params)
+
+
+def test_a_damaged_value_names_the_file_and_the_way_out(copy):
+    first = min(copy.glob("*.safetensors"))
+    data = bytearray(first.read_bytes())
+    data[-1] ^= 128
+    first.write_bytes(data)
+    refused(copy, f"{copy}: damaged: values in {first.name} do not match their checksums; copy or export")
+    data[-1] ^= 128
+    first.write_bytes(data.replace(b"model.layers.0.", b"model.layers.1.", 1))
+    refused(copy, f"{first} is not a complete", "its header does not match its checksum: copy or export it again")
+    first.write_bytes(data.replace(b"jzero.checksums", b"jzerp.checksums"))
+    refused(copy, "its header does not match its checksum")
+
+
+def test_other_tensors_in_a_damaged_file_are_not_read(copy):
+    """The tensors that are read decide: a part that the model ignores may be damaged."""
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+    rewrite(copy, lambda found: found | frequencies)
+    found = load_file(copy / "model.safetensors")
+    file = File.create(copy / "model.safetensors", {name: (x.dtype, x.shape) for name, x in found.items()})
+    for name, x in found.items():
+        for part, view in file.windows(name, tuple(slice(0, n) for n in x.shape)):
+            view[...] = x[part]
+    file.finish()
+    for name, passes in {next(iter(frequencies)): True, "model.norm.weight": False}.items():
+        damaged = bytearray((copy / "model.safetensors").read_bytes())
+        damaged[file.entries[name].start] ^= 1
+        (copy / "model.safetensors").write_bytes(damaged)
+        weights.load(copy, step()) if passes else refused(copy, "values in model.safetensors do not match")
 
 
 def test_an_invalid_config_json(copy):

@@ -15,8 +15,7 @@ from safetensors.numpy import load_file, save_file
 import jzero
 from jzero.weights import safetensors
 from jzero.weights.name_map import ShapeDtype, assign, leaves_of, tensors
-from jzero.weights.safetensors import File
-from jzero.weights.tensor_writer import TensorWriter
+from jzero.weights.safetensors import File, TensorWriter
 
 TABLE = {
     "config": {},
@@ -96,6 +95,9 @@ def test_boxes_into_files_and_back(tmp_path_factory, table, data, window):
         for name, values in VALUES.items():
             for box in data.draw(boxes(values.shape)):
                 writer.write(name, box, values[box])
+        with pytest.raises(jzero.ConfigError, match="its header does not match its checksum"):
+            File.open(path)
+        writer.close()
         found = load_file(path)
         assert found.keys() == expected(table).keys()
         for name, values in expected(table).items():
@@ -115,6 +117,8 @@ def test_boxes_into_files_and_back(tmp_path_factory, table, data, window):
                             assert view.nbytes <= max(window, 4)
                             assign(tensor.oriented(read[both[1]])[part], view)
                 np.testing.assert_array_equal(read, values[box])
+        for name, entry in file.entries.items():
+            assert file.sums[name] % 2**64 == entry.checksum
     finally:
         safetensors.WINDOW = before
 

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 
 import jzero
 from jzero import weights
+from jzero.weights.save import _part, gather
 
 sys.path.append(str(Path(__file__).parents[1] / "launcher"))
 from jobs import Command
@@ -68,11 +69,12 @@ def test_values_beyond_float16(tmp_path):
 def test_a_layer_at_a_time_is_gathered(monkeypatch):
     """Also where the layers are divided among pipeline stages."""
     made = engine(stage=3, pipe=2, zero=2)
-    shapes = [x.shape for _, _, x in weights.gather.gather(
-        made.state.params, made.step_fn.layouts, made.mesh, np.dtype("float32"))]  # fmt: skip
+    leaves = [jax.tree.leaves(tree) for tree in (made.step_fn.layouts, made.state.params)]
+    params = {layout.name: (layout, x) for layout, x in zip(*leaves, strict=True)}
+    shapes = [x.shape for _, _, x in gather(params, made.mesh, np.dtype("float32"))]
     assert shapes.count((1, 32, 2, 48)) == 4
     gate_up = next(leaf for leaf in jax.tree.leaves(made.step_fn.layouts) if leaf.name == "stack/mlp/gate_up/kernel")
-    part = weights.gather._part(gate_up, made.mesh, np.dtype("float32"))
+    part = _part(gate_up, made.mesh, np.dtype("float32"))
     x = made.state.params["stack"]["mlp"]["gate_up"]["kernel"]
     text = part.lower(x, jnp.int32(0)).compile().as_text()
     gathered = {tuple(map(int, m.split(","))) for m in re.findall(r"f32\[([\d,]+)\]\S* all-gather", text)}
@@ -98,6 +100,8 @@ def test_mistakes(tmp_path, monkeypatch):
 
 
 PROGRAM = """
+import pathlib
+import shutil
 import sys
 sys.path.append({here!r})
 import jax
@@ -106,6 +110,7 @@ import jzero
 jzero.init_distributed()
 from llamas import GROUPED, TOKENS, model
 from jzero import weights
+from jzero.weights.save import _part, gather
 
 config = {{"train_micro_batch_size_per_gpu": 1, "optimizer": {{"type": "Adam", "params": {{"lr": 1e-3}}}},
           "zero_optimization": {{"stage": 3, "stage3_param_persistence_threshold": 0}}}}
@@ -138,15 +143,26 @@ tried("same", lambda: jax.tree.all(jax.tree.map(np.array_equal, before, after)))
 tried("read", lambda: sum(sizes) == sum(x.nbytes for x in jax.tree.leaves(after)))
 tried("half", lambda: sum(sizes) * 2 == sum(x.nbytes for x in jax.tree.leaves(engine.state.params)))
 tried("there", lambda: engine.load_weights("fp32" if rank == 0 else "nowhere"))
+shutil.copytree("fp32", f"copy{{rank}}")
+file = weights.safetensors.File.open(pathlib.Path(f"copy{{rank}}", "model.safetensors"))
+start, good = file.entries["model.norm.weight"].start, file.path.read_bytes()
+for stage in (0, 3):
+    made = jzero.make_train_step(model(), config | {{"zero_optimization": {{"stage": stage}}}})
+    for damaged in (None, 0, 1):
+        data = bytearray(good)
+        for at in (start, start + 4 * GROUPED.d_model - 1):  # in both halves
+            data[at] ^= damaged == rank
+        file.path.write_bytes(data)
+        tried(f"copy{{stage}}{{damaged}}", lambda: len(weights.load(file.path, made)))
 tried("place", lambda: engine.save_16bit_model("/proc/nowhere"))
 def full():
     if rank == 0:
-        write, count = weights.tensor_writer.TensorWriter.write, []
+        write, count = weights.safetensors.TensorWriter.write, []
         def failing(self, *part):
             if count.append(0) or len(count) > 3:
                 raise OSError(28, "No space left on device")
             write(self, *part)
-        weights.tensor_writer.TensorWriter.write = failing
+        weights.safetensors.TensorWriter.write = failing
     engine.save_16bit_model("room")
 tried("room", full)
 """
@@ -169,7 +185,12 @@ def test_two_processes(tmp_path):
     ]
     for one in said:
         assert (one["same"], one["read"], one["half"]) == ("True", "True", "True")
-        assert one["there"] == "error: nowhere: no such directory or .safetensors file"
+        assert one["there"].startswith("error: nowhere: no such directory; ")
+        assert {one["copy0None"], one["copy3None"]} == {"2"}
+        for damaged in ("copy00", "copy01", "copy30", "copy31"):
+            assert re.match(
+                r"error: copy\d/model.safetensors: damaged: values in model.safetensors do not", one[damaged]
+            )
         assert re.match(r"error: /proc/nowhere/model.safetensors cannot be written: ", one["place"])
         assert "room/model.safetensors cannot be written: No space left on device" in one["room"]
     assert [*(tmp_path / "room").iterdir()] == []

@@ -1,1 +1,0 @@
-"""What a model answers: predictions and text, under the training layout."""

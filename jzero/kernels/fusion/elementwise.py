@@ -1,0 +1,87 @@
+"""Elementwise functions of a trace.
+
+They take and return float32 arrays of one shape. So a kernel may call them on the tiles of larger arrays, and nothing
+between what is read and what is written is rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jzero._compat import is_constant
+from jzero.kernels.trace import Equation, Read, Variable, elementwise_primitives, program_of, run_equations
+
+PRIMITIVES = elementwise_primitives("t")
+
+
+@dataclass(frozen=True, eq=False)
+class Elementwise:
+    """A part of a trace as a function of float32 arrays of one shape.
+
+    Attributes:
+      equations: in order; see `is_elementwise`.
+      operands, result: variables of the trace.
+    """
+
+    equations: tuple[Equation, ...]
+    operands: tuple[Variable, ...]
+    result: Variable
+
+    def __call__(self, *xs: jax.Array) -> list[jax.Array]:
+        return run_equations(self.equations, dict(zip(self.operands, xs, strict=True)), _in_float32, jnp.float32)(
+            [self.result]
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Pullback:
+    """The gradients of some operands of a function: `f'(*xs, g)`."""
+
+    f: Elementwise
+    operands: tuple[int, ...]
+
+    def __call__(self, *xs: jax.Array) -> list[jax.Array]:
+        _, pull = jax.vjp(self.f, *xs[:-1])
+        found = pull([xs[-1]])
+        return [found[i] for i in self.operands]
+
+
+def each(xs: Sequence[Any]) -> list[jax.Array]:
+    """Return all parts [M, N] of arrays [M, P, N], or of references to them in a kernel, in float32."""
+    return [x[:, p].astype(jnp.float32) for x in xs for p in range(x.shape[1])]
+
+
+def is_elementwise(eqn: Equation, dtype: jnp.dtype) -> bool:
+    """Return whether an equation computes each element of its result from those of its operands, or from numbers.
+
+    The result must be of this dtype or float32: a cast to one with less range or precision does more than round.
+    """
+    if len(eqn.outvars) != 1:
+        return False
+    (out,) = eqn.outvars
+    if eqn.primitive.name == "jit":
+        inner = program_of(eqn).jaxpr
+        computed = not inner.constvars and not is_constant(inner.outvars[0])
+        return computed and all(is_elementwise(one, dtype) for one in inner.eqns)
+    if eqn.primitive.name not in PRIMITIVES or out.aval.dtype not in (dtype, jnp.float32):
+        return False
+    return all(v.aval.shape == out.aval.shape or (is_constant(v) and not v.aval.shape) for v in eqn.invars)
+
+
+def _in_float32(eqn: Equation, read: Read[jax.Array]) -> list[jax.Array]:
+    """Run an elementwise equation in float32, on arrays of whatever shape."""
+    xs = read(eqn.invars)
+    if eqn.primitive.name == "jit":
+        inner = program_of(eqn).jaxpr
+        return run_equations(inner.eqns, dict(zip(inner.invars, xs, strict=True)), _in_float32, jnp.float32)(
+            inner.outvars
+        )
+    if eqn.primitive.name in ("convert_element_type", "copy"):
+        return xs
+    shape = max((jnp.shape(x) for x in xs), key=len)
+    return [eqn.primitive.bind(*(jnp.broadcast_to(x, shape) for x in xs), **eqn.params)]

@@ -1,0 +1,336 @@
+"""Runs `jzero plan`: plans a config, or says by the formula what fits; or searches, and draws what it found."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jzero.config import Config
+from jzero.config.sizes import ACCUM, MICRO
+from jzero.config.source import read
+from jzero.display.figure import GRID, INK, colour, new_figure
+from jzero.display.table import table
+from jzero.errors import ConfigError
+from jzero.model import Model
+from jzero.planner import candidates as keys
+from jzero.planner.advice import nearest, nearest_text, too_large
+from jzero.planner.candidates import Candidate, Raw, Task, is_open, merged, value_at
+from jzero.planner.estimates import Estimate
+from jzero.planner.gpus import Cluster, gpu
+from jzero.planner.named_models import named_model, of_the_model
+from jzero.planner.plan import no_compilation_cache, prepare
+from jzero.planner.plan_facts import verdict
+from jzero.planner.plan_text import plan_text
+from jzero.planner.rates import Rates
+from jzero.planner.search import EQUAL, LATE, Search, search, smallest
+from jzero.planner.state_bytes import bytes_by_stage
+from jzero.step.batch import amount_of
+from jzero.values.sizes import size_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+SHOWN = 12  # configurations
+COLUMNS = ["", "tokens/s per GPU", "step", "peak", "left", "configuration"]
+FORMATS = (".svg", ".png", ".pdf")
+_GIB = 2**30
+SCHEMA, OUT, MINUTES = 1, "best.json", 10.0
+HELD = (
+    "all state on the GPUs; fewer may do with it in host memory: "
+    '"zero_optimization": {"offload_optimizer": {"device": "cpu"}} in the config'
+)
+
+
+def start(args: Namespace) -> None:
+    """Start JAX without GPUs, and load its CUDA compiler if something will be compiled.
+
+    Raises:
+      ConfigError: an unknown GPU, GPUs that do not fill hosts, or no CUDA compiler.
+    """
+    cluster = _cluster(args)
+    gpu(cluster.gpu)
+    if args.nodes < 1 or args.gpus_per_node < 1:
+        raise ConfigError(f"--nodes {args.nodes} --gpus_per_node {args.gpus_per_node}: must be positive")
+    jax.config.update("jax_platforms", "cpu")
+    if not args.formula:
+        cluster.devices()
+
+
+def main(args: Namespace) -> int:
+    """Plan or search, print and write; return the exit code.
+
+    Raises:
+      ConfigError: anything that the user can mend, a step that cannot fit, and a search in which nothing fits.
+    """
+    _check(args)
+    if args.search or args.fit or args.frontier:
+        return _search(args)
+    config, cluster = Config.load(args.config), _cluster(args)
+    model, shapes = named_model(args.model, args.seq, args.set)
+    if args.formula:
+        print(formula(model, config, cluster))
+        return 0
+    if args.tokens is not None and amount_of(shapes(1)).tokens is None:
+        raise ConfigError(
+            f"--tokens: the batch of {args.model} has no tokens, which are integers `inputs` of [rows, length]"
+        )
+    with of_the_model(args.model, args.seq):
+        made = prepare(model, config, shapes, cluster).plan(_rates(args))
+    _show(args, lambda: plan_text(made, args.tokens, args.price), lambda: made.record(args.tokens, args.price))
+    if args.html:
+        made.html(args.html, args.tokens, args.price)
+    if made.memory.fits:
+        return 0
+    if args.json != "-":
+        with no_compilation_cache():
+            batch = shapes(made.step.batch_sizes.train)
+            found = nearest(made.step, batch, made.memory.peak_bytes, made.memory.room.most)
+        print(f"\n{nearest_text(found, made.step, made.memory.live)}")
+    raise ConfigError(too_large(made))
+
+
+def _check(args: Namespace) -> None:
+    """Raise a ConfigError for options that do not go together, before anything is compiled."""
+    searches = args.search or args.fit or args.frontier
+    for wrong, problem in (
+        (args.price is not None and args.tokens is None, "--price: requires --tokens"),
+        (
+            not searches and (args.minutes is not None or args.out is not None),
+            "--minutes, --out: of a search; add --search, --frontier or --fit",
+        ),
+        (
+            args.fit and (args.search or args.frontier),
+            "--fit: without --search and --frontier; search on the cluster that it finds",
+        ),
+        (
+            args.fit and (args.minutes is not None or args.nodes != 1),
+            "--fit: without --minutes, it compiles few; and without --nodes, it finds their number",
+        ),
+        (
+            searches and (args.html or args.formula or args.tokens is not None),
+            "--search, --fit: without --html, --formula, --tokens and --price; plan the config found for these",
+        ),
+        (
+            searches and args.minutes is not None and not args.minutes > 0,
+            f"--minutes {args.minutes or 0:g}: must be positive",
+        ),
+        (
+            args.frontier and Path(args.frontier).suffix not in FORMATS,
+            f"--frontier {args.frontier}: must end in {', '.join(FORMATS)}",
+        ),
+    ):
+        if wrong:
+            raise ConfigError(problem)
+    if args.frontier:
+        new_figure(1, 1)  # raises without matplotlib
+    if not searches:
+        return
+    for option, path in (("--out", args.out or OUT), ("--json", args.json), ("--frontier", args.frontier)):
+        if path and path != "-" and not Path(path).absolute().parent.is_dir():
+            raise ConfigError(f"{option} {path}: no such directory")
+    if args.out is None and Path(OUT).exists():
+        raise ConfigError(f"--out: {OUT} exists; name the file to write")
+
+
+def _cluster(args: Namespace) -> Cluster:
+    return Cluster(args.gpu, args.nodes, args.gpus_per_node)
+
+
+def _rates(args: Namespace) -> Rates:
+    return Rates.load(args.rates) if args.rates else Rates.of(args.gpu)
+
+
+def _show(args: Namespace, text: Callable[[], str], record: Callable[[], Mapping[str, object]]) -> None:
+    """Print the text, or with `--json` the record; or write the record into a file beside the text."""
+    if args.json:
+        written = json.dumps(record(), indent=1)
+        print(written) if args.json == "-" else Path(args.json).write_text(written + "\n", encoding="utf-8")
+    if args.json != "-":
+        print(text())
+
+
+def formula(model: Model, config: Config, cluster: Cluster) -> str:
+    """Return a table of the bytes of model state per GPU under each stage, without compiling anything.
+
+    Raises:
+      ConfigError: a config that does not fit the GPUs or itself.
+    """
+    there, rows = cluster.room, []
+    for stage, found in bytes_by_stage(model, config, devices=cluster.described()).items():
+        sizes = (found.masters + found.optimizer - found.host, found.parameters, found.gradients, found.total)
+        mark = "  <- the config's" if stage == config.zero_optimization.stage else ""
+        rows.append([str(stage), *map(size_text, sizes), f"{found.total / there.most:.0%}{mark}"])
+    columns = ["ZeRO stage", "masters, optimizer", "compute parameters", "gradients", "total", "of the GPU"]
+    drawn = table(f"model state per GPU, on {cluster}", columns, rows, left=["of the GPU"])
+    return f"{drawn}\nwithout activations and gathered layers; the GPU has {size_text(there.most)} for them all"
+
+
+def _search(args: Namespace) -> int:
+    raw = read(args.config)
+    Config.load(raw)  # raises for a mistake, before anything is searched
+    task = Task(raw, args.model, args.seq, tuple(args.set), _cluster(args), _rates(args))
+
+    def seen(found: Estimate) -> None:
+        print(progress(raw, found), file=sys.stderr, flush=True)
+
+    with of_the_model(args.model, args.seq):
+        if args.fit:
+            task, best = smallest(task, seen)
+            record = {
+                "nodes": task.cluster.nodes,
+                "gpus_per_node": task.cluster.gpus_per_node,
+                "outcomes": [asdict(best)],
+            }
+            text = _smallest_text(task, best)
+        else:
+            found = search(task, minutes=args.minutes or MINUTES, every=bool(args.frontier), seen=seen)
+            best, text = found.best, search_text(found)
+            outcomes = [asdict(one) for one in found.outcomes]
+            record = {"outcomes": outcomes, "dropped": dict(found.dropped), "seconds": found.seconds}
+    config, out = merged(raw, best.choice), args.out or OUT
+    Path(out).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    record = {"schema": SCHEMA, "config": config, **record}
+    _show(args, lambda: f"{text}\nwritten: {out}; its plan: {_next(task, out)}", lambda: record)
+    if args.frontier:
+        frontier_figure(found).savefig(args.frontier)
+    return 0
+
+
+def _smallest_text(task: Task, found: Estimate) -> str:
+    raw, there = task.raw, task.cluster
+    title = f"{task.model} fits {there.gpus} x {there.gpu} ({there.nodes} x {there.gpus_per_node})"
+    drawn = table(title, COLUMNS[1:], [row(raw, found)[1:]], left=["configuration"])
+    held = [HELD] if all(is_open(raw, key) for key in (keys.OFFLOAD_OPTIMIZER, keys.OFFLOAD_PARAM)) else []
+    lines = [*needs(task, found), *held, "", "as lines of the config (--search finds a faster one):"]
+    return "\n".join([drawn, *lines, changes(found.choice)])
+
+
+def _next(task: Task, out: str) -> str:
+    """Return the command that plans the config found."""
+    of_preset = [word for change in task.changes for word in ("--set", change)]
+    there = task.cluster
+    where = ["--gpu", there.gpu, "--nodes", str(there.nodes), "--gpus_per_node", str(there.gpus_per_node)]
+    return shlex.join(
+        ["jzero", "plan", str(out), "--model", task.model, *of_preset, "--seq", str(task.sequence), *where]
+    )
+
+
+def label(raw: Raw, choice: Candidate) -> str:
+    """Describe a choice in the field's words; `raw` has what the config keeps.
+
+    >>> label({"zero_optimization": {"stage": 2}}, {"mesh.zero": 8, MICRO: 2, ACCUM: 4})
+    'ZeRO-2, zero 8, micro-batch 2 x 4, policy none'
+    """
+
+    def value(key: str) -> Any:
+        return choice.get(key, value_at(raw, key))
+
+    axes = {key.removeprefix("mesh."): value(key) or 1 for key in (keys.PIPE, keys.DATA, keys.ZERO)}
+    chunks = f" of {value(keys.CHUNKS)} chunks" if (value(keys.CHUNKS) or 1) > 1 else ""
+    words = {
+        f"ZeRO-{value(keys.STAGE) or 0}": True,
+        **{f"{axis} {degree}": degree > 1 for axis, degree in axes.items()},
+        f"micro-batch {value(MICRO)} x {value(ACCUM)}": True,
+        f"{value(keys.SCHEDULE) or '1f1b'}{chunks}": axes["pipe"] > 1,
+        f"policy {value(keys.POLICY) or 'none'}": True,
+        "stack.unroll false": value(keys.UNROLL) is False,
+        "offload_optimizer": value(keys.OFFLOAD_OPTIMIZER) == "cpu",
+        "offload_param": value(keys.OFFLOAD_PARAM) == "cpu",
+    }
+    return ", ".join(word for word, shown in words.items() if shown)
+
+
+def row(raw: Raw, found: Estimate, fastest: Estimate | None = None) -> list[str]:
+    """Return the cells of one configuration; "=" marks one that is as fast as the fastest, as far as estimates tell."""
+    mark = ""
+    if fastest and found.step_s and fastest.step_s and found.step_s <= (1 + EQUAL) * fastest.step_s:
+        mark = "1" if found is fastest else "="
+    left = size_text(found.margin_bytes) if found.fits else f"-{size_text(-found.margin_bytes)}"
+    speed = f"{found.tokens_per_s_gpu:,.0f}" if found.tokens_per_s_gpu else "-"
+    step = f"{1000 * found.step_s:,.0f} ms" if found.step_s else "-"
+    return [mark, speed, step, size_text(found.peak_bytes), left, label(raw, found.choice)]
+
+
+def progress(raw: Raw, found: Estimate) -> str:
+    """Return the line about a configuration that was just compiled."""
+    if not found.peak_bytes:
+        return f"not compiled: {label(raw, found.choice)}: {found.problem}"
+    _, speed, step, peak, left, name = row(raw, found)
+    what = f"{step}, {speed} tokens/s per GPU" if found.fits else "does not fit"
+    return f"{what}, peak {peak}, {left} left: {name}"
+
+
+def search_text(found: Search) -> str:
+    """Return the table, what was not compiled, and the fastest configuration's lines.
+
+    Raises:
+      ConfigError: nothing fits.
+    """
+    best, task, raw = found.best, found.task, found.task.raw
+    compiled = [one for one in found.outcomes if one.peak_bytes]
+    title = (
+        f"{task.model}, {task.sequence} tokens a row, on {task.cluster}: {len(compiled)} "
+        f"configurations compiled in {found.seconds:.0f} s, ±{best.uncertainty:.0%}"
+    )
+    drawn = table(title, COLUMNS, [row(raw, one, best) for one in compiled[:SHOWN]], left=["", "configuration"])
+    parts = [drawn, f'"=": as fast as the first, within the error of the estimate ({EQUAL:.0%})']
+    if found.dropped:
+        parts.append("not compiled: " + ", ".join(f"{count} ({why})" for why, count in found.dropped.items()))
+    untried = found.dropped.get(LATE, 0)
+    which = f"the fastest of {len(compiled)}; --minutes left {untried} untried" if untried else "the fastest"
+    return "\n".join([*parts, *needs(task, best), "", f"{which}, as lines of the config:", changes(best.choice)])
+
+
+def needs(task: Task, found: Estimate) -> list[str]:
+    """Return the lines about what a configuration needs of its GPUs and hosts."""
+    host = f"needs {size_text(found.host_bytes)} of pinned host memory for each GPU"
+    return [verdict(found.peak_bytes, task.cluster.room), *[host] * bool(found.host_bytes)]
+
+
+def changes(choice: Candidate) -> str:
+    """Write a choice as the JSON that has to be in the config."""
+    return json.dumps(merged({}, choice), indent=2)
+
+
+def frontier_figure(found: Search) -> Figure:
+    """Draw the compiled configurations; the line joins the frontier, and numbers refer to the legend below.
+
+    Raises:
+      ConfigError: matplotlib is not installed.
+    """
+    best, raw = found.frontier, found.task.raw
+    figure = new_figure(9, 4.5 + 0.22 * len(best))
+    axes = figure.add_subplot()
+    others = [one for one in found.outcomes if one.step_s and one not in best]
+    axes.scatter(*_points(others), color=GRID, edgecolor=INK, linewidth=0.5)
+    axes.plot(*_points(best), color=colour(0), marker="o")
+    for number, one in enumerate(best, 1):
+        (x,), (y,) = _points([one])
+        label_ = f"{number}. {label(raw, one.choice)}"
+        axes.annotate(str(number), (x, y), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=9)
+        axes.plot([], [], " ", label=label_)
+    if best:
+        axes.axvline(best[0].usable_bytes / _GIB, color=INK, linewidth=1, linestyle="--")
+    axes.set_xlabel("peak memory per GPU, GiB (dashed: what the GPU has)")
+    axes.set_ylabel(
+        "tokens/s per GPU" if all(one.tokens_per_s_gpu for one in found.outcomes if one.step_s) else "samples/s"
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower left", frameon=False, fontsize=8, handlelength=0)
+    return figure
+
+
+def _points(outcomes: list[Estimate] | tuple[Estimate, ...]) -> tuple[list[float], list[float]]:
+    """Return the coordinates: GiB, and tokens/s per GPU or samples/s."""
+    return [one.peak_bytes / _GIB for one in outcomes], [
+        one.tokens_per_s_gpu or one.samples_per_s or 0 for one in outcomes
+    ]

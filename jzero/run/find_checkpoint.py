@@ -1,0 +1,109 @@
+"""Finding the checkpoint that a run resumes from. Process 0 searches; all processes get its result."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jzero.checkpoint.async_save import settle
+from jzero.checkpoint.directory import LATEST, SAVING, list_checkpoints, local_path, read_latest, recover
+from jzero.checkpoint.lock import other_holder
+from jzero.checkpoint.orbax_trees import all_or_none
+from jzero.checkpoint.reader import Checkpoint
+from jzero.distributed.host_collectives import agree
+from jzero.distributed.place import log_dist
+from jzero.errors import CheckpointError, escaped, some_of
+from jzero.run.progress import written_by_engine, wrong_notes
+
+
+def resume_from(root: Path, load: Callable[[Checkpoint], int]) -> None:
+    """Load the newest readable checkpoint in a directory, if the directory holds one.
+
+    Args:
+      load: loads a checkpoint and returns its step. If it raises a CheckpointError (damage shows only when all bytes
+        are read), the next older checkpoint is tried.
+
+    Raises:
+      ConfigError: the newest checkpoint belongs to another model or optimizer.
+      CheckpointError: there are checkpoints, and none is readable. A run never starts from scratch silently.
+    """
+    problems = []
+    for name, problem in _on_process_0("looking for checkpoints to resume from", lambda: _candidates(root)):
+        if not problem:
+            try:
+                source = Checkpoint.find(root, name)
+                step = load(source)
+                named, _ = read_latest(root)
+                remark = f" ({LATEST} names {named})" if named and named != name else ""
+                log_dist(f"resumed from {source.path}: step {step}{remark}")
+                return
+            except CheckpointError as error:
+                problem = str(error)
+        problems.append(problem)
+        print_warning(f"skipped: {problem}")
+    if problems:
+        raise CheckpointError(
+            f"resume: none of the {len(problems)} checkpoints in {root} can be read: {problems[0]}; name another "
+            "directory, or remove them, to start from step 0"
+        )
+    log_dist(f"no checkpoint in {root} yet: starting at step 0")
+
+
+def warn_if_not_resumed(home: str) -> None:
+    """Warn that a run starts from scratch in a directory with checkpoints, or in one that another job holds."""
+    root = local_path(home, "checkpoint.dir")
+    others, holder = _on_process_0(
+        "looking for checkpoints", lambda: ([path.name for path, _ in list_checkpoints(root)], other_holder(root))
+    )
+    if others:
+        print_warning(
+            f"starting at step 0, though {home} holds {some_of(others)}: jzero --resume, or resume="
+            '"auto", resumes from the newest'
+        )
+    if holder:
+        print_warning(f"a save to checkpoint.dir may be an error while {holder}")
+
+
+def former_batch(root: Path) -> dict[str, Any] | None:
+    """Read the batch sizes from the newest checkpoint; None if there is none, or no engine wrote it."""
+
+    def newest() -> dict[str, Any] | None:
+        recover(root)
+        readable = [about["notes"] for _, about in list_checkpoints(root) if not isinstance(about, CheckpointError)]
+        notes = [one for one in readable if not wrong_notes(one)]
+        return notes[0].get("batch") if notes and written_by_engine(notes[0]) else None
+
+    return _on_process_0("looking for the run to resume", newest)
+
+
+def print_warning(text: str) -> None:
+    """Print a warning on process 0."""
+    if jax.process_index() == 0:
+        print(f"jzero: {escaped(text)}", file=sys.stderr, flush=True)
+
+
+def _on_process_0(task: str, work: Callable[[], Any]) -> Any:
+    """Return the result of `work` on process 0, a JSON value; if it raises there, every process raises."""
+    settle()
+    found = all_or_none(task, lambda: work() if jax.process_index() == 0 else None)
+    return json.loads(agree(task, json.dumps(found))[0])
+
+
+def _candidates(root: Path) -> list[tuple[str, str]]:
+    """List (tag, known problem or "") of all checkpoints, newest first."""
+    recover(root)
+    found = [(p.name, str(about) if isinstance(about, CheckpointError) else "") for p, about in list_checkpoints(root)]
+    for draft in sorted(root.glob(f"*{SAVING}")):
+        print_warning(f"skipped: {draft} was not finished")
+    named, problem = read_latest(root)
+    if named and named not in [name for name, _ in found]:
+        problem = "is not a jzero checkpoint" if (root / named).exists() else "does not exist"
+        found.insert(0, (named, f"checkpoint {root / named} {problem}, and {LATEST} names it"))
+    elif problem and (root / LATEST).exists():
+        found.insert(0, (LATEST, f"{root}: {problem}"))
+    return found

@@ -1,0 +1,105 @@
+"""A download of `transformers`: its config.json, and the part of it that an export writes besides the shape."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jzero.errors import ConfigError, no_such_directory
+
+TEXT = {"gemma3": "gemma3_text"}  # models with text_config -> their text decoder
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# The classes that are written, the dtype and the files of an export may differ; layer_types are those of the layers.
+OWN = {"architectures", "model_type", "dtype", "torch_dtype", "auto_map", "quantization_config", "layer_types"}
+
+
+@dataclass(frozen=True)
+class Download:
+    """The config.json, and its directory, that a model's shape was read from.
+
+    Attributes:
+      config: the content of its config.json; of models with other inputs too, that of their text decoder.
+      directory: with its tokenizer; None if only the content was given.
+    """
+
+    config: Mapping[str, Any]
+    directory: str | None = None
+
+    @classmethod
+    def read(cls, source: str | os.PathLike | Mapping[str, Any], model_type: str | None = None) -> Download:
+        """Read a config.json: the file, its directory, or its content.
+
+        Raises:
+          ConfigError: it cannot be read, or has another model_type.
+        """
+        directory = None
+        if isinstance(source, Mapping):
+            there = dict(source)
+        else:
+            path = Path(source)
+            there, directory = _read(path), os.path.abspath(path if os.path.isdir(path) else path.parent)
+        if model_type is not None and there.get("model_type") != model_type:
+            raise ConfigError(f"config.json has model_type = {there.get('model_type')!r}: must be {model_type}")
+        return cls(_text_decoder(there), directory)
+
+    def table(self, vocab_size: int | None = None, without: Collection[str] = ()) -> dict[str, Any]:
+        """Return the entry `download` of a `weights_layout`, see `jzero.weights.name_map`.
+
+        Args:
+          vocab_size: of the model; special tokens outside of it are left out, since `transformers` refuses them.
+          without: keys that do not hold any more.
+        """
+        kept = {key: value for key, value in self.config.items() if key not in OWN and key not in without}
+        for key in kept.keys() & set(IDS) if vocab_size is not None else ():
+            ids = kept[key] if isinstance(kept[key], list) else [kept[key]]
+            inside = [x for x in ids if x is None or x < vocab_size]
+            kept[key] = kept[key] if inside == ids else inside or None
+        return {"config": json.loads(json.dumps(kept, default=str)), "directory": self.directory}
+
+
+def require(there: Mapping[str, Any], names: Mapping[str, str], fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename keys of a config.json to fields.
+
+    Args:
+      names: field -> key.
+      fixed: key -> the only value that the model has; a missing key stands for it.
+
+    Raises:
+      ConfigError: keys are missing or have other values; all problems at once.
+    """
+    problems = [f"config.json has no {key}" for key in names.values() if key not in there]
+    problems += [
+        f"config.json has {key} = {there[key]!r}: must be {value!r}"
+        for key, value in fixed.items()
+        if there.get(key, value) != value
+    ]
+    if problems:
+        raise ConfigError(*problems)
+    return {field: there[key] for field, key in names.items()}
+
+
+def _text_decoder(there: dict[str, Any]) -> dict[str, Any]:
+    name, text = TEXT.get(there.get("model_type", "")), there.get("text_config")
+    if name is None or not isinstance(text, Mapping):
+        return there
+    ids = {key: there[key] for key in IDS if there.get(key) is not None}
+    return {**text, **ids, "model_type": name}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    path = path / "config.json" if os.path.isdir(path) else path
+    try:
+        there = json.loads(path.read_text())
+        if not isinstance(there, dict):
+            raise ValueError("it is not an object")
+        return there
+    except FileNotFoundError:
+        raise ConfigError(no_such_directory(path, "file or directory")) from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not a config.json: {error}") from None

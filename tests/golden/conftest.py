@@ -1,0 +1,6 @@
+import pytest
+
+
+@pytest.fixture
+def update(request):
+    return request.config.getoption("--update-golden")

@@ -1,0 +1,45 @@
+"""Files that say what a change must not change: `pytest tests/golden --update-golden` writes them anew."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+GOLDEN = Path(__file__).parent
+
+
+def read(name: str):
+    path = GOLDEN / name
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def write(name: str, value) -> None:
+    (GOLDEN / name).write_text(json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def check(name: str, found, update: bool) -> None:
+    """Compare with the file; a difference names what is gone, new and other."""
+    known = read(name)
+    if update:
+        write(name, found)
+        return
+    if lines := difference(known, found):
+        pytest.fail(
+            "\n".join([f"{name}, for a meant change: pytest tests/golden --update-golden", *lines]), pytrace=False
+        )
+
+
+def difference(known, found, where: str = "") -> list[str]:
+    """List the paths at which two trees of JSON differ."""
+    if isinstance(known, dict) and isinstance(found, dict):
+        lines = []
+        for key in sorted({*known, *found}):
+            path = f"{where}/{key}"
+            if key not in found:
+                lines.append(f"{path}: gone")
+            elif key not in known:
+                lines.append(f"{path}: new")
+            else:
+                lines += difference(known[key], found[key], path)
+        return lines
+    return [] if known == found else [f"{where}: {known!r} -> {found!r}"]

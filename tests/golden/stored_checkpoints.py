@@ -1,0 +1,57 @@
+"""Checkpoints that must load for good: rows of `rows.py` after two steps, in one archive.
+
+`python tests/golden/stored_checkpoints.py ARCHIVE`, run with the jzero of a commit, adds what that commit writes.
+"""
+
+import hashlib
+import json
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import jax
+import numpy as np
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+
+from golden import rows
+
+import jzero
+
+# Layers in a stack; BatchNorm and a loss scale; histories of fp8; an average of the weights; the optimizer Muon.
+NAMES = ("functions-zero3", "normed-fp16", "llama-fp8-delayed", "functions-ema", "functions-muon")
+
+
+def engine(name: str):
+    config = {**rows.setting(name)["config"], "steps_per_print": 1000}
+    return jzero.initialize(**{**rows.setting(name), "config": config}, rng=jax.random.key(0))[0]
+
+
+def contents(state) -> list[str]:
+    """Return the digests of all arrays of a state, in whatever order and under whatever name it keeps them."""
+    return sorted(hashlib.sha256(_bytes(x)).hexdigest()[:16] for x in jax.tree.leaves(state))
+
+
+def _bytes(x) -> bytes:
+    plain = jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return np.asarray(jax.device_get(plain)).tobytes()
+
+
+def losses(made, name: str) -> list[float]:
+    return [float(made.train_batch(rows.batch(rows.ROWS[name][0]))) for _ in range(2)]
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as directory, zipfile.ZipFile(sys.argv[1], "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in NAMES:
+            made = engine(name)
+            losses(made, name)
+            made.save_checkpoint(f"{directory}/{name}").wait()
+            facts = {"contents": contents(made.state), "next losses": losses(made, name)}
+            Path(f"{directory}/{name}/expected.json").write_text(json.dumps(facts))
+        for path in sorted(Path(directory).rglob("*")):
+            archive.write(path, path.relative_to(directory))

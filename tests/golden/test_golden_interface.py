@@ -1,0 +1,137 @@
+"""What users and files depend on: public names, the config's schema, leaves of checkpoints, reports, ledger, plans."""
+
+import dataclasses
+import inspect
+import json
+import re
+
+import jax
+import pytest
+from golden import rows, snapshots, stored_checkpoints
+from helpers.cuda import needs_cuda_compiler
+
+import jzero
+
+VERSION = ".".join(jax.__version__.split(".")[:2])
+MODULES = (
+    "jzero",
+    "jzero.checkpoint",
+    "jzero.data",
+    "jzero.optimizers",
+    "jzero.planner",
+    "jzero.weights",
+)
+PLANS = [
+    "functions-zero0", "nnx-zero1", "linen-zero2", "llama-zero3", "mixture-expert2-zero3", "llama-tensor2-zero3",
+    "llama-context2-zero1", "llama-pipe2-zero3", "llama-fp8", "llama-offload-both",
+]  # fmt: skip
+
+
+def signatures(value) -> str | dict[str, str]:
+    """Return a function's signature, or those of a class's public methods."""
+    if not inspect.isclass(value):
+        return signature(value) if callable(value) else type(value).__name__
+    if issubclass(value, Exception) or hasattr(value, "_fields") or hasattr(value, "model_fields"):
+        return {"bases": ", ".join(base.__name__ for base in value.__bases__)}
+    members = {name: member for name, member in inspect.getmembers(value) if not name.startswith("_")}
+    found = {name: "property" for name, member in members.items() if isinstance(member, property)}
+    found |= {name: signature(member) for name, member in members.items() if inspect.isroutine(member)}
+    if dataclasses.is_dataclass(value):
+        found["fields"] = ", ".join(field.name for field in dataclasses.fields(value))
+    return found
+
+
+def signature(function) -> str:
+    """Return the arguments and their defaults, without annotations."""
+    found = inspect.signature(function)
+    arguments = [argument.replace(annotation=argument.empty) for argument in found.parameters.values()]
+    return re.sub(r" at 0x[0-9a-f]+", "", str(found.replace(parameters=arguments, return_annotation=found.empty)))
+
+
+def test_public_names(update):
+    found = {}
+    for module in MODULES:
+        loaded = __import__(module, fromlist=["_"])
+        found[module] = {name: signatures(getattr(loaded, name)) for name in loaded.__all__}
+    found["jzero.Engine"] = found["jzero"].pop("Engine")
+    snapshots.check("names.json", found, update)
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer")
+def test_config_schema(update):
+    snapshots.check("config.json", jzero.Config.model_json_schema(), update)
+
+
+@pytest.mark.parametrize("name", stored_checkpoints.NAMES)
+def test_leaves_of_a_checkpoint(name, update, tmp_path):
+    stored_checkpoints.engine(name).save_checkpoint(str(tmp_path), tag="first").wait()
+    metadata = json.loads((tmp_path / "first" / "state" / "_METADATA").read_text())
+    found = sorted(metadata["tree_metadata"])
+    snapshots.check("leaves.json", {**snapshots.read("leaves.json"), name: found}, update)
+
+
+def test_one_run(update, tmp_path, capsys):
+    """The report, the lines on the screen and the ledger of a run of four steps, with # for each number."""
+    setting = rows.setting("llama-zero2-bf16")
+    setting["config"] |= {"checkpoint": {"dir": str(tmp_path)}, "steps_per_print": 2}
+    engine = jzero.initialize(**setting, rng=jax.random.key(0))[0]
+    report = jzero.report(engine)
+    for _ in range(4):
+        engine.train_batch(rows.batch("llama"))
+    engine.eval_batch(rows.batch("llama"))
+    engine.save_checkpoint(str(tmp_path)).wait()
+    engine._observers.close()
+    screen = capsys.readouterr()
+    ledger = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    found = {
+        "report": report.splitlines(),
+        "screen": [line for line in blank(screen.out + screen.err, tmp_path) if not is_timing(line)],
+        "ledger": sorted({json.dumps(types(record)) for record in ledger}),
+    }
+    snapshots.check("run.json", found, update)
+
+
+def blank(text: str, directory) -> list[str]:
+    text = re.sub(r"\d[\d,]*(\.\d+)?(e[+-]?\d+)?", "#", text.replace(str(directory), "DIRECTORY"))
+    return re.sub(r" +", " ", text).splitlines()
+
+
+def types(record: dict) -> dict[str, str]:
+    """Return the types of a record's fields, but for the seconds that a fast machine leaves out."""
+    seconds = ("compile", "compile_before", "save", "evaluation", "wait")
+    return {key: type(x).__name__ for key, x in record.items() if key not in seconds}
+
+
+def is_timing(line: str) -> bool:
+    """Return whether only a slow machine prints this line."""
+    return bool(re.match(r"jzero: .*, # s$|jzero: .*: done after # s$", line))
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+@pytest.mark.usefixtures("no_compilation_cache")
+@pytest.mark.parametrize("name", PLANS)
+def test_plans(name, update):
+    setting = rows.setting(name)
+    degrees = dict(setting.pop("mesh").shape)
+    setting["config"] |= {"mesh": degrees}
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rows.batch(rows.ROWS[name][0]))
+    devices = 1
+    for degree in degrees.values():
+        devices *= degree
+    record = jzero.plan(
+        setting["model"], setting["config"], shapes, gpu="h100", nodes=1, gpus_per_node=devices
+    ).record()
+    for key in ("versions", "compile_s"):
+        del record[key]
+    found = json.loads(re.sub(r" at 0x[0-9a-f]+", "", json.dumps(rounded(record), default=str)))
+    file = f"plans-{VERSION}.json"
+    known = snapshots.read(file)
+    if not known and not update:
+        pytest.skip(f"no plans of jax {VERSION}")
+    snapshots.check(file, {**known, name: found}, update)
+
+
+def rounded(tree):
+    return jax.tree.map(lambda x: float(f"{x:.4g}") if isinstance(x, float) else x, tree)

@@ -1,0 +1,265 @@
+"""The JobSet for Kubernetes: what its pods run, the patch file, and its YAML, which PyYAML reads back."""
+
+import json
+import os
+import re
+import stat
+
+import pytest
+import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
+from jobs import ROOT
+from planning import Here
+from test_commands import NASTY
+
+from jzero import cli
+from jzero.launcher import options
+from jzero.launcher.job import make_job
+from jzero.launcher.kubernetes import to_yaml
+
+TWO = ("--num_nodes", 2, "--num_gpus", 4)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, capsys):
+    return Here(tmp_path, monkeypatch, capsys)
+
+
+def expanded(word, env):
+    """Expand an argument as Kubernetes does."""
+    return re.sub(r"\$\$|\$\((\w+)\)", lambda m: env.get(m[1], m[0]) if m[1] else "$", word)
+
+
+def test_jobset(here):
+    here.setenv("SEEN", "$(X)")
+    words = [*TWO, "--grace", 20, "--export", "SEEN", "--export", "SET=b=c", "--max_restarts", 3]
+    words += ["--launcher_args", "image=here/is:1 name=run namespace=us", "train.py", *NASTY, "$$(X)", "$(SEEN)"]
+    manifest, pod = here.manifest(*words)
+    (container,) = pod["containers"]
+    args, env = container.pop("args"), container.pop("env")
+    pod["containers"] = "above"
+    shm = {"name": "shm", "emptyDir": {"medium": "Memory"}}
+    assert container == {
+        "name": "jzero", "image": "here/is:1", "command": ["python"], "workingDir": os.getcwd(),
+        "resources": {"limits": {"nvidia.com/gpu": 4}}, "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+    }  # fmt: skip
+    assert {e["name"]: expanded(e["value"], {"X": "wrong"}) for e in env} == {"SEEN": "$(X)", "SET": "b=c"}
+    assert pod == {
+        "restartPolicy": "Never", "terminationGracePeriodSeconds": 30, "containers": "above", "volumes": [shm],
+    }  # fmt: skip
+    pods = {
+        "parallelism": 2, "completions": 2, "completionMode": "Indexed", "backoffLimit": 0, "template": {"spec": pod},
+    }  # fmt: skip
+    assert manifest == {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": "run", "namespace": "us"},
+        "spec": {
+            "failurePolicy": {"maxRestarts": 3},
+            "network": {"enableDNSHostnames": True},
+            "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": pods}}],
+        },
+    }
+
+    here.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    ours = make_job(options.parse(["--launcher", "k8s", *map(str, words)]), os.environ, os.getcwd()).processes
+    for node in (0, 1):  # each pod reads it
+        seen = {"JOB_COMPLETION_INDEX": str(node), "SEEN": "wrong"}
+        m, name, *rest = [expanded(word, seen) for word in args]
+        assert (m, name) == ("-m", "jzero")
+        parsed = options.parse(rest)
+        assert (parsed.node_rank, parsed.grace) == (node, 20)
+        assert parsed.script_args == [*NASTY, "$$(X)", "$(SEEN)"]
+        part = here.dry(*rest)
+        assert part["coordinator"] == "run-node-0-0.run:29500"
+        for theirs, mine in zip(part["processes"], ours, strict=True):
+            same = ["rank", "local_rank", "device_ids"]
+            assert [theirs[k] for k in same] == [vars(mine)[k] for k in same]
+
+
+def test_jobset_passes_options_on(here):
+    flags = ["one_process_per_node", "module", "no_local_rank", "resume"]
+    words = [*(f"--{flag}" for flag in flags), "--venv_script=a b", "--enable_each_rank_log=/l$"]
+    cpu = ["--platform", "cpu", "--launcher_args", "image=i", "--num_nodes", 3, "--num_gpus", 2]
+    _, pod = here.manifest(*cpu, *words, "--hang_timeout", 60, "--master_port", 1234, "m")
+    (container,) = pod["containers"]
+    assert "resources" not in container
+    args = [expanded(word, {"JOB_COMPLETION_INDEX": "2"}) for word in container["args"][2:]]
+    theirs, ours = vars(options.parse(args)), vars(options.parse([*map(str, cpu), *words, "m"]))
+    same = [*flags, "venv_script", "enable_each_rank_log", "platform"]
+    assert [theirs[name] for name in same] == [ours[name] for name in same]
+    assert [theirs[name] for name in ("hang_timeout", "master_port", "num_nodes", "num_gpus")] == [60, 1234, 3, 2]
+
+
+# ---------------------------------------------------------------- the patch file
+
+PATCH = """
+metadata:
+  labels: {kueue.x-k8s.io/queue-name: gpus, since: 2026-01-02}
+spec:
+  replicatedJobs:
+  - name: node
+    template:
+      spec:
+        backoffLimit: null
+        template:
+          metadata: {annotations: {network: rdma}}
+          spec:
+            nodeSelector: {gpu: h100}
+            tolerations: [{key: gpu, operator: Exists}]
+            imagePullSecrets: [{name: registry}]
+            volumes:
+            - name: shm
+              emptyDir: {sizeLimit: 64Gi}
+            - name: data
+              persistentVolumeClaim: {claimName: data}
+            containers:
+            - name: jzero
+              volumeMounts:
+              - {name: data, mountPath: /data}
+              - {name: data, mountPath: /old, subPath: old}
+              env:
+              - {name: SEEN, value: "patched"}
+              - name: JZERO_SECRET
+                valueFrom: {secretKeyRef: {name: run, key: secret}}
+              resources: {limits: {rdma/ib: 8}}
+            - {name: sidecar, image: "side:1"}
+"""
+
+
+def test_patch(here):
+    words = [*TWO, "--export", "SEEN=1", "--export", "KEPT=2"]
+    patch = here.write("patch.yaml", PATCH)
+    before, _ = here.manifest(*words, "--launcher_args=image=i", "train.py")
+    after, pod = here.manifest(*words, f"--launcher_args=image=i patch={patch}", "train.py")
+    container, sidecar = pod["containers"]
+    assert after["metadata"] == {
+        "name": "jzero", "labels": {"kueue.x-k8s.io/queue-name": "gpus", "since": "2026-01-02"},
+    }  # fmt: skip
+    (job,) = after["spec"].pop("replicatedJobs")
+    (plain,) = before["spec"].pop("replicatedJobs")
+    assert after["spec"] == before["spec"]
+    assert job["template"]["spec"].keys() == plain["template"]["spec"].keys() - {"backoffLimit"}
+    assert job["template"]["spec"]["template"]["metadata"] == {"annotations": {"network": "rdma"}}
+    assert pod["nodeSelector"] == {"gpu": "h100"}
+    assert pod["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
+    assert pod["imagePullSecrets"] == [{"name": "registry"}]
+    assert pod["volumes"] == [
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}},
+        {"name": "data", "persistentVolumeClaim": {"claimName": "data"}},
+    ]
+    assert container["volumeMounts"] == [
+        {"name": "shm", "mountPath": "/dev/shm"},
+        {"name": "data", "mountPath": "/data"},
+        {"name": "data", "mountPath": "/old", "subPath": "old"},
+    ]
+    assert container["env"] == [
+        {"name": "SEEN", "value": "patched"},
+        {"name": "KEPT", "value": "2"},
+        {"name": "JZERO_SECRET", "valueFrom": {"secretKeyRef": {"name": "run", "key": "secret"}}},
+    ]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 4, "rdma/ib": 8}}
+    before_container = plain["template"]["spec"]["template"]["spec"]["containers"][0]
+    assert [container[k] for k in ("args", "image", "command")] == [
+        before_container[k] for k in ("args", "image", "command")
+    ]
+    assert sidecar == {"name": "sidecar", "image": "side:1"}
+
+
+def test_the_patch_of_the_documentation(here):
+    text = re.search(r'^```yaml title="pods.yaml"\n(.*?)^```', (ROOT / "docs/clusters.md").read_text(), re.M | re.S)[1]
+    patch = here.write("pods.yaml", text)
+    manifest, pod = here.manifest(*TWO, f"--launcher_args=image=i patch={patch}", "train.py")
+    assert manifest["metadata"] == {"name": "jzero", "labels": {"kueue.x-k8s.io/queue-name": "research"}}
+    assert [volume["name"] for volume in pod["volumes"]] == ["shm", "data"]
+    (container,) = pod["containers"]
+    assert [mount["mountPath"] for mount in container["volumeMounts"]] == ["/dev/shm", "/data"]
+    assert [variable["name"] for variable in container["env"]] == ["JZERO_SECRET"]
+    assert list(pod["nodeSelector"]) == ["cloud.google.com/gke-accelerator"]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a: [", "line 2: "),
+        ("- a", "must be a mapping"),
+        ("", "must be a mapping"),
+        ("spec: {replicatedJobs: {name: node}}", "spec.replicatedJobs must be a list"),
+        ("spec: 3", "spec must be a mapping"),
+        ("spec: {replicatedJobs: [{template: {}}]}", "spec.replicatedJobs: each item needs a name"),
+        ("spec: {replicatedJobs: [node]}", "spec.replicatedJobs: each item needs a name"),
+        ("metadata: {labels: !!set {a}}", "type set is not JSON"),
+        ("a: .inf", "not JSON compliant"),
+        ("a: 1\n---\nb: 2", "line 2: "),
+        ("a: &a [*a]", "Circular reference"),
+    ],
+)
+def test_a_wrong_patch(here, text, why):
+    path = here.write("patch.yaml", text)
+    error = here.refused("--launcher=k8s", *TWO, f"--launcher_args=image=i patch={path}", "train.py")
+    assert f"--launcher_args: patch={path}: " in error
+    assert why in error
+    assert error.count("\n") == 1
+
+
+def test_a_patch_that_is_not_there(here):
+    error = here.refused("--launcher=k8s", *TWO, "--launcher_args=image=i patch=nowhere", "train.py")
+    assert error == "jzero: --launcher_args: patch=nowhere: No such file or directory\n"
+
+
+# ---------------------------------------------------------------- YAML
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=12,
+)
+STRANGE = [
+    "yes",
+    "NO",
+    "on",
+    "null",
+    "~",
+    "1",
+    "1e3",
+    "0x1",
+    "1:30",
+    "2026-01-02",
+    ".inf",
+    "=",
+    "<<",
+    "a: b",
+    "a:",
+    "a #b",
+]
+
+
+@given(VALUES)
+@example(STRANGE)
+@example({word: {word: [[word], []]} for word in STRANGE})
+@example(
+    ["- a", "-", "--", "---", "...", "?", "&a", "*a", "!a", "|", ">", "%", "@", "`", "'", '"', "{}", "[]", " a", "a "]
+)
+@example(["\x7f\x85\u2028\ufeff\ufffe\U0001f600", "é"])
+def test_yaml_is_read_back(value):
+    assert yaml.safe_load(to_yaml(value)) == value
+
+
+def test_yaml_is_plain():
+    value = {"a": {"b": [{"c": 1, "d": ["x y", "--flag=/p"]}, []], "e": {}, "f/g.h": None}, "image": "here/is:1"}
+    lines = ["a:", "  b:", "  - c: 1", "    d:", '    - "x y"', "    - --flag=/p", "  - []", "  e: {}", "  f/g.h: null"]
+    assert to_yaml(value).splitlines() == [*lines, "image: here/is:1"]
+
+
+def test_kubectl_gets_what_is_printed(here, capsys):
+    kubectl = here.path / "kubectl"
+    kubectl.write_text(f'#!/bin/sh\necho "$@" > {here.path}/words\ncat > {here.path}/manifest\nexit 3\n')
+    kubectl.chmod(kubectl.stat().st_mode | stat.S_IXUSR)
+    here.setenv("PATH", f"{here.path}:{os.environ['PATH']}")
+    words = ["--launcher", "k8s", *map(str, TWO), "--launcher_args", "image=i", "--export", "A_TOKEN=b", "train.py"]
+    assert cli.main(words) == 3
+    assert (here.path / "words").read_text() == "apply -f -\n"
+    given = yaml.safe_load((here.path / "manifest").read_text())
+    printed, _ = here.manifest(*words[2:])
+    assert json.dumps(given).replace('"value": "b"', '"value": "***"') == json.dumps(printed)

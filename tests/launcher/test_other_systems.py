@@ -1,0 +1,90 @@
+"""Jobs that Slurm and Open MPI start, with stand-ins for their commands."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.sampling import keep, some
+from jobs import PATIENCE, ROOT
+
+pytestmark = pytest.mark.processes
+
+SHIMS = {  # the variables that each system sets for its processes
+    "srun": "SLURM_PROCID={r} SLURM_LOCALID={r} SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE='2' "
+    "SLURM_STEP_NODELIST=localhost SLURM_JOB_ID=7{port}",
+    "mpirun": "OMPI_COMM_WORLD_RANK={r} OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK={r} "
+    "OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=2{port}",
+}
+
+
+@pytest.mark.parametrize(("launcher", "program"), some([("slurm", "srun"), ("openmpi", "mpirun")], [("slurm", "srun")]))
+def test_processes_of_another_system(start, tmp_path, launcher, program):
+    """A stand-in for the system's command starts the processes with its variables; they find each other."""
+    (tmp_path / "worker.py").write_text("import jax, jzero\njzero.init_distributed()\nprint(jax.process_count())\n")
+    (tmp_path / "hostfile").write_text("localhost slots=2\n")
+    port = os.getpid() % 1000 + 9000
+    starts = [f'{SHIMS[program].format(r=r, port=port)} "$@" &' for r in (0, 1)]
+    shim = tmp_path / program
+    skip = f'until [ "$1" = "{sys.executable}" ]; do shift; done'
+    shim.write_text("\n".join(["#!/bin/sh", skip, *starts, "wait"]))
+    shim.chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    job = start("--platform", "cpu", "--hostfile", "hostfile", "--launcher", launcher, "worker.py", env=path)
+    assert job.wait() == 0
+    assert sorted(job.output) == ["\n", "\n", "2", "2"], job.errors
+    job.gone(2)
+
+
+STAND_INS = {
+    "openssl": 'echo "$@" | sha256sum | cut -c1-64',
+    "scontrol": 'echo "scontrol $@"',
+    # They show their own options, and run the command after them.
+    "srun": 'echo "srun $@"\nuntil [ "$1" = python -o "$1" = apptainer ]; do shift; done\n{starts}',
+    "apptainer": 'echo "apptainer $@"\nuntil [ "$1" = train.sif ]; do shift; done\nshift\nexec "$@"',
+}
+
+
+@pytest.mark.parametrize("container", keep(["", "Pyxis", "Apptainer"], ["", "Pyxis"]))
+def test_the_script_for_slurm(tmp_path, container):
+    """Its processes find each other, in a container too; a job that has saved is queued again."""
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    script = re.search(r'^```bash title="train.sbatch"\n(.*?)^```', page, re.M | re.S)[1]
+    if container:
+        script = re.sub(rf"^# (.* # {container})$", r"\1", script, flags=re.M)
+    (tmp_path / "train.sbatch").write_text(script)
+    (tmp_path / "train.py").write_text(
+        "import os, sys, jax, jzero\njzero.init_distributed()\n"
+        "line = f\"{jax.process_count()} {len(os.environ['JZERO_SECRET'])} {os.environ['JZERO_RESUME']}\\n\"\n"
+        "os.write(1, line.encode())  # at once, so that the lines of two processes stay whole\n"
+        "jax.distributed.shutdown()  # as jzero after a save: JAX aborts a process whose process 0 ends first\n"
+        "sys.exit(75)\n"
+    )
+    shim = SHIMS["srun"].format(r="{r}", port=os.getpid() % 1000 + 8000)
+    starts = "\n".join([f'{shim.format(r=r)} "$@" &\nlast=$!' for r in (0, 1)] + ["wait $last"])
+    (tmp_path / "bin").mkdir()
+    for name, lines in STAND_INS.items():
+        path = tmp_path / "bin" / name
+        path.write_text("#!/bin/sh\n" + lines.replace("{starts}", starts) + "\n")
+        path.chmod(0o755)
+    env = {
+        "PATH": f"{tmp_path}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu", "SLURM_JOB_ID": "12", "HOME": os.environ.get("HOME", "/"),
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", "train.sbatch"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert done.returncode == 75, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines.count("2 64 auto") == 2, done.stdout + done.stderr
+    assert lines[-1] == "scontrol requeue 12"
+    there = f"{tmp_path}"
+    command = {
+        "": "python -u train.py",
+        "Pyxis": "--container-image=registry.example.com#train:1 "
+        f"--container-mounts={there}:{there} --container-workdir={there} python -u train.py",
+        "Apptainer": f"apptainer exec --nv --bind {there} --pwd {there} train.sif python -u train.py",
+    }[container]
+    assert lines[0] == f"srun --kill-on-bad-exit=1 --label {command}"

@@ -1,0 +1,161 @@
+"""The events of a run, as a user's functions get them."""
+
+import gc
+import json
+import threading
+import weakref
+
+import numpy as np
+import pytest
+from helpers.engines import UNIT, build, rows
+
+import jzero
+from jzero import events
+from jzero.events import (
+    EVENTS,
+    EvaluationEnded,
+    EvaluationGiven,
+    Noticed,
+    RunEnded,
+    SaveBegan,
+    SaveEnded,
+    StateStarted,
+    StepEnded,
+    StepGiven,
+)
+
+
+def observed(made, *kinds):
+    """Return the list to which each event of these types is added."""
+    found = []
+    for kind in kinds:
+        made.on(kind, found.append)
+    return found
+
+
+def test_every_event_of_a_run_comes_in_order(tmp_path):
+    made = build()[0]
+    found = observed(made, *EVENTS)
+    losses = [float(made.train_batch(rows(seed))) for seed in range(2)]
+    made._observers.waiter.settle()
+    evaluated = float(made.eval_batch(rows(9)))
+    made.save_checkpoint(tmp_path).wait()
+    made._observers.waiter.settle()
+    made.load_checkpoint(tmp_path)
+    made.save_checkpoint(tmp_path, tag="second").wait()
+    made.train_batch(rows(2))
+    made._observers.waiter.settle()
+    made._tell()
+    kinds = [type(event) for event in found]
+    assert set(kinds) == set(EVENTS) - {Noticed}
+    for given, ended in ((StepGiven, StepEnded), (EvaluationGiven, EvaluationEnded), (SaveBegan, SaveEnded)):
+        assert kinds.index(given) < kinds.index(ended)
+    steps = [event for event in found if isinstance(event, StepEnded)]
+    assert [event.step for event in steps] == [1, 2, 3]
+    assert [event.metrics["loss"] for event in steps[:2]] == losses
+    assert all(type(x) is float for event in steps for x in event.metrics.values())
+    (ended,) = (event for event in found if isinstance(event, EvaluationEnded))
+    assert (ended.step, ended.metrics["loss"]) == (2, evaluated)
+    (state,) = (event for event in found if isinstance(event, StateStarted))
+    assert (state.step, state.origin) == (2, str(tmp_path / "global_step2"))
+    saves = [event.save for event in found if isinstance(event, SaveEnded)]
+    assert [(save.path.name, save.error) for save in saves] == [("global_step2", None), ("second", None)]
+
+
+def test_a_function_may_evaluate_and_save(tmp_path):
+    """At its `StepGiven` the state is the one after the step."""
+    made, saved = build()[0], []
+
+    def save(event):
+        assert int(made.state.step) == event.step == made.global_steps
+        made.eval_batch(rows(9))
+        saved.append(made.save_checkpoint(tmp_path).wait().name)
+
+    made.on(StepGiven, save)
+    for seed in range(2):
+        made.train_batch(rows(seed))
+    assert saved == ["global_step1", "global_step2"]
+
+
+def test_a_notice_of_a_check():
+    made = build()[0]
+    found = observed(made, Noticed)
+    made.train_batch({name: x * np.float32(np.nan) if x.dtype.kind == "f" else x for name, x in rows(0).items()})
+    for seed in range(2):
+        made.train_batch(rows(seed))
+    assert [(event.step, event.what) for event in found] == [(1, "not finite")]
+
+
+def test_an_error_of_a_function_reaches_the_script():
+    made = build()[0]
+    made.on(StepGiven, lambda event: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        made.train_batch(rows(0))
+    assert made.global_steps == 1
+
+
+@pytest.mark.parametrize("event", ["StepEnded", RunEnded, int, None])
+def test_an_unknown_event_is_an_error(event):
+    with pytest.raises(jzero.ConfigError, match=r"engine\.on\(.*must be a type of event of jzero.events: .*StepEnded"):
+        build()[0].on(event, print)
+
+
+def test_what_is_no_function_is_an_error():
+    with pytest.raises(jzero.ConfigError, match=r"engine\.on\(StepEnded, 3\): must be a function"):
+        build()[0].on(StepEnded, 3)
+
+
+def test_events_are_frozen():
+    for kind in (*EVENTS, RunEnded):
+        assert kind.__module__ == events.__name__
+        with pytest.raises(AttributeError):
+            kind(*range(len(kind._fields))).__setattr__(kind._fields[0], 1)
+
+
+def test_an_engine_goes_with_its_last_name():
+    """Its files are complete then, although the thread and the summary of the program keep its observers."""
+    made = build()[0]
+    made.train_batch(rows(0))
+    gc.collect()
+    gc.disable()
+    try:
+        engine = weakref.ref(made)
+        del made
+        assert engine() is None
+    finally:
+        gc.enable()
+
+
+def test_the_losses_of_three_calls_are_known_when_their_step_was_given():
+    made = build(more={"gradient_accumulation_steps": 1, "train_batch_size": UNIT})[0]
+    found = []
+    made.on(StepGiven, lambda event: found.append(float(loss)))
+    loss = made(rows(0, UNIT))
+    made.backward(loss)
+    made.step()
+    assert found == [float(loss)]
+
+
+def test_a_script_may_change_the_metrics_of_an_evaluation(tmp_path):
+    made = build(more={"checkpoint": {"dir": str(tmp_path)}})[0]
+    made.train_batch(rows(0))
+    made.eval_batch(rows(1))
+    made.eval_metrics["split"] = "valid"
+    made._observers.waiter.settle()
+    made._observers.close()
+    records = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    (evaluation,) = [record for record in records if record["kind"] == "evaluation"]
+    assert "split" not in evaluation["metrics"]
+
+
+def test_another_engine_in_the_same_directory_leaves_the_records_of_the_first(tmp_path):
+    more = {"checkpoint": {"dir": str(tmp_path)}}
+    first = build(more=more)[0]
+    ready = threading.Event()
+    first._observers.waiter.give(None, lambda values, end: ready.wait(5))  # what follows is on its way
+    for seed in range(3):
+        first.train_batch(rows(seed))
+    threading.Timer(0.3, ready.set).start()
+    build(more=more)
+    records = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if record["kind"] in ("step", "end")][:4] == [1, 2, 3, 3]

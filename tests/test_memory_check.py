@@ -1,0 +1,192 @@
+"""A step that needs more memory than its device has: what is largest, and configurations that fit, compiled."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import jzero
+from jzero.errors import OutOfMemoryError
+from jzero.planner.advice import Near, nearest, ways
+from jzero.planner.candidates import merged
+from jzero.planner.memory import UsableMemory
+from jzero.run import step_memory
+from jzero.values.sizes import size_text
+from models.llama import Llama, preset
+
+ROWS, LENGTH = 16, 64
+CONFIG = {
+    "train_batch_size": ROWS,
+    "train_micro_batch_size_per_gpu": 8,
+    "gradient_accumulation_steps": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 1, "stage3_param_persistence_threshold": 0},
+    "steps_per_print": None,
+}
+DATA = {name: np.ones((2 * ROWS, LENGTH), np.int32) for name in ("inputs", "labels")}
+BATCH = {name: values[:ROWS] for name, values in DATA.items()}
+
+
+def mesh():
+    return jzero.make_mesh(devices=jax.devices()[:2])
+
+
+def model(**changes):
+    return jzero.from_flax(lambda rngs: Llama(preset("tiny", num_layers=2, **changes), rngs=rngs))
+
+
+def limit(patch, size):
+    """Let the devices report a limit, which CPUs have none of."""
+    patch.setattr(step_memory, "usable_memory_here", lambda: size and UsableMemory(size, size, size, size))
+
+
+def peak(config, **changes):
+    """XLA's own figure for the plain step."""
+    return peak_of(jzero.make_train_step(model(**changes), config, mesh=mesh()))
+
+
+def peak_of(step):
+    stats = step.lower(BATCH).compile().memory_analysis()
+    return (
+        stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
+    )
+
+
+def start(config, changes=(), **data):
+    return jzero.initialize(model=model(**dict(changes)), config=config, mesh=mesh(), **data)[0]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return peak(CONFIG)
+
+
+@pytest.mark.slow
+def test_initialize_names_what_fits_and_it_does(whole, monkeypatch, capsys):
+    limit(monkeypatch, int(0.8 * whole))
+    with pytest.raises(OutOfMemoryError) as caught:
+        start(CONFIG, training_data=DATA)
+    message = str(caught.value)
+    assert message.startswith("the step does not fit: ")
+    assert "activations and temporaries" in message  # the parts
+    found = re.findall(r"^fits with .*?: (\{.*\})$", message, re.MULTILINE)
+    assert found
+    changed = CONFIG
+    for line in found:
+        changes = json.loads(line)
+        changed = {
+            **CONFIG,
+            **{k: {**CONFIG.get(k, {}), **v} if isinstance(v, dict) else v for k, v in changes.items()},
+        }
+        assert peak(changed) <= 0.8 * whole
+        assert changed["train_batch_size"] == ROWS
+    engine = start(changed, training_data=DATA)
+    assert np.isfinite(float(engine.train_batch()))
+
+
+@pytest.mark.slow
+def test_without_training_data_the_first_step_tells(whole, monkeypatch):
+    limit(monkeypatch, int(0.8 * whole))
+    engine = start(CONFIG)
+    with pytest.raises(OutOfMemoryError, match="fits with"):
+        engine.train_batch(BATCH)
+
+
+def test_nothing_fits(whole, monkeypatch):
+    limit(monkeypatch, 2**18)  # less than the parameters
+    engine = start(CONFIG)
+    with pytest.raises(OutOfMemoryError, match="use more devices") as caught:
+        engine.train_batch(BATCH)
+    assert "the last layer" not in str(caught.value)  # 256 words
+    (stated,) = re.findall(
+        r"^([\d.]+ \w+) are the optimizer's state: .*\"bf16\" or \"fp8\"", str(caught.value), re.MULTILINE
+    )
+    moments = sum(x.size * 4 for x in jax.tree.leaves(engine.state.params))  # two, divided between two devices
+    assert stated == size_text(moments)
+
+
+def test_moments_in_fewer_bits_are_not_offered_again(whole, monkeypatch):
+    limit(monkeypatch, 2**18)
+    engine = start(CONFIG | {"optimizer": {**CONFIG["optimizer"], "state_dtype": "bf16"}})
+    with pytest.raises(OutOfMemoryError, match="use more devices") as caught:
+        engine.train_batch(BATCH)
+    assert "state_dtype" not in str(caught.value)
+
+
+def test_large_logits_can_be_computed_tile_by_tile(monkeypatch):
+    limit(monkeypatch, 2**18)
+    engine = start(CONFIG, {"vocab_size": 8192})
+    with pytest.raises(OutOfMemoryError) as caught:
+        engine.train_batch(BATCH)
+    logits = ROWS // 2 * LENGTH * 8192 * 4 / 2**20
+    (stated,) = map(
+        float, re.findall(r"^([\d.]+) MiB at the peak are of what follows", str(caught.value), re.MULTILINE)
+    )
+    assert logits <= stated <= 3.1 * logits  # with their gradient and probabilities
+    saved = peak(CONFIG, vocab_size=8192) - peak(CONFIG, vocab_size=8192, loss_tiles=8)
+    assert stated / 2 < saved / 2**20 < stated
+
+
+@pytest.mark.slow
+def test_a_check_compiles_nothing_twice(whole, monkeypatch):
+    events = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, seconds, **_: events.append(name) if "backend_compile" in name else None
+    )
+
+    def compiled(size):
+        limit(monkeypatch, size)
+        events.clear()
+        engine = start(CONFIG, training_data=DATA)
+        engine.train_batch()
+        return len(events)
+
+    compiled(None)  # what is compiled once in a process
+    assert compiled(2 * whole) == compiled(None) > 0
+
+
+def test_a_step_that_runs_out_of_memory(whole, monkeypatch):
+    limit(monkeypatch, 2 * whole)
+    engine = start(CONFIG)
+    engine.train_batch(BATCH)
+
+    def run(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")
+
+    monkeypatch.setattr(engine.step_fn, "run", run)
+    with pytest.raises(OutOfMemoryError, match="a step ran out of memory") as caught:
+        engine.train_batch(BATCH)
+    assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
+
+
+def test_a_choice_changes_only_its_keys():
+    raw = {"zero_optimization": {"stage": 1, "overlap_comm": True}, "bf16": {"enabled": True}}
+    assert merged(raw, {"zero_optimization.stage": 3, "stack.unroll": False}) == {
+        "zero_optimization": {"stage": 3, "overlap_comm": True}, "bf16": {"enabled": True}, "stack": {"unroll": False},
+    }  # fmt: skip
+    assert raw["zero_optimization"]["stage"] == 1
+
+
+def unsharded(stage, passed=False):
+    """A step whose two replicas are copies; the mesh comes from the program, or from the config."""
+    config = CONFIG | {"zero_optimization": {**CONFIG["zero_optimization"], "stage": stage}}
+    own = {"data": 2, "zero": 1}
+    here = jzero.make_mesh(**own, devices=jax.devices()[:2])
+    return config, jzero.make_train_step(model(), config if passed else config | {"mesh": own}, mesh=here)
+
+
+@pytest.mark.parametrize("passed", [False, True])
+def test_copies_become_shards_first(passed):
+    config, step = unsharded(3, passed)
+    sharded = {"mesh.data": 1, "mesh.zero": 2}
+    fits = peak(merged(config, sharded))
+    batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in BATCH.items()}
+    assert nearest(step, batch, peak_of(step), fits)[0] == Near(sharded, fits)
+
+
+def test_without_a_stage_copies_become_shards_of_one():
+    found = list(ways(unsharded(0)[1]))
+    assert {"mesh.data": 1, "mesh.zero": 2, "zero_optimization.stage": 1} in found
+    assert "mesh.zero" not in found[0]  # a smaller micro-batch costs less

@@ -1,0 +1,203 @@
+"""The keys that name files to write: all are known, checked at the start, and none takes another's file."""
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jzero
+from jzero.config.config import OUTPUTS, SENDS
+from jzero.config.fields import kind_of
+from jzero.config.screen import FIELDS
+from jzero.errors import PassingError
+from jzero.files import read_file
+from jzero.values import kinds
+
+ROOT = Path(__file__).parent.parent
+NOBODY = 65534
+
+
+class Regression:
+    def init(self, rng):
+        return {"w": jnp.zeros((3,))}
+
+    def loss(self, params, batch, rng):
+        return jnp.mean((batch["x"] @ params["w"]) ** 2)
+
+
+BATCH = {"x": np.ones((8, 3), np.float32)}
+CONFIG = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-2}}}
+FILES = ("csv_monitor", "jsonl_monitor", "tensorboard")
+
+
+def sections(key, path):
+    """Return the config that writes to the path."""
+    section, _, name = key.partition(".")
+    on = {
+        "checkpoint": {}, "non_finite": {"action": "stop"}, "flops_profiler": {"enabled": True},
+        "profiler": {"steps": [1, 1]},
+    }.get(section, {"enabled": True, "job_name": ""})  # fmt: skip
+    return {section: {**on, name: str(path)}}
+
+
+def start(key, path):
+    if key == "resume":
+        return jzero.initialize(model=Regression(), config=CONFIG, resume=path)[0]
+    return jzero.initialize(model=Regression(), config=CONFIG | sections(key, path))[0]
+
+
+# ------------------------------------------------------------------ what a config can reach
+
+
+def test_every_text_that_names_a_file_is_known():
+    """A new key with a text is a path, and in the table, or in this list."""
+    texts = {key for key, field in FIELDS.items() if kind_of(field) in (kinds.TEXT, kinds.TEXT_OR_NULL)}
+    no_path = {"optimizer.type", "scheduler.type"}
+    no_path |= {key for key in texts if key.partition(".")[0] in SENDS}
+    assert {key for keys in OUTPUTS for key in keys} == texts - no_path
+
+
+def test_the_security_page_names_them():
+    text = (ROOT / "SECURITY.md").read_text()
+    rows = re.findall(r"^\| (`.+?`) \| .+ \|$", text, re.MULTILINE)
+    named = [key for row in rows for key in re.findall(r"`([\w.]+)`", row)]
+    assert sorted(named) == sorted([*(key for keys in OUTPUTS for key in keys), *SENDS, "compiler_options"])
+
+
+@pytest.mark.parametrize("theirs", ["text", "link", "empty", "directory"])
+def test_a_table_of_flops_replaces_only_its_own(tmp_path, theirs):
+    mine, file = tmp_path / "mine", tmp_path / "there"
+    mine.write_text("precious")
+    {
+        "text": lambda: file.write_text("precious"), "link": lambda: file.symlink_to(mine),
+        "empty": file.touch, "directory": file.mkdir,
+    }[theirs]()  # fmt: skip
+    with pytest.raises(jzero.ConfigError, match=r"flops_profiler.output_file = '.*there': is not a table that jzero"):
+        start("flops_profiler.output_file", file)
+    assert mine.read_text() == "precious"
+    assert theirs != "text" or file.read_text() == "precious"
+    assert theirs != "link" or file.is_symlink()
+
+
+def test_a_file_that_appears_after_the_start_is_not_replaced(tmp_path, capfd):
+    file = tmp_path / "table"
+    engine = start("flops_profiler.output_file", file)
+    file.write_text("precious")
+    for _ in range(2):  # the first one compiles
+        engine.train_batch(BATCH)
+    engine._observers.close()
+    assert file.read_text() == "precious"
+    assert "is not a table that jzero wrote" in capfd.readouterr().out
+    file.unlink()
+    for _ in range(2):  # the second run replaces the first one's
+        engine = start("flops_profiler.output_file", file)
+        for _ in range(2):
+            engine.train_batch(BATCH)
+        assert file.read_text().startswith("FLOPs of step 2: ")
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [("csv_monitor.output_path", "Train_Samples_lr.csv"), ("jsonl_monitor.output_path", "metrics.jsonl")],
+)
+def test_monitors_follow_no_link(tmp_path, key, name):
+    (tmp_path / "mine").write_text("precious")
+    (tmp_path / name).symlink_to(tmp_path / "mine")
+
+    def run():
+        engine = start(key, tmp_path)
+        engine.train_batch(BATCH)
+        engine._observers.close()
+
+    with (
+        pytest.raises(jzero.ConfigError, match="jsonl_monitor: ")
+        if "json" in key
+        else pytest.warns(RuntimeWarning, match="csv_monitor: no more curves")
+    ):
+        run()
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
+# ------------------------------------------------------------------ places that cannot be written
+
+
+@contextlib.contextmanager
+def not_as_root():
+    """Have the rights of another user; root may write everywhere."""
+    user = os.geteuid()
+    os.seteuid(user or NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def broken(folder, fault):
+    """Return a path with a fault, and the words of the error."""
+    (folder / "file").touch()
+    (folder / "dangling").symlink_to(folder / "nowhere")
+    (folder / "loop").symlink_to(folder / "loop")
+    (folder / "closed").mkdir(mode=0)
+    return {
+        "a name too long": (folder / "new" / ("x" * 300), "File name too long"),
+        "a path too long": (folder / "/".join(["x" * 200] * 30), "File name too long"),
+        "no room below": (Path("/" + "/".join(["x" * 126] * 32)), "File name too long"),
+        "a dangling link": (folder / "dangling", "which does not exist"),
+        "below a dangling link": (folder / "dangling" / "new", "which does not exist"),
+        "a loop": (folder / "loop", "Too many levels of symbolic links"),
+        "below a file": (folder / "file" / "new", "file is not a writable directory"),
+        "forbidden": (folder / "closed" / "new" / "new", "Permission denied"),
+        "not writable": (Path("/jzero") / "new", "/ is not a writable directory"),
+    }[fault]
+
+
+KEYS = ["resume", *(keys[0] for keys in OUTPUTS)]
+FAULTS = (
+    "a name too long", "a path too long", "no room below", "a dangling link", "below a dangling link", "a loop",
+    "below a file", "forbidden", "not writable",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_place_that_cannot_be_written(tmp_path, key, fault):
+    place, words = broken(tmp_path, fault)
+    before = sorted(tmp_path.rglob("*"))
+    place = place / "file" if key == "flops_profiler.output_file" else place
+    rights = not_as_root() if fault in ("forbidden", "not writable") else contextlib.nullcontext()
+    with pytest.raises(jzero.ConfigError) as error, rights:
+        start(key, place)
+    assert not isinstance(error.value, PassingError), "jzero --max_restarts would start it again"
+    (line,) = str(error.value).splitlines()
+    assert line.startswith((f"{key} = '", f"{key}, "))
+    assert words in line
+    assert "Errno" not in line
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_is_not_used_is_not_checked(tmp_path):
+    off = {"non_finite": {"output_path": "/dev/null/x"}, "profiler": {"output_path": "/dev/null/x"}}
+    off |= {section: {"output_path": "/dev/null/x"} for section in FILES}
+    jzero.initialize(model=Regression(), config=CONFIG | off | {"flops_profiler": {"output_file": "/dev/null"}})
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 5000, "loop", "file/new"])
+def test_a_load_from_such_a_place_does_not_pass_either(tmp_path, name):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "file").touch()
+    engine = jzero.initialize(model=Regression(), config=CONFIG)[0]
+    with pytest.raises(jzero.ConfigError) as error:
+        engine.load_checkpoint(tmp_path / name)
+    assert not isinstance(error.value, PassingError)
+    assert "Errno" not in str(error.value)
+
+
+def test_reading_a_directory_leaves_no_descriptor_open(tmp_path):
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(IsADirectoryError):
+        read_file(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
