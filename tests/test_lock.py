@@ -119,7 +119,7 @@ def test_a_pid_that_another_process_has_now(tmp_path, job):
 
 def test_an_owner_on_another_host(tmp_path, job):
     """Alive while the file changes; dead after STALE seconds; one that wakes up then writes no more."""
-    first = job("print(attempt(), flush=True)\ninput()\nlock.check(directory)")
+    first = job("print(attempt(), flush=True)\ninput()\nlock.check_lock(directory)")
     assert said(first) == "held"
     elsewhere(tmp_path)
     second = job(STALE="60")

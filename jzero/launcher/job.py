@@ -245,7 +245,9 @@ def _hosts(o: argparse.Namespace, env: Mapping[str, str]) -> Hosts:
         )
     else:
         known = {LOCAL: _devices(o, env)}
-    hosts = hostfile.choose(known, include=o.include, exclude=o.exclude, num_nodes=o.num_nodes, num_gpus=o.num_gpus)
+    hosts = hostfile.select_hosts(
+        known, include=o.include, exclude=o.exclude, num_nodes=o.num_nodes, num_gpus=o.num_gpus
+    )
     if bare := [host for host, ids in hosts.items() if not ids]:
         raise ConfigError(
             f"{', '.join(bare)}: CUDA_VISIBLE_DEVICES = {env['CUDA_VISIBLE_DEVICES']!r} leaves none of its slots; "

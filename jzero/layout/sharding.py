@@ -22,7 +22,7 @@ from jzero.tree import PyTree, named, path_name
 
 
 class OnHost(NamedTuple):
-    """Which parts of a parameter's state live in host memory, see `jzero.layout.offload.choose`.
+    """Which parts of a parameter's state live in host memory, see `jzero.layout.offload.choose_host_state`.
 
     Attributes:
       master: the master, or a frozen parameter.

@@ -57,7 +57,7 @@ def storage(layout: ParamLayout, precision: Precision) -> Storage:
         assert layout.dim is not None  # noqa: S101  # only partitioned parameters are gathered
         gather: Function = partial(lax.all_gather, axis_name=layout.group, axis=layout.dim, tiled=True)
         if plus.weights:
-            gather = partial(zeropp.gather, dim=layout.dim, plus=plus, group=layout.group)
+            gather = partial(zeropp.gather_weight, dim=layout.dim, plus=plus, group=layout.group)
         store, use = (gather, _as_it_is) if rule.gather == "step" else (_as_it_is, gather)
         if plus.secondary:
             store = partial(zeropp.secondary, dim=layout.dim, plus=plus)
@@ -73,7 +73,7 @@ def storage(layout: ParamLayout, precision: Precision) -> Storage:
     return Storage(store, use, reduce)
 
 
-def prepare(
+def store_weight(
     layout: ParamLayout, master: jax.Array, precision: Precision, fp8: Any = None, maxima: jax.Array | None = None
 ) -> tuple[Any, Any]:
     """Convert a local master (or one layer's slice of it) to (diff, nondiff).
@@ -107,7 +107,7 @@ def prepare(
     return master.astype(gradient_dtype), None if store is _as_it_is else kept
 
 
-def fetch(layout: ParamLayout, diff: Any, nondiff: Any, precision: Precision) -> Any:
+def fetch_weight(layout: ParamLayout, diff: Any, nondiff: Any, precision: Precision) -> Any:
     """Return the whole weight where the model uses it; the transpose reduces its gradient by the storage."""
     _, use, reduce = storage(layout, precision)
     if isinstance(nondiff, Quantized):

@@ -179,7 +179,7 @@ class DeviceFunctions:
         self, masters: PyTree, extra: PyTree, batch: PyTree = None, key: jax.Array | None = None,
         histories: history.Histories | None = None,
     ) -> Weights:  # fmt: skip
-        """Convert local masters to the form that the passes use; see `storage.prepare`.
+        """Convert local masters to the form that the passes use; see `storage.store_weight`.
 
         Args:
           batch, key: split into micro-batches, whose products show which weights are cast to fp8; None: none is.
@@ -192,12 +192,12 @@ class DeviceFunctions:
 
         def prepare(layout: ParamLayout, master: jax.Array, former: jax.Array | None) -> tuple[Any, Any]:
             fp8 = GRADIENTS[section.format] if layout.name in in_fp8 else None
-            return storage.prepare(layout, master, self.precision, fp8, former if fp8 else None)
+            return storage.store_weight(layout, master, self.precision, fp8, former if fp8 else None)
 
         former = jax.tree.map(lambda layout: (histories or {}).get(layout.name), self.layouts)
         # Layer by layer from here on, since the passes fetch, and the reductions run, layer by layer.
         if any(layout.on_host.master for layout in jax.tree.leaves(self.layouts)):
-            masters = jax.tree.map(partial(offload.read, dtype=self.precision.compute), self.layouts, masters)
+            masters = jax.tree.map(partial(offload.copy_to_device, dtype=self.precision.compute), self.layouts, masters)
         parts = view.split(masters), view.split(former)
         of_layers = view.per_layer(prepare)
         pairs = jax.tree.map(history.in_turn(of_layers) if histories else of_layers, view.layouts, *parts)

@@ -64,10 +64,10 @@ class PlannedMemory:
 
     @property
     def verdict(self) -> str:
-        return verdict(self.peak_bytes, self.room)
+        return fit_verdict(self.peak_bytes, self.room)
 
 
-def verdict(peak_bytes: int, room: UsableMemory) -> str:
+def fit_verdict(peak_bytes: int, room: UsableMemory) -> str:
     """Say in one line whether a peak fits, and what XLA must be given for it."""
     peak, own = size_text(peak_bytes), size_text(room.device - room.most)
     if peak_bytes > room.most:

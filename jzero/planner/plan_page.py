@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jzero.display.figure import GRID, INK, PALE, colour, new_figure
-from jzero.display.page import document, drawing, styled, table
+from jzero.display.page import document, drawing, html_table, styled
 from jzero.pipeline.draw import draw_figure
 from jzero.planner import kernels
 from jzero.planner.collectives import KINDS
 from jzero.planner.memory import CUDA_ROOM
 from jzero.planner.plan_facts import PlanFacts, PlannedMemory, budget_of
-from jzero.planner.plan_text import WIDEST, PlanSection, sections, title
+from jzero.planner.plan_text import WIDEST, PlanSection, plan_title, sections
 from jzero.planner.step_time import (
     BETWEEN,
     COMMUNICATION,
@@ -59,13 +59,13 @@ def write_page(plan: PlanFacts, path: str | os.PathLike, tokens: float | None, p
     Raises:
       ConfigError: matplotlib is not installed.
     """
-    text = document(title(plan).splitlines()[0], plan_html(plan, tokens, price))
+    text = document(plan_title(plan).splitlines()[0], plan_html(plan, tokens, price))
     Path(path).expanduser().write_text(text, encoding="utf-8")
 
 
 def plan_html(plan: PlanFacts, tokens: float | None = None, price: float | None = None) -> str:
     """Return the contents of the page, for a notebook; arguments and errors as for `write_page`."""
-    heading, batch = title(plan).splitlines()
+    heading, batch = plan_title(plan).splitlines()
     found, parts = sections(plan, tokens, price), [f"<h1>{escape(heading)}</h1><p>{escape(batch)}</p>"]
     parts.append(_tiles(plan, tokens, price))
     for name, heading in _HEADINGS.items():
@@ -87,7 +87,7 @@ def _contents(plan: PlanFacts, name: str, section: PlanSection) -> Iterator[str]
     if name == "time" and plan.time:
         yield drawing("one step on one GPU: compute and communication", timeline_figure(plan.time.step))
     if section.rows:
-        yield table(section.columns, section.rows, "words" if name in _WORDS else "")
+        yield html_table(section.columns, section.rows, "words" if name in _WORDS else "")
 
 
 def _tiles(plan: PlanFacts, tokens: float | None, price: float | None) -> str:

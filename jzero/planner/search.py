@@ -76,7 +76,7 @@ class Search:
         return tuple(found)
 
 
-def search(
+def search_configs(
     task: Task, *, minutes: float = 10.0, every: bool = False, seen: Callable[[Estimate], None] = lambda found: None
 ) -> Search:
     """Find the fastest configurations that fit.

@@ -141,7 +141,7 @@ class CheckpointedRun(DeepSpeedApi):
         state, because two states may not fit into memory. Then it reads the new one.
         """
         progress.check_notes(source)
-        read = restore.plan(source, self.step_fn, self.state, selection)
+        read = restore.plan_restore(source, self.step_fn, self.state, selection)
         if not selection.only_module:
             self._take_position(source.notes)
         self.state = None
@@ -169,7 +169,7 @@ class CheckpointedRun(DeepSpeedApi):
         self.client_state = progress.client_state(notes)
         self.step_fn.resume_lr(progress.rate(notes, self.step_fn))
         self._started(source.path)
-        for problem in progress.changes(self.training_dataloader, notes, self.step_fn, step):
+        for problem in progress.resume_differences(self.training_dataloader, notes, self.step_fn, step):
             print_warning(problem)
 
     def _resume(self, home: Path) -> None:

@@ -13,7 +13,7 @@ import jax
 
 from jzero.data import DataLoader
 from jzero.data.curriculum import Curriculum
-from jzero.display.table import table
+from jzero.display.table import text_table
 from jzero.errors import OutOfMemoryError, with_type
 from jzero.model import ENDS, STACK
 from jzero.planner.advice import nearest, nearest_text
@@ -90,7 +90,9 @@ def by_module(step: Any) -> str:
     rows = [(path, found[path]) for path in tree if any(found[path])]
     host = found[()].host > 0
     columns = ["module", "masters", "optimizer", "parameters", "gradients", "total", *["host"] * host]
-    return table("model state by module, per device", columns, [_cells(*row, host) for row in rows], left=["module"])
+    return text_table(
+        "model state by module, per device", columns, [_cells(*row, host) for row in rows], left=["module"]
+    )
 
 
 def _path(name: list[str]) -> tuple[str, ...]:

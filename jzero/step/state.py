@@ -102,7 +102,7 @@ class States:
             params=jax.tree.map(lambda layout: layout.on_host.master, params),
             opt_state=jax.tree.map(lambda layout: layout.on_host.moments, opt_state),
         )
-        self.shardings = offload.place(shardings(setup.mesh, self.specs), self.on_host)
+        self.shardings = offload.with_memory_kinds(shardings(setup.mesh, self.specs), self.on_host)
         self._init = self._in_parts(self._new, lambda state: state)
         without = partial(dataclasses.replace, params=None)
         self._init_around = self._in_parts(lambda params, rng: without(self._around(params, rng)), without)
@@ -132,7 +132,7 @@ class States:
     def _histories(self, params: PyTree) -> history.Histories:
         names, steps = self._setup.histories, self._setup.config.fp8.amax_history_len
         weights = offload.on_device({name: x for name, x in named(params).items() if name in names})
-        return {name: history.start(x, steps) for name, x in weights.items()}
+        return {name: history.initial_history(x, steps) for name, x in weights.items()}
 
     def _loss_scale(self) -> LossScale:
         return self._setup.precision.scaler.init(len(self._setup.gradient_names))
@@ -140,7 +140,7 @@ class States:
     def init(self, rng: jax.Array, params: PyTree = None, donate: bool = False) -> TrainState:
         """Make a new state; see `TrainStep.init`."""
         # Programs make it, sharded from the start: arrays made on one device and then moved would need its memory.
-        pinned_memory.check(self.host_bytes, self._setup.mesh)
+        pinned_memory.check_pinned_memory(self.host_bytes, self._setup.mesh)
         rng, model = check_key(rng), self._setup.model
         values, adopt = getattr(model, "values", None), getattr(model, "adopt", lambda params: params)
         if params is None:

@@ -142,7 +142,7 @@ def hostfiles(r, folder):
             file.write_bytes(garbled(r, HOSTS, INSIDE).encode("utf-8", "surrogatepass"))
             slots = hostfile.read_hostfile(file)
             hosts = {host: list(range(n)) for host, n in slots.items()}
-            hostfile.choose(hosts, include=garbled(r, "worker-1@worker-2:0,2", INSIDE))
+            hostfile.select_hosts(hosts, include=garbled(r, "worker-1@worker-2:0,2", INSIDE))
             hostfile.visible_devices({"CUDA_VISIBLE_DEVICES": garbled(r, "0,1,GPU-12ab", INSIDE)})
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jzero.kernels.fp8.product import dot_general
+from jzero.kernels.fp8.product import fp8_dot_general
 from jzero.kernels.fp8.quantized import E4M3, E5M2, GRADIENTS, cast8, quantize_weight, scale_of
 from jzero.kernels.fusion.chains import form_of
 
@@ -64,7 +64,7 @@ def jzeros(letters, weight, a, b, g, gradients, trained=True):
 
     def run(x, place):
         w = quantize_weight((a, b)[weight], (), jnp.bfloat16, gradients)
-        return dot_general(x, w.used(w.x8, place), form, jnp.bfloat16, {})
+        return fp8_dot_general(x, w.used(w.x8, place), form, jnp.bfloat16, {})
 
     x, place = (a, b)[1 - weight], jnp.zeros((a, b)[weight].shape, jnp.bfloat16) if trained else None
     y, pull = jax.vjp(run, x, place)
