@@ -42,7 +42,7 @@ from jzero.passes.stack import (
     unrolls,
 )
 from jzero.precision import Precision
-from jzero.spread.model import on_group
+from jzero.spread.spread_model import on_group
 from jzero.tree import PyTree, leading_dim
 
 Read = Callable[[Any], PyTree]  # what a model returned for a micro-batch -> what is collected of it

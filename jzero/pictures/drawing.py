@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jzero.display.figure import GRID, INK, PALE, SHARDS, WHITE, colour, new_figure, number_ranges
 from jzero.errors import ConfigError
 from jzero.tree import PyTree, named
-from jzero.values.sizes import size_text
+from jzero.values.byte_sizes import size_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,7 +17,7 @@ from jzero.display.figure import INK, PALE, WHITE, colour
 from jzero.display.page import html_table, styled
 from jzero.pictures.drawing import device_label, drawn_indices, mesh_title, present_axes
 from jzero.tree import PyTree, named
-from jzero.values.sizes import size_text
+from jzero.values.byte_sizes import size_text
 
 MOST_LEAVES = 40  # rows of a table
 LEFT = "text-align:left"  # notebooks align cells to the right

@@ -33,7 +33,7 @@ from jzero.pipeline.layer_switch import switched_stages
 from jzero.pipeline.module import PipelineModule
 from jzero.pipeline.schedules import PipelineSchedule, forward_only, make_program, make_schedule, passes
 from jzero.precision import Precision, cast
-from jzero.spread.model import on_group
+from jzero.spread.spread_model import on_group
 from jzero.tree import PyTree, leading_dim
 from jzero.values.kinds import either
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
-from jzero.display.table import text_table
+from jzero.display.text_table import text_table
 from jzero.errors import ConfigError
 from jzero.planner.hlo import (
     BITS,
@@ -27,7 +27,7 @@ from jzero.planner.hlo import (
     longest_chain,
     read_hlo,
 )
-from jzero.planner.kernels import Cost
+from jzero.planner.kernel_costs import Cost
 from jzero.planner.rates import Rates, at_most
 
 KINDS = (

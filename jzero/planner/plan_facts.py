@@ -20,7 +20,7 @@ from jzero.planner.step_time import StepTime
 from jzero.planner.traced_collectives import TracedCollectives
 from jzero.step.batch import Amount
 from jzero.step.train_step import TrainStep
-from jzero.values.sizes import size_text
+from jzero.values.byte_sizes import size_text
 
 SLACK = 0.95  # of XLA's limit, from which it schedules a step to use less memory
 

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import jax
 
-from jzero.display.table import quantity, text_table
+from jzero.display.text_table import quantity, text_table
 from jzero.pipeline.draw import draw_text
 from jzero.planner import traced_collectives
 from jzero.planner.collectives import distinct, loops_text
 from jzero.planner.plan_facts import Budget, PlanFacts, PlannedMemory, budget_of
 from jzero.planner.step_time import COMPUTE, EXPOSED, seconds_of_labels
-from jzero.values.sizes import size_text
+from jzero.values.byte_sizes import size_text
 
 LARGEST = 8  # buffers at the peak
 MOST_MOVES = 24
@@ -83,7 +83,7 @@ def plan_text(plan: PlanFacts, tokens: float | None = None, price: float | None 
 
 
 def section_text(section: PlanSection, *, plain: bool = False) -> str:
-    """Draw one section; `plain` as for `table`."""
+    """Draw one section; `plain` as for `text_table`."""
     if not section.rows:
         return section.note
     drawn = text_table(section.title, section.columns, section.rows, left=section.left, plain=plain)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jzero.errors import ConfigError
 from jzero.planner.collectives import CollectiveCosts, is_collective
 from jzero.planner.hlo import Computation, Instruction, UnreadableProgram, read_hlo
-from jzero.planner.kernels import HOST, Cost, Kernels
+from jzero.planner.kernel_costs import HOST, Cost, Kernels
 from jzero.planner.rates import Rates
 
 COMPUTE, COMMUNICATION, COPIES = "compute", "communication", "copies"  # the streams

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from jzero.display.table import quantity, text_table
+from jzero.display.text_table import quantity, text_table
 from jzero.planner.collectives import KINDS, Collective, Collectives
 from jzero.profiling.device_times import Kernel
 

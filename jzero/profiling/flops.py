@@ -10,7 +10,7 @@ from math import prod
 import jax
 import numpy as np
 
-from jzero.display.table import quantity, text_table
+from jzero.display.text_table import quantity, text_table
 from jzero.mesh import PIPE
 from jzero.model import STACK, WHOLE
 from jzero.planner.gpus import GPUS

@@ -22,7 +22,7 @@ from jzero.events import SaveBegan, StateStarted
 from jzero.run import progress, restore
 from jzero.run.clock import CHECKPOINT, START
 from jzero.run.deepspeed_api import DeepSpeedApi
-from jzero.run.diagnosis.checks import Checks
+from jzero.run.diagnosis.step_checks import Checks
 from jzero.run.diagnosis.watch import Mark
 from jzero.run.find_checkpoint import print_warning, resume_from
 from jzero.run.micro_batches import position

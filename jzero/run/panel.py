@@ -19,7 +19,7 @@ from jzero.run.clock import COMPILE, DATA, SCRIPT, START, Clock
 from jzero.run.lines import scheduled_steps
 from jzero.run.speed import CompletedSteps, Speed
 from jzero.step.train_step import TrainStep
-from jzero.values.sizes import size_text
+from jzero.values.byte_sizes import size_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

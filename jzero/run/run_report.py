@@ -31,9 +31,9 @@ from jzero.run.report_text import align_columns, bullets, spec_table, value_text
 from jzero.run.step_report import joined, sections_of_step
 from jzero.step.setup import float16_on_cpu
 from jzero.stored_names import numberless
+from jzero.values.byte_sizes import size_text
 from jzero.values.kinds import as_json
 from jzero.values.masking import mask
-from jzero.values.sizes import size_text
 from jzero.weights.adapters import trained_beside
 
 

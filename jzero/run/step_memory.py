@@ -13,7 +13,7 @@ import jax
 
 from jzero.data import DataLoader
 from jzero.data.curriculum import Curriculum
-from jzero.display.table import text_table
+from jzero.display.text_table import text_table
 from jzero.errors import OutOfMemoryError, with_type
 from jzero.model import ENDS, STACK
 from jzero.planner.advice import nearest, nearest_text
@@ -26,7 +26,7 @@ from jzero.step.train_step import TrainStep
 from jzero.step.update import SkipWhen
 from jzero.stored_names import numberless
 from jzero.tree import PyTree
-from jzero.values.sizes import size_text
+from jzero.values.byte_sizes import size_text
 
 STATUS = Path("/proc/self/status")  # Linux
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jzero.spread.model import SpreadModel
+from jzero.spread.spread_model import SpreadModel
 from jzero.tree import PyTree
 
 Make = Callable[[int], PyTree]  # columns -> an empty cache

@@ -25,7 +25,7 @@ from jzero.model import ENDS, STACK, StackModel, replace_state
 from jzero.passes.stack import fetch_weights
 from jzero.pipeline import vocab_parallel
 from jzero.pipeline.stages import divided_vocabulary
-from jzero.spread.model import on_group
+from jzero.spread.spread_model import on_group
 from jzero.step.batch import host_arrays, place_batch
 from jzero.step.cache import Make, has_columns, sharded_cache
 from jzero.step.call import Call

@@ -24,9 +24,9 @@ from jzero.passes.gradients import DeviceFunctions
 from jzero.passes.sequential import Passes, sequential
 from jzero.pipeline.stages import pipelined
 from jzero.precision import Precision, cast, settle_precision
+from jzero.spread.dimension_search import with_found_dimensions
 from jzero.spread.division import check_tables, divisions_by_axis
 from jzero.spread.layer_specs import with_layer_specs
-from jzero.spread.search import with_found_dimensions
 from jzero.step.optimizer import StepOptimizer, resolve_optimizer, resolve_schedule
 from jzero.tracing.fp8_weights import Noted, large_weights
 from jzero.tree import PyTree, named
@@ -81,7 +81,7 @@ class Setup:
 
     @property
     def histories(self) -> dict[str, PartitionSpec]:
-        """The specs of the histories of weights that may be multiplied in fp8; see `kernels.fp8.history`."""
+        """The specs of the histories of weights that may be multiplied in fp8; see `kernels.fp8.delayed_scaling`."""
         section, names = self.config.fp8, getattr(self.model, "names", None)
         if not section.enabled or section.recipe != "delayed":
             return {}

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jzero.errors import ConfigError, some_of
-from jzero.kernels.fp8 import history
+from jzero.kernels.fp8 import delayed_scaling
 from jzero.layout import offload, pinned_memory
 from jzero.layout.sharding import ParamLayout, optimizer_layouts, specs, trainable
 from jzero.loss_scale import LossScale
@@ -46,7 +46,7 @@ class TrainState:
     opt_state: Any
     loss_scale: LossScale
     rng: jax.Array
-    fp8: history.Histories = dataclasses.field(default_factory=dict)
+    fp8: delayed_scaling.Histories = dataclasses.field(default_factory=dict)
     names: StoredNames | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __repr__(self) -> str:
@@ -129,10 +129,10 @@ class States:
             self._histories(params), getattr(self._setup.model, "names", None),
         )  # fmt: skip
 
-    def _histories(self, params: PyTree) -> history.Histories:
+    def _histories(self, params: PyTree) -> delayed_scaling.Histories:
         names, steps = self._setup.histories, self._setup.config.fp8.amax_history_len
         weights = offload.on_device({name: x for name, x in named(params).items() if name in names})
-        return {name: history.initial_history(x, steps) for name, x in weights.items()}
+        return {name: delayed_scaling.initial_history(x, steps) for name, x in weights.items()}
 
     def _loss_scale(self) -> LossScale:
         return self._setup.precision.scaler.init(len(self._setup.gradient_names))

@@ -5,7 +5,7 @@
     dw = x^T g   x e4m3,      g e5m2 *        * e4m3 with `fp8.format` "e4m3"
 
 The backward pass keeps the activation in fp8: one byte per element instead of two. Activations and gradients are scaled
-by their own maximum on each device, so no collective is added; or by those of former steps (`kernels.fp8.history`).
+by their own maximum on each device, so no collective is added; or by those of former steps (`delayed_scaling`).
 
 Hopper's tensor cores read both factors of an fp8 product along the contracted dimension, so each of the three products
 has the form [M, K] [N, K]^T, and x and g are needed transposed too.
@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 
 from jzero._compat import function_primitive
 from jzero.kernels.fp8.casts import amax_of, cast_pair, identity
-from jzero.kernels.fp8.history import exponent_one_hot
+from jzero.kernels.fp8.delayed_scaling import exponent_one_hot
 from jzero.kernels.fp8.quantized import E4M3, Delayed, Quantized, cast8, finite_or_nan, scale_of
 from jzero.kernels.fusion.chains import MatmulForm
 from jzero.kernels.fusion.elementwise import Elementwise, Pullback

@@ -19,11 +19,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero import checkpoint
 from jzero.errors import CheckpointError, ConfigError, escaped, in_a_line, some_of
-from jzero.kernels.fp8 import history
+from jzero.kernels.fp8 import delayed_scaling
 from jzero.mesh import make_mesh
 from jzero.run.diagnosis.finding import Finding
+from jzero.run.diagnosis.non_finite_search import find_non_finite
 from jzero.run.diagnosis.repeat import Repeat
-from jzero.run.diagnosis.search import find_non_finite
 from jzero.step.programs import StepInput
 from jzero.step.setup import Setup
 from jzero.step.state import TrainState
@@ -131,7 +131,7 @@ def _repeat(
     key = leaves["key"] if replicas == 1 else jax.random.fold_in(leaves["key"], replica)
     scale = leaves["scale"] / notes["of"] / (replicas if alone else 1)  # of the mean over the replicas
     scaling = replace(setup.precision.scaler.init(1), scale=scale)
-    histories = {name: leaves[f"{history.LEAVES}{name}"] for name in setup.histories}
+    histories = {name: leaves[f"{delayed_scaling.LEAVES}{name}"] for name in setup.histories}
     state = TrainState(jnp.zeros((), jnp.int32), params, (), scaling, key, histories)
     fed = StepInput((batch,), _rebuild(notes["extra"], "extra", leaves))
     found = Finding(notes["step"], float(notes["loss"]), of=notes["of"])

@@ -27,8 +27,8 @@ from jzero.loss_scale import LossScale, NonFiniteError, check_stuck
 from jzero.run.clock import Clock
 from jzero.run.diagnosis import replay
 from jzero.run.diagnosis.finding import Finding
+from jzero.run.diagnosis.non_finite_search import find_non_finite
 from jzero.run.diagnosis.repeat import Repeat
-from jzero.run.diagnosis.search import find_non_finite
 from jzero.step.programs import Details
 from jzero.step.state import TrainState
 from jzero.step.train_step import Metrics, TrainStep
