@@ -132,9 +132,8 @@ class CheckedRead:
             steps = {self.source.shapes[part][-1] for part in self.names[name] if part in self.source.shapes}
             other = steps - {self.wanted[name].shape[-1]}
             why = "another fp8.amax_history_len" if other else "only the weights are read"
-            found.setdefault(why if steps else "not in the checkpoint", []).append(
-                name.removeprefix(delayed_scaling.LEAVES)
-            )
+            weight = name.removeprefix(delayed_scaling.LEAVES)
+            found.setdefault(why if steps else "not in the checkpoint", []).append(weight)
         for why, weights in found.items():
             log_dist(f"fp8 histories start at zero ({why}): {some_of(weights)}", ranks=[0])
 

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jzero.kernels.fp8 import delayed_scaling
+from jzero.kernels.fp8.delayed_scaling import GradientSlots, scales, zero_counts
 from jzero.kernels.fp8.quantized import Quantized, quantize_weight
 from jzero.layout import zeropp
 from jzero.layout.sharding import ParamLayout
@@ -91,14 +91,12 @@ def store_weight(
     if fp8 is not None:
         # The shard is cast before the gather, which then moves one byte per element. Its scale is that of the whole
         # weight: the maximum is found over all devices that hold a part.
-        known = None if maxima is None else delayed_scaling.scales(maxima, fp8)
+        known = None if maxima is None else scales(maxima, fp8)
         codes = quantize_weight(master, (*layout.group, *dict(layout.divided)), precision.compute, fp8, known)
         x8 = store(codes.x8)
         shape, dtype = (x8.shape, precision.compute) if reduce is None else (master.shape, gradient_dtype)
         diff: Any = jnp.zeros(shape, dtype) if layout.trainable else None
-        return diff if known is None else delayed_scaling.GradientSlots(diff, delayed_scaling.zero_counts()), replace(
-            codes, x8=x8
-        )
+        return diff if known is None else GradientSlots(diff, zero_counts()), replace(codes, x8=x8)
     if layout.on_host.in_use:  # it stays there, in its own dtype
         return jnp.zeros(master.shape, gradient_dtype) if layout.trainable else None, master
     kept = store(cast(master, precision.compute))
