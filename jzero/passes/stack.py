@@ -101,7 +101,7 @@ def map_present(f: Callable, layouts: PyTree, *trees: PyTree) -> PyTree:
     return jax.tree.map(lambda layout, *xs: None if xs[0] is None else f(layout, *xs), layouts, *trees)
 
 
-def fetch_weights(layouts: PyTree, pair: tuple[PyTree, PyTree], precision: Precision) -> PyTree:
+def fetch_params(layouts: PyTree, pair: tuple[PyTree, PyTree], precision: Precision) -> PyTree:
     """Fetch the tree of whole weights from trees (diff, nondiff), where they are used; see `storage.fetch_weight`."""
     return jax.tree.map(partial(storage.fetch_weight, precision=precision), layouts, *pair)
 

@@ -87,12 +87,10 @@ def by_module(step: Any) -> str:
         for depth in range(len(path) + 1):
             found[path[:depth]] = _sum(found.get(path[:depth], LeafBytes()), size)
     tree = sorted(found, key=lambda path: (path[:1] == (OTHER,), path))
-    rows = [(path, found[path]) for path in tree if any(found[path])]
     host = found[()].host > 0
     columns = ["module", "masters", "optimizer", "parameters", "gradients", "total", *["host"] * host]
-    return text_table(
-        "model state by module, per device", columns, [_cells(*row, host) for row in rows], left=["module"]
-    )
+    cells = [_cells(path, found[path], host) for path in tree if any(found[path])]
+    return text_table("model state by module, per device", columns, cells, left=["module"])
 
 
 def _path(name: list[str]) -> tuple[str, ...]:

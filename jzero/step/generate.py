@@ -22,7 +22,7 @@ from jzero.errors import ConfigError
 from jzero.layout.sharding import stack_length
 from jzero.mesh import BATCH_AXES, PIPE, batch_spec, present, replicas
 from jzero.model import ENDS, STACK, StackModel, replace_state
-from jzero.passes.stack import fetch_weights
+from jzero.passes.stack import fetch_params
 from jzero.pipeline import vocab_parallel
 from jzero.pipeline.stages import divided_vocabulary
 from jzero.spread.spread_model import on_group
@@ -291,10 +291,10 @@ def _forward(setup: Setup, params: PyTree, rows: int, length: int) -> tuple[Forw
 
     token = jnp.zeros((rows, 1), jnp.int32)
     if not isinstance(setup.model, StackModel):
-        decode = partial(model.decode, fetch_weights(layouts, (diff, nondiff), setup.precision))
+        decode = partial(model.decode, fetch_params(layouts, (diff, nondiff), setup.precision))
         return decode, sharded_cache(model, undivided, lambda cache: decode(token, 0, None, cache)[1], length)(length)
     # Gathered once, as in training: they stay alive through all layers anyway.
-    ends = fetch_weights(layouts[ENDS], (diff[ENDS], nondiff[ENDS]), setup.precision)
+    ends = fetch_params(layouts[ENDS], (diff[ENDS], nondiff[ENDS]), setup.precision)
     through = _through_stages if setup.mesh.shape[PIPE] > 1 else _through_layers
     pair, layer = (diff[STACK], nondiff[STACK]), _layer(setup)
     vocabulary = partial(vocab_parallel.parallel, *divided_vocabulary(setup.layouts))
@@ -325,7 +325,7 @@ def _layer(setup: Setup) -> Callable[[Weights, PyTree, PyTree], tuple[PyTree, Py
     def layer(pair: Weights, x: PyTree, cache: PyTree) -> tuple[PyTree, PyTree]:
         if gathers:  # in every pass: without the barrier XLA gathers all layers once, before the loop
             pair, x = lax.optimization_barrier((pair, x))
-        return model.decode_block(fetch_weights(layouts, pair, precision), x, cache)
+        return model.decode_block(fetch_params(layouts, pair, precision), x, cache)
 
     return layer
 
