@@ -110,7 +110,7 @@ def test_bad_limits(monkeypatch):
         jzero.Config.load({"train_batch_size": 1, "watchdog": {"floor": 60, "ceiling": 30}})
     monkeypatch.setenv("JZERO_HANG_TIMEOUT", "soon")
     with pytest.raises(jzero.ConfigError, match="JZERO_HANG_TIMEOUT = 'soon': must be seconds"):
-        watchdog.start_watchdog(600, 1800)
+        watchdog.watch_for_hangs(600, 1800)
 
 
 PROGRAM = """

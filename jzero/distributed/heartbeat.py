@@ -37,7 +37,7 @@ _moved = 0.0  # when a work last finished
 _times: deque[float] = deque(maxlen=20)  # seconds of the last steady steps
 
 
-def start_heartbeat() -> None:
+def start_step_counter() -> None:
     """Start counting in a thread, so that training never waits for the devices; do nothing in a process that is alone.
 
     A process of the launcher is never alone.

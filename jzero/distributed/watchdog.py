@@ -35,7 +35,7 @@ _ending, _tripped = threading.Event(), threading.Event()
 _started = False
 
 
-def start_watchdog(floor: float, ceiling: float) -> None:
+def watch_for_hangs(floor: float, ceiling: float) -> None:
     """Watch this process, if it is one of several.
 
     Args:

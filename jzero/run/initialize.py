@@ -142,7 +142,7 @@ def initialize(
     last_words.passed(0)  # an earlier engine's step is not this run's
     config = Config.load(choose_config(args, config))
     pinned_memory.allow(config)  # the next line starts JAX's devices
-    watchdog.start_watchdog(config.watchdog.floor, config.watchdog.ceiling)
+    watchdog.watch_for_hangs(config.watchdog.floor, config.watchdog.ceiling)
     resume = os.environ.get("JZERO_RESUME") if resume is None else None if resume is False else resume
     if not isinstance(resume, str | os.PathLike | None) or resume == "":
         raise ConfigError(f'resume = {resume!r}: must be a directory, or "auto" for the config\'s checkpoint.dir')

@@ -34,7 +34,7 @@ def plan_restore(
     Raises:
       ConfigError: the checkpoint belongs to another model or optimizer, or lacks leaves that `former` does not have.
     """
-    pinned_memory.check_pinned_memory(step.host_bytes, step.mesh)
+    pinned_memory.check_pinnable(step.host_bytes, step.mesh)
     shapes, shardings = named(step.state_shapes), named(step.state_shardings)
     names = stored_names(step.state_shapes, shapes)
     checked = check_read(source, shapes, shardings, names, selection=selection, kept=source.without)

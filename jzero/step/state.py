@@ -140,7 +140,7 @@ class States:
     def init(self, rng: jax.Array, params: PyTree = None, donate: bool = False) -> TrainState:
         """Make a new state; see `TrainStep.init`."""
         # Programs make it, sharded from the start: arrays made on one device and then moved would need its memory.
-        pinned_memory.check_pinned_memory(self.host_bytes, self._setup.mesh)
+        pinned_memory.check_pinnable(self.host_bytes, self._setup.mesh)
         rng, model = check_key(rng), self._setup.model
         values, adopt = getattr(model, "values", None), getattr(model, "adopt", lambda params: params)
         if params is None:
