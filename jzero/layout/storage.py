@@ -34,7 +34,8 @@ from jzero.kernels.fp8.quantized import Quantized, quantize_weight
 from jzero.layout import zeropp
 from jzero.layout.sharding import ParamLayout
 from jzero.mesh import AXES, BATCH_AXES, present
-from jzero.precision import Precision, cast
+from jzero.precision import Precision
+from jzero.tree import cast
 
 Function = Callable[[jax.Array], jax.Array]
 

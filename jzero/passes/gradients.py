@@ -23,11 +23,11 @@ from jzero.mesh import AXES, BATCH_AXES, PIPE, batch_parts, group_size, present,
 from jzero.model import Inputs, Model, fold
 from jzero.passes.sequential import Passes, Weights
 from jzero.passes.stack import map_present
-from jzero.precision import Precision, cast
+from jzero.precision import Precision
 from jzero.tracing.auto_cast import cast_arrays, inputs_of_products, wide_arrays
 from jzero.tracing.fp8_weights import Noted
 from jzero.tracing.loss_count import counter
-from jzero.tree import PyTree, leading_dim, named, partition
+from jzero.tree import PyTree, cast, leading_dim, named, partition
 
 # Scopes: of what counts the elements of the loss before any gradient, and of what is summed once a step.
 COUNT, REDUCE = "loss_count", "reduce_gradients"

@@ -14,7 +14,7 @@ from jzero.config import Config
 from jzero.errors import ConfigError
 from jzero.layout import sharding
 from jzero.model import ModelFacts
-from jzero.optimizers import lr_schedules, wrappers
+from jzero.optimizers import lr_schedules, transforms
 from jzero.precision import Precision
 from jzero.stored_names import StoredNames
 from jzero.tree import PyTree, partition
@@ -58,7 +58,7 @@ def resolve_optimizer(
     # The caller's may be any of optax's, also one that takes nothing but gradients.
     tx = optax.with_extra_args_support(tx)  # reduce_on_plateau takes the loss
     if config.ema:
-        tx = wrappers.with_ema(tx, config.ema.decay)
+        tx = transforms.with_ema(tx, config.ema.decay)
     return StepOptimizer(tx, schedule, groups, optimizer is not None)
 
 

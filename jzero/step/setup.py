@@ -23,13 +23,13 @@ from jzero.model import ENDS, Model, ModelFacts, check_model
 from jzero.passes.gradients import DeviceFunctions
 from jzero.passes.sequential import Passes, sequential
 from jzero.pipeline.stages import pipelined
-from jzero.precision import Precision, cast, settle_precision
+from jzero.precision import Precision, settle_precision
 from jzero.spread.division import check_tables, divided
 from jzero.spread.layer_specs import with_layer_specs
 from jzero.spread.search import with_found_dimensions
 from jzero.step.optimizer import StepOptimizer, resolve_optimizer, resolve_schedule
 from jzero.tracing.fp8_weights import Noted, large_weights
-from jzero.tree import PyTree, named
+from jzero.tree import PyTree, cast, named
 from jzero.values.parameters import Total
 
 TotalSteps = int | Callable[[int], Total | None] | None

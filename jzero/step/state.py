@@ -22,10 +22,9 @@ from jzero.layout.sharding import ParamLayout, optimizer_layouts, specs, trainab
 from jzero.loss_scale import LossScale
 from jzero.mesh import shardings
 from jzero.pictures import html
-from jzero.precision import cast
 from jzero.step.setup import Setup
 from jzero.stored_names import StoredNames
-from jzero.tree import PyTree, differences, named, partition, path_name
+from jzero.tree import PyTree, cast, differences, named, partition, path_name
 
 LARGE = 2**30  # bytes on the host that one program makes of a new state
 RUN_KEY = 2**31 - 1  # folded into `init`'s key to make the steps' key; no model draws this many parameters
