@@ -152,3 +152,30 @@ def extra_for(f: Callable, extra: dict[str, PyTree], refusal: str) -> dict[str, 
     if extra and not own and not any(p.kind is p.VAR_KEYWORD for p in parameters):
         raise ConfigError(refusal)
     return extra or ({"extra": None} if any(p.default is p.empty for p in own) else {})
+
+
+def with_rng(loss_fn: Callable) -> Callable:
+    """Wrap `loss_fn` as a function of (module, batch, rng, extra=...), whether or not it takes the last two."""
+    parameters = list(inspect.signature(loss_fn).parameters.values())
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    required = [
+        p.name for p in named if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in ("rng", "extra")
+    ]
+    if required:
+        raise ConfigError(
+            f"from_flax: loss_fn requires {', '.join(required)}; jzero passes only module, batch, rng and extra: bind "
+            "the others with functools.partial"
+        )
+    third = [p for p in parameters[2:3] if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    # A default is a setting, not a key.
+    by_position = any((p.default is p.empty and p.name != "extra") or p.name == "rng" for p in third)
+    by_name = not by_position and any(p.name == "rng" for p in named)
+    refusal = "extra: the loss function does not take it; write def loss_fn(module, batch, extra)"
+
+    def call(module: Any, batch: PyTree, rng: Any, **extra: Any) -> Any:
+        extra = extra_for(loss_fn, extra, refusal)
+        if by_position:
+            return loss_fn(module, batch, rng, **extra)
+        return loss_fn(module, batch, **({"rng": rng} if by_name else {}), **extra)
+
+    return call
