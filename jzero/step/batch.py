@@ -96,14 +96,16 @@ class Intake:
         """Return the parts of a batch as arrays, checked; the arguments are those of `check_batch`."""
         parts = tuple(parts)
         leaves, tree = jax.tree.flatten(parts)
-        if not all(isinstance(x, np.ndarray | jax.Array) for x in leaves):
-            parts = tuple(map(host_arrays, parts))
-            leaves, tree = jax.tree.flatten(parts)
-        shapes = rows, multiples, tree, *((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves)
-        if shapes not in self._known:
-            for part in parts:
-                check_batch(part, rows, self.sharding, why, multiples)
-            self._known.add(shapes)
+        facts = [(type(x), getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves]
+        key = rows, multiples, tree, *facts
+        if key in self._known:
+            return parts
+        arrays = all(isinstance(x, np.ndarray | jax.Array) for x in leaves)
+        parts = parts if arrays else tuple(map(host_arrays, parts))
+        for part in parts:
+            check_batch(part, rows, self.sharding, why, multiples)
+        if arrays:  # others are converted each time, and another library's mapping shows no shapes
+            self._known.add(key)
         return parts
 
     def placed(self, parts: Sequence[Any], rows: int, why: str, multiples: bool = False) -> tuple[Any, ...]:
