@@ -281,7 +281,7 @@ NOTHING: Given = (None, None)
 
 
 class Handling(NamedTuple):
-    """How events of a type pass through the observers.
+    """The way of one type of events through the observers.
 
     Attributes:
       when_given: at once, in the script's thread; returns what the event waits for.

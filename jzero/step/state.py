@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jzero.errors import ConfigError, some_of
 from jzero.kernels.fp8 import history
-from jzero.layout import offload, pinned_memory
+from jzero.layout import offload
 from jzero.layout.sharding import ParamLayout, optimizer_layouts, specs, trainable
 from jzero.loss_scale import LossScale
 from jzero.mesh import shardings
@@ -139,7 +139,7 @@ class States:
     def init(self, rng: jax.Array, params: PyTree = None, donate: bool = False) -> TrainState:
         """Make a new state; see `TrainStep.init`."""
         # Programs make it, sharded from the start: arrays made on one device and then moved would need its memory.
-        pinned_memory.check(self.host_bytes, self._setup.mesh)
+        offload.check_pinned(self.host_bytes, self._setup.mesh)
         rng, model = check_key(rng), self._setup.model
         values, adopt = getattr(model, "values", None), getattr(model, "adopt", lambda params: params)
         if params is None:
