@@ -9,10 +9,9 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
-from jzero.adapters.criterion import add_criterion, inputs_and_labels
 from jzero.adapters.linen_layers import LinenLayers
 from jzero.adapters.linen_model import LinenModel
-from jzero.adapters.methods import FlaxModel, outputs_of, with_rng
+from jzero.adapters.methods import FlaxModel, add_criterion, inputs_and_labels, outputs_of, with_rng
 from jzero.adapters.nnx_layers import LISTS, NNXLayers
 from jzero.adapters.nnx_model import Build, NNXModel, NNXStackModel, abstract_module, builder
 from jzero.adapters.stacked_model import MethodsModel, StackedModel

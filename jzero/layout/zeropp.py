@@ -10,9 +10,6 @@ qgZ runs one all-to-all within a node and one across nodes, with a sum in float3
 hpZ keeps a second copy of the weights in the compute dtype, from the start of a step to the end of its last backward
 pass, sharded over the n devices of a group: 2/n bytes per parameter in half precision.
 
-DeepSpeed's hpZ gathers every layer over all devices in the first forward pass of a step and keeps 1/n of it. In jzero
-the devices with the same rank in their groups gather only that 1/n from each other: the same copy, with less traffic.
-
 The groups of n, and the nodes, are consecutive along `zero`.
 """
 
@@ -31,6 +28,8 @@ from jzero.errors import ConfigError
 from jzero.mesh import ZERO
 from jzero.values.kinds import either
 
+# For slow links between hosts. On NVLink int8 gathers change nothing, since compute hides gathers of bfloat16 as well,
+# and 4-bit gradients cost 2.5 % (1.1B, two H100s, experiments/benchmarks/2026-11-23-compression-h100.md).
 WEIGHT_BITS, GRADIENT_BITS = 8, 4
 
 Groups = tuple[tuple[int, ...], ...] | None  # indices along `zero`; None: one group of all
@@ -121,6 +120,8 @@ def gather(shard: jax.Array, dim: int, plus: Plus, group: tuple[str, ...] = (ZER
 
 def secondary(shard: jax.Array, dim: int, plus: Plus) -> jax.Array:
     """Gather a device's part of the second copy from the other groups; the part has one piece from each group."""
+    # DeepSpeed's hpZ gathers every layer over all devices in the first forward pass of a step and keeps 1/n of it. Here
+    # the devices with the same rank in their groups gather only that 1/n: the same copy, with less traffic.
     return _gathered(shard, dim, plus.weights, across(lax.axis_size(ZERO), plus.secondary), 1)
 
 
@@ -168,6 +169,7 @@ def _exchange(parts: jax.Array, axis: int, groups: Groups) -> jax.Array:
     """Send part i along `axis` to the i-th device of the group, as codes, and sum over what arrives."""
     both = quantize(parts, GRADIENT_BITS)
     codes, scales = (lax.all_to_all(x, ZERO, axis, axis, axis_index_groups=groups) for x in both)
+    # Blocks of different devices have different scales, so their codes cannot be added.
     return dequantize(codes, scales, GRADIENT_BITS).sum(axis)
 
 

@@ -105,6 +105,7 @@ class DeviceFunctions:
         summed, seen, state = self.passes.gradients(weights, batch, key, cotangents, first)
         if histories:
             summed, noted = history.split_gradients(summed, weights.nondiff)
+        # Unscaled after the reduction, since fp16 on the wire would lose small gradients too.
         # With an infinite scale inf * (1 / inf) = NaN marks the step as overflowed; keep this form.
         unscale = 1 / scale
         with jax.named_scope(REDUCE):
@@ -275,6 +276,7 @@ def sums_of_squares(layouts: PyTree, in_use: PyTree, gradients: PyTree, factor: 
     jax.tree.map(add, in_use, gradients)
     trained = [layout for layout in jax.tree.leaves(layouts) if layout.trainable]
     over = {x.name: present(mesh, *(a for a in AXES if a in x.axes)) for x in trained}
+    # One all-reduce for all parameters that the same axes divide: each alone would cost its latency.
     for group in dict.fromkeys(filter(None, over.values())):  # in one order, the same in every process
         names = [name for name in over if over[name] == group]
         sums |= zip(names, lax.psum(jnp.stack([sums[name] for name in names]), group), strict=True)

@@ -87,6 +87,7 @@ class Setup:
             return {}
         layouts = jax.tree.leaves(self.layouts)
         large = large_weights(section, layouts, names)
+        # [L, 3, steps]: divided as the layer axis of the weight, so by `pipe` alone.
         trained = (layout for layout in layouts if layout.trainable and layout.name in large)
         return {layout.name: PartitionSpec(*layout.spec[:1]) for layout in trained}
 
@@ -157,6 +158,7 @@ def resolve(
     check_tables(model)
     offload.allow_pinned(config)  # before JAX starts the devices
 
+    # A PipelineModule is cut already: it decides `pipe` before there is a mesh.
     config = with_stages(config, model, mesh)
     mesh = make_mesh(config) if mesh is None else mesh
     check_mesh(mesh)

@@ -103,6 +103,7 @@ class States:
         )
         self.shardings = offload.place(shardings(setup.mesh, self.specs), self.on_host)
         self._init = self._in_parts(self._new, lambda state: state)
+        # Without the parameters, which are there already: only what is around them is made.
         without = partial(dataclasses.replace, params=None)
         self._init_around = self._in_parts(lambda params, rng: without(self._around(params, rng)), without)
 

@@ -260,6 +260,7 @@ class TrainStep:
         batch = take(parts, self.batch_sizes.train if rows is None else rows, self._why_rows)
         extra = place_extra(extra, self.mesh)
         check_alive(state)
+        # None for 1: the program of an ordinary step has no such product.
         fed = StepInput(batch, extra, None if factor == 1 else np.float32(factor))
         before = None if self.first.is_known else partial(self._before_first, self)
         if not self._began:

@@ -38,10 +38,6 @@ _primitive = function_primitive(NAME)
 # costs 1 to 3 % of the speed; with fast ones the last losses of a model of 125M were 0.3 to 2.9 % above those in bf16.
 FAST, EXACT = lax.Precision.DEFAULT, lax.Precision.HIGHEST
 
-# Equations of a trace whose inner programs take weights in fp8; `dot_general` does, and every other primitive gets the
-# rounded weight.
-CALLS = ("jit", "closed_call", "core_call", "remat2", "checkpoint")
-
 
 def dot_general(x: jax.Array, w: Quantized, form: MatmulForm, dtype: DTypeLike, casts: Casts) -> jax.Array:
     """Compute a `dot_general` of an activation and a weight in fp8; the result has this dtype.
