@@ -128,12 +128,3 @@ def _fast(device: Any) -> tuple[str, ...]:
         device.platform in ("gpu", "cuda") and capability.replace(".", "").isdigit() and float(capability) < 8
     )
     return ("fp16",) if before_ampere else ("bf16", "fp16")
-
-
-def cast(tree: Any, dtype: Any) -> Any:
-    """Cast the floating-point leaves of a tree; the others stay as they are.
-
-    >>> cast({"w": jnp.ones(2), "ids": jnp.arange(2)}, jnp.bfloat16)["w"].dtype
-    dtype(bfloat16)
-    """
-    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)

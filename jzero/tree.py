@@ -1,4 +1,4 @@
-"""Pytrees by name: the names of leaves, differences between two trees, and splitting one tree into two."""
+"""Pytrees by name: the names of leaves, differences between two trees, splitting one tree into two, casts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jzero.errors import ConfigError, some_of
 
@@ -84,3 +85,12 @@ def replaced(values: Sequence[Any], at: Sequence[int], new: Sequence[Any]) -> li
     """
     found = dict(zip(at, new, strict=True))
     return [found.get(i, x) for i, x in enumerate(values)]
+
+
+def cast(tree: Any, dtype: Any) -> Any:
+    """Cast the floating-point leaves of a tree; the others stay as they are.
+
+    >>> cast({"w": jnp.ones(2), "ids": jnp.arange(2)}, jnp.bfloat16)["w"].dtype
+    dtype(bfloat16)
+    """
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)

@@ -16,7 +16,8 @@ from test_state_dtype import BATCH, train
 
 import jzero
 from jzero.optimizers import moments
-from jzero.optimizers.moments import decode_fp8, encode_fp8, in_fp32, noise
+from jzero.optimizers.moments import decode_fp8, encode_fp8, noise, state_format
+from jzero.optimizers.transforms import in_fp32
 from jzero.planner import collectives, gpu_devices
 from jzero.tree import named
 from models.llama import Llama, LlamaConfig
@@ -107,7 +108,7 @@ def test_the_bits_do_not_depend_on_the_layout():
 
 def test_small_arrays_stay_and_a_state_without_large_ones_is_as_without_fp8():
     params = {"small": jnp.zeros((3, SMALL - 1)), "large": jnp.zeros((3, SMALL))}
-    tx = in_fp32(optax.trace(0.9), jnp.float8_e5m2, stacked=True)
+    tx = in_fp32(optax.trace(0.9), state_format(jnp.float8_e5m2, stacked=True))
     state = tx.init(params)
     assert (state.codes.trace["small"].dtype, state.codes.trace["large"].dtype) == (jnp.float32, jnp.float8_e5m2)
     assert {name: x.shape for name, x in state.scales.items()} == {"trace/large": (3,)}
@@ -118,7 +119,7 @@ def test_moments_and_parameters_have_random_bits_of_their_own():
     """Two parameters with one gradient: four moments whose numbers lie in the middle of two."""
     params = {"a": jnp.zeros(SMALL), "b": jnp.zeros(SMALL)}
     grads = jax.tree.map(lambda x: x.at[:].set(1.125).at[0].set(1.25), params)
-    tx = in_fp32(optax.chain(optax.trace(0.5), optax.trace(0.5)), jnp.float8_e5m2)
+    tx = in_fp32(optax.chain(optax.trace(0.5), optax.trace(0.5)), state_format(jnp.float8_e5m2))
     _, state = tx.update(grads, tx.init(params), params, rounding=KEY)
     found = jax.tree.leaves(state.codes)
     assert len(found) == 4
@@ -285,7 +286,7 @@ def test_the_run_report_names_the_rounding(capsys):
 
 def test_a_new_state_is_not_computed_by_the_compiler():
     """XLA folds constants element by element, and the maximum of a new moment is one."""
-    tx = in_fp32(optax.trace(0.9), jnp.float8_e5m2)
+    tx = in_fp32(optax.trace(0.9), state_format(jnp.float8_e5m2))
     params = {"w": jax.ShapeDtypeStruct((2**12, 2**12), jnp.float32)}
     program = jax.jit(tx.init).lower(params).compile().as_text()
     assert re.search(r" reduce\(|reduce[\w.]*fusion", program), program

@@ -9,7 +9,7 @@ from helpers.offload import BF16, BOTH, PARAM, run, scans
 from layouts import LAYOUTS, Net, batch, settings
 
 import jzero
-from jzero.layout import pinned_memory
+from jzero.layout import offload
 
 
 @pytest.mark.parametrize("policy", ["full", "matmuls"])
@@ -35,12 +35,12 @@ def test_activations_on_the_host_change_no_number():
 
 @pytest.mark.parametrize("on_host", [True, False])
 def test_jax_may_pin_most_of_the_hosts_memory_for_activations(on_host, monkeypatch):
-    monkeypatch.setattr(pinned_memory, "memory_gb", lambda: 100)
-    monkeypatch.delenv(pinned_memory.LIMIT, raising=False)
+    monkeypatch.setattr(offload, "memory_gb", lambda: 100)
+    monkeypatch.delenv(offload.LIMIT, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr(pinned_memory, "backends_are_initialized", lambda: False)
-    pinned_memory.allow(jzero.Config.load({"activation_checkpointing": {"cpu_checkpointing": on_host}}))
-    assert os.environ.pop(pinned_memory.LIMIT, None) == ("45" if on_host else None)  # for each of two GPUs
+    monkeypatch.setattr(offload, "backends_are_initialized", lambda: False)
+    offload.allow_pinned(jzero.Config.load({"activation_checkpointing": {"cpu_checkpointing": on_host}}))
+    assert os.environ.pop(offload.LIMIT, None) == ("45" if on_host else None)  # for each of two GPUs
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from layouts import LAYOUTS, Net, settings
 import jzero
 from jzero.distributed import host_collectives, joining
 from jzero.distributed.machine import memory_gb
-from jzero.layout import pinned_memory
+from jzero.layout import offload
 from jzero.planner import gpu_devices, memory
 from jzero.planner.state_bytes import state_bytes
 
@@ -114,7 +114,7 @@ print("LIMIT", os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"])
 @pytest.mark.slow
 def test_initialize_lets_jax_pin_most_of_the_hosts_memory():
     """JAX reads the limit when it starts its devices, so it is set before."""
-    env = {name: value for name, value in os.environ.items() if name != pinned_memory.LIMIT}
+    env = {name: value for name, value in os.environ.items() if name != offload.LIMIT}
     done = subprocess.run(
         [sys.executable, "-c", INITIALIZE],
         env=env | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "0"},
@@ -122,7 +122,7 @@ def test_initialize_lets_jax_pin_most_of_the_hosts_memory():
         text=True,
         check=True,
     )
-    assert f"LIMIT {pinned_memory.pinnable_gb()}\n" in done.stdout
+    assert f"LIMIT {offload.pinnable_gb()}\n" in done.stdout
 
 
 def test_the_gpus_of_a_host_share_what_may_be_pinned(tmp_path):
@@ -132,8 +132,8 @@ def test_the_gpus_of_a_host_share_what_may_be_pinned(tmp_path):
         (tmp_path / "dev" / name).touch()
     processes = {"RANK": "1", "WORLD_SIZE": "16", "MASTER_ADDR": "a", "LOCAL_SIZE": "8"}
     for env, gpus in (({}, 3), ({"CUDA_VISIBLE_DEVICES": "0,2"}, 2), (processes, 8)):
-        assert pinned_memory.gpus_of_host(env, tmp_path) == gpus
-    assert pinned_memory.gpus_of_host({}, tmp_path / "no") == 1
+        assert offload.gpus_of_host(env, tmp_path) == gpus
+    assert offload.gpus_of_host({}, tmp_path / "no") == 1
 
 
 def test_old_names_of_deepspeed():
@@ -150,30 +150,30 @@ def test_pipelines_keep_their_weights_on_the_device():
 
 def test_more_host_memory_than_jax_may_pin(monkeypatch):
     mesh = jzero.make_mesh(devices=jax.devices()[:2])
-    monkeypatch.setattr(pinned_memory, "is_gpu", lambda mesh: True)
-    monkeypatch.setenv(pinned_memory.LIMIT, "2")
-    pinned_memory.check_pinnable(2 * 2**30, mesh)
+    monkeypatch.setattr(offload, "is_gpu", lambda mesh: True)
+    monkeypatch.setenv(offload.LIMIT, "2")
+    offload.check_pinned(2 * 2**30, mesh)
     with pytest.raises(
         jzero.ConfigError, match=r"takes 3 GiB .* JAX may pin 2 for each GPU of host .*; set .*XLA_PJRT_GPU_HOST_MEMORY"
     ):
-        pinned_memory.check_pinnable(3 * 2**30, mesh)
-    monkeypatch.setenv(pinned_memory.LIMIT, "100")
-    monkeypatch.setattr(pinned_memory, "memory_gb", lambda: 100)
-    pinned_memory.check_pinnable(45 * 2**30, mesh)
+        offload.check_pinned(3 * 2**30, mesh)
+    monkeypatch.setenv(offload.LIMIT, "100")
+    monkeypatch.setattr(offload, "memory_gb", lambda: 100)
+    offload.check_pinned(45 * 2**30, mesh)
     message = (
         rf"on host {re.escape(socket.gethostname())} takes 91 GiB, and 90 may be pinned, .*; use more hosts, or lower"
     )
     with pytest.raises(jzero.ConfigError, match=message):
-        pinned_memory.check_pinnable(91 * 2**29, mesh)
+        offload.check_pinned(91 * 2**29, mesh)
 
 
 def test_no_process_goes_on_when_another_host_has_less_memory(monkeypatch):
     """Another process's error, as the coordination service passes it on, ends this one too."""
     mesh = jzero.make_mesh(devices=jax.devices()[:2])
-    monkeypatch.setattr(pinned_memory, "is_gpu", lambda mesh: True)
+    monkeypatch.setattr(offload, "is_gpu", lambda mesh: True)
     monkeypatch.setattr(host_collectives, "anyone", lambda topic, own: own or f"lasting:{topic}: host b has less")
     with pytest.raises(jzero.ConfigError, match=r"^pinned memory: host b has less$"):
-        pinned_memory.check_pinnable(1, mesh)
+        offload.check_pinned(1, mesh)
 
 
 @pytest.mark.parametrize(
@@ -200,19 +200,19 @@ def test_memory_of_a_job(tmp_path, groups, files, limit):
 def test_processes_of_a_host_share_its_memory(monkeypatch):
     devices = [SimpleNamespace(process_index=process) for process in (0, 1, 2)]
     mesh = SimpleNamespace(devices=np.array(devices), local_devices=devices[:1])
-    monkeypatch.setattr(pinned_memory, "is_gpu", lambda mesh: True)
-    monkeypatch.setenv(pinned_memory.LIMIT, str(pinned_memory.pinnable_gb()))
-    three_quarters = pinned_memory.pinnable_gb() * 2**30 * 3 // 4
+    monkeypatch.setattr(offload, "is_gpu", lambda mesh: True)
+    monkeypatch.setenv(offload.LIMIT, str(offload.pinnable_gb()))
+    three_quarters = offload.pinnable_gb() * 2**30 * 3 // 4
 
     def on(*hosts):
-        for module in (joining, pinned_memory):
+        for module in (joining, offload):
             monkeypatch.setattr(module, "hosts", lambda: list(hosts))
 
     on(0, 1, 1)
-    pinned_memory.check_pinnable(three_quarters, mesh)
+    offload.check_pinned(three_quarters, mesh)
     on(0, 0, 1)
     with pytest.raises(jzero.ConfigError, match="the part of the state on host"):
-        pinned_memory.check_pinnable(three_quarters, mesh)
+        offload.check_pinned(three_quarters, mesh)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from jzero.config import Config
 from jzero.loss_scale import MAX_STUCK, NonFiniteError, Scaler, check_stuck
-from jzero.precision import Precision, cast
+from jzero.precision import Precision
+from jzero.tree import cast
 
 
 class Reference:

@@ -15,10 +15,9 @@ from jzero.config import Config
 from jzero.display import live
 from jzero.display import slow_work as slow
 from jzero.optimizers.lr_schedules import make_lr_schedule
-from jzero.profiling import compile_times
 from jzero.run import clock as clock_module
 from jzero.run import summary
-from jzero.run.clock import CHECKPOINT, COMPILE, DEVICE, EVALUATION, HOST, SCRIPT, START, Clock
+from jzero.run.clock import CHECKPOINT, COMPILE, DEVICE, EVALUATION, HOST, SCRIPT, START, Clock, Compilations
 from jzero.run.lines import Lines
 from jzero.run.speed import CompletedSteps, Speed, Totals
 from jzero.step.batch import Amount, amount_of
@@ -28,13 +27,14 @@ from jzero.step.batch import Amount, amount_of
 
 def test_compiling_and_the_devices_work_count_as_such(monkeypatch):
     """Laps of whole seconds, with known events."""
-    now, compiled, worked = [0.0], [0.0], {}
+    now, compiled, worked = [0.0], Compilations(), {}
     monkeypatch.setattr(clock_module.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(clock_module.compile_times, "seconds", lambda: compiled[0])
+    monkeypatch.setattr(clock_module, "compilations", compiled)
     clock = Clock(lambda since, until: worked)
 
     def lap(part, seconds, compiling=0.0, **work):
-        now[0], compiled[0] = now[0] + seconds, compiled[0] + compiling
+        now[0] += seconds
+        compiled.seconds += compiling
         worked.clear()
         worked.update(work)
         clock.lap(part)
@@ -55,14 +55,13 @@ def test_compiling_and_the_devices_work_count_as_such(monkeypatch):
 
 def test_the_compilation_inside_another_counts_once(monkeypatch):
     """Events arrive when they end; one at 10 s of 4 s contains those before it that end after 6 s."""
-    now, before = [0.0], compile_times.seconds()
-    monkeypatch.setattr(compile_times, "_counted", SimpleNamespace(spans=[]))
-    monkeypatch.setattr(compile_times.time, "perf_counter", lambda: now[0])
+    now, compiled = [0.0], Compilations()
+    monkeypatch.setattr(clock_module.time, "perf_counter", lambda: now[0])
 
     def add(end, seconds, event="/jax/core/compile/jaxpr_trace_duration"):
         now[0] = end
-        compile_times._add(event, seconds)
-        return compile_times.seconds() - before
+        compiled.add(event, seconds)
+        return compiled.seconds
 
     assert add(5.0, 2.0) == pytest.approx(2.0)
     assert add(6.0, 1.0) == pytest.approx(3.0)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import jzero
 from jzero.layout import zeropp
-from jzero.layout.quantize import dequantize, quantize
+from jzero.layout.zeropp import dequantize, quantize
 from jzero.planner.state_bytes import state_bytes
 
 QWZ, QGZ = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}

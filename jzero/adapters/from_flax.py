@@ -9,13 +9,11 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
-from jzero.adapters.criterion import add_criterion, inputs_and_labels
 from jzero.adapters.linen_layers import LinenLayers
 from jzero.adapters.linen_model import LinenModel
-from jzero.adapters.methods import FlaxModel, extra_for, outputs_of
-from jzero.adapters.nnx_apply import Build, abstract_module, builder
+from jzero.adapters.methods import FlaxModel, add_criterion, inputs_and_labels, outputs_of, with_rng
 from jzero.adapters.nnx_layers import LISTS, NNXLayers
-from jzero.adapters.nnx_model import NNXModel, NNXStackModel
+from jzero.adapters.nnx_model import Build, NNXModel, NNXStackModel, abstract_module, builder
 from jzero.adapters.stacked_model import MethodsModel, StackedModel
 from jzero.adapters.torch_habits import check_no_torch_module
 from jzero.errors import ConfigError, in_a_line
@@ -105,7 +103,7 @@ def _model(
 
 def _linen_model(module: linen.Module, loss_fn: Callable, example_batch: PyTree, *settings: PyTree) -> LinenModel:
     try:
-        return LinenModel(module, _with_rng(loss_fn), example_batch, *settings)
+        return LinenModel(module, with_rng(loss_fn), example_batch, *settings)
     except (TypeError, AttributeError) as error:  # of extra["..."] and extra.x
         if "NoneType" in str(error) and "extra" in inspect.signature(loss_fn).parameters and settings[-1] is None:
             raise ConfigError(
@@ -134,7 +132,7 @@ def _nnx_model(
         missing = "from_flax: loss_fn(module, batch) is missing, or criterion; only prefix, stack, suffix need none"
         raise ConfigError(layers.advice("there is no loss_fn") if layers else missing)
     build = layers.build if layers else build
-    plain = NNXModel(build, abstract, _with_rng(loss_fn or outputs_of), has_aux, sync_batch_norm)
+    plain = NNXModel(build, abstract, with_rng(loss_fn or outputs_of), has_aux, sync_batch_norm)
     return (MethodsModel if methods else StackedModel)(plain, layers) if layers else plain
 
 
@@ -155,30 +153,3 @@ def with_criterion(model: Any, criterion: Callable) -> Model:
             "or pass the Flax module itself as model"
         )
     return from_flax(model, criterion=criterion)
-
-
-def _with_rng(loss_fn: Callable) -> Callable:
-    """Wrap `loss_fn` as a function of (module, batch, rng, extra=...), whether or not it takes the last two."""
-    parameters = list(inspect.signature(loss_fn).parameters.values())
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    required = [
-        p.name for p in named if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in ("rng", "extra")
-    ]
-    if required:
-        raise ConfigError(
-            f"from_flax: loss_fn requires {', '.join(required)}; jzero passes only module, batch, rng and extra: bind "
-            "the others with functools.partial"
-        )
-    third = [p for p in parameters[2:3] if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    # A default is a setting, not a key.
-    by_position = any((p.default is p.empty and p.name != "extra") or p.name == "rng" for p in third)
-    by_name = not by_position and any(p.name == "rng" for p in named)
-    refusal = "extra: the loss function does not take it; write def loss_fn(module, batch, extra)"
-
-    def call(module: Any, batch: PyTree, rng: Any, **extra: Any) -> Any:
-        extra = extra_for(loss_fn, extra, refusal)
-        if by_position:
-            return loss_fn(module, batch, rng, **extra)
-        return loss_fn(module, batch, **({"rng": rng} if by_name else {}), **extra)
-
-    return call

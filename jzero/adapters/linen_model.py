@@ -16,7 +16,7 @@ from flax.core import meta
 
 from jzero.adapters.constants import Constants, same
 from jzero.adapters.methods import ModuleModel, Outcome, copy_description
-from jzero.adapters.nnx_apply import MASKED
+from jzero.adapters.nnx_model import MASKED
 from jzero.errors import ConfigError
 from jzero.layout.replicas import axis_exists, replica_axes
 from jzero.mesh import AXES

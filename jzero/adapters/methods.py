@@ -1,4 +1,4 @@
-"""The parts that all models of Flax modules share; calls of modules and of users' functions."""
+"""The parts that all models of Flax modules share; calls of modules, of users' functions and of criteria."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any, Self, TypeVar
 
 import jax
 
-from jzero.adapters.torch_habits import refuses_of_models
+from jzero.adapters.torch_habits import check_no_torch_module, refuses_of_models
 from jzero.errors import ConfigError
+from jzero.model import StackModel
 from jzero.pictures.html import ParametersInHTML
 from jzero.tree import PyTree
 
@@ -152,3 +153,92 @@ def extra_for(f: Callable, extra: dict[str, PyTree], refusal: str) -> dict[str, 
     if extra and not own and not any(p.kind is p.VAR_KEYWORD for p in parameters):
         raise ConfigError(refusal)
     return extra or ({"extra": None} if any(p.default is p.empty for p in own) else {})
+
+
+def with_rng(loss_fn: Callable) -> Callable:
+    """Wrap `loss_fn` as a function of (module, batch, rng, extra=...), whether or not it takes the last two."""
+    parameters = list(inspect.signature(loss_fn).parameters.values())
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    required = [
+        p.name for p in named if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in ("rng", "extra")
+    ]
+    if required:
+        raise ConfigError(
+            f"from_flax: loss_fn requires {', '.join(required)}; jzero passes only module, batch, rng and extra: bind "
+            "the others with functools.partial"
+        )
+    third = [p for p in parameters[2:3] if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    # A default is a setting, not a key.
+    by_position = any((p.default is p.empty and p.name != "extra") or p.name == "rng" for p in third)
+    by_name = not by_position and any(p.name == "rng" for p in named)
+    refusal = "extra: the loss function does not take it; write def loss_fn(module, batch, extra)"
+
+    def call(module: Any, batch: PyTree, rng: Any, **extra: Any) -> Any:
+        extra = extra_for(loss_fn, extra, refusal)
+        if by_position:
+            return loss_fn(module, batch, rng, **extra)
+        return loss_fn(module, batch, **({"rng": rng} if by_name else {}), **extra)
+
+    return call
+
+
+# ------------------------------------------------------------------ a criterion outside of the network
+
+_IN_JAX = (
+    "write it in JAX, as in criterion=lambda outputs, labels: "
+    "optax.softmax_cross_entropy_with_integer_labels(outputs, labels).mean()"
+)
+
+
+def add_criterion(net: M, criterion: Callable, has_aux: bool = False) -> M:
+    """Make the model whose loss is criterion(outputs of the network, labels), and whose batches are (inputs, labels).
+
+    Args:
+      net: a model whose "loss" of the inputs is the network's outputs; with a layer stack, those of its `suffix`.
+      criterion: `criterion(outputs, labels)` -> what a model's loss returns.
+      has_aux: the criterion returns (loss, {name: metric}).
+    """
+    check_no_torch_module("criterion", criterion, _IN_JAX)
+    if not callable(criterion):
+        raise ConfigError(f"criterion = {criterion!r}: must be a function (outputs, labels) -> loss")
+    refusal = "extra: the criterion does not take it; write def criterion(outputs, labels, extra)"
+
+    def apply(result: PyTree, labels: PyTree, extra: dict[str, PyTree]) -> PyTree:
+        outputs, new = result if net.state else (result, {})
+        return add_state(net, criterion(outputs, labels, **extra_for(criterion, extra, refusal)), new)
+
+    def loss(params: PyTree, batch: PyTree, rng: jax.Array | None, **extra: PyTree) -> PyTree:
+        inputs, labels = inputs_and_labels(batch)
+        return apply(net.loss(params, inputs, rng), labels, extra)
+
+    def prefix(ends: PyTree, batch: PyTree, rng: jax.Array | None, **extra: PyTree) -> PyTree:
+        return net.prefix(ends, inputs_and_labels(batch)[0], rng)
+
+    def suffix(ends: PyTree, x: PyTree, batch: PyTree, rng: jax.Array | None, **extra: PyTree) -> PyTree:
+        inputs, labels = inputs_and_labels(batch)
+        return apply(net.suffix(ends, x, inputs, rng), labels, extra)
+
+    def predicting(fn: Callable | None) -> M:
+        """Return the network, whose batches are inputs: with `fn` as in its own `predicting`, or with its outputs."""
+        return net if fn is None else net.predicting(fn)
+
+    functions: dict[str, Callable] = {"loss": loss, "predicting": predicting}
+    if isinstance(net, StackModel):
+        functions |= {"prefix": prefix, "suffix": suffix}
+    if hasattr(net, "check_batch"):
+        functions["check_batch"] = lambda batch: net.check_batch(inputs_and_labels(batch)[0])
+    model = changed(net, criterion=criterion, has_aux=has_aux, **functions)
+    vars(model).pop("vocabulary", None)  # in a pipeline, the stages would divide what the criterion needs whole
+    return model
+
+
+def inputs_and_labels(batch: PyTree) -> tuple[PyTree, PyTree]:
+    """Return the two parts of a batch."""
+    if not (isinstance(batch, tuple | list) and len(batch) == 2):
+        size = f" of {len(batch)}" if isinstance(batch, tuple | list | dict) else ""
+        shape = f" of shape {batch.shape}" if hasattr(batch, "shape") else ""
+        raise ConfigError(
+            "with a criterion or a PipelineModule a batch is (inputs, labels), but this is a "
+            f"{type(batch).__name__}{size}{shape}"
+        )
+    return batch[0], batch[1]

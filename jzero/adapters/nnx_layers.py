@@ -15,8 +15,7 @@ from flax import nnx
 from jzero.adapters.cut import Arguments, handler
 from jzero.adapters.layer_paths import Key, LayerFunction, LayerPaths, Layers, layer_axis
 from jzero.adapters.methods import Outcome
-from jzero.adapters.nnx_apply import VALUES, Apply, Build, abstract_module, part_name, variables, with_call
-from jzero.adapters.nnx_model import NNXModel
+from jzero.adapters.nnx_model import VALUES, Apply, Build, NNXModel, abstract_module, part_name, variables, with_call
 from jzero.errors import ConfigError, some_of
 from jzero.tree import PyTree, differences
 

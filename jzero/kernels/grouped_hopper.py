@@ -21,6 +21,9 @@ from jax.typing import DTypeLike
 from jzero.kernels.fusion.parts import Ref
 from jzero.kernels.grouped_triton import tile_map
 
+# Tiles of 128 x 256, whose columns the two warpgroups share out, reach 702 TFLOP/s at Mixtral's up projection, and 669
+# if they share out the rows; 256 x 128 reach 610, and 128 x 128 595. Bands of 4 or 16 tiles are no faster (an H100,
+# experiments/benchmarks/2026-11-25-grouped-product.md).
 M = 128  # rows of a tile of the result
 K = 64  # the summed dimension per step: a row of it is one 128-byte swizzle
 STAGES = 4
@@ -62,6 +65,7 @@ def grouped(x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, c
     info, used_tiles = tile_map(sizes, T, M, ALIGN)
 
     def body(info_gmem, tiles_gmem, x_gmem, w_gmem, o_gmem, **scratch) -> None:  # type: ignore[no-untyped-def]
+        # info [4, most tiles] and tiles [1] of `tile_map`, x [T, D], w [E, D, F] or [E, F, D], o [T, F].
         smem, wg, tiles = Scratch(**scratch), lax.axis_index("wg"), tiles_gmem[0]
         grid = (tiles * columns,)
 
@@ -116,10 +120,12 @@ def grouped_transposed(x: jax.Array, dy: jax.Array, sizes: jax.Array, *, cores: 
     rows, columns = pl.cdiv(D, M), pl.cdiv(F, N)
     ends = jnp.cumsum(sizes.astype(jnp.int32))
     starts = ends - sizes
+    # Of each group the row from which copies go, and, counted from there, its begin, its end and that of all groups.
     first = starts // ALIGN * ALIGN
     info = jnp.stack([first, starts - first, jnp.where(sizes > 0, ends - first, 0), jnp.full(E, ends[-1]) - first])
 
     def body(info_gmem, x_gmem, dy_gmem, o_gmem, **scratch) -> None:  # type: ignore[no-untyped-def]
+        # info [4, E], x [T, D], dy [T, F], o [E, D, F].
         smem, wg, grid = Scratch(**scratch), lax.axis_index("wg"), (E, rows * columns)
 
         def place(index: Index) -> tuple[Scalar, ...]:
@@ -188,6 +194,7 @@ def _kernel(
             "a": plgpu.SMEM((STAGES, *a), dtype, transforms=swizzle),
             "b": plgpu.SMEM((STAGES, *b), dtype, transforms=swizzle),
             "o": plgpu.SMEM((2, 2, STORE, STORE), dtype),
+            # Two copies arrive at a stage once loaded, and the two warpgroups that multiply once it is used.
             "loaded": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
             "used": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         },
@@ -207,6 +214,7 @@ def _load(
     grid: tuple, steps_of: Callable[[Index], Scalar], copy: Callable[[Index, Scalar, Scalar], None], smem: Scratch
 ) -> None:
     """Copy the operands of one tile after another; `copy(index, k, slot)` starts the copies of step `k`."""
+    # Copies need few. 128 threads x (40 + 2 x 232) are 64,512 of the multiprocessor's 65,536 registers.
     plgpu.set_max_registers(40, action="decrease")
 
     @plgpu.nd_loop(grid, collective_axes="sm", init_carry=jnp.int32(0))
@@ -228,6 +236,7 @@ def _load(
 
 def _compute(grid: tuple, shape: tuple[int, int], compute: Callable[[Index, Ref, Scalar], Scalar]) -> None:
     """Compute one tile after another; `compute(index, acc, done)` returns its number of steps."""
+    # The accumulator alone, [128, 128] or [64, 256] in float32, takes 128 of each of a warpgroup's 128 threads.
     plgpu.set_max_registers(232, action="increase")
 
     @plgpu.nd_loop(grid, collective_axes="sm", init_carry=jnp.int32(0))
@@ -243,6 +252,7 @@ def _accumulate(steps: Scalar, done: Scalar, multiply: Callable[[Scalar, Scalar]
     def step(k: Scalar, _: None) -> None:
         plgpu.barrier_wait(smem.loaded.at[_slot(done + k)])
         multiply(k, _slot(done + k))
+        # This product goes on while the next operands are awaited; the one before it has ended.
         plgpu.wgmma_wait(1)
 
         @pl.when(k > 0)
@@ -259,9 +269,12 @@ def _accumulate(steps: Scalar, done: Scalar, multiply: Callable[[Scalar, Scalar]
 
 def _mask(smem: Ref, begin: Scalar, end: Scalar) -> None:
     """Zero the rows before `begin` and from `end` on."""
+    # With each warpgroup masking its own half of x, and dy only beside padding, masks cost 5 % at Qwen's uneven groups;
+    # with both masking all operands they cost 30 % (an H100).
     index = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, smem.shape, 0), plgpu.Layout.WGMMA)
-    value = smem[...]
+    value = smem[...]  # [K, columns]
     smem[...] = jnp.where((index >= begin) & (index < end), value, jnp.zeros_like(value))
+    # The tensor cores, as the copies, see only writes to shared memory that are committed.
     plgpu.commit_smem()
 
 
@@ -285,13 +298,11 @@ def _store(value: jax.Array, wg: Scalar, o_smem: Ref, o_gmem: Ref, row: Scalar, 
 def _store_rows(
     value: jax.Array, wg: Scalar, o_smem: Ref, o_gmem: Ref, rows: tuple[Scalar, Scalar, Scalar], column: Scalar
 ) -> None:
-    """Store the rows from `begin` to `end` after a first one, which are `rows`.
-
-    A copy has a fixed shape, so they go in powers of two.
-    """
+    """Store the rows from `begin` to `end` after a first one, which are `rows`."""
     row, begin, end = rows
     for slot, i, j in _blocks(value, wg, o_smem):
         at, stop = (jnp.clip(edge - i, 0, STORE) for edge in (begin, end))
+        # A copy has a fixed shape, so rows go in powers of two.
         size, left = STORE, stop - at
         while size:
             taken = left & size

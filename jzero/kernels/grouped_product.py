@@ -79,10 +79,12 @@ def choose_kernel(avals: Shapes, out: jax.core.ShapedArray, params: dict[str, An
         from jzero.kernels import grouped_hopper
 
         if grouped_hopper.supports(x.shape[0], x.shape[1], *(w.shape[1:])):
+            # An H100 with SXM has 132, where a description of devices does not tell.
             cores: Any = getattr(device, "num_cores", None) or getattr(device, "core_count", 132)
             if what == "matrices":
                 return functools.partial(grouped_hopper.grouped_transposed, cores=cores)
             return functools.partial(grouped_hopper.grouped, transposed=what == "transposed", cores=cores)
+    # Triton multiplies float32 as TF32, so a request for more is XLA's; and its offsets have 32 bits.
     exact = x.dtype == jnp.float32 and params["precision"] not in _DEFAULT
     if exact or not has_triton(device) or max(x.size, w.size, out.size) >= 2**31:
         return None

@@ -38,6 +38,7 @@ def grouped(x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, d
     info, _ = tile_map(sizes, T, m, 1)
     tiles, columns = max_tiles(T, E, m, 1), pl.cdiv(F, n)
 
+    # info [4, tiles] of `tile_map`, x [T, D], w [E, D, F] or [E, F, D], o [T, F]
     def kernel(info_ref: Ref, x_ref: Ref, w_ref: Ref, o_ref: Ref) -> None:
         i, j = _place(pl.program_id(0), tiles, columns)
         group, start, end = info_ref[0, i], info_ref[1, i], info_ref[3, i]
@@ -53,6 +54,7 @@ def grouped(x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, d
             b = triton.load(w_ref.at[at], mask=mask, other=0)
             return acc + jnp.dot(a, b.T if transposed else b, preferred_element_type=jnp.float32)
 
+        # Unused tiles, past those of the actual sizes, end at row 0; those of padding have no steps, and store zeros.
         @pl.when(end > 0)
         def _() -> None:
             steps = jnp.where(group < E, jnp.int32(pl.cdiv(D, k)), jnp.int32(0))
@@ -72,6 +74,7 @@ def grouped_transposed(x: jax.Array, dy: jax.Array, sizes: jax.Array, *, dtype: 
     info = jnp.stack([ends - sizes.astype(jnp.int32), ends])
     rows, columns = pl.cdiv(D, m), pl.cdiv(F, n)
 
+    # info [2, E]: the first row and the end of each group, x [T, D], dy [T, F], o [E, D, F]
     def kernel(info_ref: Ref, x_ref: Ref, dy_ref: Ref, o_ref: Ref) -> None:
         group = pl.program_id(1)
         i, j = _place(pl.program_id(0), rows, columns)
@@ -121,6 +124,7 @@ def tile_map(sizes: jax.Array, rows: int, m: int, align: int) -> tuple[jax.Array
     tiles = jnp.where(ends > starts, (ends - aligned + m - 1) // m, 0)
     last = jnp.cumsum(tiles)
     i = jnp.arange(max_tiles(rows, groups, m, align), dtype=jnp.int32)
+    # A tile's group is the number of groups whose tiles end before it; JAX's search would be a loop.
     group = jnp.minimum(jnp.sum(last[None] <= i[:, None], axis=1, dtype=jnp.int32), groups)
     first = aligned[group] + (i - (last - tiles)[group]) * m
     begin = jnp.maximum(starts[group] - first, 0)

@@ -13,8 +13,7 @@ way. What is not reduced every micro-batch is reduced once a step, by `reduce_gr
 of this for the plain stages.
 
 Inside a step a parameter is a pair (diff, nondiff): the gradient is taken with respect to `diff`; `nondiff` is carried
-along. Where gradients are reduced every micro-batch they have another shape than what is kept: `diff` is then only the
-place where they arrive (stage 3: the shard itself), and `nondiff` is what is kept. A frozen parameter has no diff.
+along. A frozen parameter has no diff.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ from jzero.kernels.fp8.quantized import Quantized, quantize_weight
 from jzero.layout import zeropp
 from jzero.layout.sharding import ParamLayout
 from jzero.mesh import AXES, BATCH_AXES, present
-from jzero.precision import Precision, cast
+from jzero.precision import Precision
+from jzero.tree import cast
 
 Function = Callable[[jax.Array], jax.Array]
 
@@ -104,6 +104,8 @@ def store_weight(
         return None, kept
     if reduce is None:
         return kept, None
+    # Gradients that are reduced every micro-batch have another shape than what is kept: `diff` is then only the place
+    # where they arrive (stage 3: the shard itself).
     return master.astype(gradient_dtype), None if store is _as_it_is else kept
 
 
@@ -150,6 +152,7 @@ def keep_state(layout: ParamLayout, new: jax.Array, old: jax.Array) -> jax.Array
     new = new.astype(old.dtype)
     if layout.dim is None:
         return new
+    # The replicas saw different rows: each device keeps its shard of the mean.
     if jnp.issubdtype(new.dtype, jnp.floating):
         return _scatter(layout, new / lax.psum(1, layout.group))
     new = _first(new, layout.group)
@@ -159,6 +162,7 @@ def keep_state(layout: ParamLayout, new: jax.Array, old: jax.Array) -> jax.Array
 
 def agree_on_state(layout: ParamLayout, new: jax.Array, mesh: Mesh) -> jax.Array:
     """Make the replicas that store a state agree: on the mean of floats, else on the first replica's value."""
+    # Along the group they store different shards of one mean, see `keep_state`.
     axes = tuple(axis for axis in present(mesh, *BATCH_AXES) if axis not in layout.group)
     if not axes:
         return new

@@ -10,9 +10,6 @@ qgZ runs one all-to-all within a node and one across nodes, with a sum in float3
 hpZ keeps a second copy of the weights in the compute dtype, from the start of a step to the end of its last backward
 pass, sharded over the n devices of a group: 2/n bytes per parameter in half precision.
 
-DeepSpeed's hpZ gathers every layer over all devices in the first forward pass of a step and keeps 1/n of it. In jzero
-the devices with the same rank in their groups gather only that 1/n from each other: the same copy, with less traffic.
-
 The groups of n, and the nodes, are consecutive along `zero`.
 """
 
@@ -28,10 +25,11 @@ from jax.sharding import Mesh
 
 from jzero.distributed.joining import host_of
 from jzero.errors import ConfigError
-from jzero.layout.quantize import block_size, dequantize, quantize
 from jzero.mesh import ZERO
 from jzero.values.kinds import either
 
+# For slow links between hosts. On NVLink int8 gathers change nothing, since compute hides gathers of bfloat16 as well,
+# and 4-bit gradients cost 2.5 % (1.1B, two H100s, experiments/benchmarks/2026-11-23-compression-h100.md).
 WEIGHT_BITS, GRADIENT_BITS = 8, 4
 
 Groups = tuple[tuple[int, ...], ...] | None  # indices along `zero`; None: one group of all
@@ -96,13 +94,9 @@ def devices_per_host(mesh: Mesh) -> int:
     True
     """
     axis, size = mesh.axis_names.index(ZERO), mesh.shape[ZERO]
-    lines = [[host_of(device) for device in line] for line in _lines(mesh.devices, axis)]
+    lines = [[host_of(device) for device in line] for line in mesh.devices.swapaxes(axis, -1).reshape(-1, size)]
     runs = [n for n in range(size, 0, -1) if size % n == 0]
     return next(n for n in runs if all(len(set(line[i : i + n])) == 1 for line in lines for i in range(0, size, n)))
-
-
-def _lines(devices: Any, axis: int) -> Any:
-    return devices.swapaxes(axis, -1).reshape(-1, devices.shape[axis])
 
 
 def inside(size: int, n: int) -> Groups:
@@ -126,6 +120,8 @@ def gather_weight(shard: jax.Array, dim: int, plus: Plus, group: tuple[str, ...]
 
 def secondary(shard: jax.Array, dim: int, plus: Plus) -> jax.Array:
     """Gather a device's part of the second copy from the other groups; the part has one piece from each group."""
+    # DeepSpeed's hpZ gathers every layer over all devices in the first forward pass of a step and keeps 1/n of it. Here
+    # the devices with the same rank in their groups gather only that 1/n: the same copy, with less traffic.
     return _gathered(shard, dim, plus.weights, across(lax.axis_size(ZERO), plus.secondary), 1)
 
 
@@ -173,4 +169,71 @@ def _exchange(parts: jax.Array, axis: int, groups: Groups) -> jax.Array:
     """Send part i along `axis` to the i-th device of the group, as codes, and sum over what arrives."""
     both = quantize(parts, GRADIENT_BITS)
     codes, scales = (lax.all_to_all(x, ZERO, axis, axis, axis_index_groups=groups) for x in both)
+    # Blocks of different devices have different scales, so their codes cannot be added.
     return dequantize(codes, scales, GRADIENT_BITS).sum(axis)
+
+
+# ------------------------------------------------------------------ codes
+#
+# Blockwise symmetric quantisation: signed integers of 8 or 4 bits, and one float32 scale for each block.
+#
+#     scale = max |x| over the block / largest integer,   code = round(x / scale),   x ~ code * scale
+#
+# The error of an element is at most half its block's scale. A block with a value that is not finite comes back without
+# a finite value, so overflow checks still see it.
+
+LARGEST = {8: 127, 4: 7}  # the largest code by its bits
+# The smaller a block, the less its largest value hides the others; each costs 4 bytes. DeepSpeed's weights have blocks
+# of 4,000 to 8,000 elements, its gradients of the smaller side of the matrix.
+BLOCK = 64
+# Below this size the scales would weigh more than the codes save.
+SMALLEST_BLOCK = 16
+
+
+def block_size(n: int) -> int:
+    """Return the largest even divisor of n up to `BLOCK`; 0 if there is none from `SMALLEST_BLOCK` on.
+
+    >>> block_size(1024), block_size(1000), block_size(33)
+    (64, 50, 0)
+    """
+    return next((size for size in range(BLOCK, SMALLEST_BLOCK - 1, -2) if n % size == 0), 0)
+
+
+def quantize(x: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:
+    """Quantise along the last dimension.
+
+    Args:
+      x: floats [..., n], with `block_size(n)` > 0.
+      bits: 8 or 4.
+
+    Returns:
+      The codes, int8 [..., n] or uint8 [..., n / 2]; the scales, float32 [..., n / block].
+
+    >>> codes, scales = quantize(jnp.array([127.0, -63.4] + [0.0] * 14), 8)
+    >>> codes[:3].tolist(), scales.tolist()
+    ([127, -63, 0], [1.0])
+    """
+    size = block_size(x.shape[-1])
+    blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, size)
+    scales = jnp.abs(blocks).max(-1) / LARGEST[bits]
+    divisors = jnp.where(scales == 0, 1, scales)[..., None]  # a block of zeros, also of numbers whose scale underflows
+    codes = jnp.clip(jnp.round(blocks / divisors), -LARGEST[bits], LARGEST[bits])
+    # Two codes of 4 bits in a byte: collectives of smaller types than a byte are not portable.
+    if bits == 8:
+        return codes.astype(jnp.int8).reshape(x.shape), scales
+    low, high = jnp.split((codes + 8).astype(jnp.uint8), 2, axis=-1)
+    return (low | high << 4).reshape(*x.shape[:-1], -1), scales
+
+
+def dequantize(codes: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
+    """Invert `quantize`: float32 [..., n].
+
+    >>> x = jnp.linspace(-7, 7, 16)
+    >>> dequantize(*quantize(x, 4), 4)[:4].tolist()
+    [-7.0, -6.0, -5.0, -4.0]
+    """
+    blocks = codes.reshape(*scales.shape, -1)
+    if bits == 4:
+        blocks = jnp.concatenate([blocks & 15, blocks >> 4], axis=-1).astype(jnp.int8) - 8
+    x = blocks.astype(jnp.float32) * scales[..., None]
+    return x.reshape(*x.shape[:-2], -1)

@@ -116,6 +116,7 @@ def mixed(
         size = rows * capacity  # of one expert
         plan = by_slot(_row_of_slot(tokens, capacity), count * size)
         x = dispatch(x, plan).reshape(count, size, -1)
+        # [n E, C B, D] -> [E, n C B, D]: to the device that has the expert
         if axes:
             x = lax.all_to_all(x, axes, split_axis=0, concat_axis=1, tiled=True)
         y = _products(partial(jnp.einsum, "emd,edf->emf"), x, up, down, activation)
@@ -137,6 +138,7 @@ def _row_of_slot(tokens: Tokens[jax.Array], capacity: int) -> jax.Array:
 def _products(product: Callable, x: jax.Array, up: jax.Array, down: jax.Array, activation: Callable) -> jax.Array:
     """Apply the two products to rows [..., D]."""
     up, down = up.astype(x.dtype), down.astype(x.dtype)
+    # Gates and values in one product, [E, D, 2 F].
     h = product(x, up.reshape(*up.shape[:2], -1))
     if up.ndim == 4:
         gate, value = jnp.split(h, 2, axis=-1)

@@ -105,6 +105,7 @@ def route(
         )
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
+    # The bias decides the choice alone: weights, and so gradients, are those of the scores (arXiv:2408.15664).
     choice = scores if bias is None else scores + lax.stop_gradient(bias)
     _, chosen = lax.top_k(choice, top_k)
     weights = jnp.take_along_axis(scores, chosen, axis=-1)

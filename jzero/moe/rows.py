@@ -40,6 +40,7 @@ def by_expert(experts: jax.Array, count: int) -> tuple[TokenRows, jax.Array]:
     """
     tokens, k = experts.shape
     order = jnp.argsort(jnp.minimum(experts, count).ravel(), stable=True).astype(jnp.int32)
+    # The inverse permutation, by a scatter to distinct places instead of a second sort.
     row = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
     sizes = (experts.ravel()[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
     row = jnp.where(experts < count, row.reshape(tokens, k), order.size)
@@ -67,6 +68,7 @@ def dispatch(x: jax.Array, rows: TokenRows) -> jax.Array:
 
 
 def _dispatch_backward(rows: TokenRows, gradient: jax.Array) -> tuple[jax.Array, TokenRows]:
+    # The k gradients of a token are added in float32, and rounded once.
     return _take(gradient, rows.row).sum(1, dtype=_wide(gradient)).astype(gradient.dtype), _no_gradient(rows)
 
 
@@ -106,10 +108,6 @@ def exchange(
 ) -> tuple[jax.Array, jax.Array, Callable[[jax.Array], jax.Array]]:
     """Send each row to the device that has its expert.
 
-    Any device may get all rows, so that the result has n N, most of them empty, and N go from each device to each.
-    XLA's ragged all-to-all would send only the occupied ones; with it, steps that fit their GPUs ran out of memory, or
-    took 5.8 times as long (jax 0.11.2, experiments/benchmarks/2026-11-25-mixtures-h100.md).
-
     Args:
       x: rows [N, D], sorted by expert.
       sizes: rows of each expert of all devices [n E] int32; their sum is at most N.
@@ -121,6 +119,9 @@ def exchange(
     """
     if not axes:
         return x, sizes, lambda y: y
+    # Any device may get all rows, so that the result has n N, most of them empty, and N go from each device to each.
+    # XLA's ragged all-to-all would send only the occupied ones; with it, steps that fit their GPUs ran out of memory,
+    # or took 5.8 times as long (jax 0.11.2, experiments/benchmarks/2026-11-25-mixtures-h100.md).
     n, total = lax.axis_size(axes), len(x)
     everyone = lax.all_gather(sizes, axes).reshape(n, n, -1)  # [from, to, expert]
     me = lax.axis_index(axes)

@@ -1,6 +1,6 @@
 """Optimizers: DeepSpeed's by its names, parameters and defaults; optax's by theirs, except `table.REFUSED`.
 
-Read `table` (a name is a row), `transforms` and `muon` (the arithmetic), `moments` (its dtype), `wrappers`, `groups`,
+Read `table` (a name is a row), `transforms` and `muon` (the arithmetic), `moments` (its dtype), `groups`,
 `lr_schedules`.
 
 An optimizer that looks at a whole parameter (Lamb's trust ratio, Muon's orthogonalisation, Adafactor's factored
@@ -26,11 +26,10 @@ from jax.typing import ArrayLike, DTypeLike
 from jzero.errors import ConfigError, one_line, shorten
 from jzero.optimizers.groups import WHY, Group, group_problems, make_groups, own_values
 from jzero.optimizers.lr_schedules import LRSchedule
-from jzero.optimizers.moments import in_fp32
+from jzero.optimizers.moments import state_format
 from jzero.optimizers.muon import fused_matrices
 from jzero.optimizers.table import OptimizerSection, Row, base_rate, look_up
-from jzero.optimizers.transforms import Knobs, Placement
-from jzero.optimizers.wrappers import Transform, per_layer, scale_updates
+from jzero.optimizers.transforms import Knobs, Placement, Transform, in_fp32, per_layer, scale_updates
 from jzero.tree import PyTree
 from jzero.values.parameters import Values
 
@@ -96,7 +95,7 @@ def make_optimizer(
         )
     tx = row.make(Knobs(lr, base_rate(params), stacked, fused, own, placement, compute_dtype), params)
     scales = {name: values["lr_scale"] for name, values in own.items() if "lr_scale" in values}
-    return scale_updates(in_fp32(tx, state_dtype, stacked), scales)
+    return scale_updates(in_fp32(tx, state_format(state_dtype, stacked)), scales)
 
 
 def callers_optimizer(optimizer: object, lr: LRSchedule | None) -> Transform:

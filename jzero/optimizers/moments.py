@@ -1,4 +1,4 @@
-"""Arithmetic in fp32 around any transformation, and its moments in fewer bits, rounded up or down at random.
+"""The moments of any transformation in fewer bits, rounded up or down at random.
 
 Rounded so, the mean is the number, and small changes are not lost. fp8 is e5m2 times one power of two for each array of
 a layer. Moments, second moments above all, span many powers of two: e5m2 has 32, with four numbers in each but the
@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.typing import DTypeLike
 
 from jzero.kernels.fp8.quantized import BIAS, amax, exponent_of, finite_or_nan, power_of_two
-from jzero.optimizers.wrappers import Transform, labels
-from jzero.tree import PyTree, path_name
+from jzero.optimizers.transforms import StateFormat, labels
+from jzero.tree import PyTree, cast, path_name
 from jzero.values.hash32 import hash32
 
 # These fields are not moments: optax's dog, dowg, prodigy, cocob and madgrad measure from copies of the parameters, and
@@ -47,46 +46,23 @@ class Fp8State(NamedTuple):
     scales: dict[str, jax.Array]
 
 
-def in_fp32(tx: Transform, state_dtype: DTypeLike, stacked: PyTree = None) -> Transform:
-    """Run `tx` in fp32 for parameters of any dtype, and keep its per-parameter state in `state_dtype`.
+def state_format(dtype: DTypeLike, stacked: PyTree = None) -> StateFormat:
+    """Make the format of per-parameter state in this dtype, for `in_fp32`.
 
     Each update loads low-precision state to fp32, computes, and rounds once, instead of at every operation: to the
-    nearest number, or up or down at random by a key that `update` takes as `rounding`. State that belongs to no
-    parameter (counts, scalars) keeps its dtype. In fp8, small arrays stay in fp32.
+    nearest number, or up or down at random by a key. State that belongs to no parameter (counts, scalars) keeps its
+    dtype. In fp8, small arrays stay in fp32.
 
     Args:
-      tx: any transformation.
-      state_dtype: float32, bfloat16 or float8_e5m2.
-      stacked: as in `wrappers.labels`; in fp8 each layer of a stacked leaf has a scale of its own.
+      dtype: float32, bfloat16 or float8_e5m2.
+      stacked: as in `transforms.labels`; in fp8 each layer of a stacked leaf has a scale of its own.
     """
-    tx = optax.with_extra_args_support(tx)
-    store, load = _storage(jnp.dtype(state_dtype), stacked)
-
-    def up(tree: PyTree) -> PyTree:
-        # float64 parameters stay float64
-        return jax.tree.map(lambda x: _cast_floating(x, jnp.promote_types(x.dtype, jnp.float32)), tree)
-
-    def init(params: PyTree) -> PyTree:
-        return store(tx.init(up(params)), params, None)
-
-    def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, *, rounding: jax.Array | None = None, **extra: Any
-    ) -> tuple[PyTree, PyTree]:
-        owners = updates if params is None else params
-        loaded = load(state, owners)
-        new_updates, new_state = tx.update(up(updates), loaded, None if params is None else up(params), **extra)
-        return new_updates, store(new_state, owners, rounding)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _storage(dtype: DTypeLike, stacked: PyTree) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return store(state, params, key or None) and load(stored, params) for moments in `dtype`."""
+    dtype = jnp.dtype(dtype)
     if dtype == jnp.float32:
-        return lambda state, params, key: state, lambda stored, params: stored
+        return StateFormat()
     if dtype == FP8:
-        return partial(_store_fp8, stacked), _load_fp8
-    return partial(_store, dtype), _load
+        return StateFormat(partial(_store_fp8, stacked), _load_fp8)
+    return StateFormat(partial(_store, dtype), _load)
 
 
 def _store(dtype: DTypeLike, state: PyTree, params: PyTree, key: jax.Array | None) -> PyTree:
@@ -94,14 +70,14 @@ def _store(dtype: DTypeLike, state: PyTree, params: PyTree, key: jax.Array | Non
 
     def rounded(path: tuple, x: jax.Array, owner: tuple) -> jax.Array:
         if words is None or not jnp.issubdtype(x.dtype, jnp.floating):
-            return _cast_floating(x, dtype)
+            return cast(x, dtype)
         return to_bfloat16(x.astype(jnp.float32), words(owner, x))
 
     return _map_moments(rounded, state, params)
 
 
 def _load(stored: PyTree, params: PyTree) -> PyTree:
-    return _map_moments(lambda path, x, owner: _cast_floating(x, jnp.float32), stored, params)
+    return _map_moments(lambda path, x, owner: cast(x, jnp.float32), stored, params)
 
 
 def _store_fp8(stacked: PyTree, state: PyTree, params: PyTree, key: jax.Array | None) -> PyTree:
@@ -137,10 +113,6 @@ def _words(params: PyTree, key: jax.Array) -> Callable[[tuple, jax.Array], jax.A
         return noise(x.shape, key, array, next(number))
 
     return words
-
-
-def _cast_floating(x: Any, dtype: DTypeLike) -> Any:
-    return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _flat(tree: PyTree) -> list[tuple[tuple, Any]]:

@@ -24,8 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jzero.errors import ConfigError
-from jzero.optimizers.transforms import Axes, Knobs, adam, add_decay, first
-from jzero.optimizers.wrappers import Transform, labels
+from jzero.optimizers.transforms import Axes, Knobs, Transform, adam, add_decay, first, labels
 from jzero.tree import PyTree, named, path_name
 from jzero.values.parameters import Values
 

@@ -18,7 +18,7 @@ import optax.contrib
 
 from jzero.errors import ConfigError
 from jzero.optimizers import muon, transforms
-from jzero.optimizers.wrappers import Transform, per_layer
+from jzero.optimizers.transforms import Transform, per_layer
 from jzero.values.kinds import FLAG, FRACTION, INT32, NON_NEGATIVE32, TEXT, Kind, as_json, either, one_of
 from jzero.values.parameters import (
     Param,

@@ -23,11 +23,11 @@ from jzero.mesh import AXES, BATCH_AXES, PIPE, batch_parts, group_size, present,
 from jzero.model import Inputs, Model, fold
 from jzero.passes.sequential import Passes, Weights
 from jzero.passes.stack import map_present
-from jzero.precision import Precision, cast
+from jzero.precision import Precision
 from jzero.tracing.auto_cast import cast_arrays, inputs_of_products, wide_arrays
 from jzero.tracing.fp8_weights import Noted
 from jzero.tracing.loss_count import counter
-from jzero.tree import PyTree, leading_dim, named, partition
+from jzero.tree import PyTree, cast, leading_dim, named, partition
 
 # Scopes: of what counts the elements of the loss before any gradient, and of what is summed once a step.
 COUNT, REDUCE = "loss_count", "reduce_gradients"
@@ -90,9 +90,7 @@ class DeviceFunctions:
           first: the index of the first micro-batch in the step.
           histories: see `kernels.fp8.delayed_scaling`; None: each array's own maximum decides its scale in fp8.
         """
-        key = self.replica_key(rng)
-        batch = self.split(parts, extra, key)
-        weights = self.prepare(masters, extra, batch, key, histories)
+        key, batch, weights = self.begin(masters, parts, extra, rng, histories)
         # The counts of all micro-batches and replicas come first: each gradient is then divided by the whole count
         # while it is computed, and the sum over devices is the gradient of the global mean, whatever each counted.
         with jax.named_scope(COUNT):
@@ -107,10 +105,13 @@ class DeviceFunctions:
         summed, seen, state = self.passes.gradients(weights, batch, key, cotangents, first)
         if histories:
             summed, noted = delayed_scaling.split_gradients(summed, weights.nondiff)
+        # Unscaled after the reduction, since fp16 on the wire would lose small gradients too.
         # With an infinite scale inf * (1 / inf) = NaN marks the step as overflowed; keep this form.
         unscale = 1 / scale
-        reduced = self.reduce(summed)
-        gradients = jax.tree.map(lambda g: g * unscale, self.merged(reduced))
+        with jax.named_scope(REDUCE):
+            reduced = self.reduce(summed)
+            merged = cast(self.passes.view.merge(reduced), jnp.float32)
+        gradients = jax.tree.map(lambda g: g * unscale, merged)
         squares = sums_of_squares(self.layouts, self.passes.view.layouts, reduced, unscale, self.mesh)
         seen = self.all_reduce(seen)
         if histories:
@@ -143,8 +144,8 @@ class DeviceFunctions:
 
     def evaluate(self, masters: PyTree, parts: Parts, extra: PyTree) -> Sums:
         """Compute the loss and metrics of the global batch without dropout (rng None)."""
-        batch = self.split(parts, extra, None)
-        losses = self.passes.losses(self.prepare(masters, extra, batch), batch, None)
+        _, batch, weights = self.begin(masters, parts, extra)
+        losses = self.passes.losses(weights, batch, None)
         return means(self.all_reduce(total(losses)))
 
     def predict(self, masters: PyTree, parts: Parts, extra: PyTree, rng: Any = None, index: Any = 0) -> PyTree:
@@ -153,9 +154,8 @@ class DeviceFunctions:
         Args:
           rng: the step's key, for the dropout of its micro-batch `index` (and those after it); None: no dropout.
         """
-        key = None if rng is None else self.replica_key(rng)
-        batch = self.split(parts, extra, key)
-        results = self.passes.losses(self.prepare(masters, extra, batch, key), batch, key, index)
+        key, batch, weights = self.begin(masters, parts, extra, rng)
+        results = self.passes.losses(weights, batch, key, index)
         for name, x in named(results).items():
             if x.shape[1:2] != (self.micro,):
                 raise ConfigError(
@@ -169,11 +169,18 @@ class DeviceFunctions:
         histories: delayed_scaling.Histories | None = None,
     ) -> jax.Array:  # fmt: skip
         """Compute the loss that `gradients` would report for this micro-batch."""
-        key = self.replica_key(rng)
-        batch = self.split(parts, extra, key)
-        weights = self.prepare(masters, extra, batch, key, histories)
+        key, batch, weights = self.begin(masters, parts, extra, rng, histories)
         losses = self.passes.losses(weights, batch, key, index)
         return means(self.all_reduce(total(losses)))[LOSS]
+
+    def begin(
+        self, masters: PyTree, parts: Parts, extra: PyTree, rng: Any = None,
+        histories: delayed_scaling.Histories | None = None,
+    ) -> tuple[Any, PyTree, Weights]:  # fmt: skip
+        """Return this replica's key, its micro-batches, and the weights in the form of the passes."""
+        key = None if rng is None else self.replica_key(rng)
+        batch = self.split(parts, extra, key)
+        return key, batch, self.prepare(masters, extra, batch, key, histories)
 
     def prepare(
         self, masters: PyTree, extra: PyTree, batch: PyTree = None, key: jax.Array | None = None,
@@ -210,13 +217,7 @@ class DeviceFunctions:
         """Reduce summed gradients to those of the local masters, in the form of the passes; see `zero`."""
         view = self.passes.view
         reduce = view.per_layer(partial(storage.reduce_gradient, mesh=self.mesh, precision=self.precision))
-        with jax.named_scope(REDUCE):
-            return map_present(reduce, view.layouts, gradients)
-
-    def merged(self, reduced: PyTree) -> PyTree:
-        """Return reduced gradients in float32 and in the form of the masters."""
-        with jax.named_scope(REDUCE):
-            return cast(self.passes.view.merge(reduced), jnp.float32)
+        return map_present(reduce, view.layouts, gradients)
 
     def agree(self, state: PyTree) -> PyTree:
         """Average the model's new state over the replicas, and return it in the form of the masters."""
@@ -276,6 +277,7 @@ def sums_of_squares(layouts: PyTree, in_use: PyTree, gradients: PyTree, factor: 
     jax.tree.map(add, in_use, gradients)
     trained = [layout for layout in jax.tree.leaves(layouts) if layout.trainable]
     over = {x.name: present(mesh, *(a for a in AXES if a in x.axes)) for x in trained}
+    # One all-reduce for all parameters that the same axes divide: each alone would cost its latency.
     for group in dict.fromkeys(filter(None, over.values())):  # in one order, the same in every process
         names = [name for name in over if over[name] == group]
         sums |= zip(names, lax.psum(jnp.stack([sums[name] for name in names]), group), strict=True)

@@ -168,6 +168,7 @@ def _stack_loss(model: StackModel, layouts: PyTree, view: StackView, remat: Rema
         ends = fetch_params(layouts[ENDS], (diff[ENDS], nondiff[ENDS]), precision)
         x, first = prefix(ends, batch, fold(key, 0))
         x, stack = run_stack(layer, layers, x, key)
+        # The suffix's gradients of the ends are computed before the layers run backward, not at the end of the step.
         if listed:
             ends, x = joint_backward((ends, x))
         value, last = suffix(replace_state(ends, first), x, batch, suffix_key(model, key, stack_length(layouts)))

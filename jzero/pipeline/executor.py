@@ -186,13 +186,12 @@ class Execution:
     def tick(self, operations: str, carry: Carry, at: Columns) -> Carry:
         """Run one tick.
 
-        The next tick uses the output of E (`entering`); G uses the result of B in the tick before (`leaving`). So
-        their all-reduces overlap with the chunks and delay no stage.
-
         Args:
           operations: the letters of `jzero.pipeline.schedules`; lower case: some stage is idle.
           at: this stage's numbers for this tick: micro-batches, chunks, slots.
         """
+        # The next tick uses the output of E (`entering`); G uses the result of B in the tick before (`leaving`). So
+        # their all-reduces overlap with the chunks and delay no stage.
         work = set(operations.upper())
         new, y, dy, ends_gradients = carry, None, None, []
         if work & set("ESG"):
@@ -348,10 +347,8 @@ class Execution:
         return fetch_params(self.layouts[ENDS], (diff, replace_state(self.nondiff[ENDS], state)), self.stages.precision)
 
     def weights(self, index: Index, again: bool = False) -> PyTree:
-        """Return (diff, nondiff) of a piece.
-
-        With `again`, XLA must gather again: without the barrier it would keep the weights of the forward pass alive.
-        """
+        """Return (diff, nondiff) of a piece; `again` in a backward pass."""
+        # Without the barrier XLA would not gather again, but keep the weights of the forward pass alive.
         pair = self.of_piece((self.diff[STACK], self.nondiff[STACK]), index)
         return lax.optimization_barrier(pair) if again and self.gathers else pair
 
@@ -378,12 +375,10 @@ class Execution:
         return jax.tree.map(keep, self.layouts[part], old, new)
 
     def added(self, summed: PyTree, gradient: PyTree, index: Index, active: jax.Array | Literal[False]) -> PyTree:
-        """Add a piece's gradient to the sums, unless this stage is idle; `active` is False if no stage is.
-
-        Without a select, XLA fuses the addition into the matrix product.
-        """
+        """Add a piece's gradient to the sums, unless this stage is idle; `active` is False if no stage is."""
 
         def add(s: jax.Array, g: jax.Array) -> jax.Array:
+            # Without a select, XLA fuses the addition into the matrix product.
             g = g.astype(s.dtype) if active is False else jnp.where(active, g.astype(s.dtype), 0)
             return s.at[index].add(g) if self.cut.view.layer_axis else s + g
 

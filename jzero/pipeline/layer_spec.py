@@ -16,7 +16,7 @@ from flax import linen, nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jzero.adapters.from_flax import from_flax
-from jzero.adapters.nnx_apply import part_name
+from jzero.adapters.nnx_model import part_name
 from jzero.errors import ConfigError, some_of
 from jzero.tree import PyTree
 

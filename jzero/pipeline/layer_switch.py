@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from jzero.adapters.criterion import inputs_and_labels
+from jzero.adapters.methods import inputs_and_labels
 from jzero.config import ActivationCheckpointing, Config
 from jzero.errors import ConfigError
 from jzero.layout.sharding import is_state, stack_length

@@ -22,8 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jzero.adapters.constants import shapes_only
-from jzero.adapters.criterion import inputs_and_labels
-from jzero.adapters.methods import FlaxModel, Outcome, add_state, changed, extra_for
+from jzero.adapters.methods import FlaxModel, Outcome, add_state, changed, extra_for, inputs_and_labels
 from jzero.errors import ConfigError, refuse_keywords
 from jzero.model import ENDS, STACK, Inputs, fold, stack_loss
 from jzero.pipeline.layer_spec import (

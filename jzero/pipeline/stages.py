@@ -32,9 +32,9 @@ from jzero.pipeline.executor import Cut, Execution, Index, MicroBatches, Stages
 from jzero.pipeline.layer_switch import switched_stages
 from jzero.pipeline.module import PipelineModule
 from jzero.pipeline.schedules import PipelineSchedule, forward_only, make_program, make_schedule, passes
-from jzero.precision import Precision, cast
+from jzero.precision import Precision
 from jzero.spread.spread_model import on_group
-from jzero.tree import PyTree, leading_dim
+from jzero.tree import PyTree, cast, leading_dim
 from jzero.values.kinds import either
 
 # Layers of a program, over all of its phases. XLA takes about 0.7 CPU seconds for each, and an estimated step is 5 to

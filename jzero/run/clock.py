@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 
+import jax
+
 from jzero.events import Moment
-from jzero.profiling import compile_times
 
 DATA = "data"  # waiting for the micro-batches of an iterator, or of training_data
 PEERS = "peers"  # waiting for the other processes to have their micro-batches
@@ -19,6 +21,45 @@ PROFILE = "profile"  # of one step, once in a run
 START = "start"  # initialising or reading the state
 SCRIPT = "script"  # between the calls of the engine
 PARTS = (DATA, PEERS, HOST, COMPILE, DEVICE, EVALUATION, CHECKPOINT, PROFILE, START, SCRIPT)
+
+
+COMPILING = "/jax/core/compile/"  # tracing, lowering, and XLA's compilation or what JAX's cache has instead
+CACHE_HIT = "/jax/compilation_cache/cache_hits"
+
+
+class Compilations:
+    """Counts what JAX compiles in this process, as its events tell.
+
+    Attributes:
+      seconds: spent on tracing, lowering and compiling, each once where they contain another.
+      cached: the programs that came from JAX's persistent cache.
+    """
+
+    def __init__(self) -> None:
+        self.seconds, self.cached = 0.0, 0
+        self._counted = threading.local()  # spans: [(begin, end)] of this thread's events, by `time.perf_counter`
+
+    def count(self, event: str, **_: object) -> None:
+        """Take an event without a duration."""
+        self.cached += event == CACHE_HIT
+
+    def add(self, event: str, duration_secs: float, **_: object) -> None:
+        """Take an event that has just ended."""
+        if not event.startswith(COMPILING):
+            return
+        end = time.perf_counter()
+        begin, spans = end - duration_secs, vars(self._counted).setdefault("spans", [])
+        while spans and spans[-1][1] > begin:  # a constant that was computed while this one traced
+            inner_begin, inner_end = spans.pop()
+            duration_secs -= inner_end - max(begin, inner_begin)
+        spans.append((begin, end))
+        self.seconds += duration_secs
+
+
+compilations = Compilations()
+# Once in a process: JAX compiles a program for all engines, and each clock subtracts what came before it.
+jax.monitoring.register_event_listener(compilations.count)
+jax.monitoring.register_event_duration_secs_listener(compilations.add)
 
 
 class Clock:
@@ -37,8 +78,8 @@ class Clock:
         """
         self._worked = worked
         self.total: dict[str, float] = {}
-        self._compiled, self._lap = compile_times.seconds(), time.perf_counter()
-        self._cached = compile_times.cached()
+        self._compiled, self._lap = compilations.seconds, time.perf_counter()
+        self._cached = compilations.cached
 
     @property
     def elapsed(self) -> float:
@@ -48,11 +89,11 @@ class Clock:
     @property
     def cached(self) -> int:
         """The programs that came from the compilation cache since the clock was made."""
-        return compile_times.cached() - self._cached
+        return compilations.cached - self._cached
 
     def lap(self, part: str) -> Moment:
         """Add the time since the last lap to a part, without what JAX compiled in it or the devices worked."""
-        now, compiled = time.perf_counter(), compile_times.seconds()
+        now, compiled = time.perf_counter(), compilations.seconds
         spent = now - self._lap
         compiling = min(compiled - self._compiled, spent)
         left = spent - compiling

@@ -109,7 +109,9 @@ class Engine(CheckpointedRun):
             parts = next_micro_batches(source, accum, ours=ours, part=self._observers.part)
         else:
             parts, rows = [source], self.step_fn.batch_sizes.train
-        done = self._take_step([self._cut(part) for part in parts], extra, rows, accum, counted=accum)
+        if self.curriculum is not None:
+            parts = [self._cut(part) for part in parts]
+        done = self._take_step(parts, extra, rows, accum, counted=accum)
         return done[1]["loss"]
 
     def eval_batch(
@@ -225,13 +227,13 @@ class Engine(CheckpointedRun):
           held: those of the three-call loop, whose losses are now known.
         """
         step, observers = self.step_fn, self._observers
-        skip = self._checks.begin(self)
+        skip, samples = self._checks.begin(self), micro_batches * step.micro_size
         run = partial(step.run, self.state, parts, extra, skip, rows=rows, factor=factor)
         try:
             done, began = observers.run(run, self.global_steps + 1)
             self.state, self._metrics, details = done
             self.global_steps += 1
-            self.global_samples += micro_batches * step.micro_size
+            self.global_samples += samples
             self.micro_steps += counted
             last_words.passed(self.global_steps)
             with observers.part(DEVICE):  # waits for the step before
@@ -242,7 +244,7 @@ class Engine(CheckpointedRun):
         last = self._home is not None and preemption.reached()
         length = None if self.curriculum is None else self.curriculum.length(self.global_steps)
         given = StepGiven(
-            self.global_steps, self.global_samples, micro_batches * step.micro_size, step.amount.tokens,
+            self.global_steps, self.global_samples, samples, step.amount.tokens,
             self._metrics, details.loss_scale.skipped, position(self.training_dataloader), length, last, began,
             observers.clock.lap(HOST),
         )  # fmt: skip

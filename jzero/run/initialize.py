@@ -26,7 +26,7 @@ from jzero.distributed.joining import init_distributed
 from jzero.distributed.place import find_place
 from jzero.errors import ConfigError, refuse_keywords
 from jzero.files import check_writable
-from jzero.layout import pinned_memory
+from jzero.layout import offload
 from jzero.profiling.profiles import OUTPUT, check_output_file
 from jzero.run.deepspeed_names import KEYWORDS
 from jzero.run.dump import dump
@@ -141,7 +141,7 @@ def initialize(
     init_distributed()
     last_words.passed(0)  # an earlier engine's step is not this run's
     config = Config.load(choose_config(args, config))
-    pinned_memory.allow(config)  # the next line starts JAX's devices
+    offload.allow_pinned(config)  # the next line starts JAX's devices
     watchdog.watch_for_hangs(config.watchdog.floor, config.watchdog.ceiling)
     resume = os.environ.get("JZERO_RESUME") if resume is None else None if resume is False else resume
     if not isinstance(resume, str | os.PathLike | None) or resume == "":

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -146,44 +146,62 @@ class Observers:
     def emit(self, event: Event) -> None:
         """Pass an event on to all observers, once its arrays have values."""
         self._note(event)
-        results: Any = None
-        work = None
-        if isinstance(event, StepGiven):
-            self._last_part = CHECKPOINT if event.last else SCRIPT
-            results, work, self._work = (event.metrics, event.skipped), self._work, None
-        elif isinstance(event, EvaluationGiven):
-            results, work, self._work = event.metrics, self._work, None
-        elif isinstance(event, Noticed) and not event.raised:
-            self.lines.say(escaped(f"jzero: step {event.step}: {event.text}"))  # now, whatever the devices do
-        elif isinstance(event, StateStarted):
-            self.waiter.settle()  # lines of the former state measure from its mark
-            if self._work is not None:  # of a step whose checks stopped the run
-                self._work.end, self._work = time.perf_counter(), None
-        elif isinstance(event, SaveBegan):
-            self._note_saved()  # the one before, which this one has waited for
-            self._saving, self._files["checkpoints"] = event, str(event.save.path.parent)
+        handling = HANDLINGS[type(event)]
+        results, work = handling.when_given(self, event)
         if self._follows:
-            self.waiter.give(results, partial(self._deliver, event), work)
+            self.waiter.give(results, partial(self._deliver, event, handling), work)
 
-    def _deliver(self, event: Event, values: Any, end: float) -> None:
+    def _deliver(self, event: Event, handling: Handling, values: Any, end: float) -> None:
         """Take an event in the waiter's thread: the only place where metrics become floats."""
-        if isinstance(event, StepGiven):
-            metrics, skipped = {name: float(x) for name, x in values[0].items()}, int(values[1])
-            line = self._has_line(event.step, event.last)
-            parts = self._breakdown(event) if line and self.lines.timed else {}
-            event = StepEnded(event, metrics, skipped, end, line, parts)
-            self._note(event)
-        elif isinstance(event, EvaluationGiven):
-            metrics = {name: float(x) for name, x in values.items()}
-            event = EvaluationEnded(event.step, event.samples, metrics, event.began, end)
-            self._note(event)
-        elif isinstance(event, StateStarted):
-            self._mark = event.step, event.at
+        ended = handling.when_ended(self, event, values, end)
+        if ended is not event:
+            self._note(ended)
         for observer in self._all:
             try:
-                observer.on(event)
+                observer.on(ended)
             except BaseException as error:  # one that fails must not keep the event from the others
                 warn(error)
+
+    def _give_step(self, event: StepGiven) -> Given:
+        self._last_part = CHECKPOINT if event.last else SCRIPT
+        return (event.metrics, event.skipped), self._take_work()
+
+    def _end_step(self, event: StepGiven, values: Any, end: float) -> StepEnded:
+        metrics, skipped = {name: float(x) for name, x in values[0].items()}, int(values[1])
+        line = self._has_line(event.step, event.last)
+        parts = self._breakdown(event) if line and self.lines.timed else {}
+        return StepEnded(event, metrics, skipped, end, line, parts)
+
+    def _give_evaluation(self, event: EvaluationGiven) -> Given:
+        return event.metrics, self._take_work()
+
+    def _end_evaluation(self, event: EvaluationGiven, values: Any, end: float) -> EvaluationEnded:
+        metrics = {name: float(x) for name, x in values.items()}
+        return EvaluationEnded(event.step, event.samples, metrics, event.began, end)
+
+    def _say_notice(self, event: Noticed) -> Given:
+        if not event.raised:
+            self.lines.say(escaped(f"jzero: step {event.step}: {event.text}"))  # now, whatever the devices do
+        return NOTHING
+
+    def _start_state(self, event: StateStarted) -> Given:
+        self.waiter.settle()  # lines of the former state measure from its mark
+        if work := self._take_work():  # of a step whose checks stopped the run
+            work.end = time.perf_counter()
+        return NOTHING
+
+    def _mark_state(self, event: StateStarted, values: Any, end: float) -> StateStarted:
+        self._mark = event.step, event.at
+        return event
+
+    def _begin_save(self, event: SaveBegan) -> Given:
+        self._note_saved()  # the one before, which this one has waited for
+        self._saving, self._files["checkpoints"] = event, str(event.save.path.parent)
+        return NOTHING
+
+    def _take_work(self) -> DeviceWork | None:
+        work, self._work = self._work, None
+        return work
 
     def _breakdown(self, event: StepGiven) -> dict[str, float]:
         """Return the milliseconds per step of each part since the last progress line."""
@@ -256,3 +274,28 @@ class Observers:
         for observer in (self.ledger, self.curves):
             observer.on(RunEnded(last_words.ended_by()))
         self.waiter.close()
+
+
+Given = tuple[Any, DeviceWork | None]  # the arrays that an event waits for, and the work that ends with them
+NOTHING: Given = (None, None)
+
+
+class Handling(NamedTuple):
+    """The way of one type of events through the observers.
+
+    Attributes:
+      when_given: at once, in the script's thread; returns what the event waits for.
+      when_ended: (event, values of the arrays, time) -> the event that the observers see, in the waiter's thread.
+    """
+
+    when_given: Callable[[Observers, Any], Given] = lambda observers, event: NOTHING
+    when_ended: Callable[[Observers, Any, Any, float], Event] = lambda observers, event, values, end: event
+
+
+HANDLINGS: dict[type, Handling] = {
+    StepGiven: Handling(Observers._give_step, Observers._end_step),
+    EvaluationGiven: Handling(Observers._give_evaluation, Observers._end_evaluation),
+    StateStarted: Handling(Observers._start_state, Observers._mark_state),
+    SaveBegan: Handling(Observers._begin_save),
+    Noticed: Handling(Observers._say_notice),
+}

@@ -14,7 +14,7 @@ from jzero.checkpoint.reader import Checkpoint
 from jzero.checkpoint.restoring import CheckedRead, Selection, check_read
 from jzero.distributed.place import log_dist
 from jzero.errors import ConfigError, some_of
-from jzero.layout import pinned_memory
+from jzero.layout import offload
 from jzero.loss_scale import Scaler
 from jzero.optimizers import at_step
 from jzero.step.state import TrainState, check_alive
@@ -34,7 +34,7 @@ def plan_restore(
     Raises:
       ConfigError: the checkpoint belongs to another model or optimizer, or lacks leaves that `former` does not have.
     """
-    pinned_memory.check_pinnable(step.host_bytes, step.mesh)
+    offload.check_pinned(step.host_bytes, step.mesh)
     shapes, shardings = named(step.state_shapes), named(step.state_shardings)
     names = stored_names(step.state_shapes, shapes)
     checked = check_read(source, shapes, shardings, names, selection=selection, kept=source.without)

@@ -18,9 +18,8 @@ from jzero.config.sizes import BATCH
 from jzero.data.curriculum import curriculum_of
 from jzero.distributed.machine import loaded_nccl
 from jzero.errors import shorten, some_of
-from jzero.layout.quantize import BLOCK, SMALLEST_BLOCK
 from jzero.layout.sharding import ParamLayout
-from jzero.layout.zeropp import Plus
+from jzero.layout.zeropp import BLOCK, SMALLEST_BLOCK, Plus
 from jzero.mesh import BATCH_AXES, CONTEXT, EXPERT, GROUP_AXES, PIPE, TENSOR, ZERO_AXES, group_size, present
 from jzero.model import weights_layout
 from jzero.optimizers import moments

