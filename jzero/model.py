@@ -160,7 +160,7 @@ def suffix_key(model: Any, rng: jax.Array | None, layers: int) -> jax.Array | No
 
 
 class Inputs(NamedTuple):
-    """A micro-batch, and what the caller passed to the step beside the batch (None: nothing)."""
+    """A micro-batch, and what the caller passed to the step besides the batch (None: nothing)."""
 
     batch: Any
     extra: Any = None

@@ -1,4 +1,4 @@
-"""The constants of a Flax module: arrays that it holds beside its parameters, such as masks and rotary tables."""
+"""The constants of a Flax module: arrays that it holds besides its parameters, such as masks and rotary tables."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def from_flax(
         training starts from, or a Linen module.
       loss_fn: `loss_fn(module, batch)` -> a scalar, or `jzero.Mean(sum, count)` for a weighted mean. `module` is the
         NNX module or the bound Linen module. A third positional parameter, or one named `rng`, gets the step's key, or
-        None in evaluation. A parameter named `extra` gets what is passed to the step beside the batch, or None. An NNX
+        None in evaluation. A parameter named `extra` gets what is passed to the step besides the batch, or None. An NNX
         module with a layer stack needs no loss_fn: it has `prefix(batch) -> x`, `stack` (one block whose parameters
         were stacked by `nnx.vmap`; `stack(x)` is one layer) and `suffix(x, batch) -> loss`.
       criterion: instead of loss_fn: `criterion(outputs, labels)` -> what loss_fn returns. Then batches are

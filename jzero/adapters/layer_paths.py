@@ -29,7 +29,7 @@ class LayerPaths:
       keys: of every layer, as ("encoder", "layers", 0); of the whole stack, if the module holds it as one.
       layers: their number.
       stacked: whether the module holds its layers as one stack, with a leading layer axis.
-      collections: dicts beside the parameters in which the same keys occur: Linen's state.
+      collections: dicts besides the parameters in which the same keys occur: Linen's state.
     """
 
     keys: tuple[Key, ...]

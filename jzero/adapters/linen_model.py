@@ -33,7 +33,7 @@ class LinenModel(ModuleModel):
       module: the module, not bound.
       loss_fn: `loss_fn(bound module, batch, rng)`.
       example: a batch, or its ShapeDtypeStructs; `init` calls the loss on zeros of these shapes.
-      example_extra: the same for what the loss takes beside the batch; None: nothing.
+      example_extra: the same for what the loss takes besides the batch; None: nothing.
       has_aux: whether the loss function returns metrics too.
       sync_batch_norm: whether BatchNorm's statistics in training are those of all replicas.
 
@@ -107,7 +107,7 @@ class LinenModel(ModuleModel):
         return linen.intercept_methods(functools.partial(_set_axes, sync=training and self.sync_batch_norm))
 
     def _find_collections(self, shapes: PyTree) -> tuple[list[str], list[str], frozenset[str]]:
-        """Sort the collections beside the parameters into constants, state and sown values, which are ignored.
+        """Sort the collections besides the parameters into constants, state and sown values, which are ignored.
 
         Linen does not mark them, so the loss is traced. A collection that training does not change is constant, unless
         it has the statistics of BatchNorm: a frozen one reads those of another run. Of the others, the loss needs

@@ -79,7 +79,7 @@ def restore(
     checkpoint = Checkpoint.find(directory, tag)
     wanted, places = named(shapes) if shapes is not None else {}, named(shardings)
     if not wanted and getattr(shardings, "names", None) is not None:
-        raise ConfigError("restore: a model with stack= needs shapes=step.state_shapes beside step.state_shardings")
+        raise ConfigError("restore: a model with stack= needs shapes=step.state_shapes with step.state_shardings")
     is_state = bool(wanted) and hasattr(shardings, "fp8")
     names = stored_names(shardings, wanted or places)
     read = check_read(checkpoint, wanted, places, names, histories=is_state).read()

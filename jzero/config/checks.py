@@ -171,7 +171,7 @@ _CHECKS: tuple[tuple[str, Check], ...] = (
         _FP8_WEIGHTS,
         lambda s: s.fp8.enabled and s.zero_optimization.offload_param.device != "none",
         'fp8.enabled = true and zero_optimization.offload_param.device = "{s.zero_optimization.offload_param.device}"'
-        ": weights that stay on the host are not cast to fp8; use offload_optimizer, which works beside fp8, or "
+        ": weights that stay on the host are not cast to fp8; use offload_optimizer, which works with fp8, or "
         "remove one",
     ),
     _problem_if(

@@ -137,7 +137,7 @@ def param_layouts(
             local[at] //= mesh.shape[axis]
         rule, asked = staged, stages_own
         if not trainable and rule.gather == "step":
-            asked = RULES[0]  # needed whole at every step: a shard beside it would be a second copy
+            asked = RULES[0]  # needed whole at every step: a shard besides it would be a second copy
         groups = [tuple(axis for axis in present(mesh, *axes) if axis not in own) for axes in (ZERO_AXES, (ZERO,))]
         dim, group, why = _partitioned_dim(tuple(local), asked, mesh, groups, threshold)
         # In one dimension ZeRO's axes are the minor ones: a gather over them gives the part that this device uses.

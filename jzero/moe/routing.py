@@ -151,7 +151,7 @@ def balanced_bias(bias: jax.Array, counts: jax.Array, rate: float = 1e-3) -> jax
     """Move a bias [E] towards even loads, without a loss (arXiv:2408.15664): up for experts with few tokens.
 
     Args:
-      bias: what `route` adds to the scores for the choice; state beside the parameters, not trained.
+      bias: what `route` adds to the scores for the choice; state besides the parameters, not trained.
       counts: tokens of each expert [E]; over all replicas `jzero.all_gather(routing.counts[None]).sum(0)`.
       rate: the size of one move.
 

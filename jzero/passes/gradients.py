@@ -84,7 +84,7 @@ class DeviceFunctions:
         Args:
           masters: the local shards.
           parts: the local batch [accum * micro, ...], or its micro-batches [micro, ...].
-          extra: what the caller passed beside the batch, whole; None: nothing.
+          extra: what the caller passed besides the batch, whole; None: nothing.
           rng: this step's key.
           scale: the loss scale.
           first: the index of the first micro-batch in the step.

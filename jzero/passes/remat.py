@@ -25,7 +25,7 @@ Fetch = Callable[[Any], Any]  # (diff, nondiff) -> weights
 Block = Callable[[Any, Any, Any], Any]  # (weights or (diff, nondiff), x, key) -> x
 
 _INPUT = "layer_input"
-# Outputs worth keeping beside `dot_general`, which `_keep_matmuls` tests.
+# Outputs worth keeping besides `dot_general`, which `_keep_matmuls` tests.
 _MATMULS = (
     FP8_PRODUCT,
     "ragged_dot_general",

@@ -65,7 +65,7 @@ class PipelineModule(FlaxModel):
       layers: any of `LayerSpec`, `TiedLayerSpec`, Linen modules, functions `x -> x`.
       num_stages: the number of pipeline stages, like `mesh.pipe` in the config; the parameters do not depend on it.
       loss_fn: `loss_fn(outputs, labels)` -> a scalar, or `jzero.Mean(sum, count)`; a keyword argument `extra` gets what
-        is passed to the step beside the batch.
+        is passed to the step besides the batch.
       has_aux: `loss_fn` returns (loss, {name: metric}), each metric a scalar or a `Mean`.
       partition_method: how `boundaries` cuts, see `jzero.pipeline.layer_spec`.
       activation_checkpoint_interval: the number of layers in one activation checkpoint; 0: the config decides.

@@ -121,7 +121,7 @@ def _attention(gpu: GPU, text: str, amount: Amount) -> Iterator[str]:
 
 
 def undivided_parameters(step: TrainStep) -> Iterator[str]:
-    """Name these parameters, what they cost each device beside divided ones, and the size that would fit.
+    """Name these parameters, what they cost each device compared with divided ones, and the size that would fit.
 
     Layers that are alike share a line. The bytes are those of masters, moments, weights and gradients inside the step.
     """

@@ -107,7 +107,7 @@ def plan_title(plan: PlanFacts) -> str:
 
 
 def measured_rows(plan: PlanFacts) -> list[list[str]]:
-    """Return the rows of what was measured beside what was planned; none for a plan."""
+    """Return the rows of what was measured and what was planned; none for a plan."""
     if plan.measured is None:
         return []
     seconds, peak, planned = plan.measured.step_s, plan.measured.peak_bytes, plan.memory.peak_bytes

@@ -98,7 +98,7 @@ class StepFlops:
             lines.append(self._rate(seconds, kind))
         if self.optimizer:
             own = quantity(self.optimizer, "FLOP")
-            lines.append(f"beside the table: {own} of the optimizer's products, on whole arrays")
+            lines.append(f"besides the table: {own} of the optimizer's products, on whole arrays")
         if self.stages > 1:
             lines.append("the products of a pipeline's idle ticks are in the table: the devices run them")
         return [*lines, *self.notes]

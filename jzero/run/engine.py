@@ -94,7 +94,7 @@ class Engine(CheckpointedRun):
             dimension micro x replicas), from which the engine takes `gradient_accumulation_steps()`; or None: the
             training data.
           data_iter: DeepSpeed's name for such an iterator.
-          extra: arrays and numbers that the loss takes beside the batch, as for `TrainStep`.
+          extra: arrays and numbers that the loss takes besides the batch, as for `TrainStep`.
         """
         self._accumulation.check_empty("train_batch")
         if batch is not None and data_iter is not None:

@@ -20,7 +20,7 @@ from jzero.tree import named
 
 
 class Held(NamedTuple):
-    """A micro-batch on the devices, its loss, and what the loss takes beside it."""
+    """A micro-batch on the devices, its loss, and what the loss takes besides it."""
 
     batch: Any
     loss: Loss

@@ -20,7 +20,7 @@ COUNTERS = ("global_steps", "global_samples", "micro_steps")
 
 
 def make_notes(step: TrainStep, loader: Any, counters: Mapping[str, int], client: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the notes that a checkpoint contains beside the state.
+    """Make the notes that a checkpoint contains besides the state.
 
     Args:
       loader: the DataLoader of the training data, or None.

@@ -146,7 +146,7 @@ def _warnings(step: Any) -> list[str]:
 def _beside_adapters(step: Any) -> Iterator[str]:
     if others := trained_beside(weights_layout(step.model), step.layouts):
         yield (
-            f"{some_of(others, 4)} {'is' if len(others) == 1 else 'are'} trained beside the adapters, which can then "
+            f"{some_of(others, 4)} {'is' if len(others) == 1 else 'are'} trained besides the adapters, which can then "
             'not be saved alone; to train only these: "trainable_parameters": ["lora_"]'
         )
 

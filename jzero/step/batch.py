@@ -160,7 +160,7 @@ def place_batch(batch: Any, sharding: NamedSharding, rows: int) -> Any:
 
 
 def place_extra(extra: Any, mesh: Mesh) -> Any:
-    """Put what goes beside the batch onto the mesh: host arrays replicated; arrays on the mesh stay as they are.
+    """Put what goes with the batch onto the mesh: host arrays replicated; arrays on the mesh stay as they are.
 
     Raises:
       ConfigError: a leaf that is no array, or an array on other devices.

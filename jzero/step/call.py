@@ -43,7 +43,7 @@ class Call:
         self, state: PyTree, batch: PyTree, extra: PyTree, *rest: Any, of: str = "",
         before: Callable[[], None] | None = None, **static: Any,
     ) -> Any:  # fmt: skip
-        """Run the program on a batch and what goes beside it, both on the devices.
+        """Run the program on a batch and what goes with it, both on the devices.
 
         Args:
           of: more of the name, where it differs from run to run.

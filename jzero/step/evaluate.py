@@ -79,7 +79,7 @@ class EvalStep:
         Args:
           state: a TrainState, whose parameters are used.
           batch: any number of rows; with several processes, each passes all of them.
-          extra: what the function takes beside the batch, as for a train step.
+          extra: what the function takes besides the batch, as for a train step.
           numpy: return NumPy arrays with all rows, on every process.
           dropout: with the dropout of this micro-batch of the next train step; the batch has its rows.
 

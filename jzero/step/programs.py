@@ -30,7 +30,7 @@ REPLICATED: Any = PartitionSpec()
 
 
 class StepInput(NamedTuple):
-    """The input of a step: the parts of its batch and what goes beside it, on the devices.
+    """The input of a step: the parts of its batch and what goes with it, on the devices.
 
     Attributes:
       factor: multiplies the gradient; None: 1.
@@ -42,7 +42,7 @@ class StepInput(NamedTuple):
 
 
 class Details(NamedTuple):
-    """Details of a step beside its metrics.
+    """Details of a step besides its metrics.
 
     Attributes:
       micro_losses: the loss of every micro-batch, [accum].

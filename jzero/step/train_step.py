@@ -226,8 +226,8 @@ class TrainStep:
         Args:
           batch: a pytree whose leaves have the leading dimension `batch_sizes.train`; NumPy or JAX arrays, or
             PyTorch's tensors on the host.
-          extra: any pytree of arrays and numbers that the loss takes beside the batch: a teacher's parameters, a scalar
-            that changes with the step. It reaches the loss whole on every device.
+          extra: any pytree of arrays and numbers that the loss takes besides the batch: a teacher's parameters, a
+            scalar that changes with the step. It reaches the loss whole on every device.
 
         Returns:
           The new state, and metrics: loss (mean over the global batch), grad_norm (global, before clipping),

@@ -31,7 +31,7 @@ def declared(table: Table | None) -> list[str]:
 
 
 def trained_beside(table: Table | None, layouts: PyTree) -> list[str]:
-    """List the names of the parameters that are trained beside the adapters; [] if the table declares no adapters.
+    """List the names of the parameters that are trained besides the adapters; [] if the table declares no adapters.
 
     Args:
       table: the model's `weights_layout()`.

@@ -69,7 +69,7 @@ def export(
 
     Raises:
       ConfigError: no checkpoint, one without parameters that are needed, no adapters, parameters that an engine
-        trained beside them, `out` is not empty or not writable, or an invalid size.
+        trained besides them, `out` is not empty or not writable, or an invalid size.
     """
     limit = parse_size(max_shard_size)
     checkpoint = CheckpointParameters(directory, tag)

@@ -236,7 +236,7 @@ def _find(
     """Map every leaf to the (file, tensor) pairs that contain its parts.
 
     Args:
-      optional: the leaves that the files may lack, beside the adapters that the table declares.
+      optional: the leaves that the files may lack, besides the adapters that the table declares.
       has_others: whether there are values for the leaves that files with adapters alone lack.
 
     Raises:

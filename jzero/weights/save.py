@@ -55,7 +55,7 @@ def save(
 
     Raises:
       ConfigError: the file cannot be written, has another suffix, or a value overflows float16; no adapters, or other
-        parameters are trained beside them. Raised on all processes.
+        parameters are trained besides them. Raised on all processes.
     """
     if Path(filename).name != filename or Path(filename).suffix != ".safetensors":
         raise ConfigError(f"save_filename = {filename!r}: must be a name that ends in .safetensors")

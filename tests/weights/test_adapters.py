@@ -282,7 +282,7 @@ def test_refused_adapters(tmp_path, base, adapter):
 def test_adapters_alone_are_refused_where_more_is_trained(tmp_path):
     """They would go onto weights that they were not trained with; merged weights have all of it."""
     made = engine(model(SOME), more={"trainable_parameters": ["lora_", "embed"]})
-    assert "ends/embed is trained beside the adapters" in " ".join(report(made.step_fn).split())
+    assert "ends/embed is trained besides the adapters" in " ".join(report(made.step_fn).split())
     made.save_checkpoint(tmp_path / "run").wait()
     for save in (made.save_adapters, lambda out: weights.export(tmp_path / "run", out, adapters=True)):
         with pytest.raises(jzero.ConfigError, match=r'ends/embed is trained too.*"trainable_parameters": \["lora_"]'):
@@ -293,7 +293,7 @@ def test_adapters_alone_are_refused_where_more_is_trained(tmp_path):
     for name in ("merged", "exported"):
         found = load_file(tmp_path / name / "model.safetensors")["model.embed_tokens.weight"]
         np.testing.assert_allclose(np.float32(found), made.state.params["ends"]["embed"], rtol=2**-8)
-    assert "and 5 more are trained beside the adapters" in " ".join(report(step(model(SOME))).split())
+    assert "and 5 more are trained besides the adapters" in " ".join(report(step(model(SOME))).split())
     assert "beside the adapters" not in report(step(model(SOME), more=TRAINED)) + report(step())
 
 

@@ -1,6 +1,6 @@
 """Saves what a step that is not finite ran on, and repeats it on one device.
 
-A directory contains the parameters, the micro-batch, what went beside it and the key, as a checkpoint: it reads on any
+A directory contains the parameters, the micro-batch, what went with it and the key, as a checkpoint: it reads on any
 machine. The model is Python code, so whoever replays passes it.
 """
 

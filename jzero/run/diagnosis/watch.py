@@ -48,7 +48,7 @@ class WatchedRun(Protocol):
     training_dataloader: DataLoader | None
 
     def _go_back(self, mark: Mark) -> None:
-        """Set the run back to where it was, beside its parameters."""
+        """Set the run back to where it was, besides its parameters."""
 
     def _started(self, origin: str) -> None:
         """Go on with another state; `origin` says where it is from."""
