@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
-from jzero.checkpoint import Checkpoint, async_save, checksums, directory, restore, save, snapshot, wait
+from jzero.checkpoint import Checkpoint, async_save, checksums, directory, lock, restore, save, snapshot, wait
 from jzero.ledger import schema
 
 # ------------------------------------------------------------------------------------------- save and restore
@@ -316,8 +316,8 @@ OWN = [
     "latest",
     "latest.new",
     schema.FILE,
-    directory.LOCK,
-    f"{directory.LOCK}.0123456789abcdef",
+    lock.LOCK,
+    f"{lock.LOCK}.0123456789abcdef",
 ]  # files in the directory
 
 

@@ -251,6 +251,7 @@ def own_loss(module, batch):
     return optax.softmax_cross_entropy_with_integer_labels(module(batch["inputs"]), batch["labels"]).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stack", [pytest.param(None, marks=pytest.mark.slow), "blocks"])
 def test_a_module_of_a_users_own(stack):
     """Its table counts with and without a layer stack."""

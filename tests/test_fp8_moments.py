@@ -187,6 +187,7 @@ def test_training_is_as_with_float32_moments(kind):
     np.testing.assert_allclose(low, exact, atol=0.05)  # they fall from 4.2; moments fluctuate by a quarter
 
 
+@pytest.mark.slow
 def test_a_skipped_step_changes_nothing():
     step = step_of(fp16={"enabled": True, "initial_scale_power": 40})  # so large that the gradients overflow
     state = step.init(jax.random.key(0))
@@ -196,6 +197,7 @@ def test_a_skipped_step_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state.opt_state), before)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_continues_on_another_mesh_at_another_stage(tmp_path):
     state, _ = train(step_of(1), 3)
     jzero.checkpoint.save(state, tmp_path, "a").wait()
@@ -226,6 +228,7 @@ WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e
 OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("here", "there", "more", "strict"),
     [

@@ -84,6 +84,7 @@ def plain():
     return losses, named(jax.device_get(params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), keep(PAIRS, RING[:1]))
 def test_a_checkpoint_continues_on_another_layout(first, second, trained):
     (_, directory), (engine, _) = trained(first), trained(second)

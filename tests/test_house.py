@@ -89,6 +89,7 @@ def floors() -> int:
     return max(map(floor, arrows))
 
 
+@lru_cache
 def figures() -> dict[str, int]:
     texts = [text for _, text, _ in sources().values()]
     nodes = [node for _, _, tree in sources().values() for node in ast.walk(tree)]

@@ -264,7 +264,7 @@ def lay_out(model, layout, **more):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("fp16", [False, True])
+@pytest.mark.parametrize("fp16", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_count_with_a_gradient(layout, fp16):
     """The gradient is that of sum / count in plain JAX; it includes the count's.
 

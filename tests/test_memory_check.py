@@ -94,6 +94,7 @@ def test_without_training_data_the_first_step_tells(whole, monkeypatch):
         engine.train_batch(BATCH)
 
 
+@pytest.mark.slow
 def test_nothing_fits(whole, monkeypatch):
     limit(monkeypatch, 2**18)  # less than the parameters
     engine = start(CONFIG)
@@ -107,6 +108,7 @@ def test_nothing_fits(whole, monkeypatch):
     assert stated == size_text(moments)
 
 
+@pytest.mark.slow
 def test_moments_in_fewer_bits_are_not_offered_again(whole, monkeypatch):
     limit(monkeypatch, 2**18)
     engine = start(CONFIG | {"optimizer": {**CONFIG["optimizer"], "state_dtype": "bf16"}})
@@ -115,6 +117,7 @@ def test_moments_in_fewer_bits_are_not_offered_again(whole, monkeypatch):
     assert "state_dtype" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_large_logits_can_be_computed_tile_by_tile(monkeypatch):
     limit(monkeypatch, 2**18)
     engine = start(CONFIG, {"vocab_size": 8192})
@@ -177,7 +180,7 @@ def unsharded(stage, passed=False):
     return config, jzero.make_train_step(model(), config if passed else config | {"mesh": own}, mesh=here)
 
 
-@pytest.mark.parametrize("passed", [False, True])
+@pytest.mark.parametrize("passed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_copies_become_shards_first(passed):
     config, step = unsharded(3, passed)
     sharded = {"mesh.data": 1, "mesh.zero": 2}

@@ -186,7 +186,7 @@ def test_bytes_of_a_llamas_layer(monkeypatch, stage):
 @pytest.mark.gpu_compile
 @needs_cuda_compiler
 @pytest.mark.usefixtures("no_compilation_cache")
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_layers_weight_gradients_come_before_the_layer_below(stage):
     """In the compiled program, whose text is in the order of execution."""
     step, shapes = step_for_gpus(stage)

@@ -73,6 +73,7 @@ class WideGPT(SmallGPT):
         return Small(rngs, rate, hidden=2**16 // WIDTH)
 
 
+@pytest.mark.slow
 def test_a_run_with_moments_in_fp8_resumes_with_and_without_a_stack(tmp_path):
     """Each layer of a stacked moment has codes and a scale of its own."""
     optimizer = {"type": "Adam", "params": {"lr": 1e-2}, "state_dtype": "fp8"}

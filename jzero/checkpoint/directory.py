@@ -34,6 +34,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from jzero.checkpoint.lock import LOCK
 from jzero.errors import CheckpointError, ConfigError, some_of
 from jzero.files import check_writable, create, read_file
 
@@ -42,7 +43,6 @@ LATEST = "latest"
 SAVING, REPLACED = ".saving", ".replaced"
 DEFAULT_TAG = "global_step{}"  # DeepSpeed's
 LONGEST = 255 - len(REPLACED)  # bytes: a file system's limit for a name
-LOCK = ".lock"
 OWN = (LATEST, f"{LATEST}.new", LOCK, "ledger.jsonl")  # files among the checkpoints
 LATEST_TIME = 1e11  # seconds since 1970; a save at a later time would stay the newest for ever
 

@@ -30,9 +30,9 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from jzero.checkpoint.directory import LOCK
 from jzero.errors import CheckpointError, ConfigError, escaped
 
+LOCK = ".lock"
 REFRESH = 3.0  # seconds between the owner's touches
 STALE = 30.0  # seconds without a touch after which the owner counts as dead
 POLL = 0.25  # seconds between two looks at another owner's lock

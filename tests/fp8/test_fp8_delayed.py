@@ -114,6 +114,7 @@ def prepared(step, bounds):
     return dataclasses.replace(state, fp8=jax.device_put(fp8, step.state_shardings.fp8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "bounds",
     [
@@ -291,6 +292,7 @@ FORMER = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("former", "functional"), keep(FORMER, [FORMER[2]]), ids=str)
 def test_histories_begin_anew(tmp_path, former, functional, capsys):
     """After a checkpoint without them, or of another length."""

@@ -105,6 +105,7 @@ DIVIDED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout"), keep(DIVIDED, DIVIDED[:1]), ids=name_of)
 def test_layouts_that_divide_products(name, layout):
     """Parts of a product are rounded to bfloat16 before they are summed, and those of the loss too."""
@@ -135,6 +136,7 @@ def test_losses_stay_beside_those_in_bf16():
     assert 0 < difference[1] < 1e-2
 
 
+@pytest.mark.slow
 def test_evaluation_predictions_and_a_repeated_step_are_in_fp8_too():
     """A search for what is not finite must compute what the step computed. Text is generated in bf16."""
     step, batch = make_step("llama", precision=FP8), batches("llama")[0]

@@ -116,6 +116,7 @@ def test_a_plan_decides_nothing(undecided, monkeypatch):
     assert not undecided.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("where", ["common", pytest.param("own", marks=pytest.mark.slow)])
 def test_processes_use_a_directory_that_all_see(tmp_path, where):

@@ -31,6 +31,7 @@ jzero.log_dist(json.dumps([len(mine), seen]), ranks=[-1])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "processes", "layout", "rows"),
     [

@@ -94,6 +94,7 @@ def planned(nodes, of_node, **mesh):
     return jzero.plan(FeedForward(), config, shapes, gpu="h100", nodes=nodes, gpus_per_node=of_node)
 
 
+@pytest.mark.slow
 def test_a_group_across_hosts_has_its_price():
     (found,) = [line for line in planned(2, 2, tensor=4).warnings if line.startswith("mesh.tensor = 4: devices of sev")]
     size = re.search(r"move ([\d.]+) KiB a step", found)[1]

@@ -184,6 +184,7 @@ def test_what_decides_the_program_is_in_the_key(monkeypatch):
 
 @needs_cuda_compiler
 class TestSearch:
+    @pytest.mark.slow
     @pytest.mark.parametrize("activations", keep([12 * 2**30, 60 * 2**30, 2**42], [12 * 2**30]))
     def test_finds_what_trying_everything_finds(self, activations, monkeypatch):
         """From much memory to so little that nothing fits, not even with the state on the host."""

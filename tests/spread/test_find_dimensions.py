@@ -79,6 +79,7 @@ def test_megatrons_table_for_a_large_llama_in_seconds():
     assert not any("norm" in pattern for pattern in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_step_without_a_table_finds_one(stage):
     """`autotp_size` alone, as in DeepSpeed; the result is one device's."""
